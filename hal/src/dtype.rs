@@ -1,0 +1,126 @@
+//! Element types that travel between host, device and wire.
+
+use serde::{Deserialize, Serialize};
+
+/// The type of one element. Floating-point types store weights, activations and KV; `U32` stores
+/// token ids, positions, slots and page tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// IEEE 754 single precision.
+    F32,
+    /// The upper 16 bits of an `F32`.
+    Bf16,
+    /// IEEE 754 half precision.
+    F16,
+    /// Unsigned 32-bit integer, for indices.
+    U32,
+}
+
+impl DType {
+    /// All floating-point types.
+    pub const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
+    /// Bytes of one element.
+    pub const fn size_bytes(self) -> u64 {
+        match self {
+            DType::F32 | DType::U32 => 4,
+            DType::Bf16 | DType::F16 => 2,
+        }
+    }
+
+    /// Lower-case name, as used on the command line and in JSON.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::Bf16 => "bf16",
+            DType::F16 => "f16",
+            DType::U32 => "u32",
+        }
+    }
+
+    /// Unit round-off: the largest relative error of rounding one value to this type.
+    /// Zero for integers.
+    pub const fn unit_roundoff(self) -> f64 {
+        match self {
+            DType::F32 => 1.0 / (1u64 << 24) as f64,
+            DType::Bf16 => 1.0 / (1u64 << 8) as f64,
+            DType::F16 => 1.0 / (1u64 << 11) as f64,
+            DType::U32 => 0.0,
+        }
+    }
+
+    /// Appends `value`, rounded to this type, to `bytes` (little endian).
+    pub fn encode(self, value: f64, bytes: &mut Vec<u8>) {
+        match self {
+            DType::F32 => bytes.extend((value as f32).to_le_bytes()),
+            DType::Bf16 => bytes.extend(half::bf16::from_f64(value).to_le_bytes()),
+            DType::F16 => bytes.extend(half::f16::from_f64(value).to_le_bytes()),
+            DType::U32 => bytes.extend((value as u32).to_le_bytes()),
+        }
+    }
+
+    /// Reads every element of `bytes` (little endian). A trailing partial element is ignored.
+    pub fn decode(self, bytes: &[u8]) -> Vec<f64> {
+        match self {
+            DType::F32 => {
+                bytes.as_chunks::<4>().0.iter().map(|&b| f64::from(f32::from_le_bytes(b))).collect()
+            }
+            DType::U32 => {
+                bytes.as_chunks::<4>().0.iter().map(|&b| f64::from(u32::from_le_bytes(b))).collect()
+            }
+            DType::Bf16 => {
+                bytes.as_chunks::<2>().0.iter().map(|&b| half::bf16::from_le_bytes(b).to_f64()).collect()
+            }
+            DType::F16 => {
+                bytes.as_chunks::<2>().0.iter().map(|&b| half::f16::from_le_bytes(b).to_f64()).collect()
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for DType {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.to_ascii_lowercase().as_str() {
+            "f32" | "float32" => Ok(DType::F32),
+            "bf16" | "bfloat16" => Ok(DType::Bf16),
+            "f16" | "float16" | "half" => Ok(DType::F16),
+            "u32" => Ok(DType::U32),
+            other => Err(format!("unknown dtype '{other}'; known: f32, bf16, f16")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn encode_and_decode_are_inverse_on_representable_values() {
+        for dtype in DType::FLOATS {
+            let mut bytes = Vec::new();
+            let values = [0.0, 1.0, -2.5, 0.15625, -65280.0];
+            for v in values {
+                dtype.encode(v, &mut bytes);
+            }
+            assert_eq!(bytes.len() as u64, dtype.size_bytes() * values.len() as u64);
+            assert_eq!(dtype.decode(&bytes), values, "{dtype}");
+        }
+    }
+
+    #[test]
+    fn names_parse_back() {
+        for dtype in DType::FLOATS.into_iter().chain([DType::U32]) {
+            assert_eq!(dtype.name().parse::<DType>(), Ok(dtype));
+        }
+        assert!("int4".parse::<DType>().unwrap_err().contains("known"));
+    }
+}

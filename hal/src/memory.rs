@@ -1,0 +1,113 @@
+//! Memory as the callers see it: buffers behind `dyn`, slices as plain values.
+
+use crate::Result;
+use std::any::Any;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What a buffer is for. A backend may place buffers by it; it changes no result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Model parameters: written once, then only read.
+    Weights,
+    /// KV pages.
+    Kv,
+    /// Inputs and outputs of one step.
+    Activations,
+    /// Bounce memory between a device and a link; pinned where that exists.
+    Staging,
+}
+
+/// A device's memory object. Freed on drop, after the commands in flight that use it.
+pub trait Buffer: Send + Sync + std::fmt::Debug {
+    /// Bytes of the allocation.
+    fn size_bytes(&self) -> u64;
+    /// For the backend to find its own type again.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A range of a buffer. Cheap to clone; keeps the buffer alive.
+#[derive(Clone, Debug)]
+pub struct Slice {
+    /// The buffer.
+    pub buffer: Arc<dyn Buffer>,
+    /// First byte.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+}
+
+impl Slice {
+    /// The whole of `buffer`.
+    pub fn whole(buffer: Arc<dyn Buffer>) -> Self {
+        let bytes = buffer.size_bytes();
+        Slice { buffer, offset: 0, bytes }
+    }
+
+    /// `bytes` bytes of this slice from `offset` on.
+    ///
+    /// # Panics
+    /// When the range leaves the slice: a bug of the caller.
+    pub fn range(&self, offset: u64, bytes: u64) -> Slice {
+        assert!(
+            offset.checked_add(bytes).is_some_and(|end| end <= self.bytes),
+            "range {offset}+{bytes} leaves a slice of {} bytes",
+            self.bytes
+        );
+        Slice { buffer: self.buffer.clone(), offset: self.offset + offset, bytes }
+    }
+
+    /// Whether both name some byte of the same buffer.
+    pub fn overlaps(&self, other: &Slice) -> bool {
+        std::ptr::addr_eq(Arc::as_ptr(&self.buffer), Arc::as_ptr(&other.buffer))
+            && self.offset < other.offset + other.bytes
+            && other.offset < self.offset + self.bytes
+    }
+}
+
+/// Host memory that does not move and does not change while anyone holds it: a mapped checkpoint.
+/// A device that can, uses it in place.
+pub trait HostMemory: Send + Sync + std::fmt::Debug {
+    /// The bytes.
+    fn as_bytes(&self) -> &[u8];
+}
+
+impl HostMemory for Vec<u8> {
+    fn as_bytes(&self) -> &[u8] {
+        self
+    }
+}
+
+/// Maps files as host memory. Mapping needs `unsafe`, so a backend provides it.
+pub trait FileMapper: Send + Sync {
+    /// Maps all of the file at `path`, read-only.
+    fn map(&self, path: &Path) -> std::io::Result<Arc<dyn HostMemory>>;
+}
+
+/// How another party may reach a slice without a copy through the host.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Export {
+    /// It is host memory: readable in place once the tickets that write it are done.
+    Host(Arc<dyn HostMemory>),
+    /// A DMA-BUF file descriptor, for RDMA registration.
+    DmaBuf {
+        /// The descriptor, owned by the buffer.
+        fd: i32,
+        /// Offset of the slice in it, in bytes.
+        offset: u64,
+    },
+    /// An opaque handle for another process on this host.
+    Ipc(Vec<u8>),
+}
+
+/// Host memory shared by two ends of a transport: written by one, read by the other.
+/// Calls copy under a lock of the implementation, so no caller sees a torn write.
+pub trait SharedMemory: Send + Sync {
+    /// Length in bytes.
+    fn size_bytes(&self) -> u64;
+    /// Copies `data` to `offset`.
+    fn store(&self, offset: u64, data: &[u8]) -> Result<()>;
+    /// Copies from `offset` into `data`.
+    fn load(&self, offset: u64, data: &mut [u8]) -> Result<()>;
+}

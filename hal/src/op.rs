@@ -1,0 +1,564 @@
+//! The operations of a decoder-only transformer, as plain values.
+//!
+//! An [`OpSig`] is an operation's kind, shape and dtypes. It decides everything about a command but
+//! the addresses: which operands it takes (their order, access, dtype and size: [`OpSig::operands`]),
+//! how many floating-point operations it does and how many bytes it must move.
+//!
+//! Conventions. Matrices are row-major and dense. `tokens` counts the new tokens of a step over all
+//! its sequences, laid end to end. Shapes stand in the comment after each operand below.
+//!
+//! **KV pools.** One layer's keys (or values) are a pool of pages; a page holds `page_tokens` tokens of
+//! all `kv_heads`. A *slot* is `page * page_tokens + offset in the page`. How a page is laid out inside
+//! is the backend's own affair: only operations touch it. What crosses a link is the *wire layout* of
+//! `KvGather`/`KvScatter`, `[tokens, 2 (K, V), kv_heads, head_dim]`, the same for all, so that devices
+//! with unlike pages or dtypes understand each other.
+//!
+//! **Attention.** Scores are scaled by `1/sqrt(head_dim)`. With `window = Some(w)` a query at position
+//! p sees keys p-w+1 ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised
+//! output with its running maximum and sum, so that attention over any partition of the KV (by head,
+//! by request, by token range) recombines exactly in `AttnMerge`: flash-decoding and attention
+//! offload are the same operator.
+
+use crate::DType;
+use serde::{Deserialize, Serialize};
+
+/// An `f32` that can be part of a key: equal when its bits are.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Scalar(pub f32);
+
+impl PartialEq for Scalar {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.to_bits() == other.0.to_bits()
+    }
+}
+impl Eq for Scalar {}
+impl std::hash::Hash for Scalar {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.0.to_bits().hash(state);
+    }
+}
+
+/// How a command uses an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Read only.
+    Read,
+    /// Every element is overwritten; what was there before does not matter.
+    Write,
+    /// Read and changed in place, or changed in part (a KV pool).
+    ReadWrite,
+}
+
+/// How many elements an operand has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extent {
+    /// Exactly this many.
+    Exactly(u64),
+    /// A pool: any whole, non-zero number of pages of this many elements.
+    PagesOf(u64),
+}
+
+/// One operand that a command takes, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Operand {
+    /// What it is, for messages.
+    pub name: &'static str,
+    /// How it is used.
+    pub access: Access,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its size.
+    pub extent: Extent,
+}
+
+/// An operation: kind, shape, dtypes. See the module's head for the conventions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum OpSig {
+    /// Rows of a table by index: token embedding, and picking rows out of activations.
+    /// `ids [tokens]`, `table [vocab, hidden]`, `out [tokens, hidden]`.
+    Embed {
+        /// Rows to fetch.
+        tokens: u32,
+        /// Rows in the table; an id at or above it is an error.
+        vocab: u32,
+        /// Row length.
+        hidden: u32,
+        /// Dtype of the table.
+        table: DType,
+        /// Dtype of the result.
+        out: DType,
+    },
+    /// `out = x / sqrt(mean(x^2) + eps) * weight`, row by row (Zhang & Sennrich 2019).
+    /// `x [rows, cols]`, `weight [cols]`, `out [rows, cols]`.
+    RmsNorm {
+        /// Number of rows.
+        rows: u32,
+        /// Row length.
+        cols: u32,
+        /// Added to the mean square.
+        eps: Scalar,
+        /// Dtype of `x`.
+        x: DType,
+        /// Dtype of `weight`.
+        weight: DType,
+        /// Dtype of `out`.
+        out: DType,
+    },
+    /// `out = x . weight^T (+ bias) (+ out)`, accumulated in f32.
+    /// `x [m, k]`, `weight [n, k]`, with `bias`: `bias [n]`, `out [m, n]`.
+    Gemm {
+        /// Rows of `x`: tokens.
+        m: u32,
+        /// Rows of `weight`: output features.
+        n: u32,
+        /// Common length: input features.
+        k: u32,
+        /// Dtype of `x`.
+        x: DType,
+        /// Dtype of `weight` and `bias`.
+        weight: DType,
+        /// Dtype of `out`.
+        out: DType,
+        /// A bias operand follows the weight.
+        bias: bool,
+        /// Adds to what `out` holds (the residual stream) instead of overwriting it.
+        accumulate: bool,
+    },
+    /// Rotates pairs (i, i + head_dim/2) of every head in place:
+    /// `(a cos - b sin, b cos + a sin)`.
+    /// `x [tokens, heads, head_dim]`, `cos_sin [tokens, head_dim]` f32: head_dim/2 cosines, then
+    /// head_dim/2 sines, already scaled; every rope variant is only another table.
+    Rope {
+        /// New tokens.
+        tokens: u32,
+        /// Heads of `x`.
+        heads: u32,
+        /// Length of a head; even.
+        head_dim: u32,
+        /// Dtype of `x`.
+        x: DType,
+    },
+    /// Stores new keys and values at their slots.
+    /// `k [tokens, kv_heads, head_dim]`, `v` likewise, `slots [tokens]`, `k_pool`, `v_pool`.
+    KvWrite {
+        /// New tokens.
+        tokens: u32,
+        /// KV heads.
+        kv_heads: u32,
+        /// Length of a head.
+        head_dim: u32,
+        /// Tokens in a page.
+        page_tokens: u32,
+        /// Dtype of `k` and `v`.
+        x: DType,
+        /// Dtype of the pools.
+        kv: DType,
+    },
+    /// Causal attention of many new tokens per sequence over their sequences' pages.
+    /// `q [tokens, heads, head_dim]`, `query_start [sequences + 1]` (row of each sequence's first
+    /// query; the last entry is `tokens`), `context [sequences]` (keys visible to the *last* query,
+    /// itself included; the KV of the new tokens is already in the pool), `pages [sequences,
+    /// pages_max]`, `k_pool`, `v_pool`, `out [tokens, heads, head_dim]`.
+    AttnPrefill {
+        /// New tokens over all sequences.
+        tokens: u32,
+        /// Sequences.
+        sequences: u32,
+        /// Query-key pairs that are visible, over all sequences: what the arithmetic is counted by.
+        pairs: u64,
+        /// Sum of the sequences' contexts: the keys that are read at least once.
+        kv_tokens: u64,
+        /// Query heads.
+        heads: u32,
+        /// KV heads; divides `heads`.
+        kv_heads: u32,
+        /// Length of a head.
+        head_dim: u32,
+        /// Tokens in a page.
+        page_tokens: u32,
+        /// Row length of the page table.
+        pages_max: u32,
+        /// Sliding window, if any.
+        window: Option<u32>,
+        /// Dtype of `q` and `out`.
+        x: DType,
+        /// Dtype of the pools.
+        kv: DType,
+    },
+    /// Attention of one query per sequence over a token range of its pages, un-normalised.
+    /// `q [sequences, heads, head_dim]`, `range [sequences, 2]` (first and one-past-last key; may be
+    /// empty), `pages [sequences, pages_max]` (of the whole sequence, from its token 0), `k_pool`,
+    /// `v_pool`, `acc [sequences, heads, head_dim]` f32 = sum of exp(score - max) * v,
+    /// `stat [sequences, heads, 2]` f32 = (max, sum); an empty range gives acc 0, max -inf, sum 0.
+    /// A window is a range: it needs no word here.
+    AttnDecode {
+        /// Sequences.
+        sequences: u32,
+        /// Keys over all ranges.
+        kv_tokens: u64,
+        /// Query heads.
+        heads: u32,
+        /// KV heads; divides `heads`.
+        kv_heads: u32,
+        /// Length of a head.
+        head_dim: u32,
+        /// Tokens in a page.
+        page_tokens: u32,
+        /// Row length of the page table.
+        pages_max: u32,
+        /// Dtype of `q`.
+        x: DType,
+        /// Dtype of the pools.
+        kv: DType,
+    },
+    /// Recombines the parts of `AttnDecode` (Dao et al. 2023, flash-decoding) and normalises.
+    /// `acc [parts, rows, head_dim]` f32, `stat [parts, rows, 2]` f32, `out [rows, head_dim]`.
+    /// A row whose parts are all empty gives 0.
+    AttnMerge {
+        /// Parts that the KV was cut into.
+        parts: u32,
+        /// Sequences times heads.
+        rows: u32,
+        /// Length of a head.
+        head_dim: u32,
+        /// Dtype of `out`.
+        out: DType,
+    },
+    /// `out = gate / (1 + exp(-gate)) * up`. `gate`, `up`, `out [elements]`.
+    SiluMul {
+        /// Elements.
+        elements: u64,
+        /// Dtype of all three.
+        x: DType,
+    },
+    /// `out = a + b`. `a`, `b`, `out [elements]`.
+    Add {
+        /// Elements.
+        elements: u64,
+        /// Dtype of all three.
+        x: DType,
+    },
+    /// Index of the largest element of each row; the lowest index wins a tie; NaN never wins.
+    /// `x [rows, cols]` f32, `out [rows]` u32.
+    Argmax {
+        /// Number of rows.
+        rows: u32,
+        /// Row length.
+        cols: u32,
+    },
+    /// `from [bytes]` to `to [bytes]`; no overlap. (Counted as `U32` elements: a multiple of 4 bytes.)
+    Copy {
+        /// Bytes; a multiple of 4.
+        bytes: u64,
+    },
+    /// Sets every 32-bit word of `to [bytes]`.
+    Fill {
+        /// Bytes; a multiple of 4.
+        bytes: u64,
+        /// The word.
+        word: u32,
+    },
+    /// Reads slots into the wire layout.
+    /// `slots [tokens]`, `k_pool`, `v_pool`, `out [tokens, 2, kv_heads, head_dim]`.
+    KvGather {
+        /// Slots to read.
+        tokens: u32,
+        /// KV heads.
+        kv_heads: u32,
+        /// Length of a head.
+        head_dim: u32,
+        /// Tokens in a page.
+        page_tokens: u32,
+        /// Dtype of the pools.
+        kv: DType,
+        /// Dtype of `out`.
+        wire: DType,
+    },
+    /// Writes the wire layout to slots.
+    /// `wire [tokens, 2, kv_heads, head_dim]`, `slots [tokens]`, `k_pool`, `v_pool`.
+    KvScatter {
+        /// Slots to write.
+        tokens: u32,
+        /// KV heads.
+        kv_heads: u32,
+        /// Length of a head.
+        head_dim: u32,
+        /// Tokens in a page.
+        page_tokens: u32,
+        /// Dtype of the pools.
+        kv: DType,
+        /// Dtype of the input.
+        wire: DType,
+    },
+}
+
+fn product(dims: &[u32]) -> u64 {
+    dims.iter().map(|&d| u64::from(d)).product()
+}
+
+impl OpSig {
+    /// Snake-case name of the operation, without shape.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            OpSig::Embed { .. } => "embed",
+            OpSig::RmsNorm { .. } => "rms_norm",
+            OpSig::Gemm { .. } => "gemm",
+            OpSig::Rope { .. } => "rope",
+            OpSig::KvWrite { .. } => "kv_write",
+            OpSig::AttnPrefill { .. } => "attn_prefill",
+            OpSig::AttnDecode { .. } => "attn_decode",
+            OpSig::AttnMerge { .. } => "attn_merge",
+            OpSig::SiluMul { .. } => "silu_mul",
+            OpSig::Add { .. } => "add",
+            OpSig::Argmax { .. } => "argmax",
+            OpSig::Copy { .. } => "copy",
+            OpSig::Fill { .. } => "fill",
+            OpSig::KvGather { .. } => "kv_gather",
+            OpSig::KvScatter { .. } => "kv_scatter",
+        }
+    }
+
+    /// The operands in the order in which a command carries them. This is the contract that every
+    /// backend implements and [`crate::Cmd::new`] enforces.
+    pub fn operands(&self) -> Vec<Operand> {
+        use Access::{Read, ReadWrite, Write};
+        use DType::{F32, U32};
+        let exactly = |name, access, dtype, elements| Operand {
+            name,
+            access,
+            dtype,
+            extent: Extent::Exactly(elements),
+        };
+        let pool = |name, access, dtype, page_tokens: u32, kv_heads: u32, head_dim: u32| Operand {
+            name,
+            access,
+            dtype,
+            extent: Extent::PagesOf(product(&[page_tokens, kv_heads, head_dim])),
+        };
+        match *self {
+            OpSig::Embed { tokens, vocab, hidden, table, out } => vec![
+                exactly("ids", Read, U32, u64::from(tokens)),
+                exactly("table", Read, table, product(&[vocab, hidden])),
+                exactly("out", Write, out, product(&[tokens, hidden])),
+            ],
+            OpSig::RmsNorm { rows, cols, x, weight, out, .. } => vec![
+                exactly("x", Read, x, product(&[rows, cols])),
+                exactly("weight", Read, weight, u64::from(cols)),
+                exactly("out", Write, out, product(&[rows, cols])),
+            ],
+            OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
+                let mut operands = vec![
+                    exactly("x", Read, x, product(&[m, k])),
+                    exactly("weight", Read, weight, product(&[n, k])),
+                ];
+                if bias {
+                    operands.push(exactly("bias", Read, weight, u64::from(n)));
+                }
+                let access = if accumulate { ReadWrite } else { Write };
+                operands.push(exactly("out", access, out, product(&[m, n])));
+                operands
+            }
+            OpSig::Rope { tokens, heads, head_dim, x } => vec![
+                exactly("x", ReadWrite, x, product(&[tokens, heads, head_dim])),
+                exactly("cos_sin", Read, F32, product(&[tokens, head_dim])),
+            ],
+            OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv } => vec![
+                exactly("k", Read, x, product(&[tokens, kv_heads, head_dim])),
+                exactly("v", Read, x, product(&[tokens, kv_heads, head_dim])),
+                exactly("slots", Read, U32, u64::from(tokens)),
+                pool("k_pool", ReadWrite, kv, page_tokens, kv_heads, head_dim),
+                pool("v_pool", ReadWrite, kv, page_tokens, kv_heads, head_dim),
+            ],
+            OpSig::AttnPrefill {
+                tokens,
+                sequences,
+                heads,
+                kv_heads,
+                head_dim,
+                page_tokens,
+                pages_max,
+                x,
+                kv,
+                ..
+            } => vec![
+                exactly("q", Read, x, product(&[tokens, heads, head_dim])),
+                exactly("query_start", Read, U32, u64::from(sequences) + 1),
+                exactly("context", Read, U32, u64::from(sequences)),
+                exactly("pages", Read, U32, product(&[sequences, pages_max])),
+                pool("k_pool", Read, kv, page_tokens, kv_heads, head_dim),
+                pool("v_pool", Read, kv, page_tokens, kv_heads, head_dim),
+                exactly("out", Write, x, product(&[tokens, heads, head_dim])),
+            ],
+            OpSig::AttnDecode {
+                sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, ..
+            } => vec![
+                exactly("q", Read, x, product(&[sequences, heads, head_dim])),
+                exactly("range", Read, U32, product(&[sequences, 2])),
+                exactly("pages", Read, U32, product(&[sequences, pages_max])),
+                pool("k_pool", Read, kv, page_tokens, kv_heads, head_dim),
+                pool("v_pool", Read, kv, page_tokens, kv_heads, head_dim),
+                exactly("acc", Write, F32, product(&[sequences, heads, head_dim])),
+                exactly("stat", Write, F32, product(&[sequences, heads, 2])),
+            ],
+            OpSig::AttnMerge { parts, rows, head_dim, out } => vec![
+                exactly("acc", Read, F32, product(&[parts, rows, head_dim])),
+                exactly("stat", Read, F32, product(&[parts, rows, 2])),
+                exactly("out", Write, out, product(&[rows, head_dim])),
+            ],
+            OpSig::SiluMul { elements, x } => vec![
+                exactly("gate", Read, x, elements),
+                exactly("up", Read, x, elements),
+                exactly("out", Write, x, elements),
+            ],
+            OpSig::Add { elements, x } => vec![
+                exactly("a", Read, x, elements),
+                exactly("b", Read, x, elements),
+                exactly("out", Write, x, elements),
+            ],
+            OpSig::Argmax { rows, cols } => vec![
+                exactly("x", Read, F32, product(&[rows, cols])),
+                exactly("out", Write, U32, u64::from(rows)),
+            ],
+            OpSig::Copy { bytes } => {
+                vec![exactly("from", Read, U32, bytes / 4), exactly("to", Write, U32, bytes / 4)]
+            }
+            OpSig::Fill { bytes, .. } => vec![exactly("to", Write, U32, bytes / 4)],
+            OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire } => vec![
+                exactly("slots", Read, U32, u64::from(tokens)),
+                pool("k_pool", Read, kv, page_tokens, kv_heads, head_dim),
+                pool("v_pool", Read, kv, page_tokens, kv_heads, head_dim),
+                exactly("out", Write, wire, product(&[tokens, 2, kv_heads, head_dim])),
+            ],
+            OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire } => vec![
+                exactly("wire", Read, wire, product(&[tokens, 2, kv_heads, head_dim])),
+                exactly("slots", Read, U32, u64::from(tokens)),
+                pool("k_pool", ReadWrite, kv, page_tokens, kv_heads, head_dim),
+                pool("v_pool", ReadWrite, kv, page_tokens, kv_heads, head_dim),
+            ],
+        }
+    }
+
+    /// Floating-point operations; a multiply-add counts two, exp and division one.
+    pub fn flops(&self) -> f64 {
+        match *self {
+            OpSig::Gemm { m, n, k, .. } => 2.0 * f64::from(m) * f64::from(n) * f64::from(k),
+            // q.k and p.v for each visible pair and head, and the exponential
+            OpSig::AttnPrefill { pairs, heads, head_dim, .. } => {
+                pairs as f64 * f64::from(heads) * (4.0 * f64::from(head_dim) + 1.0)
+            }
+            OpSig::AttnDecode { kv_tokens, heads, head_dim, .. } => {
+                kv_tokens as f64 * f64::from(heads) * (4.0 * f64::from(head_dim) + 1.0)
+            }
+            OpSig::AttnMerge { parts, rows, head_dim, .. } => {
+                2.0 * f64::from(parts) * f64::from(rows) * f64::from(head_dim)
+            }
+            OpSig::RmsNorm { rows, cols, .. } => 4.0 * f64::from(rows) * f64::from(cols),
+            OpSig::Rope { tokens, heads, head_dim, .. } => 3.0 * product(&[tokens, heads, head_dim]) as f64,
+            OpSig::SiluMul { elements, .. } => 4.0 * elements as f64,
+            OpSig::Add { elements, .. } => elements as f64,
+            OpSig::Embed { .. }
+            | OpSig::KvWrite { .. }
+            | OpSig::Argmax { .. }
+            | OpSig::Copy { .. }
+            | OpSig::Fill { .. }
+            | OpSig::KvGather { .. }
+            | OpSig::KvScatter { .. } => 0.0,
+        }
+    }
+
+    /// Bytes that must cross the device's memory at least once: every operand once, but of a table or
+    /// pool only the rows in use.
+    pub fn bytes(&self) -> f64 {
+        let dense: u64 = self
+            .operands()
+            .iter()
+            .map(|operand| match (operand.extent, operand.access) {
+                (Extent::Exactly(n), Access::ReadWrite) => 2 * n * operand.dtype.size_bytes(),
+                (Extent::Exactly(n), _) => n * operand.dtype.size_bytes(),
+                (Extent::PagesOf(_), _) => 0,
+            })
+            .sum();
+        let rows = |tokens: u64, kv_heads: u32, head_dim: u32, kv: DType| {
+            2 * tokens * product(&[kv_heads, head_dim]) * kv.size_bytes()
+        };
+        let total = match *self {
+            OpSig::Embed { tokens, vocab, hidden, table, .. } => {
+                dense
+                    - (product(&[vocab, hidden]) - product(&[tokens.min(vocab), hidden])) * table.size_bytes()
+            }
+            OpSig::KvWrite { tokens, kv_heads, head_dim, kv, .. }
+            | OpSig::KvGather { tokens, kv_heads, head_dim, kv, .. }
+            | OpSig::KvScatter { tokens, kv_heads, head_dim, kv, .. } => {
+                dense + rows(u64::from(tokens), kv_heads, head_dim, kv)
+            }
+            OpSig::AttnPrefill { kv_tokens, kv_heads, head_dim, kv, .. }
+            | OpSig::AttnDecode { kv_tokens, kv_heads, head_dim, kv, .. } => {
+                dense + rows(kv_tokens, kv_heads, head_dim, kv)
+            }
+            _ => dense,
+        };
+        total as f64
+    }
+
+    /// Checks what the type cannot: divisibility and evenness. `Err` says what is wrong.
+    pub fn check(&self) -> Result<(), String> {
+        let heads_divide = |heads: u32, kv_heads: u32| {
+            if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+                return Err(format!("{}: {heads} heads do not divide over {kv_heads} KV heads", self.name()));
+            }
+            Ok(())
+        };
+        match *self {
+            OpSig::Rope { head_dim, .. } if head_dim % 2 != 0 => {
+                Err(format!("rope: head_dim {head_dim} is odd"))
+            }
+            OpSig::AttnPrefill { heads, kv_heads, .. } | OpSig::AttnDecode { heads, kv_heads, .. } => {
+                heads_divide(heads, kv_heads)
+            }
+            OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } if bytes % 4 != 0 => {
+                Err(format!("{}: {bytes} bytes are not a multiple of 4", self.name()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GEMM: OpSig = OpSig::Gemm {
+        m: 2,
+        n: 3,
+        k: 5,
+        x: DType::F32,
+        weight: DType::Bf16,
+        out: DType::F32,
+        bias: true,
+        accumulate: true,
+    };
+
+    #[test]
+    fn gemm_counts_operands_flops_and_bytes() {
+        let names: Vec<_> = GEMM.operands().iter().map(|o| o.name).collect();
+        assert_eq!(names, ["x", "weight", "bias", "out"]);
+        assert_eq!(GEMM.flops(), 60.0);
+        assert_eq!(GEMM.bytes(), f64::from(2 * 5 * 4 + 3 * 5 * 2 + 3 * 2 + 2 * (2 * 3 * 4)));
+    }
+
+    #[test]
+    fn only_rows_in_use_of_a_table_are_counted() {
+        let sig = OpSig::Embed { tokens: 4, vocab: 1000, hidden: 8, table: DType::Bf16, out: DType::F32 };
+        assert_eq!(sig.bytes(), f64::from(4 * 4 + 4 * 8 * 2 + 4 * 8 * 4));
+    }
+
+    #[test]
+    fn a_signature_survives_json_and_wrong_shapes_are_named() {
+        let text = serde_json::to_string(&GEMM).unwrap();
+        assert_eq!(serde_json::from_str::<OpSig>(&text).unwrap(), GEMM);
+        let odd = OpSig::Rope { tokens: 1, heads: 1, head_dim: 3, x: DType::F32 };
+        assert!(odd.check().unwrap_err().contains("odd"));
+    }
+}

@@ -1,0 +1,78 @@
+//! The shape of a decoder-only transformer, whatever family it comes from.
+
+use mixfleet_hal::DType;
+
+/// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
+/// differences between Llama, Mistral, Qwen2 and Qwen3 as fields.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// `model_type` of the checkpoint, for people.
+    pub family: String,
+    /// Length of the residual stream.
+    pub hidden: u32,
+    /// Length of the MLP's inner layer.
+    pub intermediate: u32,
+    /// Decoder layers.
+    pub layers: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// KV heads; divides `heads`.
+    pub kv_heads: u32,
+    /// Length of a head; need not be hidden / heads.
+    pub head_dim: u32,
+    /// Rows of the embedding and of the LM head.
+    pub vocab: u32,
+    /// Longest sequence, prompt and output together.
+    pub context_max: u32,
+    /// Of every RMS norm.
+    pub norm_eps: f32,
+    /// q, k, v have biases (Qwen2).
+    pub qkv_bias: bool,
+    /// The attention output has a bias (Llama with `attention_bias`).
+    pub o_bias: bool,
+    /// gate, up, down have biases (Llama with `mlp_bias`).
+    pub mlp_bias: bool,
+    /// q and k are normalised per head before rope (Qwen3).
+    pub qk_norm: bool,
+    /// The LM head is the embedding.
+    pub tied_embeddings: bool,
+    /// Sliding window of each layer; `layers` entries.
+    pub windows: Vec<Option<u32>>,
+    /// Rotary position embedding.
+    pub rope: Rope,
+    /// The dtype that most weights are stored in.
+    pub dtype: DType,
+    /// Ids that end an answer (`generation_config.json`, else `config.json`).
+    pub eos_ids: Vec<u32>,
+    /// Id put in front of a prompt by the tokenizer's own rules, if the checkpoint names one.
+    pub bos_id: Option<u32>,
+}
+
+impl ModelConfig {
+    /// KV bytes of one token over all layers.
+    pub fn kv_bytes_per_token(&self, kv: DType) -> u64 {
+        2 * u64::from(self.layers) * u64::from(self.kv_heads) * u64::from(self.head_dim) * kv.size_bytes()
+    }
+}
+
+/// Rotary position embedding, resolved to what the tables need.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Inverse frequencies, head_dim / 2 of them, after the family's scaling.
+    pub inv_freq: Vec<f32>,
+    /// Multiplies cosines and sines (yarn's attention factor); 1 otherwise.
+    pub scale: f32,
+}
+
+impl Rope {
+    /// The `cos_sin [positions, head_dim]` table of the `Rope` operation.
+    pub fn table(&self, positions: &[u32]) -> Vec<f32> {
+        let mut table = Vec::with_capacity(positions.len() * self.inv_freq.len() * 2);
+        for &position in positions {
+            let angles = self.inv_freq.iter().map(|f| position as f32 * f);
+            table.extend(angles.clone().map(|angle| angle.cos() * self.scale));
+            table.extend(angles.map(|angle| angle.sin() * self.scale));
+        }
+        table
+    }
+}

@@ -1,0 +1,176 @@
+//! What the API asks of the engine, and what comes back.
+
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use tokio::sync::mpsc;
+
+/// One sequence to complete. (A client's `n` choices are n of these; they share the prefix cache.)
+#[derive(Clone, Debug)]
+pub struct GenerateRequest {
+    /// Chosen by the API, unique in this process; keys `/debug/placement/{id}` and the log.
+    pub id: String,
+    /// The prompt, at least one token.
+    pub prompt_ids: Arc<[u32]>,
+    /// Tokens to generate at most; prompt and output together fit the model's context.
+    pub max_tokens: u32,
+    /// Tokens that end the answer; empty with `ignore_eos`.
+    pub eos_ids: Arc<[u32]>,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// With log-probabilities: of the chosen token and this many best others.
+    pub logprobs: Option<u32>,
+    /// Separates tenants in the prefix cache.
+    pub cache_salt: Option<String>,
+}
+
+/// How a token is drawn from the logits. `Default` is OpenAI's default: temperature 1, nothing else.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampling {
+    /// 0 = greedy.
+    pub temperature: f32,
+    /// Keep the smallest set of tokens whose probability reaches this; 1 = all.
+    pub top_p: f32,
+    /// Keep this many best tokens; 0 = all.
+    pub top_k: u32,
+    /// Keep tokens at least this likely relative to the best; 0 = all.
+    pub min_p: f32,
+    /// Divides (or multiplies, if negative) the logits of tokens seen in prompt or output; 1 = off.
+    pub repetition_penalty: f32,
+    /// Subtracted once from the logits of tokens already generated.
+    pub presence_penalty: f32,
+    /// Subtracted per occurrence from the logits of tokens already generated.
+    pub frequency_penalty: f32,
+    /// Key of the counter-based generator: token i is drawn with (seed, i).
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Sampling {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: 0,
+        }
+    }
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// An end token, or (set by the API) a stop string.
+    Stop,
+    /// `max_tokens` reached.
+    Length,
+}
+
+/// Log-probabilities (natural log) at one output position, of the model's raw distribution
+/// (before temperature, penalties and truncation).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Logprobs {
+    /// Of the chosen token.
+    pub chosen: f32,
+    /// The best tokens, best first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// What the engine says about a request, in order: `Placed` (again after a replay), tokens, then
+/// `Finished` or `Failed`, after which the channel closes.
+#[derive(Clone, Debug)]
+pub enum Update {
+    /// Device ids of the instances that will work on it.
+    Placed {
+        /// Where the prompt is processed.
+        prefill: String,
+        /// Where tokens are generated.
+        decode: String,
+    },
+    /// A generated token. An end token is reported too, right before `Finished`.
+    Token {
+        /// Its id.
+        id: u32,
+        /// With `GenerateRequest::logprobs`.
+        logprobs: Option<Logprobs>,
+    },
+    /// The answer is complete.
+    Finished {
+        /// Why it ended.
+        reason: FinishReason,
+        /// Prompt tokens whose KV was reused instead of computed.
+        cached_tokens: u32,
+    },
+    /// The engine could not complete it; the message is for the client.
+    Failed(String),
+}
+
+/// Why a request was turned away before any work.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Rejection {
+    /// Too much work is queued, or the predicted TTFT breaks the SLO: 429.
+    #[error("{reason}")]
+    Overloaded {
+        /// In words, with the numbers.
+        reason: String,
+        /// When a retry may succeed, in whole seconds, at least 1.
+        retry_after_s: u64,
+    },
+    /// It can never fit: 400.
+    #[error("{0}")]
+    TooLarge(String),
+    /// The engine is draining or not ready: 503.
+    #[error("{0}")]
+    Unavailable(String),
+}
+
+/// A submission on its way to the engine.
+#[derive(Debug)]
+pub struct Submission {
+    /// What to do.
+    pub request: GenerateRequest,
+    /// Where updates go. The engine cancels the request when the receiver is gone.
+    pub updates: mpsc::UnboundedSender<Update>,
+    /// Told once: accepted, or why not.
+    pub admitted: tokio::sync::oneshot::Sender<Result<(), Rejection>>,
+}
+
+/// The API's way to the engine.
+#[derive(Clone, Debug)]
+pub struct EngineHandle {
+    submissions: mpsc::Sender<Submission>,
+}
+
+impl EngineHandle {
+    /// A handle and the end that the engine reads. `bound` submissions may wait to be looked at.
+    pub fn channel(bound: usize) -> (Self, mpsc::Receiver<Submission>) {
+        let (submissions, receiver) = mpsc::channel(bound);
+        (EngineHandle { submissions }, receiver)
+    }
+
+    /// Submits a request. Dropping the receiver cancels it. The channel of updates holds at most
+    /// `max_tokens` + 3 entries over the request's life.
+    ///
+    /// # Errors
+    /// A [`Rejection`], before any work was done.
+    pub async fn submit(
+        &self,
+        request: GenerateRequest,
+    ) -> Result<mpsc::UnboundedReceiver<Update>, Rejection> {
+        let (updates, receiver) = mpsc::unbounded_channel();
+        let (admitted, verdict) = tokio::sync::oneshot::channel();
+        let gone = || Rejection::Unavailable("the engine has stopped".into());
+        let submission = Submission { request, updates, admitted };
+        self.submissions.try_send(submission).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => {
+                Rejection::Overloaded { reason: "the submission queue is full".into(), retry_after_s: 1 }
+            }
+            mpsc::error::TrySendError::Closed(_) => gone(),
+        })?;
+        verdict.await.map_err(|_| gone())??;
+        Ok(receiver)
+    }
+}

@@ -1,0 +1,9 @@
+//! Decides everything from numbers; touches nothing.
+//!
+//! Two state machines, both pure: the fleet's (placement, admission) and the instance's (batch
+//! formation, chunking, preemption, eviction). Events and the time come in, actions go out. The
+//! same machines run under the simulator's clock and under the server's.
+//!
+//! What is absent: clocks, threads, files, sockets, devices, tokens' meaning, unseeded randomness.
+
+#![forbid(unsafe_code)]
