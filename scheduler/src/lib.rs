@@ -7,3 +7,5 @@
 //! What is absent: clocks, threads, files, sockets, devices, tokens' meaning, unseeded randomness.
 
 #![forbid(unsafe_code)]
+
+pub mod kv;

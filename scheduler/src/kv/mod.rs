@@ -1,0 +1,5 @@
+//! What identifies a piece of KV cache, and who holds it.
+
+pub mod hash;
+
+pub use hash::{BlockHash, Chain, Namespace, PrefixHasher};
