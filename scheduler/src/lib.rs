@@ -8,4 +8,6 @@
 
 #![forbid(unsafe_code)]
 
+pub mod batch;
+pub mod cost;
 pub mod kv;

@@ -1,0 +1,246 @@
+//! A model's shape, and the operations that a step of it consists of.
+
+use mixfleet_hal::{DType, OpSig, Scalar};
+use serde::{Deserialize, Serialize};
+
+/// The numbers of a decoder-only transformer that its cost depends on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelShape {
+    /// Length of the residual stream.
+    pub hidden: u32,
+    /// Length of the MLP's inner layer.
+    pub intermediate: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// KV heads; divides `heads`.
+    pub kv_heads: u32,
+    /// Length of a head.
+    pub head_dim: u32,
+    /// Rows of the embedding and of the LM head.
+    pub vocab: u32,
+    /// Sliding window of each layer; one entry per layer.
+    pub windows: Vec<Option<u32>>,
+    /// Dtype of the weights.
+    pub weight: DType,
+    /// Dtype of the activations.
+    pub activation: DType,
+    /// Dtype of the KV pools.
+    pub kv: DType,
+    /// Tokens in a KV page.
+    pub page_tokens: u32,
+}
+
+/// Operations of one step with how often each runs; equal ones are merged.
+pub type OpCounts = Vec<(OpSig, u64)>;
+
+impl ModelShape {
+    /// Decoder layers.
+    pub fn layers(&self) -> u32 {
+        self.windows.len() as u32
+    }
+
+    /// KV bytes of one token over all layers: K and V.
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        let elements = u64::from(self.kv_heads) * u64::from(self.head_dim);
+        2 * u64::from(self.layers()) * elements * self.kv.size_bytes()
+    }
+
+    /// One chunk of a prompt: `new_tokens` of one sequence after `context_before`. With `head`, the
+    /// last row also goes through the LM head, which only a prompt's last chunk needs.
+    pub fn prefill_ops(&self, context_before: u32, new_tokens: u32, head: bool) -> OpCounts {
+        let mut ops = self.dense_ops(new_tokens, u32::from(head));
+        for (window, layers) in self.window_groups() {
+            let context = u64::from(context_before) + u64::from(new_tokens);
+            let reach = window.map_or(context, |w| u64::from(w) + u64::from(new_tokens).saturating_sub(1));
+            let sig = OpSig::AttnPrefill {
+                tokens: new_tokens,
+                sequences: 1,
+                pairs: visible_pairs(context_before, new_tokens, window),
+                kv_tokens: context.min(reach),
+                heads: self.heads,
+                kv_heads: self.kv_heads,
+                head_dim: self.head_dim,
+                page_tokens: self.page_tokens,
+                pages_max: self.pages(context),
+                window,
+                x: self.activation,
+                kv: self.kv,
+            };
+            push(&mut ops, sig, layers);
+        }
+        ops
+    }
+
+    /// One token for each of `batch` sequences that have `kv_tokens` keys together.
+    pub fn decode_ops(&self, batch: u32, kv_tokens: u64) -> OpCounts {
+        let mut ops = self.dense_ops(batch, batch);
+        let longest = kv_tokens.div_ceil(u64::from(batch.max(1)));
+        for (window, layers) in self.window_groups() {
+            let reach = window.map_or(kv_tokens, |w| u64::from(w) * u64::from(batch));
+            let sig = OpSig::AttnDecode {
+                sequences: batch,
+                kv_tokens: kv_tokens.min(reach),
+                heads: self.heads,
+                kv_heads: self.kv_heads,
+                head_dim: self.head_dim,
+                page_tokens: self.page_tokens,
+                pages_max: self.pages(longest),
+                x: self.activation,
+                kv: self.kv,
+            };
+            push(&mut ops, sig, layers);
+            let rows = batch * self.heads;
+            let merge = OpSig::AttnMerge { parts: 1, rows, head_dim: self.head_dim, out: self.activation };
+            push(&mut ops, merge, layers);
+        }
+        ops
+    }
+
+    /// All but attention: `tokens` rows through the layers, `head_rows` of them through the LM head.
+    fn dense_ops(&self, tokens: u32, head_rows: u32) -> OpCounts {
+        let (x, weight) = (self.activation, self.weight);
+        let layers = u64::from(self.layers());
+        // The value of eps changes no cost.
+        let norm = |rows| OpSig::RmsNorm { rows, cols: self.hidden, eps: Scalar(1e-6), x, weight, out: x };
+        let gemm = |n, k, accumulate| {
+            let (m, out, bias) = (tokens, x, false);
+            OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
+        };
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let (kv_heads, head_dim, page_tokens) = (self.kv_heads, self.head_dim, self.page_tokens);
+        let rope = |heads| OpSig::Rope { tokens, heads, head_dim, x };
+
+        let mut ops = Vec::new();
+        let embed = OpSig::Embed { tokens, vocab: self.vocab, hidden: self.hidden, table: weight, out: x };
+        push(&mut ops, embed, 1);
+        push(&mut ops, norm(tokens), 2 * layers);
+        push(&mut ops, gemm(q, self.hidden, false), layers);
+        push(&mut ops, gemm(kv, self.hidden, false), 2 * layers);
+        push(&mut ops, rope(self.heads), layers);
+        push(&mut ops, rope(self.kv_heads), layers);
+        push(&mut ops, OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv: self.kv }, layers);
+        push(&mut ops, gemm(self.hidden, q, true), layers);
+        push(&mut ops, gemm(self.intermediate, self.hidden, false), 2 * layers);
+        let elements = u64::from(tokens) * u64::from(self.intermediate);
+        push(&mut ops, OpSig::SiluMul { elements, x }, layers);
+        push(&mut ops, gemm(self.hidden, self.intermediate, true), layers);
+        if head_rows > 0 {
+            push(&mut ops, norm(head_rows), 1);
+            let (m, n, k, out) = (head_rows, self.vocab, self.hidden, DType::F32);
+            let head = OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false };
+            push(&mut ops, head, 1);
+            push(&mut ops, OpSig::Argmax { rows: head_rows, cols: self.vocab }, 1);
+        }
+        ops
+    }
+
+    fn pages(&self, tokens: u64) -> u32 {
+        tokens.div_ceil(u64::from(self.page_tokens.max(1))) as u32
+    }
+
+    fn window_groups(&self) -> Vec<(Option<u32>, u64)> {
+        let mut groups: Vec<(Option<u32>, u64)> = Vec::new();
+        for &window in &self.windows {
+            match groups.iter_mut().find(|(w, _)| *w == window) {
+                Some((_, layers)) => *layers += 1,
+                None => groups.push((window, 1)),
+            }
+        }
+        groups
+    }
+}
+
+/// Adds `count` runs of `sig` to `ops`.
+pub(super) fn push(ops: &mut OpCounts, sig: OpSig, count: u64) {
+    match ops.iter_mut().find(|(known, _)| *known == sig) {
+        Some((_, runs)) => *runs += count,
+        None => ops.push((sig, count)),
+    }
+}
+
+/// Query-key pairs of a causal chunk: the query at position p sees min(p + 1, window) keys.
+fn visible_pairs(context_before: u32, new_tokens: u32, window: Option<u32>) -> u64 {
+    let (before, new) = (u64::from(context_before), u64::from(new_tokens));
+    // Sum of p + 1 over the positions below the window's length, and `window` for each of the rest.
+    let window = window.map_or(u64::MAX, u64::from);
+    let growing = window.saturating_sub(before).min(new);
+    let pairs = growing * before + growing * (growing + 1) / 2;
+    if growing == new { pairs } else { pairs + (new - growing) * window }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    pub(crate) fn small() -> ModelShape {
+        ModelShape {
+            hidden: 64,
+            intermediate: 160,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 16,
+            vocab: 1000,
+            windows: vec![None; 3],
+            weight: DType::Bf16,
+            activation: DType::F32,
+            kv: DType::Bf16,
+            page_tokens: 16,
+        }
+    }
+
+    fn gemm_flops(ops: &OpCounts) -> f64 {
+        let gemms = ops.iter().filter(|(sig, _)| matches!(sig, OpSig::Gemm { .. }));
+        gemms.map(|(sig, count)| sig.flops() * *count as f64).sum()
+    }
+
+    #[test]
+    fn matrix_flops_are_twice_the_parameters_per_token() {
+        let shape = small();
+        let per_layer = 64 * (4 * 16) * 2 + 64 * (2 * 16) * 2 + 64 * 160 * 3;
+        let head = 64 * 1000;
+        let prefill = gemm_flops(&shape.prefill_ops(0, 10, true));
+        assert_eq!(prefill, f64::from(2 * (10 * 3 * per_layer + head)));
+        assert_eq!(gemm_flops(&shape.prefill_ops(0, 10, false)), f64::from(2 * 10 * 3 * per_layer));
+        let decode = gemm_flops(&shape.decode_ops(7, 700));
+        assert_eq!(decode, f64::from(2 * 7 * (3 * per_layer + head)));
+    }
+
+    #[test]
+    fn kv_bytes_of_llama_3_70b_are_the_published_327680() {
+        let shape = ModelShape { windows: vec![None; 80], kv_heads: 8, head_dim: 128, ..small() };
+        assert_eq!(shape.kv_bytes_per_token(), 327_680);
+    }
+
+    #[test]
+    fn a_window_bounds_what_decode_reads_in_its_layers_only() {
+        let shape = ModelShape { windows: vec![Some(8), None, Some(8)], ..small() };
+        let ops = shape.decode_ops(2, 100);
+        let reads: Vec<(u64, u64)> = ops
+            .iter()
+            .filter_map(|(sig, count)| match sig {
+                OpSig::AttnDecode { kv_tokens, .. } => Some((*kv_tokens, *count)),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(reads, [(16, 2), (100, 1)]);
+    }
+
+    proptest! {
+        #[test]
+        fn pairs_are_counted_right(before in 0u32..50, new in 0u32..50, window in proptest::option::of(1u32..60)) {
+            let naive: u64 = (before..before + new).map(|p| u64::from((p + 1).min(window.unwrap_or(u32::MAX)))).sum();
+            prop_assert_eq!(visible_pairs(before, new, window), naive);
+        }
+
+        #[test]
+        fn every_operation_is_well_formed(before in 0u32..500, new in 1u32..300, batch in 1u32..40) {
+            for (sig, count) in small().prefill_ops(before, new, true).into_iter().chain(small().decode_ops(batch, u64::from(before))) {
+                prop_assert!(count > 0);
+                prop_assert_eq!(sig.check(), Ok(()));
+                prop_assert!(sig.bytes() >= 0.0);
+            }
+        }
+    }
+}
