@@ -1,0 +1,81 @@
+//! tokio and the operating system.
+
+use super::{Connection, Env, Listener, Task};
+use futures_util::future::BoxFuture;
+use mixfleet_hal::units::Seconds;
+use std::hash::{BuildHasher, RandomState};
+use std::io;
+use std::time::{Duration, Instant, SystemTime};
+use tokio::net::TcpListener;
+use tokio::runtime::Handle;
+
+/// The real world. Needs a running tokio runtime.
+#[derive(Debug)]
+pub struct RealEnv {
+    start: Instant,
+    handle: Handle,
+}
+
+impl RealEnv {
+    /// On the given tokio runtime.
+    pub fn new(handle: Handle) -> Self {
+        RealEnv { start: Instant::now(), handle }
+    }
+}
+
+impl Env for RealEnv {
+    fn now(&self) -> Seconds {
+        Seconds(self.start.elapsed().as_secs_f64())
+    }
+
+    fn unix_time(&self) -> Seconds {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        Seconds(since.map_or(0.0, |d| d.as_secs_f64()))
+    }
+
+    fn sleep(&self, span: Duration) -> Task {
+        let _inside = self.handle.enter();
+        Box::pin(tokio::time::sleep(span))
+    }
+
+    fn spawn(&self, task: Task) {
+        self.handle.spawn(task);
+    }
+
+    fn spawn_worker(&self, name: &str, task: Task) {
+        let handle = self.handle.clone();
+        let thread = std::thread::Builder::new().name(name.to_string());
+        let spawned = thread.spawn(move || handle.block_on(task));
+        spawned.expect("the operating system refused a thread");
+    }
+
+    fn random(&self) -> u64 {
+        // The standard library seeds `RandomState` from the operating system, once per thread, and
+        // counts up from there; hashing spreads the count over 64 bits.
+        RandomState::new().hash_one(self.start.elapsed())
+    }
+
+    fn listen(&self, address: &str) -> BoxFuture<'static, io::Result<Box<dyn Listener>>> {
+        let address = address.to_string();
+        Box::pin(async move {
+            let listener: Box<dyn Listener> = Box::new(TcpListener::bind(&address).await?);
+            Ok(listener)
+        })
+    }
+}
+
+impl Listener for TcpListener {
+    fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, String)>> {
+        Box::pin(async move {
+            let (stream, peer) = TcpListener::accept(self).await?;
+            // A token is one small write: it must not wait for the previous one's acknowledgement.
+            stream.set_nodelay(true)?;
+            let connection: Box<dyn Connection> = Box::new(stream);
+            Ok((connection, peer.to_string()))
+        })
+    }
+
+    fn address(&self) -> String {
+        self.local_addr().map_or_else(|error| error.to_string(), |a| a.to_string())
+    }
+}

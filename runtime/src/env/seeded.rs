@@ -1,0 +1,287 @@
+//! One thread, virtual time, one seed.
+
+use super::{Connection, Env, Listener, Task};
+use futures_util::future::BoxFuture;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::Seconds;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+/// Bytes that an in-memory connection holds in each direction.
+const CONNECTION_BYTES: usize = 64 * 1024;
+/// Polls without virtual time passing after which a run is taken for a livelock.
+const POLLS_MAX: u64 = 50_000_000;
+
+type Incoming = mpsc::UnboundedSender<(Box<dyn Connection>, String)>;
+
+#[derive(Default)]
+struct World {
+    now: Duration,
+    tasks: BTreeMap<u64, Task>,
+    spawned: u64,
+    /// Deadline and order of creation.
+    timers: BTreeMap<(Duration, u64), Waker>,
+    timers_made: u64,
+    listeners: HashMap<String, Incoming>,
+}
+
+#[derive(Default)]
+struct Ready(Mutex<BTreeSet<u64>>);
+
+struct TaskWaker {
+    task: u64,
+    ready: Arc<Ready>,
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        lock(&self.ready.0).insert(self.task);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// The deterministic environment. Clones share one world.
+#[derive(Clone)]
+pub struct SeededEnv {
+    seed: u64,
+    world: Arc<Mutex<World>>,
+    ready: Arc<Ready>,
+    random: Arc<Mutex<Stream>>,
+    schedule: Arc<Mutex<Stream>>,
+}
+
+impl std::fmt::Debug for SeededEnv {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SeededEnv(seed {})", self.seed)
+    }
+}
+
+impl SeededEnv {
+    /// A world that `seed` decides.
+    pub fn new(seed: u64) -> Self {
+        SeededEnv {
+            seed,
+            world: Arc::default(),
+            ready: Arc::default(),
+            random: Arc::new(Mutex::new(Stream::new(seed))),
+            schedule: Arc::new(Mutex::new(Stream::new(!seed))),
+        }
+    }
+
+    /// Runs all tasks until `main` is done.
+    ///
+    /// # Panics
+    /// When nothing can run any more and no timer is set (a deadlock), or time stands still for ever:
+    /// with the seed in the message.
+    pub fn run<T: Send + 'static>(&self, main: impl Future<Output = T> + Send + 'static) -> T {
+        let result = Arc::new(Mutex::new(None));
+        let slot = result.clone();
+        self.spawn(Box::pin(async move {
+            let value = main.await;
+            *lock(&slot) = Some(value);
+        }));
+        let mut polls = 0;
+        loop {
+            if let Some(value) = lock(&result).take() {
+                return value;
+            }
+            if self.poll_one() {
+                polls += 1;
+                assert!(polls < POLLS_MAX, "livelock with seed {}", self.seed);
+            } else {
+                polls = 0;
+                assert!(self.advance(), "deadlock with seed {}: no task can run", self.seed);
+            }
+        }
+    }
+
+    /// Polls one ready task, chosen by the seed. False if none is ready.
+    fn poll_one(&self) -> bool {
+        let task = {
+            let mut ready = lock(&self.ready.0);
+            if ready.is_empty() {
+                return false;
+            }
+            let nth = lock(&self.schedule).below(ready.len() as u64) as usize;
+            let task = *ready.iter().nth(nth).expect("in range");
+            ready.remove(&task);
+            task
+        };
+        let future = lock(&self.world).tasks.remove(&task);
+        let Some(mut future) = future else { return true };
+        let waker = Waker::from(Arc::new(TaskWaker { task, ready: self.ready.clone() }));
+        if future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+            lock(&self.world).tasks.insert(task, future);
+        }
+        true
+    }
+
+    /// Jumps to the next timer. False if there is none.
+    fn advance(&self) -> bool {
+        let mut world = lock(&self.world);
+        let Some(((deadline, _), waker)) = world.timers.pop_first() else { return false };
+        world.now = world.now.max(deadline);
+        drop(world);
+        waker.wake();
+        true
+    }
+
+    /// Opens an in-memory connection to a listener of this world.
+    pub fn connect(&self, address: &str) -> io::Result<Box<dyn Connection>> {
+        let (ours, theirs) = tokio::io::duplex(CONNECTION_BYTES);
+        let world = lock(&self.world);
+        let listener = world.listeners.get(address).ok_or(io::ErrorKind::ConnectionRefused)?;
+        let sent = listener.send((Box::new(theirs), "memory".into()));
+        sent.map_err(|_| io::Error::from(io::ErrorKind::ConnectionRefused))?;
+        Ok(Box::new(ours))
+    }
+}
+
+impl Env for SeededEnv {
+    fn now(&self) -> Seconds {
+        Seconds(lock(&self.world).now.as_secs_f64())
+    }
+
+    fn unix_time(&self) -> Seconds {
+        // A fixed day, so that runs are equal: 2026-01-01.
+        self.now() + Seconds(1_767_225_600.0)
+    }
+
+    fn sleep(&self, span: Duration) -> Task {
+        let deadline = lock(&self.world).now + span;
+        Box::pin(Sleep { deadline, world: self.world.clone() })
+    }
+
+    fn spawn(&self, task: Task) {
+        let mut world = lock(&self.world);
+        let id = world.spawned;
+        world.spawned += 1;
+        world.tasks.insert(id, task);
+        lock(&self.ready.0).insert(id);
+    }
+
+    fn spawn_worker(&self, _name: &str, task: Task) {
+        self.spawn(task);
+    }
+
+    fn random(&self) -> u64 {
+        lock(&self.random).next_u64()
+    }
+
+    fn listen(&self, address: &str) -> BoxFuture<'static, io::Result<Box<dyn Listener>>> {
+        let (sender, incoming) = mpsc::unbounded_channel();
+        let address = address.to_string();
+        lock(&self.world).listeners.insert(address.clone(), sender);
+        let listener: Box<dyn Listener> = Box::new(MemoryListener { address, incoming });
+        Box::pin(std::future::ready(Ok(listener)))
+    }
+}
+
+struct Sleep {
+    deadline: Duration,
+    world: Arc<Mutex<World>>,
+}
+
+impl Future for Sleep {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let mut world = lock(&self.world);
+        if world.now >= self.deadline {
+            return Poll::Ready(());
+        }
+        let key = (self.deadline, world.timers_made);
+        world.timers_made += 1;
+        world.timers.insert(key, context.waker().clone());
+        Poll::Pending
+    }
+}
+
+struct MemoryListener {
+    address: String,
+    incoming: mpsc::UnboundedReceiver<(Box<dyn Connection>, String)>,
+}
+
+impl Listener for MemoryListener {
+    fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, String)>> {
+        Box::pin(async move {
+            self.incoming.recv().await.ok_or_else(|| io::ErrorKind::ConnectionAborted.into())
+        })
+    }
+
+    fn address(&self) -> String {
+        self.address.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::env::yield_now;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    fn interleaving(seed: u64) -> Vec<u32> {
+        let env = SeededEnv::new(seed);
+        let order = Arc::new(Mutex::new(Vec::new()));
+        for name in 0..4u32 {
+            let (env2, order) = (env.clone(), order.clone());
+            env.spawn(Box::pin(async move {
+                for round in 0..3 {
+                    lock(&order).push(name);
+                    if round == 1 {
+                        env2.sleep(Duration::from_millis(u64::from(name % 2))).await;
+                    }
+                    yield_now().await;
+                }
+            }));
+        }
+        let env2 = env.clone();
+        env.run(async move { env2.sleep(Duration::from_secs(3600)).await });
+        assert_eq!(env.now(), Seconds(3600.0));
+        let order = lock(&order).clone();
+        order
+    }
+
+    #[test]
+    fn a_seed_decides_the_order_and_an_hour_takes_no_time() {
+        assert_eq!(interleaving(1), interleaving(1));
+        assert!((2..10).any(|seed| interleaving(seed) != interleaving(1)));
+    }
+
+    #[test]
+    #[should_panic(expected = "deadlock with seed 7")]
+    fn a_deadlock_is_reported_with_its_seed() {
+        SeededEnv::new(7).run(std::future::pending::<()>());
+    }
+
+    #[test]
+    fn connections_carry_bytes_both_ways() {
+        let env = SeededEnv::new(3);
+        let world = env.clone();
+        let reply = env.run(async move {
+            let mut listener = world.listen("server:80").await.unwrap();
+            world.spawn(Box::pin(async move {
+                let (mut connection, _) = listener.accept().await.unwrap();
+                let mut word = [0; 4];
+                connection.read_exact(&mut word).await.unwrap();
+                connection.write_all(&[word, *b"pong"].concat()).await.unwrap();
+            }));
+            assert!(world.connect("elsewhere:80").is_err());
+            let mut connection = world.connect("server:80").unwrap();
+            connection.write_all(b"ping").await.unwrap();
+            let mut reply = [0; 8];
+            connection.read_exact(&mut reply).await.unwrap();
+            reply
+        });
+        assert_eq!(&reply, b"pingpong");
+    }
+}

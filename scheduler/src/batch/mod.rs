@@ -1,0 +1,534 @@
+//! The instance's machine: which sequences run in the next step, which blocks they get, who waits,
+//! who is preempted.
+//!
+//! The instance's worker feeds it events and carries out its actions; `Event::Idle` asks for the next
+//! step. A sequence is a list of tokens of which `computed` have their KV in blocks; whatever is
+//! missing is computed next, so a prompt, a chunk of it, a single decode token, a recomputed sequence
+//! after preemption and a transfer that came incomplete are all the same case.
+//!
+//! **No deadlock.** Older requests (smaller ids) win: the queue is sorted by age, a decode that finds
+//! no block preempts the youngest sequence (which recomputes later), and a waiting request may revoke
+//! the reservation of a younger one when nothing else can run. The oldest request of the fleet
+//! therefore always gets its blocks, provided that each alone fits, which `fits` says beforehand.
+
+mod blocks;
+
+pub use blocks::{BlockCounts, BlockPool};
+
+use crate::kv::hash::{BlockHash, Chain, PrefixHasher};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Identifies a request; smaller is older.
+pub type RequestId = u64;
+
+/// Bounds of one instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchLimits {
+    /// KV blocks.
+    pub blocks_total: u32,
+    /// Tokens in a block.
+    pub block_tokens: u32,
+    /// New tokens in one step, all sequences together.
+    pub step_tokens_max: u32,
+    /// Prompt tokens in a step that also decodes: bounds the TBT of those who decode.
+    pub prefill_tokens_beside_decode_max: u32,
+    /// Sequences that hold blocks at a time.
+    pub sequences_max: usize,
+    /// Blocks that admission leaves available for those who already decode.
+    pub spare_blocks: usize,
+}
+
+/// What happens to a sequence once its prompt is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum After {
+    /// It decodes here.
+    Decode,
+    /// Its KV goes to another instance; the blocks are kept until `Event::Release`.
+    HandOff,
+}
+
+/// What the worker tells the machine.
+#[derive(Debug)]
+pub enum Event {
+    /// Compute this sequence.
+    Add {
+        /// Its id.
+        request: RequestId,
+        /// Prompt, and what was generated before if it continues.
+        tokens: Vec<u32>,
+        /// Hashes its blocks, in its tenant's namespace.
+        hasher: PrefixHasher,
+        /// What then.
+        after: After,
+    },
+    /// Make room for a sequence whose KV comes from elsewhere.
+    Reserve {
+        /// Its id.
+        request: RequestId,
+        /// Prompt, and what was generated before if it continues.
+        tokens: Vec<u32>,
+        /// Hashes its blocks, in its tenant's namespace.
+        hasher: PrefixHasher,
+    },
+    /// The KV of a reserved sequence's first `tokens_valid` tokens is in its blocks. Missing ones are
+    /// recomputed here.
+    Landed {
+        /// Its id.
+        request: RequestId,
+        /// Leading tokens whose KV arrived and was verified.
+        tokens_valid: u32,
+        /// The token that the other instance drew after the last one, if all went well there.
+        next: Option<u32>,
+    },
+    /// The step is done.
+    StepDone {
+        /// For each sequence whose step had `sample` set.
+        sampled: Vec<Sampled>,
+    },
+    /// A handed-off sequence's blocks are no longer read.
+    Release {
+        /// Its id.
+        request: RequestId,
+    },
+    /// The client left, or the request goes on elsewhere. Unknown ids are fine.
+    Cancel {
+        /// Its id.
+        request: RequestId,
+    },
+    /// The device has nothing to do.
+    Idle,
+}
+
+/// A drawn token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sampled {
+    /// Whose.
+    pub request: RequestId,
+    /// Its id.
+    pub token: u32,
+    /// The answer ends with it.
+    pub finished: bool,
+}
+
+/// What the worker must do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Run this; then `Event::StepDone`.
+    Run(Step),
+    /// An added sequence got its blocks.
+    Admitted {
+        /// Its id.
+        request: RequestId,
+        /// Leading tokens whose KV was here already.
+        tokens_cached: u32,
+        /// Its block table.
+        pages: Vec<u32>,
+    },
+    /// A reserved sequence got its blocks: send the KV from `tokens_cached` on.
+    Reserved {
+        /// Its id.
+        request: RequestId,
+        /// Leading tokens whose KV is here already.
+        tokens_cached: u32,
+        /// Its block table.
+        pages: Vec<u32>,
+    },
+    /// A reservation was taken back before its KV was complete: the request starts anew.
+    Revoked {
+        /// Its id.
+        request: RequestId,
+    },
+    /// A sequence lost its blocks and will be recomputed here. For the metrics.
+    Preempted {
+        /// Its id.
+        request: RequestId,
+    },
+    /// These prefixes are in the cache now.
+    Stored(Vec<BlockHash>),
+    /// These are not any more.
+    Evicted(Vec<BlockHash>),
+}
+
+/// One forward pass over several sequences.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    /// Those with one new token first, then those with several.
+    pub sequences: Vec<StepSequence>,
+}
+
+/// A sequence's part in a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepSequence {
+    /// Whose.
+    pub request: RequestId,
+    /// Tokens before the new ones; their KV is in `pages`.
+    pub start: u32,
+    /// New tokens.
+    pub tokens: Vec<u32>,
+    /// Block table that covers `start` + `tokens`.
+    pub pages: Vec<u32>,
+    /// The last new token is the sequence's last: draw the next.
+    pub sample: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// In the queue, without blocks.
+    Waiting,
+    /// Being computed: prompt or decode.
+    Running,
+    /// Blocks are reserved, KV is on its way.
+    Receiving,
+    /// Computed, blocks are being read by a transfer.
+    HandedOff,
+}
+
+#[derive(Debug)]
+struct Sequence {
+    tokens: Vec<u32>,
+    computed: u32,
+    pages: Vec<u32>,
+    /// Keys of the full blocks of `tokens`, as far as needed so far.
+    chain: Chain,
+    /// Leading blocks that are in the prefix index, or were found to be there already.
+    published: usize,
+    phase: Phase,
+    /// None: its KV comes from elsewhere.
+    after: Option<After>,
+    cancelled: bool,
+}
+
+impl Sequence {
+    fn pending(&self) -> u32 {
+        self.tokens.len() as u32 - self.computed
+    }
+
+    /// Extends the chain over the first `blocks` blocks.
+    fn hash_blocks(&mut self, blocks: usize) {
+        let block_tokens = self.chain.block_tokens() as usize;
+        let hashed = self.chain.hashes().len();
+        if hashed < blocks {
+            self.chain.extend(&self.tokens[hashed * block_tokens..blocks * block_tokens]);
+        }
+    }
+}
+
+/// What the router and the metrics see of an instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// Requests without blocks yet.
+    pub waiting: usize,
+    /// Requests with blocks.
+    pub running: usize,
+    /// The blocks.
+    pub blocks: BlockCounts,
+}
+
+/// The machine.
+#[derive(Debug)]
+pub struct Instance {
+    limits: BatchLimits,
+    blocks: BlockPool,
+    sequences: BTreeMap<RequestId, Sequence>,
+    /// Sorted by age.
+    waiting: BTreeSet<RequestId>,
+    /// Sequences of the step that the device runs, with their new tokens.
+    in_step: Vec<(RequestId, u32)>,
+}
+
+impl Instance {
+    /// An empty instance.
+    pub fn new(limits: BatchLimits) -> Self {
+        assert!(limits.step_tokens_max > 0 && limits.sequences_max > 0, "an instance that can do nothing");
+        Instance {
+            limits,
+            blocks: BlockPool::new(limits.blocks_total, limits.block_tokens),
+            sequences: BTreeMap::new(),
+            waiting: BTreeSet::new(),
+            in_step: Vec::new(),
+        }
+    }
+
+    /// Whether a sequence that grows to `tokens` tokens can ever be held.
+    pub fn fits(limits: &BatchLimits, tokens: u32) -> bool {
+        tokens.div_ceil(limits.block_tokens) <= limits.blocks_total
+    }
+
+    /// What the router and the metrics see.
+    pub fn load(&self) -> Load {
+        let waiting = self.waiting.len();
+        Load { waiting, running: self.sequences.len() - waiting, blocks: self.blocks.counts() }
+    }
+
+    /// Takes in an event and says what to do.
+    pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
+        match event {
+            Event::Add { request, tokens, hasher, after } => {
+                self.enqueue(request, tokens, hasher, Some(after));
+            }
+            Event::Reserve { request, tokens, hasher } => self.enqueue(request, tokens, hasher, None),
+            Event::Landed { request, tokens_valid, next } => {
+                self.landed(request, tokens_valid, next, actions);
+            }
+            Event::StepDone { sampled } => self.step_done(&sampled, actions),
+            Event::Release { request } | Event::Cancel { request } => self.drop_request(request),
+            Event::Idle => self.idle(actions),
+        }
+    }
+
+    fn enqueue(&mut self, request: RequestId, tokens: Vec<u32>, hasher: PrefixHasher, after: Option<After>) {
+        assert!(!tokens.is_empty(), "a sequence has at least one token");
+        let sequence = Sequence {
+            tokens,
+            computed: 0,
+            pages: Vec::new(),
+            chain: hasher.start(self.limits.block_tokens),
+            published: 0,
+            phase: Phase::Waiting,
+            after,
+            cancelled: false,
+        };
+        let old = self.sequences.insert(request, sequence);
+        assert!(old.is_none(), "request {request} is here already");
+        self.waiting.insert(request);
+    }
+
+    fn landed(&mut self, request: RequestId, valid: u32, next: Option<u32>, actions: &mut Vec<Action>) {
+        let Some(sequence) = self.sequences.get_mut(&request) else { return };
+        assert_eq!(sequence.phase, Phase::Receiving, "request {request} was not waiting for KV");
+        let length = sequence.tokens.len() as u32;
+        assert!(valid <= length, "more KV landed than the sequence is long");
+        sequence.phase = Phase::Running;
+        sequence.after = Some(After::Decode);
+        sequence.tokens.extend(next);
+        // Without a next token the last one is computed again, to draw it here.
+        sequence.computed = if next.is_some() { valid } else { valid.min(length - 1) };
+        self.publish(request, actions);
+    }
+
+    fn step_done(&mut self, sampled: &[Sampled], actions: &mut Vec<Action>) {
+        for (request, new_tokens) in std::mem::take(&mut self.in_step) {
+            let sequence =
+                self.sequences.get_mut(&request).expect("a sequence in a step stays until its end");
+            sequence.computed += new_tokens;
+            if sequence.cancelled {
+                self.drop_request(request);
+                continue;
+            }
+            self.publish(request, actions);
+            let sequence = self.sequences.get_mut(&request).expect("still there");
+            if sequence.pending() > 0 {
+                continue;
+            }
+            let drawn = sampled.iter().find(|s| s.request == request);
+            let drawn = drawn.unwrap_or_else(|| panic!("request {request} drew no token"));
+            if sequence.after == Some(After::HandOff) {
+                sequence.phase = Phase::HandedOff;
+            } else if drawn.finished {
+                self.drop_request(request);
+            } else {
+                sequence.tokens.push(drawn.token);
+            }
+        }
+    }
+
+    /// Publishes the full blocks that were computed since the last time.
+    fn publish(&mut self, request: RequestId, actions: &mut Vec<Action>) {
+        let sequence = self.sequences.get_mut(&request).expect("known");
+        let block_tokens = self.limits.block_tokens;
+        let full = (sequence.computed / block_tokens) as usize;
+        sequence.hash_blocks(full);
+        let mut stored = Vec::new();
+        let blocks = sequence.tokens.chunks_exact(block_tokens as usize);
+        for (at, block) in blocks.enumerate().take(full).skip(sequence.published) {
+            let hash = sequence.chain.hashes()[at];
+            if self.blocks.publish(sequence.pages[at], hash, block) {
+                stored.push(hash);
+            }
+        }
+        sequence.published = full;
+        if !stored.is_empty() {
+            actions.push(Action::Stored(stored));
+        }
+    }
+
+    fn drop_request(&mut self, request: RequestId) {
+        if let Some(sequence) = self.sequences.get_mut(&request) {
+            if self.in_step.iter().any(|(id, _)| *id == request) {
+                sequence.cancelled = true;
+                return;
+            }
+            self.release_pages(request);
+            self.waiting.remove(&request);
+            self.sequences.remove(&request);
+        }
+    }
+
+    /// Deepest blocks first: a prefix is worth more than what follows it.
+    fn release_pages(&mut self, request: RequestId) {
+        let sequence = self.sequences.get_mut(&request).expect("known");
+        for page in std::mem::take(&mut sequence.pages).into_iter().rev() {
+            self.blocks.release(page);
+        }
+    }
+
+    fn idle(&mut self, actions: &mut Vec<Action>) {
+        assert!(self.in_step.is_empty(), "idle while a step runs");
+        let mut evicted = Vec::new();
+        self.admit(&mut evicted, actions);
+        let step = self.form_step(&mut evicted, actions);
+        if !evicted.is_empty() {
+            // Before `Run`: the blocks get new content in that step.
+            actions.push(Action::Evicted(evicted));
+        }
+        if step.sequences.is_empty() {
+            self.revoke(actions);
+        } else {
+            self.in_step = step.sequences.iter().map(|s| (s.request, s.tokens.len() as u32)).collect();
+            actions.push(Action::Run(step));
+        }
+    }
+
+    /// Gives blocks to those who wait, oldest first, until one does not fit.
+    fn admit(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) {
+        while let Some(&request) = self.waiting.first() {
+            let holding = self.sequences.len() - self.waiting.len();
+            if holding >= self.limits.sequences_max {
+                return;
+            }
+            let block_tokens = self.limits.block_tokens;
+            let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
+            let length = sequence.tokens.len() as u32;
+            // At least the last token is computed, to draw the next one.
+            let reusable = ((length - 1) / block_tokens) as usize;
+            sequence.hash_blocks(reusable);
+            let chain = &sequence.chain.hashes()[..reusable];
+            let hits = self.blocks.longest_prefix(chain, &sequence.tokens);
+            let fresh = self.blocks.blocks_for(length) - hits.len();
+            let spare = if holding == 0 { 0 } else { self.limits.spare_blocks };
+            if fresh + self.blocks.idle_among(&hits) + spare > self.blocks.available() {
+                return;
+            }
+            self.waiting.pop_first();
+            let tokens_cached = hits.len() as u32 * block_tokens;
+            hits.iter().for_each(|&page| self.blocks.acquire(page));
+            let mut pages = hits;
+            pages.extend((0..fresh).map(|_| self.blocks.allocate(evicted).expect("counted above")));
+            sequence.pages.clone_from(&pages);
+            sequence.computed = tokens_cached;
+            sequence.published = (tokens_cached / block_tokens) as usize;
+            if sequence.after.is_some() {
+                sequence.phase = Phase::Running;
+                actions.push(Action::Admitted { request, tokens_cached, pages });
+            } else {
+                sequence.phase = Phase::Receiving;
+                actions.push(Action::Reserved { request, tokens_cached, pages });
+            }
+        }
+    }
+
+    fn running(&self) -> Vec<RequestId> {
+        let running = self.sequences.iter().filter(|(_, s)| s.phase == Phase::Running);
+        running.map(|(&request, _)| request).collect()
+    }
+
+    fn form_step(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) -> Step {
+        let mut step = Step::default();
+        let mut budget = self.limits.step_tokens_max;
+        for request in self.running() {
+            if budget == 0 || !self.decodes(request) || !self.grow(request, evicted, actions) {
+                continue;
+            }
+            budget -= 1;
+            step.sequences.push(self.part(request, 1));
+        }
+        if !step.sequences.is_empty() {
+            budget = budget.min(self.limits.prefill_tokens_beside_decode_max);
+        }
+        for request in self.running() {
+            let pending = self.sequences[&request].pending();
+            if budget == 0 || pending <= 1 {
+                continue;
+            }
+            let new_tokens = pending.min(budget);
+            budget -= new_tokens;
+            step.sequences.push(self.part(request, new_tokens));
+        }
+        step
+    }
+
+    /// Still running (an older one may have preempted it) with one token to go.
+    fn decodes(&self, request: RequestId) -> bool {
+        let sequence = &self.sequences[&request];
+        sequence.phase == Phase::Running && sequence.pending() == 1
+    }
+
+    /// Makes sure that there is a block for the sequence's next token. If none is to be had, younger
+    /// sequences are preempted; if there are none, it waits or is preempted itself.
+    fn grow(&mut self, request: RequestId, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) -> bool {
+        let sequence = &self.sequences[&request];
+        if sequence.pages.len() * self.limits.block_tokens as usize >= sequence.tokens.len() {
+            return true;
+        }
+        loop {
+            if let Some(page) = self.blocks.allocate(evicted) {
+                self.sequences.get_mut(&request).expect("known").pages.push(page);
+                return true;
+            }
+            let preemptable = |s: &Sequence| s.phase == Phase::Running && s.after == Some(After::Decode);
+            let youngest = self.sequences.iter().rev().find(|(_, s)| preemptable(s)).map(|(&id, _)| id);
+            let youngest = youngest.expect("the sequence itself is preemptable");
+            if youngest == request && self.others_will_release(request) {
+                return false;
+            }
+            self.preempt(youngest, actions);
+            if youngest == request {
+                return false;
+            }
+        }
+    }
+
+    /// Blocks will come back without this sequence's doing.
+    fn others_will_release(&self, request: RequestId) -> bool {
+        let mut others = self.sequences.iter().filter(|(id, _)| **id != request);
+        others.any(|(_, s)| matches!(s.phase, Phase::HandedOff) || s.after == Some(After::HandOff))
+    }
+
+    fn preempt(&mut self, request: RequestId, actions: &mut Vec<Action>) {
+        self.release_pages(request);
+        let sequence = self.sequences.get_mut(&request).expect("known");
+        sequence.phase = Phase::Waiting;
+        sequence.computed = 0;
+        self.waiting.insert(request);
+        actions.push(Action::Preempted { request });
+    }
+
+    fn part(&self, request: RequestId, new_tokens: u32) -> StepSequence {
+        let sequence = &self.sequences[&request];
+        let end = sequence.computed + new_tokens;
+        StepSequence {
+            request,
+            start: sequence.computed,
+            tokens: sequence.tokens[sequence.computed as usize..end as usize].to_vec(),
+            pages: sequence.pages[..self.blocks.blocks_for(end)].to_vec(),
+            sample: end == sequence.tokens.len() as u32,
+        }
+    }
+
+    /// Nothing runs here: if the oldest in the queue is older than a reservation, it takes its blocks.
+    fn revoke(&mut self, actions: &mut Vec<Action>) {
+        let Some(&oldest) = self.waiting.first() else { return };
+        let handing_off = self.sequences.values().any(|s| s.phase == Phase::HandedOff);
+        let youngest = self.sequences.iter().rev().find(|(_, s)| s.phase == Phase::Receiving);
+        if let Some((&youngest, _)) = youngest
+            && youngest > oldest
+            && !handing_off
+        {
+            self.drop_request(youngest);
+            actions.push(Action::Revoked { request: youngest });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

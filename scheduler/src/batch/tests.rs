@@ -1,0 +1,222 @@
+//! The machine under a driver that plays the worker: it carries out steps at once.
+
+use super::*;
+use crate::kv::hash::Namespace;
+use mixfleet_hal::DType;
+use mixfleet_hal::random::Stream;
+use std::collections::HashMap;
+
+const LIMITS: BatchLimits = BatchLimits {
+    blocks_total: 16,
+    block_tokens: 4,
+    step_tokens_max: 12,
+    prefill_tokens_beside_decode_max: 6,
+    sequences_max: 6,
+    spare_blocks: 1,
+};
+
+fn hasher() -> PrefixHasher {
+    let namespace = Namespace {
+        model_digest: "m".into(),
+        tokenizer_digest: "t".into(),
+        kv_dtype: DType::F32,
+        cache_salt: None,
+    };
+    PrefixHasher::new(b"secret", &namespace)
+}
+
+/// Plays the worker. The "model" draws `sum of all tokens so far mod 997`, which it can only do if
+/// every token's KV is where the block table says.
+struct Driver {
+    machine: Instance,
+    /// (page, offset) -> token whose KV lies there.
+    memory: HashMap<(u32, u32), u32>,
+    /// Prompt and output so far, and how long it may become.
+    requests: BTreeMap<RequestId, (Vec<u32>, usize)>,
+    handed_off: Vec<RequestId>,
+    finished: Vec<RequestId>,
+    preemptions: usize,
+    tokens_cached: u32,
+}
+
+impl Driver {
+    fn new(limits: BatchLimits) -> Self {
+        Driver {
+            machine: Instance::new(limits),
+            memory: HashMap::new(),
+            requests: BTreeMap::new(),
+            handed_off: Vec::new(),
+            finished: Vec::new(),
+            preemptions: 0,
+            tokens_cached: 0,
+        }
+    }
+
+    fn add(&mut self, request: RequestId, prompt: Vec<u32>, output: usize, after: After) {
+        self.requests.insert(request, (prompt.clone(), prompt.len() + output));
+        let event = Event::Add { request, tokens: prompt, hasher: hasher(), after };
+        self.machine.step(event, &mut Vec::new());
+    }
+
+    fn forward(&mut self, part: &StepSequence) -> Option<u32> {
+        let slot = |i: u32| (part.pages[(i / LIMITS.block_tokens) as usize], i % LIMITS.block_tokens);
+        for (i, &token) in part.tokens.iter().enumerate() {
+            self.memory.insert(slot(part.start + i as u32), token);
+        }
+        let length = part.start + part.tokens.len() as u32;
+        part.sample.then(|| (0..length).map(|i| self.memory[&slot(i)]).sum::<u32>() % 997)
+    }
+
+    /// One turn. False if there was nothing to run.
+    fn turn(&mut self) -> bool {
+        let mut actions = Vec::new();
+        self.machine.step(Event::Idle, &mut actions);
+        let mut ran = false;
+        for action in actions {
+            match action {
+                Action::Run(step) => {
+                    ran = true;
+                    self.run(&step);
+                }
+                Action::Preempted { .. } => self.preemptions += 1,
+                Action::Admitted { tokens_cached, .. } => self.tokens_cached += tokens_cached,
+                _ => {}
+            }
+        }
+        let counts = self.machine.load().blocks;
+        assert_eq!(counts.free + counts.cached + counts.used, LIMITS.blocks_total as usize);
+        ran
+    }
+
+    fn run(&mut self, step: &Step) {
+        let tokens: usize = step.sequences.iter().map(|s| s.tokens.len()).sum();
+        assert!(tokens <= LIMITS.step_tokens_max as usize, "{tokens} tokens in a step");
+        let mut sampled = Vec::new();
+        for part in &step.sequences {
+            let Some(token) = self.forward(part) else { continue };
+            let (sequence, length_max) = self.requests.get_mut(&part.request).unwrap();
+            assert_eq!(token, sequence.iter().sum::<u32>() % 997, "request {} read wrong KV", part.request);
+            sequence.push(token);
+            let finished = sequence.len() >= *length_max;
+            if finished {
+                self.finished.push(part.request);
+            }
+            sampled.push(Sampled { request: part.request, token, finished });
+        }
+        let before: Vec<_> = self.handed_off_now();
+        self.machine.step(Event::StepDone { sampled }, &mut Vec::new());
+        let after = self.handed_off_now();
+        self.handed_off.extend(after.into_iter().filter(|id| !before.contains(id)));
+    }
+
+    fn handed_off_now(&self) -> Vec<RequestId> {
+        let all = self.machine.sequences.iter();
+        all.filter(|(_, s)| s.phase == Phase::HandedOff).map(|(&id, _)| id).collect()
+    }
+}
+
+fn prompt(rng: &mut Stream) -> Vec<u32> {
+    // Few distinct prefixes, so that the cache is hit.
+    let family = rng.below(3) as u32;
+    let length = 1 + rng.below(24) as u32;
+    let fork = rng.below(24) as u32;
+    (0..length).map(|i| if i < fork { family * 10 + i } else { 100 + rng.below(3) as u32 }).collect()
+}
+
+#[test]
+fn every_request_ends_with_the_right_tokens_under_random_load() {
+    let (mut preemptions, mut tokens_cached) = (0, 0);
+    for seed in 0..200 {
+        let mut rng = Stream::new(seed);
+        let mut driver = Driver::new(LIMITS);
+        let mut cancelled = Vec::new();
+        let count = 12;
+        for request in 0..count {
+            let prompt = prompt(&mut rng);
+            let output = 1 + rng.below(30) as usize;
+            let after = if rng.below(4) == 0 { After::HandOff } else { After::Decode };
+            driver.add(request, prompt, output, after);
+            for _ in 0..rng.below(4) {
+                driver.turn();
+            }
+            if rng.below(8) == 0 {
+                let victim = rng.below(request + 1);
+                driver.machine.step(Event::Cancel { request: victim }, &mut Vec::new());
+                cancelled.push(victim);
+            }
+            if rng.below(2) == 0 {
+                for request in driver.handed_off_now() {
+                    driver.machine.step(Event::Release { request }, &mut Vec::new());
+                }
+            }
+        }
+        for _ in 0..2000 {
+            driver.turn();
+            for request in driver.handed_off_now() {
+                driver.machine.step(Event::Release { request }, &mut Vec::new());
+            }
+        }
+        let load = driver.machine.load();
+        assert_eq!((load.waiting, load.running, load.blocks.used), (0, 0, 0), "seed {seed}");
+        for request in 0..count {
+            let ends = driver.finished.iter().chain(&driver.handed_off).filter(|&&r| r == request).count();
+            let ended = ends >= 1 || cancelled.contains(&request);
+            assert!(ended, "seed {seed}: request {request} never ended");
+        }
+        preemptions += driver.preemptions;
+        tokens_cached += driver.tokens_cached;
+    }
+    assert!(preemptions > 50, "the load never ran out of blocks: {preemptions}");
+    assert!(tokens_cached > 1000, "the cache was never hit: {tokens_cached}");
+}
+
+#[test]
+fn a_long_prompt_runs_in_chunks_beside_decodes() {
+    let mut driver = Driver::new(LIMITS);
+    driver.add(1, vec![1, 2, 3], 20, After::Decode);
+    driver.turn();
+    driver.add(2, (0..30).collect(), 1, After::Decode);
+    let mut actions = Vec::new();
+    driver.machine.step(Event::Idle, &mut actions);
+    let Some(Action::Run(step)) = actions.last() else { panic!("{actions:?}") };
+    let parts: Vec<_> = step.sequences.iter().map(|s| (s.request, s.tokens.len(), s.sample)).collect();
+    assert_eq!(parts, [(1, 1, true), (2, 6, false)]);
+}
+
+#[test]
+fn a_reserved_sequence_joins_when_its_kv_has_landed_and_recomputes_what_is_missing() {
+    for valid in [0, 3, 7] {
+        let mut driver = Driver::new(LIMITS);
+        let prompt: Vec<u32> = (1..=7).collect();
+        let event = Event::Reserve { request: 1, tokens: prompt.clone(), hasher: hasher() };
+        driver.machine.step(event, &mut Vec::new());
+        let mut actions = Vec::new();
+        driver.machine.step(Event::Idle, &mut actions);
+        let [Action::Reserved { pages, tokens_cached: 0, .. }] = &actions[..] else { panic!("{actions:?}") };
+        for (i, &token) in prompt.iter().enumerate().take(valid) {
+            driver.memory.insert((pages[i / 4], i as u32 % 4), token);
+        }
+        driver.requests.insert(1, (vec![1, 2, 3, 4, 5, 6, 7, 28], 12));
+        let event = Event::Landed { request: 1, tokens_valid: valid as u32, next: Some(28) };
+        driver.machine.step(event, &mut Vec::new());
+        while driver.turn() {}
+        assert_eq!(driver.finished, [1], "with {valid} tokens landed");
+    }
+}
+
+#[test]
+fn an_older_request_takes_a_younger_ones_reservation_when_nothing_else_runs() {
+    let mut driver = Driver::new(LIMITS);
+    let reserve = |request| Event::Reserve { request, tokens: vec![0; 40], hasher: hasher() };
+    driver.machine.step(reserve(9), &mut Vec::new());
+    driver.machine.step(Event::Idle, &mut Vec::new());
+    driver.machine.step(reserve(10), &mut Vec::new());
+    let mut actions = Vec::new();
+    driver.machine.step(Event::Idle, &mut actions);
+    assert!(actions.is_empty(), "a younger request waits: {actions:?}");
+    driver.machine.step(reserve(3), &mut Vec::new());
+    driver.machine.step(Event::Idle, &mut actions);
+    assert_eq!(actions, [Action::Revoked { request: 9 }]);
+    driver.machine.step(Event::Idle, &mut actions);
+    assert!(matches!(actions.last(), Some(Action::Reserved { request: 3, .. })));
+}
