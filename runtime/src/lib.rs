@@ -9,5 +9,8 @@
 
 #![forbid(unsafe_code)]
 
+pub mod api;
+pub mod env;
+pub mod metrics;
 pub mod model;
 pub mod request;

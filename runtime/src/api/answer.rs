@@ -1,0 +1,191 @@
+//! From the engine's updates to the text of each choice.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::stop::StopFilter;
+use super::tally::Tally;
+use super::text::TextDecoder;
+use crate::request::{FinishReason, Logprobs, Update};
+
+/// A generated token with what `logprobs` asks for.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct TokenLogprobs {
+    pub(crate) id: u32,
+    /// Characters of the answer before this token.
+    pub(crate) text_offset: usize,
+    pub(crate) logprobs: Logprobs,
+}
+
+/// How one update changes a choice.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Delta {
+    /// Text to be shown; often empty while a character or a stop string may still be completed.
+    pub(crate) text: String,
+    /// At most one entry, and none without `logprobs`.
+    pub(crate) logprobs: Option<TokenLogprobs>,
+    /// Set once, on the last delta.
+    pub(crate) finish: Option<FinishReason>,
+}
+
+/// One choice: decodes tokens, watches for stop strings, counts.
+pub(crate) struct Choice {
+    decoder: Box<dyn TextDecoder>,
+    filter: StopFilter,
+    /// Tokens that end the answer and give no text.
+    end_ids: Arc<[u32]>,
+    with_logprobs: bool,
+    characters: usize,
+    generated: u32,
+    cached: Option<u32>,
+}
+
+impl Choice {
+    pub(crate) fn new(
+        decoder: Box<dyn TextDecoder>,
+        stops: Vec<String>,
+        end_ids: Arc<[u32]>,
+        with_logprobs: bool,
+    ) -> Self {
+        let filter = StopFilter::new(stops);
+        Choice { decoder, filter, end_ids, with_logprobs, characters: 0, generated: 0, cached: None }
+    }
+
+    /// Takes the next update. The error is the message for the client; the answer is over then.
+    fn take(&mut self, update: Update) -> Result<Delta, String> {
+        match update {
+            Update::Placed { .. } => Ok(Delta::default()),
+            Update::Token { id, logprobs } => self.take_token(id, logprobs),
+            Update::Finished { reason, cached_tokens } => {
+                self.cached = Some(cached_tokens);
+                let tail = self.decoder.finish();
+                let mut passed = self.filter.push(&tail);
+                if passed.stopped {
+                    return Ok(Delta { text: passed.text, logprobs: None, finish: Some(FinishReason::Stop) });
+                }
+                passed.text.push_str(&self.filter.finish());
+                Ok(Delta { text: passed.text, logprobs: None, finish: Some(reason) })
+            }
+            Update::Failed(message) => Err(message),
+        }
+    }
+
+    fn take_token(&mut self, id: u32, logprobs: Option<Logprobs>) -> Result<Delta, String> {
+        self.generated += 1;
+        let text_offset = self.characters;
+        let logprobs = match (self.with_logprobs, logprobs) {
+            (false, _) => None,
+            (true, Some(logprobs)) => Some(TokenLogprobs { id, text_offset, logprobs }),
+            (true, None) => return Err("the engine returned a token without its log-probability".into()),
+        };
+        if self.end_ids.contains(&id) {
+            return Ok(Delta { logprobs, ..Delta::default() });
+        }
+        let text = self.decoder.push(id)?;
+        self.characters += text.chars().count();
+        let passed = self.filter.push(&text);
+        Ok(Delta { text: passed.text, logprobs, finish: passed.stopped.then_some(FinishReason::Stop) })
+    }
+}
+
+/// What `usage` reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Usage {
+    pub(crate) prompt_tokens: u32,
+    pub(crate) completion_tokens: u32,
+    /// Unknown when an answer was cut by a stop string before the engine had reported it.
+    pub(crate) cached_tokens: Option<u32>,
+}
+
+/// All choices of a response, running. Dropping it cancels them in the engine.
+pub(crate) struct Answer {
+    running: Vec<(Choice, Option<UnboundedReceiver<Update>>)>,
+    /// Where the next poll starts, so that no choice starves the others.
+    next: usize,
+    prompt_tokens: u32,
+    choices_per_prompt: usize,
+    tally: Tally,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Answer {
+    /// `running` holds `choices_per_prompt` choices of the first prompt, then of the second, ...
+    pub(crate) fn new(
+        running: Vec<(Choice, UnboundedReceiver<Update>)>,
+        prompt_tokens: u32,
+        choices_per_prompt: usize,
+        tally: Tally,
+        permit: OwnedSemaphorePermit,
+    ) -> Self {
+        let running = running.into_iter().map(|(choice, updates)| (choice, Some(updates))).collect();
+        Answer { running, next: 0, prompt_tokens, choices_per_prompt, tally, _permit: permit }
+    }
+
+    /// Choices in the response.
+    pub(crate) fn len(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Tokens generated so far for a choice.
+    pub(crate) fn generated(&self, index: usize) -> u32 {
+        self.running[index].0.generated
+    }
+
+    /// The next change of any choice, by its index; `None` when all have finished. After an error
+    /// everything is cancelled.
+    pub(crate) async fn next(&mut self) -> Option<Result<(usize, Delta), String>> {
+        if self.running.iter().all(|(_, updates)| updates.is_none()) {
+            return None;
+        }
+        let (index, update) = poll_fn(|context| self.poll_any(context)).await;
+        if matches!(update, Some(Update::Token { .. })) {
+            self.tally.token(index);
+        }
+        let (choice, updates) = &mut self.running[index];
+        let delta = match update {
+            Some(update) => choice.take(update),
+            None => Err("the engine stopped before the answer was complete".into()),
+        };
+        match &delta {
+            Ok(Delta { finish: None, .. }) => {}
+            Ok(_) => {
+                *updates = None;
+                self.tally.choice_done(choice.generated, choice.cached);
+                if self.running.iter().all(|(_, updates)| updates.is_none()) {
+                    self.tally.succeeded();
+                }
+            }
+            Err(message) => {
+                self.running.iter_mut().for_each(|(_, updates)| *updates = None);
+                self.tally.failed(message);
+            }
+        }
+        Some(delta.map(|delta| (index, delta)))
+    }
+
+    /// An update of some choice; its inner `None` says that the engine hung up.
+    fn poll_any(&mut self, context: &mut Context<'_>) -> Poll<(usize, Option<Update>)> {
+        let count = self.running.len();
+        for index in (self.next..count).chain(0..self.next) {
+            let Some(updates) = &mut self.running[index].1 else { continue };
+            if let Poll::Ready(update) = updates.poll_recv(context) {
+                self.next = (index + 1) % count;
+                return Poll::Ready((index, update));
+            }
+        }
+        Poll::Pending
+    }
+
+    /// Tokens so far. A prompt counts once, however many choices it has; so does its cached part.
+    pub(crate) fn usage(&self) -> Usage {
+        let choices = || self.running.iter().map(|(choice, _)| choice);
+        Usage {
+            prompt_tokens: self.prompt_tokens,
+            completion_tokens: choices().map(|choice| choice.generated).sum(),
+            cached_tokens: choices().step_by(self.choices_per_prompt).map(|choice| choice.cached).sum(),
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Errors in OpenAI's shape.
+
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+
+use crate::request::Rejection;
+
+/// An error for the client: `{"error":{"message","type","param","code"}}` with a status.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ApiError {
+    pub(crate) status: StatusCode,
+    kind: &'static str,
+    message: String,
+    param: Option<String>,
+    code: Option<&'static str>,
+    retry_after_s: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Envelope<'a> {
+    error: Body<'a>,
+}
+
+#[derive(Serialize)]
+struct Body<'a> {
+    message: &'a str,
+    #[serde(rename = "type")]
+    kind: &'a str,
+    param: Option<&'a str>,
+    code: Option<&'a str>,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, kind: &'static str, code: &'static str, message: impl Into<String>) -> Self {
+        let message = message.into();
+        ApiError { status, kind, message, param: None, code: Some(code), retry_after_s: None }
+    }
+
+    /// 400 without a particular field: the body itself is wrong.
+    pub(crate) fn body(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", "invalid_body", message)
+    }
+
+    /// 400 about a field.
+    pub(crate) fn field(param: impl Into<String>, code: &'static str, message: impl Into<String>) -> Self {
+        let error = Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", code, message);
+        ApiError { param: Some(param.into()), ..error }
+    }
+
+    /// 400: the field has the right type and a wrong value.
+    pub(crate) fn value(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::field(param, "invalid_value", message)
+    }
+
+    /// 400: the field would change the output in a way that this server cannot.
+    pub(crate) fn unsupported(param: &str, hint: &str) -> Self {
+        Self::field(param, "unsupported_parameter", format!("'{param}' is not supported: {hint}"))
+    }
+
+    /// 400: prompt and output do not fit the model.
+    pub(crate) fn context_length(param: &'static str, message: impl Into<String>) -> Self {
+        Self::field(param, "context_length_exceeded", message)
+    }
+
+    /// 401.
+    pub(crate) fn unauthorized() -> Self {
+        let message = "missing or wrong API key: send it as 'Authorization: Bearer KEY'";
+        Self::new(StatusCode::UNAUTHORIZED, "invalid_request_error", "invalid_api_key", message)
+    }
+
+    /// 404: another model than the one served.
+    pub(crate) fn unknown_model(wanted: &str, served: &str) -> Self {
+        let message = format!("the model '{wanted}' does not exist here; this server has '{served}'");
+        let error = Self::new(StatusCode::NOT_FOUND, "invalid_request_error", "model_not_found", message);
+        ApiError { param: Some("model".into()), ..error }
+    }
+
+    /// 404: nothing at this address.
+    pub(crate) fn not_found(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", "not_found", message)
+    }
+
+    /// 405.
+    pub(crate) fn method() -> Self {
+        let message = "this address does not take that method";
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", "method_not_allowed", message)
+    }
+
+    /// 408.
+    pub(crate) fn slow_body() -> Self {
+        let message = "the request body did not arrive in time";
+        Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", "body_timeout", message)
+    }
+
+    /// 413.
+    pub(crate) fn body_too_large(limit_bytes: usize) -> Self {
+        let message = format!("the request body is larger than {limit_bytes} bytes");
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", "body_too_large", message)
+    }
+
+    /// 415.
+    pub(crate) fn media_type(message: &str) -> Self {
+        let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+        Self::new(status, "invalid_request_error", "unsupported_media_type", message)
+    }
+
+    /// 429.
+    pub(crate) fn overloaded(message: impl Into<String>, retry_after_s: u64) -> Self {
+        let status = StatusCode::TOO_MANY_REQUESTS;
+        let error = Self::new(status, "rate_limit_error", "rate_limit_exceeded", message);
+        ApiError { retry_after_s: Some(retry_after_s.max(1)), ..error }
+    }
+
+    /// 500.
+    pub(crate) fn server(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", "internal_error", message)
+    }
+
+    /// 503.
+    pub(crate) fn unavailable(code: &'static str, message: impl Into<String>, retry_after_s: u64) -> Self {
+        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", code, message);
+        ApiError { retry_after_s: Some(retry_after_s), ..error }
+    }
+
+    /// The JSON document.
+    pub(crate) fn to_json(&self) -> String {
+        let ApiError { message, kind, param, code, .. } = self;
+        let body = Body { message, kind, param: param.as_deref(), code: *code };
+        serde_json::to_string(&Envelope { error: body }).expect("strings serialise")
+    }
+}
+
+impl From<Rejection> for ApiError {
+    fn from(rejection: Rejection) -> Self {
+        match rejection {
+            Rejection::Overloaded { reason, retry_after_s } => Self::overloaded(reason, retry_after_s),
+            Rejection::TooLarge(message) => {
+                Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", "request_too_large", message)
+            }
+            Rejection::Unavailable(message) => Self::unavailable("unavailable", message, 1),
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, self.to_json()).into_response();
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(seconds) = self.retry_after_s {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}

@@ -1,0 +1,159 @@
+//! From a validated request to the engine and back to a response.
+
+use axum::http::{HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use futures_util::future::try_join_all;
+use std::sync::Arc;
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::answer::{Answer, Choice};
+use super::errors::ApiError;
+use super::parameters::Parameters;
+use super::shapes::{Collected, Endpoint, Head};
+use super::sse::{self, Stream};
+use super::tally::Tally;
+use super::{Api, ServedModel};
+use crate::request::GenerateRequest;
+
+/// A request whose fields are checked and whose prompts are tokens.
+pub(crate) struct Plan {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) prompts: Vec<Vec<u32>>,
+    /// The field that a prompt came from, for messages.
+    pub(crate) prompt_field: &'static str,
+    /// None: what the context leaves.
+    pub(crate) max_tokens_default: Option<u32>,
+    pub(crate) logprobs: Option<u32>,
+    pub(crate) parameters: Parameters,
+}
+
+/// Runs a plan: the answer's headers (and for a stream its first byte) come after the engine has
+/// accepted every choice. `arrived_s` is when the request came, by the environment's clock.
+pub(crate) async fn respond(
+    api: &Api,
+    model: Arc<ServedModel>,
+    plan: Plan,
+    permit: OwnedSemaphorePermit,
+    arrived_s: f64,
+) -> Result<Response, ApiError> {
+    let id = format!("{}{}", plan.endpoint.id_prefix(), api.random_id());
+    let head = Head {
+        endpoint: plan.endpoint,
+        id: id.clone(),
+        created: api.env.unix_time().0 as u64,
+        model: model.name.clone(),
+    };
+    let stream = plan.parameters.stream;
+    let with_logprobs = plan.logprobs.is_some();
+    let requests = requests(api, &model, &plan, &id)?;
+    let tally = Tally::new(api.metrics.clone(), api.env.clone(), plan.endpoint, id.clone(), arrived_s);
+    let answer = submit(&model, &plan, requests, tally, permit).await?;
+    let mut response = match stream {
+        Some(options) => sse::response(Stream::new(answer, head, options, model.text.clone())),
+        None => collect(answer, &head, with_logprobs, &model).await?,
+    };
+    let value = HeaderValue::from_str(&id).expect("ids are hexadecimal");
+    response.headers_mut().insert("x-request-id", value);
+    Ok(response)
+}
+
+/// The engine requests: all choices of the first prompt, then of the second, ...
+fn requests(api: &Api, model: &ServedModel, plan: &Plan, id: &str) -> Result<Vec<GenerateRequest>, ApiError> {
+    let parameters = &plan.parameters;
+    let count = plan.prompts.len() * parameters.choices as usize;
+    if count > api.limits.choices_max {
+        let message = format!("prompts times 'n' is {count}; at most {} are taken", api.limits.choices_max);
+        return Err(ApiError::value("n", message));
+    }
+    let seed = parameters.seed.unwrap_or_else(|| api.env.random());
+    let end_ids = end_ids(model, parameters);
+    let mut requests = Vec::with_capacity(count);
+    for prompt in &plan.prompts {
+        let max_tokens = max_tokens(plan, prompt.len(), model.context)?;
+        let prompt_ids: Arc<[u32]> = prompt.as_slice().into();
+        for choice in 0..parameters.choices {
+            let mut sampling = parameters.sampling.clone();
+            sampling.seed = seed.wrapping_add(choice.into());
+            requests.push(GenerateRequest {
+                id: format!("{id}-{}", requests.len()),
+                prompt_ids: prompt_ids.clone(),
+                max_tokens,
+                eos_ids: end_ids.clone(),
+                sampling,
+                logprobs: plan.logprobs,
+                cache_salt: parameters.cache_salt.clone(),
+            });
+        }
+    }
+    Ok(requests)
+}
+
+fn end_ids(model: &ServedModel, parameters: &Parameters) -> Arc<[u32]> {
+    let eos_ids: &[u32] = if parameters.ignore_eos { &[] } else { &model.eos_ids };
+    eos_ids.iter().chain(&parameters.stop_token_ids).copied().collect()
+}
+
+/// Tokens that may be generated after a prompt of `prompt_tokens`.
+fn max_tokens(plan: &Plan, prompt_tokens: usize, context: u32) -> Result<u32, ApiError> {
+    let field = plan.prompt_field;
+    if prompt_tokens == 0 {
+        return Err(ApiError::value(field, format!("'{field}' is empty: there is nothing to continue")));
+    }
+    let left = (context as usize).saturating_sub(prompt_tokens) as u32;
+    let wanted = plan.parameters.max_tokens;
+    if left == 0 || wanted.is_some_and(|wanted| wanted > left) {
+        let wanted = wanted.map_or(String::new(), |wanted| format!(" and {wanted} to generate"));
+        let message = format!(
+            "the model's context holds {context} tokens; the request has {prompt_tokens} in the prompt{wanted}"
+        );
+        return Err(ApiError::context_length(field, message));
+    }
+    Ok(wanted.or(plan.max_tokens_default).unwrap_or(left).min(left))
+}
+
+async fn submit(
+    model: &ServedModel,
+    plan: &Plan,
+    requests: Vec<GenerateRequest>,
+    mut tally: Tally,
+    permit: OwnedSemaphorePermit,
+) -> Result<Answer, ApiError> {
+    let parameters = &plan.parameters;
+    let end_ids = end_ids(model, parameters);
+    // If one choice is turned away the receivers of the others are dropped, which cancels them.
+    let receivers = match try_join_all(requests.into_iter().map(|request| model.engine.submit(request))).await
+    {
+        Ok(receivers) => receivers,
+        Err(rejection) => {
+            tally.rejected();
+            return Err(rejection.into());
+        }
+    };
+    let lengths = || plan.prompts.iter().map(|prompt| prompt.len() as u32);
+    tally.accepted(lengths(), receivers.len());
+    let choice = |updates| {
+        let decoder = model.text.decoder();
+        (Choice::new(decoder, parameters.stops.clone(), end_ids.clone(), plan.logprobs.is_some()), updates)
+    };
+    let running = receivers.into_iter().map(choice).collect();
+    Ok(Answer::new(running, lengths().sum(), parameters.choices as usize, tally, permit))
+}
+
+async fn collect(
+    mut answer: Answer,
+    head: &Head,
+    with_logprobs: bool,
+    model: &ServedModel,
+) -> Result<Response, ApiError> {
+    let mut choices: Vec<Collected> = (0..answer.len()).map(|_| Collected::default()).collect();
+    while let Some(step) = answer.next().await {
+        let (index, delta) = step.map_err(ApiError::server)?;
+        let choice = &mut choices[index];
+        choice.text.push_str(&delta.text);
+        choice.logprobs.extend(delta.logprobs);
+        choice.finish = delta.finish;
+    }
+    let document = head.whole(&choices, with_logprobs, answer.usage(), model.text.as_ref());
+    let json = HeaderValue::from_static("application/json");
+    Ok(([(header::CONTENT_TYPE, json)], document).into_response())
+}

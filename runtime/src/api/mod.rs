@@ -1,0 +1,191 @@
+//! The OpenAI-compatible HTTP interface.
+//!
+//! A request passes [`Api::router`]: the key is checked, the body read within its limits, every field
+//! checked (nothing that would change the output is ignored), the prompt tokenised and one
+//! [`GenerateRequest`](crate::request::GenerateRequest) per choice submitted. Tokens come back as
+//! text, held back while a character or a stop string may still be completed, as one document or as
+//! server-sent events. When the client leaves, hyper drops the response and with it the receivers of
+//! the engine's updates, which is how the engine learns of it.
+//!
+//! What is absent: any scheduling, any knowledge of devices, any model but through [`TextModel`], any
+//! clock, socket, thread or randomness but the environment's.
+
+mod answer;
+mod auth;
+mod body;
+mod chat;
+mod completions;
+mod errors;
+mod fields;
+mod generate;
+mod logprobs;
+mod parameters;
+mod placements;
+mod refused;
+mod routes;
+mod server;
+mod shapes;
+mod sse;
+mod stall;
+mod stop;
+mod tally;
+mod text;
+mod work;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::Semaphore;
+
+pub use placements::Placements;
+pub use server::{Shutdown, serve};
+pub use text::{TextDecoder, TextModel};
+
+use crate::env::SharedEnv;
+use crate::metrics::Metrics;
+use crate::request::{EngineHandle, Sampling};
+use auth::ApiKey;
+use errors::ApiError;
+
+/// Seconds that clients are asked to wait while the model loads or the process ends.
+const RETRY_AFTER_S: u64 = 5;
+
+/// Bounds on what clients can make the server hold. `requests_max` times `body_bytes_max` bounds the
+/// memory of request bodies.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Larger bodies are a 413.
+    pub body_bytes_max: usize,
+    /// A body that takes longer is a 408.
+    pub body_read_timeout: Duration,
+    /// Request line and headers; beyond it a 431.
+    pub header_bytes_max: usize,
+    /// Header fields; beyond it a 431.
+    pub headers_max: usize,
+    /// From the previous response (or the connection's start) to the end of the next request's headers.
+    pub header_read_timeout: Duration,
+    /// A connection whose client takes no byte of a waiting response for so long is closed.
+    pub write_stall_timeout: Duration,
+    /// Open connections; further ones wait unaccepted.
+    pub connections_max: usize,
+    /// Generation requests read, queued or answered at a time; further ones are a 429.
+    pub requests_max: usize,
+    /// Prompts times `n` of one request.
+    pub choices_max: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits {
+            body_bytes_max: 8 << 20,
+            body_read_timeout: Duration::from_secs(60),
+            header_bytes_max: 32 << 10,
+            headers_max: 100,
+            header_read_timeout: Duration::from_secs(60),
+            write_stall_timeout: Duration::from_secs(60),
+            connections_max: 1024,
+            requests_max: 512,
+            choices_max: 128,
+        }
+    }
+}
+
+/// A model that is ready to answer.
+pub struct ServedModel {
+    /// What clients call it.
+    pub name: String,
+    /// Seconds since 1970-01-01, for `/v1/models`.
+    pub created: u64,
+    /// Where requests go.
+    pub engine: EngineHandle,
+    /// Its tokenizer and chat template.
+    pub text: Arc<dyn TextModel>,
+    /// Tokens of prompt and answer together, at most.
+    pub context: u32,
+    /// Tokens that end an answer.
+    pub eos_ids: Arc<[u32]>,
+    /// Sampling where the request says nothing; the seed is not used.
+    pub defaults: Sampling,
+}
+
+impl std::fmt::Debug for ServedModel {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("ServedModel").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone)]
+enum Phase {
+    Loading,
+    Ready(Arc<ServedModel>),
+    Draining,
+}
+
+/// The state behind the routes. Starts loading: `/v1` answers 503 until [`Api::ready`].
+pub struct Api {
+    env: SharedEnv,
+    metrics: Metrics,
+    placements: Arc<Placements>,
+    limits: Limits,
+    key: Option<ApiKey>,
+    phase: Mutex<Phase>,
+    requests: Arc<Semaphore>,
+}
+
+impl std::fmt::Debug for Api {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Api").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+impl Api {
+    /// An interface without a model yet. With an `api_key`, all but `/health` and `/metrics` needs it.
+    pub fn new(
+        env: SharedEnv,
+        metrics: Metrics,
+        placements: Arc<Placements>,
+        limits: Limits,
+        api_key: Option<String>,
+    ) -> Arc<Self> {
+        let requests = Arc::new(Semaphore::new(limits.requests_max));
+        let key = api_key.map(ApiKey::new);
+        Arc::new(Api { env, metrics, placements, limits, key, phase: Mutex::new(Phase::Loading), requests })
+    }
+
+    /// Starts answering with `model`; without effect once draining.
+    pub fn ready(&self, model: ServedModel) {
+        let mut phase = self.lock();
+        if !matches!(*phase, Phase::Draining) {
+            *phase = Phase::Ready(Arc::new(model));
+        }
+    }
+
+    /// Turns new requests away with 503; those running go on. [`serve`] calls it when told to drain.
+    pub fn drain(&self) {
+        *self.lock() = Phase::Draining;
+    }
+
+    fn phase(&self) -> Phase {
+        self.lock().clone()
+    }
+
+    fn model(&self) -> Result<Arc<ServedModel>, ApiError> {
+        match self.phase() {
+            Phase::Ready(model) => Ok(model),
+            Phase::Loading => {
+                Err(ApiError::unavailable("loading", "the model is still loading", RETRY_AFTER_S))
+            }
+            Phase::Draining => {
+                Err(ApiError::unavailable("draining", "this server is shutting down", RETRY_AFTER_S))
+            }
+        }
+    }
+
+    /// 128 random bits in hexadecimal.
+    fn random_id(&self) -> String {
+        format!("{:016x}{:016x}", self.env.random(), self.env.random())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Phase> {
+        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,255 @@
+//! The fields that completions and chat completions share.
+
+use serde_json::Value;
+
+use super::errors::ApiError;
+use super::fields::{Fields, token_id, wrong_type};
+use crate::request::Sampling;
+
+/// Alternatives per position that a client may ask for; OpenAI's bound for chat.
+const LOGPROBS_MAX: i64 = 20;
+/// OpenAI takes 4 stop strings; some clients send more.
+const STOPS_MAX: usize = 16;
+/// Matching holds back up to one stop string of text, so its length is bounded.
+const STOP_BYTES_MAX: usize = 1024;
+const STOP_TOKENS_MAX: usize = 64;
+const CACHE_SALT_BYTES_MAX: usize = 256;
+/// OpenAI's bound on choices per prompt.
+const CHOICES_MAX: i64 = 128;
+
+/// How to generate, whatever the prompt is.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Parameters {
+    /// Without the seed, which is drawn later if the client gave none.
+    pub(crate) sampling: Sampling,
+    pub(crate) seed: Option<u64>,
+    /// Choices per prompt.
+    pub(crate) choices: u32,
+    pub(crate) stops: Vec<String>,
+    pub(crate) stop_token_ids: Vec<u32>,
+    pub(crate) ignore_eos: bool,
+    /// As given by the client; the default depends on the endpoint.
+    pub(crate) max_tokens: Option<u32>,
+    pub(crate) add_special_tokens: Option<bool>,
+    pub(crate) cache_salt: Option<String>,
+    /// None: one document at the end.
+    pub(crate) stream: Option<StreamOptions>,
+}
+
+/// What a stream carries besides text.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StreamOptions {
+    pub(crate) include_usage: bool,
+    pub(crate) continuous_usage: bool,
+}
+
+impl Parameters {
+    /// Reads the shared fields. What the client leaves open comes from `defaults`.
+    pub(crate) fn parse(
+        fields: &mut Fields,
+        defaults: &Sampling,
+        vocabulary_size: u32,
+    ) -> Result<Self, ApiError> {
+        let ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
+        let stops = stops(fields)?;
+        let stop_token_ids = stop_token_ids(fields, vocabulary_size)?;
+        let max_tokens = max_tokens(fields)?;
+        let ends_at_max_only = ignore_eos && stops.is_empty() && stop_token_ids.is_empty();
+        check_min_tokens(fields, ends_at_max_only, max_tokens)?;
+        Ok(Parameters {
+            sampling: sampling(fields, defaults)?,
+            seed: fields.bits("seed")?,
+            choices: fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1) as u32,
+            stops,
+            stop_token_ids,
+            ignore_eos,
+            max_tokens,
+            add_special_tokens: fields.boolean("add_special_tokens")?,
+            cache_salt: cache_salt(fields)?,
+            stream: stream(fields)?,
+        })
+    }
+}
+
+fn sampling(fields: &mut Fields, defaults: &Sampling) -> Result<Sampling, ApiError> {
+    let mut number = |name: &str, low: f64, high: f64, default: f32| -> Result<f32, ApiError> {
+        Ok(fields.number(name, low..=high)?.map_or(default, |value| value as f32))
+    };
+    let temperature = number("temperature", 0.0, 2.0, defaults.temperature)?;
+    // OpenAI accepts 0: the smallest set of at least one token.
+    let top_p = number("top_p", 0.0, 1.0, defaults.top_p)?.max(f32::MIN_POSITIVE);
+    let min_p = number("min_p", 0.0, 1.0, defaults.min_p)?;
+    // The bounds keep logits finite.
+    let repetition_penalty = number("repetition_penalty", 0.01, 100.0, defaults.repetition_penalty)?;
+    let presence_penalty = number("presence_penalty", -2.0, 2.0, defaults.presence_penalty)?;
+    let frequency_penalty = number("frequency_penalty", -2.0, 2.0, defaults.frequency_penalty)?;
+    let top_k = match fields.integer("top_k", -1..=i64::from(u32::MAX))? {
+        Some(-1) => 0,
+        Some(count) => count as u32,
+        None => defaults.top_k,
+    };
+    Ok(Sampling {
+        temperature,
+        top_p,
+        top_k,
+        min_p,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        seed: 0,
+    })
+}
+
+/// The alternatives per position of a completion.
+pub(crate) fn completion_logprobs(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
+    Ok(fields.integer("logprobs", 0..=LOGPROBS_MAX)?.map(|count| count as u32))
+}
+
+/// The alternatives per position of a chat.
+pub(crate) fn chat_logprobs(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
+    let wanted = fields.boolean("logprobs")?.unwrap_or(false);
+    let top = fields.integer("top_logprobs", 0..=LOGPROBS_MAX)?;
+    match (wanted, top) {
+        (true, top) => Ok(Some(top.unwrap_or(0) as u32)),
+        (false, None | Some(0)) => Ok(None),
+        (false, Some(_)) => Err(ApiError::value("top_logprobs", "'top_logprobs' needs 'logprobs': true")),
+    }
+}
+
+fn stops(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
+    let items = match fields.take("stop") {
+        None => return Ok(Vec::new()),
+        Some(text @ Value::String(_)) => vec![text],
+        Some(Value::Array(items)) => items,
+        Some(other) => return Err(wrong_type("stop", "a string or an array of strings", &other)),
+    };
+    if items.len() > STOPS_MAX {
+        return Err(ApiError::value("stop", format!("at most {STOPS_MAX} stop strings are supported")));
+    }
+    items.into_iter().map(stop).collect()
+}
+
+fn stop(item: Value) -> Result<String, ApiError> {
+    let Value::String(text) = item else {
+        return Err(wrong_type("stop", "a string or an array of strings", &item));
+    };
+    if text.is_empty() || text.len() > STOP_BYTES_MAX {
+        let message = format!("a stop string has 1 to {STOP_BYTES_MAX} bytes, not {}", text.len());
+        return Err(ApiError::value("stop", message));
+    }
+    Ok(text)
+}
+
+fn stop_token_ids(fields: &mut Fields, vocabulary_size: u32) -> Result<Vec<u32>, ApiError> {
+    let items = fields.array("stop_token_ids")?.unwrap_or_default();
+    if items.len() > STOP_TOKENS_MAX {
+        let message = format!("at most {STOP_TOKENS_MAX} stop tokens are supported");
+        return Err(ApiError::value("stop_token_ids", message));
+    }
+    items.iter().map(|item| token_id("stop_token_ids", item, vocabulary_size)).collect()
+}
+
+fn max_tokens(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
+    let range = 1..=i64::from(u32::MAX);
+    let old = fields.integer("max_tokens", range.clone())?;
+    let new = fields.integer("max_completion_tokens", range)?;
+    if let (Some(old), Some(new)) = (old, new)
+        && old != new
+    {
+        let message = format!("'max_tokens' is {old} but 'max_completion_tokens' is {new}");
+        return Err(ApiError::value("max_completion_tokens", message));
+    }
+    Ok(new.or(old).map(|count| count as u32))
+}
+
+/// `min_tokens` is not implemented, but benchmark clients send it with `ignore_eos`, where nothing
+/// ends an answer before `max_tokens` and it is met by itself.
+fn check_min_tokens(
+    fields: &mut Fields,
+    ends_at_max_only: bool,
+    max_tokens: Option<u32>,
+) -> Result<(), ApiError> {
+    let min_tokens = fields.integer("min_tokens", 0..=i64::from(u32::MAX))?.unwrap_or(0);
+    let met = ends_at_max_only && max_tokens.is_some_and(|max| min_tokens <= i64::from(max));
+    if min_tokens == 0 || met {
+        return Ok(());
+    }
+    Err(ApiError::unsupported("min_tokens", "use 'ignore_eos' with 'max_tokens' for a fixed length"))
+}
+
+fn cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError> {
+    let salt = fields.string("cache_salt")?;
+    if salt.as_ref().is_some_and(|salt| salt.is_empty() || salt.len() > CACHE_SALT_BYTES_MAX) {
+        let message = format!("'cache_salt' has 1 to {CACHE_SALT_BYTES_MAX} bytes");
+        return Err(ApiError::value("cache_salt", message));
+    }
+    Ok(salt)
+}
+
+fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, ApiError> {
+    let stream = fields.boolean("stream")?.unwrap_or(false);
+    let options = fields.object("stream_options")?;
+    if !stream {
+        return match options {
+            Some(_) => Err(ApiError::value("stream_options", "'stream_options' needs 'stream': true")),
+            None => Ok(None),
+        };
+    }
+    let mut options = Fields::new(options.unwrap_or_default());
+    let continuous_usage = options.boolean("continuous_usage_stats")?.unwrap_or(false);
+    let include_usage = options.boolean("include_usage")?.unwrap_or(false);
+    Ok(Some(StreamOptions { include_usage, continuous_usage: include_usage && continuous_usage }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn parse(body: Value) -> Result<Parameters, ApiError> {
+        let mut fields = Fields::parse(body.to_string().as_bytes())?;
+        Parameters::parse(&mut fields, &Sampling::default(), 256)
+    }
+
+    #[test]
+    fn defaults_are_openais() {
+        let parameters = parse(json!({})).unwrap();
+        assert_eq!(parameters.sampling, Sampling::default());
+        assert_eq!((parameters.choices, parameters.seed, parameters.max_tokens), (1, None, None));
+        assert_eq!(parameters, parse(json!({"temperature": null, "stop": null, "n": null})).unwrap());
+    }
+
+    #[test]
+    fn every_sampling_field_arrives() {
+        let parameters = parse(json!({
+            "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5,
+            "presence_penalty": -1, "frequency_penalty": 2.0, "seed": -1, "n": 3.0, "stop": "x",
+            "max_completion_tokens": 9, "max_tokens": 9
+        }))
+        .unwrap();
+        let expected = Sampling {
+            temperature: 0.5,
+            top_p: 0.25,
+            top_k: 7,
+            min_p: 0.125,
+            repetition_penalty: 1.5,
+            presence_penalty: -1.0,
+            frequency_penalty: 2.0,
+            seed: 0,
+        };
+        assert_eq!(parameters.sampling, expected);
+        assert_eq!(parameters.seed, Some(u64::MAX));
+        assert_eq!((parameters.choices, parameters.max_tokens), (3, Some(9)));
+        assert_eq!(parse(json!({"top_k": -1})).unwrap().sampling.top_k, 0);
+        assert!(parse(json!({"top_p": 0})).unwrap().sampling.top_p > 0.0);
+    }
+
+    #[test]
+    fn min_tokens_passes_only_where_it_has_no_effect() {
+        assert!(parse(json!({"min_tokens": 4, "max_tokens": 4, "ignore_eos": true})).is_ok());
+        assert!(parse(json!({"min_tokens": 0})).is_ok());
+        assert!(parse(json!({"min_tokens": 5, "max_tokens": 4, "ignore_eos": true})).is_err());
+        assert!(parse(json!({"min_tokens": 4, "max_tokens": 4, "ignore_eos": true, "stop": "a"})).is_err());
+        assert!(parse(json!({"min_tokens": 4, "max_tokens": 4})).is_err());
+    }
+}

@@ -1,0 +1,133 @@
+//! Fields that would change the output and are not supported: never ignored.
+//!
+//! A field that is in neither this list nor read by a parser (`user`, `metadata`, `store`, tracing
+//! hints of clients) is accepted: benchmark clients and gateways send many such, and none of them
+//! changes what is generated.
+
+use serde_json::Value;
+
+use super::errors::ApiError;
+use super::fields::Fields;
+
+/// The value with which a refused field asks for nothing.
+enum Neutral {
+    /// Any value asks for something.
+    None,
+    /// `false`, 0, and empty strings, arrays and objects.
+    Empty,
+    /// This number.
+    Number(f64),
+    /// This word.
+    Word(&'static str),
+    /// `true`.
+    True,
+}
+
+const NO_TOOLS: &str = "tool calls are not implemented";
+const NO_GRAMMAR: &str = "constrained output is not implemented";
+const NO_MEDIA: &str = "the models served here read and write text only";
+const NO_SEARCH: &str = "only plain sampling is implemented";
+const TEMPLATE: &str = "pass it to the template with 'chat_template_kwargs' if the template knows it";
+const NOT_YET: &str = "it is not implemented";
+
+const REFUSED: &[(&str, Neutral, &str)] = &[
+    ("tools", Neutral::Empty, NO_TOOLS),
+    ("tool_choice", Neutral::Word("none"), NO_TOOLS),
+    ("functions", Neutral::Empty, NO_TOOLS),
+    ("function_call", Neutral::Word("none"), NO_TOOLS),
+    ("web_search_options", Neutral::None, NO_TOOLS),
+    ("structured_outputs", Neutral::Empty, NO_GRAMMAR),
+    ("guided_json", Neutral::Empty, NO_GRAMMAR),
+    ("guided_regex", Neutral::Empty, NO_GRAMMAR),
+    ("guided_choice", Neutral::Empty, NO_GRAMMAR),
+    ("guided_grammar", Neutral::Empty, NO_GRAMMAR),
+    ("guided_json_object", Neutral::Empty, NO_GRAMMAR),
+    ("guided_decoding_backend", Neutral::None, NO_GRAMMAR),
+    ("guided_whitespace_pattern", Neutral::None, NO_GRAMMAR),
+    ("structural_tag", Neutral::None, NO_GRAMMAR),
+    ("json_schema", Neutral::Empty, NO_GRAMMAR),
+    ("regex", Neutral::Empty, NO_GRAMMAR),
+    ("ebnf", Neutral::Empty, NO_GRAMMAR),
+    ("grammar", Neutral::Empty, NO_GRAMMAR),
+    ("audio", Neutral::Empty, NO_MEDIA),
+    ("mm_processor_kwargs", Neutral::Empty, NO_MEDIA),
+    ("logit_bias", Neutral::Empty, NOT_YET),
+    ("bad_words", Neutral::Empty, NOT_YET),
+    ("allowed_token_ids", Neutral::None, NOT_YET),
+    ("logits_processors", Neutral::Empty, NOT_YET),
+    ("prompt_logprobs", Neutral::None, NOT_YET),
+    ("truncate_prompt_tokens", Neutral::None, "send a prompt that fits"),
+    ("suffix", Neutral::Empty, NOT_YET),
+    ("echo", Neutral::Empty, NOT_YET),
+    ("prediction", Neutral::Empty, NOT_YET),
+    ("lora", Neutral::Empty, NOT_YET),
+    ("lora_name", Neutral::Empty, NOT_YET),
+    ("lora_path", Neutral::Empty, NOT_YET),
+    ("kv_transfer_params", Neutral::Empty, NOT_YET),
+    ("return_token_ids", Neutral::Empty, NOT_YET),
+    ("return_tokens_as_token_ids", Neutral::Empty, NOT_YET),
+    ("skip_special_tokens", Neutral::True, "special tokens are always left out of the text"),
+    ("spaces_between_special_tokens", Neutral::True, NOT_YET),
+    ("include_stop_str_in_output", Neutral::Empty, NOT_YET),
+    ("best_of", Neutral::Number(1.0), NO_SEARCH),
+    ("use_beam_search", Neutral::Empty, NO_SEARCH),
+    ("early_stopping", Neutral::Empty, NO_SEARCH),
+    ("length_penalty", Neutral::Number(1.0), NO_SEARCH),
+    ("no_repeat_ngram_size", Neutral::Number(0.0), NO_SEARCH),
+    ("typical_p", Neutral::Number(1.0), NO_SEARCH),
+    ("top_a", Neutral::Number(0.0), NO_SEARCH),
+    ("tfs_z", Neutral::Number(1.0), NO_SEARCH),
+    ("mirostat", Neutral::Number(0.0), NO_SEARCH),
+    ("dynatemp_range", Neutral::Number(0.0), NO_SEARCH),
+    ("xtc_probability", Neutral::Number(0.0), NO_SEARCH),
+    ("dry_multiplier", Neutral::Number(0.0), NO_SEARCH),
+    ("chat_template", Neutral::None, "the model's own template is used"),
+    ("continue_final_message", Neutral::Empty, NOT_YET),
+    ("documents", Neutral::Empty, TEMPLATE),
+    ("enable_thinking", Neutral::None, TEMPLATE),
+    ("thinking", Neutral::None, TEMPLATE),
+    ("reasoning", Neutral::None, TEMPLATE),
+    ("reasoning_effort", Neutral::None, TEMPLATE),
+    ("verbosity", Neutral::None, TEMPLATE),
+];
+
+/// Checks what the parsers did not read: 400 for a field that asks for something unsupported.
+pub(crate) fn check(fields: &Fields) -> Result<(), ApiError> {
+    for (name, neutral, hint) in REFUSED {
+        if fields.get(name).is_some_and(|value| !is_neutral(value, neutral)) {
+            return Err(ApiError::unsupported(name, hint));
+        }
+    }
+    let plain = |value: &Value| value.get("type").and_then(Value::as_str) == Some("text");
+    if fields.get("response_format").is_some_and(|format| !plain(format)) {
+        return Err(ApiError::unsupported("response_format", NO_GRAMMAR));
+    }
+    let text_only =
+        |value: &Value| value.as_array().is_some_and(|list| list.iter().all(|mode| mode == "text"));
+    if fields.get("modalities").is_some_and(|modes| !text_only(modes)) {
+        return Err(ApiError::unsupported("modalities", NO_MEDIA));
+    }
+    for name in fields.unread() {
+        if !REFUSED.iter().any(|(refused, ..)| refused == &name) {
+            tracing::debug!(field = name.get(..64).unwrap_or(name), "request field without effect");
+        }
+    }
+    Ok(())
+}
+
+fn is_neutral(value: &Value, neutral: &Neutral) -> bool {
+    match neutral {
+        Neutral::None => false,
+        Neutral::Number(number) => value.as_f64() == Some(*number),
+        Neutral::Word(word) => value.as_str() == Some(word),
+        Neutral::True => value == &Value::Bool(true),
+        Neutral::Empty => match value {
+            Value::Null | Value::Bool(false) => true,
+            Value::Bool(true) => false,
+            Value::Number(number) => number.as_f64() == Some(0.0),
+            Value::String(text) => text.is_empty(),
+            Value::Array(items) => items.is_empty(),
+            Value::Object(map) => map.is_empty(),
+        },
+    }
+}

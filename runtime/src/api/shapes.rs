@@ -1,0 +1,230 @@
+//! The JSON documents of answers, whole and in chunks, field by field as OpenAI sends them.
+
+use serde::Serialize;
+
+use super::answer::{Delta, TokenLogprobs, Usage};
+use super::logprobs::{ChatLogprobs, TextLogprobs};
+use super::text::TextModel;
+use crate::request::FinishReason;
+
+/// Which of the two generation endpoints answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    /// `/v1/completions`
+    Completions,
+    /// `/v1/chat/completions`
+    Chat,
+}
+
+impl Endpoint {
+    /// Its name in metrics and log.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Endpoint::Completions => "completions",
+            Endpoint::Chat => "chat_completions",
+        }
+    }
+
+    /// What response ids start with.
+    pub(crate) fn id_prefix(self) -> &'static str {
+        match self {
+            Endpoint::Completions => "cmpl-",
+            Endpoint::Chat => "chatcmpl-",
+        }
+    }
+}
+
+/// What all documents of one response share.
+#[derive(Clone, Debug)]
+pub(crate) struct Head {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) id: String,
+    /// Seconds since 1970-01-01.
+    pub(crate) created: u64,
+    pub(crate) model: String,
+}
+
+/// A whole choice.
+#[derive(Debug, Default)]
+pub(crate) struct Collected {
+    pub(crate) text: String,
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+    pub(crate) finish: Option<FinishReason>,
+}
+
+impl Head {
+    /// The document of a response that is not streamed.
+    pub(crate) fn whole(
+        &self,
+        choices: &[Collected],
+        with_logprobs: bool,
+        usage: Usage,
+        model: &dyn TextModel,
+    ) -> String {
+        let usage = Some(Some(usage.into()));
+        match self.endpoint {
+            Endpoint::Completions => {
+                let choices = choices.iter().enumerate().map(|(index, choice)| TextChoice {
+                    index,
+                    text: &choice.text,
+                    logprobs: with_logprobs.then(|| TextLogprobs::new(&choice.logprobs, model)),
+                    finish_reason: choice.finish,
+                });
+                self.document("text_completion", choices.collect(), usage)
+            }
+            Endpoint::Chat => {
+                let choices = choices.iter().enumerate().map(|(index, choice)| ChatChoice {
+                    index,
+                    message: ChatMessage { role: "assistant", content: &choice.text, refusal: None },
+                    logprobs: with_logprobs.then(|| ChatLogprobs::new(&choice.logprobs, model)),
+                    finish_reason: choice.finish,
+                });
+                self.document("chat.completion", choices.collect(), usage)
+            }
+        }
+    }
+
+    /// The chunk that opens a choice of a chat; completions have none.
+    pub(crate) fn opening(&self, index: usize, usage: Option<Option<Usage>>) -> Option<String> {
+        let delta = ChatDelta { role: Some("assistant"), content: Some("") };
+        let choice = ChatChunkChoice { index, delta, logprobs: None, finish_reason: None };
+        (self.endpoint == Endpoint::Chat).then(|| self.chunk(vec![choice], usage))
+    }
+
+    /// A chunk with text, log-probabilities or both.
+    pub(crate) fn content(
+        &self,
+        index: usize,
+        delta: &Delta,
+        usage: Option<Option<Usage>>,
+        model: &dyn TextModel,
+    ) -> String {
+        let entries = delta.logprobs.as_slice();
+        match self.endpoint {
+            Endpoint::Completions => {
+                let logprobs = (!entries.is_empty()).then(|| TextLogprobs::new(entries, model));
+                let choice = TextChoice { index, text: &delta.text, logprobs, finish_reason: None };
+                self.chunk(vec![choice], usage)
+            }
+            Endpoint::Chat => {
+                let logprobs = (!entries.is_empty()).then(|| ChatLogprobs::new(entries, model));
+                let delta = ChatDelta { role: None, content: Some(&delta.text) };
+                self.chunk(vec![ChatChunkChoice { index, delta, logprobs, finish_reason: None }], usage)
+            }
+        }
+    }
+
+    /// The chunk that closes a choice.
+    pub(crate) fn closing(&self, index: usize, reason: FinishReason, usage: Option<Option<Usage>>) -> String {
+        let finish_reason = Some(reason);
+        match self.endpoint {
+            Endpoint::Completions => {
+                self.chunk(vec![TextChoice { index, text: "", logprobs: None, finish_reason }], usage)
+            }
+            Endpoint::Chat => {
+                let delta = ChatDelta { role: None, content: None };
+                self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason }], usage)
+            }
+        }
+    }
+
+    /// The last chunk, without choices.
+    pub(crate) fn usage(&self, usage: Usage) -> String {
+        self.chunk(Vec::<ChatChunkChoice<'_>>::new(), Some(Some(usage)))
+    }
+
+    fn chunk<C: Serialize>(&self, choices: Vec<C>, usage: Option<Option<Usage>>) -> String {
+        let object = match self.endpoint {
+            Endpoint::Completions => "text_completion",
+            Endpoint::Chat => "chat.completion.chunk",
+        };
+        self.document(object, choices, usage.map(|usage| usage.map(UsageBody::from)))
+    }
+
+    fn document<C: Serialize>(
+        &self,
+        object: &'static str,
+        choices: Vec<C>,
+        usage: Option<Option<UsageBody>>,
+    ) -> String {
+        let Head { id, created, model, .. } = self;
+        let document = Document { id, object, created: *created, model, choices, usage };
+        serde_json::to_string(&document).expect("strings and finite numbers serialise")
+    }
+}
+
+#[derive(Serialize)]
+struct Document<'a, C> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: Vec<C>,
+    /// With `include_usage`, null in every chunk but the last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<UsageBody>>,
+}
+
+#[derive(Serialize)]
+struct TextChoice<'a> {
+    index: usize,
+    text: &'a str,
+    logprobs: Option<TextLogprobs>,
+    finish_reason: Option<FinishReason>,
+}
+
+#[derive(Serialize)]
+struct ChatChoice<'a> {
+    index: usize,
+    message: ChatMessage<'a>,
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: Option<FinishReason>,
+}
+
+#[derive(Serialize)]
+struct ChatMessage<'a> {
+    role: &'static str,
+    content: &'a str,
+    refusal: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct ChatChunkChoice<'a> {
+    index: usize,
+    delta: ChatDelta<'a>,
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: Option<FinishReason>,
+}
+
+#[derive(Serialize)]
+struct ChatDelta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct UsageBody {
+    prompt_tokens: u32,
+    completion_tokens: u32,
+    total_tokens: u32,
+    prompt_tokens_details: Option<PromptTokensDetails>,
+}
+
+#[derive(Serialize)]
+struct PromptTokensDetails {
+    cached_tokens: u32,
+}
+
+impl From<Usage> for UsageBody {
+    fn from(usage: Usage) -> Self {
+        let Usage { prompt_tokens, completion_tokens, cached_tokens } = usage;
+        UsageBody {
+            prompt_tokens,
+            completion_tokens,
+            total_tokens: prompt_tokens.saturating_add(completion_tokens),
+            prompt_tokens_details: cached_tokens.map(|cached_tokens| PromptTokensDetails { cached_tokens }),
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Stop strings: cuts an answer before the first one, and shows no part of it on the way.
+
+/// Passes text through until a stop string is complete. What could still become one is held back, so
+/// the text that comes out does not depend on how the text that went in was cut into pieces.
+#[derive(Debug)]
+pub(crate) struct StopFilter {
+    stops: Vec<String>,
+    /// A suffix of the text so far that is a proper prefix of a stop string.
+    held: String,
+}
+
+/// What a piece of text became.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Passed {
+    /// To be shown.
+    pub(crate) text: String,
+    /// A stop string followed: the answer is over.
+    pub(crate) stopped: bool,
+}
+
+impl StopFilter {
+    /// `stops` are not empty strings.
+    pub(crate) fn new(stops: Vec<String>) -> Self {
+        StopFilter { stops, held: String::new() }
+    }
+
+    /// Takes the next piece. The stop string that is complete first wins; of those complete at the
+    /// same character, the longest.
+    pub(crate) fn push(&mut self, piece: &str) -> Passed {
+        let mut text = std::mem::take(&mut self.held);
+        text.push_str(piece);
+        let found = |stop: &String| text.find(stop.as_str()).map(|start| (start + stop.len(), start));
+        if let Some((_, start)) = self.stops.iter().filter_map(found).min() {
+            text.truncate(start);
+            return Passed { text, stopped: true };
+        }
+        let held_bytes = self.stops.iter().map(|stop| overlap(&text, stop)).max().unwrap_or(0);
+        self.held = text.split_off(text.len() - held_bytes);
+        Passed { text, stopped: false }
+    }
+
+    /// The end of the text: what was held back is no stop string after all.
+    pub(crate) fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+/// Bytes of the longest suffix of `text` that is a proper prefix of `stop`.
+fn overlap(text: &str, stop: &str) -> usize {
+    let longest = text.len().min(stop.len() - 1);
+    let fits = |bytes: &usize| text.as_bytes().ends_with(&stop.as_bytes()[..*bytes]);
+    // Both are UTF-8 and the match ends at the end of a character, so it starts at the start of one.
+    (1..=longest).rev().find(|bytes| stop.is_char_boundary(*bytes) && fits(bytes)).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn run<'a>(stops: &[String], pieces: impl Iterator<Item = &'a str>) -> (String, bool) {
+        let mut filter = StopFilter::new(stops.to_vec());
+        let mut shown = String::new();
+        for piece in pieces {
+            let passed = filter.push(piece);
+            shown.push_str(&passed.text);
+            if passed.stopped {
+                return (shown, true);
+            }
+        }
+        shown.push_str(&filter.finish());
+        (shown, false)
+    }
+
+    /// Looks at every prefix of the text for a stop string at its end.
+    fn oracle(stops: &[String], text: &str) -> (String, bool) {
+        let ends = text.char_indices().map(|(start, character)| start + character.len_utf8());
+        for end in ends {
+            let ending = stops.iter().filter(|stop| text[..end].ends_with(stop.as_str()));
+            if let Some(longest) = ending.map(String::len).max() {
+                return (text[..end - longest].to_string(), true);
+            }
+        }
+        (text.to_string(), false)
+    }
+
+    #[test]
+    fn holds_back_what_may_become_a_stop_string() {
+        let mut filter = StopFilter::new(vec!["abc".into(), "bx".into()]);
+        assert_eq!(filter.push("zab"), Passed { text: "z".into(), stopped: false });
+        assert_eq!(filter.push("x!"), Passed { text: "a".into(), stopped: true });
+    }
+
+    proptest! {
+        #[test]
+        fn output_is_independent_of_the_cuts(
+            text in "[abé]{0,40}",
+            stops in prop::collection::vec("[abé]{1,4}", 0..4),
+            cuts in prop::collection::vec(1usize..5, 1..40),
+        ) {
+            let characters: Vec<char> = text.chars().collect();
+            let mut pieces = Vec::new();
+            let mut rest = characters.as_slice();
+            for cut in cuts.iter().cycle() {
+                if rest.is_empty() { break }
+                let (piece, tail) = rest.split_at(rest.len().min(*cut));
+                pieces.push(piece.iter().collect::<String>());
+                rest = tail;
+            }
+            let shown = run(&stops, pieces.iter().map(String::as_str));
+            prop_assert_eq!(shown, oracle(&stops, &text));
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Counts and times one request for the metrics and the log.
+
+use super::shapes::Endpoint;
+use crate::env::SharedEnv;
+use crate::metrics::{Metrics, Outcome, RequestLabels};
+
+/// The running account of a request. Dropped before an outcome is known, the client has left.
+pub(crate) struct Tally {
+    metrics: Metrics,
+    env: SharedEnv,
+    endpoint: Endpoint,
+    id: String,
+    arrived_s: f64,
+    /// Per choice, the time of its last token.
+    last_token_s: Vec<Option<f64>>,
+    first_token_s: Option<f64>,
+    tokens: u64,
+    outcome: Outcome,
+}
+
+impl Tally {
+    /// A request that arrived at `arrived_s` of the environment's clock.
+    pub(crate) fn new(
+        metrics: Metrics,
+        env: SharedEnv,
+        endpoint: Endpoint,
+        id: String,
+        arrived_s: f64,
+    ) -> Self {
+        let outcome = Outcome::Cancelled;
+        Tally {
+            metrics,
+            env,
+            endpoint,
+            id,
+            arrived_s,
+            last_token_s: Vec::new(),
+            first_token_s: None,
+            tokens: 0,
+            outcome,
+        }
+    }
+
+    /// The engine has taken the request.
+    pub(crate) fn accepted(&mut self, prompt_tokens: impl Iterator<Item = u32>, choices: usize) {
+        self.last_token_s = vec![None; choices];
+        for tokens in prompt_tokens {
+            self.metrics.prompt_tokens.inc_by(tokens.into());
+            self.metrics.request_prompt_tokens.observe(tokens.into());
+        }
+    }
+
+    /// The engine has turned the request away.
+    pub(crate) fn rejected(&mut self) {
+        self.outcome = Outcome::Rejected;
+    }
+
+    /// A token of a choice has come.
+    pub(crate) fn token(&mut self, choice: usize) {
+        let now_s = self.env.now().0;
+        match self.last_token_s[choice].replace(now_s) {
+            None => self.metrics.time_to_first_token_s.observe(now_s - self.arrived_s),
+            Some(last_s) => self.metrics.inter_token_latency_s.observe(now_s - last_s),
+        }
+        self.first_token_s.get_or_insert(now_s);
+        self.tokens += 1;
+        self.metrics.generation_tokens.inc();
+    }
+
+    /// A choice is complete.
+    pub(crate) fn choice_done(&mut self, generated: u32, cached: Option<u32>) {
+        self.metrics.request_generation_tokens.observe(generated.into());
+        self.metrics.cached_tokens.inc_by(cached.unwrap_or(0).into());
+    }
+
+    /// All choices are complete.
+    pub(crate) fn succeeded(&mut self) {
+        self.outcome = Outcome::Success;
+    }
+
+    /// The engine could not complete it.
+    pub(crate) fn failed(&mut self, reason: &str) {
+        self.outcome = Outcome::Failed;
+        tracing::warn!(id = %self.id, reason, "request failed");
+    }
+}
+
+impl Drop for Tally {
+    fn drop(&mut self) {
+        let took_s = self.env.now().0 - self.arrived_s;
+        if self.outcome == Outcome::Success {
+            self.metrics.e2e_request_latency_s.observe(took_s);
+        }
+        let labels = RequestLabels { endpoint: self.endpoint.name(), outcome: self.outcome };
+        self.metrics.requests.get_or_create(&labels).inc();
+        tracing::info!(
+            id = %self.id,
+            endpoint = labels.endpoint,
+            outcome = self.outcome.name(),
+            tokens = self.tokens,
+            ttft_s = self.first_token_s.map(|first_s| first_s - self.arrived_s),
+            took_s,
+            "request ended"
+        );
+    }
+}

@@ -1,0 +1,232 @@
+//! Prometheus metrics: `mixfleet_<what>_<unit>`, seconds and bytes, counters ending in `_total`.
+//!
+//! The API records what a client sees, the engine what happens inside; both hold a [`Metrics`], whose
+//! fields are handles on the same numbers. Reading a clock is the recorder's business.
+
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Metric, Registry, Unit};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+/// Content type of [`Metrics::encode`], which Prometheus reads since 2.5.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Labels of [`Metrics::http_responses`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct HttpLabels {
+    /// The route's pattern; `other` for addresses that do not exist.
+    pub route: String,
+    /// The status code.
+    pub status: u16,
+}
+
+/// Labels of [`Metrics::requests`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RequestLabels {
+    /// `completions` or `chat_completions`.
+    pub endpoint: &'static str,
+    /// How it ended.
+    pub outcome: Outcome,
+}
+
+/// How a request ended that passed validation.
+#[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
+pub enum Outcome {
+    /// `success`: answered in full.
+    Success,
+    /// `cancelled`: the client left first.
+    Cancelled,
+    /// `rejected`: turned away by the engine before any work.
+    Rejected,
+    /// `failed`: the engine could not complete it.
+    Failed,
+}
+
+impl Outcome {
+    /// The label's value.
+    pub fn name(self) -> &'static str {
+        match self {
+            Outcome::Success => "success",
+            Outcome::Cancelled => "cancelled",
+            Outcome::Rejected => "rejected",
+            Outcome::Failed => "failed",
+        }
+    }
+}
+
+impl EncodeLabelValue for Outcome {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
+        EncodeLabelValue::encode(&self.name(), encoder)
+    }
+}
+
+/// Label of per-device metrics.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct DeviceLabels {
+    /// The device's id, as in `mixfleet devices`.
+    pub device: String,
+}
+
+/// A gauge with fractions.
+pub type FractionGauge = Gauge<f64, AtomicU64>;
+
+/// Handles on all metrics of this process; clones share the numbers.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    /// `mixfleet_http_responses_total{route,status}`: responses begun, by the API.
+    pub http_responses: Family<HttpLabels, Counter>,
+    /// `mixfleet_requests_total{endpoint,outcome}`: generation requests ended, by the API.
+    pub requests: Family<RequestLabels, Counter>,
+    /// `mixfleet_time_to_first_token_seconds`: request received to first token out of the engine, per
+    /// choice, by the API.
+    pub time_to_first_token_s: Histogram,
+    /// `mixfleet_inter_token_latency_seconds` (TBT): between two tokens of a choice, by the API.
+    pub inter_token_latency_s: Histogram,
+    /// `mixfleet_e2e_request_latency_seconds`: request received to answer complete, successes only, by
+    /// the API.
+    pub e2e_request_latency_s: Histogram,
+    /// `mixfleet_prompt_tokens_total`: prompt tokens of accepted requests, once per prompt, by the API.
+    pub prompt_tokens: Counter,
+    /// `mixfleet_generation_tokens_total`: tokens generated, by the API.
+    pub generation_tokens: Counter,
+    /// `mixfleet_cached_tokens_total`: prompt tokens whose KV was reused, over engine requests that
+    /// finished, by the API.
+    pub cached_tokens: Counter,
+    /// `mixfleet_request_prompt_tokens`: prompt length, by the API.
+    pub request_prompt_tokens: Histogram,
+    /// `mixfleet_request_generation_tokens`: answer length, by the API.
+    pub request_generation_tokens: Histogram,
+    /// `mixfleet_request_queue_time_seconds`: engine request accepted to first scheduled, by the engine.
+    pub request_queue_time_s: Histogram,
+    /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
+    pub requests_running: Family<DeviceLabels, Gauge>,
+    /// `mixfleet_requests_waiting{device}`: sequences accepted and not running, by the engine.
+    pub requests_waiting: Family<DeviceLabels, Gauge>,
+    /// `mixfleet_kv_cache_usage_ratios{device}`: KV pages referenced / all pages, by the engine.
+    pub kv_cache_usage: Family<DeviceLabels, FractionGauge>,
+    /// `mixfleet_preemptions_total{device}`: sequences that lost their KV pages, by the engine.
+    pub preemptions: Family<DeviceLabels, Counter>,
+    /// `mixfleet_kv_transfer_seconds`: first block sent to last block checked, per request, by the engine.
+    pub kv_transfer_s: Histogram,
+    /// `mixfleet_kv_transfer_bytes_total`: KV payload that arrived and passed its check, by the engine.
+    pub kv_transfer_bytes: Counter,
+    /// `mixfleet_kv_transfer_retries_total`: blocks sent again after a failed check, by the engine.
+    pub kv_transfer_retries: Counter,
+    /// `mixfleet_kv_transfer_recomputes_total`: requests whose KV was recomputed after retries failed, by
+    /// the engine.
+    pub kv_transfer_recomputes: Counter,
+}
+
+/// 1 ms to 2 min, finer where SLOs lie.
+const LATENCY_S: [f64; 22] = [
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5,
+    10.0, 30.0, 60.0, 120.0,
+];
+/// A token: 0.1 ms (tiny models) to 2.5 s (a CPU under load).
+const TOKEN_S: [f64; 15] =
+    [0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5];
+/// Tokens of a prompt or an answer.
+const LENGTH_TOKENS: [f64; 18] = [
+    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
+    32768.0, 65536.0, 131072.0,
+];
+
+impl Metrics {
+    /// Registers everything under the prefix `mixfleet`.
+    pub fn new() -> Self {
+        let mut registry = Registry::with_prefix("mixfleet");
+        let to = &mut registry;
+        Metrics {
+            http_responses: plain(to, "http_responses", "Responses begun"),
+            requests: plain(to, "requests", "Generation requests ended"),
+            time_to_first_token_s: seconds(to, "time_to_first_token", "Received to first token", &LATENCY_S),
+            inter_token_latency_s: seconds(to, "inter_token_latency", "Between two tokens", &TOKEN_S),
+            e2e_request_latency_s: seconds(to, "e2e_request_latency", "Received to complete", &LATENCY_S),
+            prompt_tokens: plain(to, "prompt_tokens", "Prompt tokens accepted"),
+            generation_tokens: plain(to, "generation_tokens", "Tokens generated"),
+            cached_tokens: plain(to, "cached_tokens", "Prompt tokens whose KV was reused"),
+            request_prompt_tokens: lengths(to, "request_prompt_tokens", "Prompt length in tokens"),
+            request_generation_tokens: lengths(to, "request_generation_tokens", "Answer length in tokens"),
+            request_queue_time_s: seconds(to, "request_queue_time", "Accepted to scheduled", &LATENCY_S),
+            requests_running: plain(to, "requests_running", "Sequences in the running batch"),
+            requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
+            kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),
+            preemptions: plain(to, "preemptions", "Sequences that lost their KV pages"),
+            kv_transfer_s: seconds(to, "kv_transfer", "First KV block sent to last checked", &LATENCY_S),
+            kv_transfer_bytes: with_unit(to, "kv_transfer", Unit::Bytes, "KV payload arrived and checked"),
+            kv_transfer_retries: plain(to, "kv_transfer_retries", "KV blocks sent again"),
+            kv_transfer_recomputes: plain(to, "kv_transfer_recomputes", "Requests recomputed after transfer"),
+            registry: Arc::new(registry),
+        }
+    }
+
+    /// All metrics as OpenMetrics text.
+    pub fn encode(&self) -> String {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.registry)
+            .expect("a string takes all text");
+        text
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn plain<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
+    let metric = M::default();
+    registry.register(name, help, metric.clone());
+    metric
+}
+
+fn with_unit<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, unit: Unit, help: &str) -> M {
+    let metric = M::default();
+    registry.register_with_unit(name, help, unit, metric.clone());
+    metric
+}
+
+fn seconds(registry: &mut Registry, name: &str, help: &str, buckets: &[f64]) -> Histogram {
+    let metric = Histogram::new(buckets.iter().copied());
+    registry.register_with_unit(name, help, Unit::Seconds, metric.clone());
+    metric
+}
+
+fn lengths(registry: &mut Registry, name: &str, help: &str) -> Histogram {
+    let metric = Histogram::new(LENGTH_TOKENS);
+    registry.register(name, help, metric.clone());
+    metric
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_carry_prefix_unit_and_total() {
+        let metrics = Metrics::new();
+        metrics.time_to_first_token_s.observe(0.2);
+        metrics.kv_transfer_bytes.inc_by(7);
+        metrics.kv_cache_usage.get_or_create(&DeviceLabels { device: "cpu@0".into() }).set(0.25);
+        metrics
+            .requests
+            .get_or_create(&RequestLabels { endpoint: "completions", outcome: Outcome::Success })
+            .inc();
+        let text = metrics.encode();
+        for line in [
+            "mixfleet_time_to_first_token_seconds_bucket{le=\"0.25\"} 1",
+            "mixfleet_time_to_first_token_seconds_count 1",
+            "mixfleet_kv_transfer_bytes_total 7",
+            "mixfleet_kv_cache_usage_ratios{device=\"cpu@0\"} 0.25",
+            "mixfleet_requests_total{endpoint=\"completions\",outcome=\"success\"} 1",
+        ] {
+            assert!(text.lines().any(|other| other == line), "{line} is not in\n{text}");
+        }
+    }
+}
