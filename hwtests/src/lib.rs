@@ -1,1 +1,33 @@
-//! placeholder
+//! Believes no device until it has checked it, and says what it could not check.
+//!
+//! [`run`] tries every operation on a [`mixfleet_hal::Device`]: random operands at edge shapes, between
+//! guards, against the float64 [`oracle`] within [`bounds`] that are known beforehand; each command
+//! twice, bit by bit the same. [`reference::ReferenceDevice`] tests the suite without hardware, and
+//! [`faulty::FaultyDevice`] proves that it sees faults.
+//!
+//! ```
+//! use mixfleet_hwtests::{Level, Options, Verdict, reference::ReferenceDevice, run};
+//! let mut options = Options::new(Level::Quick);
+//! options.only = vec!["rms_norm".to_owned()];
+//! let report = run(&ReferenceDevice::default(), &options, &mut |_| {});
+//! assert_eq!(report.verdict(), Verdict::Pass, "{report}");
+//! ```
+//!
+//! What is absent: any backend, any clock in a verdict, any tolerance that was fitted to a device.
+
+#![forbid(unsafe_code)]
+
+mod bench;
+pub mod bounds;
+pub mod cases;
+mod checks;
+pub mod faulty;
+mod inputs;
+pub mod oracle;
+pub mod reference;
+pub mod report;
+mod suite;
+
+pub use cases::Level;
+pub use report::{CaseReport, Outcome, Report, Summary, Verdict};
+pub use suite::{Options, run};

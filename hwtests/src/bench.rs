@@ -1,0 +1,269 @@
+//! Puts one operation's operands on a device, runs it between guards, and takes the results out.
+
+use crate::inputs::encoded;
+use mixfleet_hal::op::Extent;
+use mixfleet_hal::{Access, Cmd, Device, Error, ErrorKind, OpSig, Operand, Queue, Role, Slice, Support};
+use std::time::Duration;
+
+/// Least bytes of sentinels before and after every operand.
+const GUARD_BYTES: u64 = 256;
+
+/// Why there is no result.
+#[derive(Debug)]
+pub(crate) enum Trouble {
+    /// The device does not claim to be able to.
+    Unsupported,
+    /// It could not be tried.
+    NotRun(String),
+    /// It was tried and went wrong.
+    Failed(String),
+    /// It never ended: nothing more can be asked of the device.
+    Hung(String),
+}
+
+impl From<Error> for Trouble {
+    fn from(error: Error) -> Self {
+        match error.kind {
+            ErrorKind::OutOfMemory => Trouble::NotRun(format!("out of memory: {error}")),
+            ErrorKind::Timeout => Trouble::Hung(error.to_string()),
+            kind => Trouble::Failed(format!("{kind:?}: {error}")),
+        }
+    }
+}
+
+/// How commands reach the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// `submit`.
+    Submit,
+    /// `record`, then `replay`; `submit` where recording is unsupported.
+    Replay,
+}
+
+/// The operands of a finished operation.
+#[derive(Debug)]
+pub(crate) struct Done {
+    /// Decoded, in order; a pool is `[slots, kv_heads, head_dim]`.
+    pub(crate) operands: Vec<Vec<f64>>,
+    /// Raw bytes of the written operands (a pool's as gathered), for comparing bit by bit.
+    pub(crate) written: Vec<Vec<u8>>,
+}
+
+/// A device under test.
+pub(crate) struct Bench<'a> {
+    pub(crate) device: &'a dyn Device,
+    pub(crate) timeout: Duration,
+}
+
+/// An operand in the middle of a larger allocation whose ends hold a pattern.
+struct Guarded {
+    whole: Slice,
+    inner: Slice,
+    image: Vec<u8>,
+}
+
+fn pattern(i: u64) -> u8 {
+    (i.wrapping_mul(31) ^ 0xA5) as u8
+}
+
+impl Guarded {
+    fn range(&self) -> std::ops::Range<usize> {
+        let start = (self.inner.offset - self.whole.offset) as usize;
+        start..start + self.inner.bytes as usize
+    }
+
+    /// The operand's bytes, after a look at the guards.
+    fn read(&self, device: &dyn Device, operand: &Operand) -> Result<Vec<u8>, Trouble> {
+        let mut now = vec![0; self.image.len()];
+        device.read(&self.whole, &mut now)?;
+        let inner = self.range();
+        let touched = (0..now.len()).find(|i| !inner.contains(i) && now[*i] != self.image[*i]);
+        if let Some(i) = touched {
+            let distance = i as i64 - inner.start as i64;
+            let message = format!(
+                "wrote outside operand '{}': byte {distance} of its {}",
+                operand.name, self.inner.bytes
+            );
+            return Err(Trouble::Failed(message));
+        }
+        if operand.access == Access::Read
+            && let Extent::Exactly(_) = operand.extent
+            && now[inner.clone()] != self.image[inner.clone()]
+        {
+            return Err(Trouble::Failed(format!("changed operand '{}', which is only read", operand.name)));
+        }
+        Ok(now[inner].to_vec())
+    }
+}
+
+/// Slots of a logical pool that hold a token: those that are not NaN.
+fn live_slots(pool: &[f64], width: usize) -> Vec<f64> {
+    (0..pool.len() / width).filter(|slot| !pool[slot * width].is_nan()).map(|slot| slot as f64).collect()
+}
+
+/// What is needed to reach the contents of an operation's pools.
+struct Pools {
+    /// Operand number of `k_pool`; `v_pool` follows.
+    at: usize,
+    /// Elements of a slot.
+    width: usize,
+    live: Vec<f64>,
+    scatter: OpSig,
+    gather: OpSig,
+}
+
+impl Pools {
+    fn of(sig: &OpSig, operands: &[Vec<f64>]) -> Option<Pools> {
+        let at = sig.operands().iter().position(|operand| operand.name == "k_pool")?;
+        let (OpSig::AttnPrefill { kv_heads, head_dim, page_tokens, kv, .. }
+        | OpSig::AttnDecode { kv_heads, head_dim, page_tokens, kv, .. }
+        | OpSig::KvWrite { kv_heads, head_dim, page_tokens, kv, .. }
+        | OpSig::KvGather { kv_heads, head_dim, page_tokens, kv, .. }
+        | OpSig::KvScatter { kv_heads, head_dim, page_tokens, kv, .. }) = *sig
+        else {
+            return None;
+        };
+        let width = (kv_heads * head_dim) as usize;
+        let live = live_slots(&operands[at], width);
+        let tokens = live.len() as u32;
+        let scatter = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv };
+        let gather = OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv };
+        Some(Pools { at, width, live, scatter, gather })
+    }
+
+    /// The live slots' contents in the wire layout, `[tokens, 2, width]`.
+    fn wire(&self, operands: &[Vec<f64>]) -> Vec<f64> {
+        let mut wire = Vec::with_capacity(self.live.len() * 2 * self.width);
+        for &slot in &self.live {
+            for pool in [self.at, self.at + 1] {
+                wire.extend_from_slice(&operands[pool][slot as usize * self.width..][..self.width]);
+            }
+        }
+        wire
+    }
+
+    /// Puts gathered contents back into the logical pools.
+    fn unwire(&self, wire: &[f64], operands: &mut [Vec<f64>]) {
+        for (token, &slot) in wire.chunks(2 * self.width).zip(&self.live) {
+            let at = slot as usize * self.width;
+            operands[self.at][at..][..self.width].copy_from_slice(&token[..self.width]);
+            operands[self.at + 1][at..][..self.width].copy_from_slice(&token[self.width..]);
+        }
+    }
+}
+
+impl Bench<'_> {
+    /// Runs `sig` on `operands` (decoded, pools logical) and returns what it left.
+    pub(crate) fn execute(&self, sig: &OpSig, operands: &[Vec<f64>], way: Way) -> Result<Done, Trouble> {
+        if self.device.support(sig) == Support::No {
+            return Err(Trouble::Unsupported);
+        }
+        let kinds = sig.operands();
+        let mut placed = Vec::with_capacity(kinds.len());
+        for (operand, values) in kinds.iter().zip(operands) {
+            placed.push(self.place(operand, &encoded(operand.dtype, values), placed.len() as u64)?);
+        }
+        let args: Vec<Slice> = placed.iter().map(|p| p.inner.clone()).collect();
+        let mut cmds = vec![Cmd::new(*sig, &args)?];
+        let pools = Pools::of(sig, operands).filter(|pools| !pools.live.is_empty());
+        let mut gathered = None;
+        if let Some(pools) = &pools {
+            gathered = Some(self.surround(pools, operands, &args, &mut cmds)?);
+        }
+        self.finish(&cmds, way)?;
+
+        let (mut after, mut written) = (operands.to_vec(), Vec::new());
+        for (i, operand) in kinds.iter().enumerate() {
+            let bytes = placed[i].read(self.device, operand)?;
+            if let (Extent::Exactly(_), true) = (operand.extent, operand.access != Access::Read) {
+                after[i] = operand.dtype.decode(&bytes);
+                written.push(bytes);
+            }
+        }
+        if let (Some(pools), Some(gathered)) = (&pools, &gathered) {
+            let operand = pools.gather.operands()[3];
+            let bytes = gathered.read(self.device, &operand)?;
+            pools.unwire(&operand.dtype.decode(&bytes), &mut after);
+            written.push(bytes);
+        }
+        Ok(Done { operands: after, written })
+    }
+
+    /// Puts a scatter of the pools' contents before the commands and a gather of them behind; returns
+    /// where the gather will put them.
+    fn surround(
+        &self,
+        pools: &Pools,
+        operands: &[Vec<f64>],
+        args: &[Slice],
+        cmds: &mut Vec<Cmd>,
+    ) -> Result<Guarded, Trouble> {
+        for sig in [&pools.scatter, &pools.gather] {
+            if self.device.support(sig) == Support::No {
+                return Err(Trouble::NotRun(format!("needs {}, which the device lacks", sig.name())));
+            }
+        }
+        let [wire, slots, ..] = &pools.scatter.operands()[..] else { unreachable!("scatter has 4 operands") };
+        let (k_pool, v_pool) = (&args[pools.at], &args[pools.at + 1]);
+        let wire = self.place(wire, &encoded(wire.dtype, &pools.wire(operands)), 1)?;
+        let slots = self.place(slots, &encoded(slots.dtype, &pools.live), 2)?;
+        let out = &pools.gather.operands()[3];
+        let gathered = self.place(out, &vec![0xFF; wire.inner.bytes as usize], 0)?;
+        let scatter = [wire.inner, slots.inner.clone(), k_pool.clone(), v_pool.clone()];
+        let gather = [slots.inner, k_pool.clone(), v_pool.clone(), gathered.inner.clone()];
+        cmds.insert(0, Cmd::new(pools.scatter, &scatter)?);
+        cmds.push(Cmd::new(pools.gather, &gather)?);
+        Ok(gathered)
+    }
+
+    /// Allocates an operand between guards, at an offset that differs from operand to operand, and
+    /// writes `bytes` into it. An operand that is only written gets bits of NaN instead, which no result
+    /// has, and so does a pool: only operations may touch its contents.
+    fn place(&self, operand: &Operand, bytes: &[u8], shift: u64) -> Result<Guarded, Trouble> {
+        let limits = self.device.limits();
+        // alignments and element sizes are powers of two: the larger is a multiple of the other
+        let align = limits.alignment_bytes.max(operand.dtype.size_bytes());
+        let before = GUARD_BYTES.next_multiple_of(align) + shift % 3 * align;
+        let total = before + bytes.len() as u64 + GUARD_BYTES;
+        if total > limits.allocation_bytes_max {
+            return Err(Trouble::NotRun(format!("needs an allocation of {total} bytes")));
+        }
+        let role = if let Extent::PagesOf(_) = operand.extent { Role::Kv } else { Role::Activations };
+        let whole = self.device.alloc(total, role)?;
+        let mut image: Vec<u8> = (0..total).map(pattern).collect();
+        let inner = &mut image[before as usize..][..bytes.len()];
+        match (operand.extent, operand.access) {
+            (Extent::PagesOf(_), _) | (_, Access::Write) => inner.fill(0xFF),
+            _ => inner.copy_from_slice(bytes),
+        }
+        self.device.write(&whole, &image)?;
+        Ok(Guarded { inner: whole.range(before, bytes.len() as u64), whole, image })
+    }
+
+    /// Runs a batch to its end on a queue of its own.
+    pub(crate) fn finish(&self, cmds: &[Cmd], way: Way) -> Result<(), Trouble> {
+        let mut queue = self.device.queue()?;
+        let ticket = match way {
+            Way::Submit => queue.submit(cmds),
+            Way::Replay => match queue.record(cmds) {
+                Ok(graph) => queue.replay(&graph),
+                Err(error) if error.kind == ErrorKind::Unsupported => queue.submit(cmds),
+                Err(error) => Err(error),
+            },
+        };
+        let elapsed = ticket.and_then(|ticket| queue.wait(ticket, self.timeout));
+        match elapsed {
+            Ok(elapsed) if elapsed.time.0.is_finite() && elapsed.time.0 >= 0.0 => Ok(()),
+            Ok(elapsed) => Err(Trouble::Failed(format!("a batch took {} s", elapsed.time.0))),
+            Err(error) => Err(abandon(queue, cmds, error)),
+        }
+    }
+}
+
+/// Gives up a failed queue. One that hangs is leaked with its operands: to drop them may wait for it.
+fn abandon(queue: Box<dyn Queue>, cmds: &[Cmd], error: Error) -> Trouble {
+    if error.kind == ErrorKind::Timeout {
+        std::mem::forget((queue, cmds.to_vec()));
+    }
+    error.into()
+}

@@ -1,0 +1,231 @@
+//! How far a correct device may be from the oracle, element by element, known before it runs.
+//!
+//! Model: devices compute in f32 with relative error `u = 2^-24` per operation, in any order, fused or
+//! not, flushing results below the least normal f32 to zero, and round once to the output's dtype. A
+//! sum of n terms then errs by at most `gamma(n) * sum |terms|`, `gamma(n) = n u / (1 - n u)` (Higham
+//! 2002, section 3.1). Functions may err as OpenCL's full profile allows: exp 3 ulp, division 2.5 ulp,
+//! square root 3 ulp, with 1 ulp = 2u; the constants below round these up.
+
+use crate::oracle;
+use mixfleet_hal::{Access, DType, OpSig};
+
+/// Unit round-off of the arithmetic.
+const U: f64 = DType::F32.unit_roundoff();
+/// The least normal f32 (and bf16): what one flush to zero may lose.
+const FLUSH: f64 = f32::MIN_POSITIVE as f64;
+/// Relative error of an exponential whose argument is exact: 4 ulp.
+const EXP: f64 = 8.0 * U;
+/// Relative error of a division or a square root: 3 ulp.
+const DIVIDE: f64 = 6.0 * U;
+
+/// Error of `n` roundings on the way of a term into a sum.
+fn gamma(n: usize) -> f64 {
+    let nu = n as f64 * U;
+    nu / (1.0 - nu)
+}
+
+/// Adds the last rounding, of a value that already errs by `error`, to `dtype`.
+fn rounded(dtype: DType, want: f64, error: f64) -> f64 {
+    // f16 keeps its subnormals (storage conversions do), so it loses half of the least one; the
+    // others may be flushed
+    let underflow = if dtype == DType::F16 { f64::powi(2.0, -25) } else { FLUSH };
+    error + dtype.unit_roundoff() * (want.abs() + error) + underflow
+}
+
+/// Adds the rounding of a moved value: none between equal dtypes or to f32.
+fn moved(from: DType, to: DType, want: f64) -> f64 {
+    if from == to || to == DType::F32 { 0.0 } else { rounded(to, want, 0.0) }
+}
+
+/// The bound for each element of each written operand of `sig`; `None` for operands that are only
+/// read. `before` and `want` are the operands before and after [`oracle::run`]. A bound of 0 demands
+/// the exact value.
+pub fn bounds(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Option<Vec<f64>>> {
+    let mut written: Vec<Vec<f64>> = match *sig {
+        OpSig::AttnPrefill { .. } => vec![prefill(sig, before, &want[6])],
+        OpSig::AttnDecode { .. } => decode(sig, before),
+        OpSig::AttnMerge { .. } => vec![merge(sig, before, &want[2])],
+        OpSig::Gemm { .. } => vec![gemm(sig, before, &want[want.len() - 1])],
+        _ => {
+            let operands = sig.operands();
+            let written = operands.iter().zip(want).filter(|(operand, _)| operand.access != Access::Read);
+            written
+                .map(|(_, want)| (0..want.len()).map(|i| elementwise(sig, before, want[i], i)).collect())
+                .collect()
+        }
+    };
+    written.reverse();
+    sig.operands()
+        .iter()
+        .map(|operand| (operand.access != Access::Read).then(|| written.pop()).flatten())
+        .collect()
+}
+
+/// Operations whose bound for element `i` needs no sum over keys.
+fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
+    match *sig {
+        OpSig::Embed { table, out, .. } => moved(table, out, want),
+        OpSig::KvWrite { x, kv, .. } => moved(x, kv, want),
+        OpSig::KvGather { kv, wire, .. } => moved(kv, wire, want),
+        OpSig::KvScatter { kv, wire, .. } => moved(wire, kv, want),
+        // the mean of `cols` positive squares, plus eps, errs by gamma(cols + 3) and its root by half
+        // of that; then a root, a division and two products
+        OpSig::RmsNorm { cols, out, .. } => {
+            let relative = gamma(cols as usize + 3) / 2.0 + 2.0 * DIVIDE + gamma(2);
+            rounded(out, want, relative * want.abs() + FLUSH)
+        }
+        // two products and a sum
+        OpSig::Rope { heads, head_dim, x, .. } => {
+            let (dim, half) = (head_dim as usize, head_dim as usize / 2);
+            let (head, d) = (i / dim, i % dim);
+            let cos_sin = &before[1][head / heads as usize * dim..][..dim];
+            let (a, b) = (before[0][i], before[0][head * dim + (d + half) % dim]);
+            let terms = (a * cos_sin[d % half]).abs() + (b * cos_sin[half + d % half]).abs();
+            rounded(x, want, gamma(2) * terms + 2.0 * FLUSH)
+        }
+        // exp(-g) may round its argument once or twice on the way to base 2: 2u |g| relative; then a
+        // sum, a division and a product. Where exp overflows the result is 0, or is flushed
+        OpSig::SiluMul { x, .. } => {
+            let (gate, up) = (before[0][i].abs(), before[1][i].abs());
+            let relative = EXP + 2.0 * U * gate + DIVIDE + gamma(2);
+            rounded(x, want, relative * want.abs() + FLUSH * (1.0 + gate) * (1.0 + up))
+        }
+        // one rounding in f32, one to the output
+        OpSig::Add { x, .. } => rounded(x, want, U * want.abs()),
+        OpSig::Argmax { .. } | OpSig::Copy { .. } | OpSig::Fill { .. } => 0.0,
+        OpSig::Gemm { .. }
+        | OpSig::AttnPrefill { .. }
+        | OpSig::AttnDecode { .. }
+        | OpSig::AttnMerge { .. } => unreachable!("bounded over whole rows"),
+    }
+}
+
+/// A term of the dot product is rounded once as a product and at most once by each of the k + 1 sums
+/// (with bias and old output): gamma(k + 2), without any assumption on order or fusing. That covers
+/// dot instructions that round a pair's products one by one and flush subnormals (VDPBF16PS).
+fn gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
+    let OpSig::Gemm { n, k, out, bias, accumulate, .. } = *sig else { unreachable!("called for gemm") };
+    let (n, k) = (n as usize, k as usize);
+    let bound = |(i, &want): (usize, &f64)| {
+        let (x, weight) = (&before[0][i / n * k..][..k], &before[1][i % n * k..][..k]);
+        let mut terms: f64 = x.iter().zip(weight).map(|(x, w)| (x * w).abs()).sum();
+        if bias {
+            terms += before[2][i % n].abs();
+        }
+        if accumulate {
+            terms += before[before.len() - 1][i].abs();
+        }
+        rounded(out, want, gamma(k + 2) * terms + (k + 2) as f64 * FLUSH)
+    };
+    want.iter().enumerate().map(bound).collect()
+}
+
+/// Error bounds of one head's un-normalised attention, and the exact sum.
+struct Attention {
+    max_error: f64,
+    sum: f64,
+    sum_error: f64,
+    acc_error: Vec<f64>, // [head_dim]
+}
+
+/// Score j errs by `delta_j = gamma(head_dim + 3) * scale * sum |q||k|` (products, sums, the scale and
+/// its product). So the reported maximum errs by the largest delta, and the weight
+/// `p_j = exp(s_j - max)` by the factor `exp(delta_j + delta_max)`, by the rounding of its argument
+/// (4u (|s_j| + |max|): a difference and a change to base 2) and by exp itself.
+/// Adding n terms rounds each at most n times; a running maximum may grow at each key and rescale the
+/// sums by an exp and a product, whose argument errors telescope to another 4u (|s_j| + |max|).
+/// Devices that feed matrix units may round the weights to the activations' dtype: `u_x * p_j`, and
+/// below f16's range half of its least subnormal.
+fn attention((q, keys): oracle::HeadView<'_>, x: DType) -> Attention {
+    let scale = 1.0 / (q.len() as f64).sqrt();
+    let n = keys.len();
+    let mut scores = Vec::with_capacity(n); // (score, delta)
+    for (k, _) in &keys {
+        let (mut score, mut terms) = (0.0, 0.0);
+        for (q, k) in q.iter().zip(*k) {
+            score += q * k;
+            terms += (q * k).abs();
+        }
+        scores.push((score * scale, gamma(q.len() + 3) * scale * terms + FLUSH));
+    }
+    let max = scores.iter().fold(f64::NEG_INFINITY, |max, &(score, _)| max.max(score));
+    let delta_max = scores.iter().fold(0.0f64, |max, &(_, delta)| max.max(delta));
+    let (u_x, tiny_x) = match x {
+        DType::F32 => (0.0, 0.0),
+        DType::F16 => (x.unit_roundoff(), f64::powi(2.0, -25)),
+        _ => (x.unit_roundoff(), 0.0),
+    };
+    let summing = gamma(2 * n + 2) + n as f64 * EXP;
+    let mut out = Attention { max_error: delta_max, sum: 0.0, sum_error: 0.0, acc_error: vec![0.0; q.len()] };
+    for (&(score, delta), (_, v)) in scores.iter().zip(&keys) {
+        let p = (score - max).exp();
+        let argument = delta + delta_max + 8.0 * U * (score.abs() + max.abs());
+        let p_error = p * ((argument.exp_m1() + EXP + u_x) * (1.0 + summing) + summing) + tiny_x + FLUSH;
+        out.sum += p;
+        out.sum_error += p_error;
+        for (error, v) in out.acc_error.iter_mut().zip(*v) {
+            *error += p_error * v.abs() + FLUSH;
+        }
+    }
+    out
+}
+
+fn decode(sig: &OpSig, before: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    let OpSig::AttnDecode { heads, x, .. } = *sig else { unreachable!("called for attn_decode") };
+    let (mut acc, mut stat) = (Vec::new(), Vec::new());
+    for query in oracle::queries(sig, before).expect("the oracle ran on these operands") {
+        for head in 0..heads as usize {
+            let bound = attention(oracle::head_view(sig, before, &query, head), x);
+            acc.extend(bound.acc_error);
+            stat.extend([bound.max_error, bound.sum_error]);
+        }
+    }
+    vec![acc, stat]
+}
+
+/// A quotient of erring numbers: `(acc_error + |out| sum_error) / (sum - sum_error)`, and the division.
+fn prefill(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
+    let OpSig::AttnPrefill { heads, head_dim, x, .. } = *sig else { unreachable!("called for attn_prefill") };
+    let (heads, dim) = (heads as usize, head_dim as usize);
+    let mut bounds = vec![0.0; want.len()]; // [tokens, heads, head_dim]
+    for query in oracle::queries(sig, before).expect("the oracle ran on these operands") {
+        for head in 0..heads {
+            let part = attention(oracle::head_view(sig, before, &query, head), x);
+            let at = (query.row * heads + head) * dim;
+            for d in 0..dim {
+                let out = want[at + d];
+                let error = (part.acc_error[d] + out.abs() * part.sum_error) / (part.sum - part.sum_error);
+                bounds[at + d] = rounded(x, out, error + (DIVIDE + U) * out.abs());
+            }
+        }
+    }
+    bounds
+}
+
+/// Like `attention`, with the parts as keys: a share errs by exp and by its argument's rounding, a
+/// product and at most `parts` sums follow; then the quotient.
+fn merge(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
+    let OpSig::AttnMerge { parts, rows, head_dim, out } = *sig else { unreachable!("called for attn_merge") };
+    let (parts, rows, dim) = (parts as usize, rows as usize, head_dim as usize);
+    let (acc, stat) = (&before[0], &before[1]);
+    let bound = |(i, &want): (usize, &f64)| {
+        let (r, d) = (i / dim, i % dim);
+        let (max, sum) = oracle::merged_stat(stat, parts, rows, r);
+        if sum == 0.0 {
+            return 0.0;
+        }
+        let (mut acc_error, mut sum_error) = (0.0, 0.0);
+        for part in (0..parts).map(|p| p * rows + r) {
+            let share = oracle::share(stat[part * 2], max);
+            if share == 0.0 {
+                continue;
+            }
+            let relative = EXP + 4.0 * U * (stat[part * 2].abs() + max.abs()) + gamma(parts + 1);
+            acc_error += (share * relative + FLUSH) * acc[part * dim + d].abs() + FLUSH;
+            sum_error += (share * relative + FLUSH) * stat[part * 2 + 1].abs();
+        }
+        let error = (acc_error + want.abs() * sum_error) / (sum - sum_error);
+        rounded(out, want, error + (DIVIDE + U) * want.abs())
+    };
+    want.iter().enumerate().map(bound).collect()
+}

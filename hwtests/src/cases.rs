@@ -1,0 +1,362 @@
+//! What is tried: every operation, every combination of dtypes, and the shapes at which kernels break.
+//!
+//! Dimensions are swept over 1, primes, and one below, at and above the tile sizes 8, 16, 32 and 64.
+//! Dtype combinations are crossed with a few shapes, and shapes with a few combinations; the full
+//! product would only repeat itself.
+
+use crate::inputs;
+use mixfleet_hal::{DType, Limits, OpSig, Scalar};
+use serde::{Deserialize, Serialize};
+
+/// How much is tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Level {
+    /// Each operation and dtype combination, few shapes: seconds.
+    Quick,
+    /// All edge shapes.
+    Full,
+}
+
+/// What the signature leaves open: how tokens are spread over sequences.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Spread {
+    /// Nothing is open.
+    Even,
+    /// `AttnPrefill`: (new tokens, context) of each sequence.
+    Queries(Vec<(u32, u32)>),
+    /// `AttnDecode`: (first, one past the last) key of each sequence.
+    Ranges(Vec<(u32, u32)>),
+}
+
+/// One thing to try. Its operands follow from its fields.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Case {
+    /// The operation.
+    pub sig: OpSig,
+    /// How tokens are spread over sequences.
+    pub spread: Spread,
+    /// Seed of the operands.
+    pub seed: u64,
+}
+
+impl Case {
+    /// The operands, decoded, in the order of [`OpSig::operands`]; written ones hold NaN. KV pools are
+    /// `[slots, kv_heads, head_dim]`, with NaN in the slots that hold no token.
+    pub fn operands(&self) -> Vec<Vec<f64>> {
+        inputs::operands(self)
+    }
+}
+
+const EDGES: [u32; 18] = [1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 61, 63, 64, 65];
+use DType::{Bf16, F16, F32};
+
+struct Builder {
+    cases: Vec<Case>,
+    full: bool,
+    page_tokens: u32,
+}
+
+/// All cases of a level, for a device with these limits.
+pub fn cases(level: Level, limits: &Limits) -> Vec<Case> {
+    let page_tokens = limits.kv_page_tokens.max(1);
+    let mut b = Builder { cases: Vec::new(), full: level == Level::Full, page_tokens };
+    b.rows();
+    b.gemm();
+    b.elements();
+    b.kv();
+    b.prefill();
+    b.decode();
+    b.merge();
+    b.cases
+}
+
+/// Pairs of query and key that are visible in `AttnPrefill`.
+fn pairs(spread: &[(u32, u32)], window: Option<u32>) -> u64 {
+    let of = |&(queries, context): &(u32, u32)| {
+        (context - queries..context).map(|p| u64::from((p + 1).min(window.unwrap_or(u32::MAX)))).sum::<u64>()
+    };
+    spread.iter().map(of).sum()
+}
+
+/// Shape of attention's heads.
+#[derive(Clone, Copy)]
+struct Heads {
+    ratio: u32,
+    kv_heads: u32,
+    head_dim: u32,
+}
+
+const SMALL: Heads = Heads { ratio: 2, kv_heads: 2, head_dim: 16 };
+
+impl Builder {
+    fn push(&mut self, sig: OpSig, spread: Spread) {
+        let seed = self.cases.len() as u64 + 1;
+        self.cases.push(Case { sig, spread, seed });
+    }
+
+    fn even(&mut self, sig: OpSig) {
+        self.push(sig, Spread::Even);
+    }
+
+    /// `edges`, or a few of them on the quick level.
+    fn sweep(&self) -> &'static [u32] {
+        if self.full { &EDGES } else { &[1, 7, 33] }
+    }
+
+    fn rows(&mut self) {
+        for (table, out) in two_dtypes() {
+            self.even(OpSig::Embed { tokens: 5, vocab: 37, hidden: 33, table, out });
+        }
+        for &n in self.sweep() {
+            self.even(OpSig::Embed { tokens: n, vocab: 19, hidden: 64, table: Bf16, out: F32 });
+            self.even(OpSig::Embed { tokens: 3, vocab: n, hidden: n, table: Bf16, out: F32 });
+        }
+        let eps = Scalar(1e-5);
+        for (x, weight) in two_dtypes() {
+            for out in DType::FLOATS {
+                self.even(OpSig::RmsNorm { rows: 3, cols: 67, eps, x, weight, out });
+            }
+        }
+        for &n in self.sweep() {
+            self.even(OpSig::RmsNorm { rows: n, cols: 64, eps, x: F32, weight: Bf16, out: F32 });
+            self.even(OpSig::RmsNorm { rows: 2, cols: n, eps, x: F32, weight: F32, out: F32 });
+            self.even(OpSig::RmsNorm {
+                rows: 2,
+                cols: n,
+                eps: Scalar(1.0),
+                x: Bf16,
+                weight: Bf16,
+                out: Bf16,
+            });
+        }
+        self.even(OpSig::RmsNorm { rows: 2, cols: 4099, eps, x: F32, weight: Bf16, out: F32 });
+    }
+
+    fn gemm(&mut self) {
+        let sig = |(m, n, k), (x, weight, out), (bias, accumulate)| OpSig::Gemm {
+            m,
+            n,
+            k,
+            x,
+            weight,
+            out,
+            bias,
+            accumulate,
+        };
+        for (x, weight) in two_dtypes() {
+            for out in DType::FLOATS {
+                for shape in [(1, 35, 70), (3, 18, 33), (20, 19, 40)] {
+                    self.even(sig(shape, (x, weight, out), (true, true)));
+                }
+            }
+        }
+        for flags in [(false, false), (true, false), (false, true)] {
+            for m in [1, 4, 17] {
+                self.even(sig((m, 33, 65), (F32, Bf16, F32), flags));
+                self.even(sig((m, 32, 64), (Bf16, Bf16, Bf16), flags));
+            }
+        }
+        let mixes: &[_] = if self.full {
+            &[(F32, F32, F32), (F32, Bf16, F32), (Bf16, Bf16, Bf16)]
+        } else {
+            &[(F32, Bf16, F32)]
+        };
+        for &dtypes in mixes {
+            for &e in self.sweep() {
+                for shape in [(e, 19, 37), (5, e, 37), (1, e, 37), (5, 19, e), (1, 19, e), (e, e, e)] {
+                    self.even(sig(shape, dtypes, (false, false)));
+                }
+            }
+            for shape in [(1, 67, 4096), (2, 130, 515), (70, 129, 257)] {
+                self.even(sig(shape, dtypes, (false, false)));
+            }
+        }
+    }
+
+    fn elements(&mut self) {
+        for x in DType::FLOATS {
+            for &n in self.sweep().iter().chain(&[1009, 4096]) {
+                self.even(OpSig::SiluMul { elements: u64::from(n), x });
+                self.even(OpSig::Add { elements: u64::from(n), x });
+            }
+            for &head_dim in self.head_dims() {
+                self.even(OpSig::Rope { tokens: 3, heads: 5, head_dim, x });
+            }
+            self.even(OpSig::Rope { tokens: 1, heads: 1, head_dim: 2, x });
+            self.even(OpSig::Rope { tokens: 17, heads: 3, head_dim: 6, x });
+        }
+        for &n in self.sweep() {
+            self.even(OpSig::Argmax { rows: 3, cols: n });
+            self.even(OpSig::Argmax { rows: n, cols: 130 });
+            self.even(OpSig::Copy { bytes: u64::from(n) * 4 });
+            self.even(OpSig::Fill { bytes: u64::from(n) * 4, word: 0xDEAD_BEEF });
+        }
+        self.even(OpSig::Argmax { rows: 4, cols: 32_003 });
+        self.even(OpSig::Copy { bytes: 100_004 });
+        self.even(OpSig::Fill { bytes: 100_004, word: 0 });
+    }
+
+    fn head_dims(&self) -> &'static [u32] {
+        if self.full { &[8, 16, 32, 64, 80, 128] } else { &[16, 80] }
+    }
+
+    /// The device's own page size, and others that a peer may ask for.
+    fn page_sizes(&self) -> Vec<u32> {
+        let mut sizes = if self.full { vec![self.page_tokens, 1, 5, 16, 32] } else { vec![self.page_tokens] };
+        sizes.sort_unstable();
+        sizes.dedup();
+        sizes
+    }
+
+    fn kv(&mut self) {
+        for page_tokens in self.page_sizes() {
+            for (kv, other) in two_dtypes() {
+                let (kv_heads, head_dim) = (2, 16);
+                for tokens in [1, page_tokens + 1] {
+                    self.even(OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x: other, kv });
+                    self.even(OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: other });
+                    self.even(OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: other });
+                }
+            }
+        }
+        for &head_dim in self.head_dims() {
+            for kv_heads in [1, 3, 8] {
+                let (tokens, page_tokens) = (7, self.page_tokens);
+                self.even(OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x: F32, kv: Bf16 });
+                self.even(OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv: F16, wire: F32 });
+            }
+        }
+    }
+
+    fn attn_prefill(
+        &mut self,
+        spread: &[(u32, u32)],
+        shape: Heads,
+        page_tokens: u32,
+        window: Option<u32>,
+        (x, kv): (DType, DType),
+    ) {
+        let longest = spread.iter().map(|s| s.1).max().unwrap_or(0);
+        let sig = OpSig::AttnPrefill {
+            tokens: spread.iter().map(|s| s.0).sum(),
+            sequences: spread.len() as u32,
+            pairs: pairs(spread, window),
+            kv_tokens: spread.iter().map(|s| u64::from(s.1)).sum(),
+            heads: shape.ratio * shape.kv_heads,
+            kv_heads: shape.kv_heads,
+            head_dim: shape.head_dim,
+            page_tokens,
+            pages_max: longest.div_ceil(page_tokens) + 1,
+            window,
+            x,
+            kv,
+        };
+        self.push(sig, Spread::Queries(spread.to_vec()));
+    }
+
+    fn prefill(&mut self) {
+        let p = self.page_tokens;
+        let unlike = [(1, 1), (5, 9), (3, p + 1), (1, 40), (17, 17)];
+        for dtypes in two_dtypes() {
+            self.attn_prefill(&unlike, SMALL, p, None, dtypes);
+        }
+        let own = (F32, Bf16);
+        for (ratio, kv_heads) in (1..=8).map(|ratio| (ratio, 2)).chain([(3, 1), (1, 5)]) {
+            if self.full || ratio % 3 == 1 {
+                self.attn_prefill(&[(2, 2), (3, 11)], Heads { ratio, kv_heads, head_dim: 16 }, p, None, own);
+            }
+        }
+        for &head_dim in self.head_dims() {
+            let shape = Heads { ratio: 3, kv_heads: 2, head_dim };
+            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, None, own);
+            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, Some(6), (Bf16, Bf16));
+        }
+        for page_tokens in self.page_sizes() {
+            for context in [page_tokens - 1, page_tokens, page_tokens + 1, 2 * page_tokens + 1] {
+                if context > 0 {
+                    self.attn_prefill(&[(1, context), (context, context)], SMALL, page_tokens, None, own);
+                }
+            }
+        }
+        // a window below, at and above the context, and at the edge of a page
+        for window in [1, 2, p, 19, 20, 21] {
+            self.attn_prefill(&[(20, 20), (3, 45), (1, 20)], SMALL, p, Some(window), own);
+        }
+        // a sequence without new tokens between two that have some
+        self.attn_prefill(&[(2, 5), (0, 3), (4, 4)], SMALL, p, None, own);
+        for &e in self.sweep() {
+            self.attn_prefill(&[(e, e + 2)], Heads { ratio: 2, kv_heads: 1, head_dim: 16 }, p, None, own);
+        }
+    }
+
+    fn attn_decode(
+        &mut self,
+        ranges: &[(u32, u32)],
+        shape: Heads,
+        page_tokens: u32,
+        (x, kv): (DType, DType),
+    ) {
+        let longest = ranges.iter().map(|r| r.1).max().unwrap_or(0);
+        let sig = OpSig::AttnDecode {
+            sequences: ranges.len() as u32,
+            kv_tokens: ranges.iter().map(|r| u64::from(r.1 - r.0)).sum(),
+            heads: shape.ratio * shape.kv_heads,
+            kv_heads: shape.kv_heads,
+            head_dim: shape.head_dim,
+            page_tokens,
+            pages_max: longest.div_ceil(page_tokens) + 1,
+            x,
+            kv,
+        };
+        self.push(sig, Spread::Ranges(ranges.to_vec()));
+    }
+
+    fn decode(&mut self) {
+        let p = self.page_tokens;
+        let unlike = [(0, 1), (0, 0), (3, p + 2), (p, p), (0, 70), (p - 1, p + 1)];
+        for dtypes in two_dtypes() {
+            self.attn_decode(&unlike, SMALL, p, dtypes);
+        }
+        let own = (F32, Bf16);
+        for (ratio, kv_heads) in (1..=8).map(|ratio| (ratio, 2)).chain([(3, 1), (1, 5)]) {
+            if self.full || ratio % 3 == 1 {
+                self.attn_decode(&[(0, 11), (2, 3)], Heads { ratio, kv_heads, head_dim: 16 }, p, own);
+            }
+        }
+        for &head_dim in self.head_dims() {
+            let shape = Heads { ratio: 3, kv_heads: 2, head_dim };
+            self.attn_decode(&[(0, 37), (5, 23)], shape, p, own);
+            self.attn_decode(&[(0, 37), (5, 23)], shape, p, (Bf16, F16));
+        }
+        for page_tokens in self.page_sizes() {
+            for end in [0, 1, page_tokens - 1, page_tokens, page_tokens + 1] {
+                self.attn_decode(&[(0, end), (end / 2, end + page_tokens)], SMALL, page_tokens, own);
+            }
+        }
+        for &e in self.sweep() {
+            self.attn_decode(&vec![(0, 3); e as usize], SMALL, p, own);
+        }
+        self.attn_decode(&[(0, 0)], SMALL, p, own);
+        self.attn_decode(&[(0, 1000), (7, 777)], SMALL, p, own);
+    }
+
+    fn merge(&mut self) {
+        for out in DType::FLOATS {
+            for parts in [1, 2, 3, 7, 16] {
+                self.even(OpSig::AttnMerge { parts, rows: 6, head_dim: 16, out });
+            }
+        }
+        for &n in self.sweep() {
+            self.even(OpSig::AttnMerge { parts: 3, rows: n, head_dim: 80, out: F32 });
+        }
+        for &head_dim in self.head_dims() {
+            self.even(OpSig::AttnMerge { parts: 4, rows: 5, head_dim, out: Bf16 });
+        }
+    }
+}
+
+fn two_dtypes() -> impl Iterator<Item = (DType, DType)> {
+    DType::FLOATS.into_iter().flat_map(|a| DType::FLOATS.into_iter().map(move |b| (a, b)))
+}

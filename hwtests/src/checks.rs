@@ -1,0 +1,292 @@
+//! What a single operation cannot show: memory, order, recombination, and bad indices.
+
+use crate::bench::{Bench, Trouble, Way};
+use crate::cases::{Case, Spread};
+use crate::suite::checked;
+use mixfleet_hal::random::{self, Stream};
+use mixfleet_hal::{Cmd, DType, ErrorKind, OpSig, Role, Slice};
+use std::sync::Arc;
+
+/// Runs; `Ok` holds the largest error as a share of what is allowed, where something is compared.
+type Check = fn(&Bench<'_>) -> Result<Option<f64>, Trouble>;
+
+/// Every check by name.
+pub(crate) const ALL: [(&str, Check); 7] = [
+    ("memory", memory),
+    ("import", import),
+    ("order", order),
+    ("partition_by_tokens", |bench| partition(bench, by_tokens)),
+    ("partition_by_heads", |bench| partition(bench, by_heads)),
+    ("partition_by_requests", |bench| partition(bench, by_requests)),
+    ("index_out_of_range", index_out_of_range),
+];
+
+fn noise(seed: u64, bytes: u64) -> Vec<u8> {
+    (0..bytes).map(|i| random::bits(seed, i) as u8).collect()
+}
+
+fn fail<T>(reason: impl Into<String>) -> Result<T, Trouble> {
+    Err(Trouble::Failed(reason.into()))
+}
+
+/// Bytes written are the bytes read, for every role, whole and in part, with the rest untouched.
+fn memory(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
+    let device = bench.device;
+    let align = device.limits().alignment_bytes.max(1);
+    for (seed, role) in [Role::Weights, Role::Kv, Role::Activations, Role::Staging].into_iter().enumerate() {
+        let bytes = 4096 + 3 * align;
+        let slice = device.alloc(bytes, role)?;
+        let mut want = noise(seed as u64, bytes);
+        device.write(&slice, &want)?;
+        let part = noise(99, 2 * align + 1);
+        device.write(&slice.range(align, part.len() as u64), &part)?;
+        want[align as usize..][..part.len()].copy_from_slice(&part);
+        let mut got = vec![0; want.len()];
+        device.read(&slice, &mut got)?;
+        if let Some(i) = (0..want.len()).find(|&i| want[i] != got[i]) {
+            return fail(format!(
+                "{role:?}: byte {i} of {bytes} is {:#x}, was written as {:#x}",
+                got[i], want[i]
+            ));
+        }
+        let mut inside = vec![0; 7];
+        device.read(&slice.range(2 * align, 7), &mut inside)?;
+        if inside != want[2 * align as usize..][..7] {
+            return fail(format!("{role:?}: a read from byte {} got other bytes", 2 * align));
+        }
+    }
+    Ok(None)
+}
+
+/// An operation reads imported host memory in place.
+fn import(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
+    if !bench.device.limits().imports_host_memory {
+        return match bench.device.import(Arc::new(vec![0u8; 4096])) {
+            Err(error) if error.kind == ErrorKind::Unsupported => Err(Trouble::Unsupported),
+            _ => fail("import works or fails otherwise than 'unsupported', but the limits deny it"),
+        };
+    }
+    let want = noise(5, 10_000);
+    let from = bench.device.import(Arc::new(want.clone()))?;
+    let to = bench.device.alloc(10_000, Role::Activations)?;
+    bench.finish(&[Cmd::new(OpSig::Copy { bytes: 10_000 }, &[from, to.clone()])?], Way::Submit)?;
+    let mut got = vec![0; want.len()];
+    bench.device.read(&to, &mut got)?;
+    if got != want { fail("a copy out of imported memory got other bytes") } else { Ok(None) }
+}
+
+/// Commands of one queue see what the earlier ones wrote, across batches that nobody waited for.
+fn order(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
+    const BYTES: u64 = 4096;
+    let device = bench.device;
+    let scratch = device.alloc(BYTES, Role::Activations)?;
+    let outs: Vec<Slice> =
+        (0..16).map(|_| device.alloc(BYTES, Role::Activations)).collect::<Result<_, _>>()?;
+    let mut queue = device.queue()?;
+    let mut tickets = Vec::new();
+    for (word, out) in outs.iter().enumerate() {
+        let fill =
+            Cmd::new(OpSig::Fill { bytes: BYTES, word: word as u32 + 1 }, std::slice::from_ref(&scratch))?;
+        let copy = Cmd::new(OpSig::Copy { bytes: BYTES }, &[scratch.clone(), out.clone()])?;
+        tickets.push(queue.submit(&[fill, copy])?);
+    }
+    let last = tickets.len() - 1;
+    for at in [last, 0] {
+        queue.wait(tickets[at], bench.timeout)?;
+    }
+    for (word, out) in outs.iter().enumerate() {
+        let mut got = vec![0; BYTES as usize];
+        device.read(out, &mut got)?;
+        if got != (word as u32 + 1).to_le_bytes().repeat(BYTES as usize / 4) {
+            return fail(format!("batch {word} of 16 saw what a batch before or after it wrote"));
+        }
+    }
+    Ok(None)
+}
+
+/// One part of an attention: which (sequence, head) rows it covers, and its command.
+struct Piece {
+    rows: Vec<usize>,
+    sig: OpSig,
+    operands: Vec<Vec<f64>>,
+}
+
+const CONTEXTS: [(u32, u32); 4] = [(0, 70), (0, 33), (0, 1), (2, 19)];
+const HEADS: usize = 6;
+const KV_HEADS: usize = 2;
+const HEAD_DIM: usize = 64;
+
+/// Cuts an attention into pieces, runs and merges them, and compares with the whole: within 1e-5 of
+/// the largest element of the row (single elements may cancel). Activations are f32, because a
+/// device may round its weights to them, relative to another maximum in each piece.
+fn partition(
+    bench: &Bench<'_>,
+    cut: fn(&OpSig, &[Vec<f64>], &mut Stream) -> Vec<Piece>,
+) -> Result<Option<f64>, Trouble> {
+    let page_tokens = bench.device.limits().kv_page_tokens.max(1);
+    let rows = CONTEXTS.len() * HEADS;
+    let mut worst = 0.0f64;
+    for (seed, kv) in DType::FLOATS.into_iter().enumerate() {
+        let sig = OpSig::AttnDecode {
+            sequences: CONTEXTS.len() as u32,
+            kv_tokens: CONTEXTS.iter().map(|r| u64::from(r.1 - r.0)).sum(),
+            heads: HEADS as u32,
+            kv_heads: KV_HEADS as u32,
+            head_dim: HEAD_DIM as u32,
+            page_tokens,
+            pages_max: 70u32.div_ceil(page_tokens),
+            x: DType::F32,
+            kv,
+        };
+        let case = Case { sig, spread: Spread::Ranges(CONTEXTS.to_vec()), seed: 1000 + seed as u64 };
+        let operands = case.operands();
+        let all = Piece { rows: (0..rows).collect(), sig, operands: operands.clone() };
+        let whole = merged(bench, vec![all], rows)?;
+        let parts = merged(bench, cut(&sig, &operands, &mut Stream::new(seed as u64)), rows)?;
+        for (whole, parts) in whole.chunks(HEAD_DIM).zip(parts.chunks(HEAD_DIM)) {
+            let scale = whole.iter().fold(0.0f64, |max, v| max.max(v.abs()));
+            let error = whole.iter().zip(parts).fold(0.0f64, |max, (w, p)| max.max((w - p).abs()));
+            worst = worst.max(error / (1e-5 * scale));
+        }
+    }
+    if worst > 1.0 {
+        fail(format!("parts recombine to {worst:.2} times 1e-5 of the whole"))
+    } else {
+        Ok(Some(worst))
+    }
+}
+
+/// Runs the pieces, lays them into as many layers as some row has pieces, and merges those.
+fn merged(bench: &Bench<'_>, pieces: Vec<Piece>, rows: usize) -> Result<Vec<f64>, Trouble> {
+    let mut layers = vec![0; rows];
+    pieces.iter().flat_map(|piece| &piece.rows).for_each(|&row| layers[row] += 1);
+    let parts = layers.iter().copied().max().unwrap_or(0);
+    let mut acc = vec![0.0; parts * rows * HEAD_DIM]; // [parts, rows, head_dim]
+    let mut stat = [f64::NEG_INFINITY, 0.0].repeat(parts * rows); // [parts, rows, 2]
+    let mut next = vec![0; rows];
+    for piece in pieces {
+        let done = checked(bench, &piece.sig, &piece.operands)?.done;
+        for (from, &row) in piece.rows.iter().enumerate() {
+            let to = next[row] * rows + row;
+            next[row] += 1;
+            acc[to * HEAD_DIM..][..HEAD_DIM]
+                .copy_from_slice(&done.operands[5][from * HEAD_DIM..][..HEAD_DIM]);
+            stat[to * 2..][..2].copy_from_slice(&done.operands[6][from * 2..][..2]);
+        }
+    }
+    let sig = OpSig::AttnMerge {
+        parts: parts as u32,
+        rows: rows as u32,
+        head_dim: HEAD_DIM as u32,
+        out: DType::F32,
+    };
+    let out = vec![f64::NAN; rows * HEAD_DIM];
+    Ok(checked(bench, &sig, &[acc, stat, out])?.done.operands.swap_remove(2))
+}
+
+/// An `AttnDecode` of other sequences, heads or ranges than `sig`, with results to be written.
+fn resized(
+    sig: &OpSig,
+    heads: usize,
+    kv_heads: usize,
+    mut operands: Vec<Vec<f64>>,
+) -> (OpSig, Vec<Vec<f64>>) {
+    let OpSig::AttnDecode { page_tokens, pages_max, x, kv, head_dim, .. } = *sig else {
+        unreachable!("only attn_decode is cut")
+    };
+    let sequences = operands[1].len() / 2;
+    operands[5] = vec![f64::NAN; sequences * heads * HEAD_DIM];
+    operands[6] = vec![f64::NAN; sequences * heads * 2];
+    let sig = OpSig::AttnDecode {
+        sequences: sequences as u32,
+        kv_tokens: operands[1].chunks(2).map(|r| (r[1] - r[0]) as u64).sum(),
+        heads: heads as u32,
+        kv_heads: kv_heads as u32,
+        head_dim,
+        page_tokens,
+        pages_max,
+        x,
+        kv,
+    };
+    (sig, operands)
+}
+
+/// Five token ranges per sequence at random cuts; some are empty.
+fn by_tokens(sig: &OpSig, operands: &[Vec<f64>], stream: &mut Stream) -> Vec<Piece> {
+    const PARTS: usize = 5;
+    let cuts: Vec<Vec<f64>> = operands[1]
+        .chunks(2)
+        .map(|range| {
+            let inside = |_| range[0] + stream.below((range[1] - range[0]) as u64 + 1) as f64;
+            let mut cuts: Vec<f64> = (1..PARTS).map(inside).chain(range.iter().copied()).collect();
+            cuts.sort_by(f64::total_cmp);
+            cuts
+        })
+        .collect();
+    let piece = |part: usize| {
+        let mut operands = operands.to_vec();
+        operands[1] = cuts.iter().flat_map(|cuts| [cuts[part], cuts[part + 1]]).collect();
+        let (sig, operands) = resized(sig, HEADS, KV_HEADS, operands);
+        Piece { rows: (0..CONTEXTS.len() * HEADS).collect(), sig, operands }
+    };
+    (0..PARTS).map(piece).collect()
+}
+
+/// One piece per KV head, each with a pool of its own.
+fn by_heads(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece> {
+    let group = HEADS / KV_HEADS;
+    let piece = |kv_head: usize| {
+        let mut operands = operands.to_vec();
+        let pick = |values: &[f64], of: usize, first: usize, count: usize| -> Vec<f64> {
+            values
+                .chunks(of * HEAD_DIM)
+                .flat_map(|row| row[first * HEAD_DIM..][..count * HEAD_DIM].to_vec())
+                .collect()
+        };
+        operands[0] = pick(&operands[0], HEADS, kv_head * group, group);
+        operands[3] = pick(&operands[3], KV_HEADS, kv_head, 1);
+        operands[4] = pick(&operands[4], KV_HEADS, kv_head, 1);
+        let (sig, operands) = resized(sig, group, 1, operands);
+        let row = |i: usize| i / group * HEADS + kv_head * group + i % group;
+        Piece { rows: (0..CONTEXTS.len() * group).map(row).collect(), sig, operands }
+    };
+    (0..KV_HEADS).map(piece).collect()
+}
+
+/// One piece per sequence.
+fn by_requests(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece> {
+    let piece = |s: usize| {
+        let mut operands = operands.to_vec();
+        for values in operands.iter_mut().take(3) {
+            let row = values.len() / CONTEXTS.len();
+            *values = values[s * row..][..row].to_vec();
+        }
+        let (sig, operands) = resized(sig, HEADS, KV_HEADS, operands);
+        Piece { rows: (s * HEADS..(s + 1) * HEADS).collect(), sig, operands }
+    };
+    (0..CONTEXTS.len()).map(piece).collect()
+}
+
+/// An index that names nothing is an error, or reads and writes nothing that it should not; afterwards
+/// the device still works.
+fn index_out_of_range(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
+    let floats = (DType::F32, DType::F32);
+    let embed = OpSig::Embed { tokens: 2, vocab: 8, hidden: 16, table: floats.0, out: floats.1 };
+    let wrong = Case { sig: embed, spread: Spread::Even, seed: 1 };
+    let (kv_heads, head_dim, page_tokens) = (1, 8, bench.device.limits().kv_page_tokens.max(1));
+    let write = OpSig::KvWrite { tokens: 2, kv_heads, head_dim, page_tokens, x: floats.0, kv: floats.1 };
+    let written = Case { sig: write, spread: Spread::Even, seed: 2 };
+    for (case, operand) in [(&wrong, 0), (&written, 2)] {
+        for far in [1e3, 4e6, f64::from(u32::MAX)] {
+            let mut operands = case.operands();
+            operands[operand][1] = far;
+            match bench.execute(&case.sig, &operands, Way::Submit) {
+                Ok(_) => {}
+                Err(Trouble::Failed(reason)) if reason.starts_with("Invalid") => {}
+                Err(trouble) => return Err(trouble),
+            }
+        }
+        checked(bench, &case.sig, &case.operands())?;
+    }
+    Ok(None)
+}

@@ -1,0 +1,212 @@
+//! Operands for a case: random values, indices that point at something, and page tables in disorder.
+
+use crate::cases::{Case, Spread};
+use mixfleet_hal::op::Extent;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::{Access, DType, OpSig, Operand};
+
+/// Pages of a pool that no sequence uses; they hold NaN, as memory that was never written may.
+const SPARE_PAGES: u32 = 2;
+
+/// Rounds every value to `dtype`.
+pub(crate) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
+    dtype.decode(&encoded(dtype, values))
+}
+
+/// The bytes of `values` in `dtype`.
+pub(crate) fn encoded(dtype: DType, values: &[f64]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(values.len() * dtype.size_bytes() as usize);
+    values.iter().for_each(|&v| dtype.encode(v, &mut bytes));
+    bytes
+}
+
+pub(crate) fn operands(case: &Case) -> Vec<Vec<f64>> {
+    let mut stream = Stream::new(case.seed);
+    let pages = Pages::new(case, &mut stream);
+    case.sig
+        .operands()
+        .iter()
+        .map(|operand| {
+            let values = match operand.extent {
+                Extent::PagesOf(page) => pages.pool(&case.sig, page, &mut stream),
+                Extent::Exactly(n) if operand.access == Access::Write => vec![f64::NAN; n as usize],
+                Extent::Exactly(n) if operand.dtype == DType::U32 => {
+                    indices(case, operand, &pages, n, &mut stream)
+                }
+                Extent::Exactly(n) => floats(case, operand, n as usize, &mut stream),
+            };
+            rounded(operand.dtype, &values)
+        })
+        .collect()
+}
+
+/// Standard normal values, with what an operation is known to trip over mixed in.
+fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<f64> {
+    let mut values: Vec<f64> = (0..n).map(|_| stream.next_normal()).collect();
+    match (&case.sig, operand.name) {
+        // scores of a spread of some tens, so that maxima move and weights underflow
+        (OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. }, "q") => {
+            values.iter_mut().for_each(|v| *v *= 3.0)
+        }
+        // exp(100) overflows f32; so does exp of the most negative f16
+        (OpSig::SiluMul { .. }, "gate") => {
+            for (i, v) in values.iter_mut().enumerate().filter(|(i, _)| i % 5 == 3) {
+                *v = [100.0, -100.0, 0.0, -30_000.0, -20.0][i / 5 % 5];
+            }
+        }
+        // angles of real tables, scaled as yarn does
+        (OpSig::Rope { head_dim, .. }, "cos_sin") => {
+            let (dim, half) = (*head_dim as usize, *head_dim as usize / 2);
+            for row in values.chunks_mut(dim) {
+                for i in 0..half {
+                    let angle = stream.next_unit() * 1000.0;
+                    (row[i], row[half + i]) = (1.2 * angle.cos(), 1.2 * angle.sin());
+                }
+            }
+        }
+        (OpSig::Argmax { cols, .. }, _) => argmax_rows(&mut values, *cols as usize, stream),
+        (OpSig::AttnMerge { rows, .. }, "stat") => merge_stats(&mut values, *rows as usize),
+        (OpSig::AttnMerge { parts, rows, head_dim, .. }, "acc") => {
+            let (rows, dim) = (*rows as usize, *head_dim as usize);
+            for i in (0..*parts as usize * rows).filter(|i| empty_part(i / rows, i % rows)) {
+                values[i * dim..][..dim].fill(0.0);
+            }
+        }
+        _ => {}
+    }
+    values
+}
+
+/// Ties across the row, a NaN, and a row of -inf.
+fn argmax_rows(values: &mut [f64], cols: usize, stream: &mut Stream) {
+    for (r, row) in values.chunks_mut(cols).enumerate() {
+        let mut at = |row: &mut [f64], value| row[stream.below(cols as u64) as usize] = value;
+        match r % 3 {
+            0 => (0..3).for_each(|_| at(row, 9.0)),
+            1 if cols > 1 => {
+                row[0] = f64::NAN;
+                row[cols - 1] = f64::NAN;
+                if cols == 2 {
+                    row[1] = -7.0;
+                }
+            }
+            _ => row.fill(f64::NEG_INFINITY),
+        }
+    }
+}
+
+/// Parts of row 1 are all empty, of the others every third, but for the first.
+fn empty_part(part: usize, row: usize) -> bool {
+    row == 1 || (part + row) % 3 == 2
+}
+
+fn merge_stats(values: &mut [f64], rows: usize) {
+    for (i, stat) in values.chunks_mut(2).enumerate() {
+        let empty = empty_part(i / rows, i % rows);
+        (stat[0], stat[1]) =
+            if empty { (f64::NEG_INFINITY, 0.0) } else { (stat[0] * 20.0, 1.0 + stat[1].abs() * 10.0) };
+    }
+}
+
+fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut Stream) -> Vec<f64> {
+    match (&case.sig, &case.spread, operand.name) {
+        (OpSig::Embed { vocab, .. }, ..) => {
+            let mut ids: Vec<f64> = (0..n).map(|_| stream.below(u64::from(*vocab)) as f64).collect();
+            ids[0] = f64::from(*vocab - 1);
+            ids
+        }
+        // reading a slot twice is allowed, writing it twice is not
+        (OpSig::KvGather { .. }, ..) => {
+            (0..n).map(|_| pages.slots[stream.below(pages.slots.len() as u64) as usize]).collect()
+        }
+        (.., "slots") => pages.slots[..n as usize].to_vec(),
+        (.., "pages") => pages.table.clone(),
+        (_, Spread::Queries(spread), "query_start") => {
+            let ends = spread.iter().scan(0, |row, (queries, _)| {
+                *row += queries;
+                Some(f64::from(*row))
+            });
+            std::iter::once(0.0).chain(ends).collect()
+        }
+        (_, Spread::Queries(spread), "context") => spread.iter().map(|s| f64::from(s.1)).collect(),
+        (_, Spread::Ranges(ranges), "range") => {
+            ranges.iter().flat_map(|r| [f64::from(r.0), f64::from(r.1)]).collect()
+        }
+        _ => (0..n).map(|_| (stream.next_u64() >> 32) as f64).collect(),
+    }
+}
+
+/// Where the tokens of a case live.
+struct Pages {
+    /// Pages of the pool.
+    count: u32,
+    /// Page table, `[sequences, pages_max]`; entries past a sequence's context name a page of NaN.
+    table: Vec<f64>,
+    /// Every slot that holds a token, in random order.
+    slots: Vec<f64>,
+}
+
+impl Pages {
+    fn new(case: &Case, stream: &mut Stream) -> Pages {
+        let (page_tokens, pages_max, contexts): (u32, u32, Vec<u32>) = match (&case.sig, &case.spread) {
+            (OpSig::AttnPrefill { page_tokens, pages_max, .. }, Spread::Queries(spread)) => {
+                (*page_tokens, *pages_max, spread.iter().map(|s| s.1).collect())
+            }
+            (OpSig::AttnDecode { page_tokens, pages_max, .. }, Spread::Ranges(ranges)) => {
+                (*page_tokens, *pages_max, ranges.iter().map(|r| r.1).collect())
+            }
+            (
+                OpSig::KvWrite { tokens, page_tokens, .. }
+                | OpSig::KvGather { tokens, page_tokens, .. }
+                | OpSig::KvScatter { tokens, page_tokens, .. },
+                _,
+            ) => (*page_tokens, 0, vec![tokens + page_tokens]),
+            _ => return Pages { count: 0, table: Vec::new(), slots: Vec::new() },
+        };
+        let used: u32 = contexts.iter().map(|c| c.div_ceil(page_tokens)).sum();
+        let count = used + SPARE_PAGES;
+        let mut free = shuffled(count, stream);
+        let spare = f64::from(free[0]);
+        let (mut table, mut slots) = (Vec::new(), Vec::new());
+        for context in contexts {
+            let own: Vec<u32> = free.split_off(free.len() - context.div_ceil(page_tokens) as usize);
+            for token in 0..context {
+                let page = own[(token / page_tokens) as usize];
+                slots.push(f64::from(page * page_tokens + token % page_tokens));
+            }
+            let mut row: Vec<f64> = own.iter().map(|&p| f64::from(p)).collect();
+            row.resize(pages_max.max(row.len() as u32) as usize, spare);
+            table.extend(row);
+        }
+        let order = shuffled(slots.len() as u32, stream);
+        let slots = order.iter().map(|&i| slots[i as usize]).collect();
+        Pages { count, table, slots }
+    }
+
+    /// A pool with values in the slots that hold a token and NaN elsewhere.
+    fn pool(&self, sig: &OpSig, page_elements: u64, stream: &mut Stream) -> Vec<f64> {
+        let (OpSig::AttnPrefill { page_tokens, .. }
+        | OpSig::AttnDecode { page_tokens, .. }
+        | OpSig::KvWrite { page_tokens, .. }
+        | OpSig::KvGather { page_tokens, .. }
+        | OpSig::KvScatter { page_tokens, .. }) = *sig
+        else {
+            unreachable!("{} has no pool", sig.name())
+        };
+        let width = (page_elements / u64::from(page_tokens)) as usize;
+        let mut pool = vec![f64::NAN; self.count as usize * page_elements as usize]; // [slots, width]
+        for &slot in &self.slots {
+            pool[slot as usize * width..][..width].fill_with(|| stream.next_normal());
+        }
+        pool
+    }
+}
+
+/// 0 .. n in random order (Fisher and Yates).
+fn shuffled(n: u32, stream: &mut Stream) -> Vec<u32> {
+    let mut items: Vec<u32> = (0..n).collect();
+    for i in (1..items.len()).rev() {
+        items.swap(i, stream.below(i as u64 + 1) as usize);
+    }
+    items
+}

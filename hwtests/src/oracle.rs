@@ -1,0 +1,286 @@
+//! What every operation means, in plain float64.
+//!
+//! Operands come decoded, in the order of [`OpSig::operands`]; written ones are replaced by the exact
+//! result, not rounded to their dtype. A KV pool is the logical array `[slots, kv_heads, head_dim]`:
+//! how a device lays out its pages is its own affair. Nothing here is fast, and nothing here shares a
+//! line with a backend.
+
+use mixfleet_hal::OpSig;
+
+/// Replaces the written operands of `sig` by what they must hold.
+///
+/// # Errors
+/// When an index names no row, slot or page. Operands of the wrong length are the caller's bug.
+pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
+    match (*sig, operands) {
+        (OpSig::Embed { hidden, .. }, [ids, table, out]) => {
+            let mut rows = Vec::with_capacity(out.len());
+            for &id in ids.iter() {
+                rows.extend_from_slice(row(table, id, hidden as usize)?);
+            }
+            *out = rows;
+        }
+        (OpSig::RmsNorm { cols, eps, .. }, [x, weight, out]) => {
+            let cols = cols as usize;
+            for (x, out) in x.chunks(cols).zip(out.chunks_mut(cols)) {
+                let mean_square = x.iter().map(|v| v * v).sum::<f64>() / cols as f64;
+                let norm = (mean_square + f64::from(eps.0)).sqrt();
+                for i in 0..cols {
+                    out[i] = x[i] / norm * weight[i];
+                }
+            }
+        }
+        (OpSig::Gemm { n, k, accumulate, .. }, [x, weight, rest @ ..]) => {
+            let (bias, out) = match rest {
+                [bias, out] => (Some(bias), out),
+                [out] => (None, out),
+                _ => return Err("gemm: wrong number of operands".into()),
+            };
+            let (n, k) = (n as usize, k as usize);
+            for (i, out) in out.iter_mut().enumerate() {
+                let (token, feature) = (i / n, i % n);
+                let sum = dot(&x[token * k..][..k], &weight[feature * k..][..k]);
+                let added = bias.as_ref().map_or(0.0, |b| b[feature]) + if accumulate { *out } else { 0.0 };
+                *out = sum + added;
+            }
+        }
+        (OpSig::Rope { head_dim, heads, .. }, [x, cos_sin]) => {
+            let (dim, half) = (head_dim as usize, head_dim as usize / 2);
+            for (h, head) in x.chunks_mut(dim).enumerate() {
+                let (cos, sin) = cos_sin[h / heads as usize * dim..][..dim].split_at(half);
+                for i in 0..half {
+                    let (a, b) = (head[i], head[i + half]);
+                    head[i] = a * cos[i] - b * sin[i];
+                    head[i + half] = b * cos[i] + a * sin[i];
+                }
+            }
+        }
+        (OpSig::KvWrite { kv_heads, head_dim, .. }, [k, v, slots, k_pool, v_pool]) => {
+            let width = (kv_heads * head_dim) as usize;
+            for (t, &slot) in slots.iter().enumerate() {
+                row_mut(k_pool, slot, width)?.copy_from_slice(&k[t * width..][..width]);
+                row_mut(v_pool, slot, width)?.copy_from_slice(&v[t * width..][..width]);
+            }
+        }
+        (OpSig::KvScatter { kv_heads, head_dim, .. }, [wire, slots, k_pool, v_pool]) => {
+            let width = (kv_heads * head_dim) as usize;
+            for (token, &slot) in wire.chunks(2 * width).zip(slots.iter()) {
+                row_mut(k_pool, slot, width)?.copy_from_slice(&token[..width]);
+                row_mut(v_pool, slot, width)?.copy_from_slice(&token[width..]);
+            }
+        }
+        (OpSig::KvGather { kv_heads, head_dim, .. }, [slots, k_pool, v_pool, out]) => {
+            let width = (kv_heads * head_dim) as usize;
+            for (token, &slot) in out.chunks_mut(2 * width).zip(slots.iter()) {
+                token[..width].copy_from_slice(row(k_pool, slot, width)?);
+                token[width..].copy_from_slice(row(v_pool, slot, width)?);
+            }
+        }
+        (OpSig::AttnPrefill { heads, head_dim, .. }, operands) => {
+            let mut out = vec![0.0; operands[6].len()]; // [tokens, heads, head_dim]
+            for query in queries(sig, operands)? {
+                for head in 0..heads as usize {
+                    let part = attend(sig, operands, &query, head);
+                    let at = (query.row * heads as usize + head) * head_dim as usize;
+                    for (out, acc) in out[at..].iter_mut().zip(&part.acc) {
+                        *out = acc / part.sum;
+                    }
+                }
+            }
+            operands[6] = out;
+        }
+        (OpSig::AttnDecode { heads, .. }, operands) => {
+            let (mut acc, mut stat) = (Vec::new(), Vec::new());
+            for query in queries(sig, operands)? {
+                for head in 0..heads as usize {
+                    let part = attend(sig, operands, &query, head);
+                    acc.extend(part.acc);
+                    stat.extend([part.max, part.sum]);
+                }
+            }
+            operands[5] = acc; // [sequences, heads, head_dim]
+            operands[6] = stat; // [sequences, heads, 2]
+        }
+        (OpSig::AttnMerge { parts, rows, head_dim, .. }, [acc, stat, out]) => {
+            let (parts, rows, dim) = (parts as usize, rows as usize, head_dim as usize);
+            for (r, out) in out.chunks_mut(dim).enumerate() {
+                let (max, total) = merged_stat(stat, parts, rows, r);
+                for (d, out) in out.iter_mut().enumerate() {
+                    let weighted =
+                        |p: usize| share(stat[(p * rows + r) * 2], max) * acc[(p * rows + r) * dim + d];
+                    let sum: f64 = (0..parts).map(weighted).sum();
+                    *out = if total == 0.0 { 0.0 } else { sum / total };
+                }
+            }
+        }
+        (OpSig::SiluMul { .. }, [gate, up, out]) => {
+            for i in 0..out.len() {
+                out[i] = gate[i] / (1.0 + (-gate[i]).exp()) * up[i];
+            }
+        }
+        (OpSig::Add { .. }, [a, b, out]) => {
+            for i in 0..out.len() {
+                out[i] = a[i] + b[i];
+            }
+        }
+        (OpSig::Argmax { cols, .. }, [x, out]) => {
+            for (x, out) in x.chunks(cols as usize).zip(out) {
+                let numbers = x.iter().enumerate().filter(|(_, v)| !v.is_nan());
+                let best = numbers.reduce(|best, next| if next.1 > best.1 { next } else { best });
+                *out = best.map_or(0.0, |(i, _)| i as f64);
+            }
+        }
+        (OpSig::Copy { .. }, [from, to]) => to.clone_from(from),
+        (OpSig::Fill { word, .. }, [to]) => to.fill(f64::from(word)),
+        (sig, _) => return Err(format!("{}: wrong number of operands", sig.name())),
+    }
+    Ok(())
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn row(table: &[f64], index: f64, width: usize) -> Result<&[f64], String> {
+    let start = index as usize * width;
+    table
+        .get(start..start + width)
+        .ok_or_else(|| format!("index {index} is not below {}", table.len() / width))
+}
+
+fn row_mut(table: &mut [f64], index: f64, width: usize) -> Result<&mut [f64], String> {
+    let (start, rows) = (index as usize * width, table.len() / width);
+    table.get_mut(start..start + width).ok_or_else(|| format!("index {index} is not below {rows}"))
+}
+
+/// One query row of an attention operation, and the slots of the keys that it sees, in order.
+pub(crate) struct Query {
+    pub(crate) row: usize,
+    pub(crate) slots: Vec<usize>,
+}
+
+/// Who sees what: every query row of `AttnPrefill` or `AttnDecode`.
+pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, String> {
+    let index = |operand: usize, at: usize| operands[operand][at] as usize;
+    let queries = match *sig {
+        OpSig::AttnPrefill { tokens, sequences, page_tokens, pages_max, window, .. } => {
+            let mut queries = Vec::new();
+            for s in 0..sequences as usize {
+                let (first, end, context) = (index(1, s), index(1, s + 1), index(2, s));
+                if end > tokens as usize {
+                    return Err(format!("sequence {s} ends at query {end} of {tokens}"));
+                }
+                for row in first..end {
+                    let position = (context + row)
+                        .checked_sub(end)
+                        .ok_or_else(|| format!("sequence {s} has more queries than context"))?;
+                    let oldest = window.map_or(0, |w| (position + 1).saturating_sub(w as usize));
+                    let slots = slots(operands, (3, s, pages_max), page_tokens, oldest..position + 1)?;
+                    queries.push(Query { row, slots });
+                }
+            }
+            queries
+        }
+        OpSig::AttnDecode { sequences, page_tokens, pages_max, .. } => (0..sequences as usize)
+            .map(|s| {
+                let range = index(1, 2 * s)..index(1, 2 * s + 1);
+                Ok(Query { row: s, slots: slots(operands, (2, s, pages_max), page_tokens, range)? })
+            })
+            .collect::<Result<Vec<_>, String>>()?,
+        _ => return Err(format!("{} has no queries", sig.name())),
+    };
+    let (pool, width) = pool_and_width(sig);
+    let pool_slots = operands[pool].len() / width;
+    match queries.iter().flat_map(|q| &q.slots).find(|&&slot| slot >= pool_slots) {
+        Some(slot) => Err(format!("slot {slot} is not below {pool_slots}")),
+        None => Ok(queries),
+    }
+}
+
+/// The operand number of an attention's `k_pool` (`v_pool` follows), and the elements of one slot.
+fn pool_and_width(sig: &OpSig) -> (usize, usize) {
+    match *sig {
+        OpSig::AttnPrefill { kv_heads, head_dim, .. } => (4, (kv_heads * head_dim) as usize),
+        OpSig::AttnDecode { kv_heads, head_dim, .. } => (3, (kv_heads * head_dim) as usize),
+        _ => unreachable!("only attention has queries over a pool"),
+    }
+}
+
+/// Slots of a token range of sequence `s`, by its row of the page table.
+fn slots(
+    operands: &[Vec<f64>],
+    (table, s, pages_max): (usize, usize, u32),
+    page_tokens: u32,
+    tokens: std::ops::Range<usize>,
+) -> Result<Vec<usize>, String> {
+    let pages = &operands[table][s * pages_max as usize..][..pages_max as usize];
+    let page_tokens = page_tokens as usize;
+    tokens
+        .map(|t| {
+            let page =
+                *pages.get(t / page_tokens).ok_or_else(|| format!("token {t} is past the page table"))?;
+            Ok(page as usize * page_tokens + t % page_tokens)
+        })
+        .collect()
+}
+
+/// Attention of one head of one query over its keys, un-normalised.
+pub(crate) struct Part {
+    /// The largest score; -inf without keys.
+    pub(crate) max: f64,
+    /// Sum of exp(score - max).
+    pub(crate) sum: f64,
+    /// Sum of exp(score - max) * v.
+    pub(crate) acc: Vec<f64>, // [head_dim]
+}
+
+/// The operands of one head of one query: `q`, and `(k, v)` of each key that it sees.
+pub(crate) type HeadView<'a> = (&'a [f64], Vec<(&'a [f64], &'a [f64])>);
+
+/// Picks one head of one query out of the operands.
+pub(crate) fn head_view<'a>(
+    sig: &OpSig,
+    operands: &'a [Vec<f64>],
+    query: &Query,
+    head: usize,
+) -> HeadView<'a> {
+    let (heads, kv_heads, dim) = match *sig {
+        OpSig::AttnPrefill { heads, kv_heads, head_dim, .. }
+        | OpSig::AttnDecode { heads, kv_heads, head_dim, .. } => (heads, kv_heads, head_dim as usize),
+        _ => unreachable!("only attention has heads over a pool"),
+    };
+    let (pool, width) = pool_and_width(sig);
+    let kv_head = head / (heads / kv_heads) as usize;
+    let q = &operands[0][(query.row * heads as usize + head) * dim..][..dim];
+    let keys = query.slots.iter().map(|slot| slot * width + kv_head * dim);
+    (q, keys.map(|at| (&operands[pool][at..][..dim], &operands[pool + 1][at..][..dim])).collect())
+}
+
+fn attend(sig: &OpSig, operands: &[Vec<f64>], query: &Query, head: usize) -> Part {
+    let (q, keys) = head_view(sig, operands, query, head);
+    let scale = 1.0 / (q.len() as f64).sqrt();
+    let scores: Vec<f64> = keys.iter().map(|(k, _)| dot(q, k) * scale).collect();
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut part = Part { max, sum: 0.0, acc: vec![0.0; q.len()] };
+    for (score, (_, v)) in scores.iter().zip(&keys) {
+        let p = (score - max).exp();
+        part.sum += p;
+        for (acc, v) in part.acc.iter_mut().zip(*v) {
+            *acc += p * v;
+        }
+    }
+    part
+}
+
+/// The factor that takes a part's sums from its own maximum to the common one.
+pub(crate) fn share(part_max: f64, max: f64) -> f64 {
+    if part_max == f64::NEG_INFINITY { 0.0 } else { (part_max - max).exp() }
+}
+
+/// Common maximum and sum of row `r` over all parts of `stat [parts, rows, 2]`.
+pub(crate) fn merged_stat(stat: &[f64], parts: usize, rows: usize, r: usize) -> (f64, f64) {
+    let of = |p: usize| (stat[(p * rows + r) * 2], stat[(p * rows + r) * 2 + 1]);
+    let max = (0..parts).map(|p| of(p).0).fold(f64::NEG_INFINITY, f64::max);
+    let sum = (0..parts).map(|p| share(of(p).0, max) * of(p).1).sum();
+    (max, sum)
+}

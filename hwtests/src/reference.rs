@@ -1,0 +1,210 @@
+//! A device that is nothing but the oracle over plain host memory: slow, safe and right.
+//!
+//! It tests the suite without hardware, and it is the smallest complete example of a [`Device`]. Its
+//! pools are laid out `[slots, kv_heads, head_dim]`; work is done in `submit`, before it returns.
+
+use crate::inputs::encoded;
+use crate::oracle;
+use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::units::{Bytes, Seconds};
+use mixfleet_hal::{
+    Access, Buffer, Cmd, Device, DeviceInfo, DeviceKind, Elapsed, Error, Export, Graph, Health, HostMemory,
+    Limits, OpSig, Queue, Result, Role, Slice, Support, Ticket,
+};
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Bytes that a [`Memory`] owns, or borrows from the host.
+#[derive(Debug)]
+enum Memory {
+    Owned(Mutex<Vec<u8>>),
+    Imported(Arc<dyn HostMemory>),
+}
+
+impl Buffer for Memory {
+    fn size_bytes(&self) -> u64 {
+        match self {
+            Memory::Owned(bytes) => lock(bytes).len() as u64,
+            Memory::Imported(memory) => memory.as_bytes().len() as u64,
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A panic elsewhere leaves bytes that are as good as any.
+fn lock(bytes: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
+    bytes.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn memory(slice: &Slice) -> Result<&Memory> {
+    let memory = slice.buffer.as_any().downcast_ref::<Memory>();
+    memory.ok_or_else(|| Error::invalid("the slice belongs to another device"))
+}
+
+fn range(slice: &Slice) -> std::ops::Range<usize> {
+    slice.offset as usize..(slice.offset + slice.bytes) as usize
+}
+
+fn load(slice: &Slice) -> Result<Vec<u8>> {
+    Ok(match memory(slice)? {
+        Memory::Owned(bytes) => lock(bytes)[range(slice)].to_vec(),
+        Memory::Imported(memory) => memory.as_bytes()[range(slice)].to_vec(),
+    })
+}
+
+fn store(slice: &Slice, data: &[u8]) -> Result<()> {
+    match memory(slice)? {
+        Memory::Owned(bytes) => {
+            lock(bytes)[range(slice)].copy_from_slice(data);
+            Ok(())
+        }
+        Memory::Imported(_) => Err(Error::invalid("imported memory is read-only")),
+    }
+}
+
+/// The reference device.
+#[derive(Debug)]
+pub struct ReferenceDevice {
+    info: DeviceInfo,
+}
+
+impl Default for ReferenceDevice {
+    fn default() -> Self {
+        let info = DeviceInfo {
+            id: "reference".to_owned(),
+            backend: "reference".to_owned(),
+            name: "float64 oracle on the host".to_owned(),
+            kind: DeviceKind::Simulated,
+            memory: Bytes(1e9),
+            compute_units: 1,
+            fingerprint: concat!("reference-", env!("CARGO_PKG_VERSION")).to_owned(),
+            notes: Vec::new(),
+        };
+        ReferenceDevice { info }
+    }
+}
+
+impl Device for ReferenceDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            allocation_bytes_max: 1 << 30,
+            alignment_bytes: 1,
+            imports_host_memory: true,
+            kv_page_tokens: 8,
+        }
+    }
+
+    fn support(&self, _: &OpSig) -> Support {
+        Support::Emulated
+    }
+
+    fn alloc(&self, bytes: u64, _: Role) -> Result<Slice> {
+        Ok(Slice::whole(Arc::new(Memory::Owned(Mutex::new(vec![0; bytes as usize])))))
+    }
+
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        Ok(Slice::whole(Arc::new(Memory::Imported(memory))))
+    }
+
+    fn export(&self, _: &Slice) -> Option<Export> {
+        None
+    }
+
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        if data.len() as u64 != to.bytes {
+            return Err(Error::invalid(format!("{} bytes do not fill a slice of {}", data.len(), to.bytes)));
+        }
+        store(to, data)
+    }
+
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        if data.len() as u64 != from.bytes {
+            return Err(Error::invalid(format!(
+                "{} bytes do not hold a slice of {}",
+                data.len(),
+                from.bytes
+            )));
+        }
+        data.copy_from_slice(&load(from)?);
+        Ok(())
+    }
+
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        Ok(Box::new(ReferenceQueue { times: Vec::new(), failed: None }))
+    }
+
+    fn health(&self) -> Health {
+        Health::default()
+    }
+}
+
+struct ReferenceQueue {
+    /// Time of each batch that is done; a ticket is an index into it.
+    times: Vec<Seconds>,
+    failed: Option<Error>,
+}
+
+struct Recorded(Vec<Cmd>);
+
+impl Graph for Recorded {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+fn execute(cmd: &Cmd) -> Result<()> {
+    let kinds = cmd.sig().operands();
+    let mut operands = Vec::with_capacity(kinds.len());
+    for (operand, arg) in kinds.iter().zip(cmd.args()) {
+        operands.push(operand.dtype.decode(&load(arg)?));
+    }
+    oracle::run(cmd.sig(), &mut operands)
+        .map_err(|cause| Error::invalid(format!("{}: {cause}", cmd.sig().name())))?;
+    for ((operand, arg), values) in kinds.iter().zip(cmd.args()).zip(&operands) {
+        if operand.access != Access::Read {
+            store(arg, &encoded(operand.dtype, values))?;
+        }
+    }
+    Ok(())
+}
+
+impl Queue for ReferenceQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        let start = Instant::now();
+        if self.failed.is_none() {
+            self.failed = cmds.iter().find_map(|cmd| execute(cmd).err());
+        }
+        if self.failed.is_none() {
+            self.times.push(Seconds(start.elapsed().as_secs_f64()));
+            return Ok(Ticket(self.times.len() as u64 - 1));
+        }
+        // not among the times: waiting for it tells the failure
+        Ok(Ticket(self.times.len() as u64))
+    }
+
+    fn wait(&mut self, ticket: Ticket, _: Duration) -> Result<Elapsed> {
+        match (self.times.get(ticket.0 as usize), &self.failed) {
+            (Some(&time), _) => Ok(Elapsed { time, clock: ClockKind::Host }),
+            (None, Some(error)) => Err(error.clone()),
+            (None, None) => Err(Error::invalid(format!("{ticket:?} was not given out by this queue"))),
+        }
+    }
+
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        Ok(Arc::new(Recorded(cmds.to_vec())))
+    }
+
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = recorded.ok_or_else(|| Error::invalid("the graph belongs to another device"))?;
+        self.submit(&recorded.0)
+    }
+}

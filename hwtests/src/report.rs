@@ -1,0 +1,154 @@
+//! What came of it.
+
+use crate::cases::{Case, Level};
+use mixfleet_hal::DeviceInfo;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// How one check ended. "Could not run" never reads as a pass.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "status", rename_all = "kebab-case")]
+pub enum Outcome {
+    /// Tried and right.
+    Pass,
+    /// Tried and wrong.
+    Fail {
+        /// What was wrong, with the values.
+        reason: String,
+    },
+    /// The device says that it cannot, and need not.
+    Unsupported,
+    /// It could not be tried.
+    NotRun {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// The result of one check.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CaseReport {
+    /// The operation's or the check's name.
+    pub name: String,
+    /// The operation with its shape, spread and seed, to run it again.
+    pub case: Option<Case>,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// The largest error as a share of its bound; above 1 fails. `None` where nothing was compared.
+    pub ratio_max: Option<f64>,
+    /// Whether the first row came out bit by bit the same alone as in the batch. For information.
+    pub batch_invariant: Option<bool>,
+}
+
+/// Counts of one operation or check.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// Passed.
+    pub pass: u32,
+    /// Failed.
+    pub fail: u32,
+    /// Declared unsupported.
+    pub unsupported: u32,
+    /// Could not be tried.
+    pub not_run: u32,
+    /// The largest error as a share of its bound.
+    pub ratio_max: f64,
+    /// How many rows came out the same alone, and of how many that were tried.
+    pub batch_invariant: (u32, u32),
+}
+
+/// The judgement over a report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// Everything that the device claims was tried and is right, and it claims something.
+    Pass,
+    /// Something is wrong.
+    Fail,
+    /// Nothing is wrong, but not everything could be tried.
+    Incomplete,
+}
+
+/// A conformance report.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// Name and version of the document: [`Report::SCHEMA`].
+    pub schema: String,
+    /// The device.
+    pub device: DeviceInfo,
+    /// How much was tried.
+    pub level: Level,
+    /// Every check, in order.
+    pub cases: Vec<CaseReport>,
+}
+
+impl Report {
+    /// The schema that this version writes.
+    pub const SCHEMA: &'static str = "mixfleet.conformance/1";
+
+    /// The judgement.
+    pub fn verdict(&self) -> Verdict {
+        let any = |test: fn(&Outcome) -> bool| self.cases.iter().any(|c| test(&c.outcome));
+        if any(|o| matches!(o, Outcome::Fail { .. })) {
+            Verdict::Fail
+        } else if any(|o| matches!(o, Outcome::NotRun { .. })) || !any(|o| *o == Outcome::Pass) {
+            Verdict::Incomplete
+        } else {
+            Verdict::Pass
+        }
+    }
+
+    /// Counts and worst ratio by name.
+    pub fn summary(&self) -> BTreeMap<String, Summary> {
+        let mut by_name: BTreeMap<String, Summary> = BTreeMap::new();
+        for case in &self.cases {
+            let summary = by_name.entry(case.name.clone()).or_default();
+            match case.outcome {
+                Outcome::Pass => summary.pass += 1,
+                Outcome::Fail { .. } => summary.fail += 1,
+                Outcome::Unsupported => summary.unsupported += 1,
+                Outcome::NotRun { .. } => summary.not_run += 1,
+            }
+            summary.ratio_max = summary.ratio_max.max(case.ratio_max.unwrap_or(0.0));
+            if let Some(invariant) = case.batch_invariant {
+                summary.batch_invariant.0 += u32::from(invariant);
+                summary.batch_invariant.1 += 1;
+            }
+        }
+        by_name
+    }
+}
+
+impl std::fmt::Display for Report {
+    /// A table by operation, then every failure and everything that could not run.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "{} ({}): {:?}", self.device.id, self.device.name, self.verdict())?;
+        writeln!(
+            f,
+            "{:<24} {:>5} {:>5} {:>11} {:>7} {:>11} {:>15}",
+            "check", "pass", "fail", "unsupported", "not run", "error/bound", "batch-invariant"
+        )?;
+        for (name, s) in self.summary() {
+            let (same, tried) = s.batch_invariant;
+            let invariant = if tried == 0 { "-".to_owned() } else { format!("{same} of {tried}") };
+            writeln!(
+                f,
+                "{name:<24} {:>5} {:>5} {:>11} {:>7} {:>11.3} {invariant:>15}",
+                s.pass, s.fail, s.unsupported, s.not_run, s.ratio_max
+            )?;
+        }
+        for case in &self.cases {
+            let (word, reason) = match &case.outcome {
+                Outcome::Fail { reason } => ("FAIL", reason),
+                Outcome::NotRun { reason } => ("NOT RUN", reason),
+                _ => continue,
+            };
+            write!(f, "{word} {}: {reason}", case.name)?;
+            match &case.case {
+                Some(case) => writeln!(f, "\n    {case:?}")?,
+                None => writeln!(f)?,
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,196 @@
+//! Runs the cases and the checks on a device.
+
+use crate::bench::{Bench, Done, Trouble, Way};
+use crate::cases::{self, Case, Level};
+use crate::report::{CaseReport, Outcome, Report};
+use crate::{bounds, checks, oracle};
+use mixfleet_hal::op::Extent;
+use mixfleet_hal::{Device, OpSig};
+use std::time::Duration;
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How much is tried.
+    pub level: Level,
+    /// After this long without an answer a device counts as hung, and nothing more is asked of it.
+    pub timeout: Duration,
+    /// Names of the operations and checks to run; empty = all.
+    pub only: Vec<String>,
+}
+
+impl Options {
+    /// All of `level`, with 30 s for each batch: some compile kernels on first use.
+    pub fn new(level: Level) -> Self {
+        Options { level, timeout: Duration::from_secs(30), only: Vec::new() }
+    }
+}
+
+/// Tries `device` and says what came of it; `observe` sees each result as it comes.
+pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(&CaseReport)) -> Report {
+    let mut report = Report {
+        schema: Report::SCHEMA.to_owned(),
+        device: device.info().clone(),
+        level: options.level,
+        cases: Vec::new(),
+    };
+    let bench = Bench { device, timeout: options.timeout };
+    let wanted = |name: &str| options.only.is_empty() || options.only.iter().any(|only| only == name);
+    let mut hung: Option<String> = None;
+    let mut add = |name: &str, case: Option<Case>, trial: &dyn Fn() -> Trial| {
+        if !wanted(name) {
+            return;
+        }
+        let trial = match &hung {
+            Some(earlier) => Trial::from(Trouble::NotRun(format!("the device hung before, in {earlier}"))),
+            None => trial(),
+        };
+        if trial.hung {
+            hung = Some(name.to_owned());
+        }
+        let Trial { outcome, ratio_max, batch_invariant, .. } = trial;
+        let result = CaseReport { name: name.to_owned(), case, outcome, ratio_max, batch_invariant };
+        observe(&result);
+        report.cases.push(result);
+    };
+    for case in cases::cases(options.level, &device.limits()) {
+        add(case.sig.name(), Some(case.clone()), &|| operation(&bench, &case));
+    }
+    for (name, check) in checks::ALL {
+        add(name, None, &|| match check(&bench) {
+            Ok(ratio_max) => Trial { ratio_max, ..Trial::pass() },
+            Err(trouble) => trouble.into(),
+        });
+    }
+    report
+}
+
+/// How one check went.
+struct Trial {
+    outcome: Outcome,
+    hung: bool,
+    ratio_max: Option<f64>,
+    batch_invariant: Option<bool>,
+}
+
+impl Trial {
+    fn pass() -> Trial {
+        Trial { outcome: Outcome::Pass, hung: false, ratio_max: None, batch_invariant: None }
+    }
+}
+
+impl From<Trouble> for Trial {
+    fn from(trouble: Trouble) -> Self {
+        let hung = matches!(trouble, Trouble::Hung(_));
+        let outcome = match trouble {
+            Trouble::Unsupported => Outcome::Unsupported,
+            Trouble::NotRun(reason) => Outcome::NotRun { reason },
+            Trouble::Failed(reason) => Outcome::Fail { reason },
+            Trouble::Hung(reason) => Outcome::Fail { reason: format!("no answer in time: {reason}") },
+        };
+        Trial { outcome, hung, ..Trial::pass() }
+    }
+}
+
+/// Runs a case, and its first row alone where its rows do not depend on each other.
+fn operation(bench: &Bench<'_>, case: &Case) -> Trial {
+    let operands = case.operands();
+    let checked = match checked(bench, &case.sig, &operands) {
+        Ok(checked) => checked,
+        Err(trouble) => return trouble.into(),
+    };
+    let mut trial = Trial { ratio_max: Some(checked.ratio), ..Trial::pass() };
+    if let Some((sig, first)) = first_row(&case.sig, &operands) {
+        match self::checked(bench, &sig, &first) {
+            Ok(alone) => {
+                let mut pairs = alone.done.written.iter().zip(&checked.done.written);
+                trial.batch_invariant = Some(pairs.all(|(alone, batch)| batch.starts_with(alone)));
+                trial.ratio_max = Some(checked.ratio.max(alone.ratio));
+            }
+            Err(Trouble::Unsupported) => {}
+            Err(trouble) => return trouble.into(),
+        }
+    }
+    trial
+}
+
+/// A result within its bounds.
+pub(crate) struct Checked {
+    pub(crate) done: Done,
+    /// The largest error as a share of its bound.
+    pub(crate) ratio: f64,
+}
+
+/// Runs an operation twice, by submission and by replay: each must be within the bounds, and both
+/// must agree bit by bit.
+pub(crate) fn checked(bench: &Bench<'_>, sig: &OpSig, operands: &[Vec<f64>]) -> Result<Checked, Trouble> {
+    let done = bench.execute(sig, operands, Way::Submit)?;
+    let mut want = operands.to_vec();
+    oracle::run(sig, &mut want).map_err(|e| Trouble::NotRun(format!("the oracle refuses the case: {e}")))?;
+    let ratio = compare(sig, operands, &done.operands, &want)?;
+    let again = bench.execute(sig, operands, Way::Replay)?;
+    if again.written != done.written {
+        return Err(Trouble::Failed("two runs of the same command differ".to_owned()));
+    }
+    Ok(Checked { done, ratio })
+}
+
+/// The largest error as a share of its bound, or the first element that is beyond it.
+fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]) -> Result<f64, Trouble> {
+    let (kinds, mut worst) = (sig.operands(), 0.0f64);
+    for (o, bounds) in bounds::bounds(sig, before, want).into_iter().enumerate() {
+        for (i, bound) in bounds.into_iter().flatten().enumerate() {
+            let (got, want) = (got[o][i], want[o][i]);
+            // slots of a pool that hold no token are NaN, and nobody's concern
+            let dead = want.is_nan() && matches!(kinds[o].extent, Extent::PagesOf(_));
+            let ratio = match (got - want).abs() / bound {
+                _ if got == want || dead => 0.0,
+                ratio if ratio.is_nan() => f64::INFINITY,
+                ratio => ratio,
+            };
+            if ratio > 1.0 {
+                let name = kinds[o].name;
+                return Err(Trouble::Failed(format!(
+                    "{name}[{i}] is {got:e}, must be {want:e} within {bound:.2e}: {ratio:.3} times that"
+                )));
+            }
+            worst = worst.max(ratio);
+        }
+    }
+    Ok(worst)
+}
+
+/// The first row of an operation over independent rows, as an operation of its own.
+fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>)> {
+    let alone = match *sig {
+        OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } if m > 1 => {
+            OpSig::Gemm { m: 1, n, k, x, weight, out, bias, accumulate }
+        }
+        OpSig::RmsNorm { rows, cols, eps, x, weight, out } if rows > 1 => {
+            OpSig::RmsNorm { rows: 1, cols, eps, x, weight, out }
+        }
+        OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. }
+            if sequences > 1 =>
+        {
+            let kv_tokens = (operands[1][1] - operands[1][0]) as u64;
+            OpSig::AttnDecode {
+                sequences: 1,
+                kv_tokens,
+                heads,
+                kv_heads,
+                head_dim,
+                page_tokens,
+                pages_max,
+                x,
+                kv,
+            }
+        }
+        _ => return None,
+    };
+    // an operand of the single row is a prefix of the batch's; a pool is whole
+    let first = alone.operands().into_iter().zip(operands).map(|(operand, values)| match operand.extent {
+        Extent::Exactly(n) => values[..n as usize].to_vec(),
+        Extent::PagesOf(_) => values.clone(),
+    });
+    Some((alone, first.collect()))
+}

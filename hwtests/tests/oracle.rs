@@ -1,0 +1,156 @@
+//! The oracle against hand-made results and identities; the bounds against arithmetic that is good
+//! enough and arithmetic that is not.
+
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::{DType, OpSig, Scalar};
+use mixfleet_hwtests::{bounds::bounds, oracle};
+use proptest::prelude::*;
+use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
+
+use DType::{Bf16, F32};
+
+fn run(sig: OpSig, operands: &[&[f64]]) -> Vec<Vec<f64>> {
+    let mut operands: Vec<Vec<f64>> = operands.iter().map(|o| o.to_vec()).collect();
+    oracle::run(&sig, &mut operands).unwrap();
+    operands
+}
+
+/// Property tests with a fixed seed.
+fn runner() -> TestRunner {
+    TestRunner::new_with_rng(ProptestConfig::with_cases(64), TestRng::deterministic_rng(RngAlgorithm::ChaCha))
+}
+
+#[test]
+fn small_results_by_hand() {
+    let gemm = OpSig::Gemm { m: 2, n: 1, k: 2, x: F32, weight: F32, out: F32, bias: true, accumulate: true };
+    let out = run(gemm, &[&[1.0, 2.0, 3.0, 4.0], &[5.0, 6.0], &[10.0], &[100.0, 200.0]]);
+    assert_eq!(out[3], [127.0, 249.0]);
+    let norm = OpSig::RmsNorm { rows: 1, cols: 2, eps: Scalar(1.5), x: F32, weight: F32, out: F32 };
+    assert_eq!(run(norm, &[&[1.0, 2.0], &[3.0, 5.0], &[0.0; 2]])[2], [1.5, 5.0]);
+    let rope = OpSig::Rope { tokens: 1, heads: 1, head_dim: 4, x: F32 };
+    let quarter_turn = [0.0, 1.0, 1.0, 0.0]; // cos, cos, sin, sin
+    assert_eq!(run(rope, &[&[1.0, 2.0, 3.0, 4.0], &quarter_turn])[0], [-3.0, 2.0, 1.0, 4.0]);
+    let argmax = OpSig::Argmax { rows: 2, cols: 3 };
+    assert_eq!(run(argmax, &[&[1.0, 7.0, 7.0, f64::NAN, -2.0, -3.0], &[0.0; 2]])[1], [1.0, 1.0]);
+    let silu = OpSig::SiluMul { elements: 2, x: F32 };
+    assert_eq!(run(silu, &[&[0.0, -1e4], &[3.0, 3.0], &[1.0; 2]])[2], [0.0, 0.0]);
+}
+
+#[test]
+fn indices_that_name_nothing_are_errors() {
+    let embed = OpSig::Embed { tokens: 1, vocab: 2, hidden: 1, table: F32, out: F32 };
+    let mut operands = vec![vec![2.0], vec![1.0, 2.0], vec![0.0]];
+    assert!(oracle::run(&embed, &mut operands).unwrap_err().contains("index 2 is not below 2"));
+}
+
+/// Two queries at positions 1 and 2 of a sequence in pages 1 and 0; window 2; two heads on one KV head.
+#[test]
+fn prefill_sees_pages_window_and_groups() {
+    let sig = OpSig::AttnPrefill {
+        tokens: 2,
+        sequences: 1,
+        pairs: 4,
+        kv_tokens: 3,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 1,
+        page_tokens: 2,
+        pages_max: 2,
+        window: Some(2),
+        x: F32,
+        kv: F32,
+    };
+    // all keys 0: each output is the mean of the two values seen; token t is at slot [2, 3, 0][t]
+    let v_pool = [4.0, f64::NAN, 1.0, 2.0];
+    let k_pool = [0.0, f64::NAN, 0.0, 0.0];
+    let q = [1.0; 4];
+    let out = run(sig, &[&q, &[0.0, 2.0], &[3.0], &[1.0, 0.0], &k_pool, &v_pool, &[0.0; 4]]);
+    assert_eq!(out[6], [1.5, 1.5, 3.0, 3.0]);
+}
+
+#[test]
+fn decode_over_any_cut_merges_to_prefill() {
+    let property = |(context, cut, seed): (u32, u32, u64)| {
+        let (heads, kv_heads, dim, page_tokens) = (4u32, 2u32, 8u32, 3u32);
+        let cut = cut % (context + 1);
+        let pages_max = context.div_ceil(page_tokens);
+        let mut stream = Stream::new(seed);
+        let mut normal = |n: u32| -> Vec<f64> { (0..n).map(|_| stream.next_normal() * 2.0).collect() };
+        let q = normal(heads * dim);
+        let pool = pages_max * page_tokens * kv_heads * dim;
+        let (k, v) = (normal(pool), normal(pool));
+        let pages: Vec<f64> = (0..pages_max).rev().map(f64::from).collect();
+        let prefill = OpSig::AttnPrefill {
+            tokens: 1,
+            sequences: 1,
+            pairs: u64::from(context),
+            kv_tokens: u64::from(context),
+            heads,
+            kv_heads,
+            head_dim: dim,
+            page_tokens,
+            pages_max,
+            window: None,
+            x: F32,
+            kv: F32,
+        };
+        let out = vec![0.0; q.len()];
+        let whole = run(prefill, &[&q, &[0.0, 1.0], &[f64::from(context)], &pages, &k, &v, &out]);
+        let part = |first: u32, end: u32| {
+            let sig = OpSig::AttnDecode {
+                sequences: 1,
+                kv_tokens: u64::from(end - first),
+                heads,
+                kv_heads,
+                head_dim: dim,
+                page_tokens,
+                pages_max,
+                x: F32,
+                kv: F32,
+            };
+            run(sig, &[&q, &[f64::from(first), f64::from(end)], &pages, &k, &v, &out, &[0.0; 8]])
+        };
+        let (a, b) = (part(0, cut), part(cut, context));
+        let merge = OpSig::AttnMerge { parts: 2, rows: heads, head_dim: dim, out: F32 };
+        let merged = run(merge, &[&[&a[5][..], &b[5]].concat(), &[&a[6][..], &b[6]].concat(), &out]);
+        for (merged, whole) in merged[2].iter().zip(&whole[6]) {
+            prop_assert!((merged - whole).abs() < 1e-12, "{merged} {whole}");
+        }
+        Ok(())
+    };
+    runner().run(&(1u32..40, 0u32..40, any::<u64>()), property).unwrap();
+}
+
+/// The share of its bound by which a Gemm errs that rounds its running sum with `round`.
+fn gemm_ratio(k: u32, seed: u64, round: fn(f64) -> f64) -> f64 {
+    let sig = OpSig::Gemm { m: 1, n: 1, k, x: F32, weight: Bf16, out: F32, bias: false, accumulate: false };
+    let mut stream = Stream::new(seed);
+    let mut values = |dtype: DType| -> Vec<f64> {
+        let mut bytes = Vec::new();
+        (0..k).for_each(|_| dtype.encode(stream.next_normal(), &mut bytes));
+        dtype.decode(&bytes)
+    };
+    let before = vec![values(F32), values(Bf16), vec![0.0]];
+    let mut want = before.clone();
+    oracle::run(&sig, &mut want).unwrap();
+    let got = before[0].iter().zip(&before[1]).fold(0.0, |sum, (x, w)| round(sum + round(x * w)));
+    let bound = bounds(&sig, &before, &want)[2].as_ref().unwrap()[0];
+    (got - want[2][0]).abs() / bound
+}
+
+#[test]
+fn the_gemm_bound_admits_f32_and_refuses_bf16_accumulation() {
+    let as_f32 = |v: f64| f64::from(v as f32);
+    let as_bf16 = |v: f64| {
+        let mut bytes = Vec::new();
+        Bf16.encode(v, &mut bytes);
+        Bf16.decode(&bytes)[0]
+    };
+    let property = |(k, seed): (u32, u64)| {
+        prop_assert!(gemm_ratio(k, seed, as_f32) <= 1.0);
+        Ok(())
+    };
+    runner().run(&(1u32..500, any::<u64>()), property).unwrap();
+    let refused = (0..50).filter(|&seed| gemm_ratio(200, seed, as_bf16) > 1.0).count();
+    assert!(refused >= 48, "{refused} of 50");
+}
