@@ -10,4 +10,5 @@
 
 pub mod batch;
 pub mod cost;
+pub mod fleet;
 pub mod kv;

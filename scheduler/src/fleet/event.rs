@@ -1,0 +1,266 @@
+//! What the fleet's machine is told, and what it decides.
+
+use super::explain::Explanation;
+use crate::batch::RequestId;
+use crate::cost::{CostModel, LinkCost};
+use crate::kv::BlockHash;
+use mixfleet_hal::units::{Seconds, UsdPerHour};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// Identifies an instance; the smaller id wins a tie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct InstanceId(pub u32);
+
+impl std::fmt::Display for InstanceId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// What an instance may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Only prompts.
+    Prefill,
+    /// Only tokens.
+    Decode,
+    /// Whatever the numbers say.
+    #[default]
+    Auto,
+}
+
+impl Role {
+    /// Whether it may compute prompts.
+    pub fn prefills(self) -> bool {
+        self != Role::Decode
+    }
+
+    /// Whether it may generate tokens.
+    pub fn decodes(self) -> bool {
+        self != Role::Prefill
+    }
+}
+
+/// A copy of the model on a device, as the fleet sees it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Instance {
+    /// Its id, unique in the fleet.
+    pub id: InstanceId,
+    /// The device's selector, for people.
+    pub device: Arc<str>,
+    /// What it may do.
+    pub role: Role,
+    /// What things take on it.
+    pub cost: CostModel,
+    /// Its rent. Prices count only if every instance has one.
+    pub price: Option<UsdPerHour>,
+    /// Tokens that its KV memory holds.
+    pub kv_capacity_tokens: u64,
+    /// Tokens in a KV block; chains of this block size are looked up for it.
+    pub kv_block_tokens: u32,
+    /// Prompt tokens of a step that also decodes: how often decode steps interrupt a prefill.
+    pub prefill_tokens_beside_decode_max: u32,
+}
+
+/// A way for KV from one instance to another.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Link {
+    /// The sender.
+    pub from: InstanceId,
+    /// The receiver.
+    pub to: InstanceId,
+    /// What it takes.
+    pub cost: LinkCost,
+}
+
+/// The keys of a prompt's full blocks for one block size.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PromptChain {
+    /// Tokens in a block.
+    pub block_tokens: u32,
+    /// Keys, from the first block on.
+    pub hashes: Vec<BlockHash>,
+}
+
+/// A request that wants a place.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Arrival {
+    /// Its id.
+    pub request: RequestId,
+    /// Length of the prompt; of a replay, with the tokens that the client already has.
+    pub prompt_tokens: u32,
+    /// Tokens to generate at most.
+    pub max_tokens: u32,
+    /// Tokens that it will probably generate, if someone knows.
+    pub output_tokens_hint: Option<u32>,
+    /// One chain for each block size in the fleet; a missing one means nothing is cached there.
+    pub chains: Vec<PromptChain>,
+    /// It was accepted before and lost its instance: neither bound nor SLO turns it away now.
+    pub replay: bool,
+}
+
+/// What happened. Events about requests or instances that the fleet does not know (any more) are late
+/// and change nothing; those of a request name the instance, so that a lost placement's are told apart.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// A request wants a place. Answered by exactly one `Place` or `Reject`.
+    Arrived(Arrival),
+    /// The KV of the first `tokens` prompt tokens is there.
+    PrefillProgress {
+        /// Whose.
+        request: RequestId,
+        /// Where.
+        instance: InstanceId,
+        /// Leading prompt tokens done, cached ones included.
+        tokens: u32,
+    },
+    /// The prompt is done and the first token is drawn.
+    PrefillDone {
+        /// Whose.
+        request: RequestId,
+        /// Where.
+        instance: InstanceId,
+    },
+    /// The KV has landed and decoding can start.
+    TransferDone {
+        /// Whose.
+        request: RequestId,
+        /// The receiver.
+        instance: InstanceId,
+    },
+    /// A step gave each of these requests a token.
+    DecodeStep {
+        /// Where.
+        instance: InstanceId,
+        /// Whose.
+        requests: Vec<RequestId>,
+    },
+    /// The answer is complete.
+    Finished {
+        /// Whose.
+        request: RequestId,
+    },
+    /// The client left, or the runtime gave up.
+    Cancelled {
+        /// Whose.
+        request: RequestId,
+    },
+    /// An instance holds these blocks now.
+    KvStored {
+        /// Which.
+        instance: InstanceId,
+        /// The blocks' keys.
+        hashes: Vec<BlockHash>,
+    },
+    /// An instance no longer holds these blocks.
+    KvEvicted {
+        /// Which.
+        instance: InstanceId,
+        /// The blocks' keys.
+        hashes: Vec<BlockHash>,
+    },
+    /// An instance holds no blocks any more.
+    KvCleared {
+        /// Which.
+        instance: InstanceId,
+    },
+    /// An instance joined, or changed its role, cost or price; its requests stay.
+    InstanceUp(Instance),
+    /// An instance is gone with its KV and its work.
+    InstanceDown {
+        /// Which.
+        instance: InstanceId,
+    },
+    /// A way was opened, or measured anew.
+    LinkUp(Link),
+}
+
+/// What must be done.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "action", rename_all = "snake_case")]
+pub enum Action {
+    /// Run the request there.
+    Place {
+        /// Which.
+        request: RequestId,
+        /// Computes the prompt.
+        prefill: InstanceId,
+        /// Generates the tokens; may be the same.
+        decode: InstanceId,
+        /// Every candidate with its terms.
+        explanation: Box<Explanation>,
+    },
+    /// Turn the request away; it has left the fleet.
+    Reject {
+        /// Which.
+        request: RequestId,
+        /// Why, with the numbers.
+        reason: RejectReason,
+        /// When another try may succeed, from now; none: never, or unknown.
+        retry_after: Option<Seconds>,
+        /// Every candidate with its terms.
+        explanation: Box<Explanation>,
+    },
+    /// The request lost an instance and has left the fleet: let it arrive again, as a replay, with the
+    /// prompt extended by the tokens that the client already has.
+    Replay {
+        /// Which.
+        request: RequestId,
+        /// An instance that still works on it and must drop it.
+        drop_on: Option<InstanceId>,
+    },
+}
+
+/// Why a request was turned away.
+#[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
+#[serde(tag = "reason", rename_all = "snake_case")]
+pub enum RejectReason {
+    /// It fits no instance, even an empty one.
+    #[error(
+        "{tokens} tokens of prompt and output fit no KV memory; the largest that could serve it holds {capacity_tokens}"
+    )]
+    TooLarge {
+        /// Prompt and `max_tokens` together.
+        tokens: u64,
+        /// The most that any candidate's decode instance holds.
+        capacity_tokens: u64,
+    },
+    /// As many requests are in the fleet as its bound allows.
+    #[error("{requests} requests are in work, the bound is {requests_max}")]
+    QueueFull {
+        /// In the fleet now.
+        requests: usize,
+        /// The bound.
+        requests_max: usize,
+    },
+    /// No placement is predicted to give the first token in time.
+    #[error("the best placement gives the first token in {ttft_s:.3} s, the objective is {slo_s:.3} s")]
+    TtftSlo {
+        /// The best predicted TTFT.
+        ttft_s: f64,
+        /// The objective.
+        slo_s: f64,
+    },
+    /// No placement with a timely first token is predicted to generate fast enough.
+    #[error("the best placement takes {tbt_s:.4} s per token, the objective is {slo_s:.4} s")]
+    TbtSlo {
+        /// The best predicted time between tokens.
+        tbt_s: f64,
+        /// The objective.
+        slo_s: f64,
+    },
+    /// No instance is up for prefill, or for decode, or no link joins two that are.
+    #[error("no pair of instances can serve it now")]
+    NoInstance,
+    /// A request with this id is in the fleet already; that one goes on.
+    #[error("request {request} is in work already")]
+    Duplicate {
+        /// The id.
+        request: RequestId,
+    },
+}

@@ -1,0 +1,381 @@
+use super::*;
+use crate::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
+use crate::kv::BlockHash;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::UsdPerHour;
+
+const BLOCK: u32 = 10;
+
+/// `per_token` seconds per prompt token; `base` seconds per decode step and a hundredth of it per
+/// sequence.
+fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instance {
+    let prefill_s = PrefillCoefficients { per_token, ..Default::default() };
+    let decode_s = DecodeCoefficients { base, per_sequence: base / 100.0, per_kv_token: 0.0 };
+    Instance {
+        id: InstanceId(id),
+        device: format!("part{id}").into(),
+        role,
+        cost: CostModel::Coefficients(Coefficients { prefill_s, decode_s }),
+        price: None,
+        kv_capacity_tokens: 10_000,
+        kv_block_tokens: BLOCK,
+        prefill_tokens_beside_decode_max: 100,
+    }
+}
+
+fn config() -> FleetConfig {
+    FleetConfig {
+        kv_bytes_per_token: 1000,
+        layers: 10,
+        requests_max: 100,
+        output_tokens_expected: 50,
+        ttft_slo: None,
+        tbt_slo: None,
+        wait_usd_per_s: None,
+    }
+}
+
+/// All instances up and joined by links of 1 MB/s: a token takes 1 ms.
+fn fleet(config: FleetConfig, instances: Vec<Instance>) -> Fleet {
+    let mut fleet = Fleet::new(config);
+    let ids: Vec<InstanceId> = instances.iter().map(|i| i.id).collect();
+    let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte: 0.0 };
+    for spec in instances {
+        act(&mut fleet, 0.0, Event::InstanceUp(spec));
+    }
+    for &from in &ids {
+        for &to in ids.iter().filter(|&&to| to != from) {
+            act(&mut fleet, 0.0, Event::LinkUp(Link { from, to, cost }));
+        }
+    }
+    fleet
+}
+
+fn act(fleet: &mut Fleet, now: f64, event: Event) -> Vec<Action> {
+    let mut actions = Vec::new();
+    fleet.step(Seconds(now), event, &mut actions);
+    actions
+}
+
+/// Keys of a prompt whose first `tokens` tokens belong to `document`.
+fn hashes(document: u64, tokens: u32) -> Vec<BlockHash> {
+    (0..u64::from(tokens / BLOCK)).map(|i| BlockHash(document << 32 | i)).collect()
+}
+
+fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> Arrival {
+    let chain = PromptChain { block_tokens: BLOCK, hashes: hashes(document, prompt_tokens) };
+    let (max_tokens, chains) = (100, vec![chain]);
+    Arrival { request, prompt_tokens, max_tokens, output_tokens_hint: None, chains, replay: false }
+}
+
+fn arrive(fleet: &mut Fleet, now: f64, arrival: Arrival) -> Action {
+    let mut actions = act(fleet, now, Event::Arrived(arrival));
+    assert_eq!(actions.len(), 1, "an arrival is answered once");
+    actions.remove(0)
+}
+
+fn placed(action: &Action) -> (u32, u32, &Explanation) {
+    match action {
+        Action::Place { prefill, decode, explanation, .. } => (prefill.0, decode.0, explanation),
+        other => panic!("not placed: {other:?}"),
+    }
+}
+
+fn rejected(action: &Action) -> (&RejectReason, Option<f64>) {
+    match action {
+        Action::Reject { reason, retry_after, .. } => (reason, retry_after.map(|s| s.0)),
+        other => panic!("not rejected: {other:?}"),
+    }
+}
+
+fn close(a: f64, b: f64) {
+    assert!((a - b).abs() < 1e-9, "{a} is not {b}");
+}
+
+#[test]
+fn equal_idle_instances_tie_and_the_lowest_id_wins_without_a_transfer() {
+    let mut f = fleet(config(), (1..4).map(|id| instance(id, Role::Auto, 1e-3, 1e-2)).collect());
+    let action = arrive(&mut f, 0.0, arrival(1, 100, 1));
+    let (prefill, decode, explanation) = placed(&action);
+    assert_eq!((prefill, decode), (1, 1));
+    assert_eq!(explanation.candidates.len(), 9);
+    assert_eq!(explanation.score_unit, ScoreUnit::Seconds);
+    assert_eq!(explanation.candidates[4].outcome, Outcome::TieLostById);
+    let moved = &explanation.candidates[1];
+    assert!(matches!(moved.outcome, Outcome::HigherScore { mainly: Term::Transfer, .. }), "{moved:?}");
+}
+
+#[test]
+fn terms_are_the_formulas() {
+    let decode = instance(2, Role::Decode, 1e-3, 1e-2);
+    let mut f = fleet(config(), vec![instance(1, Role::Prefill, 1e-3, 1e-2), decode]);
+    arrive(&mut f, 0.0, arrival(1, 300, 1));
+    let stored = Event::KvStored { instance: InstanceId(1), hashes: hashes(2, 50) };
+    act(&mut f, 0.1, stored);
+    let action = arrive(&mut f, 0.1, arrival(2, 200, 2));
+    let terms = placed(&action).2.chosen().unwrap().terms.unwrap();
+    assert_eq!((terms.cached_tokens, terms.transfer_tokens), (50, 200));
+    close(terms.queue_s, 0.2); // 300 tokens, 0.1 s of which have passed
+    close(terms.prefill_s, 0.15);
+    // 200 kB over 1 MB/s take 0.2 s in 10 layers: the link is slower than prefill.
+    close(terms.transfer_s, 0.015 + 0.2 - 0.15);
+    close(terms.ttft_s, terms.queue_s + terms.prefill_s + terms.transfer_s);
+    // Request 1 decodes by then: ready at 0.3 + 0.03, 50 tokens of 10.1 ms.
+    close(terms.tbt_s, 1e-2 + 2e-4);
+    close(terms.delay_s, 1e-4 * 50.0);
+    close(terms.score, terms.ttft_s + terms.delay_s);
+}
+
+#[test]
+fn a_cached_prefix_wins_when_queues_are_equal_and_loses_to_a_long_queue() {
+    let pool = || {
+        let mut f = fleet(config(), (1..4).map(|id| instance(id, Role::Auto, 1e-3, 1e-2)).collect());
+        act(&mut f, 0.0, Event::KvStored { instance: InstanceId(3), hashes: hashes(7, 400) });
+        f
+    };
+    let action = arrive(&mut pool(), 0.0, arrival(1, 500, 7));
+    let (prefill, decode, explanation) = placed(&action);
+    assert_eq!((prefill, decode), (3, 3));
+    assert_eq!(explanation.chosen().unwrap().terms.unwrap().cached_tokens, 400);
+
+    let mut f = pool();
+    assert_eq!(placed(&arrive(&mut f, 0.0, arrival(1, 900, 7))).0, 3);
+    // 0.5 s of queue there save 0.4 s of prefill.
+    assert_eq!(placed(&arrive(&mut f, 0.0, arrival(2, 500, 7))).0, 1);
+}
+
+#[test]
+fn an_entirely_cached_prompt_still_computes_its_last_block() {
+    let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    act(&mut f, 0.0, Event::KvStored { instance: InstanceId(1), hashes: hashes(1, 100) });
+    let action = arrive(&mut f, 0.0, arrival(1, 100, 1));
+    assert_eq!(placed(&action).2.chosen().unwrap().terms.unwrap().cached_tokens, 90);
+}
+
+#[test]
+fn a_prefix_counts_only_for_the_block_size_it_was_stored_in() {
+    let other = Instance { kv_block_tokens: 20, ..instance(2, Role::Auto, 1e-3, 1e-2) };
+    let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2), other]);
+    act(&mut f, 0.0, Event::KvStored { instance: InstanceId(2), hashes: hashes(1, 100) });
+    let action = arrive(&mut f, 0.0, arrival(1, 100, 1));
+    assert!(placed(&action).2.candidates.iter().all(|c| c.terms.unwrap().cached_tokens == 0));
+}
+
+#[test]
+fn roles_follow_comparative_advantage() {
+    // One computes five times faster, the other decodes five times faster.
+    let mut f =
+        fleet(config(), vec![instance(1, Role::Auto, 1e-3, 5e-2), instance(2, Role::Auto, 5e-3, 1e-2)]);
+    assert_eq!(placed(&arrive(&mut f, 0.0, arrival(1, 500, 1))).0, 1);
+    act(&mut f, 0.5, Event::PrefillDone { request: 1, instance: InstanceId(1) });
+    // Its first request decodes on 1. The next one would slow it there and goes over the link.
+    assert_eq!(placed(&arrive(&mut f, 0.5, arrival(2, 50, 2))).1, 2);
+}
+
+#[test]
+fn the_cheap_device_is_taken_if_prices_say_so_and_waiting_is_cheap() {
+    let priced = |wait_usd_per_s| {
+        let slow = Instance { price: Some(UsdPerHour(0.36)), ..instance(1, Role::Auto, 2e-3, 2e-2) };
+        let fast = Instance { price: Some(UsdPerHour(3.6)), ..instance(2, Role::Auto, 1e-3, 1e-2) };
+        fleet(FleetConfig { wait_usd_per_s, ..config() }, vec![slow, fast])
+    };
+    let mut patient = priced(Some(0.0));
+    let action = arrive(&mut patient, 0.0, arrival(1, 500, 1));
+    let (prefill, decode, explanation) = placed(&action);
+    assert_eq!((prefill, decode), (1, 1));
+    let terms = explanation.chosen().unwrap().terms.unwrap();
+    // 0.0001 $/s for 1 s of prefill and 50 steps of 20.2 ms.
+    close(terms.busy_usd, 1e-4 * (1.0 + 50.0 * 0.0202));
+    close(terms.score, terms.busy_usd);
+    let mut hurried = priced(Some(1.0));
+    assert_eq!(placed(&arrive(&mut hurried, 0.0, arrival(1, 500, 1))).0, 2);
+    // The default weight is the mean instance: 0.00055 $/s.
+    let action = arrive(&mut priced(None), 0.0, arrival(1, 500, 1));
+    close(placed(&action).2.wait_weight, 0.00055);
+}
+
+#[test]
+fn one_missing_price_makes_the_score_plain_seconds() {
+    let slow = Instance { price: Some(UsdPerHour(0.1)), ..instance(1, Role::Auto, 2e-3, 2e-2) };
+    let mut f = fleet(config(), vec![slow, instance(2, Role::Auto, 1e-3, 1e-2)]);
+    let action = arrive(&mut f, 0.0, arrival(1, 500, 1));
+    let (prefill, _, explanation) = placed(&action);
+    assert_eq!((prefill, explanation.score_unit), (2, ScoreUnit::Seconds));
+    assert!(explanation.candidates.iter().all(|c| c.terms.unwrap().busy_usd == 0.0));
+}
+
+#[test]
+fn with_equal_speeds_and_no_prices_it_is_a_router_for_the_least_ttft() {
+    // The plain router: queued uncached tokens plus own uncached tokens, fewest first.
+    let (pool, per_token) = (4, 1.0 / 1024.0); // a power of two: equal sums are equal floats
+    let mut instances: Vec<Instance> =
+        (0..pool).map(|id| instance(id, Role::Prefill, per_token, 1e-2)).collect();
+    instances.push(Instance { kv_capacity_tokens: 1 << 40, ..instance(9, Role::Decode, 1e-3, 1e-2) });
+    let mut f = fleet(FleetConfig { kv_bytes_per_token: 0, requests_max: 1000, ..config() }, instances);
+    let mut queued = vec![0u32; pool as usize];
+    let mut stored = vec![std::collections::BTreeMap::<u64, u32>::new(); pool as usize];
+    let mut random = Stream::new(11);
+    for request in 0..300 {
+        let (document, prompt) = (random.below(6), 10 + BLOCK * random.below(60) as u32);
+        let cached = |i: usize| stored[i].get(&document).map_or(0, |&t| t.min((prompt - 1) / BLOCK * BLOCK));
+        let naive = (0..pool as usize).min_by_key(|&i| queued[i] + prompt - cached(i)).unwrap();
+        let action = arrive(&mut f, 0.0, arrival(request, prompt, document));
+        let (prefill, _, explanation) = placed(&action);
+        let terms = explanation.chosen().unwrap().terms.unwrap();
+        let expected = f64::from(queued[naive] + prompt - cached(naive)) * per_token;
+        let chosen = prefill as usize;
+        assert_eq!((terms.ttft_s, chosen), (expected, naive));
+        queued[chosen] += prompt - cached(chosen);
+        let length = stored[chosen].entry(document).or_default();
+        *length = prompt.max(*length);
+        act(&mut f, 0.0, Event::KvStored { instance: InstanceId(prefill), hashes: hashes(document, prompt) });
+    }
+}
+
+#[test]
+fn fixed_roles_and_missing_links_restrict_the_candidates() {
+    let mut f = fleet(
+        config(),
+        vec![
+            instance(1, Role::Prefill, 1e-3, 1e-2),
+            instance(2, Role::Decode, 1e-4, 1e-2),
+            instance(3, Role::Decode, 1e-4, 1e-2),
+        ],
+    );
+    let action = arrive(&mut f, 0.0, arrival(1, 100, 1));
+    let pairs: Vec<_> = placed(&action).2.candidates.iter().map(|c| (c.prefill.0, c.decode.0)).collect();
+    assert_eq!(pairs, [(1, 2), (1, 3)]);
+
+    let mut alone = Fleet::new(config());
+    assert_eq!(rejected(&arrive(&mut alone, 0.0, arrival(1, 100, 1))).0, &RejectReason::NoInstance);
+    act(&mut alone, 0.0, Event::InstanceUp(instance(1, Role::Prefill, 1e-3, 1e-2)));
+    act(&mut alone, 0.0, Event::InstanceUp(instance(2, Role::Decode, 1e-3, 1e-2)));
+    let action = arrive(&mut alone, 0.0, arrival(1, 100, 1));
+    assert_eq!(rejected(&action), (&RejectReason::NoInstance, None));
+}
+
+#[test]
+fn a_request_that_never_fits_is_too_large_and_one_that_fits_later_waits() {
+    let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    let action = arrive(&mut f, 0.0, arrival(1, 9_901, 1));
+    let reason = RejectReason::TooLarge { tokens: 10_001, capacity_tokens: 10_000 };
+    assert_eq!(rejected(&action), (&reason, None));
+    assert!(reason.to_string().contains("10001 tokens"), "{reason}");
+    placed(&arrive(&mut f, 0.0, arrival(2, 9_900, 1)));
+    act(&mut f, 9.9, Event::PrefillDone { request: 2, instance: InstanceId(1) });
+    let action = arrive(&mut f, 9.9, arrival(3, 100, 2));
+    let terms = placed(&action).2.chosen().unwrap().terms.unwrap();
+    // Request 2 has drawn its first of 50 expected tokens: 49 steps of 10.1 ms are left.
+    close(terms.kv_wait_s, 49.0 * 0.0101);
+}
+
+#[test]
+fn the_bound_on_requests_rejects_with_the_time_until_one_ends() {
+    let mut f = fleet(FleetConfig { requests_max: 1, ..config() }, vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    placed(&arrive(&mut f, 0.0, arrival(1, 100, 1)));
+    let action = arrive(&mut f, 0.0, arrival(2, 100, 1));
+    let (reason, retry) = rejected(&action);
+    assert_eq!(reason, &RejectReason::QueueFull { requests: 1, requests_max: 1 });
+    close(retry.unwrap(), 0.1 + 50.0 * 0.0101);
+    act(&mut f, 1.0, Event::Finished { request: 1 });
+    placed(&arrive(&mut f, 1.0, arrival(2, 100, 1)));
+}
+
+#[test]
+fn a_late_first_token_is_rejected_and_a_retry_at_the_promised_time_is_not() {
+    let slo = FleetConfig { ttft_slo: Some(Seconds(5.0)), ..config() };
+    let mut f = fleet(slo, vec![instance(1, Role::Prefill, 1e-3, 1e-2), instance(2, Role::Decode, 1.0, 0.0)]);
+    act(
+        &mut f,
+        0.0,
+        Event::LinkUp(Link { from: InstanceId(1), to: InstanceId(2), cost: LinkCost::default() }),
+    );
+    placed(&arrive(&mut f, 0.0, arrival(1, 4_500, 1)));
+    let action = arrive(&mut f, 0.0, arrival(2, 1_000, 2));
+    let (reason, retry) = rejected(&action);
+    assert_eq!(reason, &RejectReason::TtftSlo { ttft_s: 5.5, slo_s: 5.0 });
+    assert!(reason.to_string().contains("5.500 s"), "{reason}");
+    let retry = retry.unwrap();
+    close(retry, 0.5);
+    rejected(&arrive(&mut f, retry - 1e-3, arrival(2, 1_000, 2)));
+    placed(&arrive(&mut f, retry + 1e-9, arrival(2, 1_000, 2)));
+    // What was accepted once is not turned away again.
+    let replay = Arrival { replay: true, ..arrival(3, 1_000, 3) };
+    placed(&arrive(&mut f, retry, replay));
+}
+
+#[test]
+fn tbt_is_predicted_for_the_end_of_prefill() {
+    let tight = FleetConfig { tbt_slo: Some(Seconds(0.01015)), ..config() };
+    let mut f = fleet(tight, vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    placed(&arrive(&mut f, 0.0, arrival(1, 100, 1)));
+    act(&mut f, 0.1, Event::PrefillDone { request: 1, instance: InstanceId(1) });
+    // Two together miss the objective; request 1 ends in about 0.5 s.
+    let action = arrive(&mut f, 0.1, arrival(2, 100, 2));
+    assert!(matches!(rejected(&action).0, RejectReason::TbtSlo { .. }), "{action:?}");
+    placed(&arrive(&mut f, 0.1, arrival(2, 1_000, 2)));
+}
+
+#[test]
+fn a_lost_instance_sends_its_requests_back_and_gets_no_more() {
+    let three = || {
+        let mut f = fleet(config(), (1..4).map(|id| instance(id, Role::Auto, 1e-3, 1e-2)).collect());
+        act(&mut f, 0.0, Event::KvStored { instance: InstanceId(1), hashes: hashes(1, 100) });
+        f
+    };
+    let mut f = three();
+    assert_eq!(placed(&arrive(&mut f, 0.0, arrival(1, 100, 1))).0, 1);
+    let actions = act(&mut f, 0.1, Event::InstanceDown { instance: InstanceId(1) });
+    assert_eq!(actions, [Action::Replay { request: 1, drop_on: None }]);
+    assert_eq!(f.requests(), 0);
+    assert_eq!(act(&mut f, 0.1, Event::InstanceDown { instance: InstanceId(1) }), []);
+
+    let again = Arrival { replay: true, ..arrival(1, 100, 1) };
+    let action = arrive(&mut f, 0.1, again);
+    assert_eq!(placed(&action).0, 2);
+    assert!(placed(&action).2.candidates.iter().all(|c| c.prefill.0 != 1 && c.decode.0 != 1));
+    // News of the lost placement comes too late to matter.
+    act(&mut f, 0.1, Event::PrefillDone { request: 1, instance: InstanceId(1) });
+    let action = arrive(&mut f, 0.1, arrival(2, 100, 2));
+    let on_two = placed(&action).2.candidates.iter().find(|c| c.prefill.0 == 2 && c.decode.0 == 2);
+    close(on_two.unwrap().terms.unwrap().queue_s, 0.1);
+}
+
+#[test]
+fn a_split_request_is_dropped_where_it_survives_and_spared_once_its_kv_has_left() {
+    let split = || {
+        let specs = vec![instance(1, Role::Prefill, 1e-3, 1e-2), instance(2, Role::Decode, 1e-3, 1e-2)];
+        let mut f = fleet(config(), specs);
+        placed(&arrive(&mut f, 0.0, arrival(1, 100, 1)));
+        f
+    };
+    let down = |f: &mut Fleet, instance| act(f, 1.0, Event::InstanceDown { instance: InstanceId(instance) });
+    let replay = |drop_on: u32| vec![Action::Replay { request: 1, drop_on: Some(InstanceId(drop_on)) }];
+    assert_eq!(down(&mut split(), 2), replay(1));
+    assert_eq!(down(&mut split(), 1), replay(2));
+    let mut f = split();
+    act(&mut f, 0.1, Event::PrefillDone { request: 1, instance: InstanceId(1) });
+    act(&mut f, 0.2, Event::TransferDone { request: 1, instance: InstanceId(2) });
+    assert_eq!(down(&mut f, 1), []);
+    assert_eq!(down(&mut f, 2), [Action::Replay { request: 1, drop_on: None }]);
+}
+
+#[test]
+fn an_id_in_work_is_refused_and_the_first_one_goes_on() {
+    let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    placed(&arrive(&mut f, 0.0, arrival(1, 100, 1)));
+    let action = arrive(&mut f, 0.0, arrival(1, 100, 1));
+    assert_eq!(rejected(&action).0, &RejectReason::Duplicate { request: 1 });
+    assert_eq!(f.requests(), 1);
+}
+
+#[test]
+fn an_explanation_survives_json_and_names_every_candidate() {
+    let mut f = fleet(config(), (1..3).map(|id| instance(id, Role::Auto, 1e-3, 1e-2)).collect());
+    let action = arrive(&mut f, 0.0, arrival(1, 100, 1));
+    let text = serde_json::to_string(&action).unwrap();
+    assert_eq!(serde_json::from_str::<Action>(&text).unwrap(), action);
+    let lines = placed(&action).2.to_string();
+    assert_eq!(lines.lines().count(), 1 + 4, "{lines}");
+    assert!(lines.contains("prefill part1, decode part1") && lines.contains("chosen"), "{lines}");
+}
