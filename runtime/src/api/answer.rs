@@ -61,7 +61,7 @@ impl Choice {
             Update::Token { id, logprobs } => self.take_token(id, logprobs),
             Update::Finished { reason, cached_tokens } => {
                 self.cached = Some(cached_tokens);
-                let tail = self.decoder.finish();
+                let tail = self.decoder.finish()?;
                 let mut passed = self.filter.push(&tail);
                 if passed.stopped {
                     return Ok(Delta { text: passed.text, logprobs: None, finish: Some(FinishReason::Stop) });

@@ -26,10 +26,11 @@ pub trait TextModel: Send + Sync {
     /// A decoder for one answer. It skips special tokens.
     fn decoder(&self) -> Box<dyn TextDecoder>;
 
-    /// The bytes that one token stands for (a special token: its name), empty for an unknown id.
+    /// The bytes that one token stands for, for `logprobs` (a special token: its name); empty for an unknown
+    /// id.
     fn token_bytes(&self, id: u32) -> Vec<u8>;
 
-    /// Ids below this are tokens of the model.
+    /// Ids below this have a row in the model's embedding; others in a prompt are a 400.
     fn vocabulary_size(&self) -> u32;
 }
 
@@ -41,6 +42,9 @@ pub trait TextDecoder: Send {
     /// The tokenizer's error.
     fn push(&mut self, id: u32) -> Result<String, String>;
 
-    /// What is left at the end; an unfinished character becomes U+FFFD.
-    fn finish(&mut self) -> String;
+    /// What is left at the end; an unfinished character becomes U+FFFD. Called once, last.
+    ///
+    /// # Errors
+    /// The tokenizer's error.
+    fn finish(&mut self) -> Result<String, String>;
 }

@@ -1,0 +1,121 @@
+//! What clients can make the server hold is bounded.
+
+use crate::support::{ADDRESS, MODEL, Play, Response, Setup, request, run};
+use mixfleet_runtime::env::Env;
+use serde_json::json;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+#[test]
+fn a_large_body_is_a_413_even_while_it_is_still_sent() {
+    run(Setup::play(Play::say("")), |server| async move {
+        let body = vec![b' '; 9 << 20];
+        let response = server.exchange(&request("POST", "/v1/completions", "", &body)).await;
+        assert_eq!((response.error().0, response.error().3.as_str()), (413, "body_too_large"));
+        let chunked = "POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n";
+        let chunk = [format!("{:x}\r\n", body.len()).as_bytes(), &body, b"\r\n0\r\n\r\n"].concat();
+        let response = server.exchange(&[chunked.as_bytes(), &chunk].concat()).await;
+        assert_eq!(response.error().0, 413);
+        let expecting = "POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\
+                         expect: 100-continue\r\ncontent-length: 99999999\r\n\r\n";
+        assert_eq!(server.exchange(expecting.as_bytes()).await.error().0, 413);
+    });
+}
+
+#[test]
+fn the_body_limit_is_exact() {
+    let setup = Setup::play(Play::say("")).with_limits(|limits| limits.body_bytes_max = 1000);
+    run(setup, |server| async move {
+        let body = json!({"model": MODEL, "prompt": "a"}).to_string();
+        let padded = |bytes: usize| format!("{body}{}", " ".repeat(bytes - body.len()));
+        for (bytes, status) in [(1000, 200), (1001, 413)] {
+            let response =
+                server.exchange(&request("POST", "/v1/completions", "", padded(bytes).as_bytes())).await;
+            assert_eq!(response.status, status, "{bytes}");
+        }
+    });
+}
+
+#[test]
+fn long_prompts_are_tokenised_beside() {
+    let setup = Setup::play(Play::say(""));
+    run(setup, |server| async move {
+        let body = json!({"model": MODEL, "prompt": "x".repeat(1 << 20)});
+        assert_eq!(server.post("/v1/completions", &body).await.error().3, "context_length_exceeded");
+    });
+}
+
+#[test]
+fn headers_are_bounded_in_bytes_and_number() {
+    run(Setup::play(Play::say("")), |server| async move {
+        let long = format!("x: {}\r\n", "y".repeat(40_000));
+        let many: String = (0..200).map(|index| format!("x{index}: y\r\n")).collect();
+        for headers in [long, many] {
+            assert_eq!(server.exchange(&request("GET", "/health", &headers, b"")).await.status, 431);
+        }
+    });
+}
+
+#[test]
+fn slow_headers_and_bodies_end() {
+    run(Setup::play(Play::say("")), |server| async move {
+        let mut slow = server.env.connect(ADDRESS).unwrap();
+        slow.write_all(b"GET /health HTTP/1.1\r\nx: ").await.unwrap();
+        let before = server.env.now();
+        let mut all = Vec::new();
+        slow.read_to_end(&mut all).await.unwrap();
+        assert!(all.is_empty());
+        assert_eq!((server.env.now() - before).0.round(), 60.0);
+
+        let mut slow = server.env.connect(ADDRESS).unwrap();
+        slow.write_all(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n{")
+            .await
+            .unwrap();
+        let response = Response::read(&mut slow).await;
+        assert_eq!(response.error().0, 408);
+    });
+}
+
+#[test]
+fn more_connections_wait_their_turn() {
+    let setup = Setup::play(Play::say("")).with_limits(|limits| limits.connections_max = 2);
+    run(setup, |server| async move {
+        let first = server.env.connect(ADDRESS).unwrap();
+        let _second = server.env.connect(ADDRESS).unwrap();
+        let mut third = server.env.connect(ADDRESS).unwrap();
+        third.write_all(&request("GET", "/health", "", b"")).await.unwrap();
+        let mut answer = Vec::new();
+        let waited = tokio::select! { biased;
+            _ = third.read_buf(&mut answer) => false,
+            () = server.env.sleep(Duration::from_secs(5)) => true,
+        };
+        assert!(waited, "the third connection was served beside two open ones");
+        drop(first);
+        assert_eq!(Response::read(&mut third).await.status, 200);
+    });
+}
+
+#[test]
+fn more_requests_are_a_429_and_slots_come_back() {
+    let setup = Setup::play(Play::Hang(vec![97])).with_limits(|limits| limits.requests_max = 1);
+    run(setup, |server| async move {
+        let body = json!({"model": MODEL, "prompt": "a", "stream": true});
+        let running = server.open_stream("/v1/completions", &body).await;
+        let response = server.post("/v1/completions", &body).await;
+        assert_eq!(response.error().0, 429);
+        assert_eq!(response.headers["retry-after"], "1");
+        drop(running);
+        server.until("cancelled", || server.cancellations() == 1).await;
+        drop(server.open_stream("/v1/completions", &body).await);
+    });
+}
+
+#[test]
+fn choices_are_bounded_over_all_prompts() {
+    let setup = Setup::play(Play::say("")).with_limits(|limits| limits.choices_max = 5);
+    run(setup, |server| async move {
+        let body = |prompts: usize| json!({"model": MODEL, "prompt": vec!["a"; prompts], "n": 2});
+        assert_eq!(server.post("/v1/completions", &body(2)).await.status, 200);
+        assert_eq!(server.post("/v1/completions", &body(3)).await.error().2.as_deref(), Some("n"));
+    });
+}

@@ -1,0 +1,11 @@
+//! The HTTP interface from outside: real HTTP bytes over in-memory connections, in the seeded
+//! environment, against an engine whose answers the tests script.
+
+mod answers;
+mod disconnects;
+mod errors;
+mod fuzz;
+mod lifecycle;
+mod limits;
+mod streams;
+mod support;
