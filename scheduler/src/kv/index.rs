@@ -5,10 +5,13 @@ use crate::fleet::InstanceId;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 
+/// A table by block key.
+pub type BlockMap<V> = HashMap<BlockHash, V, BuildHasherDefault<AsIs>>;
+
 /// Block keys are hashes already, and seeded ones: they index the table as they are. (The standard
 /// hasher draws its seed from the system, which would let two runs of one event log differ.)
-#[derive(Default)]
-struct AsIs(u64);
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AsIs(u64);
 
 impl Hasher for AsIs {
     fn finish(&self) -> u64 {
@@ -29,7 +32,7 @@ impl Hasher for AsIs {
 #[derive(Debug, Default)]
 pub struct PrefixIndex {
     /// Holders sorted by id.
-    holders: HashMap<BlockHash, Vec<InstanceId>, BuildHasherDefault<AsIs>>,
+    holders: BlockMap<Vec<InstanceId>>,
 }
 
 impl PrefixIndex {

@@ -4,4 +4,4 @@ pub mod hash;
 pub mod index;
 
 pub use hash::{BlockHash, Chain, Namespace, PrefixHasher};
-pub use index::PrefixIndex;
+pub use index::{BlockMap, PrefixIndex};
