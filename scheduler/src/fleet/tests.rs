@@ -339,6 +339,67 @@ fn a_lost_instance_sends_its_requests_back_and_gets_no_more() {
     let action = arrive(&mut f, 0.1, arrival(2, 100, 2));
     let on_two = placed(&action).2.candidates.iter().find(|c| c.prefill.0 == 2 && c.decode.0 == 2);
     close(on_two.unwrap().terms.unwrap().queue_s, 0.1);
+
+    // It comes back without what it held.
+    act(&mut f, 0.2, Event::InstanceUp(instance(1, Role::Auto, 1e-3, 1e-2)));
+    let action = arrive(&mut f, 0.2, arrival(3, 100, 1));
+    assert_eq!(placed(&action).0, 1);
+    assert_eq!(placed(&action).2.chosen().unwrap().terms.unwrap().cached_tokens, 0);
+}
+
+/// The queue that a newcomer would meet on instance 1.
+fn queue_s(f: &mut Fleet, now: f64) -> f64 {
+    let action = arrive(f, now, arrival(999, 10, 999));
+    let queue_s = placed(&action).2.candidates[0].terms.unwrap().queue_s;
+    act(f, now, Event::Cancelled { request: 999 });
+    queue_s
+}
+
+#[test]
+fn the_queue_shrinks_with_time_progress_and_departures() {
+    let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    let one = InstanceId(1);
+    arrive(&mut f, 0.0, arrival(1, 400, 1));
+    arrive(&mut f, 0.0, arrival(2, 300, 2));
+    close(queue_s(&mut f, 0.0), 0.7);
+    close(queue_s(&mut f, 0.1), 0.6);
+    // Overdue work is taken to end any moment; what waits behind it is not shortened.
+    close(queue_s(&mut f, 5.0), 0.3);
+    act(&mut f, 5.0, Event::PrefillProgress { request: 1, instance: one, tokens: 300 });
+    close(queue_s(&mut f, 5.0), 0.4);
+    act(&mut f, 5.0, Event::PrefillProgress { request: 1, instance: InstanceId(7), tokens: 399 });
+    close(queue_s(&mut f, 5.05), 0.35);
+    act(&mut f, 5.1, Event::PrefillDone { request: 1, instance: one });
+    close(queue_s(&mut f, 5.1), 0.3);
+    // A new price keeps the work.
+    let dear = Instance { price: Some(UsdPerHour(1.0)), ..instance(1, Role::Auto, 1e-3, 1e-2) };
+    act(&mut f, 5.1, Event::InstanceUp(dear));
+    close(queue_s(&mut f, 5.2), 0.2);
+    act(&mut f, 5.2, Event::Cancelled { request: 2 });
+    close(queue_s(&mut f, 5.2), 0.0);
+}
+
+#[test]
+fn decode_steps_interrupt_a_prefill_and_are_counted_down() {
+    let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    let one = InstanceId(1);
+    arrive(&mut f, 0.0, arrival(1, 100, 1));
+    act(&mut f, 0.1, Event::PrefillDone { request: 1, instance: one });
+    let terms = |f: &mut Fleet| {
+        let action = arrive(f, 0.1, arrival(2, 250, 2));
+        act(f, 0.1, Event::Cancelled { request: 2 });
+        placed(&action).2.chosen().unwrap().terms.unwrap()
+    };
+    let before = terms(&mut f);
+    // Three chunks of at most 100 tokens, each followed by a step of one sequence.
+    close(before.interleave_s, 3.0 * 0.0101);
+    // Request 1 stands still for the prefill, and shares 49 steps of 0.1 ms more.
+    close(before.delay_s, 0.25 + 49.0 * 1e-4);
+    act(&mut f, 0.1, Event::DecodeStep { instance: one, requests: vec![1, 1, 1, 77] });
+    close(terms(&mut f).delay_s, 0.25 + 46.0 * 1e-4);
+    // Having outlived its 50 tokens, it is taken to be half-way: 1 + 3 + 48, as many again, but 100 at most.
+    act(&mut f, 0.1, Event::DecodeStep { instance: one, requests: vec![1; 48] });
+    close(terms(&mut f).delay_s, 0.25 + 48.0 * 1e-4);
 }
 
 #[test]
