@@ -1,0 +1,311 @@
+//! Finding and opening OpenCL devices.
+
+use crate::kernels::ProgramKey;
+use crate::memory::Memory;
+use crate::queue::OpenClQueue;
+use mixfleet_hal::units::Bytes;
+use mixfleet_hal::{
+    Absent, Device, DeviceInfo, DeviceKind, Error, ErrorKind, Export, Health, HostMemory, Limits, OpSig,
+    Queue, Result, Role, Slice, Support,
+};
+use ocl::core::{
+    self, CommandQueue, CommandQueueProperties, Context, ContextProperties, DeviceId, DeviceInfo as Ask,
+    DeviceInfoResult as Told, DeviceType, OpenclVersion, PlatformId, Program, Status,
+};
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Which kernels a device gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tuning {
+    /// Without barriers, a thread per row or block: CPU drivers emulate barriers by loops (PoCL: 55 times
+    /// slower in a tiled GEMM).
+    Cpu,
+    /// Groups of threads that share local memory.
+    Gpu,
+}
+
+/// An OpenCL failure as one of ours.
+pub(crate) fn failure(place: &str, error: &core::Error) -> Error {
+    let kind = match error.api_status() {
+        Some(
+            Status::CL_MEM_OBJECT_ALLOCATION_FAILURE
+            | Status::CL_OUT_OF_RESOURCES
+            | Status::CL_OUT_OF_HOST_MEMORY
+            | Status::CL_INVALID_BUFFER_SIZE,
+        ) => ErrorKind::OutOfMemory,
+        Some(Status::CL_DEVICE_NOT_AVAILABLE) => ErrorKind::DeviceLost,
+        _ => ErrorKind::Other,
+    };
+    Error::new(kind, format!("opencl: {place}: {error}"))
+}
+
+/// The number behind `opencl:`; the bare name is 0.
+pub(crate) fn index_of(selector: &str) -> Result<usize> {
+    let bad = || Error::invalid(format!("'{selector}' names no OpenCL device; use 'opencl' or 'opencl:N'"));
+    match selector.strip_prefix("opencl").ok_or_else(bad)? {
+        "" => Ok(0),
+        rest => rest.strip_prefix(':').and_then(|n| n.parse().ok()).ok_or_else(bad),
+    }
+}
+
+/// Every device of every platform, in the order of the loader.
+pub(crate) fn devices() -> std::result::Result<Vec<(PlatformId, DeviceId)>, Absent> {
+    let mut count = 0;
+    // SAFETY: the call writes one number; no list is asked for. Asked here first because
+    // `get_platform_ids` sleeps for 10 s before it reports that there is no platform.
+    let status = unsafe { ocl::ffi::clGetPlatformIDs(0, std::ptr::null_mut(), &mut count) };
+    if status != Status::CL_SUCCESS as i32 || count == 0 {
+        let reason = format!(
+            "the OpenCL loader knows no driver (clGetPlatformIDs: {status}); install one, for example \
+             pocl-opencl-icd for the CPU, or the GPU vendor's"
+        );
+        return Err(Absent::new(reason));
+    }
+    let platforms = core::get_platform_ids().map_err(|e| Absent::new(e.to_string()))?;
+    let mut found = Vec::new();
+    for platform in platforms {
+        // a platform without devices answers with an error
+        let ids = core::get_device_ids(platform, Some(DeviceType::ALL), None).unwrap_or_default();
+        found.extend(ids.into_iter().map(|id| (platform, id)));
+    }
+    if found.is_empty() {
+        return Err(Absent::new(format!("{count} OpenCL platforms, but no device in them")));
+    }
+    Ok(found)
+}
+
+/// An answer of the driver as text, or nothing.
+fn text(id: DeviceId, question: Ask) -> String {
+    core::get_device_info(id, question).map(|told| told.to_string().trim().to_owned()).unwrap_or_default()
+}
+
+/// An answer of the driver as a number; 0 where it has none.
+fn number(id: DeviceId, question: Ask) -> u64 {
+    match core::get_device_info(id, question) {
+        Ok(Told::GlobalMemSize(n) | Told::MaxMemAllocSize(n)) => n,
+        Ok(Told::MaxComputeUnits(n)) => n.into(),
+        Ok(Told::HostUnifiedMemory(yes)) => yes.into(),
+        Ok(Told::MaxWorkGroupSize(n)) => n as u64,
+        _ => 0,
+    }
+}
+
+fn kind(id: DeviceId) -> DeviceKind {
+    match core::get_device_info(id, Ask::Type) {
+        Ok(Told::Type(kind)) if kind.contains(DeviceType::CPU) => DeviceKind::Cpu,
+        Ok(Told::Type(kind)) if kind.contains(DeviceType::GPU) => DeviceKind::Gpu,
+        _ => DeviceKind::Accelerator,
+    }
+}
+
+/// Static facts about device number `index`.
+pub(crate) fn info(index: usize, platform: PlatformId, id: DeviceId) -> DeviceInfo {
+    let name = text(id, Ask::Name);
+    let driver = text(id, Ask::DriverVersion);
+    let compute_units = number(id, Ask::MaxComputeUnits) as u32;
+    let platform = core::get_platform_info(platform, core::PlatformInfo::Name)
+        .map(|told| told.to_string())
+        .unwrap_or_default();
+    let kernels = env!("CARGO_PKG_VERSION");
+    DeviceInfo {
+        id: format!("opencl:{index}"),
+        backend: "opencl".to_owned(),
+        fingerprint: format!("opencl/{platform}/{name}/{compute_units}cu/{driver}/kernels-{kernels}"),
+        name,
+        kind: kind(id),
+        memory: Bytes(number(id, Ask::GlobalMemSize) as f64),
+        compute_units,
+        notes: vec![
+            ("platform".to_owned(), platform),
+            ("driver".to_owned(), driver),
+            ("version".to_owned(), text(id, Ask::Version)),
+        ],
+    }
+}
+
+/// What a device shares with its queues.
+pub(crate) struct Shared {
+    pub(crate) context: Context,
+    pub(crate) id: DeviceId,
+    pub(crate) version: OpenclVersion,
+    pub(crate) tuning: Tuning,
+    programs: Mutex<HashMap<ProgramKey, Program>>,
+}
+
+impl Shared {
+    /// The built program of `key`: compiled on first use, then kept.
+    pub(crate) fn program(&self, key: &ProgramKey) -> Result<Program> {
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(program) = programs.get(key) {
+            return Ok(program.clone());
+        }
+        let text = |text: String| {
+            CString::new(text).map_err(|e| Error::new(ErrorKind::Other, format!("opencl: kernel text: {e}")))
+        };
+        let place = || format!("building {}.cl with {}", key.file, key.options);
+        let program = core::create_program_with_source(&self.context, &[text(key.source())?])
+            .map_err(|e| failure(&place(), &e))?;
+        core::build_program(&program, Some(&[self.id]), &text(key.options.clone())?, None, None)
+            .map_err(|e| failure(&place(), &e))?;
+        programs.insert(key.clone(), program.clone());
+        Ok(program)
+    }
+}
+
+/// An open OpenCL device.
+pub struct OpenClDevice {
+    info: DeviceInfo,
+    limits: Limits,
+    shared: Arc<Shared>,
+    /// For `read` and `write`, which wait for other queues' commands by their events.
+    transfers: Mutex<CommandQueue>,
+    queues: AtomicU64,
+}
+
+impl OpenClDevice {
+    /// Opens device number `index`. Without a tuning it gets that of its kind.
+    ///
+    /// # Errors
+    /// `Invalid` when there is no such device, `Unsupported` below OpenCL 1.2, or what the driver says.
+    pub fn open(index: usize, tuning: Option<Tuning>) -> Result<OpenClDevice> {
+        let found = devices().map_err(|absent| Error::invalid(format!("opencl: {absent}")))?;
+        let count = found.len();
+        let &(platform, id) = found
+            .get(index)
+            .ok_or_else(|| Error::invalid(format!("opencl:{index}: there are {count} devices, from 0")))?;
+        let info = info(index, platform, id);
+        let version = id.version().map_err(|e| failure("the device's version", &e))?;
+        if version < OpenclVersion::new(1, 2) {
+            return Err(Error::unsupported(format!("opencl:{index} has OpenCL {version}; 1.2 is needed")));
+        }
+        let properties = ContextProperties::new().platform(platform);
+        let context = core::create_context(Some(&properties), &[id], None, None)
+            .map_err(|e| failure("clCreateContext", &e))?;
+        let transfers = core::create_command_queue(&context, id, Some(CommandQueueProperties::empty()))
+            .map_err(|e| failure("clCreateCommandQueue", &e))?;
+        let of_kind = if info.kind == DeviceKind::Cpu { Tuning::Cpu } else { Tuning::Gpu };
+        let limits = Limits {
+            allocation_bytes_max: number(id, Ask::MaxMemAllocSize),
+            // kernels address by element and load vectors of elements: the largest element's size
+            alignment_bytes: 4,
+            // elsewhere USE_HOST_PTR is a hidden copy
+            imports_host_memory: number(id, Ask::HostUnifiedMemory) != 0,
+            kv_page_tokens: 16,
+        };
+        let shared =
+            Shared { context, id, version, tuning: tuning.unwrap_or(of_kind), programs: Mutex::default() };
+        Ok(OpenClDevice {
+            info,
+            limits,
+            shared: Arc::new(shared),
+            transfers: Mutex::new(transfers),
+            queues: AtomicU64::new(0),
+        })
+    }
+
+    /// Runs a blocking transfer between a slice and `len` bytes of the host.
+    fn transfer(
+        &self,
+        slice: &Slice,
+        len: usize,
+        run: impl FnOnce(&CommandQueue, &Memory) -> core::Result<()>,
+    ) -> Result<()> {
+        let memory = Memory::of(slice)?;
+        let inside = slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= memory_bytes(slice));
+        if len as u64 != slice.bytes || !inside {
+            let message = format!("opencl: {len} bytes for {} at {}", slice.bytes, slice.offset);
+            return Err(Error::invalid(message));
+        }
+        memory.settle();
+        if len == 0 {
+            return Ok(());
+        }
+        let queue = self.transfers.lock().unwrap_or_else(PoisonError::into_inner);
+        run(&queue, memory).map_err(|e| failure("a transfer", &e))
+    }
+}
+
+fn memory_bytes(slice: &Slice) -> u64 {
+    slice.buffer.size_bytes()
+}
+
+impl Device for OpenClDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn support(&self, sig: &OpSig) -> Support {
+        // a head lives in private memory
+        const HEAD_DIM_MAX: u32 = 512;
+        match *sig {
+            OpSig::AttnPrefill { head_dim, .. } | OpSig::AttnDecode { head_dim, .. }
+                if head_dim > HEAD_DIM_MAX =>
+            {
+                Support::No
+            }
+            _ if sig.check().is_err() => Support::No,
+            _ => Support::Native,
+        }
+    }
+
+    fn alloc(&self, bytes: u64, _: Role) -> Result<Slice> {
+        if bytes > self.limits.allocation_bytes_max {
+            let max = self.limits.allocation_bytes_max;
+            let message = format!("opencl: {bytes} bytes in one buffer; this device allows {max}");
+            return Err(Error::new(ErrorKind::OutOfMemory, message));
+        }
+        Ok(Slice::whole(Arc::new(Memory::new(&self.shared.context, bytes)?)))
+    }
+
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        if !self.limits.imports_host_memory {
+            return Err(Error::unsupported("opencl: this device has a memory of its own; copy into it"));
+        }
+        Ok(Slice::whole(Arc::new(Memory::imported(&self.shared.context, memory)?)))
+    }
+
+    fn export(&self, _: &Slice) -> Option<Export> {
+        None
+    }
+
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        Memory::of(to)?.writable()?;
+        let offset = to.offset as usize;
+        self.transfer(to, data.len(), |queue, memory| {
+            // SAFETY: the call blocks until `data` is read, and the range is inside the buffer.
+            unsafe {
+                core::enqueue_write_buffer(queue, memory.mem(), true, offset, data, NO_EVENTS, NO_EVENT)
+            }
+        })
+    }
+
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        let offset = from.offset as usize;
+        self.transfer(from, data.len(), |queue, memory| {
+            // SAFETY: the call blocks until `data` is written, and the range is inside the buffer.
+            unsafe { core::enqueue_read_buffer(queue, memory.mem(), true, offset, data, NO_EVENTS, NO_EVENT) }
+        })
+    }
+
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        let number = self.queues.fetch_add(1, Ordering::Relaxed);
+        Ok(Box::new(OpenClQueue::new(self.shared.clone(), number)?))
+    }
+
+    /// OpenCL tells nothing of it.
+    fn health(&self) -> Health {
+        Health::default()
+    }
+}
+
+/// To wait for nothing, in the types that `ocl` asks for.
+pub(crate) const NO_EVENTS: Option<&core::Event> = None;
+/// To ask for no event.
+pub(crate) const NO_EVENT: Option<&mut core::Event> = None;

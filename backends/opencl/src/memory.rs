@@ -1,0 +1,104 @@
+//! Device buffers, and the events of the commands that use them.
+
+use crate::device::failure;
+use mixfleet_hal::{Buffer, Error, HostMemory, Result, Slice};
+use ocl::core::{self, Context, Event, Mem, MemFlags};
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A buffer. The driver frees it after the commands in flight that use it.
+pub(crate) struct Memory {
+    mem: Mem,
+    bytes: u64,
+    /// The last batch of each queue that uses the buffer: (queue, its last event).
+    users: Mutex<Vec<(u64, Event)>>,
+    /// Imported memory, which must outlive `mem`, is read-only, and is not to be freed under a command.
+    host: Option<Arc<dyn HostMemory>>,
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory").field("bytes", &self.bytes).field("imported", &self.host.is_some()).finish()
+    }
+}
+
+impl Memory {
+    /// `bytes` bytes on the device.
+    pub(crate) fn new(context: &Context, bytes: u64) -> Result<Memory> {
+        // a buffer of no bytes is an error to OpenCL, and has nothing to say here
+        let len = bytes.max(1) as usize;
+        // SAFETY: no host pointer is passed, so the flags refer to no memory of ours.
+        let mem = unsafe { core::create_buffer::<_, u8>(context, MemFlags::READ_WRITE, len, None) };
+        let mem = mem.map_err(|e| failure("clCreateBuffer", &e))?;
+        Ok(Memory { mem, bytes, users: Mutex::default(), host: None })
+    }
+
+    /// Host memory, used in place.
+    pub(crate) fn imported(context: &Context, host: Arc<dyn HostMemory>) -> Result<Memory> {
+        let bytes = host.as_bytes();
+        if bytes.is_empty() {
+            return Err(Error::invalid("opencl: an import of no bytes"));
+        }
+        let flags = MemFlags::READ_ONLY | MemFlags::USE_HOST_PTR;
+        // SAFETY: `host` does not move or change while it is held, and `Memory` holds it until `mem` is
+        // released and every command that uses it is done (see `drop`). READ_ONLY keeps kernels, and
+        // `writable` keeps our own commands, from writing through the pointer.
+        let mem = unsafe { core::create_buffer::<_, u8>(context, flags, bytes.len(), Some(bytes)) };
+        let mem = mem.map_err(|e| failure("clCreateBuffer over host memory", &e))?;
+        Ok(Memory { mem, bytes: bytes.len() as u64, users: Mutex::default(), host: Some(host) })
+    }
+
+    /// The memory behind a slice.
+    pub(crate) fn of(slice: &Slice) -> Result<&Memory> {
+        let memory = slice.buffer.as_any().downcast_ref::<Memory>();
+        memory.ok_or_else(|| Error::invalid("opencl: the slice belongs to another device"))
+    }
+
+    pub(crate) fn mem(&self) -> &Mem {
+        &self.mem
+    }
+
+    /// An error for memory that is only borrowed.
+    pub(crate) fn writable(&self) -> Result<()> {
+        match self.host {
+            Some(_) => Err(Error::invalid("opencl: imported memory is read-only")),
+            None => Ok(()),
+        }
+    }
+
+    /// Notes that the batch of `queue` that ends in `event` uses the buffer. Batches of a queue end in
+    /// order, so its last one stands for all.
+    pub(crate) fn used_by(&self, queue: u64, event: &Event) {
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        users.retain(|(other, event)| {
+            *other != queue && core::event_is_complete(event).is_ok_and(|done| !done)
+        });
+        users.push((queue, event.clone()));
+    }
+
+    /// Waits until no command in flight uses the buffer. Their failures are their tickets' affair.
+    pub(crate) fn settle(&self) {
+        let users = std::mem::take(&mut *self.users.lock().unwrap_or_else(PoisonError::into_inner));
+        for (_, event) in users {
+            let _ = core::wait_for_event(&event);
+        }
+    }
+}
+
+impl Buffer for Memory {
+    fn size_bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.host.is_some() {
+            self.settle();
+        }
+    }
+}

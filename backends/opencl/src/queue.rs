@@ -1,0 +1,313 @@
+//! An in-order OpenCL queue: enqueues, flushes, and waits by asking the last event.
+
+use crate::device::{NO_EVENTS, Shared, failure};
+use crate::kernels::{self, Arg, ProgramKey, Work};
+use crate::memory::Memory;
+use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Access, Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
+use ocl::core::{
+    self, ArgVal, CommandQueue, CommandQueueProperties, Event, Kernel, ProfilingInfo, ProfilingInfoResult,
+};
+use std::any::Any;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Batches whose times are kept for a late `wait`.
+const BATCHES_KEPT: usize = 4096;
+/// Polls before a wait begins to sleep, and how long it then sleeps: a batch of a small model takes
+/// milliseconds, a thread wakes up in some 50 us.
+const POLLS_AWAKE: u32 = 200;
+const NAP: Duration = Duration::from_micros(50);
+
+/// A batch that was handed over.
+enum Batch {
+    /// Under way: its first and last events; none when it had nothing to do.
+    Running(Option<(Event, Event)>),
+    Done(Elapsed),
+}
+
+/// A queue of one device.
+pub(crate) struct OpenClQueue {
+    shared: Arc<Shared>,
+    number: u64,
+    commands: CommandQueue,
+    kernels: HashMap<(ProgramKey, &'static str), Kernel>,
+    batches: VecDeque<Batch>,
+    /// Ticket of the first batch in `batches`.
+    first: u64,
+    /// Set by the first failure: (ticket that failed, why).
+    failed: Option<(u64, Error)>,
+}
+
+/// A recorded batch: commands resolved to kernels, with the buffers that they use.
+struct Recorded {
+    works: Vec<Work>,
+    buffers: Vec<Slice>,
+}
+
+impl Graph for Recorded {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl OpenClQueue {
+    pub(crate) fn new(shared: Arc<Shared>, number: u64) -> Result<OpenClQueue> {
+        let properties = Some(CommandQueueProperties::PROFILING_ENABLE);
+        let commands = core::create_command_queue(&shared.context, shared.id, properties)
+            .map_err(|e| failure("clCreateCommandQueue", &e))?;
+        Ok(OpenClQueue {
+            shared,
+            number,
+            commands,
+            kernels: HashMap::new(),
+            batches: VecDeque::new(),
+            first: 0,
+            failed: None,
+        })
+    }
+
+    /// Checks and resolves a batch, and builds its kernels: nothing is enqueued if any of it fails.
+    fn resolve(&mut self, cmds: &[Cmd]) -> Result<Recorded> {
+        let mut recorded = Recorded { works: Vec::with_capacity(cmds.len()), buffers: Vec::new() };
+        for cmd in cmds {
+            for (operand, slice) in cmd.sig().operands().iter().zip(cmd.args()) {
+                let memory = Memory::of(slice)?;
+                if operand.access != Access::Read {
+                    memory.writable()?;
+                }
+            }
+            let Some(work) = kernels::plan(cmd, self.shared.tuning) else { continue };
+            if let Work::Launch { program, kernel, .. } = &work {
+                self.kernel(program, kernel)?;
+            }
+            recorded.works.push(work);
+            recorded.buffers.extend(cmd.args().iter().cloned());
+        }
+        recorded.buffers.sort_by_key(|slice| Arc::as_ptr(&slice.buffer).cast::<u8>() as usize);
+        recorded.buffers.dedup_by(|a, b| Arc::ptr_eq(&a.buffer, &b.buffer));
+        Ok(recorded)
+    }
+
+    fn kernel(&mut self, program: &ProgramKey, name: &'static str) -> Result<&Kernel> {
+        let key = (program.clone(), name);
+        if !self.kernels.contains_key(&key) {
+            let built = self.shared.program(program)?;
+            let kernel = core::create_kernel(&built, name).map_err(|e| failure(name, &e))?;
+            self.kernels.insert(key.clone(), kernel);
+        }
+        Ok(&self.kernels[&key])
+    }
+
+    fn run(&mut self, recorded: &Recorded) -> Result<Ticket> {
+        if let Some((_, error)) = &self.failed {
+            return Err(error.clone());
+        }
+        let ticket = self.first + self.batches.len() as u64;
+        let mut ends: Option<(Event, Event)> = None;
+        let last = recorded.works.len().saturating_sub(1);
+        for (i, work) in recorded.works.iter().enumerate() {
+            let mut event = Event::null();
+            let asked = (i == 0 || i == last).then_some(&mut event);
+            if let Err(error) = self.enqueue(work, asked) {
+                // earlier commands of the batch may run: the queue's state is no longer known
+                self.failed = Some((ticket, error.clone()));
+                return Err(error);
+            }
+            if i == 0 {
+                ends = Some((event.clone(), event));
+            } else if let (true, Some((_, end))) = (i == last, &mut ends) {
+                *end = event;
+            }
+        }
+        core::flush(&self.commands).map_err(|e| failure("clFlush", &e))?;
+        if let Some((_, end)) = &ends {
+            for slice in &recorded.buffers {
+                Memory::of(slice)?.used_by(self.number, end);
+            }
+        }
+        self.batches.push_back(Batch::Running(ends));
+        self.forget();
+        Ok(Ticket(ticket))
+    }
+
+    /// Lets go of old batches that ended well, waited for or not.
+    fn forget(&mut self) {
+        while self.batches.len() > BATCHES_KEPT {
+            let ended = match &self.batches[0] {
+                Batch::Done(_) | Batch::Running(None) => true,
+                Batch::Running(Some((_, last))) => Self::status(last).is_ok_and(|status| status == 0),
+            };
+            if !ended {
+                break;
+            }
+            self.batches.pop_front();
+            self.first += 1;
+        }
+    }
+
+    fn enqueue(&mut self, work: &Work, event: Option<&mut Event>) -> Result<()> {
+        let commands = self.commands.clone();
+        match work {
+            Work::Copy { from, to } => {
+                let (source, target) = (Memory::of(from)?.mem(), Memory::of(to)?.mem());
+                let (start, end, len) = (from.offset as usize, to.offset as usize, to.bytes as usize);
+                core::enqueue_copy_buffer::<u8, _, _, _>(
+                    &commands, source, target, start, end, len, NO_EVENTS, event,
+                )
+                .map_err(|e| failure("copy", &e))
+            }
+            Work::Fill { to, word } => {
+                // counted in words, as the pattern is
+                let (offset, len) = (to.offset as usize / 4, to.bytes as usize / 4);
+                let target = Memory::of(to)?.mem();
+                let version = Some(&self.shared.version);
+                core::enqueue_fill_buffer(&commands, target, *word, offset, len, NO_EVENTS, event, version)
+                    .map_err(|e| failure("fill", &e))
+            }
+            Work::Launch { program, kernel: name, args, global, local } => {
+                let kernel = self.kernel(program, name)?;
+                set_args(kernel, args)?;
+                // SAFETY: the arguments match the kernel's signature (`kernels::plan` and the .cl file
+                // are written side by side, and the driver checks count and sizes); `Cmd` checked that
+                // each operand lies inside its buffer, and kernels check every index that they load.
+                // The driver retains kernel and buffers until the command is done.
+                unsafe {
+                    core::enqueue_kernel(&commands, kernel, 3, None, global, Some(*local), NO_EVENTS, event)
+                }
+                .map_err(|e| failure(name, &e))
+            }
+        }
+    }
+
+    /// The state of an event as OpenCL's number: 0 complete, above 0 under way, below 0 failed.
+    fn status(event: &Event) -> Result<i32> {
+        let mut status = 0i32;
+        // SAFETY: the event is alive, and the call writes one i32 into `status`.
+        let code = unsafe {
+            ocl::ffi::clGetEventInfo(
+                *event.as_ptr_ref(),
+                ocl::ffi::CL_EVENT_COMMAND_EXECUTION_STATUS,
+                size_of::<i32>(),
+                (&raw mut status).cast(),
+                std::ptr::null_mut(),
+            )
+        };
+        match code {
+            0 => Ok(status),
+            code => Err(Error::new(ErrorKind::DeviceLost, format!("opencl: clGetEventInfo: {code}"))),
+        }
+    }
+}
+
+fn set_args(kernel: &Kernel, args: &[Arg]) -> Result<()> {
+    let mut index = 0;
+    let mut set = |value: ArgVal<'_>| {
+        index += 1;
+        core::set_kernel_arg(kernel, index - 1, value).map_err(|e| failure("clSetKernelArg", &e))
+    };
+    for arg in args {
+        match arg {
+            Arg::Elements(slice, at) => {
+                set(ArgVal::mem(Memory::of(slice)?.mem()))?;
+                set(ArgVal::scalar(at))?;
+            }
+            Arg::U32(value) => set(ArgVal::scalar(value))?,
+            Arg::U64(value) => set(ArgVal::scalar(value))?,
+            Arg::F32(value) => set(ArgVal::scalar(value))?,
+        }
+    }
+    Ok(())
+}
+
+/// Nanoseconds of the device's clock between the start of one command and the end of another.
+fn device_time(first: &Event, last: &Event) -> Option<Seconds> {
+    let nanoseconds = |event, question| match core::get_event_profiling_info(event, question) {
+        Ok(ProfilingInfoResult::Start(ns) | ProfilingInfoResult::End(ns)) => Some(ns),
+        _ => None,
+    };
+    let (start, end) = (nanoseconds(first, ProfilingInfo::Start)?, nanoseconds(last, ProfilingInfo::End)?);
+    Some(Seconds(end.checked_sub(start)? as f64 * 1e-9))
+}
+
+impl Queue for OpenClQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        let recorded = self.resolve(cmds)?;
+        self.run(&recorded)
+    }
+
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        if let Some((from, error)) = &self.failed
+            && ticket.0 >= *from
+        {
+            return Err(error.clone());
+        }
+        let index = ticket.0.checked_sub(self.first).map(|i| i as usize);
+        let Some(batch) = index.and_then(|i| self.batches.get_mut(i)) else {
+            let message = format!("opencl: {ticket:?} is not one of this queue's last {BATCHES_KEPT}");
+            return Err(Error::invalid(message));
+        };
+        let (first, last) = match batch {
+            Batch::Done(elapsed) => return Ok(*elapsed),
+            Batch::Running(None) => {
+                // nothing of its own to wait for, but all that came before
+                let before = (0..index.unwrap_or(0)).rev().find_map(|i| match &self.batches[i] {
+                    Batch::Running(Some(ends)) => Some(ends.clone()),
+                    _ => None,
+                });
+                if let Some((_, last)) = before {
+                    self.finish(ticket, &last, timeout)?;
+                }
+                return Ok(Elapsed { time: Seconds::ZERO, clock: ClockKind::Host });
+            }
+            Batch::Running(Some((first, last))) => (first.clone(), last.clone()),
+        };
+        let start = Instant::now();
+        self.finish(ticket, &last, timeout)?;
+        let elapsed = match device_time(&first, &last) {
+            Some(time) => Elapsed { time, clock: ClockKind::Device },
+            None => Elapsed { time: Seconds(start.elapsed().as_secs_f64()), clock: ClockKind::Host },
+        };
+        if let Some(batch) = index.and_then(|i| self.batches.get_mut(i)) {
+            *batch = Batch::Done(elapsed);
+        }
+        Ok(elapsed)
+    }
+
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        Ok(Arc::new(self.resolve(cmds)?))
+    }
+
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        self.run(recorded.ok_or_else(|| Error::invalid("opencl: the graph belongs to another device"))?)
+    }
+}
+
+impl OpenClQueue {
+    /// Waits for an event of `ticket`'s batch.
+    fn finish(&mut self, ticket: Ticket, event: &Event, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        for poll in 0u32.. {
+            match Self::status(event)? {
+                0 => break,
+                code if code < 0 => {
+                    // drivers end commands with a negative code when a kernel faults or the device is gone
+                    let message = format!("opencl: a command of {ticket:?} ended with {code}");
+                    let error = Error::new(ErrorKind::DeviceLost, message);
+                    self.failed.get_or_insert((ticket.0, error.clone()));
+                    return Err(error);
+                }
+                _ if start.elapsed() >= timeout => {
+                    let message = format!("opencl: {ticket:?} is not done after {timeout:?}");
+                    return Err(Error::new(ErrorKind::Timeout, message));
+                }
+                _ if poll < POLLS_AWAKE => std::thread::yield_now(),
+                _ => std::thread::sleep(NAP),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,34 @@
+//! The conformance suite on every OpenCL device here, with the kernels of CPUs and of GPUs.
+#![cfg(feature = "opencl")]
+
+use mixfleet_hal::{Backend, Device};
+use mixfleet_hwtests::{Level, Options, Verdict, run};
+use mixfleet_opencl::{OpenClBackend, OpenClDevice, Tuning};
+
+fn conforms(tuning: Tuning, level: Level) {
+    let devices = match OpenClBackend.probe() {
+        Ok(devices) => devices,
+        Err(absent) => return eprintln!("SKIPPED: no OpenCL device: {absent}"),
+    };
+    for index in 0..devices.len() {
+        let device = OpenClDevice::open(index, Some(tuning)).unwrap();
+        let report = run(&device, &Options::new(level), &mut |_| {});
+        eprintln!("{tuning:?} kernels, {level:?}\n{report}");
+        assert_eq!(
+            report.verdict(),
+            Verdict::Pass,
+            "{} with {tuning:?} kernels:\n{report}",
+            device.info().id
+        );
+    }
+}
+
+#[test]
+fn kernels_for_cpus_conform() {
+    conforms(Tuning::Cpu, Level::Full);
+}
+
+#[test]
+fn kernels_for_gpus_conform() {
+    conforms(Tuning::Gpu, Level::Quick);
+}
