@@ -88,6 +88,15 @@ impl Default for ReferenceDevice {
     }
 }
 
+impl ReferenceDevice {
+    /// A reference device under another id, for fleets of several.
+    pub fn named(id: &str) -> Self {
+        let mut device = ReferenceDevice::default();
+        device.info.id = id.to_owned();
+        device
+    }
+}
+
 impl Device for ReferenceDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info

@@ -10,7 +10,10 @@
 #![forbid(unsafe_code)]
 
 pub mod api;
+pub mod engine;
 pub mod env;
 pub mod metrics;
 pub mod model;
 pub mod request;
+pub mod sampling;
+pub mod text;

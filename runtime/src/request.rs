@@ -59,6 +59,16 @@ impl Default for Sampling {
     }
 }
 
+impl Sampling {
+    /// The token is the one with the largest logit, whatever came before.
+    pub fn is_plain_greedy(&self) -> bool {
+        self.temperature <= 0.0
+            && self.repetition_penalty == 1.0
+            && self.presence_penalty == 0.0
+            && self.frequency_penalty == 0.0
+    }
+}
+
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,0 +1,140 @@
+//! What prefill and decode take on a device, measured with the model's own first layer.
+//!
+//! One layer is timed at a few sizes and multiplied by the number of layers; embedding and LM head are
+//! timed with it. Three prefill and three decode points decide the three coefficients of each: a
+//! second or two, kept under a key of device and model so that the next start needs none.
+
+use crate::model::graph::{Forward, Part};
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Cmd, Device, Queue, Result};
+use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
+use std::time::Duration;
+
+/// Name and version of the cached document.
+pub const SCHEMA: &str = "mixfleet.calibration/1";
+
+/// Times taken of each point; the least counts, since whatever else the machine does only adds.
+const REPEATS: usize = 3;
+/// Prompt tokens of the small point.
+const TOKENS_SMALL: u32 = 16;
+/// Prompt tokens of the large points.
+const TOKENS_LARGE: u32 = 128;
+/// Tokens of context of the points that see attention grow.
+const CONTEXT: u32 = 2048;
+/// Sequences of the large decode point.
+const BATCH: u32 = 8;
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Measures `forward` on `device`. The KV pools' contents are overwritten: do it before serving.
+///
+/// # Errors
+/// The device's.
+pub fn measure(device: &dyn Device, forward: &Forward) -> Result<Coefficients> {
+    let mut bench = Bench { device, forward, queue: device.queue()? };
+    let shape = forward.shape();
+    let room = (shape.blocks * shape.block_tokens).min(forward.config().context_max);
+    let large = TOKENS_LARGE.min(shape.tokens_max).min(room / 2).max(2);
+    let small = TOKENS_SMALL.min(large / 2).max(1);
+    let context = CONTEXT.min(room - large);
+    let batch = BATCH.min(shape.sequences_max);
+    let prefill = [(0, small), (0, large), (context, large)];
+    let decode = [(1, 1), (batch, 1), (1, context + 1)];
+    let mut prefill_s = [0.0; 3];
+    for (seconds, (start, tokens)) in prefill_s.iter_mut().zip(prefill) {
+        *seconds = bench.seconds(1, start, tokens)?;
+    }
+    let mut decode_s = [0.0; 3];
+    for (seconds, (batch, context)) in decode_s.iter_mut().zip(decode) {
+        *seconds = bench.seconds(batch, context - 1, 1)?;
+    }
+    Ok(Coefficients { prefill_s: fit_prefill(prefill, prefill_s), decode_s: fit_decode(decode, decode_s) })
+}
+
+struct Bench<'a> {
+    device: &'a dyn Device,
+    forward: &'a Forward,
+    queue: Box<dyn Queue>,
+}
+
+impl Bench<'_> {
+    /// A whole step of `batch` sequences of `tokens` new tokens after `start`.
+    fn seconds(&mut self, batch: u32, start: u32, tokens: u32) -> Result<f64> {
+        let shape = self.forward.shape();
+        let blocks = (start + tokens).div_ceil(shape.block_tokens);
+        let pages: Vec<u32> = (0..blocks).collect();
+        let ids = vec![0; tokens as usize];
+        let part = Part { start, tokens: &ids, pages: &pages, sample: true };
+        let pass = self.forward.begin(self.device, &vec![part; batch as usize])?;
+        let mut ends = vec![self.forward.embed(&pass)?];
+        ends.extend(self.forward.head(&pass)?);
+        let layer = self.forward.layer(0, &pass)?;
+        let layers = f64::from(self.forward.config().layers);
+        Ok(self.least(&ends)? + layers * self.least(&layer)?)
+    }
+
+    fn least(&mut self, list: &[Cmd]) -> Result<f64> {
+        let mut least = Seconds(f64::INFINITY);
+        for _ in 0..=REPEATS {
+            // The first run warms caches and may be the least all the same.
+            let ticket = self.queue.submit(list)?;
+            least = least.min(self.queue.wait(ticket, TIMEOUT)?.time);
+        }
+        Ok(least.0)
+    }
+}
+
+/// overhead + per_token n + per_token_squared ((p + n)² - p²) through the points (p, n).
+fn fit_prefill(points: [(u32, u32); 3], seconds: [f64; 3]) -> PrefillCoefficients {
+    let [small, large, deep] = points.map(|(p, n)| (f64::from(p), f64::from(n)));
+    let squares = |(p, n): (f64, f64)| n * (2.0 * p + n);
+    let more = squares(deep) - squares(large);
+    let per_token_squared = if more > 0.0 { ((seconds[2] - seconds[1]) / more).max(0.0) } else { 0.0 };
+    let linear = |at: usize, point| seconds[at] - per_token_squared * squares(point);
+    let tokens = large.1 - small.1;
+    let per_token =
+        if tokens > 0.0 { ((linear(1, large) - linear(0, small)) / tokens).max(0.0) } else { 0.0 };
+    let overhead = (linear(0, small) - per_token * small.1).max(0.0);
+    PrefillCoefficients { overhead, per_token, per_token_squared }
+}
+
+/// base + per_sequence b + per_kv_token k through the points (batch, context of each).
+fn fit_decode(points: [(u32, u32); 3], seconds: [f64; 3]) -> DecodeCoefficients {
+    let [one, many, deep] = points.map(|(b, c)| (f64::from(b), f64::from(b) * f64::from(c)));
+    let keys = deep.1 - one.1;
+    let per_kv_token = if keys > 0.0 { ((seconds[2] - seconds[0]) / keys).max(0.0) } else { 0.0 };
+    let sequences = many.0 - one.0;
+    let grown = seconds[1] - seconds[0] - per_kv_token * (many.1 - one.1);
+    let per_sequence = if sequences > 0.0 { (grown / sequences).max(0.0) } else { 0.0 };
+    let base = (seconds[0] - per_sequence * one.0 - per_kv_token * one.1).max(0.0);
+    DecodeCoefficients { base, per_sequence, per_kv_token }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fit_goes_through_its_points() {
+        let (a, b, c) = (0.01, 2e-4, 3e-8);
+        let points = [(0, 16), (0, 128), (2048, 128)];
+        let seconds = points.map(|(p, n): (u32, u32)| {
+            let (p, n) = (f64::from(p), f64::from(n));
+            a + b * n + c * ((p + n) * (p + n) - p * p)
+        });
+        let fit = fit_prefill(points, seconds);
+        assert!((fit.overhead / a - 1.0).abs() < 1e-9 && (fit.per_token / b - 1.0).abs() < 1e-9);
+        assert!((fit.per_token_squared / c - 1.0).abs() < 1e-9);
+
+        let points = [(1, 1), (8, 1), (1, 2049)];
+        let seconds = points.map(|(n, k): (u32, u32)| 0.02 + 1e-3 * f64::from(n) + 5e-8 * f64::from(n * k));
+        let fit = fit_decode(points, seconds);
+        assert!((fit.base / 0.02 - 1.0).abs() < 1e-9 && (fit.per_sequence / 1e-3 - 1.0).abs() < 1e-9);
+        assert!((fit.per_kv_token / 5e-8 - 1.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn noise_never_gives_a_negative_coefficient() {
+        let fit = fit_prefill([(0, 16), (0, 128), (2048, 128)], [0.5, 0.2, 0.1]);
+        assert!(fit.overhead >= 0.0 && fit.per_token >= 0.0 && fit.per_token_squared >= 0.0);
+    }
+}

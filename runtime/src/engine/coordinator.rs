@@ -1,0 +1,451 @@
+//! Between the clients, the fleet's machine and the workers: carries decisions one way, events the
+//! other, and is the only one who writes to a client, so that every token reaches it exactly once.
+
+use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
+use super::slots::SlotPool;
+use crate::api::Placements;
+use crate::env::SharedEnv;
+use crate::metrics::{DeviceLabels, Metrics};
+use crate::request::{FinishReason, GenerateRequest, Logprobs, Rejection, Submission, Update};
+use mixfleet_hal::transport::Descriptor;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{DType, random};
+use mixfleet_scheduler::batch::{Load, RequestId};
+use mixfleet_scheduler::fleet::{
+    Action, Arrival, Event, Explanation, Fleet, InstanceId, PromptChain, RejectReason,
+};
+use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use tokio::sync::{mpsc, oneshot};
+
+/// An instance as the coordinator reaches it.
+#[derive(Clone, Debug)]
+pub(super) struct InstanceHandle {
+    /// The device's id.
+    pub(super) device: String,
+    /// Its worker.
+    pub(super) inbox: mpsc::UnboundedSender<ToWorker>,
+    /// Its staging memory.
+    pub(super) region: Descriptor,
+    /// The free slots in it.
+    pub(super) slots: Arc<SlotPool>,
+    /// Dtype of its KV.
+    pub(super) kv: DType,
+    /// Tokens in one of its KV blocks.
+    pub(super) block_tokens: u32,
+}
+
+/// What belongs to the model, not to a device.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// Digest of configuration and weights.
+    pub model_digest: String,
+    /// Digest of the tokenizer.
+    pub tokenizer_digest: String,
+    /// Makes block hashes hard to aim at.
+    pub secret: [u8; 16],
+}
+
+struct Tracked {
+    wanted: Arc<GenerateRequest>,
+    updates: mpsc::UnboundedSender<Update>,
+    /// What the client has got.
+    generated: Vec<u32>,
+    attempt: u32,
+    prefill: InstanceId,
+    decode: InstanceId,
+    cached_tokens: Option<u32>,
+    placed_at: Seconds,
+}
+
+/// The coordinator's parts.
+pub(super) struct Coordinator {
+    /// The world.
+    pub(super) env: SharedEnv,
+    /// The machine that decides.
+    pub(super) fleet: Fleet,
+    /// Who carries it out.
+    pub(super) instances: BTreeMap<InstanceId, InstanceHandle>,
+    /// Names the model in block hashes.
+    pub(super) identity: Identity,
+    /// From the API.
+    pub(super) submissions: mpsc::Receiver<Submission>,
+    /// From the workers.
+    pub(super) reports: mpsc::UnboundedReceiver<Report>,
+    /// Where decisions are kept for `/debug/placement`.
+    pub(super) placements: Arc<Placements>,
+    /// Where it counts.
+    pub(super) metrics: Metrics,
+}
+
+/// The coordinator at work.
+pub(super) struct Running {
+    parts: Coordinator,
+    requests: HashMap<RequestId, Tracked>,
+    next: RequestId,
+    left: mpsc::UnboundedReceiver<RequestId>,
+    leave: mpsc::UnboundedSender<RequestId>,
+}
+
+impl Coordinator {
+    /// Serves until every handle to the engine is gone and the last request is done.
+    pub(super) async fn run(self) {
+        let (leave, left) = mpsc::unbounded_channel();
+        Running { parts: self, requests: HashMap::new(), next: 0, left, leave }.serve().await;
+    }
+}
+
+impl Running {
+    async fn serve(mut self) {
+        let mut open = true;
+        while open || !self.requests.is_empty() {
+            tokio::select! {
+                biased;
+                report = self.parts.reports.recv() => match report {
+                    Some((instance, message)) => self.report(instance, message),
+                    None => return,
+                },
+                Some(request) = self.left.recv() => self.client_left(request),
+                submission = self.parts.submissions.recv(), if open => match submission {
+                    Some(submission) => self.submit(submission),
+                    None => open = false,
+                },
+            }
+        }
+    }
+
+    fn fleet_step(&mut self, event: Event) -> Vec<Action> {
+        let mut actions = Vec::new();
+        self.parts.fleet.step(self.parts.env.now(), event, &mut actions);
+        actions
+    }
+
+    fn hasher(&self, wanted: &GenerateRequest, kv: DType) -> PrefixHasher {
+        let Identity { model_digest, tokenizer_digest, secret } = &self.parts.identity;
+        let namespace = Namespace {
+            model_digest: model_digest.clone(),
+            tokenizer_digest: tokenizer_digest.clone(),
+            kv_dtype: kv,
+            cache_salt: wanted.cache_salt.clone(),
+        };
+        PrefixHasher::new(secret, &namespace)
+    }
+
+    /// What the request is to the fleet, with the block keys of every block size in it.
+    fn arrival(&self, request: RequestId, wanted: &GenerateRequest, tokens: &[u32], replay: bool) -> Arrival {
+        let generated = tokens.len() - wanted.prompt_ids.len();
+        let mut sizes = BTreeSet::new();
+        let instances = self.parts.instances.values().filter(|i| sizes.insert(i.block_tokens));
+        let chains = instances.map(|i| PromptChain {
+            block_tokens: i.block_tokens,
+            hashes: self.hasher(wanted, i.kv).chain(tokens, i.block_tokens),
+        });
+        Arrival {
+            request,
+            prompt_tokens: tokens.len() as u32,
+            max_tokens: wanted.max_tokens - generated as u32,
+            output_tokens_hint: None,
+            chains: chains.collect(),
+            replay,
+        }
+    }
+
+    fn submit(&mut self, Submission { request: wanted, updates, admitted }: Submission) {
+        if wanted.prompt_ids.is_empty() || wanted.max_tokens == 0 {
+            let message = "a request needs at least one prompt token and one token to generate";
+            let _ = admitted.send(Err(Rejection::TooLarge(message.into())));
+            return;
+        }
+        let request = self.next;
+        self.next += 1;
+        let wanted = Arc::new(wanted);
+        let arrival = self.arrival(request, &wanted, &wanted.prompt_ids, false);
+        for action in self.fleet_step(Event::Arrived(arrival)) {
+            match action {
+                Action::Place { prefill, decode, explanation, .. } => {
+                    if admitted.send(Ok(())).is_err() {
+                        self.fleet_step(Event::Cancelled { request });
+                        return;
+                    }
+                    self.watch(request, updates.clone());
+                    let tracked = Tracked {
+                        wanted,
+                        updates,
+                        generated: Vec::new(),
+                        attempt: 0,
+                        prefill,
+                        decode,
+                        cached_tokens: None,
+                        placed_at: self.parts.env.now(),
+                    };
+                    self.requests.insert(request, tracked);
+                    self.explain(request, &explanation);
+                    self.start(request);
+                    return;
+                }
+                Action::Reject { reason, retry_after, explanation, .. } => {
+                    self.record(&wanted.id, &explanation);
+                    return refuse(admitted, &reason, retry_after);
+                }
+                Action::Replay { .. } => unreachable!("an arrival is placed or rejected"),
+            }
+        }
+    }
+
+    /// Tells when the client is gone, or the request is done.
+    fn watch(&self, request: RequestId, updates: mpsc::UnboundedSender<Update>) {
+        let leave = self.leave.clone();
+        self.parts.env.spawn(Box::pin(async move {
+            updates.closed().await;
+            let _ = leave.send(request);
+        }));
+    }
+
+    fn explain(&self, request: RequestId, explanation: &Explanation) {
+        let Some(tracked) = self.requests.get(&request) else { return };
+        self.record(&tracked.wanted.id, explanation);
+        if let Some(chosen) = explanation.chosen() {
+            tracing::info!(
+                id = %tracked.wanted.id,
+                prefill = %chosen.prefill_device,
+                decode = %chosen.decode_device,
+                ttft_s = chosen.terms.as_ref().map(|t| t.ttft_s),
+                tbt_s = chosen.terms.as_ref().map(|t| t.tbt_s),
+                score = chosen.terms.as_ref().map(|t| t.score),
+                candidates = explanation.candidates.len(),
+                "placed"
+            );
+        }
+    }
+
+    fn record(&self, id: &str, explanation: &Explanation) {
+        let value = serde_json::to_value(explanation).expect("an explanation is plain data");
+        self.parts.placements.record(id, value);
+    }
+
+    /// Sends a placed request to its instances: for a split one, room is made at the receiver first.
+    fn start(&mut self, request: RequestId) {
+        let tracked = &self.requests[&request];
+        let devices = [tracked.prefill, tracked.decode].map(|id| self.parts.instances[&id].device.clone());
+        let [prefill, decode] = devices;
+        let _ = tracked.updates.send(Update::Placed { prefill, decode });
+        if tracked.prefill == tracked.decode {
+            self.send(
+                tracked.prefill,
+                ToWorker::Add { job: self.job(request, tracked.prefill), hand_off: None },
+            );
+        } else {
+            self.send(tracked.decode, ToWorker::Reserve { job: self.job(request, tracked.decode) });
+        }
+    }
+
+    fn job(&self, request: RequestId, on: InstanceId) -> Job {
+        let Tracked { wanted, generated, attempt, .. } = &self.requests[&request];
+        Job {
+            request,
+            attempt: *attempt,
+            wanted: wanted.clone(),
+            tokens: [&wanted.prompt_ids[..], generated].concat(),
+            hasher: self.hasher(wanted, self.parts.instances[&on].kv),
+        }
+    }
+
+    fn send(&self, instance: InstanceId, message: ToWorker) {
+        // A worker that is gone has reported why; its requests are replayed on that report.
+        let _ = self.parts.instances[&instance].inbox.send(message);
+    }
+
+    fn report(&mut self, instance: InstanceId, message: FromWorker) {
+        match message {
+            FromWorker::Ready => tracing::debug!(%instance, "ready"),
+            FromWorker::Admitted { request, tokens_cached } => {
+                self.admitted(instance, request, tokens_cached)
+            }
+            FromWorker::Reserved { request, attempt, tokens_cached } => {
+                self.reserved(request, attempt, tokens_cached);
+            }
+            FromWorker::Revoked { request } => {
+                let Some(tracked) = self.requests.get(&request) else { return };
+                self.send(tracked.prefill, ToWorker::Cancel { request });
+                self.fleet_step(Event::Cancelled { request });
+                self.replay(request);
+            }
+            FromWorker::Progress { request, tokens } => {
+                self.fleet_step(Event::PrefillProgress { request, instance, tokens });
+            }
+            FromWorker::Joined { request } => {
+                self.fleet_step(Event::TransferDone { request, instance });
+            }
+            FromWorker::Drawn { request, attempt, index, token, logprobs, finish } => {
+                let current = self.requests.get(&request).is_some_and(|t| t.attempt == attempt);
+                if current {
+                    self.drawn(instance, request, index, token, logprobs, finish);
+                }
+            }
+            FromWorker::RequestFailed { request, message } => self.fail(request, message),
+            FromWorker::Stored(hashes) => {
+                self.fleet_step(Event::KvStored { instance, hashes });
+            }
+            FromWorker::Evicted(hashes) => {
+                self.fleet_step(Event::KvEvicted { instance, hashes });
+            }
+            FromWorker::Load(load) => self.gauge(instance, &load),
+            FromWorker::Down(error) => self.down(instance, &error),
+        }
+    }
+
+    fn admitted(&mut self, instance: InstanceId, request: RequestId, tokens_cached: u32) {
+        let now = self.parts.env.now();
+        let Some(tracked) = self.requests.get_mut(&request) else { return };
+        if tracked.cached_tokens.is_none() && tracked.prefill == instance {
+            tracked.cached_tokens = Some(tokens_cached);
+            self.parts.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
+        }
+    }
+
+    fn reserved(&mut self, request: RequestId, attempt: u32, tokens_cached: u32) {
+        let Some(tracked) = self.requests.get(&request).filter(|t| t.attempt == attempt) else { return };
+        let receiver = &self.parts.instances[&tracked.decode];
+        let sender = &self.parts.instances[&tracked.prefill];
+        let hand_off = HandOff {
+            attempt,
+            from: tokens_cached,
+            inbox: receiver.inbox.clone(),
+            region: receiver.region.clone(),
+            slots: receiver.slots.clone(),
+            wire: super::handoff::wire_dtype(sender.kv, receiver.kv),
+        };
+        let job = self.job(request, tracked.prefill);
+        self.send(tracked.prefill, ToWorker::Add { job, hand_off: Some(hand_off) });
+    }
+
+    fn drawn(
+        &mut self,
+        instance: InstanceId,
+        request: RequestId,
+        index: u32,
+        token: u32,
+        logprobs: Option<Logprobs>,
+        finish: Option<FinishReason>,
+    ) {
+        let tracked = self.requests.get_mut(&request).expect("checked by the caller");
+        assert_eq!(index as usize, tracked.generated.len(), "request {request}: a token out of turn");
+        let first = tracked.generated.is_empty();
+        tracked.generated.push(token);
+        // A client that is gone is noticed by its watcher.
+        let _ = tracked.updates.send(Update::Token { id: token, logprobs });
+        let event = if first || instance != tracked.decode {
+            Event::PrefillDone { request, instance }
+        } else {
+            Event::DecodeStep { instance, requests: vec![request] }
+        };
+        self.fleet_step(event);
+        let Some(reason) = finish else { return };
+        let tracked = self.requests.remove(&request).expect("still there");
+        let cached_tokens = tracked.cached_tokens.unwrap_or(0);
+        let _ = tracked.updates.send(Update::Finished { reason, cached_tokens });
+        self.fleet_step(Event::Finished { request });
+        if instance != tracked.decode {
+            self.send(tracked.decode, ToWorker::Cancel { request });
+        }
+    }
+
+    /// The client is gone: nobody waits for the rest.
+    fn client_left(&mut self, request: RequestId) {
+        if let Some(tracked) = self.requests.remove(&request) {
+            self.cancel_on_both(request, &tracked);
+            self.fleet_step(Event::Cancelled { request });
+        }
+    }
+
+    fn fail(&mut self, request: RequestId, message: String) {
+        if let Some(tracked) = self.requests.remove(&request) {
+            let _ = tracked.updates.send(Update::Failed(message));
+            self.cancel_on_both(request, &tracked);
+            self.fleet_step(Event::Cancelled { request });
+        }
+    }
+
+    fn cancel_on_both(&self, request: RequestId, tracked: &Tracked) {
+        self.send(tracked.prefill, ToWorker::Cancel { request });
+        if tracked.decode != tracked.prefill {
+            self.send(tracked.decode, ToWorker::Cancel { request });
+        }
+    }
+
+    fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
+        let device = &self.parts.instances[&instance].device;
+        tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
+        for action in self.fleet_step(Event::InstanceDown { instance }) {
+            if let Action::Replay { request, drop_on } = action {
+                if let Some(other) = drop_on {
+                    self.send(other, ToWorker::Cancel { request });
+                }
+                self.replay(request);
+            }
+        }
+    }
+
+    /// Places a request anew, from its prompt and the tokens that the client already has.
+    fn replay(&mut self, request: RequestId) {
+        let Some(tracked) = self.requests.get_mut(&request) else { return };
+        tracked.attempt += 1;
+        let wanted = tracked.wanted.clone();
+        let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
+        let arrival = self.arrival(request, &wanted, &tokens, true);
+        for action in self.fleet_step(Event::Arrived(arrival)) {
+            match action {
+                Action::Place { prefill, decode, explanation, .. } => {
+                    let tracked = self.requests.get_mut(&request).expect("just found");
+                    (tracked.prefill, tracked.decode) = (prefill, decode);
+                    self.explain(request, &explanation);
+                    self.start(request);
+                }
+                Action::Reject { reason, .. } => {
+                    let message = format!("its instance was lost, and it has no other place: {reason}");
+                    if let Some(tracked) = self.requests.remove(&request) {
+                        let _ = tracked.updates.send(Update::Failed(message));
+                    }
+                }
+                Action::Replay { .. } => unreachable!("an arrival is placed or rejected"),
+            }
+        }
+    }
+
+    fn gauge(&self, instance: InstanceId, load: &Load) {
+        let labels = DeviceLabels { device: self.parts.instances[&instance].device.clone() };
+        let metrics = &self.parts.metrics;
+        metrics.requests_running.get_or_create(&labels).set(load.running as i64);
+        metrics.requests_waiting.get_or_create(&labels).set(load.waiting as i64);
+        let blocks = load.blocks;
+        let total = (blocks.used + blocks.cached + blocks.free).max(1);
+        metrics.kv_cache_usage.get_or_create(&labels).set(blocks.used as f64 / total as f64);
+    }
+}
+
+fn refuse(
+    admitted: oneshot::Sender<Result<(), Rejection>>,
+    reason: &RejectReason,
+    retry_after: Option<Seconds>,
+) {
+    let rejection = match reason {
+        RejectReason::TooLarge { .. } => Rejection::TooLarge(reason.to_string()),
+        RejectReason::QueueFull { .. } | RejectReason::TtftSlo { .. } | RejectReason::TbtSlo { .. } => {
+            let seconds = retry_after.map_or(1.0, |s| s.0.ceil().clamp(1.0, 3600.0));
+            Rejection::Overloaded { reason: reason.to_string(), retry_after_s: seconds as u64 }
+        }
+        _ => Rejection::Unavailable(reason.to_string()),
+    };
+    let _ = admitted.send(Err(rejection));
+}
+
+impl Identity {
+    /// An identity with a secret from 128 random bits.
+    pub fn new(model_digest: String, tokenizer_digest: String, random_bits: [u64; 2]) -> Self {
+        let mut secret = [0; 16];
+        secret[..8].copy_from_slice(&random::bits(random_bits[0], 0).to_le_bytes());
+        secret[8..].copy_from_slice(&random::bits(random_bits[1], 1).to_le_bytes());
+        Identity { model_digest, tokenizer_digest, secret }
+    }
+}

@@ -1,0 +1,214 @@
+//! What the coordinator and the instances' workers tell each other.
+
+use crate::request::{FinishReason, GenerateRequest, Logprobs};
+use mixfleet_hal::DType;
+use mixfleet_hal::transport::Descriptor;
+use mixfleet_scheduler::batch::{Load, RequestId};
+use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::kv::BlockHash;
+use mixfleet_scheduler::kv::hash::PrefixHasher;
+use std::sync::Arc;
+use tokio::sync::mpsc;
+
+use super::slots::SlotPool;
+
+/// A request in the engine.
+#[derive(Clone, Debug)]
+pub(super) struct Job {
+    /// Its id; smaller is older.
+    pub(super) request: RequestId,
+    /// Grows with every placement of the request: messages of an earlier one are ignored.
+    pub(super) attempt: u32,
+    /// What the client asked for.
+    pub(super) wanted: Arc<GenerateRequest>,
+    /// Prompt, and the tokens that the client already has.
+    pub(super) tokens: Vec<u32>,
+    /// Hashes its blocks in its tenant's namespace.
+    pub(super) hasher: PrefixHasher,
+}
+
+/// Where a prompt's KV goes.
+#[derive(Clone, Debug)]
+pub(super) struct HandOff {
+    /// The placement that it belongs to.
+    pub(super) attempt: u32,
+    /// The first token whose KV the receiver lacks.
+    pub(super) from: u32,
+    /// The receiver's inbox.
+    pub(super) inbox: mpsc::UnboundedSender<ToWorker>,
+    /// The receiver's staging memory.
+    pub(super) region: Descriptor,
+    /// Its free slots: the sender's credits.
+    pub(super) slots: Arc<SlotPool>,
+    /// Dtype that both agreed on.
+    pub(super) wire: DType,
+}
+
+/// A piece of KV that was written to a receiver's staging slot.
+#[derive(Clone, Debug)]
+pub(super) struct Piece {
+    /// Whose.
+    pub(super) request: RequestId,
+    /// Of which placement.
+    pub(super) attempt: u32,
+    /// Which layer.
+    pub(super) layer: u32,
+    /// First token.
+    pub(super) first: u32,
+    /// Tokens.
+    pub(super) tokens: u32,
+    /// Where it lies.
+    pub(super) slot: u32,
+    /// XXH3-64 of the payload, taken before it was sent.
+    pub(super) hash: u64,
+    /// Dtype of the payload.
+    pub(super) wire: DType,
+    /// How often it was sent before.
+    pub(super) retries: u32,
+    /// The sender's inbox, for the verdict.
+    pub(super) reply: mpsc::UnboundedSender<ToWorker>,
+}
+
+/// A piece without its payload: what a verdict is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PieceId {
+    /// Which layer.
+    pub(super) layer: u32,
+    /// First token.
+    pub(super) first: u32,
+    /// Tokens.
+    pub(super) tokens: u32,
+    /// How often it was sent before.
+    pub(super) retries: u32,
+}
+
+/// To an instance's worker.
+#[derive(Debug)]
+pub(super) enum ToWorker {
+    /// Compute this prompt, then decode it here or hand it off.
+    Add {
+        /// The request.
+        job: Job,
+        /// Where its KV goes, if it is decoded elsewhere.
+        hand_off: Option<HandOff>,
+    },
+    /// Make room for this prompt's KV.
+    Reserve {
+        /// The request.
+        job: Job,
+    },
+    /// KV has arrived in a staging slot.
+    Landed(Piece),
+    /// KV will not arrive: every try failed.
+    Lost {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// What.
+        piece: PieceId,
+    },
+    /// The prompt is computed; with the last piece the sequence can decode.
+    HandedOver {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// The token that was drawn after the prompt.
+        next: u32,
+    },
+    /// The receiver's verdict on a piece.
+    Verdict {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// Which piece.
+        piece: PieceId,
+        /// It arrived as it was sent.
+        intact: bool,
+    },
+    /// (To itself.) A sequence that waits for KV may be complete.
+    Settle {
+        /// Which.
+        request: RequestId,
+    },
+    /// Drop the request, whatever its state.
+    Cancel {
+        /// Which.
+        request: RequestId,
+    },
+}
+
+/// From an instance's worker.
+#[derive(Debug)]
+pub(super) enum FromWorker {
+    /// The instance can take requests.
+    Ready,
+    /// A prompt got its blocks.
+    Admitted {
+        /// Whose.
+        request: RequestId,
+        /// Tokens reused from the cache.
+        tokens_cached: u32,
+    },
+    /// Room was made; KV is wanted from `tokens_cached` on.
+    Reserved {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// Tokens whose KV is here already.
+        tokens_cached: u32,
+    },
+    /// A reservation was taken back: place the request anew.
+    Revoked {
+        /// Whose.
+        request: RequestId,
+    },
+    /// Prompt tokens are computed.
+    Progress {
+        /// Whose.
+        request: RequestId,
+        /// Leading tokens done.
+        tokens: u32,
+    },
+    /// All KV has arrived; the request decodes here now.
+    Joined {
+        /// Whose.
+        request: RequestId,
+    },
+    /// A token was drawn.
+    Drawn {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// Position in the answer, from 0.
+        index: u32,
+        /// The token.
+        token: u32,
+        /// If wanted.
+        logprobs: Option<Logprobs>,
+        /// The answer ends with it.
+        finish: Option<FinishReason>,
+    },
+    /// The request cannot be completed.
+    RequestFailed {
+        /// Whose.
+        request: RequestId,
+        /// Why, for the client.
+        message: String,
+    },
+    /// Prefixes that the cache holds now.
+    Stored(Vec<BlockHash>),
+    /// Prefixes that it holds no longer.
+    Evicted(Vec<BlockHash>),
+    /// After each step and whenever the instance becomes idle.
+    Load(Load),
+    /// The device failed; the instance is gone.
+    Down(mixfleet_hal::Error),
+}
+
+/// A worker's message with its sender.
+pub(super) type Report = (InstanceId, FromWorker);

@@ -1,0 +1,360 @@
+//! Runs requests on devices: one coordinator, one worker per instance.
+//!
+//! ```text
+//!   API --Submission--> coordinator --ToWorker--> worker (device A: prefill) --KV--> worker (device B: decode)
+//!    ^-----Update-----------'  ^--------FromWorker-------'--------------------------------'
+//! ```
+//!
+//! All choices are the scheduler's: the coordinator carries the fleet machine's, each worker its own
+//! instance machine's.
+
+pub mod calibrate;
+mod coordinator;
+mod handoff;
+mod messages;
+mod slots;
+mod worker;
+
+pub use coordinator::Identity;
+pub use handoff::{HandOffLimits, wire_dtype};
+
+use crate::api::Placements;
+use crate::env::SharedEnv;
+use crate::metrics::Metrics;
+use crate::model::graph::{Forward, StepShape};
+use crate::model::{ModelConfig, Weights};
+use crate::request::EngineHandle;
+use coordinator::{Coordinator, InstanceHandle};
+use handoff::Courier;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Piece, Transport};
+use mixfleet_hal::units::{Seconds, UsdPerHour};
+use mixfleet_hal::{DType, Device, Error, OpSig, Result, Support};
+use mixfleet_scheduler::batch::BatchLimits;
+use mixfleet_scheduler::cost::{Coefficients, CostModel, LinkCost};
+use mixfleet_scheduler::fleet::{Event, Fleet, FleetConfig, Instance, InstanceId, Link, Role};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use tokio::sync::mpsc;
+use worker::{Worker, WorkerParts};
+
+/// How an instance runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InstanceLimits {
+    /// Dtype between operations.
+    pub activations: DType,
+    /// Dtype of the KV.
+    pub kv: DType,
+    /// Memory for KV, in bytes.
+    pub kv_bytes: u64,
+    /// New tokens in a step.
+    pub step_tokens_max: u32,
+    /// Prompt tokens in a step that also decodes.
+    pub prefill_tokens_beside_decode_max: u32,
+    /// Sequences at a time.
+    pub sequences_max: u32,
+    /// Tokens in a KV block; the device's preference if none.
+    pub block_tokens: Option<u32>,
+}
+
+/// A device that shall serve.
+pub struct InstanceSpec {
+    /// The device.
+    pub device: Arc<dyn Device>,
+    /// The model's parameters on it.
+    pub weights: Weights,
+    /// What it may do.
+    pub role: Role,
+    /// Its rent, if known.
+    pub price: Option<UsdPerHour>,
+    /// Its bounds.
+    pub limits: InstanceLimits,
+}
+
+/// A device with the model and its KV memory, not serving yet.
+pub struct Loaded {
+    spec_device: Arc<dyn Device>,
+    forward: Forward,
+    role: Role,
+    price: Option<UsdPerHour>,
+    batch: BatchLimits,
+}
+
+/// The fleet's bounds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineConfig {
+    /// Requests in work.
+    pub requests_max: usize,
+    /// Requests predicted to get their first token later than this are turned away.
+    pub ttft_slo: Option<Seconds>,
+    /// Staging of KV between instances.
+    pub hand_off: HandOffLimits,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        EngineConfig { requests_max: 1024, ttft_slo: None, hand_off: HandOffLimits::default() }
+    }
+}
+
+/// Makes `bytes` bytes of staging memory.
+pub type MakeRegion = dyn Fn(u64) -> Arc<dyn SharedMemory> + Send + Sync;
+
+impl Loaded {
+    /// Checks that the device can run the model and allocates KV and activations.
+    ///
+    /// # Errors
+    /// `Unsupported` with the operation, `OutOfMemory`, or `Invalid` for bounds that hold nothing.
+    pub fn new(config: &Arc<ModelConfig>, spec: InstanceSpec) -> Result<Self> {
+        let InstanceSpec { device, weights, role, price, limits } = spec;
+        let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
+        let block_bytes = u64::from(block_tokens) * config.kv_bytes_per_token(limits.kv);
+        let blocks = u32::try_from(limits.kv_bytes / block_bytes.max(1)).unwrap_or(u32::MAX / block_tokens);
+        if blocks == 0 {
+            return Err(Error::invalid(format!(
+                "{}: {} bytes of KV memory hold no block of {block_tokens} tokens ({block_bytes} bytes); give it more",
+                device.info().id,
+                limits.kv_bytes
+            )));
+        }
+        let shape = StepShape {
+            tokens_max: limits.step_tokens_max.max(limits.sequences_max),
+            sequences_max: limits.sequences_max,
+            blocks,
+            block_tokens,
+            activations: limits.activations,
+            kv: limits.kv,
+        };
+        check_support(&*device, config, &weights, &shape)?;
+        let forward = Forward::new(&*device, config.clone(), weights, shape)?;
+        let batch = BatchLimits {
+            blocks_total: blocks,
+            block_tokens,
+            step_tokens_max: shape.tokens_max,
+            prefill_tokens_beside_decode_max: limits.prefill_tokens_beside_decode_max,
+            sequences_max: limits.sequences_max as usize,
+            // Room for every running sequence to begin a block, up to a hundredth of the memory.
+            spare_blocks: (blocks as usize / 100).min(limits.sequences_max as usize),
+        };
+        Ok(Loaded { spec_device: device, forward, role, price, batch })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.spec_device
+    }
+
+    /// Tokens that the KV memory holds.
+    pub fn kv_capacity_tokens(&self) -> u64 {
+        u64::from(self.batch.blocks_total) * u64::from(self.batch.block_tokens)
+    }
+
+    /// What steps take here; before serving only.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn calibrate(&self) -> Result<Coefficients> {
+        calibrate::measure(&*self.spec_device, &self.forward)
+    }
+}
+
+/// Asks the device about the operations that differ between models.
+fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape: &StepShape) -> Result<()> {
+    let StepShape { activations: x, kv, block_tokens: page_tokens, .. } = *shape;
+    let (heads, kv_heads, head_dim) = (c.heads, c.kv_heads, c.head_dim);
+    let gemm = |weight, out| {
+        let (m, n, k) = (1, c.hidden, c.hidden);
+        OpSig::Gemm { m, n, k, x, weight, out, bias: c.qkv_bias, accumulate: false }
+    };
+    let needed = [
+        OpSig::Embed {
+            tokens: 1,
+            vocab: c.vocab,
+            hidden: c.hidden,
+            table: weights.embed.dtype,
+            out: DType::F32,
+        },
+        gemm(weights.layers[0].q.dtype, x),
+        gemm(weights.lm_head.dtype, DType::F32),
+        OpSig::Rope { tokens: 1, heads, head_dim, x },
+        OpSig::KvWrite { tokens: 1, kv_heads, head_dim, page_tokens, x, kv },
+        OpSig::AttnPrefill {
+            tokens: 1,
+            sequences: 1,
+            pairs: 1,
+            kv_tokens: 1,
+            heads,
+            kv_heads,
+            head_dim,
+            page_tokens,
+            pages_max: 1,
+            window: c.windows.iter().flatten().next().copied(),
+            x,
+            kv,
+        },
+        OpSig::AttnDecode {
+            sequences: 1,
+            kv_tokens: 1,
+            heads,
+            kv_heads,
+            head_dim,
+            page_tokens,
+            pages_max: 1,
+            x,
+            kv,
+        },
+    ];
+    match needed.iter().find(|sig| device.support(sig) == Support::No) {
+        None => Ok(()),
+        Some(sig) => Err(Error::unsupported(format!(
+            "{} cannot run {sig:?}, which this model needs; choose another device or other dtypes",
+            device.info().id
+        ))),
+    }
+}
+
+/// What an engine is made of.
+pub struct EngineParts {
+    /// The world.
+    pub env: SharedEnv,
+    /// The model.
+    pub config: Arc<ModelConfig>,
+    /// Names the model in block hashes.
+    pub identity: Identity,
+    /// Instances with what steps take on them.
+    pub instances: Vec<(Loaded, Coefficients)>,
+    /// The way between instances.
+    pub transport: Arc<dyn Transport>,
+    /// Makes staging memory for it.
+    pub make_region: Arc<MakeRegion>,
+    /// The fleet's bounds.
+    pub limits: EngineConfig,
+    /// Where decisions are kept for people.
+    pub placements: Arc<Placements>,
+    /// Where everyone counts.
+    pub metrics: Metrics,
+}
+
+impl EngineParts {
+    /// Starts the workers and the coordinator; they end when the last handle and request are gone.
+    ///
+    /// # Errors
+    /// When a device gives no queue or no staging memory, or the transport fails.
+    pub fn start(self) -> Result<EngineHandle> {
+        let EngineParts { env, config, identity, instances, transport, make_region, limits, .. } = self;
+        let metrics = self.metrics;
+        let (reports, incoming) = mpsc::unbounded_channel();
+        let widest = instances.iter().map(|(i, _)| i.forward.shape().kv).max_by_key(|d| d.size_bytes());
+        let mut fleet = Fleet::new(FleetConfig {
+            kv_bytes_per_token: config.kv_bytes_per_token(widest.unwrap_or(DType::F32)),
+            layers: config.layers,
+            requests_max: limits.requests_max,
+            // Answers of public chat traces are 200 to 350 tokens long; max_tokens bounds the guess.
+            output_tokens_expected: 256,
+            ttft_slo: limits.ttft_slo,
+            tbt_slo: None,
+            wait_usd_per_s: None,
+        });
+        let mut handles = BTreeMap::new();
+        let mut actions = Vec::new();
+        for (at, (loaded, cost)) in instances.into_iter().enumerate() {
+            let id = InstanceId(at as u32);
+            let instance = describe(id, &loaded, cost);
+            fleet.step(env.now(), Event::InstanceUp(instance), &mut actions);
+            let Loaded { spec_device: device, forward, batch, .. } = loaded;
+            let bytes = limits.hand_off.slot_bytes * u64::from(limits.hand_off.slots);
+            let (shape, region) = (*forward.shape(), make_region(bytes));
+            let courier =
+                Courier::new(&*device, &config, &shape, transport.clone(), region, &limits.hand_off)?;
+            let inbox = mpsc::unbounded_channel();
+            let handle = InstanceHandle {
+                device: device.info().id.clone(),
+                inbox: inbox.0.clone(),
+                region: courier.descriptor().clone(),
+                slots: courier.slots().clone(),
+                kv: shape.kv,
+                block_tokens: shape.block_tokens,
+            };
+            let name = format!("worker {}", handle.device);
+            handles.insert(id, handle);
+            let (env2, reports, metrics) = (env.clone(), reports.clone(), metrics.clone());
+            let parts = WorkerParts {
+                id,
+                env: env2,
+                device,
+                forward,
+                limits: batch,
+                courier,
+                inbox,
+                reports,
+                metrics,
+            };
+            let worker = Worker::new(parts)?;
+            env.spawn_worker(&name, Box::pin(worker.run()));
+        }
+        for (from, to) in pairs(&handles) {
+            let cost = measure_link(&env, &*transport, &handles[&to], limits.hand_off)?;
+            fleet.step(env.now(), Event::LinkUp(Link { from, to, cost }), &mut actions);
+        }
+        let (handle, submissions) = EngineHandle::channel(limits.requests_max.max(1));
+        let coordinator = Coordinator {
+            env: env.clone(),
+            fleet,
+            instances: handles,
+            identity,
+            submissions,
+            reports: incoming,
+            placements: self.placements,
+            metrics,
+        };
+        env.spawn(Box::pin(coordinator.run()));
+        Ok(handle)
+    }
+}
+
+fn describe(id: InstanceId, loaded: &Loaded, cost: Coefficients) -> Instance {
+    Instance {
+        id,
+        device: loaded.spec_device.info().id.as_str().into(),
+        role: loaded.role,
+        cost: CostModel::Coefficients(cost),
+        price: loaded.price,
+        kv_capacity_tokens: loaded.kv_capacity_tokens(),
+        kv_block_tokens: loaded.batch.block_tokens,
+        prefill_tokens_beside_decode_max: loaded.batch.prefill_tokens_beside_decode_max,
+    }
+}
+
+fn pairs(handles: &BTreeMap<InstanceId, InstanceHandle>) -> Vec<(InstanceId, InstanceId)> {
+    let ids: Vec<InstanceId> = handles.keys().copied().collect();
+    let all = ids.iter().flat_map(|&from| ids.iter().map(move |&to| (from, to)));
+    all.filter(|(from, to)| from != to).collect()
+}
+
+/// `a + b * bytes` of a staged write, from a small one and a whole slot; the least of a few tries.
+fn measure_link(
+    env: &SharedEnv,
+    transport: &dyn Transport,
+    to: &InstanceHandle,
+    limits: HandOffLimits,
+) -> Result<LinkCost> {
+    const TRIES: usize = 5;
+    const SMALL_BYTES: usize = 4096;
+    let large_bytes = limits.slot_bytes as usize;
+    let mut endpoint = transport.connect(&to.region)?;
+    let mut least = |bytes: usize| -> Result<f64> {
+        let data = vec![0u8; bytes.min(large_bytes)];
+        let mut best = f64::INFINITY;
+        for _ in 0..TRIES {
+            let start = env.now();
+            let transfer = endpoint.write(&[Piece { data: &data, offset: 0 }])?;
+            endpoint.wait(transfer, limits.timeout)?;
+            best = best.min((env.now() - start).0);
+        }
+        Ok(best)
+    };
+    let (small, large) = (least(SMALL_BYTES)?, least(large_bytes)?);
+    let seconds_per_byte =
+        ((large - small) / (large_bytes.saturating_sub(SMALL_BYTES)).max(1) as f64).max(0.0);
+    Ok(LinkCost { latency: Seconds(small), seconds_per_byte, usd_per_byte: 0.0 })
+}

@@ -1,0 +1,415 @@
+//! One instance: a device, a copy of the model and the machine that forms its batches.
+//!
+//! The worker carries out what the machine decides and makes no choice of its own. It is a task that
+//! may block (on its device), so it lives on a thread of its own; everything it shares goes through
+//! its inbox.
+
+use super::handoff::{Courier, Incoming, Outgoing};
+use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
+use crate::env::{SharedEnv, yield_now};
+use crate::metrics::{DeviceLabels, Metrics};
+use crate::model::graph::{Forward, Part};
+use crate::request::{FinishReason, Logprobs};
+use crate::sampling::{self, History};
+use mixfleet_hal::{Cmd, Device, Error, Queue, Result, Slice, Ticket};
+use mixfleet_scheduler::batch::{Action, After, BatchLimits, Event, Instance, RequestId, Sampled, Step};
+use mixfleet_scheduler::fleet::InstanceId;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+/// A step that takes longer than this means that the device hangs.
+const STEP_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// A request on this instance.
+pub(super) struct Active {
+    pub(super) job: Job,
+    /// Prompt and output so far.
+    tokens: Vec<u32>,
+    pub(super) outgoing: Option<Outgoing>,
+    pub(super) incoming: Option<Incoming>,
+}
+
+impl Active {
+    fn generated(&self) -> &[u32] {
+        &self.tokens[self.job.wanted.prompt_ids.len()..]
+    }
+}
+
+/// The instance's worker.
+pub(super) struct Worker {
+    pub(super) id: InstanceId,
+    pub(super) env: SharedEnv,
+    pub(super) device: Arc<dyn Device>,
+    pub(super) queue: Box<dyn Queue>,
+    pub(super) forward: Forward,
+    machine: Instance,
+    pub(super) active: HashMap<RequestId, Active>,
+    pub(super) courier: Courier,
+    pub(super) inbox: mpsc::UnboundedReceiver<ToWorker>,
+    /// For those who reply to this worker.
+    pub(super) address: mpsc::UnboundedSender<ToWorker>,
+    /// Messages that came while the worker waited for a credit.
+    pub(super) deferred: VecDeque<ToWorker>,
+    reports: mpsc::UnboundedSender<Report>,
+    pub(super) metrics: Metrics,
+}
+
+/// What a worker is made of.
+pub(super) struct WorkerParts {
+    /// The instance.
+    pub(super) id: InstanceId,
+    /// The world.
+    pub(super) env: SharedEnv,
+    /// Its device.
+    pub(super) device: Arc<dyn Device>,
+    /// Its model.
+    pub(super) forward: Forward,
+    /// Its bounds.
+    pub(super) limits: BatchLimits,
+    /// Its way to other instances.
+    pub(super) courier: Courier,
+    /// Both ends of its inbox.
+    pub(super) inbox: (mpsc::UnboundedSender<ToWorker>, mpsc::UnboundedReceiver<ToWorker>),
+    /// The coordinator.
+    pub(super) reports: mpsc::UnboundedSender<Report>,
+    /// Where it counts.
+    pub(super) metrics: Metrics,
+}
+
+impl Worker {
+    /// A worker that waits for messages once it runs.
+    ///
+    /// # Errors
+    /// When the device gives no queue.
+    pub(super) fn new(parts: WorkerParts) -> Result<Self> {
+        Ok(Worker {
+            id: parts.id,
+            env: parts.env,
+            queue: parts.device.queue()?,
+            device: parts.device,
+            forward: parts.forward,
+            machine: Instance::new(parts.limits),
+            active: HashMap::new(),
+            courier: parts.courier,
+            inbox: parts.inbox.1,
+            address: parts.inbox.0,
+            deferred: VecDeque::new(),
+            reports: parts.reports,
+            metrics: parts.metrics,
+        })
+    }
+
+    /// Works until the coordinator is gone or the device fails.
+    pub(super) async fn run(mut self) {
+        self.report(FromWorker::Ready);
+        if let Err(error) = self.serve().await {
+            tracing::error!(device = %self.device.info().id, %error, "the instance is down");
+            self.report(FromWorker::Down(error));
+        }
+    }
+
+    fn report(&self, message: FromWorker) {
+        // Without a coordinator nobody is left to tell; `serve` ends by itself then.
+        let _ = self.reports.send((self.id, message));
+    }
+
+    async fn serve(&mut self) -> Result<()> {
+        loop {
+            while let Some(message) = self.deferred.pop_front().or_else(|| self.inbox.try_recv().ok()) {
+                self.handle(message).await?;
+            }
+            let ran = self.turn().await?;
+            if ran || !self.deferred.is_empty() {
+                yield_now().await;
+                continue;
+            }
+            tokio::select! {
+                message = self.inbox.recv() => match message {
+                    Some(message) => self.handle(message).await?,
+                    None => return Ok(()),
+                },
+                () = self.reports.closed() => return Ok(()),
+            }
+        }
+    }
+
+    async fn handle(&mut self, message: ToWorker) -> Result<()> {
+        match message {
+            ToWorker::Add { job, hand_off } => self.add(job, hand_off),
+            ToWorker::Reserve { job } => self.reserve(job),
+            ToWorker::Landed(piece) => {
+                if let Some(request) = self.receive(piece)? {
+                    self.settle_incoming(request);
+                }
+            }
+            ToWorker::Lost { request, attempt, piece } => {
+                if let Some(incoming) = self.incoming(request, attempt) {
+                    incoming.lose(piece);
+                    self.settle_incoming(request);
+                }
+            }
+            ToWorker::HandedOver { request, attempt, next } => {
+                if let Some(incoming) = self.incoming(request, attempt) {
+                    incoming.hand_over(next);
+                    self.settle_incoming(request);
+                }
+            }
+            ToWorker::Verdict { request, attempt, piece, intact } => {
+                self.verdict(request, attempt, piece, intact).await?;
+                self.settle_outgoing(request);
+            }
+            ToWorker::Settle { request } => self.settle_incoming(request),
+            ToWorker::Cancel { request } => {
+                self.active.remove(&request);
+                self.machine_step(Event::Cancel { request });
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, job: Job, hand_off: Option<HandOff>) {
+        let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
+        let (request, tokens, hasher) = (job.request, job.tokens.clone(), job.hasher);
+        let outgoing = hand_off.map(Outgoing::new);
+        self.active.insert(request, Active { job, tokens: tokens.clone(), outgoing, incoming: None });
+        self.machine_step(Event::Add { request, tokens, hasher, after });
+    }
+
+    fn reserve(&mut self, job: Job) {
+        let (request, tokens, hasher) = (job.request, job.tokens.clone(), job.hasher);
+        self.active.insert(request, Active { job, tokens: tokens.clone(), outgoing: None, incoming: None });
+        self.machine_step(Event::Reserve { request, tokens, hasher });
+    }
+
+    /// For events that change state but never ask for work.
+    fn machine_step(&mut self, event: Event) {
+        let mut actions = Vec::new();
+        self.machine.step(event, &mut actions);
+        for action in actions {
+            if let Action::Stored(hashes) = action {
+                self.report(FromWorker::Stored(hashes));
+            }
+        }
+    }
+
+    /// Asks the machine for work and does it. False if there is none.
+    async fn turn(&mut self) -> Result<bool> {
+        let mut actions = Vec::new();
+        self.machine.step(Event::Idle, &mut actions);
+        let mut ran = false;
+        for action in actions {
+            match action {
+                Action::Run(step) => {
+                    self.run_step(step).await?;
+                    ran = true;
+                }
+                Action::Admitted { request, tokens_cached, pages } => {
+                    self.report(FromWorker::Admitted { request, tokens_cached });
+                    self.send_cached(request, tokens_cached, &pages).await?;
+                }
+                Action::Reserved { request, tokens_cached, pages } => {
+                    let layers = self.forward.config().layers;
+                    let Some(active) = self.active.get_mut(&request) else { continue };
+                    let length = active.tokens.len() as u32;
+                    active.incoming = Some(Incoming::new(pages, tokens_cached, length, layers));
+                    let attempt = active.job.attempt;
+                    self.report(FromWorker::Reserved { request, attempt, tokens_cached });
+                }
+                Action::Revoked { request } => {
+                    self.active.remove(&request);
+                    self.report(FromWorker::Revoked { request });
+                }
+                Action::Preempted { .. } => {
+                    let device = self.device.info().id.clone();
+                    self.metrics.preemptions.get_or_create(&DeviceLabels { device }).inc();
+                }
+                Action::Stored(hashes) => self.report(FromWorker::Stored(hashes)),
+                Action::Evicted(hashes) => self.report(FromWorker::Evicted(hashes)),
+            }
+        }
+        self.report(FromWorker::Load(self.machine.load()));
+        Ok(ran)
+    }
+
+    /// Runs one forward pass; the KV of handed-off prompts leaves layer by layer meanwhile.
+    async fn run_step(&mut self, step: Step) -> Result<()> {
+        let parts: Vec<Part<'_>> = step
+            .sequences
+            .iter()
+            .map(|s| Part { start: s.start, tokens: &s.tokens, pages: &s.pages, sample: s.sample })
+            .collect();
+        let pass = self.forward.begin(&*self.device, &parts)?;
+        let leaving = self.leaving(&step);
+        let layers = self.forward.config().layers as usize;
+        let depth = self.courier.depth();
+        let mut tickets: Vec<Ticket> = Vec::with_capacity(layers);
+        for layer in 0..layers {
+            let mut list = if layer == 0 { vec![self.forward.embed(&pass)?] } else { Vec::new() };
+            list.extend(self.forward.layer(layer, &pass)?);
+            list.extend(self.gathers(layer, &pass, &leaving)?);
+            tickets.push(self.queue.submit(&list)?);
+            if !leaving.is_empty() && layer + 1 >= depth {
+                let ready = layer + 1 - depth;
+                self.queue.wait(tickets[ready], STEP_TIMEOUT)?;
+                self.deliver(ready, &leaving).await?;
+            }
+        }
+        let mut list = self.forward.head(&pass)?;
+        let best = self.greedy(&step, &pass, &mut list)?;
+        let last = if list.is_empty() { tickets[layers - 1] } else { self.queue.submit(&list)? };
+        if !leaving.is_empty() {
+            for ready in (layers + 1).saturating_sub(depth)..layers {
+                self.queue.wait(tickets[ready], STEP_TIMEOUT)?;
+                self.deliver(ready, &leaving).await?;
+            }
+        }
+        self.queue.wait(last, STEP_TIMEOUT)?;
+        let drawn = self.draw(&step, self.forward.logits(&pass), best)?;
+        self.finish_step(&step, drawn);
+        Ok(())
+    }
+
+    /// If every token of the step is drawn greedily, the device picks it and the logits stay there.
+    fn greedy(
+        &self,
+        step: &Step,
+        pass: &crate::model::graph::Step,
+        list: &mut Vec<Cmd>,
+    ) -> Result<Option<Slice>> {
+        let mut sampled = step.sequences.iter().filter(|s| s.sample).peekable();
+        let plain = |request: RequestId| {
+            let wanted = &self.active.get(&request)?.job.wanted;
+            (wanted.logprobs.is_none() && wanted.sampling.is_plain_greedy()).then_some(())
+        };
+        // A cancelled request has no wishes: its token is drawn and thrown away.
+        let unknown = |request| !self.active.contains_key(&request);
+        if sampled.peek().is_none() || !sampled.all(|s| unknown(s.request) || plain(s.request).is_some()) {
+            return Ok(None);
+        }
+        let (command, best) = self.forward.argmax(pass)?;
+        list.push(command);
+        Ok(Some(best))
+    }
+
+    /// Draws a token for each sampled part, in order.
+    fn draw(&self, step: &Step, logits: Slice, best: Option<Slice>) -> Result<Vec<Draw>> {
+        let sampled: Vec<_> = step.sequences.iter().filter(|s| s.sample).collect();
+        if let Some(best) = best {
+            let mut tokens = vec![0u32; sampled.len()];
+            self.device.read(&best, bytemuck::cast_slice_mut(&mut tokens))?;
+            let draws = sampled.iter().zip(tokens);
+            return Ok(draws.map(|(s, token)| (s.request, Ok((token, None)))).collect());
+        }
+        let vocab = self.forward.config().vocab as usize;
+        let mut values = vec![0f32; sampled.len() * vocab];
+        self.device.read(&logits, bytemuck::cast_slice_mut(&mut values))?;
+        let rows = sampled.iter().zip(values.chunks_exact(vocab));
+        let draws = rows.map(|(s, logits)| {
+            let Some(active) = self.active.get(&s.request) else { return (s.request, Ok((0, None))) };
+            let wanted = &active.job.wanted;
+            let history = History { prompt: &wanted.prompt_ids, output: active.generated() };
+            let drawn = sampling::sample(logits, &wanted.sampling, history, wanted.logprobs);
+            (s.request, drawn.map(|d| (d.token, d.logprobs)).map_err(|error| error.to_string()))
+        });
+        Ok(draws.collect())
+    }
+
+    fn finish_step(&mut self, step: &Step, drawn: Vec<Draw>) {
+        let mut sampled = Vec::new();
+        let mut after = Vec::new();
+        for (request, result) in drawn {
+            let Some(active) = self.active.get_mut(&request) else {
+                sampled.push(Sampled { request, token: 0, finished: true });
+                continue;
+            };
+            let (token, logprobs) = match result {
+                Ok(drawn) => drawn,
+                Err(message) => {
+                    sampled.push(Sampled { request, token: 0, finished: true });
+                    after.push((request, None));
+                    self.active.remove(&request);
+                    self.report(FromWorker::RequestFailed { request, message });
+                    continue;
+                }
+            };
+            let index = active.generated().len() as u32;
+            active.tokens.push(token);
+            let wanted = &active.job.wanted;
+            let finish = if wanted.eos_ids.contains(&token) {
+                Some(FinishReason::Stop)
+            } else {
+                (index + 1 >= wanted.max_tokens).then_some(FinishReason::Length)
+            };
+            let attempt = active.job.attempt;
+            sampled.push(Sampled { request, token, finished: finish.is_some() });
+            after.push((request, finish.is_none().then_some(token)));
+            self.report(FromWorker::Drawn { request, attempt, index, token, logprobs, finish });
+        }
+        for part in step.sequences.iter().filter(|s| !s.sample || s.tokens.len() > 1) {
+            let tokens = part.start + part.tokens.len() as u32;
+            self.report(FromWorker::Progress { request: part.request, tokens });
+        }
+        self.machine_step(Event::StepDone { sampled });
+        for (request, next) in after {
+            self.after_draw(request, next);
+        }
+    }
+
+    /// A finished request leaves; a handed-off one goes on at its receiver.
+    fn after_draw(&mut self, request: RequestId, next: Option<u32>) {
+        let outgoing = self.active.get_mut(&request).and_then(|a| a.outgoing.as_mut());
+        match (outgoing, next) {
+            (Some(outgoing), Some(next)) => {
+                outgoing.hand_over(request, next);
+                self.settle_outgoing(request);
+            }
+            (_, None) => {
+                self.active.remove(&request);
+                // Frees the blocks of a hand-off that ended with its first token.
+                self.machine_step(Event::Release { request });
+            }
+            (None, Some(_)) => {}
+        }
+    }
+
+    /// A receiver's sequence joins the batch when all of its KV is there.
+    fn settle_incoming(&mut self, request: RequestId) {
+        let Some(active) = self.active.get_mut(&request) else { return };
+        let Some((tokens_valid, next)) = active.incoming.as_ref().and_then(Incoming::complete) else {
+            return;
+        };
+        active.incoming = None;
+        active.tokens.push(next);
+        self.machine_step(Event::Landed { request, tokens_valid, next: Some(next) });
+        self.report(FromWorker::Joined { request });
+    }
+
+    /// A sender's blocks are released when the receiver has confirmed all pieces.
+    fn settle_outgoing(&mut self, request: RequestId) {
+        let outgoing = self.active.get(&request).and_then(|a| a.outgoing.as_ref());
+        if outgoing.is_some_and(Outgoing::complete) {
+            if let Some(started) = outgoing.and_then(Outgoing::started) {
+                self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
+            }
+            self.active.remove(&request);
+            self.machine_step(Event::Release { request });
+        }
+    }
+
+    fn incoming(&mut self, request: RequestId, attempt: u32) -> Option<&mut Incoming> {
+        let active = self.active.get_mut(&request)?;
+        if active.job.attempt != attempt { None } else { active.incoming.as_mut() }
+    }
+
+    /// Waits for a command list of its own; for copies outside a step.
+    pub(super) fn run_now(&mut self, list: &[Cmd]) -> Result<()> {
+        let ticket = self.queue.submit(list)?;
+        self.queue.wait(ticket, STEP_TIMEOUT).map_err(|error: Error| error.context("copying KV"))?;
+        Ok(())
+    }
+}
+
+/// A request with its token, or why none could be drawn.
+type Draw = (RequestId, std::result::Result<(u32, Option<Logprobs>), String>);

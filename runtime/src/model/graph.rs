@@ -1,0 +1,557 @@
+//! The forward pass as commands: one list per layer, so that the KV of a layer can leave while later
+//! layers still run.
+//!
+//! The residual stream is f32 whatever the activations' dtype is: it is read and written once per
+//! block, and rounding it would cost more accuracy than all other roundings together.
+
+use super::{LayerWeights, ModelConfig, Tensor, Weights};
+use mixfleet_hal::{Cmd, DType, Device, OpSig, Result, Role, Scalar, Slice};
+use std::sync::Arc;
+
+/// How large a step may be, and in which dtypes it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepShape {
+    /// New tokens in a step.
+    pub tokens_max: u32,
+    /// Sequences in a step.
+    pub sequences_max: u32,
+    /// KV blocks of the instance.
+    pub blocks: u32,
+    /// Tokens in a block.
+    pub block_tokens: u32,
+    /// Dtype of what flows between operations.
+    pub activations: DType,
+    /// Dtype of the KV pools.
+    pub kv: DType,
+}
+
+/// One sequence's part in a step.
+#[derive(Clone, Debug)]
+pub struct Part<'a> {
+    /// Tokens whose KV is in place.
+    pub start: u32,
+    /// New tokens.
+    pub tokens: &'a [u32],
+    /// Block table over `start` + `tokens`.
+    pub pages: &'a [u32],
+    /// Logits of the last new token are wanted.
+    pub sample: bool,
+}
+
+/// A step whose inputs are on the device; its commands are built list by list.
+pub struct Step {
+    sizes: Sizes,
+    inputs: Inputs,
+}
+
+impl Step {
+    /// Parts whose next token is wanted: rows of the logits.
+    pub fn rows(&self) -> u32 {
+        self.sizes.picks.len() as u32
+    }
+}
+
+/// Activation buffers, allocated once for the largest step.
+#[derive(Debug)]
+struct Arena {
+    /// Token ids, slots, ranges, block tables, rope tables: one upload per step.
+    inputs: Slice,
+    residual: Slice, // [tokens, hidden] f32
+    normed: Slice,   // [tokens, hidden]
+    q: Slice,        // [tokens, heads, head_dim]
+    k: Slice,        // [tokens, kv_heads, head_dim]
+    v: Slice,        // [tokens, kv_heads, head_dim]
+    k_raw: Slice,    // [tokens, kv_heads, head_dim] before its norm
+    attended: Slice, // [tokens, heads, head_dim]; before that, q before its norm
+    acc: Slice,      // [sequences, heads, head_dim] f32
+    stat: Slice,     // [sequences, heads, 2] f32
+    gate: Slice,     // [tokens, intermediate]
+    up: Slice,       // [tokens, intermediate]
+    inner: Slice,    // [tokens, intermediate]
+    picked: Slice,   // [sequences, hidden] f32
+    logits: Slice,   // [sequences, vocab] f32
+    best: Slice,     // [sequences] u32
+}
+
+/// A model on a device, ready to run steps.
+pub struct Forward {
+    config: Arc<ModelConfig>,
+    weights: Weights,
+    shape: StepShape,
+    pools: Vec<(Slice, Slice)>,
+    arena: Arena,
+    alignment: u64,
+    /// The distinct windows of the layers.
+    windows: Vec<Option<u32>>,
+}
+
+/// Where a step's inputs lie.
+struct Inputs {
+    ids: Slice,
+    slots: Slice,
+    cos_sin: Slice,
+    /// Per distinct window.
+    ranges: Vec<Slice>,
+    decode_pages: Slice,
+    query_start: Slice,
+    context: Slice,
+    prefill_pages: Slice,
+    picks: Slice,
+}
+
+/// Sizes of a step.
+struct Sizes {
+    tokens: u32,
+    decodes: u32,
+    prefills: u32,
+    decode_pages_max: u32,
+    prefill_pages_max: u32,
+    /// Per distinct window: keys read by decodes; and pairs and keys of prefills.
+    kv: Vec<KvSizes>,
+    picks: Vec<u32>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct KvSizes {
+    decode_tokens: u64,
+    prefill_pairs: u64,
+    prefill_tokens: u64,
+}
+
+impl Forward {
+    /// Allocates KV pools and activations on `device`.
+    pub fn new(
+        device: &dyn Device,
+        config: Arc<ModelConfig>,
+        weights: Weights,
+        shape: StepShape,
+    ) -> Result<Self> {
+        let page_bytes =
+            u64::from(shape.block_tokens * config.kv_heads * config.head_dim) * shape.kv.size_bytes();
+        let pool_bytes = u64::from(shape.blocks) * page_bytes;
+        let pool = || device.alloc(pool_bytes, Role::Kv);
+        let pools = (0..config.layers).map(|_| Ok((pool()?, pool()?))).collect::<Result<_>>()?;
+        let mut windows = config.windows.clone();
+        windows.sort_unstable();
+        windows.dedup();
+        let alignment = device.limits().alignment_bytes.max(4);
+        let arena = Arena::new(device, &config, &shape, windows.len() as u64, alignment)?;
+        Ok(Forward { config, weights, shape, pools, arena, alignment, windows })
+    }
+
+    /// The model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The step's bounds.
+    pub fn shape(&self) -> &StepShape {
+        &self.shape
+    }
+
+    /// The K and V pools of `layer`.
+    pub fn pools(&self, layer: usize) -> (&Slice, &Slice) {
+        let (k, v) = &self.pools[layer];
+        (k, v)
+    }
+
+    /// Uploads the inputs of a step. Parts with one token come first. No earlier step may be under
+    /// way: it reads the same buffers.
+    pub fn begin(&self, device: &dyn Device, parts: &[Part<'_>]) -> Result<Step> {
+        let sizes = self.sizes(parts);
+        let inputs = self.upload(device, parts, &sizes)?;
+        Ok(Step { sizes, inputs })
+    }
+
+    /// The logits of a step: `[rows, vocab]` f32, one row per part with `sample`, in order.
+    pub fn logits(&self, step: &Step) -> Slice {
+        rows_of(&self.arena.logits, step.rows(), self.config.vocab, DType::F32)
+    }
+
+    /// The KV slots of `tokens` rows of a step, from `row` on.
+    pub fn slots(&self, step: &Step, row: u32, tokens: u32) -> Slice {
+        step.inputs.slots.range(u64::from(row) * 4, u64::from(tokens) * 4)
+    }
+
+    /// A command that takes the best token of each row of logits, and where it puts them.
+    pub fn argmax(&self, step: &Step) -> Result<(Cmd, Slice)> {
+        let (rows, cols) = (step.rows(), self.config.vocab);
+        let best = rows_of(&self.arena.best, rows, 1, DType::U32);
+        Ok((Cmd::new(OpSig::Argmax { rows, cols }, &[self.logits(step), best.clone()])?, best))
+    }
+
+    fn sizes(&self, parts: &[Part<'_>]) -> Sizes {
+        let decodes = parts.iter().take_while(|p| p.tokens.len() == 1).count();
+        let (decode, prefill) = parts.split_at(decodes);
+        let kv = self.windows.iter().map(|&window| {
+            let mut kv = KvSizes::default();
+            for part in decode {
+                kv.decode_tokens += visible(part.start, window);
+            }
+            for part in prefill {
+                let new = part.tokens.len() as u32;
+                kv.prefill_pairs += (0..new).map(|i| visible(part.start + i, window)).sum::<u64>();
+                kv.prefill_tokens += visible(part.start, window) - 1 + u64::from(new);
+            }
+            kv
+        });
+        let pages_max = |parts: &[Part<'_>]| parts.iter().map(|p| p.pages.len() as u32).max().unwrap_or(0);
+        let mut picks = Vec::new();
+        let mut row = 0;
+        for part in parts {
+            row += part.tokens.len() as u32;
+            if part.sample {
+                picks.push(row - 1);
+            }
+        }
+        Sizes {
+            tokens: row,
+            decodes: decodes as u32,
+            prefills: prefill.len() as u32,
+            decode_pages_max: pages_max(decode),
+            prefill_pages_max: pages_max(prefill),
+            kv: kv.collect(),
+            picks,
+        }
+    }
+
+    fn upload(&self, device: &dyn Device, parts: &[Part<'_>], sizes: &Sizes) -> Result<Inputs> {
+        let (decode, prefill) = parts.split_at(sizes.decodes as usize);
+        let block = self.shape.block_tokens;
+        let mut packer = Packer { bytes: Vec::new(), alignment: self.alignment, target: &self.arena.inputs };
+        let ids: Vec<u32> = parts.iter().flat_map(|p| p.tokens.iter().copied()).collect();
+        let at = |p: &Part<'_>| p.start..p.start + p.tokens.len() as u32;
+        let positions: Vec<u32> = parts.iter().flat_map(at).collect();
+        let slots: Vec<u32> = parts
+            .iter()
+            .flat_map(|p| at(p).map(|i| p.pages[(i / block) as usize] * block + i % block))
+            .collect();
+        let table = |parts: &[Part<'_>], pages_max: u32| -> Vec<u32> {
+            let rows = parts.iter().map(|p| p.pages.iter().copied().chain(std::iter::repeat(0)));
+            rows.flat_map(|row| row.take(pages_max as usize)).collect()
+        };
+        let ranges: Vec<Vec<u32>> = self
+            .windows
+            .iter()
+            .map(|&window| {
+                let ends = decode.iter().map(|p| p.start + 1);
+                ends.flat_map(|end| [end - visible(end - 1, window) as u32, end]).collect()
+            })
+            .collect();
+        let mut query_start = vec![0];
+        for part in prefill {
+            query_start.push(query_start[query_start.len() - 1] + part.tokens.len() as u32);
+        }
+        let context: Vec<u32> = prefill.iter().map(|p| p.start + p.tokens.len() as u32).collect();
+        let inputs = Inputs {
+            ids: packer.put(bytemuck::cast_slice(&ids)),
+            slots: packer.put(bytemuck::cast_slice(&slots)),
+            cos_sin: packer.put(bytemuck::cast_slice(&self.config.rope.table(&positions))),
+            ranges: ranges.iter().map(|r| packer.put(bytemuck::cast_slice(r))).collect(),
+            decode_pages: packer.put(bytemuck::cast_slice(&table(decode, sizes.decode_pages_max))),
+            query_start: packer.put(bytemuck::cast_slice(&query_start)),
+            context: packer.put(bytemuck::cast_slice(&context)),
+            prefill_pages: packer.put(bytemuck::cast_slice(&table(prefill, sizes.prefill_pages_max))),
+            picks: packer.put(bytemuck::cast_slice(&sizes.picks)),
+        };
+        device.write(&self.arena.inputs.range(0, packer.bytes.len() as u64), &packer.bytes)?;
+        Ok(inputs)
+    }
+
+    /// Token embedding.
+    pub fn embed(&self, Step { sizes, inputs }: &Step) -> Result<Cmd> {
+        let (vocab, hidden) = (self.config.vocab, self.config.hidden);
+        let table = &self.weights.embed;
+        let sig = OpSig::Embed { tokens: sizes.tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
+        Cmd::new(sig, &[inputs.ids.clone(), table.slice.clone(), self.residual(sizes.tokens)])
+    }
+
+    fn residual(&self, rows: u32) -> Slice {
+        rows_of(&self.arena.residual, rows, self.config.hidden, DType::F32)
+    }
+
+    /// Decoder layer `at`.
+    pub fn layer(&self, at: usize, Step { sizes, inputs }: &Step) -> Result<Vec<Cmd>> {
+        let w = &self.weights.layers[at];
+        let mut list = Vec::with_capacity(20);
+        self.attention_inputs(w, sizes, inputs, &mut list)?;
+        self.attention(at, sizes, inputs, &mut list)?;
+        let (c, x) = (&self.config, self.shape.activations);
+        let (tokens, q_cols) = (sizes.tokens, c.heads * c.head_dim);
+        let arena = &self.arena;
+        let residual = self.residual(tokens);
+        let attended = rows_of(&arena.attended, tokens, q_cols, x);
+        list.push(gemm(
+            tokens,
+            &attended,
+            x,
+            &w.o,
+            w.o_bias.as_ref(),
+            c.hidden,
+            q_cols,
+            Out::Add(&residual),
+        )?);
+        let normed = rows_of(&arena.normed, tokens, c.hidden, x);
+        list.push(self.norm(tokens, c.hidden, (&residual, DType::F32), &w.mlp_norm, &normed)?);
+        let [gate, up, inner] =
+            [&arena.gate, &arena.up, &arena.inner].map(|s| rows_of(s, tokens, c.intermediate, x));
+        let (n, k) = (c.intermediate, c.hidden);
+        list.push(gemm(tokens, &normed, x, &w.gate, w.gate_bias.as_ref(), n, k, Out::Set(&gate, x))?);
+        list.push(gemm(tokens, &normed, x, &w.up, w.up_bias.as_ref(), n, k, Out::Set(&up, x))?);
+        let elements = u64::from(tokens) * u64::from(c.intermediate);
+        list.push(Cmd::new(OpSig::SiluMul { elements, x }, &[gate, up, inner.clone()])?);
+        list.push(gemm(tokens, &inner, x, &w.down, w.down_bias.as_ref(), k, n, Out::Add(&residual))?);
+        Ok(list)
+    }
+
+    /// Norm, projections, per-head norms, rope.
+    fn attention_inputs(
+        &self,
+        w: &LayerWeights,
+        sizes: &Sizes,
+        inputs: &Inputs,
+        list: &mut Vec<Cmd>,
+    ) -> Result<()> {
+        let (c, x, arena, tokens) = (&self.config, self.shape.activations, &self.arena, sizes.tokens);
+        let (q_cols, kv_cols) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let normed = rows_of(&arena.normed, tokens, c.hidden, x);
+        list.push(self.norm(
+            tokens,
+            c.hidden,
+            (&self.residual(tokens), DType::F32),
+            &w.attn_norm,
+            &normed,
+        )?);
+        let q = rows_of(&arena.q, tokens, q_cols, x);
+        let k = rows_of(&arena.k, tokens, kv_cols, x);
+        let v = rows_of(&arena.v, tokens, kv_cols, x);
+        let (q_raw, k_raw) = if c.qk_norm {
+            (rows_of(&arena.attended, tokens, q_cols, x), rows_of(&arena.k_raw, tokens, kv_cols, x))
+        } else {
+            (q.clone(), k.clone())
+        };
+        let mut project = |weight: &Tensor, bias: Option<&Tensor>, n, out| -> Result<()> {
+            list.push(gemm(tokens, &normed, x, weight, bias, n, c.hidden, Out::Set(out, x))?);
+            Ok(())
+        };
+        project(&w.q, w.q_bias.as_ref(), q_cols, &q_raw)?;
+        project(&w.k, w.k_bias.as_ref(), kv_cols, &k_raw)?;
+        project(&w.v, w.v_bias.as_ref(), kv_cols, &v)?;
+        if let (Some(q_norm), Some(k_norm)) = (&w.q_norm, &w.k_norm) {
+            list.push(self.norm(tokens * c.heads, c.head_dim, (&q_raw, x), q_norm, &q)?);
+            list.push(self.norm(tokens * c.kv_heads, c.head_dim, (&k_raw, x), k_norm, &k)?);
+        }
+        for (slice, heads) in [(&q, c.heads), (&k, c.kv_heads)] {
+            let sig = OpSig::Rope { tokens, heads, head_dim: c.head_dim, x };
+            list.push(Cmd::new(sig, &[slice.clone(), inputs.cos_sin.clone()])?);
+        }
+        Ok(())
+    }
+
+    /// KV write and attention: decodes first, then prefills.
+    fn attention(&self, at: usize, sizes: &Sizes, inputs: &Inputs, list: &mut Vec<Cmd>) -> Result<()> {
+        let (c, arena) = (&self.config, &self.arena);
+        let StepShape { activations: x, kv, block_tokens: page_tokens, .. } = self.shape;
+        let (heads, kv_heads, head_dim, tokens) = (c.heads, c.kv_heads, c.head_dim, sizes.tokens);
+        let (k_pool, v_pool) = self.pools[at].clone();
+        let k = rows_of(&arena.k, tokens, kv_heads * head_dim, x);
+        let v = rows_of(&arena.v, tokens, kv_heads * head_dim, x);
+        let sig = OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv };
+        list.push(Cmd::new(sig, &[k, v, inputs.slots.clone(), k_pool.clone(), v_pool.clone()])?);
+
+        let window = c.windows[at];
+        let which = self.windows.iter().position(|w| *w == window).expect("every layer's window is listed");
+        let kv_sizes = sizes.kv[which];
+        let row_bytes = u64::from(heads * head_dim) * x.size_bytes();
+        let split = u64::from(sizes.decodes) * row_bytes;
+        let rest = u64::from(tokens - sizes.decodes) * row_bytes;
+        if sizes.decodes > 0 {
+            let (sequences, rows) = (sizes.decodes, sizes.decodes * heads);
+            let acc = rows_of(&arena.acc, rows, head_dim, DType::F32);
+            let stat = rows_of(&arena.stat, rows, 2, DType::F32);
+            let (kv_tokens, pages_max) = (kv_sizes.decode_tokens, sizes.decode_pages_max);
+            let sig = OpSig::AttnDecode {
+                sequences,
+                kv_tokens,
+                heads,
+                kv_heads,
+                head_dim,
+                page_tokens,
+                pages_max,
+                x,
+                kv,
+            };
+            let (range, pages) = (inputs.ranges[which].clone(), inputs.decode_pages.clone());
+            let q = arena.q.range(0, split);
+            let (k_pool, v_pool) = (k_pool.clone(), v_pool.clone());
+            list.push(Cmd::new(sig, &[q, range, pages, k_pool, v_pool, acc.clone(), stat.clone()])?);
+            let sig = OpSig::AttnMerge { parts: 1, rows, head_dim, out: x };
+            list.push(Cmd::new(sig, &[acc, stat, arena.attended.range(0, split)])?);
+        }
+        if sizes.prefills > 0 {
+            let sig = OpSig::AttnPrefill {
+                tokens: tokens - sizes.decodes,
+                sequences: sizes.prefills,
+                pairs: kv_sizes.prefill_pairs,
+                kv_tokens: kv_sizes.prefill_tokens,
+                heads,
+                kv_heads,
+                head_dim,
+                page_tokens,
+                pages_max: sizes.prefill_pages_max,
+                window,
+                x,
+                kv,
+            };
+            let (query_start, context) = (inputs.query_start.clone(), inputs.context.clone());
+            let (q, out) = (arena.q.range(split, rest), arena.attended.range(split, rest));
+            let pages = inputs.prefill_pages.clone();
+            list.push(Cmd::new(sig, &[q, query_start, context, pages, k_pool, v_pool, out])?);
+        }
+        Ok(())
+    }
+
+    /// Final norm and LM head over the rows that are sampled; empty if none is.
+    pub fn head(&self, Step { sizes, inputs }: &Step) -> Result<Vec<Cmd>> {
+        let (c, arena, rows) = (&self.config, &self.arena, sizes.picks.len() as u32);
+        if rows == 0 {
+            return Ok(Vec::new());
+        }
+        let mut list = Vec::new();
+        let mut last = self.residual(sizes.tokens);
+        if rows < sizes.tokens {
+            let picked = rows_of(&arena.picked, rows, c.hidden, DType::F32);
+            let (vocab, hidden) = (sizes.tokens, c.hidden);
+            let sig = OpSig::Embed { tokens: rows, vocab, hidden, table: DType::F32, out: DType::F32 };
+            list.push(Cmd::new(sig, &[inputs.picks.clone(), last, picked.clone()])?);
+            last = picked;
+        }
+        let x = self.shape.activations;
+        let normed = rows_of(&arena.normed, rows, c.hidden, x);
+        list.push(self.norm(rows, c.hidden, (&last, DType::F32), &self.weights.norm, &normed)?);
+        let logits = rows_of(&arena.logits, rows, c.vocab, DType::F32);
+        let out = Out::Set(&logits, DType::F32);
+        list.push(gemm(rows, &normed, x, &self.weights.lm_head, None, c.vocab, c.hidden, out)?);
+        Ok(list)
+    }
+
+    fn norm(
+        &self,
+        rows: u32,
+        cols: u32,
+        (x, dtype): (&Slice, DType),
+        weight: &Tensor,
+        out: &Slice,
+    ) -> Result<Cmd> {
+        let sig = OpSig::RmsNorm {
+            rows,
+            cols,
+            eps: Scalar(self.config.norm_eps),
+            x: dtype,
+            weight: weight.dtype,
+            out: self.shape.activations,
+        };
+        Cmd::new(sig, &[x.clone(), weight.slice.clone(), out.clone()])
+    }
+}
+
+impl Arena {
+    fn new(
+        device: &dyn Device,
+        c: &ModelConfig,
+        shape: &StepShape,
+        windows: u64,
+        alignment: u64,
+    ) -> Result<Self> {
+        let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
+        let x = shape.activations.size_bytes();
+        let (hidden, inner, vocab) = (u64::from(c.hidden), u64::from(c.intermediate), u64::from(c.vocab));
+        let (q_cols, kv_cols) = (u64::from(c.heads * c.head_dim), u64::from(c.kv_heads * c.head_dim));
+        let table = sequences * u64::from(shape.blocks.min(c.context_max.div_ceil(shape.block_tokens) + 1));
+        let words = tokens * (2 + u64::from(c.head_dim)) + sequences * (2 * windows + 4) + 2 * table + 1;
+        let inputs = words * 4 + (9 + windows) * alignment;
+        let alloc = |bytes: u64| device.alloc(bytes.max(4), Role::Activations);
+        Ok(Arena {
+            inputs: alloc(inputs)?,
+            residual: alloc(tokens * hidden * 4)?,
+            normed: alloc(tokens.max(sequences) * hidden * x)?,
+            q: alloc(tokens * q_cols * x)?,
+            k: alloc(tokens * kv_cols * x)?,
+            v: alloc(tokens * kv_cols * x)?,
+            k_raw: alloc(if c.qk_norm { tokens * kv_cols * x } else { 0 })?,
+            attended: alloc(tokens * q_cols * x)?,
+            acc: alloc(sequences * q_cols * 4)?,
+            stat: alloc(sequences * u64::from(c.heads) * 8)?,
+            gate: alloc(tokens * inner * x)?,
+            up: alloc(tokens * inner * x)?,
+            inner: alloc(tokens * inner * x)?,
+            picked: alloc(sequences * hidden * 4)?,
+            logits: alloc(sequences * vocab * 4)?,
+            best: alloc(sequences * 4)?,
+        })
+    }
+}
+
+/// Keys that the query at `position` sees.
+fn visible(position: u32, window: Option<u32>) -> u64 {
+    u64::from(window.unwrap_or(u32::MAX).min(position + 1))
+}
+
+/// The first `rows` rows of a buffer.
+fn rows_of(slice: &Slice, rows: u32, cols: u32, dtype: DType) -> Slice {
+    slice.range(0, u64::from(rows) * u64::from(cols) * dtype.size_bytes())
+}
+
+/// What a Gemm does with its output.
+enum Out<'a> {
+    Set(&'a Slice, DType),
+    /// Adds to the f32 residual.
+    Add(&'a Slice),
+}
+
+#[expect(clippy::too_many_arguments, reason = "the operands of a Gemm; a struct would only rename them")]
+fn gemm(
+    m: u32,
+    x: &Slice,
+    x_dtype: DType,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    n: u32,
+    k: u32,
+    out: Out<'_>,
+) -> Result<Cmd> {
+    let (out, out_dtype, accumulate) = match out {
+        Out::Set(slice, dtype) => (slice, dtype, false),
+        Out::Add(slice) => (slice, DType::F32, true),
+    };
+    let sig = OpSig::Gemm {
+        m,
+        n,
+        k,
+        x: x_dtype,
+        weight: weight.dtype,
+        out: out_dtype,
+        bias: bias.is_some(),
+        accumulate,
+    };
+    let mut args = vec![x.clone(), weight.slice.clone()];
+    args.extend(bias.map(|b| b.slice.clone()));
+    args.push(out.clone());
+    Cmd::new(sig, &args)
+}
+
+/// Lays a step's inputs end to end in one upload.
+struct Packer<'a> {
+    bytes: Vec<u8>,
+    alignment: u64,
+    target: &'a Slice,
+}
+
+impl Packer<'_> {
+    fn put(&mut self, data: &[u8]) -> Slice {
+        let offset = (self.bytes.len() as u64).next_multiple_of(self.alignment);
+        self.bytes.resize(offset as usize, 0);
+        self.bytes.extend_from_slice(data);
+        self.target.range(offset, data.len() as u64)
+    }
+}

@@ -1,0 +1,67 @@
+//! A checkpoint's tokenizer and chat template as the API wants them.
+
+use crate::api::{TextDecoder, TextModel};
+use crate::env::SharedEnv;
+use crate::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer};
+use serde_json::{Map, Value};
+
+/// The text side of a loaded model.
+pub struct LoadedText {
+    /// From text to ids and back.
+    pub tokenizer: Tokenizer,
+    /// None: the checkpoint has no chat template, and chats are refused.
+    pub template: Option<ChatTemplate>,
+    /// Tells templates what day it is.
+    pub env: SharedEnv,
+    /// Ids below this are tokens of the model.
+    pub vocab: u32,
+}
+
+impl TextModel for LoadedText {
+    fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
+        let encoded =
+            if add_special { self.tokenizer.encode(text) } else { self.tokenizer.encode_chat(text) };
+        encoded.map_err(|error| error.to_string())
+    }
+
+    fn render_chat(
+        &self,
+        messages: &[Value],
+        add_generation_prompt: bool,
+        arguments: &Map<String, Value>,
+    ) -> Result<String, String> {
+        let Some(template) = &self.template else {
+            return Err("this model has no chat template; use /v1/completions".into());
+        };
+        let parse = |message: &Value| serde_json::from_value(message.clone()).map_err(|e| e.to_string());
+        let messages: Vec<ChatMessage> = messages.iter().map(parse).collect::<Result<_, _>>()?;
+        let now_s = self.env.unix_time().0 as u64;
+        let rendered = template.render(&messages, add_generation_prompt, arguments, now_s);
+        rendered.map_err(|error| error.to_string())
+    }
+
+    fn decoder(&self) -> Box<dyn TextDecoder> {
+        Box::new(Decoder(Some(self.tokenizer.stream())))
+    }
+
+    fn token_bytes(&self, id: u32) -> Vec<u8> {
+        self.tokenizer.token_text(id).into_bytes()
+    }
+
+    fn vocabulary_size(&self) -> u32 {
+        self.vocab
+    }
+}
+
+/// Empty once finished.
+struct Decoder(Option<TokenStream>);
+
+impl TextDecoder for Decoder {
+    fn push(&mut self, id: u32) -> Result<String, String> {
+        self.0.as_mut().map_or(Ok(String::new()), |stream| stream.push(id).map_err(|e| e.to_string()))
+    }
+
+    fn finish(&mut self) -> Result<String, String> {
+        self.0.take().map_or(Ok(String::new()), |stream| stream.finish().map_err(|e| e.to_string()))
+    }
+}

@@ -1,0 +1,118 @@
+//! The engine in the seeded environment, on the reference device: whole requests against the float64
+//! forward pass, under split placement, memory pressure, faults and clients that leave.
+
+mod fleet;
+
+use fleet::{Fleet, greedy, pressure, prompt};
+use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
+use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::request::FinishReason;
+use mixfleet_scheduler::fleet::Role;
+
+#[test]
+fn one_instance_draws_the_oracles_tokens_for_every_family() {
+    for (name, checkpoint) in tiny_variants() {
+        let checkpoint = checkpoint.load().unwrap();
+        let env = SeededEnv::new(1);
+        let fleet = Fleet::new(checkpoint.clone()).with(Role::Auto);
+        for length in [1, 7, 8, 9, 40] {
+            let prompt = prompt(length, u64::from(length), &checkpoint.config);
+            let expected = greedy(&checkpoint, &prompt, 12);
+            let answer = fleet.run_one(&env, prompt, 12);
+            assert_eq!(answer.tokens, expected, "{name}, prompt of {length}");
+            assert_eq!(answer.finish, Some(FinishReason::Length));
+        }
+    }
+}
+
+#[test]
+fn a_split_request_draws_the_same_tokens_as_on_one_device() {
+    for (name, checkpoint) in tiny_variants() {
+        let checkpoint = checkpoint.load().unwrap();
+        let env = SeededEnv::new(2);
+        // Unlike block sizes: pages are converted on the way.
+        let fleet = Fleet::new(checkpoint.clone()).with(Role::Prefill).with_blocks(Role::Decode, 5);
+        for length in [1, 8, 33] {
+            let prompt = prompt(length, 90 + u64::from(length), &checkpoint.config);
+            let expected = greedy(&checkpoint, &prompt, 10);
+            let answer = fleet.run_one(&env, prompt, 10);
+            assert_eq!(answer.tokens, expected, "{name}, prompt of {length}");
+            assert_eq!(answer.placed, [("device0".to_string(), "device1".to_string())]);
+        }
+    }
+}
+
+#[test]
+fn many_requests_share_too_little_memory_and_all_end_right() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    for seed in 0..6 {
+        let env = SeededEnv::new(seed);
+        let roles = if seed % 2 == 0 { vec![Role::Auto] } else { vec![Role::Auto, Role::Auto] };
+        let fleet = roles.into_iter().fold(Fleet::new(checkpoint.clone()), Fleet::with).blocks(14);
+        let usage = fleet.run_many(&env, pressure(&checkpoint, seed, 14));
+        assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
+    }
+}
+
+#[test]
+fn corrupt_lost_failed_and_hung_transfers_never_change_an_answer() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    for (seed, fault) in (20..).zip([Fault::BitFlip, Fault::Drop, Fault::Fail, Fault::Hang]) {
+        for probability in [0.2, 1.0] {
+            let rule = Rule { fault, probability, from: 10, until: None };
+            let env = SeededEnv::new(seed);
+            let fleet = Fleet::new(checkpoint.clone())
+                .with(Role::Prefill)
+                .with(Role::Decode)
+                .faults(FaultPlan { seed, rules: vec![rule] });
+            let usage = fleet.run_many(&env, pressure(&checkpoint, seed, 6));
+            assert_eq!(usage, 0.0, "{fault:?} at {probability}: blocks are still in use");
+            let (retries, recomputes) = fleet.transfer_troubles();
+            assert!(retries > 0, "{fault:?} at {probability} struck nothing");
+            assert!(probability < 1.0 || recomputes > 0, "{fault:?} was never given up");
+        }
+    }
+}
+
+#[test]
+fn a_lost_instance_loses_no_request() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    for (seed, from) in (40..).zip([5, 23, 60, 140, 300]) {
+        let env = SeededEnv::new(seed);
+        let fleet = Fleet::new(checkpoint.clone())
+            .with_faults(Role::Auto, FaultPlan::exactly(Fault::Fail, from, u64::MAX))
+            .with(Role::Auto);
+        fleet.run_many(&env, pressure(&checkpoint, seed, 8));
+    }
+}
+
+#[test]
+fn clients_that_leave_leave_nothing_behind() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    for seed in 60..64 {
+        let env = SeededEnv::new(seed);
+        let fleet = Fleet::new(checkpoint.clone()).with(Role::Prefill).with(Role::Decode).blocks(40);
+        let usage = fleet.run_leavers(&env, seed, 100);
+        assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
+    }
+}
+
+#[test]
+fn a_repeated_prompt_is_reused_but_not_across_tenants() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    let env = SeededEnv::new(80);
+    for roles in [vec![Role::Auto], vec![Role::Prefill, Role::Decode]] {
+        let fleet = roles.into_iter().fold(Fleet::new(checkpoint.clone()), Fleet::with);
+        let prompt = prompt(30, 5, &checkpoint.config);
+        let salts = [None, None, Some("a"), Some("a"), Some("b")];
+        let cached = fleet.run_in_turn(&env, &prompt, &salts);
+        // Blocks of 8 tokens; the last token is always computed.
+        assert_eq!(cached, [0, 24, 0, 24, 0]);
+    }
+}

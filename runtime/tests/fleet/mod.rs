@@ -1,0 +1,294 @@
+//! A small fleet in the seeded environment, and clients for it.
+
+use mixfleet_hal::fault::FaultPlan;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::transport::Transport;
+use mixfleet_hal::{DType, Device};
+use mixfleet_hwtests::faulty::FaultyDevice;
+use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_runtime::api::Placements;
+use mixfleet_runtime::engine::{
+    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Loaded,
+};
+use mixfleet_runtime::env::{Env, SeededEnv, yield_now};
+use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
+use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, Update};
+use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
+use mixfleet_scheduler::fleet::Role;
+use mixfleet_wire::{Faulty, HostRegion, Memory};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// One request with what it must give.
+pub struct Case {
+    pub prompt: Vec<u32>,
+    pub expected: Vec<u32>,
+}
+
+/// What a client got.
+#[derive(Debug, Default)]
+pub struct Answer {
+    pub tokens: Vec<u32>,
+    pub finish: Option<FinishReason>,
+    pub cached_tokens: u32,
+    pub placed: Vec<(String, String)>,
+    pub failure: Option<String>,
+}
+
+/// The oracle's greedy continuation.
+pub fn greedy(checkpoint: &Checkpoint, prompt: &[u32], count: usize) -> Vec<u32> {
+    let oracle = Oracle::new(checkpoint);
+    let mut ids = prompt.to_vec();
+    for _ in 0..count {
+        let logits = oracle.last_logits(&ids);
+        let best = (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best });
+        ids.push(best as u32);
+    }
+    ids.split_off(prompt.len())
+}
+
+pub fn prompt(length: u32, seed: u64, config: &ModelConfig) -> Vec<u32> {
+    let mut rng = Stream::new(seed);
+    (0..length).map(|_| rng.below(u64::from(config.vocab)) as u32).collect()
+}
+
+/// Requests of mixed lengths, some with common prefixes.
+pub fn pressure(checkpoint: &Checkpoint, seed: u64, count: usize) -> Vec<Case> {
+    let mut rng = Stream::new(seed ^ 0xabcd);
+    let family: Vec<Vec<u32>> = (0..2).map(|i| prompt(40, 1000 + i, &checkpoint.config)).collect();
+    let case = |_| {
+        let shared = rng.below(30) as usize;
+        let mut prompt = family[rng.below(2) as usize][..shared].to_vec();
+        let own = 1 + rng.below(12);
+        prompt.extend((0..own).map(|_| rng.below(u64::from(checkpoint.config.vocab)) as u32));
+        let expected = greedy(checkpoint, &prompt, 1 + rng.below(24) as usize);
+        Case { prompt, expected }
+    };
+    (0..count).map(case).collect()
+}
+
+struct Member {
+    role: Role,
+    block_tokens: u32,
+    faults: Option<FaultPlan>,
+}
+
+/// A fleet to be.
+pub struct Fleet {
+    checkpoint: Checkpoint,
+    members: Vec<Member>,
+    blocks: u32,
+    faults: FaultPlan,
+    metrics: Metrics,
+}
+
+impl Fleet {
+    pub fn new(checkpoint: Checkpoint) -> Self {
+        Fleet {
+            checkpoint,
+            members: Vec::new(),
+            blocks: 64,
+            faults: FaultPlan::default(),
+            metrics: Metrics::new(),
+        }
+    }
+
+    pub fn with(self, role: Role) -> Self {
+        self.with_blocks(role, 8)
+    }
+
+    pub fn with_blocks(mut self, role: Role, block_tokens: u32) -> Self {
+        self.members.push(Member { role, block_tokens, faults: None });
+        self
+    }
+
+    pub fn with_faults(mut self, role: Role, faults: FaultPlan) -> Self {
+        self.members.push(Member { role, block_tokens: 8, faults: Some(faults) });
+        self
+    }
+
+    pub fn blocks(mut self, blocks: u32) -> Self {
+        self.blocks = blocks;
+        self
+    }
+
+    pub fn faults(mut self, faults: FaultPlan) -> Self {
+        self.faults = faults;
+        self
+    }
+
+    pub fn transfer_troubles(&self) -> (u64, u64) {
+        (self.metrics.kv_transfer_retries.get(), self.metrics.kv_transfer_recomputes.get())
+    }
+
+    fn start(&self, env: &SeededEnv) -> EngineHandle {
+        let config = Arc::new(self.checkpoint.config.clone());
+        let instances = self.members.iter().enumerate().map(|(at, member)| {
+            let named = ReferenceDevice::named(&format!("device{at}"));
+            let device: Arc<dyn Device> = match &member.faults {
+                None => Arc::new(named),
+                Some(plan) => Arc::new(FaultyDevice::new(Arc::new(named), plan.clone())),
+            };
+            let weights = self.checkpoint.place(&*device, &mut |_, _| {}).unwrap();
+            let block_bytes = u64::from(member.block_tokens) * config.kv_bytes_per_token(DType::F32);
+            let limits = InstanceLimits {
+                activations: DType::F32,
+                kv: DType::F32,
+                kv_bytes: block_bytes * u64::from(self.blocks * 8 / member.block_tokens),
+                step_tokens_max: 24,
+                prefill_tokens_beside_decode_max: 12,
+                sequences_max: 8,
+                block_tokens: Some(member.block_tokens),
+            };
+            let spec = InstanceSpec { device, weights, role: member.role, price: None, limits };
+            let cost = Coefficients {
+                prefill_s: PrefillCoefficients { overhead: 1e-3, per_token: 1e-4, per_token_squared: 0.0 },
+                decode_s: DecodeCoefficients { base: 1e-3, per_sequence: 1e-5, per_kv_token: 0.0 },
+            };
+            (Loaded::new(&config, spec).unwrap(), cost)
+        });
+        let transport: Arc<dyn Transport> = Arc::new(Faulty::new(Memory::new(), self.faults.clone()));
+        let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
+        let parts = EngineParts {
+            env: Arc::new(env.clone()),
+            identity: Identity::new("model".into(), "tokenizer".into(), [env.random(), env.random()]),
+            instances: instances.collect(),
+            config,
+            transport,
+            make_region: Arc::new(region),
+            limits: EngineConfig {
+                hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, ..HandOffLimits::default() },
+                ..EngineConfig::default()
+            },
+            placements: Arc::new(Placements::new(100)),
+            metrics: self.metrics.clone(),
+        };
+        parts.start().unwrap()
+    }
+
+    /// Largest share of blocks in use on any instance, once every worker had time to notice.
+    async fn usage(metrics: Metrics, members: usize, env: &SeededEnv) -> f64 {
+        for _ in 0..20 {
+            env.sleep(Duration::from_secs(1)).await;
+            yield_now().await;
+        }
+        let gauges = (0..members).map(|at| {
+            let labels = mixfleet_runtime::metrics::DeviceLabels { device: format!("device{at}") };
+            metrics.kv_cache_usage.get_or_create(&labels).get()
+        });
+        gauges.fold(0.0, f64::max)
+    }
+
+    pub fn run_one(&self, env: &SeededEnv, prompt: Vec<u32>, count: u32) -> Answer {
+        let handle = self.start(env);
+        env.run(async move { ask(&handle, "one".into(), prompt, count, None).await })
+    }
+
+    /// All at once; every answer must be the expected one. Returns the blocks' usage afterwards.
+    pub fn run_many(&self, env: &SeededEnv, cases: Vec<Case>) -> f64 {
+        let (handle, metrics, members) = (self.start(env), self.metrics.clone(), self.members.len());
+        let world = env.clone();
+        env.run(async move {
+            let mut answers = Vec::new();
+            for (at, case) in cases.into_iter().enumerate() {
+                let (sender, receiver) = tokio::sync::oneshot::channel();
+                let (handle, env) = (handle.clone(), world.clone());
+                world.spawn(Box::pin(async move {
+                    env.sleep(Duration::from_millis(env.random() % 50)).await;
+                    let count = case.expected.len() as u32;
+                    let answer =
+                        ask(&handle, format!("request-{at}"), case.prompt.clone(), count, None).await;
+                    let _ = sender.send((case, answer));
+                }));
+                answers.push(receiver);
+            }
+            for answer in answers {
+                let (case, answer) = answer.await.unwrap();
+                assert_eq!(answer.failure, None);
+                assert_eq!(answer.tokens, case.expected, "{world:?}: prompt {:?}", case.prompt);
+            }
+            Fleet::usage(metrics, members, &world).await
+        })
+    }
+
+    /// One after the other; the cached tokens of each.
+    pub fn run_in_turn(&self, env: &SeededEnv, prompt: &[u32], salts: &[Option<&str>]) -> Vec<u32> {
+        let handle = self.start(env);
+        let (prompt, world) = (prompt.to_vec(), env.clone());
+        let salts: Vec<_> = salts.iter().map(|s| s.map(str::to_string)).collect();
+        env.run(async move {
+            let mut cached = Vec::new();
+            for salt in salts {
+                cached.push(ask(&handle, "again".into(), prompt.clone(), 3, salt).await.cached_tokens);
+                world.sleep(Duration::from_secs(1)).await;
+            }
+            cached
+        })
+    }
+
+    /// Clients that leave after some tokens. Returns the blocks' usage afterwards.
+    pub fn run_leavers(&self, env: &SeededEnv, seed: u64, count: u64) -> f64 {
+        let (handle, metrics, members) = (self.start(env), self.metrics.clone(), self.members.len());
+        let (world, config) = (env.clone(), self.checkpoint.config.clone());
+        env.run(async move {
+            let mut rng = Stream::new(seed);
+            let mut ends = Vec::new();
+            for at in 0..count {
+                let (sender, receiver) = tokio::sync::oneshot::channel::<()>();
+                let handle = handle.clone();
+                let prompt = prompt(1 + rng.below(40) as u32, at, &config);
+                let stay = rng.below(8);
+                world.spawn(Box::pin(async move {
+                    let _sender = sender;
+                    let request = request(format!("leaver-{at}"), prompt, 200, None);
+                    let mut updates = handle.submit(request).await.unwrap();
+                    for _ in 0..stay {
+                        updates.recv().await;
+                    }
+                }));
+                ends.push(receiver);
+            }
+            for end in ends {
+                let _ = end.await;
+            }
+            Fleet::usage(metrics, members, &world).await
+        })
+    }
+}
+
+fn request(id: String, prompt: Vec<u32>, max_tokens: u32, cache_salt: Option<String>) -> GenerateRequest {
+    GenerateRequest {
+        id,
+        prompt_ids: prompt.into(),
+        max_tokens,
+        eos_ids: Arc::new([]),
+        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+        logprobs: None,
+        cache_salt,
+    }
+}
+
+async fn ask(
+    handle: &EngineHandle,
+    id: String,
+    prompt: Vec<u32>,
+    count: u32,
+    salt: Option<String>,
+) -> Answer {
+    let mut updates = handle.submit(request(id, prompt, count, salt)).await.expect("admitted");
+    let mut answer = Answer::default();
+    while let Some(update) = updates.recv().await {
+        match update {
+            Update::Placed { prefill, decode } => answer.placed.push((prefill, decode)),
+            Update::Token { id, .. } => answer.tokens.push(id),
+            Update::Finished { reason, cached_tokens } => {
+                answer.finish = Some(reason);
+                answer.cached_tokens = cached_tokens;
+            }
+            Update::Failed(message) => answer.failure = Some(message),
+        }
+    }
+    answer
+}
