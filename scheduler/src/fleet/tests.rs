@@ -187,6 +187,13 @@ fn the_cheap_device_is_taken_if_prices_say_so_and_waiting_is_cheap() {
     // 0.0001 $/s for 1 s of prefill and 50 steps of 20.2 ms.
     close(terms.busy_usd, 1e-4 * (1.0 + 50.0 * 0.0202));
     close(terms.score, terms.busy_usd);
+    // Moving the 500 kB to the fast device costs traffic, too: 1 $/MB.
+    let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte: 1e-6 };
+    act(&mut patient, 9.0, Event::Finished { request: 1 });
+    act(&mut patient, 9.0, Event::LinkUp(Link { from: InstanceId(1), to: InstanceId(2), cost }));
+    let action = arrive(&mut patient, 9.0, arrival(2, 500, 2));
+    let moved = placed(&action).2.candidates[1].terms.unwrap();
+    close(moved.busy_usd, 1e-4 + 1e-3 * 50.0 * 0.0101 + 0.5);
     let mut hurried = priced(Some(1.0));
     assert_eq!(placed(&arrive(&mut hurried, 0.0, arrival(1, 500, 1))).0, 2);
     // The default weight is the mean instance: 0.00055 $/s.
@@ -317,6 +324,19 @@ fn tbt_is_predicted_for_the_end_of_prefill() {
 }
 
 #[test]
+fn a_prompt_that_ends_later_is_not_in_the_batch_yet() {
+    let prefill = |id| instance(id, Role::Prefill, 1e-3, 1e-2);
+    let mut f = fleet(config(), vec![prefill(1), prefill(2), instance(3, Role::Decode, 1e-3, 1e-2)]);
+    placed(&arrive(&mut f, 0.0, arrival(1, 5_000, 1)));
+    let action = arrive(&mut f, 0.0, arrival(2, 600, 2));
+    let (prefill, _, explanation) = placed(&action);
+    assert_eq!(prefill, 2);
+    close(explanation.chosen().unwrap().terms.unwrap().tbt_s, 0.0101);
+    // Behind the long prompt it would meet it: 5.66 s is after 5.5 s, when that one is ready.
+    close(explanation.candidates[0].terms.unwrap().tbt_s, 0.0102);
+}
+
+#[test]
 fn a_lost_instance_sends_its_requests_back_and_gets_no_more() {
     let three = || {
         let mut f = fleet(config(), (1..4).map(|id| instance(id, Role::Auto, 1e-3, 1e-2)).collect());
@@ -396,6 +416,7 @@ fn decode_steps_interrupt_a_prefill_and_are_counted_down() {
     // Request 1 stands still for the prefill, and shares 49 steps of 0.1 ms more.
     close(before.delay_s, 0.25 + 49.0 * 1e-4);
     act(&mut f, 0.1, Event::DecodeStep { instance: one, requests: vec![1, 1, 1, 77] });
+    act(&mut f, 0.1, Event::DecodeStep { instance: InstanceId(2), requests: vec![1; 9] });
     close(terms(&mut f).delay_s, 0.25 + 46.0 * 1e-4);
     // Having outlived its 50 tokens, it is taken to be half-way: 1 + 3 + 48, as many again, but 100 at most.
     act(&mut f, 0.1, Event::DecodeStep { instance: one, requests: vec![1; 48] });
