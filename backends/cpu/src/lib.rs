@@ -1,1 +1,25 @@
-//! placeholder
+//! The CPU backend: the device that everybody has.
+//!
+//! A device is a set of cores (`cpu`, `cpu@0`, `cpu@1-3`), each with a pinned worker thread. A batch of
+//! commands becomes a list of steps ([`program`]); every worker walks the list and does its share, with
+//! a barrier only between steps that depend on each other ([`pool`]). Weights are used where they lie,
+//! in their stored dtype, so a mapped checkpoint is shared by all devices; sums are in f32. Each kernel
+//! is written once over vectors of f32 and compiled for every instruction level ([`isa`]).
+//!
+//! What is absent: any decision about what to run, any clock but the one around a batch, any copy of a
+//! weight.
+
+#![allow(unsafe_code)]
+
+mod device;
+pub mod host;
+pub mod isa;
+mod kernels;
+mod memory;
+mod pool;
+mod program;
+mod queue;
+mod sync;
+mod topology;
+
+pub use device::CpuBackend;

@@ -1,0 +1,160 @@
+//! The backend and its devices.
+
+use crate::isa::Isa;
+use crate::memory::{Budget, CpuBuffer, buffer_of};
+use crate::pool::Pool;
+use crate::program::check_sig;
+use crate::queue::CpuQueue;
+use crate::topology;
+use mixfleet_hal::units::Bytes;
+use mixfleet_hal::{
+    Absent, Backend, DType, Device, DeviceInfo, DeviceKind, Error, Export, Health, HostMemory, Limits, OpSig,
+    Queue, Result, Role, Slice, Support,
+};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, PoisonError};
+
+/// KV page of choice, in tokens: two AVX-512 vectors of keys, 4 KiB per head of 64 in bf16.
+const KV_PAGE_TOKENS: u32 = 32;
+
+/// Finds and opens sets of cores.
+///
+/// Selectors: `cpu` (all cores that this process may run on), `cpu@0`, `cpu@1-3`, `cpu@0,2`. The
+/// variable `MIXFLEET_CPU_ISA` lowers the instruction level.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CpuBackend;
+
+impl CpuBackend {
+    /// Opens `selector` at instruction level `isa`, whatever the environment says.
+    ///
+    /// # Errors
+    /// `Invalid` for a selector that names no core, or a level that this processor lacks.
+    pub fn open_at(&self, selector: &str, isa: Isa) -> Result<Arc<dyn Device>> {
+        if !Isa::available().contains(&isa) {
+            return Err(Error::invalid(format!("this processor has no {isa}")));
+        }
+        let allowed = topology::cores_allowed();
+        let cores = topology::select(selector, &allowed)?;
+        Ok(Arc::new(CpuDevice::new(&cores, cores == allowed, isa)?))
+    }
+}
+
+impl Backend for CpuBackend {
+    fn name(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn probe(&self) -> std::result::Result<Vec<DeviceInfo>, Absent> {
+        let isa = Isa::chosen().map_err(|e| Absent::new(e.detail))?;
+        Ok(vec![describe(&topology::cores_allowed(), true, isa)])
+    }
+
+    fn open(&self, selector: &str) -> Result<Arc<dyn Device>> {
+        self.open_at(selector, Isa::chosen()?)
+    }
+}
+
+/// Static facts of a set of cores; `all` when it is every core there is.
+fn describe(cores: &[usize], all: bool, isa: Isa) -> DeviceInfo {
+    let (name, list, version) = (topology::model_name(), topology::ranges(cores), env!("CARGO_PKG_VERSION"));
+    DeviceInfo {
+        id: if all { "cpu".into() } else { format!("cpu@{list}") },
+        backend: "cpu".into(),
+        kind: DeviceKind::Cpu,
+        memory: Bytes(topology::memory_bytes() as f64),
+        compute_units: cores.len() as u32,
+        fingerprint: format!("cpu {version}; {name}; {} cores; {isa}", cores.len()),
+        name,
+        notes: vec![("instructions".into(), isa.to_string()), ("cores".into(), list)],
+    }
+}
+
+struct CpuDevice {
+    info: DeviceInfo,
+    cores: Vec<usize>,
+    budget: Arc<Budget>,
+    pool: Arc<Pool>,
+}
+
+impl CpuDevice {
+    fn new(cores: &[usize], all: bool, isa: Isa) -> Result<Self> {
+        let info = describe(cores, all, isa);
+        // unknown memory is no limit: the system will refuse
+        let limit = if info.memory.0 > 0.0 { info.memory.0 as u64 } else { u64::MAX };
+        let budget = Arc::new(Budget { used: AtomicU64::new(0), limit });
+        Ok(CpuDevice { info, cores: cores.to_vec(), budget, pool: Arc::new(Pool::new(cores, isa)?) })
+    }
+}
+
+impl Device for CpuDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            allocation_bytes_max: self.budget.limit,
+            alignment_bytes: 1,
+            imports_host_memory: true,
+            kv_page_tokens: KV_PAGE_TOKENS,
+        }
+    }
+
+    fn support(&self, sig: &OpSig) -> Support {
+        if check_sig(sig).is_err() {
+            return Support::No;
+        }
+        let f16 = sig.operands().iter().any(|o| o.dtype == DType::F16);
+        if f16 && self.pool.isa() == Isa::Portable { Support::Emulated } else { Support::Native }
+    }
+
+    fn alloc(&self, bytes: u64, _role: Role) -> Result<Slice> {
+        Ok(Slice::whole(Arc::new(CpuBuffer::owned(bytes, &self.budget)?)))
+    }
+
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        Ok(Slice::whole(Arc::new(CpuBuffer::imported(memory))))
+    }
+
+    fn export(&self, _slice: &Slice) -> Option<Export> {
+        None
+    }
+
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        let buffer = buffer_of(to)?;
+        check_length(to, data.len())?;
+        if buffer.is_read_only() {
+            return Err(Error::invalid("imported host memory is read-only; write to a buffer of `alloc`"));
+        }
+        let guard = buffer.lock.write().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the slice is inside the buffer, which is locked for writing and owned by it.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), buffer.span(to).start, data.len()) };
+        drop(guard);
+        Ok(())
+    }
+
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        let buffer = buffer_of(from)?;
+        check_length(from, data.len())?;
+        let guard = buffer.lock.read().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the slice is inside the buffer, which is locked for reading.
+        unsafe { std::ptr::copy_nonoverlapping(buffer.span(from).start, data.as_mut_ptr(), data.len()) };
+        drop(guard);
+        Ok(())
+    }
+
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        Ok(Box::new(CpuQueue::new(self.pool.clone())))
+    }
+
+    fn health(&self) -> Health {
+        Health { clock_mhz: topology::clock_mhz(&self.cores), ..Health::default() }
+    }
+}
+
+fn check_length(slice: &Slice, length: usize) -> Result<()> {
+    if slice.bytes != length as u64 {
+        return Err(Error::invalid(format!("{length} bytes of host memory for a slice of {}", slice.bytes)));
+    }
+    Ok(())
+}

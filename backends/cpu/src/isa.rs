@@ -1,0 +1,89 @@
+//! Instruction levels: what this processor has, and what a run may use.
+
+use mixfleet_hal::Error;
+
+/// An instruction level, lowest first. A device runs only those of [`Isa::available`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Plain Rust.
+    Portable,
+    /// AVX2, FMA, F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// AVX-512 F, BW, VL, DQ.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// The former and AVX512-BF16.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+}
+
+/// The variable that lowers the level: `portable`, `avx2`, `avx512` or `avx512bf16`.
+pub const ISA_VARIABLE: &str = "MIXFLEET_CPU_ISA";
+
+impl Isa {
+    /// The levels that this processor has, lowest first.
+    pub fn available() -> Vec<Isa> {
+        #[allow(unused_mut)]
+        let mut levels = vec![Isa::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::is_x86_feature_detected as has;
+            let avx2 = has!("avx2") && has!("fma") && has!("f16c");
+            let avx512 = avx2 && has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq");
+            let present =
+                [(avx2, Isa::Avx2), (avx512, Isa::Avx512), (avx512 && has!("avx512bf16"), Isa::Avx512Bf16)];
+            levels.extend(present.into_iter().filter(|(has, _)| *has).map(|(_, isa)| isa));
+        }
+        levels
+    }
+
+    /// The highest level present, or the one below it that [`ISA_VARIABLE`] asks for.
+    ///
+    /// # Errors
+    /// `Invalid` when the variable names a level that does not exist or is not present here.
+    pub fn chosen() -> Result<Isa, Error> {
+        let levels = Isa::available();
+        let Ok(wish) = std::env::var(ISA_VARIABLE) else {
+            return Ok(*levels.last().unwrap_or(&Isa::Portable));
+        };
+        levels.iter().copied().find(|isa| isa.name() == wish).ok_or_else(|| {
+            let names: Vec<_> = levels.iter().map(|isa| isa.name()).collect();
+            let names = names.join(", ");
+            Error::invalid(format!("{ISA_VARIABLE}={wish}: this processor has {names}"))
+        })
+    }
+
+    /// f32 lanes of a vector.
+    pub(crate) const fn lanes(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx512Bf16 => 16,
+            _ => 8,
+        }
+    }
+
+    /// Whether the bf16 dot product is one instruction.
+    pub(crate) fn has_dot_bf16(self) -> bool {
+        self.name() == "avx512bf16"
+    }
+
+    /// Lower-case name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => "avx512bf16",
+        }
+    }
+}
+
+impl std::fmt::Display for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,258 @@
+//! Attention of one query per sequence over a token range, un-normalised.
+//!
+//! A range is cut into chunks of [`CHUNK`] tokens at fixed places, and a unit (sequence, KV head) is the
+//! sum of its chunks in order, whoever computed them. So the bits do not depend on the number of workers
+//! nor on what else is in the batch, and long sequences spread over all workers.
+
+use super::{ROWS_MAX, Room, Tile, attend, scalar_exp};
+use crate::kernels::kv::Pools;
+use crate::kernels::simd::{Simd, Task};
+use crate::kernels::{Span, Worker, round_up};
+use mixfleet_hal::{DType, Error, Result};
+
+/// Tokens per chunk: 128 KiB of keys and values for a bf16 head of 64, over 5 us of work.
+const CHUNK: usize = 512;
+
+/// Shape and operands of an `AttnDecode`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Decode {
+    pub(crate) q: Span,
+    pub(crate) range: Span,
+    pub(crate) pages: Span,
+    pub(crate) pools: Pools,
+    pub(crate) acc: Span,
+    pub(crate) stat: Span,
+    pub(crate) sequences: usize,
+    pub(crate) heads: usize,
+    pub(crate) pages_max: usize,
+    pub(crate) x: DType,
+}
+
+/// Where the results of some query heads go: `[heads, head_dim]` and `[heads, 2]`.
+#[derive(Clone, Copy)]
+struct Target {
+    acc: *mut f32,
+    stat: *mut f32,
+}
+
+impl Decode {
+    fn units(&self) -> usize {
+        self.sequences * self.pools.kv_heads
+    }
+
+    /// Chunks that the longest possible range touches.
+    fn chunks_max(&self) -> usize {
+        (self.pages_max * self.pools.page_tokens).div_ceil(CHUNK).max(1)
+    }
+
+    /// Whether chunks are shared out among `workers` (in two phases) rather than whole units.
+    pub(crate) fn is_split(&self, workers: usize) -> bool {
+        self.units() < 4 * workers && self.chunks_max() > 1 && workers > 1
+    }
+
+    /// Words of shared scratch for the chunks of a split run.
+    pub(crate) fn shared_words(&self) -> usize {
+        self.chunks_max() * self.sequences * self.heads * (self.pools.head_dim + 2)
+    }
+
+    /// Range of a sequence, checked.
+    fn range(&self, sequence: usize) -> Result<(usize, usize)> {
+        // SAFETY: range holds two elements per sequence.
+        let (first, end) = unsafe { (self.range.u32(2 * sequence), self.range.u32(2 * sequence + 1)) };
+        let (first, end) = (first as usize, end as usize);
+        let room = self.pages_max * self.pools.page_tokens;
+        if first < end && end > room {
+            let message = format!(
+                "attn_decode: range {first}..{end} of sequence {sequence}, but its pages hold {room} tokens"
+            );
+            return Err(Error::invalid(message));
+        }
+        Ok((first, end.max(first)))
+    }
+
+    /// Query heads of one unit's final result.
+    fn target(&self, sequence: usize, kv_head: usize) -> Target {
+        let head = sequence * self.heads + kv_head * (self.heads / self.pools.kv_heads);
+        Target {
+            acc: self.acc.at(DType::F32, head * self.pools.head_dim).cast(),
+            stat: self.stat.at(DType::F32, head * 2).cast(),
+        }
+    }
+
+    /// One chunk's place in shared scratch.
+    fn parked(&self, shared: *mut f32, unit: usize, chunk: usize) -> Target {
+        let group = self.heads / self.pools.kv_heads;
+        let acc = shared.wrapping_add((unit * self.chunks_max() + chunk) * group * (self.pools.head_dim + 2));
+        Target { acc, stat: acc.wrapping_add(group * self.pools.head_dim) }
+    }
+
+    /// Whole units, claimed one by one.
+    pub(crate) fn run(&self, worker: &mut Worker<'_>) -> Result<()> {
+        let group = self.heads / self.pools.kv_heads;
+        let words = Room::words(&self.pools);
+        let at = worker.scratch.words(words + group * (self.pools.head_dim + 2));
+        let spare = at.wrapping_add(words);
+        let spare = Target { acc: spare, stat: spare.wrapping_add(group * self.pools.head_dim) };
+        loop {
+            let unit = worker.claim();
+            if unit >= self.units() {
+                return Ok(());
+            }
+            let (sequence, kv_head) = (unit / self.pools.kv_heads, unit % self.pools.kv_heads);
+            let range = self.range(sequence)?;
+            let target = self.target(sequence, kv_head);
+            for chunk in 0..chunks(range) {
+                let to = if chunk == 0 { target } else { spare };
+                self.chunk(worker, at, (sequence, kv_head), cut(range, chunk), to)?;
+                if chunk > 0 {
+                    self.add(worker, target, spare);
+                }
+            }
+        }
+    }
+
+    /// Phase 1 of a split run: all chunks of all units, claimed one by one.
+    pub(crate) fn run_chunks(&self, worker: &mut Worker<'_>) -> Result<()> {
+        let shared = worker.shared;
+        let at = worker.scratch.words(Room::words(&self.pools));
+        loop {
+            let index = worker.claim();
+            let (unit, chunk) = (index / self.chunks_max(), index % self.chunks_max());
+            if unit >= self.units() {
+                return Ok(());
+            }
+            let (sequence, kv_head) = (unit / self.pools.kv_heads, unit % self.pools.kv_heads);
+            let range = self.range(sequence)?;
+            if chunk < chunks(range) {
+                let to = self.parked(shared, unit, chunk);
+                self.chunk(worker, at, (sequence, kv_head), cut(range, chunk), to)?;
+            }
+        }
+    }
+
+    /// Phase 2 of a split run: sums each unit's chunks in order.
+    pub(crate) fn run_sums(&self, worker: &mut Worker<'_>) -> Result<()> {
+        let shared = worker.shared;
+        let group = self.heads / self.pools.kv_heads;
+        for unit in worker.share(self.units()) {
+            let (sequence, kv_head) = (unit / self.pools.kv_heads, unit % self.pools.kv_heads);
+            let target = self.target(sequence, kv_head);
+            for chunk in 0..chunks(self.range(sequence)?) {
+                let from = self.parked(shared, unit, chunk);
+                if chunk > 0 {
+                    self.add(worker, target, from);
+                    continue;
+                }
+                // SAFETY: both hold the group's heads; this worker alone has the unit.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(
+                        from.acc.cast::<u8>(),
+                        target.acc.cast(),
+                        group * self.pools.head_dim * 4,
+                    );
+                    std::ptr::copy_nonoverlapping(from.stat.cast::<u8>(), target.stat.cast(), group * 2 * 4);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Attention of one unit over `range`, to `to`.
+    fn chunk(
+        &self,
+        worker: &Worker<'_>,
+        at: *mut f32,
+        (sequence, kv_head): (usize, usize),
+        range: (usize, usize),
+        to: Target,
+    ) -> Result<()> {
+        let (group, dim) = (self.heads / self.pools.kv_heads, self.pools.head_dim);
+        let rows_max = if worker.isa.lanes() == 16 { 12 } else { 6 };
+        let row_bytes = self.pages_max * 4;
+        let table = Span { start: self.pages.start.wrapping_add(sequence * row_bytes), bytes: row_bytes };
+        for first in (0..group).step_by(rows_max) {
+            let rows = (group - first).min(rows_max);
+            let ranges = [range; ROWS_MAX];
+            let mut queries = [std::ptr::null(); ROWS_MAX];
+            for (i, query) in queries[..rows].iter_mut().enumerate() {
+                let head = sequence * self.heads + kv_head * group + first + i;
+                *query = self.q.at(self.x, head * dim).cast_const();
+            }
+            let tile = Tile {
+                pools: &self.pools,
+                table,
+                kv_head,
+                ranges: &ranges[..rows],
+                x: self.x,
+                queries: &queries[..rows],
+            };
+            let to = Target { acc: to.acc.wrapping_add(first * dim), stat: to.stat.wrapping_add(first * 2) };
+            let room = Room::new(at, &self.pools);
+            // SAFETY: the heads are inside q and the target; the table is the sequence's row. Copied as
+            // bytes because operands may be unaligned.
+            unsafe {
+                let stats = attend(worker.isa, &tile, room)?;
+                for row in 0..rows {
+                    let from = room.out.add(row * round_up(dim, worker.isa.lanes())).cast::<u8>();
+                    std::ptr::copy_nonoverlapping(from, to.acc.wrapping_add(row * dim).cast(), dim * 4);
+                    let stat = to.stat.wrapping_add(2 * row);
+                    stat.write_unaligned(stats.max[row]);
+                    stat.wrapping_add(1).write_unaligned(stats.sum[row]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds one partial result of a unit to another.
+    fn add(&self, worker: &Worker<'_>, to: Target, from: Target) {
+        let (group, dim) = (self.heads / self.pools.kv_heads, self.pools.head_dim);
+        // SAFETY: both hold the group's heads, and this worker alone has the unit.
+        unsafe { worker.isa.run(AddPartial { group, dim, to, from }) };
+    }
+}
+
+/// Chunks of a range; an empty range has one, which is empty.
+fn chunks((first, end): (usize, usize)) -> usize {
+    (end - first).div_ceil(CHUNK).max(1)
+}
+
+/// The tokens of chunk `chunk` of a range.
+fn cut((first, end): (usize, usize), chunk: usize) -> (usize, usize) {
+    let from = first + chunk * CHUNK;
+    (from, end.min(from + CHUNK))
+}
+
+/// `to += from` for partial results of the same heads.
+struct AddPartial {
+    group: usize,
+    dim: usize,
+    to: Target,
+    from: Target,
+}
+
+impl Task for AddPartial {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for row in 0..self.group {
+            // SAFETY: the maker's promise: `group` rows on both sides.
+            unsafe {
+                let (a, b) = (self.to.stat.wrapping_add(2 * row), self.from.stat.wrapping_add(2 * row));
+                let (max_a, max_b) = (a.read_unaligned(), b.read_unaligned());
+                let max = max_a.max(max_b);
+                let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
+                let (scale_a, scale_b) = (scalar_exp::<S>(max_a - base), scalar_exp::<S>(max_b - base));
+                let (sum_a, sum_b) = (a.wrapping_add(1), b.wrapping_add(1));
+                let sum = sum_a.read_unaligned() * scale_a + sum_b.read_unaligned() * scale_b;
+                a.write_unaligned(max);
+                sum_a.write_unaligned(sum);
+                for d in 0..self.dim {
+                    let to = self.to.acc.wrapping_add(row * self.dim + d);
+                    let from = self.from.acc.wrapping_add(row * self.dim + d);
+                    to.write_unaligned(to.read_unaligned() * scale_a + from.read_unaligned() * scale_b);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Operations that treat rows or elements one by one. They run in f32 on cache-resident pieces, so one
+//! body serves every combination of dtypes.
+
+use super::convert::{load, load_part, narrow, store, store_part, widen};
+use super::simd::{Simd, Task, exp};
+use super::{Span, Worker, round_up};
+use mixfleet_hal::{DType, Error, Result};
+use std::ops::Range;
+
+/// Widest vector of any level, in elements: scratch rows are padded to it.
+const PAD: usize = 16;
+
+/// Rows of a table by index.
+pub(crate) fn embed(
+    worker: &mut Worker<'_>,
+    args: &[Span],
+    (tokens, vocab, hidden): (usize, u32, usize),
+    (from, to): (DType, DType),
+) -> Result<()> {
+    let [ids, table, out] = [args[0], args[1], args[2]];
+    for token in worker.share(tokens) {
+        // SAFETY: `ids` holds `tokens` elements.
+        let id = unsafe { ids.u32(token) };
+        if id >= vocab {
+            return Err(Error::invalid(format!(
+                "embed: id {id} at position {token}, but the table has {vocab} rows"
+            )));
+        }
+        let (source, target) = (table.at(from, id as usize * hidden), out.at(to, token * hidden));
+        convert_row(worker, source, from, target, to, hidden);
+    }
+    Ok(())
+}
+
+/// Copies `count` elements, converted.
+pub(crate) fn convert_row(
+    worker: &mut Worker<'_>,
+    from: *const u8,
+    from_dtype: DType,
+    to: *mut u8,
+    to_dtype: DType,
+    count: usize,
+) {
+    // SAFETY: callers pass pointers into operands with `count` elements behind each, which `Cmd::new`
+    // has checked not to overlap.
+    unsafe {
+        if from_dtype == to_dtype {
+            std::ptr::copy_nonoverlapping(from, to, count * to_dtype.size_bytes() as usize);
+            return;
+        }
+        let row = worker.scratch.words(round_up(count, PAD));
+        worker.isa.run(ConvertRow { from, from_dtype, row, to, to_dtype, count });
+    }
+}
+
+struct ConvertRow {
+    from: *const u8,
+    from_dtype: DType,
+    row: *mut f32,
+    to: *mut u8,
+    to_dtype: DType,
+    count: usize,
+}
+
+impl Task for ConvertRow {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: `convert_row` made the pointers.
+        unsafe {
+            widen::<S>(self.from_dtype, self.from, self.row, self.count);
+            narrow::<S>(self.to_dtype, self.row, self.to, self.count);
+        }
+    }
+}
+
+/// `out = x / sqrt(mean(x^2) + eps) * weight`.
+pub(crate) struct RmsNorm {
+    pub(crate) args: [Span; 3],
+    pub(crate) rows: Range<usize>,
+    pub(crate) cols: usize,
+    pub(crate) eps: f32,
+    pub(crate) dtypes: [DType; 3],
+    /// Room for two padded rows.
+    pub(crate) scratch: *mut f32,
+}
+
+impl Task for RmsNorm {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let RmsNorm { args: [x, weight, out], cols, dtypes, .. } = self;
+        let padded = round_up(cols, PAD);
+        // SAFETY: operands hold rows * cols and cols elements; scratch holds two padded rows.
+        unsafe {
+            let (row, scale) = (self.scratch, self.scratch.add(padded));
+            widen::<S>(dtypes[1], weight.start, scale, cols);
+            for r in self.rows {
+                widen::<S>(dtypes[0], x.at(dtypes[0], r * cols), row, cols);
+                let mut squares = [S::splat(0.0); 4];
+                let mut i = 0;
+                while i < cols {
+                    let v = S::load(row.add(i));
+                    let lane = i / S::LANES % 4;
+                    squares[lane] = S::fma(v, v, squares[lane]);
+                    i += S::LANES;
+                }
+                let total = S::add(S::add(squares[0], squares[1]), S::add(squares[2], squares[3]));
+                let inverse = S::splat(1.0 / (S::sum(total) / cols as f32 + self.eps).sqrt());
+                let mut i = 0;
+                while i < cols {
+                    let v = S::mul(S::mul(S::load(row.add(i)), inverse), S::load(scale.add(i)));
+                    S::store(row.add(i), v);
+                    i += S::LANES;
+                }
+                narrow::<S>(dtypes[2], row, out.at(dtypes[2], r * cols), cols);
+            }
+        }
+    }
+}
+
+/// Rotary position embedding in place.
+pub(crate) struct Rope {
+    pub(crate) x: Span,
+    pub(crate) cos_sin: Span,
+    pub(crate) tokens: Range<usize>,
+    pub(crate) heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) dtype: DType,
+}
+
+impl Task for Rope {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Rope { x, cos_sin, heads, head_dim, dtype, .. } = self;
+        let (half, size) = (head_dim / 2, dtype.size_bytes() as usize);
+        for token in self.tokens {
+            let cos = cos_sin.at(DType::F32, token * head_dim);
+            for head in 0..heads {
+                let low = x.at(dtype, (token * heads + head) * head_dim);
+                let mut i = 0;
+                // SAFETY: a head has two halves of `half` elements, the table row likewise.
+                unsafe {
+                    while i < half {
+                        let n = (half - i).min(S::LANES);
+                        let (pa, pb) = (low.add(i * size), low.add((half + i) * size));
+                        let (a, b) = (load_n::<S>(dtype, pa, n), load_n::<S>(dtype, pb, n));
+                        let c = load_n::<S>(DType::F32, cos.add(i * 4), n);
+                        let s = load_n::<S>(DType::F32, cos.add((half + i) * 4), n);
+                        store_n::<S>(dtype, pa, S::sub(S::mul(a, c), S::mul(b, s)), n);
+                        store_n::<S>(dtype, pb, S::fma(b, c, S::mul(a, s)), n);
+                        i += S::LANES;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Which function of two equal-shaped operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Binary {
+    /// `a / (1 + exp(-a)) * b`
+    SiluMul,
+    /// `a + b`
+    Add,
+}
+
+/// An element-wise function of two operands.
+pub(crate) struct Elements {
+    pub(crate) function: Binary,
+    pub(crate) args: [Span; 3],
+    pub(crate) range: Range<usize>,
+    pub(crate) dtype: DType,
+}
+
+impl Task for Elements {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Elements { function, args: [a, b, out], range, dtype } = self;
+        let mut i = range.start;
+        while i < range.end {
+            let n = (range.end - i).min(S::LANES);
+            // SAFETY: the three operands hold `range.end` elements at least.
+            unsafe {
+                let x = load_n::<S>(dtype, a.at(dtype, i), n);
+                let y = load_n::<S>(dtype, b.at(dtype, i), n);
+                let result = match function {
+                    Binary::Add => S::add(x, y),
+                    Binary::SiluMul => {
+                        let e = exp::<S>(S::sub(S::splat(0.0), x));
+                        S::mul(S::div(x, S::add(S::splat(1.0), e)), y)
+                    }
+                };
+                store_n::<S>(dtype, out.at(dtype, i), result, n);
+            }
+            i += S::LANES;
+        }
+    }
+}
+
+/// Index of the largest element of each row; the lowest wins a tie, NaN never wins.
+pub(crate) struct Argmax {
+    pub(crate) x: Span,
+    pub(crate) out: Span,
+    pub(crate) rows: Range<usize>,
+    pub(crate) cols: usize,
+}
+
+impl Task for Argmax {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for row in self.rows {
+            let x = self.x.at(DType::F32, row * self.cols).cast::<f32>();
+            // SAFETY: a row holds `cols` elements, `out` one per row.
+            unsafe {
+                let mut best = S::splat(f32::NEG_INFINITY);
+                let whole = self.cols - self.cols % S::LANES;
+                let mut i = 0;
+                while i < whole {
+                    // `best` second: it stays when the element is NaN
+                    best = S::max(S::load(x.add(i)), best);
+                    i += S::LANES;
+                }
+                let mut largest = S::max_lane(best);
+                for i in whole..self.cols {
+                    largest = largest.max(x.add(i).read_unaligned());
+                }
+                let index = (0..self.cols).find(|&i| x.add(i).read_unaligned() == largest).unwrap_or(0);
+                self.out.at(DType::U32, row).cast::<u32>().write_unaligned(index as u32);
+            }
+        }
+    }
+}
+
+/// Loads `n <= LANES` elements.
+///
+/// # Safety
+/// `from` holds them.
+#[inline(always)]
+unsafe fn load_n<S: Simd>(dtype: DType, from: *const u8, n: usize) -> S::V {
+    // SAFETY: the caller's promise.
+    unsafe { if n == S::LANES { load::<S>(dtype, from) } else { load_part::<S>(dtype, from, n) } }
+}
+
+/// Stores `n <= LANES` elements.
+///
+/// # Safety
+/// `to` has room for them.
+#[inline(always)]
+unsafe fn store_n<S: Simd>(dtype: DType, to: *mut u8, v: S::V, n: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { if n == S::LANES { store::<S>(dtype, to, v) } else { store_part::<S>(dtype, to, v, n) } }
+}

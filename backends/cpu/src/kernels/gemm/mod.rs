@@ -1,0 +1,105 @@
+//! `out = x . weight^T (+ bias) (+ out)`: few rows of `x` stream the weight once ([`rows`]), many rows
+//! run a blocked kernel over packed operands ([`packed`]).
+
+pub(crate) mod packed;
+pub(crate) mod rows;
+
+use super::Span;
+use super::convert::{load, load_part, store, store_part};
+use super::simd::Simd;
+use crate::isa::Isa;
+use mixfleet_hal::DType;
+
+/// A Gemm's shape and dtypes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) m: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) x: DType,
+    pub(crate) weight: DType,
+    pub(crate) out: DType,
+    pub(crate) bias: bool,
+    pub(crate) accumulate: bool,
+}
+
+/// Rows of `x` from which packing pays.
+const PACKED_ROWS_MIN: usize = 17;
+
+impl Shape {
+    /// Whether the blocked kernel runs it.
+    pub(crate) fn is_packed(&self) -> bool {
+        self.m >= PACKED_ROWS_MIN
+    }
+
+    /// Whether both inputs enter as pairs of bf16 in one dot instruction. Otherwise both are widened to
+    /// f32, exactly.
+    pub(crate) fn is_dot(&self, isa: Isa) -> bool {
+        isa.has_dot_bf16() && self.x == DType::Bf16 && self.weight == DType::Bf16
+    }
+
+    /// The dtype in which packed `x` is held.
+    pub(crate) fn word_dtype(&self, isa: Isa) -> DType {
+        if self.is_dot(isa) { DType::Bf16 } else { DType::F32 }
+    }
+}
+
+/// Operands of a Gemm.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operands {
+    pub(crate) x: Span,
+    pub(crate) weight: Span,
+    pub(crate) bias: Option<Span>,
+    pub(crate) out: Span,
+}
+
+impl Operands {
+    /// From the operand list of the op.
+    pub(crate) fn new(shape: &Shape, args: &[Span]) -> Self {
+        let bias = shape.bias.then(|| args[2]);
+        Operands { x: args[0], weight: args[1], bias, out: args[2 + usize::from(shape.bias)] }
+    }
+}
+
+/// Writes `count` finished sums to row `row` of `out`, from column `column` on.
+///
+/// # Safety
+/// `sums` holds `count` rounded up to `LANES`; row and columns are inside `out`, which no other worker
+/// touches there.
+#[inline(always)]
+pub(crate) unsafe fn finish<S: Simd>(
+    shape: &Shape,
+    operands: &Operands,
+    sums: *const f32,
+    row: usize,
+    column: usize,
+    count: usize,
+) {
+    let out = operands.out.at(shape.out, row * shape.n + column);
+    let out_size = shape.out.size_bytes() as usize;
+    let mut i = 0;
+    while i < count {
+        let n = (count - i).min(S::LANES);
+        let whole = n == S::LANES;
+        // SAFETY: the caller's promise; bias holds n elements.
+        unsafe {
+            let mut v = S::load(sums.add(i));
+            if let Some(bias) = operands.bias {
+                let at = bias.at(shape.weight, column + i);
+                let b = if whole { load::<S>(shape.weight, at) } else { load_part::<S>(shape.weight, at, n) };
+                v = S::add(v, b);
+            }
+            let to = out.add(i * out_size);
+            if shape.accumulate {
+                let old = if whole { load::<S>(shape.out, to) } else { load_part::<S>(shape.out, to, n) };
+                v = S::add(v, old);
+            }
+            if whole {
+                store::<S>(shape.out, to, v);
+            } else {
+                store_part::<S>(shape.out, to, v, n);
+            }
+        }
+        i += S::LANES;
+    }
+}

@@ -1,0 +1,303 @@
+//! Few rows of `x`: every weight row is read once, straight from where it lies, and meets all rows of
+//! `x` while it is in the cache. Bound by memory.
+
+use super::{Operands, Shape, finish};
+use crate::kernels::convert::{load, load_part, widen};
+use crate::kernels::round_up;
+use crate::kernels::simd::{Simd, Task};
+use mixfleet_hal::DType;
+use std::ops::Range;
+
+/// Weight rows read side by side: enough streams to keep the memory busy.
+const STREAMS: usize = 8;
+/// Weight rows per call of the epilogue.
+const BLOCK: usize = 64;
+
+/// Output columns `columns` of all rows.
+pub(crate) struct Rows {
+    pub(crate) shape: Shape,
+    pub(crate) operands: Operands,
+    pub(crate) columns: Range<usize>,
+    /// [`Rows::scratch_words`] words.
+    pub(crate) scratch: *mut f32,
+}
+
+impl Rows {
+    /// Words of scratch: sums `[m, BLOCK]` and `x` in f32.
+    pub(crate) fn scratch_words(shape: &Shape) -> usize {
+        shape.m * (BLOCK + round_up(shape.k, 16))
+    }
+}
+
+/// How `x` and the weight become vectors to multiply.
+trait Load<S: Simd> {
+    /// Elements of k per vector.
+    const ELEMENTS: usize;
+    /// Bytes of an element of `x`.
+    const X_BYTES: usize;
+    /// Bytes of an element of the weight.
+    const W_BYTES: usize;
+    unsafe fn x(from: *const u8) -> S::V;
+    unsafe fn w(from: *const u8) -> S::V;
+    unsafe fn x_part(from: *const u8, count: usize) -> S::V;
+    unsafe fn w_part(from: *const u8, count: usize) -> S::V;
+    unsafe fn mac(acc: S::V, a: S::V, b: S::V) -> S::V;
+}
+
+macro_rules! widened {
+    ($name:ident, $dtype:expr) => {
+        /// f32 arithmetic on a weight that is widened as it is loaded.
+        struct $name;
+        // SAFETY (all blocks): pointers are valid and the level is present, by the callers' promise.
+        impl<S: Simd> Load<S> for $name {
+            const ELEMENTS: usize = S::LANES;
+            const X_BYTES: usize = 4;
+            const W_BYTES: usize = $dtype.size_bytes() as usize;
+            #[inline(always)]
+            unsafe fn x(from: *const u8) -> S::V {
+                // SAFETY: see above.
+                unsafe { S::load(from.cast()) }
+            }
+            #[inline(always)]
+            unsafe fn w(from: *const u8) -> S::V {
+                // SAFETY: see above.
+                unsafe { load::<S>($dtype, from) }
+            }
+            #[inline(always)]
+            unsafe fn x_part(from: *const u8, count: usize) -> S::V {
+                // SAFETY: see above.
+                unsafe { load_part::<S>(DType::F32, from, count) }
+            }
+            #[inline(always)]
+            unsafe fn w_part(from: *const u8, count: usize) -> S::V {
+                // SAFETY: see above.
+                unsafe { load_part::<S>($dtype, from, count) }
+            }
+            #[inline(always)]
+            unsafe fn mac(acc: S::V, a: S::V, b: S::V) -> S::V {
+                // SAFETY: see above.
+                unsafe { S::fma(a, b, acc) }
+            }
+        }
+    };
+}
+widened!(FromF32, DType::F32);
+widened!(FromBf16, DType::Bf16);
+widened!(FromF16, DType::F16);
+
+/// Pairs of bf16 on both sides.
+struct Pairs;
+
+/// The first `count < 2 * LANES` bf16, then zeros.
+///
+/// # Safety
+/// `from` holds them.
+#[inline(always)]
+unsafe fn pairs_part<S: Simd>(from: *const u8, count: usize) -> S::V {
+    let mut padded = [0u8; 64];
+    // SAFETY: fewer than 32 elements of 2 bytes fit 64 bytes.
+    unsafe {
+        std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), count * 2);
+        S::load(padded.as_ptr().cast())
+    }
+}
+
+// SAFETY (all blocks): pointers are valid and the level is present, by the callers' promise.
+impl<S: Simd> Load<S> for Pairs {
+    const ELEMENTS: usize = 2 * S::LANES;
+    const X_BYTES: usize = 2;
+    const W_BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn x(from: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn w(from: *const u8) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::load(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn x_part(from: *const u8, count: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { pairs_part::<S>(from, count) }
+    }
+    #[inline(always)]
+    unsafe fn w_part(from: *const u8, count: usize) -> S::V {
+        // SAFETY: see above.
+        unsafe { pairs_part::<S>(from, count) }
+    }
+    #[inline(always)]
+    unsafe fn mac(acc: S::V, a: S::V, b: S::V) -> S::V {
+        // SAFETY: see above.
+        unsafe { S::dot_bf16(acc, a, b) }
+    }
+}
+
+impl Task for Rows {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let dot = S::DOT_BF16 && self.shape.x == DType::Bf16 && self.shape.weight == DType::Bf16;
+        // SAFETY: who made the task answers for its operands.
+        unsafe {
+            match self.shape.weight {
+                DType::Bf16 if dot => stream::<S, Pairs>(&self, self.operands.x.start),
+                weight => {
+                    let x = self.x_in_f32::<S>();
+                    match weight {
+                        DType::Bf16 => stream::<S, FromBf16>(&self, x),
+                        DType::F16 => stream::<S, FromF16>(&self, x),
+                        DType::F32 | DType::U32 => stream::<S, FromF32>(&self, x),
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Rows {
+    /// `x` as dense f32 rows: itself, or widened into scratch.
+    #[inline(always)]
+    unsafe fn x_in_f32<S: Simd>(&self) -> *const u8 {
+        let Shape { m, k, x, .. } = self.shape;
+        if x == DType::F32 {
+            return self.operands.x.start;
+        }
+        // SAFETY: scratch holds m * k words behind the sums; x holds m * k elements.
+        unsafe {
+            let wide = self.scratch.add(m * BLOCK);
+            widen::<S>(x, self.operands.x.start, wide, m * k);
+            wide.cast()
+        }
+    }
+}
+
+/// All columns of the task, block by block.
+#[inline(always)]
+unsafe fn stream<S: Simd, L: Load<S>>(task: &Rows, x: *const u8) {
+    let Rows { shape, operands, columns, scratch: sums, .. } = task;
+    let row_bytes = shape.k * L::W_BYTES;
+    let end = operands.weight.start.wrapping_add(columns.end * row_bytes);
+    let mut block = columns.start;
+    while block < columns.end {
+        let count = (columns.end - block).min(BLOCK);
+        let mut j = 0;
+        // SAFETY: weight rows block..block + count exist; sums holds [m, BLOCK].
+        unsafe {
+            while j < count {
+                let w = operands.weight.start.add((block + j) * row_bytes);
+                let sums = sums.add(j);
+                if count - j >= STREAMS {
+                    octet::<S, L>(shape, x, w, end, sums);
+                    j += STREAMS;
+                } else {
+                    for i in 0..shape.m {
+                        dot::<S, L, 1, 1>(shape, x.add(i * shape.k * L::X_BYTES), w, w, sums.add(i * BLOCK));
+                    }
+                    j += 1;
+                }
+            }
+            for i in 0..shape.m {
+                finish::<S>(shape, operands, sums.add(i * BLOCK), i, block, count);
+            }
+        }
+        block += count;
+    }
+}
+
+/// Eight weight rows against all rows of `x`.
+#[inline(always)]
+unsafe fn octet<S: Simd, L: Load<S>>(
+    shape: &Shape,
+    x: *const u8,
+    w: *const u8,
+    end: *const u8,
+    sums: *mut f32,
+) {
+    let (x_row, w_row) = (shape.k * L::X_BYTES, shape.k * L::W_BYTES);
+    let next = w.wrapping_add(STREAMS * w_row);
+    // the page behind the last row is nobody's business: prefetch what is already here instead
+    let ahead = if next < end.wrapping_sub(STREAMS * w_row) { next } else { w };
+    let mut i = 0;
+    // SAFETY: the caller's promise: eight rows of weight, m rows of x, sums [m, BLOCK].
+    unsafe {
+        while i < shape.m {
+            let (x, sums) = (x.add(i * x_row), sums.add(i * BLOCK));
+            match shape.m - i {
+                1 => {
+                    dot::<S, L, STREAMS, 1>(shape, x, w, ahead, sums);
+                    i += 1;
+                }
+                2 | 3 => {
+                    for r in (0..STREAMS).step_by(4) {
+                        let step = r * w_row;
+                        dot::<S, L, 4, 2>(shape, x, w.add(step), ahead.wrapping_add(step), sums.add(r));
+                    }
+                    i += 2;
+                }
+                _ if S::LANES == 16 => {
+                    for r in (0..STREAMS).step_by(4) {
+                        let step = r * w_row;
+                        dot::<S, L, 4, 4>(shape, x, w.add(step), ahead.wrapping_add(step), sums.add(r));
+                    }
+                    i += 4;
+                }
+                _ => {
+                    for r in (0..STREAMS).step_by(2) {
+                        let step = r * w_row;
+                        dot::<S, L, 2, 4>(shape, x, w.add(step), ahead.wrapping_add(step), sums.add(r));
+                    }
+                    i += 4;
+                }
+            }
+        }
+    }
+}
+
+/// `sums[i * BLOCK + r] = w[r] . x[i]` for `R` weight rows and `X` rows of `x`.
+#[inline(always)]
+unsafe fn dot<S: Simd, L: Load<S>, const R: usize, const X: usize>(
+    shape: &Shape,
+    x: *const u8,
+    w: *const u8,
+    ahead: *const u8,
+    sums: *mut f32,
+) {
+    let (x_row, w_row) = (shape.k * L::X_BYTES, shape.k * L::W_BYTES);
+    let whole = shape.k - shape.k % L::ELEMENTS;
+    // SAFETY: the caller's promise: R rows of weight, X rows of x, each of k elements.
+    unsafe {
+        let mut acc = [[S::splat(0.0); X]; R];
+        let mut c = 0;
+        while c < whole {
+            let mut xs = [S::splat(0.0); X];
+            for (i, v) in xs.iter_mut().enumerate() {
+                *v = L::x(x.add(i * x_row + c * L::X_BYTES));
+            }
+            for (r, acc) in acc.iter_mut().enumerate() {
+                let at = r * w_row + c * L::W_BYTES;
+                S::prefetch(ahead.wrapping_add(at));
+                let v = L::w(w.add(at));
+                for (acc, x) in acc.iter_mut().zip(&xs) {
+                    *acc = L::mac(*acc, *x, v);
+                }
+            }
+            c += L::ELEMENTS;
+        }
+        if c < shape.k {
+            let rest = shape.k - c;
+            for (r, acc) in acc.iter_mut().enumerate() {
+                let v = L::w_part(w.add(r * w_row + c * L::W_BYTES), rest);
+                for (i, acc) in acc.iter_mut().enumerate() {
+                    *acc = L::mac(*acc, L::x_part(x.add(i * x_row + c * L::X_BYTES), rest), v);
+                }
+            }
+        }
+        for (r, acc) in acc.iter().enumerate() {
+            for (i, acc) in acc.iter().enumerate() {
+                *sums.add(i * BLOCK + r) = S::sum(*acc);
+            }
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The inside of a KV page, and moving rows in and out of it.
+//!
+//! A page holds, for each KV head, `page_tokens * head_dim` elements, laid out as the panel that
+//! attention multiplies with ([`super::panel`]): words of two neighbours along the contraction where
+//! the dtype has 16 bits. Keys contract over the head's dimensions, values over tokens:
+//!
+//! - keys: word row = pair of dimensions, column = token;
+//! - values: word row = pair of tokens, column = dimension.
+//!
+//! Where the contraction is odd, or the dtype is f32, a word row is one dimension or one token.
+
+use super::elementwise::convert_row;
+use super::{Span, Worker};
+use mixfleet_hal::{DType, Error, Result};
+
+/// Shape and place of a K and a V pool.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pools {
+    pub(crate) k: Span,
+    pub(crate) v: Span,
+    pub(crate) dtype: DType,
+    pub(crate) page_tokens: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+}
+
+impl Pools {
+    fn size(&self) -> usize {
+        self.dtype.size_bytes() as usize
+    }
+
+    /// Bytes of one head's part of a page.
+    pub(crate) fn block_bytes(&self) -> usize {
+        self.page_tokens * self.head_dim * self.size()
+    }
+
+    /// Pages that both pools have.
+    pub(crate) fn pages(&self) -> usize {
+        let page_bytes = self.block_bytes() * self.kv_heads;
+        if page_bytes == 0 { 0 } else { self.k.bytes.min(self.v.bytes) / page_bytes }
+    }
+
+    /// Whether key words hold two dimensions.
+    pub(crate) fn k_paired(&self) -> bool {
+        self.size() == 2 && self.head_dim.is_multiple_of(2)
+    }
+
+    /// Whether value words hold two tokens.
+    pub(crate) fn v_paired(&self) -> bool {
+        self.size() == 2 && self.page_tokens.is_multiple_of(2)
+    }
+
+    /// Index within a head's block of the key element (token, dim).
+    pub(crate) fn k_index(&self, token: usize, dim: usize) -> usize {
+        if self.k_paired() {
+            (dim / 2 * self.page_tokens + token) * 2 + dim % 2
+        } else {
+            dim * self.page_tokens + token
+        }
+    }
+
+    /// Index within a head's block of the value element (token, dim).
+    pub(crate) fn v_index(&self, token: usize, dim: usize) -> usize {
+        if self.v_paired() {
+            (token / 2 * self.head_dim + dim) * 2 + token % 2
+        } else {
+            token * self.head_dim + dim
+        }
+    }
+
+    /// Page and offset of a slot.
+    fn place(&self, slot: u32) -> Result<(usize, usize)> {
+        let (page, offset) = (slot as usize / self.page_tokens, slot as usize % self.page_tokens);
+        if page >= self.pages() {
+            let slots = self.pages() * self.page_tokens;
+            return Err(Error::invalid(format!("slot {slot}, but the pool has {slots} slots")));
+        }
+        Ok((page, offset))
+    }
+}
+
+/// Copies element `from[i * from_stride]` to `to[i * to_stride]`, strides in elements of `T`.
+///
+/// # Safety
+/// All elements exist; no overlap.
+#[inline(always)]
+unsafe fn strided<T: Copy>(from: *const u8, from_stride: usize, to: *mut u8, to_stride: usize, count: usize) {
+    let (from, to) = (from.cast::<T>(), to.cast::<T>());
+    for i in 0..count {
+        // SAFETY: the caller's promise.
+        unsafe { to.add(i * to_stride).write_unaligned(from.add(i * from_stride).read_unaligned()) };
+    }
+}
+
+/// Which way rows move.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    IntoPool,
+    OutOfPool,
+}
+
+impl Pools {
+    /// Moves one head's key or value of one token between its place in the pool and a dense row of the
+    /// pool's dtype.
+    ///
+    /// # Safety
+    /// The pool is locked as `way` needs, `page`, `offset` and `head` are inside, and `row` holds
+    /// `head_dim` elements.
+    unsafe fn move_row(
+        &self,
+        keys: bool,
+        (page, offset): (usize, usize),
+        head: usize,
+        row: *mut u8,
+        way: Way,
+    ) {
+        let pool = if keys { self.k } else { self.v };
+        let block = pool.start.wrapping_add((page * self.kv_heads + head) * self.block_bytes());
+        let size = self.size();
+        let paired_keys = keys && self.k_paired();
+        let (first, stride) = match (keys, paired_keys) {
+            (true, true) => (offset * 2, self.page_tokens),
+            (true, false) => (offset, self.page_tokens),
+            (false, _) => (self.v_index(offset, 0), if self.v_paired() { 2 } else { 1 }),
+        };
+        let place = block.wrapping_add(first * size);
+        // a word of two dimensions moves as one u32
+        let (count, wide) = if paired_keys { (self.head_dim / 2, true) } else { (self.head_dim, size == 4) };
+        let (from, from_stride, to, to_stride) = match way {
+            Way::IntoPool => (row.cast_const(), 1, place, stride),
+            Way::OutOfPool => (place.cast_const(), stride, row, 1),
+        };
+        // SAFETY: the caller's promise; the indices above stay inside the block.
+        unsafe {
+            if wide {
+                strided::<u32>(from, from_stride, to, to_stride, count);
+            } else {
+                strided::<u16>(from, from_stride, to, to_stride, count);
+            }
+        }
+    }
+}
+
+/// Dense rows outside the pool: of token `t` and head `h`, keys start at element
+/// `(t * per_token + h) * head_dim` and values `values` elements behind them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Dense {
+    pub(crate) k: Span,
+    pub(crate) v: Span,
+    pub(crate) dtype: DType,
+    /// Heads between a token's row and the next token's.
+    pub(crate) per_token: usize,
+    /// Heads between a token's first key and its first value within `v`.
+    pub(crate) v_first: usize,
+}
+
+impl Dense {
+    fn row(&self, keys: bool, token: usize, head: usize, head_dim: usize) -> *mut u8 {
+        let (span, first) = if keys { (self.k, 0) } else { (self.v, self.v_first) };
+        span.at(self.dtype, (token * self.per_token + first + head) * head_dim)
+    }
+}
+
+/// Stores dense rows at their slots. Work is split by head, so that two tokens with one slot meet on one
+/// worker: the later token wins.
+pub(crate) fn store(
+    worker: &mut Worker<'_>,
+    pools: &Pools,
+    dense: &Dense,
+    slots: Span,
+    tokens: usize,
+) -> Result<()> {
+    let head_dim = pools.head_dim;
+    // a row of the pool's dtype, behind the words that `convert_row` may use
+    let mut row = vec![0u8; head_dim * pools.size()];
+    for unit in worker.share(2 * pools.kv_heads) {
+        let (keys, head) = (unit % 2 == 0, unit / 2);
+        for token in 0..tokens {
+            // SAFETY: `slots` holds `tokens` elements.
+            let place = pools.place(unsafe { slots.u32(token) }).map_err(|e| e.context("kv slots"))?;
+            let from = dense.row(keys, token, head, head_dim);
+            convert_row(worker, from, dense.dtype, row.as_mut_ptr(), pools.dtype, head_dim);
+            // SAFETY: `place` checked the slot; this worker alone writes this head.
+            unsafe { pools.move_row(keys, place, head, row.as_mut_ptr(), Way::IntoPool) };
+        }
+    }
+    Ok(())
+}
+
+/// Reads slots into dense rows.
+pub(crate) fn gather(
+    worker: &mut Worker<'_>,
+    pools: &Pools,
+    dense: &Dense,
+    slots: Span,
+    tokens: usize,
+) -> Result<()> {
+    let head_dim = pools.head_dim;
+    let mut row = vec![0u8; head_dim * pools.size()];
+    for token in worker.share(tokens) {
+        // SAFETY: `slots` holds `tokens` elements.
+        let place = pools.place(unsafe { slots.u32(token) }).map_err(|e| e.context("kv slots"))?;
+        for unit in 0..2 * pools.kv_heads {
+            let (keys, head) = (unit % 2 == 0, unit / 2);
+            // SAFETY: `place` checked the slot.
+            unsafe { pools.move_row(keys, place, head, row.as_mut_ptr(), Way::OutOfPool) };
+            let to = dense.row(keys, token, head, head_dim);
+            convert_row(worker, row.as_ptr(), pools.dtype, to, dense.dtype, head_dim);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,303 @@
+//! What runs on a worker: one step of a batch, or its share of it.
+
+pub(crate) mod attention;
+pub(crate) mod convert;
+pub(crate) mod elementwise;
+pub(crate) mod gemm;
+pub(crate) mod kv;
+pub(crate) mod panel;
+pub(crate) mod simd;
+pub(crate) mod span;
+
+pub(crate) use span::{Scratch, Span};
+
+use crate::isa::Isa;
+use attention::decode::Decode;
+use attention::merge::Merge;
+use attention::prefill::Prefill;
+use elementwise::{Argmax, Binary, Elements, RmsNorm, Rope};
+use gemm::packed::{PackX, PanelOut};
+use gemm::rows::Rows;
+use gemm::{Operands, Shape};
+use kv::{Dense, Pools};
+use mixfleet_hal::{DType, OpSig, Result};
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// `n` rounded up to a multiple of `to`.
+#[inline(always)]
+pub(crate) const fn round_up(n: usize, to: usize) -> usize {
+    n.div_ceil(to) * to
+}
+
+/// What a kernel sees of the worker that runs it.
+pub(crate) struct Worker<'a> {
+    /// Which of the step's workers this is.
+    pub(crate) index: usize,
+    /// Workers that run the step.
+    pub(crate) count: usize,
+    pub(crate) isa: Isa,
+    /// The worker's own memory.
+    pub(crate) scratch: &'a mut Scratch,
+    /// Memory of all workers of the device.
+    pub(crate) shared: *mut f32,
+    /// The step's counter of claimed pieces.
+    pub(crate) claims: &'a AtomicUsize,
+}
+
+impl Worker<'_> {
+    /// This worker's even share of `items`, one contiguous range.
+    pub(crate) fn share(&self, items: usize) -> Range<usize> {
+        items * self.index / self.count..items * (self.index + 1) / self.count
+    }
+
+    /// As [`Worker::share`], cut at multiples of `unit` only.
+    fn share_in(&self, items: usize, unit: usize) -> Range<usize> {
+        let units = self.share(items.div_ceil(unit));
+        (units.start * unit).min(items)..(units.end * unit).min(items)
+    }
+
+    /// The next unclaimed piece of the step.
+    pub(crate) fn claim(&self) -> usize {
+        self.claims.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+/// Which part of an operation a step is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// All of it.
+    Whole,
+    /// Packs a Gemm's `x` into shared scratch.
+    PackX,
+    /// Multiplies with packed `x`.
+    MultiplyPacked,
+    /// Attention over chunks, into shared scratch.
+    Chunks,
+    /// Sums the chunks.
+    Sums,
+}
+
+/// Runs this worker's share of one step.
+///
+/// # Safety
+/// `args` are the operands of `sig` in order, of the sizes that [`OpSig::operands`] says, locked for
+/// their access; `shared` holds what [`shared_words`] says; steps that conflict are separated by a barrier.
+pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut Worker<'_>) -> Result<()> {
+    let isa = worker.isa;
+    match *sig {
+        OpSig::Embed { tokens, vocab, hidden, table, out } => {
+            return elementwise::embed(worker, args, (tokens as usize, vocab, hidden as usize), (table, out));
+        }
+        OpSig::RmsNorm { rows, cols, eps, x, weight, out } => {
+            let (cols, rows) = (cols as usize, worker.share(rows as usize));
+            let scratch = worker.scratch.words(2 * round_up(cols, 16));
+            let args = [args[0], args[1], args[2]];
+            let task = RmsNorm { args, rows, cols, eps: eps.0, dtypes: [x, weight, out], scratch };
+            // SAFETY: the caller's promise.
+            unsafe { isa.run(task) };
+        }
+        OpSig::Gemm { .. } => {
+            let (shape, operands) = gemm_parts(sig, args);
+            // SAFETY: the caller's promise.
+            unsafe { run_gemm(shape, operands, phase, worker) };
+        }
+        OpSig::Rope { tokens, heads, head_dim, x: dtype } => {
+            let (heads, head_dim, tokens) =
+                (heads as usize, head_dim as usize, worker.share(tokens as usize));
+            // SAFETY: the caller's promise.
+            unsafe { isa.run(Rope { x: args[0], cos_sin: args[1], tokens, heads, head_dim, dtype }) };
+        }
+        OpSig::AttnPrefill { .. } => return prefill(sig, args).run(worker),
+        OpSig::AttnDecode { .. } => {
+            let decode = decode(sig, args);
+            return match phase {
+                Phase::Chunks => decode.run_chunks(worker),
+                Phase::Sums => decode.run_sums(worker),
+                _ => decode.run(worker),
+            };
+        }
+        OpSig::AttnMerge { parts, rows, head_dim, out: dtype } => {
+            let (parts, rows, head_dim) = (parts as usize, rows as usize, head_dim as usize);
+            let range = worker.share(rows);
+            let (acc, stat, out) = (args[0], args[1], args[2]);
+            // SAFETY: the caller's promise.
+            unsafe { isa.run(Merge { acc, stat, out, parts, rows, range, head_dim, dtype }) };
+        }
+        OpSig::SiluMul { elements, x } => elements_of(Binary::SiluMul, args, elements, x, worker),
+        OpSig::Add { elements, x } => elements_of(Binary::Add, args, elements, x, worker),
+        OpSig::Argmax { rows, cols } => {
+            let (rows, cols) = (worker.share(rows as usize), cols as usize);
+            // SAFETY: the caller's promise.
+            unsafe { isa.run(Argmax { x: args[0], out: args[1], rows, cols }) };
+        }
+        OpSig::Copy { bytes } => {
+            let range = worker.share_in(bytes as usize, 4096);
+            let (from, to) =
+                (args[0].start.wrapping_add(range.start), args[1].start.wrapping_add(range.start));
+            // SAFETY: the caller's promise; `Cmd::new` refuses overlap.
+            unsafe { std::ptr::copy_nonoverlapping(from, to, range.len()) };
+        }
+        OpSig::Fill { bytes, word } => {
+            for i in worker.share_in(bytes as usize / 4, 1024) {
+                // SAFETY: the caller's promise.
+                unsafe { args[0].at(DType::U32, i).cast::<u32>().write_unaligned(word) };
+            }
+        }
+        OpSig::KvWrite { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. } => {
+            return move_kv(sig, args, worker);
+        }
+    }
+    Ok(())
+}
+
+fn elements_of(function: Binary, args: &[Span], elements: u64, dtype: DType, worker: &Worker<'_>) {
+    let range = worker.share_in(elements as usize, 1024);
+    let args = [args[0], args[1], args[2]];
+    // SAFETY: the promise of `run`'s caller.
+    unsafe { worker.isa.run(Elements { function, args, range, dtype }) };
+}
+
+fn gemm_parts(sig: &OpSig, args: &[Span]) -> (Shape, Operands) {
+    let OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } = *sig else {
+        unreachable!("only called for a Gemm");
+    };
+    let (m, n, k) = (m as usize, n as usize, k as usize);
+    let shape = Shape { m, n, k, x, weight, out, bias, accumulate };
+    (shape, Operands::new(&shape, args))
+}
+
+/// # Safety
+/// As for [`run`].
+unsafe fn run_gemm(shape: Shape, operands: Operands, phase: Phase, worker: &mut Worker<'_>) {
+    let (isa, packed, dtype) = (worker.isa, worker.shared, shape.word_dtype(worker.isa));
+    // SAFETY: the caller's promise, and scratch is as large as each task says.
+    unsafe {
+        match phase {
+            Phase::PackX => {
+                let scratch = worker.scratch.words(PackX::SCRATCH_WORDS);
+                let tiles = worker.share(gemm::packed::tiles(shape.m, isa.lanes()));
+                isa.run(PackX { shape, operands, dtype, tiles, packed, scratch });
+            }
+            Phase::MultiplyPacked => {
+                let scratch = worker.scratch.words(PanelOut::scratch_words(&shape, dtype));
+                let panels = shape.n.div_ceil(2 * isa.lanes());
+                loop {
+                    let panel = worker.claim();
+                    if panel >= panels {
+                        break;
+                    }
+                    isa.run(PanelOut { shape, operands, dtype, panel, packed, scratch });
+                }
+            }
+            _ => {
+                let scratch = worker.scratch.words(Rows::scratch_words(&shape));
+                let columns = worker.share_in(shape.n, 8);
+                isa.run(Rows { shape, operands, columns, scratch });
+            }
+        }
+    }
+}
+
+fn pools(k: Span, v: Span, dtype: DType, page_tokens: u32, kv_heads: u32, head_dim: u32) -> Pools {
+    let (page_tokens, kv_heads, head_dim) = (page_tokens as usize, kv_heads as usize, head_dim as usize);
+    Pools { k, v, dtype, page_tokens, kv_heads, head_dim }
+}
+
+fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {
+    let OpSig::AttnPrefill {
+        tokens,
+        sequences,
+        heads,
+        kv_heads,
+        head_dim,
+        page_tokens,
+        pages_max,
+        window,
+        x,
+        kv,
+        ..
+    } = *sig
+    else {
+        unreachable!("only called for AttnPrefill");
+    };
+    Prefill {
+        q: args[0],
+        query_start: args[1],
+        context: args[2],
+        pages: args[3],
+        pools: pools(args[4], args[5], kv, page_tokens, kv_heads, head_dim),
+        out: args[6],
+        tokens: tokens as usize,
+        sequences: sequences as usize,
+        heads: heads as usize,
+        pages_max: pages_max as usize,
+        window: window.map(|w| w as usize),
+        x,
+    }
+}
+
+fn decode(sig: &OpSig, args: &[Span]) -> Decode {
+    let OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. } = *sig
+    else {
+        unreachable!("only called for AttnDecode");
+    };
+    Decode {
+        q: args[0],
+        range: args[1],
+        pages: args[2],
+        pools: pools(args[3], args[4], kv, page_tokens, kv_heads, head_dim),
+        acc: args[5],
+        stat: args[6],
+        sequences: sequences as usize,
+        heads: heads as usize,
+        pages_max: pages_max as usize,
+        x,
+    }
+}
+
+fn move_kv(sig: &OpSig, args: &[Span], worker: &mut Worker<'_>) -> Result<()> {
+    match *sig {
+        OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv } => {
+            let pools = pools(args[3], args[4], kv, page_tokens, kv_heads, head_dim);
+            let dense = Dense { k: args[0], v: args[1], dtype: x, per_token: kv_heads as usize, v_first: 0 };
+            kv::store(worker, &pools, &dense, args[2], tokens as usize)
+        }
+        OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire } => {
+            let pools = pools(args[2], args[3], kv, page_tokens, kv_heads, head_dim);
+            kv::store(worker, &pools, &wire_rows(args[0], wire, kv_heads), args[1], tokens as usize)
+        }
+        OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire } => {
+            let pools = pools(args[1], args[2], kv, page_tokens, kv_heads, head_dim);
+            kv::gather(worker, &pools, &wire_rows(args[3], wire, kv_heads), args[0], tokens as usize)
+        }
+        _ => unreachable!("only called for KV moves"),
+    }
+}
+
+/// The wire layout: per token all keys, then all values.
+fn wire_rows(wire: Span, dtype: DType, kv_heads: u32) -> Dense {
+    let kv_heads = kv_heads as usize;
+    Dense { k: wire, v: wire, dtype, per_token: 2 * kv_heads, v_first: kv_heads }
+}
+
+/// The phases of an operation, in order, and the words of shared scratch that they need.
+pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&'static [Phase], usize) {
+    match sig {
+        OpSig::Gemm { .. } => {
+            let (shape, _) = gemm_parts(sig, args);
+            if shape.is_packed() {
+                let words = gemm::packed::packed_words(&shape, shape.word_dtype(isa));
+                return (&[Phase::PackX, Phase::MultiplyPacked], words);
+            }
+        }
+        OpSig::AttnDecode { .. } => {
+            let decode = decode(sig, args);
+            if decode.is_split(workers) {
+                return (&[Phase::Chunks, Phase::Sums], decode.shared_words());
+            }
+        }
+        _ => {}
+    }
+    (&[Phase::Whole], 0)
+}

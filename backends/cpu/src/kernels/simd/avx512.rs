@@ -1,0 +1,214 @@
+//! AVX-512 (F, BW, VL, DQ): sixteen lanes; with AVX512-BF16 also the bf16 dot product.
+
+use super::{Simd, Task};
+use std::arch::x86_64::*;
+
+/// The level; `BF16` where `vdpbf16ps` is present.
+#[derive(Clone, Copy)]
+pub(super) struct Avx512<const BF16: bool>;
+
+/// # Safety
+/// The level is present, and the task's pointers are valid.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+pub(super) unsafe fn run<T: Task>(task: T) -> T::Out {
+    // SAFETY: the caller's promise.
+    unsafe { task.run::<Avx512<false>>() }
+}
+
+/// # Safety
+/// The level with AVX512-BF16 is present, and the task's pointers are valid.
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+pub(super) unsafe fn run_bf16<T: Task>(task: T) -> T::Out {
+    // SAFETY: the caller's promise.
+    unsafe { task.run::<Avx512<true>>() }
+}
+
+const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+
+// SAFETY (all blocks below): the level is present and pointers are valid, by the trait's contract.
+impl<const BF16: bool> Simd for Avx512<BF16> {
+    const LANES: usize = 16;
+    const DOT_BF16: bool = BF16;
+    type V = __m512;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_set1_ps(value) }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_loadu_ps(from) }
+    }
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, v: __m512) {
+        // SAFETY: see above.
+        unsafe { _mm512_storeu_ps(to, v) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, v: __m512) {
+        // not vcvtneps2bf16: it flushes subnormals
+        // SAFETY: see above.
+        unsafe {
+            let bits = _mm512_castps_si512(v);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+            let bits = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x40_0000));
+            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(bits)));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, v: __m512) {
+        // SAFETY: see above.
+        unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<NEAREST>(v)) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn min(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn sum(v: __m512) -> f32 {
+        // SAFETY: see above.
+        unsafe { _mm512_reduce_add_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn max_lane(v: __m512) -> f32 {
+        // SAFETY: see above.
+        unsafe { _mm512_reduce_max_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn round(v: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_roundscale_ps::<NEAREST>(v) }
+    }
+    #[inline(always)]
+    unsafe fn scale(v: __m512, n: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_scalef_ps(v, n) }
+    }
+    #[inline(always)]
+    unsafe fn bf16_low(words: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(words))) }
+    }
+    #[inline(always)]
+    unsafe fn bf16_high(words: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_and_ps(words, _mm512_castsi512_ps(_mm512_set1_epi32(0xFFFF_0000_u32 as i32))) }
+    }
+    #[inline(always)]
+    unsafe fn f16_low(words: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_castps_si512(words))) }
+    }
+    #[inline(always)]
+    unsafe fn f16_high(words: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(words)))) }
+    }
+    #[inline(always)]
+    unsafe fn dot_bf16(acc: __m512, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above; the three types are the same 64 bytes, and BF16 says that the
+        // instruction is present.
+        unsafe {
+            if BF16 {
+                _mm512_dpbf16_ps(
+                    acc,
+                    std::mem::transmute::<__m512, __m512bh>(a),
+                    std::mem::transmute::<__m512, __m512bh>(b),
+                )
+            } else {
+                let low = Self::fma(Self::bf16_low(a), Self::bf16_low(b), acc);
+                Self::fma(Self::bf16_high(a), Self::bf16_high(b), low)
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const u8, from_stride: usize, to: *mut u8, to_stride: usize) {
+        // SAFETY: see above; the block has 16 rows of 16 words on both sides.
+        unsafe {
+            let mut r = [_mm512_setzero_ps(); 16];
+            for (i, row) in r.iter_mut().enumerate() {
+                *row = _mm512_loadu_ps(from.add(i * from_stride).cast());
+            }
+            let mut s = r;
+            for i in 0..8 {
+                s[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+                s[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+            }
+            // r[4q + c] holds, per 128-bit lane l, column 4l + c of rows 4q..4q+4
+            for q in (0..16).step_by(4) {
+                r[q] = _mm512_shuffle_ps::<0x44>(s[q], s[q + 2]);
+                r[q + 1] = _mm512_shuffle_ps::<0xEE>(s[q], s[q + 2]);
+                r[q + 2] = _mm512_shuffle_ps::<0x44>(s[q + 1], s[q + 3]);
+                r[q + 3] = _mm512_shuffle_ps::<0xEE>(s[q + 1], s[q + 3]);
+            }
+            for c in 0..4 {
+                let even = _mm512_shuffle_f32x4::<0x88>(r[c], r[c + 4]);
+                let odd = _mm512_shuffle_f32x4::<0xDD>(r[c], r[c + 4]);
+                let even2 = _mm512_shuffle_f32x4::<0x88>(r[c + 8], r[c + 12]);
+                let odd2 = _mm512_shuffle_f32x4::<0xDD>(r[c + 8], r[c + 12]);
+                let columns = [
+                    _mm512_shuffle_f32x4::<0x88>(even, even2),
+                    _mm512_shuffle_f32x4::<0x88>(odd, odd2),
+                    _mm512_shuffle_f32x4::<0xDD>(even, even2),
+                    _mm512_shuffle_f32x4::<0xDD>(odd, odd2),
+                ];
+                for (i, column) in columns.into_iter().enumerate() {
+                    _mm512_storeu_ps(to.add((c + 4 * i) * to_stride).cast(), column);
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        // SAFETY: see above; a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+}

@@ -1,0 +1,152 @@
+//! Plain Rust: eight lanes that the compiler maps to what the target has.
+
+use super::Simd;
+use half::{bf16, f16};
+
+/// The level that runs everywhere.
+#[derive(Clone, Copy)]
+pub(super) struct Portable;
+
+const LANES: usize = 8;
+type V = [f32; LANES];
+
+#[inline(always)]
+fn each(f: impl Fn(usize) -> f32) -> V {
+    let mut v = [0.0; LANES];
+    for (i, lane) in v.iter_mut().enumerate() {
+        *lane = f(i);
+    }
+    v
+}
+
+/// 2^n for n in -126..=127.
+#[inline(always)]
+fn power(n: i32) -> f32 {
+    f32::from_bits(((n + 127) as u32) << 23)
+}
+
+// SAFETY (all blocks below): pointers are valid for LANES elements, by the trait's contract.
+impl Simd for Portable {
+    const LANES: usize = LANES;
+    const DOT_BF16: bool = false;
+    type V = V;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> V {
+        [value; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> V {
+        // SAFETY: see above.
+        unsafe { from.cast::<V>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, v: V) {
+        // SAFETY: see above.
+        unsafe { to.cast::<V>().write_unaligned(v) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> V {
+        // SAFETY: see above.
+        let bits = unsafe { from.cast::<[u16; LANES]>().read_unaligned() };
+        each(|i| f32::from_bits(u32::from(bits[i]) << 16))
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> V {
+        // SAFETY: see above.
+        let bits = unsafe { from.cast::<[u16; LANES]>().read_unaligned() };
+        each(|i| f16::from_bits(bits[i]).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, v: V) {
+        // SAFETY: see above.
+        unsafe { to.cast::<[u16; LANES]>().write_unaligned(v.map(|x| bf16::from_f32(x).to_bits())) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, v: V) {
+        // SAFETY: see above.
+        unsafe { to.cast::<[u16; LANES]>().write_unaligned(v.map(|x| f16::from_f32(x).to_bits())) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: V, b: V) -> V {
+        each(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    unsafe fn sub(a: V, b: V) -> V {
+        each(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    unsafe fn mul(a: V, b: V) -> V {
+        each(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    unsafe fn div(a: V, b: V) -> V {
+        each(|i| a[i] / b[i])
+    }
+    #[inline(always)]
+    unsafe fn max(a: V, b: V) -> V {
+        each(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn min(a: V, b: V) -> V {
+        each(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn fma(a: V, b: V, c: V) -> V {
+        // `mul_add` is a library call where the target has no such instruction
+        each(|i| if cfg!(target_arch = "aarch64") { a[i].mul_add(b[i], c[i]) } else { a[i] * b[i] + c[i] })
+    }
+    #[inline(always)]
+    unsafe fn sum(v: V) -> f32 {
+        let four = [v[0] + v[4], v[1] + v[5], v[2] + v[6], v[3] + v[7]];
+        (four[0] + four[2]) + (four[1] + four[3])
+    }
+    #[inline(always)]
+    unsafe fn max_lane(v: V) -> f32 {
+        v.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
+    }
+    #[inline(always)]
+    unsafe fn round(v: V) -> V {
+        // adding 1.5 * 2^23 pushes the fraction out; exact for the |v| < 2^22 that exp needs
+        const MAGIC: f32 = 12_582_912.0;
+        each(|i| (v[i] + MAGIC) - MAGIC)
+    }
+    #[inline(always)]
+    unsafe fn scale(v: V, n: V) -> V {
+        // in two factors, because 2^-150 and 2^128 are no normal numbers
+        each(|i| {
+            let n = n[i] as i32;
+            v[i] * power(n >> 1) * power(n - (n >> 1))
+        })
+    }
+    #[inline(always)]
+    unsafe fn bf16_low(words: V) -> V {
+        each(|i| f32::from_bits(words[i].to_bits() << 16))
+    }
+    #[inline(always)]
+    unsafe fn bf16_high(words: V) -> V {
+        each(|i| f32::from_bits(words[i].to_bits() & 0xFFFF_0000))
+    }
+    #[inline(always)]
+    unsafe fn f16_low(words: V) -> V {
+        each(|i| f16::from_bits(words[i].to_bits() as u16).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn f16_high(words: V) -> V {
+        each(|i| f16::from_bits((words[i].to_bits() >> 16) as u16).to_f32())
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const u8, from_stride: usize, to: *mut u8, to_stride: usize) {
+        for i in 0..LANES {
+            for j in 0..LANES {
+                // SAFETY: the block has LANES rows of LANES words on both sides.
+                unsafe {
+                    let word = from.add(i * from_stride + j * 4).cast::<u32>().read_unaligned();
+                    to.add(j * to_stride + i * 4).cast::<u32>().write_unaligned(word);
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(_at: *const u8) {}
+}

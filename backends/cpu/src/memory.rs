@@ -1,0 +1,131 @@
+//! Buffers: anonymous memory of the host, or host memory in place.
+
+use crate::kernels::Span;
+use mixfleet_hal::{Buffer, Error, ErrorKind, HostMemory, Result, Slice};
+use std::any::Any;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, RwLock};
+
+/// Bytes that a device's buffers take together, and how many they may.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    pub(crate) used: AtomicU64,
+    pub(crate) limit: u64,
+}
+
+/// What a buffer's bytes are.
+enum Storage {
+    /// Anonymous zeroed pages; freed with the buffer.
+    Owned { map: memmap2::MmapMut, budget: Arc<Budget>, charged: u64 },
+    /// Somebody else's, read-only.
+    Imported(Arc<dyn HostMemory>),
+}
+
+/// A buffer of the CPU backend. Devices of this backend can use each other's.
+pub(crate) struct CpuBuffer {
+    /// Held for reading or writing by whoever touches the bytes: a batch that runs, or a copy of the host.
+    pub(crate) lock: RwLock<()>,
+    start: *mut u8,
+    bytes: u64,
+    storage: Storage,
+}
+
+// SAFETY: the bytes behind `start` are only touched under `lock`, and never written if imported.
+unsafe impl Send for CpuBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for CpuBuffer {}
+
+impl fmt::Debug for CpuBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = if self.is_read_only() { "imported" } else { "owned" };
+        write!(f, "CpuBuffer({kind}, {} bytes)", self.bytes)
+    }
+}
+
+impl Buffer for CpuBuffer {
+    fn size_bytes(&self) -> u64 {
+        self.bytes
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl CpuBuffer {
+    /// Zeroed memory, charged to `budget` until it is dropped.
+    pub(crate) fn owned(bytes: u64, budget: &Arc<Budget>) -> Result<Self> {
+        let full = |used: u64| {
+            let message = format!(
+                "cpu: {bytes} bytes wanted, {used} of {} in use: use a smaller KV budget or model",
+                budget.limit
+            );
+            Error::new(ErrorKind::OutOfMemory, message)
+        };
+        let charge = budget.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+            used.checked_add(bytes).filter(|&total| total <= budget.limit)
+        });
+        charge.map_err(full)?;
+        let refund = || budget.used.fetch_sub(bytes, Ordering::Relaxed);
+        // a slice of no bytes still needs an address
+        let length = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
+        let mut map = memmap2::MmapMut::map_anon(length).map_err(|e| {
+            let used = refund() - bytes;
+            full(used).context(e)
+        })?;
+        #[cfg(target_os = "linux")]
+        if length >= 4 << 20 {
+            // best effort: fewer page-table walks where the kernel has huge pages to give
+            let _ = map.advise(memmap2::Advice::HugePage);
+        }
+        let start = map.as_mut_ptr();
+        let storage = Storage::Owned { map, budget: budget.clone(), charged: bytes };
+        Ok(CpuBuffer { lock: RwLock::new(()), start, bytes, storage })
+    }
+
+    /// Host memory in place.
+    pub(crate) fn imported(memory: Arc<dyn HostMemory>) -> Self {
+        let bytes = memory.as_bytes();
+        let (start, bytes) = (bytes.as_ptr().cast_mut(), bytes.len() as u64);
+        CpuBuffer { lock: RwLock::new(()), start, bytes, storage: Storage::Imported(memory) }
+    }
+
+    /// Whether commands may only read it.
+    pub(crate) fn is_read_only(&self) -> bool {
+        matches!(self.storage, Storage::Imported(_))
+    }
+
+    /// The bytes of a slice of this buffer, which must be inside.
+    pub(crate) fn span(&self, slice: &Slice) -> Span {
+        Span { start: self.start.wrapping_add(slice.offset as usize), bytes: slice.bytes as usize }
+    }
+}
+
+impl Drop for CpuBuffer {
+    fn drop(&mut self) {
+        match &self.storage {
+            Storage::Owned { map, budget, charged } => {
+                debug_assert!(map.len() as u64 >= self.bytes);
+                budget.used.fetch_sub(*charged, Ordering::Relaxed);
+            }
+            Storage::Imported(memory) => debug_assert!(memory.as_bytes().len() as u64 == self.bytes),
+        }
+    }
+}
+
+/// The CPU buffer behind a slice, and a check that the slice is inside it.
+///
+/// # Errors
+/// `Invalid` for another backend's buffer or a range outside.
+pub(crate) fn buffer_of(slice: &Slice) -> Result<&CpuBuffer> {
+    let buffer = slice.buffer.as_any().downcast_ref::<CpuBuffer>();
+    let buffer = buffer
+        .ok_or_else(|| Error::invalid(format!("{:?} is not a buffer of the cpu backend", slice.buffer)))?;
+    let inside = slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= buffer.bytes);
+    if !inside {
+        let message =
+            format!("slice {}+{} leaves its buffer of {} bytes", slice.offset, slice.bytes, buffer.bytes);
+        return Err(Error::invalid(message));
+    }
+    Ok(buffer)
+}

@@ -1,0 +1,285 @@
+//! The worker threads of one device.
+//!
+//! The first worker leads: it takes a batch, locks its buffers and calls the others; all walk the
+//! batch's steps and meet at its barriers; then the leader settles the ticket.
+
+use crate::isa::Isa;
+use crate::kernels::{self, Scratch, Worker};
+use crate::program::Program;
+use crate::queue::Timeline;
+use crate::sync::{Barrier, Epoch};
+use crate::topology;
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLockReadGuard, RwLockWriteGuard};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// A batch to run, and where to report.
+pub(crate) struct Job {
+    pub(crate) program: Arc<Program>,
+    pub(crate) timeline: Arc<Timeline>,
+    pub(crate) ticket: u64,
+}
+
+/// One run of a program, seen by all workers.
+struct Run {
+    program: Arc<Program>,
+    claims: Vec<AtomicUsize>,
+    shared: SharedScratch,
+    failed: AtomicBool,
+    error: Mutex<Option<Error>>,
+}
+
+/// The address of the device's shared scratch.
+#[derive(Clone, Copy)]
+struct SharedScratch(*mut f32);
+// SAFETY: an address; steps that touch the memory are ordered by barriers.
+unsafe impl Send for SharedScratch {}
+// SAFETY: as above.
+unsafe impl Sync for SharedScratch {}
+
+/// What the workers of a device share.
+struct Shared {
+    isa: Isa,
+    workers: usize,
+    jobs: Mutex<Jobs>,
+    /// Signals the leader: a job, or the end.
+    wake: Condvar,
+    /// Steps of the others: one per run, or the end.
+    call: Epoch,
+    current: Mutex<Option<Arc<Run>>>,
+    barrier: Barrier,
+}
+
+#[derive(Default)]
+struct Jobs {
+    waiting: VecDeque<Job>,
+    closed: bool,
+}
+
+/// The threads. Dropping it ends them after the jobs that were submitted.
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Pool {
+    /// Starts one pinned worker per core.
+    ///
+    /// # Errors
+    /// `Other` when the system refuses a thread.
+    pub(crate) fn new(cores: &[usize], isa: Isa) -> Result<Self> {
+        let shared = Arc::new(Shared {
+            isa,
+            workers: cores.len(),
+            jobs: Mutex::default(),
+            wake: Condvar::new(),
+            call: Epoch::default(),
+            current: Mutex::new(None),
+            barrier: Barrier::new(cores.len()),
+        });
+        let mut pool = Pool { shared: shared.clone(), threads: Vec::new() };
+        // the leader last: with a thread missing, the others still end by `Drop`
+        for (index, &core) in cores.iter().enumerate().rev() {
+            let shared = shared.clone();
+            let body = move || {
+                topology::pin(core);
+                if index == 0 { lead(&shared) } else { follow(&shared, index) }
+            };
+            let thread = std::thread::Builder::new().name(format!("cpu@{core}")).spawn(body);
+            let thread = thread.map_err(|e| {
+                Error::new(ErrorKind::Other, format!("cpu: cannot start a worker thread: {e}"))
+            })?;
+            pool.threads.push(thread);
+        }
+        Ok(pool)
+    }
+
+    /// Hands over a batch.
+    pub(crate) fn submit(&self, job: Job) {
+        lock(&self.shared.jobs).waiting.push_back(job);
+        self.shared.wake.notify_one();
+    }
+
+    /// Workers.
+    pub(crate) fn workers(&self) -> usize {
+        self.shared.workers
+    }
+
+    /// The level they run at.
+    pub(crate) fn isa(&self) -> Isa {
+        self.shared.isa
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        lock(&self.shared.jobs).closed = true;
+        self.shared.wake.notify_one();
+        if self.threads.len() < self.shared.workers {
+            self.shared.call.advance(); // no leader was started: dismiss the others from here
+        }
+        for thread in self.threads.drain(..) {
+            let _ = thread.join(); // a worker catches its panics, so there is nothing to report
+        }
+    }
+}
+
+/// The first worker: takes jobs until the pool is closed and none is left.
+fn lead(shared: &Shared) {
+    let (mut scratch, mut common) = (Scratch::default(), Scratch::default());
+    loop {
+        let job = {
+            let mut jobs = lock(&shared.jobs);
+            loop {
+                if let Some(job) = jobs.waiting.pop_front() {
+                    break Some(job);
+                }
+                if jobs.closed {
+                    break None;
+                }
+                jobs = shared.wake.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+            }
+        };
+        let Some(job) = job else {
+            shared.call.advance();
+            return;
+        };
+        if let Some(error) = job.timeline.error() {
+            job.timeline.settle(job.ticket, Err(error));
+            continue;
+        }
+        let result = run_job(shared, &job.program, &mut scratch, &mut common);
+        let Job { program, timeline, ticket } = job;
+        // the buffers may be freed by now, if nobody else holds them
+        drop(program);
+        timeline.settle(ticket, result);
+    }
+}
+
+/// Runs one batch on all workers; the seconds that it took.
+fn run_job(
+    shared: &Shared,
+    program: &Arc<Program>,
+    scratch: &mut Scratch,
+    common: &mut Scratch,
+) -> Result<f64> {
+    let run = Arc::new(Run {
+        program: program.clone(),
+        claims: program.steps.iter().map(|_| AtomicUsize::new(0)).collect(),
+        shared: SharedScratch(common.words(program.shared_words)),
+        failed: AtomicBool::new(false),
+        error: Mutex::new(None),
+    });
+    let guards = Guards::lock(program);
+    let start = Instant::now();
+    let steps = program.steps.iter().any(|step| !step.solo);
+    if steps && shared.workers > 1 {
+        *lock(&shared.current) = Some(run.clone());
+        shared.call.advance();
+        walk(shared, &run, 0, scratch);
+        shared.barrier.wait();
+        *lock(&shared.current) = None;
+    } else {
+        walk_alone(shared, &run, scratch);
+    }
+    let seconds = start.elapsed().as_secs_f64();
+    drop(guards);
+    let error = lock(&run.error).take();
+    error.map_or(Ok(seconds), Err)
+}
+
+/// Any other worker: one run per call.
+fn follow(shared: &Shared, index: usize) {
+    let mut scratch = Scratch::default();
+    let mut seen = 0;
+    loop {
+        shared.call.wait_past(seen);
+        seen = shared.call.now();
+        let Some(run) = lock(&shared.current).clone() else {
+            return;
+        };
+        walk(shared, &run, index, &mut scratch);
+        drop(run);
+        shared.barrier.wait();
+    }
+}
+
+/// Does one worker's share of every step.
+fn walk(shared: &Shared, run: &Run, index: usize, scratch: &mut Scratch) {
+    for at in 0..run.program.steps.len() {
+        let step = &run.program.steps[at];
+        if step.barrier {
+            shared.barrier.wait();
+        }
+        match (step.solo, index) {
+            (true, 0) => run.step(at, shared.isa, (0, 1), scratch),
+            (true, _) => {}
+            (false, _) => run.step(at, shared.isa, (index, shared.workers), scratch),
+        }
+    }
+}
+
+/// All steps on the leader alone.
+fn walk_alone(shared: &Shared, run: &Run, scratch: &mut Scratch) {
+    for at in 0..run.program.steps.len() {
+        run.step(at, shared.isa, (0, 1), scratch);
+    }
+}
+
+impl Run {
+    /// Runs a share of one step, unless the run has failed. A failure, or a panic, becomes the run's error.
+    fn step(&self, at: usize, isa: Isa, (index, count): (usize, usize), scratch: &mut Scratch) {
+        if self.failed.load(Ordering::Relaxed) {
+            return;
+        }
+        let step = &self.program.steps[at];
+        let mut worker =
+            Worker { index, count, isa, scratch, shared: self.shared.0, claims: &self.claims[at] };
+        let args = &step.args;
+        // SAFETY: `Program::new` resolved the operands of a checked command; the leader holds the locks
+        // of their buffers and sized the shared scratch; barriers separate steps that conflict.
+        let result = catch_unwind(AssertUnwindSafe(|| unsafe {
+            kernels::run(&step.sig, args, step.phase, &mut worker)
+        }));
+        let result = result.unwrap_or_else(|_| {
+            let message = format!("cpu: a worker panicked in {:?}; this is a bug of the backend", step.sig);
+            Err(Error::new(ErrorKind::DeviceLost, message))
+        });
+        if let Err(error) = result {
+            lock(&self.error).get_or_insert(error);
+            self.failed.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The locks of a program's buffers.
+#[allow(dead_code, reason = "held for their drop")]
+enum Guard<'a> {
+    Read(RwLockReadGuard<'a, ()>),
+    Write(RwLockWriteGuard<'a, ()>),
+}
+
+#[allow(dead_code, reason = "held for their drop")]
+struct Guards<'a>(Vec<Guard<'a>>);
+
+impl<'a> Guards<'a> {
+    /// Takes all locks, in the order that every program uses: no two can wait for each other.
+    fn lock(program: &'a Program) -> Self {
+        let take = |(buffer, write): (&'a crate::memory::CpuBuffer, bool)| {
+            if write {
+                Guard::Write(buffer.lock.write().unwrap_or_else(PoisonError::into_inner))
+            } else {
+                Guard::Read(buffer.lock.read().unwrap_or_else(PoisonError::into_inner))
+            }
+        };
+        Guards(program.buffers().map(take).collect())
+    }
+}

@@ -1,0 +1,242 @@
+//! A batch of commands as steps that all workers walk together.
+//!
+//! A step waits at a barrier only if something since the last barrier conflicts with it and may have run
+//! on another worker. Small operations run on the first worker alone, one after the other, so a chain of
+//! them needs no barrier at all.
+
+use crate::isa::Isa;
+use crate::kernels::{self, Phase, Span};
+use crate::memory::{CpuBuffer, buffer_of};
+use mixfleet_hal::{Access, Buffer, Cmd, DType, Error, OpSig, Result, Slice};
+use std::sync::Arc;
+
+/// Most operands of any operation.
+const OPERANDS_MAX: usize = 8;
+
+/// Bytes below which an operation is not worth waking the others for: about 2 us on one core.
+const SOLO_BYTES: f64 = 48e3;
+
+/// Arithmetic below which likewise.
+const SOLO_FLOPS: f64 = 100e3;
+
+/// One operation, or one phase of it.
+#[derive(Debug)]
+pub(crate) struct Step {
+    pub(crate) sig: OpSig,
+    pub(crate) args: [Span; OPERANDS_MAX],
+    pub(crate) phase: Phase,
+    /// All workers meet before this step.
+    pub(crate) barrier: bool,
+    /// Only the first worker runs it.
+    pub(crate) solo: bool,
+}
+
+/// A batch, ready to run any number of times.
+#[derive(Debug)]
+pub(crate) struct Program {
+    pub(crate) steps: Vec<Step>,
+    /// Buffers to lock, in the order of their addresses, with whether they are written.
+    buffers: Vec<(Arc<dyn Buffer>, bool)>,
+    /// Words of scratch that the workers share.
+    pub(crate) shared_words: usize,
+}
+
+/// What a step does to some memory since the last barrier.
+#[derive(Clone, Copy)]
+struct Touch {
+    what: Place,
+    write: bool,
+    solo: bool,
+}
+
+#[derive(Clone, Copy)]
+enum Place {
+    Memory(Span),
+    /// The workers' shared scratch.
+    Shared,
+}
+
+impl Touch {
+    fn conflicts(&self, other: &Touch) -> bool {
+        let same = match (self.what, other.what) {
+            (Place::Memory(a), Place::Memory(b)) => a.overlaps(b),
+            (Place::Shared, Place::Shared) => true,
+            _ => false,
+        };
+        same && (self.write || other.write) && !(self.solo && other.solo)
+    }
+}
+
+/// The `x` that lies packed in shared scratch, and in which form.
+type Packed = (usize, usize, DType, bool);
+
+/// Collects steps and finds where barriers are needed.
+struct Builder {
+    isa: Isa,
+    workers: usize,
+    steps: Vec<Step>,
+    touched: Vec<Touch>,
+    packed: Option<(Span, Packed)>,
+    shared_words: usize,
+}
+
+impl Program {
+    /// Checks and prepares `cmds` for a device of `workers` workers.
+    ///
+    /// # Errors
+    /// `Invalid` for another backend's buffer, a written import, or a shape with a zero where none is
+    /// possible.
+    pub(crate) fn new(cmds: &[Cmd], isa: Isa, workers: usize) -> Result<Self> {
+        let (steps, touched) = (Vec::with_capacity(cmds.len()), Vec::new());
+        let mut builder = Builder { isa, workers, steps, touched, packed: None, shared_words: 0 };
+        let mut buffers: Vec<(Arc<dyn Buffer>, bool)> = Vec::new();
+        for cmd in cmds {
+            check_sig(cmd.sig())?;
+            let mut args = [Span::EMPTY; OPERANDS_MAX];
+            let mut access = [Access::Read; OPERANDS_MAX];
+            for (i, (operand, slice)) in cmd.sig().operands().iter().zip(cmd.args()).enumerate() {
+                let write = operand.access != Access::Read;
+                args[i] = resolve(slice, write)
+                    .map_err(|e| e.context(format!("{} '{}'", cmd.sig().name(), operand.name)))?;
+                access[i] = operand.access;
+                note(&mut buffers, slice, write);
+            }
+            builder.command(cmd.sig(), &args, &access[..cmd.args().len()]);
+        }
+        buffers.sort_by_key(|(buffer, _)| Arc::as_ptr(buffer).cast::<u8>() as usize);
+        Ok(Program { steps: builder.steps, buffers, shared_words: builder.shared_words })
+    }
+
+    /// The buffers to lock, in an order that all programs share, and whether each is written.
+    pub(crate) fn buffers(&self) -> impl Iterator<Item = (&CpuBuffer, bool)> {
+        self.buffers.iter().filter_map(|(buffer, write)| Some((buffer.as_any().downcast_ref()?, *write)))
+    }
+}
+
+/// The memory of an operand.
+fn resolve(slice: &Slice, write: bool) -> Result<Span> {
+    let buffer = buffer_of(slice)?;
+    if write && buffer.is_read_only() {
+        return Err(Error::invalid("imported host memory is read-only; write to a buffer of `alloc`"));
+    }
+    Ok(buffer.span(slice))
+}
+
+fn note(buffers: &mut Vec<(Arc<dyn Buffer>, bool)>, slice: &Slice, write: bool) {
+    let known =
+        buffers.iter_mut().find(|(b, _)| std::ptr::addr_eq(Arc::as_ptr(b), Arc::as_ptr(&slice.buffer)));
+    match known {
+        Some((_, written)) => *written |= write,
+        None => buffers.push((slice.buffer.clone(), write)),
+    }
+}
+
+/// What `OpSig::check` lets pass and no kernel can run.
+///
+/// # Errors
+/// `Unsupported` for integers where floats belong, `Invalid` for a zero where none is possible.
+pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
+    sig.check().map_err(Error::invalid)?;
+    let counted = matches!(sig, OpSig::Argmax { .. } | OpSig::Copy { .. } | OpSig::Fill { .. });
+    let is_index = |name| matches!(name, "ids" | "slots" | "query_start" | "context" | "pages" | "range");
+    for operand in sig.operands() {
+        if !counted && !is_index(operand.name) && operand.dtype == DType::U32 {
+            let message = format!("{}: operand '{}' cannot be {}", sig.name(), operand.name, operand.dtype);
+            return Err(Error::unsupported(message));
+        }
+    }
+    let (page_tokens, kv_heads, head_dim) = match *sig {
+        OpSig::KvWrite { page_tokens, kv_heads, head_dim, .. }
+        | OpSig::KvGather { page_tokens, kv_heads, head_dim, .. }
+        | OpSig::KvScatter { page_tokens, kv_heads, head_dim, .. }
+        | OpSig::AttnPrefill { page_tokens, kv_heads, head_dim, .. }
+        | OpSig::AttnDecode { page_tokens, kv_heads, head_dim, .. } => (page_tokens, kv_heads, head_dim),
+        _ => return Ok(()),
+    };
+    if page_tokens == 0 || kv_heads == 0 || head_dim == 0 {
+        let message = format!(
+            "{}: page_tokens {page_tokens}, kv_heads {kv_heads} and head_dim {head_dim} must not be zero",
+            sig.name()
+        );
+        return Err(Error::invalid(message));
+    }
+    Ok(())
+}
+
+impl Builder {
+    fn command(&mut self, sig: &OpSig, args: &[Span; OPERANDS_MAX], access: &[Access]) {
+        let (phases, words) = kernels::phases(sig, &args[..access.len()], self.isa, self.workers);
+        self.shared_words = self.shared_words.max(words);
+        let whole = phases == [Phase::Whole];
+        let solo = self.workers == 1 || (whole && sig.bytes() < SOLO_BYTES && sig.flops() < SOLO_FLOPS);
+        for &phase in phases {
+            if phase == Phase::PackX && self.is_packed(sig, args[0]) {
+                continue;
+            }
+            let mut touches: Vec<Touch> = Vec::with_capacity(access.len() + 1);
+            for (i, access) in access.iter().enumerate() {
+                if touches_operand(phase, i, *access) {
+                    touches.push(Touch {
+                        what: Place::Memory(args[i]),
+                        write: *access != Access::Read,
+                        solo,
+                    });
+                }
+            }
+            if !whole {
+                let write = matches!(phase, Phase::PackX | Phase::Chunks);
+                touches.push(Touch { what: Place::Shared, write, solo });
+                if write {
+                    self.packed =
+                        packed_form(sig, self.isa).filter(|_| phase == Phase::PackX).map(|p| (args[0], p));
+                }
+            }
+            self.push(Step { sig: *sig, args: *args, phase, barrier: false, solo }, &touches);
+        }
+    }
+
+    fn push(&mut self, mut step: Step, touches: &[Touch]) {
+        step.barrier = touches.iter().any(|t| self.touched.iter().any(|u| u.conflicts(t)));
+        if step.barrier {
+            self.touched.clear();
+        }
+        self.touched.extend(touches);
+        // what is packed is stale once its source is written
+        let stale = self.packed.is_some_and(|(x, _)| {
+            touches.iter().any(|t| t.write && matches!(t.what, Place::Memory(span) if span.overlaps(x)))
+        });
+        if stale {
+            self.packed = None;
+        }
+        self.steps.push(step);
+    }
+
+    /// Whether shared scratch holds this Gemm's `x` already: q, k and v share one packing.
+    fn is_packed(&self, sig: &OpSig, x: Span) -> bool {
+        self.packed.is_some_and(|(span, form)| {
+            span.start == x.start && span.bytes == x.bytes && packed_form(sig, self.isa) == Some(form)
+        })
+    }
+}
+
+/// Whether a phase touches operand `index`.
+fn touches_operand(phase: Phase, index: usize, access: Access) -> bool {
+    match phase {
+        Phase::Whole => true,
+        Phase::PackX => index == 0,
+        Phase::MultiplyPacked => index != 0,
+        Phase::Chunks => access == Access::Read,
+        Phase::Sums => index == 1 || access != Access::Read,
+    }
+}
+
+/// What decides the bytes of packed `x` besides `x` itself.
+fn packed_form(sig: &OpSig, isa: Isa) -> Option<Packed> {
+    match *sig {
+        OpSig::Gemm { m, k, x, weight, .. } => {
+            let pairs = isa.has_dot_bf16() && x == DType::Bf16 && weight == x;
+            Some((m as usize, k as usize, x, pairs))
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,148 @@
+//! Queues: tickets, their times and failures, and recorded batches.
+
+use crate::pool::{Job, Pool};
+use crate::program::Program;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket, command::ClockKind};
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Tickets whose times are kept.
+const TIMES_KEPT: usize = 1 << 16;
+
+/// What has happened on one queue.
+#[derive(Debug, Default)]
+pub(crate) struct Timeline {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Batches that are over, failed ones included.
+    done: u64,
+    /// Seconds of the last `TIMES_KEPT` of them.
+    times: VecDeque<f64>,
+    /// The first failed batch, and why.
+    failure: Option<(u64, Error)>,
+}
+
+impl Timeline {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The failure that every later batch inherits.
+    pub(crate) fn error(&self) -> Option<Error> {
+        self.state().failure.as_ref().map(|(_, error)| error.clone())
+    }
+
+    /// Batch `ticket`, the next in order, is over.
+    pub(crate) fn settle(&self, ticket: u64, result: Result<f64>) {
+        let mut state = self.state();
+        state.done = ticket;
+        if state.times.len() == TIMES_KEPT {
+            state.times.pop_front();
+        }
+        state.times.push_back(*result.as_ref().unwrap_or(&0.0));
+        if let (Err(error), None) = (result, &state.failure) {
+            state.failure = Some((ticket, error));
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn wait(&self, ticket: u64, timeout: Duration) -> Result<Elapsed> {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut state = self.state();
+        while state.done < ticket {
+            let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+            state = match left {
+                Some(Duration::ZERO) => {
+                    let message = format!("cpu: batch {ticket} is not done after {timeout:?}");
+                    return Err(Error::new(ErrorKind::Timeout, message));
+                }
+                Some(left) => {
+                    self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+        if let Some((failed, error)) = &state.failure
+            && ticket >= *failed
+        {
+            return Err(error.clone());
+        }
+        let age = (state.done - ticket) as usize;
+        let index = state.times.len().checked_sub(age + 1);
+        let seconds = index.and_then(|i| state.times.get(i)).copied().ok_or_else(|| {
+            Error::invalid(format!(
+                "ticket {ticket}: only the times of the last {TIMES_KEPT} batches are kept"
+            ))
+        })?;
+        Ok(Elapsed { time: Seconds(seconds), clock: ClockKind::Host })
+    }
+}
+
+/// A queue of one device.
+pub(crate) struct CpuQueue {
+    pool: Arc<Pool>,
+    timeline: Arc<Timeline>,
+    submitted: u64,
+}
+
+/// A prepared batch of one queue.
+struct CpuGraph {
+    program: Arc<Program>,
+    timeline: Arc<Timeline>,
+}
+
+impl Graph for CpuGraph {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl CpuQueue {
+    pub(crate) fn new(pool: Arc<Pool>) -> Self {
+        CpuQueue { pool, timeline: Arc::default(), submitted: 0 }
+    }
+
+    fn prepare(&self, cmds: &[Cmd]) -> Result<Arc<Program>> {
+        Ok(Arc::new(Program::new(cmds, self.pool.isa(), self.pool.workers())?))
+    }
+
+    fn run(&mut self, program: Arc<Program>) -> Ticket {
+        self.submitted += 1;
+        let ticket = self.submitted;
+        self.pool.submit(Job { program, timeline: self.timeline.clone(), ticket });
+        Ticket(ticket)
+    }
+}
+
+impl Queue for CpuQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        let program = self.prepare(cmds)?;
+        Ok(self.run(program))
+    }
+
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        if ticket.0 == 0 || ticket.0 > self.submitted {
+            return Err(Error::invalid(format!("ticket {} was not issued by this queue", ticket.0)));
+        }
+        self.timeline.wait(ticket.0, timeout)
+    }
+
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        Ok(Arc::new(CpuGraph { program: self.prepare(cmds)?, timeline: self.timeline.clone() }))
+    }
+
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        let graph = graph.as_any().downcast_ref::<CpuGraph>();
+        let own = graph.filter(|g| Arc::ptr_eq(&g.timeline, &self.timeline));
+        let own = own.ok_or_else(|| Error::invalid("the graph was recorded on another queue"))?;
+        Ok(self.run(own.program.clone()))
+    }
+}

@@ -1,0 +1,162 @@
+//! The cores, their name and their memory, and how a selector names a set of them.
+
+use mixfleet_hal::{Error, Result};
+
+/// Cores that this process may run on, in ascending order.
+pub(crate) fn cores_allowed() -> Vec<usize> {
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: an all-zero cpu_set_t is valid, and the call writes at most its size.
+        let (failed, set) = unsafe {
+            let mut set: libc::cpu_set_t = std::mem::zeroed();
+            (libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) != 0, set)
+        };
+        let bits = 8 * size_of::<libc::cpu_set_t>();
+        // SAFETY: the index is below the number of bits of the set.
+        let cores: Vec<usize> = (0..bits).filter(|&i| unsafe { libc::CPU_ISSET(i, &set) }).collect();
+        if !failed && !cores.is_empty() {
+            return cores;
+        }
+    }
+    (0..std::thread::available_parallelism().map_or(1, |n| n.get())).collect()
+}
+
+/// Binds the calling thread to `core`. A refusal is no error: the thread then runs anywhere.
+pub(crate) fn pin(core: usize) {
+    #[cfg(target_os = "linux")]
+    // SAFETY: an all-zero cpu_set_t is valid; `core` comes from the set that the kernel gave us.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(core, &mut set);
+        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = core;
+}
+
+/// `0-2,5` for [0, 1, 2, 5].
+pub(crate) fn ranges(cores: &[usize]) -> String {
+    let mut parts: Vec<(usize, usize)> = Vec::new();
+    for &core in cores {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == core => *last = core,
+            _ => parts.push((core, core)),
+        }
+    }
+    let text = |&(a, b): &(usize, usize)| if a == b { a.to_string() } else { format!("{a}-{b}") };
+    parts.iter().map(text).collect::<Vec<_>>().join(",")
+}
+
+/// The cores that `selector` names among `allowed`, ascending.
+///
+/// # Errors
+/// `Invalid`, naming the cores that exist.
+pub(crate) fn select(selector: &str, allowed: &[usize]) -> Result<Vec<usize>> {
+    let wrong = |why: &str| {
+        let have = ranges(allowed);
+        Error::invalid(format!(
+            "device '{selector}': {why}; this process may use cores {have}: cpu, cpu@0, cpu@1-3 or cpu@0,2"
+        ))
+    };
+    let list = match selector.strip_prefix("cpu") {
+        Some("") => return Ok(allowed.to_vec()),
+        Some(rest) => rest.strip_prefix('@').ok_or_else(|| wrong("expected '@' after 'cpu'"))?,
+        None => return Err(wrong("not a CPU selector")),
+    };
+    let mut cores = Vec::new();
+    for part in list.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let number = |text: &str| {
+            text.parse::<usize>().map_err(|_| wrong(&format!("'{part}' is not a core or range")))
+        };
+        let (first, last) = (number(first)?, number(last)?);
+        if first > last {
+            return Err(wrong(&format!("range '{part}' is empty")));
+        }
+        // compared before it is expanded: 0-18446744073709551615 must not fill the memory
+        if !allowed.contains(&first) || !allowed.contains(&last) {
+            return Err(wrong(&format!("no core '{part}'")));
+        }
+        for core in first..=last {
+            if !allowed.contains(&core) {
+                return Err(wrong(&format!("no core {core}")));
+            }
+            if cores.contains(&core) {
+                return Err(wrong(&format!("core {core} is named twice")));
+            }
+            cores.push(core);
+        }
+    }
+    cores.sort_unstable();
+    Ok(cores)
+}
+
+/// The processor's name.
+pub(crate) fn model_name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let field = |key: &str| {
+        info.lines()
+            .find(|l| l.starts_with(key))
+            .and_then(|l| l.split_once(':'))
+            .map(|(_, v)| v.trim().to_string())
+    };
+    let name = field("model name").unwrap_or_else(|| std::env::consts::ARCH.to_string());
+    match (field("cpu family"), field("model\t")) {
+        (Some(family), Some(model)) => format!("{name} (family {family} model {model})"),
+        _ => name,
+    }
+}
+
+/// Bytes of memory that this process may use: the machine's, or its control group's limit. 0 = unknown.
+pub(crate) fn memory_bytes() -> u64 {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib = info
+        .lines()
+        .find_map(|l| l.strip_prefix("MemTotal:"))
+        .and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    let total = kib.unwrap_or(0) * 1024;
+    let limit =
+        std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|t| t.trim().parse::<u64>().ok());
+    match limit {
+        Some(limit) if total == 0 || limit < total => limit,
+        _ => total,
+    }
+}
+
+/// Mean clock of `cores` in MHz, where the kernel tells.
+pub(crate) fn clock_mhz(cores: &[usize]) -> Option<f64> {
+    let of = |core: &usize| {
+        let path = format!("/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq");
+        std::fs::read_to_string(path).ok()?.trim().parse::<f64>().ok().map(|khz| khz / 1e3)
+    };
+    let clocks: Option<Vec<f64>> = cores.iter().map(of).collect();
+    clocks.filter(|c| !c.is_empty()).map(|c| c.iter().sum::<f64>() / c.len() as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn selectors_name_cores_or_say_which_exist() {
+        let allowed = [0, 1, 2, 5];
+        assert_eq!(select("cpu", &allowed).unwrap(), allowed);
+        assert_eq!(select("cpu@5", &allowed).unwrap(), [5]);
+        assert_eq!(select("cpu@2,0-1", &allowed).unwrap(), [0, 1, 2]);
+        for bad in [
+            "cpu@",
+            "cpu@3",
+            "cpu@0-5",
+            "cpu@1,1",
+            "cpu@2-1",
+            "cpu@x",
+            "cpu:0",
+            "gpu",
+            "cpu@0-99999999999999999999",
+            "cpu@-1",
+        ] {
+            let error = select(bad, &allowed).unwrap_err();
+            assert!(error.detail.contains("0-2,5") && error.detail.contains(bad), "{bad}: {error}");
+        }
+    }
+}
