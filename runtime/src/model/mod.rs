@@ -1,7 +1,31 @@
 //! From a checkpoint directory to commands: configuration, weights, tokens and the forward pass.
 
+pub mod builtin;
+pub mod chat;
 pub mod config;
+pub mod error;
+mod fields;
+pub mod graph;
+mod header;
+pub mod load;
+mod names;
+pub mod oracle;
+mod parse;
+mod place;
+pub mod random;
+mod rope;
+mod strftime;
+pub mod tokenizer;
 pub mod weights;
 
+pub use chat::{ChatMessage, ChatTemplate};
 pub use config::ModelConfig;
+pub use error::{Error, Result};
+pub use load::{Checkpoint, HostTensor};
+pub use oracle::Oracle;
+pub use random::RandomCheckpoint;
+pub use tokenizer::{TokenStream, Tokenizer};
 pub use weights::{LayerWeights, Tensor, Weights};
+
+#[cfg(test)]
+mod testing;

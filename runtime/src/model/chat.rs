@@ -1,0 +1,248 @@
+//! Messages to a prompt, by the checkpoint's Jinja template, in the environment that transformers'
+//! `apply_chat_template` gives it.
+
+use super::error::{Error, Result};
+use super::fields::{Fields, read_object_if_present};
+use super::strftime::strftime;
+use minijinja::value::{Kwargs, Serde};
+use minijinja::{Environment, ErrorKind, Value, context};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value as Json};
+use std::path::Path;
+use std::sync::Arc;
+
+const TEMPLATE_FILE: &str = "chat_template.jinja";
+const CONFIG_FILE: &str = "tokenizer_config.json";
+
+/// One message of a chat.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Map<String, Json>")]
+pub struct ChatMessage {
+    /// `system`, `user`, `assistant`, or what the template knows.
+    pub role: String,
+    /// The text. In JSON also a list of `{"type": "text", "text": ...}`, joined by newlines.
+    pub content: String,
+    /// `name` and `reasoning_content`, which some templates print.
+    #[serde(flatten)]
+    pub extra: Map<String, Json>,
+}
+
+impl ChatMessage {
+    /// A message of text.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        ChatMessage { role: role.into(), content: content.into(), extra: Map::new() }
+    }
+}
+
+impl TryFrom<Map<String, Json>> for ChatMessage {
+    type Error = String;
+
+    fn try_from(mut fields: Map<String, Json>) -> std::result::Result<Self, String> {
+        let role = match fields.remove("role") {
+            Some(Json::String(role)) => role,
+            _ => return Err("a message needs a 'role', a string".into()),
+        };
+        let content = content_text(fields.remove("content").unwrap_or_default())?;
+        fields.retain(|_, value| !value.is_null()); // clients echo answers with their empty fields
+        for (field, value) in &fields {
+            if !(matches!(field.as_str(), "name" | "reasoning_content") && value.is_string()) {
+                return Err(format!("message field '{field}' is not supported"));
+            }
+        }
+        Ok(ChatMessage { role, content, extra: fields })
+    }
+}
+
+fn content_text(content: Json) -> std::result::Result<String, String> {
+    let part = |part: &Json| match (part["type"].as_str(), part["text"].as_str()) {
+        (Some("text"), Some(text)) => Ok(text.to_owned()),
+        (Some("text"), None) => Err("a text part needs a 'text', a string".to_owned()),
+        (kind, _) => {
+            Err(format!("content part of type '{}' is not supported; supported: text", kind.unwrap_or("?")))
+        }
+    };
+    match content {
+        Json::String(text) => Ok(text),
+        Json::Null => Ok(String::new()),
+        Json::Array(parts) => {
+            Ok(parts.iter().map(part).collect::<std::result::Result<Vec<_>, _>>()?.join("\n"))
+        }
+        _ => Err("'content' must be a string or a list of parts".into()),
+    }
+}
+
+/// A compiled chat template with the special tokens that it may print. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct ChatTemplate {
+    environment: Arc<Environment<'static>>,
+    bos_token: Option<String>,
+    eos_token: Option<String>,
+}
+
+impl ChatTemplate {
+    /// Reads the template of a checkpoint directory: `chat_template.jinja`, else `chat_template` of
+    /// `tokenizer_config.json` (a string, or a list of named ones, of which `default` counts). `None`
+    /// where there is neither: such a model completes text but does not chat.
+    ///
+    /// # Errors
+    /// When a file cannot be read, or the template is no valid Jinja.
+    pub fn open(directory: &Path) -> Result<Option<Self>> {
+        let config_file = directory.join(CONFIG_FILE);
+        let object = read_object_if_present(&config_file)?.unwrap_or_default();
+        let fields = Fields::new(&config_file, &object);
+        let template_file = directory.join(TEMPLATE_FILE);
+        let source = match std::fs::read_to_string(&template_file) {
+            Ok(source) => Some(source),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => named_default(&fields)?,
+            Err(error) => return Err(Error::read(&template_file, error)),
+        };
+        let (bos, eos) = (special_token(&fields, "bos_token"), special_token(&fields, "eos_token"));
+        source.map(|source| Self::new(&source, bos, eos)).transpose()
+    }
+
+    /// Compiles a template.
+    ///
+    /// # Errors
+    /// When it is no valid Jinja; names the line.
+    pub fn new(source: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
+        let mut environment = Environment::new();
+        let syntax = minijinja::syntax::SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(template_error)?);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", raise_exception);
+        environment.add_filter("tojson", to_json);
+        let source = without_generation_tags(source);
+        environment.add_template_owned("chat_template", source).map_err(template_error)?;
+        Ok(ChatTemplate { environment: Arc::new(environment), bos_token, eos_token })
+    }
+
+    /// Renders `messages`. With `add_generation_prompt` the text ends where the assistant's answer
+    /// begins. `arguments` are further variables (`chat_template_kwargs`: `enable_thinking`, ...).
+    /// `now_s` is what `strftime_now` tells: seconds since 1970, shown in UTC.
+    ///
+    /// # Errors
+    /// When the template rejects the messages (`raise_exception`) or fails on them.
+    pub fn render(
+        &self,
+        messages: &[ChatMessage],
+        add_generation_prompt: bool,
+        arguments: &Map<String, Json>,
+        now_s: u64,
+    ) -> Result<String> {
+        let strftime_now = Value::from_function(move |format: String| -> String { strftime(&format, now_s) });
+        let token = |token: &Option<String>| token.as_ref().map_or(Value::UNDEFINED, Value::from);
+        let context = context! {
+            messages => Serde(messages),
+            add_generation_prompt,
+            bos_token => token(&self.bos_token),
+            eos_token => token(&self.eos_token),
+            strftime_now,
+            ..Serde(arguments)
+        };
+        let template = self.environment.get_template("chat_template").map_err(template_error)?;
+        template.render(context).map_err(template_error)
+    }
+}
+
+fn template_error(error: minijinja::Error) -> Error {
+    let mut message = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    if let Some(line) = error.line() {
+        message = format!("{message} (line {line})");
+    }
+    Error::Template(message)
+}
+
+fn raise_exception(message: String) -> std::result::Result<String, minijinja::Error> {
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+}
+
+/// Python's `json.dumps` with `ensure_ascii=False`: unlike Jinja's own filter it escapes no HTML.
+fn to_json(value: &Value, arguments: Kwargs) -> std::result::Result<String, minijinja::Error> {
+    let indent: Option<usize> = arguments.get("indent")?;
+    let _: Option<bool> = arguments.get("ensure_ascii")?;
+    arguments.assert_all_used()?;
+    let mut text = Vec::new();
+    let written = match indent {
+        Some(width) => {
+            let indent = " ".repeat(width.min(16));
+            let formatter = serde_json::ser::PrettyFormatter::with_indent(indent.as_bytes());
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut text, formatter))
+        }
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut text, Spaced)),
+    };
+    let failed = |why: String| minijinja::Error::new(ErrorKind::InvalidOperation, format!("tojson: {why}"));
+    written.map_err(|e| failed(e.to_string()))?;
+    String::from_utf8(text).map_err(|e| failed(e.to_string()))
+}
+
+/// Python's default separators, `", "` and `": "`.
+struct Spaced;
+
+impl serde_json::ser::Formatter for Spaced {
+    fn begin_array_value<W: std::io::Write + ?Sized>(
+        &mut self,
+        w: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
+        if first { Ok(()) } else { w.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: std::io::Write + ?Sized>(
+        &mut self,
+        w: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
+        if first { Ok(()) } else { w.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: std::io::Write + ?Sized>(&mut self, w: &mut W) -> std::io::Result<()> {
+        w.write_all(b": ")
+    }
+}
+
+/// The template of `tokenizer_config.json`.
+fn named_default(fields: &Fields) -> Result<Option<String>> {
+    match fields.get("chat_template") {
+        None => Ok(None),
+        Some(Json::String(source)) => Ok(Some(source.clone())),
+        Some(Json::Array(list)) => {
+            let default = list.iter().find(|entry| entry["name"] == "default");
+            match default.and_then(|entry| entry["template"].as_str()) {
+                Some(source) => Ok(Some(source.to_owned())),
+                None => Err(fields.error("chat_template", "has no template named 'default'")),
+            }
+        }
+        Some(_) => Err(fields.error("chat_template", "expected a string or a list of named templates")),
+    }
+}
+
+/// A special token is a string or an object with the string in `content`.
+fn special_token(fields: &Fields, field: &str) -> Option<String> {
+    let value = fields.get(field)?;
+    value.as_str().or(value["content"].as_str()).map(str::to_owned)
+}
+
+/// `{% generation %}` marks what the assistant said, for training. It renders its body, and minijinja
+/// does not know it: an `if true` in its place does the same.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start);
+        let Some(length) = tag.find("%}").map(|at| at + 2) else { break };
+        let word = tag[2..length - 2].trim_matches(['-', '+']).trim();
+        out.push_str(before);
+        match word {
+            "generation" => out.push_str(&tag[..length].replace("generation", "if true")),
+            "endgeneration" => out.push_str(&tag[..length].replace("endgeneration", "endif")),
+            _ => out.push_str(&tag[..length]),
+        }
+        rest = &tag[length..];
+    }
+    out.push_str(rest);
+    out
+}
+
+#[cfg(test)]
+#[path = "chat_tests.rs"]
+mod tests;

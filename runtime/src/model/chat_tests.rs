@@ -1,0 +1,169 @@
+use super::super::testing::{fixtures, golden, scratch};
+use super::*;
+use serde_json::json;
+
+/// In the manner of Llama 3: dates, system prompt first, `trim`, error on a bad role.
+const LLAMA: &str = "\
+{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now(\"%d %b %Y\") %}
+    {%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = \"\" %}
+{%- endif %}
+{{- \"<|start_header_id|>system<|end_header_id|>\\n\\n\" }}
+{{- \"Today Date: \" + date_string + \"\\n\\n\" }}
+{{- system_message }}
+{{- \"<|eot_id|>\" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'user' or message.role == 'assistant') %}
+        {{- raise_exception(\"unknown role: \" + message.role) }}
+    {%- endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+";
+
+/// In the manner of Qwen 3: namespaces, reversed lists, string methods, loop controls, block trimming.
+const QWEN: &str = "\
+{% set ns = namespace(last=messages|length - 1) %}
+{% for message in messages[::-1] %}
+    {% set index = (messages|length - 1) - loop.index0 %}
+    {% if message.role == 'user' and not message.content.startswith('<tool>') %}
+        {% set ns.last = index %}
+        {% break %}
+    {% endif %}
+{% endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- endif %}
+    {%- if message.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}";
+
+fn template(source: &str) -> ChatTemplate {
+    ChatTemplate::new(source, Some("<s>".into()), Some("</s>".into())).expect("a template")
+}
+
+fn render(source: &str, messages: &[ChatMessage]) -> Result<String> {
+    template(source).render(messages, true, &Map::new(), 1_795_180_271)
+}
+
+fn error(source: &str) -> String {
+    render(source, &[ChatMessage::new("user", "hi")]).unwrap_err().to_string()
+}
+
+#[test]
+fn fixtures_render_as_transformers_does() {
+    for fixture in fixtures() {
+        let chat = &golden(&fixture)["chat"];
+        let messages: Vec<ChatMessage> = serde_json::from_value(chat["messages"].clone()).expect("messages");
+        let template = ChatTemplate::open(&fixture).expect("readable").expect("a template");
+        assert_eq!(template.render(&messages, true, &Map::new(), 0).expect("renders"), chat["rendered"]);
+    }
+}
+
+#[test]
+fn llama_style() {
+    let messages = [ChatMessage::new("system", " Be brief. "), ChatMessage::new("user", "Hi\n")];
+    assert_eq!(
+        render(LLAMA, &messages).expect("renders"),
+        "<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 20 Nov 2026\n\nBe brief.<|eot_id|>\
+         <|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>\
+         <|start_header_id|>assistant<|end_header_id|>\n\n"
+    );
+    assert_eq!(
+        render(LLAMA, &[ChatMessage::new("wizard", "")]).unwrap_err().to_string(),
+        "chat template: unknown role: wizard (line 19)"
+    );
+}
+
+#[test]
+fn qwen_style() {
+    let messages = [
+        ChatMessage::new("user", "1+1?"),
+        ChatMessage::new("assistant", "<think>easy</think>\n\n2"),
+        ChatMessage::new("user", "sure?"),
+    ];
+    let body = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n\
+                <|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n";
+    assert_eq!(render(QWEN, &messages).expect("renders"), body);
+    let arguments = json!({"enable_thinking": false, "messages": []});
+    let rendered = template(QWEN).render(&messages, true, arguments.as_object().expect("an object"), 0);
+    assert_eq!(rendered.expect("renders"), format!("{body}<think>\n\n</think>\n\n"));
+}
+
+#[test]
+fn json_is_written_as_python_writes_it() {
+    let rendered = |source: &str| render(source, &[ChatMessage::new("user", "<é> & 'x'")]).expect("renders");
+    assert_eq!(rendered("{{ messages|tojson }}"), r#"[{"content": "<é> & 'x'", "role": "user"}]"#);
+    assert_eq!(rendered("{{ [1, []]|tojson(indent=2) }}"), "[\n  1,\n  []\n]");
+    assert_eq!(
+        rendered("{% generation %}a{% endgeneration %}{%- generation -%} b {%- endgeneration %}"),
+        "ab"
+    );
+}
+
+#[test]
+fn special_tokens_and_templates_are_found_in_the_config() {
+    let directory = scratch("chat");
+    let config = directory.join("tokenizer_config.json");
+    assert!(ChatTemplate::open(&directory).expect("readable").is_none());
+    let write = |value: Json| std::fs::write(&config, value.to_string()).expect("a file");
+    write(json!({"bos_token": {"content": "<b>"}, "eos_token": null, "chat_template": [
+        {"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}{{ eos_token }}."}]}));
+    let template = ChatTemplate::open(&directory).expect("readable").expect("a template");
+    assert_eq!(template.render(&[], false, &Map::new(), 0).expect("renders"), "<b>.");
+    write(json!({"chat_template": [{"name": "rag", "template": ""}]}));
+    assert!(
+        ChatTemplate::open(&directory)
+            .unwrap_err()
+            .to_string()
+            .contains("tokenizer_config.json: field 'chat_template'")
+    );
+    std::fs::write(directory.join("chat_template.jinja"), "file").expect("a file");
+    let template = ChatTemplate::open(&directory).expect("readable").expect("a template");
+    assert_eq!(template.render(&[], false, &Map::new(), 0).expect("renders"), "file");
+}
+
+#[test]
+fn what_fails_says_why() {
+    assert!(ChatTemplate::new("{% if %}", None, None).unwrap_err().to_string().contains("line 1"));
+    assert!(error("{{ raise_exception('roles must alternate') }}").contains("roles must alternate"));
+    assert!(error("{{ nothing.at.all }}").starts_with("chat template: "));
+}
+
+#[test]
+fn content_may_be_parts_and_unknown_fields_are_refused() {
+    let parse = |value: Json| serde_json::from_value::<ChatMessage>(value).map_err(|e| e.to_string());
+    let parts =
+        json!({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]});
+    assert_eq!(parse(parts), Ok(ChatMessage::new("user", "a\nb")));
+    let echoed = json!({"role": "assistant", "content": null, "tool_calls": null, "name": "x"});
+    assert_eq!(parse(echoed).expect("a message").extra["name"], "x");
+    let refused = [
+        (json!({"content": "x"}), "role"),
+        (json!({"role": "user", "content": 3}), "content"),
+        (json!({"role": "user", "content": [{"type": "image_url"}]}), "image_url"),
+        (json!({"role": "user", "content": "x", "tool_calls": []}), "tool_calls"),
+    ];
+    for (value, word) in refused {
+        assert!(parse(value).unwrap_err().contains(word));
+    }
+}

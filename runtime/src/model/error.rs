@@ -1,0 +1,70 @@
+//! What can be wrong with a checkpoint, in words that name the file and the thing in it.
+
+use std::path::{Path, PathBuf};
+
+/// Result of loading or using a model.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a model cannot be loaded or used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file cannot be read or mapped.
+    #[error("{}: {cause}", file.display())]
+    Read {
+        /// The file.
+        file: PathBuf,
+        /// The operating system's word.
+        cause: std::io::Error,
+    },
+    /// A file is not what its format says.
+    #[error("{}: {problem}", file.display())]
+    File {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong, and what was expected.
+        problem: String,
+    },
+    /// A field of a JSON file has a value that is wrong or unsupported.
+    #[error("{}: field '{field}': {problem}", file.display())]
+    Field {
+        /// The file.
+        file: PathBuf,
+        /// The field, with dots for nesting.
+        field: String,
+        /// What is wrong, and what is supported.
+        problem: String,
+    },
+    /// A tensor is missing, misshapen or cut off.
+    #[error("{}: tensor '{tensor}': {problem}", file.display())]
+    Tensor {
+        /// The file (or directory, where no file has it).
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What is wrong, and what was expected.
+        problem: String,
+    },
+    /// Text could not be turned into tokens, or back.
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+    /// The chat template rejected the messages or is itself wrong.
+    #[error("chat template: {0}")]
+    Template(String),
+    /// The device refused the weights.
+    #[error("weights: {0}")]
+    Device(#[from] mixfleet_hal::Error),
+}
+
+impl Error {
+    pub(super) fn read(file: &Path, cause: std::io::Error) -> Self {
+        Error::Read { file: file.to_owned(), cause }
+    }
+
+    pub(super) fn file(file: &Path, problem: impl Into<String>) -> Self {
+        Error::File { file: file.to_owned(), problem: problem.into() }
+    }
+
+    pub(super) fn tensor(file: &Path, tensor: &str, problem: impl Into<String>) -> Self {
+        Error::Tensor { file: file.to_owned(), tensor: tensor.to_owned(), problem: problem.into() }
+    }
+}

@@ -1,0 +1,131 @@
+//! Typed access to a JSON object of a checkpoint, with errors that name the file and the field.
+
+use super::error::{Error, Result};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+/// The largest JSON file that is read, in bytes: real configurations and shard indices stay under 1 MB.
+const JSON_BYTES_MAX: u64 = 64 << 20;
+
+/// A JSON object and where it came from. A field that is `null` counts as absent.
+#[derive(Clone, Copy)]
+pub(super) struct Fields<'a> {
+    pub(super) file: &'a Path,
+    pub(super) object: &'a Map<String, Value>,
+    /// Put before a field's name in messages: `rope_scaling.`
+    pub(super) prefix: &'a str,
+}
+
+/// Reads the JSON object in `file`.
+pub(super) fn read_object(file: &Path) -> Result<Map<String, Value>> {
+    let size_bytes = std::fs::metadata(file).map_err(|e| Error::read(file, e))?.len();
+    if size_bytes > JSON_BYTES_MAX {
+        return Err(Error::file(file, format!("{size_bytes} bytes, expected at most {JSON_BYTES_MAX}")));
+    }
+    let text = std::fs::read(file).map_err(|e| Error::read(file, e))?;
+    serde_json::from_slice(&text).map_err(|e| Error::file(file, format!("not a JSON object: {e}")))
+}
+
+/// As [`read_object`]; `None` where the file does not exist.
+pub(super) fn read_object_if_present(file: &Path) -> Result<Option<Map<String, Value>>> {
+    match read_object(file) {
+        Err(Error::Read { cause, .. }) if cause.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+impl<'a> Fields<'a> {
+    pub(super) fn new(file: &'a Path, object: &'a Map<String, Value>) -> Self {
+        Fields { file, object, prefix: "" }
+    }
+
+    pub(super) fn error(&self, field: &str, problem: impl Into<String>) -> Error {
+        let field = format!("{}{field}", self.prefix);
+        Error::Field { file: self.file.to_owned(), field, problem: problem.into() }
+    }
+
+    fn wrong(&self, field: &str, value: &Value, expected: &str) -> Error {
+        let mut shown = value.to_string();
+        if shown.len() > 60 {
+            shown = format!("{}...", shown.chars().take(60).collect::<String>());
+        }
+        self.error(field, format!("{shown}, expected {expected}"))
+    }
+
+    pub(super) fn get(&self, field: &str) -> Option<&'a Value> {
+        self.object.get(field).filter(|value| !value.is_null())
+    }
+
+    /// Whether the field is there at all, be it `null`.
+    pub(super) fn has(&self, field: &str) -> bool {
+        self.object.contains_key(field)
+    }
+
+    /// A whole number in `1..=max`.
+    pub(super) fn count(&self, field: &str, max: u32) -> Result<Option<u32>> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        match value.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=max).contains(n)) {
+            Some(n) => Ok(Some(n)),
+            None => Err(self.wrong(field, value, &format!("a whole number from 1 to {max}"))),
+        }
+    }
+
+    pub(super) fn count_required(&self, field: &str, max: u32) -> Result<u32> {
+        self.count(field, max)?
+            .ok_or_else(|| self.error(field, format!("missing, expected a whole number from 1 to {max}")))
+    }
+
+    /// A finite number above zero.
+    pub(super) fn positive(&self, field: &str) -> Result<Option<f64>> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        match value.as_f64().filter(|x| x.is_finite() && *x > 0.0) {
+            Some(x) => Ok(Some(x)),
+            None => Err(self.wrong(field, value, "a finite number above 0")),
+        }
+    }
+
+    pub(super) fn positive_required(&self, field: &str) -> Result<f64> {
+        self.positive(field)?.ok_or_else(|| self.error(field, "missing, expected a finite number above 0"))
+    }
+
+    pub(super) fn flag(&self, field: &str, default: bool) -> Result<bool> {
+        match self.get(field) {
+            None => Ok(default),
+            Some(Value::Bool(b)) => Ok(*b),
+            Some(value) => Err(self.wrong(field, value, "true or false")),
+        }
+    }
+
+    pub(super) fn text(&self, field: &str) -> Result<Option<&'a str>> {
+        match self.get(field) {
+            None => Ok(None),
+            Some(Value::String(s)) => Ok(Some(s)),
+            Some(value) => Err(self.wrong(field, value, "a string")),
+        }
+    }
+
+    pub(super) fn texts(&self, field: &str) -> Result<Option<Vec<&'a str>>> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        let list = value.as_array().and_then(|list| list.iter().map(Value::as_str).collect());
+        list.map(Some).ok_or_else(|| self.wrong(field, value, "a list of strings"))
+    }
+
+    /// A token id, or a list of them.
+    pub(super) fn token_ids(&self, field: &str) -> Result<Option<Vec<u32>>> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        let one = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+        let ids = match value {
+            Value::Array(list) => list.iter().map(one).collect::<Option<Vec<u32>>>(),
+            single => one(single).map(|id| vec![id]),
+        };
+        ids.map(Some).ok_or_else(|| self.wrong(field, value, "a token id or a list of token ids"))
+    }
+
+    pub(super) fn object(&self, field: &str) -> Result<Option<&'a Map<String, Value>>> {
+        match self.get(field) {
+            None => Ok(None),
+            Some(Value::Object(object)) => Ok(Some(object)),
+            Some(value) => Err(self.wrong(field, value, "an object")),
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! A checkpoint on the host: configuration, mapped safetensors and where each tensor lies in them.
+
+use super::config::ModelConfig;
+use super::error::{Error, Result};
+use super::fields::{Fields, read_object_if_present};
+use super::{header, names};
+use mixfleet_hal::{DType, FileMapper, HostMemory};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// A loaded checkpoint. Its files are mapped once; [`place`](Self::place) gives them to any number of
+/// devices, which use the mapping itself where they can.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    /// The model's shape.
+    pub config: ModelConfig,
+    pub(super) shards: Vec<Arc<dyn HostMemory>>,
+    pub(super) tensors: HashMap<String, Location>,
+}
+
+/// Where a tensor lies.
+#[derive(Clone, Debug)]
+pub(super) struct Location {
+    pub(super) dtype: DType,
+    pub(super) shape: Vec<u64>,
+    pub(super) shard: usize,
+    pub(super) range: Range<usize>,
+}
+
+/// A tensor on the host, by value.
+#[derive(Clone, Debug)]
+pub struct HostTensor {
+    /// Its name in a checkpoint: `model.norm.weight`.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Row-major shape.
+    pub shape: Vec<u64>,
+    /// Little-endian elements.
+    pub bytes: Vec<u8>,
+}
+
+/// A mapped file and its checked header.
+struct Shard {
+    file: PathBuf,
+    memory: Arc<dyn HostMemory>,
+    entries: Vec<(String, header::Entry)>,
+}
+
+impl Checkpoint {
+    /// Loads the checkpoint in `directory`: `config.json`, `generation_config.json` where present, and
+    /// `model.safetensors` or the shards of `model.safetensors.index.json`. Nothing is copied.
+    ///
+    /// # Errors
+    /// Names the file, and the field or tensor, that is missing, damaged or unsupported.
+    pub fn open(directory: &Path, mapper: &dyn FileMapper) -> Result<Self> {
+        let mut config = ModelConfig::open(directory)?;
+        let shards = open_shards(directory, mapper)?;
+        let mut found: HashMap<&str, (usize, &header::Entry)> = HashMap::new();
+        for (i, shard) in shards.iter().enumerate() {
+            for (name, entry) in &shard.entries {
+                if let Some((other, _)) = found.insert(name, (i, entry)) {
+                    let problem = format!("also in {}", shards[other].file.display());
+                    return Err(Error::tensor(&shard.file, name, problem));
+                }
+            }
+        }
+        let mut tensors = HashMap::new();
+        for (name, shape) in names::shapes(&config) {
+            let Some(&(shard, entry)) = found.get(name.as_str()) else {
+                let problem = format!("missing, expected {shape:?} for this {}", config.family);
+                return Err(Error::tensor(directory, &name, problem));
+            };
+            let dtype = check(&shards[shard].file, &name, entry, &shape)?;
+            tensors.insert(name, Location { dtype, shape, shard, range: entry.range.clone() });
+        }
+        if let Some(dtype) = most_common_dtype(&tensors) {
+            config.dtype = dtype;
+        }
+        let shards = shards.into_iter().map(|shard| shard.memory).collect();
+        Ok(Checkpoint { config, shards, tensors })
+    }
+
+    /// A checkpoint of tensors in memory.
+    ///
+    /// # Errors
+    /// Names the tensor that is missing or has another shape or size than `config` asks for.
+    pub fn from_parts(config: ModelConfig, parts: Vec<HostTensor>) -> Result<Self> {
+        let place = Path::new("(memory)");
+        let mut parts: HashMap<String, HostTensor> =
+            parts.into_iter().map(|part| (part.name.clone(), part)).collect();
+        let mut arena = AlignedBytes::default();
+        let mut tensors = HashMap::new();
+        for (name, shape) in names::shapes(&config) {
+            let Some(part) = parts.remove(&name) else {
+                return Err(Error::tensor(place, &name, format!("missing, expected {shape:?}")));
+            };
+            let needed = shape.iter().product::<u64>() * part.dtype.size_bytes();
+            let fits = part.shape == shape && part.bytes.len() as u64 == needed;
+            if !fits || !DType::FLOATS.contains(&part.dtype) {
+                let problem = format!(
+                    "{} {:?} in {} bytes, expected {shape:?} of a floating-point type",
+                    part.dtype,
+                    part.shape,
+                    part.bytes.len()
+                );
+                return Err(Error::tensor(place, &name, problem));
+            }
+            let range = arena.append(&part.bytes);
+            tensors.insert(name, Location { dtype: part.dtype, shape, shard: 0, range });
+        }
+        Ok(Checkpoint { config, shards: vec![Arc::new(arena)], tensors })
+    }
+
+    /// Bytes of all parameters as stored.
+    pub fn size_bytes(&self) -> u64 {
+        self.tensors.values().map(|tensor| tensor.range.len() as u64).sum()
+    }
+
+    /// The stored elements of a tensor, or `None` where the model has no such tensor.
+    pub fn bytes(&self, name: &str) -> Option<&[u8]> {
+        let tensor = self.tensors.get(name)?;
+        self.shards[tensor.shard].as_bytes().get(tensor.range.clone())
+    }
+
+    /// A tensor as `f64`, for the oracle; `None` where the model has no such tensor.
+    pub fn values(&self, name: &str) -> Option<Vec<f64>> {
+        Some(self.tensors.get(name)?.dtype.decode(self.bytes(name)?))
+    }
+
+    /// Name, dtype and shape of every tensor, sorted by name.
+    pub fn directory(&self) -> Vec<(&str, DType, &[u64])> {
+        let mut all: Vec<_> =
+            self.tensors.iter().map(|(name, t)| (name.as_str(), t.dtype, t.shape.as_slice())).collect();
+        all.sort_unstable_by_key(|(name, ..)| *name);
+        all
+    }
+}
+
+fn open_shards(directory: &Path, mapper: &dyn FileMapper) -> Result<Vec<Shard>> {
+    let open = |name: &str| -> Result<Shard> {
+        let file = directory.join(name);
+        let memory = mapper.map(&file).map_err(|e| Error::read(&file, e))?;
+        let entries = header::read(&file, memory.as_bytes())?;
+        Ok(Shard { file, memory, entries })
+    };
+    if directory.join(SINGLE).exists() {
+        return Ok(vec![open(SINGLE)?]);
+    }
+    let index = directory.join(INDEX);
+    let Some(object) = read_object_if_present(&index)? else {
+        return Err(Error::file(directory, format!("neither {SINGLE} nor {INDEX} is here")));
+    };
+    let fields = Fields::new(&index, &object);
+    let Some(map) = fields.object("weight_map")? else {
+        return Err(fields.error("weight_map", "missing, expected an object of tensor to file"));
+    };
+    let mut files: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for (tensor, file) in map {
+        let plain = |name: &&str| Path::new(name).file_name().is_some_and(|last| last == *name);
+        let Some(file) = file.as_str().filter(plain) else {
+            return Err(Error::tensor(&index, tensor, format!("in {file}, expected a file name")));
+        };
+        files.entry(file).or_default().insert(tensor);
+    }
+    let mut shards = Vec::with_capacity(files.len());
+    for (file, mut promised) in files {
+        let shard = open(file)?;
+        for (name, _) in &shard.entries {
+            promised.remove(name.as_str());
+        }
+        if let Some(name) = promised.first() {
+            return Err(Error::tensor(&shard.file, name, format!("missing, though {INDEX} says it is here")));
+        }
+        shards.push(shard);
+    }
+    Ok(shards)
+}
+
+/// The dtype of a tensor that must have `shape`.
+fn check(file: &Path, name: &str, entry: &header::Entry, shape: &[u64]) -> Result<DType> {
+    let dtype = match entry.dtype.as_str() {
+        "F32" => DType::F32,
+        "BF16" => DType::Bf16,
+        "F16" => DType::F16,
+        other => {
+            let problem = format!("dtype {other} is not supported; supported: F32, BF16, F16");
+            return Err(Error::tensor(file, name, problem));
+        }
+    };
+    if entry.shape != shape {
+        let problem = format!("shape {:?}, expected {shape:?} by config.json", entry.shape);
+        return Err(Error::tensor(file, name, problem));
+    }
+    Ok(dtype)
+}
+
+fn most_common_dtype(tensors: &HashMap<String, Location>) -> Option<DType> {
+    let bytes_of = |dtype| -> usize {
+        tensors.values().filter(|tensor| tensor.dtype == dtype).map(|tensor| tensor.range.len()).sum()
+    };
+    DType::FLOATS.into_iter().max_by_key(|dtype| bytes_of(*dtype))
+}
+
+/// Host memory whose start is aligned to a cache line, and every piece in it too.
+#[derive(Debug, Default)]
+struct AlignedBytes(Vec<Line>);
+
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+impl AlignedBytes {
+    /// Copies `bytes` to the next free line and says where they are.
+    fn append(&mut self, bytes: &[u8]) -> Range<usize> {
+        let line_bytes = size_of::<Line>();
+        let first = self.0.len();
+        self.0.resize(first + bytes.len().div_ceil(line_bytes), Line([0; 64]));
+        bytemuck::cast_slice_mut(&mut self.0[first..])[..bytes.len()].copy_from_slice(bytes);
+        first * line_bytes..first * line_bytes + bytes.len()
+    }
+}
+
+impl HostMemory for AlignedBytes {
+    fn as_bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
+#[cfg(test)]
+#[path = "load_tests.rs"]
+mod tests;

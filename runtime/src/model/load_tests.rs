@@ -1,0 +1,353 @@
+use super::super::random::{RandomCheckpoint, tiny_variants};
+use super::super::testing::{MemoryDevice, ReadFiles, fixtures, scratch};
+use super::super::weights::{Tensor, Weights};
+use super::*;
+use mixfleet_hal::Device;
+use mixfleet_hal::random::Stream;
+use serde_json::{Map, Value, json};
+
+fn variant(name: &str) -> RandomCheckpoint {
+    tiny_variants().into_iter().find(|(other, _)| *other == name).expect("a variant").1
+}
+
+/// The error that `damage`, done to a written checkpoint, makes of loading it.
+fn error_after(name: &str, shards: usize, damage: impl FnOnce(&Path)) -> String {
+    let directory = scratch(&format!("load-{name}"));
+    variant("llama2").write(&directory, shards).expect("a checkpoint");
+    Checkpoint::open(&directory, &ReadFiles).expect("good before the damage");
+    damage(&directory);
+    Checkpoint::open(&directory, &ReadFiles).expect_err("damaged").to_string()
+}
+
+/// Rewrites the header of a safetensors file; the data stays.
+fn edit_header(file: &Path, edit: impl FnOnce(&mut Map<String, Value>)) {
+    let bytes = std::fs::read(file).expect("a file");
+    let end = 8 + u64::from_le_bytes(*bytes.first_chunk().expect("a length")) as usize;
+    let mut header: Map<String, Value> = serde_json::from_slice(&bytes[8..end]).expect("a header");
+    edit(&mut header);
+    write_parts(file, Value::Object(header).to_string().as_bytes(), &bytes[end..]);
+}
+
+fn write_parts(file: &Path, header: &[u8], data: &[u8]) {
+    let bytes = [&(header.len() as u64).to_le_bytes(), header, data].concat();
+    std::fs::write(file, bytes).expect("a file");
+}
+
+fn assert_says(error: &str, words: &[&str]) {
+    for word in words {
+        assert!(error.contains(word), "'{word}' is not in: {error}");
+    }
+}
+
+#[test]
+fn every_variant_survives_the_disk() {
+    for (i, (name, random)) in tiny_variants().into_iter().enumerate() {
+        let directory = scratch(&format!("load-variant-{name}"));
+        random.write(&directory, 1 + i % 3).expect("written");
+        let loaded = Checkpoint::open(&directory, &ReadFiles).expect(name);
+        let made = random.load().expect(name);
+        assert_eq!(loaded.config, made.config, "{name}");
+        assert_eq!(loaded.directory(), made.directory(), "{name}");
+        for (tensor, ..) in made.directory() {
+            assert_eq!(loaded.bytes(tensor), made.bytes(tensor), "{name} {tensor}");
+        }
+        assert!(made.config.rope.inv_freq.iter().all(|f| f.is_finite()), "{name}");
+    }
+}
+
+#[test]
+fn damage_is_blamed_on_the_file_and_the_tensor() {
+    let single = |dir: &Path| dir.join("model.safetensors");
+    let error = error_after("truncated", 1, |dir| {
+        let bytes = std::fs::read(single(dir)).expect("a file");
+        std::fs::write(single(dir), &bytes[..bytes.len() - 10]).expect("a file");
+    });
+    assert_says(&error, &["model.safetensors", "tensor '", "truncated?"]);
+
+    let error = error_after("shard-truncated", 3, |dir| {
+        std::fs::write(dir.join("model-00002-of-00003.safetensors"), [1, 2, 3]).expect("a file");
+    });
+    assert_says(&error, &["model-00002-of-00003.safetensors", "3 bytes", "truncated?"]);
+
+    let error = error_after("shard-missing", 3, |dir| {
+        std::fs::remove_file(dir.join("model-00003-of-00003.safetensors")).expect("a file");
+    });
+    assert_says(&error, &["model-00003-of-00003.safetensors"]);
+
+    let error = error_after("absent", 1, |dir| std::fs::remove_file(single(dir)).expect("a file"));
+    assert_says(&error, &["model.safetensors", "model.safetensors.index.json"]);
+
+    let error = error_after("header-long", 1, |dir| {
+        std::fs::write(single(dir), [0xFF; 64]).expect("a file");
+    });
+    assert_says(&error, &["header of 18446744073709551615 bytes", "not safetensors?"]);
+
+    let error = error_after("renamed", 1, |dir| {
+        edit_header(&single(dir), |header| {
+            let entry = header.remove("model.norm.weight").expect("there");
+            header.insert("model.nrom.weight".into(), entry);
+        });
+    });
+    assert_says(&error, &["tensor 'model.norm.weight'", "missing", "[48]"]);
+
+    let error = error_after("shape", 1, |dir| {
+        edit_header(&single(dir), |h| h["model.layers.1.mlp.up_proj.weight"]["shape"] = json!([48, 80]));
+    });
+    assert_says(
+        &error,
+        &["model.safetensors", "'model.layers.1.mlp.up_proj.weight'", "[48, 80]", "[80, 48]"],
+    );
+
+    let error = error_after("size", 1, |dir| {
+        edit_header(&single(dir), |h| h["lm_head.weight"]["shape"] = json!([261, 49]));
+    });
+    assert_says(&error, &["'lm_head.weight'", "expected", "[261, 49]"]);
+
+    let error = error_after("product", 1, |dir| {
+        edit_header(&single(dir), |h| h["lm_head.weight"]["shape"] = json!([1u64 << 63, 1u64 << 63]));
+    });
+    assert_says(&error, &["'lm_head.weight'", "more than 2^64"]);
+
+    let error = error_after("dtype", 1, |dir| {
+        edit_header(&single(dir), |h| h["lm_head.weight"]["dtype"] = json!("F8_E4M3"));
+    });
+    assert_says(&error, &["'lm_head.weight'", "F8_E4M3", "supported: F32, BF16, F16"]);
+
+    let error = error_after("backwards", 1, |dir| {
+        edit_header(&single(dir), |h| h["lm_head.weight"]["data_offsets"] = json!([8, 4]));
+    });
+    assert_says(&error, &["'lm_head.weight'", "8..4"]);
+
+    let error = error_after("overlap", 1, |dir| {
+        edit_header(&single(dir), |h| {
+            h["model.norm.weight"]["data_offsets"] =
+                h["model.layers.1.input_layernorm.weight"]["data_offsets"].clone();
+        });
+    });
+    assert_says(&error, &["model.safetensors", "norm.weight'", "overlaps another tensor"]);
+
+    let error = error_after("tail", 1, |dir| {
+        let bytes = [std::fs::read(single(dir)).expect("a file"), vec![0; 5]].concat();
+        std::fs::write(single(dir), bytes).expect("a file");
+    });
+    assert_says(&error, &["5 bytes after the last tensor"]);
+}
+
+#[test]
+fn a_tensor_that_stands_twice_is_refused() {
+    let error = error_after("twice", 1, |dir| {
+        let entry = r#"{"dtype":"F32","shape":[0],"data_offsets":[0,0]}"#;
+        let header = format!(r#"{{"a":{entry},"a":{entry}}}"#);
+        write_parts(&dir.join("model.safetensors"), header.as_bytes(), &[]);
+    });
+    assert_says(&error, &["tensor 'a'", "twice"]);
+
+    let error = error_after("two-shards", 2, |dir| {
+        let first = dir.join("model-00001-of-00002.safetensors");
+        std::fs::copy(first, dir.join("model-00002-of-00002.safetensors")).expect("a copy");
+        let index = json!({"weight_map": {
+            "model.embed_tokens.weight": "model-00001-of-00002.safetensors",
+            "model.layers.0.input_layernorm.weight": "model-00002-of-00002.safetensors"}});
+        std::fs::write(dir.join(INDEX), index.to_string()).expect("a file");
+    });
+    assert_says(&error, &["model-00002-of-00002.safetensors", "also in", "model-00001-of-00002.safetensors"]);
+}
+
+#[test]
+fn a_wrong_index_is_refused() {
+    let with = |name: &str, index: Value| {
+        error_after(name, 2, |dir| std::fs::write(dir.join(INDEX), index.to_string()).expect("a file"))
+    };
+    assert_says(&with("index-empty", json!({})), &[INDEX, "weight_map", "missing"]);
+    let file = "model-00001-of-00002.safetensors";
+    assert_says(&with("index-ghost", json!({"weight_map": {"ghost": file}})), &[file, "'ghost'", INDEX]);
+    assert_says(
+        &with("index-path", json!({"weight_map": {"a": "../x"}})),
+        &[INDEX, "'a'", "../x", "file name"],
+    );
+    assert_says(&with("index-type", json!({"weight_map": {"a": 7}})), &[INDEX, "'a'", "file name"]);
+}
+
+fn read(device: &dyn Device, tensor: &Tensor) -> Vec<f64> {
+    let mut bytes = vec![0; tensor.slice.bytes as usize];
+    device.read(&tensor.slice, &mut bytes).expect("read");
+    tensor.dtype.decode(&bytes)
+}
+
+fn assert_placed(checkpoint: &Checkpoint, device: &MemoryDevice) -> Weights {
+    let mut seen = Vec::new();
+    let weights = checkpoint.place(device, &mut |done, total| seen.push((done, total))).expect("placed");
+    assert!(seen.is_sorted() && seen.last() == Some(&(checkpoint.size_bytes(), checkpoint.size_bytes())));
+    let same = |tensor: &Tensor, name: &str| {
+        assert!(tensor.slice.offset.is_multiple_of(device.limits.alignment_bytes), "{name}");
+        assert_eq!(read(device, tensor), checkpoint.values(name).expect(name), "{name}");
+    };
+    same(&weights.embed, "model.embed_tokens.weight");
+    same(&weights.norm, "model.norm.weight");
+    let head = if checkpoint.config.tied_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
+    same(&weights.lm_head, head);
+    for (i, layer) in weights.layers.iter().enumerate() {
+        let part = |tensor: &Tensor, name: &str| same(tensor, &format!("model.layers.{i}.{name}"));
+        let optional = |tensor: &Option<Tensor>, there: bool, name: &str| {
+            assert_eq!(tensor.is_some(), there, "{name}");
+            tensor.iter().for_each(|tensor| part(tensor, name));
+        };
+        let c = &checkpoint.config;
+        part(&layer.attn_norm, "input_layernorm.weight");
+        part(&layer.q, "self_attn.q_proj.weight");
+        part(&layer.k, "self_attn.k_proj.weight");
+        part(&layer.v, "self_attn.v_proj.weight");
+        part(&layer.o, "self_attn.o_proj.weight");
+        optional(&layer.q_bias, c.qkv_bias, "self_attn.q_proj.bias");
+        optional(&layer.k_bias, c.qkv_bias, "self_attn.k_proj.bias");
+        optional(&layer.v_bias, c.qkv_bias, "self_attn.v_proj.bias");
+        optional(&layer.o_bias, c.o_bias, "self_attn.o_proj.bias");
+        optional(&layer.q_norm, c.qk_norm, "self_attn.q_norm.weight");
+        optional(&layer.k_norm, c.qk_norm, "self_attn.k_norm.weight");
+        part(&layer.mlp_norm, "post_attention_layernorm.weight");
+        part(&layer.gate, "mlp.gate_proj.weight");
+        part(&layer.up, "mlp.up_proj.weight");
+        part(&layer.down, "mlp.down_proj.weight");
+        optional(&layer.gate_bias, c.mlp_bias, "mlp.gate_proj.bias");
+        optional(&layer.up_bias, c.mlp_bias, "mlp.up_proj.bias");
+        optional(&layer.down_bias, c.mlp_bias, "mlp.down_proj.bias");
+    }
+    weights
+}
+
+#[test]
+fn placed_weights_are_the_stored_ones_however_they_get_there() {
+    for (name, random) in tiny_variants() {
+        let directory = scratch(&format!("place-{name}"));
+        random.write(&directory, 2).expect("written");
+        for checkpoint in [Checkpoint::open(&directory, &ReadFiles).expect(name), random.load().expect(name)]
+        {
+            for device in
+                [MemoryDevice::new(true, 1), MemoryDevice::new(true, 64), MemoryDevice::new(false, 64)]
+            {
+                assert_placed(&checkpoint, &device);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_device_that_imports_copies_nothing_and_shares_tied_embeddings() {
+    let checkpoint = variant("qwen2").load().expect("a checkpoint");
+    let device = MemoryDevice::new(true, 64);
+    let weights = assert_placed(&checkpoint, &device);
+    assert!(device.allocations.lock().expect("a lock").is_empty());
+    assert!(Arc::ptr_eq(&weights.embed.slice.buffer, &weights.lm_head.slice.buffer));
+}
+
+#[test]
+fn odd_headers_are_loaded_by_copy() {
+    let directory = scratch("load-odd");
+    variant("llama3").write(&directory, 1).expect("a checkpoint");
+    let file = directory.join("model.safetensors");
+    let bytes = std::fs::read(&file).expect("a file");
+    let end = 8 + u64::from_le_bytes(*bytes.first_chunk().expect("a length")) as usize;
+    let padding = if end.is_multiple_of(2) { " " } else { "  " };
+    write_parts(&file, &[&bytes[8..end], padding.as_bytes()].concat(), &bytes[end..]);
+    let checkpoint = Checkpoint::open(&directory, &ReadFiles).expect("the format allows it");
+    let device = MemoryDevice::new(true, 1);
+    assert_placed(&checkpoint, &device);
+    assert_eq!(device.allocations.lock().expect("a lock").len(), checkpoint.directory().len());
+}
+
+#[test]
+fn a_bias_takes_the_dtype_of_its_matrix() {
+    let random = variant("qwen2");
+    let mut tensors = random.tensors().expect("tensors");
+    let mut biases = 0;
+    for tensor in tensors.iter_mut().filter(|tensor| tensor.name.ends_with(".bias")) {
+        let values = tensor.dtype.decode(&tensor.bytes);
+        (tensor.dtype, tensor.bytes) = (DType::F32, Vec::new());
+        values.iter().for_each(|value| DType::F32.encode(*value, &mut tensor.bytes));
+        biases += 1;
+    }
+    let checkpoint =
+        Checkpoint::from_parts(random.model_config().expect("a config"), tensors).expect("a checkpoint");
+    let device = MemoryDevice::new(true, 64);
+    let weights = assert_placed(&checkpoint, &device);
+    assert_eq!(device.allocations.lock().expect("a lock").len(), biases);
+    assert!(weights.layers.iter().all(|layer| layer.q_bias.as_ref().is_some_and(|b| b.dtype == DType::Bf16)));
+}
+
+#[test]
+fn parts_that_do_not_fit_the_config_are_refused() {
+    let random = variant("llama2");
+    let config = random.model_config().expect("a config");
+    let mut parts = random.tensors().expect("tensors");
+    parts[0].bytes.pop();
+    let error = Checkpoint::from_parts(config.clone(), parts.clone()).expect_err("too short").to_string();
+    assert_says(&error, &["model.embed_tokens.weight", "expected"]);
+    parts.remove(0);
+    let error = Checkpoint::from_parts(config, parts).expect_err("missing").to_string();
+    assert_says(&error, &["model.embed_tokens.weight", "missing"]);
+}
+
+/// Truncates or flips bits of one file of a checkpoint, `count` times over; loading (tokenizer and
+/// template too) must end in a value or an error. Returns how often it was an error.
+fn errors_after_random_damage(source: &Path, name: &str, count: u64) -> u64 {
+    let directory = scratch(name);
+    let mut files: Vec<PathBuf> = std::fs::read_dir(source)
+        .expect("a directory")
+        .map(|entry| entry.expect("an entry").path())
+        .filter(|file| !file.ends_with("golden.json"))
+        .collect();
+    files.sort();
+    let originals: Vec<Vec<u8>> = files.iter().map(|file| std::fs::read(file).expect("a file")).collect();
+    let targets: Vec<PathBuf> =
+        files.iter().map(|file| directory.join(file.file_name().expect("a name"))).collect();
+    for (target, bytes) in targets.iter().zip(&originals) {
+        std::fs::write(target, bytes).expect("a file");
+    }
+    let mut random = Stream::new(20_261_120);
+    let mut errors = 0;
+    for _ in 0..count {
+        let victim = random.below(files.len() as u64) as usize;
+        let mut bytes = originals[victim].clone();
+        if random.below(2) == 0 {
+            bytes.truncate(random.below(bytes.len() as u64) as usize);
+        } else {
+            for _ in 0..=random.below(8) {
+                // Mostly in the header: in the data every bit pattern is a number.
+                let reach = if random.below(4) == 0 { bytes.len() } else { bytes.len().min(4096) };
+                bytes[random.below(reach as u64) as usize] ^= 1 << random.below(8);
+            }
+        }
+        std::fs::write(&targets[victim], &bytes).expect("a file");
+        let loaded = Checkpoint::open(&directory, &ReadFiles);
+        let tokenizer = super::super::Tokenizer::open(&directory);
+        let template = super::super::ChatTemplate::open(&directory);
+        errors += u64::from(loaded.is_err() || tokenizer.is_err() || template.is_err());
+        if let Ok(checkpoint) = loaded {
+            assert_eq!(checkpoint.directory().len(), names::shapes(&checkpoint.config).len());
+            assert!(checkpoint.directory().iter().all(|(name, ..)| checkpoint.bytes(name).is_some()));
+            let device = MemoryDevice::new(true, 4);
+            checkpoint.place(&device, &mut |_, _| {}).expect("what loads can be placed");
+        }
+        std::fs::write(&targets[victim], &originals[victim]).expect("a file");
+    }
+    errors
+}
+
+#[test]
+fn random_damage_gives_errors_and_no_panic() {
+    for (name, shards) in [("llama3", 1), ("qwen3", 3)] {
+        let source = scratch(&format!("damage-source-{name}"));
+        variant(name).write(&source, shards).expect("a checkpoint");
+        let errors = errors_after_random_damage(&source, &format!("damage-{name}"), 200);
+        assert!(errors > 100, "{name}: only {errors} of 200 were noticed");
+    }
+}
+
+#[test]
+fn random_damage_of_the_fixtures_gives_errors_and_no_panic() {
+    for fixture in fixtures() {
+        let name = fixture.file_name().expect("a name").to_string_lossy();
+        let errors = errors_after_random_damage(&fixture, &format!("damage-{name}"), 200);
+        assert!(errors > 60, "{name}: only {errors} of 200 were noticed");
+    }
+}

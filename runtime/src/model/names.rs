@@ -1,0 +1,56 @@
+//! The tensors of a model: their names in a checkpoint and their shapes.
+
+use super::config::ModelConfig;
+
+pub(super) const EMBED: &str = "model.embed_tokens.weight";
+pub(super) const NORM: &str = "model.norm.weight";
+pub(super) const LM_HEAD: &str = "lm_head.weight";
+
+/// The name of a layer's tensor.
+pub(super) fn in_layer(layer: usize, part: &str) -> String {
+    format!("model.layers.{layer}.{part}")
+}
+
+/// Name and shape of every tensor that a model of this shape has, in the order of the forward pass.
+pub(super) fn shapes(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
+    let wide = |n: u32| u64::from(n);
+    let (hidden, vocab, inner) = (wide(config.hidden), wide(config.vocab), wide(config.intermediate));
+    let head_dim = wide(config.head_dim);
+    let (q, kv) = (wide(config.heads) * head_dim, wide(config.kv_heads) * head_dim);
+
+    let mut all = vec![(EMBED.to_owned(), vec![vocab, hidden])];
+    for layer in 0..config.layers as usize {
+        let mut add = |part: &str, shape: &[u64]| all.push((in_layer(layer, part), shape.to_vec()));
+        add("input_layernorm.weight", &[hidden]);
+        add("self_attn.q_proj.weight", &[q, hidden]);
+        add("self_attn.k_proj.weight", &[kv, hidden]);
+        add("self_attn.v_proj.weight", &[kv, hidden]);
+        add("self_attn.o_proj.weight", &[hidden, q]);
+        if config.qkv_bias {
+            add("self_attn.q_proj.bias", &[q]);
+            add("self_attn.k_proj.bias", &[kv]);
+            add("self_attn.v_proj.bias", &[kv]);
+        }
+        if config.o_bias {
+            add("self_attn.o_proj.bias", &[hidden]);
+        }
+        if config.qk_norm {
+            add("self_attn.q_norm.weight", &[head_dim]);
+            add("self_attn.k_norm.weight", &[head_dim]);
+        }
+        add("post_attention_layernorm.weight", &[hidden]);
+        add("mlp.gate_proj.weight", &[inner, hidden]);
+        add("mlp.up_proj.weight", &[inner, hidden]);
+        add("mlp.down_proj.weight", &[hidden, inner]);
+        if config.mlp_bias {
+            add("mlp.gate_proj.bias", &[inner]);
+            add("mlp.up_proj.bias", &[inner]);
+            add("mlp.down_proj.bias", &[hidden]);
+        }
+    }
+    all.push((NORM.to_owned(), vec![hidden]));
+    if !config.tied_embeddings {
+        all.push((LM_HEAD.to_owned(), vec![vocab, hidden]));
+    }
+    all
+}

@@ -1,0 +1,172 @@
+//! The slow reference: a forward pass in `f64` over a whole sequence, with no cache, no device and no
+//! code in common with the engine but the loader and the rope table. What the tests believe.
+
+use super::config::ModelConfig;
+use super::load::Checkpoint;
+use super::names;
+use std::collections::HashMap;
+
+/// A model's parameters as `f64`.
+#[derive(Clone, Debug)]
+pub struct Oracle {
+    config: ModelConfig,
+    weights: HashMap<String, Vec<f64>>,
+}
+
+impl Oracle {
+    /// Decodes all parameters: eight bytes each.
+    pub fn new(checkpoint: &Checkpoint) -> Self {
+        let names = names::shapes(&checkpoint.config).into_iter().map(|(name, _)| name);
+        let weights = names.map(|name| {
+            let values = checkpoint.values(&name).unwrap_or_default();
+            (name, values)
+        });
+        Oracle { config: checkpoint.config.clone(), weights: weights.collect() }
+    }
+
+    /// Logits after each token: `[tokens, vocab]`.
+    ///
+    /// # Panics
+    /// When an id is not below the vocabulary.
+    pub fn logits(&self, ids: &[u32]) -> Vec<f64> {
+        let head = if self.config.tied_embeddings { names::EMBED } else { names::LM_HEAD };
+        let normed = self.norm(&self.hidden(ids), names::NORM); // [tokens, hidden]
+        matmul(&normed, &self.weights[head], self.config.hidden as usize)
+    }
+
+    /// Logits after the last token: `[vocab]`. Much cheaper than all of them where the vocabulary is large.
+    ///
+    /// # Panics
+    /// When there is no token, or an id is not below the vocabulary.
+    pub fn last_logits(&self, ids: &[u32]) -> Vec<f64> {
+        let head = if self.config.tied_embeddings { names::EMBED } else { names::LM_HEAD };
+        let hidden = self.config.hidden as usize;
+        let x = self.hidden(ids); // [tokens, hidden]
+        matmul(&self.norm(&x[x.len() - hidden..], names::NORM), &self.weights[head], hidden)
+    }
+
+    /// The residual stream after all layers: `[tokens, hidden]`.
+    fn hidden(&self, ids: &[u32]) -> Vec<f64> {
+        let hidden = self.config.hidden as usize;
+        let embed = &self.weights[names::EMBED]; // [vocab, hidden]
+        let mut x: Vec<f64> =
+            ids.iter().flat_map(|&id| embed[id as usize * hidden..][..hidden].to_vec()).collect();
+        for layer in 0..self.config.layers as usize {
+            let attended = self.attention(layer, &x);
+            add(&mut x, &attended);
+            let mixed = self.mlp(layer, &x);
+            add(&mut x, &mixed);
+        }
+        x
+    }
+
+    /// `x . weight^T + bias` with the layer's parameters `{part}.weight` and, where there, `{part}.bias`.
+    fn linear(&self, layer: usize, part: &str, x: &[f64], inputs: usize) -> Vec<f64> {
+        let name = names::in_layer(layer, part);
+        let mut out = matmul(x, &self.weights[&format!("{name}.weight")], inputs);
+        if let Some(bias) = self.weights.get(&format!("{name}.bias")) {
+            out.chunks_mut(bias.len()).for_each(|row| add(row, bias));
+        }
+        out
+    }
+
+    /// RMS norm over rows as long as the weight.
+    fn norm(&self, x: &[f64], name: &str) -> Vec<f64> {
+        let weight = &self.weights[name];
+        let eps = f64::from(self.config.norm_eps);
+        let row = |row: &[f64]| {
+            let mean_square = row.iter().map(|v| v * v).sum::<f64>() / row.len() as f64;
+            let scale = 1.0 / (mean_square + eps).sqrt();
+            row.iter().zip(weight).map(|(v, w)| v * scale * w).collect::<Vec<_>>()
+        };
+        x.chunks(weight.len()).flat_map(row).collect()
+    }
+
+    fn mlp(&self, layer: usize, x: &[f64]) -> Vec<f64> {
+        let hidden = self.config.hidden as usize;
+        let x = self.norm(x, &names::in_layer(layer, "post_attention_layernorm.weight"));
+        let gate = self.linear(layer, "mlp.gate_proj", &x, hidden); // [tokens, intermediate]
+        let up = self.linear(layer, "mlp.up_proj", &x, hidden);
+        let inner: Vec<f64> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        self.linear(layer, "mlp.down_proj", &inner, self.config.intermediate as usize)
+    }
+
+    fn attention(&self, layer: usize, x: &[f64]) -> Vec<f64> {
+        let c = &self.config;
+        let (hidden, head_dim) = (c.hidden as usize, c.head_dim as usize);
+        let (heads, kv_heads) = (c.heads as usize, c.kv_heads as usize);
+        let tokens = x.len() / hidden;
+        let x = self.norm(x, &names::in_layer(layer, "input_layernorm.weight"));
+        let mut q = self.linear(layer, "self_attn.q_proj", &x, hidden); // [tokens, heads, head_dim]
+        let mut k = self.linear(layer, "self_attn.k_proj", &x, hidden); // [tokens, kv_heads, head_dim]
+        let v = self.linear(layer, "self_attn.v_proj", &x, hidden);
+        if c.qk_norm {
+            q = self.norm(&q, &names::in_layer(layer, "self_attn.q_norm.weight"));
+            k = self.norm(&k, &names::in_layer(layer, "self_attn.k_norm.weight"));
+        }
+        self.rotate(&mut q, heads);
+        self.rotate(&mut k, kv_heads);
+
+        let mut out = vec![0.0; tokens * heads * head_dim]; // [tokens, heads, head_dim]
+        for token in 0..tokens {
+            let first = c.windows[layer].map_or(0, |window| (token + 1).saturating_sub(window as usize));
+            for head in 0..heads {
+                let query = head_of(&q, head_dim, heads, token, head);
+                let kv_head = head / (heads / kv_heads);
+                let score =
+                    |t| dot(query, head_of(&k, head_dim, kv_heads, t, kv_head)) / (head_dim as f64).sqrt();
+                let weights = softmax((first..=token).map(score).collect());
+                let place = (token * heads + head) * head_dim;
+                for (t, weight) in (first..=token).zip(weights) {
+                    let value = head_of(&v, head_dim, kv_heads, t, kv_head);
+                    out[place..place + head_dim].iter_mut().zip(value).for_each(|(o, v)| *o += weight * v);
+                }
+            }
+        }
+        self.linear(layer, "self_attn.o_proj", &out, heads * head_dim)
+    }
+
+    /// Rotary embedding of `x [tokens, heads, head_dim]`, token t at position t.
+    fn rotate(&self, x: &mut [f64], heads: usize) {
+        let half = self.config.head_dim as usize / 2;
+        for (position, token) in x.chunks_mut(heads * 2 * half).enumerate() {
+            let table = self.config.rope.table(&[position as u32]); // [head_dim]
+            for head in token.chunks_mut(2 * half) {
+                for i in 0..half {
+                    let (cos, sin) = (f64::from(table[i]), f64::from(table[half + i]));
+                    let (a, b) = (head[i], head[half + i]);
+                    (head[i], head[half + i]) = (a * cos - b * sin, b * cos + a * sin);
+                }
+            }
+        }
+    }
+}
+
+/// The vector of one head in `m [tokens, heads, head_dim]`.
+fn head_of(m: &[f64], head_dim: usize, heads: usize, token: usize, head: usize) -> &[f64] {
+    &m[(token * heads + head) * head_dim..][..head_dim]
+}
+
+/// `x [rows, inputs] . weight [outputs, inputs]^T`: `[rows, outputs]`.
+fn matmul(x: &[f64], weight: &[f64], inputs: usize) -> Vec<f64> {
+    x.chunks(inputs).flat_map(|row| weight.chunks(inputs).map(|w| dot(row, w))).collect()
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn add(to: &mut [f64], other: &[f64]) {
+    to.iter_mut().zip(other).for_each(|(t, o)| *t += o);
+}
+
+fn softmax(scores: Vec<f64>) -> Vec<f64> {
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let powers: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+    let sum: f64 = powers.iter().sum();
+    powers.iter().map(|p| p / sum).collect()
+}
+
+#[cfg(test)]
+#[path = "oracle_tests.rs"]
+mod tests;

@@ -1,0 +1,266 @@
+//! `config.json` and `generation_config.json` to [`ModelConfig`], in the spellings of transformers 4 and 5.
+//!
+//! Defaults of absent fields are those of transformers' configuration classes.
+
+use super::config::ModelConfig;
+use super::error::Result;
+use super::fields::{Fields, read_object, read_object_if_present};
+use super::rope;
+use mixfleet_hal::DType;
+use serde_json::{Map, Value};
+use std::path::Path;
+
+// Bounds well above any real model; with them no product of two dimensions and an element size
+// leaves 64 bits, and none of heads and head length leaves 32.
+const HIDDEN_MAX: u32 = 1 << 20;
+const LAYERS_MAX: u32 = 1 << 12;
+const HEADS_MAX: u32 = 1 << 14;
+const HEAD_DIM_MAX: u32 = 1 << 12;
+const VOCAB_MAX: u32 = 1 << 24;
+const CONTEXT_MAX: u32 = 1 << 30;
+
+/// A supported `model_type` and what its configuration class defaults to.
+#[derive(Debug)]
+struct Family {
+    model_type: &'static str,
+    architecture: &'static str,
+    context_max: u32,
+    /// `None`: as many as query heads.
+    kv_heads: Option<u32>,
+    /// `None`: hidden / heads.
+    head_dim: Option<u32>,
+}
+
+const FAMILIES: [Family; 4] = [
+    Family {
+        model_type: "llama",
+        architecture: "LlamaForCausalLM",
+        context_max: 2048,
+        kv_heads: None,
+        head_dim: None,
+    },
+    Family {
+        model_type: "mistral",
+        architecture: "MistralForCausalLM",
+        context_max: 131_072,
+        kv_heads: Some(8),
+        head_dim: None,
+    },
+    Family {
+        model_type: "qwen2",
+        architecture: "Qwen2ForCausalLM",
+        context_max: 32_768,
+        kv_heads: Some(32),
+        head_dim: None,
+    },
+    Family {
+        model_type: "qwen3",
+        architecture: "Qwen3ForCausalLM",
+        context_max: 32_768,
+        kv_heads: Some(32),
+        head_dim: Some(128),
+    },
+];
+
+impl ModelConfig {
+    /// Reads `config.json` and, where it is there, `generation_config.json` of a checkpoint directory.
+    ///
+    /// # Errors
+    /// Names the file and the field, and says what is supported.
+    pub fn open(directory: &Path) -> Result<Self> {
+        let file = directory.join("config.json");
+        let mut config = Self::parse(&file, &read_object(&file)?)?;
+        let generation = directory.join("generation_config.json");
+        let object = read_object_if_present(&generation)?.unwrap_or_default();
+        if let Some(ids) = Fields::new(&generation, &object).token_ids("eos_token_id")? {
+            config.eos_ids = ids;
+        }
+        Ok(config)
+    }
+
+    /// Reads the object of a `config.json`; `file` is for messages only.
+    ///
+    /// # Errors
+    /// Names the field, and says what is supported.
+    pub fn parse(file: &Path, object: &Map<String, Value>) -> Result<Self> {
+        let fields = Fields::new(file, object);
+        let family = family(&fields)?;
+        reject_unsupported(&fields)?;
+
+        let hidden = fields.count_required("hidden_size", HIDDEN_MAX)?;
+        let layers = fields.count_required("num_hidden_layers", LAYERS_MAX)?;
+        let (heads, kv_heads) = heads(&fields, family)?;
+        let head_dim = head_dim(&fields, family, hidden, heads)?;
+        let context_max = fields.count("max_position_embeddings", CONTEXT_MAX)?;
+        let context_max = context_max.unwrap_or(family.context_max);
+        let biased = fields.flag("attention_bias", false)?;
+        let (llama, qwen2, qwen3) =
+            (family.model_type == "llama", family.model_type == "qwen2", family.model_type == "qwen3");
+        Ok(ModelConfig {
+            family: family.model_type.into(),
+            hidden,
+            intermediate: fields.count_required("intermediate_size", HIDDEN_MAX)?,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            vocab: fields.count_required("vocab_size", VOCAB_MAX)?,
+            context_max,
+            norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+            qkv_bias: qwen2 || ((llama || qwen3) && biased),
+            o_bias: (llama || qwen3) && biased,
+            mlp_bias: llama && fields.flag("mlp_bias", false)?,
+            qk_norm: qwen3,
+            tied_embeddings: fields.flag("tie_word_embeddings", false)?,
+            windows: windows(&fields, family, layers)?,
+            rope: rope::parse(&fields, head_dim, context_max)?,
+            dtype: dtype(&fields)?,
+            eos_ids: fields.token_ids("eos_token_id")?.unwrap_or_default(),
+            bos_id: fields.token_ids("bos_token_id")?.and_then(|ids| ids.first().copied()),
+        })
+    }
+}
+
+fn family(fields: &Fields) -> Result<&'static Family> {
+    let supported = || {
+        let names: Vec<_> =
+            FAMILIES.iter().map(|f| format!("{} ({})", f.model_type, f.architecture)).collect();
+        format!("supported: {}", names.join(", "))
+    };
+    let Some(model_type) = fields.text("model_type")? else {
+        return Err(fields.error("model_type", format!("missing; {}", supported())));
+    };
+    let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
+        return Err(fields.error("model_type", format!("'{model_type}' is not supported; {}", supported())));
+    };
+    match fields.texts("architectures")?.unwrap_or_default().as_slice() {
+        [] => Ok(family),
+        [one] if *one == family.architecture => Ok(family),
+        other => {
+            let problem =
+                format!("{other:?} with model_type '{model_type}' is not supported; {}", supported());
+            Err(fields.error("architectures", problem))
+        }
+    }
+}
+
+/// Fields that would change the result and that nothing here obeys.
+fn reject_unsupported(fields: &Fields) -> Result<()> {
+    if let Some(activation) = fields.text("hidden_act")?.filter(|name| *name != "silu" && *name != "swish") {
+        return Err(fields.error("hidden_act", format!("'{activation}' is not supported; supported: silu")));
+    }
+    if fields.get("quantization_config").is_some() {
+        let problem = "quantized weights are not supported; supported: float32, bfloat16 and float16 weights";
+        return Err(fields.error("quantization_config", problem));
+    }
+    Ok(())
+}
+
+fn heads(fields: &Fields, family: &Family) -> Result<(u32, u32)> {
+    let heads = fields.count_required("num_attention_heads", HEADS_MAX)?;
+    let kv_heads = match fields.count("num_key_value_heads", HEADS_MAX)? {
+        Some(kv_heads) => kv_heads,
+        None if fields.has("num_key_value_heads") => heads,
+        None => family.kv_heads.unwrap_or(heads),
+    };
+    if !heads.is_multiple_of(kv_heads) {
+        let problem = format!("{kv_heads}, expected a divisor of num_attention_heads ({heads})");
+        return Err(fields.error("num_key_value_heads", problem));
+    }
+    Ok((heads, kv_heads))
+}
+
+fn head_dim(fields: &Fields, family: &Family, hidden: u32, heads: u32) -> Result<u32> {
+    let given = match fields.count("head_dim", HEAD_DIM_MAX)? {
+        None if !fields.has("head_dim") => family.head_dim,
+        given => given,
+    };
+    let head_dim = match given {
+        Some(head_dim) => head_dim,
+        None if hidden.is_multiple_of(heads) && hidden / heads <= HEAD_DIM_MAX => hidden / heads,
+        None => {
+            let problem = format!("missing, and hidden_size / num_attention_heads is {hidden} / {heads}");
+            return Err(fields.error("head_dim", problem));
+        }
+    };
+    if !head_dim.is_multiple_of(2) {
+        return Err(
+            fields.error("head_dim", format!("{head_dim}, expected an even number: rope turns pairs"))
+        );
+    }
+    Ok(head_dim)
+}
+
+/// The sliding window of each layer.
+fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u32>>> {
+    let types = fields.texts("layer_types")?;
+    let window = fields.count("sliding_window", CONTEXT_MAX)?;
+    let window = if fields.has("sliding_window") { window } else { Some(4096) };
+    match family.model_type {
+        // Llama has no window, whatever the fields say; Mistral slides in every layer.
+        "llama" => Ok(vec![None; layers as usize]),
+        "mistral" => {
+            let uniform = if window.is_some() { "sliding_attention" } else { "full_attention" };
+            if types.is_some_and(|types| types.iter().any(|kind| *kind != uniform)) {
+                let problem = format!("a mistral with this sliding_window has only '{uniform}' layers");
+                return Err(fields.error("layer_types", problem));
+            }
+            Ok(vec![window; layers as usize])
+        }
+        _ => {
+            let window = if fields.flag("use_sliding_window", false)? { window } else { None };
+            match types {
+                Some(types) => layer_windows(fields, &types, window, layers),
+                None => {
+                    let first = match fields.get("max_window_layers") {
+                        None => 28,
+                        Some(Value::Number(n)) if n.as_u64().is_some() => n.as_u64().unwrap_or_default(),
+                        Some(_) => return Err(fields.error("max_window_layers", "expected a whole number")),
+                    };
+                    Ok((0..layers).map(|i| window.filter(|_| u64::from(i) >= first)).collect())
+                }
+            }
+        }
+    }
+}
+
+fn layer_windows(
+    fields: &Fields,
+    types: &[&str],
+    window: Option<u32>,
+    layers: u32,
+) -> Result<Vec<Option<u32>>> {
+    if types.len() != layers as usize {
+        let problem = format!("{} entries, expected num_hidden_layers ({layers})", types.len());
+        return Err(fields.error("layer_types", problem));
+    }
+    let of = |kind: &&str| match *kind {
+        "full_attention" | "attention" => Ok(None),
+        "sliding_attention" if window.is_some() => Ok(window),
+        "sliding_attention" => {
+            Err(fields
+                .error("layer_types", "'sliding_attention' without use_sliding_window and sliding_window"))
+        }
+        other => {
+            let problem = format!("'{other}' is not supported; supported: full_attention, sliding_attention");
+            Err(fields.error("layer_types", problem))
+        }
+    };
+    types.iter().map(of).collect()
+}
+
+fn dtype(fields: &Fields) -> Result<DType> {
+    let field = if fields.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
+    let Some(name) = fields.text(field)? else { return Ok(DType::F32) };
+    match name.trim_start_matches("torch.").parse() {
+        Ok(dtype) if DType::FLOATS.contains(&dtype) => Ok(dtype),
+        _ => {
+            let problem = format!("'{name}' is not supported; supported: float32, bfloat16, float16");
+            Err(fields.error(field, problem))
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "parse_tests.rs"]
+mod tests;

@@ -1,0 +1,329 @@
+use super::super::random::tiny_variants;
+use super::super::testing::{property, scratch};
+use super::*;
+use proptest::prelude::*;
+use serde_json::json;
+
+fn llama() -> Value {
+    json!({"model_type": "llama", "hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "vocab_size": 500})
+}
+
+fn qwen2(more: Value) -> Value {
+    with(with(llama(), json!({"model_type": "qwen2", "num_key_value_heads": 2})), more)
+}
+
+fn with(mut config: Value, more: Value) -> Value {
+    let more = more.as_object().cloned().expect("an object");
+    config.as_object_mut().expect("an object").extend(more);
+    config
+}
+
+fn parse(config: Value) -> Result<ModelConfig> {
+    ModelConfig::parse(Path::new("config.json"), config.as_object().expect("an object"))
+}
+
+fn good(config: Value) -> ModelConfig {
+    parse(config).expect("a good config")
+}
+
+#[test]
+fn absent_fields_are_as_in_transformers() {
+    let config = good(llama());
+    assert_eq!((config.kv_heads, config.head_dim, config.context_max, config.norm_eps), (4, 24, 2048, 1e-6));
+    assert!(!config.tied_embeddings && !config.qkv_bias && config.eos_ids.is_empty());
+    assert_eq!(config.windows, [None; 4]);
+    assert_eq!((config.rope.inv_freq.len(), config.rope.inv_freq[0], config.rope.scale), (12, 1.0, 1.0));
+    let mistral = with(llama(), json!({"model_type": "mistral", "num_attention_heads": 8}));
+    let config = good(mistral.clone());
+    assert_eq!((config.kv_heads, config.context_max), (8, 131_072));
+    assert_eq!(config.windows, [Some(4096); 4]);
+    let config = good(with(mistral, json!({"sliding_window": null, "num_key_value_heads": null})));
+    assert_eq!(config.windows, [None; 4]);
+    let qwen3 = with(llama(), json!({"model_type": "qwen3", "num_key_value_heads": 2}));
+    let config = good(qwen3);
+    assert_eq!((config.head_dim, config.qk_norm, config.qkv_bias), (128, true, false));
+    assert!(good(qwen2(json!({}))).qkv_bias);
+}
+
+#[test]
+fn windows_of_qwen_follow_layer_types_or_the_first_windowed_layer() {
+    let sliding = json!({"use_sliding_window": true, "sliding_window": 64, "max_window_layers": 3});
+    assert_eq!(good(qwen2(sliding.clone())).windows, [None, None, None, Some(64)]);
+    assert_eq!(good(qwen2(json!({"sliding_window": 64, "max_window_layers": 0}))).windows, [None; 4]);
+    let (full, slide) = ("full_attention", "sliding_attention");
+    let typed = with(sliding, json!({"layer_types": [slide, full, full, slide]}));
+    assert_eq!(good(qwen2(typed)).windows, [Some(64), None, None, Some(64)]);
+}
+
+#[test]
+fn both_spellings_give_the_same_model() {
+    let variants = tiny_variants();
+    let parsed = |name: &str| {
+        let (_, random) = variants.iter().find(|(other, _)| *other == name).expect("a variant");
+        ModelConfig::parse(Path::new("config.json"), &random.config).expect(name)
+    };
+    assert_eq!(parsed("llama3"), parsed("llama3-new-spelling"));
+    let rope = json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0});
+    let flat = good(qwen2(json!({"rope_parameters": rope})));
+    let nested = good(qwen2(json!({"rope_parameters": {"full_attention": rope, "sliding_attention": rope}})));
+    assert_eq!(flat, nested);
+    assert_eq!(
+        flat,
+        good(qwen2(json!({"rope_theta": 1000.0, "rope_scaling": {"type": "linear", "factor": 2}})))
+    );
+    assert_eq!(
+        good(with(llama(), json!({"dtype": "bfloat16"}))),
+        good(with(llama(), json!({"torch_dtype": "torch.bfloat16"})))
+    );
+}
+
+/// Inverse frequencies that transformers 5.23 and torch 2.15 computed for these parameters.
+#[test]
+fn inverse_frequencies_are_those_of_transformers() {
+    let check = |rope: Value, head_dim: u32, scale: f32, expected: &[f32]| {
+        let more = json!({"head_dim": head_dim, "max_position_embeddings": 512, "rope_parameters": rope});
+        let config = good(with(llama(), more));
+        assert_eq!(config.rope.scale, scale);
+        for (ours, theirs) in config.rope.inv_freq.iter().zip(expected) {
+            assert!((ours / theirs - 1.0).abs() < 2e-7, "{ours} {theirs}");
+        }
+        assert_eq!(config.rope.inv_freq.len(), expected.len());
+    };
+    let linear = json!({"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0});
+    check(linear, 8, 1.0, &[0.25, 0.029_730_178, 0.003_535_534, 0.000_420_448_2]);
+    let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0});
+    let expected = [
+        1.0,
+        0.362_624_14,
+        0.121_186_94,
+        0.034_375,
+        0.005_801_985_5,
+        0.002_693_043_6,
+        0.00125,
+        0.000_580_198_7,
+        0.000_269_304_3,
+        0.000_125,
+        5.801_987e-5,
+        2.693_042_7e-5,
+    ];
+    check(yarn, 24, 1.207_944_2, &expected);
+    let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+        "rope_theta": 1000.0, "beta_fast": 16, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": false});
+    let expected = [
+        1.0,
+        0.388_342_23,
+        0.120_533_99,
+        0.022_228_492,
+        0.012_499_999,
+        0.007_029_267,
+        0.003_952_847_3,
+        0.002_222_849_5,
+        0.001_249_999_9,
+        0.000_702_926_66,
+        0.000_395_284_76,
+        0.000_222_284_89,
+    ];
+    check(yarn, 24, 1.054_456_5, &expected);
+}
+
+#[test]
+fn the_rope_table_is_cosines_then_sines() {
+    let rope = good(llama()).rope;
+    let table = rope.table(&[0, 7]);
+    assert_eq!(table.len(), 48);
+    assert_eq!((&table[..12], &table[12..24]), (&[1.0; 12][..], &[0.0; 12][..]));
+    assert_eq!((table[24], table[36]), (7f32.cos(), 7f32.sin()));
+}
+
+#[test]
+fn eos_ids_come_from_the_generation_config_first() {
+    let directory = scratch("eos");
+    let write =
+        |name: &str, value: Value| std::fs::write(directory.join(name), value.to_string()).expect("a file");
+    write("config.json", with(llama(), json!({"eos_token_id": 2, "bos_token_id": 1})));
+    let config = ModelConfig::open(&directory).expect("a config");
+    assert_eq!((config.eos_ids, config.bos_id), (vec![2], Some(1)));
+    write("generation_config.json", json!({"eos_token_id": [7, 9]}));
+    assert_eq!(ModelConfig::open(&directory).expect("a config").eos_ids, [7, 9]);
+    write("generation_config.json", json!({"temperature": 0.6}));
+    assert_eq!(ModelConfig::open(&directory).expect("a config").eos_ids, [2]);
+    write("generation_config.json", json!({"eos_token_id": "</s>"}));
+    let error = ModelConfig::open(&directory).unwrap_err().to_string();
+    assert!(error.contains("generation_config.json: field 'eos_token_id'"), "{error}");
+    std::fs::write(directory.join("config.json"), "[1]").expect("a file");
+    assert!(
+        ModelConfig::open(&directory).unwrap_err().to_string().contains("config.json: not a JSON object")
+    );
+}
+
+#[test]
+fn what_is_not_supported_is_named_with_what_is() {
+    let yarn = |more: Value| json!({"rope_scaling": with(json!({"rope_type": "yarn", "factor": 2.0}), more)});
+    let cases = [
+        (
+            json!({"model_type": "gpt2"}),
+            "field 'model_type': 'gpt2' is not supported; supported: llama (LlamaForCausalLM), mistral",
+        ),
+        (json!({"model_type": null}), "field 'model_type': missing; supported: llama"),
+        (json!({"architectures": ["LlamaForSequenceClassification"]}), "field 'architectures'"),
+        (json!({"hidden_act": "gelu"}), "field 'hidden_act': 'gelu' is not supported; supported: silu"),
+        (json!({"quantization_config": {"bits": 4}}), "field 'quantization_config'"),
+        (json!({"hidden_size": null}), "field 'hidden_size': missing"),
+        (json!({"hidden_size": 0}), "field 'hidden_size': 0, expected a whole number from 1 to"),
+        (json!({"hidden_size": 1u64 << 40}), "field 'hidden_size'"),
+        (json!({"num_hidden_layers": 2.5}), "field 'num_hidden_layers': 2.5, expected"),
+        (json!({"num_key_value_heads": 3}), "field 'num_key_value_heads': 3, expected a divisor of"),
+        (
+            json!({"num_attention_heads": 5}),
+            "field 'head_dim': missing, and hidden_size / num_attention_heads is 96 / 5",
+        ),
+        (json!({"head_dim": 7}), "field 'head_dim': 7, expected an even number"),
+        (json!({"rms_norm_eps": "x"}), "field 'rms_norm_eps'"),
+        (json!({"attention_bias": 1}), "field 'attention_bias': 1, expected true or false"),
+        (json!({"torch_dtype": "int8"}), "field 'torch_dtype': 'int8' is not supported; supported: float32"),
+        (json!({"eos_token_id": -1}), "field 'eos_token_id'"),
+        (json!({"partial_rotary_factor": 0.5}), "field 'partial_rotary_factor'"),
+        (
+            json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+            "field 'rope_scaling.rope_type': 'dynamic' is not supported; supported: default, linear, llama3, yarn",
+        ),
+        (json!({"rope_parameters": {"rope_type": "linear"}}), "field 'rope_parameters.factor': missing"),
+        (
+            json!({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}}),
+            "field 'rope_scaling.high_freq_factor'",
+        ),
+        (
+            json!({"rope_parameters": {"full_attention": {"rope_theta": 1}, "sliding_attention": {"rope_theta": 2}}}),
+            "field 'rope_parameters': differs between layer types",
+        ),
+        (yarn(json!({"rope_theta": 1.0})), "field 'rope_scaling.rope_theta'"),
+        (yarn(json!({"beta_fast": -1})), "field 'rope_scaling.beta_fast'"),
+    ];
+    for (more, expected) in cases {
+        let error = parse(with(llama(), more)).expect_err(expected).to_string();
+        assert!(error.starts_with("config.json: ") && error.contains(expected), "{error}\nlacks: {expected}");
+    }
+    let slide = ["sliding_attention"; 4];
+    let cases = [
+        (json!({"layer_types": slide}), "without use_sliding_window"),
+        (json!({"layer_types": ["full_attention"]}), "1 entries, expected num_hidden_layers (4)"),
+        (
+            json!({"layer_types": (["mamba2"; 4])}),
+            "'mamba2' is not supported; supported: full_attention, sliding_attention",
+        ),
+        (json!({"max_window_layers": -1, "use_sliding_window": true}), "field 'max_window_layers'"),
+        (
+            json!({"model_type": "mistral", "layer_types": (["full_attention"; 4])}),
+            "only 'sliding_attention' layers",
+        ),
+    ];
+    for (more, expected) in cases {
+        let error = parse(qwen2(more)).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{error}\nlacks: {expected}");
+    }
+}
+
+fn any_json() -> impl Strategy<Value = Value> {
+    let words = prop::sample::select(vec![
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "LlamaForCausalLM",
+        "silu",
+        "default",
+        "linear",
+        "llama3",
+        "yarn",
+        "dynamic",
+        "bfloat16",
+        "full_attention",
+        "sliding_attention",
+        "",
+        "🚀",
+    ]);
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<u64>().prop_map(Value::from),
+        (0u64..300).prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        words.prop_map(Value::from),
+    ];
+    leaf.prop_recursive(2, 16, 5, |inner| {
+        let key = prop::sample::select(vec![
+            "rope_type",
+            "type",
+            "factor",
+            "rope_theta",
+            "low_freq_factor",
+            "high_freq_factor",
+            "truncate",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "attention_factor",
+            "full_attention",
+            "sliding_attention",
+            "partial_rotary_factor",
+        ]);
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..5).prop_map(Value::from),
+            prop::collection::hash_map(key.prop_map(String::from), inner, 0..8)
+                .prop_map(|object| Value::Object(object.into_iter().collect())),
+        ]
+    })
+}
+
+proptest! {
+    #![proptest_config(property(3000))]
+
+    /// Whatever stands in the fields, there is a model of sane size or an error.
+    #[test]
+    fn any_json_is_a_model_or_an_error(
+        start in prop::sample::select(tiny_variants()),
+        fields in prop::collection::hash_map(prop::sample::select(FIELDS.to_vec()), any_json(), 0..4),
+    ) {
+        let mut object = start.1.config;
+        object.extend(fields.into_iter().map(|(field, value)| (field.to_owned(), value)));
+        if let Ok(config) = ModelConfig::parse(Path::new("config.json"), &object) {
+            prop_assert_eq!(config.windows.len(), config.layers as usize);
+            prop_assert_eq!(config.rope.inv_freq.len() as u32 * 2, config.head_dim);
+            prop_assert!(config.heads.is_multiple_of(config.kv_heads));
+            prop_assert!(config.heads.checked_mul(config.head_dim).is_some());
+        }
+    }
+}
+
+const FIELDS: [&str; 26] = [
+    "model_type",
+    "architectures",
+    "hidden_act",
+    "quantization_config",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "bos_token_id",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+];

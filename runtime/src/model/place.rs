@@ -1,0 +1,151 @@
+//! Putting a checkpoint's tensors into a device's memory.
+
+use super::error::{Error, Result};
+use super::load::{Checkpoint, Location};
+use super::names;
+use super::weights::{LayerWeights, Tensor, Weights};
+use mixfleet_hal::{DType, Device, ErrorKind, HostMemory, Limits, Role, Slice};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Bytes per write of an upload: large enough for full copy speed, small enough for a smooth bar.
+const CHUNK_BYTES: usize = 16 << 20;
+
+impl Checkpoint {
+    /// Puts all parameters into `device`'s memory. Where the device imports host memory, each mapped
+    /// file is imported whole and its tensors are ranges of it, but for those at an offset that the
+    /// device cannot address; these, and everything on other devices, are copied, one buffer each.
+    /// A bias whose dtype differs from its matrix's is converted to it, as `Gemm` asks.
+    ///
+    /// `progress` is told (bytes placed, bytes in all) now and then, at the end with both equal.
+    ///
+    /// # Errors
+    /// When the device has too little memory or fails.
+    pub fn place(&self, device: &dyn Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Weights> {
+        let limits = device.limits();
+        let imports = self.import(device, &limits)?;
+        let total = self.size_bytes();
+        let mut done = 0;
+        let mut placed = HashMap::with_capacity(self.tensors.len());
+        for (name, _) in names::shapes(&self.config) {
+            let location = &self.tensors[&name];
+            let bytes = location.range.len() as u64;
+            let dtype = self.dtype_on_device(&name, location);
+            let import = imports[location.shard].as_ref().filter(|_| dtype == location.dtype);
+            let slice = match import.filter(|import| self.is_addressable(import, location, &limits)) {
+                Some(import) => import.range(location.range.start as u64, bytes),
+                None => self.upload(device, &name, dtype, &mut |part| progress(done + part, total))?,
+            };
+            done += bytes;
+            progress(done, total);
+            placed.insert(name, Tensor { slice, dtype });
+        }
+        self.assemble(&mut placed)
+    }
+
+    /// Imports each shard, where the device can.
+    fn import(&self, device: &dyn Device, limits: &Limits) -> Result<Vec<Option<Slice>>> {
+        let import = |shard: &Arc<dyn HostMemory>| -> Result<Option<Slice>> {
+            let bytes = shard.as_bytes().len() as u64;
+            if !limits.imports_host_memory || bytes > limits.allocation_bytes_max {
+                return Ok(None);
+            }
+            match device.import(shard.clone()) {
+                Ok(slice) => Ok(Some(slice)),
+                Err(error) if error.kind == ErrorKind::Unsupported => Ok(None),
+                Err(error) => Err(error.context("cannot import a mapped file").into()),
+            }
+        };
+        self.shards.iter().map(import).collect()
+    }
+
+    /// Whether the device can use the tensor where it lies. A header whose length is no multiple of
+    /// eight makes every tensor of its file odd.
+    fn is_addressable(&self, import: &Slice, location: &Location, limits: &Limits) -> bool {
+        let element_bytes = location.dtype.size_bytes();
+        let offset = import.offset + location.range.start as u64;
+        let address = self.shards[location.shard].as_bytes().as_ptr().addr() + location.range.start;
+        offset.is_multiple_of(limits.alignment_bytes.max(element_bytes))
+            && (address as u64).is_multiple_of(element_bytes)
+    }
+
+    /// A bias takes its matrix's dtype; everything else keeps its own.
+    fn dtype_on_device(&self, name: &str, location: &Location) -> DType {
+        let matrix = name.strip_suffix(".bias").and_then(|stem| self.tensors.get(&format!("{stem}.weight")));
+        matrix.map_or(location.dtype, |matrix| matrix.dtype)
+    }
+
+    fn upload(
+        &self,
+        device: &dyn Device,
+        name: &str,
+        dtype: DType,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Slice> {
+        let stored = self.bytes(name).unwrap_or_default();
+        let mut converted = Vec::new();
+        let bytes = if dtype == self.tensors[name].dtype {
+            stored
+        } else {
+            for value in self.tensors[name].dtype.decode(stored) {
+                dtype.encode(value, &mut converted);
+            }
+            &converted
+        };
+        let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
+        let slice = device.alloc(bytes.len() as u64, Role::Weights).map_err(failed)?;
+        let mut at = 0;
+        for chunk in bytes.chunks(CHUNK_BYTES) {
+            device.write(&slice.range(at, chunk.len() as u64), chunk).map_err(failed)?;
+            at += chunk.len() as u64;
+            progress(at);
+        }
+        Ok(slice)
+    }
+
+    fn assemble(&self, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {
+        let config = &self.config;
+        let mut take = |name: &str| {
+            placed.remove(name).ok_or_else(|| Error::tensor(Path::new("(device)"), name, "was not placed"))
+        };
+        let embed = take(names::EMBED)?;
+        let mut layers = Vec::with_capacity(config.layers as usize);
+        for layer in 0..config.layers as usize {
+            let mut part = |name: &str| take(&names::in_layer(layer, name));
+            let mut optional = |there: bool, name: &str| there.then(|| part(name)).transpose();
+            let q_bias = optional(config.qkv_bias, "self_attn.q_proj.bias")?;
+            let k_bias = optional(config.qkv_bias, "self_attn.k_proj.bias")?;
+            let v_bias = optional(config.qkv_bias, "self_attn.v_proj.bias")?;
+            let o_bias = optional(config.o_bias, "self_attn.o_proj.bias")?;
+            let q_norm = optional(config.qk_norm, "self_attn.q_norm.weight")?;
+            let k_norm = optional(config.qk_norm, "self_attn.k_norm.weight")?;
+            let gate_bias = optional(config.mlp_bias, "mlp.gate_proj.bias")?;
+            let up_bias = optional(config.mlp_bias, "mlp.up_proj.bias")?;
+            let down_bias = optional(config.mlp_bias, "mlp.down_proj.bias")?;
+            layers.push(LayerWeights {
+                attn_norm: part("input_layernorm.weight")?,
+                q: part("self_attn.q_proj.weight")?,
+                k: part("self_attn.k_proj.weight")?,
+                v: part("self_attn.v_proj.weight")?,
+                o: part("self_attn.o_proj.weight")?,
+                mlp_norm: part("post_attention_layernorm.weight")?,
+                gate: part("mlp.gate_proj.weight")?,
+                up: part("mlp.up_proj.weight")?,
+                down: part("mlp.down_proj.weight")?,
+                q_bias,
+                k_bias,
+                v_bias,
+                o_bias,
+                q_norm,
+                k_norm,
+                gate_bias,
+                up_bias,
+                down_bias,
+            });
+        }
+        let norm = take(names::NORM)?;
+        let lm_head = if config.tied_embeddings { embed.clone() } else { take(names::LM_HEAD)? };
+        Ok(Weights { embed, layers, norm, lm_head })
+    }
+}

@@ -1,0 +1,207 @@
+//! Checkpoints with random weights: for tests, and for trying the program without a download.
+
+use super::config::ModelConfig;
+use super::error::{Error, Result};
+use super::load::{Checkpoint, HostTensor};
+use super::{builtin, names};
+use mixfleet_hal::DType;
+use mixfleet_hal::random::Stream;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// A checkpoint whose weights follow from a seed. What comes out of it means nothing.
+#[derive(Clone, Debug)]
+pub struct RandomCheckpoint {
+    /// The object of its `config.json`, in either spelling.
+    pub config: Map<String, Value>,
+    /// Stored dtype of all tensors.
+    pub dtype: DType,
+    /// Key of the generator.
+    pub seed: u64,
+}
+
+impl RandomCheckpoint {
+    /// Its shape.
+    ///
+    /// # Errors
+    /// When `config` is wrong; names the field.
+    pub fn model_config(&self) -> Result<ModelConfig> {
+        let mut config = ModelConfig::parse(Path::new("config.json"), &self.config)?;
+        config.dtype = self.dtype;
+        Ok(config)
+    }
+
+    /// The tensors. Matrices are uniform with the variance that keeps the size of activations, biases
+    /// are small, norms lie around 1.
+    ///
+    /// # Errors
+    /// When `config` is wrong.
+    pub fn tensors(&self) -> Result<Vec<HostTensor>> {
+        let config = self.model_config()?;
+        let one = |(i, (name, shape)): (usize, (String, Vec<u64>))| {
+            let stream = Stream::new(self.seed ^ mixfleet_hal::random::bits(self.seed, i as u64));
+            let bytes = fill(&name, &shape, self.dtype, stream);
+            HostTensor { name, dtype: self.dtype, shape, bytes }
+        };
+        Ok(names::shapes(&config).into_iter().enumerate().map(one).collect())
+    }
+
+    /// The checkpoint in memory.
+    ///
+    /// # Errors
+    /// When `config` is wrong.
+    pub fn load(&self) -> Result<Checkpoint> {
+        Checkpoint::from_parts(self.model_config()?, self.tensors()?)
+    }
+
+    /// Writes the checkpoint as transformers would: `config.json`, safetensors (with an index, where
+    /// `shards` is above 1), and the byte-level tokenizer and chat template of the built-in model.
+    ///
+    /// # Errors
+    /// When `config` is wrong or a file cannot be written.
+    pub fn write(&self, directory: &Path, shards: usize) -> Result<()> {
+        let save = |name: &str, text: &[u8]| {
+            let file = directory.join(name);
+            std::fs::write(&file, text).map_err(|e| Error::read(&file, e))
+        };
+        let tensors = self.tensors()?;
+        let per_shard = tensors.len().div_ceil(shards.max(1)).max(1);
+        let count = tensors.len().div_ceil(per_shard);
+        let mut weight_map = BTreeMap::new();
+        for (i, part) in tensors.chunks(per_shard).enumerate() {
+            let name = match count {
+                1 => "model.safetensors".to_owned(),
+                _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+            };
+            weight_map.extend(part.iter().map(|tensor| (tensor.name.clone(), name.clone())));
+            save(&name, &serialize(part).map_err(|e| Error::file(&directory.join(&name), e.to_string()))?)?;
+        }
+        if count > 1 {
+            let index = json!({"metadata": {}, "weight_map": weight_map});
+            save("model.safetensors.index.json", index.to_string().as_bytes())?;
+        }
+        save("config.json", Value::Object(self.config.clone()).to_string().as_bytes())?;
+        save("tokenizer.json", builtin::tokenizer()?.to_json()?.as_bytes())?;
+        save("tokenizer_config.json", builtin::tokenizer_config().to_string().as_bytes())
+    }
+}
+
+/// Random elements of one tensor.
+fn fill(name: &str, shape: &[u64], dtype: DType, mut stream: Stream) -> Vec<u8> {
+    let elements: u64 = shape.iter().product();
+    let (middle, spread) = match shape {
+        [_, _] if name == names::EMBED => (0.0, 1.0),
+        [_, inputs] => (0.0, (1.0 / *inputs as f64).sqrt()),
+        _ if name.ends_with(".bias") => (0.0, 0.2),
+        _ => (1.0, 0.1),
+    };
+    let width = spread * 12f64.sqrt(); // a uniform density of width w has variance w^2 / 12
+    let mut bytes = Vec::with_capacity((elements * dtype.size_bytes()) as usize);
+    for _ in 0..elements {
+        dtype.encode(middle + width * (stream.next_unit() - 0.5), &mut bytes);
+    }
+    bytes
+}
+
+fn serialize(tensors: &[HostTensor]) -> std::result::Result<Vec<u8>, safetensors::SafeTensorError> {
+    let view = |tensor: &'_ HostTensor| {
+        let dtype = match tensor.dtype {
+            DType::F32 => Dtype::F32,
+            DType::Bf16 => Dtype::BF16,
+            DType::F16 => Dtype::F16,
+            DType::U32 => Dtype::U32,
+        };
+        let shape = tensor.shape.iter().map(|dim| *dim as usize).collect();
+        (dtype, shape)
+    };
+    let mut views = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let (dtype, shape) = view(tensor);
+        views.push((tensor.name.as_str(), TensorView::new(dtype, shape, &tensor.bytes)?));
+    }
+    safetensors::serialize(views, None)
+}
+
+/// Small checkpoints (10 to 40 thousand parameters) that together use every variant of every family
+/// that the loader knows: the name says which.
+pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
+    let common = |model_type: &str, architecture: &str| {
+        json!({
+            "model_type": model_type, "architectures": [architecture], "hidden_act": "silu",
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": builtin::VOCAB,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+            "bos_token_id": builtin::BOS, "eos_token_id": builtin::EOS,
+        })
+    };
+    let with = |mut config: Value, more: Value| {
+        if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
+            config.extend(more);
+        }
+        config
+    };
+    let llama = || common("llama", "LlamaForCausalLM");
+    let qwen2 = || common("qwen2", "Qwen2ForCausalLM");
+    let qwen3 = || common("qwen3", "Qwen3ForCausalLM");
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
+    let mut nested = llama3.clone();
+    nested["rope_theta"] = json!(500_000.0);
+    let yarn = json!({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64});
+    let list = [
+        ("llama2", llama(), json!({"num_key_value_heads": null, "torch_dtype": "float32"}), DType::F32),
+        (
+            "llama3",
+            llama(),
+            json!({"rope_scaling": llama3, "rope_theta": 500_000.0, "torch_dtype": "bfloat16"}),
+            DType::Bf16,
+        ),
+        (
+            "llama3-new-spelling",
+            llama(),
+            json!({"rope_parameters": nested, "dtype": "bfloat16"}),
+            DType::Bf16,
+        ),
+        (
+            "llama-linear-f16",
+            llama(),
+            json!({"rope_scaling": {"type": "linear", "factor": 4.0}, "torch_dtype": "float16"}),
+            DType::F16,
+        ),
+        ("llama-yarn-head-dim", llama(), json!({"rope_scaling": yarn, "head_dim": 24}), DType::F32),
+        (
+            "llama-biases",
+            llama(),
+            json!({"attention_bias": true, "mlp_bias": true, "tie_word_embeddings": true}),
+            DType::Bf16,
+        ),
+        (
+            "mistral-window",
+            common("mistral", "MistralForCausalLM"),
+            json!({"sliding_window": 7}),
+            DType::Bf16,
+        ),
+        ("qwen2", qwen2(), json!({"tie_word_embeddings": true, "rope_theta": 1_000_000.0}), DType::Bf16),
+        (
+            "qwen2-window",
+            qwen2(),
+            json!({"use_sliding_window": true, "sliding_window": 5, "max_window_layers": 1}),
+            DType::F32,
+        ),
+        ("qwen3", qwen3(), json!({"head_dim": 32}), DType::Bf16),
+        (
+            "qwen3-layer-types",
+            qwen3(),
+            json!({"head_dim": 16, "attention_bias": true, "use_sliding_window": true, "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+            DType::F16,
+        ),
+    ];
+    let build = |(seed, (name, config, more, dtype)): (u64, (&'static str, Value, Value, DType))| {
+        let config = with(config, more).as_object().cloned().unwrap_or_default();
+        (name, RandomCheckpoint { config, dtype, seed })
+    };
+    (1..).zip(list).map(build).collect()
+}

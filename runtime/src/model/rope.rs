@@ -1,0 +1,148 @@
+//! Rotary embedding as checkpoints describe it, resolved to inverse frequencies.
+//!
+//! Every formula is that of transformers' `modeling_rope_utils.py`, in the same precision (`f32` where
+//! torch holds a tensor, `f64` where Python computes), so that the tables agree to the last bits.
+
+use super::config::Rope;
+use super::error::Result;
+use super::fields::Fields;
+use serde_json::{Map, Value};
+
+const SUPPORTED: &str = "supported: default, linear, llama3, yarn";
+const CONTEXT_MAX: u32 = 1 << 30;
+
+/// Reads the rope of a configuration: flat `rope_parameters` (transformers 5), the same nested by layer
+/// type where all types agree, or `rope_scaling` and `rope_theta` (transformers 4).
+pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<Rope> {
+    let field = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
+    let empty = Map::new();
+    let object = config.object(field)?.unwrap_or(&empty);
+    let object = flatten(config, field, object)?;
+    let prefix = format!("{field}.");
+    let rope = Fields { file: config.file, object, prefix: &prefix };
+
+    for place in [config, &rope] {
+        if place.positive("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
+            return Err(place.error("partial_rotary_factor", "unsupported; supported: 1"));
+        }
+    }
+    let theta = match rope.positive("rope_theta")? {
+        Some(theta) => theta,
+        None => config.positive("rope_theta")?.unwrap_or(10_000.0),
+    };
+    let kind = match rope.text("rope_type")? {
+        Some(kind) => kind,
+        None => rope.text("type")?.unwrap_or("default"),
+    };
+    let powers = powers(theta, head_dim);
+    let base: Vec<f32> = powers.iter().map(|power| 1.0 / power).collect();
+    let plain = |inv_freq| Ok(Rope { inv_freq, scale: 1.0 });
+    match kind {
+        "default" => plain(base),
+        "linear" => {
+            let factor = rope.positive_required("factor")? as f32;
+            plain(base.iter().map(|f| f / factor).collect())
+        }
+        "llama3" => plain(llama3(&rope, original_context(config, &rope, context_max)?, base)?),
+        "yarn" => {
+            let original = original_context(config, &rope, context_max)?;
+            yarn(&rope, theta, original, context_max, &powers)
+        }
+        other => Err(rope.error("rope_type", format!("'{other}' is not supported; {SUPPORTED}"))),
+    }
+}
+
+/// Resolves parameters nested by layer type: one table serves all layers, so all types must agree.
+fn flatten<'a>(
+    config: &Fields,
+    field: &str,
+    object: &'a Map<String, Value>,
+) -> Result<&'a Map<String, Value>> {
+    let nested: Vec<_> = ["full_attention", "sliding_attention"]
+        .iter()
+        .filter_map(|kind| object.get(*kind).and_then(Value::as_object))
+        .collect();
+    match nested.as_slice() {
+        [] => Ok(object),
+        [first, rest @ ..] if rest.iter().all(|other| other == first) => Ok(first),
+        _ => Err(config.error(field, "differs between layer types; supported: one rope for all layers")),
+    }
+}
+
+/// `theta ^ (2i / head_dim)`.
+fn powers(theta: f64, head_dim: u32) -> Vec<f32> {
+    (0..head_dim / 2).map(|i| (theta as f32).powf((2 * i) as f32 / head_dim as f32)).collect()
+}
+
+/// The context that the model was trained on before its rope was stretched.
+fn original_context(config: &Fields, rope: &Fields, context_max: u32) -> Result<f64> {
+    const FIELD: &str = "original_max_position_embeddings";
+    let original = match config.count(FIELD, CONTEXT_MAX)? {
+        Some(original) => original,
+        None => rope.count(FIELD, CONTEXT_MAX)?.unwrap_or(context_max),
+    };
+    Ok(f64::from(original))
+}
+
+/// Llama 3.1: long wavelengths are stretched, short ones kept, those between are blended.
+fn llama3(rope: &Fields, original: f64, base: Vec<f32>) -> Result<Vec<f32>> {
+    let factor = rope.positive_required("factor")? as f32;
+    let low = rope.positive_required("low_freq_factor")?;
+    let high = rope.positive_required("high_freq_factor")?;
+    if high <= low {
+        return Err(rope.error("high_freq_factor", format!("{high}, expected more than low_freq_factor")));
+    }
+    let (wavelength_long, wavelength_short) = ((original / low) as f32, (original / high) as f32);
+    let stretch = |f: f32| {
+        let wavelength = std::f32::consts::TAU / f;
+        if wavelength > wavelength_long {
+            return f / factor;
+        }
+        if wavelength < wavelength_short {
+            return f;
+        }
+        let smooth = (original as f32 / wavelength - low as f32) / (high - low) as f32;
+        (1.0 - smooth) * f / factor + smooth * f
+    };
+    Ok(base.into_iter().map(stretch).collect())
+}
+
+/// YaRN (Peng et al. 2023): interpolates slow dimensions, keeps fast ones, ramps between.
+fn yarn(rope: &Fields, theta: f64, original: f64, context_max: u32, powers: &[f32]) -> Result<Rope> {
+    if theta <= 1.0 {
+        return Err(rope.error("rope_theta", format!("{theta}, expected more than 1 with yarn")));
+    }
+    let factor = rope.positive("factor")?.unwrap_or(f64::from(context_max) / original);
+    let magnitude = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+    let mscales = (mscale(rope, "mscale")?, mscale(rope, "mscale_all_dim")?);
+    let scale = match (rope.positive("attention_factor")?, mscales) {
+        (Some(given), _) => given,
+        (None, (Some(mscale), Some(all_dim))) => magnitude(mscale) / magnitude(all_dim),
+        _ => magnitude(1.0),
+    };
+    let beta_fast = rope.positive("beta_fast")?.unwrap_or(32.0);
+    let beta_slow = rope.positive("beta_slow")?.unwrap_or(1.0);
+
+    let head_dim = 2.0 * powers.len() as f64;
+    let turning =
+        |turns: f64| head_dim * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * theta.ln());
+    let (mut low, mut high) = (turning(beta_fast), turning(beta_slow));
+    if rope.flag("truncate", true)? {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    (low, high) = (low.max(0.0), high.min(head_dim - 1.0));
+    if low == high {
+        high += 0.001; // transformers does the same, against 0/0
+    }
+    let blend = |(i, power): (usize, &f32)| {
+        let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+        let kept = 1.0 - ramp;
+        1.0 / (factor as f32 * power) * (1.0 - kept) + 1.0 / power * kept
+    };
+    Ok(Rope { inv_freq: powers.iter().enumerate().map(blend).collect(), scale: scale as f32 })
+}
+
+/// A yarn magnitude; zero counts as absent.
+fn mscale(rope: &Fields, field: &str) -> Result<Option<f64>> {
+    if rope.get(field).and_then(Value::as_f64) == Some(0.0) { Ok(None) } else { rope.positive(field) }
+}

@@ -1,0 +1,232 @@
+//! Text to token ids and back, by the checkpoint's `tokenizer.json`.
+
+use super::error::{Error, Result};
+use std::path::Path;
+use std::sync::Arc;
+
+/// What stands for bytes that are no UTF-8, also those of a character that is not complete yet.
+const REPLACEMENT: char = '\u{FFFD}';
+
+/// Tokens that a stream holds back at most while their text may still change. A character takes four
+/// byte tokens; longer runs come from models that emit bytes without meaning.
+const HELD_TOKENS_MAX: usize = 64;
+
+/// A tokenizer. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Tokenizer {
+    inner: Arc<tokenizers::Tokenizer>,
+    /// Its vocabulary spells bytes as printable characters (GPT-2, Llama 3, Qwen).
+    byte_level: bool,
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.json` of a checkpoint directory.
+    ///
+    /// # Errors
+    /// When the file is missing or no tokenizer.
+    pub fn open(directory: &Path) -> Result<Self> {
+        let file = directory.join("tokenizer.json");
+        let bytes = std::fs::read(&file).map_err(|e| Error::read(&file, e))?;
+        let inner = parse(&bytes).map_err(|e| Error::file(&file, format!("not a tokenizer: {e}")))?;
+        Self::new(inner)
+    }
+
+    /// Wraps a tokenizer. Its truncation and padding are turned off: a prompt is never cut silently.
+    ///
+    /// # Errors
+    /// None in practice; the library's setter is fallible.
+    pub fn new(mut inner: tokenizers::Tokenizer) -> Result<Self> {
+        inner.with_truncation(None).map_err(|e| Error::Tokenizer(e.to_string()))?;
+        inner.with_padding(None);
+        let decoder = serde_json::to_string(&inner.get_decoder()).unwrap_or_default();
+        Ok(Tokenizer { inner: Arc::new(inner), byte_level: decoder.contains("\"ByteLevel\"") })
+    }
+
+    /// Token ids of a plain prompt, with the special tokens that the tokenizer itself adds (bos).
+    ///
+    /// # Errors
+    /// When the tokenizer has no token for some part of the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_with(text, true)
+    }
+
+    /// Token ids of a rendered chat, which spells out all its special tokens: none is added.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_chat(&self, rendered: &str) -> Result<Vec<u32>> {
+        self.encode_with(rendered, false)
+    }
+
+    fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, add_special_tokens);
+        Ok(encoding.map_err(|e| Error::Tokenizer(e.to_string()))?.get_ids().to_vec())
+    }
+
+    /// Text of `ids` without special tokens. Ids that the tokenizer does not know give nothing.
+    ///
+    /// # Errors
+    /// When the tokenizer's decoder fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.inner.decode(ids, true).map_err(|e| Error::Tokenizer(e.to_string()))
+    }
+
+    /// What one token stands for by itself, special ones included: what `logprobs` shows. Maybe only a
+    /// part of a character; a word keeps the space before it. Empty for an unknown id.
+    pub fn token_bytes(&self, id: u32) -> Vec<u8> {
+        let Some(token) = self.inner.id_to_token(id) else { return Vec::new() };
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder().contains_key(&id);
+        if added {
+            return token.into_bytes();
+        }
+        if self.byte_level {
+            return token.chars().flat_map(symbol_bytes).collect();
+        }
+        match is_byte(&token).then(|| u8::from_str_radix(&token[3..5], 16)) {
+            Some(Ok(byte)) => vec![byte],
+            _ => token.replace('\u{2581}', " ").into_bytes(),
+        }
+    }
+
+    /// [`token_bytes`](Self::token_bytes) as text; parts of characters show as U+FFFD.
+    pub fn token_text(&self, id: u32) -> String {
+        String::from_utf8_lossy(&self.token_bytes(id)).into_owned()
+    }
+
+    /// The token as the vocabulary spells it.
+    pub fn id_to_token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// The id of a token as the vocabulary spells it.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// Tokens in the vocabulary, added ones included. (A model may have more rows than that.)
+    pub fn vocab(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+
+    /// The tokenizer as the text of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// When it cannot be written as JSON.
+    pub fn to_json(&self) -> Result<String> {
+        self.inner.to_string(false).map_err(|e| Error::Tokenizer(e.to_string()))
+    }
+
+    /// The token as the vocabulary spells it, if it stands for text: known and not special.
+    fn visible_token(&self, id: u32) -> Option<String> {
+        let token = self.inner.id_to_token(id)?;
+        let special = self.inner.get_added_vocabulary().is_special_token(&token);
+        (!special).then_some(token)
+    }
+
+    /// A new stream of text.
+    pub fn stream(&self) -> TokenStream {
+        TokenStream { tokenizer: self.clone(), ids: Vec::new(), read: 0, emitted: String::new() }
+    }
+}
+
+/// Turns tokens into text one by one. It emits only what later tokens cannot change: whole characters,
+/// each with the space that its place in the sequence gives it. All increments together are the text
+/// that [`Tokenizer::decode`] gives for the whole sequence.
+#[derive(Clone, Debug)]
+pub struct TokenStream {
+    tokenizer: Tokenizer,
+    /// The tokens behind `emitted`, then those held back. The former are decoded along with the latter
+    /// because sentencepiece decoders drop the space before the first token of what they are given.
+    ids: Vec<u32>,
+    /// How many of `ids` are behind `emitted`.
+    read: usize,
+    /// Text of `ids[..read]`.
+    emitted: String,
+}
+
+impl TokenStream {
+    /// Takes the next token and returns the text that is now certain; often one token's, sometimes
+    /// none, sometimes that of several.
+    ///
+    /// # Errors
+    /// When the tokenizer's decoder fails.
+    pub fn push(&mut self, id: u32) -> Result<String> {
+        let Some(token) = self.tokenizer.visible_token(id) else { return Ok(String::new()) };
+        self.ids.push(id);
+        let text = self.tokenizer.decode(&self.ids)?;
+        let held = self.ids.len() - self.read;
+        let open = text.ends_with(REPLACEMENT) || is_byte(&token);
+        if text.len() <= self.emitted.len() || (open && held < HELD_TOKENS_MAX) {
+            return Ok(String::new());
+        }
+        let Some(new) = text.strip_prefix(self.emitted.as_str()).map(str::to_owned) else {
+            return Ok(String::new());
+        };
+        self.ids.drain(..self.read);
+        self.emitted = self.tokenizer.decode(&self.ids)?;
+        self.read = self.ids.len();
+        Ok(new)
+    }
+
+    /// Ends the stream: the text held back so far.
+    ///
+    /// # Errors
+    /// When the tokenizer's decoder fails.
+    pub fn finish(self) -> Result<String> {
+        let text = self.tokenizer.decode(&self.ids)?;
+        let same = |((_, a), b): &((usize, char), char)| a == b;
+        let common: usize = text
+            .char_indices()
+            .zip(self.emitted.chars())
+            .take_while(same)
+            .map(|((_, c), _)| c.len_utf8())
+            .sum();
+        Ok(text[common..].to_owned())
+    }
+}
+
+/// Parses a `tokenizer.json`. The library panics on some malformed files (0.23: a decoder of unknown
+/// shape, a template that names a missing token), at once or when first used: so it is used once here,
+/// where a panic can become an error.
+fn parse(bytes: &[u8]) -> std::result::Result<tokenizers::Tokenizer, String> {
+    serde_json::from_slice::<serde::de::IgnoredAny>(bytes).map_err(|e| e.to_string())?;
+    let parse_and_try = || {
+        let tokenizer = tokenizers::Tokenizer::from_bytes(bytes)?;
+        let ids = tokenizer.encode_fast("A trial: 1 ½ 角\n", true)?.get_ids().to_vec();
+        tokenizer.decode(&ids, true)?;
+        Ok(tokenizer)
+    };
+    match std::panic::catch_unwind(parse_and_try) {
+        Ok(parsed) => parsed.map_err(|e: tokenizers::Error| e.to_string()),
+        Err(_) => Err("the tokenizers library cannot read it".into()),
+    }
+}
+
+/// The printable character that stands for a byte in byte-level vocabularies: GPT-2 keeps printable
+/// Latin-1 as it is and moves the other 68 bytes to U+0100 and up, in order.
+pub(super) fn byte_symbol(byte: u8) -> char {
+    let stays = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    if stays(byte) {
+        return char::from(byte);
+    }
+    let moved_before = (0..byte).filter(|b| !stays(*b)).count() as u32;
+    char::from_u32(0x100 + moved_before).unwrap_or(REPLACEMENT)
+}
+
+/// The byte behind a [`byte_symbol`]; a character that is none stands for itself.
+fn symbol_bytes(symbol: char) -> Vec<u8> {
+    match (0..=255).find(|byte| byte_symbol(*byte) == symbol) {
+        Some(byte) => vec![byte],
+        None => symbol.to_string().into_bytes(),
+    }
+}
+
+/// Whether a token is a byte of sentencepiece's byte fallback, `<0x0A>`. Its decoder judges a run of
+/// them as a whole: the text of a run may change until the run has ended.
+fn is_byte(token: &str) -> bool {
+    token.len() == 6 && token.starts_with("<0x") && token.ends_with('>')
+}
+
+#[cfg(test)]
+#[path = "tokenizer_tests.rs"]
+mod tests;

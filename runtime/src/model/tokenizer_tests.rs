@@ -1,0 +1,166 @@
+use super::super::testing::{fixtures, golden, ids, property};
+use super::*;
+use proptest::prelude::*;
+use std::collections::HashMap;
+
+fn streamed(tokenizer: &Tokenizer, ids: &[u32]) -> (String, Vec<String>) {
+    let mut stream = tokenizer.stream();
+    let mut parts: Vec<String> = ids.iter().map(|id| stream.push(*id).expect("decodes")).collect();
+    parts.push(stream.finish().expect("decodes"));
+    (parts.concat(), parts)
+}
+
+/// A sentencepiece-style tokenizer with byte fallback, as Llama 2 and Mistral have.
+fn sentencepiece() -> Tokenizer {
+    let words = ["<s>", "▁", "▁Hello", "▁world", "lo", ",", "▁▁"].map(String::from);
+    let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
+    let vocab: HashMap<String, u32> = words.into_iter().chain(bytes).zip(0..).collect();
+    let json = serde_json::json!({
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": "<s>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true}],
+        "model": {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": true},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+    });
+    let inner = tokenizers::Tokenizer::from_bytes(json.to_string()).expect("a tokenizer");
+    Tokenizer::new(inner).expect("a tokenizer")
+}
+
+#[test]
+fn fixtures_encode_as_transformers_does() {
+    for fixture in fixtures() {
+        let tokenizer = Tokenizer::open(&fixture).expect("a tokenizer");
+        let golden = golden(&fixture);
+        for case in golden["cases"].as_array().expect("cases") {
+            let encoded = tokenizer.encode(case["text"].as_str().expect("text")).expect("encodes");
+            assert_eq!(encoded, ids(&case["prompt_ids"])[1..], "the golden ids have a bos in front");
+        }
+        let rendered = golden["chat"]["rendered"].as_str().expect("text");
+        assert_eq!(tokenizer.encode_chat(rendered).expect("encodes"), ids(&golden["chat"]["ids"]));
+        assert_eq!(tokenizer.decode(&[99_999, u32::MAX]).expect("decodes"), "");
+        assert_eq!(tokenizer.token_text(99_999), "");
+        assert_eq!(tokenizer.token_text(1), "<|end|>");
+    }
+}
+
+#[test]
+fn a_character_is_emitted_whole_and_once() {
+    let tokenizer = super::super::builtin::tokenizer().expect("a tokenizer");
+    let text = "naïve 角色 🚀!";
+    let ids = tokenizer.encode_chat(text).expect("encodes");
+    assert_eq!(ids.len(), text.len(), "one token per byte");
+    let (whole, parts) = streamed(&tokenizer, &ids);
+    assert_eq!(whole, text);
+    assert!(parts.iter().all(|part| part.chars().count() <= 1), "{parts:?}");
+    assert_eq!(streamed(&tokenizer, &ids[..ids.len() - 2]).0, "naïve 角色 \u{FFFD}");
+}
+
+#[test]
+fn sentencepiece_spaces_and_bytes_come_out_as_in_one_piece() {
+    let tokenizer = sentencepiece();
+    let id = |token: &str| tokenizer.token_to_id(token).expect("in the vocabulary");
+    let hello = [
+        id("<s>"),
+        id("▁Hello"),
+        id(","),
+        id("▁world"),
+        id("<0xE8>"),
+        id("<0xA7>"),
+        id("<0x92>"),
+        id("▁world"),
+    ];
+    let (whole, parts) = streamed(&tokenizer, &hello);
+    assert_eq!(whole, "Hello, world角 world");
+    assert_eq!(parts[..4], ["", "Hello", ",", " world"].map(String::from));
+    assert_eq!(streamed(&tokenizer, &[id("▁"), id("▁Hello")]).0, tokenizer.decode(&[1, 2]).expect("decodes"));
+}
+
+#[test]
+fn token_bytes_are_what_the_text_is_made_of() {
+    let bytes = |tokenizer: &Tokenizer, ids: &[u32]| -> Vec<u8> {
+        ids.iter().flat_map(|id| tokenizer.token_bytes(*id)).collect()
+    };
+    let text = "naïve\n 角色 🚀!";
+    let tokenizer = super::super::builtin::tokenizer().expect("a tokenizer");
+    assert_eq!(bytes(&tokenizer, &tokenizer.encode_chat(text).expect("encodes")), text.as_bytes());
+    assert_eq!(tokenizer.token_bytes(1), b"<|end|>");
+    for fixture in fixtures() {
+        let tokenizer = Tokenizer::open(&fixture).expect("a tokenizer");
+        assert_eq!(bytes(&tokenizer, &tokenizer.encode_chat(text).expect("encodes")), text.as_bytes());
+    }
+    let tokenizer = sentencepiece();
+    let hello = tokenizer.token_to_id("▁Hello").expect("in the vocabulary");
+    assert_eq!(tokenizer.token_text(hello), " Hello");
+    assert_eq!(tokenizer.token_bytes(tokenizer.token_to_id("<0xE8>").expect("in the vocabulary")), [0xE8]);
+}
+
+#[test]
+fn a_missing_or_damaged_file_is_named() {
+    let directory = super::super::testing::scratch("tokenizer");
+    assert!(Tokenizer::open(&directory).unwrap_err().to_string().contains("tokenizer.json"));
+    let good = super::super::builtin::tokenizer().expect("a tokenizer").to_json().expect("JSON");
+    let mut odd: serde_json::Value = serde_json::from_str(&good).expect("JSON");
+    odd["decoder"] = serde_json::json!(5);
+    for damaged in ["", "{}", &good[..good.len() / 2], &odd.to_string()] {
+        std::fs::write(directory.join("tokenizer.json"), damaged).expect("a file");
+        assert!(
+            Tokenizer::open(&directory).unwrap_err().to_string().contains("tokenizer.json: not a tokenizer")
+        );
+    }
+}
+
+#[test]
+fn truncation_of_the_file_is_not_obeyed() {
+    let json = super::super::builtin::tokenizer().expect("a tokenizer").to_json().expect("JSON");
+    let mut inner = tokenizers::Tokenizer::from_bytes(json).expect("a tokenizer");
+    let truncation = tokenizers::TruncationParams { max_length: 3, ..Default::default() };
+    inner.with_truncation(Some(truncation)).expect("truncation");
+    let tokenizer = Tokenizer::new(inner).expect("a tokenizer");
+    assert_eq!(tokenizer.encode_chat("a long prompt").expect("encodes").len(), 13);
+}
+
+/// Runs of bytes longer than a stream holds back may come out otherwise; no real text has them.
+fn with_short_byte_runs(ids: Vec<u32>) -> Vec<u32> {
+    ids.chunks(HELD_TOKENS_MAX / 2).flat_map(|chunk| chunk.iter().copied().chain([3])).collect()
+}
+
+proptest! {
+    #![proptest_config(property(300))]
+
+    #[test]
+    fn increments_are_the_whole_text_with_bytes(ids in prop::collection::vec(0u32..270, 0..80)) {
+        let tokenizer = super::super::builtin::tokenizer().expect("a tokenizer");
+        prop_assert_eq!(streamed(&tokenizer, &ids).0, tokenizer.decode(&ids).expect("decodes"));
+    }
+
+    #[test]
+    fn increments_are_the_whole_text_with_byte_fallback(ids in prop::collection::vec(0u32..270, 0..80)) {
+        let tokenizer = sentencepiece();
+        let ids = with_short_byte_runs(ids);
+        prop_assert_eq!(streamed(&tokenizer, &ids).0, tokenizer.decode(&ids).expect("decodes"));
+    }
+
+    #[test]
+    fn increments_are_the_whole_text_with_sentencepiece_words(ids in prop::collection::vec(0u32..9, 0..40)) {
+        let tokenizer = sentencepiece();
+        prop_assert_eq!(streamed(&tokenizer, &ids).0, tokenizer.decode(&ids).expect("decodes"));
+    }
+}
+
+#[test]
+fn increments_are_the_whole_text_on_the_fixtures() {
+    for fixture in fixtures() {
+        let tokenizer = Tokenizer::open(&fixture).expect("a tokenizer");
+        let mut random = mixfleet_hal::random::Stream::new(7);
+        for _ in 0..300 {
+            let length = random.below(60) as usize;
+            let ids: Vec<u32> = (0..length).map(|_| random.below(520) as u32).collect();
+            assert_eq!(streamed(&tokenizer, &ids).0, tokenizer.decode(&ids).expect("decodes"), "{ids:?}");
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! From logits to a token: pure functions, so that a stream of tokens can continue on another machine.
+//!
+//! Order of processing, as in transformers and vLLM:
+//! 1. repetition penalty (over prompt and output), then presence and frequency penalties (over the output);
+//! 2. at temperature 0 the largest logit wins (the lowest id on a tie) and nothing below matters;
+//! 3. division by the temperature;
+//! 4. `top_k`, then `top_p` over what is left of the distribution, then `min_p` relative to its best token;
+//! 5. one draw, by the counter-based generator at (seed, index of the token in the output).
+//!
+//! Among equal logits the lower id counts as the better one, in `top_k` and `top_p` as well. Nothing is
+//! sorted: each truncation is a threshold found by selection, in linear time over the vocabulary.
+
+use crate::request::{Logprobs, Sampling};
+use mixfleet_hal::random::unit;
+use std::cmp::Ordering;
+use std::collections::HashMap;
+
+/// Why there is no token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SamplingError {
+    /// A logit is NaN or +infinity: the model's output is garbage.
+    #[error("the logit of token {0} is not a number")]
+    NotFinite(usize),
+    /// There are no logits, or all are -infinity.
+    #[error("no token is possible")]
+    Empty,
+}
+
+/// The tokens before the one to draw.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct History<'a> {
+    /// Of the client.
+    pub prompt: &'a [u32],
+    /// Drawn so far. Its length is the index of the draw.
+    pub output: &'a [u32],
+}
+
+/// A drawn token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    /// Its id: the index of its logit.
+    pub id: u32,
+    /// Where asked for.
+    pub logprobs: Option<Logprobs>,
+}
+
+/// Draws the next token from `logits [vocab]`. `logprobs` asks for log-probabilities under the raw
+/// distribution: the drawn token's and that many best ones'.
+///
+/// # Errors
+/// When a logit is NaN or +infinity, or no token has a logit above -infinity.
+pub fn sample(
+    logits: &[f32],
+    sampling: &Sampling,
+    history: History<'_>,
+    logprobs: Option<u32>,
+) -> Result<Sampled, SamplingError> {
+    let best = argmax(logits)?;
+    let penalised = penalise(logits, sampling, history);
+    let id = match &penalised {
+        None if sampling.temperature <= 0.0 => best,
+        Some(penalised) if sampling.temperature <= 0.0 => argmax(penalised)?,
+        penalised => {
+            let uniform = unit(sampling.seed, history.output.len() as u64);
+            draw(penalised.as_deref().unwrap_or(logits), sampling, uniform)?
+        }
+    };
+    let logprobs = logprobs.map(|top| raw_logprobs(logits, logits[best as usize], id, top as usize));
+    Ok(Sampled { id, logprobs })
+}
+
+/// The largest logit's id; the lowest one on a tie.
+fn argmax(logits: &[f32]) -> Result<u32, SamplingError> {
+    let mut best: Option<(usize, f32)> = None;
+    for (id, &logit) in logits.iter().enumerate() {
+        if logit.is_nan() || logit == f32::INFINITY {
+            return Err(SamplingError::NotFinite(id));
+        }
+        if logit > best.map_or(f32::NEG_INFINITY, |(_, best)| best) {
+            best = Some((id, logit));
+        }
+    }
+    best.map(|(id, _)| id as u32).ok_or(SamplingError::Empty)
+}
+
+/// The logits after penalties; `None` where there is nothing to change.
+fn penalise(logits: &[f32], sampling: &Sampling, history: History<'_>) -> Option<Vec<f32>> {
+    let repetition = sampling.repetition_penalty;
+    let (presence, frequency) = (sampling.presence_penalty, sampling.frequency_penalty);
+    let over_output = presence != 0.0 || frequency != 0.0;
+    if repetition == 1.0 && !over_output {
+        return None;
+    }
+    let mut counts: HashMap<u32, u32> = HashMap::new();
+    if repetition != 1.0 {
+        counts.extend(history.prompt.iter().map(|id| (*id, 0)));
+    }
+    for id in history.output {
+        *counts.entry(*id).or_default() += 1;
+    }
+    let mut penalised = logits.to_vec();
+    for (id, count) in counts {
+        let Some(logit) = penalised.get_mut(id as usize) else { continue };
+        *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
+        if count > 0 {
+            *logit -= presence + frequency * count as f32;
+        }
+    }
+    Some(penalised)
+}
+
+/// A token with its logit. Better ones come first.
+#[derive(Clone, Copy, Debug)]
+struct Candidate {
+    logit: f32,
+    id: u32,
+}
+
+impl Candidate {
+    fn order(&self, other: &Self) -> Ordering {
+        other.logit.partial_cmp(&self.logit).unwrap_or(Ordering::Equal).then(self.id.cmp(&other.id))
+    }
+}
+
+/// Draws from `logits` at a temperature above 0: the first token, by id, at which the cumulated weight
+/// of the kept ones passes `uniform` of their sum.
+fn draw(logits: &[f32], sampling: &Sampling, uniform: f64) -> Result<u32, SamplingError> {
+    let best = logits[argmax(logits)? as usize];
+    let inverse = 1.0 / f64::from(sampling.temperature);
+    let weight = |logit: f32| ((f64::from(logit) - f64::from(best)) * inverse).exp();
+
+    let mut kept: Vec<Candidate> = Vec::new();
+    let truncates = sampling.top_k > 0 || sampling.top_p < 1.0;
+    if truncates {
+        kept.extend(logits.iter().zip(0..).map(|(&logit, id)| Candidate { logit, id }));
+        keep_top_k(&mut kept, sampling.top_k as usize);
+        keep_top_p(&mut kept, f64::from(sampling.top_p), weight);
+    }
+    // The kept tokens are those not after the last one in the order.
+    let last = kept.iter().copied().max_by(Candidate::order);
+    let keeps = |candidate: Candidate| last.is_none_or(|last| candidate.order(&last).is_le());
+    let weight_min = f64::from(sampling.min_p).min(1.0); // the best token weighs 1
+    let mut sum = 0.0;
+    let cumulated = logits.iter().zip(0..).map(|(&logit, id)| {
+        if keeps(Candidate { logit, id }) {
+            let weight = weight(logit);
+            sum += if weight >= weight_min { weight } else { 0.0 };
+        }
+        sum
+    });
+    let cumulated: Vec<f64> = cumulated.collect(); // [vocab]
+    let target = uniform * sum;
+    let id = match cumulated.partition_point(|c| *c <= target) {
+        past_all if past_all == logits.len() => cumulated.partition_point(|c| *c < sum), // by rounding
+        id => id,
+    };
+    u32::try_from(id).ok().filter(|_| sum > 0.0).ok_or(SamplingError::Empty)
+}
+
+/// Keeps the `k` best; all where `k` is 0.
+fn keep_top_k(kept: &mut Vec<Candidate>, k: usize) {
+    if k > 0 && k < kept.len() {
+        kept.select_nth_unstable_by(k - 1, Candidate::order);
+        kept.truncate(k);
+    }
+}
+
+/// Keeps the shortest run of best tokens whose weight reaches `p` of the whole, and one at least. A
+/// quickselect by weight: each round halves the part where the end of the run may lie.
+fn keep_top_p(kept: &mut Vec<Candidate>, p: f64, weight: impl Fn(f32) -> f64) {
+    if p >= 1.0 {
+        return;
+    }
+    let mut missing = p * kept.iter().map(|c| weight(c.logit)).sum::<f64>();
+    let (mut low, mut high) = (0, kept.len()); // the run ends in low..high
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        kept[low..high].select_nth_unstable_by(middle - low, Candidate::order);
+        let better: f64 = kept[low..middle].iter().map(|c| weight(c.logit)).sum();
+        if better >= missing {
+            high = middle;
+        } else {
+            missing -= better;
+            low = middle;
+        }
+    }
+    kept.truncate(high.max(1));
+}
+
+/// Natural logarithms of the softmax of `logits`.
+fn raw_logprobs(logits: &[f32], best: f32, chosen: u32, top: usize) -> Logprobs {
+    let best = f64::from(best);
+    let sum: f64 = logits.iter().map(|&logit| (f64::from(logit) - best).exp()).sum();
+    let log_sum = best + sum.ln();
+    let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
+    let mut best: Vec<Candidate> = Vec::new();
+    if top > 0 {
+        best.extend(logits.iter().zip(0..).map(|(&logit, id)| Candidate { logit, id }));
+        keep_top_k(&mut best, top);
+        best.sort_unstable_by(Candidate::order);
+    }
+    let top = best.iter().map(|candidate| (candidate.id, logprob(candidate.logit))).collect();
+    Logprobs { chosen: logprob(logits[chosen as usize]), top }
+}
+
+#[cfg(test)]
+#[path = "sampling_tests.rs"]
+mod tests;
