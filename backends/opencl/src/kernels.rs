@@ -6,8 +6,11 @@ use mixfleet_hal::{Cmd, DType, OpSig, Slice};
 
 /// Threads of a group, in kernels with and without barriers; `common.cl` has the former too.
 const GROUP: usize = 64;
-/// Columns of a thread in `gemm`.
+/// Columns of a thread in `gemm`, and rows of one in `gemv_group`, as in `gemm.cl`.
 const COLS: u32 = 4;
+const ROWS: u32 = 4;
+/// Columns of a thread in `gemv`.
+const STRIP: u32 = 16;
 /// Rows that share a second-level cache in `gemm`: 32 rows of 4096 f32 are 512 KiB.
 const BAND: u32 = 32;
 /// Edge of a tile in `gemm_group`, and its threads.
@@ -190,28 +193,20 @@ fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: Tuning) -> Work {
     if !bias {
         args.insert(2, args[1].clone()); // never read
     }
-    args.extend([Arg::U32(m), Arg::U32(n), Arg::U32(k)]);
-    // one row needs no block of four; what else could be special is too rare to compile for
-    let rows = if m == 1 { 1 } else { 4 };
+    args.extend([m, n, k, u32::from(bias), u32::from(accumulate)].map(Arg::U32));
     let (kernel, grid) = match tuning {
+        Tuning::Cpu if m == 1 => ("gemv", ([n.div_ceil(STRIP) as usize, 1, 1], [1, 1, 1])),
         Tuning::Cpu => ("gemm", ([n.div_ceil(COLS) as usize, m.div_ceil(BAND) as usize, 1], [1, 1, 1])),
         Tuning::Gpu if m <= GEMV_ROWS_MAX => {
-            ("gemv_group", ([n as usize * GROUP, m.div_ceil(rows) as usize, 1], [GROUP, 1, 1]))
+            ("gemv_group", ([n as usize * GROUP, m.div_ceil(ROWS) as usize, 1], [GROUP, 1, 1]))
         }
         Tuning::Gpu => {
             let (across, down) = (n.div_ceil(TILE) as usize, m.div_ceil(TILE) as usize);
             ("gemm_group", ([across * TILE_THREADS, down, 1], [TILE_THREADS, 1, 1]))
         }
     };
-    let macros = options(&[
-        ("X", &x),
-        ("WEIGHT", &weight),
-        ("OUT", &out),
-        ("BIAS", &u8::from(bias)),
-        ("ACCUMULATE", &u8::from(accumulate)),
-        ("ROWS", &rows),
-        ("BAND", &BAND),
-    ]);
+    let macros =
+        options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out), ("BAND", &BAND), ("STRIP", &STRIP)]);
     launch("gemm", kernel, macros, args, grid)
 }
 

@@ -1,19 +1,23 @@
-// out [m, n] = x [m, k] . weight [n, k]^T (+ bias [n]) (+ out). X, WEIGHT, OUT; BIAS and ACCUMULATE are 0 or 1.
+// out [m, n] = x [m, k] . weight [n, k]^T (+ bias [n]) (+ out); X, WEIGHT, OUT. `bias` is not read unless
+// `has_bias`.
 //
 // Rows and columns past the edge repeat the last one and are not stored, so that no load leaves its operand.
 
 #define OPERANDS                                                                                                \
     IN(X) x, ulong x_at, IN(WEIGHT) weight, ulong weight_at, IN(WEIGHT) bias, ulong bias_at, OUT_(OUT) out,     \
-        ulong out_at, uint m, uint n, uint k
+        ulong out_at, uint m, uint n, uint k, uint has_bias, uint accumulate
 
 #define FINISH(row, col, sum)                                                                                   \
     do {                                                                                                        \
         const ulong at = out_at + (ulong)(row)*n + (col);                                                       \
         float total = (sum);                                                                                    \
-        if (BIAS) total += LOAD(WEIGHT, bias, bias_at + (col));                                                 \
-        if (ACCUMULATE) total += LOAD(OUT, out, at);                                                            \
+        if (has_bias) total += LOAD(WEIGHT, bias, bias_at + (col));                                                 \
+        if (accumulate) total += LOAD(OUT, out, at);                                                            \
         STORE(OUT, out, at, total);                                                                             \
     } while (0)
+
+// Rows that a thread works on together.
+#define ROWS 4
 
 // For CPUs: no barrier, dot products along k in vectors. A thread computes COLS columns of BAND rows,
 // ROWS at a time: its weights stay in the first cache, the rows of a band in the second. 4 x 4 vectors of
@@ -57,21 +61,41 @@ kernel void gemm(OPERANDS) {
     }
 }
 
+// For CPUs and one row: the weights are read once, in order, which is all that counts. A thread computes
+// STRIP columns one after the other, each in four sums that hide the latency of an addition.
+kernel void gemv(OPERANDS) {
+    const uint first = get_global_id(0) * STRIP, end = min(n, first + STRIP);
+    x += x_at;
+    for (uint col = first; col < end; ++col) {
+        IN(WEIGHT) w = weight + weight_at + (ulong)col * k;
+        floatw acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        uint i = 0;
+        for (; i + 4 * W <= k; i += 4 * W) {
+#pragma unroll
+            for (uint u = 0; u < 4; ++u) acc[u] = MAD(LOADW(X, x, i + u * W), LOADW(WEIGHT, w, i + u * W), acc[u]);
+        }
+        float sum = SUMW((acc[0] + acc[1]) + (acc[2] + acc[3]));
+        for (; i < k; ++i) sum = MAD(LOAD(X, x, i), LOAD(WEIGHT, w, i), sum);
+        FINISH(0, col, sum);
+    }
+}
+
 // For GPUs and few rows: one group per column, coalesced along k, ROWS rows at a time.
 kernel void gemv_group(OPERANDS) {
     local float scratch[GROUP];
     const uint col = get_group_id(0), row = get_global_id(1) * ROWS;
     weight += weight_at + (ulong)col * k;
-    x += x_at;
-    float acc[ROWS];
-    for (uint r = 0; r < ROWS; ++r) acc[r] = 0.0f;
+    x += x_at + (ulong)row * k;
+    float acc[ROWS] = {0.0f};
     for (uint i = get_local_id(0); i < k; i += GROUP) {
         const float w = LOAD(WEIGHT, weight, i);
-        for (uint r = 0; r < ROWS; ++r) acc[r] = MAD(LOAD(X, x, (ulong)min(row + r, m - 1) * k + i), w, acc[r]);
+#pragma unroll
+        for (uint r = 0; r < ROWS; ++r)
+            if (row + r < m) acc[r] = MAD(LOAD(X, x, (ulong)r * k + i), w, acc[r]);
     }
-    for (uint r = 0; r < ROWS; ++r) {
+    for (uint r = 0; r < ROWS && row + r < m; ++r) {
         const float sum = group_sum(acc[r], scratch);
-        if (get_local_id(0) == 0 && row + r < m) FINISH(row + r, col, sum);
+        if (get_local_id(0) == 0) FINISH(row + r, col, sum);
     }
 }
 

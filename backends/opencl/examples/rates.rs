@@ -1,0 +1,113 @@
+//! Rates of the kernels that decide a model's speed, by the device's own clock; best of several runs.
+//!
+//! `cargo run --release -p mixfleet-opencl --features opencl --example rates [opencl:N]`
+
+#![allow(clippy::print_stdout, reason = "its purpose")]
+
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::{Backend, Cmd, DType, Device, OpSig, Result, Role};
+use mixfleet_opencl::OpenClBackend;
+use std::time::Duration;
+
+const RUNS: usize = 7;
+
+/// Random operands: floats of magnitude 1, and zeros for indices.
+fn operands(device: &dyn Device, sig: &OpSig) -> Result<Cmd> {
+    let mut stream = Stream::new(1);
+    let mut args = Vec::new();
+    for operand in sig.operands() {
+        let elements = match operand.extent {
+            mixfleet_hal::op::Extent::Exactly(n) => n,
+            mixfleet_hal::op::Extent::PagesOf(page) => page * 256,
+        };
+        let slice = device.alloc(elements * operand.dtype.size_bytes(), Role::Activations)?;
+        let mut bytes = Vec::new();
+        for i in 0..elements {
+            let value = match operand.name {
+                "query_start" => (i * elements_of(sig)) as f64,
+                "context" => elements_of(sig) as f64,
+                "range" => (i % 2 * elements_of(sig)) as f64,
+                "pages" => (i % 256) as f64,
+                _ if operand.dtype == DType::U32 => 0.0,
+                _ => stream.next_unit() - 0.5,
+            };
+            operand.dtype.encode(value, &mut bytes);
+        }
+        device.write(&slice, &bytes)?;
+        args.push(slice);
+    }
+    Cmd::new(*sig, &args)
+}
+
+/// Keys of the one sequence of an attention.
+fn elements_of(sig: &OpSig) -> u64 {
+    match *sig {
+        OpSig::AttnPrefill { kv_tokens, sequences, .. } | OpSig::AttnDecode { kv_tokens, sequences, .. } => {
+            kv_tokens / u64::from(sequences)
+        }
+        _ => 0,
+    }
+}
+
+fn measure(device: &dyn Device, name: &str, sig: OpSig) -> Result<()> {
+    let cmd = operands(device, &sig)?;
+    let mut queue = device.queue()?;
+    let mut best = f64::INFINITY;
+    for _ in 0..RUNS {
+        let ticket = queue.submit(std::slice::from_ref(&cmd))?;
+        best = best.min(queue.wait(ticket, Duration::from_secs(120))?.time.0);
+    }
+    let (gflops, gbytes) = (sig.flops() / best * 1e-9, sig.bytes() / best * 1e-9);
+    println!("{name:<44} {:>9.3} ms {gflops:>8.1} GFLOP/s {gbytes:>7.1} GB/s", best * 1e3);
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let selector = std::env::args().nth(1).unwrap_or_else(|| "opencl".to_owned());
+    let device = OpenClBackend.open(&selector)?;
+    let device = device.as_ref();
+    println!("{}: {}", device.info().id, device.info().name);
+    use DType::{Bf16, F32};
+    for (x, weight) in [(F32, F32), (F32, Bf16), (Bf16, Bf16)] {
+        for (m, n, k) in
+            [(1, 8192, 2048), (8, 8192, 2048), (512, 2048, 2048), (512, 8192, 2048), (512, 2048, 8192)]
+        {
+            let sig = OpSig::Gemm { m, n, k, x, weight, out: F32, bias: false, accumulate: false };
+            measure(device, &format!("gemm {m} x {n} x {k}, x {x}, weight {weight}"), sig)?;
+        }
+    }
+    let (heads, kv_heads, head_dim, page_tokens) = (32, 8, 64, 16);
+    for tokens in [512u32, 2048] {
+        let (n, pages_max) = (u64::from(tokens), tokens / page_tokens);
+        let sig = OpSig::AttnPrefill {
+            tokens,
+            sequences: 1,
+            pairs: n * (n + 1) / 2,
+            kv_tokens: n,
+            heads,
+            kv_heads,
+            head_dim,
+            page_tokens,
+            pages_max,
+            window: None,
+            x: F32,
+            kv: Bf16,
+        };
+        measure(device, &format!("attn_prefill of {tokens}"), sig)?;
+        let sig = OpSig::AttnDecode {
+            sequences: 8,
+            kv_tokens: 8 * n,
+            heads,
+            kv_heads,
+            head_dim,
+            page_tokens,
+            pages_max,
+            x: F32,
+            kv: Bf16,
+        };
+        measure(device, &format!("attn_decode of 8 x {tokens}"), sig)?;
+    }
+    measure(device, "argmax 1 x 128256", OpSig::Argmax { rows: 1, cols: 128_256 })?;
+    measure(device, "add 2048", OpSig::Add { elements: 2048, x: F32 })?;
+    measure(device, "copy 256 MB", OpSig::Copy { bytes: 256_000_000 })
+}

@@ -1,0 +1,105 @@
+//! Queues and memory: what the conformance suite takes for granted.
+#![cfg(feature = "opencl")]
+
+use mixfleet_hal::{Backend, Cmd, DType, Device, ErrorKind, OpSig, Role};
+use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_opencl::OpenClBackend;
+use std::sync::Arc;
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(60);
+
+fn device() -> Option<Arc<dyn Device>> {
+    match OpenClBackend.probe() {
+        Ok(_) => Some(OpenClBackend.open("opencl").unwrap()),
+        Err(absent) => {
+            eprintln!("SKIPPED: no OpenCL device: {absent}");
+            None
+        }
+    }
+}
+
+#[test]
+fn imported_and_foreign_memory_is_not_written() {
+    let Some(device) = device() else { return };
+    let own = device.alloc(64, Role::Activations).unwrap();
+    let foreign = ReferenceDevice::default().alloc(64, Role::Activations).unwrap();
+    assert_eq!(device.write(&foreign, &[0; 64]).unwrap_err().kind, ErrorKind::Invalid);
+    let mut queue = device.queue().unwrap();
+    let copy = |from, to| Cmd::new(OpSig::Copy { bytes: 64 }, &[from, to]).unwrap();
+    let error = queue.submit(&[copy(own.clone(), foreign)]).unwrap_err();
+    assert!(error.detail.contains("another device"), "{error}");
+    if device.limits().imports_host_memory {
+        let host = Arc::new(vec![7u8; 64]);
+        let imported = device.import(host.clone()).unwrap();
+        assert_eq!(device.write(&imported, &[0; 64]).unwrap_err().kind, ErrorKind::Invalid);
+        assert!(queue.submit(&[copy(own.clone(), imported.clone())]).is_err());
+        // a refused batch was never begun: the queue goes on
+        let ticket = queue.submit(&[copy(imported, own.clone())]).unwrap();
+        queue.wait(ticket, LONG).unwrap();
+        let mut got = [0; 64];
+        device.read(&own, &mut got).unwrap();
+        assert_eq!(got, [7; 64]);
+        assert_eq!(*host, vec![7u8; 64]);
+    }
+}
+
+#[test]
+fn a_wait_that_is_over_can_be_repeated() {
+    let Some(device) = device() else { return };
+    let f32s = DType::F32;
+    let sig = OpSig::Gemm {
+        m: 256,
+        n: 512,
+        k: 512,
+        x: f32s,
+        weight: f32s,
+        out: f32s,
+        bias: false,
+        accumulate: false,
+    };
+    let alloc = |elements: u64| device.alloc(elements * 4, Role::Activations).unwrap();
+    let cmd = Cmd::new(sig, &[alloc(256 * 512), alloc(512 * 512), alloc(256 * 512)]).unwrap();
+    let mut queue = device.queue().unwrap();
+    let graph = queue.record(std::slice::from_ref(&cmd)).unwrap();
+    let tickets: Vec<_> = (0..20).map(|_| queue.replay(&graph).unwrap()).collect();
+    let last = tickets[tickets.len() - 1];
+    if let Err(error) = queue.wait(last, Duration::ZERO) {
+        assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+    }
+    let once = queue.wait(last, LONG).unwrap();
+    assert!(once.time.0 > 0.0);
+    assert_eq!(queue.wait(last, Duration::ZERO).unwrap(), once);
+    assert!(queue.wait(tickets[3], LONG).is_ok());
+    let empty = queue.submit(&[]).unwrap();
+    assert_eq!(queue.wait(empty, LONG).unwrap().time.0, 0.0);
+    let unknown = mixfleet_hal::Ticket(empty.0 + 1);
+    assert_eq!(queue.wait(unknown, LONG).unwrap_err().kind, ErrorKind::Invalid);
+}
+
+#[test]
+fn queues_on_several_threads_do_not_disturb_each_other() {
+    let Some(device) = device() else { return };
+    let work = |word: u32| {
+        let mut queue = device.queue().unwrap();
+        let (a, b) = (device.alloc(4096, Role::Kv).unwrap(), device.alloc(4096, Role::Kv).unwrap());
+        for round in 0..50 {
+            let word = word * 1000 + round;
+            let fill = Cmd::new(OpSig::Fill { bytes: 4096, word }, std::slice::from_ref(&a)).unwrap();
+            let copy = Cmd::new(OpSig::Copy { bytes: 4096 }, &[a.clone(), b.clone()]).unwrap();
+            let ticket = queue.submit(&[fill, copy]).unwrap();
+            queue.wait(ticket, LONG).unwrap();
+            let mut got = vec![0; 4096];
+            device.read(&b, &mut got).unwrap();
+            assert_eq!(got, word.to_le_bytes().repeat(1024));
+        }
+    };
+    std::thread::scope(|scope| (1..=4).for_each(|word| drop(scope.spawn(move || work(word)))));
+}
+
+#[test]
+fn more_than_the_device_has_is_out_of_memory() {
+    let Some(device) = device() else { return };
+    let too_much = device.limits().allocation_bytes_max + 1;
+    assert_eq!(device.alloc(too_much, Role::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
+}
