@@ -2,6 +2,7 @@
 
 use crate::support::{ADDRESS, MODEL, Play, Response, Setup, run};
 use mixfleet_runtime::api::Shutdown;
+use mixfleet_runtime::env::Env;
 use serde_json::json;
 use std::sync::Arc;
 use tokio::io::AsyncReadExt;
@@ -38,6 +39,7 @@ fn draining_finishes_what_runs_and_closes_the_rest() {
         let mut running = server.open_stream("/v1/completions", &body).await;
         server.shutdown.send(Shutdown::Drain).unwrap();
         assert_eq!(idle.read(&mut [0]).await.unwrap(), 0, "an idle connection is closed");
+        assert!(server.env.now().0 < 1.0, "and not by its timeout");
         server.until("nothing is accepted", || server.env.connect(ADDRESS).is_err()).await;
         assert_eq!(server.ended.available_permits(), 0);
         gate.add_permits(1);
