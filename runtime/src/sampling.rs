@@ -130,10 +130,8 @@ fn draw(logits: &[f32], sampling: &Sampling, uniform: f64) -> Result<u32, Sampli
     let weight = |logit: f32| ((f64::from(logit) - f64::from(best)) * inverse).exp();
 
     let mut kept: Vec<Candidate> = Vec::new();
-    let truncates = sampling.top_k > 0 || sampling.top_p < 1.0;
-    if truncates {
-        kept.extend(logits.iter().zip(0..).map(|(&logit, id)| Candidate { logit, id }));
-        keep_top_k(&mut kept, sampling.top_k as usize);
+    if sampling.top_k > 0 || sampling.top_p < 1.0 {
+        kept = best_tokens(logits, sampling.top_k as usize);
         keep_top_p(&mut kept, f64::from(sampling.top_p), weight);
     }
     // The kept tokens are those not after the last one in the order.
@@ -157,12 +155,32 @@ fn draw(logits: &[f32], sampling: &Sampling, uniform: f64) -> Result<u32, Sampli
     u32::try_from(id).ok().filter(|_| sum > 0.0).ok_or(SamplingError::Empty)
 }
 
-/// Keeps the `k` best; all where `k` is 0.
-fn keep_top_k(kept: &mut Vec<Candidate>, k: usize) {
-    if k > 0 && k < kept.len() {
+/// The `k` best tokens in no order; all where `k` is 0.
+fn best_tokens(logits: &[f32], k: usize) -> Vec<Candidate> {
+    let all = logits.iter().zip(0..).map(|(&logit, id)| Candidate { logit, id });
+    if k == 0 || k >= logits.len() {
+        return all.collect();
+    }
+    // Room for twice as many: selection then costs a few steps per token that ever gets in, and most
+    // tokens of a large vocabulary fall short of the worst one kept so far.
+    let room = (2 * k).max(64);
+    let mut kept: Vec<Candidate> = Vec::with_capacity(room.min(logits.len()));
+    let mut worst: Option<Candidate> = None;
+    for candidate in all {
+        if worst.is_some_and(|worst| candidate.order(&worst).is_gt()) {
+            continue;
+        }
+        kept.push(candidate);
+        if kept.len() == room {
+            worst = Some(*kept.select_nth_unstable_by(k - 1, Candidate::order).1);
+            kept.truncate(k);
+        }
+    }
+    if kept.len() > k {
         kept.select_nth_unstable_by(k - 1, Candidate::order);
         kept.truncate(k);
     }
+    kept
 }
 
 /// Keeps the shortest run of best tokens whose weight reaches `p` of the whole, and one at least. A
@@ -171,12 +189,17 @@ fn keep_top_p(kept: &mut Vec<Candidate>, p: f64, weight: impl Fn(f32) -> f64) {
     if p >= 1.0 {
         return;
     }
-    let mut missing = p * kept.iter().map(|c| weight(c.logit)).sum::<f64>();
-    let (mut low, mut high) = (0, kept.len()); // the run ends in low..high
+    let mut weighed: Vec<(Candidate, f64)> = kept.iter().map(|c| (*c, weight(c.logit))).collect();
+    let sum: f64 = weighed.iter().map(|(_, weight)| weight).sum();
+    // Tokens lighter than this weigh less than 1 - p together: the run ends before them.
+    let lightest = (1.0 - p) * sum / weighed.len() as f64;
+    weighed.retain(|(_, weight)| *weight >= lightest);
+    let mut missing = p * sum;
+    let (mut low, mut high) = (0, weighed.len()); // the run ends in low..high
     while high - low > 1 {
         let middle = low + (high - low) / 2;
-        kept[low..high].select_nth_unstable_by(middle - low, Candidate::order);
-        let better: f64 = kept[low..middle].iter().map(|c| weight(c.logit)).sum();
+        weighed[low..high].select_nth_unstable_by(middle - low, |(a, _), (b, _)| a.order(b));
+        let better: f64 = weighed[low..middle].iter().map(|(_, weight)| weight).sum();
         if better >= missing {
             high = middle;
         } else {
@@ -184,7 +207,8 @@ fn keep_top_p(kept: &mut Vec<Candidate>, p: f64, weight: impl Fn(f32) -> f64) {
             low = middle;
         }
     }
-    kept.truncate(high.max(1));
+    kept.clear();
+    kept.extend(weighed.iter().take(high.max(1)).map(|(candidate, _)| *candidate));
 }
 
 /// Natural logarithms of the softmax of `logits`.
@@ -195,8 +219,7 @@ fn raw_logprobs(logits: &[f32], best: f32, chosen: u32, top: usize) -> Logprobs 
     let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
     let mut best: Vec<Candidate> = Vec::new();
     if top > 0 {
-        best.extend(logits.iter().zip(0..).map(|(&logit, id)| Candidate { logit, id }));
-        keep_top_k(&mut best, top);
+        best = best_tokens(logits, top);
         best.sort_unstable_by(Candidate::order);
     }
     let top = best.iter().map(|candidate| (candidate.id, logprob(candidate.logit))).collect();
