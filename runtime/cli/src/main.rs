@@ -1,5 +1,47 @@
-//! Serves large language models on the cheapest mix of hardware.
+//! The `mixfleet` binary: the only place that picks backends.
+//!
+//! Exit codes: 0 ok, 1 the thing tested failed, 2 usage, 3 could not run.
 
 #![forbid(unsafe_code)]
 
-fn main() {}
+mod args;
+mod backends;
+mod calibration;
+mod devices;
+mod generate;
+mod model;
+mod serve;
+mod start;
+
+use args::{Cli, Command};
+use clap::Parser;
+use std::process::ExitCode;
+
+/// A mistake on the command line that only the program can see.
+#[derive(Debug)]
+pub(crate) struct Usage(pub(crate) String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Devices(args) => devices::run(&args),
+        Command::Serve(args) => serve::run(args),
+        Command::Generate(args) => generate::run(args),
+    };
+    let Err(error) = result else { return ExitCode::SUCCESS };
+    let broken_pipe =
+        error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
+    if broken_pipe {
+        // Whoever read the output has seen enough.
+        return ExitCode::SUCCESS;
+    }
+    eprintln!("mixfleet: {error:#}");
+    ExitCode::from(if error.is::<Usage>() { 2 } else { 3 })
+}

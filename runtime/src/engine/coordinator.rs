@@ -57,6 +57,7 @@ struct Tracked {
     decode: InstanceId,
     cached_tokens: Option<u32>,
     placed_at: Seconds,
+    _watched: oneshot::Sender<()>,
 }
 
 /// The coordinator's parts.
@@ -168,7 +169,7 @@ impl Running {
                         self.fleet_step(Event::Cancelled { request });
                         return;
                     }
-                    self.watch(request, updates.clone());
+                    let _watched = self.watch(request, updates.clone());
                     let tracked = Tracked {
                         wanted,
                         updates,
@@ -178,6 +179,7 @@ impl Running {
                         decode,
                         cached_tokens: None,
                         placed_at: self.parts.env.now(),
+                        _watched,
                     };
                     self.requests.insert(request, tracked);
                     self.explain(request, &explanation);
@@ -193,13 +195,20 @@ impl Running {
         }
     }
 
-    /// Tells when the client is gone, or the request is done.
-    fn watch(&self, request: RequestId, updates: mpsc::UnboundedSender<Update>) {
+    /// Tells when the client is gone. Ends, and with it the last hold on the channel, when the returned
+    /// end is dropped: when the request is done.
+    fn watch(&self, request: RequestId, updates: mpsc::UnboundedSender<Update>) -> oneshot::Sender<()> {
         let leave = self.leave.clone();
+        let (watched, done) = oneshot::channel();
         self.parts.env.spawn(Box::pin(async move {
-            updates.closed().await;
-            let _ = leave.send(request);
+            tokio::select! {
+                () = updates.closed() => {
+                    let _ = leave.send(request);
+                }
+                _ = done => {}
+            }
         }));
+        watched
     }
 
     fn explain(&self, request: RequestId, explanation: &Explanation) {

@@ -311,7 +311,7 @@ impl Worker {
             let wanted = &active.job.wanted;
             let history = History { prompt: &wanted.prompt_ids, output: active.generated() };
             let drawn = sampling::sample(logits, &wanted.sampling, history, wanted.logprobs);
-            (s.request, drawn.map(|d| (d.token, d.logprobs)).map_err(|error| error.to_string()))
+            (s.request, drawn.map(|d| (d.id, d.logprobs)).map_err(|error| error.to_string()))
         });
         Ok(draws.collect())
     }
@@ -380,8 +380,12 @@ impl Worker {
         let Some((tokens_valid, next)) = active.incoming.as_ref().and_then(Incoming::complete) else {
             return;
         };
+        let length = active.tokens.len() as u32;
         active.incoming = None;
         active.tokens.push(next);
+        if tokens_valid < length {
+            self.metrics.kv_transfer_recomputes.inc();
+        }
         self.machine_step(Event::Landed { request, tokens_valid, next: Some(next) });
         self.report(FromWorker::Joined { request });
     }

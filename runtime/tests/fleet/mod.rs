@@ -22,23 +22,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// One request with what it must give.
-pub struct Case {
-    pub prompt: Vec<u32>,
-    pub expected: Vec<u32>,
+pub(crate) struct Case {
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) expected: Vec<u32>,
 }
 
 /// What a client got.
 #[derive(Debug, Default)]
-pub struct Answer {
-    pub tokens: Vec<u32>,
-    pub finish: Option<FinishReason>,
-    pub cached_tokens: u32,
-    pub placed: Vec<(String, String)>,
-    pub failure: Option<String>,
+pub(crate) struct Answer {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) finish: Option<FinishReason>,
+    pub(crate) cached_tokens: u32,
+    pub(crate) placed: Vec<(String, String)>,
+    pub(crate) failure: Option<String>,
 }
 
 /// The oracle's greedy continuation.
-pub fn greedy(checkpoint: &Checkpoint, prompt: &[u32], count: usize) -> Vec<u32> {
+pub(crate) fn greedy(checkpoint: &Checkpoint, prompt: &[u32], count: usize) -> Vec<u32> {
     let oracle = Oracle::new(checkpoint);
     let mut ids = prompt.to_vec();
     for _ in 0..count {
@@ -49,13 +49,13 @@ pub fn greedy(checkpoint: &Checkpoint, prompt: &[u32], count: usize) -> Vec<u32>
     ids.split_off(prompt.len())
 }
 
-pub fn prompt(length: u32, seed: u64, config: &ModelConfig) -> Vec<u32> {
+pub(crate) fn prompt(length: u32, seed: u64, config: &ModelConfig) -> Vec<u32> {
     let mut rng = Stream::new(seed);
     (0..length).map(|_| rng.below(u64::from(config.vocab)) as u32).collect()
 }
 
 /// Requests of mixed lengths, some with common prefixes.
-pub fn pressure(checkpoint: &Checkpoint, seed: u64, count: usize) -> Vec<Case> {
+pub(crate) fn pressure(checkpoint: &Checkpoint, seed: u64, count: usize) -> Vec<Case> {
     let mut rng = Stream::new(seed ^ 0xabcd);
     let family: Vec<Vec<u32>> = (0..2).map(|i| prompt(40, 1000 + i, &checkpoint.config)).collect();
     let case = |_| {
@@ -76,7 +76,7 @@ struct Member {
 }
 
 /// A fleet to be.
-pub struct Fleet {
+pub(crate) struct Fleet {
     checkpoint: Checkpoint,
     members: Vec<Member>,
     blocks: u32,
@@ -85,7 +85,7 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    pub fn new(checkpoint: Checkpoint) -> Self {
+    pub(crate) fn new(checkpoint: Checkpoint) -> Self {
         Fleet {
             checkpoint,
             members: Vec::new(),
@@ -95,31 +95,31 @@ impl Fleet {
         }
     }
 
-    pub fn with(self, role: Role) -> Self {
+    pub(crate) fn with(self, role: Role) -> Self {
         self.with_blocks(role, 8)
     }
 
-    pub fn with_blocks(mut self, role: Role, block_tokens: u32) -> Self {
+    pub(crate) fn with_blocks(mut self, role: Role, block_tokens: u32) -> Self {
         self.members.push(Member { role, block_tokens, faults: None });
         self
     }
 
-    pub fn with_faults(mut self, role: Role, faults: FaultPlan) -> Self {
+    pub(crate) fn with_faults(mut self, role: Role, faults: FaultPlan) -> Self {
         self.members.push(Member { role, block_tokens: 8, faults: Some(faults) });
         self
     }
 
-    pub fn blocks(mut self, blocks: u32) -> Self {
+    pub(crate) fn blocks(mut self, blocks: u32) -> Self {
         self.blocks = blocks;
         self
     }
 
-    pub fn faults(mut self, faults: FaultPlan) -> Self {
+    pub(crate) fn faults(mut self, faults: FaultPlan) -> Self {
         self.faults = faults;
         self
     }
 
-    pub fn transfer_troubles(&self) -> (u64, u64) {
+    pub(crate) fn transfer_troubles(&self) -> (u64, u64) {
         (self.metrics.kv_transfer_retries.get(), self.metrics.kv_transfer_recomputes.get())
     }
 
@@ -181,13 +181,13 @@ impl Fleet {
         gauges.fold(0.0, f64::max)
     }
 
-    pub fn run_one(&self, env: &SeededEnv, prompt: Vec<u32>, count: u32) -> Answer {
+    pub(crate) fn run_one(&self, env: &SeededEnv, prompt: Vec<u32>, count: u32) -> Answer {
         let handle = self.start(env);
         env.run(async move { ask(&handle, "one".into(), prompt, count, None).await })
     }
 
     /// All at once; every answer must be the expected one. Returns the blocks' usage afterwards.
-    pub fn run_many(&self, env: &SeededEnv, cases: Vec<Case>) -> f64 {
+    pub(crate) fn run_many(&self, env: &SeededEnv, cases: Vec<Case>) -> f64 {
         let (handle, metrics, members) = (self.start(env), self.metrics.clone(), self.members.len());
         let world = env.clone();
         env.run(async move {
@@ -214,7 +214,7 @@ impl Fleet {
     }
 
     /// One after the other; the cached tokens of each.
-    pub fn run_in_turn(&self, env: &SeededEnv, prompt: &[u32], salts: &[Option<&str>]) -> Vec<u32> {
+    pub(crate) fn run_in_turn(&self, env: &SeededEnv, prompt: &[u32], salts: &[Option<&str>]) -> Vec<u32> {
         let handle = self.start(env);
         let (prompt, world) = (prompt.to_vec(), env.clone());
         let salts: Vec<_> = salts.iter().map(|s| s.map(str::to_string)).collect();
@@ -229,7 +229,7 @@ impl Fleet {
     }
 
     /// Clients that leave after some tokens. Returns the blocks' usage afterwards.
-    pub fn run_leavers(&self, env: &SeededEnv, seed: u64, count: u64) -> f64 {
+    pub(crate) fn run_leavers(&self, env: &SeededEnv, seed: u64, count: u64) -> f64 {
         let (handle, metrics, members) = (self.start(env), self.metrics.clone(), self.members.len());
         let (world, config) = (env.clone(), self.checkpoint.config.clone());
         env.run(async move {

@@ -1,0 +1,91 @@
+//! The model to serve: a checkpoint directory, or the built-in stand-in.
+
+use crate::args::{ModelArgs, RopeFrequencies};
+use anyhow::{Context, Result};
+use mixfleet_hal::DType;
+use mixfleet_runtime::env::SharedEnv;
+use mixfleet_runtime::model::{ChatTemplate, Checkpoint, Tokenizer, builtin};
+use mixfleet_runtime::text::LoadedText;
+use std::path::Path;
+use std::sync::Arc;
+use xxhash_rust::xxh3::Xxh3;
+
+/// Bytes at the start of every tensor that go into the model's digest.
+const DIGEST_BYTES: usize = 64 << 10;
+
+/// A checkpoint with its text side and the dtypes to run it in.
+pub(crate) struct Model {
+    pub(crate) name: String,
+    pub(crate) checkpoint: Checkpoint,
+    pub(crate) text: Arc<LoadedText>,
+    pub(crate) activations: DType,
+    pub(crate) kv: DType,
+    /// Names weights and configuration.
+    pub(crate) digest: String,
+    pub(crate) tokenizer_digest: String,
+}
+
+impl Model {
+    /// Maps the checkpoint and reads tokenizer and chat template.
+    pub(crate) fn load(args: &ModelArgs, env: &SharedEnv) -> Result<Self> {
+        let (name, mut checkpoint, tokenizer, template) = match &args.model {
+            Some(directory) => open(directory)?,
+            None => (
+                builtin::NAME.to_string(),
+                builtin::checkpoint()?,
+                builtin::tokenizer()?,
+                Some(builtin::chat_template()?),
+            ),
+        };
+        let activations = args.activations.unwrap_or(checkpoint.config.dtype);
+        let rope = args.rope_frequencies.unwrap_or(match activations {
+            DType::F32 => RopeFrequencies::Stored,
+            _ => RopeFrequencies::Exact,
+        });
+        if rope == RopeFrequencies::Stored {
+            checkpoint.config.rope = checkpoint.config.rope.rounded(checkpoint.config.dtype);
+        }
+        let tokenizer_digest = digest(|hash| {
+            hash.update(tokenizer.to_json().unwrap_or_default().as_bytes());
+        });
+        let vocab = checkpoint.config.vocab;
+        Ok(Model {
+            name,
+            digest: model_digest(&checkpoint),
+            text: Arc::new(LoadedText { tokenizer, template, env: env.clone(), vocab }),
+            activations,
+            kv: args.kv_dtype.unwrap_or(activations),
+            checkpoint,
+            tokenizer_digest,
+        })
+    }
+}
+
+fn open(directory: &Path) -> Result<(String, Checkpoint, Tokenizer, Option<ChatTemplate>)> {
+    let checkpoint = Checkpoint::open(directory, &mixfleet_cpu::host::Mapper)
+        .with_context(|| format!("cannot load the checkpoint in {}", directory.display()))?;
+    let tokenizer = Tokenizer::open(directory)?;
+    let template = ChatTemplate::open(directory)?;
+    let absolute = directory.canonicalize().unwrap_or_else(|_| directory.to_path_buf());
+    let name = absolute.file_name().map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned());
+    Ok((name, checkpoint, tokenizer, template))
+}
+
+fn digest(feed: impl FnOnce(&mut Xxh3)) -> String {
+    let mut hash = Xxh3::new();
+    feed(&mut hash);
+    format!("{:032x}", hash.digest128())
+}
+
+fn model_digest(checkpoint: &Checkpoint) -> String {
+    digest(|hash| {
+        hash.update(format!("{:?}", checkpoint.config).as_bytes());
+        let mut tensors = checkpoint.directory();
+        tensors.sort_unstable_by_key(|(name, ..)| *name);
+        for (name, dtype, shape) in tensors {
+            hash.update(format!("{name} {dtype} {shape:?}").as_bytes());
+            let bytes = checkpoint.bytes(name).unwrap_or_default();
+            hash.update(&bytes[..bytes.len().min(DIGEST_BYTES)]);
+        }
+    })
+}

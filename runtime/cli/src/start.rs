@@ -1,0 +1,138 @@
+//! From arguments to a running engine: open devices, place weights, calibrate, start.
+
+use crate::args::{DeviceRole, ModelArgs};
+use crate::model::Model;
+use crate::{backends, calibration};
+use anyhow::{Context, Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::units::{GIB, UsdPerHour};
+use mixfleet_runtime::api::Placements;
+use mixfleet_runtime::engine::{EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Loaded};
+use mixfleet_runtime::env::SharedEnv;
+use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::request::EngineHandle;
+use mixfleet_scheduler::cost::Coefficients;
+use mixfleet_scheduler::fleet::Role;
+use mixfleet_wire::{HostRegion, Memory};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Prompt tokens of a step that also decodes: at a few hundred tokens per second of prefill, about
+/// a quarter of a second between two tokens of the others.
+const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
+
+/// What the caller decides beyond the model.
+pub(crate) struct Choice {
+    pub(crate) devices: Vec<DeviceRole>,
+    pub(crate) prices: BTreeMap<String, f64>,
+    pub(crate) sequences_max: u32,
+    pub(crate) engine: EngineConfig,
+    pub(crate) recalibrate: bool,
+}
+
+/// Loads `model` on the chosen devices and starts the engine. Blocks; run it off the async threads.
+pub(crate) fn engine(
+    model: &Model,
+    args: &ModelArgs,
+    choice: Choice,
+    env: &SharedEnv,
+    metrics: Metrics,
+    placements: Arc<Placements>,
+) -> Result<EngineHandle> {
+    let config = Arc::new(model.checkpoint.config.clone());
+    check_roles(&choice.devices)?;
+    if !(args.kv_memory.is_finite() && args.kv_memory > 0.0) {
+        bail!("--kv-memory {} is not an amount of memory", args.kv_memory);
+    }
+    let mut instances = Vec::new();
+    for DeviceRole { device: selector, role } in &choice.devices {
+        let device = backends::open(selector)?;
+        let weights = place(model, &*device, selector)?;
+        let limits = InstanceLimits {
+            activations: model.activations,
+            kv: model.kv,
+            kv_bytes: (args.kv_memory * GIB as f64) as u64,
+            step_tokens_max: args.chunk.max(1),
+            prefill_tokens_beside_decode_max: PREFILL_TOKENS_BESIDE_DECODE_MAX.min(args.chunk.max(1)),
+            sequences_max: choice.sequences_max.max(1),
+            block_tokens: None,
+        };
+        let price = choice.prices.get(selector).map(|&usd| UsdPerHour(usd));
+        let spec = InstanceSpec { device, weights, role: *role, price, limits };
+        instances.push(Loaded::new(&config, spec)?);
+    }
+    let instances = calibrated(model, args, instances, choice.recalibrate)?;
+    let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
+    let secret = [env.random(), env.random()];
+    let parts = EngineParts {
+        env: env.clone(),
+        identity: Identity::new(model.digest.clone(), model.tokenizer_digest.clone(), secret),
+        config,
+        instances,
+        transport: Arc::new(Memory::new()),
+        make_region: Arc::new(region),
+        limits: choice.engine,
+        placements,
+        metrics,
+    };
+    Ok(parts.start()?)
+}
+
+fn check_roles(devices: &[DeviceRole]) -> Result<()> {
+    for (role, can) in [("prefill", Role::prefills as fn(Role) -> bool), ("decode", Role::decodes)] {
+        if !devices.iter().any(|d| can(d.role)) {
+            bail!("no device does {role}: add one with '--device DEV={role}' or '--device DEV'");
+        }
+    }
+    for (at, device) in devices.iter().enumerate() {
+        if devices[..at].iter().any(|d| d.device == device.device) {
+            bail!("device '{}' is named twice; one instance can do prefill and decode", device.device);
+        }
+    }
+    Ok(())
+}
+
+fn place(
+    model: &Model,
+    device: &dyn mixfleet_hal::Device,
+    selector: &str,
+) -> Result<mixfleet_runtime::model::Weights> {
+    let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}");
+    let bar = ProgressBar::new(model.checkpoint.size_bytes());
+    bar.set_style(style.expect("a fixed template"));
+    bar.set_message(format!("loading on {selector}"));
+    let weights = model.checkpoint.place(device, &mut |done, _| bar.set_position(done));
+    bar.finish_and_clear();
+    weights.with_context(|| format!("cannot place the model on {selector}"))
+}
+
+/// With one device there is nothing to choose, but early rejection still predicts by it.
+fn calibrated(
+    model: &Model,
+    args: &ModelArgs,
+    instances: Vec<Loaded>,
+    again: bool,
+) -> Result<Vec<(Loaded, Coefficients)>> {
+    let mut calibrated = Vec::new();
+    for loaded in instances {
+        let info = loaded.device().info();
+        let key = calibration::Key {
+            fingerprint: info.fingerprint.clone(),
+            model: model.digest.clone(),
+            dtypes: format!("{} {}", model.activations, model.kv),
+            chunk: args.chunk,
+        };
+        let (cost, measured) = calibration::get(key, &loaded, again)?;
+        tracing::info!(
+            device = %info.id,
+            measured,
+            prefill_tokens_per_s = 1.0 / cost.prefill_s.per_token.max(1e-12),
+            decode_step_s = cost.decode_s.base + cost.decode_s.per_sequence,
+            kv_tokens = loaded.kv_capacity_tokens(),
+            "calibrated"
+        );
+        calibrated.push((loaded, cost));
+    }
+    Ok(calibrated)
+}
