@@ -1,7 +1,7 @@
 //! What came of it.
 
 use crate::cases::{Case, Level};
-use mixfleet_hal::DeviceInfo;
+use mixfleet_hal::{Access, DeviceInfo};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -53,6 +53,9 @@ pub struct Summary {
     pub not_run: u32,
     /// The largest error as a share of its bound.
     pub ratio_max: f64,
+    /// The same among results in f32. Rounding to a narrow type takes all of its share of a bound; here
+    /// the arithmetic shows.
+    pub ratio_max_f32: f64,
     /// How many rows came out the same alone, and of how many that were tried.
     pub batch_invariant: (u32, u32),
 }
@@ -82,6 +85,12 @@ pub struct Report {
     pub cases: Vec<CaseReport>,
 }
 
+/// Whether a case's results are rounded to a type narrower than f32.
+fn narrows(case: &Case) -> bool {
+    let operands = case.sig.operands();
+    operands.iter().any(|operand| operand.access != Access::Read && operand.dtype.size_bytes() < 4)
+}
+
 impl Report {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.conformance/1";
@@ -109,7 +118,11 @@ impl Report {
                 Outcome::Unsupported => summary.unsupported += 1,
                 Outcome::NotRun { .. } => summary.not_run += 1,
             }
-            summary.ratio_max = summary.ratio_max.max(case.ratio_max.unwrap_or(0.0));
+            let ratio = case.ratio_max.unwrap_or(0.0);
+            summary.ratio_max = summary.ratio_max.max(ratio);
+            if !case.case.as_ref().is_some_and(narrows) {
+                summary.ratio_max_f32 = summary.ratio_max_f32.max(ratio);
+            }
             if let Some(invariant) = case.batch_invariant {
                 summary.batch_invariant.0 += u32::from(invariant);
                 summary.batch_invariant.1 += 1;
@@ -125,16 +138,16 @@ impl std::fmt::Display for Report {
         writeln!(f, "{} ({}): {:?}", self.device.id, self.device.name, self.verdict())?;
         writeln!(
             f,
-            "{:<24} {:>5} {:>5} {:>11} {:>7} {:>11} {:>15}",
-            "check", "pass", "fail", "unsupported", "not run", "error/bound", "batch-invariant"
+            "{:<24} {:>5} {:>5} {:>11} {:>7} {:>11} {:>7} {:>15}",
+            "check", "pass", "fail", "unsupported", "not run", "error/bound", "in f32", "batch-invariant"
         )?;
         for (name, s) in self.summary() {
             let (same, tried) = s.batch_invariant;
             let invariant = if tried == 0 { "-".to_owned() } else { format!("{same} of {tried}") };
             writeln!(
                 f,
-                "{name:<24} {:>5} {:>5} {:>11} {:>7} {:>11.3} {invariant:>15}",
-                s.pass, s.fail, s.unsupported, s.not_run, s.ratio_max
+                "{name:<24} {:>5} {:>5} {:>11} {:>7} {:>11.3} {:>7.3} {invariant:>15}",
+                s.pass, s.fail, s.unsupported, s.not_run, s.ratio_max, s.ratio_max_f32
             )?;
         }
         for case in &self.cases {

@@ -2,12 +2,14 @@
 
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::{
-    Device, DeviceInfo, Export, Health, HostMemory, Limits, OpSig, Queue, Result, Role, Slice, Support,
+    Cmd, DType, Device, DeviceInfo, Elapsed, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result,
+    Role, Scalar, Slice, Support, Ticket,
 };
 use mixfleet_hwtests::faulty::FaultyDevice;
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::{Level, Options, Outcome, Report, Verdict, run};
 use std::sync::Arc;
+use std::time::Duration;
 
 const OPERATIONS: [&str; 10] =
     ["embed", "rms_norm", "gemm", "rope", "attn_merge", "silu_mul", "add", "argmax", "copy", "fill"];
@@ -24,14 +26,14 @@ fn under(plan: FaultPlan, names: &[&str]) -> (Report, u64) {
     (report, device.commands())
 }
 
-/// Strikes some twenty commands spread over the suite, one per run: it must fail each time. `can_matter`
+/// Strikes some eight commands spread over the suite, one per run: it must fail each time. `can_matter`
 /// tells by its index whether a command's fault can have an effect.
 fn every_strike_is_seen(fault: Fault, names: &[&str], can_matter: fn(u64) -> bool) {
     for name in names {
         let (clean, commands) = under(FaultPlan::default(), &[name]);
         assert_eq!(clean.verdict(), Verdict::Pass, "{clean}");
         let targets: Vec<u64> = (0..commands).filter(|&n| can_matter(n)).collect();
-        for &n in targets.iter().step_by((targets.len() / 20).max(1)) {
+        for &n in targets.iter().step_by((targets.len() / 8).max(1)) {
             let (report, _) = under(FaultPlan::exactly(fault, n, n + 1), &[name]);
             assert_eq!(report.verdict(), Verdict::Fail, "{fault:?} at command {n} of {name} was not seen");
         }
@@ -69,13 +71,16 @@ fn after_a_hang_nothing_more_is_asked() {
     assert_eq!(report.verdict(), Verdict::Fail);
 }
 
+/// What a confused device does instead.
+type Change = fn(OpSig) -> OpSig;
+
 /// A device with a bug in one place.
 struct Buggy {
     inner: ReferenceDevice,
     bug: Bug,
 }
 
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy)]
 enum Bug {
     /// Supports nothing.
     Useless,
@@ -85,6 +90,8 @@ enum Bug {
     Spill,
     /// Cannot put anything into a pool.
     NoScatter,
+    /// Computes something slightly else.
+    Confused(Change),
 }
 
 impl Device for Buggy {
@@ -113,24 +120,55 @@ impl Device for Buggy {
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         self.inner.write(to, data)?;
         let end = to.offset + to.bytes;
-        if self.bug == Bug::Spill && end < to.buffer.size_bytes() {
+        if matches!(self.bug, Bug::Spill) && end < to.buffer.size_bytes() {
             let next = Slice { buffer: to.buffer.clone(), offset: end, bytes: 1 };
             self.inner.write(&next, &[0xEE])?;
         }
         Ok(())
     }
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        if self.bug == Bug::StaleRead {
+        if matches!(self.bug, Bug::StaleRead) {
             data.fill(0);
             return Ok(());
         }
         self.inner.read(from, data)
     }
     fn queue(&self) -> Result<Box<dyn Queue>> {
-        self.inner.queue()
+        let inner = self.inner.queue()?;
+        Ok(match self.bug {
+            Bug::Confused(change) => Box::new(ConfusedQueue { inner, change }),
+            _ => inner,
+        })
     }
     fn health(&self) -> Health {
         self.inner.health()
+    }
+}
+
+/// Runs another operation on the same operands.
+struct ConfusedQueue {
+    inner: Box<dyn Queue>,
+    change: Change,
+}
+
+impl ConfusedQueue {
+    fn changed(&self, cmds: &[Cmd]) -> Vec<Cmd> {
+        cmds.iter().map(|cmd| Cmd::new((self.change)(*cmd.sig()), cmd.args()).unwrap()).collect()
+    }
+}
+
+impl Queue for ConfusedQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        self.inner.submit(&self.changed(cmds))
+    }
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        self.inner.wait(ticket, timeout)
+    }
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        self.inner.record(&self.changed(cmds))
+    }
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        self.inner.replay(graph)
     }
 }
 
@@ -146,4 +184,46 @@ fn buggy_devices_do_not_pass() {
     assert_eq!(verdict_of(Bug::StaleRead, &["add"]), Verdict::Fail);
     assert_eq!(verdict_of(Bug::Spill, &["memory"]), Verdict::Fail);
     assert_eq!(verdict_of(Bug::NoScatter, &["attn_decode"]), Verdict::Incomplete);
+}
+
+/// Mistakes that kernels have had: each changes a result by little, or only at an edge.
+#[test]
+fn slightly_wrong_arithmetic_does_not_pass() {
+    let mistakes: [(&str, Change); 5] = [
+        ("attn_prefill", |mut sig| {
+            if let OpSig::AttnPrefill { window: Some(window), .. } = &mut sig {
+                *window += 1;
+            }
+            sig
+        }),
+        ("rms_norm", |mut sig| {
+            if let OpSig::RmsNorm { eps, .. } = &mut sig {
+                *eps = Scalar(eps.0 * 0.9);
+            }
+            sig
+        }),
+        ("gemm", |mut sig| {
+            if let OpSig::Gemm { accumulate, .. } = &mut sig {
+                *accumulate = false;
+            }
+            sig
+        }),
+        ("gemm", |mut sig| {
+            if let OpSig::Gemm { weight, .. } = &mut sig
+                && *weight == DType::Bf16
+            {
+                *weight = DType::F16;
+            }
+            sig
+        }),
+        ("fill", |mut sig| {
+            if let OpSig::Fill { word, .. } = &mut sig {
+                *word ^= 1;
+            }
+            sig
+        }),
+    ];
+    for (name, change) in mistakes {
+        assert_eq!(verdict_of(Bug::Confused(change), &[name]), Verdict::Fail, "{name}");
+    }
 }
