@@ -21,14 +21,14 @@ fn gemm_at_tile_edges_with_bias_and_accumulation() {
             (8, 70, 129),
             (13, 5, 31),
             (16, 33, 64),
-            (17, 31, 63),
+            (27, 31, 63),
             (23, 33, 65),
             (24, 64, 31),
             (25, 97, 300),
             (37, 32, 4099),
             (0, 4, 4),
             (3, 4, 0),
-            (20, 3, 0),
+            (30, 3, 0),
         ]
         .iter()
         .enumerate()
@@ -45,7 +45,7 @@ fn gemm_in_every_combination_of_dtypes() {
         for x in FLOATS {
             for weight in FLOATS {
                 for out in FLOATS {
-                    for m in [1, 3, 19] {
+                    for m in [1, 3, 26] {
                         gemm(&rig, (m, 34, 70), [x, weight, out], m == 3, m != 1);
                     }
                 }
@@ -162,7 +162,7 @@ fn embed_argmax_copy_fill() {
             rows[1][cols / 2] = f32::NAN;
             rows[2].fill(f32::NAN);
             rows[3].fill(f32::NEG_INFINITY);
-            let expected = [cols as u32 - 1, if cols > 1 { 0 } else { 0 }, 0, 0];
+            let expected = [cols as u32 - 1, 0, 0, 0];
             let bytes: Vec<u8> = rows.concat().iter().flat_map(|v| v.to_le_bytes()).collect();
             let result =
                 rig.run(&OpSig::Argmax { rows: 4, cols: cols as u32 }, &[bytes, vec![9; 16]]).unwrap();

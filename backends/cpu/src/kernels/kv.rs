@@ -37,7 +37,7 @@ impl Pools {
     /// Pages that both pools have.
     pub(crate) fn pages(&self) -> usize {
         let page_bytes = self.block_bytes() * self.kv_heads;
-        if page_bytes == 0 { 0 } else { self.k.bytes.min(self.v.bytes) / page_bytes }
+        self.k.bytes.min(self.v.bytes).checked_div(page_bytes).unwrap_or(0)
     }
 
     /// Whether key words hold two dimensions.

@@ -1,9 +1,10 @@
 //! Attention over pages: one tile of query rows against a range of keys, with the running maximum and
 //! sum of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
 //!
-//! A tile's rows are queries that share a KV head, so each page is read once for all of them. Scores
-//! and probabilities stay in f32; only `q . k` uses the bf16 dot product, where both are bf16 (its
-//! products are exact in f32). Keys outside a row's range have probability zero, and values outside the
+//! A tile's rows are queries that share a KV head, so each page is read once for all of them. Where
+//! queries and pool are bf16, `q . k` uses the bf16 dot product (its products are exact in f32). So does
+//! `p . v` in prefill, with weights rounded to bf16: each errs by 2^-9 relative, as in matrix units. In
+//! decode the weights stay f32, so that parts recombine to 1e-5. Keys outside a row's range have probability zero, and values outside the
 //! tile's range are never multiplied: what lies in a page's unused slots does not matter, be it NaN.
 
 pub(crate) mod decode;
@@ -37,6 +38,8 @@ pub(crate) struct Tile<'a> {
     pub(crate) x: DType,
     /// First element of each row's query.
     pub(crate) queries: &'a [*const u8],
+    /// Probabilities may be rounded to the queries' dtype.
+    pub(crate) round_weights: bool,
 }
 
 /// A tile's scratch. All rows have the stride that the name says.
@@ -118,6 +121,9 @@ impl Task for Attend<'_> {
         unsafe {
             pack_queries::<S>(task, room.q, rows, dot);
             match panels {
+                DType::Bf16 if dot && task.round_weights => {
+                    with_rows!(S, rows, run::<S, DotBf16, DotBf16>(task, room, direct))
+                }
                 DType::Bf16 if dot => with_rows!(S, rows, run::<S, DotBf16, PairBf16>(task, room, direct)),
                 DType::Bf16 => with_rows!(S, rows, run::<S, PairBf16, PairBf16>(task, room, direct)),
                 DType::F16 => with_rows!(S, rows, run::<S, PairF16, PairF16>(task, room, direct)),
@@ -194,7 +200,7 @@ unsafe fn run<S: Simd, K: Panel<S>, V: Panel<S>, const M: usize>(
                 count += 1;
                 token += segment.tokens;
             }
-            let alpha = softmax::<S, M>(task, room.scores, first, token - first, &mut stats);
+            let alpha = softmax::<S, V, M>(task, room.scores, first, token - first, &mut stats);
             values::<S, V, M>(&segments[..count], room, &alpha, dim);
         }
     }
@@ -373,7 +379,7 @@ unsafe fn score_tile<S: Simd, K: Panel<S>, const M: usize, const N: usize>(
 /// Turns scores of `count` keys from `first` on into probabilities relative to the rows' new maxima;
 /// returns the factors that bring what was summed before to the same base.
 #[inline(always)]
-unsafe fn softmax<S: Simd, const M: usize>(
+unsafe fn softmax<S: Simd, V: Panel<S>, const M: usize>(
     task: &Tile<'_>,
     scores: *mut f32,
     first: usize,
@@ -383,7 +389,7 @@ unsafe fn softmax<S: Simd, const M: usize>(
     let scale = 1.0 / (task.pools.head_dim as f32).sqrt();
     let columns = round_up(count, S::LANES);
     let mut alpha = [1.0; M];
-    for row in 0..M {
+    for (row, alpha) in alpha.iter_mut().enumerate() {
         let (a, b) = task.ranges.get(row).copied().unwrap_or((0, 0));
         let a = a.saturating_sub(first).min(count);
         let b = b.saturating_sub(first).min(count);
@@ -401,9 +407,9 @@ unsafe fn softmax<S: Simd, const M: usize>(
             let new = row_max::<S>(row_scores, columns, scale, old);
             // all scores are -inf: nothing to see, and no base to subtract
             let base = if new == f32::NEG_INFINITY { 0.0 } else { new };
-            let sum = row_exp::<S>(row_scores, columns, scale, base);
+            let sum = row_exp::<S, V>(row_scores, columns, scale, base);
             let factor = if old == f32::NEG_INFINITY { 0.0 } else { scalar_exp::<S>(old - base) };
-            alpha[row] = factor;
+            *alpha = factor;
             stats.max[row] = new;
             stats.sum[row] = stats.sum[row] * factor + sum;
         }
@@ -427,17 +433,22 @@ unsafe fn row_max<S: Simd>(scores: *const f32, columns: usize, scale: f32, old: 
     }
 }
 
-/// `score = exp(score * scale - base)` in place; returns the sum.
+/// `score = exp(score * scale - base)` in place, as words of panel `V`'s left-hand side; returns the sum.
 #[inline(always)]
-unsafe fn row_exp<S: Simd>(scores: *mut f32, columns: usize, scale: f32, base: f32) -> f32 {
+unsafe fn row_exp<S: Simd, V: Panel<S>>(scores: *mut f32, columns: usize, scale: f32, base: f32) -> f32 {
     // SAFETY: the caller's promise: `columns` scores, a multiple of LANES.
     unsafe {
-        let (scale, base) = (S::splat(scale), S::splat(base));
+        let (scale, base) = (S::splat(scale), S::splat(-base));
         let mut sum = S::splat(0.0);
         let mut i = 0;
         while i < columns {
-            let p = exp::<S>(S::sub(S::mul(S::load(scores.add(i)), scale), base));
-            S::store(scores.add(i), p);
+            let p = exp::<S>(S::fma(S::load(scores.add(i)), scale, base));
+            if V::STEPS < V::PER_WORD {
+                // pairs of bf16, behind the place that was just read
+                S::store_bf16_flushing(scores.cast::<u16>().add(i), p);
+            } else {
+                S::store(scores.add(i), p);
+            }
             sum = S::add(sum, p);
             i += S::LANES;
         }
@@ -499,7 +510,11 @@ unsafe fn value_tile<S: Simd, V: Panel<S>, const M: usize, const N: usize>(
         }
         let mut column = 0;
         for segment in segments {
-            let left = Left { at: room.scores.add(column), row_stride: BLOCK, step_stride: 1 };
+            let left = Left {
+                at: room.scores.add(column * V::STEPS / V::PER_WORD),
+                row_stride: BLOCK,
+                step_stride: 1,
+            };
             let words = segment.tokens / V::PER_WORD;
             tile::<S, V, M, N>(&mut acc, left, segment.v.add(d * 4), segment.v_stride, words);
             column += segment.tokens;

@@ -24,7 +24,7 @@ pub(crate) struct Shape {
 }
 
 /// Rows of `x` from which packing pays.
-const PACKED_ROWS_MIN: usize = 17;
+const PACKED_ROWS_MIN: usize = 25;
 
 impl Shape {
     /// Whether the blocked kernel runs it.

@@ -77,7 +77,7 @@ unsafe fn transpose<S: Simd>(
             let element = word * per_word;
             let (mut from, mut stride) =
                 (source.start.wrapping_add(group * source.row_bytes + element * size), source.row_bytes);
-            let complete = count % S::LANES == 0 && element + count * per_word <= source.elements;
+            let complete = count.is_multiple_of(S::LANES) && element + count * per_word <= source.elements;
             // SAFETY: reads stay in the `present` rows' elements; staged rows hold CHUNK words.
             unsafe {
                 if !(direct && complete && present == S::LANES) {
@@ -220,8 +220,9 @@ impl Task for PanelOut {
                 std::ptr::write_bytes(sums, 0, width * m);
             }
             let mut from = 0;
+            let step = depth.div_ceil(depth.div_ceil(DEPTH).max(1)).next_multiple_of(16);
             while from < depth {
-                let to = (from + DEPTH).min(depth);
+                let to = (from + step).min(depth);
                 transpose::<S>(&source, columns, width, from..to, panel, rest);
                 if self.dtype == DType::Bf16 {
                     all_tiles::<S, DotBf16>(&self, panel, sums, from..to, depth);

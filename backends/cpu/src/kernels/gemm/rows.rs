@@ -192,8 +192,10 @@ unsafe fn stream<S: Simd, L: Load<S>>(task: &Rows, x: *const u8) {
                     octet::<S, L>(shape, x, w, end, sums);
                     j += STREAMS;
                 } else {
+                    let nothing = Ahead { at: w, lines: 0 };
                     for i in 0..shape.m {
-                        dot::<S, L, 1, 1>(shape, x.add(i * shape.k * L::X_BYTES), w, w, sums.add(i * BLOCK));
+                        let x = x.add(i * shape.k * L::X_BYTES);
+                        dot::<S, L, 1, 1>(shape, x, w, nothing, sums.add(i * BLOCK));
                     }
                     j += 1;
                 }
@@ -206,7 +208,16 @@ unsafe fn stream<S: Simd, L: Load<S>>(task: &Rows, x: *const u8) {
     }
 }
 
-/// Eight weight rows against all rows of `x`.
+/// What a call of [`dot`] should ask the memory for meanwhile.
+#[derive(Clone, Copy)]
+struct Ahead {
+    at: *const u8,
+    /// Cache lines per vector of k.
+    lines: usize,
+}
+
+/// Eight weight rows against all rows of `x`. Meanwhile the next eight come to the L2, an equal part of
+/// them in each call of [`dot`]: arithmetic and memory then overlap also where several calls share rows.
 #[inline(always)]
 unsafe fn octet<S: Simd, L: Load<S>>(
     shape: &Shape,
@@ -217,39 +228,34 @@ unsafe fn octet<S: Simd, L: Load<S>>(
 ) {
     let (x_row, w_row) = (shape.k * L::X_BYTES, shape.k * L::W_BYTES);
     let next = w.wrapping_add(STREAMS * w_row);
-    // the page behind the last row is nobody's business: prefetch what is already here instead
-    let ahead = if next < end.wrapping_sub(STREAMS * w_row) { next } else { w };
-    let mut i = 0;
+    let wide = if S::LANES == 16 { 4 } else { 2 };
+    let calls = if shape.m == 1 { 1 } else { 2 * shape.m.div_ceil(wide) };
+    let lines = (STREAMS * L::ELEMENTS * L::W_BYTES / 64 / calls).max(1);
+    // behind the last whole octet lies nobody's memory
+    let lines = if next.wrapping_add(STREAMS * w_row) <= end { lines } else { 0 };
+    let mut ahead = Ahead { at: next, lines };
+    let part = lines * 64 * (shape.k / L::ELEMENTS);
     // SAFETY: the caller's promise: eight rows of weight, m rows of x, sums [m, BLOCK].
     unsafe {
-        while i < shape.m {
-            let (x, sums) = (x.add(i * x_row), sums.add(i * BLOCK));
-            match shape.m - i {
-                1 => {
-                    dot::<S, L, STREAMS, 1>(shape, x, w, ahead, sums);
-                    i += 1;
+        if shape.m == 1 {
+            return dot::<S, L, STREAMS, 1>(shape, x, w, ahead, sums);
+        }
+        // four weight rows stay in the L1 while all rows of x pass
+        for r in (0..STREAMS).step_by(4) {
+            let (w, mut i) = (w.add(r * w_row), 0);
+            while i < shape.m {
+                let (x, sums) = (x.add(i * x_row), sums.add(i * BLOCK + r));
+                match shape.m - i {
+                    1 => dot::<S, L, 4, 1>(shape, x, w, ahead, sums),
+                    left if left < wide || wide == 2 => dot::<S, L, 4, 2>(shape, x, w, ahead, sums),
+                    _ => dot::<S, L, 4, 4>(shape, x, w, ahead, sums),
                 }
-                2 | 3 => {
-                    for r in (0..STREAMS).step_by(4) {
-                        let step = r * w_row;
-                        dot::<S, L, 4, 2>(shape, x, w.add(step), ahead.wrapping_add(step), sums.add(r));
-                    }
-                    i += 2;
-                }
-                _ if S::LANES == 16 => {
-                    for r in (0..STREAMS).step_by(4) {
-                        let step = r * w_row;
-                        dot::<S, L, 4, 4>(shape, x, w.add(step), ahead.wrapping_add(step), sums.add(r));
-                    }
-                    i += 4;
-                }
-                _ => {
-                    for r in (0..STREAMS).step_by(2) {
-                        let step = r * w_row;
-                        dot::<S, L, 2, 4>(shape, x, w.add(step), ahead.wrapping_add(step), sums.add(r));
-                    }
-                    i += 4;
-                }
+                i += match shape.m - i {
+                    1 => 1,
+                    left if left < wide || wide == 2 => 2,
+                    _ => 4,
+                };
+                ahead.at = ahead.at.wrapping_add(part);
             }
         }
     }
@@ -261,7 +267,7 @@ unsafe fn dot<S: Simd, L: Load<S>, const R: usize, const X: usize>(
     shape: &Shape,
     x: *const u8,
     w: *const u8,
-    ahead: *const u8,
+    mut ahead: Ahead,
     sums: *mut f32,
 ) {
     let (x_row, w_row) = (shape.k * L::X_BYTES, shape.k * L::W_BYTES);
@@ -271,13 +277,16 @@ unsafe fn dot<S: Simd, L: Load<S>, const R: usize, const X: usize>(
         let mut acc = [[S::splat(0.0); X]; R];
         let mut c = 0;
         while c < whole {
+            for line in 0..ahead.lines {
+                S::prefetch(ahead.at.wrapping_add(line * 64));
+            }
+            ahead.at = ahead.at.wrapping_add(ahead.lines * 64);
             let mut xs = [S::splat(0.0); X];
             for (i, v) in xs.iter_mut().enumerate() {
                 *v = L::x(x.add(i * x_row + c * L::X_BYTES));
             }
             for (r, acc) in acc.iter_mut().enumerate() {
                 let at = r * w_row + c * L::W_BYTES;
-                S::prefetch(ahead.wrapping_add(at));
                 let v = L::w(w.add(at));
                 for (acc, x) in acc.iter_mut().zip(&xs) {
                     *acc = L::mac(*acc, *x, v);
@@ -294,9 +303,16 @@ unsafe fn dot<S: Simd, L: Load<S>, const R: usize, const X: usize>(
                 }
             }
         }
-        for (r, acc) in acc.iter().enumerate() {
-            for (i, acc) in acc.iter().enumerate() {
-                *sums.add(i * BLOCK + r) = S::sum(*acc);
+        // four sums at a time; a single row uses the same order of additions
+        for r in (0..R).step_by(4) {
+            for i in 0..X {
+                let mut four = [S::splat(0.0); 4];
+                for (four, acc) in four.iter_mut().zip(&acc[r..]) {
+                    *four = acc[i];
+                }
+                let mut totals = [0f32; 4];
+                S::store_sums(totals.as_mut_ptr(), four);
+                std::ptr::copy_nonoverlapping(totals.as_ptr(), sums.add(i * BLOCK + r), R.min(4));
             }
         }
     }

@@ -115,6 +115,15 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn store_sums(to: *mut f32, [a, b, c, d]: [__m256; 4]) {
+        // SAFETY: see above; `to` has room for four.
+        unsafe {
+            let halves = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+            let sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+            _mm_storeu_ps(to, sums);
+        }
+    }
+    #[inline(always)]
     unsafe fn max_lane(v: __m256) -> f32 {
         // SAFETY: see above.
         unsafe {

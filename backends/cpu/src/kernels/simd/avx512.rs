@@ -73,6 +73,18 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
+    unsafe fn store_bf16_flushing(to: *mut u16, v: __m512) {
+        // SAFETY: see above; BF16 says that the instruction is present.
+        unsafe {
+            if BF16 {
+                let halves = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v));
+                _mm256_storeu_si256(to.cast(), halves);
+            } else {
+                Self::store_bf16(to, v);
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn store_f16(to: *mut u16, v: __m512) {
         // SAFETY: see above.
         unsafe { _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<NEAREST>(v)) }
@@ -116,6 +128,18 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     unsafe fn sum(v: __m512) -> f32 {
         // SAFETY: see above.
         unsafe { _mm512_reduce_add_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn store_sums(to: *mut f32, [a, b, c, d]: [__m512; 4]) {
+        // SAFETY: see above; `to` has room for four.
+        unsafe {
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            // every 128-bit lane: partial sums of a, b, c, d
+            let all = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xEE>(ab, cd));
+            let half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps::<1>(all));
+            _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half)));
+        }
     }
     #[inline(always)]
     unsafe fn max_lane(v: __m512) -> f32 {

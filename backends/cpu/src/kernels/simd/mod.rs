@@ -32,6 +32,12 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn load_f16(from: *const u16) -> Self::V;
     /// Rounds to nearest even.
     unsafe fn store_bf16(to: *mut u16, v: Self::V);
+    /// As `store_bf16`, but may flush subnormals to zero.
+    #[inline(always)]
+    unsafe fn store_bf16_flushing(to: *mut u16, v: Self::V) {
+        // SAFETY: as for the caller.
+        unsafe { Self::store_bf16(to, v) }
+    }
     /// Rounds to nearest even.
     unsafe fn store_f16(to: *mut u16, v: Self::V);
 
@@ -46,6 +52,8 @@ pub(crate) trait Simd: Copy + 'static {
     /// `a * b + c`.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     unsafe fn sum(v: Self::V) -> f32;
+    /// The sums of four vectors, to four neighbouring f32. Each is added in the same order.
+    unsafe fn store_sums(to: *mut f32, v: [Self::V; 4]);
     unsafe fn max_lane(v: Self::V) -> f32;
     /// To the nearest integer.
     unsafe fn round(v: Self::V) -> Self::V;

@@ -102,6 +102,13 @@ impl Simd for Portable {
         (four[0] + four[2]) + (four[1] + four[3])
     }
     #[inline(always)]
+    unsafe fn store_sums(to: *mut f32, v: [V; 4]) {
+        for (i, v) in v.into_iter().enumerate() {
+            // SAFETY: see above; `to` has room for four.
+            unsafe { to.add(i).write_unaligned(Self::sum(v)) };
+        }
+    }
+    #[inline(always)]
     unsafe fn max_lane(v: V) -> f32 {
         v.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
     }

@@ -1,0 +1,272 @@
+//! What the kernels reach, as ratios to this machine's limits measured in the same run:
+//! `cargo run --release -p mixfleet-cpu --example throughput [cpu@0]`.
+//! Limits: a plain read of 2 GiB by one thread per core, and the bf16 dot product in registers. Shapes:
+//! the projections of a 1.1 B model (hidden 2048, intermediate 5632, 32 heads, 4 KV heads of 64). Every
+//! figure is the best of several runs; GEMM weights are cycled through 400 MB so that no cache holds them.
+
+#![allow(unsafe_code, clippy::print_stdout)]
+
+use mixfleet_cpu::CpuBackend;
+use mixfleet_hal::{Backend, Cmd, DType, Device, OpSig, Queue, Role, Slice};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const WEIGHTS_BYTES: u64 = 400 << 20;
+
+struct Bench {
+    device: Arc<dyn Device>,
+    queue: Box<dyn Queue>,
+    read_rate: f64,
+    dot_rate: f64,
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let selector = std::env::args().nth(1).unwrap_or_else(|| "cpu".into());
+    let only = std::env::args().nth(2);
+    let wanted = |name: &str| only.as_deref().is_none_or(|o| o == name);
+    let device = CpuBackend.open(&selector)?;
+    println!("{}", device.info().fingerprint);
+    let threads = device.info().compute_units as usize;
+    let (read_rate, dot_rate) = (read_rate(threads), dot_rate(threads));
+    println!("limits: read {:.1} GB/s, bf16 dot {:.0} GFLOP/s", read_rate / 1e9, dot_rate / 1e9);
+    let queue = device.queue()?;
+    let mut bench = Bench { device, queue, read_rate, dot_rate };
+    if wanted("gemm") {
+        for x in [DType::Bf16, DType::F32] {
+            for m in [1, 2, 4, 8, 16, 32, 128, 512, 2048] {
+                for (n, k) in [(256, 2048), (2048, 2048), (5632, 2048), (2048, 5632), (32000, 2048)] {
+                    if m <= 32 || (n < 32000 && (x == DType::Bf16 || m == 512)) {
+                        bench.gemm(m, n, k, x)?;
+                    }
+                }
+            }
+        }
+    }
+    if wanted("attention") {
+        for (sequences, context) in [(1, 512), (1, 4096), (8, 512), (8, 4096)] {
+            bench.decode(sequences, context)?;
+        }
+        for tokens in [128, 512, 2048, 8192] {
+            bench.prefill(tokens)?;
+        }
+    }
+    if wanted("layer") {
+        bench.barriers()?;
+    }
+    Ok(())
+}
+
+impl Bench {
+    /// Seconds of the fastest of several runs of `cmds`; repeated runs cycle through the batches.
+    fn best(&mut self, batches: &[Vec<Cmd>]) -> mixfleet_hal::Result<f64> {
+        let (mut best, start, mut runs) = (f64::INFINITY, Instant::now(), 0);
+        while runs < 5 || (start.elapsed() < Duration::from_millis(400) && runs < 2000) {
+            let ticket = self.queue.submit(&batches[runs % batches.len()])?;
+            let elapsed = self.queue.wait(ticket, Duration::from_secs(100))?;
+            best = best.min(elapsed.time.0);
+            runs += 1;
+        }
+        Ok(best)
+    }
+
+    fn alloc(&self, bytes: u64) -> mixfleet_hal::Result<Slice> {
+        let slice = self.device.alloc(bytes, Role::Activations)?;
+        // 0x3C3C is 0.0115 in bf16 and 0x3C3C3C3C is 0.0115 in f32: no zero pages, no subnormals
+        let piece = vec![0x3C; bytes.min(1 << 20) as usize];
+        let mut at = 0;
+        while at < bytes {
+            let n = piece.len().min((bytes - at) as usize);
+            self.device.write(&slice.range(at, n as u64), &piece[..n])?;
+            at += n as u64;
+        }
+        Ok(slice)
+    }
+
+    fn gemm(&mut self, m: u32, n: u32, k: u32, x: DType) -> mixfleet_hal::Result<()> {
+        let weight = DType::Bf16;
+        let sig = OpSig::Gemm { m, n, k, x, weight, out: x, bias: false, accumulate: false };
+        let bytes = u64::from(n) * u64::from(k) * 2;
+        let count = if m <= 32 { (WEIGHTS_BYTES / bytes).max(1) } else { 2 };
+        let weights = self.alloc(bytes * count)?;
+        let input = self.alloc(u64::from(m) * u64::from(k) * x.size_bytes())?;
+        let output = self.alloc(u64::from(m) * u64::from(n) * x.size_bytes())?;
+        let commands =
+            |i: u64| Cmd::new(sig, &[input.clone(), weights.range(i * bytes, bytes), output.clone()]);
+        // at least 100 MB per batch: the launch cost is not what is measured here
+        let group = if m <= 32 { (100_000_000 / bytes).clamp(1, count) } else { 1 };
+        let batches = (0..count / group).map(|b| (0..group).map(|i| commands(b * group + i)).collect());
+        let batches: Vec<Vec<Cmd>> = batches.collect::<Result<_, _>>()?;
+        let seconds = self.best(&batches)? / group as f64;
+        let (rate, flops) = (bytes as f64 / seconds, sig.flops() / seconds);
+        println!(
+            "gemm {x}*bf16 m {m:4} n {n:5} k {k}: {:7.1} us {:6.1} GB/s ({:3.0} % of read) {:6.1} GFLOP/s ({:3.0} % of dot)",
+            seconds * 1e6,
+            rate / 1e9,
+            100.0 * rate / self.read_rate,
+            flops / 1e9,
+            100.0 * flops / self.dot_rate
+        );
+        Ok(())
+    }
+
+    /// Pools and a page table for `sequences` of `context` tokens each, `copies` times.
+    fn pools(&self, sequences: u32, context: u32) -> mixfleet_hal::Result<(Slice, Slice, Slice, u32)> {
+        let pages_max = context.div_ceil(32);
+        let pool = || self.alloc(u64::from(sequences * pages_max) * 32 * 4 * 64 * 2);
+        let table: Vec<u8> = (0..sequences * pages_max).flat_map(u32::to_le_bytes).collect();
+        let pages = self.device.alloc(table.len() as u64, Role::Activations)?;
+        self.device.write(&pages, &table)?;
+        Ok((pool()?, pool()?, pages, pages_max))
+    }
+
+    fn words(&self, values: &[u32]) -> mixfleet_hal::Result<Slice> {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let slice = self.device.alloc(bytes.len() as u64, Role::Activations)?;
+        self.device.write(&slice, &bytes)?;
+        Ok(slice)
+    }
+
+    fn decode(&mut self, sequences: u32, context: u32) -> mixfleet_hal::Result<()> {
+        let (heads, kv_heads, head_dim, page_tokens) = (32, 4, 64, 32);
+        let mut batch = Vec::new();
+        let (q, acc) = (self.alloc(u64::from(sequences) * 4096)?, self.alloc(u64::from(sequences) * 8192)?);
+        let stat = self.alloc(u64::from(sequences) * 256)?;
+        let range = self.words(&[0, context].repeat(sequences as usize))?;
+        let mut bytes = 0.0;
+        for _ in 0..22 {
+            let (k, v, pages, pages_max) = self.pools(sequences, context)?;
+            let kv_tokens = u64::from(sequences) * u64::from(context);
+            let (x, kv) = (DType::Bf16, DType::Bf16);
+            let sig = OpSig::AttnDecode {
+                sequences,
+                kv_tokens,
+                heads,
+                kv_heads,
+                head_dim,
+                page_tokens,
+                pages_max,
+                x,
+                kv,
+            };
+            bytes += kv_tokens as f64 * 1024.0;
+            batch.push(Cmd::new(sig, &[q.clone(), range.clone(), pages, k, v, acc.clone(), stat.clone()])?);
+        }
+        let seconds = self.best(&[batch])?;
+        let rate = bytes / seconds;
+        println!(
+            "attn_decode {sequences} x {context}, 22 layers: {:8.1} us {:6.1} GB/s ({:3.0} % of read)",
+            seconds * 1e6,
+            rate / 1e9,
+            100.0 * rate / self.read_rate
+        );
+        Ok(())
+    }
+
+    fn prefill(&mut self, tokens: u32) -> mixfleet_hal::Result<()> {
+        let (heads, kv_heads, head_dim, page_tokens, sequences) = (32, 4, 64, 32, 1);
+        let (k, v, pages, pages_max) = self.pools(1, tokens)?;
+        let (q, out) = (self.alloc(u64::from(tokens) * 4096)?, self.alloc(u64::from(tokens) * 4096)?);
+        let (start, context) = (self.words(&[0, tokens])?, self.words(&[tokens])?);
+        let pairs = u64::from(tokens) * u64::from(tokens + 1) / 2;
+        let (x, kv, window, kv_tokens) = (DType::Bf16, DType::Bf16, None, u64::from(tokens));
+        let sig = OpSig::AttnPrefill {
+            tokens,
+            sequences,
+            pairs,
+            kv_tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            page_tokens,
+            pages_max,
+            window,
+            x,
+            kv,
+        };
+        let cmd = Cmd::new(sig, &[q, start, context, pages, k, v, out])?;
+        let seconds = self.best(&[vec![cmd]])?;
+        let rate = sig.flops() / seconds;
+        println!(
+            "attn_prefill {tokens}: {:8.1} us {:6.1} GFLOP/s ({:3.0} % of dot)",
+            seconds * 1e6,
+            rate / 1e9,
+            100.0 * rate / self.dot_rate
+        );
+        Ok(())
+    }
+
+    /// What dependent steps cost when there is nothing to do in them.
+    fn barriers(&mut self) -> mixfleet_hal::Result<()> {
+        let (a, b) = (self.alloc(128 << 10)?, self.alloc(128 << 10)?);
+        let copy = OpSig::Copy { bytes: 128 << 10 };
+        let pairs = [Cmd::new(copy, &[a.clone(), b.clone()])?, Cmd::new(copy, &[b, a])?];
+        let chain: Vec<Cmd> = (0..200).map(|i| pairs[i % 2].clone()).collect();
+        let seconds = self.best(&[chain])?;
+        println!("200 dependent copies of 128 KiB: {:.2} us each", seconds / 200.0 * 1e6);
+        let ticket_cost = self.best(&[vec![pairs[0].clone()]])?;
+        println!("one copy alone: {:.2} us", ticket_cost * 1e6);
+        Ok(())
+    }
+}
+
+/// Bytes per second of a plain read by `threads` threads.
+fn read_rate(threads: usize) -> f64 {
+    let data = vec![1u64; 1 << 28];
+    let pass = || {
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            for part in data.chunks(data.len().div_ceil(threads)) {
+                scope.spawn(move || std::hint::black_box(sum(part)));
+            }
+        });
+        data.len() as f64 * 8.0 / start.elapsed().as_secs_f64()
+    };
+    (0..6).map(|_| pass()).fold(0.0, f64::max)
+}
+
+fn sum(part: &[u64]) -> u64 {
+    let mut sums = [0u64; 32];
+    for chunk in part.as_chunks::<32>().0 {
+        for (sum, value) in sums.iter_mut().zip(chunk) {
+            *sum = sum.wrapping_add(*value);
+        }
+    }
+    sums.into_iter().fold(0, u64::wrapping_add)
+}
+
+/// Floating-point operations per second of the bf16 dot product in registers; 0 where there is none.
+fn dot_rate(threads: usize) -> f64 {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512f") {
+        const ROUNDS: usize = 20_000_000;
+        let pass = || {
+            let start = Instant::now();
+            std::thread::scope(|scope| {
+                for _ in 0..threads {
+                    // SAFETY: both features were just detected.
+                    scope.spawn(|| std::hint::black_box(unsafe { dots(ROUNDS) }));
+                }
+            });
+            (ROUNDS * 12 * 64 * threads) as f64 / start.elapsed().as_secs_f64()
+        };
+        return (0..3).map(|_| pass()).fold(0.0, f64::max);
+    }
+    let _ = threads;
+    0.0
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn dots(rounds: usize) -> f32 {
+    use std::arch::x86_64::*;
+    let mut acc = [_mm512_setzero_ps(); 12];
+    // SAFETY: 64 bytes of zeros are a vector of bf16.
+    let one: __m512bh = unsafe { std::mem::zeroed() };
+    let one = std::hint::black_box(one);
+    for _ in 0..rounds {
+        for acc in &mut acc {
+            *acc = _mm512_dpbf16_ps(*acc, one, one);
+        }
+    }
+    acc.into_iter().map(|v| _mm512_reduce_add_ps(v)).sum()
+}
