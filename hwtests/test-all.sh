@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Everything that can be tested without special hardware: format, lints, all tests with every backend
+# that a CPU can stand in for, docs. Installs the system packages that it needs (Debian, Ubuntu).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# OpenCL's loader to link against, and PoCL, which runs OpenCL on the CPU.
+packages="ocl-icd-opencl-dev pocl-opencl-icd gcc libc6-dev"
+missing=""
+for package in $packages; do
+    dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing="$missing $package"
+done
+if [ -n "$missing" ]; then
+    if ! command -v apt-get >/dev/null; then
+        echo "test-all: this needs the equivalents of the Debian packages:$missing" >&2
+        exit 3
+    fi
+    as_root=""
+    [ "$(id -u)" = 0 ] || as_root="sudo"
+    $as_root apt-get update -qq
+    # shellcheck disable=SC2086 # a list of words
+    DEBIAN_FRONTEND=noninteractive $as_root apt-get install -y -qq --no-install-recommends $missing
+fi
+
+step() { printf '\n== %s ==\n' "$1"; }
+features=(--workspace --features mixfleet/full)
+
+step "format"
+cargo fmt --all --check
+step "lints"
+cargo clippy --locked "${features[@]}" --all-targets -- -D warnings
+step "default features build without any system library"
+cargo check --locked -p mixfleet
+step "tests"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+cargo test --locked "${features[@]}" -- --show-output 2>&1 | tee "$log"
+step "docs"
+RUSTDOCFLAGS="-D warnings" cargo doc --locked "${features[@]}" --no-deps
+
+step "skipped"
+grep -o 'SKIPPED: .*' "$log" | sort | uniq -c || echo "nothing was skipped"
+passed=$(awk '/^test result:/ {n += $4} END {print n+0}' "$log")
+skipped=$(grep -c 'SKIPPED: ' "$log" || true)
+echo
+echo "tests: $passed passed, 0 failed, $skipped skipped"
