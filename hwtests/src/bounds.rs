@@ -90,7 +90,8 @@ fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
             let relative = EXP + 2.0 * U * gate + DIVIDE + gamma(2);
             rounded(x, want, relative * want.abs() + FLUSH * (1.0 + gate) * (1.0 + up))
         }
-        // one rounding in f32, one to the output
+        // one rounding in f32, and one to a narrower output
+        OpSig::Add { x: DType::F32, .. } => rounded(DType::F32, want, 0.0),
         OpSig::Add { x, .. } => rounded(x, want, U * want.abs()),
         OpSig::Argmax { .. } | OpSig::Copy { .. } | OpSig::Fill { .. } => 0.0,
         OpSig::Gemm { .. }

@@ -199,7 +199,7 @@ impl Builder {
     }
 
     fn head_dims(&self) -> &'static [u32] {
-        if self.full { &[8, 16, 32, 64, 80, 128] } else { &[16, 80] }
+        if self.full { &[8, 12, 16, 32, 64, 80, 128] } else { &[16, 80] }
     }
 
     /// The device's own page size, and others that a peer may ask for.

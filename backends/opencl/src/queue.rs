@@ -294,9 +294,12 @@ impl OpenClQueue {
             match Self::status(event)? {
                 0 => break,
                 code if code < 0 => {
-                    // drivers end commands with a negative code when a kernel faults or the device is gone
-                    let message = format!("opencl: a command of {ticket:?} ended with {code}");
-                    let error = Error::new(ErrorKind::DeviceLost, message);
+                    // a driver ends commands so when it finds no memory for a deferred allocation (-4, -6),
+                    // else when a kernel faults or the device is gone
+                    let kind =
+                        if matches!(code, -4 | -6) { ErrorKind::OutOfMemory } else { ErrorKind::DeviceLost };
+                    let error =
+                        Error::new(kind, format!("opencl: a command of {ticket:?} ended with {code}"));
                     self.failed.get_or_insert((ticket.0, error.clone()));
                     return Err(error);
                 }

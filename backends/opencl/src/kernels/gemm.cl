@@ -61,22 +61,30 @@ kernel void gemm(OPERANDS) {
     }
 }
 
-// For CPUs and one row: the weights are read once, in order, which is all that counts. A thread computes
-// STRIP columns one after the other, each in four sums that hide the latency of an addition.
+// For CPUs and one row: the weights are read once, nearly in order, which is all that counts. A thread
+// computes STRIP columns, two at a time, each in two sums that hide the latency of an addition.
 kernel void gemv(OPERANDS) {
     const uint first = get_global_id(0) * STRIP, end = min(n, first + STRIP);
     x += x_at;
-    for (uint col = first; col < end; ++col) {
-        IN(WEIGHT) w = weight + weight_at + (ulong)col * k;
-        floatw acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (uint col = first; col < end; col += 2) {
+        IN(WEIGHT) v = weight + weight_at + (ulong)col * k;
+        IN(WEIGHT) w = weight + weight_at + (ulong)min(col + 1, n - 1) * k;
+        floatw v0 = 0.0f, v1 = 0.0f, w0 = 0.0f, w1 = 0.0f;
         uint i = 0;
-        for (; i + 4 * W <= k; i += 4 * W) {
-#pragma unroll
-            for (uint u = 0; u < 4; ++u) acc[u] = MAD(LOADW(X, x, i + u * W), LOADW(WEIGHT, w, i + u * W), acc[u]);
+        for (; i + 2 * W <= k; i += 2 * W) {
+            const floatw a = LOADW(X, x, i), b = LOADW(X, x, i + W);
+            v0 = MAD(a, LOADW(WEIGHT, v, i), v0);
+            v1 = MAD(b, LOADW(WEIGHT, v, i + W), v1);
+            w0 = MAD(a, LOADW(WEIGHT, w, i), w0);
+            w1 = MAD(b, LOADW(WEIGHT, w, i + W), w1);
         }
-        float sum = SUMW((acc[0] + acc[1]) + (acc[2] + acc[3]));
-        for (; i < k; ++i) sum = MAD(LOAD(X, x, i), LOAD(WEIGHT, w, i), sum);
-        FINISH(0, col, sum);
+        float v_sum = SUMW(v0 + v1), w_sum = SUMW(w0 + w1);
+        for (; i < k; ++i) {
+            v_sum = MAD(LOAD(X, x, i), LOAD(WEIGHT, v, i), v_sum);
+            w_sum = MAD(LOAD(X, x, i), LOAD(WEIGHT, w, i), w_sum);
+        }
+        FINISH(0, col, v_sum);
+        if (col + 1 < end) FINISH(0, col + 1, w_sum);
     }
 }
 
