@@ -214,7 +214,8 @@ impl OpenClDevice {
         run: impl FnOnce(&CommandQueue, &Memory) -> core::Result<()>,
     ) -> Result<()> {
         let memory = Memory::of(slice)?;
-        let inside = slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= memory_bytes(slice));
+        let inside =
+            slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= slice.buffer.size_bytes());
         if len as u64 != slice.bytes || !inside {
             let message = format!("opencl: {len} bytes for {} at {}", slice.bytes, slice.offset);
             return Err(Error::invalid(message));
@@ -226,10 +227,6 @@ impl OpenClDevice {
         let queue = self.transfers.lock().unwrap_or_else(PoisonError::into_inner);
         run(&queue, memory).map_err(|e| failure("a transfer", &e))
     }
-}
-
-fn memory_bytes(slice: &Slice) -> u64 {
-    slice.buffer.size_bytes()
 }
 
 impl Device for OpenClDevice {
