@@ -21,14 +21,14 @@ fn gemm_at_tile_edges_with_bias_and_accumulation() {
             (8, 70, 129),
             (13, 5, 31),
             (16, 33, 64),
-            (27, 31, 63),
+            (49, 31, 63),
             (23, 33, 65),
             (24, 64, 31),
-            (25, 97, 300),
-            (37, 32, 4099),
+            (72, 97, 300),
+            (61, 32, 4099),
             (0, 4, 4),
             (3, 4, 0),
-            (30, 3, 0),
+            (50, 3, 0),
         ]
         .iter()
         .enumerate()
@@ -45,7 +45,7 @@ fn gemm_in_every_combination_of_dtypes() {
         for x in FLOATS {
             for weight in FLOATS {
                 for out in FLOATS {
-                    for m in [1, 3, 26] {
+                    for m in [1, 3, 50] {
                         gemm(&rig, (m, 34, 70), [x, weight, out], m == 3, m != 1);
                     }
                 }

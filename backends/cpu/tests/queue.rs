@@ -66,7 +66,7 @@ fn steps_of_a_batch_see_what_earlier_ones_wrote_on_any_worker() {
 #[test]
 fn projections_of_one_input_share_its_packing_and_stay_right() {
     for rig in levels("cpu") {
-        let (m, n, k) = (40, 70, 33);
+        let (m, n, k) = (60, 70, 33);
         let sig = |n| OpSig::Gemm {
             m,
             n,

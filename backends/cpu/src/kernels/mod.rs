@@ -286,7 +286,7 @@ pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&
     match sig {
         OpSig::Gemm { .. } => {
             let (shape, _) = gemm_parts(sig, args);
-            if shape.is_packed() {
+            if shape.is_packed(isa) {
                 let words = gemm::packed::packed_words(&shape, shape.word_dtype(isa));
                 return (&[Phase::PackX, Phase::MultiplyPacked], words);
             }

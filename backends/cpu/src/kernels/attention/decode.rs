@@ -185,6 +185,7 @@ impl Decode {
                 ranges: &ranges[..rows],
                 x: self.x,
                 queries: &queries[..rows],
+                prefetch: true,
                 round_weights: false,
             };
             let to = Target { acc: to.acc.wrapping_add(first * dim), stat: to.stat.wrapping_add(first * 2) };

@@ -9,15 +9,20 @@
 
 pub(crate) mod decode;
 pub(crate) mod merge;
+mod page;
 pub(crate) mod prefill;
+mod softmax;
 
 use super::convert::{load, load_part};
 use super::kv::Pools;
 use super::panel::{DotBf16, Left, PairBf16, PairF16, Panel, WordF32, tile, tile_rows, with_rows};
-use super::simd::{Simd, Task, exp};
+use super::simd::{Simd, Task};
 use super::{Span, round_up};
 use crate::isa::Isa;
-use mixfleet_hal::{DType, Error, Result};
+use mixfleet_hal::{DType, Result};
+use page::{Segment, prefetch, segment};
+pub(crate) use softmax::scalar_exp;
+use softmax::softmax;
 
 /// Keys per pass of the softmax: scores of 12 rows then take 12 KiB.
 const BLOCK: usize = 256;
@@ -38,6 +43,8 @@ pub(crate) struct Tile<'a> {
     pub(crate) x: DType,
     /// First element of each row's query.
     pub(crate) queries: &'a [*const u8],
+    /// The pages come from memory, not from a cache: ask for the next while one is at work.
+    pub(crate) prefetch: bool,
     /// Probabilities may be rounded to the queries' dtype.
     pub(crate) round_weights: bool,
 }
@@ -76,18 +83,6 @@ impl Room {
 pub(crate) struct Stats {
     pub(crate) max: [f32; ROWS_MAX],
     pub(crate) sum: [f32; ROWS_MAX],
-}
-
-/// Some keys of one page, as panels.
-#[derive(Clone, Copy)]
-struct Segment {
-    /// Keys: row = dimension word, column = token.
-    k: *const u8,
-    k_stride: usize,
-    /// Values: row = token word, column = dimension.
-    v: *const u8,
-    v_stride: usize,
-    tokens: usize,
 }
 
 /// Runs a tile: `room.out[row]`, of `head_dim` words padded to whole vectors of `isa`, becomes the
@@ -195,6 +190,9 @@ unsafe fn run<S: Simd, K: Panel<S>, V: Panel<S>, const M: usize>(
                 && (direct || count == 0)
             {
                 let segment = segment::<S>(task, token, step, (low, high), direct, &mut spare)?;
+                if task.prefetch && direct {
+                    prefetch::<S>(task, token + segment.tokens, high);
+                }
                 scores::<S, K, M>(&segment, room, token - first, pools.head_dim);
                 segments[count] = segment;
                 count += 1;
@@ -212,119 +210,6 @@ fn union(ranges: &[(usize, usize)]) -> (usize, usize) {
     let visible = ranges.iter().filter(|(a, b)| a < b);
     let low = visible.clone().map(|r| r.0).min().unwrap_or(0);
     (low, visible.map(|r| r.1).max().unwrap_or(0))
-}
-
-/// The keys of one page from `token` on. Values outside `low..high` become zeros in a copy.
-#[inline(always)]
-unsafe fn segment<S: Simd>(
-    task: &Tile<'_>,
-    token: usize,
-    step: usize,
-    (low, high): (usize, usize),
-    direct: bool,
-    spare: &mut *mut f32,
-) -> Result<Segment> {
-    let pools = task.pools;
-    let offset = token % pools.page_tokens;
-    let tokens = step.min(pools.page_tokens - offset);
-    let index = token / pools.page_tokens;
-    if index >= task.table.bytes / 4 {
-        return Err(Error::invalid(format!(
-            "attention: key {token} lies beyond the page table's {} pages",
-            task.table.bytes / 4
-        )));
-    }
-    // SAFETY: the table holds more than `index` entries.
-    let page = unsafe { task.table.u32(index) } as usize;
-    if page >= pools.pages() {
-        return Err(Error::invalid(format!(
-            "attention: page {page}, but the pool has {} pages",
-            pools.pages()
-        )));
-    }
-    let block = (page * pools.kv_heads + task.kv_head) * pools.block_bytes();
-    let (k, v) = (pools.k.start.wrapping_add(block), pools.v.start.wrapping_add(block));
-    let used = low.max(token) - token..high.min(token + tokens) - token;
-    // SAFETY: the page is inside the pool; spare has room for the copies that a block can need.
-    unsafe {
-        if !direct {
-            return Ok(widened::<S>(pools, k, v, offset, tokens, used, *spare));
-        }
-        let per_word = if pools.v_paired() { 2 } else { 1 };
-        let v_stride = pools.head_dim * 4;
-        let mut v = v.add(offset / per_word * v_stride).cast_const();
-        if used.len() < tokens {
-            v = trimmed(pools, v, tokens, used, *spare);
-            *spare = spare.add(SEGMENT * pools.head_dim);
-        }
-        Ok(Segment { k: k.add(offset * 4), k_stride: pools.page_tokens * 4, v, v_stride, tokens })
-    }
-}
-
-/// A copy of a segment's values with zeros for the tokens that are not `used`.
-#[inline(always)]
-unsafe fn trimmed(
-    pools: &Pools,
-    v: *const u8,
-    tokens: usize,
-    used: std::ops::Range<usize>,
-    spare: *mut f32,
-) -> *const u8 {
-    let per_word = if pools.v_paired() { 2 } else { 1 };
-    let row_words = pools.head_dim;
-    // SAFETY: `tokens / per_word` word rows exist on both sides.
-    unsafe {
-        for row in 0..tokens / per_word {
-            let (from, to) = (v.cast::<u32>().add(row * row_words), spare.cast::<u32>().add(row * row_words));
-            let mask = (0..per_word)
-                .filter(|i| used.contains(&(row * per_word + i)))
-                .fold(0u32, |mask, i| mask | if per_word == 1 { u32::MAX } else { 0xFFFF << (16 * i) });
-            for i in 0..row_words {
-                *to.add(i) = from.add(i).read_unaligned() & mask;
-            }
-        }
-    }
-    spare.cast()
-}
-
-/// A segment of a page whose shape does not fit vectors: both panels widened to f32 and padded.
-#[inline(always)]
-unsafe fn widened<S: Simd>(
-    pools: &Pools,
-    k: *const u8,
-    v: *const u8,
-    offset: usize,
-    tokens: usize,
-    used: std::ops::Range<usize>,
-    spare: *mut f32,
-) -> Segment {
-    let (columns, dims) = (round_up(tokens, S::LANES), round_up(pools.head_dim, S::LANES));
-    let values = spare.wrapping_add(pools.head_dim * SEGMENT);
-    // SAFETY: all indices are inside the block; spare holds two padded panels.
-    unsafe {
-        std::ptr::write_bytes(spare, 0, pools.head_dim * columns);
-        std::ptr::write_bytes(values, 0, tokens * dims);
-        for t in used {
-            for d in 0..pools.head_dim {
-                *spare.add(d * columns + t) = element(pools.dtype, k, pools.k_index(offset + t, d));
-                *values.add(t * dims + d) = element(pools.dtype, v, pools.v_index(offset + t, d));
-            }
-        }
-    }
-    Segment { k: spare.cast(), k_stride: columns * 4, v: values.cast(), v_stride: dims * 4, tokens }
-}
-
-/// One element, widened.
-#[inline(always)]
-unsafe fn element(dtype: DType, block: *const u8, index: usize) -> f32 {
-    // SAFETY: the caller's index is inside the block.
-    unsafe {
-        match dtype {
-            DType::Bf16 => half::bf16::from_bits(block.cast::<u16>().add(index).read_unaligned()).to_f32(),
-            DType::F16 => half::f16::from_bits(block.cast::<u16>().add(index).read_unaligned()).to_f32(),
-            DType::F32 | DType::U32 => block.cast::<f32>().add(index).read_unaligned(),
-        }
-    }
 }
 
 /// `scores[row][column..] = q[row] . k` for a segment's keys.
@@ -373,97 +258,6 @@ unsafe fn score_tile<S: Simd, K: Panel<S>, const M: usize, const N: usize>(
                 S::store(to.add(i * BLOCK + j * S::LANES), *v);
             }
         }
-    }
-}
-
-/// Turns scores of `count` keys from `first` on into probabilities relative to the rows' new maxima;
-/// returns the factors that bring what was summed before to the same base.
-#[inline(always)]
-unsafe fn softmax<S: Simd, V: Panel<S>, const M: usize>(
-    task: &Tile<'_>,
-    scores: *mut f32,
-    first: usize,
-    count: usize,
-    stats: &mut Stats,
-) -> [f32; M] {
-    let scale = 1.0 / (task.pools.head_dim as f32).sqrt();
-    let columns = round_up(count, S::LANES);
-    let mut alpha = [1.0; M];
-    for (row, alpha) in alpha.iter_mut().enumerate() {
-        let (a, b) = task.ranges.get(row).copied().unwrap_or((0, 0));
-        let a = a.saturating_sub(first).min(count);
-        let b = b.saturating_sub(first).min(count);
-        // SAFETY: a row holds BLOCK >= columns scores.
-        unsafe {
-            let row_scores = scores.add(row * BLOCK);
-            if a >= b {
-                std::ptr::write_bytes(row_scores, 0, columns);
-                continue;
-            }
-            for i in (0..a).chain(b..columns) {
-                *row_scores.add(i) = f32::NEG_INFINITY;
-            }
-            let old = stats.max[row];
-            let new = row_max::<S>(row_scores, columns, scale, old);
-            // all scores are -inf: nothing to see, and no base to subtract
-            let base = if new == f32::NEG_INFINITY { 0.0 } else { new };
-            let sum = row_exp::<S, V>(row_scores, columns, scale, base);
-            let factor = if old == f32::NEG_INFINITY { 0.0 } else { scalar_exp::<S>(old - base) };
-            *alpha = factor;
-            stats.max[row] = new;
-            stats.sum[row] = stats.sum[row] * factor + sum;
-        }
-    }
-    alpha
-}
-
-/// The largest of `old` and the scaled scores.
-#[inline(always)]
-unsafe fn row_max<S: Simd>(scores: *const f32, columns: usize, scale: f32, old: f32) -> f32 {
-    // SAFETY: the caller's promise: `columns` scores, a multiple of LANES.
-    unsafe {
-        let mut best = S::splat(f32::NEG_INFINITY);
-        let mut i = 0;
-        while i < columns {
-            best = S::max(S::load(scores.add(i)), best);
-            i += S::LANES;
-        }
-        // scale > 0 keeps the order
-        old.max(S::max_lane(best) * scale)
-    }
-}
-
-/// `score = exp(score * scale - base)` in place, as words of panel `V`'s left-hand side; returns the sum.
-#[inline(always)]
-unsafe fn row_exp<S: Simd, V: Panel<S>>(scores: *mut f32, columns: usize, scale: f32, base: f32) -> f32 {
-    // SAFETY: the caller's promise: `columns` scores, a multiple of LANES.
-    unsafe {
-        let (scale, base) = (S::splat(scale), S::splat(-base));
-        let mut sum = S::splat(0.0);
-        let mut i = 0;
-        while i < columns {
-            let p = exp::<S>(S::fma(S::load(scores.add(i)), scale, base));
-            if V::STEPS < V::PER_WORD {
-                // pairs of bf16, behind the place that was just read
-                S::store_bf16_flushing(scores.cast::<u16>().add(i), p);
-            } else {
-                S::store(scores.add(i), p);
-            }
-            sum = S::add(sum, p);
-            i += S::LANES;
-        }
-        S::sum(sum)
-    }
-}
-
-/// `e^x` by the vector function, so that every path rounds alike.
-#[inline(always)]
-pub(crate) unsafe fn scalar_exp<S: Simd>(x: f32) -> f32 {
-    // SAFETY: the level is present by the caller's promise; the array holds LANES lanes.
-    unsafe {
-        let mut lanes = [0f32; 16];
-        S::store(lanes.as_mut_ptr(), exp::<S>(S::splat(x)));
-        lanes[0]
     }
 }
 

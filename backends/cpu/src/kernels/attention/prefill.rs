@@ -134,6 +134,7 @@ impl Prefill {
             ranges: &ranges[..rows],
             x: self.x,
             queries: &queries[..rows],
+            prefetch: false,
             round_weights: true,
         };
         // SAFETY: rows and sequences are inside their operands, as `sequences` checked.

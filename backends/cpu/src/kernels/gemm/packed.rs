@@ -122,8 +122,11 @@ unsafe fn stage<S: Simd>(source: &Source, from: *const u8, element: usize, to: *
     // SAFETY: `to` holds CHUNK words, count <= CHUNK, and reads stop at the row's last element.
     unsafe {
         let pairs = source.word == DType::Bf16;
-        let elements = (source.elements - element).min(if pairs { 2 * count } else { count });
-        std::ptr::write_bytes(to, 0, round_up(count, S::LANES));
+        let wanted = if pairs { 2 * count } else { count };
+        let elements = (source.elements - element).min(wanted);
+        if elements < wanted || !count.is_multiple_of(S::LANES) {
+            std::ptr::write_bytes(to, 0, round_up(count, S::LANES));
+        }
         if pairs {
             std::ptr::copy_nonoverlapping(from, to.cast::<u8>(), elements * 2);
         } else {

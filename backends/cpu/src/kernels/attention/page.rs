@@ -1,0 +1,152 @@
+//! Keys and values of one page as panels: in place where whole vectors fit, else as a copy.
+
+use super::{SEGMENT, Tile};
+use crate::kernels::kv::Pools;
+use crate::kernels::round_up;
+use crate::kernels::simd::Simd;
+use mixfleet_hal::{DType, Error, Result};
+
+/// Some keys of one page, as panels.
+#[derive(Clone, Copy)]
+pub(super) struct Segment {
+    /// Keys: row = dimension word, column = token.
+    pub(super) k: *const u8,
+    pub(super) k_stride: usize,
+    /// Values: row = token word, column = dimension.
+    pub(super) v: *const u8,
+    pub(super) v_stride: usize,
+    pub(super) tokens: usize,
+}
+
+/// The keys of one page from `token` on. Values outside `low..high` become zeros in a copy.
+#[inline(always)]
+pub(super) unsafe fn segment<S: Simd>(
+    task: &Tile<'_>,
+    token: usize,
+    step: usize,
+    (low, high): (usize, usize),
+    direct: bool,
+    spare: &mut *mut f32,
+) -> Result<Segment> {
+    let pools = task.pools;
+    let offset = token % pools.page_tokens;
+    let tokens = step.min(pools.page_tokens - offset);
+    let index = token / pools.page_tokens;
+    if index >= task.table.bytes / 4 {
+        return Err(Error::invalid(format!(
+            "attention: key {token} lies beyond the page table's {} pages",
+            task.table.bytes / 4
+        )));
+    }
+    // SAFETY: the table holds more than `index` entries.
+    let page = unsafe { task.table.u32(index) } as usize;
+    if page >= pools.pages() {
+        return Err(Error::invalid(format!(
+            "attention: page {page}, but the pool has {} pages",
+            pools.pages()
+        )));
+    }
+    let block = (page * pools.kv_heads + task.kv_head) * pools.block_bytes();
+    let (k, v) = (pools.k.start.wrapping_add(block), pools.v.start.wrapping_add(block));
+    let used = low.max(token) - token..high.min(token + tokens) - token;
+    // SAFETY: the page is inside the pool; spare has room for the copies that a block can need.
+    unsafe {
+        if !direct {
+            return Ok(widened::<S>(pools, k, v, offset, tokens, used, *spare));
+        }
+        let per_word = if pools.v_paired() { 2 } else { 1 };
+        let v_stride = pools.head_dim * 4;
+        let mut v = v.add(offset / per_word * v_stride).cast_const();
+        if used.len() < tokens {
+            v = trimmed(pools, v, tokens, used, *spare);
+            *spare = spare.add(SEGMENT * pools.head_dim);
+        }
+        Ok(Segment { k: k.add(offset * 4), k_stride: pools.page_tokens * 4, v, v_stride, tokens })
+    }
+}
+
+/// Asks for the keys and values of the page of `token`, if that begins one.
+#[inline(always)]
+pub(super) unsafe fn prefetch<S: Simd>(task: &Tile<'_>, token: usize, high: usize) {
+    let pools = task.pools;
+    let index = token / pools.page_tokens;
+    if token >= high || !token.is_multiple_of(pools.page_tokens) || index >= task.table.bytes / 4 {
+        return;
+    }
+    // SAFETY: the table holds more than `index` entries. The page is not checked yet: a prefetch of a
+    // wrong address does nothing.
+    unsafe {
+        let page = task.table.u32(index) as usize;
+        let block = (page * pools.kv_heads + task.kv_head).wrapping_mul(pools.block_bytes());
+        for line in (0..pools.block_bytes().min(16 << 10)).step_by(64) {
+            S::prefetch(pools.k.start.wrapping_add(block.wrapping_add(line)));
+            S::prefetch(pools.v.start.wrapping_add(block.wrapping_add(line)));
+        }
+    }
+}
+
+/// A copy of a segment's values with zeros for the tokens that are not `used`.
+#[inline(always)]
+unsafe fn trimmed(
+    pools: &Pools,
+    v: *const u8,
+    tokens: usize,
+    used: std::ops::Range<usize>,
+    spare: *mut f32,
+) -> *const u8 {
+    let per_word = if pools.v_paired() { 2 } else { 1 };
+    let row_words = pools.head_dim;
+    // SAFETY: `tokens / per_word` word rows exist on both sides.
+    unsafe {
+        for row in 0..tokens / per_word {
+            let (from, to) = (v.cast::<u32>().add(row * row_words), spare.cast::<u32>().add(row * row_words));
+            let mask = (0..per_word)
+                .filter(|i| used.contains(&(row * per_word + i)))
+                .fold(0u32, |mask, i| mask | if per_word == 1 { u32::MAX } else { 0xFFFF << (16 * i) });
+            for i in 0..row_words {
+                *to.add(i) = from.add(i).read_unaligned() & mask;
+            }
+        }
+    }
+    spare.cast()
+}
+
+/// A segment of a page whose shape does not fit vectors: both panels widened to f32 and padded.
+#[inline(always)]
+unsafe fn widened<S: Simd>(
+    pools: &Pools,
+    k: *const u8,
+    v: *const u8,
+    offset: usize,
+    tokens: usize,
+    used: std::ops::Range<usize>,
+    spare: *mut f32,
+) -> Segment {
+    let (columns, dims) = (round_up(tokens, S::LANES), round_up(pools.head_dim, S::LANES));
+    let values = spare.wrapping_add(pools.head_dim * SEGMENT);
+    // SAFETY: all indices are inside the block; spare holds two padded panels.
+    unsafe {
+        std::ptr::write_bytes(spare, 0, pools.head_dim * columns);
+        std::ptr::write_bytes(values, 0, tokens * dims);
+        for t in used {
+            for d in 0..pools.head_dim {
+                *spare.add(d * columns + t) = element(pools.dtype, k, pools.k_index(offset + t, d));
+                *values.add(t * dims + d) = element(pools.dtype, v, pools.v_index(offset + t, d));
+            }
+        }
+    }
+    Segment { k: spare.cast(), k_stride: columns * 4, v: values.cast(), v_stride: dims * 4, tokens }
+}
+
+/// One element, widened.
+#[inline(always)]
+unsafe fn element(dtype: DType, block: *const u8, index: usize) -> f32 {
+    // SAFETY: the caller's index is inside the block.
+    unsafe {
+        match dtype {
+            DType::Bf16 => half::bf16::from_bits(block.cast::<u16>().add(index).read_unaligned()).to_f32(),
+            DType::F16 => half::f16::from_bits(block.cast::<u16>().add(index).read_unaligned()).to_f32(),
+            DType::F32 | DType::U32 => block.cast::<f32>().add(index).read_unaligned(),
+        }
+    }
+}
