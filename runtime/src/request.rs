@@ -89,8 +89,8 @@ pub struct Logprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// What the engine says about a request, in order: `Placed` (again after a replay), tokens, then
-/// `Finished` or `Failed`, after which the channel closes.
+/// What the engine says about a request, in order: `Placed` (again after a replay), `Started`, tokens,
+/// then `Finished` or `Failed`, after which the channel closes.
 #[derive(Clone, Debug)]
 pub enum Update {
     /// Device ids of the instances that will work on it.
@@ -99,6 +99,11 @@ pub enum Update {
         prefill: String,
         /// Where tokens are generated.
         decode: String,
+    },
+    /// Its prompt is being computed. Once, however often it is placed.
+    Started {
+        /// Prompt tokens whose KV was reused instead of computed.
+        cached_tokens: u32,
     },
     /// A generated token. An end token is reported too, right before `Finished`.
     Token {
@@ -111,8 +116,6 @@ pub enum Update {
     Finished {
         /// Why it ended.
         reason: FinishReason,
-        /// Prompt tokens whose KV was reused instead of computed.
-        cached_tokens: u32,
     },
     /// The engine could not complete it; the message is for the client.
     Failed(String),

@@ -45,7 +45,7 @@ impl TextModel for LoadedText {
     }
 
     fn token_bytes(&self, id: u32) -> Vec<u8> {
-        self.tokenizer.token_text(id).into_bytes()
+        self.tokenizer.token_bytes(id)
     }
 
     fn vocabulary_size(&self) -> u32 {

@@ -80,6 +80,7 @@ async fn generate(args: GenerateArgs) -> Result<()> {
                 ids.push(id);
                 print(&args, &mut printed, &text.push(id)?)?;
             }
+            Update::Started { .. } => {}
             Update::Finished { .. } => break,
             Update::Failed(message) => bail!(message),
         }

@@ -59,8 +59,11 @@ impl Choice {
         match update {
             Update::Placed { .. } => Ok(Delta::default()),
             Update::Token { id, logprobs } => self.take_token(id, logprobs),
-            Update::Finished { reason, cached_tokens } => {
+            Update::Started { cached_tokens } => {
                 self.cached = Some(cached_tokens);
+                Ok(Delta::default())
+            }
+            Update::Finished { reason } => {
                 let tail = self.decoder.finish()?;
                 let mut passed = self.filter.push(&tail);
                 if passed.stopped {

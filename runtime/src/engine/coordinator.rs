@@ -55,7 +55,8 @@ struct Tracked {
     attempt: u32,
     prefill: InstanceId,
     decode: InstanceId,
-    cached_tokens: Option<u32>,
+    /// The client was told that work on it began.
+    started: bool,
     placed_at: Seconds,
     _watched: oneshot::Sender<()>,
 }
@@ -162,36 +163,33 @@ impl Running {
         self.next += 1;
         let wanted = Arc::new(wanted);
         let arrival = self.arrival(request, &wanted, &wanted.prompt_ids, false);
-        for action in self.fleet_step(Event::Arrived(arrival)) {
-            match action {
-                Action::Place { prefill, decode, explanation, .. } => {
-                    if admitted.send(Ok(())).is_err() {
-                        self.fleet_step(Event::Cancelled { request });
-                        return;
-                    }
-                    let _watched = self.watch(request, updates.clone());
-                    let tracked = Tracked {
-                        wanted,
-                        updates,
-                        generated: Vec::new(),
-                        attempt: 0,
-                        prefill,
-                        decode,
-                        cached_tokens: None,
-                        placed_at: self.parts.env.now(),
-                        _watched,
-                    };
-                    self.requests.insert(request, tracked);
-                    self.explain(request, &explanation);
-                    self.start(request);
+        match self.fleet_step(Event::Arrived(arrival)).pop() {
+            Some(Action::Place { prefill, decode, explanation, .. }) => {
+                if admitted.send(Ok(())).is_err() {
+                    self.fleet_step(Event::Cancelled { request });
                     return;
                 }
-                Action::Reject { reason, retry_after, explanation, .. } => {
-                    self.record(&wanted.id, &explanation);
-                    return refuse(admitted, &reason, retry_after);
-                }
-                Action::Replay { .. } => unreachable!("an arrival is placed or rejected"),
+                let _watched = self.watch(request, updates.clone());
+                let tracked = Tracked {
+                    wanted,
+                    updates,
+                    generated: Vec::new(),
+                    attempt: 0,
+                    prefill,
+                    decode,
+                    started: false,
+                    placed_at: self.parts.env.now(),
+                    _watched,
+                };
+                self.requests.insert(request, tracked);
+                self.explain(request, &explanation);
+                self.start(request);
             }
+            Some(Action::Reject { reason, retry_after, explanation, .. }) => {
+                self.record(&wanted.id, &explanation);
+                refuse(admitted, &reason, retry_after);
+            }
+            other => unreachable!("an arrival is placed or rejected, not {other:?}"),
         }
     }
 
@@ -307,8 +305,9 @@ impl Running {
     fn admitted(&mut self, instance: InstanceId, request: RequestId, tokens_cached: u32) {
         let now = self.parts.env.now();
         let Some(tracked) = self.requests.get_mut(&request) else { return };
-        if tracked.cached_tokens.is_none() && tracked.prefill == instance {
-            tracked.cached_tokens = Some(tokens_cached);
+        if !tracked.started && tracked.prefill == instance {
+            tracked.started = true;
+            let _ = tracked.updates.send(Update::Started { cached_tokens: tokens_cached });
             self.parts.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
         }
     }
@@ -352,8 +351,7 @@ impl Running {
         self.fleet_step(event);
         let Some(reason) = finish else { return };
         let tracked = self.requests.remove(&request).expect("still there");
-        let cached_tokens = tracked.cached_tokens.unwrap_or(0);
-        let _ = tracked.updates.send(Update::Finished { reason, cached_tokens });
+        let _ = tracked.updates.send(Update::Finished { reason });
         self.fleet_step(Event::Finished { request });
         if instance != tracked.decode {
             self.send(tracked.decode, ToWorker::Cancel { request });
@@ -403,22 +401,20 @@ impl Running {
         let wanted = tracked.wanted.clone();
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
         let arrival = self.arrival(request, &wanted, &tokens, true);
-        for action in self.fleet_step(Event::Arrived(arrival)) {
-            match action {
-                Action::Place { prefill, decode, explanation, .. } => {
-                    let tracked = self.requests.get_mut(&request).expect("just found");
-                    (tracked.prefill, tracked.decode) = (prefill, decode);
-                    self.explain(request, &explanation);
-                    self.start(request);
-                }
-                Action::Reject { reason, .. } => {
-                    let message = format!("its instance was lost, and it has no other place: {reason}");
-                    if let Some(tracked) = self.requests.remove(&request) {
-                        let _ = tracked.updates.send(Update::Failed(message));
-                    }
-                }
-                Action::Replay { .. } => unreachable!("an arrival is placed or rejected"),
+        match self.fleet_step(Event::Arrived(arrival)).pop() {
+            Some(Action::Place { prefill, decode, explanation, .. }) => {
+                let tracked = self.requests.get_mut(&request).expect("just found");
+                (tracked.prefill, tracked.decode) = (prefill, decode);
+                self.explain(request, &explanation);
+                self.start(request);
             }
+            Some(Action::Reject { reason, .. }) => {
+                let message = format!("its instance was lost, and it has no other place: {reason}");
+                if let Some(tracked) = self.requests.remove(&request) {
+                    let _ = tracked.updates.send(Update::Failed(message));
+                }
+            }
+            other => unreachable!("an arrival is placed or rejected, not {other:?}"),
         }
     }
 

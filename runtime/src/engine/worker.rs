@@ -260,8 +260,9 @@ impl Worker {
         let best = self.greedy(&step, &pass, &mut list)?;
         let last = if list.is_empty() { tickets[layers - 1] } else { self.queue.submit(&list)? };
         if !leaving.is_empty() {
-            for ready in (layers + 1).saturating_sub(depth)..layers {
-                self.queue.wait(tickets[ready], STEP_TIMEOUT)?;
+            let behind = (layers + 1).saturating_sub(depth);
+            for (ready, &ticket) in tickets.iter().enumerate().skip(behind) {
+                self.queue.wait(ticket, STEP_TIMEOUT)?;
                 self.deliver(ready, &leaving).await?;
             }
         }

@@ -213,9 +213,9 @@ struct MemoryListener {
 
 impl Listener for MemoryListener {
     fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, String)>> {
-        Box::pin(async move {
-            self.incoming.recv().await.ok_or_else(|| io::ErrorKind::ConnectionAborted.into())
-        })
+        Box::pin(
+            async move { self.incoming.recv().await.ok_or_else(|| io::ErrorKind::ConnectionAborted.into()) },
+        )
     }
 
     fn address(&self) -> String {
@@ -247,8 +247,7 @@ mod tests {
         let env2 = env.clone();
         env.run(async move { env2.sleep(Duration::from_secs(3600)).await });
         assert_eq!(env.now(), Seconds(3600.0));
-        let order = lock(&order).clone();
-        order
+        std::mem::take(&mut *lock(&order))
     }
 
     #[test]

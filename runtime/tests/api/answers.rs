@@ -113,7 +113,7 @@ fn a_stop_string_cuts_the_answer_and_cancels_the_request() {
     assert_eq!(response["choices"][0]["text"], "one ");
     assert_eq!(response["choices"][0]["finish_reason"], "stop");
     assert_eq!(response["usage"]["completion_tokens"], 7);
-    assert!(response["usage"]["prompt_tokens_details"].is_null());
+    assert_eq!(response["usage"]["prompt_tokens_details"]["cached_tokens"], 3);
     assert_eq!(cancelled, 1);
 }
 

@@ -213,14 +213,15 @@ async fn generate(
     play: Play,
     updates: &mpsc::UnboundedSender<Update>,
 ) -> Option<()> {
+    updates.send(Update::Started { cached_tokens: 3 }).ok()?;
     let (tokens, end) = match play {
-        Play::Reply(tokens, reason) => (tokens, Some(Update::Finished { reason, cached_tokens: 3 })),
+        Play::Reply(tokens, reason) => (tokens, Some(Update::Finished { reason })),
         Play::Fail(tokens, message) => (tokens, Some(Update::Failed(message.into()))),
         Play::HangUp(tokens) => (tokens, None),
         Play::Gate(tokens, gate) => {
             send(server, request, updates, &tokens).await?;
             gate.acquire().await.unwrap().forget();
-            (Vec::new(), Some(Update::Finished { reason: FinishReason::Length, cached_tokens: 0 }))
+            (Vec::new(), Some(Update::Finished { reason: FinishReason::Length }))
         }
         Play::Hang(tokens) => {
             send(server, request, updates, &tokens).await?;

@@ -1,5 +1,7 @@
 //! A small fleet in the seeded environment, and clients for it.
 
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
 use mixfleet_hal::fault::FaultPlan;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::Stream;
@@ -11,8 +13,8 @@ use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Loaded,
 };
-use mixfleet_runtime::env::{Env, SeededEnv, yield_now};
-use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
+use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, Update};
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
@@ -20,6 +22,11 @@ use mixfleet_scheduler::fleet::Role;
 use mixfleet_wire::{Faulty, HostRegion, Memory};
 use std::sync::Arc;
 use std::time::Duration;
+
+fn usage(metrics: &Metrics, member: usize) -> f64 {
+    let labels = DeviceLabels { device: format!("device{member}") };
+    metrics.kv_cache_usage.get_or_create(&labels).get()
+}
 
 /// One request with what it must give.
 pub(crate) struct Case {
@@ -72,7 +79,7 @@ pub(crate) fn pressure(checkpoint: &Checkpoint, seed: u64, count: usize) -> Vec<
 struct Member {
     role: Role,
     block_tokens: u32,
-    faults: Option<FaultPlan>,
+    device: Arc<dyn Device>,
 }
 
 /// A fleet to be.
@@ -100,13 +107,23 @@ impl Fleet {
     }
 
     pub(crate) fn with_blocks(mut self, role: Role, block_tokens: u32) -> Self {
-        self.members.push(Member { role, block_tokens, faults: None });
+        let device = self.reference();
+        self.members.push(Member { role, block_tokens, device });
         self
     }
 
-    pub(crate) fn with_faults(mut self, role: Role, faults: FaultPlan) -> Self {
-        self.members.push(Member { role, block_tokens: 8, faults: Some(faults) });
+    pub(crate) fn with_device(mut self, role: Role, device: Arc<dyn Device>) -> Self {
+        self.members.push(Member { role, block_tokens: 8, device });
         self
+    }
+
+    fn reference(&self) -> Arc<dyn Device> {
+        Arc::new(ReferenceDevice::named(&format!("device{}", self.members.len())))
+    }
+
+    pub(crate) fn with_faults(self, role: Role, faults: FaultPlan) -> Self {
+        let device = Arc::new(FaultyDevice::new(self.reference(), faults));
+        self.with_device(role, device)
     }
 
     pub(crate) fn blocks(mut self, blocks: u32) -> Self {
@@ -123,14 +140,15 @@ impl Fleet {
         (self.metrics.kv_transfer_retries.get(), self.metrics.kv_transfer_recomputes.get())
     }
 
-    fn start(&self, env: &SeededEnv) -> EngineHandle {
+    /// Share of the blocks in use, as last reported.
+    pub(crate) fn usage_of(&self, member: usize) -> f64 {
+        usage(&self.metrics, member)
+    }
+
+    pub(crate) fn start(&self, env: SharedEnv) -> EngineHandle {
         let config = Arc::new(self.checkpoint.config.clone());
-        let instances = self.members.iter().enumerate().map(|(at, member)| {
-            let named = ReferenceDevice::named(&format!("device{at}"));
-            let device: Arc<dyn Device> = match &member.faults {
-                None => Arc::new(named),
-                Some(plan) => Arc::new(FaultyDevice::new(Arc::new(named), plan.clone())),
-            };
+        let instances = self.members.iter().map(|member| {
+            let device = member.device.clone();
             let weights = self.checkpoint.place(&*device, &mut |_, _| {}).unwrap();
             let block_bytes = u64::from(member.block_tokens) * config.kv_bytes_per_token(DType::F32);
             let limits = InstanceLimits {
@@ -152,8 +170,8 @@ impl Fleet {
         let transport: Arc<dyn Transport> = Arc::new(Faulty::new(Memory::new(), self.faults.clone()));
         let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
         let parts = EngineParts {
-            env: Arc::new(env.clone()),
             identity: Identity::new("model".into(), "tokenizer".into(), [env.random(), env.random()]),
+            env,
             instances: instances.collect(),
             config,
             transport,
@@ -169,26 +187,23 @@ impl Fleet {
     }
 
     /// Largest share of blocks in use on any instance, once every worker had time to notice.
-    async fn usage(metrics: Metrics, members: usize, env: &SeededEnv) -> f64 {
+    async fn settled_usage(metrics: Metrics, members: usize, env: &SeededEnv) -> f64 {
         for _ in 0..20 {
             env.sleep(Duration::from_secs(1)).await;
             yield_now().await;
         }
-        let gauges = (0..members).map(|at| {
-            let labels = mixfleet_runtime::metrics::DeviceLabels { device: format!("device{at}") };
-            metrics.kv_cache_usage.get_or_create(&labels).get()
-        });
-        gauges.fold(0.0, f64::max)
+        (0..members).map(|member| usage(&metrics, member)).fold(0.0, f64::max)
     }
 
     pub(crate) fn run_one(&self, env: &SeededEnv, prompt: Vec<u32>, count: u32) -> Answer {
-        let handle = self.start(env);
+        let handle = self.start(Arc::new(env.clone()));
         env.run(async move { ask(&handle, "one".into(), prompt, count, None).await })
     }
 
     /// All at once; every answer must be the expected one. Returns the blocks' usage afterwards.
     pub(crate) fn run_many(&self, env: &SeededEnv, cases: Vec<Case>) -> f64 {
-        let (handle, metrics, members) = (self.start(env), self.metrics.clone(), self.members.len());
+        let (handle, metrics, members) =
+            (self.start(Arc::new(env.clone())), self.metrics.clone(), self.members.len());
         let world = env.clone();
         env.run(async move {
             let mut answers = Vec::new();
@@ -209,13 +224,13 @@ impl Fleet {
                 assert_eq!(answer.failure, None);
                 assert_eq!(answer.tokens, case.expected, "{world:?}: prompt {:?}", case.prompt);
             }
-            Fleet::usage(metrics, members, &world).await
+            Fleet::settled_usage(metrics, members, &world).await
         })
     }
 
     /// One after the other; the cached tokens of each.
     pub(crate) fn run_in_turn(&self, env: &SeededEnv, prompt: &[u32], salts: &[Option<&str>]) -> Vec<u32> {
-        let handle = self.start(env);
+        let handle = self.start(Arc::new(env.clone()));
         let (prompt, world) = (prompt.to_vec(), env.clone());
         let salts: Vec<_> = salts.iter().map(|s| s.map(str::to_string)).collect();
         env.run(async move {
@@ -230,7 +245,8 @@ impl Fleet {
 
     /// Clients that leave after some tokens. Returns the blocks' usage afterwards.
     pub(crate) fn run_leavers(&self, env: &SeededEnv, seed: u64, count: u64) -> f64 {
-        let (handle, metrics, members) = (self.start(env), self.metrics.clone(), self.members.len());
+        let (handle, metrics, members) =
+            (self.start(Arc::new(env.clone())), self.metrics.clone(), self.members.len());
         let (world, config) = (env.clone(), self.checkpoint.config.clone());
         env.run(async move {
             let mut rng = Stream::new(seed);
@@ -253,7 +269,7 @@ impl Fleet {
             for end in ends {
                 let _ = end.await;
             }
-            Fleet::usage(metrics, members, &world).await
+            Fleet::settled_usage(metrics, members, &world).await
         })
     }
 }
@@ -270,7 +286,7 @@ fn request(id: String, prompt: Vec<u32>, max_tokens: u32, cache_salt: Option<Str
     }
 }
 
-async fn ask(
+pub(crate) async fn ask(
     handle: &EngineHandle,
     id: String,
     prompt: Vec<u32>,
@@ -283,10 +299,8 @@ async fn ask(
         match update {
             Update::Placed { prefill, decode } => answer.placed.push((prefill, decode)),
             Update::Token { id, .. } => answer.tokens.push(id),
-            Update::Finished { reason, cached_tokens } => {
-                answer.finish = Some(reason);
-                answer.cached_tokens = cached_tokens;
-            }
+            Update::Started { cached_tokens } => answer.cached_tokens = cached_tokens,
+            Update::Finished { reason } => answer.finish = Some(reason),
             Update::Failed(message) => answer.failure = Some(message),
         }
     }
