@@ -450,7 +450,10 @@ impl Instance {
             if budget == 0 || pending <= 1 {
                 continue;
             }
-            let new_tokens = pending.min(budget);
+            // A sequence that landed incomplete may have one token beyond its blocks: it decodes next.
+            let sequence = &self.sequences[&request];
+            let covered = sequence.pages.len() as u32 * self.limits.block_tokens - sequence.computed;
+            let new_tokens = pending.min(budget).min(covered);
             budget -= new_tokens;
             step.sequences.push(self.part(request, new_tokens));
         }

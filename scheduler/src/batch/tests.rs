@@ -185,9 +185,11 @@ fn a_long_prompt_runs_in_chunks_beside_decodes() {
 
 #[test]
 fn a_reserved_sequence_joins_when_its_kv_has_landed_and_recomputes_what_is_missing() {
-    for valid in [0, 3, 7] {
+    // Lengths below, at and above a block's edge.
+    for (length, valid) in [(7, 0), (7, 3), (7, 7), (8, 0), (8, 5), (8, 8), (9, 4)] {
         let mut driver = Driver::new(LIMITS);
-        let prompt: Vec<u32> = (1..=7).collect();
+        let prompt: Vec<u32> = (1..=length).collect();
+        let next = prompt.iter().sum();
         let event = Event::Reserve { request: 1, tokens: prompt.clone(), hasher: hasher() };
         driver.machine.step(event, &mut Vec::new());
         let mut actions = Vec::new();
@@ -196,11 +198,11 @@ fn a_reserved_sequence_joins_when_its_kv_has_landed_and_recomputes_what_is_missi
         for (i, &token) in prompt.iter().enumerate().take(valid) {
             driver.memory.insert((pages[i / 4], i as u32 % 4), token);
         }
-        driver.requests.insert(1, (vec![1, 2, 3, 4, 5, 6, 7, 28], 12));
-        let event = Event::Landed { request: 1, tokens_valid: valid as u32, next: Some(28) };
+        driver.requests.insert(1, ([&prompt[..], &[next]].concat(), 16));
+        let event = Event::Landed { request: 1, tokens_valid: valid as u32, next: Some(next) };
         driver.machine.step(event, &mut Vec::new());
         while driver.turn() {}
-        assert_eq!(driver.finished, [1], "with {valid} tokens landed");
+        assert_eq!(driver.finished, [1], "{valid} of {length} tokens landed");
     }
 }
 
