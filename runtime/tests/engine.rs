@@ -62,7 +62,8 @@ fn corrupt_lost_failed_and_hung_transfers_never_change_an_answer() {
     let checkpoint = checkpoint.load().unwrap();
     for (seed, fault) in (20..).zip([Fault::BitFlip, Fault::Drop, Fault::Fail, Fault::Hang]) {
         for probability in [0.2, 1.0] {
-            let rule = Rule { fault, probability, from: 10, until: None };
+            // The first 20 writes measure the two links.
+            let rule = Rule { fault, probability, from: 20, until: None };
             let env = SeededEnv::new(seed);
             let fleet = Fleet::new(checkpoint.clone())
                 .with(Role::Prefill)

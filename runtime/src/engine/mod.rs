@@ -239,7 +239,7 @@ impl EngineParts {
     /// Starts the workers and the coordinator; they end when the last handle and request are gone.
     ///
     /// # Errors
-    /// When a device gives no queue or no staging memory, or the transport fails.
+    /// When a device gives no queue or no staging memory.
     pub fn start(self) -> Result<EngineHandle> {
         let EngineParts { env, config, identity, instances, transport, make_region, limits, .. } = self;
         let metrics = self.metrics;
@@ -293,8 +293,13 @@ impl EngineParts {
             env.spawn_worker(&name, Box::pin(worker.run()));
         }
         for (from, to) in pairs(&handles) {
-            let cost = measure_link(&env, &*transport, &handles[&to], limits.hand_off)?;
-            fleet.step(env.now(), Event::LinkUp(Link { from, to, cost }), &mut actions);
+            match measure_link(&env, &*transport, &handles[&to], limits.hand_off) {
+                Ok(cost) => fleet.step(env.now(), Event::LinkUp(Link { from, to, cost }), &mut actions),
+                Err(error) => {
+                    let devices = [&handles[&from].device, &handles[&to].device];
+                    tracing::warn!(?devices, %error, "no KV can go from the first to the second");
+                }
+            }
         }
         let (handle, submissions) = EngineHandle::channel(limits.requests_max.max(1));
         let coordinator = Coordinator {

@@ -1,0 +1,80 @@
+//! What the binary's tests share.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use mixfleet_hal::{Backend, Device};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+/// The fixture checkpoints, or nothing (said aloud) where this clone has none beside it.
+pub(crate) fn fixtures() -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures");
+    let Ok(entries) = std::fs::read_dir(&root) else {
+        println!("SKIPPED: no fixture checkpoints at ../shared/fixtures");
+        return Vec::new();
+    };
+    let mut found: Vec<_> = entries.map(|e| e.unwrap().path()).filter(|p| p.join("golden.json").is_file()).collect();
+    found.sort();
+    found
+}
+
+pub(crate) fn golden(fixture: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(fixture.join("golden.json")).unwrap()).unwrap()
+}
+
+pub(crate) fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().expect("ids").iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+/// The CPU, and an OpenCL device where this build and machine have one.
+pub(crate) fn devices() -> Vec<Arc<dyn Device>> {
+    let mut devices = vec![mixfleet_cpu::CpuBackend.open("cpu").unwrap()];
+    match mixfleet_opencl::OpenClBackend.probe() {
+        Ok(found) => devices.push(mixfleet_opencl::OpenClBackend.open(&found[0].id).unwrap()),
+        Err(absent) => println!("SKIPPED: OpenCL placements: {absent}"),
+    }
+    devices
+}
+
+/// An empty directory of its own for a test.
+pub(crate) fn scratch(name: &str) -> PathBuf {
+    let directory = std::env::temp_dir().join(format!("mixfleet-cli-{}-{name}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&directory);
+    std::fs::create_dir_all(&directory).unwrap();
+    directory
+}
+
+/// The binary, with a cache directory that outlives no test run.
+pub(crate) fn mixfleet() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mixfleet"));
+    command.env("XDG_CACHE_HOME", std::env::temp_dir().join(format!("mixfleet-cache-{}", std::process::id())));
+    command.env_remove("MIXFLEET_API_KEY");
+    command
+}
+
+pub(crate) struct Generate<'a> {
+    pub(crate) model: &'a Path,
+    pub(crate) prompt_ids: &'a [u32],
+    pub(crate) max_tokens: u32,
+    pub(crate) prefill: &'a str,
+    pub(crate) decode: &'a str,
+}
+
+/// `mixfleet generate` in f32, greedy.
+pub(crate) fn generate(request: &Generate<'_>) -> Value {
+    let ids: Vec<String> = request.prompt_ids.iter().map(u32::to_string).collect();
+    let output = mixfleet()
+        .args(["generate", "--json", "--ignore-eos", "--temperature", "0"])
+        .args(["--activations", "f32", "--kv-dtype", "f32", "--kv-memory", "0.02"])
+        .args(["--max-tokens", &request.max_tokens.to_string(), "--prompt-ids", &ids.join(",")])
+        .args(["--prefill", request.prefill, "--decode", request.decode])
+        .arg("--model")
+        .arg(request.model)
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{} -> {}: {errors}", request.prefill, request.decode);
+    serde_json::from_slice(&output.stdout).unwrap()
+}
