@@ -15,7 +15,8 @@ pub(crate) fn fixtures() -> Vec<PathBuf> {
         println!("SKIPPED: no fixture checkpoints at ../shared/fixtures");
         return Vec::new();
     };
-    let mut found: Vec<_> = entries.map(|e| e.unwrap().path()).filter(|p| p.join("golden.json").is_file()).collect();
+    let paths = entries.map(|entry| entry.unwrap().path());
+    let mut found: Vec<_> = paths.filter(|path| path.join("golden.json").is_file()).collect();
     found.sort();
     found
 }
@@ -46,10 +47,11 @@ pub(crate) fn scratch(name: &str) -> PathBuf {
     directory
 }
 
-/// The binary, with a cache directory that outlives no test run.
+/// The binary, with calibrations kept for this test run alone.
 pub(crate) fn mixfleet() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mixfleet"));
-    command.env("XDG_CACHE_HOME", std::env::temp_dir().join(format!("mixfleet-cache-{}", std::process::id())));
+    command
+        .env("XDG_CACHE_HOME", std::env::temp_dir().join(format!("mixfleet-cache-{}", std::process::id())));
     command.env_remove("MIXFLEET_API_KEY");
     command
 }

@@ -1,0 +1,213 @@
+//! Whole models against what they must say: the fixture checkpoints' golden outputs, and generated
+//! checkpoints of every family against the float64 forward pass, through the binary and the library.
+
+mod common;
+
+use common::{Generate, devices, fixtures, generate, golden, ids};
+use mixfleet_hal::{DType, Device};
+use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::{ChatMessage, ChatTemplate, Checkpoint, Oracle, Tokenizer};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Every way to split a request over the devices at hand.
+fn placements() -> Vec<(String, String)> {
+    let names: Vec<String> = devices().iter().map(|d| d.info().id.clone()).collect();
+    let all = names.iter().flat_map(|a| names.iter().map(|b| (a.clone(), b.clone())));
+    all.chain([("cpu@0".to_string(), "cpu".to_string())]).collect()
+}
+
+/// The checkpoint as `--activations f32` runs it: docs/decisions/0003-rope-frequencies.md.
+fn open(directory: &Path) -> Checkpoint {
+    let mut checkpoint = Checkpoint::open(directory, &mixfleet_cpu::host::Mapper).unwrap();
+    checkpoint.config.rope = checkpoint.config.rope.rounded(checkpoint.config.dtype);
+    checkpoint
+}
+
+#[test]
+fn fixtures_give_their_golden_tokens_on_every_placement() {
+    for fixture in fixtures() {
+        for case in golden(&fixture)["cases"].as_array().unwrap() {
+            for (prefill, decode) in placements() {
+                let answer = generate(&Generate {
+                    model: &fixture,
+                    prompt_ids: &ids(&case["prompt_ids"]),
+                    max_tokens: 48,
+                    prefill: &prefill,
+                    decode: &decode,
+                });
+                let place = format!("{} on {prefill} -> {decode}: {}", fixture.display(), case["text"]);
+                assert_eq!(ids(&answer["ids"]), ids(&case["greedy_ids"]), "{place}");
+                assert_eq!(answer["placement"]["prefill"], prefill, "{place}");
+                assert_eq!(answer["placement"]["decode"], decode, "{place}");
+            }
+        }
+    }
+}
+
+#[test]
+fn generated_checkpoints_give_the_oracles_tokens_on_every_placement() {
+    for (name, random) in tiny_variants() {
+        let model = common::scratch(name);
+        random.write(&model, 2).unwrap();
+        let oracle = Oracle::new(&open(&model));
+        let prompt_ids: Vec<u32> = (0..37).map(|i| (i * 7 + 3) % 256).collect();
+        for (prefill, decode) in placements() {
+            let request = Generate {
+                model: &model,
+                prompt_ids: &prompt_ids,
+                max_tokens: 24,
+                prefill: &prefill,
+                decode: &decode,
+            };
+            let mut sequence = prompt_ids.clone();
+            for token in ids(&generate(&request)["ids"]) {
+                let logits = oracle.last_logits(&sequence);
+                let best = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let gap = best - logits[token as usize];
+                assert!(gap < 1e-4, "{name} on {prefill} -> {decode}: token {token} is {gap} below the best");
+                sequence.push(token);
+            }
+            assert_eq!(sequence.len(), prompt_ids.len() + 24);
+        }
+        std::fs::remove_dir_all(model).unwrap();
+    }
+}
+
+/// Logits of every position from `first` on: `..=first` in one step, then token by token.
+fn logits(
+    device: &dyn Device,
+    checkpoint: &Checkpoint,
+    sequence: &[u32],
+    first: usize,
+    dtype: DType,
+) -> Vec<Vec<f32>> {
+    let config = Arc::new(checkpoint.config.clone());
+    let weights = checkpoint.place(device, &mut |_, _| {}).unwrap();
+    let block_tokens = device.limits().kv_page_tokens;
+    let blocks = (sequence.len() as u32).div_ceil(block_tokens);
+    let tokens_max = sequence.len() as u32;
+    let shape =
+        StepShape { tokens_max, sequences_max: 1, blocks, block_tokens, activations: dtype, kv: dtype };
+    let forward = Forward::new(device, config.clone(), weights, shape).unwrap();
+    let pages: Vec<u32> = (0..blocks).rev().collect();
+    let mut queue = device.queue().unwrap();
+    let mut run = |start: usize, end: usize| {
+        let part = Part { start: start as u32, tokens: &sequence[start..end], pages: &pages, sample: true };
+        let pass = forward.begin(device, &[part]).unwrap();
+        let mut list = vec![forward.embed(&pass).unwrap()];
+        for layer in 0..config.layers as usize {
+            list.extend(forward.layer(layer, &pass).unwrap());
+        }
+        list.extend(forward.head(&pass).unwrap());
+        let ticket = queue.submit(&list).unwrap();
+        queue.wait(ticket, Duration::from_secs(60)).unwrap();
+        let mut row = vec![0f32; config.vocab as usize];
+        device.read(&forward.logits(&pass), bytemuck::cast_slice_mut(&mut row)).unwrap();
+        row
+    };
+    let mut rows = vec![run(0, first + 1)];
+    rows.extend((first + 1..sequence.len()).map(|at| run(at, at + 1)));
+    rows
+}
+
+#[test]
+fn f32_logits_of_the_fixtures_are_golden() {
+    for fixture in fixtures() {
+        let checkpoint = open(&fixture);
+        for device in devices() {
+            for case in golden(&fixture)["cases"].as_array().unwrap() {
+                let prompt = ids(&case["prompt_ids"]);
+                let sequence = [prompt.clone(), ids(&case["greedy_ids"])].concat();
+                let rows = logits(&*device, &checkpoint, &sequence, prompt.len() - 1, DType::F32);
+                for (name, row) in [("first_logits", &rows[0]), ("last_logits", &rows[48])] {
+                    let expected = case[name].as_array().unwrap().iter().map(|x| x.as_f64().unwrap());
+                    let errors = row.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs());
+                    let error = errors.fold(0.0, f64::max);
+                    let place = format!("{} on {}", fixture.display(), device.info().id);
+                    assert!(error < 5e-5, "{place}: {name} off by {error:e}");
+                }
+            }
+        }
+    }
+}
+
+/// A first-order, norm-wise bound on the logits' error with bf16 activations and KV.
+///
+/// Per layer eight quantities are rounded to bf16 on the way to the residual stream, which itself is
+/// f32: the norm's output, q (with k alike), v, the attention output, the second norm's output, gate,
+/// up and their product; and the final norm's output once. Roundings are taken as independent, each of
+/// relative size u = 2^-8, so the relative error of the final hidden vector is about u sqrt(8 L + 1).
+/// By Cauchy and Schwarz logit i is then off by at most |w_i| |h| u sqrt(8 L + 1), where
+/// |h| <= sqrt(hidden) max|norm weight| since h is normalised. Cauchy-Schwarz is pessimistic by about
+/// sqrt(hidden), which is the room for what first order leaves out (the softmax's amplification).
+fn bf16_bound(checkpoint: &Checkpoint) -> Vec<f64> {
+    let config = &checkpoint.config;
+    let head = if config.tied_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
+    let norm = checkpoint.values("model.norm.weight").unwrap();
+    let hidden_norm = f64::from(config.hidden).sqrt() * norm.iter().fold(0.0, |m: f64, w| m.max(w.abs()));
+    let roundings = f64::from(8 * config.layers + 1);
+    let relative = DType::Bf16.unit_roundoff() * roundings.sqrt();
+    let rows = checkpoint.values(head).unwrap();
+    let row_norm = |row: &[f64]| row.iter().map(|w| w * w).sum::<f64>().sqrt();
+    rows.chunks(config.hidden as usize).map(|row| row_norm(row) * hidden_norm * relative).collect()
+}
+
+#[test]
+fn bf16_logits_of_the_fixtures_stay_within_the_bound() {
+    let (mut decided, mut ratio_max) = (0, 0.0f64);
+    for fixture in fixtures() {
+        let checkpoint = open(&fixture);
+        let vocab = checkpoint.config.vocab as usize;
+        let bound = bf16_bound(&checkpoint);
+        let oracle = Oracle::new(&checkpoint);
+        for case in golden(&fixture)["cases"].as_array().unwrap() {
+            let (prompt, greedy) = (ids(&case["prompt_ids"]), ids(&case["greedy_ids"]));
+            let sequence = [prompt.clone(), greedy.clone()].concat();
+            let exact = oracle.logits(&sequence); // [tokens, vocab]
+            for device in devices() {
+                let rows = logits(&*device, &checkpoint, &sequence, prompt.len() - 1, DType::Bf16);
+                for (at, row) in rows.iter().enumerate() {
+                    let exact = &exact[(prompt.len() - 1 + at) * vocab..][..vocab];
+                    let place = || format!("{} on {}, step {at}", fixture.display(), device.info().id);
+                    for i in 0..vocab {
+                        let error = (f64::from(row[i]) - exact[i]).abs();
+                        ratio_max = ratio_max.max(error / bound[i]);
+                        assert!(
+                            error <= bound[i],
+                            "{}: logit {i} off by {error}, bound {}",
+                            place(),
+                            bound[i]
+                        );
+                    }
+                    let Some(&expected) = greedy.get(at) else { continue };
+                    let expected = expected as usize;
+                    let clear =
+                        |i: usize| i == expected || exact[expected] - exact[i] > bound[i] + bound[expected];
+                    if (0..vocab).all(clear) {
+                        decided += 1;
+                        let best = (0..vocab).fold(0, |best, i| if row[i] > row[best] { i } else { best });
+                        assert_eq!(best, expected, "{}", place());
+                    }
+                }
+            }
+        }
+    }
+    println!("{decided} steps decided by the bound, largest error / bound {ratio_max:.3}");
+    assert!(fixtures().is_empty() || decided > 100, "the bound decides only {decided} steps");
+}
+
+#[test]
+fn chat_templates_of_the_fixtures_render_and_tokenise_as_golden() {
+    for fixture in fixtures() {
+        let chat = &golden(&fixture)["chat"];
+        let messages: Vec<ChatMessage> = serde_json::from_value(chat["messages"].clone()).unwrap();
+        let template = ChatTemplate::open(&fixture).unwrap().expect("the fixture has a template");
+        let rendered = template.render(&messages, true, &serde_json::Map::new(), 0).unwrap();
+        assert_eq!(rendered, chat["rendered"].as_str().unwrap());
+        let tokens = Tokenizer::open(&fixture).unwrap().encode_chat(&rendered).unwrap();
+        assert_eq!(tokens, ids(&chat["ids"]));
+    }
+}
