@@ -1,0 +1,229 @@
+//! The server as its users meet it: the binary, sockets and signals.
+
+mod common;
+
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, ChildStderr, ExitStatus, Stdio};
+
+/// A running server on a port of its own.
+struct Server {
+    child: Child,
+    log: BufReader<ChildStderr>,
+    address: String,
+}
+
+impl Server {
+    /// With the built-in model; returns once it is ready.
+    fn start(arguments: &[&str]) -> Self {
+        let mut child = common::mixfleet()
+            .args(["serve", "--listen", "127.0.0.1:0", "--kv-memory", "0.02"])
+            .args(arguments)
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut log = BufReader::new(child.stderr.take().unwrap());
+        let mut seen = String::new();
+        loop {
+            let mut line = String::new();
+            assert_ne!(log.read_line(&mut line).unwrap(), 0, "the server ended: {seen}");
+            seen.push_str(&line);
+            if let Some((_, address)) = line.split_once("ready: http://") {
+                let address = address.trim().trim_end_matches("/v1").to_string();
+                return Server { child, log, address };
+            }
+        }
+    }
+
+    fn connect(&self) -> TcpStream {
+        TcpStream::connect(&self.address).unwrap()
+    }
+
+    /// Sends a request and reads until the server closes: status and body.
+    fn call(&self, method: &str, path: &str, headers: &str, body: &str) -> (u16, String) {
+        let mut stream = self.connect();
+        let length = body.len();
+        let head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}");
+        write!(stream, "{head}content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}")
+            .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").expect("a response");
+        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_string())
+    }
+
+    fn post(&self, path: &str, body: &Value) -> (u16, Value) {
+        let (status, body) = self.call("POST", path, "", &body.to_string());
+        (status, serde_json::from_str(&body).unwrap())
+    }
+
+    fn signal(&self) {
+        let status =
+            std::process::Command::new("kill").args(["-TERM", &self.child.id().to_string()]).status();
+        assert!(status.unwrap().success());
+    }
+
+    fn wait(mut self) -> (ExitStatus, String) {
+        let status = self.child.wait().unwrap();
+        let mut rest = String::new();
+        self.log.read_to_string(&mut rest).unwrap();
+        (status, rest)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+    }
+}
+
+fn completion(prompt: &str, max_tokens: u32) -> Value {
+    json!({"model": "mixfleet-random", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true})
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+#[test]
+fn a_split_server_answers_as_one_device_does_and_explains_itself() {
+    let split: &[&str] = if cores() > 1 {
+        &["--device", "cpu@0=prefill", "--device", "cpu@1=decode"]
+    } else {
+        println!("SKIPPED: one core only: both devices are the same core");
+        &["--device", "cpu"]
+    };
+    let (one, two) = (Server::start(&["--device", "cpu"]), Server::start(split));
+    let request = completion(&"a mixed fleet ".repeat(20), 24);
+    let ((status, expected), (_, got)) =
+        (one.post("/v1/completions", &request), two.post("/v1/completions", &request));
+    assert_eq!(status, 200, "{expected}");
+    assert_eq!(got["choices"][0]["text"], expected["choices"][0]["text"]);
+    assert_eq!(got["usage"]["completion_tokens"], 24);
+
+    let id = got["id"].as_str().unwrap();
+    let (status, explanation) = two.call("GET", &format!("/debug/placement/{id}"), "", "");
+    assert_eq!(status, 200);
+    let explanation: Value = serde_json::from_str(&explanation).unwrap();
+    let candidate = &explanation["candidates"][0];
+    assert!(candidate["terms"]["ttft_s"].as_f64().unwrap() > 0.0, "{explanation}");
+    let (_, metrics) = two.call("GET", "/metrics", "", "");
+    let bytes = metrics.lines().find_map(|l| l.strip_prefix("mixfleet_kv_transfer_bytes_total ")).unwrap();
+    assert!(cores() == 1 || bytes.parse::<u64>().unwrap() > 0, "no KV crossed");
+}
+
+#[test]
+fn the_first_signal_drains_and_the_second_one_cuts() {
+    let server = Server::start(&[]);
+    let body = completion("drain", 400).to_string();
+    let mut stream = server.connect();
+    let length = body.len();
+    write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+    // The request is in work once the server has logged its placement.
+    let mut server = server;
+    let mut line = String::new();
+    while !line.contains("placed") {
+        line.clear();
+        assert_ne!(server.log.read_line(&mut line).unwrap(), 0);
+    }
+    server.signal();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(answer.contains("\"finish_reason\":\"length\""), "{answer}");
+    let (status, log) = server.wait();
+    assert!(status.success(), "{status}: {log}");
+
+    let server = Server::start(&[]);
+    let mut stream = server.connect();
+    let endless = json!({"model": "mixfleet-random", "prompt": "x", "max_tokens": 4000, "ignore_eos": true, "stream": true}).to_string();
+    let length = endless.len();
+    write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{endless}").unwrap();
+    let mut first = [0; 16];
+    stream.read_exact(&mut first).unwrap();
+    server.signal();
+    server.signal();
+    let (status, log) = server.wait();
+    assert!(status.success(), "{status}: {log}");
+}
+
+#[test]
+fn a_hundred_clients_that_hang_up_leave_no_page_in_use() {
+    let server = Server::start(&["--sequences", "8"]);
+    let body = json!({"model": "mixfleet-random", "prompt": "hang up", "max_tokens": 3000, "ignore_eos": true, "stream": true}).to_string();
+    let length = body.len();
+    let streams: Vec<TcpStream> = (0..100)
+        .map(|_| {
+            let mut stream = server.connect();
+            write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+            stream
+        })
+        .collect();
+    let mut first = [0; 16];
+    (&streams[0]).read_exact(&mut first).unwrap();
+    drop(streams);
+    let gauge = |name: &str| {
+        let (_, metrics) = server.call("GET", "/metrics", "", "");
+        let line = metrics.lines().find(|l| l.starts_with(name)).map(str::to_string);
+        line.and_then(|l| l.rsplit(' ').next().unwrap().parse::<f64>().ok())
+    };
+    let empty = (0..600).any(|_| {
+        let counts =
+            ["mixfleet_requests_running{", "mixfleet_requests_waiting{", "mixfleet_kv_cache_usage_ratios{"]
+                .map(gauge);
+        counts.iter().all(|count| *count == Some(0.0)) || {
+            std::thread::park_timeout(std::time::Duration::from_millis(50));
+            false
+        }
+    });
+    assert!(empty, "requests or pages remain");
+    assert_eq!(server.post("/v1/completions", &completion("still there", 3)).0, 200);
+}
+
+#[test]
+fn mistakes_are_named_and_have_their_exit_codes() {
+    let fails = |arguments: &[&str], code: i32, words: &[&str]| {
+        let output = common::mixfleet().args(arguments).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {text}");
+        for word in words {
+            assert!(text.contains(word), "{arguments:?}: '{word}' is not in: {text}");
+        }
+    };
+    fails(&["serve", "--listen", "0.0.0.0:0"], 2, &["--api-key"]);
+    fails(&["serve", "--listen", "nonsense"], 2, &["HOST:PORT"]);
+    fails(&["serve", "--device", "cpu=both"], 2, &["prefill, decode, auto"]);
+    fails(&["serve", "--listen", "127.0.0.1:0", "--device", "tpu"], 3, &["tpu", "mixfleet devices"]);
+    fails(&["serve", "--listen", "127.0.0.1:0", "--device", "cpu=prefill"], 3, &["no device does decode"]);
+    fails(&["serve", "--listen", "127.0.0.1:0", "--device", "cpu@9999"], 3, &["9999"]);
+    fails(&["generate", "--model", "no/such/dir", "--prompt", "x"], 3, &["no/such/dir"]);
+    fails(&["generate", "--prompt-ids", "99999"], 2, &["99999", "vocabulary"]);
+    fails(&["generate", "--prompt", "x", "--max-tokens", "1000000"], 2, &["context"]);
+    fails(&["generate"], 2, &["--prompt"]);
+    fails(&["serve", "--activations", "int3"], 2, &["f32, bf16, f16"]);
+}
+
+#[test]
+fn devices_lists_what_is_here_and_why_the_rest_is_not() {
+    let output = common::mixfleet().args(["devices", "--json"]).output().unwrap();
+    assert!(output.status.success());
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(document["schema"], "mixfleet.devices/1");
+    assert_eq!(document["devices"][0]["id"], "cpu");
+    let absent = document["absent"].as_array().unwrap();
+    for what in ["cuda", "hwloc", "verbs"] {
+        let entry =
+            absent.iter().find(|a| a["what"] == what).unwrap_or_else(|| panic!("{what} is not mentioned"));
+        assert!(!entry["reason"].as_str().unwrap().is_empty());
+    }
+}
+
+#[test]
+fn help_fits_a_screen() {
+    for arguments in [&["--help"][..], &["serve", "-h"], &["generate", "-h"], &["devices", "-h"]] {
+        let output = common::mixfleet().args(arguments).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.lines().count() <= 50, "{arguments:?}: {} lines", text.lines().count());
+    }
+}
