@@ -1,5 +1,5 @@
 //! What the kernels reach, as ratios to this machine's limits measured in the same run:
-//! `cargo run --release -p mixfleet-cpu --example throughput [cpu@0]`.
+//! `cargo run --release -p mixfleet-cpu --example throughput [cpu@0 [gemm|attention|model|launch]]`.
 //! Limits: a plain read of 2 GiB by one thread per core, and the bf16 dot product in registers. Shapes:
 //! the projections of a 1.1 B model (hidden 2048, intermediate 5632, 32 heads, 4 KV heads of 64). Every
 //! figure is the best of several runs; GEMM weights are cycled through 400 MB so that no cache holds them.
@@ -7,7 +7,7 @@
 #![allow(unsafe_code, clippy::print_stdout)]
 
 use mixfleet_cpu::CpuBackend;
-use mixfleet_hal::{Backend, Cmd, DType, Device, OpSig, Queue, Role, Slice};
+use mixfleet_hal::{Backend, Cmd, DType, Device, OpSig, Queue, Role, Scalar, Slice};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -50,8 +50,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             bench.prefill(tokens)?;
         }
     }
-    if wanted("layer") {
-        bench.barriers()?;
+    if wanted("model") {
+        let weights = bench.weights()?;
+        for (sequences, tokens, context) in
+            [(1, 1, 64), (8, 8, 64), (1, 1, 2048), (1, 512, 512), (1, 2048, 2048)]
+        {
+            bench.model(&weights, sequences, tokens, context)?;
+        }
+    }
+    if wanted("launch") {
+        bench.launch()?;
     }
     Ok(())
 }
@@ -60,7 +68,7 @@ impl Bench {
     /// Seconds of the fastest of several runs of `cmds`; repeated runs cycle through the batches.
     fn best(&mut self, batches: &[Vec<Cmd>]) -> mixfleet_hal::Result<f64> {
         let (mut best, start, mut runs) = (f64::INFINITY, Instant::now(), 0);
-        while runs < 5 || (start.elapsed() < Duration::from_millis(400) && runs < 2000) {
+        while runs < 5 || (start.elapsed() < Duration::from_millis(1500) && runs < 2000) {
             let ticket = self.queue.submit(&batches[runs % batches.len()])?;
             let elapsed = self.queue.wait(ticket, Duration::from_secs(100))?;
             best = best.min(elapsed.time.0);
@@ -195,8 +203,127 @@ impl Bench {
         Ok(())
     }
 
+    /// All weights of the model: per layer q, k, v, o, gate, up, down; then the output head.
+    fn weights(&self) -> mixfleet_hal::Result<Vec<(Slice, u32, u32)>> {
+        let layer =
+            [(2048, 2048), (256, 2048), (256, 2048), (2048, 2048), (5632, 2048), (5632, 2048), (2048, 5632)];
+        let shapes = (0..22).flat_map(|_| layer).chain([(32000, 2048)]);
+        shapes.map(|(n, k)| Ok((self.alloc(u64::from(n) * u64::from(k) * 2)?, n, k))).collect()
+    }
+
+    /// One step of the whole model as the runtime submits it: `tokens` new tokens over `sequences`.
+    fn model(
+        &mut self,
+        weights: &[(Slice, u32, u32)],
+        sequences: u32,
+        tokens: u32,
+        context: u32,
+    ) -> mixfleet_hal::Result<()> {
+        let (x, weight, kv) = (DType::Bf16, DType::Bf16, DType::Bf16);
+        let (heads, kv_heads, head_dim, page_tokens) = (32, 4, 64, 32);
+        let rows = |width: u32| self.alloc(u64::from(tokens) * u64::from(width) * 2);
+        let [stream, normed, q, k, v, attended] =
+            [rows(2048)?, rows(2048)?, rows(2048)?, rows(256)?, rows(256)?, rows(2048)?];
+        let [gate, up, inner] = [rows(5632)?, rows(5632)?, rows(5632)?];
+        let gain = self.alloc(4096)?;
+        let table = self.alloc(u64::from(tokens) * 256)?;
+        let (k_pool, v_pool, pages, pages_max) = self.pools(sequences, context)?;
+        let slots = self.words(&(0..tokens).collect::<Vec<_>>())?;
+        let start = self.words(&(0..=sequences).map(|s| s * tokens / sequences).collect::<Vec<_>>())?;
+        let contexts = self.words(&vec![context; sequences as usize])?;
+        let range = self.words(&[0, context].repeat(sequences as usize))?;
+        let acc = self.alloc(u64::from(tokens) * 8192)?;
+        let stat = self.alloc(u64::from(tokens) * 256)?;
+        let logits = self.alloc(u64::from(sequences) * 64000)?;
+        let mut batch: Vec<Cmd> = Vec::new();
+        let mut add = |sig: OpSig, args: &[&Slice]| -> mixfleet_hal::Result<()> {
+            batch.push(Cmd::new(sig, &args.iter().map(|&s| s.clone()).collect::<Vec<_>>())?);
+            Ok(())
+        };
+        let norm = |rows| OpSig::RmsNorm { rows, cols: 2048, eps: Scalar(1e-5), x, weight, out: x };
+        let rope = |heads| OpSig::Rope { tokens, heads, head_dim, x };
+        let project = |(_, n, k): &(Slice, u32, u32), m, accumulate| OpSig::Gemm {
+            m,
+            n: *n,
+            k: *k,
+            x,
+            weight,
+            out: x,
+            bias: false,
+            accumulate,
+        };
+        let (decode, elements) = (tokens == sequences, u64::from(tokens) * 5632);
+        let kv_tokens = u64::from(sequences) * u64::from(context);
+        let (layers, head) = weights.split_at(22 * 7);
+        for w in layers.chunks(7) {
+            add(norm(tokens), &[&stream, &gain, &normed])?;
+            for (w, out) in w[..3].iter().zip([&q, &k, &v]) {
+                add(project(w, tokens, false), &[&normed, &w.0, out])?;
+            }
+            add(rope(heads), &[&q, &table])?;
+            add(rope(kv_heads), &[&k, &table])?;
+            let write = OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv };
+            add(write, &[&k, &v, &slots, &k_pool, &v_pool])?;
+            if decode {
+                let sig = OpSig::AttnDecode {
+                    sequences,
+                    kv_tokens,
+                    heads,
+                    kv_heads,
+                    head_dim,
+                    page_tokens,
+                    pages_max,
+                    x,
+                    kv,
+                };
+                add(sig, &[&q, &range, &pages, &k_pool, &v_pool, &acc, &stat])?;
+                let merge = OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, out: x };
+                add(merge, &[&acc, &stat, &attended])?;
+            } else {
+                let pairs = u64::from(tokens) * u64::from(tokens + 1) / 2;
+                let sig = OpSig::AttnPrefill {
+                    tokens,
+                    sequences,
+                    pairs,
+                    kv_tokens,
+                    heads,
+                    kv_heads,
+                    head_dim,
+                    page_tokens,
+                    pages_max,
+                    window: None,
+                    x,
+                    kv,
+                };
+                add(sig, &[&q, &start, &contexts, &pages, &k_pool, &v_pool, &attended])?;
+            }
+            add(project(&w[3], tokens, true), &[&attended, &w[3].0, &stream])?;
+            add(norm(tokens), &[&stream, &gain, &normed])?;
+            add(project(&w[4], tokens, false), &[&normed, &w[4].0, &gate])?;
+            add(project(&w[5], tokens, false), &[&normed, &w[5].0, &up])?;
+            add(OpSig::SiluMul { elements, x }, &[&gate, &up, &inner])?;
+            add(project(&w[6], tokens, true), &[&inner, &w[6].0, &stream])?;
+        }
+        let last = normed.range(0, u64::from(sequences) * 4096);
+        add(norm(sequences), &[&stream.range(0, last.bytes), &gain, &last])?;
+        add(project(&head[0], sequences, false), &[&last, &head[0].0, &logits])?;
+        let flops: f64 = batch.iter().map(|c| c.sig().flops()).sum();
+        let bytes: f64 = weights.iter().map(|w| w.0.bytes as f64).sum();
+        let seconds = self.best(&[batch])?;
+        println!(
+            "model, {sequences} x {context}, {tokens} new: {:8.1} ms {:7.1} tokens/s, weights at {:5.1} GB/s ({:3.0} % of read), {:6.1} GFLOP/s ({:3.0} % of dot)",
+            seconds * 1e3,
+            f64::from(tokens) / seconds,
+            bytes / seconds / 1e9,
+            100.0 * bytes / seconds / self.read_rate,
+            flops / seconds / 1e9,
+            100.0 * flops / seconds / self.dot_rate
+        );
+        Ok(())
+    }
+
     /// What dependent steps cost when there is nothing to do in them.
-    fn barriers(&mut self) -> mixfleet_hal::Result<()> {
+    fn launch(&mut self) -> mixfleet_hal::Result<()> {
         let (a, b) = (self.alloc(128 << 10)?, self.alloc(128 << 10)?);
         let copy = OpSig::Copy { bytes: 128 << 10 };
         let pairs = [Cmd::new(copy, &[a.clone(), b.clone()])?, Cmd::new(copy, &[b, a])?];
