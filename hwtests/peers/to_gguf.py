@@ -1,0 +1,105 @@
+"""Writes a bf16 Llama checkpoint as GGUF, without a vocabulary, for llama-bench.
+
+    python to_gguf.py CHECKPOINT_DIR OUT.gguf
+
+llama.cpp's own converter refuses a checkpoint whose tokenizer does not cover its vocabulary, as with random
+weights. llama-bench only needs the number of tokens. Needs `numpy` and `gguf` (PyPI).
+"""
+
+import json
+import pathlib
+import struct
+import sys
+
+import gguf
+import numpy
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def tensors(folder):
+    """(name, bf16 bit patterns as mapped uint16) of every tensor."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            (head_bytes,) = struct.unpack("<Q", file.read(8))
+            head = json.loads(file.read(head_bytes))
+        data = numpy.memmap(path, numpy.uint8, "r", offset=8 + head_bytes)
+        for name, entry in head.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] != "BF16":
+                sys.exit(f"{path}: {name} is {entry['dtype']}; only BF16 is supported")
+            begin, end = entry["data_offsets"]
+            yield name, data[begin:end].view(numpy.uint16).reshape(entry["shape"])
+
+
+def interleaved(weight, heads):
+    """Rows of a q or k projection in ggml's order: it rotates neighbours, Hugging Face rotates halves."""
+    rows, columns = weight.shape
+    halves = weight.reshape(heads, 2, rows // heads // 2, columns)  # [heads, 2, head_dim / 2, hidden]
+    return halves.swapaxes(1, 2).reshape(rows, columns)
+
+
+def add(writer, name, bits):
+    if bits.ndim == 1:
+        writer.add_tensor(name, (bits.astype(numpy.uint32) << 16).view(numpy.float32))
+    else:
+        raw = numpy.ascontiguousarray(bits).view(numpy.uint8)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def renamed(name):
+    stem = name.removesuffix(".weight")
+    if stem in WHOLE:
+        return WHOLE[stem] + ".weight"
+    layer, part = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{LAYER[part]}.weight"
+
+
+def main():
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    folder, out = pathlib.Path(sys.argv[1]), sys.argv[2]
+    config = json.loads((folder / "config.json").read_text())
+    if config["architectures"] != ["LlamaForCausalLM"] or config.get("rope_scaling"):
+        sys.exit(f"{folder}: only LlamaForCausalLM without rope scaling is supported")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_name(folder.name)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    for name, bits in tensors(folder):
+        if "q_proj" in name:
+            bits = interleaved(bits, heads)
+        elif "k_proj" in name:
+            bits = interleaved(bits, kv_heads)
+        add(writer, renamed(name), bits)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()
