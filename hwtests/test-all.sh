@@ -22,6 +22,10 @@ if [ -n "$missing" ]; then
     DEBIAN_FRONTEND=noninteractive $as_root apt-get install -y -qq --no-install-recommends $missing
 fi
 
+for tool in rustfmt cargo-clippy; do
+    command -v "$tool" >/dev/null || { echo "test-all: $tool is missing; run: rustup component add rustfmt clippy" >&2; exit 3; }
+done
+
 step() { printf '\n== %s ==\n' "$1"; }
 features=(--workspace --features mixfleet/full)
 

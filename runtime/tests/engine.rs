@@ -6,6 +6,7 @@ mod fleet;
 use fleet::{Fleet, greedy, pressure, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::FinishReason;
 use mixfleet_scheduler::fleet::Role;
@@ -54,6 +55,33 @@ fn many_requests_share_too_little_memory_and_all_end_right() {
         let usage = fleet.run_many(&env, pressure(&checkpoint, seed, 14));
         assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
     }
+}
+
+#[test]
+fn instances_that_hand_off_to_each_other_under_pressure_never_block() {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    for seed in 100..106 {
+        let env = SeededEnv::new(seed);
+        let fleet = Fleet::new(checkpoint.clone()).with(Role::Auto).with(Role::Auto).blocks(10);
+        let usage = fleet.run_many(&env, pressure(&checkpoint, seed, 40));
+        assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
+    }
+}
+
+#[test]
+fn logits_that_are_no_numbers_fail_the_request_and_nothing_else() {
+    let (_, random) = tiny_variants().remove(0);
+    let mut tensors = random.tensors().unwrap();
+    let norm = tensors.iter_mut().find(|t| t.name == "model.norm.weight").unwrap();
+    norm.bytes = norm.bytes.chunks(4).flat_map(|_| f32::NAN.to_le_bytes()).collect();
+    norm.dtype = mixfleet_hal::DType::F32;
+    let broken = Checkpoint::from_parts(random.model_config().unwrap(), tensors).unwrap();
+    let env = SeededEnv::new(7);
+    let prompt = prompt(9, 1, &broken.config);
+    let answer = Fleet::new(broken).with(Role::Auto).run_one(&env, prompt, 4);
+    assert!(answer.tokens.is_empty(), "{answer:?}");
+    assert!(answer.failure.is_some_and(|message| message.contains("number")), "no failure was told");
 }
 
 #[test]

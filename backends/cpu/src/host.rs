@@ -34,9 +34,8 @@ impl FileMapper for Mapper {
         let map = unsafe { memmap2::Mmap::map(&file)? };
         #[cfg(target_os = "linux")]
         {
-            // best effort, and worth it: the kernel reads ahead in huge pages where the file system has
-            // them, and maps all pages at once, the huge ones as such. Streamed through 4 KiB pages a
-            // weight arrives a third slower (38 against 60 GB/s on two Zen 4 cores in a virtual machine).
+            // best effort: huge pages where the file system has them, and all pages mapped now, at
+            // memory speed, instead of one fault at a time under the first prompt
             let _ = map.advise(memmap2::Advice::HugePage);
             let _ = map.advise(memmap2::Advice::PopulateRead);
         }

@@ -130,8 +130,8 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true)]
     pub(crate) sequences: u32,
     /// Requests in work, beyond which new ones are turned away [default: 512]
-    #[arg(long, value_name = "N", default_value_t = 512, hide_default_value = true)]
-    pub(crate) requests: usize,
+    #[arg(long, value_name = "N", default_value = "512", hide_default_value = true)]
+    pub(crate) requests: std::num::NonZeroUsize,
     /// Measure the devices anew instead of using the kept calibration
     #[arg(long)]
     pub(crate) recalibrate: bool,
@@ -154,7 +154,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_tokens: u32,
     /// 0 is greedy
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, value_parser = temperature)]
     pub(crate) temperature: f32,
     /// Key of the random draws
     #[arg(long, default_value_t = 0)]
@@ -162,9 +162,9 @@ pub(crate) struct GenerateArgs {
     /// Do not stop at an end token
     #[arg(long)]
     pub(crate) ignore_eos: bool,
-    /// Device of prefill and decode, if they are one
-    #[arg(long, value_name = "DEV", conflicts_with_all = ["prefill", "decode"])]
-    pub(crate) device: Option<String>,
+    /// A device and what it does; repeatable [default: auto]
+    #[arg(long, value_name = "DEV[=prefill|decode|auto]", conflicts_with_all = ["prefill", "decode"])]
+    pub(crate) device: Vec<DeviceRole>,
     /// Device that computes the prompt
     #[arg(long, value_name = "DEV", requires = "decode")]
     pub(crate) prefill: Option<String>,
@@ -174,4 +174,9 @@ pub(crate) struct GenerateArgs {
     /// Print `{prompt_ids, ids, text, placement, ttft_s, tbt_s}` as JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    let value = text.parse().ok().filter(|t: &f32| t.is_finite() && *t >= 0.0);
+    value.ok_or_else(|| "expected a number from 0 on".into())
 }

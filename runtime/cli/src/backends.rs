@@ -1,5 +1,6 @@
 //! The only place that knows which backends there are.
 
+use crate::args::DeviceRole;
 use anyhow::{Context, Result, bail};
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, DeviceKind};
 use std::sync::Arc;
@@ -31,6 +32,14 @@ pub(crate) fn open(selector: &str) -> Result<Arc<dyn Device>> {
         bail!("unknown device '{selector}': this build knows {}; see 'mixfleet devices'", known.join(", "));
     };
     backend.open(selector).with_context(|| format!("cannot open device '{selector}'"))
+}
+
+/// `auto` stands for every device that would serve by default.
+pub(crate) fn expand(wanted: &DeviceRole) -> Vec<DeviceRole> {
+    if wanted.device != "auto" {
+        return vec![wanted.clone()];
+    }
+    default_selectors().into_iter().map(|device| DeviceRole { device, role: wanted.role }).collect()
 }
 
 /// The devices that serve when none is named: every GPU, and the cores. A CPU that another backend

@@ -22,11 +22,11 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
 
 fn devices(args: &GenerateArgs) -> Vec<DeviceRole> {
     let one = |device: &String, role| DeviceRole { device: device.clone(), role };
-    match (&args.prefill, &args.decode, &args.device) {
-        (Some(prefill), Some(decode), _) if prefill == decode => vec![one(prefill, Role::Auto)],
-        (Some(prefill), Some(decode), _) => vec![one(prefill, Role::Prefill), one(decode, Role::Decode)],
-        (_, _, Some(device)) => vec![one(device, Role::Auto)],
-        _ => backends::default_selectors().iter().map(|device| one(device, Role::Auto)).collect(),
+    match (&args.prefill, &args.decode) {
+        (Some(prefill), Some(decode)) if prefill == decode => vec![one(prefill, Role::Auto)],
+        (Some(prefill), Some(decode)) => vec![one(prefill, Role::Prefill), one(decode, Role::Decode)],
+        _ if args.device.is_empty() => backends::expand(&one(&"auto".into(), Role::Auto)),
+        _ => args.device.iter().flat_map(backends::expand).collect(),
     }
 }
 
@@ -66,7 +66,7 @@ async fn generate(args: GenerateArgs) -> Result<()> {
         cache_salt: None,
     };
     let start_s = env.now().0;
-    let mut updates = engine.submit(request).await?;
+    let mut updates = engine.handle.submit(request).await?;
     let mut text = model.text.tokenizer.stream();
     let mut printed = String::new();
     let (mut ids, mut placement, mut times_s) = (Vec::new(), None, Vec::new());

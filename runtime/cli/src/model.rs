@@ -64,7 +64,8 @@ impl Model {
 fn open(directory: &Path) -> Result<(String, Checkpoint, Tokenizer, Option<ChatTemplate>)> {
     let checkpoint = Checkpoint::open(directory, &mixfleet_cpu::host::Mapper)
         .with_context(|| format!("cannot load the checkpoint in {}", directory.display()))?;
-    let tokenizer = Tokenizer::open(directory)?;
+    let tokenizer = Tokenizer::open(directory)
+        .context("mixfleet needs the checkpoint's fast tokenizer, the file tokenizer.json")?;
     let template = ChatTemplate::open(directory)?;
     let absolute = directory.canonicalize().unwrap_or_else(|_| directory.to_path_buf());
     let name = absolute.file_name().map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned());

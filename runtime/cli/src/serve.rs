@@ -62,7 +62,7 @@ async fn serve(args: ServeArgs) -> Result<()> {
     let env: SharedEnv = Arc::new(real);
     let metrics = Metrics::new();
     let placements = Arc::new(Placements::new(PLACEMENTS_KEPT));
-    let limits = Limits { requests_max: args.requests, ..Limits::default() };
+    let limits = Limits { requests_max: args.requests.get(), ..Limits::default() };
     let api = Api::new(env.clone(), metrics.clone(), placements.clone(), limits, args.api_key.clone());
     let listener = env.listen(&args.listen).await;
     let listener = listener.with_context(|| format!("cannot listen on {}", args.listen))?;
@@ -120,14 +120,14 @@ fn load(
         let all = backends::default_selectors();
         all.into_iter().map(|device| DeviceRole { device, role: Role::Auto }).collect()
     } else {
-        args.device.iter().flat_map(expand).collect()
+        args.device.iter().flat_map(backends::expand).collect()
     };
     let choice = Choice {
         devices,
         prices: args.usd_per_hour.iter().map(|p| (p.device.clone(), p.usd_per_hour)).collect(),
         sequences_max: args.sequences,
         engine: EngineConfig {
-            requests_max: args.requests,
+            requests_max: args.requests.get(),
             ttft_slo: args.ttft_slo.map(Seconds),
             ..EngineConfig::default()
         },
@@ -138,19 +138,10 @@ fn load(
     Ok(ServedModel {
         name: name.unwrap_or(model.name),
         created: env.unix_time().0 as u64,
-        engine,
+        engine: engine.handle,
         text: model.text,
-        context: config.context_max,
+        context: engine.context,
         eos_ids: config.eos_ids.clone().into(),
         defaults: Sampling::default(),
     })
-}
-
-/// `auto` stands for every device that would serve by default.
-fn expand(wanted: &DeviceRole) -> Vec<DeviceRole> {
-    if wanted.device != "auto" {
-        return vec![wanted.clone()];
-    }
-    let all = backends::default_selectors();
-    all.into_iter().map(|device| DeviceRole { device, role: wanted.role }).collect()
 }

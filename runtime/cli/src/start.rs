@@ -1,9 +1,10 @@
 //! From arguments to a running engine: open devices, place weights, calibrate, start.
 
+use crate::Usage;
 use crate::args::{DeviceRole, ModelArgs};
 use crate::model::Model;
 use crate::{backends, calibration};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::units::{GIB, UsdPerHour};
@@ -31,6 +32,12 @@ pub(crate) struct Choice {
     pub(crate) recalibrate: bool,
 }
 
+/// A running engine and the longest sequence that it can hold.
+pub(crate) struct Started {
+    pub(crate) handle: EngineHandle,
+    pub(crate) context: u32,
+}
+
 /// Loads `model` on the chosen devices and starts the engine. Blocks; run it off the async threads.
 pub(crate) fn engine(
     model: &Model,
@@ -39,11 +46,16 @@ pub(crate) fn engine(
     env: &SharedEnv,
     metrics: Metrics,
     placements: Arc<Placements>,
-) -> Result<EngineHandle> {
+) -> Result<Started> {
     let config = Arc::new(model.checkpoint.config.clone());
     check_roles(&choice.devices)?;
     if !(args.kv_memory.is_finite() && args.kv_memory > 0.0) {
-        bail!("--kv-memory {} is not an amount of memory", args.kv_memory);
+        return Err(Usage(format!("--kv-memory {} is not an amount of memory", args.kv_memory)).into());
+    }
+    if let Some(unknown) =
+        choice.prices.keys().find(|name| !choice.devices.iter().any(|d| d.device == **name))
+    {
+        return Err(Usage(format!("--usd-per-hour {unknown}: no such device serves here")).into());
     }
     let mut instances = Vec::new();
     for DeviceRole { device: selector, role } in &choice.devices {
@@ -63,6 +75,7 @@ pub(crate) fn engine(
         instances.push(Loaded::new(&config, spec)?);
     }
     let instances = calibrated(model, args, instances, choice.recalibrate)?;
+    let context = context(model, &instances);
     let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
     let secret = [env.random(), env.random()];
     let parts = EngineParts {
@@ -76,18 +89,39 @@ pub(crate) fn engine(
         placements,
         metrics,
     };
-    Ok(parts.start()?)
+    Ok(Started { handle: parts.start()?, context })
+}
+
+/// The longest sequence that the model and the KV memory of some pair of devices can hold.
+fn context(model: &Model, instances: &[(Loaded, Coefficients)]) -> u32 {
+    let most = |can: fn(Role) -> bool| {
+        let able = instances.iter().filter(|(instance, _)| can(instance.role()));
+        able.map(|(instance, _)| instance.kv_capacity_tokens()).max().unwrap_or(0)
+    };
+    let held = most(Role::prefills).min(most(Role::decodes));
+    let context = model.checkpoint.config.context_max;
+    if held < u64::from(context) {
+        tracing::info!(
+            tokens = held,
+            context,
+            "the KV memory holds less than the model's context; --kv-memory gives more"
+        );
+    }
+    context.min(u32::try_from(held).unwrap_or(u32::MAX))
 }
 
 fn check_roles(devices: &[DeviceRole]) -> Result<()> {
     for (role, can) in [("prefill", Role::prefills as fn(Role) -> bool), ("decode", Role::decodes)] {
         if !devices.iter().any(|d| can(d.role)) {
-            bail!("no device does {role}: add one with '--device DEV={role}' or '--device DEV'");
+            let message =
+                format!("no device does {role}: add one with '--device DEV={role}' or '--device DEV'");
+            return Err(Usage(message).into());
         }
     }
     for (at, device) in devices.iter().enumerate() {
         if devices[..at].iter().any(|d| d.device == device.device) {
-            bail!("device '{}' is named twice; one instance can do prefill and decode", device.device);
+            let message = format!("device '{}' is named twice; one can do prefill and decode", device.device);
+            return Err(Usage(message).into());
         }
     }
     Ok(())

@@ -272,11 +272,11 @@ impl Running {
             FromWorker::Reserved { request, attempt, tokens_cached } => {
                 self.reserved(request, attempt, tokens_cached);
             }
-            FromWorker::Revoked { request } => {
-                let Some(tracked) = self.requests.get(&request) else { return };
-                self.send(tracked.prefill, ToWorker::Cancel { request });
-                self.fleet_step(Event::Cancelled { request });
-                self.replay(request);
+            FromWorker::Revoked { request, attempt } => {
+                if self.is_current(request, attempt) {
+                    self.fleet_step(Event::Cancelled { request });
+                    self.replay(request);
+                }
             }
             FromWorker::Progress { request, tokens } => {
                 self.fleet_step(Event::PrefillProgress { request, instance, tokens });
@@ -285,12 +285,15 @@ impl Running {
                 self.fleet_step(Event::TransferDone { request, instance });
             }
             FromWorker::Drawn { request, attempt, index, token, logprobs, finish } => {
-                let current = self.requests.get(&request).is_some_and(|t| t.attempt == attempt);
-                if current {
+                if self.is_current(request, attempt) {
                     self.drawn(instance, request, index, token, logprobs, finish);
                 }
             }
-            FromWorker::RequestFailed { request, message } => self.fail(request, message),
+            FromWorker::RequestFailed { request, attempt, message } => {
+                if self.is_current(request, attempt) {
+                    self.fail(request, message);
+                }
+            }
             FromWorker::Stored(hashes) => {
                 self.fleet_step(Event::KvStored { instance, hashes });
             }
@@ -300,6 +303,11 @@ impl Running {
             FromWorker::Load(load) => self.gauge(instance, &load),
             FromWorker::Down(error) => self.down(instance, &error),
         }
+    }
+
+    /// Reports of an earlier placement come late when an instance was lost meanwhile.
+    fn is_current(&self, request: RequestId, attempt: u32) -> bool {
+        self.requests.get(&request).is_some_and(|tracked| tracked.attempt == attempt)
     }
 
     fn admitted(&mut self, instance: InstanceId, request: RequestId, tokens_cached: u32) {
@@ -385,10 +393,7 @@ impl Running {
         let device = &self.parts.instances[&instance].device;
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
         for action in self.fleet_step(Event::InstanceDown { instance }) {
-            if let Action::Replay { request, drop_on } = action {
-                if let Some(other) = drop_on {
-                    self.send(other, ToWorker::Cancel { request });
-                }
+            if let Action::Replay { request, .. } = action {
                 self.replay(request);
             }
         }
@@ -396,7 +401,9 @@ impl Running {
 
     /// Places a request anew, from its prompt and the tokens that the client already has.
     fn replay(&mut self, request: RequestId) {
-        let Some(tracked) = self.requests.get_mut(&request) else { return };
+        let Some(tracked) = self.requests.get(&request) else { return };
+        self.cancel_on_both(request, tracked);
+        let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
         let wanted = tracked.wanted.clone();
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();

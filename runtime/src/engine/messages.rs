@@ -165,6 +165,8 @@ pub(super) enum FromWorker {
     Revoked {
         /// Whose.
         request: RequestId,
+        /// Of which placement.
+        attempt: u32,
     },
     /// Prompt tokens are computed.
     Progress {
@@ -197,6 +199,8 @@ pub(super) enum FromWorker {
     RequestFailed {
         /// Whose.
         request: RequestId,
+        /// Of which placement.
+        attempt: u32,
         /// Why, for the client.
         message: String,
     },

@@ -29,7 +29,7 @@ use handoff::Courier;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Piece, Transport};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
-use mixfleet_hal::{DType, Device, Error, OpSig, Result, Support};
+use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{Event, Fleet, FleetConfig, Instance, InstanceId, Link, Role};
@@ -149,6 +149,11 @@ impl Loaded {
         u64::from(self.batch.blocks_total) * u64::from(self.batch.block_tokens)
     }
 
+    /// What it may do.
+    pub fn role(&self) -> Role {
+        self.role
+    }
+
     /// What steps take here; before serving only.
     ///
     /// # Errors
@@ -176,7 +181,19 @@ fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape:
         },
         gemm(weights.layers[0].q.dtype, x),
         gemm(weights.lm_head.dtype, DType::F32),
+        OpSig::RmsNorm {
+            rows: 1,
+            cols: c.hidden,
+            eps: Scalar(c.norm_eps),
+            x: DType::F32,
+            weight: weights.norm.dtype,
+            out: x,
+        },
         OpSig::Rope { tokens: 1, heads, head_dim, x },
+        OpSig::SiluMul { elements: 1, x },
+        OpSig::Argmax { rows: 1, cols: c.vocab },
+        OpSig::KvGather { tokens: 1, kv_heads, head_dim, page_tokens, kv, wire: kv },
+        OpSig::KvScatter { tokens: 1, kv_heads, head_dim, page_tokens, kv, wire: kv },
         OpSig::KvWrite { tokens: 1, kv_heads, head_dim, page_tokens, x, kv },
         OpSig::AttnPrefill {
             tokens: 1,

@@ -10,8 +10,8 @@ use crate::env::{SharedEnv, yield_now};
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::graph::{Forward, Part};
 use crate::request::{FinishReason, Logprobs};
-use crate::sampling::{self, History};
-use mixfleet_hal::{Cmd, Device, Error, Queue, Result, Slice, Ticket};
+use crate::sampling::{self, History, SamplingError};
+use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{Action, After, BatchLimits, Event, Instance, RequestId, Sampled, Step};
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::{HashMap, VecDeque};
@@ -103,6 +103,7 @@ impl Worker {
 
     /// Works until the coordinator is gone or the device fails.
     pub(super) async fn run(mut self) {
+        let _alarm = PanicAlarm { id: self.id, reports: self.reports.clone() };
         self.report(FromWorker::Ready);
         if let Err(error) = self.serve().await {
             tracing::error!(device = %self.device.info().id, %error, "the instance is down");
@@ -218,8 +219,10 @@ impl Worker {
                     self.report(FromWorker::Reserved { request, attempt, tokens_cached });
                 }
                 Action::Revoked { request } => {
-                    self.active.remove(&request);
-                    self.report(FromWorker::Revoked { request });
+                    let attempt = self.active.remove(&request).map_or(0, |active| active.job.attempt);
+                    self.report(FromWorker::Revoked { request, attempt });
+                    // Its blocks are free now: ask again, since nobody else may wake this worker.
+                    ran = true;
                 }
                 Action::Preempted { .. } => {
                     let device = self.device.info().id.clone();
@@ -300,8 +303,10 @@ impl Worker {
         if let Some(best) = best {
             let mut tokens = vec![0u32; sampled.len()];
             self.device.read(&best, bytemuck::cast_slice_mut(&mut tokens))?;
-            let draws = sampled.iter().zip(tokens);
-            return Ok(draws.map(|(s, token)| (s.request, Ok((token, None)))).collect());
+            let draws = sampled.iter().zip(tokens).enumerate();
+            return draws
+                .map(|(row, (s, token))| Ok((s.request, self.checked(&logits, row, token)?)))
+                .collect();
         }
         let vocab = self.forward.config().vocab as usize;
         let mut values = vec![0f32; sampled.len() * vocab];
@@ -317,6 +322,15 @@ impl Worker {
         Ok(draws.collect())
     }
 
+    /// A greedy token, unless its logit is no number: then nothing of the row can be trusted.
+    fn checked(&self, logits: &Slice, row: usize, token: u32) -> Result<std::result::Result<Drawn, String>> {
+        let at = row as u64 * u64::from(self.forward.config().vocab) + u64::from(token);
+        let mut logit = [0f32];
+        self.device.read(&logits.range(at * 4, 4), bytemuck::cast_slice_mut(&mut logit))?;
+        let error = || SamplingError::NotFinite(token as usize).to_string();
+        Ok(if logit[0].is_finite() { Ok((token, None)) } else { Err(error()) })
+    }
+
     fn finish_step(&mut self, step: &Step, drawn: Vec<Draw>) {
         let mut sampled = Vec::new();
         let mut after = Vec::new();
@@ -330,8 +344,9 @@ impl Worker {
                 Err(message) => {
                     sampled.push(Sampled { request, token: 0, finished: true });
                     after.push((request, None));
+                    let attempt = active.job.attempt;
                     self.active.remove(&request);
-                    self.report(FromWorker::RequestFailed { request, message });
+                    self.report(FromWorker::RequestFailed { request, attempt, message });
                     continue;
                 }
             };
@@ -416,5 +431,23 @@ impl Worker {
     }
 }
 
+/// Reports the instance lost if its worker panics: its requests must not wait for ever.
+struct PanicAlarm {
+    id: InstanceId,
+    reports: mpsc::UnboundedSender<Report>,
+}
+
+impl Drop for PanicAlarm {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let error = Error::new(ErrorKind::Other, "the worker panicked; the log has the place");
+            let _ = self.reports.send((self.id, FromWorker::Down(error)));
+        }
+    }
+}
+
 /// A request with its token, or why none could be drawn.
-type Draw = (RequestId, std::result::Result<(u32, Option<Logprobs>), String>);
+type Draw = (RequestId, std::result::Result<Drawn, String>);
+
+/// A token, with its log-probabilities where they are wanted.
+type Drawn = (u32, Option<Logprobs>);

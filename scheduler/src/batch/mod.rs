@@ -9,7 +9,7 @@
 //! **No deadlock.** Older requests (smaller ids) win: the queue is sorted by age, a decode that finds
 //! no block preempts the youngest sequence (which recomputes later), and a waiting request may revoke
 //! the reservation of a younger one when nothing else can run. The oldest request of the fleet
-//! therefore always gets its blocks, provided that each alone fits, which `fits` says beforehand.
+//! therefore always gets its blocks, provided that each alone fits, which the fleet checks on arrival.
 
 mod blocks;
 
@@ -247,11 +247,6 @@ impl Instance {
             waiting: BTreeSet::new(),
             in_step: Vec::new(),
         }
-    }
-
-    /// Whether a sequence that grows to `tokens` tokens can ever be held.
-    pub fn fits(limits: &BatchLimits, tokens: u32) -> bool {
-        tokens.div_ceil(limits.block_tokens) <= limits.blocks_total
     }
 
     /// What the router and the metrics see.
@@ -494,7 +489,7 @@ impl Instance {
     /// Blocks will come back without this sequence's doing.
     fn others_will_release(&self, request: RequestId) -> bool {
         let mut others = self.sequences.iter().filter(|(id, _)| **id != request);
-        others.any(|(_, s)| matches!(s.phase, Phase::HandedOff) || s.after == Some(After::HandOff))
+        others.any(|(_, s)| s.after == Some(After::HandOff) && s.phase != Phase::Waiting)
     }
 
     fn preempt(&mut self, request: RequestId, actions: &mut Vec<Action>) {
@@ -518,9 +513,10 @@ impl Instance {
         }
     }
 
-    /// Nothing runs here: if the oldest in the queue is older than a reservation, it takes its blocks.
+    /// Nothing can run here: if the oldest that wants to is older than a reservation, it takes its blocks.
     fn revoke(&mut self, actions: &mut Vec<Action>) {
-        let Some(&oldest) = self.waiting.first() else { return };
+        let wants = |s: &Sequence| matches!(s.phase, Phase::Waiting | Phase::Running);
+        let Some((&oldest, _)) = self.sequences.iter().find(|(_, s)| wants(s)) else { return };
         let handing_off = self.sequences.values().any(|s| s.phase == Phase::HandedOff);
         let youngest = self.sequences.iter().rev().find(|(_, s)| s.phase == Phase::Receiving);
         if let Some((&youngest, _)) = youngest
