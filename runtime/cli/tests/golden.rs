@@ -1,6 +1,8 @@
 //! Whole models against what they must say: the fixture checkpoints' golden outputs, and generated
 //! checkpoints of every family against the float64 forward pass, through the binary and the library.
 
+#![allow(clippy::print_stdout, reason = "a test says what it saw")]
+
 mod common;
 
 use common::{Generate, devices, fixtures, generate, golden, ids};

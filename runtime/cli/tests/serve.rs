@@ -1,5 +1,7 @@
 //! The server as its users meet it: the binary, sockets and signals.
 
+#![allow(clippy::print_stdout, reason = "a skip is said aloud")]
+
 mod common;
 
 use serde_json::{Value, json};
@@ -10,30 +12,37 @@ use std::process::{Child, ChildStderr, ExitStatus, Stdio};
 /// A running server on a port of its own.
 struct Server {
     child: Child,
-    log: BufReader<ChildStderr>,
+    log: Option<BufReader<ChildStderr>>,
     address: String,
 }
 
 impl Server {
     /// With the built-in model; returns once it is ready.
     fn start(arguments: &[&str]) -> Self {
-        let mut child = common::mixfleet()
+        let child = common::mixfleet()
             .args(["serve", "--listen", "127.0.0.1:0", "--kv-memory", "0.02"])
             .args(arguments)
             .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut log = BufReader::new(child.stderr.take().unwrap());
+            .spawn();
+        let mut server = Server { child: child.unwrap(), log: None, address: String::new() };
+        server.log = server.child.stderr.take().map(BufReader::new);
         let mut seen = String::new();
-        loop {
-            let mut line = String::new();
-            assert_ne!(log.read_line(&mut line).unwrap(), 0, "the server ended: {seen}");
+        while server.address.is_empty() {
+            let line = server.log_line();
             seen.push_str(&line);
+            assert!(!line.is_empty(), "the server ended: {seen}");
             if let Some((_, address)) = line.split_once("ready: http://") {
-                let address = address.trim().trim_end_matches("/v1").to_string();
-                return Server { child, log, address };
+                server.address = address.trim().trim_end_matches("/v1").to_string();
             }
         }
+        server
+    }
+
+    /// The next line of its log; empty at the end.
+    fn log_line(&mut self) -> String {
+        let mut line = String::new();
+        self.log.as_mut().expect("piped").read_line(&mut line).unwrap();
+        line
     }
 
     fn connect(&self) -> TcpStream {
@@ -67,7 +76,7 @@ impl Server {
     fn wait(mut self) -> (ExitStatus, String) {
         let status = self.child.wait().unwrap();
         let mut rest = String::new();
-        self.log.read_to_string(&mut rest).unwrap();
+        self.log.as_mut().expect("piped").read_to_string(&mut rest).unwrap();
         (status, rest)
     }
 }
@@ -75,6 +84,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -115,17 +125,18 @@ fn a_split_server_answers_as_one_device_does_and_explains_itself() {
 
 #[test]
 fn the_first_signal_drains_and_the_second_one_cuts() {
-    let server = Server::start(&[]);
+    let mut server = Server::start(&[]);
     let body = completion("drain", 400).to_string();
     let mut stream = server.connect();
     let length = body.len();
     write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
     // The request is in work once the server has logged its placement.
-    let mut server = server;
-    let mut line = String::new();
-    while !line.contains("placed") {
-        line.clear();
-        assert_ne!(server.log.read_line(&mut line).unwrap(), 0);
+    loop {
+        let line = server.log_line();
+        assert!(!line.is_empty(), "the server ended");
+        if line.contains("placed") {
+            break;
+        }
     }
     server.signal();
     let mut answer = String::new();

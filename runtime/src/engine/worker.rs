@@ -221,8 +221,6 @@ impl Worker {
                 Action::Revoked { request } => {
                     let attempt = self.active.remove(&request).map_or(0, |active| active.job.attempt);
                     self.report(FromWorker::Revoked { request, attempt });
-                    // Its blocks are free now: ask again, since nobody else may wake this worker.
-                    ran = true;
                 }
                 Action::Preempted { .. } => {
                     let device = self.device.info().id.clone();

@@ -370,15 +370,18 @@ impl Instance {
     fn idle(&mut self, actions: &mut Vec<Action>) {
         assert!(self.in_step.is_empty(), "idle while a step runs");
         let mut evicted = Vec::new();
-        self.admit(&mut evicted, actions);
-        let step = self.form_step(&mut evicted, actions);
+        let step = loop {
+            self.admit(&mut evicted, actions);
+            let step = self.form_step(&mut evicted, actions);
+            if !step.sequences.is_empty() || !self.revoke(actions) {
+                break step;
+            }
+        };
         if !evicted.is_empty() {
             // Before `Run`: the blocks get new content in that step.
             actions.push(Action::Evicted(evicted));
         }
-        if step.sequences.is_empty() {
-            self.revoke(actions);
-        } else {
+        if !step.sequences.is_empty() {
             self.in_step = step.sequences.iter().map(|s| (s.request, s.tokens.len() as u32)).collect();
             actions.push(Action::Run(step));
         }
@@ -513,10 +516,11 @@ impl Instance {
         }
     }
 
-    /// Nothing can run here: if the oldest that wants to is older than a reservation, it takes its blocks.
-    fn revoke(&mut self, actions: &mut Vec<Action>) {
+    /// Nothing can run here: if the oldest that wants to is older than a reservation, it takes its
+    /// blocks. True if there was one.
+    fn revoke(&mut self, actions: &mut Vec<Action>) -> bool {
         let wants = |s: &Sequence| matches!(s.phase, Phase::Waiting | Phase::Running);
-        let Some((&oldest, _)) = self.sequences.iter().find(|(_, s)| wants(s)) else { return };
+        let Some((&oldest, _)) = self.sequences.iter().find(|(_, s)| wants(s)) else { return false };
         let handing_off = self.sequences.values().any(|s| s.phase == Phase::HandedOff);
         let youngest = self.sequences.iter().rev().find(|(_, s)| s.phase == Phase::Receiving);
         if let Some((&youngest, _)) = youngest
@@ -525,7 +529,9 @@ impl Instance {
         {
             self.drop_request(youngest);
             actions.push(Action::Revoked { request: youngest });
+            return true;
         }
+        false
     }
 }
 

@@ -1,6 +1,7 @@
 //! What the binary's tests share.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
 use mixfleet_hal::{Backend, Device};
 use serde_json::Value;
