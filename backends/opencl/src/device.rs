@@ -51,8 +51,13 @@ pub(crate) fn index_of(selector: &str) -> Result<usize> {
     }
 }
 
+/// PoCL sets its devices up in the first call that asks for them and lets a second thread see them
+/// half done (a crash in `clGetDeviceInfo`, PoCL 3.1).
+static DISCOVERY: Mutex<()> = Mutex::new(());
+
 /// Every device of every platform, in the order of the loader.
 pub(crate) fn devices() -> std::result::Result<Vec<(PlatformId, DeviceId)>, Absent> {
+    let _alone = DISCOVERY.lock().unwrap_or_else(PoisonError::into_inner);
     let mut count = 0;
     // SAFETY: the call writes one number; no list is asked for. Asked here first because
     // `get_platform_ids` sleeps for 10 s before it reports that there is no platform.
