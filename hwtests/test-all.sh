@@ -40,7 +40,7 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 cargo test --locked "${features[@]}" -- --show-output 2>&1 | tee "$log"
 step "docs"
-RUSTDOCFLAGS="-D warnings" cargo doc --locked "${features[@]}" --no-deps
+RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --locked "${features[@]}" --no-deps --document-private-items
 
 step "skipped"
 grep -o 'SKIPPED: .*' "$log" | sort | uniq -c || echo "nothing was skipped"

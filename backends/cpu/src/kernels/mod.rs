@@ -82,7 +82,7 @@ pub(crate) enum Phase {
 ///
 /// # Safety
 /// `args` are the operands of `sig` in order, of the sizes that [`OpSig::operands`] says, locked for
-/// their access; `shared` holds what [`shared_words`] says; steps that conflict are separated by a barrier.
+/// their access; `shared` holds what `shared_words` says; steps that conflict are separated by a barrier.
 pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut Worker<'_>) -> Result<()> {
     let isa = worker.isa;
     match *sig {
