@@ -184,7 +184,8 @@ fn a_layers_kv_lands_before_the_next_layer_begins() {
         assert!(landed(layer) < began(layer + 1), "layer {layer}: {seen:?}");
     }
 
-    // The prefill side has let its pages go; it says so with its next report.
+    // The prefill side lets its pages go; it says so with its next report. The pause only spaces the
+    // looks: how long it takes decides nothing but how long a failing test waits.
     let freed = runtime.block_on(async {
         for _ in 0..3000 {
             if fleet.usage_of(0) == 0.0 {

@@ -17,7 +17,7 @@ pub(crate) fn probe() -> Vec<(&'static str, Result<Vec<DeviceInfo>, Absent>)> {
 
 /// What this version cannot look for yet.
 pub(crate) const NOT_LOOKED_FOR: [(&str, &str); 4] = [
-    ("cuda", "this version has no CUDA backend yet; NVIDIA parts can be used through OpenCL"),
+    ("cuda", "this version has no CUDA backend yet"),
     ("wgpu", "this version has no wgpu (Vulkan, Metal, DX12) backend yet"),
     ("verbs", "this version moves KV within one process only; it does not look for RDMA devices"),
     ("hwloc", "this version reads the topology from the operating system; it does not use hwloc"),
