@@ -13,12 +13,15 @@ pub enum DType {
     Bf16,
     /// IEEE 754 half precision.
     F16,
+    /// Eight bits, 4 of exponent and 3 of fraction, no infinities, largest value 448 (Micikevicius et al.
+    /// 2022, "FP8 formats for deep learning"). For weights and arithmetic of the parts that have it.
+    F8E4m3,
     /// Unsigned 32-bit integer, for indices.
     U32,
 }
 
 impl DType {
-    /// All floating-point types.
+    /// The floating-point types that every backend stores and computes with.
     pub const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
     /// Bytes of one element.
@@ -26,6 +29,7 @@ impl DType {
         match self {
             DType::F32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 => 2,
+            DType::F8E4m3 => 1,
         }
     }
 
@@ -35,6 +39,7 @@ impl DType {
             DType::F32 => "f32",
             DType::Bf16 => "bf16",
             DType::F16 => "f16",
+            DType::F8E4m3 => "f8e4m3",
             DType::U32 => "u32",
         }
     }
@@ -46,6 +51,7 @@ impl DType {
             DType::F32 => 1.0 / (1u64 << 24) as f64,
             DType::Bf16 => 1.0 / (1u64 << 8) as f64,
             DType::F16 => 1.0 / (1u64 << 11) as f64,
+            DType::F8E4m3 => 1.0 / 16.0,
             DType::U32 => 0.0,
         }
     }
@@ -56,6 +62,7 @@ impl DType {
             DType::F32 => bytes.extend((value as f32).to_le_bytes()),
             DType::Bf16 => bytes.extend(half::bf16::from_f64(value).to_le_bytes()),
             DType::F16 => bytes.extend(half::f16::from_f64(value).to_le_bytes()),
+            DType::F8E4m3 => bytes.push(f8e4m3_from_f64(value)),
             DType::U32 => bytes.extend((value as u32).to_le_bytes()),
         }
     }
@@ -69,6 +76,7 @@ impl DType {
             DType::U32 => {
                 bytes.as_chunks::<4>().0.iter().map(|&b| f64::from(u32::from_le_bytes(b))).collect()
             }
+            DType::F8E4m3 => bytes.iter().map(|&bits| f8e4m3_to_f64(bits)).collect(),
             DType::Bf16 => {
                 bytes.as_chunks::<2>().0.iter().map(|&b| half::bf16::from_le_bytes(b).to_f64()).collect()
             }
@@ -77,6 +85,37 @@ impl DType {
             }
         }
     }
+}
+
+fn f8e4m3_to_f64(bits: u8) -> f64 {
+    let (exponent, fraction) = (i32::from(bits >> 3 & 0xF), f64::from(bits & 0x7));
+    let magnitude = match (exponent, bits & 0x7) {
+        (0xF, 0x7) => f64::NAN,
+        (0, _) => fraction / 8.0 * 2f64.powi(-6),
+        _ => (1.0 + fraction / 8.0) * 2f64.powi(exponent - 7),
+    };
+    if bits & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+/// Nearest, ties to even; what is beyond the largest value becomes the largest value.
+fn f8e4m3_from_f64(value: f64) -> u8 {
+    const LARGEST: u8 = 0x7E;
+    let sign = if value.is_sign_negative() { 0x80 } else { 0 };
+    if value.is_nan() {
+        return sign | 0x7F;
+    }
+    let magnitude = value.abs();
+    // the codes 0..=LARGEST are in the order of their values
+    let mut below = 0;
+    while below < LARGEST && f8e4m3_to_f64(below + 1) <= magnitude {
+        below += 1;
+    }
+    if below == LARGEST {
+        return sign | LARGEST;
+    }
+    let (low, high) = (magnitude - f8e4m3_to_f64(below), f8e4m3_to_f64(below + 1) - magnitude);
+    let up = high < low || (high == low && below % 2 == 1);
+    sign | (below + u8::from(up))
 }
 
 impl std::fmt::Display for DType {
@@ -93,6 +132,7 @@ impl std::str::FromStr for DType {
             "f32" | "float32" => Ok(DType::F32),
             "bf16" | "bfloat16" => Ok(DType::Bf16),
             "f16" | "float16" | "half" => Ok(DType::F16),
+            "f8e4m3" | "fp8" => Ok(DType::F8E4m3),
             "u32" => Ok(DType::U32),
             other => Err(format!("unknown dtype '{other}'; known: f32, bf16, f16")),
         }
@@ -117,8 +157,26 @@ mod tests {
     }
 
     #[test]
+    fn eight_bits_round_to_the_nearest_and_saturate() {
+        let round = |value: f64| {
+            let mut bytes = Vec::new();
+            DType::F8E4m3.encode(value, &mut bytes);
+            DType::F8E4m3.decode(&bytes)[0]
+        };
+        for bits in (0..=255u8).filter(|bits| bits & 0x7F != 0x7F) {
+            assert_eq!(round(f8e4m3_to_f64(bits)), f8e4m3_to_f64(bits), "{bits:#x}");
+        }
+        assert_eq!([448.0, 1e9, -1e9, 0.0625].map(round), [448.0, 448.0, -448.0, 0.0625]);
+        // between 16 and 18, and between 18 and 20: the even code
+        assert_eq!([17.0, 19.0, 17.1, -18.9].map(round), [16.0, 20.0, 18.0, -18.0]);
+        // half of the least subnormal goes to zero
+        assert_eq!([2f64.powi(-10), 2f64.powi(-9)].map(round), [0.0, 2f64.powi(-9)]);
+        assert!(round(f64::NAN).is_nan());
+    }
+
+    #[test]
     fn names_parse_back() {
-        for dtype in DType::FLOATS.into_iter().chain([DType::U32]) {
+        for dtype in DType::FLOATS.into_iter().chain([DType::F8E4m3, DType::U32]) {
             assert_eq!(dtype.name().parse::<DType>(), Ok(dtype));
         }
         assert!("int4".parse::<DType>().unwrap_err().contains("known"));

@@ -16,6 +16,13 @@ pub enum Fault {
     Fail,
     /// The operation never ends.
     Hang,
+    /// The operation works on what one of its inputs held before it was last written.
+    Stale,
+    /// The operation takes this many times as long.
+    Slow {
+        /// The factor, from 1 on.
+        times: u32,
+    },
 }
 
 /// A fault with the operations that it strikes.

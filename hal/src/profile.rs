@@ -28,6 +28,9 @@ pub struct DeviceProfile {
     pub memory: Bytes,
     /// Cost of one batch of commands, whatever is in it.
     pub launch: Seconds,
+    /// Cost of each command in a batch beyond its own work.
+    #[serde(default)]
+    pub launch_per_command: Seconds,
     /// Measured points.
     pub points: Vec<Point>,
 }
@@ -115,6 +118,7 @@ mod tests {
             bandwidth: BytesPerSecond(1e9),
             memory: Bytes(1e9),
             launch: Seconds(1e-6),
+            launch_per_command: Seconds::ZERO,
             points,
         }
     }

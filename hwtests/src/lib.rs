@@ -2,8 +2,7 @@
 //!
 //! [`run`] tries every operation on a [`mixfleet_hal::Device`]: random operands at edge shapes, between
 //! guards, against the float64 [`oracle`] within [`bounds`] that are known beforehand; each command
-//! twice, bit by bit the same. [`reference::ReferenceDevice`] tests the suite without hardware, and
-//! [`faulty::FaultyDevice`] proves that it sees faults.
+//! twice, bit by bit the same. [`reference::ReferenceDevice`] tests the suite without hardware.
 //!
 //! ```
 //! use mixfleet_hwtests::{Level, Options, Verdict, reference::ReferenceDevice, run};
@@ -21,7 +20,6 @@ mod bench;
 pub mod bounds;
 pub mod cases;
 mod checks;
-pub mod faulty;
 mod inputs;
 pub mod oracle;
 pub mod reference;

@@ -140,7 +140,8 @@ pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
     let counted = matches!(sig, OpSig::Argmax { .. } | OpSig::Copy { .. } | OpSig::Fill { .. });
     let is_index = |name| matches!(name, "ids" | "slots" | "query_start" | "context" | "pages" | "range");
     for operand in sig.operands() {
-        if !counted && !is_index(operand.name) && operand.dtype == DType::U32 {
+        let stored = matches!(operand.dtype, DType::F32 | DType::Bf16 | DType::F16);
+        if !counted && !is_index(operand.name) && !stored {
             let message = format!("{}: operand '{}' cannot be {}", sig.name(), operand.name, operand.dtype);
             return Err(Error::unsupported(message));
         }

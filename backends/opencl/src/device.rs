@@ -5,8 +5,8 @@ use crate::memory::Memory;
 use crate::queue::OpenClQueue;
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, Device, DeviceInfo, DeviceKind, Error, ErrorKind, Export, Health, HostMemory, Limits, OpSig,
-    Queue, Result, Role, Slice, Support,
+    Absent, DType, Device, DeviceInfo, DeviceKind, Error, ErrorKind, Export, Health, HostMemory, Limits,
+    OpSig, Queue, Result, Role, Slice, Support,
 };
 use ocl::core::{
     self, CommandQueue, CommandQueueProperties, Context, ContextProperties, DeviceId, DeviceInfo as Ask,
@@ -253,6 +253,7 @@ impl Device for OpenClDevice {
                 Support::No
             }
             _ if sig.check().is_err() => Support::No,
+            _ if sig.operands().iter().any(|operand| operand.dtype == DType::F8E4m3) => Support::No,
             _ => Support::Native,
         }
     }

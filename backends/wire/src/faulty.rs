@@ -75,9 +75,11 @@ impl Endpoint for FaultyEndpoint {
     fn write(&mut self, pieces: &[Piece<'_>]) -> Result<TransferId> {
         let write = self.writes.fetch_add(1, Ordering::Relaxed);
         let course = match self.plan.at(write) {
-            None => Course::Sent(self.inner.write(pieces)?),
+            // a transport has no clock: what is slow here arrives all the same
+            None | Some(Fault::Slow { .. }) => Course::Sent(self.inner.write(pieces)?),
             Some(Fault::BitFlip) => Course::Sent(self.write_flipped(write, pieces)?),
-            Some(Fault::Drop) => Course::Dropped,
+            // the receiver goes on seeing what was there before
+            Some(Fault::Drop | Fault::Stale) => Course::Dropped,
             Some(Fault::Fail) => Course::Failed { write },
             Some(Fault::Hang) => Course::Hung { write },
         };

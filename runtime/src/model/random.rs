@@ -111,6 +111,7 @@ fn serialize(tensors: &[HostTensor]) -> std::result::Result<Vec<u8>, safetensors
             DType::F32 => Dtype::F32,
             DType::Bf16 => Dtype::BF16,
             DType::F16 => Dtype::F16,
+            DType::F8E4m3 => Dtype::F8_E4M3,
             DType::U32 => Dtype::U32,
         };
         let shape = tensor.shape.iter().map(|dim| *dim as usize).collect();

@@ -7,7 +7,6 @@ use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::{DType, Device};
-use mixfleet_hwtests::faulty::FaultyDevice;
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::{
@@ -19,6 +18,7 @@ use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, Update};
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::Role;
+use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{Faulty, HostRegion, Memory};
 use std::sync::Arc;
 use std::time::Duration;

@@ -138,6 +138,7 @@ mod tests {
                 bandwidth: BytesPerSecond(bytes_per_second),
                 memory: Bytes(1e9),
                 launch: Seconds(1e-5),
+                launch_per_command: Seconds::ZERO,
                 points: vec![],
             },
             shape: shape::tests::small(),

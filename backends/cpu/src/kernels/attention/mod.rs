@@ -122,7 +122,7 @@ impl Task for Attend<'_> {
                 DType::Bf16 if dot => with_rows!(S, rows, run::<S, DotBf16, PairBf16>(task, room, direct)),
                 DType::Bf16 => with_rows!(S, rows, run::<S, PairBf16, PairBf16>(task, room, direct)),
                 DType::F16 => with_rows!(S, rows, run::<S, PairF16, PairF16>(task, room, direct)),
-                DType::F32 | DType::U32 => {
+                DType::F32 | DType::U32 | DType::F8E4m3 => {
                     with_rows!(S, rows, run::<S, WordF32, WordF32>(task, room, direct))
                 }
             }

@@ -146,7 +146,7 @@ unsafe fn element(dtype: DType, block: *const u8, index: usize) -> f32 {
         match dtype {
             DType::Bf16 => half::bf16::from_bits(block.cast::<u16>().add(index).read_unaligned()).to_f32(),
             DType::F16 => half::f16::from_bits(block.cast::<u16>().add(index).read_unaligned()).to_f32(),
-            DType::F32 | DType::U32 => block.cast::<f32>().add(index).read_unaligned(),
+            DType::F32 | DType::U32 | DType::F8E4m3 => block.cast::<f32>().add(index).read_unaligned(),
         }
     }
 }

@@ -5,9 +5,9 @@ use mixfleet_hal::{
     Cmd, DType, Device, DeviceInfo, Elapsed, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result,
     Role, Scalar, Slice, Support, Ticket,
 };
-use mixfleet_hwtests::faulty::FaultyDevice;
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::{Level, Options, Outcome, Report, Verdict, run};
+use mixfleet_simulated::FaultyDevice;
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -134,6 +134,9 @@ impl Queue for FaultyQueue {
                     failure =
                         Some(Error::new(ErrorKind::Other, format!("command {index} failed as planned")));
                 }
+                Some(Fault::Stale | Fault::Slow { .. }) => {
+                    failure = Some(Error::unsupported("this wrapper has no stale reads and no slowness yet"));
+                }
                 Some(Fault::Hang) => {
                     failure =
                         Some(Error::new(ErrorKind::Timeout, format!("command {index} hangs as planned")));

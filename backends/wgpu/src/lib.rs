@@ -1,0 +1,1 @@
+//! Devices reached through wgpu.
