@@ -67,6 +67,9 @@ pub struct Limits {
     pub imports_host_memory: bool,
     /// The KV page size that this device's attention likes best, in tokens.
     pub kv_page_tokens: u32,
+    /// Replaying a recorded batch costs clearly less than submitting it (a CUDA graph): worth keeping
+    /// the shapes of decode steps equal for.
+    pub replay_pays: bool,
 }
 
 /// Answer to "could you run this?".

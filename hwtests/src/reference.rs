@@ -108,6 +108,7 @@ impl Device for ReferenceDevice {
             alignment_bytes: 1,
             imports_host_memory: true,
             kv_page_tokens: 8,
+            replay_pays: true,
         }
     }
 

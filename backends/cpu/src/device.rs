@@ -97,6 +97,7 @@ impl Device for CpuDevice {
             alignment_bytes: 1,
             imports_host_memory: true,
             kv_page_tokens: KV_PAGE_TOKENS,
+            replay_pays: false,
         }
     }
 

@@ -199,6 +199,7 @@ impl OpenClDevice {
             // elsewhere USE_HOST_PTR is a hidden copy
             imports_host_memory: number(id, Ask::HostUnifiedMemory) != 0,
             kv_page_tokens: 16,
+            replay_pays: false,
         };
         let shared =
             Shared { context, id, version, tuning: tuning.unwrap_or(of_kind), programs: Mutex::default() };

@@ -110,8 +110,13 @@ impl MemoryDevice {
             notes: vec![],
         };
         let allocation_bytes_max = 1 << 30;
-        let limits =
-            Limits { allocation_bytes_max, alignment_bytes, imports_host_memory, kv_page_tokens: 16 };
+        let limits = Limits {
+            allocation_bytes_max,
+            alignment_bytes,
+            imports_host_memory,
+            kv_page_tokens: 16,
+            replay_pays: false,
+        };
         MemoryDevice { info, limits, allocations: Mutex::default() }
     }
 }
