@@ -91,6 +91,9 @@ pub struct Health {
     pub temperature_c: Option<f64>,
     /// Power draw in watts.
     pub power_w: Option<f64>,
+    /// Energy used so far in joules: a counter that never falls; only differences mean anything.
+    #[serde(default)]
+    pub energy_j: Option<f64>,
     /// Clock in MHz.
     pub clock_mhz: Option<f64>,
     /// Memory errors that were corrected since start.
