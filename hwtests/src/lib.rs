@@ -20,6 +20,7 @@ mod bench;
 pub mod bounds;
 pub mod cases;
 mod checks;
+pub mod html;
 mod inputs;
 pub mod oracle;
 pub mod reference;
