@@ -8,10 +8,10 @@ use super::handoff::{Courier, Incoming, Outgoing};
 use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
 use crate::env::{SharedEnv, yield_now};
 use crate::metrics::{DeviceLabels, Metrics};
-use crate::model::graph::{Forward, Part};
+use crate::model::graph::{Forward, Part, Step as Pass, StepKey};
 use crate::request::{FinishReason, Logprobs};
 use crate::sampling::{self, History, SamplingError};
-use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Queue, Result, Slice, Ticket};
+use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{Action, After, BatchLimits, Event, Instance, RequestId, Sampled, Step};
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::{HashMap, VecDeque};
@@ -21,6 +21,9 @@ use tokio::sync::mpsc;
 
 /// A step that takes longer than this means that the device hangs.
 const STEP_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Recordings that are kept: of 64 batch sizes and a few lengths of the block table each.
+const RECORDINGS_MAX: usize = 256;
 
 /// A request on this instance.
 pub(super) struct Active {
@@ -45,6 +48,8 @@ pub(super) struct Worker {
     pub(super) queue: Box<dyn Queue>,
     pub(super) forward: Forward,
     machine: Instance,
+    /// Decode steps by their key, with and without the choice of the best tokens.
+    recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
     pub(super) active: HashMap<RequestId, Active>,
     pub(super) courier: Courier,
     pub(super) inbox: mpsc::UnboundedReceiver<ToWorker>,
@@ -91,6 +96,7 @@ impl Worker {
             device: parts.device,
             forward: parts.forward,
             machine: Instance::new(parts.limits),
+            recorded: HashMap::new(),
             active: HashMap::new(),
             courier: parts.courier,
             inbox: parts.inbox.1,
@@ -243,6 +249,9 @@ impl Worker {
             .collect();
         let pass = self.forward.begin(&*self.device, &parts)?;
         let leaving = self.leaving(&step);
+        if let (Some(key), true) = (pass.key(), leaving.is_empty()) {
+            return self.run_recorded(&step, &pass, key);
+        }
         let layers = self.forward.config().layers as usize;
         let depth = self.courier.depth();
         let mut tickets: Vec<Ticket> = Vec::with_capacity(layers);
@@ -273,13 +282,42 @@ impl Worker {
         Ok(())
     }
 
+    /// Runs a step that only decodes from its recording, which the first of its kind makes.
+    fn run_recorded(&mut self, step: &Step, pass: &Pass, key: StepKey) -> Result<()> {
+        let mut tail = Vec::new();
+        let best = self.greedy(step, pass, &mut tail)?;
+        let key = (key, best.is_some());
+        let ticket = match self.recorded.get(&key) {
+            Some(graph) => self.queue.replay(graph)?,
+            None => {
+                let mut list = vec![self.forward.embed(pass)?];
+                for layer in 0..self.forward.config().layers as usize {
+                    list.extend(self.forward.layer(layer, pass)?);
+                }
+                list.extend(self.forward.head(pass)?);
+                list.extend(tail);
+                match self.queue.record(&list) {
+                    Ok(graph) => {
+                        if self.recorded.len() >= RECORDINGS_MAX {
+                            self.recorded.clear();
+                        }
+                        let ticket = self.queue.replay(&graph)?;
+                        self.recorded.insert(key, graph);
+                        ticket
+                    }
+                    Err(error) if error.kind == ErrorKind::Unsupported => self.queue.submit(&list)?,
+                    Err(error) => return Err(error),
+                }
+            }
+        };
+        self.queue.wait(ticket, STEP_TIMEOUT)?;
+        let drawn = self.draw(step, self.forward.logits(pass), best)?;
+        self.finish_step(step, drawn);
+        Ok(())
+    }
+
     /// If every token of the step is drawn greedily, the device picks it and the logits stay there.
-    fn greedy(
-        &self,
-        step: &Step,
-        pass: &crate::model::graph::Step,
-        list: &mut Vec<Cmd>,
-    ) -> Result<Option<Slice>> {
+    fn greedy(&self, step: &Step, pass: &Pass, list: &mut Vec<Cmd>) -> Result<Option<Slice>> {
         let mut sampled = step.sequences.iter().filter(|s| s.sample).peekable();
         let plain = |request: RequestId| {
             let wanted = &self.active.get(&request)?.job.wanted;

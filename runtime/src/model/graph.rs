@@ -4,9 +4,13 @@
 //! The residual stream is f32 whatever the activations' dtype is: it is read and written once per
 //! block, and rounding it would cost more accuracy than all other roundings together.
 
+use super::arena::{Arena, Packer, rows_of, table_row};
 use super::{LayerWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Result, Role, Scalar, Slice};
 use std::sync::Arc;
+
+/// Least row length of the block table in a step that is recorded: short sequences share a recording.
+const PAGES_MIN: u32 = 8;
 
 /// How large a step may be, and in which dtypes it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +46,16 @@ pub struct Part<'a> {
 pub struct Step {
     sizes: Sizes,
     inputs: Inputs,
+    key: Option<StepKey>,
+}
+
+/// Steps of equal keys on one [`Forward`] have equal commands, so that one recording serves all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StepKey {
+    /// Sequences, each of which decodes one token.
+    decodes: u32,
+    /// Row length of the block table.
+    pages_max: u32,
 }
 
 impl Step {
@@ -49,28 +63,11 @@ impl Step {
     pub fn rows(&self) -> u32 {
         self.sizes.picks.len() as u32
     }
-}
 
-/// Activation buffers, allocated once for the largest step.
-#[derive(Debug)]
-struct Arena {
-    /// Token ids, slots, ranges, block tables, rope tables: one upload per step.
-    inputs: Slice,
-    residual: Slice, // [tokens, hidden] f32
-    normed: Slice,   // [tokens, hidden]
-    q: Slice,        // [tokens, heads, head_dim]
-    k: Slice,        // [tokens, kv_heads, head_dim]
-    v: Slice,        // [tokens, kv_heads, head_dim]
-    k_raw: Slice,    // [tokens, kv_heads, head_dim] before its norm
-    attended: Slice, // [tokens, heads, head_dim]; before that, q before its norm
-    acc: Slice,      // [sequences, heads, head_dim] f32
-    stat: Slice,     // [sequences, heads, 2] f32
-    gate: Slice,     // [tokens, intermediate]
-    up: Slice,       // [tokens, intermediate]
-    inner: Slice,    // [tokens, intermediate]
-    picked: Slice,   // [sequences, hidden] f32
-    logits: Slice,   // [sequences, vocab] f32
-    best: Slice,     // [sequences] u32
+    /// What a recording of this step is known by; none for steps that hardly come again.
+    pub fn key(&self) -> Option<StepKey> {
+        self.key
+    }
 }
 
 /// A model on a device, ready to run steps.
@@ -81,6 +78,7 @@ pub struct Forward {
     pools: Vec<(Slice, Slice)>,
     arena: Arena,
     alignment: u64,
+    replay_pays: bool,
     /// The distinct windows of the layers.
     windows: Vec<Option<u32>>,
 }
@@ -135,8 +133,9 @@ impl Forward {
         windows.sort_unstable();
         windows.dedup();
         let alignment = device.limits().alignment_bytes.max(4);
+        let replay_pays = device.limits().replay_pays;
         let arena = Arena::new(device, &config, &shape, windows.len() as u64, alignment)?;
-        Ok(Forward { config, weights, shape, pools, arena, alignment, windows })
+        Ok(Forward { config, weights, shape, pools, arena, alignment, replay_pays, windows })
     }
 
     /// The model.
@@ -158,9 +157,28 @@ impl Forward {
     /// Uploads the inputs of a step. Parts with one token come first. No earlier step may be under
     /// way: it reads the same buffers.
     pub fn begin(&self, device: &dyn Device, parts: &[Part<'_>]) -> Result<Step> {
-        let sizes = self.sizes(parts);
+        let mut sizes = self.sizes(parts);
+        let key = self.replay_pays.then(|| self.evened(&mut sizes)).flatten();
         let inputs = self.upload(device, parts, &sizes)?;
-        Ok(Step { sizes, inputs })
+        Ok(Step { sizes, inputs, key })
+    }
+
+    /// Rounds the sizes of a step that only decodes up to what later steps will have too: block tables
+    /// of a power of two of blocks, all of them full. That changes no result (the ranges say what is
+    /// read), only what a device expects to read.
+    fn evened(&self, sizes: &mut Sizes) -> Option<StepKey> {
+        let decodes = sizes.decodes;
+        if decodes == 0 || sizes.tokens != decodes || sizes.picks.len() != decodes as usize {
+            return None;
+        }
+        let row_max = table_row(&self.config, &self.shape);
+        let pages_max = sizes.decode_pages_max.next_power_of_two().max(PAGES_MIN).min(row_max);
+        sizes.decode_pages_max = pages_max;
+        for (kv, &window) in sizes.kv.iter_mut().zip(&self.windows) {
+            let last = (pages_max * self.shape.block_tokens).min(self.config.context_max) - 1;
+            kv.decode_tokens = u64::from(decodes) * visible(last, window);
+        }
+        Some(StepKey { decodes, pages_max })
     }
 
     /// The logits of a step: `[rows, vocab]` f32, one row per part with `sample`, in order.
@@ -259,7 +277,7 @@ impl Forward {
     }
 
     /// Token embedding.
-    pub fn embed(&self, Step { sizes, inputs }: &Step) -> Result<Cmd> {
+    pub fn embed(&self, Step { sizes, inputs, .. }: &Step) -> Result<Cmd> {
         let (vocab, hidden) = (self.config.vocab, self.config.hidden);
         let table = &self.weights.embed;
         let sig = OpSig::Embed { tokens: sizes.tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
@@ -271,7 +289,7 @@ impl Forward {
     }
 
     /// Decoder layer `at`.
-    pub fn layer(&self, at: usize, Step { sizes, inputs }: &Step) -> Result<Vec<Cmd>> {
+    pub fn layer(&self, at: usize, Step { sizes, inputs, .. }: &Step) -> Result<Vec<Cmd>> {
         let w = &self.weights.layers[at];
         let mut list = Vec::with_capacity(20);
         self.attention_inputs(w, sizes, inputs, &mut list)?;
@@ -412,7 +430,7 @@ impl Forward {
     }
 
     /// Final norm and LM head over the rows that are sampled; empty if none is.
-    pub fn head(&self, Step { sizes, inputs }: &Step) -> Result<Vec<Cmd>> {
+    pub fn head(&self, Step { sizes, inputs, .. }: &Step) -> Result<Vec<Cmd>> {
         let (c, arena, rows) = (&self.config, &self.arena, sizes.picks.len() as u32);
         if rows == 0 {
             return Ok(Vec::new());
@@ -455,51 +473,9 @@ impl Forward {
     }
 }
 
-impl Arena {
-    fn new(
-        device: &dyn Device,
-        c: &ModelConfig,
-        shape: &StepShape,
-        windows: u64,
-        alignment: u64,
-    ) -> Result<Self> {
-        let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
-        let x = shape.activations.size_bytes();
-        let (hidden, inner, vocab) = (u64::from(c.hidden), u64::from(c.intermediate), u64::from(c.vocab));
-        let (q_cols, kv_cols) = (u64::from(c.heads * c.head_dim), u64::from(c.kv_heads * c.head_dim));
-        let table = sequences * u64::from(shape.blocks.min(c.context_max.div_ceil(shape.block_tokens) + 1));
-        let words = tokens * (2 + u64::from(c.head_dim)) + sequences * (2 * windows + 4) + 2 * table + 1;
-        let inputs = words * 4 + (9 + windows) * alignment;
-        let alloc = |bytes: u64| device.alloc(bytes.max(4), Role::Activations);
-        Ok(Arena {
-            inputs: alloc(inputs)?,
-            residual: alloc(tokens * hidden * 4)?,
-            normed: alloc(tokens.max(sequences) * hidden * x)?,
-            q: alloc(tokens * q_cols * x)?,
-            k: alloc(tokens * kv_cols * x)?,
-            v: alloc(tokens * kv_cols * x)?,
-            k_raw: alloc(if c.qk_norm { tokens * kv_cols * x } else { 0 })?,
-            attended: alloc(tokens * q_cols * x)?,
-            acc: alloc(sequences * q_cols * 4)?,
-            stat: alloc(sequences * u64::from(c.heads) * 8)?,
-            gate: alloc(tokens * inner * x)?,
-            up: alloc(tokens * inner * x)?,
-            inner: alloc(tokens * inner * x)?,
-            picked: alloc(sequences * hidden * 4)?,
-            logits: alloc(sequences * vocab * 4)?,
-            best: alloc(sequences * 4)?,
-        })
-    }
-}
-
 /// Keys that the query at `position` sees.
 fn visible(position: u32, window: Option<u32>) -> u64 {
     u64::from(window.unwrap_or(u32::MAX).min(position + 1))
-}
-
-/// The first `rows` rows of a buffer.
-fn rows_of(slice: &Slice, rows: u32, cols: u32, dtype: DType) -> Slice {
-    slice.range(0, u64::from(rows) * u64::from(cols) * dtype.size_bytes())
 }
 
 /// What a Gemm does with its output.
@@ -538,20 +514,4 @@ fn gemm(
     args.extend(bias.map(|b| b.slice.clone()));
     args.push(out.clone());
     Cmd::new(sig, &args)
-}
-
-/// Lays a step's inputs end to end in one upload.
-struct Packer<'a> {
-    bytes: Vec<u8>,
-    alignment: u64,
-    target: &'a Slice,
-}
-
-impl Packer<'_> {
-    fn put(&mut self, data: &[u8]) -> Slice {
-        let offset = (self.bytes.len() as u64).next_multiple_of(self.alignment);
-        self.bytes.resize(offset as usize, 0);
-        self.bytes.extend_from_slice(data);
-        self.target.range(offset, data.len() as u64)
-    }
 }

@@ -1,5 +1,6 @@
 //! From a checkpoint directory to commands: configuration, weights, tokens and the forward pass.
 
+mod arena;
 pub mod builtin;
 pub mod chat;
 pub mod config;

@@ -1,0 +1,90 @@
+//! Where the activations and inputs of a step lie on the device.
+
+use super::ModelConfig;
+use super::graph::StepShape;
+use mixfleet_hal::{DType, Device, Result, Role, Slice};
+
+/// Activation buffers, allocated once for the largest step.
+#[derive(Debug)]
+pub(super) struct Arena {
+    /// Token ids, slots, ranges, block tables, rope tables: one upload per step.
+    pub(super) inputs: Slice,
+    pub(super) residual: Slice, // [tokens, hidden] f32
+    pub(super) normed: Slice,   // [tokens, hidden]
+    pub(super) q: Slice,        // [tokens, heads, head_dim]
+    pub(super) k: Slice,        // [tokens, kv_heads, head_dim]
+    pub(super) v: Slice,        // [tokens, kv_heads, head_dim]
+    pub(super) k_raw: Slice,    // [tokens, kv_heads, head_dim] before its norm
+    pub(super) attended: Slice, // [tokens, heads, head_dim]; before that, q before its norm
+    pub(super) acc: Slice,      // [sequences, heads, head_dim] f32
+    pub(super) stat: Slice,     // [sequences, heads, 2] f32
+    pub(super) gate: Slice,     // [tokens, intermediate]
+    pub(super) up: Slice,       // [tokens, intermediate]
+    pub(super) inner: Slice,    // [tokens, intermediate]
+    pub(super) picked: Slice,   // [sequences, hidden] f32
+    pub(super) logits: Slice,   // [sequences, vocab] f32
+    pub(super) best: Slice,     // [sequences] u32
+}
+
+impl Arena {
+    pub(super) fn new(
+        device: &dyn Device,
+        c: &ModelConfig,
+        shape: &StepShape,
+        windows: u64,
+        alignment: u64,
+    ) -> Result<Self> {
+        let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
+        let x = shape.activations.size_bytes();
+        let (hidden, inner, vocab) = (u64::from(c.hidden), u64::from(c.intermediate), u64::from(c.vocab));
+        let (q_cols, kv_cols) = (u64::from(c.heads * c.head_dim), u64::from(c.kv_heads * c.head_dim));
+        let table = sequences * u64::from(table_row(c, shape));
+        let words = tokens * (2 + u64::from(c.head_dim)) + sequences * (2 * windows + 4) + 2 * table + 1;
+        let inputs = words * 4 + (9 + windows) * alignment;
+        let alloc = |bytes: u64| device.alloc(bytes.max(4), Role::Activations);
+        Ok(Arena {
+            inputs: alloc(inputs)?,
+            residual: alloc(tokens * hidden * 4)?,
+            normed: alloc(tokens.max(sequences) * hidden * x)?,
+            q: alloc(tokens * q_cols * x)?,
+            k: alloc(tokens * kv_cols * x)?,
+            v: alloc(tokens * kv_cols * x)?,
+            k_raw: alloc(if c.qk_norm { tokens * kv_cols * x } else { 0 })?,
+            attended: alloc(tokens * q_cols * x)?,
+            acc: alloc(sequences * q_cols * 4)?,
+            stat: alloc(sequences * u64::from(c.heads) * 8)?,
+            gate: alloc(tokens * inner * x)?,
+            up: alloc(tokens * inner * x)?,
+            inner: alloc(tokens * inner * x)?,
+            picked: alloc(sequences * hidden * 4)?,
+            logits: alloc(sequences * vocab * 4)?,
+            best: alloc(sequences * 4)?,
+        })
+    }
+}
+
+/// The longest row of a block table.
+pub(super) fn table_row(config: &ModelConfig, shape: &StepShape) -> u32 {
+    shape.blocks.min(config.context_max.div_ceil(shape.block_tokens) + 1)
+}
+
+/// The first `rows` rows of a buffer.
+pub(super) fn rows_of(slice: &Slice, rows: u32, cols: u32, dtype: DType) -> Slice {
+    slice.range(0, u64::from(rows) * u64::from(cols) * dtype.size_bytes())
+}
+
+/// Lays a step's inputs end to end in one upload.
+pub(super) struct Packer<'a> {
+    pub(super) bytes: Vec<u8>,
+    pub(super) alignment: u64,
+    pub(super) target: &'a Slice,
+}
+
+impl Packer<'_> {
+    pub(super) fn put(&mut self, data: &[u8]) -> Slice {
+        let offset = (self.bytes.len() as u64).next_multiple_of(self.alignment);
+        self.bytes.resize(offset as usize, 0);
+        self.bytes.extend_from_slice(data);
+        self.target.range(offset, data.len() as u64)
+    }
+}

@@ -1,0 +1,113 @@
+//! A device on which replaying pays gets its decode steps as a few recordings, and gives the same
+//! tokens.
+
+mod fleet;
+
+use fleet::{Fleet, ask, greedy, prompt};
+use mixfleet_hal::{
+    Cmd, Device, DeviceInfo, Elapsed, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result, Role,
+    Slice, Support, Ticket,
+};
+use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_runtime::env::{SeededEnv, SharedEnv};
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_scheduler::fleet::Role as FleetRole;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
+
+#[derive(Default)]
+struct Counts {
+    recorded: AtomicUsize,
+    replayed: AtomicUsize,
+}
+
+/// The reference device, which counts.
+struct Counting {
+    inner: ReferenceDevice,
+    replay_pays: bool,
+    counts: Arc<Counts>,
+}
+
+impl Device for Counting {
+    fn info(&self) -> &DeviceInfo {
+        self.inner.info()
+    }
+    fn limits(&self) -> Limits {
+        Limits { replay_pays: self.replay_pays, ..self.inner.limits() }
+    }
+    fn support(&self, sig: &OpSig) -> Support {
+        self.inner.support(sig)
+    }
+    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+        self.inner.alloc(bytes, role)
+    }
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        self.inner.import(memory)
+    }
+    fn export(&self, slice: &Slice) -> Option<Export> {
+        self.inner.export(slice)
+    }
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        self.inner.write(to, data)
+    }
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        self.inner.read(from, data)
+    }
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        Ok(Box::new(CountingQueue { inner: self.inner.queue()?, counts: self.counts.clone() }))
+    }
+}
+
+struct CountingQueue {
+    inner: Box<dyn Queue>,
+    counts: Arc<Counts>,
+}
+
+impl Queue for CountingQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        self.inner.submit(cmds)
+    }
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        self.inner.wait(ticket, timeout)
+    }
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        self.counts.recorded.fetch_add(1, Relaxed);
+        self.inner.record(cmds)
+    }
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        self.counts.replayed.fetch_add(1, Relaxed);
+        self.inner.replay(graph)
+    }
+}
+
+/// Generates `tokens` tokens, over several KV blocks, and says (recorded, replayed).
+fn generate(replay_pays: bool, tokens: u32) -> (usize, usize) {
+    let (_, checkpoint) = tiny_variants().remove(0);
+    let checkpoint = checkpoint.load().unwrap();
+    let prompt = prompt(9, 1, &checkpoint.config);
+    let expected = greedy(&checkpoint, &prompt, tokens as usize);
+    let counts = Arc::new(Counts::default());
+    let device = Counting { inner: ReferenceDevice::named("device0"), replay_pays, counts: counts.clone() };
+    let fleet = Fleet::new(checkpoint).with_device(FleetRole::Auto, Arc::new(device));
+    let env = SeededEnv::new(5);
+    let shared: SharedEnv = Arc::new(env.clone());
+    let handle = fleet.start(shared);
+    let answer = env.run(async move { ask(&handle, "one".into(), prompt, tokens, None).await });
+    assert_eq!(answer.tokens, expected);
+    (counts.recorded.load(Relaxed), counts.replayed.load(Relaxed))
+}
+
+#[test]
+fn a_sequence_that_grows_needs_one_recording() {
+    // the first token comes from prefill; 21 tokens of context stay within the least block table
+    assert_eq!(generate(true, 13), (1, 12));
+}
+
+#[test]
+fn where_replay_does_not_pay_nothing_is_recorded() {
+    assert_eq!(generate(false, 5), (0, 0));
+}
