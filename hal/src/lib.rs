@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod catalog;
 pub mod command;
 pub mod device;
 pub mod dtype;

@@ -1,0 +1,260 @@
+//! Known parts as data: what their vendors claim, with sources and how far to trust them.
+//!
+//! Rates are dense (vendors like to print the rate of 2:4 sparse matrices, twice as much) and, for
+//! floating point, with accumulation in f32 (consumer parts run at half the printed rate then). A
+//! price is no property of a part: see [`crate::economics`].
+
+mod amd;
+mod geforce;
+mod names;
+mod nvidia;
+mod others;
+mod reached;
+
+pub use names::closest_names;
+pub use reached::Reached;
+
+use crate::DType;
+use crate::profile::{DeviceProfile, Point};
+use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, GB, Seconds};
+use serde::Serialize;
+use std::sync::LazyLock;
+
+/// A part as its vendor describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Part {
+    /// What users call it: `RTX-4090`, `H100-SXM-80GB`. Looked up in any case.
+    pub id: &'static str,
+    /// The full name.
+    pub name: &'static str,
+    /// Who sells it.
+    pub vendor: &'static str,
+    /// What sort of part it is.
+    pub kind: PartKind,
+    /// The year of its first sale.
+    pub year: u16,
+    /// Arithmetic rates.
+    pub rates: Rates,
+    /// Its memory.
+    pub memory: Memory,
+    /// Power limit of the part, in watts.
+    pub power_w: Option<f64>,
+    /// To the host; GB/s in one direction.
+    pub host_link: Option<Link>,
+    /// To its peers; GB/s of both directions together, as vendors count it.
+    pub scale_up: Option<Link>,
+    /// How far to trust the numbers.
+    pub confidence: Confidence,
+    /// Where they come from.
+    pub sources: &'static str,
+    /// What a reader of the numbers should know, or nothing.
+    pub note: &'static str,
+}
+
+/// What sort of part it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PartKind {
+    /// A graphics processor with its own memory.
+    Gpu,
+    /// Graphics that share the processor's memory.
+    Shared,
+    /// Any other accelerator.
+    Accelerator,
+    /// One socket of host cores.
+    Cpu,
+}
+
+/// How far to trust a part's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Confidence {
+    /// Bandwidth, memory and the bf16 rate agree between independent sources.
+    A,
+    /// Most agree, or they follow from cores and clock.
+    B,
+    /// One source, or sources that disagree.
+    C,
+}
+
+/// Dense rates in TFLOP/s (TOPS for int8), accumulated in f32. `None`: no such units, or not known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Rates {
+    /// Vector units, single precision.
+    pub f32: Option<f64>,
+    /// Matrix units.
+    pub bf16: Option<f64>,
+    /// Matrix units.
+    pub f16: Option<f64>,
+    /// Matrix units, accumulating in f16; given only where that is faster. Too coarse for long sums.
+    pub f16_accumulate_f16: Option<f64>,
+    /// Matrix units.
+    pub fp8: Option<f64>,
+    /// Matrix units.
+    pub fp4: Option<f64>,
+    /// Matrix units, accumulating in int32; TOPS.
+    pub int8: Option<f64>,
+}
+
+impl Rates {
+    const NONE: Rates = Rates {
+        f32: None,
+        bf16: None,
+        f16: None,
+        f16_accumulate_f16: None,
+        fp8: None,
+        fp4: None,
+        int8: None,
+    };
+
+    const fn f32(rate: f64) -> Rates {
+        Rates { f32: Some(rate), ..Rates::NONE }
+    }
+    const fn bf16(self, rate: f64) -> Rates {
+        Rates { bf16: Some(rate), ..self }
+    }
+    const fn f16(self, rate: f64) -> Rates {
+        Rates { f16: Some(rate), ..self }
+    }
+    const fn f16_accumulate_f16(self, rate: f64) -> Rates {
+        Rates { f16_accumulate_f16: Some(rate), ..self }
+    }
+    const fn fp8(self, rate: f64) -> Rates {
+        Rates { fp8: Some(rate), ..self }
+    }
+    const fn fp4(self, rate: f64) -> Rates {
+        Rates { fp4: Some(rate), ..self }
+    }
+    const fn int8(self, rate: f64) -> Rates {
+        Rates { int8: Some(rate), ..self }
+    }
+
+    /// The rate for inputs of `dtype`, where the part has units for it.
+    pub fn of(&self, dtype: DType) -> Option<FlopPerSecond> {
+        let tera = match dtype {
+            DType::F32 => self.f32,
+            DType::Bf16 => self.bf16,
+            DType::F16 => self.f16,
+            DType::F8E4m3 => self.fp8,
+            DType::U32 => None,
+        };
+        tera.map(|rate| FlopPerSecond(rate * 1e12))
+    }
+}
+
+/// A part's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Memory {
+    /// `HBM3`, `GDDR6X`, `DDR5-4800x12`.
+    pub technology: &'static str,
+    /// Size in GB (1e9 bytes), as far as users can have it.
+    pub size_gb: f64,
+    /// Bandwidth in GB/s.
+    pub bandwidth_gb_s: f64,
+}
+
+const fn memory(technology: &'static str, size_gb: f64, bandwidth_gb_s: f64) -> Memory {
+    Memory { technology, size_gb, bandwidth_gb_s }
+}
+
+/// A link's name and rate.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Link {
+    /// `PCIe5x16`, `NVLink4`.
+    pub name: &'static str,
+    /// GB/s.
+    pub gb_s: f64,
+}
+
+const fn link(name: &'static str, gb_s: f64) -> Option<Link> {
+    Some(Link { name, gb_s })
+}
+
+/// Cost of handing one batch of commands to an accelerator. A datasheet has no such number; this is
+/// the upper end of what Lamina measured (arXiv 2405.01814: at most 20 us).
+pub const LAUNCH_ACCELERATOR: Seconds = Seconds(20e-6);
+/// Cost of each further command on an accelerator, as in a recorded graph. Stated, not measured.
+pub const LAUNCH_PER_COMMAND_ACCELERATOR: Seconds = Seconds(2e-6);
+/// Cost of waking the threads of a processor. Stated, not measured.
+pub const LAUNCH_CPU: Seconds = Seconds(5e-6);
+/// Cost of a barrier between its threads. Stated, not measured.
+pub const LAUNCH_PER_COMMAND_CPU: Seconds = Seconds(2e-6);
+
+impl Part {
+    /// Memory bandwidth.
+    pub fn bandwidth(&self) -> BytesPerSecond {
+        BytesPerSecond(self.memory.bandwidth_gb_s * GB)
+    }
+
+    /// Memory size.
+    pub fn memory_bytes(&self) -> Bytes {
+        Bytes(self.memory.size_gb * GB)
+    }
+
+    /// The datasheet as a profile without any measured point: a roofline. It is a claim, not a
+    /// measurement; real kernels reach 40 to 95 % of it. The launch costs are the constants above.
+    /// For a dtype that the part has no units for, the roofline takes the first rate (f32, where known).
+    pub fn profile(&self) -> DeviceProfile {
+        let dtypes = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3];
+        let compute = dtypes.iter().filter_map(|&dtype| Some((dtype, self.rates.of(dtype)?))).collect();
+        let (launch, launch_per_command) = match self.kind {
+            PartKind::Cpu => (LAUNCH_CPU, LAUNCH_PER_COMMAND_CPU),
+            _ => (LAUNCH_ACCELERATOR, LAUNCH_PER_COMMAND_ACCELERATOR),
+        };
+        DeviceProfile {
+            schema: DeviceProfile::SCHEMA.into(),
+            fingerprint: format!("{DATASHEET}{}", self.id),
+            compute,
+            bandwidth: self.bandwidth(),
+            memory: self.memory_bytes(),
+            launch,
+            launch_per_command,
+            points: Vec::new(),
+        }
+    }
+
+    /// What others measured kernels to reach of this datasheet, where somebody published it.
+    pub fn reached(&self) -> Option<&'static Reached> {
+        reached::reached(self.id)
+    }
+
+    /// The datasheet, lowered to what others measured kernels to reach of it: the roofline with one
+    /// point for each published share. `None` where nobody published one.
+    pub fn reached_profile(&self) -> Option<DeviceProfile> {
+        let reached = self.reached()?;
+        let mut profile = DeviceProfile { fingerprint: format!("{REACHED}{}", self.id), ..self.profile() };
+        profile.points = reached
+            .shares()
+            .into_iter()
+            .map(|(sig, share)| Point { time: profile.roofline(&sig) / share, sig })
+            .collect();
+        Some(profile)
+    }
+}
+
+const DATASHEET: &str = "datasheet:";
+const REACHED: &str = "reached:";
+
+/// Whether a profile was made from this catalog instead of from a measurement of one's own.
+pub fn is_claim(profile: &DeviceProfile) -> bool {
+    [DATASHEET, REACHED].iter().any(|prefix| profile.fingerprint.starts_with(prefix))
+}
+
+/// All parts, by vendor and age.
+pub fn parts() -> &'static [Part] {
+    static PARTS: LazyLock<Vec<Part>> =
+        LazyLock::new(|| [nvidia::PARTS, geforce::PARTS, amd::PARTS, others::PARTS].concat());
+    &PARTS
+}
+
+/// The part of this id, in any case.
+pub fn part(id: &str) -> Option<&'static Part> {
+    parts().iter().find(|part| part.id.eq_ignore_ascii_case(id))
+}
+
+/// The ids most like `id`, best first, for the message that says it is unknown.
+pub fn closest(id: &str) -> Vec<&'static str> {
+    closest_names(id, parts().iter().map(|part| part.id))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,71 @@
+//! Which known names a mistyped one may have meant.
+
+const NAMES_MAX: usize = 5;
+
+/// The `candidates` most like `wanted`, best first, at most five; none that is quite unlike it.
+/// Letters' case and what is neither letter nor digit do not count.
+pub fn closest_names<'a>(wanted: &str, candidates: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
+    let wanted = plain(wanted);
+    if wanted.is_empty() {
+        return Vec::new();
+    }
+    let mut scored: Vec<(usize, &str)> = candidates
+        .into_iter()
+        .filter_map(|name| {
+            let known = plain(name);
+            let inside = contains(&known, &wanted) || contains(&wanted, &known);
+            let distance = edits(&wanted, &known);
+            // A part of a name is a good guess however much of it is missing.
+            let score = if inside { distance.min(1) } else { distance };
+            (inside || distance * 2 <= wanted.len().max(known.len())).then_some((score, name))
+        })
+        .collect();
+    scored.sort_by_key(|&(score, name)| (score, name.len()));
+    scored.truncate(NAMES_MAX);
+    scored.into_iter().map(|(_, name)| name).collect()
+}
+
+fn plain(name: &str) -> Vec<char> {
+    name.chars().filter(|c| c.is_alphanumeric()).flat_map(char::to_lowercase).collect()
+}
+
+fn contains(whole: &[char], piece: &[char]) -> bool {
+    !piece.is_empty() && whole.windows(piece.len()).any(|window| window == piece)
+}
+
+/// Insertions, deletions and substitutions between the two (Levenshtein 1966).
+fn edits(a: &[char], b: &[char]) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.iter().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.iter().enumerate() {
+            let substituted = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn edits_are_counted() {
+        let count = |a: &str, b: &str| edits(&plain(a), &plain(b));
+        assert_eq!(count("kitten", "sitting"), 3);
+        assert_eq!(count("", "abc"), 3);
+        assert_eq!(count("RTX 4090", "rtx-4090"), 0);
+    }
+
+    #[test]
+    fn pieces_and_typing_mistakes_find_names_and_nonsense_finds_none() {
+        let names = ["RTX-4090", "RTX-3090", "H100-SXM-80GB", "H100-PCIe-80GB"];
+        assert_eq!(closest_names("4090", names), ["RTX-4090"]);
+        assert_eq!(closest_names("rtx 4099", names)[0], "RTX-4090");
+        assert_eq!(closest_names("h100", names), ["H100-SXM-80GB", "H100-PCIe-80GB"]);
+        assert!(closest_names("pineapple", names).is_empty());
+        assert!(closest_names("", names).is_empty());
+    }
+}

@@ -1,0 +1,74 @@
+//! How much of their datasheets published kernels reach.
+
+use crate::{DType, OpSig};
+use serde::Serialize;
+
+/// Shares of the datasheet's rates that vLLM's kernels were measured to reach, in bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Reached {
+    /// The part.
+    pub id: &'static str,
+    /// Of memory bandwidth: decode attention, 64 query and 8 KV heads of 128, context 4096, batch 32 to 64.
+    pub attention_decode: f64,
+    /// Of arithmetic: large matrix products.
+    pub gemm: f64,
+    /// Of memory bandwidth: matrix products of few rows.
+    pub gemm_few_rows: f64,
+    /// Where the shares come from.
+    pub source: &'static str,
+}
+
+const AICONFIGURATOR: &str = "derived from aiconfigurator's vLLM kernel tables (Apache-2.0)";
+
+const fn vllm(id: &'static str, attention_decode: f64, gemm: f64, gemm_few_rows: f64) -> Reached {
+    Reached { id, attention_decode, gemm, gemm_few_rows, source: AICONFIGURATOR }
+}
+
+const REACHED: &[Reached] = &[
+    vllm("A100-SXM-80GB", 0.62, 0.91, 0.74),
+    vllm("H100-SXM-80GB", 0.88, 0.80, 0.87),
+    vllm("H200-SXM-141GB", 0.85, 0.78, 0.82),
+    vllm("B200-SXM", 0.82, 0.70, 0.77),
+    vllm("L40S", 0.74, 0.64, 0.83),
+    vllm("RTX-PRO-6000-SE", 0.81, 0.85, 0.82),
+    vllm("ARC-PRO-B60", 0.945, 0.90, 0.92),
+    Reached {
+        id: "RTX-4090",
+        attention_decode: 0.92,
+        gemm: 0.99,
+        gemm_few_rows: 0.91,
+        source: "derived from LLMServingSim's vLLM profile (MIT)",
+    },
+];
+
+pub(super) fn reached(id: &str) -> Option<&'static Reached> {
+    REACHED.iter().find(|reached| reached.id == id)
+}
+
+impl Reached {
+    /// The operations at which the shares were measured, for bf16 and, as the kernels are the same,
+    /// f16.
+    pub(super) fn shares(&self) -> Vec<(OpSig, f64)> {
+        [DType::Bf16, DType::F16]
+            .into_iter()
+            .flat_map(|x| {
+                let gemm = |m| {
+                    let (n, k, weight, out, bias, accumulate) = (8192, 8192, x, x, false, false);
+                    OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
+                };
+                let attention = OpSig::AttnDecode {
+                    sequences: 32,
+                    kv_tokens: 32 * 4096,
+                    heads: 64,
+                    kv_heads: 8,
+                    head_dim: 128,
+                    page_tokens: 16,
+                    pages_max: 4096 / 16,
+                    x,
+                    kv: x,
+                };
+                [(gemm(8), self.gemm_few_rows), (gemm(4096), self.gemm), (attention, self.attention_decode)]
+            })
+            .collect()
+    }
+}
