@@ -56,6 +56,18 @@ impl FaultPlan {
         FaultPlan { seed: 0, rules: vec![Rule { fault, probability: 1.0, from, until: Some(until) }] }
     }
 
+    /// A plan in which every operation suffers `fault` with this chance, from 0 to 1.
+    pub fn at_rate(fault: Fault, probability: f64, seed: u64) -> Self {
+        FaultPlan { seed, rules: vec![Rule { fault, probability, from: 0, until: None }] }
+    }
+
+    /// Whether any rule has `fault`, whatever its factor: test doubles keep old bytes only for a plan that
+    /// can ask for them.
+    pub fn mentions(&self, fault: Fault) -> bool {
+        let kind = std::mem::discriminant(&fault);
+        self.rules.iter().any(|rule| std::mem::discriminant(&rule.fault) == kind)
+    }
+
     /// What strikes operation `index`, if anything.
     pub fn at(&self, index: u64) -> Option<Fault> {
         self.rules.iter().enumerate().find_map(|(which, rule)| {
@@ -69,6 +81,11 @@ impl FaultPlan {
     pub fn bit(&self, index: u64, bytes: u64) -> u64 {
         random::bits(!self.seed, index) % (bytes * 8).max(1)
     }
+
+    /// Which of `count` things operation `index` strikes, where there is a choice.
+    pub fn pick(&self, index: u64, count: u64) -> u64 {
+        random::bits(self.seed ^ 0x5EED, index) % count.max(1)
+    }
 }
 
 #[cfg(test)]
@@ -80,12 +97,18 @@ mod tests {
         let plan = FaultPlan::exactly(Fault::BitFlip, 3, 5);
         let struck: Vec<u64> = (0..10).filter(|&i| plan.at(i).is_some()).collect();
         assert_eq!(struck, [3, 4]);
-        let random = FaultPlan {
-            seed: 9,
-            rules: vec![Rule { fault: Fault::Fail, probability: 0.1, from: 0, until: None }],
-        };
+        let random = FaultPlan::at_rate(Fault::Fail, 0.1, 9);
         let count = (0..10_000).filter(|&i| random.at(i).is_some()).count();
         assert!((800..1200).contains(&count), "{count}");
-        assert!((0..100).all(|i| plan.bit(i, 7) < 56));
+        assert!((0..100).all(|i| plan.bit(i, 7) < 56 && plan.pick(i, 3) < 3));
+        let rare = FaultPlan::at_rate(Fault::Drop, 1e-6, 4);
+        let count = (0..4_000_000).filter(|&i| rare.at(i).is_some()).count();
+        assert!((1..=12).contains(&count), "{count} of 4 million at one in a million");
+    }
+
+    #[test]
+    fn a_plan_knows_which_kinds_it_has() {
+        let plan = FaultPlan::exactly(Fault::Slow { times: 3 }, 0, 1);
+        assert!(plan.mentions(Fault::Slow { times: 7 }) && !plan.mentions(Fault::Stale));
     }
 }

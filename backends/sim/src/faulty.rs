@@ -1,36 +1,133 @@
 //! A device with faults on order: it proves that the suite sees what it is there to see.
 //!
-//! Commands are counted over all queues, and [`FaultPlan`] says which of them suffer.
+//! Operations are counted over all queues, and [`FaultPlan`] says which of them suffer. An operation is a
+//! command; after [`FaultyDevice::striking_transfers`] also a `write` or `read` of the host.
 
+use crate::shadow::Shadow;
 use mixfleet_hal::fault::{Fault, FaultPlan};
+use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
     Access, Cmd, Device, DeviceInfo, Elapsed, Error, ErrorKind, Export, Graph, Health, HostMemory, Limits,
     OpSig, Queue, Result, Role, Slice, Support, Ticket,
 };
 use std::any::Any;
-use std::sync::Arc;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// For the wrapped device to finish before a bit of its result is flipped.
+/// For the wrapped device to finish before its memory is changed behind its back.
 const SETTLE: Duration = Duration::from_secs(60);
 
-/// A device whose commands suffer what a plan says.
+/// Struck batches whose pieces are remembered, so that a long run under a plan does not grow for ever.
+const BATCHES_MAX: usize = 1024;
+
+/// A device whose operations suffer what a plan says.
 pub struct FaultyDevice {
     inner: Arc<dyn Device>,
-    plan: Arc<FaultPlan>,
-    commands: Arc<AtomicU64>,
+    ordered: Arc<Ordered>,
+}
+
+/// What a device and its queues share.
+struct Ordered {
+    plan: FaultPlan,
+    transfers: bool,
+    real_time: bool,
+    operations: AtomicU64,
+    struck: AtomicU64,
+    /// What memory held before it was last written; kept only for a plan that can ask for it.
+    shadow: Option<Mutex<Shadow>>,
+}
+
+impl Ordered {
+    fn next(&self) -> (u64, Option<Fault>) {
+        let index = self.operations.fetch_add(1, Ordering::Relaxed);
+        (index, self.plan.at(index))
+    }
+
+    fn strike(&self) {
+        self.struck.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The error of an operation that fails, or hangs.
+    fn refuse(&self, index: u64, fault: Option<Fault>) -> Error {
+        self.strike();
+        match fault {
+            Some(Fault::Hang) => {
+                Error::new(ErrorKind::Timeout, format!("operation {index} hangs as planned"))
+            }
+            _ => Error::new(ErrorKind::Other, format!("operation {index} failed as planned")),
+        }
+    }
+
+    /// Notes what `slice` holds: it is about to be written.
+    fn remember(&self, device: &dyn Device, slice: &Slice) -> Result<()> {
+        if let Some(shadow) = &self.shadow
+            && slice.bytes > 0
+        {
+            let mut old = vec![0; slice.bytes as usize];
+            device.read(slice, &mut old)?;
+            shadow.lock().unwrap_or_else(PoisonError::into_inner).remember(slice, old);
+        }
+        Ok(())
+    }
+
+    /// A part of `slice` that held other bytes before it was last written, with those bytes.
+    fn stale(&self, device: &dyn Device, slice: &Slice) -> Result<Option<(Slice, Vec<u8>)>> {
+        let Some(shadow) = &self.shadow else { return Ok(None) };
+        let candidates = shadow.lock().unwrap_or_else(PoisonError::into_inner).before(slice);
+        for (part, old) in candidates {
+            let mut now = vec![0; old.len()];
+            device.read(&part, &mut now)?;
+            if now != old {
+                return Ok(Some((part, old)));
+            }
+        }
+        Ok(None)
+    }
 }
 
 impl FaultyDevice {
-    /// `inner`, under `plan`.
+    /// `inner`, under `plan`. A slow command lengthens what its batch reports; a hang reports its timeout at
+    /// once. What a caller learns is the same, and tests stay quick.
     pub fn new(inner: Arc<dyn Device>, plan: FaultPlan) -> Self {
-        FaultyDevice { inner, plan: Arc::new(plan), commands: Arc::default() }
+        let shadow = plan.mentions(Fault::Stale).then(Mutex::default);
+        let (operations, struck) = Default::default();
+        let ordered = Ordered { plan, transfers: false, real_time: false, operations, struck, shadow };
+        FaultyDevice { inner, ordered: Arc::new(ordered) }
     }
 
-    /// Commands seen so far: the index of the next one in the plan.
+    /// Counts the host's reads and writes as operations too.
+    pub fn striking_transfers(self) -> Self {
+        self.with(|ordered| ordered.transfers = true)
+    }
+
+    /// A slow batch also takes its time.
+    pub fn in_real_time(self) -> Self {
+        self.with(|ordered| ordered.real_time = true)
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut Ordered)) -> Self {
+        if let Some(ordered) = Arc::get_mut(&mut self.ordered) {
+            change(ordered);
+        }
+        self
+    }
+
+    /// Operations seen so far: the index of the next one in the plan.
     pub fn commands(&self) -> u64 {
-        self.commands.load(Ordering::Relaxed)
+        self.ordered.operations.load(Ordering::Relaxed)
+    }
+
+    /// Operations that a fault has struck so far with an effect: a stale read of bytes that never changed has
+    /// none.
+    pub fn struck(&self) -> u64 {
+        self.ordered.struck.load(Ordering::Relaxed)
+    }
+
+    /// The fault that strikes a transfer of the host, if any.
+    fn transfer(&self) -> (u64, Option<Fault>) {
+        if self.ordered.transfers { self.ordered.next() } else { (0, None) }
     }
 }
 
@@ -60,19 +157,57 @@ impl Device for FaultyDevice {
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        self.inner.write(to, data)
+        self.ordered.remember(&*self.inner, to)?;
+        let (index, fault) = self.transfer();
+        match fault {
+            Some(Fault::BitFlip) if !data.is_empty() => {
+                self.ordered.strike();
+                let mut changed = data.to_vec();
+                flip(&self.ordered.plan, index, &mut changed);
+                self.inner.write(to, &changed)
+            }
+            Some(Fault::Drop) => {
+                self.ordered.strike();
+                Ok(())
+            }
+            Some(Fault::Fail | Fault::Hang) => Err(self.ordered.refuse(index, fault)),
+            // a write has no input on the device, and reports no time
+            None | Some(Fault::BitFlip | Fault::Stale | Fault::Slow { .. }) => self.inner.write(to, data),
+        }
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        self.inner.read(from, data)
+        let (index, fault) = self.transfer();
+        match fault {
+            Some(Fault::Drop) => {
+                self.ordered.strike();
+                return Ok(());
+            }
+            Some(Fault::Fail | Fault::Hang) => return Err(self.ordered.refuse(index, fault)),
+            _ => self.inner.read(from, data)?,
+        }
+        match fault {
+            Some(Fault::BitFlip) if !data.is_empty() => {
+                self.ordered.strike();
+                flip(&self.ordered.plan, index, data);
+            }
+            Some(Fault::Stale) => {
+                if let Some((part, old)) = self.ordered.stale(&*self.inner, from)? {
+                    self.ordered.strike();
+                    data[(part.offset - from.offset) as usize..][..old.len()].copy_from_slice(&old);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(FaultyQueue {
             inner: self.inner.queue()?,
             device: self.inner.clone(),
-            plan: self.plan.clone(),
-            commands: self.commands.clone(),
+            ordered: self.ordered.clone(),
+            batches: BTreeMap::new(),
             broken: None,
         }))
     }
@@ -82,11 +217,17 @@ impl Device for FaultyDevice {
     }
 }
 
+fn flip(plan: &FaultPlan, index: u64, bytes: &mut [u8]) {
+    let bit = plan.bit(index, bytes.len() as u64);
+    bytes[(bit / 8) as usize] ^= 1 << (bit % 8);
+}
+
 struct FaultyQueue {
     inner: Box<dyn Queue>,
     device: Arc<dyn Device>,
-    plan: Arc<FaultPlan>,
-    commands: Arc<AtomicU64>,
+    ordered: Arc<Ordered>,
+    /// Batches that had to be cut: their pieces, each with the factor on its time.
+    batches: BTreeMap<Ticket, Vec<(Ticket, u32)>>,
     /// From which ticket on every wait fails, and how.
     broken: Option<(Ticket, Error)>,
 }
@@ -101,7 +242,14 @@ impl Graph for Recorded {
 }
 
 impl FaultyQueue {
-    /// Changes a bit of the last operand that `cmd` writes.
+    /// Runs one command to its end.
+    fn settle(&mut self, cmd: &Cmd) -> Result<Ticket> {
+        let ticket = self.inner.submit(std::slice::from_ref(cmd))?;
+        self.inner.wait(ticket, SETTLE)?;
+        Ok(ticket)
+    }
+
+    /// Changes a bit of the last operand that `cmd` wrote.
     fn flip(&self, index: u64, cmd: &Cmd) -> Result<()> {
         let operands = cmd.sig().operands();
         let written = (0..operands.len()).rfind(|&i| operands[i].access != Access::Read);
@@ -110,56 +258,113 @@ impl FaultyQueue {
         };
         let mut bytes = vec![0; slice.bytes as usize];
         self.device.read(slice, &mut bytes)?;
-        let bit = self.plan.bit(index, slice.bytes);
-        bytes[(bit / 8) as usize] ^= 1 << (bit % 8);
+        flip(&self.ordered.plan, index, &mut bytes);
+        self.ordered.strike();
         self.device.write(slice, &bytes)
+    }
+
+    /// Runs `cmd` while one of its inputs holds what it held before. An input that is only read gets its bytes
+    /// back.
+    fn run_on_stale_input(&mut self, index: u64, cmd: &Cmd) -> Result<Ticket> {
+        let operands = cmd.sig().operands();
+        let inputs: Vec<usize> =
+            (0..operands.len()).filter(|&i| operands[i].access != Access::Write).collect();
+        let first = self.ordered.plan.pick(index, inputs.len() as u64) as usize;
+        for turn in 0..inputs.len() {
+            let i = inputs[(first + turn) % inputs.len()];
+            let Some((part, old)) = self.ordered.stale(&*self.device, &cmd.args()[i])? else { continue };
+            let mut now = vec![0; old.len()];
+            self.device.read(&part, &mut now)?;
+            self.device.write(&part, &old)?;
+            self.ordered.strike();
+            let ticket = self.settle(cmd)?;
+            if operands[i].access == Access::Read {
+                self.device.write(&part, &now)?;
+            }
+            return Ok(ticket);
+        }
+        self.settle(cmd)
+    }
+
+    /// Runs one command of a batch under `fault`; `Err` is how it ends the batch.
+    fn struck(&mut self, index: u64, cmd: &Cmd, fault: Option<Fault>) -> Result<Option<(Ticket, u32)>> {
+        let (device, ordered) = (self.device.clone(), self.ordered.clone());
+        if ordered.shadow.is_some() && fault != Some(Fault::Drop) {
+            for (operand, arg) in cmd.sig().operands().iter().zip(cmd.args()) {
+                // a pool that is read may be imported; what is written never is
+                if operand.access != Access::Read {
+                    ordered.remember(&*device, arg)?;
+                }
+            }
+        }
+        Ok(Some(match fault {
+            None if ordered.shadow.is_some() => (self.settle(cmd)?, 1),
+            None => (self.inner.submit(std::slice::from_ref(cmd))?, 1),
+            Some(Fault::Stale) => (self.run_on_stale_input(index, cmd)?, 1),
+            Some(Fault::Slow { times }) => {
+                ordered.strike();
+                (self.inner.submit(std::slice::from_ref(cmd))?, times.max(1))
+            }
+            Some(Fault::BitFlip) => {
+                let ticket = self.settle(cmd)?;
+                self.flip(index, cmd)?;
+                (ticket, 1)
+            }
+            Some(Fault::Drop) => {
+                ordered.strike();
+                return Ok(None);
+            }
+            Some(Fault::Fail | Fault::Hang) => return Err(ordered.refuse(index, fault)),
+        }))
     }
 }
 
 impl Queue for FaultyQueue {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
-        let mut failure = None;
-        for cmd in cmds {
-            let index = self.commands.fetch_add(1, Ordering::Relaxed);
-            let fault = self.plan.at(index);
-            match fault {
-                None => drop(self.inner.submit(std::slice::from_ref(cmd))?),
-                Some(Fault::Drop) => {}
-                Some(Fault::BitFlip) => {
-                    let ticket = self.inner.submit(std::slice::from_ref(cmd))?;
-                    self.inner.wait(ticket, SETTLE)?;
-                    self.flip(index, cmd)?;
+        let faults: Vec<(u64, Option<Fault>)> = cmds.iter().map(|_| self.ordered.next()).collect();
+        if self.ordered.shadow.is_none() && faults.iter().all(|(_, fault)| fault.is_none()) {
+            return self.inner.submit(cmds);
+        }
+        let (mut parts, mut failure) = (Vec::new(), None);
+        for (cmd, (index, fault)) in cmds.iter().zip(faults) {
+            match self.struck(index, cmd, fault) {
+                Ok(part) => parts.extend(part),
+                Err(error) => {
+                    failure = Some(error);
+                    break;
                 }
-                Some(Fault::Fail) => {
-                    failure =
-                        Some(Error::new(ErrorKind::Other, format!("command {index} failed as planned")));
-                }
-                Some(Fault::Stale | Fault::Slow { .. }) => {
-                    failure = Some(Error::unsupported("this wrapper has no stale reads and no slowness yet"));
-                }
-                Some(Fault::Hang) => {
-                    failure =
-                        Some(Error::new(ErrorKind::Timeout, format!("command {index} hangs as planned")));
-                }
-            }
-            if failure.is_some() {
-                break;
             }
         }
         // an empty batch marks the end of this one
         let ticket = self.inner.submit(&[])?;
+        parts.push((ticket, 1));
         if let (None, Some(error)) = (&self.broken, failure) {
             self.broken = Some((ticket, error));
+        }
+        self.batches.insert(ticket, parts);
+        if self.batches.len() > BATCHES_MAX {
+            self.batches.pop_first();
         }
         Ok(ticket)
     }
 
-    /// A hang reports its timeout at once: what a caller learns is the same, and tests stay quick.
     fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
-        match &self.broken {
-            Some((from, error)) if ticket >= *from => Err(error.clone()),
-            _ => self.inner.wait(ticket, timeout),
+        if let Some((_, error)) = self.broken.as_ref().filter(|(from, _)| ticket >= *from) {
+            return Err(error.clone());
         }
+        let mut elapsed = self.inner.wait(ticket, timeout)?;
+        let Some(parts) = self.batches.get(&ticket) else { return Ok(elapsed) };
+        let (mut time, mut delay) = (Seconds::ZERO, Seconds::ZERO);
+        for &(part, times) in parts {
+            let own = self.inner.wait(part, timeout)?.time;
+            time += own * f64::from(times);
+            delay += own * f64::from(times - 1);
+        }
+        if self.ordered.real_time {
+            std::thread::sleep(Duration::try_from_secs_f64(delay.0).unwrap_or_default().min(timeout));
+        }
+        elapsed.time = time;
+        Ok(elapsed)
     }
 
     fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {

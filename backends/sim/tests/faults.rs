@@ -1,6 +1,7 @@
 //! Tests the tester: every fault that strikes a command of the suite is seen.
 
 use mixfleet_hal::fault::{Fault, FaultPlan};
+use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
     Cmd, DType, Device, DeviceInfo, Elapsed, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result,
     Role, Scalar, Slice, Support, Ticket,
@@ -59,6 +60,147 @@ fn a_dropped_command_is_seen() {
 fn a_failed_command_is_seen() {
     every_strike_is_seen(Fault::Fail, &OPERATIONS, |_| true);
     every_strike_is_seen(Fault::Fail, &ON_POOLS, |_| true);
+}
+
+/// Every input of the suite's commands is written once before it is read, so what it held before is the
+/// memory's first content, which no case has as an input.
+#[test]
+fn a_stale_input_is_seen() {
+    for name in OPERATIONS.into_iter().chain(ON_POOLS).filter(|name| *name != "fill") {
+        let (_, commands) = under(FaultPlan::default(), &[name]);
+        // an odd step meets every place in the groups that the suite submits
+        let plans = (0..commands).step_by(commands as usize / 8 | 1);
+        let (mut strikes, mut sights) = (0, 0);
+        for n in plans {
+            let plan = FaultPlan::exactly(Fault::Stale, n, n + 1);
+            let device = FaultyDevice::new(Arc::new(ReferenceDevice::default()), plan);
+            let report = run(&device, &quick(&[name]), &mut |_| {});
+            strikes += device.struck();
+            let seen = report.verdict() == Verdict::Fail;
+            sights += u64::from(seen);
+            // dead slots of a pool may be stale, and the largest of a single column is the first
+            let can_hide = name == "argmax" || ON_POOLS.contains(&name) && name != "order";
+            assert!(seen || device.struck() == 0 || can_hide, "stale at command {n} of {name} was not seen");
+        }
+        assert!(strikes > 0 && 2 * sights >= strikes, "{name}: {sights} of {strikes} were seen");
+    }
+}
+
+fn copied(device: &FaultyDevice, from: &Slice) -> (Vec<u8>, Elapsed) {
+    let to = device.alloc(from.bytes, Role::Activations).unwrap();
+    let mut queue = device.queue().unwrap();
+    let copy = Cmd::new(OpSig::Copy { bytes: from.bytes }, &[from.clone(), to.clone()]).unwrap();
+    let ticket = queue.submit(&[copy]).unwrap();
+    let elapsed = queue.wait(ticket, Duration::from_secs(30)).unwrap();
+    let mut got = vec![0; from.bytes as usize];
+    device.read(&to, &mut got).unwrap();
+    (got, elapsed)
+}
+
+#[test]
+fn a_stale_command_sees_what_was_there_before_and_leaves_its_input_alone() {
+    let device =
+        FaultyDevice::new(Arc::new(ReferenceDevice::default()), FaultPlan::exactly(Fault::Stale, 1, 2));
+    let from = device.alloc(16, Role::Activations).unwrap();
+    device.write(&from, &[1; 16]).unwrap();
+    device.write(&from.range(4, 8), &[2; 8]).unwrap();
+    assert_eq!(copied(&device, &from).0[..8], [1, 1, 1, 1, 2, 2, 2, 2], "command 0 is not struck");
+    assert_eq!(copied(&device, &from).0, [[1; 16]].concat(), "the second write had not landed");
+    assert_eq!(device.struck(), 1);
+    assert_eq!(copied(&device, &from).0[..8], [1, 1, 1, 1, 2, 2, 2, 2], "what it read is whole again");
+}
+
+#[test]
+fn transfers_are_struck_where_asked() {
+    let plain = || Arc::new(ReferenceDevice::default());
+    let flip = |from| FaultPlan::exactly(Fault::BitFlip, from, from + 1);
+    for (index, transfers, differs) in [(0, true, true), (1, true, true), (0, false, false)] {
+        let device = FaultyDevice::new(plain(), flip(index));
+        let device = if transfers { device.striking_transfers() } else { device };
+        let slice = device.alloc(64, Role::Activations).unwrap();
+        device.write(&slice, &[7; 64]).unwrap();
+        let mut got = [0; 64];
+        device.read(&slice, &mut got).unwrap();
+        let bits: u32 = got.iter().map(|byte| (byte ^ 7).count_ones()).sum();
+        assert_eq!(bits, u32::from(differs), "operation {index}");
+        assert_eq!(device.struck(), u64::from(differs));
+    }
+}
+
+/// A device whose every batch takes a microsecond per command.
+struct Metronome(ReferenceDevice);
+struct MetronomeQueue {
+    inner: Box<dyn Queue>,
+    commands: Vec<(Ticket, usize)>,
+}
+
+impl Queue for MetronomeQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        let ticket = self.inner.submit(cmds)?;
+        self.commands.push((ticket, cmds.len()));
+        Ok(ticket)
+    }
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        let clock = self.inner.wait(ticket, timeout)?.clock;
+        let commands = self.commands.iter().find(|(t, _)| *t == ticket).unwrap().1;
+        Ok(Elapsed { time: Seconds(commands as f64 * 1e-6), clock })
+    }
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        self.inner.record(cmds)
+    }
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        self.inner.replay(graph)
+    }
+}
+
+impl Device for Metronome {
+    fn info(&self) -> &DeviceInfo {
+        self.0.info()
+    }
+    fn limits(&self) -> Limits {
+        self.0.limits()
+    }
+    fn support(&self, sig: &OpSig) -> Support {
+        self.0.support(sig)
+    }
+    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+        self.0.alloc(bytes, role)
+    }
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        self.0.import(memory)
+    }
+    fn export(&self, slice: &Slice) -> Option<Export> {
+        self.0.export(slice)
+    }
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        self.0.write(to, data)
+    }
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        self.0.read(from, data)
+    }
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        Ok(Box::new(MetronomeQueue { inner: self.0.queue()?, commands: Vec::new() }))
+    }
+    fn health(&self) -> Health {
+        self.0.health()
+    }
+}
+
+#[test]
+fn a_slow_command_lengthens_its_batch_and_no_other() {
+    let plan = FaultPlan::exactly(Fault::Slow { times: 5 }, 3, 4);
+    let device = FaultyDevice::new(Arc::new(Metronome(ReferenceDevice::default())), plan);
+    let slice = device.alloc(64, Role::Activations).unwrap();
+    let fill = Cmd::new(OpSig::Fill { bytes: 64, word: 3 }, std::slice::from_ref(&slice)).unwrap();
+    let mut queue = device.queue().unwrap();
+    let batch = [fill.clone(), fill];
+    let tickets: Vec<Ticket> = (0..3).map(|_| queue.submit(&batch).unwrap()).collect();
+    let times: Vec<f64> = tickets
+        .iter()
+        .map(|&ticket| (queue.wait(ticket, Duration::from_secs(30)).unwrap().time.0 * 1e6).round())
+        .collect();
+    assert_eq!(times, [2.0, 6.0, 2.0]);
+    assert_eq!((device.commands(), device.struck()), (6, 1));
 }
 
 #[test]

@@ -1,0 +1,55 @@
+//! What memory held before it was last written.
+
+use mixfleet_hal::{Buffer, Slice};
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+/// Old bytes of one range of a buffer.
+struct Before {
+    offset: u64,
+    bytes: Vec<u8>,
+}
+
+/// The last overwritten bytes of every live buffer. A later write that overlaps an earlier one replaces it whole: a
+/// few stale bytes are then forgotten, never invented.
+#[derive(Default)]
+pub(crate) struct Shadow {
+    /// By address. The `Weak` keeps an address from being given to another buffer.
+    buffers: HashMap<usize, (Weak<dyn Buffer>, Vec<Before>)>,
+    /// Buffers at the last sweep for dead ones.
+    swept: usize,
+}
+
+fn address(slice: &Slice) -> usize {
+    Arc::as_ptr(&slice.buffer).cast::<()>() as usize
+}
+
+impl Shadow {
+    /// Notes that `slice` held `bytes` and is written now.
+    pub(crate) fn remember(&mut self, slice: &Slice, bytes: Vec<u8>) {
+        if self.buffers.len() > 2 * self.swept + 16 {
+            self.buffers.retain(|_, (buffer, _)| buffer.strong_count() > 0);
+            self.swept = self.buffers.len();
+        }
+        let fresh = || (Arc::downgrade(&slice.buffer), Vec::new());
+        let (_, ranges) = self.buffers.entry(address(slice)).or_insert_with(fresh);
+        let end = slice.offset + slice.bytes;
+        ranges.retain(|r| r.offset + r.bytes.len() as u64 <= slice.offset || end <= r.offset);
+        ranges.push(Before { offset: slice.offset, bytes });
+    }
+
+    /// The parts of `slice` that were written, the latest first, each with what it held before.
+    pub(crate) fn before(&self, slice: &Slice) -> Vec<(Slice, Vec<u8>)> {
+        let Some((_, ranges)) = self.buffers.get(&address(slice)) else { return Vec::new() };
+        let end = slice.offset + slice.bytes;
+        let part = |r: &Before| {
+            let from = r.offset.max(slice.offset);
+            let to = (r.offset + r.bytes.len() as u64).min(end);
+            (from < to).then(|| {
+                let old = r.bytes[(from - r.offset) as usize..(to - r.offset) as usize].to_vec();
+                (slice.range(from - slice.offset, to - from), old)
+            })
+        };
+        ranges.iter().rev().filter_map(part).collect()
+    }
+}
