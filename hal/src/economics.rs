@@ -1,57 +1,273 @@
-//! What a device costs, kept apart from the device: the same part has many prices.
+//! What a device costs, kept apart from the device: the same part has many prices. The same H100 was
+//! offered from 1.5 to 13 $/h in the summer of 2026, so a price is always an input with a date, and
+//! which of several offers counts is a stated rule ([`Selection`]).
 
+mod reference;
+
+pub use reference::{REFERENCE_OFFERS, ReferenceOffer, reference_offer};
+
+use crate::catalog::{Part, is_claim};
+use crate::profile::DeviceProfile;
 use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, UsdPerHour};
+use crate::{DType, Error, Result};
 use serde::{Deserialize, Serialize};
+use std::marker::PhantomData;
 
 /// A dated offer of a device for rent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Offer {
+    /// The device: an id of the catalog, or what the user calls a part of their own.
+    pub device: String,
     /// The rent of one device.
     pub price: UsdPerHour,
-    /// Where the price comes from: a provider's name, or "user".
+    /// The lessor may take it back at any time.
+    pub spot: bool,
+    /// Who rents it out: `aws`, `runpod`.
+    pub provider: String,
+    /// The provider's own word for the kind of offer: `on-demand`, `community`.
+    pub tier: String,
+    /// Where it stands, in the provider's words; empty where unknown.
+    pub region: String,
+    /// Where the price was read.
     pub source: String,
     /// The day it was seen, `YYYY-MM-DD`, where known.
     pub date: Option<String>,
 }
 
-/// What one dollar per hour buys on a device.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PerDollar {
-    /// FLOP/s per $/h.
-    pub flop_per_second: f64,
-    /// Bytes/s per $/h.
-    pub bytes_per_second: f64,
-    /// Bytes of memory per $/h.
-    pub bytes: f64,
+impl Offer {
+    /// A price that the user states.
+    pub fn stated(device: impl Into<String>, price: UsdPerHour) -> Self {
+        Offer {
+            device: device.into(),
+            price,
+            spot: false,
+            provider: "user".into(),
+            tier: "stated".into(),
+            region: String::new(),
+            source: "the command line".into(),
+            date: None,
+        }
+    }
 }
 
-impl PerDollar {
-    /// Divides a device's rates by an offer's price. `None` for a price that is not positive.
-    pub fn new(
-        compute: FlopPerSecond,
-        bandwidth: BytesPerSecond,
-        memory: Bytes,
-        price: UsdPerHour,
-    ) -> Option<Self> {
-        (price.0 > 0.0).then(|| PerDollar {
-            flop_per_second: compute.0 / price.0,
-            bytes_per_second: bandwidth.0 / price.0,
-            bytes: memory.0 / price.0,
+/// Providers whose list prices include much besides the device, three to five times the others'.
+pub const HYPERSCALERS: [&str; 3] = ["aws", "azure", "gcp"];
+
+fn is_hyperscaler(offer: &Offer) -> bool {
+    HYPERSCALERS.iter().any(|name| offer.provider.eq_ignore_ascii_case(name))
+}
+
+/// Which of a device's offers count, and how they become one price.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Selection {
+    /// Spot offers count instead of those that stay.
+    pub spot: bool,
+    /// How they become one price.
+    pub pick: Pick,
+}
+
+/// How several offers become one price.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pick {
+    /// The median over providers of each one's least price, so that a provider counts once however
+    /// many regions and sizes it lists. Hyperscalers stay out; where nobody else offers the device,
+    /// their least price counts.
+    #[default]
+    Median,
+    /// The least price of all.
+    Least,
+}
+
+/// A device's price and how it was found.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Price {
+    /// The rent of one device.
+    pub usd_per_hour: UsdPerHour,
+    /// Rule, number of offers and dates, for people.
+    pub basis: String,
+}
+
+impl Selection {
+    /// The price by this rule from `offers`, else from the built-in table ([`reference_offer`]): an
+    /// offer of the user's replaces the built-in price of its device, and only of that.
+    pub fn price_or_reference(&self, device: &str, offers: &[Offer]) -> Option<Price> {
+        self.price(device, offers).or_else(|| self.price(device, &[reference_offer(device)?]))
+    }
+
+    /// The price of `device` (in any case) by this rule. `None` without an offer that counts.
+    pub fn price(&self, device: &str, offers: &[Offer]) -> Option<Price> {
+        let all: Vec<&Offer> = offers
+            .iter()
+            .filter(|offer| offer.device.eq_ignore_ascii_case(device) && offer.spot == self.spot)
+            .collect();
+        let outside: Vec<&Offer> = all.iter().copied().filter(|offer| !is_hyperscaler(offer)).collect();
+        let spot = if self.spot { "spot " } else { "" };
+        let (counted, usd_per_hour, rule) = match self.pick {
+            Pick::Median if !outside.is_empty() => {
+                let price = median_of_providers(&outside)?;
+                let rule =
+                    if outside.len() == 1 { outside[0].source.clone() } else { "median of providers".into() };
+                (outside, price, rule)
+            }
+            _ => {
+                let price = all.iter().map(|offer| offer.price).reduce(UsdPerHour::min)?;
+                let rule = if self.pick == Pick::Least { "least of all" } else { "least; hyperscalers only" };
+                (all, price, rule.into())
+            }
+        };
+        let count = counted.len();
+        let noun = if count == 1 { "offer" } else { "offers" };
+        let basis = format!("{rule}, {count} {spot}{noun}{}", dates(&counted));
+        Some(Price { usd_per_hour, basis })
+    }
+}
+
+fn median_of_providers(offers: &[&Offer]) -> Option<UsdPerHour> {
+    let mut least: Vec<(&str, f64)> = Vec::new();
+    for offer in offers {
+        match least.iter_mut().find(|(provider, _)| *provider == offer.provider) {
+            Some((_, price)) => *price = price.min(offer.price.0),
+            None => least.push((&offer.provider, offer.price.0)),
+        }
+    }
+    least.sort_by(|a, b| a.1.total_cmp(&b.1));
+    let (low, high) = (least.get(least.len().checked_sub(1)? / 2)?, &least[least.len() / 2]);
+    Some(UsdPerHour((low.1 + high.1) / 2.0))
+}
+
+fn dates(offers: &[&Offer]) -> String {
+    let known = || offers.iter().filter_map(|offer| offer.date.as_deref());
+    match (known().min(), known().max()) {
+        (Some(first), Some(last)) if first == last => format!(", {first}"),
+        (Some(first), Some(last)) => format!(", {first} to {last}"),
+        _ => String::new(),
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// On whose word a device can do something. A type, so that numbers of unlike origin cannot stand in
+/// one [`PerDollar`].
+pub trait Origin: sealed::Sealed {
+    /// For people and JSON.
+    const NAME: &'static str;
+}
+
+macro_rules! origin {
+    ($(#[$doc:meta])* $name:ident = $text:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name {}
+        impl sealed::Sealed for $name {}
+        impl Origin for $name {
+            const NAME: &'static str = $text;
+        }
+    };
+}
+
+origin!(/** The vendor's claim. */ Datasheet = "datasheet");
+origin!(/** The claim, lowered to what others measured kernels to reach of it. */ Published = "published");
+origin!(/** Measured on the device itself. */ Measured = "measured");
+
+/// What a device can do, on the word of `P`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ability<P> {
+    compute: Vec<(DType, FlopPerSecond)>,
+    bandwidth: BytesPerSecond,
+    memory: Bytes,
+    origin: PhantomData<P>,
+}
+
+impl Ability<Datasheet> {
+    /// What the vendor claims.
+    pub fn claimed(part: &Part) -> Self {
+        let profile = part.profile();
+        Ability {
+            compute: profile.compute,
+            bandwidth: profile.bandwidth,
+            memory: profile.memory,
+            origin: PhantomData,
+        }
+    }
+}
+
+impl Ability<Published> {
+    /// The claim times what others measured kernels to reach: large matrix products for arithmetic (of
+    /// 16 bits, the only ones published), decode attention for bandwidth. `None` where nobody
+    /// published it.
+    pub fn published(part: &Part) -> Option<Self> {
+        let reached = part.reached()?;
+        let claimed = Ability::claimed(part);
+        let halves = |(dtype, _): &(DType, FlopPerSecond)| matches!(dtype, DType::Bf16 | DType::F16);
+        let compute = claimed.compute.into_iter().filter(halves);
+        Some(Ability {
+            compute: compute.map(|(dtype, rate)| (dtype, rate * reached.gemm)).collect(),
+            bandwidth: claimed.bandwidth * reached.attention_decode,
+            memory: claimed.memory,
+            origin: PhantomData,
         })
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_dollar_buys_rates_divided_by_price() {
-        let per = PerDollar::new(FlopPerSecond(100.0), BytesPerSecond(50.0), Bytes(8.0), UsdPerHour(2.0));
-        assert_eq!(per, Some(PerDollar { flop_per_second: 50.0, bytes_per_second: 25.0, bytes: 4.0 }));
-        assert_eq!(
-            PerDollar::new(FlopPerSecond(1.0), BytesPerSecond(1.0), Bytes(1.0), UsdPerHour(0.0)),
-            None
-        );
+impl Ability<Measured> {
+    /// What a profile measured.
+    ///
+    /// # Errors
+    /// `Invalid` for a profile that was made from the catalog: it is a claim.
+    pub fn measured(profile: &DeviceProfile) -> Result<Self> {
+        if is_claim(profile) {
+            return Err(Error::invalid(format!(
+                "the profile '{}' restates a datasheet; measure the device with 'mixfleet profile'",
+                profile.fingerprint
+            )));
+        }
+        Ok(Ability {
+            compute: profile.compute.clone(),
+            bandwidth: profile.bandwidth,
+            memory: profile.memory,
+            origin: PhantomData,
+        })
     }
 }
+
+impl<P: Origin> Ability<P> {
+    /// Divides by a price. `None` for a price that is not positive.
+    pub fn per_dollar(&self, price: UsdPerHour) -> Option<PerDollar<P>> {
+        (price.0 > 0.0).then(|| PerDollar {
+            flop_per_second: self.compute.iter().map(|&(dtype, rate)| (dtype, rate.0 / price.0)).collect(),
+            bytes_per_second: self.bandwidth.0 / price.0,
+            bytes: self.memory.0 / price.0,
+            origin: PhantomData,
+        })
+    }
+}
+
+/// What one dollar per hour buys on a device, on the word of `P`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PerDollar<P> {
+    /// FLOP/s per $/h, by dtype of the inputs.
+    pub flop_per_second: Vec<(DType, f64)>,
+    /// Bytes/s per $/h.
+    pub bytes_per_second: f64,
+    /// Bytes of memory per $/h.
+    pub bytes: f64,
+    origin: PhantomData<P>,
+}
+
+impl<P: Origin> PerDollar<P> {
+    /// On whose word.
+    pub const fn origin(&self) -> &'static str {
+        P::NAME
+    }
+
+    /// FLOP/s per $/h for inputs of `dtype`.
+    pub fn flop_per_second(&self, dtype: DType) -> Option<f64> {
+        self.flop_per_second.iter().find(|(known, _)| *known == dtype).map(|(_, rate)| *rate)
+    }
+}
+
+#[cfg(test)]
+mod tests;
