@@ -1,1 +1,31 @@
-//! What a machine is made of.
+//! What a machine is made of, and what state it is in.
+//!
+//! [`Topology`] has sockets, cores, caches, NUMA nodes, PCI devices with their links and paths, network
+//! and RDMA devices; [`Topology::distance`] says how far a GPU is from a NIC. [`same_part`] says which
+//! devices of unlike backends are one part. [`Conditions`] are what a measurement depends on. All are pure
+//! functions of a [`Tree`], live or recorded.
+//!
+//! What is absent: any measurement, any device that is opened, any panic over what a file holds.
+
+#![forbid(unsafe_code)]
+
+mod conditions;
+mod cores;
+mod cpulist;
+mod distance;
+mod network;
+mod pci;
+mod same;
+mod text;
+mod topology;
+mod tree;
+
+pub use conditions::{Conditions, conditions};
+pub use cores::{Cache, CacheKind, HugePages, NumaNode, Socket};
+pub use cpulist::CpuList;
+pub use distance::{Distance, Matrix};
+pub use network::{Gid, NetDevice, RdmaDevice, RdmaPort};
+pub use pci::{Bridge, Link, PciAddress, PciDevice, PciKind};
+pub use same::{SamePart, pci_of, same_part};
+pub use topology::Topology;
+pub use tree::{RECORDING_SCHEMA, Recording, Tree};

@@ -1,0 +1,130 @@
+//! How far apart two PCI devices are, and which NIC serves which GPU.
+
+use crate::pci::{PciDevice, PciKind};
+use crate::{PciAddress, Topology};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What the path between two devices crosses, nearest first. `nvidia-smi topo` uses the same classes;
+/// [`Distance::term`] gives its words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Distance {
+    /// One and the same device.
+    Same,
+    /// At most one PCI switch.
+    Switch,
+    /// Several PCI switches, but no host bridge.
+    Switches,
+    /// The host bridge that both are under.
+    HostBridge,
+    /// Two host bridges of one NUMA node.
+    Node,
+    /// The link between NUMA nodes, or it is not known whether that.
+    System,
+}
+
+impl Distance {
+    /// `nvidia-smi topo`'s word for it.
+    pub const fn term(self) -> &'static str {
+        match self {
+            Distance::Same => "X",
+            Distance::Switch => "PIX",
+            Distance::Switches => "PXB",
+            Distance::HostBridge => "PHB",
+            Distance::Node => "NODE",
+            Distance::System => "SYS",
+        }
+    }
+
+    /// In words.
+    pub const fn words(self) -> &'static str {
+        match self {
+            Distance::Same => "the same device",
+            Distance::Switch => "at most one PCI switch",
+            Distance::Switches => "several PCI switches",
+            Distance::HostBridge => "one host bridge",
+            Distance::Node => "two host bridges of a NUMA node",
+            Distance::System => "across NUMA nodes, or unknown",
+        }
+    }
+}
+
+/// The distances between rows and columns of devices.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Matrix {
+    /// Devices of the rows.
+    pub rows: Vec<PciAddress>,
+    /// Devices of the columns.
+    pub columns: Vec<PciAddress>,
+    /// `[rows][columns]`
+    pub distances: Vec<Vec<Distance>>,
+}
+
+impl Topology {
+    /// How far apart two devices are.
+    pub fn distance(&self, a: &PciDevice, b: &PciDevice) -> Distance {
+        if a.address == b.address {
+            return Distance::Same;
+        }
+        if a.host_bridge == b.host_bridge {
+            let common = a.path.iter().zip(&b.path).take_while(|(a, b)| a == b).count();
+            // below a switch's upper port each device has a lower port of its own
+            return match a.path.len().max(b.path.len()) - common {
+                _ if common == 0 => Distance::HostBridge,
+                0 | 1 => Distance::Switch,
+                _ => Distance::Switches,
+            };
+        }
+        match (a.node, b.node) {
+            (Some(a), Some(b)) if a == b => Distance::Node,
+            (None, _) | (_, None) if self.nodes.len() <= 1 && self.sockets.len() <= 1 => Distance::Node,
+            _ => Distance::System,
+        }
+    }
+
+    /// Distances of every GPU to every GPU or NIC, physical ones only.
+    pub fn matrix(&self, to: PciKind) -> Matrix {
+        let of = |kind| self.of_kind(kind).filter(|device| !device.virtual_function).collect::<Vec<_>>();
+        let (rows, columns) = (of(PciKind::Gpu), of(to));
+        let row = |a: &&PciDevice| columns.iter().map(|b| self.distance(a, b)).collect();
+        Matrix {
+            distances: rows.iter().map(row).collect(),
+            rows: rows.iter().map(|device| device.address).collect(),
+            columns: columns.iter().map(|device| device.address).collect(),
+        }
+    }
+
+    /// Firmware's relative latency between two devices' nodes; 10 is local.
+    fn node_distance(&self, a: &PciDevice, b: &PciDevice) -> u32 {
+        let position = |node: Option<u32>| self.nodes.iter().position(|n| Some(n.id) == node);
+        let known = position(a.node).zip(position(b.node));
+        known.and_then(|(a, b)| self.nodes[a].distances.get(b).copied()).unwrap_or(u32::MAX)
+    }
+
+    /// The NICs nearest to `device`: all at the least distance, then with the fastest port.
+    pub fn nearest_nics(&self, device: &PciDevice) -> Vec<&PciDevice> {
+        let rank = |nic: &PciDevice| {
+            let mbit = self.gbit_per_s(nic).map_or(0, |gbit| (gbit * 1e3) as u64);
+            (self.distance(device, nic), self.node_distance(device, nic), u64::MAX - mbit)
+        };
+        let nics: Vec<_> = self.of_kind(PciKind::Nic).filter(|nic| !nic.virtual_function).collect();
+        let best = nics.iter().map(|nic| rank(nic)).min();
+        nics.into_iter().filter(|nic| Some(rank(nic)) == best).collect()
+    }
+
+    /// A NIC for every GPU: the nearest, shared as evenly as the nearest ones allow. By ascending address,
+    /// so that a machine with a NIC per GPU pairs them in order.
+    pub fn nic_of_gpus(&self) -> BTreeMap<PciAddress, PciAddress> {
+        let mut users: BTreeMap<PciAddress, u32> = BTreeMap::new();
+        let mut pairs = BTreeMap::new();
+        for gpu in self.of_kind(PciKind::Gpu) {
+            let nearest = self.nearest_nics(gpu);
+            let free = nearest.iter().min_by_key(|nic| (users.get(&nic.address).copied(), nic.address));
+            let Some(nic) = free else { continue };
+            *users.entry(nic.address).or_default() += 1;
+            pairs.insert(gpu.address, nic.address);
+        }
+        pairs
+    }
+}
