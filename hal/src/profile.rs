@@ -1,5 +1,9 @@
 //! What was measured on a device, and the time that it predicts for any operation.
 
+mod predict;
+
+pub use predict::Predictor;
+
 use crate::units::{Bytes, BytesPerSecond, Flop, FlopPerSecond, Seconds};
 use crate::{DType, OpSig};
 use serde::{Deserialize, Serialize};
@@ -13,11 +17,73 @@ pub struct Point {
     pub time: Seconds,
 }
 
+/// A straight line over sizes: `fixed + bytes * seconds_per_byte`, for `from` bytes on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Line {
+    /// The least size that it holds for; it ends where the next line begins.
+    pub from: Bytes,
+    /// Per transfer.
+    pub fixed: Seconds,
+    /// Inverse of the bandwidth.
+    pub seconds_per_byte: f64,
+}
+
+/// Time over bytes as straight lines by range of size, ascending. Empty: not measured.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct CopyCost(pub Vec<Line>);
+
+impl CopyCost {
+    /// Time of one transfer; `None` if nothing was measured.
+    pub fn time(&self, bytes: Bytes) -> Option<Seconds> {
+        let line = self.0.iter().rev().find(|line| line.from <= bytes).or(self.0.first())?;
+        Some((line.fixed + Seconds(bytes.0 * line.seconds_per_byte)).max(Seconds::ZERO))
+    }
+}
+
+/// What a bandwidth was measured with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Traffic {
+    /// Every byte is read once.
+    Read,
+    /// Every byte is written once.
+    Write,
+    /// Every byte is read here and written there; counted twice.
+    Copy,
+}
+
+/// Bandwidth over one working set.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Bandwidth {
+    /// What was done.
+    pub traffic: Traffic,
+    /// Bytes that are touched over and over.
+    pub working_set: Bytes,
+    /// The rate.
+    pub rate: BytesPerSecond,
+}
+
+/// Where a profile comes from.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Provenance {
+    /// Program and version.
+    pub tool: String,
+    /// When it was measured, RFC 3339.
+    pub measured_at: String,
+    /// What to beware of: noise, throttling, other load, parts not measured.
+    pub remarks: Vec<String>,
+}
+
 /// A device as numbers: measured points over a roofline. The scheduler sees this and never a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DeviceProfile {
     /// Name and version of the document.
     pub schema: String,
+    /// The part's name, for people.
+    #[serde(default)]
+    pub name: String,
     /// The fingerprint of the device that was measured.
     pub fingerprint: String,
     /// Best arithmetic rate seen or claimed per dtype of the operation's input.
@@ -31,17 +97,67 @@ pub struct DeviceProfile {
     /// Cost of each command in a batch beyond its own work.
     #[serde(default)]
     pub launch_per_command: Seconds,
+    /// Bandwidth by working set.
+    #[serde(default)]
+    pub bandwidths: Vec<Bandwidth>,
+    /// Writing to the device from host memory.
+    #[serde(default)]
+    pub host_to_device: CopyCost,
+    /// Reading from the device into host memory.
+    #[serde(default)]
+    pub device_to_host: CopyCost,
+    /// Long load over short load, of arithmetic and of bandwidth: below 1 where the part slows down.
+    #[serde(default)]
+    pub sustained: Option<Sustained>,
+    /// Where the numbers come from.
+    #[serde(default)]
+    pub provenance: Provenance,
     /// Measured points.
     pub points: Vec<Point>,
+}
+
+/// Rates under long load as a share of those under short load.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sustained {
+    /// Of matrix products.
+    pub compute: f64,
+    /// Of streaming.
+    pub bandwidth: f64,
 }
 
 impl DeviceProfile {
     /// The schema that this version reads and writes.
     pub const SCHEMA: &'static str = "mixfleet.device-profile/1";
 
+    /// A profile without points: a roofline, with launches that cost nothing.
+    pub fn roof(compute: Vec<(DType, FlopPerSecond)>, bandwidth: BytesPerSecond, memory: Bytes) -> Self {
+        DeviceProfile {
+            schema: Self::SCHEMA.to_owned(),
+            name: String::new(),
+            fingerprint: String::new(),
+            compute,
+            bandwidth,
+            memory,
+            launch: Seconds::ZERO,
+            launch_per_command: Seconds::ZERO,
+            bandwidths: Vec::new(),
+            host_to_device: CopyCost::default(),
+            device_to_host: CopyCost::default(),
+            sustained: None,
+            provenance: Provenance::default(),
+            points: Vec::new(),
+        }
+    }
+
     /// The least time that the roofline allows: arithmetic or memory, whichever is longer.
     /// Williams, Waterman & Patterson 2009.
     pub fn roofline(&self, sig: &OpSig) -> Seconds {
+        let (arithmetic, memory) = self.floors(sig);
+        arithmetic.max(memory)
+    }
+
+    /// The least time for the arithmetic alone, and for the traffic alone.
+    fn floors(&self, sig: &OpSig) -> (Seconds, Seconds) {
         let dtype = input_dtype(sig);
         let peak = self
             .compute
@@ -49,35 +165,21 @@ impl DeviceProfile {
             .find(|(d, _)| *d == dtype)
             .or(self.compute.first())
             .map_or(FlopPerSecond(f64::INFINITY), |(_, rate)| *rate);
-        (Flop(sig.flops()) / peak).max(Bytes(sig.bytes()) / self.bandwidth)
+        (Flop(sig.flops()) / peak, Bytes(sig.bytes()) / self.bandwidth)
     }
 
     /// Predicted time of `sig` without launch cost: the measured point where there is one, else the
-    /// roofline divided by the utilisation that the nearest measured points of the same kind reached,
-    /// interpolated by inverse distance in the log of arithmetic and bytes. A constant-efficiency
-    /// roofline misses real GEMMs by 13-40 %; interpolated utilisation misses by 2-8 %.
+    /// roofline times what the nearest measured points of the same kind needed beyond theirs,
+    /// interpolated in logarithms (see `predict`). A constant-efficiency roofline misses real GEMMs by
+    /// 13-40 %; this misses them by 5-10 %. For many questions, ask a [`Predictor`].
     pub fn time(&self, sig: &OpSig) -> Seconds {
-        let key = |s: &OpSig| ((s.flops() + 1.0).log2(), (s.bytes() + 1.0).log2());
-        let (flops, bytes) = key(sig);
-        let roofline = self.roofline(sig);
-        let mut near: Vec<(f64, f64)> = Vec::new();
-        for point in self.points.iter().filter(|p| similar(&p.sig, sig)) {
-            if point.sig == *sig {
-                return point.time;
-            }
-            let (f, b) = key(&point.sig);
-            let distance = ((f - flops).powi(2) + (b - bytes).powi(2)).sqrt();
-            near.push((distance, (self.roofline(&point.sig) / point.time).ln()));
-        }
-        near.sort_by(|a, b| a.0.total_cmp(&b.0));
-        near.truncate(3);
-        if near.is_empty() {
-            return roofline;
-        }
-        let weight = |distance: f64| 1.0 / (distance + 1e-6);
-        let total: f64 = near.iter().map(|(d, _)| weight(*d)).sum();
-        let utilisation = (near.iter().map(|(d, u)| weight(*d) * u).sum::<f64>() / total).exp();
-        roofline / utilisation
+        predict::time(self, sig)
+    }
+
+    /// A batch on an idle queue, from submission to the end of the wait: its launch and all its commands.
+    pub fn batch_time<'a>(&self, sigs: impl IntoIterator<Item = &'a OpSig>) -> Seconds {
+        let each = |sig| self.time(sig) + self.launch_per_command;
+        self.launch + sigs.into_iter().map(each).sum()
     }
 }
 
@@ -86,18 +188,6 @@ fn input_dtype(sig: &OpSig) -> DType {
     match *sig {
         OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
         _ => DType::F32,
-    }
-}
-
-/// Whether a measurement of one says something about the other.
-fn similar(a: &OpSig, b: &OpSig) -> bool {
-    match (a, b) {
-        (OpSig::Gemm { x, weight, .. }, OpSig::Gemm { x: x2, weight: weight2, .. }) => {
-            x == x2 && weight == weight2
-        }
-        (OpSig::AttnPrefill { kv, .. }, OpSig::AttnPrefill { kv: kv2, .. })
-        | (OpSig::AttnDecode { kv, .. }, OpSig::AttnDecode { kv: kv2, .. }) => kv == kv2,
-        _ => a.name() == b.name(),
     }
 }
 
@@ -111,16 +201,9 @@ mod tests {
     }
 
     fn profile(points: Vec<Point>) -> DeviceProfile {
-        DeviceProfile {
-            schema: DeviceProfile::SCHEMA.into(),
-            fingerprint: "test".into(),
-            compute: vec![(DType::F32, FlopPerSecond(1e9))],
-            bandwidth: BytesPerSecond(1e9),
-            memory: Bytes(1e9),
-            launch: Seconds(1e-6),
-            launch_per_command: Seconds::ZERO,
-            points,
-        }
+        let compute = vec![(DType::F32, FlopPerSecond(1e9))];
+        let roof = DeviceProfile::roof(compute, BytesPerSecond(1e9), Bytes(1e9));
+        DeviceProfile { launch: Seconds(1e-6), launch_per_command: Seconds(1e-7), points, ..roof }
     }
 
     #[test]
@@ -130,7 +213,7 @@ mod tests {
         let measured = profile(vec![half(64), half(256)]);
         assert_eq!(measured.time(&gemm(64)), half(64).time);
         let between = measured.time(&gemm(128)) / bare.time(&gemm(128));
-        assert!((between - 2.0).abs() < 1e-9, "{between}");
+        assert!((between - 2.0).abs() < 0.01, "{between}");
     }
 
     #[test]
@@ -138,5 +221,72 @@ mod tests {
         let p = profile(vec![]);
         assert!(p.roofline(&gemm(1)) / Seconds(gemm(1).bytes() / 1e9) > 0.999);
         assert!(p.roofline(&gemm(1024)) / Seconds(gemm(1024).flops() / 1e9) > 0.999);
+    }
+
+    #[test]
+    fn a_predictor_answers_like_its_profile() {
+        let bare = profile(vec![]);
+        let slow = |m: u32| Point { sig: gemm(m), time: bare.roofline(&gemm(m)) * f64::from(1 + m % 7) };
+        let measured = profile((1..60).map(|i| slow(i * 3)).collect());
+        let predictor = Predictor::new(&measured);
+        for m in 1..300 {
+            assert_eq!(predictor.time(&gemm(m)), measured.time(&gemm(m)), "{m}");
+        }
+        let two = [gemm(3), gemm(4)];
+        assert_eq!(predictor.batch_time(&two), measured.batch_time(&two));
+    }
+
+    #[test]
+    fn a_floor_below_which_no_kernel_goes_is_followed() {
+        // 5 us for anything small: the utilisation falls as the shape shrinks
+        let bare = profile(vec![]);
+        let law = |m: u32| Seconds(5e-3) + bare.roofline(&gemm(m));
+        let grid = [1, 4, 16, 64, 256, 1024];
+        let measured = profile(grid.map(|m| Point { sig: gemm(m), time: law(m) }).to_vec());
+        for m in [2, 3, 8, 12, 32, 100, 128, 500] {
+            let ratio = measured.time(&gemm(m)) / law(m);
+            assert!((ratio - 1.0).abs() < 0.12, "m {m}: {ratio}");
+        }
+    }
+
+    #[test]
+    fn points_of_another_dtype_count_only_where_there_is_none() {
+        let as_bf16 = |m| match gemm(m) {
+            OpSig::Gemm { m, n, k, out, bias, accumulate, .. } => {
+                OpSig::Gemm { m, n, k, x: DType::Bf16, weight: DType::Bf16, out, bias, accumulate }
+            }
+            other => other,
+        };
+        let bare = profile(vec![]);
+        let slow = |sig: OpSig, times| Point { time: bare.roofline(&sig) * times, sig };
+        let other = profile(vec![slow(as_bf16(64), 3.0), slow(as_bf16(65), 3.0)]);
+        assert!((other.time(&gemm(64)) / bare.roofline(&gemm(64)) - 3.0).abs() < 0.1);
+        let both = profile(vec![slow(as_bf16(64), 3.0), slow(gemm(8), 2.0)]);
+        assert!((both.time(&gemm(64)) / bare.roofline(&gemm(64)) - 2.0).abs() < 0.1);
+    }
+
+    #[test]
+    fn copies_follow_the_line_of_their_size() {
+        let line = |from, fixed, rate: f64| Line {
+            from: Bytes(from),
+            fixed: Seconds(fixed),
+            seconds_per_byte: 1.0 / rate,
+        };
+        let cost = CopyCost(vec![line(0.0, 1e-6, 1e9), line(1e6, 1e-5, 1e10)]);
+        let close =
+            |bytes, want: f64| assert!((cost.time(Bytes(bytes)).unwrap().0 / want - 1.0).abs() < 1e-9);
+        close(1e3, 2e-6);
+        close(1e8, 1e-5 + 1e-2);
+        assert_eq!(CopyCost::default().time(Bytes(1.0)), None);
+    }
+
+    #[test]
+    fn an_older_document_is_still_read() {
+        let text = r#"{"schema":"mixfleet.device-profile/1","fingerprint":"f","compute":[["f32",1e9]],
+            "bandwidth":1e9,"memory":1e9,"launch":1e-6,"points":[]}"#;
+        let old: DeviceProfile = serde_json::from_str(text).unwrap();
+        assert_eq!(old.launch_per_command, Seconds::ZERO);
+        let again: DeviceProfile = serde_json::from_str(&serde_json::to_string(&old).unwrap()).unwrap();
+        assert_eq!(again, old);
     }
 }

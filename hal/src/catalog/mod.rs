@@ -15,7 +15,7 @@ pub use names::closest_names;
 pub use reached::Reached;
 
 use crate::DType;
-use crate::profile::{DeviceProfile, Point};
+use crate::profile::{CopyCost, DeviceProfile, Line, Point, Provenance};
 use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, GB, Seconds};
 use serde::Serialize;
 use std::sync::LazyLock;
@@ -200,15 +200,23 @@ impl Part {
             PartKind::Cpu => (LAUNCH_CPU, LAUNCH_PER_COMMAND_CPU),
             _ => (LAUNCH_ACCELERATOR, LAUNCH_PER_COMMAND_ACCELERATOR),
         };
+        let host = CopyCost(self.host_link.map_or_else(Vec::new, |link| {
+            vec![Line { from: Bytes::ZERO, fixed: launch, seconds_per_byte: 1.0 / (link.gb_s * GB) }]
+        }));
+        let remark = format!("a claim, not a measurement: {}", self.sources);
         DeviceProfile {
-            schema: DeviceProfile::SCHEMA.into(),
+            name: self.name.into(),
             fingerprint: format!("{DATASHEET}{}", self.id),
-            compute,
-            bandwidth: self.bandwidth(),
-            memory: self.memory_bytes(),
             launch,
             launch_per_command,
-            points: Vec::new(),
+            host_to_device: host.clone(),
+            device_to_host: host,
+            provenance: Provenance {
+                tool: "mixfleet catalog".into(),
+                measured_at: String::new(),
+                remarks: vec![remark],
+            },
+            ..DeviceProfile::roof(compute, self.bandwidth(), self.memory_bytes())
         }
     }
 

@@ -132,14 +132,13 @@ mod tests {
     fn model(flop_per_second: f64, bytes_per_second: f64) -> ProfileCost {
         ProfileCost {
             profile: DeviceProfile {
-                schema: DeviceProfile::SCHEMA.into(),
                 fingerprint: "test".into(),
-                compute: vec![(DType::F32, FlopPerSecond(flop_per_second))],
-                bandwidth: BytesPerSecond(bytes_per_second),
-                memory: Bytes(1e9),
                 launch: Seconds(1e-5),
-                launch_per_command: Seconds::ZERO,
-                points: vec![],
+                ..DeviceProfile::roof(
+                    vec![(DType::F32, FlopPerSecond(flop_per_second))],
+                    BytesPerSecond(bytes_per_second),
+                    Bytes(1e9),
+                )
             },
             shape: shape::tests::small(),
             chunk_tokens: 32,
