@@ -1,6 +1,7 @@
 //! The shape of a decoder-only transformer, whatever family it comes from.
 
 use mixfleet_hal::DType;
+use mixfleet_scheduler::cost::ModelShape;
 
 /// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
 /// differences between Llama, Mistral, Qwen2 and Qwen3 as fields.
@@ -52,6 +53,27 @@ impl ModelConfig {
     /// KV bytes of one token over all layers.
     pub fn kv_bytes_per_token(&self, kv: DType) -> u64 {
         2 * u64::from(self.layers) * u64::from(self.kv_heads) * u64::from(self.head_dim) * kv.size_bytes()
+    }
+
+    /// What the model costs, in these dtypes and with this page size.
+    pub fn cost_shape(&self, activation: DType, kv: DType, page_tokens: u32) -> ModelShape {
+        ModelShape {
+            hidden: self.hidden,
+            intermediate: self.intermediate,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            vocab: self.vocab,
+            windows: self.windows.clone(),
+            weight: self.dtype,
+            activation,
+            kv,
+            page_tokens,
+            qkv_bias: self.qkv_bias,
+            o_bias: self.o_bias,
+            mlp_bias: self.mlp_bias,
+            qk_norm: self.qk_norm,
+        }
     }
 }
 

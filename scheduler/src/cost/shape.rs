@@ -29,6 +29,18 @@ pub struct ModelShape {
     pub kv: DType,
     /// Tokens in a KV page.
     pub page_tokens: u32,
+    /// q, k and v have biases (Qwen2).
+    #[serde(default)]
+    pub qkv_bias: bool,
+    /// The attention output has a bias.
+    #[serde(default)]
+    pub o_bias: bool,
+    /// The MLP's projections have biases.
+    #[serde(default)]
+    pub mlp_bias: bool,
+    /// q and k are normalised per head before rope (Qwen3).
+    #[serde(default)]
+    pub qk_norm: bool,
 }
 
 /// Operations of one step with how often each runs; equal ones are merged.
@@ -97,35 +109,54 @@ impl ModelShape {
         ops
     }
 
-    /// All but attention: `tokens` rows through the layers, `head_rows` of them through the LM head.
+    /// All but attention: `tokens` rows through the layers, `head_rows` of them through the LM head. The
+    /// residual stream is f32, as in the runtime's forward pass, whose commands these are (a test there
+    /// compares).
     fn dense_ops(&self, tokens: u32, head_rows: u32) -> OpCounts {
         let (x, weight) = (self.activation, self.weight);
         let layers = u64::from(self.layers());
         // The value of eps changes no cost.
-        let norm = |rows| OpSig::RmsNorm { rows, cols: self.hidden, eps: Scalar(1e-6), x, weight, out: x };
-        let gemm = |n, k, accumulate| {
-            let (m, out, bias) = (tokens, x, false);
+        let eps = Scalar(1e-6);
+        let norm = |rows| OpSig::RmsNorm { rows, cols: self.hidden, eps, x: DType::F32, weight, out: x };
+        let head_norm =
+            |heads| OpSig::RmsNorm { rows: tokens * heads, cols: self.head_dim, eps, x, weight, out: x };
+        let gemm = |n, k, bias| {
+            let (m, out, accumulate) = (tokens, x, false);
+            OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
+        };
+        let add = |n, k, bias| {
+            let (m, out, accumulate) = (tokens, DType::F32, true);
             OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
         };
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let (kv_heads, head_dim, page_tokens) = (self.kv_heads, self.head_dim, self.page_tokens);
         let rope = |heads| OpSig::Rope { tokens, heads, head_dim, x };
+        let pick = |tokens, vocab, table| {
+            let (hidden, out) = (self.hidden, DType::F32);
+            OpSig::Embed { tokens, vocab, hidden, table, out }
+        };
 
         let mut ops = Vec::new();
-        let embed = OpSig::Embed { tokens, vocab: self.vocab, hidden: self.hidden, table: weight, out: x };
-        push(&mut ops, embed, 1);
+        push(&mut ops, pick(tokens, self.vocab, weight), 1);
         push(&mut ops, norm(tokens), 2 * layers);
-        push(&mut ops, gemm(q, self.hidden, false), layers);
-        push(&mut ops, gemm(kv, self.hidden, false), 2 * layers);
+        push(&mut ops, gemm(q, self.hidden, self.qkv_bias), layers);
+        push(&mut ops, gemm(kv, self.hidden, self.qkv_bias), 2 * layers);
+        if self.qk_norm {
+            push(&mut ops, head_norm(self.heads), layers);
+            push(&mut ops, head_norm(self.kv_heads), layers);
+        }
         push(&mut ops, rope(self.heads), layers);
         push(&mut ops, rope(self.kv_heads), layers);
         push(&mut ops, OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv: self.kv }, layers);
-        push(&mut ops, gemm(self.hidden, q, true), layers);
-        push(&mut ops, gemm(self.intermediate, self.hidden, false), 2 * layers);
+        push(&mut ops, add(self.hidden, q, self.o_bias), layers);
+        push(&mut ops, gemm(self.intermediate, self.hidden, self.mlp_bias), 2 * layers);
         let elements = u64::from(tokens) * u64::from(self.intermediate);
         push(&mut ops, OpSig::SiluMul { elements, x }, layers);
-        push(&mut ops, gemm(self.hidden, self.intermediate, true), layers);
+        push(&mut ops, add(self.hidden, self.intermediate, self.mlp_bias), layers);
         if head_rows > 0 {
+            if head_rows < tokens {
+                push(&mut ops, pick(head_rows, tokens, DType::F32), 1);
+            }
             push(&mut ops, norm(head_rows), 1);
             let (m, n, k, out) = (head_rows, self.vocab, self.hidden, DType::F32);
             let head = OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false };
@@ -187,6 +218,10 @@ pub(crate) mod tests {
             activation: DType::F32,
             kv: DType::Bf16,
             page_tokens: 16,
+            qkv_bias: false,
+            o_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
         }
     }
 

@@ -1,0 +1,83 @@
+//! The cost model counts the very operations that the forward pass submits.
+
+use mixfleet_hal::{Cmd, DType, OpSig, Scalar};
+use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_scheduler::cost::OpCounts;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+const BLOCK_TOKENS: u32 = 8;
+
+/// Without what costs nothing (eps), and without the sizes that a recorded decode step rounds up.
+fn key(sig: OpSig) -> OpSig {
+    match sig {
+        OpSig::RmsNorm { rows, cols, x, weight, out, .. } => {
+            OpSig::RmsNorm { rows, cols, eps: Scalar(0.0), x, weight, out }
+        }
+        OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, x, kv, .. } => {
+            let (kv_tokens, pages_max) = (0, 0);
+            OpSig::AttnDecode {
+                sequences,
+                kv_tokens,
+                heads,
+                kv_heads,
+                head_dim,
+                page_tokens,
+                pages_max,
+                x,
+                kv,
+            }
+        }
+        sig => sig,
+    }
+}
+
+fn counted(sigs: impl Iterator<Item = (OpSig, u64)>) -> HashMap<OpSig, u64> {
+    let mut counts = HashMap::new();
+    for (sig, runs) in sigs {
+        *counts.entry(key(sig)).or_default() += runs;
+    }
+    counts
+}
+
+/// What the forward pass submits for `parts`.
+fn submitted(device: &ReferenceDevice, forward: &Forward, parts: &[Part<'_>]) -> HashMap<OpSig, u64> {
+    let step = forward.begin(device, parts).unwrap();
+    let mut list: Vec<Cmd> = vec![forward.embed(&step).unwrap()];
+    for layer in 0..forward.config().layers as usize {
+        list.extend(forward.layer(layer, &step).unwrap());
+    }
+    list.extend(forward.head(&step).unwrap());
+    list.push(forward.argmax(&step).unwrap().0);
+    counted(list.iter().map(|cmd| (*cmd.sig(), 1)))
+}
+
+#[test]
+fn every_family_costs_what_it_runs() {
+    for (name, checkpoint) in tiny_variants() {
+        let checkpoint = checkpoint.load().unwrap();
+        let config = Arc::new(checkpoint.config.clone());
+        let device = ReferenceDevice::default();
+        let weights = checkpoint.place(&device, &mut |_, _| {}).unwrap();
+        let shape = StepShape {
+            tokens_max: 24,
+            sequences_max: 4,
+            blocks: 16,
+            block_tokens: BLOCK_TOKENS,
+            activations: DType::F32,
+            kv: DType::F32,
+        };
+        let forward = Forward::new(&device, config.clone(), weights, shape).unwrap();
+        let cost = config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS);
+        let same = |ops: OpCounts, parts: &[Part<'_>], what: &str| {
+            assert_eq!(counted(ops.into_iter()), submitted(&device, &forward, parts), "{name}: {what}");
+        };
+        let (pages, ids) = (Vec::from_iter(0..16u32), [1u32; 12]);
+        let prompt = Part { start: 9, tokens: &ids, pages: &pages[..3], sample: true };
+        same(cost.prefill_ops(9, 12, true), &[prompt], "prefill");
+        let decode = Part { start: 20, tokens: &ids[..1], pages: &pages[..3], sample: true };
+        same(cost.decode_ops(3, 3 * 21), &vec![decode; 3], "decode");
+    }
+}
