@@ -13,7 +13,7 @@ use mixfleet_runtime::engine::{EngineConfig, EngineParts, Identity, InstanceLimi
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;
-use mixfleet_scheduler::cost::Coefficients;
+use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_wire::{HostRegion, Memory};
 use std::collections::BTreeMap;
@@ -93,7 +93,7 @@ pub(crate) fn engine(
 }
 
 /// The longest sequence that the model and the KV memory of some pair of devices can hold.
-fn context(model: &Model, instances: &[(Loaded, Coefficients)]) -> u32 {
+fn context(model: &Model, instances: &[(Loaded, CostModel)]) -> u32 {
     let most = |can: fn(Role) -> bool| {
         let able = instances.iter().filter(|(instance, _)| can(instance.role()));
         able.map(|(instance, _)| instance.kv_capacity_tokens()).max().unwrap_or(0)
@@ -147,7 +147,7 @@ fn calibrated(
     args: &ModelArgs,
     instances: Vec<Loaded>,
     again: bool,
-) -> Result<Vec<(Loaded, Coefficients)>> {
+) -> Result<Vec<(Loaded, CostModel)>> {
     let mut calibrated = Vec::new();
     for loaded in instances {
         let info = loaded.device().info();
@@ -166,7 +166,7 @@ fn calibrated(
             kv_tokens = loaded.kv_capacity_tokens(),
             "calibrated"
         );
-        calibrated.push((loaded, cost));
+        calibrated.push((loaded, CostModel::Coefficients(cost)));
     }
     Ok(calibrated)
 }

@@ -27,11 +27,12 @@ use crate::request::EngineHandle;
 use coordinator::{Coordinator, InstanceHandle};
 use handoff::Courier;
 use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::transport::{Piece, Transport};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::BatchLimits;
-use mixfleet_scheduler::cost::{Coefficients, CostModel, LinkCost};
+use mixfleet_scheduler::cost::{Coefficients, CostModel, LinkCost, ProfileCost};
 use mixfleet_scheduler::fleet::{Event, Fleet, FleetConfig, Instance, InstanceId, Link, Role};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -161,6 +162,17 @@ impl Loaded {
     pub fn calibrate(&self) -> Result<Coefficients> {
         calibrate::measure(&*self.spec_device, &self.forward)
     }
+
+    /// What steps take here by a profile of the device, measured before.
+    pub fn predicted_by(&self, profile: DeviceProfile) -> CostModel {
+        let shape = self.forward.shape();
+        let cost = ProfileCost {
+            profile,
+            shape: self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens),
+            chunk_tokens: shape.tokens_max,
+        };
+        CostModel::Profile(Box::new(cost))
+    }
 }
 
 /// Asks the device about the operations that differ between models.
@@ -239,7 +251,7 @@ pub struct EngineParts {
     /// Names the model in block hashes.
     pub identity: Identity,
     /// Instances with what steps take on them.
-    pub instances: Vec<(Loaded, Coefficients)>,
+    pub instances: Vec<(Loaded, CostModel)>,
     /// The way between instances.
     pub transport: Arc<dyn Transport>,
     /// Makes staging memory for it.
@@ -334,12 +346,12 @@ impl EngineParts {
     }
 }
 
-fn describe(id: InstanceId, loaded: &Loaded, cost: Coefficients) -> Instance {
+fn describe(id: InstanceId, loaded: &Loaded, cost: CostModel) -> Instance {
     Instance {
         id,
         device: loaded.spec_device.info().id.as_str().into(),
         role: loaded.role,
-        cost: CostModel::Coefficients(cost),
+        cost,
         price: loaded.price,
         kv_capacity_tokens: loaded.kv_capacity_tokens(),
         kv_block_tokens: loaded.batch.block_tokens,

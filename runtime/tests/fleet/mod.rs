@@ -16,7 +16,7 @@ use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, Update};
-use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
+use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{Faulty, HostRegion, Memory};
@@ -165,7 +165,7 @@ impl Fleet {
                 prefill_s: PrefillCoefficients { overhead: 1e-3, per_token: 1e-4, per_token_squared: 0.0 },
                 decode_s: DecodeCoefficients { base: 1e-3, per_sequence: 1e-5, per_kv_token: 0.0 },
             };
-            (Loaded::new(&config, spec).unwrap(), cost)
+            (Loaded::new(&config, spec).unwrap(), CostModel::Coefficients(cost))
         });
         let transport: Arc<dyn Transport> = Arc::new(Faulty::new(Memory::new(), self.faults.clone()));
         let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
