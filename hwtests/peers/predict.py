@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""How well a profile predicts serving: TTFT and TBT of `mixfleet serve` on a device, and on the simulated device
+that obeys the device's profile, in interleaved rounds.
+
+    mixfleet profile --device cpu --json > target/cpu.json
+    hwtests/peers/predict.py --model target/1b --profile target/cpu.json
+
+Each round starts both servers one after the other and asks both for the same prompts. Prompt lengths and batch
+sizes are no powers of two, so the profile holds none of them. The figure is the median over the rounds of
+(predicted / measured). Exit code 1 if one is off by more than --within.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import types
+
+import contestants
+import machine
+
+PREFILL_TOKENS = (90, 300, 700, 1500)
+DECODE = ((1, 40), (3, 40), (6, 40), (1, 900))  # (sequences, prompt tokens)
+GENERATED_TOKENS = 40
+WARM_UP_TOKENS = 128
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=pathlib.Path, required=True, help="checkpoint directory")
+    parser.add_argument("--profile", type=pathlib.Path, required=True, help="what `mixfleet profile` wrote")
+    parser.add_argument("--device", default="cpu", help="the device that was profiled")
+    parser.add_argument("--mixfleet", type=pathlib.Path, default="target/release/mixfleet")
+    parser.add_argument("--out", type=pathlib.Path, default="target/peers/predict")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--within", type=float, default=0.15, help="largest deviation of a median ratio")
+    return parser.parse_args()
+
+
+def gap_s(times):
+    """Mean time between tokens while all sequences decode."""
+    return len(times) / contestants.streams.steady_rate(times)
+
+
+def measure(mixfleet, device, round_index):
+    rng = contestants.seeded(round_index, "predict")
+    values = {}
+    with contestants.Server(mixfleet, [device]) as server:
+        server.stream(rng, 1, WARM_UP_TOKENS, 2)
+        for tokens in PREFILL_TOKENS:
+            values[f"TTFT, {tokens} tokens"] = server.stream(rng, 1, tokens, 1)[0][0]
+        for count, tokens in DECODE:
+            times = server.stream(rng, count, tokens, GENERATED_TOKENS)
+            values[f"TBT, batch {count} after {tokens} tokens"] = gap_s(times)
+    return values
+
+
+def main():
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    mixfleet = contestants.Mixfleet(types.SimpleNamespace(
+        mixfleet=args.mixfleet.resolve(), device=args.device, out=args.out, threads=1, model=args.model))
+    simulated = f"sim:{args.profile.resolve()}"
+    rounds = []
+    for index in range(args.rounds):
+        with machine.watched() as usage:
+            rounds.append([measure(mixfleet, device, index) for device in (args.device, simulated)])
+        print(f"round {index + 1}: others took {usage.others:.2f} cores", file=sys.stderr)
+    print(f"{machine.description()}; {args.model.name}; {args.rounds} rounds\n")
+    print("| | measured, ms | predicted, ms | predicted / measured | lowest | highest |")
+    print("|---|---|---|---|---|---|")
+    worst = 0.0
+    for name in rounds[0][0]:
+        measured, predicted = ([pair[which][name] for pair in rounds] for which in (0, 1))
+        ratios = sorted(p / m for m, p in zip(measured, predicted))
+        ratio = statistics.median(ratios)
+        worst = max(worst, abs(ratio - 1))
+        print(f"| {name} | {statistics.median(measured) * 1e3:.1f} | {statistics.median(predicted) * 1e3:.1f} "
+              f"| {ratio:.3f} | {ratios[0]:.3f} | {ratios[-1]:.3f} |")
+    (args.out / f"{args.model.name}.json").write_text(json.dumps({"rounds": rounds}, indent=1))
+    print(f"\nworst median: {worst:.1%} off")
+    sys.exit(worst > args.within)
+
+
+if __name__ == "__main__":
+    main()
