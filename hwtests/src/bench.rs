@@ -19,6 +19,8 @@ pub(crate) enum Trouble {
     Failed(String),
     /// It never ended: nothing more can be asked of the device.
     Hung(String),
+    /// The device is gone.
+    Lost(String),
 }
 
 impl From<Error> for Trouble {
@@ -26,6 +28,7 @@ impl From<Error> for Trouble {
         match error.kind {
             ErrorKind::OutOfMemory => Trouble::NotRun(format!("out of memory: {error}")),
             ErrorKind::Timeout => Trouble::Hung(error.to_string()),
+            ErrorKind::DeviceLost => Trouble::Lost(error.to_string()),
             kind => Trouble::Failed(format!("{kind:?}: {error}")),
         }
     }

@@ -29,4 +29,4 @@ mod suite;
 
 pub use cases::Level;
 pub use report::{CaseReport, Outcome, Report, Summary, Verdict};
-pub use suite::{Options, run};
+pub use suite::{Entry, Options, attempt, entries, run};

@@ -23,6 +23,28 @@ pub enum Outcome {
         /// Why.
         reason: String,
     },
+    /// It was tried and there was no answer in time: nothing more can be asked of this device.
+    Timeout {
+        /// What was waited for.
+        reason: String,
+    },
+    /// The device went away: nothing more can be asked of it.
+    DeviceLost {
+        /// What it said.
+        reason: String,
+    },
+}
+
+impl Outcome {
+    /// Whether it was tried and is wrong.
+    pub fn is_wrong(&self) -> bool {
+        matches!(self, Outcome::Fail { .. } | Outcome::Timeout { .. } | Outcome::DeviceLost { .. })
+    }
+
+    /// Whether nothing more can be asked of the device, as opened.
+    pub fn ends_the_device(&self) -> bool {
+        matches!(self, Outcome::Timeout { .. } | Outcome::DeviceLost { .. })
+    }
 }
 
 /// The result of one check.
@@ -45,7 +67,7 @@ pub struct CaseReport {
 pub struct Summary {
     /// Passed.
     pub pass: u32,
-    /// Failed.
+    /// Failed, hung or lost.
     pub fail: u32,
     /// Declared unsupported.
     pub unsupported: u32,
@@ -98,7 +120,7 @@ impl Report {
     /// The judgement.
     pub fn verdict(&self) -> Verdict {
         let any = |test: fn(&Outcome) -> bool| self.cases.iter().any(|c| test(&c.outcome));
-        if any(|o| matches!(o, Outcome::Fail { .. })) {
+        if any(Outcome::is_wrong) {
             Verdict::Fail
         } else if any(|o| matches!(o, Outcome::NotRun { .. })) || !any(|o| *o == Outcome::Pass) {
             Verdict::Incomplete
@@ -114,7 +136,9 @@ impl Report {
             let summary = by_name.entry(case.name.clone()).or_default();
             match case.outcome {
                 Outcome::Pass => summary.pass += 1,
-                Outcome::Fail { .. } => summary.fail += 1,
+                Outcome::Fail { .. } | Outcome::Timeout { .. } | Outcome::DeviceLost { .. } => {
+                    summary.fail += 1
+                }
                 Outcome::Unsupported => summary.unsupported += 1,
                 Outcome::NotRun { .. } => summary.not_run += 1,
             }
@@ -153,6 +177,8 @@ impl std::fmt::Display for Report {
         for case in &self.cases {
             let (word, reason) = match &case.outcome {
                 Outcome::Fail { reason } => ("FAIL", reason),
+                Outcome::Timeout { reason } => ("TIMEOUT", reason),
+                Outcome::DeviceLost { reason } => ("DEVICE LOST", reason),
                 Outcome::NotRun { reason } => ("NOT RUN", reason),
                 _ => continue,
             };

@@ -5,7 +5,7 @@ use crate::cases::{self, Case, Level};
 use crate::report::{CaseReport, Outcome, Report};
 use crate::{bounds, checks, oracle};
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{Device, OpSig};
+use mixfleet_hal::{Device, Limits, OpSig};
 use std::time::Duration;
 
 /// What to run.
@@ -26,6 +26,38 @@ impl Options {
     }
 }
 
+/// One thing to try: an operation's case, or a check by its name.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    /// The operation's or the check's name.
+    pub name: &'static str,
+    /// The operation's case; a check has none.
+    pub case: Option<Case>,
+}
+
+/// Everything that a level tries on a device with these limits, in order.
+pub fn entries(level: Level, limits: &Limits) -> Vec<Entry> {
+    let cases = cases::cases(level, limits);
+    let cases = cases.into_iter().map(|case| Entry { name: case.sig.name(), case: Some(case) });
+    cases.chain(checks::ALL.iter().map(|&(name, _)| Entry { name, case: None })).collect()
+}
+
+/// Tries one thing. A batch without an answer after `timeout` counts as hung.
+pub fn attempt(device: &dyn Device, entry: &Entry, timeout: Duration) -> CaseReport {
+    let bench = Bench { device, timeout };
+    let trial = match &entry.case {
+        Some(case) => operation(&bench, case),
+        None => match checks::ALL.iter().find(|(name, _)| *name == entry.name) {
+            Some((_, check)) => match check(&bench) {
+                Ok(ratio_max) => Trial { ratio_max, ..Trial::pass() },
+                Err(trouble) => trouble.into(),
+            },
+            None => Trouble::NotRun(format!("there is no check '{}'", entry.name)).into(),
+        },
+    };
+    trial.report(entry)
+}
+
 /// Tries `device` and says what came of it; `observe` sees each result as it comes.
 pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(&CaseReport)) -> Report {
     let mut report = Report {
@@ -34,33 +66,21 @@ pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(&Case
         level: options.level,
         cases: Vec::new(),
     };
-    let bench = Bench { device, timeout: options.timeout };
     let wanted = |name: &str| options.only.is_empty() || options.only.iter().any(|only| only == name);
-    let mut hung: Option<String> = None;
-    let mut add = |name: &str, case: Option<Case>, trial: &dyn Fn() -> Trial| {
-        if !wanted(name) {
-            return;
-        }
-        let trial = match &hung {
-            Some(earlier) => Trial::from(Trouble::NotRun(format!("the device hung before, in {earlier}"))),
-            None => trial(),
+    let mut ended: Option<&'static str> = None;
+    for entry in entries(options.level, &device.limits()).iter().filter(|entry| wanted(entry.name)) {
+        let result = match ended {
+            Some(earlier) => {
+                let reason = format!("the device hung or was lost before, in {earlier}");
+                Trial::from(Trouble::NotRun(reason)).report(entry)
+            }
+            None => attempt(device, entry, options.timeout),
         };
-        if trial.hung {
-            hung = Some(name.to_owned());
+        if result.outcome.ends_the_device() {
+            ended = Some(entry.name);
         }
-        let Trial { outcome, ratio_max, batch_invariant, .. } = trial;
-        let result = CaseReport { name: name.to_owned(), case, outcome, ratio_max, batch_invariant };
         observe(&result);
         report.cases.push(result);
-    };
-    for case in cases::cases(options.level, &device.limits()) {
-        add(case.sig.name(), Some(case.clone()), &|| operation(&bench, &case));
-    }
-    for (name, check) in checks::ALL {
-        add(name, None, &|| match check(&bench) {
-            Ok(ratio_max) => Trial { ratio_max, ..Trial::pass() },
-            Err(trouble) => trouble.into(),
-        });
     }
     report
 }
@@ -68,27 +88,32 @@ pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(&Case
 /// How one check went.
 struct Trial {
     outcome: Outcome,
-    hung: bool,
     ratio_max: Option<f64>,
     batch_invariant: Option<bool>,
 }
 
 impl Trial {
     fn pass() -> Trial {
-        Trial { outcome: Outcome::Pass, hung: false, ratio_max: None, batch_invariant: None }
+        Trial { outcome: Outcome::Pass, ratio_max: None, batch_invariant: None }
+    }
+
+    fn report(self, entry: &Entry) -> CaseReport {
+        let Trial { outcome, ratio_max, batch_invariant } = self;
+        let (name, case) = (entry.name.to_owned(), entry.case.clone());
+        CaseReport { name, case, outcome, ratio_max, batch_invariant }
     }
 }
 
 impl From<Trouble> for Trial {
     fn from(trouble: Trouble) -> Self {
-        let hung = matches!(trouble, Trouble::Hung(_));
         let outcome = match trouble {
             Trouble::Unsupported => Outcome::Unsupported,
             Trouble::NotRun(reason) => Outcome::NotRun { reason },
             Trouble::Failed(reason) => Outcome::Fail { reason },
-            Trouble::Hung(reason) => Outcome::Fail { reason: format!("no answer in time: {reason}") },
+            Trouble::Hung(reason) => Outcome::Timeout { reason: format!("no answer in time: {reason}") },
+            Trouble::Lost(reason) => Outcome::DeviceLost { reason },
         };
-        Trial { outcome, hung, ..Trial::pass() }
+        Trial { outcome, ..Trial::pass() }
     }
 }
 
