@@ -9,6 +9,8 @@
 #![forbid(unsafe_code)]
 
 pub mod batch;
+pub mod classes;
 pub mod cost;
 pub mod fleet;
 pub mod kv;
+pub mod models;

@@ -25,9 +25,9 @@ const fn vllm(id: &'static str, attention_decode: f64, gemm: f64, gemm_few_rows:
 }
 
 const REACHED: &[Reached] = &[
-    vllm("A100-SXM-80GB", 0.62, 0.91, 0.74),
+    vllm("A100-SXM-80GB", 0.63, 0.91, 0.74),
     vllm("H100-SXM-80GB", 0.88, 0.80, 0.87),
-    vllm("H200-SXM-141GB", 0.85, 0.78, 0.82),
+    vllm("H200-SXM-141GB", 0.83, 0.78, 0.82),
     vllm("B200-SXM", 0.82, 0.70, 0.77),
     vllm("L40S", 0.74, 0.64, 0.83),
     vllm("RTX-PRO-6000-SE", 0.81, 0.85, 0.82),
@@ -46,16 +46,21 @@ pub(super) fn reached(id: &str) -> Option<&'static Reached> {
 }
 
 impl Reached {
-    /// The operations at which the shares were measured, for bf16 and, as the kernels are the same,
-    /// f16.
+    /// Operations of the kind at which the shares were measured, enough of them that a prediction between
+    /// them stays between the shares; in bf16 and, as the kernels are the same, f16.
     pub(super) fn shares(&self) -> Vec<(OpSig, f64)> {
         [DType::Bf16, DType::F16]
             .into_iter()
             .flat_map(|x| {
-                let gemm = |m| {
-                    let (n, k, weight, out, bias, accumulate) = (8192, 8192, x, x, false, false);
+                let gemm = move |m, n, k| {
+                    let (weight, out, bias, accumulate) = (x, x, false, false);
                     OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
                 };
+                let gemms =
+                    [(4096, 4096), (8192, 8192), (28672, 8192)].into_iter().flat_map(move |(n, k)| {
+                        let few = [1, 16, 64].map(|m| (gemm(m, n, k), self.gemm_few_rows));
+                        few.into_iter().chain([1024, 4096, 16384].map(|m| (gemm(m, n, k), self.gemm)))
+                    });
                 let attention = OpSig::AttnDecode {
                     sequences: 32,
                     kv_tokens: 32 * 4096,
@@ -67,7 +72,7 @@ impl Reached {
                     x,
                     kv: x,
                 };
-                [(gemm(8), self.gemm_few_rows), (gemm(4096), self.gemm), (attention, self.attention_decode)]
+                gemms.chain([(attention, self.attention_decode)])
             })
             .collect()
     }

@@ -1,0 +1,126 @@
+//! The restated facts against the collection they were taken from, where it is at hand.
+
+use mixfleet_hal::catalog::{self, Confidence, Part, PartKind};
+use mixfleet_hal::economics::REFERENCE_OFFERS;
+use std::collections::HashMap;
+use std::path::Path;
+
+type Row = HashMap<String, String>;
+
+/// Rows of a file beside the repository; `None`, loudly, where it is absent.
+fn rows(name: &str) -> Option<Vec<Row>> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data").join(name);
+    if !path.exists() {
+        println!("SKIPPED: ../shared/data/{name} is absent; the catalog was not compared with it");
+        return None;
+    }
+    let mut reader = csv::ReaderBuilder::new().comment(Some(b'#')).from_path(&path).expect("readable");
+    Some(reader.deserialize().map(|row| row.expect("a well-formed row")).collect())
+}
+
+/// A number; none for an empty field and for zero, which the collection writes for "has none".
+fn number(row: &Row, column: &str) -> Option<f64> {
+    let text = &row[column];
+    let value: f64 = if text.is_empty() { 0.0 } else { text.parse().expect("a number") };
+    (value != 0.0).then_some(value)
+}
+
+/// Restated values that differ from the collection's on purpose.
+const EXCEPTIONS: &[(&str, &str, &str)] = &[
+    ("ASCEND-910B", "fp16acc16_dense_tflops", "belongs to another bin than the bf16 rate"),
+    ("TPU-v5p", "fp8_dense_tflops", "the bf16 rate: there are no fp8 units"),
+    ("TPU-v6e", "fp8_dense_tflops", "the bf16 rate: there are no fp8 units"),
+];
+
+fn differences(part: &Part, row: &Row) -> Vec<String> {
+    let rates = part.rates;
+    let numbers = [
+        ("mem_gb", Some(part.memory.size_gb)),
+        ("mem_bw_gbs", Some(part.memory.bandwidth_gb_s)),
+        ("fp32_vec_tflops", rates.f32),
+        ("bf16_dense_tflops", rates.bf16),
+        ("fp16acc16_dense_tflops", rates.f16_accumulate_f16.or(rates.f16)),
+        ("fp8_dense_tflops", rates.fp8),
+        ("fp4_dense_tflops", rates.fp4),
+        ("int8_dense_tops", rates.int8),
+        ("tdp_w", part.power_w),
+        ("year", Some(f64::from(part.year))),
+        ("scaleup_gbs_bidir", part.scale_up.map(|link| link.gb_s)),
+    ];
+    let expected = |column| !EXCEPTIONS.iter().any(|(id, known, _)| *id == part.id && *known == column);
+    let mut found: Vec<String> = numbers
+        .into_iter()
+        .filter(|(column, ours)| expected(*column) && *ours != number(row, column))
+        .map(|(column, ours)| format!("{}: {column} is {ours:?} here and {} there", part.id, row[column]))
+        .collect();
+    let kind = match row["kind"].as_str() {
+        "gpu" => PartKind::Gpu,
+        "soc" | "apu" => PartKind::Shared,
+        "cpu" => PartKind::Cpu,
+        _ => PartKind::Accelerator,
+    };
+    let confidence = [(Confidence::A, "A"), (Confidence::B, "B"), (Confidence::C, "C")];
+    let same = part.vendor == row["vendor"]
+        && part.memory.technology == row["mem_type"]
+        && part.kind == kind
+        && confidence.contains(&(part.confidence, row["confidence"].as_str()))
+        && part.host_link.is_none_or(|link| {
+            link.name == row["host_link"] && Some(link.gb_s) == number(row, "host_gbs_dir")
+        });
+    if !same {
+        found.push(format!("{}: vendor, kind, memory type, confidence or host link differ", part.id));
+    }
+    found
+}
+
+#[test]
+fn every_restated_number_is_the_collections() {
+    let Some(rows) = rows("devices.csv") else { return };
+    let mut errors = Vec::new();
+    for part in catalog::parts() {
+        match rows.iter().find(|row| row["id"] == part.id) {
+            Some(row) => errors.extend(differences(part, row)),
+            None => errors.push(format!("{} is not in devices.csv", part.id)),
+        }
+    }
+    assert!(errors.is_empty(), "{}", errors.join("\n"));
+}
+
+#[test]
+fn every_built_in_price_is_the_collections() {
+    let Some(rows) = rows("price-per-device.csv") else { return };
+    let mut compared = 0;
+    for offer in REFERENCE_OFFERS {
+        let Some(row) = rows.iter().find(|row| row["device_id"] == offer.id) else {
+            // Step-3's estimate, restated from the paper
+            assert_eq!((offer.id, offer.usd_per_hour), ("H20-96GB", 0.80));
+            continue;
+        };
+        assert_eq!(Some(offer.usd_per_hour), number(row, "ref_price"), "{}", offer.id);
+        compared += 1;
+    }
+    assert!(compared >= 30, "{compared} prices compared");
+}
+
+#[test]
+fn every_published_share_is_the_collections() {
+    let Some(rows) = rows("measured/price_spec_snapshot.csv") else { return };
+    let mut compared = 0;
+    for (name, id) in [
+        ("H100", "H100-SXM-80GB"),
+        ("H200", "H200-SXM-141GB"),
+        ("B200", "B200-SXM"),
+        ("A100", "A100-SXM-80GB"),
+        ("L40S", "L40S"),
+        ("RTX4090", "RTX-4090"),
+        ("RTXPRO6000", "RTX-PRO-6000-SE"),
+        ("B60", "ARC-PRO-B60"),
+    ] {
+        let row = rows.iter().find(|row| row["name"] == name).expect("a row of the snapshot");
+        let reached = catalog::part(id).and_then(Part::reached).expect("a part with shares");
+        assert_eq!(Some(reached.attention_decode), number(row, "attn_mbu"), "{id}");
+        assert_eq!(Some(reached.gemm), number(row, "gemm_mfu"), "{id}");
+        compared += 1;
+    }
+    assert_eq!(compared, catalog::parts().iter().filter(|part| part.reached().is_some()).count());
+}

@@ -1,0 +1,359 @@
+//! What each device is cheapest at, relative to the devices at hand.
+//!
+//! A role is no property of a chip: it follows from seconds per token times price, compared over the
+//! fleet (Ricardo's comparative advantage). So every class here comes with the price at which it
+//! changes. The arithmetic:
+//!
+//! - A model that one device cannot hold is cut by layers over `k` = 1, 2, 4, ... devices, each of which
+//!   works on another batch at a time. Device seconds per token are those of one device that could hold
+//!   it all. Handing on a token's activations is not counted: 16 kB per token and cut at most.
+//! - prefill: `T_prefill(n) / n` for a prompt of n tokens, where `weights / k + n kv <= share memory`.
+//! - decode: `T_step(b, b s) / b` at context s, for the largest batch up to `b_max` with
+//!   `weights / k + b s kv <= share memory`. Little memory means small batches, and those pay for the
+//!   weights' bytes: this is where memory per dollar counts.
+//! - attention: the attention operations of that step alone, on a device that holds KV and no weights
+//!   (attention offload, Lamina, arXiv 2405.01814). Network not counted.
+//! - memory: a GB for an hour.
+//!
+//! cost = price x device seconds. A device is cheapest at a job up to its *break-even*: the least cost
+//! of any rival divided by its own device seconds.
+
+use crate::cost::{CostModel, ModelShape, ProfileCost};
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::{Bytes, BytesPerSecond, GB, Seconds, Usd, UsdPerHour};
+use mixfleet_hal::{DType, OpSig};
+use serde::Serialize;
+
+/// Costs that differ by less count as equal.
+const TIE: f64 = 1e-9;
+
+/// The model and the load that devices are compared at.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Demand {
+    /// The model. Where a device has no bf16 units but has f16 units, it runs in f16 there.
+    pub shape: ModelShape,
+    /// Memory for its weights.
+    pub weights: Bytes,
+    /// Length of a prompt.
+    pub prompt_tokens: u32,
+    /// Context of each sequence while it decodes.
+    pub context_tokens: u32,
+    /// Sequences in a decode step, at most.
+    pub batch_max: u32,
+    /// Devices that one copy of the model may be cut over, at most.
+    pub devices_max: u32,
+    /// Share of a device's memory that weights and KV may fill.
+    pub memory_share: f64,
+}
+
+impl Demand {
+    /// Prompts of 2048 tokens, decoding at 4096 tokens of context, batches up to 32 (where published
+    /// kernel measurements are), at most 8 devices (a server), 90 % of memory.
+    pub fn new(shape: ModelShape, weights: Bytes) -> Self {
+        Demand {
+            shape,
+            weights,
+            prompt_tokens: 2048,
+            context_tokens: 4096,
+            batch_max: 32,
+            devices_max: 8,
+            memory_share: 0.9,
+        }
+    }
+
+    /// KV of one sequence of `tokens`; a layer with a sliding window keeps no more than that.
+    fn kv_bytes(&self, tokens: u32) -> f64 {
+        let shape = &self.shape;
+        let per_layer = 2 * u64::from(shape.kv_heads) * u64::from(shape.head_dim) * shape.kv.size_bytes();
+        let kept = shape.windows.iter().map(|window| u64::from(window.map_or(tokens, |w| w.min(tokens))));
+        (per_layer * kept.sum::<u64>()) as f64
+    }
+
+    /// 1, 2, 4, ... up to `devices_max`.
+    fn cuts(&self) -> impl Iterator<Item = u32> + use<> {
+        let most = self.devices_max.max(1);
+        std::iter::successors(Some(1u32), |k| k.checked_mul(2)).take_while(move |k| *k <= most)
+    }
+
+    fn shape_on(&self, profile: &DeviceProfile) -> ModelShape {
+        let has = |dtype| profile.compute.iter().any(|(known, _)| *known == dtype);
+        let f16_instead = !has(DType::Bf16) && has(DType::F16);
+        let on = |dtype| if f16_instead && dtype == DType::Bf16 { DType::F16 } else { dtype };
+        let shape = &self.shape;
+        ModelShape {
+            weight: on(shape.weight),
+            activation: on(shape.activation),
+            kv: on(shape.kv),
+            ..shape.clone()
+        }
+    }
+}
+
+/// What a device can be rented for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Job {
+    /// Computing prompts; the unit is a token.
+    Prefill,
+    /// Generating; the unit is a token.
+    Decode,
+    /// Decode attention alone, for other devices; the unit is a token.
+    Attention,
+    /// Holding KV; the unit is a GB for an hour.
+    Memory,
+}
+
+impl Job {
+    /// All of them.
+    pub const ALL: [Job; 4] = [Job::Prefill, Job::Decode, Job::Attention, Job::Memory];
+
+    /// For people.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Job::Prefill => "prefill",
+            Job::Decode => "decode",
+            Job::Attention => "attention",
+            Job::Memory => "memory",
+        }
+    }
+}
+
+/// What a unit of a job takes on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Effort {
+    /// Device time per unit.
+    pub time: Seconds,
+    /// Devices that share the model.
+    pub devices: u32,
+    /// Sequences together.
+    pub batch: u32,
+    /// From the start of the prompt or step to its end.
+    pub latency: Seconds,
+}
+
+/// What a unit of `job` takes on the device of `profile`.
+///
+/// # Errors
+/// In words: the devices cannot hold what the job needs.
+pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effort, String> {
+    let room = |k: u32| profile.memory.0 * demand.memory_share - demand.weights.0 / f64::from(k);
+    let whole = |latency: Seconds, units: f64, devices, batch| Effort {
+        time: latency / units,
+        devices,
+        batch,
+        latency,
+    };
+    match job {
+        Job::Prefill => {
+            let (tokens, kv) = (demand.prompt_tokens, demand.kv_bytes(demand.prompt_tokens));
+            let devices = demand.cuts().find(|&k| room(k) >= kv).ok_or_else(|| too_large(demand, profile))?;
+            let latency = cost_model(demand, profile).prefill_s(0, tokens);
+            Ok(whole(latency, f64::from(tokens), devices, 1))
+        }
+        Job::Decode => {
+            let kv = demand.kv_bytes(demand.context_tokens);
+            let batch = |k: u32| ((room(k) / kv).floor().max(0.0) as u32).min(demand.batch_max);
+            let devices = demand.cuts().find(|&k| batch(k) == demand.batch_max).or(demand.cuts().last());
+            let devices = devices.filter(|&k| batch(k) > 0).ok_or_else(|| too_large(demand, profile))?;
+            let batch = batch(devices);
+            let latency = cost_model(demand, profile).decode_step_s(batch, context(demand, batch));
+            Ok(whole(latency, f64::from(batch), devices, batch))
+        }
+        Job::Attention => {
+            let kv = demand.kv_bytes(demand.context_tokens);
+            let batch = ((profile.memory.0 * demand.memory_share / kv).floor() as u32).min(demand.batch_max);
+            if batch == 0 {
+                return Err(too_large(demand, profile));
+            }
+            let ops = demand.shape_on(profile).decode_ops(batch, context(demand, batch));
+            let attention = ops.iter().filter(|(sig, _)| matches!(sig, OpSig::AttnDecode { .. }));
+            let latency = attention.map(|(sig, count)| profile.time(sig) * *count as f64).sum();
+            Ok(whole(latency, f64::from(batch), 1, batch))
+        }
+        Job::Memory => Ok(whole(Seconds(3600.0), profile.memory.0 / GB, 1, 1)),
+    }
+}
+
+fn context(demand: &Demand, batch: u32) -> u64 {
+    u64::from(batch) * u64::from(demand.context_tokens)
+}
+
+fn cost_model(demand: &Demand, profile: &DeviceProfile) -> CostModel {
+    CostModel::Profile(Box::new(ProfileCost {
+        profile: profile.clone(),
+        shape: demand.shape_on(profile),
+        chunk_tokens: demand.prompt_tokens,
+    }))
+}
+
+fn too_large(demand: &Demand, profile: &DeviceProfile) -> String {
+    let (memory, weights) = (profile.memory.0 / GB, demand.weights.0 / GB);
+    let devices = demand.cuts().last().unwrap_or(1);
+    format!("{devices} x {memory:.0} GB do not hold {weights:.0} GB of weights and a sequence's KV")
+}
+
+/// A device that may be rented.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// What the user calls it.
+    pub name: String,
+    /// Its speed.
+    pub profile: DeviceProfile,
+    /// Its rent, where known. Without, it is no rival, and only its break-even prices are told.
+    pub price: Option<UsdPerHour>,
+}
+
+/// What a device is for, given its rivals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    /// Cheapest at prefill and at decode: no mix is needed.
+    Both,
+    /// Cheapest at prefill.
+    Prefill,
+    /// Cheapest at decode.
+    Decode,
+    /// Cheapest at neither, but at decode attention.
+    Attention,
+    /// Cheapest only at holding bytes.
+    Memory,
+    /// Others do everything for less.
+    Neither,
+}
+
+impl Class {
+    /// For people.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Class::Both => "both",
+            Class::Prefill => "prefill",
+            Class::Decode => "decode",
+            Class::Attention => "attention",
+            Class::Memory => "memory",
+            Class::Neither => "neither",
+        }
+    }
+}
+
+/// A device at one job among its rivals.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Standing {
+    /// The job.
+    pub job: Job,
+    /// What a unit takes, or why the device cannot do it.
+    pub effort: Result<Effort, String>,
+    /// Cost of a unit, where the price is known.
+    pub cost: Option<Usd>,
+    /// The cheapest rival that can do it.
+    pub rival: Option<String>,
+    /// The rent up to which no rival is cheaper. `None`: it cannot do the job, or nobody else can.
+    pub break_even: Option<UsdPerHour>,
+}
+
+/// A device among its rivals.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Classified {
+    /// What the user calls it.
+    pub name: String,
+    /// Its rent.
+    pub price: Option<UsdPerHour>,
+    /// One for each of [`Job::ALL`], in that order.
+    pub standings: Vec<Standing>,
+    /// What it is for at its price.
+    pub class: Option<Class>,
+}
+
+impl Classified {
+    /// Its standing at `job`.
+    pub fn standing(&self, job: Job) -> Option<&Standing> {
+        self.standings.iter().find(|standing| standing.job == job)
+    }
+
+    /// Whether no rival does `job` for less, if this device's rent were `price`.
+    pub fn cheapest_at(&self, job: Job, price: UsdPerHour) -> bool {
+        self.standing(job).is_some_and(|standing| {
+            standing.effort.is_ok() && standing.break_even.is_none_or(|most| price.0 <= most.0 * (1.0 + TIE))
+        })
+    }
+
+    /// Its class, if its rent were `price` and its rivals' stayed.
+    pub fn class_at(&self, price: UsdPerHour) -> Class {
+        let cheapest = |job| self.cheapest_at(job, price);
+        match (cheapest(Job::Prefill), cheapest(Job::Decode)) {
+            (true, true) => Class::Both,
+            (true, false) => Class::Prefill,
+            (false, true) => Class::Decode,
+            _ if cheapest(Job::Attention) => Class::Attention,
+            _ if cheapest(Job::Memory) => Class::Memory,
+            _ => Class::Neither,
+        }
+    }
+
+    /// Of prefill and decode the one that it could do at the higher rent: its comparative advantage,
+    /// even where others are cheaper at both. `None` if it has no rival at one of them.
+    pub fn leans_to(&self) -> Option<Job> {
+        let break_even = |job| self.standing(job).and_then(|standing| standing.break_even);
+        let (prefill, decode) = (break_even(Job::Prefill)?, break_even(Job::Decode)?);
+        Some(if prefill > decode { Job::Prefill } else { Job::Decode })
+    }
+}
+
+/// Compares `candidates` with each other, in their order.
+pub fn classify(demand: &Demand, candidates: &[Candidate]) -> Vec<Classified> {
+    let efforts: Vec<Vec<Result<Effort, String>>> = candidates
+        .iter()
+        .map(|candidate| Job::ALL.iter().map(|&job| effort(demand, &candidate.profile, job)).collect())
+        .collect();
+    let cost = |device: usize, job: usize| -> Option<Usd> {
+        Some(candidates[device].price? * efforts[device][job].as_ref().ok()?.time)
+    };
+    let standing = |device: usize, at: usize| {
+        let rivals = (0..candidates.len()).filter(|&other| other != device);
+        let rival = rivals
+            .filter_map(|other| Some((other, cost(other, at)?)))
+            .min_by(|(_, a), (_, b)| a.0.total_cmp(&b.0));
+        let own = &efforts[device][at];
+        let break_even = rival.zip(own.as_ref().ok()).map(|((_, least), own)| least.rent_for(own.time));
+        Standing {
+            job: Job::ALL[at],
+            effort: own.clone(),
+            cost: cost(device, at),
+            rival: rival.map(|(other, _)| candidates[other].name.clone()),
+            break_even,
+        }
+    };
+    candidates
+        .iter()
+        .enumerate()
+        .map(|(device, Candidate { name, price, .. })| {
+            let standings = (0..Job::ALL.len()).map(|at| standing(device, at)).collect();
+            let mut classified = Classified { name: name.clone(), price: *price, standings, class: None };
+            classified.class = price.map(|price| classified.class_at(price));
+            classified
+        })
+        .collect()
+}
+
+/// The rent below which a device's bytes per second are cheaper than a rival's: both rates as reached by
+/// decode attention. `p_X < p_A (share_X B_X) / (share_A B_A)`.
+pub fn bandwidth_break_even(
+    reached: BytesPerSecond,
+    rival_reached: BytesPerSecond,
+    rival_price: UsdPerHour,
+) -> UsdPerHour {
+    rival_price * (reached.0 / rival_reached.0)
+}
+
+/// `cost = rent x time`, solved for the rent.
+trait RentFor {
+    fn rent_for(self, time: Seconds) -> UsdPerHour;
+}
+
+impl RentFor for Usd {
+    fn rent_for(self, time: Seconds) -> UsdPerHour {
+        UsdPerHour(self.0 / time.0 * 3600.0)
+    }
+}
+
+#[cfg(test)]
+mod tests;
