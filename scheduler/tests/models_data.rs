@@ -8,7 +8,7 @@ use std::path::Path;
 fn every_restated_shape_is_the_collections() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/models.json");
     let Ok(text) = std::fs::read_to_string(&path) else {
-        println!("SKIPPED: ../shared/data/models.json is absent; the models were not compared with it");
+        eprintln!("SKIPPED: ../shared/data/models.json is absent; the models were not compared with it");
         return;
     };
     let collection: Value = serde_json::from_str(&text).expect("JSON");
