@@ -13,17 +13,23 @@ mod conditions;
 mod cores;
 mod cpulist;
 mod distance;
+mod here;
+#[cfg(feature = "hwloc")]
+mod hwloc;
 mod network;
 mod pci;
 mod same;
 mod text;
 mod topology;
 mod tree;
+#[cfg(feature = "verbs")]
+mod verbs;
 
 pub use conditions::{Conditions, conditions};
 pub use cores::{Cache, CacheKind, HugePages, NumaNode, Socket};
 pub use cpulist::CpuList;
 pub use distance::{Distance, Matrix};
+pub use here::Here;
 pub use network::{Gid, NetDevice, RdmaDevice, RdmaPort};
 pub use pci::{Bridge, Link, PciAddress, PciDevice, PciKind};
 pub use same::{SamePart, pci_of, same_part};

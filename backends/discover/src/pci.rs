@@ -186,7 +186,9 @@ fn kind(class: u32, vendor: u16) -> Option<PciKind> {
 /// from the root port down, and the host bridge above them.
 pub(crate) fn path_of(target: &str) -> Option<(String, Vec<PciAddress>)> {
     let host_bridge = target.split('/').find(|part| part.starts_with("pci") && part.contains(':'))?;
-    Some((host_bridge.to_owned(), target.split('/').filter_map(|part| part.parse().ok()).collect()))
+    // no chain of bridges is longer than the buses of a domain
+    let path = target.split('/').filter_map(|part| part.parse().ok()).take(256).collect();
+    Some((host_bridge.to_owned(), path))
 }
 
 /// The device that a class entry (`sys/class/net/eth0`) belongs to.

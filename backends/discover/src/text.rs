@@ -144,7 +144,7 @@ impl Topology {
         for host in hosts {
             writeln!(f, "{indent}{host}")?;
             let mut below: Vec<_> = devices.iter().filter(|device| device.host_bridge == host).collect();
-            below.sort_by(|a, b| whole_path(a).cmp(&whole_path(b)));
+            below.sort_by_key(|device| whole_path(device));
             let mut shown: Vec<PciAddress> = Vec::new();
             for device in below {
                 let common = shown.iter().zip(&device.path).take_while(|(a, b)| a == b).count();
@@ -169,8 +169,8 @@ impl Topology {
     ) -> fmt::Result {
         let what = if level == 0 { "port" } else { "switch port" };
         let bridge: Option<&Bridge> = self.bridges.iter().find(|bridge| bridge.address == address);
-        let lanes = bridge.and_then(|bridge| bridge.link).and_then(|link| link.bytes_per_second());
-        let rate = lanes.map_or(String::new(), |rate| format!(" {:.1} GB/s", rate / 1e9));
+        let rate = bridge.and_then(|bridge| bridge.link).and_then(|link| link.bytes_per_second());
+        let rate = rate.map_or(String::new(), |rate| format!(" {:.1} GB/s", rate / 1e9));
         writeln!(f, "{:depth$}{address} {what}{rate}", "")
     }
 
