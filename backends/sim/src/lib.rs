@@ -1,6 +1,37 @@
-//! Devices for tests: one that fails as a [`mixfleet_hal::fault::FaultPlan`] says.
+//! Devices that obey a profile or a plan of faults instead of being hardware.
+//!
+//! A [`TimeOnlyDevice`] takes the time that a [`mixfleet_hal::profile::DeviceProfile`] predicts and
+//! computes no arithmetic. Its answers are hashes ([`digest`]): each activation row carries one, which
+//! follows from the row's inputs, the weights' first bytes, the position, and every byte of every KV
+//! slot that attention reads. So the answers are the same however a prompt is cut into chunks, pages,
+//! batches and devices, and another when KV is stale, missing or foreign. Whether logits mean anything
+//! is nothing that such a device could tell.
+//!
+//! A [`ComputeDevice`] lets the CPU backend compute, on a clock that is slowed down as far as the
+//! host is slower than the simulated part. A [`FaultyDevice`] makes any device fail by plan.
+//!
+//! What is absent: files (the binary reads profiles and plans), real time in any result, the time of
+//! the host's own reads and writes, which no profile tells.
 
+#![forbid(unsafe_code)]
+
+mod backend;
+mod clock;
+mod compute;
+mod device;
+mod digest;
 mod faulty;
+mod kernels;
+mod memory;
+mod predict;
+mod queue;
+mod selector;
 mod shadow;
+mod slots;
+mod timeline;
 
+pub use backend::{Files, SimBackend};
+pub use clock::{Clock, RealClock, VirtualClock};
+pub use compute::{ComputeDevice, measured_dilation};
+pub use device::TimeOnlyDevice;
 pub use faulty::FaultyDevice;

@@ -51,7 +51,7 @@ const ROOMS: &[Room] = &[
         name: "mixfleet-simulated",
         directory: "backends/sim",
         rooms: &[HAL, "mixfleet-cpu"],
-        outside: Some(&["half", "tracing"]),
+        outside: Some(&["half", "memmap2", "tracing"]),
     },
     Room {
         name: "mixfleet-wgpu",

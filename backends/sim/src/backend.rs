@@ -1,0 +1,90 @@
+//! Simulated devices by their selectors.
+
+use crate::clock::RealClock;
+use crate::compute::ComputeDevice;
+use crate::device::TimeOnlyDevice;
+use crate::faulty::FaultyDevice;
+use crate::selector::{Selector, USAGE};
+use mixfleet_hal::fault::FaultPlan;
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Error, Result, catalog};
+use std::sync::Arc;
+
+/// Reads what selectors name by path: this crate touches no file and knows no document.
+pub trait Files: Send + Sync {
+    /// The profile at `path`.
+    ///
+    /// # Errors
+    /// `Invalid`, with the cause, when there is none.
+    fn profile(&self, path: &str) -> Result<DeviceProfile>;
+
+    /// The plan of faults at `path`.
+    ///
+    /// # Errors
+    /// As [`Files::profile`].
+    fn faults(&self, path: &str) -> Result<FaultPlan>;
+}
+
+/// Opens simulated devices: `sim:PART[#NAME][,compute][,dilation:FACTOR][,faults:FILE]`.
+///
+/// PART is a part of the catalog in any case, by its datasheet, or the path of a profile. `#NAME` tells
+/// several of one part apart. The device takes time only, unless `compute` asks for real results.
+/// `dilation` is the number of real seconds in a simulated one: 1 by default, measured for `compute`;
+/// give all devices of a fleet the same. `faults` names a plan, which strikes the device's commands.
+pub struct SimBackend {
+    files: Box<dyn Files>,
+}
+
+impl SimBackend {
+    /// A backend that reads profiles and plans from `files`.
+    pub fn new(files: Box<dyn Files>) -> Self {
+        SimBackend { files }
+    }
+
+    fn profile(&self, selector: &Selector) -> Result<DeviceProfile> {
+        if selector.is_file() {
+            return self.files.profile(&selector.part);
+        }
+        let part = catalog::part(&selector.part).map(catalog::Part::profile);
+        part.ok_or_else(|| {
+            let known = match catalog::closest(&selector.part) {
+                near if near.is_empty() => "the catalog has nothing like it".to_owned(),
+                near => format!("did you mean {}", near.join(", ")),
+            };
+            let part = &selector.part;
+            Error::invalid(format!("no part '{part}': {known}? A path ends with '.json' or has a '/'"))
+        })
+    }
+}
+
+impl Backend for SimBackend {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    /// Nothing is there until somebody asks for it.
+    fn probe(&self) -> std::result::Result<Vec<DeviceInfo>, Absent> {
+        Err(Absent::new(format!(
+            "simulated parts are there when asked for, as --device {USAGE}: any part of the catalog \
+             (sim:rtx-4090), or a profile (sim:profile.json)"
+        )))
+    }
+
+    fn open(&self, selector: &str) -> Result<Arc<dyn Device>> {
+        let wanted = Selector::parse(selector)?;
+        let profile = self.profile(&wanted)?;
+        let faults = wanted.faults.as_deref().map(|path| self.files.faults(path)).transpose()?;
+        let clock = |dilation: f64| RealClock::new(dilation).map(Arc::new);
+        let device: Arc<dyn Device> = match (wanted.compute, wanted.dilation) {
+            (false, dilation) => {
+                Arc::new(TimeOnlyDevice::new(selector, profile, clock(dilation.unwrap_or(1.0))?)?)
+            }
+            (true, Some(dilation)) => Arc::new(ComputeDevice::new(selector, profile, clock(dilation)?)?),
+            (true, None) => Arc::new(ComputeDevice::on_measured_clock(selector, profile)?),
+        };
+        Ok(match faults {
+            Some(plan) => Arc::new(FaultyDevice::new(device, plan).in_real_time()),
+            None => device,
+        })
+    }
+}

@@ -1,0 +1,194 @@
+//! A device whose results are right: the CPU backend computes, the profile says how long it took.
+
+use crate::clock::{Clock, RealClock};
+use crate::device::Part;
+use crate::memory::Charge;
+use crate::predict::Predictor;
+use crate::queue::{SimQueue, Work};
+use mixfleet_cpu::CpuBackend;
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{
+    Backend, Buffer, Cmd, DType, Device, DeviceInfo, Error, Export, Health, HostMemory, Limits, OpSig, Queue,
+    Result, Role, Scalar, Slice, Support, Ticket,
+};
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A measured dilation is this much larger than what was measured: other work, other shapes.
+const MARGIN: f64 = 1.5;
+const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A device that computes on the host's cores and takes the time that its profile says.
+pub struct ComputeDevice {
+    part: Part,
+    inner: Arc<dyn Device>,
+}
+
+/// A buffer of the CPU backend that counts against the simulated memory.
+#[derive(Debug)]
+struct Counted {
+    inner: Slice,
+    _charge: Charge,
+}
+
+impl Buffer for Counted {
+    fn size_bytes(&self) -> u64 {
+        self.inner.bytes
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The same bytes for the CPU backend.
+fn unwrapped(slice: &Slice) -> Result<Slice> {
+    let counted = slice.buffer.as_any().downcast_ref::<Counted>();
+    let inner = &counted.ok_or_else(|| Error::invalid("a slice belongs to another device"))?.inner;
+    if slice.offset.checked_add(slice.bytes).is_none_or(|end| end > inner.bytes) {
+        return Err(Error::invalid("a slice leaves its buffer"));
+    }
+    Ok(inner.range(slice.offset, slice.bytes))
+}
+
+impl ComputeDevice {
+    /// A device called `id` that obeys `profile` on `clock`, and computes on all of the host's cores.
+    /// The clock must be slow enough for the host to keep up: see [`measured_dilation`].
+    ///
+    /// # Errors
+    /// `Invalid` when the profile's numbers are none that a device can have; those of the CPU backend.
+    pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
+        let part = Part::new(id, profile, clock, "computed by the host's cores")?;
+        Ok(ComputeDevice { part, inner: CpuBackend.open("cpu")? })
+    }
+
+    /// As [`ComputeDevice::new`], on a real clock that is as slow as this host needs, by measurement.
+    ///
+    /// # Errors
+    /// As [`ComputeDevice::new`].
+    pub fn on_measured_clock(id: &str, profile: DeviceProfile) -> Result<Self> {
+        let dilation = measured_dilation(&profile)?;
+        ComputeDevice::new(id, profile, Arc::new(RealClock::new(dilation)?))
+    }
+
+    fn wrap(&self, inner: Slice, charge: Charge) -> Slice {
+        Slice::whole(Arc::new(Counted { inner, _charge: charge }))
+    }
+}
+
+/// How many times longer this host takes than the profile says, at most, over a few operations as
+/// serving has them: large and small `Gemm`, a norm, attention; with a margin of one half, and at least 1.
+///
+/// # Errors
+/// As [`ComputeDevice::new`].
+pub fn measured_dilation(profile: &DeviceProfile) -> Result<f64> {
+    let predictor = Predictor::new(profile.clone())?;
+    let cpu = CpuBackend.open("cpu")?;
+    let mut queue = cpu.queue()?;
+    let mut most: f64 = 1.0;
+    for sig in probes() {
+        let operands = sig.operands();
+        let slices = operands.iter().map(|operand| {
+            let mixfleet_hal::op::Extent::Exactly(elements) = operand.extent else {
+                return Err(Error::invalid("a probe has no pools"));
+            };
+            cpu.alloc(elements * operand.dtype.size_bytes(), Role::Activations)
+        });
+        let cmds = [Cmd::new(sig, &slices.collect::<Result<Vec<_>>>()?)?];
+        let mut least = f64::INFINITY;
+        for _ in 0..3 {
+            let ticket = queue.submit(&cmds)?;
+            least = least.min(queue.wait(ticket, PROBE_TIMEOUT)?.time.0);
+        }
+        most = most.max(least / predictor.batch(&cmds).0);
+    }
+    Ok((most * MARGIN).ceil())
+}
+
+/// Operations over buffers of zeros, which cost what others do.
+fn probes() -> [OpSig; 4] {
+    let gemm = |m| {
+        let (n, k, bias, accumulate) = (1024, 1024, false, false);
+        OpSig::Gemm { m, n, k, x: DType::Bf16, weight: DType::Bf16, out: DType::Bf16, bias, accumulate }
+    };
+    let (x, weight, out) = (DType::F32, DType::Bf16, DType::Bf16);
+    let norm = OpSig::RmsNorm { rows: 64, cols: 1024, eps: Scalar(1e-5), x, weight, out };
+    [gemm(1), gemm(256), norm, OpSig::SiluMul { elements: 64 * 4096, x: DType::Bf16 }]
+}
+
+impl Device for ComputeDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.part.info
+    }
+
+    fn limits(&self) -> Limits {
+        let inner = self.inner.limits();
+        let allocation_bytes_max = inner.allocation_bytes_max.min(self.part.budget.limit());
+        Limits { allocation_bytes_max, replay_pays: false, ..inner }
+    }
+
+    fn support(&self, sig: &OpSig) -> Support {
+        match (self.inner.support(sig), self.part.support(sig)) {
+            (Support::No, _) | (_, Support::No) => Support::No,
+            (_, by_profile) => by_profile,
+        }
+    }
+
+    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+        let charge = self.part.budget.charge(bytes)?;
+        let inner = self.inner.alloc(bytes, role).map_err(|error| error.context(&self.part.info.id))?;
+        Ok(self.wrap(inner, charge))
+    }
+
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        let charge = self.part.budget.charge(memory.as_bytes().len() as u64)?;
+        Ok(self.wrap(self.inner.import(memory)?, charge))
+    }
+
+    fn export(&self, _: &Slice) -> Option<Export> {
+        None
+    }
+
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        self.inner.write(&unwrapped(to)?, data)
+    }
+
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        self.inner.read(&unwrapped(from)?, data)
+    }
+
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        let work = Cores { queue: self.inner.queue()?, first: None };
+        Ok(Box::new(SimQueue::new(work, self.part.predictor.clone(), self.part.schedule.clone())))
+    }
+
+    fn health(&self) -> Health {
+        Health::default()
+    }
+}
+
+/// Work that a queue of the CPU backend does.
+struct Cores {
+    queue: Box<dyn Queue>,
+    /// Ticket of the first batch: the others follow without gaps.
+    first: Option<Ticket>,
+}
+
+impl Work for Cores {
+    fn start(&mut self, cmds: &[Cmd]) -> Result<()> {
+        let translated = |cmd: &Cmd| {
+            let args = cmd.args().iter().map(unwrapped).collect::<Result<Vec<_>>>()?;
+            Cmd::new(*cmd.sig(), &args)
+        };
+        let ticket = self.queue.submit(&cmds.iter().map(translated).collect::<Result<Vec<_>>>()?)?;
+        self.first.get_or_insert(ticket);
+        Ok(())
+    }
+
+    fn finish(&mut self, ticket: Ticket, timeout: Duration) -> Result<Option<Seconds>> {
+        let Some(first) = self.first else { return Ok(None) };
+        let inner = Ticket(first.0 + ticket.0 - 1);
+        Ok(Some(self.queue.wait(inner, timeout)?.time))
+    }
+}

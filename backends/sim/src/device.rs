@@ -1,0 +1,171 @@
+//! What both kinds of simulated device have in common, and the one that only takes time.
+
+use crate::clock::Clock;
+use crate::memory::{Budget, Edit, SharedStore, Store, lock};
+use crate::predict::Predictor;
+use crate::queue::{Digests, SimQueue};
+use crate::timeline::Schedule;
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
+use mixfleet_hal::{
+    DType, Device, DeviceInfo, DeviceKind, Error, Export, Health, HostMemory, Limits, OpSig, Queue, Result,
+    Role, Slice, Support,
+};
+use std::sync::Arc;
+
+/// KV page of choice, in tokens: what most attention kernels like.
+const KV_PAGE_TOKENS: u32 = 16;
+
+/// A part that a profile describes.
+pub(crate) struct Part {
+    pub(crate) info: DeviceInfo,
+    pub(crate) budget: Arc<Budget>,
+    pub(crate) predictor: Arc<Predictor>,
+    pub(crate) schedule: Arc<Schedule>,
+}
+
+impl Part {
+    /// `work` says who does the work.
+    ///
+    /// # Errors
+    /// `Invalid` when the profile's numbers are none that a device can have.
+    pub(crate) fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>, work: &str) -> Result<Self> {
+        let predictor = Predictor::new(profile)?;
+        let profile = predictor.profile();
+        let (version, memory) = (env!("CARGO_PKG_VERSION"), profile.memory.0 as u64);
+        let rate = |(dtype, rate): &(DType, FlopPerSecond)| format!("{dtype} {:.1}", rate.0 / 1e12);
+        let rates: Vec<String> = profile.compute.iter().map(rate).collect();
+        let dilation = clock.dilation();
+        let note = |what: &str, value: String| (what.to_owned(), value);
+        let info = DeviceInfo {
+            id: id.to_owned(),
+            backend: "sim".to_owned(),
+            name: format!("simulated {}", profile.fingerprint),
+            kind: DeviceKind::Simulated,
+            memory: Bytes(memory as f64),
+            compute_units: 1,
+            fingerprint: format!("sim {version}; {work}; {:016x}", predictor.digest()),
+            notes: vec![
+                note("work", work.to_owned()),
+                note("clock", format!("1 simulated second = {dilation} real seconds")),
+                note("bandwidth", format!("{:.0} GB/s", profile.bandwidth.0 / GB)),
+                note("arithmetic", format!("{} TFLOP/s", rates.join(", "))),
+                note("measured points", profile.points.len().to_string()),
+            ],
+        };
+        tracing::info!(device = id, work, "1 simulated second = {dilation} real seconds");
+        let schedule = Schedule::new(id, clock);
+        Ok(Part { info, budget: Budget::new(id, memory), predictor: Arc::new(predictor), schedule })
+    }
+
+    /// What the profile says of the dtypes, for operations that could run at all.
+    pub(crate) fn support(&self, sig: &OpSig) -> Support {
+        let operands = sig.operands();
+        let floats = operands.iter().all(|operand| {
+            let index = ["ids", "slots", "pages", "range", "query_start", "context", "from", "to"];
+            let argmax = matches!(sig, OpSig::Argmax { .. });
+            (operand.dtype == DType::U32)
+                == (index.contains(&operand.name) || (argmax && operand.name == "out"))
+        });
+        if sig.check().is_err() || !floats {
+            return Support::No;
+        }
+        let rates = &self.predictor.profile().compute;
+        let has = |dtype: DType| rates.is_empty() || rates.iter().any(|(known, _)| *known == dtype);
+        let x = match *sig {
+            OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
+            _ => return Support::Native,
+        };
+        match (has(x), x) {
+            (true, _) => Support::Native,
+            (false, DType::F8E4m3) => Support::No,
+            (false, _) => Support::Emulated,
+        }
+    }
+}
+
+/// A device that takes the time that its profile says and computes no arithmetic. What it answers
+/// is a hash of all that it was asked to read; see the crate's head.
+pub struct TimeOnlyDevice {
+    part: Part,
+    store: SharedStore,
+}
+
+impl TimeOnlyDevice {
+    /// A device called `id` that obeys `profile` on `clock`.
+    ///
+    /// # Errors
+    /// `Invalid` when the profile's numbers are none that a device can have.
+    pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
+        let part = Part::new(id, profile, clock, "takes time only; answers are hashes of what it reads")?;
+        Ok(TimeOnlyDevice { part, store: SharedStore::default() })
+    }
+}
+
+impl Device for TimeOnlyDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.part.info
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            allocation_bytes_max: self.part.budget.limit(),
+            alignment_bytes: 1,
+            imports_host_memory: true,
+            kv_page_tokens: KV_PAGE_TOKENS,
+            // recorded steps are evened out to larger ones, which would blur the predicted times
+            replay_pays: false,
+        }
+    }
+
+    fn support(&self, sig: &OpSig) -> Support {
+        match *sig {
+            // a sum and a query need an element each
+            OpSig::AttnPrefill { head_dim, .. } | OpSig::AttnDecode { head_dim, .. } if head_dim < 2 => {
+                Support::No
+            }
+            _ => self.part.support(sig),
+        }
+    }
+
+    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+        Store::alloc(&self.store, bytes, role, self.part.budget.charge(bytes)?)
+    }
+
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        let charge = self.part.budget.charge(memory.as_bytes().len() as u64)?;
+        Ok(Store::import(&self.store, memory, charge))
+    }
+
+    fn export(&self, _: &Slice) -> Option<Export> {
+        None
+    }
+
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        check_length(to, data.len())?;
+        lock(&self.store).edit(to, Edit::Any)?.copy_from_slice(data);
+        Ok(())
+    }
+
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        check_length(from, data.len())?;
+        data.copy_from_slice(lock(&self.store).bytes(from)?);
+        Ok(())
+    }
+
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        let work = Digests(self.store.clone());
+        Ok(Box::new(SimQueue::new(work, self.part.predictor.clone(), self.part.schedule.clone())))
+    }
+
+    fn health(&self) -> Health {
+        Health::default()
+    }
+}
+
+fn check_length(slice: &Slice, length: usize) -> Result<()> {
+    if slice.bytes != length as u64 {
+        return Err(Error::invalid(format!("{length} bytes of host memory for a slice of {}", slice.bytes)));
+    }
+    Ok(())
+}

@@ -1,0 +1,78 @@
+//! Rows with one clear winner.
+//!
+//! The host draws tokens from the logits, so that a row of logits must say which token its digest
+//! stands for: one element is [`PEAK`], by far the largest. All other elements are finite and at most
+//! 255, which leaves nothing to chance at any usual temperature. Which Gemm makes logits cannot be
+//! known, so each does that writes f32 anew. The first elements hold the digest and never win, unless
+//! there are no others.
+
+use super::rows;
+use crate::digest;
+use crate::memory::{Edit, Live, Store};
+use mixfleet_hal::{DType, Result, Slice};
+
+const PEAK: f32 = 1024.0;
+const ELEMENT_BYTES: usize = DType::F32.size_bytes() as usize;
+
+/// The element that wins in a row of `cols` with this digest.
+fn winner(digest: u64, cols: u64) -> u64 {
+    let lanes = digest::lanes(DType::F32).0 as u64;
+    match cols.checked_sub(lanes) {
+        Some(free) if free > 0 => lanes + digest::mix(digest, cols) % free,
+        _ => digest % cols.max(1),
+    }
+}
+
+/// Gives each row of `slice` its digest and its peak.
+pub(super) fn put(store: &mut Store, slice: &Slice, digests: &[u64]) -> Result<()> {
+    let row_bytes = slice.bytes / digests.len().max(1) as u64;
+    if row_bytes == 0 {
+        return Ok(());
+    }
+    store.clear_rows(slice, row_bytes)?;
+    rows::put(store, slice, DType::F32, digests)?;
+    let (content, range) = store.content_mut(slice)?;
+    let offsets = digests.iter().enumerate().map(|(row, &digest)| {
+        let at = range.start as u64 + row as u64 * row_bytes;
+        at + winner(digest, row_bytes / ELEMENT_BYTES as u64) * ELEMENT_BYTES as u64
+    });
+    let offsets: Vec<u64> = offsets.collect();
+    if content.live != Live::All {
+        content.peaks.extend(&offsets);
+    }
+    let bytes = content.as_bytes_mut()?;
+    for offset in offsets {
+        bytes[offset as usize..][..ELEMENT_BYTES].copy_from_slice(&PEAK.to_le_bytes());
+    }
+    Ok(())
+}
+
+/// The lowest index of the largest element of each row. A row whose one peak is known is not read.
+pub(super) fn argmax(store: &mut Store, args: &[Slice], cols: u32) -> Result<()> {
+    let (content, range) = store.content(&args[0])?;
+    let row_bytes = cols as usize * ELEMENT_BYTES;
+    let known = matches!(content.live, Live::Rows(rows) if rows.dtype == DType::F32);
+    let best = range.clone().step_by(row_bytes.max(1)).map(|start| {
+        let mut peaks = content.peaks.range(start as u64..(start + row_bytes) as u64);
+        match (known, peaks.next(), peaks.next()) {
+            (true, Some(&peak), None) => ((peak as usize - start) / ELEMENT_BYTES) as u32,
+            _ => largest(&content.as_bytes()[start..][..row_bytes]),
+        }
+    });
+    let best: Vec<u8> = best.flat_map(u32::to_le_bytes).collect();
+    store.edit(&args[1], Edit::Any)?.copy_from_slice(&best);
+    Ok(())
+}
+
+/// NaN never wins.
+fn largest(row: &[u8]) -> u32 {
+    let mut best = (f32::NEG_INFINITY, 0);
+    let mut none = true;
+    for (at, &element) in row.as_chunks::<ELEMENT_BYTES>().0.iter().enumerate() {
+        let value = f32::from_le_bytes(element);
+        if value > best.0 || (none && !value.is_nan()) {
+            (best, none) = ((value, at as u32), false);
+        }
+    }
+    best.1
+}

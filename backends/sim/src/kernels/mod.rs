@@ -1,0 +1,57 @@
+//! What each operation does to digests. No arithmetic: the time is the profile's, the answer a hash.
+
+mod attention;
+mod kv;
+mod logits;
+mod rows;
+
+use crate::memory::{Edit, Store};
+use mixfleet_hal::{Cmd, OpSig, Result};
+
+/// Names the operation that mixes, so that no two mix alike.
+#[derive(Clone, Copy)]
+enum Tag {
+    Embed = 1,
+    RmsNorm,
+    Gemm,
+    Accumulate,
+    Rope,
+    SiluMul,
+    Add,
+    Key,
+    Value,
+    Attention,
+}
+
+/// Runs one command.
+///
+/// # Errors
+/// `Invalid` for another device's buffers and for indices that name nothing.
+pub(crate) fn run(store: &mut Store, cmd: &Cmd) -> Result<()> {
+    let args = cmd.args();
+    match *cmd.sig() {
+        OpSig::Embed { .. } => rows::embed(store, cmd),
+        OpSig::RmsNorm { .. } => rows::rms_norm(store, cmd),
+        OpSig::Gemm { .. } => rows::gemm(store, cmd),
+        OpSig::Rope { .. } => rows::rope(store, cmd),
+        OpSig::SiluMul { x, .. } => rows::elementwise(store, Tag::SiluMul, args, x),
+        OpSig::Add { x, .. } => rows::elementwise(store, Tag::Add, args, x),
+        OpSig::Argmax { cols, .. } => logits::argmax(store, args, cols),
+        OpSig::KvWrite { .. } => kv::write(store, cmd),
+        OpSig::KvGather { .. } => kv::gather(store, cmd),
+        OpSig::KvScatter { .. } => kv::scatter(store, cmd),
+        OpSig::AttnPrefill { .. } => attention::prefill(store, cmd),
+        OpSig::AttnDecode { .. } => attention::decode(store, cmd),
+        OpSig::AttnMerge { .. } => attention::merge(store, cmd),
+        OpSig::Copy { .. } => {
+            let bytes = store.bytes(&args[0])?.to_vec();
+            store.edit(&args[1], Edit::Any)?.copy_from_slice(&bytes);
+            Ok(())
+        }
+        OpSig::Fill { word, .. } => {
+            let out = store.edit(&args[0], Edit::Any)?;
+            out.as_chunks_mut::<4>().0.fill(word.to_le_bytes());
+            Ok(())
+        }
+    }
+}

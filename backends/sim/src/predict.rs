@@ -1,0 +1,79 @@
+//! The time that a batch takes by the profile.
+
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Cmd, Error, OpSig, Result};
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+/// Signatures whose times are kept. A decode step has one or two that are new.
+const KEPT_MAX: usize = 1 << 16;
+
+/// A profile that answers quickly: a prediction walks all points, and layers ask the same again.
+#[derive(Debug)]
+pub(crate) struct Predictor {
+    profile: DeviceProfile,
+    kept: Mutex<HashMap<OpSig, Seconds>>,
+}
+
+impl Predictor {
+    /// # Errors
+    /// `Invalid` when the profile's numbers are none that a device can have.
+    pub(crate) fn new(profile: DeviceProfile) -> Result<Self> {
+        let wrong = |what: &str, value: f64| {
+            Err(Error::invalid(format!("the profile '{}' has a {what} of {value}", profile.fingerprint)))
+        };
+        let positive = |value: f64| value.is_finite() && value > 0.0;
+        if !positive(profile.bandwidth.0) {
+            return wrong("bandwidth", profile.bandwidth.0);
+        }
+        if !positive(profile.memory.0) {
+            return wrong("memory", profile.memory.0);
+        }
+        for launch in [profile.launch.0, profile.launch_per_command.0] {
+            if !(launch.is_finite() && launch >= 0.0) {
+                return wrong("launch cost", launch);
+            }
+        }
+        if let Some((dtype, rate)) = profile.compute.iter().find(|(_, rate)| !positive(rate.0)) {
+            return wrong(&format!("{dtype} rate"), rate.0);
+        }
+        if let Some(point) = profile.points.iter().find(|point| !positive(point.time.0)) {
+            return wrong(&format!("measured {} time", point.sig.name()), point.time.0);
+        }
+        Ok(Predictor { profile, kept: Mutex::default() })
+    }
+
+    pub(crate) fn profile(&self) -> &DeviceProfile {
+        &self.profile
+    }
+
+    /// launch + n launch_per_command + the commands' own times; nothing for an empty batch, which
+    /// asks nothing of a device.
+    pub(crate) fn batch(&self, cmds: &[Cmd]) -> Seconds {
+        if cmds.is_empty() {
+            return Seconds::ZERO;
+        }
+        let launch = self.profile.launch + self.profile.launch_per_command * cmds.len() as f64;
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = cmds.iter().map(|cmd| match kept.get(cmd.sig()) {
+            Some(&time) => time,
+            None => {
+                if kept.len() >= KEPT_MAX {
+                    kept.clear();
+                }
+                let time = self.profile.time(cmd.sig());
+                kept.insert(*cmd.sig(), time);
+                time
+            }
+        });
+        let own: Seconds = own.sum();
+        launch + own
+    }
+
+    /// Equal for equal profiles only, but for accidents of 64 bits.
+    pub(crate) fn digest(&self) -> u64 {
+        // Debug prints every field, and floats so that they read back the same
+        crate::digest::of_bytes(0, format!("{:?}", self.profile).as_bytes())
+    }
+}

@@ -1,0 +1,110 @@
+//! The queue of both kinds of device: somebody does the work, the profile says how long it takes.
+
+use crate::kernels;
+use crate::memory::{SharedStore, lock};
+use crate::predict::Predictor;
+use crate::timeline::{Schedule, Timeline};
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Cmd, Elapsed, Error, Graph, Queue, Result, Ticket};
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Who does the work of a queue.
+pub(crate) trait Work: Send {
+    /// Does a batch, or starts to. An error fails its ticket. Tickets count from 1, without gaps
+    /// until the first failure.
+    fn start(&mut self, cmds: &[Cmd]) -> Result<()>;
+
+    /// Returns when the batch of `ticket` is done, after `timeout` of real time at most: the real
+    /// time that it took, where `start` did not do it all.
+    fn finish(&mut self, ticket: Ticket, timeout: Duration) -> Result<Option<Seconds>>;
+}
+
+/// Digests, computed before `submit` returns: who reads memory without waiting for a ticket sees
+/// results before their time.
+pub(crate) struct Digests(pub(crate) SharedStore);
+
+impl Work for Digests {
+    fn start(&mut self, cmds: &[Cmd]) -> Result<()> {
+        let mut store = lock(&self.0);
+        cmds.iter().try_for_each(|cmd| kernels::run(&mut store, cmd))
+    }
+
+    fn finish(&mut self, _: Ticket, _: Duration) -> Result<Option<Seconds>> {
+        Ok(None)
+    }
+}
+
+/// A queue on simulated time.
+pub(crate) struct SimQueue<W> {
+    work: W,
+    predictor: Arc<Predictor>,
+    timeline: Timeline,
+    /// Told from other queues by its address.
+    own: Arc<Own>,
+}
+
+/// Not a unit: the addresses of those may be the same.
+struct Own(#[expect(dead_code, reason = "gives it an address")] u8);
+
+/// A batch, and the queue that it belongs to.
+struct Recorded {
+    cmds: Vec<Cmd>,
+    queue: Arc<Own>,
+}
+
+impl Graph for Recorded {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl<W: Work> SimQueue<W> {
+    pub(crate) fn new(work: W, predictor: Arc<Predictor>, schedule: Arc<Schedule>) -> Self {
+        SimQueue { work, predictor, timeline: Timeline::new(schedule), own: Arc::new(Own(0)) }
+    }
+}
+
+impl<W: Work> Queue for SimQueue<W> {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        let arrived = self.timeline.schedule().clock().now();
+        if self.timeline.has_failed() {
+            return Ok(self.timeline.push(arrived, Seconds::ZERO));
+        }
+        let result = self.work.start(cmds);
+        let ticket = self.timeline.push(arrived, self.predictor.batch(cmds));
+        match result {
+            Ok(()) => self.timeline.judge(ticket, self.timeline.schedule().clock().now() - arrived)?,
+            Err(error) => self.timeline.fail(ticket, error),
+        }
+        Ok(ticket)
+    }
+
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        self.timeline.check(ticket)?;
+        if let Some(error) = self.timeline.failure(ticket) {
+            return Err(error.clone());
+        }
+        let clock = self.timeline.schedule().clock();
+        let (start, dilation) = (clock.now(), clock.dilation());
+        let real = Duration::try_from_secs_f64(timeout.as_secs_f64() * dilation).unwrap_or(Duration::MAX);
+        if let Some(host) = self.work.finish(ticket, real)? {
+            self.timeline.judge(ticket, host / dilation)?;
+        }
+        let spent = self.timeline.schedule().clock().now() - start;
+        let spent = Duration::try_from_secs_f64(spent.0).unwrap_or_default();
+        self.timeline.wait(ticket, timeout.saturating_sub(spent))
+    }
+
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        Ok(Arc::new(Recorded { cmds: cmds.to_vec(), queue: self.own.clone() }))
+    }
+
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        let graph = graph.as_any().downcast_ref::<Recorded>();
+        let own = graph.filter(|graph| Arc::ptr_eq(&graph.queue, &self.own));
+        let own = own.ok_or_else(|| Error::invalid("the graph was recorded on another queue"))?;
+        self.submit(&own.cmds)
+    }
+}

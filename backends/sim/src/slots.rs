@@ -1,0 +1,159 @@
+//! Hashes of KV slots: every byte of a slot that attention reads counts, but is read once per write.
+
+use crate::digest::{mix, of_values};
+use mixfleet_hal::{DType, Slice};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// How a pool is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Division {
+    /// First byte and bytes of the pool in its buffer.
+    offset: u64,
+    bytes: u64,
+    row_bytes: u64,
+    page_tokens: u64,
+    dtype: DType,
+}
+
+impl Division {
+    pub(crate) fn new(pool: &Slice, elements: u64, page_tokens: u32, dtype: DType) -> Self {
+        Division {
+            offset: pool.offset,
+            bytes: pool.bytes,
+            row_bytes: elements * dtype.size_bytes(),
+            page_tokens: u64::from(page_tokens),
+            dtype,
+        }
+    }
+
+    fn slots(&self) -> u64 {
+        self.bytes / self.row_bytes.max(1)
+    }
+
+    pub(crate) fn pages(&self) -> u64 {
+        self.slots() / self.page_tokens.max(1)
+    }
+}
+
+/// What is known of the slots of one pool. Vectors of zeros cost no memory until they are written.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    pub(crate) division: Division,
+    /// Unlike that of any other `Slots`.
+    stamp: u64,
+    /// Per slot; 0 = not known.
+    hashes: Vec<u64>,
+    /// Per page: writes to it.
+    writes: Vec<u64>,
+    /// The pool of values whose sums follow, by its stamp.
+    partner: u64,
+    /// Per page: the sum over its slots of the joint hash of key and value, and one more than
+    /// the writes to both pages that it holds for.
+    sums: Vec<u64>,
+    valid: Vec<[u64; 2]>,
+}
+
+impl Slots {
+    pub(crate) fn new(division: Division) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let (slots, pages) = (division.slots() as usize, division.pages() as usize);
+        Slots {
+            division,
+            stamp: NEXT.fetch_add(1, Ordering::Relaxed),
+            hashes: vec![0; slots],
+            writes: vec![0; pages],
+            partner: 0,
+            sums: vec![0; pages],
+            valid: vec![[0; 2]; pages],
+        }
+    }
+
+    /// Bytes of the buffer were written.
+    pub(crate) fn forget(&mut self, range: &Range<usize>) {
+        let Division { offset, bytes, row_bytes, page_tokens, .. } = self.division;
+        let start = (range.start as u64).max(offset);
+        let end = (range.end as u64).min(offset + bytes);
+        if start >= end || row_bytes == 0 {
+            return;
+        }
+        let first = (start - offset) / row_bytes;
+        let last = ((end - offset).div_ceil(row_bytes)).min(self.hashes.len() as u64);
+        self.hashes[first as usize..last as usize].fill(0);
+        let pages = first / page_tokens..last.div_ceil(page_tokens);
+        self.writes[pages.start as usize..pages.end as usize].iter_mut().for_each(|writes| *writes += 1);
+    }
+
+    /// The hash of `slot`, out of `buffer` unless it is known.
+    fn hash(&mut self, buffer: &[u8], slot: u64) -> u64 {
+        let known = self.hashes[slot as usize];
+        if known != 0 {
+            return known;
+        }
+        let Division { offset, row_bytes, dtype, .. } = self.division;
+        let at = (offset + slot * row_bytes) as usize;
+        let hash = of_values(0, dtype, &buffer[at..at + row_bytes as usize]).max(1);
+        self.hashes[slot as usize] = hash;
+        hash
+    }
+}
+
+/// A pool of keys and one of values, with their bytes.
+pub(crate) struct Pools<'a> {
+    pub(crate) keys: (&'a mut Slots, &'a [u8]),
+    pub(crate) values: (&'a mut Slots, &'a [u8]),
+}
+
+impl Pools<'_> {
+    /// The joint hash of the key and the value in `slot`.
+    pub(crate) fn slot(&mut self, slot: u64) -> u64 {
+        let key = self.keys.0.hash(self.keys.1, slot);
+        let value = self.values.0.hash(self.values.1, slot);
+        mix(key, value.rotate_left(32))
+    }
+
+    /// Sum over the slots of `page`.
+    fn page(&mut self, page: u64) -> u64 {
+        let at = page as usize;
+        let (keys, values) = (&mut *self.keys.0, &*self.values.0);
+        if keys.partner != values.stamp {
+            keys.partner = values.stamp;
+            keys.valid.fill([0; 2]);
+        }
+        let writes = [keys.writes[at] + 1, values.writes[at] + 1];
+        if keys.valid[at] != writes {
+            let tokens = keys.division.page_tokens;
+            let sum = (page * tokens..(page + 1) * tokens)
+                .fold(0u64, |sum, slot| sum.wrapping_add(self.slot(slot)));
+            self.keys.0.sums[at] = sum;
+            self.keys.0.valid[at] = writes;
+        }
+        self.keys.0.sums[at]
+    }
+
+    /// The slot of a sequence's token at `position`.
+    pub(crate) fn slot_at(&self, pages: &[u32], position: u64) -> u64 {
+        let tokens = self.keys.0.division.page_tokens;
+        u64::from(pages[(position / tokens) as usize]) * tokens + position % tokens
+    }
+
+    /// Sum over a sequence's tokens in `range`. `pages` must cover it and stay inside the pool.
+    pub(crate) fn sum(&mut self, pages: &[u32], range: Range<u64>) -> u64 {
+        let tokens = self.keys.0.division.page_tokens;
+        let mut sum = 0u64;
+        let mut at = range.start;
+        while at < range.end {
+            let term = if at.is_multiple_of(tokens) && at + tokens <= range.end {
+                let page = u64::from(pages[(at / tokens) as usize]);
+                at += tokens;
+                self.page(page)
+            } else {
+                let slot = self.slot_at(pages, at);
+                at += 1;
+                self.slot(slot)
+            };
+            sum = sum.wrapping_add(term);
+        }
+        sum
+    }
+}

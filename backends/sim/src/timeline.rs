@@ -1,0 +1,152 @@
+//! When batches start and end in simulated time.
+
+use crate::clock::Clock;
+use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Elapsed, Error, ErrorKind, Result, Ticket};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Tickets whose times are kept.
+const KEPT_MAX: usize = 1 << 16;
+/// By how much the host's work may exceed the simulated time without a warning.
+const SLOWER_MAX: f64 = 1.1;
+/// Simulated time before which the host is not judged.
+const JUDGED_AFTER: Seconds = Seconds(1.0);
+
+/// The work that a device was given, over all its queues: it does one batch at a time.
+#[derive(Debug, Default)]
+struct Load {
+    /// End of the last batch.
+    until: Seconds,
+    /// Of the batches that were judged: the simulated time, and what the host took on the same clock.
+    simulated: Seconds,
+    host: Seconds,
+    warned: bool,
+}
+
+/// A device's schedule.
+pub(crate) struct Schedule {
+    id: String,
+    clock: Arc<dyn Clock>,
+    load: Mutex<Load>,
+}
+
+impl Schedule {
+    pub(crate) fn new(id: &str, clock: Arc<dyn Clock>) -> Arc<Self> {
+        Arc::new(Schedule { id: id.to_owned(), clock, load: Mutex::default() })
+    }
+
+    pub(crate) fn clock(&self) -> &dyn Clock {
+        &*self.clock
+    }
+
+    /// Appends a batch that came at `arrived`; returns its end.
+    fn append(&self, arrived: Seconds, time: Seconds) -> Seconds {
+        let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
+        load.until = arrived.max(load.until) + time;
+        load.until
+    }
+
+    /// The host took `host` of simulated time for a batch of `time`. Where it is too slow for the part,
+    /// clients see times that are not the profile's, and this says so once.
+    fn judge(&self, host: Seconds, time: Seconds) {
+        let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
+        load.host += host;
+        load.simulated += time;
+        let slower = load.host / load.simulated.max(JUDGED_AFTER);
+        if !load.warned && load.simulated.0 > JUDGED_AFTER.0 && slower > SLOWER_MAX {
+            load.warned = true;
+            let dilation = (self.clock.dilation() * slower * SLOWER_MAX).ceil();
+            tracing::warn!(
+                device = %self.id,
+                slower,
+                "the host is slower than the part that it simulates, so that clients see longer times than \
+                 the profile's; a slower clock for all devices (',dilation:{dilation}') keeps them true"
+            );
+        }
+    }
+}
+
+/// One queue's batches.
+pub(crate) struct Timeline {
+    schedule: Arc<Schedule>,
+    /// Ends and times of the last `KEPT_MAX` batches.
+    batches: VecDeque<(Seconds, Seconds)>,
+    submitted: u64,
+    /// The first batch that failed, and why.
+    failure: Option<(u64, Error)>,
+}
+
+impl Timeline {
+    pub(crate) fn new(schedule: Arc<Schedule>) -> Self {
+        Timeline { schedule, batches: VecDeque::new(), submitted: 0, failure: None }
+    }
+
+    pub(crate) fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// Why the batch of `ticket` failed, or fails because an earlier one did.
+    pub(crate) fn failure(&self, ticket: Ticket) -> Option<&Error> {
+        self.failure.as_ref().filter(|(failed, _)| ticket.0 >= *failed).map(|(_, error)| error)
+    }
+
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// A batch that came at `arrived` and takes `time`.
+    pub(crate) fn push(&mut self, arrived: Seconds, time: Seconds) -> Ticket {
+        let end = self.schedule.append(arrived, time);
+        self.submitted += 1;
+        if self.batches.len() == KEPT_MAX {
+            self.batches.pop_front();
+        }
+        self.batches.push_back((end, time));
+        Ticket(self.submitted)
+    }
+
+    /// The batch of `ticket` fails, and with it all later ones.
+    pub(crate) fn fail(&mut self, ticket: Ticket, error: Error) {
+        self.failure.get_or_insert((ticket.0, error));
+    }
+
+    /// The host took `host` of simulated time for the batch of `ticket`.
+    pub(crate) fn judge(&self, ticket: Ticket, host: Seconds) -> Result<()> {
+        let (_, time) = self.batches[self.index(ticket)?];
+        self.schedule.judge(host, time);
+        Ok(())
+    }
+
+    /// # Errors
+    /// `Invalid` for a ticket of another queue, or one that is too old.
+    pub(crate) fn check(&self, ticket: Ticket) -> Result<()> {
+        self.index(ticket).map(drop)
+    }
+
+    /// Where among the kept batches `ticket` is.
+    fn index(&self, ticket: Ticket) -> Result<usize> {
+        if ticket.0 == 0 || ticket.0 > self.submitted {
+            return Err(Error::invalid(format!("ticket {} was not issued by this queue", ticket.0)));
+        }
+        let age = (self.submitted - ticket.0) as usize;
+        self.batches.len().checked_sub(age + 1).ok_or_else(|| {
+            Error::invalid(format!("ticket {}: only the last {KEPT_MAX} batches are kept", ticket.0))
+        })
+    }
+
+    /// Waits for the end of `ticket`'s batch, `timeout` of simulated time at most.
+    pub(crate) fn wait(&self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        let (end, time) = self.batches[self.index(ticket)?];
+        let clock = self.schedule.clock();
+        let deadline = clock.now() + Seconds(timeout.as_secs_f64());
+        clock.wait_until(end.min(deadline));
+        if end.0 > deadline.0 {
+            let message = format!("{}: batch {} is not done after {timeout:?}", self.schedule.id, ticket.0);
+            return Err(Error::new(ErrorKind::Timeout, message));
+        }
+        Ok(Elapsed { time, clock: ClockKind::Device })
+    }
+}
