@@ -150,7 +150,7 @@ impl Shared {
         let text = |text: String| {
             CString::new(text).map_err(|e| Error::new(ErrorKind::Other, format!("opencl: kernel text: {e}")))
         };
-        let place = || format!("building {}.cl with {}", key.file, key.options);
+        let place = || format!("building {} with {}", key.file, key.options);
         let program = core::create_program_with_source(&self.context, &[text(key.source())?])
             .map_err(|e| failure(&place(), &e))?;
         core::build_program(&program, Some(&[self.id]), &text(key.options.clone())?, None, None)

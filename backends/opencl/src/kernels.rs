@@ -4,22 +4,22 @@ use crate::device::Tuning;
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Cmd, DType, OpSig, Slice};
 
-/// Threads of a group, in kernels with and without barriers; `common.cl` has the former too.
+/// Threads of a group, in kernels with and without barriers; `common.h` has the former too.
 const GROUP: usize = 64;
-/// Columns of a thread in `gemm`, and rows of one in `gemv_group`, as in `gemm.cl`.
+/// Columns of a thread in the CPU's `gemm`, and rows of a group in `gemv`, as in `gemm.cl` and `gemm.c`.
 const COLS: u32 = 4;
 const ROWS: u32 = 4;
-/// Columns of a thread in `gemv`.
+/// Columns of a thread in the CPU's `gemv`.
 const STRIP: u32 = 16;
-/// Rows that share a second-level cache in `gemm`: 32 rows of 4096 f32 are 512 KiB.
+/// Rows that share a second-level cache in the CPU's `gemm`: 32 rows of 4096 f32 are 512 KiB.
 const BAND: u32 = 32;
-/// Edge of a tile in `gemm_group`, and its threads.
+/// Edge of a tile in the GPU's `gemm`, and its threads.
 const TILE: u32 = 64;
 const TILE_THREADS: usize = 256;
 /// Up to here, reading the weights once per four rows is faster than a tile that is mostly empty.
 const GEMV_ROWS_MAX: u32 = 16;
-
-const COMMON: &str = include_str!("kernels/common.cl");
+/// Elements of a vector in the portable kernels.
+const VEC: u32 = 8;
 
 /// A program: a source file with its macros. The key of the caches.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -28,20 +28,32 @@ pub(crate) struct ProgramKey {
     pub(crate) options: String,
 }
 
+/// A text that several kinds of GPU share.
+macro_rules! portable {
+    ($file:literal) => {
+        include_str!(concat!("../../portable/", $file))
+    };
+}
+
 impl ProgramKey {
     /// The whole source text.
     pub(crate) fn source(&self) -> String {
-        let body = match self.file {
-            "elements" => include_str!("kernels/elements.cl"),
-            "rows" => include_str!("kernels/rows.cl"),
-            "kv" => include_str!("kernels/kv.cl"),
-            "gemm" => include_str!("kernels/gemm.cl"),
-            "attention" => include_str!("kernels/attention.cl"),
-            _ => include_str!("kernels/merge.cl"),
+        let body: &[&str] = match self.file {
+            "elements.c" => &[portable!("elements.c")],
+            "kv.c" => &[portable!("kv.c")],
+            "merge.c" => &[portable!("merge.c")],
+            "rows.c" => &[portable!("rows.c")],
+            "rows.cl" => &[WIDE, include_str!("kernels/rows.cl")],
+            "gemm.c" => &[portable!("gemm.h"), portable!("gemm.c")],
+            "gemm.cl" => &[WIDE, portable!("gemm.h"), include_str!("kernels/gemm.cl")],
+            "attention.c" => &[portable!("keys.h"), portable!("attention.c")],
+            _ => &[WIDE, portable!("keys.h"), include_str!("kernels/attention.cl")],
         };
-        format!("{COMMON}\n{body}")
+        [&[portable!("opencl.h"), portable!("common.h")], body].concat().join("\n")
     }
 }
+
+const WIDE: &str = include_str!("kernels/wide.cl");
 
 /// One kernel argument.
 #[derive(Clone, Debug)]
@@ -73,6 +85,11 @@ pub(crate) enum Work {
 /// The widest vector that divides rows of `n` elements.
 fn width(n: u32) -> u32 {
     [16, 8].into_iter().find(|&w| n.is_multiple_of(w)).unwrap_or(1)
+}
+
+/// Elements of a thread in the portable kernels, over rows of `n`. CPU drivers make vectors of threads.
+fn vector(n: u64, tuning: Tuning) -> u64 {
+    if tuning == Tuning::Gpu && n.is_multiple_of(VEC.into()) { VEC.into() } else { 1 }
 }
 
 fn options(macros: &[(&str, &dyn std::fmt::Display)]) -> String {
@@ -119,46 +136,44 @@ pub(crate) fn plan(cmd: &Cmd, tuning: Tuning) -> Option<Work> {
         OpSig::Copy { .. } => Work::Copy { from: cmd.args()[0].clone(), to: cmd.args()[1].clone() },
         OpSig::Fill { word, .. } => Work::Fill { to: cmd.args()[0].clone(), word },
         OpSig::Add { elements, x } | OpSig::SiluMul { elements, x } => {
-            args.push(Arg::U64(elements));
-            launch("elements", cmd.sig().name(), element_options(x, x), args, each(elements))
+            let vec = vector(elements, tuning);
+            args.push(Arg::U64(elements / vec));
+            launch("elements.c", cmd.sig().name(), element_options(x, x, vec), args, each(elements / vec))
         }
         OpSig::Rope { tokens, heads, head_dim, x } => {
-            let count = u64::from(tokens) * u64::from(heads) * u64::from(head_dim / 2);
+            let vec = vector(u64::from(head_dim / 2), tuning);
+            let count = u64::from(tokens) * u64::from(heads) * u64::from(head_dim / 2) / vec;
             args.extend([Arg::U32(heads), Arg::U32(head_dim / 2), Arg::U64(count)]);
-            launch("elements", "rope", element_options(x, x), args, each(count))
+            launch("elements.c", "rope", element_options(x, x, vec), args, each(count))
         }
         OpSig::Embed { tokens, vocab, hidden, table, out } => {
-            let count = u64::from(tokens) * u64::from(hidden);
+            let vec = vector(hidden.into(), tuning);
+            let count = u64::from(tokens) * u64::from(hidden) / vec;
             args.extend([Arg::U32(vocab), Arg::U32(hidden), Arg::U64(count)]);
-            launch("elements", "embed", element_options(out, table), args, each(count))
+            launch("elements.c", "embed", element_options(out, table, vec), args, each(count))
         }
         OpSig::RmsNorm { rows, cols, eps, x, weight, out } => {
             args.extend([Arg::U32(rows), Arg::U32(cols), Arg::F32(eps.0)]);
-            let kernel = if tuning == Tuning::Cpu { "rms_norm" } else { "rms_norm_group" };
-            launch("rows", kernel, row_options(x, weight, out), args, row_grid(rows, tuning))
+            rows_launch("rms_norm", (x, weight, out), (rows, cols), args, tuning)
         }
         OpSig::Argmax { rows, cols } => {
             args.extend([Arg::U32(rows), Arg::U32(cols)]);
-            let kernel = if tuning == Tuning::Cpu { "argmax" } else { "argmax_group" };
-            launch(
-                "rows",
-                kernel,
-                row_options(DType::F32, DType::F32, DType::F32),
-                args,
-                row_grid(rows, tuning),
-            )
+            rows_launch("argmax", (DType::F32, DType::F32, DType::F32), (rows, cols), args, tuning)
         }
         OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, kv, x: other }
         | OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: other }
         | OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: other } => {
-            let count = u64::from(tokens) * u64::from(kv_heads) * u64::from(head_dim);
+            let vec = vector(head_dim.into(), tuning);
+            let count = u64::from(tokens) * u64::from(kv_heads) * u64::from(head_dim) / vec;
             args.extend([Arg::U32(page_tokens), Arg::U32(kv_heads), Arg::U32(head_dim), Arg::U64(count)]);
-            launch("kv", cmd.sig().name(), options(&[("X", &other), ("KV", &kv)]), args, each(count))
+            let macros = options(&[("X", &other), ("KV", &kv), ("VEC", &vec)]);
+            launch("kv.c", cmd.sig().name(), macros, args, each(count))
         }
         OpSig::AttnMerge { parts, rows, head_dim, out } => {
-            let count = u64::from(rows) * u64::from(head_dim);
+            let vec = vector(head_dim.into(), tuning);
+            let count = u64::from(rows) * u64::from(head_dim) / vec;
             args.extend([Arg::U32(parts), Arg::U32(head_dim), Arg::U64(count)]);
-            launch("merge", "attn_merge", options(&[("OUT", &out)]), args, each(count))
+            launch("merge.c", "attn_merge", options(&[("OUT", &out), ("VEC", &vec)]), args, each(count))
         }
         OpSig::Gemm { .. } => gemm(cmd.sig(), args, tuning),
         OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. } => attention(cmd.sig(), args, tuning),
@@ -170,19 +185,23 @@ pub(crate) fn plan(cmd: &Cmd, tuning: Tuning) -> Option<Work> {
     (!empty).then_some(work)
 }
 
-fn element_options(x: DType, table: DType) -> String {
-    options(&[("X", &x), ("TABLE", &table)])
-}
-
-fn row_options(x: DType, weight: DType, out: DType) -> String {
-    options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out)])
+fn element_options(x: DType, table: DType, vec: u64) -> String {
+    options(&[("X", &x), ("TABLE", &table), ("VEC", &vec)])
 }
 
 /// One thread per row, or one group.
-fn row_grid(rows: u32, tuning: Tuning) -> ([usize; 3], [usize; 3]) {
+fn rows_launch(
+    kernel: &'static str,
+    (x, weight, out): (DType, DType, DType),
+    (rows, cols): (u32, u32),
+    args: Vec<Arg>,
+    tuning: Tuning,
+) -> Work {
+    let vec = vector(cols.into(), tuning);
+    let macros = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out), ("VEC", &vec)]);
     match tuning {
-        Tuning::Cpu => ([rows as usize, 1, 1], [1, 1, 1]),
-        Tuning::Gpu => ([rows as usize * GROUP, 1, 1], [GROUP, 1, 1]),
+        Tuning::Cpu => launch("rows.cl", kernel, macros, args, ([rows as usize, 1, 1], [1, 1, 1])),
+        Tuning::Gpu => launch("rows.c", kernel, macros, args, ([rows as usize * GROUP, 1, 1], [GROUP, 1, 1])),
     }
 }
 
@@ -194,24 +213,29 @@ fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: Tuning) -> Work {
         args.insert(2, args[1].clone()); // never read
     }
     args.extend([m, n, k, u32::from(bias), u32::from(accumulate)].map(Arg::U32));
-    let (kernel, grid) = match tuning {
-        Tuning::Cpu if m == 1 => ("gemv", ([n.div_ceil(STRIP) as usize, 1, 1], [1, 1, 1])),
-        Tuning::Cpu => ("gemm", ([n.div_ceil(COLS) as usize, m.div_ceil(BAND) as usize, 1], [1, 1, 1])),
+    let (file, kernel, grid) = match tuning {
+        Tuning::Cpu if m == 1 => ("gemm.cl", "gemv", ([n.div_ceil(STRIP) as usize, 1, 1], [1, 1, 1])),
+        Tuning::Cpu => {
+            ("gemm.cl", "gemm", ([n.div_ceil(COLS) as usize, m.div_ceil(BAND) as usize, 1], [1, 1, 1]))
+        }
         Tuning::Gpu if m <= GEMV_ROWS_MAX => {
-            ("gemv_group", ([n as usize * GROUP, m.div_ceil(ROWS) as usize, 1], [GROUP, 1, 1]))
+            ("gemm.c", "gemv", ([n as usize * GROUP, m.div_ceil(ROWS) as usize, 1], [GROUP, 1, 1]))
         }
         Tuning::Gpu => {
             let (across, down) = (n.div_ceil(TILE) as usize, m.div_ceil(TILE) as usize);
-            ("gemm_group", ([across * TILE_THREADS, down, 1], [TILE_THREADS, 1, 1]))
+            ("gemm.c", "gemm", ([across * TILE_THREADS, down, 1], [TILE_THREADS, 1, 1]))
         }
     };
-    let macros =
-        options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out), ("BAND", &BAND), ("STRIP", &STRIP)]);
-    launch("gemm", kernel, macros, args, grid)
+    let dtypes = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out)]);
+    let shape = match tuning {
+        Tuning::Cpu => options(&[("BAND", &BAND), ("STRIP", &STRIP)]),
+        Tuning::Gpu => options(&[("VEC", &vector(k.into(), tuning))]),
+    };
+    launch(file, kernel, dtypes + &shape, args, grid)
 }
 
 fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: Tuning) -> Work {
-    let (kernels, rows, heads, head_dim, x, kv) = match *sig {
+    let (kernel, rows, heads, head_dim, x, kv) = match *sig {
         OpSig::AttnPrefill {
             tokens,
             sequences,
@@ -227,20 +251,18 @@ fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: Tuning) -> Work {
         } => {
             args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
             args.extend([tokens, window.unwrap_or(u32::MAX)].map(Arg::U32));
-            (["attn_prefill", "attn_prefill_group"], tokens, heads, head_dim, x, kv)
+            ("attn_prefill", tokens, heads, head_dim, x, kv)
         }
         OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. } => {
             args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
-            (["attn_decode", "attn_decode_group"], sequences, heads, head_dim, x, kv)
+            ("attn_decode", sequences, heads, head_dim, x, kv)
         }
         _ => unreachable!("called for attention"),
     };
     let macros = options(&[("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim), ("W", &width(head_dim))]);
     let (heads, rows) = (heads as usize, rows as usize);
     match tuning {
-        Tuning::Cpu => launch("attention", kernels[0], macros, args, ([heads, rows, 1], [1, 1, 1])),
-        Tuning::Gpu => {
-            launch("attention", kernels[1], macros, args, ([heads * GROUP, rows, 1], [GROUP, 1, 1]))
-        }
+        Tuning::Cpu => launch("attention.cl", kernel, macros, args, ([heads, rows, 1], [1, 1, 1])),
+        Tuning::Gpu => launch("attention.c", kernel, macros, args, ([heads * GROUP, rows, 1], [GROUP, 1, 1])),
     }
 }

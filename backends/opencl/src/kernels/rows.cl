@@ -1,7 +1,6 @@
-// rms_norm and argmax over rows; X, WEIGHT, OUT. Plain: one thread per row. _group: one group per row.
+// rms_norm and argmax for CPUs: one thread per row, no barrier; X, WEIGHT, OUT.
 
-kernel void rms_norm(IN(X) x, ulong x_at, IN(WEIGHT) weight, ulong weight_at, OUT_(OUT) out, ulong out_at,
-                     uint rows, uint cols, float eps) {
+kernel void rms_norm(READS(X, x), READS(WEIGHT, weight), WRITES(OUT, out), uint rows, uint cols, float eps) {
     const size_t row = get_global_id(0);
     if (row >= rows) return;
     x += x_at + row * cols;
@@ -19,26 +18,12 @@ kernel void rms_norm(IN(X) x, ulong x_at, IN(WEIGHT) weight, ulong weight_at, OU
     for (i = 0; i < cols; ++i) STORE(OUT, out, i, LOAD(X, x, i) * scale * LOAD(WEIGHT, weight, i));
 }
 
-kernel void rms_norm_group(IN(X) x, ulong x_at, IN(WEIGHT) weight, ulong weight_at, OUT_(OUT) out, ulong out_at,
-                           uint rows, uint cols, float eps) {
-    local float scratch[GROUP];
-    const size_t row = get_group_id(0);
-    x += x_at + row * cols;
-    weight += weight_at;
-    out += out_at + row * cols;
-    float squares = 0.0f;
-    for (uint i = get_local_id(0); i < cols; i += GROUP) squares = MAD(LOAD(X, x, i), LOAD(X, x, i), squares);
-    const float scale = 1.0f / sqrt(group_sum(squares, scratch) / cols + eps);
-    for (uint i = get_local_id(0); i < cols; i += GROUP)
-        STORE(OUT, out, i, LOAD(X, x, i) * scale * LOAD(WEIGHT, weight, i));
-}
-
 #define NONE 0xFFFFFFFFu
 
 // Whether (v, i) beats (best, at): NaN never, a tie only from a lower index, anything the first time.
 #define BEATS(v, i, best, at) ((v) > (best) || ((v) == (best) && (i) < (at)))
 
-kernel void argmax(global const float* x, ulong x_at, global uint* out, ulong out_at, uint rows, uint cols) {
+kernel void argmax(READS(f32, x), WRITES(u32, out), uint rows, uint cols) {
     const size_t row = get_global_id(0);
     if (row >= rows) return;
     x += x_at + row * cols;
@@ -65,27 +50,4 @@ kernel void argmax(global const float* x, ulong x_at, global uint* out, ulong ou
         if (BEATS(x[i], i, v, winner)) v = x[i], winner = i;
     }
     out[out_at + row] = winner == NONE ? 0 : winner;
-}
-
-kernel void argmax_group(global const float* x, ulong x_at, global uint* out, ulong out_at, uint rows, uint cols) {
-    local float values[GROUP];
-    local uint indices[GROUP];
-    const size_t row = get_group_id(0);
-    const uint lid = get_local_id(0);
-    x += x_at + row * cols;
-    float v = -INFINITY;
-    uint winner = NONE;
-    for (uint i = lid; i < cols; i += GROUP) {
-        if (BEATS(x[i], i, v, winner)) v = x[i], winner = i;
-    }
-    values[lid] = v;
-    indices[lid] = winner;
-    for (uint half_group = GROUP / 2; half_group > 0; half_group /= 2) {
-        barrier(CLK_LOCAL_MEM_FENCE);
-        if (lid < half_group && BEATS(values[lid + half_group], indices[lid + half_group], values[lid], indices[lid])) {
-            values[lid] = values[lid + half_group];
-            indices[lid] = indices[lid + half_group];
-        }
-    }
-    if (lid == 0) out[out_at + row] = indices[0] == NONE ? 0 : indices[0];
 }

@@ -1,0 +1,40 @@
+// Vectors of W elements along a row, for CPUs: 16, 8, or 1 where the row's length is no multiple of 8.
+#ifndef W
+#define W 16
+#endif
+
+#define WCAT_(a, b) a##b
+#define WCAT(a, b) WCAT_(a, b)
+#define LOADW(T, p, i) WCAT(LOADW_, T)(p, i)
+#define STOREW(T, p, i, v) WCAT(STOREW_, T)(p, i, v)
+
+#if W == 1
+typedef float floatw;
+#define LOADW_f32 LOAD_f32
+#define LOADW_bf16 LOAD_bf16
+#define LOADW_f16 LOAD_f16
+#define STOREW_f32 STORE_f32
+#define SUMW(v) (v)
+#else
+typedef WCAT(float, W) floatw;
+#define LOADW_f32(p, i) WCAT(vload, W)(0, (p) + (i))
+#define LOADW_bf16(p, i) WCAT(as_float, W)(WCAT(convert_uint, W)(WCAT(vload, W)(0, (p) + (i))) << 16u)
+#define LOADW_f16(p, i) WCAT(vload_half, W)(0, (p) + (i))
+#define STOREW_f32(p, i, v) WCAT(vstore, W)(v, 0, (p) + (i))
+#define SUMW(v) WCAT(sum, W)(v)
+#endif
+
+float sum8(float8 v) {
+    const float4 a = v.lo + v.hi;
+    const float2 b = a.lo + a.hi;
+    return b.x + b.y;
+}
+
+float sum16(float16 v) { return sum8(v.lo + v.hi); }
+
+float max16(float16 v) {
+    const float8 a = fmax(v.lo, v.hi);
+    const float4 b = fmax(a.lo, a.hi);
+    const float2 c = fmax(b.lo, b.hi);
+    return fmax(c.x, c.y);
+}

@@ -1,0 +1,57 @@
+// The portable dialect in OpenCL C 1.2. Arithmetic is f32 everywhere: f16 is a storage type (vload_half
+// needs no cl_khr_fp16) and bf16 is the upper half of an f32.
+//
+// An operand is a pointer to its buffer and an offset in elements: sub-buffers would impose the
+// device's base alignment on every slice. START(p) makes the pointer that of the operand.
+
+#define READS(T, p) global const TYPE(T)* p, ulong p##_at
+#define WRITES(T, p) global TYPE(T)* p, ulong p##_at
+#define START(p) p += p##_at
+
+#define KERNEL(threads) kernel void
+#define DEVICE
+#define GLOBAL global
+#define LOCAL local
+#define BARRIER() barrier(CLK_LOCAL_MEM_FENCE)
+#define THREAD ((uint)get_local_id(0))
+#define GROUP_X ((uint)get_group_id(0))
+#define GROUP_Y ((uint)get_group_id(1))
+#define EACH ((ulong)get_global_id(0))
+
+#define EXP(v) exp(v)
+#define SQRT(v) sqrt(v)
+#define FMAX(a, b) fmax(a, b)
+// mad() may be rounded twice; where fma is fast it is also exact
+#ifdef FP_FAST_FMAF
+#define MAD(a, b, c) fma(a, b, c)
+#else
+#define MAD(a, b, c) mad(a, b, c)
+#endif
+
+#define TYPE_f32 float
+#define TYPE_bf16 ushort
+#define TYPE_f16 half
+#define TYPE_u32 uint
+
+#define LOAD_f32(p, i) ((p)[i])
+#define LOAD_bf16(p, i) as_float((uint)(p)[i] << 16)
+#define LOAD_f16(p, i) vload_half(i, p)
+
+#define STORE_f32(p, i, v) ((p)[i] = (v))
+#define STORE_bf16(p, i, v) ((p)[i] = bf16_of(v))
+#define STORE_f16(p, i, v) vstore_half_rte(v, i, p)
+
+// round to nearest, ties to even; a NaN stays one
+ushort bf16_of(float v) {
+    const uint bits = as_uint(v);
+    return (ushort)((isnan(v) ? bits | 0x400000u : bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+#define LOAD8_f32(p, i) vload8(0, (p) + (i))
+#define LOAD8_bf16(p, i) as_float8(convert_uint8(vload8(0, (p) + (i))) << 16u)
+#define LOAD8_f16(p, i) vload_half8(0, (p) + (i))
+#define LOAD_VEC8(T, p, i, v) vstore8(CAT(LOAD8_, T)(p, i), 0, v)
+#define STORE_VEC8(T, p, i, v)                                                                                   \
+    do {                                                                                                         \
+        for (uint lane = 0; lane < 8; ++lane) STORE(T, p, (i) + lane, (v)[lane]);                                \
+    } while (0)
