@@ -1,5 +1,6 @@
 //! The backend and its devices.
 
+use crate::health::HealthReader;
 use crate::isa::Isa;
 use crate::memory::{Budget, CpuBuffer, buffer_of};
 use crate::pool::Pool;
@@ -71,7 +72,7 @@ fn describe(cores: &[usize], all: bool, isa: Isa) -> DeviceInfo {
 
 struct CpuDevice {
     info: DeviceInfo,
-    cores: Vec<usize>,
+    health: HealthReader,
     budget: Arc<Budget>,
     pool: Arc<Pool>,
 }
@@ -82,7 +83,8 @@ impl CpuDevice {
         // unknown memory is no limit: the system will refuse
         let limit = if info.memory.0 > 0.0 { info.memory.0 as u64 } else { u64::MAX };
         let budget = Arc::new(Budget { used: AtomicU64::new(0), limit });
-        Ok(CpuDevice { info, cores: cores.to_vec(), budget, pool: Arc::new(Pool::new(cores, isa)?) })
+        let health = HealthReader::new("/", cores);
+        Ok(CpuDevice { info, health, budget, pool: Arc::new(Pool::new(cores, isa)?) })
     }
 }
 
@@ -149,7 +151,7 @@ impl Device for CpuDevice {
     }
 
     fn health(&self) -> Health {
-        Health { clock_mhz: topology::clock_mhz(&self.cores), ..Health::default() }
+        self.health.read()
     }
 }
 

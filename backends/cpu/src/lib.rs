@@ -6,12 +6,13 @@
 //! in their stored dtype, so a mapped checkpoint is shared by all devices; sums are in f32. Each kernel
 //! is written once over vectors of f32 and compiled for every instruction level ([`isa`]).
 //!
-//! What is absent: any decision about what to run, any clock but the one around a batch, any copy of a
-//! weight.
+//! What is absent: any decision about what to run, any clock but the one around a batch and the one
+//! between two readings of energy, any copy of a weight.
 
 #![allow(unsafe_code)]
 
 mod device;
+mod health;
 pub mod host;
 pub mod isa;
 mod kernels;

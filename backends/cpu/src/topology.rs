@@ -123,16 +123,6 @@ pub(crate) fn memory_bytes() -> u64 {
     }
 }
 
-/// Mean clock of `cores` in MHz, where the kernel tells.
-pub(crate) fn clock_mhz(cores: &[usize]) -> Option<f64> {
-    let of = |core: &usize| {
-        let path = format!("/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq");
-        std::fs::read_to_string(path).ok()?.trim().parse::<f64>().ok().map(|khz| khz / 1e3)
-    };
-    let clocks: Option<Vec<f64>> = cores.iter().map(of).collect();
-    clocks.filter(|c| !c.is_empty()).map(|c| c.iter().sum::<f64>() / c.len() as f64)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,0 +1,283 @@
+//! What the kernel tells of the cores' state, through files under a root.
+//!
+//! Everything is optional: virtual machines show little of it, and the energy counter is root's alone
+//! (since Linux 5.10, against power side channels). Temperature, power, energy and memory errors are those
+//! of all packages, however few cores a device has.
+
+use mixfleet_hal::Health;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+/// Drivers of sensors inside processors.
+const SENSORS: [&str; 4] = ["coretemp", "k10temp", "zenpower", "cpu_thermal"];
+
+/// Reads health again and again: the energy counters wrap, so it keeps where they stood.
+pub(crate) struct HealthReader {
+    root: PathBuf,
+    cores: Vec<usize>,
+    meters: Mutex<Meters>,
+}
+
+/// Where the energy counters stand.
+#[derive(Default)]
+struct Meters {
+    /// Raw counter of each package at the last reading, in microjoules.
+    last: Vec<(PathBuf, u64)>,
+    joules: f64,
+    read_at: Option<(Instant, f64)>,
+}
+
+impl HealthReader {
+    /// For `cores` of the machine under `root`.
+    pub(crate) fn new(root: impl Into<PathBuf>, cores: &[usize]) -> HealthReader {
+        HealthReader { root: root.into(), cores: cores.to_vec(), meters: Mutex::default() }
+    }
+
+    /// The state now. Power is the mean since the reading before, so the first one has none unless a
+    /// sensor tells.
+    pub(crate) fn read(&self) -> Health {
+        let energy_j = self.energy_j();
+        let memory = self.root.join("sys/devices/system/edac/mc");
+        Health {
+            temperature_c: self.temperature_c(),
+            power_w: self.sensor_power_w().or_else(|| self.mean_power_w(energy_j)),
+            energy_j,
+            clock_mhz: self.clock_mhz(),
+            errors_corrected: sum_of(&memory, "mc", "ce_count"),
+            errors_uncorrected: sum_of(&memory, "mc", "ue_count"),
+        }
+    }
+
+    /// Mean clock of the cores, from the clock driver, else from the kernel's own estimate.
+    fn clock_mhz(&self) -> Option<f64> {
+        let driver = |core: &usize| {
+            let file = format!("sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq");
+            number(&self.root.join(file)).map(|khz| khz / 1e3)
+        };
+        let clocks: Option<Vec<f64>> = self.cores.iter().map(driver).collect();
+        mean(&clocks.or_else(|| self.cpuinfo_mhz())?)
+    }
+
+    fn cpuinfo_mhz(&self) -> Option<Vec<f64>> {
+        let info = std::fs::read_to_string(self.root.join("proc/cpuinfo")).ok()?;
+        let mut clocks = Vec::new();
+        let mut core = None;
+        for (name, value) in info.lines().filter_map(|line| line.split_once(':')) {
+            match name.trim() {
+                "processor" => core = value.trim().parse::<usize>().ok(),
+                "cpu MHz" if core.is_some_and(|core| self.cores.contains(&core)) => {
+                    clocks.extend(value.trim().parse::<f64>().ok());
+                }
+                _ => {}
+            }
+        }
+        Some(clocks)
+    }
+
+    /// Directories of the sensors inside processors.
+    fn sensors(&self) -> Vec<PathBuf> {
+        let named =
+            |at: &PathBuf| text(&at.join("name")).is_some_and(|name| SENSORS.contains(&name.as_str()));
+        entries(&self.root.join("sys/class/hwmon"), "hwmon").into_iter().filter(named).collect()
+    }
+
+    /// The hottest package. `Tctl` of old AMD parts has an offset for their fans, so that `Tdie` wins.
+    fn temperature_c(&self) -> Option<f64> {
+        let mut die = Vec::new();
+        let mut other = Vec::new();
+        for sensor in self.sensors() {
+            for input in entries(&sensor, "temp").iter().filter_map(|at| at.to_str()?.strip_suffix("_input"))
+            {
+                let Some(degrees) = number(Path::new(&format!("{input}_input"))).map(|milli| milli / 1e3)
+                else {
+                    continue;
+                };
+                let label = text(Path::new(&format!("{input}_label"))).unwrap_or_default();
+                if label == "Tdie" { die.push(degrees) } else { other.push(degrees) }
+            }
+        }
+        let readings = if die.is_empty() { other } else { die };
+        readings.into_iter().reduce(f64::max)
+    }
+
+    fn sensor_power_w(&self) -> Option<f64> {
+        let of = |sensor: PathBuf| {
+            let inputs = ["power1_average", "power1_input"].map(|file| number(&sensor.join(file)));
+            inputs.into_iter().flatten().next().map(|microwatts| microwatts / 1e6)
+        };
+        let watts: Vec<f64> = self.sensors().into_iter().filter_map(of).collect();
+        (!watts.is_empty()).then(|| watts.iter().sum())
+    }
+
+    /// Joules that all packages used since the first reading.
+    fn energy_j(&self) -> Option<f64> {
+        let zones = entries(&self.root.join("sys/class/powercap"), "intel-rapl:");
+        let package = |at: &PathBuf| text(&at.join("name")).is_some_and(|name| name.starts_with("package"));
+        let mut meters = self.meters.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut found = false;
+        for zone in zones.into_iter().filter(package) {
+            let Some(now) = text(&zone.join("energy_uj")).and_then(|text| text.parse::<u64>().ok()) else {
+                continue;
+            };
+            found = true;
+            let used = match meters.last.iter_mut().find(|(known, _)| *known == zone) {
+                Some((_, last)) => {
+                    let before = std::mem::replace(last, now);
+                    let range = text(&zone.join("max_energy_range_uj")).and_then(|text| text.parse().ok());
+                    // fallen: wrapped once; without a range what was used is not known
+                    now.checked_sub(before)
+                        .or(range.map(|range: u64| range.saturating_sub(before).saturating_add(now)))
+                }
+                None => {
+                    meters.last.push((zone, now));
+                    None
+                }
+            };
+            meters.joules += used.unwrap_or(0) as f64 / 1e6;
+        }
+        found.then_some(meters.joules)
+    }
+
+    /// Mean power since the reading before.
+    fn mean_power_w(&self, energy_j: Option<f64>) -> Option<f64> {
+        let (now, joules) = (Instant::now(), energy_j?);
+        let mut meters = self.meters.lock().unwrap_or_else(PoisonError::into_inner);
+        let (then, before) = meters.read_at.replace((now, joules))?;
+        let seconds = (now - then).as_secs_f64();
+        // the counters move every millisecond
+        (seconds > 0.01).then(|| (joules - before) / seconds)
+    }
+}
+
+fn text(path: &Path) -> Option<String> {
+    std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
+}
+
+fn number(path: &Path) -> Option<f64> {
+    text(path)?.parse().ok().filter(|number: &f64| number.is_finite())
+}
+
+fn mean(numbers: &[f64]) -> Option<f64> {
+    (!numbers.is_empty()).then(|| numbers.iter().sum::<f64>() / numbers.len() as f64)
+}
+
+/// What is in `directory` and begins with `prefix`, in order.
+fn entries(directory: &Path, prefix: &str) -> Vec<PathBuf> {
+    let found = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let begins = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with(prefix)
+    };
+    let mut paths: Vec<PathBuf> = found.map(|entry| entry.path()).filter(begins).collect();
+    paths.sort();
+    paths
+}
+
+/// The sum of `file` over all entries of `directory`, if there is any.
+fn sum_of(directory: &Path, prefix: &str, file: &str) -> Option<u64> {
+    let counts = entries(directory, prefix).into_iter();
+    counts.filter_map(|at| text(&at.join(file))?.parse::<u64>().ok()).reduce(u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A directory that goes when it is dropped.
+    struct Scratch(PathBuf);
+
+    impl Scratch {
+        fn new(name: &str) -> Scratch {
+            let path = std::env::temp_dir().join(format!("mixfleet-health-{name}-{}", std::process::id()));
+            std::fs::create_dir_all(&path).unwrap();
+            Scratch(path)
+        }
+
+        fn write(&self, files: &[(&str, &str)]) {
+            for (path, text) in files {
+                let path = self.0.join(path);
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(path, text).unwrap();
+            }
+        }
+    }
+
+    impl Drop for Scratch {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn an_empty_machine_tells_nothing() {
+        let scratch = Scratch::new("empty");
+        assert_eq!(HealthReader::new(&scratch.0, &[0]).read(), Health::default());
+    }
+
+    #[test]
+    fn a_server_tells_all() {
+        let scratch = Scratch::new("server");
+        scratch.write(&[
+            ("sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq", "3000000\n"),
+            ("sys/devices/system/cpu/cpu1/cpufreq/scaling_cur_freq", "3500000\n"),
+            ("sys/class/hwmon/hwmon0/name", "nvme\n"),
+            ("sys/class/hwmon/hwmon0/temp1_input", "99000\n"),
+            ("sys/class/hwmon/hwmon1/name", "k10temp\n"),
+            ("sys/class/hwmon/hwmon1/temp1_input", "90000\n"),
+            ("sys/class/hwmon/hwmon1/temp1_label", "Tctl\n"),
+            ("sys/class/hwmon/hwmon1/temp2_input", "63125\n"),
+            ("sys/class/hwmon/hwmon1/temp2_label", "Tdie\n"),
+            ("sys/class/hwmon/hwmon2/name", "zenpower\n"),
+            ("sys/class/hwmon/hwmon2/power1_input", "123500000\n"),
+            ("sys/class/powercap/intel-rapl:0/name", "package-0\n"),
+            ("sys/class/powercap/intel-rapl:0/energy_uj", "1000000\n"),
+            ("sys/devices/system/edac/mc/mc0/ce_count", "3\n"),
+            ("sys/devices/system/edac/mc/mc1/ce_count", "4\n"),
+            ("sys/devices/system/edac/mc/mc0/ue_count", "0\n"),
+        ]);
+        let expected = Health {
+            temperature_c: Some(63.125),
+            power_w: Some(123.5),
+            energy_j: Some(0.0),
+            clock_mhz: Some(3250.0),
+            errors_corrected: Some(7),
+            errors_uncorrected: Some(0),
+        };
+        assert_eq!(HealthReader::new(&scratch.0, &[0, 1]).read(), expected);
+    }
+
+    #[test]
+    fn the_clock_comes_from_cpuinfo_where_no_driver_tells() {
+        let scratch = Scratch::new("cpuinfo");
+        let cpu = |n: u32, mhz: u32| format!("processor\t: {n}\ncpu MHz\t\t: {mhz}.500\n\n");
+        scratch.write(&[("proc/cpuinfo", &(cpu(0, 1000) + &cpu(1, 2000) + &cpu(2, 4000)))]);
+        assert_eq!(HealthReader::new(&scratch.0, &[1, 2]).read().clock_mhz, Some(3000.5));
+    }
+
+    #[test]
+    fn the_energy_counter_never_falls() {
+        let scratch = Scratch::new("energy");
+        let package = |energy: &str| {
+            scratch.write(&[
+                ("sys/class/powercap/intel-rapl:0/name", "package-0"),
+                ("sys/class/powercap/intel-rapl:0/max_energy_range_uj", "10000000"),
+                ("sys/class/powercap/intel-rapl:0/energy_uj", energy),
+                // a part of the package, which is counted already
+                ("sys/class/powercap/intel-rapl:0:0/name", "core"),
+                ("sys/class/powercap/intel-rapl:0:0/energy_uj", "5000000"),
+            ]);
+        };
+        package("7000000");
+        let reader = HealthReader::new(&scratch.0, &[0]);
+        assert_eq!(reader.read().energy_j, Some(0.0));
+        package("9500000");
+        assert_eq!(reader.read().energy_j, Some(2.5));
+        package("1000000");
+        assert_eq!(reader.read().energy_j, Some(4.0), "wrapped at 10 J");
+        package("rubbish");
+        assert_eq!(reader.read().energy_j, None);
+        package("1500000");
+        assert_eq!(reader.read().energy_j, Some(4.5));
+    }
+}
