@@ -1,1 +1,58 @@
-//! Devices reached through wgpu.
+//! Devices reached through wgpu: Vulkan, Metal and DX12 adapters, with every operation in f32, bf16 and f16,
+//! computed in f32.
+//!
+//! Nothing is linked: drivers are loaded at run time, and without any the backend says what to install.
+//!
+//! **What wgpu cannot do.** It has no tensor cores (cooperative matrices are experimental), no copies between
+//! devices, no pinned or imported host memory, no export of a buffer, and no counters of health: weights are
+//! copied in, KV crosses a link through the host, arithmetic runs on the vector units. It serves GPUs that have
+//! nothing better, and shows on one machine what a mixed fleet does. One queue carries all of a device's
+//! commands and transfers, in the order of submission.
+//!
+//! **Limits.** A buffer holds at most what the adapter allows (often 2 to 4 GiB), and a kernel sees at most
+//! `max_storage_buffer_binding_size` of it; `plan.rs` says how larger weights and pools are cut. Heads have at
+//! most 512 elements, and an even number of them where they are stored in 16 bits. Eight-bit floats are not
+//! supported. A selector counts the adapters of one interface: Vulkan, else Metal, else DX12.
+//!
+//! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside its table
+//! is never followed. What is written then is NaN (`embed`, `kv_gather`), nothing (`kv_write`, `kv_scatter`), or
+//! attention without the missing keys; where `query_start` or `context` make no sense, queries are left out and
+//! their rows of the output stay as they are.
+//!
+//! KV pages are `[kv_heads, page_tokens, head_dim]` inside, preferably of 16 tokens.
+
+// Trusted shaders and Vulkan's memory heaps are behind unsafe calls; each block says why it is sound.
+#![allow(unsafe_code)]
+
+mod clock;
+mod device;
+mod faults;
+mod kernels;
+mod memory;
+mod pipelines;
+mod plan;
+mod queue;
+
+pub use device::{Tuning, WgpuDevice};
+
+use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Result};
+use std::sync::Arc;
+
+/// Finds and opens adapters: `wgpu` is the first, `wgpu:1` the second.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WgpuBackend;
+
+impl Backend for WgpuBackend {
+    fn name(&self) -> &'static str {
+        "wgpu"
+    }
+
+    fn probe(&self) -> std::result::Result<Vec<DeviceInfo>, Absent> {
+        let found = device::adapters()?;
+        Ok(found.iter().enumerate().map(|(i, adapter)| device::info(i, adapter, Tuning::default())).collect())
+    }
+
+    fn open(&self, selector: &str) -> Result<Arc<dyn Device>> {
+        Ok(Arc::new(WgpuDevice::open(device::index_of(selector)?, Tuning::default())?))
+    }
+}

@@ -1,0 +1,303 @@
+//! Finding and opening adapters.
+
+use crate::kernels;
+use crate::memory::{Link, Memory};
+use crate::pipelines::{IMMEDIATE_BYTES, Pipelines};
+use crate::plan::{Demands, Planner};
+use crate::queue::WgpuQueue;
+use mixfleet_hal::units::Bytes;
+use mixfleet_hal::{
+    Absent, DType, Device, DeviceInfo, DeviceKind, Error, ErrorKind, Export, Health, HostMemory, Limits,
+    OpSig, Queue, Result, Role, Slice, Support,
+};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, OnceLock};
+use wgpu::{
+    Adapter, Backends, DeviceDescriptor, DeviceType, Features, Instance, InstanceDescriptor, InstanceFlags,
+    MemoryHints,
+};
+
+/// What a device is held to beside its adapter's own limits. For tests, mostly.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tuning {
+    /// Never uses subgroups, though the adapter has them.
+    pub without_subgroups: bool,
+    /// Binds no more than this many bytes at once, though the adapter would.
+    pub binding_bytes_max: Option<u64>,
+}
+
+/// Storage buffers that a kernel binds: attention's six inputs, a view and two outputs.
+const BINDINGS_MAX: u32 = 9;
+/// Threads of the largest group.
+const GROUP_MAX: u32 = 256;
+/// Shared memory of the largest group: prefill's tiles of 2 x 8.5 KiB, 4 KiB of scores, and small change;
+/// decode's 8 queries of 512, 8 KiB of scores and 1 KiB of addresses.
+const SHARED_BYTES_MAX: u32 = 26 << 10;
+/// The longest head: its queries fill shared memory.
+const HEAD_DIM_MAX: u32 = 512;
+/// Kernels count elements in 32 bits, and 2^31 bytes are at most 2^30 elements of 16 bits.
+const WINDOW_BYTES_MAX: u64 = 1 << 31;
+
+/// The number behind `wgpu:`; the bare name is 0.
+pub(crate) fn index_of(selector: &str) -> Result<usize> {
+    let bad = || Error::invalid(format!("'{selector}' names no wgpu device; use 'wgpu' or 'wgpu:N'"));
+    match selector.strip_prefix("wgpu").ok_or_else(bad)? {
+        "" => Ok(0),
+        rest => rest.strip_prefix(':').and_then(|n| n.parse().ok()).ok_or_else(bad),
+    }
+}
+
+/// Every adapter of the first interface that has any: a part seen through Vulkan and through DX12 is the
+/// same part twice.
+pub(crate) fn adapters() -> std::result::Result<Vec<Adapter>, Absent> {
+    // drivers are loaded once per process
+    static INSTANCE: OnceLock<Instance> = OnceLock::new();
+    let find = || {
+        let instance = INSTANCE.get_or_init(|| {
+            let mut descriptor = InstanceDescriptor::new_without_display_handle();
+            descriptor.backends = Backends::VULKAN | Backends::METAL | Backends::DX12;
+            descriptor.flags = InstanceFlags::empty();
+            Instance::new(descriptor)
+        });
+        let interfaces = [Backends::VULKAN, Backends::METAL, Backends::DX12].into_iter();
+        let found = interfaces.map(|one| pollster::block_on(instance.enumerate_adapters(one)));
+        found.into_iter().find(|adapters| !adapters.is_empty()).unwrap_or_default()
+    };
+    let found = catch_unwind(AssertUnwindSafe(find))
+        .map_err(|_| Absent::new("wgpu: a driver failed while it was asked for its adapters"))?;
+    if found.is_empty() {
+        return Err(Absent::new(
+            "no Vulkan, Metal or DX12 adapter; on Linux install the Vulkan loader and a driver (Debian: libvulkan1 \
+             and the GPU vendor's, or mesa-vulkan-drivers, which also runs Vulkan on the CPU)",
+        ));
+    }
+    Ok(found)
+}
+
+/// Bytes of the device's own memory. wgpu does not tell; Vulkan does, by heaps.
+#[cfg(any(target_os = "linux", target_os = "windows"))]
+fn memory_bytes(adapter: &Adapter) -> Option<u64> {
+    // SAFETY: the handles are used while `adapter` is held, and are not destroyed.
+    let vulkan = unsafe { adapter.as_hal::<wgpu::hal::api::Vulkan>() }?;
+    let instance = vulkan.shared_instance().raw_instance();
+    // SAFETY: the physical device belongs to this instance, and the call only returns facts about it.
+    let told = unsafe { instance.get_physical_device_memory_properties(vulkan.raw_physical_device()) };
+    let heaps = told.memory_heaps.iter().take(told.memory_heap_count as usize);
+    // VK_MEMORY_HEAP_DEVICE_LOCAL_BIT is 1
+    heaps.filter(|heap| heap.flags.as_raw() & 1 != 0).map(|heap| heap.size).max()
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "windows")))]
+fn memory_bytes(_: &Adapter) -> Option<u64> {
+    None
+}
+
+fn kind(adapter: DeviceType) -> DeviceKind {
+    match adapter {
+        DeviceType::Cpu => DeviceKind::Cpu,
+        DeviceType::Other => DeviceKind::Accelerator,
+        DeviceType::DiscreteGpu | DeviceType::IntegratedGpu | DeviceType::VirtualGpu => DeviceKind::Gpu,
+    }
+}
+
+/// Features that are used where they are present.
+const WANTED: Features =
+    Features::SUBGROUP.union(Features::TIMESTAMP_QUERY).union(Features::TIMESTAMP_QUERY_INSIDE_ENCODERS);
+
+/// Static facts about adapter number `index`.
+pub(crate) fn info(index: usize, adapter: &Adapter, tuning: Tuning) -> DeviceInfo {
+    let told = adapter.get_info();
+    let limits = adapter.limits();
+    let driver = format!("{} {}", told.driver, told.driver_info);
+    let memory = memory_bytes(adapter);
+    let features = adapter.features() & WANTED;
+    let mut notes = vec![
+        ("interface".to_owned(), told.backend.to_string()),
+        ("driver".to_owned(), driver.clone()),
+        ("subgroup".to_owned(), format!("{} to {}", told.subgroup_min_size, told.subgroup_max_size)),
+        ("binding".to_owned(), format!("{} bytes at most", limits.max_storage_buffer_binding_size)),
+    ];
+    if !told.device_pci_bus_id.is_empty() {
+        notes.push(("pci".to_owned(), told.device_pci_bus_id.clone()));
+    }
+    if memory.is_none() {
+        notes.push(("memory".to_owned(), "not told; the largest allocation stands for it".to_owned()));
+    }
+    let bound = tuning.binding_bytes_max.unwrap_or(limits.max_storage_buffer_binding_size);
+    let subgroups = features.contains(Features::SUBGROUP) && !tuning.without_subgroups;
+    let fingerprint = format!(
+        "wgpu/{}/{}/{driver}/kernels-{:016x}/bind-{bound}{}",
+        told.backend,
+        told.name,
+        kernels::digest(),
+        if subgroups { "/subgroups" } else { "" }
+    );
+    DeviceInfo {
+        id: format!("wgpu:{index}"),
+        backend: "wgpu".to_owned(),
+        fingerprint,
+        name: told.name,
+        kind: kind(told.device_type),
+        memory: Bytes(memory.unwrap_or(limits.max_buffer_size) as f64),
+        // no interface tells it
+        compute_units: 0,
+        notes,
+    }
+}
+
+/// What a device shares with its queues.
+pub(crate) struct Shared {
+    pub(crate) link: Link,
+    pub(crate) pipelines: Pipelines,
+    pub(crate) demands: Demands,
+    /// The device has timestamps; nanoseconds of a tick.
+    pub(crate) tick_ns: Option<f64>,
+}
+
+/// An open device.
+pub struct WgpuDevice {
+    info: DeviceInfo,
+    limits: Limits,
+    shared: Arc<Shared>,
+}
+
+impl WgpuDevice {
+    /// Opens adapter number `index`.
+    ///
+    /// # Errors
+    /// `Invalid` when there is no such adapter, `Unsupported` when it lacks what the kernels need, or what the
+    /// driver says.
+    pub fn open(index: usize, tuning: Tuning) -> Result<WgpuDevice> {
+        let found = adapters().map_err(|absent| Error::invalid(format!("wgpu: {absent}")))?;
+        let count = found.len();
+        let adapter = found
+            .get(index)
+            .ok_or_else(|| Error::invalid(format!("wgpu:{index}: there are {count} devices, from 0")))?;
+        let info = info(index, adapter, tuning);
+        let limits = adapter.limits();
+        let lacks = |what: &str, has: u32, needs: u32| {
+            let message = format!("wgpu:{index} ({}): {what}: {has}; {needs} are needed", info.name);
+            if has < needs { Err(Error::unsupported(message)) } else { Ok(()) }
+        };
+        let immediates = adapter.features().contains(Features::IMMEDIATES);
+        lacks("immediate bytes", u32::from(immediates) * limits.max_immediate_size, IMMEDIATE_BYTES)?;
+        lacks("storage buffers of a kernel", limits.max_storage_buffers_per_shader_stage, BINDINGS_MAX)?;
+        lacks("threads of a group", limits.max_compute_invocations_per_workgroup, GROUP_MAX)?;
+        lacks("shared bytes of a group", limits.max_compute_workgroup_storage_size, SHARED_BYTES_MAX)?;
+        let required_features = (adapter.features() & WANTED) | Features::IMMEDIATES;
+        let descriptor = DeviceDescriptor {
+            label: None,
+            required_features,
+            required_limits: limits.clone(),
+            memory_hints: MemoryHints::Performance,
+            ..Default::default()
+        };
+        let asked =
+            catch_unwind(AssertUnwindSafe(|| pollster::block_on(adapter.request_device(&descriptor))));
+        let failed = |why: String| Error::new(ErrorKind::Other, format!("wgpu:{index}: opening: {why}"));
+        let (device, queue) = asked
+            .map_err(|_| failed("wgpu panicked".to_owned()))?
+            .map_err(|error| failed(error.to_string()))?;
+        let timed = required_features.contains(WANTED & !Features::SUBGROUP);
+        let tick_ns = timed.then(|| f64::from(queue.get_timestamp_period()));
+        let subgroups = required_features.contains(Features::SUBGROUP) && !tuning.without_subgroups;
+        let binding = limits.max_storage_buffer_binding_size.min(WINDOW_BYTES_MAX);
+        let shared = Shared {
+            link: Link::new(device, queue),
+            pipelines: Pipelines::new(subgroups),
+            demands: Demands {
+                binding_bytes_max: tuning.binding_bytes_max.unwrap_or(binding).min(binding),
+                binding_align: limits.min_storage_buffer_offset_alignment.into(),
+            },
+            tick_ns,
+        };
+        let limits = Limits {
+            // a buffer is padded by up to 31 bytes
+            allocation_bytes_max: limits.max_buffer_size.saturating_sub(32),
+            // a window around an operand begins where the adapter likes it; kernels count words from there
+            alignment_bytes: 4,
+            imports_host_memory: false,
+            kv_page_tokens: 16,
+            replay_pays: false,
+        };
+        Ok(WgpuDevice { info, limits, shared: Arc::new(shared) })
+    }
+
+    /// Takes the device away, as a driver reset would. For tests.
+    #[doc(hidden)]
+    pub fn lose(&self) {
+        self.shared.link.device.destroy();
+        // the loss is reported by a poll
+        let _ = self.shared.link.guard("losing", || self.shared.link.device.poll(wgpu::PollType::Poll));
+    }
+}
+
+impl Device for WgpuDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn support(&self, sig: &OpSig) -> Support {
+        if sig.check().is_err() {
+            return Support::No;
+        }
+        let narrow = |dtype: DType| dtype.size_bytes() < 4;
+        let supported = match *sig {
+            // rows of heads in 16 bits begin with a word
+            OpSig::AttnPrefill { head_dim, x, kv, .. } | OpSig::AttnDecode { head_dim, x, kv, .. } => {
+                head_dim <= HEAD_DIM_MAX && (head_dim % 2 == 0 || !(narrow(x) || narrow(kv)))
+            }
+            OpSig::KvWrite { head_dim, kv, .. }
+            | OpSig::KvGather { head_dim, kv, .. }
+            | OpSig::KvScatter { head_dim, kv, .. } => head_dim % 2 == 0 || !narrow(kv),
+            _ => true,
+        };
+        let known = sig.operands().iter().all(|operand| operand.dtype != DType::F8E4m3);
+        if supported && known && Planner::supports(self.shared.demands, sig) {
+            Support::Native
+        } else {
+            Support::No
+        }
+    }
+
+    fn alloc(&self, bytes: u64, _: Role) -> Result<Slice> {
+        self.shared.link.faults.alive()?;
+        if bytes > self.limits.allocation_bytes_max {
+            let max = self.limits.allocation_bytes_max;
+            let message = format!("wgpu: {bytes} bytes in one buffer; this device allows {max}");
+            return Err(Error::new(ErrorKind::OutOfMemory, message));
+        }
+        Ok(Slice::whole(Arc::new(Memory::new(&self.shared.link, bytes)?)))
+    }
+
+    fn import(&self, _: Arc<dyn HostMemory>) -> Result<Slice> {
+        self.shared.link.faults.alive()?;
+        Err(Error::unsupported("wgpu: host memory cannot be used in place; copy it in"))
+    }
+
+    fn export(&self, _: &Slice) -> Option<Export> {
+        None
+    }
+
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        self.shared.link.write(to, data)
+    }
+
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        self.shared.link.read(from, data)
+    }
+
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        self.shared.link.faults.alive()?;
+        Ok(Box::new(WgpuQueue::new(self.shared.clone())))
+    }
+
+    /// wgpu tells nothing of it.
+    fn health(&self) -> Health {
+        Health::default()
+    }
+}

@@ -1,0 +1,135 @@
+//! The WGSL texts and their specialisations.
+
+use mixfleet_hal::DType;
+use std::fmt::{Display, Write};
+
+const COMMON: &str = include_str!("kernels/common.wgsl");
+const REDUCE_GROUPS: &str = include_str!("kernels/reduce_groups.wgsl");
+const REDUCE_SUBGROUPS: &str = include_str!("kernels/reduce_subgroups.wgsl");
+
+/// A file of kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum File {
+    Elements,
+    Rows,
+    Gemm,
+    Kv,
+    Attention,
+    Merge,
+}
+
+impl File {
+    const ALL: [File; 6] = [File::Elements, File::Rows, File::Gemm, File::Kv, File::Attention, File::Merge];
+
+    const fn text(self) -> &'static str {
+        match self {
+            File::Elements => include_str!("kernels/elements.wgsl"),
+            File::Rows => include_str!("kernels/rows.wgsl"),
+            File::Gemm => include_str!("kernels/gemm.wgsl"),
+            File::Kv => include_str!("kernels/kv.wgsl"),
+            File::Attention => include_str!("kernels/attention.wgsl"),
+            File::Merge => include_str!("kernels/merge.wgsl"),
+        }
+    }
+
+    /// Constants of its own that a text needs even where the entry point in use does not.
+    const fn defaults(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            File::Elements => &[("UNIT", "1u")],
+            File::Gemm => &[("WIDE", "false"), ("ROWS", "1u")],
+            _ => &[],
+        }
+    }
+}
+
+/// The value of a constant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Value {
+    Number(u32),
+    Flag(bool),
+    Type(DType),
+}
+
+impl Display for Value {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Value::Number(number) => write!(f, "{number}u"),
+            Value::Flag(flag) => write!(f, "{flag}"),
+            Value::Type(DType::Bf16) => f.write_str("BF16"),
+            Value::Type(DType::F16) => f.write_str("F16"),
+            Value::Type(_) => f.write_str("F32"),
+        }
+    }
+}
+
+/// A specialised kernel: the key of the pipeline cache.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Kernel {
+    pub(crate) file: File,
+    pub(crate) entry: &'static str,
+    /// Threads of a group.
+    pub(crate) group: u32,
+    /// Values that are summed over a group at once; 0: none.
+    pub(crate) sums: u32,
+    consts: Vec<(&'static str, Value)>,
+}
+
+impl Kernel {
+    pub(crate) fn new(file: File, entry: &'static str, group: u32) -> Kernel {
+        Kernel { file, entry, group, sums: 0, consts: Vec::new() }
+    }
+
+    fn with(mut self, name: &'static str, value: Value) -> Kernel {
+        self.consts.push((name, value));
+        self
+    }
+
+    /// With a number of its own.
+    pub(crate) fn number(self, name: &'static str, value: u32) -> Kernel {
+        self.with(name, Value::Number(value))
+    }
+
+    /// With a truth value of its own.
+    pub(crate) fn flag(self, name: &'static str, value: bool) -> Kernel {
+        self.with(name, Value::Flag(value))
+    }
+
+    /// With the dtype of an operand: `D0` .. `D5`, `OUT`.
+    pub(crate) fn dtype(self, name: &'static str, dtype: DType) -> Kernel {
+        self.with(name, Value::Type(dtype))
+    }
+
+    pub(crate) fn summing(mut self, sums: u32) -> Kernel {
+        self.sums = sums;
+        self
+    }
+
+    /// The whole text.
+    pub(crate) fn source(&self, subgroups: bool) -> String {
+        let mut text = String::new();
+        let mut constant = |name: &str, value: &dyn Display| {
+            // writing to a string does not fail
+            let _ = writeln!(text, "const {name} = {value};");
+        };
+        constant("GROUP", &Value::Number(self.group));
+        constant("SUMS", &Value::Number(self.sums.max(1)));
+        for (name, value) in &self.consts {
+            constant(name, value);
+        }
+        let types = ["D0", "D1", "D2", "D4", "D5", "OUT"].map(|name| (name, "F32"));
+        for (name, value) in types.iter().chain(self.file.defaults()) {
+            if !self.consts.iter().any(|(own, _)| own == name) {
+                constant(name, value);
+            }
+        }
+        let reduce = if subgroups && self.sums > 0 { REDUCE_SUBGROUPS } else { REDUCE_GROUPS };
+        [text.as_str(), COMMON, reduce, self.file.text()].join("\n")
+    }
+}
+
+/// A number that changes when a text does (FNV-1a).
+pub(crate) fn digest() -> u64 {
+    let texts = [COMMON, REDUCE_GROUPS, REDUCE_SUBGROUPS].into_iter().chain(File::ALL.map(File::text));
+    let bytes = texts.flat_map(str::bytes);
+    bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
+}

@@ -1,0 +1,94 @@
+// add, silu_mul, narrow, fill, embed: a thread per word of the output; rope: per UNIT pairs.
+
+struct Shape { count: u32, width: u32, heads: u32, first: u32, end: u32, word: u32 }
+
+fn thread_of(thread: Thread) -> u32 { return group_of(thread) * GROUP + thread.id; }
+
+@compute @workgroup_size(GROUP)
+fn add(thread: Thread) {
+    let i = thread_of(thread) * PER_WORD;
+    if i >= p.s.count { return; }
+    let more = i + 1u < p.s.count && PER_WORD == 2u;
+    let j = select(i, i + 1u, more);
+    put_word(i, in0(i) + in1(i), true, in0(j) + in1(j), more);
+}
+
+fn silu_times(gate: f32, up: f32) -> f32 { return gate / (1.0 + exp(-gate)) * up; }
+
+@compute @workgroup_size(GROUP)
+fn silu_mul(thread: Thread) {
+    let i = thread_of(thread) * PER_WORD;
+    if i >= p.s.count { return; }
+    let more = i + 1u < p.s.count && PER_WORD == 2u;
+    let j = select(i, i + 1u, more);
+    put_word(i, silu_times(in0(i), in1(i)), true, silu_times(in0(j), in1(j)), more);
+}
+
+// Rounds f32 results of rows whose words no thread of the kernel before owns; `word`: adds to the old ones.
+@compute @workgroup_size(GROUP)
+fn narrow(thread: Thread) {
+    let i = thread_of(thread) * PER_WORD;
+    if i >= p.s.count { return; }
+    let more = i + 1u < p.s.count && PER_WORD == 2u;
+    let j = select(i, i + 1u, more);
+    var a = in0(i);
+    var b = in0(j);
+    if p.s.word != 0u {
+        a += old(i);
+        b += old(j);
+    }
+    put_word(i, a, true, b, more);
+}
+
+@compute @workgroup_size(GROUP)
+fn fill(thread: Thread) {
+    let i = thread_of(thread);
+    if i < p.s.count { out0[p.to0 + i] = p.s.word; }
+}
+
+// Whether an id is in the part first .. end of the table that is bound; nothing is loaded otherwise.
+fn table_row(id: u32, d: u32) -> f32 {
+    if id >= p.s.first && id < p.s.end { return in1((id - p.s.first) * p.s.width + d); }
+    return bitcast<f32>(p.s.word); // NaN, which no later step can hide
+}
+
+// Whether this part of the table writes the row of `id`: its own, and the first part those of no part.
+// `heads` is the number of rows in the whole table.
+fn writes(id: u32) -> bool {
+    return (id >= p.s.first && id < p.s.end) || (id >= p.s.heads && p.s.first == 0u);
+}
+
+// out [tokens, width]
+@compute @workgroup_size(GROUP)
+fn embed(thread: Thread) {
+    let i = thread_of(thread) * PER_WORD;
+    if i >= p.s.count { return; }
+    let more = i + 1u < p.s.count && PER_WORD == 2u;
+    let j = select(i, i + 1u, more);
+    let id_a = b0[p.at0 + i / p.s.width];
+    let id_b = b0[p.at0 + j / p.s.width];
+    let a = table_row(id_a, i % p.s.width);
+    let b = table_row(id_b, j % p.s.width);
+    put_word(i, a, writes(id_a), b, more && writes(id_b));
+}
+
+// out0 = x [tokens, heads, 2 width], b0 = cos_sin [tokens, 2 width]. A thread rotates pairs d .. d + UNIT of a
+// head, which are whole words: UNIT is 1 for f32, else 2, or all of an odd `width`.
+@compute @workgroup_size(GROUP)
+fn rope(thread: Thread) {
+    let t = thread_of(thread);
+    let units = p.s.width / UNIT;
+    let head = t / units;
+    if head >= p.s.count { return; }
+    let first = t % units * UNIT;
+    for (var d = first; d < first + UNIT; d++) {
+        let at = head * 2u * p.s.width + d;
+        let table = head / p.s.heads * 2u * p.s.width + d;
+        let c = in0(table);
+        let s = in0(table + p.s.width);
+        let a = old(at);
+        let b = old(at + p.s.width);
+        put(at, a * c - b * s);
+        put(at + p.s.width, b * c + a * s);
+    }
+}

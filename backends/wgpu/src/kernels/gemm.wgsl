@@ -1,0 +1,144 @@
+// out [m, ld] from its column `col`: x [m, k] . weight [n, k]^T (+ bias [n]) (+ out). n is the number of rows
+// of the weight that are bound. WIDE: k is a multiple of 8 and rows begin at multiples of 16 bytes.
+//
+// Rows and columns past the edge repeat the last one and are not stored, so that no load leaves its operand.
+// A thread stores pairs of columns that begin with an even one: whole words, as n is even where OUT has 16
+// bits and `col` always.
+
+struct Shape { m: u32, n: u32, k: u32, ld: u32, col: u32, bias: u32, accumulate: u32 }
+
+// Elements i .. i + 8 of row `row`; past the row's end, 0.
+fn x8(row: u32, i: u32) -> Octet {
+    let at = p.at0 + row * p.s.k + i;
+    if WIDE {
+        if D0 == F32 { return Octet(bitcast<vec4<f32>>(v0[at / 4u]), bitcast<vec4<f32>>(v0[at / 4u + 1u])); }
+        return octet(D0, v0[at / 8u]);
+    }
+    var v: array<f32, 8>;
+    for (var j = 0u; j < min(8u, p.s.k - i); j++) { v[j] = in0(at - p.at0 + j); }
+    return Octet(vec4(v[0], v[1], v[2], v[3]), vec4(v[4], v[5], v[6], v[7]));
+}
+
+fn w8(row: u32, i: u32) -> Octet {
+    let at = p.at1 + row * p.s.k + i;
+    if WIDE {
+        if D1 == F32 { return Octet(bitcast<vec4<f32>>(v1[at / 4u]), bitcast<vec4<f32>>(v1[at / 4u + 1u])); }
+        return octet(D1, v1[at / 8u]);
+    }
+    var v: array<f32, 8>;
+    for (var j = 0u; j < min(8u, p.s.k - i); j++) { v[j] = in1(at - p.at1 + j); }
+    return Octet(vec4(v[0], v[1], v[2], v[3]), vec4(v[4], v[5], v[6], v[7]));
+}
+
+fn finished(row: u32, col: u32, sum: f32) -> f32 {
+    var total = sum;
+    if p.s.bias != 0u { total += in2(col); }
+    if p.s.accumulate != 0u { total += old(row * p.s.ld + p.s.col + col); }
+    return total;
+}
+
+fn finish(row: u32, col: u32, a: f32, b: f32) {
+    if row >= p.s.m || col >= p.s.n { return; }
+    let more = col + 1u < p.s.n;
+    let second = select(col, col + 1u, more);
+    let at = row * p.s.ld + p.s.col + col;
+    let left = finished(row, col, a);
+    let right = finished(row, second, b);
+    if more {
+        put2(at, left, right);
+    } else {
+        put(at, left);
+    }
+}
+
+// For few rows: the weights are read once per ROWS rows, which is all that counts. A group computes COLS
+// columns, its threads along k.
+const COLS = 4u;
+
+@compute @workgroup_size(GROUP)
+fn few_rows(thread: Thread) {
+    let across = (p.s.n + COLS - 1u) / COLS;
+    let down = (p.s.m + ROWS - 1u) / ROWS;
+    let group = group_of(thread);
+    if group >= across * down { return; }
+    let col0 = group % across * COLS;
+    let row0 = group / across * ROWS;
+    var acc: array<f32, SUMS>; // [ROWS, COLS]
+    for (var i = thread.id * 8u; i < p.s.k; i += GROUP * 8u) {
+        var w: array<Octet, COLS>;
+        for (var c = 0u; c < COLS; c++) { w[c] = w8(min(col0 + c, p.s.n - 1u), i); }
+        for (var r = 0u; r < ROWS; r++) {
+            let x = x8(min(row0 + r, p.s.m - 1u), i);
+            for (var c = 0u; c < COLS; c++) { acc[r * COLS + c] += dot8(x, w[c]); }
+        }
+    }
+    sums(thread, &acc);
+    for (var i = thread.id; i < ROWS * COLS / 2u; i += GROUP) {
+        let r = i / (COLS / 2u);
+        let c = i % (COLS / 2u) * 2u;
+        finish(row0 + r, col0 + c, acc[r * COLS + c], acc[r * COLS + c + 1u]);
+    }
+}
+
+// For many rows: tiles of 64 x 64 through shared memory, 4 x 4 sums for each of 256 threads.
+const TILE = 64u;
+const DEPTH4 = 4u; // of a tile, in vectors of 4 along k
+const SIDE = 16u;
+// a row of 5 vectors: 8 threads that load 16 bytes of neighbouring rows each touch all 32 banks once
+const STRIDE = 5u;
+
+var<workgroup> xs: array<vec4<f32>, TILE * STRIDE>;
+var<workgroup> ws: array<vec4<f32>, TILE * STRIDE>;
+
+// Where a tile's column lies in `ws`: thread t takes columns 2t, 2t + 1, 2t + 32, 2t + 33 (pairs, for whole
+// words of the output) and finds them at t, t + 16, t + 32, t + 48.
+fn place(col: u32) -> u32 { return (col % 32u) / 2u + SIDE * (col % 2u + col / 32u * 2u); }
+
+@compute @workgroup_size(GROUP)
+fn many_rows(thread: Thread) {
+    let across = (p.s.n + TILE - 1u) / TILE;
+    let down = (p.s.m + TILE - 1u) / TILE;
+    let group = group_of(thread);
+    if group >= across * down { return; }
+    let col0 = group % across * TILE;
+    let row0 = group / across * TILE;
+    let tx = thread.id % SIDE;
+    let ty = thread.id / SIDE;
+    // half of the threads load x, half the weight: 64 lines of two octets
+    let line = thread.id / 2u % TILE;
+    let side = thread.id % 2u;
+    var acc: array<array<f32, 4>, 4>;
+    for (var k0 = 0u; k0 < p.s.k; k0 += DEPTH4 * 4u) {
+        let i = k0 + side * 8u;
+        var v: Octet;
+        if i < p.s.k {
+            if thread.id < 2u * TILE {
+                v = x8(min(row0 + line, p.s.m - 1u), i);
+            } else {
+                v = w8(min(col0 + line, p.s.n - 1u), i);
+            }
+        }
+        workgroupBarrier();
+        if thread.id < 2u * TILE {
+            xs[line * STRIDE + side * 2u] = v.lo;
+            xs[line * STRIDE + side * 2u + 1u] = v.hi;
+        } else {
+            ws[place(line) * STRIDE + side * 2u] = v.lo;
+            ws[place(line) * STRIDE + side * 2u + 1u] = v.hi;
+        }
+        workgroupBarrier();
+        for (var d = 0u; d < DEPTH4; d++) {
+            var w: array<vec4<f32>, 4>;
+            for (var c = 0u; c < 4u; c++) { w[c] = ws[(tx + SIDE * c) * STRIDE + d]; }
+            for (var r = 0u; r < 4u; r++) {
+                let x = xs[(ty + SIDE * r) * STRIDE + d];
+                for (var c = 0u; c < 4u; c++) { acc[r][c] += dot(x, w[c]); }
+            }
+        }
+    }
+    for (var r = 0u; r < 4u; r++) {
+        for (var c = 0u; c < 4u; c += 2u) {
+            finish(row0 + ty + SIDE * r, col0 + 2u * tx + 16u * c, acc[r][c], acc[r][c + 1u]);
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! Device buffers, and the transfers between them and the host.
+
+use crate::faults::Faults;
+use mixfleet_hal::{Buffer, Error, ErrorKind, Result, Slice};
+use std::any::Any;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use wgpu::{BufferDescriptor, BufferUsages, CommandEncoderDescriptor, MapMode, PollType};
+
+/// Bindings that kernels read 16 bytes at a time end at a multiple of 16, and none may be empty.
+const PAD_BYTES: u64 = 16;
+/// Bytes that a transfer moves at once: what it takes of staging memory, twice.
+const STAGE_BYTES: u64 = 16 << 20;
+
+/// A buffer. wgpu frees it after the commands in flight that use it.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    buffer: wgpu::Buffer,
+    bytes: u64,
+}
+
+impl Memory {
+    /// `bytes` bytes on `link`'s device.
+    pub(crate) fn new(link: &Link, bytes: u64) -> Result<Memory> {
+        let size = bytes.next_multiple_of(PAD_BYTES) + PAD_BYTES;
+        let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
+        Ok(Memory { buffer: link.buffer("an allocation", size, usage)?, bytes })
+    }
+
+    /// The memory behind a slice.
+    pub(crate) fn of(slice: &Slice) -> Result<&Memory> {
+        let memory = slice.buffer.as_any().downcast_ref::<Memory>();
+        memory.ok_or_else(|| Error::invalid("wgpu: the slice belongs to another device"))
+    }
+
+    pub(crate) fn buffer(&self) -> &wgpu::Buffer {
+        &self.buffer
+    }
+}
+
+impl Buffer for Memory {
+    fn size_bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A wgpu device with its one queue, on which everything is ordered: a transfer follows all that was
+/// submitted before it, and precedes all that comes later.
+pub(crate) struct Link {
+    pub(crate) device: wgpu::Device,
+    pub(crate) queue: wgpu::Queue,
+    pub(crate) faults: Arc<Faults>,
+    /// Host-visible memory for `read`; the lock is held for the whole of a transfer, so that two that
+    /// share a word do not mix.
+    stage: Mutex<Option<wgpu::Buffer>>,
+}
+
+/// Waits for ever, for this or the last submission.
+fn until(submission_index: Option<wgpu::SubmissionIndex>) -> PollType {
+    PollType::Wait { submission_index, timeout: None }
+}
+
+impl Link {
+    pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue) -> Link {
+        let faults = Faults::listen(&device);
+        Link { device, queue, faults, stage: Mutex::new(None) }
+    }
+
+    /// Runs calls of wgpu; see [`Faults::guard`].
+    pub(crate) fn guard<T>(&self, place: &str, run: impl FnOnce() -> T) -> Result<T> {
+        self.faults.guard(&self.device, place, run)
+    }
+
+    pub(crate) fn buffer(&self, place: &str, size: u64, usage: BufferUsages) -> Result<wgpu::Buffer> {
+        let descriptor = BufferDescriptor { label: None, size, usage, mapped_at_creation: false };
+        self.guard(place, || self.device.create_buffer(&descriptor))
+    }
+
+    fn check(slice: &Slice, len: usize) -> Result<&Memory> {
+        let memory = Memory::of(slice)?;
+        let inside = slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= memory.bytes);
+        if len as u64 != slice.bytes || !inside {
+            let message = format!("wgpu: {len} bytes for {} at {}", slice.bytes, slice.offset);
+            return Err(Error::invalid(message));
+        }
+        Ok(memory)
+    }
+
+    /// Copies `data` to `to`. wgpu moves whole words: those at the ends are read and patched.
+    pub(crate) fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        let memory = Link::check(to, data.len())?;
+        let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut at, mut rest) = (to.offset, data);
+        while !rest.is_empty() {
+            let inside = (at % 4) as usize;
+            let word_end = (4 - inside).min(rest.len());
+            let (now, later) = if inside != 0 || rest.len() < 4 {
+                let mut word = [0; 4];
+                self.copy_out(&mut stage, memory, at - inside as u64, &mut word)?;
+                word[inside..inside + word_end].copy_from_slice(&rest[..word_end]);
+                self.copy_in(memory, at - inside as u64, &word)?;
+                rest.split_at(word_end)
+            } else {
+                let whole = rest.split_at(rest.len().min(STAGE_BYTES as usize) & !3);
+                self.copy_in(memory, at, whole.0)?;
+                whole
+            };
+            at += now.len() as u64;
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Copies whole words to the device, and starts.
+    fn copy_in(&self, memory: &Memory, at: u64, data: &[u8]) -> Result<()> {
+        let before = self.guard("write", || {
+            self.queue.write_buffer(&memory.buffer, at, data);
+            self.queue.submit([])
+        })?;
+        // a large upload keeps no more than its last piece in staging memory
+        if data.len() as u64 == STAGE_BYTES {
+            self.settle(before)?;
+        }
+        Ok(())
+    }
+
+    fn settle(&self, index: wgpu::SubmissionIndex) -> Result<()> {
+        let polled = self.guard("a wait", || self.device.poll(until(Some(index))))?;
+        polled.map_err(|error| Error::new(ErrorKind::Other, format!("wgpu: a wait: {error}")))?;
+        Ok(())
+    }
+
+    /// Copies `from` into `data`.
+    pub(crate) fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        let memory = Link::check(from, data.len())?;
+        let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut at = from.offset;
+        let mut rest = data;
+        while !rest.is_empty() {
+            let piece = rest.len().min((STAGE_BYTES - 4) as usize);
+            let (now, later) = rest.split_at_mut(piece);
+            self.copy_out(&mut stage, memory, at, now)?;
+            at += now.len() as u64;
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Copies at most a stage from any byte on.
+    fn copy_out(
+        &self,
+        stage: &mut Option<wgpu::Buffer>,
+        memory: &Memory,
+        at: u64,
+        data: &mut [u8],
+    ) -> Result<()> {
+        let first = at & !3;
+        let bytes = (at + data.len() as u64).next_multiple_of(4) - first;
+        if stage.as_ref().is_none_or(|stage| stage.size() < bytes) {
+            let size = bytes.next_power_of_two().max(1 << 16);
+            *stage = None;
+            *stage =
+                Some(self.buffer("staging memory", size, BufferUsages::MAP_READ | BufferUsages::COPY_DST)?);
+        }
+        let staged = stage.as_ref().expect("just made").clone();
+        let mapped = Arc::new(AtomicBool::new(false));
+        let done = mapped.clone();
+        let index = self.guard("read", || {
+            let mut encoder = self.device.create_command_encoder(&CommandEncoderDescriptor::default());
+            encoder.copy_buffer_to_buffer(&memory.buffer, first, &staged, 0, bytes);
+            let index = self.queue.submit([encoder.finish()]);
+            staged.map_async(MapMode::Read, 0..bytes, move |result| {
+                done.store(result.is_ok(), Ordering::Release)
+            });
+            index
+        });
+        let copied = index.and_then(|index| {
+            self.settle(index)?;
+            self.guard("mapping", || {
+                let range = staged.get_mapped_range(0..bytes).map_err(|error| error.to_string())?;
+                data.copy_from_slice(&range[(at - first) as usize..][..data.len()]);
+                drop(range);
+                staged.unmap();
+                Ok(())
+            })?
+            .map_err(|error: String| Error::new(ErrorKind::Other, format!("wgpu: mapping: {error}")))
+        });
+        if copied.is_err() {
+            // its state is not known
+            *stage = None;
+        }
+        copied
+    }
+}

@@ -1,0 +1,89 @@
+//! Compiled kernels, each compiled on first use and then kept.
+
+use crate::kernels::Kernel;
+use crate::memory::Link;
+use crate::plan::OUTPUTS;
+use mixfleet_hal::Result;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use wgpu::{
+    BindGroupLayout, BindGroupLayoutDescriptor, BindGroupLayoutEntry, BindingType, BufferBindingType,
+    ComputePipeline, ComputePipelineDescriptor, PipelineLayoutDescriptor, ShaderModuleDescriptor,
+    ShaderRuntimeChecks, ShaderSource, ShaderStages,
+};
+
+/// Bytes of immediates that every kernel may use; Vulkan guarantees as many.
+pub(crate) const IMMEDIATE_BYTES: u32 = 128;
+
+/// A kernel that can be dispatched.
+pub(crate) struct Pipeline {
+    pub(crate) pipeline: ComputePipeline,
+    pub(crate) layout: BindGroupLayout,
+}
+
+/// The pipelines of a device.
+pub(crate) struct Pipelines {
+    subgroups: bool,
+    kept: Mutex<HashMap<Kernel, Arc<Pipeline>>>,
+}
+
+impl Pipelines {
+    /// With kernels that use subgroups, or without.
+    pub(crate) fn new(subgroups: bool) -> Pipelines {
+        Pipelines { subgroups, kept: Mutex::default() }
+    }
+
+    /// The pipeline of `kernel` with these binding numbers, which follow from the kernel.
+    pub(crate) fn get(&self, link: &Link, kernel: &Kernel, numbers: &[u32]) -> Result<Arc<Pipeline>> {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pipeline) = kept.get(kernel) {
+            return Ok(pipeline.clone());
+        }
+        let place = format!("compiling {kernel:?}");
+        let built = link.guard(&place, || build(link, kernel, numbers, kernel.source(self.subgroups)))?;
+        Ok(kept.entry(kernel.clone()).or_insert(Arc::new(built)).clone())
+    }
+}
+
+fn build(link: &Link, kernel: &Kernel, numbers: &[u32], source: String) -> Pipeline {
+    let entries: Vec<_> = numbers
+        .iter()
+        .map(|&binding| BindGroupLayoutEntry {
+            binding,
+            visibility: ShaderStages::COMPUTE,
+            ty: BindingType::Buffer {
+                ty: BufferBindingType::Storage { read_only: binding < OUTPUTS },
+                has_dynamic_offset: false,
+                min_binding_size: None,
+            },
+            count: None,
+        })
+        .collect();
+    let layout =
+        link.device.create_bind_group_layout(&BindGroupLayoutDescriptor { label: None, entries: &entries });
+    let pipeline_layout = link.device.create_pipeline_layout(&PipelineLayoutDescriptor {
+        label: None,
+        bind_group_layouts: &[Some(&layout)],
+        immediate_size: IMMEDIATE_BYTES,
+    });
+    let text =
+        ShaderModuleDescriptor { label: Some(kernel.entry), source: ShaderSource::Wgsl(source.into()) };
+    // SAFETY: the texts are this crate's own. Each index is either computed from a shape that the operands
+    // were checked against (`Cmd::new`) and the windows were cut by (`Planner`), or is loaded and then
+    // compared with the bounds of what is bound before it is followed; loops end at such bounds; divisors
+    // are constants or dimensions of an operation that has elements, hence not 0.
+    let module = unsafe { link.device.create_shader_module_trusted(text, ShaderRuntimeChecks::unchecked()) };
+    let pipeline = link.device.create_compute_pipeline(&ComputePipelineDescriptor {
+        label: Some(kernel.entry),
+        layout: Some(&pipeline_layout),
+        module: &module,
+        entry_point: Some(kernel.entry),
+        compilation_options: wgpu::PipelineCompilationOptions {
+            // kernels write shared memory before they read it
+            zero_initialize_workgroup_memory: false,
+            ..Default::default()
+        },
+        cache: None,
+    });
+    Pipeline { pipeline, layout }
+}

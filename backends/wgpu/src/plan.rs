@@ -1,0 +1,435 @@
+//! From a command to dispatches and copies.
+//!
+//! **Cutting.** An adapter binds no more than so many bytes at once (128 MiB are guaranteed; a weight or a KV
+//! pool is often larger), so a command becomes as many dispatches as it takes for each to see a *window* of
+//! every operand that fits. There are two cases:
+//! - Rows that do not depend on each other (tokens, elements) are cut into runs of rows, of inputs and outputs
+//!   alike: [`Planner::runs`].
+//! - What is looked up (the weight of a `Gemm`, the table of an `Embed`, KV pools) is cut too, and each dispatch
+//!   does what its part allows: some columns, or the ids and slots in it. Attention over a part of a pool leaves
+//!   un-normalised output in scratch memory, which `attn_merge` recombines.
+//!
+//! What cannot be cut so small (a single row, the parts of an `AttnMerge`) is unsupported.
+//!
+//! **Asides.** wgpu forbids that a dispatch reads and writes one buffer through two bindings, even where they do
+//! not overlap. An input that shares its buffer with an output is copied aside first.
+//!
+//! **Half words.** A row of odd length in a 16-bit dtype shares a word with the next row. Kernels that give rows
+//! to groups leave such results in scratch memory as f32, and `narrow` rounds them, a thread per word.
+
+mod attention;
+mod gemm;
+mod kv;
+
+use crate::kernels::{File, Kernel};
+use mixfleet_hal::{DType, Error, OpSig, Result, Slice};
+use std::sync::Arc;
+
+/// Threads of a group in kernels without a reason for another number.
+const GROUP: u32 = 64;
+/// Threads of a group that works on a row.
+const ROW_GROUP: u32 = 256;
+/// Groups along a dimension of a grid, as every adapter allows.
+const GRID_MAX: u32 = 65535;
+/// Alignment within scratch memory: no adapter asks for more.
+const SCRATCH_ALIGN: u64 = 256;
+/// Bindings: inputs come from 0 on, their views of 16-byte vectors from 8 on, outputs from 16 on.
+const VIEWS: u32 = 8;
+/// The first binding of an output.
+pub(crate) const OUTPUTS: u32 = 16;
+/// NaN, which no constant in WGSL can be.
+const NAN: u32 = 0x7FC0_0000;
+
+/// Where an operand lies.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// In a caller's buffer.
+    Buffer(Slice),
+    /// In the queue's memory for inputs that were copied aside.
+    Aside,
+    /// In the queue's memory for intermediate results.
+    Scratch,
+}
+
+impl Place {
+    fn shares(&self, other: &Place) -> bool {
+        match (self, other) {
+            (Place::Buffer(a), Place::Buffer(b)) => Arc::ptr_eq(&a.buffer, &b.buffer),
+            (Place::Aside, Place::Aside) | (Place::Scratch, Place::Scratch) => true,
+            _ => false,
+        }
+    }
+}
+
+/// A range of memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Window {
+    pub(crate) place: Place,
+    /// First byte in the buffer.
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+}
+
+/// A window of elements.
+#[derive(Clone, Debug)]
+struct Operand {
+    window: Window,
+    dtype: DType,
+}
+
+impl Operand {
+    /// `count` elements from element `first` on.
+    fn part(&self, first: u64, count: u64) -> Operand {
+        let size = self.dtype.size_bytes();
+        let Window { place, offset, .. } = self.window.clone();
+        let window = Window { place, offset: offset + first * size, bytes: count * size };
+        Operand { window, dtype: self.dtype }
+    }
+
+    fn elements(&self) -> u64 {
+        self.window.bytes / self.dtype.size_bytes()
+    }
+}
+
+/// A piece of work for the device.
+#[derive(Clone, Debug)]
+pub(crate) enum Work {
+    Dispatch {
+        kernel: Kernel,
+        /// Binding numbers, and what is bound.
+        bindings: Vec<(u32, Window)>,
+        /// The immediates.
+        words: Vec<u32>,
+        /// Groups along x and y.
+        grid: (u32, u32),
+    },
+    /// Between ranges of equal length.
+    Copy { from: Window, to: Window },
+}
+
+/// What the adapter demands.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Demands {
+    /// Largest binding, in bytes.
+    pub(crate) binding_bytes_max: u64,
+    /// A binding begins at a multiple of this.
+    pub(crate) binding_align: u64,
+}
+
+/// Turns commands into work, and notes how much scratch memory that takes.
+pub(crate) struct Planner {
+    demands: Demands,
+    pub(crate) works: Vec<Work>,
+    pub(crate) aside_bytes: u64,
+    pub(crate) scratch_bytes: u64,
+    /// Scratch in use by the command in hand.
+    scratch_used: u64,
+}
+
+impl Planner {
+    pub(crate) fn new(demands: Demands) -> Planner {
+        Planner { demands, works: Vec::new(), aside_bytes: 0, scratch_bytes: 0, scratch_used: 0 }
+    }
+
+    /// Whether `sig` can be cut small enough for this adapter.
+    pub(crate) fn supports(demands: Demands, sig: &OpSig) -> bool {
+        // nothing is allocated: any place will do
+        let operands = sig.operands().into_iter().map(|operand| {
+            let elements = match operand.extent {
+                mixfleet_hal::op::Extent::Exactly(n) | mixfleet_hal::op::Extent::PagesOf(n) => n,
+            };
+            let bytes = elements.saturating_mul(operand.dtype.size_bytes());
+            Operand { window: Window { place: Place::Aside, offset: 0, bytes }, dtype: operand.dtype }
+        });
+        let operands: Vec<Operand> = operands.collect();
+        Planner::new(demands).plan(sig, &operands).is_ok()
+    }
+
+    /// Adds a command.
+    pub(crate) fn add(&mut self, cmd: &mixfleet_hal::Cmd) -> Result<()> {
+        let kinds = cmd.sig().operands();
+        let operands = kinds.iter().zip(cmd.args()).map(|(kind, slice)| {
+            let window =
+                Window { place: Place::Buffer(slice.clone()), offset: slice.offset, bytes: slice.bytes };
+            Operand { window, dtype: kind.dtype }
+        });
+        let operands: Vec<Operand> = operands.collect();
+        if let Some(odd) = operands.iter().position(|operand| operand.window.offset % 4 != 0) {
+            let message = format!(
+                "wgpu: {}: operand '{}' begins at byte {}; offsets are multiples of 4",
+                cmd.sig().name(),
+                kinds[odd].name,
+                operands[odd].window.offset
+            );
+            return Err(Error::invalid(message));
+        }
+        self.plan(cmd.sig(), &operands)
+    }
+
+    fn plan(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+        self.scratch_used = 0;
+        match (*sig, operands) {
+            (OpSig::Copy { .. }, [from, to]) => self.copy(from, to),
+            (OpSig::Fill { word, .. }, [to]) => self.fill(word, to)?,
+            (OpSig::Add { x, .. } | OpSig::SiluMul { x, .. }, [a, b, out]) => {
+                let kernel = Kernel::new(File::Elements, sig.name(), GROUP)
+                    .dtype("D0", x)
+                    .dtype("D1", x)
+                    .dtype("OUT", x);
+                for (first, count) in self.runs(sig, out.elements(), x.size_bytes())? {
+                    let [a, b, out] = [a, b, out].map(|operand| operand.part(first, count));
+                    let groups = words(count, x).div_ceil(GROUP.into());
+                    self.dispatch(
+                        &kernel,
+                        &[&a, &b],
+                        &[&out],
+                        &element_shape(count, 1, 1, (0, 0), 0),
+                        groups,
+                    );
+                }
+            }
+            (OpSig::Rope { .. }, [x, cos_sin]) => self.rope(sig, x, cos_sin)?,
+            (OpSig::Embed { .. }, [ids, table, out]) => self.embed(sig, ids, table, out)?,
+            (OpSig::RmsNorm { .. }, [x, weight, out]) => self.rms_norm(sig, x, weight, out)?,
+            (OpSig::Argmax { rows, cols }, [x, out]) => {
+                let kernel = Kernel::new(File::Rows, "argmax", ROW_GROUP);
+                for (first, count) in self.runs(sig, rows.into(), u64::from(cols) * 4)? {
+                    let x = x.part(first * u64::from(cols), count * u64::from(cols));
+                    let shape = [count as u32, cols, 0];
+                    self.dispatch(&kernel, &[&x], &[&out.part(first, count)], &shape, count);
+                }
+            }
+            (OpSig::AttnMerge { parts, rows, head_dim, .. }, [acc, stat, out]) => {
+                self.merge(sig, (parts, rows, head_dim), [acc, stat], out, None)?;
+            }
+            (OpSig::KvWrite { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. }, _) => {
+                self.kv(sig, operands)?;
+            }
+            (OpSig::Gemm { .. }, _) => self.gemm(sig, operands)?,
+            (OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. }, _) => self.attention(sig, operands)?,
+            (sig, _) => return Err(Error::invalid(format!("{}: wrong number of operands", sig.name()))),
+        }
+        Ok(())
+    }
+
+    /// Bytes of an operand that fit into a binding wherever they begin.
+    fn window_bytes(&self) -> u64 {
+        // a window begins up to an alignment early, and a view ends up to 12 bytes late
+        self.demands.binding_bytes_max.saturating_sub(self.demands.binding_align + 12)
+    }
+
+    /// Cuts `rows` rows of at most `row_bytes` bytes in any operand into runs (first, count) that fit. Runs
+    /// begin with an even row, so that rows of odd length and 16 bits begin with a word.
+    fn runs(&self, sig: &OpSig, rows: u64, row_bytes: u64) -> Result<Vec<(u64, u64)>> {
+        self.runs_of(sig, rows, row_bytes, 2)
+    }
+
+    /// The same, with runs that begin at multiples of `unit`.
+    fn runs_of(&self, sig: &OpSig, rows: u64, row_bytes: u64, unit: u64) -> Result<Vec<(u64, u64)>> {
+        let fit = (self.window_bytes() / row_bytes.max(1)).min(u64::from(u32::MAX));
+        if fit >= rows {
+            return Ok(if rows == 0 { Vec::new() } else { vec![(0, rows)] });
+        }
+        let step = fit / unit * unit;
+        if step == 0 {
+            let bytes = row_bytes * unit;
+            let max = self.demands.binding_bytes_max;
+            let message =
+                format!("wgpu: {}: {bytes} bytes in a binding; this adapter allows {max}", sig.name());
+            return Err(Error::unsupported(message));
+        }
+        Ok((0..rows.div_ceil(step)).map(|i| (i * step, step.min(rows - i * step))).collect())
+    }
+
+    /// Takes scratch memory for this command.
+    fn scratch(&mut self, elements: u64) -> Operand {
+        let (offset, bytes) = (self.scratch_used, elements * 4);
+        self.scratch_used = (offset + bytes).next_multiple_of(SCRATCH_ALIGN);
+        self.scratch_bytes = self.scratch_bytes.max(self.scratch_used);
+        Operand { window: Window { place: Place::Scratch, offset, bytes }, dtype: DType::F32 }
+    }
+
+    /// A dispatch of `groups` groups; `inputs` and `outputs` bind in order, and the vector views of a kernel
+    /// that has them are bound beside.
+    fn dispatch(
+        &mut self,
+        kernel: &Kernel,
+        inputs: &[&Operand],
+        outputs: &[&Operand],
+        shape: &[u32],
+        groups: u64,
+    ) {
+        if groups == 0 {
+            return;
+        }
+        let views: &[u32] = match kernel.file {
+            File::Gemm => &[0, 1],
+            File::Attention => &[4],
+            _ => &[],
+        };
+        let mut aside = 0;
+        let mut bindings = Vec::with_capacity(10);
+        let mut params = [0u32; 8];
+        for (i, input) in inputs.iter().enumerate() {
+            let mut window = input.window.clone();
+            if outputs.iter().any(|output| output.window.place.shares(&window.place)) {
+                let to =
+                    Window { place: Place::Aside, offset: aside, bytes: window.bytes.next_multiple_of(4) };
+                aside = (aside + to.bytes).next_multiple_of(SCRATCH_ALIGN);
+                window.bytes = to.bytes;
+                self.works.push(Work::Copy { from: window, to: to.clone() });
+                window = to;
+            }
+            let number = i as u32;
+            params[i] = self.bind(&mut bindings, number, &window, input.dtype);
+            if views.contains(&number) {
+                self.bind(&mut bindings, VIEWS + number, &window, input.dtype);
+            }
+        }
+        self.aside_bytes = self.aside_bytes.max(aside);
+        for (i, output) in outputs.iter().enumerate() {
+            params[6 + i] = self.bind(&mut bindings, OUTPUTS + i as u32, &output.window, output.dtype);
+        }
+        let groups = u32::try_from(groups).unwrap_or(u32::MAX);
+        let grid = if groups <= GRID_MAX { (groups, 1) } else { (1 << 15, groups.div_ceil(1 << 15)) };
+        let words = params.iter().chain(shape).copied().collect();
+        self.works.push(Work::Dispatch { kernel: kernel.clone(), bindings, words, grid });
+    }
+
+    /// Binds the aligned window around `window`, and returns where its first element lies in it.
+    fn bind(&self, bindings: &mut Vec<(u32, Window)>, number: u32, window: &Window, dtype: DType) -> u32 {
+        let before = window.offset % self.demands.binding_align;
+        let bytes = (before + window.bytes).next_multiple_of(16).max(16);
+        let bound = Window { place: window.place.clone(), offset: window.offset - before, bytes };
+        bindings.push((number, bound));
+        (before / dtype.size_bytes()) as u32
+    }
+
+    fn copy(&mut self, from: &Operand, to: &Operand) {
+        if to.window.bytes == 0 {
+            return;
+        }
+        let (mut from, to) = (from.window.clone(), to.window.clone());
+        // a copy within a buffer is forbidden too
+        if from.place.shares(&to.place) {
+            let aside = Window { place: Place::Aside, offset: 0, bytes: from.bytes };
+            self.aside_bytes = self.aside_bytes.max(from.bytes);
+            self.works.push(Work::Copy { from, to: aside.clone() });
+            from = aside;
+        }
+        self.works.push(Work::Copy { from, to });
+    }
+
+    fn fill(&mut self, word: u32, to: &Operand) -> Result<()> {
+        let kernel = Kernel::new(File::Elements, "fill", GROUP);
+        let sig = OpSig::Fill { bytes: to.window.bytes, word };
+        for (first, count) in self.runs(&sig, to.elements(), 4)? {
+            let shape = element_shape(count, 1, 1, (0, 0), word);
+            self.dispatch(&kernel, &[], &[&to.part(first, count)], &shape, count.div_ceil(GROUP.into()));
+        }
+        Ok(())
+    }
+
+    /// `narrow`: rounds `wide` to `out`, or adds it.
+    fn narrow(&mut self, wide: &Operand, out: &Operand, accumulate: bool) {
+        let kernel = Kernel::new(File::Elements, "narrow", GROUP).dtype("OUT", out.dtype);
+        let count = out.elements();
+        let shape = element_shape(count, 1, 1, (0, 0), accumulate.into());
+        self.dispatch(&kernel, &[wide], &[out], &shape, words(count, out.dtype).div_ceil(GROUP.into()));
+    }
+
+    fn rope(&mut self, sig: &OpSig, x: &Operand, cos_sin: &Operand) -> Result<()> {
+        let OpSig::Rope { tokens, heads, head_dim, .. } = *sig else { return Ok(()) };
+        let width = head_dim / 2;
+        let unit = match x.dtype {
+            DType::F32 => 1,
+            _ if width.is_multiple_of(2) => 2,
+            _ => width,
+        };
+        let kernel =
+            Kernel::new(File::Elements, "rope", GROUP).dtype("OUT", x.dtype).number("UNIT", unit.max(1));
+        let row = u64::from(heads) * u64::from(head_dim);
+        let row_bytes = (row * x.dtype.size_bytes()).max(u64::from(head_dim) * 4);
+        for (first, count) in self.runs(sig, tokens.into(), row_bytes)? {
+            let x = x.part(first * row, count * row);
+            let cos_sin = cos_sin.part(first * u64::from(head_dim), count * u64::from(head_dim));
+            let all_heads = count * u64::from(heads);
+            let shape = element_shape(all_heads, width, heads, (0, 0), 0);
+            let threads = all_heads * u64::from(width / unit.max(1));
+            self.dispatch(&kernel, &[&cos_sin], &[&x], &shape, threads.div_ceil(GROUP.into()));
+        }
+        Ok(())
+    }
+
+    fn embed(&mut self, sig: &OpSig, ids: &Operand, table: &Operand, out: &Operand) -> Result<()> {
+        let OpSig::Embed { tokens, vocab, hidden, .. } = *sig else { return Ok(()) };
+        let kernel =
+            Kernel::new(File::Elements, "embed", GROUP).dtype("D1", table.dtype).dtype("OUT", out.dtype);
+        let hidden = u64::from(hidden);
+        let parts = self.runs(sig, vocab.into(), hidden * table.dtype.size_bytes())?;
+        for (row, rows) in self.runs(sig, tokens.into(), hidden * out.dtype.size_bytes())? {
+            let (ids, out) = (ids.part(row, rows), out.part(row * hidden, rows * hidden));
+            for &(first, count) in &parts {
+                let table = table.part(first * hidden, count * hidden);
+                let range = (first as u32, (first + count) as u32);
+                let shape = element_shape(rows * hidden, hidden as u32, vocab, range, NAN);
+                let groups = words(rows * hidden, out.dtype).div_ceil(GROUP.into());
+                self.dispatch(&kernel, &[&ids, &table], &[&out], &shape, groups);
+            }
+        }
+        Ok(())
+    }
+
+    fn rms_norm(&mut self, sig: &OpSig, x: &Operand, weight: &Operand, out: &Operand) -> Result<()> {
+        let OpSig::RmsNorm { rows, cols, eps, .. } = *sig else { return Ok(()) };
+        let wide = out.dtype != DType::F32 && cols % 2 == 1;
+        let kernel = Kernel::new(File::Rows, "rms_norm", ROW_GROUP)
+            .summing(1)
+            .dtype("D0", x.dtype)
+            .dtype("D1", weight.dtype)
+            .dtype("OUT", if wide { DType::F32 } else { out.dtype });
+        let cols64 = u64::from(cols);
+        for (first, count) in self.runs(sig, rows.into(), cols64 * 4)? {
+            self.scratch_used = 0;
+            let [x, out] = [x, out].map(|operand| operand.part(first * cols64, count * cols64));
+            let target = if wide { self.scratch(count * cols64) } else { out.clone() };
+            let shape = [count as u32, cols, eps.0.to_bits()];
+            self.dispatch(&kernel, &[&x, weight], &[&target], &shape, count);
+            if wide {
+                self.narrow(&target, &out, false);
+            }
+        }
+        Ok(())
+    }
+
+    /// `attn_merge` of `[parts, rows, dim]`; with `stat_out` the result is a part again, else normalised.
+    fn merge(
+        &mut self,
+        sig: &OpSig,
+        (parts, rows, dim): (u32, u32, u32),
+        [acc, stat]: [&Operand; 2],
+        out: &Operand,
+        stat_out: Option<&Operand>,
+    ) -> Result<()> {
+        // parts lie apart: only all of them can be bound
+        self.runs_of(sig, 1, acc.window.bytes.max(stat.window.bytes), 1)?;
+        let kernel = Kernel::new(File::Merge, "attn_merge", GROUP)
+            .dtype("OUT", out.dtype)
+            .flag("NORMALISED", stat_out.is_none());
+        let shape = [parts, rows, dim, rows];
+        let groups = words(u64::from(rows) * u64::from(dim), out.dtype).div_ceil(GROUP.into());
+        // a normalising kernel never writes its second output, which is bound all the same
+        self.dispatch(&kernel, &[acc, stat], &[out, stat_out.unwrap_or(out)], &shape, groups);
+        Ok(())
+    }
+}
+
+/// Words that `count` elements take.
+fn words(count: u64, dtype: DType) -> u64 {
+    (count * dtype.size_bytes()).div_ceil(4)
+}
+
+/// `Shape` of elements.wgsl.
+fn element_shape(count: u64, width: u32, heads: u32, (first, end): (u32, u32), word: u32) -> [u32; 6] {
+    [count as u32, width, heads, first, end, word]
+}

@@ -1,0 +1,230 @@
+//! Attention: the shape of a group's work, and the recombination of parts.
+
+use super::kv::Part;
+use super::{Operand, Planner};
+use crate::kernels::{File, Kernel};
+use mixfleet_hal::{DType, OpSig, Result};
+
+/// Threads of a group.
+const GROUP: u32 = 128;
+/// Keys that a group of decode works on: a part of a sequence. The number is fixed so that a sequence's result
+/// does not depend on the batch around it.
+const DECODE_KEYS: u32 = 256;
+/// Query rows of a group of decode; more heads per KV head than this take several groups.
+const DECODE_ROWS_MAX: u32 = 8;
+/// Elements of the queries, and of the keys, that a group of prefill holds in shared memory: 8 KiB each.
+const TILE_ELEMENTS: u32 = 2048;
+const PREFILL_ROWS_MAX: u32 = 32;
+
+/// The largest power of two up to `n`.
+fn power_below(n: u32) -> u32 {
+    1 << n.max(1).ilog2()
+}
+
+/// What both attentions have in common.
+struct Heads {
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    page_tokens: u32,
+    pages_max: u32,
+    window: u32,
+}
+
+/// A run of queries, bound.
+struct Queries<'a> {
+    /// q, query_start or range, context (decode: range again), pages.
+    inputs: [&'a Operand; 4],
+    sequences: u32,
+    /// First and one past the last query.
+    range: (u32, u32),
+    /// Groups per KV head and part, and parts of a sequence.
+    blocks: u64,
+    parts: u32,
+}
+
+impl Heads {
+    fn ratio(&self) -> u32 {
+        self.heads / self.kv_heads
+    }
+
+    /// Elements of a page.
+    fn page(&self) -> u64 {
+        u64::from(self.page_tokens) * u64::from(self.kv_heads) * u64::from(self.head_dim)
+    }
+
+    /// Elements of a query's heads.
+    fn row(&self) -> u64 {
+        u64::from(self.heads) * u64::from(self.head_dim)
+    }
+
+    fn kernel(&self, prefill: bool, rows: u32, keys: u32, x: DType, pool: &Operand) -> Kernel {
+        let lanes = self.head_dim.div_ceil(2).next_power_of_two().min(GROUP);
+        let wide = self.head_dim.is_multiple_of(8) && pool.window.offset.is_multiple_of(16);
+        Kernel::new(File::Attention, "attention", GROUP)
+            .flag("PREFILL", prefill)
+            .flag("WIDE", wide)
+            .number("HEAD_DIM", self.head_dim)
+            .number("RATIO", self.ratio())
+            .number("ROWS", rows)
+            .number("KEYS", keys)
+            .number("LANES", lanes)
+            .dtype("D0", x)
+            .dtype("D4", pool.dtype)
+            .dtype("D5", pool.dtype)
+    }
+
+    /// `Shape` of attention.wgsl.
+    fn shape(&self, queries: &Queries<'_>, part: &Part, number: u32) -> [u32; 14] {
+        let scale = 1.0 / (self.head_dim as f32).sqrt();
+        [
+            queries.sequences,
+            self.heads,
+            self.kv_heads,
+            self.page_tokens,
+            self.pages_max,
+            part.first,
+            part.end,
+            queries.blocks as u32,
+            self.window,
+            queries.range.0,
+            queries.range.1,
+            queries.parts,
+            number * queries.parts,
+            scale.to_bits(),
+        ]
+    }
+}
+
+impl Planner {
+    pub(super) fn attention(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+        match (*sig, operands) {
+            (
+                OpSig::AttnPrefill { heads, kv_heads, head_dim, page_tokens, pages_max, window, .. },
+                [q, query_start, context, pages, k_pool, v_pool, out],
+            ) => {
+                let window = window.unwrap_or(u32::MAX);
+                let heads = Heads { heads, kv_heads, head_dim, page_tokens, pages_max, window };
+                self.prefill(sig, &heads, [q, query_start, context, pages], [k_pool, v_pool], out)
+            }
+            (
+                OpSig::AttnDecode { heads, kv_heads, head_dim, page_tokens, pages_max, .. },
+                [q, range, pages, k_pool, v_pool, acc, stat],
+            ) => {
+                let heads = Heads { heads, kv_heads, head_dim, page_tokens, pages_max, window: u32::MAX };
+                self.decode(sig, &heads, [q, range, pages], [k_pool, v_pool], [acc, stat])
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn prefill(
+        &mut self,
+        sig: &OpSig,
+        heads: &Heads,
+        [q, query_start, context, pages]: [&Operand; 4],
+        pools: [&Operand; 2],
+        out: &Operand,
+    ) -> Result<()> {
+        let OpSig::AttnPrefill { tokens, sequences, .. } = *sig else { return Ok(()) };
+        let (parts, _) = self.parts(sig, pools, heads.page())?;
+        let tile = power_below(TILE_ELEMENTS / heads.head_dim.max(1));
+        let (rows, keys) = (tile.clamp(2, PREFILL_ROWS_MAX), tile.clamp(2, PREFILL_ROWS_MAX));
+        let whole = parts.len() == 1;
+        // of several parts, each leaves f32 for all queries
+        let row_bytes =
+            if whole { heads.row() * q.dtype.size_bytes() } else { heads.row() * 4 * parts.len() as u64 };
+        for (first, count) in self.runs(sig, tokens.into(), row_bytes)? {
+            self.scratch_used = 0;
+            let [q, out] = [q, out].map(|operand| operand.part(first * heads.row(), count * heads.row()));
+            let lines = count * u64::from(heads.heads);
+            let blocks = (count * u64::from(heads.ratio())).div_ceil(rows.into()) + u64::from(sequences);
+            let queries = Queries {
+                inputs: [&q, query_start, context, pages],
+                sequences,
+                range: (first as u32, (first + count) as u32),
+                blocks,
+                parts: 1,
+            };
+            let partials = parts.len() as u64 * lines;
+            let partial = (!whole)
+                .then(|| [partials * u64::from(heads.head_dim), partials * 2].map(|n| self.scratch(n)));
+            // a kernel that normalises never writes its second output, which is bound all the same
+            let target = partial.as_ref().map_or([&out, &out], |[acc, stat]| [acc, stat]);
+            for (number, part) in parts.iter().enumerate() {
+                let kernel = heads.kernel(true, rows, keys, q.dtype, &part.pools[0]);
+                let kernel = kernel.flag("NORMALISED", whole).dtype("OUT", target[0].dtype);
+                self.attend(heads, &kernel, &queries, part, number as u32, target);
+            }
+            if let Some([acc, stat]) = &partial {
+                let shape = (parts.len() as u32, lines as u32, heads.head_dim);
+                self.merge(sig, shape, [acc, stat], &out, None)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn decode(
+        &mut self,
+        sig: &OpSig,
+        heads: &Heads,
+        [q, range, pages]: [&Operand; 3],
+        pools: [&Operand; 2],
+        [acc, stat]: [&Operand; 2],
+    ) -> Result<()> {
+        let OpSig::AttnDecode { sequences, .. } = *sig else { return Ok(()) };
+        let (parts, _) = self.parts(sig, pools, heads.page())?;
+        let cuts = (u64::from(heads.pages_max) * u64::from(heads.page_tokens)).div_ceil(DECODE_KEYS.into());
+        let cuts = cuts.max(1);
+        let partials = cuts * parts.len() as u64;
+        let rows = heads.ratio().next_power_of_two().min(DECODE_ROWS_MAX);
+        let row_bytes = (heads.row() * 4 * partials).max(u64::from(heads.pages_max) * 4);
+        for (first, count) in self.runs(sig, sequences.into(), row_bytes)? {
+            self.scratch_used = 0;
+            let of_row = |operand: &Operand, row: u64| operand.part(first * row, count * row);
+            let (q, acc) = (of_row(q, heads.row()), of_row(acc, heads.row()));
+            let (range, stat) = (of_row(range, 2), of_row(stat, 2 * u64::from(heads.heads)));
+            let pages = of_row(pages, heads.pages_max.into());
+            let lines = count * u64::from(heads.heads);
+            let queries = Queries {
+                inputs: [&q, &range, &range, &pages],
+                sequences: count as u32,
+                range: (0, count as u32),
+                blocks: count * u64::from(heads.ratio().div_ceil(rows)),
+                parts: cuts as u32,
+            };
+            let whole = partials == 1;
+            let partial = (!whole).then(|| {
+                [partials * lines * u64::from(heads.head_dim), partials * lines * 2].map(|n| self.scratch(n))
+            });
+            let target = partial.as_ref().map_or([&acc, &stat], |[acc, stat]| [acc, stat]);
+            for (number, part) in parts.iter().enumerate() {
+                let kernel = heads.kernel(false, rows, DECODE_KEYS, q.dtype, &part.pools[0]);
+                let kernel = kernel.flag("NORMALISED", false).dtype("OUT", DType::F32);
+                self.attend(heads, &kernel, &queries, part, number as u32, target);
+            }
+            if let Some([acc_parts, stat_parts]) = &partial {
+                let shape = (partials as u32, lines as u32, heads.head_dim);
+                self.merge(sig, shape, [acc_parts, stat_parts], &acc, Some(&stat))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One dispatch: these queries over a part of the pools.
+    fn attend(
+        &mut self,
+        heads: &Heads,
+        kernel: &Kernel,
+        queries: &Queries<'_>,
+        part: &Part,
+        number: u32,
+        outputs: [&Operand; 2],
+    ) {
+        let [k_pool, v_pool] = &part.pools;
+        let [q, starts, context, pages] = queries.inputs;
+        let groups = queries.blocks * u64::from(heads.kv_heads) * u64::from(queries.parts);
+        let shape = heads.shape(queries, part, number);
+        self.dispatch(kernel, &[q, starts, context, pages, k_pool, v_pool], &outputs, &shape, groups);
+    }
+}

@@ -1,0 +1,73 @@
+//! Matrix products.
+
+use super::{Operand, Planner};
+use crate::kernels::{File, Kernel};
+use mixfleet_hal::{DType, OpSig, Result};
+
+/// Up to here, reading the weights once per four rows is faster than a tile that is mostly empty.
+const FEW_ROWS_MAX: u64 = 16;
+/// Columns of a group in `few_rows`, and its threads.
+const COLS: u32 = 4;
+const FEW_GROUP: u32 = 64;
+/// Edge of a tile in `many_rows`, and its threads.
+const TILE: u64 = 64;
+const TILE_GROUP: u32 = 256;
+
+impl Planner {
+    pub(super) fn gemm(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+        let OpSig::Gemm { m, n, k, accumulate, .. } = *sig else { return Ok(()) };
+        let (x, weight, bias, out) = match operands {
+            [x, weight, bias, out] => (x, weight, Some(bias), out),
+            [x, weight, out] => (x, weight, None, out),
+            _ => return Ok(()),
+        };
+        let (n64, k64) = (u64::from(n), u64::from(k));
+        let wide = out.dtype != DType::F32 && n % 2 == 1;
+        // results in f32, where they go through scratch memory, need the most
+        let row_bytes = (k64 * x.dtype.size_bytes()).max(n64 * if wide { 4 } else { out.dtype.size_bytes() });
+        let columns = self.runs_of(sig, n64, k64 * weight.dtype.size_bytes(), COLS.into())?;
+        for (row, rows) in self.runs(sig, m.into(), row_bytes)? {
+            self.scratch_used = 0;
+            let x = x.part(row * k64, rows * k64);
+            let out = out.part(row * n64, rows * n64);
+            let target = if wide { self.scratch(rows * n64) } else { out.clone() };
+            let adds = accumulate && !wide;
+            for &(col, cols) in &columns {
+                let weight = weight.part(col * k64, cols * k64);
+                // a kernel without a bias never reads what is bound in its place
+                let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(col, cols));
+                let (kernel, groups) = kernel(&x, &weight, &target, rows, cols, k);
+                let flags = [u32::from(bias.is_some()), u32::from(adds)];
+                let shape = [rows as u32, cols as u32, k, n, col as u32, flags[0], flags[1]];
+                self.dispatch(&kernel, &[&x, &weight, &bias_part], &[&target], &shape, groups);
+            }
+            if wide {
+                self.narrow(&target, &out, accumulate);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The kernel for `rows` rows and `cols` columns, and its groups.
+fn kernel(x: &Operand, weight: &Operand, out: &Operand, rows: u64, cols: u64, k: u32) -> (Kernel, u64) {
+    // rows of eight elements begin at multiples of 16 bytes if the operand does
+    let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
+    let wide = k.is_multiple_of(8) && aligned(x) && aligned(weight);
+    let (kernel, groups) = if rows <= FEW_ROWS_MAX {
+        let per_group = if rows == 1 { 1 } else { 4 };
+        let kernel = Kernel::new(File::Gemm, "few_rows", FEW_GROUP);
+        let kernel = kernel.summing(per_group * COLS).number("ROWS", per_group);
+        (kernel, cols.div_ceil(COLS.into()) * rows.div_ceil(per_group.into()))
+    } else {
+        let kernel = Kernel::new(File::Gemm, "many_rows", TILE_GROUP);
+        (kernel, cols.div_ceil(TILE) * rows.div_ceil(TILE))
+    };
+    let kernel = kernel
+        .flag("WIDE", wide)
+        .dtype("D0", x.dtype)
+        .dtype("D1", weight.dtype)
+        .dtype("D2", weight.dtype)
+        .dtype("OUT", out.dtype);
+    (kernel, groups)
+}

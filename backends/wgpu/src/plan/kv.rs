@@ -1,0 +1,72 @@
+//! Between rows and KV pools.
+
+use super::{GROUP, NAN, Operand, Planner, words};
+use crate::kernels::{File, Kernel};
+use mixfleet_hal::{OpSig, Result};
+
+/// A part of both pools: pages from `first` to `end`.
+pub(super) struct Part {
+    pub(super) pools: [Operand; 2],
+    pub(super) first: u32,
+    pub(super) end: u32,
+}
+
+impl Planner {
+    /// Cuts two pools with pages of `page` elements into parts that fit, and counts their pages.
+    pub(super) fn parts(&self, sig: &OpSig, pools: [&Operand; 2], page: u64) -> Result<(Vec<Part>, u32)> {
+        // both are indexed alike: the smaller one bounds them
+        let pages = pools.map(|pool| pool.elements() / page.max(1));
+        let pages = pages[0].min(pages[1]).min(u64::from(u32::MAX));
+        let bytes = page * pools[0].dtype.size_bytes();
+        let parts = self.runs(sig, pages, bytes)?.into_iter().map(|(first, count)| Part {
+            pools: pools.map(|pool| pool.part(first * page, count * page)),
+            first: first as u32,
+            end: (first + count) as u32,
+        });
+        Ok((parts.collect(), pages as u32))
+    }
+
+    pub(super) fn kv(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+        let (OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, kv, x: other }
+        | OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: other }
+        | OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: other }) = *sig
+        else {
+            return Ok(());
+        };
+        let width = u64::from(kv_heads) * u64::from(head_dim);
+        // elements of a token in what is not a pool, and from its keys to its values
+        let (row, v_at) = if let OpSig::KvWrite { .. } = sig { (width, 0) } else { (2 * width, width) };
+        let (rows, slots, pools) = match (sig, operands) {
+            (OpSig::KvWrite { .. }, [k, v, slots, k_pool, v_pool]) => ([k, v], slots, [k_pool, v_pool]),
+            (OpSig::KvScatter { .. }, [wire, slots, k_pool, v_pool]) => {
+                ([wire, wire], slots, [k_pool, v_pool])
+            }
+            (OpSig::KvGather { .. }, [slots, k_pool, v_pool, out]) => ([out, out], slots, [k_pool, v_pool]),
+            _ => return Ok(()),
+        };
+        let gather = matches!(sig, OpSig::KvGather { .. });
+        let (inputs, output) = if gather { (kv, other) } else { (other, kv) };
+        let kernel = Kernel::new(File::Kv, if gather { "kv_gather" } else { "kv_write" }, GROUP)
+            .dtype("D0", inputs)
+            .dtype("D1", inputs)
+            .dtype("OUT", output);
+        let (parts, pages) = self.parts(sig, pools, u64::from(page_tokens) * width)?;
+        for (token, count) in self.runs(sig, tokens.into(), row * other.size_bytes())? {
+            let rows = rows.map(|operand| operand.part(token * row, count * row));
+            let slots = slots.part(token, count);
+            for part in &parts {
+                let shape = [count as u32, kv_heads, head_dim, page_tokens, part.first, part.end, pages, NAN];
+                let shape = [&shape[..], &[row as u32, v_at as u32]].concat();
+                let [k_pool, v_pool] = &part.pools;
+                if gather {
+                    let groups = words(count * row, other).div_ceil(GROUP.into());
+                    self.dispatch(&kernel, &[k_pool, v_pool, &slots], &[&rows[0]], &shape, groups);
+                } else {
+                    let groups = words(count * width, kv).div_ceil(GROUP.into());
+                    self.dispatch(&kernel, &[&rows[0], &rows[1], &slots], &[k_pool, v_pool], &shape, groups);
+                }
+            }
+        }
+        Ok(())
+    }
+}
