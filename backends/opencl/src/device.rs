@@ -106,6 +106,40 @@ fn kind(id: DeviceId) -> DeviceKind {
     }
 }
 
+/// `N` bytes of an answer that `ocl` has no name for, if the driver has it.
+fn raw<const N: usize>(id: DeviceId, question: u32) -> Option<[u8; N]> {
+    let (mut bytes, mut size) = ([0u8; N], 0);
+    let into = bytes.as_mut_ptr().cast();
+    // SAFETY: the driver writes at most N bytes to `bytes`, and the size of its answer to `size`.
+    let status = unsafe { ocl::ffi::clGetDeviceInfo(id.as_raw(), question, N, into, &mut size) };
+    (status == Status::CL_SUCCESS as i32 && size == N).then_some(bytes)
+}
+
+/// Where the device sits on the PCI bus and its unique id, as notes; what the driver has no extension for
+/// is left out. Numbers from `CL/cl_ext.h`, those of NVIDIA from its `cl_nv_device_attribute_query`.
+fn identity(id: DeviceId) -> Vec<(String, String)> {
+    const PCI_BUS_INFO_KHR: u32 = 0x410f;
+    const PCI_BUS_ID_NV: u32 = 0x4008;
+    const PCI_SLOT_ID_NV: u32 = 0x4009;
+    const PCI_DOMAIN_ID_NV: u32 = 0x400a;
+    const UUID_KHR: u32 = 0x106a;
+    let word = |question| raw(id, question).map(u32::from_ne_bytes);
+    let khr = raw::<16>(id, PCI_BUS_INFO_KHR).map(|bytes| {
+        let word = |i: usize| u32::from_ne_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
+        [word(0), word(4), word(8), word(12)]
+    });
+    let nvidia = || {
+        let (bus, slot) = word(PCI_BUS_ID_NV).zip(word(PCI_SLOT_ID_NV))?;
+        Some([word(PCI_DOMAIN_ID_NV).unwrap_or(0), bus, slot >> 3, slot & 7])
+    };
+    let pci = khr.or_else(nvidia).map(|[domain, bus, device, function]| {
+        ("pci".to_owned(), format!("{domain:04x}:{bus:02x}:{device:02x}.{function}"))
+    });
+    let uuid = raw::<16>(id, UUID_KHR)
+        .map(|bytes| ("uuid".to_owned(), bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()));
+    pci.into_iter().chain(uuid).collect()
+}
+
 /// Static facts about device number `index`.
 pub(crate) fn info(index: usize, platform: PlatformId, id: DeviceId) -> DeviceInfo {
     let name = text(id, Ask::Name);
@@ -123,11 +157,14 @@ pub(crate) fn info(index: usize, platform: PlatformId, id: DeviceId) -> DeviceIn
         kind: kind(id),
         memory: Bytes(number(id, Ask::GlobalMemSize) as f64),
         compute_units,
-        notes: vec![
+        notes: [
             ("platform".to_owned(), platform),
             ("driver".to_owned(), driver),
             ("version".to_owned(), text(id, Ask::Version)),
-        ],
+        ]
+        .into_iter()
+        .chain(identity(id))
+        .collect(),
     }
 }
 
