@@ -1,9 +1,9 @@
 //! A device whose results are right: the CPU backend computes, the profile says how long it took.
 
 use crate::clock::{Clock, RealClock};
+use crate::costs::Costs;
 use crate::device::Part;
 use crate::memory::Charge;
-use crate::predict::Predictor;
 use crate::queue::{SimQueue, Work};
 use mixfleet_cpu::CpuBackend;
 use mixfleet_hal::profile::DeviceProfile;
@@ -83,7 +83,7 @@ impl ComputeDevice {
 /// # Errors
 /// As [`ComputeDevice::new`].
 pub fn measured_dilation(profile: &DeviceProfile) -> Result<f64> {
-    let predictor = Predictor::new(profile.clone())?;
+    let costs = Costs::new(profile.clone())?;
     let cpu = CpuBackend.open("cpu")?;
     let mut queue = cpu.queue()?;
     let mut most: f64 = 1.0;
@@ -101,7 +101,7 @@ pub fn measured_dilation(profile: &DeviceProfile) -> Result<f64> {
             let ticket = queue.submit(&cmds)?;
             least = least.min(queue.wait(ticket, PROBE_TIMEOUT)?.time.0);
         }
-        most = most.max(least / predictor.batch(&cmds).0);
+        most = most.max(least / costs.batch(&cmds).0);
     }
     Ok((most * MARGIN).ceil())
 }
@@ -151,16 +151,18 @@ impl Device for ComputeDevice {
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        self.inner.write(&unwrapped(to)?, data)
+        let to = unwrapped(to)?;
+        self.part.copying(data.len(), |profile| &profile.host_to_device, || self.inner.write(&to, data))
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        self.inner.read(&unwrapped(from)?, data)
+        let from = unwrapped(from)?;
+        self.part.copying(data.len(), |profile| &profile.device_to_host, || self.inner.read(&from, data))
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
         let work = Cores { queue: self.inner.queue()?, first: None };
-        Ok(Box::new(SimQueue::new(work, self.part.predictor.clone(), self.part.schedule.clone())))
+        Ok(Box::new(SimQueue::new(work, self.part.costs.clone(), self.part.schedule.clone())))
     }
 
     fn health(&self) -> Health {

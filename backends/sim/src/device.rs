@@ -1,11 +1,11 @@
 //! What both kinds of simulated device have in common, and the one that only takes time.
 
 use crate::clock::Clock;
+use crate::costs::Costs;
 use crate::memory::{Budget, Edit, SharedStore, Store, lock};
-use crate::predict::Predictor;
 use crate::queue::{Digests, SimQueue};
 use crate::timeline::Schedule;
-use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
 use mixfleet_hal::{
     DType, Device, DeviceInfo, DeviceKind, Error, Export, Health, HostMemory, Limits, OpSig, Queue, Result,
@@ -20,7 +20,7 @@ const KV_PAGE_TOKENS: u32 = 16;
 pub(crate) struct Part {
     pub(crate) info: DeviceInfo,
     pub(crate) budget: Arc<Budget>,
-    pub(crate) predictor: Arc<Predictor>,
+    pub(crate) costs: Arc<Costs>,
     pub(crate) schedule: Arc<Schedule>,
 }
 
@@ -30,8 +30,8 @@ impl Part {
     /// # Errors
     /// `Invalid` when the profile's numbers are none that a device can have.
     pub(crate) fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>, work: &str) -> Result<Self> {
-        let predictor = Predictor::new(profile)?;
-        let profile = predictor.profile();
+        let costs = Costs::new(profile)?;
+        let profile = costs.profile();
         let (version, memory) = (env!("CARGO_PKG_VERSION"), profile.memory.0 as u64);
         let rate = |(dtype, rate): &(DType, FlopPerSecond)| format!("{dtype} {:.1}", rate.0 / 1e12);
         let rates: Vec<String> = profile.compute.iter().map(rate).collect();
@@ -40,11 +40,14 @@ impl Part {
         let info = DeviceInfo {
             id: id.to_owned(),
             backend: "sim".to_owned(),
-            name: format!("simulated {}", profile.fingerprint),
+            name: format!(
+                "simulated {}",
+                if profile.name.is_empty() { &profile.fingerprint } else { &profile.name }
+            ),
             kind: DeviceKind::Simulated,
             memory: Bytes(memory as f64),
             compute_units: 1,
-            fingerprint: format!("sim {version}; {work}; {:016x}", predictor.digest()),
+            fingerprint: format!("sim {version}; {work}; {:016x}", costs.digest()),
             notes: vec![
                 note("work", work.to_owned()),
                 note("clock", format!("1 simulated second = {dilation} real seconds")),
@@ -55,7 +58,21 @@ impl Part {
         };
         tracing::info!(device = id, work, "1 simulated second = {dilation} real seconds");
         let schedule = Schedule::new(id, clock);
-        Ok(Part { info, budget: Budget::new(id, memory), predictor: Arc::new(predictor), schedule })
+        Ok(Part { info, budget: Budget::new(id, memory), costs: Arc::new(costs), schedule })
+    }
+
+    /// Copies between host and device, which takes what the profile says.
+    pub(crate) fn copying(
+        &self,
+        bytes: usize,
+        cost: impl FnOnce(&DeviceProfile) -> &CopyCost,
+        copy: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let clock = self.schedule.clock();
+        let end = clock.now() + Costs::copy(cost(self.costs.profile()), bytes);
+        copy()?;
+        clock.wait_until(end);
+        Ok(())
     }
 
     /// What the profile says of the dtypes, for operations that could run at all.
@@ -70,7 +87,7 @@ impl Part {
         if sig.check().is_err() || !floats {
             return Support::No;
         }
-        let rates = &self.predictor.profile().compute;
+        let rates = &self.costs.profile().compute;
         let has = |dtype: DType| rates.is_empty() || rates.iter().any(|(known, _)| *known == dtype);
         let x = match *sig {
             OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
@@ -143,19 +160,31 @@ impl Device for TimeOnlyDevice {
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         check_length(to, data.len())?;
-        lock(&self.store).edit(to, Edit::Any)?.copy_from_slice(data);
-        Ok(())
+        self.part.copying(
+            data.len(),
+            |profile| &profile.host_to_device,
+            || {
+                lock(&self.store).edit(to, Edit::Any)?.copy_from_slice(data);
+                Ok(())
+            },
+        )
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
         check_length(from, data.len())?;
-        data.copy_from_slice(lock(&self.store).bytes(from)?);
-        Ok(())
+        self.part.copying(
+            data.len(),
+            |profile| &profile.device_to_host,
+            || {
+                data.copy_from_slice(lock(&self.store).bytes(from)?);
+                Ok(())
+            },
+        )
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
         let work = Digests(self.store.clone());
-        Ok(Box::new(SimQueue::new(work, self.part.predictor.clone(), self.part.schedule.clone())))
+        Ok(Box::new(SimQueue::new(work, self.part.costs.clone(), self.part.schedule.clone())))
     }
 
     fn health(&self) -> Health {

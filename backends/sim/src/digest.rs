@@ -40,6 +40,17 @@ pub(crate) fn of_values(seed: u64, dtype: DType, row: &[u8]) -> u64 {
     }
 }
 
+/// The bits of the f32 that has an element's value.
+pub(crate) fn value_bits(dtype: DType, element: &[u8]) -> u32 {
+    match (dtype, element) {
+        (DType::Bf16, &[a, b]) => u32::from(u16::from_le_bytes([a, b])) << 16,
+        (DType::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32().to_bits(),
+        (DType::F8E4m3, &[code]) => EIGHT_BITS[usize::from(code)],
+        (_, &[a, b, c, d]) => u32::from_le_bytes([a, b, c, d]),
+        _ => 0,
+    }
+}
+
 /// Bits of the f32 that each code of f8e4m3 stands for.
 static EIGHT_BITS: LazyLock<[u32; 256]> = LazyLock::new(|| {
     let values = DType::F8E4m3.decode(&std::array::from_fn::<u8, 256, _>(|code| code as u8));

@@ -10,20 +10,21 @@
 //! A [`ComputeDevice`] lets the CPU backend compute, on a clock that is slowed down as far as the
 //! host is slower than the simulated part. A [`FaultyDevice`] makes any device fail by plan.
 //!
-//! What is absent: files (the binary reads profiles and plans), real time in any result, the time of
-//! the host's own reads and writes, which no profile tells.
+//! What is absent: files (the binary reads profiles and plans), real time in any result, copies and
+//! commands at once (a copy does not wait for the queue, nor the queue for it).
 
 #![forbid(unsafe_code)]
 
 mod backend;
 mod clock;
 mod compute;
+mod costs;
 mod device;
 mod digest;
 mod faulty;
 mod kernels;
 mod memory;
-mod predict;
+
 mod queue;
 mod selector;
 mod shadow;

@@ -1,8 +1,8 @@
 //! The queue of both kinds of device: somebody does the work, the profile says how long it takes.
 
+use crate::costs::Costs;
 use crate::kernels;
 use crate::memory::{SharedStore, lock};
-use crate::predict::Predictor;
 use crate::timeline::{Schedule, Timeline};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, Graph, Queue, Result, Ticket};
@@ -39,7 +39,7 @@ impl Work for Digests {
 /// A queue on simulated time.
 pub(crate) struct SimQueue<W> {
     work: W,
-    predictor: Arc<Predictor>,
+    costs: Arc<Costs>,
     timeline: Timeline,
     /// Told from other queues by its address.
     own: Arc<Own>,
@@ -61,8 +61,8 @@ impl Graph for Recorded {
 }
 
 impl<W: Work> SimQueue<W> {
-    pub(crate) fn new(work: W, predictor: Arc<Predictor>, schedule: Arc<Schedule>) -> Self {
-        SimQueue { work, predictor, timeline: Timeline::new(schedule), own: Arc::new(Own(0)) }
+    pub(crate) fn new(work: W, costs: Arc<Costs>, schedule: Arc<Schedule>) -> Self {
+        SimQueue { work, costs, timeline: Timeline::new(schedule), own: Arc::new(Own(0)) }
     }
 }
 
@@ -73,7 +73,7 @@ impl<W: Work> Queue for SimQueue<W> {
             return Ok(self.timeline.push(arrived, Seconds::ZERO));
         }
         let result = self.work.start(cmds);
-        let ticket = self.timeline.push(arrived, self.predictor.batch(cmds));
+        let ticket = self.timeline.push(arrived, self.costs.batch(cmds));
         match result {
             Ok(()) => self.timeline.judge(ticket, self.timeline.schedule().clock().now() - arrived)?,
             Err(error) => self.timeline.fail(ticket, error),

@@ -132,7 +132,7 @@ pub(super) fn elementwise(store: &mut Store, tag: Tag, args: &[Slice], dtype: DT
     let (a, b) = (store.bytes(&args[0])?, store.bytes(&args[1])?);
     for span in spans.iter().cloned() {
         for (a, b) in a[span.clone()].chunks_exact(size).zip(b[span].chunks_exact(size)) {
-            results.push(combined(tag, word(a), word(b), bits));
+            results.push(combined(tag, digest::value_bits(dtype, a), digest::value_bits(dtype, b), bits));
         }
     }
     let out = store.edit(&args[2], edit)?;
@@ -145,15 +145,11 @@ pub(super) fn elementwise(store: &mut Store, tag: Tag, args: &[Slice], dtype: DT
     Ok(())
 }
 
-fn word(element: &[u8]) -> u64 {
-    element.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte))
-}
-
-fn combined(tag: Tag, a: u64, b: u64, bits: u32) -> u8 {
+fn combined(tag: Tag, a: u32, b: u32, bits: u32) -> u8 {
     if a == 0 && b == 0 {
         return 0;
     }
-    (mix(mix(tag as u64, a), b) & ((1 << bits) - 1)) as u8
+    (mix(tag as u64, u64::from(a) | u64::from(b) << 32) & ((1 << bits) - 1)) as u8
 }
 
 /// The bytes of a row, if `slice` starts with one and holds nothing but lanes of such rows.

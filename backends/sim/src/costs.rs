@@ -1,7 +1,7 @@
-//! The time that a batch takes by the profile.
+//! The time that batches and copies take by the profile.
 
-use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::profile::{CopyCost, DeviceProfile, Predictor};
+use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{Cmd, Error, OpSig, Result};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -9,14 +9,16 @@ use std::sync::{Mutex, PoisonError};
 /// Signatures whose times are kept. A decode step has one or two that are new.
 const KEPT_MAX: usize = 1 << 16;
 
-/// A profile that answers quickly: a prediction walks all points, and layers ask the same again.
+/// A profile that answers quickly: a prediction looks at all points of its kind, and layers ask the
+/// same again.
 #[derive(Debug)]
-pub(crate) struct Predictor {
+pub(crate) struct Costs {
     profile: DeviceProfile,
+    predictor: Predictor,
     kept: Mutex<HashMap<OpSig, Seconds>>,
 }
 
-impl Predictor {
+impl Costs {
     /// # Errors
     /// `Invalid` when the profile's numbers are none that a device can have.
     pub(crate) fn new(profile: DeviceProfile) -> Result<Self> {
@@ -41,7 +43,16 @@ impl Predictor {
         if let Some(point) = profile.points.iter().find(|point| !positive(point.time.0)) {
             return wrong(&format!("measured {} time", point.sig.name()), point.time.0);
         }
-        Ok(Predictor { profile, kept: Mutex::default() })
+        for copy in [&profile.host_to_device, &profile.device_to_host] {
+            let finite = |line: &mixfleet_hal::profile::Line| {
+                line.from.0.is_finite() && line.fixed.0.is_finite() && line.seconds_per_byte.is_finite()
+            };
+            if let Some(line) = copy.0.iter().find(|line| !finite(line)) {
+                return wrong("copy time", line.seconds_per_byte);
+            }
+        }
+        let predictor = Predictor::new(&profile);
+        Ok(Costs { profile, predictor, kept: Mutex::default() })
     }
 
     pub(crate) fn profile(&self) -> &DeviceProfile {
@@ -62,13 +73,18 @@ impl Predictor {
                 if kept.len() >= KEPT_MAX {
                     kept.clear();
                 }
-                let time = self.profile.time(cmd.sig());
+                let time = self.predictor.time(cmd.sig());
                 kept.insert(*cmd.sig(), time);
                 time
             }
         });
         let own: Seconds = own.sum();
         launch + own
+    }
+
+    /// One copy between host and device; nothing where the profile does not know.
+    pub(crate) fn copy(cost: &CopyCost, bytes: usize) -> Seconds {
+        cost.time(Bytes(bytes as f64)).unwrap_or(Seconds::ZERO)
     }
 
     /// Equal for equal profiles only, but for accidents of 64 bits.
