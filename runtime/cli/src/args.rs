@@ -17,6 +17,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// List the devices of this machine, and what was not found and why
     Devices(DevicesArgs),
+    /// Show what this machine is made of: sockets, memory, PCI links, how far each GPU is from each NIC
+    Topo(TopoArgs),
     /// Serve a model over HTTP with the OpenAI API
     Serve(ServeArgs),
     /// Complete one prompt on standard output
@@ -28,6 +30,19 @@ pub(crate) struct DevicesArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TopoArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Keep what was read of /sys and /proc in a file that --from reads on any machine
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record: Option<PathBuf>,
+    /// Read a recording, or a directory with a copy of /sys and /proc, instead of this machine
+    #[arg(long, value_name = "FILE|DIR")]
+    pub(crate) from: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -2,7 +2,8 @@
 
 use crate::args::DeviceRole;
 use anyhow::{Context, Result, bail};
-use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, DeviceKind};
+use mixfleet_discover::{Topology, Tree, same_part};
+use mixfleet_hal::{Absent, Backend, Device, DeviceInfo};
 use std::sync::Arc;
 
 /// Every backend of this build.
@@ -16,11 +17,9 @@ pub(crate) fn probe() -> Vec<(&'static str, Result<Vec<DeviceInfo>, Absent>)> {
 }
 
 /// What this version cannot look for yet.
-pub(crate) const NOT_LOOKED_FOR: [(&str, &str); 4] = [
+pub(crate) const NOT_LOOKED_FOR: &[(&str, &str)] = &[
     ("cuda", "this version has no CUDA backend yet"),
     ("wgpu", "this version has no wgpu (Vulkan, Metal, DX12) backend yet"),
-    ("verbs", "this version moves KV within one process only; it does not look for RDMA devices"),
-    ("hwloc", "this version reads the topology from the operating system; it does not use hwloc"),
 ];
 
 /// Opens the device that `selector` names.
@@ -42,10 +41,21 @@ pub(crate) fn expand(wanted: &DeviceRole) -> Vec<DeviceRole> {
     default_selectors().into_iter().map(|device| DeviceRole { device, role: wanted.role }).collect()
 }
 
-/// The devices that serve when none is named: every GPU, and the cores. A CPU that another backend
-/// shows is the same silicon again and is left out.
+/// Of the backends that show one part, the first here serves it: what is made for the part before what is
+/// portable.
+const PREFERRED: [&str; 4] = ["cpu", "cuda", "wgpu", "opencl"];
+
+/// The devices that serve when none is named: every part once. That a CPU is shown by another backend, or
+/// a GPU by several, makes no second part of it.
 pub(crate) fn default_selectors() -> Vec<String> {
-    let found = probe().into_iter().filter_map(|(_, devices)| devices.ok()).flatten();
-    let wanted = found.filter(|d| d.kind != DeviceKind::Cpu || d.backend == "cpu");
-    wanted.map(|d| d.id).collect()
+    let found: Vec<DeviceInfo> =
+        probe().into_iter().filter_map(|(_, devices)| devices.ok()).flatten().collect();
+    let rank = |device: &DeviceInfo| PREFERRED.iter().position(|name| *name == device.backend);
+    let mut left_out = vec![false; found.len()];
+    for part in same_part(&found, &Topology::read(&Tree::at("/"))) {
+        let best = part.devices.iter().copied().min_by_key(|&i| rank(&found[i]).unwrap_or(usize::MAX));
+        part.devices.iter().filter(|&&i| Some(i) != best).for_each(|&i| left_out[i] = true);
+    }
+    let kept = found.into_iter().zip(left_out).filter(|(_, left_out)| !left_out);
+    kept.map(|(device, _)| device.id).collect()
 }

@@ -3,9 +3,10 @@
 use crate::args::DevicesArgs;
 use crate::backends;
 use anyhow::Result;
+use mixfleet_discover::{Here, PciDevice, SamePart, Topology, pci_of, same_part};
 use mixfleet_hal::DeviceInfo;
 use mixfleet_hal::units::GIB;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::io::Write;
 
 pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
@@ -17,16 +18,28 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
             Err(why) => absent.push((backend.into(), why.reason)),
         }
     }
-    absent.extend(backends::NOT_LOOKED_FOR.map(|(name, why)| (name.into(), why.into())));
+    absent.extend(backends::NOT_LOOKED_FOR.iter().map(|&(name, why)| (name.into(), why.into())));
+    let here = Here::read();
+    absent.extend(here.absent.iter().map(|(name, why)| ((*name).into(), why.reason.clone())));
+    let same = same_part(&found, &here.topology);
     let mut out = std::io::stdout().lock();
     if args.json {
         let absent: Vec<_> = absent.iter().map(|(what, why)| json!({"what": what, "reason": why})).collect();
-        let document = json!({"schema": "mixfleet.devices/1", "devices": found, "absent": absent});
+        let devices: Vec<_> = found.iter().map(|device| document(device, &here.topology)).collect();
+        let same: Vec<_> = same.iter().map(|part| same_document(part, &found)).collect();
+        let document =
+            json!({"schema": "mixfleet.devices/1", "devices": devices, "same_parts": same, "absent": absent});
         writeln!(out, "{document:#}")?;
         return Ok(());
     }
-    for device in &found {
+    for (index, device) in found.iter().enumerate() {
         write_device(&mut out, device)?;
+        write_place(&mut out, device, &here.topology)?;
+        let first = same.iter().find(|part| part.devices[1..].contains(&index));
+        if let Some(part) = first {
+            let first = &found[part.devices[0]].id;
+            writeln!(out, "{:<14} the same part as {first}: {}", "", part.reason)?;
+        }
     }
     writeln!(out, "\nnot found")?;
     for (what, why) in &absent {
@@ -35,12 +48,58 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
     Ok(())
 }
 
+/// The PCI device behind a device, where its backend tells and the machine shows it.
+fn part<'a>(device: &DeviceInfo, topology: &'a Topology) -> Option<&'a PciDevice> {
+    topology.device(pci_of(device)?)
+}
+
+fn nearest(part: &PciDevice, topology: &Topology) -> Vec<String> {
+    topology.nearest_nics(part).into_iter().map(|nic| topology.name_of(nic)).collect()
+}
+
+/// A device with where it sits.
+fn document(device: &DeviceInfo, topology: &Topology) -> Value {
+    let mut document = json!(device);
+    if let Some(part) = part(device, topology) {
+        document["place"] = json!({
+            "pci": part.address,
+            "numa_node": part.node,
+            "link": part.link,
+            "nearest_nics": nearest(part, topology),
+        });
+    }
+    document
+}
+
+fn same_document(part: &SamePart, found: &[DeviceInfo]) -> Value {
+    let ids: Vec<_> = part.devices.iter().map(|&index| &found[index].id).collect();
+    json!({"devices": ids, "reason": part.reason})
+}
+
 fn write_device(out: &mut impl Write, device: &DeviceInfo) -> Result<()> {
     let memory = device.memory.0 / GIB as f64;
     let (id, name, units) = (&device.id, &device.name, device.compute_units);
     writeln!(out, "{id:<14} {name}, {units} units, {memory:.1} GiB")?;
     for (what, value) in &device.notes {
         writeln!(out, "{:<14} {what}: {value}", "")?;
+    }
+    Ok(())
+}
+
+fn write_place(out: &mut impl Write, device: &DeviceInfo, topology: &Topology) -> Result<()> {
+    let Some(part) = part(device, topology) else { return Ok(()) };
+    if let Some(link) = part.link {
+        writeln!(out, "{:<14} link: {}", "", link.words())?;
+    }
+    if let Some(node) = part.node {
+        writeln!(out, "{:<14} numa node: {node}", "")?;
+    }
+    let nearest = topology.nearest_nics(part);
+    if let Some(nic) = nearest.first() {
+        let distance = topology.distance(part, nic);
+        let names: Vec<_> = nearest.iter().map(|nic| topology.name_of(nic)).collect();
+        let (names, term, words) = (names.join(" or "), distance.term(), distance.words());
+        writeln!(out, "{:<14} nearest NIC: {names} ({term}: {words})", "")?;
     }
     Ok(())
 }

@@ -12,6 +12,7 @@ mod generate;
 mod model;
 mod serve;
 mod start;
+mod topo;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -32,6 +33,7 @@ impl std::error::Error for Usage {}
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Devices(args) => devices::run(&args),
+        Command::Topo(args) => topo::run(&args),
         Command::Serve(args) => serve::run(args),
         Command::Generate(args) => generate::run(args),
     };
