@@ -258,7 +258,7 @@ impl Builder {
 
     fn prefill(&mut self) {
         let p = self.page_tokens;
-        let unlike = [(1, 1), (5, 9), (3, p + 1), (1, 40), (17, 17)];
+        let unlike = [(1, 1), (5, 9), (3, (p + 1).max(3)), (1, 40), (17, 17)];
         for dtypes in two_dtypes() {
             self.attn_prefill(&unlike, SMALL, p, None, dtypes);
         }

@@ -26,6 +26,7 @@ pub mod oracle;
 pub mod reference;
 pub mod report;
 mod suite;
+pub mod validate;
 
 pub use cases::Level;
 pub use report::{CaseReport, Outcome, Report, Summary, Verdict};

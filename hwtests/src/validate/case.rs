@@ -1,0 +1,187 @@
+//! What came of one case, and how case names are matched.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// How a case ended. Only [`Status::Pass`] reads as passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Status {
+    /// Tried and right.
+    Pass,
+    /// Right, but not as it should be: a link at half its width, throughput that sinks.
+    QualityWarning,
+    /// The device says that it cannot, and need not.
+    Unsupported,
+    /// Wrong, and the vendor's part file says why it is let through until a date.
+    Waived,
+    /// It could not be tried.
+    NotRun,
+    /// Tried and wrong.
+    Fail,
+    /// The process that tried it died.
+    Crash,
+    /// No answer in time.
+    Timeout,
+    /// The device went away.
+    DeviceLost,
+}
+
+impl Status {
+    /// Every status, the best first.
+    pub const ALL: [Status; 9] = [
+        Status::Pass,
+        Status::QualityWarning,
+        Status::Unsupported,
+        Status::Waived,
+        Status::NotRun,
+        Status::Fail,
+        Status::Crash,
+        Status::Timeout,
+        Status::DeviceLost,
+    ];
+
+    /// The word in reports.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Status::Pass => "pass",
+            Status::QualityWarning => "quality-warning",
+            Status::Unsupported => "unsupported",
+            Status::Waived => "waived",
+            Status::NotRun => "not-run",
+            Status::Fail => "fail",
+            Status::Crash => "crash",
+            Status::Timeout => "timeout",
+            Status::DeviceLost => "device-lost",
+        }
+    }
+
+    /// Tried and wrong, in whatever way.
+    pub const fn is_wrong(self) -> bool {
+        matches!(self, Status::Fail | Status::Crash | Status::Timeout | Status::DeviceLost)
+    }
+
+    /// Nothing more can be asked of the device as opened: its process must end.
+    pub const fn ends_the_device(self) -> bool {
+        matches!(self, Status::Timeout | Status::DeviceLost)
+    }
+}
+
+/// A waiver that let a wrong case through.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct WaivedBy {
+    /// Which waiver: its pattern in the part file.
+    pub waiver: String,
+    /// The vendor's reason.
+    pub reason: String,
+    /// The last day on which it holds, `YYYY-MM-DD`.
+    pub until: String,
+    /// What the case was.
+    pub was: Status,
+}
+
+/// The result of one case.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct CaseResult {
+    /// Dotted name, the level first: `l1.gemm.f32.bf16.f32.m1.n35.k70.bias.accumulate`.
+    pub id: String,
+    /// How it ended.
+    pub status: Status,
+    /// Why it is not a pass, in words with the values.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// The waiver, where the status is `waived`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waived_by: Option<WaivedBy>,
+    /// What was measured or found, by name; units are in the names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub facts: BTreeMap<String, Value>,
+}
+
+impl CaseResult {
+    /// A result without facts; a pass has no reason.
+    pub fn new(id: impl Into<String>, status: Status, reason: impl Into<String>) -> Self {
+        let reason = Some(reason.into()).filter(|text: &String| !text.is_empty());
+        CaseResult { id: id.into(), status, reason, waived_by: None, facts: BTreeMap::new() }
+    }
+
+    /// A pass.
+    pub fn pass(id: impl Into<String>) -> Self {
+        CaseResult::new(id, Status::Pass, "")
+    }
+
+    /// With one more fact. A value that JSON cannot hold, such as NaN, becomes null.
+    pub fn fact(mut self, name: &str, value: impl Serialize) -> Self {
+        self.facts.insert(name.to_owned(), serde_json::to_value(value).unwrap_or(Value::Null));
+        self
+    }
+
+    /// The level in its id: 1 for `l1.gemm...`.
+    pub fn level(&self) -> Option<u8> {
+        level_of(&self.id)
+    }
+}
+
+/// The level in a case's or group's name.
+pub fn level_of(id: &str) -> Option<u8> {
+    id.strip_prefix('l')?.split('.').next()?.parse().ok()
+}
+
+/// Whether `pattern` matches all of `id`; `*` stands for any run of characters, dots included.
+pub fn matches(pattern: &str, id: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let first = parts.next().unwrap_or_default();
+    let Some(mut rest) = id.strip_prefix(first) else { return false };
+    let mut parts: Vec<&str> = parts.collect();
+    let Some(last) = parts.pop() else { return rest.is_empty() };
+    for part in parts {
+        match rest.find(part) {
+            Some(at) => rest = &rest[at + part.len()..],
+            None => return false,
+        }
+    }
+    rest.ends_with(last)
+}
+
+/// Whether `pattern` names `id` or a group that holds it: `l1.gemm` selects every `l1.gemm.*`.
+pub fn selects(pattern: &str, id: &str) -> bool {
+    let pattern = pattern.trim_end_matches('.');
+    matches(pattern, id) || matches(&format!("{pattern}.*"), id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_match_as_shells_do() {
+        for (pattern, id, want) in [
+            ("l1.gemm.*", "l1.gemm.m1", true),
+            ("l1.gemm.*", "l1.gemm", false),
+            ("l1.*.bf16.*", "l1.gemm.f32.bf16.f32.m1", true),
+            ("*", "", true),
+            ("a*a", "a", false),
+            ("a**b", "ab", true),
+            ("l2.random", "l2.random", true),
+            ("l2.random", "l2.randomly", false),
+            ("*k70", "l1.gemm.k7.k70", true),
+        ] {
+            assert_eq!(matches(pattern, id), want, "{pattern} on {id}");
+        }
+        assert!(
+            selects("l1", "l1.gemm.m1") && selects("l1.gemm", "l1.gemm") && selects("l1.g*", "l1.gemm.m1")
+        );
+        assert!(!selects("l1.gem", "l1.gemm.m1") && !selects("l1", "l10.gemm"));
+    }
+
+    #[test]
+    fn words_are_those_of_the_document() {
+        for status in Status::ALL {
+            assert_eq!(serde_json::to_value(status).unwrap(), status.word());
+        }
+        assert_eq!(level_of("l2.random"), Some(2));
+        assert_eq!(level_of("random"), None);
+    }
+}

@@ -1,0 +1,110 @@
+//! What a child process does: one group, line by line, on a device of its own.
+
+use super::case::{CaseResult, Status, selects};
+use super::protocol::{Assignment, Line};
+use super::{conformance, discover, memory, performance, soak};
+use crate::bench::Trouble;
+use mixfleet_hal::Device;
+use std::io::{BufRead, Write};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Reads an [`Assignment`] from `input`, opens its device, and writes [`Line`]s to `output` until the group is
+/// done or the device is.
+///
+/// # Errors
+/// When the assignment cannot be read or a line cannot be written: the parent is gone.
+pub fn serve(
+    input: &mut dyn BufRead,
+    output: &mut dyn Write,
+    open: &dyn Fn(&str) -> Result<Arc<dyn Device>, String>,
+) -> std::io::Result<()> {
+    let mut text = String::new();
+    input.read_line(&mut text)?;
+    let assignment: Assignment = serde_json::from_str(&text)?;
+    let mut failure = None;
+    let mut emit = |line: Line| {
+        let written = serde_json::to_string(&line)
+            .map_err(std::io::Error::from)
+            .and_then(|text| writeln!(output, "{text}"))
+            .and_then(|()| output.flush());
+        failure = failure.take().or(written.err());
+    };
+    match open(&assignment.device) {
+        Ok(device) => run(&*device, &assignment, &mut emit),
+        Err(reason) => emit(Line::CannotOpen(reason)),
+    }
+    failure.map_or(Ok(()), Err)
+}
+
+/// Runs one group on an open device. Ends early, without [`Line::End`], after a case that ended the device.
+pub fn run(device: &dyn Device, assignment: &Assignment, emit: &mut dyn FnMut(Line)) {
+    emit(Line::Opened(device.info().clone()));
+    let settings = &assignment.settings;
+    let (level, name) = assignment.group.split_once('.').unwrap_or((&assignment.group, ""));
+    let wanted = |id: &str| {
+        let asked = assignment.only.is_empty() || assignment.only.iter().any(|only| selects(only, id));
+        asked && !assignment.done.iter().any(|done| done == id)
+    };
+    let went_well = match level {
+        "l0" => {
+            let results = discover::run(device, settings);
+            results.into_iter().filter(|r| wanted(&r.id)).for_each(|r| emit(Line::Case(r)));
+            true
+        }
+        "l1" => conformance::listed(device, settings, name)
+            .iter()
+            .filter(|(id, _)| wanted(id))
+            .all(|(id, entry)| case(id, emit, |_| conformance::run(device, settings, id, entry))),
+        "l2" if !wanted(&assignment.group) => true,
+        "l2" => case(&assignment.group, emit, |emit| memory::run(device, settings, name, &mut paced(emit))),
+        "l3" => performance::run(device, settings, &wanted, emit),
+        "l5" => soaked(device, assignment, emit),
+        _ => {
+            let reason = "this version has no such group";
+            emit(Line::Case(CaseResult::new(&assignment.group, Status::NotRun, reason)));
+            true
+        }
+    };
+    if went_well {
+        emit(Line::End);
+    }
+}
+
+/// Announces a case, runs it and tells its result; whether the device is still good.
+fn case(id: &str, emit: &mut dyn FnMut(Line), run: impl FnOnce(&mut dyn FnMut(Line)) -> CaseResult) -> bool {
+    emit(Line::Begin(id.to_owned()));
+    let result = run(emit);
+    let good = !result.status.ends_the_device();
+    emit(Line::Case(result));
+    good
+}
+
+/// Passes on a sign of life at most once per second.
+fn paced<'a>(emit: &'a mut dyn FnMut(Line)) -> impl FnMut() + 'a {
+    let mut spoken = Instant::now();
+    move || {
+        if spoken.elapsed().as_secs_f64() > 1.0 {
+            spoken = Instant::now();
+            emit(Line::Alive);
+        }
+    }
+}
+
+fn soaked(device: &dyn Device, assignment: &Assignment, emit: &mut dyn FnMut(Line)) -> bool {
+    emit(Line::Begin("l5.soak".to_owned()));
+    let (carried, before_s) = match &assignment.soak {
+        Some((baseline, seconds)) => (Some(baseline.clone()), *seconds),
+        None => (None, 0.0),
+    };
+    let start = Instant::now();
+    let mut clock = || before_s + start.elapsed().as_secs_f64();
+    let ended: Result<(), Trouble> = soak::run(device, &assignment.settings, carried, &mut clock, emit);
+    let result = match ended {
+        Ok(()) => return true,
+        Err(trouble) => soak::broken(trouble),
+    };
+    let good = !result.status.ends_the_device();
+    emit(Line::Case(result));
+    good
+}

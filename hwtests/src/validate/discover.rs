@@ -1,0 +1,127 @@
+//! Level 0: what the device says of itself, and what could not be read.
+
+use super::case::{CaseResult, Status};
+use super::protocol::Settings;
+use mixfleet_hal::{Device, Health};
+
+/// Cases that need only the device; one more, `l0.facts.<name>`, for every fact that the caller hands in.
+const CHECKS: [(&str, fn(&dyn Device) -> CaseResult); 3] =
+    [("l0.identity", identity), ("l0.limits", limits), ("l0.counters", counters)];
+
+/// Every case of the level.
+pub(crate) fn run(device: &dyn Device, settings: &Settings) -> Vec<CaseResult> {
+    let mut results: Vec<CaseResult> = CHECKS.iter().map(|(_, check)| check(device)).collect();
+    for fact in &settings.facts {
+        let id = format!("l0.facts.{}", fact.name);
+        results.push(match (&fact.value, &fact.remark) {
+            (Some(value), None) => CaseResult::pass(id).fact("value", value),
+            (Some(value), Some(remark)) => {
+                CaseResult::new(id, Status::QualityWarning, remark).fact("value", value)
+            }
+            (None, remark) => {
+                let why = remark.as_deref().unwrap_or("no reason given");
+                CaseResult::new(id, Status::Unsupported, format!("could not be read: {why}"))
+            }
+        });
+    }
+    results
+}
+
+/// Fails with all of `wrong`, if any.
+fn judged(id: &str, wrong: &[String]) -> CaseResult {
+    if wrong.is_empty() { CaseResult::pass(id) } else { CaseResult::new(id, Status::Fail, wrong.join("; ")) }
+}
+
+fn identity(device: &dyn Device) -> CaseResult {
+    let info = device.info();
+    let mut wrong = Vec::new();
+    for (what, value) in [("id", &info.id), ("name", &info.name), ("fingerprint", &info.fingerprint)] {
+        if value.trim().is_empty() {
+            wrong.push(format!("the {what} is empty"));
+        }
+    }
+    if !(info.memory.0.is_finite() && info.memory.0 > 0.0) {
+        wrong.push(format!("{} bytes of memory", info.memory.0));
+    }
+    if info.compute_units == 0 {
+        wrong.push("no compute units".to_owned());
+    }
+    judged("l0.identity", &wrong).fact("info", info)
+}
+
+fn limits(device: &dyn Device) -> CaseResult {
+    let limits = device.limits();
+    let mut wrong = Vec::new();
+    if limits.allocation_bytes_max < 1 << 20 {
+        wrong.push(format!("the largest allocation is {} bytes", limits.allocation_bytes_max));
+    }
+    if !limits.alignment_bytes.is_power_of_two() {
+        wrong.push(format!("alignment {} is not a power of two", limits.alignment_bytes));
+    }
+    if limits.kv_page_tokens == 0 {
+        wrong.push("a KV page of no tokens".to_owned());
+    }
+    judged("l0.limits", &wrong)
+        .fact("allocation_bytes_max", limits.allocation_bytes_max)
+        .fact("alignment_bytes", limits.alignment_bytes)
+        .fact("imports_host_memory", limits.imports_host_memory)
+        .fact("kv_page_tokens", limits.kv_page_tokens)
+}
+
+/// Counters are optional: what is absent is said. One that reads as nonsense is wrong.
+fn counters(device: &dyn Device) -> CaseResult {
+    let health = device.health();
+    let mut wrong = Vec::new();
+    let finite = |what: &str, value: Option<f64>, least: f64, wrong: &mut Vec<String>| {
+        if value.is_some_and(|v| !(v.is_finite() && v >= least)) {
+            wrong.push(format!("{what} reads {value:?}"));
+        }
+    };
+    finite("temperature", health.temperature_c, -273.15, &mut wrong);
+    finite("power", health.power_w, 0.0, &mut wrong);
+    finite("clock", health.clock_mhz, 0.0, &mut wrong);
+    let absent = absent(&health);
+    let result = if wrong.is_empty() && absent.len() == 5 {
+        CaseResult::new("l0.counters", Status::Unsupported, "no counter could be read")
+    } else {
+        judged("l0.counters", &wrong)
+    };
+    result.fact("health", health).fact("unreadable", absent)
+}
+
+/// The counters that could not be read.
+fn absent(health: &Health) -> Vec<&'static str> {
+    let read = [
+        ("temperature", health.temperature_c.is_some()),
+        ("power", health.power_w.is_some()),
+        ("clock", health.clock_mhz.is_some()),
+        ("errors_corrected", health.errors_corrected.is_some()),
+        ("errors_uncorrected", health.errors_uncorrected.is_some()),
+    ];
+    read.iter().filter(|(_, read)| !read).map(|(name, _)| *name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::protocol::Fact;
+    use super::*;
+    use crate::reference::ReferenceDevice;
+
+    #[test]
+    fn what_could_not_be_read_is_said_and_never_passes() {
+        let facts = vec![
+            Fact::known("numa", "0"),
+            Fact::suspect("link", "gen4 x8", "half of its x16 lanes"),
+            Fact::unknown("driver", "no such file"),
+        ];
+        let settings = Settings { facts, ..Settings::quick() };
+        let results = run(&ReferenceDevice::default(), &settings);
+        let status = |id: &str| results.iter().find(|r| r.id == id).unwrap().status;
+        assert_eq!(status("l0.identity"), Status::Pass);
+        assert_eq!(status("l0.limits"), Status::Pass);
+        assert_eq!(status("l0.counters"), Status::Unsupported, "the reference device has no counters");
+        assert_eq!(status("l0.facts.numa"), Status::Pass);
+        assert_eq!(status("l0.facts.link"), Status::QualityWarning);
+        assert_eq!(status("l0.facts.driver"), Status::Unsupported);
+    }
+}

@@ -1,0 +1,295 @@
+//! The report: `mixfleet.validation/1`. Its JSON Schema is `docs/schema/validation-1.json`; fields may be added under
+//! the same version, so readers must ignore those they do not know.
+
+use super::case::{CaseResult, Status, level_of};
+use super::mustpass::{self, Met};
+use super::part::{Claim, Part, Waiver};
+use super::performance;
+use super::protocol::Effort;
+use super::runner::{Outcome, Plan};
+use super::soak::Sample;
+use mixfleet_hal::DeviceInfo;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// The judgement over a report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// The whole mandatory list was met, nothing is wrong, every claim was held against a measurement.
+    Pass,
+    /// Something is wrong.
+    Fail,
+    /// Nothing is wrong, but something that was asked for could not run.
+    Incomplete,
+    /// Nothing is wrong, but only a part was asked for: no report to publish.
+    Partial,
+}
+
+impl Verdict {
+    /// The word in reports.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Verdict::Pass => "pass",
+            Verdict::Fail => "fail",
+            Verdict::Incomplete => "incomplete",
+            Verdict::Partial => "partial",
+        }
+    }
+
+    /// The program's exit code: 1 the thing tested failed, 3 could not run.
+    pub const fn exit_code(self) -> u8 {
+        match self {
+            Verdict::Pass | Verdict::Partial => 0,
+            Verdict::Fail => 1,
+            Verdict::Incomplete => 3,
+        }
+    }
+}
+
+/// The device as it describes itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct DeviceRecord {
+    /// The selector that opens it.
+    pub id: String,
+    /// The backend's name.
+    pub backend: String,
+    /// The part's name.
+    pub name: String,
+    /// `cpu`, `gpu`, `accelerator` or `simulated`.
+    pub kind: String,
+    /// Memory for buffers.
+    pub memory_bytes: f64,
+    /// Cores, compute units or multiprocessors.
+    pub compute_units: u32,
+    /// Part, driver and kernels: results hold for an equal one only.
+    pub fingerprint: String,
+    /// Further facts.
+    pub notes: BTreeMap<String, String>,
+}
+
+impl From<&DeviceInfo> for DeviceRecord {
+    fn from(info: &DeviceInfo) -> Self {
+        DeviceRecord {
+            id: info.id.clone(),
+            backend: info.backend.clone(),
+            name: info.name.clone(),
+            kind: format!("{:?}", info.kind).to_lowercase(),
+            memory_bytes: info.memory.0,
+            compute_units: info.compute_units,
+            fingerprint: info.fingerprint.clone(),
+            notes: info.notes.iter().cloned().collect(),
+        }
+    }
+}
+
+/// What was asked for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Asked {
+    /// The highest level.
+    pub level: u8,
+    /// Patterns; empty = all.
+    pub only: Vec<String>,
+    /// How thoroughly.
+    pub effort: Effort,
+    /// Seconds of soak.
+    pub soak_s: f64,
+    /// Seed of the memory patterns.
+    pub seed: u64,
+}
+
+/// Statuses of a level, counted.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct LevelCounts {
+    /// The level.
+    pub level: u8,
+    /// Cases by status; those that did not occur are absent.
+    pub counts: BTreeMap<String, u64>,
+    /// The largest error of a result as a share of its bound; none where nothing was compared.
+    pub error_of_bound_max: Option<f64>,
+}
+
+/// The mandatory list and how it was met.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Mustpass {
+    /// The list's version.
+    pub version: String,
+    /// Its SHA-256.
+    pub sha256: String,
+    /// All of it was met.
+    pub met: bool,
+    /// Line by line.
+    pub lines: Vec<Met>,
+}
+
+/// A waiver and what it did.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct WaiverUse {
+    /// The waiver.
+    pub waiver: Waiver,
+    /// It no longer holds.
+    pub expired: bool,
+    /// Cases that it let through.
+    pub used: u64,
+}
+
+/// A validation report.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(title = "mixfleet.validation/1")]
+pub struct Validation {
+    /// Name and version of the document: [`Validation::SCHEMA`].
+    pub schema: String,
+    /// The judgement.
+    pub verdict: Verdict,
+    /// Why it is not a pass; on a pass, what to know beside it.
+    pub remarks: Vec<String>,
+    /// The day, `YYYY-MM-DD`, by which waivers were judged.
+    pub date: String,
+    /// The device; none if it never opened.
+    pub device: Option<DeviceRecord>,
+    /// What was asked for.
+    pub asked: Asked,
+    /// The mandatory list.
+    pub mustpass: Mustpass,
+    /// By level.
+    pub levels: Vec<LevelCounts>,
+    /// The vendor's claims. How each fared stands in its case's facts.
+    pub claims: Vec<Claim>,
+    /// The vendor's waivers.
+    pub waivers: Vec<WaiverUse>,
+    /// Every case.
+    pub cases: Vec<CaseResult>,
+    /// What the soak saw, phase by phase.
+    pub soak: Vec<Sample>,
+}
+
+impl Validation {
+    /// The schema that this version writes.
+    pub const SCHEMA: &'static str = "mixfleet.validation/1";
+
+    /// Judges what came of a run: claims, then waivers that hold on `today` (`YYYY-MM-DD`), then the mandatory list.
+    pub fn new(plan: &Plan, outcome: Outcome, part: Option<&Part>, today: &str) -> Validation {
+        let Outcome { device, mut cases, samples } = outcome;
+        let claims = part.map(|part| part.claims.clone()).unwrap_or_default();
+        if plan.level >= 3 {
+            performance::judge(&mut cases, &claims);
+        }
+        if let Some(part) = part {
+            part.waive(&mut cases, today);
+        }
+        let uses = part.map(|part| uses(part, &cases, today)).unwrap_or_default();
+        let lines = mustpass::check(&mustpass::lines(mustpass::TEXT), &cases);
+        let met = lines.iter().all(|line| line.problem.is_none());
+        let asked = Asked {
+            level: plan.level,
+            only: plan.only.clone(),
+            effort: plan.settings.effort,
+            soak_s: plan.settings.soak_s,
+            seed: plan.settings.seed,
+        };
+        let (verdict, remarks) = judged(&asked, &cases, &lines, &claims, &uses);
+        let (version, sha256) = (mustpass::VERSION.to_owned(), mustpass::digest());
+        Validation {
+            schema: Validation::SCHEMA.to_owned(),
+            verdict,
+            remarks,
+            date: today.to_owned(),
+            device: device.as_ref().map(DeviceRecord::from),
+            asked,
+            mustpass: Mustpass { version, sha256, met, lines },
+            levels: levels(&cases),
+            claims,
+            waivers: uses,
+            cases,
+            soak: samples,
+        }
+    }
+
+    /// The JSON Schema of this document, as in `docs/schema/validation-1.json`.
+    pub fn json_schema() -> serde_json::Value {
+        schemars::schema_for!(Validation).to_value()
+    }
+}
+
+fn uses(part: &Part, cases: &[CaseResult], today: &str) -> Vec<WaiverUse> {
+    let used = |waiver: &Waiver| {
+        let by = |case: &&CaseResult| {
+            case.waived_by.as_ref().is_some_and(|w| w.waiver == waiver.case && w.until == waiver.until)
+        };
+        cases.iter().filter(by).count() as u64
+    };
+    let each = part.waivers.iter().map(|waiver| WaiverUse {
+        expired: waiver.until.as_str() < today,
+        used: used(waiver),
+        waiver: waiver.clone(),
+    });
+    each.collect()
+}
+
+fn levels(cases: &[CaseResult]) -> Vec<LevelCounts> {
+    let mut by_level: BTreeMap<u8, LevelCounts> = BTreeMap::new();
+    for case in cases {
+        let level = level_of(&case.id).unwrap_or_default();
+        let fresh = || LevelCounts { level, counts: BTreeMap::new(), error_of_bound_max: None };
+        let entry = by_level.entry(level).or_insert_with(fresh);
+        *entry.counts.entry(case.status.word().to_owned()).or_default() += 1;
+        if let Some(ratio) = case.facts.get("error_of_bound_max").and_then(serde_json::Value::as_f64) {
+            entry.error_of_bound_max = Some(entry.error_of_bound_max.unwrap_or(0.0).max(ratio));
+        }
+    }
+    by_level.into_values().collect()
+}
+
+fn judged(
+    asked: &Asked,
+    cases: &[CaseResult],
+    lines: &[Met],
+    claims: &[Claim],
+    uses: &[WaiverUse],
+) -> (Verdict, Vec<String>) {
+    let count = |status: Status| cases.iter().filter(|case| case.status == status).count();
+    let mut remarks = Vec::new();
+    for status in Status::ALL {
+        let worth_saying =
+            status.is_wrong() || matches!(status, Status::Waived | Status::QualityWarning | Status::NotRun);
+        if worth_saying && count(status) > 0 {
+            remarks.push(format!("{} {}", count(status), status.word()));
+        }
+    }
+    for lapsed in uses.iter().filter(|u| u.expired) {
+        remarks.push(format!("the waiver '{}' expired on {}", lapsed.waiver.case, lapsed.waiver.until));
+    }
+    let partial = asked.level < 2 || !asked.only.is_empty();
+    let unmet = lines.iter().filter_map(|line| Some((line, line.problem.as_ref()?)));
+    for (line, problem) in unmet.filter(|(line, _)| !partial || line.cases > 0) {
+        remarks.push(format!("mandatory {}: {problem}", line.pattern));
+    }
+    // of a part that was asked for, only what was found there can be missed
+    let could_not = |line: &Met| {
+        let missed = line.problem.as_deref().is_some_and(|problem| problem.ends_with("could not run"));
+        missed || !partial && line.problem.is_some()
+    };
+    let not_run = |case: &CaseResult| {
+        let claimed = claims.iter().any(|claim| case.id == format!("l3.{}", claim.point));
+        // what no list names was asked for nevertheless: the soak, and a device that did not open
+        let asked_for = claimed || !case.id.starts_with("l3.");
+        case.status == Status::NotRun && asked_for
+    };
+    let verdict = if cases.iter().any(|case| case.status.is_wrong()) {
+        Verdict::Fail
+    } else if cases.is_empty() || cases.iter().any(not_run) || lines.iter().any(could_not) {
+        Verdict::Incomplete
+    } else if partial {
+        Verdict::Partial
+    } else {
+        Verdict::Pass
+    };
+    if verdict == Verdict::Partial {
+        remarks.push("only a part was asked for: this is no report to publish".to_owned());
+    }
+    if cases.is_empty() {
+        remarks.push("nothing was tried".to_owned());
+    }
+    (verdict, remarks)
+}

@@ -1,0 +1,100 @@
+//! Names of conformance cases: short, stable, and unlike for unlike cases.
+
+use crate::cases::{Case, Spread};
+use crate::suite::Entry;
+use mixfleet_hal::OpSig;
+use std::collections::HashMap;
+
+/// The entries with their ids, `l1.` first. Two cases that differ in their seed alone are told apart by
+/// `.again2`, `.again3`.
+pub(crate) fn with_ids(entries: Vec<Entry>) -> Vec<(String, Entry)> {
+    let mut seen: HashMap<String, u32> = HashMap::new();
+    let named = entries.into_iter().map(|entry| {
+        let id = match &entry.case {
+            Some(case) => format!("l1.{}", of(case)),
+            None => format!("l1.{}", entry.name),
+        };
+        let count = seen.entry(id.clone()).or_default();
+        *count += 1;
+        if *count > 1 { (format!("{id}.again{count}"), entry) } else { (id, entry) }
+    });
+    named.collect()
+}
+
+/// Dtypes in the order of the signature, then the shape.
+fn of(case: &Case) -> String {
+    let name = case.sig.name();
+    let shape = match case.sig {
+        OpSig::Embed { tokens, vocab, hidden, table, out } => {
+            format!("{table}.{out}.t{tokens}.v{vocab}.h{hidden}")
+        }
+        OpSig::RmsNorm { rows, cols, eps, x, weight, out } => {
+            format!("{x}.{weight}.{out}.r{rows}.c{cols}.eps{:e}", eps.0)
+        }
+        OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
+            let bias = if bias { ".bias" } else { "" };
+            let accumulate = if accumulate { ".accumulate" } else { "" };
+            format!("{x}.{weight}.{out}.m{m}.n{n}.k{k}{bias}{accumulate}")
+        }
+        OpSig::Rope { tokens, heads, head_dim, x } => format!("{x}.t{tokens}.h{heads}.d{head_dim}"),
+        OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x: other, kv }
+        | OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, wire: other, kv }
+        | OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, wire: other, kv } => {
+            format!("{other}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}.p{page_tokens}")
+        }
+        OpSig::AttnPrefill { heads, kv_heads, head_dim, page_tokens, window, x, kv, .. } => {
+            let window = window.map(|w| format!(".w{w}")).unwrap_or_default();
+            format!(
+                "{x}.{kv}.h{heads}.kv{kv_heads}.d{head_dim}.p{page_tokens}{window}.{}",
+                spread(&case.spread)
+            )
+        }
+        OpSig::AttnDecode { heads, kv_heads, head_dim, page_tokens, x, kv, .. } => {
+            format!("{x}.{kv}.h{heads}.kv{kv_heads}.d{head_dim}.p{page_tokens}.{}", spread(&case.spread))
+        }
+        OpSig::AttnMerge { parts, rows, head_dim, out } => format!("{out}.parts{parts}.r{rows}.d{head_dim}"),
+        OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => format!("{x}.n{elements}"),
+        OpSig::Argmax { rows, cols } => format!("r{rows}.c{cols}"),
+        OpSig::Copy { bytes } => format!("b{bytes}"),
+        OpSig::Fill { bytes, word } => format!("b{bytes}.w{word:x}"),
+    };
+    format!("{name}.{shape}")
+}
+
+/// Sequences as `first-second`, joined by `_`; equal ones are counted.
+fn spread(spread: &Spread) -> String {
+    let (Spread::Queries(pairs) | Spread::Ranges(pairs)) = spread else { return "even".to_owned() };
+    let mut words: Vec<(String, u32)> = Vec::new();
+    for (a, b) in pairs {
+        let word = format!("{a}-{b}");
+        match words.last_mut() {
+            Some((last, count)) if *last == word => *count += 1,
+            _ => words.push((word, 1)),
+        }
+    }
+    let word = |(word, count): (String, u32)| if count > 1 { format!("{word}x{count}") } else { word };
+    words.into_iter().map(word).collect::<Vec<_>>().join("_")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reference::ReferenceDevice;
+    use crate::{Level, entries};
+    use mixfleet_hal::Device;
+    use std::collections::HashSet;
+
+    #[test]
+    fn ids_are_unique_and_need_their_seed_rarely() {
+        let limits = ReferenceDevice::default().limits();
+        for level in [Level::Quick, Level::Full] {
+            let named = with_ids(entries(level, &limits));
+            let ids: HashSet<&String> = named.iter().map(|(id, _)| id).collect();
+            assert_eq!(ids.len(), named.len());
+            let again = ids.iter().filter(|id| id.contains(".again")).count();
+            assert!(again * 20 < ids.len(), "{again} of {}", ids.len());
+        }
+        let named = with_ids(entries(Level::Quick, &limits));
+        assert!(named.iter().any(|(id, _)| id == "l1.gemm.f32.f32.f32.m1.n35.k70.bias.accumulate"));
+    }
+}

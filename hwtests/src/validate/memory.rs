@@ -1,0 +1,430 @@
+//! Level 2: patterns over the device's memory, as memory testers use them (Brady, memtest86), in terms of
+//! writes, reads, `Fill` and `Copy`, so that any backend can run them.
+//!
+//! Words are 64 bits. An address here is the offset in the tested memory, block by block: what is behind
+//! it physically, only the driver knows.
+
+use super::case::{CaseResult, Status};
+use super::protocol::{Effort, MemoryAsked, Settings};
+use crate::bench::Trouble;
+use mixfleet_hal::random;
+use mixfleet_hal::{Cmd, Device, ErrorKind, Health, OpSig, Queue, Role, Slice, Support};
+use serde::Serialize;
+use std::time::Duration;
+
+/// Bytes written, read or filled at a time.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// Largest allocation; smaller ones find more of a fragmented memory.
+const BLOCK_BYTES_MAX: u64 = 64 << 20;
+/// Errors that are kept with their values; the rest is counted.
+const ERRORS_KEPT: usize = 16;
+
+/// Name of every pattern, and what runs it.
+type Pattern = fn(&mut Region<'_>, &Settings) -> Result<(), Trouble>;
+const PATTERNS: [(&str, Pattern); 8] = [
+    ("own_address", own_address),
+    ("walking", walking),
+    ("inversions_solid", inversions_solid),
+    ("inversions_byte", inversions_byte),
+    ("inversions_random", inversions_random),
+    ("random", random_words),
+    ("modulo_20", modulo_20),
+    ("block_move", block_move),
+];
+
+/// Names of the patterns: a group each.
+pub(crate) fn groups() -> impl Iterator<Item = &'static str> {
+    PATTERNS.iter().map(|(name, _)| *name)
+}
+
+/// One wrong word.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct WrongWord {
+    address: String,
+    expected: String,
+    got: String,
+    xor: String,
+}
+
+/// What was found wrong.
+#[derive(Debug)]
+struct Errors {
+    words: u64,
+    first: Vec<WrongWord>,
+    /// How often each bit of a word was wrong.
+    bits: [u64; 64],
+}
+
+/// The memory under test.
+struct Region<'a> {
+    device: &'a dyn Device,
+    queue: Box<dyn Queue>,
+    blocks: Vec<Slice>,
+    block_bytes: u64,
+    timeout: Duration,
+    words_checked: u64,
+    errors: Errors,
+    alive: &'a mut dyn FnMut(),
+}
+
+/// Runs the pattern `name`; `alive` is called while it goes on.
+pub(crate) fn run(
+    device: &dyn Device,
+    settings: &Settings,
+    name: &str,
+    alive: &mut dyn FnMut(),
+) -> CaseResult {
+    let id = format!("l2.{name}");
+    let Some((_, pattern)) = PATTERNS.iter().find(|(known, _)| *known == name) else {
+        return CaseResult::new(id, Status::NotRun, "there is no such memory pattern");
+    };
+    let asked = bytes_asked(device, settings);
+    let before = device.health();
+    let mut region = match Region::new(device, asked, settings.batch_timeout(), alive) {
+        Ok(region) => region,
+        Err(trouble) => return troubled(id, trouble),
+    };
+    if let Err(trouble) = pattern(&mut region, settings) {
+        let result = troubled(id, trouble);
+        if result.status == Status::Timeout {
+            // to drop a queue that hangs may wait for it
+            std::mem::forget(region);
+        }
+        return result;
+    }
+    region.judged(id, asked, &before)
+}
+
+fn troubled(id: String, trouble: Trouble) -> CaseResult {
+    match trouble {
+        Trouble::Unsupported => CaseResult::new(id, Status::Unsupported, "needs Fill and Copy"),
+        Trouble::NotRun(reason) => CaseResult::new(id, Status::NotRun, reason),
+        Trouble::Failed(reason) => CaseResult::new(id, Status::Fail, reason),
+        Trouble::Hung(reason) => CaseResult::new(id, Status::Timeout, reason),
+        Trouble::Lost(reason) => CaseResult::new(id, Status::DeviceLost, reason),
+    }
+}
+
+fn bytes_asked(device: &dyn Device, settings: &Settings) -> u64 {
+    let bytes = match settings.memory {
+        MemoryAsked::Bytes(bytes) => bytes,
+        MemoryAsked::Share(share) => (device.info().memory.0 * share.clamp(0.0, 1.0)) as u64,
+    };
+    bytes.next_multiple_of(CHUNK_BYTES).max(CHUNK_BYTES)
+}
+
+impl<'a> Region<'a> {
+    /// Takes blocks until `asked` bytes are reached or the device has no more.
+    fn new(
+        device: &'a dyn Device,
+        asked: u64,
+        timeout: Duration,
+        alive: &'a mut dyn FnMut(),
+    ) -> Result<Self, Trouble> {
+        let largest = device.limits().allocation_bytes_max.min(BLOCK_BYTES_MAX) / CHUNK_BYTES * CHUNK_BYTES;
+        let block_bytes = largest.min(asked);
+        if block_bytes == 0 {
+            return Err(Trouble::NotRun(format!("no allocation of {CHUNK_BYTES} bytes is allowed")));
+        }
+        let mut blocks = Vec::new();
+        while (blocks.len() as u64 + 1) * block_bytes <= asked {
+            match device.alloc(block_bytes, Role::Activations) {
+                Ok(block) => blocks.push(block),
+                Err(error) if error.kind == ErrorKind::OutOfMemory => break,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if blocks.is_empty() {
+            return Err(Trouble::NotRun(format!("out of memory: no block of {block_bytes} bytes is free")));
+        }
+        let (queue, errors) = (device.queue()?, Errors::new());
+        Ok(Region { device, queue, blocks, block_bytes, timeout, words_checked: 0, errors, alive })
+    }
+
+    /// The chunks in ascending order, each with the address of its first word in words.
+    fn chunks(&self) -> Vec<(u64, Slice)> {
+        let per_block = self.block_bytes / CHUNK_BYTES;
+        let chunk = |(b, block): (usize, &Slice)| {
+            let (block, b) = (block.clone(), b as u64);
+            (0..per_block).map(move |c| {
+                let address = (b * per_block + c) * CHUNK_BYTES / 8;
+                (address, block.range(c * CHUNK_BYTES, CHUNK_BYTES))
+            })
+        };
+        self.blocks.iter().enumerate().flat_map(chunk).collect()
+    }
+
+    /// Writes `word(address)` to every word.
+    fn write(&mut self, word: impl Fn(u64) -> u64) -> Result<(), Trouble> {
+        let mut bytes = vec![0; CHUNK_BYTES as usize];
+        for (address, chunk) in self.chunks() {
+            for (i, place) in (address..).zip(bytes.chunks_exact_mut(8)) {
+                place.copy_from_slice(&word(i).to_le_bytes());
+            }
+            self.device.write(&chunk, &bytes)?;
+            (self.alive)();
+        }
+        Ok(())
+    }
+
+    /// Reads every word and compares it with `word(address)`.
+    fn verify(&mut self, word: impl Fn(u64) -> u64) -> Result<(), Trouble> {
+        for (address, chunk) in self.chunks() {
+            self.verify_chunk(address, &chunk, &word)?;
+        }
+        Ok(())
+    }
+
+    fn verify_chunk(
+        &mut self,
+        address: u64,
+        chunk: &Slice,
+        word: &impl Fn(u64) -> u64,
+    ) -> Result<(), Trouble> {
+        let mut bytes = vec![0; chunk.bytes as usize];
+        self.device.read(chunk, &mut bytes)?;
+        let (words, _) = bytes.as_chunks::<8>();
+        for (i, got) in (address..).zip(words) {
+            let (got, want) = (u64::from_le_bytes(*got), word(i));
+            if got != want {
+                self.errors.note(i * 8, want, got);
+            }
+        }
+        self.words_checked += words.len() as u64;
+        (self.alive)();
+        Ok(())
+    }
+
+    /// Whether the device has the operation; the pattern is unsupported otherwise.
+    fn needs(&self, sig: OpSig) -> Result<(), Trouble> {
+        if self.device.support(&sig) == Support::No { Err(Trouble::Unsupported) } else { Ok(()) }
+    }
+
+    fn run(&mut self, cmds: &[Cmd]) -> Result<(), Trouble> {
+        let ticket = self.queue.submit(cmds)?;
+        self.queue.wait(ticket, self.timeout)?;
+        Ok(())
+    }
+
+    fn fill(chunk: &Slice, word: u32) -> Result<Cmd, Trouble> {
+        Ok(Cmd::new(OpSig::Fill { bytes: chunk.bytes, word }, std::slice::from_ref(chunk))?)
+    }
+
+    /// Fills all of the memory by the device itself.
+    fn fill_all(&mut self, word: u32) -> Result<(), Trouble> {
+        for block in self.blocks.clone() {
+            self.run(&[Self::fill(&block, word)?])?;
+            (self.alive)();
+        }
+        Ok(())
+    }
+
+    fn judged(self, id: String, asked: u64, before: &Health) -> CaseResult {
+        let covered = self.blocks.len() as u64 * self.block_bytes;
+        let after = self.device.health();
+        let grown = |was: Option<u64>, is: Option<u64>| is.zip(was).map(|(is, was)| is.saturating_sub(was));
+        let corrected = grown(before.errors_corrected, after.errors_corrected);
+        let uncorrected = grown(before.errors_uncorrected, after.errors_uncorrected);
+        let Errors { words, first, bits } = self.errors;
+        let (status, reason) = if let Some(error) = first.first() {
+            let WrongWord { address, expected, got, xor } = error;
+            let reason = format!(
+                "{words} of {} words differ; first at {address}: expected {expected}, got {got}, xor {xor}",
+                self.words_checked
+            );
+            (Status::Fail, reason)
+        } else if let Some(n) = uncorrected.filter(|n| *n > 0) {
+            (Status::Fail, format!("the device counted {n} memory errors that it could not correct"))
+        } else if let Some(n) = corrected.filter(|n| *n > 0) {
+            (Status::QualityWarning, format!("the device corrected {n} memory errors"))
+        } else if covered < asked {
+            let reason = format!("only {covered} of the {asked} bytes that were asked for could be taken");
+            (Status::QualityWarning, reason)
+        } else {
+            (Status::Pass, String::new())
+        };
+        let mut result = CaseResult::new(id, status, reason)
+            .fact("bytes_covered", covered)
+            .fact("words_checked", self.words_checked)
+            .fact("errors_corrected", corrected)
+            .fact("errors_uncorrected", uncorrected);
+        if words > 0 {
+            let histogram: Vec<(usize, u64)> =
+                bits.into_iter().enumerate().filter(|(_, count)| *count > 0).collect();
+            result = result.fact("words_wrong", words).fact("first_errors", first);
+            result = result.fact("wrong_by_bit", histogram);
+        }
+        result
+    }
+}
+
+impl Errors {
+    fn new() -> Self {
+        Errors { words: 0, first: Vec::new(), bits: [0; 64] }
+    }
+
+    fn note(&mut self, address: u64, expected: u64, got: u64) {
+        self.words += 1;
+        let xor = expected ^ got;
+        for (bit, count) in self.bits.iter_mut().enumerate() {
+            *count += xor >> bit & 1;
+        }
+        if self.first.len() < ERRORS_KEPT {
+            let hex = |word: u64| format!("{word:#018x}");
+            let address = format!("{address:#x}");
+            self.first.push(WrongWord { address, expected: hex(expected), got: hex(got), xor: hex(xor) });
+        }
+    }
+}
+
+/// Every word holds its own address, then the complement: two addresses that are one are seen.
+fn own_address(region: &mut Region<'_>, _: &Settings) -> Result<(), Trouble> {
+    for flip in [0, !0] {
+        region.write(|address| (address * 8) ^ flip)?;
+        region.verify(|address| (address * 8) ^ flip)?;
+    }
+    Ok(())
+}
+
+/// One bit set, walking with the address, then one bit clear; each pass begins at another bit.
+fn walking(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+    let passes: &[u64] = match settings.effort {
+        Effort::Quick => &[0, 37],
+        Effort::Full => &[0, 5, 11, 17, 23, 29, 31, 32, 37, 43, 49, 53, 59, 61],
+    };
+    for &pass in passes {
+        for flip in [0, !0] {
+            region.write(|address| (1 << ((address + pass) % 64)) ^ flip)?;
+            region.verify(|address| (1 << ((address + pass) % 64)) ^ flip)?;
+        }
+    }
+    Ok(())
+}
+
+/// Moving inversions: filled with a word; then upwards every chunk is checked and inverted, then
+/// downwards back. Couplings between neighbours are seen in one direction or the other.
+fn inversions(region: &mut Region<'_>, word: u32) -> Result<(), Trouble> {
+    region.needs(OpSig::Fill { bytes: CHUNK_BYTES, word })?;
+    let twice = |word: u32| u64::from(word) << 32 | u64::from(word);
+    region.fill_all(word)?;
+    let mut chunks = region.chunks();
+    for (now, next) in [(word, !word), (!word, word)] {
+        for (address, chunk) in &chunks {
+            region.verify_chunk(*address, chunk, &|_| twice(now))?;
+            region.run(&[Region::fill(chunk, next)?])?;
+        }
+        chunks.reverse();
+    }
+    region.verify(|_| twice(word))
+}
+
+fn inversions_solid(region: &mut Region<'_>, _: &Settings) -> Result<(), Trouble> {
+    inversions(region, 0)
+}
+
+fn inversions_byte(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+    let shifts: &[u32] = match settings.effort {
+        Effort::Quick => &[7],
+        Effort::Full => &[0, 1, 2, 3, 4, 5, 6, 7],
+    };
+    shifts.iter().try_for_each(|shift| inversions(region, 0x0101_0101 << shift))
+}
+
+fn inversions_random(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+    let rounds = if settings.effort == Effort::Quick { 1 } else { 6 };
+    (0..rounds).try_for_each(|round| inversions(region, random::bits(settings.seed, round) as u32))
+}
+
+/// Random words by address, then their complement.
+fn random_words(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+    let rounds = if settings.effort == Effort::Quick { 1 } else { 4 };
+    for round in 0..rounds {
+        let seed = settings.seed.wrapping_add(1 + round);
+        for flip in [0, !0] {
+            region.write(|address| random::bits(seed, address) ^ flip)?;
+            region.verify(|address| random::bits(seed, address) ^ flip)?;
+        }
+    }
+    Ok(())
+}
+
+/// Every twentieth word differs from all the others, which are written after it: write buffers and caches
+/// that mask faults of longer runs are defeated.
+fn modulo_20(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+    let offsets: &[u64] = match settings.effort {
+        Effort::Quick => &[3, 14],
+        Effort::Full => &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19],
+    };
+    let odd = random::bits(settings.seed, 20);
+    for &offset in offsets {
+        region.write(|_| odd)?;
+        region.write(|address| if address % 20 == offset { odd } else { !odd })?;
+        region.verify(|address| if address % 20 == offset { odd } else { !odd })?;
+    }
+    Ok(())
+}
+
+/// Random words are moved by the device: the lower half of each block to the upper, then back, turned by
+/// some words, as memory testers do to load the memory as copies do.
+fn block_move(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+    let half = region.block_bytes / 2;
+    region.needs(OpSig::Copy { bytes: half })?;
+    // a multiple of the alignment and of a word
+    let turn = region.device.limits().alignment_bytes.max(32);
+    if half <= turn {
+        return Err(Trouble::NotRun(format!("blocks of {} bytes cannot be turned", region.block_bytes)));
+    }
+    let seed = settings.seed.wrapping_add(77);
+    region.write(|address| random::bits(seed, address))?;
+    for block in region.blocks.clone() {
+        let copy = |from: u64, to: u64, bytes: u64| {
+            Cmd::new(OpSig::Copy { bytes }, &[block.range(from, bytes), block.range(to, bytes)])
+        };
+        // upper = lower; lower = upper turned by `turn`
+        region.run(&[
+            copy(0, half, half)?,
+            copy(half + turn, 0, half - turn)?,
+            copy(half, half - turn, turn)?,
+        ])?;
+        (region.alive)();
+    }
+    let (block_words, half_words, turn_words) = (region.block_bytes / 8, half / 8, turn / 8);
+    region.verify(|address| {
+        let (block, place) = (address / block_words, address % block_words);
+        let from = if place < half_words { (place + turn_words) % half_words } else { place - half_words };
+        random::bits(seed, block * block_words + from)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reference::ReferenceDevice;
+
+    fn small() -> Settings {
+        Settings { memory: MemoryAsked::Bytes(2 << 20), ..Settings::quick() }
+    }
+
+    #[test]
+    fn the_reference_device_passes_every_pattern_in_both_efforts() {
+        let device = ReferenceDevice::default();
+        for name in groups() {
+            let result = run(&device, &small(), name, &mut || {});
+            assert_eq!(result.status, Status::Pass, "{result:?}");
+            assert_eq!(result.facts["bytes_covered"], 2 << 20);
+            assert!(result.facts["words_checked"].as_u64() >= Some((2 << 20) / 8));
+        }
+        let full = Settings { effort: Effort::Full, memory: MemoryAsked::Bytes(1), ..small() };
+        assert_eq!(run(&device, &full, "inversions_byte", &mut || {}).status, Status::Pass);
+    }
+
+    #[test]
+    fn an_error_is_told_with_its_address_and_bits() {
+        let mut errors = Errors::new();
+        errors.note(0x48, 0xFF, 0xFE);
+        errors.note(0x50, 0, 1 << 63);
+        assert_eq!(errors.first[0].address, "0x48");
+        assert_eq!(errors.first[0].xor, "0x0000000000000001");
+        assert_eq!((errors.words, errors.bits[0], errors.bits[63]), (2, 1, 1));
+    }
+}

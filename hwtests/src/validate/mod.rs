@@ -1,0 +1,41 @@
+//! Validation of a part: levels of cases in child processes, the vendor's claims, a mandatory list, a report.
+//!
+//! [`groups`] lists what a [`Plan`] runs; [`runner::run`] runs it in children that a [`Start`] starts, each of which
+//! calls [`child::serve`]; [`Validation::new`] judges the outcome; [`package::write`] makes the folder.
+//!
+//! ```
+//! use mixfleet_hwtests::reference::ReferenceDevice;
+//! use mixfleet_hwtests::validate::{InProcess, Plan, Settings, Validation, Verdict, runner};
+//! use std::sync::Arc;
+//! let plan = Plan { only: vec!["l0".to_owned(), "l1.fill".to_owned()], ..Plan::new("reference") };
+//! let start = InProcess { open: Box::new(|_| Ok(Arc::new(ReferenceDevice::default()))) };
+//! let outcome = runner::run(&plan, &start, &[], &mut |_| {});
+//! let report = Validation::new(&plan, outcome, None, "2026-11-20");
+//! assert_eq!(report.verdict, Verdict::Partial, "{:?}", report.remarks);
+//! ```
+//!
+//! What is absent: any backend, any network, any opinion on what a part should cost.
+
+pub mod case;
+pub mod child;
+mod conformance;
+mod digest;
+mod discover;
+pub mod document;
+mod ids;
+mod memory;
+pub mod mustpass;
+pub mod part;
+pub mod performance;
+pub mod protocol;
+pub mod runner;
+mod soak;
+pub mod start;
+
+pub use case::{CaseResult, Status};
+pub use document::{Validation, Verdict};
+pub use part::Part;
+pub use protocol::{Effort, Fact, MemoryAsked, Settings};
+pub use runner::{Outcome, Plan, Record, groups};
+pub use soak::{Baseline, Phase, Sample};
+pub use start::{InProcess, Processes, Start};

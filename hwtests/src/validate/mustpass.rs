@@ -1,0 +1,149 @@
+//! The mandatory list: what must have been tried, and passed, before anything is called a pass.
+
+use super::case::{CaseResult, Status, matches};
+use super::digest::sha256;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The list as it is checked in. A changed list is another version, in another file.
+pub const TEXT: &str = include_str!("../../mustpass.v1.txt");
+
+/// Its version.
+pub const VERSION: &str = "v1";
+
+/// One line of the list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// Pattern of case ids.
+    pub pattern: String,
+    /// Cases that it must find, at least.
+    pub cases_min: usize,
+    /// All of them may be unsupported.
+    pub optional: bool,
+}
+
+/// How one line of the list was met.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Met {
+    /// The pattern.
+    pub pattern: String,
+    /// Cases found.
+    pub cases: usize,
+    /// Of these passed, quality warnings and waived ones included.
+    pub passed: usize,
+    /// Why the line is not met; none if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+}
+
+/// SHA-256 of the list.
+pub fn digest() -> String {
+    sha256(TEXT.as_bytes())
+}
+
+/// The lines of a list: `pattern least-number-of-cases [optional]`; `#` begins a remark.
+///
+/// # Panics
+/// When a line is malformed: the list is part of the program, and a test reads it.
+pub fn lines(text: &str) -> Vec<Line> {
+    let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
+    let parse = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let (pattern, count, optional) = match words[..] {
+            [pattern, count] => (pattern, count, false),
+            [pattern, count, "optional"] => (pattern, count, true),
+            _ => panic!("mandatory list: '{line}' is no line"),
+        };
+        let cases_min = count.parse().unwrap_or_else(|_| panic!("mandatory list: '{line}' has no number"));
+        Line { pattern: pattern.to_owned(), cases_min, optional }
+    };
+    lines.filter(|line| !line.is_empty()).map(parse).collect()
+}
+
+/// Holds the results against a list. A line is met if enough cases were found, none of them is wrong or could not
+/// run, and, unless the line is optional, at least one passed: a device that declares everything unsupported meets
+/// nothing.
+pub fn check(lines: &[Line], cases: &[CaseResult]) -> Vec<Met> {
+    let met = |line: &Line| {
+        let found: Vec<&CaseResult> = cases.iter().filter(|case| matches(&line.pattern, &case.id)).collect();
+        let count = |test: fn(Status) -> bool| found.iter().filter(|case| test(case.status)).count();
+        let passed = count(|s| matches!(s, Status::Pass | Status::QualityWarning | Status::Waived));
+        let (wrong, missed) = (count(Status::is_wrong), count(|s| s == Status::NotRun));
+        let problem = if wrong > 0 {
+            Some(format!("{wrong} wrong"))
+        } else if missed > 0 {
+            Some(format!("{missed} could not run"))
+        } else if found.len() < line.cases_min {
+            Some(format!("{} of at least {} cases were tried", found.len(), line.cases_min))
+        } else if passed == 0 && !line.optional {
+            Some("not one passed".to_owned())
+        } else {
+            None
+        };
+        Met { pattern: line.pattern.clone(), cases: found.len(), passed, problem }
+    };
+    lines.iter().map(met).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::ids::with_ids;
+    use super::super::{conformance, memory};
+    use super::*;
+    use crate::reference::ReferenceDevice;
+    use crate::{Level, entries};
+    use mixfleet_hal::{Device, Limits};
+
+    /// Ids of levels 1 and 2 on a device with these limits.
+    fn ids(limits: &Limits) -> Vec<String> {
+        let cases = with_ids(entries(Level::Quick, limits)).into_iter().map(|(id, _)| id);
+        cases.chain(memory::groups().map(|name| format!("l2.{name}"))).collect()
+    }
+
+    #[test]
+    fn the_list_covers_every_operation_check_and_pattern_at_every_page_size() {
+        let lines = lines(TEXT);
+        for name in conformance::groups() {
+            let covered = lines
+                .iter()
+                .any(|l| matches(&l.pattern, &format!("l1.{name}.x")) || l.pattern == format!("l1.{name}"));
+            assert!(covered, "{name}");
+        }
+        for page in [1, 2, 8, 16, 32, 256] {
+            let limits = Limits { kv_page_tokens: page, ..ReferenceDevice::default().limits() };
+            let ids = ids(&limits);
+            for line in lines.iter().filter(|line| !line.pattern.starts_with("l0")) {
+                let found = ids.iter().filter(|id| matches(&line.pattern, id)).count();
+                assert!(found >= line.cases_min, "{line:?}: {found} at pages of {page}");
+                // a list that asks for much less than there is would not notice what is left out
+                assert!(
+                    found <= line.cases_min + line.cases_min / 4 + 1,
+                    "{line:?}: {found} at pages of {page}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_but_a_pass_meets_a_line() {
+        let line = |optional| Line { pattern: "l1.add.*".to_owned(), cases_min: 2, optional };
+        let problem_of = |optional: bool, statuses: &[Status]| {
+            let case = |(i, &status): (usize, &Status)| CaseResult::new(format!("l1.add.n{i}"), status, "");
+            let cases: Vec<_> = statuses.iter().enumerate().map(case).collect();
+            check(&[line(optional)], &cases).remove(0).problem.unwrap_or_default()
+        };
+        let problem = |statuses: &[Status]| problem_of(false, statuses);
+        use Status::*;
+        assert_eq!(problem(&[Pass, Unsupported]), "");
+        assert_eq!(problem(&[Waived, QualityWarning]), "");
+        assert_eq!(problem(&[Unsupported, Unsupported]), "not one passed");
+        assert_eq!(problem_of(true, &[Unsupported, Unsupported]), "");
+        assert_eq!(problem_of(true, &[Unsupported, Fail]), "1 wrong");
+        assert_eq!(problem(&[Pass]), "1 of at least 2 cases were tried");
+        assert_eq!(problem(&[Pass, Pass, NotRun]), "1 could not run");
+        for status in [Fail, Crash, Timeout, DeviceLost] {
+            assert_eq!(problem(&[Pass, Pass, status]), "1 wrong");
+        }
+        assert_eq!(problem(&[]), "0 of at least 2 cases were tried");
+    }
+}

@@ -1,0 +1,431 @@
+//! `part.toml`: what a vendor claims of a part, and what it asks to be let through. Data only: a part
+//! without a file is validated in full, only without claims.
+
+use super::case::{CaseResult, Status, WaivedBy, matches};
+use regex_lite::Regex;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+/// A part file that cannot be used: where, why, and what to do.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{place}: {problem}")]
+pub struct PartError {
+    /// The table and key.
+    pub place: String,
+    /// The problem, with a suggestion where there is one.
+    pub problem: String,
+}
+
+fn wrong<T>(place: impl Into<String>, problem: impl Into<String>) -> Result<T, PartError> {
+    Err(PartError { place: place.into(), problem: problem.into() })
+}
+
+/// What a number counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Quantity {
+    /// Bytes per second; more is better.
+    BytesPerSecond,
+    /// Floating-point or integer operations per second; more is better.
+    FlopPerSecond,
+    /// Seconds; less is better.
+    Seconds,
+}
+
+impl Quantity {
+    /// The unit without a prefix.
+    pub const fn unit(self) -> &'static str {
+        match self {
+            Quantity::BytesPerSecond => "B/s",
+            Quantity::FlopPerSecond => "FLOP/s",
+            Quantity::Seconds => "s",
+        }
+    }
+}
+
+/// Every unit that a claim may use. GB is 1e9, GiB is 2^30.
+const UNITS: [(&str, Quantity, f64); 18] = [
+    ("B/s", Quantity::BytesPerSecond, 1.0),
+    ("MB/s", Quantity::BytesPerSecond, 1e6),
+    ("GB/s", Quantity::BytesPerSecond, 1e9),
+    ("TB/s", Quantity::BytesPerSecond, 1e12),
+    ("GiB/s", Quantity::BytesPerSecond, 1_073_741_824.0),
+    ("FLOP/s", Quantity::FlopPerSecond, 1.0),
+    ("GFLOP/s", Quantity::FlopPerSecond, 1e9),
+    ("TFLOP/s", Quantity::FlopPerSecond, 1e12),
+    ("PFLOP/s", Quantity::FlopPerSecond, 1e15),
+    ("op/s", Quantity::FlopPerSecond, 1.0),
+    ("Gop/s", Quantity::FlopPerSecond, 1e9),
+    ("Top/s", Quantity::FlopPerSecond, 1e12),
+    ("TOP/s", Quantity::FlopPerSecond, 1e12),
+    ("TOPS", Quantity::FlopPerSecond, 1e12),
+    ("s", Quantity::Seconds, 1.0),
+    ("ms", Quantity::Seconds, 1e-3),
+    ("us", Quantity::Seconds, 1e-6),
+    ("ns", Quantity::Seconds, 1e-9),
+];
+
+/// One number that the vendor stands for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Claim {
+    /// The profile's point.
+    pub point: String,
+    /// In units without prefix.
+    pub value: f64,
+    /// What it counts.
+    pub quantity: Quantity,
+    /// The share of it that must be reached, above 0 and up to 1. Of a time, the measured one may be longer by
+    /// its inverse.
+    pub at_least: f64,
+    /// Where the vendor says so.
+    pub source: String,
+}
+
+/// A wrong case that is let through until a date.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Waiver {
+    /// Pattern of case ids.
+    pub case: String,
+    /// Why.
+    pub reason: String,
+    /// The last day on which it holds, `YYYY-MM-DD`.
+    pub until: String,
+}
+
+/// Which parts the file is about.
+#[derive(Clone, Debug)]
+struct Match {
+    name: Option<Regex>,
+    pci: Option<String>,
+}
+
+/// A part file.
+#[derive(Clone, Debug)]
+pub struct Part {
+    of: Match,
+    /// The claims.
+    pub claims: Vec<Claim>,
+    /// The waivers, those that have expired included.
+    pub waivers: Vec<Waiver>,
+}
+
+/// A table whose keys are looked up one by one; what is left over is an error.
+struct Keys<'a> {
+    place: String,
+    table: &'a Table,
+    known: Vec<&'static str>,
+}
+
+impl<'a> Keys<'a> {
+    fn new(place: impl Into<String>, table: &'a Table) -> Self {
+        Keys { place: place.into(), table, known: Vec::new() }
+    }
+
+    fn get(&mut self, key: &'static str) -> Option<&'a Value> {
+        self.known.push(key);
+        self.table.get(key)
+    }
+
+    fn optional_text(&mut self, key: &'static str) -> Result<Option<String>, PartError> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::String(text)) if !text.trim().is_empty() => Ok(Some(text.clone())),
+            Some(other) => {
+                let problem = format!("must be a text in quotes and not empty, not {}", other.type_str());
+                wrong(format!("{}.{key}", self.place), problem)
+            }
+        }
+    }
+
+    fn text(&mut self, key: &'static str) -> Result<String, PartError> {
+        match self.optional_text(key)? {
+            Some(text) => Ok(text),
+            None => wrong(&self.place, format!("'{key}' is missing")),
+        }
+    }
+
+    fn number(&mut self, key: &'static str) -> Result<f64, PartError> {
+        let place = format!("{}.{key}", self.place);
+        let number = match self.get(key) {
+            None => return wrong(&self.place, format!("'{key}' is missing")),
+            Some(Value::Float(number)) => *number,
+            Some(Value::Integer(number)) => *number as f64,
+            Some(other) => return wrong(place, format!("must be a number, not {}", other.type_str())),
+        };
+        if number.is_finite() && number > 0.0 { Ok(number) } else { wrong(place, "must be above 0") }
+    }
+
+    /// The date of `key`: a TOML date, or a text of the same form.
+    fn date(&mut self, key: &'static str) -> Result<String, PartError> {
+        let text = match self.get(key) {
+            None => {
+                return wrong(&self.place, format!("'{key}' is missing: a waiver without an end is none"));
+            }
+            Some(Value::String(text)) => text.clone(),
+            Some(Value::Datetime(date)) => date.to_string(),
+            Some(other) => other.type_str().to_owned(),
+        };
+        if is_date(&text) {
+            return Ok(text);
+        }
+        wrong(format!("{}.{key}", self.place), format!("'{text}' is not a date such as 2027-03-01"))
+    }
+
+    /// The tables of an array of tables.
+    fn tables(&mut self, key: &'static str) -> Result<Vec<&'a Table>, PartError> {
+        let problem = || format!("must be tables: write [[{key}]]");
+        match self.get(key) {
+            None => Ok(Vec::new()),
+            Some(Value::Array(items)) => {
+                let tables = items.iter().map(|item| item.as_table());
+                tables.collect::<Option<Vec<_>>>().map_or_else(|| wrong(key, problem()), Ok)
+            }
+            Some(_) => wrong(key, problem()),
+        }
+    }
+
+    fn finish(self) -> Result<(), PartError> {
+        match self.table.keys().find(|key| !self.known.contains(&key.as_str())) {
+            Some(unknown) => {
+                let near = nearest(unknown, &self.known);
+                wrong(self.place, format!("unknown key '{unknown}'{near}; known: {}", self.known.join(", ")))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// `: did you mean 'x'?`, if something is near.
+fn nearest(word: &str, known: &[&str]) -> String {
+    let distance = |other: &&&str| strsim::damerau_levenshtein(&word.to_lowercase(), &other.to_lowercase());
+    match known.iter().min_by_key(distance) {
+        Some(near) if distance(&near) <= 1 + word.len() / 3 => format!(" (did you mean '{near}'?)"),
+        _ => String::new(),
+    }
+}
+
+/// `YYYY-MM-DD`, of a month that has this day. Such texts compare as dates do.
+pub(crate) fn is_date(text: &str) -> bool {
+    let parts: Vec<&str> = text.split('-').collect();
+    let [year, month, day] = parts[..] else { return false };
+    let number = |text: &str, digits: usize| {
+        let well_formed = text.len() == digits && text.bytes().all(|b| b.is_ascii_digit());
+        well_formed.then(|| text.parse::<u32>().ok()).flatten()
+    };
+    let (Some(year), Some(month), Some(day)) = (number(year, 4), number(month, 2), number(day, 2)) else {
+        return false;
+    };
+    let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let days = match month {
+        1 | 3 | 5 | 7 | 8 | 10 | 12 => 31,
+        4 | 6 | 9 | 11 => 30,
+        2 => 28 + u32::from(leap),
+        _ => 0,
+    };
+    (1..=days).contains(&day)
+}
+
+impl Part {
+    /// Reads a part file.
+    ///
+    /// # Errors
+    /// The first thing wrong with it.
+    pub fn parse(text: &str) -> Result<Part, PartError> {
+        let table: Table = match text.parse() {
+            Ok(table) => table,
+            Err(error) => return wrong("TOML", format!("{error}").trim_end()),
+        };
+        let mut top = Keys::new("top level", &table);
+        let of = match top.get("match") {
+            Some(Value::Table(table)) => Match::parse(table)?,
+            Some(_) => return wrong("match", "must be a table: match = { name = \"...\" }"),
+            None => {
+                let problem = "missing: say which part it is about, as match = { name = \"regex\" } or { pci = \"10de:2684\" }";
+                return wrong("match", problem);
+            }
+        };
+        let claims = top.tables("claim")?;
+        let claims = claims.into_iter().enumerate().map(claim).collect::<Result<_, _>>()?;
+        let waivers = top.tables("waiver")?;
+        let waivers = waivers.into_iter().enumerate().map(waiver).collect::<Result<_, _>>()?;
+        top.finish()?;
+        Ok(Part { of, claims, waivers })
+    }
+
+    /// Whether the file is about a device of this name and PCI id (`vendor:device` in hexadecimal), where it is known.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn is_about(&self, name: &str, pci: Option<&str>) -> Result<(), String> {
+        if let Some(regex) = &self.of.name
+            && !regex.is_match(name)
+        {
+            return Err(format!("the part file is about '{}', the device is '{name}'", regex.as_str()));
+        }
+        match (&self.of.pci, pci) {
+            (Some(want), Some(got)) if want.eq_ignore_ascii_case(got) => Ok(()),
+            (Some(want), Some(got)) => Err(format!("the part file is about PCI {want}, the device is {got}")),
+            (Some(want), None) => {
+                Err(format!("the part file is about PCI {want}, and the device's PCI id is not known"))
+            }
+            (None, _) => Ok(()),
+        }
+    }
+
+    /// Turns wrong cases into waived ones where a waiver holds on `today` (`YYYY-MM-DD`). An expired one does not,
+    /// and the case's reason says so.
+    pub fn waive(&self, cases: &mut [CaseResult], today: &str) {
+        for case in cases.iter_mut().filter(|case| case.status.is_wrong()) {
+            let mut fitting = self.waivers.iter().filter(|waiver| matches(&waiver.case, &case.id)).peekable();
+            let Some(&first) = fitting.peek() else { continue };
+            if let Some(waiver) = fitting.find(|waiver| today <= waiver.until.as_str()) {
+                let Waiver { case: pattern, reason, until } = waiver.clone();
+                case.waived_by = Some(WaivedBy { waiver: pattern, reason, until, was: case.status });
+                case.status = Status::Waived;
+            } else {
+                let reason = case.reason.take().unwrap_or_default();
+                case.reason =
+                    Some(format!("{reason} (the waiver '{}' expired on {})", first.case, first.until));
+            }
+        }
+    }
+}
+
+impl Match {
+    fn parse(table: &Table) -> Result<Match, PartError> {
+        let mut keys = Keys::new("match", table);
+        let name = match keys.optional_text("name")? {
+            Some(text) => match Regex::new(&text) {
+                Ok(regex) => Some(regex),
+                Err(error) => return wrong("match.name", format!("not a regular expression: {error}")),
+            },
+            None => None,
+        };
+        let pci = keys.optional_text("pci")?;
+        keys.finish()?;
+        if let Some(pci) = &pci
+            && !Regex::new("^[0-9a-fA-F]{4}:[0-9a-fA-F]{4}$").is_ok_and(|form| form.is_match(pci))
+        {
+            return wrong("match.pci", format!("'{pci}' is not of the form vendor:device, as in 10de:2684"));
+        }
+        if name.is_none() && pci.is_none() {
+            return wrong("match", "needs 'name' (a regular expression) or 'pci' (10de:2684)");
+        }
+        Ok(Match { name, pci })
+    }
+}
+
+fn claim((i, table): (usize, &Table)) -> Result<Claim, PartError> {
+    let mut keys = Keys::new(format!("claim {}", i + 1), table);
+    let point = keys.text("point")?;
+    let place = format!("claim {} ({point})", i + 1);
+    keys.place.clone_from(&place);
+    let (value, unit) = (keys.number("value")?, keys.text("unit")?);
+    let (at_least, source) = (keys.number("at_least")?, keys.text("source")?);
+    keys.finish()?;
+    let Some((_, quantity, scale)) = UNITS.iter().find(|(name, ..)| *name == unit) else {
+        let known: Vec<&str> = UNITS.iter().map(|(name, ..)| *name).collect();
+        let near = nearest(&unit, &known);
+        return wrong(place, format!("unknown unit '{unit}'{near}; known: {}", known.join(", ")));
+    };
+    if at_least > 1.0 {
+        return wrong(place, format!("at_least = {at_least}: the share that must be reached is at most 1"));
+    }
+    Ok(Claim { point, value: value * scale, quantity: *quantity, at_least, source })
+}
+
+fn waiver((i, table): (usize, &Table)) -> Result<Waiver, PartError> {
+    let mut keys = Keys::new(format!("waiver {}", i + 1), table);
+    let (case, reason, until) = (keys.text("case")?, keys.text("reason")?, keys.date("until")?);
+    keys.finish()?;
+    Ok(Waiver { case, reason, until })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"
+        match = { name = "^acme X\\d", pci = "1ae9:0042" }
+        [[claim]]
+        point = "memory_read.512MiB"
+        value = 864
+        unit = "GB/s"
+        at_least = 0.85
+        source = "datasheet rev C p.2"
+        [[waiver]]
+        case = "l1.attn_decode.f16.*"
+        reason = "errata 17"
+        until = 2027-03-01
+    "#;
+
+    fn problem(from: &str, to: &str) -> String {
+        assert!(GOOD.contains(from), "{from}");
+        Part::parse(&GOOD.replacen(from, to, 1)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_part_file_is_read_in_plain_units() {
+        let part = Part::parse(GOOD).unwrap();
+        let claim = &part.claims[0];
+        assert_eq!((claim.value, claim.quantity), (864e9, Quantity::BytesPerSecond));
+        assert_eq!(part.waivers[0].until, "2027-03-01");
+        assert!(part.is_about("acme X1", Some("1AE9:0042")).is_ok());
+        assert!(part.is_about("acme Y1", Some("1ae9:0042")).unwrap_err().contains("acme Y1"));
+        assert!(part.is_about("acme X1", Some("1ae9:0043")).unwrap_err().contains("1ae9:0043"));
+        assert!(part.is_about("acme X1", None).is_err());
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_a_suggestion() {
+        for (from, to, words) in [
+            ("point =", "pint =", "'point' is missing"),
+            ("source =", "sauce = 1\nsource =", "did you mean 'source'?"),
+            ("[[waiver]]", "[[waver]]", "did you mean 'waiver'?"),
+            ("\"GB/s\"", "\"GBps\"", "did you mean 'GB/s'?"),
+            ("\"GB/s\"", "\"parsec\"", "known: B/s, MB/s"),
+            ("864", "-1", "must be above 0"),
+            ("864", "\"864\"", "must be a number"),
+            ("0.85", "85", "at most 1"),
+            ("2027-03-01", "\"2027-02-30\"", "not a date"),
+            ("until = 2027-03-01", "", "without an end"),
+            ("1ae9:0042", "1ae9", "vendor:device"),
+            ("^acme", "(acme", "regular expression"),
+            ("match =", "[match]\n#", "needs 'name'"),
+            ("[[claim]]", "[claim]", "[[claim]]"),
+            ("value = 864", "value =", "TOML"),
+        ] {
+            let told = problem(from, to);
+            assert!(told.contains(words), "{from} -> {to}: {told}");
+        }
+        assert!(problem("864", "-1").contains("claim 1 (memory_read.512MiB)"));
+    }
+
+    #[test]
+    fn a_waiver_holds_through_its_last_day_and_no_longer() {
+        let part = Part::parse(GOOD).unwrap();
+        let case = CaseResult::new("l1.attn_decode.f16.f16.h4", Status::Fail, "wrong");
+        let other = CaseResult::new("l1.attn_decode.bf16.f16.h4", Status::Fail, "wrong");
+        let judged = |today: &str| {
+            let mut cases = [case.clone(), other.clone()];
+            part.waive(&mut cases, today);
+            cases
+        };
+        let [waived, untouched] = judged("2027-03-01");
+        assert_eq!((waived.status, waived.waived_by.unwrap().was), (Status::Waived, Status::Fail));
+        assert_eq!(untouched, other);
+        let [expired, _] = judged("2027-03-02");
+        assert_eq!(expired.status, Status::Fail);
+        assert!(expired.reason.unwrap().contains("expired on 2027-03-01"));
+    }
+
+    #[test]
+    fn dates_are_days_that_exist() {
+        for (text, want) in
+            [("2028-02-29", true), ("2027-02-29", false), ("2027-13-01", false), ("27-01-01", false)]
+        {
+            assert_eq!(is_date(text), want, "{text}");
+        }
+    }
+}

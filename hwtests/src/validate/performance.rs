@@ -1,0 +1,166 @@
+//! Level 3: what the profile measures, held against the vendor's claims. Without a claim a number is recorded
+//! and judges nothing.
+
+use super::case::{CaseResult, Status};
+use super::part::{Claim, Quantity};
+use super::protocol::{Line, Settings};
+use mixfleet_hal::Device;
+use serde_json::{Value, json};
+
+/// A measurement this far beyond its claim is remarked upon: the claim or the clock may be wrong.
+const BEYOND: f64 = 1.25;
+
+/// Measures the points of the profile; false when the device is no longer good.
+pub(crate) fn run(
+    _: &dyn Device,
+    _: &Settings,
+    _: &dyn Fn(&str) -> bool,
+    emit: &mut dyn FnMut(Line),
+) -> bool {
+    emit(Line::Case(CaseResult::new("l3.profile", Status::NotRun, "this version has no profiler yet")));
+    true
+}
+
+/// The result of a measured point: one run takes `seconds`, does `flops` and moves `bytes`.
+pub(crate) fn measured(point: &str, seconds: f64, flops: f64, bytes: f64) -> CaseResult {
+    let result = CaseResult::pass(format!("l3.{point}")).fact("seconds", seconds);
+    let with = |result: CaseResult, name: &str, amount: f64| {
+        if amount > 0.0 && seconds > 0.0 { result.fact(name, amount / seconds) } else { result }
+    };
+    let result = with(result, "flop_per_s", flops);
+    with(result, "bytes_per_s", bytes)
+}
+
+/// What a case has to say to a claim.
+enum Measure {
+    /// In the claim's quantity, without prefix.
+    Value(f64),
+    /// It was measured, but does no such thing: a copy has no FLOP/s.
+    OtherQuantity,
+    /// It was not measured.
+    None,
+}
+
+fn measure(case: &CaseResult, quantity: Quantity) -> Measure {
+    let name = match quantity {
+        Quantity::BytesPerSecond => "bytes_per_s",
+        Quantity::FlopPerSecond => "flop_per_s",
+        Quantity::Seconds => "seconds",
+    };
+    match case.facts.get(name).and_then(Value::as_f64) {
+        Some(value) => Measure::Value(value),
+        None if case.facts.contains_key("seconds") => Measure::OtherQuantity,
+        None => Measure::None,
+    }
+}
+
+/// Judges the cases of level 3 by the claims. A claimed point that was not measured is not run; one that the
+/// device does not support is a claim that fails.
+pub fn judge(cases: &mut Vec<CaseResult>, claims: &[Claim]) {
+    for claim in claims {
+        let id = format!("l3.{}", claim.point);
+        let at = cases.iter().position(|case| case.id == id).unwrap_or_else(|| {
+            let reason = "claimed, and never measured: no such point, or the profile did not get there";
+            cases.push(CaseResult::new(&id, Status::NotRun, reason));
+            cases.len() - 1
+        });
+        apply(&mut cases[at], claim);
+    }
+}
+
+fn apply(case: &mut CaseResult, claim: &Claim) {
+    let unit = claim.quantity.unit();
+    let mut note = json!({
+        "value": claim.value, "unit": unit, "at_least": claim.at_least, "source": claim.source,
+    });
+    let mut failure = None;
+    match measure(case, claim.quantity) {
+        Measure::Value(got) => {
+            let share = match claim.quantity {
+                Quantity::Seconds => claim.value / got,
+                _ => got / claim.value,
+            };
+            note["measured"] = json!(got);
+            note["share"] = json!(share);
+            if share < claim.at_least {
+                failure = Some(format!(
+                    "measured {got:.4e} {unit}, claimed {:.4e} {unit} ({}): {:.1} % of the claim, at least {:.1} % is asked for",
+                    claim.value,
+                    claim.source,
+                    share * 100.0,
+                    claim.at_least * 100.0
+                ));
+            } else if share > BEYOND {
+                note["remark"] = json!("far beyond the claim: check the claim and the clock");
+            }
+        }
+        Measure::OtherQuantity => {
+            failure = Some(format!("claimed in {unit}, which this point does not have"));
+        }
+        Measure::None if case.status == Status::Unsupported => {
+            failure = Some("claimed, and the device says that it cannot".to_owned());
+        }
+        Measure::None => {}
+    }
+    if let Some(failure) = failure {
+        case.status = Status::Fail;
+        let reasons: Vec<String> = case.reason.take().into_iter().chain([failure]).collect();
+        case.reason = Some(reasons.join("; "));
+    }
+    let list = case.facts.entry("claims".to_owned()).or_insert_with(|| json!([]));
+    if let Value::Array(list) = list {
+        list.push(note);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(value: f64, quantity: Quantity) -> Claim {
+        Claim { point: "p".to_owned(), value, quantity, at_least: 0.8, source: "page 2".to_owned() }
+    }
+
+    /// A point that takes 2 s, does 10 FLOP and moves 100 bytes.
+    fn judged(claims: &[Claim]) -> CaseResult {
+        let mut cases = vec![measured("p", 2.0, 10.0, 100.0)];
+        judge(&mut cases, claims);
+        assert_eq!(cases.len(), 1);
+        cases.remove(0)
+    }
+
+    #[test]
+    fn a_claim_holds_within_its_tolerance_and_one_that_lies_fails_with_both_numbers() {
+        use Quantity::*;
+        for (value, quantity, want) in [
+            (62.5, BytesPerSecond, Status::Pass),
+            (62.6, BytesPerSecond, Status::Fail),
+            (6.25, FlopPerSecond, Status::Pass),
+            (6.26, FlopPerSecond, Status::Fail),
+            (1.6, Seconds, Status::Pass),
+            (1.59, Seconds, Status::Fail),
+            (1.0, BytesPerSecond, Status::Pass),
+        ] {
+            let case = judged(&[claim(value, quantity)]);
+            assert_eq!(case.status, want, "{value} {quantity:?}: {:?}", case.reason);
+        }
+        let lie = judged(&[claim(900.0, BytesPerSecond)]);
+        let reason = lie.reason.unwrap();
+        assert!(reason.contains("5.0000e1 B/s") && reason.contains("9.0000e2 B/s"), "{reason}");
+        assert!(judged(&[claim(1.0, BytesPerSecond)]).facts["claims"][0]["remark"].is_string());
+    }
+
+    #[test]
+    fn what_was_claimed_and_not_measured_never_passes() {
+        let mut cases = vec![
+            CaseResult::new("l3.p", Status::Unsupported, "no"),
+            CaseResult::pass("l3.copy").fact("seconds", 1.0),
+        ];
+        let copy = Claim { point: "copy".to_owned(), ..claim(1.0, Quantity::FlopPerSecond) };
+        let absent = Claim { point: "absent".to_owned(), ..copy.clone() };
+        judge(&mut cases, &[claim(1.0, Quantity::Seconds), copy, absent]);
+        let statuses: Vec<Status> = cases.iter().map(|case| case.status).collect();
+        assert_eq!(statuses, [Status::Fail, Status::Fail, Status::NotRun]);
+        assert_eq!(judged(&[]).status, Status::Pass, "recorded only");
+    }
+}

@@ -1,0 +1,301 @@
+//! Runs groups in children, and survives them: a crash, a hang or a lost device costs the case at hand, not
+//! the report.
+
+use super::case::{CaseResult, Status, selects};
+use super::protocol::{Assignment, Line, Settings};
+use super::soak::{self, Baseline, Sample};
+use super::start::{Heard, Start};
+use super::{conformance, memory};
+use mixfleet_hal::DeviceInfo;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// Children that a group may lose before the rest of it is given up.
+const LOSSES_MAX: u32 = 3;
+
+/// What to run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// The device's selector.
+    pub device: String,
+    /// The highest level; a soak comes on top where the settings have one.
+    pub level: u8,
+    /// Patterns of groups or cases; empty = all.
+    pub only: Vec<String>,
+    /// For the children.
+    pub settings: Settings,
+    /// A child that says nothing for so long is ended. Longer than a batch's timeout.
+    pub patience: Duration,
+}
+
+impl Plan {
+    /// Levels 0 to 3 of `device`, quick, without a soak.
+    pub fn new(device: &str) -> Plan {
+        let settings = Settings::quick();
+        // a case is a handful of batches; memory patterns and profiles give signs of life
+        let patience = Duration::from_secs_f64(settings.batch_timeout_s * 4.0);
+        Plan { device: device.to_owned(), level: 3, only: Vec::new(), settings, patience }
+    }
+}
+
+/// One line of the journal, `log.jsonl`: enough to carry on a run that was broken off.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Record {
+    /// How the run began: a run is carried on only by one that begins alike.
+    Run {
+        /// The device's selector.
+        device: String,
+        /// Version of the suite.
+        version: String,
+        /// Settings of the children, without the facts, which may change.
+        settings: Settings,
+    },
+    /// A child begins a group.
+    Start {
+        /// The group.
+        group: String,
+        /// Children before it that were lost.
+        losses: u32,
+    },
+    /// A child said something.
+    Line {
+        /// The group.
+        group: String,
+        /// What.
+        line: Line,
+    },
+    /// A child was lost, and how.
+    Lost {
+        /// The group.
+        group: String,
+        /// In words.
+        how: String,
+    },
+    /// A group is done.
+    Done {
+        /// The group.
+        group: String,
+    },
+}
+
+/// What came of a run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Outcome {
+    /// The device as it described itself; none if it never opened.
+    #[schemars(with = "Option<super::document::DeviceRecord>")]
+    pub device: Option<DeviceInfo>,
+    /// Every case, in order.
+    pub cases: Vec<CaseResult>,
+    /// What the soak saw.
+    pub samples: Vec<Sample>,
+}
+
+/// The groups of a plan, in order.
+pub fn groups(plan: &Plan) -> Vec<String> {
+    let mut all = vec!["l0.discover".to_owned()];
+    if plan.level >= 1 {
+        all.extend(conformance::groups().iter().map(|name| format!("l1.{name}")));
+    }
+    if plan.level >= 2 {
+        all.extend(memory::groups().map(|name| format!("l2.{name}")));
+    }
+    if plan.level >= 3 {
+        all.push("l3.profile".to_owned());
+    }
+    if plan.settings.soak_s > 0.0 {
+        all.push("l5.soak".to_owned());
+    }
+    all.retain(|group| plan.only.is_empty() || plan.only.iter().any(|only| may_hold(only, group)));
+    all
+}
+
+/// Whether a group may hold cases that `pattern` selects. Level 0, 3 and 5 are one group each.
+fn may_hold(pattern: &str, group: &str) -> bool {
+    let level = group.split('.').next().unwrap_or(group);
+    let one_group = matches!(level, "l0" | "l3" | "l5");
+    let stem: Vec<&str> = pattern.split('.').collect();
+    let head = stem[..stem.len().min(if one_group { 1 } else { 2 })].join(".");
+    selects(&head, if one_group { level } else { group })
+}
+
+/// The first line of a journal.
+pub fn header(plan: &Plan) -> Record {
+    let settings = Settings { facts: Vec::new(), ..plan.settings.clone() };
+    let version = env!("CARGO_PKG_VERSION").to_owned();
+    Record::Run { device: plan.device.clone(), version, settings }
+}
+
+/// Runs `plan`; `journal` sees every event as it comes. `earlier` is the journal of a run that was broken off: what it
+/// has is not run again.
+pub fn run(plan: &Plan, start: &dyn Start, earlier: &[Record], journal: &mut dyn FnMut(&Record)) -> Outcome {
+    let mut outcome = Outcome::default();
+    for group in groups(plan) {
+        let mut state = Group::new(&group, plan);
+        earlier.iter().for_each(|record| state.recall(record));
+        if !state.done {
+            state.run(start, journal);
+            journal(&Record::Done { group: group.clone() });
+        }
+        if group == "l5.soak" {
+            state.cases.extend(soak::judge(&state.samples, plan.settings.soak_s));
+        }
+        outcome.device = outcome.device.or(state.device);
+        outcome.cases.append(&mut state.cases);
+        outcome.samples.append(&mut state.samples);
+    }
+    outcome
+}
+
+/// One group under way.
+struct Group<'a> {
+    name: &'a str,
+    plan: &'a Plan,
+    device: Option<DeviceInfo>,
+    cases: Vec<CaseResult>,
+    /// The case that the child is at.
+    current: Option<String>,
+    baseline: Option<Baseline>,
+    samples: Vec<Sample>,
+    losses: u32,
+    done: bool,
+}
+
+/// How a child ended.
+enum End {
+    /// All is done.
+    Complete,
+    /// A case ended the device; the next child goes on behind it.
+    DeviceGone,
+    /// The child died or was ended; whether it had opened the device.
+    Lost(Status, String, bool),
+}
+
+impl<'a> Group<'a> {
+    fn new(name: &'a str, plan: &'a Plan) -> Self {
+        let (cases, samples) = Default::default();
+        Group {
+            name,
+            plan,
+            device: None,
+            cases,
+            current: None,
+            baseline: None,
+            samples,
+            losses: 0,
+            done: false,
+        }
+    }
+
+    /// Takes over what an earlier run knew.
+    fn recall(&mut self, record: &Record) {
+        match record {
+            Record::Line { group, line } if group == self.name => self.take(line.clone()),
+            Record::Done { group } if group == self.name => self.done = true,
+            _ => {}
+        }
+        self.current = None;
+    }
+
+    fn take(&mut self, line: Line) {
+        match line {
+            Line::Opened(info) => self.device = Some(info),
+            Line::Begin(id) => self.current = Some(id),
+            Line::Case(result) => {
+                self.current = None;
+                self.cases.push(result);
+            }
+            Line::Baseline(baseline) => self.baseline = Some(baseline),
+            Line::Sample(sample) => self.samples.push(sample),
+            Line::CannotOpen(_) | Line::Alive | Line::End => {}
+        }
+    }
+
+    fn run(&mut self, start: &dyn Start, journal: &mut dyn FnMut(&Record)) {
+        loop {
+            journal(&Record::Start { group: self.name.to_owned(), losses: self.losses });
+            match self.child(start, journal) {
+                End::Complete => return,
+                End::DeviceGone => {}
+                End::Lost(status, how, opened) => {
+                    journal(&Record::Lost { group: self.name.to_owned(), how: how.clone() });
+                    let id = self.current.take().unwrap_or_else(|| self.name.to_owned());
+                    let place = if opened { "" } else { "while the device was opened: " };
+                    self.settle(CaseResult::new(id, status, format!("{place}{how}")), journal);
+                    if !opened {
+                        return;
+                    }
+                }
+            }
+            self.losses += 1;
+            if self.losses >= LOSSES_MAX {
+                let reason = format!("the rest was given up after {LOSSES_MAX} lost processes");
+                let id = format!("{}.rest", self.name);
+                self.settle(CaseResult::new(id, Status::NotRun, reason), journal);
+                return;
+            }
+        }
+    }
+
+    /// Adds a result of the parent's own, in the journal too.
+    fn settle(&mut self, result: CaseResult, journal: &mut dyn FnMut(&Record)) {
+        journal(&Record::Line { group: self.name.to_owned(), line: Line::Case(result.clone()) });
+        self.cases.push(result);
+    }
+
+    fn assignment(&self) -> Assignment {
+        let ran_s = self.samples.iter().map(|sample| sample.t_s).fold(0.0, f64::max);
+        Assignment {
+            device: self.plan.device.clone(),
+            group: self.name.to_owned(),
+            settings: self.plan.settings.clone(),
+            only: self.plan.only.clone(),
+            done: self.cases.iter().map(|case| case.id.clone()).collect(),
+            soak: self.baseline.clone().map(|baseline| (baseline, ran_s)),
+        }
+    }
+
+    /// Listens to one child until it ends.
+    fn child(&mut self, start: &dyn Start, journal: &mut dyn FnMut(&Record)) -> End {
+        let mut child = match start.start(&self.assignment()) {
+            Ok(child) => child,
+            Err(error) => {
+                let reason = format!("no process could be started: {error}");
+                self.settle(CaseResult::new(self.name, Status::NotRun, reason), journal);
+                return End::Complete;
+            }
+        };
+        let (mut device_gone, mut opened) = (false, false);
+        loop {
+            let line = match child.next(self.plan.patience) {
+                Heard::Line(line) => *line,
+                Heard::Silence => {
+                    let seconds = self.plan.patience.as_secs_f64();
+                    return End::Lost(
+                        Status::Timeout,
+                        format!("no word for {seconds} s; the process was ended"),
+                        opened,
+                    );
+                }
+                Heard::Gone(_) if device_gone => return End::DeviceGone,
+                Heard::Gone(how) => return End::Lost(Status::Crash, how, opened),
+            };
+            if line != Line::Alive {
+                journal(&Record::Line { group: self.name.to_owned(), line: line.clone() });
+            }
+            match &line {
+                Line::End => return End::Complete,
+                Line::CannotOpen(reason) => {
+                    let reason = format!("the device could not be opened: {reason}");
+                    self.settle(CaseResult::new(self.name, Status::NotRun, reason), journal);
+                    return End::Complete;
+                }
+                Line::Opened(_) => opened = true,
+                Line::Case(result) => device_gone |= result.status.ends_the_device(),
+                _ => {}
+            }
+            self.take(line);
+        }
+    }
+}

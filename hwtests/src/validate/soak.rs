@@ -1,0 +1,465 @@
+//! Level 5: the device under load for minutes to hours. Phases bound by arithmetic and by bandwidth take
+//! turns; between them golden results, which the oracle has checked at the start, are computed again and
+//! must be the same bit by bit. That is how silent corruption shows.
+
+use super::case::{CaseResult, Status};
+use super::digest::sha256;
+use super::ids;
+use super::protocol::{Line, Settings};
+use crate::Level;
+use crate::bench::{Bench, Trouble, Way};
+use crate::cases::{Case, Spread};
+use crate::inputs::encoded;
+use crate::suite::{checked, entries};
+use mixfleet_hal::{Access, Cmd, DType, Device, OpSig, Queue, Role, Slice, Support};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// A batch of a load should take this long: long beside a launch, short beside a phase.
+const BATCH_S: f64 = 0.02;
+/// Most repetitions of an operation in one batch.
+const REPEATS_MAX: u32 = 256;
+/// Rounds (arithmetic, bandwidth, golden) in a soak, before phases reach their longest.
+const ROUNDS: f64 = 20.0;
+/// Phases in seconds.
+const PHASE_S: (f64, f64) = (0.25, 30.0);
+/// Throughput may sink by this share from the first quarter to the last before it is remarked upon.
+const DRIFT_MAX: f64 = 0.10;
+/// Shapes (m, n, k) of the loads, from slow devices to fast ones.
+const COMPUTE: [(u32, u32, u32); 5] =
+    [(16, 64, 64), (64, 256, 256), (256, 1024, 1024), (1024, 2048, 2048), (4096, 4096, 4096)];
+const BANDWIDTH: [(u32, u32, u32); 4] = [(1, 256, 256), (1, 1024, 1024), (1, 4096, 4096), (1, 8192, 8192)];
+
+/// What a soak is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// GEMMs of many rows, bound by arithmetic as prefill is.
+    Compute,
+    /// GEMMs of one row, bound by bandwidth as decode is.
+    Bandwidth,
+    /// Golden results again.
+    Golden,
+}
+
+/// One load: a GEMM, and the digest of its result.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Load {
+    /// Rows, output features, input features.
+    pub shape: (u32, u32, u32),
+    /// Dtype of all operands.
+    pub dtype: String,
+    /// Commands in a batch.
+    pub repeats: u32,
+    /// SHA-256 of the result.
+    pub digest: String,
+}
+
+/// What a soak compares with: found once, kept in the journal.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Baseline {
+    /// The load bound by arithmetic.
+    pub compute: Load,
+    /// The load bound by bandwidth.
+    pub bandwidth: Load,
+    /// SHA-256 of every golden result, by case.
+    pub golden: BTreeMap<String, String>,
+}
+
+/// What one phase saw.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Sample {
+    /// Seconds since the soak began, at the phase's end.
+    pub t_s: f64,
+    /// The phase.
+    pub phase: Phase,
+    /// Batches, or golden cases.
+    pub batches: u64,
+    /// Time in which the device worked, by its own report.
+    pub busy_s: f64,
+    /// FLOP/s or bytes/s; none for golden results.
+    pub rate: Option<f64>,
+    /// Results that were not the same as at the start.
+    pub wrong: Vec<String>,
+    /// Degrees Celsius.
+    pub temperature_c: Option<f64>,
+    /// Watts.
+    pub power_w: Option<f64>,
+    /// MHz.
+    pub clock_mhz: Option<f64>,
+}
+
+/// Soaks `device` until `clock`, in seconds since the soak began, reaches the settings' end. `carried` is the baseline of
+/// a soak that an earlier process began.
+pub(crate) fn run(
+    device: &dyn Device,
+    settings: &Settings,
+    carried: Option<Baseline>,
+    clock: &mut dyn FnMut() -> f64,
+    emit: &mut dyn FnMut(Line),
+) -> Result<(), Trouble> {
+    let bench = Bench { device, timeout: settings.batch_timeout() };
+    let mut golden = golden_cases(device);
+    let baseline = match carried {
+        Some(baseline) => baseline,
+        None => {
+            let baseline = Baseline {
+                compute: calibrate(device, &COMPUTE, bench.timeout, emit)?,
+                bandwidth: calibrate(device, &BANDWIDTH, bench.timeout, emit)?,
+                golden: first_golden(&bench, &golden, emit)?,
+            };
+            emit(Line::Baseline(baseline.clone()));
+            baseline
+        }
+    };
+    golden.retain(|(id, _)| baseline.golden.contains_key(id));
+    let mut compute = Running::new(device, &baseline.compute)?;
+    let mut bandwidth = Running::new(device, &baseline.bandwidth)?;
+    let phase_s = (settings.soak_s / ROUNDS / 2.0).clamp(PHASE_S.0, PHASE_S.1);
+    loop {
+        for (phase, load, first) in [
+            (Phase::Compute, &mut compute, &baseline.compute),
+            (Phase::Bandwidth, &mut bandwidth, &baseline.bandwidth),
+        ] {
+            let sample = load.phase(&bench, phase, first, phase_s, clock, emit)?;
+            emit(Line::Sample(sample));
+        }
+        let wrong = again(&bench, &golden, &baseline.golden)?;
+        let t_s = clock();
+        emit(Line::Sample(sampled(device, t_s, Phase::Golden, golden.len() as u64, 0.0, None, wrong)));
+        if t_s >= settings.soak_s {
+            return Ok(());
+        }
+    }
+}
+
+fn sampled(
+    device: &dyn Device,
+    t_s: f64,
+    phase: Phase,
+    batches: u64,
+    busy_s: f64,
+    rate: Option<f64>,
+    wrong: Vec<String>,
+) -> Sample {
+    let health = device.health();
+    let (temperature_c, power_w, clock_mhz) = (health.temperature_c, health.power_w, health.clock_mhz);
+    Sample { t_s, phase, batches, busy_s, rate, wrong, temperature_c, power_w, clock_mhz }
+}
+
+/// The first conformance case of every operation.
+fn golden_cases(device: &dyn Device) -> Vec<(String, Case)> {
+    let mut cases: Vec<(String, Case)> = Vec::new();
+    for (id, entry) in ids::with_ids(entries(Level::Quick, &device.limits())) {
+        if let Some(case) = entry.case
+            && device.support(&case.sig) != Support::No
+            && !cases.iter().any(|(_, known)| known.sig.name() == case.sig.name())
+        {
+            cases.push((id, case));
+        }
+    }
+    cases
+}
+
+fn digest(written: &[Vec<u8>]) -> String {
+    sha256(&written.concat())
+}
+
+/// Golden results at the start: within their bounds, and the same twice.
+fn first_golden(
+    bench: &Bench<'_>,
+    cases: &[(String, Case)],
+    emit: &mut dyn FnMut(Line),
+) -> Result<BTreeMap<String, String>, Trouble> {
+    let mut golden = BTreeMap::new();
+    for (id, case) in cases {
+        emit(Line::Alive);
+        match checked(bench, &case.sig, &case.operands()) {
+            Ok(checked) => drop(golden.insert(id.clone(), digest(&checked.done.written))),
+            Err(Trouble::Unsupported | Trouble::NotRun(_)) => {}
+            Err(Trouble::Failed(reason)) => return Err(Trouble::Failed(format!("{id}: {reason}"))),
+            Err(trouble) => return Err(trouble),
+        }
+    }
+    if golden.is_empty() {
+        return Err(Trouble::NotRun("no operation can serve as a golden result".to_owned()));
+    }
+    Ok(golden)
+}
+
+/// Golden cases whose results are no longer the same.
+fn again(
+    bench: &Bench<'_>,
+    cases: &[(String, Case)],
+    golden: &BTreeMap<String, String>,
+) -> Result<Vec<String>, Trouble> {
+    let mut wrong = Vec::new();
+    for (id, case) in cases {
+        let same = match bench.execute(&case.sig, &case.operands(), Way::Submit) {
+            Ok(done) => golden.get(id) == Some(&digest(&done.written)),
+            Err(Trouble::Failed(_)) => false,
+            Err(trouble) => return Err(trouble),
+        };
+        if !same {
+            wrong.push(id.clone());
+        }
+    }
+    Ok(wrong)
+}
+
+fn gemm((m, n, k): (u32, u32, u32), dtype: DType) -> OpSig {
+    OpSig::Gemm { m, n, k, x: dtype, weight: dtype, out: dtype, bias: false, accumulate: false }
+}
+
+/// The largest shape and repetition whose batch is not far beyond [`BATCH_S`].
+fn calibrate(
+    device: &dyn Device,
+    shapes: &[(u32, u32, u32)],
+    timeout: Duration,
+    emit: &mut dyn FnMut(Line),
+) -> Result<Load, Trouble> {
+    let dtypes = [DType::Bf16, DType::F16, DType::F32];
+    let able = dtypes.into_iter().find(|&dtype| device.support(&gemm(shapes[0], dtype)) != Support::No);
+    let dtype = able.ok_or_else(|| Trouble::NotRun("the device has no GEMM to load it with".to_owned()))?;
+    let mut chosen = None;
+    for &shape in shapes {
+        if gemm(shape, dtype).operands().iter().any(|operand| {
+            let elements = u64::from(shape.1) * u64::from(shape.2);
+            elements * operand.dtype.size_bytes() > device.limits().allocation_bytes_max
+        }) {
+            break;
+        }
+        emit(Line::Alive);
+        let mut load = Load { shape, dtype: dtype.to_string(), repeats: 1, digest: String::new() };
+        let mut running = Running::new(device, &load)?;
+        let mut busy_s = running.batch(timeout)?;
+        while busy_s < BATCH_S / 2.0 && load.repeats < REPEATS_MAX {
+            load.repeats *= 2;
+            running.repeat(load.repeats);
+            busy_s = running.batch(timeout)?;
+        }
+        load.digest = running.digest()?;
+        let enough = busy_s >= BATCH_S / 2.0 && load.repeats < 8;
+        chosen = Some(load);
+        if enough {
+            break;
+        }
+    }
+    chosen.ok_or_else(|| Trouble::NotRun("no load fits into an allocation of the device".to_owned()))
+}
+
+/// A load on the device.
+struct Running<'a> {
+    device: &'a dyn Device,
+    queue: Box<dyn Queue>,
+    sig: OpSig,
+    out: Slice,
+    cmds: Vec<Cmd>,
+}
+
+impl<'a> Running<'a> {
+    fn new(device: &'a dyn Device, load: &Load) -> Result<Self, Trouble> {
+        let dtype = DType::FLOATS.into_iter().find(|dtype| dtype.to_string() == load.dtype);
+        let dtype = dtype.ok_or_else(|| Trouble::NotRun(format!("no dtype '{}'", load.dtype)))?;
+        let sig = gemm(load.shape, dtype);
+        let case = Case { sig, spread: Spread::Even, seed: 5 };
+        let mut args = Vec::new();
+        for (operand, values) in sig.operands().iter().zip(case.operands()) {
+            let bytes = encoded(operand.dtype, &values);
+            let slice = device.alloc(bytes.len() as u64, Role::Activations)?;
+            if operand.access == Access::Read {
+                device.write(&slice, &bytes)?;
+            }
+            args.push(slice);
+        }
+        let out = args[args.len() - 1].clone();
+        let cmds = vec![Cmd::new(sig, &args)?; load.repeats.max(1) as usize];
+        Ok(Running { device, queue: device.queue()?, sig, out, cmds })
+    }
+
+    fn repeat(&mut self, times: u32) {
+        let cmd = self.cmds[0].clone();
+        self.cmds.resize(times as usize, cmd);
+    }
+
+    /// Runs one batch and returns the seconds that it took.
+    fn batch(&mut self, timeout: Duration) -> Result<f64, Trouble> {
+        let ticket = self.queue.submit(&self.cmds)?;
+        Ok(self.queue.wait(ticket, timeout)?.time.0)
+    }
+
+    fn digest(&self) -> Result<String, Trouble> {
+        let mut bytes = vec![0; self.out.bytes as usize];
+        self.device.read(&self.out, &mut bytes)?;
+        Ok(sha256(&bytes))
+    }
+
+    fn phase(
+        &mut self,
+        bench: &Bench<'_>,
+        phase: Phase,
+        first: &Load,
+        phase_s: f64,
+        clock: &mut dyn FnMut() -> f64,
+        emit: &mut dyn FnMut(Line),
+    ) -> Result<Sample, Trouble> {
+        let begin = clock();
+        let (mut batches, mut busy_s, mut spoken, mut now) = (0u64, 0.0, begin, begin);
+        while batches == 0 || now - begin < phase_s {
+            busy_s += self.batch(bench.timeout)?;
+            batches += 1;
+            now = clock();
+            if now - spoken > 1.0 {
+                spoken = now;
+                emit(Line::Alive);
+            }
+        }
+        let wrong = if self.digest()? == first.digest { Vec::new() } else { vec![format!("{phase:?}")] };
+        let one = if phase == Phase::Compute { self.sig.flops() } else { self.sig.bytes() };
+        let work = one * self.cmds.len() as f64 * batches as f64;
+        let rate = (busy_s > 0.0).then(|| work / busy_s);
+        Ok(sampled(self.device, now, phase, batches, busy_s, rate, wrong))
+    }
+}
+
+/// The cases of the level, out of what every process of the soak saw.
+pub(crate) fn judge(samples: &[Sample], asked_s: f64) -> Vec<CaseResult> {
+    let ran_s = samples.iter().map(|sample| sample.t_s).fold(0.0, f64::max);
+    let mut results = Vec::new();
+    let of = |phase: Phase| samples.iter().filter(move |sample| sample.phase == phase);
+    let result = |id: &str, phases: &[Phase]| {
+        let mut seen = samples.iter().filter(|sample| phases.contains(&sample.phase)).peekable();
+        if seen.peek().is_none() {
+            return CaseResult::new(id, Status::NotRun, "the soak ended before it could look");
+        }
+        let checks: u64 = seen.clone().map(|s| if s.phase == Phase::Golden { s.batches } else { 1 }).sum();
+        let wrong: Vec<&Sample> = seen.filter(|sample| !sample.wrong.is_empty()).collect();
+        let count: usize = wrong.iter().map(|sample| sample.wrong.len()).sum();
+        match wrong.first() {
+            None => CaseResult::pass(id),
+            Some(first) => {
+                let reason = format!(
+                    "{count} of {checks} results were not the same as at the start; first at {:.1} s: {}",
+                    first.t_s,
+                    first.wrong.join(", ")
+                );
+                CaseResult::new(id, Status::Fail, reason)
+            }
+        }
+        .fact("checks", checks)
+        .fact("seconds", ran_s)
+    };
+    results.push(result("l5.golden", &[Phase::Golden]));
+    results.push(result("l5.load_results", &[Phase::Compute, Phase::Bandwidth]));
+    for (id, phase) in [("l5.drift.compute", Phase::Compute), ("l5.drift.bandwidth", Phase::Bandwidth)] {
+        results.push(drift(id, &of(phase).filter_map(|sample| sample.rate).collect::<Vec<_>>()));
+    }
+    results.push(if ran_s >= asked_s {
+        CaseResult::pass("l5.duration").fact("seconds", ran_s)
+    } else {
+        let reason = format!("soaked {ran_s:.1} of {asked_s:.1} s");
+        CaseResult::new("l5.duration", Status::NotRun, reason)
+    });
+    results
+}
+
+fn drift(id: &str, rates: &[f64]) -> CaseResult {
+    if rates.len() < 4 {
+        let reason = format!("{} phases are too few to see a drift; soak longer", rates.len());
+        return CaseResult::new(id, Status::NotRun, reason);
+    }
+    let median = |rates: &[f64]| {
+        let mut sorted = rates.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        sorted[sorted.len() / 2]
+    };
+    let quarter = rates.len() / 4;
+    let (first, last) = (median(&rates[..quarter]), median(&rates[rates.len() - quarter..]));
+    let (status, reason) = if last < first * (1.0 - DRIFT_MAX) {
+        let reason = format!("from {first:.3e} per second in the first quarter to {last:.3e} in the last");
+        (Status::QualityWarning, reason)
+    } else {
+        (Status::Pass, String::new())
+    };
+    CaseResult::new(id, status, reason).fact("first_per_s", first).fact("last_per_s", last)
+}
+
+/// How a soak that broke off reads.
+pub(crate) fn broken(trouble: Trouble) -> CaseResult {
+    let (status, reason) = match trouble {
+        Trouble::Unsupported => (Status::NotRun, "the device lacks an operation of the load".to_owned()),
+        Trouble::NotRun(reason) => (Status::NotRun, reason),
+        Trouble::Failed(reason) => (Status::Fail, reason),
+        Trouble::Hung(reason) => (Status::Timeout, reason),
+        Trouble::Lost(reason) => (Status::DeviceLost, reason),
+    };
+    CaseResult::new("l5.soak", status, reason)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reference::ReferenceDevice;
+
+    fn soaked(soak_s: f64, carried: Option<Baseline>) -> Vec<Line> {
+        let settings = Settings { soak_s, ..Settings::quick() };
+        let (mut ticks, mut lines) = (0.0, Vec::new());
+        let mut clock = || {
+            ticks += 0.3;
+            ticks
+        };
+        run(&ReferenceDevice::default(), &settings, carried, &mut clock, &mut |line| lines.push(line))
+            .unwrap();
+        lines
+    }
+
+    fn samples(lines: &[Line]) -> Vec<Sample> {
+        let sample = |line: &Line| match line {
+            Line::Sample(sample) => Some(sample.clone()),
+            _ => None,
+        };
+        lines.iter().filter_map(sample).collect()
+    }
+
+    #[test]
+    fn a_soak_ends_on_its_clock_and_finds_a_steady_device_steady() {
+        let lines = soaked(6.0, None);
+        let samples = samples(&lines);
+        assert!(samples.last().unwrap().t_s >= 6.0 && samples.len() >= 9 && samples.len() % 3 == 0);
+        assert!(samples.iter().all(|sample| sample.wrong.is_empty()));
+        let results = judge(&samples, 6.0);
+        let wrong: Vec<_> = results.iter().filter(|r| r.status.is_wrong()).collect();
+        assert!(wrong.is_empty(), "{wrong:?}");
+        let status = |id: &str| results.iter().find(|r| r.id == id).unwrap().status;
+        assert_eq!(status("l5.golden"), Status::Pass);
+        assert_eq!(status("l5.duration"), Status::Pass);
+        assert_eq!(judge(&samples, 60.0).last().unwrap().status, Status::NotRun, "too short");
+    }
+
+    #[test]
+    fn a_soak_that_is_carried_on_compares_with_what_it_began_with() {
+        let lines = soaked(0.5, None);
+        let Some(Line::Baseline(baseline)) = lines.iter().find(|l| matches!(l, Line::Baseline(_))) else {
+            panic!("no baseline")
+        };
+        let again = soaked(0.5, Some(baseline.clone()));
+        assert!(!again.iter().any(|line| matches!(line, Line::Baseline(_))));
+        assert!(samples(&again).iter().all(|sample| sample.wrong.is_empty()));
+        let mut other = baseline.clone();
+        *other.golden.values_mut().next().unwrap() = "0".repeat(64);
+        other.compute.digest = "0".repeat(64);
+        let results = judge(&samples(&soaked(0.5, Some(other))), 0.5);
+        let status = |id: &str| results.iter().find(|r| r.id == id).unwrap().status;
+        assert_eq!(status("l5.golden"), Status::Fail);
+        assert_eq!(status("l5.load_results"), Status::Fail);
+    }
+
+    #[test]
+    fn sinking_throughput_is_remarked_upon() {
+        assert_eq!(drift("d", &[10.0, 10.0, 9.5, 9.2, 9.1, 9.3]).status, Status::Pass);
+        assert_eq!(drift("d", &[10.0, 10.0, 9.0, 9.0, 8.0, 8.0]).status, Status::QualityWarning);
+        assert_eq!(drift("d", &[10.0, 1.0]).status, Status::NotRun);
+    }
+}

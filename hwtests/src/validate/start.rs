@@ -1,0 +1,192 @@
+//! How a child is started and listened to: as a process, or in this one for tests.
+
+use super::child;
+use super::protocol::{Assignment, Line};
+use mixfleet_hal::Device;
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// What a listener hears next.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Heard {
+    /// A line of the protocol.
+    Line(Box<Line>),
+    /// Nothing, for as long as patience lasted.
+    Silence,
+    /// The child is gone; in words how, and what it last said on standard error.
+    Gone(String),
+}
+
+/// Starts children.
+pub trait Start {
+    /// Starts a child on `assignment`.
+    ///
+    /// # Errors
+    /// When no child can be started at all.
+    fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn Running>>;
+}
+
+/// A child at work. Dropping it ends it.
+pub trait Running {
+    /// The next line, waiting for at most `patience`.
+    fn next(&mut self, patience: Duration) -> Heard;
+}
+
+/// Children as processes. The command must read an [`Assignment`] from standard input and write lines to
+/// standard output ([`child::serve`]).
+pub struct Processes {
+    /// Makes the command anew for every child.
+    pub command: Box<dyn Fn() -> Command>,
+}
+
+/// Bytes of a child's standard error that are kept for the report.
+const STDERR_KEPT: usize = 2000;
+
+struct Process {
+    child: Child,
+    lines: Receiver<String>,
+    stderr: Arc<Mutex<String>>,
+    listeners: Vec<JoinHandle<()>>,
+}
+
+impl Start for Processes {
+    fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn Running>> {
+        let mut command = (self.command)();
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn()?;
+        let (send, lines) = channel();
+        let mut listeners = Vec::new();
+        if let Some(out) = child.stdout.take() {
+            listeners.push(std::thread::spawn(move || {
+                // a line that is not UTF-8 is no line of the protocol
+                for line in BufReader::new(out).lines().map_while(Result::ok) {
+                    if send.send(line).is_err() {
+                        break;
+                    }
+                }
+            }));
+        }
+        let stderr = Arc::new(Mutex::new(String::new()));
+        if let Some(from) = child.stderr.take() {
+            let kept = stderr.clone();
+            listeners.push(std::thread::spawn(move || keep_tail(from, &kept)));
+        }
+        if let Some(mut input) = child.stdin.take() {
+            // a child that dies before it has read is heard of as gone
+            let _ = writeln!(input, "{}", serde_json::to_string(assignment)?);
+        }
+        Ok(Box::new(Process { child, lines, stderr, listeners }))
+    }
+}
+
+fn keep_tail(mut from: impl Read, kept: &Mutex<String>) {
+    let mut buffer = [0; 1024];
+    while let Ok(bytes) = from.read(&mut buffer)
+        && bytes > 0
+    {
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.push_str(&String::from_utf8_lossy(&buffer[..bytes]));
+        let excess = kept.len().saturating_sub(STDERR_KEPT);
+        let excess = (excess..kept.len()).find(|&i| kept.is_char_boundary(i)).unwrap_or(0);
+        kept.drain(..excess);
+    }
+}
+
+impl Running for Process {
+    fn next(&mut self, patience: Duration) -> Heard {
+        loop {
+            match self.lines.recv_timeout(patience) {
+                Ok(text) => {
+                    // a driver may print to standard output what is none of ours
+                    if let Ok(line) = serde_json::from_str(&text) {
+                        return Heard::Line(Box::new(line));
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => return Heard::Silence,
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        let end = match self.child.wait() {
+            Ok(status) => in_words(status),
+            Err(error) => format!("its end could not be learnt: {error}"),
+        };
+        self.listeners.drain(..).for_each(|listener| drop(listener.join()));
+        let said = self.stderr.lock().unwrap_or_else(PoisonError::into_inner);
+        let said = said.trim();
+        Heard::Gone(if said.is_empty() { end } else { format!("{end}; it said: {said}") })
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // both fail only for a child that is gone already
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(unix)]
+fn in_words(status: ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt;
+    match (status.signal(), status.code()) {
+        (Some(signal), _) => format!("killed by signal {signal}{}", name_of(signal)),
+        (None, Some(code)) => format!("exit status {code}"),
+        (None, None) => status.to_string(),
+    }
+}
+
+#[cfg(not(unix))]
+fn in_words(status: ExitStatus) -> String {
+    status.to_string()
+}
+
+#[cfg(unix)]
+fn name_of(signal: i32) -> &'static str {
+    match signal {
+        4 => " (SIGILL)",
+        6 => " (SIGABRT)",
+        7 => " (SIGBUS)",
+        8 => " (SIGFPE)",
+        9 => " (SIGKILL)",
+        11 => " (SIGSEGV)",
+        _ => "",
+    }
+}
+
+/// How a device is opened, in words if it cannot be.
+type Open = Box<dyn Fn(&str) -> Result<Arc<dyn Device>, String>>;
+
+/// Children in this process, one after the other, each with a device from `open`: for tests, and for a
+/// device that is known to be safe.
+pub struct InProcess {
+    /// Opens the device that a selector names.
+    pub open: Open,
+}
+
+struct Finished(VecDeque<Line>, String);
+
+impl Start for InProcess {
+    fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn Running>> {
+        let mut lines = VecDeque::new();
+        let run = std::panic::AssertUnwindSafe(|| match (self.open)(&assignment.device) {
+            Ok(device) => child::run(&*device, assignment, &mut |line| lines.push_back(line)),
+            Err(reason) => lines.push_back(Line::CannotOpen(reason)),
+        });
+        let end = match std::panic::catch_unwind(run) {
+            Ok(()) => "done".to_owned(),
+            Err(_) => "it panicked".to_owned(),
+        };
+        Ok(Box::new(Finished(lines, end)))
+    }
+}
+
+impl Running for Finished {
+    fn next(&mut self, _: Duration) -> Heard {
+        self.0.pop_front().map_or_else(|| Heard::Gone(self.1.clone()), |line| Heard::Line(Box::new(line)))
+    }
+}
