@@ -144,19 +144,7 @@ const PAGE_TOKENS: u32 = 16;
 impl KnownModel {
     /// Parameters of the matrices.
     pub fn parameters(&self) -> u64 {
-        let [layers, hidden, intermediate, heads, kv_heads, head_dim, vocab] = [
-            self.layers,
-            self.hidden,
-            self.intermediate,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-            self.vocab,
-        ]
-        .map(u64::from);
-        let attention = hidden * head_dim * (2 * heads + 2 * kv_heads);
-        let tables = if self.tied_embeddings { 1 } else { 2 };
-        layers * (attention + 3 * hidden * intermediate) + tables * vocab * hidden
+        matrix_parameters(&self.shape(DType::Bf16), self.tied_embeddings)
     }
 
     /// Memory for the weights in `weight`.
@@ -188,6 +176,23 @@ impl KnownModel {
             qk_norm: self.qk_norm,
         }
     }
+}
+
+/// Parameters of a model's matrices; norms and biases are less than a thousandth of them.
+pub fn matrix_parameters(shape: &ModelShape, tied_embeddings: bool) -> u64 {
+    let [layers, hidden, intermediate, heads, kv_heads, head_dim, vocab] = [
+        shape.layers(),
+        shape.hidden,
+        shape.intermediate,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.vocab,
+    ]
+    .map(u64::from);
+    let attention = hidden * head_dim * (2 * heads + 2 * kv_heads);
+    let tables = if tied_embeddings { 1 } else { 2 };
+    layers * (attention + 3 * hidden * intermediate) + tables * vocab * hidden
 }
 
 /// All known models, by family and size.

@@ -1,5 +1,7 @@
 //! The command line.
 
+use crate::compare::CompareArgs;
+use crate::parts::PartsArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use mixfleet_hal::DType;
 use mixfleet_scheduler::fleet::Role;
@@ -19,6 +21,10 @@ pub(crate) enum Command {
     Devices(DevicesArgs),
     /// Show what this machine is made of: sockets, memory, PCI links, how far each GPU is from each NIC
     Topo(TopoArgs),
+    /// What a dollar buys on parts, what each is cheapest at, and the price at which that changes
+    Compare(CompareArgs),
+    /// List the parts of the catalog
+    Parts(PartsArgs),
     /// Serve a model over HTTP with the OpenAI API
     Serve(ServeArgs),
     /// Complete one prompt on standard output

@@ -7,9 +7,12 @@
 mod args;
 mod backends;
 mod calibration;
+mod compare;
 mod devices;
 mod generate;
 mod model;
+mod parts;
+mod prices;
 mod serve;
 mod start;
 mod topo;
@@ -34,6 +37,8 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Devices(args) => devices::run(&args),
         Command::Topo(args) => topo::run(&args),
+        Command::Compare(args) => compare::run(&args),
+        Command::Parts(args) => parts::run(&args),
         Command::Serve(args) => serve::run(args),
         Command::Generate(args) => generate::run(args),
     };

@@ -1,0 +1,170 @@
+//! `mixfleet compare`: what a dollar buys on each part, and what each is cheapest at.
+
+mod devices;
+mod json;
+mod table;
+
+use crate::Usage;
+use crate::args::DevicePrice;
+use crate::prices;
+use anyhow::{Context, Result};
+use clap::Args;
+use devices::Compared;
+use mixfleet_hal::economics::{Pick, Selection};
+use mixfleet_hal::units::Bytes;
+use mixfleet_runtime::model::ModelConfig;
+use mixfleet_scheduler::classes::{Candidate, Classified, Demand, classify};
+use mixfleet_scheduler::models::{find, matrix_parameters};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// KV page of a checkpoint's shape; only a page table's size depends on it.
+const PAGE_TOKENS: u32 = 16;
+
+#[derive(Debug, Args)]
+pub(crate) struct CompareArgs {
+    /// Parts by catalog id (rtx-4090), or profiles by file [default: all parts with a price]
+    #[arg(value_name = "PART|FILE")]
+    parts: Vec<String>,
+    /// A known model (llama-3.1-8b) or a checkpoint directory
+    #[arg(long, value_name = "NAME|DIR")]
+    model: String,
+    /// Offers that replace the built-in prices; columns device_id, price_hourly, ... (docs/prices.md)
+    #[arg(long, value_name = "CSV")]
+    prices: Option<PathBuf>,
+    /// Rent of a part; repeatable
+    #[arg(long, value_name = "PART=USD")]
+    usd_per_hour: Vec<DevicePrice>,
+    /// Measured profile of a part; repeatable
+    #[arg(long, value_name = "PART=FILE", value_parser = part_file)]
+    profile: Vec<(String, PathBuf)>,
+    /// Count spot offers instead of those that stay
+    #[arg(long)]
+    spot: bool,
+    /// Count the least offer instead of the median of providers
+    #[arg(long)]
+    least: bool,
+    /// Length of a prompt
+    #[arg(long, value_name = "TOKENS", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    prompt: u32,
+    /// Context of a sequence while it decodes
+    #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    context: u32,
+    /// Sequences in a decode step, at most
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    batch: u32,
+    /// Parts that one copy of the model may be cut over, at most
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    devices: u32,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+fn part_file(text: &str) -> Result<(String, PathBuf), String> {
+    let (part, file) = text.split_once('=').ok_or("expected PART=FILE, for example L40S=l40s.json")?;
+    if part.is_empty() || file.is_empty() {
+        return Err("expected PART=FILE, for example L40S=l40s.json".into());
+    }
+    Ok((part.into(), file.into()))
+}
+
+/// Whose times the classes rest on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Basis {
+    Datasheet,
+    Published,
+    Measured,
+    /// Each device on the best that is known of it.
+    Mixed,
+}
+
+impl Basis {
+    /// The strongest evidence that all of `devices` have: unlike evidence would decide the comparison.
+    fn of(devices: &[Compared]) -> Self {
+        let all = |has: &dyn Fn(&Compared) -> bool| devices.iter().all(has);
+        if all(&|device| device.measured.is_some()) {
+            Basis::Measured
+        } else if all(&|device| device.part.is_some_and(|part| part.reached().is_some())) {
+            Basis::Published
+        } else if all(&|device| device.part.is_some()) {
+            Basis::Datasheet
+        } else {
+            Basis::Mixed
+        }
+    }
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Basis::Datasheet => "datasheet",
+            Basis::Published => "published",
+            Basis::Measured => "measured",
+            Basis::Mixed => "mixed",
+        }
+    }
+
+    pub(crate) const fn explained(self) -> &'static str {
+        match self {
+            Basis::Datasheet => "rooflines of the datasheets, which kernels reach to 40 to 95 %",
+            Basis::Published => "datasheets times the shares that published vLLM kernels reach",
+            Basis::Measured => "measured profiles",
+            Basis::Mixed => "MIXED: a measured profile beside claims, which flatter; profile the others too",
+        }
+    }
+}
+
+/// Everything that is shown.
+pub(crate) struct Comparison {
+    pub(crate) model: String,
+    pub(crate) demand: Demand,
+    pub(crate) basis: Basis,
+    pub(crate) devices: Vec<Compared>,
+    /// In the order of `devices`.
+    pub(crate) classified: Vec<Classified>,
+}
+
+pub(crate) fn run(args: &CompareArgs) -> Result<()> {
+    let comparison = compare(args)?;
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{:#}", json::document(&comparison))?;
+        return Ok(());
+    }
+    table::write(&mut out, &comparison)
+}
+
+fn compare(args: &CompareArgs) -> Result<Comparison> {
+    let demand = Demand {
+        prompt_tokens: args.prompt,
+        context_tokens: args.context,
+        batch_max: args.batch,
+        devices_max: args.devices,
+        ..model_demand(&args.model)?
+    };
+    let offers = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
+    let pick = if args.least { Pick::Least } else { Pick::Median };
+    let mut devices = devices::resolve(&args.parts, &args.profile, |name| {
+        Selection { spot: args.spot, pick }.price_or_reference(name, &offers)
+    })?;
+    devices::state_prices(&mut devices, &args.usd_per_hour)?;
+    let basis = Basis::of(&devices);
+    let candidates: Vec<Candidate> = devices.iter().map(|device| device.candidate(basis)).collect();
+    let classified = classify(&demand, &candidates);
+    Ok(Comparison { model: args.model.clone(), demand, basis, devices, classified })
+}
+
+/// A known model, or the shape in a directory's `config.json`.
+fn model_demand(name: &str) -> Result<Demand> {
+    let directory = Path::new(name);
+    if !directory.is_dir() {
+        let model = find(name).map_err(|error| Usage(format!("--model: {error}")))?;
+        let dtype = mixfleet_hal::DType::Bf16;
+        return Ok(Demand::new(model.shape(dtype), model.weight_bytes(dtype)));
+    }
+    let config = ModelConfig::open(directory)
+        .with_context(|| format!("cannot read the model's shape in {}", directory.display()))?;
+    let shape = config.cost_shape(config.dtype, config.dtype, PAGE_TOKENS);
+    let parameters = matrix_parameters(&shape, config.tied_embeddings);
+    let weights = Bytes((parameters * config.dtype.size_bytes()) as f64);
+    Ok(Demand::new(shape, weights))
+}

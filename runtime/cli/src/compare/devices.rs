@@ -1,0 +1,204 @@
+//! From words on the command line to devices.
+
+use super::Basis;
+use crate::Usage;
+use crate::args::DevicePrice;
+use anyhow::{Context, Result};
+use mixfleet_hal::DType;
+use mixfleet_hal::catalog::{self, Part, is_claim};
+use mixfleet_hal::economics::{Ability, Origin, PerDollar, Price};
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::UsdPerHour;
+use mixfleet_scheduler::classes::Candidate;
+use std::path::{Path, PathBuf};
+
+/// A device to compare: in the catalog, measured, or both.
+#[derive(Clone, Debug)]
+pub(crate) struct Compared {
+    pub(crate) name: String,
+    pub(crate) part: Option<&'static Part>,
+    pub(crate) measured: Option<DeviceProfile>,
+    pub(crate) price: Option<Price>,
+}
+
+impl Compared {
+    /// The device as the classes see it. A device that lacks `basis` counts by the best there is.
+    pub(super) fn candidate(&self, basis: Basis) -> Candidate {
+        let claimed = || self.part.map(Part::profile);
+        let reached = || self.part.and_then(Part::reached_profile);
+        let profile = match basis {
+            Basis::Datasheet => claimed(),
+            Basis::Published => reached(),
+            Basis::Measured | Basis::Mixed => self.measured.clone().or_else(reached),
+        };
+        let profile = profile.or_else(claimed).or_else(|| self.measured.clone());
+        Candidate {
+            name: self.name.clone(),
+            profile: profile.expect("`resolve` makes no device with neither part nor profile"),
+            price: self.price.as_ref().map(|price| price.usd_per_hour),
+        }
+    }
+}
+
+/// One line of the per-dollar table: all its numbers are of one origin.
+pub(super) struct Line {
+    pub(super) origin: &'static str,
+    pub(super) flop_per_second: Vec<(DType, f64)>,
+    pub(super) bytes_per_second: f64,
+    pub(super) bytes: f64,
+}
+
+impl<P: Origin> From<PerDollar<P>> for Line {
+    fn from(per: PerDollar<P>) -> Self {
+        let (origin, bytes_per_second, bytes) = (per.origin(), per.bytes_per_second, per.bytes);
+        Line { origin, flop_per_second: per.flop_per_second, bytes_per_second, bytes }
+    }
+}
+
+impl Compared {
+    /// What a dollar buys on it, once for each origin of its numbers. Nothing without a price.
+    pub(super) fn per_dollar(&self) -> Vec<Line> {
+        let Some(Price { usd_per_hour: price, .. }) = self.price else { return Vec::new() };
+        let claimed = self.part.and_then(|part| Ability::claimed(part).per_dollar(price));
+        let published = self.part.and_then(Ability::published).and_then(|able| able.per_dollar(price));
+        let measured = self.measured.as_ref().and_then(|profile| Ability::measured(profile).ok());
+        let measured = measured.and_then(|able| able.per_dollar(price));
+        [claimed.map(Line::from), published.map(Line::from), measured.map(Line::from)]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+}
+
+/// Parts and profiles that the user named, without repetition; without any, all parts with a price.
+pub(super) fn resolve(
+    words: &[String],
+    profiles: &[(String, PathBuf)],
+    price: impl Fn(&str) -> Option<Price>,
+) -> Result<Vec<Compared>> {
+    let mut devices: Vec<Compared> = Vec::new();
+    for word in words {
+        if let Some(part) = catalog::part(word) {
+            add(&mut devices, part.id, None);
+        } else if Path::new(word).is_file() {
+            let name = Path::new(word).file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            add(&mut devices, &name, Some(read_profile(Path::new(word))?));
+        } else {
+            return Err(unknown(word).into());
+        }
+    }
+    for (name, file) in profiles {
+        add(&mut devices, name, Some(read_profile(file)?));
+    }
+    let asked = !words.is_empty();
+    for device in &mut devices {
+        device.price = price(&device.name);
+    }
+    if !asked {
+        for part in catalog::parts() {
+            let known = devices.iter().any(|device| device.name == part.id);
+            if let (false, Some(price)) = (known, price(part.id)) {
+                add(&mut devices, part.id, None);
+                devices.last_mut().expect("just added").price = Some(price);
+            }
+        }
+    }
+    Ok(devices)
+}
+
+/// A device of that name; if there is one already, it gains the measurement.
+fn add(devices: &mut Vec<Compared>, name: &str, measured: Option<DeviceProfile>) {
+    let part = catalog::part(name);
+    let name = part.map_or(name, |part| part.id);
+    match devices.iter_mut().find(|device| device.name.eq_ignore_ascii_case(name)) {
+        Some(device) => device.measured = measured.or(device.measured.take()),
+        None => devices.push(Compared { name: name.into(), part, measured, price: None }),
+    }
+}
+
+fn unknown(word: &str) -> Usage {
+    let closest = catalog::closest(word);
+    let hint = if closest.is_empty() {
+        "'mixfleet parts' lists the catalog".to_string()
+    } else {
+        format!("closest: {}", closest.join(", "))
+    };
+    Usage(format!("no part and no file is called '{word}'; {hint}"))
+}
+
+/// A device profile, alone or as the field `profile` of what `mixfleet profile --json` wrote.
+fn read_profile(file: &Path) -> Result<DeviceProfile> {
+    let place = || format!("{} is no device profile of 'mixfleet profile --json'", file.display());
+    let text = std::fs::read_to_string(file)
+        .with_context(|| format!("cannot read the profile {}", file.display()))?;
+    let mut document: serde_json::Value = serde_json::from_str(&text).with_context(place)?;
+    if document.get("profile").is_some_and(serde_json::Value::is_object) {
+        document = document["profile"].take();
+    }
+    let profile: DeviceProfile = serde_json::from_value(document).with_context(place)?;
+    if profile.schema != DeviceProfile::SCHEMA {
+        let found = &profile.schema;
+        anyhow::bail!(
+            "{}: schema '{found}', and this version reads '{}'",
+            file.display(),
+            DeviceProfile::SCHEMA
+        );
+    }
+    let usable = profile.bandwidth.0 > 0.0
+        && profile.memory.0 > 0.0
+        && profile.compute.iter().any(|(_, rate)| rate.0 > 0.0);
+    let claim = is_claim(&profile);
+    anyhow::ensure!(!claim, "{}: it restates a datasheet; measure with 'mixfleet profile'", file.display());
+    anyhow::ensure!(usable, "{}: it has no rate, bandwidth or memory; measure again", file.display());
+    Ok(profile)
+}
+
+/// Prices from the command line win over all others.
+pub(super) fn state_prices(devices: &mut [Compared], stated: &[DevicePrice]) -> Result<()> {
+    for DevicePrice { device: name, usd_per_hour } in stated {
+        if *usd_per_hour <= 0.0 {
+            return Err(
+                Usage(format!("--usd-per-hour {name}=0: a part for nothing has no comparison")).into()
+            );
+        }
+        let Some(device) = devices.iter_mut().find(|device| device.name.eq_ignore_ascii_case(name)) else {
+            let known: Vec<&str> = devices.iter().map(|device| device.name.as_str()).take(8).collect();
+            let known = known.join(", ");
+            return Err(
+                Usage(format!("--usd-per-hour: '{name}' is not compared; compared are {known}")).into()
+            );
+        };
+        let basis = "stated on the command line".to_string();
+        device.price = Some(Price { usd_per_hour: UsdPerHour(*usd_per_hour), basis });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resolve_names(words: &[&str]) -> Result<Vec<String>> {
+        let words: Vec<String> = words.iter().map(ToString::to_string).collect();
+        let priced = |name: &str| mixfleet_hal::economics::Selection::default().price_or_reference(name, &[]);
+        Ok(resolve(&words, &[], priced)?.into_iter().map(|device| device.name).collect())
+    }
+
+    #[test]
+    fn parts_are_found_once_in_any_case_and_others_refused() {
+        assert_eq!(resolve_names(&["l4", "L4", "rtx-4090"]).unwrap(), ["L4", "RTX-4090"]);
+        let error = resolve_names(&["rtx-4091"]).unwrap_err();
+        assert!(error.is::<Usage>() && error.to_string().contains("closest: RTX-4090"), "{error}");
+        assert!(resolve_names(&[]).unwrap().len() > 30);
+    }
+
+    #[test]
+    fn a_stated_price_wins_and_must_belong_to_a_device() {
+        let mut devices = vec![Compared { name: "L4".into(), part: None, measured: None, price: None }];
+        let state = |name: &str, usd_per_hour| [DevicePrice { device: name.into(), usd_per_hour }];
+        state_prices(&mut devices, &state("l4", 0.5)).unwrap();
+        assert_eq!(devices[0].price.as_ref().unwrap().usd_per_hour, UsdPerHour(0.5));
+        assert!(state_prices(&mut devices, &state("L40S", 0.5)).is_err());
+        assert!(state_prices(&mut devices, &state("L4", 0.0)).is_err());
+    }
+}

@@ -1,0 +1,76 @@
+//! The comparison as a JSON document, `mixfleet.compare/1`.
+
+use super::Comparison;
+use super::devices::Compared;
+use mixfleet_scheduler::classes::{Classified, Standing};
+use serde_json::{Map, Value, json};
+
+pub(super) fn document(comparison: &Comparison) -> Value {
+    let Comparison { model, demand, basis, devices, classified } = comparison;
+    let devices: Vec<Value> = devices.iter().zip(classified).map(|(d, c)| device(d, c)).collect();
+    json!({
+        "schema": "mixfleet.compare/1",
+        "model": {
+            "name": model,
+            "dtype": demand.shape.weight,
+            "weight_bytes": demand.weights,
+            "kv_bytes_per_token": demand.shape.kv_bytes_per_token(),
+        },
+        "demand": {
+            "prompt_tokens": demand.prompt_tokens,
+            "context_tokens": demand.context_tokens,
+            "batch_max": demand.batch_max,
+            "devices_max": demand.devices_max,
+            "memory_share": demand.memory_share,
+        },
+        "basis": basis.name(),
+        "devices": devices,
+    })
+}
+
+fn device(device: &Compared, classified: &Classified) -> Value {
+    let per_dollar: Vec<Value> = device
+        .per_dollar()
+        .into_iter()
+        .map(|line| {
+            let rates: Map<String, Value> =
+                line.flop_per_second.iter().map(|(dtype, rate)| (dtype.name().into(), json!(rate))).collect();
+            json!({
+                "origin": line.origin,
+                "flop_per_second": rates,
+                "bytes_per_second": line.bytes_per_second,
+                "bytes": line.bytes,
+            })
+        })
+        .collect();
+    json!({
+        "name": device.name,
+        "part": device.part,
+        "price": device.price,
+        "per_dollar": per_dollar,
+        "class": classified.class,
+        "leans_to": classified.leans_to(),
+        "jobs": classified.standings.iter().map(|standing| job(classified, standing)).collect::<Vec<_>>(),
+    })
+}
+
+/// `unit` is a token, or a GB for an hour.
+fn job(device: &Classified, standing: &Standing) -> Value {
+    let cheapest = device.price.map(|price| device.cheapest_at(standing.job, price));
+    let (effort, unable) = match &standing.effort {
+        Ok(effort) => (Some(effort), None),
+        Err(why) => (None, Some(why)),
+    };
+    json!({
+        "job": standing.job,
+        "unable": unable,
+        "device_seconds_per_unit": effort.map(|effort| effort.time),
+        "devices": effort.map(|effort| effort.devices),
+        "batch": effort.map(|effort| effort.batch),
+        "latency_s": effort.map(|effort| effort.latency),
+        "usd_per_unit": standing.cost,
+        "cheapest": cheapest,
+        "rival": standing.rival,
+        "break_even_usd_per_hour": standing.break_even,
+    })
+}

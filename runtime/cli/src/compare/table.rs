@@ -1,0 +1,218 @@
+//! The comparison in words and columns.
+
+use super::Comparison;
+use super::devices::{Compared, Line};
+use anyhow::Result;
+use mixfleet_hal::DType;
+use mixfleet_hal::units::{GB, UsdPerHour};
+use mixfleet_scheduler::classes::{Class, Classified, Job, Standing};
+use std::io::Write;
+
+/// Devices beyond which only those that are cheapest at something are put into words.
+const WORDS_MAX: usize = 8;
+
+pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
+    let Comparison { model, demand, basis, devices, classified } = comparison;
+    let (weights, kv) = (demand.weights.0 / GB, demand.shape.kv_bytes_per_token());
+    writeln!(out, "{model} in {}: {weights:.1} GB of weights, {kv} B of KV per token", demand.shape.weight)?;
+    let width = devices.iter().map(|device| device.name.len()).max().unwrap_or(0).max("device".len());
+    per_dollar(out, width, devices)?;
+    let (prompt, context, batch, most) =
+        (demand.prompt_tokens, demand.context_tokens, demand.batch_max, demand.devices_max);
+    writeln!(out, "\nclasses, by {}", basis.explained())?;
+    writeln!(
+        out,
+        "prompts of {prompt} tokens; decoding at {context} tokens, up to {batch} at once; layers cut over up to {most} \
+         devices, network not counted"
+    )?;
+    costs(out, width, classified)?;
+    writeln!(out)?;
+    for device in classified {
+        words(out, device, classified.len())?;
+    }
+    Ok(())
+}
+
+const DTYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3];
+
+fn per_dollar(out: &mut impl Write, width: usize, devices: &[Compared]) -> Result<()> {
+    writeln!(out, "\nwhat 1 $/h buys: TFLOP/s by dtype, GB/s, GB")?;
+    let [f32, bf16, f16, fp8] = DTYPES.map(DType::name);
+    writeln!(
+        out,
+        "{:<width$} {:>7} {:<10}{f32:>8}{bf16:>8}{f16:>8}{fp8:>8}{:>8}{:>8}",
+        "device", "$/h", "origin", "GB/s", "GB"
+    )?;
+    for device in devices {
+        let Some(price) = &device.price else {
+            writeln!(out, "{:<width$} {:>7} no offer known; give one with --usd-per-hour", device.name, "-")?;
+            continue;
+        };
+        for (at, line) in device.per_dollar().iter().enumerate() {
+            let (name, rent) = match at {
+                0 => (device.name.as_str(), format!("{:.2}", price.usd_per_hour.0)),
+                _ => ("", String::new()),
+            };
+            write!(out, "{name:<width$} {rent:>7} {:<10}", line.origin)?;
+            for dtype in DTYPES {
+                write!(out, "{:>8}", rate(line, dtype))?;
+            }
+            let basis = if at == 0 { price.basis.as_str() } else { "" };
+            let (bandwidth, memory) = (line.bytes_per_second / GB, line.bytes / GB);
+            writeln!(out, "{}", format!("{bandwidth:>8.0}{memory:>8.1}  {basis}").trim_end())?;
+        }
+    }
+    Ok(())
+}
+
+fn rate(line: &Line, dtype: DType) -> String {
+    let found = line.flop_per_second.iter().find(|(known, _)| *known == dtype);
+    found.map_or_else(|| "-".into(), |(_, rate)| significant(rate / 1e12))
+}
+
+/// Three digits that matter.
+fn significant(value: f64) -> String {
+    let decimals = match value.abs() {
+        v if v >= 100.0 => 0,
+        v if v >= 10.0 => 1,
+        v if v >= 0.995 => 2,
+        _ => 3,
+    };
+    format!("{value:.decimals$}")
+}
+
+/// A price with cents, or more digits where cents say little.
+fn dollars(price: UsdPerHour) -> String {
+    if price.0 < 0.1 { format!("${:.4}/h", price.0) } else { format!("${:.2}/h", price.0) }
+}
+
+fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Result<()> {
+    writeln!(
+        out,
+        "{:<width$} {:<10}{:>12}{:>12}{:>9}{:>8}{:>12}{:>12}",
+        "device", "class", "prefill", "decode", "devices", "batch", "attention", "memory"
+    )?;
+    writeln!(
+        out,
+        "{:<width$} {:<10}{:>12}{:>12}{:>9}{:>8}{:>12}{:>12}",
+        "", "", "$/Mtoken", "$/Mtoken", "", "", "$/Mtoken", "$/TB/h"
+    )?;
+    for device in classified {
+        let class = device.class.map_or("-", Class::name);
+        let cost = |job, unit: f64| {
+            let cost = device.standing(job).and_then(|standing| standing.cost);
+            cost.map_or_else(|| "-".into(), |cost| significant(cost.0 * unit))
+        };
+        let effort = device.standing(Job::Decode).and_then(|standing| standing.effort.as_ref().ok());
+        let (devices, batch) = effort.map_or(("-".into(), "-".into()), |effort| {
+            (effort.devices.to_string(), effort.batch.to_string())
+        });
+        writeln!(
+            out,
+            "{:<width$} {class:<10}{:>12}{:>12}{devices:>9}{batch:>8}{:>12}{:>12}",
+            device.name,
+            cost(Job::Prefill, 1e6),
+            cost(Job::Decode, 1e6),
+            cost(Job::Attention, 1e6),
+            cost(Job::Memory, 1e3),
+        )?;
+    }
+    Ok(())
+}
+
+/// What the device is cheapest at, would be, and cannot do.
+fn words(out: &mut impl Write, device: &Classified, all: usize) -> Result<()> {
+    let idle = matches!(device.class, None | Some(Class::Neither));
+    if all > WORDS_MAX && idle {
+        return Ok(());
+    }
+    let sentences: Vec<String> =
+        device.standings.iter().filter_map(|standing| sentence(device, standing, all)).collect();
+    writeln!(out, "{}:", device.name)?;
+    for sentence in sentences {
+        writeln!(out, "  {sentence}")?;
+    }
+    if let (Some(Class::Neither), Some(job)) = (device.class, device.leans_to()) {
+        writeln!(out, "  better at {} than at the other, but others do both for less", job.name())?;
+    }
+    Ok(())
+}
+
+pub(super) fn sentence(device: &Classified, standing: &Standing, all: usize) -> Option<String> {
+    let job = standing.job.name();
+    if let Err(why) = &standing.effort {
+        let cannot = matches!(standing.job, Job::Prefill | Job::Decode);
+        return cannot.then(|| format!("cannot {job} this model: {why}"));
+    }
+    let Some(break_even) = standing.break_even else {
+        let alone = device.price.is_some() && all > 1;
+        return match standing.job {
+            Job::Prefill | Job::Decode if alone => {
+                Some(format!("the only one that can {job} at a known price"))
+            }
+            Job::Prefill | Job::Decode if all == 1 => Some(format!("{job}: nothing to compare with")),
+            _ => None,
+        };
+    };
+    let (below, rival) = (dollars(break_even), standing.rival.as_deref().unwrap_or("the others"));
+    Some(match device.price {
+        Some(price) if device.cheapest_at(standing.job, price) => {
+            format!("the cheapest {job} of these {all} below {below} (now {}); then {rival}", dollars(price))
+        }
+        Some(price) => {
+            format!("would be the cheapest {job} below {below} (now {}); now {rival}", dollars(price))
+        }
+        None => format!("would be the cheapest {job} below {below} (no price known); now {rival}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mixfleet_hal::catalog::part;
+    use mixfleet_scheduler::classes::{Candidate, Demand, classify};
+    use mixfleet_scheduler::models::find;
+
+    fn compared(priced: &[(&str, Option<f64>)], model: &str) -> Vec<Classified> {
+        let model = find(model).unwrap();
+        let demand = Demand::new(model.shape(DType::Bf16), model.weight_bytes(DType::Bf16));
+        let candidate = |(id, price): &(&str, Option<f64>)| Candidate {
+            name: (*id).into(),
+            profile: part(id).unwrap().reached_profile().unwrap(),
+            price: price.map(UsdPerHour),
+        };
+        classify(&demand, &priced.iter().map(candidate).collect::<Vec<_>>())
+    }
+
+    fn said(device: &Classified, job: Job, all: usize) -> String {
+        sentence(device, device.standing(job).unwrap(), all).unwrap_or_default()
+    }
+
+    #[test]
+    fn the_price_below_which_a_part_wins_is_said() {
+        let all = compared(
+            &[("RTX-4090", Some(0.38)), ("L40S", Some(0.79)), ("H100-SXM-80GB", Some(2.69))],
+            "llama-3.1-70b",
+        );
+        let attention = said(&all[0], Job::Attention, 3);
+        assert!(attention.starts_with("the cheapest attention of these 3 below $0.8"), "{attention}");
+        assert!(attention.contains("(now $0.38/h); then H100-SXM-80GB"), "{attention}");
+        let l40s = said(&all[1], Job::Attention, 3);
+        assert!(l40s.starts_with("would be the cheapest attention below $0."), "{l40s}");
+    }
+
+    #[test]
+    fn what_cannot_be_done_or_compared_is_said_too() {
+        let large = compared(&[("RTX-4090", Some(0.38)), ("B200-SXM", None)], "llama-3.1-405b");
+        assert!(said(&large[0], Job::Decode, 2).contains("cannot decode this model: 8 x 24 GB"));
+        assert_eq!(said(&large[1], Job::Decode, 2), "");
+        let one = compared(&[("L40S", Some(0.79))], "llama-3.1-8b");
+        assert_eq!(said(&one[0], Job::Decode, 1), "decode: nothing to compare with");
+    }
+
+    #[test]
+    fn digits_that_matter() {
+        assert_eq!([0.0853, 1.234, 12.34, 434.7].map(significant), ["0.085", "1.23", "12.3", "435"]);
+        assert_eq!([0.0512, 0.83].map(|p| dollars(UsdPerHour(p))), ["$0.0512/h", "$0.83/h"]);
+    }
+}

@@ -1,0 +1,60 @@
+//! `mixfleet parts`: the catalog.
+
+use anyhow::Result;
+use clap::Args;
+use mixfleet_hal::catalog::{Part, parts};
+use mixfleet_hal::economics::reference_offer;
+use serde_json::{Value, json};
+use std::io::Write;
+
+#[derive(Debug, Args)]
+pub(crate) struct PartsArgs {
+    /// Print JSON, with links, power, sources and notes
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &PartsArgs) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        let parts: Vec<Value> = parts().iter().map(document).collect();
+        writeln!(out, "{:#}", json!({"schema": "mixfleet.parts/1", "parts": parts}))?;
+        return Ok(());
+    }
+    writeln!(out, "vendors' claims: dense, accumulated in f32; $/h: built-in, see 'mixfleet compare'")?;
+    writeln!(
+        out,
+        "{:<16}{:>6}{:>9}{:>9}{:>8}{:>7} {:<16}{:>6}{:>4}  note",
+        "part", "year", "bf16 TF", "fp8 TF", "GB/s", "GB", "memory", "$/h", ""
+    )?;
+    for part in parts() {
+        write_part(&mut out, part)?;
+    }
+    Ok(())
+}
+
+fn write_part(out: &mut impl Write, part: &Part) -> Result<()> {
+    let tera = |rate: Option<f64>| rate.map_or_else(|| "-".into(), |rate| format!("{rate:.0}"));
+    let price = reference_offer(part.id).map_or_else(|| "-".into(), |offer| format!("{:.2}", offer.price.0));
+    let (bf16, fp8) = (tera(part.rates.bf16), tera(part.rates.fp8));
+    let memory = part.memory;
+    let line = format!(
+        "{:<16}{:>6}{bf16:>9}{fp8:>9}{:>8.0}{:>7.0} {:<16}{price:>6}{:>4}  {}",
+        part.id,
+        part.year,
+        memory.bandwidth_gb_s,
+        memory.size_gb,
+        memory.technology,
+        format!("{:?}", part.confidence),
+        part.note
+    );
+    writeln!(out, "{}", line.trim_end())?;
+    Ok(())
+}
+
+fn document(part: &Part) -> Value {
+    let mut document = json!(part);
+    document["reached"] = json!(part.reached());
+    document["reference_offer"] = json!(reference_offer(part.id));
+    document
+}
