@@ -23,6 +23,7 @@ mod checks;
 pub mod html;
 mod inputs;
 pub mod oracle;
+pub mod profile;
 pub mod reference;
 pub mod report;
 mod suite;

@@ -1,0 +1,160 @@
+//! A profile on half a screen.
+
+use super::document::{Document, Reached, Unit};
+use super::text::{bar, gibibytes, scaled};
+use std::fmt::Write as _;
+
+const BAR: usize = 20;
+
+/// The card: name, bars for compute, bandwidth and links, and what a dollar buys beside them.
+pub fn card(document: &Document) -> String {
+    let mut card = Card { document, out: String::new() };
+    card.head();
+    card.compute();
+    card.memory();
+    card.attention();
+    card.links();
+    card.long_runs();
+    card.remarks();
+    card.out
+}
+
+struct Card<'a> {
+    document: &'a Document,
+    out: String,
+}
+
+impl Card<'_> {
+    fn line(&mut self, label: &str, text: &str) {
+        let _ = writeln!(self.out, "  {label:<9}{}", text.trim_end());
+    }
+
+    fn head(&mut self) {
+        let d = &self.document.device;
+        let (memory, day) = (gibibytes(d.memory_bytes), self.document.measured_at.get(..10).unwrap_or(""));
+        let _ = writeln!(self.out, "  {}, {} units, {memory} ({})", d.name, d.compute_units, d.id);
+        let s = &self.document.summary;
+        let level = format!("{:?}", self.document.level).to_lowercase();
+        let mut text = format!("{} points in {:.0} s, {level}", s.ok, self.document.seconds);
+        for (count, what) in [
+            (s.flagged, "flagged"),
+            (s.unsupported, "unsupported"),
+            (s.skipped, "skipped"),
+            (s.error, "wrong or failed"),
+        ] {
+            if count > 0 {
+                let _ = write!(text, ", {count} {what}");
+            }
+        }
+        if !self.document.complete {
+            text += ", INCOMPLETE";
+        }
+        self.line("measured", format!("{day} {text}").trim_start());
+    }
+
+    /// A rate with its bar, and what it is per dollar.
+    fn bar_line(&mut self, label: &str, what: &str, reached: &Reached, best: f64, unit: Unit) {
+        let name = match unit {
+            Unit::Flop => "FLOP/s",
+            Unit::Byte => "B/s",
+        };
+        let per_dollar = match &self.document.economics {
+            Some(price) => format!("  per $/h {}", scaled(reached.rate / price.usd_per_hour, name)),
+            None => String::new(),
+        };
+        let (rate, bar) = (scaled(reached.rate, name), bar(reached.rate / best, BAR));
+        self.line(label, &format!("{what:<7}{rate:>14}  |{bar}|{per_dollar}"));
+    }
+
+    fn compute(&mut self) {
+        let compute = &self.document.summary.compute;
+        let best = compute.iter().map(|c| c.reached.rate).fold(0.0, f64::max);
+        for (i, c) in compute.iter().enumerate() {
+            self.bar_line(if i == 0 { "compute" } else { "" }, &c.dtype, &c.reached, best, Unit::Flop);
+        }
+    }
+
+    fn memory(&mut self) {
+        let s = &self.document.summary;
+        let rows = [("read", &s.memory_read), ("write", &s.memory_write), ("copy", &s.memory_copy)];
+        let best = rows.iter().filter_map(|(_, r)| r.as_ref().map(|r| r.rate)).fold(0.0, f64::max);
+        let mut label = "memory";
+        for (what, reached) in rows {
+            if let Some(reached) = reached {
+                self.bar_line(label, what, reached, best, Unit::Byte);
+                label = "";
+            }
+        }
+        if let Some(price) = &self.document.economics {
+            let (bytes, usd) = (gibibytes(price.bytes), price.usd_per_hour);
+            self.line("capacity", &format!("{bytes} per $/h, at {usd} $/h ({})", price.source));
+        }
+    }
+
+    fn attention(&mut self) {
+        let s = &self.document.summary;
+        let mut parts = Vec::new();
+        if let Some(reached) = &s.decode_attention {
+            parts.push(format!("decode reads KV at {}", scaled(reached.rate, "B/s")));
+        }
+        if let Some(reached) = &s.prefill_attention {
+            parts.push(format!("prefill {}", scaled(reached.rate, "FLOP/s")));
+        }
+        if let Some(rows) = s.ridge_rows {
+            parts.push(format!("ridge at {rows:.0} rows"));
+        }
+        if !parts.is_empty() {
+            self.line("attention", &format!(" {}", parts.join(", ")));
+        }
+    }
+
+    fn links(&mut self) {
+        let (s, f) = (&self.document.summary, &self.document.fits);
+        let mut parts = Vec::new();
+        for (name, reached, lines) in [
+            ("to device", &s.host_to_device, &f.host_to_device),
+            ("to host", &s.device_to_host, &f.device_to_host),
+        ] {
+            let fixed = lines.first().map(|l| format!(" + {}", scaled(l.fixed_s, "s"))).unwrap_or_default();
+            if let Some(reached) = reached {
+                parts.push(format!("{name} {}{fixed}", scaled(reached.rate, "B/s")));
+            }
+        }
+        if !parts.is_empty() {
+            self.line("links", &parts.join(", "));
+        }
+        if let (Some(batch), Some(command)) = (f.launch_s, f.launch_per_command_s) {
+            let (batch, command) = (scaled(batch, "s"), scaled(command, "s"));
+            self.line("launch", &format!("{batch} a batch, {command} a command"));
+        }
+    }
+
+    fn long_runs(&mut self) {
+        let runs = self
+            .document
+            .points
+            .iter()
+            .filter_map(|p| Some((p.id.strip_prefix("sustained.")?, p.long_run.as_ref()?)));
+        let parts: Vec<String> = runs
+            .map(|(name, run)| {
+                let energy =
+                    run.joules_per_run.map(|j| format!(", {} a run", scaled(j, "J"))).unwrap_or_default();
+                format!("{name} {:.0} % of burst after {:.0} s{energy}", 100.0 * run.ratio, run.seconds)
+            })
+            .collect();
+        if !parts.is_empty() {
+            self.line("long run", &parts.join("; "));
+        }
+    }
+
+    fn remarks(&mut self) {
+        let document = self.document;
+        let flags: Vec<&str> = document.conditions.flags.iter().map(|f| f.name()).collect();
+        if !flags.is_empty() {
+            self.line("beware", &flags.join(", "));
+        }
+        for check in document.checks.iter().filter(|check| !check.passed) {
+            self.line("WRONG", &format!("{}: {}", check.class, check.reason.as_deref().unwrap_or("")));
+        }
+    }
+}

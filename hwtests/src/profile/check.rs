@@ -1,0 +1,189 @@
+//! No number without a right result: conformance of each class of operations, and a look at single
+//! elements of the very products that were timed.
+
+use super::document::Check;
+use crate::cases::{Case, Level, Spread};
+use crate::suite::{Entry, attempt, entries};
+use crate::{CaseReport, Outcome};
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::{Cmd, DType, Device, OpSig, Slice};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Cases of a class that are tried.
+const CASES_MAX: usize = 6;
+/// Elements of a product that are compared.
+const SPOTS: usize = 6;
+
+/// Classes already checked.
+#[derive(Debug, Default)]
+pub(crate) struct Checks {
+    by_class: BTreeMap<String, Check>,
+}
+
+/// Operation and dtypes: what decides which kernels run.
+pub(crate) fn class(sig: &OpSig) -> String {
+    let dtypes: Vec<&str> = sig.operands().iter().map(|operand| operand.dtype.name()).collect();
+    format!("{}({})", sig.name(), dtypes.join(","))
+}
+
+impl Checks {
+    /// Whether operations like `sig` are right on `device`; tried at most once for each class. `Err` says
+    /// what is wrong.
+    pub(crate) fn require(
+        &mut self,
+        device: &dyn Device,
+        sig: &OpSig,
+        timeout: Duration,
+    ) -> Result<(), String> {
+        let class = class(sig);
+        let check = self.by_class.entry(class.clone()).or_insert_with(|| check(device, sig, class, timeout));
+        if check.passed {
+            return Ok(());
+        }
+        let reason = check.reason.as_deref().unwrap_or("unknown");
+        Err(format!("not measured, conformance of {} failed: {reason}", check.class))
+    }
+
+    pub(crate) fn into_vec(self) -> Vec<Check> {
+        self.by_class.into_values().collect()
+    }
+}
+
+fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> Check {
+    let limits = device.limits();
+    let alike = |entry: &Entry| entry.case.as_ref().is_some_and(|case| self::class(&case.sig) == class);
+    let all: Vec<Entry> = entries(Level::Quick, &limits).into_iter().filter(alike).collect();
+    let step = all.len().div_ceil(CASES_MAX).max(1);
+    let mut tried: Vec<Entry> = all.into_iter().step_by(step).collect();
+    let small = Case { sig: shrunk(sig), spread: Spread::Even, seed: 1 };
+    if matches!(sig, OpSig::Gemm { .. }) || tried.is_empty() && !needs_spread(sig) {
+        tried.push(Entry { name: sig.name(), case: Some(small) });
+    }
+    let mut result = Check { class, cases: tried.len() as u32, passed: true, ratio_max: None, reason: None };
+    if tried.is_empty() {
+        (result.passed, result.reason) = (false, Some("the suite has no case of these dtypes".to_owned()));
+    }
+    for entry in &tried {
+        let CaseReport { outcome, ratio_max, case, .. } = attempt(device, entry, timeout);
+        result.ratio_max = result.ratio_max.into_iter().chain(ratio_max).reduce(f64::max);
+        if outcome != Outcome::Pass {
+            let shape = case.map_or(String::new(), |case| format!("{:?}: ", case.sig));
+            (result.passed, result.reason) = (false, Some(format!("{shape}{outcome:?}")));
+            break;
+        }
+    }
+    result
+}
+
+fn needs_spread(sig: &OpSig) -> bool {
+    matches!(sig, OpSig::AttnDecode { .. } | OpSig::AttnPrefill { .. })
+}
+
+/// The same kind of operation, small enough for the oracle and large enough for blocked kernels.
+fn shrunk(sig: &OpSig) -> OpSig {
+    match *sig {
+        OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
+            OpSig::Gemm { m: m.min(70), n: n.min(129), k: k.min(257), x, weight, out, bias, accumulate }
+        }
+        OpSig::Embed { tokens, vocab, hidden, table, out } => {
+            OpSig::Embed { tokens: tokens.min(5), vocab: vocab.min(37), hidden: hidden.min(65), table, out }
+        }
+        OpSig::RmsNorm { rows, cols, eps, x, weight, out } => {
+            OpSig::RmsNorm { rows: rows.min(3), cols: cols.min(67), eps, x, weight, out }
+        }
+        OpSig::Rope { tokens, heads, head_dim, x } => {
+            OpSig::Rope { tokens: tokens.min(3), heads: heads.min(5), head_dim, x }
+        }
+        OpSig::SiluMul { elements, x } => OpSig::SiluMul { elements: elements.min(1009), x },
+        OpSig::Add { elements, x } => OpSig::Add { elements: elements.min(1009), x },
+        OpSig::Argmax { rows, cols } => OpSig::Argmax { rows: rows.min(4), cols: cols.min(1009) },
+        OpSig::Copy { bytes } => OpSig::Copy { bytes: bytes.min(4004) },
+        OpSig::Fill { bytes, word } => OpSig::Fill { bytes: bytes.min(4004), word },
+        OpSig::AttnMerge { parts, rows, head_dim, out } => {
+            OpSig::AttnMerge { parts, rows: rows.min(6), head_dim, out }
+        }
+        other => other,
+    }
+}
+
+/// Compares some elements of the product that `cmd` has just left with the float64 dot product of the row
+/// and the column that made them: large shapes run kernels that no conformance case reaches. `Err` names
+/// the first that is off by more than any order of f32 sums allows (`bounds`), or a failed read.
+pub(crate) fn spot(device: &dyn Device, cmd: &Cmd) -> Result<(), String> {
+    let OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false } = *cmd.sig() else {
+        return Ok(());
+    };
+    let [x_at, weight_at, out_at] = cmd.args() else { return Ok(()) };
+    let row = |slice: &Slice, row: u32, cols: u32, dtype: DType| -> Result<Vec<f64>, String> {
+        let bytes = u64::from(cols) * dtype.size_bytes();
+        let start = u64::from(row) * bytes;
+        let aligned = start - start % device.limits().alignment_bytes.max(4);
+        let mut data = vec![0; (start + bytes - aligned) as usize];
+        let part = slice.range(aligned, data.len() as u64);
+        device.read(&part, &mut data).map_err(|e| format!("reading the result back: {e}"))?;
+        Ok(dtype.decode(&data[(start - aligned) as usize..]))
+    };
+    let mut stream = Stream::new(u64::from(m) << 40 ^ u64::from(n) << 20 ^ u64::from(k));
+    for spot in 0..SPOTS {
+        // the last element too: what lies behind the last whole tile
+        let last = spot == 0;
+        let r = if last { m - 1 } else { stream.below(u64::from(m)) as u32 };
+        let c = if last { n - 1 } else { stream.below(u64::from(n)) as u32 };
+        let got = row(out_at, r, n, out)?[c as usize];
+        let (a, b) = (row(x_at, r, k, x)?, row(weight_at, c, k, weight)?);
+        let want: f64 = a.iter().zip(&b).map(|(a, b)| a * b).sum();
+        let terms: f64 = a.iter().zip(&b).map(|(a, b)| (a * b).abs()).sum();
+        let error = (f64::from(k) + 2.0) * DType::F32.unit_roundoff() * terms;
+        let bound = error + out.unit_roundoff() * (want.abs() + error) + 1e-30;
+        // NaN is never within
+        if (got - want).abs() > bound || !got.is_finite() {
+            return Err(format!("out[{r},{c}] is {got:e}, must be {want:e} within {bound:.1e}"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::ground::Ground;
+    use crate::profile::work::Work;
+    use crate::reference::ReferenceDevice;
+
+    const TIMEOUT: Duration = Duration::from_secs(30);
+
+    fn sig(id: &str) -> OpSig {
+        let Some(Work::Op(sig)) = Work::parse(id, 8) else { panic!("{id}") };
+        sig
+    }
+
+    #[test]
+    fn each_class_is_checked_once_and_the_reference_passes() {
+        let (device, mut checks) = (ReferenceDevice::default(), Checks::default());
+        for id in ["gemm.bf16.m512.n4096.k4096", "gemm.bf16.m1.n64.k64", "attn_decode.bf16.b1.c64.gqa4"] {
+            checks.require(&device, &sig(id), TIMEOUT).unwrap();
+        }
+        let checks = checks.into_vec();
+        assert_eq!(checks.len(), 2);
+        assert!(checks.iter().all(|c| c.passed && c.cases > 0 && c.ratio_max.is_some()), "{checks:?}");
+    }
+
+    #[test]
+    fn a_wrong_element_of_a_product_is_seen() {
+        let device = ReferenceDevice::default();
+        let mut ground = Ground::new(&device, 1 << 16, 0, 1 << 20).unwrap();
+        let cmd = ground.commands(&sig("gemm.bf16.m5.n32.k64")).unwrap().remove(0);
+        let mut queue = device.queue().unwrap();
+        let ticket = queue.submit(std::slice::from_ref(&cmd)).unwrap();
+        queue.wait(ticket, TIMEOUT).unwrap();
+        spot(&device, &cmd).unwrap();
+        // the last element of bf16, one ulp up
+        let out = &cmd.args()[2];
+        let last = out.range(out.bytes - 2, 2);
+        let mut bytes = [0; 2];
+        device.read(&last, &mut bytes).unwrap();
+        device.write(&last, &(u16::from_le_bytes(bytes) ^ 2).to_le_bytes()).unwrap();
+        assert!(spot(&device, &cmd).unwrap_err().contains("out[4,31]"));
+    }
+}

@@ -1,0 +1,183 @@
+//! From points to the few numbers and lines that people and schedulers ask for.
+
+use super::document::{Compute, Document, Economics, Flag, LineFit, PointResult, Reached, Status};
+use super::stats::line;
+use super::work::Work;
+use mixfleet_hal::profile::{Bandwidth, CopyCost, DeviceProfile, Line, Point, Provenance, Sustained};
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
+use mixfleet_hal::{DType, OpSig};
+
+/// Transfers below and from here on get a line of their own.
+const KNEE_BYTES: f64 = (1 << 20) as f64;
+
+/// Fills in what follows from the points.
+pub(crate) fn finish(document: &mut Document) {
+    document.fits.host_to_device = transfer_lines(document, "copy_h2d.");
+    document.fits.device_to_host = transfer_lines(document, "copy_d2h.");
+    summarise(document);
+}
+
+/// Measured points whose name begins so, with their median seconds.
+fn timed<'a>(document: &'a Document, prefix: &'a str) -> impl Iterator<Item = (&'a PointResult, f64)> {
+    let points = document.points.iter().filter(move |p| p.is_ok() && p.id.starts_with(prefix));
+    points.filter_map(|p| p.seconds.as_ref().map(|s| (p, s.median))).filter(|(_, seconds)| *seconds > 0.0)
+}
+
+/// A line for small transfers and one for large ones; they share the point at the knee.
+fn transfer_lines(document: &Document, prefix: &str) -> Vec<LineFit> {
+    let mut all: Vec<(f64, f64)> = timed(document, prefix).map(|(p, seconds)| (p.bytes, seconds)).collect();
+    all.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let small: Vec<_> = all.iter().copied().filter(|(bytes, _)| *bytes <= KNEE_BYTES).collect();
+    let large: Vec<_> = all.iter().copied().filter(|(bytes, _)| *bytes >= KNEE_BYTES).collect();
+    let fit = |from_bytes, points: &[(f64, f64)]| {
+        line(points).map(|(fixed_s, s_per_byte)| LineFit { from_bytes, fixed_s, s_per_byte })
+    };
+    match (fit(0.0, &small), fit(KNEE_BYTES, &large)) {
+        (Some(small), Some(large)) => vec![small, large],
+        _ => fit(0.0, &all).into_iter().collect(),
+    }
+}
+
+fn summarise(document: &mut Document) {
+    let mut s = super::document::Summary::default();
+    for dtype in [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3] {
+        let prefix = format!("gemm.{dtype}.");
+        if let Some(reached) = best(document, &prefix, |p| p.flops) {
+            s.compute.push(Compute { dtype: dtype.name().to_owned(), reached });
+        }
+    }
+    s.memory_read = largest(document, "memory_read.");
+    s.memory_write = largest(document, "memory_write.");
+    s.memory_copy = largest(document, "memory_copy.");
+    s.decode_attention = best(document, "attn_decode.", |p| p.bytes);
+    s.prefill_attention = best(document, "attn_prefill.", |p| p.flops);
+    s.host_to_device = largest(document, "copy_h2d.");
+    s.device_to_host = largest(document, "copy_d2h.");
+    let bf16 = s.compute.iter().find(|c| c.dtype == "bf16");
+    s.ridge_rows = bf16.zip(s.memory_read.as_ref()).map(|(compute, read)| compute.reached.rate / read.rate);
+    for point in &document.points {
+        *match point.status {
+            Status::Ok => &mut s.ok,
+            Status::Unsupported => &mut s.unsupported,
+            Status::Skipped => &mut s.skipped,
+            Status::Error => &mut s.error,
+        } += 1;
+        // conversion is a fact about the part, not a doubt about the number
+        s.flagged += u32::from(point.flags.iter().any(|flag| *flag != Flag::Emulated));
+    }
+    document.summary = s;
+}
+
+fn best(document: &Document, prefix: &str, amount: fn(&PointResult) -> f64) -> Option<Reached> {
+    let rates = timed(document, prefix).map(|(p, seconds)| (amount(p) / seconds, p));
+    let (rate, point) = rates.max_by(|a, b| a.0.total_cmp(&b.0))?;
+    Some(Reached { rate, point: point.id.clone() })
+}
+
+fn largest(document: &Document, prefix: &str) -> Option<Reached> {
+    let (point, seconds) = timed(document, prefix).max_by(|a, b| a.0.bytes.total_cmp(&b.0.bytes))?;
+    Some(Reached { rate: point.bytes / seconds, point: point.id.clone() })
+}
+
+/// The dtype whose arithmetic rate bounds the operation.
+pub(crate) fn input_dtype(sig: &OpSig) -> DType {
+    match *sig {
+        OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
+        _ => DType::F32,
+    }
+}
+
+impl Document {
+    /// What scheduler and simulated devices take from it. `None` without a measured bandwidth and a measured
+    /// product: there is no roofline then.
+    pub fn device_profile(&self) -> Option<DeviceProfile> {
+        let rates = [&self.summary.memory_read, &self.summary.memory_write, &self.summary.memory_copy];
+        let bandwidth = rates.into_iter().flatten().map(|reached| reached.rate).reduce(f64::max)?;
+        let compute: Vec<(DType, FlopPerSecond)> = self
+            .summary
+            .compute
+            .iter()
+            .filter_map(|c| Some((c.dtype.parse().ok()?, FlopPerSecond(c.reached.rate))))
+            .collect();
+        if compute.is_empty() {
+            return None;
+        }
+        let roof = DeviceProfile::roof(compute, BytesPerSecond(bandwidth), Bytes(self.device.memory_bytes));
+        let points =
+            timed(self, "").filter_map(|(p, seconds)| Some(Point { sig: p.sig?, time: Seconds(seconds) }));
+        Some(DeviceProfile {
+            name: self.device.name.clone(),
+            fingerprint: self.device.fingerprint.clone(),
+            launch: Seconds(self.fits.launch_s.unwrap_or(0.0)),
+            launch_per_command: Seconds(self.fits.launch_per_command_s.unwrap_or(0.0)),
+            bandwidths: self.bandwidths(),
+            host_to_device: copy_cost(&self.fits.host_to_device),
+            device_to_host: copy_cost(&self.fits.device_to_host),
+            sustained: self.sustained(),
+            provenance: self.provenance(),
+            points: points.collect(),
+            ..roof
+        })
+    }
+
+    fn bandwidths(&self) -> Vec<Bandwidth> {
+        let point = |(p, seconds): (&PointResult, f64)| match Work::parse(&p.id, self.device.kv_page_tokens)?
+        {
+            Work::Memory(traffic, bytes) => {
+                let rate = BytesPerSecond(p.bytes / seconds);
+                Some(Bandwidth { traffic, working_set: Bytes(bytes as f64), rate })
+            }
+            _ => None,
+        };
+        let mut all: Vec<Bandwidth> = timed(self, "memory_").filter_map(point).collect();
+        all.sort_by(|a, b| {
+            (a.traffic as u8).cmp(&(b.traffic as u8)).then(a.working_set.0.total_cmp(&b.working_set.0))
+        });
+        all
+    }
+
+    fn sustained(&self) -> Option<Sustained> {
+        let ratio = |id| Some(self.point(id)?.long_run.as_ref()?.ratio);
+        Some(Sustained { compute: ratio("sustained.gemm")?, bandwidth: ratio("sustained.stream")? })
+    }
+
+    fn provenance(&self) -> Provenance {
+        let mut remarks: Vec<String> = self.conditions.flags.iter().map(|f| f.name().to_owned()).collect();
+        if !self.complete {
+            remarks.push("incomplete".to_owned());
+        }
+        if self.summary.flagged > 0 {
+            let timed = self.summary.ok;
+            remarks.push(format!("{} of {timed} points flagged", self.summary.flagged));
+        }
+        Provenance {
+            tool: format!("{} {}", self.tool.name, self.tool.version),
+            measured_at: self.measured_at.clone(),
+            remarks,
+        }
+    }
+}
+
+fn copy_cost(lines: &[LineFit]) -> CopyCost {
+    let line = |l: &LineFit| Line {
+        from: Bytes(l.from_bytes),
+        fixed: Seconds(l.fixed_s),
+        seconds_per_byte: l.s_per_byte,
+    };
+    CopyCost(lines.iter().map(line).collect())
+}
+
+impl Economics {
+    /// What a dollar buys of a measured device.
+    pub fn new(document: &Document, usd_per_hour: f64, source: &str) -> Economics {
+        let s = &document.summary;
+        let compute = s.compute.iter().map(|c| c.reached.rate).reduce(f64::max);
+        Economics {
+            usd_per_hour,
+            source: source.to_owned(),
+            flop_per_second: compute.map(|rate| rate / usd_per_hour),
+            bytes_per_second: s.memory_read.as_ref().map(|read| read.rate / usd_per_hour),
+            bytes: document.device.memory_bytes / usd_per_hour,
+        }
+    }
+}

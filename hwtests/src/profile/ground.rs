@@ -1,0 +1,341 @@
+//! Memory to measure on: random data that no cache holds, and commands over it.
+//!
+//! What the engine streams (weights, tables, KV pools) is taken from *cold* windows, a different one for
+//! each command, over more bytes than the last-level cache holds. What one operation hands to the next
+//! (activations) stays in place and may be *warm*, as in the engine.
+
+use super::Problem;
+use mixfleet_hal::op::Extent;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::MIB;
+use mixfleet_hal::{Access, Cmd, DType, Device, OpSig, Operand, Role, Slice};
+
+/// Windows begin at multiples of this, or of the device's own alignment if that is larger.
+const STRIDE: u64 = 4096;
+/// Most commands that differ only in their windows.
+const VARIANTS_MAX: u64 = 64;
+const TILE_BYTES: usize = 8 << 20;
+const SEED: u64 = 0x9A0F_11E5;
+
+/// Device memory of a profile.
+pub(crate) struct Ground<'a> {
+    device: &'a dyn Device,
+    tile: Vec<u8>,
+    slabs: Vec<Slice>,
+    slab_bytes: u64,
+    warm: Option<Slice>,
+    bytes_max: u64,
+}
+
+/// Random bytes that are small normal numbers in bf16, f16, f32 and no NaN in f8: no zero page, no
+/// subnormal, nothing to compress. The high byte of each pair is a sign and an exponent of two choices.
+pub(crate) fn noise(bytes: usize) -> Vec<u8> {
+    let mut stream = Stream::new(SEED);
+    let mut out = Vec::with_capacity(bytes + 8);
+    while out.len() < bytes {
+        for pair in stream.next_u64().to_le_bytes().chunks_exact(2) {
+            let low = if pair[0] & 0x7F == 0x7F { pair[0] ^ 1 } else { pair[0] };
+            out.extend([low, pair[1] & 0x81 | 0x3C]);
+        }
+    }
+    out.truncate(bytes);
+    out
+}
+
+impl<'a> Ground<'a> {
+    /// Takes `cold_bytes` of the device, in slabs that hold at least `operand_bytes` each, if the device
+    /// allows.
+    pub(crate) fn new(
+        device: &'a dyn Device,
+        cold_bytes: u64,
+        operand_bytes: u64,
+        bytes_max: u64,
+    ) -> Result<Self, Problem> {
+        let limit = device.limits().allocation_bytes_max;
+        let total = cold_bytes.max(operand_bytes).max(STRIDE);
+        let slab_bytes = operand_bytes.max(total.min(256 * MIB)).clamp(STRIDE, limit.max(STRIDE));
+        let tile = noise(TILE_BYTES.min(total as usize));
+        let mut ground = Ground { device, tile, slabs: Vec::new(), slab_bytes, warm: None, bytes_max };
+        for _ in 0..total.div_ceil(slab_bytes) {
+            let slab = device.alloc(slab_bytes, Role::Weights)?;
+            ground.fill(&slab)?;
+            ground.slabs.push(slab);
+        }
+        Ok(ground)
+    }
+
+    /// The first `bytes` bytes of the cold memory.
+    pub(crate) fn region(&self, bytes: u64) -> Result<Slice, Problem> {
+        self.room(bytes)?;
+        Ok(self.slabs[0].range(0, bytes))
+    }
+
+    fn room(&self, bytes: u64) -> Result<(), Problem> {
+        if bytes > self.slab_bytes {
+            let (want, have) = (super::work::size(bytes), super::work::size(self.slab_bytes));
+            return Err(Problem::Skip(format!("needs a buffer of {want}, the profiler may use {have}")));
+        }
+        Ok(())
+    }
+
+    /// Puts random data back where a measurement wrote something else.
+    pub(crate) fn fill(&self, slice: &Slice) -> Result<(), Problem> {
+        let mut at = 0;
+        while at < slice.bytes {
+            let piece = self.tile.len().min((slice.bytes - at) as usize);
+            self.device.write(&slice.range(at, piece as u64), &self.tile[..piece])?;
+            at += piece as u64;
+        }
+        Ok(())
+    }
+
+    fn stride(&self, bytes: u64) -> u64 {
+        bytes.max(1).next_multiple_of(STRIDE.max(self.device.limits().alignment_bytes))
+    }
+
+    /// The `index`th window of `bytes` bytes, round and round.
+    fn window(&self, bytes: u64, index: u64) -> Slice {
+        let stride = self.stride(bytes);
+        let per_slab = (self.slab_bytes / stride).max(1);
+        let index = index % (per_slab * self.slabs.len() as u64);
+        self.slabs[(index / per_slab) as usize].range(index % per_slab * stride, bytes)
+    }
+
+    /// Windows of `bytes` bytes that do not overlap.
+    fn windows(&self, bytes: u64) -> u64 {
+        (self.slab_bytes / self.stride(bytes)).max(1) * self.slabs.len() as u64
+    }
+
+    /// Commands of `sig` over different cold windows, to be run in turn.
+    pub(crate) fn commands(&mut self, sig: &OpSig) -> Result<Vec<Cmd>, Problem> {
+        let operands = sig.operands();
+        let bytes: Vec<u64> = operands.iter().map(|operand| extent_bytes(sig, operand)).collect();
+        let cold: Vec<bool> = operands.iter().map(is_cold).collect();
+        let cold_each: Vec<u64> =
+            cold.iter().zip(&bytes).filter(|(cold, _)| **cold).map(|(_, &b)| b).collect();
+        let largest = cold_each.iter().copied().max().unwrap_or(0);
+        self.room(largest)?;
+        let needed = cold_each.len() as u64;
+        let variants = self.windows(largest).checked_div(needed).unwrap_or(1);
+        if variants == 0 {
+            let want = super::work::size(cold_each.iter().sum());
+            return Err(Problem::Skip(format!("needs {want} of buffers, more than the profiler may use")));
+        }
+        let warm = self.warm_operands(sig, &operands, &bytes, &cold)?;
+        (0..variants.min(VARIANTS_MAX))
+            .map(|variant| {
+                let mut next = variant * needed;
+                let args: Vec<Slice> = (0..operands.len())
+                    .map(|i| match &warm[i] {
+                        Some(slice) => slice.clone(),
+                        None => {
+                            next += 1;
+                            self.window(largest, next - 1).range(0, bytes[i])
+                        }
+                    })
+                    .collect();
+                Ok(Cmd::new(*sig, &args)?)
+            })
+            .collect()
+    }
+
+    /// Puts the operands that stay in place into one buffer, with contents.
+    fn warm_operands(
+        &mut self,
+        sig: &OpSig,
+        operands: &[Operand],
+        bytes: &[u64],
+        cold: &[bool],
+    ) -> Result<Vec<Option<Slice>>, Problem> {
+        let mut offsets = Vec::with_capacity(operands.len());
+        let mut total = 0;
+        for (bytes, cold) in bytes.iter().zip(cold) {
+            offsets.push(total);
+            total += if *cold { 0 } else { self.stride(*bytes) };
+        }
+        let buffer = self.warm_buffer(total)?;
+        let mut slices = Vec::with_capacity(operands.len());
+        for (i, operand) in operands.iter().enumerate() {
+            if cold[i] {
+                slices.push(None);
+                continue;
+            }
+            let slice = buffer.range(offsets[i], bytes[i]);
+            match contents(sig, operand) {
+                Some(contents) => self.device.write(&slice, &contents)?,
+                None if operand.access != Access::Write => self.fill(&slice)?,
+                None => {}
+            }
+            slices.push(Some(slice));
+        }
+        Ok(slices)
+    }
+
+    fn warm_buffer(&mut self, bytes: u64) -> Result<Slice, Problem> {
+        let bytes = bytes.max(STRIDE);
+        let limit = self.device.limits().allocation_bytes_max.min(self.bytes_max);
+        if bytes > limit {
+            let (want, have) = (super::work::size(bytes), super::work::size(limit));
+            return Err(Problem::Skip(format!("needs {want} for activations, the profiler may use {have}")));
+        }
+        if let Some(warm) = self.warm.as_ref().filter(|warm| warm.bytes >= bytes) {
+            return Ok(warm.range(0, bytes));
+        }
+        self.warm = None;
+        let slice = self.device.alloc(bytes, Role::Activations)?;
+        self.warm = Some(slice.clone());
+        Ok(slice)
+    }
+}
+
+/// Bytes of `sig`'s operands that are streamed: of the largest, and of all.
+pub(crate) fn cold_bytes(sig: &OpSig) -> (u64, u64) {
+    let operands = sig.operands();
+    let cold = operands.iter().filter(|o| is_cold(o)).map(|o| extent_bytes(sig, o).next_multiple_of(STRIDE));
+    cold.fold((0, 0), |(largest, sum), bytes| (largest.max(bytes), sum + bytes))
+}
+
+/// Whether the engine would stream it from memory.
+fn is_cold(operand: &Operand) -> bool {
+    matches!(operand.name, "weight" | "table" | "k_pool" | "v_pool" | "from" | "to")
+}
+
+/// The operand's bytes; a pool has the pages that the operation touches.
+fn extent_bytes(sig: &OpSig, operand: &Operand) -> u64 {
+    match operand.extent {
+        Extent::Exactly(elements) => elements * operand.dtype.size_bytes(),
+        Extent::PagesOf(elements) => pages(sig) * elements * operand.dtype.size_bytes(),
+    }
+}
+
+/// Pages of a pool that holds what `sig` touches, every sequence on pages of its own.
+fn pages(sig: &OpSig) -> u64 {
+    let of = |tokens: u64, page_tokens: u32| tokens.div_ceil(u64::from(page_tokens.max(1))).max(1);
+    match *sig {
+        OpSig::AttnPrefill { sequences, pages_max, .. } | OpSig::AttnDecode { sequences, pages_max, .. } => {
+            (u64::from(sequences) * u64::from(pages_max)).max(1)
+        }
+        OpSig::KvWrite { tokens, page_tokens, .. }
+        | OpSig::KvGather { tokens, page_tokens, .. }
+        | OpSig::KvScatter { tokens, page_tokens, .. } => of(u64::from(tokens), page_tokens),
+        _ => 0,
+    }
+}
+
+fn words(values: impl IntoIterator<Item = u32>) -> Vec<u8> {
+    values.into_iter().flat_map(u32::to_le_bytes).collect()
+}
+
+/// 0 .. n in random order: pages of a pool lie in disorder.
+fn shuffled(n: u64) -> Vec<u32> {
+    let (mut items, mut stream) = ((0..n as u32).collect::<Vec<_>>(), Stream::new(SEED));
+    for i in (1..items.len()).rev() {
+        items.swap(i, stream.below(i as u64 + 1) as usize);
+    }
+    items
+}
+
+/// What an operand must hold to mean something; `None`: random numbers will do.
+fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
+    let mut stream = Stream::new(SEED);
+    match (*sig, operand.name) {
+        (OpSig::Embed { tokens, vocab, .. }, "ids") => {
+            Some(words((0..tokens).map(|_| stream.below(u64::from(vocab)) as u32)))
+        }
+        // whole pages in random order, as a prefix cache hands them out
+        (
+            OpSig::KvWrite { tokens, page_tokens, .. }
+            | OpSig::KvGather { tokens, page_tokens, .. }
+            | OpSig::KvScatter { tokens, page_tokens, .. },
+            "slots",
+        ) => {
+            let order = shuffled(pages(sig));
+            let slot = |i: u32| order[(i / page_tokens) as usize] * page_tokens + i % page_tokens;
+            Some(words((0..tokens).map(slot)))
+        }
+        (_, "pages") => Some(words(shuffled(pages(sig)))),
+        (OpSig::AttnDecode { sequences, kv_tokens, .. }, "range") => {
+            let context = (kv_tokens / u64::from(sequences.max(1))) as u32;
+            Some(words((0..sequences).flat_map(|_| [0, context])))
+        }
+        (OpSig::AttnPrefill { tokens, sequences, .. }, "query_start") => {
+            Some(words((0..=sequences).map(|i| i * (tokens / sequences.max(1)))))
+        }
+        (OpSig::AttnPrefill { sequences, kv_tokens, .. }, "context") => {
+            let context = (kv_tokens / u64::from(sequences.max(1))) as u32;
+            Some(words((0..sequences).map(|_| context)))
+        }
+        // rotations keep the length of what they turn, however often they are repeated
+        (OpSig::Rope { tokens, head_dim, .. }, "cos_sin") => {
+            let mut bytes = Vec::new();
+            for _ in 0..tokens {
+                let angles: Vec<f64> = (0..head_dim / 2).map(|_| stream.next_unit() * 100.0).collect();
+                angles.iter().for_each(|a| DType::F32.encode(a.cos(), &mut bytes));
+                angles.iter().for_each(|a| DType::F32.encode(a.sin(), &mut bytes));
+            }
+            Some(bytes)
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::work::Work;
+    use crate::reference::ReferenceDevice;
+
+    #[test]
+    fn noise_is_finite_and_normal_in_every_dtype() {
+        let bytes = noise(1 << 16);
+        for dtype in [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3] {
+            let values = dtype.decode(&bytes);
+            assert!(values.iter().all(|v| v.is_finite()), "{dtype}");
+            let least = if dtype == DType::F8E4m3 { 0.0 } else { 1e-3 };
+            assert!(values.iter().all(|v| v.abs() >= least && v.abs() <= 448.0), "{dtype}");
+        }
+        let distinct: std::collections::HashSet<&[u8]> = bytes.chunks(8).collect();
+        assert!(distinct.len() > 8000, "repeats compress");
+    }
+
+    #[test]
+    fn commands_of_every_kind_are_valid_and_take_turns() {
+        let device = ReferenceDevice::default();
+        let mut ground = Ground::new(&device, 1 << 20, 1 << 19, 1 << 20).unwrap();
+        for id in [
+            "gemm.bf16.m3.n64.k64",
+            "gemm.bf16.m3.n64.k64.acc",
+            "attn_decode.bf16.b3.c17.gqa2.kv2.d16",
+            "attn_prefill.bf16.t9.c5.gqa2.kv2.d16",
+            "kv_write.bf16.t9.kv2.d16",
+            "kv_gather.bf16.t9.kv2.d16",
+            "kv_scatter.bf16.t9.kv2.d16",
+            "embed.bf16.t5.v100.h64",
+            "rope.bf16.t3.heads2.d16",
+            "rms_norm.bf16.t3.h64",
+            "argmax.f32.t2.v33",
+            "attn_merge.bf16.p2.t4.d16",
+            "silu_mul.bf16.e64",
+        ] {
+            let Some(Work::Op(sig)) = Work::parse(id, 8) else { panic!("{id}") };
+            let commands = ground.commands(&sig).unwrap();
+            let mut queue = device.queue().unwrap();
+            let ticket = queue.submit(&commands[..commands.len().min(3)]).unwrap();
+            queue.wait(ticket, std::time::Duration::from_secs(9)).unwrap_or_else(|e| panic!("{id}: {e}"));
+            if id.starts_with("gemm") {
+                assert!(!commands[0].args()[1].overlaps(&commands[1].args()[1]), "{id}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_left_out_with_the_reason() {
+        let device = ReferenceDevice::default();
+        let mut ground = Ground::new(&device, 1 << 20, 0, 1 << 20).unwrap();
+        for id in ["gemm.bf16.m1.n4096.k4096", "gemm.bf16.m4096.n64.k4096"] {
+            let Some(Work::Op(sig)) = Work::parse(id, 8) else { panic!("{id}") };
+            let Err(Problem::Skip(reason)) = ground.commands(&sig) else { panic!("{id}") };
+            assert!(reason.contains("MiB"), "{reason}");
+        }
+    }
+}

@@ -1,0 +1,332 @@
+//! One point: from a [`Work`] to its samples.
+
+use super::Problem;
+use super::check::{Checks, spot};
+use super::document::{Flag, LongRun, PointResult, State, Status, Timer};
+use super::ground::{Ground, noise};
+use super::sampler::{Clock, Effort, NOISE_MAX, Samples, sample};
+use super::stats::{Stats, quantile};
+use super::work::{Launch, Load, Work, gemm};
+use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::profile::Traffic;
+use mixfleet_hal::{Cmd, DType, Device, OpSig, Queue, Role, Support};
+use std::time::Duration;
+
+/// A sample runs at least so long, so that clocks and the batch's own cost do not show.
+const SAMPLE_SECONDS: f64 = 2e-3;
+/// Most runs in one sample.
+const RUNS_MAX: f64 = 256.0;
+/// After the launch costs are taken off, at least this share of the measured time is left.
+const OWN_SHARE_MIN: f64 = 0.1;
+/// For one batch; some devices compile kernels on first use.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
+/// What is written where only the writing matters: 0.0115 in bf16 and f32.
+const WORD: u32 = 0x3C3C_3C3C;
+/// Samples that a long run keeps.
+const LONG_SAMPLES: f64 = 100.0;
+/// Shorter runs say nothing of energy: sensors average over a good part of a second.
+const ENERGY_SECONDS_MIN: f64 = 10.0;
+
+/// What launching was found to cost, to be taken off other points.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct LaunchCost {
+    /// Elapsed time of a batch beyond its commands.
+    pub(crate) batch_s: f64,
+    /// Elapsed time of a command that does next to nothing.
+    pub(crate) command_s: f64,
+}
+
+/// A device being measured.
+pub(crate) struct Bench<'a> {
+    pub(crate) device: &'a dyn Device,
+    pub(crate) queue: Box<dyn Queue>,
+    pub(crate) ground: Ground<'a>,
+    pub(crate) checks: Checks,
+    pub(crate) clock: &'a dyn Clock,
+    pub(crate) launch: LaunchCost,
+}
+
+/// A measured time before it becomes a point.
+pub(crate) struct Measured {
+    samples: Samples,
+    timer: Timer,
+    runs: u32,
+    flags: Vec<Flag>,
+    long_run: Option<LongRun>,
+}
+
+impl Measured {
+    fn new(samples: Samples, timer: Timer, runs: u32) -> Self {
+        Measured { samples, timer, runs, flags: Vec::new(), long_run: None }
+    }
+
+    /// Median seconds of one run.
+    pub(crate) fn median(&self) -> f64 {
+        self.samples.stats.median
+    }
+}
+
+impl Bench<'_> {
+    /// Measures `work`; a long run lasts `long_seconds`.
+    pub(crate) fn point(
+        &mut self,
+        work: &Work,
+        effort: Effort,
+        long_seconds: f64,
+    ) -> Result<PointResult, Problem> {
+        let mut point = empty(work);
+        let measured = match work {
+            Work::Op(sig) => self.op(sig, effort)?,
+            Work::Memory(traffic, bytes) => self.memory(*traffic, *bytes, effort)?,
+            Work::HostToDevice(bytes) => self.transfer(*bytes, effort, true)?,
+            Work::DeviceToHost(bytes) => self.transfer(*bytes, effort, false)?,
+            Work::DeviceToDevice(bytes) => self.op(&OpSig::Copy { bytes: *bytes }, effort)?,
+            Work::Launch(launch) => self.launch(*launch, effort)?.0,
+            Work::Sustained(load) => {
+                let (measured, sig) = self.sustained(*load, long_seconds)?;
+                (point.flops, point.bytes) = (sig.flops(), sig.bytes());
+                measured
+            }
+        };
+        point.status = Status::Ok;
+        point.ramp = measured.samples.ramp;
+        point.runs_per_sample = measured.runs;
+        point.timer = Some(measured.timer);
+        point.flags = measured.samples.flags;
+        point.flags.extend(measured.flags);
+        point.seconds = Some(measured.samples.stats);
+        point.long_run = measured.long_run;
+        Ok(point)
+    }
+
+    fn elapsed(&mut self, cmds: &[Cmd]) -> Result<(f64, Timer), Problem> {
+        let ticket = self.queue.submit(cmds)?;
+        let elapsed = self.queue.wait(ticket, TIMEOUT)?;
+        let timer = if elapsed.clock == ClockKind::Device { Timer::Device } else { Timer::Host };
+        Ok((elapsed.time.0, timer))
+    }
+
+    fn supported(&mut self, sig: &OpSig) -> Result<Vec<Flag>, Problem> {
+        match self.device.support(sig) {
+            Support::No => {
+                Err(Problem::Unsupported(format!("the device has no {}", super::check::class(sig))))
+            }
+            Support::Native => Ok(Vec::new()),
+            Support::Emulated => Ok(vec![Flag::Emulated]),
+        }
+    }
+
+    fn op(&mut self, sig: &OpSig, effort: Effort) -> Result<Measured, Problem> {
+        let flags = self.supported(sig)?;
+        self.checks.require(self.device, sig, TIMEOUT).map_err(Problem::Failed)?;
+        let commands = self.ground.commands(sig)?;
+        let (samples, timer, runs) = self.repeat(&commands, effort)?;
+        spot(self.device, &commands[0])
+            .map_err(|e| Problem::Failed(format!("the timed result is wrong: {e}")))?;
+        Ok(Measured { flags, ..Measured::new(samples, timer, runs) })
+    }
+
+    /// Times `commands` in turn; the seconds are those of one command without launch costs. The first
+    /// command runs last.
+    fn repeat(&mut self, commands: &[Cmd], effort: Effort) -> Result<(Samples, Timer, u32), Problem> {
+        // the first run may compile, allocate, or wake the device
+        self.elapsed(&commands[..1])?;
+        let (once, timer) = self.elapsed(&commands[commands.len() - 1..])?;
+        let runs = (SAMPLE_SECONDS / once.max(1e-9)).ceil().clamp(1.0, RUNS_MAX) as usize;
+        let batches: Vec<Vec<Cmd>> = (0..commands.len().div_ceil(runs))
+            .map(|batch| commands.iter().cycle().skip(batch * runs).take(runs).cloned().collect())
+            .collect();
+        let (launch, clock) = (self.launch, self.clock);
+        let mut at = 0;
+        let samples = sample(clock, effort, || {
+            let (seconds, _) = self.elapsed(&batches[at % batches.len()])?;
+            at += 1;
+            let each = seconds / runs as f64;
+            let own = (seconds - launch.batch_s) / runs as f64 - launch.command_s;
+            Ok::<f64, Problem>(own.max(OWN_SHARE_MIN * each))
+        })?;
+        self.elapsed(&commands[..1])?;
+        let samples = samples.ok_or_else(|| Problem::Failed("the device tells no finite time".to_owned()))?;
+        Ok((samples, timer, runs as u32))
+    }
+
+    /// The product of one row that reads `bytes` of weights: the plain read that every backend has and
+    /// cares for, since decoding is made of it. In the first of the dtypes that the device has.
+    fn read_sig(&self, bytes: u64) -> Option<OpSig> {
+        let k: u32 = if bytes >= 4 << 20 { 4096 } else { 1024 };
+        [DType::Bf16, DType::F16, DType::F32].into_iter().find_map(|dtype| {
+            let n = bytes / (u64::from(k) * dtype.size_bytes());
+            let sig = gemm(dtype, (1, u32::try_from(n).ok().filter(|n| *n > 0)?, k), false, false);
+            (self.device.support(&sig) != Support::No).then_some(sig)
+        })
+    }
+
+    /// Bandwidth over one working set, touched over and over.
+    fn memory(&mut self, traffic: Traffic, bytes: u64, effort: Effort) -> Result<Measured, Problem> {
+        let region = self.ground.region(bytes)?;
+        let (sig, args) = match traffic {
+            Traffic::Read => {
+                let none =
+                    || Problem::Unsupported("the device has no product of one row to read with".to_owned());
+                let sig = self.read_sig(bytes).ok_or_else(none)?;
+                let warm = self.ground.commands(&sig)?.remove(0);
+                (sig, vec![warm.args()[0].clone(), region.clone(), warm.args()[2].clone()])
+            }
+            Traffic::Write => (OpSig::Fill { bytes, word: WORD }, vec![region.clone()]),
+            Traffic::Copy => {
+                let half = bytes / 2;
+                (OpSig::Copy { bytes: half }, vec![region.range(0, half), region.range(half, half)])
+            }
+        };
+        let flags = self.supported(&sig)?;
+        self.checks.require(self.device, &sig, TIMEOUT).map_err(Problem::Failed)?;
+        let command = Cmd::new(sig, &args)?;
+        let (samples, timer, runs) = self.repeat(std::slice::from_ref(&command), effort)?;
+        if traffic == Traffic::Write {
+            self.ground.fill(&region)?;
+        }
+        Ok(Measured { flags, ..Measured::new(samples, timer, runs) })
+    }
+
+    /// `Device::write` or `Device::read`, on the host's clock.
+    fn transfer(&mut self, bytes: u64, effort: Effort, to_device: bool) -> Result<Measured, Problem> {
+        self.ground.region(bytes)?;
+        let slice = self.device.alloc(bytes, Role::Staging)?;
+        let mut host = noise(bytes as usize);
+        self.device.write(&slice, &host)?;
+        let (device, clock) = (self.device, self.clock);
+        let mut once = |runs: usize| {
+            let start = clock.seconds();
+            for _ in 0..runs {
+                if to_device { device.write(&slice, &host)? } else { device.read(&slice, &mut host)? }
+            }
+            Ok::<f64, Problem>((clock.seconds() - start) / runs as f64)
+        };
+        let first = once(1)?;
+        let runs = (SAMPLE_SECONDS / 10.0 / first.max(1e-9)).ceil().clamp(1.0, RUNS_MAX) as usize;
+        let samples = sample(clock, effort, || once(runs))?;
+        let samples = samples.ok_or_else(|| Problem::Failed("the clock stands still".to_owned()))?;
+        Ok(Measured::new(samples, Timer::Host, runs as u32))
+    }
+
+    /// Host time from submission to the end of the wait. Also the device's own median time for the batch.
+    pub(crate) fn launch(&mut self, launch: Launch, effort: Effort) -> Result<(Measured, f64), Problem> {
+        let count = match launch {
+            Launch::Empty => 0,
+            Launch::Commands(n) | Launch::Replay(n) => n,
+        };
+        let sig = OpSig::Fill { bytes: 4, word: WORD };
+        self.supported(&sig)?;
+        let slice = self.ground.region(4)?;
+        let command = Cmd::new(sig, std::slice::from_ref(&slice))?;
+        let cmds = vec![command; count as usize];
+        let graph = match launch {
+            Launch::Replay(_) => Some(self.queue.record(&cmds)?),
+            _ => None,
+        };
+        let (clock, queue) = (self.clock, &mut self.queue);
+        let mut own = Vec::new();
+        let samples = sample(clock, effort, || {
+            let start = clock.seconds();
+            let ticket = match &graph {
+                Some(graph) => queue.replay(graph)?,
+                None => queue.submit(&cmds)?,
+            };
+            own.push(queue.wait(ticket, TIMEOUT)?.time.0);
+            Ok::<f64, Problem>(clock.seconds() - start)
+        })?;
+        own.sort_by(f64::total_cmp);
+        let samples = samples.ok_or_else(|| Problem::Failed("the clock stands still".to_owned()))?;
+        Ok((Measured::new(samples, Timer::Host, 1), quantile(&own, 0.5)))
+    }
+
+    /// A long run of one load.
+    fn sustained(&mut self, load: Load, seconds: f64) -> Result<(Measured, OpSig), Problem> {
+        let sigs: Vec<OpSig> = match load {
+            Load::Gemm => [DType::Bf16, DType::F16, DType::F32]
+                .map(|dtype| gemm(dtype, (2048, 4096, 4096), false, false))
+                .to_vec(),
+            Load::Stream => vec![OpSig::Copy { bytes: 64 << 20 }, OpSig::Copy { bytes: 4 << 20 }],
+        };
+        let mut why = Problem::Unsupported("no dtype of this load".to_owned());
+        for sig in sigs {
+            let commands = match self.supported(&sig).and_then(|_| self.ground.commands(&sig)) {
+                Ok(commands) => commands,
+                Err(problem) => {
+                    why = problem;
+                    continue;
+                }
+            };
+            self.checks.require(self.device, &sig, TIMEOUT).map_err(Problem::Failed)?;
+            return Ok((self.long_run(&commands, seconds)?, sig));
+        }
+        Err(why)
+    }
+
+    fn long_run(&mut self, commands: &[Cmd], seconds: f64) -> Result<Measured, Problem> {
+        self.elapsed(&commands[..1])?;
+        let (once, timer) = self.elapsed(&commands[..1])?;
+        let runs = (seconds / LONG_SAMPLES / once.max(1e-9)).clamp(1.0, 4.0 * RUNS_MAX) as usize;
+        let batch: Vec<Cmd> = commands.iter().cycle().take(runs).cloned().collect();
+        let state = |device: &dyn Device| State::from(device.health());
+        let (start, first) = (self.clock.seconds(), state(self.device));
+        let (mut each, mut states) = (Vec::new(), vec![first]);
+        while self.clock.seconds() - start < seconds || each.len() < 10 {
+            each.push(self.elapsed(&batch)?.0 / runs as f64);
+            // about a state per twentieth of the run
+            if (self.clock.seconds() - start) * 20.0 > seconds * states.len() as f64 {
+                states.push(state(self.device));
+            }
+        }
+        let lasted = self.clock.seconds() - start;
+        let energy = self.device.health().energy_j.zip(first.energy_j).map(|(end, start)| end - start);
+        let median = |part: &[f64]| {
+            let mut part = part.to_vec();
+            part.sort_by(f64::total_cmp);
+            quantile(&part, 0.5)
+        };
+        let n = each.len();
+        let (burst_s, sustained_s) = (median(&each[..n.div_ceil(10)]), median(&each[n - n.div_ceil(3)..]));
+        let total_runs = (n * runs) as f64;
+        let long_run = LongRun {
+            seconds: lasted,
+            burst_s,
+            sustained_s,
+            ratio: if sustained_s > 0.0 { burst_s / sustained_s } else { 1.0 },
+            joules_per_run: energy.filter(|_| lasted >= ENERGY_SECONDS_MIN).map(|joules| joules / total_runs),
+            states,
+        };
+        let none = || Problem::Failed("the device tells no finite time".to_owned());
+        let stats = Stats::new(each).ok_or_else(none)?;
+        let flags = if stats.cv > NOISE_MAX { vec![Flag::Noisy] } else { Vec::new() };
+        let samples = Samples { stats, ramp: 0, flags };
+        Ok(Measured { long_run: Some(long_run), ..Measured::new(samples, timer, runs as u32) })
+    }
+}
+
+/// A point without a number yet.
+pub(crate) fn empty(work: &Work) -> PointResult {
+    let (sig, flops, bytes) = match work {
+        Work::Op(sig) => (Some(*sig), sig.flops(), sig.bytes()),
+        Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => {
+            (None, 0.0, *bytes as f64)
+        }
+        Work::DeviceToDevice(bytes) => (Some(OpSig::Copy { bytes: *bytes }), 0.0, 2.0 * *bytes as f64),
+        Work::Launch(_) | Work::Sustained(_) => (None, 0.0, 0.0),
+    };
+    PointResult {
+        id: work.id(),
+        group: work.group(),
+        status: Status::Skipped,
+        reason: None,
+        sig,
+        flops,
+        bytes,
+        seconds: None,
+        runs_per_sample: 0,
+        ramp: 0,
+        timer: None,
+        flags: Vec::new(),
+        long_run: None,
+    }
+}

@@ -1,0 +1,67 @@
+//! Measures what a device really does: serving-shaped operations, bandwidth by working set, copies,
+//! launches, long runs; and says how far each number can be trusted.
+//!
+//! [`run`] makes a [`Document`]; [`Document::device_profile`] is what the scheduler and simulated devices
+//! take from it. [`measure`] runs single points by name, for those who check a claim.
+//!
+//! ```
+//! use mixfleet_hwtests::profile::{Level, Options, measure};
+//! use mixfleet_hwtests::reference::ReferenceDevice;
+//! let options = Options { cold_bytes: 1 << 20, ..Options::new(Level::Quick) };
+//! let points = measure(&ReferenceDevice::default(), &["rms_norm.bf16.t1.h64"], &options);
+//! assert!(points[0].is_ok() && points[0].seconds.as_ref().unwrap().median > 0.0);
+//! ```
+//!
+//! What is absent: any number without a right result, any wall-clock date (the caller gives it), any
+//! claim of a vendor.
+
+mod card;
+mod check;
+pub mod document;
+mod fit;
+mod ground;
+mod measure;
+mod page;
+pub mod plan;
+mod run;
+mod sampler;
+mod stats;
+mod svg;
+pub mod text;
+pub mod work;
+
+pub use card::card;
+pub use document::{Document, Fact, Flag, PointResult, Status};
+pub use page::page;
+pub use plan::{Level, ModelShapes, plan};
+pub use run::{Options, Progress, measure, run};
+pub use sampler::{Clock, HostClock};
+pub use stats::Stats;
+pub use work::{Group, Work};
+
+use mixfleet_hal::{Error, ErrorKind};
+
+/// Why a point has no number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Problem {
+    /// The device cannot.
+    Unsupported(String),
+    /// Left out.
+    Skip(String),
+    /// It went wrong.
+    Failed(String),
+    /// The device hangs or is lost: nothing more can be asked of it.
+    Gone(String),
+}
+
+impl From<Error> for Problem {
+    fn from(error: Error) -> Self {
+        match error.kind {
+            ErrorKind::Unsupported => Problem::Unsupported(error.detail),
+            ErrorKind::OutOfMemory => Problem::Skip(format!("out of memory: {}", error.detail)),
+            ErrorKind::Timeout => Problem::Gone(format!("no answer in time: {}", error.detail)),
+            ErrorKind::DeviceLost => Problem::Gone(format!("device lost: {}", error.detail)),
+            _ => Problem::Failed(error.detail),
+        }
+    }
+}

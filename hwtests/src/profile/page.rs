@@ -1,0 +1,323 @@
+//! A profile as one self-contained page.
+
+use super::document::{Document, PointResult, Status};
+use super::svg::{Axis, Roof, Series, chart};
+use super::text::{gibibytes, rate, scaled};
+use super::work::{Group, Work};
+use crate::html::{Cell, Html, Tone};
+use mixfleet_hal::OpSig;
+use mixfleet_hal::profile::Traffic;
+use std::collections::BTreeMap;
+
+/// The page.
+pub fn page(document: &Document) -> String {
+    let mut body = Html::default();
+    tiles(&mut body, document);
+    warnings(&mut body, document);
+    body.heading(2, "Roofline");
+    roofline(&mut body, document);
+    body.heading(2, "Curves");
+    curves(&mut body, document);
+    facts(&mut body, document);
+    checks(&mut body, document);
+    points(&mut body, document);
+    let device = &document.device;
+    let subtitle = format!(
+        "{} ({}), measured {} by {} {}",
+        device.name, device.id, document.measured_at, document.tool.name, document.tool.version
+    );
+    crate::html::page("Device profile", &subtitle, &body)
+}
+
+fn tiles(body: &mut Html, document: &Document) {
+    let s = &document.summary;
+    let per_dollar = |rate: f64, unit: &str| match &document.economics {
+        Some(price) => format!("{} per $/h", scaled(rate / price.usd_per_hour, unit)),
+        None => String::new(),
+    };
+    let mut tiles = Vec::new();
+    for c in &s.compute {
+        let remark = per_dollar(c.reached.rate, "FLOP/s");
+        tiles.push((format!("compute {}", c.dtype), scaled(c.reached.rate, "FLOP/s"), remark));
+    }
+    for (name, reached) in [
+        ("memory read", &s.memory_read),
+        ("memory write", &s.memory_write),
+        ("memory copy", &s.memory_copy),
+        ("decode attention", &s.decode_attention),
+        ("host to device", &s.host_to_device),
+        ("device to host", &s.device_to_host),
+    ] {
+        if let Some(reached) = reached {
+            tiles.push((name.to_owned(), scaled(reached.rate, "B/s"), per_dollar(reached.rate, "B/s")));
+        }
+    }
+    if let Some(reached) = &s.prefill_attention {
+        tiles.push(("prefill attention".into(), scaled(reached.rate, "FLOP/s"), String::new()));
+    }
+    let memory = document.device.memory_bytes;
+    let remark = document.economics.as_ref().map(|p| format!("{} per $/h", gibibytes(p.bytes)));
+    tiles.push(("memory".into(), gibibytes(memory), remark.unwrap_or_default()));
+    if let Some(rows) = s.ridge_rows {
+        tiles.push(("ridge".into(), format!("{rows:.0} rows"), "bf16 product".into()));
+    }
+    if let Some(launch) = document.fits.launch_s {
+        let more = document.fits.launch_per_command_s.unwrap_or(0.0);
+        tiles.push(("launch".into(), scaled(launch, "s"), format!("{} a command", scaled(more, "s"))));
+    }
+    body.tiles(&tiles);
+}
+
+fn warnings(body: &mut Html, document: &Document) {
+    if !document.complete {
+        body.note(Tone::Bad, "Incomplete: the measurement was interrupted or the device was lost.");
+    }
+    let flags: Vec<&str> = document.conditions.flags.iter().map(|flag| flag.name()).collect();
+    if !flags.is_empty() {
+        body.note(Tone::Warn, &format!("Beware: {}.", flags.join(", ")));
+    }
+    let s = &document.summary;
+    let (ok, flagged) = (s.ok, s.flagged);
+    let tone = if s.error > 0 { Tone::Bad } else { Tone::Plain };
+    body.note(
+        tone,
+        &format!(
+            "{ok} points measured, {flagged} of them flagged; {} unsupported, {} skipped, {} wrong or failed.",
+            s.unsupported, s.skipped, s.error
+        ),
+    );
+}
+
+fn roofline(body: &mut Html, document: &Document) {
+    let s = &document.summary;
+    let (Some(read), Some(compute)) =
+        (&s.memory_read, s.compute.iter().max_by(|a, b| a.reached.rate.total_cmp(&b.reached.rate)))
+    else {
+        body.paragraph("Needs a measured bandwidth and a measured product.");
+        return;
+    };
+    let mut by_kind: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+    for (p, seconds) in measured(document).filter(|(p, _)| p.flops > 0.0 && p.bytes > 0.0) {
+        let kind = match p.group {
+            Group::Gemm => "matrix products",
+            Group::Decode => "decode attention",
+            Group::Prefill => "prefill attention",
+            Group::Small => "small operations",
+            _ => continue,
+        };
+        by_kind.entry(kind).or_default().push((p.flops / p.bytes, p.flops / seconds));
+    }
+    let series: Vec<Series> = by_kind
+        .into_iter()
+        .map(|(name, points)| Series { name: name.to_owned(), points, dots: true })
+        .collect();
+    let ridge = compute.reached.rate / read.rate;
+    let intensities = series.iter().flat_map(|s| &s.points).map(|p| p.0);
+    let (least, most) = intensities.fold((ridge, ridge), |(l, m), x| (l.min(x), m.max(x)));
+    let roof: Roof =
+        vec![(least, least * read.rate), (ridge, compute.reached.rate), (most, compute.reached.rate)];
+    let x = Axis { label: "FLOP per byte", unit: "", binary: false };
+    let y = Axis { label: "arithmetic rate", unit: "FLOP/s", binary: false };
+    let caption = format!(
+        "The roof is measured: plain read of the largest working set, {}, and the best product, {} in {}. \
+         Points above the slope were fed by caches.",
+        scaled(read.rate, "B/s"),
+        scaled(compute.reached.rate, "FLOP/s"),
+        compute.dtype
+    );
+    body.figure(&chart(x, y, &series, &roof), &caption);
+}
+
+fn measured(document: &Document) -> impl Iterator<Item = (&PointResult, f64)> {
+    let ok = document.points.iter().filter(|p| p.is_ok());
+    ok.filter_map(|p| p.seconds.as_ref().map(|s| (p, s.median))).filter(|(_, seconds)| *seconds > 0.0)
+}
+
+/// Gathers points into curves: `place` names the curve and gives x and y.
+fn gather(
+    document: &Document,
+    place: impl Fn(&PointResult, &Work, f64) -> Option<(String, f64, f64)>,
+) -> Vec<Series> {
+    let mut curves: Vec<Series> = Vec::new();
+    for (p, seconds) in measured(document) {
+        let Some(work) = Work::parse(&p.id, document.device.kv_page_tokens) else { continue };
+        let Some((name, x, y)) = place(p, &work, seconds) else { continue };
+        match curves.iter_mut().find(|curve| curve.name == name) {
+            Some(curve) => curve.points.push((x, y)),
+            None => curves.push(Series { name, points: vec![(x, y)], dots: false }),
+        }
+    }
+    for curve in &mut curves {
+        curve.points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    }
+    // those that say most; the table has all
+    curves.sort_by_key(|curve| std::cmp::Reverse(curve.points.len()));
+    curves.truncate(12);
+    curves.sort_by(|a, b| a.name.cmp(&b.name));
+    curves
+}
+
+fn curves(body: &mut Html, document: &Document) {
+    let bytes = Axis { label: "bytes", unit: "B", binary: true };
+    let bandwidth = Axis { label: "bandwidth", unit: "B/s", binary: false };
+    let flops = Axis { label: "arithmetic rate", unit: "FLOP/s", binary: false };
+    let rows = Axis { label: "rows", unit: "", binary: true };
+    let tokens = Axis { label: "tokens", unit: "", binary: true };
+    let memory = gather(document, |p, work, seconds| match work {
+        Work::Memory(traffic, bytes) => {
+            let name = match traffic {
+                Traffic::Read => "read",
+                Traffic::Write => "write",
+                Traffic::Copy => "copy",
+            };
+            Some((name.to_owned(), *bytes as f64, p.bytes / seconds))
+        }
+        _ => None,
+    });
+    figure(body, bytes, bandwidth, &memory, "Memory bandwidth by working set: the knees are the caches.");
+    let products = gather(document, |p, work, seconds| match work {
+        Work::Op(OpSig::Gemm { m, n, k, x, .. }) => {
+            Some((format!("{x} n {n} k {k}"), f64::from(*m), p.flops / seconds))
+        }
+        _ => None,
+    });
+    figure(
+        body,
+        rows,
+        flops,
+        &products,
+        "Matrix products by rows: streaming weights at the left, arithmetic at the right.",
+    );
+    let decode = gather(document, |p, work, seconds| match work {
+        Work::Op(OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, head_dim, kv, .. }) => {
+            let context = *kv_tokens as f64 / f64::from(*sequences);
+            let ratio = heads / kv_heads;
+            Some((format!("{kv} batch {sequences} gqa {ratio} d {head_dim}"), context, p.bytes / seconds))
+        }
+        _ => None,
+    });
+    figure(body, tokens, bandwidth, &decode, "Decode attention: KV bytes per second by context.");
+    let prefill = gather(document, |p, work, seconds| match work {
+        Work::Op(OpSig::AttnPrefill { tokens, kv_tokens, head_dim, kv, .. }) => {
+            let before = kv_tokens - u64::from(*tokens);
+            Some((format!("{kv} after {before} d {head_dim}"), f64::from(*tokens), p.flops / seconds))
+        }
+        _ => None,
+    });
+    figure(
+        body,
+        tokens,
+        flops,
+        &prefill,
+        "Prefill attention by new tokens, after so many tokens of context.",
+    );
+    let links = gather(document, |p, work, seconds| {
+        let name = match work {
+            Work::HostToDevice(_) => "host to device",
+            Work::DeviceToHost(_) => "device to host",
+            Work::DeviceToDevice(_) => "within the device",
+            _ => return None,
+        };
+        Some((name.to_owned(), p.bytes, p.bytes / seconds))
+    });
+    figure(body, bytes, bandwidth, &links, "Copies by size.");
+}
+
+fn figure(body: &mut Html, x: Axis, y: Axis, series: &[Series], caption: &str) {
+    let svg = chart(x, y, series, &Roof::new());
+    if !svg.is_empty() {
+        body.figure(&svg, caption);
+    }
+}
+
+fn facts(body: &mut Html, document: &Document) {
+    body.heading(2, "Device and conditions");
+    let d = &document.device;
+    let mut facts: Vec<(String, String)> = vec![
+        ("device".into(), format!("{} ({}, {})", d.name, d.backend, d.kind)),
+        ("fingerprint".into(), d.fingerprint.clone()),
+        ("memory".into(), gibibytes(d.memory_bytes)),
+        ("largest allocation".into(), gibibytes(d.allocation_bytes_max as f64)),
+        ("KV page".into(), format!("{} tokens", d.kv_page_tokens)),
+    ];
+    facts.extend(d.notes.iter().chain(&document.conditions.facts).map(|f| (f.name.clone(), f.value.clone())));
+    let c = &document.conditions;
+    let states = |pick: fn(&super::document::State) -> Option<f64>| pick(&c.before).zip(pick(&c.after));
+    for (name, values, unit) in [
+        ("clock", states(|s| s.clock_mhz), "MHz"),
+        ("temperature", states(|s| s.temperature_c), "C"),
+        ("power", states(|s| s.power_w), "W"),
+    ] {
+        if let Some((before, after)) = values {
+            facts.push((name.to_owned(), format!("{before:.0} {unit} before, {after:.0} {unit} after")));
+        }
+    }
+    facts.push(("cold buffers over".into(), scaled(c.cold_bytes as f64, "B")));
+    facts.push(("command".into(), document.tool.command.clone()));
+    if let Some(price) = &document.economics {
+        facts.push(("price".into(), format!("{} $/h ({})", price.usd_per_hour, price.source)));
+    }
+    body.facts(&facts);
+}
+
+fn checks(body: &mut Html, document: &Document) {
+    body.heading(2, "Conformance of what was timed");
+    let rows: Vec<Vec<Cell>> = document
+        .checks
+        .iter()
+        .map(|check| {
+            let badge = if check.passed { ("right", Tone::Good) } else { ("wrong", Tone::Bad) };
+            vec![
+                Cell::text(&check.class),
+                Cell::badge(badge.0, badge.1),
+                Cell::number(check.cases.to_string()),
+                Cell::number(check.ratio_max.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"))),
+                Cell::text(check.reason.clone().unwrap_or_default()),
+            ]
+        })
+        .collect();
+    body.begin_details(&format!("{} classes of operations", rows.len()), false);
+    body.table(&["class", "result", "cases", "error / bound", "reason"], &rows);
+    body.end_details();
+}
+
+fn points(body: &mut Html, document: &Document) {
+    body.heading(2, "All points");
+    for group in Group::ALL {
+        let points: Vec<&PointResult> = document.points.iter().filter(|p| p.group == group).collect();
+        if points.is_empty() {
+            continue;
+        }
+        let ok = points.iter().filter(|p| p.is_ok()).count();
+        body.begin_details(&format!("{}: {ok} of {} measured", group.name(), points.len()), false);
+        let rows: Vec<Vec<Cell>> = points.iter().map(|p| row(p)).collect();
+        body.table(&["point", "result", "median", "p5", "p95", "CV", "rate", "clock", "remarks"], &rows);
+        body.end_details();
+    }
+}
+
+fn row(p: &PointResult) -> Vec<Cell> {
+    let (word, tone) = match p.status {
+        Status::Ok if p.flags.is_empty() => ("ok", Tone::Good),
+        Status::Ok => ("flagged", Tone::Warn),
+        Status::Unsupported => ("unsupported", Tone::Muted),
+        Status::Skipped => ("skipped", Tone::Muted),
+        Status::Error => ("wrong", Tone::Bad),
+    };
+    let seconds = |value: Option<f64>| Cell::number(value.map_or("-".to_owned(), |s| scaled(s, "s")));
+    let s = p.seconds.as_ref();
+    let flags: Vec<&str> = p.flags.iter().map(|flag| flag.name()).collect();
+    let remarks = p.reason.clone().unwrap_or_else(|| flags.join(", "));
+    let timer = p.timer.map_or(String::new(), |timer| format!("{timer:?}").to_lowercase());
+    vec![
+        Cell::text(&p.id),
+        Cell::badge(word, tone),
+        seconds(s.map(|s| s.median)),
+        seconds(s.map(|s| s.p5)),
+        seconds(s.map(|s| s.p95)),
+        Cell::number(s.map_or("-".to_owned(), |s| format!("{:.1} %", 100.0 * s.cv))),
+        Cell::number(p.rate().map_or("-".to_owned(), rate)),
+        Cell::text(timer),
+        Cell::text(remarks),
+    ]
+}

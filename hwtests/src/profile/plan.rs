@@ -1,0 +1,372 @@
+//! What each level measures: the shapes of public models, cheapest first.
+//!
+//! Products are measured as the engine runs them (`runtime/src/model/graph.rs`): activations and weights
+//! of one dtype, the two that feed the residual stream added to f32, logits in f32. The (n, k) of four
+//! families, of hidden size 1024, 2048 (TinyLlama 1.1B), 4096 (Llama 3 8B) and 8192 (Llama 3 70B), stand for
+//! the ones in between.
+
+use super::work::{Heads, Launch, Load, Work, attn_decode, attn_prefill, gemm, matches};
+use mixfleet_hal::profile::Traffic;
+use mixfleet_hal::units::{GIB, MIB};
+use mixfleet_hal::{DType, OpSig, Scalar};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How much is measured, and how long that may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Level {
+    /// Under a minute: enough to place a part.
+    Quick,
+    /// Under five minutes: enough to predict a model on it.
+    Default,
+    /// As long as it takes, within half an hour.
+    Full,
+}
+
+/// Shapes of one model family, for its products.
+struct Family {
+    hidden: u32,
+    inner: u32,
+    kv: u32,
+    vocab: u32,
+}
+
+const FAMILIES: [Family; 4] = [
+    Family { hidden: 2048, inner: 5632, kv: 256, vocab: 32_000 },
+    Family { hidden: 1024, inner: 3072, kv: 512, vocab: 32_000 },
+    Family { hidden: 4096, inner: 14_336, kv: 1024, vocab: 128_256 },
+    Family { hidden: 8192, inner: 28_672, kv: 1024, vocab: 128_256 },
+];
+
+/// Llama 3 8B's heads, and TinyLlama's.
+const WIDE: Heads = Heads { ratio: 4, kv: 8, dim: 128 };
+const NARROW: Heads = Heads { ratio: 8, kv: 4, dim: 64 };
+
+/// A model's own shapes, to be measured on top.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelShapes {
+    /// Length of the residual stream.
+    pub hidden: u32,
+    /// Length of the MLP's inner layer.
+    pub intermediate: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// KV heads.
+    pub kv_heads: u32,
+    /// Length of a head.
+    pub head_dim: u32,
+    /// Rows of the LM head.
+    pub vocab: u32,
+    /// Dtype of weights and activations.
+    pub dtype: DType,
+}
+
+/// Everything that `level` measures on a device whose pages hold `page_tokens`, each once; with `only`,
+/// what one of its patterns names. A pattern that is itself the name of a work adds it.
+pub fn plan(level: Level, page_tokens: u32, model: Option<&ModelShapes>, only: &[String]) -> Vec<Work> {
+    let mut p = Plan { level, page_tokens: page_tokens.max(1), works: Vec::new() };
+    p.launches();
+    p.memory();
+    p.links();
+    p.small(2048, 5632, 32, NARROW, 32_000);
+    p.kv();
+    p.gemms();
+    p.attention();
+    if level != Level::Quick {
+        p.small(4096, 14_336, 32, WIDE, 128_256);
+    }
+    if let Some(model) = model {
+        p.model(model);
+    }
+    p.works.push(Work::Sustained(Load::Gemm));
+    p.works.push(Work::Sustained(Load::Stream));
+    let named = only.iter().filter_map(|id| Work::parse(id, p.page_tokens));
+    let mut works: Vec<Work> = p.works.iter().copied().chain(named).collect();
+    if !only.is_empty() {
+        works.retain(|work| only.iter().any(|pattern| matches(pattern, work)));
+    }
+    let cost = |work: &Work| match work {
+        Work::Op(sig) => sig.flops() + sig.bytes(),
+        _ => 0.0,
+    };
+    works.sort_by(|a, b| a.group().cmp(&b.group()).then(cost(a).total_cmp(&cost(b))));
+    let mut seen = std::collections::HashSet::new();
+    works.retain(|work| seen.insert(work.id()));
+    works
+}
+
+struct Plan {
+    level: Level,
+    page_tokens: u32,
+    works: Vec<Work>,
+}
+
+impl Plan {
+    fn op(&mut self, sig: OpSig) {
+        self.works.push(Work::Op(sig));
+    }
+
+    fn by_level<T: Copy>(
+        &self,
+        quick: &'static [T],
+        default: &'static [T],
+        full: &'static [T],
+    ) -> &'static [T] {
+        match self.level {
+            Level::Quick => quick,
+            Level::Default => default,
+            Level::Full => full,
+        }
+    }
+
+    fn launches(&mut self) {
+        for launch in [Launch::Empty, Launch::Commands(1), Launch::Commands(100), Launch::Replay(100)] {
+            self.works.push(Work::Launch(launch));
+        }
+    }
+
+    fn memory(&mut self) {
+        const K: u64 = 1 << 10;
+        let sets = self.by_level(
+            &[256 * K, 4 * MIB, 64 * MIB, 512 * MIB],
+            &[64 * K, 256 * K, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 512 * MIB, GIB],
+            &[
+                64 * K,
+                256 * K,
+                MIB,
+                2 * MIB,
+                4 * MIB,
+                8 * MIB,
+                16 * MIB,
+                32 * MIB,
+                64 * MIB,
+                128 * MIB,
+                256 * MIB,
+                512 * MIB,
+                GIB,
+                4 * GIB,
+            ],
+        );
+        for &bytes in sets {
+            for traffic in [Traffic::Read, Traffic::Write, Traffic::Copy] {
+                self.works.push(Work::Memory(traffic, bytes));
+            }
+        }
+    }
+
+    fn links(&mut self) {
+        let sizes = self.by_level(
+            &[4 << 10, 1 << 20, 64 << 20],
+            &[4 << 10, 64 << 10, 1 << 20, 16 << 20, 128 << 20],
+            &[
+                4 << 10,
+                16 << 10,
+                64 << 10,
+                256 << 10,
+                1 << 20,
+                4 << 20,
+                16 << 20,
+                64 << 20,
+                256 << 20,
+                1 << 30,
+            ],
+        );
+        for &bytes in sizes {
+            self.works.extend([Work::HostToDevice(bytes), Work::DeviceToHost(bytes)]);
+            self.works.push(Work::DeviceToDevice(bytes));
+        }
+    }
+
+    fn small(&mut self, hidden: u32, inner: u32, heads: u32, of: Heads, vocab: u32) {
+        let x = DType::Bf16;
+        let tokens =
+            self.by_level(&[1, 32, 512], &[1, 8, 64, 512, 2048], &[1, 4, 16, 64, 256, 512, 1024, 4096]);
+        for &tokens in tokens {
+            self.op(OpSig::RmsNorm {
+                rows: tokens,
+                cols: hidden,
+                eps: Scalar(1e-6),
+                x: DType::F32,
+                weight: x,
+                out: x,
+            });
+            self.op(OpSig::Rope { tokens, heads, head_dim: of.dim, x });
+            self.op(OpSig::Rope { tokens, heads: of.kv, head_dim: of.dim, x });
+            self.op(OpSig::SiluMul { elements: u64::from(tokens) * u64::from(inner), x });
+            self.op(OpSig::Add { elements: u64::from(tokens) * u64::from(hidden), x });
+            self.op(OpSig::Embed { tokens, vocab, hidden, table: x, out: DType::F32 });
+            let (kv_heads, head_dim, page_tokens) = (of.kv, of.dim, self.page_tokens);
+            self.op(OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv: x });
+            // a step has as many rows of logits and of merges as it has sequences
+            if tokens <= 64 {
+                self.op(OpSig::Argmax { rows: tokens, cols: vocab });
+                self.op(OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, out: x });
+            }
+        }
+        self.op(OpSig::AttnMerge { parts: 4, rows: 8 * heads, head_dim: of.dim, out: x });
+    }
+
+    fn kv(&mut self) {
+        let tokens = self.by_level(&[16, 512], &[16, 128, 512, 2048], &[16, 64, 128, 512, 2048, 8192]);
+        let (kv, page_tokens) = (DType::Bf16, self.page_tokens);
+        for &tokens in tokens {
+            for Heads { kv: kv_heads, dim: head_dim, .. } in [WIDE, NARROW] {
+                self.op(OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv });
+                self.op(OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv });
+            }
+        }
+    }
+
+    /// The products of a layer, and the logits, at `rows` rows.
+    fn layer(&mut self, dtype: DType, rows: &[u32], family: &Family) {
+        let Family { hidden, inner, kv, vocab } = *family;
+        for &m in rows {
+            for (n, k, acc) in
+                [(hidden, hidden, false), (kv, hidden, false), (inner, hidden, false), (hidden, inner, true)]
+            {
+                self.op(gemm(dtype, (m, n, k), acc, false));
+            }
+            // logits are wanted of one row per sequence
+            if m <= 64 {
+                self.op(gemm(dtype, (m, vocab, hidden), false, true));
+            }
+        }
+    }
+
+    fn gemms(&mut self) {
+        let rows: &[u32] = self.by_level(
+            &[1, 8, 64, 512],
+            &[1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 2048],
+            &[
+                1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024,
+                2048, 4096, 8192,
+            ],
+        );
+        let families = match self.level {
+            Level::Quick => &FAMILIES[..1],
+            Level::Default => &FAMILIES[..3],
+            Level::Full => &FAMILIES[..],
+        };
+        for family in families {
+            self.layer(DType::Bf16, rows, family);
+        }
+        // peaks, and the residual's own shape at 4096
+        let square: &[u32] = self.by_level(&[512], &[1, 512, 2048], &[1, 32, 512, 2048, 8192]);
+        for &m in square {
+            for dtype in [DType::Bf16, DType::F16, DType::F32, DType::F8E4m3] {
+                self.op(gemm(dtype, (m, 4096, 4096), false, false));
+            }
+        }
+    }
+
+    fn decode(&mut self, dtype: DType, heads: Heads, batches: &[u32], contexts: &[u32]) {
+        for &batch in batches {
+            for &context in contexts {
+                let sig = attn_decode(dtype, (batch, context), heads, self.page_tokens);
+                self.works.extend(sig.map(Work::Op));
+            }
+        }
+    }
+
+    fn prefill(&mut self, dtype: DType, heads: Heads, tokens: &[u32], before: &[u32]) {
+        for &tokens in tokens {
+            for &before in before {
+                let sig = attn_prefill(dtype, (tokens, before), heads, self.page_tokens);
+                self.works.extend(sig.map(Work::Op));
+            }
+        }
+    }
+
+    fn attention(&mut self) {
+        let batches: &[u32] = self.by_level(&[1, 16], &[1, 4, 16, 64], &[1, 2, 4, 8, 16, 32, 64, 128]);
+        let contexts: &[u32] = self.by_level(
+            &[512, 4096],
+            &[32, 128, 512, 2048, 8192, 32_768],
+            &[16, 64, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536],
+        );
+        let tokens: &[u32] =
+            self.by_level(&[512], &[32, 128, 512, 2048], &[16, 64, 256, 512, 1024, 2048, 8192]);
+        let before: &[u32] =
+            self.by_level(&[0, 2048], &[0, 512, 2048, 8192], &[0, 512, 1024, 2048, 8192, 32_768]);
+        let x = DType::Bf16;
+        for heads in [WIDE, NARROW] {
+            self.decode(x, heads, batches, contexts);
+            self.prefill(x, heads, tokens, before);
+        }
+        for ratio in [1, 8] {
+            self.decode(x, Heads { ratio, ..WIDE }, &[1, 16], &[2048]);
+        }
+        self.decode(DType::F16, WIDE, &[16], &[2048]);
+        self.decode(DType::F32, WIDE, &[16], &[2048]);
+    }
+
+    fn model(&mut self, m: &ModelShapes) {
+        let rows: &[u32] = self.by_level(
+            &[1, 8, 64, 512],
+            &[1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512],
+            &[1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048],
+        );
+        let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
+        let family = Family { hidden: m.hidden, inner: m.intermediate, kv, vocab: m.vocab };
+        self.layer(m.dtype, rows, &family);
+        if q != m.hidden {
+            for &rows in rows {
+                self.op(gemm(m.dtype, (rows, q, m.hidden), false, false));
+                self.op(gemm(m.dtype, (rows, m.hidden, q), true, false));
+            }
+        }
+        let heads = Heads { ratio: m.heads / m.kv_heads.max(1), kv: m.kv_heads, dim: m.head_dim };
+        self.decode(m.dtype, heads, &[1, 4, 16, 64], &[32, 128, 512, 2048, 8192]);
+        self.prefill(m.dtype, heads, &[32, 128, 512], &[0, 512, 2048]);
+        self.small(m.hidden, m.intermediate, m.heads, heads, m.vocab);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_planned_work_has_a_name_that_leads_back_to_it() {
+        for level in [Level::Quick, Level::Default, Level::Full] {
+            let works = plan(level, 32, None, &[]);
+            assert!(works.len() > 60, "{level:?}: {}", works.len());
+            for work in &works {
+                assert_eq!(Work::parse(&work.id(), 32).as_ref(), Some(work), "{}", work.id());
+            }
+        }
+    }
+
+    #[test]
+    fn patterns_choose_and_a_name_is_measured_even_if_no_level_has_it() {
+        let only = |words: &[&str]| {
+            let words: Vec<String> = words.iter().map(|w| (*w).to_owned()).collect();
+            plan(Level::Quick, 32, None, &words).iter().map(Work::id).collect::<Vec<_>>()
+        };
+        assert!(only(&["links"]).iter().all(|id| id.starts_with("copy_")));
+        assert_eq!(only(&["gemm.bf16.m777.n11.k13"]), ["gemm.bf16.m777.n11.k13"]);
+        assert!(only(&["no_such_thing"]).is_empty());
+    }
+
+    #[test]
+    fn a_model_adds_its_own_shapes() {
+        let model = ModelShapes {
+            hidden: 768,
+            intermediate: 2000,
+            heads: 12,
+            kv_heads: 4,
+            head_dim: 64,
+            vocab: 5000,
+            dtype: DType::Bf16,
+        };
+        let ids: Vec<String> = plan(Level::Default, 32, Some(&model), &[]).iter().map(Work::id).collect();
+        for id in [
+            "gemm.bf16.m512.n768.k2000.acc",
+            "gemm.bf16.m1.n5000.k768.logits",
+            "attn_decode.bf16.b4.c512.gqa3.kv4.d64",
+        ] {
+            assert!(ids.iter().any(|known| known == id), "{id}");
+        }
+    }
+}

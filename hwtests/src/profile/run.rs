@@ -1,0 +1,373 @@
+//! All points of a level, within its time.
+
+use super::document::{
+    Conditions, Document, Economics, Fact, Fits, Flag, Identity, PointResult, State, Status, Summary, Tool,
+};
+use super::ground::{Ground, cold_bytes};
+use super::measure::{Bench, LaunchCost, empty};
+use super::plan::{Level, ModelShapes, plan};
+use super::sampler::{Clock, Effort, HostClock};
+use super::work::{Group, Launch, Load, Work};
+use super::{Problem, check::Checks, fit};
+use mixfleet_hal::profile::{DeviceProfile, Point};
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, GIB, MIB, Seconds};
+use mixfleet_hal::{DType, Device};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What to measure, and how.
+#[derive(Clone)]
+pub struct Options {
+    /// How much.
+    pub level: Level,
+    /// Names of parts or points, `*` for any characters; empty = all of the level.
+    pub only: Vec<String>,
+    /// A model whose own shapes are measured too.
+    pub model: Option<ModelShapes>,
+    /// Buffers that the engine would stream are rotated over so many bytes: more than the last-level cache.
+    pub cold_bytes: u64,
+    /// Memory that may be taken at most; `None`: a share of the device's.
+    pub memory_bytes_max: Option<u64>,
+    /// Seconds that it may take; `None`: the level's.
+    pub budget_s: Option<f64>,
+    /// Set to stop after the point in work; what was measured is kept.
+    pub cancelled: Arc<AtomicBool>,
+    /// The host's clock.
+    pub clock: Arc<dyn Clock>,
+    /// For the document: when, by what command, what is known of the machine.
+    pub measured_at: String,
+    /// The command line.
+    pub command: String,
+    /// What the caller knows of the machine.
+    pub facts: Vec<Fact>,
+    /// Something else uses the machine or the device.
+    pub other_load: bool,
+    /// The rent and where it comes from.
+    pub price: Option<(f64, String)>,
+}
+
+impl Options {
+    /// All of `level`, on the host's clock.
+    pub fn new(level: Level) -> Self {
+        Options {
+            level,
+            only: Vec::new(),
+            model: None,
+            cold_bytes: 512 * MIB,
+            memory_bytes_max: None,
+            budget_s: None,
+            cancelled: Arc::default(),
+            clock: Arc::new(HostClock::default()),
+            measured_at: String::new(),
+            command: String::new(),
+            facts: Vec::new(),
+            other_load: false,
+            price: None,
+        }
+    }
+
+    fn budget_s(&self) -> f64 {
+        self.budget_s.unwrap_or(match self.level {
+            Level::Quick => 50.0,
+            Level::Default => 270.0,
+            Level::Full => 1750.0,
+        })
+    }
+
+    /// A long run's seconds.
+    fn long_s(&self) -> f64 {
+        match self.level {
+            Level::Quick => 2.0,
+            Level::Default => 15.0,
+            Level::Full => 120.0,
+        }
+    }
+
+    /// Samples and seconds of one point, if there is time enough.
+    fn effort(&self, group: Group) -> Effort {
+        let (samples_min, samples_max, seconds) = match self.level {
+            Level::Quick => (3, 10, 0.15),
+            Level::Default => (5, 20, 0.5),
+            Level::Full => (10, 50, 2.0),
+        };
+        let cheap = matches!(group, Group::Launch | Group::Small | Group::Kv | Group::Links);
+        Effort { samples_min, samples_max, seconds: if cheap { seconds / 2.0 } else { seconds } }
+    }
+
+    /// A point that would take longer is left out.
+    fn point_s_max(&self) -> f64 {
+        match self.level {
+            Level::Quick => 2.0,
+            Level::Default => 6.0,
+            Level::Full => 60.0,
+        }
+    }
+
+    fn memory_max(&self, device: &dyn Device) -> u64 {
+        let memory = device.info().memory.0 as u64;
+        let (share, most) = match self.level {
+            Level::Quick => (8, GIB),
+            Level::Default => (8, 8 * GIB),
+            Level::Full => (4, 64 * GIB),
+        };
+        self.memory_bytes_max.unwrap_or((memory / share).min(most)).max(16 * MIB)
+    }
+}
+
+/// What happens, for the one who waits.
+#[derive(Clone, Copy, Debug)]
+pub enum Progress<'a> {
+    /// Point `index` of `total` begins.
+    Begin {
+        /// Points before it.
+        index: usize,
+        /// Points altogether.
+        total: usize,
+        /// Its name.
+        id: &'a str,
+    },
+    /// A point is done.
+    Done(&'a PointResult),
+}
+
+/// Measures `device`. Nothing that a device does ends it early but a hang: then the rest is reported as
+/// errors. An interruption leaves a document that says so.
+pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(Progress<'_>)) -> Document {
+    let works = plan(options.level, device.limits().kv_page_tokens, options.model.as_ref(), &options.only);
+    let start = options.clock.seconds();
+    let before = State::from(device.health());
+    let mut fits = Fits::default();
+    let mut checks = Vec::new();
+    let (points, complete) = match Runner::new(device, options, &works) {
+        Ok(mut runner) => {
+            let done = runner.all(&works, observe);
+            fits = runner.fits.clone();
+            checks = runner.bench.checks.into_vec();
+            done
+        }
+        Err(problem) => (works.iter().map(|work| failed(work, problem.clone())).collect(), false),
+    };
+    let after = State::from(device.health());
+    let mut document = Document {
+        schema: Document::SCHEMA.to_owned(),
+        tool: Tool {
+            name: "mixfleet".to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            command: options.command.clone(),
+        },
+        measured_at: options.measured_at.clone(),
+        level: options.level,
+        complete,
+        seconds: options.clock.seconds() - start,
+        device: Identity::of(device),
+        conditions: Conditions {
+            flags: flags(&before, &after, options.other_load),
+            before,
+            after,
+            facts: options.facts.clone(),
+            cold_bytes: options.cold_bytes,
+        },
+        checks,
+        points,
+        fits,
+        summary: Summary::default(),
+        economics: None,
+    };
+    fit::finish(&mut document);
+    let price = options.price.as_ref().filter(|(usd, _)| *usd > 0.0);
+    document.economics = price.map(|(usd, source)| Economics::new(&document, *usd, source));
+    document
+}
+
+/// Measures the points of these names on `device`, in the plan's order. A name that is none comes back as
+/// a skipped point, so that nothing asked for is missing.
+pub fn measure(device: &dyn Device, ids: &[&str], options: &Options) -> Vec<PointResult> {
+    let only: Vec<String> = ids.iter().map(|id| (*id).to_owned()).collect();
+    let options = Options { only, ..options.clone() };
+    let mut points = run(device, &options, &mut |_| {}).points;
+    let unknown = ids.iter().filter(|id| Work::parse(id, 1).is_none() && !id.contains('*'));
+    let unknown = unknown.filter(|id| !Group::ALL.iter().any(|g| g.name() == **id) && **id != "attention");
+    points.extend(unknown.map(|id| PointResult {
+        id: (*id).to_owned(),
+        reason: Some("there is no point of that name".to_owned()),
+        ..empty(&Work::Launch(Launch::Empty))
+    }));
+    points
+}
+
+fn flags(before: &State, after: &State, other_load: bool) -> Vec<Flag> {
+    let both = before.clock_mhz.zip(after.clock_mhz);
+    let throttled = both.is_some_and(|(before, after)| after < 0.9 * before);
+    let errors = |state: &State| state.errors_corrected.unwrap_or(0) + state.errors_uncorrected.unwrap_or(0);
+    let all = [
+        (throttled, Flag::Throttled),
+        (other_load, Flag::OtherLoad),
+        (errors(after) > errors(before), Flag::MemoryErrors),
+    ];
+    all.into_iter().filter_map(|(set, flag)| set.then_some(flag)).collect()
+}
+
+fn failed(work: &Work, problem: Problem) -> PointResult {
+    let (status, reason) = match problem {
+        Problem::Unsupported(reason) => (Status::Unsupported, reason),
+        Problem::Skip(reason) => (Status::Skipped, reason),
+        Problem::Failed(reason) | Problem::Gone(reason) => (Status::Error, reason),
+    };
+    PointResult { status, reason: Some(reason), ..empty(work) }
+}
+
+struct Runner<'a> {
+    bench: Bench<'a>,
+    options: &'a Options,
+    start: f64,
+    /// What is known so far, to foretell what the next point takes.
+    known: DeviceProfile,
+    fits: Fits,
+}
+
+impl<'a> Runner<'a> {
+    fn new(device: &'a dyn Device, options: &'a Options, works: &[Work]) -> Result<Self, Problem> {
+        let start = options.clock.seconds();
+        let bytes_max = options.memory_max(device);
+        let cold = options.cold_bytes.min(bytes_max);
+        let allocation_max = device.limits().allocation_bytes_max;
+        let (mut largest, mut total) = (0, cold);
+        for work in works {
+            let (operand, sum) = match work {
+                Work::Op(sig) => cold_bytes(sig),
+                Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => {
+                    (*bytes, *bytes)
+                }
+                _ => (0, 0),
+            };
+            if sum <= bytes_max && operand <= allocation_max {
+                (largest, total) = (largest.max(operand), total.max(sum));
+            }
+        }
+        let ground = Ground::new(device, total, largest, bytes_max)?;
+        let (checks, clock) = (Checks::default(), &*options.clock);
+        let launch = LaunchCost::default();
+        let bench = Bench { device, queue: device.queue()?, ground, checks, clock, launch };
+        // slow enough for any device until its first points are known
+        let compute = vec![(DType::F32, FlopPerSecond(1e10))];
+        let known = DeviceProfile::roof(compute, BytesPerSecond(5e9), Bytes(device.info().memory.0));
+        let mut runner = Runner { bench, options, start, known, fits: Fits::default() };
+        runner.launches()?;
+        Ok(runner)
+    }
+
+    /// What launching costs: taken off every other point, whether it was asked for or not.
+    fn launches(&mut self) -> Result<(), Problem> {
+        const MANY: u32 = 100;
+        let effort = self.options.effort(Group::Launch);
+        let one = self.bench.launch(Launch::Commands(1), effort);
+        let many = self.bench.launch(Launch::Commands(MANY), effort);
+        let ((one, one_own), (many, many_own)) = match (one, many) {
+            (Ok(one), Ok(many)) => (one, many),
+            (Err(Problem::Gone(reason)), _) | (_, Err(Problem::Gone(reason))) => {
+                return Err(Problem::Gone(reason));
+            }
+            // without Fill nothing is taken off
+            _ => return Ok(()),
+        };
+        let more = f64::from(MANY - 1);
+        let command_s = ((many_own - one_own) / more).max(0.0);
+        let (one_s, many_s) = (one.median(), many.median());
+        self.bench.launch = LaunchCost { batch_s: (one_own - command_s).max(0.0), command_s };
+        self.fits.launch_s = Some((one_s - command_s).max(0.0));
+        self.fits.launch_per_command_s = Some(command_s);
+        self.fits.launch_per_command_host_s = Some(((many_s - one_s) / more).max(0.0));
+        Ok(())
+    }
+
+    fn all(&mut self, works: &[Work], observe: &mut dyn FnMut(Progress<'_>)) -> (Vec<PointResult>, bool) {
+        let (mut points, mut gone, mut complete) = (Vec::with_capacity(works.len()), None::<String>, true);
+        for (index, work) in works.iter().enumerate() {
+            observe(Progress::Begin { index, total: works.len(), id: &work.id() });
+            let result = if let Some(reason) = &gone {
+                complete = false;
+                Err(Problem::Failed(format!("not tried: {reason}")))
+            } else if self.options.cancelled.load(Ordering::Relaxed) {
+                complete = false;
+                Err(Problem::Skip("interrupted".to_owned()))
+            } else {
+                self.one(work, works.len() - index)
+            };
+            let point = result.unwrap_or_else(|problem| {
+                if let Problem::Gone(reason) = &problem {
+                    gone = Some(reason.clone());
+                }
+                if matches!(problem, Problem::Failed(_)) && gone.is_none() {
+                    self.renew_queue();
+                }
+                failed(work, problem)
+            });
+            observe(Progress::Done(&point));
+            points.push(point);
+        }
+        (points, complete)
+    }
+
+    /// A queue that failed once fails for ever.
+    fn renew_queue(&mut self) {
+        if let Ok(queue) = self.bench.device.queue() {
+            self.bench.queue = queue;
+        }
+    }
+
+    fn left_s(&self) -> f64 {
+        self.options.budget_s() - (self.options.clock.seconds() - self.start)
+    }
+
+    fn one(&mut self, work: &Work, points_left: usize) -> Result<PointResult, Problem> {
+        let (left, long) = (self.left_s(), self.options.long_s());
+        let mut effort = self.options.effort(work.group());
+        // ramp and samples, five runs at least
+        let predicted = match work {
+            Work::Sustained(_) => long,
+            _ => 5.0 * self.foretell(work),
+        };
+        if predicted > self.options.point_s_max() && !matches!(work, Work::Sustained(_)) {
+            return Err(Problem::Skip(format!("would take {predicted:.0} s")));
+        }
+        if predicted > left {
+            return Err(Problem::Skip(format!(
+                "would take {predicted:.1} s, {:.0} s are left",
+                left.max(0.0)
+            )));
+        }
+        // later points get their share too: the long runs first of all
+        let share = 2.0 * (left - 2.0 * long).max(0.0) / points_left as f64;
+        effort.seconds = effort.seconds.min(share.max(0.02));
+        let point = self.bench.point(work, effort, long)?;
+        self.learn(work, &point);
+        Ok(point)
+    }
+
+    /// Seconds of one run, as far as is known.
+    fn foretell(&self, work: &Work) -> f64 {
+        let bytes = match work {
+            Work::Op(sig) => return self.known.time(sig).0,
+            Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => *bytes,
+            Work::DeviceToDevice(bytes) => 2 * bytes,
+            Work::Launch(_) | Work::Sustained(Load::Gemm | Load::Stream) => 0,
+        };
+        bytes as f64 / self.known.bandwidth.0
+    }
+
+    fn learn(&mut self, work: &Work, point: &PointResult) {
+        let Some(seconds) = point.seconds.as_ref().map(|s| s.median).filter(|s| *s > 0.0) else { return };
+        if let Work::Op(sig) = work {
+            let dtype = fit::input_dtype(sig);
+            let rate = sig.flops() / seconds;
+            match self.known.compute.iter_mut().find(|(known, _)| *known == dtype) {
+                Some((_, best)) => best.0 = best.0.max(rate),
+                None => self.known.compute.push((dtype, FlopPerSecond(rate.max(1e9)))),
+            }
+            self.known.points.push(Point { sig: *sig, time: Seconds(seconds) });
+        }
+        if point.bytes >= (4 * MIB) as f64 && point.flops <= 2.0 * point.bytes {
+            self.known.bandwidth.0 = self.known.bandwidth.0.max(point.bytes / seconds);
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Statistics of a few samples.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// What a point's samples amount to, in seconds for one command (or one transfer).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Stats {
+    /// The middle one: what a scheduler should expect.
+    pub median: f64,
+    /// 5th percentile.
+    pub p5: f64,
+    /// 95th percentile.
+    pub p95: f64,
+    /// The least: what the part can do undisturbed.
+    pub min: f64,
+    /// Coefficient of variation: standard deviation over mean.
+    pub cv: f64,
+    /// All samples, in order.
+    pub samples: Vec<f64>,
+}
+
+impl Stats {
+    /// Of samples that are finite; `None` if there are none.
+    pub fn new(samples: Vec<f64>) -> Option<Stats> {
+        if samples.is_empty() || samples.iter().any(|s| !s.is_finite()) {
+            return None;
+        }
+        let mut sorted = samples.clone();
+        sorted.sort_by(f64::total_cmp);
+        let mean = samples.iter().sum::<f64>() / samples.len() as f64;
+        let variance = samples.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / samples.len() as f64;
+        Some(Stats {
+            median: quantile(&sorted, 0.5),
+            p5: quantile(&sorted, 0.05),
+            p95: quantile(&sorted, 0.95),
+            min: sorted[0],
+            cv: if mean > 0.0 { variance.sqrt() / mean } else { 0.0 },
+            samples,
+        })
+    }
+}
+
+/// Quantile of ascending samples, with linear interpolation between neighbours (type 7 of Hyndman &
+/// Fan 1996).
+pub(crate) fn quantile(sorted: &[f64], q: f64) -> f64 {
+    let at = q * (sorted.len() - 1) as f64;
+    let (low, share) = (at.floor() as usize, at.fract());
+    let high = (low + 1).min(sorted.len() - 1);
+    sorted[low] + share * (sorted[high] - sorted[low])
+}
+
+/// `fixed + slope * x` with the least sum of squared relative errors; slope and fixed part are never
+/// negative. `None` with fewer than two different `x`.
+pub(crate) fn line(points: &[(f64, f64)]) -> Option<(f64, f64)> {
+    let sum = |term: fn(f64, f64) -> f64| points.iter().map(|&(x, y)| term(x, y) / (y * y)).sum::<f64>();
+    let (n, sx, sy, sxx, sxy) =
+        (sum(|_, _| 1.0), sum(|x, _| x), sum(|_, y| y), sum(|x, _| x * x), sum(|x, y| x * y));
+    let determinant = n * sxx - sx * sx;
+    if points.len() < 2 || determinant <= 1e-12 * n * sxx {
+        return None;
+    }
+    let slope = (n * sxy - sx * sy) / determinant;
+    let fixed = (sy - slope * sx) / n;
+    if slope < 0.0 {
+        return Some((sy / n, 0.0));
+    }
+    if fixed < 0.0 {
+        return Some((0.0, sxy / sxx));
+    }
+    Some((fixed, slope))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_of_known_samples() {
+        let stats = Stats::new(vec![3.0, 1.0, 2.0, 5.0, 4.0]).unwrap();
+        assert_eq!((stats.median, stats.min, stats.samples[0]), (3.0, 1.0, 3.0));
+        assert!((stats.p5 - 1.2).abs() < 1e-12 && (stats.p95 - 4.8).abs() < 1e-12);
+        assert!((stats.cv - 2f64.sqrt() / 3.0).abs() < 1e-12);
+        assert_eq!(Stats::new(vec![7.0]).unwrap().p95, 7.0);
+        assert_eq!(Stats::new(vec![]), None);
+        assert_eq!(Stats::new(vec![f64::NAN]), None);
+    }
+
+    #[test]
+    fn a_line_is_found_again_and_never_negative() {
+        let points: Vec<_> = [1e3, 1e5, 1e7].map(|x| (x, 2e-6 + 3e-10 * x)).to_vec();
+        let (fixed, slope) = line(&points).unwrap();
+        assert!((fixed / 2e-6 - 1.0).abs() < 1e-9 && (slope / 3e-10 - 1.0).abs() < 1e-9);
+        assert_eq!(line(&[(1.0, 2.0)]), None);
+        assert_eq!(line(&[(1.0, 2.0), (1.0, 3.0)]), None);
+        let (_, falling) = line(&[(1.0, 2.0), (2.0, 1.0)]).unwrap();
+        assert_eq!(falling, 0.0);
+        let (fixed, _) = line(&[(1.0, 1.0), (2.0, 4.0)]).unwrap();
+        assert_eq!(fixed, 0.0);
+    }
+}

@@ -1,0 +1,518 @@
+//! What can be measured, and the stable name of each: `gemm.bf16.m512.n4096.k4096`,
+//! `attn_decode.bf16.b16.c16384.gqa4`, `memory_read.512MiB`.
+//!
+//! A name holds everything that decides a number but the device's own page size, so that two profiles
+//! can be compared point by point and a vendor can claim a point. [`Work::parse`] is the inverse of
+//! [`Work::id`]: any well-formed name can be measured, whether a level includes it or not.
+
+use mixfleet_hal::profile::Traffic;
+use mixfleet_hal::{DType, OpSig, Scalar};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Part of a profile; the words of `--only`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Group {
+    /// What a batch of commands costs beyond their work.
+    Launch,
+    /// Bandwidth by working set.
+    Memory,
+    /// Copies between host and device, and within the device.
+    Links,
+    /// Norms, rope, activation, embedding, argmax, merge.
+    Small,
+    /// Writing KV pages, and moving them to and from the wire layout.
+    Kv,
+    /// Matrix products.
+    Gemm,
+    /// Attention of one new token per sequence.
+    Decode,
+    /// Attention of many new tokens.
+    Prefill,
+    /// Rates under long load.
+    Sustained,
+}
+
+impl Group {
+    /// All, in the order in which they are measured.
+    pub const ALL: [Group; 9] = [
+        Group::Launch,
+        Group::Memory,
+        Group::Links,
+        Group::Small,
+        Group::Kv,
+        Group::Gemm,
+        Group::Decode,
+        Group::Prefill,
+        Group::Sustained,
+    ];
+
+    /// The word of `--only`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Group::Launch => "launch",
+            Group::Memory => "memory",
+            Group::Links => "links",
+            Group::Small => "small",
+            Group::Kv => "kv",
+            Group::Gemm => "gemm",
+            Group::Decode => "decode",
+            Group::Prefill => "prefill",
+            Group::Sustained => "sustained",
+        }
+    }
+}
+
+/// What is launched to time launching.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Launch {
+    /// A batch of no commands.
+    Empty,
+    /// A batch of this many commands that do next to nothing.
+    Commands(u32),
+    /// The same, recorded before.
+    Replay(u32),
+}
+
+/// What runs for long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// A large matrix product.
+    Gemm,
+    /// Copies over the memory.
+    Stream,
+}
+
+/// One thing to measure.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Work {
+    /// An operation. Attention's sequences are all of the same length.
+    Op(OpSig),
+    /// Bandwidth over a working set of so many bytes.
+    Memory(Traffic, u64),
+    /// `Device::write` of so many bytes.
+    HostToDevice(u64),
+    /// `Device::read` of so many bytes.
+    DeviceToHost(u64),
+    /// `Copy` of so many bytes that no cache holds.
+    DeviceToDevice(u64),
+    /// A launch.
+    Launch(Launch),
+    /// A long run.
+    Sustained(Load),
+}
+
+/// KV heads and head length that a name need not say.
+const KV_HEADS: u32 = 8;
+const HEAD_DIM: u32 = 128;
+/// `eps` of the norms measured; it changes no cost.
+const EPS: Scalar = Scalar(1e-6);
+
+impl Work {
+    /// The part it belongs to.
+    pub fn group(&self) -> Group {
+        match self {
+            Work::Memory(..) => Group::Memory,
+            Work::HostToDevice(_) | Work::DeviceToHost(_) | Work::DeviceToDevice(_) => Group::Links,
+            Work::Launch(_) => Group::Launch,
+            Work::Sustained(_) => Group::Sustained,
+            Work::Op(sig) => match sig {
+                OpSig::Gemm { .. } => Group::Gemm,
+                OpSig::AttnDecode { .. } => Group::Decode,
+                OpSig::AttnPrefill { .. } => Group::Prefill,
+                OpSig::KvWrite { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. } => Group::Kv,
+                _ => Group::Small,
+            },
+        }
+    }
+
+    /// Its stable name.
+    pub fn id(&self) -> String {
+        match self {
+            Work::Op(sig) => op_id(sig),
+            Work::Memory(Traffic::Read, bytes) => format!("memory_read.{}", size(*bytes)),
+            Work::Memory(Traffic::Write, bytes) => format!("memory_write.{}", size(*bytes)),
+            Work::Memory(Traffic::Copy, bytes) => format!("memory_copy.{}", size(*bytes)),
+            Work::HostToDevice(bytes) => format!("copy_h2d.{}", size(*bytes)),
+            Work::DeviceToHost(bytes) => format!("copy_d2h.{}", size(*bytes)),
+            Work::DeviceToDevice(bytes) => format!("copy_d2d.{}", size(*bytes)),
+            Work::Launch(Launch::Empty) => "launch.empty".to_owned(),
+            Work::Launch(Launch::Commands(n)) => format!("launch.commands{n}"),
+            Work::Launch(Launch::Replay(n)) => format!("launch.replay{n}"),
+            Work::Sustained(Load::Gemm) => "sustained.gemm".to_owned(),
+            Work::Sustained(Load::Stream) => "sustained.stream".to_owned(),
+        }
+    }
+
+    /// The work of that name on a device whose pages hold `page_tokens`; `None` if there is none.
+    pub fn parse(id: &str, page_tokens: u32) -> Option<Work> {
+        let (kind, rest) = id.split_once('.')?;
+        let bytes = || parse_size(rest);
+        let work = match kind {
+            "memory_read" => Work::Memory(Traffic::Read, bytes()?),
+            "memory_write" => Work::Memory(Traffic::Write, bytes()?),
+            "memory_copy" => Work::Memory(Traffic::Copy, bytes()?),
+            "copy_h2d" => Work::HostToDevice(bytes()?),
+            "copy_d2h" => Work::DeviceToHost(bytes()?),
+            "copy_d2d" => Work::DeviceToDevice(bytes()?),
+            "launch" => Work::Launch(match rest {
+                "empty" => Launch::Empty,
+                _ => match rest.strip_prefix("commands") {
+                    Some(n) => Launch::Commands(n.parse().ok()?),
+                    None => Launch::Replay(rest.strip_prefix("replay")?.parse().ok()?),
+                },
+            }),
+            "sustained" => Work::Sustained(match rest {
+                "gemm" => Load::Gemm,
+                "stream" => Load::Stream,
+                _ => return None,
+            }),
+            _ => Work::Op(parse_op(kind, rest, page_tokens)?),
+        };
+        // another spelling of the same work is not its name
+        (work.id() == id).then_some(work)
+    }
+}
+
+/// `64KiB`, `3MiB`, `1000B`.
+pub(crate) fn size(bytes: u64) -> String {
+    for (unit, shift) in [("GiB", 30), ("MiB", 20), ("KiB", 10)] {
+        if bytes > 0 && bytes.is_multiple_of(1 << shift) {
+            return format!("{}{unit}", bytes >> shift);
+        }
+    }
+    format!("{bytes}B")
+}
+
+fn parse_size(text: &str) -> Option<u64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit())?;
+    let shift = match &text[digits..] {
+        "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        _ => return None,
+    };
+    let bytes = text[..digits].parse::<u64>().ok()?.checked_shl(shift)?;
+    (bytes > 0 && bytes >> shift == text[..digits].parse::<u64>().ok()?).then_some(bytes)
+}
+
+/// `.kv4.d64` where they are not the usual ones.
+fn heads_suffix(kv_heads: u32, head_dim: u32) -> String {
+    let kv = if kv_heads == KV_HEADS { String::new() } else { format!(".kv{kv_heads}") };
+    let dim = if head_dim == HEAD_DIM { String::new() } else { format!(".d{head_dim}") };
+    kv + &dim
+}
+
+fn op_id(sig: &OpSig) -> String {
+    let name = sig.name();
+    match *sig {
+        OpSig::Gemm { m, n, k, x, out, accumulate, .. } => {
+            let kind = match (accumulate, out == gemm_out(x)) {
+                (true, _) => ".acc",
+                (false, true) => "",
+                (false, false) => ".logits",
+            };
+            format!("gemm.{x}.m{m}.n{n}.k{k}{kind}")
+        }
+        OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, head_dim, kv, .. } => {
+            let context = kv_tokens / u64::from(sequences.max(1));
+            let suffix = heads_suffix(kv_heads, head_dim);
+            format!("{name}.{kv}.b{sequences}.c{context}.gqa{}{suffix}", heads / kv_heads.max(1))
+        }
+        OpSig::AttnPrefill { tokens, kv_tokens, heads, kv_heads, head_dim, kv, .. } => {
+            let before = kv_tokens - u64::from(tokens);
+            let suffix = heads_suffix(kv_heads, head_dim);
+            format!("{name}.{kv}.t{tokens}.c{before}.gqa{}{suffix}", heads / kv_heads.max(1))
+        }
+        OpSig::Embed { tokens, vocab, hidden, table, .. } => {
+            format!("{name}.{table}.t{tokens}.v{vocab}.h{hidden}")
+        }
+        OpSig::RmsNorm { rows, cols, out, .. } => format!("{name}.{out}.t{rows}.h{cols}"),
+        OpSig::Rope { tokens, heads, head_dim, x } => {
+            format!("{name}.{x}.t{tokens}.heads{heads}.d{head_dim}")
+        }
+        OpSig::KvWrite { tokens, kv_heads, head_dim, kv, .. }
+        | OpSig::KvGather { tokens, kv_heads, head_dim, kv, .. }
+        | OpSig::KvScatter { tokens, kv_heads, head_dim, kv, .. } => {
+            format!("{name}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}")
+        }
+        OpSig::AttnMerge { parts, rows, head_dim, out } => {
+            format!("{name}.{out}.p{parts}.t{rows}.d{head_dim}")
+        }
+        OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => format!("{name}.{x}.e{elements}"),
+        OpSig::Argmax { rows, cols } => format!("{name}.f32.t{rows}.v{cols}"),
+        OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } => format!("{name}.u32.e{}", bytes / 4),
+    }
+}
+
+/// Dtype of a product that stays an activation.
+const fn gemm_out(x: DType) -> DType {
+    if matches!(x, DType::F8E4m3) { DType::Bf16 } else { x }
+}
+
+/// `m512` and the like of a name, taken one by one; what is left over makes the name wrong.
+struct Fields(BTreeMap<String, u64>);
+
+impl Fields {
+    fn parse(text: &str) -> Option<Fields> {
+        let mut fields = BTreeMap::new();
+        for field in text.split('.').filter(|f| !f.is_empty()) {
+            let digits = field.find(|c: char| c.is_ascii_digit()).unwrap_or(field.len());
+            let value: u64 = if digits == field.len() { 1 } else { field[digits..].parse().ok()? };
+            // only a prompt may begin at token 0
+            if value == 0 && &field[..digits] != "c" {
+                return None;
+            }
+            fields.insert(field[..digits].to_owned(), value);
+        }
+        Some(Fields(fields))
+    }
+
+    fn long(&mut self, name: &str) -> Option<u64> {
+        self.0.remove(name)
+    }
+
+    fn take(&mut self, name: &str) -> Option<u32> {
+        self.long(name)?.try_into().ok()
+    }
+}
+
+fn parse_op(kind: &str, rest: &str, page_tokens: u32) -> Option<OpSig> {
+    let (dtype, rest) = rest.split_once('.')?;
+    let dtype: DType = dtype.parse().ok()?;
+    let mut f = Fields::parse(rest)?;
+    let sig = match kind {
+        "gemm" => {
+            let (m, n, k) = (f.take("m")?, f.take("n")?, f.take("k")?);
+            let (accumulate, logits) = (f.take("acc").is_some(), f.take("logits").is_some());
+            gemm(dtype, (m, n, k), accumulate, logits)
+        }
+        "attn_decode" => {
+            let (batch, context, ratio) = (f.take("b")?, f.take("c")?, f.take("gqa")?);
+            let heads =
+                Heads { ratio, kv: f.take("kv").unwrap_or(KV_HEADS), dim: f.take("d").unwrap_or(HEAD_DIM) };
+            attn_decode(dtype, (batch, context), heads, page_tokens)?
+        }
+        "attn_prefill" => {
+            let (tokens, before, ratio) = (f.take("t")?, f.take("c")?, f.take("gqa")?);
+            let heads =
+                Heads { ratio, kv: f.take("kv").unwrap_or(KV_HEADS), dim: f.take("d").unwrap_or(HEAD_DIM) };
+            attn_prefill(dtype, (tokens, before), heads, page_tokens)?
+        }
+        _ => small_op(kind, dtype, &mut f, page_tokens)?,
+    };
+    (f.0.is_empty() && sig.check().is_ok()).then_some(sig)
+}
+
+fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Option<OpSig> {
+    let kv_op = |f: &mut Fields| Some((f.take("t")?, f.take("kv")?, f.take("d")?));
+    Some(match kind {
+        "embed" => {
+            let (tokens, vocab, hidden) = (f.take("t")?, f.take("v")?, f.take("h")?);
+            OpSig::Embed { tokens, vocab, hidden, table: dtype, out: DType::F32 }
+        }
+        "rms_norm" => {
+            let (rows, cols) = (f.take("t")?, f.take("h")?);
+            OpSig::RmsNorm { rows, cols, eps: EPS, x: DType::F32, weight: dtype, out: dtype }
+        }
+        "rope" => {
+            OpSig::Rope { tokens: f.take("t")?, heads: f.take("heads")?, head_dim: f.take("d")?, x: dtype }
+        }
+        "kv_write" => {
+            let (tokens, kv_heads, head_dim) = kv_op(f)?;
+            OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x: dtype, kv: dtype }
+        }
+        "kv_gather" => {
+            let (tokens, kv_heads, head_dim) = kv_op(f)?;
+            OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv: dtype, wire: dtype }
+        }
+        "kv_scatter" => {
+            let (tokens, kv_heads, head_dim) = kv_op(f)?;
+            OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv: dtype, wire: dtype }
+        }
+        "attn_merge" => {
+            OpSig::AttnMerge { parts: f.take("p")?, rows: f.take("t")?, head_dim: f.take("d")?, out: dtype }
+        }
+        "silu_mul" => OpSig::SiluMul { elements: f.long("e")?, x: dtype },
+        "add" => OpSig::Add { elements: f.long("e")?, x: dtype },
+        "argmax" => OpSig::Argmax { rows: f.take("t")?, cols: f.take("v")? },
+        _ => return None,
+    })
+}
+
+/// A product as the engine runs it: activations of one dtype, or added to the f32 residual stream, or
+/// f32 logits.
+pub(crate) fn gemm(dtype: DType, (m, n, k): (u32, u32, u32), accumulate: bool, logits: bool) -> OpSig {
+    let out = if accumulate || logits { DType::F32 } else { gemm_out(dtype) };
+    OpSig::Gemm { m, n, k, x: dtype, weight: dtype, out, bias: false, accumulate }
+}
+
+/// Heads of an attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Heads {
+    /// Query heads per KV head.
+    pub(crate) ratio: u32,
+    /// KV heads.
+    pub(crate) kv: u32,
+    /// Length of a head.
+    pub(crate) dim: u32,
+}
+
+/// `batch` sequences of `context` tokens; `None` where a number would overflow.
+pub(crate) fn attn_decode(
+    dtype: DType,
+    (batch, context): (u32, u32),
+    heads: Heads,
+    page_tokens: u32,
+) -> Option<OpSig> {
+    Some(OpSig::AttnDecode {
+        sequences: batch,
+        kv_tokens: u64::from(batch) * u64::from(context),
+        heads: heads.ratio.checked_mul(heads.kv)?,
+        kv_heads: heads.kv,
+        head_dim: heads.dim,
+        page_tokens,
+        pages_max: context.div_ceil(page_tokens.max(1)),
+        x: dtype,
+        kv: dtype,
+    })
+}
+
+/// `tokens` new tokens of one sequence after `before`.
+pub(crate) fn attn_prefill(
+    dtype: DType,
+    (tokens, before): (u32, u32),
+    heads: Heads,
+    page_tokens: u32,
+) -> Option<OpSig> {
+    let context = tokens.checked_add(before)?;
+    let new = u64::from(tokens);
+    Some(OpSig::AttnPrefill {
+        tokens,
+        sequences: 1,
+        pairs: new * u64::from(before) + new * (new + 1) / 2,
+        kv_tokens: u64::from(context),
+        heads: heads.ratio.checked_mul(heads.kv)?,
+        kv_heads: heads.kv,
+        head_dim: heads.dim,
+        page_tokens,
+        pages_max: context.div_ceil(page_tokens.max(1)),
+        window: None,
+        x: dtype,
+        kv: dtype,
+    })
+}
+
+/// Whether `pattern` names `work`: a group's name (`attention` is decode and prefill), or the work's name
+/// with `*` for any characters.
+pub fn matches(pattern: &str, work: &Work) -> bool {
+    pattern == work.group().name()
+        || (pattern == "attention" && matches!(work.group(), Group::Decode | Group::Prefill))
+        || glob(pattern, &work.id())
+}
+
+/// Every piece between two stars is taken where it first occurs, which is never worse than later.
+fn glob(pattern: &str, text: &str) -> bool {
+    let Some((first, rest)) = pattern.split_once('*') else { return pattern == text };
+    let Some(mut text) = text.strip_prefix(first) else { return false };
+    let (middle, last) = rest.rsplit_once('*').map_or(("", rest), |(middle, last)| (middle, last));
+    for piece in middle.split('*') {
+        let Some(at) = text.find(piece) else { return false };
+        text = &text[at + piece.len()..];
+    }
+    text.ends_with(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const NAMES: [&str; 20] = [
+        "gemm.bf16.m512.n4096.k4096",
+        "gemm.f32.m1.n2048.k5632.acc",
+        "gemm.bf16.m1.n32000.k2048.logits",
+        "gemm.f8e4m3.m64.n4096.k4096",
+        "attn_decode.bf16.b16.c16384.gqa4",
+        "attn_decode.f16.b1.c512.gqa8.kv4.d64",
+        "attn_prefill.bf16.t512.c0.gqa4",
+        "rms_norm.bf16.t8.h4096",
+        "rope.bf16.t8.heads32.d64",
+        "embed.bf16.t8.v32000.h2048",
+        "kv_gather.bf16.t16.kv8.d128",
+        "silu_mul.bf16.e4096",
+        "argmax.f32.t1.v32000",
+        "attn_merge.bf16.p1.t32.d64",
+        "memory_read.512MiB",
+        "copy_h2d.4KiB",
+        "copy_d2d.100B",
+        "launch.empty",
+        "launch.replay100",
+        "sustained.gemm",
+    ];
+
+    #[test]
+    fn names_are_stable() {
+        for name in NAMES {
+            let work = Work::parse(name, 32).unwrap_or_else(|| panic!("{name}"));
+            assert_eq!(work.id(), name);
+            if let Work::Op(sig) = work {
+                assert_eq!(sig.check(), Ok(()), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_name_is_none() {
+        for wrong in [
+            "gemm",
+            "gemm.bf16",
+            "gemm.bf16.m0.n1.k1",
+            "gemm.bf16.m1.n1.k1.z3",
+            "gemm.bf16.k1.n1.m1",
+            "gemm.int4.m1.n1.k1",
+            "gemm.bfloat16.m1.n1.k1",
+            "gemm.bf16.m99999999999.n1.k1",
+            "attn_decode.bf16.b1.c1.gqa4294967295",
+            "rope.bf16.t1.heads1.d3",
+            "memory_read.0MiB",
+            "memory_read.1024KiB",
+            "memory_read.99999999999999GiB",
+            "launch.commands",
+            "sustained.",
+            "",
+            "..",
+        ] {
+            assert_eq!(Work::parse(wrong, 32), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn patterns_name_groups_and_globs() {
+        let work = Work::parse("gemm.bf16.m512.n4096.k4096", 32).unwrap();
+        for yes in ["gemm", "gemm.*", "*", "gemm.bf16.m512.n4096.k4096", "*.m512.*", "g*m.*k4096"] {
+            assert!(matches(yes, &work), "{yes}");
+        }
+        for no in ["gem", "gemm.f32*", "*k409", "decode", "attention", "", "*m512*m512*"] {
+            assert!(!matches(no, &work), "{no}");
+        }
+        assert!(matches("attention", &Work::parse("attn_prefill.bf16.t512.c0.gqa4", 32).unwrap()));
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_a_name_or_none(text in "[a-z_]{1,12}(\\.[a-z]{1,6}[0-9]{0,11}){0,5}") {
+            if let Some(work) = Work::parse(&text, 16) {
+                prop_assert_eq!(work.id(), text);
+            }
+        }
+
+        #[test]
+        fn sizes_are_read_back(bytes in 1u64..1 << 50) {
+            prop_assert_eq!(parse_size(&size(bytes)), Some(bytes));
+        }
+    }
+}
