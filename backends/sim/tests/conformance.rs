@@ -1,0 +1,41 @@
+//! The conformance suite on the computing kind: its results are the CPU backend's, whatever the clock.
+
+mod common;
+
+use mixfleet_hal::{DType, OpSig, Support};
+use mixfleet_hwtests::{Level, Options, Verdict, run};
+use mixfleet_simulated::{ComputeDevice, VirtualClock};
+use std::sync::Arc;
+
+#[test]
+fn the_computing_kind_conforms() {
+    let device = ComputeDevice::new("sim:test,compute", common::profile(), Arc::new(VirtualClock::default()));
+    let device = device.unwrap();
+    let report = run(&device, &Options::new(Level::Full), &mut |_| {});
+    assert_eq!(report.verdict(), Verdict::Pass, "{report}");
+}
+
+#[test]
+fn support_follows_the_profile_and_the_shape() {
+    let gemm = |x| {
+        let (m, n, k, weight, out) = (2, 16, 16, DType::Bf16, DType::F32);
+        OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false }
+    };
+    let attention = |heads, head_dim| {
+        let (sequences, kv_tokens, kv_heads, page_tokens, pages_max) = (1, 4, 2, 4, 1);
+        let (x, kv) = (DType::F32, DType::Bf16);
+        OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv }
+    };
+    let device = common::device("sim:test");
+    // the profile has f32 and bf16
+    assert_eq!(device.support(&gemm(DType::F32)), Support::Native);
+    assert_eq!(device.support(&gemm(DType::Bf16)), Support::Native);
+    assert_eq!(device.support(&gemm(DType::F16)), Support::Emulated);
+    assert_eq!(device.support(&gemm(DType::F8E4m3)), Support::No);
+    assert_eq!(device.support(&gemm(DType::U32)), Support::No);
+    assert_eq!(device.support(&attention(4, 16)), Support::Native);
+    assert_eq!(device.support(&attention(3, 16)), Support::No);
+    assert_eq!(device.support(&attention(4, 1)), Support::No);
+    assert_eq!(device.support(&OpSig::Argmax { rows: 2, cols: 5 }), Support::Native);
+    assert_eq!(device.support(&OpSig::Copy { bytes: 8 }), Support::Native);
+}
