@@ -19,7 +19,7 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// List the devices of this machine, and what was not found and why
     Devices(DevicesArgs),
-    /// Show what this machine is made of: sockets, memory, PCI links, how far each GPU is from each NIC
+    /// Show sockets, memory, PCI links, and how far each GPU is from each NIC
     Topo(TopoArgs),
     /// What a dollar buys on parts, what each is cheapest at, and the price at which that changes
     Compare(CompareArgs),
