@@ -2,11 +2,11 @@
 
 use super::case::{CaseResult, Status, selects};
 use super::protocol::{Assignment, Line};
+use super::start::Open;
 use super::{conformance, discover, memory, performance, soak};
 use crate::bench::Trouble;
 use mixfleet_hal::Device;
 use std::io::{BufRead, Write};
-use std::sync::Arc;
 use std::time::Instant;
 
 /// Reads an [`Assignment`] from `input`, opens its device, and writes [`Line`]s to `output` until the group is
@@ -14,11 +14,7 @@ use std::time::Instant;
 ///
 /// # Errors
 /// When the assignment cannot be read or a line cannot be written: the parent is gone.
-pub fn serve(
-    input: &mut dyn BufRead,
-    output: &mut dyn Write,
-    open: &dyn Fn(&str) -> Result<Arc<dyn Device>, String>,
-) -> std::io::Result<()> {
+pub fn serve(input: &mut dyn BufRead, output: &mut dyn Write, open: &Open) -> std::io::Result<()> {
     let mut text = String::new();
     input.read_line(&mut text)?;
     let assignment: Assignment = serde_json::from_str(&text)?;

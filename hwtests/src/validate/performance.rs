@@ -3,26 +3,75 @@
 
 use super::case::{CaseResult, Status};
 use super::part::{Claim, Quantity};
-use super::protocol::{Line, Settings};
+use super::protocol::{Effort, Line, Settings};
+use crate::profile::{self, PointResult, Progress};
 use mixfleet_hal::Device;
 use serde_json::{Value, json};
 
 /// A measurement this far beyond its claim is remarked upon: the claim or the clock may be wrong.
 const BEYOND: f64 = 1.25;
 
-/// Measures the points of the profile; false when the device is no longer good.
+/// Measures the points of the profile that are `wanted`, the claimed ones last and longer; false when the
+/// device is no longer good.
 pub(crate) fn run(
-    _: &dyn Device,
-    _: &Settings,
-    _: &dyn Fn(&str) -> bool,
+    device: &dyn Device,
+    settings: &Settings,
+    wanted: &dyn Fn(&str) -> bool,
     emit: &mut dyn FnMut(Line),
 ) -> bool {
-    emit(Line::Case(CaseResult::new("l3.profile", Status::NotRun, "this version has no profiler yet")));
-    true
+    let level = match settings.effort {
+        Effort::Quick => profile::Level::Quick,
+        Effort::Full => profile::Level::Default,
+    };
+    let page_tokens = device.limits().kv_page_tokens;
+    let planned = profile::plan(level, page_tokens, None, &[]).into_iter().map(|work| work.id());
+    let claimed = |id: &String| settings.points.contains(id);
+    let open: Vec<String> = planned.filter(|id| !claimed(id) && wanted(&format!("l3.{id}"))).collect();
+    let points: Vec<String> =
+        settings.points.iter().filter(|id| wanted(&format!("l3.{id}"))).cloned().collect();
+    // a claim is worth more samples, and more time for a slow point
+    pass(device, level, open, emit) && pass(device, profile::Level::Default, points, emit)
+}
+
+/// Measures the points `only`; false when the device is no longer good.
+fn pass(device: &dyn Device, level: profile::Level, only: Vec<String>, emit: &mut dyn FnMut(Line)) -> bool {
+    if only.is_empty() {
+        return true;
+    }
+    let options = profile::Options { only, ..profile::Options::new(level) };
+    let mut good = true;
+    profile::run(device, &options, &mut |progress| match progress {
+        Progress::Begin { id, .. } if good => emit(Line::Begin(format!("l3.{id}"))),
+        Progress::Done(point) if good => {
+            let result = result(point);
+            good = !result.status.ends_the_device();
+            emit(Line::Case(result));
+        }
+        _ => {}
+    });
+    good
+}
+
+fn result(point: &PointResult) -> CaseResult {
+    let reason = point.reason.clone().unwrap_or_default();
+    let status = match point.status {
+        profile::Status::Ok => {
+            let seconds = point.seconds.as_ref().map_or(f64::NAN, |stats| stats.median);
+            let result = measured(&point.id, seconds, point.flops, point.bytes);
+            let cv = point.seconds.as_ref().map(|stats| stats.cv);
+            return result.fact("coefficient_of_variation", cv).fact("flags", &point.flags);
+        }
+        profile::Status::Unsupported => Status::Unsupported,
+        profile::Status::Skipped => Status::NotRun,
+        profile::Status::Error if reason.starts_with("no answer in time") => Status::Timeout,
+        profile::Status::Error if reason.starts_with("device lost") => Status::DeviceLost,
+        profile::Status::Error => Status::Fail,
+    };
+    CaseResult::new(format!("l3.{}", point.id), status, reason)
 }
 
 /// The result of a measured point: one run takes `seconds`, does `flops` and moves `bytes`.
-pub(crate) fn measured(point: &str, seconds: f64, flops: f64, bytes: f64) -> CaseResult {
+fn measured(point: &str, seconds: f64, flops: f64, bytes: f64) -> CaseResult {
     let result = CaseResult::pass(format!("l3.{point}")).fact("seconds", seconds);
     let with = |result: CaseResult, name: &str, amount: f64| {
         if amount > 0.0 && seconds > 0.0 { result.fact(name, amount / seconds) } else { result }

@@ -427,7 +427,7 @@ mod tests {
     fn a_soak_ends_on_its_clock_and_finds_a_steady_device_steady() {
         let lines = soaked(6.0, None);
         let samples = samples(&lines);
-        assert!(samples.last().unwrap().t_s >= 6.0 && samples.len() >= 9 && samples.len() % 3 == 0);
+        assert!(samples.last().unwrap().t_s >= 6.0 && samples.len() >= 9 && samples.len().is_multiple_of(3));
         assert!(samples.iter().all(|sample| sample.wrong.is_empty()));
         let results = judge(&samples, 6.0);
         let wrong: Vec<_> = results.iter().filter(|r| r.status.is_wrong()).collect();

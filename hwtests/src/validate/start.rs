@@ -11,6 +11,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+/// Opens the device that a selector names, or says in words why not.
+pub type Open = dyn Fn(&str) -> Result<Arc<dyn Device>, String>;
+
 /// What a listener hears next.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Heard {
@@ -44,13 +47,39 @@ pub struct Processes {
     pub command: Box<dyn Fn() -> Command>,
 }
 
-/// Bytes of a child's standard error that are kept for the report.
-const STDERR_KEPT: usize = 2000;
+/// Bytes of a child's standard error that are kept of its beginning, and of its end: a panic tells its cause
+/// before its stack.
+const STDERR_KEPT: usize = 1000;
+
+/// What a child said on standard error.
+#[derive(Default)]
+struct Said {
+    first: String,
+    last: String,
+}
+
+impl Said {
+    fn add(&mut self, text: &str) {
+        let room = STDERR_KEPT.saturating_sub(self.first.len());
+        let cut = (0..=room.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
+        let cut = if self.last.is_empty() { cut } else { 0 };
+        self.first.push_str(&text[..cut]);
+        self.last.push_str(&text[cut..]);
+        let excess = self.last.len().saturating_sub(STDERR_KEPT);
+        let excess = (excess..self.last.len()).find(|&i| self.last.is_char_boundary(i)).unwrap_or(0);
+        self.last.drain(..excess);
+    }
+
+    fn text(&self) -> String {
+        let gap = if self.last.len() >= STDERR_KEPT { " [...] " } else { "" };
+        format!("{}{gap}{}", self.first, self.last).trim().to_owned()
+    }
+}
 
 struct Process {
     child: Child,
     lines: Receiver<String>,
-    stderr: Arc<Mutex<String>>,
+    stderr: Arc<Mutex<Said>>,
     listeners: Vec<JoinHandle<()>>,
 }
 
@@ -71,10 +100,10 @@ impl Start for Processes {
                 }
             }));
         }
-        let stderr = Arc::new(Mutex::new(String::new()));
+        let stderr = Arc::<Mutex<Said>>::default();
         if let Some(from) = child.stderr.take() {
             let kept = stderr.clone();
-            listeners.push(std::thread::spawn(move || keep_tail(from, &kept)));
+            listeners.push(std::thread::spawn(move || keep(from, &kept)));
         }
         if let Some(mut input) = child.stdin.take() {
             // a child that dies before it has read is heard of as gone
@@ -84,16 +113,13 @@ impl Start for Processes {
     }
 }
 
-fn keep_tail(mut from: impl Read, kept: &Mutex<String>) {
+fn keep(mut from: impl Read, said: &Mutex<Said>) {
     let mut buffer = [0; 1024];
     while let Ok(bytes) = from.read(&mut buffer)
         && bytes > 0
     {
-        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.push_str(&String::from_utf8_lossy(&buffer[..bytes]));
-        let excess = kept.len().saturating_sub(STDERR_KEPT);
-        let excess = (excess..kept.len()).find(|&i| kept.is_char_boundary(i)).unwrap_or(0);
-        kept.drain(..excess);
+        let text = String::from_utf8_lossy(&buffer[..bytes]);
+        said.lock().unwrap_or_else(PoisonError::into_inner).add(&text);
     }
 }
 
@@ -116,8 +142,7 @@ impl Running for Process {
             Err(error) => format!("its end could not be learnt: {error}"),
         };
         self.listeners.drain(..).for_each(|listener| drop(listener.join()));
-        let said = self.stderr.lock().unwrap_or_else(PoisonError::into_inner);
-        let said = said.trim();
+        let said = self.stderr.lock().unwrap_or_else(PoisonError::into_inner).text();
         Heard::Gone(if said.is_empty() { end } else { format!("{end}; it said: {said}") })
     }
 }
@@ -158,14 +183,11 @@ fn name_of(signal: i32) -> &'static str {
     }
 }
 
-/// How a device is opened, in words if it cannot be.
-type Open = Box<dyn Fn(&str) -> Result<Arc<dyn Device>, String>>;
-
 /// Children in this process, one after the other, each with a device from `open`: for tests, and for a
 /// device that is known to be safe.
 pub struct InProcess {
     /// Opens the device that a selector names.
-    pub open: Open,
+    pub open: Box<Open>,
 }
 
 struct Finished(VecDeque<Line>, String);

@@ -1,0 +1,221 @@
+//! The report as one self-contained page, for people.
+
+use super::case::{CaseResult, Status};
+use super::document::{Validation, Verdict};
+use super::package::Environment;
+use super::protocol::Fact;
+use crate::html::{Cell, Html, Tone, page as frame};
+use serde_json::Value;
+
+/// Cases that are listed one by one, beyond which the page refers to `results.json`.
+const LISTED_MAX: usize = 200;
+
+fn tone(status: Status) -> Tone {
+    match status {
+        Status::Pass => Tone::Good,
+        Status::QualityWarning | Status::Waived | Status::NotRun => Tone::Warn,
+        Status::Unsupported => Tone::Muted,
+        Status::Fail | Status::Crash | Status::Timeout | Status::DeviceLost => Tone::Bad,
+    }
+}
+
+/// The whole page.
+pub(crate) fn page(report: &Validation, environment: &Environment) -> String {
+    let mut body = Html::default();
+    verdict(&mut body, report);
+    levels(&mut body, report);
+    claims(&mut body, report);
+    listed(&mut body, report);
+    waivers(&mut body, report);
+    mandatory(&mut body, report);
+    measured(&mut body, report);
+    surroundings(&mut body, report, environment);
+    let (name, id) = report.device.as_ref().map_or(("unopened device", ""), |d| (&d.name, &d.id));
+    frame(&format!("Validation of {name}"), &format!("{id}, {}", report.date), &body)
+}
+
+fn verdict(body: &mut Html, report: &Validation) {
+    let (tone, words) = match report.verdict {
+        Verdict::Pass => (Tone::Good, "PASS: the whole mandatory list was met and nothing is wrong."),
+        Verdict::Fail => (Tone::Bad, "FAIL: something is wrong."),
+        Verdict::Incomplete => (Tone::Warn, "INCOMPLETE: something that was asked for could not run."),
+        Verdict::Partial => (Tone::Warn, "PARTIAL: nothing is wrong, but only a part was asked for."),
+    };
+    body.note(tone, words);
+    report.remarks.iter().for_each(|remark| body.paragraph(remark));
+}
+
+fn levels(body: &mut Html, report: &Validation) {
+    body.heading(2, "Levels");
+    let mut header = vec!["level"];
+    header.extend(Status::ALL.iter().map(|status| status.word()));
+    header.push("error of bound");
+    let row = |level: &super::document::LevelCounts| {
+        let mut row = vec![Cell::text(format!("L{} {}", level.level, purpose(level.level)))];
+        for status in Status::ALL {
+            let count = level.counts.get(status.word()).copied().unwrap_or(0);
+            let cell = Cell::number(count.to_string());
+            row.push(if count > 0 { cell.tone(tone(status)) } else { cell.tone(Tone::Muted) });
+        }
+        row.push(Cell::number(
+            level.error_of_bound_max.map_or("-".to_owned(), |ratio| format!("{ratio:.3}")),
+        ));
+        row
+    };
+    let rows: Vec<Vec<Cell>> = report.levels.iter().map(row).collect();
+    body.table(&header, &rows);
+}
+
+/// What a level is about.
+pub(crate) fn purpose(level: u8) -> &'static str {
+    match level {
+        0 => "discovery",
+        1 => "conformance",
+        2 => "memory",
+        3 => "performance",
+        5 => "soak",
+        _ => "",
+    }
+}
+
+fn claims(body: &mut Html, report: &Validation) {
+    if report.claims.is_empty() {
+        return;
+    }
+    body.heading(2, "Claims of the vendor");
+    let mut rows = Vec::new();
+    for case in &report.cases {
+        for claim in case.facts.get("claims").and_then(Value::as_array).into_iter().flatten() {
+            let number = |name: &str| claim.get(name).and_then(Value::as_f64);
+            let word = |name: &str| claim.get(name).and_then(Value::as_str).unwrap_or("").to_owned();
+            let shown = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.4e}"));
+            let percent =
+                |value: Option<f64>| value.map_or("-".to_owned(), |v| format!("{:.1} %", v * 100.0));
+            rows.push(vec![
+                Cell::text(case.id.trim_start_matches("l3.")),
+                Cell::badge(case.status.word(), tone(case.status)),
+                Cell::number(shown(number("measured"))),
+                Cell::number(shown(number("value"))),
+                Cell::text(word("unit")),
+                Cell::number(percent(number("share"))),
+                Cell::number(percent(number("at_least"))),
+                Cell::text(word("source")),
+            ]);
+        }
+    }
+    body.table(&["point", "status", "measured", "claimed", "unit", "of claim", "asked for", "source"], &rows);
+}
+
+/// Every case that is neither a plain pass nor plainly unsupported.
+fn listed(body: &mut Html, report: &Validation) {
+    let worth = |case: &&CaseResult| !matches!(case.status, Status::Pass | Status::Unsupported);
+    let mut cases: Vec<&CaseResult> = report.cases.iter().filter(worth).collect();
+    if cases.is_empty() {
+        return;
+    }
+    cases.sort_by_key(|case| std::cmp::Reverse(case.status));
+    body.heading(2, "Cases that did not simply pass");
+    let row = |case: &&CaseResult| {
+        let reason = case.reason.as_deref().unwrap_or("");
+        vec![Cell::text(&case.id), Cell::badge(case.status.word(), tone(case.status)), Cell::text(reason)]
+    };
+    let rows: Vec<Vec<Cell>> = cases.iter().take(LISTED_MAX).map(row).collect();
+    body.table(&["case", "status", "reason"], &rows);
+    if cases.len() > LISTED_MAX {
+        body.paragraph(&format!("and {} more, in results.json", cases.len() - LISTED_MAX));
+    }
+}
+
+fn waivers(body: &mut Html, report: &Validation) {
+    if report.waivers.is_empty() {
+        return;
+    }
+    body.heading(2, "Waivers");
+    let row = |u: &super::document::WaiverUse| {
+        let state =
+            if u.expired { Cell::badge("expired", Tone::Bad) } else { Cell::badge("holds", Tone::Warn) };
+        let waiver = &u.waiver;
+        vec![
+            Cell::text(&waiver.case),
+            state,
+            Cell::text(&waiver.until),
+            Cell::number(u.used.to_string()),
+            Cell::text(&waiver.reason),
+        ]
+    };
+    let rows: Vec<Vec<Cell>> = report.waivers.iter().map(row).collect();
+    body.table(&["cases", "state", "until", "let through", "reason"], &rows);
+}
+
+fn mandatory(body: &mut Html, report: &Validation) {
+    let list = &report.mustpass;
+    let unmet = list.lines.iter().filter(|line| line.problem.is_some()).count();
+    body.heading(2, "Mandatory list");
+    body.paragraph(&format!("mustpass {}, SHA-256 {}", list.version, list.sha256));
+    body.begin_details(&format!("{} of {} lines met", list.lines.len() - unmet, list.lines.len()), unmet > 0);
+    let row = |line: &super::mustpass::Met| {
+        let state = match &line.problem {
+            None => Cell::badge("met", Tone::Good),
+            Some(problem) => Cell::badge(problem, Tone::Bad),
+        };
+        vec![
+            Cell::text(&line.pattern),
+            state,
+            Cell::number(line.passed.to_string()),
+            Cell::number(line.cases.to_string()),
+        ]
+    };
+    let rows: Vec<Vec<Cell>> = list.lines.iter().map(row).collect();
+    body.table(&["cases", "state", "passed", "tried"], &rows);
+    body.end_details();
+}
+
+fn measured(body: &mut Html, report: &Validation) {
+    let points =
+        report.cases.iter().filter(|case| case.facts.contains_key("seconds") && case.level() == Some(3));
+    let row = |case: &CaseResult| {
+        let number = |name: &str| case.facts.get(name).and_then(Value::as_f64);
+        let shown = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.4e}"));
+        vec![
+            Cell::text(case.id.trim_start_matches("l3.")),
+            Cell::number(shown(number("seconds"))),
+            Cell::number(shown(number("flop_per_s"))),
+            Cell::number(shown(number("bytes_per_s"))),
+        ]
+    };
+    let rows: Vec<Vec<Cell>> = points.map(row).collect();
+    if !rows.is_empty() {
+        body.heading(2, "Measured");
+        body.begin_details(&format!("{} points", rows.len()), false);
+        body.table(&["point", "seconds", "FLOP/s", "bytes/s"], &rows);
+        body.end_details();
+    }
+}
+
+fn surroundings(body: &mut Html, report: &Validation, environment: &Environment) {
+    body.heading(2, "Surroundings");
+    let mut facts: Vec<(String, String)> = Vec::new();
+    if let Some(device) = &report.device {
+        facts.push(("device".to_owned(), format!("{} ({})", device.name, device.id)));
+        facts.push(("fingerprint".to_owned(), device.fingerprint.clone()));
+        facts.extend(device.notes.iter().map(|(name, value)| (name.clone(), value.clone())));
+    }
+    let told = |fact: &Fact| {
+        let value = fact.value.clone().unwrap_or_else(|| "could not be read".to_owned());
+        let remark = fact.remark.as_ref().map(|remark| format!(": {remark}")).unwrap_or_default();
+        (fact.name.clone(), format!("{value}{remark}"))
+    };
+    facts.extend(environment.device.iter().chain(&environment.host).map(told));
+    facts.push(("suite".to_owned(), suite(environment)));
+    facts.push(("command".to_owned(), environment.command.join(" ")));
+    facts.push(("seed".to_owned(), environment.seed.to_string()));
+    facts.push(("time".to_owned(), format!("{} to {}", environment.began_at, environment.ended_at)));
+    body.facts(&facts);
+}
+
+fn suite(environment: &Environment) -> String {
+    let commit = environment.commit.as_deref().unwrap_or("unknown");
+    let dirty = if environment.dirty == Some(true) { ", with changes" } else { "" };
+    let features = environment.features.join(", ");
+    format!("mixfleet {}, commit {commit}{dirty}, features: {features}", environment.version)
+}

@@ -1,0 +1,337 @@
+//! Validation over the reference device and over devices that crash, hang and get lost, in real child
+//! processes: this test's own binary, started again.
+
+use mixfleet_hal::{
+    Device, DeviceInfo, Error, ErrorKind, Export, Health, HostMemory, Limits, OpSig, Queue, Result, Role,
+    Slice, Support,
+};
+use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_hwtests::validate::document::DeviceRecord;
+use mixfleet_hwtests::validate::{
+    Environment, InProcess, MemoryAsked, Outcome, Part, Plan, Processes, Record, Settings, Start, Status,
+    Validation, Verdict, child, package, runner,
+};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+const CHILD: &str = "MIXFLEET_VALIDATE_TEST_CHILD";
+/// The case on which a device misbehaves: the second of four of its group.
+const TRAP: OpSig = OpSig::Fill { bytes: 28, word: 0xDEAD_BEEF };
+const TRAPPED: &str = "l1.fill.b28.wdeadbeef";
+
+/// A reference device that does as its selector says when it is asked for [`TRAP`].
+struct Misbehaving {
+    inner: ReferenceDevice,
+    how: String,
+    lost: AtomicBool,
+}
+
+impl Device for Misbehaving {
+    fn info(&self) -> &DeviceInfo {
+        self.inner.info()
+    }
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+    fn support(&self, sig: &OpSig) -> Support {
+        if *sig == TRAP {
+            match self.how.as_str() {
+                "abort" => std::process::abort(),
+                "panic" => panic!("as asked for"),
+                // nobody unparks this thread: no clock is involved
+                "hang" => loop {
+                    std::thread::park();
+                },
+                "lose" => self.lost.store(true, Ordering::Relaxed),
+                _ => {}
+            }
+        }
+        self.inner.support(sig)
+    }
+    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+        if self.lost.load(Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::DeviceLost, "fell off the bus"));
+        }
+        self.inner.alloc(bytes, role)
+    }
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        self.inner.import(memory)
+    }
+    fn export(&self, slice: &Slice) -> Option<Export> {
+        self.inner.export(slice)
+    }
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        self.inner.write(to, data)
+    }
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        self.inner.read(from, data)
+    }
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        self.inner.queue()
+    }
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+}
+
+fn open(selector: &str) -> std::result::Result<Arc<dyn Device>, String> {
+    match selector {
+        "absent" => Err("there is none here".to_owned()),
+        "dies-at-once" => std::process::abort(),
+        how => {
+            let (inner, lost) = (ReferenceDevice::default(), AtomicBool::new(false));
+            Ok(Arc::new(Misbehaving { inner, how: how.to_owned(), lost }))
+        }
+    }
+}
+
+/// The children's entry; in a plain run of the tests it finds nothing to do.
+#[test]
+fn child_entry() {
+    if std::env::var_os(CHILD).is_none() {
+        return;
+    }
+    // the harness has begun a line of its own
+    std::io::Write::write_all(&mut std::io::stdout(), b"\n").unwrap();
+    child::serve(&mut std::io::stdin().lock(), &mut std::io::stdout().lock(), &open).unwrap();
+    std::process::exit(0);
+}
+
+fn processes() -> Processes {
+    Processes {
+        command: Box::new(|| {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["child_entry", "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+            command
+        }),
+    }
+}
+
+fn plan(device: &str, only: &[&str]) -> Plan {
+    let only = only.iter().map(|&only| only.to_owned()).collect();
+    let settings = Settings { memory: MemoryAsked::Bytes(1 << 20), ..Settings::quick() };
+    Plan { only, settings, ..Plan::new(device) }
+}
+
+fn run(plan: &Plan, start: &dyn Start) -> (Outcome, Vec<Record>) {
+    let mut journal = Vec::new();
+    let outcome = runner::run(plan, start, &[], &mut |record| journal.push(record.clone()));
+    (outcome, journal)
+}
+
+fn statuses(outcome: &Outcome) -> Vec<(&str, Status)> {
+    outcome.cases.iter().map(|case| (case.id.as_str(), case.status)).collect()
+}
+
+/// The statuses of the four cases of `fill`, of which the second is the trap.
+fn trapped(device: &str, patience: Duration) -> (Vec<Status>, String) {
+    let plan = Plan { patience, ..plan(device, &["l1.fill"]) };
+    let (outcome, journal) = run(&plan, &processes());
+    assert_eq!(outcome.cases.len(), 4, "{outcome:?}");
+    assert_eq!(outcome.cases[1].id, TRAPPED);
+    let children = journal.iter().filter(|r| matches!(r, Record::Start { .. })).count();
+    assert_eq!(children, 2, "the second child goes on behind the trap");
+    let report = Validation::new(&plan, outcome.clone(), None, "2026-11-20");
+    assert_eq!((report.verdict, report.verdict.exit_code()), (Verdict::Fail, 1));
+    let reason = outcome.cases[1].reason.clone().unwrap();
+    (outcome.cases.into_iter().map(|case| case.status).collect(), reason)
+}
+
+use Status::{Crash, DeviceLost, Pass, Timeout};
+const PATIENT: Duration = Duration::from_secs(120);
+
+#[test]
+fn a_crash_costs_one_case() {
+    let (statuses, reason) = trapped("abort", PATIENT);
+    assert_eq!(statuses, [Pass, Crash, Pass, Pass]);
+    assert!(cfg!(not(unix)) || reason.contains("SIGABRT"), "{reason}");
+}
+
+#[test]
+fn a_panic_costs_one_case_and_its_words_are_kept() {
+    let (statuses, reason) = trapped("panic", PATIENT);
+    assert_eq!(statuses, [Pass, Crash, Pass, Pass]);
+    assert!(reason.contains("exit status") && reason.contains("as asked for"), "{reason}");
+}
+
+/// The hanging child never speaks again, so the outcome does not depend on how long that is waited for; the others must
+/// speak within it.
+#[test]
+fn a_hang_costs_one_case() {
+    let (statuses, reason) = trapped("hang", Duration::from_secs(8));
+    assert_eq!(statuses, [Pass, Timeout, Pass, Pass]);
+    assert!(reason.contains("no word for 8 s"), "{reason}");
+}
+
+#[test]
+fn a_lost_device_costs_one_case() {
+    let (statuses, reason) = trapped("lose", PATIENT);
+    assert_eq!(statuses, [Pass, DeviceLost, Pass, Pass]);
+    assert!(reason.contains("fell off the bus"), "{reason}");
+}
+
+#[test]
+fn what_cannot_be_opened_or_started_never_passes() {
+    for (device, want) in [("absent", Status::NotRun), ("dies-at-once", Crash)] {
+        let plan = plan(device, &["l1.fill", "l2.random"]);
+        let (outcome, _) = run(&plan, &processes());
+        assert_eq!(statuses(&outcome), [("l1.fill", want), ("l2.random", want)]);
+        let report = Validation::new(&plan, outcome, None, "2026-11-20");
+        let exit = if want == Crash { 1 } else { 3 };
+        assert_eq!(report.verdict.exit_code(), exit, "{:?}", report.remarks);
+    }
+    let none = Processes { command: Box::new(|| Command::new("/no/such/program")) };
+    let (outcome, _) = run(&plan("reference", &["l1.fill"]), &none);
+    assert_eq!(statuses(&outcome), [("l1.fill", Status::NotRun)]);
+}
+
+fn in_process() -> InProcess {
+    InProcess { open: Box::new(open) }
+}
+
+#[test]
+fn a_journal_carries_a_broken_run_on() {
+    let plan = plan("reference", &["l0", "l1.fill", "l2.random"]);
+    let (whole, journal) = run(&plan, &in_process());
+    // written and read back, as a file would be
+    let read: Vec<Record> = journal
+        .iter()
+        .map(|record| serde_json::from_str(&serde_json::to_string(record).unwrap()).unwrap())
+        .collect();
+    assert_eq!(read, journal);
+    for cut in (0..read.len()).step_by(3) {
+        let mut rest = Vec::new();
+        let again = runner::run(&plan, &in_process(), &read[..cut], &mut |record| rest.push(record.clone()));
+        let mut want = statuses(&whole);
+        let mut got = statuses(&again);
+        want.sort_unstable();
+        got.sort_unstable();
+        assert_eq!(got, want, "after {cut} records");
+        let tried = |records: &[Record]| {
+            records.iter().filter(|r| serde_json::to_string(r).unwrap().contains("\"line\":\"case\"")).count()
+        };
+        assert_eq!(tried(&rest) + tried(&read[..cut]), tried(&read), "nothing is tried twice");
+    }
+}
+
+/// Levels 0 to 2 whole, and every line of the mandatory list.
+#[test]
+fn the_reference_device_passes_its_validation() {
+    let plan = Plan { level: 2, ..plan("reference", &[]) };
+    let (outcome, _) = run(&plan, &in_process());
+    let report = Validation::new(&plan, outcome, None, "2026-11-20");
+    assert_eq!(report.verdict, Verdict::Pass, "{:?}", report.remarks);
+    assert!(report.mustpass.met);
+    let unsupported: Vec<_> = report.cases.iter().filter(|c| c.status == Status::Unsupported).collect();
+    assert_eq!(unsupported.len(), 1, "the reference device lacks counters only: {unsupported:?}");
+
+    let less = Plan { level: 1, ..plan };
+    let mut cases = report.cases.clone();
+    cases.retain(|case| case.level() < Some(2));
+    let outcome = Outcome { cases, ..Outcome::default() };
+    let partial = Validation::new(&less, outcome, None, "2026-11-20");
+    assert_eq!(partial.verdict, Verdict::Partial, "{:?}", partial.remarks);
+}
+
+#[test]
+fn a_report_without_a_mandatory_case_is_incomplete() {
+    let plan = Plan { level: 2, ..plan("reference", &[]) };
+    let (whole, _) = run(&plan, &in_process());
+    for (missing, status) in [("l2.random", None), ("l1.order", Some(Status::NotRun))] {
+        let mut outcome = whole.clone();
+        match status {
+            None => outcome.cases.retain(|case| case.id != missing),
+            Some(status) => outcome.cases.iter_mut().find(|case| case.id == missing).unwrap().status = status,
+        }
+        let report = Validation::new(&plan, outcome, None, "2026-11-20");
+        assert_eq!((report.verdict, report.verdict.exit_code()), (Verdict::Incomplete, 3), "{missing}");
+        assert!(report.remarks.iter().any(|remark| remark.contains(missing)), "{:?}", report.remarks);
+    }
+}
+
+const PART: &str = r#"
+match = { name = "float64 oracle" }
+[[waiver]]
+case = "l1.fill.b28.*"
+reason = "errata 1"
+until = "2026-12-31"
+"#;
+
+#[test]
+fn waivers_let_through_until_their_day_and_are_told() {
+    let plan = plan("lose", &["l1.fill"]);
+    let (outcome, _) = run(&plan, &in_process());
+    let part = Part::parse(PART).unwrap();
+    let waived = Validation::new(&plan, outcome.clone(), Some(&part), "2026-12-31");
+    assert_eq!(waived.verdict, Verdict::Partial, "{:?}", waived.remarks);
+    assert!(waived.remarks.contains(&"1 waived".to_owned()), "{:?}", waived.remarks);
+    assert_eq!((waived.waivers[0].expired, waived.waivers[0].used), (false, 1));
+    let expired = Validation::new(&plan, outcome, Some(&part), "2027-01-01");
+    assert_eq!(expired.verdict, Verdict::Fail);
+    assert!(expired.remarks.iter().any(|remark| remark.contains("expired on 2026-12-31")));
+    assert_eq!((expired.waivers[0].expired, expired.waivers[0].used), (true, 0));
+}
+
+/// A folder that is gone when the test is.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        Folder(folder)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn the_package_holds_every_file_with_its_checksum() {
+    let plan = plan("lose", &["l0", "l1.fill"]);
+    let (outcome, journal) = run(&plan, &in_process());
+    let report = Validation::new(&plan, outcome, Some(&Part::parse(PART).unwrap()), "2027-01-01");
+    let folder = Folder::new("package");
+    let lines: Vec<String> = journal.iter().map(|record| serde_json::to_string(record).unwrap()).collect();
+    std::fs::write(folder.0.join(package::JOURNAL), lines.join("\n")).unwrap();
+    package::write(&folder.0, &report, &Environment::of(&report)).unwrap();
+    let text = |name: &str| std::fs::read_to_string(folder.0.join(name)).unwrap();
+    assert_eq!(serde_json::from_str::<Validation>(&text("results.json")).unwrap(), report);
+    let environment: Environment = serde_json::from_str(&text("environment.json")).unwrap();
+    assert_eq!(environment.waivers, [("l1.fill.b28.*".to_owned(), "2026-12-31".to_owned())]);
+    let junit = text("junit.xml");
+    assert!(junit.contains(TRAPPED) && junit.contains("device-lost") && junit.contains("<error"), "{junit}");
+    let page = text("report.html");
+    assert!(page.contains("FAIL") && page.contains(TRAPPED) && !page.contains("src=\"http"), "{page}");
+    let sums = text("SHA256SUMS");
+    let names: Vec<&str> = sums.lines().map(|line| line.split_once("  ").unwrap().1).collect();
+    assert_eq!(names, ["results.json", "environment.json", "junit.xml", "report.html", "log.jsonl"]);
+}
+
+#[test]
+fn the_published_schema_is_that_of_the_program() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/schema/validation-1.json");
+    let want = Validation::json_schema();
+    if std::env::var_os("MIXFLEET_WRITE_SCHEMA").is_some() {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, format!("{want:#}\n")).unwrap();
+    }
+    let text = std::fs::read_to_string(&path).unwrap_or_default();
+    let published: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+    let hint = "docs/schema/validation-1.json is not what the program writes; write it anew with \
+                MIXFLEET_WRITE_SCHEMA=1 cargo test -p mixfleet-hwtests --test validate";
+    assert!(published == want, "{hint}");
+}
+
+#[test]
+fn a_record_of_the_device_is_what_it_says_of_itself() {
+    let device = ReferenceDevice::default();
+    let record = DeviceRecord::from(device.info());
+    assert_eq!((record.id.as_str(), record.kind.as_str()), ("reference", "simulated"));
+}
