@@ -102,23 +102,25 @@ impl Selection {
             .filter(|offer| offer.device.eq_ignore_ascii_case(device) && offer.spot == self.spot)
             .collect();
         let outside: Vec<&Offer> = all.iter().copied().filter(|offer| !is_hyperscaler(offer)).collect();
-        let spot = if self.spot { "spot " } else { "" };
         let (counted, usd_per_hour, rule) = match self.pick {
             Pick::Median if !outside.is_empty() => {
                 let price = median_of_providers(&outside)?;
-                let rule =
-                    if outside.len() == 1 { outside[0].source.clone() } else { "median of providers".into() };
-                (outside, price, rule)
+                (outside, price, "median of providers")
             }
             _ => {
                 let price = all.iter().map(|offer| offer.price).reduce(UsdPerHour::min)?;
                 let rule = if self.pick == Pick::Least { "least of all" } else { "least; hyperscalers only" };
-                (all, price, rule.into())
+                (all, price, rule)
             }
         };
-        let count = counted.len();
-        let noun = if count == 1 { "offer" } else { "offers" };
-        let basis = format!("{rule}, {count} {spot}{noun}{}", dates(&counted));
+        let rule = if let [only] = counted[..] { &only.source } else { rule };
+        let spot = if self.spot { "spot " } else { "" };
+        let many = match counted.len() {
+            1 if self.spot => ", spot".into(),
+            1 => String::new(),
+            count => format!(", {count} {spot}offers"),
+        };
+        let basis = format!("{rule}{many}{}", dates(&counted));
         Some(Price { usd_per_hour, basis })
     }
 }

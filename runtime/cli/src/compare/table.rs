@@ -27,8 +27,11 @@ pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()>
     )?;
     costs(out, width, classified)?;
     writeln!(out)?;
+    let priced = classified.iter().filter(|device| device.price.is_some()).count();
     for device in classified {
-        words(out, device, classified.len())?;
+        // an unpriced device is compared with the priced ones, and is no rival to them
+        let compared = priced + usize::from(device.price.is_none());
+        words(out, device, compared)?;
     }
     Ok(())
 }
@@ -70,8 +73,11 @@ fn rate(line: &Line, dtype: DType) -> String {
     found.map_or_else(|| "-".into(), |(_, rate)| significant(rate / 1e12))
 }
 
-/// Three digits that matter.
+/// About three digits that matter.
 fn significant(value: f64) -> String {
+    if value > 0.0 && value < 0.01 {
+        return format!("{value:.1e}");
+    }
     let decimals = match value.abs() {
         v if v >= 100.0 => 0,
         v if v >= 10.0 => 1,
@@ -89,13 +95,13 @@ fn dollars(price: UsdPerHour) -> String {
 fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Result<()> {
     writeln!(
         out,
-        "{:<width$} {:<10}{:>12}{:>12}{:>9}{:>8}{:>12}{:>12}",
-        "device", "class", "prefill", "decode", "devices", "batch", "attention", "memory"
+        "{:<width$} {:<10}{:>10}{:>10}{:>9}{:>7}{:>9}{:>11}{:>9}",
+        "device", "class", "prefill", "decode", "devices", "batch", "step ms", "attention", "memory"
     )?;
     writeln!(
         out,
-        "{:<width$} {:<10}{:>12}{:>12}{:>9}{:>8}{:>12}{:>12}",
-        "", "", "$/Mtoken", "$/Mtoken", "", "", "$/Mtoken", "$/TB/h"
+        "{:<width$} {:<10}{:>10}{:>10}{:>9}{:>7}{:>9}{:>11}{:>9}",
+        "", "", "$/Mtoken", "$/Mtoken", "", "", "", "$/Mtoken", "$/TB/h"
     )?;
     for device in classified {
         let class = device.class.map_or("-", Class::name);
@@ -104,12 +110,13 @@ fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Resul
             cost.map_or_else(|| "-".into(), |cost| significant(cost.0 * unit))
         };
         let effort = device.standing(Job::Decode).and_then(|standing| standing.effort.as_ref().ok());
-        let (devices, batch) = effort.map_or(("-".into(), "-".into()), |effort| {
-            (effort.devices.to_string(), effort.batch.to_string())
+        let none = || ["-", "-", "-"].map(String::from);
+        let [devices, batch, step] = effort.map_or_else(none, |effort| {
+            [effort.devices.to_string(), effort.batch.to_string(), significant(effort.latency.0 * 1e3)]
         });
         writeln!(
             out,
-            "{:<width$} {class:<10}{:>12}{:>12}{devices:>9}{batch:>8}{:>12}{:>12}",
+            "{:<width$} {class:<10}{:>10}{:>10}{devices:>9}{batch:>7}{step:>9}{:>11}{:>9}",
             device.name,
             cost(Job::Prefill, 1e6),
             cost(Job::Decode, 1e6),
@@ -128,7 +135,7 @@ fn words(out: &mut impl Write, device: &Classified, all: usize) -> Result<()> {
     }
     let sentences: Vec<String> =
         device.standings.iter().filter_map(|standing| sentence(device, standing, all)).collect();
-    writeln!(out, "{}:", device.name)?;
+    writeln!(out, "{}", device.name)?;
     for sentence in sentences {
         writeln!(out, "  {sentence}")?;
     }
@@ -148,7 +155,7 @@ pub(super) fn sentence(device: &Classified, standing: &Standing, all: usize) -> 
         let alone = device.price.is_some() && all > 1;
         return match standing.job {
             Job::Prefill | Job::Decode if alone => {
-                Some(format!("the only one that can {job} at a known price"))
+                Some(format!("is the only one with a price that can {job} this model"))
             }
             Job::Prefill | Job::Decode if all == 1 => Some(format!("{job}: nothing to compare with")),
             _ => None,
@@ -157,7 +164,10 @@ pub(super) fn sentence(device: &Classified, standing: &Standing, all: usize) -> 
     let (below, rival) = (dollars(break_even), standing.rival.as_deref().unwrap_or("the others"));
     Some(match device.price {
         Some(price) if device.cheapest_at(standing.job, price) => {
-            format!("the cheapest {job} of these {all} below {below} (now {}); then {rival}", dollars(price))
+            format!(
+                "is the cheapest {job} of these {all} below {below} (now {}); above, {rival}",
+                dollars(price)
+            )
         }
         Some(price) => {
             format!("would be the cheapest {job} below {below} (now {}); now {rival}", dollars(price))
@@ -195,8 +205,8 @@ mod tests {
             "llama-3.1-70b",
         );
         let attention = said(&all[0], Job::Attention, 3);
-        assert!(attention.starts_with("the cheapest attention of these 3 below $0.8"), "{attention}");
-        assert!(attention.contains("(now $0.38/h); then H100-SXM-80GB"), "{attention}");
+        assert!(attention.starts_with("is the cheapest attention of these 3 below $0.8"), "{attention}");
+        assert!(attention.contains("(now $0.38/h); above, H100-SXM-80GB"), "{attention}");
         let l40s = said(&all[1], Job::Attention, 3);
         assert!(l40s.starts_with("would be the cheapest attention below $0."), "{l40s}");
     }
@@ -212,7 +222,10 @@ mod tests {
 
     #[test]
     fn digits_that_matter() {
-        assert_eq!([0.0853, 1.234, 12.34, 434.7].map(significant), ["0.085", "1.23", "12.3", "435"]);
+        assert_eq!(
+            [0.00034, 0.0853, 1.234, 12.34, 434.7].map(significant),
+            ["3.4e-4", "0.085", "1.23", "12.3", "435"]
+        );
         assert_eq!([0.0512, 0.83].map(|p| dollars(UsdPerHour(p))), ["$0.0512/h", "$0.83/h"]);
     }
 }

@@ -1,0 +1,161 @@
+//! `mixfleet compare` and `mixfleet parts` from outside.
+
+mod common;
+
+use mixfleet_hal::DType;
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond};
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+fn mixfleet(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_mixfleet")).args(arguments).output().expect("the binary runs")
+}
+
+fn json(arguments: &[&str]) -> Value {
+    let output = mixfleet(arguments);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {errors}");
+    serde_json::from_slice(&output.stdout).expect("JSON on standard output")
+}
+
+fn device<'a>(document: &'a Value, name: &str) -> &'a Value {
+    let devices = document["devices"].as_array().expect("devices");
+    devices.iter().find(|device| device["name"] == name).expect("the device")
+}
+
+fn job<'a>(device: &'a Value, name: &str) -> &'a Value {
+    device["jobs"].as_array().expect("jobs").iter().find(|job| job["job"] == name).expect("the job")
+}
+
+fn file(name: &str, text: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::write(&path, text).expect("a writable directory");
+    path
+}
+
+const H100_AT_2_69: [&str; 2] = ["--usd-per-hour", "H100-SXM-80GB=2.69"];
+
+/// hetero-papers 4(i): an RTX 4090 beats an H100 at $2.69 for attention bytes below $0.83.
+#[test]
+fn the_break_even_of_the_rtx_4090_is_the_published_one() {
+    let mut arguments = vec!["compare", "--json", "--model", "llama-3.1-70b", "rtx-4090", "h100-sxm-80gb"];
+    arguments.extend(H100_AT_2_69);
+    let document = json(&arguments);
+    assert_eq!(document["schema"], "mixfleet.compare/1");
+    assert_eq!(document["basis"], "published");
+    let attention = job(device(&document, "RTX-4090"), "attention");
+    let break_even = attention["break_even_usd_per_hour"].as_f64().expect("a price");
+    assert!((break_even / 0.83 - 1.0).abs() < 0.05, "{break_even}");
+    assert_eq!(attention["rival"], "H100-SXM-80GB");
+}
+
+#[test]
+fn words_name_the_price_below_which_a_part_wins() {
+    let mut arguments = vec!["compare", "--model", "Llama-3.1-8B", "rtx-4090", "l40s", "h100-sxm-80gb"];
+    arguments.extend(H100_AT_2_69);
+    let output = mixfleet(&arguments);
+    let text = String::from_utf8(output.stdout).expect("UTF-8");
+    assert!(text.contains("is the cheapest decode of these 3 below $0.8"), "{text}");
+    assert!(text.contains("datasheets times the shares that published vLLM kernels reach"), "{text}");
+    assert!(text.lines().all(|line| line.len() <= 150), "{text}");
+}
+
+#[test]
+fn no_line_mixes_origins_and_a_measurement_beside_claims_is_flagged() {
+    let roof =
+        DeviceProfile::roof(vec![(DType::Bf16, FlopPerSecond(100e12))], BytesPerSecond(800e9), Bytes(24e9));
+    let profile = DeviceProfile { fingerprint: "a new part".into(), ..roof };
+    let path = file("newpart.json", &serde_json::to_string(&profile).expect("JSON"));
+    let path = path.to_str().expect("UTF-8");
+    let common = ["compare", "--json", "--model", "llama-3.1-8b", "--usd-per-hour", "newpart=0.4"];
+    let document = json(&[&common[..], &[path, "L4"]].concat());
+    assert_eq!(document["basis"], "mixed");
+    let origins = |name: &str| -> Vec<String> {
+        let lines = device(&document, name)["per_dollar"].as_array().expect("lines").clone();
+        lines.iter().map(|line| line["origin"].as_str().expect("a word").to_string()).collect()
+    };
+    assert_eq!(origins("newpart"), ["measured"]);
+    assert_eq!(origins("L4"), ["datasheet"]);
+    assert_eq!(device(&document, "newpart")["per_dollar"][0]["bytes_per_second"], 2e12);
+    let both = format!("L4={path}");
+    let measured = json(&[&common[..], &[path, "--profile", &both]].concat());
+    assert_eq!(measured["basis"], "measured");
+}
+
+#[test]
+fn offers_from_a_file_replace_built_in_prices_and_mistakes_name_the_line() {
+    let offers = file(
+        "offers.csv",
+        "device_id,gpu_count,price_hourly,cloud,date\nL4,2,0.5,acme,2026-10-01\nL4,1,0.35,other,2026-10-03\n",
+    );
+    let offers = offers.to_str().expect("UTF-8");
+    let document = json(&["compare", "--json", "--model", "qwen3-8b", "L4", "L40S", "--prices", offers]);
+    let price = &device(&document, "L4")["price"];
+    assert_eq!(price["usd_per_hour"], 0.3);
+    assert_eq!(price["basis"], "median of providers, 2 offers, 2026-10-01 to 2026-10-03");
+    assert_eq!(device(&document, "L40S")["price"]["usd_per_hour"], 0.913);
+
+    let broken = file("broken.csv", "device_id,price_hourly\nL4,0.5\nL4,cheap\n");
+    let output =
+        mixfleet(&["compare", "--model", "qwen3-8b", "L4", "--prices", broken.to_str().expect("UTF-8")]);
+    assert_eq!(output.status.code(), Some(3));
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(error.contains("broken.csv:3: column price_hourly: 'cheap'"), "{error}");
+}
+
+#[test]
+fn mistakes_on_the_command_line_are_usage_errors_with_a_hint() {
+    for (arguments, hint) in [
+        (&["--model", "mixtral-8x7b", "L4"][..], "no dense transformer"),
+        (&["--model", "lama-3.1-8b", "L4"], "closest: llama-3.1-8b"),
+        (&["--model", "qwen3-8b", "rtx4099"], "closest: RTX-4090"),
+        (&["--model", "qwen3-8b", "L4", "--usd-per-hour", "L40=1"], "compared are L4"),
+        (&["--model", "qwen3-8b", "L4", "--usd-per-hour", "L4=0"], "no comparison"),
+        (&["--model", "qwen3-8b", "L4", "--profile", "L4"], "PART=FILE"),
+    ] {
+        let output = mixfleet(&[&["compare"], arguments].concat());
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(error.contains(hint), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
+fn without_parts_all_priced_ones_are_compared_and_one_without_a_price_is_shown() {
+    let all = json(&["compare", "--json", "--model", "llama-3.1-8b"]);
+    assert!(all["devices"].as_array().expect("devices").len() > 30);
+    let unpriced = json(&["compare", "--json", "--model", "llama-3.1-8b", "gaudi3", "L4"]);
+    let gaudi = device(&unpriced, "GAUDI3");
+    assert_eq!((&gaudi["price"], &gaudi["class"]), (&Value::Null, &Value::Null));
+    assert!(job(gaudi, "decode")["break_even_usd_per_hour"].as_f64().expect("a price") > 0.0);
+    assert_eq!(device(&unpriced, "L4")["class"], "both");
+}
+
+#[test]
+fn a_checkpoint_directory_gives_the_shape() {
+    for fixture in common::fixtures() {
+        let path = fixture.to_str().expect("UTF-8");
+        let document = json(&["compare", "--json", "--model", path, "L4"]);
+        let weights = document["model"]["weight_bytes"].as_f64().expect("bytes");
+        let stored: u64 = std::fs::read_dir(&fixture)
+            .expect("a directory")
+            .map(|entry| entry.expect("an entry"))
+            .filter(|entry| entry.path().extension().is_some_and(|kind| kind == "safetensors"))
+            .map(|entry| entry.metadata().expect("metadata").len())
+            .sum();
+        assert!(weights <= stored as f64 && weights > 0.7 * stored as f64, "{path}: {weights} of {stored}");
+    }
+}
+
+#[test]
+fn the_catalog_is_listed_with_sources() {
+    let document = json(&["parts", "--json"]);
+    assert_eq!(document["schema"], "mixfleet.parts/1");
+    let parts = document["parts"].as_array().expect("parts");
+    assert!(parts.len() >= 60);
+    assert!(parts.iter().all(|part| part["sources"].as_str().is_some_and(|text| !text.is_empty())));
+    let text = String::from_utf8(mixfleet(&["parts"]).stdout).expect("UTF-8");
+    assert!(text.contains("RTX-4090") && text.lines().count() > 60);
+}
