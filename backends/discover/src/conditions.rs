@@ -41,6 +41,8 @@ pub struct Conditions {
     pub numa_balancing: Option<bool>,
     /// Power limits in watts, by name.
     pub power_limits_w: Vec<(String, f64)>,
+    /// All memory that the kernel has.
+    pub memory_bytes: Option<u64>,
     /// Memory that could be had without swapping.
     pub memory_available_bytes: Option<u64>,
 }
@@ -83,6 +85,7 @@ impl Conditions {
             transparent_huge_pages: tree.text("sys/kernel/mm/transparent_hugepage/enabled").and_then(chosen),
             numa_balancing: tree.text("proc/sys/kernel/numa_balancing").map(|mode| mode != "0"),
             power_limits_w: power_limits(reader),
+            memory_bytes: cores::memory(reader),
             memory_available_bytes: available(tree),
         }
     }
@@ -90,6 +93,7 @@ impl Conditions {
     /// The facts that are known, as names and values for people.
     pub fn pairs(&self) -> Vec<(String, String)> {
         let yes = |on: bool| if on { "on" } else { "off" }.to_owned();
+        let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / GIB);
         let clocks = self.clock_mhz_min.zip(self.clock_mhz_max);
         let load = self.load_average.map(|[a, b, c]| format!("{a:.2} {b:.2} {c:.2}"));
         let facts = [
@@ -107,7 +111,8 @@ impl Conditions {
             ("cpu quota", self.cpu_quota_cores.map(|cores| format!("{cores} cores"))),
             ("transparent huge pages", self.transparent_huge_pages.clone()),
             ("numa balancing", self.numa_balancing.map(yes)),
-            ("memory available", self.memory_available_bytes.map(|b| format!("{:.1} GiB", b as f64 / GIB))),
+            ("memory", self.memory_bytes.map(gib)),
+            ("memory available", self.memory_available_bytes.map(gib)),
         ];
         let known = facts.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
         let limits = self.power_limits_w.iter();
