@@ -17,7 +17,9 @@
 
 mod card;
 mod check;
+pub mod compare;
 pub mod document;
+pub mod explain;
 mod fit;
 mod ground;
 mod measure;

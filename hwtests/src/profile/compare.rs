@@ -1,0 +1,214 @@
+//! Two profiles, point by point, with the samples' spread taken into account.
+
+use super::document::{Document, PointResult};
+use super::stats::Stats;
+use super::text::scaled;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::fmt::Write as _;
+
+/// What two measurements of one point say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// The second is faster by more than both spread.
+    Faster,
+    /// The second is slower by more than both spread.
+    Slower,
+    /// No difference that the spread does not explain.
+    Same,
+}
+
+/// Differences below this are never called one: clocks and alignment differ by as much between runs.
+const LEAST: f64 = 0.03;
+
+/// One point of both.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PointPair {
+    /// Its name.
+    pub id: String,
+    /// Median seconds of the first.
+    pub a_s: f64,
+    /// Median seconds of the second.
+    pub b_s: f64,
+    /// Speed of the second over the first: above 1 is faster.
+    pub ratio: f64,
+    /// The same per dollar, where both have a price.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ratio_per_dollar: Option<f64>,
+    /// Ratios between 1 - this and 1 + this are noise.
+    pub noise: f64,
+    /// The judgement.
+    pub verdict: Verdict,
+}
+
+/// Two profiles side by side.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Comparison {
+    /// Name and version: [`Comparison::SCHEMA`].
+    pub schema: String,
+    /// The first device.
+    pub a: String,
+    /// The second device.
+    pub b: String,
+    /// Whether their fingerprints are equal: the same part, driver and kernels.
+    pub same_fingerprint: bool,
+    /// Points that both have, in the order of the first.
+    pub points: Vec<PointPair>,
+    /// Measured in the first only.
+    pub only_a: Vec<String>,
+    /// Measured in the second only.
+    pub only_b: Vec<String>,
+    /// Geometric mean of the ratios by part of the profile.
+    pub groups: Vec<GroupRatio>,
+}
+
+/// A part of the profile in one number.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct GroupRatio {
+    /// The part.
+    pub group: String,
+    /// Points in it.
+    pub points: u32,
+    /// Faster, slower and same.
+    pub faster: u32,
+    /// Slower.
+    pub slower: u32,
+    /// Geometric mean of the ratios.
+    pub ratio: f64,
+}
+
+impl Comparison {
+    /// The schema that this version writes.
+    pub const SCHEMA: &'static str = "mixfleet.profile-comparison/1";
+
+    /// Compares the points that both have.
+    pub fn new(a: &Document, b: &Document) -> Comparison {
+        let of_b: HashMap<&str, &PointResult> =
+            b.points.iter().filter(|p| p.is_ok()).map(|p| (p.id.as_str(), p)).collect();
+        let of_a: HashMap<&str, &PointResult> =
+            a.points.iter().filter(|p| p.is_ok()).map(|p| (p.id.as_str(), p)).collect();
+        let prices = a.economics.as_ref().zip(b.economics.as_ref());
+        let cheaper = prices.map(|(a, b)| a.usd_per_hour / b.usd_per_hour);
+        let (mut points, mut groups) = (Vec::new(), Vec::<(&'static str, Vec<(f64, Verdict)>)>::new());
+        for p in a.points.iter().filter(|p| p.is_ok()) {
+            let Some(other) = of_b.get(p.id.as_str()) else { continue };
+            let (Some(first), Some(second)) = (&p.seconds, &other.seconds) else { continue };
+            let Some(pair) = pair(&p.id, first, second, cheaper) else { continue };
+            let name = p.group.name();
+            match groups.iter_mut().find(|(group, _)| *group == name) {
+                Some((_, ratios)) => ratios.push((pair.ratio, pair.verdict)),
+                None => groups.push((name, vec![(pair.ratio, pair.verdict)])),
+            }
+            points.push(pair);
+        }
+        let only = |these: &Document, others: &HashMap<&str, &PointResult>| {
+            let alone = these.points.iter().filter(|p| p.is_ok() && !others.contains_key(p.id.as_str()));
+            alone.map(|p| p.id.clone()).collect()
+        };
+        Comparison {
+            schema: Self::SCHEMA.to_owned(),
+            a: a.device.name.clone(),
+            b: b.device.name.clone(),
+            same_fingerprint: a.device.fingerprint == b.device.fingerprint,
+            points,
+            only_a: only(a, &of_b),
+            only_b: only(b, &of_a),
+            groups: groups.into_iter().map(|(group, ratios)| GroupRatio::new(group, &ratios)).collect(),
+        }
+    }
+
+    /// Points of the second that are slower than `ratio` times the first, beyond noise.
+    pub fn below(&self, ratio: f64) -> Vec<&PointPair> {
+        self.points.iter().filter(|p| p.verdict == Verdict::Slower && p.ratio < ratio).collect()
+    }
+}
+
+impl GroupRatio {
+    fn new(group: &str, ratios: &[(f64, Verdict)]) -> GroupRatio {
+        let count = |verdict| ratios.iter().filter(|(_, v)| *v == verdict).count() as u32;
+        let mean = ratios.iter().map(|(ratio, _)| ratio.ln()).sum::<f64>() / ratios.len() as f64;
+        GroupRatio {
+            group: group.to_owned(),
+            points: ratios.len() as u32,
+            faster: count(Verdict::Faster),
+            slower: count(Verdict::Slower),
+            ratio: mean.exp(),
+        }
+    }
+}
+
+/// Half of the range that holds nine tenths of the samples, as a share of the median.
+fn spread(stats: &Stats) -> f64 {
+    (stats.p95 - stats.p5) / 2.0 / stats.median
+}
+
+fn pair(id: &str, a: &Stats, b: &Stats, cheaper: Option<f64>) -> Option<PointPair> {
+    if !(a.median > 0.0 && b.median > 0.0) {
+        return None;
+    }
+    let ratio = a.median / b.median;
+    // independent errors add as squares
+    let noise = spread(a).hypot(spread(b)).max(LEAST);
+    let verdict = match ratio {
+        r if r > 1.0 + noise => Verdict::Faster,
+        r if r < 1.0 / (1.0 + noise) => Verdict::Slower,
+        _ => Verdict::Same,
+    };
+    let ratio_per_dollar = cheaper.map(|cheaper| ratio * cheaper);
+    Some(PointPair {
+        id: id.to_owned(),
+        a_s: a.median,
+        b_s: b.median,
+        ratio,
+        ratio_per_dollar,
+        noise,
+        verdict,
+    })
+}
+
+impl std::fmt::Display for Comparison {
+    /// A summary by part, then every point with a difference.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "  a: {}\n  b: {}", self.a, self.b)?;
+        if !self.same_fingerprint {
+            writeln!(f, "  the fingerprints differ: another part, driver or version")?;
+        }
+        if self.points.is_empty() {
+            return writeln!(f, "  no point was measured in both");
+        }
+        writeln!(
+            f,
+            "\n  {:<10} {:>7} {:>7} {:>7} {:>6} {:>10}",
+            "part", "points", "faster", "slower", "same", "b over a"
+        )?;
+        for g in &self.groups {
+            let same = g.points - g.faster - g.slower;
+            let (group, points, faster, slower, ratio) = (&g.group, g.points, g.faster, g.slower, g.ratio);
+            writeln!(f, "  {group:<10} {points:>7} {faster:>7} {slower:>7} {same:>6} {ratio:>10.3}")?;
+        }
+        let mut different: Vec<_> = self.points.iter().filter(|p| p.verdict != Verdict::Same).collect();
+        different.sort_by(|x, y| x.ratio.total_cmp(&y.ratio));
+        if different.is_empty() {
+            return writeln!(f, "\n  no point differs beyond noise");
+        }
+        writeln!(f)?;
+        for p in different {
+            let word = if p.verdict == Verdict::Faster { "faster" } else { "slower" };
+            let mut line = format!(
+                "  {:<44} {:>8} -> {:>8}  {word} x{:.3} (noise {:.0} %)",
+                p.id,
+                scaled(p.a_s, "s"),
+                scaled(p.b_s, "s"),
+                p.ratio,
+                100.0 * p.noise
+            );
+            if let Some(ratio) = p.ratio_per_dollar {
+                let _ = write!(line, ", per dollar x{ratio:.3}");
+            }
+            writeln!(f, "{line}")?;
+        }
+        Ok(())
+    }
+}

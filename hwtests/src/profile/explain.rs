@@ -1,0 +1,210 @@
+//! What each number of a profile means, how it is measured, what it decides, and what to expect.
+
+/// One metric in words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Metric {
+    /// Its name, which is also the first part of a point's.
+    pub name: &'static str,
+    /// What it is.
+    pub meaning: &'static str,
+    /// How it is measured.
+    pub method: &'static str,
+    /// What depends on it.
+    pub decides: &'static str,
+    /// What good parts show.
+    pub typical: &'static str,
+}
+
+/// The metric that `name` begins with: `gemm`, or any point of it such as `gemm.bf16.m1.n4096.k4096`.
+pub fn explain(name: &str) -> Option<&'static Metric> {
+    let first = name.split('.').next().unwrap_or(name);
+    METRICS.iter().find(|metric| metric.name == first)
+}
+
+/// Every metric.
+pub const METRICS: &[Metric] = &[
+    Metric {
+        name: "gemm",
+        meaning: "Time of out = x . weight^T: m rows (tokens) of x against n x k weights. `.acc` adds to the f32 \
+                  residual stream, `.logits` writes f32.",
+        method: "Commands in one batch, each with other weights over more bytes than the last-level cache holds; x \
+                 and out stay in place, as between two layers. A few elements of the timed result are checked.",
+        decides: "Prefill at large m, the weights' part of decoding at small m.",
+        typical: "At m = 1 the weights stream at 80 to 95 % of memory_read; at m >= 512 good parts reach 60 to 85 % of \
+                  the datasheet's dense rate.",
+    },
+    Metric {
+        name: "memory_read",
+        meaning: "Bytes read per second over a working set that is touched over and over.",
+        method: "A matrix product of one row (bf16, else f16, else f32): the plainest read that every backend has and \
+                 cares for, since decoding is made of it. It writes almost nothing. A part whose product of one row \
+                 is slow reads slower here than its memory could.",
+        decides: "The roofline's slope; tokens per second of decoding.",
+        typical: "80 to 93 % of the datasheet beyond the caches; several times that inside them.",
+    },
+    Metric {
+        name: "memory_write",
+        meaning: "Bytes written per second over a working set.",
+        method: "Fill of the whole set.",
+        decides: "Little in serving; a sanity check beside the read.",
+        typical: "CPUs that read a line before they write it show half of the read; GPUs about the read.",
+    },
+    Metric {
+        name: "memory_copy",
+        meaning: "Bytes read plus bytes written per second, from one half of the working set to the other.",
+        method: "Copy. Both directions are counted.",
+        decides: "Moving KV inside a device; comparable with the STREAM copy figure.",
+        typical: "70 to 90 % of the datasheet.",
+    },
+    Metric {
+        name: "attn_decode",
+        meaning: "Attention of one new token for each of b sequences with c tokens of context; gqa query heads share \
+                  a KV head. 8 KV heads of 128 unless the name says otherwise.",
+        method: "KV in pages in random order, other pools for each command; the rate counts KV bytes.",
+        decides: "How the time between tokens grows with context and batch; whether attention should run elsewhere.",
+        typical: "60 to 90 % of memory_read at long contexts; far less below a few thousand tokens in all.",
+    },
+    Metric {
+        name: "attn_prefill",
+        meaning: "Causal attention of t new tokens of one sequence after c tokens of context.",
+        method: "As attn_decode; the rate counts visible pairs only.",
+        decides: "How time to first token grows beyond proportion with the prompt.",
+        typical: "40 to 75 % of the bf16 product rate on GPUs; a fraction of it on CPUs.",
+    },
+    Metric {
+        name: "copy_h2d",
+        meaning: "Time to write host memory to the device.",
+        method: "Device::write on the host's clock; ordinary (pageable) host memory, already touched. fixed + bytes/rate \
+                 is fitted for small and for large transfers.",
+        decides: "Loading weights, uploading a step's inputs, receiving KV through the host.",
+        typical: "PCIe 4.0 x16: 20 to 25 GB/s; 5.0: 40 to 55 GB/s; pageable memory about half of that.",
+    },
+    Metric {
+        name: "copy_d2h",
+        meaning: "Time to read device memory into host memory.",
+        method: "Device::read on the host's clock.",
+        decides: "Fetching tokens or logits, sending KV through the host.",
+        typical: "As copy_h2d.",
+    },
+    Metric {
+        name: "copy_d2d",
+        meaning: "Time to copy within the device, from memory that no cache holds.",
+        method: "Copy; the rate counts both directions.",
+        decides: "Compaction of KV.",
+        typical: "As memory_copy at the largest sizes.",
+    },
+    Metric {
+        name: "kv_gather",
+        meaning: "Time to read t tokens' KV of one layer out of their pages into the wire layout.",
+        method: "Whole pages in random order.",
+        decides: "How fast KV can leave a prefill device.",
+        typical: "50 to 90 % of memory_copy.",
+    },
+    Metric {
+        name: "kv_scatter",
+        meaning: "Time to write t tokens' KV of one layer from the wire layout into their pages.",
+        method: "Whole pages in random order.",
+        decides: "How fast KV can land on a decode device.",
+        typical: "50 to 90 % of memory_copy.",
+    },
+    Metric {
+        name: "kv_write",
+        meaning: "Time to store t new tokens' keys and values in their pages.",
+        method: "In the layer's own dtype.",
+        decides: "A small part of every layer.",
+        typical: "A few microseconds for a decode step.",
+    },
+    Metric {
+        name: "launch",
+        meaning: "What a batch costs on an idle queue beyond its work (`launch`), and each command in it (`a command`).",
+        method: "Host time of batches of 0, 1 and 100 commands that do next to nothing, submitted and recorded. The \
+                 device's own time for them is subtracted; the rest of every other point is without these costs.",
+        decides: "The floor of a decode step of a small model; whether recording pays.",
+        typical: "CPUs: 5 to 20 us a batch; GPUs: 5 to 15 us a batch, 2 to 5 us a command, 1 us or less when replayed.",
+    },
+    Metric {
+        name: "sustained",
+        meaning: "Rate at the end of a long run over the rate at its beginning.",
+        method: "One load without a pause: 2 s (quick), 15 s, or 120 s (full). The first tenth against the last third.",
+        decides: "Whether short measurements hold for a server that never rests.",
+        typical: "0.95 to 1 with good cooling; 0.7 to 0.9 on parts limited by power. Energy is given for 10 s and more.",
+    },
+    Metric {
+        name: "ridge",
+        meaning: "Rows at which a bf16 product turns from waiting for memory to waiting for arithmetic.",
+        method: "Best bf16 product rate over memory_read: a weight is 2 bytes and 2 FLOP per row.",
+        decides: "How many sequences a decode step can hold before it takes longer: the batch worth aiming for.",
+        typical: "A 2-core CPU 10; L40S 350; H100 300; parts rich in bandwidth are lower.",
+    },
+    Metric {
+        name: "per_dollar",
+        meaning: "A rate divided by the rent: FLOP/s, bytes/s or bytes for each $/h.",
+        method: "From --usd-per-hour; a price is an input with a date and a source, never a property of the part.",
+        decides: "Where prefill and decode are placed.",
+        typical: "The same part differs by 18 times between sellers; compare parts at prices that you can get.",
+    },
+    Metric {
+        name: "noisy",
+        meaning: "Flag: the coefficient of variation of the samples is above 5 %.",
+        method: "Standard deviation over mean of all samples of the point.",
+        decides: "How far the point can be trusted; comparisons take the spread into account.",
+        typical: "Absent on a quiet machine. docs/measuring.md says how to get one.",
+    },
+    Metric {
+        name: "cv",
+        meaning: "Coefficient of variation: standard deviation over mean of a point's samples.",
+        method: "Over the samples after the ramp.",
+        decides: "The flag `noisy`.",
+        typical: "Below 2 % on a quiet machine.",
+    },
+];
+
+impl std::fmt::Display for Metric {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "{}", self.name)?;
+        for (label, text) in [
+            ("meaning", self.meaning),
+            ("measured", self.method),
+            ("decides", self.decides),
+            ("typical", self.typical),
+        ] {
+            writeln!(f, "  {label}")?;
+            for line in wrapped(text, 88) {
+                writeln!(f, "    {line}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Lines of at most `width` characters where the words allow.
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split_whitespace() {
+        match lines.last_mut() {
+            Some(line) if line.len() + 1 + word.len() <= width => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::{Level, plan};
+
+    #[test]
+    fn points_lead_to_their_metric_and_small_operations_have_none_of_their_own() {
+        for work in plan(Level::Default, 32, None, &[]) {
+            let small = work.group() == crate::profile::Group::Small;
+            assert!(small || explain(&work.id()).is_some(), "{}", work.id());
+        }
+        assert_eq!(explain("nonsense"), None);
+        let text = METRICS[0].to_string();
+        assert!(text.lines().all(|line| line.len() <= 92), "{text}");
+    }
+}
