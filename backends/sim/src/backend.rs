@@ -48,11 +48,11 @@ impl SimBackend {
         let part = catalog::part(&selector.part).map(catalog::Part::profile);
         part.ok_or_else(|| {
             let known = match catalog::closest(&selector.part) {
-                near if near.is_empty() => "the catalog has nothing like it".to_owned(),
-                near => format!("did you mean {}", near.join(", ")),
+                near if near.is_empty() => "the catalog has nothing like it ('mixfleet parts').".to_owned(),
+                near => format!("did you mean {}?", near.join(", ")),
             };
             let part = &selector.part;
-            Error::invalid(format!("no part '{part}': {known}? A path ends with '.json' or has a '/'"))
+            Error::invalid(format!("no part '{part}': {known} A path ends with '.json' or has a '/'"))
         })
     }
 }

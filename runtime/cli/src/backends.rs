@@ -1,5 +1,7 @@
 //! The only place that knows which backends there are.
 
+mod files;
+
 use crate::args::DeviceRole;
 use anyhow::{Context, Result, bail};
 use mixfleet_discover::{Topology, Tree, same_part};
@@ -8,7 +10,11 @@ use std::sync::Arc;
 
 /// Every backend of this build.
 pub(crate) fn all() -> Vec<Box<dyn Backend>> {
-    vec![Box::new(mixfleet_cpu::CpuBackend), Box::new(mixfleet_opencl::OpenClBackend)]
+    vec![
+        Box::new(mixfleet_cpu::CpuBackend),
+        Box::new(mixfleet_opencl::OpenClBackend),
+        Box::new(mixfleet_simulated::SimBackend::new(Box::new(files::FromDisk))),
+    ]
 }
 
 /// What every backend found, or why it found nothing.
