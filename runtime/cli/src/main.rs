@@ -13,6 +13,7 @@ mod generate;
 mod model;
 mod parts;
 mod prices;
+mod profiles;
 mod serve;
 mod start;
 mod topo;

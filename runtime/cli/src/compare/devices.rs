@@ -3,9 +3,10 @@
 use super::Basis;
 use crate::Usage;
 use crate::args::DevicePrice;
-use anyhow::{Context, Result};
+use crate::profiles;
+use anyhow::Result;
 use mixfleet_hal::DType;
-use mixfleet_hal::catalog::{self, Part, is_claim};
+use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::economics::{Ability, Origin, PerDollar, Price};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::UsdPerHour;
@@ -82,13 +83,13 @@ pub(super) fn resolve(
             add(&mut devices, part.id, None);
         } else if Path::new(word).is_file() {
             let name = Path::new(word).file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            add(&mut devices, &name, Some(read_profile(Path::new(word))?));
+            add(&mut devices, &name, Some(profiles::read(Path::new(word))?));
         } else {
             return Err(unknown(word).into());
         }
     }
     for (name, file) in profiles {
-        add(&mut devices, name, Some(read_profile(file)?));
+        add(&mut devices, name, Some(profiles::read(file)?));
     }
     let asked = !words.is_empty();
     for device in &mut devices {
@@ -124,33 +125,6 @@ fn unknown(word: &str) -> Usage {
         format!("closest: {}", closest.join(", "))
     };
     Usage(format!("no part and no file is called '{word}'; {hint}"))
-}
-
-/// A device profile, alone or as the field `profile` of what `mixfleet profile --json` wrote.
-fn read_profile(file: &Path) -> Result<DeviceProfile> {
-    let place = || format!("{} is no device profile of 'mixfleet profile --json'", file.display());
-    let text = std::fs::read_to_string(file)
-        .with_context(|| format!("cannot read the profile {}", file.display()))?;
-    let mut document: serde_json::Value = serde_json::from_str(&text).with_context(place)?;
-    if document.get("profile").is_some_and(serde_json::Value::is_object) {
-        document = document["profile"].take();
-    }
-    let profile: DeviceProfile = serde_json::from_value(document).with_context(place)?;
-    if profile.schema != DeviceProfile::SCHEMA {
-        let found = &profile.schema;
-        anyhow::bail!(
-            "{}: schema '{found}', and this version reads '{}'",
-            file.display(),
-            DeviceProfile::SCHEMA
-        );
-    }
-    let usable = profile.bandwidth.0 > 0.0
-        && profile.memory.0 > 0.0
-        && profile.compute.iter().any(|(_, rate)| rate.0 > 0.0);
-    let claim = is_claim(&profile);
-    anyhow::ensure!(!claim, "{}: it restates a datasheet; measure with 'mixfleet profile'", file.display());
-    anyhow::ensure!(usable, "{}: it has no rate, bandwidth or memory; measure again", file.display());
-    Ok(profile)
 }
 
 /// Prices from the command line win over all others.
