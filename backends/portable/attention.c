@@ -3,8 +3,8 @@
 
 #define DIMS ((HEAD_DIM + GROUP - 1) / GROUP)
 
-DEVICE void attend(LOCAL const float* q, const Keys* keys, uint first, uint end, float* max, float* sum, float* acc,
-                   LOCAL float* scratch, LOCAL float* weights, LOCAL ulong* rows) {
+DEVICE void attend(IN_LOCAL const float* q, const Keys* keys, uint first, uint end, float* max, float* sum, float* acc,
+                   IN_LOCAL float* scratch, IN_LOCAL float* weights, IN_LOCAL ulong* rows) {
     const uint lid = THREAD;
     *max = -INFINITY;
     *sum = 0.0f;

@@ -25,7 +25,7 @@
 #endif
 
 // Sum and maximum over a group; every thread calls it and gets the result.
-DEVICE float group_sum(float v, LOCAL float* scratch) {
+DEVICE float group_sum(float v, IN_LOCAL float* scratch) {
     const uint lid = THREAD;
     BARRIER();
     scratch[lid] = v;
@@ -37,7 +37,7 @@ DEVICE float group_sum(float v, LOCAL float* scratch) {
     return scratch[0];
 }
 
-DEVICE float group_max(float v, LOCAL float* scratch) {
+DEVICE float group_max(float v, IN_LOCAL float* scratch) {
     const uint lid = THREAD;
     BARRIER();
     scratch[lid] = v;

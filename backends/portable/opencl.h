@@ -11,7 +11,8 @@
 #define KERNEL(threads) kernel void
 #define DEVICE
 #define GLOBAL global
-#define LOCAL local
+#define LOCAL local    // of a variable
+#define IN_LOCAL local // of what a pointer points to
 #define BARRIER() barrier(CLK_LOCAL_MEM_FENCE)
 #define THREAD ((uint)get_local_id(0))
 #define GROUP_X ((uint)get_group_id(0))

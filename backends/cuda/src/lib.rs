@@ -1,1 +1,4 @@
 //! NVIDIA devices.
+
+pub mod kernels;
+pub mod plan;

@@ -1,0 +1,227 @@
+//! Which attention kernel runs, and how decode attention is cut into parts.
+
+use super::{Arg, Place, Step, Target, VEC_BYTES, launch};
+use crate::kernels::{Body, Program};
+use mixfleet_hal::{DType, OpSig, Result, Support};
+use std::fmt::Display;
+
+/// Threads of a block: both decode kernels and `attn_prefill_mma` have 4 warps.
+const THREADS: u32 = 128;
+/// Threads of a block in the portable `attn_prefill`.
+const PORTABLE_THREADS: u32 = 64;
+/// Keys of a tile in `attn_prefill_mma`.
+const TILE: u32 = 64;
+/// Blocks that a multiprocessor holds at once, by the registers of `attn_decode_mma`.
+const RESIDENT: u64 = 3;
+/// Keys of a part: multiples of 64 (4 warps of 16 keys); below this many, partial results and the
+/// start of a block cost more than they bring, once all multiprocessors have work.
+const CHUNK_STEP: u64 = 64;
+const CHUNK_FULL: u64 = 512;
+/// Query heads of a block.
+const HEADS_MAX: u32 = 8;
+/// Blocks that may find nothing to do: about a nanosecond each.
+const IDLE_BLOCKS_MAX: u64 = 8192;
+
+fn aligned(operands: &[Place]) -> bool {
+    operands.iter().all(|place| place.address.is_multiple_of(VEC_BYTES))
+}
+
+fn on_tensor_cores(x: DType, kv: DType, head_dim: u32, target: &Target) -> bool {
+    target.capability >= 80
+        && matches!(head_dim, 64 | 128)
+        && x == kv
+        && matches!(kv, DType::Bf16 | DType::F16)
+}
+
+/// Rows of a block and its dynamic shared memory: the queries, and two tiles each of keys and values.
+fn prefill_block(row_tiles: u32, head_dim: u32) -> (u32, u32) {
+    let rows = 64 * row_tiles;
+    (rows, (rows + 4 * TILE) * head_dim * 2)
+}
+
+pub(super) fn prefill_support(sig: &OpSig, target: &Target) -> Support {
+    let OpSig::AttnPrefill { head_dim, x, kv, .. } = *sig else { unreachable!("called for attn_prefill") };
+    if on_tensor_cores(x, kv, head_dim, target) { Support::Native } else { Support::Emulated }
+}
+
+pub(super) fn prefill(sig: &OpSig, operands: &[Place], mut args: Vec<Arg>, target: &Target) -> Result<Step> {
+    let OpSig::AttnPrefill {
+        tokens,
+        sequences,
+        heads,
+        kv_heads,
+        head_dim,
+        page_tokens,
+        pages_max,
+        window,
+        x,
+        kv,
+        ..
+    } = *sig
+    else {
+        unreachable!("called for attn_prefill")
+    };
+    args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
+    args.extend([tokens, window.unwrap_or(u32::MAX)].map(Arg::U32));
+    let macros: [(&str, &dyn Display); 3] = [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim)];
+    let rows = u64::from(tokens) * u64::from(heads / kv_heads.max(1));
+    // smaller blocks where larger ones would leave multiprocessors idle
+    let blocks = rows.div_ceil(prefill_block(2, head_dim).0.into()) * u64::from(kv_heads);
+    let row_tiles = if blocks >= 2 * u64::from(target.multiprocessors) { 2 } else { 1 };
+    let (block_rows, shared_bytes) = prefill_block(row_tiles, head_dim);
+    if on_tensor_cores(x, kv, head_dim, target)
+        && shared_bytes + 1024 <= target.shared_bytes_max
+        && aligned(operands)
+    {
+        let program = Program::new(Body::PrefillMma, &[&macros[..], &[("ROW_TILES", &row_tiles)]].concat());
+        // a sequence's last block may be short, so each has one more at most
+        let tiles = if rows == 0 { 0 } else { rows.div_ceil(block_rows.into()) + u64::from(sequences) };
+        let mut step = launch(program, "attn_prefill_mma", ([tiles, kv_heads.into(), 1], THREADS), args)?;
+        if let Step::Launch(launch) = &mut step {
+            launch.shared_bytes = shared_bytes;
+        }
+        return Ok(step);
+    }
+    let program = Program::new(Body::Attention, &[&macros[..], &[("GROUP", &PORTABLE_THREADS)]].concat());
+    launch(program, "attn_prefill", ([heads.into(), tokens.into(), 1], PORTABLE_THREADS), args)
+}
+
+/// How many parts a sequence may have, and keys of a part.
+///
+/// Enough parts for one wave of blocks over the device; once that needs `CHUNK_FULL` keys or more, up to eight
+/// waves, so that the last one weighs little. The sizes are those that the host expects; a kernel makes parts
+/// longer where a sequence has more keys than `parts` of them hold.
+fn cut(sig: &OpSig, blocks_per_part: u64, target: &Target) -> (u64, u64) {
+    let OpSig::AttnDecode { sequences, kv_tokens, heads, head_dim, page_tokens, pages_max, .. } = *sig else {
+        unreachable!("called for attn_decode")
+    };
+    let wave = u64::from(target.multiprocessors) * RESIDENT;
+    let fill = (kv_tokens * blocks_per_part).div_ceil(wave.max(1));
+    let wanted = if fill < CHUNK_FULL { fill } else { (fill / 8).max(CHUNK_FULL) };
+    let chunk = wanted.max(1).next_multiple_of(CHUNK_STEP);
+    let longest = u64::from(pages_max) * u64::from(page_tokens);
+    let average = kv_tokens.div_ceil(u64::from(sequences).max(1)).div_ceil(chunk);
+    let rows = u64::from(sequences) * blocks_per_part;
+    let part_bytes = u64::from(sequences) * u64::from(heads) * (u64::from(head_dim) + 2) * 4;
+    let parts = longest
+        .div_ceil(chunk)
+        .min((4 * average).max(IDLE_BLOCKS_MAX / rows.max(1)))
+        .min(target.scratch.bytes / part_bytes.max(1));
+    (parts.max(1), chunk)
+}
+
+/// Elements of a lane in `attn_decode`: the fewest with which 32 lanes span a head, else what divides it.
+fn lane_elements(head_dim: u32) -> u32 {
+    let divides = |width: &u32| head_dim.is_multiple_of(*width);
+    let spans = [1, 2, 4].into_iter().filter(divides).find(|width| head_dim / width <= 32);
+    spans.or_else(|| [4, 2, 1].into_iter().find(divides)).unwrap_or(1)
+}
+
+pub(super) fn decode(
+    sig: &OpSig,
+    operands: &[Place],
+    mut args: Vec<Arg>,
+    target: &Target,
+) -> Result<Vec<Step>> {
+    let OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. } = *sig
+    else {
+        unreachable!("called for attn_decode")
+    };
+    let ratio = heads / kv_heads.max(1);
+    let exact = on_tensor_cores(x, kv, head_dim, target);
+    let split = on_tensor_cores(kv, kv, head_dim, target) && x == DType::F32 && kv == DType::Bf16;
+    let tensor_cores = (exact || split) && aligned(operands);
+    // equal shares of the heads that share a KV head
+    let heads_max = if tensor_cores { HEADS_MAX } else { HEADS_MAX.min(2048 / head_dim).max(1) };
+    let groups = ratio.div_ceil(heads_max).max(1);
+    let block_heads = ratio.div_ceil(groups).max(1);
+    let blocks_per_part = u64::from(kv_heads) * u64::from(groups);
+    let (parts, chunk) = cut(sig, blocks_per_part, target);
+    let (parts, chunk) = (parts as u32, u32::try_from(chunk).unwrap_or(u32::MAX / 2).next_multiple_of(64));
+    let part_acc = target.scratch.address;
+    let part_stat =
+        part_acc + u64::from(sequences) * u64::from(heads) * u64::from(parts) * u64::from(head_dim) * 4;
+
+    let [range, acc, stat] = [1, 5, 6].map(|i: usize| Arg::Address(operands[i].address));
+    let scratch = [Arg::Address(part_acc), Arg::Address(part_stat)];
+    args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
+    args.extend(scratch);
+    args.extend([parts, chunk].map(Arg::U32));
+    let macros: [(&str, &dyn Display); 4] =
+        [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim), ("HEADS", &block_heads)];
+    let grid = ([parts.into(), blocks_per_part, sequences.into()], THREADS);
+    let first = if tensor_cores {
+        let split = if split { 3 } else { 1 };
+        let program = Program::new(Body::DecodeMma, &[&macros[..], &[("SPLIT", &split)]].concat());
+        launch(program, "attn_decode_mma", grid, args)?
+    } else {
+        let vectors = head_dim.is_multiple_of(8) && aligned(operands);
+        let key_elements = if vectors { 8 } else { 1 };
+        let value_elements = if aligned(operands) { lane_elements(head_dim) } else { 1 };
+        let macros = [&macros[..], &[("KW", &key_elements), ("VD", &value_elements)]].concat();
+        launch(Program::new(Body::Decode, &macros), "attn_decode", grid, args)?
+    };
+    let mut steps = vec![first];
+    if parts > 1 {
+        let [acc_part, stat_part] = scratch;
+        let mut args = vec![range, acc, stat, acc_part, stat_part];
+        args.extend([heads, page_tokens, pages_max, parts, chunk].map(Arg::U32));
+        let program = Program::new(
+            Body::Combine,
+            &[("X", &DType::F32), ("KV", &DType::F32), ("HEAD_DIM", &head_dim), ("HEADS", &1)],
+        );
+        let rows = u64::from(sequences) * u64::from(heads);
+        steps.push(launch(program, "attn_combine", ([rows, 1, 1], THREADS), args)?);
+    }
+    Ok(steps)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TARGET: Target = Target {
+        capability: 90,
+        multiprocessors: 132,
+        shared_bytes_max: 232_448,
+        blas: true,
+        scratch: Place { address: 0, bytes: 64 << 20 },
+    };
+
+    fn sig(sequences: u32, context: u32) -> OpSig {
+        OpSig::AttnDecode {
+            sequences,
+            kv_tokens: u64::from(sequences) * u64::from(context),
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            page_tokens: 16,
+            pages_max: context.div_ceil(16),
+            x: DType::Bf16,
+            kv: DType::Bf16,
+        }
+    }
+
+    #[test]
+    fn parts_cover_every_context_and_fill_the_device() {
+        for (sequences, context) in [(1, 1), (1, 1000), (1, 131_072), (8, 4096), (64, 2048), (256, 32_768)] {
+            let sig = sig(sequences, context);
+            let (parts, chunk) = cut(&sig, 8, &TARGET);
+            assert!(parts * chunk >= u64::from(context), "{sequences} x {context}: {parts} of {chunk}");
+            let bytes = parts * u64::from(sequences) * 32 * 130 * 4;
+            assert!(bytes <= TARGET.scratch.bytes, "{sequences} x {context}: {bytes} bytes of scratch");
+            let blocks = parts * 8 * u64::from(sequences);
+            let work = u64::from(sequences) * u64::from(context) * 8;
+            if work > 132 * 64 * RESIDENT {
+                assert!(blocks >= 132, "{sequences} x {context}: {blocks} blocks");
+            }
+        }
+    }
+
+    #[test]
+    fn lanes_span_heads() {
+        for (head_dim, elements) in [(16, 1), (33, 1), (64, 2), (80, 4), (96, 4), (128, 4), (256, 4)] {
+            assert_eq!(lane_elements(head_dim), elements, "{head_dim}");
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Which way a GEMM goes.
+//!
+//! | way | when |
+//! |---|---|
+//! | `gemm_few_rows`, tensor cores | up to 16 rows; bf16 or f16 twice, or f32 rows over bf16 weights |
+//! | cuBLASLt | equal dtypes (bf16, f16, f32; f8 from 8.9 on), narrow or f32 output |
+//! | `gemv` | up to 4 rows, or up to 16 where cuBLASLt has no way: any dtypes |
+//! | `gemm` | the rest; f32 arithmetic without tensor cores, so slow |
+
+use super::{Arg, Matmul, Place, Step, Target, VEC_BYTES, launch, vector};
+use crate::kernels::{Body, Program};
+use mixfleet_hal::{DType, OpSig, Result, Support};
+use std::fmt::Display;
+
+/// Above this the weights' traffic no longer decides, and cuBLASLt's tiles win.
+const FEW_ROWS_MAX: u32 = 16;
+/// Rows of a block in `gemv`, and up to where it reads the weights once.
+const GEMV_ROWS: u32 = 4;
+const GEMV_THREADS: u32 = 128;
+/// Edge of a tile in `gemm`, and its threads.
+const TILE: u32 = 64;
+const TILE_THREADS: u32 = 256;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    FewRows { split: u32 },
+    Blas,
+    Gemv,
+    Tiles,
+}
+
+fn way(sig: &OpSig, aligned: bool, target: &Target) -> Way {
+    let OpSig::Gemm { m, k, x, weight, .. } = *sig else { unreachable!("called for gemm") };
+    // f16 has too small a range to hold what f16 leaves of an f32
+    let split = match (x, weight) {
+        (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16) => Some(1),
+        (DType::F32, DType::Bf16) => Some(3),
+        _ => None,
+    };
+    if let (Some(split), true) = (split, m <= FEW_ROWS_MAX && k % 8 == 0 && k > 0 && aligned) {
+        return Way::FewRows { split };
+    }
+    match blas_takes(sig, aligned, target) {
+        true if m > GEMV_ROWS => Way::Blas,
+        _ if m <= FEW_ROWS_MAX => Way::Gemv,
+        true => Way::Blas,
+        false => Way::Tiles,
+    }
+}
+
+/// Whether cuBLASLt has kernels for it: equal dtypes, and rows that are whole 16-byte vectors. Its bias has
+/// the output's dtype, ours the weights'; its f8 bias is bf16.
+fn blas_takes(sig: &OpSig, aligned: bool, target: &Target) -> bool {
+    let OpSig::Gemm { n, k, x, weight, out, bias, .. } = *sig else { unreachable!("called for gemm") };
+    let vectors = |elements: u32, dtype: DType| {
+        (u64::from(elements) * dtype.size_bytes()).is_multiple_of(VEC_BYTES) && elements > 0
+    };
+    let dtypes = match x {
+        DType::F32 => out == DType::F32,
+        DType::Bf16 | DType::F16 => out == x || out == DType::F32,
+        // n too must be a multiple of 16
+        DType::F8E4m3 => target.capability >= 89 && out != DType::F16 && n % 16 == 0,
+        DType::U32 => false,
+    };
+    let bias = !bias || (out == weight && weight != DType::F8E4m3);
+    target.blas && aligned && x == weight && dtypes && bias && vectors(k, x) && vectors(n, out)
+}
+
+pub(super) fn support(sig: &OpSig, target: &Target) -> Support {
+    if way(sig, true, target) == Way::Tiles { Support::Emulated } else { Support::Native }
+}
+
+pub(super) fn plan(
+    sig: &OpSig,
+    operands: &[Place],
+    mut args: Vec<Arg>,
+    target: &Target,
+) -> Result<Vec<Step>> {
+    let OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } = *sig else {
+        unreachable!("called for gemm")
+    };
+    let aligned = operands.iter().all(|place| place.address.is_multiple_of(VEC_BYTES));
+    let way = way(sig, aligned, target);
+    if way == Way::Blas {
+        return Ok(vec![Step::Matmul(Matmul {
+            shape: (m, n, k),
+            dtype: x,
+            out_dtype: out,
+            x: operands[0].address,
+            weight: operands[1].address,
+            bias: bias.then(|| operands[2].address),
+            out: operands[operands.len() - 1].address,
+            accumulate,
+        })]);
+    }
+    if !bias {
+        args.insert(2, args[1]); // never read
+    }
+    args.extend([m, n, k, u32::from(bias), u32::from(accumulate)].map(Arg::U32));
+    let dtypes: [(&str, &dyn Display); 3] = [("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
+    let step = match way {
+        Way::FewRows { split } => few_rows((m, n), split, &dtypes, args, target)?,
+        Way::Gemv => {
+            // a last word may be shorter than a vector: only rows need to be whole vectors
+            let vec = vector(k.into(), &operands[..2]);
+            let macros = [&dtypes[..], &[("VEC", &vec), ("GROUP", &GEMV_THREADS)]].concat();
+            let grid = [n.into(), m.div_ceil(GEMV_ROWS).into(), 1];
+            launch(Program::new(Body::Gemm, &macros), "gemv", (grid, GEMV_THREADS), args)?
+        }
+        _ => {
+            let macros = [&dtypes[..], &[("VEC", &1), ("GROUP", &GEMV_THREADS)]].concat();
+            let grid = [n.div_ceil(TILE).into(), m.div_ceil(TILE).into(), 1];
+            launch(Program::new(Body::Gemm, &macros), "gemm", (grid, TILE_THREADS), args)?
+        }
+    };
+    Ok(vec![step])
+}
+
+/// Two tiles of weight rows to a block read `x` half as often, where there are blocks enough; few blocks get
+/// more warps to share k.
+fn few_rows(
+    (m, n): (u32, u32),
+    split: u32,
+    dtypes: &[(&str, &dyn Display)],
+    args: Vec<Arg>,
+    target: &Target,
+) -> Result<Step> {
+    let row_tiles = if n.div_ceil(32) >= target.multiprocessors { 2 } else { 1 };
+    let blocks = n.div_ceil(16 * row_tiles);
+    let warps: u32 = if blocks >= 2 * target.multiprocessors { 8 } else { 16 };
+    let tiles = m.div_ceil(8);
+    let macros =
+        [dtypes, &[("ROW_TILES", &row_tiles), ("TILES", &tiles), ("SPLIT", &split), ("WARPS", &warps)]]
+            .concat();
+    launch(Program::new(Body::FewRows, &macros), "gemm_few_rows", ([blocks.into(), 1, 1], 32 * warps), args)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use DType::{Bf16, F8E4m3, F16, F32};
+
+    fn way_of((m, n, k): (u32, u32, u32), (x, weight, out): (DType, DType, DType), bias: bool) -> Way {
+        let target = Target {
+            capability: 90,
+            multiprocessors: 132,
+            shared_bytes_max: 232_448,
+            blas: true,
+            scratch: Place { address: 0, bytes: 0 },
+        };
+        let sig = OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate: false };
+        way(&sig, true, &target)
+    }
+
+    #[test]
+    fn each_shape_and_dtype_has_its_way() {
+        let large = (64, 4096, 4096);
+        assert_eq!(way_of((1, 4096, 4096), (Bf16, Bf16, F32), true), Way::FewRows { split: 1 });
+        assert_eq!(way_of((16, 4096, 4096), (F32, Bf16, F32), false), Way::FewRows { split: 3 });
+        assert_eq!(way_of((17, 4096, 4096), (Bf16, Bf16, F32), false), Way::Blas);
+        assert_eq!(way_of(large, (F32, F32, F32), true), Way::Blas);
+        assert_eq!(way_of((4, 4096, 4096), (F32, F32, F32), true), Way::Gemv);
+        assert_eq!(way_of((5, 4096, 4096), (F32, F32, F32), true), Way::Blas);
+        assert_eq!(way_of(large, (F8E4m3, F8E4m3, Bf16), false), Way::Blas);
+        // a bias in another dtype than the output's, unlike dtypes, odd rows
+        assert_eq!(way_of(large, (Bf16, Bf16, F32), true), Way::Tiles);
+        assert_eq!(way_of(large, (F32, F16, F32), false), Way::Tiles);
+        assert_eq!(way_of((64, 4096, 4097), (Bf16, Bf16, Bf16), false), Way::Tiles);
+        assert_eq!(way_of((3, 33, 65), (Bf16, Bf16, Bf16), false), Way::Gemv);
+    }
+}

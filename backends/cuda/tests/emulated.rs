@@ -1,0 +1,140 @@
+//! The conformance suite on the CUDA kernels, run on the CPU.
+#![allow(unsafe_code)] // the emulator calls compiled kernels
+
+mod emulator;
+
+use emulator::EmulatedDevice;
+use mixfleet_hal::{DType, OpSig, Support};
+use mixfleet_hwtests::cases::{Case, Spread};
+use mixfleet_hwtests::{Entry, Level, Options, Outcome, Verdict, attempt, run};
+use std::time::Duration;
+
+fn device(multiprocessors: u32) -> Option<EmulatedDevice> {
+    let device = EmulatedDevice::new(multiprocessors);
+    if device.is_none() {
+        eprintln!("SKIPPED: the emulator needs g++ on x86-64 Linux");
+    }
+    device
+}
+
+/// All operations but cuBLASLt's, at few shapes.
+#[test]
+fn every_operation_conforms() {
+    let Some(device) = device(2) else { return };
+    let report = run(&device, &Options::new(Level::Quick), &mut |_| {});
+    eprintln!("{report}");
+    assert_eq!(report.verdict(), Verdict::Pass, "{report}");
+}
+
+fn try_case(device: &EmulatedDevice, sig: OpSig, spread: Spread) {
+    use mixfleet_hal::Device;
+    assert_ne!(device.support(&sig), Support::No, "{sig:?}");
+    let entry = Entry { name: sig.name(), case: Some(Case { sig, spread, seed: 7 }) };
+    let report = attempt(device, &entry, Duration::from_secs(60));
+    assert_eq!(report.outcome, Outcome::Pass, "{sig:?}");
+}
+
+fn decode(ranges: &[(u32, u32)], (ratio, kv_heads, head_dim): (u32, u32, u32), x: DType, kv: DType) -> OpSig {
+    let longest = ranges.iter().map(|r| r.1).max().unwrap_or(0);
+    OpSig::AttnDecode {
+        sequences: ranges.len() as u32,
+        kv_tokens: ranges.iter().map(|r| u64::from(r.1 - r.0)).sum(),
+        heads: ratio * kv_heads,
+        kv_heads,
+        head_dim,
+        page_tokens: 16,
+        pages_max: longest.div_ceil(16) + 1,
+        x,
+        kv,
+    }
+}
+
+/// Ranges that begin and end inside pages and tiles, are empty, or need several parts.
+#[test]
+fn decode_attention_conforms_on_all_ways() {
+    use DType::{Bf16, F16, F32};
+    let ranges = [(0, 1), (0, 0), (3, 18), (16, 17), (0, 333), (15, 130), (7, 71)];
+    for multiprocessors in [1, 8] {
+        let Some(device) = device(multiprocessors) else { return };
+        for dtypes in [(Bf16, Bf16), (F16, F16), (F32, Bf16), (F32, F32), (Bf16, F16)] {
+            for shape in [(1, 2, 64), (4, 2, 128), (7, 1, 128), (8, 1, 64), (12, 1, 128)] {
+                let sig = decode(&ranges, shape, dtypes.0, dtypes.1);
+                try_case(&device, sig, Spread::Ranges(ranges.to_vec()));
+            }
+        }
+        // no vector spans these heads
+        for shape in [(3, 2, 33), (2, 1, 80), (2, 1, 256)] {
+            try_case(&device, decode(&ranges, shape, F32, Bf16), Spread::Ranges(ranges.to_vec()));
+        }
+    }
+}
+
+fn prefill(
+    spread: &[(u32, u32)],
+    (ratio, kv_heads, head_dim): (u32, u32, u32),
+    window: Option<u32>,
+    dtype: DType,
+) -> OpSig {
+    let pairs = |&(queries, context): &(u32, u32)| {
+        (context - queries..context).map(|p| u64::from((p + 1).min(window.unwrap_or(u32::MAX)))).sum::<u64>()
+    };
+    OpSig::AttnPrefill {
+        tokens: spread.iter().map(|s| s.0).sum(),
+        sequences: spread.len() as u32,
+        pairs: spread.iter().map(pairs).sum(),
+        kv_tokens: spread.iter().map(|s| u64::from(s.1)).sum(),
+        heads: ratio * kv_heads,
+        kv_heads,
+        head_dim,
+        page_tokens: 16,
+        pages_max: spread.iter().map(|s| s.1).max().unwrap_or(0).div_ceil(16) + 1,
+        window,
+        x: dtype,
+        kv: dtype,
+    }
+}
+
+/// Contexts below, at and above the tiles of 64 keys, blocks of several sequences, and windows across tiles.
+#[test]
+fn prefill_attention_conforms_on_tensor_cores() {
+    let spread = [(1, 1), (5, 64), (0, 9), (65, 65), (33, 200), (2, 130)];
+    // one multiprocessor is filled by blocks of 128 rows, a hundred by those of 64
+    for multiprocessors in [1, 100] {
+        let Some(device) = device(multiprocessors) else { return };
+        for (shape, dtype) in
+            [((4, 1, 128), DType::Bf16), ((3, 2, 64), DType::F16), ((1, 1, 128), DType::F16)]
+        {
+            for window in [None, Some(1), Some(40), Some(100)] {
+                let sig = prefill(&spread, shape, window, dtype);
+                try_case(&device, sig, Spread::Queries(spread.to_vec()));
+            }
+        }
+    }
+}
+
+#[test]
+fn gemm_of_few_rows_conforms() {
+    use DType::{Bf16, F16, F32};
+    for multiprocessors in [1, 8] {
+        let Some(device) = device(multiprocessors) else { return };
+        for (x, weight, out) in [(Bf16, Bf16, F32), (F16, F16, F16), (F32, Bf16, Bf16), (F32, Bf16, F32)] {
+            for (m, n, k) in [(1, 16, 8), (3, 70, 1032), (8, 33, 136), (9, 17, 64), (16, 130, 520)] {
+                let sig = OpSig::Gemm { m, n, k, x, weight, out, bias: m % 2 == 1, accumulate: k > 100 };
+                try_case(&device, sig, Spread::Even);
+            }
+        }
+    }
+}
+
+/// Weights of eight bits, alone and on both sides, in the kernels that need no tensor core for them.
+#[test]
+fn eight_bit_weights_conform() {
+    let Some(device) = device(2) else { return };
+    for x in [DType::F8E4m3, DType::Bf16, DType::F32] {
+        for (m, n, k) in [(1, 19, 37), (3, 24, 64), (20, 66, 40)] {
+            let weight = DType::F8E4m3;
+            let sig = OpSig::Gemm { m, n, k, x, weight, out: DType::F32, bias: true, accumulate: true };
+            try_case(&device, sig, Spread::Even);
+        }
+    }
+}

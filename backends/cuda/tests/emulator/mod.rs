@@ -1,0 +1,326 @@
+//! A device whose kernels are the CUDA kernels, compiled by g++ over `shim.h` and run on the CPU by the plans
+//! that the real queue runs. It computes what a GPU would, launch geometry and index arithmetic included; it
+//! says nothing of speed, memory order between blocks, or races that its order of threads hides.
+
+use libloading::Library;
+use mixfleet_cuda::kernels::Program;
+use mixfleet_cuda::plan::{self, Arg, Launch, Place, Step, Target};
+use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::units::{Bytes, Seconds};
+use mixfleet_hal::{
+    Buffer, Cmd, Device, DeviceInfo, DeviceKind, Elapsed, Error, ErrorKind, Export, Graph, Health,
+    HostMemory, Limits, OpSig, Queue, Result, Role, Slice, Support, Ticket,
+};
+use std::any::Any;
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_void};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+const SHIM: &str = include_str!("shim.h");
+/// As `cuMemAlloc` aligns.
+const ALIGNMENT: usize = 256;
+const SCRATCH_BYTES: u64 = 1 << 20;
+
+/// What a kernel gets, as `shim.h` has it.
+#[repr(C)]
+struct RawLaunch {
+    grid: [u32; 3],
+    threads: u32,
+    shared_bytes: u32,
+    args: *mut *mut c_void,
+}
+
+type Emulate = unsafe extern "C" fn(*const RawLaunch) -> *const c_char;
+
+/// Host memory that stands for the device's.
+#[derive(Debug)]
+struct Memory {
+    words: Mutex<Box<[Line]>>,
+    bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(256))]
+struct Line([u8; ALIGNMENT]);
+
+impl Memory {
+    fn new(bytes: u64) -> Memory {
+        let lines = (bytes as usize).div_ceil(ALIGNMENT).max(1);
+        Memory { words: Mutex::new(vec![Line([0xFF; ALIGNMENT]); lines].into()), bytes }
+    }
+
+    fn address(&self) -> *mut u8 {
+        self.words.lock().unwrap_or_else(PoisonError::into_inner).as_mut_ptr().cast()
+    }
+
+    fn place(slice: &Slice) -> Result<Place> {
+        let memory = slice.buffer.as_any().downcast_ref::<Memory>();
+        let memory = memory.ok_or_else(|| Error::invalid("the slice belongs to another device"))?;
+        Ok(Place { address: memory.address() as u64 + slice.offset, bytes: slice.bytes })
+    }
+}
+
+impl Buffer for Memory {
+    fn size_bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The compiled programs. Kernels have static state, so that one launch runs at a time.
+struct Programs {
+    directory: PathBuf,
+    loaded: HashMap<(Program, &'static str), Library>,
+}
+
+impl Programs {
+    fn library(&mut self, program: &Program, kernel: &'static str) -> Result<&Library> {
+        let key = (program.clone(), kernel);
+        if !self.loaded.contains_key(&key) {
+            let source = format!("{}\nEMULATE({kernel})\n", program.source(SHIM));
+            let path = compile(&self.directory, &source)?;
+            // SAFETY: the library is what was just compiled; it has no initialisers.
+            let library =
+                unsafe { Library::new(&path) }.map_err(|e| Error::new(ErrorKind::Other, e.to_string()))?;
+            self.loaded.insert(key.clone(), library);
+        }
+        Ok(&self.loaded[&key])
+    }
+
+    fn run(&mut self, launch: &Launch) -> Result<()> {
+        let library = self.library(&launch.program, launch.kernel)?;
+        let mut values: Vec<[u8; 8]> = launch
+            .args
+            .iter()
+            .map(|arg| match arg {
+                Arg::Address(v) | Arg::U64(v) => v.to_ne_bytes(),
+                Arg::U32(v) => u64::from(*v).to_ne_bytes(),
+                Arg::F32(v) => u64::from(v.to_bits()).to_ne_bytes(),
+            })
+            .collect();
+        let mut args: Vec<*mut c_void> = values.iter_mut().map(|value| value.as_mut_ptr().cast()).collect();
+        let raw = RawLaunch {
+            grid: launch.grid,
+            threads: launch.threads,
+            shared_bytes: launch.shared_bytes,
+            args: args.as_mut_ptr(),
+        };
+        // SAFETY: `emulate` has this type (shim.h). The arguments are those of the kernel's plan, as on a GPU;
+        // the operands they point to are alive, for the command holds them.
+        let error = unsafe {
+            let emulate = library
+                .get::<Emulate>(b"emulate")
+                .map_err(|e| Error::new(ErrorKind::Other, e.to_string()))?;
+            let error = emulate(&raw);
+            (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
+        };
+        match error {
+            None => Ok(()),
+            Some(error) => Err(Error::new(ErrorKind::Other, format!("{}: {error}", launch.kernel))),
+        }
+    }
+}
+
+/// Compiles `source` to a library, unless an earlier run did. Misaligned vectors and indices outside their
+/// arrays trap.
+fn compile(directory: &Path, source: &str) -> Result<PathBuf> {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut hasher = DefaultHasher::new();
+    source.hash(&mut hasher);
+    let path = directory.join(format!("{:016x}.so", hasher.finish()));
+    if path.exists() {
+        return Ok(path);
+    }
+    let failed = |what: String| Error::new(ErrorKind::Other, what);
+    let part = directory.join(format!("{:016x}.{}.cpp", hasher.finish(), std::process::id()));
+    std::fs::write(&part, source).map_err(|e| failed(format!("{}: {e}", part.display())))?;
+    let unfinished = part.with_extension("so");
+    let output = Command::new("g++")
+        .args(["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fvisibility=hidden"])
+        .args(["-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error", "-o"])
+        .args([&unfinished, &part])
+        .output()
+        .map_err(|e| failed(format!("g++: {e}")))?;
+    if !output.status.success() {
+        return Err(failed(format!("{}:\n{}", part.display(), String::from_utf8_lossy(&output.stderr))));
+    }
+    std::fs::rename(&unfinished, &path).map_err(|e| failed(e.to_string()))?;
+    let _ = std::fs::remove_file(&part);
+    Ok(path)
+}
+
+/// The emulated device.
+pub(crate) struct EmulatedDevice {
+    info: DeviceInfo,
+    target: Target,
+    _scratch: Memory,
+    programs: Arc<Mutex<Programs>>,
+}
+
+impl EmulatedDevice {
+    /// A device of `multiprocessors`, which decides between variants of kernels. `None` where there is no g++,
+    /// or the shim does not know the processor.
+    pub(crate) fn new(multiprocessors: u32) -> Option<EmulatedDevice> {
+        if !cfg!(all(target_arch = "x86_64", target_os = "linux"))
+            || Command::new("g++").arg("-v").output().is_err()
+        {
+            return None;
+        }
+        let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulator");
+        std::fs::create_dir_all(&directory).expect("the target directory is writable");
+        let scratch = Memory::new(SCRATCH_BYTES);
+        let target = Target {
+            capability: 90,
+            multiprocessors,
+            shared_bytes_max: 232_448,
+            blas: false,
+            scratch: Place { address: scratch.address() as u64, bytes: SCRATCH_BYTES },
+        };
+        let info = DeviceInfo {
+            id: "emulated".to_owned(),
+            backend: "emulated".to_owned(),
+            name: "CUDA kernels on the CPU".to_owned(),
+            kind: DeviceKind::Simulated,
+            memory: Bytes(1e9),
+            compute_units: multiprocessors,
+            fingerprint: "emulated".to_owned(),
+            notes: Vec::new(),
+        };
+        let programs = Programs { directory, loaded: HashMap::new() };
+        Some(EmulatedDevice { info, target, _scratch: scratch, programs: Arc::new(Mutex::new(programs)) })
+    }
+}
+
+impl Device for EmulatedDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            allocation_bytes_max: 1 << 30,
+            alignment_bytes: plan::ALIGNMENT_BYTES,
+            imports_host_memory: false,
+            kv_page_tokens: plan::KV_PAGE_TOKENS,
+            replay_pays: true,
+        }
+    }
+
+    fn support(&self, sig: &OpSig) -> Support {
+        plan::support(sig, &self.target)
+    }
+
+    fn alloc(&self, bytes: u64, _: Role) -> Result<Slice> {
+        Ok(Slice::whole(Arc::new(Memory::new(bytes))))
+    }
+
+    fn import(&self, _: Arc<dyn HostMemory>) -> Result<Slice> {
+        Err(Error::unsupported("no imports"))
+    }
+
+    fn export(&self, _: &Slice) -> Option<Export> {
+        None
+    }
+
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        let place = Memory::place(to)?;
+        // SAFETY: the slice lies inside its buffer, which is alive and not read by anyone now.
+        unsafe {
+            std::ptr::copy_nonoverlapping(data.as_ptr(), place.address as *mut u8, place.bytes as usize)
+        };
+        Ok(())
+    }
+
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        let place = Memory::place(from)?;
+        // SAFETY: as in `write`.
+        unsafe {
+            std::ptr::copy_nonoverlapping(place.address as *const u8, data.as_mut_ptr(), place.bytes as usize)
+        };
+        Ok(())
+    }
+
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        Ok(Box::new(EmulatedQueue { target: self.target, programs: self.programs.clone(), done: 0 }))
+    }
+
+    fn health(&self) -> Health {
+        Health::default()
+    }
+}
+
+struct EmulatedQueue {
+    target: Target,
+    programs: Arc<Mutex<Programs>>,
+    done: u64,
+}
+
+/// Steps with the commands that keep their operands alive.
+struct Recorded(Vec<Step>, #[allow(dead_code, reason = "keeps buffers alive")] Vec<Cmd>);
+
+impl Graph for Recorded {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl EmulatedQueue {
+    fn plan(&self, cmds: &[Cmd]) -> Result<Recorded> {
+        let mut steps = Vec::new();
+        for cmd in cmds {
+            let places = cmd.args().iter().map(Memory::place).collect::<Result<Vec<_>>>()?;
+            steps.extend(plan::plan(cmd.sig(), &places, &self.target)?);
+        }
+        Ok(Recorded(steps, cmds.to_vec()))
+    }
+
+    fn run(&mut self, steps: &[Step]) -> Result<Ticket> {
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        for step in steps {
+            match *step {
+                Step::Launch(ref launch) => programs.run(launch)?,
+                // SAFETY: both ranges are operands that `Cmd` checked, and do not overlap.
+                Step::Copy(from, to, bytes) => unsafe {
+                    std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes as usize);
+                },
+                // SAFETY: the range is an operand that `Cmd` checked.
+                Step::Fill(to, words, word) => unsafe {
+                    std::slice::from_raw_parts_mut(to as *mut u32, words as usize).fill(word);
+                },
+                Step::Matmul(_) => return Err(Error::unsupported("cuBLASLt is not emulated")),
+            }
+        }
+        self.done += 1;
+        Ok(Ticket(self.done - 1))
+    }
+}
+
+impl Queue for EmulatedQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        let recorded = self.plan(cmds)?;
+        self.run(&recorded.0)
+    }
+
+    fn wait(&mut self, ticket: Ticket, _: Duration) -> Result<Elapsed> {
+        if ticket.0 >= self.done {
+            return Err(Error::invalid(format!("{ticket:?} was not given out by this queue")));
+        }
+        Ok(Elapsed { time: Seconds::ZERO, clock: ClockKind::Host })
+    }
+
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        Ok(Arc::new(self.plan(cmds)?))
+    }
+
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = recorded.ok_or_else(|| Error::invalid("the graph belongs to another device"))?;
+        self.run(&recorded.0)
+    }
+}
