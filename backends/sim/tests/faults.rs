@@ -69,7 +69,7 @@ fn a_stale_input_is_seen() {
     for name in OPERATIONS.into_iter().chain(ON_POOLS).filter(|name| *name != "fill") {
         let (_, commands) = under(FaultPlan::default(), &[name]);
         // an odd step meets every place in the groups that the suite submits
-        let plans = (0..commands).step_by(commands as usize / 8 | 1);
+        let plans = (0..commands).step_by((commands as usize / 8) | 1);
         let (mut strikes, mut sights) = (0, 0);
         for n in plans {
             let plan = FaultPlan::exactly(Fault::Stale, n, n + 1);

@@ -19,11 +19,13 @@
 pub mod case;
 pub mod child;
 mod conformance;
+pub mod detect;
 mod digest;
 mod discover;
 pub mod document;
 mod ids;
 mod memory;
+pub mod metered;
 pub mod mustpass;
 pub mod package;
 mod page;
@@ -35,6 +37,7 @@ mod soak;
 pub mod start;
 
 pub use case::{CaseResult, Status};
+pub use detect::{Detection, Faulty, Trial, detect};
 pub use document::{Validation, Verdict};
 pub use package::Environment;
 pub use part::Part;

@@ -2,6 +2,7 @@
 //! without a file is validated in full, only without claims.
 
 use super::case::{CaseResult, Status, WaivedBy, matches};
+use crate::profile::Work;
 use regex_lite::Regex;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -329,6 +330,12 @@ fn claim((i, table): (usize, &Table)) -> Result<Claim, PartError> {
         let near = nearest(&unit, &known);
         return wrong(place, format!("unknown unit '{unit}'{near}; known: {}", known.join(", ")));
     };
+    // page sizes are the device's own: no name holds one
+    if Work::parse(&point, 16).is_none() {
+        let problem = "is no point of the profile; 'mixfleet profile --json' lists names such as gemm.bf16.m2048.n8192.k8192 \
+                       and memory_read.512MiB";
+        return wrong(place, problem);
+    }
     if at_least > 1.0 {
         return wrong(place, format!("at_least = {at_least}: the share that must be reached is at most 1"));
     }
@@ -381,6 +388,7 @@ mod tests {
     fn what_is_wrong_is_said_with_a_suggestion() {
         for (from, to, words) in [
             ("point =", "pint =", "'point' is missing"),
+            ("memory_read.512MiB", "memory_read.f32.512MiB", "is no point of the profile"),
             ("source =", "sauce = 1\nsource =", "did you mean 'source'?"),
             ("[[waiver]]", "[[waver]]", "did you mean 'waiver'?"),
             ("\"GB/s\"", "\"GBps\"", "did you mean 'GB/s'?"),

@@ -52,6 +52,11 @@ fn pass(device: &dyn Device, level: profile::Level, only: Vec<String>, emit: &mu
     good
 }
 
+/// Measures single points by name.
+pub(crate) fn measure(device: &dyn Device, points: &[&str], options: &profile::Options) -> Vec<CaseResult> {
+    profile::measure(device, points, options).iter().map(result).collect()
+}
+
 fn result(point: &PointResult) -> CaseResult {
     let reason = point.reason.clone().unwrap_or_default();
     let status = match point.status {
@@ -90,7 +95,7 @@ enum Measure {
     None,
 }
 
-fn measure(case: &CaseResult, quantity: Quantity) -> Measure {
+fn in_quantity(case: &CaseResult, quantity: Quantity) -> Measure {
     let name = match quantity {
         Quantity::BytesPerSecond => "bytes_per_s",
         Quantity::FlopPerSecond => "flop_per_s",
@@ -123,7 +128,7 @@ fn apply(case: &mut CaseResult, claim: &Claim) {
         "value": claim.value, "unit": unit, "at_least": claim.at_least, "source": claim.source,
     });
     let mut failure = None;
-    match measure(case, claim.quantity) {
+    match in_quantity(case, claim.quantity) {
         Measure::Value(got) => {
             let share = match claim.quantity {
                 Quantity::Seconds => claim.value / got,

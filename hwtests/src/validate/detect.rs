@@ -1,0 +1,336 @@
+//! Tests the tester: faults of known kind and rate against every level, and how often each is seen.
+//!
+//! A *pass* is one run of a level. Under a rate of one in a million most passes meet no fault at all, so a cell
+//! tells two numbers: in how many of many seeded passes a fault strikes, which follows from the plan without
+//! running them, and how many of the passes that were run with an effective strike the level caught. Their
+//! product is the chance that one pass of the level finds such a fault.
+
+use super::case::{CaseResult, Status};
+use super::metered::Metered;
+use super::part::{Claim, Quantity};
+use super::performance;
+use super::protocol::{Line, MemoryAsked, Settings};
+use super::runner::{self, Plan};
+use super::soak;
+use super::start::InProcess;
+use crate::bench::Trouble;
+use crate::profile::{Clock, Level as ProfileLevel, Options};
+use mixfleet_hal::Device;
+use mixfleet_hal::fault::{Fault, FaultPlan};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A device under a plan of faults, and how to ask what became of it.
+pub struct Faulty {
+    /// The device.
+    pub device: Arc<dyn Device>,
+    /// Operations seen so far.
+    pub operations: Box<dyn Fn() -> u64>,
+    /// Operations that were struck with an effect.
+    pub struck: Box<dyn Fn() -> u64>,
+}
+
+/// Puts a device under a plan; with `true` the host's reads and writes are operations too. The crate of simulated
+/// devices has one (`FaultyDevice`); this crate may not import it.
+pub type Wrap = dyn Fn(Arc<dyn Device>, FaultPlan, bool) -> Faulty;
+
+/// How much to try.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Trial {
+    /// The levels, of 1, 2, 3 and 5.
+    pub levels: Vec<u8>,
+    /// The kinds of faults.
+    pub faults: Vec<Fault>,
+    /// Chances per operation.
+    pub rates: Vec<f64>,
+    /// Seeds whose plans are looked at.
+    pub seeds: u64,
+    /// Passes that are run per cell at most.
+    pub passes_max: u64,
+    /// Groups of level 1, without `l1.`; empty = all.
+    pub operations: Vec<String>,
+}
+
+impl Trial {
+    /// Every level and fault at one in a hundred, ten thousand and a million operations.
+    pub fn thorough() -> Trial {
+        Trial {
+            levels: vec![1, 2, 3, 5],
+            faults: vec![Fault::BitFlip, Fault::Drop, Fault::Stale, Fault::Slow { times: 10 }, Fault::Hang],
+            rates: vec![0.5, 1e-2, 1e-4, 1e-6],
+            seeds: 10_000,
+            passes_max: 3,
+            operations: Vec::new(),
+        }
+    }
+}
+
+/// What a level did about a fault.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Detection {
+    /// The level.
+    pub level: u8,
+    /// The fault; none: a pass without any.
+    #[schemars(with = "Option<serde_json::Value>")]
+    pub fault: Option<Fault>,
+    /// Its chance per operation.
+    pub rate: f64,
+    /// Operations in a pass without faults.
+    pub operations: u64,
+    /// Share of seeded passes in which a fault strikes.
+    pub struck_share: f64,
+    /// Passes run in which a fault had an effect.
+    pub passes: u64,
+    /// Of these caught.
+    pub caught: u64,
+    /// Of these told as a timeout.
+    pub timeouts: u64,
+}
+
+impl Detection {
+    /// The chance that one pass finds such a fault; none if no pass could be run.
+    pub fn chance(&self) -> Option<f64> {
+        (self.passes > 0).then(|| self.struck_share * self.caught as f64 / self.passes as f64)
+    }
+}
+
+/// Runs the trial on `base`; `observe` sees each row as it comes. The first row of each level is a pass without
+/// faults, which must catch nothing.
+///
+/// # Errors
+/// When a level cannot be run on `base` at all, even without faults.
+pub fn detect(
+    base: Arc<dyn Device>,
+    wrap: &Wrap,
+    trial: &Trial,
+    observe: &mut dyn FnMut(&Detection),
+) -> Result<Vec<Detection>, String> {
+    let mut rows = Vec::new();
+    for &level in &trial.levels {
+        let bed = Bed::new(level, base.clone(), wrap, &trial.operations)?;
+        let mut add = |row: Detection| {
+            observe(&row);
+            rows.push(row);
+        };
+        let clean = bed.pass(&FaultPlan::default());
+        add(Detection {
+            level,
+            fault: None,
+            rate: 0.0,
+            operations: bed.operations,
+            struck_share: 0.0,
+            passes: 1,
+            caught: u64::from(clean.wrong > 0),
+            timeouts: clean.timeouts,
+        });
+        for &fault in &trial.faults {
+            for &rate in &trial.rates {
+                add(bed.cell(fault, rate, trial));
+            }
+        }
+    }
+    Ok(rows)
+}
+
+/// A level ready to be passed over and over.
+struct Bed<'a> {
+    level: u8,
+    base: Arc<dyn Device>,
+    wrap: &'a Wrap,
+    plan: Plan,
+    claims: Vec<Claim>,
+    baseline: Option<soak::Baseline>,
+    operations: u64,
+}
+
+/// How a pass went.
+struct Passed {
+    operations: u64,
+    struck: u64,
+    wrong: u64,
+    timeouts: u64,
+}
+
+/// Points of level 3: small enough for a slow device, one bound by arithmetic and one by bandwidth.
+const POINTS: [&str; 2] = ["gemm.f32.m4.n16.k16", "rms_norm.bf16.t4.h64"];
+/// Seconds of a soak on its own clock, which advances by [`TICK_S`] at each look.
+const SOAK_S: f64 = 4.0;
+const TICK_S: f64 = 0.1;
+
+impl<'a> Bed<'a> {
+    fn new(level: u8, base: Arc<dyn Device>, wrap: &'a Wrap, operations: &[String]) -> Result<Self, String> {
+        let only = match (level, operations) {
+            (1, [_, ..]) => operations.iter().map(|name| format!("l1.{name}")).collect(),
+            _ => vec![format!("l{level}")],
+        };
+        let settings = Settings {
+            memory: MemoryAsked::Bytes(1 << 20),
+            soak_s: if level == 5 { SOAK_S } else { 0.0 },
+            ..Settings::quick()
+        };
+        let plan = Plan { level, only, settings, ..Plan::new("self-test") };
+        let base: Arc<dyn Device> = if level == 3 { Arc::new(Metered(base)) } else { base };
+        let mut bed = Bed { level, base, wrap, plan, claims: Vec::new(), baseline: None, operations: 0 };
+        if level == 3 {
+            bed.claims = claimed(&*bed.base)?;
+        }
+        if level == 5 {
+            bed.baseline = Some(bed.first()?);
+        }
+        bed.operations = bed.pass(&FaultPlan::default()).operations;
+        Ok(bed)
+    }
+
+    /// The baseline of a soak without faults.
+    fn first(&self) -> Result<soak::Baseline, String> {
+        let (mut ticks, mut baseline) = (0.0, None);
+        let mut clock = || {
+            ticks += SOAK_S;
+            ticks
+        };
+        let mut emit = |line: Line| {
+            if let Line::Baseline(found) = line {
+                baseline = Some(found);
+            }
+        };
+        soak::run(&*self.base, &self.plan.settings, None, &mut clock, &mut emit)
+            .map_err(|trouble| format!("the soak does not run without faults: {trouble:?}"))?;
+        baseline.ok_or_else(|| "the soak found no baseline".to_owned())
+    }
+
+    /// One pass under `plan`.
+    fn pass(&self, plan: &FaultPlan) -> Passed {
+        let faulty = (self.wrap)(self.base.clone(), plan.clone(), self.level == 2);
+        let device = faulty.device.clone();
+        let cases = match self.level {
+            3 => {
+                let mut cases = points(&*device);
+                performance::judge(&mut cases, &self.claims);
+                cases
+            }
+            5 => self.soaked(&*device),
+            _ => {
+                let start = InProcess { open: Box::new(move |_| Ok(device.clone())) };
+                runner::run(&self.plan, &start, &[], &mut |_| {}).cases
+            }
+        };
+        let count = |test: fn(Status) -> bool| cases.iter().filter(|case| test(case.status)).count() as u64;
+        Passed {
+            operations: (faulty.operations)(),
+            struck: (faulty.struck)(),
+            wrong: count(Status::is_wrong),
+            timeouts: count(|status| status == Status::Timeout),
+        }
+    }
+
+    fn soaked(&self, device: &dyn Device) -> Vec<CaseResult> {
+        let (mut now, mut samples) = (0.0, Vec::new());
+        let mut clock = || {
+            now += TICK_S;
+            now
+        };
+        let mut emit = |line: Line| {
+            if let Line::Sample(sample) = line {
+                samples.push(sample);
+            }
+        };
+        let settings = &self.plan.settings;
+        let ended: Result<(), Trouble> =
+            soak::run(device, settings, self.baseline.clone(), &mut clock, &mut emit);
+        let mut cases = soak::judge(&samples, settings.soak_s);
+        cases.extend(ended.err().map(soak::broken));
+        cases
+    }
+
+    fn cell(&self, fault: Fault, rate: f64, trial: &Trial) -> Detection {
+        let plan = |seed: u64| FaultPlan::at_rate(fault, rate, seed);
+        let strikes = |seed: &u64| {
+            let plan = plan(*seed);
+            (0..self.operations).any(|operation| plan.at(operation).is_some())
+        };
+        let struck: Vec<u64> = (0..trial.seeds).filter(strikes).collect();
+        let (mut passes, mut caught, mut timeouts) = (0, 0, 0);
+        // a strike may have no effect; some more seeds make up for that
+        for &seed in struck.iter().take(2 * trial.passes_max as usize) {
+            if passes == trial.passes_max {
+                break;
+            }
+            let passed = self.pass(&plan(seed));
+            if passed.struck > 0 {
+                passes += 1;
+                caught += u64::from(passed.wrong > 0);
+                timeouts += u64::from(passed.timeouts > 0);
+            }
+        }
+        Detection {
+            level: self.level,
+            fault: Some(fault),
+            rate,
+            operations: self.operations,
+            struck_share: struck.len() as f64 / trial.seeds.max(1) as f64,
+            passes,
+            caught,
+            timeouts,
+        }
+    }
+}
+
+/// Claims that the device meets exactly, 80 % of which are asked for.
+fn claimed(device: &dyn Device) -> Result<Vec<Claim>, String> {
+    let claim = |case: &CaseResult| {
+        let value = case.facts.get("seconds").and_then(serde_json::Value::as_f64).filter(|s| *s > 0.0);
+        let value =
+            value.ok_or_else(|| format!("{} has no time without faults: {:?}", case.id, case.reason))?;
+        let point = case.id.trim_start_matches("l3.").to_owned();
+        let source = "a pass without faults".to_owned();
+        Ok(Claim { point, value, quantity: Quantity::Seconds, at_least: 0.8, source })
+    };
+    points(device).iter().map(claim).collect()
+}
+
+/// Advances at each look, so that what the host's clock decides is the same each time.
+#[derive(Default)]
+struct Ticking(AtomicU64);
+
+impl Clock for Ticking {
+    fn seconds(&self) -> f64 {
+        self.0.fetch_add(1, Ordering::Relaxed) as f64 * 5e-3
+    }
+}
+
+fn points(device: &dyn Device) -> Vec<CaseResult> {
+    let options = Options {
+        cold_bytes: 1 << 20,
+        memory_bytes_max: Some(16 << 20),
+        clock: Arc::new(Ticking::default()),
+        ..Options::new(ProfileLevel::Quick)
+    };
+    performance::measure(device, &POINTS, &options)
+}
+
+impl std::fmt::Display for Detection {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let fault = match self.fault {
+            None => "none".to_owned(),
+            Some(Fault::BitFlip) => "bit flip".to_owned(),
+            Some(Fault::Drop) => "dropped".to_owned(),
+            Some(Fault::Fail) => "error".to_owned(),
+            Some(Fault::Hang) => "hang".to_owned(),
+            Some(Fault::Stale) => "stale".to_owned(),
+            Some(Fault::Slow { times }) => format!("slow x{times}"),
+        };
+        let chance = self.chance().map_or("-".to_owned(), |chance| format!("{:.1} %", chance * 100.0));
+        let caught = format!("{} of {}", self.caught, self.passes);
+        let struck = format!("{:.1} %", self.struck_share * 100.0);
+        write!(
+            f,
+            "L{}  {fault:<9} {:>7.0e} {:>9} {struck:>10} {caught:>10} {chance:>9}",
+            self.level, self.rate, self.operations
+        )
+    }
+}
+
+/// The header of the table that rows print themselves into.
+pub const TABLE_HEADER: &str = "    fault        rate  ops/pass   struck in     caught  per pass";

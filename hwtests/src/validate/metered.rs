@@ -1,0 +1,96 @@
+//! A device that tells the time its work would take on a part of round numbers, whatever the time it takes:
+//! tests of timing need a clock that nothing disturbs.
+
+use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{
+    Cmd, Device, DeviceInfo, Elapsed, Error, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result,
+    Role, Slice, Support, Ticket,
+};
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What it pretends to be: so slow that few runs make a sample, and without any cost of its own for a batch,
+/// so that a batch that a fault cuts takes no longer.
+const FLOP_PER_S: f64 = 1e7;
+const BYTES_PER_S: f64 = 1e6;
+
+/// A device under another clock.
+pub struct Metered(
+    /// What computes.
+    pub Arc<dyn Device>,
+);
+
+struct MeteredQueue {
+    inner: Box<dyn Queue>,
+    times: BTreeMap<Ticket, f64>,
+}
+
+struct Recorded(Vec<Cmd>);
+
+impl Graph for Recorded {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Device for Metered {
+    fn info(&self) -> &DeviceInfo {
+        self.0.info()
+    }
+    fn limits(&self) -> Limits {
+        self.0.limits()
+    }
+    fn support(&self, sig: &OpSig) -> Support {
+        self.0.support(sig)
+    }
+    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+        self.0.alloc(bytes, role)
+    }
+    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        self.0.import(memory)
+    }
+    fn export(&self, slice: &Slice) -> Option<Export> {
+        self.0.export(slice)
+    }
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        self.0.write(to, data)
+    }
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        self.0.read(from, data)
+    }
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        Ok(Box::new(MeteredQueue { inner: self.0.queue()?, times: BTreeMap::new() }))
+    }
+    fn health(&self) -> Health {
+        self.0.health()
+    }
+}
+
+fn seconds(sig: &OpSig) -> f64 {
+    (sig.flops() / FLOP_PER_S).max(sig.bytes() / BYTES_PER_S)
+}
+
+impl Queue for MeteredQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        let ticket = self.inner.submit(cmds)?;
+        self.times.insert(ticket, cmds.iter().map(|cmd| seconds(cmd.sig())).sum());
+        Ok(ticket)
+    }
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        self.inner.wait(ticket, timeout)?;
+        let time = self.times.get(&ticket);
+        let time = time.ok_or_else(|| Error::invalid(format!("{ticket:?} is not of this queue")))?;
+        Ok(Elapsed { time: Seconds(*time), clock: ClockKind::Device })
+    }
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        Ok(Arc::new(Recorded(cmds.to_vec())))
+    }
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = recorded.ok_or_else(|| Error::invalid("the graph belongs to another device"))?;
+        self.submit(&recorded.0)
+    }
+}
