@@ -1,10 +1,10 @@
 // Paged attention with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): prefill, and decode,
 // which is one query per sequence over a given range of tokens.
 //
-// A group takes ROWS rows of one sequence and KV head, a row being a query of one of the RATIO heads that share
-// it, and goes through the keys in blocks of KEYS. Prefill keeps a block of keys in shared memory, as each is
-// used by many rows; decode has few rows, loads each key once, and has a group for each KEYS keys of a sequence.
-// Values are used by one thread each and come straight from the pool.
+// A group takes ROWS rows of one sequence and KV head, a row being a query of one of the heads that share it, and
+// goes through the keys in blocks of KEYS. Prefill keeps a block of keys in shared memory, as each is used by many
+// rows; decode has few rows, loads each key once, and has a group for each `part_keys` keys of a sequence. Values
+// are used by one thread each and come straight from the pool.
 //
 // A page outside the pool, and a token past the page table, count as absent; pages outside first .. end are
 // in another part of the pool. Page layout as in kv.wgsl. WIDE: head_dim is a multiple of 8, and the pool begins
@@ -17,6 +17,8 @@ struct Shape {
     row_first: u32, row_end: u32, // prefill: the queries that are bound
     parts: u32, part: u32, // decode: parts of a sequence; the first one's number in the output
     scale: f32,
+    part_keys: u32,
+    slices: u32, // SLICES; as a constant it tempts compilers to unroll a loop with barriers
 }
 
 const VECS = (HEAD_DIM + 3u) / 4u;
@@ -39,10 +41,13 @@ var<workgroup> key_at: array<u32, KEYS>; // element of the pools, or ABSENT
 var<workgroup> segment_max: array<f32, GROUP>;
 var<workgroup> row_max: array<f32, ROWS>;
 var<workgroup> row_keep: array<f32, ROWS>;
-var<workgroup> slice_sum: array<f32, ROWS>;
+var<workgroup> row_sum: array<f32, ROWS>;
 
 // Where a group works.
 struct Work { sequence: u32, kv_head: u32, row0: u32, rows: u32, query0: u32, first: u32, end: u32, part: u32 }
+
+// Heads that share a KV head.
+fn ratio() -> u32 { return p.s.heads / p.s.kv_heads; }
 
 fn word1(i: u32) -> u32 { return b1[p.at1 + i]; }
 fn word2(i: u32) -> u32 { return b2[p.at2 + i]; }
@@ -60,7 +65,7 @@ fn queries_of(s: u32) -> vec2<u32> {
 
 // Keys that a row of prefill sees.
 fn seen(work: Work, row: u32) -> vec2<u32> {
-    let query = work.query0 + row / RATIO;
+    let query = work.query0 + row / ratio();
     let behind = word1(work.sequence + 1u) - query; // this query and those after it
     let end = min(word2(work.sequence) - behind + 1u, p.s.pages_max * p.s.page_tokens);
     return vec2(end - min(end, p.s.window), end);
@@ -72,7 +77,7 @@ fn prefill_work(group: u32) -> Work {
     var block = group % p.s.blocks;
     for (var s = 0u; s < p.s.sequences; s++) {
         let queries = queries_of(s);
-        let rows = (queries.y - queries.x) * RATIO;
+        let rows = (queries.y - queries.x) * ratio();
         let blocks = (rows + ROWS - 1u) / ROWS;
         if block < blocks {
             work.sequence = s;
@@ -94,26 +99,26 @@ fn decode_work(group: u32) -> Work {
     work.kv_head = group / p.s.blocks % p.s.kv_heads;
     work.part = group / p.s.blocks / p.s.kv_heads;
     let block = group % p.s.blocks;
-    let per_sequence = (RATIO + ROWS - 1u) / ROWS;
+    let per_sequence = (ratio() + ROWS - 1u) / ROWS;
     work.sequence = block / per_sequence;
     work.query0 = work.sequence;
     work.row0 = block % per_sequence * ROWS;
-    work.rows = RATIO;
+    work.rows = ratio();
     let end = min(word1(2u * work.sequence + 1u), p.s.pages_max * p.s.page_tokens);
     work.first = min(word1(2u * work.sequence), end);
-    work.first += min(work.part * KEYS, end - work.first);
-    work.end = work.first + min(KEYS, end - work.first);
+    work.first += min(work.part * p.s.part_keys, end - work.first);
+    work.end = work.first + min(p.s.part_keys, end - work.first);
     return work;
 }
 
 fn query_of(work: Work, row: u32) -> u32 {
-    if PREFILL { return work.query0 + row / RATIO - p.s.row_first; }
+    if PREFILL { return work.query0 + row / ratio() - p.s.row_first; }
     return work.query0;
 }
 
 fn head_of(work: Work, row: u32) -> u32 {
-    if PREFILL { return work.kv_head * RATIO + row % RATIO; }
-    return work.kv_head * RATIO + row;
+    if PREFILL { return work.kv_head * ratio() + row % ratio(); }
+    return work.kv_head * ratio() + row;
 }
 
 // Four elements of a key from dimension d on.
@@ -254,72 +259,63 @@ fn add_values(thread: Thread, all: ptr<function, Sums>) {
     }
 }
 
-// Adds the other slices' sums to those of slice 0, in order, through the memory of the queries.
+// Adds the slices' sums in order, in the memory of the queries, which are of no more use.
 fn add_slices(thread: Thread, all: ptr<function, Sums>) {
     let lane = thread.id % LANES;
     let slice = thread.id / LANES;
-    for (var s = 1u; s < SLICES; s++) {
+    for (var i = thread.id; i < ROWS * STRIDE; i += GROUP) { qs[i] = vec4<f32>(); }
+    if thread.id < ROWS { row_sum[thread.id] = 0.0; }
+    for (var s = 0u; s < p.s.slices; s++) {
         workgroupBarrier();
-        if slice == s {
+        if slice != s { continue; }
+        for (var u = 0u; u < UNITS; u++) {
+            let pair = lane + u * LANES;
+            if pair >= PAIRS { continue; }
             for (var r = 0u; r < ROWS; r++) {
-                for (var u = 0u; u < UNITS; u++) {
-                    let pair = lane + u * LANES;
-                    if pair >= PAIRS { continue; }
-                    let v = (*all).acc[r][u];
-                    let at = r * STRIDE + pair / 2u;
-                    if pair % 2u == 0u {
-                        qs[at].x = v.x;
-                        qs[at].y = v.y;
-                    } else {
-                        qs[at].z = v.x;
-                        qs[at].w = v.y;
-                    }
+                let v = (*all).acc[r][u];
+                let at = r * STRIDE + pair / 2u;
+                if pair % 2u == 0u {
+                    qs[at].x += v.x;
+                    qs[at].y += v.y;
+                } else {
+                    qs[at].z += v.x;
+                    qs[at].w += v.y;
                 }
-                if lane == 0u { slice_sum[r] = (*all).sum[r]; }
             }
         }
-        workgroupBarrier();
-        if slice == 0u {
-            for (var r = 0u; r < ROWS; r++) {
-                for (var u = 0u; u < UNITS; u++) {
-                    let pair = lane + u * LANES;
-                    if pair >= PAIRS { continue; }
-                    let four = qs[r * STRIDE + pair / 2u];
-                    (*all).acc[r][u] += select(four.xy, four.zw, pair % 2u == 1u);
-                }
-                (*all).sum[r] += slice_sum[r];
-            }
+        if lane == 0u {
+            for (var r = 0u; r < ROWS; r++) { row_sum[r] += (*all).sum[r]; }
         }
     }
+    workgroupBarrier();
 }
 
 // out0 [queries, heads, head_dim]; or [parts, queries, heads, head_dim] un-normalised, and out1 its maxima and
 // sums.
-fn store(thread: Thread, work: Work, all: ptr<function, Sums>) {
-    for (var r = 0u; r < ROWS; r++) {
+fn store(thread: Thread, work: Work) {
+    for (var i = thread.id; i < ROWS * PAIRS; i += GROUP) {
+        let r = i / PAIRS;
+        let pair = i % PAIRS;
         let row = work.row0 + r;
         if row >= work.rows { break; }
         var line = query_of(work, row) * p.s.heads + head_of(work, row);
         var factor = 1.0;
         if NORMALISED {
-            factor = select(1.0 / (*all).sum[r], 0.0, (*all).sum[r] == 0.0);
+            factor = select(1.0 / row_sum[r], 0.0, row_sum[r] == 0.0);
         } else {
             line += (p.s.part + work.part) * (p.s.row_end - p.s.row_first) * p.s.heads;
-            if thread.id == 0u {
-                let empty = row_max[r] <= LOWEST;
-                out1[p.to1 + 2u * line] = select(bitcast<u32>(row_max[r]), NONE, empty);
-                out1[p.to1 + 2u * line + 1u] = bitcast<u32>((*all).sum[r]);
+            if pair == 0u {
+                out1[p.to1 + 2u * line] = select(bitcast<u32>(row_max[r]), NONE, row_max[r] <= LOWEST);
+                out1[p.to1 + 2u * line + 1u] = bitcast<u32>(row_sum[r]);
             }
         }
-        for (var u = 0u; u < UNITS; u++) {
-            let d = 2u * (thread.id + u * LANES);
-            if d >= HEAD_DIM { continue; }
-            let v = (*all).acc[r][u] * factor;
-            if d + 1u < HEAD_DIM {
-                put2(line * HEAD_DIM + d, v.x, v.y);
-            } else {
-                put(line * HEAD_DIM + d, v.x);
-            }
+        let four = qs[r * STRIDE + pair / 2u];
+        let v = select(four.xy, four.zw, pair % 2u == 1u) * factor;
+        let at = line * HEAD_DIM + 2u * pair;
+        if 2u * pair + 1u < HEAD_DIM {
+            put2(at, v.x, v.y);
+        } else {
+            put(at, v.x);
         }
     }
 }
@@ -345,5 +341,5 @@ fn attention(thread: Thread) {
         workgroupBarrier();
     }
     add_slices(thread, &all);
-    if thread.id < LANES { store(thread, work, &all); }
+    store(thread, work);
 }

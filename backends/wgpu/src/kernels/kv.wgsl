@@ -43,11 +43,11 @@ fn kv_write(thread: Thread) {
     let t = i / width;
     let slot = slot_of(t);
     if !mine(slot) { return; }
-    let from = t * p.s.row + i % width;
-    let next = from + PER_WORD - 1u;
+    let source = t * p.s.row + i % width;
+    let next = source + PER_WORD - 1u;
     let to = pool_at(slot, i % width);
-    put_word(to, in0(from), true, in0(next), true);
-    put_v(to, in1(from + p.s.v_at), in1(next + p.s.v_at));
+    put_word(to, in0(source), true, in0(next), true);
+    put_v(to, in1(source + p.s.v_at), in1(next + p.s.v_at));
 }
 
 // Element i of the wire layout [tokens, 2, kv_heads, head_dim].

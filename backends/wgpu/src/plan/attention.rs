@@ -7,14 +7,15 @@ use mixfleet_hal::{DType, OpSig, Result};
 
 /// Threads of a group.
 const GROUP: u32 = 128;
-/// Keys that a group of decode works on: a part of a sequence. The number is fixed so that a sequence's result
-/// does not depend on the batch around it.
+/// Keys of a block in decode, which is also the part of a sequence that a group works on, unless that makes more
+/// parts than scratch memory can bind. The number is fixed so that a sequence's result does not depend on the
+/// batch around it.
 const DECODE_KEYS: u32 = 256;
 /// Query rows of a group of decode; more heads per KV head than this take several groups.
 const DECODE_ROWS_MAX: u32 = 8;
 /// Elements of the queries, and of the keys, that a group of prefill holds in shared memory: 8 KiB each.
 const TILE_ELEMENTS: u32 = 2048;
-const PREFILL_ROWS_MAX: u32 = 32;
+const PREFILL_ROWS_MAX: u32 = 16;
 
 /// The largest power of two up to `n`.
 fn power_below(n: u32) -> u32 {
@@ -41,11 +42,17 @@ struct Queries<'a> {
     /// Groups per KV head and part, and parts of a sequence.
     blocks: u64,
     parts: u32,
+    part_keys: u32,
 }
 
 impl Heads {
     fn ratio(&self) -> u32 {
         self.heads / self.kv_heads
+    }
+
+    /// Threads that share a key's value: one for each pair of dimensions.
+    fn lanes(&self) -> u32 {
+        self.head_dim.div_ceil(2).next_power_of_two().min(GROUP)
     }
 
     /// Elements of a page.
@@ -59,23 +66,21 @@ impl Heads {
     }
 
     fn kernel(&self, prefill: bool, rows: u32, keys: u32, x: DType, pool: &Operand) -> Kernel {
-        let lanes = self.head_dim.div_ceil(2).next_power_of_two().min(GROUP);
         let wide = self.head_dim.is_multiple_of(8) && pool.window.offset.is_multiple_of(16);
         Kernel::new(File::Attention, "attention", GROUP)
             .flag("PREFILL", prefill)
             .flag("WIDE", wide)
             .number("HEAD_DIM", self.head_dim)
-            .number("RATIO", self.ratio())
             .number("ROWS", rows)
             .number("KEYS", keys)
-            .number("LANES", lanes)
+            .number("LANES", self.lanes())
             .dtype("D0", x)
             .dtype("D4", pool.dtype)
             .dtype("D5", pool.dtype)
     }
 
     /// `Shape` of attention.wgsl.
-    fn shape(&self, queries: &Queries<'_>, part: &Part, number: u32) -> [u32; 14] {
+    fn shape(&self, queries: &Queries<'_>, part: &Part, number: u32) -> [u32; 16] {
         let scale = 1.0 / (self.head_dim as f32).sqrt();
         [
             queries.sequences,
@@ -92,6 +97,8 @@ impl Heads {
             queries.parts,
             number * queries.parts,
             scale.to_bits(),
+            queries.part_keys,
+            GROUP / self.lanes(),
         ]
     }
 }
@@ -145,6 +152,7 @@ impl Planner {
                 range: (first as u32, (first + count) as u32),
                 blocks,
                 parts: 1,
+                part_keys: u32::MAX,
             };
             let partials = parts.len() as u64 * lines;
             let partial = (!whole)
@@ -174,9 +182,14 @@ impl Planner {
     ) -> Result<()> {
         let OpSig::AttnDecode { sequences, .. } = *sig else { return Ok(()) };
         let (parts, _) = self.parts(sig, pools, heads.page())?;
-        let cuts = (u64::from(heads.pages_max) * u64::from(heads.page_tokens)).div_ceil(DECODE_KEYS.into());
-        let cuts = cuts.max(1);
-        let partials = cuts * parts.len() as u64;
+        let keys_max = u64::from(heads.pages_max) * u64::from(heads.page_tokens);
+        let cuts_of = |keys: u32| keys_max.div_ceil(keys.into()).max(1);
+        let partials_of = |keys: u32| cuts_of(keys) * parts.len() as u64;
+        let mut part_keys = DECODE_KEYS;
+        while cuts_of(part_keys) > 1 && heads.row() * 4 * partials_of(part_keys) > self.window_bytes() {
+            part_keys = part_keys.saturating_mul(2);
+        }
+        let (cuts, partials) = (cuts_of(part_keys), partials_of(part_keys));
         let rows = heads.ratio().next_power_of_two().min(DECODE_ROWS_MAX);
         let row_bytes = (heads.row() * 4 * partials).max(u64::from(heads.pages_max) * 4);
         for (first, count) in self.runs(sig, sequences.into(), row_bytes)? {
@@ -192,6 +205,7 @@ impl Planner {
                 range: (0, count as u32),
                 blocks: count * u64::from(heads.ratio().div_ceil(rows)),
                 parts: cuts as u32,
+                part_keys,
             };
             let whole = partials == 1;
             let partial = (!whole).then(|| {

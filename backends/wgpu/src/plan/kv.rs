@@ -18,7 +18,7 @@ impl Planner {
         let pages = pools.map(|pool| pool.elements() / page.max(1));
         let pages = pages[0].min(pages[1]).min(u64::from(u32::MAX));
         let bytes = page * pools[0].dtype.size_bytes();
-        let parts = self.runs(sig, pages, bytes)?.into_iter().map(|(first, count)| Part {
+        let parts = self.runs_of(sig, pages, bytes, 1)?.into_iter().map(|(first, count)| Part {
             pools: pools.map(|pool| pool.part(first * page, count * page)),
             first: first as u32,
             end: (first + count) as u32,
