@@ -1,7 +1,10 @@
 //! The command line.
 
 use crate::compare::CompareArgs;
+use crate::explain::ExplainArgs;
 use crate::parts::PartsArgs;
+use crate::profile::ProfileArgs;
+use crate::validate::ValidateArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use mixfleet_hal::DType;
 use mixfleet_scheduler::fleet::Role;
@@ -21,6 +24,12 @@ pub(crate) enum Command {
     Devices(DevicesArgs),
     /// Show sockets, memory, PCI links, and how far each GPU is from each NIC
     Topo(TopoArgs),
+    /// Measure what a device really does: products, attention, memory, copies, launches, long runs
+    Profile(ProfileArgs),
+    /// Say what a measured number means, how it is measured and what it decides
+    Explain(ExplainArgs),
+    /// Test a part: conformance, memory, performance against the vendor's claims, soak; with a report
+    Validate(ValidateArgs),
     /// What a dollar buys on parts, what each is cheapest at, and the price at which that changes
     Compare(CompareArgs),
     /// List the parts of the catalog
@@ -153,6 +162,9 @@ pub(crate) struct ServeArgs {
     /// Requests in work, beyond which new ones are turned away [default: 512]
     #[arg(long, value_name = "N", default_value = "512", hide_default_value = true)]
     pub(crate) requests: std::num::NonZeroUsize,
+    /// Predict a device by its profile, from 'mixfleet profile --out FILE'; repeatable [default: calibrate]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Vec<PathBuf>,
     /// Measure the devices anew instead of using the kept calibration
     #[arg(long)]
     pub(crate) recalibrate: bool,

@@ -13,6 +13,7 @@ pub(crate) fn all() -> Vec<Box<dyn Backend>> {
     vec![
         Box::new(mixfleet_cpu::CpuBackend),
         Box::new(mixfleet_opencl::OpenClBackend),
+        Box::new(mixfleet_wgpu::WgpuBackend),
         Box::new(mixfleet_simulated::SimBackend::new(Box::new(files::FromDisk))),
     ]
 }
@@ -25,7 +26,6 @@ pub(crate) fn probe() -> Vec<(&'static str, Result<Vec<DeviceInfo>, Absent>)> {
 /// What this version cannot look for yet.
 pub(crate) const NOT_LOOKED_FOR: &[(&str, &str)] = &[
     ("cuda", "this version has no CUDA backend yet"),
-    ("wgpu", "this version has no wgpu (Vulkan, Metal, DX12) backend yet"),
 ];
 
 /// Opens the device that `selector` names.

@@ -9,14 +9,17 @@ mod backends;
 mod calibration;
 mod compare;
 mod devices;
+mod explain;
 mod generate;
 mod model;
 mod parts;
 mod prices;
+mod profile;
 mod profiles;
 mod serve;
 mod start;
 mod topo;
+mod validate;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -34,10 +37,25 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
+/// The thing tested failed: exit code 1.
+#[derive(Debug)]
+pub(crate) struct Failed(pub(crate) String);
+
+impl std::fmt::Display for Failed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Failed {}
+
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Devices(args) => devices::run(&args),
         Command::Topo(args) => topo::run(&args),
+        Command::Profile(args) => profile::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Validate(args) => validate::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Parts(args) => parts::run(&args),
         Command::Serve(args) => serve::run(args),
@@ -51,5 +69,9 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     eprintln!("mixfleet: {error:#}");
-    ExitCode::from(if error.is::<Usage>() { 2 } else { 3 })
+    ExitCode::from(match () {
+        () if error.is::<Failed>() => 1,
+        () if error.is::<Usage>() => 2,
+        () => 3,
+    })
 }

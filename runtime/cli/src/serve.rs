@@ -131,6 +131,7 @@ fn load(
             ttft_slo: args.ttft_slo.map(Seconds),
             ..EngineConfig::default()
         },
+        profiles: args.profile.clone(),
         recalibrate: args.recalibrate,
     };
     let engine = start::engine(&model, &args.model, choice, env, metrics, placements)?;

@@ -3,20 +3,22 @@
 use crate::Usage;
 use crate::args::{DeviceRole, ModelArgs};
 use crate::model::Model;
-use crate::{backends, calibration};
+use crate::{backends, calibration, profiles};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{GIB, UsdPerHour};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::{EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Loaded};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;
-use mixfleet_scheduler::cost::CostModel;
+use mixfleet_scheduler::cost::{Coefficients, CostModel};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_wire::{HostRegion, Memory};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Prompt tokens of a step that also decodes: at a few hundred tokens per second of prefill, about
@@ -29,6 +31,7 @@ pub(crate) struct Choice {
     pub(crate) prices: BTreeMap<String, f64>,
     pub(crate) sequences_max: u32,
     pub(crate) engine: EngineConfig,
+    pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
 }
 
@@ -57,6 +60,8 @@ pub(crate) fn engine(
     {
         return Err(Usage(format!("--usd-per-hour {unknown}: no such device serves here")).into());
     }
+    let read = |file: &PathBuf| Ok((file.clone(), profiles::read(file)?));
+    let known = choice.profiles.iter().map(read).collect::<Result<Vec<_>>>()?;
     let mut instances = Vec::new();
     for DeviceRole { device: selector, role } in &choice.devices {
         let device = backends::open(selector)?;
@@ -74,7 +79,7 @@ pub(crate) fn engine(
         let spec = InstanceSpec { device, weights, role: *role, price, limits };
         instances.push(Loaded::new(&config, spec)?);
     }
-    let instances = calibrated(model, args, instances, choice.recalibrate)?;
+    let instances = predicted(model, args, instances, &known, choice.recalibrate)?;
     let context = context(model, &instances);
     let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
     let secret = [env.random(), env.random()];
@@ -141,32 +146,48 @@ fn place(
     weights.with_context(|| format!("cannot place the model on {selector}"))
 }
 
-/// With one device there is nothing to choose, but early rejection still predicts by it.
-fn calibrated(
+/// What steps take on each instance: by its device's profile if one was given, else by calibration. With
+/// one device there is nothing to choose, but early rejection still predicts by it.
+fn predicted(
     model: &Model,
     args: &ModelArgs,
     instances: Vec<Loaded>,
+    known: &[(PathBuf, DeviceProfile)],
     again: bool,
 ) -> Result<Vec<(Loaded, CostModel)>> {
-    let mut calibrated = Vec::new();
-    for loaded in instances {
-        let info = loaded.device().info();
-        let key = calibration::Key {
-            fingerprint: info.fingerprint.clone(),
-            model: model.digest.clone(),
-            dtypes: format!("{} {}", model.activations, model.kv),
-            chunk: args.chunk,
-        };
-        let (cost, measured) = calibration::get(key, &loaded, again)?;
-        tracing::info!(
-            device = %info.id,
-            measured,
-            prefill_tokens_per_s = 1.0 / cost.prefill_s.per_token.max(1e-12),
-            decode_step_s = cost.decode_s.base + cost.decode_s.per_sequence,
-            kv_tokens = loaded.kv_capacity_tokens(),
-            "calibrated"
-        );
-        calibrated.push((loaded, CostModel::Coefficients(cost)));
+    for (file, profile) in known {
+        if !instances.iter().any(|loaded| loaded.device().info().fingerprint == profile.fingerprint) {
+            let (file, of) = (file.display(), &profile.fingerprint);
+            let message =
+                format!("--profile {file}: it is of '{of}', and no device that serves here is that");
+            return Err(Usage(message).into());
+        }
     }
-    Ok(calibrated)
+    let mut predicted = Vec::new();
+    for loaded in instances {
+        let fingerprint = &loaded.device().info().fingerprint;
+        let cost = match known.iter().find(|(_, profile)| profile.fingerprint == *fingerprint) {
+            Some((_, profile)) => loaded.predicted_by(profile.clone()),
+            None => CostModel::Coefficients(calibrated(model, args, &loaded, again)?),
+        };
+        let (info, kv_tokens) = (loaded.device().info(), loaded.kv_capacity_tokens());
+        let (prompt, step) = (cost.prefill_s(0, args.chunk.max(1)).0, cost.decode_step_s(1, 1).0);
+        let prefill_tokens_per_s = f64::from(args.chunk.max(1)) / prompt.max(1e-12);
+        tracing::info!(device = %info.id, prefill_tokens_per_s, decode_step_s = step, kv_tokens, "predicted");
+        predicted.push((loaded, cost));
+    }
+    Ok(predicted)
+}
+
+/// What the model's own first layer takes on the device, measured now or kept from before.
+fn calibrated(model: &Model, args: &ModelArgs, loaded: &Loaded, again: bool) -> Result<Coefficients> {
+    let key = calibration::Key {
+        fingerprint: loaded.device().info().fingerprint.clone(),
+        model: model.digest.clone(),
+        dtypes: format!("{} {}", model.activations, model.kv),
+        chunk: args.chunk,
+    };
+    let (cost, measured) = calibration::get(key, loaded, again)?;
+    tracing::debug!(device = %loaded.device().info().id, measured, "calibrated");
+    Ok(cost)
 }

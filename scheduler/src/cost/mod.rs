@@ -118,7 +118,8 @@ impl ProfileCost {
     }
 
     fn sum(&self, ops: &OpCounts) -> Seconds {
-        ops.iter().map(|(sig, count)| self.profile.time(sig) * *count as f64).sum()
+        let each = |sig| self.profile.time(sig) + self.profile.launch_per_command;
+        ops.iter().map(|(sig, count)| each(sig) * *count as f64).sum()
     }
 }
 

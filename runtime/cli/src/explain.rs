@@ -1,0 +1,28 @@
+//! `mixfleet explain`
+
+use crate::Usage;
+use anyhow::Result;
+use clap::Args;
+use mixfleet_hwtests::profile::explain::{METRICS, explain};
+use std::io::Write;
+
+#[derive(Debug, Args)]
+pub(crate) struct ExplainArgs {
+    /// A metric, or a point of a profile; without one, all are listed
+    pub(crate) metric: Option<String>,
+}
+
+pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let Some(name) = &args.metric else {
+        for metric in METRICS {
+            writeln!(out, "  {:<14} {}", metric.name, metric.meaning)?;
+        }
+        return Ok(());
+    };
+    let known: Vec<&str> = METRICS.iter().map(|metric| metric.name).collect();
+    let metric = explain(name)
+        .ok_or_else(|| Usage(format!("there is no metric '{name}'; known: {}", known.join(", "))))?;
+    write!(out, "{metric}")?;
+    Ok(())
+}

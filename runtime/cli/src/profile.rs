@@ -1,0 +1,275 @@
+//! `mixfleet profile` and `mixfleet profile compare`
+
+pub(crate) mod machine;
+
+use crate::{Failed, Usage, backends};
+use anyhow::{Context, Result, bail};
+use clap::{Args, Subcommand};
+use indicatif::{ProgressBar, ProgressStyle};
+use mixfleet_hal::{DType, Device, DeviceKind};
+use mixfleet_hwtests::profile::compare::Comparison;
+use mixfleet_hwtests::profile::{
+    Document, Group, Level, ModelShapes, Options, PointResult, Progress, Status, card, page, run as measure,
+};
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct ProfileArgs {
+    #[command(subcommand)]
+    command: Option<ProfileCommand>,
+    #[command(flatten)]
+    measure: MeasureArgs,
+}
+
+#[derive(Debug, Subcommand)]
+enum ProfileCommand {
+    /// Compare two profiles point by point, noise taken into account
+    Compare(CompareArgs),
+}
+
+#[derive(Debug, Args)]
+struct MeasureArgs {
+    /// The device ('mixfleet devices' lists them) [default: the first that would serve]
+    #[arg(long, value_name = "DEV")]
+    device: Option<String>,
+    /// Less, in under a minute [default: under five minutes]
+    #[arg(long, conflicts_with = "full")]
+    quick: bool,
+    /// Everything, in up to half an hour
+    #[arg(long)]
+    full: bool,
+    /// Parts (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points, where
+    /// * stands for any characters
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    only: Vec<String>,
+    /// Measure this checkpoint's own shapes too
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Rent of the device, to show what a dollar buys
+    #[arg(long, value_name = "USD")]
+    usd_per_hour: Option<f64>,
+    /// Print the JSON document instead of the card
+    #[arg(long)]
+    json: bool,
+    /// Write the JSON document here
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Write what the scheduler and simulated devices take from it here, as JSON
+    #[arg(long, value_name = "FILE")]
+    device_profile: Option<PathBuf>,
+    /// Write a self-contained page with curves here
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct CompareArgs {
+    /// The first profile
+    a: PathBuf,
+    /// The second profile
+    b: PathBuf,
+    /// Exit with 1 if a point of the second is slower than RATIO times the first, beyond noise
+    #[arg(long, value_name = "RATIO")]
+    fail_below: Option<f64>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &ProfileArgs) -> Result<()> {
+    match &args.command {
+        Some(ProfileCommand::Compare(args)) => compare(args),
+        None => profile(&args.measure),
+    }
+}
+
+fn profile(args: &MeasureArgs) -> Result<()> {
+    let mut options = options(args)?;
+    let selector = match &args.device {
+        Some(selector) => selector.clone(),
+        None => backends::default_selectors().into_iter().next().context("no device was found")?,
+    };
+    let device = backends::open(&selector)?;
+    if device.info().kind == DeviceKind::Cpu {
+        options.cold_bytes = machine::cold_bytes(options.cold_bytes);
+        options.other_load = machine::busy();
+    }
+    let document = with_progress(&*device, &options);
+    write_files(args, &document)?;
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&document)?)?;
+    } else {
+        write!(out, "{}", card(&document))?;
+    }
+    verdict(&document)
+}
+
+fn write_files(args: &MeasureArgs, document: &Document) -> Result<()> {
+    let write = |file: &Path, text: String| {
+        std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
+    };
+    if let Some(file) = &args.out {
+        write(file, serde_json::to_string_pretty(document)? + "\n")?;
+    }
+    if let Some(file) = &args.html {
+        write(file, page(document))?;
+    }
+    if let Some(file) = &args.device_profile {
+        let profile = document
+            .device_profile()
+            .context("no device profile without a measured memory bandwidth and a measured product")?;
+        write(file, serde_json::to_string_pretty(&profile)? + "\n")?;
+    }
+    Ok(())
+}
+
+/// An interruption could not run to its end; a wrong or failed point is a failure of the device.
+fn verdict(document: &Document) -> Result<()> {
+    let wrong: Vec<&PointResult> = document.points.iter().filter(|p| p.status == Status::Error).collect();
+    if let Some(first) = wrong.first() {
+        let reason = first.reason.as_deref().unwrap_or("");
+        return Err(Failed(format!("{} points went wrong; {}: {reason}", wrong.len(), first.id)).into());
+    }
+    if !document.complete {
+        bail!("interrupted: the profile is marked incomplete");
+    }
+    Ok(())
+}
+
+fn options(args: &MeasureArgs) -> Result<Options> {
+    let level = match (args.quick, args.full) {
+        (true, _) => Level::Quick,
+        (_, true) => Level::Full,
+        _ => Level::Default,
+    };
+    if let Some(usd) = args.usd_per_hour
+        && !(usd.is_finite() && usd > 0.0)
+    {
+        bail!(Usage(format!("--usd-per-hour {usd} is not a price")));
+    }
+    let model = args.model.as_deref().map(shapes).transpose()?;
+    let options = Options {
+        only: args.only.clone(),
+        model,
+        measured_at: machine::now(),
+        command: std::env::args().collect::<Vec<_>>().join(" "),
+        facts: machine::facts(),
+        price: args.usd_per_hour.map(|usd| (usd, "--usd-per-hour".to_owned())),
+        ..Options::new(level)
+    };
+    // page size does not matter to whether a name is known
+    for name in &options.only {
+        let one = std::slice::from_ref(name);
+        if mixfleet_hwtests::profile::plan(Level::Full, 16, options.model.as_ref(), one).is_empty() {
+            let parts: Vec<&str> = Group::ALL.iter().map(|group| group.name()).collect();
+            bail!(Usage(format!(
+                "--only {name} names nothing; parts: {}, attention; points: 'mixfleet explain'",
+                parts.join(", ")
+            )));
+        }
+    }
+    Ok(options)
+}
+
+/// The shapes in a checkpoint's config.json.
+fn shapes(directory: &Path) -> Result<ModelShapes> {
+    let file = directory.join("config.json");
+    let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+    let config: serde_json::Value =
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", file.display()))?;
+    let maybe = |name: &str| config.get(name).and_then(|v| v.as_u64()).and_then(|v| u32::try_from(v).ok());
+    let number = |name: &str| {
+        maybe(name).filter(|v| *v > 0).with_context(|| format!("{}: no number '{name}'", file.display()))
+    };
+    let (hidden, heads) = (number("hidden_size")?, number("num_attention_heads")?);
+    let kv_heads = maybe("num_key_value_heads").unwrap_or(heads);
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        bail!("{}: {heads} heads do not divide over {kv_heads} KV heads", file.display());
+    }
+    let dtype = config.get("dtype").or(config.get("torch_dtype")).and_then(|v| v.as_str());
+    Ok(ModelShapes {
+        hidden,
+        intermediate: number("intermediate_size")?,
+        heads,
+        kv_heads,
+        head_dim: maybe("head_dim").unwrap_or(hidden / heads),
+        vocab: number("vocab_size")?,
+        dtype: dtype.and_then(|name| name.parse().ok()).unwrap_or(DType::Bf16),
+    })
+}
+
+/// Measures with a bar on a terminal, or a line for each part elsewhere. The first Ctrl-C ends it after the
+/// point in work, the second at once.
+fn with_progress(device: &dyn Device, options: &Options) -> Document {
+    stop_on_interrupt(options.cancelled.clone());
+    let terminal = std::io::stderr().is_terminal();
+    let bar = if terminal { ProgressBar::new(0) } else { ProgressBar::hidden() };
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}");
+    bar.set_style(style.expect("a fixed template"));
+    let mut part = None;
+    let document = measure(device, options, &mut |progress| match progress {
+        Progress::Begin { index, total, id } => {
+            bar.set_length(total as u64);
+            bar.set_position(index as u64);
+            bar.set_message(id.to_owned());
+        }
+        Progress::Done(point) => {
+            if !terminal && part != Some(point.group) {
+                part = Some(point.group);
+                eprintln!("profile {}: {}", device.info().id, point.group.name());
+            }
+            if point.status == Status::Error {
+                let reason = point.reason.as_deref().unwrap_or("");
+                bar.suspend(|| eprintln!("{}: {reason}", point.id));
+            }
+        }
+    });
+    bar.finish_and_clear();
+    document
+}
+
+fn stop_on_interrupt(cancelled: Arc<AtomicBool>) {
+    std::thread::spawn(move || {
+        let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_io().build() else { return };
+        runtime.block_on(async {
+            while tokio::signal::ctrl_c().await.is_ok() {
+                if cancelled.swap(true, Ordering::Relaxed) {
+                    std::process::exit(130);
+                }
+                eprintln!("\nstopping after this point; press Ctrl-C again to stop at once");
+            }
+        });
+    });
+}
+
+fn read(file: &Path) -> Result<Document> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    Document::from_json(&text).map_err(|why| anyhow::anyhow!("{}: {why}", file.display()))
+}
+
+fn compare(args: &CompareArgs) -> Result<()> {
+    let comparison = Comparison::new(&read(&args.a)?, &read(&args.b)?);
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&comparison)?)?;
+    } else {
+        write!(out, "{comparison}")?;
+    }
+    let Some(ratio) = args.fail_below else { return Ok(()) };
+    if comparison.points.is_empty() {
+        bail!("no point was measured in both profiles");
+    }
+    let below = comparison.below(ratio);
+    match below.first() {
+        Some(first) => {
+            Err(Failed(format!("{} points below {ratio}; {} x{:.3}", below.len(), first.id, first.ratio))
+                .into())
+        }
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,307 @@
+//! `mixfleet validate`
+
+mod facts;
+mod options;
+mod selftest;
+mod summary;
+
+use crate::profile::machine;
+use crate::{Failed, Usage, backends};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use mixfleet_hal::DeviceInfo;
+use mixfleet_hwtests::validate::package::{self, JOURNAL};
+use mixfleet_hwtests::validate::protocol::Line;
+use mixfleet_hwtests::validate::runner::{self, header};
+use mixfleet_hwtests::validate::{
+    Effort, Environment, MemoryAsked, Part, Plan, Processes, Record, Settings, Status, Validation, Verdict,
+    child, groups,
+};
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+#[derive(Debug, Args)]
+pub(crate) struct ValidateArgs {
+    /// The device ('mixfleet devices' lists them) [default: the first that would serve]
+    #[arg(long, value_name = "DEV")]
+    device: Option<String>,
+    /// Highest level: 0 discovery, 1 conformance, 2 memory, 3 performance
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(0..=3))]
+    level: u8,
+    /// All edge shapes and memory passes, 80 % of the memory, the longer profile
+    #[arg(long)]
+    full: bool,
+    /// Groups or cases, as in l1.gemm or l2.*; the report is then a partial one
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    only: Vec<String>,
+    /// Memory that the patterns try, as in 4GiB or 80% [default: 128MiB; 80% with --full]
+    #[arg(long, value_name = "SIZE|PERCENT%", value_parser = options::memory)]
+    memory: Option<MemoryAsked>,
+    /// Load the device for so long, as in 10m, with golden results checked again and again
+    #[arg(long, value_name = "TIME", value_parser = options::seconds)]
+    soak: Option<f64>,
+    /// The vendor's claims and waivers
+    #[arg(long, value_name = "part.toml")]
+    part: Option<PathBuf>,
+    /// Folder for the report: JSON, JUnit, HTML, environment, log, checksums
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Carry on the run whose log is in --out
+    #[arg(long, requires = "out")]
+    resume: bool,
+    /// A batch without an answer for so long counts as hung
+    #[arg(long, value_name = "TIME", value_parser = options::seconds, default_value = "30s", hide_short_help = true)]
+    timeout: f64,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+    /// Put faults on a device in this process and show which level sees how many [default: the oracle itself]
+    #[arg(long, conflicts_with_all = ["out", "part", "soak", "only", "full", "resume"])]
+    self_test: bool,
+    /// Be a child: an assignment comes on standard input
+    #[arg(long, hide = true)]
+    child: bool,
+}
+
+pub(crate) fn run(args: &ValidateArgs) -> Result<()> {
+    if args.child {
+        let open = |selector: &str| backends::open(selector).map_err(|error| format!("{error:#}"));
+        child::serve(&mut std::io::stdin().lock(), &mut std::io::stdout().lock(), &open)?;
+        return Ok(());
+    }
+    if args.self_test {
+        return selftest::run(args.device.as_deref(), args.json);
+    }
+    validate(args)
+}
+
+fn validate(args: &ValidateArgs) -> Result<()> {
+    let began_at = machine::now();
+    let part = args.part.as_deref().map(read_part).transpose()?;
+    let mut plan = plan(args, part.as_ref())?;
+    let earlier = earlier(args, &plan)?;
+    let start = Processes { command: Box::new(child_command) };
+    // a child looks first, so that a driver that crashes does not take this process with it
+    let identity = Plan { level: 0, only: vec!["l0.identity".to_owned()], ..plan.clone() };
+    let looked = runner::run(&identity, &start, &[], &mut |_| {}).device;
+    let here = facts::Here::read();
+    if let Some(info) = &looked {
+        plan.settings.facts = here.about(info);
+        if let Some(part) = &part {
+            part.is_about(&info.name, here.pci_id(info).as_deref()).map_err(Usage)?;
+        }
+    }
+    let mut journal = Journal::open(args.out.as_deref(), &plan, earlier.is_empty())?;
+    let progress = Bar::new(&plan);
+    let outcome = runner::run(&plan, &start, &earlier, &mut |record| {
+        progress.see(record);
+        journal.add(record);
+    });
+    progress.bar.finish_and_clear();
+    journal.finish()?;
+    let today = began_at.get(..10).unwrap_or_default();
+    let report = Validation::new(&plan, outcome, part.as_ref(), today);
+    if let Some(folder) = &args.out {
+        let environment = environment(&report, &here, looked.as_ref(), began_at.clone());
+        package::write(folder, &report, &environment).context("cannot write the report")?;
+    }
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+    } else {
+        write!(out, "{}", summary::text(&report, args.out.as_deref()))?;
+    }
+    out.flush()?;
+    match report.verdict {
+        Verdict::Pass | Verdict::Partial => Ok(()),
+        Verdict::Fail => bail!(Failed(format!("validation failed: {}", report.remarks.join("; ")))),
+        Verdict::Incomplete => bail!("validation is incomplete: {}", report.remarks.join("; ")),
+    }
+}
+
+fn read_part(file: &Path) -> Result<Part> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    Part::parse(&text).map_err(|error| Usage(format!("{}: {error}", file.display())).into())
+}
+
+fn plan(args: &ValidateArgs, part: Option<&Part>) -> Result<Plan> {
+    let device = match &args.device {
+        Some(device) => device.clone(),
+        None => backends::default_selectors().into_iter().next().context("no device was found")?,
+    };
+    let (effort, memory) = match args.full {
+        true => (Effort::Full, MemoryAsked::Share(0.8)),
+        false => (Effort::Quick, Settings::quick().memory),
+    };
+    let settings = Settings {
+        effort,
+        memory: args.memory.unwrap_or(memory),
+        batch_timeout_s: args.timeout,
+        soak_s: args.soak.unwrap_or(0.0),
+        points: part
+            .map(|part| part.claims.iter().map(|claim| claim.point.clone()).collect())
+            .unwrap_or_default(),
+        ..Settings::quick()
+    };
+    // a case is a handful of batches
+    let patience = Duration::from_secs_f64(4.0 * args.timeout);
+    let plan = Plan { level: args.level, only: args.only.clone(), settings, patience, ..Plan::new(&device) };
+    if groups(&plan).is_empty() {
+        let all = groups(&Plan { only: Vec::new(), ..plan });
+        bail!(Usage(format!(
+            "--only {} names nothing up to level {}; groups: {}",
+            args.only.join(","),
+            args.level,
+            all.join(", ")
+        )));
+    }
+    Ok(plan)
+}
+
+/// This program again, as a child.
+fn child_command() -> Command {
+    // without a path of its own it is looked for by name
+    let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("mixfleet"));
+    let mut command = Command::new(program);
+    command.args(["validate", "--child"]);
+    command
+}
+
+/// The log that is carried on; empty for a new run.
+fn earlier(args: &ValidateArgs, plan: &Plan) -> Result<Vec<Record>> {
+    let Some(folder) = &args.out else { return Ok(Vec::new()) };
+    let file = folder.join(JOURNAL);
+    if !args.resume {
+        if file.exists() {
+            let what = format!(
+                "{} is there already: carry it on with --resume, or name another folder",
+                file.display()
+            );
+            bail!(Usage(what));
+        }
+        return Ok(Vec::new());
+    }
+    let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+    let mut records = Vec::new();
+    for line in text.lines() {
+        match serde_json::from_str(line) {
+            Ok(record) => records.push(record),
+            // the last line may be torn
+            Err(_) => break,
+        }
+    }
+    if records.first() != Some(&header(plan)) {
+        let what = format!(
+            "{} is of another device, version or other settings: it cannot be carried on",
+            file.display()
+        );
+        bail!(Usage(what));
+    }
+    Ok(records)
+}
+
+/// The log on disk, line by line, so that a crash of the machine loses one line.
+struct Journal {
+    file: Option<std::fs::File>,
+    error: Option<std::io::Error>,
+}
+
+impl Journal {
+    fn open(folder: Option<&Path>, plan: &Plan, fresh: bool) -> Result<Journal> {
+        let Some(folder) = folder else { return Ok(Journal { file: None, error: None }) };
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let path = folder.join(JOURNAL);
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(&path);
+        let file = file.with_context(|| format!("cannot write {}", path.display()))?;
+        let mut journal = Journal { file: Some(file), error: None };
+        if fresh {
+            journal.add(&header(plan));
+        } else {
+            // ends a torn line
+            journal.write("");
+        }
+        Ok(journal)
+    }
+
+    fn add(&mut self, record: &Record) {
+        match serde_json::to_string(record) {
+            Ok(text) => self.write(&text),
+            Err(error) => self.error = Some(error.into()),
+        }
+    }
+
+    fn write(&mut self, text: &str) {
+        if let Some(file) = &mut self.file
+            && let Err(error) = writeln!(file, "{text}")
+        {
+            self.error = Some(error);
+        }
+    }
+
+    fn finish(self) -> Result<()> {
+        self.error.map_or(Ok(()), |error| Err(error).context("the log could not be written in full"))
+    }
+}
+
+/// What is going on, on standard error.
+struct Bar {
+    bar: ProgressBar,
+    terminal: bool,
+}
+
+impl Bar {
+    fn new(plan: &Plan) -> Bar {
+        let terminal = std::io::stderr().is_terminal();
+        let bar = if terminal { ProgressBar::new(groups(plan).len() as u64) } else { ProgressBar::hidden() };
+        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}");
+        bar.set_style(style.expect("a fixed template"));
+        Bar { bar, terminal }
+    }
+
+    fn see(&self, record: &Record) {
+        match record {
+            Record::Start { group, .. } if !self.terminal => eprintln!("validate: {group}"),
+            Record::Start { group, .. } => self.bar.set_message(group.clone()),
+            Record::Line { line: Line::Begin(id), .. } => self.bar.set_message(id.clone()),
+            Record::Line { line: Line::Case(case), .. }
+                if case.status.is_wrong() || case.status == Status::NotRun =>
+            {
+                let reason = case.reason.as_deref().unwrap_or_default();
+                self.bar.suspend(|| eprintln!("{} {}: {reason}", case.status.word(), case.id));
+            }
+            Record::Line { line: Line::Sample(sample), .. } => {
+                self.bar.set_message(format!("soak, {:.0} s", sample.t_s));
+            }
+            Record::Done { .. } => self.bar.inc(1),
+            _ => {}
+        }
+    }
+}
+
+fn environment(
+    report: &Validation,
+    here: &facts::Here,
+    device: Option<&DeviceInfo>,
+    began_at: String,
+) -> Environment {
+    let commit = option_env!("MIXFLEET_COMMIT");
+    let features = [
+        ("opencl", cfg!(feature = "opencl")),
+        ("hwloc", cfg!(feature = "hwloc")),
+        ("verbs", cfg!(feature = "verbs")),
+    ];
+    Environment {
+        commit: commit.map(|commit| commit.trim_end_matches("-dirty").to_owned()),
+        dirty: commit.map(|commit| commit.ends_with("-dirty")),
+        features: features.iter().filter(|(_, on)| *on).map(|(name, _)| (*name).to_owned()).collect(),
+        command: std::env::args().collect(),
+        began_at,
+        ended_at: machine::now(),
+        host: here.host(),
+        device: device.map(|info| here.about(info)).unwrap_or_default(),
+        ..Environment::of(report)
+    }
+}

@@ -1,0 +1,88 @@
+//! What the system says of a device and its host: the link, the driver, who else is at work.
+
+use mixfleet_discover::{PciDevice, Topology, Tree, conditions, pci_of};
+use mixfleet_hal::{DeviceInfo, DeviceKind};
+use mixfleet_hwtests::validate::Fact;
+use std::path::Path;
+
+/// This machine at one moment.
+pub(crate) struct Here {
+    topology: Topology,
+    conditions: mixfleet_discover::Conditions,
+}
+
+impl Here {
+    pub(crate) fn read() -> Here {
+        Here { topology: Topology::read(&Tree::at("/")), conditions: conditions(Path::new("/")) }
+    }
+
+    fn pci(&self, info: &DeviceInfo) -> Option<&PciDevice> {
+        self.topology.device(pci_of(info)?)
+    }
+
+    /// `vendor:device` in hexadecimal.
+    pub(crate) fn pci_id(&self, info: &DeviceInfo) -> Option<String> {
+        self.pci(info).map(|pci| format!("{:04x}:{:04x}", pci.vendor, pci.device))
+    }
+
+    /// Facts about the device, for level 0.
+    pub(crate) fn about(&self, info: &DeviceInfo) -> Vec<Fact> {
+        let mut facts = vec![self.other_load()];
+        match info.kind {
+            DeviceKind::Simulated => {}
+            DeviceKind::Cpu => facts.push(known("governor", self.conditions.governor.clone())),
+            DeviceKind::Gpu | DeviceKind::Accelerator => facts.extend(self.on_the_bus(info)),
+        }
+        facts
+    }
+
+    fn on_the_bus(&self, info: &DeviceInfo) -> Vec<Fact> {
+        let Some(pci) = self.pci(info) else {
+            let why = "the backend tells no PCI address, or the system does not list it";
+            return ["pci", "link", "numa", "driver"].map(|name| Fact::unknown(name, why)).to_vec();
+        };
+        let link = match &pci.link {
+            None => Fact::unknown("link", "the system tells no link; most virtual machines do not"),
+            // an idle part lowers its speed; lanes that are missing stay missing
+            Some(link) if link.is_narrow() => {
+                Fact::suspect("link", link.words(), link.shortfalls().join("; "))
+            }
+            Some(link) => Fact::known("link", link.words()),
+        };
+        let address = pci.address;
+        let id = self.pci_id(info).unwrap_or_default();
+        vec![
+            Fact::known("pci", format!("{address} {id}")),
+            link,
+            known("numa", pci.node.map(|node| node.to_string())),
+            known("driver", pci.driver.clone()),
+        ]
+    }
+
+    /// Somebody else at work spoils measurements, not results.
+    fn other_load(&self) -> Fact {
+        match self.conditions.runnable_others {
+            None => Fact::unknown("other_load", "the system does not tell"),
+            Some(0) => Fact::known("other_load", "none"),
+            Some(others) => {
+                let remark = "other threads want the cores: measured times may be too long";
+                Fact::suspect("other_load", format!("{others} runnable threads"), remark)
+            }
+        }
+    }
+
+    /// The host, for the report.
+    pub(crate) fn host(&self) -> Vec<Fact> {
+        let mut facts =
+            vec![Fact::known("os", std::env::consts::OS), Fact::known("arch", std::env::consts::ARCH)];
+        facts.extend(self.conditions.pairs().into_iter().map(|(name, value)| Fact::known(&name, value)));
+        if self.conditions.governor.is_none() {
+            facts.push(Fact::unknown("governor", "the system tells no clock policy"));
+        }
+        facts
+    }
+}
+
+fn known(name: &str, value: Option<String>) -> Fact {
+    value.map_or_else(|| Fact::unknown(name, "the system does not tell"), |value| Fact::known(name, value))
+}

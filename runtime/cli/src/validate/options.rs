@@ -1,0 +1,56 @@
+//! Values on the command line.
+
+use mixfleet_hal::units::{GIB, MIB};
+use mixfleet_hwtests::validate::MemoryAsked;
+
+/// `512MiB`, `4GiB` or `80%`.
+pub(crate) fn memory(text: &str) -> Result<MemoryAsked, String> {
+    let wrong = || format!("'{text}' is not an amount of memory such as 512MiB, 4GiB or 80%");
+    let number =
+        |digits: &str| digits.parse::<f64>().ok().filter(|n| n.is_finite() && *n > 0.0).ok_or_else(wrong);
+    if let Some(percent) = text.strip_suffix('%') {
+        let percent = number(percent)?;
+        return if percent <= 100.0 { Ok(MemoryAsked::Share(percent / 100.0)) } else { Err(wrong()) };
+    }
+    let bytes = match (text.strip_suffix("MiB"), text.strip_suffix("GiB")) {
+        (Some(mib), _) => number(mib)? * MIB as f64,
+        (_, Some(gib)) => number(gib)? * GIB as f64,
+        _ => return Err(wrong()),
+    };
+    Ok(MemoryAsked::Bytes(bytes as u64))
+}
+
+/// `90s`, `10m` or `24h`, in seconds.
+pub(crate) fn seconds(text: &str) -> Result<f64, String> {
+    let wrong = || format!("'{text}' is not a time such as 30s, 10m or 24h");
+    let at = text.find(|c: char| c.is_ascii_alphabetic()).ok_or_else(wrong)?;
+    let unit = match &text[at..] {
+        "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return Err(wrong()),
+    };
+    let number = text[..at].parse::<f64>().map_err(|_| wrong())?;
+    // a month is longer than anybody soaks
+    let seconds = number * unit;
+    if seconds.is_finite() && seconds > 0.0 && seconds < 31.0 * 86_400.0 { Ok(seconds) } else { Err(wrong()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn amounts_and_times_are_read() {
+        assert_eq!(memory("512MiB"), Ok(MemoryAsked::Bytes(512 * MIB)));
+        assert_eq!(memory("1.5GiB"), Ok(MemoryAsked::Bytes(1536 * MIB)));
+        assert_eq!(memory("80%"), Ok(MemoryAsked::Share(0.8)));
+        for wrong in ["512", "512MB", "-1GiB", "101%", "0%", "%", "", "NaN%"] {
+            assert!(memory(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!((seconds("90s"), seconds("10m"), seconds("1.5h")), (Ok(90.0), Ok(600.0), Ok(5400.0)));
+        for wrong in ["10", "10d", "m", "-5s", "0s", "1e9h"] {
+            assert!(seconds(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! `mixfleet validate --self-test`: what the suite sees of faults that are put into a device on purpose.
+
+use crate::{Failed, backends};
+use anyhow::{Result, bail};
+use mixfleet_hal::Device;
+use mixfleet_hal::fault::{Fault, FaultPlan};
+use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_hwtests::validate::detect::TABLE_HEADER;
+use mixfleet_hwtests::validate::{Detection, Faulty, Trial, detect};
+use mixfleet_simulated::FaultyDevice;
+use serde_json::json;
+use std::io::Write;
+use std::sync::Arc;
+
+pub(crate) fn run(device: Option<&str>, json: bool) -> Result<()> {
+    let base: Arc<dyn Device> = match device {
+        Some(selector) => backends::open(selector)?,
+        None => Arc::new(ReferenceDevice::default()),
+    };
+    let trial = Trial::thorough();
+    let mut out = std::io::stdout().lock();
+    if !json {
+        writeln!(out, "{} ({}), {} seeded plans per cell", base.info().id, base.info().name, trial.seeds)?;
+        writeln!(out, "{TABLE_HEADER}")?;
+    }
+    let mut broken = None;
+    let rows = detect(base, &wrap, &trial, &mut |row| {
+        if json {
+            eprintln!("{row}");
+        } else if let Err(error) = writeln!(out, "{row}") {
+            broken.get_or_insert(error);
+        }
+    })
+    .map_err(anyhow::Error::msg)?;
+    if let Some(error) = broken {
+        return Err(error.into());
+    }
+    if json {
+        let rows: Vec<_> = rows
+            .iter()
+            .map(|row| {
+                let mut value = json!(row);
+                value["chance_per_pass"] = json!(row.chance());
+                value
+            })
+            .collect();
+        let document =
+            json!({"schema": "mixfleet.validation-self-test/1", "seeds": trial.seeds, "rows": rows});
+        writeln!(out, "{document:#}")?;
+    }
+    let missed = missed(&rows);
+    if !missed.is_empty() {
+        bail!(Failed(format!("the suite does not see what it must: {}", missed.join("; "))));
+    }
+    Ok(())
+}
+
+fn wrap(base: Arc<dyn Device>, plan: FaultPlan, transfers: bool) -> Faulty {
+    let device = FaultyDevice::new(base, plan);
+    let device = Arc::new(if transfers { device.striking_transfers() } else { device });
+    let (counting, striking) = (device.clone(), device.clone());
+    Faulty {
+        device,
+        operations: Box::new(move || counting.commands()),
+        struck: Box::new(move || striking.struck()),
+    }
+}
+
+/// Levels that must see a fault at the highest rate.
+fn must_see(fault: Fault) -> &'static [u8] {
+    match fault {
+        Fault::BitFlip | Fault::Drop | Fault::Stale | Fault::Fail => &[1, 2, 5],
+        Fault::Slow { .. } => &[3],
+        Fault::Hang => &[1, 2, 3, 5],
+    }
+}
+
+fn missed(rows: &[Detection]) -> Vec<String> {
+    let highest = rows.iter().map(|row| row.rate).fold(0.0, f64::max);
+    let wrong = |row: &&Detection| match row.fault {
+        None => row.caught > 0,
+        Some(fault) => {
+            let seen = row.passes > 0 && row.caught == row.passes;
+            let told = fault != Fault::Hang || row.timeouts == row.passes;
+            row.rate == highest && must_see(fault).contains(&row.level) && !(seen && told)
+        }
+    };
+    rows.iter()
+        .filter(wrong)
+        .map(|row| row.to_string().split_whitespace().collect::<Vec<_>>().join(" "))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(level: u8, fault: Option<Fault>, caught: u64) -> Detection {
+        let (rate, operations, struck_share) = (0.5, 100, 1.0);
+        Detection { level, fault, rate, operations, struck_share, passes: 2, caught, timeouts: caught }
+    }
+
+    #[test]
+    fn a_level_that_must_see_a_fault_and_does_not_is_named() {
+        assert!(
+            missed(&[row(1, None, 0), row(1, Some(Fault::Drop), 2), row(3, Some(Fault::Drop), 0)]).is_empty()
+        );
+        assert_eq!(missed(&[row(2, Some(Fault::Stale), 1)]).len(), 1);
+        assert_eq!(missed(&[row(3, Some(Fault::Slow { times: 10 }), 0)]).len(), 1);
+        assert_eq!(missed(&[row(5, None, 1)]).len(), 1, "a false alarm");
+    }
+}

@@ -1,0 +1,76 @@
+//! The report on the terminal.
+
+use mixfleet_hwtests::validate::{CaseResult, Status, Validation};
+use std::fmt::Write;
+use std::path::Path;
+
+/// Cases that are shown with their reasons.
+const SHOWN_MAX: usize = 20;
+
+pub(crate) fn text(report: &Validation, folder: Option<&Path>) -> String {
+    let mut text = String::new();
+    // writing to a string does not fail
+    let _ = write_all(&mut text, report, folder);
+    text
+}
+
+fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> std::fmt::Result {
+    let (id, name) = report.device.as_ref().map_or(("", "no device"), |d| (&d.id, &d.name));
+    writeln!(text, "{id} ({name}): {}", report.verdict.word().to_uppercase())?;
+    for level in &report.levels {
+        let counts: Vec<String> = Status::ALL
+            .iter()
+            .filter_map(|status| Some(format!("{} {}", level.counts.get(status.word())?, status.word())))
+            .collect();
+        let ratio = level.error_of_bound_max.map(|r| format!("; largest error {r:.2} of its bound"));
+        let purpose = ["discovery", "conformance", "memory", "performance", "", "soak"];
+        let purpose = purpose.get(usize::from(level.level)).unwrap_or(&"");
+        writeln!(
+            text,
+            "  L{} {purpose:<12} {}{}",
+            level.level,
+            counts.join(", "),
+            ratio.unwrap_or_default()
+        )?;
+    }
+    let list = &report.mustpass;
+    let met = list.lines.iter().filter(|line| line.problem.is_none()).count();
+    writeln!(text, "  mustpass {}: {met} of {} lines met", list.version, list.lines.len())?;
+    claims(text, report)?;
+    let worth = |case: &&CaseResult| !matches!(case.status, Status::Pass | Status::Unsupported);
+    let mut cases: Vec<&CaseResult> = report.cases.iter().filter(worth).collect();
+    cases.sort_by_key(|case| std::cmp::Reverse(case.status));
+    for case in cases.iter().take(SHOWN_MAX) {
+        writeln!(text, "  {:<15} {}: {}", case.status.word(), case.id, case.reason.as_deref().unwrap_or(""))?;
+    }
+    if cases.len() > SHOWN_MAX {
+        writeln!(text, "  and {} more; --out keeps them all", cases.len() - SHOWN_MAX)?;
+    }
+    for remark in &report.remarks {
+        writeln!(text, "  {remark}")?;
+    }
+    match folder {
+        Some(folder) => writeln!(text, "report: {}", folder.join("report.html").display()),
+        None => writeln!(text, "no report was kept: name a folder with --out"),
+    }
+}
+
+fn claims(text: &mut String, report: &Validation) -> std::fmt::Result {
+    for case in &report.cases {
+        for claim in case.facts.get("claims").and_then(|claims| claims.as_array()).into_iter().flatten() {
+            let number = |name: &str| claim.get(name).and_then(serde_json::Value::as_f64);
+            let unit = claim.get("unit").and_then(|unit| unit.as_str()).unwrap_or("");
+            let (Some(value), point) = (number("value"), case.id.trim_start_matches("l3.")) else { continue };
+            match (number("measured"), number("share")) {
+                (Some(got), Some(share)) => writeln!(
+                    text,
+                    "  claim {point}: {got:.3e} {unit}, {:.1} % of the claimed {value:.3e} {unit}: {}",
+                    share * 100.0,
+                    case.status.word()
+                )?,
+                _ => writeln!(text, "  claim {point}: not measured: {}", case.status.word())?,
+            }
+        }
+    }
+    Ok(())
+}
