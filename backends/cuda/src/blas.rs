@@ -1,0 +1,283 @@
+//! Large products by cuBLASLt. Its matrices are column-major, so it computes the transpose:
+//! `out^T [n, m] = weight [n, k] . x^T [k, m]`, where each of ours, read by columns, is a transpose for free.
+
+use crate::driver::Context;
+use crate::plan::Matmul;
+use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::sys::{self, cublasLtMatmulDescAttributes_t as Desc};
+use cudarc::cublaslt::sys::{cublasLtMatmulPreferenceAttributes_t as Preference, cudaDataType_t as DataType};
+use cudarc::driver::sys::CUstream;
+use mixfleet_hal::{DType, Error, ErrorKind, Result};
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What NVIDIA recommends for Hopper; the start of a queue's scratch.
+pub(crate) const WORKSPACE_BYTES: u64 = 32 << 20;
+/// Sums of a split k may meet in f32 in the workspace; in place they would meet in any order, and in the
+/// output's type they would be rounded once more.
+const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;
+
+/// What an algorithm is chosen by: the product without its addresses, but with their alignment.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    shape: (u32, u32, u32),
+    dtypes: (DType, DType),
+    bias: bool,
+    accumulate: bool,
+    /// Of weight, x and out, in bytes; 256 at most.
+    alignment: [u32; 3],
+}
+
+impl Key {
+    fn of(product: &Matmul) -> Key {
+        let alignment =
+            [product.weight, product.x, product.out].map(|address| 1 << (address | 256).trailing_zeros());
+        Key {
+            shape: product.shape,
+            dtypes: (product.dtype, product.out_dtype),
+            bias: product.bias.is_some(),
+            accumulate: product.accumulate,
+            alignment,
+        }
+    }
+}
+
+fn failure(place: &str, error: CublasError) -> Error {
+    use sys::cublasStatus_t::*;
+    let kind = match error.0 {
+        CUBLAS_STATUS_NOT_SUPPORTED | CUBLAS_STATUS_ARCH_MISMATCH => ErrorKind::Unsupported,
+        CUBLAS_STATUS_ALLOC_FAILED => ErrorKind::OutOfMemory,
+        CUBLAS_STATUS_EXECUTION_FAILED => ErrorKind::DeviceLost,
+        _ => ErrorKind::Other,
+    };
+    Error::new(kind, format!("cuda: cuBLASLt: {place}: {:?}", error.0))
+}
+
+fn data_type(dtype: DType) -> Result<DataType> {
+    match dtype {
+        DType::F32 => Ok(DataType::CUDA_R_32F),
+        DType::Bf16 => Ok(DataType::CUDA_R_16BF),
+        DType::F16 => Ok(DataType::CUDA_R_16F),
+        DType::F8E4m3 => Ok(DataType::CUDA_R_8F_E4M3),
+        DType::U32 => Err(Error::unsupported("cuda: cuBLASLt has no product of u32")),
+    }
+}
+
+/// A matrix, column by column.
+struct Layout(sys::cublasLtMatrixLayout_t);
+
+impl Layout {
+    /// `rows` are its leading dimension.
+    fn new(dtype: DType, rows: u32, columns: u32) -> Result<Layout> {
+        let created =
+            result::create_matrix_layout(data_type(dtype)?, rows.into(), columns.into(), rows.into());
+        created.map(Layout).map_err(|e| failure("a layout", e))
+    }
+}
+
+impl Drop for Layout {
+    fn drop(&mut self) {
+        // SAFETY: created once in `new`.
+        let _ = unsafe { result::destroy_matrix_layout(self.0) };
+    }
+}
+
+struct Description(sys::cublasLtMatmulDesc_t);
+
+impl Description {
+    fn set<T>(&self, attribute: Desc, value: &T) -> Result<()> {
+        // SAFETY: the description is alive; the call copies `value`, whose type is the attribute's.
+        unsafe {
+            result::set_matmul_desc_attribute(self.0, attribute, (value as *const T).cast(), size_of::<T>())
+        }
+        .map_err(|e| failure("a description", e))
+    }
+}
+
+impl Drop for Description {
+    fn drop(&mut self) {
+        // SAFETY: created once in `prepare`.
+        let _ = unsafe { result::destroy_matmul_desc(self.0) };
+    }
+}
+
+struct Preferences(sys::cublasLtMatmulPreference_t);
+
+impl Preferences {
+    fn set<T>(&self, attribute: Preference, value: &T) -> Result<()> {
+        // SAFETY: as in `Description::set`.
+        unsafe {
+            result::set_matmul_pref_attribute(self.0, attribute, (value as *const T).cast(), size_of::<T>())
+        }
+        .map_err(|e| failure("preferences", e))
+    }
+}
+
+impl Drop for Preferences {
+    fn drop(&mut self) {
+        // SAFETY: created once in `prepare`.
+        let _ = unsafe { result::destroy_matmul_pref(self.0) };
+    }
+}
+
+/// A product with its algorithm.
+struct Prepared {
+    description: Description,
+    weight: Layout,
+    x: Layout,
+    out: Layout,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+/// cuBLASLt on one device, with the algorithms that were chosen.
+pub(crate) struct Blas {
+    context: Arc<Context>,
+    handle: sys::cublasLtHandle_t,
+    prepared: Mutex<HashMap<Key, Prepared>>,
+}
+
+// SAFETY: the handle may be used by any thread that bound the context; descriptions are changed under the lock.
+unsafe impl Send for Blas {}
+// SAFETY: as above.
+unsafe impl Sync for Blas {}
+
+impl Blas {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Blas> {
+        context.bind()?;
+        let handle = result::create_handle().map_err(|e| failure("cublasLtCreate", e))?;
+        Ok(Blas { context: context.clone(), handle, prepared: Mutex::default() })
+    }
+
+    /// Chooses an algorithm for `product`, unless one was chosen before. To be done before a capture.
+    ///
+    /// # Errors
+    /// `Unsupported` when cuBLASLt has none.
+    pub(crate) fn prepare(&self, product: &Matmul) -> Result<()> {
+        let key = Key::of(product);
+        let mut prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        if let std::collections::hash_map::Entry::Vacant(vacant) = prepared.entry(key) {
+            vacant.insert(self.choose(product, &key)?);
+        }
+        Ok(())
+    }
+
+    fn choose(&self, product: &Matmul, key: &Key) -> Result<Prepared> {
+        let (m, n, k) = product.shape;
+        let (compute, scale) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F);
+        let description = result::create_matmul_desc(compute, scale)
+            .map(Description)
+            .map_err(|e| failure("cublasLtMatmulDescCreate", e))?;
+        let (plain, transposed) = (0i32, 1i32); // CUBLAS_OP_N, CUBLAS_OP_T
+        description.set(Desc::CUBLASLT_MATMUL_DESC_TRANSA, &transposed)?;
+        description.set(Desc::CUBLASLT_MATMUL_DESC_TRANSB, &plain)?;
+        if let Some(bias) = product.bias {
+            description
+                .set(Desc::CUBLASLT_MATMUL_DESC_EPILOGUE, &sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS)?;
+            description.set(Desc::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
+        }
+        let weight = Layout::new(product.dtype, k, n)?;
+        let x = Layout::new(product.dtype, k, m)?;
+        let out = Layout::new(product.out_dtype, n, m)?;
+        let preferences = result::create_matmul_pref()
+            .map(Preferences)
+            .map_err(|e| failure("cublasLtMatmulPreferenceCreate", e))?;
+        preferences.set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(WORKSPACE_BYTES as usize))?;
+        preferences
+            .set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &REDUCTION_IN_COMPUTE_TYPE)?;
+        let [of_weight, of_x, of_out] = key.alignment;
+        preferences.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &of_weight)?;
+        preferences.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &of_x)?;
+        preferences.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_out)?;
+        preferences.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_out)?;
+        self.context.bind()?;
+        // SAFETY: all objects are alive, and the layouts are those that `run` uses.
+        let found = unsafe {
+            result::get_matmul_algo_heuristic(
+                self.handle,
+                description.0,
+                weight.0,
+                x.0,
+                out.0,
+                out.0,
+                preferences.0,
+            )
+        };
+        let found = found.map_err(|e| failure(&format!("no algorithm for {:?}", product.shape), e))?;
+        if found.workspaceSize as u64 > WORKSPACE_BYTES {
+            return Err(Error::unsupported("cuda: cuBLASLt wants more workspace than it was offered"));
+        }
+        Ok(Prepared { description, weight, x, out, algorithm: found.algo })
+    }
+
+    /// Puts `product`, which was prepared, on a stream of the bound context. `workspace` is the stream's own,
+    /// `WORKSPACE_BYTES` long.
+    pub(crate) fn run(&self, product: &Matmul, stream: CUstream, workspace: u64) -> Result<()> {
+        self.prepare(product)?;
+        let prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(chosen) = prepared.get(&Key::of(product)) else {
+            return Err(Error::new(ErrorKind::Other, "cuda: a product that was not prepared"));
+        };
+        if let Some(bias) = product.bias {
+            chosen.description.set(Desc::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
+        }
+        let one = 1.0f32;
+        let beta = if product.accumulate { 1.0f32 } else { 0.0 };
+        // SAFETY: the addresses are operands that `Cmd` checked against the shape, alive until the batch is
+        // done; alpha and beta are read before the call returns; the workspace is used by this stream alone.
+        unsafe {
+            result::matmul(
+                self.handle,
+                chosen.description.0,
+                (&raw const one).cast(),
+                (&raw const beta).cast(),
+                product.weight as *const c_void,
+                chosen.weight.0,
+                product.x as *const c_void,
+                chosen.x.0,
+                product.out as *const c_void,
+                chosen.out.0,
+                product.out as *mut c_void,
+                chosen.out.0,
+                &chosen.algorithm,
+                workspace as *mut c_void,
+                WORKSPACE_BYTES as usize,
+                stream.cast(),
+            )
+        }
+        .map_err(|e| failure("cublasLtMatmul", e))
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        if self.context.bind().is_ok() {
+            // SAFETY: created once in `new`.
+            let _ = unsafe { result::destroy_handle(self.handle) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn algorithms_are_told_apart_by_alignment_but_not_by_address() {
+        let product = Matmul {
+            shape: (64, 128, 256),
+            dtype: DType::Bf16,
+            out_dtype: DType::F32,
+            x: 0x1000,
+            weight: 0x2000,
+            bias: None,
+            out: 0x3000,
+            accumulate: false,
+        };
+        assert_eq!(Key::of(&product).alignment, [256; 3]);
+        let elsewhere = Matmul { x: 0x7F00, weight: 0x8100, ..product };
+        assert!(Key::of(&product) == Key::of(&elsewhere));
+        let odd = Matmul { x: 0x1010, ..product };
+        assert_eq!(Key::of(&odd).alignment, [256, 16, 256]);
+    }
+}

@@ -1,0 +1,100 @@
+//! Kernels' texts to machine code, by NVRTC. Works without a GPU.
+
+use crate::libraries::Library;
+use cudarc::nvrtc::{result, sys};
+use std::ffi::{CString, c_char, c_int};
+use std::sync::OnceLock;
+
+/// What NVRTC makes code for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Architecture {
+    /// Machine code of one capability, as `sm_90`.
+    Machine(String),
+    /// PTX, which the driver compiles further, as `compute_90`.
+    Ptx(String),
+}
+
+/// The capabilities that this NVRTC knows; empty when it does not tell.
+fn known() -> &'static [c_int] {
+    static KNOWN: OnceLock<Vec<c_int>> = OnceLock::new();
+    KNOWN.get_or_init(|| {
+        let mut count = 0;
+        // SAFETY: the calls write `count` numbers into a list of that length; the library is present.
+        unsafe {
+            if sys::nvrtcGetNumSupportedArchs(&mut count).result().is_err() || count <= 0 {
+                return Vec::new();
+            }
+            let mut list = vec![0; count as usize];
+            match sys::nvrtcGetSupportedArchs(list.as_mut_ptr()).result() {
+                Ok(()) => list,
+                Err(_) => Vec::new(),
+            }
+        }
+    })
+}
+
+/// Machine code where NVRTC knows the device: it needs no second compiler, whose age may not fit NVRTC's. Else
+/// PTX of the nearest older capability.
+pub fn architecture(capability: u32) -> Architecture {
+    let known = known();
+    if known.contains(&(capability as c_int)) {
+        return Architecture::Machine(format!("sm_{capability}"));
+    }
+    let nearest = known.iter().copied().filter(|&c| c <= capability as c_int).max();
+    Architecture::Ptx(format!("compute_{}", nearest.unwrap_or(80)))
+}
+
+/// A compiled program; PTX ends in a zero byte.
+///
+/// # Errors
+/// NVRTC's log, or why there is none.
+pub fn compile(name: &str, source: &str, architecture: &Architecture) -> Result<Vec<u8>, String> {
+    if !Library::Nvrtc.is_present() {
+        return Err(Library::Nvrtc.remedy());
+    }
+    let text = |text: &str| CString::new(text).map_err(|e| format!("{name}: {e}"));
+    let (source, file) = (text(source)?, text(name)?);
+    let program = result::create_program(&source, Some(&file)).map_err(|e| format!("{name}: {e}"))?;
+    let (Architecture::Machine(target) | Architecture::Ptx(target)) = architecture;
+    let options = [format!("--gpu-architecture={target}"), "--std=c++17".to_owned()];
+    // SAFETY: `program` was created above and is destroyed below, after its last use; `source` outlives it.
+    unsafe {
+        let code = result::compile_program(program, &options)
+            .map_err(|e| format!("{name} for {target}: {e}\n{}", log(program)))
+            .and_then(|()| code(program, architecture).map_err(|e| format!("{name} for {target}: {e}")));
+        let _ = result::destroy_program(program);
+        code
+    }
+}
+
+/// # Safety
+/// `program` is alive.
+unsafe fn log(program: sys::nvrtcProgram) -> String {
+    // SAFETY: the caller's promise.
+    let log = unsafe { result::get_program_log(program) }.unwrap_or_default();
+    let bytes: Vec<u8> = log.into_iter().map(|c| c as u8).take_while(|&c| c != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// # Safety
+/// `program` is alive and compiled.
+unsafe fn code(
+    program: sys::nvrtcProgram,
+    architecture: &Architecture,
+) -> Result<Vec<u8>, result::NvrtcError> {
+    // SAFETY: the caller's promise; each second call writes as many bytes as the first one told.
+    unsafe {
+        let mut bytes = 0;
+        match architecture {
+            Architecture::Machine(_) => sys::nvrtcGetCUBINSize(program, &mut bytes).result()?,
+            Architecture::Ptx(_) => sys::nvrtcGetPTXSize(program, &mut bytes).result()?,
+        }
+        let mut code = vec![0u8; bytes];
+        let into = code.as_mut_ptr().cast::<c_char>();
+        match architecture {
+            Architecture::Machine(_) => sys::nvrtcGetCUBIN(program, into).result()?,
+            Architecture::Ptx(_) => sys::nvrtcGetPTX(program, into).result()?,
+        }
+        Ok(code)
+    }
+}

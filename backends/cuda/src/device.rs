@@ -1,0 +1,315 @@
+//! Finding and opening NVIDIA devices.
+
+use crate::blas::Blas;
+use crate::compile::{self, Architecture};
+use crate::driver::{At, Context, Module};
+use crate::health::Monitor;
+use crate::kernels::{DEVICE, Program};
+use crate::libraries::{Library, guarded};
+use crate::memory::{Memory, Transfers};
+use crate::plan::{self, Place, Target};
+use crate::queue::CudaQueue;
+use cudarc::driver::{result, sys};
+use mixfleet_hal::units::Bytes;
+use mixfleet_hal::{
+    Absent, Device, DeviceInfo, DeviceKind, Error, ErrorKind, Export, Health, HostMemory, Limits, OpSig,
+    Queue, Result, Role, Slice, Support,
+};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// Below this, tensor cores have no bf16 and copies none behind a thread's back.
+const CAPABILITY_MIN: u32 = 80;
+
+/// The number behind `cuda:`; the bare name is 0.
+pub(crate) fn index_of(selector: &str) -> Result<usize> {
+    let bad = || Error::invalid(format!("'{selector}' names no CUDA device; use 'cuda' or 'cuda:N'"));
+    match selector.strip_prefix("cuda").ok_or_else(bad)? {
+        "" => Ok(0),
+        rest => rest.strip_prefix(':').and_then(|n| n.parse().ok()).ok_or_else(bad),
+    }
+}
+
+/// Every device of the driver, in its order.
+pub(crate) fn devices() -> std::result::Result<Vec<DeviceInfo>, Absent> {
+    for library in [Library::Driver, Library::Nvrtc] {
+        if !library.is_present() {
+            return Err(Absent::new(library.remedy()));
+        }
+    }
+    let found = guarded("looking for devices", || {
+        result::init().at("cuInit")?;
+        let count = result::device::get_count().at("cuDeviceGetCount")?;
+        (0..count.max(0) as usize)
+            .map(|index| Facts::of(index).map(|facts| facts.info(index)))
+            .collect::<Result<_>>()
+    });
+    match found {
+        Ok(found) if Vec::is_empty(&found) => Err(Absent::new("the CUDA driver is here and shows no device")),
+        Ok(found) => Ok(found),
+        Err(error) => Err(Absent::new(error.to_string())),
+    }
+}
+
+/// What the driver tells of a device without opening it.
+struct Facts {
+    device: sys::CUdevice,
+    name: String,
+    memory_bytes: u64,
+    capability: u32,
+    multiprocessors: u32,
+    shared_bytes_max: u32,
+    pci: String,
+    uuid: String,
+    driver: String,
+}
+
+impl Facts {
+    fn of(index: usize) -> Result<Facts> {
+        use sys::CUdevice_attribute_enum::*;
+        let device = result::device::get(index as i32).at("cuDeviceGet")?;
+        // SAFETY: the device came from the driver.
+        let ask = |what| unsafe { result::device::get_attribute(device, what) }.at("cuDeviceGetAttribute");
+        let number = |what| ask(what).map(|value| u32::try_from(value).unwrap_or(0));
+        // SAFETY: as above.
+        let memory_bytes = unsafe { result::device::total_mem(device) }.at("cuDeviceTotalMem")? as u64;
+        let mut version = 0;
+        // SAFETY: the call writes one number.
+        unsafe { sys::cuDriverGetVersion(&mut version) }.result().at("cuDriverGetVersion")?;
+        Ok(Facts {
+            device,
+            name: result::device::get_name(device).at("cuDeviceGetName")?,
+            memory_bytes,
+            capability: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? * 10
+                + number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            multiprocessors: number(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared_bytes_max: number(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            pci: pci(device)?,
+            uuid: uuid(device)?,
+            driver: format!("{}.{}", version / 1000, version % 1000 / 10),
+        })
+    }
+
+    fn info(&self, index: usize) -> DeviceInfo {
+        let capability = format!("{}.{}", self.capability / 10, self.capability % 10);
+        let blas =
+            if Library::CublasLt.is_present() { "present".to_owned() } else { Library::CublasLt.remedy() };
+        let kernels = env!("CARGO_PKG_VERSION");
+        let (name, driver, count) = (&self.name, &self.driver, self.multiprocessors);
+        let with_blas = if Library::CublasLt.is_present() { "blas" } else { "noblas" };
+        DeviceInfo {
+            id: format!("cuda:{index}"),
+            backend: "cuda".to_owned(),
+            name: name.clone(),
+            kind: DeviceKind::Gpu,
+            memory: Bytes(self.memory_bytes as f64),
+            compute_units: count,
+            fingerprint: format!("cuda/{name}/{count}sm/{capability}/{driver}/{with_blas}/kernels-{kernels}"),
+            notes: [
+                ("pci", self.pci.clone()),
+                ("uuid", self.uuid.clone()),
+                ("compute capability", capability),
+                ("driver", driver.clone()),
+                ("cublaslt", blas),
+            ]
+            .map(|(key, value)| (key.to_owned(), value))
+            .into(),
+        }
+    }
+}
+
+/// As `0000:17:00.0`.
+fn pci(device: sys::CUdevice) -> Result<String> {
+    let mut text = [0u8; 32];
+    // SAFETY: the call writes at most the given length, its final zero included.
+    unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), text.len() as i32, device) }
+        .result()
+        .at("cuDeviceGetPCIBusId")?;
+    let text: Vec<u8> = text.into_iter().take_while(|&byte| byte != 0).collect();
+    Ok(String::from_utf8_lossy(&text).to_ascii_lowercase())
+}
+
+/// As `nvidia-smi -L` shows it.
+fn uuid(device: sys::CUdevice) -> Result<String> {
+    let bytes = result::device::get_uuid(device).at("cuDeviceGetUuid")?.bytes;
+    let hex: String = bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect();
+    Ok(format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
+}
+
+/// What a device shares with its queues.
+pub(crate) struct Shared {
+    pub(crate) context: Arc<Context>,
+    pub(crate) blas: Option<Blas>,
+    pub(crate) target: Target,
+    architecture: Architecture,
+    modules: Mutex<HashMap<Program, Arc<Module>>>,
+    /// The failure after which every call fails.
+    lost: OnceLock<Error>,
+}
+
+impl Shared {
+    /// The loaded module of `program`: compiled on first use, then kept.
+    pub(crate) fn module(&self, program: &Program) -> Result<Arc<Module>> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = modules.get(program) {
+            return Ok(module.clone());
+        }
+        let code = compile::compile(program.body.name(), &program.source(DEVICE), &self.architecture)
+            .map_err(|log| Error::new(ErrorKind::Other, format!("cuda: {log}")))?;
+        let module = Arc::new(Module::load(&self.context, &code)?);
+        modules.insert(program.clone(), module.clone());
+        Ok(module)
+    }
+
+    /// Binds the context, unless the device is lost.
+    pub(crate) fn enter(&self) -> Result<()> {
+        match self.lost.get() {
+            Some(error) => Err(error.clone()),
+            None => self.context.bind(),
+        }
+    }
+
+    /// Remembers a failure that is the device's end.
+    pub(crate) fn note<T>(&self, outcome: Result<T>) -> Result<T> {
+        if let Err(error) = &outcome
+            && error.kind == ErrorKind::DeviceLost
+        {
+            let _ = self.lost.set(error.clone());
+        }
+        outcome
+    }
+}
+
+/// An open NVIDIA device.
+pub(crate) struct CudaDevice {
+    info: DeviceInfo,
+    shared: Arc<Shared>,
+    transfers: Mutex<Transfers>,
+    monitor: Option<Monitor>,
+    queues: AtomicU64,
+}
+
+impl CudaDevice {
+    /// Opens device number `index`.
+    ///
+    /// # Errors
+    /// `Invalid` when there is no such device, `Unsupported` below compute capability 8.0, or what the driver says.
+    pub(crate) fn open(index: usize) -> Result<CudaDevice> {
+        let count = devices().map_err(|absent| Error::invalid(format!("cuda: {absent}")))?.len();
+        if index >= count {
+            return Err(Error::invalid(format!("cuda:{index}: there are {count} devices, from 0")));
+        }
+        guarded("opening a device", || {
+            let facts = Facts::of(index)?;
+            if facts.capability < CAPABILITY_MIN {
+                let message = format!(
+                    "cuda:{index} has compute capability {}; {CAPABILITY_MIN} is needed (in tenths)",
+                    facts.capability
+                );
+                return Err(Error::unsupported(message));
+            }
+            let context = Context::retain(facts.device)?;
+            let blas = if Library::CublasLt.is_present() { Some(Blas::new(&context)?) } else { None };
+            let target = Target {
+                capability: facts.capability,
+                multiprocessors: facts.multiprocessors,
+                shared_bytes_max: facts.shared_bytes_max,
+                blas: blas.is_some(),
+                scratch: Place { address: 0, bytes: 0 },
+            };
+            let transfers = Mutex::new(Transfers::new(&context)?);
+            let architecture = compile::architecture(facts.capability);
+            let shared = Shared {
+                context,
+                blas,
+                target,
+                architecture,
+                modules: Mutex::default(),
+                lost: OnceLock::new(),
+            };
+            Ok(CudaDevice {
+                info: facts.info(index),
+                shared: Arc::new(shared),
+                transfers,
+                monitor: Monitor::new(&facts.pci),
+                queues: AtomicU64::new(0),
+            })
+        })
+    }
+
+    /// Runs a transfer between a slice and `len` bytes of the host.
+    fn transfer(
+        &self,
+        slice: &Slice,
+        len: usize,
+        run: impl FnOnce(&Transfers, &Memory) -> Result<()>,
+    ) -> Result<()> {
+        let memory = Memory::of(slice)?;
+        if len as u64 != slice.bytes || !memory.is_in(&self.shared.context) {
+            return Err(Error::invalid(format!(
+                "cuda: {len} bytes for a slice of {} of this device",
+                slice.bytes
+            )));
+        }
+        self.shared.enter()?;
+        memory.settle();
+        if len == 0 {
+            return Ok(());
+        }
+        let transfers = self.transfers.lock().unwrap_or_else(PoisonError::into_inner);
+        self.shared.note(run(&transfers, memory))
+    }
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            allocation_bytes_max: self.info.memory.0 as u64,
+            alignment_bytes: plan::ALIGNMENT_BYTES,
+            imports_host_memory: false,
+            kv_page_tokens: plan::KV_PAGE_TOKENS,
+            replay_pays: true,
+        }
+    }
+
+    fn support(&self, sig: &OpSig) -> Support {
+        plan::support(sig, &self.shared.target)
+    }
+
+    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+        self.shared.enter()?;
+        let memory = self.shared.note(Memory::new(&self.shared.context, bytes, role))?;
+        Ok(Slice::whole(Arc::new(memory)))
+    }
+
+    fn import(&self, _: Arc<dyn HostMemory>) -> Result<Slice> {
+        Err(Error::unsupported("cuda: this device has a memory of its own; copy into it"))
+    }
+
+    fn export(&self, _: &Slice) -> Option<Export> {
+        None
+    }
+
+    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
+        self.transfer(to, data.len(), |transfers, memory| transfers.write(memory, to.offset, data))
+    }
+
+    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
+        self.transfer(from, data.len(), |transfers, memory| transfers.read(memory, from.offset, data))
+    }
+
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        self.shared.enter()?;
+        let number = self.queues.fetch_add(1, Ordering::Relaxed);
+        Ok(Box::new(self.shared.note(CudaQueue::new(self.shared.clone(), number))?))
+    }
+
+    fn health(&self) -> Health {
+        self.monitor.as_ref().map(Monitor::health).unwrap_or_default()
+    }
+}

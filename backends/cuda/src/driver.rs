@@ -1,0 +1,252 @@
+//! The driver's objects, each freed by its owner, and its errors as ours.
+
+use cudarc::driver::result::{self, DriverError, stream::StreamKind};
+use cudarc::driver::sys::{self, CUresult};
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+/// A failure of the driver as one of ours. After those called `DeviceLost` every call fails: the context is gone.
+pub(crate) fn failure(place: &str, error: DriverError) -> Error {
+    use CUresult::*;
+    let kind = match error.0 {
+        CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::OutOfMemory,
+        CUDA_ERROR_DEINITIALIZED
+        | CUDA_ERROR_ECC_UNCORRECTABLE
+        | CUDA_ERROR_NVLINK_UNCORRECTABLE
+        | CUDA_ERROR_DEVICE_UNAVAILABLE
+        | CUDA_ERROR_CONTEXT_IS_DESTROYED
+        | CUDA_ERROR_ILLEGAL_ADDRESS
+        | CUDA_ERROR_LAUNCH_TIMEOUT
+        | CUDA_ERROR_ASSERT
+        | CUDA_ERROR_HARDWARE_STACK_ERROR
+        | CUDA_ERROR_ILLEGAL_INSTRUCTION
+        | CUDA_ERROR_MISALIGNED_ADDRESS
+        | CUDA_ERROR_INVALID_ADDRESS_SPACE
+        | CUDA_ERROR_INVALID_PC
+        | CUDA_ERROR_LAUNCH_FAILED
+        | CUDA_ERROR_EXTERNAL_DEVICE
+        | CUDA_ERROR_UNKNOWN => ErrorKind::DeviceLost,
+        CUDA_ERROR_NOT_SUPPORTED | CUDA_ERROR_NO_BINARY_FOR_GPU | CUDA_ERROR_UNSUPPORTED_PTX_VERSION => {
+            ErrorKind::Unsupported
+        }
+        _ => ErrorKind::Other,
+    };
+    let text = error.error_string().map(|text| text.to_string_lossy().into_owned()).unwrap_or_default();
+    Error::new(kind, format!("cuda: {place}: {:?} ({text})", error.0))
+}
+
+/// Adds the place to a failed call.
+pub(crate) trait At<T> {
+    fn at(self, place: &str) -> Result<T>;
+}
+
+impl<T> At<T> for std::result::Result<T, DriverError> {
+    fn at(self, place: &str) -> Result<T> {
+        self.map_err(|error| failure(place, error))
+    }
+}
+
+/// A device's primary context.
+pub(crate) struct Context {
+    pub(crate) device: sys::CUdevice,
+    raw: sys::CUcontext,
+}
+
+// SAFETY: a context may be used by any thread; each binds it before its calls.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    pub(crate) fn retain(device: sys::CUdevice) -> Result<Arc<Context>> {
+        // SAFETY: the device came from the driver; the context is released once, in `drop`.
+        let raw = unsafe { result::primary_ctx::retain(device) }.at("cuDevicePrimaryCtxRetain")?;
+        let context = Arc::new(Context { device, raw });
+        context.bind()?;
+        Ok(context)
+    }
+
+    /// Makes it the calling thread's context, as every later call needs.
+    pub(crate) fn bind(&self) -> Result<()> {
+        // SAFETY: the context is retained until `self` is dropped.
+        unsafe { result::ctx::set_current(self.raw) }.at("cuCtxSetCurrent")
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `retain`; every object in it holds an `Arc` of it and is gone.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+/// An object of a context with what frees it.
+macro_rules! owned {
+    ($(#[$doc:meta])* $name:ident, $raw:ty, $free:path) => {
+        $(#[$doc])*
+        pub(crate) struct $name {
+            pub(crate) context: Arc<Context>,
+            pub(crate) raw: $raw,
+        }
+
+        // SAFETY: the driver's handles may be used by any thread that bound their context.
+        unsafe impl Send for $name {}
+        // SAFETY: as above; the driver locks what calls share.
+        unsafe impl Sync for $name {}
+
+        impl Drop for $name {
+            fn drop(&mut self) {
+                if self.context.bind().is_ok() {
+                    // SAFETY: created once by `new`, freed once here.
+                    let _ = unsafe { $free(self.raw) };
+                }
+            }
+        }
+    };
+}
+
+owned!(
+    /// An in-order stream of work.
+    Stream,
+    sys::CUstream,
+    result::stream::destroy
+);
+owned!(
+    /// A point on a stream, with a time.
+    Event,
+    sys::CUevent,
+    result::event::destroy
+);
+owned!(
+    /// A loaded program.
+    Module,
+    sys::CUmodule,
+    result::module::unload
+);
+owned!(
+    /// A graph that can be launched.
+    GraphExec,
+    sys::CUgraphExec,
+    result::graph::exec_destroy
+);
+owned!(
+    /// Memory of the device.
+    DeviceMemory,
+    sys::CUdeviceptr,
+    result::free_sync
+);
+owned!(
+    /// Pinned memory of the host.
+    HostPinned,
+    *mut c_void,
+    result::free_host
+);
+
+impl Stream {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Stream> {
+        context.bind()?;
+        let raw = result::stream::create(StreamKind::NonBlocking).at("cuStreamCreate")?;
+        Ok(Stream { context: context.clone(), raw })
+    }
+
+    /// Waits for all that it holds.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        // SAFETY: the stream is alive.
+        unsafe { result::stream::synchronize(self.raw) }.at("cuStreamSynchronize")
+    }
+}
+
+impl Event {
+    /// A new event behind what `stream` holds now.
+    pub(crate) fn record(stream: &Stream) -> Result<Event> {
+        let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).at("cuEventCreate")?;
+        let event = Event { context: stream.context.clone(), raw };
+        // SAFETY: both are alive and of one context.
+        unsafe { result::event::record(event.raw, stream.raw) }.at("cuEventRecord")?;
+        Ok(event)
+    }
+
+    /// Whether its point was passed. An error is one of the work before it.
+    pub(crate) fn is_done(&self) -> Result<bool> {
+        // SAFETY: the event is alive.
+        match unsafe { result::event::query(self.raw) } {
+            Ok(()) => Ok(true),
+            Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(error) => Err(failure("a batch", error)),
+        }
+    }
+
+    /// Waits until its point was passed.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        self.context.bind()?;
+        // SAFETY: the event is alive.
+        unsafe { result::event::synchronize(self.raw) }.at("cuEventSynchronize")
+    }
+
+    /// Seconds from `start` to `self`, both passed, where the driver can tell: before 12.8 it lacks the call.
+    pub(crate) fn since(&self, start: &Event) -> Option<f64> {
+        // SAFETY: both are alive, passed, and record times.
+        let milliseconds = unsafe { result::event::elapsed(start.raw, self.raw) }.ok()?;
+        Some(f64::from(milliseconds) * 1e-3)
+    }
+}
+
+impl Module {
+    pub(crate) fn load(context: &Arc<Context>, code: &[u8]) -> Result<Module> {
+        context.bind()?;
+        // SAFETY: `code` is a whole cubin, or PTX with its final zero.
+        let raw = unsafe { result::module::load_data(code.as_ptr().cast()) }.at("cuModuleLoadData")?;
+        Ok(Module { context: context.clone(), raw })
+    }
+
+    /// A kernel of it, allowed `shared_bytes` of dynamic shared memory.
+    pub(crate) fn function(&self, name: &str, shared_bytes: u32) -> Result<sys::CUfunction> {
+        // above this a kernel must ask
+        const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
+        let name_text =
+            CString::new(name).map_err(|e| Error::new(ErrorKind::Other, format!("cuda: {name}: {e}")))?;
+        // SAFETY: the module is alive.
+        let function = unsafe { result::module::get_function(self.raw, name_text) }.at(name)?;
+        if shared_bytes > SHARED_BYTES_DEFAULT {
+            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is that of a live module.
+            unsafe { result::function::set_function_attribute(function, attribute, shared_bytes as i32) }
+                .at(name)?;
+        }
+        Ok(function)
+    }
+}
+
+impl DeviceMemory {
+    pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<DeviceMemory> {
+        context.bind()?;
+        // SAFETY: the memory is freed once, in `drop`. The driver hands out zeroed pages to a process.
+        let raw = unsafe { result::malloc_sync(bytes.max(1) as usize) };
+        let raw = raw.map_err(|error| failure(&format!("{bytes} bytes of device memory"), error))?;
+        Ok(DeviceMemory { context: context.clone(), raw })
+    }
+}
+
+impl HostPinned {
+    pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<HostPinned> {
+        context.bind()?;
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: the memory is freed once, in `drop`.
+        let raw = unsafe { result::malloc_host(bytes.max(1) as usize, flags) };
+        let raw = raw.map_err(|error| failure(&format!("{bytes} bytes of pinned host memory"), error))?;
+        // SAFETY: the range was just allocated and is at least `bytes` long.
+        unsafe { raw.cast::<u8>().write_bytes(0, bytes as usize) };
+        Ok(HostPinned { context: context.clone(), raw })
+    }
+
+    /// Where kernels find it.
+    pub(crate) fn device_address(&self) -> Result<u64> {
+        let mut address = 0;
+        // SAFETY: the memory was allocated with DEVICEMAP; the call writes one address.
+        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, self.raw, 0) }
+            .result()
+            .at("cuMemHostGetDevicePointer")?;
+        Ok(address)
+    }
+}

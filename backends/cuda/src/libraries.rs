@@ -1,0 +1,165 @@
+//! Which of NVIDIA's libraries this machine has. Every call into an absent one panics in cudarc, so nothing is
+//! called before it was asked for here.
+
+use cudarc::{cublaslt, driver, nvrtc};
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// Directories to search besides the system's, separated by colons.
+const SEARCH_VARIABLE: &str = "MIXFLEET_CUDA_LIBRARIES";
+
+/// A library that is loaded at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Library {
+    /// libcuda, which comes with the kernel driver.
+    Driver,
+    /// libnvrtc, which compiles kernels.
+    Nvrtc,
+    /// libcublasLt, for large products.
+    CublasLt,
+}
+
+impl Library {
+    /// Whether it can be loaded; asked once, for the answer costs loads and unloads.
+    ///
+    /// A library outside the loader's path (a Python wheel, a toolkit without ldconfig) is loaded here by its
+    /// path first; cudarc's look-up by name then finds it by its SONAME.
+    pub fn is_present(self) -> bool {
+        static ANSWERS: [OnceLock<bool>; 3] = [const { OnceLock::new() }; 3];
+        *ANSWERS[self as usize].get_or_init(|| self.loads() || (self.load_by_path() && self.loads()))
+    }
+
+    fn loads(self) -> bool {
+        // SAFETY: loads and unloads a library whose initialisers are NVIDIA's and take no part of ours.
+        unsafe {
+            match self {
+                Library::Driver => driver::sys::is_culib_present(),
+                Library::Nvrtc => nvrtc::sys::is_culib_present(),
+                Library::CublasLt => cublaslt::sys::is_culib_present(),
+            }
+        }
+    }
+
+    /// File names before the version, in the order of loading.
+    fn files(self) -> &'static [&'static str] {
+        match self {
+            // it comes with the kernel driver and is in the loader's path, or of no use
+            Library::Driver => &[],
+            Library::Nvrtc => &["libnvrtc-builtins.so.", "libnvrtc.so."],
+            Library::CublasLt => &["libcublasLt.so."],
+        }
+    }
+
+    fn load_by_path(self) -> bool {
+        let found = directories().into_iter().find_map(|directory| {
+            let files: Option<Vec<PathBuf>> =
+                self.files().iter().map(|file| newest(&directory, file)).collect();
+            files.filter(|files| !files.is_empty())
+        });
+        found.is_some_and(|files| {
+            files.into_iter().all(|file| {
+                // SAFETY: as in `loads`.
+                let loaded = unsafe { libloading::Library::new(&file) };
+                // never unloaded: cudarc's look-up needs it to stay
+                loaded.map(std::mem::forget).is_ok()
+            })
+        })
+    }
+
+    /// Where to get it.
+    pub fn remedy(self) -> String {
+        let what = match self {
+            Library::Driver => return "libcuda cannot be loaded: install NVIDIA's driver".to_owned(),
+            Library::Nvrtc => {
+                "libnvrtc cannot be loaded: install the CUDA toolkit or the wheel nvidia-cuda-nvrtc-cu12"
+            }
+            Library::CublasLt => {
+                "libcublasLt cannot be loaded: install the CUDA toolkit or the wheel nvidia-cublas-cu12"
+            }
+        };
+        format!("{what}, and name its directory in {SEARCH_VARIABLE} if the loader does not know it")
+    }
+}
+
+/// The last file of `directory` whose name begins with `prefix` and a version.
+fn newest(directory: &Path, prefix: &str) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(directory).ok()?.flatten().map(|entry| entry.path());
+    let versioned = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        name.strip_prefix(prefix).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+    };
+    entries.filter(versioned).max()
+}
+
+/// Where toolkits and Python's wheels put libraries.
+fn directories() -> Vec<PathBuf> {
+    let variable = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let mut found: Vec<PathBuf> =
+        variable(SEARCH_VARIABLE).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default();
+    let toolkits = [
+        variable("CUDA_PATH"),
+        variable("CUDA_HOME"),
+        Some("/usr/local/cuda".into()),
+        Some("/opt/cuda".into()),
+    ];
+    found.extend(toolkits.into_iter().flatten().flat_map(|root| [root.join("lib64"), root.join("lib")]));
+    let pythons = [
+        variable("VIRTUAL_ENV").map(|root| root.join("lib")),
+        variable("HOME").map(|home| home.join(".local/lib")),
+        Some("/usr/local/lib".into()),
+        Some("/usr/lib".into()),
+    ];
+    let children = |path: &Path| -> Vec<PathBuf> {
+        std::fs::read_dir(path)
+            .map(|entries| entries.flatten().map(|e| e.path()).collect())
+            .unwrap_or_default()
+    };
+    let versions = pythons.into_iter().flatten().flat_map(|root| children(&root));
+    let versions = versions
+        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python3")));
+    for version in versions {
+        for packages in ["site-packages", "dist-packages"] {
+            let wheels = children(&version.join(packages).join("nvidia"));
+            found.extend(wheels.into_iter().map(|wheel| wheel.join("lib")));
+        }
+    }
+    found
+}
+
+/// Runs calls into a library that is present but may be too old for one of them, which cudarc tells by a panic.
+pub(crate) fn guarded<T>(place: &str, calls: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(calls)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+        let cause = text.unwrap_or_else(|| "a panic without a message".to_owned());
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("cuda: {place}: {cause}; update NVIDIA's driver or toolkit"),
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_version_of_a_file_is_found_and_bare_names_are_not() {
+        let directory = std::env::temp_dir().join(format!("mixfleet-cuda-libraries-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        for file in ["libnvrtc.so", "libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc-builtins.so.12.9"] {
+            std::fs::write(directory.join(file), "").unwrap();
+        }
+        assert_eq!(newest(&directory, "libnvrtc.so."), Some(directory.join("libnvrtc.so.13")));
+        assert_eq!(newest(&directory, "libcublasLt.so."), None);
+        std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    fn a_panic_becomes_an_error() {
+        let error = guarded("a test", || -> Result<()> { panic!("Missing symbol cuNothing") }).unwrap_err();
+        assert!(error.detail.contains("cuNothing") && error.kind == ErrorKind::Unsupported, "{error}");
+    }
+}

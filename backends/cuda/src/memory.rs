@@ -1,0 +1,193 @@
+//! Buffers, the batches that use them, and transfers through pinned halves.
+
+use crate::driver::{At, Context, DeviceMemory, Event, HostPinned, Stream};
+use crate::plan::Place;
+use cudarc::driver::result;
+use mixfleet_hal::{Buffer, Error, Result, Role, Slice};
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Where a buffer's bytes are.
+enum Storage {
+    Device(DeviceMemory),
+    /// Pinned, and mapped for the device: `Role::Staging`.
+    Host(HostPinned),
+}
+
+/// A buffer. Freed after the batches in flight that use it.
+pub(crate) struct Memory {
+    storage: Storage,
+    address: u64,
+    bytes: u64,
+    /// The end of the last batch of each queue that uses the buffer.
+    users: Mutex<Vec<(u64, Arc<Event>)>>,
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory").field("address", &self.address).field("bytes", &self.bytes).finish()
+    }
+}
+
+impl Memory {
+    pub(crate) fn new(context: &Arc<Context>, bytes: u64, role: Role) -> Result<Memory> {
+        let (storage, address) = match role {
+            Role::Staging => {
+                let pinned = HostPinned::new(context, bytes)?;
+                let address = pinned.device_address()?;
+                (Storage::Host(pinned), address)
+            }
+            _ => {
+                let memory = DeviceMemory::new(context, bytes)?;
+                let address = memory.raw;
+                (Storage::Device(memory), address)
+            }
+        };
+        Ok(Memory { storage, address, bytes, users: Mutex::default() })
+    }
+
+    /// The memory behind a slice, which must lie inside.
+    pub(crate) fn of(slice: &Slice) -> Result<&Memory> {
+        let memory = slice.buffer.as_any().downcast_ref::<Memory>();
+        let memory = memory.ok_or_else(|| Error::invalid("cuda: the slice belongs to another device"))?;
+        let inside = slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= memory.bytes);
+        if inside {
+            Ok(memory)
+        } else {
+            let message =
+                format!("cuda: {} bytes at {} leave a buffer of {}", slice.bytes, slice.offset, memory.bytes);
+            Err(Error::invalid(message))
+        }
+    }
+
+    /// A slice as kernels see it.
+    pub(crate) fn place(slice: &Slice) -> Result<Place> {
+        Ok(Place { address: Memory::of(slice)?.address + slice.offset, bytes: slice.bytes })
+    }
+
+    /// Whether it lives in `context`.
+    pub(crate) fn is_in(&self, context: &Arc<Context>) -> bool {
+        let own = match &self.storage {
+            Storage::Device(memory) => &memory.context,
+            Storage::Host(memory) => &memory.context,
+        };
+        Arc::ptr_eq(own, context)
+    }
+
+    /// Notes that the batch of `queue` that ends in `event` uses the buffer. Batches of a queue end in order, so
+    /// its last one stands for all.
+    pub(crate) fn used_by(&self, queue: u64, event: &Arc<Event>) {
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        match users.iter_mut().find(|(other, _)| *other == queue) {
+            Some((_, last)) => *last = event.clone(),
+            None => users.push((queue, event.clone())),
+        }
+    }
+
+    /// Waits until no batch in flight uses the buffer. Their failures are their tickets' affair.
+    pub(crate) fn settle(&self) {
+        let users = std::mem::take(&mut *self.users.lock().unwrap_or_else(PoisonError::into_inner));
+        for (_, event) in users {
+            let _ = event.synchronize();
+        }
+    }
+}
+
+impl Buffer for Memory {
+    fn size_bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.settle();
+    }
+}
+
+/// Bytes of a half: large enough for the link's full rate, small enough to stay in the host's caches.
+const HALF_BYTES: usize = 4 << 20;
+
+/// Copies between the host and device memory, through two pinned halves in turn: while one travels, the other
+/// is filled or emptied.
+pub(crate) struct Transfers {
+    stream: Stream,
+    halves: [HostPinned; 2],
+}
+
+impl Transfers {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Transfers> {
+        let half = || HostPinned::new(context, HALF_BYTES as u64);
+        Ok(Transfers { stream: Stream::new(context)?, halves: [half()?, half()?] })
+    }
+
+    /// Copies `data` to `offset` of `memory`, which no batch uses.
+    pub(crate) fn write(&self, memory: &Memory, offset: u64, data: &[u8]) -> Result<()> {
+        if let Storage::Host(pinned) = &memory.storage {
+            // SAFETY: the caller checked the range; no batch uses the buffer.
+            let to = unsafe {
+                std::slice::from_raw_parts_mut(pinned.raw.cast::<u8>().add(offset as usize), data.len())
+            };
+            to.copy_from_slice(data);
+            return Ok(());
+        }
+        let mut sent: [Option<Event>; 2] = [None, None];
+        for (i, piece) in data.chunks(HALF_BYTES).enumerate() {
+            if let Some(event) = sent[i % 2].take() {
+                event.synchronize()?;
+            }
+            let half = self.halves[i % 2].raw.cast::<u8>();
+            let to = memory.address + offset + (i * HALF_BYTES) as u64;
+            // SAFETY: the half is HALF_BYTES long and no copy uses it any more; the target is inside `memory`,
+            // and `synchronize` below keeps both until the copy is done.
+            unsafe {
+                half.copy_from_nonoverlapping(piece.as_ptr(), piece.len());
+                let from = std::slice::from_raw_parts(half, piece.len());
+                result::memcpy_htod_async(to, from, self.stream.raw).at("a copy to the device")?;
+            }
+            sent[i % 2] = Some(Event::record(&self.stream)?);
+        }
+        self.stream.synchronize()
+    }
+
+    /// Copies from `offset` of `memory`, which no batch uses, into `data`.
+    pub(crate) fn read(&self, memory: &Memory, offset: u64, data: &mut [u8]) -> Result<()> {
+        if let Storage::Host(pinned) = &memory.storage {
+            // SAFETY: as in `write`.
+            let from = unsafe {
+                std::slice::from_raw_parts(pinned.raw.cast::<u8>().add(offset as usize), data.len())
+            };
+            data.copy_from_slice(from);
+            return Ok(());
+        }
+        let mut pieces: Vec<&mut [u8]> = data.chunks_mut(HALF_BYTES).collect();
+        let mut arrived: [Option<Event>; 2] = [None, None];
+        for i in 0..=pieces.len() {
+            if i < pieces.len() {
+                let from = memory.address + offset + (i * HALF_BYTES) as u64;
+                // SAFETY: the half was emptied in the round before last; the source is inside `memory`; the
+                // event keeps order.
+                unsafe {
+                    let half = self.halves[i % 2].raw.cast::<u8>();
+                    let to = std::slice::from_raw_parts_mut(half, pieces[i].len());
+                    result::memcpy_dtoh_async(to, from, self.stream.raw).at("a copy from the device")?;
+                }
+                arrived[i % 2] = Some(Event::record(&self.stream)?);
+            }
+            let Some(last) = i.checked_sub(1) else { continue };
+            if let Some(event) = arrived[last % 2].take() {
+                event.synchronize()?;
+            }
+            // SAFETY: the copy into this half is done, and the next one into it begins a round later.
+            let from = unsafe {
+                std::slice::from_raw_parts(self.halves[last % 2].raw.cast::<u8>(), pieces[last].len())
+            };
+            pieces[last].copy_from_slice(from);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,391 @@
+//! An in-order stream: launches, products, copies, and graphs of them.
+
+use crate::blas::WORKSPACE_BYTES;
+use crate::device::Shared;
+use crate::driver::{At, Context, DeviceMemory, Event, GraphExec, Module, Stream};
+use crate::libraries::guarded;
+use crate::memory::Memory;
+use crate::plan::{self, Arg, Launch, Matmul, Place, Step, Target};
+use cudarc::driver::{result, sys};
+use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
+use std::any::Any;
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Batches whose times are kept for a late `wait`.
+const BATCHES_KEPT: usize = 4096;
+/// cuBLASLt's workspace, and partial results of decode attention: never both at once in one stream.
+const SCRATCH_BYTES: u64 = 2 * WORKSPACE_BYTES;
+/// How long a wait polls before it begins to sleep, and how long it then sleeps: a decode step takes
+/// milliseconds, a thread wakes up in some 50 us.
+const AWAKE: Duration = Duration::from_millis(20);
+const NAP: Duration = Duration::from_micros(50);
+
+/// A step with what the driver needs for it.
+enum Work {
+    Kernel { function: Function, launch: Launch },
+    Matmul(Matmul),
+    Copy(u64, u64, u64),
+    Fill(u64, u64, u32),
+}
+
+/// A kernel, and the module that holds it.
+struct Function {
+    raw: sys::CUfunction,
+    _module: Arc<Module>,
+}
+
+// SAFETY: a function may be launched by any thread that bound its context.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// A batch, resolved; with a graph where the driver could capture it.
+struct Recorded {
+    works: Vec<Work>,
+    buffers: Vec<Slice>,
+    graph: Option<GraphExec>,
+    /// The queue whose scratch and stream it was made for.
+    queue: u64,
+}
+
+impl Graph for Recorded {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A batch that was handed over.
+enum Batch {
+    /// Under way: the events around it (none when it had nothing to do), and the graph that it runs.
+    Running(
+        Option<(Arc<Event>, Arc<Event>)>,
+        #[allow(dead_code, reason = "keeps it alive")] Option<Arc<dyn Graph>>,
+    ),
+    Done(Elapsed),
+}
+
+/// A queue of one device.
+pub(crate) struct CudaQueue {
+    shared: Arc<Shared>,
+    number: u64,
+    stream: Stream,
+    _scratch: DeviceMemory,
+    target: Target,
+    batches: VecDeque<Batch>,
+    /// Ticket of the first batch in `batches`.
+    first: u64,
+    /// Set by the first failure: (ticket that failed, why).
+    failed: Option<(u64, Error)>,
+}
+
+impl CudaQueue {
+    pub(crate) fn new(shared: Arc<Shared>, number: u64) -> Result<CudaQueue> {
+        let stream = Stream::new(&shared.context)?;
+        let scratch = DeviceMemory::new(&shared.context, SCRATCH_BYTES)?;
+        let place = Place { address: scratch.raw, bytes: SCRATCH_BYTES };
+        let target = Target { scratch: place, ..shared.target };
+        Ok(CudaQueue {
+            shared,
+            number,
+            stream,
+            _scratch: scratch,
+            target,
+            batches: VecDeque::new(),
+            first: 0,
+            failed: None,
+        })
+    }
+
+    /// Plans a batch, compiles its kernels and chooses its products' algorithms: nothing is launched if any of
+    /// it fails.
+    fn resolve(&self, cmds: &[Cmd]) -> Result<Recorded> {
+        let mut works = Vec::with_capacity(cmds.len());
+        let mut buffers: Vec<Slice> = Vec::new();
+        for cmd in cmds {
+            let mut places = Vec::with_capacity(cmd.args().len());
+            for slice in cmd.args() {
+                if !Memory::of(slice)?.is_in(&self.shared.context) {
+                    return Err(Error::invalid("cuda: the slice belongs to another device"));
+                }
+                places.push(Memory::place(slice)?);
+            }
+            for step in self.steps(cmd, &places)? {
+                works.push(self.work(step)?);
+            }
+            buffers.extend(cmd.args().iter().cloned());
+        }
+        buffers.sort_by_key(|slice| Arc::as_ptr(&slice.buffer).cast::<u8>() as usize);
+        buffers.dedup_by(|a, b| Arc::ptr_eq(&a.buffer, &b.buffer));
+        Ok(Recorded { works, buffers, graph: None, queue: self.number })
+    }
+
+    /// The plan, without cuBLASLt where that has no algorithm after all.
+    fn steps(&self, cmd: &Cmd, places: &[Place]) -> Result<Vec<Step>> {
+        let steps = plan::plan(cmd.sig(), places, &self.target)?;
+        let missing = |step: &Step| match (step, &self.shared.blas) {
+            (Step::Matmul(product), Some(blas)) => blas.prepare(product).is_err(),
+            (Step::Matmul(_), None) => true,
+            _ => false,
+        };
+        if steps.iter().any(missing) {
+            return plan::plan(cmd.sig(), places, &Target { blas: false, ..self.target });
+        }
+        Ok(steps)
+    }
+
+    fn work(&self, step: Step) -> Result<Work> {
+        Ok(match step {
+            Step::Launch(launch) => {
+                let module = self.shared.module(&launch.program)?;
+                let raw = module.function(launch.kernel, launch.shared_bytes)?;
+                Work::Kernel { function: Function { raw, _module: module }, launch }
+            }
+            Step::Matmul(product) => Work::Matmul(product),
+            Step::Copy(from, to, bytes) => Work::Copy(from, to, bytes),
+            Step::Fill(to, words, word) => Work::Fill(to, words, word),
+        })
+    }
+
+    /// Puts one step on the stream.
+    fn enqueue(&self, work: &Work) -> Result<()> {
+        match work {
+            Work::Kernel { function, launch } => self.launch(function, launch),
+            Work::Matmul(product) => match &self.shared.blas {
+                Some(blas) => blas.run(product, self.stream.raw, self.target.scratch.address),
+                None => Err(Error::new(ErrorKind::Other, "cuda: a product without cuBLASLt")),
+            },
+            Work::Copy(from, to, bytes) => {
+                // SAFETY: both ranges are operands that `Cmd` checked; their buffers outlive the batch.
+                unsafe { result::memcpy_dtod_async(*to, *from, *bytes as usize, self.stream.raw) }.at("copy")
+            }
+            Work::Fill(to, words, word) => {
+                // SAFETY: the range is an operand that `Cmd` checked; its buffer outlives the batch.
+                unsafe { sys::cuMemsetD32Async(*to, *word, *words as usize, self.stream.raw) }
+                    .result()
+                    .at("fill")
+            }
+        }
+    }
+
+    fn launch(&self, function: &Function, launch: &Launch) -> Result<()> {
+        let mut values: Vec<u64> = launch
+            .args
+            .iter()
+            .map(|arg| match *arg {
+                Arg::Address(value) | Arg::U64(value) => value,
+                Arg::U32(value) => value.into(),
+                Arg::F32(value) => value.to_bits().into(),
+            })
+            .collect();
+        // little endian: a 32-bit argument is the first half of its word
+        let mut args: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
+        let [x, y, z] = launch.grid;
+        // SAFETY: the arguments match the kernel's signature (the plan and the kernels are written side by side,
+        // and a test runs the same plans through the kernels' own types); `Cmd` checked that each operand lies
+        // inside its buffer, kernels check every index that they load, and buffers outlive the batch.
+        unsafe {
+            result::launch_kernel(
+                function.raw,
+                (x, y, z),
+                (launch.threads, 1, 1),
+                launch.shared_bytes,
+                self.stream.raw,
+                &mut args,
+            )
+        }
+        .at(launch.kernel)
+    }
+
+    /// Captures the works as a graph; an error where the driver cannot.
+    fn capture(&self, works: &[Work]) -> Result<GraphExec> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is alive, and this thread captures nothing else.
+        unsafe { result::stream::begin_capture(self.stream.raw, mode) }.at("cuStreamBeginCapture")?;
+        let launched = works.iter().try_for_each(|work| self.enqueue(work));
+        // SAFETY: the capture was begun above; it is ended whatever happened in between.
+        let graph = unsafe { result::stream::end_capture(self.stream.raw) }.at("cuStreamEndCapture");
+        launched?;
+        let graph = graph?;
+        if graph.is_null() {
+            return Err(Error::new(ErrorKind::Other, "cuda: the capture was invalidated"));
+        }
+        // SAFETY: the graph is whole; it is destroyed once, after its instantiation.
+        unsafe {
+            let flags = sys::CUgraphInstantiate_flags_enum(0);
+            let instance = result::graph::instantiate(graph, flags).at("cuGraphInstantiate");
+            let _ = result::graph::destroy(graph);
+            Ok(GraphExec { context: self.shared.context.clone(), raw: instance? })
+        }
+    }
+
+    fn run(&mut self, recorded: &Recorded, graph: Option<Arc<dyn Graph>>) -> Result<Ticket> {
+        if let Some((_, error)) = &self.failed {
+            return Err(error.clone());
+        }
+        let ticket = self.first + self.batches.len() as u64;
+        let ends = match self.start(recorded) {
+            Ok(ends) => ends,
+            Err(error) => {
+                // earlier steps of the batch may run: the queue's state is no longer known
+                self.failed = Some((ticket, error.clone()));
+                return self.shared.note(Err(error));
+            }
+        };
+        if let Some((_, end)) = &ends {
+            for slice in &recorded.buffers {
+                Memory::of(slice)?.used_by(self.number, end);
+            }
+        }
+        self.batches.push_back(Batch::Running(ends, graph));
+        self.forget();
+        Ok(Ticket(ticket))
+    }
+
+    /// Puts a batch on the stream, between two events.
+    fn start(&self, recorded: &Recorded) -> Result<Option<(Arc<Event>, Arc<Event>)>> {
+        if recorded.works.is_empty() {
+            return Ok(None);
+        }
+        let start = Event::record(&self.stream)?;
+        if let Some(graph) = &recorded.graph {
+            // SAFETY: the graph is alive and kept by the batch until it is done; what it refers to is kept by
+            // `recorded`.
+            let launched = unsafe { result::graph::launch(graph.raw, self.stream.raw) };
+            launched.at("cuGraphLaunch")?;
+        } else {
+            recorded.works.iter().try_for_each(|work| self.enqueue(work))?;
+        }
+        Ok(Some((Arc::new(start), Arc::new(Event::record(&self.stream)?))))
+    }
+
+    /// Lets go of old batches that ended well, waited for or not.
+    fn forget(&mut self) {
+        while self.batches.len() > BATCHES_KEPT {
+            let ended = match &self.batches[0] {
+                Batch::Done(_) | Batch::Running(None, _) => true,
+                Batch::Running(Some((_, end)), _) => end.is_done().unwrap_or(false),
+            };
+            if !ended {
+                break;
+            }
+            self.batches.pop_front();
+            self.first += 1;
+        }
+    }
+
+    /// Waits for the end of `ticket`'s batch, or of what came before it.
+    fn finish(&mut self, ticket: Ticket, end: &Event, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            match self.shared.note(end.is_done()) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(error) => {
+                    self.failed.get_or_insert((ticket.0, error.clone()));
+                    return Err(error);
+                }
+            }
+            let waited = start.elapsed();
+            if waited >= timeout {
+                let message = format!("cuda: {ticket:?} is not done after {timeout:?}");
+                return Err(Error::new(ErrorKind::Timeout, message));
+            }
+            if waited < AWAKE {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(NAP);
+            }
+        }
+    }
+}
+
+impl Queue for CudaQueue {
+    fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
+        self.shared.enter()?;
+        let recorded = self.resolve(cmds)?;
+        self.run(&recorded, None)
+    }
+
+    fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
+        if let Some((from, error)) = &self.failed
+            && ticket.0 >= *from
+        {
+            return Err(error.clone());
+        }
+        self.shared.enter()?;
+        let index = ticket.0.checked_sub(self.first).map(|i| i as usize);
+        let Some(batch) = index.and_then(|i| self.batches.get(i)) else {
+            let message = format!("cuda: {ticket:?} is not one of this queue's last {BATCHES_KEPT}");
+            return Err(Error::invalid(message));
+        };
+        let (start, end) = match batch {
+            Batch::Done(elapsed) => return Ok(*elapsed),
+            Batch::Running(None, _) => {
+                // nothing of its own to wait for, but all that came before
+                let before = (0..index.unwrap_or(0)).rev().find_map(|i| match &self.batches[i] {
+                    Batch::Running(Some((_, end)), _) => Some(end.clone()),
+                    _ => None,
+                });
+                if let Some(end) = before {
+                    self.finish(ticket, &end, timeout)?;
+                }
+                return Ok(Elapsed { time: Seconds::ZERO, clock: ClockKind::Host });
+            }
+            Batch::Running(Some((start, end)), _) => (start.clone(), end.clone()),
+        };
+        let began = Instant::now();
+        self.finish(ticket, &end, timeout)?;
+        let elapsed = match guarded("cuEventElapsedTime", || Ok(end.since(&start))) {
+            Ok(Some(seconds)) => Elapsed { time: Seconds(seconds), clock: ClockKind::Device },
+            _ => Elapsed { time: Seconds(began.elapsed().as_secs_f64()), clock: ClockKind::Host },
+        };
+        if let Some(batch) = index.and_then(|i| self.batches.get_mut(i)) {
+            *batch = Batch::Done(elapsed);
+        }
+        Ok(elapsed)
+    }
+
+    fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
+        self.shared.enter()?;
+        let mut recorded = self.resolve(cmds)?;
+        if recorded.works.len() > 1 {
+            match guarded("capturing a batch", || self.capture(&recorded.works)) {
+                Ok(graph) => recorded.graph = Some(graph),
+                // the resolved list runs as well, launch by launch
+                Err(error) => tracing::warn!(%error, "a batch is replayed without a CUDA graph"),
+            }
+        }
+        Ok(Arc::new(recorded))
+    }
+
+    fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
+        self.shared.enter()?;
+        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = recorded.filter(|recorded| recorded.queue == self.number && self.owns(recorded));
+        let recorded = recorded.ok_or_else(|| Error::invalid("cuda: the graph belongs to another queue"))?;
+        self.run(recorded, Some(graph.clone()))
+    }
+}
+
+impl CudaQueue {
+    /// Whether a recording was made on this device: queue numbers begin anew on each.
+    fn owns(&self, recorded: &Recorded) -> bool {
+        let in_context =
+            |context: &Arc<Context>, slice: &Slice| Memory::of(slice).is_ok_and(|m| m.is_in(context));
+        recorded.buffers.iter().all(|slice| in_context(&self.shared.context, slice))
+    }
+}
+
+impl Drop for CudaQueue {
+    /// The scratch and the graphs go with the queue: nothing may use them any more.
+    fn drop(&mut self) {
+        if self.shared.context.bind().is_ok() {
+            let _ = self.stream.synchronize();
+        }
+    }
+}
