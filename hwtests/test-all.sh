@@ -8,6 +8,8 @@ cd "$(dirname "$0")/.."
 packages="ocl-icd-opencl-dev pocl-opencl-icd gcc libc6-dev"
 # hwloc and verbs; the headers of verbs are generated at build time.
 packages="$packages pkg-config libhwloc-dev cmake libclang-dev libibverbs-dev libnl-3-dev libnl-route-3-dev"
+# Mesa's lavapipe, which runs Vulkan on the CPU.
+packages="$packages mesa-vulkan-drivers libvulkan1"
 missing=""
 for package in $packages; do
     dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing="$missing $package"
