@@ -12,6 +12,7 @@ use std::sync::Arc;
 pub(crate) fn all() -> Vec<Box<dyn Backend>> {
     vec![
         Box::new(mixfleet_cpu::CpuBackend),
+        Box::new(mixfleet_cuda::CudaBackend),
         Box::new(mixfleet_opencl::OpenClBackend),
         Box::new(mixfleet_wgpu::WgpuBackend),
         Box::new(mixfleet_simulated::SimBackend::new(Box::new(files::FromDisk))),
@@ -22,11 +23,6 @@ pub(crate) fn all() -> Vec<Box<dyn Backend>> {
 pub(crate) fn probe() -> Vec<(&'static str, Result<Vec<DeviceInfo>, Absent>)> {
     all().iter().map(|backend| (backend.name(), backend.probe())).collect()
 }
-
-/// What this version cannot look for yet.
-pub(crate) const NOT_LOOKED_FOR: &[(&str, &str)] = &[
-    ("cuda", "this version has no CUDA backend yet"),
-];
 
 /// Opens the device that `selector` names.
 pub(crate) fn open(selector: &str) -> Result<Arc<dyn Device>> {

@@ -18,7 +18,6 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
             Err(why) => absent.push((backend.into(), why.reason)),
         }
     }
-    absent.extend(backends::NOT_LOOKED_FOR.iter().map(|&(name, why)| (name.into(), why.into())));
     let here = Here::read();
     absent.extend(here.absent.iter().map(|(name, why)| ((*name).into(), why.reason.clone())));
     let same = same_part(&found, &here.topology);

@@ -39,7 +39,7 @@ const ROOMS: &[Room] = &[
         name: "mixfleet-cuda",
         directory: "backends/cuda",
         rooms: &[HAL],
-        outside: Some(&["bytemuck", "cudarc", "half", "tracing"]),
+        outside: Some(&["cudarc", "libloading", "tracing"]),
     },
     Room {
         name: "mixfleet-discover",
