@@ -10,6 +10,8 @@ packages="ocl-icd-opencl-dev pocl-opencl-icd gcc libc6-dev"
 packages="$packages pkg-config libhwloc-dev cmake libclang-dev libibverbs-dev libnl-3-dev libnl-route-3-dev"
 # Mesa's lavapipe, which runs Vulkan on the CPU.
 packages="$packages mesa-vulkan-drivers libvulkan1"
+# g++ compiles the CUDA kernels for the CPU; pip fetches NVIDIA's compiler for them.
+packages="$packages g++ python3 python3-pip"
 missing=""
 for package in $packages; do
     dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing="$missing $package"
@@ -29,6 +31,16 @@ fi
 for tool in rustfmt cargo-clippy; do
     command -v "$tool" >/dev/null || { echo "test-all: $tool is missing; run: rustup component add rustfmt clippy" >&2; exit 3; }
 done
+
+# NVRTC compiles CUDA kernels without a GPU. A wheel (90 MB), unpacked once.
+nvrtc="$PWD/target/nvrtc"
+if [ ! -d "$nvrtc/nvidia" ]; then
+    mkdir -p "$nvrtc"
+    python3 -m pip download --quiet --no-deps --dest "$nvrtc" nvidia-cuda-nvrtc-cu12==12.9.86
+    python3 -m zipfile -e "$nvrtc"/*.whl "$nvrtc"
+    rm -f "$nvrtc"/*.whl
+fi
+export MIXFLEET_CUDA_LIBRARIES="$nvrtc/nvidia/cuda_nvrtc/lib"
 
 step() { printf '\n== %s ==\n' "$1"; }
 features=(--workspace --features mixfleet/full)
