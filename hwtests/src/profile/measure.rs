@@ -24,6 +24,8 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 const WORD: u32 = 0x3C3C_3C3C;
 /// Samples that a long run keeps.
 const LONG_SAMPLES: f64 = 100.0;
+/// And at least so many, in up to twice the time.
+const LONG_SAMPLES_MIN: usize = 10;
 /// Shorter runs say nothing of energy: sensors average over a good part of a second.
 const ENERGY_SECONDS_MIN: f64 = 10.0;
 
@@ -131,7 +133,11 @@ impl Bench<'_> {
     fn repeat(&mut self, commands: &[Cmd], effort: Effort) -> Result<(Samples, Timer, u32), Problem> {
         // the first run may compile, allocate, or wake the device
         self.elapsed(&commands[..1])?;
-        let (once, timer) = self.elapsed(&commands[commands.len() - 1..])?;
+        let (mut once, mut timer) = (f64::INFINITY, Timer::Host);
+        for cmd in commands.iter().rev().take(3) {
+            let (seconds, by) = self.elapsed(std::slice::from_ref(cmd))?;
+            (once, timer) = (once.min(seconds), by);
+        }
         let runs = (SAMPLE_SECONDS / once.max(1e-9)).ceil().clamp(1.0, RUNS_MAX) as usize;
         let batches: Vec<Vec<Cmd>> = (0..commands.len().div_ceil(runs))
             .map(|batch| commands.iter().cycle().skip(batch * runs).take(runs).cloned().collect())
@@ -242,14 +248,8 @@ impl Bench<'_> {
 
     /// A long run of one load.
     fn sustained(&mut self, load: Load, seconds: f64) -> Result<(Measured, OpSig), Problem> {
-        let sigs: Vec<OpSig> = match load {
-            Load::Gemm => [DType::Bf16, DType::F16, DType::F32]
-                .map(|dtype| gemm(dtype, (2048, 4096, 4096), false, false))
-                .to_vec(),
-            Load::Stream => vec![OpSig::Copy { bytes: 64 << 20 }, OpSig::Copy { bytes: 4 << 20 }],
-        };
         let mut why = Problem::Unsupported("no dtype of this load".to_owned());
-        for sig in sigs {
+        for sig in loads(load) {
             let commands = match self.supported(&sig).and_then(|_| self.ground.commands(&sig)) {
                 Ok(commands) => commands,
                 Err(problem) => {
@@ -271,7 +271,10 @@ impl Bench<'_> {
         let state = |device: &dyn Device| State::from(device.health());
         let (start, first) = (self.clock.seconds(), state(self.device));
         let (mut each, mut states) = (Vec::new(), vec![first]);
-        while self.clock.seconds() - start < seconds || each.len() < 10 {
+        let more = |spent: f64, samples: usize| {
+            spent < seconds || samples < 3 || samples < LONG_SAMPLES_MIN && spent < 2.0 * seconds
+        };
+        while more(self.clock.seconds() - start, each.len()) {
             each.push(self.elapsed(&batch)?.0 / runs as f64);
             // about a state per twentieth of the run
             if (self.clock.seconds() - start) * 20.0 > seconds * states.len() as f64 {
@@ -301,6 +304,16 @@ impl Bench<'_> {
         let flags = if stats.cv > NOISE_MAX { vec![Flag::Noisy] } else { Vec::new() };
         let samples = Samples { stats, ramp: 0, flags };
         Ok(Measured { long_run: Some(long_run), ..Measured::new(samples, timer, runs as u32) })
+    }
+}
+
+/// The operations that a long run may consist of, the best first.
+pub(crate) fn loads(load: Load) -> Vec<OpSig> {
+    match load {
+        Load::Gemm => [DType::Bf16, DType::F16, DType::F32]
+            .map(|dtype| gemm(dtype, (2048, 4096, 4096), false, false))
+            .to_vec(),
+        Load::Stream => vec![OpSig::Copy { bytes: 64 << 20 }, OpSig::Copy { bytes: 2 << 20 }],
     }
 }
 

@@ -4,7 +4,7 @@ use super::document::{
     Conditions, Document, Economics, Fact, Fits, Flag, Identity, PointResult, State, Status, Summary, Tool,
 };
 use super::ground::{Ground, cold_bytes};
-use super::measure::{Bench, LaunchCost, empty};
+use super::measure::{Bench, LaunchCost, empty, loads};
 use super::plan::{Level, ModelShapes, plan};
 use super::sampler::{Clock, Effort, HostClock};
 use super::work::{Group, Launch, Load, Work};
@@ -216,6 +216,19 @@ fn failed(work: &Work, problem: Problem) -> PointResult {
     PointResult { status, reason: Some(reason), ..empty(work) }
 }
 
+/// The largest buffer and all buffers that `work` needs to be cold, for each way to do it.
+fn buffers(work: &Work) -> Vec<(u64, u64)> {
+    match work {
+        Work::Op(sig) => vec![cold_bytes(sig)],
+        Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => {
+            vec![(*bytes, *bytes)]
+        }
+        Work::DeviceToDevice(bytes) => vec![(*bytes, 2 * bytes)],
+        Work::Sustained(load) => loads(*load).iter().map(cold_bytes).collect(),
+        Work::Launch(_) => Vec::new(),
+    }
+}
+
 struct Runner<'a> {
     bench: Bench<'a>,
     options: &'a Options,
@@ -232,14 +245,7 @@ impl<'a> Runner<'a> {
         let cold = options.cold_bytes.min(bytes_max);
         let allocation_max = device.limits().allocation_bytes_max;
         let (mut largest, mut total) = (0, cold);
-        for work in works {
-            let (operand, sum) = match work {
-                Work::Op(sig) => cold_bytes(sig),
-                Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => {
-                    (*bytes, *bytes)
-                }
-                _ => (0, 0),
-            };
+        for (operand, sum) in works.iter().flat_map(buffers) {
             if sum <= bytes_max && operand <= allocation_max {
                 (largest, total) = (largest.max(operand), total.max(sum));
             }
@@ -249,8 +255,7 @@ impl<'a> Runner<'a> {
         let launch = LaunchCost::default();
         let bench = Bench { device, queue: device.queue()?, ground, checks, clock, launch };
         // slow enough for any device until its first points are known
-        let compute = vec![(DType::F32, FlopPerSecond(1e10))];
-        let known = DeviceProfile::roof(compute, BytesPerSecond(5e9), Bytes(device.info().memory.0));
+        let known = DeviceProfile::roof(Vec::new(), BytesPerSecond(5e9), Bytes(device.info().memory.0));
         let mut runner = Runner { bench, options, start, known, fits: Fits::default() };
         runner.launches()?;
         Ok(runner)
@@ -347,12 +352,24 @@ impl<'a> Runner<'a> {
     /// Seconds of one run, as far as is known.
     fn foretell(&self, work: &Work) -> f64 {
         let bytes = match work {
-            Work::Op(sig) => return self.known.time(sig).0,
+            Work::Op(sig) => {
+                let arithmetic = sig.flops() / self.rate(fit::input_dtype(sig));
+                return self.known.time(sig).0.max(if sig.flops() > sig.bytes() { arithmetic } else { 0.0 });
+            }
             Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => *bytes,
             Work::DeviceToDevice(bytes) => 2 * bytes,
             Work::Launch(_) | Work::Sustained(Load::Gemm | Load::Stream) => 0,
         };
         bytes as f64 / self.known.bandwidth.0
+    }
+
+    /// The least rate to expect of a dtype: a quarter of the others' if it has not been seen yet.
+    fn rate(&self, dtype: DType) -> f64 {
+        let rates = self.known.compute.iter();
+        match rates.clone().find(|(known, _)| *known == dtype) {
+            Some((_, rate)) => rate.0,
+            None => rates.map(|(_, rate)| rate.0 / 4.0).fold(1e10, f64::max),
+        }
     }
 
     fn learn(&mut self, work: &Work, point: &PointResult) {

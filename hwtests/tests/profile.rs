@@ -1,0 +1,352 @@
+//! The profiler against a device whose law is known, the reference device, and broken ones.
+
+mod law;
+
+use law::{
+    BANDWIDTH, CACHE_SPEED, COMMAND_S, COMPUTE, COPY_S, Flaw, LAUNCH_S, LawDevice, TIRED, cached,
+    law as law_of,
+};
+use mixfleet_hal::units::Bytes;
+use mixfleet_hwtests::profile::compare::{Comparison, Verdict};
+use mixfleet_hwtests::profile::{
+    Document, Fact, Flag, Level, Options, PointResult, Progress, Status, Work, card, measure, page, run,
+};
+use mixfleet_hwtests::reference::ReferenceDevice;
+use serde_json::Value;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+/// Points that the oracle can keep up with.
+const POINTS: [&str; 22] = [
+    "gemm.bf16.m1.n128.k256",
+    "gemm.bf16.m4.n128.k256",
+    "gemm.bf16.m16.n128.k256",
+    "gemm.bf16.m64.n128.k256",
+    "gemm.bf16.m16.n64.k128.acc",
+    "gemm.bf16.m64.n256.k128",
+    "attn_decode.bf16.b1.c64.gqa2.kv2.d32",
+    "attn_decode.bf16.b4.c256.gqa2.kv2.d32",
+    "attn_prefill.bf16.t16.c16.gqa2.kv2.d32",
+    "rms_norm.bf16.t64.h1024",
+    "silu_mul.bf16.e65536",
+    "kv_gather.bf16.t128.kv2.d32",
+    "memory_read.64KiB",
+    "memory_read.256KiB",
+    "memory_read.4MiB",
+    "memory_write.4MiB",
+    "memory_copy.4MiB",
+    "copy_h2d.4KiB",
+    "copy_h2d.64KiB",
+    "copy_h2d.1MiB",
+    "copy_h2d.4MiB",
+    "launch.commands100",
+];
+
+fn options(device: &LawDevice, only: &[&str]) -> Options {
+    Options {
+        only: only.iter().map(|id| (*id).to_owned()).collect(),
+        cold_bytes: 2 << 20,
+        memory_bytes_max: Some(16 << 20),
+        clock: device.clock.clone(),
+        measured_at: "2026-11-20T12:00:00Z".to_owned(),
+        command: "test".to_owned(),
+        facts: vec![Fact::new("governor", "none")],
+        price: Some((0.5, "a test".to_owned())),
+        ..Options::new(Level::Quick)
+    }
+}
+
+fn profile(flaw: Flaw, only: &[&str]) -> Document {
+    let device = LawDevice::new(flaw);
+    let options = options(&device, only);
+    run(&device, &options, &mut |_| {})
+}
+
+fn median(point: &PointResult) -> f64 {
+    assert_eq!(point.status, Status::Ok, "{}: {:?}", point.id, point.reason);
+    point.seconds.as_ref().unwrap().median
+}
+
+fn near(got: f64, want: f64, share: f64, what: &str) {
+    assert!((got / want - 1.0).abs() <= share, "{what}: {got:e}, must be {want:e}");
+}
+
+#[test]
+fn every_time_is_that_of_the_law() {
+    let document = profile(Flaw::None, &POINTS);
+    assert_eq!(document.points.len(), POINTS.len());
+    assert!(document.complete && document.checks.iter().all(|check| check.passed && check.cases > 0));
+    for point in &document.points {
+        let Some(Work::Op(sig)) = Work::parse(&point.id, 8) else { continue };
+        // activations stay in place and may stay in the cache; weights, even a norm's, are others each time
+        let warm = matches!(sig.name(), "silu_mul" | "add" | "rope");
+        let want = if warm { cached(&sig) } else { law_of(&sig) };
+        near(median(point), want.max(0.1 * (want + COMMAND_S)), 0.05, &point.id);
+        assert_eq!(point.flags, [], "{}", point.id);
+    }
+    let rate = |id: &str| {
+        let point = document.point(id).unwrap();
+        point.bytes / median(point)
+    };
+    near(rate("memory_read.4MiB"), BANDWIDTH, 0.02, "beyond the cache");
+    near(rate("memory_read.256KiB"), CACHE_SPEED * BANDWIDTH, 0.05, "inside the cache");
+}
+
+#[test]
+fn fits_and_summary_recover_the_law() {
+    let document = profile(Flaw::None, &POINTS);
+    let fits = &document.fits;
+    near(fits.launch_s.unwrap(), LAUNCH_S, 0.02, "launch");
+    near(fits.launch_per_command_s.unwrap(), COMMAND_S, 0.02, "a command");
+    for line in &fits.host_to_device {
+        near(line.fixed_s, COPY_S.0, 0.05, "copy, fixed");
+        near(line.s_per_byte, COPY_S.1, 0.05, "copy, per byte");
+    }
+    assert_eq!(fits.host_to_device.len(), 2);
+    let s = &document.summary;
+    near(s.memory_read.as_ref().unwrap().rate, BANDWIDTH, 0.02, "read");
+    assert_eq!(s.memory_read.as_ref().unwrap().point, "memory_read.4MiB");
+    near(s.ridge_rows.unwrap(), s.compute[0].reached.rate / BANDWIDTH, 0.02, "ridge");
+    assert_eq!((s.ok as usize, s.flagged, s.error), (POINTS.len(), 0, 0));
+    let economics = document.economics.as_ref().unwrap();
+    near(economics.bytes_per_second.unwrap(), 2.0 * BANDWIDTH, 0.02, "per dollar");
+}
+
+#[test]
+fn its_device_profile_predicts_what_was_not_measured() {
+    let document = profile(Flaw::None, &POINTS);
+    let profile = document.device_profile().unwrap();
+    assert_eq!(profile.bandwidths.len(), 5);
+    near(profile.host_to_device.time(Bytes(1e5)).unwrap().0, COPY_S.0 + 1e5 * COPY_S.1, 0.05, "a copy");
+    for id in ["gemm.bf16.m2.n128.k256", "gemm.bf16.m8.n128.k256", "gemm.bf16.m32.n128.k256"] {
+        let Some(Work::Op(sig)) = Work::parse(id, 8) else { panic!("{id}") };
+        near(profile.time(&sig).0, law_of(&sig), 0.15, id);
+    }
+    let Some(Work::Op(sig)) = Work::parse("gemm.bf16.m64.n128.k256", 8) else { panic!() };
+    let batch = profile.batch_time(&[sig, sig]).0;
+    near(batch, LAUNCH_S + 2.0 * (COMMAND_S + law_of(&sig)), 0.02, "a batch");
+    assert!(profile.compute[0].1.0 <= COMPUTE * 1.01);
+}
+
+#[test]
+fn a_wrong_operation_gets_no_number_and_a_lacking_one_is_no_error() {
+    let document = profile(Flaw::Wrong("silu_mul"), &POINTS);
+    let point = document.point("silu_mul.bf16.e65536").unwrap();
+    assert_eq!((point.status, point.seconds.is_none()), (Status::Error, true));
+    assert!(point.reason.as_ref().unwrap().contains("conformance"), "{:?}", point.reason);
+    assert!(document.point("rms_norm.bf16.t64.h1024").unwrap().is_ok());
+    assert_eq!(document.checks.iter().filter(|check| !check.passed).count(), 1);
+    assert!(card(&document).contains("WRONG") && document.complete);
+
+    let document = profile(Flaw::Lacks("attn_decode"), &POINTS);
+    let point = document.point("attn_decode.bf16.b1.c64.gqa2.kv2.d32").unwrap();
+    assert_eq!(point.status, Status::Unsupported);
+    assert_eq!((document.summary.unsupported, document.summary.error), (2, 0));
+}
+
+#[test]
+fn noise_is_flagged_and_not_hidden() {
+    let document = profile(Flaw::Noisy, &["rms_norm.bf16.t4.h256"]);
+    let point = &document.points[0];
+    assert!(point.flags.contains(&Flag::Noisy) && point.flags.contains(&Flag::Unsteady), "{:?}", point.flags);
+    assert_eq!(document.summary.flagged, 1);
+    assert!(point.seconds.as_ref().unwrap().samples.len() >= 3);
+}
+
+#[test]
+fn what_would_take_too_long_is_left_out_with_its_time() {
+    let mut device = LawDevice::new(Flaw::None);
+    device.slowness = 3e4;
+    let options = options(&device, &["rms_norm.bf16.t4.h256", "memory_copy.8MiB"]);
+    let document = run(&device, &options, &mut |_| {});
+    let point = document.point("rms_norm.bf16.t4.h256").unwrap();
+    assert!(point.flags.contains(&Flag::FewSamples) || point.is_ok(), "{point:?}");
+    let options = Options { budget_s: Some(0.001), ..options };
+    let document = run(&device, &options, &mut |_| {});
+    for point in &document.points {
+        assert_eq!(point.status, Status::Skipped);
+        assert!(point.reason.as_ref().unwrap().contains("would take"), "{:?}", point.reason);
+    }
+    assert!(document.complete, "left out on purpose is not interrupted");
+}
+
+#[test]
+fn an_interruption_leaves_a_document_that_says_so() {
+    let device = LawDevice::new(Flaw::None);
+    let options = options(&device, &POINTS);
+    let cancelled = options.cancelled.clone();
+    let document = run(&device, &options, &mut |progress| {
+        if let Progress::Done(_) = progress {
+            cancelled.store(true, Ordering::Relaxed);
+        }
+    });
+    assert!(!document.complete && document.points.len() == POINTS.len());
+    assert_eq!(document.summary.ok, 1);
+    assert_eq!(document.points[5].reason.as_deref(), Some("interrupted"));
+    assert!(card(&document).contains("INCOMPLETE") && page(&document).contains("Incomplete"));
+}
+
+#[test]
+fn a_long_run_sees_a_part_slow_down() {
+    let only = ["sustained.stream"];
+    let fresh = profile(Flaw::None, &only);
+    near(fresh.points[0].long_run.as_ref().unwrap().ratio, 1.0, 1e-6, "fresh");
+    let tired = profile(Flaw::Tires, &only);
+    let run = tired.points[0].long_run.as_ref().unwrap();
+    near(run.ratio, TIRED, 0.01, "tired");
+    assert!(run.seconds >= 2.0 && run.states.len() > 5 && run.joules_per_run.is_none());
+}
+
+#[test]
+fn points_are_measured_by_name_and_unknown_names_come_back() {
+    let device = LawDevice::new(Flaw::None);
+    let options = options(&device, &[]);
+    let points =
+        measure(&device, &["rope.bf16.t4.heads2.d32", "no.such.point", "memory_read.64KiB"], &options);
+    assert_eq!(points.len(), 3);
+    assert_eq!(points.iter().filter(|point| point.is_ok()).count(), 2);
+    let unknown = points.iter().find(|point| point.id == "no.such.point").unwrap();
+    assert_eq!(unknown.status, Status::Skipped);
+}
+
+#[test]
+fn the_reference_device_can_be_profiled() {
+    let options =
+        Options { cold_bytes: 1 << 18, memory_bytes_max: Some(1 << 20), ..Options::new(Level::Quick) };
+    let ids = ["rms_norm.bf16.t1.h64", "gemm.f32.m3.n16.k32", "launch.empty", "copy_d2h.4KiB"];
+    for point in measure(&ReferenceDevice::default(), &ids, &options) {
+        assert!(median(&point) >= 0.0, "{}", point.id);
+    }
+}
+
+#[test]
+fn comparing_takes_spread_into_account() {
+    let a = profile(Flaw::None, &POINTS);
+    let mut b = a.clone();
+    b.economics.as_mut().unwrap().usd_per_hour = 1.0;
+    let same = Comparison::new(&a, &b);
+    assert!(same.points.iter().all(|p| p.verdict == Verdict::Same && p.ratio_per_dollar == Some(0.5)));
+    assert!(same.same_fingerprint && same.below(0.99).is_empty());
+    let id = "gemm.bf16.m64.n128.k256";
+    let slower = b.points.iter_mut().find(|point| point.id == id).unwrap();
+    let stats = slower.seconds.as_mut().unwrap();
+    for value in [&mut stats.median, &mut stats.p5, &mut stats.p95] {
+        *value *= 1.5;
+    }
+    let worse = Comparison::new(&a, &b);
+    assert_eq!(worse.below(0.9).iter().map(|p| p.id.as_str()).collect::<Vec<_>>(), [id]);
+    assert!(worse.below(0.5).is_empty() && worse.to_string().contains("slower"));
+    // half of the samples spread as widely as the difference: no verdict then
+    let noisy = b.points.iter_mut().find(|point| point.id == id).unwrap().seconds.as_mut().unwrap();
+    (noisy.p5, noisy.p95) = (noisy.median * 0.4, noisy.median * 1.6);
+    assert!(Comparison::new(&a, &b).below(0.9).is_empty());
+}
+
+#[test]
+fn a_document_is_what_its_schema_says_and_reads_back() {
+    let document = profile(Flaw::None, &POINTS);
+    let text = serde_json::to_string(&document).unwrap();
+    assert_eq!(Document::from_json(&text).unwrap(), document);
+    let schema = Document::json_schema();
+    let mut errors = Vec::new();
+    conforms(&serde_json::to_value(&document).unwrap(), &schema, &schema, "$", &mut errors);
+    assert_eq!(errors, Vec::<String>::new());
+    // the checker sees what is wrong
+    let mut broken = serde_json::to_value(&document).unwrap();
+    broken["points"][0]["status"] = "fine".into();
+    broken["device"].as_object_mut().unwrap().remove("fingerprint");
+    conforms(&broken, &schema, &schema, "$", &mut errors);
+    assert_eq!(errors.len(), 2, "{errors:?}");
+    for wrong in ["{", "{}", r#"{"schema":"mixfleet.profile/2"}"#, r#"{"schema":"mixfleet.profile/1"}"#] {
+        assert!(Document::from_json(wrong).is_err(), "{wrong}");
+    }
+}
+
+/// The part of JSON Schema that is generated here: types, enums, references, alternatives, properties, items.
+fn conforms(value: &Value, schema: &Value, root: &Value, at: &str, errors: &mut Vec<String>) {
+    if let Some(reference) = schema.get("$ref").and_then(Value::as_str) {
+        let target = root.pointer(reference.trim_start_matches('#')).expect("a known reference");
+        return conforms(value, target, root, at, errors);
+    }
+    for key in ["anyOf", "oneOf"] {
+        if let Some(options) = schema.get(key).and_then(Value::as_array) {
+            let fits = |option: &Value| {
+                let mut inner = Vec::new();
+                conforms(value, option, root, at, &mut inner);
+                inner.is_empty()
+            };
+            if !options.iter().any(fits) {
+                errors.push(format!("{at}: none of {key}"));
+            }
+        }
+    }
+    if let Some(constant) = schema.get("const").filter(|constant| *constant != value) {
+        errors.push(format!("{at}: not {constant}"));
+    }
+    if let Some(names) = schema.get("enum").and_then(Value::as_array).filter(|names| !names.contains(value)) {
+        errors.push(format!("{at}: {value} is not among {names:?}"));
+    }
+    let types: Vec<&str> = match schema.get("type") {
+        Some(Value::String(one)) => vec![one],
+        Some(Value::Array(many)) => many.iter().filter_map(Value::as_str).collect(),
+        _ => Vec::new(),
+    };
+    let is = |name: &&str| match *name {
+        "null" => value.is_null(),
+        "boolean" => value.is_boolean(),
+        "object" => value.is_object(),
+        "array" => value.is_array(),
+        "integer" => value.is_u64() || value.is_i64(),
+        "number" => value.is_number(),
+        _ => value.is_string(),
+    };
+    if !types.is_empty() && !types.iter().any(is) {
+        errors.push(format!("{at}: {value} is not {types:?}"));
+    }
+    for name in schema.get("required").and_then(Value::as_array).into_iter().flatten() {
+        if value.is_object() && value.get(name.as_str().unwrap()).is_none() {
+            errors.push(format!("{at}: {name} is missing"));
+        }
+    }
+    for (name, inner) in schema.get("properties").and_then(Value::as_object).into_iter().flatten() {
+        if let Some(field) = value.get(name) {
+            conforms(field, inner, root, &format!("{at}.{name}"), errors);
+        }
+    }
+    if let (Some(inner), Some(items)) = (schema.get("items"), value.as_array()) {
+        for (i, item) in items.iter().enumerate() {
+            conforms(item, inner, root, &format!("{at}[{i}]"), errors);
+        }
+    }
+}
+
+#[test]
+fn the_published_schema_is_that_of_the_program() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/schema/profile-1.json");
+    let want = Document::json_schema();
+    if std::env::var_os("MIXFLEET_WRITE_SCHEMA").is_some() {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, format!("{want:#}\n")).unwrap();
+    }
+    let published = std::fs::read_to_string(&path).unwrap_or_default();
+    let published: Value = serde_json::from_str(&published).unwrap_or_default();
+    let hint = "docs/schema/profile-1.json is not what the program writes; write it anew with \
+                MIXFLEET_WRITE_SCHEMA=1 cargo test -p mixfleet-hwtests --test profile";
+    assert!(published == want, "{hint}");
+}
+
+#[test]
+fn card_and_page_show_the_numbers_and_ask_for_nothing_from_outside() {
+    let document = profile(Flaw::None, &POINTS);
+    let card = card(&document);
+    for word in ["compute", "bf16", "memory", "read", "|####", "per $/h", "links", "launch", "a law"] {
+        assert!(card.contains(word), "{word}\n{card}");
+    }
+    assert!(card.lines().all(|line| line.len() <= 100), "{card}");
+    let page = page(&document);
+    assert!(page.matches("<svg").count() >= 4, "{}", page.matches("<svg").count());
+    for word in ["http:", "https:", "<script", "src=", "NaN", "inf\""] {
+        assert!(!page.contains(word), "{word}");
+    }
+    assert!(page.contains("gemm.bf16.m64.n128.k256") && page.contains("viewBox"));
+}
