@@ -13,6 +13,7 @@ const KEY: [u64; 4] =
     [0xA076_1D64_78BD_642F, 0xE703_7ED1_A0B4_28DB, 0x8EBC_6AF0_9C88_C6E3, 0x5899_65CC_7537_4CC3];
 
 /// Two words to one: the folded 128-bit product (as in wyhash).
+#[inline]
 pub(crate) fn mix(a: u64, b: u64) -> u64 {
     let product = u128::from(a ^ KEY[0]) * u128::from(b ^ KEY[1]);
     (product as u64) ^ (product >> 64) as u64
@@ -101,6 +102,7 @@ pub(crate) fn read(dtype: DType, row: &[u8]) -> u64 {
 }
 
 /// Puts `digest` into the first elements of `row`.
+#[inline]
 pub(crate) fn write(dtype: DType, row: &mut [u8], digest: u64) {
     let (_, bits) = lanes(dtype);
     let lanes = lane_bytes(dtype, row.len());
@@ -112,6 +114,7 @@ pub(crate) fn write(dtype: DType, row: &mut [u8], digest: u64) {
 }
 
 /// Encodes a small integer, which the dtype holds exactly (f8e4m3: up to 16).
+#[inline]
 pub(crate) fn put_small(dtype: DType, element: &mut [u8], value: u8) {
     match dtype {
         DType::F32 => element.copy_from_slice(&f32::from(value).to_le_bytes()),

@@ -12,22 +12,27 @@ use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
 /// Elements after which a row repeats itself: 256 bits of its digest.
 const PATTERN: usize = 64;
 
-/// A row of `elements` elements that follow from `digest`.
-fn filled(dtype: DType, elements: usize, digest: u64, out: &mut Vec<u8>) {
-    let size = dtype.size_bytes() as usize;
-    let mut pattern = [0u8; PATTERN * 4];
-    let pattern = &mut pattern[..PATTERN * size];
-    for (word, chunk) in (0u64..).zip(pattern.chunks_exact_mut(16 * size)) {
-        let mut nibbles = mix(digest, word);
-        for element in chunk.chunks_exact_mut(size) {
-            digest::put_small(dtype, element, (nibbles & 0xF) as u8);
-            nibbles >>= 4;
+/// Appends a row of `elements` elements of `N` bytes for each digest.
+fn filled<const N: usize>(dtype: DType, elements: usize, digests: &[u64], out: &mut Vec<u8>) {
+    let codes: [[u8; N]; 16] = std::array::from_fn(|value| {
+        let mut code = [0; N];
+        digest::put_small(dtype, &mut code, value as u8);
+        code
+    });
+    for &digest in digests {
+        let mut pattern = [[0; N]; PATTERN];
+        for (word, chunk) in (0u64..).zip(pattern.chunks_exact_mut(16)) {
+            let mut nibbles = mix(digest, word);
+            for element in chunk {
+                *element = codes[(nibbles & 0xF) as usize];
+                nibbles >>= 4;
+            }
         }
-    }
-    let end = out.len() + elements * size;
-    while out.len() < end {
-        let part = pattern.len().min(end - out.len());
-        out.extend_from_slice(&pattern[..part]);
+        let end = out.len() + elements * N;
+        while out.len() < end {
+            let part = (end - out.len()).min(PATTERN * N);
+            out.extend_from_slice(&pattern.as_flattened()[..part]);
+        }
     }
 }
 
@@ -39,9 +44,14 @@ pub(super) fn write(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let slots = store.words(&args[2])?;
     let elements = (kv_heads * head_dim) as usize;
     for (tag, from, pool) in [(Tag::Key, &args[0], &args[3]), (Tag::Value, &args[1], &args[4])] {
-        let digests = rows::digests(store, from, tokens, x)?;
+        let mut digests = rows::digests(store, from, tokens, x)?;
+        digests.iter_mut().for_each(|digest| *digest = mix(tag as u64, *digest));
         let mut rows = Vec::with_capacity(slots.len() * elements * kv.size_bytes() as usize);
-        digests.iter().for_each(|&digest| filled(kv, elements, mix(tag as u64, digest), &mut rows));
+        match kv.size_bytes() {
+            1 => filled::<1>(kv, elements, &digests, &mut rows),
+            2 => filled::<2>(kv, elements, &digests, &mut rows),
+            _ => filled::<4>(kv, elements, &digests, &mut rows),
+        }
         store.write_slots(pool, &slots, &rows)?;
     }
     Ok(())

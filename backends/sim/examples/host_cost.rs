@@ -1,0 +1,120 @@
+//! What a time-only device costs the host, for the shapes of Llama 3.1 8B in bf16:
+//! `cargo run --release -p mixfleet-simulated --example host_cost`
+//!
+//! Takes 2.2 GB of host memory for KV. A part is simulated at its own speed where its steps take longer than these.
+
+#![allow(clippy::print_stdout, reason = "its purpose")]
+
+use mixfleet_hal::catalog::part;
+use mixfleet_hal::{DType, Device, Result, Role};
+use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
+use mixfleet_runtime::model::{LayerWeights, ModelConfig, RandomCheckpoint, Tensor, Weights};
+use mixfleet_simulated::{Clock, TimeOnlyDevice, VirtualClock};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const PAGE: u32 = 16;
+const SEQUENCES: u32 = 16;
+const CONTEXT: u32 = 1024;
+
+fn config() -> ModelConfig {
+    let config = serde_json::json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": false,
+    });
+    let config = config.as_object().expect("an object").clone();
+    RandomCheckpoint { config, dtype: DType::Bf16, seed: 0 }.model_config().expect("a known shape")
+}
+
+/// Weights that nobody ever wrote: they take no memory.
+fn weights(device: &dyn Device, c: &ModelConfig) -> Result<Weights> {
+    let tensor = |rows: u32, cols: u32| -> Result<Tensor> {
+        let slice = device.alloc(u64::from(rows) * u64::from(cols) * 2, Role::Weights)?;
+        Ok(Tensor { slice, dtype: DType::Bf16 })
+    };
+    let (hidden, inner, q, kv) = (c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim);
+    let layer = |_| {
+        Ok(LayerWeights {
+            attn_norm: tensor(1, hidden)?,
+            q: tensor(q, hidden)?,
+            k: tensor(kv, hidden)?,
+            v: tensor(kv, hidden)?,
+            o: tensor(hidden, q)?,
+            mlp_norm: tensor(1, hidden)?,
+            gate: tensor(inner, hidden)?,
+            up: tensor(inner, hidden)?,
+            down: tensor(hidden, inner)?,
+            q_bias: None,
+            k_bias: None,
+            v_bias: None,
+            o_bias: None,
+            q_norm: None,
+            k_norm: None,
+            gate_bias: None,
+            up_bias: None,
+            down_bias: None,
+        })
+    };
+    Ok(Weights {
+        embed: tensor(c.vocab, hidden)?,
+        layers: (0..c.layers).map(layer).collect::<Result<_>>()?,
+        norm: tensor(1, hidden)?,
+        lm_head: tensor(c.vocab, hidden)?,
+    })
+}
+
+fn main() -> Result<()> {
+    let profile = part("H100-SXM-80GB").expect("in the catalog").profile();
+    let clock = Arc::new(VirtualClock::default());
+    let device = TimeOnlyDevice::new("sim:h100-sxm-80gb", profile, clock.clone())?;
+    let config = Arc::new(config());
+    let shape = StepShape {
+        tokens_max: 512,
+        sequences_max: SEQUENCES,
+        blocks: SEQUENCES * (CONTEXT / PAGE + 1),
+        block_tokens: PAGE,
+        activations: DType::Bf16,
+        kv: DType::Bf16,
+    };
+    let forward = Forward::new(&device, config.clone(), weights(&device, &config)?, shape)?;
+    let mut queue = device.queue()?;
+    let mut step = |parts: &[Part<'_>]| -> Result<(f64, f64)> {
+        let (start, simulated) = (Instant::now(), clock.now());
+        let pass = forward.begin(&device, parts)?;
+        let mut list = vec![forward.embed(&pass)?];
+        for layer in 0..config.layers as usize {
+            list.extend(forward.layer(layer, &pass)?);
+        }
+        list.extend(forward.head(&pass)?);
+        if pass.rows() > 0 {
+            list.push(forward.argmax(&pass)?.0);
+        }
+        let ticket = queue.submit(&list)?;
+        queue.wait(ticket, Duration::from_secs(600))?;
+        Ok((start.elapsed().as_secs_f64() * 1e3, (clock.now() - simulated).0 * 1e3))
+    };
+    let ids: Vec<u32> = (0..512).collect();
+    let pages: Vec<Vec<u32>> = (0..SEQUENCES)
+        .map(|s| (0..CONTEXT / PAGE + 1).map(|page| s * (CONTEXT / PAGE + 1) + page).collect())
+        .collect();
+    println!("host ms, simulated ms");
+    for (sequence, pages) in pages.iter().enumerate() {
+        for start in [0, 512] {
+            let (host, simulated) = step(&[Part { start, tokens: &ids, pages, sample: start > 0 }])?;
+            if sequence % 8 == 0 {
+                println!("prefill of 512 after {start:>4}: {host:7.1} {simulated:7.1}");
+            }
+        }
+    }
+    for batch in [1, 4, 16] {
+        for round in 0..2 {
+            let part = |pages| Part { start: CONTEXT + round, tokens: &ids[..1], pages, sample: true };
+            let parts: Vec<Part<'_>> = pages[..batch].iter().map(|pages| part(pages)).collect();
+            let (host, simulated) = step(&parts)?;
+            println!("decode of {batch:>2} after {}: {host:7.1} {simulated:7.1}", CONTEXT + round);
+        }
+    }
+    Ok(())
+}
