@@ -10,6 +10,9 @@ use mixfleet_hal::{DType, OpSig};
 /// Transfers below and from here on get a line of their own.
 const KNEE_BYTES: f64 = (1 << 20) as f64;
 
+/// FLOP per byte from which a product counts as arithmetic: about 8 rows of bf16.
+const ARITHMETIC: f64 = 8.0;
+
 /// Fills in what follows from the points.
 pub(crate) fn finish(document: &mut Document) {
     document.fits.host_to_device = transfer_lines(document, "copy_h2d.");
@@ -42,7 +45,10 @@ fn summarise(document: &mut Document) {
     let mut s = super::document::Summary::default();
     for dtype in [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3] {
         let prefix = format!("gemm.{dtype}.");
-        if let Some(reached) = best(document, &prefix, |p| p.flops) {
+        // a product of few rows tells of the memory, not of the arithmetic
+        if let Some(reached) =
+            best(document, &prefix, |p| if p.flops > ARITHMETIC * p.bytes { p.flops } else { 0.0 })
+        {
             s.compute.push(Compute { dtype: dtype.name().to_owned(), reached });
         }
     }
@@ -70,6 +76,7 @@ fn summarise(document: &mut Document) {
 
 fn best(document: &Document, prefix: &str, amount: fn(&PointResult) -> f64) -> Option<Reached> {
     let rates = timed(document, prefix).map(|(p, seconds)| (amount(p) / seconds, p));
+    let rates = rates.filter(|(rate, _)| *rate > 0.0);
     let (rate, point) = rates.max_by(|a, b| a.0.total_cmp(&b.0))?;
     Some(Reached { rate, point: point.id.clone() })
 }

@@ -216,6 +216,32 @@ fn failed(work: &Work, problem: Problem) -> PointResult {
     PointResult { status, reason: Some(reason), ..empty(work) }
 }
 
+/// When each part ends at the latest. The shares are what the parts took on a CPU, with room for prefill, whose
+/// points grow most; a long run takes what it takes.
+fn deadlines(works: &[Work], start: f64, options: &Options) -> Vec<(Group, f64)> {
+    let share = |group: Group| match group {
+        Group::Launch => 1.0,
+        Group::Links | Group::Kv => 4.0,
+        Group::Memory | Group::Small => 8.0,
+        Group::Gemm => 40.0,
+        Group::Decode | Group::Prefill => 17.5,
+        Group::Sustained => 0.0,
+    };
+    let present: Vec<Group> =
+        Group::ALL.into_iter().filter(|group| works.iter().any(|work| work.group() == *group)).collect();
+    let long_runs = works.iter().filter(|work| work.group() == Group::Sustained).count() as f64;
+    let budget = options.budget_s();
+    let long_s = (long_runs * options.long_s()).min(0.9 * budget);
+    let total: f64 = present.iter().map(|group| share(*group)).sum::<f64>().max(1e-9);
+    let mut sum = 0.0;
+    let deadline = |group: Group| {
+        sum += share(group);
+        let at = if group == Group::Sustained { 2.0 * budget } else { sum / total * (budget - long_s) };
+        (group, start + at)
+    };
+    present.into_iter().map(deadline).collect()
+}
+
 /// The largest buffer and all buffers that `work` needs to be cold, for each way to do it.
 fn buffers(work: &Work) -> Vec<(u64, u64)> {
     match work {
@@ -232,7 +258,9 @@ fn buffers(work: &Work) -> Vec<(u64, u64)> {
 struct Runner<'a> {
     bench: Bench<'a>,
     options: &'a Options,
-    start: f64,
+    /// When each part must have ended, so that a slow one does not starve those behind it; what one leaves
+    /// over is the next one's.
+    deadlines: Vec<(Group, f64)>,
     /// What is known so far, to foretell what the next point takes.
     known: DeviceProfile,
     fits: Fits,
@@ -256,7 +284,8 @@ impl<'a> Runner<'a> {
         let bench = Bench { device, queue: device.queue()?, ground, checks, clock, launch };
         // slow enough for any device until its first points are known
         let known = DeviceProfile::roof(Vec::new(), BytesPerSecond(5e9), Bytes(device.info().memory.0));
-        let mut runner = Runner { bench, options, start, known, fits: Fits::default() };
+        let deadlines = deadlines(works, start, options);
+        let mut runner = Runner { bench, options, deadlines, known, fits: Fits::default() };
         runner.launches()?;
         Ok(runner)
     }
@@ -296,7 +325,8 @@ impl<'a> Runner<'a> {
                 complete = false;
                 Err(Problem::Skip("interrupted".to_owned()))
             } else {
-                self.one(work, works.len() - index)
+                let left = works[index..].iter().filter(|other| other.group() == work.group()).count();
+                self.one(work, left)
             };
             let point = result.unwrap_or_else(|problem| {
                 if let Problem::Gone(reason) = &problem {
@@ -320,12 +350,14 @@ impl<'a> Runner<'a> {
         }
     }
 
-    fn left_s(&self) -> f64 {
-        self.options.budget_s() - (self.options.clock.seconds() - self.start)
+    fn left_s(&self, group: Group) -> f64 {
+        let deadline = self.deadlines.iter().find(|(known, _)| *known == group).map_or(0.0, |(_, at)| *at);
+        deadline - self.options.clock.seconds()
     }
 
+    /// Measures `work`; so many points of its part are left, itself included.
     fn one(&mut self, work: &Work, points_left: usize) -> Result<PointResult, Problem> {
-        let (left, long) = (self.left_s(), self.options.long_s());
+        let (left, long) = (self.left_s(work.group()), self.options.long_s());
         let mut effort = self.options.effort(work.group());
         // ramp and samples, five runs at least
         let predicted = match work {
@@ -341,8 +373,8 @@ impl<'a> Runner<'a> {
                 left.max(0.0)
             )));
         }
-        // later points get their share too: the long runs first of all
-        let share = 2.0 * (left - 2.0 * long).max(0.0) / points_left as f64;
+        // later points get their share too
+        let share = 2.0 * left / points_left as f64;
         effort.seconds = effort.seconds.min(share.max(0.02));
         let point = self.bench.point(work, effort, long)?;
         self.learn(work, &point);
