@@ -22,6 +22,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 /// Below this, tensor cores have no bf16 and copies none behind a thread's back.
 const CAPABILITY_MIN: u32 = 80;
 
+/// For the context, kernels, cuBLASLt and the queues' scratch.
+const RESERVED_BYTES: u64 = 1 << 30;
+
 /// The number behind `cuda:`; the bare name is 0.
 pub(crate) fn index_of(selector: &str) -> Result<usize> {
     let bad = || Error::invalid(format!("'{selector}' names no CUDA device; use 'cuda' or 'cuda:N'"));
@@ -103,7 +106,7 @@ impl Facts {
             backend: "cuda".to_owned(),
             name: name.clone(),
             kind: DeviceKind::Gpu,
-            memory: Bytes(self.memory_bytes as f64),
+            memory: Bytes(self.memory_bytes.saturating_sub(RESERVED_BYTES) as f64),
             compute_units: count,
             fingerprint: format!("cuda/{name}/{count}sm/{capability}/{driver}/{with_blas}/kernels-{kernels}"),
             notes: [

@@ -202,13 +202,12 @@ impl Module {
 
     /// A kernel of it, allowed `shared_bytes` of dynamic shared memory.
     pub(crate) fn function(&self, name: &str, shared_bytes: u32) -> Result<sys::CUfunction> {
-        // above this a kernel must ask
-        const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
         let name_text =
             CString::new(name).map_err(|e| Error::new(ErrorKind::Other, format!("cuda: {name}: {e}")))?;
         // SAFETY: the module is alive.
         let function = unsafe { result::module::get_function(self.raw, name_text) }.at(name)?;
-        if shared_bytes > SHARED_BYTES_DEFAULT {
+        // with its static shared memory a kernel may pass 48 KiB, for which it must ask
+        if shared_bytes > 0 {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is that of a live module.
             unsafe { result::function::set_function_attribute(function, attribute, shared_bytes as i32) }

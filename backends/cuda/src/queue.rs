@@ -203,7 +203,8 @@ impl CudaQueue {
 
     /// Captures the works as a graph; an error where the driver cannot.
     fn capture(&self, works: &[Work]) -> Result<GraphExec> {
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // relaxed: cuBLASLt and the driver load kernels at their first launch, which stricter modes refuse
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is alive, and this thread captures nothing else.
         unsafe { result::stream::begin_capture(self.stream.raw, mode) }.at("cuStreamBeginCapture")?;
         let launched = works.iter().try_for_each(|work| self.enqueue(work));

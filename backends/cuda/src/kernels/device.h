@@ -1,5 +1,6 @@
 // The instructions that kernels use beyond C, one function each: what a test on a CPU must replace. No header
-// is needed, so that NVRTC alone compiles everything. Needs sm_80.
+// is needed, so that NVRTC alone compiles everything. Needs sm_80. The tests' stand-in for it comes first.
+#ifndef EMULATED
 
 typedef unsigned char uchar;
 typedef unsigned short ushort;
@@ -101,3 +102,5 @@ INTRINSIC void copy16(void* to, const void* from, bool present) {
 // Closes a group of copies; waits until at most `pending` groups of this thread are under way.
 INTRINSIC void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int pending> INTRINSIC void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
+
+#endif

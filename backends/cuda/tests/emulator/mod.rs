@@ -16,6 +16,7 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -115,7 +116,7 @@ impl Programs {
         // the operands they point to are alive, for the command holds them.
         let error = unsafe {
             let emulate = library
-                .get::<Emulate>(b"emulate")
+                .get::<Emulate>(format!("emulate_{}", launch.kernel).as_bytes())
                 .map_err(|e| Error::new(ErrorKind::Other, e.to_string()))?;
             let error = emulate(&raw);
             (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
@@ -138,7 +139,10 @@ fn compile(directory: &Path, source: &str) -> Result<PathBuf> {
         return Ok(path);
     }
     let failed = |what: String| Error::new(ErrorKind::Other, what);
-    let part = directory.join(format!("{:016x}.{}.cpp", hasher.finish(), std::process::id()));
+    // other processes and threads compile the same
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let part = directory.join(format!("{:016x}.{}.{number}.cpp", hasher.finish(), std::process::id()));
     std::fs::write(&part, source).map_err(|e| failed(format!("{}: {e}", part.display())))?;
     let unfinished = part.with_extension("so");
     let output = Command::new("g++")

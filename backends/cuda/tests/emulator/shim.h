@@ -2,6 +2,7 @@
 // the PTX manual says of their fragments. Copies behind a thread's back are done when it waits for them, not
 // before. Threads run in an order that turns round at every pass, so that a forgotten barrier shows.
 
+#define EMULATED
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -164,6 +165,8 @@ static void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
     kernel(*(A*)args[I]...);
 }
 
+template <class... A> static int count_of(void (*)(A...)) { return sizeof...(A); }
+
 template <class... A> static const char* run(void (*kernel)(A...), const Launch* launch) {
     static void (*the_kernel)(A...);
     static void** the_args;
@@ -187,10 +190,11 @@ template <class... A> static const char* run(void (*kernel)(A...), const Launch*
 
 } // namespace emulator
 
+// What a kernel is found by: how many arguments it has, and its launch.
+#define EXPORT extern "C" __attribute__((visibility("default")))
 #define EMULATE(kernel)                                                                                          \
-    extern "C" __attribute__((visibility("default"))) const char* emulate(const emulator::Launch* launch) {      \
-        return emulator::run(kernel, launch);                                                                    \
-    }
+    EXPORT int count_##kernel() { return emulator::count_of(kernel); }                                           \
+    EXPORT const char* emulate_##kernel(const emulator::Launch* launch) { return emulator::run(kernel, launch); }
 
 #define SHARED_BYTES(name) uchar* const name = emulator::dynamic
 static inline void __syncthreads() { emulator::block_barrier(); }

@@ -1,0 +1,270 @@
+// A libcuda and a libnvrtc for tests: one device of 2 multiprocessors in host memory, whose kernels are compiled
+// by g++ over shim.h. What is put on a stream runs when an event behind it is asked for the second time or
+// waited for, and not before: whoever forgets to wait sees old bytes. Only what the backend calls is here.
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#include <deque>
+#include <fstream>
+#include <functional>
+#include <mutex>
+#include <regex>
+#include <string>
+#include <vector>
+
+typedef unsigned long long Address;
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700 };
+
+static std::recursive_mutex lock;
+static int sticky = SUCCESS; // after a fault, the answer to everything
+#define ENTER                                                                                                    \
+    std::lock_guard<std::recursive_mutex> entered(lock);                                                         \
+    if (sticky) return sticky
+
+struct Graph { std::vector<std::function<void()>> steps; };
+struct Stream {
+    std::deque<std::function<void()>> steps;
+    Graph* capture = nullptr;
+    unsigned long long issued = 0, done = 0;
+};
+struct Event { Stream* stream = nullptr; unsigned long long at = 0; bool asked = false; };
+static std::vector<Stream*> streams;
+
+static void run(Stream* stream, unsigned long long until) {
+    while (stream->done < until) {
+        auto step = stream->steps.front();
+        stream->steps.pop_front();
+        ++stream->done;
+        if (!sticky) step();
+    }
+}
+
+static int put(Stream* stream, std::function<void()> step) {
+    if (stream->capture) {
+        stream->capture->steps.push_back(step);
+    } else {
+        stream->steps.push_back(step);
+        ++stream->issued;
+    }
+    return SUCCESS;
+}
+
+struct Launch {
+    unsigned grid[3], threads, shared_bytes;
+    void** args;
+};
+struct Function {
+    int count;
+    const char* (*emulate)(const Launch*);
+    unsigned shared_bytes_max = 48 << 10;
+};
+
+#define API extern "C" __attribute__((visibility("default")))
+
+API int cuInit(unsigned) { return SUCCESS; }
+API int cuGetErrorString(int code, const char** text) {
+    *text = code == ILLEGAL_ADDRESS ? "an illegal memory access was encountered" : "an error of the fake driver";
+    return SUCCESS;
+}
+API int cuGetErrorName(int, const char** text) { *text = "FAKE"; return SUCCESS; }
+API int cuDriverGetVersion(int* version) { *version = 12080; return SUCCESS; }
+API int cuDeviceGetCount(int* count) { *count = 1; return SUCCESS; }
+API int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return SUCCESS; }
+API int cuDeviceGetName(char* name, int length, int) { snprintf(name, length, "Fake GPU"); return SUCCESS; }
+API int cuDeviceTotalMem_v2(size_t* bytes, int) { *bytes = 2ull << 30; return SUCCESS; }
+API int cuDeviceGetUuid_v2(char* uuid, int) {
+    for (int i = 0; i < 16; ++i) uuid[i] = (char)(16 * i + i);
+    return SUCCESS;
+}
+API int cuDeviceGetPCIBusId(char* id, int length, int) { snprintf(id, length, "0000:1A:00.0"); return SUCCESS; }
+API int cuDeviceGetAttribute(int* value, int which, int) {
+    *value = which == 75 ? 9 : which == 76 ? 0 : which == 16 ? 2 : which == 97 ? 232448 : 0;
+    return SUCCESS;
+}
+API int cuDevicePrimaryCtxRetain(void** context, int) { *context = (void*)&lock; return SUCCESS; }
+API int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+API int cuCtxSetCurrent(void*) { return sticky; }
+
+API int cuStreamCreate(Stream** stream, unsigned) {
+    ENTER;
+    streams.push_back(*stream = new Stream);
+    return SUCCESS;
+}
+API int cuStreamSynchronize(Stream* stream) {
+    ENTER;
+    run(stream, stream->issued);
+    return sticky;
+}
+API int cuStreamDestroy_v2(Stream* stream) {
+    std::lock_guard<std::recursive_mutex> entered(lock);
+    run(stream, stream->issued);
+    return SUCCESS; // never freed: events still name it
+}
+
+API int cuEventCreate(Event** event, unsigned) { *event = new Event; return SUCCESS; }
+API int cuEventRecord(Event* event, Stream* stream) {
+    ENTER;
+    *event = {stream, stream->issued, false};
+    return SUCCESS;
+}
+API int cuEventQuery(Event* event) {
+    ENTER;
+    if (!event->asked && event->stream->done < event->at) {
+        event->asked = true;
+        return NOT_READY;
+    }
+    run(event->stream, event->at);
+    return sticky;
+}
+API int cuEventSynchronize(Event* event) {
+    ENTER;
+    run(event->stream, event->at);
+    return sticky;
+}
+API int cuEventElapsedTime_v2(float* milliseconds, Event* start, Event* end) {
+    ENTER;
+    if (end->stream->done < end->at) return NOT_READY;
+    *milliseconds = (float)(end->at - start->at);
+    return SUCCESS;
+}
+API int cuEventDestroy_v2(Event* event) { delete event; return SUCCESS; }
+
+API int cuMemAlloc_v2(Address* address, size_t bytes) {
+    ENTER;
+    if (bytes > 1u << 30) return OUT_OF_MEMORY;
+    void* memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    memset(memory, 0xFF, bytes);
+    *address = (Address)memory;
+    return SUCCESS;
+}
+// The real one waits for the device; here memory must not be in use, nor is it given back, so that a late
+// access is seen as wrong bytes rather than a crash.
+API int cuMemFree_v2(Address) {
+    std::lock_guard<std::recursive_mutex> entered(lock);
+    return SUCCESS;
+}
+API int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+    ENTER;
+    *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    return SUCCESS;
+}
+API int cuMemFreeHost(void* memory) { free(memory); return SUCCESS; }
+API int cuMemHostGetDevicePointer_v2(Address* address, void* memory, unsigned) {
+    *address = (Address)memory;
+    return SUCCESS;
+}
+static int copy(void* to, const void* from, size_t bytes, Stream* stream) {
+    ENTER;
+    return put(stream, [=] { memcpy(to, from, bytes); });
+}
+API int cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t n, Stream* s) { return copy((void*)to, from, n, s); }
+API int cuMemcpyDtoHAsync_v2(void* to, Address from, size_t n, Stream* s) { return copy(to, (void*)from, n, s); }
+API int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t n, Stream* s) {
+    return copy((void*)to, (void*)from, n, s);
+}
+API int cuMemsetD32Async(Address to, unsigned word, size_t words, Stream* stream) {
+    ENTER;
+    return put(stream, [=] {
+        if (word == 0x0BADADD7u) sticky = ILLEGAL_ADDRESS; // a fault to order
+        for (size_t i = 0; i < words; ++i) ((unsigned*)to)[i] = word;
+    });
+}
+
+API int cuModuleLoadData(void** module, const void* image) {
+    ENTER;
+    *module = dlopen((const char*)image, RTLD_NOW | RTLD_LOCAL);
+    if (!*module) fprintf(stderr, "%s\n", dlerror());
+    return *module ? SUCCESS : INVALID_VALUE;
+}
+API int cuModuleUnload(void*) { return SUCCESS; }
+API int cuModuleGetFunction(Function** function, void* module, const char* name) {
+    ENTER;
+    auto count = (int (*)())dlsym(module, (std::string("count_") + name).c_str());
+    auto emulate = (const char* (*)(const Launch*))dlsym(module, (std::string("emulate_") + name).c_str());
+    if (!count || !emulate) return NOT_FOUND;
+    *function = new Function{count(), emulate};
+    return SUCCESS;
+}
+API int cuFuncSetAttribute(Function* function, int which, int value) {
+    if (which == 8) function->shared_bytes_max = value;
+    return SUCCESS;
+}
+API int cuLaunchKernel(Function* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                       unsigned bz, unsigned shared_bytes, Stream* stream, void** params, void**) {
+    ENTER;
+    if (!gx || !gy || !gz || gy > 65535 || gz > 65535 || !bx || bx > 1024 || by != 1 || bz != 1) return INVALID_VALUE;
+    if (shared_bytes > function->shared_bytes_max) return INVALID_VALUE;
+    std::vector<Address> values;
+    for (int i = 0; i < function->count; ++i) values.push_back(*(Address*)params[i]);
+    return put(stream, [=]() mutable {
+        std::vector<void*> args;
+        for (Address& value : values) args.push_back(&value);
+        const Launch launch = {{gx, gy, gz}, bx, shared_bytes, args.data()};
+        if (const char* error = function->emulate(&launch)) {
+            fprintf(stderr, "fake driver: %s\n", error);
+            sticky = ILLEGAL_ADDRESS;
+        }
+    });
+}
+
+API int cuStreamBeginCapture_v2(Stream* stream, int) {
+    ENTER;
+    if (stream->capture) return INVALID_VALUE;
+    stream->capture = new Graph;
+    return SUCCESS;
+}
+API int cuStreamEndCapture(Stream* stream, Graph** graph) {
+    ENTER;
+    *graph = stream->capture;
+    stream->capture = nullptr;
+    return *graph ? SUCCESS : INVALID_VALUE;
+}
+API int cuGraphInstantiateWithFlags(Graph** exec, Graph* graph, unsigned long long) {
+    *exec = new Graph(*graph);
+    return SUCCESS;
+}
+API int cuGraphDestroy(Graph* graph) { delete graph; return SUCCESS; }
+API int cuGraphExecDestroy(Graph* exec) { delete exec; return SUCCESS; }
+API int cuGraphLaunch(Graph* exec, Stream* stream) {
+    ENTER;
+    return put(stream, [exec] { for (auto& step : exec->steps) step(); });
+}
+
+// NVRTC: the "machine code" is the path of a library.
+struct Program { std::string source, library, log; };
+
+API int nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char**, const char**) {
+    *program = new Program{source, "", ""};
+    return 0;
+}
+API int nvrtcCompileProgram(Program* program, int, const char**) {
+    std::string source = program->source;
+    const std::regex kernel("KERNEL(?:_OF)?\\([^\\n]*?\\) (\\w+)\\(");
+    for (std::sregex_iterator i(program->source.begin(), program->source.end(), kernel), end; i != end; ++i)
+        if ((*i)[1] != "void") source += "EMULATE(" + (*i)[1].str() + ")\n";
+    const std::string directory = getenv("FAKE_CUDA_DIRECTORY");
+    char name[32];
+    snprintf(name, sizeof name, "/%016zx", std::hash<std::string>()(source));
+    const std::string path = directory + name;
+    program->library = path + ".so";
+    if (std::ifstream(program->library)) return 0;
+    const std::string own = path + "." + std::to_string(getpid()); // other tests compile the same
+    std::ofstream(own + ".cpp") << source;
+    const std::string command = "g++ -std=c++17 -O1 -w -shared -fPIC -fvisibility=hidden -include " + directory +
+                                "/shim.h " + own + ".cpp -o " + own + ".so 2> " + own + ".log && mv " + own +
+                                ".so " + program->library;
+    if (system(command.c_str()) == 0) return 0;
+    std::ifstream log(own + ".log");
+    program->log.assign(std::istreambuf_iterator<char>(log), {});
+    return 6; // NVRTC_ERROR_COMPILATION
+}
+API int nvrtcDestroyProgram(Program** program) { delete *program; return 0; }
+API int nvrtcGetProgramLogSize(Program* program, size_t* bytes) { *bytes = program->log.size() + 1; return 0; }
+API int nvrtcGetProgramLog(Program* program, char* log) { strcpy(log, program->log.c_str()); return 0; }
+API int nvrtcGetCUBINSize(Program* program, size_t* bytes) { *bytes = program->library.size() + 1; return 0; }
+API int nvrtcGetCUBIN(Program* program, char* code) { strcpy(code, program->library.c_str()); return 0; }
+API int nvrtcGetNumSupportedArchs(int* count) { *count = 2; return 0; }
+API int nvrtcGetSupportedArchs(int* list) { list[0] = 80; list[1] = 90; return 0; }
