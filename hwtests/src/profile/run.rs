@@ -218,7 +218,7 @@ fn failed(work: &Work, problem: Problem) -> PointResult {
 
 /// When each part ends at the latest. The shares are what the parts took on a CPU, with room for prefill, whose
 /// points grow most; a long run takes what it takes.
-fn deadlines(works: &[Work], start: f64, options: &Options) -> Vec<(Group, f64)> {
+fn deadlines(works: &[Work], now: f64, budget: f64, long_s: f64) -> Vec<(Group, f64)> {
     let share = |group: Group| match group {
         Group::Launch => 1.0,
         Group::Links | Group::Kv => 4.0,
@@ -230,14 +230,18 @@ fn deadlines(works: &[Work], start: f64, options: &Options) -> Vec<(Group, f64)>
     let present: Vec<Group> =
         Group::ALL.into_iter().filter(|group| works.iter().any(|work| work.group() == *group)).collect();
     let long_runs = works.iter().filter(|work| work.group() == Group::Sustained).count() as f64;
-    let budget = options.budget_s();
-    let long_s = (long_runs * options.long_s()).min(0.9 * budget);
+    let short_s = (budget - long_runs * long_s).max(0.1 * budget);
     let total: f64 = present.iter().map(|group| share(*group)).sum::<f64>().max(1e-9);
     let mut sum = 0.0;
     let deadline = |group: Group| {
         sum += share(group);
-        let at = if group == Group::Sustained { 2.0 * budget } else { sum / total * (budget - long_s) };
-        (group, start + at)
+        // the long runs have their time even if the others took more than theirs
+        let at = if group == Group::Sustained {
+            budget.max(0.0) + long_runs * long_s
+        } else {
+            sum / total * short_s
+        };
+        (group, now + at)
     };
     present.into_iter().map(deadline).collect()
 }
@@ -284,9 +288,11 @@ impl<'a> Runner<'a> {
         let bench = Bench { device, queue: device.queue()?, ground, checks, clock, launch };
         // slow enough for any device until its first points are known
         let known = DeviceProfile::roof(Vec::new(), BytesPerSecond(5e9), Bytes(device.info().memory.0));
-        let deadlines = deadlines(works, start, options);
-        let mut runner = Runner { bench, options, deadlines, known, fits: Fits::default() };
+        let mut runner = Runner { bench, options, deadlines: Vec::new(), known, fits: Fits::default() };
         runner.launches()?;
+        // what is left of the budget after the preparations is shared
+        let now = options.clock.seconds();
+        runner.deadlines = deadlines(works, now, options.budget_s() - (now - start), options.long_s());
         Ok(runner)
     }
 
