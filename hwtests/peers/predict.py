@@ -21,7 +21,7 @@ import contestants
 import machine
 
 PREFILL_TOKENS = (90, 300, 700, 1500)
-DECODE = ((1, 40), (3, 40), (6, 40), (1, 900))  # (sequences, prompt tokens)
+DECODE = ((5, 40), (7, 300), (10, 40), (1, 900))  # (sequences, prompt tokens)
 GENERATED_TOKENS = 40
 WARM_UP_TOKENS = 128
 
