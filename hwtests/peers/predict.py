@@ -6,8 +6,8 @@ that obeys the device's profile, in interleaved rounds.
     hwtests/peers/predict.py --model target/1b --profile target/cpu.json
 
 Each round starts both servers one after the other and asks both for the same prompts. Prompt lengths and batch
-sizes are no powers of two, so the profile holds none of them. The figure is the median over the rounds of
-(predicted / measured). Exit code 1 if one is off by more than --within.
+sizes are such that a profile lacks them (but for batch 1, at a length that it lacks). The figure is the median over
+the rounds of (predicted / measured). Exit code 1 if one is off by more than --within.
 """
 
 import argparse
