@@ -80,7 +80,11 @@ impl Memory {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         match users.iter_mut().find(|(other, _)| *other == queue) {
             Some((_, last)) => *last = event.clone(),
-            None => users.push((queue, event.clone())),
+            None => {
+                // queues that are gone leave events behind
+                users.retain(|(_, event)| !event.is_done().unwrap_or(true));
+                users.push((queue, event.clone()));
+            }
         }
     }
 

@@ -4,7 +4,8 @@
 
 use mixfleet_cuda::CudaBackend;
 use mixfleet_hal::{Backend, Cmd, DType, Device, ErrorKind, OpSig, Role};
-use mixfleet_hwtests::{Level, Options, Verdict, run};
+use mixfleet_hwtests::cases::{Case, Spread};
+use mixfleet_hwtests::{Entry, Level, Options, Outcome, Verdict, attempt, run};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
@@ -25,9 +26,10 @@ fn compiled() -> Option<PathBuf> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
         return None;
     }
-    let (driver, shim) = (include_str!("driver/fake.cpp"), include_str!("emulator/shim.h"));
+    let (driver, blas) = (include_str!("driver/fake.cpp"), include_str!("driver/blas.cpp"));
+    let shim = include_str!("emulator/shim.h");
     let mut hasher = DefaultHasher::new();
-    (driver, shim).hash(&mut hasher);
+    (driver, blas, shim).hash(&mut hasher);
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("driver-{:016x}", hasher.finish()));
     std::fs::create_dir_all(&directory).unwrap();
     let write = |name: &str, text: &str| {
@@ -37,21 +39,25 @@ fn compiled() -> Option<PathBuf> {
         directory.join(name)
     };
     write("shim.h", shim);
+    write("blas.cpp", blas);
     let source = write("fake.cpp", driver);
-    for name in ["libcuda.so", "libnvrtc.so"] {
-        let library = directory.join(name);
-        if library.exists() {
-            continue;
-        }
-        let part = directory.join(format!("{name}.{}", std::process::id()));
-        let output = Command::new("g++")
-            .args(["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-o"])
-            .args([&part, &source])
-            .output()
-            .ok()?;
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        std::fs::rename(part, library).unwrap();
+    const NAMES: [&str; 3] = ["libcuda.so", "libnvrtc.so", "libcublasLt.so"];
+    if NAMES.iter().all(|name| directory.join(name).exists()) {
+        return Some(directory);
     }
+    let part = directory.join(format!("{}.so", std::process::id()));
+    let output = Command::new("g++")
+        .args(["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-o"])
+        .args([&part, &source])
+        .output()
+        .ok()?;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    for name in NAMES {
+        // three files, three instances: none shares the others' state
+        let copy = part.with_extension(name);
+        std::fs::copy(&part, &copy).and_then(|_| std::fs::rename(copy, directory.join(name))).unwrap();
+    }
+    std::fs::remove_file(part).unwrap();
     Some(directory)
 }
 
@@ -110,6 +116,22 @@ fn the_backend_conforms() {
         options.only = names.map(str::to_owned).into();
         let report = run(&*device, &options, &mut |_| {});
         assert_eq!(report.verdict(), Verdict::Pass, "{report}");
+    });
+}
+
+/// Shapes that go to cuBLASLt, and rows alone, which do not.
+#[test]
+fn large_products_conform() {
+    use DType::{Bf16, F8E4m3, F16, F32};
+    with_fake_driver("large_products_conform", |device| {
+        for (x, out) in [(Bf16, Bf16), (Bf16, F32), (F16, F16), (F32, F32), (F8E4m3, Bf16)] {
+            for (bias, accumulate) in [(false, false), (x == out, false), (false, true), (x == out, true)] {
+                let sig = OpSig::Gemm { m: 24, n: 48, k: 64, x, weight: x, out, bias, accumulate };
+                let case = Case { sig, spread: Spread::Even, seed: 3 };
+                let report = attempt(&*device, &Entry { name: "gemm", case: Some(case) }, LONG);
+                assert_eq!(report.outcome, Outcome::Pass, "{sig:?}");
+            }
+        }
     });
 }
 

@@ -56,15 +56,15 @@ fn decode_attention_conforms_on_all_ways() {
     let ranges = [(0, 1), (0, 0), (3, 18), (16, 17), (0, 333), (15, 130), (7, 71)];
     for multiprocessors in [1, 8] {
         let Some(device) = device(multiprocessors) else { return };
-        for dtypes in [(Bf16, Bf16), (F16, F16), (F32, Bf16), (F32, F32), (Bf16, F16)] {
-            for shape in [(1, 2, 64), (4, 2, 128), (7, 1, 128), (8, 1, 64), (12, 1, 128)] {
-                let sig = decode(&ranges, shape, dtypes.0, dtypes.1);
-                try_case(&device, sig, Spread::Ranges(ranges.to_vec()));
-            }
-        }
+        let tensor_cores = [(Bf16, Bf16), (F16, F16), (F32, Bf16)]
+            .map(|dtypes| [(1, 2, 64), (4, 2, 128), (7, 1, 128), (12, 1, 128)].map(|shape| (dtypes, shape)));
+        let other_dtypes =
+            [(F32, F32), (Bf16, F16)].map(|dtypes| [(1, 2, 64), (12, 1, 128)].map(|s| (dtypes, s)));
         // no vector spans these heads
-        for shape in [(3, 2, 33), (2, 1, 80), (2, 1, 256)] {
-            try_case(&device, decode(&ranges, shape, F32, Bf16), Spread::Ranges(ranges.to_vec()));
+        let other_heads = [(3, 2, 33), (2, 1, 80), (2, 1, 256)].map(|shape| ((F32, Bf16), shape));
+        let all = tensor_cores.as_flattened().iter().chain(other_dtypes.as_flattened()).chain(&other_heads);
+        for &((x, kv), shape) in all {
+            try_case(&device, decode(&ranges, shape, x, kv), Spread::Ranges(ranges.to_vec()));
         }
     }
 }

@@ -74,7 +74,7 @@ impl Buffer for Memory {
     }
 }
 
-/// The compiled programs. Kernels have static state, so that one launch runs at a time.
+/// The compiled programs.
 struct Programs {
     directory: PathBuf,
     loaded: HashMap<(Program, &'static str), Library>,
@@ -112,6 +112,9 @@ impl Programs {
             shared_bytes: launch.shared_bytes,
             args: args.as_mut_ptr(),
         };
+        // a library is loaded once for all devices of the process, and has static state
+        static ALONE: Mutex<()> = Mutex::new(());
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: `emulate` has this type (shim.h). The arguments are those of the kernel's plan, as on a GPU;
         // the operands they point to are alive, for the command holds them.
         let error = unsafe {
