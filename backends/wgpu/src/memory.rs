@@ -196,3 +196,51 @@ impl Link {
         copied
     }
 }
+
+/// Operands without a device, for tests of what is made of them.
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+    use mixfleet_hal::OpSig;
+    use mixfleet_hal::op::Extent;
+
+    #[derive(Debug)]
+    struct Nowhere(u64);
+
+    impl Buffer for Nowhere {
+        fn size_bytes(&self) -> u64 {
+            self.0
+        }
+
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+    }
+
+    /// The operands of `sig`, at offsets that suit nobody: each in a buffer of its own, or in one. Pools have
+    /// nine pages.
+    pub(crate) fn slices(sig: &OpSig, together: bool) -> Vec<Slice> {
+        let operands = sig.operands();
+        let bytes: Vec<u64> = operands
+            .iter()
+            .map(|operand| match operand.extent {
+                Extent::Exactly(n) => n * operand.dtype.size_bytes(),
+                Extent::PagesOf(n) => 9 * n * operand.dtype.size_bytes(),
+            })
+            .collect();
+        let mut offset = 4;
+        let whole = bytes.iter().map(|n| n.next_multiple_of(4) + 12).sum::<u64>() + 4;
+        let one: Arc<dyn Buffer> = Arc::new(Nowhere(whole));
+        bytes
+            .iter()
+            .map(|&bytes| {
+                if !together {
+                    return Slice { buffer: Arc::new(Nowhere(bytes + 20)), offset: 20, bytes };
+                }
+                let slice = Slice { buffer: one.clone(), offset, bytes };
+                offset += bytes.next_multiple_of(4) + 12;
+                slice
+            })
+            .collect()
+    }
+}

@@ -9,7 +9,8 @@
 //!   does what its part allows: some columns, or the ids and slots in it. Attention over a part of a pool leaves
 //!   un-normalised output in scratch memory, which `attn_merge` recombines.
 //!
-//! What cannot be cut so small (a single row, the parts of an `AttnMerge`) is unsupported.
+//! What cannot be cut so small (a single row, the parts of an `AttnMerge`) is unsupported. Nor can one query's
+//! results over all parts of a pool; those of 4096 parts, a pool of 512 GiB, still fit into 128 MiB.
 //!
 //! **Asides.** wgpu forbids that a dispatch reads and writes one buffer through two bindings, even where they do
 //! not overlap. An input that shares its buffer with an output is copied aside first.
@@ -20,6 +21,8 @@
 mod attention;
 mod gemm;
 mod kv;
+#[cfg(test)]
+mod tests;
 
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::{DType, Error, OpSig, Result, Slice};

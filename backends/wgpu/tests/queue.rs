@@ -93,7 +93,7 @@ fn operands_that_share_a_buffer_give_the_same_bits() {
     let add = OpSig::Add { elements: 33, x: DType::F16 };
     let copy = OpSig::Copy { bytes: 132 };
     for sig in [gemm, add, copy] {
-        let sizes: Vec<u64> = sig.operands().iter().map(|operand| device_bytes(operand)).collect();
+        let sizes: Vec<u64> = sig.operands().into_iter().map(device_bytes).collect();
         let contents: Vec<Vec<u8>> = sizes
             .iter()
             .enumerate()
@@ -127,7 +127,7 @@ fn operands_that_share_a_buffer_give_the_same_bits() {
     }
 }
 
-fn device_bytes(operand: &mixfleet_hal::Operand) -> u64 {
+fn device_bytes(operand: mixfleet_hal::Operand) -> u64 {
     match operand.extent {
         mixfleet_hal::op::Extent::Exactly(n) | mixfleet_hal::op::Extent::PagesOf(n) => {
             n * operand.dtype.size_bytes()

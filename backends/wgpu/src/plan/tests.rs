@@ -1,0 +1,90 @@
+//! Every dispatch is one that an adapter accepts, whatever is cut; no device is needed.
+
+use super::*;
+use crate::memory::testing::slices;
+use mixfleet_hal::Cmd;
+use mixfleet_hwtests::{Level, cases};
+
+const LIMITS: mixfleet_hal::Limits = mixfleet_hal::Limits {
+    allocation_bytes_max: u64::MAX,
+    alignment_bytes: 4,
+    imports_host_memory: false,
+    kv_page_tokens: 16,
+    replay_pays: false,
+};
+
+/// What is wrong with a piece of work; `sizes` are those of the scratch memories.
+fn fault(work: &Work, demands: Demands, planner: &Planner) -> Option<String> {
+    let ends_inside = |window: &Window| {
+        let size = match &window.place {
+            Place::Buffer(slice) => slice.buffer.size_bytes().next_multiple_of(16) + 16,
+            Place::Aside => planner.aside_bytes + 32,
+            Place::Scratch => planner.scratch_bytes + 32,
+        };
+        window.offset + window.bytes <= size
+    };
+    let (bindings, words, grid) = match work {
+        Work::Copy { from, to } => {
+            let whole = [from.offset, to.offset, from.bytes].iter().all(|n| n % 4 == 0);
+            let fine = whole && from.bytes == to.bytes && !from.place.shares(&to.place);
+            return (!(fine && ends_inside(from) && ends_inside(to))).then(|| format!("{work:?}"));
+        }
+        Work::Dispatch { bindings, words, grid, .. } => (bindings, words, grid),
+    };
+    let wrong = bindings.iter().find(|(_, window)| {
+        window.bytes > demands.binding_bytes_max
+            || window.offset % demands.binding_align != 0
+            || window.bytes % 16 != 0
+            || !ends_inside(window)
+    });
+    let (outputs, inputs): (Vec<_>, Vec<_>) = bindings.iter().partition(|(number, _)| *number >= OUTPUTS);
+    let mixed = inputs.iter().find(|(_, a)| outputs.iter().any(|(_, b)| a.place.shares(&b.place)));
+    let bad = wrong.or(mixed.copied()).map(|binding| format!("{binding:?}"));
+    let large = words.len() > 32 || grid.0 > GRID_MAX || grid.1 > GRID_MAX;
+    bad.or(large.then(|| format!("{} words, grid {grid:?}", words.len())))
+}
+
+#[test]
+fn whatever_is_cut_every_dispatch_is_within_the_limits() {
+    let mut counts = Vec::new();
+    for (binding_bytes_max, binding_align) in [(1 << 27, 32), (32 << 10, 256), (9 << 10, 64)] {
+        let demands = Demands { binding_bytes_max, binding_align };
+        let mut dispatches = 0;
+        for case in cases::cases(Level::Full, &LIMITS) {
+            if !Planner::supports(demands, &case.sig) {
+                continue;
+            }
+            for together in [false, true] {
+                let mut planner = Planner::new(demands);
+                let cmd = Cmd::new(case.sig, &slices(&case.sig, together)).unwrap();
+                match planner.add(&cmd) {
+                    Ok(()) => {}
+                    // the parts of a pool are known only with the pool
+                    Err(error) if error.detail.contains("attn_") => continue,
+                    Err(error) => panic!("{:?}: {error}", case.sig),
+                }
+                for work in &planner.works {
+                    let fault = fault(work, demands, &planner);
+                    assert_eq!(
+                        fault, None,
+                        "{:?} at {binding_bytes_max} bytes, together: {together}",
+                        case.sig
+                    );
+                }
+                dispatches += planner.works.len();
+            }
+        }
+        counts.push(dispatches);
+    }
+    assert!(counts.is_sorted() && counts[0] * 3 < counts[2] * 2, "nothing was cut: {counts:?}");
+}
+
+#[test]
+fn what_cannot_be_cut_is_unsupported() {
+    let demands = Demands { binding_bytes_max: 4096, binding_align: 64 };
+    let argmax = |cols| OpSig::Argmax { rows: 100, cols };
+    assert!(Planner::supports(demands, &argmax(500)));
+    assert!(!Planner::supports(demands, &argmax(1000)));
+    let merge = |parts| OpSig::AttnMerge { parts, rows: 4, head_dim: 16, out: DType::F32 };
+    assert!(Planner::supports(demands, &merge(10)) && !Planner::supports(demands, &merge(20)));
+}
