@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 const WIDTH: f64 = 860.0;
 const HEIGHT: f64 = 330.0;
-const LEFT: f64 = 78.0;
+const LEFT: f64 = 94.0;
 const RIGHT: f64 = 190.0;
 const TOP: f64 = 14.0;
 const BOTTOM: f64 = 44.0;

@@ -219,7 +219,7 @@ fn with_progress(device: &dyn Device, options: &Options) -> Document {
             bar.set_message(id.to_owned());
         }
         Progress::Done(point) => {
-            if !terminal && part != Some(point.group) {
+            if !terminal && point.status != Status::Skipped && part != Some(point.group) {
                 part = Some(point.group);
                 eprintln!("profile {}: {}", device.info().id, point.group.name());
             }
