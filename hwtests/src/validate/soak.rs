@@ -149,15 +149,15 @@ fn sampled(
     Sample { t_s, phase, batches, busy_s, rate, wrong, temperature_c, power_w, clock_mhz }
 }
 
-/// The first conformance case of every operation.
+/// The conformance case of every operation that moves the most bytes.
 fn golden_cases(device: &dyn Device) -> Vec<(String, Case)> {
     let mut cases: Vec<(String, Case)> = Vec::new();
     for (id, entry) in ids::with_ids(entries(Level::Quick, &device.limits())) {
-        if let Some(case) = entry.case
-            && device.support(&case.sig) != Support::No
-            && !cases.iter().any(|(_, known)| known.sig.name() == case.sig.name())
-        {
-            cases.push((id, case));
+        let Some(case) = entry.case.filter(|case| device.support(&case.sig) != Support::No) else { continue };
+        match cases.iter_mut().find(|(_, known)| known.sig.name() == case.sig.name()) {
+            None => cases.push((id, case)),
+            Some(known) if case.sig.bytes() > known.1.sig.bytes() => *known = (id, case),
+            Some(_) => {}
         }
     }
     cases
@@ -234,11 +234,13 @@ fn calibrate(
         emit(Line::Alive);
         let mut load = Load { shape, dtype: dtype.to_string(), repeats: 1, digest: String::new() };
         let mut running = Running::new(device, &load)?;
-        let mut busy_s = running.batch(timeout)?;
+        // the first run may compile, allocate, or wake the device
+        running.batch(timeout)?;
+        let mut busy_s = running.best(timeout)?;
         while busy_s < BATCH_S / 2.0 && load.repeats < REPEATS_MAX {
             load.repeats *= 2;
             running.repeat(load.repeats);
-            busy_s = running.batch(timeout)?;
+            busy_s = running.best(timeout)?;
         }
         load.digest = running.digest()?;
         let enough = busy_s >= BATCH_S / 2.0 && load.repeats < 8;
@@ -288,6 +290,15 @@ impl<'a> Running<'a> {
     fn batch(&mut self, timeout: Duration) -> Result<f64, Trouble> {
         let ticket = self.queue.submit(&self.cmds)?;
         Ok(self.queue.wait(ticket, timeout)?.time.0)
+    }
+
+    /// The least of a few: somebody else at work must not make the load small.
+    fn best(&mut self, timeout: Duration) -> Result<f64, Trouble> {
+        let mut best = f64::INFINITY;
+        for _ in 0..3 {
+            best = best.min(self.batch(timeout)?);
+        }
+        Ok(best)
     }
 
     fn digest(&self) -> Result<String, Trouble> {

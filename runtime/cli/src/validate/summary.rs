@@ -62,12 +62,15 @@ fn claims(text: &mut String, report: &Validation) -> std::fmt::Result {
             let unit = claim.get("unit").and_then(|unit| unit.as_str()).unwrap_or("");
             let (Some(value), point) = (number("value"), case.id.trim_start_matches("l3.")) else { continue };
             match (number("measured"), number("share")) {
-                (Some(got), Some(share)) => writeln!(
-                    text,
-                    "  claim {point}: {got:.3e} {unit}, {:.1} % of the claimed {value:.3e} {unit}: {}",
-                    share * 100.0,
-                    case.status.word()
-                )?,
+                (Some(got), Some(share)) => {
+                    let (percent, word) = (share * 100.0, case.status.word());
+                    let remark = claim.get("remark").and_then(|remark| remark.as_str());
+                    let remark = remark.map(|remark| format!(" ({remark})")).unwrap_or_default();
+                    writeln!(
+                        text,
+                        "  claim {point}: {got:.3e} {unit}, {percent:.1} % of the claimed {value:.3e} {unit}: {word}{remark}"
+                    )?;
+                }
                 _ => writeln!(text, "  claim {point}: not measured: {}", case.status.word())?,
             }
         }
