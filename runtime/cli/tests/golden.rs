@@ -6,7 +6,7 @@
 mod common;
 
 use common::{Generate, devices, fixtures, generate, golden, ids};
-use mixfleet_hal::{DType, Device};
+use mixfleet_hal::{Backend, DType, Device};
 use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{ChatMessage, ChatTemplate, Checkpoint, Oracle, Tokenizer};
@@ -21,6 +21,23 @@ fn placements() -> Vec<(String, String)> {
     all.chain([("cpu@0".to_string(), "cpu".to_string())]).collect()
 }
 
+/// A wgpu device, where this machine has one.
+fn wgpu() -> Option<Arc<dyn Device>> {
+    match mixfleet_wgpu::WgpuBackend.probe() {
+        Ok(_) => Some(mixfleet_wgpu::WgpuBackend.open("wgpu").unwrap()),
+        Err(absent) => {
+            println!("SKIPPED: wgpu placements: {absent}");
+            None
+        }
+    }
+}
+
+/// Placements with a wgpu device: alone, and split with the cores.
+fn wgpu_placements() -> Vec<(String, String)> {
+    let pairs = [("wgpu:0", "wgpu:0"), ("cpu", "wgpu:0"), ("wgpu:0", "cpu")];
+    if wgpu().is_some() { pairs.map(|(a, b)| (a.to_string(), b.to_string())).to_vec() } else { Vec::new() }
+}
+
 /// The checkpoint as `--activations f32` runs it: docs/decisions/0003-rope-frequencies.md.
 fn open(directory: &Path) -> Checkpoint {
     let mut checkpoint = Checkpoint::open(directory, &mixfleet_cpu::host::Mapper).unwrap();
@@ -30,20 +47,25 @@ fn open(directory: &Path) -> Checkpoint {
 
 #[test]
 fn fixtures_give_their_golden_tokens_on_every_placement() {
+    let (placements, wgpu) = (placements(), wgpu_placements());
+    // Mesa's lavapipe compiles a model's kernels anew in each process: a fixture's first three cases take one
+    // of the three placements each, which shows every pair of a fixture and a placement once
+    let full = std::env::var("MIXFLEET_WGPU_LEVEL").is_ok_and(|level| level == "full");
     for fixture in fixtures() {
-        for case in golden(&fixture)["cases"].as_array().unwrap() {
-            for (prefill, decode) in placements() {
+        for (number, case) in golden(&fixture)["cases"].as_array().unwrap().iter().enumerate() {
+            let extra = wgpu.iter().enumerate().filter(|(i, _)| full || *i == number).map(|(_, pair)| pair);
+            for (prefill, decode) in placements.iter().chain(extra) {
                 let answer = generate(&Generate {
                     model: &fixture,
                     prompt_ids: &ids(&case["prompt_ids"]),
                     max_tokens: 48,
-                    prefill: &prefill,
-                    decode: &decode,
+                    prefill,
+                    decode,
                 });
                 let place = format!("{} on {prefill} -> {decode}: {}", fixture.display(), case["text"]);
                 assert_eq!(ids(&answer["ids"]), ids(&case["greedy_ids"]), "{place}");
-                assert_eq!(answer["placement"]["prefill"], prefill, "{place}");
-                assert_eq!(answer["placement"]["decode"], decode, "{place}");
+                assert_eq!(answer["placement"]["prefill"], *prefill, "{place}");
+                assert_eq!(answer["placement"]["decode"], *decode, "{place}");
             }
         }
     }
@@ -117,13 +139,14 @@ fn logits(
 
 #[test]
 fn f32_logits_of_the_fixtures_are_golden() {
+    let devices: Vec<_> = devices().into_iter().chain(wgpu()).collect();
     for fixture in fixtures() {
         let checkpoint = open(&fixture);
-        for device in devices() {
+        for device in &devices {
             for case in golden(&fixture)["cases"].as_array().unwrap() {
                 let prompt = ids(&case["prompt_ids"]);
                 let sequence = [prompt.clone(), ids(&case["greedy_ids"])].concat();
-                let rows = logits(&*device, &checkpoint, &sequence, prompt.len() - 1, DType::F32);
+                let rows = logits(&**device, &checkpoint, &sequence, prompt.len() - 1, DType::F32);
                 for (name, row) in [("first_logits", &rows[0]), ("last_logits", &rows[48])] {
                     let expected = case[name].as_array().unwrap().iter().map(|x| x.as_f64().unwrap());
                     let errors = row.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs());
@@ -159,6 +182,7 @@ fn bf16_bound(checkpoint: &Checkpoint) -> Vec<f64> {
 
 #[test]
 fn bf16_logits_of_the_fixtures_stay_within_the_bound() {
+    let devices: Vec<_> = devices().into_iter().chain(wgpu()).collect();
     let (mut decided, mut ratio_max) = (0, 0.0f64);
     for fixture in fixtures() {
         let checkpoint = open(&fixture);
@@ -169,8 +193,8 @@ fn bf16_logits_of_the_fixtures_stay_within_the_bound() {
             let (prompt, greedy) = (ids(&case["prompt_ids"]), ids(&case["greedy_ids"]));
             let sequence = [prompt.clone(), greedy.clone()].concat();
             let exact = oracle.logits(&sequence); // [tokens, vocab]
-            for device in devices() {
-                let rows = logits(&*device, &checkpoint, &sequence, prompt.len() - 1, DType::Bf16);
+            for device in &devices {
+                let rows = logits(&**device, &checkpoint, &sequence, prompt.len() - 1, DType::Bf16);
                 for (at, row) in rows.iter().enumerate() {
                     let exact = &exact[(prompt.len() - 1 + at) * vocab..][..vocab];
                     let place = || format!("{} on {}, step {at}", fixture.display(), device.info().id);
