@@ -5,8 +5,10 @@
 #   OUT=results FIXTURES=../shared/fixtures hwtests/gpu.sh [STEP...]
 #
 # Steps, in this order, all of them by default; each has a limit in seconds and a log, and the next one runs whatever
-# became of it: devices conformance golden step peers profile others report. What comes out is in $OUT
-# (default target/gpu). Exit code 1 if a step failed, 3 if there is no GPU.
+# became of it: devices conformance golden peers goals profile others report. What comes out is in $OUT
+# (default target/gpu). One more step is run only when it is named: llama8b makes random weights of that shape with
+# MAKE_MODEL (../shared/tools/make_random_model.py), 16 GB, and generates with them.
+# Exit code 1 if a step failed, 3 if there is no GPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mixfleet=${MIXFLEET:-target/release/mixfleet}
@@ -14,7 +16,7 @@ fixtures=${FIXTURES:-../shared/fixtures}
 python=${PYTHON:-python3}
 out=${OUT:-target/gpu}
 device=${DEVICE:-cuda:0}
-all="devices conformance golden step peers profile others report"
+all="devices conformance golden peers goals profile others report"
 failed=()
 
 if [ ! -x "$mixfleet" ]; then
@@ -55,9 +57,20 @@ step_golden() {
     limited 90 golden "$python" hwtests/golden.py --mixfleet "$mixfleet" --fixtures "$fixtures" cuda cuda,cpu cpu,cuda
 }
 
-# a whole decode step of Llama-3.1-8B's shape, replayed from a recording
-step_step() {
-    limited 90 step "$mixfleet" profile --device "$device" --only step --model llama-3.1-8b --out "$out/step.json"
+# the points that the goals are about
+step_goals() {
+    local points="memory_read.1GiB,attn_decode.bf16.b32.c16384.gqa8,attn_decode.bf16.b1.c16384.gqa8"
+    points="$points,attn_prefill.bf16.t8192.c0.gqa4,attn_prefill.bf16.t2048.c0.gqa4"
+    points="$points,gemm.bf16.m*.n4096.k4096,gemm.bf16.m*.n14336.k4096,gemm.bf16.m8192.n4096.k4096"
+    limited 120 goals "$mixfleet" profile --device "$device" --only "$points" --out "$out/goals.json"
+}
+
+# whole tokens of a model of Llama-3.1-8B's shape
+step_llama8b() {
+    local make=${MAKE_MODEL:-../shared/tools/make_random_model.py} model=${MODEL:-target/8b}
+    [ -e "$model/model.safetensors" ] || limited 400 make-model "$python" "$make" "$model" --preset 8b --tokenizer "$fixtures/llama-gqa-f32"
+    limited 150 llama8b "$mixfleet" generate --model "$model" --device "$device" --prompt-ids 5,6,7,8 --max-tokens 128 --ignore-eos --json
+    tail -c 300 "$out/llama8b.log"
 }
 
 step_peers() {
@@ -85,9 +98,9 @@ step_report() {
 }
 
 for step in ${*:-$all}; do
-    case " $all " in
+    case " $all llama8b " in
         *" $step "*) "step_$step" ;;
-        *) echo "gpu.sh: there is no step '$step'; there are: $all" >&2; exit 2 ;;
+        *) echo "gpu.sh: there is no step '$step'; there are: $all llama8b" >&2; exit 2 ;;
     esac
 done
 if [ ${#failed[@]} -gt 0 ]; then
