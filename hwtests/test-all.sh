@@ -54,7 +54,7 @@ cargo check --locked -p mixfleet
 step "tests"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-cargo test --locked "${features[@]}" -- --show-output 2>&1 | tee "$log"
+cargo test --locked --no-fail-fast "${features[@]}" -- --show-output 2>&1 | tee "$log"
 step "docs"
 RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --locked "${features[@]}" --no-deps --document-private-items
 

@@ -321,9 +321,17 @@ impl std::fmt::Display for Detection {
             Some(Fault::Stale) => "stale".to_owned(),
             Some(Fault::Slow { times }) => format!("slow x{times}"),
         };
-        let chance = self.chance().map_or("-".to_owned(), |chance| format!("{:.1} %", chance * 100.0));
+        // what is rare must not read as nothing
+        let percent = |share: f64| {
+            if share > 0.0 && share < 1e-3 {
+                format!("{share:.0e}")
+            } else {
+                format!("{:.1} %", share * 100.0)
+            }
+        };
+        let chance = self.chance().map_or("-".to_owned(), percent);
         let caught = format!("{} of {}", self.caught, self.passes);
-        let struck = format!("{:.1} %", self.struck_share * 100.0);
+        let struck = percent(self.struck_share);
         write!(
             f,
             "L{}  {fault:<9} {:>7.0e} {:>9} {struck:>10} {caught:>10} {chance:>9}",

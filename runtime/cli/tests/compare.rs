@@ -57,7 +57,7 @@ fn words_name_the_price_below_which_a_part_wins() {
     arguments.extend(H100_AT_2_69);
     let output = mixfleet(&arguments);
     let text = String::from_utf8(output.stdout).expect("UTF-8");
-    assert!(text.contains("is the cheapest decode of these 3 below $0.8"), "{text}");
+    assert!(text.contains("is the cheapest attention of these 3 below $0.8"), "{text}");
     assert!(text.contains("datasheets times the shares that published vLLM kernels reach"), "{text}");
     assert!(text.lines().all(|line| line.len() <= 150), "{text}");
 }
