@@ -24,10 +24,10 @@ import time
 
 import machine
 
-SIZE = 2048
+M, N, K = 512, 4096, 4096
 POINTS = {  # name -> (point of the profile, unit)
-    "f32 product": f"gemm.f32.m{SIZE}.n{SIZE}.k{SIZE}",
-    "bf16 product": f"gemm.bf16.m{SIZE}.n{SIZE}.k{SIZE}",
+    "f32 product": f"gemm.f32.m{M}.n{N}.k{K}",
+    "bf16 product": f"gemm.bf16.m{M}.n{N}.k{K}",
     "read": "memory_read.1GiB",
 }
 
@@ -43,7 +43,7 @@ def profiled(args):
     """Median rates of the points, in FLOP/s or bytes/s, and how long the call took."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "profile.json"
-        output(args.mixfleet, "profile", "--device", "cpu", "--only", ",".join(POINTS.values()), "--out", file)
+        output(args.mixfleet, "profile", "--device", "cpu", "--full", "--only", ",".join(POINTS.values()), "--out", file)
         document = json.loads(file.read_text())
     by_id = {point["id"]: point for point in document["points"]}
     rates = {}
@@ -57,18 +57,18 @@ def profiled(args):
 
 def openblas():
     import numpy
-    x, weight = (numpy.random.default_rng(1).standard_normal((SIZE, SIZE), dtype="f4") for _ in range(2))
-    out, rates = numpy.empty((SIZE, SIZE), dtype="f4"), []
+    x, weight = (numpy.random.default_rng(1).standard_normal((rows, K), dtype="f4") for rows in (M, N))
+    out, rates = numpy.empty((M, N), dtype="f4"), []
     begin_s = time.perf_counter()
     while time.perf_counter() - begin_s < 3 or len(rates) < 5:
         start_s = time.perf_counter()
         numpy.matmul(x, weight.T, out=out)
-        rates.append(2 * SIZE**3 / (time.perf_counter() - start_s))
+        rates.append(2 * M * N * K / (time.perf_counter() - start_s))
     return statistics.median(rates[1:])
 
 
 def gemm_crate(args):
-    rates = [float(line) * 1e9 for line in output(args.gemm, SIZE, SIZE, SIZE, 3).split()]
+    rates = [float(line) * 1e9 for line in output(args.gemm, M, N, K, 3).split()]
     return statistics.median(rates)
 
 
