@@ -214,7 +214,8 @@ impl WgpuDevice {
         let limits = Limits {
             // a buffer is padded by up to 31 bytes
             allocation_bytes_max: limits.max_buffer_size.saturating_sub(32),
-            // a window around an operand begins where the adapter likes it; kernels count words from there
+            // bindings begin where the adapter likes it, and kernels count words from there: callers need not
+            // know `min_storage_buffer_offset_alignment` (32 to 256), and may slice ids and rows freely
             alignment_bytes: 4,
             imports_host_memory: false,
             kv_page_tokens: 16,

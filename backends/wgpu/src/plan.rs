@@ -25,7 +25,7 @@ mod kv;
 mod tests;
 
 use crate::kernels::{File, Kernel};
-use mixfleet_hal::{DType, Error, OpSig, Result, Slice};
+use mixfleet_hal::{Access, DType, Error, OpSig, Result, Slice};
 use std::sync::Arc;
 
 /// Threads of a group in kernels without a reason for another number.
@@ -171,6 +171,10 @@ impl Planner {
 
     fn plan(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
         self.scratch_used = 0;
+        let mut written = sig.operands().into_iter().zip(operands);
+        if written.all(|(kind, operand)| kind.access == Access::Read || operand.elements() == 0) {
+            return Ok(());
+        }
         match (*sig, operands) {
             (OpSig::Copy { .. }, [from, to]) => self.copy(from, to),
             (OpSig::Fill { word, .. }, [to]) => self.fill(word, to)?,
@@ -369,7 +373,10 @@ impl Planner {
         let kernel =
             Kernel::new(File::Elements, "embed", GROUP).dtype("D1", table.dtype).dtype("OUT", out.dtype);
         let hidden = u64::from(hidden);
-        let parts = self.runs(sig, vocab.into(), hidden * table.dtype.size_bytes())?;
+        let mut parts = self.runs(sig, vocab.into(), hidden * table.dtype.size_bytes())?;
+        if parts.is_empty() {
+            parts.push((0, 0)); // an empty table has no row for any id
+        }
         for (row, rows) in self.runs(sig, tokens.into(), hidden * out.dtype.size_bytes())? {
             let (ids, out) = (ids.part(row, rows), out.part(row * hidden, rows * hidden));
             for &(first, count) in &parts {

@@ -2,7 +2,7 @@
 
 use super::{GROUP, NAN, Operand, Planner, words};
 use crate::kernels::{File, Kernel};
-use mixfleet_hal::{OpSig, Result};
+use mixfleet_hal::{Error, OpSig, Result};
 
 /// A part of both pools: pages from `first` to `end`.
 pub(super) struct Part {
@@ -14,8 +14,11 @@ pub(super) struct Part {
 impl Planner {
     /// Cuts two pools with pages of `page` elements into parts that fit, and counts their pages.
     pub(super) fn parts(&self, sig: &OpSig, pools: [&Operand; 2], page: u64) -> Result<(Vec<Part>, u32)> {
+        if page == 0 {
+            return Err(Error::invalid(format!("wgpu: {}: a page of the pools holds nothing", sig.name())));
+        }
         // both are indexed alike: the smaller one bounds them
-        let pages = pools.map(|pool| pool.elements() / page.max(1));
+        let pages = pools.map(|pool| pool.elements() / page);
         let pages = pages[0].min(pages[1]).min(u64::from(u32::MAX));
         let bytes = page * pools[0].dtype.size_bytes();
         let parts = self.runs_of(sig, pages, bytes, 1)?.into_iter().map(|(first, count)| Part {
