@@ -2,12 +2,12 @@
 """How well a profile predicts serving: TTFT and TBT of `mixfleet serve` on a device, and on the simulated device
 that obeys the device's profile, in interleaved rounds.
 
-    mixfleet profile --device cpu --json > target/cpu.json
-    hwtests/peers/predict.py --model target/1b --profile target/cpu.json
+    hwtests/peers/predict.py --model target/1b
 
-Each round starts both servers one after the other and asks both for the same prompts. Prompt lengths and batch
-sizes are such that a profile lacks them (but for batch 1, at a length that it lacks). The figure is the median over
-the rounds of (predicted / measured). Exit code 1 if one is off by more than --within.
+Each round profiles the device (the launches, and what has the model's own shapes; or takes --profile), then starts
+both servers one after the other and asks both for the same prompts. Prompt lengths and batch sizes are such that a
+profile lacks them (but for batch 1, at a length that it lacks). The figure is the median over the rounds of
+(predicted / measured). Exit code 1 if one is off by more than --within.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WARM_UP_TOKENS = 128
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=pathlib.Path, required=True, help="checkpoint directory")
-    parser.add_argument("--profile", type=pathlib.Path, required=True, help="what `mixfleet profile` wrote")
+    parser.add_argument("--profile", type=pathlib.Path, help="what `mixfleet profile` wrote [one per round]")
     parser.add_argument("--device", default="cpu", help="the device that was profiled")
     parser.add_argument("--mixfleet", type=pathlib.Path, default="target/release/mixfleet")
     parser.add_argument("--out", type=pathlib.Path, default="target/peers/predict")
@@ -56,15 +56,37 @@ def measure(mixfleet, device, round_index):
     return values
 
 
+def own_shapes(model):
+    """Names of the points with the shapes of the model in directory `model`, for `mixfleet profile --only`."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner, heads = (config[f"{name}_size" if name != "heads" else "num_attention_heads"]
+                            for name in ("hidden", "intermediate", "heads"))
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim") or hidden // heads
+    q, kv = heads * head_dim, kv_heads * head_dim
+    products = {(q, hidden), (hidden, q), (kv, hidden), (inner, hidden), (hidden, inner), (config["vocab_size"], hidden)}
+    return ["launch", "small", "memory_read.*", *(f"gemm.bf16.*.n{n}.k{k}*" for n, k in sorted(products)),
+            f"attn_*.gqa{heads // kv_heads}.kv{kv_heads}.d{head_dim}"]
+
+
+def profile(args):
+    """Profiles the device; returns the file."""
+    path = args.out / "profile.json"
+    names = ",".join(own_shapes(args.model))
+    contestants.output([args.mixfleet, "profile", "--device", args.device, "--model", args.model, "--only", names,
+                        "--out", path])
+    return path
+
+
 def main():
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     mixfleet = contestants.Mixfleet(types.SimpleNamespace(
         mixfleet=args.mixfleet.resolve(), device=args.device, out=args.out, threads=1, model=args.model))
-    simulated = f"sim:{args.profile.resolve()}"
     rounds = []
     for index in range(args.rounds):
         with machine.watched() as usage:
+            simulated = f"sim:{(args.profile or profile(args)).resolve()}"
             rounds.append([measure(mixfleet, device, index) for device in (args.device, simulated)])
         print(f"round {index + 1}: others took {usage.others:.2f} cores", file=sys.stderr)
     print(f"{machine.description()}; {args.model.name}; {args.rounds} rounds\n")

@@ -4,7 +4,7 @@
 //! utilisation: it changes slowly where time changes by magnitudes. (The roofline's own maximum has a kink
 //! between measured points, which would show as a bump.) Around the operation asked for, a plane is fitted to the
 //! nearest points (locally weighted regression, Cleveland 1979) over the base-2 logarithms of its
-//! shape and of its bytes. Bytes count double in the distance: caches make efficiency jump along lines
+//! shape and of its bytes; but where points with the same shape and near row counts lie on both sides, these two decide. Bytes count double in the distance: caches make efficiency jump along lines
 //! of equal traffic. Checked on published kernel times of five GPUs in `hal/tests/predict.rs`.
 
 use super::{DeviceProfile, Point};
@@ -25,6 +25,10 @@ const RIDGE: f64 = 0.02;
 const SOFTENING: f64 = 0.05;
 /// How far the plane may leave the neighbours' range, in units of that range.
 const OVERSHOOT: f64 = 0.5;
+/// Neighbours in rows alone decide if one has at most 2 to this times the rows of the other.
+const STEP_MAX: f64 = 0.9;
+/// Mismatch above which two forms of an operation (adding to its output, say) are not the same kernel.
+const FORMS_MAX: f64 = 0.3;
 /// Distance added where an input dtype differs: such points count only if there are no others.
 const OTHER_DTYPE: f64 = 32.0;
 
@@ -107,6 +111,9 @@ fn smooth(profile: &DeviceProfile, sig: &OpSig) -> Seconds {
 
 fn interpolate(profile: &DeviceProfile, rows: &[Row], sig: &OpSig) -> Seconds {
     let at = coordinates(sig);
+    if let Some(slowness) = between(rows, sig, &at) {
+        return smooth(profile, sig) * slowness.exp();
+    }
     let mut near: Vec<(f64, &Row)> = rows
         .iter()
         .map(|row| {
@@ -128,6 +135,30 @@ fn interpolate(profile: &DeviceProfile, rows: &[Row], sig: &OpSig) -> Seconds {
         near.retain(|(distance, _)| *distance < OTHER_DTYPE);
     }
     smooth(profile, sig) * plane(&near, &at).exp()
+}
+
+/// From the points that differ in their rows alone, next below and next above, if these are near: a kernel's
+/// time is a staircase over rows, and a plane through more points would smooth the step.
+fn between(rows: &[Row], sig: &OpSig, at: &[f64; DIMENSIONS]) -> Option<f64> {
+    let same =
+        |row: &&Row| (2..DIMENSIONS).all(|d| row.at[d] == at[d]) && mismatch(&row.sig, sig) < FORMS_MAX;
+    let (mut below, mut above) = (None::<&Row>, None::<&Row>);
+    for row in rows.iter().filter(same) {
+        let nearer = |old: Option<&Row>| {
+            let key = |r: &Row| ((r.at[1] - at[1]).abs(), mismatch(&r.sig, sig));
+            old.is_none_or(|old| key(row) < key(old))
+        };
+        if row.at[1] <= at[1] && nearer(below) {
+            below = Some(row);
+        }
+        if row.at[1] >= at[1] && nearer(above) {
+            above = Some(row);
+        }
+    }
+    let (below, above) = (below?, above?);
+    let width = above.at[1] - below.at[1];
+    let share = if width > 0.0 { (at[1] - below.at[1]) / width } else { 0.0 };
+    (width <= STEP_MAX).then(|| below.slowness + share * (above.slowness - below.slowness))
 }
 
 const fn weight(dimension: usize) -> f64 {

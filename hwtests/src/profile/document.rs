@@ -306,6 +306,9 @@ pub struct Fits {
     /// The same on the host's clock: larger where the host feeds the device too slowly.
     #[serde(default)]
     pub launch_per_command_host_s: Option<f64>,
+    /// What each command costs beyond that if it needs the one before it and is of another kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dependence_s: Option<f64>,
     /// Host memory to device.
     #[serde(default)]
     pub host_to_device: Vec<LineFit>,

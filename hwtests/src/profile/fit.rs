@@ -116,7 +116,10 @@ impl Document {
             name: self.device.name.clone(),
             fingerprint: self.device.fingerprint.clone(),
             launch: Seconds(self.fits.launch_s.unwrap_or(0.0)),
-            launch_per_command: Seconds(self.fits.launch_per_command_s.unwrap_or(0.0)),
+            // what serving runs are chains of unlike commands
+            launch_per_command: Seconds(
+                self.fits.launch_per_command_s.unwrap_or(0.0) + self.fits.dependence_s.unwrap_or(0.0),
+            ),
             bandwidths: self.bandwidths(),
             host_to_device: copy_cost(&self.fits.host_to_device),
             device_to_host: copy_cost(&self.fits.device_to_host),

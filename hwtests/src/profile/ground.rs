@@ -12,8 +12,11 @@ use mixfleet_hal::{Access, Cmd, DType, Device, OpSig, Operand, Role, Slice};
 
 /// Windows begin at multiples of this, or of the device's own alignment if that is larger.
 const STRIDE: u64 = 4096;
-/// Most commands that differ only in their windows.
-const VARIANTS_MAX: u64 = 64;
+/// Most commands that differ only in their windows: small weights need many of them to be out of every cache.
+const VARIANTS_MAX: u64 = 2048;
+/// Sets of what stays in place, in turn: a device that keeps what it made of an operand for the next command (a
+/// packed form, say) does so in the engine only where it is the same operand.
+const WARM_SETS: u64 = 2;
 const TILE_BYTES: usize = 8 << 20;
 const SEED: u64 = 0x9A0F_11E5;
 
@@ -121,9 +124,11 @@ impl<'a> Ground<'a> {
             let want = super::work::size(cold_each.iter().sum());
             return Err(Problem::Skip(format!("needs {want} of buffers, more than the profiler may use")));
         }
-        let warm = self.warm_operands(sig, &operands, &bytes, &cold)?;
-        (0..variants.min(VARIANTS_MAX))
+        let variants = variants.min(VARIANTS_MAX);
+        let warm = self.warm_operands(sig, &operands, &bytes, &cold, variants.min(WARM_SETS))?;
+        (0..variants)
             .map(|variant| {
+                let warm = &warm[(variant % WARM_SETS) as usize];
                 let mut next = variant * needed;
                 let args: Vec<Slice> = (0..operands.len())
                     .map(|i| match &warm[i] {
@@ -139,36 +144,39 @@ impl<'a> Ground<'a> {
             .collect()
     }
 
-    /// Puts the operands that stay in place into one buffer, with contents.
+    /// Puts the operands that stay in place into one buffer, with contents, `sets` times.
     fn warm_operands(
         &mut self,
         sig: &OpSig,
         operands: &[Operand],
         bytes: &[u64],
         cold: &[bool],
-    ) -> Result<Vec<Option<Slice>>, Problem> {
-        let mut offsets = Vec::with_capacity(operands.len());
-        let mut total = 0;
-        for (bytes, cold) in bytes.iter().zip(cold) {
-            offsets.push(total);
-            total += if *cold { 0 } else { self.stride(*bytes) };
-        }
-        let buffer = self.warm_buffer(total)?;
-        let mut slices = Vec::with_capacity(operands.len());
-        for (i, operand) in operands.iter().enumerate() {
-            if cold[i] {
-                slices.push(None);
-                continue;
+        sets: u64,
+    ) -> Result<Vec<Vec<Option<Slice>>>, Problem> {
+        let warm = |i: usize| if cold[i] { 0 } else { self.stride(bytes[i]) };
+        let set_bytes: u64 = (0..operands.len()).map(warm).sum();
+        let buffer = self.warm_buffer(sets * set_bytes)?;
+        let mut all = Vec::with_capacity(sets as usize);
+        let mut at = 0;
+        for _ in 0..sets {
+            let mut slices = Vec::with_capacity(operands.len());
+            for (i, operand) in operands.iter().enumerate() {
+                if cold[i] {
+                    slices.push(None);
+                    continue;
+                }
+                let slice = buffer.range(at, bytes[i]);
+                at += self.stride(bytes[i]);
+                match contents(sig, operand) {
+                    Some(contents) => self.device.write(&slice, &contents)?,
+                    None if operand.access != Access::Write => self.fill(&slice)?,
+                    None => {}
+                }
+                slices.push(Some(slice));
             }
-            let slice = buffer.range(offsets[i], bytes[i]);
-            match contents(sig, operand) {
-                Some(contents) => self.device.write(&slice, &contents)?,
-                None if operand.access != Access::Write => self.fill(&slice)?,
-                None => {}
-            }
-            slices.push(Some(slice));
+            all.push(slices);
         }
-        Ok(slices)
+        Ok(all)
     }
 
     fn warm_buffer(&mut self, bytes: u64) -> Result<Slice, Problem> {

@@ -9,7 +9,7 @@ use super::stats::{Stats, quantile};
 use super::work::{Launch, Load, Work, gemm};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::profile::Traffic;
-use mixfleet_hal::{Cmd, DType, Device, OpSig, Queue, Role, Support};
+use mixfleet_hal::{Cmd, DType, Device, OpSig, Queue, Role, Scalar, Support};
 use std::time::Duration;
 
 /// A sample runs at least so long, so that clocks and the batch's own cost do not show.
@@ -26,6 +26,12 @@ const WORD: u32 = 0x3C3C_3C3C;
 const LONG_SAMPLES: f64 = 100.0;
 /// And at least so many, in up to twice the time.
 const LONG_SAMPLES_MIN: usize = 10;
+/// Rows, hidden and inner size of the chain of dependent commands: weights that a cache may hold, so that memory
+/// does not hide what dependence costs.
+const CHAIN: (u32, u32, u32) = (8, 512, 1024);
+/// Its operands, and memory for the largest of them.
+const CHAIN_OPERANDS: u64 = 8;
+const CHAIN_OPERAND_BYTES: u64 = 4 * 512 * 1024;
 /// Shorter runs say nothing of energy: sensors average over a good part of a second.
 const ENERGY_SECONDS_MIN: f64 = 10.0;
 
@@ -219,13 +225,17 @@ impl Bench<'_> {
     pub(crate) fn launch(&mut self, launch: Launch, effort: Effort) -> Result<(Measured, f64), Problem> {
         let count = match launch {
             Launch::Empty => 0,
-            Launch::Commands(n) | Launch::Replay(n) => n,
+            Launch::Commands(n) | Launch::Replay(n) | Launch::Chain(n) => n as usize,
         };
-        let sig = OpSig::Fill { bytes: 4, word: WORD };
-        self.supported(&sig)?;
-        let slice = self.ground.region(4)?;
-        let command = Cmd::new(sig, std::slice::from_ref(&slice))?;
-        let cmds = vec![command; count as usize];
+        let cmds = match launch {
+            Launch::Chain(_) => self.chain()?.into_iter().cycle().take(count).collect(),
+            _ => {
+                let sig = OpSig::Fill { bytes: 4, word: WORD };
+                self.supported(&sig)?;
+                let slice = self.ground.region(4)?;
+                vec![Cmd::new(sig, std::slice::from_ref(&slice))?; count]
+            }
+        };
         let graph = match launch {
             Launch::Replay(_) => Some(self.queue.record(&cmds)?),
             _ => None,
@@ -244,6 +254,58 @@ impl Bench<'_> {
         own.sort_by(f64::total_cmp);
         let samples = samples.ok_or_else(|| Problem::Failed("the clock stands still".to_owned()))?;
         Ok((Measured::new(samples, Timer::Host, 1), quantile(&own, 0.5)))
+    }
+
+    /// The second half of a layer (norm, product, activation, product that adds to what the next norm reads) over
+    /// and over on the same memory: each command needs the one before it.
+    fn chain(&mut self) -> Result<Vec<Cmd>, Problem> {
+        let (rows, hidden, inner) = CHAIN;
+        let elements = u64::from(rows) * u64::from(inner);
+        let mut why = Problem::Unsupported("no dtype of this chain".to_owned());
+        for x in [DType::Bf16, DType::F16, DType::F32] {
+            let widen = gemm(x, (rows, inner, hidden), false, false);
+            let narrow = gemm(x, (rows, hidden, inner), true, false);
+            let norm =
+                OpSig::RmsNorm { rows, cols: hidden, eps: Scalar(1e-6), x: DType::F32, weight: x, out: x };
+            let silu = OpSig::SiluMul { elements, x };
+            if let Err(problem) = [norm, widen, silu, narrow].iter().try_for_each(|sig| {
+                self.supported(sig)?;
+                self.checks.require(self.device, sig, TIMEOUT).map_err(Problem::Failed)
+            }) {
+                why = problem;
+                continue;
+            }
+            let ground = self.ground.region(CHAIN_OPERANDS * CHAIN_OPERAND_BYTES)?;
+            self.ground.fill(&ground)?;
+            let mut at = 0;
+            let mut take = |elements: u64, dtype: DType| {
+                at += CHAIN_OPERAND_BYTES;
+                ground.range(at - CHAIN_OPERAND_BYTES, elements * dtype.size_bytes())
+            };
+            let (r, h, i) = (u64::from(rows), u64::from(hidden), u64::from(inner));
+            let (residual, normed) = (take(r * h, DType::F32), take(r * h, x));
+            let (gate, up, product) = (take(r * i, x), take(r * i, x), take(r * i, x));
+            let (scale, w_in, w_out) = (take(h, x), take(h * i, x), take(h * i, x));
+            return Ok(vec![
+                Cmd::new(norm, &[residual.clone(), scale, normed.clone()])?,
+                Cmd::new(widen, &[normed, w_in, gate.clone()])?,
+                Cmd::new(silu, &[gate, up, product.clone()])?,
+                Cmd::new(narrow, &[product, w_out, residual])?,
+            ]);
+        }
+        Err(why)
+    }
+
+    /// What a command costs more than alone if it needs the one before it, and that one is of another kind:
+    /// waiting for it, and fetching what it wrote. On the device's clock, launch costs taken off.
+    pub(crate) fn dependence(&mut self, effort: Effort) -> Result<f64, Problem> {
+        let cmds = self.chain()?;
+        let together = self.repeat(&cmds, effort)?.0.stats.median;
+        let mut alone = 0.0;
+        for cmd in &cmds {
+            alone += self.repeat(std::slice::from_ref(cmd), effort)?.0.stats.median / cmds.len() as f64;
+        }
+        Ok((together - alone).max(0.0))
     }
 
     /// A long run of one load.
@@ -310,11 +372,14 @@ impl Bench<'_> {
 /// The operations that a long run may consist of, the best first.
 pub(crate) fn loads(load: Load) -> Vec<OpSig> {
     match load {
-        Load::Gemm => [DType::Bf16, DType::F16, DType::F32]
-            .map(|dtype| gemm(dtype, (2048, 4096, 4096), false, false))
-            .to_vec(),
+        Load::Gemm => loads_of((2048, 4096, 4096), false),
         Load::Stream => vec![OpSig::Copy { bytes: 64 << 20 }, OpSig::Copy { bytes: 2 << 20 }],
     }
+}
+
+/// A product of (m, n, k) in the dtypes that models come in.
+fn loads_of(shape: (u32, u32, u32), accumulate: bool) -> Vec<OpSig> {
+    [DType::Bf16, DType::F16, DType::F32].map(|dtype| gemm(dtype, shape, accumulate, false)).to_vec()
 }
 
 /// A point without a number yet.

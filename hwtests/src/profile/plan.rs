@@ -121,7 +121,8 @@ impl Plan {
     }
 
     fn launches(&mut self) {
-        for launch in [Launch::Empty, Launch::Commands(1), Launch::Commands(100), Launch::Replay(100)] {
+        let many = [Launch::Commands(100), Launch::Replay(100), Launch::Chain(100)];
+        for launch in [Launch::Empty, Launch::Commands(1)].into_iter().chain(many) {
             self.works.push(Work::Launch(launch));
         }
     }
@@ -234,13 +235,15 @@ impl Plan {
         }
     }
 
+    /// A kernel's time is a staircase over rows: a row above a multiple of its tile costs a tile. So the row
+    /// after a likely step is measured too.
     fn gemms(&mut self) {
         let rows: &[u32] = self.by_level(
-            &[1, 8, 64, 512],
-            &[1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 2048],
+            &[1, 8, 9, 64, 512],
+            &[1, 2, 4, 8, 9, 16, 17, 24, 25, 32, 64, 128, 256, 512, 2048],
             &[
-                1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024,
-                2048, 4096, 8192,
+                1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 25, 28, 32, 33, 40, 48, 64, 65, 96, 128, 129,
+                192, 256, 384, 512, 768, 1024, 2048, 4096, 8192,
             ],
         );
         let families = match self.level {
@@ -303,9 +306,12 @@ impl Plan {
 
     fn model(&mut self, m: &ModelShapes) {
         let rows: &[u32] = self.by_level(
-            &[1, 8, 64, 512],
-            &[1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512],
-            &[1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048],
+            &[1, 8, 9, 64, 512],
+            &[1, 2, 4, 8, 9, 16, 17, 24, 25, 32, 64, 128, 256, 512],
+            &[
+                1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 20, 24, 25, 28, 32, 33, 48, 64, 65, 96, 128, 129, 192,
+                256, 384, 512, 1024, 2048,
+            ],
         );
         let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
         let family = Family { hidden: m.hidden, inner: m.intermediate, kv, vocab: m.vocab };

@@ -317,6 +317,12 @@ impl<'a> Runner<'a> {
         self.fits.launch_s = Some((one_s - command_s).max(0.0));
         self.fits.launch_per_command_s = Some(command_s);
         self.fits.launch_per_command_host_s = Some(((many_s - one_s) / more).max(0.0));
+        match self.bench.dependence(effort) {
+            Ok(seconds) => self.fits.dependence_s = Some(seconds),
+            Err(Problem::Gone(reason)) => return Err(Problem::Gone(reason)),
+            // left out of predictions
+            Err(_) => {}
+        }
         Ok(())
     }
 
@@ -370,10 +376,12 @@ impl<'a> Runner<'a> {
             Work::Sustained(_) => long,
             _ => 5.0 * self.foretell(work),
         };
-        if predicted > self.options.point_s_max() && !matches!(work, Work::Sustained(_)) {
+        // who names a point wants it, however long it takes
+        let named = self.options.only.iter().any(|name| *name == work.id());
+        if predicted > self.options.point_s_max() && !named && !matches!(work, Work::Sustained(_)) {
             return Err(Problem::Skip(format!("would take {predicted:.0} s")));
         }
-        if predicted > left {
+        if predicted > left && !named {
             return Err(Problem::Skip(format!(
                 "would take {predicted:.1} s, {:.0} s are left",
                 left.max(0.0)

@@ -74,6 +74,8 @@ pub enum Launch {
     Commands(u32),
     /// The same, recorded before.
     Replay(u32),
+    /// A batch of this many commands of two kinds in turn, each of which needs the one before it.
+    Chain(u32),
 }
 
 /// What runs for long.
@@ -141,6 +143,7 @@ impl Work {
             Work::Launch(Launch::Empty) => "launch.empty".to_owned(),
             Work::Launch(Launch::Commands(n)) => format!("launch.commands{n}"),
             Work::Launch(Launch::Replay(n)) => format!("launch.replay{n}"),
+            Work::Launch(Launch::Chain(n)) => format!("launch.chain{n}"),
             Work::Sustained(Load::Gemm) => "sustained.gemm".to_owned(),
             Work::Sustained(Load::Stream) => "sustained.stream".to_owned(),
         }
@@ -157,13 +160,7 @@ impl Work {
             "copy_h2d" => Work::HostToDevice(bytes()?),
             "copy_d2h" => Work::DeviceToHost(bytes()?),
             "copy_d2d" => Work::DeviceToDevice(bytes()?),
-            "launch" => Work::Launch(match rest {
-                "empty" => Launch::Empty,
-                _ => match rest.strip_prefix("commands") {
-                    Some(n) => Launch::Commands(n.parse().ok()?),
-                    None => Launch::Replay(rest.strip_prefix("replay")?.parse().ok()?),
-                },
-            }),
+            "launch" => Work::Launch(parse_launch(rest)?),
             "sustained" => Work::Sustained(match rest {
                 "gemm" => Load::Gemm,
                 "stream" => Load::Stream,
@@ -173,6 +170,20 @@ impl Work {
         };
         // another spelling of the same work is not its name
         (work.id() == id).then_some(work)
+    }
+}
+
+fn parse_launch(text: &str) -> Option<Launch> {
+    if text == "empty" {
+        return Some(Launch::Empty);
+    }
+    let (kind, count) = text.split_at(text.find(|c: char| c.is_ascii_digit())?);
+    let count = count.parse().ok()?;
+    match kind {
+        "commands" => Some(Launch::Commands(count)),
+        "replay" => Some(Launch::Replay(count)),
+        "chain" => Some(Launch::Chain(count)),
+        _ => None,
     }
 }
 
