@@ -9,7 +9,7 @@ use super::stats::{Stats, quantile};
 use super::work::{Launch, Load, Work, gemm};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::profile::Traffic;
-use mixfleet_hal::{Cmd, DType, Device, OpSig, Queue, Role, Scalar, Support};
+use mixfleet_hal::{Cmd, DType, Device, OpSig, Queue, Role, Scalar, Slice, Support};
 use std::time::Duration;
 
 /// A sample runs at least so long, so that clocks and the batch's own cost do not show.
@@ -252,6 +252,9 @@ impl Bench<'_> {
             Ok::<f64, Problem>(clock.seconds() - start)
         })?;
         own.sort_by(f64::total_cmp);
+        if let Launch::Chain(_) = launch {
+            self.ground.fill(&self.chain_ground()?)?;
+        }
         let samples = samples.ok_or_else(|| Problem::Failed("the clock stands still".to_owned()))?;
         Ok((Measured::new(samples, Timer::Host, 1), quantile(&own, 0.5)))
     }
@@ -259,6 +262,7 @@ impl Bench<'_> {
     /// The second half of a layer (norm, product, activation, product that adds to what the next norm reads) over
     /// and over on the same memory: each command needs the one before it.
     fn chain(&mut self) -> Result<Vec<Cmd>, Problem> {
+        let ground = self.chain_ground()?;
         let (rows, hidden, inner) = CHAIN;
         let elements = u64::from(rows) * u64::from(inner);
         let mut why = Problem::Unsupported("no dtype of this chain".to_owned());
@@ -275,8 +279,6 @@ impl Bench<'_> {
                 why = problem;
                 continue;
             }
-            let ground = self.ground.region(CHAIN_OPERANDS * CHAIN_OPERAND_BYTES)?;
-            self.ground.fill(&ground)?;
             let mut at = 0;
             let mut take = |elements: u64, dtype: DType| {
                 at += CHAIN_OPERAND_BYTES;
@@ -296,6 +298,11 @@ impl Bench<'_> {
         Err(why)
     }
 
+    /// Where [`Bench::chain`] writes; random numbers belong there otherwise.
+    fn chain_ground(&self) -> Result<Slice, Problem> {
+        self.ground.region(CHAIN_OPERANDS * CHAIN_OPERAND_BYTES)
+    }
+
     /// What a command costs more than alone if it needs the one before it, and that one is of another kind:
     /// waiting for it, and fetching what it wrote. On the device's clock, launch costs taken off.
     pub(crate) fn dependence(&mut self, effort: Effort) -> Result<f64, Problem> {
@@ -305,6 +312,7 @@ impl Bench<'_> {
         for cmd in &cmds {
             alone += self.repeat(std::slice::from_ref(cmd), effort)?.0.stats.median / cmds.len() as f64;
         }
+        self.ground.fill(&self.chain_ground()?)?;
         Ok((together - alone).max(0.0))
     }
 
