@@ -161,8 +161,12 @@ fn what_would_take_too_long_is_left_out_with_its_time() {
     let document = run(&device, &options, &mut |_| {});
     let point = document.point("rms_norm.bf16.t4.h256").unwrap();
     assert!(point.flags.contains(&Flag::FewSamples) || point.is_ok(), "{point:?}");
-    let options = Options { budget_s: Some(0.001), ..options };
+    let hurried = Options { budget_s: Some(0.001), ..options };
+    let document = run(&device, &hurried, &mut |_| {});
+    assert!(document.points.iter().all(PointResult::is_ok), "who names a point gets it");
+    let options = Options { only: vec!["small".to_owned()], ..hurried };
     let document = run(&device, &options, &mut |_| {});
+    assert!(!document.points.is_empty());
     for point in &document.points {
         assert_eq!(point.status, Status::Skipped);
         assert!(point.reason.as_ref().unwrap().contains("would take"), "{:?}", point.reason);

@@ -111,6 +111,16 @@ pub struct Metrics {
     pub kv_cache_usage: Family<DeviceLabels, FractionGauge>,
     /// `mixfleet_preemptions_total{device}`: sequences that lost their KV pages, by the engine.
     pub preemptions: Family<DeviceLabels, Counter>,
+    /// `mixfleet_device_tokens_total{device}`: tokens that went through the model there, of prompts and answers, by
+    /// the engine.
+    pub device_tokens: Family<DeviceLabels, Counter>,
+    /// `mixfleet_device_energy_joules{device}`: energy counter, where the device has one; its growth over that of
+    /// `device_tokens` is the energy of a token. By the engine, once a second at most.
+    pub device_energy_j: Family<DeviceLabels, FractionGauge>,
+    /// `mixfleet_device_power_watts{device}`: power draw, likewise.
+    pub device_power_w: Family<DeviceLabels, FractionGauge>,
+    /// `mixfleet_device_temperature_celsius{device}`: likewise.
+    pub device_temperature_c: Family<DeviceLabels, FractionGauge>,
     /// `mixfleet_kv_transfer_seconds`: first block sent to last block checked, per request, by the engine.
     pub kv_transfer_s: Histogram,
     /// `mixfleet_kv_transfer_bytes_total`: KV payload that arrived and passed its check, by the engine.
@@ -157,6 +167,10 @@ impl Metrics {
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),
             preemptions: plain(to, "preemptions", "Sequences that lost their KV pages"),
+            device_tokens: plain(to, "device_tokens", "Tokens that went through the model"),
+            device_energy_j: with_unit(to, "device_energy", Unit::Joules, "Energy counter of the device"),
+            device_power_w: with_unit(to, "device_power", Unit::Other("watts".into()), "Power draw"),
+            device_temperature_c: with_unit(to, "device_temperature", Unit::Celsius, "Temperature"),
             kv_transfer_s: seconds(to, "kv_transfer", "First KV block sent to last checked", &LATENCY_S),
             kv_transfer_bytes: with_unit(to, "kv_transfer", Unit::Bytes, "KV payload arrived and checked"),
             kv_transfer_retries: plain(to, "kv_transfer_retries", "KV blocks sent again"),

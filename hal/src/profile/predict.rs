@@ -158,7 +158,7 @@ fn between(rows: &[Row], sig: &OpSig, at: &[f64; DIMENSIONS]) -> Option<f64> {
     let (below, above) = (below?, above?);
     let width = above.at[1] - below.at[1];
     let share = if width > 0.0 { (at[1] - below.at[1]) / width } else { 0.0 };
-    (width <= STEP_MAX).then(|| below.slowness + share * (above.slowness - below.slowness))
+    (width <= STEP_MAX).then_some(below.slowness + share * (above.slowness - below.slowness))
 }
 
 const fn weight(dimension: usize) -> f64 {

@@ -1,5 +1,6 @@
 //! Two profiles, point by point, with the samples' spread taken into account.
 
+use super::control::drift;
 use super::document::{Document, PointResult};
 use super::stats::Stats;
 use super::text::scaled;
@@ -18,6 +19,8 @@ pub enum Verdict {
     Slower,
     /// No difference that the spread does not explain.
     Same,
+    /// A difference, but the controls beside the two measurements differ as much.
+    Drifted,
 }
 
 /// Differences below this are never called one: clocks and alignment differ by as much between runs.
@@ -39,6 +42,8 @@ pub struct PointPair {
     pub ratio_per_dollar: Option<f64>,
     /// Ratios between 1 - this and 1 + this are noise.
     pub noise: f64,
+    /// By how much the controls beside the two measurements differ, as a share.
+    pub drift: f64,
     /// The judgement.
     pub verdict: Verdict,
 }
@@ -71,10 +76,14 @@ pub struct GroupRatio {
     pub group: String,
     /// Points in it.
     pub points: u32,
-    /// Faster, slower and same.
+    /// Of them: faster in the second.
     pub faster: u32,
     /// Slower.
     pub slower: u32,
+    /// Different, but so are the controls.
+    pub drifted: u32,
+    /// Within 5 % of each other, whatever the verdict.
+    pub within_5_percent: u32,
     /// Geometric mean of the ratios.
     pub ratio: f64,
 }
@@ -95,7 +104,8 @@ impl Comparison {
         for p in a.points.iter().filter(|p| p.is_ok()) {
             let Some(other) = of_b.get(p.id.as_str()) else { continue };
             let (Some(first), Some(second)) = (&p.seconds, &other.seconds) else { continue };
-            let Some(pair) = pair(&p.id, first, second, cheaper) else { continue };
+            let drift = drift((a, p.at_s), (b, other.at_s));
+            let Some(pair) = pair(&p.id, (first, second), drift, cheaper) else { continue };
             let name = p.group.name();
             match groups.iter_mut().find(|(group, _)| *group == name) {
                 Some((_, ratios)) => ratios.push((pair.ratio, pair.verdict)),
@@ -134,6 +144,8 @@ impl GroupRatio {
             points: ratios.len() as u32,
             faster: count(Verdict::Faster),
             slower: count(Verdict::Slower),
+            drifted: count(Verdict::Drifted),
+            within_5_percent: ratios.iter().filter(|(r, _)| (1.0 / 1.05..=1.05).contains(r)).count() as u32,
             ratio: mean.exp(),
         }
     }
@@ -144,17 +156,19 @@ fn spread(stats: &Stats) -> f64 {
     (stats.p95 - stats.p5) / 2.0 / stats.median
 }
 
-fn pair(id: &str, a: &Stats, b: &Stats, cheaper: Option<f64>) -> Option<PointPair> {
+fn pair(id: &str, (a, b): (&Stats, &Stats), drift: f64, cheaper: Option<f64>) -> Option<PointPair> {
     if !(a.median > 0.0 && b.median > 0.0) {
         return None;
     }
     let ratio = a.median / b.median;
     // independent errors add as squares
     let noise = spread(a).hypot(spread(b)).max(LEAST);
+    let beyond = |margin: f64| ratio > 1.0 + margin || ratio < 1.0 / (1.0 + margin);
     let verdict = match ratio {
-        r if r > 1.0 + noise => Verdict::Faster,
-        r if r < 1.0 / (1.0 + noise) => Verdict::Slower,
-        _ => Verdict::Same,
+        _ if !beyond(noise) => Verdict::Same,
+        _ if !beyond(noise.max(drift)) => Verdict::Drifted,
+        r if r > 1.0 => Verdict::Faster,
+        _ => Verdict::Slower,
     };
     let ratio_per_dollar = cheaper.map(|cheaper| ratio * cheaper);
     Some(PointPair {
@@ -164,6 +178,7 @@ fn pair(id: &str, a: &Stats, b: &Stats, cheaper: Option<f64>) -> Option<PointPai
         ratio,
         ratio_per_dollar,
         noise,
+        drift,
         verdict,
     })
 }
@@ -180,15 +195,21 @@ impl std::fmt::Display for Comparison {
         }
         writeln!(
             f,
-            "\n  {:<10} {:>7} {:>7} {:>7} {:>6} {:>10}",
-            "part", "points", "faster", "slower", "same", "b over a"
+            "\n  {:<10} {:>7} {:>10} {:>7} {:>7} {:>7} {:>10}",
+            "part", "points", "within 5 %", "faster", "slower", "drifted", "b over a"
         )?;
         for g in &self.groups {
-            let same = g.points - g.faster - g.slower;
-            let (group, points, faster, slower, ratio) = (&g.group, g.points, g.faster, g.slower, g.ratio);
-            writeln!(f, "  {group:<10} {points:>7} {faster:>7} {slower:>7} {same:>6} {ratio:>10.3}")?;
+            let GroupRatio { group, points, faster, slower, drifted, within_5_percent: close, ratio } = g;
+            writeln!(
+                f,
+                "  {group:<10} {points:>7} {close:>10} {faster:>7} {slower:>7} {drifted:>7} {ratio:>10.3}"
+            )?;
         }
-        let mut different: Vec<_> = self.points.iter().filter(|p| p.verdict != Verdict::Same).collect();
+        if self.groups.iter().any(|g| g.drifted > 0) {
+            writeln!(f, "\n  drifted: different, but so are the controls that were measured beside them")?;
+        }
+        let real = |p: &&PointPair| matches!(p.verdict, Verdict::Faster | Verdict::Slower);
+        let mut different: Vec<_> = self.points.iter().filter(real).collect();
         different.sort_by(|x, y| x.ratio.total_cmp(&y.ratio));
         if different.is_empty() {
             return writeln!(f, "\n  no point differs beyond noise");

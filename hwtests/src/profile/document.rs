@@ -3,6 +3,7 @@
 //! `docs/profile-format.md` explains every field; `docs/schema/profile-1.json` is generated from here.
 //! Added fields keep the version, so readers must ignore what they do not know.
 
+use super::control::Control;
 use super::plan::Level;
 use super::stats::Stats;
 use super::work::Group;
@@ -36,6 +37,9 @@ pub struct Document {
     pub checks: Vec<Check>,
     /// Everything measured, in order.
     pub points: Vec<PointResult>,
+    /// Readings of the same two works through the profile, every few seconds.
+    #[serde(default)]
+    pub controls: Vec<Control>,
     /// Straight lines through the points.
     pub fits: Fits,
     /// The handful of numbers that the part is known by.
@@ -254,6 +258,9 @@ pub struct PointResult {
     /// Runs before three samples in a row agreed.
     #[serde(default)]
     pub ramp: u32,
+    /// When measuring it ended, in seconds since the profile began.
+    #[serde(default)]
+    pub at_s: f64,
     /// Whose clock it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timer: Option<Timer>,

@@ -28,10 +28,10 @@ const LONG_SAMPLES: f64 = 100.0;
 const LONG_SAMPLES_MIN: usize = 10;
 /// Rows, hidden and inner size of the chain of dependent commands: weights that a cache may hold, so that memory
 /// does not hide what dependence costs.
-const CHAIN: (u32, u32, u32) = (8, 512, 1024);
+const CHAIN: (u32, u32, u32) = (8, 256, 512);
 /// Its operands, and memory for the largest of them.
 const CHAIN_OPERANDS: u64 = 8;
-const CHAIN_OPERAND_BYTES: u64 = 4 * 512 * 1024;
+const CHAIN_OPERAND_BYTES: u64 = 4 * 256 * 512;
 /// Shorter runs say nothing of energy: sensors average over a good part of a second.
 const ENERGY_SECONDS_MIN: f64 = 10.0;
 
@@ -136,7 +136,11 @@ impl Bench<'_> {
 
     /// Times `commands` in turn; the seconds are those of one command without launch costs. The first
     /// command runs last.
-    fn repeat(&mut self, commands: &[Cmd], effort: Effort) -> Result<(Samples, Timer, u32), Problem> {
+    pub(crate) fn repeat(
+        &mut self,
+        commands: &[Cmd],
+        effort: Effort,
+    ) -> Result<(Samples, Timer, u32), Problem> {
         // the first run may compile, allocate, or wake the device
         self.elapsed(&commands[..1])?;
         let (mut once, mut timer) = (f64::INFINITY, Timer::Host);
@@ -265,37 +269,36 @@ impl Bench<'_> {
         let ground = self.chain_ground()?;
         let (rows, hidden, inner) = CHAIN;
         let elements = u64::from(rows) * u64::from(inner);
-        let mut why = Problem::Unsupported("no dtype of this chain".to_owned());
-        for x in [DType::Bf16, DType::F16, DType::F32] {
-            let widen = gemm(x, (rows, inner, hidden), false, false);
-            let narrow = gemm(x, (rows, hidden, inner), true, false);
+        let sigs = |x: DType| {
             let norm =
                 OpSig::RmsNorm { rows, cols: hidden, eps: Scalar(1e-6), x: DType::F32, weight: x, out: x };
-            let silu = OpSig::SiluMul { elements, x };
-            if let Err(problem) = [norm, widen, silu, narrow].iter().try_for_each(|sig| {
-                self.supported(sig)?;
-                self.checks.require(self.device, sig, TIMEOUT).map_err(Problem::Failed)
-            }) {
-                why = problem;
-                continue;
-            }
-            let mut at = 0;
-            let mut take = |elements: u64, dtype: DType| {
-                at += CHAIN_OPERAND_BYTES;
-                ground.range(at - CHAIN_OPERAND_BYTES, elements * dtype.size_bytes())
-            };
-            let (r, h, i) = (u64::from(rows), u64::from(hidden), u64::from(inner));
-            let (residual, normed) = (take(r * h, DType::F32), take(r * h, x));
-            let (gate, up, product) = (take(r * i, x), take(r * i, x), take(r * i, x));
-            let (scale, w_in, w_out) = (take(h, x), take(h * i, x), take(h * i, x));
-            return Ok(vec![
-                Cmd::new(norm, &[residual.clone(), scale, normed.clone()])?,
-                Cmd::new(widen, &[normed, w_in, gate.clone()])?,
-                Cmd::new(silu, &[gate, up, product.clone()])?,
-                Cmd::new(narrow, &[product, w_out, residual])?,
-            ]);
+            let widen = gemm(x, (rows, inner, hidden), false, false);
+            let narrow = gemm(x, (rows, hidden, inner), true, false);
+            [norm, widen, OpSig::SiluMul { elements, x }, narrow]
+        };
+        let has = |x: &DType| sigs(*x).iter().all(|sig| self.device.support(sig) != Support::No);
+        let Some(x) = [DType::Bf16, DType::F16, DType::F32].into_iter().find(has) else {
+            return Err(Problem::Unsupported("no dtype of this chain".to_owned()));
+        };
+        for sig in &sigs(x) {
+            self.checks.require(self.device, sig, TIMEOUT).map_err(Problem::Failed)?;
         }
-        Err(why)
+        let mut at = 0;
+        let mut take = |elements: u64, dtype: DType| {
+            at += CHAIN_OPERAND_BYTES;
+            ground.range(at - CHAIN_OPERAND_BYTES, elements * dtype.size_bytes())
+        };
+        let (r, h, i) = (u64::from(rows), u64::from(hidden), u64::from(inner));
+        let (residual, normed) = (take(r * h, DType::F32), take(r * h, x));
+        let (gate, up, product) = (take(r * i, x), take(r * i, x), take(r * i, x));
+        let (scale, w_in, w_out) = (take(h, x), take(h * i, x), take(h * i, x));
+        let [norm, widen, silu, narrow] = sigs(x);
+        Ok(vec![
+            Cmd::new(norm, &[residual.clone(), scale, normed.clone()])?,
+            Cmd::new(widen, &[normed, w_in, gate.clone()])?,
+            Cmd::new(silu, &[gate, up, product.clone()])?,
+            Cmd::new(narrow, &[product, w_out, residual])?,
+        ])
     }
 
     /// Where [`Bench::chain`] writes; random numbers belong there otherwise.
@@ -386,7 +389,7 @@ pub(crate) fn loads(load: Load) -> Vec<OpSig> {
 }
 
 /// A product of (m, n, k) in the dtypes that models come in.
-fn loads_of(shape: (u32, u32, u32), accumulate: bool) -> Vec<OpSig> {
+pub(crate) fn loads_of(shape: (u32, u32, u32), accumulate: bool) -> Vec<OpSig> {
     [DType::Bf16, DType::F16, DType::F32].map(|dtype| gemm(dtype, shape, accumulate, false)).to_vec()
 }
 
@@ -411,6 +414,7 @@ pub(crate) fn empty(work: &Work) -> PointResult {
         seconds: None,
         runs_per_sample: 0,
         ramp: 0,
+        at_s: 0.0,
         timer: None,
         flags: Vec::new(),
         long_run: None,

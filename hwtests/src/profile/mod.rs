@@ -18,6 +18,7 @@
 mod card;
 mod check;
 pub mod compare;
+pub mod control;
 pub mod document;
 pub mod explain;
 mod fit;

@@ -1,5 +1,6 @@
 //! All points of a level, within its time.
 
+use super::control::Control;
 use super::document::{
     Conditions, Document, Economics, Fact, Fits, Flag, Identity, PointResult, State, Status, Summary, Tool,
 };
@@ -14,6 +15,9 @@ use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, GIB, MIB, Second
 use mixfleet_hal::{DType, Device};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Seconds between two readings of the controls: neighbours come and go within minutes.
+const CONTROL_EVERY_S: f64 = 4.0;
 
 /// What to measure, and how.
 #[derive(Clone)]
@@ -137,11 +141,13 @@ pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(Progr
     let start = options.clock.seconds();
     let before = State::from(device.health());
     let mut fits = Fits::default();
-    let mut checks = Vec::new();
+    let (mut checks, mut controls) = (Vec::new(), Vec::new());
     let (points, complete) = match Runner::new(device, options, &works) {
         Ok(mut runner) => {
             let done = runner.all(&works, observe);
+            runner.control();
             fits = runner.fits.clone();
+            controls = std::mem::take(&mut runner.controls);
             checks = runner.bench.checks.into_vec();
             done
         }
@@ -169,6 +175,7 @@ pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(Progr
         },
         checks,
         points,
+        controls,
         fits,
         summary: Summary::default(),
         economics: None,
@@ -268,6 +275,9 @@ struct Runner<'a> {
     /// What is known so far, to foretell what the next point takes.
     known: DeviceProfile,
     fits: Fits,
+    /// When everything began.
+    start: f64,
+    controls: Vec<Control>,
 }
 
 impl<'a> Runner<'a> {
@@ -288,7 +298,8 @@ impl<'a> Runner<'a> {
         let bench = Bench { device, queue: device.queue()?, ground, checks, clock, launch };
         // slow enough for any device until its first points are known
         let known = DeviceProfile::roof(Vec::new(), BytesPerSecond(5e9), Bytes(device.info().memory.0));
-        let mut runner = Runner { bench, options, deadlines: Vec::new(), known, fits: Fits::default() };
+        let (fits, controls) = (Fits::default(), Vec::new());
+        let mut runner = Runner { bench, options, deadlines: Vec::new(), known, fits, start, controls };
         runner.launches()?;
         // what is left of the budget after the preparations is shared
         let now = options.clock.seconds();
@@ -337,6 +348,9 @@ impl<'a> Runner<'a> {
                 complete = false;
                 Err(Problem::Skip("interrupted".to_owned()))
             } else {
+                if self.since_control() > CONTROL_EVERY_S {
+                    self.control();
+                }
                 let left = works[index..].iter().filter(|other| other.group() == work.group()).count();
                 self.one(work, left)
             };
@@ -353,6 +367,17 @@ impl<'a> Runner<'a> {
             points.push(point);
         }
         (points, complete)
+    }
+
+    fn since_control(&self) -> f64 {
+        let last = self.controls.last().map_or(f64::NEG_INFINITY, |control| control.at_s);
+        self.options.clock.seconds() - self.start - last
+    }
+
+    /// What fails here fails at the next point too, which says so.
+    fn control(&mut self) {
+        let at_s = self.options.clock.seconds() - self.start;
+        self.controls.extend(self.bench.control(at_s));
     }
 
     /// A queue that failed once fails for ever.
@@ -390,7 +415,8 @@ impl<'a> Runner<'a> {
         // later points get their share too
         let share = 2.0 * left / points_left as f64;
         effort.seconds = effort.seconds.min(share.max(0.02));
-        let point = self.bench.point(work, effort, long)?;
+        let mut point = self.bench.point(work, effort, long)?;
+        point.at_s = self.options.clock.seconds() - self.start;
         self.learn(work, &point);
         Ok(point)
     }

@@ -204,7 +204,7 @@ pub(crate) struct GenerateArgs {
     /// Device that generates the tokens
     #[arg(long, value_name = "DEV", requires = "prefill")]
     pub(crate) decode: Option<String>,
-    /// Print `{prompt_ids, ids, text, placement, ttft_s, tbt_s}` as JSON
+    /// Print `{prompt_ids, ids, text, placement, ttft_s, tbt_s, energy_j}` as JSON
     #[arg(long)]
     pub(crate) json: bool,
 }

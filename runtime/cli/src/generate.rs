@@ -66,6 +66,7 @@ async fn generate(args: GenerateArgs) -> Result<()> {
         logprobs: None,
         cache_salt: None,
     };
+    let energy_before_j = engine.energy_j();
     let start_s = env.now().0;
     let mut updates = engine.handle.submit(request).await?;
     let mut text = model.text.tokenizer.stream();
@@ -91,9 +92,12 @@ async fn generate(args: GenerateArgs) -> Result<()> {
         let ttft_s = times_s.first().map(|first| first - start_s);
         let gaps = times_s.len().saturating_sub(1);
         let tbt_s = (gaps > 0).then(|| (times_s[gaps] - times_s[0]) / gaps as f64);
+        let energy_j = engine.energy_j().zip(energy_before_j).map(|(after, before)| after - before);
+        let joules_per_token = energy_j.filter(|_| !ids.is_empty()).map(|joules| joules / ids.len() as f64);
         let document = json!({
             "schema": "mixfleet.generate/1", "prompt_ids": prompt_ids, "ids": ids, "text": printed,
             "placement": placement, "ttft_s": ttft_s, "tbt_s": tbt_s,
+            "energy_j": energy_j, "joules_per_token": joules_per_token,
         });
         writeln!(std::io::stdout(), "{document}")?;
     } else {

@@ -6,6 +6,7 @@ use crate::model::Model;
 use crate::{backends, calibration, profiles};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
+use mixfleet_hal::Device;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{GIB, UsdPerHour};
@@ -39,6 +40,14 @@ pub(crate) struct Choice {
 pub(crate) struct Started {
     pub(crate) handle: EngineHandle,
     pub(crate) context: u32,
+    devices: Vec<Arc<dyn Device>>,
+}
+
+impl Started {
+    /// What the energy counters of all devices show together; none if one device has none.
+    pub(crate) fn energy_j(&self) -> Option<f64> {
+        self.devices.iter().map(|device| device.health().energy_j).sum()
+    }
 }
 
 /// Loads `model` on the chosen devices and starts the engine. Blocks; run it off the async threads.
@@ -81,6 +90,7 @@ pub(crate) fn engine(
     }
     let instances = predicted(model, args, instances, &known, choice.recalibrate)?;
     let context = context(model, &instances);
+    let devices = instances.iter().map(|(loaded, _)| loaded.device().clone()).collect();
     let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
     let secret = [env.random(), env.random()];
     let parts = EngineParts {
@@ -94,7 +104,7 @@ pub(crate) fn engine(
         placements,
         metrics,
     };
-    Ok(Started { handle: parts.start()?, context })
+    Ok(Started { handle: parts.start()?, context, devices })
 }
 
 /// The longest sequence that the model and the KV memory of some pair of devices can hold.

@@ -66,6 +66,12 @@ const ROOMS: &[Room] = &[
         rooms: &[HAL],
         outside: Some(&["serde", "thiserror", "xxhash-rust"]),
     },
+    Room {
+        name: "mixfleet-sim",
+        directory: "runtime/sim",
+        rooms: &[HAL, SCHEDULER],
+        outside: Some(&["flate2", "serde", "serde_json", "thiserror", "zstd"]),
+    },
     Room { name: "mixfleet-hwtests", directory: "hwtests", rooms: &[HAL], outside: None },
     Room { name: "mixfleet-runtime", directory: "runtime", rooms: &[HAL, SCHEDULER], outside: None },
     Room {
@@ -83,6 +89,7 @@ const ROOMS: &[Room] = &[
             "mixfleet-wire",
             "mixfleet-hwtests",
             "mixfleet-runtime",
+            "mixfleet-sim",
         ],
         outside: None,
     },

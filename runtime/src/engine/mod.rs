@@ -11,6 +11,7 @@
 pub mod calibrate;
 mod coordinator;
 mod handoff;
+mod health;
 mod messages;
 mod slots;
 mod worker;
@@ -170,6 +171,7 @@ impl Loaded {
             profile,
             shape: self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens),
             chunk_tokens: shape.tokens_max,
+            all_reduce: None,
         };
         CostModel::Profile(Box::new(cost))
     }

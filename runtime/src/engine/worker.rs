@@ -5,6 +5,7 @@
 //! its inbox.
 
 use super::handoff::{Courier, Incoming, Outgoing};
+use super::health::HealthWatch;
 use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
 use crate::env::{SharedEnv, yield_now};
 use crate::metrics::{DeviceLabels, Metrics};
@@ -59,6 +60,7 @@ pub(super) struct Worker {
     pub(super) deferred: VecDeque<ToWorker>,
     reports: mpsc::UnboundedSender<Report>,
     pub(super) metrics: Metrics,
+    health: HealthWatch,
 }
 
 /// What a worker is made of.
@@ -89,6 +91,7 @@ impl Worker {
     /// # Errors
     /// When the device gives no queue.
     pub(super) fn new(parts: WorkerParts) -> Result<Self> {
+        let health = HealthWatch::new(parts.device.info().id.clone(), parts.metrics.clone());
         Ok(Worker {
             id: parts.id,
             env: parts.env,
@@ -104,6 +107,7 @@ impl Worker {
             deferred: VecDeque::new(),
             reports: parts.reports,
             metrics: parts.metrics,
+            health,
         })
     }
 
@@ -209,7 +213,9 @@ impl Worker {
         for action in actions {
             match action {
                 Action::Run(step) => {
+                    let tokens = step.sequences.iter().map(|s| s.tokens.len() as u64).sum();
                     self.run_step(step).await?;
+                    self.health.stepped(tokens, self.env.now(), || self.device.health());
                     ran = true;
                 }
                 Action::Admitted { request, tokens_cached, pages } => {

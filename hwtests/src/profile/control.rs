@@ -1,0 +1,77 @@
+//! Two works that are measured again and again through a profile: what changes between two readings is not the
+//! part's doing but its clock's, its neighbours' or its host's.
+
+use super::Problem;
+use super::document::Document;
+use super::measure::{Bench, TIMEOUT, loads_of};
+use super::sampler::Effort;
+use super::work::gemm;
+use mixfleet_hal::{DType, OpSig, Support};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Rows, columns and depth of the arithmetic.
+const PRODUCT: (u32, u32, u32) = (128, 512, 512);
+/// Rows and length of what is read: 8 MiB in bf16, from memory that no cache holds.
+const READ: (u32, u32) = (4096, 1024);
+const EFFORT: Effort = Effort { samples_min: 3, samples_max: 5, seconds: 0.05 };
+
+/// One reading.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Control {
+    /// When, in seconds since the profile began.
+    pub at_s: f64,
+    /// Time of the arithmetic, if the device has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute_s: Option<f64>,
+    /// Time of the read, if the device has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_s: Option<f64>,
+}
+
+impl Bench<'_> {
+    /// Reads both.
+    pub(crate) fn control(&mut self, at_s: f64) -> Result<Control, Problem> {
+        let products = loads_of(PRODUCT, false);
+        let reads = [DType::Bf16, DType::F16, DType::F32].map(|x| gemm(x, (1, READ.0, READ.1), false, false));
+        Ok(Control { at_s, compute_s: self.reading(&products)?, read_s: self.reading(&reads)? })
+    }
+
+    /// Median time of the first that the device has; none is no reason to stop.
+    fn reading(&mut self, sigs: &[OpSig]) -> Result<Option<f64>, Problem> {
+        let Some(sig) = sigs.iter().find(|sig| self.device.support(sig) != Support::No) else {
+            return Ok(None);
+        };
+        if self.checks.require(self.device, sig, TIMEOUT).is_err() {
+            return Ok(None);
+        }
+        match self.ground.commands(sig).and_then(|commands| self.repeat(&commands, EFFORT)) {
+            Ok((samples, ..)) => Ok(Some(samples.stats.median)),
+            Err(Problem::Gone(reason)) => Err(Problem::Gone(reason)),
+            Err(_) => Ok(None),
+        }
+    }
+}
+
+/// By how much the readings around `at_a` of one profile differ from those around `at_b` of another, as a share:
+/// what a difference between two points measured then may owe to the surroundings. 0 without readings.
+pub(crate) fn drift((a, at_a): (&Document, f64), (b, at_b): (&Document, f64)) -> f64 {
+    let (of_a, of_b) = (around(&a.controls, at_a), around(&b.controls, at_b));
+    let mut most = 0.0f64;
+    for x in &of_a {
+        for y in &of_b {
+            for pair in [x.compute_s.zip(y.compute_s), x.read_s.zip(y.read_s)] {
+                let ratio = pair.filter(|(x, y)| *x > 0.0 && *y > 0.0).map_or(1.0, |(x, y)| x / y);
+                most = most.max(ratio.max(1.0 / ratio) - 1.0);
+            }
+        }
+    }
+    most
+}
+
+/// The last reading before `at_s` and the first after it.
+fn around(controls: &[Control], at_s: f64) -> Vec<Control> {
+    let before = controls.iter().rev().find(|control| control.at_s <= at_s);
+    let after = controls.iter().find(|control| control.at_s > at_s);
+    before.into_iter().chain(after).copied().collect()
+}

@@ -1,0 +1,5 @@
+//! Traces of requests, and what a fleet would do with them.
+
+#![forbid(unsafe_code)]
+
+pub mod trace;

@@ -1,0 +1,294 @@
+//! Agents' sessions, one a line: `{block_size, reqs: [{t, in, out, api, think, h: [[first, len], ...]}]}`.
+//!
+//! Times and block ids are local to a session, so sessions are started one after another at a fixed
+//! interval and their ids are keyed by the session's number. Sessions overlap: those that run are held,
+//! as runs of ids, and merged by time.
+
+use super::lines::Lines;
+use super::read::{Lengths, Repairs};
+use super::{Format, Request, Session, TraceError};
+use mixfleet_hal::random::bits;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::kv::BlockHash;
+use serde::Deserialize;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::sync::Arc;
+
+/// Only tells these keys from those of other origins.
+const KEY_SEED: u64 = 0x61_6765_6e74_6963;
+
+#[derive(Deserialize)]
+struct Line {
+    block_size: u32,
+    #[serde(default)]
+    model: Option<Arc<str>>,
+    reqs: Vec<Entry>,
+}
+
+/// A call of the model, or a sub-agent with calls of its own.
+#[derive(Deserialize)]
+struct Entry {
+    t: f64,
+    #[serde(rename = "in")]
+    prompt: Option<u64>,
+    out: Option<u64>,
+    /// How long the answer took, where known.
+    api: Option<f64>,
+    /// From the last answer whose end is known to this call.
+    think: Option<f64>,
+    #[serde(default)]
+    h: Vec<(u64, u64)>,
+    /// Calls with times from the sub-agent's start.
+    sub: Option<Vec<Entry>>,
+}
+
+/// A call, placed in its session.
+struct Step {
+    /// From the session's start.
+    at: Seconds,
+    lengths: Lengths,
+    runs: Box<[(u64, u64)]>,
+    /// The call that must end before.
+    after: Option<usize>,
+    think: Seconds,
+}
+
+/// A session that runs.
+struct Running {
+    number: u64,
+    start: Seconds,
+    model: Option<Arc<str>>,
+    steps: Vec<Step>,
+    /// Steps in order of time, and how many of them are done.
+    order: Vec<usize>,
+    done: usize,
+    /// Ids that the done steps got.
+    ids: Vec<u64>,
+}
+
+pub(super) struct Agentic {
+    block_tokens: u32,
+    every: Seconds,
+    /// Sessions started.
+    count: u64,
+    running: Vec<Option<Running>>,
+    /// (next step's time as ordered bits, session's number, its place in `running`)
+    next: BinaryHeap<Reverse<(u64, u64, usize)>>,
+    /// The end of the file, or the error that comes after the sessions that run.
+    end: Option<Option<TraceError>>,
+}
+
+impl Agentic {
+    pub(super) fn new(lines: &mut Lines, every: Seconds) -> Result<Self, TraceError> {
+        let first = lines.peek()?.unwrap_or_default();
+        let line: Result<Line, _> = serde_json::from_slice(first);
+        let mut agentic = Agentic {
+            block_tokens: 0,
+            every,
+            count: 0,
+            running: Vec::new(),
+            next: BinaryHeap::new(),
+            end: None,
+        };
+        match line {
+            Ok(line) if line.block_size > 0 => agentic.block_tokens = line.block_size,
+            Ok(_) => agentic.fail(lines, "block_size is 0".into())?,
+            Err(cause) => agentic.fail(lines, cause.to_string())?,
+        }
+        Ok(agentic)
+    }
+
+    fn fail(&self, lines: &Lines, cause: String) -> Result<(), TraceError> {
+        Err(lines.error(Format::Agentic, cause))
+    }
+
+    pub(super) fn block_tokens(&self) -> u32 {
+        self.block_tokens
+    }
+
+    pub(super) fn next(
+        &mut self,
+        lines: &mut Lines,
+        repairs: &mut Repairs,
+        id: u64,
+    ) -> Result<Option<Request>, TraceError> {
+        while self.end.is_none() {
+            let start = self.every * self.count as f64;
+            if self.next.peek().is_some_and(|Reverse((at, ..))| *at < ordered(start)) {
+                break;
+            }
+            match self.start(lines, start, repairs) {
+                Ok(true) => {}
+                Ok(false) => self.end = Some(None),
+                Err(error) => self.end = Some(Some(error)),
+            }
+        }
+        let Some(Reverse((_, _, place))) = self.next.pop() else {
+            return self.end.take().flatten().map_or(Ok(None), Err);
+        };
+        let running = self.running[place].as_mut().expect("a session in the heap runs");
+        let request = running.step(id, repairs);
+        match running.next_at() {
+            Some(at) => self.next.push(Reverse((ordered(at), running.number, place))),
+            None => self.running[place] = None,
+        }
+        Ok(Some(request))
+    }
+
+    /// Reads the next session; false at the end of the file.
+    fn start(
+        &mut self,
+        lines: &mut Lines,
+        start: Seconds,
+        repairs: &mut Repairs,
+    ) -> Result<bool, TraceError> {
+        let Some(line) = lines.next()? else { return Ok(false) };
+        let parsed = serde_json::from_slice(line).map_err(|cause| cause.to_string());
+        let steps = parsed.and_then(|line: Line| Ok((self.steps(&line, repairs)?, line.model)));
+        let (steps, model) = steps.map_err(|cause| lines.error(Format::Agentic, cause))?;
+        let mut order: Vec<usize> = (0..steps.len()).collect();
+        order.sort_by(|&a, &b| steps[a].at.0.total_cmp(&steps[b].at.0));
+        let ids = vec![0; steps.len()];
+        let running = Running { number: self.count, start, model, steps, order, done: 0, ids };
+        self.count += 1;
+        let Some(at) = running.next_at() else { return Ok(true) };
+        let place = self.running.iter().position(Option::is_none).unwrap_or(self.running.len());
+        self.next.push(Reverse((ordered(at), running.number, place)));
+        if place == self.running.len() {
+            self.running.push(None);
+        }
+        self.running[place] = Some(running);
+        Ok(true)
+    }
+
+    fn steps(&self, line: &Line, repairs: &mut Repairs) -> Result<Vec<Step>, String> {
+        if line.block_size != self.block_tokens {
+            return Err(format!(
+                "blocks of {} tokens in a trace with blocks of {}",
+                line.block_size, self.block_tokens
+            ));
+        }
+        let mut steps = Vec::new();
+        self.flatten(&line.reqs, Seconds::ZERO, None, &mut steps, repairs)?;
+        Ok(steps)
+    }
+
+    /// Appends the calls of one agent, which starts at `start` after `parent`, and those of its sub-agents.
+    fn flatten(
+        &self,
+        entries: &[Entry],
+        start: Seconds,
+        parent: Option<Answer>,
+        steps: &mut Vec<Step>,
+        repairs: &mut Repairs,
+    ) -> Result<(), String> {
+        let mut before = parent;
+        for entry in entries {
+            let at = start + Seconds(checked("t", entry.t)?);
+            if let Some(calls) = &entry.sub {
+                self.flatten(calls, at, before.map(Answer::of_parent), steps, repairs)?;
+                continue;
+            }
+            let (Some(prompt), Some(out)) = (entry.prompt, entry.out) else {
+                return Err(format!("the request at t = {} has no 'in' and 'out', and no 'sub'", entry.t));
+            };
+            let lengths = Lengths::new(prompt, out)?;
+            self.check_runs(entry, lengths.prompt)?;
+            // A call cannot come before the one that it follows.
+            let at = before.map_or(at, |before| at.max(steps[before.step].at));
+            let think = match before {
+                Some(before) => before.think(entry, at - steps[before.step].at, repairs)?,
+                None => Seconds::ZERO,
+            };
+            let took = entry.api.map(|api| checked("api", api)).transpose()?.map(Seconds);
+            let after = before.map(|before| before.step);
+            before = Some(Answer { step: steps.len(), took, same_agent: true });
+            steps.push(Step { at, lengths, runs: entry.h.as_slice().into(), after, think });
+        }
+        Ok(())
+    }
+
+    fn check_runs(&self, entry: &Entry, prompt_tokens: u32) -> Result<(), String> {
+        let blocks_max = u64::from(prompt_tokens.div_ceil(self.block_tokens));
+        let blocks = entry.h.iter().try_fold(0u64, |sum, &(first, count)| {
+            first.checked_add(count).and_then(|_| sum.checked_add(count))
+        });
+        match blocks {
+            Some(blocks) if blocks <= blocks_max => Ok(()),
+            _ => Err(format!(
+                "the request at t = {} has more block ids than the {blocks_max} blocks of {} that {prompt_tokens} tokens fill",
+                entry.t, self.block_tokens
+            )),
+        }
+    }
+}
+
+/// The answer that a call follows.
+#[derive(Clone, Copy)]
+struct Answer {
+    step: usize,
+    took: Option<Seconds>,
+    /// Whether the caller is the one who made the call before, and not a sub-agent that starts.
+    same_agent: bool,
+}
+
+impl Answer {
+    fn of_parent(self) -> Self {
+        Answer { same_agent: false, ..self }
+    }
+
+    /// Think time of `entry`, which arrives `gap` after the call of this answer. The file's counts from the
+    /// last answer of the agent whose end is known; where that is not this one, the gap tells: all of it
+    /// where the end of this answer is unknown, which is no less than the think time.
+    fn think(self, entry: &Entry, gap: Seconds, repairs: &mut Repairs) -> Result<Seconds, String> {
+        let told = entry.think.map(|think| checked("think", think)).transpose()?;
+        match (told, self.took) {
+            (Some(think), Some(_)) if self.same_agent => Ok(Seconds(think)),
+            (_, took) => {
+                repairs.unknown_thinks += u64::from(self.same_agent || took.is_none());
+                Ok((gap - took.unwrap_or_default()).max(Seconds::ZERO))
+            }
+        }
+    }
+}
+
+impl Running {
+    fn next_at(&self) -> Option<Seconds> {
+        self.order.get(self.done).map(|&step| self.start + self.steps[step].at)
+    }
+
+    /// Takes the next step, as the request `id`.
+    fn step(&mut self, id: u64, repairs: &mut Repairs) -> Request {
+        let index = self.order[self.done];
+        self.done += 1;
+        self.ids[index] = id;
+        let step = &mut self.steps[index];
+        let key = bits(KEY_SEED, self.number);
+        let runs = std::mem::take(&mut step.runs);
+        let blocks = runs.iter().flat_map(|&(first, count)| first..first + count);
+        Request {
+            id,
+            at: self.start + step.at,
+            prompt_tokens: step.lengths.prompt,
+            output_tokens: step.lengths.repaired_output(repairs),
+            chain: blocks.map(|block| BlockHash(bits(key, block))).collect(),
+            session: Some(Session {
+                id: self.number,
+                after: step.after.map(|after| self.ids[after]),
+                think: step.think,
+            }),
+            class: self.model.clone(),
+        }
+    }
+}
+
+fn checked(what: &str, seconds: f64) -> Result<f64, String> {
+    let right = seconds.is_finite() && seconds >= 0.0;
+    right.then_some(seconds).ok_or_else(|| format!("{what} = {seconds} is not a time in seconds"))
+}
+
+/// Times from 0 on sort like their bits.
+fn ordered(at: Seconds) -> u64 {
+    at.0.to_bits()
+}

@@ -1,0 +1,54 @@
+//! Mooncake's JSONL: `{timestamp ms, input_length, output_length, hash_ids}`.
+
+use super::read::{Draft, Lengths, LineParser};
+use mixfleet_hal::random::bits;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::kv::BlockHash;
+use serde::Deserialize;
+
+/// Blocks of the published traces (FAST'25, appendix A).
+pub(super) const BLOCK_TOKENS: u32 = 512;
+
+/// Only tells these keys from those of other origins.
+const KEY_SEED: u64 = 0x6d6f_6f6e_6361_6b65;
+
+/// The key of a `hash_ids` entry. Entries are small consecutive numbers; tables take keys for hashes, so
+/// they are spread over 64 bits, one to one.
+pub fn key_of(hash_id: u64) -> BlockHash {
+    BlockHash(bits(KEY_SEED, hash_id))
+}
+
+/// Other keys of a line, which some producers add, say nothing of arrival, lengths or prefixes.
+#[derive(Deserialize)]
+struct Line {
+    timestamp: f64,
+    input_length: u64,
+    output_length: u64,
+    #[serde(default)]
+    hash_ids: Vec<u64>,
+}
+
+pub(super) struct Mooncake {
+    pub(super) block_tokens: u32,
+}
+
+impl LineParser for Mooncake {
+    fn parse(&mut self, line: &[u8]) -> Result<Draft, String> {
+        let line: Line = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
+        let lengths = Lengths::new(line.input_length, line.output_length)?;
+        let blocks_max = lengths.prompt.div_ceil(self.block_tokens) as usize;
+        if line.hash_ids.len() > blocks_max {
+            return Err(format!(
+                "{} hash_ids for {} tokens, which fill {blocks_max} blocks of {} (smaller blocks: --block-tokens)",
+                line.hash_ids.len(),
+                lengths.prompt,
+                self.block_tokens
+            ));
+        }
+        if !(line.timestamp.is_finite() && line.timestamp >= 0.0) {
+            return Err(format!("timestamp {} is not a time", line.timestamp));
+        }
+        let chain = line.hash_ids.into_iter().map(key_of).collect();
+        Ok(Draft { at: Seconds(line.timestamp / 1e3), lengths, chain, class: None })
+    }
+}

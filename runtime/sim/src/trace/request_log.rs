@@ -1,0 +1,32 @@
+//! What vLLM's and LLMServingSim's benchmarks log of each request.
+
+use super::read::{Draft, Lengths, LineParser};
+use mixfleet_hal::units::Seconds;
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Line {
+    input_toks: u64,
+    output_toks: u64,
+    /// On any clock: the reader counts from the first arrival.
+    arrival_time: Option<f64>,
+    arrival_time_ns: Option<f64>,
+}
+
+pub(super) struct RequestLog;
+
+impl LineParser for RequestLog {
+    fn parse(&mut self, line: &[u8]) -> Result<Draft, String> {
+        let line: Line = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
+        let at = match (line.arrival_time, line.arrival_time_ns) {
+            (Some(seconds), _) => seconds,
+            (None, Some(nanoseconds)) => nanoseconds / 1e9,
+            (None, None) => return Err("neither arrival_time nor arrival_time_ns".into()),
+        };
+        if !(at.is_finite() && at >= 0.0) {
+            return Err(format!("arrival at {at} is not a time"));
+        }
+        let lengths = Lengths::new(line.input_toks, line.output_toks)?;
+        Ok(Draft { at: Seconds(at), lengths, chain: Vec::new(), class: None })
+    }
+}
