@@ -15,7 +15,7 @@ pub use event::{Action, Arrival, Event, Instance, InstanceId, Link, PromptChain,
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 
 use crate::cost::LinkCost;
-use crate::kv::PrefixIndex;
+use crate::kv::{PrefixIndex, Tier};
 use load::{Load, Phase, Work, Works};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
@@ -106,10 +106,10 @@ impl Fleet {
             }
             Event::KvStored { instance, hashes } => {
                 if self.loads.contains_key(&instance) {
-                    self.index.store(instance, &hashes);
+                    self.index.store(instance, Tier::Device, &hashes);
                 }
             }
-            Event::KvEvicted { instance, hashes } => self.index.evict(instance, &hashes),
+            Event::KvEvicted { instance, hashes } => self.index.evict(instance, Tier::Device, &hashes),
             Event::KvCleared { instance } => self.index.clear(instance),
             Event::InstanceUp(spec) => match self.loads.get_mut(&spec.id) {
                 Some(load) => load.spec = spec,
@@ -216,7 +216,7 @@ impl Fleet {
         if self.loads.remove(&instance).is_none() {
             return;
         }
-        self.index.clear(instance);
+        self.index.remove(instance);
         let lost: Vec<RequestId> = self
             .works
             .iter()

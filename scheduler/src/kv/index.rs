@@ -1,7 +1,15 @@
-//! Which instance holds which prefix.
+//! Which instance holds which prefix, and in which tier.
+//!
+//! A block has one entry: its key and the set of those that hold it. Sets are shared between blocks, so that a
+//! lookup works only where the set changes along the chain, and a block that everyone holds costs as little as one
+//! that a single instance holds. An instance that is cleared gets a new number, in O(1); what is left
+//! of the old one is swept out piece by piece with later changes.
 
 use super::BlockHash;
+use super::sets::{EMPTY, Edit, Member, Sets};
+use super::table::Table;
 use crate::fleet::InstanceId;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -27,128 +35,373 @@ impl Hasher for AsIs {
     }
 }
 
-/// Which instances hold which blocks, from their store, evict and clear events. Storing twice is
-/// storing once; evicting what is not held does nothing.
-#[derive(Debug, Default)]
+/// Where an instance keeps a block, the fastest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tier {
+    /// In the memory of the device that computes.
+    Device,
+    /// In the host's memory.
+    Dram,
+    /// On the host's disk.
+    Ssd,
+}
+
+impl Tier {
+    /// All tiers, as [`Prefix::blocks`] counts them.
+    pub const ALL: [Tier; 3] = [Tier::Device, Tier::Dram, Tier::Ssd];
+
+    pub(super) fn bit(self) -> u32 {
+        1 << self as u32
+    }
+}
+
+/// What an instance reports of its cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change<'a> {
+    /// It holds these blocks in this tier now.
+    Store(Tier, &'a [BlockHash]),
+    /// It no longer holds these blocks in this tier.
+    Evict(Tier, &'a [BlockHash]),
+    /// It holds nothing any more.
+    Clear,
+}
+
+/// What became of a numbered change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Applied {
+    /// The index says what the instance said.
+    Done,
+    /// It was known already; nothing changed.
+    Late,
+    /// Changes before it are missing, so it was left out. The instance counts as holding nothing until the
+    /// changes from `expected` on were applied in order, or a snapshot was.
+    Gap {
+        /// The first change that is missing.
+        expected: u64,
+    },
+}
+
+/// How much of a chain an instance holds from the start without a gap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Prefix {
+    /// Who.
+    pub instance: InstanceId,
+    /// Blocks of the prefix by the fastest tier in which they lie, in the order of [`Tier::ALL`].
+    pub blocks: [u32; 3],
+}
+
+impl Prefix {
+    /// Blocks from the start without a gap, in any tier.
+    pub fn total(&self) -> u32 {
+        self.blocks.iter().sum()
+    }
+}
+
+/// The answer to a lookup, and the memory that it needs; to be used again.
+#[derive(Clone, Debug, Default)]
+pub struct Prefixes {
+    found: Vec<Prefix>,
+    /// Those who hold all blocks so far: (holder with the tiers of the last block, place in `found`).
+    alive: Vec<(Member, u32)>,
+}
+
+impl Prefixes {
+    /// Each instance that holds the first block, in no useful order (but the same for the same history).
+    pub fn as_slice(&self) -> &[Prefix] {
+        &self.found
+    }
+}
+
+/// Bits of the number of segments: at 10 M blocks one has 2,400, and rebuilding it takes microseconds.
+const SEGMENT_BITS: u32 = 12;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holder {
+    Counts(InstanceId),
+    /// Changes of it are missing.
+    Unsure(InstanceId),
+    /// Cleared; blocks may still name it.
+    Gone,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    holder: u32,
+    /// The number of the next change.
+    next: u64,
+    /// One more than the largest number seen.
+    seen: u64,
+}
+
+/// Which instances hold which blocks, from what they report. Storing twice is storing once; evicting what is
+/// not held does nothing.
+///
+/// Changes that cannot get lost on their way go through [`store`](Self::store), [`evict`](Self::evict) and
+/// [`clear`](Self::clear); numbered ones, counted from 0 by each instance, through [`apply`](Self::apply) and
+/// [`resync`](Self::resync). An instance uses one of the two.
+#[derive(Clone)]
 pub struct PrefixIndex {
-    /// Holders sorted by id.
-    holders: BlockMap<Vec<InstanceId>>,
+    blocks: Table,
+    sets: Sets,
+    holders: Vec<Holder>,
+    holders_free: Vec<u32>,
+    instances: BTreeMap<InstanceId, Known>,
+    sweep: Sweep,
+}
+
+/// One pass over the segments at a time, for those who were gone when it began.
+#[derive(Clone, Default)]
+struct Sweep {
+    segment: usize,
+    now: Vec<u32>,
+    later: Vec<u32>,
+}
+
+impl Default for PrefixIndex {
+    fn default() -> Self {
+        PrefixIndex {
+            blocks: Table::new(SEGMENT_BITS),
+            sets: Sets::default(),
+            holders: Vec::new(),
+            holders_free: Vec::new(),
+            instances: BTreeMap::new(),
+            sweep: Sweep::default(),
+        }
+    }
+}
+
+impl std::fmt::Debug for PrefixIndex {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "PrefixIndex({} blocks, {} instances)", self.blocks(), self.instances.len())
+    }
 }
 
 impl PrefixIndex {
-    /// `instance` holds these blocks now.
-    pub fn store(&mut self, instance: InstanceId, hashes: &[BlockHash]) {
-        for &hash in hashes {
-            let holders = self.holders.entry(hash).or_default();
-            if let Err(place) = holders.binary_search(&instance) {
-                holders.insert(place, instance);
-            }
+    /// `instance` holds these blocks in `tier` now.
+    pub fn store(&mut self, instance: InstanceId, tier: Tier, hashes: &[BlockHash]) {
+        let holder = self.known(instance).holder;
+        self.edit(hashes, Edit::Add(holder, tier));
+        self.sweep_some();
+    }
+
+    /// `instance` no longer holds these blocks in `tier`.
+    pub fn evict(&mut self, instance: InstanceId, tier: Tier, hashes: &[BlockHash]) {
+        if let Some(&Known { holder, .. }) = self.instances.get(&instance) {
+            self.edit(hashes, Edit::Remove(holder, tier));
+            self.sweep_some();
         }
     }
 
-    /// `instance` no longer holds these blocks.
-    pub fn evict(&mut self, instance: InstanceId, hashes: &[BlockHash]) {
-        for hash in hashes {
-            if let Some(holders) = self.holders.get_mut(hash) {
-                holders.retain(|&holder| holder != instance);
-                if holders.is_empty() {
-                    self.holders.remove(hash);
-                }
-            }
-        }
-    }
-
-    /// `instance` holds nothing any more. Walks the whole index: a rare event pays, not every block.
+    /// `instance` holds nothing any more. O(1); the memory comes back with later changes.
     pub fn clear(&mut self, instance: InstanceId) {
-        self.holders.retain(|_, holders| {
-            holders.retain(|&holder| holder != instance);
-            !holders.is_empty()
-        });
-    }
-
-    /// For each instance that holds the first block of `chain`: how many blocks from the start it
-    /// holds without a gap.
-    pub fn longest_prefixes(&self, chain: &[BlockHash]) -> BTreeMap<InstanceId, u32> {
-        let mut lengths = BTreeMap::new();
-        let mut alive: Vec<InstanceId> = Vec::new();
-        for (i, hash) in chain.iter().enumerate() {
-            let holders = self.holders.get(hash).map_or(&[][..], Vec::as_slice);
-            if i == 0 {
-                alive = holders.to_vec();
-            } else {
-                alive.retain(|instance| holders.binary_search(instance).is_ok());
-            }
-            if alive.is_empty() {
-                break;
-            }
-            lengths.extend(alive.iter().map(|&instance| (instance, i as u32 + 1)));
+        if let Some(&Known { holder, .. }) = self.instances.get(&instance) {
+            self.known(instance).holder = self.new_holder(self.holders[holder as usize]);
+            self.retire(holder);
+            self.sweep_some();
         }
-        lengths
     }
 
-    /// Distinct blocks that anyone holds.
-    pub fn blocks(&self) -> usize {
-        self.holders.len()
+    /// Forgets `instance`, its blocks and the number of its last change: it left, or starts anew from 0.
+    pub fn remove(&mut self, instance: InstanceId) {
+        if let Some(known) = self.instances.remove(&instance) {
+            self.retire(known.holder);
+            self.sweep_some();
+        }
     }
+
+    /// Takes the change that `instance` numbered `sequence`. After a clear nothing that was missing before matters.
+    pub fn apply(&mut self, instance: InstanceId, sequence: u64, change: Change) -> Applied {
+        let known = self.known(instance);
+        if sequence < known.next {
+            return Applied::Late;
+        }
+        if change == Change::Clear {
+            return self.resync(instance, sequence, &[]);
+        }
+        known.seen = known.seen.max(sequence.saturating_add(1));
+        let (holder, expected) = (known.holder, known.next);
+        if sequence > expected {
+            self.holders[holder as usize] = Holder::Unsure(instance);
+            return Applied::Gap { expected };
+        }
+        known.next = sequence.saturating_add(1);
+        match change {
+            Change::Store(tier, hashes) => self.edit(hashes, Edit::Add(holder, tier)),
+            Change::Evict(tier, hashes) => self.edit(hashes, Edit::Remove(holder, tier)),
+            Change::Clear => {}
+        }
+        self.sweep_some();
+        self.count_again(instance);
+        Applied::Done
+    }
+
+    /// `instance` held exactly `snapshot` after its change `sequence`. A snapshot older than what was applied
+    /// already is [`Applied::Late`]; one that is older than a change that was left out closes only a part of the gap.
+    pub fn resync(
+        &mut self,
+        instance: InstanceId,
+        sequence: u64,
+        snapshot: &[(Tier, &[BlockHash])],
+    ) -> Applied {
+        let next = sequence.saturating_add(1);
+        let known = self.known(instance);
+        if next < known.next {
+            return Applied::Late;
+        }
+        known.next = next;
+        known.seen = known.seen.max(next);
+        self.clear(instance);
+        for &(tier, hashes) in snapshot {
+            self.store(instance, tier, hashes);
+        }
+        self.count_again(instance);
+        match self.missing(instance) {
+            None => Applied::Done,
+            Some(expected) => Applied::Gap { expected },
+        }
+    }
+
+    /// The number of the first change of `instance` that is missing; it counts as holding nothing meanwhile.
+    pub fn missing(&self, instance: InstanceId) -> Option<u64> {
+        let known = self.instances.get(&instance)?;
+        (known.next < known.seen).then_some(known.next)
+    }
+
+    /// Finds who holds how much of `chain` from the start without a gap. Costs O(1) a block, and O(1) for each
+    /// holder where the holders of neighbouring blocks differ.
+    pub fn lookup(&self, chain: &[BlockHash], answer: &mut Prefixes) {
+        let Prefixes { found, alive } = answer;
+        found.clear();
+        alive.clear();
+        let (mut set, mut run) = (EMPTY, 0);
+        self.blocks.walk(chain, |next| {
+            if next != set {
+                if set == EMPTY {
+                    self.first_holders(next, found, alive);
+                } else {
+                    count(found, alive, run);
+                    intersect(alive, self.sets.members(next));
+                }
+                (set, run) = (next, 0);
+            }
+            run += 1;
+            !alive.is_empty()
+        });
+        count(found, alive, run);
+    }
+
+    /// [`lookup`](Self::lookup) for those who are in no hurry: blocks in any tier, by instance.
+    pub fn longest_prefixes(&self, chain: &[BlockHash]) -> BTreeMap<InstanceId, u32> {
+        let mut answer = Prefixes::default();
+        self.lookup(chain, &mut answer);
+        answer.found.iter().map(|prefix| (prefix.instance, prefix.total())).collect()
+    }
+
+    /// Distinct blocks known, among them those of cleared instances that are not swept out yet.
+    pub fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Sweeps out all that cleared instances left, at once.
+    pub fn sweep(&mut self) {
+        while !self.sweep.now.is_empty() {
+            self.sweep_some();
+        }
+    }
+
+    fn known(&mut self, instance: InstanceId) -> &mut Known {
+        if !self.instances.contains_key(&instance) {
+            let holder = self.new_holder(Holder::Counts(instance));
+            self.instances.insert(instance, Known { holder, next: 0, seen: 0 });
+        }
+        self.instances.get_mut(&instance).expect("it was there or was inserted")
+    }
+
+    fn new_holder(&mut self, holder: Holder) -> u32 {
+        if let Some(number) = self.holders_free.pop() {
+            self.holders[number as usize] = holder;
+            return number;
+        }
+        assert!(self.holders.len() < Member::HOLDERS_MAX, "half a billion instances at most");
+        self.holders.push(holder);
+        self.holders.len() as u32 - 1
+    }
+
+    fn retire(&mut self, holder: u32) {
+        self.holders[holder as usize] = Holder::Gone;
+        let sweep = &mut self.sweep;
+        if sweep.now.is_empty() { sweep.now.push(holder) } else { sweep.later.push(holder) }
+    }
+
+    fn count_again(&mut self, instance: InstanceId) {
+        if self.missing(instance).is_none() {
+            let holder = self.known(instance).holder;
+            self.holders[holder as usize] = Holder::Counts(instance);
+        }
+    }
+
+    fn edit(&mut self, hashes: &[BlockHash], edit: Edit) {
+        self.sets.start_edit();
+        for &hash in hashes {
+            self.blocks.update(hash, |set| self.sets.move_block(set, edit));
+        }
+    }
+
+    /// Rids one segment of those who are gone, where there are any.
+    fn sweep_some(&mut self) {
+        if self.sweep.now.is_empty() {
+            return;
+        }
+        let holders = &self.holders;
+        let gone = |holder: u32| holders[holder as usize] == Holder::Gone;
+        let sets = &mut self.sets;
+        sets.start_edit();
+        self.blocks.retain(self.sweep.segment, |set| sets.move_block(set, Edit::Purge(&gone)));
+        self.sweep.segment += 1;
+        if self.sweep.segment == self.blocks.segments() {
+            self.sweep.segment = 0;
+            self.holders_free.append(&mut self.sweep.now);
+            std::mem::swap(&mut self.sweep.now, &mut self.sweep.later);
+        }
+    }
+
+    fn first_holders(&self, set: u32, found: &mut Vec<Prefix>, alive: &mut Vec<(Member, u32)>) {
+        for &member in self.sets.members(set) {
+            if let Holder::Counts(instance) = self.holders[member.holder() as usize] {
+                alive.push((member, found.len() as u32));
+                found.push(Prefix { instance, blocks: [0; 3] });
+            }
+        }
+    }
+}
+
+/// Adds `run` blocks to all who are alive.
+fn count(found: &mut [Prefix], alive: &[(Member, u32)], run: u32) {
+    for &(member, place) in alive {
+        found[place as usize].blocks[member.fastest()] += run;
+    }
+}
+
+/// Keeps those alive who are among `members`, with their tiers there. Both are ordered by holder.
+fn intersect(alive: &mut Vec<(Member, u32)>, mut members: &[Member]) {
+    alive.retain_mut(|(member, _)| {
+        // Few alive among many members are searched for in doubling steps.
+        let mut step = 1;
+        while step < members.len() && members[step].holder() < member.holder() {
+            step *= 2;
+        }
+        let near = &members[..members.len().min(step + 1)];
+        members = &members[near.partition_point(|other| other.holder() < member.holder())..];
+        match members.first() {
+            Some(&same) if same.holder() == member.holder() => {
+                *member = same;
+                true
+            }
+            _ => false,
+        }
+    });
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use std::collections::BTreeSet;
-
-    #[derive(Clone, Debug)]
-    enum Change {
-        Store(u32, Vec<u64>),
-        Evict(u32, Vec<u64>),
-        Clear(u32),
-    }
-
-    fn change() -> impl Strategy<Value = Change> {
-        let hashes = || proptest::collection::vec(0u64..12, 0..8);
-        prop_oneof![
-            4 => (0u32..4, hashes()).prop_map(|(i, h)| Change::Store(i, h)),
-            2 => (0u32..4, hashes()).prop_map(|(i, h)| Change::Evict(i, h)),
-            1 => (0u32..4).prop_map(Change::Clear),
-        ]
-    }
-
-    fn keys(hashes: &[u64]) -> Vec<BlockHash> {
-        hashes.iter().map(|&h| BlockHash(h)).collect()
-    }
-
-    proptest! {
-        #[test]
-        fn it_agrees_with_a_set_of_pairs(
-            changes in proptest::collection::vec(change(), 0..40),
-            chain in proptest::sample::subsequence((0u64..12).collect::<Vec<_>>(), 0..12),
-        ) {
-            let mut index = PrefixIndex::default();
-            let mut pairs: BTreeSet<(u32, u64)> = BTreeSet::new();
-            for change in changes {
-                match change {
-                    Change::Store(i, hashes) => {
-                        index.store(InstanceId(i), &keys(&hashes));
-                        pairs.extend(hashes.iter().map(|&h| (i, h)));
-                    }
-                    Change::Evict(i, hashes) => {
-                        index.evict(InstanceId(i), &keys(&hashes));
-                        pairs.retain(|&(j, h)| i != j || !hashes.contains(&h));
-                    }
-                    Change::Clear(i) => {
-                        index.clear(InstanceId(i));
-                        pairs.retain(|&(j, _)| i != j);
-                    }
-                }
-            }
-            let naive: BTreeMap<InstanceId, u32> = (0..4)
-                .map(|i| (InstanceId(i), chain.iter().take_while(|&&h| pairs.contains(&(i, h))).count() as u32))
-                .filter(|&(_, blocks)| blocks > 0)
-                .collect();
-            prop_assert_eq!(index.longest_prefixes(&keys(&chain)), naive);
-            let distinct: BTreeSet<u64> = pairs.iter().map(|&(_, h)| h).collect();
-            prop_assert_eq!(index.blocks(), distinct.len());
-        }
-    }
-}
+mod tests;

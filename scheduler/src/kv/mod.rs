@@ -3,9 +3,9 @@
 pub mod cache;
 pub mod hash;
 pub mod index;
-#[expect(dead_code, reason = "the index is to use the rest")]
+mod sets;
 mod table;
 
 pub use cache::{BlockCache, CachePolicy};
 pub use hash::{BlockHash, Chain, Namespace, PrefixHasher};
-pub use index::{BlockMap, PrefixIndex};
+pub use index::{Applied, BlockMap, Change, Prefix, PrefixIndex, Prefixes, Tier};

@@ -142,7 +142,7 @@ impl Table {
 
 impl Segment {
     fn home(&self, key: u64) -> usize {
-        ((key >> 32) * u64::from(self.homes) >> 32) as usize
+        (((key >> 32) * u64::from(self.homes)) >> 32) as usize
     }
 
     /// Where `key` stands, or where it would be inserted.
