@@ -183,6 +183,7 @@ fn cost_model(demand: &Demand, profile: &DeviceProfile) -> CostModel {
         profile: profile.clone(),
         shape: demand.shape_on(profile),
         chunk_tokens: demand.prompt_tokens,
+        all_reduce: None,
     }))
 }
 

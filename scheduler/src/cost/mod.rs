@@ -1,14 +1,21 @@
 //! What a step and a transfer take, in seconds, from numbers alone.
 
+mod collective;
+mod knots;
 mod link;
+mod profiled;
 mod shape;
+mod tables;
 
+pub use collective::{AllReduce, DEVICES_MAX, Fabric};
 pub use link::LinkCost;
+pub use profiled::ProfileCost;
 pub use shape::{ModelShape, OpCounts};
+pub use tables::{Grid, StepTables};
 
-use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// Predicts the time of prefill and of decode steps on one instance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -18,19 +25,19 @@ pub enum CostModel {
     Profile(Box<ProfileCost>),
     /// From coefficients fitted to a whole serving engine; they know what a profile cannot.
     Coefficients(Coefficients),
+    /// From tables: those measured of a serving engine, or a profile's answers ([`CostModel::compiled`]).
+    Tables(Arc<StepTables>),
 }
 
-/// A model on a profiled device.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ProfileCost {
-    /// The device.
-    pub profile: DeviceProfile,
-    /// The model.
-    pub shape: ModelShape,
-    /// Prompt tokens of one step; longer prompts run in chunks, each of which pays the launch cost
-    /// and reads the weights again.
-    pub chunk_tokens: u32,
+/// A piece of a prompt in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Prefill {
+    /// Tokens before it, whose KV is there.
+    pub context: u32,
+    /// Tokens to compute.
+    pub tokens: u32,
+    /// The prompt ends with it: its last row goes through the LM head and draws a token.
+    pub last: bool,
 }
 
 /// Coefficients of prefill and decode time, all in seconds.
@@ -68,149 +75,79 @@ pub struct DecodeCoefficients {
 }
 
 impl CostModel {
-    /// Time to compute `new_tokens` of a prompt after `context_before` tokens whose KV is there.
-    /// No tokens take no time.
+    /// Time to compute `new_tokens` of a prompt after `context_before` tokens whose KV is there, alone and
+    /// in chunks. No tokens take no time.
     pub fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
         if new_tokens == 0 {
             return Seconds::ZERO;
         }
         match self {
-            CostModel::Profile(cost) => cost.prefill_s(context_before, new_tokens),
-            CostModel::Coefficients(Coefficients { prefill_s: c, .. }) => {
-                let (p, n) = (f64::from(context_before), f64::from(context_before) + f64::from(new_tokens));
-                Seconds(c.overhead + c.per_token * (n - p) + c.per_token_squared * (n * n - p * p))
+            CostModel::Profile(cost) => {
+                let chunk_tokens = cost.chunk_tokens.max(1);
+                let chunk = |done: u32| {
+                    let tokens = chunk_tokens.min(new_tokens - done);
+                    let last = done + tokens == new_tokens;
+                    cost.step_s(&[Prefill { context: context_before + done, tokens, last }], 0, 0)
+                };
+                (0..new_tokens.div_ceil(chunk_tokens)).map(|index| chunk(index * chunk_tokens)).sum()
             }
+            CostModel::Coefficients(cost) => {
+                cost.step_s(&[Prefill { context: context_before, tokens: new_tokens, last: true }], 0, 0)
+            }
+            CostModel::Tables(tables) => tables.prefill_s(context_before, new_tokens),
         }
     }
 
     /// Time of one decode step of `batch` sequences with `kv_tokens` tokens of context together.
     /// An empty batch takes no time.
     pub fn decode_step_s(&self, batch: u32, kv_tokens: u64) -> Seconds {
-        if batch == 0 {
+        self.step_s(&[], batch, kv_tokens)
+    }
+
+    /// Time of one mixed step, as engines with chunked prefill run them: the rows of all `parts`, and one of each
+    /// of `batch` sequences that have `kv_tokens` tokens of context together, go through the dense
+    /// operations at once; attention is each one's own; the LM head sees those rows that draw a token.
+    /// Empty parts must not be given; a step of nothing takes no time.
+    pub fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
+        if parts.is_empty() && batch == 0 {
             return Seconds::ZERO;
         }
         match self {
-            CostModel::Profile(cost) => {
-                let ops = cost.shape.decode_ops(batch, kv_tokens);
-                cost.profile.launch + cost.sum(&ops)
-            }
-            CostModel::Coefficients(Coefficients { decode_s: c, .. }) => {
-                Seconds(c.base + c.per_sequence * f64::from(batch) + c.per_kv_token * kv_tokens as f64)
-            }
+            CostModel::Profile(cost) => cost.step_s(parts, batch, kv_tokens),
+            CostModel::Coefficients(cost) => cost.step_s(parts, batch, kv_tokens),
+            CostModel::Tables(tables) => tables.step_s(parts, batch, kv_tokens),
+        }
+    }
+
+    /// The same answers within 1 %, in tens of nanoseconds: a profile is asked in advance and its answers are
+    /// kept as tables. The others are quick as they are.
+    pub fn compiled(&self) -> CostModel {
+        match self {
+            CostModel::Profile(cost) => CostModel::Tables(Arc::new(cost.tables())),
+            other => other.clone(),
         }
     }
 }
 
-impl ProfileCost {
-    fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
-        let chunk_tokens = self.chunk_tokens.max(1);
-        let chunks = new_tokens.div_ceil(chunk_tokens);
-        let mut ops = OpCounts::new();
-        for chunk in 0..chunks {
-            let done = chunk * chunk_tokens;
-            let tokens = chunk_tokens.min(new_tokens - done);
-            let head = chunk + 1 == chunks;
-            for (sig, count) in self.shape.prefill_ops(context_before + done, tokens, head) {
-                shape::push(&mut ops, sig, count);
-            }
+impl Coefficients {
+    /// In a mixed step the weights are read once: `base` hides behind the arithmetic of prompt tokens, or
+    /// that behind `base`. `overhead` is paid with a prompt's last piece, so that the pieces of a prompt
+    /// take together what the whole takes.
+    fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
+        let Coefficients { prefill_s: prefill, decode_s: decode } = self;
+        let (mut tokens, mut own) = (0.0, 0.0);
+        for part in parts {
+            let (before, new) = (f64::from(part.context), f64::from(part.tokens));
+            let after = before + new;
+            tokens += new;
+            own += prefill.per_token_squared * (after * after - before * before);
+            own += if part.last { prefill.overhead } else { 0.0 };
         }
-        self.profile.launch * f64::from(chunks) + self.sum(&ops)
-    }
-
-    fn sum(&self, ops: &OpCounts) -> Seconds {
-        let each = |sig| self.profile.time(sig) + self.profile.launch_per_command;
-        ops.iter().map(|(sig, count)| each(sig) * *count as f64).sum()
+        let base = if batch == 0 { 0.0 } else { decode.base };
+        let sequences = decode.per_sequence * f64::from(batch) + decode.per_kv_token * kv_tokens as f64;
+        Seconds(own + sequences + base.max(prefill.per_token * tokens))
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use mixfleet_hal::DType;
-    use mixfleet_hal::profile::Point;
-    use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond};
-
-    fn model(flop_per_second: f64, bytes_per_second: f64) -> ProfileCost {
-        ProfileCost {
-            profile: DeviceProfile {
-                fingerprint: "test".into(),
-                launch: Seconds(1e-5),
-                ..DeviceProfile::roof(
-                    vec![(DType::F32, FlopPerSecond(flop_per_second))],
-                    BytesPerSecond(bytes_per_second),
-                    Bytes(1e9),
-                )
-            },
-            shape: shape::tests::small(),
-            chunk_tokens: 32,
-        }
-    }
-
-    fn wrap(cost: ProfileCost) -> CostModel {
-        CostModel::Profile(Box::new(cost))
-    }
-
-    #[test]
-    fn with_endless_arithmetic_a_small_decode_step_is_weight_bytes_over_bandwidth() {
-        let cost = wrap(model(1e18, 1e9));
-        let layer = 64 * 64 * 2 + 64 * 32 * 2 + 64 * 160 * 3;
-        let weight_bytes = f64::from(2 * (3 * layer + 64 * 1000));
-        let step = cost.decode_step_s(1, 1).0 - 1e-5;
-        // Activations and norms come on top: 11 % at this toy size.
-        assert!(step > weight_bytes / 1e9 && step < 1.15 * weight_bytes / 1e9, "{step}");
-    }
-
-    #[test]
-    fn with_endless_bandwidth_prefill_is_flops_over_rate_and_chunks_pay_launches() {
-        let cost = model(1e9, 1e18);
-        let flops: f64 = cost.shape.prefill_ops(0, 32, true).iter().map(|(s, c)| s.flops() * *c as f64).sum();
-        let (one, two) = (cost.prefill_s(0, 32).0, cost.prefill_s(0, 64).0);
-        assert!((one - flops / 1e9 - 1e-5).abs() < 1e-12);
-        let second: f64 =
-            cost.shape.prefill_ops(32, 32, true).iter().map(|(s, c)| s.flops() * *c as f64).sum();
-        // The first of two chunks needs no LM head.
-        let head = 2.0 * 64.0 * 1000.0 + 4.0 * 64.0;
-        assert!((two - (flops + second - head) / 1e9 - 2e-5).abs() < 1e-9, "{two}");
-    }
-
-    #[test]
-    fn measured_points_carry_over() {
-        let mut cost = model(1e9, 1e9);
-        let before = cost.prefill_s(0, 32);
-        for (sig, _) in cost.shape.prefill_ops(0, 32, true) {
-            let time = cost.profile.roofline(&sig) * 3.0;
-            cost.profile.points.push(Point { sig, time });
-        }
-        let launch = cost.profile.launch;
-        let after = cost.prefill_s(0, 32);
-        assert!(((after - launch) / (before - launch) - 3.0).abs() < 1e-9);
-    }
-
-    #[test]
-    fn a_cached_prefix_saves_time_and_nothing_costs_nothing() {
-        let cost = wrap(model(1e9, 1e9));
-        assert!(cost.prefill_s(48, 16) < cost.prefill_s(0, 64));
-        assert_eq!(cost.prefill_s(64, 0), Seconds::ZERO);
-        assert_eq!(cost.decode_step_s(0, 0), Seconds::ZERO);
-        assert!(cost.decode_step_s(2, 100) < cost.decode_step_s(2, 10_000));
-    }
-
-    #[test]
-    fn coefficients_reproduce_the_published_fit() {
-        // LLaMA3-70B on 8xA800, FAST'25 figure 14: 1.000 s at 8000 tokens, 27.47 s at 128000.
-        let prefill_s =
-            PrefillCoefficients { overhead: 0.0, per_token: 1.19e-4, per_token_squared: 7.467e-10 };
-        let decode_s = DecodeCoefficients { base: 0.0262, per_sequence: 0.0, per_kv_token: 3.5e-8 };
-        let cost = CostModel::Coefficients(Coefficients { prefill_s, decode_s });
-        assert!((cost.prefill_s(0, 8_000).0 - 1.000).abs() < 0.001);
-        assert!((cost.prefill_s(0, 128_000).0 - 27.47).abs() < 0.01);
-        assert!((cost.decode_step_s(4, 1_000_000).0 - 0.0612).abs() < 1e-12);
-    }
-
-    #[test]
-    fn a_cost_model_survives_json() {
-        let cost = wrap(model(1e9, 1e9));
-        let text = serde_json::to_string(&cost).unwrap();
-        assert_eq!(serde_json::from_str::<CostModel>(&text).unwrap(), cost);
-    }
-}
+mod tests;

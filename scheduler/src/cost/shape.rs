@@ -1,5 +1,6 @@
 //! A model's shape, and the operations that a step of it consists of.
 
+use super::Prefill;
 use mixfleet_hal::{DType, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +44,9 @@ pub struct ModelShape {
     pub qk_norm: bool,
 }
 
+/// Its value changes no cost.
+const EPS: Scalar = Scalar(1e-6);
+
 /// Operations of one step with how often each runs; equal ones are merged.
 pub type OpCounts = Vec<(OpSig, u64)>;
 
@@ -61,33 +65,93 @@ impl ModelShape {
     /// One chunk of a prompt: `new_tokens` of one sequence after `context_before`. With `head`, the
     /// last row also goes through the LM head, which only a prompt's last chunk needs.
     pub fn prefill_ops(&self, context_before: u32, new_tokens: u32, head: bool) -> OpCounts {
-        let mut ops = self.dense_ops(new_tokens, u32::from(head));
-        for (window, layers) in self.window_groups() {
-            let context = u64::from(context_before) + u64::from(new_tokens);
-            let reach = window.map_or(context, |w| u64::from(w) + u64::from(new_tokens).saturating_sub(1));
-            let sig = OpSig::AttnPrefill {
-                tokens: new_tokens,
-                sequences: 1,
-                pairs: visible_pairs(context_before, new_tokens, window),
-                kv_tokens: context.min(reach),
-                heads: self.heads,
-                kv_heads: self.kv_heads,
-                head_dim: self.head_dim,
-                page_tokens: self.page_tokens,
-                pages_max: self.pages(context),
-                window,
-                x: self.activation,
-                kv: self.kv,
-            };
-            push(&mut ops, sig, layers);
-        }
-        ops
+        self.step_ops(&[Prefill { context: context_before, tokens: new_tokens, last: head }], 0, 0)
     }
 
     /// One token for each of `batch` sequences that have `kv_tokens` keys together.
     pub fn decode_ops(&self, batch: u32, kv_tokens: u64) -> OpCounts {
-        let mut ops = self.dense_ops(batch, batch);
-        let longest = kv_tokens.div_ceil(u64::from(batch.max(1)));
+        self.step_ops(&[], batch, kv_tokens)
+    }
+
+    /// A mixed step: chunks of prompts and one token for each of `batch` sequences that have `kv_tokens`
+    /// keys together. All rows go through the dense operations at once.
+    pub fn step_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
+        let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
+        let drawn = parts.iter().filter(|part| part.last).count() as u32 + batch;
+        let mut ops = self.dense_ops(rows);
+        for (sig, count) in
+            self.head_ops(drawn, rows).into_iter().chain(self.attention_ops(parts, batch, kv_tokens))
+        {
+            push(&mut ops, sig, count);
+        }
+        ops
+    }
+
+    /// The attention of a mixed step.
+    pub(super) fn attention_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
+        let mut ops = Vec::new();
+        if !parts.is_empty() {
+            self.prefill_attention(&mut ops, parts);
+        }
+        if batch > 0 {
+            self.decode_attention(&mut ops, batch, kv_tokens);
+        }
+        ops
+    }
+
+    /// The share of one of `devices` in tensor parallelism (Megatron-LM, arXiv 1909.08053): heads, MLP
+    /// and vocabulary are cut; a device has one KV head at least, so that beyond `kv_heads` devices KV is
+    /// kept several times.
+    pub fn split(&self, devices: u32) -> ModelShape {
+        ModelShape {
+            heads: self.heads / devices,
+            kv_heads: (self.kv_heads / devices).max(1),
+            intermediate: self.intermediate / devices,
+            vocab: self.vocab.div_ceil(devices),
+            ..self.clone()
+        }
+    }
+
+    /// Whether [`ModelShape::split`] is even; `Err` says what is not.
+    pub fn check_split(&self, devices: u32) -> Result<(), String> {
+        let even = |name: &str, count: u32| {
+            if devices > 0 && count.is_multiple_of(devices) {
+                return Ok(());
+            }
+            Err(format!("{count} {name} do not divide over {devices} devices"))
+        };
+        even("heads", self.heads)?;
+        even("rows of the MLP", self.intermediate)?;
+        if devices.is_multiple_of(self.kv_heads.max(1)) { Ok(()) } else { even("KV heads", self.kv_heads) }
+    }
+
+    fn prefill_attention(&self, ops: &mut OpCounts, parts: &[Prefill]) {
+        let context = |part: &Prefill| u64::from(part.context) + u64::from(part.tokens);
+        for (window, layers) in self.window_groups() {
+            let reach = |part: &Prefill| {
+                let most = window.map(|w| u64::from(w) + u64::from(part.tokens).saturating_sub(1));
+                most.map_or(context(part), |most| most.min(context(part)))
+            };
+            let sig = OpSig::AttnPrefill {
+                tokens: parts.iter().map(|part| part.tokens).sum(),
+                sequences: parts.len() as u32,
+                pairs: parts.iter().map(|part| visible_pairs(part.context, part.tokens, window)).sum(),
+                kv_tokens: parts.iter().map(reach).sum(),
+                heads: self.heads,
+                kv_heads: self.kv_heads,
+                head_dim: self.head_dim,
+                page_tokens: self.page_tokens,
+                pages_max: parts.iter().map(|part| self.pages(context(part))).max().unwrap_or(0),
+                window,
+                x: self.activation,
+                kv: self.kv,
+            };
+            push(ops, sig, layers);
+        }
+    }
+
+    fn decode_attention(&self, ops: &mut OpCounts, batch: u32, kv_tokens: u64) {
+        let longest = kv_tokens.div_ceil(u64::from(batch));
         for (window, layers) in self.window_groups() {
             let reach = window.map_or(kv_tokens, |w| u64::from(w) * u64::from(batch));
             let sig = OpSig::AttnDecode {
@@ -101,25 +165,20 @@ impl ModelShape {
                 x: self.activation,
                 kv: self.kv,
             };
-            push(&mut ops, sig, layers);
+            push(ops, sig, layers);
             let rows = batch * self.heads;
             let merge = OpSig::AttnMerge { parts: 1, rows, head_dim: self.head_dim, out: self.activation };
-            push(&mut ops, merge, layers);
+            push(ops, merge, layers);
         }
-        ops
     }
 
-    /// All but attention: `tokens` rows through the layers, `head_rows` of them through the LM head. The
-    /// residual stream is f32, as in the runtime's forward pass, whose commands these are (a test there
-    /// compares).
-    fn dense_ops(&self, tokens: u32, head_rows: u32) -> OpCounts {
+    /// All but attention and head: `tokens` rows through the layers. The residual stream is f32, as in the
+    /// runtime's forward pass, whose commands these are (a test there compares).
+    pub(super) fn dense_ops(&self, tokens: u32) -> OpCounts {
         let (x, weight) = (self.activation, self.weight);
         let layers = u64::from(self.layers());
-        // The value of eps changes no cost.
-        let eps = Scalar(1e-6);
-        let norm = |rows| OpSig::RmsNorm { rows, cols: self.hidden, eps, x: DType::F32, weight, out: x };
         let head_norm =
-            |heads| OpSig::RmsNorm { rows: tokens * heads, cols: self.head_dim, eps, x, weight, out: x };
+            |heads| OpSig::RmsNorm { rows: tokens * heads, cols: self.head_dim, eps: EPS, x, weight, out: x };
         let gemm = |n, k, bias| {
             let (m, out, accumulate) = (tokens, x, false);
             OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
@@ -131,14 +190,10 @@ impl ModelShape {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let (kv_heads, head_dim, page_tokens) = (self.kv_heads, self.head_dim, self.page_tokens);
         let rope = |heads| OpSig::Rope { tokens, heads, head_dim, x };
-        let pick = |tokens, vocab, table| {
-            let (hidden, out) = (self.hidden, DType::F32);
-            OpSig::Embed { tokens, vocab, hidden, table, out }
-        };
 
         let mut ops = Vec::new();
-        push(&mut ops, pick(tokens, self.vocab, weight), 1);
-        push(&mut ops, norm(tokens), 2 * layers);
+        push(&mut ops, self.pick(tokens, self.vocab, weight), 1);
+        push(&mut ops, self.norm(tokens), 2 * layers);
         push(&mut ops, gemm(q, self.hidden, self.qkv_bias), layers);
         push(&mut ops, gemm(kv, self.hidden, self.qkv_bias), 2 * layers);
         if self.qk_norm {
@@ -153,17 +208,33 @@ impl ModelShape {
         let elements = u64::from(tokens) * u64::from(self.intermediate);
         push(&mut ops, OpSig::SiluMul { elements, x }, layers);
         push(&mut ops, add(self.hidden, self.intermediate, self.mlp_bias), layers);
-        if head_rows > 0 {
-            if head_rows < tokens {
-                push(&mut ops, pick(head_rows, tokens, DType::F32), 1);
-            }
-            push(&mut ops, norm(head_rows), 1);
-            let (m, n, k, out) = (head_rows, self.vocab, self.hidden, DType::F32);
-            let head = OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false };
-            push(&mut ops, head, 1);
-            push(&mut ops, OpSig::Argmax { rows: head_rows, cols: self.vocab }, 1);
-        }
         ops
+    }
+
+    /// The last norm and the LM head over `rows` rows, which were picked out of `tokens` if these are more.
+    pub(super) fn head_ops(&self, rows: u32, tokens: u32) -> OpCounts {
+        let mut ops = Vec::new();
+        if rows == 0 {
+            return ops;
+        }
+        if rows < tokens {
+            push(&mut ops, self.pick(rows, tokens, DType::F32), 1);
+        }
+        push(&mut ops, self.norm(rows), 1);
+        let (m, n, k, out) = (rows, self.vocab, self.hidden, DType::F32);
+        let (x, weight) = (self.activation, self.weight);
+        push(&mut ops, OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false }, 1);
+        push(&mut ops, OpSig::Argmax { rows, cols: self.vocab }, 1);
+        ops
+    }
+
+    fn norm(&self, rows: u32) -> OpSig {
+        let (cols, weight, out) = (self.hidden, self.weight, self.activation);
+        OpSig::RmsNorm { rows, cols, eps: EPS, x: DType::F32, weight, out }
+    }
+
+    fn pick(&self, tokens: u32, vocab: u32, table: DType) -> OpSig {
+        OpSig::Embed { tokens, vocab, hidden: self.hidden, table, out: DType::F32 }
     }
 
     fn pages(&self, tokens: u64) -> u32 {
@@ -260,6 +331,33 @@ pub(crate) mod tests {
             })
             .collect();
         assert_eq!(reads, [(16, 2), (100, 1)]);
+    }
+
+    #[test]
+    fn a_mixed_step_has_the_rows_of_both_and_the_attention_of_each() {
+        let shape = small();
+        let part = |context, tokens, last| Prefill { context, tokens, last };
+        let mixed = shape.step_ops(&[part(5, 10, false), part(0, 3, true)], 7, 700);
+        let per_layer = 64 * (4 * 16) * 2 + 64 * (2 * 16) * 2 + 64 * 160 * 3;
+        assert_eq!(gemm_flops(&mixed), f64::from(2 * (20 * 3 * per_layer + 8 * 64 * 1000)));
+        let attention = |ops: OpCounts| {
+            let is = |sig: &OpSig| matches!(sig, OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. });
+            ops.iter().filter(|(sig, _)| is(sig)).map(|(s, c)| s.flops() * *c as f64).sum::<f64>()
+        };
+        let apart =
+            [shape.prefill_ops(5, 10, false), shape.prefill_ops(0, 3, true), shape.decode_ops(7, 700)];
+        assert_eq!(attention(mixed), apart.into_iter().map(attention).sum::<f64>());
+    }
+
+    #[test]
+    fn a_split_model_has_a_share_of_each_matrix_and_whole_kv_heads() {
+        let shape = ModelShape { heads: 64, kv_heads: 8, intermediate: 28672, ..small() };
+        assert_eq!(shape.check_split(8), Ok(()));
+        let flops = |shape: &ModelShape| gemm_flops(&shape.prefill_ops(0, 16, true));
+        assert_eq!(flops(&shape.split(8)) * 8.0, flops(&shape));
+        assert_eq!(shape.split(16).kv_heads, 1);
+        assert!(shape.check_split(3).unwrap_err().contains("64 heads"));
+        assert!(ModelShape { kv_heads: 6, ..shape }.check_split(4).unwrap_err().contains("6 KV heads"));
     }
 
     proptest! {

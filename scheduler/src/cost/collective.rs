@@ -1,0 +1,182 @@
+//! The time of an all-reduce among the devices of one server, which tensor parallelism pays twice per layer.
+
+use mixfleet_hal::catalog::Part;
+use mixfleet_hal::units::{Bytes, Seconds};
+use serde::{Deserialize, Serialize};
+
+/// How the devices of a server reach each other: the classes for which all-reduce times were published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fabric {
+    /// 600 GB/s per device, both directions together.
+    NvLink3,
+    /// 900 GB/s per device, both directions together.
+    NvLink4,
+    /// 16 lanes through host bridges, 32 GB/s each direction.
+    Pcie4,
+    /// 16 lanes through host bridges, 64 GB/s each direction.
+    Pcie5,
+}
+
+/// Sizes of the columns of [`Fabric::times_us`].
+const BYTES: [f64; 10] = [
+    512.0,
+    8192.0,
+    131_072.0,
+    524_288.0,
+    1_048_576.0,
+    2_097_152.0,
+    8_388_608.0,
+    33_554_432.0,
+    134_217_728.0,
+    536_870_912.0,
+];
+/// Devices of the rows of [`Fabric::times_us`].
+const DEVICES: [f64; 3] = [2.0, 4.0, 8.0];
+
+impl Fabric {
+    /// Measured all-reduces in microseconds by devices and bytes: NCCL 2.27 to 2.29 on A100 SXM, H100 SXM,
+    /// L40S and RTX PRO 6000 Server, from aiconfigurator (Apache-2.0), whose sizes count 2-byte elements.
+    const fn times_us(self) -> [[f64; BYTES.len()]; DEVICES.len()] {
+        match self {
+            Fabric::NvLink3 => [
+                [10.0, 11.0, 13.4, 19.4, 40.8, 47.6, 87.1, 224.2, 747.5, 2781.1],
+                [14.5, 14.7, 17.8, 22.9, 29.8, 46.2, 111.0, 288.0, 1000.5, 3716.3],
+                [22.6, 21.3, 27.4, 30.1, 38.9, 53.7, 128.0, 367.0, 1169.1, 4225.9],
+            ],
+            Fabric::NvLink4 => [
+                [6.2, 6.8, 7.7, 10.7, 14.7, 27.9, 47.3, 143.6, 466.2, 1686.4],
+                [9.5, 10.0, 11.4, 14.5, 18.1, 27.7, 62.8, 175.7, 613.2, 2299.7],
+                [15.6, 16.0, 19.0, 20.1, 25.4, 38.2, 78.9, 199.8, 578.7, 2111.1],
+            ],
+            Fabric::Pcie4 => [
+                [7.7, 8.1, 18.8, 50.0, 74.8, 120.7, 428.9, 1689.3, 6719.6, 26700.0],
+                [11.9, 13.0, 57.7, 163.0, 268.3, 622.1, 2458.8, 9836.6, 39325.0, 156_034.0],
+                [22.6, 32.5, 279.9, 502.6, 863.2, 2618.2, 9987.8, 38854.0, 162_481.0, 649_471.0],
+            ],
+            Fabric::Pcie5 => [
+                [6.3, 6.8, 12.2, 31.3, 44.4, 72.0, 243.8, 930.6, 3620.3, 13900.5],
+                [13.0, 13.5, 24.9, 78.1, 86.1, 141.7, 508.6, 2022.0, 8037.9, 30489.0],
+                [24.6, 26.7, 47.8, 156.1, 131.5, 221.2, 661.4, 2493.6, 9757.4, 38073.0],
+            ],
+        }
+    }
+
+    /// Rate of the link that the times were measured over, as catalogs count it: NVLink both directions
+    /// together, PCIe one.
+    const fn gb_per_s(self) -> f64 {
+        match self {
+            Fabric::NvLink3 => 600.0,
+            Fabric::NvLink4 => 900.0,
+            Fabric::Pcie4 => 32.0,
+            Fabric::Pcie5 => 64.0,
+        }
+    }
+}
+
+/// The most devices whose all-reduce was measured: a server.
+pub const DEVICES_MAX: u32 = 8;
+
+/// All-reduces among so many devices.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AllReduce {
+    /// What they reach each other by.
+    pub fabric: Fabric,
+    /// How many, from 2 to [`DEVICES_MAX`].
+    pub devices: u32,
+    /// The rate of the fabric's measurement over that of the link at hand. It stretches what goes beyond the time of the smallest message.
+    pub slowdown: f64,
+}
+
+impl AllReduce {
+    /// Among `devices` of a part, over the nearest measured class of its links: the scale-up link where the
+    /// catalog knows one, else the host's. `None` for one device, and for more than were measured.
+    pub fn of(part: &Part, devices: u32) -> Option<Self> {
+        if !(2..=DEVICES_MAX).contains(&devices) {
+            return None;
+        }
+        // A bridge joins pairs; larger groups meet on the host's bus.
+        let peer = part.scale_up.filter(|link| devices == 2 || !link.name.contains("bridge"));
+        let is_bus = |name: &str| name.starts_with("PCIe") || name == "host";
+        let (fabric, gb_per_s) = match (peer, part.host_link) {
+            (Some(link), _) if !is_bus(link.name) && link.gb_s > 0.0 => {
+                (if link.gb_s < 750.0 { Fabric::NvLink3 } else { Fabric::NvLink4 }, link.gb_s)
+            }
+            (_, Some(link)) if link.gb_s > 0.0 => {
+                (if link.gb_s < 48.0 { Fabric::Pcie4 } else { Fabric::Pcie5 }, link.gb_s)
+            }
+            _ => (Fabric::Pcie4, Fabric::Pcie4.gb_per_s()),
+        };
+        Some(AllReduce { fabric, devices, slowdown: fabric.gb_per_s() / gb_per_s })
+    }
+
+    /// Time to sum `bytes` over all devices: between the measured sizes by logarithms, beyond them at the
+    /// rate of the largest.
+    pub fn time(&self, bytes: Bytes) -> Seconds {
+        let rows = self.fabric.times_us();
+        let devices = f64::from(self.devices).clamp(2.0, f64::from(DEVICES_MAX));
+        let row = usize::from(devices > DEVICES[1]);
+        let share = (devices / DEVICES[row]).log2();
+        let (fewer, more) = (&rows[row], &rows[row + 1]);
+        let time = |row: &[f64; BYTES.len()]| row[0] + (along(row, bytes.0) - row[0]) * self.slowdown;
+        Seconds(1e-6 * ((1.0 - share) * time(fewer) + share * time(more)))
+    }
+}
+
+/// The value of `row` at `bytes`.
+fn along(row: &[f64; BYTES.len()], bytes: f64) -> f64 {
+    let last = BYTES.len() - 1;
+    if bytes >= BYTES[last] {
+        return row[last] * bytes / BYTES[last];
+    }
+    let above = BYTES.partition_point(|known| *known <= bytes);
+    if above == 0 {
+        return row[0];
+    }
+    let share = (bytes / BYTES[above - 1]).ln() / (BYTES[above] / BYTES[above - 1]).ln();
+    row[above - 1] * (row[above] / row[above - 1]).powf(share)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mixfleet_hal::catalog::part;
+
+    fn among(id: &str, devices: u32) -> AllReduce {
+        AllReduce::of(part(id).unwrap(), devices).unwrap()
+    }
+
+    #[test]
+    fn measured_sizes_are_met_and_published_examples_reproduced() {
+        let us = |id, devices, bytes| among(id, devices).time(Bytes(bytes)).0 * 1e6;
+        let close = |got: f64, want: f64| assert!((got / want - 1.0).abs() < 1e-9, "{got} {want}");
+        // 8.4 MB on 2, 4 and 8 devices.
+        close(us("L40S", 2, 8_388_608.0), 428.9);
+        close(us("L40S", 4, 8_388_608.0), 2458.8);
+        close(us("H100-SXM-80GB", 8, 8_388_608.0), 78.9);
+        // LLaMA-70B, 160 all-reduces: a chunk of 2048 tokens takes 1.6 s over PCIe among four L40S, and a
+        // step of 64 sequences about 3 ms over NVLink among four H100.
+        let of_70b = |id, tokens: f64| 160.0 * us(id, 4, tokens * 8192.0 * 2.0) * 1e-6;
+        assert!((of_70b("L40S", 2048.0) - 1.6).abs() < 0.05);
+        assert!((of_70b("H100-SXM-80GB", 64.0) - 2.9e-3).abs() < 1e-4);
+    }
+
+    #[test]
+    fn more_bytes_never_take_less_and_slower_links_take_longer() {
+        for id in ["A100-SXM-80GB", "H100-SXM-80GB", "L40S", "RTX-PRO-6000-SE"] {
+            for devices in 2..=DEVICES_MAX {
+                let times =
+                    (18..62).map(|half| among(id, devices).time(Bytes(2f64.powf(f64::from(half) / 2.0))).0);
+                let times: Vec<f64> = times.collect();
+                // The tables have a dip of up to a sixth where NCCL changes its algorithm.
+                assert!(times.windows(2).all(|pair| pair[1] > 0.8 * pair[0]), "{id} {devices}: {times:?}");
+            }
+        }
+        let big = Bytes(64e6);
+        assert!(among("V100-SXM2-32GB", 4).time(big) > among("A100-SXM-80GB", 4).time(big));
+        assert!(among("B200-SXM", 8).time(big) < among("H100-SXM-80GB", 8).time(big));
+        assert!(AllReduce::of(part("L4").unwrap(), 1).is_none());
+        assert!(AllReduce::of(part("L4").unwrap(), 16).is_none());
+    }
+}

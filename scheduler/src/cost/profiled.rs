@@ -1,0 +1,83 @@
+//! A model on a profiled device, operation by operation.
+
+use super::tables::{Grid, StepTables};
+use super::{AllReduce, ModelShape, OpCounts, Prefill, knots};
+use mixfleet_hal::OpSig;
+use mixfleet_hal::profile::{DeviceProfile, Predictor};
+use mixfleet_hal::units::{Bytes, Seconds};
+use serde::{Deserialize, Serialize};
+
+/// A model on a profiled device, or cut over several.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProfileCost {
+    /// The device.
+    pub profile: DeviceProfile,
+    /// The model.
+    pub shape: ModelShape,
+    /// Prompt tokens of one step; longer prompts run in chunks, each of which pays the launch cost
+    /// and reads the weights again.
+    pub chunk_tokens: u32,
+    /// Tensor parallelism: so many devices share the model and sum activations twice per layer. Gathering
+    /// the logits is not counted. `None`: one device.
+    #[serde(default)]
+    pub all_reduce: Option<AllReduce>,
+}
+
+/// Sequences in a step, and tokens of context, up to which tables are made; beyond them they go on straight.
+const SEQUENCES_MAX: u32 = 1024;
+const CONTEXT_MAX: u32 = 131_072;
+
+impl ProfileCost {
+    /// Time of a mixed step; see [`super::CostModel::step_s`].
+    pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
+        let ops = self.own_shape().step_ops(parts, batch, kv_tokens);
+        let each = |sig: &OpSig| self.profile.time(sig) + self.profile.launch_per_command;
+        let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
+        self.profile.launch + sum(&ops, each) + self.all_reduces(rows)
+    }
+
+    /// What each device has of the model.
+    fn own_shape(&self) -> ModelShape {
+        self.all_reduce.map_or_else(|| self.shape.clone(), |all_reduce| self.shape.split(all_reduce.devices))
+    }
+
+    /// After attention and after the MLP of each layer, the partial sums of all rows.
+    fn all_reduces(&self, rows: u32) -> Seconds {
+        let elements = u64::from(rows) * u64::from(self.shape.hidden);
+        let bytes = Bytes((elements * self.shape.activation.size_bytes()) as f64);
+        let count = 2.0 * f64::from(self.shape.layers());
+        self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.time(bytes) * count)
+    }
+
+    /// The same as tables: see [`super::CostModel::compiled`].
+    pub(super) fn tables(&self) -> StepTables {
+        let predictor = Predictor::new(&self.profile);
+        let each = |sig: &OpSig| predictor.time(sig) + self.profile.launch_per_command;
+        let shape = self.own_shape();
+        let chunk_tokens = self.chunk_tokens.max(1);
+        let dense = |rows: u32| (sum(&shape.dense_ops(rows), each) + self.all_reduces(rows)).0;
+        let head = |rows: u32| sum(&shape.head_ops(rows, rows), each).0;
+        let prefill = |tokens: u32, context: u32| {
+            sum(&shape.attention_ops(&[Prefill { context, tokens, last: false }], 0, 0), each).0
+        };
+        let decode = |sequences: u32, context: u32| {
+            sum(&shape.attention_ops(&[], sequences, u64::from(sequences) * u64::from(context)), each).0
+        };
+        let contexts = knots::geometric(CONTEXT_MAX, 4);
+        let with_none: Vec<u32> = std::iter::once(0).chain(contexts.iter().copied()).collect();
+        StepTables::new(
+            self.profile.launch.0,
+            knots::adaptive(chunk_tokens.max(SEQUENCES_MAX), dense),
+            knots::adaptive(SEQUENCES_MAX, head),
+            Grid::of_two(&knots::geometric(chunk_tokens, 8), &with_none, prefill),
+            Grid::of_two(&knots::geometric(SEQUENCES_MAX, 4), &contexts, decode),
+            None,
+            chunk_tokens,
+        )
+    }
+}
+
+fn sum(ops: &OpCounts, each: impl Fn(&OpSig) -> Seconds) -> Seconds {
+    ops.iter().map(|(sig, count)| each(sig) * *count as f64).sum()
+}

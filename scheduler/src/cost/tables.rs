@@ -1,0 +1,208 @@
+//! A step's time as tables, for questions that are asked millions of times, and for engines whose tables
+//! were measured as such.
+
+use super::Prefill;
+use mixfleet_hal::units::Seconds;
+use serde::{Deserialize, Serialize};
+
+/// Entries of the running sum over a long prompt's chunks.
+const CHUNKS_MAX: u32 = 4096;
+
+/// Values at the knots of a rectangular grid. Between knots straight lines along each axis; below the first
+/// knot its value (a kernel's least time), beyond the last one straight on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Grid {
+    axes: Vec<Vec<f64>>,
+    /// The last axis runs fastest.
+    values: Vec<f64>,
+}
+
+impl Grid {
+    /// Ascending knots of each axis, and their values, of which the last axis runs fastest.
+    ///
+    /// # Errors
+    /// In words: an axis is empty or does not rise, or values are too few, too many or not finite.
+    pub fn new(axes: Vec<Vec<f64>>, values: Vec<f64>) -> Result<Self, String> {
+        let rises = |axis: &Vec<f64>| !axis.is_empty() && axis.windows(2).all(|pair| pair[0] < pair[1]);
+        if axes.is_empty() || !axes.iter().all(rises) {
+            return Err("the knots of a table must rise".into());
+        }
+        let count: usize = axes.iter().map(Vec::len).product();
+        if values.len() != count {
+            return Err(format!("a table of {count} knots has {} values", values.len()));
+        }
+        match values.iter().find(|value| !value.is_finite()) {
+            Some(value) => Err(format!("a table has the value {value}")),
+            None => Ok(Grid { axes, values }),
+        }
+    }
+
+    /// For tables made here.
+    pub(super) fn checked(axes: Vec<Vec<f64>>, values: Vec<f64>) -> Self {
+        debug_assert_eq!(axes.iter().map(Vec::len).product::<usize>(), values.len());
+        Grid { axes, values }
+    }
+
+    /// Tabulates a function of two numbers.
+    pub(super) fn of_two(first: &[u32], second: &[u32], time: impl Fn(u32, u32) -> f64) -> Self {
+        let values = first.iter().flat_map(|&a| second.iter().map(move |&b| (a, b))).map(|(a, b)| time(a, b));
+        let axis = |knots: &[u32]| knots.iter().map(|&knot| f64::from(knot)).collect();
+        Grid::checked(vec![axis(first), axis(second)], values.collect())
+    }
+
+    /// Number of knots.
+    pub fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    /// Whether there is no knot, which cannot be.
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty()
+    }
+
+    /// The value at `point`, one coordinate for each axis.
+    pub fn at<const D: usize>(&self, point: [f64; D]) -> f64 {
+        debug_assert_eq!(D, self.axes.len());
+        let (mut first, mut share, mut stride) = (0, [0.0; D], [0; D]);
+        let mut step = 1;
+        for d in (0..D).rev() {
+            let axis = self.axes[d].as_slice();
+            let (cell, inside) = cell(axis, point[d]);
+            first += cell * step;
+            share[d] = inside;
+            stride[d] = if axis.len() > 1 { step } else { 0 };
+            step *= axis.len();
+        }
+        let mut total = 0.0;
+        for corner in 0..1usize << D {
+            let (mut at, mut weight) = (first, 1.0);
+            for d in 0..D {
+                if corner >> d & 1 == 1 {
+                    at += stride[d];
+                    weight *= share[d];
+                } else {
+                    weight *= 1.0 - share[d];
+                }
+            }
+            total += weight * self.values[at];
+        }
+        total
+    }
+}
+
+/// The cell of `axis` that `at` lies in, and where in it: 0 to 1, more beyond the last knot.
+fn cell(axis: &[f64], at: f64) -> (usize, f64) {
+    if axis.len() < 2 {
+        return (0, 0.0);
+    }
+    let low = axis[1..axis.len() - 1].partition_point(|knot| *knot <= at);
+    (low, ((at - axis[low]) / (axis[low + 1] - axis[low])).max(0.0))
+}
+
+/// What a step is made of, each part as a table of seconds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepTables {
+    overhead_s: f64,
+    dense: Grid,
+    head: Grid,
+    prefill: Grid,
+    decode: Grid,
+    mixed: Option<Grid>,
+    chunk_tokens: u32,
+    /// Attention of the first k full chunks of a prompt.
+    prompt: Vec<f64>,
+}
+
+impl StepTables {
+    /// - `overhead_s`: of every step;
+    /// - `dense [tokens]`: everything but attention and LM head over the rows of a step;
+    /// - `head [rows]`: LM head and drawing of tokens;
+    /// - `prefill [tokens, context before]`: attention of one chunk, all layers;
+    /// - `decode [sequences, mean context]`: attention of sequences that get one token each;
+    /// - `mixed [tokens, context before, sequences, mean context]`: attention of both in one kernel, where
+    ///   the engine has such; otherwise they run one after the other;
+    /// - `chunk_tokens`: prompts that are asked for as a whole run in chunks of so many.
+    pub fn new(
+        overhead_s: f64,
+        dense: Grid,
+        head: Grid,
+        prefill: Grid,
+        decode: Grid,
+        mixed: Option<Grid>,
+        chunk_tokens: u32,
+    ) -> Self {
+        let mut tables =
+            StepTables { overhead_s, dense, head, prefill, decode, mixed, chunk_tokens, prompt: vec![0.0] };
+        let mut total = 0.0;
+        let contexts = tables.prefill.axes[1].last().copied().unwrap_or(0.0);
+        let chunks = (contexts / f64::from(chunk_tokens)).ceil() as u32 + 1;
+        for chunk in 0..chunks.min(CHUNKS_MAX) {
+            let context = f64::from(chunk) * f64::from(chunk_tokens);
+            total += tables.prefill.at([f64::from(chunk_tokens), context]);
+            tables.prompt.push(total);
+        }
+        tables
+    }
+
+    /// Time of a mixed step; see [`super::CostModel::step_s`].
+    pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
+        let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
+        let drawn = parts.iter().filter(|part| part.last).count() as u32 + batch;
+        let head = if drawn == 0 { 0.0 } else { self.head.at([f64::from(drawn)]) };
+        let attention = self.attention(parts, batch, kv_tokens);
+        Seconds(self.overhead_s + self.dense.at([f64::from(rows)]) + head + attention)
+    }
+
+    /// Time of a prompt alone, chunk by chunk; see [`super::CostModel::prefill_s`].
+    pub(super) fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
+        let full = (new_tokens - 1) / self.chunk_tokens;
+        let done = full * self.chunk_tokens;
+        let rest = Prefill { context: context_before + done, tokens: new_tokens - done, last: true };
+        let last = self.step_s(&[rest], 0, 0);
+        if full == 0 {
+            return last;
+        }
+        let each = self.overhead_s + self.dense.at([f64::from(self.chunk_tokens)]);
+        last + Seconds(each * f64::from(full) + self.full_chunks(context_before, full))
+    }
+
+    /// Attention of `count` full chunks from `context` on.
+    fn full_chunks(&self, context: u32, count: u32) -> f64 {
+        let chunk = f64::from(self.chunk_tokens);
+        let (first, share) =
+            ((context / self.chunk_tokens) as usize, f64::from(context % self.chunk_tokens) / chunk);
+        let run = |from: usize| Some(self.prompt.get(from + count as usize)? - self.prompt[from]);
+        match (run(first), run(first + 1)) {
+            (Some(before), Some(after)) => (1.0 - share) * before + share * after,
+            _ => {
+                (0..count).map(|i| self.prefill.at([chunk, f64::from(context) + f64::from(i) * chunk])).sum()
+            }
+        }
+    }
+
+    fn attention(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> f64 {
+        let mean = if batch == 0 { 0.0 } else { kv_tokens as f64 / f64::from(batch) };
+        let alone = |part: &Prefill| self.prefill.at([f64::from(part.tokens), f64::from(part.context)]);
+        let work = |part: &Prefill| {
+            f64::from(part.tokens) * (f64::from(part.context) + 0.5 * f64::from(part.tokens))
+        };
+        // The chunk with most work runs beside decode; the others add what they take beyond the least time
+        // of a kernel, for all chunks share one.
+        let Some(largest) = parts.iter().reduce(|a, b| if work(b) > work(a) { b } else { a }) else {
+            return if batch == 0 { 0.0 } else { self.decode.at([f64::from(batch), mean]) };
+        };
+        let with_decode = match (&self.mixed, batch) {
+            (_, 0) => alone(largest),
+            (Some(mixed), _) => {
+                let (tokens, context) = (f64::from(largest.tokens), f64::from(largest.context));
+                mixed.at([tokens, context, f64::from(batch), mean])
+            }
+            (None, _) => alone(largest) + self.decode.at([f64::from(batch), mean]),
+        };
+        if parts.len() == 1 {
+            return with_decode;
+        }
+        let others = parts.iter().map(|part| alone(part) - self.prefill.values[0]).sum::<f64>();
+        with_decode + others - (alone(largest) - self.prefill.values[0])
+    }
+}
