@@ -98,6 +98,21 @@ fn fits_and_summary_recover_the_law() {
     let fits = &document.fits;
     near(fits.launch_s.unwrap(), LAUNCH_S, 0.02, "launch");
     near(fits.launch_per_command_s.unwrap(), COMMAND_S, 0.02, "a command");
+    // by this law a command is quick where the one before it was the same, which in a chain it never is
+    let chain = [
+        "rms_norm.bf16.t8.h256",
+        "gemm.bf16.m8.n512.k256",
+        "silu_mul.bf16.e4096",
+        "gemm.bf16.m8.n256.k512.acc",
+    ];
+    let slower = |id: &&str| match Work::parse(id, 8) {
+        Some(Work::Op(sig)) => {
+            let alone = cached(&sig).max(0.1 * (cached(&sig) + COMMAND_S));
+            (law_of(&sig) - alone) / chain.len() as f64
+        }
+        other => panic!("{id}: {other:?}"),
+    };
+    near(fits.dependence_s.unwrap(), chain.iter().map(slower).sum(), 0.05, "dependence");
     for line in &fits.host_to_device {
         near(line.fixed_s, COPY_S.0, 0.05, "copy, fixed");
         near(line.s_per_byte, COPY_S.1, 0.05, "copy, per byte");
@@ -124,7 +139,8 @@ fn its_device_profile_predicts_what_was_not_measured() {
     }
     let Some(Work::Op(sig)) = Work::parse("gemm.bf16.m64.n128.k256", 8) else { panic!() };
     let batch = profile.batch_time(&[sig, sig]).0;
-    near(batch, LAUNCH_S + 2.0 * (COMMAND_S + law_of(&sig)), 0.02, "a batch");
+    let dependence = document.fits.dependence_s.unwrap();
+    near(batch, LAUNCH_S + 2.0 * (COMMAND_S + dependence + law_of(&sig)), 0.02, "a batch");
     assert!(profile.compute[0].1.0 <= COMPUTE * 1.01);
 }
 
