@@ -12,6 +12,7 @@ mod lines;
 mod mooncake;
 mod read;
 mod request_log;
+pub mod stats;
 mod table;
 mod time;
 mod transform;

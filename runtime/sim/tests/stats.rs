@@ -1,0 +1,69 @@
+//! The published statistics of a published trace.
+
+mod common;
+
+use common::shared;
+use mixfleet_scheduler::kv::CachePolicy;
+use mixfleet_sim::trace::stats::{ByCapacity, CAPACITIES_BLOCKS, PrefillFit, Stats, StatsOptions, Tally};
+use mixfleet_sim::trace::{ReadOptions, Requests, Trace};
+
+fn conversation(rechain: Option<u32>) -> Option<Stats> {
+    let path = shared("traces/mooncake-conversation.jsonl.zst")?;
+    let trace = Trace::open(&path, ReadOptions::default()).expect("a trace");
+    let block_tokens = trace.block_tokens().expect("blocks");
+    let to = rechain.unwrap_or(block_tokens);
+    let mut tally = Tally::new(StatsOptions {
+        block_tokens: to,
+        capacities_blocks: if rechain.is_none() { CAPACITIES_BLOCKS.to_vec() } else { vec![] },
+        policies: vec![CachePolicy::Lru, CachePolicy::Lfu],
+        prefill: Some(PrefillFit::LLAMA3_70B),
+    });
+    for request in trace.rechain(block_tokens, to) {
+        tally.add(&request.expect("a good line"));
+    }
+    Some(tally.finish("mooncake", Default::default()))
+}
+
+fn assert_rates(found: &Option<ByCapacity>, expected: [f64; 5]) {
+    let found = &found.as_ref().expect("counted").0;
+    assert_eq!(found.iter().map(|(capacity, _)| *capacity).collect::<Vec<_>>(), CAPACITIES_BLOCKS);
+    for ((capacity, rates), expected) in found.iter().zip(expected) {
+        assert!((rates.block - expected).abs() < 0.0005, "{capacity}: {} for {expected}", rates.block);
+    }
+}
+
+/// What an independent replay of the trace gives, and the lengths that it counts.
+#[test]
+fn the_conversation_has_its_known_hit_rates() {
+    let Some(stats) = conversation(None) else { return };
+    let infinite = stats.prefix_hit.infinite;
+    assert!((infinite.block - 0.3664).abs() < 0.0005, "{infinite:?}");
+    assert!((infinite.token - 0.3736).abs() < 0.0005, "{infinite:?}");
+    assert_rates(&stats.prefix_hit.lru, [0.0445, 0.2112, 0.3257, 0.3546, 0.3637]);
+    assert_rates(&stats.prefix_hit.lfu, [0.0481, 0.1318, 0.2759, 0.3438, 0.3631]);
+    assert_eq!((stats.blocks.references, stats.blocks.distinct), (288_500, 182_790));
+    let lengths = (stats.input_tokens.p50, stats.input_tokens.p90, stats.input_tokens.p99);
+    assert_eq!(lengths, (6_909, 27_367, 85_401));
+    assert_eq!((stats.output_tokens.p50, stats.output_tokens.p99), (350, 1_120));
+}
+
+/// FAST'25 figure 8 says 1.659 and 1.064 s of its own machines; the fit of its figure 14a gives these.
+#[test]
+fn the_conversation_has_its_known_prefill_times() {
+    let Some(prefill) = conversation(Some(512)).and_then(|stats| stats.prefill_s) else { return };
+    assert!((prefill.no_cache / 1.727 - 1.0).abs() < 0.005, "{prefill:?}");
+    assert!((prefill.infinite_cache / 1.097 - 1.0).abs() < 0.005, "{prefill:?}");
+}
+
+#[test]
+fn coarser_blocks_hit_less_and_finer_ones_the_same() {
+    let (Some(coarse), Some(known), Some(fine)) =
+        (conversation(Some(2048)), conversation(Some(512)), conversation(Some(128)))
+    else {
+        return;
+    };
+    let token = |stats: &Stats| stats.prefix_hit.infinite.token;
+    assert!(token(&coarse) < token(&known) - 0.02, "{} {}", token(&coarse), token(&known));
+    // Partial last blocks that are hit count to the prompt's end in both.
+    assert!((token(&fine) - token(&known)).abs() < 1e-9, "{} {}", token(&fine), token(&known));
+}
