@@ -14,3 +14,4 @@ pub mod cost;
 pub mod fleet;
 pub mod kv;
 pub mod models;
+pub mod table;

@@ -88,13 +88,10 @@ struct World {
 
 fn config(setup: Setup) -> FleetConfig {
     FleetConfig {
-        kv_bytes_per_token: 1000,
-        layers: 8,
         requests_max: setup.requests_max,
         output_tokens_expected: 20,
         ttft_slo: setup.ttft_slo_s.map(Seconds),
-        tbt_slo: None,
-        wait_usd_per_s: None,
+        ..FleetConfig::new(1000, 8)
     }
 }
 
@@ -106,8 +103,10 @@ fn instance(id: u32, role: Role) -> Instance {
         id: InstanceId(id),
         device: format!("part{id}").into(),
         role,
-        cost: CostModel::Coefficients(Coefficients { prefill_s, decode_s }),
+        pool: 0,
+        cost: CostModel::Coefficients(Coefficients { prefill_s, decode_s }).into(),
         price: None,
+        nic: None,
         kv_capacity_tokens: 20_000,
         kv_block_tokens: BLOCK,
         prefill_tokens_beside_decode_max: 128,
@@ -191,7 +190,7 @@ impl World {
 
     fn obey(&mut self, action: Action) {
         match action {
-            Action::Place { request, prefill, decode, explanation } => {
+            Action::Place { request, prefill, decode, explanation, .. } => {
                 assert!(self.workers[&prefill.0].up && self.workers[&decode.0].up, "placed on a lost one");
                 let terms = explanation.chosen().and_then(|c| c.terms).expect("a placement has terms");
                 let state = self.requests.get_mut(&request).unwrap();
@@ -212,6 +211,7 @@ impl World {
                     self.requests.get_mut(&request).unwrap().ends.push(End::Rejected);
                 }
             }
+            Action::Drop { .. } => panic!("nothing is dropped where nobody asked for it"),
             Action::Replay { request, .. } => {
                 let state = self.requests.get_mut(&request).unwrap();
                 assert!(state.placed.take().is_some(), "request {request} was not placed");
@@ -317,7 +317,11 @@ impl World {
                 let batch: Vec<(u64, u32)> = worker.batch.clone();
                 let batch = batch.into_iter().filter(|&(id, attempt)| valid(self, id, attempt));
                 let requests: Vec<u64> = batch.map(|(id, _)| id).collect();
-                let step = Event::DecodeStep { instance: InstanceId(instance), requests: requests.clone() };
+                let step = Event::DecodeStep {
+                    instance: InstanceId(instance),
+                    requests: requests.clone(),
+                    tokens: 1,
+                };
                 self.tell(step);
                 requests.into_iter().for_each(|request| self.token(request));
                 self.start_step(instance);
@@ -374,7 +378,7 @@ impl World {
     }
 }
 
-fn instance_cost(id: u32) -> CostModel {
+fn instance_cost(id: u32) -> std::sync::Arc<CostModel> {
     instance(id, Role::Auto).cost
 }
 

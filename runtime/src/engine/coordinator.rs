@@ -354,7 +354,7 @@ impl Running {
         let event = if first || instance != tracked.decode {
             Event::PrefillDone { request, instance }
         } else {
-            Event::DecodeStep { instance, requests: vec![request] }
+            Event::DecodeStep { instance, requests: vec![request], tokens: 1 }
         };
         self.fleet_step(event);
         let Some(reason) = finish else { return };

@@ -277,14 +277,9 @@ impl EngineParts {
         let (reports, incoming) = mpsc::unbounded_channel();
         let widest = instances.iter().map(|(i, _)| i.forward.shape().kv).max_by_key(|d| d.size_bytes());
         let mut fleet = Fleet::new(FleetConfig {
-            kv_bytes_per_token: config.kv_bytes_per_token(widest.unwrap_or(DType::F32)),
-            layers: config.layers,
             requests_max: limits.requests_max,
-            // Answers of public chat traces are 200 to 350 tokens long; max_tokens bounds the guess.
-            output_tokens_expected: 256,
             ttft_slo: limits.ttft_slo,
-            tbt_slo: None,
-            wait_usd_per_s: None,
+            ..FleetConfig::new(config.kv_bytes_per_token(widest.unwrap_or(DType::F32)), config.layers)
         });
         let mut handles = BTreeMap::new();
         let mut actions = Vec::new();
@@ -353,8 +348,10 @@ fn describe(id: InstanceId, loaded: &Loaded, cost: CostModel) -> Instance {
         id,
         device: loaded.spec_device.info().id.as_str().into(),
         role: loaded.role,
-        cost,
+        pool: 0,
+        cost: cost.into(),
         price: loaded.price,
+        nic: None,
         kv_capacity_tokens: loaded.kv_capacity_tokens(),
         kv_block_tokens: loaded.batch.block_tokens,
         prefill_tokens_beside_decode_max: loaded.batch.prefill_tokens_beside_decode_max,

@@ -27,6 +27,15 @@ impl LinkCost {
         Usd(bytes.0 * self.usd_per_byte)
     }
 
+    /// This way and then `next`, as one: the slower of the two bounds the bandwidth, latencies and prices add up.
+    pub fn joined(self, next: LinkCost) -> LinkCost {
+        LinkCost {
+            latency: self.latency + next.latency,
+            seconds_per_byte: self.seconds_per_byte.max(next.seconds_per_byte),
+            usd_per_byte: self.usd_per_byte + next.usd_per_byte,
+        }
+    }
+
     /// The part of a KV transfer that does not hide behind prefill, when each of `layers` layers is
     /// sent as soon as it is computed. With layer times c (computing) and x (sending), the two-stage
     /// pipeline ends at c + (layers - 1) max(c, x) + x: on a link faster than prefill only the last

@@ -54,12 +54,18 @@ pub struct Instance {
     pub device: Arc<str>,
     /// What it may do.
     pub role: Role,
-    /// What things take on it.
-    pub cost: CostModel,
+    /// Those of one pool share what joins it to other pools.
+    #[serde(default)]
+    pub pool: u32,
+    /// What things take on it. Instances of one kind share it.
+    pub cost: Arc<CostModel>,
     /// Its rent. Prices count only if every instance has one.
     pub price: Option<UsdPerHour>,
     /// Tokens that its KV memory holds.
     pub kv_capacity_tokens: u64,
+    /// Its network card, each direction. Joins it to every other instance that has one.
+    #[serde(default)]
+    pub nic: Option<LinkCost>,
     /// Tokens in a KV block; chains of this block size are looked up for it.
     pub kv_block_tokens: u32,
     /// Prompt tokens of a step that also decodes: how often decode steps interrupt a prefill.
@@ -75,6 +81,15 @@ pub struct Link {
     pub to: InstanceId,
     /// What it takes.
     pub cost: LinkCost,
+}
+
+/// A prefix that is copied to the prefill instance before, or while, the rest is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pull {
+    /// Who holds it.
+    pub from: InstanceId,
+    /// Tokens to copy: those that follow what the prefill instance holds itself.
+    pub tokens: u32,
 }
 
 /// The keys of a prompt's full blocks for one block size.
@@ -133,12 +148,14 @@ pub enum Event {
         /// The receiver.
         instance: InstanceId,
     },
-    /// A step gave each of these requests a token.
+    /// Steps gave each of these requests so many tokens.
     DecodeStep {
         /// Where.
         instance: InstanceId,
         /// Whose.
         requests: Vec<RequestId>,
+        /// How many each.
+        tokens: u32,
     },
     /// The answer is complete.
     Finished {
@@ -178,6 +195,15 @@ pub enum Event {
     },
     /// A way was opened, or measured anew.
     LinkUp(Link),
+    /// What joins two pools, beyond the network cards of the two instances.
+    PoolsJoined {
+        /// From instances of this pool.
+        from: u32,
+        /// To instances of that one.
+        to: u32,
+        /// What it takes.
+        cost: LinkCost,
+    },
 }
 
 /// What must be done.
@@ -192,6 +218,8 @@ pub enum Action {
         prefill: InstanceId,
         /// Generates the tokens; may be the same.
         decode: InstanceId,
+        /// Copied to the prefill instance first.
+        pull: Option<Pull>,
         /// Every candidate with its terms.
         explanation: Box<Explanation>,
     },
@@ -205,6 +233,13 @@ pub enum Action {
         retry_after: Option<Seconds>,
         /// Every candidate with its terms.
         explanation: Box<Explanation>,
+    },
+    /// The prompt is done, but its decode instance is too busy for the objective by now: the request has left the fleet.
+    Drop {
+        /// Which.
+        request: RequestId,
+        /// Why, with the numbers.
+        reason: RejectReason,
     },
     /// The request lost an instance and has left the fleet: let it arrive again, as a replay, with the
     /// prompt extended by the tokens that the client already has.

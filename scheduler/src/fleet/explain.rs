@@ -1,6 +1,6 @@
 //! A decision, taken apart: every candidate with its terms, and why it lost.
 
-use super::{InstanceId, RequestId};
+use super::{InstanceId, Pull, RequestId};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -29,7 +29,10 @@ pub struct Explanation {
     pub wait_weight: f64,
     /// Output tokens that were assumed.
     pub output_tokens: u32,
-    /// All pairs of instances whose roles allow it, by ids. Empty when none was looked at.
+    /// Instances that were up.
+    pub instances: u32,
+    /// The placements that the policy compared in the end: all pairs in a small fleet, the best few in a large one. Empty when
+    /// none was looked at.
     pub candidates: Vec<Candidate>,
 }
 
@@ -51,22 +54,28 @@ pub struct Candidate {
     pub decode: InstanceId,
     /// Its device.
     pub decode_device: Arc<str>,
+    /// What would be copied to the prefill instance first.
+    pub pull: Option<Pull>,
     /// The prediction; none where the placement is impossible.
     pub terms: Option<Terms>,
     /// What became of it.
     pub outcome: Outcome,
 }
 
-/// What a placement is predicted to take. `ttft_s` is the sum of `queue_s`, `kv_wait_s`,
+/// What a placement is predicted to take. `ttft_s` is the sum of `queue_s`, `pull_s`, `kv_wait_s`,
 /// `interleave_s`, `prefill_s` and `transfer_s`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Terms {
     /// Prompt tokens whose KV the prefill instance has already.
     pub cached_tokens: u32,
+    /// Prompt tokens whose KV it gets from another instance first.
+    pub pulled_tokens: u32,
     /// Prompt tokens whose KV must cross the link.
     pub transfer_tokens: u32,
     /// Prefill work ahead of it.
     pub queue_s: f64,
+    /// What the pull delays beyond the queue.
+    pub pull_s: f64,
     /// Until the decode instance has room for its KV, beyond the queue.
     pub kv_wait_s: f64,
     /// Decode steps of others that run between its own and the queue's prefill chunks.
@@ -79,6 +88,8 @@ pub struct Terms {
     pub ttft_s: f64,
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
     pub tbt_s: f64,
+    /// The same in the batch of now.
+    pub tbt_now_s: f64,
     /// Waiting that it causes to others: those that decode where it prefills, and those that decode
     /// where it decodes.
     pub delay_s: f64,
@@ -132,6 +143,7 @@ pub enum Outcome {
 #[allow(missing_docs)] // each is the field of the same name in `Terms`
 pub enum Term {
     Queue,
+    Pull,
     KvWait,
     Interleave,
     Prefill,
@@ -146,6 +158,7 @@ impl Terms {
         let seconds = |f: fn(&Terms) -> f64| wait_weight * (f(self) - f(other));
         let differences = [
             (Term::Queue, seconds(|t| t.queue_s)),
+            (Term::Pull, seconds(|t| t.pull_s)),
             (Term::KvWait, seconds(|t| t.kv_wait_s)),
             (Term::Interleave, seconds(|t| t.interleave_s)),
             (Term::Prefill, seconds(|t| t.prefill_s)),
@@ -172,10 +185,12 @@ impl fmt::Display for Explanation {
             if let Some(t) = terms {
                 write!(
                     f,
-                    "ttft {:.4} s = queue {:.4} + kv wait {:.4} + interleaved {:.4} + prefill {:.4} ({} tokens \
+                    "ttft {:.4} s = queue {:.4} + pull {:.4} ({} tokens) + kv wait {:.4} + interleaved {:.4} + prefill {:.4} ({} tokens \
                      cached) + transfer {:.4}; tbt {:.4} s, delay {:.4} s, score {:.3e} {unit}: ",
                     t.ttft_s,
                     t.queue_s,
+                    t.pull_s,
+                    t.pulled_tokens,
                     t.kv_wait_s,
                     t.interleave_s,
                     t.prefill_s,

@@ -1,11 +1,15 @@
 //! What each instance has to do, and when it will probably be done.
+//!
+//! A decision looks at every instance, so each keeps its sums up to date as events come; only the few that are left
+//! in the end are asked for their forecast, which walks their requests.
 
 use super::{Instance, InstanceId, RequestId};
+use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 /// The requests in the fleet.
-pub(super) type Works = BTreeMap<RequestId, Work>;
+pub(super) type Works = IdMap<Work>;
 
 /// A request that has its place.
 #[derive(Clone, Debug)]
@@ -42,6 +46,16 @@ impl Work {
         }
     }
 
+    /// Tokens whose KV a step reads.
+    pub(super) fn context(&self) -> u64 {
+        u64::from(self.prompt_tokens) + u64::from(self.generated())
+    }
+
+    /// Tokens that it was assumed to hold in the end, when it was placed.
+    pub(super) fn whole(&self) -> u64 {
+        u64::from(self.prompt_tokens) + u64::from(self.output_tokens)
+    }
+
     /// Assumed length of the whole answer. One that outlived its estimate is taken to be half-way.
     fn output_expected(&self) -> u32 {
         let generated = self.generated();
@@ -71,10 +85,14 @@ impl Batch {
     pub(super) fn with(self, kv_tokens: u64) -> Batch {
         Batch { sequences: self.sequences + 1, kv_tokens: self.kv_tokens + kv_tokens }
     }
+
+    pub(super) fn without(self, kv_tokens: u64) -> Batch {
+        Batch { sequences: self.sequences - 1, kv_tokens: self.kv_tokens - kv_tokens }
+    }
 }
 
 /// Prefill work that waits or runs on an instance.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Backlog {
     /// Predicted time of all of it, undisturbed.
     pub(super) time: Seconds,
@@ -87,16 +105,38 @@ pub(super) struct Backlog {
 pub(super) struct Load {
     pub(super) spec: Instance,
     /// Prompts placed here, in order of arrival; the first one runs.
-    pub(super) prefilling: VecDeque<RequestId>,
+    prefilling: VecDeque<RequestId>,
+    /// Of those, with the first one's remaining time as of `moved_at`.
+    backlog: Backlog,
+    /// Of the first prompt, as of `moved_at`.
+    first_remaining: Seconds,
     /// When the first prompt began, or last made progress.
-    pub(super) moved_at: Seconds,
+    moved_at: Seconds,
     /// Requests whose tokens come, or will come, from here.
-    pub(super) decoding: BTreeSet<RequestId>,
+    decoding: BTreeSet<RequestId>,
+    /// Those of them that decode now.
+    batch: Batch,
+    /// All of them, each as long as it was assumed to become.
+    pub(super) committed: Batch,
+    /// Until when its way out and its way in are taken by transfers that were decided.
+    pub(super) egress_until: Seconds,
+    pub(super) ingress_until: Seconds,
 }
 
 impl Load {
     pub(super) fn new(spec: Instance) -> Self {
-        Load { spec, prefilling: VecDeque::new(), moved_at: Seconds::ZERO, decoding: BTreeSet::new() }
+        Load {
+            spec,
+            prefilling: VecDeque::new(),
+            backlog: Backlog::default(),
+            first_remaining: Seconds::ZERO,
+            moved_at: Seconds::ZERO,
+            decoding: BTreeSet::new(),
+            batch: Batch::default(),
+            committed: Batch::default(),
+            egress_until: Seconds::ZERO,
+            ingress_until: Seconds::ZERO,
+        }
     }
 
     /// Steps beside decodes that `tokens` of prompt take.
@@ -104,30 +144,107 @@ impl Load {
         u64::from(tokens.div_ceil(self.spec.prefill_tokens_beside_decode_max.max(1)))
     }
 
-    /// Prefill work ahead of a new arrival. The first prompt has run since it last made progress.
-    pub(super) fn backlog(&self, works: &Works, now: Seconds) -> Backlog {
-        let mut backlog = Backlog { time: Seconds::ZERO, chunks: 0 };
-        let mut running = (now - self.moved_at).max(Seconds::ZERO);
-        for work in self.prefilling.iter().filter_map(|id| works.get(id)) {
-            if let Phase::Prefill { done, remaining } = work.phase {
-                backlog.time += (remaining - running).max(Seconds::ZERO);
-                backlog.chunks += self.chunks(work.prompt_tokens - done);
-                running = Seconds::ZERO;
+    /// A prompt whose rest takes `remaining` joins the queue at `now`.
+    pub(super) fn queue(&mut self, request: RequestId, work: &Work, now: Seconds) {
+        let Phase::Prefill { done, remaining } = work.phase else { return };
+        if self.prefilling.is_empty() {
+            (self.moved_at, self.first_remaining) = (now, remaining);
+        }
+        self.prefilling.push_back(request);
+        self.backlog.time += remaining;
+        self.backlog.chunks += self.chunks(work.prompt_tokens - done);
+    }
+
+    /// A queued prompt got further: it was in `before`, now it is in `after`.
+    pub(super) fn progress(
+        &mut self,
+        request: RequestId,
+        prompt_tokens: u32,
+        before: Phase,
+        after: Phase,
+        now: Seconds,
+    ) {
+        let (Phase::Prefill { done, remaining }, Phase::Prefill { done: done_now, remaining: remaining_now }) =
+            (before, after)
+        else {
+            return;
+        };
+        if !self.prefilling.contains(&request) {
+            return;
+        }
+        self.backlog.time += remaining_now - remaining;
+        self.backlog.chunks += self.chunks(prompt_tokens - done_now);
+        self.backlog.chunks -= self.chunks(prompt_tokens - done);
+        if self.prefilling.front() == Some(&request) {
+            (self.first_remaining, self.moved_at) = (remaining_now, now);
+        }
+    }
+
+    /// A prompt leaves the queue, done or not; `works` knows those behind it.
+    pub(super) fn leave_queue(&mut self, request: RequestId, work: &Work, works: &Works, now: Seconds) {
+        let Some(place) = self.prefilling.iter().position(|&id| id == request) else { return };
+        self.prefilling.remove(place);
+        if let Phase::Prefill { done, remaining } = work.phase {
+            self.backlog.time = (self.backlog.time - remaining).max(Seconds::ZERO);
+            self.backlog.chunks -= self.chunks(work.prompt_tokens - done);
+        }
+        if place == 0 {
+            self.moved_at = now;
+            let next = self.prefilling.front().and_then(|id| works.get(*id)).map(|work| work.phase);
+            self.first_remaining = match next {
+                Some(Phase::Prefill { remaining, .. }) => remaining,
+                _ => Seconds::ZERO,
+            };
+        }
+        if self.prefilling.is_empty() {
+            // sums of floats do not come back to zero by themselves
+            self.backlog = Backlog::default();
+        }
+    }
+
+    /// A request will decode here.
+    pub(super) fn commit(&mut self, request: RequestId, work: &Work) {
+        if self.decoding.insert(request) {
+            self.committed = self.committed.with(work.whole());
+        }
+    }
+
+    /// A request decodes from now on.
+    pub(super) fn join(&mut self, request: RequestId, context: u64) {
+        if self.decoding.contains(&request) {
+            self.batch = self.batch.with(context);
+        }
+    }
+
+    /// Each of `sequences` decoding requests got `tokens` tokens.
+    pub(super) fn grow(&mut self, sequences: u64, tokens: u32) {
+        self.batch.kv_tokens += sequences * u64::from(tokens);
+    }
+
+    /// A request that was to decode here, or did, is gone.
+    pub(super) fn release(&mut self, request: RequestId, work: &Work) {
+        if self.decoding.remove(&request) {
+            self.committed = self.committed.without(work.whole());
+            if matches!(work.phase, Phase::Decode { .. }) {
+                self.batch = self.batch.without(work.context());
             }
         }
-        backlog
+    }
+
+    /// Prefill work ahead of a new arrival. The first prompt has run since it last made progress; one that is overdue
+    /// is taken to end any moment.
+    pub(super) fn backlog(&self, now: Seconds) -> Backlog {
+        let ran = (now - self.moved_at).max(Seconds::ZERO).min(self.first_remaining);
+        Backlog { time: (self.backlog.time - ran).max(Seconds::ZERO), chunks: self.backlog.chunks }
     }
 
     fn works<'a>(&'a self, works: &'a Works) -> impl Iterator<Item = &'a Work> {
-        self.decoding.iter().filter_map(|id| works.get(id))
+        self.decoding.iter().filter_map(|id| works.get(*id))
     }
 
     /// Who decodes here now.
-    pub(super) fn batch(&self, works: &Works) -> Batch {
-        let running = self.works(works).filter(|work| matches!(work.phase, Phase::Decode { .. }));
-        running.fold(Batch::default(), |batch, work| {
-            batch.with(u64::from(work.prompt_tokens) + u64::from(work.generated()))
-        })
+    pub(super) fn batch(&self) -> Batch {
+        self.batch
     }
 
     pub(super) fn step(&self, batch: Batch) -> Seconds {
@@ -136,20 +253,18 @@ impl Load {
 
     /// What its decoding requests are predicted to do, all at the present step's pace.
     pub(super) fn forecast(&self, works: &Works, now: Seconds) -> Forecast {
-        let batch = self.batch(works);
         let first = self.works(works).next().map_or(0, |work| u64::from(work.prompt_tokens));
         // Nothing decodes yet: the pace is that of the first sequence alone.
-        let pace = self.step(if batch.sequences == 0 { Batch::default().with(first) } else { batch });
+        let pace =
+            self.step(if self.batch.sequences == 0 { Batch::default().with(first) } else { self.batch });
         let courses = self.works(works).map(|work| {
             let remaining = work.output_expected() - work.generated();
             let from = work.decodes_from(now);
-            let context = u64::from(work.prompt_tokens) + u64::from(work.generated());
-            Course { from, until: from + pace * f64::from(remaining), context, remaining }
+            Course { from, until: from + pace * f64::from(remaining), context: work.context(), remaining }
         });
         Forecast { now, pace, capacity_tokens: self.spec.kv_capacity_tokens, courses: courses.collect() }
     }
 }
-
 /// A request's predicted way through decode.
 #[derive(Clone, Copy, Debug)]
 struct Course {

@@ -5,21 +5,25 @@
 //! predicts; it never waits: there is no event for "time has passed", because nothing here
 //! depends on it but the predictions, and those are made when they are asked for.
 
+mod admit;
 mod event;
 mod explain;
 mod load;
 mod place;
 
 pub use crate::batch::RequestId;
-pub use event::{Action, Arrival, Event, Instance, InstanceId, Link, PromptChain, RejectReason, Role};
+pub use admit::Admission;
+pub use event::{Action, Arrival, Event, Instance, InstanceId, Link, PromptChain, Pull, RejectReason, Role};
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
+pub use place::Policy;
 
 use crate::cost::LinkCost;
 use crate::kv::{PrefixIndex, Tier};
 use load::{Load, Phase, Work, Works};
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 
 /// Parameters of the fleet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -40,27 +44,80 @@ pub struct FleetConfig {
     /// Dollars that a second of waiting is worth; by default a second of the average instance. Means
     /// nothing while an instance has no price.
     pub wait_usd_per_s: Option<f64>,
+    /// How placements are picked.
+    #[serde(default)]
+    pub policy: Policy,
+    /// What is turned away on arrival.
+    #[serde(default)]
+    pub admission: Admission,
+    /// Whether instances can copy a prefix from others.
+    #[serde(default)]
+    pub pull: bool,
+    /// Whether prefill begins before all of a pulled prefix is there, layer by layer.
+    #[serde(default)]
+    pub overlap_pulls: bool,
+    /// Whether a decode instance that has become too busy for the objective drops a request whose prompt is done.
+    #[serde(default)]
+    pub drop_at_decode: bool,
+    /// For the policy that needs it.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+impl FleetConfig {
+    /// For a model whose tokens take `kv_bytes_per_token` of KV in `layers` layers: no objectives, nothing is pulled.
+    pub fn new(kv_bytes_per_token: u64, layers: u32) -> Self {
+        FleetConfig {
+            kv_bytes_per_token,
+            layers,
+            requests_max: usize::MAX,
+            // Answers of public chat traces are 200 to 350 tokens long; max_tokens bounds the guess.
+            output_tokens_expected: 256,
+            ttft_slo: None,
+            tbt_slo: None,
+            wait_usd_per_s: None,
+            policy: Policy::default(),
+            admission: Admission::default(),
+            pull: false,
+            overlap_pulls: false,
+            drop_at_decode: false,
+            seed: 0,
+        }
+    }
 }
 
 /// The fleet as one state machine. Equal events at equal times give equal actions.
 #[derive(Debug)]
 pub struct Fleet {
     config: FleetConfig,
-    loads: BTreeMap<InstanceId, Load>,
-    links: BTreeMap<(InstanceId, InstanceId), LinkCost>,
+    /// Sorted by id.
+    loads: Vec<Load>,
+    /// Of pairs of instances.
+    links: HashMap<(InstanceId, InstanceId), LinkCost>,
+    /// Of pairs of pools.
+    pool_links: HashMap<(u32, u32), LinkCost>,
     works: Works,
     index: PrefixIndex,
+    random: Stream,
+    /// Requests placed one after the other.
+    turns: u64,
+    /// Of all instances, if each has a price.
+    mean_price: Option<UsdPerHour>,
 }
 
 impl Fleet {
     /// A fleet without instances; they come as events.
     pub fn new(config: FleetConfig) -> Self {
         Fleet {
+            random: Stream::new(config.seed),
             config,
-            loads: BTreeMap::new(),
-            links: BTreeMap::new(),
-            works: BTreeMap::new(),
+            loads: Vec::new(),
+            links: HashMap::new(),
+            pool_links: HashMap::new(),
+            works: Works::default(),
             index: PrefixIndex::default(),
+            turns: 0,
+            mean_price: None,
         }
     }
 
@@ -71,7 +128,7 @@ impl Fleet {
 
     /// Instances that are up.
     pub fn instances(&self) -> impl Iterator<Item = &Instance> {
-        self.loads.values().map(|load| &load.spec)
+        self.loads.iter().map(|load| &load.spec)
     }
 
     /// Takes `event`, which happened at `now`, and appends what must be done to `actions`. `now` is on
@@ -82,46 +139,32 @@ impl Fleet {
             Event::PrefillProgress { request, instance, tokens } => {
                 self.prefill_progress(now, request, instance, tokens);
             }
-            Event::PrefillDone { request, instance } => self.prefill_done(now, request, instance),
-            Event::TransferDone { request, instance } => {
-                if let Some(work) = self.works.get_mut(&request)
-                    && work.decode == instance
-                    && matches!(work.phase, Phase::Transfer)
-                {
-                    work.phase = Phase::Decode { generated: 1 };
-                }
-            }
-            Event::DecodeStep { instance, requests } => {
-                for request in requests {
-                    if let Some(work) = self.works.get_mut(&request)
-                        && work.decode == instance
-                        && let Phase::Decode { generated } = &mut work.phase
-                    {
-                        *generated += 1;
-                    }
-                }
-            }
+            Event::PrefillDone { request, instance } => self.prefill_done(now, request, instance, actions),
+            Event::TransferDone { request, instance } => self.transfer_done(request, instance),
+            Event::DecodeStep { instance, requests, tokens } => self.decoded(instance, &requests, tokens),
             Event::Finished { request } | Event::Cancelled { request } => {
                 self.forget(now, request);
             }
             Event::KvStored { instance, hashes } => {
-                if self.loads.contains_key(&instance) {
+                if self.position(instance).is_some() {
                     self.index.store(instance, Tier::Device, &hashes);
                 }
             }
             Event::KvEvicted { instance, hashes } => self.index.evict(instance, Tier::Device, &hashes),
             Event::KvCleared { instance } => self.index.clear(instance),
-            Event::InstanceUp(spec) => match self.loads.get_mut(&spec.id) {
-                Some(load) => load.spec = spec,
-                None => {
-                    self.loads.insert(spec.id, Load::new(spec));
-                }
-            },
+            Event::InstanceUp(spec) => self.instance_up(spec),
             Event::InstanceDown { instance } => self.instance_down(now, instance, actions),
             Event::LinkUp(link) => {
                 self.links.insert((link.from, link.to), link.cost);
             }
+            Event::PoolsJoined { from, to, cost } => {
+                self.pool_links.insert((from, to), cost);
+            }
         }
+    }
+
+    fn load_mut(&mut self, id: InstanceId) -> Option<&mut Load> {
+        self.position(id).map(|at| &mut self.loads[at])
     }
 
     fn arrived(&mut self, now: Seconds, arrival: &Arrival, actions: &mut Vec<Action>) {
@@ -130,12 +173,12 @@ impl Fleet {
         let explanation = Box::new(explanation);
         match verdict {
             Ok(chosen) => {
-                let Candidate { prefill, decode, terms, .. } = &explanation.candidates[chosen];
-                let (prefill, decode) = (*prefill, *decode);
+                let Candidate { prefill, decode, pull, terms, .. } = &explanation.candidates[chosen];
+                let (prefill, decode, pull) = (*prefill, *decode, *pull);
                 if let Some(terms) = terms {
-                    self.place(now, arrival, prefill, decode, terms);
+                    self.place(now, arrival, (prefill, decode, pull), terms);
                 }
-                actions.push(Action::Place { request, prefill, decode, explanation });
+                actions.push(Action::Place { request, prefill, decode, pull, explanation });
             }
             Err(reason) => {
                 let retry_after = self.retry_after(now, &reason);
@@ -148,10 +191,12 @@ impl Fleet {
         &mut self,
         now: Seconds,
         arrival: &Arrival,
-        prefill: InstanceId,
-        decode: InstanceId,
+        (prefill, decode, pull): (InstanceId, InstanceId, Option<Pull>),
         terms: &Terms,
     ) {
+        let done = terms.cached_tokens + terms.pulled_tokens;
+        // a pull that outlasts the queue delays those behind it too
+        let remaining = Seconds(terms.pull_s + terms.prefill_s);
         let work = Work {
             prompt_tokens: arrival.prompt_tokens,
             max_tokens: arrival.max_tokens,
@@ -159,73 +204,137 @@ impl Fleet {
             prefill,
             decode,
             ready_at: now + Seconds(terms.ttft_s),
-            phase: Phase::Prefill { done: terms.cached_tokens, remaining: Seconds(terms.prefill_s) },
+            phase: Phase::Prefill { done, remaining },
         };
+        let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };
+        self.loads[p].queue(arrival.request, &work, now);
+        self.loads[d].commit(arrival.request, &work);
         self.works.insert(arrival.request, work);
-        if let Some(load) = self.loads.get_mut(&prefill) {
-            if load.prefilling.is_empty() {
-                load.moved_at = now;
-            }
-            load.prefilling.push_back(arrival.request);
+        if let Some(pull) = pull
+            && let Some(source) = self.position(pull.from)
+        {
+            self.occupy(now, source, p, pull.tokens);
         }
-        if let Some(load) = self.loads.get_mut(&decode) {
-            load.decoding.insert(arrival.request);
+        if p != d {
+            self.occupy(now, p, d, terms.transfer_tokens);
         }
+    }
+
+    /// The ways out of one instance and into another are taken for as long as `tokens` of KV need.
+    fn occupy(&mut self, now: Seconds, from: usize, to: usize, tokens: u32) {
+        let Some(link) = self.link(&self.loads[from], &self.loads[to]) else { return };
+        let time = link.time(self.kv_bytes(tokens));
+        let out = &mut self.loads[from].egress_until;
+        *out = out.max(now) + time;
+        let into = &mut self.loads[to].ingress_until;
+        *into = into.max(now) + time;
     }
 
     fn prefill_progress(&mut self, now: Seconds, request: RequestId, instance: InstanceId, tokens: u32) {
-        let (Some(work), Some(load)) = (self.works.get_mut(&request), self.loads.get_mut(&instance)) else {
-            return;
-        };
-        if work.prefill == instance && matches!(work.phase, Phase::Prefill { .. }) {
+        let Some(at) = self.position(instance) else { return };
+        let Some(work) = self.works.get_mut(request) else { return };
+        let before = work.phase;
+        if work.prefill == instance && matches!(before, Phase::Prefill { .. }) {
             let done = tokens.min(work.prompt_tokens);
-            let remaining = load.spec.cost.prefill_s(done, work.prompt_tokens - done);
+            let remaining = self.loads[at].spec.cost.prefill_s(done, work.prompt_tokens - done);
             work.phase = Phase::Prefill { done, remaining };
-            load.moved_at = now;
+            self.loads[at].progress(request, work.prompt_tokens, before, work.phase, now);
         }
     }
 
-    fn prefill_done(&mut self, now: Seconds, request: RequestId, instance: InstanceId) {
-        let Some(work) = self.works.get_mut(&request) else { return };
-        if work.prefill == instance && matches!(work.phase, Phase::Prefill { .. }) {
-            let together = work.prefill == work.decode;
-            work.phase = if together { Phase::Decode { generated: 1 } } else { Phase::Transfer };
-            self.leave_prefill(now, request, instance);
+    fn prefill_done(
+        &mut self,
+        now: Seconds,
+        request: RequestId,
+        instance: InstanceId,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(work) = self.works.get(request) else { return };
+        if work.prefill != instance || !matches!(work.phase, Phase::Prefill { .. }) {
+            return;
+        }
+        let work = work.clone();
+        if let Some(at) = self.position(instance) {
+            self.loads[at].leave_queue(request, &work, &self.works, now);
+        }
+        if let Some(reason) = self.too_busy(&work) {
+            self.forget(now, request);
+            actions.push(Action::Drop { request, reason });
+            return;
+        }
+        let together = work.prefill == work.decode;
+        let phase = if together { Phase::Decode { generated: 1 } } else { Phase::Transfer };
+        if let Some(work) = self.works.get_mut(request) {
+            work.phase = phase;
+        }
+        if together && let Some(load) = self.load_mut(work.decode) {
+            load.join(request, u64::from(work.prompt_tokens) + 1);
         }
     }
 
-    fn leave_prefill(&mut self, now: Seconds, request: RequestId, instance: InstanceId) {
-        if let Some(load) = self.loads.get_mut(&instance) {
-            if load.prefilling.front() == Some(&request) {
-                load.moved_at = now;
+    /// The decode instance's own check, once the prompt is done (Mooncake v3, section 3, step 4).
+    fn too_busy(&self, work: &Work) -> Option<RejectReason> {
+        let slo = self.config.tbt_slo.filter(|_| self.config.drop_at_decode)?;
+        let load = &self.loads[self.position(work.decode)?];
+        let tbt = load.step(load.batch().with(u64::from(work.prompt_tokens) + 1));
+        (tbt > slo).then_some(RejectReason::TbtSlo { tbt_s: tbt.0, slo_s: slo.0 })
+    }
+
+    fn transfer_done(&mut self, request: RequestId, instance: InstanceId) {
+        let Some(work) = self.works.get_mut(request) else { return };
+        if work.decode == instance && matches!(work.phase, Phase::Transfer) {
+            work.phase = Phase::Decode { generated: 1 };
+            let context = u64::from(work.prompt_tokens) + 1;
+            if let Some(load) = self.load_mut(instance) {
+                load.join(request, context);
             }
-            load.prefilling.retain(|&id| id != request);
+        }
+    }
+
+    fn decoded(&mut self, instance: InstanceId, requests: &[RequestId], tokens: u32) {
+        let mut grown = 0;
+        for &request in requests {
+            if let Some(work) = self.works.get_mut(request)
+                && work.decode == instance
+                && let Phase::Decode { generated } = &mut work.phase
+            {
+                *generated += tokens;
+                grown += 1;
+            }
+        }
+        if let Some(load) = self.load_mut(instance) {
+            load.grow(grown, tokens);
         }
     }
 
     fn forget(&mut self, now: Seconds, request: RequestId) -> Option<Work> {
-        let work = self.works.remove(&request)?;
-        self.leave_prefill(now, request, work.prefill);
-        if let Some(load) = self.loads.get_mut(&work.decode) {
-            load.decoding.remove(&request);
+        let work = self.works.remove(request)?;
+        if let Some(at) = self.position(work.prefill) {
+            self.loads[at].leave_queue(request, &work, &self.works, now);
+        }
+        if let Some(load) = self.load_mut(work.decode) {
+            load.release(request, &work);
         }
         Some(work)
     }
 
-    fn instance_down(&mut self, now: Seconds, instance: InstanceId, actions: &mut Vec<Action>) {
-        if self.loads.remove(&instance).is_none() {
-            return;
+    fn instance_up(&mut self, spec: Instance) {
+        match self.loads.binary_search_by_key(&spec.id, |load| load.spec.id) {
+            Ok(at) => self.loads[at].spec = spec,
+            Err(at) => self.loads.insert(at, Load::new(spec)),
         }
+        self.mean_price = self.average_price();
+    }
+
+    fn instance_down(&mut self, now: Seconds, instance: InstanceId, actions: &mut Vec<Action>) {
+        let Some(at) = self.position(instance) else { return };
+        self.loads.remove(at);
+        self.mean_price = self.average_price();
         self.index.remove(instance);
-        let lost: Vec<RequestId> = self
-            .works
-            .iter()
-            .filter(|(_, work)| {
-                let decodes = matches!(work.phase, Phase::Decode { .. });
-                work.decode == instance || (work.prefill == instance && !decodes)
-            })
-            .map(|(&request, _)| request)
-            .collect();
+        let lost = self.works.ids_where(|work| {
+            let decodes = matches!(work.phase, Phase::Decode { .. });
+            work.decode == instance || (work.prefill == instance && !decodes)
+        });
         for request in lost {
             let Some(work) = self.forget(now, request) else { continue };
             let other = if work.prefill == instance { work.decode } else { work.prefill };

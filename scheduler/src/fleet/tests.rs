@@ -15,8 +15,10 @@ fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instance {
         id: InstanceId(id),
         device: format!("part{id}").into(),
         role,
-        cost: CostModel::Coefficients(Coefficients { prefill_s, decode_s }),
+        pool: 0,
+        cost: CostModel::Coefficients(Coefficients { prefill_s, decode_s }).into(),
         price: None,
+        nic: None,
         kv_capacity_tokens: 10_000,
         kv_block_tokens: BLOCK,
         prefill_tokens_beside_decode_max: 100,
@@ -24,15 +26,7 @@ fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instance {
 }
 
 fn config() -> FleetConfig {
-    FleetConfig {
-        kv_bytes_per_token: 1000,
-        layers: 10,
-        requests_max: 100,
-        output_tokens_expected: 50,
-        ttft_slo: None,
-        tbt_slo: None,
-        wait_usd_per_s: None,
-    }
+    FleetConfig { requests_max: 100, output_tokens_expected: 50, ..FleetConfig::new(1000, 10) }
 }
 
 /// All instances up and joined by links of 1 MB/s: a token takes 1 ms.
@@ -415,11 +409,11 @@ fn decode_steps_interrupt_a_prefill_and_are_counted_down() {
     close(before.interleave_s, 3.0 * 0.0101);
     // Request 1 stands still for the prefill, and shares 49 steps of 0.1 ms more.
     close(before.delay_s, 0.25 + 49.0 * 1e-4);
-    act(&mut f, 0.1, Event::DecodeStep { instance: one, requests: vec![1, 1, 1, 77] });
-    act(&mut f, 0.1, Event::DecodeStep { instance: InstanceId(2), requests: vec![1; 9] });
+    act(&mut f, 0.1, Event::DecodeStep { instance: one, requests: vec![1, 1, 1, 77], tokens: 1 });
+    act(&mut f, 0.1, Event::DecodeStep { instance: InstanceId(2), requests: vec![1; 9], tokens: 1 });
     close(terms(&mut f).delay_s, 0.25 + 46.0 * 1e-4);
     // Having outlived its 50 tokens, it is taken to be half-way: 1 + 3 + 48, as many again, but 100 at most.
-    act(&mut f, 0.1, Event::DecodeStep { instance: one, requests: vec![1; 48] });
+    act(&mut f, 0.1, Event::DecodeStep { instance: one, requests: vec![1], tokens: 48 });
     close(terms(&mut f).delay_s, 0.25 + 48.0 * 1e-4);
 }
 

@@ -1,0 +1,19 @@
+//! The least queue and prefill with what each instance holds itself (Mooncake's "cache-aware" baseline): Algorithm 1
+//! without its branch that pulls.
+
+use super::super::{Fleet, Role};
+use super::{Pick, Question};
+
+pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
+    let mut best: Option<(usize, f64)> = None;
+    for (at, load) in fleet.able(Role::prefills) {
+        let cached = question.cached_on(at);
+        let prefill = load.spec.cost.prefill_s(cached, question.arrival.prompt_tokens - cached);
+        let ttft_s = (load.backlog(question.now).time + prefill).0;
+        if best.is_none_or(|(_, least)| ttft_s < least) {
+            best = Some((at, ttft_s));
+        }
+    }
+    let pair = best.and_then(|(prefill, _)| Some((prefill, fleet.decoder_for(prefill)?)));
+    pair.map(|(prefill, decode)| Pick { prefill, decode, pull: None }).into_iter().collect()
+}

@@ -1,0 +1,37 @@
+//! Algorithm 1 of Mooncake (FAST'25, section 4.1) as printed:
+//!
+//! ```text
+//! for each prefill instance i:
+//!   if best_len / i.prefix_len > threshold:  pull best_len - i.prefix_len, T_transfer of that
+//!   else:                                    T_transfer = 0, reuse i.prefix_len
+//!   TTFT = T_transfer + T_queue + T_prefill; keep the least
+//! ```
+//!
+//! It never asks whether recomputing what it pulls would be faster. A prefix of 0 makes the ratio infinite; the holder of
+//! the best prefix pulls nothing.
+
+use super::super::{Fleet, Role};
+use super::{Pick, Question};
+use mixfleet_hal::units::Seconds;
+
+pub(super) fn picks(fleet: &Fleet, question: &Question<'_>, threshold: f64) -> Vec<Pick> {
+    let longest = question.longest();
+    let mut best: Option<(f64, usize, Option<(usize, u32)>)> = None;
+    for (at, load) in fleet.able(Role::prefills) {
+        let own = question.cached_on(at);
+        let pull = longest.filter(|&(holder, tokens)| {
+            holder != at && tokens > own && f64::from(tokens) > threshold * f64::from(own)
+        });
+        let pull = pull.map(|(holder, tokens)| (holder, tokens - own));
+        let transfer =
+            pull.map_or(Seconds::ZERO, |(from, tokens)| fleet.pull_time(question.now, from, at, tokens));
+        let known = own + pull.map_or(0, |(_, tokens)| tokens);
+        let prefill = load.spec.cost.prefill_s(known, question.arrival.prompt_tokens - known);
+        let ttft_s = (transfer + load.backlog(question.now).time + prefill).0;
+        if best.is_none_or(|(least, ..)| ttft_s < least) {
+            best = Some((ttft_s, at, pull));
+        }
+    }
+    let placed = best.and_then(|(_, prefill, pull)| Some((prefill, pull, fleet.decoder_for(prefill)?)));
+    placed.map(|(prefill, pull, decode)| Pick { prefill, decode, pull }).into_iter().collect()
+}

@@ -1,0 +1,12 @@
+//! The shortest queue of prefill seconds, whatever is cached where.
+
+use super::super::{Fleet, Role};
+use super::{Pick, Question};
+
+pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
+    let queue = |at: usize| (fleet.loads[at].backlog(question.now).time.0, fleet.loads[at].batch().sequences);
+    let shorter = |a: usize, b: usize| if queue(b) < queue(a) { b } else { a };
+    let prefill = fleet.able(Role::prefills).map(|(at, _)| at).reduce(shorter);
+    let pair = prefill.and_then(|prefill| Some((prefill, fleet.decoder_for(prefill)?)));
+    pair.map(|(prefill, decode)| Pick { prefill, decode, pull: None }).into_iter().collect()
+}

@@ -1,0 +1,401 @@
+//! Placement: which instances a request gets, by one of several policies.
+//!
+//! ```text
+//! ttft  = queue + exposed pull + kv wait + interleaved decode steps + prefill + exposed transfer
+//! score = busy dollars + w * (ttft + delay to others)
+//! ```
+//!
+//! Without prices busy dollars are 0 and w is 1: plain seconds. The queue is first come, first served, so nothing is
+//! ever queued behind a new arrival; those who wait longer because of it are the sequences that already decode on its
+//! two instances.
+//!
+//! A policy names the placements that it looks at and picks one ([`Policy`]); what a placement is predicted to take is
+//! worked out here, the same for all, and admission ([`super::admit`]) judges it.
+
+mod cache_aware;
+mod kvcache_centric;
+mod least_loaded;
+mod per_dollar;
+mod random;
+mod round_robin;
+
+use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
+use super::load::{Batch, Forecast, Load};
+use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
+use crate::cost::LinkCost;
+use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
+use serde::{Deserialize, Serialize};
+
+/// How a placement is picked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Policy {
+    /// Any instance, by a seeded generator.
+    Random,
+    /// One after the other.
+    RoundRobin,
+    /// The shortest queue, the least busy decoder.
+    LeastLoaded,
+    /// The least predicted TTFT with what each instance holds itself; nothing is pulled from others.
+    CacheAware,
+    /// Mooncake's Algorithm 1 (FAST'25, section 4.1), as printed.
+    KvcacheCentric {
+        /// A prefix elsewhere is pulled if it is longer than the own one by more than this factor.
+        threshold: f64,
+    },
+    /// The least cost in dollars (in seconds where prices are missing) among the placements within the objectives;
+    /// of recomputing, pulling and pulling a part, whatever ends first.
+    #[default]
+    PerDollar,
+}
+
+/// A placement that a policy looks at: positions among the instances.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Pick {
+    pub(super) prefill: usize,
+    pub(super) decode: usize,
+    /// Of the prefix: from which instance, and so many tokens beyond those that the prefill instance holds.
+    pub(super) pull: Option<(usize, u32)>,
+}
+
+/// A request, with what every candidate needs to know of it.
+pub(super) struct Question<'a> {
+    pub(super) now: Seconds,
+    pub(super) arrival: &'a Arrival,
+    pub(super) output_tokens: u32,
+    pub(super) score_unit: ScoreUnit,
+    pub(super) wait_weight: f64,
+    /// Positions of the instances that hold a part of the prompt, in order, with the tokens that they can reuse.
+    pub(super) cached: Vec<(usize, u32)>,
+}
+
+impl Question<'_> {
+    /// Leading prompt tokens that instance `at` can reuse.
+    pub(super) fn cached_on(&self, at: usize) -> u32 {
+        self.cached.binary_search_by_key(&at, |&(at, _)| at).map_or(0, |found| self.cached[found].1)
+    }
+
+    /// The longest reusable prefix anywhere, and who holds it; the first of equals.
+    pub(super) fn longest(&self) -> Option<(usize, u32)> {
+        let longer = |best: (usize, u32), next: (usize, u32)| if next.1 > best.1 { next } else { best };
+        self.cached.iter().copied().reduce(longer)
+    }
+}
+
+/// What a prefill instance has to say, whoever decodes.
+pub(super) struct PrefillSide {
+    at: usize,
+    cached_tokens: u32,
+    pulled_tokens: u32,
+    queue: Seconds,
+    /// What the pull delays beyond the queue.
+    pull: Seconds,
+    pull_price: Usd,
+    interleave: Seconds,
+    pub(super) prefill: Seconds,
+    /// Sequences that stand still while its chunks run.
+    stalled: u32,
+}
+
+impl Fleet {
+    /// Picks a placement. The explanation holds whatever was found out.
+    pub(super) fn decide(
+        &mut self,
+        now: Seconds,
+        arrival: &Arrival,
+    ) -> (Explanation, Result<usize, RejectReason>) {
+        let (score_unit, wait_weight) = self.weights();
+        let request = arrival.request;
+        let output_tokens = self.output_tokens(arrival);
+        let mut explanation = Explanation {
+            request,
+            decided_at: now,
+            score_unit,
+            wait_weight,
+            output_tokens,
+            instances: self.loads.len() as u32,
+            candidates: Vec::new(),
+        };
+        let (requests, requests_max) = (self.works.len(), self.config.requests_max);
+        if self.works.contains(request) {
+            return (explanation, Err(RejectReason::Duplicate { request }));
+        }
+        if requests >= requests_max && !arrival.replay {
+            return (explanation, Err(RejectReason::QueueFull { requests, requests_max }));
+        }
+        let cached = self.reusable(arrival);
+        let question = Question { now, arrival, output_tokens, score_unit, wait_weight, cached };
+        let picks = match self.config.policy {
+            Policy::Random => random::picks(self),
+            Policy::RoundRobin => round_robin::picks(self),
+            Policy::LeastLoaded => least_loaded::picks(self, &question),
+            Policy::CacheAware => cache_aware::picks(self, &question),
+            Policy::KvcacheCentric { threshold } => kvcache_centric::picks(self, &question, threshold),
+            Policy::PerDollar => per_dollar::picks(self, &question),
+        };
+        explanation.candidates = self.candidates(&question, &picks);
+        let verdict = self.admit(&mut explanation.candidates, &question);
+        (explanation, verdict)
+    }
+
+    /// Tokens that `arrival` is assumed to generate.
+    pub(super) fn output_tokens(&self, arrival: &Arrival) -> u32 {
+        let expected = arrival.output_tokens_hint.unwrap_or(self.config.output_tokens_expected);
+        expected.min(arrival.max_tokens)
+    }
+
+    /// The unit of the score, and what a second of waiting counts in it. The default makes a second of
+    /// a request's waiting worth a second of the average instance's rent.
+    fn weights(&self) -> (ScoreUnit, f64) {
+        match self.mean_price {
+            Some(mean) => {
+                let default = (mean * Seconds(1.0)).0;
+                (ScoreUnit::Usd, self.config.wait_usd_per_s.unwrap_or(default))
+            }
+            None => (ScoreUnit::Seconds, 1.0),
+        }
+    }
+
+    /// What the instances' prices are on average, if all have one.
+    pub(super) fn average_price(&self) -> Option<UsdPerHour> {
+        let prices: Option<Vec<UsdPerHour>> = self.loads.iter().map(|load| load.spec.price).collect();
+        prices.filter(|prices| !prices.is_empty()).map(|prices| {
+            let count = prices.len() as f64;
+            prices.into_iter().sum::<UsdPerHour>() / count
+        })
+    }
+
+    /// Position of an instance.
+    pub(super) fn position(&self, id: InstanceId) -> Option<usize> {
+        self.loads.binary_search_by_key(&id, |load| load.spec.id).ok()
+    }
+
+    /// Leading prompt tokens that instances hold and can reuse. The last token is always computed: its logits give the
+    /// first token.
+    fn reusable(&self, arrival: &Arrival) -> Vec<(usize, u32)> {
+        let mut cached = Vec::new();
+        for chain in &arrival.chains {
+            let block = chain.block_tokens.max(1);
+            let most = arrival.prompt_tokens.saturating_sub(1) / block * block;
+            for (id, blocks) in self.index.longest_prefixes(&chain.hashes) {
+                let Some(at) = self.position(id) else { continue };
+                if self.loads[at].spec.kv_block_tokens == chain.block_tokens {
+                    cached.push((at, blocks.saturating_mul(block).min(most)));
+                }
+            }
+        }
+        cached.sort_unstable_by_key(|&(at, _)| at);
+        cached
+    }
+
+    fn candidates(&self, question: &Question<'_>, picks: &[Pick]) -> Vec<Candidate> {
+        // picks come grouped by prefill; decoders repeat
+        let mut forecasts: Vec<(usize, Forecast)> = Vec::new();
+        let mut side: Option<(Pick, PrefillSide)> = None;
+        let mut candidates = Vec::with_capacity(picks.len());
+        for &pick in picks {
+            let (p, d) = (&self.loads[pick.prefill], &self.loads[pick.decode]);
+            let obstacle = self.obstacle(question.arrival, p, d);
+            let terms = obstacle.is_none().then(|| {
+                if !forecasts.iter().any(|(at, _)| *at == pick.decode) {
+                    forecasts.push((pick.decode, d.forecast(&self.works, question.now)));
+                }
+                let same = |(of, _): &(Pick, PrefillSide)| of.prefill == pick.prefill && of.pull == pick.pull;
+                if !side.as_ref().is_some_and(same) {
+                    side = Some((pick, self.prefill_side(question, pick.prefill, pick.pull)));
+                }
+                let forecast = forecasts.iter().find(|(at, _)| *at == pick.decode);
+                let (Some((_, side)), Some((_, forecast))) = (&side, forecast) else {
+                    unreachable!("both were made above")
+                };
+                self.terms(question, side, pick.decode, forecast)
+            });
+            candidates.push(Candidate {
+                prefill: p.spec.id,
+                prefill_device: p.spec.device.clone(),
+                decode: d.spec.id,
+                decode_device: d.spec.device.clone(),
+                pull: pick.pull.map(|(from, tokens)| Pull { from: self.loads[from].spec.id, tokens }),
+                terms,
+                // Of a possible one, `admit` says better.
+                outcome: obstacle.unwrap_or(Outcome::TieLostById),
+            });
+        }
+        candidates
+    }
+
+    /// Why the pair could not serve the request even if it were idle.
+    fn obstacle(&self, arrival: &Arrival, p: &Load, d: &Load) -> Option<Outcome> {
+        let prompt = u64::from(arrival.prompt_tokens);
+        let too_small = |load: &Load, tokens: u64| {
+            let block = u64::from(load.spec.kv_block_tokens.max(1));
+            let capacity_tokens = load.spec.kv_capacity_tokens;
+            let instance = load.spec.id;
+            (tokens.div_ceil(block) * block > capacity_tokens).then_some(Outcome::TooSmall {
+                instance,
+                tokens,
+                capacity_tokens,
+            })
+        };
+        let reachable = p.spec.id == d.spec.id || self.link(p, d).is_some();
+        too_small(d, prompt + u64::from(arrival.max_tokens))
+            .or_else(|| too_small(p, prompt))
+            .or((!reachable).then_some(Outcome::NoLink))
+    }
+
+    /// The cost of prefill on instance `at`, with `pull` tokens of prefix from elsewhere.
+    pub(super) fn prefill_side(
+        &self,
+        question: &Question<'_>,
+        at: usize,
+        pull: Option<(usize, u32)>,
+    ) -> PrefillSide {
+        let load = &self.loads[at];
+        let prompt_tokens = question.arrival.prompt_tokens;
+        let cached_tokens = question.cached_on(at);
+        let pulled_tokens = pull.map_or(0, |(_, tokens)| tokens);
+        let known = cached_tokens + pulled_tokens;
+        let uncached = prompt_tokens - known;
+        let backlog = load.backlog(question.now);
+        let batch = load.batch();
+        let prefill = load.spec.cost.prefill_s(known, uncached);
+        let mut side = PrefillSide {
+            at,
+            cached_tokens,
+            pulled_tokens,
+            queue: backlog.time,
+            pull: Seconds::ZERO,
+            pull_price: Usd::ZERO,
+            interleave: load.step(batch) * (backlog.chunks + load.chunks(uncached)) as f64,
+            prefill,
+            stalled: batch.sequences,
+        };
+        if let Some((from, tokens)) = pull {
+            let arrives = self.pull_time(question.now, from, at, tokens);
+            // Each layer needs its own pulled KV only: the last one's computing is all that must follow.
+            let ends = if self.config.overlap_pulls {
+                (side.queue + prefill).max(arrives + prefill / f64::from(self.config.layers.max(1)))
+            } else {
+                side.queue.max(arrives) + prefill
+            };
+            side.pull = ends - side.queue - prefill;
+            let link = self.link(&self.loads[from], load);
+            side.pull_price = link.map_or(Usd::ZERO, |link| link.price(self.kv_bytes(tokens)));
+        }
+        side
+    }
+
+    pub(super) fn kv_bytes(&self, tokens: u32) -> Bytes {
+        Bytes(f64::from(tokens) * self.config.kv_bytes_per_token as f64)
+    }
+
+    /// When `tokens` tokens of KV are there, from `now` on: after whatever the two ends still have to move. Infinite
+    /// without a link.
+    pub(super) fn pull_time(&self, now: Seconds, from: usize, to: usize, tokens: u32) -> Seconds {
+        let (source, target) = (&self.loads[from], &self.loads[to]);
+        let Some(link) = self.link(source, target) else { return Seconds(f64::INFINITY) };
+        let busy = source.egress_until.max(target.ingress_until) - now;
+        busy.max(Seconds::ZERO) + link.time(self.kv_bytes(tokens))
+    }
+
+    fn terms(
+        &self,
+        question: &Question<'_>,
+        side: &PrefillSide,
+        decode: usize,
+        forecast: &Forecast,
+    ) -> Terms {
+        let Question { now, arrival, output_tokens, .. } = *question;
+        let (p, d) = (&self.loads[side.at], &self.loads[decode]);
+        let prompt = u64::from(arrival.prompt_tokens);
+        let output = f64::from(output_tokens);
+        let kv_wait = (forecast.kv_wait(prompt + u64::from(output_tokens)) - side.queue).max(Seconds::ZERO);
+
+        let link = self.link(p, d);
+        let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - question.cached_on(decode));
+        let bytes = self.kv_bytes(transfer_tokens);
+        let transfer = link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, side.prefill));
+        let traffic = side.pull_price + link.map_or(Usd::ZERO, |l| l.price(bytes));
+
+        let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill + transfer;
+        let joined = forecast.batch_at(now + ttft).with(prompt + 1);
+        // Whoever shares steps with it waits longer for each of them. Counted over all that d has
+        // taken on, not over the batch at now + ttft: else a late start would count as kindness.
+        let others = forecast.everyone();
+        let slowdown = (d.step(others.with(prompt)) - d.step(others)).max(Seconds::ZERO);
+        let beside = forecast.tokens_beside(output_tokens) as f64;
+        let delay = side.prefill * f64::from(side.stalled) + slowdown * beside;
+
+        // Half-way through the answer is the mean context of its steps. Who decodes shares a step.
+        let halfway = Batch { kv_tokens: joined.kv_tokens + u64::from(output_tokens / 2), ..joined };
+        let decode_share = d.step(halfway) * (output / f64::from(joined.sequences));
+        let busy = match (question.score_unit, p.spec.price, d.spec.price) {
+            (ScoreUnit::Usd, Some(prefill), Some(decode)) => {
+                prefill * side.prefill + decode * decode_share + traffic
+            }
+            _ => Usd::ZERO,
+        };
+        Terms {
+            cached_tokens: side.cached_tokens,
+            pulled_tokens: side.pulled_tokens,
+            transfer_tokens,
+            queue_s: side.queue.0,
+            pull_s: side.pull.0,
+            kv_wait_s: kv_wait.0,
+            interleave_s: side.interleave.0,
+            prefill_s: side.prefill.0,
+            transfer_s: transfer.0,
+            ttft_s: ttft.0,
+            tbt_s: d.step(joined).0,
+            tbt_now_s: d.step(d.batch().with(prompt + 1)).0,
+            delay_s: delay.0,
+            busy_usd: busy.0,
+            score: busy.0 + question.wait_weight * (ttft + delay).0,
+        }
+    }
+
+    /// The way from one instance to another; none within one. A measured link of the two, else what joins their pools,
+    /// else what their network cards give.
+    pub(super) fn link(&self, from: &Load, to: &Load) -> Option<LinkCost> {
+        if from.spec.id == to.spec.id {
+            return None;
+        }
+        let measured = || self.links.get(&(from.spec.id, to.spec.id)).copied();
+        let cards = || from.spec.nic.zip(to.spec.nic).map(|(a, b)| a.joined(b));
+        let between = || self.pool_links.get(&(from.spec.pool, to.spec.pool)).copied();
+        if !self.links.is_empty()
+            && let Some(link) = measured()
+        {
+            return Some(link);
+        }
+        match (cards(), between()) {
+            (Some(cards), Some(between)) => Some(cards.joined(between)),
+            (cards, between) => cards.or(between),
+        }
+    }
+
+    /// Positions of those who may prefill, or decode.
+    pub(super) fn able(&self, can: fn(super::Role) -> bool) -> impl Iterator<Item = (usize, &Load)> {
+        self.loads.iter().enumerate().filter(move |(_, load)| can(load.spec.role))
+    }
+
+    /// Who decodes for a policy that chooses the prefill instance alone: that one itself if it may, else the one with
+    /// the least to do.
+    pub(super) fn decoder_for(&self, prefill: usize) -> Option<usize> {
+        if self.loads[prefill].spec.role.decodes() {
+            return Some(prefill);
+        }
+        let busy = |load: &Load| {
+            let fill = load.committed.kv_tokens as f64 / load.spec.kv_capacity_tokens.max(1) as f64;
+            (load.step(load.committed.with(0)).0, fill)
+        };
+        let mut best: Option<(usize, (f64, f64))> = None;
+        for (at, load) in self.able(super::Role::decodes) {
+            let key = busy(load);
+            if best.is_none_or(|(_, least)| key < least) {
+                best = Some((at, key));
+            }
+        }
+        best.map(|(at, _)| at)
+    }
+}

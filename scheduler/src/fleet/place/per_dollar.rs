@@ -1,0 +1,155 @@
+//! The least cost of what a request uses and of the waiting that it means (design: `busy dollars + w * seconds`).
+//!
+//! Small fleets are compared pair by pair. In large ones every instance is ranked alone first, from sums that it keeps, and only
+//! the best of each side are paired: a decision's time grows with the number of instances, not with its square.
+
+use super::super::load::Load;
+use super::super::{Fleet, Role};
+use super::{Pick, PrefillSide, Question};
+use crate::cost::CostModel;
+use mixfleet_hal::units::Seconds;
+use std::sync::Arc;
+
+/// As many pairs are compared without a shortlist.
+const PAIRS_MAX: usize = 64;
+/// Otherwise so many of each side.
+const SHORTLIST: usize = 6;
+/// Halvings in the search for the part of a prefix that takes as long to pull as the rest to compute: within 2 % of it.
+const HALVINGS: u32 = 6;
+
+pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
+    let mut prefills: Vec<usize> = fleet.able(Role::prefills).map(|(at, _)| at).collect();
+    let mut decodes: Vec<usize> = fleet.able(Role::decodes).map(|(at, _)| at).collect();
+    let every_pair = prefills.len() * decodes.len() <= PAIRS_MAX;
+    if !every_pair {
+        prefills = shortlist(&prefills, prefill_keys(fleet, question));
+        decodes = shortlist(&decodes, |at| decode_key(&fleet.loads[at], question));
+        // what needs no transfer must be able to win
+        let own = |at: &&usize, can: fn(Role) -> bool| can(fleet.loads[**at].spec.role);
+        let as_decoders: Vec<usize> = prefills.iter().filter(|at| own(at, Role::decodes)).copied().collect();
+        let as_prefills: Vec<usize> = decodes.iter().filter(|at| own(at, Role::prefills)).copied().collect();
+        decodes.extend(as_decoders);
+        prefills.extend(as_prefills);
+        for list in [&mut prefills, &mut decodes] {
+            list.sort_unstable();
+            list.dedup();
+        }
+    }
+    let mut picks = Vec::with_capacity(prefills.len() * decodes.len());
+    for &prefill in &prefills {
+        let pull = best_pull(fleet, question, prefill);
+        picks.extend(decodes.iter().map(|&decode| Pick { prefill, decode, pull }));
+    }
+    picks
+}
+
+/// The few of `from` with the lowest keys; the first of equals.
+fn shortlist(from: &[usize], mut key: impl FnMut(usize) -> f64) -> Vec<usize> {
+    let mut best: Vec<(f64, usize)> = Vec::with_capacity(SHORTLIST + 1);
+    for &at in from {
+        let key = key(at);
+        if best.len() < SHORTLIST || best.last().is_some_and(|(worst, _)| key < *worst) {
+            let place = best.partition_point(|(other, _)| *other <= key);
+            best.insert(place, (key, at));
+            best.truncate(SHORTLIST);
+        }
+    }
+    best.into_iter().map(|(_, at)| at).collect()
+}
+
+/// What prefill on an instance costs, without what depends on the decoder. Instances of one kind that hold nothing take the same
+/// time, so their cost model is asked once.
+fn prefill_keys<'a>(fleet: &'a Fleet, question: &'a Question<'_>) -> impl FnMut(usize) -> f64 + 'a {
+    let prompt = question.arrival.prompt_tokens;
+    let longest = question.longest().filter(|_| fleet.config.pull);
+    let mut known: Vec<(*const CostModel, u32, Seconds)> = Vec::new();
+    let mut time = move |cost: &Arc<CostModel>, reused: u32| {
+        let found = known.iter().find(|(of, tokens, _)| *of == Arc::as_ptr(cost) && *tokens == reused);
+        found.map(|(.., time)| *time).unwrap_or_else(|| {
+            let time = cost.prefill_s(reused, prompt - reused);
+            known.push((Arc::as_ptr(cost), reused, time));
+            time
+        })
+    };
+    move |at| {
+        let load = &fleet.loads[at];
+        let own = question.cached_on(at);
+        let (backlog, batch) = (load.backlog(question.now), load.batch());
+        let mut prefill = time(&load.spec.cost, own);
+        let mut ends = backlog.time + prefill;
+        if let Some((holder, tokens)) = longest.filter(|&(holder, tokens)| holder != at && tokens > own) {
+            let rest = time(&load.spec.cost, tokens);
+            let arrives = fleet.pull_time(question.now, holder, at, tokens - own);
+            let pulled = backlog.time.max(arrives) + rest;
+            if pulled < ends {
+                (ends, prefill) = (pulled, rest);
+            }
+        }
+        let stalled = prefill * f64::from(batch.sequences);
+        let dollars = load.spec.price.map_or(0.0, |price| (price * prefill).0);
+        let paid = if question.score_unit == super::ScoreUnit::Usd { dollars } else { 0.0 };
+        paid + question.wait_weight * (ends + stalled).0
+    }
+}
+
+/// What decoding on an instance costs, by the work that it has taken on.
+fn decode_key(load: &Load, question: &Question<'_>) -> f64 {
+    let whole = u64::from(question.arrival.prompt_tokens) + u64::from(question.output_tokens);
+    let (now, then) = (load.committed, load.committed.with(whole));
+    let step = load.step(then);
+    let output = f64::from(question.output_tokens);
+    let slowdown = (step - load.step(now)).max(Seconds::ZERO) * (output * f64::from(now.sequences));
+    // more than it holds: wait for as large a share of all its answers
+    let over =
+        then.kv_tokens.saturating_sub(load.spec.kv_capacity_tokens) as f64 / then.kv_tokens.max(1) as f64;
+    let wait = step * (output * over);
+    let share = step * (output / f64::from(then.sequences));
+    let dollars = load.spec.price.map_or(0.0, |price| (price * share).0);
+    let paid = if question.score_unit == super::ScoreUnit::Usd { dollars } else { 0.0 };
+    // the step itself too: it decides whether the objective is met
+    paid + question.wait_weight * (slowdown + wait + step).0
+}
+
+/// Recompute, pull the longest prefix that anyone holds, or pull a part of it: what costs least on instance `at`.
+fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<(usize, u32)> {
+    let own = question.cached_on(at);
+    let (holder, tokens) = question.longest().filter(|_| fleet.config.pull)?;
+    if holder == at || tokens <= own {
+        return None;
+    }
+    // of several holders of the same prefix, the one whose way out is free first
+    let free = |at: usize| fleet.loads[at].egress_until.max(question.now).0;
+    let equals = question.cached.iter().filter(|&&(other, length)| other != at && length == tokens);
+    let holder = equals.fold(holder, |best, &(other, _)| if free(other) < free(best) { other } else { best });
+
+    let gap = tokens - own;
+    let block = fleet.loads[at].spec.kv_block_tokens.max(1);
+    let price = fleet.loads[at].spec.price.filter(|_| question.score_unit == super::ScoreUnit::Usd);
+    let cost = |side: &PrefillSide| {
+        let paid = price.map_or(0.0, |price| (price * side.prefill).0) + side.pull_price.0;
+        paid + question.wait_weight * (side.pull + side.prefill).0
+    };
+    let side = |pull| fleet.prefill_side(question, at, pull);
+    let none = side(None);
+    let mut best = (cost(&none), None);
+    let mut consider = |part: u32| {
+        let part = part / block * block;
+        let cost = cost(&side(Some((holder, part))));
+        if part > 0 && cost < best.0 {
+            best = (cost, Some((holder, part)));
+        }
+    };
+    consider(gap);
+    // the largest part that comes before the prefill can begin, and the one that ends with it
+    for waits_for_prefill in [false, true] {
+        let (mut less, mut more) = (0, gap);
+        for _ in 0..HALVINGS {
+            let middle = less + (more - less) / 2;
+            let arrives = fleet.pull_time(question.now, holder, at, middle);
+            let rest = if waits_for_prefill { side(Some((holder, middle))).prefill } else { Seconds::ZERO };
+            if arrives <= none.queue + rest { less = middle } else { more = middle }
+        }
+        consider(less);
+    }
+    best.1
+}
