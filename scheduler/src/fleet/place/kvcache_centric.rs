@@ -11,12 +11,12 @@
 //! the best prefix pulls nothing.
 
 use super::super::{Fleet, Role};
-use super::{Pick, Question};
+use super::{Part, Pick, Question};
 use mixfleet_hal::units::Seconds;
 
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>, threshold: f64) -> Vec<Pick> {
     let longest = question.longest();
-    let mut best: Option<(f64, usize, Option<(usize, u32)>)> = None;
+    let mut best: Option<(f64, usize, Option<Part>)> = None;
     for (at, load) in fleet.able(Role::prefills) {
         let own = question.cached_on(at);
         let pull = longest.filter(|&(holder, tokens)| {

@@ -49,13 +49,16 @@ pub enum Policy {
     PerDollar,
 }
 
+/// A part of a prefix: the position of an instance, and tokens that it holds.
+pub(super) type Part = (usize, u32);
+
 /// A placement that a policy looks at: positions among the instances.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Pick {
     pub(super) prefill: usize,
     pub(super) decode: usize,
     /// Of the prefix: from which instance, and so many tokens beyond those that the prefill instance holds.
-    pub(super) pull: Option<(usize, u32)>,
+    pub(super) pull: Option<Part>,
 }
 
 /// A request, with what every candidate needs to know of it.
@@ -66,7 +69,7 @@ pub(super) struct Question<'a> {
     pub(super) score_unit: ScoreUnit,
     pub(super) wait_weight: f64,
     /// Positions of the instances that hold a part of the prompt, in order, with the tokens that they can reuse.
-    pub(super) cached: Vec<(usize, u32)>,
+    pub(super) cached: Vec<Part>,
 }
 
 impl Question<'_> {
@@ -76,8 +79,8 @@ impl Question<'_> {
     }
 
     /// The longest reusable prefix anywhere, and who holds it; the first of equals.
-    pub(super) fn longest(&self) -> Option<(usize, u32)> {
-        let longer = |best: (usize, u32), next: (usize, u32)| if next.1 > best.1 { next } else { best };
+    pub(super) fn longest(&self) -> Option<Part> {
+        let longer = |best: Part, next: Part| if next.1 > best.1 { next } else { best };
         self.cached.iter().copied().reduce(longer)
     }
 }
@@ -172,7 +175,7 @@ impl Fleet {
 
     /// Leading prompt tokens that instances hold and can reuse. The last token is always computed: its logits give the
     /// first token.
-    fn reusable(&self, arrival: &Arrival) -> Vec<(usize, u32)> {
+    fn reusable(&self, arrival: &Arrival) -> Vec<Part> {
         let mut cached = Vec::new();
         for chain in &arrival.chains {
             let block = chain.block_tokens.max(1);
@@ -244,12 +247,7 @@ impl Fleet {
     }
 
     /// The cost of prefill on instance `at`, with `pull` tokens of prefix from elsewhere.
-    pub(super) fn prefill_side(
-        &self,
-        question: &Question<'_>,
-        at: usize,
-        pull: Option<(usize, u32)>,
-    ) -> PrefillSide {
+    pub(super) fn prefill_side(&self, question: &Question<'_>, at: usize, pull: Option<Part>) -> PrefillSide {
         let load = &self.loads[at];
         let prompt_tokens = question.arrival.prompt_tokens;
         let cached_tokens = question.cached_on(at);

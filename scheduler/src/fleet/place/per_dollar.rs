@@ -5,7 +5,7 @@
 
 use super::super::load::Load;
 use super::super::{Fleet, Role};
-use super::{Pick, PrefillSide, Question};
+use super::{Part, Pick, PrefillSide, Question};
 use crate::cost::CostModel;
 use mixfleet_hal::units::Seconds;
 use std::sync::Arc;
@@ -111,7 +111,7 @@ fn decode_key(load: &Load, question: &Question<'_>) -> f64 {
 }
 
 /// Recompute, pull the longest prefix that anyone holds, or pull a part of it: what costs least on instance `at`.
-fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<(usize, u32)> {
+fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> {
     let own = question.cached_on(at);
     let (holder, tokens) = question.longest().filter(|_| fleet.config.pull)?;
     if holder == at || tokens <= own {
