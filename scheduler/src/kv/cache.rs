@@ -57,6 +57,8 @@ pub struct BlockCache {
     free: u32,
     /// By worth: the victim is the oldest of the first.
     shelves: BTreeMap<(u32, u32), Shelf>,
+    /// Blocks without pins.
+    idle: usize,
     /// The entries of the chain at hand; kept for its memory.
     chain: Vec<u32>,
 }
@@ -77,6 +79,7 @@ impl BlockCache {
             entries: Vec::new(),
             free: NONE,
             shelves: BTreeMap::new(),
+            idle: 0,
             chain: Vec::new(),
         }
     }
@@ -152,6 +155,20 @@ impl BlockCache {
         self.capacity
     }
 
+    /// Blocks that are pinned, and so cannot be evicted.
+    pub fn pinned(&self) -> usize {
+        self.len() - self.idle
+    }
+
+    /// Changes how many blocks can be held; what has to go is appended to `evicted`. Pinned blocks stay even where they
+    /// are more.
+    pub fn set_capacity(&mut self, capacity_blocks: usize, evicted: &mut Vec<BlockHash>) {
+        self.capacity = capacity_blocks;
+        while self.len() > capacity_blocks && self.idle > 0 {
+            self.evict(evicted);
+        }
+    }
+
     /// Whether this block is held.
     pub fn contains(&self, key: BlockHash) -> bool {
         self.table.get(key).is_some()
@@ -193,6 +210,11 @@ impl BlockCache {
         if self.len() < self.capacity.min(NONE as usize - 1) {
             return true;
         }
+        self.evict(evicted)
+    }
+
+    /// Gives up the block of least worth. False if all are pinned.
+    fn evict(&mut self, evicted: &mut Vec<BlockHash>) -> bool {
         let Some(victim) = self.shelves.first_key_value().map(|(_, shelf)| shelf.oldest) else {
             return false;
         };
@@ -240,6 +262,7 @@ impl BlockCache {
         if entry.pins > 0 {
             return;
         }
+        self.idle += 1;
         let worth = worth(self.policy, entry);
         let shelf = self.shelves.entry(worth).or_insert(Shelf { oldest: id, newest: NONE });
         let before = std::mem::replace(&mut shelf.newest, id);
@@ -251,6 +274,7 @@ impl BlockCache {
     }
 
     fn take_off(&mut self, id: u32) {
+        self.idle -= 1;
         let entry = self.entries[id as usize];
         let worth = worth(self.policy, &entry);
         if entry.older == NONE && entry.newer == NONE {
