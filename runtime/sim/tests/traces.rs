@@ -68,7 +68,7 @@ fn the_azure_conversation() {
     assert_eq!((requests[1].prompt_tokens, requests[1].output_tokens), (396, 109));
     assert!((requests[1].at.0 - 4.314_579).abs() < 1e-9, "{:?}", requests[1].at);
     // 18:15:46.6805900 to 19:14:08.4025270.
-    assert!((requests[19_365].at.0 - 3501.721_937).abs() < 1e-6);
+    assert!((requests[19_365].at.0 - 3_501.721_937).abs() < 1e-6);
 }
 
 #[test]

@@ -11,8 +11,7 @@ use mixfleet_hal::random::bits;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
 use serde::Deserialize;
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Only tells these keys from those of other origins.
@@ -72,9 +71,8 @@ pub(super) struct Agentic {
     every: Seconds,
     /// Sessions started.
     count: u64,
-    running: Vec<Option<Running>>,
-    /// (next step's time as ordered bits, session's number, its place in `running`)
-    next: BinaryHeap<Reverse<(u64, u64, usize)>>,
+    /// By the time of the next step (see [`ordered`]), then by number.
+    running: BTreeMap<(u64, u64), Running>,
     /// The end of the file, or the error that comes after the sessions that run.
     end: Option<Option<TraceError>>,
 }
@@ -83,14 +81,7 @@ impl Agentic {
     pub(super) fn new(lines: &mut Lines, every: Seconds) -> Result<Self, TraceError> {
         let first = lines.peek()?.unwrap_or_default();
         let line: Result<Line, _> = serde_json::from_slice(first);
-        let mut agentic = Agentic {
-            block_tokens: 0,
-            every,
-            count: 0,
-            running: Vec::new(),
-            next: BinaryHeap::new(),
-            end: None,
-        };
+        let mut agentic = Agentic { block_tokens: 0, every, count: 0, running: BTreeMap::new(), end: None };
         match line {
             Ok(line) if line.block_size > 0 => agentic.block_tokens = line.block_size,
             Ok(_) => agentic.fail(lines, "block_size is 0".into())?,
@@ -115,7 +106,7 @@ impl Agentic {
     ) -> Result<Option<Request>, TraceError> {
         while self.end.is_none() {
             let start = self.every * self.count as f64;
-            if self.next.peek().is_some_and(|Reverse((at, ..))| *at < ordered(start)) {
+            if self.running.first_key_value().is_some_and(|((at, _), _)| *at < ordered(start)) {
                 break;
             }
             match self.start(lines, start, repairs) {
@@ -124,15 +115,11 @@ impl Agentic {
                 Err(error) => self.end = Some(Some(error)),
             }
         }
-        let Some(Reverse((_, _, place))) = self.next.pop() else {
+        let Some((_, mut running)) = self.running.pop_first() else {
             return self.end.take().flatten().map_or(Ok(None), Err);
         };
-        let running = self.running[place].as_mut().expect("a session in the heap runs");
         let request = running.step(id, repairs);
-        match running.next_at() {
-            Some(at) => self.next.push(Reverse((ordered(at), running.number, place))),
-            None => self.running[place] = None,
-        }
+        self.put(running);
         Ok(Some(request))
     }
 
@@ -152,14 +139,14 @@ impl Agentic {
         let ids = vec![0; steps.len()];
         let running = Running { number: self.count, start, model, steps, order, done: 0, ids };
         self.count += 1;
-        let Some(at) = running.next_at() else { return Ok(true) };
-        let place = self.running.iter().position(Option::is_none).unwrap_or(self.running.len());
-        self.next.push(Reverse((ordered(at), running.number, place)));
-        if place == self.running.len() {
-            self.running.push(None);
-        }
-        self.running[place] = Some(running);
+        self.put(running);
         Ok(true)
+    }
+
+    fn put(&mut self, running: Running) {
+        if let Some(at) = running.next_at() {
+            self.running.insert((ordered(at), running.number), running);
+        }
     }
 
     fn steps(&self, line: &Line, repairs: &mut Repairs) -> Result<Vec<Step>, String> {

@@ -8,6 +8,7 @@ mod agentic;
 mod chain;
 mod error;
 mod format;
+pub mod generate;
 mod lines;
 mod mooncake;
 mod read;

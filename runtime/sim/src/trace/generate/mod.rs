@@ -1,0 +1,319 @@
+//! Requests that nobody made: sessions with turns, after published statistics.
+//!
+//! Sessions start by a renewal process ([`Arrivals`]). A session's first prompt begins with a system prompt
+//! that others share; each further prompt is the one before, its answer, and some new tokens, after a time
+//! to think. A context that would outgrow its maximum starts over, as agents do that compact theirs.
+//! Numbers and their sources: [`Preset::model`].
+
+mod arrivals;
+mod model;
+mod write;
+
+pub use arrivals::Arrivals;
+pub use model::{Model, Preset, Quantiles, Turns};
+pub use write::{Output, write_line};
+
+use super::{Request, Session, TOKENS_MAX, key_of, mooncake::BLOCK_TOKENS};
+use arrivals::Starts;
+use mixfleet_hal::random::{Stream, bits};
+use mixfleet_hal::units::Seconds;
+use std::collections::BTreeMap;
+
+/// An answer's time by its length: the median of the answers in the agentic trace (docs/traces.md). Only
+/// the arrival of the next turn depends on it.
+const ANSWER_S_PER_TOKEN: f64 = 0.0257;
+
+/// Mean sessions that pass before the first request is kept, so that the rate is steady from the start.
+const WARM_UP_SESSIONS: f64 = 3.0;
+
+/// What to generate.
+#[derive(Clone, Copy, Debug)]
+pub struct GenerateOptions {
+    /// Requests in all.
+    pub requests: u64,
+    /// Requests per second in the long run.
+    pub rate: f64,
+    /// Equal seeds give equal requests.
+    pub seed: u64,
+    /// How sessions arrive.
+    pub arrivals: Arrivals,
+}
+
+/// What is wrong with the options.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum GenerateError {
+    /// The rate is not a positive number.
+    #[error("{0} requests per second: the rate must be positive and at most 1e9")]
+    Rate(f64),
+    /// The hit rate is no share.
+    #[error("a hit rate of {0}: it must lie between 0 and 1")]
+    Share(f64),
+    /// No number of turns gives this share.
+    #[error(
+        "a hit rate of {target} is out of reach: sessions of {turns} turns in the mean give {reached:.3}"
+    )]
+    Hits {
+        /// What was asked for.
+        target: f64,
+        /// The fewest or the most turns that are tried.
+        turns: f64,
+        /// What they give.
+        reached: f64,
+    },
+}
+
+/// Longest mean session that a hit rate is looked for with.
+const TURNS_MAX: f64 = 1024.0;
+
+/// Requests in order of time. Holds the sessions that run, and nothing of what was.
+pub struct Generator {
+    model: Model,
+    options: GenerateOptions,
+    starts: Starts,
+    /// When the next session starts.
+    next_start: f64,
+    /// By the time of the next request, then by number.
+    running: BTreeMap<(u64, u64), Running>,
+    warm_up_s: f64,
+    sessions: u64,
+    emitted: u64,
+    next_hash_id: u64,
+    /// System prompts that were sent.
+    seen: Vec<bool>,
+    hits: Hits,
+}
+
+/// What an infinite cache would have hit of the requests so far.
+#[derive(Clone, Copy, Debug, Default)]
+struct Hits {
+    reused_tokens: u64,
+    prompt_tokens: u64,
+}
+
+/// A session that runs.
+struct Running {
+    number: u64,
+    random: Stream,
+    turn: u32,
+    at: f64,
+    think: Seconds,
+    prompt_tokens: u32,
+    output_tokens: u32,
+    /// Which system prompt, and how many of its blocks the prompt starts with.
+    system: u32,
+    system_blocks: u32,
+    /// Full blocks of its own, as (first id, count).
+    runs: Vec<(u64, u32)>,
+    own_blocks: u32,
+    /// Of these, how many an earlier request that was kept had too.
+    known_blocks: u32,
+    /// The request before, if it was kept.
+    before: Option<u64>,
+}
+
+impl Generator {
+    /// A generator of `model`'s requests.
+    pub fn new(model: Model, options: GenerateOptions) -> Result<Self, GenerateError> {
+        if !(options.rate > 0.0 && options.rate <= 1e9) {
+            return Err(GenerateError::Rate(options.rate));
+        }
+        let session_rate = options.rate / model.turns.mean();
+        let mut starts = Starts::new(options.arrivals, session_rate, options.seed);
+        let (system_prompts, system_blocks) = (model.system_prompts, model.system_tokens / BLOCK_TOKENS);
+        Ok(Generator {
+            next_start: starts.next(),
+            starts,
+            running: BTreeMap::new(),
+            warm_up_s: WARM_UP_SESSIONS * model.session_s(ANSWER_S_PER_TOKEN),
+            sessions: 0,
+            emitted: 0,
+            next_hash_id: u64::from(system_prompts) * u64::from(system_blocks),
+            seen: vec![false; system_prompts as usize],
+            hits: Hits::default(),
+            model,
+            options,
+        })
+    }
+
+    /// The same with the number of turns at which an infinite cache hits a share `target` of the tokens, to
+    /// 0.001 on the first requests. Longer sessions have longer prompts, so lengths follow.
+    pub fn with_hit_target(
+        model: Model,
+        options: GenerateOptions,
+        target: f64,
+    ) -> Result<Self, GenerateError> {
+        const PILOT_REQUESTS: u64 = 20_000;
+        let pilot = GenerateOptions { requests: options.requests.min(PILOT_REQUESTS), ..options };
+        let hit = |turns: f64| {
+            let mut generator = Generator::new(model.with_turns(turns), pilot)?;
+            let mut ids = Vec::new();
+            while generator.advance(&mut ids).is_some() {}
+            Ok(generator.hits.reused_tokens as f64 / generator.hits.prompt_tokens.max(1) as f64)
+        };
+        if !(target > 0.0 && target < 1.0) {
+            return Err(GenerateError::Share(target));
+        }
+        let least = hit(1.0)?;
+        if target < least {
+            return Err(GenerateError::Hits { target, turns: 1.0, reached: least });
+        }
+        let (mut low, mut high) = (1.0f64, 2.0);
+        let mut most = hit(high)?;
+        while most < target {
+            if high >= TURNS_MAX {
+                return Err(GenerateError::Hits { target, turns: high, reached: most });
+            }
+            (low, high) = (high, 2.0 * high);
+            most = hit(high)?;
+        }
+        let mut turns = high;
+        for _ in 0..20 {
+            turns = (low + high) / 2.0;
+            let found = hit(turns)?;
+            if (found - target).abs() < 0.001 {
+                break;
+            }
+            if found < target { low = turns } else { high = turns }
+        }
+        Generator::new(model.with_turns(turns), options)
+    }
+
+    /// The next request, its chain left empty; `hash_ids` becomes what Mooncake's format calls so.
+    pub fn advance(&mut self, hash_ids: &mut Vec<u64>) -> Option<Request> {
+        if self.emitted >= self.options.requests {
+            return None;
+        }
+        loop {
+            let start_bits = self.next_start.to_bits();
+            if self.running.first_key_value().is_none_or(|((at, _), _)| start_bits < *at) {
+                self.start();
+                continue;
+            }
+            let ((_, number), mut session) = self.running.pop_first()?;
+            session.output_tokens = self.model.output.draw(&mut session.random);
+            // What comes before the trace begins gets no ids: its blocks are new when they are met again.
+            let kept = session.at >= self.warm_up_s;
+            let request = kept.then(|| self.request(&mut session, hash_ids));
+            if session.turn_over(&self.model) {
+                self.running.insert((session.at.to_bits(), number), session);
+            }
+            if request.is_some() {
+                return request;
+            }
+        }
+    }
+
+    fn start(&mut self) {
+        let number = self.sessions;
+        self.sessions += 1;
+        let mut random = Stream::new(bits(self.options.seed, number));
+        let system = match self.model.system_prompts {
+            0 => 0,
+            kinds => random.below(u64::from(kinds)) as u32,
+        };
+        let prompt_tokens = self.model.first.draw(&mut random).min(self.model.prompt_tokens_max);
+        let session = Running {
+            number,
+            random,
+            turn: 1,
+            at: self.next_start,
+            think: Seconds::ZERO,
+            prompt_tokens,
+            output_tokens: 0,
+            system,
+            system_blocks: self.model.system_tokens.min(prompt_tokens) / BLOCK_TOKENS,
+            runs: Vec::new(),
+            own_blocks: 0,
+            known_blocks: 0,
+            before: None,
+        };
+        self.running.insert((session.at.to_bits(), number), session);
+        self.next_start = self.starts.next();
+    }
+
+    /// The request that `session` makes now.
+    fn request(&mut self, session: &mut Running, hash_ids: &mut Vec<u64>) -> Request {
+        session.extend(&mut self.next_hash_id);
+        self.count_hits(session);
+        let system_first = u64::from(session.system) * u64::from(self.model.system_tokens / BLOCK_TOKENS);
+        hash_ids.clear();
+        hash_ids.extend(system_first..system_first + u64::from(session.system_blocks));
+        hash_ids.extend(session.runs.iter().flat_map(|&(first, count)| first..first + u64::from(count)));
+        if !session.prompt_tokens.is_multiple_of(BLOCK_TOKENS) {
+            // The partial block is another one when the prompt grows.
+            hash_ids.push(self.next_hash_id);
+            self.next_hash_id += 1;
+        }
+        let (id, after) = (self.emitted, session.before.replace(self.emitted));
+        self.emitted += 1;
+        let think = if after.is_some() { session.think } else { Seconds::ZERO };
+        Request {
+            id,
+            // Whole milliseconds are all that the format can say.
+            at: Seconds(((session.at - self.warm_up_s) * 1e3).floor() / 1e3),
+            prompt_tokens: session.prompt_tokens,
+            output_tokens: session.output_tokens,
+            chain: Vec::new(),
+            session: Some(Session { id: session.number, after, think }),
+            class: None,
+        }
+    }
+
+    fn count_hits(&mut self, session: &mut Running) {
+        let system_seen =
+            self.seen.get_mut(session.system as usize).map(|seen| std::mem::replace(seen, true));
+        let system_hit = if system_seen == Some(true) { session.system_blocks } else { 0 };
+        let own_hit = session.known_blocks;
+        let hit = if own_hit > 0 { session.system_blocks + own_hit } else { system_hit };
+        self.hits.reused_tokens += u64::from(hit * BLOCK_TOKENS);
+        self.hits.prompt_tokens += u64::from(session.prompt_tokens);
+        session.known_blocks = session.own_blocks;
+    }
+}
+
+impl Running {
+    /// Gives the full blocks that have none yet their ids.
+    fn extend(&mut self, next_hash_id: &mut u64) {
+        let fresh = self.prompt_tokens / BLOCK_TOKENS - self.system_blocks - self.own_blocks;
+        if fresh == 0 {
+            return;
+        }
+        match self.runs.last_mut() {
+            Some((first, count)) if *first + u64::from(*count) == *next_hash_id => *count += fresh,
+            _ => self.runs.push((*next_hash_id, fresh)),
+        }
+        self.own_blocks += fresh;
+        *next_hash_id += u64::from(fresh);
+    }
+
+    /// Prepares the next turn; false: the session is over.
+    fn turn_over(&mut self, model: &Model) -> bool {
+        if self.random.next_unit() >= model.turns.go_on(self.turn) {
+            return false;
+        }
+        self.turn += 1;
+        self.think = Seconds(f64::from(model.think_ms.draw(&mut self.random)) / 1e3);
+        self.at += ANSWER_S_PER_TOKEN * f64::from(self.output_tokens) + self.think.0;
+        let grown = self.prompt_tokens.saturating_add(self.output_tokens);
+        let grown = grown.saturating_add(model.growth.draw(&mut self.random));
+        if grown <= model.prompt_tokens_max.min(TOKENS_MAX) {
+            self.prompt_tokens = grown;
+        } else {
+            self.prompt_tokens = model.first.draw(&mut self.random).min(model.prompt_tokens_max);
+            self.system_blocks = model.system_tokens.min(self.prompt_tokens) / BLOCK_TOKENS;
+            self.runs.clear();
+            (self.own_blocks, self.known_blocks) = (0, 0);
+        }
+        true
+    }
+}
+
+impl Iterator for Generator {
+    type Item = Request;
+
+    fn next(&mut self) -> Option<Request> {
+        let mut ids = Vec::new();
+        let request = self.advance(&mut ids)?;
+        Some(Request { chain: ids.into_iter().map(key_of).collect(), ..request })
+    }
+}

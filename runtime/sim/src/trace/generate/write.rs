@@ -1,0 +1,100 @@
+//! Requests as lines of Mooncake's format.
+
+use crate::trace::Request;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+/// Appends `request` as one line, with `hash_ids` for its chain.
+pub fn write_line(line: &mut Vec<u8>, request: &Request, hash_ids: &[u64]) {
+    line.extend_from_slice(b"{\"timestamp\": ");
+    number(line, (request.at.0 * 1e3).round() as u64);
+    line.extend_from_slice(b", \"input_length\": ");
+    number(line, request.prompt_tokens.into());
+    line.extend_from_slice(b", \"output_length\": ");
+    number(line, request.output_tokens.into());
+    line.extend_from_slice(b", \"hash_ids\": [");
+    for (place, &id) in hash_ids.iter().enumerate() {
+        if place > 0 {
+            line.extend_from_slice(b", ");
+        }
+        number(line, id);
+    }
+    line.extend_from_slice(b"]}\n");
+}
+
+/// `format!` takes three times as long, and a trace has some hundred numbers a line.
+fn number(line: &mut Vec<u8>, mut value: u64) {
+    let mut digits = [0; 20];
+    let mut start = digits.len();
+    loop {
+        start -= 1;
+        digits[start] = b'0' + (value % 10) as u8;
+        value /= 10;
+        if value == 0 {
+            break;
+        }
+    }
+    line.extend_from_slice(&digits[start..]);
+}
+
+/// A file that is compressed as its name says: `.zst`, `.gz`, or not.
+pub enum Output<W: Write> {
+    /// As it is.
+    Plain(BufWriter<W>),
+    /// Zstandard.
+    Zstandard(zstd::Encoder<'static, W>),
+    /// Gzip.
+    Gzip(flate2::write::GzEncoder<W>),
+}
+
+impl<W: Write> Output<W> {
+    /// Writes to `inner` as the ending of `name` says.
+    pub fn new(inner: W, name: &Path) -> std::io::Result<Self> {
+        Ok(match name.extension().and_then(|ending| ending.to_str()) {
+            Some("zst") => Output::Zstandard(zstd::Encoder::new(inner, 0)?),
+            Some("gz") => Output::Gzip(flate2::write::GzEncoder::new(inner, flate2::Compression::default())),
+            _ => Output::Plain(BufWriter::with_capacity(1 << 17, inner)),
+        })
+    }
+
+    /// Ends the file. Without it, the last requests are missing.
+    pub fn finish(self) -> std::io::Result<()> {
+        match self {
+            Output::Plain(mut inner) => inner.flush(),
+            Output::Zstandard(inner) => inner.finish()?.flush(),
+            Output::Gzip(inner) => inner.finish()?.flush(),
+        }
+    }
+}
+
+impl<W: Write> Write for Output<W> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        match self {
+            Output::Plain(inner) => inner.write(bytes),
+            Output::Zstandard(inner) => inner.write(bytes),
+            Output::Gzip(inner) => inner.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        match self {
+            Output::Plain(inner) => inner.flush(),
+            Output::Zstandard(inner) => inner.flush(),
+            Output::Gzip(inner) => inner.flush(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_those_of_the_standard_library() {
+        for value in [0, 7, 10, 1234567890, u64::MAX] {
+            let mut line = Vec::new();
+            number(&mut line, value);
+            assert_eq!(line, value.to_string().as_bytes());
+        }
+    }
+}
