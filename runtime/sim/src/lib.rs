@@ -2,4 +2,5 @@
 
 #![forbid(unsafe_code)]
 
+pub mod fleet_file;
 pub mod trace;

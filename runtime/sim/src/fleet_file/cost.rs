@@ -1,0 +1,262 @@
+//! From a pool's device, profile or calibration to what its steps take.
+
+use super::engine_profile::EngineProfile;
+use super::error::suggestion;
+use super::{FleetFileError, Model, ReadProfile, raw};
+use mixfleet_hal::DType;
+use mixfleet_hal::catalog::{self, Part};
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::Bytes;
+use mixfleet_scheduler::cost::{
+    AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, ModelShape, PrefillCoefficients,
+    ProfileCost,
+};
+use std::path::Path;
+use std::sync::Arc;
+
+/// What is known of a pool's devices.
+pub(super) struct Hardware {
+    pub(super) part: Option<&'static Part>,
+    pub(super) source: Source,
+}
+
+/// Where times come from.
+pub(super) enum Source {
+    Engine(Box<EngineProfile>),
+    Device {
+        profile: Box<DeviceProfile>,
+        basis: String,
+    },
+    /// Only a calibration.
+    Nothing,
+}
+
+impl Hardware {
+    pub(super) fn of(
+        pool: &raw::Pool,
+        directory: &Path,
+        read_profile: ReadProfile,
+    ) -> Result<Self, FleetFileError> {
+        let wrong =
+            |key: &str, cause: String| FleetFileError::value(format!("pool '{}': {key}", pool.name), cause);
+        let unknown = |id: &str| {
+            let near = suggestion(id, catalog::parts().iter().map(|part| part.id));
+            wrong("device", format!("the catalog has no '{id}'{near}"))
+        };
+        let find = |id: &String| catalog::part(id).ok_or_else(|| unknown(id));
+        let mut part = pool.device.as_ref().map(find).transpose()?;
+        let source = match &pool.profile {
+            Some(file) => {
+                let path = directory.join(file);
+                let refused = |cause| wrong("profile", cause);
+                if path.is_dir() {
+                    let read = EngineProfile::read(&path).map_err(refused)?;
+                    part = part.or_else(|| called(&read.meta.hardware.device_name));
+                    Source::Engine(Box::new(read))
+                } else {
+                    let profile = read_profile(&path).map_err(refused)?;
+                    part = part.or_else(|| called(&profile.name));
+                    Source::Device { profile: Box::new(profile), basis: format!("profile {file}") }
+                }
+            }
+            None => part.map_or(Source::Nothing, datasheet),
+        };
+        if matches!(source, Source::Nothing) && pool.calibration.is_none() {
+            return Err(wrong("device", "is missing; give it, a profile, or a calibration".into()));
+        }
+        Ok(Hardware { part, source })
+    }
+
+    /// Memory of one device, where known.
+    pub(super) fn memory(&self) -> Option<Bytes> {
+        match &self.source {
+            Source::Device { profile, .. } => Some(profile.memory),
+            _ => self.part.map(Part::memory_bytes),
+        }
+    }
+
+    /// What steps take, and where that comes from.
+    ///
+    /// # Errors
+    /// Key and cause.
+    pub(super) fn cost(
+        &self,
+        pool: &raw::Pool,
+        model: &Model,
+        chunk_tokens: u32,
+    ) -> Result<(CostModel, String), (&'static str, String)> {
+        let Some(calibration) = pool.calibration else {
+            return self.predicted(pool.devices_per_instance, model, chunk_tokens);
+        };
+        check(&calibration)?;
+        if let raw::Calibration { prefill_s: Some(prefill_s), decode_s: Some(decode_s) } = calibration {
+            return Ok((CostModel::Coefficients(Coefficients { prefill_s, decode_s }), "calibration".into()));
+        }
+        let missing = if calibration.prefill_s.is_none() { "prefill_s" } else { "decode_s" };
+        if matches!(self.source, Source::Nothing) {
+            return Err((
+                "calibration",
+                format!("lacks {missing}, and there is no device or profile to take it from"),
+            ));
+        }
+        let (rest, basis) = self.predicted(pool.devices_per_instance, model, chunk_tokens)?;
+        let fitted = fit(&rest);
+        let cost = Coefficients {
+            prefill_s: calibration.prefill_s.unwrap_or(fitted.prefill_s),
+            decode_s: calibration.decode_s.unwrap_or(fitted.decode_s),
+        };
+        Ok((CostModel::Coefficients(cost), format!("calibration; {missing} fitted to {basis}")))
+    }
+
+    fn predicted(
+        &self,
+        devices: u32,
+        model: &Model,
+        chunk_tokens: u32,
+    ) -> Result<(CostModel, String), (&'static str, String)> {
+        let all_reduce = self.all_reduce(devices)?;
+        match &self.source {
+            Source::Engine(engine) => {
+                check_engine(engine, devices, model)?;
+                let bytes = |rows: u32| {
+                    let shape = model.shape.as_ref();
+                    let hidden =
+                        shape.map_or(0, |shape| u64::from(shape.hidden) * shape.activation.size_bytes());
+                    Bytes((u64::from(rows) * hidden) as f64)
+                };
+                let sums = 2.0 * f64::from(model.layers);
+                let more_s = |rows| all_reduce.map_or(0.0, |each| each.time(bytes(rows)).0 * sums);
+                let tables =
+                    engine.tables(model.layers, chunk_tokens, more_s).map_err(|cause| ("profile", cause))?;
+                Ok((CostModel::Tables(Arc::new(tables)), "profile of a serving engine".into()))
+            }
+            Source::Device { profile, basis } => {
+                let shape = model.shape.as_ref().ok_or_else(|| {
+                    (
+                        "calibration",
+                        "is missing; without the model's shape there is nothing to predict from".into(),
+                    )
+                })?;
+                shape.check_split(devices).map_err(|cause| ("devices_per_instance", cause))?;
+                let cost = ProfileCost {
+                    shape: on(shape, profile),
+                    profile: DeviceProfile::clone(profile),
+                    chunk_tokens,
+                    all_reduce,
+                };
+                Ok((CostModel::Profile(Box::new(cost)).compiled(), basis.clone()))
+            }
+            Source::Nothing => Err(("device", "is missing; give it, a profile, or a calibration".into())),
+        }
+    }
+
+    fn all_reduce(&self, devices: u32) -> Result<Option<AllReduce>, (&'static str, String)> {
+        if devices == 1 {
+            return Ok(None);
+        }
+        let key = "devices_per_instance";
+        if devices > DEVICES_MAX {
+            return Err((
+                key,
+                format!("is {devices}; the cost of sharing a model is known up to {DEVICES_MAX}"),
+            ));
+        }
+        let part =
+            self.part.ok_or_else(|| ("device", "is missing; it tells how several are linked".to_owned()))?;
+        Ok(AllReduce::of(part, devices))
+    }
+}
+
+/// The part of this full name.
+fn called(name: &str) -> Option<&'static Part> {
+    catalog::parts().iter().find(|part| !name.is_empty() && part.name.eq_ignore_ascii_case(name))
+}
+
+fn datasheet(part: &'static Part) -> Source {
+    let (profile, basis) = match part.reached_profile() {
+        Some(profile) => {
+            (profile, format!("datasheet of {}, lowered to what published kernels reach", part.id))
+        }
+        None => {
+            (part.profile(), format!("datasheet of {} in full: nobody published what kernels reach", part.id))
+        }
+    };
+    Source::Device { profile: Box::new(profile), basis }
+}
+
+/// A part without bf16 units runs a bf16 model in f16.
+fn on(shape: &ModelShape, profile: &DeviceProfile) -> ModelShape {
+    let has = |dtype| profile.compute.iter().any(|(known, _)| *known == dtype);
+    let instead = |dtype| match dtype {
+        DType::Bf16 if !has(DType::Bf16) && has(DType::F16) => DType::F16,
+        other => other,
+    };
+    ModelShape {
+        weight: instead(shape.weight),
+        activation: instead(shape.activation),
+        kv: instead(shape.kv),
+        ..shape.clone()
+    }
+}
+
+/// An engine's tables hold for one model on so many devices.
+fn check_engine(engine: &EngineProfile, devices: u32, model: &Model) -> Result<(), (&'static str, String)> {
+    let measured = engine.meta.engine_kwargs.tensor_parallel_size.unwrap_or(1);
+    if measured != devices {
+        return Err((
+            "devices_per_instance",
+            format!("is {devices}, and the profile was measured with {measured}"),
+        ));
+    }
+    let plain = |name: &str| -> String {
+        name.chars().filter(char::is_ascii_alphanumeric).map(|c| c.to_ascii_lowercase()).collect()
+    };
+    let (of, name) = (plain(&engine.meta.model), plain(&model.name));
+    if model.name != "inline" && !of.is_empty() && !of.contains(&name) {
+        let (of, name) = (&engine.meta.model, &model.name);
+        return Err(("profile", format!("is of the model {of}, and the fleet serves {name}")));
+    }
+    Ok(())
+}
+
+fn check(calibration: &raw::Calibration) -> Result<(), (&'static str, String)> {
+    let mut values = Vec::new();
+    if let Some(PrefillCoefficients { overhead, per_token, per_token_squared }) = calibration.prefill_s {
+        values.extend([
+            ("overhead", overhead),
+            ("per_token", per_token),
+            ("per_token_squared", per_token_squared),
+        ]);
+    }
+    if let Some(DecodeCoefficients { base, per_sequence, per_kv_token }) = calibration.decode_s {
+        values.extend([("base", base), ("per_sequence", per_sequence), ("per_kv_token", per_kv_token)]);
+    }
+    if values.is_empty() {
+        return Err(("calibration", "is empty; give prefill_s, decode_s, or both".into()));
+    }
+    match values.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
+        Some((name, value)) => Err(("calibration", format!("{name} is {value}; it must be 0 or more"))),
+        None => Ok(()),
+    }
+}
+
+/// Coefficients that meet `cost` at prompts of 512, 8192 and 65536 tokens, and at steps of 1 and 64 sequences with
+/// little and much context.
+fn fit(cost: &CostModel) -> Coefficients {
+    let prompt = |tokens: u32| (f64::from(tokens), cost.prefill_s(0, tokens).0);
+    let [(x0, y0), (x1, y1), (x2, y2)] = [512, 8192, 65_536].map(prompt);
+    // Newton's divided differences
+    let (first, second) = ((y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1));
+    let per_token_squared = ((second - first) / (x2 - x0)).max(0.0);
+    let per_token = (first - per_token_squared * (x0 + x1)).max(0.0);
+    let overhead = (y0 - per_token * x0 - per_token_squared * x0 * x0).max(0.0);
+    let step = |batch: u32, context: u64| cost.decode_step_s(batch, u64::from(batch) * context).0;
+    let (one, many, full) = (step(1, 64), step(64, 64), step(64, 8192));
+    let per_kv_token = ((full - many) / (64.0 * (8192.0 - 64.0))).max(0.0);
+    let per_sequence = ((many - one) / 63.0 - 64.0 * per_kv_token).max(0.0);
+    let base = (one - per_sequence - 64.0 * per_kv_token).max(0.0);
+    Coefficients {
+        prefill_s: PrefillCoefficients { overhead, per_token, per_token_squared },
+        decode_s: DecodeCoefficients { base, per_sequence, per_kv_token },
+    }
+}

@@ -1,0 +1,52 @@
+//! What can be wrong with a fleet file.
+
+use mixfleet_hal::catalog::closest_names;
+use std::path::PathBuf;
+
+/// Why a fleet file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum FleetFileError {
+    /// The file cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// It is no TOML, lacks a key, has one too many, or one of another type; the text shows the line.
+    #[error("{0}")]
+    Syntax(String),
+    /// A value is not allowed, or does not go with others.
+    #[error("{place}: {cause}")]
+    Value {
+        /// Table and key.
+        place: String,
+        /// What it is, and what is allowed.
+        cause: String,
+    },
+}
+
+impl FleetFileError {
+    pub(super) fn value(place: impl Into<String>, cause: impl Into<String>) -> Self {
+        FleetFileError::Value { place: place.into(), cause: cause.into() }
+    }
+
+    /// The parser's message, and the known name that a misspelt one is nearest to.
+    pub(super) fn syntax(error: &toml::de::Error) -> Self {
+        let text = error.to_string();
+        let mut names = error.message().split('`').skip(1).step_by(2);
+        let unknown = error.message().starts_with("unknown ").then(|| names.next()).flatten();
+        let nearest = unknown.and_then(|unknown| closest_names(unknown, names).first().copied());
+        FleetFileError::Syntax(match nearest {
+            Some(nearest) => format!("{}; did you mean `{nearest}`?", text.trim_end()),
+            None => text.trim_end().to_owned(),
+        })
+    }
+}
+
+/// `: did you mean a, b?`, or nothing where nothing is like `wanted`.
+pub(super) fn suggestion<'a>(wanted: &str, known: impl IntoIterator<Item = &'a str>) -> String {
+    let closest = closest_names(wanted, known);
+    if closest.is_empty() { String::new() } else { format!("; closest: {}", closest.join(", ")) }
+}

@@ -1,0 +1,125 @@
+//! The fleet file as it is written. What the keys mean stands in docs/fleet-file.md.
+
+use super::{KvPolicy, Role, TbtMetric};
+use mixfleet_scheduler::cost::{DecodeCoefficients, PrefillCoefficients};
+use serde::Deserialize;
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct File {
+    pub(super) version: u32,
+    pub(super) model: Model,
+    #[serde(default)]
+    pub(super) slo: Slo,
+    #[serde(default)]
+    pub(super) kv: Kv,
+    #[serde(default)]
+    pub(super) engine: Engine,
+    pub(super) pool: Vec<Pool>,
+    #[serde(default)]
+    pub(super) link: Vec<Link>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Model {
+    pub(super) name: Option<String>,
+    pub(super) layers: Option<u32>,
+    pub(super) hidden: Option<u32>,
+    pub(super) heads: Option<u32>,
+    pub(super) kv_heads: Option<u32>,
+    pub(super) head_dim: Option<u32>,
+    pub(super) intermediate: Option<u32>,
+    pub(super) vocab: Option<u32>,
+    pub(super) tied_embeddings: Option<bool>,
+    pub(super) dtype: Option<String>,
+    pub(super) kv_dtype: Option<String>,
+    pub(super) kv_bytes_per_token: Option<f64>,
+    pub(super) weight_bytes: Option<f64>,
+}
+
+/// The SLO of FAST'25's evaluation.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Slo {
+    pub(super) ttft_s: f64,
+    pub(super) tbt_s: f64,
+    pub(super) tbt_metric: TbtMetric,
+}
+
+impl Default for Slo {
+    fn default() -> Self {
+        Slo { ttft_s: 30.0, tbt_s: 0.1, tbt_metric: TbtMetric::default() }
+    }
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Kv {
+    pub(super) block_tokens: Option<u32>,
+    #[serde(default)]
+    pub(super) policy: KvPolicy,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Engine {
+    pub(super) max_batched_tokens: Option<u32>,
+    pub(super) max_sequences: Option<u32>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Pool {
+    pub(super) name: String,
+    #[serde(default)]
+    pub(super) role: Role,
+    #[serde(default = "one")]
+    pub(super) count: u32,
+    pub(super) device: Option<String>,
+    pub(super) profile: Option<String>,
+    pub(super) calibration: Option<Calibration>,
+    #[serde(default = "one")]
+    pub(super) devices_per_instance: u32,
+    pub(super) usd_per_hour: Option<f64>,
+    pub(super) cache_tokens: Option<u64>,
+    pub(super) cache_bytes: Option<f64>,
+    pub(super) dram_tokens: Option<u64>,
+    pub(super) dram_bytes: Option<f64>,
+    pub(super) dram_gb_per_s: Option<f64>,
+    pub(super) ssd_tokens: Option<u64>,
+    pub(super) ssd_bytes: Option<f64>,
+    pub(super) ssd_gb_per_s: Option<f64>,
+    pub(super) nic_gb_per_s: Option<f64>,
+    pub(super) max_batched_tokens: Option<u32>,
+    pub(super) max_sequences: Option<u32>,
+}
+
+const fn one() -> u32 {
+    1
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Calibration {
+    pub(super) prefill_s: Option<PrefillCoefficients>,
+    pub(super) decode_s: Option<DecodeCoefficients>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Link {
+    #[serde(default = "everyone")]
+    pub(super) from: String,
+    #[serde(default = "everyone")]
+    pub(super) to: String,
+    pub(super) gb_per_s: Option<f64>,
+    #[serde(default)]
+    pub(super) latency_s: f64,
+    #[serde(default)]
+    pub(super) usd_per_gb: f64,
+}
+
+fn everyone() -> String {
+    "*".into()
+}

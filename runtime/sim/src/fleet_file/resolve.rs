@@ -1,0 +1,237 @@
+//! From the file as written to the fleet as meant.
+
+use super::cost::{Hardware, Source};
+use super::error::suggestion;
+use super::{
+    Engine, FleetFile, FleetFileError, Kv, Link, Model, Pool, ReadProfile, Slo, Tier, VERSION, model, raw,
+};
+use mixfleet_hal::economics::Selection;
+use mixfleet_hal::units::GB;
+use std::path::Path;
+
+/// Share of a device's memory that weights and KV may fill, as serving engines do by default.
+const MEMORY_SHARE: f64 = 0.9;
+/// Tokens of a block in the traces of Mooncake.
+const BLOCK_TOKENS: u32 = 512;
+const MAX_BATCHED_TOKENS: u32 = 8192;
+const MAX_SEQUENCES: u32 = 256;
+/// A network of 100 Gbit/s.
+const NIC_GB_PER_S: f64 = 12.5;
+/// PCIe 4 with 16 lanes, where the device's own link is not known.
+const DRAM_GB_PER_S: f64 = 32.0;
+/// One NVMe disk on PCIe 4.
+const SSD_GB_PER_S: f64 = 5.0;
+
+fn wrong(place: impl Into<String>, cause: impl Into<String>) -> FleetFileError {
+    FleetFileError::value(place, cause)
+}
+
+pub(super) fn file(
+    raw: raw::File,
+    directory: &Path,
+    read_profile: ReadProfile,
+) -> Result<FleetFile, FleetFileError> {
+    if raw.version != VERSION {
+        return Err(wrong("version", format!("is {}; this program reads {VERSION}", raw.version)));
+    }
+    let model = model::resolve(&raw.model)?;
+    let slo = Slo { ttft_s: raw.slo.ttft_s, tbt_s: raw.slo.tbt_s, tbt_metric: raw.slo.tbt_metric };
+    positive("[slo] ttft_s", slo.ttft_s)?;
+    positive("[slo] tbt_s", slo.tbt_s)?;
+    if raw.pool.is_empty() {
+        return Err(wrong("[[pool]]", "there is none; a fleet has at least one"));
+    }
+    let hardware: Vec<Hardware> =
+        raw.pool.iter().map(|pool| Hardware::of(pool, directory, read_profile)).collect::<Result<_, _>>()?;
+    let measured = hardware.iter().find_map(|hardware| match &hardware.source {
+        Source::Engine(engine) => engine.meta.kv_cache.block_size,
+        _ => None,
+    });
+    let block_tokens = raw.kv.block_tokens.or(measured).unwrap_or(BLOCK_TOKENS);
+    at_least_one("[kv] block_tokens", block_tokens)?;
+    let kv = Kv { block_tokens, policy: raw.kv.policy };
+    let mut pools: Vec<Pool> = Vec::new();
+    for (pool, hardware) in raw.pool.iter().zip(&hardware) {
+        let place = format!("pool '{}'", pool.name);
+        if pool.name.is_empty() || pools.iter().any(|other| other.name == pool.name) {
+            return Err(wrong(place, "pools have names, and no two the same"));
+        }
+        pools.push(self::pool(pool, hardware, &raw.engine, &model, kv, &place)?);
+    }
+    let links = raw.link.into_iter().map(|link| self::link(link, &pools)).collect::<Result<_, _>>()?;
+    Ok(FleetFile { model, slo, kv, pools, links })
+}
+
+fn pool(
+    raw: &raw::Pool,
+    hardware: &Hardware,
+    shared: &raw::Engine,
+    model: &Model,
+    kv: Kv,
+    place: &str,
+) -> Result<Pool, FleetFileError> {
+    let key = |key: &str| format!("{place}: {key}");
+    at_least_one(&key("count"), raw.count)?;
+    at_least_one(&key("devices_per_instance"), raw.devices_per_instance)?;
+    let engine = engine(raw, shared, hardware);
+    at_least_one(&key("max_batched_tokens"), engine.max_batched_tokens)?;
+    at_least_one(&key("max_sequences"), engine.max_sequences)?;
+    let (cost, cost_basis) = hardware
+        .cost(raw, model, engine.max_batched_tokens)
+        .map_err(|(name, cause)| wrong(key(name), cause))?;
+    let (usd_per_hour, price_basis) = price(raw, hardware, place)?;
+    let host_link = hardware.part.and_then(|part| part.host_link).map(|link| link.gb_s);
+    let dram_gb_per_s = host_link.unwrap_or(DRAM_GB_PER_S) * f64::from(raw.devices_per_instance);
+    let tier = |name: &str, tokens, bytes, gb_per_s: Option<f64>, usual| {
+        let tokens = tokens_or_bytes(place, name, tokens, bytes, model)?.unwrap_or(0);
+        let gb_per_s = gb_per_s.unwrap_or(usual);
+        positive(&key(&format!("{name}_gb_per_s")), gb_per_s)?;
+        Ok(Tier { tokens, gb_per_s })
+    };
+    let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(NIC_GB_PER_S);
+    positive(&key("nic_gb_per_s"), nic_gb_per_s)?;
+    Ok(Pool {
+        name: raw.name.clone(),
+        role: raw.role,
+        count: raw.count,
+        device: hardware.part.map(|part| part.id.to_owned()),
+        devices_per_instance: raw.devices_per_instance,
+        cost,
+        cost_basis,
+        usd_per_hour,
+        price_basis,
+        cache_tokens: cache_tokens(raw, hardware, model, kv, place)?,
+        dram: tier("dram", raw.dram_tokens, raw.dram_bytes, raw.dram_gb_per_s, dram_gb_per_s)?,
+        ssd: tier("ssd", raw.ssd_tokens, raw.ssd_bytes, raw.ssd_gb_per_s, SSD_GB_PER_S)?,
+        nic_gb_per_s,
+        engine,
+    })
+}
+
+/// The pool's word, else the file's, else what the measured engine ran with.
+fn engine(raw: &raw::Pool, shared: &raw::Engine, hardware: &Hardware) -> Engine {
+    let measured = match &hardware.source {
+        Source::Engine(engine) => Some(&engine.meta.engine_kwargs),
+        _ => None,
+    };
+    let tokens = raw.max_batched_tokens.or(shared.max_batched_tokens);
+    let sequences = raw.max_sequences.or(shared.max_sequences);
+    Engine {
+        max_batched_tokens: tokens
+            .or(measured.and_then(|engine| engine.max_num_batched_tokens))
+            .unwrap_or(MAX_BATCHED_TOKENS),
+        max_sequences: sequences.or(measured.and_then(|engine| engine.max_num_seqs)).unwrap_or(MAX_SEQUENCES),
+    }
+}
+
+/// What an instance has room for beside the weights, unless the file says it.
+fn cache_tokens(
+    raw: &raw::Pool,
+    hardware: &Hardware,
+    model: &Model,
+    kv: Kv,
+    place: &str,
+) -> Result<u64, FleetFileError> {
+    let devices = f64::from(raw.devices_per_instance);
+    let room = hardware.memory().map(|memory| devices * memory.0 * MEMORY_SHARE - model.weights.0);
+    let sizes = |memory_gb: f64| {
+        format!(
+            "{devices} x {memory_gb:.0} GB x {MEMORY_SHARE} for {:.1} GB of weights of {}",
+            model.weights.0 / GB,
+            model.name
+        )
+    };
+    let memory_gb = hardware.memory().map_or(0.0, |memory| memory.0 / GB);
+    if room.is_some_and(|room| room <= 0.0) {
+        let cause = format!("the model does not fit: {}; take more or larger devices", sizes(memory_gb));
+        return Err(wrong(format!("{place}: devices_per_instance"), cause));
+    }
+    let stated = tokens_or_bytes(place, "cache", raw.cache_tokens, raw.cache_bytes, model)?;
+    let measured = match &hardware.source {
+        Source::Engine(engine) => engine.cache_tokens(),
+        _ => None,
+    };
+    // Beyond as many devices as KV heads, each keeps a copy of its head.
+    let copies = model.shape.as_ref().map_or(1.0, |shape| (devices / f64::from(shape.kv_heads)).max(1.0));
+    let counted = room.map(|room| (room / (model.kv_bytes_per_token * copies)) as u64);
+    let tokens = stated.or(measured).or(counted).ok_or_else(|| {
+        wrong(format!("{place}: cache_tokens"), "is missing, and without a device it cannot be counted")
+    })?;
+    if tokens < u64::from(kv.block_tokens) {
+        let of = if stated.is_some() { String::new() } else { format!(" ({})", sizes(memory_gb)) };
+        let cause = format!("{tokens} tokens of KV{of} are less than one block of {}", kv.block_tokens);
+        return Err(wrong(format!("{place}: cache_tokens"), cause));
+    }
+    Ok(tokens)
+}
+
+fn price(raw: &raw::Pool, hardware: &Hardware, place: &str) -> Result<(Option<f64>, String), FleetFileError> {
+    if let Some(usd_per_hour) = raw.usd_per_hour {
+        if !(usd_per_hour.is_finite() && usd_per_hour >= 0.0) {
+            let cause = format!("is {usd_per_hour}; it must be 0 or more");
+            return Err(wrong(format!("{place}: usd_per_hour"), cause));
+        }
+        return Ok((Some(usd_per_hour), "stated".into()));
+    }
+    let devices = f64::from(raw.devices_per_instance);
+    Ok(match hardware.part.and_then(|part| Selection::default().price_or_reference(part.id, &[])) {
+        Some(price) => (Some(price.usd_per_hour.0 * devices), price.basis),
+        None => (None, "no offer known".into()),
+    })
+}
+
+fn tokens_or_bytes(
+    place: &str,
+    name: &str,
+    tokens: Option<u64>,
+    bytes: Option<f64>,
+    model: &Model,
+) -> Result<Option<u64>, FleetFileError> {
+    match (tokens, bytes) {
+        (Some(_), Some(_)) => {
+            Err(wrong(place, format!("has {name}_tokens and {name}_bytes; give one of them")))
+        }
+        (_, Some(bytes)) if !(bytes.is_finite() && bytes >= 0.0) => {
+            Err(wrong(format!("{place}: {name}_bytes"), format!("is {bytes}; it must be 0 or more")))
+        }
+        (tokens, bytes) => Ok(tokens.or(bytes.map(|bytes| (bytes / model.kv_bytes_per_token) as u64))),
+    }
+}
+
+fn link(raw: raw::Link, pools: &[Pool]) -> Result<Link, FleetFileError> {
+    let place = format!("link from '{}' to '{}'", raw.from, raw.to);
+    for pattern in [&raw.from, &raw.to] {
+        if !pools.iter().any(|pool| fits(pattern, &pool.name)) {
+            let near = suggestion(pattern, pools.iter().map(|pool| pool.name.as_str()));
+            return Err(wrong(place, format!("no pool is called '{pattern}'{near}")));
+        }
+    }
+    if let Some(gb_per_s) = raw.gb_per_s {
+        positive(&format!("{place}: gb_per_s"), gb_per_s)?;
+    }
+    for (key, value) in [("latency_s", raw.latency_s), ("usd_per_gb", raw.usd_per_gb)] {
+        if !(value.is_finite() && value >= 0.0) {
+            return Err(wrong(format!("{place}: {key}"), format!("is {value}; it must be 0 or more")));
+        }
+    }
+    let raw::Link { from, to, gb_per_s, latency_s, usd_per_gb } = raw;
+    Ok(Link { from, to, gb_per_s, latency_s, usd_per_gb })
+}
+
+/// Whether `name` fits `pattern`, in which `*` stands for any characters.
+pub(super) fn fits(pattern: &str, name: &str) -> bool {
+    let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
+    let Some(name) = name.strip_prefix(head) else { return false };
+    name.char_indices().map(|(at, _)| at).chain([name.len()]).any(|at| fits(rest, &name[at..]))
+}
+
+fn positive(place: &str, value: f64) -> Result<(), FleetFileError> {
+    if value.is_finite() && value > 0.0 {
+        return Ok(());
+    }
+    Err(wrong(place, format!("is {value}; it must be a positive number")))
+}
+
+fn at_least_one(place: &str, value: u32) -> Result<(), FleetFileError> {
+    if value > 0 { Ok(()) } else { Err(wrong(place, "is 0; it must be at least 1")) }
+}

@@ -1,0 +1,279 @@
+use super::*;
+use mixfleet_hal::DType;
+use mixfleet_hal::units::{BytesPerSecond, FlopPerSecond};
+use mixfleet_scheduler::cost::Prefill;
+use proptest::prelude::*;
+
+const EXAMPLE: &str = r#"
+version = 1
+[model]
+name = "llama-3.1-70b"          # from the catalog; or kv_bytes_per_token, layers, ... inline
+[slo]
+ttft_s = 30.0
+tbt_s = 0.1
+tbt_metric = "longest10"        # mean of a request's longest 10 % of token gaps; or "mean", "p99"
+[kv]
+block_tokens = 512
+[engine]                        # per instance; also settable per pool
+max_batched_tokens = 8192
+max_sequences = 256
+[[pool]]
+name = "prefill"
+role = "prefill"                # prefill | decode | auto (default)
+count = 8
+device = "A100-SXM-80GB"        # catalog id, or profile = "file.json"
+devices_per_instance = 8
+usd_per_hour = 14.0             # for the instance; default: the device's offer times devices
+cache_tokens = 3_000_000
+nic_gb_per_s = 80.0             # per instance, each direction; shared by its transfers
+calibration = { prefill_s = { overhead = 0.08, per_token = 1.19e-4, per_token_squared = 7.467e-10 } }
+[[pool]]
+name = "decode"
+role = "decode"
+count = 8
+device = "A100-SXM-80GB"
+devices_per_instance = 8
+usd_per_hour = 14.0
+nic_gb_per_s = 80.0
+calibration = { decode_s = { base = 0.0262, per_sequence = 0.0, per_kv_token = 3.5e-8 } }
+[[link]]                        # optional: between pools, beyond the NICs
+from = "*"
+to = "*"
+latency_s = 1e-5
+usd_per_gb = 0.0
+"#;
+
+fn no_profile(path: &Path) -> Result<DeviceProfile, String> {
+    Err(format!("cannot read {}", path.display()))
+}
+
+fn parse(text: &str) -> Result<FleetFile, FleetFileError> {
+    FleetFile::parse(text, Path::new(""), &no_profile)
+}
+
+/// The fleet of one pool with these keys.
+fn pool(keys: &str) -> Result<FleetFile, FleetFileError> {
+    parse(&format!("version = 1\n[model]\nname = \"llama-3.1-8b\"\n[[pool]]\nname = \"a\"\n{keys}"))
+}
+
+fn message(result: Result<FleetFile, FleetFileError>) -> String {
+    result.unwrap_err().to_string()
+}
+
+/// The message has each of these words.
+fn says(result: Result<FleetFile, FleetFileError>, words: &[&str]) {
+    let message = message(result);
+    assert!(words.iter().all(|word| message.contains(word)), "{words:?} not all in: {message}");
+}
+
+#[test]
+fn the_example_works_as_it_stands() {
+    let fleet = parse(EXAMPLE).unwrap();
+    assert_eq!(fleet.model.name, "llama-3.1-70b");
+    assert_eq!((fleet.model.layers, fleet.model.kv_bytes_per_token), (80, 327_680.0));
+    assert_eq!(fleet.slo, Slo { ttft_s: 30.0, tbt_s: 0.1, tbt_metric: TbtMetric::Longest10 });
+    assert_eq!(fleet.kv, Kv { block_tokens: 512, policy: KvPolicy::Lru });
+    assert_eq!(fleet.usd_per_hour(), Some(224.0));
+    let [prefill, decode] = &fleet.pools[..] else { panic!("two pools") };
+    assert_eq!((prefill.role, prefill.count, prefill.cache_tokens), (Role::Prefill, 8, 3_000_000));
+    assert_eq!(prefill.engine, Engine { max_batched_tokens: 8192, max_sequences: 256 });
+    // The published fit and 80 ms.
+    assert!((prefill.cost.prefill_s(0, 8000).0 - 1.080).abs() < 1e-3);
+    assert!((decode.cost.decode_step_s(4, 1_000_000).0 - 0.0612).abs() < 1e-9);
+    // 8 x 80 GB x 0.9 less 141 GB of weights.
+    assert!((1_320_000..1_335_000).contains(&decode.cache_tokens), "{}", decode.cache_tokens);
+    assert_eq!(fleet.link("prefill", "decode").unwrap().latency_s, 1e-5);
+}
+
+#[test]
+fn the_missing_half_of_a_calibration_comes_from_the_device() {
+    let fleet = parse(EXAMPLE).unwrap();
+    let [prefill, decode] = &fleet.pools[..] else { panic!("two pools") };
+    assert!(
+        prefill.cost_basis.contains("decode_s fitted to datasheet of A100-SXM-80GB"),
+        "{}",
+        prefill.cost_basis
+    );
+    let bare = parse(
+        &EXAMPLE.lines().filter(|line| !line.starts_with("calibration")).collect::<Vec<_>>().join("\n"),
+    );
+    let device = &bare.unwrap().pools[0].cost;
+    for (batch, mean) in [(1, 1000), (16, 4000), (64, 8000)] {
+        let ratio = prefill.cost.decode_step_s(batch, u64::from(batch) * mean)
+            / device.decode_step_s(batch, u64::from(batch) * mean);
+        assert!((ratio - 1.0).abs() < 0.15, "{batch} at {mean}: {ratio}");
+    }
+    for tokens in [1000, 8000, 60_000] {
+        let ratio = decode.cost.prefill_s(0, tokens) / device.prefill_s(0, tokens);
+        assert!((ratio - 1.0).abs() < 0.15, "{tokens}: {ratio}");
+    }
+    let alone = "calibration = { decode_s = { base = 0.02, per_sequence = 0.0, per_kv_token = 1e-8 } }\ncache_tokens = 9999";
+    says(pool(alone), &["pool 'a': calibration", "lacks prefill_s", "no device or profile"]);
+}
+
+#[test]
+fn unknown_keys_are_told_with_their_place_and_the_nearest_known() {
+    says(
+        parse(&EXAMPLE.replace("max_sequences = 256", "max_sequence = 256")),
+        &["line 13", "max_sequence", "did you mean `max_sequences`?"],
+    );
+    says(parse(&EXAMPLE.replace("count = 8", "cuont = 8")), &["line 17", "did you mean `count`?"]);
+    says(parse(&EXAMPLE.replace("overhead", "overhed")), &["line 23", "did you mean `overhead`?"]);
+    says(parse(&EXAMPLE.replace("[[link]]", "[[lnik]]")), &["did you mean `link`?"]);
+    says(parse(&EXAMPLE.replace("\"longest10\"", "\"longest\"")), &["line 8", "did you mean `longest10`?"]);
+    says(
+        parse(&EXAMPLE.replace("role = \"prefill\"", "role = \"prefil\"")),
+        &["line 16", "did you mean `prefill`?"],
+    );
+    // Nothing is like it: the parser's list alone.
+    let strange = message(parse(&EXAMPLE.replace("[kv]", "[kv]\nzzz = 1")));
+    assert!(strange.contains("zzz") && !strange.contains("did you mean"), "{strange}");
+}
+
+#[test]
+fn bad_values_are_told_with_key_value_and_what_is_allowed() {
+    says(parse(&EXAMPLE.replace("version = 1", "version = 2")), &["version: is 2", "reads 1"]);
+    says(
+        parse(&EXAMPLE.replace("llama-3.1-70b", "llama-3.1-71b")),
+        &["[model] name", "closest: llama-3.1-70b"],
+    );
+    says(parse(&EXAMPLE.replace("tbt_s = 0.1", "tbt_s = 0.0")), &["[slo] tbt_s: is 0", "positive"]);
+    says(
+        parse(&EXAMPLE.replace("block_tokens = 512", "block_tokens = 0")),
+        &["[kv] block_tokens", "at least 1"],
+    );
+    says(
+        parse(&EXAMPLE.replace("count = 8", "count = \"8\"")),
+        &["line 17", "invalid type: string \"8\", expected u32"],
+    );
+    says(
+        parse(&EXAMPLE.replace("name = \"decode\"", "name = \"prefill\"")),
+        &["pool 'prefill'", "no two the same"],
+    );
+    says(
+        parse(&EXAMPLE.replace("A100-SXM-80GB", "A100-SXM-90GB")),
+        &["pool 'prefill': device", "'A100-SXM-90GB'", "A100-SXM-80GB"],
+    );
+    says(
+        parse(&EXAMPLE.replace("base = 0.0262", "base = -1.0")),
+        &["pool 'decode': calibration", "base is -1", "0 or more"],
+    );
+    says(
+        parse(&EXAMPLE.replace("from = \"*\"", "from = \"prefil\"")),
+        &["no pool is called 'prefil'", "prefill"],
+    );
+    says(pool("count = 1"), &["pool 'a': device", "is missing"]);
+    says(pool("device = \"L4\"\nusd_per_hour = -1.0"), &["usd_per_hour: is -1"]);
+    says(pool("device = \"L4\"\ndram_tokens = 5\ndram_bytes = 5e9"), &["pool 'a'", "give one of them"]);
+    says(pool("device = \"L4\"\nnic_gb_per_s = 0.0"), &["nic_gb_per_s: is 0"]);
+    says(pool("device = \"L4\"\ndevices_per_instance = 3"), &["devices_per_instance: 32 heads", "3 devices"]);
+    says(pool("device = \"L4\"\ndevices_per_instance = 16"), &["devices_per_instance: is 16", "up to 8"]);
+    says(pool("profile = \"there.json\""), &["pool 'a': profile", "there.json"]);
+    says(parse("version = 1\npool = []\n[model]\nname = \"phi-4\"\n"), &["[[pool]]", "at least one"]);
+    says(parse("version = "), &["line 1"]);
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_refused_with_the_numbers() {
+    let large = |device: &str, devices: u32| {
+        parse(&format!(
+            "version = 1\n[model]\nname = \"llama-3.1-70b\"\n[[pool]]\nname = \"a\"\ndevice = \"{device}\"\ndevices_per_instance = {devices}"
+        ))
+    };
+    says(large("RTX-4090", 1), &["does not fit", "1 x 24 GB x 0.9", "141.1 GB of weights of llama-3.1-70b"]);
+    assert!(large("l40s", 4).is_ok());
+    says(pool("device = \"L4\"\ncache_tokens = 100"), &["cache_tokens", "100 tokens", "one block of 512"]);
+}
+
+#[test]
+fn a_pool_of_a_device_alone_gets_the_rest_from_the_catalog() {
+    let fleet = pool("device = \"rtx-4090\"\ndram_bytes = 1.31072e9").unwrap();
+    let [a] = &fleet.pools[..] else { panic!("one pool") };
+    assert_eq!((a.device.as_deref(), a.role, a.count), (Some("RTX-4090"), Role::Auto, 1));
+    assert_eq!(a.usd_per_hour, Some(0.38));
+    assert!(a.price_basis.contains("2026-09-25"), "{}", a.price_basis);
+    assert!(a.cost_basis.contains("datasheet of RTX-4090"));
+    assert_eq!((a.dram.tokens, a.ssd.tokens), (10_000, 0));
+    // 24 GB x 0.9 less 16.06 GB, at 131072 bytes.
+    assert!((42_000..43_000).contains(&a.cache_tokens), "{}", a.cache_tokens);
+    // At least the time of the weights.
+    let step = a.cost.decode_step_s(1, 100).0;
+    assert!((0.015..0.022).contains(&step), "{step}");
+    let alone = [Prefill { context: 0, tokens: 512, last: true }];
+    assert!(a.cost.step_s(&alone, 8, 8000) > a.cost.step_s(&alone, 0, 0));
+}
+
+#[test]
+fn a_measured_device_comes_through_the_reader() {
+    let profile = |path: &Path| {
+        assert_eq!(path, Path::new("fleets/own.json"));
+        let compute = vec![(DType::Bf16, FlopPerSecond(1e14))];
+        Ok(DeviceProfile::roof(compute, BytesPerSecond(1e12), Bytes(32e9)))
+    };
+    let text = "version = 1\n[model]\nname = \"qwen3-8b\"\n[[pool]]\nname = \"a\"\nprofile = \"own.json\"\n";
+    let fleet = FleetFile::parse(text, Path::new("fleets"), &profile).unwrap();
+    let pool = &fleet.pools[0];
+    assert_eq!((pool.usd_per_hour, pool.price_basis.as_str()), (None, "no offer known"));
+    assert_eq!(fleet.usd_per_hour(), None);
+    assert!((pool.cost.prefill_s(0, 8192).0 / (2.0 * 7.6e9 * 8192.0 / 1e14) - 1.0).abs() < 0.25);
+    let two = FleetFile::parse(&format!("{text}devices_per_instance = 2\n"), Path::new("fleets"), &profile);
+    says(two, &["pool 'a': device", "how several are linked"]);
+}
+
+#[test]
+fn a_model_may_stand_inline() {
+    let text = |model: &str, pool: &str| {
+        parse(&format!("version = 1\n[model]\n{model}\n[[pool]]\nname = \"a\"\n{pool}"))
+    };
+    let shape =
+        "layers = 32\nhidden = 4096\nheads = 32\nkv_heads = 8\nintermediate = 14336\nvocab = 128256\n";
+    let same = text(shape, "device = \"L40S\"").unwrap();
+    let known = pool("device = \"L40S\"").unwrap();
+    assert_eq!(same.model.kv_bytes_per_token, known.model.kv_bytes_per_token);
+    assert_eq!(same.pools[0].cache_tokens, known.pools[0].cache_tokens);
+    assert_eq!(same.pools[0].cost, known.pools[0].cost);
+    let half = text(&format!("{shape}kv_dtype = \"f8e4m3\""), "device = \"L40S\"").unwrap();
+    assert_eq!(half.model.kv_bytes_per_token * 2.0, known.model.kv_bytes_per_token);
+
+    let few = "layers = 61\nkv_bytes_per_token = 70272.0";
+    let calibrated = "cache_tokens = 100000\ncalibration = { prefill_s = { overhead = 0.0, per_token = 1e-4, \
+                      per_token_squared = 0.0 }, decode_s = { base = 0.02, per_sequence = 0.0, per_kv_token = 0.0 } }";
+    assert_eq!(text(few, calibrated).unwrap().model.shape, None);
+    says(text(few, "device = \"H200-SXM-141GB\""), &["pool 'a': calibration", "shape"]);
+    says(text("layers = 61", "device = \"L40S\""), &["[model] hidden: is missing"]);
+    says(
+        text(&shape.replace("kv_heads = 8", "kv_heads = 5"), "device = \"L40S\""),
+        &["kv_heads: is 5", "32"],
+    );
+    says(text(&format!("{shape}dtype = \"int3\""), "device = \"L40S\""), &["dtype: is 'int3'", "bf16"]);
+    says(text("", "device = \"L40S\""), &["[model] name: is missing"]);
+}
+
+#[test]
+fn the_first_link_that_fits_counts() {
+    let links = "[[link]]\nfrom = \"pre*\"\nto = \"decode\"\ngb_per_s = 3.0\n[[link]]\nlatency_s = 2.0\n";
+    let fleet = parse(&EXAMPLE.replace("[[link]]", &format!("{links}[[link]]"))).unwrap();
+    assert_eq!(fleet.link("prefill", "decode").unwrap().gb_per_s, Some(3.0));
+    assert_eq!(fleet.link("decode", "prefill").unwrap().latency_s, 2.0);
+}
+
+proptest! {
+    #[test]
+    fn stars_fit_whatever_they_stand_for(parts in proptest::collection::vec("[a-c]{0,3}", 1..4), fill in "[a-c]{0,4}") {
+        let (pattern, name) = (parts.join("*"), parts.join(&fill));
+        prop_assert!(resolve::fits(&pattern, &name));
+        prop_assert!(resolve::fits("*", &name));
+        let longer = format!("{name}d");
+        prop_assert!(!resolve::fits(&pattern, &longer) || pattern.ends_with('*'));
+    }
+
+    #[test]
+    fn no_text_makes_the_parser_panic(at in 0usize..1400, text in "[ -~\n]{0,8}") {
+        let mut changed = EXAMPLE.to_owned();
+        let at = (0..=at.min(EXAMPLE.len())).rev().find(|&at| EXAMPLE.is_char_boundary(at)).unwrap_or(0);
+        changed.insert_str(at, &text);
+        if let Err(error) = parse(&changed) {
+            prop_assert!(!error.to_string().is_empty());
+        }
+    }
+}
