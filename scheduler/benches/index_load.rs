@@ -1,0 +1,83 @@
+//! The prefix index under a steady load: rates, lookup times, resident size.
+//!
+//! `cargo bench -p mixfleet-scheduler --bench index_load -- [name=value ...]` with `blocks`, `instances`, `replication`,
+//! `rate` (block operations per second), `turns`, and `holders=scattered`, which gives each block holders of its own
+//! and measures the size alone.
+
+#[allow(dead_code, missing_docs)]
+mod load;
+
+use load::{Chain, Settings, Subject};
+use mixfleet_hal::random::bits;
+use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::kv::{BlockHash, PrefixIndex, Prefixes, Tier};
+
+#[derive(Default)]
+struct Ours {
+    index: PrefixIndex,
+    answer: Prefixes,
+    hashes: Vec<BlockHash>,
+}
+
+impl Subject for Ours {
+    fn store(&mut self, instance: u32, chain: &Chain) {
+        self.hashes.clear();
+        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
+        self.index.store(InstanceId(instance), Tier::Device, &self.hashes);
+    }
+
+    fn evict(&mut self, instance: u32, chain: &Chain, from: usize) {
+        self.hashes.clear();
+        self.hashes.extend(chain.keys.iter().skip(from).rev().map(|&key| BlockHash(key)));
+        self.index.evict(InstanceId(instance), Tier::Device, &self.hashes);
+    }
+
+    fn lookup(&mut self, chain: &Chain) -> usize {
+        self.hashes.clear();
+        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
+        self.index.lookup(&self.hashes, &mut self.answer);
+        self.answer.as_slice().iter().map(|prefix| prefix.total() as usize).max().unwrap_or(0)
+    }
+}
+
+/// Bytes per pair where neighbours in a chain share no holders.
+fn scattered_bytes_per_pair(settings: &Settings) -> Option<f64> {
+    let before = load::resident_bytes()?;
+    let mut index = PrefixIndex::default();
+    for block in 0..settings.blocks as u64 {
+        for instance in load::holders(bits(4, block), settings) {
+            // Every holder's tier is another, too.
+            let tier = Tier::ALL[bits(5, block ^ u64::from(instance) << 40) as usize % 3];
+            index.store(InstanceId(instance), tier, &[BlockHash(bits(6, block))]);
+        }
+    }
+    let pairs = settings.blocks as f64 * f64::from(settings.replication);
+    Some((load::resident_bytes()? - before) / pairs)
+}
+
+#[allow(clippy::print_stdout, reason = "its output is its purpose")]
+fn main() {
+    let mut settings =
+        Settings { blocks: 10_000_000, instances: 64, replication: 1, rate: 2e6, turns: 300_000 };
+    let mut scattered = false;
+    for argument in std::env::args().skip(1).filter(|argument| argument != "--bench") {
+        let (name, value) = argument.split_once('=').unwrap_or((&argument, ""));
+        let number: f64 = value.parse().unwrap_or(f64::NAN);
+        match name {
+            "blocks" => settings.blocks = number as usize,
+            "instances" => settings.instances = number as u32,
+            "replication" => settings.replication = number as u32,
+            "rate" => settings.rate = number,
+            "turns" => settings.turns = number as u64,
+            "holders" if value == "scattered" => scattered = true,
+            _ => panic!(
+                "{argument}: give blocks=, instances=, replication=, rate=, turns= or holders=scattered"
+            ),
+        }
+    }
+    if scattered {
+        println!("bytes per pair, scattered: {:.2?}", scattered_bytes_per_pair(&settings));
+    } else {
+        println!("{:#.3?}", load::measure(&mut Ours::default(), &settings));
+    }
+}
