@@ -4,6 +4,7 @@ use crate::compare::CompareArgs;
 use crate::explain::ExplainArgs;
 use crate::parts::PartsArgs;
 use crate::profile::ProfileArgs;
+use crate::trace::TraceArgs;
 use crate::validate::ValidateArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use mixfleet_hal::DType;
@@ -34,6 +35,8 @@ pub(crate) enum Command {
     Compare(CompareArgs),
     /// List the parts of the catalog
     Parts(PartsArgs),
+    /// Look into a trace of requests, or generate one
+    Trace(TraceArgs),
     /// Serve a model over HTTP with the OpenAI API
     Serve(ServeArgs),
     /// Complete one prompt on standard output

@@ -19,6 +19,7 @@ mod profiles;
 mod serve;
 mod start;
 mod topo;
+mod trace;
 mod validate;
 
 use args::{Cli, Command};
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
         Command::Validate(args) => validate::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Parts(args) => parts::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Serve(args) => serve::run(args),
         Command::Generate(args) => generate::run(args),
     };

@@ -1,0 +1,119 @@
+//! `mixfleet trace`: what is in a trace, and traces that nobody recorded.
+
+mod generate;
+mod stats;
+
+use crate::Usage;
+use anyhow::Result;
+use clap::{Args, Subcommand};
+use indicatif::{ProgressBar, ProgressStyle};
+use mixfleet_hal::units::Seconds;
+use mixfleet_sim::trace::{Progress, ReadOptions, Request, Requests, Trace, TraceError};
+use std::path::Path;
+
+#[derive(Debug, Args)]
+pub(crate) struct TraceArgs {
+    #[command(subcommand)]
+    command: TraceCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum TraceCommand {
+    /// Say what is in a trace: lengths, arrivals, prefix hits by cache size and policy
+    Stats(stats::StatsArgs),
+    /// Make up requests after published statistics, in Mooncake's format
+    Generate(generate::GenerateArgs),
+}
+
+pub(crate) fn run(args: &TraceArgs) -> Result<()> {
+    match &args.command {
+        TraceCommand::Stats(args) => stats::run(args),
+        TraceCommand::Generate(args) => generate::run(args),
+    }
+}
+
+/// How a trace file is played.
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// Arrivals this many times as fast; think times stay
+    #[arg(long, value_name = "F", default_value_t = 1.0, hide_default_value = true, value_parser = positive)]
+    speedup: f64,
+    /// Spread requests of equal arrival over this long [default when given without a value: 3]
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "3", value_parser = positive)]
+    jitter: Option<f64>,
+    /// Stop after this many requests
+    #[arg(long, value_name = "N")]
+    limit: Option<u64>,
+    /// Tokens that an id of Mooncake's format stands for [default: 512]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    block_tokens: Option<u32>,
+    /// Start an agentic session every so often; the format does not say when [default: 60]
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, hide_default_value = true, value_parser = positive)]
+    session_every: f64,
+}
+
+impl ReplayArgs {
+    /// Opens the trace at `path`.
+    pub(crate) fn open(&self, path: &Path) -> Result<Trace, TraceError> {
+        let session_every = Seconds(self.session_every);
+        Trace::open(path, ReadOptions { block_tokens: self.block_tokens, session_every })
+    }
+
+    /// The requests of `trace` as they are to be played, with jitter drawn by `seed`.
+    pub(crate) fn play<'a>(
+        &self,
+        trace: &'a mut Trace,
+        seed: u64,
+    ) -> Box<dyn Iterator<Item = Result<Request, TraceError>> + 'a> {
+        let limited = trace.take(self.limit.map_or(usize::MAX, |limit| limit as usize));
+        match self.jitter {
+            Some(bin) => Box::new(limited.jitter(Seconds(bin), seed).speedup(self.speedup)),
+            None => Box::new(limited.speedup(self.speedup)),
+        }
+    }
+}
+
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|value: &f64| value.is_finite() && *value > 0.0);
+    value.ok_or_else(|| "expected a number above 0".into())
+}
+
+/// A bar over the bytes of a trace file, on standard error if that is a terminal.
+pub(crate) struct FileBar {
+    bar: ProgressBar,
+    progress: Progress,
+    requests: u64,
+}
+
+impl FileBar {
+    pub(crate) fn new(progress: Progress) -> Self {
+        let bar = match progress.total() {
+            Some(total) => {
+                let template = "reading {wide_bar} {bytes}/{total_bytes} {eta}";
+                let style = ProgressStyle::with_template(template).expect("a fixed template");
+                ProgressBar::new(total).with_style(style)
+            }
+            None => ProgressBar::new_spinner(),
+        };
+        FileBar { bar, progress, requests: 0 }
+    }
+
+    /// One request more was read.
+    pub(crate) fn tick(&mut self) {
+        self.requests += 1;
+        if self.requests.is_multiple_of(1024) {
+            self.bar.set_position(self.progress.bytes());
+        }
+    }
+}
+
+impl Drop for FileBar {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// A mistake in numbers that only the program can see.
+fn usage(error: impl std::fmt::Display) -> anyhow::Error {
+    Usage(error.to_string()).into()
+}

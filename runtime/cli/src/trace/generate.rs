@@ -1,0 +1,98 @@
+//! `mixfleet trace generate`
+
+use super::{positive, usage};
+use anyhow::{Context, Result};
+use clap::{Args, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Output, Preset, write_line};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// Kind of load
+    #[arg(long, value_enum, default_value_t = Kind::Conversation)]
+    preset: Kind,
+    /// Requests in all
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    requests: u64,
+    /// Requests per second in the long run [default: conversation 3.4, agentic 1, batch 1]
+    #[arg(long, value_name = "R", value_parser = positive)]
+    rate: Option<f64>,
+    /// How sessions arrive: poisson, or in bursts under a load that drifts
+    #[arg(long, value_enum, default_value_t = Process::Poisson)]
+    arrivals: Process,
+    /// Share of prompt tokens that an infinite cache hits, 0 to 1; sessions get longer or shorter to reach it
+    #[arg(long, value_name = "SHARE")]
+    hit_target: Option<f64>,
+    /// Equal seeds give equal files
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Where to; compressed if the name ends in .zst or .gz [default: standard output]
+    #[arg(long, short, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    /// Chats and questions about documents (Mooncake's conversation trace)
+    Conversation,
+    /// Coding agents: long sessions, long prompts, nearly all of it seen before
+    Agentic,
+    /// Summaries of documents, each on its own
+    Batch,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Process {
+    Poisson,
+    Bursty,
+}
+
+pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
+    let preset = match args.preset {
+        Kind::Conversation => Preset::Conversation,
+        Kind::Agentic => Preset::Agentic,
+        Kind::Batch => Preset::Batch,
+    };
+    let options = GenerateOptions {
+        requests: args.requests,
+        rate: args.rate.unwrap_or(preset.rate()),
+        seed: args.seed,
+        arrivals: match args.arrivals {
+            Process::Poisson => Arrivals::Poisson,
+            Process::Bursty => Arrivals::BURSTY,
+        },
+    };
+    let generator = match args.hit_target {
+        Some(target) => Generator::with_hit_target(preset.model(), options, target),
+        None => Generator::new(preset.model(), options),
+    };
+    let generator = generator.map_err(usage)?;
+    match &args.out {
+        None => write(generator, std::io::stdout().lock(), Path::new(""), args.requests),
+        Some(path) => {
+            let place = || format!("cannot write {}", path.display());
+            let file = std::fs::File::create(path).with_context(place)?;
+            write(generator, file, path, args.requests).with_context(place)
+        }
+    }
+}
+
+fn write(mut generator: Generator, to: impl Write, name: &Path, requests: u64) -> Result<()> {
+    let style = ProgressStyle::with_template("generating {wide_bar} {pos}/{len} {eta}");
+    let bar = ProgressBar::new(requests).with_style(style.expect("a fixed template"));
+    let mut output = Output::new(to, name)?;
+    let (mut line, mut ids) = (Vec::new(), Vec::new());
+    while let Some(request) = generator.advance(&mut ids) {
+        line.clear();
+        write_line(&mut line, &request, &ids);
+        output.write_all(&line)?;
+        if request.id.is_multiple_of(1024) {
+            bar.set_position(request.id);
+        }
+    }
+    output.finish()?;
+    bar.finish_and_clear();
+    Ok(())
+}
