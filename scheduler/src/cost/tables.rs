@@ -12,7 +12,7 @@ const CHUNKS_MAX: u32 = 4096;
 /// knot its value (a kernel's least time), beyond the last one straight on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Grid {
-    axes: Vec<Vec<f64>>,
+    axes: Vec<Axis>,
     /// The last axis runs fastest.
     values: Vec<f64>,
 }
@@ -33,21 +33,22 @@ impl Grid {
         }
         match values.iter().find(|value| !value.is_finite()) {
             Some(value) => Err(format!("a table has the value {value}")),
-            None => Ok(Grid { axes, values }),
+            None => Ok(Grid::checked(axes, values)),
         }
     }
 
     /// For tables made here.
     pub(super) fn checked(axes: Vec<Vec<f64>>, values: Vec<f64>) -> Self {
         debug_assert_eq!(axes.iter().map(Vec::len).product::<usize>(), values.len());
-        Grid { axes, values }
+        Grid { axes: axes.into_iter().map(Axis::from).collect(), values }
     }
 
     /// Tabulates a function of two numbers.
     pub(super) fn of_two(first: &[u32], second: &[u32], time: impl Fn(u32, u32) -> f64) -> Self {
-        let values = first.iter().flat_map(|&a| second.iter().map(move |&b| (a, b))).map(|(a, b)| time(a, b));
+        let pairs = first.iter().flat_map(|&a| second.iter().map(move |&b| (a, b)));
+        let values = pairs.map(|(a, b)| time(a, b)).collect();
         let axis = |knots: &[u32]| knots.iter().map(|&knot| f64::from(knot)).collect();
-        Grid::checked(vec![axis(first), axis(second)], values.collect())
+        Grid::checked(vec![axis(first), axis(second)], values)
     }
 
     /// Number of knots.
@@ -66,12 +67,12 @@ impl Grid {
         let (mut first, mut share, mut stride) = (0, [0.0; D], [0; D]);
         let mut step = 1;
         for d in (0..D).rev() {
-            let axis = self.axes[d].as_slice();
-            let (cell, inside) = cell(axis, point[d]);
+            let axis = &self.axes[d];
+            let (cell, inside) = axis.cell(point[d]);
             first += cell * step;
             share[d] = inside;
-            stride[d] = if axis.len() > 1 { step } else { 0 };
-            step *= axis.len();
+            stride[d] = if axis.knots.len() > 1 { step } else { 0 };
+            step *= axis.knots.len();
         }
         let mut total = 0.0;
         for corner in 0..1usize << D {
@@ -90,13 +91,55 @@ impl Grid {
     }
 }
 
-/// The cell of `axis` that `at` lies in, and where in it: 0 to 1, more beyond the last knot.
-fn cell(axis: &[f64], at: f64) -> (usize, f64) {
-    if axis.len() < 2 {
-        return (0, 0.0);
+/// Ascending knots, found by the leading bits of a number.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(from = "Vec<f64>", into = "Vec<f64>")]
+struct Axis {
+    knots: Vec<f64>,
+    /// For each bucket the cell that its least number lies in.
+    starts: Vec<u32>,
+}
+
+/// A bucket is 1/16 of an octave: exponent and four bits of fraction, from 1 on.
+const BUCKET_BITS: u32 = 48;
+
+fn bucket(at: f64) -> usize {
+    ((at.max(1.0).to_bits() >> BUCKET_BITS) - (1f64.to_bits() >> BUCKET_BITS)) as usize
+}
+
+impl From<Vec<f64>> for Axis {
+    fn from(knots: Vec<f64>) -> Self {
+        let buckets = bucket(knots.last().copied().unwrap_or(1.0)) as u64 + 1;
+        let least = |index: u64| {
+            f64::from_bits((1f64.to_bits() >> BUCKET_BITS << BUCKET_BITS) + (index << BUCKET_BITS))
+        };
+        let cells = knots.len().saturating_sub(2);
+        let cell = |at: f64| knots.partition_point(|knot| *knot <= at).saturating_sub(1).min(cells) as u32;
+        // Numbers below 1 are in the first bucket too.
+        let starts = (0..buckets).map(|index| if index == 0 { 0 } else { cell(least(index)) }).collect();
+        Axis { knots, starts }
     }
-    let low = axis[1..axis.len() - 1].partition_point(|knot| *knot <= at);
-    (low, ((at - axis[low]) / (axis[low + 1] - axis[low])).max(0.0))
+}
+
+impl From<Axis> for Vec<f64> {
+    fn from(axis: Axis) -> Self {
+        axis.knots
+    }
+}
+
+impl Axis {
+    /// The cell that `at` lies in, and where in it: 0 to 1, more beyond the last knot.
+    fn cell(&self, at: f64) -> (usize, f64) {
+        let knots = self.knots.as_slice();
+        if knots.len() < 2 {
+            return (0, 0.0);
+        }
+        let mut low = self.starts[bucket(at).min(self.starts.len() - 1)] as usize;
+        while low + 2 < knots.len() && knots[low + 1] <= at {
+            low += 1;
+        }
+        (low, ((at - knots[low]) / (knots[low + 1] - knots[low])).max(0.0))
+    }
 }
 
 /// What a step is made of, each part as a table of seconds.
@@ -134,7 +177,7 @@ impl StepTables {
         let mut tables =
             StepTables { overhead_s, dense, head, prefill, decode, mixed, chunk_tokens, prompt: vec![0.0] };
         let mut total = 0.0;
-        let contexts = tables.prefill.axes[1].last().copied().unwrap_or(0.0);
+        let contexts = tables.prefill.axes[1].knots.last().copied().unwrap_or(0.0);
         let chunks = (contexts / f64::from(chunk_tokens)).ceil() as u32 + 1;
         for chunk in 0..chunks.min(CHUNKS_MAX) {
             let context = f64::from(chunk) * f64::from(chunk_tokens);

@@ -211,6 +211,20 @@ proptest! {
     }
 
     #[test]
+    fn a_line_over_any_knots_is_a_line(
+        mut knots in proptest::collection::vec(0.0f64..5000.0, 2..60), at in proptest::collection::vec(0.0f64..20_000.0, 20)
+    ) {
+        knots.sort_by(f64::total_cmp);
+        knots.dedup();
+        let grid = Grid::new(vec![knots.clone()], knots.iter().map(|knot| 3.0 * knot + 1.0).collect());
+        let grid: Grid = serde_json::from_str(&serde_json::to_string(&grid.unwrap()).unwrap()).unwrap();
+        for at in at {
+            let want = 3.0 * at.max(knots[0]) + 1.0;
+            prop_assert!((grid.at([at]) / want - 1.0).abs() < 1e-9, "{} at {}", grid.at([at]), at);
+        }
+    }
+
+    #[test]
     fn a_grid_meets_its_knots(values in proptest::collection::vec(0.0f64..1e3, 24)) {
         let axes = vec![vec![1.0, 2.0], vec![0.0, 16.0, 32.0], vec![1.0, 4.0], vec![5.0, 6.0]];
         let grid = Grid::new(axes.clone(), values.clone()).unwrap();
