@@ -1,5 +1,6 @@
 //! The time of an all-reduce among the devices of one server, which tensor parallelism pays twice per layer.
 
+use super::ModelShape;
 use mixfleet_hal::catalog::Part;
 use mixfleet_hal::units::{Bytes, Seconds};
 use serde::{Deserialize, Serialize};
@@ -109,6 +110,14 @@ impl AllReduce {
             _ => (Fabric::Pcie4, Fabric::Pcie4.gb_per_s()),
         };
         Some(AllReduce { fabric, devices, slowdown: fabric.gb_per_s() / gb_per_s })
+    }
+
+    /// What a step of `rows` pays: the partial sums of all rows after attention and after the MLP of each
+    /// layer. Sums of 8-bit products travel in 16 bits.
+    pub fn of_step(&self, shape: &ModelShape, rows: u32) -> Seconds {
+        let elements = u64::from(rows) * u64::from(shape.hidden);
+        let bytes = elements * shape.activation.size_bytes().max(2);
+        self.time(Bytes(bytes as f64)) * (2.0 * f64::from(shape.layers()))
     }
 
     /// Time to sum `bytes` over all devices: between the measured sizes by logarithms, beyond them at the

@@ -4,7 +4,7 @@ use super::tables::{Grid, StepTables};
 use super::{AllReduce, ModelShape, OpCounts, Prefill, knots};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::{DeviceProfile, Predictor};
-use mixfleet_hal::units::{Bytes, Seconds};
+use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
 /// A model on a profiled device, or cut over several.
@@ -42,12 +42,8 @@ impl ProfileCost {
         self.all_reduce.map_or_else(|| self.shape.clone(), |all_reduce| self.shape.split(all_reduce.devices))
     }
 
-    /// After attention and after the MLP of each layer, the partial sums of all rows.
     fn all_reduces(&self, rows: u32) -> Seconds {
-        let elements = u64::from(rows) * u64::from(self.shape.hidden);
-        let bytes = Bytes((elements * self.shape.activation.size_bytes()) as f64);
-        let count = 2.0 * f64::from(self.shape.layers());
-        self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.time(bytes) * count)
+        self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.of_step(&self.shape, rows))
     }
 
     /// The same as tables: see [`super::CostModel::compiled`].

@@ -2,6 +2,7 @@
 
 use super::engine_profile::EngineProfile;
 use super::error::suggestion;
+use super::model::INLINE;
 use super::{FleetFileError, Model, ReadProfile, raw};
 use mixfleet_hal::DType;
 use mixfleet_hal::catalog::{self, Part};
@@ -13,6 +14,9 @@ use mixfleet_scheduler::cost::{
 };
 use std::path::Path;
 use std::sync::Arc;
+
+/// The key that is wrong, and why.
+pub(super) type Refusal = (&'static str, String);
 
 /// What is known of a pool's devices.
 pub(super) struct Hardware {
@@ -78,13 +82,13 @@ impl Hardware {
     /// What steps take, and where that comes from.
     ///
     /// # Errors
-    /// Key and cause.
+    /// [`Refusal`].
     pub(super) fn cost(
         &self,
         pool: &raw::Pool,
         model: &Model,
         chunk_tokens: u32,
-    ) -> Result<(CostModel, String), (&'static str, String)> {
+    ) -> Result<(CostModel, String), Refusal> {
         let Some(calibration) = pool.calibration else {
             return self.predicted(pool.devices_per_instance, model, chunk_tokens);
         };
@@ -113,30 +117,13 @@ impl Hardware {
         devices: u32,
         model: &Model,
         chunk_tokens: u32,
-    ) -> Result<(CostModel, String), (&'static str, String)> {
+    ) -> Result<(CostModel, String), Refusal> {
         let all_reduce = self.all_reduce(devices)?;
         match &self.source {
-            Source::Engine(engine) => {
-                check_engine(engine, devices, model)?;
-                let bytes = |rows: u32| {
-                    let shape = model.shape.as_ref();
-                    let hidden =
-                        shape.map_or(0, |shape| u64::from(shape.hidden) * shape.activation.size_bytes());
-                    Bytes((u64::from(rows) * hidden) as f64)
-                };
-                let sums = 2.0 * f64::from(model.layers);
-                let more_s = |rows| all_reduce.map_or(0.0, |each| each.time(bytes(rows)).0 * sums);
-                let tables =
-                    engine.tables(model.layers, chunk_tokens, more_s).map_err(|cause| ("profile", cause))?;
-                Ok((CostModel::Tables(Arc::new(tables)), "profile of a serving engine".into()))
-            }
+            Source::Engine(engine) => of_engine(engine, devices, model, chunk_tokens, all_reduce),
             Source::Device { profile, basis } => {
-                let shape = model.shape.as_ref().ok_or_else(|| {
-                    (
-                        "calibration",
-                        "is missing; without the model's shape there is nothing to predict from".into(),
-                    )
-                })?;
+                let cause = "is missing; without the model's shape there is nothing to predict from";
+                let shape = model.shape.as_ref().ok_or_else(|| ("calibration", cause.to_owned()))?;
                 shape.check_split(devices).map_err(|cause| ("devices_per_instance", cause))?;
                 let cost = ProfileCost {
                     shape: on(shape, profile),
@@ -150,7 +137,7 @@ impl Hardware {
         }
     }
 
-    fn all_reduce(&self, devices: u32) -> Result<Option<AllReduce>, (&'static str, String)> {
+    fn all_reduce(&self, devices: u32) -> Result<Option<AllReduce>, Refusal> {
         if devices == 1 {
             return Ok(None);
         }
@@ -200,26 +187,35 @@ fn on(shape: &ModelShape, profile: &DeviceProfile) -> ModelShape {
 }
 
 /// An engine's tables hold for one model on so many devices.
-fn check_engine(engine: &EngineProfile, devices: u32, model: &Model) -> Result<(), (&'static str, String)> {
+fn of_engine(
+    engine: &EngineProfile,
+    devices: u32,
+    model: &Model,
+    chunk_tokens: u32,
+    all_reduce: Option<AllReduce>,
+) -> Result<(CostModel, String), Refusal> {
+    let key = "devices_per_instance";
     let measured = engine.meta.engine_kwargs.tensor_parallel_size.unwrap_or(1);
     if measured != devices {
-        return Err((
-            "devices_per_instance",
-            format!("is {devices}, and the profile was measured with {measured}"),
-        ));
+        return Err((key, format!("is {devices}, and the profile was measured with {measured}")));
     }
     let plain = |name: &str| -> String {
         name.chars().filter(char::is_ascii_alphanumeric).map(|c| c.to_ascii_lowercase()).collect()
     };
-    let (of, name) = (plain(&engine.meta.model), plain(&model.name));
-    if model.name != "inline" && !of.is_empty() && !of.contains(&name) {
-        let (of, name) = (&engine.meta.model, &model.name);
+    let (of, name) = (&engine.meta.model, &model.name);
+    if name != INLINE && !of.is_empty() && !plain(of).contains(&plain(name)) {
         return Err(("profile", format!("is of the model {of}, and the fleet serves {name}")));
     }
-    Ok(())
+    if all_reduce.is_some() && model.shape.is_none() {
+        return Err((key, format!("is {devices}; without the model's shape its cost is not known")));
+    }
+    let sums = all_reduce.zip(model.shape.as_ref());
+    let more_s = |rows| sums.map_or(0.0, |(all_reduce, shape)| all_reduce.of_step(shape, rows).0);
+    let tables = engine.tables(model.layers, chunk_tokens, more_s).map_err(|cause| ("profile", cause))?;
+    Ok((CostModel::Tables(Arc::new(tables)), "profile of a serving engine".into()))
 }
 
-fn check(calibration: &raw::Calibration) -> Result<(), (&'static str, String)> {
+fn check(calibration: &raw::Calibration) -> Result<(), Refusal> {
     let mut values = Vec::new();
     if let Some(PrefillCoefficients { overhead, per_token, per_token_squared }) = calibration.prefill_s {
         values.extend([

@@ -9,6 +9,9 @@ use mixfleet_scheduler::models;
 /// Tokens in a page of an engine's KV; it changes what a page table costs, and little else.
 const PAGE_TOKENS: u32 = 16;
 
+/// What a model without a name is called.
+pub(super) const INLINE: &str = "inline";
+
 fn wrong(key: &str, cause: impl Into<String>) -> FleetFileError {
     FleetFileError::value(format!("[model] {key}"), cause)
 }
@@ -43,7 +46,7 @@ pub(super) fn resolve(raw: &raw::Model) -> Result<Model, FleetFileError> {
             shape: Some(shape),
         });
     }
-    let name = name.unwrap_or_else(|| "inline".into());
+    let name = name.unwrap_or_else(|| INLINE.into());
     if let (["layers"], Some(kv_bytes_per_token)) = (&given[..], kv_bytes_per_token) {
         let (layers, weights) = (raw.layers.unwrap_or(1), weight_bytes.unwrap_or(Bytes::ZERO));
         return Ok(Model { name, layers, kv_bytes_per_token, weights, shape: None });
