@@ -6,8 +6,8 @@
 //! of the old one is swept out piece by piece with later changes.
 
 use super::BlockHash;
+use super::blocks::{Blocks, Near};
 use super::sets::{EMPTY, Edit, Member, Sets};
-use super::table::Table;
 use crate::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
@@ -113,9 +113,6 @@ impl Prefixes {
     }
 }
 
-/// Bits of the number of segments: at 10 M blocks one has 2,400, and rebuilding it takes microseconds.
-const SEGMENT_BITS: u32 = 12;
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holder {
     Counts(InstanceId),
@@ -140,9 +137,9 @@ struct Known {
 /// Changes that cannot get lost on their way go through [`store`](Self::store), [`evict`](Self::evict) and
 /// [`clear`](Self::clear); numbered ones, counted from 0 by each instance, through [`apply`](Self::apply) and
 /// [`resync`](Self::resync). An instance uses one of the two.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub struct PrefixIndex {
-    blocks: Table,
+    blocks: Blocks,
     sets: Sets,
     holders: Vec<Holder>,
     holders_free: Vec<u32>,
@@ -150,25 +147,12 @@ pub struct PrefixIndex {
     sweep: Sweep,
 }
 
-/// One pass over the segments at a time, for those who were gone when it began.
+/// One pass over all blocks at a time, for those who were gone when it began.
 #[derive(Clone, Default)]
 struct Sweep {
-    segment: usize,
+    piece: usize,
     now: Vec<u32>,
     later: Vec<u32>,
-}
-
-impl Default for PrefixIndex {
-    fn default() -> Self {
-        PrefixIndex {
-            blocks: Table::new(SEGMENT_BITS),
-            sets: Sets::default(),
-            holders: Vec::new(),
-            holders_free: Vec::new(),
-            instances: BTreeMap::new(),
-            sweep: Sweep::default(),
-        }
-    }
 }
 
 impl std::fmt::Debug for PrefixIndex {
@@ -343,24 +327,26 @@ impl PrefixIndex {
 
     fn edit(&mut self, hashes: &[BlockHash], edit: Edit) {
         self.sets.start_edit();
+        let mut near = Near::NOTHING;
         for &hash in hashes {
-            self.blocks.update(hash, |set| self.sets.move_block(set, edit));
+            near = self.blocks.update(hash, near, |set| self.sets.move_block(set, edit));
         }
     }
 
-    /// Rids one segment of those who are gone, where there are any.
+    /// Rids one piece of the blocks of those who are gone, where there are any.
     fn sweep_some(&mut self) {
         if self.sweep.now.is_empty() {
             return;
         }
-        let holders = &self.holders;
-        let gone = |holder: u32| holders[holder as usize] == Holder::Gone;
-        let sets = &mut self.sets;
-        sets.start_edit();
-        self.blocks.retain(self.sweep.segment, |set| sets.move_block(set, Edit::Purge(&gone)));
-        self.sweep.segment += 1;
-        if self.sweep.segment == self.blocks.segments() {
-            self.sweep.segment = 0;
+        if self.sweep.piece < self.blocks.pieces() {
+            let holders = &self.holders;
+            let gone = |holder: u32| holders[holder as usize] == Holder::Gone;
+            let sets = &mut self.sets;
+            sets.start_edit();
+            self.blocks.update_piece(self.sweep.piece, |set| sets.move_block(set, Edit::Purge(&gone)));
+            self.sweep.piece += 1;
+        } else {
+            self.sweep.piece = 0;
             self.holders_free.append(&mut self.sweep.now);
             std::mem::swap(&mut self.sweep.now, &mut self.sweep.later);
         }

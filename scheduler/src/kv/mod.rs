@@ -1,5 +1,6 @@
 //! What identifies a piece of KV cache, who holds it, and what goes when room is needed.
 
+mod blocks;
 pub mod cache;
 pub mod hash;
 pub mod index;

@@ -1,6 +1,6 @@
 //! Sets of holders, each stored once: blocks that were stored together are held by the same instances.
 
-use super::table::Table;
+use super::table::{Table, spread};
 use super::{BlockHash, Tier};
 
 /// Edits of sets that are remembered while a change is carried out.
@@ -62,8 +62,7 @@ pub(super) enum Edit<'a> {
 pub(super) struct Sets {
     sets: Vec<Set>,
     free: u32,
-    /// From the sum of the members' hashes to the set. Of two sets with one sum the second is not found again, which
-    /// costs memory and nothing else.
+    /// Sets by the hash of their members.
     known: Table,
     /// (set, set after the edit) at the set's number: neighbours in a chain mostly change alike. A pair holds until
     /// the latter has no blocks any more.
@@ -173,11 +172,8 @@ impl Sets {
         if members.is_empty() {
             return EMPTY;
         }
-        let sum = sum(members);
-        let known = self.known.get(sum);
-        if let Some(set) = known
-            && self.members(set) == members
-        {
+        let hash = hash(members);
+        if let Some(set) = self.known.get(hash, |set| self.members(set) == members) {
             return set;
         }
         let new = Set { blocks: 0, members: Members::new(members) };
@@ -195,9 +191,7 @@ impl Sets {
             self.start_edit();
             set
         };
-        if known.is_none() {
-            self.known.update(sum, |_| set);
-        }
+        self.known.insert(hash, set);
         set
     }
 
@@ -208,18 +202,13 @@ impl Sets {
         }
         self.sets[set as usize].blocks -= 1;
         if self.sets[set as usize].blocks == 0 {
-            let sum = sum(self.members(set));
-            self.known.update(sum, |known| if known == set { 0 } else { known });
+            self.known.remove(hash(self.members(set)), set);
             self.sets[set as usize].members = Members::new(&[Member(self.free)]);
             self.free = set;
         }
     }
 }
 
-/// Members are few bits; spread by SplitMix64's increment and folded, their sum tells sets apart.
-fn sum(members: &[Member]) -> BlockHash {
-    BlockHash(members.iter().fold(0, |sum: u64, member| {
-        let spread = (u64::from(member.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        sum.wrapping_add((spread ^ spread >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9))
-    }))
+fn hash(members: &[Member]) -> u64 {
+    members.iter().fold(0, |hash, member| spread(BlockHash(hash ^ u64::from(member.0))))
 }

@@ -1,0 +1,304 @@
+//! The blocks that anyone holds, each with the set of its holders, so laid out that a chain's blocks lie side by side.
+//!
+//! A lookup tries the places beside the block before, and asks the table only where the chain goes on elsewhere:
+//! two misses of the processor's cache for each such place, and one for five blocks in a row. To keep chains together, new
+//! blocks fill a chunk in the order of its places, and a chunk is filled again only when an eighth of it is free.
+
+use super::BlockHash;
+use super::sets::EMPTY;
+use super::table::{Table, spread};
+
+/// Bits of the number of table segments: at 10 M blocks one has 2,400, and rebuilding it takes microseconds.
+const SEGMENT_BITS: u32 = 12;
+/// Places of a chunk. 384 KiB: allocators ask the system for as much separately, so that chunks, which stay, and
+/// table segments, which come and go, do not fragment each other's memory.
+const CHUNK: usize = 1 << 15;
+/// Places of a piece, which [`Blocks::update_piece`] does in microseconds.
+const PIECE: usize = 1 << 10;
+/// Free places that make it worth to fill a chunk again.
+const CHUNK_FREE: u32 = CHUNK as u32 / 8;
+/// Blocks that are looked up in the table together, so that their cache misses overlap.
+const AHEAD: usize = 8;
+/// Places after a block that are searched for the next.
+const BESIDE: usize = 3;
+
+/// No place.
+const NONE: u32 = u32::MAX;
+
+/// A block: its key's high and low half (8-byte alignment would make it 16 bytes) and its set; EMPTY: the place is free.
+type Block = [u32; 3];
+
+fn key(&[high, low, _]: &Block) -> BlockHash {
+    BlockHash(u64::from(high) << 32 | u64::from(low))
+}
+
+fn set(&[_, _, set]: &Block) -> u32 {
+    set
+}
+
+fn is(block: &Block, searched: BlockHash) -> bool {
+    key(block) == searched && set(block) != EMPTY
+}
+
+#[derive(Clone)]
+struct Chunk {
+    blocks: Box<[Block]>,
+    free: u32,
+    /// Among those to be filled again.
+    waits: bool,
+}
+
+/// Blocks and their sets, by key.
+#[derive(Clone)]
+pub(super) struct Blocks {
+    /// Keys to places + 1.
+    table: Table,
+    chunks: Vec<Chunk>,
+    /// The place from which on the next free one is searched, within its chunk.
+    fill: u32,
+    refill: Vec<u32>,
+}
+
+/// Where the block before was: a hint, of no consequence for the result.
+#[derive(Clone, Copy)]
+pub(super) struct Near(u32);
+
+impl Near {
+    /// No block came before.
+    pub(super) const NOTHING: Near = Near(NONE);
+}
+
+impl Default for Blocks {
+    fn default() -> Self {
+        Blocks { table: Table::new(SEGMENT_BITS), chunks: Vec::new(), fill: 0, refill: Vec::new() }
+    }
+}
+
+impl Blocks {
+    /// Blocks that have a set.
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Pieces, for [`Blocks::update_piece`].
+    pub(super) fn pieces(&self) -> usize {
+        self.chunks.len() * (CHUNK / PIECE)
+    }
+
+    fn at(&self, place: u32) -> Block {
+        self.chunks[place as usize / CHUNK].blocks[place as usize % CHUNK]
+    }
+
+    fn has(&self, place: u32, key: BlockHash) -> bool {
+        is(&self.at(place), key)
+    }
+
+    /// Where `key` is, if it is beside `near`: behind it in a chain, or before it when a chain is taken from its end.
+    fn beside(&self, near: u32, key: BlockHash) -> Option<u32> {
+        let chunk = &self.chunks.get(near as usize / CHUNK)?.blocks[..];
+        let at = near as usize % CHUNK;
+        let after = &chunk[at + 1..CHUNK.min(at + 1 + BESIDE)];
+        if let Some(step) = after.iter().position(|block| is(block, key)) {
+            return Some(near + 1 + step as u32);
+        }
+        (at > 0 && is(&chunk[at - 1], key)).then(|| near - 1)
+    }
+
+    fn find(&self, key: BlockHash) -> Option<u32> {
+        self.table.get(spread(key), |place| self.has(place - 1, key)).map(|place| place - 1)
+    }
+
+    /// Calls `visit` with the set of each of `keys` in turn, until it returns false or a key is absent.
+    pub(super) fn walk(&self, keys: &[BlockHash], mut visit: impl FnMut(u32) -> bool) {
+        let (mut near, mut strays, mut touched) = (NONE, 0, 0);
+        for (i, &key) in keys.iter().enumerate() {
+            let place = self.beside(near, key).or_else(|| {
+                strays += 1;
+                // A chain that was not stored in one piece: that goes on.
+                if strays > 2 && i >= touched {
+                    touched = keys.len().min(i + AHEAD);
+                    self.touch(&keys[i..touched]);
+                }
+                self.find(key)
+            });
+            let Some(place) = place else { return };
+            if !visit(set(&self.at(place))) {
+                return;
+            }
+            near = place;
+        }
+    }
+
+    /// Reads what searches for `keys` are going to read, without waiting for one before the next.
+    fn touch(&self, keys: &[BlockHash]) {
+        let first = keys.iter().fold(0, |sum, &key| sum ^ self.table.touch(spread(key)));
+        // Keeps the reads, whose only purpose is to have their misses overlap.
+        std::hint::black_box(first);
+    }
+
+    /// Gives `key` the set that `change` makes of the one it has; EMPTY stands for absence on both sides. Returns a hint
+    /// for the key after it.
+    pub(super) fn update(&mut self, key: BlockHash, near: Near, change: impl FnOnce(u32) -> u32) -> Near {
+        let place = self.beside(near.0, key).or_else(|| self.find(key));
+        match place {
+            Some(place) => {
+                let set = change(set(&self.at(place)));
+                self.set_at(place, set);
+                Near(place)
+            }
+            None => {
+                let set = change(EMPTY);
+                if set == EMPTY { near } else { Near(self.insert(key, set)) }
+            }
+        }
+    }
+
+    /// Gives each block in one piece the set that `change` makes of the one it has.
+    pub(super) fn update_piece(&mut self, piece: usize, mut change: impl FnMut(u32) -> u32) {
+        for place in piece * PIECE..(piece + 1) * PIECE {
+            let place = place as u32;
+            let set = set(&self.at(place));
+            if set != EMPTY {
+                let set = change(set);
+                self.set_at(place, set);
+            }
+        }
+    }
+
+    fn set_at(&mut self, place: u32, set: u32) {
+        let number = place as usize / CHUNK;
+        let chunk = &mut self.chunks[number];
+        let block = &mut chunk.blocks[place as usize % CHUNK];
+        block[2] = set;
+        if set == EMPTY {
+            let hash = spread(key(block));
+            chunk.free += 1;
+            if chunk.free >= CHUNK_FREE && !chunk.waits && number != self.fill as usize / CHUNK {
+                chunk.waits = true;
+                self.refill.push(number as u32);
+            }
+            self.table.remove(hash, place + 1);
+        }
+    }
+
+    fn insert(&mut self, key: BlockHash, set: u32) -> u32 {
+        let place = self.next_free();
+        let chunk = &mut self.chunks[place as usize / CHUNK];
+        chunk.free -= 1;
+        chunk.blocks[place as usize % CHUNK] = [(key.0 >> 32) as u32, key.0 as u32, set];
+        self.table.insert(spread(key), place + 1);
+        self.fill = place;
+        place
+    }
+
+    /// The first free place from `fill` on in its chunk, or the first one of another chunk.
+    fn next_free(&mut self) -> u32 {
+        let mut from = self.fill as usize % CHUNK;
+        let mut number = self.fill as usize / CHUNK;
+        loop {
+            let free = self.chunks.get(number).filter(|chunk| chunk.free > 0);
+            let step =
+                free.and_then(|chunk| chunk.blocks[from..].iter().position(|block| set(block) == EMPTY));
+            if let Some(step) = step {
+                return (number * CHUNK + from + step) as u32;
+            }
+            from = 0;
+            let left = number;
+            number = match self.refill.pop() {
+                Some(again) => {
+                    self.chunks[again as usize].waits = false;
+                    again as usize
+                }
+                None => {
+                    let blocks = vec![[0; 3]; CHUNK].into();
+                    self.chunks.push(Chunk { blocks, free: CHUNK as u32, waits: false });
+                    self.chunks.len() - 1
+                }
+            };
+            self.fill = (number * CHUNK) as u32;
+            // What was freed behind the place where it was filled.
+            if let Some(chunk) = self.chunks.get_mut(left)
+                && chunk.free >= CHUNK_FREE
+                && !chunk.waits
+                && left != number
+            {
+                chunk.waits = true;
+                self.refill.push(left as u32);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use proptest::test_runner::RngSeed;
+    use std::collections::BTreeMap;
+
+    proptest! {
+        #![proptest_config(ProptestConfig {
+            cases: 8, failure_persistence: None, rng_seed: RngSeed::Fixed(1), ..ProptestConfig::default()
+        })]
+
+        #[test]
+        fn they_agree_with_a_map(
+            // Runs of 80,000 keys: several chunks, filled and freed in all orders.
+            writes in proptest::collection::vec((0u64..80_000, 1u64..9_000, any::<bool>(), 0u32..3), 0..60),
+            purged in 1u32..3,
+        ) {
+            let mut blocks = Blocks::default();
+            let mut map = BTreeMap::new();
+            for &(from, len, backward, set) in &writes {
+                let mut keys: Vec<u64> = (from..from + len).collect();
+                if backward {
+                    keys.reverse();
+                }
+                let mut near = Near::NOTHING;
+                for &key in &keys {
+                    let mut before = None;
+                    near = blocks.update(BlockHash(key), near, |old| { before = Some(old); set });
+                    prop_assert_eq!(before, Some(map.get(&key).copied().unwrap_or(EMPTY)));
+                    if set == EMPTY { map.remove(&key); } else { map.insert(key, set); }
+                }
+                prop_assert_eq!(blocks.len(), map.len());
+            }
+            let walk = |blocks: &Blocks, from: u64| {
+                let keys: Vec<BlockHash> = (from..90_000).map(BlockHash).collect();
+                let mut sets = Vec::new();
+                blocks.walk(&keys, |set| { sets.push(set); true });
+                sets
+            };
+            for from in (0..90_000).step_by(2_797) {
+                let naive: Vec<u32> = (from..90_000).map_while(|key| map.get(&key).copied()).collect();
+                prop_assert_eq!(walk(&blocks, from), naive);
+            }
+            for piece in 0..blocks.pieces() {
+                blocks.update_piece(piece, |set| if set == purged { EMPTY } else { set });
+            }
+            map.retain(|_, set| *set != purged);
+            prop_assert_eq!(blocks.len(), map.len());
+            let free: u32 = blocks.chunks.iter().map(|chunk| chunk.free).sum();
+            prop_assert_eq!(blocks.chunks.len() * CHUNK - free as usize, map.len());
+        }
+    }
+
+    #[test]
+    fn places_are_used_again() {
+        let mut blocks = Blocks::default();
+        let store = |blocks: &mut Blocks, keys: std::ops::Range<u64>, set: u32| {
+            let mut near = Near::NOTHING;
+            for key in keys {
+                near = blocks.update(BlockHash(key), near, |_| set);
+            }
+        };
+        for round in 0..40u64 {
+            store(&mut blocks, round * 10_000..round * 10_000 + 10_000, 1);
+            if round >= 10 {
+                store(&mut blocks, (round - 10) * 10_000..(round - 10) * 10_000 + 10_000, EMPTY);
+            }
+        }
+        assert_eq!(blocks.len(), 100_000);
+        assert!(blocks.chunks.len() * CHUNK < 100_000 * 8 / 7 + 2 * CHUNK, "{} chunks", blocks.chunks.len());
+    }
+}
