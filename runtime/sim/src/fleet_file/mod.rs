@@ -13,6 +13,8 @@ pub use error::FleetFileError;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Bytes;
 use mixfleet_scheduler::cost::{CostModel, ModelShape};
+use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::kv::CachePolicy;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -82,33 +84,7 @@ pub struct Kv {
     /// Tokens in a block.
     pub block_tokens: u32,
     /// Who goes first when a cache is full.
-    pub policy: KvPolicy,
-}
-
-/// Who goes first when a cache is full.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum KvPolicy {
-    /// Least recently used.
-    #[default]
-    Lru,
-    /// Least frequently used.
-    Lfu,
-    /// Least recently used, of equal age the one furthest from the prompt's start.
-    LengthAware,
-}
-
-/// What the instances of a pool may be used for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Role {
-    /// Prompts.
-    Prefill,
-    /// Generation.
-    Decode,
-    /// Both, as the scheduler sees fit.
-    #[default]
-    Auto,
+    pub policy: CachePolicy,
 }
 
 /// Bounds of an instance's steps.

@@ -1,7 +1,9 @@
 //! The fleet file as it is written. What the keys mean stands in docs/fleet-file.md.
 
-use super::{KvPolicy, Role, TbtMetric};
+use super::TbtMetric;
 use mixfleet_scheduler::cost::{DecodeCoefficients, PrefillCoefficients};
+use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::kv::CachePolicy;
 use serde::Deserialize;
 
 #[derive(Debug, Deserialize)]
@@ -58,7 +60,7 @@ impl Default for Slo {
 pub(super) struct Kv {
     pub(super) block_tokens: Option<u32>,
     #[serde(default)]
-    pub(super) policy: KvPolicy,
+    pub(super) policy: CachePolicy,
 }
 
 #[derive(Debug, Default, Deserialize)]
