@@ -3,4 +3,5 @@
 #![forbid(unsafe_code)]
 
 pub mod fleet_file;
+pub mod simulate;
 pub mod trace;

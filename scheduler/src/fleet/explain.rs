@@ -63,7 +63,7 @@ pub struct Candidate {
 }
 
 /// What a placement is predicted to take. `ttft_s` is the sum of `queue_s`, `pull_s`, `kv_wait_s`,
-/// `interleave_s`, `prefill_s` and `transfer_s`.
+/// `interleave_s` and `prefill_s`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Terms {
     /// Prompt tokens whose KV the prefill instance has already.
@@ -84,6 +84,9 @@ pub struct Terms {
     pub prefill_s: f64,
     /// KV transfer that does not hide behind the prefill.
     pub transfer_s: f64,
+    /// What counts of the way to the decode instance: the transfer that would show if nothing of the prompt were cached, and
+    /// the wait for room there that the queue hides.
+    pub hand_off_s: f64,
     /// Time to the first token.
     pub ttft_s: f64,
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
@@ -95,7 +98,7 @@ pub struct Terms {
     pub delay_s: f64,
     /// Price of the device time and the traffic that it uses; 0 without prices.
     pub busy_usd: f64,
-    /// `busy_usd + wait_weight * (ttft_s + delay_s)`; the lowest wins.
+    /// `busy_usd + wait_weight * (ttft_s + hand_off_s + delay_s)`; the lowest wins.
     pub score: f64,
 }
 
@@ -162,7 +165,7 @@ impl Terms {
             (Term::KvWait, seconds(|t| t.kv_wait_s)),
             (Term::Interleave, seconds(|t| t.interleave_s)),
             (Term::Prefill, seconds(|t| t.prefill_s)),
-            (Term::Transfer, seconds(|t| t.transfer_s)),
+            (Term::Transfer, seconds(|t| t.hand_off_s)),
             (Term::Delay, seconds(|t| t.delay_s)),
             (Term::Busy, self.busy_usd - other.busy_usd),
         ];
@@ -186,7 +189,7 @@ impl fmt::Display for Explanation {
                 write!(
                     f,
                     "ttft {:.4} s = queue {:.4} + pull {:.4} ({} tokens) + kv wait {:.4} + interleaved {:.4} + prefill {:.4} ({} tokens \
-                     cached) + transfer {:.4}; tbt {:.4} s, delay {:.4} s, score {:.3e} {unit}: ",
+                     cached); transfer {:.4} s, tbt {:.4} s, delay {:.4} s, score {:.3e} {unit}: ",
                     t.ttft_s,
                     t.queue_s,
                     t.pull_s,

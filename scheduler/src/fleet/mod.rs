@@ -203,7 +203,7 @@ impl Fleet {
             output_tokens: self.output_tokens(arrival),
             prefill,
             decode,
-            ready_at: now + Seconds(terms.ttft_s),
+            ready_at: now + Seconds(terms.ttft_s + terms.transfer_s),
             phase: Phase::Prefill { done, remaining },
         };
         let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };
@@ -214,9 +214,6 @@ impl Fleet {
             && let Some(source) = self.position(pull.from)
         {
             self.occupy(now, source, p, pull.tokens);
-        }
-        if p != d {
-            self.occupy(now, p, d, terms.transfer_tokens);
         }
     }
 
@@ -267,7 +264,12 @@ impl Fleet {
         if let Some(work) = self.works.get_mut(request) {
             work.phase = phase;
         }
-        if together && let Some(load) = self.load_mut(work.decode) {
+        if !together {
+            // its layers have begun to leave by now
+            if let (Some(from), Some(to)) = (self.position(instance), self.position(work.decode)) {
+                self.occupy(now, from, to, work.prompt_tokens);
+            }
+        } else if let Some(load) = self.load_mut(work.decode) {
             load.join(request, u64::from(work.prompt_tokens) + 1);
         }
     }

@@ -1,13 +1,15 @@
 //! Placement: which instances a request gets, by one of several policies.
 //!
 //! ```text
-//! ttft  = queue + exposed pull + kv wait + interleaved decode steps + prefill + exposed transfer
-//! score = busy dollars + w * (ttft + delay to others)
+//! ttft  = queue + exposed pull + kv wait + interleaved decode steps + prefill
+//! score = busy dollars + w * (ttft + hand-off + delay to others)
 //! ```
 //!
 //! Without prices busy dollars are 0 and w is 1: plain seconds. The queue is first come, first served, so nothing is
 //! ever queued behind a new arrival; those who wait longer because of it are the sequences that already decode on its
-//! two instances.
+//! two instances. The first token is drawn where the prompt is computed, so the hand-off to the decode instance delays the second
+//! one. What of it counts is what would show behind a prefill without any cache, and the wait for room there counts
+//! even where the queue hides it: else a slow link or a full decoder would make slow prefills look free.
 //!
 //! A policy names the placements that it looks at and picks one ([`Policy`]); what a placement is predicted to take is
 //! worked out here, the same for all, and admission ([`super::admit`]) judges it.
@@ -307,16 +309,24 @@ impl Fleet {
         let (p, d) = (&self.loads[side.at], &self.loads[decode]);
         let prompt = u64::from(arrival.prompt_tokens);
         let output = f64::from(output_tokens);
-        let kv_wait = (forecast.kv_wait(prompt + u64::from(output_tokens)) - side.queue).max(Seconds::ZERO);
+        let room = forecast.kv_wait(prompt + u64::from(output_tokens));
+        let kv_wait = (room - side.queue).max(Seconds::ZERO);
 
         let link = self.link(p, d);
         let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - question.cached_on(decode));
         let bytes = self.kv_bytes(transfer_tokens);
-        let transfer = link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, side.prefill));
+        let shows = |prefill| link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, prefill));
+        let transfer = shows(side.prefill);
+        let hand_off = if side.cached_tokens + side.pulled_tokens == 0 || transfer == Seconds::ZERO {
+            transfer
+        } else {
+            shows(p.spec.cost.prefill_s(0, arrival.prompt_tokens))
+        };
+        let hand_off = hand_off + (room - kv_wait);
         let traffic = side.pull_price + link.map_or(Usd::ZERO, |l| l.price(bytes));
 
-        let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill + transfer;
-        let joined = forecast.batch_at(now + ttft).with(prompt + 1);
+        let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill;
+        let joined = forecast.batch_at(now + ttft + transfer).with(prompt + 1);
         // Whoever shares steps with it waits longer for each of them. Counted over all that d has
         // taken on, not over the batch at now + ttft: else a late start would count as kindness.
         let others = forecast.everyone();
@@ -343,12 +353,13 @@ impl Fleet {
             interleave_s: side.interleave.0,
             prefill_s: side.prefill.0,
             transfer_s: transfer.0,
+            hand_off_s: hand_off.0,
             ttft_s: ttft.0,
             tbt_s: d.step(joined).0,
             tbt_now_s: d.step(d.batch().with(prompt + 1)).0,
             delay_s: delay.0,
             busy_usd: busy.0,
-            score: busy.0 + question.wait_weight * (ttft + delay).0,
+            score: busy.0 + question.wait_weight * (ttft + hand_off + delay).0,
         }
     }
 

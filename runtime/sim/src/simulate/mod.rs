@@ -1,0 +1,383 @@
+//! What a fleet would do with a trace: the scheduler's own machine, driven by events whose times the cost models
+//! tell instead of a clock.
+//!
+//! Everything that decides is `mixfleet_scheduler::fleet`; what an instance does with the requests that it was given is
+//! [`engine`], what the wires between them do is [`network`]. One thread, no randomness but the seeds: equal input
+//! gives equal output, byte by byte. What is modelled and what is not: docs/simulator.md.
+
+mod engine;
+mod network;
+mod quantiles;
+mod results;
+
+pub use quantiles::Quantiles;
+pub use results::{Distribution, PoolResult, Results, TbtMetric};
+
+use crate::trace::{Request, TraceError};
+use engine::{Engine, Job, Outcome};
+use mixfleet_hal::units::{Seconds, UsdPerHour};
+use mixfleet_scheduler::cost::{CostModel, LinkCost};
+use mixfleet_scheduler::fleet::{
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, PromptChain, Pull, RejectReason, Role,
+};
+use mixfleet_scheduler::kv::CachePolicy;
+use mixfleet_scheduler::table::IdMap;
+use network::Network;
+use results::Ledger;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::sync::Arc;
+
+/// Tokens that a client allows for its answer; traces do not tell.
+const MAX_TOKENS: u32 = 4096;
+
+/// An instance to be simulated.
+#[derive(Clone, Debug)]
+pub struct InstanceSetup {
+    /// Which pool it is of.
+    pub pool: u32,
+    /// Its device, for people.
+    pub device: Arc<str>,
+    /// What it may do.
+    pub role: Role,
+    /// What steps take on it; instances of one kind share it.
+    pub cost: Arc<CostModel>,
+    /// Its rent.
+    pub price: Option<UsdPerHour>,
+    /// KV tokens that it holds, in use or cached.
+    pub cache_tokens: u64,
+    /// Its network card, each direction.
+    pub nic: Option<LinkCost>,
+    /// New tokens of a step.
+    pub step_tokens_max: u32,
+    /// Sequences at a time.
+    pub sequences_max: u32,
+}
+
+/// A fleet to be simulated.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// The scheduler's parameters.
+    pub fleet: FleetConfig,
+    /// Tokens in a KV block.
+    pub block_tokens: u32,
+    /// What goes first from an instance's cache.
+    pub cache_policy: CachePolicy,
+    /// Whether prompts' blocks are kept and found again.
+    pub prefix_caching: bool,
+    /// Names of the pools.
+    pub pools: Vec<String>,
+    /// All instances.
+    pub instances: Vec<InstanceSetup>,
+    /// What joins pools beyond their network cards.
+    pub pool_links: Vec<(u32, u32, LinkCost)>,
+    /// The objectives by which requests are counted as good.
+    pub slo: Objectives,
+}
+
+/// What a good answer is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Objectives {
+    /// To the first token.
+    pub ttft_s: f64,
+    /// Between tokens, by `metric`.
+    pub tbt_s: f64,
+    /// Which of a request's gaps count.
+    pub metric: TbtMetric,
+}
+
+/// Something that will happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Next {
+    /// The instance's steps end, if it is still at its `plan`th.
+    StepsEnd { instance: u32, plan: u64 },
+    /// A pulled prefix is there: who waited for it may begin.
+    Wake { instance: u32 },
+    /// A prompt's KV has arrived where it decodes.
+    Landed { request: u64 },
+}
+
+/// A time that orders.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct At(f64);
+
+impl Eq for At {}
+
+impl PartialOrd for At {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for At {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+/// A request in the fleet.
+struct Flight {
+    request: Request,
+    decode: u32,
+    /// When its prefill began; its layers leave from then on.
+    prefill_began_s: f64,
+}
+
+/// Runs `requests` through the fleet until the last is done.
+///
+/// # Errors
+/// What the trace's reader says.
+pub fn run(
+    setup: &Setup,
+    requests: impl Iterator<Item = Result<Request, TraceError>>,
+    observe: &mut dyn FnMut(f64, u64),
+) -> Result<Results, TraceError> {
+    let mut world = World::new(setup);
+    for request in requests {
+        let request = request?;
+        let at_s = request.at.0;
+        while world.next_at().is_some_and(|next_s| next_s <= at_s) {
+            world.advance();
+        }
+        world.now_s = world.now_s.max(at_s);
+        observe(world.now_s, world.ledger.requests);
+        world.arrive(request);
+    }
+    while world.next_at().is_some() {
+        world.advance();
+    }
+    Ok(world.ledger.results(setup, world.now_s, &world.network))
+}
+
+struct World<'a> {
+    setup: &'a Setup,
+    now_s: f64,
+    fleet: Fleet,
+    engines: Vec<Engine>,
+    network: Network,
+    flights: IdMap<Flight>,
+    agenda: BinaryHeap<Reverse<(At, u64, Next)>>,
+    scheduled: u64,
+    ledger: Ledger,
+    actions: Vec<Action>,
+    outcomes: Vec<Outcome>,
+}
+
+impl<'a> World<'a> {
+    fn new(setup: &'a Setup) -> Self {
+        let mut fleet = Fleet::new(setup.fleet.clone());
+        let mut actions = Vec::new();
+        for (at, instance) in setup.instances.iter().enumerate() {
+            let spec = Instance {
+                id: InstanceId(at as u32),
+                device: instance.device.clone(),
+                role: instance.role,
+                pool: instance.pool,
+                cost: instance.cost.clone(),
+                price: instance.price,
+                nic: instance.nic,
+                kv_capacity_tokens: instance.cache_tokens,
+                kv_block_tokens: setup.block_tokens,
+                prefill_tokens_beside_decode_max: instance.step_tokens_max,
+            };
+            fleet.step(Seconds::ZERO, Event::InstanceUp(spec), &mut actions);
+        }
+        for &(from, to, cost) in &setup.pool_links {
+            fleet.step(Seconds::ZERO, Event::PoolsJoined { from, to, cost }, &mut actions);
+        }
+        World {
+            setup,
+            now_s: 0.0,
+            fleet,
+            engines: setup.instances.iter().map(|instance| Engine::new(instance, setup)).collect(),
+            network: Network::new(setup),
+            flights: IdMap::default(),
+            agenda: BinaryHeap::new(),
+            scheduled: 0,
+            ledger: Ledger::new(setup),
+            actions,
+            outcomes: Vec::new(),
+        }
+    }
+
+    fn next_at(&self) -> Option<f64> {
+        self.agenda.peek().map(|Reverse((at, ..))| at.0)
+    }
+
+    fn schedule(&mut self, at_s: f64, next: Next) {
+        self.scheduled += 1;
+        self.agenda.push(Reverse((At(at_s), self.scheduled, next)));
+    }
+
+    fn tell(&mut self, event: Event) {
+        self.fleet.step(Seconds(self.now_s), event, &mut self.actions);
+    }
+
+    fn advance(&mut self) {
+        let Some(Reverse((at, _, next))) = self.agenda.pop() else { return };
+        self.now_s = at.0;
+        match next {
+            Next::StepsEnd { instance, plan } => {
+                if self.engines[instance as usize].plan() == plan {
+                    self.steps_end(instance);
+                }
+            }
+            Next::Wake { instance } => self.turn(instance),
+            Next::Landed { request } => self.landed(request),
+        }
+    }
+
+    fn arrive(&mut self, request: Request) {
+        self.ledger.arrived(&request);
+        let chain = if self.setup.prefix_caching { request.chain.clone() } else { Vec::new() };
+        let arrival = Arrival {
+            request: request.id,
+            prompt_tokens: request.prompt_tokens,
+            max_tokens: MAX_TOKENS.max(request.output_tokens),
+            output_tokens_hint: None,
+            chains: vec![PromptChain { block_tokens: self.setup.block_tokens, hashes: chain }],
+            replay: false,
+        };
+        self.tell(Event::Arrived(arrival));
+        for action in std::mem::take(&mut self.actions) {
+            match action {
+                Action::Place { prefill, decode, pull, .. } => {
+                    self.placed(&request, prefill.0, decode.0, pull)
+                }
+                Action::Reject { reason, .. } => self.ledger.rejected(request.id, &reason),
+                Action::Drop { .. } | Action::Replay { .. } => {}
+            }
+        }
+    }
+
+    fn placed(&mut self, request: &Request, prefill: u32, decode: u32, pull: Option<Pull>) {
+        let mut ready_at_s = self.now_s;
+        if let Some(Pull { from, tokens }) = pull {
+            let bytes = f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64;
+            ready_at_s = self.network.send(self.now_s, self.now_s, from.0, prefill, bytes);
+            self.schedule(ready_at_s, Next::Wake { instance: prefill });
+        }
+        let job = Job {
+            request: request.id,
+            prompt_tokens: request.prompt_tokens,
+            output_tokens: request.output_tokens,
+            chain: if self.setup.prefix_caching { request.chain.clone() } else { Vec::new() },
+            pulled_tokens: pull.map_or(0, |pull| pull.tokens),
+            ready_at_s,
+            stays: prefill == decode,
+        };
+        let flight = Flight { request: request.clone(), decode, prefill_began_s: self.now_s };
+        self.flights.insert(request.id, flight);
+        self.engines[prefill as usize].enqueue(job);
+        self.turn(prefill);
+    }
+
+    /// Lets an instance begin what it can; steps that run are cut short after the one in progress.
+    fn turn(&mut self, instance: u32) {
+        let engine = &mut self.engines[instance as usize];
+        if let Some(ends_at_s) = engine.turn(self.now_s, &mut self.outcomes) {
+            let plan = engine.plan();
+            self.schedule(ends_at_s, Next::StepsEnd { instance, plan });
+        }
+        self.settle(instance);
+    }
+
+    fn steps_end(&mut self, instance: u32) {
+        self.engines[instance as usize].steps_end(self.now_s, &mut self.outcomes);
+        self.settle(instance);
+        self.turn(instance);
+    }
+
+    /// Tells the fleet, and the ledger, what an instance's steps brought.
+    fn settle(&mut self, instance: u32) {
+        let id = InstanceId(instance);
+        let mut outcomes = std::mem::take(&mut self.outcomes);
+        for outcome in outcomes.drain(..) {
+            match outcome {
+                Outcome::Began { request, reused_tokens } => {
+                    self.ledger.began(reused_tokens);
+                    if let Some(flight) = self.flights.get_mut(request) {
+                        flight.prefill_began_s = self.now_s;
+                    }
+                }
+                Outcome::Stored(hashes) => self.tell(Event::KvStored { instance: id, hashes }),
+                Outcome::Evicted(hashes) => self.tell(Event::KvEvicted { instance: id, hashes }),
+                Outcome::Progress { request, tokens } => {
+                    self.tell(Event::PrefillProgress { request, instance: id, tokens });
+                }
+                Outcome::Prefilled { request } => self.prefilled(instance, request),
+                Outcome::Decoded { requests, tokens } => {
+                    self.tell(Event::DecodeStep { instance: id, requests, tokens });
+                }
+                Outcome::Busy { prefill_s, decode_s } => {
+                    self.ledger.busy(self.engines[instance as usize].pool(), prefill_s, decode_s);
+                }
+                Outcome::Finished { request, gaps } => {
+                    if let Some(flight) = self.flights.remove(request) {
+                        self.ledger.finished(&flight.request, self.now_s, &gaps);
+                    }
+                    self.tell(Event::Finished { request });
+                }
+            }
+        }
+        self.outcomes = outcomes;
+    }
+
+    fn prefilled(&mut self, instance: u32, request: u64) {
+        let Some(flight) = self.flights.get(request) else { return };
+        self.ledger.first_token(request, self.now_s);
+        let (decode, began_s) = (flight.decode, flight.prefill_began_s);
+        let (prompt_tokens, output_tokens) = (flight.request.prompt_tokens, flight.request.output_tokens);
+        self.tell(Event::PrefillDone { request, instance: InstanceId(instance) });
+        let dropped = self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. }));
+        if dropped {
+            self.ledger.dropped(request, self.now_s - began_s);
+            self.flights.remove(request);
+            self.engines[instance as usize].drop_request(request);
+        } else if decode != instance {
+            if output_tokens == 1 {
+                self.end(request);
+                return;
+            }
+            let bytes = f64::from(prompt_tokens) * self.setup.fleet.kv_bytes_per_token as f64;
+            let landed_s = self.network.hand_off(
+                began_s,
+                self.now_s,
+                (instance, decode),
+                bytes,
+                self.setup.fleet.layers,
+            );
+            self.schedule(landed_s, Next::Landed { request });
+        }
+    }
+
+    /// An answer of one token ends with its prefill.
+    fn end(&mut self, request: u64) {
+        if let Some(flight) = self.flights.remove(request) {
+            self.ledger.finished(&flight.request, self.now_s, &[]);
+        }
+        self.tell(Event::Finished { request });
+    }
+
+    fn landed(&mut self, request: u64) {
+        let Some(flight) = self.flights.get(request) else { return };
+        let decode = flight.decode;
+        let (prompt_tokens, output_tokens) = (flight.request.prompt_tokens, flight.request.output_tokens);
+        self.tell(Event::TransferDone { request, instance: InstanceId(decode) });
+        let waited_since_s = self.ledger.first_token_at(request).unwrap_or(self.now_s);
+        self.engines[decode as usize].join(request, prompt_tokens, output_tokens, waited_since_s);
+        self.turn(decode);
+    }
+}
+
+/// Why a request was turned away, in a word.
+pub(crate) fn word(reason: &RejectReason) -> &'static str {
+    match reason {
+        RejectReason::TooLarge { .. } => "too_large",
+        RejectReason::QueueFull { .. } => "queue_full",
+        RejectReason::TtftSlo { .. } => "ttft_slo",
+        RejectReason::TbtSlo { .. } => "tbt_slo",
+        RejectReason::NoInstance => "no_instance",
+        RejectReason::Duplicate { .. } => "duplicate",
+    }
+}

@@ -1,0 +1,81 @@
+//! The wires: each instance has one way out and one way in, which carry one transfer after the other.
+
+use super::Setup;
+use mixfleet_scheduler::cost::LinkCost;
+use std::collections::{BTreeMap, HashMap};
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Card {
+    out_free_s: f64,
+    in_free_s: f64,
+}
+
+pub(super) struct Network {
+    cards: Vec<Card>,
+    pools: Vec<u32>,
+    nics: Vec<Option<LinkCost>>,
+    between: HashMap<(u32, u32), LinkCost>,
+    /// Bytes and dollars by pair of pools.
+    moved: BTreeMap<(u32, u32), (f64, f64)>,
+}
+
+impl Network {
+    pub(super) fn new(setup: &Setup) -> Self {
+        Network {
+            cards: vec![Card::default(); setup.instances.len()],
+            pools: setup.instances.iter().map(|instance| instance.pool).collect(),
+            nics: setup.instances.iter().map(|instance| instance.nic).collect(),
+            between: setup.pool_links.iter().map(|&(from, to, cost)| ((from, to), cost)).collect(),
+            moved: BTreeMap::new(),
+        }
+    }
+
+    fn link(&self, from: u32, to: u32) -> LinkCost {
+        let cards = self.nics[from as usize].zip(self.nics[to as usize]).map(|(a, b)| a.joined(b));
+        let between = self.between.get(&(self.pools[from as usize], self.pools[to as usize])).copied();
+        match (cards, between) {
+            (Some(cards), Some(between)) => cards.joined(between),
+            (cards, between) => cards.or(between).unwrap_or_default(),
+        }
+    }
+
+    /// `bytes` that may leave from `ready_s` on, asked for at `now_s`: when the last of them arrives.
+    pub(super) fn send(&mut self, now_s: f64, ready_s: f64, from: u32, to: u32, bytes: f64) -> f64 {
+        let link = self.link(from, to);
+        let takes_s = bytes * link.seconds_per_byte;
+        // Each end serves its own transfers in turn. One that waits for the other end leaves the way to those behind it: cards
+        // share their bandwidth among many streams.
+        let out = &mut self.cards[from as usize].out_free_s;
+        *out = out.max(ready_s) + takes_s;
+        let out_s = *out;
+        let into = &mut self.cards[to as usize].in_free_s;
+        *into = into.max(ready_s) + takes_s;
+        let ends_s = out_s.max(*into);
+        let pools = (self.pools[from as usize], self.pools[to as usize]);
+        let moved = self.moved.entry(pools).or_default();
+        moved.0 += bytes;
+        moved.1 += bytes * link.usd_per_byte;
+        ends_s.max(now_s) + link.latency.0
+    }
+
+    /// KV whose layers leave as they are computed, from `began_s` on; the last one is done at `now_s`.
+    pub(super) fn hand_off(
+        &mut self,
+        began_s: f64,
+        now_s: f64,
+        (from, to): (u32, u32),
+        bytes: f64,
+        layers: u32,
+    ) -> f64 {
+        let layers = f64::from(layers.max(1));
+        let first_layer_s = began_s + (now_s - began_s) / layers;
+        let last_layer_s = bytes / layers * self.link(from, to).seconds_per_byte;
+        self.send(now_s, first_layer_s, from, to, bytes)
+            .max(now_s + last_layer_s + self.link(from, to).latency.0)
+    }
+
+    /// Bytes and dollars by pair of pools.
+    pub(super) fn moved(&self) -> &BTreeMap<(u32, u32), (f64, f64)> {
+        &self.moved
+    }
+}

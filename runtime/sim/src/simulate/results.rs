@@ -1,0 +1,343 @@
+//! What a run is worth: counts, times, hits and dollars.
+
+use super::engine::Gaps;
+use super::network::Network;
+use super::quantiles::Quantiles;
+use super::{Setup, word};
+use crate::trace::Request;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::fleet::RejectReason;
+use mixfleet_scheduler::table::IdMap;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Which of the gaps between a request's tokens are held against the objective.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TbtMetric {
+    /// The mean of the longest tenth (FAST'25, section 5.1).
+    #[default]
+    Longest10,
+    /// The mean of all.
+    Mean,
+    /// The one that 99 % are not above.
+    P99,
+}
+
+/// Mean and quantiles.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Distribution {
+    /// Exact.
+    pub mean: f64,
+    /// Within 0.3 %, as are the others.
+    pub p50: f64,
+    #[allow(missing_docs)]
+    pub p90: f64,
+    #[allow(missing_docs)]
+    pub p99: f64,
+}
+
+impl From<&Quantiles> for Distribution {
+    fn from(q: &Quantiles) -> Self {
+        Distribution { mean: q.mean(), p50: q.at(0.5), p90: q.at(0.9), p99: q.at(0.99) }
+    }
+}
+
+/// A share of blocks and of tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Hit {
+    /// Of the prompts' blocks.
+    pub block: f64,
+    /// Of their tokens.
+    pub token: f64,
+}
+
+/// One pool.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PoolResult {
+    /// Its name.
+    pub name: String,
+    /// Its instances.
+    pub instances: u32,
+    /// Seconds that they computed prompts.
+    pub prefill_device_s: f64,
+    /// Seconds that they decoded.
+    pub decode_device_s: f64,
+    /// Share of the time that they worked.
+    pub utilisation: f64,
+    /// Rent of the whole time; 0 without a price.
+    pub usd_rent: f64,
+    /// Rent of the time that they worked.
+    pub usd_busy: f64,
+}
+
+/// What came out.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Results {
+    /// [`Results::SCHEMA`].
+    pub schema: String,
+    /// Requests in the trace.
+    pub requests: u64,
+    /// Answered in full.
+    pub completed: u64,
+    /// Turned away on arrival, by reason.
+    pub rejected: BTreeMap<String, u64>,
+    /// Given up after their prefill, since their decode instance had become too busy.
+    pub dropped: u64,
+    /// Arrival to first token.
+    pub ttft_s: Distribution,
+    /// Mean time per token after the first, of each request.
+    pub tpot_s: Distribution,
+    /// The gaps by the SLO's metric, of each request.
+    pub tbt_s: Distribution,
+    /// Arrival to last token.
+    pub e2e_s: Distribution,
+    /// Requests that were answered within both objectives, of all.
+    pub slo_attainment: f64,
+    /// The same per second of the run.
+    pub goodput_rps: f64,
+    /// What of the prompts was not computed.
+    pub prefix_hit: Hit,
+    /// Seconds of devices.
+    pub prefill_device_s: f64,
+    /// Seconds of devices.
+    pub decode_device_s: f64,
+    /// Of the former, for requests that were dropped afterwards.
+    pub prefill_wasted_s: f64,
+    /// By pair of pools, `from->to`.
+    pub kv_bytes_moved: BTreeMap<String, f64>,
+    /// Rent of the fleet for the whole time, and traffic.
+    pub usd_rent: f64,
+    /// Rent of the time that devices worked, and traffic.
+    pub usd_busy: f64,
+    /// Per million tokens of prompts and answers.
+    pub usd_rent_per_million_tokens: f64,
+    /// Likewise.
+    pub usd_busy_per_million_tokens: f64,
+    /// Each pool.
+    pub pools: Vec<PoolResult>,
+    /// Time from the first arrival to the last token.
+    pub simulated_s: f64,
+}
+
+impl Results {
+    /// The schema that this version writes.
+    pub const SCHEMA: &'static str = "mixfleet.simulation/1";
+}
+
+struct Open {
+    arrived_s: f64,
+    first_token_s: Option<f64>,
+}
+
+/// Counts as the run goes on.
+pub(super) struct Ledger {
+    pub(super) requests: u64,
+    completed: u64,
+    good: u64,
+    dropped: u64,
+    rejected: BTreeMap<&'static str, u64>,
+    open: IdMap<Open>,
+    ttft_s: Quantiles,
+    tpot_s: Quantiles,
+    tbt_s: Quantiles,
+    e2e_s: Quantiles,
+    blocks: u64,
+    prompt_tokens: u64,
+    reused_blocks: u64,
+    reused_tokens: u64,
+    tokens: u64,
+    busy: Vec<(f64, f64)>,
+    wasted_s: f64,
+    block_tokens: u32,
+    slo: super::Objectives,
+}
+
+impl Ledger {
+    pub(super) fn new(setup: &Setup) -> Self {
+        Ledger {
+            requests: 0,
+            completed: 0,
+            good: 0,
+            dropped: 0,
+            rejected: BTreeMap::new(),
+            open: IdMap::default(),
+            ttft_s: Quantiles::default(),
+            tpot_s: Quantiles::default(),
+            tbt_s: Quantiles::default(),
+            e2e_s: Quantiles::default(),
+            blocks: 0,
+            prompt_tokens: 0,
+            reused_blocks: 0,
+            reused_tokens: 0,
+            tokens: 0,
+            busy: vec![(0.0, 0.0); setup.pools.len()],
+            wasted_s: 0.0,
+            block_tokens: setup.block_tokens.max(1),
+            slo: setup.slo,
+        }
+    }
+
+    pub(super) fn arrived(&mut self, request: &Request) {
+        self.requests += 1;
+        self.blocks += u64::from(request.prompt_tokens.div_ceil(self.block_tokens));
+        self.prompt_tokens += u64::from(request.prompt_tokens);
+        self.open.insert(request.id, Open { arrived_s: request.at.0, first_token_s: None });
+    }
+
+    pub(super) fn rejected(&mut self, request: u64, reason: &RejectReason) {
+        *self.rejected.entry(word(reason)).or_default() += 1;
+        self.open.remove(request);
+    }
+
+    pub(super) fn dropped(&mut self, request: u64, prefill_s: f64) {
+        self.dropped += 1;
+        self.wasted_s += prefill_s;
+        self.open.remove(request);
+    }
+
+    pub(super) fn began(&mut self, reused_tokens: u32) {
+        self.reused_blocks += u64::from(reused_tokens / self.block_tokens);
+        self.reused_tokens += u64::from(reused_tokens);
+    }
+
+    pub(super) fn first_token(&mut self, request: u64, now_s: f64) {
+        if let Some(open) = self.open.get_mut(request) {
+            open.first_token_s = Some(now_s);
+        }
+    }
+
+    pub(super) fn first_token_at(&self, request: u64) -> Option<f64> {
+        self.open.get(request)?.first_token_s
+    }
+
+    pub(super) fn busy(&mut self, pool: u32, prefill_s: f64, decode_s: f64) {
+        let busy = &mut self.busy[pool as usize];
+        busy.0 += prefill_s;
+        busy.1 += decode_s;
+    }
+
+    pub(super) fn finished(&mut self, request: &Request, now_s: f64, gaps: &[Gaps]) {
+        let Some(Open { arrived_s, first_token_s: Some(first_token_s) }) = self.open.remove(request.id)
+        else {
+            return;
+        };
+        let ttft_s = first_token_s - arrived_s;
+        self.completed += 1;
+        self.tokens += u64::from(request.prompt_tokens) + u64::from(request.output_tokens);
+        self.ttft_s.add(ttft_s);
+        self.e2e_s.add(now_s - arrived_s);
+        let mut tbt_s = 0.0;
+        if request.output_tokens > 1 {
+            self.tpot_s.add((now_s - first_token_s) / f64::from(request.output_tokens - 1));
+            tbt_s = gap_metric(gaps, self.slo.metric);
+            self.tbt_s.add(tbt_s);
+        }
+        self.good += u64::from(ttft_s <= self.slo.ttft_s && tbt_s <= self.slo.tbt_s);
+    }
+
+    pub(super) fn results(&self, setup: &Setup, ended_s: f64, network: &Network) -> Results {
+        let per_million = |usd: f64| if self.tokens == 0 { 0.0 } else { usd / self.tokens as f64 * 1e6 };
+        let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
+        let traffic_usd: f64 = network.moved().values().map(|(_, usd)| usd).sum();
+        let pool = |(at, name): (usize, &String)| {
+            let of_pool = || setup.instances.iter().filter(move |instance| instance.pool == at as u32);
+            let (instances, (prefill_device_s, decode_device_s)) = (of_pool().count() as u32, self.busy[at]);
+            let busy_s = prefill_device_s + decode_device_s;
+            let utilisation = busy_s / (f64::from(instances) * ended_s).max(f64::MIN_POSITIVE);
+            let rate = of_pool().filter_map(|i| i.price).map(|price| (price * Seconds(1.0)).0).sum::<f64>();
+            let usd_busy = rate / f64::from(instances.max(1)) * busy_s;
+            let (name, usd_rent) = (name.clone(), rate * ended_s);
+            PoolResult { name, instances, prefill_device_s, decode_device_s, utilisation, usd_rent, usd_busy }
+        };
+        let pools: Vec<PoolResult> = setup.pools.iter().enumerate().map(pool).collect();
+        let sum = |of: fn(&PoolResult) -> f64| pools.iter().map(of).sum::<f64>();
+        let (usd_rent, usd_busy) = (sum(|p| p.usd_rent) + traffic_usd, sum(|p| p.usd_busy) + traffic_usd);
+        let name = |pool: u32| setup.pools[pool as usize].as_str();
+        let moved =
+            network.moved().iter().map(|(&(a, b), &(bytes, _))| (format!("{}->{}", name(a), name(b)), bytes));
+        Results {
+            schema: Results::SCHEMA.to_owned(),
+            requests: self.requests,
+            completed: self.completed,
+            rejected: self.rejected.iter().map(|(&reason, &count)| (reason.to_owned(), count)).collect(),
+            dropped: self.dropped,
+            ttft_s: (&self.ttft_s).into(),
+            tpot_s: (&self.tpot_s).into(),
+            tbt_s: (&self.tbt_s).into(),
+            e2e_s: (&self.e2e_s).into(),
+            slo_attainment: share(self.good, self.requests),
+            goodput_rps: if ended_s > 0.0 { self.good as f64 / ended_s } else { 0.0 },
+            prefix_hit: Hit {
+                block: share(self.reused_blocks, self.blocks),
+                token: share(self.reused_tokens, self.prompt_tokens),
+            },
+            prefill_device_s: sum(|p| p.prefill_device_s),
+            decode_device_s: sum(|p| p.decode_device_s),
+            prefill_wasted_s: self.wasted_s,
+            kv_bytes_moved: moved.collect(),
+            usd_rent,
+            usd_busy,
+            usd_rent_per_million_tokens: per_million(usd_rent),
+            usd_busy_per_million_tokens: per_million(usd_busy),
+            pools,
+            simulated_s: ended_s,
+        }
+    }
+}
+
+/// A request's gaps as one number.
+fn gap_metric(gaps: &[Gaps], metric: TbtMetric) -> f64 {
+    let count: u32 = gaps.iter().map(|run| run.count).sum();
+    if count == 0 {
+        return 0.0;
+    }
+    let mean = |run: &Gaps| 0.5 * (run.first_s + run.last_s);
+    if metric == TbtMetric::Mean {
+        return gaps.iter().map(|run| f64::from(run.count) * mean(run)).sum::<f64>() / f64::from(count);
+    }
+    // within a run the gaps grow evenly, so that its longest ones are its last
+    let longest = |tokens: u32| -> (f64, f64) {
+        let mut runs: Vec<&Gaps> = gaps.iter().collect();
+        runs.sort_by(|a, b| b.last_s.total_cmp(&a.last_s));
+        let (mut left, mut sum, mut least) = (tokens, 0.0, f64::INFINITY);
+        for run in runs {
+            let taken = run.count.min(left);
+            let step_s = (run.last_s - run.first_s) / f64::from(run.count.max(2) - 1);
+            let first_taken_s = run.last_s - step_s * f64::from(taken.max(1) - 1);
+            sum += f64::from(taken) * 0.5 * (first_taken_s + run.last_s);
+            least = least.min(first_taken_s);
+            left -= taken;
+            if left == 0 {
+                break;
+            }
+        }
+        (sum / f64::from(tokens), least)
+    };
+    match metric {
+        TbtMetric::P99 => longest((count / 100).max(1)).1,
+        _ => longest(count.div_ceil(10)).0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_tenth_and_the_mean_are_those_of_the_single_gaps() {
+        let gaps = [
+            Gaps { count: 15, first_s: 0.010, last_s: 0.024 },
+            Gaps { count: 1, first_s: 0.5, last_s: 0.5 },
+            Gaps { count: 4, first_s: 0.020, last_s: 0.020 },
+        ];
+        let mut single: Vec<f64> = (0..15).map(|i| 0.010 + 0.001 * f64::from(i)).collect();
+        single.extend([0.5, 0.02, 0.02, 0.02, 0.02]);
+        single.sort_by(|a, b| b.total_cmp(a));
+        let mean = single.iter().sum::<f64>() / 20.0;
+        assert!((gap_metric(&gaps, TbtMetric::Mean) - mean).abs() < 1e-12);
+        assert!((gap_metric(&gaps, TbtMetric::Longest10) - (0.5 + 0.024) / 2.0).abs() < 1e-12);
+        assert_eq!(gap_metric(&gaps, TbtMetric::P99), 0.5);
+        assert_eq!(gap_metric(&[], TbtMetric::P99), 0.0);
+    }
+}
