@@ -218,11 +218,18 @@ fn link(raw: raw::Link, pools: &[Pool]) -> Result<Link, FleetFileError> {
     Ok(Link { from, to, gb_per_s, latency_s, usd_per_gb })
 }
 
-/// Whether `name` fits `pattern`, in which `*` stands for any characters.
+/// Whether `name` fits `pattern`, in which `*` stands for any characters. Between two stars the leftmost fit leaves
+/// most for the rest, so that none is ever taken back.
 pub(super) fn fits(pattern: &str, name: &str) -> bool {
-    let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
-    let Some(name) = name.strip_prefix(head) else { return false };
-    name.char_indices().map(|(at, _)| at).chain([name.len()]).any(|at| fits(rest, &name[at..]))
+    let mut pieces = pattern.split('*');
+    let first = pieces.next().unwrap_or("");
+    let Some(mut rest) = name.strip_prefix(first) else { return false };
+    let Some(last) = pieces.next_back() else { return rest.is_empty() };
+    for piece in pieces {
+        let Some((_, after)) = rest.split_once(piece) else { return false };
+        rest = after;
+    }
+    rest.ends_with(last)
 }
 
 fn positive(place: &str, value: f64) -> Result<(), FleetFileError> {

@@ -250,6 +250,18 @@ fn a_model_may_stand_inline() {
 }
 
 #[test]
+fn the_examples_of_the_guide_work() {
+    let guide = include_str!("../../../../docs/fleet-file.md");
+    let examples: Vec<&str> =
+        guide.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
+    assert!(examples.len() >= 2);
+    for example in examples {
+        let fleet = parse(example).unwrap_or_else(|error| panic!("{error}\n{example}"));
+        assert!(fleet.usd_per_hour().is_some(), "{example}");
+    }
+}
+
+#[test]
 fn the_first_link_that_fits_counts() {
     let links = "[[link]]\nfrom = \"pre*\"\nto = \"decode\"\ngb_per_s = 3.0\n[[link]]\nlatency_s = 2.0\n";
     let fleet = parse(&EXAMPLE.replace("[[link]]", &format!("{links}[[link]]"))).unwrap();
@@ -257,14 +269,26 @@ fn the_first_link_that_fits_counts() {
     assert_eq!(fleet.link("decode", "prefill").unwrap().latency_s, 2.0);
 }
 
+/// Tries every length for every star.
+fn naive(pattern: &[u8], name: &[u8]) -> bool {
+    match (pattern.split_first(), name.split_first()) {
+        (None, rest) => rest.is_none(),
+        (Some((b'*', rest)), _) => (0..=name.len()).any(|skipped| naive(rest, &name[skipped..])),
+        (Some((wanted, pattern)), Some((got, name))) => wanted == got && naive(pattern, name),
+        (Some(_), None) => false,
+    }
+}
+
 proptest! {
     #[test]
-    fn stars_fit_whatever_they_stand_for(parts in proptest::collection::vec("[a-c]{0,3}", 1..4), fill in "[a-c]{0,4}") {
+    fn stars_fit_whatever_they_stand_for(parts in proptest::collection::vec("[a-c]{0,3}", 1..4), fill in "[a-c]{0,4}", other in "[a-c]{0,6}") {
         let (pattern, name) = (parts.join("*"), parts.join(&fill));
         prop_assert!(resolve::fits(&pattern, &name));
         prop_assert!(resolve::fits("*", &name));
-        let longer = format!("{name}d");
-        prop_assert!(!resolve::fits(&pattern, &longer) || pattern.ends_with('*'));
+        let longer = pattern.clone() + "d";
+        prop_assert!(!resolve::fits(&longer, &name));
+        let naive = naive(pattern.as_bytes(), other.as_bytes());
+        prop_assert_eq!(resolve::fits(&pattern, &other), naive, "{} {}", pattern, other);
     }
 
     #[test]
