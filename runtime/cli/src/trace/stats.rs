@@ -157,14 +157,17 @@ impl Table<'_> {
 
     fn repairs(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Repairs { reordered, empty_outputs, unknown_thinks } = self.stats.repairs;
-        for (count, what) in [
+        let repairs = [
             (reordered, "requests were out of order and put in place"),
             (empty_outputs, "answers of no token count as one token"),
             (unknown_thinks, "think times are not told and taken from the gap between arrivals"),
-        ] {
-            if count > 0 {
-                writeln!(f, "\nrepaired: {count} {what}")?;
-            }
+        ];
+        let needed: Vec<_> = repairs.iter().filter(|(count, _)| *count > 0).collect();
+        if !needed.is_empty() {
+            writeln!(f)?;
+        }
+        for (count, what) in needed {
+            writeln!(f, "repaired: {count} {what}")?;
         }
         Ok(())
     }

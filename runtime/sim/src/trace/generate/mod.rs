@@ -39,6 +39,16 @@ pub struct GenerateOptions {
     pub arrivals: Arrivals,
 }
 
+impl GenerateOptions {
+    /// A load of the same duration with fewer requests: how much of a session a trace shows depends on its
+    /// duration, and on nothing else.
+    fn pilot(self) -> Self {
+        const REQUESTS: u64 = 20_000;
+        let requests = self.requests.min(REQUESTS);
+        GenerateOptions { requests, rate: self.rate * requests as f64 / self.requests.max(1) as f64, ..self }
+    }
+}
+
 /// What is wrong with the options.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GenerateError {
@@ -50,12 +60,15 @@ pub enum GenerateError {
     Share(f64),
     /// No number of turns gives this share.
     #[error(
-        "a hit rate of {target} is out of reach: sessions of {turns} turns in the mean give {reached:.3}"
+        "a hit rate of {target} is out of reach: in a trace of {duration_s:.0} s, sessions of {turns} turns in \
+         the mean give {reached:.3}; a longer trace (more requests, a lower rate) has more of each session"
     )]
     Hits {
         /// What was asked for.
         target: f64,
-        /// The fewest or the most turns that are tried.
+        /// Length of the trace.
+        duration_s: f64,
+        /// The turns that come closest.
         turns: f64,
         /// What they give.
         reached: f64,
@@ -136,35 +149,41 @@ impl Generator {
     }
 
     /// The same with the number of turns at which an infinite cache hits a share `target` of the tokens, to
-    /// 0.001 on the first requests. Longer sessions have longer prompts, so lengths follow.
+    /// 0.001 in a trace of the same duration with 20,000 requests. Longer sessions have longer prompts, so lengths follow.
     pub fn with_hit_target(
         model: Model,
         options: GenerateOptions,
         target: f64,
     ) -> Result<Self, GenerateError> {
-        const PILOT_REQUESTS: u64 = 20_000;
-        let pilot = GenerateOptions { requests: options.requests.min(PILOT_REQUESTS), ..options };
-        let hit = |turns: f64| {
+        if !(target > 0.0 && target < 1.0) {
+            return Err(GenerateError::Share(target));
+        }
+        let pilot = options.pilot();
+        let hit = |turns: f64| -> Result<f64, GenerateError> {
             let mut generator = Generator::new(model.with_turns(turns), pilot)?;
             let mut ids = Vec::new();
             while generator.advance(&mut ids).is_some() {}
             Ok(generator.hits.reused_tokens as f64 / generator.hits.prompt_tokens.max(1) as f64)
         };
-        if !(target > 0.0 && target < 1.0) {
-            return Err(GenerateError::Share(target));
+        let out_of_reach = |turns, reached| {
+            let duration_s = options.requests as f64 / options.rate;
+            Err(GenerateError::Hits { target, duration_s, turns, reached })
+        };
+        let (mut low, mut reached) = (1.0f64, hit(1.0)?);
+        if target < reached {
+            return out_of_reach(low, reached);
         }
-        let least = hit(1.0)?;
-        if target < least {
-            return Err(GenerateError::Hits { target, turns: 1.0, reached: least });
-        }
-        let (mut low, mut high) = (1.0f64, 2.0);
-        let mut most = hit(high)?;
-        while most < target {
-            if high >= TURNS_MAX {
-                return Err(GenerateError::Hits { target, turns: high, reached: most });
+        let mut high = 2.0 * low;
+        loop {
+            let more = hit(high)?;
+            if more >= target {
+                break;
             }
-            (low, high) = (high, 2.0 * high);
-            most = hit(high)?;
+            // Sessions that outlast the trace show few of their turns in it: longer ones hit less again.
+            if more <= reached || high >= TURNS_MAX {
+                return out_of_reach(if more > reached { high } else { low }, more.max(reached));
+            }
+            (low, reached, high) = (high, more, 2.0 * high);
         }
         let mut turns = high;
         for _ in 0..20 {
