@@ -40,15 +40,18 @@ impl Subject for Ours {
     }
 }
 
-/// Bytes per pair where neighbours in a chain share no holders.
+/// Bytes per pair where hardly two blocks have the same holders in the same tiers.
 fn scattered_bytes_per_pair(settings: &Settings) -> Option<f64> {
     let before = load::resident_bytes()?;
     let mut index = PrefixIndex::default();
+    let step_max = u64::from((settings.instances / settings.replication).max(2) - 1);
     for block in 0..settings.blocks as u64 {
-        for instance in load::holders(bits(4, block), settings) {
-            // Every holder's tier is another, too.
-            let tier = Tier::ALL[bits(5, block ^ u64::from(instance) << 40) as usize % 3];
-            index.store(InstanceId(instance), tier, &[BlockHash(bits(6, block))]);
+        let mut instance = bits(4, block) % u64::from(settings.instances);
+        for copy in 0..u64::from(settings.replication) {
+            let random = bits(5 + copy, block);
+            instance = (instance + 1 + random % step_max) % u64::from(settings.instances);
+            let tier = Tier::ALL[(random >> 32) as usize % 3];
+            index.store(InstanceId(instance as u32), tier, &[BlockHash(bits(4, !block))]);
         }
     }
     let pairs = settings.blocks as f64 * f64::from(settings.replication);

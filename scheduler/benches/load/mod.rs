@@ -2,8 +2,9 @@
 //!
 //! Conversations have as many blocks as the requests of Mooncake's conversation trace (mean 24, at most 250), of
 //! which the first two are one of 16 system prompts. Each is held by `replication` instances. In the steady state a
-//! turn looks up a conversation that is held, stores a new one at its holders, and evicts the oldest from its holders,
-//! the deepest block first.
+//! turn looks up a conversation that is held, stores a new one at its holders, and evicts one from its holders, the
+//! deepest block first. Both are drawn at random: harder on an index than evicting the oldest, since what is freed
+//! lies scattered.
 
 use mixfleet_hal::random::{Stream, bits};
 use std::time::{Duration, Instant};
@@ -111,12 +112,12 @@ struct Run<'a, S> {
     settings: &'a Settings,
     chain: Chain,
     random: Stream,
-    /// Conversations that are held.
-    live: std::ops::Range<u64>,
+    /// Conversations that are held. Memory of the measurement itself is touched before anything is measured.
+    live: Vec<u32>,
+    next: u32,
     pairs: i64,
     ops: u64,
-    /// Lookups of the open loop: by themselves, and from the time when they were due, in nanoseconds. Their memory is
-    /// touched before anything is measured.
+    /// Lookups of the open loop: by themselves, and from the time when they were due, in nanoseconds.
     alone: Vec<u32>,
     late: Vec<u32>,
 }
@@ -124,13 +125,16 @@ struct Run<'a, S> {
 /// Measures `subject`, which is empty.
 pub(crate) fn measure(subject: &mut impl Subject, settings: &Settings) -> Figures {
     let random = Stream::new(3);
+    let mut live = vec![1; settings.blocks / 16 + 16];
+    live.clear();
     let times = || vec![1; settings.turns as usize];
     let mut run = Run {
         subject,
         settings,
         chain: Chain::default(),
         random,
-        live: 0..0,
+        live,
+        next: 0,
         pairs: 0,
         ops: 0,
         alone: times(),
@@ -207,9 +211,13 @@ impl<S: Subject> Run<'_, S> {
         (self.ops - first) as f64 / start.elapsed().as_secs_f64()
     }
 
+    fn draw(&mut self) -> usize {
+        self.random.below(self.live.len() as u64) as usize
+    }
+
     fn prepare_lookup(&mut self) {
-        let back = self.random.below(self.live.end - self.live.start);
-        chain(self.live.start + back, &mut self.chain);
+        let which = self.draw();
+        chain(self.live[which].into(), &mut self.chain);
     }
 
     fn lookup(&mut self) {
@@ -219,18 +227,20 @@ impl<S: Subject> Run<'_, S> {
     }
 
     fn store(&mut self) {
-        let conversation = self.live.end;
+        let conversation = u64::from(self.next);
         chain(conversation, &mut self.chain);
         for instance in holders(conversation, self.settings) {
             self.subject.store(instance, &self.chain);
             self.ops += self.chain.keys.len() as u64;
             self.pairs += self.chain.keys.len().saturating_sub(SYSTEM_BLOCKS) as i64;
         }
-        self.live.end += 1;
+        self.live.push(self.next);
+        self.next += 1;
     }
 
     fn evict(&mut self) {
-        let conversation = self.live.start;
+        let which = self.draw();
+        let conversation = u64::from(self.live.swap_remove(which));
         chain(conversation, &mut self.chain);
         for instance in holders(conversation, self.settings) {
             self.subject.evict(instance, &self.chain, SYSTEM_BLOCKS);
@@ -238,6 +248,5 @@ impl<S: Subject> Run<'_, S> {
             self.ops += blocks as u64;
             self.pairs -= blocks as i64;
         }
-        self.live.start += 1;
     }
 }
