@@ -19,6 +19,9 @@ fn fleet(directory: &Path, keys: &str) -> Result<FleetFile, FleetFileError> {
 fn made(name: &str) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let engine = directory.join("engine");
+    if directory.exists() {
+        std::fs::remove_dir_all(&directory).unwrap();
+    }
     std::fs::create_dir_all(&engine).unwrap();
     let mut dense = String::from("layer,tokens,time_us\n");
     for rows in [1, 64, 512] {
@@ -96,6 +99,45 @@ fn a_directory_that_lacks_something_is_refused_with_the_reason() {
     assert!(other.contains("of the model Qwen/Qwen3-8B, and the fleet serves llama-3.1-8b"), "{other}");
     let cut = error("cut", &meta(r#"{"engine_kwargs": {"tensor_parallel_size": 2}}"#));
     assert!(cut.contains("devices_per_instance: is 1, and the profile was measured with 2"), "{cut}");
+}
+
+#[test]
+fn newer_tables_say_the_same_in_other_words() {
+    let older = made("older");
+    let newer = made("newer");
+    let engine = newer.join("engine/tp1");
+    std::fs::create_dir_all(&engine).unwrap();
+    for file in ["dense.csv", "per_sequence.csv"] {
+        std::fs::rename(newer.join("engine").join(file), engine.join(file)).unwrap();
+    }
+    let mut attention =
+        String::from("layer,prefill_chunk,prefill_key,n_decode,kv_decode,decode_q_len,time_us\n");
+    for chunk in [0, 16, 512] {
+        for key in [16, 256, 512, 1024, 2048, 4256] {
+            for (sequences, keys) in [(0, 0), (1, 16), (1, 4096), (8, 16), (8, 4096)] {
+                let context = key - chunk / 2;
+                let key = if chunk == 0 { 0 } else { key };
+                if context >= 0 && (chunk > 0 || sequences > 0) {
+                    let us = f64::from(chunk * context + sequences * keys) / 1000.0 + 1.0;
+                    attention += &format!("attention,{chunk},{key}.0,{sequences},{keys},1,{us}\n");
+                    attention += &format!("attention,{chunk},{key}.0,{sequences},{keys},4,{}\n", 9.0 * us);
+                    attention += &format!("indexer,{chunk},{key}.0,{sequences},{keys},1,{}\n", 9.0 * us);
+                }
+            }
+        }
+    }
+    std::fs::write(engine.join("attention.csv"), attention).unwrap();
+    let cost = |directory: &Path| fleet(directory, "cache_tokens = 9000").unwrap().pools[0].cost.clone();
+    let (older, same) = (cost(&older), cost(&newer));
+    let questions: [(&[(u32, u32)], u32, u64); 4] =
+        [(&[], 4, 4000), (&[(1000, 256)], 0, 0), (&[(300, 500)], 3, 2000), (&[(0, 512)], 8, 8 * 1500)];
+    for (parts, batch, kv_tokens) in questions {
+        let ratio = ms(&same, parts, batch, kv_tokens) / ms(&older, parts, batch, kv_tokens);
+        assert!((ratio - 1.0).abs() < 1e-3, "{parts:?} {batch} {kv_tokens}: {ratio}");
+    }
+    std::fs::write(engine.join("moe.csv"), "").unwrap();
+    let experts = fleet(&newer, "").unwrap_err().to_string();
+    assert!(experts.contains("moe.csv"), "{experts}");
 }
 
 #[test]

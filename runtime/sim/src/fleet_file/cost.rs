@@ -54,7 +54,7 @@ impl Hardware {
                 let path = directory.join(file);
                 let refused = |cause| wrong("profile", cause);
                 if path.is_dir() {
-                    let read = EngineProfile::read(&path).map_err(refused)?;
+                    let read = EngineProfile::read(&path, pool.devices_per_instance).map_err(refused)?;
                     part = part.or_else(|| called(&read.meta.hardware.device_name));
                     Source::Engine(Box::new(read))
                 } else {

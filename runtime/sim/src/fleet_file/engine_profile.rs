@@ -8,8 +8,12 @@
 //!   context of each);
 //! - `meta.json`, where it is there: what the engine ran with.
 //!
+//! Newer files tell a chunk's context as `prefill_key`, the mean number of keys that its queries see. Tables of a model
+//! that is cut over k devices may stand in `tpk/`.
+//!
 //! Every number is of one layer; the embedding, the last norm, the head and the sampler run once.
 
+use super::attention_table::AttentionTable;
 use mixfleet_scheduler::cost::{Grid, StepTables};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,7 +24,7 @@ use std::path::Path;
 pub(super) struct EngineProfile {
     dense: BTreeMap<String, BTreeMap<u32, f64>>,
     per_sequence: BTreeMap<String, BTreeMap<u32, f64>>,
-    attention: BTreeMap<[u32; 4], f64>,
+    attention: AttentionTable,
     pub(super) meta: Meta,
 }
 
@@ -69,38 +73,37 @@ struct SequenceRow {
     time_us: f64,
 }
 
-#[derive(Deserialize)]
-struct AttentionRow {
-    prefill_chunk: u32,
-    kv_prefill: u32,
-    n_decode: u32,
-    kv_decode: u32,
-    time_us: f64,
-}
-
 /// Operations that run once in a step; the others once in each layer, but the norm between them twice.
 const ONCE: [&str; 2] = ["embedding", "final_layernorm"];
 const TWICE_PER_LAYER: &str = "layernorm";
+/// Tables of models with experts or with linear attention: without them a step would seem too short.
+const NOT_READ: [&str; 2] = ["moe.csv", "linear_attention.csv"];
 
 impl EngineProfile {
     /// # Errors
     /// In words: a file that is missing or does not have the format above.
-    pub(super) fn read(directory: &Path) -> Result<Self, String> {
+    pub(super) fn read(directory: &Path, devices: u32) -> Result<Self, String> {
+        let cut = directory.join(format!("tp{devices}"));
+        let whole = directory.join("dense.csv").exists() || !cut.exists();
+        let tables = if whole { directory } else { &cut };
+        if let Some(file) = NOT_READ.iter().find(|file| tables.join(file).exists()) {
+            return Err(format!("has {file}; models of that kind cannot be costed yet"));
+        }
         let mut dense: BTreeMap<String, BTreeMap<u32, f64>> = BTreeMap::new();
-        for row in rows::<DenseRow>(&directory.join("dense.csv"))? {
+        for row in rows::<DenseRow>(&tables.join("dense.csv"))? {
             dense.entry(row.layer).or_default().insert(row.tokens, positive(row.time_us, "dense.csv")?);
         }
         let mut per_sequence: BTreeMap<String, BTreeMap<u32, f64>> = BTreeMap::new();
-        for row in rows::<SequenceRow>(&directory.join("per_sequence.csv"))? {
+        for row in rows::<SequenceRow>(&tables.join("per_sequence.csv"))? {
             let time_us = positive(row.time_us, "per_sequence.csv")?;
             per_sequence.entry(row.layer).or_default().insert(row.sequences, time_us);
         }
-        let mut attention = BTreeMap::new();
-        for row in rows::<AttentionRow>(&directory.join("attention.csv"))? {
-            let key = [row.prefill_chunk, row.kv_prefill, row.n_decode, row.kv_decode];
-            attention.insert(key, positive(row.time_us, "attention.csv")?);
+        let attention = AttentionTable::read(&tables.join("attention.csv"))?;
+        let mut meta = meta(&directory.join("meta.json"))?;
+        if tables != directory {
+            meta.engine_kwargs.tensor_parallel_size = Some(devices);
         }
-        Ok(EngineProfile { dense, per_sequence, attention, meta: meta(&directory.join("meta.json"))? })
+        Ok(EngineProfile { dense, per_sequence, attention, meta })
     }
 
     /// Tokens of KV that the engine had room for.
@@ -126,71 +129,11 @@ impl EngineProfile {
         let dense = summed(&self.dense, "dense.csv", runs, more_s)?;
         let head = summed(&self.per_sequence, "per_sequence.csv", |_| 1.0, |_| 0.0)?;
         let scale = f64::from(layers) * 1e-6;
-        let prefill = self.attention_grid(
-            ["prefill_chunk", "kv_prefill"],
-            |[c, k, n, _]| (n == 0).then_some([c, k]),
-            scale,
-        )?;
-        let decode =
-            self.attention_grid(["n_decode", "kv_decode"], |[c, _, n, d]| (c == 0).then_some([n, d]), scale)?;
-        let both = |key: [u32; 4]| (key[0] > 0 && key[2] > 0).then_some(key);
-        let mixed = self.attention.keys().any(|key| both(*key).is_some());
-        let names = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"];
-        let mixed = mixed.then(|| self.attention_grid(names, both, scale)).transpose()?;
+        let attention = &self.attention;
+        let (prefill, decode) = (attention.prefill(scale)?, attention.decode(scale)?);
+        let mixed = attention.mixed(scale)?;
         Ok(StepTables::new(0.0, dense, head, prefill, decode, mixed, chunk_tokens))
     }
-
-    /// The rows that `pick` gives coordinates, as a grid.
-    fn attention_grid<const D: usize>(
-        &self,
-        names: [&str; D],
-        pick: impl Fn([u32; 4]) -> Option<[u32; D]>,
-        scale: f64,
-    ) -> Result<Grid, String> {
-        let known: BTreeMap<[u32; D], f64> =
-            self.attention.iter().filter_map(|(key, time)| Some((pick(*key)?, time * scale))).collect();
-        if known.is_empty() {
-            return Err(format!("attention.csv has no rows of {} alone", names.join(" and ")));
-        }
-        let axes: [Vec<u32>; D] = std::array::from_fn(|d| {
-            let knots: BTreeSet<u32> = known.keys().map(|key| key[d]).collect();
-            knots.into_iter().collect()
-        });
-        let values = filled(&axes, &known).map_err(|at| {
-            let missing: Vec<String> =
-                names.iter().zip(at).map(|(name, value)| format!("{name} {value}")).collect();
-            format!("attention.csv lacks {} and its neighbours", missing.join(", "))
-        })?;
-        Grid::new(axes.iter().map(|axis| floats(axis)).collect(), values)
-    }
-}
-
-/// Every knot's value, the last axis fastest. A value that was not measured (for want of memory, as a rule)
-/// goes on straight from the two before it along some axis.
-///
-/// # Errors
-/// The first knot for which there are no two.
-fn filled<const D: usize>(
-    axes: &[Vec<u32>; D],
-    known: &BTreeMap<[u32; D], f64>,
-) -> Result<Vec<f64>, [u32; D]> {
-    let strides: [usize; D] = std::array::from_fn(|d| axes[d + 1..].iter().map(Vec::len).product());
-    let count: usize = axes.iter().map(Vec::len).product();
-    let mut values: Vec<f64> = Vec::with_capacity(count);
-    for flat in 0..count {
-        let index: [usize; D] = std::array::from_fn(|d| flat / strides[d] % axes[d].len());
-        let at: [u32; D] = std::array::from_fn(|d| axes[d][index[d]]);
-        let along = |d: usize| {
-            let before = index[d].checked_sub(2)?;
-            let (far, near) = (values[flat - 2 * strides[d]], values[flat - strides[d]]);
-            let knot = |i: usize| f64::from(axes[d][i]);
-            let share = (knot(before + 2) - knot(before + 1)) / (knot(before + 1) - knot(before));
-            Some(near + (near - far).max(0.0) * share)
-        };
-        let value = known.get(&at).copied().or_else(|| (0..D).rev().find_map(along));
-        values.push(value.ok_or(at)?);
-    }
-    Ok(values)
 }
 
 /// The sum of all layers' times over rows, in seconds, at every row count that any of them has.
@@ -216,18 +159,18 @@ fn summed(
     Grid::new(vec![floats(&rows)], total)
 }
 
-fn floats(knots: &[u32]) -> Vec<f64> {
+pub(super) fn floats(knots: &[u32]) -> Vec<f64> {
     knots.iter().map(|&knot| f64::from(knot)).collect()
 }
 
-fn positive(time_us: f64, file: &str) -> Result<f64, String> {
+pub(super) fn positive(time_us: f64, file: &str) -> Result<f64, String> {
     if time_us.is_finite() && time_us > 0.0 {
         return Ok(time_us);
     }
     Err(format!("{file} has the time {time_us}; times are positive microseconds"))
 }
 
-fn rows<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>, String> {
+pub(super) fn rows<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>, String> {
     let failed = |error: csv::Error| format!("{}: {error}", path.display());
     let mut reader = csv::Reader::from_path(path).map_err(failed)?;
     reader.deserialize().map(|row| row.map_err(failed)).collect()

@@ -1,6 +1,7 @@
 //! FLEET.toml: a model, what is promised, and pools of instances, with everything resolved. Every key stands in
 //! docs/fleet-file.md.
 
+mod attention_table;
 mod cost;
 mod engine_profile;
 mod error;

@@ -1,0 +1,185 @@
+//! `attention.csv` of an engine's profile: from scattered measurements to rectangular tables.
+
+use super::engine_profile::{floats, positive, rows};
+use mixfleet_scheduler::cost::Grid;
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// Measured attention of one layer in microseconds, by prompt chunk, then by `[context, sequences, keys of each]`.
+#[derive(Debug)]
+pub(super) struct AttentionTable {
+    by_chunk: BTreeMap<u32, BTreeMap<[u32; 3], f64>>,
+    /// The context is given as the mean number of keys that a query of the chunk sees: context + chunk / 2.
+    mean_keys: bool,
+}
+
+#[derive(Deserialize)]
+struct Row {
+    /// Only in newer files, which may have other layers' attention too.
+    layer: Option<String>,
+    prefill_chunk: u32,
+    kv_prefill: Option<f64>,
+    /// In newer files, instead of `kv_prefill`.
+    prefill_key: Option<f64>,
+    n_decode: u32,
+    kv_decode: u32,
+    /// In newer files: tokens of a decoding sequence, more than one where they are guessed ahead.
+    decode_q_len: Option<u32>,
+    time_us: f64,
+}
+
+const NAMES: [&str; 3] = ["context", "n_decode", "kv_decode"];
+
+impl AttentionTable {
+    /// # Errors
+    /// In words: what does not have the format.
+    pub(super) fn read(path: &Path) -> Result<Self, String> {
+        let mut table = AttentionTable { by_chunk: BTreeMap::new(), mean_keys: false };
+        for row in rows::<Row>(path)? {
+            let other = row.layer.is_some_and(|layer| layer != "attention");
+            if other || row.decode_q_len.unwrap_or(1) > 1 {
+                continue;
+            }
+            let context = row
+                .kv_prefill
+                .or(row.prefill_key)
+                .ok_or_else(|| format!("{} has neither kv_prefill nor prefill_key", path.display()))?;
+            table.mean_keys |= row.kv_prefill.is_none();
+            let key = [context.round() as u32, row.n_decode, row.kv_decode];
+            let time_us = positive(row.time_us, "attention.csv")?;
+            table.by_chunk.entry(row.prefill_chunk).or_default().insert(key, time_us);
+        }
+        Ok(table)
+    }
+
+    /// Attention of sequences that get one token each: `[sequences, context of each]`.
+    ///
+    /// # Errors
+    /// In words: what was not measured.
+    pub(super) fn decode(&self, scale: f64) -> Result<Grid, String> {
+        let rows = self.by_chunk.get(&0);
+        let known: BTreeMap<[u32; 2], f64> = rows
+            .into_iter()
+            .flatten()
+            .filter(|([_, sequences, _], _)| *sequences > 0)
+            .map(|([_, sequences, keys], time)| ([*sequences, *keys], time * scale))
+            .collect();
+        grid(&known, ["n_decode", "kv_decode"], "prefill_chunk 0")
+    }
+
+    /// Attention of one chunk alone: `[tokens, context before]`.
+    ///
+    /// # Errors
+    /// In words: what was not measured.
+    pub(super) fn prefill(&self, scale: f64) -> Result<Grid, String> {
+        let (chunks, contexts) = (self.chunks(|[_, sequences, _]| sequences == 0), self.contexts());
+        let mut values = Vec::new();
+        for &chunk in &chunks {
+            let rows = self.by_chunk[&chunk].iter().filter(|([_, sequences, _], _)| *sequences == 0);
+            let known = rows.map(|([context, ..], time)| ([*context], time * scale)).collect();
+            let own = grid(&known, [NAMES[0]], &format!("prefill_chunk {chunk}"))?;
+            values.extend(contexts.iter().map(|&context| own.at([self.coordinate(chunk, context)])));
+        }
+        Grid::new(vec![floats(&chunks), floats(&contexts)], values)
+            .map_err(|_| "attention.csv has no chunk of a prompt alone".into())
+    }
+
+    /// Attention of a chunk beside decoding sequences: `[tokens, context before, sequences, context of each]`, where
+    /// it was measured.
+    ///
+    /// # Errors
+    /// In words: what was not measured.
+    pub(super) fn mixed(&self, scale: f64) -> Result<Option<Grid>, String> {
+        let (chunks, contexts) = (self.chunks(|[_, sequences, _]| sequences > 0), self.contexts());
+        if chunks.is_empty() {
+            return Ok(None);
+        }
+        let both = |chunk: &u32| self.by_chunk[chunk].iter().filter(|([_, sequences, _], _)| *sequences > 0);
+        let axis = |d: usize| -> Vec<u32> {
+            let knots: BTreeSet<u32> = chunks.iter().flat_map(both).map(|(key, _)| key[d]).collect();
+            knots.into_iter().collect()
+        };
+        let (sequences, keys) = (axis(1), axis(2));
+        let mut values = Vec::new();
+        for chunk in &chunks {
+            let known = both(chunk).map(|(key, time)| (*key, time * scale)).collect();
+            let own = grid(&known, NAMES, &format!("prefill_chunk {chunk}"))?;
+            for &context in &contexts {
+                let context = self.coordinate(*chunk, context);
+                for &sequences in &sequences {
+                    values.extend(
+                        keys.iter().map(|&keys| own.at([context, f64::from(sequences), f64::from(keys)])),
+                    );
+                }
+            }
+        }
+        let axes = [&chunks, &contexts, &sequences, &keys].map(|axis| floats(axis)).to_vec();
+        Grid::new(axes, values).map(Some)
+    }
+
+    /// Chunks with a row of this kind.
+    fn chunks(&self, kind: impl Fn([u32; 3]) -> bool) -> Vec<u32> {
+        let of_kind =
+            self.by_chunk.iter().filter(|(chunk, rows)| **chunk > 0 && rows.keys().any(|key| kind(*key)));
+        of_kind.map(|(chunk, _)| *chunk).collect()
+    }
+
+    /// The contexts that tables are made for: those that were measured, where these are told as such.
+    fn contexts(&self) -> Vec<u32> {
+        let rows = self.by_chunk.iter().filter(|(chunk, _)| **chunk > 0).flat_map(|(_, rows)| rows.keys());
+        let mut contexts: BTreeSet<u32> = rows.map(|key| key[0]).collect();
+        contexts.extend(self.mean_keys.then_some(0));
+        contexts.into_iter().collect()
+    }
+
+    /// Where a chunk after `context` stands among the rows of its size.
+    fn coordinate(&self, chunk: u32, context: u32) -> f64 {
+        f64::from(context) + if self.mean_keys { 0.5 * f64::from(chunk) } else { 0.0 }
+    }
+}
+
+/// All knots of `known`, with what was not measured filled in.
+fn grid<const D: usize>(known: &BTreeMap<[u32; D], f64>, names: [&str; D], of: &str) -> Result<Grid, String> {
+    if known.is_empty() {
+        return Err(format!("attention.csv has no rows of {of} with {} alone", names.join(" and ")));
+    }
+    let axes: [Vec<u32>; D] = std::array::from_fn(|d| {
+        let knots: BTreeSet<u32> = known.keys().map(|key| key[d]).collect();
+        knots.into_iter().collect()
+    });
+    let values = filled(&axes, known).map_err(|at| {
+        let missing = names.iter().zip(at).map(|(name, value)| format!("{name} {value}"));
+        let missing: Vec<String> = missing.collect();
+        format!("attention.csv lacks {of}, {} and its neighbours", missing.join(", "))
+    })?;
+    Grid::new(axes.iter().map(|axis| floats(axis)).collect(), values)
+}
+
+/// Every knot's value, the last axis fastest. A value that was not measured (for want of memory, as a rule)
+/// goes on straight from the two before it along some axis.
+///
+/// # Errors
+/// The first knot for which there are no two.
+fn filled<const D: usize>(
+    axes: &[Vec<u32>; D],
+    known: &BTreeMap<[u32; D], f64>,
+) -> Result<Vec<f64>, [u32; D]> {
+    let strides: [usize; D] = std::array::from_fn(|d| axes[d + 1..].iter().map(Vec::len).product());
+    let count: usize = axes.iter().map(Vec::len).product();
+    let mut values: Vec<f64> = Vec::with_capacity(count);
+    for flat in 0..count {
+        let index: [usize; D] = std::array::from_fn(|d| flat / strides[d] % axes[d].len());
+        let at: [u32; D] = std::array::from_fn(|d| axes[d][index[d]]);
+        let along = |d: usize| {
+            let before = index[d].checked_sub(2)?;
+            let (far, near) = (values[flat - 2 * strides[d]], values[flat - strides[d]]);
+            let knot = |i: usize| f64::from(axes[d][i]);
+            let share = (knot(before + 2) - knot(before + 1)) / (knot(before + 1) - knot(before));
+            Some(near + (near - far).max(0.0) * share)
+        };
+        let value = known.get(&at).copied().or_else(|| (0..D).rev().find_map(along));
+        values.push(value.ok_or(at)?);
+    }
+    Ok(values)
+}
