@@ -2,7 +2,7 @@
 //!
 //! A lookup tries the places beside the block before, and asks the table only where the chain goes on elsewhere:
 //! two misses of the processor's cache for each such place, and one for five blocks in a row. To keep chains together, new
-//! blocks fill a chunk in the order of its places, and a chunk is filled again only when an eighth of it is free.
+//! blocks fill a chunk in the order of its places, and a chunk is filled again only when a sixteenth of it is free.
 
 use super::BlockHash;
 use super::sets::EMPTY;
@@ -16,7 +16,7 @@ const CHUNK: usize = 1 << 15;
 /// Places of a piece, which [`Blocks::update_piece`] does in microseconds.
 const PIECE: usize = 1 << 10;
 /// Free places that make it worth to fill a chunk again.
-const CHUNK_FREE: u32 = CHUNK as u32 / 8;
+const CHUNK_FREE: u32 = CHUNK as u32 / 16;
 /// Blocks that are looked up in the table together, so that their cache misses overlap.
 const AHEAD: usize = 8;
 /// Places after a block that are searched for the next.
