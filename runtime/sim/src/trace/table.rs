@@ -61,7 +61,9 @@ impl Table {
                 let now = utc_nanoseconds(field).ok_or_else(|| {
                     format!("'{field}' is not a date and time as in 2023-11-16 18:15:46.6805900")
                 })?;
-                Ok(Seconds((now - *self.origin_ns.get_or_insert(now)) as f64 / 1e9))
+                // Two dates may be farther apart than 64 bits of nanoseconds.
+                let origin = i128::from(*self.origin_ns.get_or_insert(now));
+                Ok(Seconds((i128::from(now) - origin) as f64 / 1e9))
             }
         }
     }
