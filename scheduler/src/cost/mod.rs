@@ -11,7 +11,7 @@ pub use collective::{AllReduce, DEVICES_MAX, Fabric};
 pub use link::LinkCost;
 pub use profiled::ProfileCost;
 pub use shape::{ModelShape, OpCounts};
-pub use tables::{Grid, StepTables};
+pub use tables::{Grid, StepParts, StepTables};
 
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};

@@ -1,6 +1,6 @@
 //! A model on a profiled device, operation by operation.
 
-use super::tables::{Grid, StepTables};
+use super::tables::{Grid, StepParts, StepTables};
 use super::{AllReduce, ModelShape, OpCounts, Prefill, knots};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::{DeviceProfile, Predictor};
@@ -62,15 +62,15 @@ impl ProfileCost {
         };
         let contexts = knots::geometric(CONTEXT_MAX, 4);
         let with_none: Vec<u32> = std::iter::once(0).chain(contexts.iter().copied()).collect();
-        StepTables::new(
-            self.profile.launch.0,
-            knots::adaptive(chunk_tokens.max(SEQUENCES_MAX), dense),
-            knots::adaptive(SEQUENCES_MAX, head),
-            Grid::of_two(&knots::geometric(chunk_tokens, 8), &with_none, prefill),
-            Grid::of_two(&knots::geometric(SEQUENCES_MAX, 4), &contexts, decode),
-            None,
+        StepTables::of(StepParts {
+            overhead_s: self.profile.launch.0,
+            dense: knots::adaptive(chunk_tokens.max(SEQUENCES_MAX), dense),
+            head: knots::adaptive(SEQUENCES_MAX, head),
+            prefill: Grid::of_two(&knots::geometric(chunk_tokens, 8), &with_none, prefill),
+            decode: Grid::of_two(&knots::geometric(SEQUENCES_MAX, 4), &contexts, decode),
+            mixed: None,
             chunk_tokens,
-        )
+        })
     }
 }
 

@@ -11,10 +11,27 @@ const CHUNKS_MAX: u32 = 4096;
 /// Values at the knots of a rectangular grid. Between knots straight lines along each axis; below the first
 /// knot its value (a kernel's least time), beyond the last one straight on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "GridParts")]
 pub struct Grid {
     axes: Vec<Axis>,
     /// The last axis runs fastest.
     values: Vec<f64>,
+}
+
+/// A grid before it is checked.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GridParts {
+    axes: Vec<Vec<f64>>,
+    values: Vec<f64>,
+}
+
+impl TryFrom<GridParts> for Grid {
+    type Error = String;
+
+    fn try_from(GridParts { axes, values }: GridParts) -> Result<Self, String> {
+        Grid::new(axes, values)
+    }
 }
 
 impl Grid {
@@ -92,8 +109,8 @@ impl Grid {
 }
 
 /// Ascending knots, found by the leading bits of a number.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(from = "Vec<f64>", into = "Vec<f64>")]
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(into = "Vec<f64>")]
 struct Axis {
     knots: Vec<f64>,
     /// For each bucket the cell that its least number lies in.
@@ -144,108 +161,140 @@ impl Axis {
 
 /// What a step is made of, each part as a table of seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StepParts {
+    /// Of every step.
+    pub overhead_s: f64,
+    /// `[tokens]`: everything but attention and LM head over the rows of a step.
+    pub dense: Grid,
+    /// `[rows]`: LM head and drawing of tokens.
+    pub head: Grid,
+    /// `[tokens, context before]`: attention of one chunk, all layers.
+    pub prefill: Grid,
+    /// `[sequences, mean context]`: attention of sequences that get one token each.
+    pub decode: Grid,
+    /// `[tokens, context before, sequences, mean context]`: attention of both in one kernel, where the engine
+    /// has such; otherwise they run one after the other.
+    pub mixed: Option<Grid>,
+    /// Prompts that are asked for as a whole run in chunks of so many.
+    pub chunk_tokens: u32,
+}
+
+/// A step's time from tables.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "StepParts", into = "StepParts")]
 pub struct StepTables {
-    overhead_s: f64,
-    dense: Grid,
-    head: Grid,
-    prefill: Grid,
-    decode: Grid,
-    mixed: Option<Grid>,
-    chunk_tokens: u32,
+    parts: StepParts,
     /// Attention of the first k full chunks of a prompt.
     prompt: Vec<f64>,
 }
 
+impl TryFrom<StepParts> for StepTables {
+    type Error = String;
+
+    fn try_from(parts: StepParts) -> Result<Self, String> {
+        StepTables::new(parts)
+    }
+}
+
+impl From<StepTables> for StepParts {
+    fn from(tables: StepTables) -> Self {
+        tables.parts
+    }
+}
+
 impl StepTables {
-    /// - `overhead_s`: of every step;
-    /// - `dense [tokens]`: everything but attention and LM head over the rows of a step;
-    /// - `head [rows]`: LM head and drawing of tokens;
-    /// - `prefill [tokens, context before]`: attention of one chunk, all layers;
-    /// - `decode [sequences, mean context]`: attention of sequences that get one token each;
-    /// - `mixed [tokens, context before, sequences, mean context]`: attention of both in one kernel, where
-    ///   the engine has such; otherwise they run one after the other;
-    /// - `chunk_tokens`: prompts that are asked for as a whole run in chunks of so many.
-    pub fn new(
-        overhead_s: f64,
-        dense: Grid,
-        head: Grid,
-        prefill: Grid,
-        decode: Grid,
-        mixed: Option<Grid>,
-        chunk_tokens: u32,
-    ) -> Self {
-        let mut tables =
-            StepTables { overhead_s, dense, head, prefill, decode, mixed, chunk_tokens, prompt: vec![0.0] };
-        let mut total = 0.0;
-        let contexts = tables.prefill.axes[1].knots.last().copied().unwrap_or(0.0);
-        let chunks = (contexts / f64::from(chunk_tokens)).ceil() as u32 + 1;
-        for chunk in 0..chunks.min(CHUNKS_MAX) {
-            let context = f64::from(chunk) * f64::from(chunk_tokens);
-            total += tables.prefill.at([f64::from(chunk_tokens), context]);
-            tables.prompt.push(total);
+    /// # Errors
+    /// In words: a table has too few or too many axes, or chunks have no tokens.
+    pub fn new(parts: StepParts) -> Result<Self, String> {
+        let StepParts { dense, head, prefill, decode, mixed, .. } = &parts;
+        let axes = [("dense", dense, 1), ("head", head, 1), ("prefill", prefill, 2), ("decode", decode, 2)];
+        let mixed = mixed.iter().map(|mixed| ("mixed", mixed, 4));
+        for (name, grid, want) in axes.into_iter().chain(mixed) {
+            if grid.axes.len() != want {
+                return Err(format!("the table '{name}' has {} axes instead of {want}", grid.axes.len()));
+            }
         }
-        tables
+        if parts.chunk_tokens == 0 || !parts.overhead_s.is_finite() {
+            return Err("steps need chunks of at least one token and a finite overhead".into());
+        }
+        Ok(Self::of(parts))
+    }
+
+    /// Of tables made here.
+    pub(super) fn of(parts: StepParts) -> Self {
+        let chunk = f64::from(parts.chunk_tokens);
+        let contexts = parts.prefill.axes[1].knots.last().copied().unwrap_or(0.0);
+        let chunks = ((contexts / chunk).ceil() as u32).saturating_add(1).min(CHUNKS_MAX);
+        let (mut total, mut prompt) = (0.0, vec![0.0]);
+        for index in 0..chunks {
+            total += parts.prefill.at([chunk, f64::from(index) * chunk]);
+            prompt.push(total);
+        }
+        StepTables { parts, prompt }
     }
 
     /// Time of a mixed step; see [`super::CostModel::step_s`].
     pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         let drawn = parts.iter().filter(|part| part.last).count() as u32 + batch;
-        let head = if drawn == 0 { 0.0 } else { self.head.at([f64::from(drawn)]) };
+        let head = if drawn == 0 { 0.0 } else { self.parts.head.at([f64::from(drawn)]) };
         let attention = self.attention(parts, batch, kv_tokens);
-        Seconds(self.overhead_s + self.dense.at([f64::from(rows)]) + head + attention)
+        Seconds(self.parts.overhead_s + self.parts.dense.at([f64::from(rows)]) + head + attention)
     }
 
     /// Time of a prompt alone, chunk by chunk; see [`super::CostModel::prefill_s`].
     pub(super) fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
-        let full = (new_tokens - 1) / self.chunk_tokens;
-        let done = full * self.chunk_tokens;
+        let full = (new_tokens - 1) / self.parts.chunk_tokens;
+        let done = full * self.parts.chunk_tokens;
         let rest = Prefill { context: context_before + done, tokens: new_tokens - done, last: true };
         let last = self.step_s(&[rest], 0, 0);
         if full == 0 {
             return last;
         }
-        let each = self.overhead_s + self.dense.at([f64::from(self.chunk_tokens)]);
+        let each = self.parts.overhead_s + self.parts.dense.at([f64::from(self.parts.chunk_tokens)]);
         last + Seconds(each * f64::from(full) + self.full_chunks(context_before, full))
     }
 
     /// Attention of `count` full chunks from `context` on.
     fn full_chunks(&self, context: u32, count: u32) -> f64 {
-        let chunk = f64::from(self.chunk_tokens);
-        let (first, share) =
-            ((context / self.chunk_tokens) as usize, f64::from(context % self.chunk_tokens) / chunk);
+        let chunk = f64::from(self.parts.chunk_tokens);
+        let (first, share) = (
+            (context / self.parts.chunk_tokens) as usize,
+            f64::from(context % self.parts.chunk_tokens) / chunk,
+        );
         let run = |from: usize| Some(self.prompt.get(from + count as usize)? - self.prompt[from]);
         match (run(first), run(first + 1)) {
             (Some(before), Some(after)) => (1.0 - share) * before + share * after,
-            _ => {
-                (0..count).map(|i| self.prefill.at([chunk, f64::from(context) + f64::from(i) * chunk])).sum()
-            }
+            _ => (0..count)
+                .map(|i| self.parts.prefill.at([chunk, f64::from(context) + f64::from(i) * chunk]))
+                .sum(),
         }
     }
 
     fn attention(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> f64 {
         let mean = if batch == 0 { 0.0 } else { kv_tokens as f64 / f64::from(batch) };
-        let alone = |part: &Prefill| self.prefill.at([f64::from(part.tokens), f64::from(part.context)]);
+        let alone = |part: &Prefill| self.parts.prefill.at([f64::from(part.tokens), f64::from(part.context)]);
         let work = |part: &Prefill| {
             f64::from(part.tokens) * (f64::from(part.context) + 0.5 * f64::from(part.tokens))
         };
         // The chunk with most work runs beside decode; the others add what they take beyond the least time
         // of a kernel, for all chunks share one.
         let Some(largest) = parts.iter().reduce(|a, b| if work(b) > work(a) { b } else { a }) else {
-            return if batch == 0 { 0.0 } else { self.decode.at([f64::from(batch), mean]) };
+            return if batch == 0 { 0.0 } else { self.parts.decode.at([f64::from(batch), mean]) };
         };
-        let with_decode = match (&self.mixed, batch) {
+        let with_decode = match (&self.parts.mixed, batch) {
             (_, 0) => alone(largest),
             (Some(mixed), _) => {
                 let (tokens, context) = (f64::from(largest.tokens), f64::from(largest.context));
                 mixed.at([tokens, context, f64::from(batch), mean])
             }
-            (None, _) => alone(largest) + self.decode.at([f64::from(batch), mean]),
+            (None, _) => alone(largest) + self.parts.decode.at([f64::from(batch), mean]),
         };
         if parts.len() == 1 {
             return with_decode;
         }
-        let others = parts.iter().map(|part| alone(part) - self.prefill.values[0]).sum::<f64>();
-        with_decode + others - (alone(largest) - self.prefill.values[0])
+        let others = parts.iter().map(|part| alone(part) - self.parts.prefill.values[0]).sum::<f64>();
+        with_decode + others - (alone(largest) - self.parts.prefill.values[0])
     }
 }

@@ -97,6 +97,20 @@ fn tensor_parallelism_divides_the_work_and_pays_for_sums() {
 }
 
 #[test]
+fn damaged_tables_are_refused_where_they_are_read() {
+    let text = serde_json::to_value(wrap(model(1e9, 1e9)).compiled()).unwrap();
+    let refused = |place: &str, value: serde_json::Value| {
+        let mut changed = text.clone();
+        *changed.pointer_mut(place).unwrap() = value;
+        serde_json::from_value::<CostModel>(changed).unwrap_err().to_string()
+    };
+    let line = serde_json::json!({ "axes": [[1.0, 2.0]], "values": [1.0, 2.0] });
+    assert!(refused("/tables/decode", line).contains("'decode' has 1 axes instead of 2"));
+    assert!(refused("/tables/head/values", serde_json::json!([1.0])).contains("1 values"));
+    assert!(refused("/tables/chunk_tokens", serde_json::json!(0)).contains("at least one token"));
+}
+
+#[test]
 fn grids_go_on_straight_and_bad_ones_are_refused() {
     let grid = Grid::new(vec![vec![1.0, 2.0], vec![0.0, 10.0]], vec![1.0, 11.0, 2.0, 22.0]).unwrap();
     assert_eq!(grid.at([1.0, 5.0]), 6.0);
@@ -189,8 +203,10 @@ fn coefficients_reproduce_the_published_fit() {
 #[test]
 fn a_cost_model_survives_json() {
     let cost = wrap(model(1e9, 1e9));
-    let text = serde_json::to_string(&cost).unwrap();
-    assert_eq!(serde_json::from_str::<CostModel>(&text).unwrap(), cost);
+    for cost in [cost.compiled(), cost] {
+        let text = serde_json::to_string(&cost).unwrap();
+        assert_eq!(serde_json::from_str::<CostModel>(&text).unwrap(), cost);
+    }
 }
 
 proptest! {

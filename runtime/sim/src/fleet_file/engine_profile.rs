@@ -14,7 +14,7 @@
 //! Every number is of one layer; the embedding, the last norm, the head and the sampler run once.
 
 use super::attention_table::AttentionTable;
-use mixfleet_scheduler::cost::{Grid, StepTables};
+use mixfleet_scheduler::cost::{Grid, StepParts, StepTables};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -132,7 +132,7 @@ impl EngineProfile {
         let attention = &self.attention;
         let (prefill, decode) = (attention.prefill(scale)?, attention.decode(scale)?);
         let mixed = attention.mixed(scale)?;
-        Ok(StepTables::new(0.0, dense, head, prefill, decode, mixed, chunk_tokens))
+        StepTables::new(StepParts { overhead_s: 0.0, dense, head, prefill, decode, mixed, chunk_tokens })
     }
 }
 
