@@ -59,15 +59,6 @@ pub(super) struct Blocks {
     refill: Vec<u32>,
 }
 
-/// Where the block before was: a hint, of no consequence for the result.
-#[derive(Clone, Copy)]
-pub(super) struct Near(u32);
-
-impl Near {
-    /// No block came before.
-    pub(super) const NOTHING: Near = Near(NONE);
-}
-
 impl Default for Blocks {
     fn default() -> Self {
         Blocks { table: Table::new(SEGMENT_BITS), chunks: Vec::new(), fill: 0, refill: Vec::new() }
@@ -110,15 +101,15 @@ impl Blocks {
 
     /// Calls `visit` with the set of each of `keys` in turn, until it returns false or a key is absent.
     pub(super) fn walk(&self, keys: &[BlockHash], mut visit: impl FnMut(u32) -> bool) {
-        let (mut near, mut strays, mut touched) = (NONE, 0, 0);
+        let (mut near, mut stray, mut touched) = (NONE, 0, 0);
         for (i, &key) in keys.iter().enumerate() {
             let place = self.beside(near, key).or_else(|| {
-                strays += 1;
-                // A chain that was not stored in one piece: that goes on.
-                if strays > 2 && i >= touched {
+                // Where one block was not beside the other, the next ones hardly are.
+                if i > 0 && i <= stray + 2 && i >= touched {
                     touched = keys.len().min(i + AHEAD);
                     self.touch(&keys[i..touched]);
                 }
+                stray = i;
                 self.find(key)
             });
             let Some(place) = place else { return };
@@ -136,20 +127,33 @@ impl Blocks {
         std::hint::black_box(first);
     }
 
-    /// Gives `key` the set that `change` makes of the one it has; EMPTY stands for absence on both sides. Returns a hint
-    /// for the key after it.
-    pub(super) fn update(&mut self, key: BlockHash, near: Near, change: impl FnOnce(u32) -> u32) -> Near {
-        let place = self.beside(near.0, key).or_else(|| self.find(key));
-        match place {
+    /// Gives each of `keys` the set that `change` makes of the one it has; EMPTY stands for absence on both sides.
+    /// `removes` tells that most will be absent then.
+    pub(super) fn update(&mut self, keys: &[BlockHash], removes: bool, mut change: impl FnMut(u32) -> u32) {
+        let mut near = NONE;
+        for keys in keys.chunks(AHEAD) {
+            // The table is asked for blocks that are not beside each other, and told of those that come or go.
+            if removes || self.beside(near, keys[0]).is_none() {
+                self.touch(keys);
+            }
+            for &key in keys {
+                near = self.update_one(key, near, &mut change);
+            }
+        }
+    }
+
+    /// Updates `key`, which may lie beside `near`; returns where it is.
+    fn update_one(&mut self, key: BlockHash, near: u32, mut change: impl FnMut(u32) -> u32) -> u32 {
+        match self.beside(near, key).or_else(|| self.find(key)) {
             Some(place) => {
                 let set = change(set(&self.at(place)));
                 self.set_at(place, set);
-                Near(place)
+                place
             }
-            None => {
-                let set = change(EMPTY);
-                if set == EMPTY { near } else { Near(self.insert(key, set)) }
-            }
+            None => match change(EMPTY) {
+                EMPTY => near,
+                set => self.insert(key, set),
+            },
         }
     }
 
@@ -254,11 +258,12 @@ mod tests {
                 if backward {
                     keys.reverse();
                 }
-                let mut near = Near::NOTHING;
-                for &key in &keys {
-                    let mut before = None;
-                    near = blocks.update(BlockHash(key), near, |old| { before = Some(old); set });
-                    prop_assert_eq!(before, Some(map.get(&key).copied().unwrap_or(EMPTY)));
+                let hashes: Vec<BlockHash> = keys.iter().map(|&key| BlockHash(key)).collect();
+                let mut before = Vec::new();
+                blocks.update(&hashes, set == EMPTY, |old| { before.push(old); set });
+                let naive: Vec<u32> = keys.iter().map(|key| map.get(key).copied().unwrap_or(EMPTY)).collect();
+                prop_assert_eq!(before, naive);
+                for key in keys {
                     if set == EMPTY { map.remove(&key); } else { map.insert(key, set); }
                 }
                 prop_assert_eq!(blocks.len(), map.len());
@@ -287,10 +292,7 @@ mod tests {
     fn places_are_used_again() {
         let mut blocks = Blocks::default();
         let store = |blocks: &mut Blocks, keys: std::ops::Range<u64>, set: u32| {
-            let mut near = Near::NOTHING;
-            for key in keys {
-                near = blocks.update(BlockHash(key), near, |_| set);
-            }
+            blocks.update(&keys.map(BlockHash).collect::<Vec<_>>(), set == EMPTY, |_| set);
         };
         for round in 0..40u64 {
             store(&mut blocks, round * 10_000..round * 10_000 + 10_000, 1);

@@ -6,7 +6,7 @@
 //! of the old one is swept out piece by piece with later changes.
 
 use super::BlockHash;
-use super::blocks::{Blocks, Near};
+use super::blocks::Blocks;
 use super::sets::{EMPTY, Edit, Member, Sets};
 use crate::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
@@ -327,10 +327,8 @@ impl PrefixIndex {
 
     fn edit(&mut self, hashes: &[BlockHash], edit: Edit) {
         self.sets.start_edit();
-        let mut near = Near::NOTHING;
-        for &hash in hashes {
-            near = self.blocks.update(hash, near, |set| self.sets.move_block(set, edit));
-        }
+        let removes = matches!(edit, Edit::Remove(..));
+        self.blocks.update(hashes, removes, |set| self.sets.move_block(set, edit));
     }
 
     /// Rids one piece of the blocks of those who are gone, where there are any.
