@@ -47,13 +47,25 @@ pub struct DeviceInfo {
     pub kind: DeviceKind,
     /// Memory that buffers may take, all together.
     pub memory: Bytes,
-    /// Cores, compute units or multiprocessors.
+    /// Cores, compute units or multiprocessors; 0 where the backend cannot know.
     pub compute_units: u32,
     /// For correctness: equal only if measurements of one hold for the other (part, count of cores in
     /// use, driver, kernel version).
     pub fingerprint: String,
     /// Further facts, for people.
     pub notes: Vec<(String, String)>,
+}
+
+impl DeviceInfo {
+    /// Name of the note in which a simulated device says who does its work.
+    pub const WORK: &'static str = "work";
+    /// That note's value where nobody does: such a device is for timing, and computes no result.
+    pub const TIME_ONLY: &'static str = "takes time only; answers are hashes of what it reads";
+
+    /// Whether the device computes results at all.
+    pub fn computes(&self) -> bool {
+        !self.notes.iter().any(|(name, value)| name == Self::WORK && value == Self::TIME_ONLY)
+    }
 }
 
 /// What a caller must respect.

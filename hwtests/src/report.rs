@@ -41,6 +41,18 @@ impl Outcome {
         matches!(self, Outcome::Fail { .. } | Outcome::Timeout { .. } | Outcome::DeviceLost { .. })
     }
 
+    /// Why it is no pass, for people; empty for a pass.
+    pub fn reason(&self) -> &str {
+        match self {
+            Outcome::Pass => "",
+            Outcome::Unsupported => "the device does not claim it",
+            Outcome::Fail { reason }
+            | Outcome::NotRun { reason }
+            | Outcome::Timeout { reason }
+            | Outcome::DeviceLost { reason } => reason,
+        }
+    }
+
     /// Whether nothing more can be asked of the device, as opened.
     pub fn ends_the_device(&self) -> bool {
         matches!(self, Outcome::Timeout { .. } | Outcome::DeviceLost { .. })

@@ -217,11 +217,21 @@ fn a_journal_carries_a_broken_run_on() {
     }
 }
 
-/// Levels 0 to 2 whole, and every line of the mandatory list.
-#[test]
-fn the_reference_device_passes_its_validation() {
+/// Levels 0 to 2 of the reference device.
+fn two_levels() -> (Plan, Outcome) {
     let plan = Plan { level: 2, ..plan("reference", &[]) };
     let (outcome, _) = run(&plan, &in_process());
+    (plan, outcome)
+}
+
+/// Every line of the mandatory list, and what leaves a level out.
+#[test]
+fn the_reference_device_passes_its_validation() {
+    let (plan, outcome) = two_levels();
+    let without_performance = Validation::new(&plan, outcome.clone(), None, "2026-11-20");
+    let (verdict, remarks) = (without_performance.verdict, &without_performance.remarks);
+    assert_eq!((verdict, verdict.exit_code()), (Verdict::Partial, 0), "{remarks:?}");
+    let plan = Plan { level: 3, ..plan };
     let report = Validation::new(&plan, outcome, None, "2026-11-20");
     assert_eq!(report.verdict, Verdict::Pass, "{:?}", report.remarks);
     assert!(report.mustpass.met);
@@ -238,8 +248,7 @@ fn the_reference_device_passes_its_validation() {
 
 #[test]
 fn a_report_without_a_mandatory_case_is_incomplete() {
-    let plan = Plan { level: 2, ..plan("reference", &[]) };
-    let (whole, _) = run(&plan, &in_process());
+    let (plan, whole) = two_levels();
     for (missing, status) in [("l2.random", None), ("l1.order", Some(Status::NotRun))] {
         let mut outcome = whole.clone();
         match status {
@@ -250,6 +259,34 @@ fn a_report_without_a_mandatory_case_is_incomplete() {
         assert_eq!((report.verdict, report.verdict.exit_code()), (Verdict::Incomplete, 3), "{missing}");
         assert!(report.remarks.iter().any(|remark| remark.contains(missing)), "{:?}", report.remarks);
     }
+}
+
+/// A part that computes nothing, or one operation wrong, under waivers that would let it through.
+#[test]
+fn waivers_never_make_a_pass() {
+    let (plan, whole) = two_levels();
+    let plan = Plan { level: 3, ..plan };
+    let part = |patterns: &[&str]| {
+        let waiver =
+            |case: &&str| format!("[[waiver]]\ncase = \"{case}\"\nreason = \"errata\"\nuntil = 2027-01-01\n");
+        let waivers: String = patterns.iter().map(waiver).collect();
+        Part::parse(&format!("match = {{ name = \".\" }}\n{waivers}")).unwrap()
+    };
+    let judged = |wrong: &str, waivers: &[&str]| {
+        let mut outcome = whole.clone();
+        let hit = outcome.cases.iter_mut().filter(|case| case.id.starts_with(wrong) && case.status == Pass);
+        hit.for_each(|case| case.status = Status::Fail);
+        Validation::new(&plan, outcome, Some(&part(waivers)), "2026-11-20")
+    };
+    let one = judged(TRAPPED, &["l1.fill.b28.*"]);
+    assert_eq!((one.verdict, one.verdict.exit_code()), (Verdict::PassedWithWaivers, 0), "{:?}", one.remarks);
+    assert_eq!(serde_json::to_value(one.verdict).unwrap(), one.verdict.word());
+    let line = one.mustpass.lines.iter().find(|line| line.pattern == "l1.fill.*").unwrap();
+    assert!(!one.mustpass.met && line.waived > 0 && line.passed + line.waived == line.cases, "{line:?}");
+    let all = judged("l1.", &["l1.*"]);
+    assert!(!all.mustpass.met);
+    assert_eq!((all.verdict, all.verdict.exit_code()), (Verdict::Incomplete, 3), "{:?}", all.remarks);
+    assert!(all.remarks.iter().any(|remark| remark.contains("not one passed")), "{:?}", all.remarks);
 }
 
 const PART: &str = r#"

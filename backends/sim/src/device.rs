@@ -49,7 +49,7 @@ impl Part {
             compute_units: 1,
             fingerprint: format!("sim {version}; {work}; {:016x}", costs.digest()),
             notes: vec![
-                note("work", work.to_owned()),
+                note(DeviceInfo::WORK, work.to_owned()),
                 note("clock", format!("1 simulated second = {dilation} real seconds")),
                 note("bandwidth", format!("{:.0} GB/s", profile.bandwidth.0 / GB)),
                 note("arithmetic", format!("{} TFLOP/s", rates.join(", "))),
@@ -114,7 +114,7 @@ impl TimeOnlyDevice {
     /// # Errors
     /// `Invalid` when the profile's numbers are none that a device can have.
     pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
-        let part = Part::new(id, profile, clock, "takes time only; answers are hashes of what it reads")?;
+        let part = Part::new(id, profile, clock, DeviceInfo::TIME_ONLY)?;
         Ok(TimeOnlyDevice { part, store: SharedStore::default() })
     }
 }

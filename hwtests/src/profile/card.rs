@@ -1,6 +1,6 @@
 //! A profile on half a screen.
 
-use super::document::{Document, Reached, Unit};
+use super::document::{Document, Flag, Reached, Unit};
 use super::text::{bar, gibibytes, scaled};
 use std::fmt::Write as _;
 
@@ -32,7 +32,9 @@ impl Card<'_> {
     fn head(&mut self) {
         let d = &self.document.device;
         let (memory, day) = (gibibytes(d.memory_bytes), self.document.measured_at.get(..10).unwrap_or(""));
-        let _ = writeln!(self.out, "  {}, {} units, {memory} ({})", d.name, d.compute_units, d.id);
+        // a backend that cannot know says 0
+        let units = if d.compute_units == 0 { String::new() } else { format!("{} units, ", d.compute_units) };
+        let _ = writeln!(self.out, "  {}, {units}{memory} ({})", d.name, d.id);
         let s = &self.document.summary;
         let level = format!("{:?}", self.document.level).to_lowercase();
         let mut text = format!("{} points in {:.0} s, {level}", s.ok, self.document.seconds);
@@ -63,7 +65,15 @@ impl Card<'_> {
             None => String::new(),
         };
         let (rate, bar) = (scaled(reached.rate, name), bar(reached.rate / best, BAR));
-        self.line(label, &format!("{what:<7}{rate:>14}  |{bar}|{per_dollar}"));
+        let doubt = self.doubt(reached);
+        self.line(label, &format!("{what:<7}{rate:>14}  |{bar}|{per_dollar}{doubt}"));
+    }
+
+    /// How widely the samples behind a number spread, if that is too much to trust it.
+    fn doubt(&self, reached: &Reached) -> String {
+        let noisy = self.document.point(&reached.point).filter(|point| point.flags.contains(&Flag::Noisy));
+        let spread = noisy.and_then(|point| point.seconds.as_ref());
+        spread.map(|s| format!(" (noisy: CV {:.0} %)", 100.0 * s.cv)).unwrap_or_default()
     }
 
     fn compute(&mut self) {
@@ -95,10 +105,10 @@ impl Card<'_> {
         let s = &self.document.summary;
         let mut parts = Vec::new();
         if let Some(reached) = &s.decode_attention {
-            parts.push(format!("decode reads KV at {}", scaled(reached.rate, "B/s")));
+            parts.push(format!("decode reads KV at {}{}", scaled(reached.rate, "B/s"), self.doubt(reached)));
         }
         if let Some(reached) = &s.prefill_attention {
-            parts.push(format!("prefill {}", scaled(reached.rate, "FLOP/s")));
+            parts.push(format!("prefill {}{}", scaled(reached.rate, "FLOP/s"), self.doubt(reached)));
         }
         if let Some(rows) = s.ridge_rows {
             parts.push(format!("ridge at {rows:.0} rows"));
@@ -115,9 +125,10 @@ impl Card<'_> {
             ("to device", &s.host_to_device, &f.host_to_device),
             ("to host", &s.device_to_host, &f.device_to_host),
         ] {
-            let fixed = lines.first().map(|l| format!(" + {}", scaled(l.fixed_s, "s"))).unwrap_or_default();
+            let fixed = lines.first().map(|line| line.fixed_s).filter(|fixed_s| *fixed_s > 0.0);
+            let fixed = fixed.map(|fixed_s| format!(" + {}", scaled(fixed_s, "s"))).unwrap_or_default();
             if let Some(reached) = reached {
-                parts.push(format!("{name} {}{fixed}", scaled(reached.rate, "B/s")));
+                parts.push(format!("{name} {}{fixed}{}", scaled(reached.rate, "B/s"), self.doubt(reached)));
             }
         }
         if !parts.is_empty() {

@@ -4,6 +4,7 @@
 use super::document::Check;
 use crate::cases::{Case, Level, Spread};
 use crate::suite::{Entry, attempt, entries};
+use crate::validate::ids;
 use crate::{CaseReport, Outcome};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Slice};
@@ -65,15 +66,20 @@ fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> 
         (result.passed, result.reason) = (false, Some("the suite has no case of these dtypes".to_owned()));
     }
     for entry in &tried {
-        let CaseReport { outcome, ratio_max, case, .. } = attempt(device, entry, timeout);
+        let CaseReport { outcome, ratio_max, .. } = attempt(device, entry, timeout);
         result.ratio_max = result.ratio_max.into_iter().chain(ratio_max).reduce(f64::max);
         if outcome != Outcome::Pass {
-            let shape = case.map_or(String::new(), |case| format!("{:?}: ", case.sig));
-            (result.passed, result.reason) = (false, Some(format!("{shape}{outcome:?}")));
+            (result.passed, result.reason) = (false, Some(in_words(entry, &outcome)));
             break;
         }
     }
     result
+}
+
+/// What is wrong with a case, by its name and shape.
+fn in_words(entry: &Entry, outcome: &Outcome) -> String {
+    let name = entry.case.as_ref().map_or_else(|| entry.name.to_owned(), ids::of);
+    format!("{name}: {}", outcome.reason())
 }
 
 fn needs_spread(sig: &OpSig) -> bool {
@@ -167,6 +173,19 @@ mod tests {
         let checks = checks.into_vec();
         assert_eq!(checks.len(), 2);
         assert!(checks.iter().all(|c| c.passed && c.cases > 0 && c.ratio_max.is_some()), "{checks:?}");
+    }
+
+    #[test]
+    fn a_problem_names_the_operation_as_people_do() {
+        let case = Case { sig: sig("gemm.bf16.m5.n32.k64"), spread: Spread::Even, seed: 1 };
+        let entry = Entry { name: "gemm", case: Some(case) };
+        let outcome = Outcome::Fail { reason: "out[0] is 1, must be 2".to_owned() };
+        let words = in_words(&entry, &outcome);
+        assert!(
+            words.starts_with("gemm.bf16.bf16.") && words.ends_with(": out[0] is 1, must be 2"),
+            "{words}"
+        );
+        assert!(words.contains(".m5.n32.k64") && !words.contains(['{', '(']), "{words}");
     }
 
     #[test]

@@ -89,12 +89,9 @@ fn paced<'a>(emit: &'a mut dyn FnMut(Line)) -> impl FnMut() + 'a {
 
 fn soaked(device: &dyn Device, assignment: &Assignment, emit: &mut dyn FnMut(Line)) -> bool {
     emit(Line::Begin("l5.soak".to_owned()));
-    let (carried, before_s) = match &assignment.soak {
-        Some((baseline, seconds)) => (Some(baseline.clone()), *seconds),
-        None => (None, 0.0),
-    };
     let start = Instant::now();
-    let mut clock = || before_s + start.elapsed().as_secs_f64();
+    let mut clock = || start.elapsed().as_secs_f64();
+    let carried = assignment.soak.clone();
     let ended: Result<(), Trouble> = soak::run(device, &assignment.settings, carried, &mut clock, emit);
     let result = match ended {
         Ok(()) => return true,

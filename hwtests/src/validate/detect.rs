@@ -65,6 +65,11 @@ impl Trial {
             operations: Vec::new(),
         }
     }
+
+    /// Rows of its table.
+    pub fn rows(&self) -> usize {
+        self.levels.len() * (1 + self.faults.len() * self.rates.len())
+    }
 }
 
 /// What a level did about a fault.
@@ -237,9 +242,9 @@ impl<'a> Bed<'a> {
             }
         };
         let settings = &self.plan.settings;
-        let ended: Result<(), Trouble> =
-            soak::run(device, settings, self.baseline.clone(), &mut clock, &mut emit);
-        let mut cases = soak::judge(&samples, settings.soak_s);
+        let carried = self.baseline.clone().map(|baseline| (baseline, 0.0));
+        let ended: Result<(), Trouble> = soak::run(device, settings, carried, &mut clock, &mut emit);
+        let mut cases = soak::judge(&samples, settings.soak_s, None);
         cases.extend(ended.err().map(soak::broken));
         cases
     }
@@ -285,7 +290,8 @@ fn claimed(device: &dyn Device) -> Result<Vec<Claim>, String> {
             value.ok_or_else(|| format!("{} has no time without faults: {:?}", case.id, case.reason))?;
         let point = case.id.trim_start_matches("l3.").to_owned();
         let source = "a pass without faults".to_owned();
-        Ok(Claim { point, value, quantity: Quantity::Seconds, at_least: 0.8, source })
+        let (quantity, unit) = (Quantity::Seconds, "s".to_owned());
+        Ok(Claim { point, value, quantity, unit, at_least: 0.8, source })
     };
     points(device).iter().map(claim).collect()
 }

@@ -13,17 +13,22 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
+/// The highest level of a whole report; a soak comes on top.
+const LEVEL_MAX: u8 = 3;
+
 /// The judgement over a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum Verdict {
     /// The whole mandatory list was met, nothing is wrong, every claim was held against a measurement.
     Pass,
+    /// Something is wrong, and waivers let it through; everything else is as for a pass.
+    PassedWithWaivers,
     /// Something is wrong.
     Fail,
-    /// Nothing is wrong, but something that was asked for could not run.
+    /// Nothing unwaived is wrong, but something that was asked for could not run, or a mandatory line has no pass.
     Incomplete,
-    /// Nothing is wrong, but only a part was asked for: no report to publish.
+    /// Nothing unwaived is wrong, but only a part was asked for: no report to publish.
     Partial,
 }
 
@@ -32,6 +37,7 @@ impl Verdict {
     pub const fn word(self) -> &'static str {
         match self {
             Verdict::Pass => "pass",
+            Verdict::PassedWithWaivers => "passed-with-waivers",
             Verdict::Fail => "fail",
             Verdict::Incomplete => "incomplete",
             Verdict::Partial => "partial",
@@ -41,7 +47,7 @@ impl Verdict {
     /// The program's exit code: 1 the thing tested failed, 3 could not run.
     pub const fn exit_code(self) -> u8 {
         match self {
-            Verdict::Pass | Verdict::Partial => 0,
+            Verdict::Pass | Verdict::PassedWithWaivers | Verdict::Partial => 0,
             Verdict::Fail => 1,
             Verdict::Incomplete => 3,
         }
@@ -87,6 +93,9 @@ impl From<&DeviceInfo> for DeviceRecord {
 /// What was asked for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Asked {
+    /// The selector of the device.
+    #[serde(default)]
+    pub device: String,
     /// The highest level.
     pub level: u8,
     /// Patterns; empty = all.
@@ -182,6 +191,7 @@ impl Validation {
         let lines = mustpass::check(&mustpass::lines(mustpass::TEXT), &cases);
         let met = lines.iter().all(|line| line.problem.is_none());
         let asked = Asked {
+            device: plan.device.clone(),
             level: plan.level,
             only: plan.only.clone(),
             effort: plan.settings.effort,
@@ -210,6 +220,12 @@ impl Validation {
     pub fn json_schema() -> serde_json::Value {
         schemars::schema_for!(Validation).to_value()
     }
+}
+
+/// An error as a share of its bound, to three decimals, never rounded up to the bound nor down to it.
+pub fn share_in_words(share: f64) -> String {
+    let thousandths = if share < 1.0 { (share * 1e3).floor() } else { (share * 1e3).ceil() };
+    format!("{:.3}", thousandths / 1e3)
 }
 
 fn uses(part: &Part, cases: &[CaseResult], today: &str) -> Vec<WaiverUse> {
@@ -260,16 +276,19 @@ fn judged(
     for lapsed in uses.iter().filter(|u| u.expired) {
         remarks.push(format!("the waiver '{}' expired on {}", lapsed.waiver.case, lapsed.waiver.until));
     }
-    let partial = asked.level < 2 || !asked.only.is_empty();
+    let partial = asked.level < LEVEL_MAX || !asked.only.is_empty();
+    let whole = |line: &Met| asked.only.is_empty() && level_of(&line.pattern) <= Some(asked.level);
     let unmet = lines.iter().filter_map(|line| Some((line, line.problem.as_ref()?)));
-    for (line, problem) in unmet.filter(|(line, _)| !partial || line.cases > 0) {
+    for (line, problem) in unmet.filter(|(line, _)| whole(line) || line.cases > 0) {
         remarks.push(format!("mandatory {}: {problem}", line.pattern));
     }
     // of a part that was asked for, only what was found there can be missed
     let could_not = |line: &Met| {
         let missed = line.problem.as_deref().is_some_and(|problem| problem.ends_with("could not run"));
-        missed || !partial && line.problem.is_some()
+        let let_through = line.waived > 0 && line.passed == 0;
+        line.problem.is_some() && !line.only_waived() && (missed || let_through || whole(line))
     };
+    let waived = count(Status::Waived) > 0;
     let not_run = |case: &CaseResult| {
         let claimed = claims.iter().any(|claim| case.id == format!("l3.{}", claim.point));
         // what no list names was asked for nevertheless: the soak, and a device that did not open
@@ -282,14 +301,31 @@ fn judged(
         Verdict::Incomplete
     } else if partial {
         Verdict::Partial
+    } else if waived {
+        Verdict::PassedWithWaivers
     } else {
         Verdict::Pass
     };
     if verdict == Verdict::Partial {
         remarks.push("only a part was asked for: this is no report to publish".to_owned());
     }
+    if waived {
+        remarks.push("waived is wrong, and let through: it passes nothing".to_owned());
+    }
     if cases.is_empty() {
         remarks.push("nothing was tried".to_owned());
     }
     (verdict, remarks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_within_its_bound_never_reads_as_all_of_it() {
+        for (share, words) in [(0.0, "0.000"), (0.9964, "0.996"), (0.99999, "0.999"), (1.0001, "1.001")] {
+            assert_eq!(share_in_words(share), words);
+        }
+    }
 }

@@ -21,8 +21,8 @@ pub(crate) fn with_ids(entries: Vec<Entry>) -> Vec<(String, Entry)> {
     named.collect()
 }
 
-/// Dtypes in the order of the signature, then the shape.
-fn of(case: &Case) -> String {
+/// The operation, its dtypes in the order of the signature, then the shape.
+pub(crate) fn of(case: &Case) -> String {
     let name = case.sig.name();
     let shape = match case.sig {
         OpSig::Embed { tokens, vocab, hidden, table, out } => {

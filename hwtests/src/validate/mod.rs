@@ -23,7 +23,7 @@ pub mod detect;
 mod digest;
 mod discover;
 pub mod document;
-mod ids;
+pub(crate) mod ids;
 mod memory;
 pub mod metered;
 pub mod mustpass;

@@ -29,8 +29,11 @@ pub struct Met {
     pub pattern: String,
     /// Cases found.
     pub cases: usize,
-    /// Of these passed, quality warnings and waived ones included.
+    /// Of these passed, quality warnings included.
     pub passed: usize,
+    /// Of these wrong and let through by a waiver: not one of them is a pass.
+    #[serde(default)]
+    pub waived: usize,
     /// Why the line is not met; none if it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
@@ -60,14 +63,27 @@ pub fn lines(text: &str) -> Vec<Line> {
     lines.filter(|line| !line.is_empty()).map(parse).collect()
 }
 
-/// Holds the results against a list. A line is met if enough cases were found, none of them is wrong or could not
-/// run, and, unless the line is optional, at least one passed: a device that declares everything unsupported meets
-/// nothing.
+impl Met {
+    /// Enough of it passed, and what keeps it from being met is a waiver alone.
+    pub fn only_waived(&self) -> bool {
+        self.problem.as_ref().is_some_and(|problem| *problem == waived_only(self.waived))
+    }
+}
+
+/// The problem of a line that lacks nothing but what was waived.
+fn waived_only(count: usize) -> String {
+    format!("{count} wrong and waived")
+}
+
+/// Holds the results against a list. A line is met if enough cases were found, none of them is wrong, waived or could
+/// not run, and, unless the line is optional, at least one passed: a device that declares everything unsupported, or
+/// has everything waived, meets nothing.
 pub fn check(lines: &[Line], cases: &[CaseResult]) -> Vec<Met> {
     let met = |line: &Line| {
         let found: Vec<&CaseResult> = cases.iter().filter(|case| matches(&line.pattern, &case.id)).collect();
         let count = |test: fn(Status) -> bool| found.iter().filter(|case| test(case.status)).count();
-        let passed = count(|s| matches!(s, Status::Pass | Status::QualityWarning | Status::Waived));
+        let passed = count(|s| matches!(s, Status::Pass | Status::QualityWarning));
+        let waived = count(|s| s == Status::Waived);
         let (wrong, missed) = (count(Status::is_wrong), count(|s| s == Status::NotRun));
         let problem = if wrong > 0 {
             Some(format!("{wrong} wrong"))
@@ -76,11 +92,14 @@ pub fn check(lines: &[Line], cases: &[CaseResult]) -> Vec<Met> {
         } else if found.len() < line.cases_min {
             Some(format!("{} of at least {} cases were tried", found.len(), line.cases_min))
         } else if passed == 0 && !line.optional {
-            Some("not one passed".to_owned())
+            let beside = if waived > 0 { format!(", {waived} waived") } else { String::new() };
+            Some(format!("not one passed{beside}"))
+        } else if waived > 0 {
+            Some(waived_only(waived))
         } else {
             None
         };
-        Met { pattern: line.pattern.clone(), cases: found.len(), passed, problem }
+        Met { pattern: line.pattern.clone(), cases: found.len(), passed, waived, problem }
     };
     lines.iter().map(met).collect()
 }
@@ -135,7 +154,10 @@ mod tests {
         let problem = |statuses: &[Status]| problem_of(false, statuses);
         use Status::*;
         assert_eq!(problem(&[Pass, Unsupported]), "");
-        assert_eq!(problem(&[Waived, QualityWarning]), "");
+        assert_eq!(problem(&[Pass, QualityWarning]), "");
+        assert_eq!(problem(&[Waived, QualityWarning]), "1 wrong and waived");
+        assert_eq!(problem(&[Waived, Waived]), "not one passed, 2 waived");
+        assert_eq!(problem_of(true, &[Waived, Unsupported]), "1 wrong and waived");
         assert_eq!(problem(&[Unsupported, Unsupported]), "not one passed");
         assert_eq!(problem_of(true, &[Unsupported, Unsupported]), "");
         assert_eq!(problem_of(true, &[Unsupported, Fail]), "1 wrong");

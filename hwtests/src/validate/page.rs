@@ -1,10 +1,11 @@
 //! The report as one self-contained page, for people.
 
 use super::case::{CaseResult, Status};
-use super::document::{Validation, Verdict};
+use super::document::{Validation, Verdict, share_in_words};
 use super::package::Environment;
 use super::protocol::Fact;
 use crate::html::{Cell, Html, Tone, page as frame};
+use serde::Deserialize;
 use serde_json::Value;
 
 /// Cases that are listed one by one, beyond which the page refers to `results.json`.
@@ -30,15 +31,23 @@ pub(crate) fn page(report: &Validation, environment: &Environment) -> String {
     mandatory(&mut body, report);
     measured(&mut body, report);
     surroundings(&mut body, report, environment);
-    let (name, id) = report.device.as_ref().map_or(("unopened device", ""), |d| (&d.name, &d.id));
+    let (name, id) =
+        report.device.as_ref().map_or(("unopened device", &report.asked.device), |d| (&d.name, &d.id));
     frame(&format!("Validation of {name}"), &format!("{id}, {}", report.date), &body)
 }
 
 fn verdict(body: &mut Html, report: &Validation) {
+    let waived = report.cases.iter().any(|case| case.status == Status::Waived);
     let (tone, words) = match report.verdict {
         Verdict::Pass => (Tone::Good, "PASS: the whole mandatory list was met and nothing is wrong."),
+        Verdict::PassedWithWaivers => {
+            (Tone::Warn, "PASSED WITH WAIVERS: something is wrong, and the vendor's waivers let it through.")
+        }
         Verdict::Fail => (Tone::Bad, "FAIL: something is wrong."),
         Verdict::Incomplete => (Tone::Warn, "INCOMPLETE: something that was asked for could not run."),
+        Verdict::Partial if waived => {
+            (Tone::Warn, "PARTIAL: only a part was asked for, and what is wrong in it was waived.")
+        }
         Verdict::Partial => (Tone::Warn, "PARTIAL: nothing is wrong, but only a part was asked for."),
     };
     body.note(tone, words);
@@ -57,9 +66,7 @@ fn levels(body: &mut Html, report: &Validation) {
             let cell = Cell::number(count.to_string());
             row.push(if count > 0 { cell.tone(tone(status)) } else { cell.tone(Tone::Muted) });
         }
-        row.push(Cell::number(
-            level.error_of_bound_max.map_or("-".to_owned(), |ratio| format!("{ratio:.3}")),
-        ));
+        row.push(Cell::number(level.error_of_bound_max.map_or("-".to_owned(), share_in_words)));
         row
     };
     let rows: Vec<Vec<Cell>> = report.levels.iter().map(row).collect();
@@ -87,23 +94,23 @@ fn claims(body: &mut Html, report: &Validation) {
     for case in &report.cases {
         for claim in case.facts.get("claims").and_then(Value::as_array).into_iter().flatten() {
             let number = |name: &str| claim.get(name).and_then(Value::as_f64);
-            let word = |name: &str| claim.get(name).and_then(Value::as_str).unwrap_or("").to_owned();
-            let shown = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.4e}"));
+            let word = |name: &str| claim.get(name).and_then(Value::as_str).unwrap_or("-").to_owned();
+            let status: Status =
+                claim.get("status").and_then(|s| Status::deserialize(s).ok()).unwrap_or(case.status);
             let percent =
                 |value: Option<f64>| value.map_or("-".to_owned(), |v| format!("{:.1} %", v * 100.0));
             rows.push(vec![
                 Cell::text(case.id.trim_start_matches("l3.")),
-                Cell::badge(case.status.word(), tone(case.status)),
-                Cell::number(shown(number("measured"))),
-                Cell::number(shown(number("value"))),
-                Cell::text(word("unit")),
+                Cell::badge(status.word(), tone(status)),
+                Cell::number(word("measured_in_words")),
+                Cell::number(word("claimed_in_words")),
                 Cell::number(percent(number("share"))),
                 Cell::number(percent(number("at_least"))),
                 Cell::text(word("source")),
             ]);
         }
     }
-    body.table(&["point", "status", "measured", "claimed", "unit", "of claim", "asked for", "source"], &rows);
+    body.table(&["point", "status", "measured", "claimed", "of claim", "asked for", "source"], &rows);
 }
 
 /// Every case that is neither a plain pass nor plainly unsupported.
@@ -162,11 +169,12 @@ fn mandatory(body: &mut Html, report: &Validation) {
             Cell::text(&line.pattern),
             state,
             Cell::number(line.passed.to_string()),
+            Cell::number(line.waived.to_string()),
             Cell::number(line.cases.to_string()),
         ]
     };
     let rows: Vec<Vec<Cell>> = list.lines.iter().map(row).collect();
-    body.table(&["cases", "state", "passed", "tried"], &rows);
+    body.table(&["cases", "state", "passed", "waived", "tried"], &rows);
     body.end_details();
 }
 

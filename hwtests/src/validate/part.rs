@@ -2,7 +2,9 @@
 //! without a file is validated in full, only without claims.
 
 use super::case::{CaseResult, Status, WaivedBy, matches};
+use super::performance;
 use crate::profile::Work;
+use crate::profile::work::Load;
 use regex_lite::Regex;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -76,11 +78,34 @@ pub struct Claim {
     pub value: f64,
     /// What it counts.
     pub quantity: Quantity,
+    /// The vendor's own unit, in which people are shown it.
+    pub unit: String,
     /// The share of it that must be reached, above 0 and up to 1. Of a time, the measured one may be longer by
     /// its inverse.
     pub at_least: f64,
     /// Where the vendor says so.
     pub source: String,
+}
+
+impl Claim {
+    /// `value`, in the unit without prefix, as people read it: in the vendor's unit, with so many significant digits.
+    pub fn in_words(&self, value: f64, digits: usize) -> String {
+        let scale = UNITS.iter().find(|(name, ..)| *name == self.unit).map_or(1.0, |(.., scale)| *scale);
+        let rounded = format!("{:.*e}", digits.saturating_sub(1), value / scale);
+        // a float prints its shortest decimal form
+        format!("{} {}", rounded.parse::<f64>().unwrap_or(f64::NAN), self.unit)
+    }
+}
+
+/// Whether something that is measured at a point counts `quantity`.
+fn counts(work: &Work, quantity: Quantity) -> bool {
+    match (work, quantity) {
+        (_, Quantity::Seconds) | (Work::Sustained(Load::Gemm), _) => true,
+        (Work::Launch(_), _) => false,
+        (Work::Op(sig), Quantity::FlopPerSecond) => sig.flops() > 0.0,
+        (_, Quantity::FlopPerSecond) => false,
+        (_, Quantity::BytesPerSecond) => true,
+    }
 }
 
 /// A wrong case that is let through until a date.
@@ -284,6 +309,7 @@ impl Part {
                 let Waiver { case: pattern, reason, until } = waiver.clone();
                 case.waived_by = Some(WaivedBy { waiver: pattern, reason, until, was: case.status });
                 case.status = Status::Waived;
+                performance::waived(case);
             } else {
                 let reason = case.reason.take().unwrap_or_default();
                 case.reason =
@@ -331,21 +357,35 @@ fn claim((i, table): (usize, &Table)) -> Result<Claim, PartError> {
         return wrong(place, format!("unknown unit '{unit}'{near}; known: {}", known.join(", ")));
     };
     // page sizes are the device's own: no name holds one
-    if Work::parse(&point, 16).is_none() {
+    let Some(work) = Work::parse(&point, 16) else {
         let problem = "is no point of the profile; 'mixfleet profile --json' lists names such as gemm.bf16.m2048.n8192.k8192 \
                        and memory_read.512MiB";
+        return wrong(place, problem);
+    };
+    if !counts(&work, *quantity) {
+        let able: Vec<&str> =
+            UNITS.iter().filter(|(_, other, _)| counts(&work, *other)).map(|(name, ..)| *name).collect();
+        let problem =
+            format!("does not count {}: '{unit}' does not fit it; {} do", quantity.unit(), able.join(", "));
         return wrong(place, problem);
     }
     if at_least > 1.0 {
         return wrong(place, format!("at_least = {at_least}: the share that must be reached is at most 1"));
     }
-    Ok(Claim { point, value: value * scale, quantity: *quantity, at_least, source })
+    Ok(Claim { point, value: value * scale, quantity: *quantity, unit, at_least, source })
 }
 
 fn waiver((i, table): (usize, &Table)) -> Result<Waiver, PartError> {
     let mut keys = Keys::new(format!("waiver {}", i + 1), table);
     let (case, reason, until) = (keys.text("case")?, keys.text("reason")?, keys.date("until")?);
     keys.finish()?;
+    // an id of every level: what fits them all waives the whole validation
+    if (0..=9).all(|level| matches(&case, &format!("l{level}.x"))) {
+        let problem = format!(
+            "'{case}' would waive everything: name the operation or check, as in l1.attn_decode.f16.*"
+        );
+        return wrong(format!("waiver {}.case", i + 1), problem);
+    }
     Ok(Waiver { case, reason, until })
 }
 
@@ -377,6 +417,8 @@ mod tests {
         let part = Part::parse(GOOD).unwrap();
         let claim = &part.claims[0];
         assert_eq!((claim.value, claim.quantity), (864e9, Quantity::BytesPerSecond));
+        assert_eq!(claim.in_words(claim.value, 12), "864 GB/s");
+        assert_eq!(claim.in_words(87.4591e9, 4), "87.46 GB/s");
         assert_eq!(part.waivers[0].until, "2027-03-01");
         assert!(part.is_about("acme X1", Some("1AE9:0042")).is_ok());
         assert!(part.is_about("acme Y1", Some("1ae9:0042")).unwrap_err().contains("acme Y1"));
@@ -390,8 +432,13 @@ mod tests {
             ("point =", "pint =", "'point' is missing"),
             ("memory_read.512MiB", "memory_read.f32.512MiB", "is no point of the profile"),
             ("source =", "sauce = 1\nsource =", "did you mean 'source'?"),
+            ("l1.attn_decode.f16.*", "*", "would waive everything"),
+            ("l1.attn_decode.f16.*", "*.*", "waiver 1.case"),
+            ("l1.attn_decode.f16.*", "l*", "name the operation"),
             ("[[waiver]]", "[[waver]]", "did you mean 'waiver'?"),
             ("\"GB/s\"", "\"GBps\"", "did you mean 'GB/s'?"),
+            ("\"GB/s\"", "\"TFLOP/s\"", "does not count FLOP/s"),
+            ("memory_read.512MiB", "launch.empty", "'GB/s' does not fit it; s, ms, us, ns do"),
             ("\"GB/s\"", "\"parsec\"", "known: B/s, MB/s"),
             ("864", "-1", "must be above 0"),
             ("864", "\"864\"", "must be a number"),

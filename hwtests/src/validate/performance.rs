@@ -111,6 +111,7 @@ fn in_quantity(case: &CaseResult, quantity: Quantity) -> Measure {
 /// Judges the cases of level 3 by the claims. A claimed point that was not measured is not run; one that the
 /// device does not support is a claim that fails.
 pub fn judge(cases: &mut Vec<CaseResult>, claims: &[Claim]) {
+    let mut places = Vec::new();
     for claim in claims {
         let id = format!("l3.{}", claim.point);
         let at = cases.iter().position(|case| case.id == id).unwrap_or_else(|| {
@@ -118,14 +119,29 @@ pub fn judge(cases: &mut Vec<CaseResult>, claims: &[Claim]) {
             cases.push(CaseResult::new(&id, Status::NotRun, reason));
             cases.len() - 1
         });
-        apply(&mut cases[at], claim);
+        places.push(at);
+    }
+    // each claim is judged by what was measured, not by what another claim made of it
+    let measured: Vec<Status> = cases.iter().map(|case| case.status).collect();
+    for (claim, at) in claims.iter().zip(places) {
+        apply(&mut cases[at], measured[at], claim);
     }
 }
 
-fn apply(case: &mut CaseResult, claim: &Claim) {
+/// The claims of a case that a waiver lets through.
+pub(crate) fn waived(case: &mut CaseResult) {
+    if let Some(Value::Array(claims)) = case.facts.get_mut("claims") {
+        let wrong = claims.iter_mut().filter(|claim| claim["status"] != json!(Status::Pass));
+        wrong.for_each(|claim| claim["status"] = json!(Status::Waived));
+    }
+}
+
+fn apply(case: &mut CaseResult, status: Status, claim: &Claim) {
     let unit = claim.quantity.unit();
+    let claimed = claim.in_words(claim.value, 12);
     let mut note = json!({
         "value": claim.value, "unit": unit, "at_least": claim.at_least, "source": claim.source,
+        "claimed_in_words": claimed,
     });
     let mut failure = None;
     match in_quantity(case, claim.quantity) {
@@ -134,12 +150,13 @@ fn apply(case: &mut CaseResult, claim: &Claim) {
                 Quantity::Seconds => claim.value / got,
                 _ => got / claim.value,
             };
+            let measured = claim.in_words(got, 4);
+            note["measured_in_words"] = json!(measured);
             note["measured"] = json!(got);
             note["share"] = json!(share);
             if share < claim.at_least {
                 failure = Some(format!(
-                    "measured {got:.4e} {unit}, claimed {:.4e} {unit} ({}): {:.1} % of the claim, at least {:.1} % is asked for",
-                    claim.value,
+                    "measured {measured}, claimed {claimed} ({}): {:.1} % of the claim, at least {:.1} % is asked for",
                     claim.source,
                     share * 100.0,
                     claim.at_least * 100.0
@@ -151,11 +168,12 @@ fn apply(case: &mut CaseResult, claim: &Claim) {
         Measure::OtherQuantity => {
             failure = Some(format!("claimed in {unit}, which this point does not have"));
         }
-        Measure::None if case.status == Status::Unsupported => {
+        Measure::None if status == Status::Unsupported => {
             failure = Some("claimed, and the device says that it cannot".to_owned());
         }
         Measure::None => {}
     }
+    note["status"] = json!(if failure.is_some() { Status::Fail } else { status });
     if let Some(failure) = failure {
         case.status = Status::Fail;
         let reasons: Vec<String> = case.reason.take().into_iter().chain([failure]).collect();
@@ -172,7 +190,8 @@ mod tests {
     use super::*;
 
     fn claim(value: f64, quantity: Quantity) -> Claim {
-        Claim { point: "p".to_owned(), value, quantity, at_least: 0.8, source: "page 2".to_owned() }
+        let (unit, source) = (quantity.unit().to_owned(), "page 2".to_owned());
+        Claim { point: "p".to_owned(), value, quantity, unit, at_least: 0.8, source }
     }
 
     /// A point that takes 2 s, does 10 FLOP and moves 100 bytes.
@@ -200,8 +219,28 @@ mod tests {
         }
         let lie = judged(&[claim(900.0, BytesPerSecond)]);
         let reason = lie.reason.unwrap();
-        assert!(reason.contains("5.0000e1 B/s") && reason.contains("9.0000e2 B/s"), "{reason}");
+        assert!(reason.contains("measured 50 B/s, claimed 900 B/s"), "{reason}");
         assert!(judged(&[claim(1.0, BytesPerSecond)]).facts["claims"][0]["remark"].is_string());
+    }
+
+    #[test]
+    fn claims_on_one_point_are_judged_each_by_itself() {
+        let (lie, held) = (claim(900.0, Quantity::BytesPerSecond), claim(5.0, Quantity::FlopPerSecond));
+        for claims in [[lie.clone(), held.clone()], [held, lie]] {
+            let case = judged(&claims);
+            let notes = case.facts["claims"].as_array().unwrap();
+            assert_eq!(case.status, Status::Fail);
+            for (claim, note) in claims.iter().zip(notes) {
+                assert_eq!(note["status"], if claim.value == 900.0 { "fail" } else { "pass" }, "{note}");
+            }
+        }
+        let mut cases = vec![CaseResult::new("l3.p", Status::Unsupported, "no")];
+        let claims = [claim(1.0, Quantity::Seconds), claim(1.0, Quantity::BytesPerSecond)];
+        judge(&mut cases, &claims);
+        let notes = cases[0].facts["claims"].as_array().unwrap();
+        assert!(notes.iter().all(|note| note["status"] == "fail"), "{notes:?}");
+        waived(&mut cases[0]);
+        assert_eq!(cases[0].facts["claims"][1]["status"], "waived");
     }
 
     #[test]

@@ -139,7 +139,8 @@ pub fn run(plan: &Plan, start: &dyn Start, earlier: &[Record], journal: &mut dyn
             journal(&Record::Done { group: group.clone() });
         }
         if group == "l5.soak" {
-            state.cases.extend(soak::judge(&state.samples, plan.settings.soak_s));
+            let set_up_s = state.baseline.as_ref().map(|baseline| baseline.set_up_s);
+            state.cases.extend(soak::judge(&state.samples, plan.settings.soak_s, set_up_s));
         }
         outcome.device = outcome.device.or(state.device);
         outcome.cases.append(&mut state.cases);

@@ -25,6 +25,8 @@ const REPEATS_MAX: u32 = 256;
 const ROUNDS: f64 = 20.0;
 /// Phases in seconds.
 const PHASE_S: (f64, f64) = (0.25, 30.0);
+/// Least rounds of a soak, however short it was asked for: a drift shows between quarters of the phases.
+const ROUNDS_MIN: usize = 4;
 /// Throughput may sink by this share from the first quarter to the last before it is remarked upon.
 const DRIFT_MAX: f64 = 0.10;
 /// Shapes (m, n, k) of the loads, from slow devices to fast ones.
@@ -66,6 +68,9 @@ pub struct Baseline {
     pub bandwidth: Load,
     /// SHA-256 of every golden result, by case.
     pub golden: BTreeMap<String, String>,
+    /// Seconds that it took to find all this, which are none of the soak's.
+    #[serde(default)]
+    pub set_up_s: f64,
 }
 
 /// What one phase saw.
@@ -91,48 +96,55 @@ pub struct Sample {
     pub clock_mhz: Option<f64>,
 }
 
-/// Soaks `device` until `clock`, in seconds since the soak began, reaches the settings' end. `carried` is the baseline of
-/// a soak that an earlier process began.
+/// Soaks `device` for the seconds that the settings ask for, and for [`ROUNDS_MIN`] rounds at least. `clock` counts
+/// seconds from whenever; the soak begins when its baseline is found. `carried` is the baseline of a soak that an
+/// earlier process began, and the seconds that it soaked.
 pub(crate) fn run(
     device: &dyn Device,
     settings: &Settings,
-    carried: Option<Baseline>,
+    carried: Option<(Baseline, f64)>,
     clock: &mut dyn FnMut() -> f64,
     emit: &mut dyn FnMut(Line),
 ) -> Result<(), Trouble> {
+    let came = clock();
     let bench = Bench { device, timeout: settings.batch_timeout() };
     let mut golden = golden_cases(device);
-    let baseline = match carried {
-        Some(baseline) => baseline,
+    let (baseline, before_s) = match carried {
+        Some(carried) => carried,
         None => {
-            let baseline = Baseline {
+            let mut baseline = Baseline {
                 compute: calibrate(device, &COMPUTE, bench.timeout, emit)?,
                 bandwidth: calibrate(device, &BANDWIDTH, bench.timeout, emit)?,
                 golden: first_golden(&bench, &golden, emit)?,
+                set_up_s: 0.0,
             };
+            baseline.set_up_s = clock() - came;
             emit(Line::Baseline(baseline.clone()));
-            baseline
+            (baseline, 0.0)
         }
     };
     golden.retain(|(id, _)| baseline.golden.contains_key(id));
     let mut compute = Running::new(device, &baseline.compute)?;
     let mut bandwidth = Running::new(device, &baseline.bandwidth)?;
     let phase_s = (settings.soak_s / ROUNDS / 2.0).clamp(PHASE_S.0, PHASE_S.1);
-    loop {
+    let begin = clock();
+    let mut soaked_s = || before_s + clock() - begin;
+    for round in 1.. {
         for (phase, load, first) in [
             (Phase::Compute, &mut compute, &baseline.compute),
             (Phase::Bandwidth, &mut bandwidth, &baseline.bandwidth),
         ] {
-            let sample = load.phase(&bench, phase, first, phase_s, clock, emit)?;
+            let sample = load.phase(&bench, phase, first, phase_s, &mut soaked_s, emit)?;
             emit(Line::Sample(sample));
         }
         let wrong = again(&bench, &golden, &baseline.golden)?;
-        let t_s = clock();
+        let t_s = soaked_s();
         emit(Line::Sample(sampled(device, t_s, Phase::Golden, golden.len() as u64, 0.0, None, wrong)));
-        if t_s >= settings.soak_s {
-            return Ok(());
+        if t_s >= settings.soak_s && round >= ROUNDS_MIN {
+            break;
         }
     }
+    Ok(())
 }
 
 fn sampled(
@@ -335,8 +347,8 @@ impl<'a> Running<'a> {
     }
 }
 
-/// The cases of the level, out of what every process of the soak saw.
-pub(crate) fn judge(samples: &[Sample], asked_s: f64) -> Vec<CaseResult> {
+/// The cases of the level, out of what every process of the soak saw; `set_up_s` is what the baseline took.
+pub(crate) fn judge(samples: &[Sample], asked_s: f64, set_up_s: Option<f64>) -> Vec<CaseResult> {
     let ran_s = samples.iter().map(|sample| sample.t_s).fold(0.0, f64::max);
     let mut results = Vec::new();
     let of = |phase: Phase| samples.iter().filter(move |sample| sample.phase == phase);
@@ -367,17 +379,22 @@ pub(crate) fn judge(samples: &[Sample], asked_s: f64) -> Vec<CaseResult> {
     for (id, phase) in [("l5.drift.compute", Phase::Compute), ("l5.drift.bandwidth", Phase::Bandwidth)] {
         results.push(drift(id, &of(phase).filter_map(|sample| sample.rate).collect::<Vec<_>>()));
     }
-    results.push(if ran_s >= asked_s {
-        CaseResult::pass("l5.duration").fact("seconds", ran_s)
+    let duration = if ran_s >= asked_s {
+        CaseResult::pass("l5.duration")
     } else {
         let reason = format!("soaked {ran_s:.1} of {asked_s:.1} s");
         CaseResult::new("l5.duration", Status::NotRun, reason)
+    };
+    let duration = duration.fact("seconds", ran_s).fact("seconds_asked", asked_s);
+    results.push(match set_up_s {
+        Some(seconds) => duration.fact("set_up_seconds", seconds),
+        None => duration,
     });
     results
 }
 
 fn drift(id: &str, rates: &[f64]) -> CaseResult {
-    if rates.len() < 4 {
+    if rates.len() < ROUNDS_MIN {
         let reason = format!("{} phases are too few to see a drift; soak longer", rates.len());
         return CaseResult::new(id, Status::NotRun, reason);
     }
@@ -414,7 +431,7 @@ mod tests {
     use super::*;
     use crate::reference::ReferenceDevice;
 
-    fn soaked(soak_s: f64, carried: Option<Baseline>) -> Vec<Line> {
+    fn soaked(soak_s: f64, carried: Option<(Baseline, f64)>) -> Vec<Line> {
         let settings = Settings { soak_s, ..Settings::quick() };
         let (mut ticks, mut lines) = (0.0, Vec::new());
         let mut clock = || {
@@ -438,15 +455,38 @@ mod tests {
     fn a_soak_ends_on_its_clock_and_finds_a_steady_device_steady() {
         let lines = soaked(6.0, None);
         let samples = samples(&lines);
-        assert!(samples.last().unwrap().t_s >= 6.0 && samples.len() >= 9 && samples.len().is_multiple_of(3));
+        assert!(samples.last().unwrap().t_s >= 6.0 && samples.len() >= 12 && samples.len().is_multiple_of(3));
         assert!(samples.iter().all(|sample| sample.wrong.is_empty()));
-        let results = judge(&samples, 6.0);
+        let results = judge(&samples, 6.0, Some(1.0));
         let wrong: Vec<_> = results.iter().filter(|r| r.status.is_wrong()).collect();
         assert!(wrong.is_empty(), "{wrong:?}");
         let status = |id: &str| results.iter().find(|r| r.id == id).unwrap().status;
         assert_eq!(status("l5.golden"), Status::Pass);
         assert_eq!(status("l5.duration"), Status::Pass);
-        assert_eq!(judge(&samples, 60.0).last().unwrap().status, Status::NotRun, "too short");
+        assert_eq!(judge(&samples, 60.0, None).last().unwrap().status, Status::NotRun, "too short");
+    }
+
+    #[test]
+    fn a_soak_begins_behind_its_baseline_and_is_long_enough_to_judge() {
+        let (mut looks, mut now, mut lines) = (0, 0.0, Vec::new());
+        // a set-up of 1000 s; every other look is 0.25 s on
+        let mut clock = || {
+            looks += 1;
+            now += if looks == 2 { 1000.0 } else { 0.25 };
+            now
+        };
+        let settings = Settings { soak_s: 0.01, ..Settings::quick() };
+        run(&ReferenceDevice::default(), &settings, None, &mut clock, &mut |line| lines.push(line)).unwrap();
+        let set_up_s = lines.iter().find_map(|line| match line {
+            Line::Baseline(baseline) => Some(baseline.set_up_s),
+            _ => None,
+        });
+        assert_eq!(set_up_s, Some(1000.0));
+        let samples = samples(&lines);
+        assert!(samples[0].t_s < 10.0 && samples.last().unwrap().t_s < 100.0, "{samples:?}");
+        let results = judge(&samples, settings.soak_s, set_up_s);
+        assert!(results.iter().all(|result| result.status != Status::NotRun), "{results:?}");
+        assert_eq!(results.last().unwrap().facts["set_up_seconds"], 1000.0);
     }
 
     #[test]
@@ -455,13 +495,13 @@ mod tests {
         let Some(Line::Baseline(baseline)) = lines.iter().find(|l| matches!(l, Line::Baseline(_))) else {
             panic!("no baseline")
         };
-        let again = soaked(0.5, Some(baseline.clone()));
+        let again = soaked(0.5, Some((baseline.clone(), 0.0)));
         assert!(!again.iter().any(|line| matches!(line, Line::Baseline(_))));
         assert!(samples(&again).iter().all(|sample| sample.wrong.is_empty()));
         let mut other = baseline.clone();
         *other.golden.values_mut().next().unwrap() = "0".repeat(64);
         other.compute.digest = "0".repeat(64);
-        let results = judge(&samples(&soaked(0.5, Some(other))), 0.5);
+        let results = judge(&samples(&soaked(0.5, Some((other, 0.0)))), 0.5, None);
         let status = |id: &str| results.iter().find(|r| r.id == id).unwrap().status;
         assert_eq!(status("l5.golden"), Status::Fail);
         assert_eq!(status("l5.load_results"), Status::Fail);

@@ -2,6 +2,7 @@
 
 mod files;
 
+use crate::Usage;
 use crate::args::DeviceRole;
 use anyhow::{Context, Result, bail};
 use mixfleet_discover::{Topology, Tree, same_part};
@@ -33,6 +34,14 @@ pub(crate) fn open(selector: &str) -> Result<Arc<dyn Device>> {
         bail!("unknown device '{selector}': this build knows {}; see 'mixfleet devices'", known.join(", "));
     };
     backend.open(selector).with_context(|| format!("cannot open device '{selector}'"))
+}
+
+/// Refuses a device that computes nothing, for what looks at results.
+pub(crate) fn must_compute(info: &DeviceInfo) -> Result<()> {
+    if info.computes() {
+        return Ok(());
+    }
+    bail!(Usage(format!("{0} takes time only and computes nothing; add ',compute': {0},compute", info.id)))
 }
 
 /// `auto` stands for every device that would serve by default.

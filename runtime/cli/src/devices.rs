@@ -77,8 +77,12 @@ fn same_document(part: &SamePart, found: &[DeviceInfo]) -> Value {
 
 fn write_device(out: &mut impl Write, device: &DeviceInfo) -> Result<()> {
     let memory = device.memory.0 / GIB as f64;
-    let (id, name, units) = (&device.id, &device.name, device.compute_units);
-    writeln!(out, "{id:<14} {name}, {units} units, {memory:.1} GiB")?;
+    let (id, name) = (&device.id, &device.name);
+    let units = match device.compute_units {
+        0 => String::new(),
+        units => format!("{units} units, "),
+    };
+    writeln!(out, "{id:<14} {name}, {units}{memory:.1} GiB")?;
     for (what, value) in &device.notes {
         writeln!(out, "{:<14} {what}: {value}", "")?;
     }
@@ -101,4 +105,32 @@ fn write_place(out: &mut impl Write, device: &DeviceInfo, topology: &Topology) -
         writeln!(out, "{:<14} nearest NIC: {names} ({term}: {words})", "")?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mixfleet_hal::DeviceKind;
+    use mixfleet_hal::units::Bytes;
+
+    #[test]
+    fn a_count_of_units_that_is_not_known_is_left_out() {
+        let shown = |compute_units| {
+            let device = DeviceInfo {
+                id: "wgpu:0".into(),
+                backend: "wgpu".into(),
+                name: "Acme X1".into(),
+                kind: DeviceKind::Gpu,
+                memory: Bytes(8.0 * GIB as f64),
+                compute_units,
+                fingerprint: "f".into(),
+                notes: Vec::new(),
+            };
+            let mut out = Vec::new();
+            write_device(&mut out, &device).unwrap();
+            String::from_utf8(out).unwrap()
+        };
+        assert_eq!(shown(0).trim_end(), "wgpu:0         Acme X1, 8.0 GiB");
+        assert_eq!(shown(14).trim_end(), "wgpu:0         Acme X1, 14 units, 8.0 GiB");
+    }
 }

@@ -2,6 +2,7 @@
 
 use crate::{Failed, backends};
 use anyhow::{Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::Device;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hwtests::reference::ReferenceDevice;
@@ -9,12 +10,16 @@ use mixfleet_hwtests::validate::detect::TABLE_HEADER;
 use mixfleet_hwtests::validate::{Detection, Faulty, Trial, detect};
 use mixfleet_simulated::FaultyDevice;
 use serde_json::json;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::sync::Arc;
 
 pub(crate) fn run(device: Option<&str>, json: bool) -> Result<()> {
     let base: Arc<dyn Device> = match device {
-        Some(selector) => backends::open(selector)?,
+        Some(selector) => {
+            let device = backends::open(selector)?;
+            backends::must_compute(device.info())?;
+            device
+        }
         None => Arc::new(ReferenceDevice::default()),
     };
     let trial = Trial::thorough();
@@ -23,15 +28,16 @@ pub(crate) fn run(device: Option<&str>, json: bool) -> Result<()> {
         writeln!(out, "{} ({}), {} seeded plans per cell", base.info().id, base.info().name, trial.seeds)?;
         writeln!(out, "{TABLE_HEADER}")?;
     }
+    let progress = Progress::new(trial.rows());
     let mut broken = None;
     let rows = detect(base, &wrap, &trial, &mut |row| {
-        if json {
-            eprintln!("{row}");
-        } else if let Err(error) = writeln!(out, "{row}") {
+        let written = || if json { Ok(()) } else { writeln!(out, "{row}").and_then(|()| out.flush()) };
+        if let Err(error) = progress.see(row, written) {
             broken.get_or_insert(error);
         }
     })
     .map_err(anyhow::Error::msg)?;
+    progress.bar.finish_and_clear();
     if let Some(error) = broken {
         return Err(error.into());
     }
@@ -53,6 +59,38 @@ pub(crate) fn run(device: Option<&str>, json: bool) -> Result<()> {
         bail!(Failed(format!("the suite does not see what it must: {}", missed.join("; "))));
     }
     Ok(())
+}
+
+/// How far it is, on standard error: a bar on a terminal, else a line per level.
+struct Progress {
+    bar: ProgressBar,
+    rows: usize,
+}
+
+impl Progress {
+    fn new(rows: usize) -> Progress {
+        // 40 s of one core for the oracle in a release build (AMD EPYC)
+        eprintln!(
+            "self-test: {rows} rows; about a minute on the oracle in a release build, longer on a slow device"
+        );
+        let terminal = std::io::stderr().is_terminal();
+        let bar = if terminal { ProgressBar::new(rows as u64) } else { ProgressBar::hidden() };
+        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}");
+        bar.set_style(style.expect("a fixed template"));
+        Progress { bar, rows }
+    }
+
+    /// Shows that `row` is there, around what `write` does with it.
+    fn see(&self, row: &Detection, write: impl FnOnce() -> std::io::Result<()>) -> std::io::Result<()> {
+        self.bar.set_message(format!("level {}", row.level));
+        let written = self.bar.suspend(write);
+        // the first row of a level is the one without a fault
+        if self.bar.is_hidden() && row.fault.is_none() {
+            eprintln!("self-test: level {}, row {} of {}", row.level, self.bar.position() + 1, self.rows);
+        }
+        self.bar.inc(1);
+        written
+    }
 }
 
 fn wrap(base: Arc<dyn Device>, plan: FaultPlan, transfers: bool) -> Faulty {

@@ -1,5 +1,6 @@
 //! The report on the terminal.
 
+use mixfleet_hwtests::validate::document::share_in_words;
 use mixfleet_hwtests::validate::{CaseResult, Status, Validation};
 use std::fmt::Write;
 use std::path::Path;
@@ -15,14 +16,17 @@ pub(crate) fn text(report: &Validation, folder: Option<&Path>) -> String {
 }
 
 fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> std::fmt::Result {
-    let (id, name) = report.device.as_ref().map_or(("", "no device"), |d| (&d.id, &d.name));
-    writeln!(text, "{id} ({name}): {}", report.verdict.word().to_uppercase())?;
+    let asked = &report.asked;
+    let (id, name) =
+        report.device.as_ref().map_or((&asked.device, "could not be opened"), |d| (&d.id, &d.name));
+    writeln!(text, "{id} ({name}): {}", report.verdict.word().to_uppercase().replace('-', " "))?;
     for level in &report.levels {
         let counts: Vec<String> = Status::ALL
             .iter()
             .filter_map(|status| Some(format!("{} {}", level.counts.get(status.word())?, status.word())))
             .collect();
-        let ratio = level.error_of_bound_max.map(|r| format!("; largest error {r:.2} of its bound"));
+        let ratio =
+            level.error_of_bound_max.map(|r| format!("; largest error {} of its bound", share_in_words(r)));
         let purpose = ["discovery", "conformance", "memory", "performance", "", "soak"];
         let purpose = purpose.get(usize::from(level.level)).unwrap_or(&"");
         writeln!(
@@ -58,20 +62,20 @@ fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> s
 fn claims(text: &mut String, report: &Validation) -> std::fmt::Result {
     for case in &report.cases {
         for claim in case.facts.get("claims").and_then(|claims| claims.as_array()).into_iter().flatten() {
-            let number = |name: &str| claim.get(name).and_then(serde_json::Value::as_f64);
-            let unit = claim.get("unit").and_then(|unit| unit.as_str()).unwrap_or("");
-            let (Some(value), point) = (number("value"), case.id.trim_start_matches("l3.")) else { continue };
-            match (number("measured"), number("share")) {
-                (Some(got), Some(share)) => {
-                    let (percent, word) = (share * 100.0, case.status.word());
-                    let remark = claim.get("remark").and_then(|remark| remark.as_str());
-                    let remark = remark.map(|remark| format!(" ({remark})")).unwrap_or_default();
+            let word = |name: &str| claim.get(name).and_then(|word| word.as_str());
+            let point = case.id.trim_start_matches("l3.");
+            let (claimed, status) = (word("claimed_in_words").unwrap_or(""), word("status").unwrap_or(""));
+            let share = claim.get("share").and_then(serde_json::Value::as_f64);
+            match (word("measured_in_words"), share) {
+                (Some(measured), Some(share)) => {
+                    let percent = share * 100.0;
+                    let remark = word("remark").map(|remark| format!(" ({remark})")).unwrap_or_default();
                     writeln!(
                         text,
-                        "  claim {point}: {got:.3e} {unit}, {percent:.1} % of the claimed {value:.3e} {unit}: {word}{remark}"
+                        "  claim {point}: {measured}, {percent:.1} % of the claimed {claimed}: {status}{remark}"
                     )?;
                 }
-                _ => writeln!(text, "  claim {point}: not measured: {}", case.status.word())?,
+                _ => writeln!(text, "  claim {point}: {claimed} claimed, not measured: {status}")?,
             }
         }
     }
