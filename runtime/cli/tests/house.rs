@@ -70,7 +70,7 @@ const ROOMS: &[Room] = &[
         name: "mixfleet-sim",
         directory: "runtime/sim",
         rooms: &[HAL, SCHEDULER],
-        outside: Some(&["flate2", "serde", "serde_json", "thiserror", "zstd"]),
+        outside: Some(&["csv", "flate2", "serde", "serde_json", "thiserror", "toml", "zstd"]),
     },
     Room { name: "mixfleet-hwtests", directory: "hwtests", rooms: &[HAL], outside: None },
     Room { name: "mixfleet-runtime", directory: "runtime", rooms: &[HAL, SCHEDULER], outside: None },
