@@ -117,7 +117,7 @@ fn fits_and_summary_recover_the_law() {
         near(line.fixed_s, COPY_S.0, 0.05, "copy, fixed");
         near(line.s_per_byte, COPY_S.1, 0.05, "copy, per byte");
     }
-    assert_eq!(fits.host_to_device.len(), 2);
+    assert_eq!(fits.host_to_device.len(), 3);
     let s = &document.summary;
     near(s.memory_read.as_ref().unwrap().rate, BANDWIDTH, 0.02, "read");
     assert_eq!(s.memory_read.as_ref().unwrap().point, "memory_read.4MiB");
@@ -161,6 +161,21 @@ fn a_wrong_operation_gets_no_number_and_a_lacking_one_is_no_error() {
 }
 
 #[test]
+fn whatever_was_asked_for_and_did_not_come_is_told_with_the_reason() {
+    let only = ["attn_decode.bf16.b1.c64.gqa2.kv2.d32", "rms_norm.bf16.t64.h1024", "attn_*", "gemm.*.m77.*"];
+    let document = profile(Flaw::Lacks("attn_decode"), &only[..2]);
+    let missing = document.missing(&only.map(str::to_owned));
+    assert_eq!(missing.len(), 3, "{missing:?}");
+    assert!(missing[0].contains("unsupported: the device has no"), "{missing:?}");
+    assert!(missing[2].contains("no point of the quick level is called so"), "{missing:?}");
+    assert!(
+        profile(Flaw::None, &["rms_norm.bf16.t64.h1024"])
+            .missing(&only[1..2].iter().map(|s| (*s).to_owned()).collect::<Vec<_>>())
+            .is_empty()
+    );
+}
+
+#[test]
 fn noise_is_flagged_and_not_hidden() {
     let document = profile(Flaw::Noisy, &["rms_norm.bf16.t4.h256"]);
     let point = &document.points[0];
@@ -188,6 +203,24 @@ fn what_would_take_too_long_is_left_out_with_its_time() {
         assert!(point.reason.as_ref().unwrap().contains("would take"), "{:?}", point.reason);
     }
     assert!(document.complete, "left out on purpose is not interrupted");
+}
+
+#[test]
+fn what_was_left_out_for_lack_of_time_is_measured_in_the_time_left_over() {
+    let mut device = LawDevice::new(Flaw::None);
+    device.slowness = 1e4;
+    // 512 rows take 0.6 s each time: more than a quick profile gives to one point
+    let options = Options { budget_s: Some(500.0), ..options(&device, &["rms_norm.*.h2048"]) };
+    let mut late = Vec::new();
+    let document = run(&device, &options, &mut |progress| {
+        if let Progress::Done(point) = progress
+            && point.reason.as_ref().is_some_and(|reason| reason.contains("would take"))
+        {
+            late.push(point.id.clone());
+        }
+    });
+    assert_eq!(late, ["rms_norm.bf16.t512.h2048"]);
+    assert!(document.points.iter().all(PointResult::is_ok), "{:?}", document.points);
 }
 
 #[test]
@@ -363,6 +396,16 @@ fn card_and_page_show_the_numbers_and_ask_for_nothing_from_outside() {
         assert!(card.contains(word), "{word}\n{card}");
     }
     assert!(card.lines().all(|line| line.len() <= 100), "{card}");
+    let mut odd = document.clone();
+    let reached = odd.summary.memory_read.clone().unwrap().point;
+    let noisy = odd.points.iter_mut().find(|point| point.id == reached).unwrap();
+    noisy.flags.push(Flag::Noisy);
+    noisy.seconds.as_mut().unwrap().cv = 0.68;
+    odd.fits.host_to_device[0].fixed_s = 0.0;
+    let odd = mixfleet_hwtests::profile::card(&odd);
+    let line = odd.lines().find(|line| line.contains("read ")).unwrap();
+    assert!(line.contains("(noisy: CV 68 %)"), "{odd}");
+    assert!(card.contains("+ ") && !odd.contains("+ 0.00"), "{odd}");
     let page = page(&document);
     assert!(page.matches("<svg").count() >= 4, "{}", page.matches("<svg").count());
     for word in ["http:", "https:", "<script", "src=", "NaN", "inf\""] {

@@ -174,6 +174,17 @@ pub enum Flag {
 }
 
 impl Flag {
+    /// All.
+    pub const ALL: [Flag; 7] = [
+        Flag::Noisy,
+        Flag::Unsteady,
+        Flag::FewSamples,
+        Flag::Throttled,
+        Flag::OtherLoad,
+        Flag::Emulated,
+        Flag::MemoryErrors,
+    ];
+
     /// As JSON and pages spell it.
     pub const fn name(self) -> &'static str {
         match self {

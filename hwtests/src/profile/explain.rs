@@ -1,5 +1,7 @@
 //! What each number of a profile means, how it is measured, what it decides, and what to expect.
 
+mod words;
+
 /// One metric in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Metric {
@@ -18,11 +20,15 @@ pub struct Metric {
 /// The metric that `name` begins with: `gemm`, or any point of it such as `gemm.bf16.m1.n4096.k4096`.
 pub fn explain(name: &str) -> Option<&'static Metric> {
     let first = name.split('.').next().unwrap_or(name);
-    METRICS.iter().find(|metric| metric.name == first)
+    metrics().find(|metric| metric.name == first)
 }
 
-/// Every metric.
-pub const METRICS: &[Metric] = &[
+/// Every metric, part, flag and verdict.
+pub fn metrics() -> impl Iterator<Item = &'static Metric> {
+    [MEASURED, words::OPERATIONS, words::PARTS, words::FLAGS, words::OTHERS].into_iter().flatten()
+}
+
+const MEASURED: &[Metric] = &[
     Metric {
         name: "gemm",
         meaning: "Time of out = x . weight^T: m rows (tokens) of x against n x k weights. `.acc` adds to the f32 \
@@ -74,8 +80,8 @@ pub const METRICS: &[Metric] = &[
     Metric {
         name: "copy_h2d",
         meaning: "Time to write host memory to the device.",
-        method: "Device::write on the host's clock; ordinary (pageable) host memory, already touched. fixed + bytes/rate \
-                 is fitted for small and for large transfers.",
+        method: "Device::write on the host's clock; ordinary (pageable) host memory, already touched. A line \
+                 leads from each size to the next.",
         decides: "Loading weights, uploading a step's inputs, receiving KV through the host.",
         typical: "PCIe 4.0 x16: 20 to 25 GB/s; 5.0: 40 to 55 GB/s; pageable memory about half of that.",
     },
@@ -146,13 +152,6 @@ pub const METRICS: &[Metric] = &[
         typical: "The same part differs by 18 times between sellers; compare parts at prices that you can get.",
     },
     Metric {
-        name: "noisy",
-        meaning: "Flag: the coefficient of variation of the samples is above 5 %.",
-        method: "Standard deviation over mean of all samples of the point.",
-        decides: "How far the point can be trusted; comparisons take the spread into account.",
-        typical: "Absent on a quiet machine. docs/measuring.md says how to get one.",
-    },
-    Metric {
         name: "cv",
         meaning: "Coefficient of variation: standard deviation over mean of a point's samples.",
         method: "Over the samples after the ramp.",
@@ -197,16 +196,27 @@ fn wrapped(text: &str, width: usize) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::{Level, plan};
+    use crate::profile::{Flag, Group, Level, plan};
 
     #[test]
-    fn points_lead_to_their_metric_and_small_operations_have_none_of_their_own() {
-        for work in plan(Level::Default, 32, None, &[]) {
-            let small = work.group() == crate::profile::Group::Small;
-            assert!(small || explain(&work.id()).is_some(), "{}", work.id());
+    fn whatever_is_printed_is_explained() {
+        let mut names: Vec<String> = Group::ALL.iter().map(|group| group.name().to_owned()).collect();
+        names.extend(Flag::ALL.iter().map(|flag| flag.name().to_owned()));
+        names.extend(["attention", "drifted", "dependence_s", "capacity", "compute"].map(str::to_owned));
+        names.extend(plan(Level::Full, 32, None, &[]).iter().map(|work| work.id()));
+        for name in &names {
+            assert!(explain(name).is_some(), "{name}");
         }
+        assert_eq!(explain("rms_norm.bf16.t8.h4096").unwrap().name, "rms_norm");
         assert_eq!(explain("nonsense"), None);
-        let text = METRICS[0].to_string();
-        assert!(text.lines().all(|line| line.len() <= 92), "{text}");
+    }
+
+    #[test]
+    fn each_word_has_one_text_that_fits_a_terminal() {
+        let mut seen = std::collections::HashSet::new();
+        for metric in metrics() {
+            assert!(seen.insert(metric.name), "{} twice", metric.name);
+            assert!(metric.to_string().lines().all(|line| line.len() <= 92), "{metric}");
+        }
     }
 }

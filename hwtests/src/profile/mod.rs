@@ -24,6 +24,7 @@ pub mod explain;
 mod fit;
 mod ground;
 mod measure;
+mod missing;
 mod page;
 pub mod plan;
 mod run;
@@ -51,6 +52,8 @@ pub(crate) enum Problem {
     Unsupported(String),
     /// Left out.
     Skip(String),
+    /// Left out for lack of time: tried again if any is left over.
+    Late(String),
     /// It went wrong.
     Failed(String),
     /// The device hangs or is lost: nothing more can be asked of it.

@@ -12,7 +12,7 @@ use super::work::{Group, Launch, Load, Work};
 use super::{Problem, check::Checks, fit};
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, GIB, MIB, Seconds};
-use mixfleet_hal::{DType, Device};
+use mixfleet_hal::{DType, Device, OpSig};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -217,7 +217,7 @@ fn flags(before: &State, after: &State, other_load: bool) -> Vec<Flag> {
 fn failed(work: &Work, problem: Problem) -> PointResult {
     let (status, reason) = match problem {
         Problem::Unsupported(reason) => (Status::Unsupported, reason),
-        Problem::Skip(reason) => (Status::Skipped, reason),
+        Problem::Skip(reason) | Problem::Late(reason) => (Status::Skipped, reason),
         Problem::Failed(reason) | Problem::Gone(reason) => (Status::Error, reason),
     };
     PointResult { status, reason: Some(reason), ..empty(work) }
@@ -339,6 +339,7 @@ impl<'a> Runner<'a> {
 
     fn all(&mut self, works: &[Work], observe: &mut dyn FnMut(Progress<'_>)) -> (Vec<PointResult>, bool) {
         let (mut points, mut gone, mut complete) = (Vec::with_capacity(works.len()), None::<String>, true);
+        let mut late = Vec::new();
         for (index, work) in works.iter().enumerate() {
             observe(Progress::Begin { index, total: works.len(), id: &work.id() });
             let result = if let Some(reason) = &gone {
@@ -352,8 +353,12 @@ impl<'a> Runner<'a> {
                     self.control();
                 }
                 let left = works[index..].iter().filter(|other| other.group() == work.group()).count();
-                self.one(work, left)
+                let left_s = self.left_s(work.group());
+                self.one(work, left_s, left, self.options.point_s_max())
             };
+            if matches!(result, Err(Problem::Late(_))) {
+                late.push(index);
+            }
             let point = result.unwrap_or_else(|problem| {
                 if let Problem::Gone(reason) = &problem {
                     gone = Some(reason.clone());
@@ -366,7 +371,47 @@ impl<'a> Runner<'a> {
             observe(Progress::Done(&point));
             points.push(point);
         }
+        if gone.is_none() {
+            complete &= self.catch_up(works, &late, &mut points, observe);
+        }
         (points, complete)
+    }
+
+    /// Measures what was left out, as far as the whole budget has time left over; whether the device and the
+    /// user let it.
+    fn catch_up(
+        &mut self,
+        works: &[Work],
+        late: &[usize],
+        points: &mut [PointResult],
+        observe: &mut dyn FnMut(Progress<'_>),
+    ) -> bool {
+        for &index in late {
+            if self.options.cancelled.load(Ordering::Relaxed) {
+                return false;
+            }
+            if self.since_control() > CONTROL_EVERY_S {
+                self.control();
+            }
+            let work = &works[index];
+            let left_s = self.options.budget_s() - (self.options.clock.seconds() - self.start);
+            observe(Progress::Begin { index, total: works.len(), id: &work.id() });
+            match self.one(work, left_s, 1, f64::INFINITY) {
+                Ok(point) => points[index] = point,
+                // it keeps its first reason
+                Err(Problem::Late(_)) => continue,
+                Err(problem) => {
+                    let gone = matches!(problem, Problem::Gone(_));
+                    points[index] = failed(work, problem);
+                    if gone {
+                        return false;
+                    }
+                    self.renew_queue();
+                }
+            }
+            observe(Progress::Done(&points[index]));
+        }
+        true
     }
 
     fn since_control(&self) -> f64 {
@@ -392,9 +437,15 @@ impl<'a> Runner<'a> {
         deadline - self.options.clock.seconds()
     }
 
-    /// Measures `work`; so many points of its part are left, itself included.
-    fn one(&mut self, work: &Work, points_left: usize) -> Result<PointResult, Problem> {
-        let (left, long) = (self.left_s(work.group()), self.options.long_s());
+    /// Measures `work` if that takes at most `most_s`; so much time and so many points are left, itself included.
+    fn one(
+        &mut self,
+        work: &Work,
+        left: f64,
+        points_left: usize,
+        most_s: f64,
+    ) -> Result<PointResult, Problem> {
+        let long = self.options.long_s();
         let mut effort = self.options.effort(work.group());
         // ramp and samples, five runs at least
         let predicted = match work {
@@ -403,11 +454,11 @@ impl<'a> Runner<'a> {
         };
         // who names a point wants it, however long it takes
         let named = self.options.only.iter().any(|name| *name == work.id());
-        if predicted > self.options.point_s_max() && !named && !matches!(work, Work::Sustained(_)) {
-            return Err(Problem::Skip(format!("would take {predicted:.0} s")));
+        if predicted > most_s && !named && !matches!(work, Work::Sustained(_)) {
+            return Err(Problem::Late(format!("would take {predicted:.0} s")));
         }
         if predicted > left && !named {
-            return Err(Problem::Skip(format!(
+            return Err(Problem::Late(format!(
                 "would take {predicted:.1} s, {:.0} s are left",
                 left.max(0.0)
             )));
@@ -435,7 +486,7 @@ impl<'a> Runner<'a> {
         bytes as f64 / self.known.bandwidth.0
     }
 
-    /// The least rate to expect of a dtype: a quarter of the others' if it has not been seen yet.
+    /// The least rate to expect of a dtype: a quarter of the best known of any until it is known itself.
     fn rate(&self, dtype: DType) -> f64 {
         let rates = self.known.compute.iter();
         match rates.clone().find(|(known, _)| *known == dtype) {
@@ -447,11 +498,15 @@ impl<'a> Runner<'a> {
     fn learn(&mut self, work: &Work, point: &PointResult) {
         let Some(seconds) = point.seconds.as_ref().map(|s| s.median).filter(|s| *s > 0.0) else { return };
         if let Work::Op(sig) = work {
-            let dtype = fit::input_dtype(sig);
-            let rate = sig.flops() / seconds;
-            match self.known.compute.iter_mut().find(|(known, _)| *known == dtype) {
-                Some((_, best)) => best.0 = best.0.max(rate),
-                None => self.known.compute.push((dtype, FlopPerSecond(rate.max(1e9)))),
+            // a norm, or a product of few rows, tells nothing of its dtype's arithmetic
+            if let OpSig::Gemm { x: dtype, .. } = *sig
+                && sig.flops() > fit::ARITHMETIC * sig.bytes()
+            {
+                let rate = FlopPerSecond(sig.flops() / seconds);
+                match self.known.compute.iter_mut().find(|(known, _)| *known == dtype) {
+                    Some((_, best)) => *best = if best.0 < rate.0 { rate } else { *best },
+                    None => self.known.compute.push((dtype, rate)),
+                }
             }
             self.known.points.push(Point { sig: *sig, time: Seconds(seconds) });
         }

@@ -50,27 +50,6 @@ pub(crate) fn quantile(sorted: &[f64], q: f64) -> f64 {
     sorted[low] + share * (sorted[high] - sorted[low])
 }
 
-/// `fixed + slope * x` with the least sum of squared relative errors; slope and fixed part are never
-/// negative. `None` with fewer than two different `x`.
-pub(crate) fn line(points: &[(f64, f64)]) -> Option<(f64, f64)> {
-    let sum = |term: fn(f64, f64) -> f64| points.iter().map(|&(x, y)| term(x, y) / (y * y)).sum::<f64>();
-    let (n, sx, sy, sxx, sxy) =
-        (sum(|_, _| 1.0), sum(|x, _| x), sum(|_, y| y), sum(|x, _| x * x), sum(|x, y| x * y));
-    let determinant = n * sxx - sx * sx;
-    if points.len() < 2 || determinant <= 1e-12 * n * sxx {
-        return None;
-    }
-    let slope = (n * sxy - sx * sy) / determinant;
-    let fixed = (sy - slope * sx) / n;
-    if slope < 0.0 {
-        return Some((sy / n, 0.0));
-    }
-    if fixed < 0.0 {
-        return Some((0.0, sxy / sxx));
-    }
-    Some((fixed, slope))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -84,18 +63,5 @@ mod tests {
         assert_eq!(Stats::new(vec![7.0]).unwrap().p95, 7.0);
         assert_eq!(Stats::new(vec![]), None);
         assert_eq!(Stats::new(vec![f64::NAN]), None);
-    }
-
-    #[test]
-    fn a_line_is_found_again_and_never_negative() {
-        let points: Vec<_> = [1e3, 1e5, 1e7].map(|x| (x, 2e-6 + 3e-10 * x)).to_vec();
-        let (fixed, slope) = line(&points).unwrap();
-        assert!((fixed / 2e-6 - 1.0).abs() < 1e-9 && (slope / 3e-10 - 1.0).abs() < 1e-9);
-        assert_eq!(line(&[(1.0, 2.0)]), None);
-        assert_eq!(line(&[(1.0, 2.0), (1.0, 3.0)]), None);
-        let (_, falling) = line(&[(1.0, 2.0), (2.0, 1.0)]).unwrap();
-        assert_eq!(falling, 0.0);
-        let (fixed, _) = line(&[(1.0, 1.0), (2.0, 4.0)]).unwrap();
-        assert_eq!(fixed, 0.0);
     }
 }

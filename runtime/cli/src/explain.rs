@@ -3,7 +3,7 @@
 use crate::Usage;
 use anyhow::Result;
 use clap::Args;
-use mixfleet_hwtests::profile::explain::{METRICS, explain};
+use mixfleet_hwtests::profile::explain::{explain, metrics};
 use std::io::Write;
 
 #[derive(Debug, Args)]
@@ -15,12 +15,12 @@ pub(crate) struct ExplainArgs {
 pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let Some(name) = &args.metric else {
-        for metric in METRICS {
-            writeln!(out, "  {:<14} {}", metric.name, metric.meaning)?;
+        for metric in metrics() {
+            writeln!(out, "  {:<13} {}", metric.name, metric.meaning)?;
         }
         return Ok(());
     };
-    let known: Vec<&str> = METRICS.iter().map(|metric| metric.name).collect();
+    let known: Vec<&str> = metrics().map(|metric| metric.name).collect();
     let metric = explain(name)
         .ok_or_else(|| Usage(format!("there is no metric '{name}'; known: {}", known.join(", "))))?;
     write!(out, "{metric}")?;

@@ -1,0 +1,217 @@
+//! Small operations, parts of a profile, flags, and other words that cards and comparisons print.
+
+use super::Metric;
+
+const fn word(
+    name: &'static str,
+    meaning: &'static str,
+    method: &'static str,
+    decides: &'static str,
+    typical: &'static str,
+) -> Metric {
+    Metric { name, meaning, method, decides, typical }
+}
+
+const PLACE: &str =
+    "Commands in one batch; activations stay in place, weights and tables are others each time.";
+const SMALL: &str = "A small part of each layer; at few rows the launch and not the work decides.";
+
+pub(super) const OPERATIONS: &[Metric] = &[
+    word(
+        "rms_norm",
+        "Time to norm t rows of the f32 residual stream, of length h, into activations.",
+        PLACE,
+        SMALL,
+        "Microseconds for a decode step; near memory_copy's rate for long prompts.",
+    ),
+    word(
+        "rope",
+        "Time to rotate the queries or keys of t tokens: so many heads of length d.",
+        PLACE,
+        SMALL,
+        "Microseconds for a decode step; CPUs are bound by sine and cosine where they compute them anew.",
+    ),
+    word(
+        "silu_mul",
+        "Time of silu(gate) * up over e elements: the MLP's activation.",
+        PLACE,
+        SMALL,
+        "Near memory_copy's rate on GPUs; CPUs are bound by the exponential.",
+    ),
+    word(
+        "add",
+        "Time to add e elements to e others in place.",
+        PLACE,
+        SMALL,
+        "Near memory_copy's rate; quicker while the caches hold the operands.",
+    ),
+    word(
+        "embed",
+        "Time to fetch t tokens' rows of length h from a table of v rows into the f32 residual stream.",
+        PLACE,
+        "Once a step, before the first layer; never the bottleneck.",
+        "Microseconds for a decode step.",
+    ),
+    word(
+        "argmax",
+        "Time to find the largest of v logits in each of t rows.",
+        PLACE,
+        "Once a step, after the last layer, for greedy sampling on the device.",
+        "10 to 100 us for 32 rows; parts that reduce a row with one unit are slower.",
+    ),
+    word(
+        "attn_merge",
+        "Time to merge p partial attentions of t rows (sequences times heads) of length d into one.",
+        PLACE,
+        "What it costs to compute attention on other devices than the projections, or in several parts.",
+        "Microseconds; it reads little.",
+    ),
+];
+
+const ONLY: &str =
+    "A part of the profile and a word of --only; `mixfleet explain POINT` tells of one of its points.";
+
+pub(super) const PARTS: &[Metric] = &[
+    word(
+        "memory",
+        "Bandwidth over working sets from 64 KiB on: memory_read, memory_write, memory_copy. The card shows the largest.",
+        ONLY,
+        "The roofline's slope; where the caches end.",
+        "See memory_read.",
+    ),
+    word(
+        "links",
+        "Copies to the device, from it, and within it: copy_h2d, copy_d2h, copy_d2d. `+ 10 us` on the card is what \
+         each transfer costs whatever its size.",
+        ONLY,
+        "Loading weights, and moving KV between devices.",
+        "See copy_h2d.",
+    ),
+    word(
+        "small",
+        "Norms, rope, activation, addition, embedding, argmax, merge.",
+        ONLY,
+        "What a decode step costs beside products and attention.",
+        "A tenth of a step or less on good parts.",
+    ),
+    word(
+        "kv",
+        "Writing KV pages, and moving them to and from the wire layout: kv_write, kv_gather, kv_scatter.",
+        ONLY,
+        "How fast KV can leave one device and land on another.",
+        "See kv_gather.",
+    ),
+    word(
+        "decode",
+        "Attention of one new token per sequence: attn_decode.",
+        ONLY,
+        "See attn_decode.",
+        "See attn_decode.",
+    ),
+    word(
+        "prefill",
+        "Attention of many new tokens: attn_prefill.",
+        ONLY,
+        "See attn_prefill.",
+        "See attn_prefill.",
+    ),
+    word(
+        "attention",
+        "The parts decode and prefill together; on the card, the best rate of each.",
+        ONLY,
+        "How time grows with context.",
+        "See attn_decode and attn_prefill.",
+    ),
+    word(
+        "compute",
+        "FLOP/s of the best product of each dtype, at the median of its samples.",
+        "Over the points of gemm with more than 8 FLOP per byte; `CV 12 %` beside it says that this point was noisy.",
+        "The roofline's height; the time of prefill.",
+        "60 to 85 % of the datasheet's dense rate.",
+    ),
+    word(
+        "capacity",
+        "Bytes of memory for each $/h of rent.",
+        "The device's memory over --usd-per-hour.",
+        "How many sequences' KV a dollar holds.",
+        "About 20 to 60 GiB for a GPU's $/h, ten times that for a CPU's.",
+    ),
+];
+
+const QUIET: &str = "Quiet the machine and measure again: docs/measuring.md, 'A quiet machine'.";
+
+pub(super) const FLAGS: &[Metric] = &[
+    word(
+        "noisy",
+        "Flag: the coefficient of variation of the samples is above 5 %.",
+        "Standard deviation over mean of all samples of the point.",
+        "How far the point can be trusted; comparisons take the spread into account.",
+        "Absent on a quiet machine. docs/measuring.md says how to get one.",
+    ),
+    word(
+        "unsteady",
+        "Flag: three samples in a row never agreed within 3 %.",
+        "30 runs, or half of the point's time, before the samples begin.",
+        "Whether the median is of a warm part. Clocks that hunt need to be fixed.",
+        QUIET,
+    ),
+    word(
+        "few-samples",
+        "Flag: fewer samples than the level wants, for lack of time.",
+        "Each part has a share of the level's time.",
+        "How far the median can be trusted.",
+        "Absent with --full, or with --only and these points.",
+    ),
+    word(
+        "throttled",
+        "Flag: the clock fell by more than 10 %.",
+        "The device's clock before and after, where it tells it.",
+        "Whether the numbers hold for the part, or for its cooling and power limit.",
+        "Absent with good cooling.",
+    ),
+    word(
+        "other-load",
+        "Flag: something else used the machine or the device.",
+        "The cores were more than 10 % busy before it began.",
+        "Nothing can be said of the part before the others stop.",
+        QUIET,
+    ),
+    word(
+        "emulated",
+        "Flag: the device converts and computes in another dtype.",
+        "The device says so.",
+        "Nothing: a fact about the part, and no doubt about the number.",
+        "bf16, f16 and fp8 on CPUs without instructions for them.",
+    ),
+    word(
+        "memory-errors",
+        "Flag: the device counted memory errors while it was measured.",
+        "Counters of corrected and uncorrected errors before and after.",
+        "Whether the part may serve at all: run `mixfleet validate`.",
+        "Absent.",
+    ),
+];
+
+pub(super) const OTHERS: &[Metric] = &[
+    word(
+        "drifted",
+        "Verdict of `profile compare`: the points differ, and so do the controls beside them.",
+        "A product and a read are measured again every four seconds through a profile.",
+        "The machine changed and not the part; measure again before you conclude anything.",
+        QUIET,
+    ),
+    word(
+        "dependence_s",
+        "What a command costs beyond `a command` if it needs an unlike one before it; `more after an unlike one` on the card.",
+        "A chain of norm, product, activation, product, against the same commands alone.",
+        "Predictions of a step add it to each command: serving is chains.",
+        "CPUs: 1 to 5 us, for data that another core has written; GPUs: 1 to 3 us.",
+    ),
+    word(
+        "ratio",
+        "Speed of the second profile over the first: 2 is twice as fast.",
+        "Median over median.",
+        "--fail-below compares it, noise taken into account.",
+        "0.97 to 1.03 for the same part on a quiet machine.",
+    ),
+];

@@ -1,0 +1,37 @@
+//! What was asked for by name and did not come.
+
+use super::document::{Document, Status};
+use super::work::{Work, matches};
+
+impl Document {
+    /// For each pattern of `only` under which no number came, a line that says why.
+    pub fn missing(&self, only: &[String]) -> Vec<String> {
+        only.iter().filter_map(|pattern| self.why_missing(pattern)).collect()
+    }
+
+    fn why_missing(&self, pattern: &str) -> Option<String> {
+        let named =
+            |id: &str| Work::parse(id, self.device.kv_page_tokens).is_some_and(|w| matches(pattern, &w));
+        let points: Vec<_> = self.points.iter().filter(|point| named(&point.id)).collect();
+        if points.iter().any(|point| point.is_ok()) {
+            return None;
+        }
+        let Some(first) = points.first() else {
+            let level = format!("{:?}", self.level).to_lowercase();
+            return Some(format!(
+                "{pattern}: no point of the {level} level is called so; --full has more, and any full name is measured"
+            ));
+        };
+        let status = match first.status {
+            Status::Unsupported => "unsupported",
+            Status::Skipped => "skipped",
+            Status::Error => "wrong or failed",
+            Status::Ok => "measured",
+        };
+        let (id, reason) = (&first.id, first.reason.as_deref().unwrap_or("no reason given"));
+        Some(match points.len() {
+            1 => format!("{id}: {status}: {reason}"),
+            count => format!("{pattern}: none of {count} points has a number; {id}: {status}: {reason}"),
+        })
+    }
+}
