@@ -101,7 +101,7 @@ pub fn measured_dilation(profile: &DeviceProfile) -> Result<f64> {
             let ticket = queue.submit(&cmds)?;
             least = least.min(queue.wait(ticket, PROBE_TIMEOUT)?.time.0);
         }
-        most = most.max(least / costs.batch(&cmds).0);
+        most = most.max(least / costs.work(&cmds).0);
     }
     Ok((most * MARGIN).ceil())
 }

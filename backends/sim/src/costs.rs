@@ -59,13 +59,14 @@ impl Costs {
         &self.profile
     }
 
-    /// launch + n launch_per_command + the commands' own times; nothing for an empty batch, which
-    /// asks nothing of a device.
-    pub(crate) fn batch(&self, cmds: &[Cmd]) -> Seconds {
-        if cmds.is_empty() {
-            return Seconds::ZERO;
-        }
-        let launch = self.profile.launch + self.profile.launch_per_command * cmds.len() as f64;
+    /// What launching a batch on an idle queue takes; nothing for an empty one, which asks nothing of a device.
+    pub(crate) fn launch(&self, cmds: &[Cmd]) -> Seconds {
+        if cmds.is_empty() { Seconds::ZERO } else { self.profile.launch }
+    }
+
+    /// n launch_per_command + the commands' own times.
+    pub(crate) fn work(&self, cmds: &[Cmd]) -> Seconds {
+        let between = self.profile.launch_per_command * cmds.len() as f64;
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let own = cmds.iter().map(|cmd| match kept.get(cmd.sig()) {
             Some(&time) => time,
@@ -79,7 +80,7 @@ impl Costs {
             }
         });
         let own: Seconds = own.sum();
-        launch + own
+        between + own
     }
 
     /// One copy between host and device; nothing where the profile does not know.

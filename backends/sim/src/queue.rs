@@ -70,10 +70,10 @@ impl<W: Work> Queue for SimQueue<W> {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
         let arrived = self.timeline.schedule().clock().now();
         if self.timeline.has_failed() {
-            return Ok(self.timeline.push(arrived, Seconds::ZERO));
+            return Ok(self.timeline.push(arrived, Seconds::ZERO, Seconds::ZERO));
         }
         let result = self.work.start(cmds);
-        let ticket = self.timeline.push(arrived, self.costs.batch(cmds));
+        let ticket = self.timeline.push(arrived, self.costs.launch(cmds), self.costs.work(cmds));
         match result {
             Ok(()) => self.timeline.judge(ticket, self.timeline.schedule().clock().now() - arrived)?,
             Err(error) => self.timeline.fail(ticket, error),

@@ -42,10 +42,10 @@ impl Schedule {
         &*self.clock
     }
 
-    /// Appends a batch that came at `arrived`; returns its end.
-    fn append(&self, arrived: Seconds, time: Seconds) -> Seconds {
+    /// Appends a batch that came at `arrived`; returns its end. Launching hides behind the batches before it.
+    fn append(&self, arrived: Seconds, launch: Seconds, work: Seconds) -> Seconds {
         let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
-        load.until = arrived.max(load.until) + time;
+        load.until = (arrived + launch).max(load.until) + work;
         load.until
     }
 
@@ -97,14 +97,14 @@ impl Timeline {
         self.failure.is_some()
     }
 
-    /// A batch that came at `arrived` and takes `time`.
-    pub(crate) fn push(&mut self, arrived: Seconds, time: Seconds) -> Ticket {
-        let end = self.schedule.append(arrived, time);
+    /// A batch that came at `arrived`: `work` is what its ticket tells as its time.
+    pub(crate) fn push(&mut self, arrived: Seconds, launch: Seconds, work: Seconds) -> Ticket {
+        let end = self.schedule.append(arrived, launch, work);
         self.submitted += 1;
         if self.batches.len() == KEPT_MAX {
             self.batches.pop_front();
         }
-        self.batches.push_back((end, time));
+        self.batches.push_back((end, work));
         Ticket(self.submitted)
     }
 
