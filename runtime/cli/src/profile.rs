@@ -94,6 +94,7 @@ fn profile(args: &MeasureArgs) -> Result<()> {
         None => backends::default_selectors().into_iter().next().context("no device was found")?,
     };
     let device = backends::open(&selector)?;
+    backends::must_compute(device.info())?;
     if device.info().kind == DeviceKind::Cpu {
         options.cold_bytes = machine::cold_bytes(options.cold_bytes);
         options.other_load = machine::busy();
