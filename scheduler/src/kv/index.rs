@@ -102,8 +102,23 @@ impl Prefix {
 #[derive(Clone, Debug, Default)]
 pub struct Prefixes {
     found: Vec<Prefix>,
-    /// Those who hold all blocks so far: (holder with the tiers of the last block, place in `found`).
-    alive: Vec<(Member, u32)>,
+    alive: Vec<Alive>,
+}
+
+/// One who holds all blocks so far, with the tiers of the last one.
+#[derive(Clone, Copy, Debug)]
+struct Alive {
+    member: Member,
+    /// In `found`.
+    place: u32,
+    /// The first block of those that lie in its fastest tier and are not counted yet.
+    since: u32,
+}
+
+impl Alive {
+    fn count(&self, found: &mut [Prefix], blocks: u32) {
+        found[self.place as usize].blocks[self.member.fastest()] += blocks - self.since;
+    }
 }
 
 impl Prefixes {
@@ -258,21 +273,18 @@ impl PrefixIndex {
         let Prefixes { found, alive } = answer;
         found.clear();
         alive.clear();
-        let (mut set, mut run) = (EMPTY, 0);
+        let (mut set, mut blocks) = (EMPTY, 0);
         self.blocks.walk(chain, |next| {
-            if next != set {
-                if set == EMPTY {
-                    self.first_holders(next, found, alive);
-                } else {
-                    count(found, alive, run);
-                    intersect(alive, self.sets.members(next));
-                }
-                (set, run) = (next, 0);
+            if set == EMPTY {
+                self.first_holders(next, found, alive);
+            } else if next != set {
+                intersect(alive, self.sets.members(next), found, blocks);
             }
-            run += 1;
+            set = next;
+            blocks += 1;
             !alive.is_empty()
         });
-        count(found, alive, run);
+        alive.iter().for_each(|alive| alive.count(found, blocks));
     }
 
     /// [`lookup`](Self::lookup) for those who are in no hurry: blocks in any tier, by instance.
@@ -350,41 +362,50 @@ impl PrefixIndex {
         }
     }
 
-    fn first_holders(&self, set: u32, found: &mut Vec<Prefix>, alive: &mut Vec<(Member, u32)>) {
+    fn first_holders(&self, set: u32, found: &mut Vec<Prefix>, alive: &mut Vec<Alive>) {
         for &member in self.sets.members(set) {
             if let Holder::Counts(instance) = self.holders[member.holder() as usize] {
-                alive.push((member, found.len() as u32));
+                alive.push(Alive { member, place: found.len() as u32, since: 0 });
                 found.push(Prefix { instance, blocks: [0; 3] });
             }
         }
     }
 }
 
-/// Adds `run` blocks to all who are alive.
-fn count(found: &mut [Prefix], alive: &[(Member, u32)], run: u32) {
-    for &(member, place) in alive {
-        found[place as usize].blocks[member.fastest()] += run;
-    }
-}
-
-/// Keeps those alive who are among `members`, with their tiers there. Both are ordered by holder.
-fn intersect(alive: &mut Vec<(Member, u32)>, mut members: &[Member]) {
-    alive.retain_mut(|(member, _)| {
-        // Few alive among many members are searched for in doubling steps.
-        let mut step = 1;
-        while step < members.len() && members[step].holder() < member.holder() {
-            step *= 2;
-        }
-        let near = &members[..members.len().min(step + 1)];
-        members = &members[near.partition_point(|other| other.holder() < member.holder())..];
-        match members.first() {
-            Some(&same) if same.holder() == member.holder() => {
-                *member = same;
+/// Keeps those alive who are among `members`, with their tiers there, after `blocks` blocks. Both are ordered by holder.
+fn intersect(alive: &mut Vec<Alive>, mut members: &[Member], found: &mut [Prefix], blocks: u32) {
+    alive.retain_mut(|alive| {
+        let holder = alive.member.holder();
+        members = from_holder(members, holder);
+        match members.split_first() {
+            Some((&same, rest)) if same.holder() == holder => {
+                if same.fastest() != alive.member.fastest() {
+                    alive.count(found, blocks);
+                    alive.since = blocks;
+                }
+                alive.member = same;
+                members = rest;
                 true
             }
-            _ => false,
+            _ => {
+                alive.count(found, blocks);
+                false
+            }
         }
     });
+}
+
+/// `members` from `holder` on: mostly the first; far away if few are searched for among many, so in doubling steps.
+fn from_holder(members: &[Member], holder: u32) -> &[Member] {
+    let mut step = 1;
+    if members.first().is_none_or(|first| first.holder() >= holder) {
+        return members;
+    }
+    while step < members.len() && members[step].holder() < holder {
+        step *= 2;
+    }
+    let near = &members[..members.len().min(step + 1)];
+    &members[near.partition_point(|other| other.holder() < holder)..]
 }
 
 #[cfg(test)]
