@@ -4,6 +4,7 @@ use crate::compare::CompareArgs;
 use crate::explain::ExplainArgs;
 use crate::parts::PartsArgs;
 use crate::profile::ProfileArgs;
+use crate::simulate::SimulateArgs;
 use crate::trace::TraceArgs;
 use crate::validate::ValidateArgs;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -37,6 +38,8 @@ pub(crate) enum Command {
     Parts(PartsArgs),
     /// Look into a trace of requests, or generate one
     Trace(TraceArgs),
+    /// Play a trace on a fleet that need not exist: latencies, hits, dollars
+    Simulate(SimulateArgs),
     /// Serve a model over HTTP with the OpenAI API
     Serve(ServeArgs),
     /// Complete one prompt on standard output
@@ -65,24 +68,23 @@ pub(crate) struct TopoArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ModelArgs {
-    /// Checkpoint directory in the Hugging Face layout [default: a small built-in random model]
+    /// Checkpoint directory [default: a small built-in random model]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Dtype between operations [default: the weights' own; f32 is exact and slower]
-    #[arg(long, value_name = "f32|bf16|f16")]
+    /// Between operations: f32, bf16 or f16 [default: the weights' own]
+    #[arg(long, value_name = "DTYPE")]
     pub(crate) activations: Option<DType>,
-    /// Dtype of the KV cache [default: that of the activations]
-    #[arg(long, value_name = "f32|bf16|f16")]
+    /// Of the KV cache: f32, bf16 or f16 [default: that of the activations]
+    #[arg(long, value_name = "DTYPE")]
     pub(crate) kv_dtype: Option<DType>,
-    /// Memory for KV on each device, in GiB
+    /// Memory for KV on each device
     #[arg(long, value_name = "GIB", default_value_t = 1.0)]
     pub(crate) kv_memory: f64,
     /// Prompt tokens in one step [default: 512]
     #[arg(long, value_name = "TOKENS", default_value_t = 512, hide_default_value = true)]
     pub(crate) chunk: u32,
-    /// Rope frequencies: exact (f32), or rounded to the weights' dtype as in a model that was cast by
-    /// torch's `.to(dtype)` [default: exact; stored with --activations f32]
-    #[arg(long, value_name = "exact|stored", hide_short_help = true)]
+    /// exact or stored [default: exact; stored with --activations f32]
+    #[arg(long, value_name = "HOW", hide_possible_values = true)]
     pub(crate) rope_frequencies: Option<RopeFrequencies>,
 }
 
@@ -117,6 +119,9 @@ impl std::str::FromStr for DeviceRole {
     }
 }
 
+/// The least price that is not a slip: what it buys must stay a number.
+pub(crate) const USD_PER_HOUR_MIN: f64 = 1e-6;
+
 /// `DEV=USD`
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DevicePrice {
@@ -133,6 +138,9 @@ impl std::str::FromStr for DevicePrice {
         if !(usd_per_hour.is_finite() && usd_per_hour >= 0.0) {
             return Err(format!("'{price}' is not a price"));
         }
+        if usd_per_hour > 0.0 && usd_per_hour < USD_PER_HOUR_MIN {
+            return Err(format!("'{price}' is below {USD_PER_HOUR_MIN} $/h; write $/h as in 0.35"));
+        }
         Ok(DevicePrice { device: device.to_string(), usd_per_hour })
     }
 }
@@ -141,8 +149,8 @@ impl std::str::FromStr for DevicePrice {
 pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
-    /// A device and what it does; repeatable ('mixfleet devices' lists them) [default: auto]
-    #[arg(long, value_name = "DEV[=prefill|decode|auto]")]
+    /// A device, or DEV=prefill, DEV=decode; repeatable [default: auto]
+    #[arg(long, value_name = "DEV[=ROLE]")]
     pub(crate) device: Vec<DeviceRole>,
     /// Address to listen on
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
@@ -150,25 +158,25 @@ pub(crate) struct ServeArgs {
     /// What clients call the model [default: the directory's name]
     #[arg(long)]
     pub(crate) name: Option<String>,
-    /// Key that clients must send; required to listen beyond this machine
+    /// Key that clients must send; needed beyond this machine
     #[arg(long, value_name = "KEY", env = "MIXFLEET_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Option<String>,
-    /// Turn away requests whose first token is predicted later than this
+    /// Turn away requests whose first token would come later
     #[arg(long, value_name = "SECONDS")]
     pub(crate) ttft_slo: Option<f64>,
-    /// Rent of a device; with one for each, placement weighs dollars too
+    /// Rent of a device; with all, placement weighs dollars
     #[arg(long, value_name = "DEV=USD")]
     pub(crate) usd_per_hour: Vec<DevicePrice>,
     /// Sequences in work on a device at a time [default: 64]
     #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true)]
     pub(crate) sequences: u32,
-    /// Requests in work, beyond which new ones are turned away [default: 512]
+    /// Requests in work, at most [default: 512]
     #[arg(long, value_name = "N", default_value = "512", hide_default_value = true)]
     pub(crate) requests: std::num::NonZeroUsize,
-    /// Predict a device by its profile, from 'mixfleet profile --out FILE'; repeatable [default: calibrate]
+    /// Predict a device by its measured profile; repeatable [default: calibrate]
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Vec<PathBuf>,
-    /// Measure the devices anew instead of using the kept calibration
+    /// Measure the devices anew despite a kept calibration
     #[arg(long)]
     pub(crate) recalibrate: bool,
     /// Log as JSON lines
@@ -198,8 +206,8 @@ pub(crate) struct GenerateArgs {
     /// Do not stop at an end token
     #[arg(long)]
     pub(crate) ignore_eos: bool,
-    /// A device and what it does; repeatable [default: auto]
-    #[arg(long, value_name = "DEV[=prefill|decode|auto]", conflicts_with_all = ["prefill", "decode"])]
+    /// A device, or DEV=prefill, DEV=decode; repeatable [default: auto]
+    #[arg(long, value_name = "DEV[=ROLE]", conflicts_with_all = ["prefill", "decode"])]
     pub(crate) device: Vec<DeviceRole>,
     /// Device that computes the prompt
     #[arg(long, value_name = "DEV", requires = "decode")]
@@ -207,7 +215,7 @@ pub(crate) struct GenerateArgs {
     /// Device that generates the tokens
     #[arg(long, value_name = "DEV", requires = "prefill")]
     pub(crate) decode: Option<String>,
-    /// Print `{prompt_ids, ids, text, placement, ttft_s, tbt_s, energy_j}` as JSON
+    /// Print schema, prompt_ids, ids, text, placement, ttft_s, tbt_s, energy_j, joules_per_token
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -215,4 +223,51 @@ pub(crate) struct GenerateArgs {
 fn temperature(text: &str) -> Result<f32, String> {
     let value = text.parse().ok().filter(|t: &f32| t.is_finite() && *t >= 0.0);
     value.ok_or_else(|| "expected a number from 0 on".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{CommandFactory, Parser};
+
+    fn error(words: &[&str]) -> String {
+        Cli::try_parse_from(["mixfleet"].iter().chain(words)).unwrap_err().to_string()
+    }
+
+    /// With the width that clap takes where there is no terminal.
+    #[test]
+    fn help_fits_a_screen() {
+        for name in ["serve", "generate", "profile", "compare", "parts", "explain"] {
+            let mut cli = Cli::command();
+            cli.build();
+            let command = cli.find_subcommand_mut(name).unwrap();
+            for help in [command.render_help(), command.render_long_help()] {
+                let help = help.to_string();
+                assert!(help.lines().count() <= 40, "{name}: {} lines\n{help}", help.lines().count());
+            }
+        }
+        let mut cli = Cli::command();
+        let generate = cli.find_subcommand_mut("generate").unwrap().render_help().to_string();
+        assert!(generate.contains("schema") && generate.contains("joules_per_token"), "{generate}");
+    }
+
+    #[test]
+    fn a_ratio_that_decides_nothing_is_a_usage_error() {
+        for ratio in ["nan", "inf", "-inf", "-0.5", "0"] {
+            let error = error(&["profile", "compare", "a", "b", "--fail-below", ratio]);
+            assert!(error.contains("expected a ratio above 0"), "{ratio}: {error}");
+        }
+        assert!(
+            Cli::try_parse_from(["mixfleet", "profile", "compare", "a", "b", "--fail-below", "0.9"]).is_ok()
+        );
+    }
+
+    #[test]
+    fn prices_are_refused_in_their_own_words() {
+        let compare = |price| error(&["compare", "--model", "m", "--usd-per-hour", price]);
+        assert!(compare("0.3").contains("expected PART=USD"), "{}", compare("0.3"));
+        assert!(compare("L4=1e-300").contains("below 0.000001 $/h"), "{}", compare("L4=1e-300"));
+        // what is no price is told by the command, not as an unknown flag
+        assert!(Cli::try_parse_from(["mixfleet", "profile", "--usd-per-hour", "-1"]).is_ok());
+    }
 }

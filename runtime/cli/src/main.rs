@@ -17,6 +17,7 @@ mod prices;
 mod profile;
 mod profiles;
 mod serve;
+mod simulate;
 mod start;
 mod topo;
 mod trace;
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
         Command::Compare(args) => compare::run(&args),
         Command::Parts(args) => parts::run(&args),
         Command::Trace(args) => trace::run(&args),
+        Command::Simulate(args) => simulate::run(&args),
         Command::Serve(args) => serve::run(args),
         Command::Generate(args) => generate::run(args),
     };

@@ -7,7 +7,8 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy, Role};
 use mixfleet_scheduler::kv::CachePolicy;
-use mixfleet_sim::simulate::{InstanceSetup, Objectives, Results, Setup, TbtMetric, run};
+use mixfleet_sim::fleet_file::TbtMetric;
+use mixfleet_sim::simulate::{InstanceSetup, Objectives, Results, Setup, run};
 use mixfleet_sim::trace::{ReadOptions, Requests, Trace};
 use std::sync::Arc;
 

@@ -9,10 +9,13 @@ mod engine;
 mod network;
 mod quantiles;
 mod results;
+mod setup;
 
 pub use quantiles::Quantiles;
-pub use results::{Distribution, PoolResult, Results, TbtMetric};
+pub use results::{Distribution, PoolResult, Results};
+pub use setup::Choices;
 
+use crate::fleet_file::TbtMetric;
 use crate::trace::{Request, TraceError};
 use engine::{Engine, Job, Outcome};
 use mixfleet_hal::units::{Seconds, UsdPerHour};

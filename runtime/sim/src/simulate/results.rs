@@ -4,25 +4,13 @@ use super::engine::Gaps;
 use super::network::Network;
 use super::quantiles::Quantiles;
 use super::{Setup, word};
+use crate::fleet_file::TbtMetric;
 use crate::trace::Request;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::RejectReason;
 use mixfleet_scheduler::table::IdMap;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-
-/// Which of the gaps between a request's tokens are held against the objective.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TbtMetric {
-    /// The mean of the longest tenth (FAST'25, section 5.1).
-    #[default]
-    Longest10,
-    /// The mean of all.
-    Mean,
-    /// The one that 99 % are not above.
-    P99,
-}
 
 /// Mean and quantiles.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]

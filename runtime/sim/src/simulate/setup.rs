@@ -1,0 +1,72 @@
+//! From a fleet file to a fleet that can be simulated.
+
+use super::{InstanceSetup, Objectives, Setup};
+use crate::fleet_file::FleetFile;
+use mixfleet_hal::units::{Seconds, UsdPerHour};
+use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy};
+use std::sync::Arc;
+
+/// What a fleet file leaves open.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Choices {
+    /// How placements are picked.
+    pub policy: Policy,
+    /// What is turned away on arrival.
+    pub admission: Admission,
+    /// Of policies that draw.
+    pub seed: u64,
+}
+
+impl Setup {
+    /// The fleet of `file`.
+    pub fn new(file: &FleetFile, choices: Choices) -> Self {
+        let mut instances = Vec::new();
+        for (at, pool) in file.pools.iter().enumerate() {
+            let nic = LinkCost { seconds_per_byte: 1e-9 / pool.nic_gb_per_s, ..LinkCost::default() };
+            let instance = InstanceSetup {
+                pool: at as u32,
+                device: pool.device.as_deref().unwrap_or(&pool.name).into(),
+                role: pool.role,
+                cost: Arc::new(pool.cost.clone()),
+                price: pool.usd_per_hour.map(UsdPerHour),
+                cache_tokens: pool.cache_tokens,
+                nic: Some(nic),
+                step_tokens_max: pool.engine.max_batched_tokens,
+                sequences_max: pool.engine.max_sequences,
+            };
+            instances.extend(std::iter::repeat_n(instance, pool.count as usize));
+        }
+        let mut pool_links = Vec::new();
+        for (from, a) in file.pools.iter().enumerate() {
+            for (to, b) in file.pools.iter().enumerate() {
+                let Some(link) = file.link(&a.name, &b.name) else { continue };
+                let cost = LinkCost {
+                    latency: Seconds(link.latency_s),
+                    seconds_per_byte: link.gb_per_s.map_or(0.0, |rate| 1e-9 / rate),
+                    usd_per_byte: link.usd_per_gb * 1e-9,
+                };
+                pool_links.push((from as u32, to as u32, cost));
+            }
+        }
+        let config = FleetConfig {
+            ttft_slo: Some(Seconds(file.slo.ttft_s)),
+            tbt_slo: Some(Seconds(file.slo.tbt_s)),
+            policy: choices.policy,
+            admission: choices.admission,
+            pull: true,
+            seed: choices.seed,
+            ..FleetConfig::new(file.model.kv_bytes_per_token.round() as u64, file.model.layers)
+        };
+        Setup {
+            fleet: config,
+            block_tokens: file.kv.block_tokens,
+            cache_policy: file.kv.policy,
+            prefix_caching: true,
+            pools: file.pools.iter().map(|pool| pool.name.clone()).collect(),
+            instances,
+            pool_links,
+            slo: Objectives { ttft_s: file.slo.ttft_s, tbt_s: file.slo.tbt_s, metric: file.slo.tbt_metric },
+        }
+    }
+}
