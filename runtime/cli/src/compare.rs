@@ -33,7 +33,7 @@ pub(crate) struct CompareArgs {
     #[arg(long, value_name = "CSV")]
     prices: Option<PathBuf>,
     /// Rent of a part; repeatable
-    #[arg(long, value_name = "PART=USD")]
+    #[arg(long, value_name = "PART=USD", value_parser = part_price)]
     usd_per_hour: Vec<DevicePrice>,
     /// Measured profile of a part; repeatable
     #[arg(long, value_name = "PART=FILE", value_parser = part_file)]
@@ -67,6 +67,13 @@ fn part_file(text: &str) -> Result<(String, PathBuf), String> {
         return Err("expected PART=FILE, for example L40S=l40s.json".into());
     }
     Ok((part.into(), file.into()))
+}
+
+fn part_price(text: &str) -> Result<DevicePrice, String> {
+    if !text.contains('=') {
+        return Err("expected PART=USD, for example L4=0.8".into());
+    }
+    text.parse()
 }
 
 /// Whose times the classes rest on.
@@ -121,10 +128,15 @@ pub(crate) struct Comparison {
     pub(crate) devices: Vec<Compared>,
     /// In the order of `devices`.
     pub(crate) classified: Vec<Classified>,
+    /// What of the input has no effect, or looks wrong.
+    pub(crate) warnings: Vec<String>,
 }
 
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let comparison = compare(args)?;
+    for warning in &comparison.warnings {
+        eprintln!("warning: {warning}");
+    }
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{:#}", json::document(&comparison))?;
@@ -141,16 +153,19 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
         devices_max: args.devices,
         ..model_demand(&args.model)?
     };
-    let offers = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
+    let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
     let pick = if args.least { Pick::Least } else { Pick::Median };
     let mut devices = devices::resolve(&args.parts, &args.profile, |name| {
-        Selection { spot: args.spot, pick }.price_or_reference(name, &offers)
+        Selection { spot: args.spot, pick }.price_or_reference(name, &list.offers)
     })?;
     devices::state_prices(&mut devices, &args.usd_per_hour)?;
     let basis = Basis::of(&devices);
     let candidates: Vec<Candidate> = devices.iter().map(|device| device.candidate(basis)).collect();
     let classified = classify(&demand, &candidates);
-    Ok(Comparison { model: args.model.clone(), demand, basis, devices, classified })
+    let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
+    let mut warnings = list.warnings(&names);
+    warnings.extend(devices.iter().filter_map(Compared::misnamed));
+    Ok(Comparison { model: args.model.clone(), demand, basis, devices, classified, warnings })
 }
 
 /// A known model, or the shape in a directory's `config.json`.

@@ -24,6 +24,10 @@ pub(crate) fn run(args: &PartsArgs) -> Result<()> {
     writeln!(out, "vendors' claims: dense, accumulated in f32; $/h: built-in, see 'mixfleet compare'")?;
     writeln!(
         out,
+        "A: sources agree; B: most agree, or it follows from cores and clock; C: one source, or they disagree"
+    )?;
+    writeln!(
+        out,
         "{:<16}{:>6}{:>9}{:>9}{:>8}{:>7} {:<16}{:>6}{:>4}  note",
         "part", "year", "bf16 TF", "fp8 TF", "GB/s", "GB", "memory", "$/h", ""
     )?;

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, anyhow};
 use csv::StringRecord;
+use mixfleet_hal::catalog;
 use mixfleet_hal::economics::Offer;
 use mixfleet_hal::units::UsdPerHour;
 use std::path::Path;
@@ -9,27 +10,89 @@ use std::path::Path;
 const COLUMNS: &str = "device_id, price_hourly and/or spot_hourly; optional: gpu_count, cloud, region, \
                        instance, tier, date, source";
 
-/// The offers of a file. Rows without a device id (machines without accelerators) are none.
-pub(crate) fn read(path: &Path) -> Result<Vec<Offer>> {
+/// The offers of a file, and which line named which device.
+#[derive(Debug, Default)]
+pub(crate) struct PriceList {
+    pub(crate) offers: Vec<Offer>,
+    file: String,
+    rows: Vec<(u64, String)>,
+}
+
+impl PriceList {
+    /// What of the file has no effect: a file without offers, and rows whose device is neither a part of
+    /// the catalog nor one of `others`. A device is told once, with its first line.
+    pub(crate) fn warnings(&self, others: &[&str]) -> Vec<String> {
+        let file = &self.file;
+        if self.rows.is_empty() && !file.is_empty() {
+            return vec![format!("{file}: no offers below the header; the built-in prices count")];
+        }
+        let known = |name: &str| {
+            catalog::part(name).is_some_and(|part| part.id.eq_ignore_ascii_case(name))
+                || others.iter().any(|other| other.eq_ignore_ascii_case(name))
+        };
+        let mut warnings = Vec::new();
+        let mut told: Vec<&str> = Vec::new();
+        for (line, name) in self.rows.iter().filter(|(_, name)| !known(name)) {
+            if told.iter().any(|other| other.eq_ignore_ascii_case(name)) {
+                continue;
+            }
+            told.push(name);
+            let more = self.rows.iter().filter(|(_, other)| other.eq_ignore_ascii_case(name)).count() - 1;
+            let rows = if more == 0 { String::new() } else { format!(" (and {more} rows more)") };
+            let closest = catalog::closest(name);
+            let hint = match closest.first() {
+                Some(closest) => format!("closest: {closest}"),
+                None => "'mixfleet parts' lists the catalog".to_owned(),
+            };
+            warnings.push(format!(
+                "{file}:{line}: no part is called '{name}'{rows}, its price is not used; {hint}"
+            ));
+        }
+        warnings
+    }
+}
+
+/// Reads a file. Rows without a device id (machines without accelerators) are no offers.
+pub(crate) fn read(path: &Path) -> Result<PriceList> {
     let file = path.display().to_string();
     let bytes = std::fs::read(path).with_context(|| format!("cannot read the prices in {file}"))?;
     parse(&file, &bytes)
 }
 
-fn parse(file: &str, bytes: &[u8]) -> Result<Vec<Offer>> {
+fn parse(file: &str, bytes: &[u8]) -> Result<PriceList> {
     let mut reader = csv::ReaderBuilder::new().trim(csv::Trim::All).comment(Some(b'#')).from_reader(bytes);
     let columns = Columns(reader.headers().map_err(|error| malformed(file, &error))?.clone());
     let has = |column| columns.at(column).is_some();
     if !has("device_id") || !(has("price_hourly") || has("spot_hourly")) {
         return Err(anyhow!("{file}:1: the header lacks columns; needed are {COLUMNS}"));
     }
-    let mut offers = Vec::new();
+    let mut list = PriceList { file: file.to_owned(), ..PriceList::default() };
     for record in reader.records() {
+        if let Some(start) = record.as_ref().map_or_else(csv::Error::position, StringRecord::position)
+            && swallows_the_rest(bytes, start)
+        {
+            return Err(anyhow!("{file}:{}: a quote is opened and never closed", start.line()));
+        }
         let record = record.map_err(|error| malformed(file, &error))?;
         let line = record.position().map_or(0, csv::Position::line);
-        offers.extend(Row { file, line, columns: &columns, record: &record }.offers()?);
+        let row = Row { file, line, columns: &columns, record: &record };
+        let offers = row.offers()?;
+        if !offers.is_empty() {
+            list.rows.push((line, row.text("device_id").to_owned()));
+        }
+        list.offers.extend(offers);
     }
-    Ok(offers)
+    Ok(list)
+}
+
+/// Whether a field that begins with a quote on the row at `start` runs to the end of the file: the row's
+/// quotes are odd, and so are all from there on.
+fn swallows_the_rest(bytes: &[u8], start: &csv::Position) -> bool {
+    let odd = |text: &[u8]| text.iter().filter(|byte| **byte == b'"').count() % 2 == 1;
+    let rest = bytes.get(start.byte() as usize..).unwrap_or_default();
+    let line = rest.trim_ascii_start().split(|byte| *byte == b'\n').next().unwrap_or_default();
+    let quoted = line.split(|byte| *byte == b',').any(|field| field.trim_ascii_start().starts_with(b"\""));
+    quoted && odd(line) && odd(rest)
 }
 
 fn malformed(file: &str, error: &csv::Error) -> anyhow::Error {
@@ -123,17 +186,9 @@ impl Row<'_> {
 
     fn date(&self) -> Result<Option<String>> {
         let text = self.text("date");
-        let digits =
-            |at: std::ops::Range<usize>| text.get(at).is_some_and(|t| t.bytes().all(|b| b.is_ascii_digit()));
-        let well_formed = text.len() == 10
-            && digits(0..4)
-            && digits(5..7)
-            && digits(8..10)
-            && text.get(4..5) == Some("-")
-            && text.get(7..8) == Some("-");
         match text {
             "" => Ok(None),
-            _ if well_formed => Ok(Some(text.into())),
+            _ if is_date(text) => Ok(Some(text.into())),
             _ => Err(self.error("date", &format!("'{text}' is not a date; write YYYY-MM-DD"))),
         }
     }
@@ -141,6 +196,28 @@ impl Row<'_> {
     fn error(&self, column: &str, what: &str) -> anyhow::Error {
         anyhow!("{}:{}: column {column}: {what}", self.file, self.line)
     }
+}
+
+/// Whether `text` is a day of the Gregorian calendar as YYYY-MM-DD.
+fn is_date(text: &str) -> bool {
+    let shape = text.len() == 10
+        && text
+            .bytes()
+            .enumerate()
+            .all(|(at, b)| if at == 4 || at == 7 { b == b'-' } else { b.is_ascii_digit() });
+    if !shape {
+        return false;
+    }
+    let number = |at: std::ops::Range<usize>| text[at].parse::<u32>().unwrap_or(0);
+    let (year, month, day) = (number(0..4), number(5..7), number(8..10));
+    let leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let days = match month {
+        4 | 6 | 9 | 11 => 30,
+        2 => 28 + u32::from(leap),
+        1..=12 => 31,
+        _ => 0,
+    };
+    (1..=days).contains(&day)
 }
 
 #[cfg(test)]
@@ -158,7 +235,7 @@ mod tests {
                     aws,H100-SXM-80GB,8,55.04,16,2026-07-20\n\
                     aws,,0,2.32,,2026-07-20\n\
                     acme,L4,,0.5,,\n";
-        let offers = parse("offers.csv", text.as_bytes()).unwrap();
+        let offers = parse("offers.csv", text.as_bytes()).unwrap().offers;
         let prices: Vec<(&str, f64, bool)> =
             offers.iter().map(|offer| (offer.device.as_str(), offer.price.0, offer.spot)).collect();
         assert_eq!(
@@ -182,6 +259,11 @@ mod tests {
             ("L4,0,1,", "column gpu_count: '0'"),
             ("L4,1,,", "fill in price_hourly"),
             ("L4,1,1,May 2026", "column date: 'May 2026' is not a date; write YYYY-MM-DD"),
+            ("L4,1,1,2026-02-31", "column date: '2026-02-31' is not a date"),
+            ("L4,1,1,2025-02-29", "column date: '2025-02-29' is not a date"),
+            ("L4,1,1,2026-13-01", "column date: '2026-13-01' is not a date"),
+            ("L4,1,1,\"2026\nL4,1,1,\nL4,1,1,", "offers.csv:2: a quote is opened and never closed"),
+            ("L4,\"1,1,\nL4,1,1,", "offers.csv:2: a quote is opened and never closed"),
             ("L4,1", "offers.csv:2: the row has 2 fields and the header 4"),
         ] {
             let error = error(&format!("{head}{row}\n"));
@@ -194,6 +276,24 @@ mod tests {
         assert!(latin.contains("offers.csv:2: not UTF-8"), "{latin}");
     }
 
+    #[test]
+    fn what_has_no_effect_is_told_with_its_line_and_the_closest_part() {
+        let warnings = |rows: &str, others: &[&str]| {
+            let text = format!("device_id,price_hourly,date\n{rows}");
+            parse("offers.csv", text.as_bytes()).unwrap().warnings(others)
+        };
+        let told = warnings("l4,1,\nrtx4099,1,\nmine,1,2024-02-29\nRTX4099,2,\n", &["mine"]);
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert!(
+            told[0].starts_with("offers.csv:3: no part is called 'rtx4099' (and 1 rows more)"),
+            "{told:?}"
+        );
+        assert!(told[0].ends_with("closest: RTX-4090"), "{told:?}");
+        assert!(warnings("", &[])[0].contains("no offers below the header"));
+        assert_eq!(warnings("L4,\"1\",\n", &[]), Vec::<String>::new());
+        assert_eq!(PriceList::default().warnings(&[]), Vec::<String>::new());
+    }
+
     /// The built-in prices are what the stated rule makes of the collection they come from, up to how
     /// that collection weighed several offers of one provider.
     #[test]
@@ -203,7 +303,7 @@ mod tests {
             eprintln!("SKIPPED: ../shared/data/gpu-prices.csv is absent; the rule was not compared with it");
             return;
         }
-        let offers = read(&path).unwrap();
+        let offers = read(&path).unwrap().offers;
         assert!(offers.len() > 1000, "{}", offers.len());
         let mut compared = 0;
         for reference in REFERENCE_OFFERS {

@@ -2,6 +2,7 @@
 
 pub(crate) mod machine;
 
+use crate::args::USD_PER_HOUR_MIN;
 use crate::{Failed, Usage, backends};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
@@ -42,15 +43,14 @@ struct MeasureArgs {
     /// Everything, in up to half an hour
     #[arg(long)]
     full: bool,
-    /// Parts (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points, where
-    /// * stands for any characters
+    /// Parts (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points (* for any text)
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
     /// Measure this checkpoint's own shapes too
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Rent of the device, to show what a dollar buys
-    #[arg(long, value_name = "USD")]
+    #[arg(long, value_name = "USD", allow_negative_numbers = true)]
     usd_per_hour: Option<f64>,
     /// Print the JSON document instead of the card
     #[arg(long)]
@@ -73,11 +73,16 @@ struct CompareArgs {
     /// The second profile
     b: PathBuf,
     /// Exit with 1 if a point of the second is slower than RATIO times the first, beyond noise
-    #[arg(long, value_name = "RATIO")]
+    #[arg(long, value_name = "RATIO", allow_hyphen_values = true, value_parser = ratio)]
     fail_below: Option<f64>,
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+fn ratio(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|ratio: &f64| ratio.is_finite() && *ratio > 0.0);
+    value.ok_or_else(|| "expected a ratio above 0, for example 0.95".into())
 }
 
 pub(crate) fn run(args: &ProfileArgs) -> Result<()> {
@@ -89,6 +94,9 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<()> {
 
 fn profile(args: &MeasureArgs) -> Result<()> {
     let mut options = options(args)?;
+    for file in [&args.out, &args.html, &args.device_profile].into_iter().flatten() {
+        writable(file)?;
+    }
     let selector = match &args.device {
         Some(selector) => selector.clone(),
         None => backends::default_selectors().into_iter().next().context("no device was found")?,
@@ -100,14 +108,28 @@ fn profile(args: &MeasureArgs) -> Result<()> {
         options.other_load = machine::busy();
     }
     let document = with_progress(&*device, &options);
-    write_files(args, &document)?;
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&document)?)?;
     } else {
         write!(out, "{}", card(&document))?;
     }
-    verdict(&document)
+    write_files(args, &document)?;
+    let missing = document.missing(&args.only);
+    for why in &missing {
+        eprintln!("--only {why}");
+    }
+    verdict(&document)?;
+    if !args.only.is_empty() && missing.len() == args.only.len() {
+        return Err(Failed("nothing of what --only names could be measured".into()).into());
+    }
+    Ok(())
+}
+
+/// Finds out before minutes of measuring whether a file can be written; one that is there keeps its content.
+fn writable(file: &Path) -> Result<()> {
+    let opened = std::fs::OpenOptions::new().create(true).append(true).open(file);
+    opened.map(drop).with_context(|| format!("cannot write {}", file.display()))
 }
 
 fn write_files(args: &MeasureArgs, document: &Document) -> Result<()> {
@@ -121,9 +143,13 @@ fn write_files(args: &MeasureArgs, document: &Document) -> Result<()> {
         write(file, page(document))?;
     }
     if let Some(file) = &args.device_profile {
-        let profile = document
-            .device_profile()
-            .context("no device profile without a measured memory bandwidth and a measured product")?;
+        let Some(profile) = document.device_profile() else {
+            // what `writable` made for it
+            if std::fs::metadata(file).is_ok_and(|metadata| metadata.len() == 0) {
+                std::fs::remove_file(file)?;
+            }
+            bail!("no device profile without a measured memory bandwidth and a measured product");
+        };
         write(file, serde_json::to_string_pretty(&profile)? + "\n")?;
     }
     Ok(())
@@ -149,9 +175,9 @@ fn options(args: &MeasureArgs) -> Result<Options> {
         _ => Level::Default,
     };
     if let Some(usd) = args.usd_per_hour
-        && !(usd.is_finite() && usd > 0.0)
+        && !(usd.is_finite() && usd >= USD_PER_HOUR_MIN)
     {
-        bail!(Usage(format!("--usd-per-hour {usd} is not a price")));
+        bail!(Usage(format!("--usd-per-hour {usd} is not a price; write $/h as in 0.35")));
     }
     let model = args.model.as_deref().map(shapes).transpose()?;
     let options = Options {

@@ -97,6 +97,12 @@ fn offers_from_a_file_replace_built_in_prices_and_mistakes_name_the_line() {
     assert_eq!(price["basis"], "median of providers, 2 offers, 2026-10-01 to 2026-10-03");
     assert_eq!(device(&document, "L40S")["price"]["usd_per_hour"], 0.913);
 
+    let odd = file("odd.csv", "device_id,price_hourly\nL40X,0.5\n");
+    let odd = ["compare", "--json", "--model", "qwen3-8b", "L4", "--prices", odd.to_str().expect("UTF-8")];
+    let warned = json(&odd)["warnings"][0].as_str().expect("a warning").to_string();
+    assert!(warned.contains("odd.csv:2: no part is called 'L40X'"), "{warned}");
+    assert!(String::from_utf8_lossy(&mixfleet(&odd).stderr).contains(&warned));
+
     let broken = file("broken.csv", "device_id,price_hourly\nL4,0.5\nL4,cheap\n");
     let output =
         mixfleet(&["compare", "--model", "qwen3-8b", "L4", "--prices", broken.to_str().expect("UTF-8")]);
@@ -113,6 +119,8 @@ fn mistakes_on_the_command_line_are_usage_errors_with_a_hint() {
         (&["--model", "qwen3-8b", "rtx4099"], "closest: RTX-4090"),
         (&["--model", "qwen3-8b", "L4", "--usd-per-hour", "L40=1"], "compared are L4"),
         (&["--model", "qwen3-8b", "L4", "--usd-per-hour", "L4=0"], "no comparison"),
+        (&["--model", "qwen3-8b", "L4", "--usd-per-hour", "0.3"], "expected PART=USD"),
+        (&["--model", "qwen3-8b", "L4", "--usd-per-hour", "L4=1e-300"], "below"),
         (&["--model", "qwen3-8b", "L4", "--profile", "L4"], "PART=FILE"),
     ] {
         let output = mixfleet(&[&["compare"], arguments].concat());
@@ -126,6 +134,9 @@ fn mistakes_on_the_command_line_are_usage_errors_with_a_hint() {
 fn without_parts_all_priced_ones_are_compared_and_one_without_a_price_is_shown() {
     let all = json(&["compare", "--json", "--model", "llama-3.1-8b"]);
     assert!(all["devices"].as_array().expect("devices").len() > 30);
+    let text = mixfleet(&["compare", "--model", "llama-3.1-8b"]).stdout;
+    let text = String::from_utf8(text).expect("UTF-8");
+    assert!(text.contains("parts are cheapest at nothing; to see"), "{text}");
     let unpriced = json(&["compare", "--json", "--model", "llama-3.1-8b", "gaudi3", "L4"]);
     let gaudi = device(&unpriced, "GAUDI3");
     assert_eq!((&gaudi["price"], &gaudi["class"]), (&Value::Null, &Value::Null));
@@ -158,4 +169,5 @@ fn the_catalog_is_listed_with_sources() {
     assert!(parts.iter().all(|part| part["sources"].as_str().is_some_and(|text| !text.is_empty())));
     let text = String::from_utf8(mixfleet(&["parts"]).stdout).expect("UTF-8");
     assert!(text.contains("RTX-4090") && text.lines().count() > 60);
+    assert!(text.contains("C: one source"), "{text}");
 }

@@ -41,6 +41,20 @@ impl Compared {
     }
 }
 
+impl Compared {
+    /// A doubt, if the profile given for a part names another one. The part's number decides: vendors and
+    /// drivers spell the rest in many ways.
+    pub(super) fn misnamed(&self) -> Option<String> {
+        let (part, profile) = (self.part?, self.measured.as_ref()?);
+        let plain = |text: &str| -> String {
+            text.chars().filter(|c| c.is_ascii_alphanumeric()).map(|c| c.to_ascii_lowercase()).collect()
+        };
+        let number = part.id.split('-').find(|word| word.contains(|c: char| c.is_ascii_digit()))?;
+        let other = !profile.name.is_empty() && !plain(&profile.name).contains(&plain(number));
+        other.then(|| format!("the profile given for {} was measured on '{}'", part.id, profile.name))
+    }
+}
+
 /// One line of the per-dollar table: all its numbers are of one origin.
 pub(super) struct Line {
     pub(super) origin: &'static str,
@@ -129,7 +143,10 @@ fn unknown(word: &str) -> Usage {
 
 /// Prices from the command line win over all others.
 pub(super) fn state_prices(devices: &mut [Compared], stated: &[DevicePrice]) -> Result<()> {
-    for DevicePrice { device: name, usd_per_hour } in stated {
+    for (at, DevicePrice { device: name, usd_per_hour }) in stated.iter().enumerate() {
+        if stated[..at].iter().any(|before| before.device.eq_ignore_ascii_case(name)) {
+            return Err(Usage(format!("--usd-per-hour: two prices for {name}; give one")).into());
+        }
         if *usd_per_hour <= 0.0 {
             return Err(
                 Usage(format!("--usd-per-hour {name}=0: a part for nothing has no comparison")).into()
@@ -174,5 +191,19 @@ mod tests {
         assert_eq!(devices[0].price.as_ref().unwrap().usd_per_hour, UsdPerHour(0.5));
         assert!(state_prices(&mut devices, &state("L40S", 0.5)).is_err());
         assert!(state_prices(&mut devices, &state("L4", 0.0)).is_err());
+        let twice = [state("L4", 0.5), state("l4", 0.6)].concat();
+        assert!(state_prices(&mut devices, &twice).unwrap_err().to_string().contains("two prices for l4"));
+    }
+
+    #[test]
+    fn a_profile_of_another_part_is_doubted() {
+        let measured_on = |name: &str| {
+            let part = catalog::part("RTX-4090").unwrap();
+            let measured = Some(DeviceProfile { name: name.into(), ..part.profile() });
+            Compared { name: part.id.into(), part: Some(part), measured, price: None }.misnamed()
+        };
+        assert_eq!(measured_on("NVIDIA GeForce RTX 4090"), None);
+        assert_eq!(measured_on(""), None);
+        assert!(measured_on("NVIDIA L4").unwrap().contains("was measured on 'NVIDIA L4'"));
     }
 }

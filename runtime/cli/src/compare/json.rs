@@ -6,7 +6,7 @@ use mixfleet_scheduler::classes::{Classified, Standing};
 use serde_json::{Map, Value, json};
 
 pub(super) fn document(comparison: &Comparison) -> Value {
-    let Comparison { model, demand, basis, devices, classified } = comparison;
+    let Comparison { model, demand, basis, devices, classified, warnings } = comparison;
     let devices: Vec<Value> = devices.iter().zip(classified).map(|(d, c)| device(d, c)).collect();
     json!({
         "schema": "mixfleet.compare/1",
@@ -25,6 +25,7 @@ pub(super) fn document(comparison: &Comparison) -> Value {
         },
         "basis": basis.name(),
         "devices": devices,
+        "warnings": warnings,
     })
 }
 

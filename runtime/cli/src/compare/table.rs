@@ -12,7 +12,7 @@ use std::io::Write;
 const WORDS_MAX: usize = 8;
 
 pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
-    let Comparison { model, demand, basis, devices, classified } = comparison;
+    let Comparison { model, demand, basis, devices, classified, warnings: _ } = comparison;
     let (weights, kv) = (demand.weights.0 / GB, demand.shape.kv_bytes_per_token());
     writeln!(out, "{model} in {}: {weights:.1} GB of weights, {kv} B of KV per token", demand.shape.weight)?;
     let width = devices.iter().map(|device| device.name.len()).max().unwrap_or(0).max("device".len());
@@ -28,10 +28,21 @@ pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()>
     costs(out, width, classified)?;
     writeln!(out)?;
     let priced = classified.iter().filter(|device| device.price.is_some()).count();
+    let mut untold = 0;
     for device in classified {
         // an unpriced device is compared with the priced ones, and is no rival to them
         let compared = priced + usize::from(device.price.is_none());
-        words(out, device, compared)?;
+        if told(device, compared) {
+            words(out, device, compared)?;
+        } else {
+            untold += 1;
+        }
+    }
+    if untold > 0 {
+        writeln!(
+            out,
+            "{untold} parts are cheapest at nothing; to see below which price they would be, name a part, or --json"
+        )?;
     }
     Ok(())
 }
@@ -127,12 +138,13 @@ fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Resul
     Ok(())
 }
 
+/// Whether the device, one of `all`, is put into words.
+fn told(device: &Classified, all: usize) -> bool {
+    all <= WORDS_MAX || !matches!(device.class, None | Some(Class::Neither))
+}
+
 /// What the device is cheapest at, would be, and cannot do.
 fn words(out: &mut impl Write, device: &Classified, all: usize) -> Result<()> {
-    let idle = matches!(device.class, None | Some(Class::Neither));
-    if all > WORDS_MAX && idle {
-        return Ok(());
-    }
     let sentences: Vec<String> =
         device.standings.iter().filter_map(|standing| sentence(device, standing, all)).collect();
     writeln!(out, "{}", device.name)?;
