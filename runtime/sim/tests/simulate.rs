@@ -1,0 +1,139 @@
+//! The simulator from outside: figures of the papers that it must show, and laws that hold for any trace.
+
+#![allow(clippy::print_stdout)]
+
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::fleet::{Admission, Policy};
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::simulate::{Choices, Results, Setup, run};
+use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Preset};
+use mixfleet_sim::trace::{ReadOptions, Requests, Trace};
+use std::path::{Path, PathBuf};
+
+const THRESHOLD: f64 = 1.0;
+const CENTRIC: Policy = Policy::KvcacheCentric { threshold: THRESHOLD };
+
+/// 8 prefill and 8 decode instances of LLaMA3-70B on 8 A800 each, by the fit of FAST'25 figure 14.
+fn fleet(nic_gb_per_s: f64) -> FleetFile {
+    let text = format!(
+        r#"
+version = 1
+[model]
+name = "llama-3.1-70b"
+[kv]
+block_tokens = 512
+[[pool]]
+name = "prefill"
+role = "prefill"
+count = 8
+device = "A100-SXM-80GB"
+devices_per_instance = 8
+usd_per_hour = 14.0
+cache_tokens = 3_000_000
+nic_gb_per_s = {nic_gb_per_s}
+calibration = {{ prefill_s = {{ overhead = 0.08, per_token = 1.19e-4, per_token_squared = 7.467e-10 }} }}
+[[pool]]
+name = "decode"
+role = "decode"
+count = 8
+device = "A100-SXM-80GB"
+devices_per_instance = 8
+usd_per_hour = 14.0
+nic_gb_per_s = {nic_gb_per_s}
+calibration = {{ decode_s = {{ base = 0.0262, per_sequence = 0.0, per_kv_token = 3.5e-8 }} }}
+"#
+    );
+    let none = |path: &Path| Err(format!("{} is not needed here", path.display()));
+    FleetFile::parse(&text, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn conversation() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../../shared/data/traces/mooncake-conversation.jsonl.zst");
+    if !path.exists() {
+        println!("SKIPPED: no ../shared/data/traces/mooncake-conversation.jsonl.zst");
+        return None;
+    }
+    Some(path)
+}
+
+fn play(path: &Path, file: &FleetFile, policy: Policy, seed: u64) -> Results {
+    let choices = Choices { policy, admission: Admission::None, seed };
+    let trace = Trace::open(path, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
+    let requests = trace.jitter(Seconds(3.0), seed);
+    run(&Setup::new(file, choices), requests, &mut |_, _| {}).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn policies_rank_as_in_figure_5_of_fast_25() {
+    let Some(path) = conversation() else { return };
+    let file = fleet(80.0);
+    let mean = |policy| play(&path, &file, policy, 1).ttft_s.mean;
+    let (random, loaded, aware, centric, ours) = (
+        mean(Policy::Random),
+        mean(Policy::LeastLoaded),
+        mean(Policy::CacheAware),
+        mean(CENTRIC),
+        mean(Policy::PerDollar),
+    );
+    println!(
+        "TTFT: random {random:.3}, least-loaded {loaded:.3}, cache-aware {aware:.3}, Algorithm 1 {centric:.3}, per-dollar {ours:.3} s"
+    );
+    assert!(random > 3.0 * loaded && loaded > 1.2 * aware, "{random} {loaded} {aware}");
+    // 14 % there
+    assert!((0.80..=0.90).contains(&(centric / aware)), "{centric} {aware}");
+    assert!(ours <= 1.01 * centric, "{ours} {centric}");
+}
+
+#[test]
+fn with_equal_prices_per_dollar_is_at_least_as_good_as_the_better_of_both_at_every_bandwidth() {
+    let Some(path) = conversation() else { return };
+    for gb_per_s in [0.3, 1.25, 3.1, 6.2, 12.5, 25.0, 80.0] {
+        let file = fleet(gb_per_s);
+        for seed in 1..=3 {
+            let mean = |policy| play(&path, &file, policy, seed).ttft_s.mean;
+            let (aware, centric, ours) = (mean(Policy::CacheAware), mean(CENTRIC), mean(Policy::PerDollar));
+            println!(
+                "{gb_per_s} GB/s, seed {seed}: cache-aware {aware:.3}, Algorithm 1 {centric:.3}, per-dollar {ours:.3} s"
+            );
+            assert!(
+                ours <= 1.01 * aware.min(centric),
+                "{gb_per_s} GB/s, seed {seed}: {ours} {aware} {centric}"
+            );
+            // Algorithm 1 as printed pulls what it could recompute sooner
+            assert!(gb_per_s > 3.0 || centric > aware, "{gb_per_s} GB/s, seed {seed}: {centric} {aware}");
+        }
+    }
+}
+
+#[test]
+fn nothing_is_lost_and_equal_runs_are_equal() {
+    let file = fleet(10.0);
+    for (seed, policy) in [(1, Policy::PerDollar), (2, CENTRIC), (3, Policy::Random), (4, Policy::RoundRobin)]
+    {
+        for admission in [Admission::None, Admission::EarlyRejection, Admission::Prediction] {
+            let once = || {
+                let options =
+                    GenerateOptions { requests: 3000, rate: 20.0, seed, arrivals: Arrivals::Poisson };
+                let made = Generator::new(Preset::Conversation.model(), options);
+                let requests = made.unwrap_or_else(|error| panic!("{error}")).map(Ok);
+                let setup = Setup::new(&file, Choices { policy, admission, seed });
+                run(&setup, requests, &mut |_, _| {}).unwrap_or_else(|error| panic!("{error}"))
+            };
+            let (a, b) = (once(), once());
+            assert_eq!(serde_json::to_string(&a).unwrap(), serde_json::to_string(&b).unwrap());
+            let rejected: u64 = a.rejected.values().sum();
+            assert_eq!(
+                a.requests,
+                a.completed + rejected + a.dropped,
+                "seed {seed}, {policy:?}, {admission:?}"
+            );
+            assert_eq!(a.requests, 3000);
+            assert!(admission != Admission::None || rejected == 0, "{policy:?}: {rejected}");
+            assert!(a.ttft_s.p50 <= a.ttft_s.p99 && a.e2e_s.mean >= a.ttft_s.mean);
+            let busy: f64 = a.pools.iter().map(|pool| pool.utilisation).fold(0.0, f64::max);
+            assert!((0.0..=1.0).contains(&busy), "{busy}");
+            assert!((0.0..=1.0).contains(&a.prefix_hit.block) && (0.0..=1.0).contains(&a.slo_attainment));
+        }
+    }
+}
