@@ -137,3 +137,52 @@ fn nothing_is_lost_and_equal_runs_are_equal() {
         }
     }
 }
+
+/// A run of vLLM 0.19 on one RTX 4090 (LLMServingSim's), predicted from the engine's own kernel times alone.
+#[test]
+fn a_real_run_of_300_requests_is_predicted_within_5_percent() {
+    let directory =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/measured/rtx4090-llama-3.1-8b");
+    let log = directory.join("requests.jsonl");
+    let Ok(text) = std::fs::read_to_string(&log) else {
+        println!("SKIPPED: no ../shared/data/measured/rtx4090-llama-3.1-8b");
+        return;
+    };
+    let (mut ttft_s, mut tpot_s, mut latency_s) = (Vec::new(), Vec::new(), Vec::new());
+    for line in text.lines() {
+        let request: serde_json::Value = serde_json::from_str(line).unwrap();
+        let number = |key: &str| request[key].as_f64().unwrap_or_else(|| panic!("{key} in {line}"));
+        ttft_s.push(number("first_token_ts") - number("queued_ts"));
+        latency_s.push(number("last_token_ts") - number("queued_ts"));
+        if number("output_toks") > 1.0 {
+            tpot_s.push((number("last_token_ts") - number("first_token_ts")) / (number("output_toks") - 1.0));
+        }
+    }
+    let file = format!(
+        "version = 1\n[model]\nname = \"llama-3.1-8b\"\n[kv]\nblock_tokens = 16\n\
+         [[pool]]\nname = \"one\"\nprofile = '{}'\n",
+        directory.display()
+    );
+    let none = |path: &Path| Err(format!("{} is not needed here", path.display()));
+    let file = FleetFile::parse(&file, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"));
+    let setup = Setup::new(&file, Choices { admission: Admission::None, ..Choices::default() });
+    let trace = Trace::open(&log, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
+    let predicted = run(&setup, trace, &mut |_, _| {}).unwrap_or_else(|error| panic!("{error}"));
+    for (what, mut measured, predicted, p99_within) in [
+        ("TTFT", ttft_s, predicted.ttft_s, 0.10),
+        // its slowest hundredth is predicted too fast: docs/results/scheduling.md
+        ("TPOT", tpot_s, predicted.tpot_s, 0.15),
+        ("latency", latency_s, predicted.e2e_s, 0.10),
+    ] {
+        measured.sort_by(f64::total_cmp);
+        let mean = measured.iter().sum::<f64>() / measured.len() as f64;
+        let p99 = measured[(0.99 * measured.len() as f64).ceil() as usize - 1];
+        let (off, off_p99) = (predicted.mean / mean - 1.0, predicted.p99 / p99 - 1.0);
+        println!(
+            "{what}: mean {:.4} for {mean:.4} s ({off:+.3}), p99 {:.4} for {p99:.4} s ({off_p99:+.3})",
+            predicted.mean, predicted.p99
+        );
+        assert!(off.abs() <= 0.05, "{what}: mean {off:+.3}");
+        assert!(off_p99.abs() <= p99_within, "{what}: p99 {off_p99:+.3}");
+    }
+}

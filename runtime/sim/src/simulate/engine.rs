@@ -5,6 +5,7 @@
 //! is one event, however long; who comes meanwhile cuts it short after the step in progress.
 
 use super::{InstanceSetup, Setup};
+use mixfleet_hal::random::bits;
 use mixfleet_scheduler::cost::{CostModel, Prefill};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_scheduler::kv::{BlockCache, BlockHash};
@@ -69,7 +70,12 @@ struct Sequence {
     private: u64,
     /// Its first token came from elsewhere, or is out.
     started: bool,
+    /// Keys of its chain that others know too.
+    public: usize,
 }
+
+/// Keeps the keys of a sequence's own blocks apart from a trace's.
+const OWN: u64 = 0x5EED_0F0E_17B1_0C45;
 
 enum Plan {
     /// One step: so many tokens for each of the first sequences in `prefilling`, and a token for all that decode.
@@ -86,7 +92,10 @@ pub(super) struct Engine {
     blocks_total: u64,
     step_tokens_max: u32,
     sequences_max: usize,
+    prefix_caching: bool,
     cache: BlockCache,
+    /// Given up since the world was told last.
+    evicted: Vec<BlockHash>,
     private: u64,
     /// Waiting, first come, first served; those that lost their blocks first.
     queue: VecDeque<Sequence>,
@@ -112,7 +121,9 @@ impl Engine {
             blocks_total,
             step_tokens_max: instance.step_tokens_max.max(1),
             sequences_max: instance.sequences_max.max(1) as usize,
+            prefix_caching: setup.prefix_caching,
             cache: BlockCache::new(usize::try_from(blocks_total).unwrap_or(usize::MAX), setup.cache_policy),
+            evicted: Vec::new(),
             private: 0,
             queue: VecDeque::new(),
             landed: VecDeque::new(),
@@ -296,7 +307,7 @@ impl Engine {
 
     /// The cache has what the private blocks leave.
     fn fit(&mut self, outcomes: &mut Vec<Outcome>) {
-        let mut evicted = Vec::new();
+        let mut evicted = std::mem::take(&mut self.evicted);
         let left = self.blocks_total.saturating_sub(self.private);
         self.cache.set_capacity(usize::try_from(left).unwrap_or(usize::MAX), &mut evicted);
         if !evicted.is_empty() {
@@ -351,12 +362,9 @@ impl Engine {
             if needed <= self.available() {
                 break;
             }
-            let Some(mut last) = self.decoding.pop() else { return false };
+            let Some(last) = self.decoding.pop() else { return false };
             self.kv_tokens -= u64::from(last.context);
-            self.give_back(&mut last);
-            last.wanted = last.job.prompt_tokens + last.generated;
-            last.context = 0;
-            self.queue.push_front(last);
+            self.preempt(last);
         }
         for sequence in &mut self.decoding {
             let blocks = u64::from((sequence.context + steps).div_ceil(self.block_tokens));
@@ -365,6 +373,24 @@ impl Engine {
             self.private += more;
         }
         true
+    }
+
+    /// Takes a sequence's blocks. What they hold stays until somebody needs them: when it comes back it finds what is left.
+    fn preempt(&mut self, mut sequence: Sequence) {
+        self.give_back(&mut sequence);
+        if self.prefix_caching {
+            let full = (sequence.context / self.block_tokens) as usize;
+            sequence.job.chain.truncate(full);
+            for at in sequence.job.chain.len()..full {
+                sequence.job.chain.push(BlockHash(bits(sequence.job.request ^ OWN, at as u64)));
+            }
+            let left = self.blocks_total.saturating_sub(self.private);
+            self.cache.set_capacity(usize::try_from(left).unwrap_or(usize::MAX), &mut self.evicted);
+            self.cache.insert(&sequence.job.chain, &mut self.evicted);
+        }
+        sequence.wanted = sequence.job.prompt_tokens + sequence.generated;
+        sequence.context = 0;
+        self.queue.push_front(sequence);
     }
 
     fn give_back(&mut self, sequence: &mut Sequence) {
@@ -481,8 +507,10 @@ impl Engine {
         if !evicted.is_empty() {
             outcomes.push(Outcome::Evicted(evicted));
         }
-        if sequence.pinned > known {
-            outcomes.push(Outcome::Stored(sequence.job.chain[known..sequence.pinned].to_vec()));
+        // others cannot ask for what it made itself
+        let public = sequence.pinned.min(sequence.public);
+        if public > known {
+            outcomes.push(Outcome::Stored(sequence.job.chain[known..public].to_vec()));
         }
     }
 }
@@ -491,6 +519,7 @@ impl Sequence {
     fn new(job: Job) -> Self {
         Sequence {
             wanted: job.prompt_tokens,
+            public: job.chain.len(),
             job,
             context: 0,
             generated: 0,
