@@ -13,7 +13,8 @@ pub fn unit(seed: u64, index: u64) -> f64 {
     (bits(seed, index) >> 11) as f64 / (1u64 << 53) as f64
 }
 
-fn mix(mut z: u64) -> u64 {
+/// The SplitMix64 finaliser alone: one to one, and spreads whatever it is given (small numbers, say) over all 64 bits.
+pub fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)

@@ -7,38 +7,10 @@
 #[allow(dead_code, missing_docs)]
 mod load;
 
-use load::{Chain, Settings, Subject};
+use load::{Ours, Settings};
 use mixfleet_hal::random::bits;
 use mixfleet_scheduler::fleet::InstanceId;
-use mixfleet_scheduler::kv::{BlockHash, PrefixIndex, Prefixes, Tier};
-
-#[derive(Default)]
-struct Ours {
-    index: PrefixIndex,
-    answer: Prefixes,
-    hashes: Vec<BlockHash>,
-}
-
-impl Subject for Ours {
-    fn store(&mut self, instance: u32, chain: &Chain) {
-        self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
-        self.index.store(InstanceId(instance), Tier::Device, &self.hashes);
-    }
-
-    fn evict(&mut self, instance: u32, chain: &Chain, from: usize) {
-        self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().skip(from).rev().map(|&key| BlockHash(key)));
-        self.index.evict(InstanceId(instance), Tier::Device, &self.hashes);
-    }
-
-    fn lookup(&mut self, chain: &Chain) -> usize {
-        self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
-        self.index.lookup(&self.hashes, &mut self.answer);
-        self.answer.as_slice().iter().map(|prefix| prefix.total() as usize).max().unwrap_or(0)
-    }
-}
+use mixfleet_scheduler::kv::{BlockHash, PrefixIndex, Tier};
 
 /// Bytes per pair where hardly two blocks have the same holders in the same tiers.
 fn scattered_bytes_per_pair(settings: &Settings) -> Option<f64> {

@@ -1,10 +1,10 @@
-//! Tables by request id.
+//! Tables by number: a request's id, a block's key.
 
+use mixfleet_hal::random::mix;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// Spreads consecutive ids over the whole range: one multiplication (Knuth, The Art of Computer Programming, volume 3,
-/// section 6.4), and the same in every run, unlike the standard hasher.
+/// Spreads consecutive numbers, the same in every run, unlike the standard hasher, which draws a seed from the system.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Spread(u64);
 
@@ -16,8 +16,7 @@ impl Hasher for Spread {
         bytes.iter().for_each(|&byte| self.write_u64(u64::from(byte)));
     }
     fn write_u64(&mut self, value: u64) {
-        self.0 = (self.0 ^ value).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        self.0 ^= self.0 >> 32;
+        self.0 = mix(self.0 ^ value);
     }
 }
 

@@ -7,6 +7,8 @@
 //! lies scattered.
 
 use mixfleet_hal::random::{Stream, bits};
+use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::kv::{BlockHash, PrefixIndex, Prefixes, Tier};
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -24,6 +26,35 @@ pub(crate) trait Subject {
     fn evict(&mut self, instance: u32, chain: &Chain, from: usize);
     /// Finds all holders; returns the longest prefix, in blocks.
     fn lookup(&mut self, chain: &Chain) -> usize;
+}
+
+/// This project's index.
+#[derive(Default)]
+pub(crate) struct Ours {
+    index: PrefixIndex,
+    answer: Prefixes,
+    hashes: Vec<BlockHash>,
+}
+
+impl Subject for Ours {
+    fn store(&mut self, instance: u32, chain: &Chain) {
+        self.hashes.clear();
+        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
+        self.index.store(InstanceId(instance), Tier::Device, &self.hashes);
+    }
+
+    fn evict(&mut self, instance: u32, chain: &Chain, from: usize) {
+        self.hashes.clear();
+        self.hashes.extend(chain.keys.iter().skip(from).rev().map(|&key| BlockHash(key)));
+        self.index.evict(InstanceId(instance), Tier::Device, &self.hashes);
+    }
+
+    fn lookup(&mut self, chain: &Chain) -> usize {
+        self.hashes.clear();
+        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
+        self.index.lookup(&self.hashes, &mut self.answer);
+        self.answer.as_slice().iter().map(|prefix| prefix.total() as usize).max().unwrap_or(0)
+    }
 }
 
 pub(crate) struct Settings {

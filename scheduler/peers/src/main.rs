@@ -15,36 +15,8 @@ use dynamo_kv_router::protocols::{
     KvCacheStoredBlockData, LocalBlockHash, RouterEvent,
 };
 use kv_index::{ChainBlockMap, ChainIndex, ContentHash, SequenceHash, StoredBlock};
-use load::{Chain, Figures, Settings, Subject};
-use mixfleet_scheduler::fleet::InstanceId;
-use mixfleet_scheduler::kv::{BlockHash, PrefixIndex, Prefixes, Tier};
+use load::{Chain, Figures, Ours, Settings, Subject};
 use std::process::Command;
-
-#[derive(Default)]
-struct Ours {
-    index: PrefixIndex,
-    answer: Prefixes,
-    hashes: Vec<BlockHash>,
-}
-
-impl Subject for Ours {
-    fn store(&mut self, instance: u32, chain: &Chain) {
-        self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
-        self.index.store(InstanceId(instance), Tier::Device, &self.hashes);
-    }
-    fn evict(&mut self, instance: u32, chain: &Chain, from: usize) {
-        self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().skip(from).rev().map(|&key| BlockHash(key)));
-        self.index.evict(InstanceId(instance), Tier::Device, &self.hashes);
-    }
-    fn lookup(&mut self, chain: &Chain) -> usize {
-        self.hashes.clear();
-        self.hashes.extend(chain.keys.iter().map(|&key| BlockHash(key)));
-        self.index.lookup(&self.hashes, &mut self.answer);
-        self.answer.as_slice().iter().map(|prefix| prefix.total() as usize).max().unwrap_or(0)
-    }
-}
 
 /// `kv-index`: a compressed tree over contents, and one map per instance. Called without its lanes: one thread.
 struct KvIndex {

@@ -27,8 +27,21 @@ impl LinkCost {
         Usd(bytes.0 * self.usd_per_byte)
     }
 
+    /// The way out of one network card and into another, and what lies between: whatever of them is known.
+    pub fn between(
+        from: Option<LinkCost>,
+        to: Option<LinkCost>,
+        pools: Option<LinkCost>,
+    ) -> Option<LinkCost> {
+        let cards = from.zip(to).map(|(from, to)| from.joined(to));
+        match (cards, pools) {
+            (Some(cards), Some(pools)) => Some(cards.joined(pools)),
+            (cards, pools) => cards.or(pools),
+        }
+    }
+
     /// This way and then `next`, as one: the slower of the two bounds the bandwidth, latencies and prices add up.
-    pub fn joined(self, next: LinkCost) -> LinkCost {
+    fn joined(self, next: LinkCost) -> LinkCost {
         LinkCost {
             latency: self.latency + next.latency,
             seconds_per_byte: self.seconds_per_byte.max(next.seconds_per_byte),

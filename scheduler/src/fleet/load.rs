@@ -139,6 +139,16 @@ impl Load {
         }
     }
 
+    /// Its role, cost or bounds change; its work stays.
+    pub(super) fn respec(&mut self, spec: Instance, works: &Works) {
+        self.spec = spec;
+        let left = |id: &RequestId| match works.get(*id) {
+            Some(Work { prompt_tokens, phase: Phase::Prefill { done, .. }, .. }) => prompt_tokens - done,
+            _ => 0,
+        };
+        self.backlog.chunks = self.prefilling.iter().map(|id| self.chunks(left(id))).sum();
+    }
+
     /// Steps beside decodes that `tokens` of prompt take.
     pub(super) fn chunks(&self, tokens: u32) -> u64 {
         u64::from(tokens.div_ceil(self.spec.prefill_tokens_beside_decode_max.max(1)))

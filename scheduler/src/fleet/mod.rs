@@ -23,7 +23,7 @@ use load::{Load, Phase, Work, Works};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 /// Parameters of the fleet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -53,9 +53,6 @@ pub struct FleetConfig {
     /// Whether instances can copy a prefix from others.
     #[serde(default)]
     pub pull: bool,
-    /// Whether prefill begins before all of a pulled prefix is there, layer by layer.
-    #[serde(default)]
-    pub overlap_pulls: bool,
     /// Whether a decode instance that has become too busy for the objective drops a request whose prompt is done.
     #[serde(default)]
     pub drop_at_decode: bool,
@@ -79,7 +76,6 @@ impl FleetConfig {
             policy: Policy::default(),
             admission: Admission::default(),
             pull: false,
-            overlap_pulls: false,
             drop_at_decode: false,
             seed: 0,
         }
@@ -93,9 +89,9 @@ pub struct Fleet {
     /// Sorted by id.
     loads: Vec<Load>,
     /// Of pairs of instances.
-    links: HashMap<(InstanceId, InstanceId), LinkCost>,
+    links: BTreeMap<(InstanceId, InstanceId), LinkCost>,
     /// Of pairs of pools.
-    pool_links: HashMap<(u32, u32), LinkCost>,
+    pool_links: BTreeMap<(u32, u32), LinkCost>,
     works: Works,
     index: PrefixIndex,
     random: Stream,
@@ -112,8 +108,8 @@ impl Fleet {
             random: Stream::new(config.seed),
             config,
             loads: Vec::new(),
-            links: HashMap::new(),
-            pool_links: HashMap::new(),
+            links: BTreeMap::new(),
+            pool_links: BTreeMap::new(),
             works: Works::default(),
             index: PrefixIndex::default(),
             turns: 0,
@@ -322,7 +318,7 @@ impl Fleet {
 
     fn instance_up(&mut self, spec: Instance) {
         match self.loads.binary_search_by_key(&spec.id, |load| load.spec.id) {
-            Ok(at) => self.loads[at].spec = spec,
+            Ok(at) => self.loads[at].respec(spec, &self.works),
             Err(at) => self.loads.insert(at, Load::new(spec)),
         }
         self.mean_price = self.average_price();

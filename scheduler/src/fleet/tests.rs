@@ -396,6 +396,22 @@ fn the_queue_shrinks_with_time_progress_and_departures() {
 }
 
 #[test]
+fn new_bounds_count_the_queue_anew() {
+    let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    arrive(&mut f, 0.0, arrival(1, 100, 1));
+    act(&mut f, 0.1, Event::PrefillDone { request: 1, instance: InstanceId(1) });
+    arrive(&mut f, 0.1, arrival(2, 400, 2));
+    let smaller = Instance { prefill_tokens_beside_decode_max: 10, ..instance(1, Role::Auto, 1e-3, 1e-2) };
+    act(&mut f, 0.1, Event::InstanceUp(smaller));
+    let action = arrive(&mut f, 0.1, arrival(3, 100, 3));
+    // 40 chunks are queued, 10 are its own; each is followed by a step of one sequence
+    close(placed(&action).2.chosen().unwrap().terms.unwrap().interleave_s, 50.0 * 0.0101);
+    act(&mut f, 0.2, Event::Cancelled { request: 2 });
+    act(&mut f, 0.2, Event::Cancelled { request: 3 });
+    close(queue_s(&mut f, 0.2), 0.0);
+}
+
+#[test]
 fn decode_steps_interrupt_a_prefill_and_are_counted_down() {
     let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
     let one = InstanceId(1);

@@ -10,30 +10,7 @@ use super::blocks::Blocks;
 use super::sets::{EMPTY, Edit, Member, Sets};
 use crate::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashMap};
-use std::hash::{BuildHasherDefault, Hasher};
-
-/// A table by block key.
-pub type BlockMap<V> = HashMap<BlockHash, V, BuildHasherDefault<AsIs>>;
-
-/// Block keys are hashes already, and seeded ones: they index the table as they are. (The standard
-/// hasher draws its seed from the system, which would let two runs of one event log differ.)
-#[derive(Clone, Copy, Debug, Default)]
-pub struct AsIs(u64);
-
-impl Hasher for AsIs {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
-        }
-    }
-    fn write_u64(&mut self, value: u64) {
-        self.0 = value;
-    }
-}
+use std::collections::BTreeMap;
 
 /// Where an instance keeps a block, the fastest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

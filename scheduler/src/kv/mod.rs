@@ -9,4 +9,4 @@ mod table;
 
 pub use cache::{BlockCache, CachePolicy};
 pub use hash::{BlockHash, Chain, Namespace, PrefixHasher};
-pub use index::{Applied, BlockMap, Change, Prefix, PrefixIndex, Prefixes, Tier};
+pub use index::{Applied, Change, Prefix, PrefixIndex, Prefixes, Tier};

@@ -8,13 +8,11 @@
 //! doubles costs up to twice that.
 
 use super::BlockHash;
+use mixfleet_hal::random::mix;
 
-/// Spreads keys over the whole range, whatever they are (a trace's are small numbers). The constants are those of
-/// SplitMix64.
+/// Spreads keys over the whole range, whatever they are (a trace's are small numbers).
 pub(super) fn spread(key: BlockHash) -> u64 {
-    let key = (key.0 ^ key.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let key = (key ^ key >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    key ^ key >> 31
+    mix(key.0)
 }
 
 /// Low to high: the number (4 bytes, 0 is a gap) and 24 bits of the hash.

@@ -2,7 +2,7 @@
 
 use super::Setup;
 use mixfleet_scheduler::cost::LinkCost;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Card {
@@ -14,7 +14,7 @@ pub(super) struct Network {
     cards: Vec<Card>,
     pools: Vec<u32>,
     nics: Vec<Option<LinkCost>>,
-    between: HashMap<(u32, u32), LinkCost>,
+    between: BTreeMap<(u32, u32), LinkCost>,
     /// Bytes and dollars by pair of pools.
     moved: BTreeMap<(u32, u32), (f64, f64)>,
 }
@@ -31,12 +31,8 @@ impl Network {
     }
 
     fn link(&self, from: u32, to: u32) -> LinkCost {
-        let cards = self.nics[from as usize].zip(self.nics[to as usize]).map(|(a, b)| a.joined(b));
-        let between = self.between.get(&(self.pools[from as usize], self.pools[to as usize])).copied();
-        match (cards, between) {
-            (Some(cards), Some(between)) => cards.joined(between),
-            (cards, between) => cards.or(between).unwrap_or_default(),
-        }
+        let pools = self.between.get(&(self.pools[from as usize], self.pools[to as usize])).copied();
+        LinkCost::between(self.nics[from as usize], self.nics[to as usize], pools).unwrap_or_default()
     }
 
     /// `bytes` that may leave from `ready_s` on, asked for at `now_s`: when the last of them arrives.

@@ -2,7 +2,8 @@
 
 use super::{Repairs, Request};
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::kv::{BlockCache, BlockHash, BlockMap, CachePolicy};
+use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy};
+use mixfleet_scheduler::table::IdMap;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
@@ -151,15 +152,17 @@ impl Tally {
 /// Holds every block that it ever saw.
 #[derive(Default)]
 struct Infinite {
-    held: BlockMap<()>,
+    held: IdMap<()>,
     hits: Hits,
 }
 
 impl Infinite {
     /// Leading blocks of `chain` that are held; from now on all are.
     fn hit_and_hold(&mut self, chain: &[BlockHash]) -> usize {
-        let hit = chain.iter().take_while(|key| self.held.contains_key(key)).count();
-        self.held.extend(chain[hit..].iter().map(|&key| (key, ())));
+        let hit = chain.iter().take_while(|key| self.held.contains(key.0)).count();
+        for key in &chain[hit..] {
+            self.held.insert(key.0, ());
+        }
         hit
     }
 }

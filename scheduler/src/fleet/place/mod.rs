@@ -272,13 +272,7 @@ impl Fleet {
         };
         if let Some((from, tokens)) = pull {
             let arrives = self.pull_time(question.now, from, at, tokens);
-            // Each layer needs its own pulled KV only: the last one's computing is all that must follow.
-            let ends = if self.config.overlap_pulls {
-                (side.queue + prefill).max(arrives + prefill / f64::from(self.config.layers.max(1)))
-            } else {
-                side.queue.max(arrives) + prefill
-            };
-            side.pull = ends - side.queue - prefill;
+            side.pull = (arrives - side.queue).max(Seconds::ZERO);
             let link = self.link(&self.loads[from], load);
             side.pull_price = link.map_or(Usd::ZERO, |link| link.price(self.kv_bytes(tokens)));
         }
@@ -369,18 +363,11 @@ impl Fleet {
         if from.spec.id == to.spec.id {
             return None;
         }
-        let measured = || self.links.get(&(from.spec.id, to.spec.id)).copied();
-        let cards = || from.spec.nic.zip(to.spec.nic).map(|(a, b)| a.joined(b));
-        let between = || self.pool_links.get(&(from.spec.pool, to.spec.pool)).copied();
-        if !self.links.is_empty()
-            && let Some(link) = measured()
-        {
-            return Some(link);
-        }
-        match (cards(), between()) {
-            (Some(cards), Some(between)) => Some(cards.joined(between)),
-            (cards, between) => cards.or(between),
-        }
+        let measured = self.links.get(&(from.spec.id, to.spec.id)).copied();
+        measured.or_else(|| {
+            let pools = self.pool_links.get(&(from.spec.pool, to.spec.pool)).copied();
+            LinkCost::between(from.spec.nic, to.spec.nic, pools)
+        })
     }
 
     /// Positions of those who may prefill, or decode.
