@@ -92,7 +92,6 @@ pub(super) struct Engine {
     blocks_total: u64,
     step_tokens_max: u32,
     sequences_max: usize,
-    prefix_caching: bool,
     cache: BlockCache,
     /// Given up since the world was told last.
     evicted: Vec<BlockHash>,
@@ -121,7 +120,6 @@ impl Engine {
             blocks_total,
             step_tokens_max: instance.step_tokens_max.max(1),
             sequences_max: instance.sequences_max.max(1) as usize,
-            prefix_caching: setup.prefix_caching,
             cache: BlockCache::new(usize::try_from(blocks_total).unwrap_or(usize::MAX), setup.cache_policy),
             evicted: Vec::new(),
             private: 0,
@@ -297,7 +295,8 @@ impl Engine {
         (next.pinned, next.private) = (hits, whole - hits as u64);
         self.private += next.private;
         next.context = reused;
-        self.fit(outcomes);
+        self.fit();
+        self.tell_evicted(outcomes);
         if !next.started {
             outcomes.push(Outcome::Began { request: next.job.request, reused_tokens: reused });
         }
@@ -306,12 +305,15 @@ impl Engine {
     }
 
     /// The cache has what the private blocks leave.
-    fn fit(&mut self, outcomes: &mut Vec<Outcome>) {
-        let mut evicted = std::mem::take(&mut self.evicted);
+    fn fit(&mut self) {
         let left = self.blocks_total.saturating_sub(self.private);
-        self.cache.set_capacity(usize::try_from(left).unwrap_or(usize::MAX), &mut evicted);
-        if !evicted.is_empty() {
-            outcomes.push(Outcome::Evicted(evicted));
+        self.cache.set_capacity(usize::try_from(left).unwrap_or(usize::MAX), &mut self.evicted);
+    }
+
+    /// Says what was given up since the last time.
+    fn tell_evicted(&mut self, outcomes: &mut Vec<Outcome>) {
+        if !self.evicted.is_empty() {
+            outcomes.push(Outcome::Evicted(std::mem::take(&mut self.evicted)));
         }
     }
 
@@ -335,14 +337,13 @@ impl Engine {
     }
 
     fn run(&mut self, now_s: f64) -> Option<Plan> {
-        let left = self.decoding.iter().map(|s| s.job.output_tokens - s.generated).min()?;
         if !self.make_room(1) {
             return None;
         }
         // as many steps as the free blocks allow, should all need one after the other
         let free = self.available() / (self.decoding.len() as u64).max(1);
         let room = u64::from(self.block_tokens).saturating_mul(free).max(1);
-        let left = self.decoding.iter().map(|s| s.job.output_tokens - s.generated).min().unwrap_or(left);
+        let left = self.decoding.iter().map(|s| s.job.output_tokens - s.generated).min()?;
         let steps = left.min(u32::try_from(room).unwrap_or(u32::MAX)).max(1);
         self.make_room(steps);
         Some(Plan::Run { began_s: now_s, steps })
@@ -378,16 +379,13 @@ impl Engine {
     /// Takes a sequence's blocks. What they hold stays until somebody needs them: when it comes back it finds what is left.
     fn preempt(&mut self, mut sequence: Sequence) {
         self.give_back(&mut sequence);
-        if self.prefix_caching {
-            let full = (sequence.context / self.block_tokens) as usize;
-            sequence.job.chain.truncate(full);
-            for at in sequence.job.chain.len()..full {
-                sequence.job.chain.push(BlockHash(bits(sequence.job.request ^ OWN, at as u64)));
-            }
-            let left = self.blocks_total.saturating_sub(self.private);
-            self.cache.set_capacity(usize::try_from(left).unwrap_or(usize::MAX), &mut self.evicted);
-            self.cache.insert(&sequence.job.chain, &mut self.evicted);
+        let full = (sequence.context / self.block_tokens) as usize;
+        sequence.job.chain.truncate(full);
+        for at in sequence.job.chain.len()..full {
+            sequence.job.chain.push(BlockHash(bits(sequence.job.request ^ OWN, at as u64)));
         }
+        self.fit();
+        self.cache.insert(&sequence.job.chain, &mut self.evicted);
         sequence.wanted = sequence.job.prompt_tokens + sequence.generated;
         sequence.context = 0;
         self.queue.push_front(sequence);
@@ -424,7 +422,8 @@ impl Engine {
                 self.computed(now_s, &parts, outcomes);
             }
         }
-        self.fit(outcomes);
+        self.fit();
+        self.tell_evicted(outcomes);
     }
 
     /// Everyone who decodes got `gaps.count` tokens, in steps that began at `began_s`.
@@ -497,16 +496,13 @@ impl Engine {
         }
         let whole = sequence.pinned as u64 + sequence.private;
         self.give_back(sequence);
-        self.fit(outcomes);
+        self.fit();
         let known = self.cache.longest_prefix(&sequence.job.chain);
-        let mut evicted = Vec::new();
-        self.cache.insert(&sequence.job.chain, &mut evicted);
+        self.cache.insert(&sequence.job.chain, &mut self.evicted);
         sequence.pinned = self.cache.pin(&sequence.job.chain);
         sequence.private = whole.saturating_sub(sequence.pinned as u64);
         self.private += sequence.private;
-        if !evicted.is_empty() {
-            outcomes.push(Outcome::Evicted(evicted));
-        }
+        self.tell_evicted(outcomes);
         // others cannot ask for what it made itself
         let public = sequence.pinned.min(sequence.public);
         if public > known {

@@ -17,11 +17,11 @@ pub use setup::Choices;
 
 use crate::fleet_file::TbtMetric;
 use crate::trace::{Request, TraceError};
-use engine::{Engine, Job, Outcome};
+use engine::{Engine, Gaps, Job, Outcome};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, PromptChain, Pull, RejectReason, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, PromptChain, Pull, Role,
 };
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_scheduler::table::IdMap;
@@ -66,8 +66,6 @@ pub struct Setup {
     pub block_tokens: u32,
     /// What goes first from an instance's cache.
     pub cache_policy: CachePolicy,
-    /// Whether prompts' blocks are kept and found again.
-    pub prefix_caching: bool,
     /// Names of the pools.
     pub pools: Vec<String>,
     /// All instances.
@@ -120,10 +118,13 @@ impl Ord for At {
 
 /// A request in the fleet.
 struct Flight {
-    request: Request,
+    prompt_tokens: u32,
+    output_tokens: u32,
     decode: u32,
+    arrived_s: f64,
     /// When its prefill began; its layers leave from then on.
     prefill_began_s: f64,
+    first_token_s: f64,
 }
 
 /// Runs `requests` through the fleet until the last is done.
@@ -232,45 +233,55 @@ impl<'a> World<'a> {
 
     fn arrive(&mut self, request: Request) {
         self.ledger.arrived(&request);
-        let chain = if self.setup.prefix_caching { request.chain.clone() } else { Vec::new() };
         let arrival = Arrival {
             request: request.id,
             prompt_tokens: request.prompt_tokens,
             max_tokens: MAX_TOKENS.max(request.output_tokens),
             output_tokens_hint: None,
-            chains: vec![PromptChain { block_tokens: self.setup.block_tokens, hashes: chain }],
+            chains: vec![PromptChain {
+                block_tokens: self.setup.block_tokens,
+                hashes: request.chain.clone(),
+            }],
             replay: false,
         };
         self.tell(Event::Arrived(arrival));
         for action in std::mem::take(&mut self.actions) {
             match action {
                 Action::Place { prefill, decode, pull, .. } => {
-                    self.placed(&request, prefill.0, decode.0, pull)
+                    return self.placed(request, prefill.0, decode.0, pull);
                 }
-                Action::Reject { reason, .. } => self.ledger.rejected(request.id, &reason),
+                Action::Reject { reason, .. } => self.ledger.rejected(&reason),
                 Action::Drop { .. } | Action::Replay { .. } => {}
             }
         }
     }
 
-    fn placed(&mut self, request: &Request, prefill: u32, decode: u32, pull: Option<Pull>) {
+    fn placed(&mut self, request: Request, prefill: u32, decode: u32, pull: Option<Pull>) {
         let mut ready_at_s = self.now_s;
         if let Some(Pull { from, tokens }) = pull {
             let bytes = f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64;
             ready_at_s = self.network.send(self.now_s, self.now_s, from.0, prefill, bytes);
             self.schedule(ready_at_s, Next::Wake { instance: prefill });
         }
+        let Request { id, prompt_tokens, output_tokens, chain, .. } = request;
+        let flight = Flight {
+            prompt_tokens,
+            output_tokens,
+            decode,
+            arrived_s: self.now_s,
+            prefill_began_s: self.now_s,
+            first_token_s: f64::INFINITY,
+        };
+        self.flights.insert(id, flight);
         let job = Job {
-            request: request.id,
-            prompt_tokens: request.prompt_tokens,
-            output_tokens: request.output_tokens,
-            chain: if self.setup.prefix_caching { request.chain.clone() } else { Vec::new() },
+            request: id,
+            prompt_tokens,
+            output_tokens,
+            chain,
             pulled_tokens: pull.map_or(0, |pull| pull.tokens),
             ready_at_s,
             stays: prefill == decode,
         };
-        let flight = Flight { request: request.clone(), decode, prefill_began_s: self.now_s };
-        self.flights.insert(request.id, flight);
         self.engines[prefill as usize].enqueue(job);
         self.turn(prefill);
     }
@@ -315,72 +326,44 @@ impl<'a> World<'a> {
                 Outcome::Busy { prefill_s, decode_s } => {
                     self.ledger.busy(self.engines[instance as usize].pool(), prefill_s, decode_s);
                 }
-                Outcome::Finished { request, gaps } => {
-                    if let Some(flight) = self.flights.remove(request) {
-                        self.ledger.finished(&flight.request, self.now_s, &gaps);
-                    }
-                    self.tell(Event::Finished { request });
-                }
+                Outcome::Finished { request, gaps } => self.end(request, &gaps),
             }
         }
         self.outcomes = outcomes;
     }
 
     fn prefilled(&mut self, instance: u32, request: u64) {
-        let Some(flight) = self.flights.get(request) else { return };
-        self.ledger.first_token(request, self.now_s);
-        let (decode, began_s) = (flight.decode, flight.prefill_began_s);
-        let (prompt_tokens, output_tokens) = (flight.request.prompt_tokens, flight.request.output_tokens);
+        let Some(flight) = self.flights.get_mut(request) else { return };
+        flight.first_token_s = self.now_s;
+        let Flight { prompt_tokens, output_tokens, decode, prefill_began_s: began_s, .. } = *flight;
         self.tell(Event::PrefillDone { request, instance: InstanceId(instance) });
-        let dropped = self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. }));
-        if dropped {
-            self.ledger.dropped(request, self.now_s - began_s);
+        if self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. })) {
+            self.ledger.dropped(self.now_s - began_s);
             self.flights.remove(request);
             self.engines[instance as usize].drop_request(request);
+        } else if decode != instance && output_tokens == 1 {
+            // an answer of one token ends with its prefill
+            self.end(request, &[]);
         } else if decode != instance {
-            if output_tokens == 1 {
-                self.end(request);
-                return;
-            }
             let bytes = f64::from(prompt_tokens) * self.setup.fleet.kv_bytes_per_token as f64;
-            let landed_s = self.network.hand_off(
-                began_s,
-                self.now_s,
-                (instance, decode),
-                bytes,
-                self.setup.fleet.layers,
-            );
+            let layers = self.setup.fleet.layers;
+            let landed_s = self.network.hand_off(began_s, self.now_s, (instance, decode), bytes, layers);
             self.schedule(landed_s, Next::Landed { request });
         }
     }
 
-    /// An answer of one token ends with its prefill.
-    fn end(&mut self, request: u64) {
+    fn end(&mut self, request: u64, gaps: &[Gaps]) {
         if let Some(flight) = self.flights.remove(request) {
-            self.ledger.finished(&flight.request, self.now_s, &[]);
+            self.ledger.finished(&flight, self.now_s, gaps);
         }
         self.tell(Event::Finished { request });
     }
 
     fn landed(&mut self, request: u64) {
         let Some(flight) = self.flights.get(request) else { return };
-        let decode = flight.decode;
-        let (prompt_tokens, output_tokens) = (flight.request.prompt_tokens, flight.request.output_tokens);
+        let Flight { prompt_tokens, output_tokens, decode, first_token_s, .. } = *flight;
         self.tell(Event::TransferDone { request, instance: InstanceId(decode) });
-        let waited_since_s = self.ledger.first_token_at(request).unwrap_or(self.now_s);
-        self.engines[decode as usize].join(request, prompt_tokens, output_tokens, waited_since_s);
+        self.engines[decode as usize].join(request, prompt_tokens, output_tokens, first_token_s);
         self.turn(decode);
-    }
-}
-
-/// Why a request was turned away, in a word.
-pub(crate) fn word(reason: &RejectReason) -> &'static str {
-    match reason {
-        RejectReason::TooLarge { .. } => "too_large",
-        RejectReason::QueueFull { .. } => "queue_full",
-        RejectReason::TtftSlo { .. } => "ttft_slo",
-        RejectReason::TbtSlo { .. } => "tbt_slo",
-        RejectReason::NoInstance => "no_instance",
-        RejectReason::Duplicate { .. } => "duplicate",
     }
 }

@@ -3,12 +3,11 @@
 use super::engine::Gaps;
 use super::network::Network;
 use super::quantiles::Quantiles;
-use super::{Setup, word};
+use super::{Flight, Setup};
 use crate::fleet_file::TbtMetric;
 use crate::trace::Request;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::RejectReason;
-use mixfleet_scheduler::table::IdMap;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -113,19 +112,13 @@ impl Results {
     pub const SCHEMA: &'static str = "mixfleet.simulation/1";
 }
 
-struct Open {
-    arrived_s: f64,
-    first_token_s: Option<f64>,
-}
-
 /// Counts as the run goes on.
 pub(super) struct Ledger {
     pub(super) requests: u64,
     completed: u64,
     good: u64,
     dropped: u64,
-    rejected: BTreeMap<&'static str, u64>,
-    open: IdMap<Open>,
+    rejected: BTreeMap<String, u64>,
     ttft_s: Quantiles,
     tpot_s: Quantiles,
     tbt_s: Quantiles,
@@ -149,7 +142,6 @@ impl Ledger {
             good: 0,
             dropped: 0,
             rejected: BTreeMap::new(),
-            open: IdMap::default(),
             ttft_s: Quantiles::default(),
             tpot_s: Quantiles::default(),
             tbt_s: Quantiles::default(),
@@ -170,33 +162,23 @@ impl Ledger {
         self.requests += 1;
         self.blocks += u64::from(request.prompt_tokens.div_ceil(self.block_tokens));
         self.prompt_tokens += u64::from(request.prompt_tokens);
-        self.open.insert(request.id, Open { arrived_s: request.at.0, first_token_s: None });
     }
 
-    pub(super) fn rejected(&mut self, request: u64, reason: &RejectReason) {
-        *self.rejected.entry(word(reason)).or_default() += 1;
-        self.open.remove(request);
+    /// Counts by the word that the reason has as JSON.
+    pub(super) fn rejected(&mut self, reason: &RejectReason) {
+        let reason = serde_json::to_value(reason).unwrap_or_default();
+        let word = reason["reason"].as_str().unwrap_or_default().to_owned();
+        *self.rejected.entry(word).or_default() += 1;
     }
 
-    pub(super) fn dropped(&mut self, request: u64, prefill_s: f64) {
+    pub(super) fn dropped(&mut self, prefill_s: f64) {
         self.dropped += 1;
         self.wasted_s += prefill_s;
-        self.open.remove(request);
     }
 
     pub(super) fn began(&mut self, reused_tokens: u32) {
         self.reused_blocks += u64::from(reused_tokens / self.block_tokens);
         self.reused_tokens += u64::from(reused_tokens);
-    }
-
-    pub(super) fn first_token(&mut self, request: u64, now_s: f64) {
-        if let Some(open) = self.open.get_mut(request) {
-            open.first_token_s = Some(now_s);
-        }
-    }
-
-    pub(super) fn first_token_at(&self, request: u64) -> Option<f64> {
-        self.open.get(request)?.first_token_s
     }
 
     pub(super) fn busy(&mut self, pool: u32, prefill_s: f64, decode_s: f64) {
@@ -205,19 +187,16 @@ impl Ledger {
         busy.1 += decode_s;
     }
 
-    pub(super) fn finished(&mut self, request: &Request, now_s: f64, gaps: &[Gaps]) {
-        let Some(Open { arrived_s, first_token_s: Some(first_token_s) }) = self.open.remove(request.id)
-        else {
-            return;
-        };
+    pub(super) fn finished(&mut self, flight: &Flight, now_s: f64, gaps: &[Gaps]) {
+        let Flight { prompt_tokens, output_tokens, arrived_s, first_token_s, .. } = *flight;
         let ttft_s = first_token_s - arrived_s;
         self.completed += 1;
-        self.tokens += u64::from(request.prompt_tokens) + u64::from(request.output_tokens);
+        self.tokens += u64::from(prompt_tokens) + u64::from(output_tokens);
         self.ttft_s.add(ttft_s);
         self.e2e_s.add(now_s - arrived_s);
         let mut tbt_s = 0.0;
-        if request.output_tokens > 1 {
-            self.tpot_s.add((now_s - first_token_s) / f64::from(request.output_tokens - 1));
+        if output_tokens > 1 {
+            self.tpot_s.add((now_s - first_token_s) / f64::from(output_tokens - 1));
             tbt_s = gap_metric(gaps, self.slo.metric);
             self.tbt_s.add(tbt_s);
         }
@@ -248,7 +227,7 @@ impl Ledger {
             schema: Results::SCHEMA.to_owned(),
             requests: self.requests,
             completed: self.completed,
-            rejected: self.rejected.iter().map(|(&reason, &count)| (reason.to_owned(), count)).collect(),
+            rejected: self.rejected.clone(),
             dropped: self.dropped,
             ttft_s: (&self.ttft_s).into(),
             tpot_s: (&self.tpot_s).into(),

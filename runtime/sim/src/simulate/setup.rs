@@ -62,7 +62,6 @@ impl Setup {
             fleet: config,
             block_tokens: file.kv.block_tokens,
             cache_policy: file.kv.policy,
-            prefix_caching: true,
             pools: file.pools.iter().map(|pool| pool.name.clone()).collect(),
             instances,
             pool_links,
