@@ -89,7 +89,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
     let mut bar = FileBar::new(trace.progress());
     let requests = args.replay.play(&mut trace, args.seed).rechain(blocks, fleet.kv.block_tokens);
-    let results = simulate(&setup, requests, &mut |_, _| bar.tick())?;
+    let results = simulate(&setup, requests, &mut bar)?;
     drop(bar);
     let mut out = std::io::stdout().lock();
     if args.json {

@@ -8,6 +8,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::units::Seconds;
+use mixfleet_sim::simulate::Observer;
 use mixfleet_sim::trace::{Progress, ReadOptions, Request, Requests, Trace, TraceError};
 use std::path::Path;
 
@@ -104,6 +105,12 @@ impl FileBar {
         if self.requests.is_multiple_of(1024) {
             self.bar.set_position(self.progress.bytes());
         }
+    }
+}
+
+impl Observer for FileBar {
+    fn arrived(&mut self, _: f64, _: u64) {
+        self.tick();
     }
 }
 

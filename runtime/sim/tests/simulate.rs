@@ -61,7 +61,7 @@ fn play(path: &Path, file: &FleetFile, policy: Policy, seed: u64) -> Results {
     let choices = Choices { policy, admission: Admission::None, seed };
     let trace = Trace::open(path, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
     let requests = trace.jitter(Seconds(3.0), seed);
-    run(&Setup::new(file, choices), requests, &mut |_, _| {}).unwrap_or_else(|error| panic!("{error}"))
+    run(&Setup::new(file, choices), requests, &mut ()).unwrap_or_else(|error| panic!("{error}"))
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn nothing_is_lost_and_equal_runs_are_equal() {
                 let made = Generator::new(Preset::Conversation.model(), options);
                 let requests = made.unwrap_or_else(|error| panic!("{error}")).map(Ok);
                 let setup = Setup::new(&file, Choices { policy, admission, seed });
-                run(&setup, requests, &mut |_, _| {}).unwrap_or_else(|error| panic!("{error}"))
+                run(&setup, requests, &mut ()).unwrap_or_else(|error| panic!("{error}"))
             };
             let (a, b) = (once(), once());
             assert_eq!(serde_json::to_string(&a).unwrap(), serde_json::to_string(&b).unwrap());
@@ -167,7 +167,7 @@ fn a_real_run_of_300_requests_is_predicted_within_5_percent() {
     let file = FleetFile::parse(&file, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"));
     let setup = Setup::new(&file, Choices { admission: Admission::None, ..Choices::default() });
     let trace = Trace::open(&log, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
-    let predicted = run(&setup, trace, &mut |_, _| {}).unwrap_or_else(|error| panic!("{error}"));
+    let predicted = run(&setup, trace, &mut ()).unwrap_or_else(|error| panic!("{error}"));
     for (what, mut measured, predicted, p99_within) in [
         ("TTFT", ttft_s, predicted.ttft_s, 0.10),
         // its slowest hundredth is predicted too fast: docs/results/scheduling.md

@@ -122,6 +122,11 @@ impl Fleet {
         self.works.len()
     }
 
+    /// Time that the prompts placed on `instance` will probably take from `now` on; 0 of one that is not up.
+    pub fn queued_prefill(&self, instance: InstanceId, now: Seconds) -> Seconds {
+        self.position(instance).map_or(Seconds::ZERO, |at| self.loads[at].backlog(now).time)
+    }
+
     /// Instances that are up.
     pub fn instances(&self) -> impl Iterator<Item = &Instance> {
         self.loads.iter().map(|load| &load.spec)

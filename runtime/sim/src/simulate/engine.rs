@@ -4,6 +4,7 @@
 //! A *plan* is what the instance is at: one step with prompt tokens in it, or a run of decode steps that nothing disturbs. A run
 //! is one event, however long; who comes meanwhile cuts it short after the step in progress.
 
+use super::timeline::Occupation;
 use super::{InstanceSetup, Setup};
 use mixfleet_hal::random::bits;
 use mixfleet_scheduler::cost::{CostModel, Prefill};
@@ -79,7 +80,7 @@ const OWN: u64 = 0x5EED_0F0E_17B1_0C45;
 
 enum Plan {
     /// One step: so many tokens for each of the first sequences in `prefilling`, and a token for all that decode.
-    Mixed { parts: Vec<u32>, decodes: bool, time_s: f64, decode_s: f64 },
+    Mixed { parts: Vec<u32>, decodes: bool, began_s: f64, time_s: f64, decode_s: f64 },
     /// Decode steps.
     Run { began_s: f64, steps: u32 },
 }
@@ -142,6 +143,37 @@ impl Engine {
         self.plans
     }
 
+    /// What it is at, at a time before the present plan ends.
+    pub(super) fn occupation(&self, now_s: f64) -> Occupation {
+        let (sequences, block_tokens) = (self.decoding.len() as u32, u64::from(self.block_tokens));
+        let (steps, worked_s) = match &self.at {
+            None => (0, (0.0, 0.0)),
+            Some(Plan::Run { began_s, steps }) => {
+                (self.steps_by(now_s - began_s, *steps), (0.0, now_s - began_s))
+            }
+            Some(Plan::Mixed { began_s, time_s, decode_s, .. }) => {
+                let share = (now_s - began_s) / time_s.max(f64::MIN_POSITIVE);
+                (1, ((time_s - decode_s) * share, decode_s * share))
+            }
+        };
+        // a run has the blocks of all its steps from the beginning
+        let ahead =
+            |s: &Sequence| (s.pinned as u64 + s.private).saturating_sub(self.blocks_for(s.context + steps));
+        let ahead: u64 = self.decoding.iter().map(ahead).sum();
+        let kv_tokens = self.kv_tokens + u64::from(sequences) * u64::from(steps);
+        let pinned = self.cache.pinned() as u64;
+        Occupation {
+            queued: self.queue.len() as u64,
+            prefilling: self.prefilling.len() as u64,
+            landed: self.landed.len() as u64,
+            decoding: u64::from(sequences),
+            used_tokens: (pinned + self.private).saturating_sub(ahead) * block_tokens,
+            cached_tokens: (self.cache.len() as u64 - pinned) * block_tokens,
+            step_s: if sequences == 0 { 0.0 } else { self.cost.decode_step_s(sequences, kv_tokens).0 },
+            worked_s,
+        }
+    }
+
     pub(super) fn enqueue(&mut self, job: Job) {
         self.queue.push_back(Sequence::new(job));
     }
@@ -191,7 +223,7 @@ impl Engine {
         }
         self.take_landed();
         let parts = self.parts(now_s, outcomes);
-        let plan = if parts.is_empty() { self.run(now_s)? } else { self.mixed(parts) };
+        let plan = if parts.is_empty() { self.run(now_s)? } else { self.mixed(now_s, parts) };
         self.plans += 1;
         let ends_s = match &plan {
             Plan::Mixed { time_s, .. } => now_s + time_s,
@@ -317,7 +349,7 @@ impl Engine {
         }
     }
 
-    fn mixed(&mut self, parts: Vec<u32>) -> Plan {
+    fn mixed(&mut self, began_s: f64, parts: Vec<u32>) -> Plan {
         let pieces: Vec<Prefill> = self
             .prefilling
             .iter()
@@ -333,7 +365,7 @@ impl Engine {
         } else {
             self.cost.step_s(&pieces, sequences, kv_tokens).0
         };
-        Plan::Mixed { parts, decodes, time_s, decode_s: decode_s.min(time_s) }
+        Plan::Mixed { parts, decodes, began_s, time_s, decode_s: decode_s.min(time_s) }
     }
 
     fn run(&mut self, now_s: f64) -> Option<Plan> {
@@ -413,11 +445,11 @@ impl Engine {
                 let last_s = self.cost.decode_step_s(sequences, last).0;
                 self.decoded(now_s, began_s, Gaps { count: steps, first_s, last_s }, outcomes);
             }
-            Some(Plan::Mixed { parts, decodes, time_s, decode_s }) => {
+            Some(Plan::Mixed { parts, decodes, began_s, time_s, decode_s }) => {
                 outcomes.push(Outcome::Busy { prefill_s: time_s - decode_s, decode_s });
                 if decodes {
                     let gap = Gaps { count: 1, first_s: time_s, last_s: time_s };
-                    self.decoded(now_s, now_s - time_s, gap, outcomes);
+                    self.decoded(now_s, began_s, gap, outcomes);
                 }
                 self.computed(now_s, &parts, outcomes);
             }

@@ -7,10 +7,13 @@
 
 mod engine;
 mod network;
+mod observe;
 mod quantiles;
 mod results;
 mod setup;
+mod timeline;
 
+pub use observe::{Answer, Observer, Sample};
 pub use quantiles::Quantiles;
 pub use results::{Distribution, PoolResult, Results};
 pub use setup::Choices;
@@ -30,6 +33,7 @@ use results::Ledger;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::Arc;
+use timeline::Timeline;
 
 /// Tokens that a client allows for its answer; traces do not tell.
 const MAX_TOKENS: u32 = 4096;
@@ -127,29 +131,29 @@ struct Flight {
     first_token_s: f64,
 }
 
-/// Runs `requests` through the fleet until the last is done.
+/// Runs `requests` through the fleet until the last is done, under the eyes of `observer`.
 ///
 /// # Errors
 /// What the trace's reader says.
 pub fn run(
     setup: &Setup,
     requests: impl Iterator<Item = Result<Request, TraceError>>,
-    observe: &mut dyn FnMut(f64, u64),
+    observer: &mut dyn Observer,
 ) -> Result<Results, TraceError> {
-    let mut world = World::new(setup);
+    let mut world = World::new(setup, observer);
     for request in requests {
         let request = request?;
         let at_s = request.at.0;
         while world.next_at().is_some_and(|next_s| next_s <= at_s) {
             world.advance();
         }
-        world.now_s = world.now_s.max(at_s);
-        observe(world.now_s, world.ledger.requests);
+        world.move_to(at_s);
         world.arrive(request);
     }
     while world.next_at().is_some() {
         world.advance();
     }
+    world.last_sample();
     Ok(world.ledger.results(setup, world.now_s, &world.network))
 }
 
@@ -163,12 +167,14 @@ struct World<'a> {
     agenda: BinaryHeap<Reverse<(At, u64, Next)>>,
     scheduled: u64,
     ledger: Ledger,
+    timeline: Timeline,
+    observer: &'a mut dyn Observer,
     actions: Vec<Action>,
     outcomes: Vec<Outcome>,
 }
 
 impl<'a> World<'a> {
-    fn new(setup: &'a Setup) -> Self {
+    fn new(setup: &'a Setup, observer: &'a mut dyn Observer) -> Self {
         let mut fleet = Fleet::new(setup.fleet.clone());
         let mut actions = Vec::new();
         for (at, instance) in setup.instances.iter().enumerate() {
@@ -199,6 +205,8 @@ impl<'a> World<'a> {
             agenda: BinaryHeap::new(),
             scheduled: 0,
             ledger: Ledger::new(setup),
+            timeline: Timeline::new(observer.interval_s(), setup.pools.len()),
+            observer,
             actions,
             outcomes: Vec::new(),
         }
@@ -219,7 +227,7 @@ impl<'a> World<'a> {
 
     fn advance(&mut self) {
         let Some(Reverse((at, _, next))) = self.agenda.pop() else { return };
-        self.now_s = at.0;
+        self.move_to(at.0);
         match next {
             Next::StepsEnd { instance, plan } => {
                 if self.engines[instance as usize].plan() == plan {
@@ -233,6 +241,8 @@ impl<'a> World<'a> {
 
     fn arrive(&mut self, request: Request) {
         self.ledger.arrived(&request);
+        self.timeline.arrived();
+        self.observer.arrived(self.now_s, self.ledger.requests);
         let arrival = Arrival {
             request: request.id,
             prompt_tokens: request.prompt_tokens,
@@ -246,11 +256,15 @@ impl<'a> World<'a> {
         };
         self.tell(Event::Arrived(arrival));
         for action in std::mem::take(&mut self.actions) {
+            self.observer.decided(self.now_s, &action);
             match action {
                 Action::Place { prefill, decode, pull, .. } => {
                     return self.placed(request, prefill.0, decode.0, pull);
                 }
-                Action::Reject { reason, .. } => self.ledger.rejected(&reason),
+                Action::Reject { reason, .. } => {
+                    self.ledger.rejected(&reason);
+                    self.timeline.rejected();
+                }
                 Action::Drop { .. } | Action::Replay { .. } => {}
             }
         }
@@ -339,6 +353,7 @@ impl<'a> World<'a> {
         self.tell(Event::PrefillDone { request, instance: InstanceId(instance) });
         if self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. })) {
             self.ledger.dropped(self.now_s - began_s);
+            self.timeline.dropped(self.engines[decode as usize].pool());
             self.flights.remove(request);
             self.engines[instance as usize].drop_request(request);
         } else if decode != instance && output_tokens == 1 {
@@ -354,7 +369,9 @@ impl<'a> World<'a> {
 
     fn end(&mut self, request: u64, gaps: &[Gaps]) {
         if let Some(flight) = self.flights.remove(request) {
-            self.ledger.finished(&flight, self.now_s, gaps);
+            let answer = self.ledger.finished(&flight, self.now_s, gaps);
+            self.timeline.completed(self.engines[flight.decode as usize].pool());
+            self.observer.finished(self.now_s, &answer);
         }
         self.tell(Event::Finished { request });
     }

@@ -2,6 +2,7 @@
 
 use super::engine::Gaps;
 use super::network::Network;
+use super::observe::Answer;
 use super::quantiles::Quantiles;
 use super::{Flight, Setup};
 use crate::fleet_file::TbtMetric;
@@ -187,20 +188,26 @@ impl Ledger {
         busy.1 += decode_s;
     }
 
-    pub(super) fn finished(&mut self, flight: &Flight, now_s: f64, gaps: &[Gaps]) {
+    /// Device time of a pool: prompts and decoding.
+    pub(super) fn worked_s(&self, pool: u32) -> (f64, f64) {
+        self.busy[pool as usize]
+    }
+
+    pub(super) fn finished(&mut self, flight: &Flight, now_s: f64, gaps: &[Gaps]) -> Answer {
         let Flight { prompt_tokens, output_tokens, arrived_s, first_token_s, .. } = *flight;
-        let ttft_s = first_token_s - arrived_s;
+        let (ttft_s, e2e_s) = (first_token_s - arrived_s, now_s - arrived_s);
         self.completed += 1;
         self.tokens += u64::from(prompt_tokens) + u64::from(output_tokens);
         self.ttft_s.add(ttft_s);
-        self.e2e_s.add(now_s - arrived_s);
-        let mut tbt_s = 0.0;
-        if output_tokens > 1 {
+        self.e2e_s.add(e2e_s);
+        let tbt_s = (output_tokens > 1).then(|| gap_metric(gaps, self.slo.metric));
+        if let Some(tbt_s) = tbt_s {
             self.tpot_s.add((now_s - first_token_s) / f64::from(output_tokens - 1));
-            tbt_s = gap_metric(gaps, self.slo.metric);
             self.tbt_s.add(tbt_s);
         }
-        self.good += u64::from(ttft_s <= self.slo.ttft_s && tbt_s <= self.slo.tbt_s);
+        let fluent = tbt_s.is_none_or(|tbt_s| tbt_s <= self.slo.tbt_s);
+        self.good += u64::from(ttft_s <= self.slo.ttft_s && fluent);
+        Answer { ttft_s, tbt_s, e2e_s }
     }
 
     pub(super) fn results(&self, setup: &Setup, ended_s: f64, network: &Network) -> Results {

@@ -1,0 +1,142 @@
+//! Samples of the pools' load at equal intervals of virtual time. Nothing is kept but the present interval's counts.
+
+use super::World;
+use super::observe::Sample;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::fleet::InstanceId;
+
+/// What an instance is at.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Occupation {
+    pub(super) queued: u64,
+    pub(super) prefilling: u64,
+    pub(super) landed: u64,
+    pub(super) decoding: u64,
+    pub(super) used_tokens: u64,
+    pub(super) cached_tokens: u64,
+    /// Of the decode step; 0 where nothing decodes.
+    pub(super) step_s: f64,
+    /// Of the present plan's time, so far: prompts and decoding.
+    pub(super) worked_s: (f64, f64),
+}
+
+/// Of one pool.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    dropped: u64,
+    completed: u64,
+    /// Device time until the last sample.
+    worked_s: (f64, f64),
+}
+
+pub(super) struct Timeline {
+    /// None: nobody wants samples.
+    interval_s: Option<f64>,
+    /// Number of the next sample, from 1 on.
+    next: u64,
+    sampled_s: f64,
+    /// The fleet had no request at the last sample.
+    idle: bool,
+    arrived: u64,
+    rejected: u64,
+    pools: Vec<Counts>,
+}
+
+impl Timeline {
+    pub(super) fn new(interval_s: Option<f64>, pools: usize) -> Self {
+        let pools = vec![Counts::default(); pools];
+        Timeline { interval_s, next: 1, sampled_s: 0.0, idle: false, arrived: 0, rejected: 0, pools }
+    }
+
+    pub(super) fn arrived(&mut self) {
+        self.arrived += 1;
+    }
+
+    pub(super) fn rejected(&mut self) {
+        self.rejected += 1;
+    }
+
+    pub(super) fn dropped(&mut self, pool: u32) {
+        self.pools[pool as usize].dropped += 1;
+    }
+
+    pub(super) fn completed(&mut self, pool: u32) {
+        self.pools[pool as usize].completed += 1;
+    }
+
+    /// When the next sample is to be taken, if that is before `then_s`. Of a time without requests it is the last one.
+    fn due(&mut self, then_s: f64, idle: bool) -> Option<f64> {
+        let interval_s = self.interval_s?;
+        if idle && self.idle {
+            self.next = self.next.max((then_s / interval_s).ceil() as u64 - 1);
+        }
+        let due_s = self.next as f64 * interval_s;
+        (due_s < then_s).then_some(due_s)
+    }
+}
+
+impl World<'_> {
+    /// Time goes on to `then_s`; what happens at that time comes after the samples before it.
+    pub(super) fn move_to(&mut self, then_s: f64) {
+        while let Some(due_s) = self.timeline.due(then_s, self.flights.is_empty()) {
+            self.sample(due_s);
+            self.timeline.next += 1;
+        }
+        self.now_s = self.now_s.max(then_s);
+    }
+
+    /// The sample of the interval that the run's end cuts short.
+    pub(super) fn last_sample(&mut self) {
+        if self.timeline.interval_s.is_some() && self.now_s > self.timeline.sampled_s {
+            self.sample(self.now_s);
+        }
+    }
+
+    fn sample(&mut self, time_s: f64) {
+        let interval_s = time_s - self.timeline.sampled_s;
+        for pool in 0..self.setup.pools.len() as u32 {
+            let sample = self.sample_pool(pool, time_s, interval_s);
+            self.observer.sampled(&sample);
+        }
+        (self.timeline.arrived, self.timeline.rejected) = (0, 0);
+        (self.timeline.sampled_s, self.timeline.idle) = (time_s, self.flights.is_empty());
+    }
+
+    fn sample_pool(&mut self, pool: u32, time_s: f64, interval_s: f64) -> Sample {
+        let slo = self.setup.slo;
+        let mut sample = Sample {
+            time_s,
+            interval_s,
+            pool,
+            fleet_arrived: self.timeline.arrived,
+            fleet_rejected: self.timeline.rejected,
+            ..Sample::default()
+        };
+        let mut worked_s = self.ledger.worked_s(pool);
+        let (mut instances, mut queue_s, mut step_s) = (0u32, 0.0, 0.0);
+        for (at, engine) in self.engines.iter().enumerate().filter(|(_, engine)| engine.pool() == pool) {
+            let now = engine.occupation(time_s);
+            instances += 1;
+            sample.queued += now.queued;
+            sample.prefilling += now.prefilling;
+            sample.landed += now.landed;
+            sample.decoding += now.decoding;
+            sample.used_tokens += now.used_tokens;
+            sample.cached_tokens += now.cached_tokens;
+            step_s += now.step_s;
+            queue_s += self.fleet.queued_prefill(InstanceId(at as u32), Seconds(time_s)).0;
+            worked_s.0 += now.worked_s.0;
+            worked_s.1 += now.worked_s.1;
+        }
+        let instances = f64::from(instances.max(1));
+        let counts = &mut self.timeline.pools[pool as usize];
+        let of_interval = |worked_s: f64, before_s: f64| (worked_s - before_s) / (instances * interval_s);
+        sample.prefill_utilisation = of_interval(worked_s.0, counts.worked_s.0);
+        sample.decode_utilisation = of_interval(worked_s.1, counts.worked_s.1);
+        sample.prefill_load = queue_s / (instances * slo.ttft_s);
+        sample.decode_load = step_s / (instances * slo.tbt_s);
+        (sample.dropped, sample.completed) = (counts.dropped, counts.completed);
+        *counts = Counts { worked_s, ..Counts::default() };
+        sample
+    }
+}
