@@ -4,6 +4,7 @@ use crate::compare::CompareArgs;
 use crate::explain::ExplainArgs;
 use crate::parts::PartsArgs;
 use crate::profile::ProfileArgs;
+use crate::scheduling::SchedulingArgs;
 use crate::simulate::SimulateArgs;
 use crate::trace::TraceArgs;
 use crate::validate::ValidateArgs;
@@ -164,6 +165,11 @@ pub(crate) struct ServeArgs {
     /// Turn away requests whose first token would come later
     #[arg(long, value_name = "SECONDS")]
     pub(crate) ttft_slo: Option<f64>,
+    /// Turn away requests whose tokens would come slower
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) tbt_slo: Option<f64>,
+    #[command(flatten)]
+    pub(crate) scheduling: SchedulingArgs,
     /// Rent of a device; with all, placement weighs dollars
     #[arg(long, value_name = "DEV=USD")]
     pub(crate) usd_per_hour: Vec<DevicePrice>,

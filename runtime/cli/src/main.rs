@@ -16,6 +16,7 @@ mod parts;
 mod prices;
 mod profile;
 mod profiles;
+mod scheduling;
 mod serve;
 mod simulate;
 mod start;

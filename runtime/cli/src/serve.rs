@@ -11,7 +11,8 @@ use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::Sampling;
-use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::fleet::{Policy, Role};
+use mixfleet_sim::simulate::Choices;
 use std::io::IsTerminal;
 use std::net::ToSocketAddrs;
 use std::sync::Arc;
@@ -51,9 +52,12 @@ fn check(args: &ServeArgs) -> Result<()> {
     if args.api_key.as_deref().is_some_and(str::is_empty) {
         return Err(Usage("--api-key is empty".into()).into());
     }
-    if args.ttft_slo.is_some_and(|s| !(s.is_finite() && s > 0.0)) {
-        return Err(Usage("--ttft-slo must be a positive number of seconds".into()).into());
+    for (flag, slo) in [("--ttft-slo", args.ttft_slo), ("--tbt-slo", args.tbt_slo)] {
+        if slo.is_some_and(|s| !(s.is_finite() && s > 0.0)) {
+            return Err(Usage(format!("{flag} must be a positive number of seconds")).into());
+        }
     }
+    args.scheduling.choices()?;
     Ok(())
 }
 
@@ -122,6 +126,12 @@ fn load(
     } else {
         args.device.iter().flat_map(backends::expand).collect()
     };
+    let Choices { policy, admission, seed } = args.scheduling.choices()?;
+    if matches!(policy, Policy::KvcacheCentric { .. }) {
+        tracing::warn!(
+            "prefixes are not pulled from one device to another: what kvcache-centric would pull is recomputed"
+        );
+    }
     let choice = Choice {
         devices,
         prices: args.usd_per_hour.iter().map(|p| (p.device.clone(), p.usd_per_hour)).collect(),
@@ -129,6 +139,10 @@ fn load(
         engine: EngineConfig {
             requests_max: args.requests.get(),
             ttft_slo: args.ttft_slo.map(Seconds),
+            tbt_slo: args.tbt_slo.map(Seconds),
+            policy,
+            admission,
+            seed,
             ..EngineConfig::default()
         },
         profiles: args.profile.clone(),

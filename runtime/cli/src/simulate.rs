@@ -1,12 +1,12 @@
 //! `mixfleet simulate`: a trace on a fleet that need not exist.
 
+use crate::profiles;
+use crate::scheduling::SchedulingArgs;
 use crate::trace::{FileBar, ReplayArgs};
-use crate::{Usage, profiles};
 use anyhow::Result;
-use clap::{Args, ValueEnum};
-use mixfleet_scheduler::fleet::{Admission, Policy};
+use clap::Args;
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::simulate::{Choices, Distribution, Results, Setup, run as simulate};
+use mixfleet_sim::simulate::{Distribution, Results, Setup, run as simulate};
 use mixfleet_sim::trace::Requests;
 use serde_json::json;
 use std::fmt::Write as _;
@@ -21,18 +21,8 @@ pub(crate) struct SimulateArgs {
     /// The fleet: docs/fleet-file.md
     #[arg(long, value_name = "FLEET.toml")]
     fleet: PathBuf,
-    /// How requests are placed
-    #[arg(long, value_name = "NAME", default_value = "per-dollar")]
-    policy: PolicyName,
-    /// kvcache-centric pulls a prefix that is longer than the own one by more than this factor
-    #[arg(long, value_name = "X", default_value_t = 1.0, hide_default_value = true)]
-    threshold: f64,
-    /// What is turned away on arrival
-    #[arg(long, value_name = "NAME", default_value = "prediction")]
-    admit: AdmitName,
-    /// Of everything that is drawn
-    #[arg(long, default_value_t = 0, hide_default_value = true)]
-    seed: u64,
+    #[command(flatten)]
+    scheduling: SchedulingArgs,
     #[command(flatten)]
     replay: ReplayArgs,
     /// Print JSON
@@ -40,47 +30,8 @@ pub(crate) struct SimulateArgs {
     json: bool,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum PolicyName {
-    Random,
-    RoundRobin,
-    LeastLoaded,
-    CacheAware,
-    KvcacheCentric,
-    PerDollar,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum AdmitName {
-    None,
-    Early,
-    Prediction,
-}
-
-impl SimulateArgs {
-    fn choices(&self) -> Result<Choices> {
-        if !(self.threshold.is_finite() && self.threshold >= 0.0) {
-            return Err(Usage(format!("--threshold {} is not a factor", self.threshold)).into());
-        }
-        let policy = match self.policy {
-            PolicyName::Random => Policy::Random,
-            PolicyName::RoundRobin => Policy::RoundRobin,
-            PolicyName::LeastLoaded => Policy::LeastLoaded,
-            PolicyName::CacheAware => Policy::CacheAware,
-            PolicyName::KvcacheCentric => Policy::KvcacheCentric { threshold: self.threshold },
-            PolicyName::PerDollar => Policy::PerDollar,
-        };
-        let admission = match self.admit {
-            AdmitName::None => Admission::None,
-            AdmitName::Early => Admission::EarlyRejection,
-            AdmitName::Prediction => Admission::Prediction,
-        };
-        Ok(Choices { policy, admission, seed: self.seed })
-    }
-}
-
 pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
-    let choices = args.choices()?;
+    let choices = args.scheduling.choices()?;
     let read = |path: &std::path::Path| profiles::read(path).map_err(|error| format!("{error:#}"));
     let fleet = FleetFile::read(&args.fleet, &read)?;
     let setup = Setup::new(&fleet, choices);
@@ -88,7 +39,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let mut trace = args.replay.open(&args.trace)?;
     let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
     let mut bar = FileBar::new(trace.progress());
-    let requests = args.replay.play(&mut trace, args.seed).rechain(blocks, fleet.kv.block_tokens);
+    let requests = args.replay.play(&mut trace, args.scheduling.seed).rechain(blocks, fleet.kv.block_tokens);
     let results = simulate(&setup, requests, &mut bar)?;
     drop(bar);
     let mut out = std::io::stdout().lock();

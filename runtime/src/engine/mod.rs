@@ -34,7 +34,9 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, LinkCost, ProfileCost};
-use mixfleet_scheduler::fleet::{Event, Fleet, FleetConfig, Instance, InstanceId, Link, Role};
+use mixfleet_scheduler::fleet::{
+    Admission, Event, Fleet, FleetConfig, Instance, InstanceId, Link, Policy, Role,
+};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -89,13 +91,29 @@ pub struct EngineConfig {
     pub requests_max: usize,
     /// Requests predicted to get their first token later than this are turned away.
     pub ttft_slo: Option<Seconds>,
+    /// Requests predicted to get their tokens slower than this are turned away.
+    pub tbt_slo: Option<Seconds>,
+    /// How placements are picked.
+    pub policy: Policy,
+    /// What is turned away on arrival.
+    pub admission: Admission,
+    /// Of policies that draw.
+    pub seed: u64,
     /// Staging of KV between instances.
     pub hand_off: HandOffLimits,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        EngineConfig { requests_max: 1024, ttft_slo: None, hand_off: HandOffLimits::default() }
+        EngineConfig {
+            requests_max: 1024,
+            ttft_slo: None,
+            tbt_slo: None,
+            policy: Policy::default(),
+            admission: Admission::default(),
+            seed: 0,
+            hand_off: HandOffLimits::default(),
+        }
     }
 }
 
@@ -279,6 +297,10 @@ impl EngineParts {
         let mut fleet = Fleet::new(FleetConfig {
             requests_max: limits.requests_max,
             ttft_slo: limits.ttft_slo,
+            tbt_slo: limits.tbt_slo,
+            policy: limits.policy,
+            admission: limits.admission,
+            seed: limits.seed,
             ..FleetConfig::new(config.kv_bytes_per_token(widest.unwrap_or(DType::F32)), config.layers)
         });
         let mut handles = BTreeMap::new();

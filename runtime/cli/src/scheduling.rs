@@ -1,0 +1,63 @@
+//! The scheduler's flags, the same wherever its machine runs: under `serve`, and under `simulate`.
+
+use crate::Usage;
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+use mixfleet_scheduler::fleet::{Admission, Policy};
+use mixfleet_sim::simulate::Choices;
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct SchedulingArgs {
+    /// How requests are placed
+    #[arg(long, value_name = "NAME", default_value = "per-dollar", hide_default_value = true)]
+    policy: PolicyName,
+    /// kvcache-centric pulls a prefix that is longer than the own one by more than this factor
+    #[arg(long, value_name = "X", default_value_t = 1.0, hide_default_value = true)]
+    threshold: f64,
+    /// What is turned away on arrival
+    #[arg(long, value_name = "NAME", default_value = "prediction", hide_default_value = true)]
+    admit: AdmitName,
+    /// Of everything that is drawn
+    #[arg(long, default_value_t = 0, hide_default_value = true)]
+    pub(crate) seed: u64,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum PolicyName {
+    Random,
+    RoundRobin,
+    LeastLoaded,
+    CacheAware,
+    KvcacheCentric,
+    PerDollar,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum AdmitName {
+    None,
+    Early,
+    Prediction,
+}
+
+impl SchedulingArgs {
+    /// What the flags say.
+    pub(crate) fn choices(&self) -> Result<Choices> {
+        if !(self.threshold.is_finite() && self.threshold >= 0.0) {
+            return Err(Usage(format!("--threshold {} is not a factor", self.threshold)).into());
+        }
+        let policy = match self.policy {
+            PolicyName::Random => Policy::Random,
+            PolicyName::RoundRobin => Policy::RoundRobin,
+            PolicyName::LeastLoaded => Policy::LeastLoaded,
+            PolicyName::CacheAware => Policy::CacheAware,
+            PolicyName::KvcacheCentric => Policy::KvcacheCentric { threshold: self.threshold },
+            PolicyName::PerDollar => Policy::PerDollar,
+        };
+        let admission = match self.admit {
+            AdmitName::None => Admission::None,
+            AdmitName::Early => Admission::EarlyRejection,
+            AdmitName::Prediction => Admission::Prediction,
+        };
+        Ok(Choices { policy, admission, seed: self.seed })
+    }
+}
