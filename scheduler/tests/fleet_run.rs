@@ -6,7 +6,7 @@ use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Link, PromptChain, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Link, Objective, PromptChain, Role,
 };
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::{BTreeMap, VecDeque};
@@ -288,6 +288,8 @@ impl World {
             output_tokens_hint: None,
             chains: vec![PromptChain { block_tokens: BLOCK, hashes }],
             replay: state.attempt > 0,
+            class: 0,
+            objective: Objective::Fleet,
         }));
     }
 

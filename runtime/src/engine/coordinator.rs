@@ -1,6 +1,7 @@
 //! Between the clients, the fleet's machine and the workers: carries decisions one way, events the
 //! other, and is the only one who writes to a client, so that every token reaches it exactly once.
 
+use super::events::LoggedFleet;
 use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
 use super::slots::SlotPool;
 use crate::api::Placements;
@@ -12,7 +13,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, random};
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Explanation, Fleet, InstanceId, PromptChain, RejectReason,
+    Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
 };
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -66,7 +67,7 @@ pub(super) struct Coordinator {
     /// The world.
     pub(super) env: SharedEnv,
     /// The machine that decides.
-    pub(super) fleet: Fleet,
+    pub(super) fleet: LoggedFleet,
     /// Who carries it out.
     pub(super) instances: BTreeMap<InstanceId, InstanceHandle>,
     /// Names the model in block hashes.
@@ -118,9 +119,7 @@ impl Running {
     }
 
     fn fleet_step(&mut self, event: Event) -> Vec<Action> {
-        let mut actions = Vec::new();
-        self.parts.fleet.step(self.parts.env.now(), event, &mut actions);
-        actions
+        self.parts.fleet.step(self.parts.env.now(), event)
     }
 
     fn hasher(&self, wanted: &GenerateRequest, kv: DType) -> PrefixHasher {
@@ -150,6 +149,8 @@ impl Running {
             output_tokens_hint: None,
             chains: chains.collect(),
             replay,
+            class: 0,
+            objective: Objective::Fleet,
         }
     }
 

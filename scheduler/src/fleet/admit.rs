@@ -2,7 +2,7 @@
 
 use super::explain::{Candidate, Outcome, Terms};
 use super::place::Question;
-use super::{Fleet, RejectReason};
+use super::{Arrival, Fleet, Objective, RejectReason};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
@@ -20,11 +20,24 @@ pub enum Admission {
     Prediction,
 }
 
-/// The objectives as a filter.
-struct Objectives {
+/// What a request wants, in seconds from now, and its place in the order of prompts.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Objectives {
     ttft_s: f64,
-    tbt_s: f64,
+    pub(super) tbt_slo: Option<Seconds>,
+    /// To the last token, at best and at most; none without a deadline.
+    pub(super) ends: Option<Ends>,
+    /// When its prompt is due, on the fleet's clock.
+    pub(super) due: Seconds,
     admission: Admission,
+}
+
+/// When an answer with a deadline must be complete.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ends {
+    /// Of the time to the deadline an equal share for each request that is left (equal flexibility; Kao and Garcia-Molina, 1993).
+    share_s: f64,
+    deadline_s: f64,
 }
 
 impl Objectives {
@@ -37,12 +50,44 @@ impl Objectives {
         terms.ttft_s <= self.ttft_s
     }
 
-    fn met(&self, terms: &Terms) -> bool {
-        self.timely(terms) && self.tbt(terms) <= self.tbt_s
+    /// The first objective that is missed.
+    fn missed(&self, terms: &Terms) -> Option<Outcome> {
+        let tbt_s = self.tbt_slo.map_or(f64::INFINITY, |slo| slo.0);
+        if !self.timely(terms) {
+            Some(Outcome::MissesTtftSlo { by_s: terms.ttft_s - self.ttft_s })
+        } else if self.tbt(terms) > tbt_s {
+            Some(Outcome::MissesTbtSlo { by_s: self.tbt(terms) - tbt_s })
+        } else {
+            let late_s = self.ends.map_or(f64::NEG_INFINITY, |ends| terms.ends_s - ends.share_s);
+            (late_s > 0.0).then_some(Outcome::MissesDeadline { by_s: late_s })
+        }
     }
 }
 
 impl Fleet {
+    /// What `arrival` wants. Prompts are due in the order of their objectives: whoever waits for a first token, by when it
+    /// should be there; whoever has a deadline, half-way to it. These times never move, so a request is overtaken
+    /// only by such as come before it is due itself.
+    pub(super) fn objectives(&self, now: Seconds, arrival: &Arrival) -> Objectives {
+        let read = |ttft_slo: Option<Seconds>, tbt_slo| Objectives {
+            ttft_s: ttft_slo.map_or(f64::INFINITY, |slo| slo.0),
+            tbt_slo,
+            ends: None,
+            due: now + ttft_slo.unwrap_or(Seconds::ZERO),
+            admission: self.config.admission,
+        };
+        match arrival.objective {
+            Objective::Fleet => read(self.config.ttft_slo, self.config.tbt_slo),
+            Objective::Interactive { ttft_slo, tbt_slo } => read(ttft_slo, tbt_slo),
+            Objective::Deadline { at, requests_left } => {
+                let deadline_s = (at - now).0.max(0.0);
+                let share_s = deadline_s / f64::from(requests_left.max(1));
+                let due = now + Seconds(0.5 * share_s);
+                Objectives { ends: Some(Ends { share_s, deadline_s }), due, ..read(None, None) }
+            }
+        }
+    }
+
     /// The lowest score among those within the objectives. Where none is, and the request may not be turned away, the
     /// least late one. Writes every candidate's outcome.
     pub(super) fn admit(
@@ -50,11 +95,7 @@ impl Fleet {
         candidates: &mut [Candidate],
         question: &Question<'_>,
     ) -> Result<usize, RejectReason> {
-        let objectives = Objectives {
-            ttft_s: self.config.ttft_slo.map_or(f64::INFINITY, |slo| slo.0),
-            tbt_s: self.config.tbt_slo.map_or(f64::INFINITY, |slo| slo.0),
-            admission: self.config.admission,
-        };
+        let objectives = question.objectives;
         let lowest =
             |candidates: &[Candidate], key: &dyn Fn(&Terms) -> f64, keep: &dyn Fn(&Terms) -> bool| {
                 candidates
@@ -64,32 +105,35 @@ impl Fleet {
                     .min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
             };
         let takes_all = question.arrival.replay || self.config.admission == Admission::None;
-        let chosen = lowest(candidates, &|t| t.score, &|t| objectives.met(t));
-        let fastest = lowest(candidates, &|t| t.ttft_s, &|_| true);
-        let chosen = chosen.or(fastest.filter(|_| takes_all));
-        let verdict = match (chosen, fastest) {
-            (Some((i, _)), _) => Ok(i),
-            (None, None) => Err(impossible(candidates)),
-            (None, Some((_, ttft_s))) => {
-                match lowest(candidates, &|t| objectives.tbt(t), &|t| objectives.timely(t)) {
-                    Some((_, tbt_s)) => Err(RejectReason::TbtSlo { tbt_s, slo_s: objectives.tbt_s }),
-                    None => Err(RejectReason::TtftSlo { ttft_s, slo_s: objectives.ttft_s }),
+        let chosen = lowest(candidates, &|t| t.score, &|t| objectives.missed(t).is_none());
+        let late = |t: &Terms| if objectives.ends.is_some() { t.ends_s } else { t.ttft_s };
+        let fastest = lowest(candidates, &late, &|_| true);
+        let verdict = match (chosen, fastest, objectives.ends) {
+            (Some((i, _)), ..) => Ok(i),
+            (None, None, _) => Err(impossible(candidates)),
+            (None, Some((i, _)), _) if takes_all => Ok(i),
+            // later requests of a workflow may make up for it
+            (None, Some((i, ends_s)), Some(ends)) if ends_s <= ends.deadline_s => Ok(i),
+            (None, Some((_, ends_s)), Some(Ends { deadline_s, .. })) => {
+                Err(RejectReason::Deadline { ends_s, deadline_s })
+            }
+            (None, Some((_, ttft_s)), None) => {
+                let fast = lowest(candidates, &|t| objectives.tbt(t), &|t| objectives.timely(t));
+                match (fast, objectives.tbt_slo) {
+                    (Some((_, tbt_s)), Some(slo)) => Err(RejectReason::TbtSlo { tbt_s, slo_s: slo.0 }),
+                    _ => Err(RejectReason::TtftSlo { ttft_s, slo_s: objectives.ttft_s }),
                 }
             }
         };
         let winner = verdict.as_ref().ok().and_then(|&i| candidates[i].terms);
         for (i, candidate) in candidates.iter_mut().enumerate() {
             let Some(terms) = candidate.terms else { continue };
-            let tbt_s = objectives.tbt(&terms);
-            candidate.outcome = match winner {
-                Some(_) if verdict == Ok(i) => Outcome::Chosen,
-                _ if terms.ttft_s > objectives.ttft_s => {
-                    Outcome::MissesTtftSlo { by_s: terms.ttft_s - objectives.ttft_s }
-                }
-                _ if tbt_s > objectives.tbt_s => Outcome::MissesTbtSlo { by_s: tbt_s - objectives.tbt_s },
-                Some(best) if terms.score > best.score => Outcome::HigherScore {
+            candidate.outcome = match (winner, objectives.missed(&terms)) {
+                (Some(_), _) if verdict == Ok(i) => Outcome::Chosen,
+                (_, Some(missed)) => missed,
+                (Some(best), None) if terms.score > best.score => Outcome::HigherScore {
                     by: terms.score - best.score,
-                    mainly: terms.mainly_above(&best, question.wait_weight),
+                    mainly: terms.mainly_above(&best, question.own_weight(), question.wait_weight),
                 },
                 _ => Outcome::TieLostById,
             };
@@ -101,8 +145,10 @@ impl Fleet {
     pub(super) fn retry_after(&self, now: Seconds, reason: &RejectReason) -> Option<Seconds> {
         match *reason {
             RejectReason::TtftSlo { ttft_s, slo_s } => Some(Seconds(ttft_s - slo_s)),
+            // by then it would be later still
+            RejectReason::Deadline { .. } => None,
             RejectReason::QueueFull { .. } | RejectReason::TbtSlo { .. } => {
-                let ends = self.loads.iter().filter_map(|load| load.forecast(&self.works, now).first_end());
+                let ends = self.loads.iter().filter_map(|load| load.forecast(&self.works, &self.lengths, now).first_end());
                 ends.reduce(Seconds::min)
             }
             RejectReason::TooLarge { .. } | RejectReason::NoInstance | RejectReason::Duplicate { .. } => None,

@@ -116,6 +116,36 @@ pub struct Arrival {
     pub chains: Vec<PromptChain>,
     /// It was accepted before and lost its instance: neither bound nor SLO turns it away now.
     pub replay: bool,
+    /// Requests of a class have answers alike in length, which the fleet learns.
+    #[serde(default)]
+    pub class: u32,
+    /// When its user wants it.
+    #[serde(default)]
+    pub objective: Objective,
+}
+
+/// When a request's user wants the answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "objective", rename_all = "snake_case")]
+pub enum Objective {
+    /// As the fleet's configuration says.
+    #[default]
+    Fleet,
+    /// Someone reads along.
+    Interactive {
+        /// To the first token.
+        ttft_slo: Option<Seconds>,
+        /// Between tokens.
+        tbt_slo: Option<Seconds>,
+    },
+    /// The answer must be complete at a time. Of a workflow, a chain of requests with one deadline, each request states
+    /// the workflow's.
+    Deadline {
+        /// On the fleet's clock.
+        at: Seconds,
+        /// This one and those that will follow from it; at least 1.
+        requests_left: u32,
+    },
 }
 
 /// What happened. Events about requests or instances that the fleet does not know (any more) are late
@@ -220,6 +250,9 @@ pub enum Action {
         decode: InstanceId,
         /// Copied to the prefill instance first.
         pull: Option<Pull>,
+        /// Instances begin prompts in this order, the earliest first, equal ones as they came. It is fixed on arrival, so that
+        /// nobody is overtaken for ever.
+        due: Seconds,
         /// Every candidate with its terms.
         explanation: Box<Explanation>,
     },
@@ -288,6 +321,14 @@ pub enum RejectReason {
         tbt_s: f64,
         /// The objective.
         slo_s: f64,
+    },
+    /// No placement is predicted to complete the answer before its deadline.
+    #[error("the best placement completes the answer in {ends_s:.3} s, its deadline is in {deadline_s:.3} s")]
+    Deadline {
+        /// The best predicted time to the last token.
+        ends_s: f64,
+        /// Time to the deadline.
+        deadline_s: f64,
     },
     /// No instance is up for prefill, or for decode, or no link joins two that are.
     #[error("no pair of instances can serve it now")]

@@ -89,6 +89,8 @@ pub struct Terms {
     pub hand_off_s: f64,
     /// Time to the first token.
     pub ttft_s: f64,
+    /// Time to the last one, should the answer be as long as assumed.
+    pub ends_s: f64,
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
     pub tbt_s: f64,
     /// The same in the batch of now.
@@ -98,7 +100,8 @@ pub struct Terms {
     pub delay_s: f64,
     /// Price of the device time and the traffic that it uses; 0 without prices.
     pub busy_usd: f64,
-    /// `busy_usd + wait_weight * (ttft_s + hand_off_s + delay_s)`; the lowest wins.
+    /// `busy_usd + wait_weight * (own * (ttft_s + hand_off_s) + delay_s)`, where `own` is 1, or 0.1 of a request with a deadline;
+    /// the lowest wins.
     pub score: f64,
 }
 
@@ -124,6 +127,11 @@ pub enum Outcome {
     },
     /// Its tokens would be slow.
     MissesTbtSlo {
+        /// By this many seconds.
+        by_s: f64,
+    },
+    /// The last token would be late.
+    MissesDeadline {
         /// By this many seconds.
         by_s: f64,
     },
@@ -157,8 +165,8 @@ pub enum Term {
 
 impl Terms {
     /// The term in which this exceeds `other` most, in units of the score.
-    pub(super) fn mainly_above(&self, other: &Terms, wait_weight: f64) -> Term {
-        let seconds = |f: fn(&Terms) -> f64| wait_weight * (f(self) - f(other));
+    pub(super) fn mainly_above(&self, other: &Terms, own_weight: f64, wait_weight: f64) -> Term {
+        let seconds = |f: fn(&Terms) -> f64| own_weight * (f(self) - f(other));
         let differences = [
             (Term::Queue, seconds(|t| t.queue_s)),
             (Term::Pull, seconds(|t| t.pull_s)),
@@ -166,7 +174,7 @@ impl Terms {
             (Term::Interleave, seconds(|t| t.interleave_s)),
             (Term::Prefill, seconds(|t| t.prefill_s)),
             (Term::Transfer, seconds(|t| t.hand_off_s)),
-            (Term::Delay, seconds(|t| t.delay_s)),
+            (Term::Delay, wait_weight * (self.delay_s - other.delay_s)),
             (Term::Busy, self.busy_usd - other.busy_usd),
         ];
         let first = differences[0];
@@ -210,6 +218,7 @@ impl fmt::Display for Explanation {
                 Outcome::TieLostById => write!(f, "same score, higher id")?,
                 Outcome::MissesTtftSlo { by_s } => write!(f, "first token {by_s:.4} s late")?,
                 Outcome::MissesTbtSlo { by_s } => write!(f, "tokens {by_s:.4} s too slow")?,
+                Outcome::MissesDeadline { by_s } => write!(f, "last token {by_s:.4} s late")?,
                 Outcome::TooSmall { instance, tokens, capacity_tokens } => {
                     write!(f, "{tokens} tokens do not fit {capacity_tokens} of instance {instance}")?;
                 }

@@ -3,6 +3,7 @@
 //! A decision looks at every instance, so each keeps its sums up to date as events come; only the few that are left
 //! in the end are asked for their forecast, which walks their requests.
 
+use super::lengths::{Histogram, Lengths};
 use super::{Instance, InstanceId, RequestId};
 use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
@@ -18,8 +19,15 @@ pub(super) struct Work {
     pub(super) max_tokens: u32,
     /// Assumed length of the answer.
     pub(super) output_tokens: u32,
+    /// It is its own, not that of its class.
+    pub(super) hinted: bool,
+    pub(super) class: u32,
     pub(super) prefill: InstanceId,
     pub(super) decode: InstanceId,
+    /// Its place in the order of prompts.
+    pub(super) due: Seconds,
+    /// Between its tokens.
+    pub(super) tbt_slo: Option<Seconds>,
     /// Predicted end of prefill and transfer, made at placement.
     pub(super) ready_at: Seconds,
     pub(super) phase: Phase,
@@ -56,14 +64,15 @@ impl Work {
         u64::from(self.prompt_tokens) + u64::from(self.output_tokens)
     }
 
-    /// Assumed length of the whole answer. One that outlived its estimate is taken to be half-way.
-    fn output_expected(&self) -> u32 {
+    /// Tokens still to come, as far as is known. An answer that outlived its hint is taken to be half-way.
+    fn rest(&self, lengths: Option<&Histogram>) -> u32 {
         let generated = self.generated();
-        if generated < self.output_tokens {
-            self.output_tokens
-        } else {
-            generated.saturating_mul(2).min(self.max_tokens).max(generated)
-        }
+        let rest = match lengths {
+            Some(lengths) => lengths.rest(generated).round() as u32,
+            None if generated < self.output_tokens => self.output_tokens - generated,
+            None => generated,
+        };
+        rest.min(self.max_tokens.saturating_sub(generated))
     }
 
     fn decodes_from(&self, now: Seconds) -> Seconds {
@@ -104,8 +113,8 @@ pub(super) struct Backlog {
 #[derive(Clone, Debug)]
 pub(super) struct Load {
     pub(super) spec: Instance,
-    /// Prompts placed here, in order of arrival; the first one runs.
-    prefilling: VecDeque<RequestId>,
+    /// Prompts placed here with the times that they are due: the first one runs, the others are in order of these times.
+    prefilling: VecDeque<(Seconds, RequestId)>,
     /// Of those, with the first one's remaining time as of `moved_at`.
     backlog: Backlog,
     /// Of the first prompt, as of `moved_at`.
@@ -146,7 +155,7 @@ impl Load {
             Some(Work { prompt_tokens, phase: Phase::Prefill { done, .. }, .. }) => prompt_tokens - done,
             _ => 0,
         };
-        self.backlog.chunks = self.prefilling.iter().map(|id| self.chunks(left(id))).sum();
+        self.backlog.chunks = self.prefilling.iter().map(|(_, id)| self.chunks(left(id))).sum();
     }
 
     /// Steps beside decodes that `tokens` of prompt take.
@@ -160,9 +169,16 @@ impl Load {
         if self.prefilling.is_empty() {
             (self.moved_at, self.first_remaining) = (now, remaining);
         }
-        self.prefilling.push_back(request);
+        let place = self.prefilling.len() - self.behind(work.due).count();
+        self.prefilling.insert(place, (work.due, request));
         self.backlog.time += remaining;
         self.backlog.chunks += self.chunks(work.prompt_tokens - done);
+    }
+
+    /// Prompts that a newcomer with this due time goes ahead of, the last one first.
+    fn behind(&self, due: Seconds) -> impl Iterator<Item = RequestId> {
+        let waiting = self.prefilling.iter().skip(1).rev();
+        waiting.take_while(move |(other, _)| *other > due).map(|&(_, id)| id)
     }
 
     /// A queued prompt got further: it was in `before`, now it is in `after`.
@@ -179,20 +195,20 @@ impl Load {
         else {
             return;
         };
-        if !self.prefilling.contains(&request) {
+        if !self.prefilling.iter().any(|&(_, id)| id == request) {
             return;
         }
         self.backlog.time += remaining_now - remaining;
         self.backlog.chunks += self.chunks(prompt_tokens - done_now);
         self.backlog.chunks -= self.chunks(prompt_tokens - done);
-        if self.prefilling.front() == Some(&request) {
+        if self.prefilling.front().is_some_and(|&(_, id)| id == request) {
             (self.first_remaining, self.moved_at) = (remaining_now, now);
         }
     }
 
     /// A prompt leaves the queue, done or not; `works` knows those behind it.
     pub(super) fn leave_queue(&mut self, request: RequestId, work: &Work, works: &Works, now: Seconds) {
-        let Some(place) = self.prefilling.iter().position(|&id| id == request) else { return };
+        let Some(place) = self.prefilling.iter().position(|&(_, id)| id == request) else { return };
         self.prefilling.remove(place);
         if let Phase::Prefill { done, remaining } = work.phase {
             self.backlog.time = (self.backlog.time - remaining).max(Seconds::ZERO);
@@ -200,7 +216,7 @@ impl Load {
         }
         if place == 0 {
             self.moved_at = now;
-            let next = self.prefilling.front().and_then(|id| works.get(*id)).map(|work| work.phase);
+            let next = self.prefilling.front().and_then(|(_, id)| works.get(*id)).map(|work| work.phase);
             self.first_remaining = match next {
                 Some(Phase::Prefill { remaining, .. }) => remaining,
                 _ => Seconds::ZERO,
@@ -241,11 +257,21 @@ impl Load {
         }
     }
 
-    /// Prefill work ahead of a new arrival. The first prompt has run since it last made progress; one that is overdue
-    /// is taken to end any moment.
-    pub(super) fn backlog(&self, now: Seconds) -> Backlog {
+    /// Prefill work ahead of a new arrival that is due then, and prompts behind it. The first prompt has run since it last made
+    /// progress; one that is overdue is taken to end any moment.
+    pub(super) fn backlog(&self, now: Seconds, due: Seconds, works: &Works) -> (Backlog, u32) {
         let ran = (now - self.moved_at).max(Seconds::ZERO).min(self.first_remaining);
-        Backlog { time: (self.backlog.time - ran).max(Seconds::ZERO), chunks: self.backlog.chunks }
+        let mut ahead = Backlog { time: self.backlog.time - ran, chunks: self.backlog.chunks };
+        let mut behind = 0;
+        for work in self.behind(due).filter_map(|id| works.get(id)) {
+            if let Phase::Prefill { done, remaining } = work.phase {
+                ahead.time = ahead.time - remaining;
+                ahead.chunks -= self.chunks(work.prompt_tokens - done);
+                behind += 1;
+            }
+        }
+        ahead.time = ahead.time.max(Seconds::ZERO);
+        (ahead, behind)
     }
 
     fn works<'a>(&'a self, works: &'a Works) -> impl Iterator<Item = &'a Work> {
@@ -262,50 +288,69 @@ impl Load {
     }
 
     /// What its decoding requests are predicted to do, all at the present step's pace.
-    pub(super) fn forecast(&self, works: &Works, now: Seconds) -> Forecast {
+    pub(super) fn forecast<'a>(&self, works: &Works, lengths: &'a Lengths, now: Seconds) -> Forecast<'a> {
         let first = self.works(works).next().map_or(0, |work| u64::from(work.prompt_tokens));
         // Nothing decodes yet: the pace is that of the first sequence alone.
         let pace =
             self.step(if self.batch.sequences == 0 { Batch::default().with(first) } else { self.batch });
         let courses = self.works(works).map(|work| {
-            let remaining = work.output_expected() - work.generated();
-            let from = work.decodes_from(now);
-            Course { from, until: from + pace * f64::from(remaining), context: work.context(), remaining }
+            let lengths = if work.hinted { None } else { lengths.of(work.class) };
+            let (from, remaining) = (work.decodes_from(now), work.rest(lengths));
+            let (until, context) = (from + pace * f64::from(remaining), work.context());
+            Course { from, until, context, remaining, generated: work.generated(), lengths }
         });
         Forecast { now, pace, capacity_tokens: self.spec.kv_capacity_tokens, courses: courses.collect() }
     }
 }
 /// A request's predicted way through decode.
 #[derive(Clone, Copy, Debug)]
-struct Course {
+struct Course<'a> {
     from: Seconds,
+    /// When it probably ends.
     until: Seconds,
     /// Tokens at `from`.
     context: u64,
+    generated: u32,
     /// Tokens still to come.
     remaining: u32,
+    /// Where that is from; none: it is told.
+    lengths: Option<&'a Histogram>,
+}
+
+impl Course<'_> {
+    /// Chance that it still decodes after `tokens` more.
+    fn goes_on(&self, tokens: f64) -> f64 {
+        match self.lengths {
+            Some(lengths) => lengths.goes_on(self.generated, tokens),
+            None => f64::from(tokens < f64::from(self.remaining)),
+        }
+    }
 }
 
 /// The near future of an instance that decodes.
 #[derive(Clone, Debug)]
-pub(super) struct Forecast {
+pub(super) struct Forecast<'a> {
     now: Seconds,
     /// Per token.
     pace: Seconds,
     capacity_tokens: u64,
-    courses: Vec<Course>,
+    courses: Vec<Course<'a>>,
 }
 
-impl Forecast {
+impl Forecast<'_> {
     /// Who will probably decode at the later time `then`: without those who will have ended, with
-    /// those whose prefill will have. The load of now would be stale by the time a new prompt is
-    /// done, and admission by it oscillates (Mooncake, section 7).
+    /// those whose prefill will have; everyone counts by the chance to be there. The load of now would be stale by the time
+    /// a new prompt is done, and admission by it oscillates (Mooncake, section 7).
     pub(super) fn batch_at(&self, then: Seconds) -> Batch {
-        let present = self.courses.iter().filter(|course| course.from <= then && then < course.until);
-        present.fold(Batch::default(), |batch, course| {
-            let tokens = (then - course.from) / self.pace.max(Seconds(f64::MIN_POSITIVE));
-            batch.with(course.context + tokens.min(f64::from(course.remaining)) as u64)
-        })
+        let pace = self.pace.max(Seconds(f64::MIN_POSITIVE));
+        let (mut sequences, mut kv_tokens) = (0.0, 0.0);
+        for course in self.courses.iter().filter(|course| course.from <= then) {
+            let tokens = (then - course.from) / pace;
+            let chance = course.goes_on(tokens);
+            sequences += chance;
+            kv_tokens += chance * (course.context as f64 + tokens);
+        }
+        Batch { sequences: sequences.round() as u32, kv_tokens: kv_tokens.round() as u64 }
     }
 
     /// Everyone who decodes here or will, together.
@@ -320,9 +365,9 @@ impl Forecast {
 
     /// Time until enough requests will have ended that `tokens` of KV fit beside the rest.
     pub(super) fn kv_wait(&self, tokens: u64) -> Seconds {
-        let held = |course: &Course| course.context + u64::from(course.remaining);
+        let held = |course: &Course<'_>| course.context + u64::from(course.remaining);
         let mut total: u64 = self.courses.iter().map(held).sum();
-        let mut courses: Vec<&Course> = self.courses.iter().collect();
+        let mut courses: Vec<&Course<'_>> = self.courses.iter().collect();
         courses.sort_by(|a, b| a.until.0.total_cmp(&b.until.0));
         let mut wait = Seconds::ZERO;
         for course in courses {

@@ -8,17 +8,19 @@
 mod admit;
 mod event;
 mod explain;
+mod lengths;
 mod load;
 mod place;
 
 pub use crate::batch::RequestId;
 pub use admit::Admission;
-pub use event::{Action, Arrival, Event, Instance, InstanceId, Link, PromptChain, Pull, RejectReason, Role};
+pub use event::{Action, Arrival, Event, Instance, InstanceId, Link, Objective, PromptChain, Pull, RejectReason, Role};
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 pub use place::Policy;
 
 use crate::cost::LinkCost;
 use crate::kv::{PrefixIndex, Tier};
+use lengths::Lengths;
 use load::{Load, Phase, Work, Works};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
@@ -35,7 +37,7 @@ pub struct FleetConfig {
     pub layers: u32,
     /// Requests in work, beyond which a new one is turned away.
     pub requests_max: usize,
-    /// Length of an answer, where no hint says better; `max_tokens` bounds it.
+    /// Mean length of an answer, until those of its class have shown theirs; a hint says better, and `max_tokens` bounds it.
     pub output_tokens_expected: u32,
     /// A request predicted to get its first token later than this is turned away.
     pub ttft_slo: Option<Seconds>,
@@ -93,6 +95,7 @@ pub struct Fleet {
     /// Of pairs of pools.
     pool_links: BTreeMap<(u32, u32), LinkCost>,
     works: Works,
+    lengths: Lengths,
     index: PrefixIndex,
     random: Stream,
     /// Requests placed one after the other.
@@ -106,6 +109,7 @@ impl Fleet {
     pub fn new(config: FleetConfig) -> Self {
         Fleet {
             random: Stream::new(config.seed),
+            lengths: Lengths::new(config.output_tokens_expected),
             config,
             loads: Vec::new(),
             links: BTreeMap::new(),
@@ -124,7 +128,7 @@ impl Fleet {
 
     /// Time that the prompts placed on `instance` will probably take from `now` on; 0 of one that is not up.
     pub fn queued_prefill(&self, instance: InstanceId, now: Seconds) -> Seconds {
-        self.position(instance).map_or(Seconds::ZERO, |at| self.loads[at].backlog(now).time)
+        self.position(instance).map_or(Seconds::ZERO, |at| self.loads[at].backlog(now, Seconds(f64::INFINITY), &self.works).0.time)
     }
 
     /// Instances that are up.
@@ -143,7 +147,13 @@ impl Fleet {
             Event::PrefillDone { request, instance } => self.prefill_done(now, request, instance, actions),
             Event::TransferDone { request, instance } => self.transfer_done(request, instance),
             Event::DecodeStep { instance, requests, tokens } => self.decoded(instance, &requests, tokens),
-            Event::Finished { request } | Event::Cancelled { request } => {
+            Event::Finished { request } => {
+                if let Some(work) = self.forget(now, request) {
+                    // the first token counts as generated where the prompt is done
+                    self.lengths.observe(work.class, work.generated().max(1));
+                }
+            }
+            Event::Cancelled { request } => {
                 self.forget(now, request);
             }
             Event::KvStored { instance, hashes } => {
@@ -176,10 +186,11 @@ impl Fleet {
             Ok(chosen) => {
                 let Candidate { prefill, decode, pull, terms, .. } = &explanation.candidates[chosen];
                 let (prefill, decode, pull) = (*prefill, *decode, *pull);
+                let due = self.objectives(now, arrival).due;
                 if let Some(terms) = terms {
                     self.place(now, arrival, (prefill, decode, pull), terms);
                 }
-                actions.push(Action::Place { request, prefill, decode, pull, explanation });
+                actions.push(Action::Place { request, prefill, decode, pull, due, explanation });
             }
             Err(reason) => {
                 let retry_after = self.retry_after(now, &reason);
@@ -198,7 +209,12 @@ impl Fleet {
         let done = terms.cached_tokens + terms.pulled_tokens;
         // a pull that outlasts the queue delays those behind it too
         let remaining = Seconds(terms.pull_s + terms.prefill_s);
+        let objectives = self.objectives(now, arrival);
         let work = Work {
+            hinted: arrival.output_tokens_hint.is_some(),
+            class: arrival.class,
+            due: objectives.due,
+            tbt_slo: objectives.tbt_slo,
             prompt_tokens: arrival.prompt_tokens,
             max_tokens: arrival.max_tokens,
             output_tokens: self.output_tokens(arrival),
@@ -277,7 +293,7 @@ impl Fleet {
 
     /// The decode instance's own check, once the prompt is done (Mooncake v3, section 3, step 4).
     fn too_busy(&self, work: &Work) -> Option<RejectReason> {
-        let slo = self.config.tbt_slo.filter(|_| self.config.drop_at_decode)?;
+        let slo = work.tbt_slo.filter(|_| self.config.drop_at_decode)?;
         let load = &self.loads[self.position(work.decode)?];
         let tbt = load.step(load.batch().with(u64::from(work.prompt_tokens) + 1));
         (tbt > slo).then_some(RejectReason::TbtSlo { tbt_s: tbt.0, slo_s: slo.0 })

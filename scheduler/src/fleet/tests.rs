@@ -59,7 +59,16 @@ fn hashes(document: u64, tokens: u32) -> Vec<BlockHash> {
 fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> Arrival {
     let chain = PromptChain { block_tokens: BLOCK, hashes: hashes(document, prompt_tokens) };
     let (max_tokens, chains) = (100, vec![chain]);
-    Arrival { request, prompt_tokens, max_tokens, output_tokens_hint: None, chains, replay: false }
+    Arrival {
+        request,
+        prompt_tokens,
+        max_tokens,
+        output_tokens_hint: None,
+        chains,
+        replay: false,
+        class: 0,
+        objective: Objective::Fleet,
+    }
 }
 
 fn arrive(fleet: &mut Fleet, now: f64, arrival: Arrival) -> Action {
@@ -185,7 +194,7 @@ fn the_cheap_device_is_taken_if_prices_say_so_and_waiting_is_cheap() {
     close(terms.score, terms.busy_usd);
     // Moving the 500 kB to the fast device costs traffic, too: 1 $/MB.
     let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte: 1e-6 };
-    act(&mut patient, 9.0, Event::Finished { request: 1 });
+    act(&mut patient, 9.0, Event::Cancelled { request: 1 });
     act(&mut patient, 9.0, Event::LinkUp(Link { from: InstanceId(1), to: InstanceId(2), cost }));
     let action = arrive(&mut patient, 9.0, arrival(2, 500, 2));
     let moved = placed(&action).2.candidates[1].terms.unwrap();

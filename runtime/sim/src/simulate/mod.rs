@@ -24,7 +24,7 @@ use engine::{Engine, Gaps, Job, Outcome};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, PromptChain, Pull, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PromptChain, Pull, Role,
 };
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_scheduler::table::IdMap;
@@ -253,6 +253,8 @@ impl<'a> World<'a> {
                 hashes: request.chain.clone(),
             }],
             replay: false,
+            class: 0,
+            objective: Objective::Fleet,
         };
         self.tell(Event::Arrived(arrival));
         for action in std::mem::take(&mut self.actions) {

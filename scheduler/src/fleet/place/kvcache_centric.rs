@@ -15,7 +15,7 @@ use super::{Part, Pick, Question};
 use mixfleet_hal::units::Seconds;
 
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>, threshold: f64) -> Vec<Pick> {
-    let longest = question.longest();
+    let longest = question.longest().filter(|_| fleet.config.pull);
     let mut best: Option<(f64, usize, Option<Part>)> = None;
     for (at, load) in fleet.able(Role::prefills) {
         let own = question.cached_on(at);
@@ -27,7 +27,7 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>, threshold: f64) -> V
             pull.map_or(Seconds::ZERO, |(from, tokens)| fleet.pull_time(question.now, from, at, tokens));
         let known = own + pull.map_or(0, |(_, tokens)| tokens);
         let prefill = load.spec.cost.prefill_s(known, question.arrival.prompt_tokens - known);
-        let ttft_s = (transfer + load.backlog(question.now).time + prefill).0;
+        let ttft_s = (transfer + fleet.ahead(load, question).0.time + prefill).0;
         if best.is_none_or(|(least, ..)| ttft_s < least) {
             best = Some((ttft_s, at, pull));
         }

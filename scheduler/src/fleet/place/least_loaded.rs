@@ -4,7 +4,10 @@ use super::super::{Fleet, Role};
 use super::{Pick, Question};
 
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
-    let queue = |at: usize| (fleet.loads[at].backlog(question.now).time.0, fleet.loads[at].batch().sequences);
+    let queue = |at: usize| {
+        let load = &fleet.loads[at];
+        (fleet.ahead(load, question).0.time.0, load.batch().sequences)
+    };
     let shorter = |a: usize, b: usize| if queue(b) < queue(a) { b } else { a };
     let prefill = fleet.able(Role::prefills).map(|(at, _)| at).reduce(shorter);
     let pair = prefill.and_then(|prefill| Some((prefill, fleet.decoder_for(prefill)?)));

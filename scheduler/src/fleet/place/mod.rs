@@ -21,8 +21,9 @@ mod per_dollar;
 mod random;
 mod round_robin;
 
+use super::admit::Objectives;
 use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
-use super::load::{Batch, Forecast, Load};
+use super::load::{Backlog, Batch, Forecast, Load};
 use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
 use crate::cost::LinkCost;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
@@ -51,6 +52,10 @@ pub enum Policy {
     PerDollar,
 }
 
+/// A second of waiting of a request with a deadline counts this much of another's: enough to spread such requests over equal
+/// instances, too little to buy speed that nobody asked for.
+const PATIENT: f64 = 0.1;
+
 /// A part of a prefix: the position of an instance, and tokens that it holds.
 pub(super) type Part = (usize, u32);
 
@@ -70,11 +75,17 @@ pub(super) struct Question<'a> {
     pub(super) output_tokens: u32,
     pub(super) score_unit: ScoreUnit,
     pub(super) wait_weight: f64,
+    pub(super) objectives: Objectives,
     /// Positions of the instances that hold a part of the prompt, in order, with the tokens that they can reuse.
     pub(super) cached: Vec<Part>,
 }
 
 impl Question<'_> {
+    /// What a second of its own waiting counts, in units of the score.
+    pub(super) fn own_weight(&self) -> f64 {
+        self.wait_weight * if self.objectives.ends.is_some() { PATIENT } else { 1.0 }
+    }
+
     /// Leading prompt tokens that instance `at` can reuse.
     pub(super) fn cached_on(&self, at: usize) -> u32 {
         self.cached.binary_search_by_key(&at, |&(at, _)| at).map_or(0, |found| self.cached[found].1)
@@ -98,8 +109,8 @@ pub(super) struct PrefillSide {
     pull_price: Usd,
     interleave: Seconds,
     pub(super) prefill: Seconds,
-    /// Sequences that stand still while its chunks run.
-    stalled: u32,
+    /// Sequences that stand still while its chunks run, and prompts that it goes ahead of.
+    delayed: u32,
 }
 
 impl Fleet {
@@ -112,6 +123,7 @@ impl Fleet {
         let (score_unit, wait_weight) = self.weights();
         let request = arrival.request;
         let output_tokens = self.output_tokens(arrival);
+        let objectives = self.objectives(now, arrival);
         let mut explanation = Explanation {
             request,
             decided_at: now,
@@ -129,7 +141,7 @@ impl Fleet {
             return (explanation, Err(RejectReason::QueueFull { requests, requests_max }));
         }
         let cached = self.reusable(arrival);
-        let question = Question { now, arrival, output_tokens, score_unit, wait_weight, cached };
+        let question = Question { now, arrival, output_tokens, score_unit, wait_weight, objectives, cached };
         let picks = match self.config.policy {
             Policy::Random => random::picks(self),
             Policy::RoundRobin => round_robin::picks(self),
@@ -145,7 +157,7 @@ impl Fleet {
 
     /// Tokens that `arrival` is assumed to generate.
     pub(super) fn output_tokens(&self, arrival: &Arrival) -> u32 {
-        let expected = arrival.output_tokens_hint.unwrap_or(self.config.output_tokens_expected);
+        let expected = arrival.output_tokens_hint.unwrap_or_else(|| self.lengths.mean(arrival.class));
         expected.min(arrival.max_tokens)
     }
 
@@ -193,9 +205,14 @@ impl Fleet {
         cached
     }
 
+    /// Prefill work on `load` ahead of the request, and prompts that it goes ahead of.
+    fn ahead(&self, load: &Load, question: &Question<'_>) -> (Backlog, u32) {
+        load.backlog(question.now, question.objectives.due, &self.works)
+    }
+
     fn candidates(&self, question: &Question<'_>, picks: &[Pick]) -> Vec<Candidate> {
         // picks come grouped by prefill; decoders repeat
-        let mut forecasts: Vec<(usize, Forecast)> = Vec::new();
+        let mut forecasts: Vec<(usize, Forecast<'_>)> = Vec::new();
         let mut side: Option<(Pick, PrefillSide)> = None;
         let mut candidates = Vec::with_capacity(picks.len());
         for &pick in picks {
@@ -203,7 +220,7 @@ impl Fleet {
             let obstacle = self.obstacle(question.arrival, p, d);
             let terms = obstacle.is_none().then(|| {
                 if !forecasts.iter().any(|(at, _)| *at == pick.decode) {
-                    forecasts.push((pick.decode, d.forecast(&self.works, question.now)));
+                    forecasts.push((pick.decode, d.forecast(&self.works, &self.lengths, question.now)));
                 }
                 let same = |(of, _): &(Pick, PrefillSide)| of.prefill == pick.prefill && of.pull == pick.pull;
                 if !side.as_ref().is_some_and(same) {
@@ -256,7 +273,7 @@ impl Fleet {
         let pulled_tokens = pull.map_or(0, |(_, tokens)| tokens);
         let known = cached_tokens + pulled_tokens;
         let uncached = prompt_tokens - known;
-        let backlog = load.backlog(question.now);
+        let (backlog, behind) = self.ahead(load, question);
         let batch = load.batch();
         let prefill = load.spec.cost.prefill_s(known, uncached);
         let mut side = PrefillSide {
@@ -268,7 +285,7 @@ impl Fleet {
             pull_price: Usd::ZERO,
             interleave: load.step(batch) * (backlog.chunks + load.chunks(uncached)) as f64,
             prefill,
-            stalled: batch.sequences,
+            delayed: batch.sequences + behind,
         };
         if let Some((from, tokens)) = pull {
             let arrives = self.pull_time(question.now, from, at, tokens);
@@ -297,7 +314,7 @@ impl Fleet {
         question: &Question<'_>,
         side: &PrefillSide,
         decode: usize,
-        forecast: &Forecast,
+        forecast: &Forecast<'_>,
     ) -> Terms {
         let Question { now, arrival, output_tokens, .. } = *question;
         let (p, d) = (&self.loads[side.at], &self.loads[decode]);
@@ -321,12 +338,13 @@ impl Fleet {
 
         let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill;
         let joined = forecast.batch_at(now + ttft + transfer).with(prompt + 1);
+        let tbt = d.step(joined);
         // Whoever shares steps with it waits longer for each of them. Counted over all that d has
         // taken on, not over the batch at now + ttft: else a late start would count as kindness.
         let others = forecast.everyone();
         let slowdown = (d.step(others.with(prompt)) - d.step(others)).max(Seconds::ZERO);
         let beside = forecast.tokens_beside(output_tokens) as f64;
-        let delay = side.prefill * f64::from(side.stalled) + slowdown * beside;
+        let delay = side.prefill * f64::from(side.delayed) + slowdown * beside;
 
         // Half-way through the answer is the mean context of its steps. Who decodes shares a step.
         let halfway = Batch { kv_tokens: joined.kv_tokens + u64::from(output_tokens / 2), ..joined };
@@ -349,11 +367,12 @@ impl Fleet {
             transfer_s: transfer.0,
             hand_off_s: hand_off.0,
             ttft_s: ttft.0,
-            tbt_s: d.step(joined).0,
+            ends_s: (ttft + hand_off + tbt * output).0,
+            tbt_s: tbt.0,
             tbt_now_s: d.step(d.batch().with(prompt + 1)).0,
             delay_s: delay.0,
             busy_usd: busy.0,
-            score: busy.0 + question.wait_weight * (ttft + hand_off + delay).0,
+            score: busy.0 + question.own_weight() * (ttft + hand_off).0 + question.wait_weight * delay.0,
         }
     }
 

@@ -74,7 +74,7 @@ fn prefill_keys<'a>(fleet: &'a Fleet, question: &'a Question<'_>) -> impl FnMut(
     move |at| {
         let load = &fleet.loads[at];
         let own = question.cached_on(at);
-        let (backlog, batch) = (load.backlog(question.now), load.batch());
+        let ((backlog, behind), batch) = (fleet.ahead(load, question), load.batch());
         let mut prefill = time(&load.spec.cost, own);
         let mut ends = backlog.time + prefill;
         if let Some((holder, tokens)) = longest.filter(|&(holder, tokens)| holder != at && tokens > own) {
@@ -85,10 +85,10 @@ fn prefill_keys<'a>(fleet: &'a Fleet, question: &'a Question<'_>) -> impl FnMut(
                 (ends, prefill) = (pulled, rest);
             }
         }
-        let stalled = prefill * f64::from(batch.sequences);
+        let delay = prefill * f64::from(batch.sequences + behind);
         let dollars = load.spec.price.map_or(0.0, |price| (price * prefill).0);
         let paid = if question.score_unit == super::ScoreUnit::Usd { dollars } else { 0.0 };
-        paid + question.wait_weight * (ends + stalled).0
+        paid + question.own_weight() * ends.0 + question.wait_weight * delay.0
     }
 }
 
@@ -107,7 +107,7 @@ fn decode_key(load: &Load, question: &Question<'_>) -> f64 {
     let dollars = load.spec.price.map_or(0.0, |price| (price * share).0);
     let paid = if question.score_unit == super::ScoreUnit::Usd { dollars } else { 0.0 };
     // the step itself too: it decides whether the objective is met
-    paid + question.wait_weight * (slowdown + wait + step).0
+    paid + question.wait_weight * slowdown.0 + question.own_weight() * (wait + step).0
 }
 
 /// Recompute, pull the longest prefix that anyone holds, or pull a part of it: what costs least on instance `at`.
@@ -127,7 +127,7 @@ fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> 
     let price = fleet.loads[at].spec.price.filter(|_| question.score_unit == super::ScoreUnit::Usd);
     let cost = |side: &PrefillSide| {
         let paid = price.map_or(0.0, |price| (price * side.prefill).0) + side.pull_price.0;
-        paid + question.wait_weight * (side.pull + side.prefill).0
+        paid + question.own_weight() * (side.pull + side.prefill).0
     };
     let side = |pull| fleet.prefill_side(question, at, pull);
     let none = side(None);

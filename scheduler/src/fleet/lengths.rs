@@ -1,0 +1,166 @@
+//! How long answers get, learned from those that ended.
+//!
+//! Each class of requests has a histogram over logarithmic buckets (8 to the octave) of the lengths of its last thousand or two
+//! answers. From it follow the expected rest of an answer that has got so far, and the chance that it is still being
+//! generated so many tokens later. One uniform decode time for everybody (Mooncake v3, section 7.4, assumes one t_d) would tell
+//! neither.
+
+/// Eight buckets to the octave: a bucket is at most an eighth wide.
+const PER_OCTAVE_LOG2: u32 = 3;
+const BUCKETS: usize = 31 << PER_OCTAVE_LOG2;
+/// As many answers as the assumption counts for that stands in for the first ones.
+const ASSUMED: f64 = 16.0;
+/// At so many answers all weights are halved: the last ones count most.
+const HALVED_AT: f64 = 2048.0;
+
+/// Lengths of answers by class.
+#[derive(Clone, Debug)]
+pub(super) struct Lengths {
+    assumed_tokens: u32,
+    /// By class, in order of the class's number.
+    classes: Vec<(u32, Histogram)>,
+}
+
+impl Lengths {
+    /// Every class is taken to have exponentially distributed lengths of this mean until it shows its own.
+    pub(super) fn new(assumed_tokens: u32) -> Self {
+        Lengths { assumed_tokens, classes: Vec::new() }
+    }
+
+    /// An answer of `class` ended after `tokens`.
+    pub(super) fn observe(&mut self, class: u32, tokens: u32) {
+        let at = match self.classes.binary_search_by_key(&class, |&(class, _)| class) {
+            Ok(at) => at,
+            Err(at) => {
+                self.classes.insert(at, (class, Histogram::assumed(self.assumed_tokens)));
+                at
+            }
+        };
+        self.classes[at].1.observe(tokens);
+    }
+
+    /// What is known of `class`; none before its first answer ended.
+    pub(super) fn of(&self, class: u32) -> Option<&Histogram> {
+        let at = self.classes.binary_search_by_key(&class, |&(class, _)| class).ok()?;
+        Some(&self.classes[at].1)
+    }
+
+    /// Mean length of an answer of `class`, in tokens.
+    pub(super) fn mean(&self, class: u32) -> u32 {
+        self.of(class).map_or(self.assumed_tokens, |histogram| histogram.rest(0).round().max(1.0) as u32)
+    }
+}
+
+/// Lengths of one class, as what is beyond each bucket's lower end.
+#[derive(Clone, Debug)]
+pub(super) struct Histogram {
+    /// Weight of the answers in this bucket and above.
+    beyond: Box<[f64]>,
+    /// Their tokens.
+    tokens_beyond: Box<[f64]>,
+}
+
+impl Histogram {
+    fn assumed(mean_tokens: u32) -> Self {
+        let mean = f64::from(mean_tokens.max(1));
+        let share = |bucket: usize| ASSUMED * (-lower(bucket) / mean).exp();
+        // a memoryless length that exceeds x is x + mean on average
+        let tokens = |bucket: usize| share(bucket) * (lower(bucket) + mean);
+        Histogram {
+            beyond: (0..BUCKETS).map(share).collect(),
+            tokens_beyond: (0..BUCKETS).map(tokens).collect(),
+        }
+    }
+
+    fn observe(&mut self, tokens: u32) {
+        if self.beyond[0] >= HALVED_AT {
+            self.beyond.iter_mut().chain(self.tokens_beyond.iter_mut()).for_each(|weight| *weight *= 0.5);
+        }
+        let bucket = bucket(tokens);
+        self.beyond[..=bucket].iter_mut().for_each(|weight| *weight += 1.0);
+        self.tokens_beyond[..=bucket].iter_mut().for_each(|sum| *sum += f64::from(tokens));
+    }
+
+    /// Weight of the answers longer than `tokens`: a straight line between the ends of the bucket.
+    fn beyond(&self, tokens: f64) -> f64 {
+        let bucket = bucket(tokens as u32);
+        let (from, to) = (self.beyond[bucket], self.beyond.get(bucket + 1).copied().unwrap_or(0.0));
+        let (low, high) = (lower(bucket), lower(bucket + 1));
+        from + (to - from) * ((tokens - low) / (high - low)).clamp(0.0, 1.0)
+    }
+
+    /// Expected further tokens of an answer that has `generated`: at least one, and as many again where none of those seen was
+    /// so long.
+    pub(super) fn rest(&self, generated: u32) -> f64 {
+        let bucket = bucket(generated);
+        let mean = self.tokens_beyond[bucket] / self.beyond[bucket];
+        if mean.is_finite() && mean > f64::from(generated) {
+            (mean - f64::from(generated)).max(1.0)
+        } else {
+            f64::from(generated.max(1))
+        }
+    }
+
+    /// Chance that an answer that has `generated` goes on for `more` tokens.
+    pub(super) fn goes_on(&self, generated: u32, more: f64) -> f64 {
+        let generated = f64::from(generated);
+        let so_far = self.beyond(generated);
+        if so_far > 0.0 { (self.beyond(generated + more) / so_far).min(1.0) } else { 1.0 }
+    }
+}
+
+/// The bucket of a length: exact below 8, then eight to the octave.
+fn bucket(tokens: u32) -> usize {
+    let steps = 1 << PER_OCTAVE_LOG2;
+    if tokens < steps {
+        return tokens as usize;
+    }
+    let octave = tokens.ilog2() - PER_OCTAVE_LOG2;
+    ((octave << PER_OCTAVE_LOG2) + (tokens >> octave)) as usize
+}
+
+/// The least length of a bucket.
+fn lower(bucket: usize) -> f64 {
+    let steps = 1usize << PER_OCTAVE_LOG2;
+    if bucket < steps {
+        return bucket as f64;
+    }
+    let octave = bucket / steps - 1;
+    ((steps + bucket % steps) as f64) * 2f64.powi(octave as i32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mixfleet_hal::random::Stream;
+
+    #[test]
+    fn every_length_is_in_its_bucket() {
+        let mut random = Stream::new(1);
+        for _ in 0..10_000 {
+            let tokens = (random.next_u64() >> (32 + random.next_u64() % 32)) as u32;
+            let at = bucket(tokens);
+            assert!(at + 1 < BUCKETS, "{tokens}");
+            assert!(lower(at) <= f64::from(tokens) && f64::from(tokens) < lower(at + 1), "{tokens} in {at}");
+        }
+    }
+
+    #[test]
+    fn what_was_seen_replaces_what_was_assumed() {
+        let mut lengths = Lengths::new(256);
+        assert_eq!(lengths.mean(3), 256);
+        for _ in 0..1500 {
+            // nine short answers to one long one
+            (0..9).for_each(|_| lengths.observe(3, 20));
+            lengths.observe(3, 1000);
+        }
+        let mean = f64::from(lengths.mean(3));
+        assert!((mean - 118.0).abs() < 4.0, "{mean}");
+        assert_eq!(lengths.mean(4), 256, "another class has not been seen");
+        let seen = lengths.of(3).unwrap();
+        assert!((seen.goes_on(0, 100.0) - 0.1).abs() < 0.01);
+        assert!(seen.goes_on(100, 500.0) > 0.98, "who got beyond 20 goes to 1000");
+        assert!((seen.rest(100) - 900.0).abs() < 20.0, "{}", seen.rest(100));
+        assert!((seen.rest(5000) - 5000.0).abs() < 1e-9, "longer than any: half-way");
+    }
+}
