@@ -4,6 +4,7 @@ use crate::compare::CompareArgs;
 use crate::explain::ExplainArgs;
 use crate::parts::PartsArgs;
 use crate::profile::ProfileArgs;
+use crate::replay::ReplayLogArgs;
 use crate::scheduling::SchedulingArgs;
 use crate::simulate::SimulateArgs;
 use crate::trace::TraceArgs;
@@ -43,6 +44,8 @@ pub(crate) enum Command {
     Simulate(SimulateArgs),
     /// Serve a model over HTTP with the OpenAI API
     Serve(ServeArgs),
+    /// Check that a log of 'serve --events' gives the same decisions again, and explain one
+    Replay(ReplayLogArgs),
     /// Complete one prompt on standard output
     Generate(GenerateArgs),
 }
@@ -182,6 +185,9 @@ pub(crate) struct ServeArgs {
     /// Predict a device by its measured profile; repeatable [default: calibrate]
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Vec<PathBuf>,
+    /// Log all that the scheduler is told and answers, for 'mixfleet replay'
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(crate) events: Option<PathBuf>,
     /// Measure the devices anew despite a kept calibration
     #[arg(long)]
     pub(crate) recalibrate: bool,

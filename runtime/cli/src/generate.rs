@@ -52,6 +52,7 @@ async fn generate(args: GenerateArgs) -> Result<()> {
         prices: Default::default(),
         sequences_max: 1,
         engine: EngineConfig::default(),
+        events: None,
         profiles: Vec::new(),
         recalibrate: false,
     };

@@ -16,6 +16,7 @@ mod parts;
 mod prices;
 mod profile;
 mod profiles;
+mod replay;
 mod scheduling;
 mod serve;
 mod simulate;
@@ -64,6 +65,7 @@ fn main() -> ExitCode {
         Command::Trace(args) => trace::run(&args),
         Command::Simulate(args) => simulate::run(&args),
         Command::Serve(args) => serve::run(args),
+        Command::Replay(args) => replay::run(&args),
         Command::Generate(args) => generate::run(args),
     };
     let Err(error) = result else { return ExitCode::SUCCESS };

@@ -8,12 +8,14 @@ use anyhow::{Context, Result};
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::api::{Api, Limits, Placements, ServedModel, Shutdown};
 use mixfleet_runtime::engine::EngineConfig;
+use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::Sampling;
 use mixfleet_scheduler::fleet::{Policy, Role};
 use mixfleet_sim::simulate::Choices;
-use std::io::IsTerminal;
+use std::fs::File;
+use std::io::{BufWriter, IsTerminal};
 use std::net::ToSocketAddrs;
 use std::sync::Arc;
 use tokio::signal::unix::{SignalKind, signal};
@@ -75,8 +77,10 @@ async fn serve(args: ServeArgs) -> Result<()> {
     let mut server = tokio::spawn(mixfleet_runtime::api::serve(listener, api.clone(), told));
     tracing::info!(%address, "listening; loading the model");
 
+    let (events, mut writer) = event_log(&args, &env)?.unzip();
     let (env2, name) = (env.clone(), args.name.clone());
-    let mut loading = tokio::task::spawn_blocking(move || load(&args, name, &env2, metrics, placements));
+    let mut loading =
+        tokio::task::spawn_blocking(move || load(&args, name, &env2, metrics, placements, events));
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut loaded = false;
@@ -89,13 +93,26 @@ async fn serve(args: ServeArgs) -> Result<()> {
             }
             _ = interrupt.recv() => stop(&shutdown),
             _ = terminate.recv() => stop(&shutdown),
-            _ = &mut server => return Ok(()),
+            _ = &mut server => {
+                if let Some(writer) = writer.take() {
+                    // An error was said when it happened; clients got their answers all the same.
+                    let _ = writer.close().await;
+                }
+                return Ok(());
+            }
         }
         if !loaded && *shutdown.borrow() != Shutdown::No {
             // Nothing runs yet, and loading cannot be interrupted.
             std::process::exit(0);
         }
     }
+}
+
+/// The log that --events asks for.
+fn event_log(args: &ServeArgs, env: &SharedEnv) -> Result<Option<(EventLog, Writer)>> {
+    let Some(path) = &args.events else { return Ok(None) };
+    let file = File::create(path).with_context(|| format!("--events: cannot create {}", path.display()))?;
+    Ok(Some(EventLog::start(env, Box::new(BufWriter::new(file)))))
 }
 
 /// The first signal drains, the second one cuts.
@@ -113,6 +130,7 @@ fn load(
     env: &SharedEnv,
     metrics: Metrics,
     placements: Arc<Placements>,
+    events: Option<EventLog>,
 ) -> Result<ServedModel> {
     if args.model.model.is_none() {
         tracing::warn!(
@@ -145,6 +163,7 @@ fn load(
             seed,
             ..EngineConfig::default()
         },
+        events,
         profiles: args.profile.clone(),
         recalibrate: args.recalibrate,
     };

@@ -11,6 +11,7 @@ use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{GIB, UsdPerHour};
 use mixfleet_runtime::api::Placements;
+use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Loaded};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::metrics::Metrics;
@@ -32,6 +33,7 @@ pub(crate) struct Choice {
     pub(crate) prices: BTreeMap<String, f64>,
     pub(crate) sequences_max: u32,
     pub(crate) engine: EngineConfig,
+    pub(crate) events: Option<EventLog>,
     pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
 }
@@ -101,6 +103,7 @@ pub(crate) fn engine(
         transport: Arc::new(Memory::new()),
         make_region: Arc::new(region),
         limits: choice.engine,
+        events: choice.events,
         placements,
         metrics,
     };

@@ -10,6 +10,7 @@
 
 pub mod calibrate;
 mod coordinator;
+pub mod events;
 mod handoff;
 mod health;
 mod messages;
@@ -26,6 +27,7 @@ use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
 use crate::request::EngineHandle;
 use coordinator::{Coordinator, InstanceHandle};
+use events::{EventLog, LoggedFleet};
 use handoff::Courier;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
@@ -34,9 +36,7 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, LinkCost, ProfileCost};
-use mixfleet_scheduler::fleet::{
-    Admission, Event, Fleet, FleetConfig, Instance, InstanceId, Link, Policy, Role,
-};
+use mixfleet_scheduler::fleet::{Admission, Event, FleetConfig, Instance, InstanceId, Link, Policy, Role};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -278,6 +278,8 @@ pub struct EngineParts {
     pub make_region: Arc<MakeRegion>,
     /// The fleet's bounds.
     pub limits: EngineConfig,
+    /// Where all that the fleet's machine is told and answers goes, if it is wanted.
+    pub events: Option<EventLog>,
     /// Where decisions are kept for people.
     pub placements: Arc<Placements>,
     /// Where everyone counts.
@@ -294,7 +296,7 @@ impl EngineParts {
         let metrics = self.metrics;
         let (reports, incoming) = mpsc::unbounded_channel();
         let widest = instances.iter().map(|(i, _)| i.forward.shape().kv).max_by_key(|d| d.size_bytes());
-        let mut fleet = Fleet::new(FleetConfig {
+        let fleet = FleetConfig {
             requests_max: limits.requests_max,
             ttft_slo: limits.ttft_slo,
             tbt_slo: limits.tbt_slo,
@@ -302,13 +304,13 @@ impl EngineParts {
             admission: limits.admission,
             seed: limits.seed,
             ..FleetConfig::new(config.kv_bytes_per_token(widest.unwrap_or(DType::F32)), config.layers)
-        });
+        };
+        let mut fleet = LoggedFleet::new(fleet, self.events);
         let mut handles = BTreeMap::new();
-        let mut actions = Vec::new();
         for (at, (loaded, cost)) in instances.into_iter().enumerate() {
             let id = InstanceId(at as u32);
             let instance = describe(id, &loaded, cost);
-            fleet.step(env.now(), Event::InstanceUp(instance), &mut actions);
+            fleet.step(env.now(), Event::InstanceUp(instance));
             let Loaded { spec_device: device, forward, batch, .. } = loaded;
             let bytes = limits.hand_off.slot_bytes * u64::from(limits.hand_off.slots);
             let (shape, region) = (*forward.shape(), make_region(bytes));
@@ -342,7 +344,9 @@ impl EngineParts {
         }
         for (from, to) in pairs(&handles) {
             match measure_link(&env, &*transport, &handles[&to], limits.hand_off) {
-                Ok(cost) => fleet.step(env.now(), Event::LinkUp(Link { from, to, cost }), &mut actions),
+                Ok(cost) => {
+                    fleet.step(env.now(), Event::LinkUp(Link { from, to, cost }));
+                }
                 Err(error) => {
                     let devices = [&handles[&from].device, &handles[&to].device];
                     tracing::warn!(?devices, %error, "no KV can go from the first to the second");

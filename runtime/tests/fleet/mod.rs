@@ -180,6 +180,7 @@ impl Fleet {
                 hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, ..HandOffLimits::default() },
                 ..EngineConfig::default()
             },
+            events: None,
             placements: Arc::new(Placements::new(100)),
             metrics: self.metrics.clone(),
         };

@@ -1,0 +1,98 @@
+//! `mixfleet replay`: the events that `mixfleet serve` logged, through a fresh machine.
+
+use crate::Failed;
+use anyhow::{Context, Result};
+use clap::Args;
+use mixfleet_runtime::engine::events::Replay;
+use mixfleet_scheduler::batch::RequestId;
+use serde_json::json;
+use std::fs::File;
+use std::io::{BufReader, Write};
+use std::path::PathBuf;
+
+#[derive(Debug, Args)]
+pub(crate) struct ReplayLogArgs {
+    /// What 'mixfleet serve --events' wrote
+    #[arg(value_name = "FILE.jsonl")]
+    log: PathBuf,
+    /// Show how this request was decided: 'request' in the log and in /debug/placement
+    #[arg(long, value_name = "ID")]
+    request: Option<RequestId>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &ReplayLogArgs) -> Result<()> {
+    let path = args.log.display();
+    let log = File::open(&args.log).with_context(|| format!("cannot open {path}"))?;
+    let replay = Replay::of(BufReader::new(log), args.request).with_context(|| path.to_string())?;
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{:#}", document(&replay))?;
+    } else {
+        write!(out, "{}", text(&replay, args.request))?;
+    }
+    if replay.differing > 0 {
+        let Replay { differing, steps, .. } = replay;
+        return Err(Failed(format!("{path}: {differing} of {steps} steps come out otherwise")).into());
+    }
+    Ok(())
+}
+
+fn document(replay: &Replay) -> serde_json::Value {
+    let first = replay.first.as_ref();
+    let first = first.map(|d| json!({"line": d.line, "logged": d.logged, "replayed": d.replayed}));
+    let decisions = replay.decisions.iter();
+    let decisions: Vec<_> =
+        decisions.map(|(why, reason)| json!({"explanation": why, "rejected": reason})).collect();
+    json!({
+        "schema": "mixfleet.replay/1",
+        "version": replay.version,
+        "steps": replay.steps,
+        "arrivals": replay.arrivals,
+        "actions": replay.actions,
+        "differing": replay.differing,
+        "first_difference": first,
+        "whole": replay.whole,
+        "ended": replay.ended,
+        "cut": replay.cut,
+        "decisions": decisions,
+    })
+}
+
+fn text(replay: &Replay, wanted: Option<RequestId>) -> String {
+    let Replay { steps, arrivals, actions, differing, .. } = replay;
+    let mut lines = vec![format!("{steps} steps, {arrivals} of them arrivals, {actions} actions")];
+    match &replay.first {
+        None => lines.push("every action is the same, byte by byte".into()),
+        Some(first) => {
+            lines.push(format!("{differing} steps differ; the first is line {}", first.line));
+            lines.push(format!("  logged    ...{}...", first.logged));
+            lines.push(format!("  replayed  ...{}...", first.replayed));
+            if replay.version != env!("CARGO_PKG_VERSION") {
+                lines.push(format!(
+                    "the log is of mixfleet {}, which may have decided otherwise",
+                    replay.version
+                ));
+            }
+        }
+    }
+    match &replay.ended {
+        Some(cause) => lines.push(format!("the log ended before the serving did: {cause}")),
+        None if !replay.whole => {
+            let last = if replay.cut { "; its last line is incomplete and was left out" } else { "" };
+            lines.push(format!("the log was not closed: the server was killed, or still runs{last}"));
+        }
+        None => {}
+    }
+    for (explanation, reason) in &replay.decisions {
+        lines.push(explanation.to_string());
+        lines.extend(reason.as_ref().map(|reason| format!("  turned away: {reason}")));
+    }
+    if let (Some(request), true) = (wanted, replay.decisions.is_empty()) {
+        lines.push(format!("request {request} is not in the log"));
+    }
+    lines.push(String::new());
+    lines.join("\n")
+}

@@ -1,0 +1,77 @@
+//! The log of all that the fleet's machine was told and answered, as JSON lines that a fresh machine can be fed with.
+//!
+//! ```text
+//! {"schema":"mixfleet.events/1","version":...,"fleet":FleetConfig}
+//! {"now":seconds,"event":Event,"actions":[Action]}      one for each step
+//! {"end":null}                                          or the reason why the log ends before the serving does
+//! ```
+//!
+//! Floats are written so that they read back the same. A log without its last line was cut: whoever wrote it was killed.
+
+mod finite;
+mod log;
+mod replay;
+
+pub use log::{EventLog, Writer};
+pub use replay::{Difference, Replay, ReplayError};
+
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::fleet::{Action, Event, Fleet, FleetConfig};
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+
+/// Name and version of the format.
+pub const SCHEMA: &str = "mixfleet.events/1";
+
+#[derive(Serialize, Deserialize)]
+struct Head<'a> {
+    schema: Cow<'a, str>,
+    /// Of the program: another one may decide otherwise.
+    version: Cow<'a, str>,
+    fleet: Cow<'a, FleetConfig>,
+}
+
+#[derive(Serialize)]
+struct Step<'a> {
+    now: Seconds,
+    event: &'a Event,
+    actions: &'a [Action],
+}
+
+#[derive(Serialize, Deserialize)]
+struct End<'a> {
+    end: Option<Cow<'a, str>>,
+}
+
+fn json(value: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).expect("plain data, in memory")
+}
+
+/// The fleet's machine, with a log of what it is told and answers where one is wanted.
+pub(super) struct LoggedFleet {
+    machine: Fleet,
+    log: Option<EventLog>,
+}
+
+impl LoggedFleet {
+    pub(super) fn new(config: FleetConfig, mut log: Option<EventLog>) -> Self {
+        if let Some(log) = &mut log {
+            let (schema, version) = (SCHEMA.into(), env!("CARGO_PKG_VERSION").into());
+            log.write(&Head { schema, version, fleet: Cow::Borrowed(&config) });
+        }
+        LoggedFleet { machine: Fleet::new(config), log }
+    }
+
+    /// What the machine answers to `event`.
+    pub(super) fn step(&mut self, now: Seconds, event: Event) -> Vec<Action> {
+        let mut actions = Vec::new();
+        let Some(log) = &mut self.log else {
+            self.machine.step(now, event, &mut actions);
+            return actions;
+        };
+        let told = event.clone();
+        self.machine.step(now, event, &mut actions);
+        log.write(&Step { now, event: &told, actions: &actions });
+        actions
+    }
+}
