@@ -1,5 +1,5 @@
-//! What one instance does with the requests that it was given: continuous batching with chunked prefill, first come,
-//! first served, as serving engines do it. It makes no choice of placement.
+//! What one instance does with the requests that it was given: continuous batching with chunked prefill in the order that the
+//! scheduler gives, as serving engines do it. It makes no choice of placement.
 //!
 //! A *plan* is what the instance is at: one step with prompt tokens in it, or a run of decode steps that nothing disturbs. A run
 //! is one event, however long; who comes meanwhile cuts it short after the step in progress.
@@ -25,6 +25,8 @@ pub(super) struct Job {
     pub(super) ready_at_s: f64,
     /// It decodes here too.
     pub(super) stays: bool,
+    /// Prompts begin in order of this.
+    pub(super) due_s: f64,
 }
 
 /// Tokens that came one after the other: `count` gaps from `first_s` to `last_s`, in equal steps between.
@@ -97,7 +99,7 @@ pub(super) struct Engine {
     /// Given up since the world was told last.
     evicted: Vec<BlockHash>,
     private: u64,
-    /// Waiting, first come, first served; those that lost their blocks first.
+    /// Waiting, in order of when they are due; those that lost their blocks first.
     queue: VecDeque<Sequence>,
     /// Whose KV has come from elsewhere, and who wait for blocks here.
     landed: VecDeque<Sequence>,
@@ -175,7 +177,9 @@ impl Engine {
     }
 
     pub(super) fn enqueue(&mut self, job: Job) {
-        self.queue.push_back(Sequence::new(job));
+        let later = |s: &&Sequence| !s.started && s.job.due_s > job.due_s;
+        let place = self.queue.len() - self.queue.iter().rev().take_while(later).count();
+        self.queue.insert(place, Sequence::new(job));
     }
 
     /// A request whose prompt was computed elsewhere, and whose first token is out since `since_s`.
@@ -188,6 +192,7 @@ impl Engine {
             pulled_tokens: 0,
             ready_at_s: 0.0,
             stays: true,
+            due_s: 0.0,
         };
         let mut sequence = Sequence::new(job);
         (sequence.context, sequence.wanted) = (prompt_tokens, prompt_tokens + 1);

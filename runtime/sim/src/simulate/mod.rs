@@ -260,8 +260,8 @@ impl<'a> World<'a> {
         for action in std::mem::take(&mut self.actions) {
             self.observer.decided(self.now_s, &action);
             match action {
-                Action::Place { prefill, decode, pull, .. } => {
-                    return self.placed(request, prefill.0, decode.0, pull);
+                Action::Place { prefill, decode, pull, due, .. } => {
+                    return self.placed(request, prefill.0, decode.0, pull, due);
                 }
                 Action::Reject { reason, .. } => {
                     self.ledger.rejected(&reason);
@@ -272,7 +272,7 @@ impl<'a> World<'a> {
         }
     }
 
-    fn placed(&mut self, request: Request, prefill: u32, decode: u32, pull: Option<Pull>) {
+    fn placed(&mut self, request: Request, prefill: u32, decode: u32, pull: Option<Pull>, due: Seconds) {
         let mut ready_at_s = self.now_s;
         if let Some(Pull { from, tokens }) = pull {
             let bytes = f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64;
@@ -297,6 +297,7 @@ impl<'a> World<'a> {
             pulled_tokens: pull.map_or(0, |pull| pull.tokens),
             ready_at_s,
             stays: prefill == decode,
+            due_s: due.0,
         };
         self.engines[prefill as usize].enqueue(job);
         self.turn(prefill);
