@@ -27,6 +27,7 @@ pub mod profile;
 pub mod reference;
 pub mod report;
 mod suite;
+pub mod svg;
 pub mod validate;
 
 pub use cases::Level;

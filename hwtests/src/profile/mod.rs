@@ -30,7 +30,6 @@ pub mod plan;
 mod run;
 mod sampler;
 mod stats;
-mod svg;
 pub mod text;
 pub mod work;
 

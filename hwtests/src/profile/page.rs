@@ -1,10 +1,10 @@
 //! A profile as one self-contained page.
 
 use super::document::{Document, PointResult, Status};
-use super::svg::{Axis, Roof, Series, chart};
 use super::text::{gibibytes, rate, scaled};
 use super::work::{Group, Work};
 use crate::html::{Cell, Html, Tone};
+use crate::svg::{Axis, Chart, Mark, Scale, Series};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::Traffic;
 use std::collections::BTreeMap;
@@ -109,15 +109,14 @@ fn roofline(body: &mut Html, document: &Document) {
     }
     let series: Vec<Series> = by_kind
         .into_iter()
-        .map(|(name, points)| Series { name: name.to_owned(), points, dots: true })
+        .map(|(name, points)| Series { name: name.to_owned(), points, mark: Mark::Dots })
         .collect();
     let ridge = compute.reached.rate / read.rate;
     let intensities = series.iter().flat_map(|s| &s.points).map(|p| p.0);
     let (least, most) = intensities.fold((ridge, ridge), |(l, m), x| (l.min(x), m.max(x)));
-    let roof: Roof =
-        vec![(least, least * read.rate), (ridge, compute.reached.rate), (most, compute.reached.rate)];
-    let x = Axis { label: "FLOP per byte", unit: "", binary: false };
-    let y = Axis { label: "arithmetic rate", unit: "FLOP/s", binary: false };
+    let roof = [(least, least * read.rate), (ridge, compute.reached.rate), (most, compute.reached.rate)];
+    let x = Axis { label: "FLOP per byte", unit: "", scale: Scale::Decimal };
+    let y = Axis { label: "arithmetic rate", unit: "FLOP/s", scale: Scale::Decimal };
     let caption = format!(
         "The roof is measured: plain read of the largest working set, {}, and the best product, {} in {}. \
          Points above the slope were fed by caches.",
@@ -125,7 +124,7 @@ fn roofline(body: &mut Html, document: &Document) {
         scaled(compute.reached.rate, "FLOP/s"),
         compute.dtype
     );
-    body.figure(&chart(x, y, &series, &roof), &caption);
+    body.figure(&Chart { x, y, series: &series, roof: &roof, limits: &[] }.svg(), &caption);
 }
 
 fn measured(document: &Document) -> impl Iterator<Item = (&PointResult, f64)> {
@@ -144,7 +143,7 @@ fn gather(
         let Some((name, x, y)) = place(p, &work, seconds) else { continue };
         match curves.iter_mut().find(|curve| curve.name == name) {
             Some(curve) => curve.points.push((x, y)),
-            None => curves.push(Series { name, points: vec![(x, y)], dots: false }),
+            None => curves.push(Series { name, points: vec![(x, y)], mark: Mark::Both }),
         }
     }
     for curve in &mut curves {
@@ -158,11 +157,11 @@ fn gather(
 }
 
 fn curves(body: &mut Html, document: &Document) {
-    let bytes = Axis { label: "bytes", unit: "B", binary: true };
-    let bandwidth = Axis { label: "bandwidth", unit: "B/s", binary: false };
-    let flops = Axis { label: "arithmetic rate", unit: "FLOP/s", binary: false };
-    let rows = Axis { label: "rows", unit: "", binary: true };
-    let tokens = Axis { label: "tokens", unit: "", binary: true };
+    let bytes = Axis { label: "bytes", unit: "B", scale: Scale::Binary };
+    let bandwidth = Axis { label: "bandwidth", unit: "B/s", scale: Scale::Decimal };
+    let flops = Axis { label: "arithmetic rate", unit: "FLOP/s", scale: Scale::Decimal };
+    let rows = Axis { label: "rows", unit: "", scale: Scale::Binary };
+    let tokens = Axis { label: "tokens", unit: "", scale: Scale::Binary };
     let memory = gather(document, |p, work, seconds| match work {
         Work::Memory(traffic, bytes) => {
             let name = match traffic {
@@ -224,7 +223,7 @@ fn curves(body: &mut Html, document: &Document) {
 }
 
 fn figure(body: &mut Html, x: Axis, y: Axis, series: &[Series], caption: &str) {
-    let svg = chart(x, y, series, &Roof::new());
+    let svg = Chart { x, y, series, roof: &[], limits: &[] }.svg();
     if !svg.is_empty() {
         body.figure(&svg, caption);
     }
