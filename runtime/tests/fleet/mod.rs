@@ -9,6 +9,7 @@ use mixfleet_hal::transport::Transport;
 use mixfleet_hal::{DType, Device};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::api::Placements;
+use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Loaded,
 };
@@ -17,10 +18,11 @@ use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, Update};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
-use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::fleet::{Policy, Role};
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{Faulty, HostRegion, Memory};
-use std::sync::Arc;
+use std::io::Write;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 fn usage(metrics: &Metrics, member: usize) -> f64 {
@@ -89,6 +91,29 @@ pub(crate) struct Fleet {
     blocks: u32,
     faults: FaultPlan,
     metrics: Metrics,
+    policy: Policy,
+    log: Option<Log>,
+}
+
+/// An event log in memory.
+#[derive(Clone, Default)]
+pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
+
+impl Write for Log {
+    fn write(&mut self, data: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(data);
+        Ok(data.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 impl Fleet {
@@ -99,7 +124,21 @@ impl Fleet {
             blocks: 64,
             faults: FaultPlan::default(),
             metrics: Metrics::new(),
+            policy: Policy::default(),
+            log: None,
         }
+    }
+
+    pub(crate) fn policy(mut self, policy: Policy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// Logs all that the fleet's machine is told and answers.
+    pub(crate) fn logged(mut self) -> (Self, Log) {
+        let log = Log::default();
+        self.log = Some(log.clone());
+        (self, log)
     }
 
     pub(crate) fn with(self, role: Role) -> Self {
@@ -169,6 +208,7 @@ impl Fleet {
         });
         let transport: Arc<dyn Transport> = Arc::new(Faulty::new(Memory::new(), self.faults.clone()));
         let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
+        let events = self.log.clone().map(|log| EventLog::start(&env, Box::new(log)).0);
         let parts = EngineParts {
             identity: Identity::new("model".into(), "tokenizer".into(), [env.random(), env.random()]),
             env,
@@ -178,9 +218,10 @@ impl Fleet {
             make_region: Arc::new(region),
             limits: EngineConfig {
                 hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, ..HandOffLimits::default() },
+                policy: self.policy,
                 ..EngineConfig::default()
             },
-            events: None,
+            events,
             placements: Arc::new(Placements::new(100)),
             metrics: self.metrics.clone(),
         };

@@ -106,7 +106,14 @@ struct File {
 }
 
 impl File {
-    async fn write(mut self, mut closing: oneshot::Receiver<()>) -> io::Result<()> {
+    async fn write(mut self, closing: oneshot::Receiver<()>) -> io::Result<()> {
+        // Nobody may want to close it: then it ends with the serving.
+        let closing = async {
+            if closing.await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        };
+        let mut closing = std::pin::pin!(closing);
         let mut open = true;
         let mut failure = None;
         while failure.is_none() {
@@ -121,7 +128,7 @@ impl File {
                             Some(message) => message,
                             None => break,
                         },
-                        _ = &mut closing => {
+                        () = &mut closing => {
                             open = false;
                             continue;
                         }
