@@ -25,6 +25,7 @@ mod topo;
 mod trace;
 mod validate;
 
+use anyhow::Context;
 use args::{Cli, Command};
 use clap::Parser;
 use std::process::ExitCode;
@@ -52,6 +53,12 @@ impl std::fmt::Display for Failed {
 }
 
 impl std::error::Error for Failed {}
+
+/// Finds out before long work whether a file can be written; one that is there keeps its content.
+pub(crate) fn writable(file: &std::path::Path) -> anyhow::Result<()> {
+    let opened = std::fs::OpenOptions::new().create(true).append(true).open(file);
+    opened.map(drop).with_context(|| format!("cannot write {}", file.display()))
+}
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {

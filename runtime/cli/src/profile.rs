@@ -3,7 +3,7 @@
 pub(crate) mod machine;
 
 use crate::args::USD_PER_HOUR_MIN;
-use crate::{Failed, Usage, backends};
+use crate::{Failed, Usage, backends, writable};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -124,12 +124,6 @@ fn profile(args: &MeasureArgs) -> Result<()> {
         return Err(Failed("nothing of what --only names could be measured".into()).into());
     }
     Ok(())
-}
-
-/// Finds out before minutes of measuring whether a file can be written; one that is there keeps its content.
-fn writable(file: &Path) -> Result<()> {
-    let opened = std::fs::OpenOptions::new().create(true).append(true).open(file);
-    opened.map(drop).with_context(|| format!("cannot write {}", file.display()))
 }
 
 fn write_files(args: &MeasureArgs, document: &Document) -> Result<()> {

@@ -1,17 +1,33 @@
 //! `mixfleet simulate`: a trace on a fleet that need not exist.
 
-use crate::profiles;
+mod history;
+mod page;
+mod timeline;
+mod watch;
+
 use crate::scheduling::SchedulingArgs;
-use crate::trace::{FileBar, ReplayArgs};
-use anyhow::Result;
+use crate::trace::{FileBar, ReplayArgs, clock, positive};
+use crate::{Usage, profiles, writable};
+use anyhow::{Context, Result};
 use clap::Args;
+use history::History;
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::simulate::{Distribution, Results, Setup, run as simulate};
 use mixfleet_sim::trace::Requests;
+use page::{Subject, page};
 use serde_json::json;
 use std::fmt::Write as _;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use timeline::TimelineFile;
+use watch::Watch;
+
+/// Seconds between samples of a table, which keeps them all,
+const TABLE_INTERVAL_S: f64 = 10.0;
+/// and of a page alone, which averages them.
+const PAGE_INTERVAL_S: f64 = 1.0;
+/// Traces may span centuries, so samples must not lie too close.
+const INTERVAL_S_MIN: f64 = 1e-3;
 
 #[derive(Debug, Args)]
 pub(crate) struct SimulateArgs {
@@ -25,23 +41,105 @@ pub(crate) struct SimulateArgs {
     scheduling: SchedulingArgs,
     #[command(flatten)]
     replay: ReplayArgs,
+    /// Give up a request after its prefill if its decode instance is too busy by then
+    #[arg(long)]
+    drop_late: bool,
+    /// Write the load of each pool over time as CSV
+    #[arg(long, value_name = "FILE.csv")]
+    timeline: Option<PathBuf>,
+    /// Between samples of that, and of the page [default: 10; 1 for the page alone]
+    #[arg(long, value_name = "SECONDS", value_parser = positive)]
+    timeline_interval_s: Option<f64>,
+    /// Write a report page
+    #[arg(long, value_name = "FILE.html")]
+    html: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
+impl SimulateArgs {
+    fn interval_s(&self) -> Result<f64> {
+        let default = if self.timeline.is_some() { TABLE_INTERVAL_S } else { PAGE_INTERVAL_S };
+        match self.timeline_interval_s {
+            Some(_) if self.timeline.is_none() && self.html.is_none() => {
+                Err(Usage("--timeline-interval-s needs --timeline or --html".into()).into())
+            }
+            Some(s) if s < INTERVAL_S_MIN => {
+                Err(Usage(format!("--timeline-interval-s {s} is below {INTERVAL_S_MIN}")).into())
+            }
+            given => Ok(given.unwrap_or(default)),
+        }
+    }
+
+    /// Finds out before the run whether what it writes can be written, and is no other of its files.
+    fn check_files(&self) -> Result<()> {
+        let same = |a: &Path, b: &Path| {
+            a == b || std::fs::canonicalize(a).is_ok_and(|a| std::fs::canonicalize(b).is_ok_and(|b| a == b))
+        };
+        let mut others = vec![(&self.trace, "--trace"), (&self.fleet, "--fleet")];
+        for (file, flag) in [(&self.timeline, "--timeline"), (&self.html, "--html")] {
+            let Some(file) = file else { continue };
+            if let Some((_, other)) = others.iter().find(|(other, _)| same(file, other)) {
+                return Err(Usage(format!("{flag} would write over the file of {other}")).into());
+            }
+            writable(file)?;
+            others.push((file, flag));
+        }
+        Ok(())
+    }
+
+    fn facts(&self, setup: &Setup) -> Vec<(&'static str, String)> {
+        let word = |value: serde_json::Result<serde_json::Value>| match value {
+            Ok(serde_json::Value::String(word)) => word,
+            Ok(other) => other.to_string(),
+            Err(error) => error.to_string(),
+        };
+        let slo = setup.slo;
+        vec![
+            ("trace", self.trace.display().to_string()),
+            ("fleet", self.fleet.display().to_string()),
+            ("policy", word(serde_json::to_value(setup.fleet.policy))),
+            ("admission", word(serde_json::to_value(setup.fleet.admission))),
+            ("objectives", format!("TTFT {} s, TBT {} s ({:?})", slo.ttft_s, slo.tbt_s, slo.metric)),
+        ]
+    }
+}
+
 pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
+    let interval_s = args.interval_s()?;
     let choices = args.scheduling.choices()?;
     let read = |path: &std::path::Path| profiles::read(path).map_err(|error| format!("{error:#}"));
     let fleet = FleetFile::read(&args.fleet, &read)?;
-    let setup = Setup::new(&fleet, choices);
+    let mut setup = Setup::new(&fleet, choices);
+    setup.fleet.drop_at_decode = args.drop_late;
     let start = std::time::Instant::now();
     let mut trace = args.replay.open(&args.trace)?;
+    args.check_files()?;
+    let cannot_write = |path: &Path| format!("cannot write {}", path.display());
+    let timeline = args
+        .timeline
+        .as_deref()
+        .map(|path| TimelineFile::create(path, &setup.pools).with_context(|| cannot_write(path)));
+    let mut watch = Watch {
+        bar: FileBar::new(trace.progress()),
+        timeline: timeline.transpose()?,
+        history: args.html.is_some().then(|| History::new(setup.pools.len())),
+        interval_s,
+    };
     let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
-    let mut bar = FileBar::new(trace.progress());
     let requests = args.replay.play(&mut trace, args.scheduling.seed).rechain(blocks, fleet.kv.block_tokens);
-    let results = simulate(&setup, requests, &mut bar)?;
+    let results = simulate(&setup, requests, &mut watch)?;
+    let Watch { bar, timeline, history, .. } = watch;
     drop(bar);
+    if let (Some(timeline), Some(path)) = (timeline, &args.timeline) {
+        timeline.finish().with_context(|| cannot_write(path))?;
+    }
+    if let (Some(history), Some(path)) = (&history, &args.html) {
+        let facts = args.facts(&setup);
+        let text = page(&Subject { setup: &setup, results: &results, history, facts });
+        std::fs::write(path, text).with_context(|| cannot_write(path))?;
+    }
     let mut out = std::io::stdout().lock();
     if args.json {
         let mut document = serde_json::to_value(&results)?;

@@ -8,7 +8,6 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::units::Seconds;
-use mixfleet_sim::simulate::Observer;
 use mixfleet_sim::trace::{Progress, ReadOptions, Request, Requests, Trace, TraceError};
 use std::path::Path;
 
@@ -79,6 +78,9 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
     value.ok_or_else(|| "expected a number above 0".into())
 }
 
+/// Requests between two looks at the bar.
+const EVERY: u64 = 1024;
+
 /// A bar over the bytes of a trace file, on standard error if that is a terminal.
 pub(crate) struct FileBar {
     bar: ProgressBar,
@@ -90,7 +92,7 @@ impl FileBar {
     pub(crate) fn new(progress: Progress) -> Self {
         let bar = match progress.total() {
             Some(total) => {
-                let template = "reading {wide_bar} {bytes}/{total_bytes} {eta}";
+                let template = "{wide_bar} {bytes}/{total_bytes} {eta} {msg}";
                 let style = ProgressStyle::with_template(template).expect("a fixed template");
                 ProgressBar::new(total).with_style(style)
             }
@@ -101,17 +103,31 @@ impl FileBar {
 
     /// One request more was read.
     pub(crate) fn tick(&mut self) {
+        self.count("");
+    }
+
+    /// One request more was read, and arrives at `now_s` of virtual time.
+    pub(crate) fn tick_at(&mut self, now_s: f64) {
+        // a clock that is not shown is not made
+        let due = (self.requests + 1).is_multiple_of(EVERY);
+        let clock = if due { format!(", {} simulated", clock(now_s)) } else { String::new() };
+        self.count(&clock);
+    }
+
+    fn count(&mut self, more: &str) {
         self.requests += 1;
-        if self.requests.is_multiple_of(1024) {
+        if self.requests.is_multiple_of(EVERY) {
+            let rate = self.requests as f64 / self.bar.elapsed().as_secs_f64().max(1e-3);
             self.bar.set_position(self.progress.bytes());
+            self.bar.set_message(format!("{} requests, {rate:.0}/s{more}", self.requests));
         }
     }
 }
 
-impl Observer for FileBar {
-    fn arrived(&mut self, _: f64, _: u64) {
-        self.tick();
-    }
+/// `1:02:03`
+pub(crate) fn clock(time_s: f64) -> String {
+    let seconds = time_s as u64;
+    format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
 }
 
 impl Drop for FileBar {

@@ -1,0 +1,155 @@
+//! What the page shows of a run: as few points as a chart can show, however long the run.
+
+use mixfleet_sim::simulate::{Answer, Quantiles, Sample};
+
+/// Points of a curve, at most.
+const POINTS_MAX: usize = 400;
+
+/// What is kept of a sample; counts of an interval as rates, so that all of it can be averaged.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Quantity {
+    PrefillLoad,
+    DecodeLoad,
+    PrefillUtilisation,
+    DecodeUtilisation,
+    Queued,
+    Decoding,
+    UsedTokens,
+    CachedTokens,
+    Completed,
+    Dropped,
+    Arrived,
+    Rejected,
+}
+
+const QUANTITIES: usize = 12;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Point {
+    pub(super) time_s: f64,
+    interval_s: f64,
+    values: [f64; QUANTITIES],
+}
+
+impl Point {
+    fn new(s: &Sample) -> Self {
+        let rate = |count: u64| if s.interval_s > 0.0 { count as f64 / s.interval_s } else { 0.0 };
+        let values = [
+            s.prefill_load,
+            s.decode_load,
+            s.prefill_utilisation,
+            s.decode_utilisation,
+            s.queued as f64,
+            s.decoding as f64,
+            s.used_tokens as f64,
+            s.cached_tokens as f64,
+            rate(s.completed),
+            rate(s.dropped),
+            rate(s.fleet_arrived),
+            rate(s.fleet_rejected),
+        ];
+        Point { time_s: s.time_s, interval_s: s.interval_s, values }
+    }
+
+    pub(super) fn get(&self, quantity: Quantity) -> f64 {
+        self.values[quantity as usize]
+    }
+
+    /// The mean of both, by time.
+    fn merge(&mut self, later: &Point) {
+        let interval_s = self.interval_s + later.interval_s;
+        let share = if interval_s > 0.0 { later.interval_s / interval_s } else { 1.0 };
+        for (value, other) in self.values.iter_mut().zip(later.values) {
+            *value += (other - *value) * share;
+        }
+        (self.time_s, self.interval_s) = (later.time_s, interval_s);
+    }
+}
+
+/// One pool. Where its points become too many, each two become one.
+#[derive(Clone, Debug)]
+pub(super) struct Course {
+    points: Vec<Point>,
+    /// Samples in a point.
+    stride: u32,
+    /// Samples in the last point.
+    filled: u32,
+}
+
+impl Course {
+    fn new() -> Self {
+        Course { points: Vec::new(), stride: 1, filled: 1 }
+    }
+
+    fn add(&mut self, point: &Point) {
+        if let Some(last) = self.points.last_mut().filter(|_| self.filled < self.stride) {
+            last.merge(point);
+            self.filled += 1;
+            return;
+        }
+        if self.points.len() == POINTS_MAX {
+            let pairs = self.points.chunks_exact(2).map(|pair| {
+                let mut first = pair[0];
+                first.merge(&pair[1]);
+                first
+            });
+            self.points = pairs.collect();
+            self.stride *= 2;
+        }
+        self.points.push(*point);
+        self.filled = 1;
+    }
+
+    pub(super) fn points(&self) -> &[Point] {
+        &self.points
+    }
+}
+
+/// All pools, and how the requests fared.
+pub(super) struct History {
+    pub(super) pools: Vec<Course>,
+    pub(super) ttft_s: Quantiles,
+    pub(super) tbt_s: Quantiles,
+    pub(super) e2e_s: Quantiles,
+}
+
+impl History {
+    pub(super) fn new(pools: usize) -> Self {
+        let none = Quantiles::default;
+        History { pools: vec![Course::new(); pools], ttft_s: none(), tbt_s: none(), e2e_s: none() }
+    }
+
+    pub(super) fn add(&mut self, sample: &Sample) {
+        self.pools[sample.pool as usize].add(&Point::new(sample));
+    }
+
+    pub(super) fn finished(&mut self, answer: &Answer) {
+        self.ttft_s.add(answer.ttft_s);
+        self.e2e_s.add(answer.e2e_s);
+        if let Some(tbt_s) = answer.tbt_s {
+            self.tbt_s.add(tbt_s);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn however_many_samples_the_points_are_few_and_nothing_is_lost() {
+        let mut history = History::new(1);
+        for i in 1..=100_001u32 {
+            let (time_s, completed) = (f64::from(i), u64::from(i % 3));
+            history.add(&Sample { time_s, interval_s: 1.0, completed, queued: 7, ..Sample::default() });
+            assert!(history.pools[0].points().len() <= POINTS_MAX);
+        }
+        let points = history.pools[0].points();
+        assert!(points.len() > POINTS_MAX / 2 - 1);
+        assert_eq!(points.last().map(|point| point.time_s), Some(100_001.0));
+        let completed: f64 = points.iter().map(|p| p.get(Quantity::Completed) * p.interval_s).sum();
+        let all: u32 = (1..=100_001u32).map(|i| i % 3).sum();
+        assert!((completed - f64::from(all)).abs() < 1e-6 * f64::from(all), "{completed} {all}");
+        assert!(points.iter().all(|point| (point.get(Quantity::Queued) - 7.0).abs() < 1e-9));
+    }
+}

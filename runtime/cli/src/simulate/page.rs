@@ -1,0 +1,270 @@
+//! A run as one self-contained page.
+
+use super::history::{History, Point, Quantity};
+use mixfleet_hwtests::html::{Cell, Html, Tone};
+use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+use mixfleet_sim::simulate::{Distribution, Quantiles, Results, Setup};
+
+/// Curves that a legend has room for.
+const CURVES_MAX: usize = 12;
+/// Letters of a name that a legend has room for.
+const NAME_MAX: usize = 24;
+
+/// What a page is about.
+pub(super) struct Subject<'a> {
+    pub(super) setup: &'a Setup,
+    pub(super) results: &'a Results,
+    pub(super) history: &'a History,
+    /// Names and values: trace, fleet, policy.
+    pub(super) facts: Vec<(&'static str, String)>,
+}
+
+/// The page.
+pub(super) fn page(subject: &Subject<'_>) -> String {
+    let mut body = Html::default();
+    tiles(&mut body, subject.results);
+    body.facts(&subject.facts);
+    body.heading(2, "Load over time");
+    over_time(&mut body, subject);
+    body.heading(2, "Latencies");
+    latencies(&mut body, subject);
+    body.heading(2, "Requests");
+    requests(&mut body, subject.results);
+    body.heading(2, "Pools and dollars");
+    pools(&mut body, subject.results);
+    let r = subject.results;
+    let subtitle = format!("{} requests in {} of virtual time", r.requests, super::clock(r.simulated_s));
+    mixfleet_hwtests::html::page("Simulation of a fleet", &subtitle, &body)
+}
+
+fn tiles(body: &mut Html, r: &Results) {
+    let percent = |share: f64| format!("{:.2} %", 100.0 * share);
+    let of_all = |d: &Distribution| format!("p50 {:.4} s, mean {:.4} s", d.p50, d.mean);
+    let mut tiles = vec![
+        ("within the SLO".into(), percent(r.slo_attainment), format!("{:.3} requests/s", r.goodput_rps)),
+        ("TTFT p99".into(), format!("{:.3} s", r.ttft_s.p99), of_all(&r.ttft_s)),
+        ("TBT p99".into(), format!("{:.4} s", r.tbt_s.p99), of_all(&r.tbt_s)),
+        (
+            "prefix hit".into(),
+            percent(r.prefix_hit.token),
+            format!("{} of blocks", percent(r.prefix_hit.block)),
+        ),
+    ];
+    if r.usd_rent > 0.0 {
+        let per_million = |usd: f64| format!("${usd:.4} per million tokens");
+        let (rent, busy) = (r.usd_rent_per_million_tokens, r.usd_busy_per_million_tokens);
+        tiles.push(("rent".into(), format!("${:.2}", r.usd_rent), per_million(rent)));
+        tiles.push(("of it used".into(), format!("${:.2}", r.usd_busy), per_million(busy)));
+    }
+    body.tiles(&tiles);
+}
+
+/// A unit in which a run's times are short numbers: its seconds, and the axis.
+fn time_axis(ended_s: f64) -> (f64, Axis) {
+    let (unit_s, label) = match ended_s {
+        s if s <= 600.0 => (1.0, "time in s"),
+        s if s <= 36_000.0 => (60.0, "time in min"),
+        _ => (3600.0, "time in h"),
+    };
+    (unit_s, Axis { label, unit: "", scale: Scale::Linear })
+}
+
+fn short(name: &str) -> String {
+    if name.chars().count() <= NAME_MAX {
+        return name.to_owned();
+    }
+    name.chars().take(NAME_MAX - 1).chain(['…']).collect()
+}
+
+/// What of each pool a curve shows: a word before the pool's name, and the value.
+type Reading<'a> = (&'a str, &'a dyn Fn(&Point) -> f64);
+
+fn over_time(body: &mut Html, subject: &Subject<'_>) {
+    let of = |quantity: Quantity| move |point: &Point| point.get(quantity);
+    let (prefill, decode) = (of(Quantity::PrefillLoad), of(Quantity::DecodeLoad));
+    figure(
+        body,
+        subject,
+        "load",
+        &[("prefill", &prefill), ("decode", &decode)],
+        &[Limit::Y(1.0, "objective")],
+        "Load: queued prefill time over the objective for TTFT, time of a decode step over the one for TBT, mean of a \
+         pool's instances.",
+    );
+    let (prefill, decode) = (of(Quantity::PrefillUtilisation), of(Quantity::DecodeUtilisation));
+    figure(
+        body,
+        subject,
+        "share of time",
+        &[("prefill", &prefill), ("decode", &decode)],
+        &[],
+        "Share of the time that a pool's instances computed prompts, and decoded.",
+    );
+    let (queued, decoding) = (of(Quantity::Queued), of(Quantity::Decoding));
+    figure(
+        body,
+        subject,
+        "requests",
+        &[("queued", &queued), ("decoding", &decoding)],
+        &[],
+        "Prompts that wait, and sequences that decode.",
+    );
+    let (used, cached) = (of(Quantity::UsedTokens), of(Quantity::CachedTokens));
+    figure(
+        body,
+        subject,
+        "tokens",
+        &[("used", &used), ("cached", &cached)],
+        &[],
+        "KV memory: in use by sequences, and held for prompts to come.",
+    );
+    rates(body, subject);
+}
+
+/// A curve for each pool and reading that is ever above zero; the largest where there are too many.
+fn figure(
+    body: &mut Html,
+    subject: &Subject<'_>,
+    label: &'static str,
+    readings: &[Reading<'_>],
+    limits: &[Limit],
+    caption: &str,
+) {
+    let (unit_s, x) = time_axis(subject.results.simulated_s);
+    let mut curves: Vec<(f64, Series)> = Vec::new();
+    for (pool, name) in subject.history.pools.iter().zip(&subject.setup.pools) {
+        for (word, value) in readings {
+            let points: Vec<(f64, f64)> =
+                pool.points().iter().map(|p| (p.time_s / unit_s, value(p))).collect();
+            let sum: f64 = points.iter().map(|point| point.1).sum();
+            if sum > 0.0 {
+                let name = short(&format!("{word}: {name}"));
+                curves.push((sum, Series { name, points, mark: Mark::Line }));
+            }
+        }
+    }
+    let all = curves.len();
+    if all > CURVES_MAX {
+        curves.sort_by(|a, b| b.0.total_cmp(&a.0));
+        curves.truncate(CURVES_MAX);
+    }
+    let series: Vec<Series> = curves.into_iter().map(|(_, series)| series).collect();
+    let left_out = match all.saturating_sub(CURVES_MAX) {
+        0 => String::new(),
+        some => format!(" The {some} lowest curves are left out."),
+    };
+    let y = Axis { label, unit: "", scale: Scale::Linear };
+    draw(body, Chart { x, y, series: &series, roof: &[], limits }, &format!("{caption}{left_out}"));
+}
+
+fn draw(body: &mut Html, chart: Chart<'_>, caption: &str) {
+    let svg = chart.svg();
+    if !svg.is_empty() {
+        body.figure(&svg, caption);
+    }
+}
+
+/// Requests per second, of all pools together.
+fn rates(body: &mut Html, subject: &Subject<'_>) {
+    let (unit_s, x) = time_axis(subject.results.simulated_s);
+    let pools = &subject.history.pools;
+    // pools are sampled at the same times
+    let at = |i: usize| pools.iter().filter_map(move |pool| pool.points().get(i));
+    let count = pools.first().map_or(0, |pool| pool.points().len());
+    let curve = |name: &str, value: &dyn Fn(usize) -> f64| {
+        let time = |i: usize| at(i).next().map_or(0.0, |point| point.time_s / unit_s);
+        let points: Vec<(f64, f64)> = (0..count).map(|i| (time(i), value(i))).collect();
+        Series { name: name.to_owned(), points, mark: Mark::Line }
+    };
+    let fleet = |quantity| move |i| at(i).next().map_or(0.0, |point| point.get(quantity));
+    let sum = |quantity| move |i| at(i).map(|point| point.get(quantity)).sum::<f64>();
+    let series = [
+        curve("arrived", &fleet(Quantity::Arrived)),
+        curve("completed", &sum(Quantity::Completed)),
+        curve("rejected", &fleet(Quantity::Rejected)),
+        curve("dropped", &sum(Quantity::Dropped)),
+    ];
+    let y = Axis { label: "requests per second", unit: "", scale: Scale::Linear };
+    draw(body, Chart { x, y, series: &series, roof: &[], limits: &[] }, "Requests per second, whole fleet.");
+}
+
+fn latencies(body: &mut Html, subject: &Subject<'_>) {
+    let (slo, history) = (subject.setup.slo, subject.history);
+    let x = |label| Axis { label, unit: "s", scale: Scale::Decimal };
+    let y = Axis { label: "share of requests", unit: "", scale: Scale::Linear };
+    let to_end = [cumulative("TTFT", &history.ttft_s), cumulative("last token", &history.e2e_s)];
+    let limits = [Limit::X(slo.ttft_s, "objective for TTFT")];
+    let chart = Chart { x: x("time since arrival"), y, series: &to_end, roof: &[], limits: &limits };
+    draw(body, chart, "Share of the completed requests whose first, and last, token came within this time.");
+    let between = [cumulative("TBT", &history.tbt_s)];
+    let limits = [Limit::X(slo.tbt_s, "objective for TBT")];
+    let chart = Chart { x: x("time between tokens"), y, series: &between, roof: &[], limits: &limits };
+    draw(
+        body,
+        chart,
+        "Share of the completed requests whose time between tokens, by the SLO's metric, is within this.",
+    );
+    let r = subject.results;
+    let row = |name: &str, d: &Distribution| {
+        let seconds = |value: f64| Cell::number(format!("{value:.4}"));
+        vec![Cell::text(name), seconds(d.mean), seconds(d.p50), seconds(d.p90), seconds(d.p99)]
+    };
+    let rows =
+        [row("TTFT", &r.ttft_s), row("TPOT", &r.tpot_s), row("TBT", &r.tbt_s), row("last token", &r.e2e_s)];
+    body.table(&["seconds", "mean", "p50", "p90", "p99"], &rows);
+}
+
+fn cumulative(name: &str, values: &Quantiles) -> Series {
+    const STEPS: u32 = 200;
+    let shares = (1..=STEPS).map(|i| f64::from(i) / f64::from(STEPS)).chain([0.999]);
+    let mut shares: Vec<f64> = shares.filter(|_| values.count() > 0).collect();
+    shares.sort_by(f64::total_cmp);
+    let points = shares.into_iter().map(|share| (values.at(share), share)).collect();
+    Series { name: name.to_owned(), points, mark: Mark::Line }
+}
+
+fn requests(body: &mut Html, r: &Results) {
+    let mut rows = vec![("completed".to_owned(), r.completed, Tone::Plain)];
+    rows.extend(r.rejected.iter().map(|(reason, count)| (format!("rejected: {reason}"), *count, Tone::Warn)));
+    if r.dropped > 0 {
+        rows.push(("dropped after their prefill".into(), r.dropped, Tone::Warn));
+    }
+    let share = |count: u64| format!("{:.2} %", 100.0 * count as f64 / r.requests.max(1) as f64);
+    let row = |(what, count, tone): &(String, u64, Tone)| {
+        vec![Cell::text(what).tone(*tone), Cell::number(count.to_string()), Cell::number(share(*count))]
+    };
+    let rows: Vec<Vec<Cell>> = rows.iter().map(row).collect();
+    body.table(&["requests", "count", "of all"], &rows);
+    if r.prefill_wasted_s > 0.0 {
+        let share = 100.0 * r.prefill_wasted_s / r.prefill_device_s.max(f64::MIN_POSITIVE);
+        body.paragraph(&format!(
+            "{:.0} s of prefill ({share:.2} %) went to requests that were dropped.",
+            r.prefill_wasted_s
+        ));
+    }
+}
+
+fn pools(body: &mut Html, r: &Results) {
+    let number = |value: f64, digits: usize| Cell::number(format!("{value:.digits$}"));
+    let rows: Vec<Vec<Cell>> = r
+        .pools
+        .iter()
+        .map(|pool| {
+            vec![
+                Cell::text(&pool.name),
+                Cell::number(pool.instances.to_string()),
+                number(100.0 * pool.utilisation, 1),
+                number(pool.prefill_device_s, 0),
+                number(pool.decode_device_s, 0),
+                number(pool.usd_rent, 2),
+                number(pool.usd_busy, 2),
+            ]
+        })
+        .collect();
+    body.table(&["pool", "instances", "busy %", "prefill s", "decode s", "rent $", "of it used $"], &rows);
+    if !r.kv_bytes_moved.is_empty() {
+        let row = |(link, bytes): (&String, &f64)| vec![Cell::text(link), number(bytes / 1e9, 1)];
+        let rows: Vec<Vec<Cell>> = r.kv_bytes_moved.iter().map(row).collect();
+        body.table(&["KV moved", "GB"], &rows);
+    }
+}

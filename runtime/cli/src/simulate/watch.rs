@@ -1,0 +1,38 @@
+//! Who watches a run: the bar on the terminal, the table and the page.
+
+use super::history::History;
+use super::timeline::TimelineFile;
+use crate::trace::FileBar;
+use mixfleet_sim::simulate::{Answer, Observer, Sample};
+
+pub(super) struct Watch {
+    pub(super) bar: FileBar,
+    pub(super) timeline: Option<TimelineFile>,
+    pub(super) history: Option<History>,
+    pub(super) interval_s: f64,
+}
+
+impl Observer for Watch {
+    fn arrived(&mut self, now_s: f64, _: u64) {
+        self.bar.tick_at(now_s);
+    }
+
+    fn finished(&mut self, _: f64, answer: &Answer) {
+        if let Some(history) = &mut self.history {
+            history.finished(answer);
+        }
+    }
+
+    fn interval_s(&self) -> Option<f64> {
+        (self.timeline.is_some() || self.history.is_some()).then_some(self.interval_s)
+    }
+
+    fn sampled(&mut self, sample: &Sample) {
+        if let Some(timeline) = &mut self.timeline {
+            timeline.add(sample);
+        }
+        if let Some(history) = &mut self.history {
+            history.add(sample);
+        }
+    }
+}
