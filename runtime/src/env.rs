@@ -4,6 +4,7 @@
 //! seed: tasks take turns in an order that the seed decides, and time jumps to the next timer when
 //! nothing can run. The engine's tests run in it; a failure is reproduced by its seed.
 
+mod baton;
 mod real;
 mod seeded;
 

@@ -1,5 +1,6 @@
 //! One thread, virtual time, one seed.
 
+use super::baton::{Turn, WorkerThread};
 use super::{Connection, Env, Listener, Task};
 use futures_util::future::BoxFuture;
 use mixfleet_hal::random::Stream;
@@ -22,13 +23,41 @@ type Incoming = mpsc::UnboundedSender<(Box<dyn Connection>, String)>;
 
 #[derive(Default)]
 struct World {
-    now: Duration,
+    now: Moment,
     tasks: BTreeMap<u64, Task>,
+    workers: BTreeMap<u64, Worker>,
     spawned: u64,
     /// Deadline and order of creation.
-    timers: BTreeMap<(Duration, u64), Waker>,
+    timers: BTreeMap<(Moment, u64), Waker>,
     timers_made: u64,
     listeners: HashMap<String, Incoming>,
+}
+
+/// A time that orders. Devices tell theirs as floats, and rounding them would make steps drift.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Moment(f64);
+
+impl Eq for Moment {}
+
+impl PartialOrd for Moment {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Moment {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+/// A task with a thread of its own.
+struct Worker {
+    thread: WorkerThread,
+    /// In the middle of its work it waits for this time.
+    blocked_until: Option<Moment>,
+    /// Somebody woke it meanwhile.
+    woken: bool,
 }
 
 #[derive(Default)]
@@ -53,6 +82,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Clone)]
 pub struct SeededEnv {
     seed: u64,
+    /// Workers have threads of their own.
+    threads: bool,
     world: Arc<Mutex<World>>,
     ready: Arc<Ready>,
     random: Arc<Mutex<Stream>>,
@@ -70,11 +101,27 @@ impl SeededEnv {
     pub fn new(seed: u64) -> Self {
         SeededEnv {
             seed,
+            threads: false,
             world: Arc::default(),
             ready: Arc::default(),
             random: Arc::new(Mutex::new(Stream::new(seed))),
             schedule: Arc::new(Mutex::new(Stream::new(!seed))),
         }
+    }
+
+    /// A world in which workers may wait for a time by [`SeededEnv::block_until`], as they do for devices; slower, since
+    /// they take turns by threads.
+    pub fn with_blocking_workers(seed: u64) -> Self {
+        SeededEnv { threads: true, ..SeededEnv::new(seed) }
+    }
+
+    /// Returns at `time`; called by a worker, others run meanwhile. Elsewhere, as before anything runs, time just passes.
+    pub fn block_until(&self, time: Seconds) {
+        if time <= self.now() || WorkerThread::block_own(time) {
+            return;
+        }
+        let mut world = lock(&self.world);
+        world.now = world.now.max(Moment(time.0));
     }
 
     /// Runs all tasks until `main` is done.
@@ -117,12 +164,57 @@ impl SeededEnv {
             task
         };
         let future = lock(&self.world).tasks.remove(&task);
-        let Some(mut future) = future else { return true };
-        let waker = Waker::from(Arc::new(TaskWaker { task, ready: self.ready.clone() }));
-        if future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+        let Some(mut future) = future else {
+            self.run_worker(task);
+            return true;
+        };
+        if future.as_mut().poll(&mut Context::from_waker(&self.waker(task))).is_pending() {
             lock(&self.world).tasks.insert(task, future);
         }
         true
+    }
+
+    fn waker(&self, task: u64) -> Waker {
+        Waker::from(Arc::new(TaskWaker { task, ready: self.ready.clone() }))
+    }
+
+    /// A turn of a worker with a thread, unless it is blocked or gone.
+    fn run_worker(&self, task: u64) {
+        let thread = {
+            let mut world = lock(&self.world);
+            let now = world.now;
+            let Some(worker) = world.workers.get_mut(&task) else { return };
+            if worker.blocked_until.is_some_and(|until| until > now) {
+                worker.woken = true;
+                return;
+            }
+            worker.blocked_until = None;
+            worker.thread.clone()
+        };
+        let turn = thread.run();
+        let mut world = lock(&self.world);
+        match turn {
+            Turn::Pending => {
+                let woken = world.workers.get_mut(&task).is_some_and(|w| std::mem::take(&mut w.woken));
+                if woken {
+                    lock(&self.ready.0).insert(task);
+                }
+            }
+            Turn::Done => {
+                world.workers.remove(&task);
+            }
+            Turn::Blocked(until) => {
+                let until = Moment(until.0);
+                if let Some(worker) = world.workers.get_mut(&task) {
+                    worker.blocked_until = Some(until);
+                }
+                world.timer(until, self.waker(task));
+            }
+            Turn::Panicked(panic) => {
+                drop(world);
+                std::panic::resume_unwind(panic);
+            }
+        }
     }
 
     /// Jumps to the next timer. False if there is none.
@@ -146,9 +238,16 @@ impl SeededEnv {
     }
 }
 
+impl World {
+    fn timer(&mut self, deadline: Moment, waker: Waker) {
+        self.timers.insert((deadline, self.timers_made), waker);
+        self.timers_made += 1;
+    }
+}
+
 impl Env for SeededEnv {
     fn now(&self) -> Seconds {
-        Seconds(lock(&self.world).now.as_secs_f64())
+        Seconds(lock(&self.world).now.0)
     }
 
     fn unix_time(&self) -> Seconds {
@@ -157,7 +256,7 @@ impl Env for SeededEnv {
     }
 
     fn sleep(&self, span: Duration) -> Task {
-        let deadline = lock(&self.world).now + span;
+        let deadline = Moment(lock(&self.world).now.0 + span.as_secs_f64());
         Box::pin(Sleep { deadline, world: self.world.clone() })
     }
 
@@ -169,8 +268,16 @@ impl Env for SeededEnv {
         lock(&self.ready.0).insert(id);
     }
 
-    fn spawn_worker(&self, _name: &str, task: Task) {
-        self.spawn(task);
+    fn spawn_worker(&self, name: &str, task: Task) {
+        if !self.threads {
+            return self.spawn(task);
+        }
+        let mut world = lock(&self.world);
+        let id = world.spawned;
+        world.spawned += 1;
+        let thread = WorkerThread::spawn(name, task, self.waker(id));
+        world.workers.insert(id, Worker { thread, blocked_until: None, woken: false });
+        lock(&self.ready.0).insert(id);
     }
 
     fn random(&self) -> u64 {
@@ -187,7 +294,7 @@ impl Env for SeededEnv {
 }
 
 struct Sleep {
-    deadline: Duration,
+    deadline: Moment,
     world: Arc<Mutex<World>>,
 }
 
@@ -199,9 +306,7 @@ impl Future for Sleep {
         if world.now >= self.deadline {
             return Poll::Ready(());
         }
-        let key = (self.deadline, world.timers_made);
-        world.timers_made += 1;
-        world.timers.insert(key, context.waker().clone());
+        world.timer(self.deadline, context.waker().clone());
         Poll::Pending
     }
 }
@@ -254,6 +359,47 @@ mod tests {
     fn a_seed_decides_the_order_and_an_hour_takes_no_time() {
         assert_eq!(interleaving(1), interleaving(1));
         assert!((2..10).any(|seed| interleaving(seed) != interleaving(1)));
+    }
+
+    /// Two workers whose devices take 3 s and 2 s for a piece of work, side by side.
+    fn side_by_side(seed: u64) -> Vec<(&'static str, f64)> {
+        let env = SeededEnv::with_blocking_workers(seed);
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let mut ends = Vec::new();
+        for (name, takes_s) in [("slow", 3.0), ("quick", 2.0)] {
+            let (sender, mut inbox) = mpsc::unbounded_channel::<()>();
+            let (env2, seen) = (env.clone(), seen.clone());
+            env.spawn_worker(
+                name,
+                Box::pin(async move {
+                    while inbox.recv().await.is_some() {
+                        env2.block_until(env2.now() + Seconds(takes_s));
+                        lock(&seen).push((name, env2.now().0));
+                    }
+                }),
+            );
+            ends.push(sender);
+        }
+        let env2 = env.clone();
+        env.run(async move {
+            for at in 0..2 {
+                env2.sleep(Duration::from_secs(at)).await;
+                // the second comes while both are blocked, and must not be lost
+                ends.iter().for_each(|end| end.send(()).unwrap());
+            }
+            env2.sleep(Duration::from_secs(10)).await;
+        });
+        std::mem::take(&mut *lock(&seen))
+    }
+
+    #[test]
+    fn who_blocks_delays_nobody_else_and_loses_no_message() {
+        for seed in 0..20 {
+            let mut seen = side_by_side(seed);
+            seen.retain(|(_, at_s)| *at_s != 6.0);
+            let expected = [("quick", 2.0), ("slow", 3.0), ("quick", 4.0)];
+            assert_eq!(seen, expected, "seed {seed}");
+        }
     }
 
     #[test]
