@@ -2,6 +2,9 @@
 
 #![allow(clippy::print_stdout)]
 
+mod common;
+
+use common::{fleet_from, shared};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
@@ -43,18 +46,11 @@ nic_gb_per_s = {nic_gb_per_s}
 calibration = {{ decode_s = {{ base = 0.0262, per_sequence = 0.0, per_kv_token = 3.5e-8 }} }}
 "#
     );
-    let none = |path: &Path| Err(format!("{} is not needed here", path.display()));
-    FleetFile::parse(&text, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"))
+    fleet_from(&text)
 }
 
 fn conversation() -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../../shared/data/traces/mooncake-conversation.jsonl.zst");
-    if !path.exists() {
-        println!("SKIPPED: no ../shared/data/traces/mooncake-conversation.jsonl.zst");
-        return None;
-    }
-    Some(path)
+    shared("traces/mooncake-conversation.jsonl.zst")
 }
 
 fn play(path: &Path, file: &FleetFile, policy: Policy, seed: u64) -> Results {
@@ -163,9 +159,7 @@ fn a_real_run_of_300_requests_is_predicted_within_5_percent() {
          [[pool]]\nname = \"one\"\nprofile = '{}'\n",
         directory.display()
     );
-    let none = |path: &Path| Err(format!("{} is not needed here", path.display()));
-    let file = FleetFile::parse(&file, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"));
-    let setup = Setup::new(&file, Choices { admission: Admission::None, ..Choices::default() });
+    let setup = Setup::new(&fleet_from(&file), Choices { admission: Admission::None, ..Choices::default() });
     let trace = Trace::open(&log, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
     let predicted = run(&setup, trace, &mut ()).unwrap_or_else(|error| panic!("{error}"));
     for (what, mut measured, predicted, p99_within) in [
