@@ -30,6 +30,12 @@ impl<V> Default for IdMap<V> {
     }
 }
 
+impl<V> FromIterator<(u64, V)> for IdMap<V> {
+    fn from_iter<I: IntoIterator<Item = (u64, V)>>(values: I) -> Self {
+        IdMap(values.into_iter().collect())
+    }
+}
+
 impl<V> IdMap<V> {
     /// How many.
     pub fn len(&self) -> usize {

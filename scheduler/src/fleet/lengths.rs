@@ -126,7 +126,7 @@ fn lower(bucket: usize) -> f64 {
         return bucket as f64;
     }
     let octave = bucket / steps - 1;
-    ((steps + bucket % steps) as f64) * 2f64.powi(octave as i32)
+    ((steps + bucket % steps) << octave) as f64
 }
 
 #[cfg(test)]

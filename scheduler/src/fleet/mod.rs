@@ -19,7 +19,8 @@ pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 pub use place::Policy;
 
 use crate::cost::LinkCost;
-use crate::kv::{PrefixIndex, Tier};
+use crate::kv::{PrefixIndex, Prefixes, Tier};
+use crate::table::IdMap;
 use lengths::Lengths;
 use load::{Load, Phase, Work, Works};
 use mixfleet_hal::random::Stream;
@@ -90,6 +91,8 @@ pub struct Fleet {
     config: FleetConfig,
     /// Sorted by id.
     loads: Vec<Load>,
+    /// Where each one is among them.
+    positions: IdMap<usize>,
     /// Of pairs of instances.
     links: BTreeMap<(InstanceId, InstanceId), LinkCost>,
     /// Of pairs of pools.
@@ -97,6 +100,8 @@ pub struct Fleet {
     works: Works,
     lengths: Lengths,
     index: PrefixIndex,
+    /// The last answer of the index, for its memory.
+    prefixes: Prefixes,
     random: Stream,
     /// Requests placed one after the other.
     turns: u64,
@@ -112,10 +117,12 @@ impl Fleet {
             lengths: Lengths::new(config.output_tokens_expected),
             config,
             loads: Vec::new(),
+            positions: IdMap::default(),
             links: BTreeMap::new(),
             pool_links: BTreeMap::new(),
             works: Works::default(),
             index: PrefixIndex::default(),
+            prefixes: Prefixes::default(),
             turns: 0,
             mean_price: None,
         }
@@ -342,13 +349,20 @@ impl Fleet {
             Ok(at) => self.loads[at].respec(spec, &self.works),
             Err(at) => self.loads.insert(at, Load::new(spec)),
         }
+        self.fleet_changed();
+    }
+
+    /// Works out anew what depends on who is up.
+    fn fleet_changed(&mut self) {
         self.mean_price = self.average_price();
+        let ids = self.loads.iter().map(|load| u64::from(load.spec.id.0));
+        self.positions = ids.zip(0..).collect();
     }
 
     fn instance_down(&mut self, now: Seconds, instance: InstanceId, actions: &mut Vec<Action>) {
         let Some(at) = self.position(instance) else { return };
         self.loads.remove(at);
-        self.mean_price = self.average_price();
+        self.fleet_changed();
         self.index.remove(instance);
         let lost = self.works.ids_where(|work| {
             let decodes = matches!(work.phase, Phase::Decode { .. });

@@ -76,8 +76,10 @@ pub(super) struct Question<'a> {
     pub(super) score_unit: ScoreUnit,
     pub(super) wait_weight: f64,
     pub(super) objectives: Objectives,
-    /// Positions of the instances that hold a part of the prompt, in order, with the tokens that they can reuse.
-    pub(super) cached: Vec<Part>,
+    /// Instances that hold a part of the prompt, in order, with the tokens that they can reuse,
+    pub(super) holders: Vec<Part>,
+    /// and the same of every instance, by position.
+    pub(super) cached: Vec<u32>,
 }
 
 impl Question<'_> {
@@ -88,13 +90,13 @@ impl Question<'_> {
 
     /// Leading prompt tokens that instance `at` can reuse.
     pub(super) fn cached_on(&self, at: usize) -> u32 {
-        self.cached.binary_search_by_key(&at, |&(at, _)| at).map_or(0, |found| self.cached[found].1)
+        self.cached[at]
     }
 
     /// The longest reusable prefix anywhere, and who holds it; the first of equals.
     pub(super) fn longest(&self) -> Option<Part> {
         let longer = |best: Part, next: Part| if next.1 > best.1 { next } else { best };
-        self.cached.iter().copied().reduce(longer)
+        self.holders.iter().copied().reduce(longer)
     }
 }
 
@@ -140,8 +142,9 @@ impl Fleet {
         if requests >= requests_max && !arrival.replay {
             return (explanation, Err(RejectReason::QueueFull { requests, requests_max }));
         }
-        let cached = self.reusable(arrival);
-        let question = Question { now, arrival, output_tokens, score_unit, wait_weight, objectives, cached };
+        let (holders, cached) = self.reusable(arrival);
+        let question =
+            Question { now, arrival, output_tokens, score_unit, wait_weight, objectives, holders, cached };
         let picks = match self.config.policy {
             Policy::Random => random::picks(self),
             Policy::RoundRobin => round_robin::picks(self),
@@ -184,25 +187,26 @@ impl Fleet {
 
     /// Position of an instance.
     pub(super) fn position(&self, id: InstanceId) -> Option<usize> {
-        self.loads.binary_search_by_key(&id, |load| load.spec.id).ok()
+        self.positions.get(u64::from(id.0)).copied()
     }
 
-    /// Leading prompt tokens that instances hold and can reuse. The last token is always computed: its logits give the
-    /// first token.
-    fn reusable(&self, arrival: &Arrival) -> Vec<Part> {
-        let mut cached = Vec::new();
+    /// Leading prompt tokens that instances hold and can reuse: of those that hold any, in order, and of all by position. The last
+    /// token is always computed: its logits give the first token.
+    fn reusable(&mut self, arrival: &Arrival) -> (Vec<Part>, Vec<u32>) {
+        let mut cached = vec![0; self.loads.len()];
         for chain in &arrival.chains {
             let block = chain.block_tokens.max(1);
             let most = arrival.prompt_tokens.saturating_sub(1) / block * block;
-            for (id, blocks) in self.index.longest_prefixes(&chain.hashes) {
-                let Some(at) = self.position(id) else { continue };
+            self.index.lookup(&chain.hashes, &mut self.prefixes);
+            for prefix in self.prefixes.as_slice() {
+                let Some(at) = self.position(prefix.instance) else { continue };
                 if self.loads[at].spec.kv_block_tokens == chain.block_tokens {
-                    cached.push((at, blocks.saturating_mul(block).min(most)));
+                    cached[at] = prefix.total().saturating_mul(block).min(most);
                 }
             }
         }
-        cached.sort_unstable_by_key(|&(at, _)| at);
-        cached
+        let holders = cached.iter().copied().enumerate().filter(|&(_, tokens)| tokens > 0).collect();
+        (holders, cached)
     }
 
     /// Prefill work on `load` ahead of the request, and prompts that it goes ahead of.

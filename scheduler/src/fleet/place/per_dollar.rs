@@ -18,12 +18,13 @@ const SHORTLIST: usize = 6;
 const HALVINGS: u32 = 6;
 
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
-    let mut prefills: Vec<usize> = fleet.able(Role::prefills).map(|(at, _)| at).collect();
-    let mut decodes: Vec<usize> = fleet.able(Role::decodes).map(|(at, _)| at).collect();
-    let every_pair = prefills.len() * decodes.len() <= PAIRS_MAX;
-    if !every_pair {
-        prefills = shortlist(&prefills, prefill_keys(fleet, question));
-        decodes = shortlist(&decodes, |at| decode_key(&fleet.loads[at], question));
+    let able = |can| fleet.able(can).map(|(at, _)| at);
+    let (mut prefills, mut decodes): (Vec<usize>, Vec<usize>);
+    if able(Role::prefills).count() * able(Role::decodes).count() <= PAIRS_MAX {
+        (prefills, decodes) = (able(Role::prefills).collect(), able(Role::decodes).collect());
+    } else {
+        prefills = shortlist(able(Role::prefills), prefill_keys(fleet, question));
+        decodes = shortlist(able(Role::decodes), |at| decode_key(&fleet.loads[at], question));
         // what needs no transfer must be able to win
         let own = |at: &&usize, can: fn(Role) -> bool| can(fleet.loads[**at].spec.role);
         let as_decoders: Vec<usize> = prefills.iter().filter(|at| own(at, Role::decodes)).copied().collect();
@@ -44,9 +45,9 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
 }
 
 /// The few of `from` with the lowest keys; the first of equals.
-fn shortlist(from: &[usize], mut key: impl FnMut(usize) -> f64) -> Vec<usize> {
+fn shortlist(from: impl Iterator<Item = usize>, mut key: impl FnMut(usize) -> f64) -> Vec<usize> {
     let mut best: Vec<(f64, usize)> = Vec::with_capacity(SHORTLIST + 1);
-    for &at in from {
+    for at in from {
         let key = key(at);
         if best.len() < SHORTLIST || best.last().is_some_and(|(worst, _)| key < *worst) {
             let place = best.partition_point(|(other, _)| *other <= key);
@@ -119,7 +120,7 @@ fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> 
     }
     // of several holders of the same prefix, the one whose way out is free first
     let free = |at: usize| fleet.loads[at].egress_until.max(question.now).0;
-    let equals = question.cached.iter().filter(|&&(other, length)| other != at && length == tokens);
+    let equals = question.holders.iter().filter(|&&(other, length)| other != at && length == tokens);
     let holder = equals.fold(holder, |best, &(other, _)| if free(other) < free(best) { other } else { best });
 
     let gap = tokens - own;
