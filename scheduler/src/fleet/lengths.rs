@@ -82,11 +82,11 @@ impl Histogram {
     }
 
     /// Weight of the answers longer than `tokens`: a straight line between the ends of the bucket.
-    fn beyond(&self, tokens: f64) -> f64 {
-        let bucket = bucket(tokens as u32);
-        let (from, to) = (self.beyond[bucket], self.beyond.get(bucket + 1).copied().unwrap_or(0.0));
+    pub(super) fn beyond(&self, tokens: f64) -> f64 {
+        let bucket = bucket(tokens as u32).min(BUCKETS - 2);
+        let (from, to) = (self.beyond[bucket], self.beyond[bucket + 1]);
         let (low, high) = (lower(bucket), lower(bucket + 1));
-        from + (to - from) * ((tokens - low) / (high - low)).clamp(0.0, 1.0)
+        from + (to - from) * ((tokens - low) / (high - low)).min(1.0)
     }
 
     /// Expected further tokens of an answer that has `generated`: at least one, and as many again where none of those seen was
@@ -99,13 +99,6 @@ impl Histogram {
         } else {
             f64::from(generated.max(1))
         }
-    }
-
-    /// Chance that an answer that has `generated` goes on for `more` tokens.
-    pub(super) fn goes_on(&self, generated: u32, more: f64) -> f64 {
-        let generated = f64::from(generated);
-        let so_far = self.beyond(generated);
-        if so_far > 0.0 { (self.beyond(generated + more) / so_far).min(1.0) } else { 1.0 }
     }
 }
 
@@ -158,8 +151,9 @@ mod tests {
         assert!((mean - 118.0).abs() < 4.0, "{mean}");
         assert_eq!(lengths.mean(4), 256, "another class has not been seen");
         let seen = lengths.of(3).unwrap();
-        assert!((seen.goes_on(0, 100.0) - 0.1).abs() < 0.01);
-        assert!(seen.goes_on(100, 500.0) > 0.98, "who got beyond 20 goes to 1000");
+        assert!((seen.beyond(100.0) / seen.beyond(0.0) - 0.1).abs() < 0.01);
+        assert!(seen.beyond(600.0) / seen.beyond(100.0) > 0.98, "who got beyond 20 goes to 1000");
+        assert!(seen.beyond(f64::from(u32::MAX)) >= 0.0);
         assert!((seen.rest(100) - 900.0).abs() < 20.0, "{}", seen.rest(100));
         assert!((seen.rest(5000) - 5000.0).abs() < 1e-9, "longer than any: half-way");
     }

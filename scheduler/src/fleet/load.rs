@@ -297,7 +297,11 @@ impl Load {
             let lengths = if work.hinted { None } else { lengths.of(work.class) };
             let (from, remaining) = (work.decodes_from(now), work.rest(lengths));
             let (until, context) = (from + pace * f64::from(remaining), work.context());
-            Course { from, until, context, remaining, generated: work.generated(), lengths }
+            let generated = work.generated();
+            // one that is longer than any seen is not going to end soon
+            let so_far = |lengths: &Histogram| lengths.beyond(f64::from(generated));
+            let lengths = lengths.map(|l| (l, 1.0 / so_far(l))).filter(|(_, scale)| scale.is_finite());
+            Course { from, until, context, remaining, generated, lengths }
         });
         Forecast { now, pace, capacity_tokens: self.spec.kv_capacity_tokens, courses: courses.collect() }
     }
@@ -313,15 +317,15 @@ struct Course<'a> {
     generated: u32,
     /// Tokens still to come.
     remaining: u32,
-    /// Where that is from; none: it is told.
-    lengths: Option<&'a Histogram>,
+    /// Where that is from, with one over the weight of the answers that got so far; none: it is told.
+    lengths: Option<(&'a Histogram, f64)>,
 }
 
 impl Course<'_> {
     /// Chance that it still decodes after `tokens` more.
     fn goes_on(&self, tokens: f64) -> f64 {
         match self.lengths {
-            Some(lengths) => lengths.goes_on(self.generated, tokens),
+            Some((lengths, scale)) => lengths.beyond(f64::from(self.generated) + tokens) * scale,
             None => f64::from(tokens < f64::from(self.remaining)),
         }
     }
@@ -342,10 +346,10 @@ impl Forecast<'_> {
     /// those whose prefill will have; everyone counts by the chance to be there. The load of now would be stale by the time
     /// a new prompt is done, and admission by it oscillates (Mooncake, section 7).
     pub(super) fn batch_at(&self, then: Seconds) -> Batch {
-        let pace = self.pace.max(Seconds(f64::MIN_POSITIVE));
+        let per_second = 1.0 / self.pace.0.max(f64::MIN_POSITIVE);
         let (mut sequences, mut kv_tokens) = (0.0, 0.0);
         for course in self.courses.iter().filter(|course| course.from <= then) {
-            let tokens = (then - course.from) / pace;
+            let tokens = (then - course.from).0 * per_second;
             let chance = course.goes_on(tokens);
             sequences += chance;
             kv_tokens += chance * (course.context as f64 + tokens);
@@ -367,6 +371,9 @@ impl Forecast<'_> {
     pub(super) fn kv_wait(&self, tokens: u64) -> Seconds {
         let held = |course: &Course<'_>| course.context + u64::from(course.remaining);
         let mut total: u64 = self.courses.iter().map(held).sum();
+        if total + tokens <= self.capacity_tokens {
+            return Seconds::ZERO;
+        }
         let mut courses: Vec<&Course<'_>> = self.courses.iter().collect();
         courses.sort_by(|a, b| a.until.0.total_cmp(&b.until.0));
         let mut wait = Seconds::ZERO;

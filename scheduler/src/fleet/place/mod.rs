@@ -115,6 +115,18 @@ pub(super) struct PrefillSide {
     delayed: u32,
 }
 
+/// What a decode instance has to say, wherever the prompt is computed.
+struct DecodeSide<'a> {
+    at: usize,
+    forecast: Forecast<'a>,
+    /// Until it has room.
+    room: Seconds,
+    /// What a newcomer delays those who are at work here, all together.
+    delay: Seconds,
+    /// A step with it in the batch of now.
+    tbt_now: Seconds,
+}
+
 impl Fleet {
     /// Picks a placement. The explanation holds whatever was found out.
     pub(super) fn decide(
@@ -216,25 +228,24 @@ impl Fleet {
 
     fn candidates(&self, question: &Question<'_>, picks: &[Pick]) -> Vec<Candidate> {
         // picks come grouped by prefill; decoders repeat
-        let mut forecasts: Vec<(usize, Forecast<'_>)> = Vec::new();
+        let mut decoders: Vec<DecodeSide<'_>> = Vec::new();
         let mut side: Option<(Pick, PrefillSide)> = None;
         let mut candidates = Vec::with_capacity(picks.len());
         for &pick in picks {
             let (p, d) = (&self.loads[pick.prefill], &self.loads[pick.decode]);
             let obstacle = self.obstacle(question.arrival, p, d);
             let terms = obstacle.is_none().then(|| {
-                if !forecasts.iter().any(|(at, _)| *at == pick.decode) {
-                    forecasts.push((pick.decode, d.forecast(&self.works, &self.lengths, question.now)));
-                }
+                let known = decoders.iter().position(|decoder| decoder.at == pick.decode);
+                let decoder = known.unwrap_or_else(|| {
+                    decoders.push(self.decode_side(question, pick.decode));
+                    decoders.len() - 1
+                });
                 let same = |(of, _): &(Pick, PrefillSide)| of.prefill == pick.prefill && of.pull == pick.pull;
-                if !side.as_ref().is_some_and(same) {
-                    side = Some((pick, self.prefill_side(question, pick.prefill, pick.pull)));
-                }
-                let forecast = forecasts.iter().find(|(at, _)| *at == pick.decode);
-                let (Some((_, side)), Some((_, forecast))) = (&side, forecast) else {
-                    unreachable!("both were made above")
+                let (_, side) = match side.take().filter(same) {
+                    Some(known) => side.insert(known),
+                    None => side.insert((pick, self.prefill_side(question, pick.prefill, pick.pull))),
                 };
-                self.terms(question, side, pick.decode, forecast)
+                self.terms(question, side, &decoders[decoder])
             });
             candidates.push(Candidate {
                 prefill: p.spec.id,
@@ -313,22 +324,29 @@ impl Fleet {
         busy.max(Seconds::ZERO) + link.time(self.kv_bytes(tokens))
     }
 
-    fn terms(
-        &self,
-        question: &Question<'_>,
-        side: &PrefillSide,
-        decode: usize,
-        forecast: &Forecast<'_>,
-    ) -> Terms {
+    fn decode_side<'a>(&'a self, question: &Question<'_>, at: usize) -> DecodeSide<'a> {
+        let load = &self.loads[at];
+        let forecast = load.forecast(&self.works, &self.lengths, question.now);
+        let prompt = u64::from(question.arrival.prompt_tokens);
+        let room = forecast.kv_wait(prompt + u64::from(question.output_tokens));
+        // Whoever shares steps with it waits longer for each of them. Counted over all that the instance has
+        // taken on, not over the batch at the prompt's end: else a late start would count as kindness.
+        let others = forecast.everyone();
+        let slowdown = (load.step(others.with(prompt)) - load.step(others)).max(Seconds::ZERO);
+        let delay = slowdown * forecast.tokens_beside(question.output_tokens) as f64;
+        DecodeSide { at, forecast, room, delay, tbt_now: load.step(load.batch().with(prompt + 1)) }
+    }
+
+    fn terms(&self, question: &Question<'_>, side: &PrefillSide, decoder: &DecodeSide<'_>) -> Terms {
         let Question { now, arrival, output_tokens, .. } = *question;
-        let (p, d) = (&self.loads[side.at], &self.loads[decode]);
+        let (p, d) = (&self.loads[side.at], &self.loads[decoder.at]);
         let prompt = u64::from(arrival.prompt_tokens);
         let output = f64::from(output_tokens);
-        let room = forecast.kv_wait(prompt + u64::from(output_tokens));
+        let room = decoder.room;
         let kv_wait = (room - side.queue).max(Seconds::ZERO);
 
         let link = self.link(p, d);
-        let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - question.cached_on(decode));
+        let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - question.cached_on(decoder.at));
         let bytes = self.kv_bytes(transfer_tokens);
         let shows = |prefill| link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, prefill));
         let transfer = shows(side.prefill);
@@ -341,14 +359,9 @@ impl Fleet {
         let traffic = side.pull_price + link.map_or(Usd::ZERO, |l| l.price(bytes));
 
         let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill;
-        let joined = forecast.batch_at(now + ttft + transfer).with(prompt + 1);
+        let joined = decoder.forecast.batch_at(now + ttft + transfer).with(prompt + 1);
         let tbt = d.step(joined);
-        // Whoever shares steps with it waits longer for each of them. Counted over all that d has
-        // taken on, not over the batch at now + ttft: else a late start would count as kindness.
-        let others = forecast.everyone();
-        let slowdown = (d.step(others.with(prompt)) - d.step(others)).max(Seconds::ZERO);
-        let beside = forecast.tokens_beside(output_tokens) as f64;
-        let delay = side.prefill * f64::from(side.delayed) + slowdown * beside;
+        let delay = side.prefill * f64::from(side.delayed) + decoder.delay;
 
         // Half-way through the answer is the mean context of its steps. Who decodes shares a step.
         let halfway = Batch { kv_tokens: joined.kv_tokens + u64::from(output_tokens / 2), ..joined };
@@ -373,7 +386,7 @@ impl Fleet {
             ttft_s: ttft.0,
             ends_s: (ttft + hand_off + tbt * output).0,
             tbt_s: tbt.0,
-            tbt_now_s: d.step(d.batch().with(prompt + 1)).0,
+            tbt_now_s: decoder.tbt_now.0,
             delay_s: delay.0,
             busy_usd: busy.0,
             score: busy.0 + question.own_weight() * (ttft + hand_off).0 + question.wait_weight * delay.0,
