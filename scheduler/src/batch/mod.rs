@@ -387,15 +387,33 @@ impl Instance {
         }
     }
 
-    /// Gives blocks to those who wait, oldest first, until one does not fit.
+    /// Prompt tokens that the next step has room for, beside those that run.
+    fn room(&self) -> u32 {
+        let running = self.sequences.values().filter(|s| s.phase == Phase::Running);
+        let (mut decodes, mut tokens) = (0u32, 0u32);
+        for pending in running.map(Sequence::pending) {
+            if pending == 1 { decodes += 1 } else { tokens = tokens.saturating_add(pending) }
+        }
+        let beside = if decodes == 0 { u32::MAX } else { self.limits.prefill_tokens_beside_decode_max };
+        self.limits.step_tokens_max.saturating_sub(decodes).min(beside).saturating_sub(tokens)
+    }
+
+    /// Gives blocks to those who wait, oldest first, until one does not fit. A prompt that the next step has no room for waits
+    /// on: when its turn comes, it finds the prefixes that were computed meanwhile.
     fn admit(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) {
-        while let Some(&request) = self.waiting.first() {
+        let mut room = self.room();
+        let mut from = RequestId::MIN;
+        while let Some(&request) = self.waiting.range(from..).next() {
             let holding = self.sequences.len() - self.waiting.len();
             if holding >= self.limits.sequences_max {
                 return;
             }
             let block_tokens = self.limits.block_tokens;
             let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
+            from = request.saturating_add(1);
+            if sequence.after.is_some() && room == 0 {
+                continue;
+            }
             let length = sequence.tokens.len() as u32;
             // At least the last token is computed, to draw the next one.
             let reusable = ((length - 1) / block_tokens) as usize;
@@ -407,7 +425,7 @@ impl Instance {
             if fresh + self.blocks.idle_among(&hits) + spare > self.blocks.available() {
                 return;
             }
-            self.waiting.pop_first();
+            self.waiting.remove(&request);
             let tokens_cached = hits.len() as u32 * block_tokens;
             hits.iter().for_each(|&page| self.blocks.acquire(page));
             let mut pages = hits;
@@ -417,6 +435,7 @@ impl Instance {
             sequence.published = (tokens_cached / block_tokens) as usize;
             if sequence.after.is_some() {
                 sequence.phase = Phase::Running;
+                room = room.saturating_sub(sequence.pending());
                 actions.push(Action::Admitted { request, tokens_cached, pages });
             } else {
                 sequence.phase = Phase::Receiving;

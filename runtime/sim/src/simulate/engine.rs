@@ -355,12 +355,17 @@ impl Engine {
     }
 
     fn mixed(&mut self, began_s: f64, parts: Vec<u32>) -> Plan {
-        let pieces: Vec<Prefill> = self
-            .prefilling
-            .iter()
-            .zip(&parts)
-            .map(|(s, &tokens)| Prefill { context: s.context, tokens, last: tokens == s.pending() })
-            .collect();
+        let mut pieces = Vec::with_capacity(parts.len());
+        // a prompt's single last token is computed as a token that decodes
+        let mut single = (0, 0);
+        for (sequence, &tokens) in self.prefilling.iter().zip(&parts) {
+            let (context, last) = (sequence.context, tokens == sequence.pending());
+            if last && tokens == 1 {
+                single = (single.0 + 1, single.1 + u64::from(context) + 1);
+            } else {
+                pieces.push(Prefill { context, tokens, last });
+            }
+        }
         let decodes = self.make_room(1);
         let sequences = if decodes { self.decoding.len() as u32 } else { 0 };
         let kv_tokens = self.kv_tokens + u64::from(sequences);
@@ -368,7 +373,7 @@ impl Engine {
         let time_s = if self.role == Role::Prefill {
             pieces.iter().map(|piece| self.cost.prefill_s(piece.context, piece.tokens).0).sum()
         } else {
-            self.cost.step_s(&pieces, sequences, kv_tokens).0
+            self.cost.step_s(&pieces, sequences + single.0, kv_tokens + single.1).0
         };
         Plan::Mixed { parts, decodes, began_s, time_s, decode_s: decode_s.min(time_s) }
     }
@@ -442,14 +447,7 @@ impl Engine {
     pub(super) fn steps_end(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
         match self.at.take() {
             None => {}
-            Some(Plan::Run { began_s, steps }) => {
-                outcomes.push(Outcome::Busy { prefill_s: 0.0, decode_s: now_s - began_s });
-                let sequences = self.decoding.len() as u32;
-                let last = self.kv_tokens + u64::from(sequences) * u64::from(steps);
-                let first_s = self.cost.decode_step_s(sequences, self.kv_tokens + u64::from(sequences)).0;
-                let last_s = self.cost.decode_step_s(sequences, last).0;
-                self.decoded(now_s, began_s, Gaps { count: steps, first_s, last_s }, outcomes);
-            }
+            Some(Plan::Run { began_s, steps }) => self.ran(began_s, now_s, steps, outcomes),
             Some(Plan::Mixed { parts, decodes, began_s, time_s, decode_s }) => {
                 outcomes.push(Outcome::Busy { prefill_s: time_s - decode_s, decode_s });
                 if decodes {
@@ -461,6 +459,31 @@ impl Engine {
         }
         self.fit();
         self.tell_evicted(outcomes);
+    }
+
+    /// Decode steps from `began_s` to `ended_s` are done.
+    fn ran(&mut self, began_s: f64, ended_s: f64, steps: u32, outcomes: &mut Vec<Outcome>) {
+        outcomes.push(Outcome::Busy { prefill_s: 0.0, decode_s: ended_s - began_s });
+        let sequences = self.decoding.len() as u32;
+        let last = self.kv_tokens + u64::from(sequences) * u64::from(steps);
+        let first_s = self.cost.decode_step_s(sequences, self.kv_tokens + u64::from(sequences)).0;
+        let last_s = self.cost.decode_step_s(sequences, last).0;
+        self.decoded(ended_s, began_s, Gaps { count: steps, first_s, last_s }, outcomes);
+    }
+
+    /// Tells of the steps of a run that are done by `now_s`: a serving engine tells of each at once.
+    pub(super) fn catch_up(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
+        let Some(Plan::Run { began_s, steps }) = self.at else { return };
+        let begun = self.steps_by(now_s - began_s, steps);
+        let done = if began_s + self.run_s(begun) <= now_s { begun } else { begun.saturating_sub(1) };
+        // the end of the last one is an event of its own
+        let done = done.min(steps - 1);
+        if done == 0 {
+            return;
+        }
+        let ended_s = began_s + self.run_s(done);
+        self.ran(began_s, ended_s, done, outcomes);
+        self.at = Some(Plan::Run { began_s: ended_s, steps: steps - done });
     }
 
     /// Everyone who decodes got `gaps.count` tokens, in steps that began at `began_s`.
@@ -490,19 +513,25 @@ impl Engine {
         for &tokens in parts {
             let sequence = &mut self.prefilling[at];
             sequence.context += tokens;
-            if sequence.pending() > 0 {
-                let (request, tokens) = (sequence.job.request, sequence.context);
-                outcomes.push(Outcome::Progress { request, tokens });
-                at += 1;
+            if sequence.pending() == 0 {
+                let sequence = self.prefilling.remove(at);
+                self.prompt_done(now_s, sequence, outcomes);
                 continue;
             }
-            let sequence = self.prefilling.remove(at);
-            self.prompt_done(now_s, sequence, outcomes);
+            let (request, tokens) = (sequence.job.request, sequence.context);
+            outcomes.push(Outcome::Progress { request, tokens });
+            let blocks = (tokens / self.block_tokens) as usize;
+            if blocks > sequence.pinned {
+                let mut sequence = self.prefilling.remove(at);
+                self.publish(&mut sequence, blocks, outcomes);
+                self.prefilling.insert(at, sequence);
+            }
+            at += 1;
         }
     }
 
     fn prompt_done(&mut self, now_s: f64, mut sequence: Sequence, outcomes: &mut Vec<Outcome>) {
-        self.publish(&mut sequence, outcomes);
+        self.publish(&mut sequence, usize::MAX, outcomes);
         let request = sequence.job.request;
         if sequence.started {
             // it had lost its blocks: the next token is drawn now
@@ -526,17 +555,19 @@ impl Engine {
         }
     }
 
-    /// A computed prompt's blocks go from its own into the cache, where others find them.
-    fn publish(&mut self, sequence: &mut Sequence, outcomes: &mut Vec<Outcome>) {
-        if sequence.job.chain.is_empty() {
+    /// The first `blocks` blocks of a prompt are computed: they go from its own into the cache, where others find them.
+    fn publish(&mut self, sequence: &mut Sequence, blocks: usize, outcomes: &mut Vec<Outcome>) {
+        let blocks = blocks.min(sequence.job.chain.len());
+        if blocks == 0 {
             return;
         }
         let whole = sequence.pinned as u64 + sequence.private;
         self.give_back(sequence);
         self.fit();
-        let known = self.cache.longest_prefix(&sequence.job.chain);
-        self.cache.insert(&sequence.job.chain, &mut self.evicted);
-        sequence.pinned = self.cache.pin(&sequence.job.chain);
+        let chain = &sequence.job.chain[..blocks];
+        let known = self.cache.longest_prefix(chain);
+        self.cache.insert(chain, &mut self.evicted);
+        sequence.pinned = self.cache.pin(chain);
         sequence.private = whole.saturating_sub(sequence.pinned as u64);
         self.private += sequence.private;
         self.tell_evicted(outcomes);

@@ -35,9 +35,6 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use timeline::Timeline;
 
-/// Tokens that a client allows for its answer; traces do not tell.
-const MAX_TOKENS: u32 = 4096;
-
 /// An instance to be simulated.
 #[derive(Clone, Debug)]
 pub struct InstanceSetup {
@@ -66,6 +63,8 @@ pub struct InstanceSetup {
 pub struct Setup {
     /// The scheduler's parameters.
     pub fleet: FleetConfig,
+    /// Tokens that a client allows for its answer, at least as many as it gets; traces do not tell.
+    pub max_tokens: u32,
     /// Tokens in a KV block.
     pub block_tokens: u32,
     /// What goes first from an instance's cache.
@@ -246,7 +245,7 @@ impl<'a> World<'a> {
         let arrival = Arrival {
             request: request.id,
             prompt_tokens: request.prompt_tokens,
-            max_tokens: MAX_TOKENS.max(request.output_tokens),
+            max_tokens: self.setup.max_tokens.max(request.output_tokens),
             output_tokens_hint: None,
             chains: vec![PromptChain {
                 block_tokens: self.setup.block_tokens,
@@ -256,6 +255,9 @@ impl<'a> World<'a> {
             class: 0,
             objective: Objective::Fleet,
         };
+        for instance in 0..self.engines.len() as u32 {
+            self.catch_up(instance);
+        }
         self.tell(Event::Arrived(arrival));
         for action in std::mem::take(&mut self.actions) {
             self.observer.decided(self.now_s, &action);
@@ -301,6 +303,12 @@ impl<'a> World<'a> {
         };
         self.engines[prefill as usize].enqueue(job);
         self.turn(prefill);
+    }
+
+    /// Whoever decides next knows of every step that is done.
+    fn catch_up(&mut self, instance: u32) {
+        self.engines[instance as usize].catch_up(self.now_s, &mut self.outcomes);
+        self.settle(instance);
     }
 
     /// Lets an instance begin what it can; steps that run are cut short after the one in progress.
@@ -353,6 +361,9 @@ impl<'a> World<'a> {
         let Some(flight) = self.flights.get_mut(request) else { return };
         flight.first_token_s = self.now_s;
         let Flight { prompt_tokens, output_tokens, decode, prefill_began_s: began_s, .. } = *flight;
+        if self.setup.fleet.drop_at_decode && decode != instance {
+            self.catch_up(decode);
+        }
         self.tell(Event::PrefillDone { request, instance: InstanceId(instance) });
         if self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. })) {
             self.ledger.dropped(self.now_s - began_s);

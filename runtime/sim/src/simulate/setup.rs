@@ -7,6 +7,9 @@ use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy};
 use std::sync::Arc;
 
+/// Tokens that a client allows for its answer.
+const MAX_TOKENS: u32 = 4096;
+
 /// What a fleet file leaves open.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Choices {
@@ -60,6 +63,7 @@ impl Setup {
         };
         Setup {
             fleet: config,
+            max_tokens: MAX_TOKENS,
             block_tokens: file.kv.block_tokens,
             cache_policy: file.kv.policy,
             pools: file.pools.iter().map(|pool| pool.name.clone()).collect(),
