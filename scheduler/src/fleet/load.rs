@@ -68,7 +68,7 @@ impl Work {
     fn rest(&self, lengths: Option<&Histogram>) -> u32 {
         let generated = self.generated();
         let rest = match lengths {
-            Some(lengths) => lengths.rest(generated).round() as u32,
+            Some(lengths) => (lengths.rest(generated) + 0.5) as u32,
             None if generated < self.output_tokens => self.output_tokens - generated,
             None => generated,
         };
@@ -354,7 +354,7 @@ impl Forecast<'_> {
             sequences += chance;
             kv_tokens += chance * (course.context as f64 + tokens);
         }
-        Batch { sequences: sequences.round() as u32, kv_tokens: kv_tokens.round() as u64 }
+        Batch { sequences: (sequences + 0.5) as u32, kv_tokens: (kv_tokens + 0.5) as u64 }
     }
 
     /// Everyone who decodes here or will, together.

@@ -1,7 +1,7 @@
 //! The least cost of what a request uses and of the waiting that it means (design: `busy dollars + w * seconds`).
 //!
-//! Small fleets are compared pair by pair. In large ones every instance is ranked alone first, from sums that it keeps, and only
-//! the best of each side are paired: a decision's time grows with the number of instances, not with its square.
+//! Small fleets are compared pair by pair. In large ones every instance is ranked alone first, from sums that it keeps; the best of
+//! each side is paired with the best few of the other: a decision's time grows with the number of instances, not with its square.
 
 use super::super::load::Load;
 use super::super::{Fleet, Role};
@@ -13,33 +13,37 @@ use std::sync::Arc;
 /// As many pairs are compared without a shortlist.
 const PAIRS_MAX: usize = 64;
 /// Otherwise so many of each side.
-const SHORTLIST: usize = 6;
+const SHORTLIST: usize = 4;
 /// Halvings in the search for the part of a prefix that takes as long to pull as the rest to compute: within 2 % of it.
 const HALVINGS: u32 = 6;
 
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
     let able = |can| fleet.able(can).map(|(at, _)| at);
-    let (mut prefills, mut decodes): (Vec<usize>, Vec<usize>);
-    if able(Role::prefills).count() * able(Role::decodes).count() <= PAIRS_MAX {
+    let few = able(Role::prefills).count() * able(Role::decodes).count() <= PAIRS_MAX;
+    let (prefills, decodes): (Vec<usize>, Vec<usize>);
+    if few {
         (prefills, decodes) = (able(Role::prefills).collect(), able(Role::decodes).collect());
     } else {
-        prefills = shortlist(able(Role::prefills), prefill_keys(fleet, question));
-        decodes = shortlist(able(Role::decodes), |at| decode_key(&fleet.loads[at], question));
+        let mut best = shortlist(able(Role::prefills), prefill_keys(fleet, question));
+        let mut least = shortlist(able(Role::decodes), |at| decode_key(&fleet.loads[at], question));
         // what needs no transfer must be able to win
-        let own = |at: &&usize, can: fn(Role) -> bool| can(fleet.loads[**at].spec.role);
-        let as_decoders: Vec<usize> = prefills.iter().filter(|at| own(at, Role::decodes)).copied().collect();
-        let as_prefills: Vec<usize> = decodes.iter().filter(|at| own(at, Role::prefills)).copied().collect();
-        decodes.extend(as_decoders);
-        prefills.extend(as_prefills);
-        for list in [&mut prefills, &mut decodes] {
-            list.sort_unstable();
-            list.dedup();
+        let role = |at: usize| fleet.loads[at].spec.role;
+        let as_decoders: Vec<usize> = best.iter().copied().filter(|&at| role(at).decodes()).collect();
+        let as_prefills: Vec<usize> = least.iter().copied().filter(|&at| role(at).prefills()).collect();
+        for (list, others) in [(&mut best, as_prefills), (&mut least, as_decoders)] {
+            let new: Vec<usize> = others.into_iter().filter(|at| !list.contains(at)).collect();
+            list.extend(new);
         }
+        (prefills, decodes) = (best, least);
     }
     let mut picks = Vec::with_capacity(prefills.len() * decodes.len());
-    for &prefill in &prefills {
+    for (p, &prefill) in prefills.iter().enumerate() {
         let pull = best_pull(fleet, question, prefill);
-        picks.extend(decodes.iter().map(|&decode| Pick { prefill, decode, pull }));
+        for (d, &decode) in decodes.iter().enumerate() {
+            if few || p == 0 || d == 0 || prefill == decode {
+                picks.push(Pick { prefill, decode, pull });
+            }
+        }
     }
     picks
 }
