@@ -11,7 +11,7 @@ use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, Link
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PromptChain, Role,
 };
-use mixfleet_scheduler::kv::BlockHash;
+use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -127,7 +127,7 @@ impl World {
             let Some((request, prefill, decode)) = self.waiting.pop_front() else { break };
             let document = self.random.below(DOCUMENTS);
             let hashes = (0..SHARED).map(|block| BlockHash(bits(document, u64::from(block)))).collect();
-            self.tell(Event::KvStored { instance: prefill, hashes });
+            self.tell(Event::KvStored { instance: prefill, hashes, tier: Tier::Device });
             self.tell(Event::PrefillDone { request, instance: prefill });
             self.tell(Event::TransferDone { request, instance: decode });
             self.tell(Event::DecodeStep { instance: decode, requests: vec![request], tokens: 100 });

@@ -8,7 +8,7 @@ use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, Link
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Link, Objective, PromptChain, Role,
 };
-use mixfleet_scheduler::kv::BlockHash;
+use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::{BTreeMap, VecDeque};
 
 const BLOCK: u32 = 16;
@@ -353,7 +353,7 @@ impl World {
         self.tell(Event::PrefillDone { request, instance: id });
         let state = &self.requests[&request];
         let shared = (0..state.prompt / 2 / BLOCK).map(|i| BlockHash(state.document << 48 | u64::from(i)));
-        let stored = Event::KvStored { instance: id, hashes: shared.collect() };
+        let stored = Event::KvStored { instance: id, hashes: shared.collect(), tier: Tier::Device };
         let (transfer_s, decode) = (state.transfer_s, state.placed.map(|(_, decode)| decode));
         self.tell(stored);
         self.token(request);

@@ -15,6 +15,7 @@ use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
 };
+use mixfleet_scheduler::kv::Tier;
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -296,10 +297,10 @@ impl Running {
                 }
             }
             FromWorker::Stored(hashes) => {
-                self.fleet_step(Event::KvStored { instance, hashes });
+                self.fleet_step(Event::KvStored { instance, hashes, tier: Tier::Device });
             }
             FromWorker::Evicted(hashes) => {
-                self.fleet_step(Event::KvEvicted { instance, hashes });
+                self.fleet_step(Event::KvEvicted { instance, hashes, tier: Tier::Device });
             }
             FromWorker::Load(load) => self.gauge(instance, &load),
             FromWorker::Down(error) => self.down(instance, &error),

@@ -3,7 +3,7 @@
 use super::explain::Explanation;
 use crate::batch::RequestId;
 use crate::cost::{CostModel, LinkCost};
-use crate::kv::BlockHash;
+use crate::kv::{BlockHash, Tier};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -203,6 +203,9 @@ pub enum Event {
         instance: InstanceId,
         /// The blocks' keys.
         hashes: Vec<BlockHash>,
+        /// Where.
+        #[serde(default)]
+        tier: Tier,
     },
     /// An instance no longer holds these blocks.
     KvEvicted {
@@ -210,6 +213,18 @@ pub enum Event {
         instance: InstanceId,
         /// The blocks' keys.
         hashes: Vec<BlockHash>,
+        /// Where.
+        #[serde(default)]
+        tier: Tier,
+    },
+    /// An instance can hold blocks in a tier below its devices.
+    TierUp {
+        /// Which.
+        instance: InstanceId,
+        /// Where.
+        tier: Tier,
+        /// What it takes to load them.
+        cost: LinkCost,
     },
     /// An instance holds no blocks any more.
     KvCleared {

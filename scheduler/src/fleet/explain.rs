@@ -74,7 +74,7 @@ pub struct Terms {
     pub transfer_tokens: u32,
     /// Prefill work ahead of it.
     pub queue_s: f64,
-    /// What the pull delays beyond the queue.
+    /// What the pull, or loading from lower tiers, delays beyond the queue.
     pub pull_s: f64,
     /// Until the decode instance has room for its KV, beyond the queue.
     pub kv_wait_s: f64,

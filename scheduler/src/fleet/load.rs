@@ -5,6 +5,7 @@
 
 use super::lengths::{Histogram, Lengths};
 use super::{Instance, InstanceId, RequestId};
+use crate::cost::LinkCost;
 use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
 use std::collections::{BTreeSet, VecDeque};
@@ -130,6 +131,8 @@ pub(super) struct Load {
     /// Until when its way out and its way in are taken by transfers that were decided.
     pub(super) egress_until: Seconds,
     pub(super) ingress_until: Seconds,
+    /// What loading from its tiers takes, in the order of [`Tier::ALL`](crate::kv::Tier::ALL).
+    pub(super) tiers: [LinkCost; 3],
 }
 
 impl Load {
@@ -145,6 +148,7 @@ impl Load {
             committed: Batch::default(),
             egress_until: Seconds::ZERO,
             ingress_until: Seconds::ZERO,
+            tiers: [LinkCost::default(); 3],
         }
     }
 

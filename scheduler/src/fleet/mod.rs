@@ -14,12 +14,14 @@ mod place;
 
 pub use crate::batch::RequestId;
 pub use admit::Admission;
-pub use event::{Action, Arrival, Event, Instance, InstanceId, Link, Objective, PromptChain, Pull, RejectReason, Role};
+pub use event::{
+    Action, Arrival, Event, Instance, InstanceId, Link, Objective, PromptChain, Pull, RejectReason, Role,
+};
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 pub use place::Policy;
 
 use crate::cost::LinkCost;
-use crate::kv::{PrefixIndex, Prefixes, Tier};
+use crate::kv::{PrefixIndex, Prefixes};
 use crate::table::IdMap;
 use lengths::Lengths;
 use load::{Load, Phase, Work, Works};
@@ -135,7 +137,9 @@ impl Fleet {
 
     /// Time that the prompts placed on `instance` will probably take from `now` on; 0 of one that is not up.
     pub fn queued_prefill(&self, instance: InstanceId, now: Seconds) -> Seconds {
-        self.position(instance).map_or(Seconds::ZERO, |at| self.loads[at].backlog(now, Seconds(f64::INFINITY), &self.works).0.time)
+        self.position(instance).map_or(Seconds::ZERO, |at| {
+            self.loads[at].backlog(now, Seconds(f64::INFINITY), &self.works).0.time
+        })
     }
 
     /// Instances that are up.
@@ -163,12 +167,17 @@ impl Fleet {
             Event::Cancelled { request } => {
                 self.forget(now, request);
             }
-            Event::KvStored { instance, hashes } => {
+            Event::KvStored { instance, hashes, tier } => {
                 if self.position(instance).is_some() {
-                    self.index.store(instance, Tier::Device, &hashes);
+                    self.index.store(instance, tier, &hashes);
                 }
             }
-            Event::KvEvicted { instance, hashes } => self.index.evict(instance, Tier::Device, &hashes),
+            Event::KvEvicted { instance, hashes, tier } => self.index.evict(instance, tier, &hashes),
+            Event::TierUp { instance, tier, cost } => {
+                if let Some(load) = self.load_mut(instance) {
+                    load.tiers[tier as usize] = cost;
+                }
+            }
             Event::KvCleared { instance } => self.index.clear(instance),
             Event::InstanceUp(spec) => self.instance_up(spec),
             Event::InstanceDown { instance } => self.instance_down(now, instance, actions),

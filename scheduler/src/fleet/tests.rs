@@ -1,6 +1,6 @@
 use super::*;
 use crate::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
-use crate::kv::BlockHash;
+use crate::kv::{BlockHash, Tier};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::UsdPerHour;
 
@@ -113,7 +113,7 @@ fn terms_are_the_formulas() {
     let decode = instance(2, Role::Decode, 1e-3, 1e-2);
     let mut f = fleet(config(), vec![instance(1, Role::Prefill, 1e-3, 1e-2), decode]);
     arrive(&mut f, 0.0, arrival(1, 300, 1));
-    let stored = Event::KvStored { instance: InstanceId(1), hashes: hashes(2, 50) };
+    let stored = Event::KvStored { instance: InstanceId(1), hashes: hashes(2, 50), tier: Tier::Device };
     act(&mut f, 0.1, stored);
     let action = arrive(&mut f, 0.1, arrival(2, 200, 2));
     let terms = placed(&action).2.chosen().unwrap().terms.unwrap();
@@ -135,7 +135,11 @@ fn terms_are_the_formulas() {
 fn a_cached_prefix_wins_when_queues_are_equal_and_loses_to_a_long_queue() {
     let pool = || {
         let mut f = fleet(config(), (1..4).map(|id| instance(id, Role::Auto, 1e-3, 1e-2)).collect());
-        act(&mut f, 0.0, Event::KvStored { instance: InstanceId(3), hashes: hashes(7, 400) });
+        act(
+            &mut f,
+            0.0,
+            Event::KvStored { instance: InstanceId(3), hashes: hashes(7, 400), tier: Tier::Device },
+        );
         f
     };
     let action = arrive(&mut pool(), 0.0, arrival(1, 500, 7));
@@ -152,7 +156,7 @@ fn a_cached_prefix_wins_when_queues_are_equal_and_loses_to_a_long_queue() {
 #[test]
 fn an_entirely_cached_prompt_still_computes_its_last_block() {
     let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
-    act(&mut f, 0.0, Event::KvStored { instance: InstanceId(1), hashes: hashes(1, 100) });
+    act(&mut f, 0.0, Event::KvStored { instance: InstanceId(1), hashes: hashes(1, 100), tier: Tier::Device });
     let action = arrive(&mut f, 0.0, arrival(1, 100, 1));
     assert_eq!(placed(&action).2.chosen().unwrap().terms.unwrap().cached_tokens, 90);
 }
@@ -161,7 +165,7 @@ fn an_entirely_cached_prompt_still_computes_its_last_block() {
 fn a_prefix_counts_only_for_the_block_size_it_was_stored_in() {
     let other = Instance { kv_block_tokens: 20, ..instance(2, Role::Auto, 1e-3, 1e-2) };
     let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2), other]);
-    act(&mut f, 0.0, Event::KvStored { instance: InstanceId(2), hashes: hashes(1, 100) });
+    act(&mut f, 0.0, Event::KvStored { instance: InstanceId(2), hashes: hashes(1, 100), tier: Tier::Device });
     let action = arrive(&mut f, 0.0, arrival(1, 100, 1));
     assert!(placed(&action).2.candidates.iter().all(|c| c.terms.unwrap().cached_tokens == 0));
 }
@@ -240,7 +244,15 @@ fn with_equal_speeds_and_no_prices_it_is_a_router_for_the_least_ttft() {
         queued[chosen] += prompt - cached(chosen);
         let length = stored[chosen].entry(document).or_default();
         *length = prompt.max(*length);
-        act(&mut f, 0.0, Event::KvStored { instance: InstanceId(prefill), hashes: hashes(document, prompt) });
+        act(
+            &mut f,
+            0.0,
+            Event::KvStored {
+                instance: InstanceId(prefill),
+                hashes: hashes(document, prompt),
+                tier: Tier::Device,
+            },
+        );
     }
 }
 
@@ -345,7 +357,11 @@ fn a_prompt_that_ends_later_is_not_in_the_batch_yet() {
 fn a_lost_instance_sends_its_requests_back_and_gets_no_more() {
     let three = || {
         let mut f = fleet(config(), (1..4).map(|id| instance(id, Role::Auto, 1e-3, 1e-2)).collect());
-        act(&mut f, 0.0, Event::KvStored { instance: InstanceId(1), hashes: hashes(1, 100) });
+        act(
+            &mut f,
+            0.0,
+            Event::KvStored { instance: InstanceId(1), hashes: hashes(1, 100), tier: Tier::Device },
+        );
         f
     };
     let mut f = three();
@@ -481,4 +497,38 @@ fn an_explanation_survives_json_and_names_every_candidate() {
     let lines = placed(&action).2.to_string();
     assert_eq!(lines.lines().count(), 1 + 4, "{lines}");
     assert!(lines.contains("prefill part1, decode part1") && lines.contains("chosen"), "{lines}");
+}
+
+#[test]
+fn a_prefix_in_a_lower_tier_counts_and_has_to_be_loaded_first() {
+    let mut f = fleet(config(), (1..3).map(|id| instance(id, Role::Auto, 1e-3, 1e-2)).collect());
+    let per_byte = |seconds_per_byte| LinkCost { seconds_per_byte, ..LinkCost::default() };
+    let stored = |tier, tokens: std::ops::Range<u32>| Event::KvStored {
+        instance: InstanceId(2),
+        hashes: hashes(7, 400)[(tokens.start / BLOCK) as usize..(tokens.end / BLOCK) as usize].to_vec(),
+        tier,
+    };
+    act(&mut f, 0.0, Event::TierUp { instance: InstanceId(2), tier: Tier::Dram, cost: per_byte(1e-7) });
+    act(&mut f, 0.0, Event::TierUp { instance: InstanceId(2), tier: Tier::Ssd, cost: per_byte(5e-7) });
+    act(&mut f, 0.0, stored(Tier::Device, 0..100));
+    act(&mut f, 0.0, stored(Tier::Dram, 50..200));
+    act(&mut f, 0.0, stored(Tier::Ssd, 200..400));
+    let action = arrive(&mut f, 0.0, arrival(1, 500, 7));
+    let (prefill, _, explanation) = placed(&action);
+    let terms = explanation.chosen().unwrap().terms.unwrap();
+    assert_eq!((prefill, terms.cached_tokens), (2, 400));
+    // 1 kB a token: 100 tokens from DRAM take 10 ms, 200 from the disk at the same time 100 ms
+    close(terms.pull_s, 0.1);
+    close(terms.prefill_s, 0.1);
+    close(terms.ttft_s, 0.2);
+    // behind the first one's 0.2 s nothing shows of it; what has left the disk must be computed
+    let gone =
+        Event::KvEvicted { instance: InstanceId(2), hashes: hashes(7, 400)[40..].to_vec(), tier: Tier::Ssd };
+    act(&mut f, 0.0, gone);
+    let action = arrive(&mut f, 0.0, arrival(2, 500, 7));
+    let on_two = |c: &&Candidate| c.prefill == InstanceId(2);
+    let terms = placed(&action).2.candidates.iter().find(on_two).and_then(|c| c.terms).unwrap();
+    assert_eq!(terms.cached_tokens, hashes(7, 400)[..40].len() as u32 * BLOCK);
+    close(terms.queue_s, 0.2);
+    close(terms.pull_s, 0.0);
 }

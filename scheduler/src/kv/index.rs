@@ -13,10 +13,11 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Where an instance keeps a block, the fastest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tier {
     /// In the memory of the device that computes.
+    #[default]
     Device,
     /// In the host's memory.
     Dram,

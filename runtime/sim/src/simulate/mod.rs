@@ -26,7 +26,7 @@ use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PromptChain, Pull, Role,
 };
-use mixfleet_scheduler::kv::CachePolicy;
+use mixfleet_scheduler::kv::{CachePolicy, Tier};
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use results::Ledger;
@@ -34,6 +34,10 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::Arc;
 use timeline::Timeline;
+
+/// In larger fleets a decision is made with what instances told when they last began something else: newcomers interrupt a run
+/// of decode steps every second or two, and to ask a thousand instances for each decision would take most of the time.
+const TOLD_OF_EACH_STEP_MAX: usize = 64;
 
 /// An instance to be simulated.
 #[derive(Clone, Debug)]
@@ -255,8 +259,8 @@ impl<'a> World<'a> {
             class: 0,
             objective: Objective::Fleet,
         };
-        for instance in 0..self.engines.len() as u32 {
-            self.catch_up(instance);
+        if self.engines.len() <= TOLD_OF_EACH_STEP_MAX {
+            (0..self.engines.len() as u32).for_each(|instance| self.catch_up(instance));
         }
         self.tell(Event::Arrived(arrival));
         for action in std::mem::take(&mut self.actions) {
@@ -339,8 +343,8 @@ impl<'a> World<'a> {
                         flight.prefill_began_s = self.now_s;
                     }
                 }
-                Outcome::Stored(hashes) => self.tell(Event::KvStored { instance: id, hashes }),
-                Outcome::Evicted(hashes) => self.tell(Event::KvEvicted { instance: id, hashes }),
+                Outcome::Stored(hashes) => self.tell(Event::KvStored { instance: id, hashes, tier: Tier::Device }),
+                Outcome::Evicted(hashes) => self.tell(Event::KvEvicted { instance: id, hashes, tier: Tier::Device }),
                 Outcome::Progress { request, tokens } => {
                     self.tell(Event::PrefillProgress { request, instance: id, tokens });
                 }

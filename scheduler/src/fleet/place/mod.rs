@@ -80,6 +80,8 @@ pub(super) struct Question<'a> {
     pub(super) holders: Vec<Part>,
     /// and the same of every instance, by position.
     pub(super) cached: Vec<u32>,
+    /// Until that is loaded from lower tiers; empty where nothing has to be.
+    pub(super) loading: Vec<Seconds>,
 }
 
 impl Question<'_> {
@@ -91,6 +93,11 @@ impl Question<'_> {
     /// Leading prompt tokens that instance `at` can reuse.
     pub(super) fn cached_on(&self, at: usize) -> u32 {
         self.cached[at]
+    }
+
+    /// Time that instance `at` takes to load what of it lies in lower tiers.
+    pub(super) fn loading_on(&self, at: usize) -> Seconds {
+        self.loading.get(at).copied().unwrap_or(Seconds::ZERO)
     }
 
     /// The longest reusable prefix anywhere, and who holds it; the first of equals.
@@ -106,7 +113,7 @@ pub(super) struct PrefillSide {
     cached_tokens: u32,
     pulled_tokens: u32,
     queue: Seconds,
-    /// What the pull delays beyond the queue.
+    /// What the pull, or loading from lower tiers, delays beyond the queue.
     pull: Seconds,
     pull_price: Usd,
     interleave: Seconds,
@@ -154,9 +161,19 @@ impl Fleet {
         if requests >= requests_max && !arrival.replay {
             return (explanation, Err(RejectReason::QueueFull { requests, requests_max }));
         }
-        let (holders, cached) = self.reusable(arrival);
-        let question =
-            Question { now, arrival, output_tokens, score_unit, wait_weight, objectives, holders, cached };
+        let (cached, loading) = self.reusable(arrival);
+        let holders = cached.iter().copied().enumerate().filter(|&(_, tokens)| tokens > 0).collect();
+        let question = Question {
+            now,
+            arrival,
+            output_tokens,
+            score_unit,
+            wait_weight,
+            objectives,
+            holders,
+            cached,
+            loading,
+        };
         let picks = match self.config.policy {
             Policy::Random => random::picks(self),
             Policy::RoundRobin => round_robin::picks(self),
@@ -202,10 +219,11 @@ impl Fleet {
         self.positions.get(u64::from(id.0)).copied()
     }
 
-    /// Leading prompt tokens that instances hold and can reuse: of those that hold any, in order, and of all by position. The last
-    /// token is always computed: its logits give the first token.
-    fn reusable(&mut self, arrival: &Arrival) -> (Vec<Part>, Vec<u32>) {
+    /// Leading prompt tokens that instances hold and can reuse, and what loading them from lower tiers takes where it takes
+    /// anything; by position. The last token is always computed: its logits give the first token.
+    fn reusable(&mut self, arrival: &Arrival) -> (Vec<u32>, Vec<Seconds>) {
         let mut cached = vec![0; self.loads.len()];
+        let mut loading = Vec::new();
         for chain in &arrival.chains {
             let block = chain.block_tokens.max(1);
             let most = arrival.prompt_tokens.saturating_sub(1) / block * block;
@@ -214,11 +232,21 @@ impl Fleet {
                 let Some(at) = self.position(prefix.instance) else { continue };
                 if self.loads[at].spec.kv_block_tokens == chain.block_tokens {
                     cached[at] = prefix.total().saturating_mul(block).min(most);
+                    if prefix.blocks[0] < prefix.total() {
+                        loading.resize(self.loads.len(), Seconds::ZERO);
+                        loading[at] = self.load_time(at, prefix.blocks.map(|blocks| blocks * block));
+                    }
                 }
             }
         }
-        let holders = cached.iter().copied().enumerate().filter(|&(_, tokens)| tokens > 0).collect();
-        (holders, cached)
+        (cached, loading)
+    }
+
+    /// Time to load `tokens` of each tier onto the devices of instance `at`, from all at once.
+    fn load_time(&self, at: usize, tokens: [u32; 3]) -> Seconds {
+        let times = tokens.iter().zip(&self.loads[at].tiers).skip(1).filter(|(tokens, _)| **tokens > 0);
+        let times = times.map(|(&tokens, tier)| tier.time(self.kv_bytes(tokens)));
+        times.fold(Seconds::ZERO, Seconds::max)
     }
 
     /// Prefill work on `load` ahead of the request, and prompts that it goes ahead of.
@@ -296,7 +324,7 @@ impl Fleet {
             cached_tokens,
             pulled_tokens,
             queue: backlog.time,
-            pull: Seconds::ZERO,
+            pull: (question.loading_on(at) - backlog.time).max(Seconds::ZERO),
             pull_price: Usd::ZERO,
             interleave: load.step(batch) * (backlog.chunks + load.chunks(uncached)) as f64,
             prefill,
@@ -304,7 +332,7 @@ impl Fleet {
         };
         if let Some((from, tokens)) = pull {
             let arrives = self.pull_time(question.now, from, at, tokens);
-            side.pull = (arrives - side.queue).max(Seconds::ZERO);
+            side.pull = side.pull.max(arrives - side.queue);
             let link = self.link(&self.loads[from], load);
             side.pull_price = link.map_or(Usd::ZERO, |link| link.price(self.kv_bytes(tokens)));
         }

@@ -81,11 +81,12 @@ fn prefill_keys<'a>(fleet: &'a Fleet, question: &'a Question<'_>) -> impl FnMut(
         let own = question.cached_on(at);
         let ((backlog, behind), batch) = (fleet.ahead(load, question), load.batch());
         let mut prefill = time(&load.spec.cost, own);
-        let mut ends = backlog.time + prefill;
+        let begins = backlog.time.max(question.loading_on(at));
+        let mut ends = begins + prefill;
         if let Some((holder, tokens)) = longest.filter(|&(holder, tokens)| holder != at && tokens > own) {
             let rest = time(&load.spec.cost, tokens);
             let arrives = fleet.pull_time(question.now, holder, at, tokens - own);
-            let pulled = backlog.time.max(arrives) + rest;
+            let pulled = begins.max(arrives) + rest;
             if pulled < ends {
                 (ends, prefill) = (pulled, rest);
             }
