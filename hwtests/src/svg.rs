@@ -299,7 +299,7 @@ fn tick_text(axis: Axis, value: f64) -> String {
         return size(value.round() as u64);
     }
     if axis.unit.is_empty() {
-        return format!("{}", (value * 100.0).round() / 100.0);
+        return format!("{}", (value * 1e4).round() / 1e4);
     }
     scaled(value, axis.unit).replace(".00 ", " ").replace(".0 ", " ")
 }

@@ -60,6 +60,14 @@ pub(crate) fn writable(file: &std::path::Path) -> anyhow::Result<()> {
     opened.map(drop).with_context(|| format!("cannot write {}", file.display()))
 }
 
+/// An error and its causes, each said once: many a message holds its cause already.
+fn with_causes(error: &anyhow::Error) -> String {
+    error.chain().skip(1).fold(error.to_string(), |text, cause| {
+        let cause = cause.to_string();
+        if text.contains(&cause) { text } else { format!("{text}: {cause}") }
+    })
+}
+
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Devices(args) => devices::run(&args),
@@ -82,7 +90,7 @@ fn main() -> ExitCode {
         // Whoever read the output has seen enough.
         return ExitCode::SUCCESS;
     }
-    eprintln!("mixfleet: {error:#}");
+    eprintln!("mixfleet: {}", with_causes(&error));
     ExitCode::from(match () {
         () if error.is::<Failed>() => 1,
         () if error.is::<Usage>() => 2,

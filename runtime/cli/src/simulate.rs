@@ -74,19 +74,25 @@ impl SimulateArgs {
 
     /// Finds out before the run whether what it writes can be written, and is no other of its files.
     fn check_files(&self) -> Result<()> {
-        let same = |a: &Path, b: &Path| {
-            a == b || std::fs::canonicalize(a).is_ok_and(|a| std::fs::canonicalize(b).is_ok_and(|b| a == b))
-        };
         let mut others = vec![(&self.trace, "--trace"), (&self.fleet, "--fleet")];
         for (file, flag) in [(&self.timeline, "--timeline"), (&self.html, "--html")] {
             let Some(file) = file else { continue };
-            if let Some((_, other)) = others.iter().find(|(other, _)| same(file, other)) {
+            if let Some((_, other)) = others.iter().find(|(other, _)| place(file) == place(other)) {
                 return Err(Usage(format!("{flag} would write over the file of {other}")).into());
             }
-            writable(file)?;
             others.push((file, flag));
         }
-        Ok(())
+        [&self.timeline, &self.html].into_iter().flatten().try_for_each(|file| writable(file))
+    }
+
+    /// Of a run that failed: takes away what [`writable`] made.
+    fn leave_no_empty_page(&self) {
+        if let Some(file) = &self.html
+            && std::fs::metadata(file).is_ok_and(|metadata| metadata.is_file() && metadata.len() == 0)
+        {
+            // the run's own error is the one to tell
+            let _ = std::fs::remove_file(file);
+        }
     }
 
     fn facts(&self, setup: &Setup) -> Vec<(&'static str, String)> {
@@ -104,6 +110,15 @@ impl SimulateArgs {
             ("objectives", format!("TTFT {} s, TBT {} s ({:?})", slo.ttft_s, slo.tbt_s, slo.metric)),
         ]
     }
+}
+
+/// Where a file is or will be, by whatever name it was given.
+fn place(file: &Path) -> PathBuf {
+    let in_parent = || {
+        let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Some(parent.canonicalize().ok()?.join(file.file_name()?))
+    };
+    file.canonicalize().ok().or_else(in_parent).unwrap_or_else(|| file.to_owned())
 }
 
 pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
@@ -129,7 +144,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     };
     let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
     let requests = args.replay.play(&mut trace, args.scheduling.seed).rechain(blocks, fleet.kv.block_tokens);
-    let results = simulate(&setup, requests, &mut watch)?;
+    let results = simulate(&setup, requests, &mut watch).inspect_err(|_| args.leave_no_empty_page())?;
     let Watch { bar, timeline, history, .. } = watch;
     drop(bar);
     if let (Some(timeline), Some(path)) = (timeline, &args.timeline) {

@@ -6,7 +6,7 @@ use super::Format;
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// The file cannot be opened, read or decompressed.
-    #[error("cannot read {name} after line {line}: {cause}")]
+    #[error("cannot read {name}{}: {cause}", after(*line))]
     Read {
         /// The trace.
         name: String,
@@ -45,4 +45,8 @@ pub enum TraceError {
         /// The trace.
         name: String,
     },
+}
+
+fn after(line: u64) -> String {
+    if line == 0 { String::new() } else { format!(" after line {line}") }
 }
