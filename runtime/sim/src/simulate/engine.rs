@@ -4,16 +4,21 @@
 //! A *plan* is what the instance is at: one step with prompt tokens in it, or a run of decode steps that nothing disturbs. A run
 //! is one event, however long; who comes meanwhile cuts it short after the step in progress.
 
+mod hand_off;
+mod sequence;
+
 use super::timeline::Occupation;
-use super::{InstanceSetup, Setup};
+use super::{HandOff, InstanceSetup, Setup};
 use mixfleet_hal::random::bits;
 use mixfleet_scheduler::cost::{CostModel, Prefill};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_scheduler::kv::{BlockCache, BlockHash};
+use sequence::Sequence;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// A prompt to be computed.
+#[derive(Clone)]
 pub(super) struct Job {
     pub(super) request: u64,
     pub(super) prompt_tokens: u32,
@@ -45,6 +50,10 @@ pub(super) enum Outcome {
     Progress { request: u64, tokens: u32 },
     /// The first token is there.
     Prefilled { request: u64 },
+    /// There is room for a prompt that is to be computed elsewhere; so many tokens of it are here.
+    Reserved { request: u64, held_tokens: u32 },
+    /// Who had room reserved decodes now.
+    Joined { request: u64 },
     /// Each of these got `tokens` tokens.
     Decoded { requests: Vec<u64>, tokens: u32 },
     /// The answer is complete.
@@ -55,26 +64,6 @@ pub(super) enum Outcome {
     Evicted(Vec<BlockHash>),
     /// The device worked so long.
     Busy { prefill_s: f64, decode_s: f64 },
-}
-
-/// A request with blocks here.
-struct Sequence {
-    job: Job,
-    /// Tokens whose KV is here.
-    context: u32,
-    /// Tokens to have KV before the next one is drawn.
-    wanted: u32,
-    generated: u32,
-    last_token_s: f64,
-    gaps: Vec<Gaps>,
-    /// Leading blocks of its chain that it holds in the cache.
-    pinned: usize,
-    /// Other blocks that it holds.
-    private: u64,
-    /// Its first token came from elsewhere, or is out.
-    started: bool,
-    /// Keys of its chain that others know too.
-    public: usize,
 }
 
 /// Keeps the keys of a sequence's own blocks apart from a trace's.
@@ -89,7 +78,8 @@ enum Plan {
 
 pub(super) struct Engine {
     pool: u32,
-    role: Role,
+    /// Computes one prompt at a time, in one go.
+    alone: bool,
     cost: Arc<CostModel>,
     block_tokens: u32,
     blocks_total: u64,
@@ -101,6 +91,10 @@ pub(super) struct Engine {
     private: u64,
     /// Waiting, in order of when they are due; those that lost their blocks first.
     queue: VecDeque<Sequence>,
+    /// Who want room for KV that shall come from elsewhere,
+    reserving: VecDeque<Sequence>,
+    /// and who have it.
+    receiving: Vec<Sequence>,
     /// Whose KV has come from elsewhere, and who wait for blocks here.
     landed: VecDeque<Sequence>,
     prefilling: Vec<Sequence>,
@@ -117,7 +111,8 @@ impl Engine {
         let blocks_total = instance.cache_tokens / u64::from(block_tokens);
         Engine {
             pool: instance.pool,
-            role: instance.role,
+            // Where nothing decodes there is nobody to disturb.
+            alone: instance.role == Role::Prefill && setup.hand_off == HandOff::Streamed,
             cost: instance.cost.clone(),
             block_tokens,
             blocks_total,
@@ -127,6 +122,8 @@ impl Engine {
             evicted: Vec::new(),
             private: 0,
             queue: VecDeque::new(),
+            reserving: VecDeque::new(),
+            receiving: Vec::new(),
             landed: VecDeque::new(),
             prefilling: Vec::new(),
             decoding: Vec::new(),
@@ -182,29 +179,15 @@ impl Engine {
         self.queue.insert(place, Sequence::new(job));
     }
 
-    /// A request whose prompt was computed elsewhere, and whose first token is out since `since_s`.
-    pub(super) fn join(&mut self, request: u64, prompt_tokens: u32, output_tokens: u32, since_s: f64) {
-        let job = Job {
-            request,
-            prompt_tokens,
-            output_tokens,
-            chain: Vec::new(),
-            pulled_tokens: 0,
-            ready_at_s: 0.0,
-            stays: true,
-            due_s: 0.0,
-        };
-        let mut sequence = Sequence::new(job);
-        (sequence.context, sequence.wanted) = (prompt_tokens, prompt_tokens + 1);
-        (sequence.generated, sequence.last_token_s, sequence.started) = (1, since_s, true);
-        self.landed.push_back(sequence);
-    }
-
-    /// Gives up a request whose prompt was just computed.
+    /// Gives up a request whose prompt was just computed, here or for here.
     pub(super) fn drop_request(&mut self, request: u64) {
-        if let Some(at) = self.decoding.iter().position(|s| s.job.request == request) {
+        let of = |s: &Sequence| s.job.request == request;
+        if let Some(at) = self.decoding.iter().position(of) {
             let sequence = self.decoding.remove(at);
             self.kv_tokens -= u64::from(sequence.context);
+            self.release(sequence);
+        } else if let Some(at) = self.receiving.iter().position(of) {
+            let sequence = self.receiving.remove(at);
             self.release(sequence);
         }
     }
@@ -214,8 +197,9 @@ impl Engine {
         match self.at {
             Some(Plan::Mixed { .. }) => return None,
             Some(Plan::Run { began_s, steps }) => {
-                let news =
-                    !self.landed.is_empty() || self.queue.front().is_some_and(|s| s.job.ready_at_s <= now_s);
+                let news = !self.landed.is_empty()
+                    || !self.reserving.is_empty()
+                    || self.queue.front().is_some_and(|s| s.job.ready_at_s <= now_s);
                 let done = if news { self.steps_by(now_s - began_s, steps) } else { steps };
                 if done == steps {
                     return None;
@@ -226,7 +210,8 @@ impl Engine {
             }
             None => {}
         }
-        self.take_landed();
+        self.take_landed(outcomes);
+        self.take_reservations(outcomes);
         let parts = self.parts(now_s, outcomes);
         let plan = if parts.is_empty() { self.run(now_s)? } else { self.mixed(now_s, parts) };
         self.plans += 1;
@@ -269,27 +254,12 @@ impl Engine {
     }
 
     fn holding(&self) -> usize {
-        self.prefilling.len() + self.decoding.len()
-    }
-
-    fn take_landed(&mut self) {
-        while let Some(next) = self.landed.front() {
-            let blocks = self.blocks_for(next.wanted);
-            if self.holding() >= self.sequences_max || blocks > self.available() {
-                return;
-            }
-            let Some(mut next) = self.landed.pop_front() else { return };
-            next.private = blocks;
-            self.private += blocks;
-            self.kv_tokens += u64::from(next.context);
-            self.decoding.push(next);
-        }
+        self.prefilling.len() + self.decoding.len() + self.receiving.len()
     }
 
     /// Tokens of each prompt for the next step; takes prompts from the queue while there is room.
     fn parts(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) -> Vec<u32> {
-        // Where nothing decodes there is nobody to disturb: one prompt at a time, in one go.
-        if self.role == Role::Prefill {
+        if self.alone {
             if self.prefilling.is_empty() {
                 self.admit(now_s, outcomes);
             }
@@ -310,35 +280,43 @@ impl Engine {
 
     /// Gives blocks to the first in the queue. False if it must wait.
     fn admit(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) -> bool {
-        let Some(next) = self.queue.front() else { return false };
-        if next.job.ready_at_s > now_s || self.holding() >= self.sequences_max {
-            return false;
-        }
-        let tokens = next.wanted;
-        let whole = self.blocks_for(tokens);
-        // At least the last token is computed, to draw the next one.
-        let reusable = ((tokens - 1) / self.block_tokens) as usize;
-        let chain = &next.job.chain[..next.job.chain.len().min(reusable)];
-        let hits = self.cache.pin(chain);
-        let pulled = (next.job.pulled_tokens / self.block_tokens) as usize;
-        if whole - hits as u64 > self.available() {
-            let chain = chain[..hits].to_vec();
-            self.cache.unpin(&chain);
+        let ready = self.queue.front().is_some_and(|next| next.job.ready_at_s <= now_s);
+        if !ready || self.holding() >= self.sequences_max {
             return false;
         }
         let Some(mut next) = self.queue.pop_front() else { return false };
-        let reused =
-            if next.started { hits } else { (hits + pulled).min(reusable) } as u32 * self.block_tokens;
-        (next.pinned, next.private) = (hits, whole - hits as u64);
-        self.private += next.private;
-        next.context = reused;
-        self.fit();
+        let Some(hits) = self.claim(&mut next) else {
+            self.queue.push_front(next);
+            return false;
+        };
+        let pulled = if next.started { 0 } else { (next.job.pulled_tokens / self.block_tokens) as usize };
+        next.context = (hits + pulled).min(self.reusable(&next)) as u32 * self.block_tokens;
         self.tell_evicted(outcomes);
         if !next.started {
-            outcomes.push(Outcome::Began { request: next.job.request, reused_tokens: reused });
+            outcomes.push(Outcome::Began { request: next.job.request, reused_tokens: next.context });
         }
         self.prefilling.push(next);
         true
+    }
+
+    /// Blocks of a sequence that can be taken from the cache. At least the last token is computed, to draw the next one.
+    fn reusable(&self, sequence: &Sequence) -> usize {
+        ((sequence.wanted - 1) / self.block_tokens) as usize
+    }
+
+    /// Gives a sequence its blocks; how many of them the cache held. None if there are not enough.
+    fn claim(&mut self, sequence: &mut Sequence) -> Option<usize> {
+        let whole = self.blocks_for(sequence.wanted);
+        let chain = &sequence.job.chain[..sequence.job.chain.len().min(self.reusable(sequence))];
+        let hits = self.cache.pin(chain);
+        if whole - hits as u64 > self.available() {
+            self.cache.unpin(&chain[..hits]);
+            return None;
+        }
+        (sequence.pinned, sequence.private) = (hits, whole - hits as u64);
+        self.private += sequence.private;
+        self.fit();
+        Some(hits)
     }
 
     /// The cache has what the private blocks leave.
@@ -370,7 +348,7 @@ impl Engine {
         let sequences = if decodes { self.decoding.len() as u32 } else { 0 };
         let kv_tokens = self.kv_tokens + u64::from(sequences);
         let decode_s = self.cost.decode_step_s(sequences, kv_tokens).0;
-        let time_s = if self.role == Role::Prefill {
+        let time_s = if self.alone {
             pieces.iter().map(|piece| self.cost.prefill_s(piece.context, piece.tokens).0).sum()
         } else {
             self.cost.step_s(&pieces, sequences + single.0, kv_tokens + single.1).0
@@ -576,43 +554,5 @@ impl Engine {
         if public > known {
             outcomes.push(Outcome::Stored(sequence.job.chain[known..public].to_vec()));
         }
-    }
-}
-
-impl Sequence {
-    fn new(job: Job) -> Self {
-        Sequence {
-            wanted: job.prompt_tokens,
-            public: job.chain.len(),
-            job,
-            context: 0,
-            generated: 0,
-            last_token_s: 0.0,
-            gaps: Vec::new(),
-            pinned: 0,
-            private: 0,
-            started: false,
-        }
-    }
-
-    fn pending(&self) -> u32 {
-        self.wanted - self.context
-    }
-
-    /// More tokens, in steps from `began_s` to `now_s`; what lay between the last token and them belongs to the first gap.
-    fn advance(&mut self, now_s: f64, began_s: f64, gaps: Gaps) {
-        let waited_s = (began_s - self.last_token_s).max(0.0);
-        if waited_s > 0.0 {
-            let first_s = gaps.first_s + waited_s;
-            self.gaps.push(Gaps { count: 1, first_s, last_s: first_s });
-            if gaps.count > 1 {
-                self.gaps.push(Gaps { count: gaps.count - 1, ..gaps });
-            }
-        } else {
-            self.gaps.push(gaps);
-        }
-        self.generated += gaps.count;
-        self.context += gaps.count;
-        self.last_token_s = now_s;
     }
 }

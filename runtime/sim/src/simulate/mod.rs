@@ -77,10 +77,23 @@ pub struct Setup {
     pub pools: Vec<String>,
     /// All instances.
     pub instances: Vec<InstanceSetup>,
+    /// How prompts come to other instances.
+    pub hand_off: HandOff,
     /// What joins pools beyond their network cards.
     pub pool_links: Vec<(u32, u32, LinkCost)>,
     /// The objectives by which requests are counted as good.
     pub slo: Objectives,
+}
+
+/// How a prompt comes to another instance than the one that computes it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HandOff {
+    /// As in Mooncake: it is computed at once, alone and in one go where nothing decodes, and finds room when it has come.
+    #[default]
+    Streamed,
+    /// As by `mixfleet serve`: first the other instance makes room, between two of its steps; then the prompt is computed in
+    /// chunks, beside others. What the other instance holds of it is not sent, and what was sent is there for later ones.
+    Reserved,
 }
 
 /// What a good answer is.
@@ -129,6 +142,10 @@ struct Flight {
     output_tokens: u32,
     decode: u32,
     arrived_s: f64,
+    /// Tokens of the prompt that its decode instance holds.
+    held_tokens: u32,
+    /// Where the prompt is computed, once there is room where it decodes.
+    waits: Option<(u32, Job)>,
     /// When its prefill began; its layers leave from then on.
     prefill_began_s: f64,
     first_token_s: f64,
@@ -286,15 +303,16 @@ impl<'a> World<'a> {
             self.schedule(ready_at_s, Next::Wake { instance: prefill });
         }
         let Request { id, prompt_tokens, output_tokens, chain, .. } = request;
-        let flight = Flight {
+        let mut flight = Flight {
             prompt_tokens,
             output_tokens,
             decode,
             arrived_s: self.now_s,
+            held_tokens: 0,
+            waits: None,
             prefill_began_s: self.now_s,
             first_token_s: f64::INFINITY,
         };
-        self.flights.insert(id, flight);
         let job = Job {
             request: id,
             prompt_tokens,
@@ -305,8 +323,26 @@ impl<'a> World<'a> {
             stays: prefill == decode,
             due_s: due.0,
         };
-        self.engines[prefill as usize].enqueue(job);
-        self.turn(prefill);
+        if self.setup.hand_off == HandOff::Reserved && !job.stays {
+            self.engines[decode as usize].reserve(Job { stays: true, ..job.clone() });
+            flight.waits = Some((prefill, job));
+            self.flights.insert(id, flight);
+            self.turn(decode);
+        } else {
+            self.flights.insert(id, flight);
+            self.engines[prefill as usize].enqueue(job);
+            self.turn(prefill);
+        }
+    }
+
+    /// There is room for a prompt where it decodes: it can be computed.
+    fn reserved(&mut self, request: u64, held_tokens: u32) {
+        let Some(flight) = self.flights.get_mut(request) else { return };
+        flight.held_tokens = held_tokens;
+        if let Some((prefill, job)) = flight.waits.take() {
+            self.engines[prefill as usize].enqueue(job);
+            self.turn(prefill);
+        }
     }
 
     /// Whoever decides next knows of every step that is done.
@@ -343,11 +379,17 @@ impl<'a> World<'a> {
                         flight.prefill_began_s = self.now_s;
                     }
                 }
-                Outcome::Stored(hashes) => self.tell(Event::KvStored { instance: id, hashes, tier: Tier::Device }),
-                Outcome::Evicted(hashes) => self.tell(Event::KvEvicted { instance: id, hashes, tier: Tier::Device }),
+                Outcome::Stored(hashes) => {
+                    self.tell(Event::KvStored { instance: id, hashes, tier: Tier::Device })
+                }
+                Outcome::Evicted(hashes) => {
+                    self.tell(Event::KvEvicted { instance: id, hashes, tier: Tier::Device })
+                }
                 Outcome::Progress { request, tokens } => {
                     self.tell(Event::PrefillProgress { request, instance: id, tokens });
                 }
+                Outcome::Reserved { request, held_tokens } => self.reserved(request, held_tokens),
+                Outcome::Joined { request } => self.tell(Event::TransferDone { request, instance: id }),
                 Outcome::Prefilled { request } => self.prefilled(instance, request),
                 Outcome::Decoded { requests, tokens } => {
                     self.tell(Event::DecodeStep { instance: id, requests, tokens });
@@ -364,7 +406,8 @@ impl<'a> World<'a> {
     fn prefilled(&mut self, instance: u32, request: u64) {
         let Some(flight) = self.flights.get_mut(request) else { return };
         flight.first_token_s = self.now_s;
-        let Flight { prompt_tokens, output_tokens, decode, prefill_began_s: began_s, .. } = *flight;
+        let Flight { output_tokens, decode, prefill_began_s: began_s, .. } = *flight;
+        let sent_tokens = flight.prompt_tokens - flight.held_tokens;
         if self.setup.fleet.drop_at_decode && decode != instance {
             self.catch_up(decode);
         }
@@ -374,11 +417,13 @@ impl<'a> World<'a> {
             self.timeline.dropped(self.engines[decode as usize].pool());
             self.flights.remove(request);
             self.engines[instance as usize].drop_request(request);
+            self.engines[decode as usize].drop_request(request);
         } else if decode != instance && output_tokens == 1 {
             // an answer of one token ends with its prefill
+            self.engines[decode as usize].drop_request(request);
             self.end(request, &[]);
         } else if decode != instance {
-            let bytes = f64::from(prompt_tokens) * self.setup.fleet.kv_bytes_per_token as f64;
+            let bytes = f64::from(sent_tokens) * self.setup.fleet.kv_bytes_per_token as f64;
             let layers = self.setup.fleet.layers;
             let landed_s = self.network.hand_off(began_s, self.now_s, (instance, decode), bytes, layers);
             self.schedule(landed_s, Next::Landed { request });
@@ -397,7 +442,9 @@ impl<'a> World<'a> {
     fn landed(&mut self, request: u64) {
         let Some(flight) = self.flights.get(request) else { return };
         let Flight { prompt_tokens, output_tokens, decode, first_token_s, .. } = *flight;
-        self.tell(Event::TransferDone { request, instance: InstanceId(decode) });
+        if self.setup.hand_off == HandOff::Streamed {
+            self.tell(Event::TransferDone { request, instance: InstanceId(decode) });
+        }
         self.engines[decode as usize].join(request, prompt_tokens, output_tokens, first_token_s);
         self.turn(decode);
     }

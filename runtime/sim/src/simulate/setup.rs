@@ -1,6 +1,6 @@
 //! From a fleet file to a fleet that can be simulated.
 
-use super::{InstanceSetup, Objectives, Setup};
+use super::{HandOff, InstanceSetup, Objectives, Setup};
 use crate::fleet_file::FleetFile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::LinkCost;
@@ -68,6 +68,7 @@ impl Setup {
             cache_policy: file.kv.policy,
             pools: file.pools.iter().map(|pool| pool.name.clone()).collect(),
             instances,
+            hand_off: HandOff::default(),
             pool_links,
             slo: Objectives { ttft_s: file.slo.ttft_s, tbt_s: file.slo.tbt_s, metric: file.slo.tbt_metric },
         }
