@@ -1,0 +1,375 @@
+//! What `serve` does and what `simulate` predicts are one: the real engine on simulated devices in virtual time, and the
+//! simulator's driver of the same machine, place and turn away the same requests.
+
+#![allow(clippy::print_stdout, reason = "the numbers of each scene")]
+
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::profile::{DeviceProfile, Point};
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::transport::{Descriptor, Endpoint, Transport};
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds, UsdPerHour};
+use mixfleet_hal::{DType, Device, Error, OpSig, Result};
+use mixfleet_runtime::api::Placements;
+use mixfleet_runtime::engine::events::EventLog;
+use mixfleet_runtime::engine::{
+    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Loaded,
+};
+use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
+use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::{Checkpoint, ModelConfig};
+use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling};
+use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Policy, Role};
+use mixfleet_scheduler::kv::CachePolicy;
+use mixfleet_sim::fleet_file::TbtMetric;
+use mixfleet_sim::simulate::{HandOff, InstanceSetup, Objectives, Observer, Setup, run};
+use mixfleet_sim::trace::Request;
+use mixfleet_simulated::{Clock, TimeOnlyDevice};
+use mixfleet_wire::{HostRegion, Memory};
+use std::io::Write;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+const BLOCK_TOKENS: u32 = 16;
+const STEP_TOKENS_MAX: u32 = 192;
+const SEQUENCES_MAX: u32 = 32;
+const REQUESTS: usize = 200;
+
+/// A device's clock that is the environment's.
+struct WorldClock(SeededEnv);
+
+impl Clock for WorldClock {
+    fn now(&self) -> Seconds {
+        self.0.now()
+    }
+
+    fn wait_until(&self, time: Seconds) {
+        self.0.block_until(time);
+    }
+
+    fn dilation(&self) -> f64 {
+        1.0
+    }
+}
+
+/// No way between instances.
+struct Apart(Memory);
+
+impl Transport for Apart {
+    fn name(&self) -> &'static str {
+        "apart"
+    }
+
+    fn register(&self, memory: Arc<dyn SharedMemory>) -> Result<Descriptor> {
+        self.0.register(memory)
+    }
+
+    fn deregister(&self, region: &Descriptor) -> Result<()> {
+        self.0.deregister(region)
+    }
+
+    fn connect(&self, _: &Descriptor) -> Result<Box<dyn Endpoint>> {
+        Err(Error::unsupported("these instances are not joined"))
+    }
+}
+
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Log {
+    fn write(&mut self, data: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(data);
+        Ok(data.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A simulated part: FLOP/s, bytes/s, $/h.
+#[derive(Clone, Copy)]
+struct Part {
+    role: Role,
+    flops: f64,
+    bandwidth: f64,
+    usd_per_hour: f64,
+}
+
+/// Quick and dear. On both parts attention is bound by arithmetic: the cost model gives all sequences of a step the mean length, and the
+/// width of the block table, which is that of the longest, would show in what attention reads.
+const DEAR: Part = Part { role: Role::Auto, flops: 4e8, bandwidth: 2e8, usd_per_hour: 4.0 };
+/// Slow and cheap.
+const CHEAP: Part = Part { role: Role::Auto, flops: 1.6e8, bandwidth: 7e7, usd_per_hour: 1.0 };
+
+struct Scene {
+    name: &'static str,
+    parts: Vec<Part>,
+    joined: bool,
+    policy: Policy,
+    requests: usize,
+    requests_per_s: f64,
+    seed: u64,
+}
+
+/// What the machine decided on a request: where, or why not.
+type Decision = (u64, std::result::Result<(u32, u32), String>);
+
+fn decision(action: &Action) -> Option<Decision> {
+    match action {
+        Action::Place { request, prefill, decode, .. } => Some((*request, Ok((prefill.0, decode.0)))),
+        Action::Reject { request, reason, .. } => {
+            Some((*request, Err(serde_json::to_value(reason).unwrap()["reason"].to_string())))
+        }
+        _ => None,
+    }
+}
+
+/// A prompt and the tokens that it shall get.
+struct Wanted {
+    after: Duration,
+    prompt: Vec<u32>,
+    output_tokens: u32,
+}
+
+fn trace(scene: &Scene, checkpoint: &Checkpoint) -> Vec<Wanted> {
+    let mut rng = Stream::new(scene.seed);
+    let vocab = u64::from(checkpoint.config.vocab);
+    let mut draw = |count: u64| -> Vec<u32> { (0..count).map(|_| rng.below(vocab) as u32).collect() };
+    let families: Vec<Vec<u32>> = (0..5).map(|_| draw(220)).collect();
+    let mut rng = Stream::new(!scene.seed);
+    let wanted = |_| {
+        let shared = rng.below(200) as usize;
+        let mut prompt = families[rng.below(5) as usize][..shared].to_vec();
+        prompt.extend((0..12 + rng.below(150)).map(|_| rng.below(vocab) as u32));
+        let gap_s = -(1.0 - rng.next_unit()).ln() / scene.requests_per_s;
+        Wanted { after: Duration::from_secs_f64(gap_s), prompt, output_tokens: 2 + rng.below(60) as u32 }
+    };
+    (0..scene.requests).map(wanted).collect()
+}
+
+/// KV leaves and lands in no time: what the wires between instances take is the transport's, and copies in memory take none
+/// of the virtual time.
+fn copies_of_kv(config: &ModelConfig) -> Vec<Point> {
+    let (kv_heads, head_dim, page_tokens, kv) = (config.kv_heads, config.head_dim, BLOCK_TOKENS, DType::Bf16);
+    let sigs = [
+        OpSig::KvGather { tokens: 64, kv_heads, head_dim, page_tokens, kv, wire: kv },
+        OpSig::KvScatter { tokens: 64, kv_heads, head_dim, page_tokens, kv, wire: kv },
+    ];
+    sigs.map(|sig| Point { sig, time: Seconds(1e-15) }).to_vec()
+}
+
+fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, log: Log) -> EngineHandle {
+    let config = Arc::new(checkpoint.config.clone());
+    let instance = |(at, part): (usize, &Part)| {
+        let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(part.flops)));
+        let roof = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(part.bandwidth), Bytes(1e9));
+        let profile = if scene.joined {
+            DeviceProfile { points: copies_of_kv(&config), ..roof }
+        } else {
+            DeviceProfile { launch: Seconds(2e-4), launch_per_command: Seconds(1e-6), ..roof }
+        };
+        let clock = Arc::new(WorldClock(env.clone()));
+        let device = TimeOnlyDevice::new(&format!("part{at}"), profile.clone(), clock).unwrap();
+        let device: Arc<dyn Device> = Arc::new(device);
+        let weights = checkpoint.place(&*device, &mut |_, _| {}).unwrap();
+        let limits = InstanceLimits {
+            activations: DType::F32,
+            kv: DType::Bf16,
+            kv_bytes: 24_000 * config.kv_bytes_per_token(DType::Bf16),
+            step_tokens_max: STEP_TOKENS_MAX,
+            prefill_tokens_beside_decode_max: STEP_TOKENS_MAX,
+            sequences_max: SEQUENCES_MAX,
+            block_tokens: Some(BLOCK_TOKENS),
+        };
+        let price = Some(UsdPerHour(part.usd_per_hour));
+        let loaded = Loaded::new(&config, InstanceSpec { device, weights, role: part.role, price, limits });
+        let loaded = loaded.unwrap();
+        let cost = loaded.predicted_by(profile);
+        (loaded, cost)
+    };
+    let instances = scene.parts.iter().enumerate().map(instance).collect();
+    let transport: Arc<dyn Transport> =
+        if scene.joined { Arc::new(Memory::new()) } else { Arc::new(Apart(Memory::new())) };
+    let shared: SharedEnv = Arc::new(env.clone());
+    let parts = EngineParts {
+        identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
+        events: Some(EventLog::start(&shared, Box::new(log)).0),
+        env: shared,
+        config,
+        instances,
+        transport,
+        make_region: Arc::new(|bytes| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) }),
+        limits: EngineConfig {
+            ttft_slo: Some(Seconds(1.5)),
+            tbt_slo: Some(Seconds(0.03)),
+            policy: scene.policy,
+            seed: scene.seed,
+            hand_off: HandOffLimits { slot_bytes: 1 << 18, slots: 64, ..HandOffLimits::default() },
+            ..EngineConfig::default()
+        },
+        placements: Arc::new(Placements::new(1)),
+        metrics: Metrics::new(),
+    };
+    parts.start().unwrap()
+}
+
+/// The log of the real engine.
+fn served(scene: &Scene) -> Vec<serde_json::Value> {
+    let checkpoint = tiny_variants().remove(1).1.load().unwrap();
+    let env = SeededEnv::with_blocking_workers(scene.seed);
+    let log = Log::default();
+    let handle = start(scene, &checkpoint, &env, log.clone());
+    let (trace, world) = (trace(scene, &checkpoint), env.clone());
+    env.run(async move {
+        let mut ends = Vec::new();
+        for (at, wanted) in trace.into_iter().enumerate() {
+            world.sleep(wanted.after).await;
+            let request = GenerateRequest {
+                id: at.to_string(),
+                prompt_ids: wanted.prompt.into(),
+                max_tokens: wanted.output_tokens,
+                eos_ids: Arc::new([]),
+                sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+                logprobs: None,
+                cache_salt: None,
+            };
+            let Ok(mut updates) = handle.submit(request).await else { continue };
+            let (sender, end) = tokio::sync::oneshot::channel();
+            world.spawn(Box::pin(async move {
+                while updates.recv().await.is_some() {}
+                let _ = sender.send(());
+            }));
+            ends.push(end);
+        }
+        for end in ends {
+            end.await.unwrap();
+        }
+    });
+    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[derive(Default)]
+struct Seen(Vec<(f64, Decision)>);
+
+impl Observer for Seen {
+    fn decided(&mut self, now_s: f64, action: &Action) {
+        self.0.extend(decision(action).map(|decision| (now_s, decision)));
+    }
+}
+
+/// The fleet and the requests of `log`, through the simulator.
+fn simulated(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
+    let fleet: FleetConfig = serde_json::from_value(log[0]["fleet"].clone()).unwrap();
+    let (mut instances, mut pool_links, mut requests) = (Vec::new(), Vec::new(), Vec::new());
+    for step in log[1..].iter().filter(|step| step.get("event").is_some()) {
+        match serde_json::from_value(step["event"].clone()).unwrap() {
+            Event::InstanceUp(up) => instances.push(InstanceSetup {
+                pool: up.id.0,
+                device: up.device,
+                role: up.role,
+                cost: up.cost,
+                price: up.price,
+                cache_tokens: up.kv_capacity_tokens,
+                tiers: Vec::new(),
+                nic: None,
+                step_tokens_max: STEP_TOKENS_MAX,
+                sequences_max: SEQUENCES_MAX,
+            }),
+            Event::LinkUp(link) => pool_links.push((link.from.0, link.to.0, link.cost)),
+            Event::Arrived(arrival) => requests.push(Ok(Request {
+                id: arrival.request,
+                at: serde_json::from_value(step["now"].clone()).unwrap(),
+                prompt_tokens: arrival.prompt_tokens,
+                output_tokens: arrival.max_tokens,
+                chain: arrival.chains[0].hashes.clone(),
+                session: None,
+                class: None,
+            })),
+            _ => {}
+        }
+    }
+    let setup = Setup {
+        slo: Objectives { ttft_s: 1.5, tbt_s: 0.03, metric: TbtMetric::Mean },
+        fleet,
+        max_tokens: 1,
+        block_tokens: BLOCK_TOKENS,
+        cache_policy: CachePolicy::Lru,
+        pools: instances.iter().map(|i: &InstanceSetup| i.device.to_string()).collect(),
+        instances,
+        hand_off: HandOff::Reserved,
+        pool_links,
+    };
+    let mut seen = Seen::default();
+    run(&setup, requests.into_iter(), &mut seen).unwrap();
+    seen.0
+}
+
+fn decided(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
+    let steps = log[1..].iter().filter(|step| step["event"]["event"] == "arrived");
+    let decided = steps.flat_map(|step| {
+        let actions: Vec<Action> = serde_json::from_value(step["actions"].clone()).unwrap();
+        let now_s = step["now"].as_f64().unwrap();
+        actions.iter().filter_map(decision).map(|decision| (now_s, decision)).collect::<Vec<_>>()
+    });
+    decided.collect()
+}
+
+/// Requests on which the two disagree, and requests that were turned away.
+fn compare(scene: &Scene) -> (usize, usize) {
+    let log = served(scene);
+    let (served, simulated) = (decided(&log), simulated(&log));
+    assert_eq!((served.len(), simulated.len()), (scene.requests, scene.requests));
+    let mut unlike = served.iter().zip(&simulated).filter(|(a, b)| a != b);
+    let first = unlike.next();
+    let count = first.iter().count() + unlike.count();
+    let rejected = served.iter().filter(|(_, (_, what))| what.is_err()).count();
+    let Scene { name, policy, requests, requests_per_s, .. } = scene;
+    println!(
+        "{name}, {policy:?}, {requests_per_s} requests/s: {count} of {requests} differ, {rejected} turned away"
+    );
+    if let Some((served, simulated)) = first {
+        println!("  the first: served {served:?}, simulated {simulated:?}");
+    }
+    (count, rejected)
+}
+
+const POLICIES: [Policy; 4] = [Policy::PerDollar, Policy::CacheAware, Policy::Random, Policy::LeastLoaded];
+
+/// A load that leaves the instances idle half of the time, one with queues, and one beyond what they can do.
+const LOADS: [(u64, f64); 3] = [(1, 2.0), (2, 12.0), (3, 18.0)];
+
+fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, load: (u64, f64)) -> Scene {
+    let (seed, requests_per_s) = load;
+    Scene { name, parts, joined, policy, requests: REQUESTS, requests_per_s, seed }
+}
+
+#[test]
+fn two_unlike_instances_agree_on_every_placement() {
+    let mut rejected = 0;
+    for policy in POLICIES {
+        for load in LOADS {
+            let scene = scene("two instances", vec![DEAR, CHEAP], false, policy, load);
+            let (unlike, away) = compare(&scene);
+            assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
+            rejected += away;
+        }
+    }
+    assert!(rejected > 0, "nothing was turned away: admission was not compared");
+}
+
+#[test]
+fn prefill_and_decode_pairs_agree_on_every_placement() {
+    let mut rejected = 0;
+    for policy in POLICIES {
+        for load in LOADS {
+            let of = |role| [DEAR, CHEAP].map(|part| Part { role, ..part });
+            let parts = [of(Role::Prefill), of(Role::Decode)].concat();
+            let (unlike, away) = compare(&scene("two pairs", parts, true, policy, load));
+            assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
+            rejected += away;
+        }
+    }
+    assert!(rejected > 0, "nothing was turned away: admission was not compared");
+}
