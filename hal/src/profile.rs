@@ -1,12 +1,18 @@
 //! What was measured on a device, and the time that it predicts for any operation.
 
+mod kriging;
+mod law;
+mod place;
 mod predict;
+mod select;
 
 pub use predict::Predictor;
+pub use select::worth_measuring;
 
 use crate::units::{Bytes, BytesPerSecond, Flop, FlopPerSecond, Seconds};
 use crate::{DType, OpSig};
 use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 
 /// One measured operation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -168,10 +174,49 @@ impl DeviceProfile {
         (Flop(sig.flops()) / peak, Bytes(sig.bytes()) / self.bandwidth)
     }
 
-    /// Predicted time of `sig` without launch cost: the measured point where there is one, else the
-    /// roofline times what the nearest measured points of the same kind needed beyond theirs,
-    /// interpolated in logarithms (see `predict`). A constant-efficiency roofline misses real GEMMs by
-    /// 13-40 %; this misses them by 5-10 %. For many questions, ask a [`Predictor`].
+    /// Everything but the points.
+    fn without_points(&self) -> Self {
+        DeviceProfile {
+            schema: self.schema.clone(),
+            name: self.name.clone(),
+            fingerprint: self.fingerprint.clone(),
+            compute: self.compute.clone(),
+            bandwidths: self.bandwidths.clone(),
+            host_to_device: self.host_to_device.clone(),
+            device_to_host: self.device_to_host.clone(),
+            provenance: self.provenance.clone(),
+            points: Vec::new(),
+            ..*self
+        }
+    }
+
+    /// This device's points and, for every operation that only `others` measured, what
+    /// [`Predictor::borrowing`] makes of it: a profile like any other, for a device of which little was
+    /// measured. Its roofline must be a datasheet ([`crate::catalog`]) if theirs are.
+    pub fn borrowing(&self, others: &[DeviceProfile]) -> DeviceProfile {
+        let prepared: Vec<Predictor> = others.iter().map(Predictor::new).collect();
+        let predictor = Predictor::borrowing(self, &prepared);
+        let mut known: HashSet<OpSig> = self.points.iter().map(|point| point.sig).collect();
+        let mut points = self.points.clone();
+        for point in others.iter().flat_map(|other| &other.points) {
+            if known.insert(point.sig) {
+                points.push(Point { sig: point.sig, time: predictor.time(&point.sig) });
+            }
+        }
+        let mut profile = DeviceProfile { points, ..self.without_points() };
+        profile.provenance.remarks.push(format!(
+            "{} of {} points measured, the others predicted from {} other devices",
+            self.points.len(),
+            profile.points.len(),
+            others.len()
+        ));
+        profile
+    }
+
+    /// Predicted time of `sig` without launch cost: the measured point where there is one, else a law of few
+    /// terms fitted to the measured points of the kind, times what the nearest of them needed beyond it (see
+    /// `predict`). A constant-efficiency roofline misses real GEMMs by 13-40 %; this misses them by 5-10 %. For
+    /// many questions, ask a [`Predictor`].
     pub fn time(&self, sig: &OpSig) -> Seconds {
         predict::time(self, sig)
     }

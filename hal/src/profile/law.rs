@@ -1,0 +1,237 @@
+//! What a class of operations costs as a sum of few terms, each with a coefficient that is not negative.
+//!
+//! `time = sum of coefficient x term`. The terms are the roofline with its kink rounded off (`hypot` of arithmetic and
+//! memory), memory traffic alone, traffic that a cache holds, arithmetic alone, a fixed cost, and a cost per work item
+//! (a sequence's KV head in attention). Unlike a surface through the points, such a sum goes on where they end:
+//! fitted to all batches but the largest, it knows what one more sequence costs.
+
+use super::{DeviceProfile, Point};
+use crate::OpSig;
+
+/// Number of terms.
+const TERMS: usize = 6;
+/// Fewer points than this do not determine the coefficients.
+const POINTS_MIN: usize = 6;
+/// Rounds of reweighting, which make the fit one of least absolute error (Schlossmacher 1973).
+const ROUNDS: usize = 4;
+/// Relative error below which a point's weight no longer grows.
+const ERROR_MIN: f64 = 0.05;
+/// Pull towards where the fit starts, as a share of the points' weight: towards the roofline it only decides what
+/// the points leave open; another device's law counts twice as much as the few points.
+const PULL_ROOFLINE: f64 = 1e-3;
+const PULL_OTHERS: f64 = 2.0;
+/// Sweeps of coordinate descent.
+const SWEEPS: usize = 100;
+/// Sizes of the cache that are tried, in bytes: these powers of two.
+const CACHE_BITS: std::ops::RangeInclusive<u32> = 20..=29;
+/// Points that sizes are tried on; more are thinned out evenly.
+const TRIAL_POINTS: usize = 256;
+/// How much smaller the error has to be for a cache to be believed in.
+const CACHE_GAIN: f64 = 0.97;
+/// How suddenly a cache ends: it holds half of its own size, and 2 to this times less of twice its size.
+const CACHE_EDGE: f64 = 8.0;
+/// Square of a term's share of the time below which it is taken to be absent, and keeps its coefficient.
+const ABSENT: f64 = 1e-3;
+/// Errors count up to this, so that few odd points do not choose the cache.
+const ERROR_MAX: f64 = 1.0;
+
+/// Coefficients of the terms, and the bytes that the cache holds (0: none seen).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Law {
+    coefficients: [f64; TERMS],
+    cache_bytes: f64,
+}
+
+impl Law {
+    /// The roofline itself, without its kink.
+    pub(super) const ROOFLINE: Law = Law { coefficients: [1.0, 0.0, 1.0, 0.0, 0.0, 0.0], cache_bytes: 0.0 };
+
+    /// Seconds of `sig` on `profile`.
+    pub(super) fn seconds(&self, profile: &DeviceProfile, sig: &OpSig) -> f64 {
+        let terms = terms(profile, self.cache_bytes, sig);
+        terms.iter().zip(self.coefficients).map(|(term, coefficient)| term * coefficient).sum()
+    }
+
+    /// The law of least absolute relative error over `points`, if these are enough; where they leave it open, near
+    /// the roofline.
+    pub(super) fn fit(profile: &DeviceProfile, points: &[&Point]) -> Law {
+        if points.len() < POINTS_MIN {
+            return Law::ROOFLINE;
+        }
+        let near = |cache_bytes: f64| Law { cache_bytes, ..Law::ROOFLINE };
+        let fit = |points: &[&Point], near: Law| Fit::new(profile, points, near, PULL_ROOFLINE).solve();
+        let trial: Vec<&Point> =
+            points.iter().copied().step_by(points.len().div_ceil(TRIAL_POINTS)).collect();
+        let without = fit(&trial, near(0.0));
+        let with = least(CACHE_BITS.map(|bits| fit(&trial, near(f64::from(1 << bits)))));
+        let best = with.filter(|with| with.0 < CACHE_GAIN * without.0).unwrap_or(without).1;
+        if trial.len() == points.len() { best } else { fit(points, near(best.cache_bytes)).1 }
+    }
+
+    /// The same where `points` are few and `others` are the laws of other devices: that near one of these, or near their mean,
+    /// which has the least error.
+    pub(super) fn near_others(profile: &DeviceProfile, points: &[&Point], others: &[Law]) -> Law {
+        let starts = std::iter::once(mean(others)).chain(others.iter().copied());
+        let fits = starts.map(|near| Fit::new(profile, points, near, PULL_OTHERS).solve());
+        least(fits).map_or(Law::ROOFLINE, |(_, law)| law)
+    }
+}
+
+/// The fit of least error.
+fn least(fits: impl Iterator<Item = (f64, Law)>) -> Option<(f64, Law)> {
+    fits.min_by(|a, b| a.0.total_cmp(&b.0))
+}
+
+/// The mean of each coefficient, without a cache, as their sizes cannot be averaged; `laws` is not empty.
+fn mean(laws: &[Law]) -> Law {
+    let mean = |i: usize| laws.iter().map(|law| law.coefficients[i]).sum::<f64>() / laws.len() as f64;
+    Law { coefficients: std::array::from_fn(mean), cache_bytes: 0.0 }
+}
+
+/// Seconds that each term would take at the roofline's rates, a microsecond, and a nanosecond per work item.
+fn terms(profile: &DeviceProfile, cache_bytes: f64, sig: &OpSig) -> [f64; TERMS] {
+    let (arithmetic, memory) = profile.floors(sig);
+    let items = match *sig {
+        OpSig::AttnDecode { sequences, kv_heads, .. } | OpSig::AttnPrefill { sequences, kv_heads, .. } => {
+            f64::from(sequences) * f64::from(kv_heads)
+        }
+        _ => 0.0,
+    };
+    let held =
+        if cache_bytes > 0.0 { 1.0 / (1.0 + (sig.bytes() / cache_bytes).powf(CACHE_EDGE)) } else { 0.0 };
+    let beyond = memory.0 * (1.0 - held);
+    [arithmetic.0.hypot(beyond), beyond, memory.0 * held, arithmetic.0, 1e-6, 1e-9 * items]
+}
+
+/// One least-squares problem: each row is a point's terms over its time, so that the sum should be 1.
+struct Fit {
+    rows: Vec<[f64; TERMS]>,
+    near: Law,
+    /// Resistance of each coefficient to leaving the prior.
+    stiffness: [f64; TERMS],
+}
+
+impl Fit {
+    fn new(profile: &DeviceProfile, points: &[&Point], near: Law, pull: f64) -> Self {
+        let row =
+            |point: &&Point| terms(profile, near.cache_bytes, &point.sig).map(|term| term / point.time.0);
+        let usable = |row: &[f64; TERMS]| row.iter().all(|x| x.is_finite());
+        let rows: Vec<[f64; TERMS]> = points.iter().map(row).filter(usable).collect();
+        let squares = |i: usize| rows.iter().map(|row| row[i] * row[i] + ABSENT).sum::<f64>();
+        let stiffness = std::array::from_fn(|i| pull * squares(i));
+        Fit { rows, near, stiffness }
+    }
+
+    /// The law and its error, by coordinate descent under iteratively reweighted least squares.
+    fn solve(&self) -> (f64, Law) {
+        let mut weights = vec![1.0; self.rows.len()];
+        let mut coefficients = self.near.coefficients;
+        for _ in 0..ROUNDS {
+            let (mut normal, mut right) = ([[0.0; TERMS]; TERMS], [0.0; TERMS]);
+            for (row, weight) in self.rows.iter().zip(&weights) {
+                for i in 0..TERMS {
+                    right[i] += weight * row[i];
+                    for j in 0..TERMS {
+                        normal[i][j] += weight * row[i] * row[j];
+                    }
+                }
+            }
+            for i in 0..TERMS {
+                normal[i][i] += self.stiffness[i];
+                right[i] += self.stiffness[i] * self.near.coefficients[i];
+            }
+            descend(&normal, &right, &mut coefficients);
+            for (row, weight) in self.rows.iter().zip(&mut weights) {
+                *weight = 1.0 / (off(row, &coefficients) + ERROR_MIN);
+            }
+            let scale = weights.len() as f64 / weights.iter().sum::<f64>();
+            weights.iter_mut().for_each(|weight| *weight *= scale);
+        }
+        let error = self.rows.iter().map(|row| off(row, &coefficients).min(ERROR_MAX)).sum();
+        (error, Law { coefficients, ..self.near })
+    }
+}
+
+/// |ln(law / measured)| of a row.
+fn off(row: &[f64; TERMS], coefficients: &[f64; TERMS]) -> f64 {
+    row.iter().zip(coefficients).map(|(x, c)| x * c).sum::<f64>().max(1e-12).ln().abs()
+}
+
+/// Minimises `c.normal.c / 2 - right.c` over c >= 0, one coefficient after the other.
+fn descend(normal: &[[f64; TERMS]; TERMS], right: &[f64; TERMS], c: &mut [f64; TERMS]) {
+    for _ in 0..SWEEPS {
+        let before = *c;
+        for i in 0..TERMS {
+            if normal[i][i] > 0.0 {
+                let others: f64 = (0..TERMS).filter(|&j| j != i).map(|j| normal[i][j] * c[j]).sum();
+                c[i] = ((right[i] - others) / normal[i][i]).max(0.0);
+            }
+        }
+        if c.iter().zip(before).all(|(new, old)| (new - old).abs() <= 1e-6 * (1.0 + old)) {
+            break;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
+
+    fn decode(sequences: u32, context: u32) -> OpSig {
+        OpSig::AttnDecode {
+            sequences,
+            kv_tokens: u64::from(sequences) * u64::from(context),
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            page_tokens: 16,
+            pages_max: context.div_ceil(16),
+            x: DType::Bf16,
+            kv: DType::Bf16,
+        }
+    }
+
+    fn device() -> DeviceProfile {
+        DeviceProfile::roof(vec![(DType::Bf16, FlopPerSecond(1e14))], BytesPerSecond(1e12), Bytes(1e10))
+    }
+
+    /// 10 us, 20 ns per KV head, traffic at 80 % of the claim and at twice the claim from a cache of 32 MiB.
+    fn truth(sig: &OpSig) -> f64 {
+        let law = Law { coefficients: [0.0, 1.25, 0.5, 0.0, 10.0, 20.0], cache_bytes: f64::from(1 << 25) };
+        law.seconds(&device(), sig)
+    }
+
+    #[test]
+    fn a_law_is_found_again_and_goes_on_beyond_its_points() {
+        let sigs = (0..9).flat_map(|b| (4..13).map(move |c| decode(1 << b, 1 << c)));
+        let points: Vec<Point> = sigs.map(|sig| Point { time: Seconds(truth(&sig)), sig }).collect();
+        let law = Law::fit(&device(), &points.iter().collect::<Vec<_>>());
+        assert_eq!(law.cache_bytes, f64::from(1 << 25));
+        for sig in [decode(2048, 64), decode(2048, 4096), decode(1, 131_072), decode(16, 700)] {
+            let ratio = law.seconds(&device(), &sig) / truth(&sig);
+            assert!((ratio - 1.0).abs() < 0.02, "{sig:?}: {ratio}");
+        }
+    }
+
+    #[test]
+    fn odd_points_do_not_move_the_law() {
+        let sigs = (0..9).flat_map(|b| (4..13).map(move |c| decode(1 << b, 1 << c)));
+        let odd = |index: usize| if index % 7 == 3 { 3.0 } else { 1.0 };
+        let points: Vec<Point> = sigs
+            .enumerate()
+            .map(|(index, sig)| Point { time: Seconds(truth(&sig) * odd(index)), sig })
+            .collect();
+        let law = Law::fit(&device(), &points.iter().collect::<Vec<_>>());
+        let ratio = law.seconds(&device(), &decode(2048, 1024)) / truth(&decode(2048, 1024));
+        assert!((ratio - 1.0).abs() < 0.1, "{ratio}");
+    }
+
+    #[test]
+    fn without_points_the_law_is_that_of_the_others() {
+        let other = Law { coefficients: [0.0, 1.0, 1.0, 0.0, 4.0, 0.0], cache_bytes: 0.0 };
+        assert_eq!(Law::near_others(&device(), &[], &[other]), other);
+        assert_eq!(Law::fit(&device(), &[]), Law::ROOFLINE);
+    }
+}

@@ -1,0 +1,126 @@
+//! Where an operation lies among those of its kind, and how far two of them are apart.
+
+use crate::{DType, OpSig};
+
+/// Coordinates of an operation: log2 of its bytes, then of its shape; unused ones are 0.
+pub(super) const DIMENSIONS: usize = 6;
+/// A place among the operations of a class.
+pub(super) type Place = [f64; DIMENSIONS];
+
+/// Weight of bytes in the distance; the others have 1. Caches make efficiency jump along lines of equal traffic.
+const BYTES_WEIGHT: f64 = 2.0;
+/// Between decode attention with and without groups of query heads: engines have a kernel for each.
+const UNGROUPED: f64 = 2.0;
+
+/// Operations that run the same kernels: the kind, the dtype of the input and that of weights or keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Class {
+    pub(super) name: &'static str,
+    pub(super) dtypes: [DType; 2],
+}
+
+impl Class {
+    pub(super) fn of(sig: &OpSig) -> Self {
+        let dtypes = match *sig {
+            OpSig::Gemm { x, weight, .. } => [x, weight],
+            OpSig::AttnPrefill { x, kv, .. } | OpSig::AttnDecode { x, kv, .. } => [x, kv],
+            _ => [narrowest(sig); 2],
+        };
+        Class { name: sig.name(), dtypes }
+    }
+}
+
+/// Euclidean distance, bytes weighted.
+pub(super) fn distance(a: &Place, b: &Place) -> f64 {
+    let bytes = along_bytes(a, b);
+    (1..DIMENSIONS).map(|d| (a[d] - b[d]).powi(2)).sum::<f64>().mul_add(1.0, bytes * bytes).sqrt()
+}
+
+/// The part of [`distance`] that bytes alone make.
+pub(super) fn along_bytes(a: &Place, b: &Place) -> f64 {
+    BYTES_WEIGHT * (a[0] - b[0]).abs()
+}
+
+/// Where an operation lies among those of its kind.
+pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
+    let log = |value: f64| value.max(0.25).log2();
+    let n = |value: u32| log(f64::from(value));
+    let per = |a: u64, b: u32| log(a as f64 / f64::from(b.max(1)));
+    let shape: [f64; 5] = match *sig {
+        OpSig::Gemm { m, n: columns, k, .. } => [n(m), n(columns), n(k), 0.0, 0.0],
+        OpSig::AttnPrefill { tokens, sequences, pairs, heads, kv_heads, head_dim, .. } => [
+            per(u64::from(tokens), sequences),
+            per(pairs, tokens),
+            n(sequences),
+            per(u64::from(heads), kv_heads),
+            n(kv_heads) + n(head_dim),
+        ],
+        OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, head_dim, .. } => [
+            n(sequences),
+            per(kv_tokens, sequences),
+            per(u64::from(heads), kv_heads),
+            n(kv_heads),
+            n(head_dim),
+        ],
+        OpSig::Embed { tokens, hidden, .. } => [n(tokens), n(hidden), 0.0, 0.0, 0.0],
+        OpSig::RmsNorm { rows, cols, .. } | OpSig::Argmax { rows, cols } => [n(rows), n(cols), 0.0, 0.0, 0.0],
+        OpSig::Rope { tokens, heads, head_dim, .. } => [n(tokens), n(heads), n(head_dim), 0.0, 0.0],
+        OpSig::KvWrite { tokens, kv_heads, head_dim, .. }
+        | OpSig::KvGather { tokens, kv_heads, head_dim, .. }
+        | OpSig::KvScatter { tokens, kv_heads, head_dim, .. } => {
+            [n(tokens), n(kv_heads), n(head_dim), 0.0, 0.0]
+        }
+        OpSig::AttnMerge { parts, rows, head_dim, .. } => [n(parts), n(rows), n(head_dim), 0.0, 0.0],
+        OpSig::SiluMul { .. } | OpSig::Add { .. } | OpSig::Copy { .. } | OpSig::Fill { .. } => [0.0; 5],
+    };
+    [log(sig.bytes()), shape[0], shape[1], shape[2], shape[3], shape[4]]
+}
+
+/// Distance between two operations of one class beyond their shapes.
+pub(super) fn mismatch(a: &OpSig, b: &OpSig) -> f64 {
+    let unlike = |differs: bool, distance: f64| if differs { distance } else { 0.0 };
+    let pages = |p: u32, q: u32| 0.5 * (f64::from(p.max(1)) / f64::from(q.max(1))).log2().abs();
+    match (*a, *b) {
+        (
+            OpSig::Gemm { out, bias, accumulate, .. },
+            OpSig::Gemm { out: out2, bias: bias2, accumulate: accumulate2, .. },
+        ) => {
+            unlike(out != out2, 0.25) + unlike(accumulate != accumulate2, 0.25) + unlike(bias != bias2, 0.25)
+        }
+        (
+            OpSig::AttnPrefill { page_tokens, window, .. },
+            OpSig::AttnPrefill { page_tokens: page2, window: window2, .. },
+        ) => unlike(window.is_some() != window2.is_some(), 1.0) + pages(page_tokens, page2),
+        (OpSig::AttnDecode { page_tokens, .. }, OpSig::AttnDecode { page_tokens: page2, .. }) => {
+            unlike(grouped(a) != grouped(b), UNGROUPED) + pages(page_tokens, page2)
+        }
+        _ => 0.0,
+    }
+}
+
+/// Whether several query heads share a KV head.
+fn grouped(sig: &OpSig) -> bool {
+    matches!(*sig, OpSig::AttnDecode { heads, kv_heads, .. } if heads > kv_heads)
+}
+
+/// The dtype by which the small operations' kernels differ most.
+fn narrowest(sig: &OpSig) -> DType {
+    match *sig {
+        OpSig::Embed { table: a, out: b, .. }
+        | OpSig::RmsNorm { x: a, out: b, .. }
+        | OpSig::KvWrite { x: a, kv: b, .. }
+        | OpSig::KvGather { kv: a, wire: b, .. }
+        | OpSig::KvScatter { wire: a, kv: b, .. } => {
+            if a.size_bytes() <= b.size_bytes() {
+                a
+            } else {
+                b
+            }
+        }
+        OpSig::Rope { x, .. }
+        | OpSig::SiluMul { x, .. }
+        | OpSig::Add { x, .. }
+        | OpSig::AttnMerge { out: x, .. } => x,
+        _ => DType::F32,
+    }
+}

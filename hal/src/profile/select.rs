@@ -1,0 +1,48 @@
+//! Which operations are worth measuring.
+
+use super::place::{Class, Place, coordinates, distance};
+use crate::OpSig;
+use std::collections::HashMap;
+
+/// Candidates that a choice is judged by; more are thinned out evenly.
+const JUDGES_MAX: usize = 256;
+
+/// The `count` operations among `candidates` (or all of them, if there are fewer) from which the others lie least far: an equal
+/// number of each class (kind and dtypes), and in a class one after the other, each the one that shortens the way from all candidates to their
+/// nearest chosen one most (greedy facility location; Nemhauser, Wolsey & Fisher 1978: at least 63 % of
+/// the best that is possible).
+pub fn worth_measuring(candidates: &[OpSig], count: usize) -> Vec<OpSig> {
+    let (mut order, mut classes) = (Vec::new(), HashMap::<Class, Vec<(OpSig, Place)>>::new());
+    for sig in candidates {
+        let of = classes.entry(Class::of(sig)).or_default();
+        if of.is_empty() {
+            order.push(Class::of(sig));
+        }
+        of.push((*sig, coordinates(sig)));
+    }
+    order.sort_by_key(|class| classes[class].len());
+    let mut chosen = Vec::new();
+    for (index, class) in order.iter().enumerate() {
+        let share = (count - chosen.len()).div_ceil(order.len() - index);
+        chosen.extend(spread(&classes[class], share));
+    }
+    chosen
+}
+
+fn spread(candidates: &[(OpSig, Place)], count: usize) -> Vec<OpSig> {
+    let judges: Vec<&Place> =
+        candidates.iter().step_by(candidates.len().div_ceil(JUDGES_MAX)).map(|(_, at)| at).collect();
+    let mut way = vec![f64::INFINITY; judges.len()];
+    let mut chosen = Vec::new();
+    for _ in 0..count.min(candidates.len()) {
+        let total = |at: &Place| {
+            judges.iter().zip(&way).map(|(judge, way)| distance(judge, at).min(*way)).sum::<f64>()
+        };
+        let left = candidates.iter().filter(|(sig, _)| !chosen.contains(sig));
+        let best = left.map(|(sig, at)| (total(at), sig, at)).min_by(|a, b| a.0.total_cmp(&b.0));
+        let Some((_, sig, at)) = best else { break };
+        chosen.push(*sig);
+        judges.iter().zip(&mut way).for_each(|(judge, way)| *way = way.min(distance(judge, at)));
+    }
+    chosen
+}
