@@ -6,13 +6,16 @@
 
 mod hand_off;
 mod sequence;
+mod stage;
 
+use super::results::Reused;
+use super::tiers::Tiers;
 use super::timeline::Occupation;
 use super::{HandOff, InstanceSetup, Setup};
 use mixfleet_hal::random::bits;
 use mixfleet_scheduler::cost::{CostModel, Prefill};
 use mixfleet_scheduler::fleet::Role;
-use mixfleet_scheduler::kv::{BlockCache, BlockHash};
+use mixfleet_scheduler::kv::{BlockCache, BlockHash, Tier};
 use sequence::Sequence;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -44,8 +47,8 @@ pub(super) struct Gaps {
 
 /// What the world must know.
 pub(super) enum Outcome {
-    /// A prompt's computing begins; so many tokens of it were there.
-    Began { request: u64, reused_tokens: u32 },
+    /// A prompt's computing begins; so much of it was there.
+    Began { request: u64, reused: Reused },
     /// A prompt has got so far.
     Progress { request: u64, tokens: u32 },
     /// The first token is there.
@@ -58,10 +61,12 @@ pub(super) enum Outcome {
     Decoded { requests: Vec<u64>, tokens: u32 },
     /// The answer is complete.
     Finished { request: u64, gaps: Vec<Gaps> },
-    /// These blocks are held now.
-    Stored(Vec<BlockHash>),
+    /// These blocks are held there now.
+    Stored(Tier, Vec<BlockHash>),
     /// These are not any more.
-    Evicted(Vec<BlockHash>),
+    Evicted(Tier, Vec<BlockHash>),
+    /// What waits for blocks of a lower tier can go on then.
+    Loads { until_s: f64 },
     /// The device worked so long.
     Busy { prefill_s: f64, decode_s: f64 },
 }
@@ -86,6 +91,7 @@ pub(super) struct Engine {
     step_tokens_max: u32,
     sequences_max: usize,
     cache: BlockCache,
+    lower: Tiers,
     /// Given up since the world was told last.
     evicted: Vec<BlockHash>,
     private: u64,
@@ -119,6 +125,12 @@ impl Engine {
             step_tokens_max: instance.step_tokens_max.max(1),
             sequences_max: instance.sequences_max.max(1) as usize,
             cache: BlockCache::new(usize::try_from(blocks_total).unwrap_or(usize::MAX), setup.cache_policy),
+            lower: Tiers::new(
+                &instance.tiers,
+                block_tokens,
+                f64::from(block_tokens) * setup.fleet.kv_bytes_per_token as f64,
+                setup.cache_policy,
+            ),
             evicted: Vec::new(),
             private: 0,
             queue: VecDeque::new(),
@@ -173,10 +185,15 @@ impl Engine {
         }
     }
 
-    pub(super) fn enqueue(&mut self, job: Job) {
+    /// Puts a prompt in the queue; when what it needs of lower tiers is loaded, if it needs any.
+    pub(super) fn enqueue(&mut self, now_s: f64, job: Job) -> Option<f64> {
         let later = |s: &&Sequence| !s.started && s.job.due_s > job.due_s;
         let place = self.queue.len() - self.queue.iter().rev().take_while(later).count();
-        self.queue.insert(place, Sequence::new(job));
+        let pulled = (job.pulled_tokens / self.block_tokens) as usize;
+        let mut sequence = Sequence::new(job);
+        let loaded_s = self.stage(now_s, &mut sequence, pulled);
+        self.queue.insert(place, sequence);
+        loaded_s
     }
 
     /// Gives up a request whose prompt was just computed, here or for here.
@@ -266,12 +283,14 @@ impl Engine {
             return self.prefilling.iter().map(Sequence::pending).collect();
         }
         let mut budget = self.step_tokens_max.saturating_sub(self.decoding.len() as u32);
+        let pending = |prompts: &[Sequence]| prompts.iter().map(|s| u64::from(s.pending())).sum::<u64>();
+        while pending(&self.prefilling) < u64::from(budget) && self.admit(now_s, outcomes) {}
         let mut parts = Vec::new();
-        for at in 0.. {
-            if budget == 0 || (at == self.prefilling.len() && !self.admit(now_s, outcomes)) {
+        for sequence in &self.prefilling {
+            if budget == 0 {
                 break;
             }
-            let tokens = self.prefilling[at].pending().min(budget);
+            let tokens = sequence.pending().min(budget);
             budget -= tokens;
             parts.push(tokens);
         }
@@ -285,17 +304,25 @@ impl Engine {
             return false;
         }
         let Some(mut next) = self.queue.pop_front() else { return false };
+        if let Some(until_s) = self.stage(now_s, &mut next, 0) {
+            outcomes.push(Outcome::Loads { until_s });
+            self.queue.push_front(next);
+            return false;
+        }
         let Some(hits) = self.claim(&mut next) else {
             self.queue.push_front(next);
             return false;
         };
-        let pulled = if next.started { 0 } else { (next.job.pulled_tokens / self.block_tokens) as usize };
-        next.context = (hits + pulled).min(self.reusable(&next)) as u32 * self.block_tokens;
+        let known = self.known(&next, hits);
+        next.context = known as u32 * self.block_tokens;
         self.tell_evicted(outcomes);
         if !next.started {
-            outcomes.push(Outcome::Began { request: next.job.request, reused_tokens: next.context });
+            let reused = Reused::new(hits, known, next.loaded);
+            outcomes.push(Outcome::Began { request: next.job.request, reused });
         }
-        self.prefilling.push(next);
+        // one that had to wait for room elsewhere goes on before those that came after it
+        let place = self.prefilling.partition_point(|s| s.job.due_s <= next.job.due_s);
+        self.prefilling.insert(place, next);
         true
     }
 
@@ -323,13 +350,6 @@ impl Engine {
     fn fit(&mut self) {
         let left = self.blocks_total.saturating_sub(self.private);
         self.cache.set_capacity(usize::try_from(left).unwrap_or(usize::MAX), &mut self.evicted);
-    }
-
-    /// Says what was given up since the last time.
-    fn tell_evicted(&mut self, outcomes: &mut Vec<Outcome>) {
-        if !self.evicted.is_empty() {
-            outcomes.push(Outcome::Evicted(std::mem::take(&mut self.evicted)));
-        }
     }
 
     fn mixed(&mut self, began_s: f64, parts: Vec<u32>) -> Plan {
@@ -407,7 +427,7 @@ impl Engine {
         self.fit();
         self.cache.insert(&sequence.job.chain, &mut self.evicted);
         sequence.wanted = sequence.job.prompt_tokens + sequence.generated;
-        sequence.context = 0;
+        (sequence.context, sequence.staged) = (0, 0..0);
         self.queue.push_front(sequence);
     }
 
@@ -552,7 +572,7 @@ impl Engine {
         // others cannot ask for what it made itself
         let public = sequence.pinned.min(sequence.public);
         if public > known {
-            outcomes.push(Outcome::Stored(sequence.job.chain[known..public].to_vec()));
+            outcomes.push(Outcome::Stored(Tier::Device, sequence.job.chain[known..public].to_vec()));
         }
     }
 }

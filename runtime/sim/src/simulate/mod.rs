@@ -11,12 +11,14 @@ mod observe;
 mod quantiles;
 mod results;
 mod setup;
+mod tiers;
 mod timeline;
 
 pub use observe::{Answer, Observer, Sample};
 pub use quantiles::Quantiles;
-pub use results::{Distribution, PoolResult, Results};
+pub use results::{Distribution, HitBySource, PoolResult, Results};
 pub use setup::Choices;
+pub use tiers::TierSetup;
 
 use crate::fleet_file::TbtMetric;
 use crate::trace::{Request, TraceError};
@@ -26,7 +28,7 @@ use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PromptChain, Pull, Role,
 };
-use mixfleet_scheduler::kv::{CachePolicy, Tier};
+use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use results::Ledger;
@@ -54,6 +56,8 @@ pub struct InstanceSetup {
     pub price: Option<UsdPerHour>,
     /// KV tokens that it holds, in use or cached.
     pub cache_tokens: u64,
+    /// What it holds below its devices.
+    pub tiers: Vec<TierSetup>,
     /// Its network card, each direction.
     pub nic: Option<LinkCost>,
     /// New tokens of a step.
@@ -112,7 +116,7 @@ pub struct Objectives {
 enum Next {
     /// The instance's steps end, if it is still at its `plan`th.
     StepsEnd { instance: u32, plan: u64 },
-    /// A pulled prefix is there: who waited for it may begin.
+    /// A prefix that was pulled, or loaded from a lower tier, is there: who waited for it may begin.
     Wake { instance: u32 },
     /// A prompt's KV has arrived where it decodes.
     Landed { request: u64 },
@@ -211,6 +215,10 @@ impl<'a> World<'a> {
                 prefill_tokens_beside_decode_max: instance.step_tokens_max,
             };
             fleet.step(Seconds::ZERO, Event::InstanceUp(spec), &mut actions);
+            for &TierSetup { tier, cost, .. } in &instance.tiers {
+                let up = Event::TierUp { instance: InstanceId(at as u32), tier, cost };
+                fleet.step(Seconds::ZERO, up, &mut actions);
+            }
         }
         for &(from, to, cost) in &setup.pool_links {
             fleet.step(Seconds::ZERO, Event::PoolsJoined { from, to, cost }, &mut actions);
@@ -330,9 +338,15 @@ impl<'a> World<'a> {
             self.turn(decode);
         } else {
             self.flights.insert(id, flight);
-            self.engines[prefill as usize].enqueue(job);
-            self.turn(prefill);
+            self.enqueue(prefill, job);
         }
+    }
+
+    fn enqueue(&mut self, instance: u32, job: Job) {
+        if let Some(loaded_s) = self.engines[instance as usize].enqueue(self.now_s, job) {
+            self.schedule(loaded_s, Next::Wake { instance });
+        }
+        self.turn(instance);
     }
 
     /// There is room for a prompt where it decodes: it can be computed.
@@ -340,8 +354,7 @@ impl<'a> World<'a> {
         let Some(flight) = self.flights.get_mut(request) else { return };
         flight.held_tokens = held_tokens;
         if let Some((prefill, job)) = flight.waits.take() {
-            self.engines[prefill as usize].enqueue(job);
-            self.turn(prefill);
+            self.enqueue(prefill, job);
         }
     }
 
@@ -373,18 +386,15 @@ impl<'a> World<'a> {
         let mut outcomes = std::mem::take(&mut self.outcomes);
         for outcome in outcomes.drain(..) {
             match outcome {
-                Outcome::Began { request, reused_tokens } => {
-                    self.ledger.began(reused_tokens);
+                Outcome::Began { request, reused } => {
+                    self.ledger.began(reused);
                     if let Some(flight) = self.flights.get_mut(request) {
                         flight.prefill_began_s = self.now_s;
                     }
                 }
-                Outcome::Stored(hashes) => {
-                    self.tell(Event::KvStored { instance: id, hashes, tier: Tier::Device })
-                }
-                Outcome::Evicted(hashes) => {
-                    self.tell(Event::KvEvicted { instance: id, hashes, tier: Tier::Device })
-                }
+                Outcome::Stored(tier, hashes) => self.tell(Event::KvStored { instance: id, hashes, tier }),
+                Outcome::Evicted(tier, hashes) => self.tell(Event::KvEvicted { instance: id, hashes, tier }),
+                Outcome::Loads { until_s } => self.schedule(until_s, Next::Wake { instance }),
                 Outcome::Progress { request, tokens } => {
                     self.tell(Event::PrefillProgress { request, instance: id, tokens });
                 }

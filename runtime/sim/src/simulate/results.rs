@@ -4,6 +4,7 @@ use super::engine::Gaps;
 use super::network::Network;
 use super::observe::Answer;
 use super::quantiles::Quantiles;
+use super::tiers::ByTier;
 use super::{Flight, Setup};
 use crate::fleet_file::TbtMetric;
 use crate::trace::Request;
@@ -38,6 +39,40 @@ pub struct Hit {
     pub block: f64,
     /// Of their tokens.
     pub token: f64,
+}
+
+/// Shares of the prompts' tokens, by where they were found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HitBySource {
+    /// In the memory of the devices.
+    pub device: f64,
+    /// In host memory.
+    pub dram: f64,
+    /// On the disk.
+    pub ssd: f64,
+    /// On another instance.
+    pub pulled: f64,
+}
+
+/// Blocks of a prompt that were not computed, by where they were found.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Reused {
+    tiers: ByTier,
+    pulled: usize,
+}
+
+impl Reused {
+    /// Of `known` leading blocks the devices held `hits`; then come those that were loaded, then those that were pulled.
+    pub(super) fn new(hits: usize, known: usize, loaded: ByTier) -> Self {
+        let staged = known.saturating_sub(hits);
+        let lower = loaded[1..].iter().sum::<usize>().min(staged);
+        let ssd = loaded[2].min(lower);
+        Reused { tiers: [hits.min(known), lower - ssd, ssd], pulled: staged - lower }
+    }
+
+    fn blocks(&self) -> u64 {
+        (self.tiers.iter().sum::<usize>() + self.pulled) as u64
+    }
 }
 
 /// One pool.
@@ -86,6 +121,9 @@ pub struct Results {
     pub goodput_rps: f64,
     /// What of the prompts was not computed.
     pub prefix_hit: Hit,
+    /// The tokens of that, by where they were found.
+    #[serde(default)]
+    pub prefix_hit_from: HitBySource,
     /// Seconds of devices.
     pub prefill_device_s: f64,
     /// Seconds of devices.
@@ -126,8 +164,7 @@ pub(super) struct Ledger {
     e2e_s: Quantiles,
     blocks: u64,
     prompt_tokens: u64,
-    reused_blocks: u64,
-    reused_tokens: u64,
+    reused: Reused,
     tokens: u64,
     busy: Vec<(f64, f64)>,
     wasted_s: f64,
@@ -149,8 +186,7 @@ impl Ledger {
             e2e_s: Quantiles::default(),
             blocks: 0,
             prompt_tokens: 0,
-            reused_blocks: 0,
-            reused_tokens: 0,
+            reused: Reused::default(),
             tokens: 0,
             busy: vec![(0.0, 0.0); setup.pools.len()],
             wasted_s: 0.0,
@@ -177,9 +213,10 @@ impl Ledger {
         self.wasted_s += prefill_s;
     }
 
-    pub(super) fn began(&mut self, reused_tokens: u32) {
-        self.reused_blocks += u64::from(reused_tokens / self.block_tokens);
-        self.reused_tokens += u64::from(reused_tokens);
+    pub(super) fn began(&mut self, reused: Reused) {
+        let all = &mut self.reused;
+        all.tiers = [0, 1, 2].map(|tier| all.tiers[tier] + reused.tiers[tier]);
+        all.pulled += reused.pulled;
     }
 
     pub(super) fn busy(&mut self, pool: u32, prefill_s: f64, decode_s: f64) {
@@ -213,6 +250,7 @@ impl Ledger {
     pub(super) fn results(&self, setup: &Setup, ended_s: f64, network: &Network) -> Results {
         let per_million = |usd: f64| if self.tokens == 0 { 0.0 } else { usd / self.tokens as f64 * 1e6 };
         let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
+        let of_tokens = |blocks: u64| share(blocks * u64::from(self.block_tokens), self.prompt_tokens);
         let traffic_usd: f64 = network.moved().values().map(|(_, usd)| usd).sum();
         let pool = |(at, name): (usize, &String)| {
             let of_pool = || setup.instances.iter().filter(move |instance| instance.pool == at as u32);
@@ -243,8 +281,14 @@ impl Ledger {
             slo_attainment: share(self.good, self.requests),
             goodput_rps: if ended_s > 0.0 { self.good as f64 / ended_s } else { 0.0 },
             prefix_hit: Hit {
-                block: share(self.reused_blocks, self.blocks),
-                token: share(self.reused_tokens, self.prompt_tokens),
+                block: share(self.reused.blocks(), self.blocks),
+                token: of_tokens(self.reused.blocks()),
+            },
+            prefix_hit_from: HitBySource {
+                device: of_tokens(self.reused.tiers[0] as u64),
+                dram: of_tokens(self.reused.tiers[1] as u64),
+                ssd: of_tokens(self.reused.tiers[2] as u64),
+                pulled: of_tokens(self.reused.pulled as u64),
             },
             prefill_device_s: sum(|p| p.prefill_device_s),
             decode_device_s: sum(|p| p.decode_device_s),

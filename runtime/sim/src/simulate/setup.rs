@@ -1,10 +1,11 @@
 //! From a fleet file to a fleet that can be simulated.
 
-use super::{HandOff, InstanceSetup, Objectives, Setup};
-use crate::fleet_file::FleetFile;
+use super::{HandOff, InstanceSetup, Objectives, Setup, TierSetup};
+use crate::fleet_file::{FleetFile, Pool, Tier as Store};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy};
+use mixfleet_scheduler::kv::Tier;
 use std::sync::Arc;
 
 /// Tokens that a client allows for its answer.
@@ -21,6 +22,14 @@ pub struct Choices {
     pub seed: u64,
 }
 
+fn tiers(pool: &Pool) -> Vec<TierSetup> {
+    let of = |tier, store: &Store| {
+        let cost = LinkCost { seconds_per_byte: 1e-9 / store.gb_per_s, ..LinkCost::default() };
+        (store.tokens > 0).then_some(TierSetup { tier, tokens: store.tokens, cost })
+    };
+    [of(Tier::Dram, &pool.dram), of(Tier::Ssd, &pool.ssd)].into_iter().flatten().collect()
+}
+
 impl Setup {
     /// The fleet of `file`.
     pub fn new(file: &FleetFile, choices: Choices) -> Self {
@@ -34,6 +43,7 @@ impl Setup {
                 cost: Arc::new(pool.cost.clone()),
                 price: pool.usd_per_hour.map(UsdPerHour),
                 cache_tokens: pool.cache_tokens,
+                tiers: tiers(pool),
                 nic: Some(nic),
                 step_tokens_max: pool.engine.max_batched_tokens,
                 sequences_max: pool.engine.max_sequences,

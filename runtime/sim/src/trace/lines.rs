@@ -174,7 +174,7 @@ mod tests {
         let text: Vec<u8> = (0..5000u32).flat_map(|i| format!("{}\n", i * i).into_bytes()).collect();
         let whole = zstd::encode_all(&text[..], 1).unwrap();
         let error = all(whole[..whole.len() / 2].to_vec()).unwrap_err();
-        assert!(error.to_string().starts_with("cannot read t after line "), "{error}");
+        assert!(error.to_string().starts_with("cannot read t"), "{error}");
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! A request on an instance.
 
+use super::super::tiers::ByTier;
 use super::{Gaps, Job};
+use std::ops::Range;
 
 /// A request with blocks here.
 pub(super) struct Sequence {
@@ -16,6 +18,10 @@ pub(super) struct Sequence {
     pub(super) pinned: usize,
     /// Other blocks that it holds.
     pub(super) private: u64,
+    /// Blocks of its chain that come from elsewhere: first those that lower tiers held, then those of another instance.
+    pub(super) staged: Range<usize>,
+    /// Of those, the ones from lower tiers.
+    pub(super) loaded: ByTier,
     /// Its first token came from elsewhere, or is out.
     pub(super) started: bool,
     /// Keys of its chain that others know too.
@@ -34,6 +40,8 @@ impl Sequence {
             gaps: Vec::new(),
             pinned: 0,
             private: 0,
+            staged: 0..0,
+            loaded: [0; 3],
             started: false,
         }
     }
