@@ -196,6 +196,13 @@ fn table(r: &Results) -> String {
             100.0 * r.prefix_hit.token
         ),
     );
+    let from = r.prefix_hit_from;
+    if from.dram + from.ssd + from.pulled > 0.0 {
+        let shares =
+            [("device", from.device), ("DRAM", from.dram), ("SSD", from.ssd), ("pulled", from.pulled)];
+        let shares = shares.map(|(source, share)| format!("{source} {:.2} %", 100.0 * share));
+        line("of tokens from", shares.join(", "));
+    }
     for pool in &r.pools {
         let busy = format!(
             "{:.1} % busy: prefill {:.0} s, decode {:.0} s",

@@ -235,6 +235,17 @@ fn requests(body: &mut Html, r: &Results) {
     };
     let rows: Vec<Vec<Cell>> = rows.iter().map(row).collect();
     body.table(&["requests", "count", "of all"], &rows);
+    let from = r.prefix_hit_from;
+    let sources = [
+        ("device", from.device),
+        ("host memory", from.dram),
+        ("disk", from.ssd),
+        ("another instance", from.pulled),
+    ];
+    let row = |(source, share): &(&str, f64)| {
+        vec![Cell::text(*source), Cell::number(format!("{:.2} %", 100.0 * share))]
+    };
+    body.table(&["prefix found on", "of prompt tokens"], &sources.iter().map(row).collect::<Vec<_>>());
     if r.prefill_wasted_s > 0.0 {
         let share = 100.0 * r.prefill_wasted_s / r.prefill_device_s.max(f64::MIN_POSITIVE);
         body.paragraph(&format!(

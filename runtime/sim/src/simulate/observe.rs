@@ -70,7 +70,7 @@ pub struct Sample {
     /// and decoding.
     pub decode_utilisation: f64,
     /// Predicted time of the prompts that wait or run over the objective for TTFT, mean of the instances: Mooncake's load
-    /// (v3, section 7.2). 1: a new prompt without length would just meet it.
+    /// (v3, section 7). 1: a new prompt without length would just meet it.
     pub prefill_load: f64,
     /// Time of the decode step over the objective for TBT, mean of the instances; 0 where nothing decodes.
     pub decode_load: f64,
