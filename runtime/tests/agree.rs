@@ -373,3 +373,13 @@ fn prefill_and_decode_pairs_agree_on_every_placement() {
     }
     assert!(rejected > 0, "nothing was turned away: admission was not compared");
 }
+
+#[test]
+fn joined_instances_that_do_both_agree_on_every_placement() {
+    for policy in POLICIES {
+        for load in LOADS {
+            let (unlike, _) = compare(&scene("two joined instances", vec![DEAR, CHEAP], true, policy, load));
+            assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
+        }
+    }
+}

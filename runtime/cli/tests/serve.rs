@@ -160,6 +160,52 @@ fn the_first_signal_drains_and_the_second_one_cuts() {
 }
 
 #[test]
+fn a_servers_event_log_replays_and_explains() {
+    let directory = common::scratch("events");
+    let log = directory.join("events.jsonl");
+    let path = log.to_str().unwrap();
+    let server =
+        Server::start(&["--device", "cpu", "--policy", "cache-aware", "--tbt-slo", "100", "--events", path]);
+    for prompt in ["a fleet", "a fleet of parts", "another"] {
+        assert_eq!(server.post("/v1/completions", &completion(&prompt.repeat(9), 5)).0, 200);
+    }
+    server.signal();
+    let (status, said) = server.wait();
+    assert!(status.success(), "{status}: {said}");
+
+    let replay = |arguments: &[&str]| {
+        let output = common::mixfleet().arg("replay").args(arguments).output().unwrap();
+        (
+            output.status.code(),
+            String::from_utf8(output.stdout).unwrap(),
+            String::from_utf8(output.stderr).unwrap(),
+        )
+    };
+    let (code, document, said) = replay(&[path, "--json"]);
+    assert_eq!(code, Some(0), "{document} {said}");
+    let document: Value = serde_json::from_str(&document).unwrap();
+    assert_eq!(document["schema"], "mixfleet.replay/1");
+    assert_eq!((&document["arrivals"], &document["differing"]), (&json!(3), &json!(0)));
+    assert_eq!(document["whole"], true);
+    let (_, text, _) = replay(&[path, "--request", "1"]);
+    assert!(
+        text.contains("byte by byte") && text.contains("request 1\n  prefill cpu, decode cpu: ttft"),
+        "{text}"
+    );
+
+    let lines = std::fs::read_to_string(&log).unwrap();
+    std::fs::write(&log, lines.replacen("\"prefill\":0", "\"prefill\":7", 1)).unwrap();
+    let (code, text, said) = replay(&[path]);
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("\"prefill\":7") && said.contains("1 of"), "{text} {said}");
+    std::fs::write(&log, lines.replacen("{\"now\"", "{\"then\"", 1)).unwrap();
+    let (code, _, said) = replay(&[path]);
+    assert!(code == Some(3) && said.contains("line 2"), "{code:?} {said}");
+    let (code, _, said) = replay(&["no/such/log"]);
+    assert!(code == Some(3) && said.contains("no/such/log"), "{code:?} {said}");
+}
+
+#[test]
 fn a_hundred_clients_that_hang_up_leave_no_page_in_use() {
     let server = Server::start(&["--sequences", "8"]);
     let body = json!({"model": "mixfleet-random", "prompt": "hang up", "max_tokens": 3000, "ignore_eos": true, "stream": true}).to_string();
@@ -208,6 +254,9 @@ fn mistakes_are_named_and_have_their_exit_codes() {
     fails(&["serve", "--listen", "127.0.0.1:0", "--device", "tpu"], 3, &["tpu", "mixfleet devices"]);
     fails(&["serve", "--listen", "127.0.0.1:0", "--device", "cpu=prefill"], 2, &["no device does decode"]);
     fails(&["serve", "--listen", "127.0.0.1:0", "--usd-per-hour", "tpu=1"], 2, &["tpu"]);
+    fails(&["serve", "--tbt-slo=-1"], 2, &["--tbt-slo"]);
+    fails(&["serve", "--threshold", "nan"], 2, &["--threshold"]);
+    fails(&["serve", "--listen", "127.0.0.1:0", "--events", "no/such/dir/log"], 3, &["no/such/dir/log"]);
     fails(&["serve", "--requests", "0"], 2, &["--requests"]);
     fails(&["generate", "--prompt", "x", "--temperature", "nan"], 2, &["--temperature"]);
     fails(&["serve", "--listen", "127.0.0.1:0", "--device", "cpu@9999"], 3, &["9999"]);

@@ -116,7 +116,7 @@ pub struct Objectives {
 enum Next {
     /// The instance's steps end, if it is still at its `plan`th.
     StepsEnd { instance: u32, plan: u64 },
-    /// A prefix that was pulled, or loaded from a lower tier, is there: who waited for it may begin.
+    /// There may be something to begin: a prefix that was pulled, or loaded from a lower tier, is there, or a request came.
     Wake { instance: u32 },
     /// A prompt's KV has arrived where it decodes.
     Landed { request: u64 },
@@ -346,7 +346,12 @@ impl<'a> World<'a> {
         if let Some(loaded_s) = self.engines[instance as usize].enqueue(self.now_s, job) {
             self.schedule(loaded_s, Next::Wake { instance });
         }
-        self.turn(instance);
+        self.wake(instance);
+    }
+
+    /// Lets an instance begin what it can once all that happens now has happened: it takes it in together.
+    fn wake(&mut self, instance: u32) {
+        self.schedule(self.now_s, Next::Wake { instance });
     }
 
     /// There is room for a prompt where it decodes: it can be computed.
@@ -456,6 +461,6 @@ impl<'a> World<'a> {
             self.tell(Event::TransferDone { request, instance: InstanceId(decode) });
         }
         self.engines[decode as usize].join(request, prompt_tokens, output_tokens, first_token_s);
-        self.turn(decode);
+        self.wake(decode);
     }
 }
