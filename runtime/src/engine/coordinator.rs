@@ -202,10 +202,11 @@ impl Running {
         let (watched, done) = oneshot::channel();
         self.parts.env.spawn(Box::pin(async move {
             tokio::select! {
+                biased;
+                _ = done => {}
                 () = updates.closed() => {
                     let _ = leave.send(request);
                 }
-                _ = done => {}
             }
         }));
         watched

@@ -401,6 +401,7 @@ impl Worker {
     async fn credit(&mut self, to: &HandOff) -> Result<Option<u32>> {
         loop {
             let message = tokio::select! {
+                biased;
                 slot = to.slots.take() => return Ok(Some(slot)),
                 () = to.inbox.closed() => return Ok(None),
                 Some(message) = self.inbox.recv() => message,

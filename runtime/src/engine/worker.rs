@@ -137,6 +137,7 @@ impl Worker {
                 continue;
             }
             tokio::select! {
+                biased;
                 message = self.inbox.recv() => match message {
                     Some(message) => self.handle(message).await?,
                     None => return Ok(()),

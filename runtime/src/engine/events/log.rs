@@ -124,6 +124,7 @@ impl File {
                     // Who reads along sees all that happened.
                     self.sink.flush()?;
                     tokio::select! {
+                        biased;
                         message = self.messages.recv() => match message {
                             Some(message) => message,
                             None => break,
