@@ -1,9 +1,10 @@
-//! Ordinary kriging (Matheron 1963): the best linear guess at a place from values nearby, whose mean is not known.
+//! Ordinary kriging (Matheron 1963): the best linear guess at a place from values nearby, whose mean is not
+//! known.
 
 use super::place::{DIMENSIONS, Place, distance};
 
 /// Values that a guess is made from.
-pub(super) const NEIGHBOURS: usize = 24;
+pub(super) const NEIGHBOURS: usize = 16;
 /// Distance at which the correlation of two values falls to 1/e (covariance `exp(-distance / LENGTH)`).
 const LENGTH: f64 = 4.0;
 /// Variance of a measurement around the surface, relative to the surface's own.

@@ -1,9 +1,9 @@
 //! What a class of operations costs as a sum of few terms, each with a coefficient that is not negative.
 //!
-//! `time = sum of coefficient x term`. The terms are the roofline with its kink rounded off (`hypot` of arithmetic and
-//! memory), memory traffic alone, traffic that a cache holds, arithmetic alone, a fixed cost, and a cost per work item
-//! (a sequence's KV head in attention). Unlike a surface through the points, such a sum goes on where they end:
-//! fitted to all batches but the largest, it knows what one more sequence costs.
+//! `time = sum of coefficient x term`. The terms are the roofline with its kink rounded off (`hypot` of
+//! arithmetic and memory), memory traffic alone, traffic that a cache holds, arithmetic alone, a fixed cost,
+//! and a cost per work item (a sequence's KV head in attention). Unlike a surface through the points, such a
+//! sum goes on where they end: fitted to all batches but the largest, it knows what one more sequence costs.
 
 use super::{DeviceProfile, Point};
 use crate::OpSig;
@@ -16,8 +16,8 @@ const POINTS_MIN: usize = 6;
 const ROUNDS: usize = 4;
 /// Relative error below which a point's weight no longer grows.
 const ERROR_MIN: f64 = 0.05;
-/// Pull towards where the fit starts, as a share of the points' weight: towards the roofline it only decides what
-/// the points leave open; another device's law counts twice as much as the few points.
+/// Pull towards where the fit starts, as a share of the points' weight: towards the roofline it only decides
+/// what the points leave open; another device's law counts twice as much as the few points.
 const PULL_ROOFLINE: f64 = 1e-3;
 const PULL_OTHERS: f64 = 2.0;
 /// Sweeps of coordinate descent.
@@ -52,8 +52,8 @@ impl Law {
         terms.iter().zip(self.coefficients).map(|(term, coefficient)| term * coefficient).sum()
     }
 
-    /// The law of least absolute relative error over `points`, if these are enough; where they leave it open, near
-    /// the roofline.
+    /// The law of least absolute relative error over `points`, if these are enough; where they leave it open,
+    /// near the roofline.
     pub(super) fn fit(profile: &DeviceProfile, points: &[&Point]) -> Law {
         if points.len() < POINTS_MIN {
             return Law::ROOFLINE;
@@ -68,8 +68,8 @@ impl Law {
         if trial.len() == points.len() { best } else { fit(points, near(best.cache_bytes)).1 }
     }
 
-    /// The same where `points` are few and `others` are the laws of other devices: that near one of these, or near their mean,
-    /// which has the least error.
+    /// The same where `points` are few and `others` are the laws of other devices: that near one of these, or
+    /// near their mean, which has the least error.
     pub(super) fn near_others(profile: &DeviceProfile, points: &[&Point], others: &[Law]) -> Law {
         let starts = std::iter::once(mean(others)).chain(others.iter().copied());
         let fits = starts.map(|near| Fit::new(profile, points, near, PULL_OTHERS).solve());

@@ -7,7 +7,8 @@ pub(super) const DIMENSIONS: usize = 6;
 /// A place among the operations of a class.
 pub(super) type Place = [f64; DIMENSIONS];
 
-/// Weight of bytes in the distance; the others have 1. Caches make efficiency jump along lines of equal traffic.
+/// Weight of bytes in the distance; the others have 1. Caches make efficiency jump along lines of equal
+/// traffic.
 const BYTES_WEIGHT: f64 = 2.0;
 /// Between decode attention with and without groups of query heads: engines have a kernel for each.
 const UNGROUPED: f64 = 2.0;

@@ -1,11 +1,11 @@
 //! From measured points to the time of any operation.
 //!
-//! `time = law x exp(shape + rest)`. The law is a sum of few physical terms, fitted to all points of the class
-//! (`law.rs`). The rest is the logarithm of measured over law, kriged from the nearest points (`kriging.rs`) over the
-//! base-2 logarithms of shape and bytes (`place.rs`): it changes slowly where time changes by magnitudes. But where
-//! points of few rows and else the same shape lie near on both sides, these two decide. The shape is what other
-//! devices' points say about the rest, where there are others ([`Predictor::borrowing`]). Checked on published kernel
-//! times of five GPUs in `hal/tests/predict.rs`.
+//! `time = law x exp(shape + rest)`. The law is a sum of few physical terms, fitted to all points of the
+//! class (`law.rs`). The rest is the logarithm of measured over law, kriged from the nearest points
+//! (`kriging.rs`) over the base-2 logarithms of shape and bytes (`place.rs`): it changes slowly where time
+//! changes by magnitudes. But where points of few rows and else the same shape lie near on both sides, these
+//! two decide. The shape is what other devices' points say about the rest, where there are others
+//! ([`Predictor::borrowing`]). Checked on published kernel times of five GPUs in `hal/tests/predict.rs`.
 
 use super::kriging::{self, NEIGHBOURS, Near};
 use super::law::Law;
@@ -66,11 +66,11 @@ impl Predictor {
     }
 
     /// Prepares a device of which little was measured (32 points over all operations will do, if they are
-    /// [`super::worth_measuring`]), with its datasheet as roofline, beside `others` with many points and datasheets
-    /// as theirs. Coefficients of the laws are shares of the datasheet, and start at the mean of the others';
-    /// the surface beyond the law is that of the others at the same operation, each weighted by the inverse of its mean square
-    /// difference from the points; what is left over at the points is kriged as ever. Operations of which only
-    /// the others have points are predicted too.
+    /// [`super::worth_measuring`]), with its datasheet as roofline, beside `others` with many points and
+    /// datasheets as theirs. Coefficients of the laws are shares of the datasheet, and start at the mean of
+    /// the others'; the surface beyond the law is that of the others at the same operation, each weighted by
+    /// the inverse of its mean square difference from the points; what is left over at the points is kriged
+    /// as ever. Operations of which only the others have points are predicted too.
     pub fn borrowing(profile: &DeviceProfile, others: &[Predictor]) -> Self {
         Self::prepare(profile, others)
     }
@@ -231,8 +231,8 @@ impl Group {
         found.into_iter().map(near).collect()
     }
 
-    /// From the points that differ in their rows alone, next below and next above, if these are near: a kernel's
-    /// time is a staircase over rows, and a surface through more points would smooth the step.
+    /// From the points that differ in their rows alone, next below and next above, if these are near: a
+    /// kernel's time is a staircase over rows, and a surface through more points would smooth the step.
     fn between(&self, sig: &OpSig, at: &Place) -> Option<f64> {
         if at[1] > STEP_ROWS_MAX {
             return None;

@@ -7,10 +7,10 @@ use std::collections::HashMap;
 /// Candidates that a choice is judged by; more are thinned out evenly.
 const JUDGES_MAX: usize = 256;
 
-/// The `count` operations among `candidates` (or all of them, if there are fewer) from which the others lie least far: an equal
-/// number of each class (kind and dtypes), and in a class one after the other, each the one that shortens the way from all candidates to their
-/// nearest chosen one most (greedy facility location; Nemhauser, Wolsey & Fisher 1978: at least 63 % of
-/// the best that is possible).
+/// The `count` operations among `candidates` (or all of them, if there are fewer) from which the others lie
+/// least far: an equal number of each class (kind and dtypes), and in a class one after the other, each the
+/// one that shortens the way from all candidates to their nearest chosen one most (greedy facility location;
+/// Nemhauser, Wolsey & Fisher 1978: at least 63 % of the best that is possible).
 pub fn worth_measuring(candidates: &[OpSig], count: usize) -> Vec<OpSig> {
     let (mut order, mut classes) = (Vec::new(), HashMap::<Class, Vec<(OpSig, Place)>>::new());
     for sig in candidates {
