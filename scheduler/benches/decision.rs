@@ -48,7 +48,8 @@ impl World {
         let mut fleet = Fleet::new(config);
         let mut actions = Vec::new();
         let cost = |speed: f64| {
-            let prefill_s = PrefillCoefficients { overhead: 0.01, per_token: 1e-4 / speed, per_token_squared: 1e-9 };
+            let prefill_s =
+                PrefillCoefficients { overhead: 0.01, per_token: 1e-4 / speed, per_token_squared: 1e-9 };
             let decode_s = DecodeCoefficients { base: 0.02 / speed, per_sequence: 1e-5, per_kv_token: 3e-8 };
             Arc::new(CostModel::Coefficients(Coefficients { prefill_s, decode_s }))
         };

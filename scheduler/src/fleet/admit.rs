@@ -15,7 +15,7 @@ pub enum Admission {
     /// What would miss an objective with the load of now. By the time the prompt is done that load is another one, so the
     /// pools swing in anti-phase (Mooncake v3, section 7.3).
     EarlyRejection,
-    /// What would miss an objective with the load that is predicted for the end of its prefill.
+    /// What would miss an objective with the load that is predicted from the end of its prefill on.
     #[default]
     Prediction,
 }
@@ -43,7 +43,7 @@ pub(super) struct Ends {
 impl Objectives {
     /// Time between tokens, as far ahead as admission looks.
     fn tbt(&self, terms: &Terms) -> f64 {
-        if self.admission == Admission::EarlyRejection { terms.tbt_now_s } else { terms.tbt_s }
+        if self.admission == Admission::EarlyRejection { terms.tbt_now_s } else { terms.tbt_peak_s }
     }
 
     fn timely(&self, terms: &Terms) -> bool {

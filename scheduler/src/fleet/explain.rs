@@ -93,7 +93,9 @@ pub struct Terms {
     pub ends_s: f64,
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
     pub tbt_s: f64,
-    /// The same in the batch of now.
+    /// The longest one that is likely while it decodes, those counted who were accepted before it and land after it.
+    pub tbt_peak_s: f64,
+    /// A step in the batch of now.
     pub tbt_now_s: f64,
     /// Waiting that it causes to others: those that decode where it prefills, and those that decode
     /// where it decodes.

@@ -89,6 +89,16 @@ impl Histogram {
         from + (to - from) * ((tokens - low) / (high - low)).min(1.0)
     }
 
+    /// The length that a `share` of the answers longer than `tokens` exceed.
+    pub(super) fn exceeded_by(&self, share: f64, tokens: f64) -> f64 {
+        let weight = share * self.beyond(tokens);
+        let bucket = self.beyond.partition_point(|beyond| *beyond > weight).clamp(1, BUCKETS - 1) - 1;
+        let (from, to) = (self.beyond[bucket], self.beyond[bucket + 1]);
+        let (low, high) = (lower(bucket), lower(bucket + 1));
+        let part = if from > to { ((from - weight) / (from - to)).clamp(0.0, 1.0) } else { 1.0 };
+        (low + (high - low) * part).max(tokens)
+    }
+
     /// Expected further tokens of an answer that has `generated`: at least one, and as many again where none of those seen was
     /// so long.
     pub(super) fn rest(&self, generated: u32) -> f64 {
@@ -154,6 +164,11 @@ mod tests {
         assert!((seen.beyond(100.0) / seen.beyond(0.0) - 0.1).abs() < 0.01);
         assert!(seen.beyond(600.0) / seen.beyond(100.0) > 0.98, "who got beyond 20 goes to 1000");
         assert!(seen.beyond(f64::from(u32::MAX)) >= 0.0);
+        for share in [0.9, 0.5, 0.2, 0.05] {
+            let length = seen.exceeded_by(share, 10.0);
+            let exceeds = seen.beyond(length) / seen.beyond(10.0);
+            assert!((exceeds - share).abs() < 1e-9, "{share}: {length} tokens are exceeded by {exceeds}");
+        }
         assert!((seen.rest(100) - 900.0).abs() < 20.0, "{}", seen.rest(100));
         assert!((seen.rest(5000) - 5000.0).abs() < 1e-9, "longer than any: half-way");
     }

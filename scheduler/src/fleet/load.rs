@@ -7,6 +7,7 @@ use super::lengths::{Histogram, Lengths};
 use super::{Instance, InstanceId, RequestId};
 use crate::cost::LinkCost;
 use crate::table::IdMap;
+use mixfleet_hal::random::unit;
 use mixfleet_hal::units::Seconds;
 use std::collections::{BTreeSet, VecDeque};
 
@@ -278,8 +279,8 @@ impl Load {
         (ahead, behind)
     }
 
-    fn works<'a>(&'a self, works: &'a Works) -> impl Iterator<Item = &'a Work> {
-        self.decoding.iter().filter_map(|id| works.get(*id))
+    fn works<'a>(&'a self, works: &'a Works) -> impl Iterator<Item = (RequestId, &'a Work)> {
+        self.decoding.iter().filter_map(|&id| Some((id, works.get(id)?)))
     }
 
     /// Who decodes here now.
@@ -293,19 +294,18 @@ impl Load {
 
     /// What its decoding requests are predicted to do, all at the present step's pace.
     pub(super) fn forecast<'a>(&self, works: &Works, lengths: &'a Lengths, now: Seconds) -> Forecast<'a> {
-        let first = self.works(works).next().map_or(0, |work| u64::from(work.prompt_tokens));
+        let first = self.works(works).next().map_or(0, |(_, work)| u64::from(work.prompt_tokens));
         // Nothing decodes yet: the pace is that of the first sequence alone.
         let pace =
             self.step(if self.batch.sequences == 0 { Batch::default().with(first) } else { self.batch });
-        let courses = self.works(works).map(|work| {
+        let courses = self.works(works).map(|(request, work)| {
             let lengths = if work.hinted { None } else { lengths.of(work.class) };
             let (from, remaining) = (work.decodes_from(now), work.rest(lengths));
-            let (until, context) = (from + pace * f64::from(remaining), work.context());
-            let generated = work.generated();
+            let (context, generated) = (work.context(), work.generated());
             // one that is longer than any seen is not going to end soon
             let so_far = |lengths: &Histogram| lengths.beyond(f64::from(generated));
             let lengths = lengths.map(|l| (l, 1.0 / so_far(l))).filter(|(_, scale)| scale.is_finite());
-            Course { from, until, context, remaining, generated, lengths }
+            Course { request, from, context, remaining, generated, lengths }
         });
         Forecast { now, pace, capacity_tokens: self.spec.kv_capacity_tokens, courses: courses.collect() }
     }
@@ -313,9 +313,8 @@ impl Load {
 /// A request's predicted way through decode.
 #[derive(Clone, Copy, Debug)]
 struct Course<'a> {
+    request: RequestId,
     from: Seconds,
-    /// When it probably ends.
-    until: Seconds,
     /// Tokens at `from`.
     context: u64,
     generated: u32,
@@ -326,6 +325,15 @@ struct Course<'a> {
 }
 
 impl Course<'_> {
+    /// When it ends, if each has its share of luck: were all to end after their mean lengths, nobody would end soon.
+    fn until(&self, pace: Seconds) -> Seconds {
+        let so_far = f64::from(self.generated);
+        let tokens = self.lengths.map_or(f64::from(self.remaining), |(lengths, _)| {
+            lengths.exceeded_by(unit(self.request, 0), so_far) - so_far
+        });
+        self.from + pace * tokens
+    }
+
     /// Chance that it still decodes after `tokens` more.
     fn goes_on(&self, tokens: f64) -> f64 {
         match self.lengths {
@@ -350,14 +358,30 @@ impl Forecast<'_> {
     /// those whose prefill will have; everyone counts by the chance to be there. The load of now would be stale by the time
     /// a new prompt is done, and admission by it oscillates (Mooncake, section 7).
     pub(super) fn batch_at(&self, then: Seconds) -> Batch {
+        self.likely(then, 0.0)
+    }
+
+    /// The most in the life of a newcomer who decodes from `then` on, for `tokens` tokens: those who were accepted before it may land
+    /// after it. One standard deviation above what is expected, since whoever finds too much here is dropped.
+    pub(super) fn peak(&self, then: Seconds, tokens: u32) -> Batch {
+        let third = self.pace * (f64::from(tokens) / 3.0);
+        let times = (0..4).map(|part| then + third * f64::from(part));
+        times.map(|time| self.likely(time, 1.0)).max_by_key(|batch| batch.kv_tokens).unwrap_or_default()
+    }
+
+    /// Who decodes at `then`: the mean, and so many standard deviations above it.
+    fn likely(&self, then: Seconds, deviations: f64) -> Batch {
         let per_second = 1.0 / self.pace.0.max(f64::MIN_POSITIVE);
-        let (mut sequences, mut kv_tokens) = (0.0, 0.0);
+        let (mut sequences, mut kv_tokens, mut variance) = (0.0, 0.0, 0.0);
         for course in self.courses.iter().filter(|course| course.from <= then) {
             let tokens = (then - course.from).0 * per_second;
             let chance = course.goes_on(tokens);
+            let context = course.context as f64 + tokens;
             sequences += chance;
-            kv_tokens += chance * (course.context as f64 + tokens);
+            kv_tokens += chance * context;
+            variance += chance * (1.0 - chance) * context * context;
         }
+        kv_tokens += deviations * variance.sqrt();
         Batch { sequences: (sequences + 0.5) as u32, kv_tokens: (kv_tokens + 0.5) as u64 }
     }
 
@@ -378,21 +402,22 @@ impl Forecast<'_> {
         if total + tokens <= self.capacity_tokens {
             return Seconds::ZERO;
         }
-        let mut courses: Vec<&Course<'_>> = self.courses.iter().collect();
-        courses.sort_by(|a, b| a.until.0.total_cmp(&b.until.0));
+        let ends = self.courses.iter().map(|course| (course.until(self.pace), held(course)));
+        let mut ends: Vec<(Seconds, u64)> = ends.collect();
+        ends.sort_by(|a, b| a.0.0.total_cmp(&b.0.0));
         let mut wait = Seconds::ZERO;
-        for course in courses {
+        for (until, held) in ends {
             if total + tokens <= self.capacity_tokens {
                 break;
             }
-            total -= held(course);
-            wait = course.until - self.now;
+            total -= held;
+            wait = until - self.now;
         }
         wait
     }
 
     /// Time until the first request ends, if there is any.
     pub(super) fn first_end(&self) -> Option<Seconds> {
-        self.courses.iter().map(|course| course.until - self.now).reduce(Seconds::min)
+        self.courses.iter().map(|course| course.until(self.pace) - self.now).reduce(Seconds::min)
     }
 }

@@ -352,6 +352,7 @@ impl Fleet {
         busy.max(Seconds::ZERO) + link.time(self.kv_bytes(tokens))
     }
 
+    /// What decoding on instance `at` means, wherever the prompt is computed.
     fn decode_side<'a>(&'a self, question: &Question<'_>, at: usize) -> DecodeSide<'a> {
         let load = &self.loads[at];
         let forecast = load.forecast(&self.works, &self.lengths, question.now);
@@ -389,6 +390,8 @@ impl Fleet {
         let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill;
         let joined = decoder.forecast.batch_at(now + ttft + transfer).with(prompt + 1);
         let tbt = d.step(joined);
+        let peak = || decoder.forecast.peak(now + ttft + transfer, output_tokens);
+        let peak = question.objectives.tbt_slo.map(|_| peak());
         let delay = side.prefill * f64::from(side.delayed) + decoder.delay;
 
         // Half-way through the answer is the mean context of its steps. Who decodes shares a step.
@@ -414,6 +417,7 @@ impl Fleet {
             ttft_s: ttft.0,
             ends_s: (ttft + hand_off + tbt * output).0,
             tbt_s: tbt.0,
+            tbt_peak_s: peak.map_or(tbt, |peak| d.step(peak.with(prompt + 1)).max(tbt)).0,
             tbt_now_s: decoder.tbt_now.0,
             delay_s: delay.0,
             busy_usd: busy.0,
