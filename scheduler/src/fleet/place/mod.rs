@@ -23,7 +23,7 @@ mod round_robin;
 
 use super::admit::Objectives;
 use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
-use super::load::{Backlog, Batch, Forecast, Load};
+use super::load::{Backlog, Forecast, Load};
 use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
 use crate::cost::LinkCost;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
@@ -130,6 +130,8 @@ struct DecodeSide<'a> {
     room: Seconds,
     /// What a newcomer delays those who are at work here, all together.
     delay: Seconds,
+    /// Its part of the steps in which it takes part.
+    share: Seconds,
     /// A step with it in the batch of now.
     tbt_now: Seconds,
 }
@@ -358,19 +360,21 @@ impl Fleet {
         let forecast = load.forecast(&self.works, &self.lengths, question.now);
         let prompt = u64::from(question.arrival.prompt_tokens);
         let room = forecast.kv_wait(prompt + u64::from(question.output_tokens));
-        // Whoever shares steps with it waits longer for each of them. Counted over all that the instance has
-        // taken on, not over the batch at the prompt's end: else a late start would count as kindness.
+        // Whoever shares steps with it waits longer for each of them, and pays a part of them. Counted over all that the
+        // instance has taken on, not over the batch at the prompt's end: else a late start would count as kindness.
         let others = forecast.everyone();
+        // half-way through the answer is the mean context of its steps
+        let halfway = others.with(prompt + 1 + u64::from(question.output_tokens / 2));
+        let share = load.step(halfway) * (f64::from(question.output_tokens) / f64::from(halfway.sequences));
         let slowdown = (load.step(others.with(prompt)) - load.step(others)).max(Seconds::ZERO);
         let delay = slowdown * forecast.tokens_beside(question.output_tokens) as f64;
-        DecodeSide { at, forecast, room, delay, tbt_now: load.step(load.batch().with(prompt + 1)) }
+        DecodeSide { at, forecast, room, delay, share, tbt_now: load.step(load.batch().with(prompt + 1)) }
     }
 
     fn terms(&self, question: &Question<'_>, side: &PrefillSide, decoder: &DecodeSide<'_>) -> Terms {
         let Question { now, arrival, output_tokens, .. } = *question;
         let (p, d) = (&self.loads[side.at], &self.loads[decoder.at]);
         let prompt = u64::from(arrival.prompt_tokens);
-        let output = f64::from(output_tokens);
         let room = decoder.room;
         let kv_wait = (room - side.queue).max(Seconds::ZERO);
 
@@ -394,12 +398,9 @@ impl Fleet {
         let peak = question.objectives.tbt_slo.map(|_| peak());
         let delay = side.prefill * f64::from(side.delayed) + decoder.delay;
 
-        // Half-way through the answer is the mean context of its steps. Who decodes shares a step.
-        let halfway = Batch { kv_tokens: joined.kv_tokens + u64::from(output_tokens / 2), ..joined };
-        let decode_share = d.step(halfway) * (output / f64::from(joined.sequences));
         let busy = match (question.score_unit, p.spec.price, d.spec.price) {
             (ScoreUnit::Usd, Some(prefill), Some(decode)) => {
-                prefill * side.prefill + decode * decode_share + traffic
+                prefill * side.prefill + decode * decoder.share + traffic
             }
             _ => Usd::ZERO,
         };
@@ -415,7 +416,7 @@ impl Fleet {
             transfer_s: transfer.0,
             hand_off_s: hand_off.0,
             ttft_s: ttft.0,
-            ends_s: (ttft + hand_off + tbt * output).0,
+            ends_s: (ttft + hand_off + tbt * f64::from(output_tokens)).0,
             tbt_s: tbt.0,
             tbt_peak_s: peak.map_or(tbt, |peak| d.step(peak.with(prompt + 1)).max(tbt)).0,
             tbt_now_s: decoder.tbt_now.0,
