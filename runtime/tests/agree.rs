@@ -292,6 +292,7 @@ fn simulated(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
     }
     let setup = Setup {
         slo: Objectives { ttft_s: 1.5, tbt_s: 0.03, metric: TbtMetric::Mean },
+        classes: Vec::new(),
         fleet,
         max_tokens: 1,
         block_tokens: BLOCK_TOKENS,

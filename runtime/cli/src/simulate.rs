@@ -188,6 +188,11 @@ fn table(r: &Results) -> String {
     line("TBT", spread(&r.tbt_s));
     line("latency", spread(&r.e2e_s));
     line("within the SLO", format!("{:.2} %, {:.3} requests/s", 100.0 * r.slo_attainment, r.goodput_rps));
+    for class in &r.classes {
+        let (good, ttft, e2e) = (100.0 * class.slo_attainment, class.ttft_s.mean, class.e2e_s.mean);
+        let times = format!("mean TTFT {ttft:.3}, latency {e2e:.3} s");
+        line("", format!("{}: {good:.2} % of {}, {times}", class.name, class.requests));
+    }
     line(
         "prefix hit",
         format!(

@@ -2,6 +2,7 @@
 //! docs/fleet-file.md.
 
 mod attention_table;
+mod class;
 mod cost;
 mod engine_profile;
 mod error;
@@ -9,6 +10,7 @@ mod model;
 mod raw;
 mod resolve;
 
+pub use class::{Class, Members, Promise};
 pub use error::FleetFileError;
 
 use mixfleet_hal::profile::DeviceProfile;
@@ -38,6 +40,8 @@ pub struct FleetFile {
     pub pools: Vec<Pool>,
     /// In the file's order; see [`FleetFile::link`].
     pub links: Vec<Link>,
+    /// Requests with promises of their own, in the file's order.
+    pub classes: Vec<Class>,
 }
 
 /// A model as far as costs depend on it.

@@ -20,6 +20,21 @@ pub(super) struct File {
     pub(super) pool: Vec<Pool>,
     #[serde(default)]
     pub(super) link: Vec<Link>,
+    #[serde(default)]
+    pub(super) class: Vec<Class>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Class {
+    pub(super) name: String,
+    pub(super) share: Option<f64>,
+    pub(super) label: Option<String>,
+    pub(super) ttft_s: Option<f64>,
+    pub(super) tbt_s: Option<f64>,
+    pub(super) deadline_s: Option<f64>,
+    #[serde(default)]
+    pub(super) workflow: bool,
 }
 
 #[derive(Debug, Deserialize)]

@@ -3,7 +3,8 @@
 use super::cost::{Hardware, Source};
 use super::error::suggestion;
 use super::{
-    Engine, FleetFile, FleetFileError, Kv, Link, Model, Pool, ReadProfile, Slo, Tier, VERSION, model, raw,
+    Engine, FleetFile, FleetFileError, Kv, Link, Model, Pool, ReadProfile, Slo, Tier, VERSION, class, model,
+    raw,
 };
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
@@ -59,7 +60,11 @@ pub(super) fn file(
         pools.push(self::pool(pool, hardware, &raw.engine, &model, kv, &place)?);
     }
     let links = raw.link.into_iter().map(|link| self::link(link, &pools)).collect::<Result<_, _>>()?;
-    Ok(FleetFile { model, slo, kv, pools, links })
+    let mut classes = Vec::new();
+    for raw in raw.class {
+        classes.push(class::resolve(raw, &slo, &classes)?);
+    }
+    Ok(FleetFile { model, slo, kv, pools, links, classes })
 }
 
 fn pool(
@@ -232,7 +237,7 @@ pub(super) fn fits(pattern: &str, name: &str) -> bool {
     rest.ends_with(last)
 }
 
-fn positive(place: &str, value: f64) -> Result<(), FleetFileError> {
+pub(super) fn positive(place: &str, value: f64) -> Result<(), FleetFileError> {
     if value.is_finite() && value > 0.0 {
         return Ok(());
     }

@@ -5,6 +5,7 @@
 //! [`engine`], what the wires between them do is [`network`]. One thread, no randomness but the seeds: equal input
 //! gives equal output, byte by byte. What is modelled and what is not: docs/simulator.md.
 
+mod classes;
 mod engine;
 mod network;
 mod observe;
@@ -16,17 +17,18 @@ mod timeline;
 
 pub use observe::{Answer, Observer, Sample};
 pub use quantiles::Quantiles;
-pub use results::{Distribution, HitBySource, PoolResult, Results};
+pub use results::{ClassResult, Distribution, HitBySource, PoolResult, Results};
 pub use setup::Choices;
 pub use tiers::TierSetup;
 
-use crate::fleet_file::TbtMetric;
-use crate::trace::{Request, TraceError};
+use crate::fleet_file::{Class, TbtMetric};
+use crate::trace::{Request, Session, TraceError};
+use classes::{Classes, Promised};
 use engine::{Engine, Gaps, Job, Outcome};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PromptChain, Pull, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, PromptChain, Pull, Role,
 };
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_scheduler::table::IdMap;
@@ -85,8 +87,10 @@ pub struct Setup {
     pub hand_off: HandOff,
     /// What joins pools beyond their network cards.
     pub pool_links: Vec<(u32, u32, LinkCost)>,
-    /// The objectives by which requests are counted as good.
+    /// The objectives by which requests are counted as good, where no class promises them something else.
     pub slo: Objectives,
+    /// Requests with promises of their own.
+    pub classes: Vec<Class>,
 }
 
 /// How a prompt comes to another instance than the one that computes it.
@@ -120,6 +124,8 @@ enum Next {
     Wake { instance: u32 },
     /// A prompt's KV has arrived where it decodes.
     Landed { request: u64 },
+    /// A request comes later than in the trace: it follows an answer that took longer.
+    Arrive { request: u64 },
 }
 
 /// A time that orders.
@@ -142,6 +148,9 @@ impl Ord for At {
 
 /// A request in the fleet.
 struct Flight {
+    class: u32,
+    promised: Promised,
+    session: Option<Session>,
     prompt_tokens: u32,
     output_tokens: u32,
     decode: u32,
@@ -172,7 +181,7 @@ pub fn run(
             world.advance();
         }
         world.move_to(at_s);
-        world.arrive(request);
+        world.turn_up(request);
     }
     while world.next_at().is_some() {
         world.advance();
@@ -188,6 +197,9 @@ struct World<'a> {
     engines: Vec<Engine>,
     network: Network,
     flights: IdMap<Flight>,
+    classes: Classes<'a>,
+    /// Requests that arrive later.
+    coming: IdMap<Request>,
     agenda: BinaryHeap<Reverse<(At, u64, Next)>>,
     scheduled: u64,
     ledger: Ledger,
@@ -230,6 +242,8 @@ impl<'a> World<'a> {
             engines: setup.instances.iter().map(|instance| Engine::new(instance, setup)).collect(),
             network: Network::new(setup),
             flights: IdMap::default(),
+            classes: Classes::new(setup),
+            coming: IdMap::default(),
             agenda: BinaryHeap::new(),
             scheduled: 0,
             ledger: Ledger::new(setup),
@@ -264,11 +278,37 @@ impl<'a> World<'a> {
             }
             Next::Wake { instance } => self.turn(instance),
             Next::Landed { request } => self.landed(request),
+            Next::Arrive { request } => {
+                if let Some(request) = self.coming.remove(request) {
+                    self.arrive(request);
+                }
+            }
+        }
+    }
+
+    /// A request whose time in the trace has come.
+    fn turn_up(&mut self, request: Request) {
+        if let Some((at_s, request)) = self.classes.arrives(request, self.now_s) {
+            if at_s > self.now_s { self.comes_at(at_s, request) } else { self.arrive(request) }
+        }
+    }
+
+    fn comes_at(&mut self, at_s: f64, request: Request) {
+        self.schedule(at_s, Next::Arrive { request: request.id });
+        self.coming.insert(request.id, request);
+    }
+
+    /// A request has ended, in whatever way: whoever follows comes.
+    fn goes_on(&mut self, session: Option<Session>, request: u64) {
+        let Some(session) = session else { return };
+        for (at_s, next) in self.classes.ended(session, request, self.now_s) {
+            self.comes_at(at_s.max(next.at.0), next);
         }
     }
 
     fn arrive(&mut self, request: Request) {
-        self.ledger.arrived(&request);
+        let (class, objective, promised) = self.classes.promise(&request, self.now_s);
+        self.ledger.arrived(&request, class);
         self.timeline.arrived();
         self.observer.arrived(self.now_s, self.ledger.requests);
         let arrival = Arrival {
@@ -281,8 +321,8 @@ impl<'a> World<'a> {
                 hashes: request.chain.clone(),
             }],
             replay: false,
-            class: 0,
-            objective: Objective::Fleet,
+            class,
+            objective,
         };
         if self.engines.len() <= TOLD_OF_EACH_STEP_MAX {
             (0..self.engines.len() as u32).for_each(|instance| self.catch_up(instance));
@@ -292,26 +332,39 @@ impl<'a> World<'a> {
             self.observer.decided(self.now_s, &action);
             match action {
                 Action::Place { prefill, decode, pull, due, .. } => {
-                    return self.placed(request, prefill.0, decode.0, pull, due);
+                    let at = (prefill.0, decode.0);
+                    return self.placed(request, (class, promised), at, pull, due);
                 }
                 Action::Reject { reason, .. } => {
                     self.ledger.rejected(&reason);
                     self.timeline.rejected();
+                    self.goes_on(request.session, request.id);
                 }
+                Action::SetRole { instance, role } => self.engines[instance.0 as usize].set_role(role),
                 Action::Drop { .. } | Action::Replay { .. } => {}
             }
         }
     }
 
-    fn placed(&mut self, request: Request, prefill: u32, decode: u32, pull: Option<Pull>, due: Seconds) {
+    fn placed(
+        &mut self,
+        request: Request,
+        (class, promised): (u32, Promised),
+        (prefill, decode): (u32, u32),
+        pull: Option<Pull>,
+        due: Seconds,
+    ) {
         let mut ready_at_s = self.now_s;
         if let Some(Pull { from, tokens }) = pull {
             let bytes = f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64;
             ready_at_s = self.network.send(self.now_s, self.now_s, from.0, prefill, bytes);
             self.schedule(ready_at_s, Next::Wake { instance: prefill });
         }
-        let Request { id, prompt_tokens, output_tokens, chain, .. } = request;
+        let Request { id, prompt_tokens, output_tokens, chain, session, .. } = request;
         let mut flight = Flight {
+            class,
+            promised,
+            session,
             prompt_tokens,
             output_tokens,
             decode,
@@ -430,7 +483,8 @@ impl<'a> World<'a> {
         if self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. })) {
             self.ledger.dropped(self.now_s - began_s);
             self.timeline.dropped(self.engines[decode as usize].pool());
-            self.flights.remove(request);
+            let session = self.flights.remove(request).and_then(|flight| flight.session);
+            self.goes_on(session, request);
             self.engines[instance as usize].drop_request(request);
             self.engines[decode as usize].drop_request(request);
         } else if decode != instance && output_tokens == 1 {
@@ -450,6 +504,7 @@ impl<'a> World<'a> {
             let answer = self.ledger.finished(&flight, self.now_s, gaps);
             self.timeline.completed(self.engines[flight.decode as usize].pool());
             self.observer.finished(self.now_s, &answer);
+            self.goes_on(flight.session, request);
         }
         self.tell(Event::Finished { request });
     }

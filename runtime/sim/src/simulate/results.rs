@@ -1,12 +1,13 @@
 //! What a run is worth: counts, times, hits and dollars.
 
+use super::classes::Promised;
 use super::engine::Gaps;
 use super::network::Network;
 use super::observe::Answer;
 use super::quantiles::Quantiles;
 use super::tiers::ByTier;
 use super::{Flight, Setup};
-use crate::fleet_file::TbtMetric;
+use crate::fleet_file::{Class, TbtMetric};
 use crate::trace::Request;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::RejectReason;
@@ -94,6 +95,23 @@ pub struct PoolResult {
     pub usd_busy: f64,
 }
 
+/// What came out for one class.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ClassResult {
+    /// Of the fleet file; `default` has the rest.
+    pub name: String,
+    /// Requests in the trace.
+    pub requests: u64,
+    /// Answered in full.
+    pub completed: u64,
+    /// Arrival to first token.
+    pub ttft_s: Distribution,
+    /// Arrival to last token.
+    pub e2e_s: Distribution,
+    /// Requests that were answered as promised, of all.
+    pub slo_attainment: f64,
+}
+
 /// What came out.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Results {
@@ -115,8 +133,11 @@ pub struct Results {
     pub tbt_s: Distribution,
     /// Arrival to last token.
     pub e2e_s: Distribution,
-    /// Requests that were answered within both objectives, of all.
+    /// Requests that were answered as promised, of all: within both objectives, or by their deadline.
     pub slo_attainment: f64,
+    /// Each class, if there is another than `default`.
+    #[serde(default)]
+    pub classes: Vec<ClassResult>,
     /// The same per second of the run.
     pub goodput_rps: f64,
     /// What of the prompts was not computed.
@@ -151,11 +172,22 @@ impl Results {
     pub const SCHEMA: &'static str = "mixfleet.simulation/1";
 }
 
+#[derive(Clone, Default)]
+struct ClassCount {
+    requests: u64,
+    completed: u64,
+    good: u64,
+    ttft_s: Quantiles,
+    e2e_s: Quantiles,
+}
+
 /// Counts as the run goes on.
 pub(super) struct Ledger {
     pub(super) requests: u64,
     completed: u64,
     good: u64,
+    /// By number.
+    classes: Vec<ClassCount>,
     dropped: u64,
     rejected: BTreeMap<String, u64>,
     ttft_s: Quantiles,
@@ -178,6 +210,7 @@ impl Ledger {
             requests: 0,
             completed: 0,
             good: 0,
+            classes: vec![ClassCount::default(); setup.classes.len() + 1],
             dropped: 0,
             rejected: BTreeMap::new(),
             ttft_s: Quantiles::default(),
@@ -195,8 +228,9 @@ impl Ledger {
         }
     }
 
-    pub(super) fn arrived(&mut self, request: &Request) {
+    pub(super) fn arrived(&mut self, request: &Request, class: u32) {
         self.requests += 1;
+        self.classes[class as usize].requests += 1;
         self.blocks += u64::from(request.prompt_tokens.div_ceil(self.block_tokens));
         self.prompt_tokens += u64::from(request.prompt_tokens);
     }
@@ -242,9 +276,34 @@ impl Ledger {
             self.tpot_s.add((now_s - first_token_s) / f64::from(output_tokens - 1));
             self.tbt_s.add(tbt_s);
         }
-        let fluent = tbt_s.is_none_or(|tbt_s| tbt_s <= self.slo.tbt_s);
-        self.good += u64::from(ttft_s <= self.slo.ttft_s && fluent);
+        let good = match flight.promised {
+            Promised::Objectives(slo) => ttft_s <= slo.ttft_s && tbt_s.is_none_or(|tbt_s| tbt_s <= slo.tbt_s),
+            Promised::By(at_s) => now_s <= at_s,
+        };
+        self.good += u64::from(good);
+        let class = &mut self.classes[flight.class as usize];
+        class.completed += 1;
+        class.good += u64::from(good);
+        class.ttft_s.add(ttft_s);
+        class.e2e_s.add(e2e_s);
         Answer { ttft_s, tbt_s, e2e_s }
+    }
+
+    fn class_results(&self, setup: &Setup) -> Vec<ClassResult> {
+        if setup.classes.is_empty() {
+            return Vec::new();
+        }
+        let names =
+            std::iter::once(Class::DEFAULT).chain(setup.classes.iter().map(|class| class.name.as_str()));
+        let result = |(name, count): (&str, &ClassCount)| ClassResult {
+            name: name.to_owned(),
+            requests: count.requests,
+            completed: count.completed,
+            ttft_s: (&count.ttft_s).into(),
+            e2e_s: (&count.e2e_s).into(),
+            slo_attainment: if count.requests == 0 { 0.0 } else { count.good as f64 / count.requests as f64 },
+        };
+        names.zip(&self.classes).map(result).collect()
     }
 
     pub(super) fn results(&self, setup: &Setup, ended_s: f64, network: &Network) -> Results {
@@ -279,6 +338,7 @@ impl Ledger {
             tbt_s: (&self.tbt_s).into(),
             e2e_s: (&self.e2e_s).into(),
             slo_attainment: share(self.good, self.requests),
+            classes: self.class_results(setup),
             goodput_rps: if ended_s > 0.0 { self.good as f64 / ended_s } else { 0.0 },
             prefix_hit: Hit {
                 block: share(self.reused.blocks(), self.blocks),

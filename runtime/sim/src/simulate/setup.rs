@@ -81,6 +81,7 @@ impl Setup {
             hand_off: HandOff::default(),
             pool_links,
             slo: Objectives { ttft_s: file.slo.ttft_s, tbt_s: file.slo.tbt_s, metric: file.slo.tbt_metric },
+            classes: file.classes.clone(),
         }
     }
 }

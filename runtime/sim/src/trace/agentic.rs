@@ -264,6 +264,7 @@ impl Running {
                 id: self.number,
                 after: step.after.map(|after| self.ids[after]),
                 think: step.think,
+                left: Some((self.order.len() - self.done) as u32),
             }),
             class: self.model.clone(),
         }

@@ -63,6 +63,8 @@ pub struct Session {
     /// From the end of that answer to this request: the user's thinking, or a tool's run. For the first,
     /// nothing.
     pub think: Seconds,
+    /// Requests of the conversation that come later in the trace, where that is known.
+    pub left: Option<u32>,
 }
 
 impl Request {

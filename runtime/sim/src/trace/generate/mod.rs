@@ -273,7 +273,7 @@ impl Generator {
             prompt_tokens: session.prompt_tokens,
             output_tokens: session.output_tokens,
             chain: Vec::new(),
-            session: Some(Session { id: session.number, after, think }),
+            session: Some(Session { id: session.number, after, think, left: None }),
             class: None,
         }
     }

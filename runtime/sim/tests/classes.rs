@@ -1,0 +1,159 @@
+//! Requests with promises of their own: deadlines, workflows, and that nobody waits for ever.
+
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::fleet::{Admission, Policy};
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::simulate::{Choices, ClassResult, Results, Setup, run};
+use mixfleet_sim::trace::{Request, Session, TraceError};
+use std::path::Path;
+
+/// One instance that computes 1000 tokens a second, and the classes of `classes`.
+fn fleet(classes: &str) -> FleetFile {
+    let text = format!(
+        r#"
+version = 1
+[model]
+layers = 10
+kv_bytes_per_token = 1000
+[slo]
+ttft_s = 4.0
+tbt_s = 1.0
+[kv]
+block_tokens = 100
+[engine]
+max_batched_tokens = 550
+[[pool]]
+name = "one"
+cache_tokens = 10_000_000
+calibration.prefill_s = {{ overhead = 0.0, per_token = 1e-3, per_token_squared = 0.0 }}
+calibration.decode_s = {{ base = 1e-3, per_sequence = 0.0, per_kv_token = 0.0 }}
+{classes}"#
+    );
+    let no_profiles = |path: &Path| Err(format!("{} is not asked for", path.display()));
+    FleetFile::parse(&text, Path::new("."), &no_profiles).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn request(id: u64, at_s: f64, label: &str, session: Option<Session>) -> Request {
+    Request {
+        id,
+        at: Seconds(at_s),
+        prompt_tokens: 500,
+        output_tokens: 2,
+        chain: Vec::new(),
+        session,
+        class: Some(label.into()),
+    }
+}
+
+fn play(file: &FleetFile, admission: Admission, requests: Vec<Request>) -> Results {
+    let setup = Setup::new(file, Choices { policy: Policy::PerDollar, admission, seed: 1 });
+    let requests = requests.into_iter().map(Ok::<_, TraceError>);
+    run(&setup, requests, &mut ()).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn class<'a>(results: &'a Results, name: &str) -> &'a ClassResult {
+    results.classes.iter().find(|class| class.name == name).expect("a class of the file")
+}
+
+const BATCH: &str = r#"
+[[class]]
+name = "night"
+label = "batch"
+deadline_s = 100.0
+"#;
+
+/// Two prompts a second are all that the instance can compute: one of people, and 80 of a batch at once.
+fn day_and_night(interactive: u64) -> Vec<Request> {
+    let mut requests: Vec<Request> = (0..80).map(|id| request(id, 0.0, "batch", None)).collect();
+    requests.extend((0..interactive).map(|i| request(80 + i, i as f64, "chat", None)));
+    requests.sort_by(|a, b| a.at.0.total_cmp(&b.at.0));
+    requests.into_iter().zip(0..).map(|(request, id)| Request { id, ..request }).collect()
+}
+
+#[test]
+fn people_go_first_and_a_batch_is_done_by_its_deadline() {
+    let results = play(&fleet(BATCH), Admission::None, day_and_night(120));
+    let (people, night) = (class(&results, "default"), class(&results, "night"));
+    assert_eq!((people.requests, night.requests), (120, 80));
+    assert!(night.slo_attainment > 0.99, "{night:?}");
+    // nobody waits longer than for the prompt that runs, but for the few who come when the rest of the batch falls due
+    assert!(people.slo_attainment > 0.95, "{people:?}");
+    assert!(people.ttft_s.p50 < 1.5, "{people:?}");
+    let without = play(&fleet(""), Admission::None, day_and_night(120));
+    assert!(without.ttft_s.p50 > 20.0, "all in order of arrival: {:?}", without.ttft_s);
+}
+
+#[test]
+fn nobody_starves_under_any_load() {
+    // three times what the instance can compute, for ten minutes, all of it more urgent than the batch on arrival
+    let mut requests = vec![request(0, 0.0, "batch", None)];
+    requests.extend((1..3600).map(|id| request(id, id as f64 / 6.0, "chat", None)));
+    let results = play(&fleet(BATCH), Admission::None, requests);
+    assert_eq!(results.completed, 3600);
+    let night = class(&results, "night");
+    // due after three quarters of its time; those who came before, in order of their objectives, are as far as the instance then is
+    let overtaken_until_s = 75.0;
+    let bound_s = 3.0 * overtaken_until_s + 1.0;
+    assert!(night.e2e_s.mean <= bound_s, "{} s, after {bound_s} s", night.e2e_s.mean);
+    let turned = play(&fleet(BATCH), Admission::Prediction, {
+        let mut requests = vec![request(0, 0.0, "batch", None)];
+        requests.extend((1..3600).map(|id| request(id, id as f64 / 6.0, "chat", None)));
+        requests
+    });
+    assert_eq!(class(&turned, "night").slo_attainment, 1.0, "what would be late is turned away instead");
+}
+
+#[test]
+fn a_hopeless_deadline_is_refused_at_once() {
+    let late = "[[class]]\nname = \"late\"\nshare = 1.0\ndeadline_s = 0.4\n";
+    let results = play(&fleet(late), Admission::Prediction, vec![request(0, 0.0, "x", None)]);
+    assert_eq!(results.rejected.get("deadline"), Some(&1), "{:?}", results.rejected);
+    assert_eq!(play(&fleet(late), Admission::None, vec![request(0, 0.0, "x", None)]).completed, 1);
+}
+
+#[test]
+fn a_conversation_waits_for_its_answers_and_shares_one_deadline() {
+    let classes = "[[class]]\nname = \"agent\"\nlabel = \"ag*\"\ndeadline_s = 3.6\nworkflow = true\n";
+    let session =
+        |after: Option<u64>, left| Some(Session { id: 7, after, think: Seconds(0.5), left: Some(left) });
+    // in the trace the second came 0.1 s after the first, the third 10 s later
+    let requests = vec![
+        request(0, 0.0, "agent", session(None, 2)),
+        request(1, 0.1, "agent", session(Some(0), 1)),
+        request(2, 2.6, "agent", session(Some(1), 0)),
+    ];
+    let results = play(&fleet(classes), Admission::Prediction, requests.clone());
+    // answers take 0.501 s: they end at 0.501, 1.502 and 3.101
+    assert!((results.simulated_s - 3.101).abs() < 1e-6, "{}", results.simulated_s);
+    assert_eq!(class(&results, "agent").slo_attainment, 1.0);
+    // the same three with less time in all: the last ones cannot make it
+    let hurried = classes.replace("3.6", "1.8");
+    let results = play(&fleet(&hurried), Admission::Prediction, requests);
+    assert_eq!(
+        (results.completed, results.rejected.get("deadline")),
+        (2, Some(&1)),
+        "{:?}",
+        results.rejected
+    );
+}
+
+#[test]
+fn classes_that_make_no_sense_are_errors() {
+    let no_profiles = |path: &Path| Err(format!("{} is not asked for", path.display()));
+    for (class, says) in [
+        ("name = \"a\"\nshare = 0.5", "what it is promised"),
+        ("name = \"a\"\ndeadline_s = 5", "either share or label"),
+        ("name = \"a\"\nshare = 1.5\ndeadline_s = 5", "at most 1"),
+        ("name = \"a\"\nshare = 0.5\ndeadline_s = 5\nttft_s = 1", "one kind of promise"),
+        ("name = \"a\"\nshare = 0.5\nttft_s = 1\nworkflow = true", "needs deadline_s"),
+        ("name = \"default\"\nshare = 0.5\nttft_s = 1", "classes have names"),
+        ("name = \"a\"\nshare = 0.5\ndeadline_s = -1", "deadline_s"),
+        ("name = \"a\"\nshare = 0.5\ndeadlines = 1", "deadline_s"),
+    ] {
+        let text = format!(
+            "version = 1\n[model]\nname = \"llama-3.1-8b\"\n[[pool]]\nname = \"p\"\ndevice = \"L40S\"\n[[class]]\n{class}\n"
+        );
+        let error = FleetFile::parse(&text, Path::new("."), &no_profiles).unwrap_err().to_string();
+        assert!(error.contains(says), "{class}: {error}");
+    }
+}
