@@ -211,7 +211,7 @@ impl World {
                     self.requests.get_mut(&request).unwrap().ends.push(End::Rejected);
                 }
             }
-            Action::Drop { .. } => panic!("nothing is dropped where nobody asked for it"),
+            Action::Drop { .. } | Action::SetRole { .. } => panic!("nobody asked for it: {action:?}"),
             Action::Replay { request, .. } => {
                 let state = self.requests.get_mut(&request).unwrap();
                 assert!(state.placed.take().is_some(), "request {request} was not placed");

@@ -153,7 +153,7 @@ pub enum Objective {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// A request wants a place. Answered by exactly one `Place` or `Reject`.
+    /// A request wants a place. Answered by exactly one `Place` or `Reject`, which is the last action.
     Arrived(Arrival),
     /// The KV of the first `tokens` prompt tokens is there.
     PrefillProgress {
@@ -296,6 +296,13 @@ pub enum Action {
         request: RequestId,
         /// An instance that still works on it and must drop it.
         drop_on: Option<InstanceId>,
+    },
+    /// From now on the instance gets work of this role only; what it has, it finishes.
+    SetRole {
+        /// Which.
+        instance: InstanceId,
+        /// Prefill or decode.
+        role: Role,
     },
 }
 

@@ -279,6 +279,11 @@ impl Load {
         (ahead, behind)
     }
 
+    /// Prompts that wait or run here.
+    pub(super) fn prompts(&self) -> usize {
+        self.prefilling.len()
+    }
+
     fn works<'a>(&'a self, works: &'a Works) -> impl Iterator<Item = (RequestId, &'a Work)> {
         self.decoding.iter().filter_map(|&id| Some((id, works.get(id)?)))
     }

@@ -11,6 +11,7 @@ mod explain;
 mod lengths;
 mod load;
 mod place;
+mod roles;
 
 pub use crate::batch::RequestId;
 pub use admit::Admission;
@@ -19,6 +20,7 @@ pub use event::{
 };
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 pub use place::Policy;
+pub use roles::Rebalance;
 
 use crate::cost::LinkCost;
 use crate::kv::{PrefixIndex, Prefixes};
@@ -61,6 +63,9 @@ pub struct FleetConfig {
     /// Whether a decode instance that has become too busy for the objective drops a request whose prompt is done.
     #[serde(default)]
     pub drop_at_decode: bool,
+    /// When instances change between prefill and decode; by default never.
+    #[serde(default)]
+    pub rebalance: Option<Rebalance>,
     /// For the policy that needs it.
     #[serde(default)]
     pub seed: u64,
@@ -82,6 +87,7 @@ impl FleetConfig {
             admission: Admission::default(),
             pull: false,
             drop_at_decode: false,
+            rebalance: None,
             seed: 0,
         }
     }
@@ -101,6 +107,7 @@ pub struct Fleet {
     pool_links: BTreeMap<(u32, u32), LinkCost>,
     works: Works,
     lengths: Lengths,
+    window: roles::Window,
     index: PrefixIndex,
     /// The last answer of the index, for its memory.
     prefixes: Prefixes,
@@ -123,6 +130,7 @@ impl Fleet {
             links: BTreeMap::new(),
             pool_links: BTreeMap::new(),
             works: Works::default(),
+            window: roles::Window::default(),
             index: PrefixIndex::default(),
             prefixes: Prefixes::default(),
             turns: 0,
@@ -196,6 +204,7 @@ impl Fleet {
 
     fn arrived(&mut self, now: Seconds, arrival: &Arrival, actions: &mut Vec<Action>) {
         let request = arrival.request;
+        self.rebalance(now, actions);
         let (explanation, verdict) = self.decide(now, arrival);
         let explanation = Box::new(explanation);
         match verdict {

@@ -8,7 +8,7 @@ const BLOCK: u32 = 10;
 
 /// `per_token` seconds per prompt token; `base` seconds per decode step and a hundredth of it per
 /// sequence.
-fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instance {
+pub(super) fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instance {
     let prefill_s = PrefillCoefficients { per_token, ..Default::default() };
     let decode_s = DecodeCoefficients { base, per_sequence: base / 100.0, per_kv_token: 0.0 };
     Instance {
@@ -25,12 +25,12 @@ fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instance {
     }
 }
 
-fn config() -> FleetConfig {
+pub(super) fn config() -> FleetConfig {
     FleetConfig { requests_max: 100, output_tokens_expected: 50, ..FleetConfig::new(1000, 10) }
 }
 
 /// All instances up and joined by links of 1 MB/s: a token takes 1 ms.
-fn fleet(config: FleetConfig, instances: Vec<Instance>) -> Fleet {
+pub(super) fn fleet(config: FleetConfig, instances: Vec<Instance>) -> Fleet {
     let mut fleet = Fleet::new(config);
     let ids: Vec<InstanceId> = instances.iter().map(|i| i.id).collect();
     let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte: 0.0 };
@@ -45,7 +45,7 @@ fn fleet(config: FleetConfig, instances: Vec<Instance>) -> Fleet {
     fleet
 }
 
-fn act(fleet: &mut Fleet, now: f64, event: Event) -> Vec<Action> {
+pub(super) fn act(fleet: &mut Fleet, now: f64, event: Event) -> Vec<Action> {
     let mut actions = Vec::new();
     fleet.step(Seconds(now), event, &mut actions);
     actions
@@ -56,7 +56,7 @@ fn hashes(document: u64, tokens: u32) -> Vec<BlockHash> {
     (0..u64::from(tokens / BLOCK)).map(|i| BlockHash(document << 32 | i)).collect()
 }
 
-fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> Arrival {
+pub(super) fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> Arrival {
     let chain = PromptChain { block_tokens: BLOCK, hashes: hashes(document, prompt_tokens) };
     let (max_tokens, chains) = (100, vec![chain]);
     Arrival {
@@ -71,7 +71,7 @@ fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> Arrival {
     }
 }
 
-fn arrive(fleet: &mut Fleet, now: f64, arrival: Arrival) -> Action {
+pub(super) fn arrive(fleet: &mut Fleet, now: f64, arrival: Arrival) -> Action {
     let mut actions = act(fleet, now, Event::Arrived(arrival));
     assert_eq!(actions.len(), 1, "an arrival is answered once");
     actions.remove(0)

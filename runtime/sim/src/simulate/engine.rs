@@ -83,8 +83,9 @@ enum Plan {
 
 pub(super) struct Engine {
     pool: u32,
-    /// Computes one prompt at a time, in one go.
-    alone: bool,
+    /// Only computes prompts, as far as the fleet is concerned.
+    prefills: bool,
+    streamed: bool,
     cost: Arc<CostModel>,
     block_tokens: u32,
     blocks_total: u64,
@@ -117,8 +118,8 @@ impl Engine {
         let blocks_total = instance.cache_tokens / u64::from(block_tokens);
         Engine {
             pool: instance.pool,
-            // Where nothing decodes there is nobody to disturb.
-            alone: instance.role == Role::Prefill && setup.hand_off == HandOff::Streamed,
+            prefills: instance.role == Role::Prefill,
+            streamed: setup.hand_off == HandOff::Streamed,
             cost: instance.cost.clone(),
             block_tokens,
             blocks_total,
@@ -147,6 +148,16 @@ impl Engine {
 
     pub(super) fn pool(&self) -> u32 {
         self.pool
+    }
+
+    /// What it is given is of this role from now on; it goes on with what it has.
+    pub(super) fn set_role(&mut self, role: Role) {
+        self.prefills = role == Role::Prefill;
+    }
+
+    /// Computes one prompt at a time, in one go: where nothing decodes there is nobody to disturb.
+    fn alone(&self) -> bool {
+        self.prefills && self.streamed && self.decoding.is_empty()
     }
 
     /// Number of the present plan.
@@ -276,7 +287,7 @@ impl Engine {
 
     /// Tokens of each prompt for the next step; takes prompts from the queue while there is room.
     fn parts(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) -> Vec<u32> {
-        if self.alone {
+        if self.alone() {
             if self.prefilling.is_empty() {
                 self.admit(now_s, outcomes);
             }
@@ -364,11 +375,12 @@ impl Engine {
                 pieces.push(Prefill { context, tokens, last });
             }
         }
+        let alone = self.alone();
         let decodes = self.make_room(1);
         let sequences = if decodes { self.decoding.len() as u32 } else { 0 };
         let kv_tokens = self.kv_tokens + u64::from(sequences);
         let decode_s = self.cost.decode_step_s(sequences, kv_tokens).0;
-        let time_s = if self.alone {
+        let time_s = if alone {
             pieces.iter().map(|piece| self.cost.prefill_s(piece.context, piece.tokens).0).sum()
         } else {
             self.cost.step_s(&pieces, sequences + single.0, kv_tokens + single.1).0

@@ -1,0 +1,158 @@
+//! Roles that follow the load: a side that is short of instances gets one from the other, if that can spare it.
+//!
+//! ```text
+//! load of prefill = max(mean wait of a prompt / TTFT objective, share of instances with a prompt)
+//! load of decode  = mean of max(step / TBT objective, KV tokens / KV capacity)
+//! ```
+//!
+//! Both are means over a window of time, looked at whenever a request arrives. At a window's end an instance changes sides if one
+//! side's load was above `high` and the other's would have stayed below `low` with one instance less. Since whoever gives one
+//! up stays below `low`, it does not want it back while the load is as it is; that, and the window, is the hysteresis.
+
+use super::load::{Batch, Load};
+use super::{Action, Fleet, InstanceId, Role};
+use mixfleet_hal::units::Seconds;
+use serde::{Deserialize, Serialize};
+
+/// When instances change between prefill and decode.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rebalance {
+    /// A side with a load above this gets an instance,
+    pub high: f64,
+    /// if the other side would have a load below this without it. Less than `high`.
+    pub low: f64,
+    /// The loads are means over this long, and roles change once in that time.
+    pub hold: Seconds,
+    /// Instances of these pools may change, if they have one of the two roles.
+    pub pools: Vec<u32>,
+}
+
+impl Rebalance {
+    /// For instances of `pools`: a side above 0.9 gets one if the other stays below 0.7 without it, at most every 30 s.
+    pub fn new(pools: Vec<u32>) -> Self {
+        Rebalance { high: 0.9, low: 0.7, hold: Seconds(30.0), pools }
+    }
+}
+
+/// A side's load, as it is and with one instance less. Infinite where that would leave none.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Strain {
+    load: f64,
+    with_one_less: f64,
+}
+
+impl Strain {
+    fn plus(self, other: Strain, weight: f64) -> Strain {
+        Strain {
+            load: self.load + weight * other.load,
+            with_one_less: self.with_one_less + weight * other.with_one_less,
+        }
+    }
+}
+
+/// The present window.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Window {
+    began: Option<Seconds>,
+    looked: Seconds,
+    /// Load times seconds since it began.
+    prefill: Strain,
+    decode: Strain,
+}
+
+impl Fleet {
+    /// Looks at the loads, and changes a role if it is time to.
+    pub(super) fn rebalance(&mut self, now: Seconds, actions: &mut Vec<Action>) {
+        let Some(rule) = &self.config.rebalance else { return };
+        let (high, low, hold) = (rule.high, rule.low, rule.hold);
+        let Some(began) = self.window.began else {
+            self.window = Window { began: Some(now), looked: now, ..Window::default() };
+            return;
+        };
+        let passed_s = (now - self.window.looked).0.max(0.0);
+        let (prefill, decode) = (self.prefill_strain(now), self.decode_strain());
+        let window = &mut self.window;
+        window.looked = now;
+        window.prefill = window.prefill.plus(prefill, passed_s);
+        window.decode = window.decode.plus(decode, passed_s);
+        let length_s = (now - began).0;
+        if length_s < hold.0 {
+            return;
+        }
+        let Window { prefill, decode, .. } = *window;
+        *window = Window { began: Some(now), looked: now, ..Window::default() };
+        let (above, below) = (high * length_s, low * length_s);
+        let to = if prefill.load > above && decode.with_one_less < below {
+            Role::Prefill
+        } else if decode.load > above && prefill.with_one_less < below {
+            Role::Decode
+        } else {
+            return;
+        };
+        if let Some(instance) = self.least_busy(to, now) {
+            self.set_role(instance, to);
+            actions.push(Action::SetRole { instance, role: to });
+        }
+    }
+
+    fn prefill_strain(&self, now: Seconds) -> Strain {
+        let (mut count, mut wait_s, mut busy) = (0.0, 0.0, 0.0);
+        for load in self.loads.iter().filter(|load| load.spec.role.prefills()) {
+            count += 1.0;
+            wait_s += load.backlog(now, Seconds(f64::INFINITY), &self.works).0.time.0;
+            busy += f64::from(u8::from(load.prompts() > 0));
+        }
+        let wait = self.config.ttft_slo.map_or(0.0, |slo| wait_s / slo.0);
+        Strain {
+            load: wait.max(busy) / f64::max(count, 1.0),
+            with_one_less: if count > 1.0 { wait.max(busy) / (count - 1.0) } else { f64::INFINITY },
+        }
+    }
+
+    fn decode_strain(&self) -> Strain {
+        let decoders = || self.loads.iter().filter(|load| load.spec.role.decodes());
+        let count = decoders().count() as f64;
+        let mean = |growth: f64| {
+            let of = |load: &Load| {
+                let Batch { sequences, kv_tokens } = load.batch();
+                let sequences = (f64::from(sequences) * growth).round() as u32;
+                let kv_tokens = (kv_tokens as f64 * growth).round() as u64;
+                let step = load.step(Batch { sequences, kv_tokens });
+                let fill = kv_tokens as f64 / load.spec.kv_capacity_tokens.max(1) as f64;
+                self.config.tbt_slo.map_or(0.0, |slo| step / slo).max(fill)
+            };
+            decoders().map(of).sum::<f64>() / count.max(1.0)
+        };
+        Strain {
+            load: mean(1.0),
+            with_one_less: if count > 1.0 { mean(count / (count - 1.0)) } else { f64::INFINITY },
+        }
+    }
+
+    /// Of the other side's instances that may change to the role `to`, the one with the least to do; the first of equals.
+    fn least_busy(&self, to: Role, now: Seconds) -> Option<InstanceId> {
+        let rule = self.config.rebalance.as_ref()?;
+        let from = if to == Role::Prefill { Role::Decode } else { Role::Prefill };
+        let work = |load: &Load| match from {
+            Role::Decode => load.batch().kv_tokens as f64,
+            _ => load.backlog(now, Seconds(f64::INFINITY), &self.works).0.time.0,
+        };
+        let may = self
+            .loads
+            .iter()
+            .filter(|load| load.spec.role == from && rule.pools.contains(&load.spec.pool))
+            .map(|load| (load.spec.id, work(load)));
+        may.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(id, _)| id)
+    }
+
+    /// From now on it gets work of that role; what it has stays.
+    fn set_role(&mut self, instance: InstanceId, role: Role) {
+        if let Some(load) = self.load_mut(instance) {
+            load.spec.role = role;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
