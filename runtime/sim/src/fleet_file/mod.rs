@@ -8,6 +8,7 @@ mod engine_profile;
 mod error;
 mod model;
 mod raw;
+mod rebalance;
 mod resolve;
 
 pub use class::{Class, Members, Promise};
@@ -16,7 +17,7 @@ pub use error::FleetFileError;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Bytes;
 use mixfleet_scheduler::cost::{CostModel, ModelShape};
-use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::fleet::{Rebalance, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -42,6 +43,8 @@ pub struct FleetFile {
     pub links: Vec<Link>,
     /// Requests with promises of their own, in the file's order.
     pub classes: Vec<Class>,
+    /// When instances change their role; none: never.
+    pub rebalance: Option<Rebalance>,
 }
 
 /// A model as far as costs depend on it.

@@ -22,6 +22,15 @@ pub(super) struct File {
     pub(super) link: Vec<Link>,
     #[serde(default)]
     pub(super) class: Vec<Class>,
+    pub(super) rebalance: Option<Rebalance>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Rebalance {
+    pub(super) high: Option<f64>,
+    pub(super) low: Option<f64>,
+    pub(super) hold_s: Option<f64>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -91,6 +100,8 @@ pub(super) struct Pool {
     pub(super) name: String,
     #[serde(default)]
     pub(super) role: Role,
+    #[serde(default)]
+    pub(super) flexible: bool,
     #[serde(default = "one")]
     pub(super) count: u32,
     pub(super) device: Option<String>,

@@ -4,7 +4,7 @@ use super::cost::{Hardware, Source};
 use super::error::suggestion;
 use super::{
     Engine, FleetFile, FleetFileError, Kv, Link, Model, Pool, ReadProfile, Slo, Tier, VERSION, class, model,
-    raw,
+    raw, rebalance,
 };
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
@@ -59,12 +59,13 @@ pub(super) fn file(
         }
         pools.push(self::pool(pool, hardware, &raw.engine, &model, kv, &place)?);
     }
+    let rebalance = rebalance::resolve(raw.rebalance.as_ref(), &raw.pool)?;
     let links = raw.link.into_iter().map(|link| self::link(link, &pools)).collect::<Result<_, _>>()?;
     let mut classes = Vec::new();
     for raw in raw.class {
         classes.push(class::resolve(raw, &slo, &classes)?);
     }
-    Ok(FleetFile { model, slo, kv, pools, links, classes })
+    Ok(FleetFile { model, slo, kv, pools, links, classes, rebalance })
 }
 
 fn pool(

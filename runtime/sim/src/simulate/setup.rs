@@ -68,6 +68,7 @@ impl Setup {
             policy: choices.policy,
             admission: choices.admission,
             pull: true,
+            rebalance: file.rebalance.clone(),
             seed: choices.seed,
             ..FleetConfig::new(file.model.kv_bytes_per_token.round() as u64, file.model.layers)
         };
