@@ -3,12 +3,14 @@
 mod collective;
 mod knots;
 mod link;
+mod pipeline;
 mod profiled;
 mod shape;
 mod tables;
 
 pub use collective::{AllReduce, DEVICES_MAX, Fabric};
 pub use link::LinkCost;
+pub use pipeline::PipelineCost;
 pub use profiled::ProfileCost;
 pub use shape::{ModelShape, OpCounts};
 pub use tables::{Grid, StepParts, StepTables};
@@ -27,6 +29,8 @@ pub enum CostModel {
     Coefficients(Coefficients),
     /// From tables: those measured of a serving engine, or a profile's answers ([`CostModel::compiled`]).
     Tables(Arc<StepTables>),
+    /// Stages of layers, through which prompts run in chunks.
+    Pipeline(Arc<PipelineCost>),
 }
 
 /// A piece of a prompt in a step.
@@ -95,6 +99,7 @@ impl CostModel {
                 cost.step_s(&[Prefill { context: context_before, tokens: new_tokens, last: true }], 0, 0)
             }
             CostModel::Tables(tables) => tables.prefill_s(context_before, new_tokens),
+            CostModel::Pipeline(cost) => cost.prefill_s(context_before, new_tokens),
         }
     }
 
@@ -116,6 +121,7 @@ impl CostModel {
             CostModel::Profile(cost) => cost.step_s(parts, batch, kv_tokens),
             CostModel::Coefficients(cost) => cost.step_s(parts, batch, kv_tokens),
             CostModel::Tables(tables) => tables.step_s(parts, batch, kv_tokens),
+            CostModel::Pipeline(cost) => cost.step_s(parts, batch, kv_tokens),
         }
     }
 
@@ -124,6 +130,10 @@ impl CostModel {
     pub fn compiled(&self) -> CostModel {
         match self {
             CostModel::Profile(cost) => CostModel::Tables(Arc::new(cost.tables())),
+            CostModel::Pipeline(cost) => {
+                let whole = cost.whole.compiled();
+                CostModel::Pipeline(Arc::new(PipelineCost { whole, ..PipelineCost::clone(cost) }))
+            }
             other => other.clone(),
         }
     }

@@ -7,6 +7,7 @@ mod cost;
 mod engine_profile;
 mod error;
 mod model;
+mod pipeline;
 mod raw;
 mod rebalance;
 mod resolve;
@@ -115,8 +116,10 @@ pub struct Pool {
     pub count: u32,
     /// The catalog's id of the device, where it is known.
     pub device: Option<String>,
-    /// Devices that share one copy of the model.
+    /// Devices that share one copy of the model, or of a stage's layers.
     pub devices_per_instance: u32,
+    /// Stages of layers, each on so many devices; 1: all layers are together.
+    pub pipeline_stages: u32,
     /// What steps take; quick to ask and cheap to clone.
     pub cost: CostModel,
     /// Where that comes from, for people.

@@ -109,6 +109,8 @@ pub(super) struct Pool {
     pub(super) calibration: Option<Calibration>,
     #[serde(default = "one")]
     pub(super) devices_per_instance: u32,
+    pub(super) pipeline_stages: Option<u32>,
+    pub(super) pipeline_chunk_tokens: Option<u32>,
     pub(super) usd_per_hour: Option<f64>,
     pub(super) cache_tokens: Option<u64>,
     pub(super) cache_bytes: Option<f64>,

@@ -4,7 +4,7 @@ use super::cost::{Hardware, Source};
 use super::error::suggestion;
 use super::{
     Engine, FleetFile, FleetFileError, Kv, Link, Model, Pool, ReadProfile, Slo, Tier, VERSION, class, model,
-    raw, rebalance,
+    pipeline, raw, rebalance,
 };
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
@@ -82,12 +82,13 @@ fn pool(
     let engine = engine(raw, shared, hardware);
     at_least_one(&key("max_batched_tokens"), engine.max_batched_tokens)?;
     at_least_one(&key("max_sequences"), engine.max_sequences)?;
+    let pipeline = pipeline::check(raw, model, engine)?;
     let (cost, cost_basis) = hardware
         .cost(raw, model, engine.max_batched_tokens)
         .map_err(|(name, cause)| wrong(key(name), cause))?;
     let (usd_per_hour, price_basis) = price(raw, hardware, place)?;
     let host_link = hardware.part.and_then(|part| part.host_link).map(|link| link.gb_s);
-    let dram_gb_per_s = host_link.unwrap_or(DRAM_GB_PER_S) * f64::from(raw.devices_per_instance);
+    let dram_gb_per_s = host_link.unwrap_or(DRAM_GB_PER_S) * raw.devices();
     let tier = |name: &str, tokens, bytes, gb_per_s: Option<f64>, usual| {
         let tokens = tokens_or_bytes(place, name, tokens, bytes, model)?.unwrap_or(0);
         let gb_per_s = gb_per_s.unwrap_or(usual);
@@ -96,12 +97,17 @@ fn pool(
     };
     let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(NIC_GB_PER_S);
     positive(&key("nic_gb_per_s"), nic_gb_per_s)?;
+    let (cost, cost_basis) = match pipeline {
+        Some(pipeline) => pipeline.of(cost, &cost_basis, nic_gb_per_s),
+        None => (cost, cost_basis),
+    };
     Ok(Pool {
         name: raw.name.clone(),
         role: raw.role,
         count: raw.count,
         device: hardware.part.map(|part| part.id.to_owned()),
         devices_per_instance: raw.devices_per_instance,
+        pipeline_stages: raw.stages(),
         cost,
         cost_basis,
         usd_per_hour,
@@ -138,7 +144,7 @@ fn cache_tokens(
     kv: Kv,
     place: &str,
 ) -> Result<u64, FleetFileError> {
-    let devices = f64::from(raw.devices_per_instance);
+    let devices = raw.devices();
     let room = hardware.memory().map(|memory| devices * memory.0 * MEMORY_SHARE - model.weights.0);
     let sizes = |memory_gb: f64| {
         format!(
@@ -158,7 +164,10 @@ fn cache_tokens(
         _ => None,
     };
     // Beyond as many devices as KV heads, each keeps a copy of its head.
-    let copies = model.shape.as_ref().map_or(1.0, |shape| (devices / f64::from(shape.kv_heads)).max(1.0));
+    let copies = model
+        .shape
+        .as_ref()
+        .map_or(1.0, |shape| (f64::from(raw.devices_per_instance) / f64::from(shape.kv_heads)).max(1.0));
     let counted = room.map(|room| (room / (model.kv_bytes_per_token * copies)) as u64);
     let tokens = stated.or(measured).or(counted).ok_or_else(|| {
         wrong(format!("{place}: cache_tokens"), "is missing, and without a device it cannot be counted")
@@ -179,7 +188,7 @@ fn price(raw: &raw::Pool, hardware: &Hardware, place: &str) -> Result<(Option<f6
         }
         return Ok((Some(usd_per_hour), "stated".into()));
     }
-    let devices = f64::from(raw.devices_per_instance);
+    let devices = raw.devices();
     Ok(match hardware.part.and_then(|part| Selection::default().price_or_reference(part.id, &[])) {
         Some(price) => (Some(price.usd_per_hour.0 * devices), price.basis),
         None => (None, "no offer known".into()),

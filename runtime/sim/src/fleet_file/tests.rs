@@ -1,6 +1,6 @@
 use super::*;
 use mixfleet_hal::DType;
-use mixfleet_hal::units::{BytesPerSecond, FlopPerSecond};
+use mixfleet_hal::units::{BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_scheduler::cost::Prefill;
 use proptest::prelude::*;
 
@@ -259,6 +259,51 @@ fn the_examples_of_the_guide_work() {
         let fleet = parse(example).unwrap_or_else(|error| panic!("{error}\n{example}"));
         assert!(fleet.usd_per_hour().is_some(), "{example}");
     }
+}
+
+#[test]
+fn flexible_pools_have_a_role_and_thresholds_apart() {
+    let flexible = EXAMPLE.replace("count = 8", "count = 8\nflexible = true");
+    let rule = parse(&flexible).unwrap().rebalance.unwrap();
+    assert_eq!(rule, Rebalance::new(vec![0, 1]));
+    let rule = parse(&format!("{flexible}[rebalance]\nhold_s = 60.0\nlow = 0.5\n")).unwrap().rebalance;
+    assert_eq!(rule, Some(Rebalance { hold: Seconds(60.0), low: 0.5, ..Rebalance::new(vec![0, 1]) }));
+    assert_eq!(parse(EXAMPLE).unwrap().rebalance, None);
+    says(parse(&format!("{EXAMPLE}[rebalance]\n")), &["[rebalance]", "flexible = true"]);
+    says(
+        parse(&format!("{flexible}[rebalance]\nlow = 0.9\n")),
+        &["[rebalance] low: is 0.9", "less than high"],
+    );
+    says(parse(&format!("{flexible}[rebalance]\nhold_s = 0.0\n")), &["[rebalance] hold_s: is 0", "positive"]);
+    says(pool("device = \"L4\"\nflexible = true"), &["pool 'a': flexible", "auto", "prefill or decode"]);
+}
+
+#[test]
+fn stages_take_their_devices_memory_and_rent_and_share_a_prompt() {
+    let of =
+        |keys: &str| pool(&format!("device = \"L40S\"\nrole = \"prefill\"\nnic_gb_per_s = 25.0\n{keys}"));
+    let (one, four) = (of("").unwrap(), of("pipeline_stages = 4").unwrap());
+    let [one, four] = [one, four].map(|fleet| fleet.pools[0].clone());
+    assert_eq!(four.usd_per_hour.unwrap(), 4.0 * one.usd_per_hour.unwrap());
+    assert!(
+        four.cache_tokens > 4 * one.cache_tokens && four.cost_basis.contains("4 stages in chunks of 2048")
+    );
+    let speedup = |tokens| one.cost.prefill_s(0, tokens) / four.cost.prefill_s(0, tokens);
+    assert!((3.3..4.0).contains(&speedup(60_000)), "{}", speedup(60_000));
+    assert!((0.9..1.0).contains(&speedup(2000)), "{}", speedup(2000));
+
+    says(of("pipeline_chunk_tokens = 512"), &["pool 'a': pipeline_chunk_tokens", "pipeline_stages"]);
+    says(of("pipeline_stages = 33"), &["pool 'a': pipeline_stages: is 33", "32 layers"]);
+    says(of("pipeline_stages = 0"), &["pipeline_stages: is 0"]);
+    says(
+        of("pipeline_stages = 2\npipeline_chunk_tokens = 9000"),
+        &["is 9000", "max_batched_tokens, which is 8192"],
+    );
+    says(pool("device = \"L40S\"\npipeline_stages = 2"), &["pipeline_stages", "role = \"prefill\""]);
+    says(
+        parse(&EXAMPLE.replace("role = \"prefill\"", "role = \"prefill\"\npipeline_stages = 2")),
+        &["calibration"],
+    );
 }
 
 #[test]
