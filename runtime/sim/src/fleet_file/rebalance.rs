@@ -10,7 +10,7 @@ pub(super) fn resolve(
     raw: Option<&raw::Rebalance>,
     pools: &[raw::Pool],
 ) -> Result<Option<Rebalance>, FleetFileError> {
-    for pool in pools.iter().filter(|pool| pool.flexible && pool.role == Role::Auto) {
+    if let Some(pool) = pools.iter().find(|pool| pool.flexible && pool.role == Role::Auto) {
         let cause = "is true, but the role is auto, which does both already; give prefill or decode";
         return Err(FleetFileError::value(format!("pool '{}': flexible", pool.name), cause));
     }
