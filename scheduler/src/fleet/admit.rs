@@ -20,6 +20,10 @@ pub enum Admission {
     Prediction,
 }
 
+/// The part of its time after which a prompt with a deadline goes first: the rest is for those who are due at the same time, and for
+/// what was predicted wrongly.
+const DUE_AFTER: f64 = 0.75;
+
 /// What a request wants, in seconds from now, and its place in the order of prompts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Objectives {
@@ -66,8 +70,8 @@ impl Objectives {
 
 impl Fleet {
     /// What `arrival` wants. Prompts are due in the order of their objectives: whoever waits for a first token, by when it
-    /// should be there; whoever has a deadline, half-way to it. These times never move, so a request is overtaken
-    /// only by such as come before it is due itself.
+    /// should be there; whoever has a deadline, when three quarters of the time to it have passed, less what the answer then takes.
+    /// These times never move, so a request is overtaken only by such as come before it is due itself.
     pub(super) fn objectives(&self, now: Seconds, arrival: &Arrival) -> Objectives {
         let read = |ttft_slo: Option<Seconds>, tbt_slo| Objectives {
             ttft_s: ttft_slo.map_or(f64::INFINITY, |slo| slo.0),
@@ -82,7 +86,8 @@ impl Fleet {
             Objective::Deadline { at, requests_left } => {
                 let deadline_s = (at - now).0.max(0.0);
                 let share_s = deadline_s / f64::from(requests_left.max(1));
-                let due = now + Seconds(0.5 * share_s);
+                let answer = self.pace * f64::from(self.output_tokens(arrival));
+                let due = now + (Seconds(share_s) - answer).max(Seconds::ZERO) * DUE_AFTER;
                 Objectives { ends: Some(Ends { share_s, deadline_s }), due, ..read(None, None) }
             }
         }

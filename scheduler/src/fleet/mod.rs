@@ -93,6 +93,9 @@ impl FleetConfig {
     }
 }
 
+/// How much of the difference to the last prediction the mean pace takes in.
+const PACE_FOLLOWS: f64 = 0.1;
+
 /// The fleet as one state machine. Equal events at equal times give equal actions.
 #[derive(Debug)]
 pub struct Fleet {
@@ -108,6 +111,8 @@ pub struct Fleet {
     works: Works,
     lengths: Lengths,
     window: roles::Window,
+    /// Time between tokens, as predicted for the last few requests.
+    pace: Seconds,
     index: PrefixIndex,
     /// The last answer of the index, for its memory.
     prefixes: Prefixes,
@@ -124,6 +129,7 @@ impl Fleet {
         Fleet {
             random: Stream::new(config.seed),
             lengths: Lengths::new(config.output_tokens_expected),
+            pace: Seconds::ZERO,
             config,
             loads: Vec::new(),
             positions: IdMap::default(),
@@ -249,6 +255,7 @@ impl Fleet {
             phase: Phase::Prefill { done, remaining },
         };
         let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };
+        self.pace += (Seconds(terms.tbt_s) - self.pace) * PACE_FOLLOWS;
         self.loads[p].queue(arrival.request, &work, now);
         self.loads[d].commit(arrival.request, &work);
         self.works.insert(arrival.request, work);

@@ -1,0 +1,112 @@
+//! Twice the load that a fleet sustains: what admission is worth (Mooncake v3, section 7).
+
+#![allow(clippy::print_stdout)]
+
+mod common;
+
+use common::{fleet_from, shared};
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::fleet::{Admission, Policy};
+use mixfleet_sim::simulate::{Choices, Observer, Results, Sample, Setup, run};
+use mixfleet_sim::trace::{ReadOptions, Requests, Trace};
+use std::path::Path;
+
+/// 8 prefill and 3 decode instances, with gaps between tokens of which three quarters are a step's fixed time: decode binds before
+/// prefill does.
+const FLEET: &str = r#"
+version = 1
+[model]
+name = "llama-3.1-70b"
+[slo]
+ttft_s = 30.0
+tbt_s = 0.035
+tbt_metric = "mean"
+[[pool]]
+name = "prefill"
+role = "prefill"
+count = 8
+device = "A100-SXM-80GB"
+devices_per_instance = 8
+usd_per_hour = 14.0
+cache_tokens = 3_000_000
+nic_gb_per_s = 80.0
+calibration = { prefill_s = { overhead = 0.08, per_token = 1.19e-4, per_token_squared = 7.467e-10 } }
+[[pool]]
+name = "decode"
+role = "decode"
+count = 3
+device = "A100-SXM-80GB"
+devices_per_instance = 8
+usd_per_hour = 14.0
+nic_gb_per_s = 80.0
+calibration = { decode_s = { base = 0.0262, per_sequence = 0.0, per_kv_token = 3.5e-8 } }
+"#;
+
+/// Load of the prefill and of the decode pool, every 5 s.
+#[derive(Default)]
+struct Loads(Vec<f64>, Vec<f64>);
+
+impl Observer for Loads {
+    fn interval_s(&self) -> Option<f64> {
+        Some(5.0)
+    }
+    fn sampled(&mut self, sample: &Sample) {
+        if sample.pool == 0 { self.0.push(sample.prefill_load) } else { self.1.push(sample.decode_load) }
+    }
+}
+
+impl Loads {
+    /// Standard deviations of both, without the beginning and the end, and how they go together.
+    fn swing(&self) -> (f64, f64, f64) {
+        let count = self.0.len();
+        let steady = count / 20..count - count / 10;
+        let (a, b) = (&self.0[steady.clone()], &self.1[steady]);
+        let mean = |v: &[f64]| v.iter().sum::<f64>() / v.len() as f64;
+        let (mean_a, mean_b) = (mean(a), mean(b));
+        let product = |v: &[f64], at: f64, w: &[f64], with: f64| {
+            v.iter().zip(w).map(|(x, y)| (x - at) * (y - with)).sum::<f64>() / v.len() as f64
+        };
+        let (sd_a, sd_b) = (product(a, mean_a, a, mean_a).sqrt(), product(b, mean_b, b, mean_b).sqrt());
+        (sd_a, sd_b, product(a, mean_a, b, mean_b) / (sd_a * sd_b))
+    }
+}
+
+fn play(path: &Path, admission: Admission, seed: u64) -> (Results, (f64, f64, f64)) {
+    let choices = Choices { policy: Policy::PerDollar, admission, seed };
+    let mut setup = Setup::new(&fleet_from(FLEET), choices);
+    setup.fleet.drop_at_decode = true;
+    let trace = Trace::open(path, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
+    let mut loads = Loads::default();
+    let requests = trace.jitter(Seconds(3.0), seed).speedup(2.0);
+    let results = run(&setup, requests, &mut loads).unwrap_or_else(|error| panic!("{error}"));
+    (results, loads.swing())
+}
+
+#[test]
+fn prediction_answers_most_wastes_least_and_calms_the_pools() {
+    let Some(path) = shared("traces/mooncake-conversation.jsonl.zst") else { return };
+    for seed in 1..=3 {
+        let play = |admission| {
+            let (r, swing) = play(&path, admission, seed);
+            println!(
+                "seed {seed}, {admission:?}: {:.3} good requests/s, {:.0} prefill seconds wasted, loads swing by {:.3} and {:.3}, \
+                 together {:.2}",
+                r.goodput_rps, r.prefill_wasted_s, swing.0, swing.1, swing.2
+            );
+            (r, swing)
+        };
+        let (none, _) = play(Admission::None);
+        let (early, swings) = play(Admission::EarlyRejection);
+        let (predicted, calm) = play(Admission::Prediction);
+        assert!(predicted.goodput_rps > early.goodput_rps && early.goodput_rps > none.goodput_rps, "{seed}");
+        assert!(
+            predicted.prefill_wasted_s < early.prefill_wasted_s
+                && early.prefill_wasted_s < none.prefill_wasted_s,
+            "{seed}"
+        );
+        // by the load of now the pools swing against one another
+        assert!(swings.2 < -0.15 && calm.2 > swings.2 + 0.1, "{swings:?} {calm:?}");
+        assert!(calm.0 <= 0.5 * swings.0, "{swings:?} {calm:?}");
+        assert!(calm.1 < swings.1, "{swings:?} {calm:?}");
+    }
+}
