@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod capacity;
 pub mod fleet_file;
 pub mod simulate;
 pub mod trace;
