@@ -120,7 +120,14 @@ impl Running {
     }
 
     fn fleet_step(&mut self, event: Event) -> Vec<Action> {
-        self.parts.fleet.step(self.parts.env.now(), event)
+        let actions = self.parts.fleet.step(self.parts.env.now(), event);
+        for action in &actions {
+            // workers do both, whatever they are given: the fleet's own view is all that changes
+            if let Action::SetRole { instance, role } = action {
+                tracing::info!(%instance, ?role, "role changed");
+            }
+        }
+        actions
     }
 
     fn hasher(&self, wanted: &GenerateRequest, kv: DType) -> PrefixHasher {
