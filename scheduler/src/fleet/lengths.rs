@@ -53,57 +53,68 @@ impl Lengths {
 
 /// Lengths of one class, as what is beyond each bucket's lower end.
 #[derive(Clone, Debug)]
-pub(super) struct Histogram {
+pub(super) struct Histogram(Box<[Knot]>);
+
+/// The lower end of a bucket.
+#[derive(Clone, Copy, Debug)]
+struct Knot {
+    tokens: f64,
     /// Weight of the answers in this bucket and above.
-    beyond: Box<[f64]>,
-    /// Their tokens.
-    tokens_beyond: Box<[f64]>,
+    beyond: f64,
+    /// By how much of it less each token is exceeded, up to the next knot.
+    falls: f64,
+    /// The tokens of these answers.
+    tokens_beyond: f64,
 }
 
 impl Histogram {
     fn assumed(mean_tokens: u32) -> Self {
         let mean = f64::from(mean_tokens.max(1));
-        let share = |bucket: usize| ASSUMED * (-lower(bucket) / mean).exp();
-        // a memoryless length that exceeds x is x + mean on average
-        let tokens = |bucket: usize| share(bucket) * (lower(bucket) + mean);
-        Histogram {
-            beyond: (0..BUCKETS).map(share).collect(),
-            tokens_beyond: (0..BUCKETS).map(tokens).collect(),
-        }
+        let knot = |bucket: usize| {
+            let (tokens, next) = (lower(bucket), lower(bucket + 1));
+            let [beyond, above] = [tokens, next].map(|tokens| ASSUMED * (-tokens / mean).exp());
+            // a memoryless length that exceeds x is x + mean on average
+            let tokens_beyond = beyond * (tokens + mean);
+            Knot { tokens, beyond, falls: (beyond - above) / (next - tokens), tokens_beyond }
+        };
+        Histogram((0..BUCKETS).map(knot).collect())
     }
 
     fn observe(&mut self, tokens: u32) {
-        if self.beyond[0] >= HALVED_AT {
-            self.beyond.iter_mut().chain(self.tokens_beyond.iter_mut()).for_each(|weight| *weight *= 0.5);
+        if self.0[0].beyond >= HALVED_AT {
+            for knot in &mut self.0 {
+                (knot.beyond, knot.falls) = (0.5 * knot.beyond, 0.5 * knot.falls);
+                knot.tokens_beyond *= 0.5;
+            }
         }
         let bucket = bucket(tokens);
-        self.beyond[..=bucket].iter_mut().for_each(|weight| *weight += 1.0);
-        self.tokens_beyond[..=bucket].iter_mut().for_each(|sum| *sum += f64::from(tokens));
+        for knot in &mut self.0[..=bucket] {
+            knot.beyond += 1.0;
+            knot.tokens_beyond += f64::from(tokens);
+        }
+        self.0[bucket].falls += 1.0 / (lower(bucket + 1) - lower(bucket));
     }
 
     /// Weight of the answers longer than `tokens`: a straight line between the ends of the bucket.
     pub(super) fn beyond(&self, tokens: f64) -> f64 {
-        let bucket = bucket(tokens as u32).min(BUCKETS - 2);
-        let (from, to) = (self.beyond[bucket], self.beyond[bucket + 1]);
-        let (low, high) = (lower(bucket), lower(bucket + 1));
-        from + (to - from) * ((tokens - low) / (high - low)).min(1.0)
+        let knot = self.0[bucket(tokens as u32).min(BUCKETS - 1)];
+        (knot.beyond - knot.falls * (tokens - knot.tokens)).max(0.0)
     }
 
     /// The length that a `share` of the answers longer than `tokens` exceed.
     pub(super) fn exceeded_by(&self, share: f64, tokens: f64) -> f64 {
         let weight = share * self.beyond(tokens);
-        let bucket = self.beyond.partition_point(|beyond| *beyond > weight).clamp(1, BUCKETS - 1) - 1;
-        let (from, to) = (self.beyond[bucket], self.beyond[bucket + 1]);
-        let (low, high) = (lower(bucket), lower(bucket + 1));
-        let part = if from > to { ((from - weight) / (from - to)).clamp(0.0, 1.0) } else { 1.0 };
-        (low + (high - low) * part).max(tokens)
+        let bucket = self.0.partition_point(|knot| knot.beyond > weight).max(1) - 1;
+        let knot = self.0[bucket];
+        let more = if knot.falls > 0.0 { (knot.beyond - weight) / knot.falls } else { 0.0 };
+        (knot.tokens + more).clamp(tokens, lower(bucket + 1).max(tokens))
     }
 
     /// Expected further tokens of an answer that has `generated`: at least one, and as many again where none of those seen was
     /// so long.
     pub(super) fn rest(&self, generated: u32) -> f64 {
-        let bucket = bucket(generated);
-        let mean = self.tokens_beyond[bucket] / self.beyond[bucket];
+        let knot = self.0[bucket(generated).min(BUCKETS - 1)];
+        let mean = knot.tokens_beyond / knot.beyond;
         if mean.is_finite() && mean > f64::from(generated) {
             (mean - f64::from(generated)).max(1.0)
         } else {
