@@ -1,5 +1,6 @@
 //! `mixfleet simulate`: a trace on a fleet that need not exist.
 
+mod capacity;
 mod history;
 mod page;
 mod timeline;
@@ -44,6 +45,10 @@ pub(crate) struct SimulateArgs {
     /// Give up a request after its prefill if its decode instance is too busy by then
     #[arg(long)]
     drop_late: bool,
+    /// Find the highest --speedup that meets the SLO for this share of requests [default: 0.99]
+    #[arg(long, value_name = "SHARE", num_args = 0..=1, require_equals = true, default_missing_value = "0.99")]
+    #[arg(value_parser = share, conflicts_with_all = ["speedup", "timeline", "html"])]
+    capacity: Option<f64>,
     /// Write the load of each pool over time as CSV
     #[arg(long, value_name = "FILE.csv")]
     timeline: Option<PathBuf>,
@@ -112,6 +117,11 @@ impl SimulateArgs {
     }
 }
 
+fn share(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|value: &f64| *value > 0.0 && *value <= 1.0);
+    value.ok_or_else(|| "expected a share above 0, at most 1".into())
+}
+
 /// Where a file is or will be, by whatever name it was given.
 fn place(file: &Path) -> PathBuf {
     let in_parent = || {
@@ -128,6 +138,9 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let fleet = FleetFile::read(&args.fleet, &read)?;
     let mut setup = Setup::new(&fleet, choices);
     setup.fleet.drop_at_decode = args.drop_late;
+    if let Some(share) = args.capacity {
+        return capacity::run(args, &fleet, &setup, share);
+    }
     let start = std::time::Instant::now();
     let mut trace = args.replay.open(&args.trace)?;
     args.check_files()?;

@@ -65,10 +65,20 @@ impl ReplayArgs {
         trace: &'a mut Trace,
         seed: u64,
     ) -> Box<dyn Iterator<Item = Result<Request, TraceError>> + 'a> {
+        self.play_at(trace, seed, self.speedup)
+    }
+
+    /// The same with arrivals `speedup` times as fast, whatever the flag says.
+    pub(crate) fn play_at<'a>(
+        &self,
+        trace: &'a mut Trace,
+        seed: u64,
+        speedup: f64,
+    ) -> Box<dyn Iterator<Item = Result<Request, TraceError>> + 'a> {
         let limited = trace.take(self.limit.map_or(usize::MAX, |limit| limit as usize));
         match self.jitter {
-            Some(bin) => Box::new(limited.jitter(Seconds(bin), seed).speedup(self.speedup)),
-            None => Box::new(limited.speedup(self.speedup)),
+            Some(bin) => Box::new(limited.jitter(Seconds(bin), seed).speedup(speedup)),
+            None => Box::new(limited.speedup(speedup)),
         }
     }
 }

@@ -1,0 +1,140 @@
+//! `--capacity`: the highest speed-up at which a fleet keeps its promises, and what a dollar of rent serves then.
+
+use super::SimulateArgs;
+use super::watch::Watch;
+use crate::Failed;
+use crate::trace::FileBar;
+use anyhow::Result;
+use mixfleet_sim::capacity::{Capacity, PRECISION, Probe, SPEEDUP_MAX, SPEEDUP_MIN, search};
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::simulate::{Setup, run as simulate};
+use mixfleet_sim::trace::Requests;
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::io::{IsTerminal, Write};
+
+/// What one pool costs.
+#[derive(Serialize)]
+struct Rent {
+    pool: String,
+    instances: u32,
+    usd_per_hour_of_instance: Option<f64>,
+    basis: String,
+}
+
+#[derive(Serialize)]
+struct Document<'a> {
+    schema: &'static str,
+    /// Asked for.
+    share: f64,
+    speedup: f64,
+    /// The speed-up that failed is at most this many times the one that passed.
+    precision: f64,
+    /// Whether any probe failed; if not, all is a bound from below.
+    bounded: bool,
+    requests_per_s: f64,
+    /// Of them within the SLO.
+    good_requests_per_s: f64,
+    slo_attainment: f64,
+    usd_per_hour: Option<f64>,
+    requests_per_usd: Option<f64>,
+    rents: Vec<Rent>,
+    probes: &'a [Probe],
+}
+
+pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: f64) -> Result<()> {
+    let terminal = std::io::stderr().is_terminal();
+    let capacity = search(|speedup| {
+        let probe = probe(args, fleet, setup, share, speedup)?;
+        if terminal {
+            let (percent, word) =
+                (100.0 * probe.slo_attainment, if probe.passed { "passed" } else { "failed" });
+            eprintln!("speed-up {speedup:.4}: {percent:.2} % within the SLO, {word}");
+        }
+        anyhow::Ok(probe)
+    })?;
+    let Some(best) = capacity.best else { return Err(Failed(no_capacity(&capacity, share)).into()) };
+    let usd_per_hour = fleet.usd_per_hour().filter(|&usd| usd > 0.0);
+    let rent = |pool: &mixfleet_sim::fleet_file::Pool| Rent {
+        pool: pool.name.clone(),
+        instances: pool.count,
+        usd_per_hour_of_instance: pool.usd_per_hour,
+        basis: pool.price_basis.clone(),
+    };
+    let document = Document {
+        schema: "mixfleet.capacity/1",
+        share,
+        speedup: best.speedup,
+        precision: PRECISION,
+        bounded: capacity.bounded,
+        requests_per_s: best.requests_per_s,
+        good_requests_per_s: best.requests_per_s * best.slo_attainment,
+        slo_attainment: best.slo_attainment,
+        usd_per_hour,
+        requests_per_usd: usd_per_hour.map(|usd| best.requests_per_s * 3600.0 / usd),
+        rents: fleet.pools.iter().map(rent).collect(),
+        probes: &capacity.probes,
+    };
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&document)?)?;
+    } else {
+        write!(out, "{}", table(&document))?;
+    }
+    Ok(())
+}
+
+fn probe(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: f64, speedup: f64) -> Result<Probe> {
+    let mut trace = args.replay.open(&args.trace)?;
+    let bar = FileBar::new(trace.progress());
+    let mut watch = Watch { bar, timeline: None, history: None, interval_s: f64::INFINITY };
+    let blocks = trace.block_tokens().unwrap_or(fleet.kv.block_tokens);
+    let mut last_at_s = 0.0;
+    let requests = args.replay.play_at(&mut trace, args.scheduling.seed, speedup);
+    let requests = requests.inspect(|request| {
+        if let Ok(request) = request {
+            last_at_s = request.at.0;
+        }
+    });
+    let results = simulate(setup, requests.rechain(blocks, fleet.kv.block_tokens), &mut watch)?;
+    Ok(Probe::new(speedup, share, results.requests, last_at_s, results.slo_attainment))
+}
+
+fn no_capacity(capacity: &Capacity, share: f64) -> String {
+    let most = capacity.probes.iter().map(|probe| probe.slo_attainment).fold(0.0, f64::max);
+    format!(
+        "the fleet meets the SLO for at most {:.2} % of the requests at any speed-up down to {SPEEDUP_MIN}, and {:.2} % \
+         were asked for: some prompts are too long for the TTFT, or steps too slow for the TBT, even alone; take \
+         quicker instances, a looser [slo], or a lower --capacity=SHARE",
+        100.0 * most,
+        100.0 * share
+    )
+}
+
+fn table(d: &Document<'_>) -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        let _ = writeln!(text, "  {name:<16} {value}");
+    };
+    let bound = if d.bounded { "" } else { "at least " };
+    line("speed-up", format!("{bound}{:.4}, by {} probes", d.speedup, d.probes.len()));
+    line("arrivals", format!("{:.3} requests/s", d.requests_per_s));
+    let percent = 100.0 * d.slo_attainment;
+    line("within the SLO", format!("{percent:.2} %, {:.3} requests/s", d.good_requests_per_s));
+    match (d.usd_per_hour, d.requests_per_usd) {
+        (Some(usd), Some(requests)) => {
+            line("rent", format!("${usd:.3} per hour"));
+            line("requests", format!("{requests:.0} per dollar"));
+        }
+        _ => line("rent", "of some pools no price is known: give usd_per_hour".into()),
+    }
+    for rent in &d.rents {
+        let price =
+            rent.usd_per_hour_of_instance.map_or("no price".into(), |usd| format!("${usd:.3} per hour"));
+        line(&rent.pool, format!("{} instances, each {price} ({})", rent.instances, rent.basis));
+    }
+    if !d.bounded {
+        line("", format!("no speed-up up to {SPEEDUP_MAX} fails: the trace is too short to tell"));
+    }
+    text
+}
