@@ -5,9 +5,15 @@
 //! load of decode  = mean of max(step / TBT objective, KV tokens / KV capacity)
 //! ```
 //!
-//! Both are means over a window of time, looked at whenever a request arrives. At a window's end an instance changes sides if one
-//! side's load was above `high` and the other's would have stayed below `low` with one instance less. Since whoever gives one
-//! up stays below `low`, it does not want it back while the load is as it is; that, and the window, is the hysteresis.
+//! Both are means over a window of time, looked at whenever a request arrives. At a window's end
+//!
+//! - prefill gets an instance if its load was above `high` and decode's would stay below `low` with one instance less, which
+//!   gets the requests of one prefill instance more;
+//! - decode gets one if its load was above `high`. Prefill may be short then too: it turns requests away at the door, while full
+//!   decoders break the promise to those who were let in.
+//!
+//! Since decode gives none up that would bring it near `high`, it does not want it back while the load is as it is; that, and
+//! the window, is the hysteresis.
 
 use super::load::{Batch, Load};
 use super::{Action, Fleet, InstanceId, Role};
@@ -18,9 +24,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rebalance {
-    /// A side with a load above this gets an instance,
+    /// A side with a load above this gets an instance;
     pub high: f64,
-    /// if the other side would have a load below this without it. Less than `high`.
+    /// prefill only if decode would have a load below this without it. Less than `high`.
     pub low: f64,
     /// The loads are means over this long, and roles change once in that time.
     pub hold: Seconds,
@@ -29,13 +35,13 @@ pub struct Rebalance {
 }
 
 impl Rebalance {
-    /// For instances of `pools`: a side above 0.9 gets one if the other stays below 0.7 without it, at most every 30 s.
+    /// For instances of `pools`: a side above 0.9 gets one, prefill if decode stays below 0.7 without it, at most every 30 s.
     pub fn new(pools: Vec<u32>) -> Self {
         Rebalance { high: 0.9, low: 0.7, hold: Seconds(30.0), pools }
     }
 }
 
-/// A side's load, as it is and with one instance less. Infinite where that would leave none.
+/// A side's load, as it is and with one instance less on it. Infinite where that would leave none.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Strain {
     load: f64,
@@ -57,7 +63,7 @@ pub(super) struct Window {
     began: Option<Seconds>,
     looked: Seconds,
     /// Load times seconds since it began.
-    prefill: Strain,
+    prefill: f64,
     decode: Strain,
 }
 
@@ -71,10 +77,10 @@ impl Fleet {
             return;
         };
         let passed_s = (now - self.window.looked).0.max(0.0);
-        let (prefill, decode) = (self.prefill_strain(now), self.decode_strain());
+        let (prefill, decode) = (self.prefill_load(now), self.decode_strain());
         let window = &mut self.window;
         window.looked = now;
-        window.prefill = window.prefill.plus(prefill, passed_s);
+        window.prefill += prefill * passed_s;
         window.decode = window.decode.plus(decode, passed_s);
         let length_s = (now - began).0;
         if length_s < hold.0 {
@@ -83,9 +89,9 @@ impl Fleet {
         let Window { prefill, decode, .. } = *window;
         *window = Window { began: Some(now), looked: now, ..Window::default() };
         let (above, below) = (high * length_s, low * length_s);
-        let to = if prefill.load > above && decode.with_one_less < below {
+        let to = if prefill > above && decode.with_one_less < below {
             Role::Prefill
-        } else if decode.load > above && prefill.with_one_less < below {
+        } else if decode.load > above && self.count(Role::prefills) > 1.0 {
             Role::Decode
         } else {
             return;
@@ -96,23 +102,25 @@ impl Fleet {
         }
     }
 
-    fn prefill_strain(&self, now: Seconds) -> Strain {
-        let (mut count, mut wait_s, mut busy) = (0.0, 0.0, 0.0);
+    fn prefill_load(&self, now: Seconds) -> f64 {
+        let (mut wait_s, mut busy) = (0.0, 0.0);
         for load in self.loads.iter().filter(|load| load.spec.role.prefills()) {
-            count += 1.0;
             wait_s += load.backlog(now, Seconds(f64::INFINITY), &self.works).0.time.0;
             busy += f64::from(u8::from(load.prompts() > 0));
         }
         let wait = self.config.ttft_slo.map_or(0.0, |slo| wait_s / slo.0);
-        Strain {
-            load: wait.max(busy) / f64::max(count, 1.0),
-            with_one_less: if count > 1.0 { wait.max(busy) / (count - 1.0) } else { f64::INFINITY },
-        }
+        wait.max(busy) / self.count(Role::prefills).max(1.0)
+    }
+
+    /// Instances with such a role.
+    fn count(&self, has: fn(Role) -> bool) -> f64 {
+        self.loads.iter().filter(|load| has(load.spec.role)).count() as f64
     }
 
     fn decode_strain(&self) -> Strain {
         let decoders = || self.loads.iter().filter(|load| load.spec.role.decodes());
-        let count = decoders().count() as f64;
+        let count = self.count(Role::decodes);
+        let others = self.count(Role::prefills).max(1.0);
         let mean = |growth: f64| {
             let of = |load: &Load| {
                 let Batch { sequences, kv_tokens } = load.batch();
@@ -126,7 +134,12 @@ impl Fleet {
         };
         Strain {
             load: mean(1.0),
-            with_one_less: if count > 1.0 { mean(count / (count - 1.0)) } else { f64::INFINITY },
+            // the other side has one more then, and sends as much more
+            with_one_less: if count > 1.0 {
+                mean(count / (count - 1.0) * (others + 1.0) / others)
+            } else {
+                f64::INFINITY
+            },
         }
     }
 
