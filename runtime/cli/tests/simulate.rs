@@ -168,3 +168,29 @@ fn mistakes_on_the_command_line_are_usage_errors_and_harm_no_file() {
     assert_eq!(std::fs::read_to_string(&place.fleet).unwrap(), FLEET);
     assert!(std::fs::metadata(&place.trace).unwrap().len() > 1000);
 }
+
+#[test]
+fn the_capacity_is_found_and_priced_and_a_fleet_without_one_fails() {
+    let place = place("capacity", "trace.jsonl");
+    let output = simulate(&place, &["--capacity=0.4", "--admit", "none", "--json"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let number = |key: &str| document[key].as_f64().unwrap_or_else(|| panic!("{key}: {document}"));
+    assert_eq!(document["schema"], "mixfleet.capacity/1");
+    assert!(number("slo_attainment") >= 0.4);
+    // pools of 2 and 1 dollars
+    let per_usd = number("requests_per_s") * 3600.0 / 3.0;
+    assert!((number("requests_per_usd") - per_usd).abs() < 1e-9 * per_usd);
+    let probes = document["probes"].as_array().unwrap();
+    let speedups = |passed: bool| {
+        let of = probes.iter().filter(move |probe| probe["passed"] == passed);
+        of.map(|probe| probe["speedup"].as_f64().unwrap())
+    };
+    assert_eq!(speedups(true).fold(0.0, f64::max), number("speedup"));
+    assert!(speedups(false).fold(f64::INFINITY, f64::min) <= number("precision") * number("speedup"));
+
+    std::fs::write(&place.fleet, FLEET.replace("ttft_s = 5.0", "ttft_s = 1e-6")).unwrap();
+    fails(&simulate(&place, &["--capacity"]), 1, &["at any speed-up", "[slo]"]);
+    fails(&simulate(&place, &["--capacity=2"]), 2, &["a share above 0"]);
+    fails(&simulate(&place, &["--capacity", "--speedup", "2"]), 2, &["--speedup"]);
+}
