@@ -2,7 +2,7 @@
 //!
 //! `cargo bench -p mixfleet-scheduler --bench decision`: criterion's mean, and quantiles of single decisions.
 
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::print_stdout)]
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use mixfleet_hal::random::{Stream, bits};

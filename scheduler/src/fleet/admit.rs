@@ -55,7 +55,7 @@ impl Objectives {
     }
 
     /// The first objective that is missed.
-    fn missed(&self, terms: &Terms) -> Option<Outcome> {
+    pub(super) fn missed(&self, terms: &Terms) -> Option<Outcome> {
         let tbt_s = self.tbt_slo.map_or(f64::INFINITY, |slo| slo.0);
         if !self.timely(terms) {
             Some(Outcome::MissesTtftSlo { by_s: terms.ttft_s - self.ttft_s })
@@ -135,11 +135,11 @@ impl Fleet {
             let Some(terms) = candidate.terms else { continue };
             candidate.outcome = match (winner, objectives.missed(&terms)) {
                 (Some(_), _) if verdict == Ok(i) => Outcome::Chosen,
-                (_, Some(missed)) => missed,
-                (Some(best), None) if terms.score > best.score => Outcome::HigherScore {
+                (Some(best), _) if chosen.is_some() && terms.score > best.score => Outcome::HigherScore {
                     by: terms.score - best.score,
                     mainly: terms.mainly_above(&best, question.own_weight(), question.wait_weight),
                 },
+                (_, Some(missed)) => missed,
                 _ => Outcome::TieLostById,
             };
         }

@@ -89,7 +89,8 @@ pub struct Terms {
     pub hand_off_s: f64,
     /// Time to the first token.
     pub ttft_s: f64,
-    /// Time to the last one, should the answer be as long as assumed.
+    /// Time to the last one, should the answer be as long as assumed. This and the next two are predicted in the order of scores until a
+    /// candidate is within the objectives; for the others the step is that of now.
     pub ends_s: f64,
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
     pub tbt_s: f64,

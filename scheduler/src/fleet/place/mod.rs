@@ -261,6 +261,8 @@ impl Fleet {
         let mut decoders: Vec<DecodeSide<'_>> = Vec::new();
         let mut side: Option<(Pick, PrefillSide)> = None;
         let mut candidates = Vec::with_capacity(picks.len());
+        // candidate and decoder
+        let mut possible: Vec<(usize, usize)> = Vec::with_capacity(picks.len());
         for &pick in picks {
             let (p, d) = (&self.loads[pick.prefill], &self.loads[pick.decode]);
             let obstacle = self.obstacle(question.arrival, p, d);
@@ -270,6 +272,7 @@ impl Fleet {
                     decoders.push(self.decode_side(question, pick.decode));
                     decoders.len() - 1
                 });
+                possible.push((candidates.len(), decoder));
                 let same = |(of, _): &(Pick, PrefillSide)| of.prefill == pick.prefill && of.pull == pick.pull;
                 let (_, side) = match side.take().filter(same) {
                     Some(known) => side.insert(known),
@@ -288,7 +291,31 @@ impl Fleet {
                 outcome: obstacle.unwrap_or(Outcome::TieLostById),
             });
         }
+        // the future is worked out for those that can win
+        let score =
+            |candidates: &[Candidate], i: usize| candidates[i].terms.map_or(f64::INFINITY, |t| t.score);
+        possible
+            .sort_by(|a, b| score(&candidates, a.0).total_cmp(&score(&candidates, b.0)).then(a.0.cmp(&b.0)));
+        for (candidate, decoder) in possible {
+            let Some(terms) = &mut candidates[candidate].terms else { continue };
+            self.look_ahead(question, terms, &decoders[decoder]);
+            if question.objectives.missed(terms).is_none() {
+                break;
+            }
+        }
         candidates
+    }
+
+    /// Works out what steps will take once the prompt is done.
+    fn look_ahead(&self, question: &Question<'_>, terms: &mut Terms, decoder: &DecodeSide<'_>) {
+        let d = &self.loads[decoder.at];
+        let (prompt, output_tokens) = (u64::from(question.arrival.prompt_tokens), question.output_tokens);
+        let then = question.now + Seconds(terms.ttft_s + terms.transfer_s);
+        let tbt = d.step(decoder.forecast.batch_at(then).with(prompt + 1));
+        let peak = question.objectives.tbt_slo.map(|_| decoder.forecast.peak(then, output_tokens));
+        terms.tbt_s = tbt.0;
+        terms.tbt_peak_s = peak.map_or(tbt, |peak| d.step(peak.with(prompt + 1)).max(tbt)).0;
+        terms.ends_s = terms.ttft_s + terms.hand_off_s + tbt.0 * f64::from(output_tokens);
     }
 
     /// Why the pair could not serve the request even if it were idle.
@@ -372,9 +399,8 @@ impl Fleet {
     }
 
     fn terms(&self, question: &Question<'_>, side: &PrefillSide, decoder: &DecodeSide<'_>) -> Terms {
-        let Question { now, arrival, output_tokens, .. } = *question;
+        let arrival = question.arrival;
         let (p, d) = (&self.loads[side.at], &self.loads[decoder.at]);
-        let prompt = u64::from(arrival.prompt_tokens);
         let room = decoder.room;
         let kv_wait = (room - side.queue).max(Seconds::ZERO);
 
@@ -392,10 +418,6 @@ impl Fleet {
         let traffic = side.pull_price + link.map_or(Usd::ZERO, |l| l.price(bytes));
 
         let ttft = side.queue + side.pull + kv_wait + side.interleave + side.prefill;
-        let joined = decoder.forecast.batch_at(now + ttft + transfer).with(prompt + 1);
-        let tbt = d.step(joined);
-        let peak = || decoder.forecast.peak(now + ttft + transfer, output_tokens);
-        let peak = question.objectives.tbt_slo.map(|_| peak());
         let delay = side.prefill * f64::from(side.delayed) + decoder.delay;
 
         let busy = match (question.score_unit, p.spec.price, d.spec.price) {
@@ -416,9 +438,9 @@ impl Fleet {
             transfer_s: transfer.0,
             hand_off_s: hand_off.0,
             ttft_s: ttft.0,
-            ends_s: (ttft + hand_off + tbt * f64::from(output_tokens)).0,
-            tbt_s: tbt.0,
-            tbt_peak_s: peak.map_or(tbt, |peak| d.step(peak.with(prompt + 1)).max(tbt)).0,
+            ends_s: (ttft + hand_off + decoder.tbt_now * f64::from(question.output_tokens)).0,
+            tbt_s: decoder.tbt_now.0,
+            tbt_peak_s: decoder.tbt_now.0,
             tbt_now_s: decoder.tbt_now.0,
             delay_s: delay.0,
             busy_usd: busy.0,
