@@ -127,6 +127,8 @@ pub(super) struct Load {
     decoding: BTreeSet<RequestId>,
     /// Those of them that decode now.
     batch: Batch,
+    /// The others, with their prompts.
+    waiting: Batch,
     /// All of them, each as long as it was assumed to become.
     pub(super) committed: Batch,
     /// Until when its way out and its way in are taken by transfers that were decided.
@@ -146,6 +148,7 @@ impl Load {
             moved_at: Seconds::ZERO,
             decoding: BTreeSet::new(),
             batch: Batch::default(),
+            waiting: Batch::default(),
             committed: Batch::default(),
             egress_until: Seconds::ZERO,
             ingress_until: Seconds::ZERO,
@@ -237,13 +240,15 @@ impl Load {
     pub(super) fn commit(&mut self, request: RequestId, work: &Work) {
         if self.decoding.insert(request) {
             self.committed = self.committed.with(work.whole());
+            self.waiting = self.waiting.with(u64::from(work.prompt_tokens));
         }
     }
 
     /// A request decodes from now on.
-    pub(super) fn join(&mut self, request: RequestId, context: u64) {
+    pub(super) fn join(&mut self, request: RequestId, prompt_tokens: u32) {
         if self.decoding.contains(&request) {
-            self.batch = self.batch.with(context);
+            self.waiting = self.waiting.without(u64::from(prompt_tokens));
+            self.batch = self.batch.with(u64::from(prompt_tokens) + 1);
         }
     }
 
@@ -258,6 +263,8 @@ impl Load {
             self.committed = self.committed.without(work.whole());
             if matches!(work.phase, Phase::Decode { .. }) {
                 self.batch = self.batch.without(work.context());
+            } else {
+                self.waiting = self.waiting.without(u64::from(work.prompt_tokens));
             }
         }
     }
@@ -268,6 +275,10 @@ impl Load {
         let ran = (now - self.moved_at).max(Seconds::ZERO).min(self.first_remaining);
         let mut ahead = Backlog { time: self.backlog.time - ran, chunks: self.backlog.chunks };
         let mut behind = 0;
+        if self.prefilling.back().is_none_or(|(last, _)| *last <= due) {
+            ahead.time = ahead.time.max(Seconds::ZERO);
+            return (ahead, behind);
+        }
         for work in self.behind(due).filter_map(|id| works.get(id)) {
             if let Phase::Prefill { done, remaining } = work.phase {
                 ahead.time = ahead.time - remaining;
@@ -288,6 +299,29 @@ impl Load {
         self.decoding.iter().filter_map(|&id| Some((id, works.get(id)?)))
     }
 
+    /// Everyone who decodes here or will, together, with what they have by now.
+    pub(super) fn everyone(&self) -> Batch {
+        let Batch { sequences, kv_tokens } = self.waiting;
+        Batch { sequences: self.batch.sequences + sequences, kv_tokens: self.batch.kv_tokens + kv_tokens }
+    }
+
+    /// Tokens of theirs that fall beside a newcomer's `output_tokens`, were all to have as many still to come. None where answers have
+    /// become longer than was assumed.
+    pub(super) fn tokens_beside(&self, output_tokens: u32) -> Option<u64> {
+        let everyone = self.everyone();
+        let sequences = u64::from(everyone.sequences);
+        let still = self.committed.kv_tokens.checked_sub(everyone.kv_tokens + sequences)?;
+        Some((still + sequences).min(sequences * u64::from(output_tokens)))
+    }
+
+    /// Whether `tokens` more certainly find room, however long the answers get.
+    pub(super) fn has_room(&self, tokens: u64) -> bool {
+        let everyone = self.everyone();
+        let partial_blocks = u64::from(everyone.sequences + 1) * u64::from(self.spec.kv_block_tokens);
+        let held = self.committed.kv_tokens.max(everyone.kv_tokens);
+        held + held / 4 + partial_blocks + tokens <= self.spec.kv_capacity_tokens
+    }
+
     /// Who decodes here now.
     pub(super) fn batch(&self) -> Batch {
         self.batch
@@ -299,11 +333,13 @@ impl Load {
 
     /// What its decoding requests are predicted to do, all at the present step's pace.
     pub(super) fn forecast<'a>(&self, works: &Works, lengths: &'a Lengths, now: Seconds) -> Forecast<'a> {
-        let first = self.works(works).next().map_or(0, |(_, work)| u64::from(work.prompt_tokens));
+        // looked up all at once: they lie far apart
+        let works: Vec<(RequestId, &Work)> = self.works(works).collect();
+        let first = works.first().map_or(0, |(_, work)| u64::from(work.prompt_tokens));
         // Nothing decodes yet: the pace is that of the first sequence alone.
         let pace =
             self.step(if self.batch.sequences == 0 { Batch::default().with(first) } else { self.batch });
-        let courses = self.works(works).map(|(request, work)| {
+        let courses = works.into_iter().map(|(request, work)| {
             let lengths = if work.hinted { None } else { lengths.of(work.class) };
             let (from, remaining) = (work.decodes_from(now), work.rest(lengths));
             let (context, generated) = (work.context(), work.generated());
@@ -393,12 +429,7 @@ impl Forecast<'_> {
         Batch { sequences: (sequences + 0.5) as u32, kv_tokens: (kv_tokens + 0.5) as u64 }
     }
 
-    /// Everyone who decodes here or will, together.
-    pub(super) fn everyone(&self) -> Batch {
-        self.courses.iter().fold(Batch::default(), |batch, course| batch.with(course.context))
-    }
-
-    /// Tokens of the present requests that fall beside a newcomer's `output_tokens`, at most.
+    /// Tokens of theirs that fall beside a newcomer's `output_tokens`, at most.
     pub(super) fn tokens_beside(&self, output_tokens: u32) -> u64 {
         self.courses.iter().map(|course| u64::from(course.remaining.min(output_tokens))).sum()
     }

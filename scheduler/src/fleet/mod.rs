@@ -319,7 +319,7 @@ impl Fleet {
                 self.occupy(now, from, to, work.prompt_tokens);
             }
         } else if let Some(load) = self.load_mut(work.decode) {
-            load.join(request, u64::from(work.prompt_tokens) + 1);
+            load.join(request, work.prompt_tokens);
         }
     }
 
@@ -335,9 +335,9 @@ impl Fleet {
         let Some(work) = self.works.get_mut(request) else { return };
         if work.decode == instance && matches!(work.phase, Phase::Transfer) {
             work.phase = Phase::Decode { generated: 1 };
-            let context = u64::from(work.prompt_tokens) + 1;
+            let prompt_tokens = work.prompt_tokens;
             if let Some(load) = self.load_mut(instance) {
-                load.join(request, context);
+                load.join(request, prompt_tokens);
             }
         }
     }

@@ -28,6 +28,7 @@ use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
 use crate::cost::LinkCost;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
 use serde::{Deserialize, Serialize};
+use std::cell::OnceCell;
 
 /// How a placement is picked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -125,7 +126,8 @@ pub(super) struct PrefillSide {
 /// What a decode instance has to say, wherever the prompt is computed.
 struct DecodeSide<'a> {
     at: usize,
-    forecast: Forecast<'a>,
+    /// What those who decode there will do; made when it is needed.
+    forecast: OnceCell<Forecast<'a>>,
     /// Until it has room.
     room: Seconds,
     /// What a newcomer delays those who are at work here, all together.
@@ -306,13 +308,18 @@ impl Fleet {
         candidates
     }
 
+    fn forecast<'a>(&'a self, question: &Question<'_>, at: usize) -> Forecast<'a> {
+        self.loads[at].forecast(&self.works, &self.lengths, question.now)
+    }
+
     /// Works out what steps will take once the prompt is done.
-    fn look_ahead(&self, question: &Question<'_>, terms: &mut Terms, decoder: &DecodeSide<'_>) {
+    fn look_ahead<'a>(&'a self, question: &Question<'_>, terms: &mut Terms, decoder: &DecodeSide<'a>) {
         let d = &self.loads[decoder.at];
         let (prompt, output_tokens) = (u64::from(question.arrival.prompt_tokens), question.output_tokens);
         let then = question.now + Seconds(terms.ttft_s + terms.transfer_s);
-        let tbt = d.step(decoder.forecast.batch_at(then).with(prompt + 1));
-        let peak = question.objectives.tbt_slo.map(|_| decoder.forecast.peak(then, output_tokens));
+        let forecast = decoder.forecast.get_or_init(|| self.forecast(question, decoder.at));
+        let tbt = d.step(forecast.batch_at(then).with(prompt + 1));
+        let peak = question.objectives.tbt_slo.map(|_| forecast.peak(then, output_tokens));
         terms.tbt_s = tbt.0;
         terms.tbt_peak_s = peak.map_or(tbt, |peak| d.step(peak.with(prompt + 1)).max(tbt)).0;
         terms.ends_s = terms.ttft_s + terms.hand_off_s + tbt.0 * f64::from(output_tokens);
@@ -384,18 +391,30 @@ impl Fleet {
     /// What decoding on instance `at` means, wherever the prompt is computed.
     fn decode_side<'a>(&'a self, question: &Question<'_>, at: usize) -> DecodeSide<'a> {
         let load = &self.loads[at];
-        let forecast = load.forecast(&self.works, &self.lengths, question.now);
         let prompt = u64::from(question.arrival.prompt_tokens);
-        let room = forecast.kv_wait(prompt + u64::from(question.output_tokens));
+        let whole = prompt + u64::from(question.output_tokens);
+        let cell = OnceCell::new();
+        let forecast = || cell.get_or_init(|| self.forecast(question, at));
+        let room = if load.has_room(whole) { Seconds::ZERO } else { forecast().kv_wait(whole) };
         // Whoever shares steps with it waits longer for each of them, and pays a part of them. Counted over all that the
         // instance has taken on, not over the batch at the prompt's end: else a late start would count as kindness.
-        let others = forecast.everyone();
+        let others = load.everyone();
+        let slowdown = (load.step(others.with(prompt)) - load.step(others)).max(Seconds::ZERO);
+        let output_tokens = question.output_tokens;
+        let beside =
+            load.tokens_beside(output_tokens).unwrap_or_else(|| forecast().tokens_beside(output_tokens));
+        let delay = slowdown * beside as f64;
         // half-way through the answer is the mean context of its steps
         let halfway = others.with(prompt + 1 + u64::from(question.output_tokens / 2));
         let share = load.step(halfway) * (f64::from(question.output_tokens) / f64::from(halfway.sequences));
-        let slowdown = (load.step(others.with(prompt)) - load.step(others)).max(Seconds::ZERO);
-        let delay = slowdown * forecast.tokens_beside(question.output_tokens) as f64;
-        DecodeSide { at, forecast, room, delay, share, tbt_now: load.step(load.batch().with(prompt + 1)) }
+        DecodeSide {
+            at,
+            forecast: cell,
+            room,
+            delay,
+            share,
+            tbt_now: load.step(load.batch().with(prompt + 1)),
+        }
     }
 
     fn terms(&self, question: &Question<'_>, side: &PrefillSide, decoder: &DecodeSide<'_>) -> Terms {

@@ -19,7 +19,9 @@ const HALVINGS: u32 = 6;
 
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
     let able = |can| fleet.able(can).map(|(at, _)| at);
-    let few = able(Role::prefills).count() * able(Role::decodes).count() <= PAIRS_MAX;
+    // more instances make more pairs, however they are divided
+    let few = fleet.loads.len() <= PAIRS_MAX + 1
+        && able(Role::prefills).count() * able(Role::decodes).count() <= PAIRS_MAX;
     let (prefills, decodes): (Vec<usize>, Vec<usize>);
     if few {
         (prefills, decodes) = (able(Role::prefills).collect(), able(Role::decodes).collect());
