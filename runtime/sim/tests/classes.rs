@@ -80,7 +80,7 @@ fn people_go_first_and_a_batch_is_done_by_its_deadline() {
     assert!(people.slo_attainment > 0.95, "{people:?}");
     assert!(people.ttft_s.p50 < 1.5, "{people:?}");
     let without = play(&fleet(""), Admission::None, day_and_night(120));
-    assert!(without.ttft_s.p50 > 20.0, "all in order of arrival: {:?}", without.ttft_s);
+    assert!(without.ttft_s.p50 > 10.0, "all in order of arrival: {:?}", without.ttft_s);
 }
 
 #[test]

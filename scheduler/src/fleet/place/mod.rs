@@ -395,14 +395,16 @@ impl Fleet {
         let whole = prompt + u64::from(question.output_tokens);
         let cell = OnceCell::new();
         let forecast = || cell.get_or_init(|| self.forecast(question, at));
-        let room = if load.has_room(whole) { Seconds::ZERO } else { forecast().kv_wait(whole) };
+        // in large fleets only the best decoder's requests are looked at one by one, if that will do
+        let quick = self.loads.len() > per_dollar::PAIRS_MAX;
+        let room = if quick && load.has_room(whole) { Seconds::ZERO } else { forecast().kv_wait(whole) };
         // Whoever shares steps with it waits longer for each of them, and pays a part of them. Counted over all that the
         // instance has taken on, not over the batch at the prompt's end: else a late start would count as kindness.
         let others = load.everyone();
         let slowdown = (load.step(others.with(prompt)) - load.step(others)).max(Seconds::ZERO);
         let output_tokens = question.output_tokens;
-        let beside =
-            load.tokens_beside(output_tokens).unwrap_or_else(|| forecast().tokens_beside(output_tokens));
+        let beside = load.tokens_beside(output_tokens).filter(|_| quick);
+        let beside = beside.unwrap_or_else(|| forecast().tokens_beside(output_tokens));
         let delay = slowdown * beside as f64;
         // half-way through the answer is the mean context of its steps
         let halfway = others.with(prompt + 1 + u64::from(question.output_tokens / 2));

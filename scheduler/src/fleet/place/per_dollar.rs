@@ -11,7 +11,7 @@ use mixfleet_hal::units::Seconds;
 use std::sync::Arc;
 
 /// As many pairs are compared without a shortlist.
-const PAIRS_MAX: usize = 64;
+pub(super) const PAIRS_MAX: usize = 64;
 /// Otherwise so many of each side.
 const SHORTLIST: usize = 4;
 /// Halvings in the search for the part of a prefix that takes as long to pull as the rest to compute: within 2 % of it.
