@@ -136,7 +136,7 @@ fn what_cannot_be_read_or_written_is_told_once() {
     write("bad.jsonl", format!("{line}\n{line}\n{{\"timestamp\": 1}}\n").as_bytes());
     fails(&simulate(&but("bad.jsonl", "FLEET.toml"), &[]), 3, &["bad.jsonl, line 3:"]);
     write("bad.toml", FLEET.replace("cache_tokens", "cash_tokens").as_bytes());
-    fails(&simulate(&but("t.jsonl.zst", "bad.toml"), &[]), 3, &["line"]);
+    fails(&simulate(&but("t.jsonl.zst", "bad.toml"), &[]), 3, &["at line"]);
 
     fails(&simulate(&place, &["--timeline", "no/t.csv"]), 3, &["cannot write no/t.csv"]);
     fails(&simulate(&place, &["--html", "."]), 3, &["cannot write ."]);
