@@ -25,6 +25,7 @@ pub use roles::Rebalance;
 use crate::cost::LinkCost;
 use crate::kv::{PrefixIndex, Prefixes};
 use crate::table::IdMap;
+use admit::Objectives;
 use lengths::Lengths;
 use load::{Load, Phase, Work, Works};
 use mixfleet_hal::random::Stream;
@@ -217,9 +218,10 @@ impl Fleet {
             Ok(chosen) => {
                 let Candidate { prefill, decode, pull, terms, .. } = &explanation.candidates[chosen];
                 let (prefill, decode, pull) = (*prefill, *decode, *pull);
-                let due = self.objectives(now, arrival).due;
+                let objectives = self.objectives(now, arrival);
+                let due = objectives.due;
                 if let Some(terms) = terms {
-                    self.place(now, arrival, (prefill, decode, pull), terms);
+                    self.place(now, arrival, objectives, (prefill, decode, pull), terms);
                 }
                 actions.push(Action::Place { request, prefill, decode, pull, due, explanation });
             }
@@ -234,13 +236,13 @@ impl Fleet {
         &mut self,
         now: Seconds,
         arrival: &Arrival,
+        objectives: Objectives,
         (prefill, decode, pull): (InstanceId, InstanceId, Option<Pull>),
         terms: &Terms,
     ) {
         let done = terms.cached_tokens + terms.pulled_tokens;
         // a pull that outlasts the queue delays those behind it too
         let remaining = Seconds(terms.pull_s + terms.prefill_s);
-        let objectives = self.objectives(now, arrival);
         let work = Work {
             hinted: arrival.output_tokens_hint.is_some(),
             class: arrival.class,
