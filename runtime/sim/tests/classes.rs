@@ -1,5 +1,8 @@
 //! Requests with promises of their own: deadlines, workflows, and that nobody waits for ever.
 
+mod common;
+
+use common::fleet_from;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
@@ -29,8 +32,7 @@ calibration.prefill_s = {{ overhead = 0.0, per_token = 1e-3, per_token_squared =
 calibration.decode_s = {{ base = 1e-3, per_sequence = 0.0, per_kv_token = 0.0 }}
 {classes}"#
     );
-    let no_profiles = |path: &Path| Err(format!("{} is not asked for", path.display()));
-    FleetFile::parse(&text, Path::new("."), &no_profiles).unwrap_or_else(|error| panic!("{error}"))
+    fleet_from(&text)
 }
 
 fn request(id: u64, at_s: f64, label: &str, session: Option<Session>) -> Request {

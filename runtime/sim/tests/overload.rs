@@ -4,43 +4,15 @@
 
 mod common;
 
-use common::{fleet_from, shared};
+use common::{mooncake, shared};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::simulate::{Choices, Observer, Results, Sample, Setup, run};
 use mixfleet_sim::trace::{ReadOptions, Requests, Trace};
 use std::path::Path;
 
-/// 8 prefill and 3 decode instances, with gaps between tokens of which three quarters are a step's fixed time: decode binds before
-/// prefill does.
-const FLEET: &str = r#"
-version = 1
-[model]
-name = "llama-3.1-70b"
-[slo]
-ttft_s = 30.0
-tbt_s = 0.035
-tbt_metric = "mean"
-[[pool]]
-name = "prefill"
-role = "prefill"
-count = 8
-device = "A100-SXM-80GB"
-devices_per_instance = 8
-usd_per_hour = 14.0
-cache_tokens = 3_000_000
-nic_gb_per_s = 80.0
-calibration = { prefill_s = { overhead = 0.08, per_token = 1.19e-4, per_token_squared = 7.467e-10 } }
-[[pool]]
-name = "decode"
-role = "decode"
-count = 3
-device = "A100-SXM-80GB"
-devices_per_instance = 8
-usd_per_hour = 14.0
-nic_gb_per_s = 80.0
-calibration = { decode_s = { base = 0.0262, per_sequence = 0.0, per_kv_token = 3.5e-8 } }
-"#;
+/// Gaps between tokens of which three quarters are a step's fixed time: with 3 decode instances these bind before prefill does.
+const SLO: &str = "ttft_s = 30.0\ntbt_s = 0.035\ntbt_metric = \"mean\"";
 
 /// Load of the prefill and of the decode pool, every 5 s.
 #[derive(Default)]
@@ -73,7 +45,7 @@ impl Loads {
 
 fn play(path: &Path, admission: Admission, seed: u64) -> (Results, (f64, f64, f64)) {
     let choices = Choices { policy: Policy::PerDollar, admission, seed };
-    let mut setup = Setup::new(&fleet_from(FLEET), choices);
+    let mut setup = Setup::new(&mooncake(3, 80.0, SLO), choices);
     setup.fleet.drop_at_decode = true;
     let trace = Trace::open(path, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
     let mut loads = Loads::default();

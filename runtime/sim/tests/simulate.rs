@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{fleet_from, shared};
+use common::{fleet_from, mooncake, shared};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
@@ -16,37 +16,8 @@ use std::path::{Path, PathBuf};
 const THRESHOLD: f64 = 1.0;
 const CENTRIC: Policy = Policy::KvcacheCentric { threshold: THRESHOLD };
 
-/// 8 prefill and 8 decode instances of LLaMA3-70B on 8 A800 each, by the fit of FAST'25 figure 14.
 fn fleet(nic_gb_per_s: f64) -> FleetFile {
-    let text = format!(
-        r#"
-version = 1
-[model]
-name = "llama-3.1-70b"
-[kv]
-block_tokens = 512
-[[pool]]
-name = "prefill"
-role = "prefill"
-count = 8
-device = "A100-SXM-80GB"
-devices_per_instance = 8
-usd_per_hour = 14.0
-cache_tokens = 3_000_000
-nic_gb_per_s = {nic_gb_per_s}
-calibration = {{ prefill_s = {{ overhead = 0.08, per_token = 1.19e-4, per_token_squared = 7.467e-10 }} }}
-[[pool]]
-name = "decode"
-role = "decode"
-count = 8
-device = "A100-SXM-80GB"
-devices_per_instance = 8
-usd_per_hour = 14.0
-nic_gb_per_s = {nic_gb_per_s}
-calibration = {{ decode_s = {{ base = 0.0262, per_sequence = 0.0, per_kv_token = 3.5e-8 }} }}
-"#
-    );
-    fleet_from(&text)
+    mooncake(8, nic_gb_per_s, "")
 }
 
 fn conversation() -> Option<PathBuf> {

@@ -12,6 +12,41 @@ pub(crate) fn fleet_from(text: &str) -> FleetFile {
     FleetFile::parse(text, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// 8 prefill instances and `decoders` decode instances of LLaMA3-70B on 8 A800 each, by the fit of FAST'25 figure 14, with network
+/// cards of `nic_gb_per_s` and the keys `slo` of the table of that name.
+pub(crate) fn mooncake(decoders: u32, nic_gb_per_s: f64, slo: &str) -> FleetFile {
+    fleet_from(&format!(
+        r#"
+version = 1
+[model]
+name = "llama-3.1-70b"
+[slo]
+{slo}
+[kv]
+block_tokens = 512
+[[pool]]
+name = "prefill"
+role = "prefill"
+count = 8
+device = "A100-SXM-80GB"
+devices_per_instance = 8
+usd_per_hour = 14.0
+cache_tokens = 3_000_000
+nic_gb_per_s = {nic_gb_per_s}
+calibration = {{ prefill_s = {{ overhead = 0.08, per_token = 1.19e-4, per_token_squared = 7.467e-10 }} }}
+[[pool]]
+name = "decode"
+role = "decode"
+count = {decoders}
+device = "A100-SXM-80GB"
+devices_per_instance = 8
+usd_per_hour = 14.0
+nic_gb_per_s = {nic_gb_per_s}
+calibration = {{ decode_s = {{ base = 0.0262, per_sequence = 0.0, per_kv_token = 3.5e-8 }} }}
+"#
+    ))
+}
+
 /// A file of the data beside this clone, or nothing (said aloud) where it is not there.
 pub(crate) fn shared(path: &str) -> Option<PathBuf> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data").join(path);
