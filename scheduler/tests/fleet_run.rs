@@ -211,7 +211,9 @@ impl World {
                     self.requests.get_mut(&request).unwrap().ends.push(End::Rejected);
                 }
             }
-            Action::Drop { .. } | Action::SetRole { .. } => panic!("nobody asked for it: {action:?}"),
+            Action::Drop { .. } | Action::SetRole { .. } | Action::Replicate { .. } => {
+                panic!("nobody asked for it: {action:?}")
+            }
             Action::Replay { request, .. } => {
                 let state = self.requests.get_mut(&request).unwrap();
                 assert!(state.placed.take().is_some(), "request {request} was not placed");

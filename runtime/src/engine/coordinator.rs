@@ -122,9 +122,14 @@ impl Running {
     fn fleet_step(&mut self, event: Event) -> Vec<Action> {
         let actions = self.parts.fleet.step(self.parts.env.now(), event);
         for action in &actions {
-            // workers do both, whatever they are given: the fleet's own view is all that changes
-            if let Action::SetRole { instance, role } = action {
-                tracing::info!(%instance, ?role, "role changed");
+            match action {
+                // workers do both, whatever they are given: the fleet's own view is all that changes
+                Action::SetRole { instance, role } => tracing::info!(%instance, ?role, "role changed"),
+                // KV goes between workers only as hand-offs; the fleet forgets a copy that does not arrive
+                Action::Replicate { from, to, tokens, .. } => {
+                    tracing::info!(%from, %to, tokens, "prefix not copied: workers cannot yet");
+                }
+                _ => {}
             }
         }
         actions

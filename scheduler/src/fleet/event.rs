@@ -304,6 +304,18 @@ pub enum Action {
         /// Prefill or decode.
         role: Role,
     },
+    /// Copy a prefix to another instance, for requests to come; said before the placement of the request that shows the need.
+    /// What does not arrive, or finds no room there, is dropped: nobody waits for it.
+    Replicate {
+        /// Who holds all of it.
+        from: InstanceId,
+        /// Who will.
+        to: InstanceId,
+        /// The keys of its blocks, from the first on.
+        hashes: Vec<BlockHash>,
+        /// Tokens to copy: the last ones, which follow what the receiver holds.
+        tokens: u32,
+    },
 }
 
 /// Why a request was turned away.

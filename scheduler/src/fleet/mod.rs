@@ -11,6 +11,7 @@ mod explain;
 mod lengths;
 mod load;
 mod place;
+mod replicate;
 mod roles;
 
 pub use crate::batch::RequestId;
@@ -20,6 +21,7 @@ pub use event::{
 };
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 pub use place::Policy;
+pub use replicate::Replicate;
 pub use roles::Rebalance;
 
 use crate::cost::LinkCost;
@@ -67,6 +69,9 @@ pub struct FleetConfig {
     /// When instances change between prefill and decode; by default never.
     #[serde(default)]
     pub rebalance: Option<Rebalance>,
+    /// When hot prefixes are copied to further instances; by default never.
+    #[serde(default)]
+    pub replicate: Option<Replicate>,
     /// For the policy that needs it.
     #[serde(default)]
     pub seed: u64,
@@ -89,6 +94,7 @@ impl FleetConfig {
             pull: false,
             drop_at_decode: false,
             rebalance: None,
+            replicate: None,
             seed: 0,
         }
     }
@@ -117,6 +123,8 @@ pub struct Fleet {
     index: PrefixIndex,
     /// The last answer of the index, for its memory.
     prefixes: Prefixes,
+    /// None: nothing is copied.
+    replicas: Option<replicate::Replicas>,
     random: Stream,
     /// Requests placed one after the other.
     turns: u64,
@@ -131,6 +139,7 @@ impl Fleet {
             random: Stream::new(config.seed),
             lengths: Lengths::new(config.output_tokens_expected),
             pace: Seconds::ZERO,
+            replicas: config.replicate.map(replicate::Replicas::new),
             config,
             loads: Vec::new(),
             positions: IdMap::default(),
@@ -165,6 +174,9 @@ impl Fleet {
     /// Takes `event`, which happened at `now`, and appends what must be done to `actions`. `now` is on
     /// any clock that does not run backwards.
     pub fn step(&mut self, now: Seconds, event: Event, actions: &mut Vec<Action>) {
+        if let Some(replicas) = &mut self.replicas {
+            replicas.heard(&event);
+        }
         match event {
             Event::Arrived(arrival) => self.arrived(now, &arrival, actions),
             Event::PrefillProgress { request, instance, tokens } => {
@@ -223,6 +235,7 @@ impl Fleet {
                 if let Some(terms) = terms {
                     self.place(now, arrival, objectives, (prefill, decode, pull), terms);
                 }
+                self.start_copy(now, actions);
                 actions.push(Action::Place { request, prefill, decode, pull, due, explanation });
             }
             Err(reason) => {

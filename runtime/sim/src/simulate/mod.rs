@@ -341,7 +341,7 @@ impl<'a> World<'a> {
                     self.goes_on(request.session, request.id);
                 }
                 Action::SetRole { instance, role } => self.engines[instance.0 as usize].set_role(role),
-                Action::Drop { .. } | Action::Replay { .. } => {}
+                Action::Drop { .. } | Action::Replay { .. } | Action::Replicate { .. } => {}
             }
         }
     }

@@ -188,6 +188,11 @@ impl Fleet {
         };
         explanation.candidates = self.candidates(&question, &picks);
         let verdict = self.admit(&mut explanation.candidates, &question);
+        if self.replicas.is_some()
+            && let Ok(chosen) = verdict
+        {
+            self.weigh_copy(&question, &explanation.candidates[chosen]);
+        }
         (explanation, verdict)
     }
 
@@ -254,7 +259,7 @@ impl Fleet {
     }
 
     /// Prefill work on `load` ahead of the request, and prompts that it goes ahead of.
-    fn ahead(&self, load: &Load, question: &Question<'_>) -> (Backlog, u32) {
+    pub(super) fn ahead(&self, load: &Load, question: &Question<'_>) -> (Backlog, u32) {
         load.backlog(question.now, question.objectives.due, &self.works)
     }
 

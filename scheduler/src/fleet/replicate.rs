@@ -1,0 +1,274 @@
+//! Hot prefixes are copied to further instances before requests have to wait for them, within a budget of bytes per second.
+//!
+//! ```text
+//! prefix  = the longest prefix of an arrival that any instance holds: there it parts from all that came before
+//! gain    = miss_s * (1 - exp(-misses)) + waited_s / (holders + 1)
+//! cost    = time until the copy is there: the two ends' earlier transfers, and its own
+//! copy if   two requests or more used the prefix, gain > cost, and the budget has the bytes
+//! ```
+//!
+//! A prefix is shared where requests part. The turns of one conversation part from it at a later block each time, so that none
+//! of its prefixes is used twice; those with a system prompt in common, or a document, part at the same block.
+//!
+//! `misses` counts the requests, faded, that were placed on an instance without the prefix, and `miss_s` is what each of them lost: prefill and
+//! exposed pull as predicted for it, less its prefill with the prefix there. What is expected of the next `memory` seconds is what
+//! was seen in the last. A miss leaves a copy behind by itself, so that a copy made before saves one of them. `waited_s` counts
+//! the seconds, faded, that requests queued for a holder while another instance could have begun earlier with the prefix: one
+//! holder more takes its share of the next. What a copy pushes out of a full cache is not counted.
+//!
+//! Everything is decided when a request arrives, for the prefix that it uses; there is no clock. One copy of a prefix is under way at a time,
+//! and each one needs losses of its own that came after it.
+
+mod demand;
+
+use super::explain::Candidate;
+use super::place::Question;
+use super::{Action, Event, Fleet, InstanceId, Policy};
+use crate::kv::BlockHash;
+use demand::{Demand, Loss};
+use mixfleet_hal::units::Seconds;
+use serde::{Deserialize, Serialize};
+
+/// When hot prefixes are copied.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Replicate {
+    /// Copies take no more than this, counted from any moment, and what [`Replicate::BURST`] gathers of it.
+    pub bytes_per_s: f64,
+    /// Demand fades to 1/e in this time, and is expected to last as long.
+    pub memory: Seconds,
+}
+
+impl Replicate {
+    /// So long the unused budget gathers. A prefix that needs more bytes than that is never copied.
+    pub const BURST: Seconds = Seconds(30.0);
+
+    /// At most `bytes_per_s`, by what was asked for in the last five minutes.
+    pub fn new(bytes_per_s: f64) -> Self {
+        Replicate { bytes_per_s, memory: Seconds(300.0) }
+    }
+}
+
+/// Requests that have a prefix in common, from which on it is hot.
+const USES_MIN: u32 = 2;
+/// As many instances are looked at for a better place and for the receiver of a copy; in larger fleets the next ones the next time.
+const LOOKED_AT: usize = 16;
+/// A copy that is not there after this many times the predicted time, and a second, does not come any more.
+const LATE: f64 = 2.0;
+
+/// A copy that was asked for and is not there yet.
+#[derive(Clone, Debug)]
+struct Copy {
+    /// The last block of the prefix.
+    key: BlockHash,
+    from: InstanceId,
+    to: InstanceId,
+    until: Seconds,
+}
+
+/// What the fleet remembers for its copies.
+#[derive(Clone, Debug)]
+pub(super) struct Replicas {
+    rule: Replicate,
+    demand: Demand,
+    /// In the order in which they were asked for.
+    under_way: Vec<Copy>,
+    /// Of the budget, at the time beside it.
+    bytes: f64,
+    filled: Seconds,
+    /// The first instance to be looked at.
+    cursor: usize,
+    /// Decided with the placement, to be told before it.
+    wanted: Option<Action>,
+}
+
+/// An arrival's prefix that somebody holds.
+#[derive(Clone, Copy)]
+struct Shared {
+    /// Its last block.
+    key: BlockHash,
+    tokens: u32,
+    /// Tokens in a block.
+    block: u32,
+    holders: usize,
+}
+
+impl Replicas {
+    pub(super) fn new(rule: Replicate) -> Self {
+        Replicas {
+            rule,
+            demand: Demand::new(rule.memory),
+            under_way: Vec::new(),
+            bytes: rule.bytes_per_s * Replicate::BURST.0,
+            filled: Seconds::ZERO,
+            cursor: 0,
+            wanted: None,
+        }
+    }
+
+    /// What the budget allows now.
+    fn budget(&mut self, now: Seconds) -> f64 {
+        let gathered = self.rule.bytes_per_s * (now - self.filled).0.max(0.0);
+        self.bytes = (self.bytes + gathered).min(self.rule.bytes_per_s * Replicate::BURST.0);
+        self.filled = now;
+        self.bytes
+    }
+
+    /// Positions to be looked at in a fleet of `instances`.
+    fn look(&mut self, instances: usize) -> impl Iterator<Item = usize> + Clone + use<> {
+        let first = if instances > LOOKED_AT { self.cursor % instances } else { 0 };
+        self.cursor = first + LOOKED_AT;
+        (first..first + instances.min(LOOKED_AT)).map(move |at| at % instances)
+    }
+
+    /// An instance told what it holds, or that it holds nothing, or is gone.
+    pub(super) fn heard(&mut self, event: &Event) {
+        match event {
+            Event::KvStored { instance, hashes, .. } => {
+                self.under_way.retain(|copy| copy.to != *instance || !hashes.contains(&copy.key));
+            }
+            Event::InstanceDown { instance } => {
+                self.under_way.retain(|copy| copy.to != *instance && copy.from != *instance);
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Fleet {
+    /// Counts the demand for what `question` has in common with others, and decides on a copy of it. `chosen` is where it goes.
+    pub(super) fn weigh_copy(&mut self, question: &Question<'_>, chosen: &Candidate) {
+        if question.arrival.replay {
+            return;
+        }
+        let Some(mut replicas) = self.replicas.take() else { return };
+        replicas.wanted = self.copy(&mut replicas, question, chosen);
+        self.replicas = Some(replicas);
+    }
+
+    /// Tells of the copy that was decided with the last placement, and takes the ways that it needs.
+    pub(super) fn start_copy(&mut self, now: Seconds, actions: &mut Vec<Action>) {
+        let Some(action) = self.replicas.as_mut().and_then(|replicas| replicas.wanted.take()) else { return };
+        if let Action::Replicate { from, to, tokens, .. } = action
+            && let (Some(from), Some(to)) = (self.position(from), self.position(to))
+        {
+            self.occupy(now, from, to, tokens);
+            actions.push(action);
+        }
+    }
+
+    fn copy(&self, replicas: &mut Replicas, question: &Question<'_>, chosen: &Candidate) -> Option<Action> {
+        let now = question.now;
+        replicas.under_way.retain(|copy| copy.until >= now);
+        let shared = self.shared(question)?;
+        let looked_at = replicas.look(self.loads.len());
+        let under_way = replicas.under_way.iter().any(|copy| copy.key == shared.key);
+        let loss = if under_way { None } else { self.loss(question, chosen, shared, looked_at.clone()) };
+        let need = replicas.demand.used(now, shared.key, loss);
+        if need.uses < USES_MIN || need.misses + need.waited_s <= 0.0 {
+            return None;
+        }
+        let gain_s = need.miss_s * (1.0 - (-need.misses).exp()) + need.waited_s / (shared.holders + 1) as f64;
+        let to = self.receiver(question, chosen, shared, looked_at)?;
+        let (from, until) = self.sender(question, shared, to)?;
+        let tokens = shared.tokens - question.cached_on(to);
+        let bytes = self.kv_bytes(tokens).0;
+        if gain_s <= until.0 || bytes > replicas.budget(now) {
+            return None;
+        }
+        replicas.bytes -= bytes;
+        replicas.demand.answered(shared.key);
+        let (from, to) = (self.loads[from].spec.id, self.loads[to].spec.id);
+        let until = now + until * LATE + Seconds(1.0);
+        replicas.under_way.push(Copy { key: shared.key, from, to, until });
+        let chain = question.arrival.chains.iter().find(|chain| chain.block_tokens == shared.block)?;
+        let hashes = chain.hashes[..(shared.tokens / shared.block) as usize].to_vec();
+        Some(Action::Replicate { from, to, hashes, tokens })
+    }
+
+    fn shared(&self, question: &Question<'_>) -> Option<Shared> {
+        let (holder, tokens) = question.longest()?;
+        let block = self.loads[holder].spec.kv_block_tokens.max(1);
+        let chain = question.arrival.chains.iter().find(|chain| chain.block_tokens == block)?;
+        let key = *chain.hashes.get((tokens / block).checked_sub(1)? as usize)?;
+        let holders = question.holders.iter().filter(|&&(_, held)| held >= tokens).count();
+        Some(Shared { key, tokens, block, holders })
+    }
+
+    /// What the request loses where it goes, since not every instance holds what it shares.
+    fn loss(
+        &self,
+        question: &Question<'_>,
+        chosen: &Candidate,
+        shared: Shared,
+        looked_at: impl Iterator<Item = usize>,
+    ) -> Option<Loss> {
+        let (terms, at) = (chosen.terms.as_ref()?, self.position(chosen.prefill)?);
+        let rest = question.arrival.prompt_tokens - shared.tokens;
+        let with_it = |at: usize| self.loads[at].spec.cost.prefill_s(shared.tokens, rest);
+        if question.cached_on(at) < shared.tokens {
+            let lost = Seconds(terms.pull_s + terms.prefill_s) - with_it(at);
+            return (lost > Seconds::ZERO).then_some(Loss::Miss(lost));
+        }
+        // whoever takes no notice of prefixes would not have gone elsewhere for one
+        if terms.queue_s <= 0.0 || !self.follows_prefixes() {
+            return None;
+        }
+        // a dearer one may have been left alone for its price
+        let price = |at: usize| self.loads[at].spec.price.map_or(0.0, |price| price.0);
+        let others = looked_at
+            .filter(|&other| self.may_receive(question, shared, other) && price(other) <= price(at))
+            .map(|other| self.ahead(&self.loads[other], question).0.time + with_it(other));
+        let least = others.reduce(Seconds::min)?;
+        let lost = Seconds(terms.queue_s + terms.prefill_s) - least;
+        (lost > Seconds::ZERO).then_some(Loss::Wait(lost))
+    }
+
+    fn follows_prefixes(&self) -> bool {
+        match self.config.policy {
+            Policy::Random | Policy::RoundRobin | Policy::LeastLoaded => false,
+            Policy::CacheAware | Policy::KvcacheCentric { .. } | Policy::PerDollar => true,
+        }
+    }
+
+    fn may_receive(&self, question: &Question<'_>, shared: Shared, at: usize) -> bool {
+        let spec = &self.loads[at].spec;
+        spec.role.prefills()
+            && spec.kv_block_tokens == shared.block
+            && spec.kv_capacity_tokens >= u64::from(shared.tokens)
+            && question.cached_on(at) < shared.tokens
+    }
+
+    /// Of those looked at, the one with the least to do; the request itself brings the prefix to where it goes.
+    fn receiver(
+        &self,
+        question: &Question<'_>,
+        chosen: &Candidate,
+        shared: Shared,
+        looked_at: impl Iterator<Item = usize>,
+    ) -> Option<usize> {
+        let everything = Seconds(f64::INFINITY);
+        let backlog = |at: usize| self.loads[at].backlog(question.now, everything, &self.works).0.time;
+        let may = looked_at
+            .filter(|&at| self.may_receive(question, shared, at) && self.loads[at].spec.id != chosen.prefill);
+        let least =
+            |best: (usize, Seconds), next: (usize, Seconds)| if next.1 < best.1 { next } else { best };
+        may.map(|at| (at, backlog(at))).reduce(least).map(|(at, _)| at)
+    }
+
+    /// The holder whose way out is free first, and how long the copy takes from now on.
+    fn sender(&self, question: &Question<'_>, shared: Shared, to: usize) -> Option<(usize, Seconds)> {
+        let free = |at: usize| self.loads[at].egress_until.max(question.now);
+        let holders = question.holders.iter().filter(|&&(at, held)| {
+            held >= shared.tokens
+                && self.loads[at].spec.kv_block_tokens == shared.block
+                && self.link(&self.loads[at], &self.loads[to]).is_some()
+        });
+        let least = |best: usize, next: usize| if free(next) < free(best) { next } else { best };
+        let from = holders.map(|&(at, _)| at).reduce(least)?;
+        Some((from, self.pull_time(question.now, from, to, shared.tokens - question.cached_on(to))))
+    }
+}
+
+#[cfg(test)]
+mod tests;
