@@ -2,7 +2,7 @@
 //!
 //! A device's queue is waited for by a call that does not return before. In one thread nobody else could run meanwhile, and
 //! virtual time would have to jump ahead of everyone else's. So a worker gets a thread of its own, and a baton goes between it
-//! and the loop that owns the time: whoever lacks it sleeps. The order of everything stays the seed's.
+//! and the loop that owns the time: whoever lacks it sleeps. Equal runs stay equal.
 
 use super::Task;
 use mixfleet_hal::units::Seconds;

@@ -5,7 +5,7 @@ use super::{Connection, Env, Listener, Task};
 use futures_util::future::BoxFuture;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -60,8 +60,18 @@ struct Worker {
     woken: bool,
 }
 
+/// Tasks that can run, in the order in which they were woken.
 #[derive(Default)]
-struct Ready(Mutex<BTreeSet<u64>>);
+struct Ready(Mutex<VecDeque<u64>>);
+
+impl Ready {
+    fn add(&self, task: u64) {
+        let mut tasks = lock(&self.0);
+        if !tasks.contains(&task) {
+            tasks.push_back(task);
+        }
+    }
+}
 
 struct TaskWaker {
     task: u64,
@@ -70,7 +80,7 @@ struct TaskWaker {
 
 impl Wake for TaskWaker {
     fn wake(self: Arc<Self>) {
-        lock(&self.ready.0).insert(self.task);
+        self.ready.add(self.task);
     }
 }
 
@@ -110,7 +120,8 @@ impl SeededEnv {
     }
 
     /// A world in which workers may wait for a time by [`SeededEnv::block_until`], as they do for devices; slower, since
-    /// they take turns by threads.
+    /// they take turns by threads. Times count here, and messages take none: so that what goes through fewer hands arrives first,
+    /// as it would if they took some, tasks run in the order in which they were woken. The seed decides what is random.
     pub fn with_blocking_workers(seed: u64) -> Self {
         SeededEnv { threads: true, ..SeededEnv::new(seed) }
     }
@@ -151,17 +162,16 @@ impl SeededEnv {
         }
     }
 
-    /// Polls one ready task, chosen by the seed. False if none is ready.
+    /// Polls one ready task: the seed's choice, or the first one woken where workers block. False if none is ready.
     fn poll_one(&self) -> bool {
         let task = {
             let mut ready = lock(&self.ready.0);
-            if ready.is_empty() {
-                return false;
-            }
-            let nth = lock(&self.schedule).below(ready.len() as u64) as usize;
-            let task = *ready.iter().nth(nth).expect("in range");
-            ready.remove(&task);
-            task
+            let nth = match ready.len() as u64 {
+                0 => return false,
+                _ if self.threads => 0,
+                count => lock(&self.schedule).below(count) as usize,
+            };
+            ready.remove(nth).expect("in range")
         };
         let future = lock(&self.world).tasks.remove(&task);
         let Some(mut future) = future else {
@@ -197,7 +207,7 @@ impl SeededEnv {
             Turn::Pending => {
                 let woken = world.workers.get_mut(&task).is_some_and(|w| std::mem::take(&mut w.woken));
                 if woken {
-                    lock(&self.ready.0).insert(task);
+                    self.ready.add(task);
                 }
             }
             Turn::Done => {
@@ -265,7 +275,7 @@ impl Env for SeededEnv {
         let id = world.spawned;
         world.spawned += 1;
         world.tasks.insert(id, task);
-        lock(&self.ready.0).insert(id);
+        self.ready.add(id);
     }
 
     fn spawn_worker(&self, name: &str, task: Task) {
@@ -277,7 +287,7 @@ impl Env for SeededEnv {
         world.spawned += 1;
         let thread = WorkerThread::spawn(name, task, self.waker(id));
         world.workers.insert(id, Worker { thread, blocked_until: None, woken: false });
-        lock(&self.ready.0).insert(id);
+        self.ready.add(id);
     }
 
     fn random(&self) -> u64 {

@@ -124,6 +124,8 @@ enum Next {
     Wake { instance: u32 },
     /// A prompt's KV has arrived where it decodes.
     Landed { request: u64 },
+    /// There is room for a prompt where it decodes: whoever computes it hears of it, after those who were told things directly.
+    Reserved { request: u64 },
     /// A request comes later than in the trace: it follows an answer that took longer.
     Arrive { request: u64 },
 }
@@ -278,6 +280,7 @@ impl<'a> World<'a> {
             }
             Next::Wake { instance } => self.turn(instance),
             Next::Landed { request } => self.landed(request),
+            Next::Reserved { request } => self.reserved(request),
             Next::Arrive { request } => {
                 if let Some(request) = self.coming.remove(request) {
                     self.arrive(request);
@@ -408,9 +411,8 @@ impl<'a> World<'a> {
     }
 
     /// There is room for a prompt where it decodes: it can be computed.
-    fn reserved(&mut self, request: u64, held_tokens: u32) {
+    fn reserved(&mut self, request: u64) {
         let Some(flight) = self.flights.get_mut(request) else { return };
-        flight.held_tokens = held_tokens;
         if let Some((prefill, job)) = flight.waits.take() {
             self.enqueue(prefill, job);
         }
@@ -456,7 +458,12 @@ impl<'a> World<'a> {
                 Outcome::Progress { request, tokens } => {
                     self.tell(Event::PrefillProgress { request, instance: id, tokens });
                 }
-                Outcome::Reserved { request, held_tokens } => self.reserved(request, held_tokens),
+                Outcome::Reserved { request, held_tokens } => {
+                    if let Some(flight) = self.flights.get_mut(request) {
+                        flight.held_tokens = held_tokens;
+                    }
+                    self.schedule(self.now_s, Next::Reserved { request });
+                }
                 Outcome::Joined { request } => self.tell(Event::TransferDone { request, instance: id }),
                 Outcome::Prefilled { request } => self.prefilled(instance, request),
                 Outcome::Decoded { requests, tokens } => {
@@ -495,7 +502,11 @@ impl<'a> World<'a> {
             let bytes = f64::from(sent_tokens) * self.setup.fleet.kv_bytes_per_token as f64;
             let layers = self.setup.fleet.layers;
             let landed_s = self.network.hand_off(began_s, self.now_s, (instance, decode), bytes, layers);
-            self.schedule(landed_s, Next::Landed { request });
+            if landed_s > self.now_s {
+                self.schedule(landed_s, Next::Landed { request });
+            } else {
+                self.landed(request);
+            }
         }
     }
 
