@@ -55,6 +55,8 @@ struct Tracked {
     /// What the client has got.
     generated: Vec<u32>,
     attempt: u32,
+    /// As it was when the client was let in: a request that loses its instance keeps its place in the order.
+    due: Seconds,
     prefill: InstanceId,
     decode: InstanceId,
     /// The client was told that work on it began.
@@ -178,7 +180,7 @@ impl Running {
         let wanted = Arc::new(wanted);
         let arrival = self.arrival(request, &wanted, &wanted.prompt_ids, false);
         match self.fleet_step(Event::Arrived(arrival)).pop() {
-            Some(Action::Place { prefill, decode, explanation, .. }) => {
+            Some(Action::Place { prefill, decode, due, explanation, .. }) => {
                 if admitted.send(Ok(())).is_err() {
                     self.fleet_step(Event::Cancelled { request });
                     return;
@@ -189,6 +191,7 @@ impl Running {
                     updates,
                     generated: Vec::new(),
                     attempt: 0,
+                    due,
                     prefill,
                     decode,
                     started: false,
@@ -263,9 +266,10 @@ impl Running {
     }
 
     fn job(&self, request: RequestId, on: InstanceId) -> Job {
-        let Tracked { wanted, generated, attempt, .. } = &self.requests[&request];
+        let Tracked { wanted, generated, attempt, due, .. } = &self.requests[&request];
         Job {
             request,
+            due: *due,
             attempt: *attempt,
             wanted: wanted.clone(),
             tokens: [&wanted.prompt_ids[..], generated].concat(),

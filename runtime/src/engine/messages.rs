@@ -3,6 +3,7 @@
 use crate::request::{FinishReason, GenerateRequest, Logprobs};
 use mixfleet_hal::DType;
 use mixfleet_hal::transport::Descriptor;
+use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::BlockHash;
@@ -17,6 +18,8 @@ use super::slots::SlotPool;
 pub(super) struct Job {
     /// Its id; smaller is older.
     pub(super) request: RequestId,
+    /// Instances begin prompts in this order.
+    pub(super) due: Seconds,
     /// Grows with every placement of the request: messages of an earlier one are ignored.
     pub(super) attempt: u32,
     /// What the client asked for.

@@ -6,16 +6,21 @@
 //! missing is computed next, so a prompt, a chunk of it, a single decode token, a recomputed sequence
 //! after preemption and a transfer that came incomplete are all the same case.
 //!
-//! **No deadlock.** Older requests (smaller ids) win: the queue is sorted by age, a decode that finds
-//! no block preempts the youngest sequence (which recomputes later), and a waiting request may revoke
-//! the reservation of a younger one when nothing else can run. The oldest request of the fleet
-//! therefore always gets its blocks, provided that each alone fits, which the fleet checks on arrival.
+//! **No deadlock.** Every request has one place in the order, the same on all instances: by when it is due, equal ones by age.
+//! Who comes earlier in it wins: the queue is sorted by it, a decode that finds no block preempts the last sequence (which
+//! keeps its place and recomputes later), and a waiting request may revoke the reservation of a later one when nothing else can
+//! run. The first request of the fleet therefore always gets its blocks, provided that each alone fits, which the fleet checks
+//! on arrival. Due times are fixed there, and nobody is due before it comes: a request is overtaken only by those who come
+//! before it is due itself, so everyone becomes the first.
 
 mod blocks;
+mod order;
 
 pub use blocks::{BlockCounts, BlockPool};
 
 use crate::kv::hash::{BlockHash, Chain, PrefixHasher};
+use mixfleet_hal::units::Seconds;
+use order::Place;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Identifies a request; smaller is older.
@@ -54,6 +59,8 @@ pub enum Event {
     Add {
         /// Its id.
         request: RequestId,
+        /// Its place in the order, on the fleet's clock.
+        due: Seconds,
         /// Prompt, and what was generated before if it continues.
         tokens: Vec<u32>,
         /// Hashes its blocks, in its tenant's namespace.
@@ -65,6 +72,8 @@ pub enum Event {
     Reserve {
         /// Its id.
         request: RequestId,
+        /// Its place in the order, on the fleet's clock.
+        due: Seconds,
         /// Prompt, and what was generated before if it continues.
         tokens: Vec<u32>,
         /// Hashes its blocks, in its tenant's namespace.
@@ -185,6 +194,7 @@ enum Phase {
 
 #[derive(Debug)]
 struct Sequence {
+    place: Place,
     tokens: Vec<u32>,
     computed: u32,
     pages: Vec<u32>,
@@ -230,8 +240,7 @@ pub struct Instance {
     limits: BatchLimits,
     blocks: BlockPool,
     sequences: BTreeMap<RequestId, Sequence>,
-    /// Sorted by age.
-    waiting: BTreeSet<RequestId>,
+    waiting: BTreeSet<Place>,
     /// Sequences of the step that the device runs, with their new tokens.
     in_step: Vec<(RequestId, u32)>,
 }
@@ -258,10 +267,12 @@ impl Instance {
     /// Takes in an event and says what to do.
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
-            Event::Add { request, tokens, hasher, after } => {
-                self.enqueue(request, tokens, hasher, Some(after));
+            Event::Add { request, due, tokens, hasher, after } => {
+                self.enqueue(Place { due, request }, tokens, hasher, Some(after));
             }
-            Event::Reserve { request, tokens, hasher } => self.enqueue(request, tokens, hasher, None),
+            Event::Reserve { request, due, tokens, hasher } => {
+                self.enqueue(Place { due, request }, tokens, hasher, None);
+            }
             Event::Landed { request, tokens_valid, next } => {
                 self.landed(request, tokens_valid, next, actions);
             }
@@ -271,9 +282,11 @@ impl Instance {
         }
     }
 
-    fn enqueue(&mut self, request: RequestId, tokens: Vec<u32>, hasher: PrefixHasher, after: Option<After>) {
+    fn enqueue(&mut self, place: Place, tokens: Vec<u32>, hasher: PrefixHasher, after: Option<After>) {
         assert!(!tokens.is_empty(), "a sequence has at least one token");
+        let request = place.request;
         let sequence = Sequence {
+            place,
             tokens,
             computed: 0,
             pages: Vec::new(),
@@ -285,7 +298,7 @@ impl Instance {
         };
         let old = self.sequences.insert(request, sequence);
         assert!(old.is_none(), "request {request} is here already");
-        self.waiting.insert(request);
+        self.waiting.insert(place);
     }
 
     fn landed(&mut self, request: RequestId, valid: u32, next: Option<u32>, actions: &mut Vec<Action>) {
@@ -353,8 +366,9 @@ impl Instance {
                 sequence.cancelled = true;
                 return;
             }
+            let place = sequence.place;
             self.release_pages(request);
-            self.waiting.remove(&request);
+            self.waiting.remove(&place);
             self.sequences.remove(&request);
         }
     }
@@ -398,19 +412,20 @@ impl Instance {
         self.limits.step_tokens_max.saturating_sub(decodes).min(beside).saturating_sub(tokens)
     }
 
-    /// Gives blocks to those who wait, oldest first, until one does not fit. A prompt that the next step has no room for waits
+    /// Gives blocks to those who wait, in their order, until one does not fit. A prompt that the next step has no room for waits
     /// on: when its turn comes, it finds the prefixes that were computed meanwhile.
     fn admit(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) {
         let mut room = self.room();
-        let mut from = RequestId::MIN;
-        while let Some(&request) = self.waiting.range(from..).next() {
+        let mut seen = None;
+        while let Some(place) = order::next(&self.waiting, seen) {
             let holding = self.sequences.len() - self.waiting.len();
             if holding >= self.limits.sequences_max {
                 return;
             }
             let block_tokens = self.limits.block_tokens;
+            let request = place.request;
             let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
-            from = request.saturating_add(1);
+            seen = Some(place);
             if sequence.after.is_some() && room == 0 {
                 continue;
             }
@@ -425,7 +440,7 @@ impl Instance {
             if fresh + self.blocks.idle_among(&hits) + spare > self.blocks.available() {
                 return;
             }
-            self.waiting.remove(&request);
+            self.waiting.remove(&place);
             let tokens_cached = hits.len() as u32 * block_tokens;
             hits.iter().for_each(|&page| self.blocks.acquire(page));
             let mut pages = hits;
@@ -444,9 +459,12 @@ impl Instance {
         }
     }
 
+    /// Those that run, in their order.
     fn running(&self) -> Vec<RequestId> {
-        let running = self.sequences.iter().filter(|(_, s)| s.phase == Phase::Running);
-        running.map(|(&request, _)| request).collect()
+        let running = self.sequences.values().filter(|s| s.phase == Phase::Running);
+        let mut places: Vec<Place> = running.map(|s| s.place).collect();
+        places.sort_unstable();
+        places.into_iter().map(|place| place.request).collect()
     }
 
     fn form_step(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) -> Step {
@@ -477,14 +495,14 @@ impl Instance {
         step
     }
 
-    /// Still running (an older one may have preempted it) with one token to go.
+    /// Still running (an earlier one may have preempted it) with one token to go.
     fn decodes(&self, request: RequestId) -> bool {
         let sequence = &self.sequences[&request];
         sequence.phase == Phase::Running && sequence.pending() == 1
     }
 
-    /// Makes sure that there is a block for the sequence's next token. If none is to be had, younger
-    /// sequences are preempted; if there are none, it waits or is preempted itself.
+    /// Makes sure that there is a block for the sequence's next token. If none is to be had, later
+    /// sequences are preempted, the last first; if there are none, it waits or is preempted itself.
     fn grow(&mut self, request: RequestId, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) -> bool {
         let sequence = &self.sequences[&request];
         if sequence.pages.len() * self.limits.block_tokens as usize >= sequence.tokens.len() {
@@ -496,13 +514,13 @@ impl Instance {
                 return true;
             }
             let preemptable = |s: &Sequence| s.phase == Phase::Running && s.after == Some(After::Decode);
-            let youngest = self.sequences.iter().rev().find(|(_, s)| preemptable(s)).map(|(&id, _)| id);
-            let youngest = youngest.expect("the sequence itself is preemptable");
-            if youngest == request && self.others_will_release(request) {
+            let places = self.sequences.values().filter(|s| preemptable(s)).map(|s| s.place);
+            let last = places.max().expect("the sequence itself is preemptable").request;
+            if last == request && self.others_will_release(request) {
                 return false;
             }
-            self.preempt(youngest, actions);
-            if youngest == request {
+            self.preempt(last, actions);
+            if last == request {
                 return false;
             }
         }
@@ -519,7 +537,7 @@ impl Instance {
         let sequence = self.sequences.get_mut(&request).expect("known");
         sequence.phase = Phase::Waiting;
         sequence.computed = 0;
-        self.waiting.insert(request);
+        self.waiting.insert(sequence.place);
         actions.push(Action::Preempted { request });
     }
 
@@ -535,19 +553,20 @@ impl Instance {
         }
     }
 
-    /// Nothing can run here: if the oldest that wants to is older than a reservation, it takes its
+    /// Nothing can run here: if the first that wants to comes before a reservation, it takes its
     /// blocks. True if there was one.
     fn revoke(&mut self, actions: &mut Vec<Action>) -> bool {
-        let wants = |s: &Sequence| matches!(s.phase, Phase::Waiting | Phase::Running);
-        let Some((&oldest, _)) = self.sequences.iter().find(|(_, s)| wants(s)) else { return false };
-        let handing_off = self.sequences.values().any(|s| s.phase == Phase::HandedOff);
-        let youngest = self.sequences.iter().rev().find(|(_, s)| s.phase == Phase::Receiving);
-        if let Some((&youngest, _)) = youngest
-            && youngest > oldest
+        let sequences = || self.sequences.values();
+        let wants = |s: &&Sequence| matches!(s.phase, Phase::Waiting | Phase::Running);
+        let Some(first) = sequences().filter(wants).map(|s| s.place).min() else { return false };
+        let handing_off = sequences().any(|s| s.phase == Phase::HandedOff);
+        let last = sequences().filter(|s| s.phase == Phase::Receiving).map(|s| s.place).max();
+        if let Some(last) = last
+            && last > first
             && !handing_off
         {
-            self.drop_request(youngest);
-            actions.push(Action::Revoked { request: youngest });
+            self.drop_request(last.request);
+            actions.push(Action::Revoked { request: last.request });
             return true;
         }
         false

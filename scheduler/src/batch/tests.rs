@@ -53,8 +53,12 @@ impl Driver {
     }
 
     fn add(&mut self, request: RequestId, prompt: Vec<u32>, output: usize, after: After) {
+        self.add_due(request, Seconds::ZERO, prompt, output, after);
+    }
+
+    fn add_due(&mut self, request: RequestId, due: Seconds, prompt: Vec<u32>, output: usize, after: After) {
         self.requests.insert(request, (prompt.clone(), prompt.len() + output));
-        let event = Event::Add { request, tokens: prompt, hasher: hasher(), after };
+        let event = Event::Add { request, due, tokens: prompt, hasher: hasher(), after };
         self.machine.step(event, &mut Vec::new());
     }
 
@@ -135,7 +139,8 @@ fn every_request_ends_with_the_right_tokens_under_random_load() {
             let prompt = prompt(&mut rng);
             let output = 1 + rng.below(30) as usize;
             let after = if rng.below(4) == 0 { After::HandOff } else { After::Decode };
-            driver.add(request, prompt, output, after);
+            let due = Seconds(rng.below(6) as f64);
+            driver.add_due(request, due, prompt, output, after);
             for _ in 0..rng.below(4) {
                 driver.turn();
             }
@@ -190,7 +195,8 @@ fn a_reserved_sequence_joins_when_its_kv_has_landed_and_recomputes_what_is_missi
         let mut driver = Driver::new(LIMITS);
         let prompt: Vec<u32> = (1..=length).collect();
         let next = prompt.iter().sum();
-        let event = Event::Reserve { request: 1, tokens: prompt.clone(), hasher: hasher() };
+        let event =
+            Event::Reserve { request: 1, due: Seconds::ZERO, tokens: prompt.clone(), hasher: hasher() };
         driver.machine.step(event, &mut Vec::new());
         let mut actions = Vec::new();
         driver.machine.step(Event::Idle, &mut actions);
@@ -206,20 +212,99 @@ fn a_reserved_sequence_joins_when_its_kv_has_landed_and_recomputes_what_is_missi
     }
 }
 
+/// A prompt that fills a step by itself, like no other.
+fn whole_step(request: RequestId) -> Vec<u32> {
+    vec![1000 + request as u32; LIMITS.step_tokens_max as usize]
+}
+
 #[test]
-fn an_older_request_takes_a_younger_ones_reservation_when_nothing_else_runs() {
+fn prompts_run_by_when_they_are_due_and_equal_ones_as_they_came() {
+    for seed in 0..50 {
+        let mut rng = Stream::new(seed);
+        let mut driver = Driver::new(LIMITS);
+        let mut places = Vec::new();
+        for request in 0..20 {
+            let due = Seconds(rng.below(5) as f64);
+            places.push(Place { due, request });
+            driver.add_due(request, due, whole_step(request), 1, After::Decode);
+        }
+        while driver.turn() {}
+        places.sort_unstable();
+        let order: Vec<RequestId> = places.iter().map(|place| place.request).collect();
+        assert_eq!(driver.finished, order, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_request_is_overtaken_only_by_those_that_come_before_it_is_due() {
+    let (patient, patience, due_after) = (2, 40, 3);
     let mut driver = Driver::new(LIMITS);
-    let reserve = |request| Event::Reserve { request, tokens: vec![0; 40], hasher: hasher() };
-    driver.machine.step(reserve(9), &mut Vec::new());
+    let mut next = 0;
+    for now in 0..4 * patience {
+        // three prompts for every two steps: more than the instance can ever do
+        for _ in 0..1 + now % 2 {
+            let due = Seconds(f64::from(if next == patient { patience } else { now + due_after }));
+            driver.add_due(next, due, whole_step(next), 1, After::Decode);
+            next += 1;
+        }
+        driver.turn();
+    }
+    let place = driver.finished.iter().position(|&request| request == patient);
+    let before = place.expect("it had its turn");
+    // those that came before 37, without itself; who comes then is due when it is, and came later
+    assert_eq!(before, (0..patience - due_after).map(|now| 1 + now % 2).sum::<u32>() as usize - 1);
+    assert!(driver.finished[before + 1..].iter().all(|&request| request > before as u64));
+}
+
+#[test]
+fn who_is_due_last_gives_way_and_comes_back_in_its_place() {
+    let limits = BatchLimits { spare_blocks: 0, ..LIMITS };
+    let mut driver = Driver::new(limits);
+    // The first to come is due last. Each holds 5 blocks when it begins and needs 9 in the end; there are 16.
+    for (request, due) in [(0, 9.0), (1, 2.0), (2, 1.0)] {
+        let prompt = (0..18).map(|i| 100 * request as u32 + i).collect();
+        driver.add_due(request, Seconds(due), prompt, 16, After::Decode);
+    }
+    let (mut preempted, mut admitted) = (Vec::new(), Vec::new());
+    for request in 3..8 {
+        driver.add_due(request, Seconds(10.0), whole_step(request), 1, After::Decode);
+    }
+    loop {
+        let mut actions = Vec::new();
+        driver.machine.step(Event::Idle, &mut actions);
+        for action in &actions {
+            match action {
+                Action::Preempted { request } => preempted.push(*request),
+                Action::Admitted { request, .. } => admitted.push(*request),
+                _ => {}
+            }
+        }
+        let Some(Action::Run(step)) = actions.pop() else { break };
+        driver.run(&step);
+    }
+    // 3 began beside 0, and gave way to it in turn
+    assert_eq!(preempted, [0, 1, 3]);
+    assert_eq!(admitted, [2, 1, 0, 1, 0, 3, 3, 4, 5, 6, 7]);
+    assert_eq!(driver.finished.len(), 8);
+}
+
+#[test]
+fn an_earlier_request_takes_a_later_ones_reservation_when_nothing_else_runs() {
+    let mut driver = Driver::new(LIMITS);
+    let reserve = |request, due| {
+        let (due, tokens) = (Seconds(due), vec![0; 40]);
+        Event::Reserve { request, due, tokens, hasher: hasher() }
+    };
+    driver.machine.step(reserve(3, 2.0), &mut Vec::new());
     driver.machine.step(Event::Idle, &mut Vec::new());
-    driver.machine.step(reserve(10), &mut Vec::new());
+    driver.machine.step(reserve(4, 2.0), &mut Vec::new());
     let mut actions = Vec::new();
     driver.machine.step(Event::Idle, &mut actions);
-    assert!(actions.is_empty(), "a younger request waits: {actions:?}");
-    driver.machine.step(reserve(3), &mut Vec::new());
+    assert!(actions.is_empty(), "a later request waits: {actions:?}");
+    driver.machine.step(reserve(9, 1.0), &mut Vec::new());
     driver.machine.step(Event::Idle, &mut actions);
     // At once: nobody may come to ask again.
-    let [Action::Revoked { request: 9 }, Action::Reserved { request: 3, .. }] = &actions[..] else {
+    let [Action::Revoked { request: 3 }, Action::Reserved { request: 9, .. }] = &actions[..] else {
         panic!("{actions:?}")
     };
 }

@@ -98,7 +98,7 @@ pub(super) struct Engine {
     private: u64,
     /// Waiting, in order of when they are due; those that lost their blocks first.
     queue: VecDeque<Sequence>,
-    /// Who want room for KV that shall come from elsewhere,
+    /// Who want room for KV that shall come from elsewhere, in order of when they are due,
     reserving: VecDeque<Sequence>,
     /// and who have it.
     receiving: Vec<Sequence>,
@@ -239,7 +239,6 @@ impl Engine {
             None => {}
         }
         self.take_landed(outcomes);
-        self.take_reservations(outcomes);
         let parts = self.parts(now_s, outcomes);
         let plan = if parts.is_empty() { self.run(now_s)? } else { self.mixed(now_s, parts) };
         self.plans += 1;
@@ -285,7 +284,7 @@ impl Engine {
         self.prefilling.len() + self.decoding.len() + self.receiving.len()
     }
 
-    /// Tokens of each prompt for the next step; takes prompts from the queue while there is room.
+    /// Tokens of each prompt for the next step; lets in who waits while there is room.
     fn parts(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) -> Vec<u32> {
         if self.alone() {
             if self.prefilling.is_empty() {
@@ -294,8 +293,7 @@ impl Engine {
             return self.prefilling.iter().map(Sequence::pending).collect();
         }
         let mut budget = self.step_tokens_max.saturating_sub(self.decoding.len() as u32);
-        let pending = |prompts: &[Sequence]| prompts.iter().map(|s| u64::from(s.pending())).sum::<u64>();
-        while pending(&self.prefilling) < u64::from(budget) && self.admit(now_s, outcomes) {}
+        self.let_in(now_s, budget, outcomes);
         let mut parts = Vec::new();
         for sequence in &self.prefilling {
             if budget == 0 {
@@ -310,8 +308,7 @@ impl Engine {
 
     /// Gives blocks to the first in the queue. False if it must wait.
     fn admit(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) -> bool {
-        let ready = self.queue.front().is_some_and(|next| next.job.ready_at_s <= now_s);
-        if !ready || self.holding() >= self.sequences_max {
+        if !self.next_is_ready(now_s) || self.holding() >= self.sequences_max {
             return false;
         }
         let Some(mut next) = self.queue.pop_front() else { return false };

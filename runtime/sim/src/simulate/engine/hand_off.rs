@@ -5,7 +5,9 @@ use super::{Engine, Job, Outcome, Sequence};
 impl Engine {
     /// A prompt shall be computed elsewhere as soon as there is room for its KV here.
     pub(in crate::simulate) fn reserve(&mut self, job: Job) {
-        self.reserving.push_back(Sequence::new(job));
+        let later = |s: &&Sequence| s.job.due_s > job.due_s;
+        let place = self.reserving.len() - self.reserving.iter().rev().take_while(later).count();
+        self.reserving.insert(place, Sequence::new(job));
     }
 
     /// A request whose prompt was computed elsewhere, and whose first token is out since `since_s`.
@@ -35,20 +37,49 @@ impl Engine {
         self.landed.push_back(sequence);
     }
 
-    /// Gives room to those who wait for it, first come, first served.
-    pub(super) fn take_reservations(&mut self, outcomes: &mut Vec<Outcome>) {
-        while self.holding() < self.sequences_max
-            && let Some(mut next) = self.reserving.pop_front()
-        {
-            let Some(hits) = self.claim(&mut next) else {
-                self.reserving.push_front(next);
-                return;
+    /// The first prompt in the queue has all that it needs from elsewhere.
+    pub(super) fn next_is_ready(&self, now_s: f64) -> bool {
+        self.queue.front().is_some_and(|next| next.job.ready_at_s <= now_s)
+    }
+
+    /// Gives room to those who wait for it in the order in which they are due, until one finds none; prompts only while those
+    /// that run leave something of the next step's `budget` tokens.
+    pub(super) fn let_in(&mut self, now_s: f64, budget: u32, outcomes: &mut Vec<Outcome>) {
+        let place = |s: &Sequence| (s.job.due_s, s.job.request);
+        loop {
+            let pending: u64 = self.prefilling.iter().map(|s| u64::from(s.pending())).sum();
+            let computes = pending < u64::from(budget) && self.next_is_ready(now_s);
+            let prompt = self.queue.front().filter(|_| computes).map(place);
+            let reserves = match (self.reserving.front().map(place), prompt) {
+                (Some(elsewhere), Some(here)) => elsewhere < here,
+                (elsewhere, _) => elsewhere.is_some(),
             };
-            self.tell_evicted(outcomes);
-            let held_tokens = hits as u32 * self.block_tokens;
-            outcomes.push(Outcome::Reserved { request: next.job.request, held_tokens });
-            self.receiving.push(next);
+            let found = if reserves {
+                self.take_reservation(outcomes)
+            } else {
+                computes && self.admit(now_s, outcomes)
+            };
+            if !found {
+                return;
+            }
         }
+    }
+
+    /// Gives room to the first who wants some for KV from elsewhere. False if there is none.
+    fn take_reservation(&mut self, outcomes: &mut Vec<Outcome>) -> bool {
+        if self.holding() >= self.sequences_max {
+            return false;
+        }
+        let Some(mut next) = self.reserving.pop_front() else { return false };
+        let Some(hits) = self.claim(&mut next) else {
+            self.reserving.push_front(next);
+            return false;
+        };
+        self.tell_evicted(outcomes);
+        let held_tokens = hits as u32 * self.block_tokens;
+        outcomes.push(Outcome::Reserved { request: next.job.request, held_tokens });
+        self.receiving.push(next);
+        true
     }
 
     /// Those whose KV has come decode from now on, as far as there is room.

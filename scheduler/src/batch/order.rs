@@ -1,0 +1,42 @@
+//! The order of requests: the same on every instance.
+
+use super::RequestId;
+use mixfleet_hal::units::Seconds;
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
+use std::ops::Bound;
+
+/// A request's place in the order: by when it is due, equal ones as they came.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    /// On the fleet's clock.
+    pub(super) due: Seconds,
+    /// Smaller is older.
+    pub(super) request: RequestId,
+}
+
+impl Ord for Place {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.due.0.total_cmp(&other.due.0).then(self.request.cmp(&other.request))
+    }
+}
+
+impl PartialOrd for Place {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Place {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Place {}
+
+/// The first of `places` after `after`, or of all.
+pub(super) fn next(places: &BTreeSet<Place>, after: Option<Place>) -> Option<Place> {
+    let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+    places.range((from, Bound::Unbounded)).next().copied()
+}
