@@ -233,6 +233,10 @@ fn table(r: &Results) -> String {
     for (link, bytes) in &r.kv_bytes_moved {
         line("KV moved", format!("{:.1} GB {link}", bytes / 1e9));
     }
+    if let Some(sent) = &r.replicated {
+        let (gb, dropped) = (sent.bytes / 1e9, sent.dropped);
+        line("of it ahead", format!("{gb:.1} GB, {} prefixes copied, {dropped} dropped", sent.copies));
+    }
     if r.usd_rent > 0.0 {
         line("rent", format!("${:.2}, ${:.4} per million tokens", r.usd_rent, r.usd_rent_per_million_tokens));
         line(

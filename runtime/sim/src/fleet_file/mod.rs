@@ -94,6 +94,8 @@ pub struct Kv {
     pub block_tokens: u32,
     /// Who goes first when a cache is full.
     pub policy: CachePolicy,
+    /// Bytes that copies of hot prefixes may take, GB/s; none are made without.
+    pub replicate_gb_per_s: Option<f64>,
 }
 
 /// Bounds of an instance's steps.

@@ -85,6 +85,7 @@ pub(super) struct Kv {
     pub(super) block_tokens: Option<u32>,
     #[serde(default)]
     pub(super) policy: CachePolicy,
+    pub(super) replicate_gb_per_s: Option<f64>,
 }
 
 #[derive(Debug, Default, Deserialize)]

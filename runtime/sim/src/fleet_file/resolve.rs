@@ -50,7 +50,11 @@ pub(super) fn file(
     });
     let block_tokens = raw.kv.block_tokens.or(measured).unwrap_or(BLOCK_TOKENS);
     at_least_one("[kv] block_tokens", block_tokens)?;
-    let kv = Kv { block_tokens, policy: raw.kv.policy };
+    let replicate_gb_per_s = raw.kv.replicate_gb_per_s;
+    if let Some(rate) = replicate_gb_per_s {
+        positive("[kv] replicate_gb_per_s", rate)?;
+    }
+    let kv = Kv { block_tokens, policy: raw.kv.policy, replicate_gb_per_s };
     let mut pools: Vec<Pool> = Vec::new();
     for (pool, hardware) in raw.pool.iter().zip(&hardware) {
         let place = format!("pool '{}'", pool.name);

@@ -72,7 +72,7 @@ fn the_example_works_as_it_stands() {
     assert_eq!(fleet.model.name, "llama-3.1-70b");
     assert_eq!((fleet.model.layers, fleet.model.kv_bytes_per_token), (80, 327_680.0));
     assert_eq!(fleet.slo, Slo { ttft_s: 30.0, tbt_s: 0.1, tbt_metric: TbtMetric::Longest10 });
-    assert_eq!(fleet.kv, Kv { block_tokens: 512, policy: CachePolicy::Lru });
+    assert_eq!(fleet.kv, Kv { block_tokens: 512, policy: CachePolicy::Lru, replicate_gb_per_s: None });
     assert_eq!(fleet.usd_per_hour(), Some(224.0));
     let [prefill, decode] = &fleet.pools[..] else { panic!("two pools") };
     assert_eq!((prefill.role, prefill.count, prefill.cache_tokens), (Role::Prefill, 8, 3_000_000));
@@ -136,6 +136,10 @@ fn bad_values_are_told_with_key_value_and_what_is_allowed() {
     says(
         parse(&EXAMPLE.replace("llama-3.1-70b", "llama-3.1-71b")),
         &["[model] name", "closest: llama-3.1-70b"],
+    );
+    says(
+        parse(&EXAMPLE.replace("[kv]", "[kv]\nreplicate_gb_per_s = 0")),
+        &["[kv] replicate_gb_per_s: is 0", "positive"],
     );
     says(parse(&EXAMPLE.replace("tbt_s = 0.1", "tbt_s = 0.0")), &["[slo] tbt_s: is 0", "positive"]);
     says(

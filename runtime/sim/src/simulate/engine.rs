@@ -5,6 +5,7 @@
 //! is one event, however long; who comes meanwhile cuts it short after the step in progress.
 
 mod hand_off;
+mod replica;
 mod sequence;
 mod stage;
 

@@ -6,6 +6,7 @@
 //! gives equal output, byte by byte. What is modelled and what is not: docs/simulator.md.
 
 mod classes;
+mod copies;
 mod engine;
 mod network;
 mod observe;
@@ -15,6 +16,7 @@ mod setup;
 mod tiers;
 mod timeline;
 
+pub use copies::Replicated;
 pub use observe::{Answer, Observer, Sample};
 pub use quantiles::Quantiles;
 pub use results::{ClassResult, Distribution, HitBySource, PoolResult, Results};
@@ -24,6 +26,7 @@ pub use tiers::TierSetup;
 use crate::fleet_file::{Class, TbtMetric};
 use crate::trace::{Request, Session, TraceError};
 use classes::{Classes, Promised};
+use copies::{Copies, Copy};
 use engine::{Engine, Gaps, Job, Outcome};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
@@ -126,6 +129,8 @@ enum Next {
     Landed { request: u64 },
     /// There is room for a prompt where it decodes: whoever computes it hears of it, after those who were told things directly.
     Reserved { request: u64 },
+    /// A copy ahead of demand has arrived.
+    Copied { number: u64 },
     /// A request comes later than in the trace: it follows an answer that took longer.
     Arrive { request: u64 },
 }
@@ -189,7 +194,7 @@ pub fn run(
         world.advance();
     }
     world.last_sample();
-    Ok(world.ledger.results(setup, world.now_s, &world.network))
+    Ok(world.ledger.results(setup, world.now_s, &world.network, &world.copies))
 }
 
 struct World<'a> {
@@ -198,6 +203,7 @@ struct World<'a> {
     fleet: Fleet,
     engines: Vec<Engine>,
     network: Network,
+    copies: Copies,
     flights: IdMap<Flight>,
     classes: Classes<'a>,
     /// Requests that arrive later.
@@ -243,6 +249,7 @@ impl<'a> World<'a> {
             fleet,
             engines: setup.instances.iter().map(|instance| Engine::new(instance, setup)).collect(),
             network: Network::new(setup),
+            copies: Copies::default(),
             flights: IdMap::default(),
             classes: Classes::new(setup),
             coming: IdMap::default(),
@@ -280,6 +287,7 @@ impl<'a> World<'a> {
             }
             Next::Wake { instance } => self.turn(instance),
             Next::Landed { request } => self.landed(request),
+            Next::Copied { number } => self.copied(number),
             Next::Reserved { request } => self.reserved(request),
             Next::Arrive { request } => {
                 if let Some(request) = self.coming.remove(request) {
@@ -331,12 +339,14 @@ impl<'a> World<'a> {
             (0..self.engines.len() as u32).for_each(|instance| self.catch_up(instance));
         }
         self.tell(Event::Arrived(arrival));
+        let mut copies = Vec::new();
         for action in std::mem::take(&mut self.actions) {
             self.observer.decided(self.now_s, &action);
             match action {
                 Action::Place { prefill, decode, pull, due, .. } => {
                     let at = (prefill.0, decode.0);
-                    return self.placed(request, (class, promised), at, pull, due);
+                    self.placed(request, (class, promised), at, pull, due);
+                    return copies.into_iter().for_each(|copy| self.send_copy(copy));
                 }
                 Action::Reject { reason, .. } => {
                     self.ledger.rejected(&reason);
@@ -344,7 +354,10 @@ impl<'a> World<'a> {
                     self.goes_on(request.session, request.id);
                 }
                 Action::SetRole { instance, role } => self.engines[instance.0 as usize].set_role(role),
-                Action::Drop { .. } | Action::Replay { .. } | Action::Replicate { .. } => {}
+                Action::Replicate { from, to, hashes, tokens } => {
+                    copies.push(Copy { from: from.0, to: to.0, chain: hashes, tokens });
+                }
+                Action::Drop { .. } | Action::Replay { .. } => {}
             }
         }
     }

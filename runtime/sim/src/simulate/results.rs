@@ -1,6 +1,7 @@
 //! What a run is worth: counts, times, hits and dollars.
 
 use super::classes::Promised;
+use super::copies::{Copies, Replicated};
 use super::engine::Gaps;
 use super::network::Network;
 use super::observe::Answer;
@@ -153,6 +154,9 @@ pub struct Results {
     pub prefill_wasted_s: f64,
     /// By pair of pools, `from->to`.
     pub kv_bytes_moved: BTreeMap<String, f64>,
+    /// Of these, what was copied ahead of demand, where the fleet does that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicated: Option<Replicated>,
     /// Rent of the fleet for the whole time, and traffic.
     pub usd_rent: f64,
     /// Rent of the time that devices worked, and traffic.
@@ -306,7 +310,7 @@ impl Ledger {
         names.zip(&self.classes).map(result).collect()
     }
 
-    pub(super) fn results(&self, setup: &Setup, ended_s: f64, network: &Network) -> Results {
+    pub(super) fn results(&self, setup: &Setup, ended_s: f64, network: &Network, copies: &Copies) -> Results {
         let per_million = |usd: f64| if self.tokens == 0 { 0.0 } else { usd / self.tokens as f64 * 1e6 };
         let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
         let of_tokens = |blocks: u64| share(blocks * u64::from(self.block_tokens), self.prompt_tokens);
@@ -354,6 +358,7 @@ impl Ledger {
             decode_device_s: sum(|p| p.decode_device_s),
             prefill_wasted_s: self.wasted_s,
             kv_bytes_moved: moved.collect(),
+            replicated: setup.fleet.replicate.map(|_| copies.sent()),
             usd_rent,
             usd_busy,
             usd_rent_per_million_tokens: per_million(usd_rent),

@@ -2,9 +2,9 @@
 
 use super::{HandOff, InstanceSetup, Objectives, Setup, TierSetup};
 use crate::fleet_file::{FleetFile, Pool, Tier as Store};
-use mixfleet_hal::units::{Seconds, UsdPerHour};
+use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::LinkCost;
-use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy};
+use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy, Replicate};
 use mixfleet_scheduler::kv::Tier;
 use std::sync::Arc;
 
@@ -69,6 +69,7 @@ impl Setup {
             admission: choices.admission,
             pull: true,
             rebalance: file.rebalance.clone(),
+            replicate: file.kv.replicate_gb_per_s.map(|rate| Replicate::new(rate * GB)),
             seed: choices.seed,
             ..FleetConfig::new(file.model.kv_bytes_per_token.round() as u64, file.model.layers)
         };
