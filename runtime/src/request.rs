@@ -21,6 +21,19 @@ pub struct GenerateRequest {
     pub logprobs: Option<u32>,
     /// Separates tenants in the prefix cache.
     pub cache_salt: Option<String>,
+    /// How soon the answer is wanted.
+    pub tier: ServiceTier,
+}
+
+/// How soon an answer is wanted, by OpenAI's names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ServiceTier {
+    /// As the fleet's objectives say: someone reads along.
+    #[default]
+    Default,
+    /// Complete by a deadline; until then others go first.
+    Flex,
 }
 
 /// How a token is drawn from the logits. `Default` is OpenAI's default: temperature 1, nothing else.
@@ -124,7 +137,7 @@ pub enum Update {
 /// Why a request was turned away before any work.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Rejection {
-    /// Too much work is queued, or the predicted TTFT breaks the SLO: 429.
+    /// Too much work is queued, or what is predicted breaks the SLO or the deadline: 429.
     #[error("{reason}")]
     Overloaded {
         /// In words, with the numbers.

@@ -18,7 +18,7 @@ use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, ModelConfig};
-use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling};
+use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling, ServiceTier};
 use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Policy, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::TbtMetric;
@@ -233,6 +233,7 @@ fn served(scene: &Scene) -> Vec<serde_json::Value> {
                 sampling: Sampling { temperature: 0.0, ..Sampling::default() },
                 logprobs: None,
                 cache_salt: None,
+                tier: ServiceTier::Default,
             };
             let Ok(mut updates) = handle.submit(request).await else { continue };
             let (sender, end) = tokio::sync::oneshot::channel();

@@ -31,6 +31,9 @@ fn a_logged_engine_replays_byte_by_byte_and_explains_its_decisions() {
         let found = replay(&log);
         assert_eq!((found.ended, found.first, found.differing), (None, None, 0), "seed {seed}");
         assert_eq!(found.steps as usize, log.lines().count() - 1, "the head is no step");
+        for (what, name) in [("\"objective\":\"deadline\"", "flex"), ("\"objective\":\"fleet\"", "default")] {
+            assert!(log.contains(what), "no {name} request in the log");
+        }
         assert!(
             found.arrivals >= REQUESTS as u64 && found.actions >= found.arrivals,
             "{} arrivals",

@@ -171,6 +171,9 @@ pub(crate) struct ServeArgs {
     /// Turn away requests whose tokens would come slower
     #[arg(long, value_name = "SECONDS")]
     pub(crate) tbt_slo: Option<f64>,
+    /// Time for the answers to requests of service_tier flex [default: 600]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600.0, hide_default_value = true)]
+    pub(crate) flex_deadline_s: f64,
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
     /// Rent of a device; with all, placement weighs dollars

@@ -54,7 +54,8 @@ fn check(args: &ServeArgs) -> Result<()> {
     if args.api_key.as_deref().is_some_and(str::is_empty) {
         return Err(Usage("--api-key is empty".into()).into());
     }
-    for (flag, slo) in [("--ttft-slo", args.ttft_slo), ("--tbt-slo", args.tbt_slo)] {
+    let flex = ("--flex-deadline-s", Some(args.flex_deadline_s));
+    for (flag, slo) in [("--ttft-slo", args.ttft_slo), ("--tbt-slo", args.tbt_slo), flex] {
         if slo.is_some_and(|s| !(s.is_finite() && s > 0.0)) {
             return Err(Usage(format!("{flag} must be a positive number of seconds")).into());
         }
@@ -158,6 +159,7 @@ fn load(
             requests_max: args.requests.get(),
             ttft_slo: args.ttft_slo.map(Seconds),
             tbt_slo: args.tbt_slo.map(Seconds),
+            flex_deadline: Seconds(args.flex_deadline_s),
             policy,
             admission,
             seed,

@@ -51,6 +51,12 @@ impl Server {
 
     /// Sends a request and reads until the server closes: status and body.
     fn call(&self, method: &str, path: &str, headers: &str, body: &str) -> (u16, String) {
+        let (head, body) = self.exchange(method, path, headers, body);
+        (head.split(' ').nth(1).unwrap().parse().unwrap(), body)
+    }
+
+    /// Sends a request and reads until the server closes: head and body.
+    fn exchange(&self, method: &str, path: &str, headers: &str, body: &str) -> (String, String) {
         let mut stream = self.connect();
         let length = body.len();
         let head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}");
@@ -59,7 +65,7 @@ impl Server {
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         let (head, body) = answer.split_once("\r\n\r\n").expect("a response");
-        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_string())
+        (head.to_string(), body.to_string())
     }
 
     fn post(&self, path: &str, body: &Value) -> (u16, Value) {
@@ -169,6 +175,10 @@ fn a_servers_event_log_replays_and_explains() {
     for prompt in ["a fleet", "a fleet of parts", "another"] {
         assert_eq!(server.post("/v1/completions", &completion(&prompt.repeat(9), 5)).0, 200);
     }
+    let mut patient = completion("take your time", 5);
+    patient["service_tier"] = json!("flex");
+    let (status, answer) = server.post("/v1/completions", &patient);
+    assert_eq!((status, &answer["service_tier"]), (200, &json!("flex")), "{answer}");
     server.signal();
     let (status, said) = server.wait();
     assert!(status.success(), "{status}: {said}");
@@ -185,7 +195,7 @@ fn a_servers_event_log_replays_and_explains() {
     assert_eq!(code, Some(0), "{document} {said}");
     let document: Value = serde_json::from_str(&document).unwrap();
     assert_eq!(document["schema"], "mixfleet.replay/1");
-    assert_eq!((&document["arrivals"], &document["differing"]), (&json!(3), &json!(0)));
+    assert_eq!((&document["arrivals"], &document["differing"]), (&json!(4), &json!(0)));
     assert_eq!(document["whole"], true);
     let (_, text, _) = replay(&[path, "--request", "1"]);
     assert!(
@@ -194,6 +204,7 @@ fn a_servers_event_log_replays_and_explains() {
     );
 
     let lines = std::fs::read_to_string(&log).unwrap();
+    assert!(lines.contains("\"class\":1,\"objective\":{\"objective\":\"deadline\",\"at\":"), "no deadline");
     std::fs::write(&log, lines.replacen("\"prefill\":0", "\"prefill\":7", 1)).unwrap();
     let (code, text, said) = replay(&[path]);
     assert_eq!(code, Some(1), "{text}");
@@ -203,6 +214,28 @@ fn a_servers_event_log_replays_and_explains() {
     assert!(code == Some(3) && said.contains("line 2"), "{code:?} {said}");
     let (code, _, said) = replay(&["no/such/log"]);
     assert!(code == Some(3) && said.contains("no/such/log"), "{code:?} {said}");
+}
+
+#[test]
+fn a_flex_request_without_a_chance_is_turned_away_and_others_are_not() {
+    let server = Server::start(&["--device", "cpu", "--flex-deadline-s", "1e-6"]);
+    let mut request = completion("in no time", 40);
+    assert_eq!(server.post("/v1/completions", &request).0, 200);
+    request["service_tier"] = json!("flex");
+    let (head, body) = server.exchange("POST", "/v1/completions", "", &request.to_string());
+    assert!(head.starts_with("HTTP/1.1 429"), "{head}");
+    let retry = head.lines().find_map(|line| line.strip_prefix("retry-after: "));
+    assert!(retry.is_some_and(|seconds| seconds.parse::<u64>().is_ok_and(|s| s >= 1)), "{head}");
+    let body: Value = serde_json::from_str(&body).unwrap();
+    let (kind, message) = (&body["error"]["type"], body["error"]["message"].as_str().unwrap());
+    assert_eq!(kind, "rate_limit_error");
+    assert!(
+        message.starts_with("service_tier 'flex': the best placement completes the answer in"),
+        "{message}"
+    );
+    request["service_tier"] = json!("priority");
+    let (status, answer) = server.post("/v1/completions", &request);
+    assert_eq!((status, &answer["service_tier"]), (200, &json!("default")), "{answer}");
 }
 
 #[test]
@@ -255,6 +288,7 @@ fn mistakes_are_named_and_have_their_exit_codes() {
     fails(&["serve", "--listen", "127.0.0.1:0", "--device", "cpu=prefill"], 2, &["no device does decode"]);
     fails(&["serve", "--listen", "127.0.0.1:0", "--usd-per-hour", "tpu=1"], 2, &["tpu"]);
     fails(&["serve", "--tbt-slo=-1"], 2, &["--tbt-slo"]);
+    fails(&["serve", "--flex-deadline-s", "0"], 2, &["--flex-deadline-s", "positive"]);
     fails(&["serve", "--threshold", "nan"], 2, &["--threshold"]);
     fails(&["serve", "--listen", "127.0.0.1:0", "--events", "no/such/dir/log"], 3, &["no/such/dir/log"]);
     fails(&["serve", "--requests", "0"], 2, &["--requests"]);

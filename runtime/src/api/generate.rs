@@ -42,6 +42,7 @@ pub(crate) async fn respond(
         id: id.clone(),
         created: api.env.unix_time().0 as u64,
         model: model.name.clone(),
+        tier: plan.parameters.tier,
     };
     let stream = plan.parameters.stream;
     let with_logprobs = plan.logprobs.is_some();
@@ -82,6 +83,7 @@ fn requests(api: &Api, model: &ServedModel, plan: &Plan, id: &str) -> Result<Vec
                 sampling,
                 logprobs: plan.logprobs,
                 cache_salt: parameters.cache_salt.clone(),
+                tier: parameters.tier.unwrap_or_default(),
             });
         }
     }

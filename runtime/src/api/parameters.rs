@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::errors::ApiError;
 use super::fields::{Fields, token_id, wrong_type};
-use crate::request::Sampling;
+use crate::request::{Sampling, ServiceTier};
 
 /// Alternatives per position that a client may ask for; OpenAI's bound for chat.
 const LOGPROBS_MAX: i64 = 20;
@@ -32,6 +32,8 @@ pub(crate) struct Parameters {
     pub(crate) max_tokens: Option<u32>,
     pub(crate) add_special_tokens: Option<bool>,
     pub(crate) cache_salt: Option<String>,
+    /// The one that the request is served as, if the client named any.
+    pub(crate) tier: Option<ServiceTier>,
     /// None: one document at the end.
     pub(crate) stream: Option<StreamOptions>,
 }
@@ -66,6 +68,7 @@ impl Parameters {
             max_tokens,
             add_special_tokens: fields.boolean("add_special_tokens")?,
             cache_salt: cache_salt(fields)?,
+            tier: tier(fields)?,
             stream: stream(fields)?,
         })
     }
@@ -186,6 +189,20 @@ fn cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError> {
     Ok(salt)
 }
 
+/// Nobody is served before the fleet's objectives ask for it, so `priority` is what everyone gets.
+fn tier(fields: &mut Fields) -> Result<Option<ServiceTier>, ApiError> {
+    let Some(name) = fields.string("service_tier")? else { return Ok(None) };
+    match name.as_str() {
+        "auto" | "default" | "priority" => Ok(Some(ServiceTier::Default)),
+        "flex" => Ok(Some(ServiceTier::Flex)),
+        _ => {
+            let name: String = name.chars().take(32).collect();
+            let message = format!("'service_tier' is one of auto, default, flex, priority, not {name:?}");
+            Err(ApiError::value("service_tier", message))
+        }
+    }
+}
+
 fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, ApiError> {
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let options = fields.object("stream_options")?;
@@ -242,6 +259,18 @@ mod tests {
         assert_eq!((parameters.choices, parameters.max_tokens), (3, Some(9)));
         assert_eq!(parse(json!({"top_k": -1})).unwrap().sampling.top_k, 0);
         assert!(parse(json!({"top_p": 0})).unwrap().sampling.top_p > 0.0);
+    }
+
+    #[test]
+    fn tiers_are_those_of_openai() {
+        let tier = |name: &str| parse(json!({ "service_tier": name })).map(|parameters| parameters.tier);
+        for name in ["auto", "default", "priority"] {
+            assert_eq!(tier(name), Ok(Some(ServiceTier::Default)), "{name}");
+        }
+        assert_eq!(tier("flex"), Ok(Some(ServiceTier::Flex)));
+        assert_eq!(parse(json!({})).unwrap().tier, None);
+        let refused = tier("scale").unwrap_err().to_json();
+        assert!(refused.contains("one of auto, default, flex, priority"), "{refused}");
     }
 
     #[test]

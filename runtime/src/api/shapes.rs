@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::answer::{Delta, TokenLogprobs, Usage};
 use super::logprobs::{ChatLogprobs, TextLogprobs};
 use super::text::TextModel;
-use crate::request::FinishReason;
+use crate::request::{FinishReason, ServiceTier};
 
 /// Which of the two generation endpoints answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +42,8 @@ pub(crate) struct Head {
     /// Seconds since 1970-01-01.
     pub(crate) created: u64,
     pub(crate) model: String,
+    /// As which it is served; only where the client asked.
+    pub(crate) tier: Option<ServiceTier>,
 }
 
 /// A whole choice.
@@ -147,8 +149,9 @@ impl Head {
         choices: Vec<C>,
         usage: Option<Option<UsageBody>>,
     ) -> String {
-        let Head { id, created, model, .. } = self;
-        let document = Document { id, object, created: *created, model, choices, usage };
+        let Head { id, created, model, tier, .. } = self;
+        let (created, service_tier) = (*created, *tier);
+        let document = Document { id, object, created, model, service_tier, choices, usage };
         serde_json::to_string(&document).expect("strings and finite numbers serialise")
     }
 }
@@ -159,6 +162,8 @@ struct Document<'a, C> {
     object: &'static str,
     created: u64,
     model: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    service_tier: Option<ServiceTier>,
     choices: Vec<C>,
     /// With `include_usage`, null in every chunk but the last.
     #[serde(skip_serializing_if = "Option::is_none")]

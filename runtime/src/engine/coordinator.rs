@@ -7,7 +7,7 @@ use super::slots::SlotPool;
 use crate::api::Placements;
 use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics};
-use crate::request::{FinishReason, GenerateRequest, Logprobs, Rejection, Submission, Update};
+use crate::request::{FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update};
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, random};
@@ -55,7 +55,9 @@ struct Tracked {
     /// What the client has got.
     generated: Vec<u32>,
     attempt: u32,
-    /// As it was when the client was let in: a request that loses its instance keeps its place in the order.
+    /// When it is wanted, and
+    objective: Objective,
+    /// its place in the order: both stay when it loses its instance.
     due: Seconds,
     prefill: InstanceId,
     decode: InstanceId,
@@ -77,6 +79,8 @@ pub(super) struct Coordinator {
     pub(super) identity: Identity,
     /// From the API.
     pub(super) submissions: mpsc::Receiver<Submission>,
+    /// Of flex requests, from when they come.
+    pub(super) flex_deadline: Seconds,
     /// From the workers.
     pub(super) reports: mpsc::UnboundedReceiver<Report>,
     /// Where decisions are kept for `/debug/placement`.
@@ -148,8 +152,25 @@ impl Running {
         PrefixHasher::new(secret, &namespace)
     }
 
+    /// When a request that comes now is wanted.
+    fn objective(&self, wanted: &GenerateRequest) -> Objective {
+        match wanted.tier {
+            ServiceTier::Default => Objective::Fleet,
+            ServiceTier::Flex => {
+                Objective::Deadline { at: self.parts.env.now() + self.parts.flex_deadline, requests_left: 1 }
+            }
+        }
+    }
+
     /// What the request is to the fleet, with the block keys of every block size in it.
-    fn arrival(&self, request: RequestId, wanted: &GenerateRequest, tokens: &[u32], replay: bool) -> Arrival {
+    fn arrival(
+        &self,
+        request: RequestId,
+        wanted: &GenerateRequest,
+        objective: Objective,
+        tokens: &[u32],
+        replay: bool,
+    ) -> Arrival {
         let generated = tokens.len() - wanted.prompt_ids.len();
         let mut sizes = BTreeSet::new();
         let instances = self.parts.instances.values().filter(|i| sizes.insert(i.block_tokens));
@@ -164,8 +185,8 @@ impl Running {
             output_tokens_hint: None,
             chains: chains.collect(),
             replay,
-            class: 0,
-            objective: Objective::Fleet,
+            class: wanted.tier as u32,
+            objective,
         }
     }
 
@@ -178,7 +199,8 @@ impl Running {
         let request = self.next;
         self.next += 1;
         let wanted = Arc::new(wanted);
-        let arrival = self.arrival(request, &wanted, &wanted.prompt_ids, false);
+        let objective = self.objective(&wanted);
+        let arrival = self.arrival(request, &wanted, objective, &wanted.prompt_ids, false);
         match self.fleet_step(Event::Arrived(arrival)).pop() {
             Some(Action::Place { prefill, decode, due, explanation, .. }) => {
                 if admitted.send(Ok(())).is_err() {
@@ -191,6 +213,7 @@ impl Running {
                     updates,
                     generated: Vec::new(),
                     attempt: 0,
+                    objective,
                     due,
                     prefill,
                     decode,
@@ -424,9 +447,9 @@ impl Running {
         self.cancel_on_both(request, tracked);
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
-        let wanted = tracked.wanted.clone();
+        let (wanted, objective) = (tracked.wanted.clone(), tracked.objective);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
-        let arrival = self.arrival(request, &wanted, &tokens, true);
+        let arrival = self.arrival(request, &wanted, objective, &tokens, true);
         match self.fleet_step(Event::Arrived(arrival)).pop() {
             Some(Action::Place { prefill, decode, explanation, .. }) => {
                 let tracked = self.requests.get_mut(&request).expect("just found");
@@ -465,6 +488,12 @@ fn refuse(
         RejectReason::QueueFull { .. } | RejectReason::TtftSlo { .. } | RejectReason::TbtSlo { .. } => {
             let seconds = retry_after.map_or(1.0, |s| s.0.ceil().clamp(1.0, 3600.0));
             Rejection::Overloaded { reason: reason.to_string(), retry_after_s: seconds as u64 }
+        }
+        // a second try gets as much time again, and by then some of the work ahead is done
+        RejectReason::Deadline { ends_s, deadline_s } => {
+            let seconds = (ends_s - deadline_s).ceil().clamp(1.0, 3600.0);
+            let reason = format!("service_tier 'flex': {reason}");
+            Rejection::Overloaded { reason, retry_after_s: seconds as u64 }
         }
         _ => Rejection::Unavailable(reason.to_string()),
     };

@@ -93,6 +93,8 @@ pub struct EngineConfig {
     pub ttft_slo: Option<Seconds>,
     /// Requests predicted to get their tokens slower than this are turned away.
     pub tbt_slo: Option<Seconds>,
+    /// Answers of [`ServiceTier::Flex`](crate::request::ServiceTier) are complete so long after their request came, or it is turned away.
+    pub flex_deadline: Seconds,
     /// How placements are picked.
     pub policy: Policy,
     /// What is turned away on arrival.
@@ -109,6 +111,7 @@ impl Default for EngineConfig {
             requests_max: 1024,
             ttft_slo: None,
             tbt_slo: None,
+            flex_deadline: Seconds(600.0),
             policy: Policy::default(),
             admission: Admission::default(),
             seed: 0,
@@ -360,6 +363,7 @@ impl EngineParts {
             instances: handles,
             identity,
             submissions,
+            flex_deadline: limits.flex_deadline,
             reports: incoming,
             placements: self.placements,
             metrics,

@@ -1,7 +1,7 @@
 //! Whole answers.
 
 use crate::support::{BOS, EOS, MODEL, Play, Setup, request, run};
-use mixfleet_runtime::request::{FinishReason, Sampling};
+use mixfleet_runtime::request::{FinishReason, Sampling, ServiceTier};
 use serde_json::json;
 
 #[test]
@@ -54,6 +54,23 @@ fn a_chat_is_rendered_and_may_fill_the_context() {
     let prompt: Vec<u8> = submitted[0].prompt_ids.iter().map(|&id| id as u8).collect();
     assert_eq!(String::from_utf8(prompt).unwrap(), "system:be|user:x\ny|a:");
     assert_eq!(submitted[0].max_tokens, 64 - 21);
+}
+
+#[test]
+fn the_tier_comes_back_as_what_it_was_served_as() {
+    for (asked, served, tier) in [
+        (Some("flex"), Some("flex"), ServiceTier::Flex),
+        (Some("auto"), Some("default"), ServiceTier::Default),
+        (Some("priority"), Some("default"), ServiceTier::Default),
+        (None, None, ServiceTier::Default),
+    ] {
+        let body = json!({"model": MODEL, "prompt": "ab", "service_tier": asked});
+        let (response, submitted) = run(Setup::play(Play::say("ok")), |server| async move {
+            (server.post("/v1/completions", &body).await, server.submissions())
+        });
+        assert_eq!(response.json().get("service_tier").and_then(|tier| tier.as_str()), served);
+        assert_eq!(submitted[0].tier, tier);
+    }
 }
 
 #[test]

@@ -55,6 +55,8 @@ fn wrong_types_and_values_name_their_field() {
         ("stream", json!("yes"), "invalid_type"),
         ("stream_options", json!({"include_usage": true}), "invalid_value"),
         ("cache_salt", json!(""), "invalid_value"),
+        ("service_tier", json!("urgent"), "invalid_value"),
+        ("service_tier", json!(1), "invalid_type"),
         ("logprobs", json!(21), "invalid_value"),
         ("logprobs", json!(true), "invalid_type"),
         ("prompt", json!(5), "invalid_type"),

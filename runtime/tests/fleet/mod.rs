@@ -16,7 +16,7 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
-use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, Update};
+use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{Policy, Role};
 use mixfleet_simulated::FaultyDevice;
@@ -316,7 +316,9 @@ impl Fleet {
     }
 }
 
+/// Every third length of prompt is flex: both tiers meet in every test.
 fn request(id: String, prompt: Vec<u32>, max_tokens: u32, cache_salt: Option<String>) -> GenerateRequest {
+    let tier = if prompt.len() % 3 == 0 { ServiceTier::Flex } else { ServiceTier::Default };
     GenerateRequest {
         id,
         prompt_ids: prompt.into(),
@@ -325,6 +327,7 @@ fn request(id: String, prompt: Vec<u32>, max_tokens: u32, cache_salt: Option<Str
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },
         logprobs: None,
         cache_salt,
+        tier,
     }
 }
 
