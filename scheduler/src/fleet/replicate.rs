@@ -237,6 +237,8 @@ impl Fleet {
             && spec.kv_block_tokens == shared.block
             && spec.kv_capacity_tokens >= u64::from(shared.tokens)
             && question.cached_on(at) < shared.tokens
+            // a copy joins what the devices hold, not what would have to be loaded first
+            && question.loading_on(at) <= Seconds::ZERO
     }
 
     /// Of those looked at, the one with the least to do; the request itself brings the prefix to where it goes.
