@@ -379,7 +379,8 @@ fn prefill_and_decode_pairs_agree_on_every_placement() {
 #[test]
 fn joined_instances_that_do_both_agree_on_every_placement() {
     for policy in POLICIES {
-        for load in LOADS {
+        // in the last one sequences wait for the places of others, whose KV waits to be taken in
+        for load in LOADS.into_iter().chain([(4, 26.0)]) {
             let (unlike, _) = compare(&scene("two joined instances", vec![DEAR, CHEAP], true, policy, load));
             assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
         }

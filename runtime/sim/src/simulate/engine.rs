@@ -103,6 +103,8 @@ pub(super) struct Engine {
     reserving: VecDeque<Sequence>,
     /// and who have it.
     receiving: Vec<Sequence>,
+    /// Whose KV is computed, and not yet taken in elsewhere.
+    sending: Vec<Sequence>,
     /// Whose KV has come from elsewhere, and who wait for blocks here.
     landed: VecDeque<Sequence>,
     prefilling: Vec<Sequence>,
@@ -138,6 +140,7 @@ impl Engine {
             queue: VecDeque::new(),
             reserving: VecDeque::new(),
             receiving: Vec::new(),
+            sending: Vec::new(),
             landed: VecDeque::new(),
             prefilling: Vec::new(),
             decoding: Vec::new(),
@@ -218,6 +221,8 @@ impl Engine {
         } else if let Some(at) = self.receiving.iter().position(of) {
             let sequence = self.receiving.remove(at);
             self.release(sequence);
+        } else {
+            self.let_go(request);
         }
     }
 
@@ -282,7 +287,7 @@ impl Engine {
     }
 
     fn holding(&self) -> usize {
-        self.prefilling.len() + self.decoding.len() + self.receiving.len()
+        self.prefilling.len() + self.decoding.len() + self.receiving.len() + self.sending.len()
     }
 
     /// Tokens of each prompt for the next step; lets in who waits while there is room.
@@ -551,7 +556,9 @@ impl Engine {
             outcomes.push(Outcome::Prefilled { request });
             (sequence.started, sequence.generated, sequence.last_token_s) = (true, 1, now_s);
         }
-        if !sequence.job.stays {
+        if !sequence.job.stays && !self.streamed {
+            self.sending.push(sequence);
+        } else if !sequence.job.stays {
             self.release(sequence);
         } else if sequence.generated >= sequence.job.output_tokens {
             let gaps = std::mem::take(&mut sequence.gaps);

@@ -160,6 +160,7 @@ struct Flight {
     session: Option<Session>,
     prompt_tokens: u32,
     output_tokens: u32,
+    prefill: u32,
     decode: u32,
     arrived_s: f64,
     /// Tokens of the prompt that its decode instance holds.
@@ -383,6 +384,7 @@ impl<'a> World<'a> {
             session,
             prompt_tokens,
             output_tokens,
+            prefill,
             decode,
             arrived_s: self.now_s,
             held_tokens: 0,
@@ -477,7 +479,10 @@ impl<'a> World<'a> {
                     }
                     self.schedule(self.now_s, Next::Reserved { request });
                 }
-                Outcome::Joined { request } => self.tell(Event::TransferDone { request, instance: id }),
+                Outcome::Joined { request } => {
+                    self.tell(Event::TransferDone { request, instance: id });
+                    self.taken_in(request);
+                }
                 Outcome::Prefilled { request } => self.prefilled(instance, request),
                 Outcome::Decoded { requests, tokens } => {
                     self.tell(Event::DecodeStep { instance: id, requests, tokens });
@@ -509,6 +514,7 @@ impl<'a> World<'a> {
             self.engines[decode as usize].drop_request(request);
         } else if decode != instance && output_tokens == 1 {
             // an answer of one token ends with its prefill
+            self.engines[instance as usize].drop_request(request);
             self.engines[decode as usize].drop_request(request);
             self.end(request, &[]);
         } else if decode != instance {
@@ -541,5 +547,16 @@ impl<'a> World<'a> {
         }
         self.engines[decode as usize].join(request, prompt_tokens, output_tokens, first_token_s);
         self.wake(decode);
+        if self.setup.hand_off == HandOff::Reserved && self.engines[decode as usize].is_idle() {
+            self.taken_in(request);
+        }
+    }
+
+    /// The KV of a prompt is where it decodes: who computed it needs it no more.
+    fn taken_in(&mut self, request: u64) {
+        let Some(flight) = self.flights.get(request) else { return };
+        let sender = flight.prefill;
+        self.engines[sender as usize].let_go(request);
+        self.wake(sender);
     }
 }

@@ -37,6 +37,19 @@ impl Engine {
         self.landed.push_back(sequence);
     }
 
+    /// It can take in what comes: no step runs.
+    pub(in crate::simulate) fn is_idle(&self) -> bool {
+        self.at.is_none()
+    }
+
+    /// A request's KV is taken in elsewhere.
+    pub(in crate::simulate) fn let_go(&mut self, request: u64) {
+        if let Some(at) = self.sending.iter().position(|s| s.job.request == request) {
+            let sequence = self.sending.remove(at);
+            self.release(sequence);
+        }
+    }
+
     /// The first prompt in the queue has all that it needs from elsewhere.
     pub(super) fn next_is_ready(&self, now_s: f64) -> bool {
         self.queue.front().is_some_and(|next| next.job.ready_at_s <= now_s)
