@@ -22,7 +22,7 @@ use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling, Service
 use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Policy, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::TbtMetric;
-use mixfleet_sim::simulate::{HandOff, InstanceSetup, Objectives, Observer, Setup, run};
+use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_simulated::{Clock, TimeOnlyDevice};
 use mixfleet_wire::{HostRegion, Memory};
@@ -300,7 +300,6 @@ fn simulated(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
         cache_policy: CachePolicy::Lru,
         pools: instances.iter().map(|i: &InstanceSetup| i.device.to_string()).collect(),
         instances,
-        hand_off: HandOff::Reserved,
         pool_links,
     };
     let mut seen = Seen::default();

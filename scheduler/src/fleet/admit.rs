@@ -101,13 +101,13 @@ impl Fleet {
         question: &Question<'_>,
     ) -> Result<usize, RejectReason> {
         let objectives = question.objectives;
+        // of equals the one with the lowest score, then the first
         let lowest =
             |candidates: &[Candidate], key: &dyn Fn(&Terms) -> f64, keep: &dyn Fn(&Terms) -> bool| {
-                candidates
-                    .iter()
-                    .enumerate()
-                    .filter_map(|(i, c)| c.terms.as_ref().filter(|t| keep(t)).map(|t| (i, key(t))))
-                    .min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
+                let terms = candidates.iter().enumerate().filter_map(|(i, c)| Some((i, c.terms.as_ref()?)));
+                let kept = terms.filter(|(_, t)| keep(t)).map(|(i, t)| (i, key(t), t.score));
+                let least = kept.min_by(|a, b| a.1.total_cmp(&b.1).then(a.2.total_cmp(&b.2)));
+                least.map(|(i, key, _)| (i, key))
             };
         let takes_all = question.arrival.replay || self.config.admission == Admission::None;
         let chosen = lowest(candidates, &|t| t.score, &|t| objectives.missed(t).is_none());

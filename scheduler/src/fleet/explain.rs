@@ -76,7 +76,7 @@ pub struct Terms {
     pub queue_s: f64,
     /// What the pull, or loading from lower tiers, delays beyond the queue.
     pub pull_s: f64,
-    /// Until the decode instance has room for its KV, beyond the queue.
+    /// Until the decode instance has room for its KV, beyond the queue; 0 where prompts are computed without.
     pub kv_wait_s: f64,
     /// Decode steps of others that run between its own and the queue's prefill chunks.
     pub interleave_s: f64,
@@ -84,6 +84,9 @@ pub struct Terms {
     pub prefill_s: f64,
     /// KV transfer that does not hide behind the prefill.
     pub transfer_s: f64,
+    /// Where no room is reserved: how long the KV waits for room on the decode instance, if computed by the fastest candidate. It is a
+    /// gap between the first token and the second.
+    pub gap_s: f64,
     /// What counts of the way to the decode instance: the transfer that would show if nothing of the prompt were cached, and
     /// the wait for room there that the queue hides.
     pub hand_off_s: f64,
@@ -94,7 +97,8 @@ pub struct Terms {
     pub ends_s: f64,
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
     pub tbt_s: f64,
-    /// The longest one that is likely while it decodes, those counted who were accepted before it and land after it.
+    /// What its time between tokens, as the objective counts it, will probably not exceed: the longest step that is likely while it
+    /// decodes, those counted who were accepted before it and land after it, and its share of `gap_s`.
     pub tbt_peak_s: f64,
     /// A step in the batch of now.
     pub tbt_now_s: f64,

@@ -386,6 +386,10 @@ impl Course<'_> {
     }
 }
 
+/// Whoever finds no room waits with its answer begun, or takes the room of another: a newcomer counts on none that is not certain by so
+/// many standard deviations.
+const ROOM_DEVIATIONS: f64 = 2.0;
+
 /// The near future of an instance that decodes.
 #[derive(Clone, Debug)]
 pub(super) struct Forecast<'a> {
@@ -434,28 +438,34 @@ impl Forecast<'_> {
         self.courses.iter().map(|course| u64::from(course.remaining.min(output_tokens))).sum()
     }
 
-    /// Time until enough requests will have ended that `tokens` of KV fit beside the rest, each in blocks of its own: with blocks
-    /// of 512 tokens and prompts of a thousand the last ones, half empty, take a fifth of the memory.
+    /// Time until enough requests will probably have ended that `tokens` of KV fit beside the rest, each in blocks of its own: with
+    /// blocks of 512 tokens and prompts of a thousand the last ones, half empty, take a fifth of the memory.
     pub(super) fn kv_wait(&self, tokens: u64) -> Seconds {
-        let in_blocks = |tokens: u64| tokens.next_multiple_of(self.block_tokens);
-        let held = |course: &Course<'_>| in_blocks(course.context + u64::from(course.remaining));
-        let tokens = in_blocks(tokens);
-        let mut total: u64 = self.courses.iter().map(held).sum();
-        if total + tokens <= self.capacity_tokens {
+        let limit = self.capacity_tokens as f64 - tokens.next_multiple_of(self.block_tokens) as f64;
+        if self.held(self.now) <= limit {
             return Seconds::ZERO;
         }
-        let ends = self.courses.iter().map(|course| (course.until(self.pace), held(course)));
-        let mut ends: Vec<(Seconds, u64)> = ends.collect();
-        ends.sort_by(|a, b| a.0.0.total_cmp(&b.0.0));
-        let mut wait = Seconds::ZERO;
-        for (until, held) in ends {
-            if total + tokens <= self.capacity_tokens {
-                break;
-            }
-            total -= held;
-            wait = until - self.now;
+        let mut ends: Vec<Seconds> = self.courses.iter().map(|course| course.until(self.pace)).collect();
+        ends.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let at = ends.partition_point(|&end| self.held(end) > limit);
+        // a request that fits at all fits when all have ended
+        ends.get(at).or(ends.last()).map_or(Seconds::ZERO, |&end| end - self.now)
+    }
+
+    /// KV tokens that those who are there at `then` will hold in the end: as many as are exceeded once in 44 times.
+    fn held(&self, then: Seconds) -> f64 {
+        let (mut mean, mut variance) = (0.0, 0.0);
+        for course in &self.courses {
+            let chance = course.goes_on((then - course.from).0.max(0.0) / self.pace.0.max(f64::MIN_POSITIVE));
+            let rest = f64::from(course.remaining);
+            let held =
+                (course.context + u64::from(course.remaining)).next_multiple_of(self.block_tokens) as f64;
+            // the rest of an answer deviates by about as much as it is long on average
+            let spread = course.lengths.map_or(0.0, |_| rest * rest);
+            mean += chance * held;
+            variance += chance * ((1.0 - chance) * held * held + spread);
         }
-        wait
+        mean + ROOM_DEVIATIONS * variance.sqrt()
     }
 
     /// Time until the first request ends, if there is any.

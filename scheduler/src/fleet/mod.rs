@@ -35,6 +35,23 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
+/// When an instance makes room for a prompt that another one computes for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HandOff {
+    /// As `mixfleet serve` does it, between two of its steps, before the prompt is computed in chunks, beside others. What it holds of
+    /// the prompt is not sent, and what was sent is there for later ones.
+    #[default]
+    Reserved,
+    /// As in Mooncake: the prompt is computed at once, alone and in one go where nothing decodes, and finds room when it has come.
+    Streamed,
+}
+
+/// Mooncake's metric (v3, section 8.1): the longest tenth of a request's gaps.
+fn longest_tenth() -> f64 {
+    0.1
+}
+
 /// Parameters of the fleet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -51,6 +68,12 @@ pub struct FleetConfig {
     pub ttft_slo: Option<Seconds>,
     /// A request predicted to get its tokens slower than this is turned away.
     pub tbt_slo: Option<Seconds>,
+    /// A request's time between tokens is the mean of so many of its gaps, the longest ones: 1 is all of them.
+    #[serde(default = "longest_tenth")]
+    pub tbt_share: f64,
+    /// How a prompt that was computed elsewhere finds room.
+    #[serde(default)]
+    pub hand_off: HandOff,
     /// Dollars that a second of waiting is worth; by default a second of the average instance. Means
     /// nothing while an instance has no price.
     pub wait_usd_per_s: Option<f64>,
@@ -88,6 +111,8 @@ impl FleetConfig {
             output_tokens_expected: 256,
             ttft_slo: None,
             tbt_slo: None,
+            tbt_share: longest_tenth(),
+            hand_off: HandOff::default(),
             wait_usd_per_s: None,
             policy: Policy::default(),
             admission: Admission::default(),
@@ -266,7 +291,7 @@ impl Fleet {
             output_tokens: self.output_tokens(arrival),
             prefill,
             decode,
-            ready_at: now + Seconds(terms.ttft_s + terms.transfer_s),
+            ready_at: now + Seconds(terms.ttft_s + terms.transfer_s + terms.gap_s),
             phase: Phase::Prefill { done, remaining },
         };
         let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };
@@ -420,5 +445,7 @@ impl Fleet {
     }
 }
 
+#[cfg(test)]
+mod room_tests;
 #[cfg(test)]
 mod tests;

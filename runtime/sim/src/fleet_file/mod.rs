@@ -87,6 +87,17 @@ pub enum TbtMetric {
     P99,
 }
 
+impl TbtMetric {
+    /// So large a part of a request's gaps counts, the longest ones.
+    pub fn share(self) -> f64 {
+        match self {
+            TbtMetric::Longest10 => 0.1,
+            TbtMetric::Mean => 1.0,
+            TbtMetric::P99 => 0.01,
+        }
+    }
+}
+
 /// How KV is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Kv {

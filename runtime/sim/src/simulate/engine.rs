@@ -12,10 +12,10 @@ mod stage;
 use super::results::Reused;
 use super::tiers::Tiers;
 use super::timeline::Occupation;
-use super::{HandOff, InstanceSetup, Setup};
+use super::{InstanceSetup, Setup};
 use mixfleet_hal::random::bits;
 use mixfleet_scheduler::cost::{CostModel, Prefill};
-use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::fleet::{HandOff, Role};
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, Tier};
 use sequence::Sequence;
 use std::collections::VecDeque;
@@ -122,7 +122,7 @@ impl Engine {
         Engine {
             pool: instance.pool,
             prefills: instance.role == Role::Prefill,
-            streamed: setup.hand_off == HandOff::Streamed,
+            streamed: setup.fleet.hand_off == HandOff::Streamed,
             cost: instance.cost.clone(),
             block_tokens,
             blocks_total,

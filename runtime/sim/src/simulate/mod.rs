@@ -31,7 +31,7 @@ use engine::{Engine, Gaps, Job, Outcome};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, PromptChain, Pull, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, HandOff, Instance, InstanceId, PromptChain, Pull, Role,
 };
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_scheduler::table::IdMap;
@@ -86,25 +86,12 @@ pub struct Setup {
     pub pools: Vec<String>,
     /// All instances.
     pub instances: Vec<InstanceSetup>,
-    /// How prompts come to other instances.
-    pub hand_off: HandOff,
     /// What joins pools beyond their network cards.
     pub pool_links: Vec<(u32, u32, LinkCost)>,
     /// The objectives by which requests are counted as good, where no class promises them something else.
     pub slo: Objectives,
     /// Requests with promises of their own.
     pub classes: Vec<Class>,
-}
-
-/// How a prompt comes to another instance than the one that computes it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum HandOff {
-    /// As in Mooncake: it is computed at once, alone and in one go where nothing decodes, and finds room when it has come.
-    #[default]
-    Streamed,
-    /// As by `mixfleet serve`: first the other instance makes room, between two of its steps; then the prompt is computed in
-    /// chunks, beside others. What the other instance holds of it is not sent, and what was sent is there for later ones.
-    Reserved,
 }
 
 /// What a good answer is.
@@ -402,7 +389,7 @@ impl<'a> World<'a> {
             stays: prefill == decode,
             due_s: due.0,
         };
-        if self.setup.hand_off == HandOff::Reserved && !job.stays {
+        if self.setup.fleet.hand_off == HandOff::Reserved && !job.stays {
             self.engines[decode as usize].reserve(Job { stays: true, ..job.clone() });
             flight.waits = Some((prefill, job));
             self.flights.insert(id, flight);
@@ -542,12 +529,12 @@ impl<'a> World<'a> {
     fn landed(&mut self, request: u64) {
         let Some(flight) = self.flights.get(request) else { return };
         let Flight { prompt_tokens, output_tokens, decode, first_token_s, .. } = *flight;
-        if self.setup.hand_off == HandOff::Streamed {
+        if self.setup.fleet.hand_off == HandOff::Streamed {
             self.tell(Event::TransferDone { request, instance: InstanceId(decode) });
         }
         self.engines[decode as usize].join(request, prompt_tokens, output_tokens, first_token_s);
         self.wake(decode);
-        if self.setup.hand_off == HandOff::Reserved && self.engines[decode as usize].is_idle() {
+        if self.setup.fleet.hand_off == HandOff::Reserved && self.engines[decode as usize].is_idle() {
             self.taken_in(request);
         }
     }

@@ -1,10 +1,10 @@
 //! From a fleet file to a fleet that can be simulated.
 
-use super::{HandOff, InstanceSetup, Objectives, Setup, TierSetup};
+use super::{InstanceSetup, Objectives, Setup, TierSetup};
 use crate::fleet_file::{FleetFile, Pool, Tier as Store};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::LinkCost;
-use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy, Replicate};
+use mixfleet_scheduler::fleet::{Admission, FleetConfig, HandOff, Policy, Replicate};
 use mixfleet_scheduler::kv::Tier;
 use std::sync::Arc;
 
@@ -65,6 +65,8 @@ impl Setup {
         let config = FleetConfig {
             ttft_slo: Some(Seconds(file.slo.ttft_s)),
             tbt_slo: Some(Seconds(file.slo.tbt_s)),
+            tbt_share: file.slo.tbt_metric.share(),
+            hand_off: HandOff::Streamed,
             policy: choices.policy,
             admission: choices.admission,
             pull: true,
@@ -80,7 +82,6 @@ impl Setup {
             cache_policy: file.kv.policy,
             pools: file.pools.iter().map(|pool| pool.name.clone()).collect(),
             instances,
-            hand_off: HandOff::default(),
             pool_links,
             slo: Objectives { ttft_s: file.slo.ttft_s, tbt_s: file.slo.tbt_s, metric: file.slo.tbt_metric },
             classes: file.classes.clone(),

@@ -21,10 +21,10 @@ mod per_dollar;
 mod random;
 mod round_robin;
 
-use super::admit::Objectives;
+use super::admit::{Admission, Objectives};
 use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
-use super::load::{Backlog, Forecast, Load};
-use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
+use super::load::{Backlog, Batch, Forecast, Load};
+use super::{Arrival, Fleet, HandOff, InstanceId, Pull, RejectReason};
 use crate::cost::LinkCost;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
 use serde::{Deserialize, Serialize};
@@ -298,15 +298,15 @@ impl Fleet {
                 outcome: obstacle.unwrap_or(Outcome::TieLostById),
             });
         }
+        let landed = candidates.iter().filter_map(|c: &Candidate| c.terms).map(|t| t.ttft_s + t.transfer_s);
+        let soonest = Seconds(landed.fold(f64::INFINITY, f64::min));
         // the future is worked out for those that can win
         let score =
             |candidates: &[Candidate], i: usize| candidates[i].terms.map_or(f64::INFINITY, |t| t.score);
         possible
             .sort_by(|a, b| score(&candidates, a.0).total_cmp(&score(&candidates, b.0)).then(a.0.cmp(&b.0)));
         for (candidate, decoder) in possible {
-            let Some(terms) = &mut candidates[candidate].terms else { continue };
-            self.look_ahead(question, terms, &decoders[decoder]);
-            if question.objectives.missed(terms).is_none() {
+            if self.look_ahead(question, &mut candidates[candidate], &decoders[decoder], soonest) {
                 break;
             }
         }
@@ -317,17 +317,35 @@ impl Fleet {
         self.loads[at].forecast(&self.works, &self.lengths, question.now)
     }
 
-    /// Works out what steps will take once the prompt is done.
-    fn look_ahead<'a>(&'a self, question: &Question<'_>, terms: &mut Terms, decoder: &DecodeSide<'a>) {
+    /// Works out what steps will take once the prompt is done; true if that is within the objectives. `soonest` is when the KV of the
+    /// fastest candidate would land. Waits for room count from then on: were each asked for its own, slow prefills would look good,
+    /// because they hide the wait. Of the load only those who are all taken anyway are judged so; a request that may be turned
+    /// away had better come late, when the load is gone, than never.
+    fn look_ahead<'a>(
+        &'a self,
+        question: &Question<'_>,
+        candidate: &mut Candidate,
+        decoder: &DecodeSide<'a>,
+        soonest: Seconds,
+    ) -> bool {
+        let Some(terms) = &mut candidate.terms else { return false };
         let d = &self.loads[decoder.at];
         let (prompt, output_tokens) = (u64::from(question.arrival.prompt_tokens), question.output_tokens);
-        let then = question.now + Seconds(terms.ttft_s + terms.transfer_s);
+        let reserved = candidate.prefill == candidate.decode || self.config.hand_off == HandOff::Reserved;
+        let gap = if reserved { Seconds::ZERO } else { (decoder.room - soonest).max(Seconds::ZERO) };
+        let decodes_after = Seconds(terms.ttft_s + terms.transfer_s) + gap;
         let forecast = decoder.forecast.get_or_init(|| self.forecast(question, decoder.at));
-        let tbt = d.step(forecast.batch_at(then).with(prompt + 1));
-        let peak = question.objectives.tbt_slo.map(|_| forecast.peak(then, output_tokens));
+        let step = |batch: Batch| d.step(batch.with(prompt + 1));
+        let tbt = step(forecast.batch_at(question.now + decodes_after));
+        let peak_after = if self.config.admission == Admission::None { soonest } else { decodes_after };
+        let peak =
+            question.objectives.tbt_slo.map(|_| forecast.peak(question.now + peak_after, output_tokens));
+        let gaps_counted = (self.config.tbt_share * f64::from(output_tokens)).max(1.0);
+        terms.gap_s = gap.0;
         terms.tbt_s = tbt.0;
-        terms.tbt_peak_s = peak.map_or(tbt, |peak| d.step(peak.with(prompt + 1)).max(tbt)).0;
-        terms.ends_s = terms.ttft_s + terms.hand_off_s + tbt.0 * f64::from(output_tokens);
+        terms.tbt_peak_s = peak.map_or(tbt, |peak| step(peak).max(tbt)).0 + gap.0 / gaps_counted;
+        terms.ends_s = decodes_after.0 + tbt.0 * f64::from(output_tokens);
+        question.objectives.missed(terms).is_none()
     }
 
     /// Why the pair could not serve the request even if it were idle.
@@ -428,9 +446,9 @@ impl Fleet {
         let arrival = question.arrival;
         let (p, d) = (&self.loads[side.at], &self.loads[decoder.at]);
         let room = decoder.room;
-        let kv_wait = (room - side.queue).max(Seconds::ZERO);
-
         let link = self.link(p, d);
+        let waits = link.is_none() || self.config.hand_off == HandOff::Reserved;
+        let kv_wait = if waits { (room - side.queue).max(Seconds::ZERO) } else { Seconds::ZERO };
         let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - question.cached_on(decoder.at));
         let bytes = self.kv_bytes(transfer_tokens);
         let shows = |prefill| link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, prefill));
@@ -462,9 +480,10 @@ impl Fleet {
             interleave_s: side.interleave.0,
             prefill_s: side.prefill.0,
             transfer_s: transfer.0,
+            gap_s: 0.0,
             hand_off_s: hand_off.0,
             ttft_s: ttft.0,
-            ends_s: (ttft + hand_off + decoder.tbt_now * f64::from(question.output_tokens)).0,
+            ends_s: (ttft + transfer + decoder.tbt_now * f64::from(question.output_tokens)).0,
             tbt_s: decoder.tbt_now.0,
             tbt_peak_s: decoder.tbt_now.0,
             tbt_now_s: decoder.tbt_now.0,
