@@ -6,6 +6,7 @@
 
 mod hand_off;
 mod replica;
+mod room;
 mod sequence;
 mod stage;
 
@@ -13,7 +14,6 @@ use super::results::Reused;
 use super::tiers::Tiers;
 use super::timeline::Occupation;
 use super::{InstanceSetup, Setup};
-use mixfleet_hal::random::bits;
 use mixfleet_scheduler::cost::{CostModel, Prefill};
 use mixfleet_scheduler::fleet::{HandOff, Role};
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, Tier};
@@ -71,9 +71,6 @@ pub(super) enum Outcome {
     /// The device worked so long.
     Busy { prefill_s: f64, decode_s: f64 },
 }
-
-/// Keeps the keys of a sequence's own blocks apart from a trace's.
-const OWN: u64 = 0x5EED_0F0E_17B1_0C45;
 
 enum Plan {
     /// One step: so many tokens for each of the first sequences in `prefilling`, and a token for all that decode.
@@ -404,63 +401,14 @@ impl Engine {
         Some(Plan::Run { began_s: now_s, steps })
     }
 
-    /// Blocks for `steps` more tokens of everyone who decodes; who came last gives way. False if nobody is left.
-    fn make_room(&mut self, steps: u32) -> bool {
-        loop {
-            let needs = |s: &Sequence| {
-                let blocks = u64::from((s.context + steps).div_ceil(self.block_tokens));
-                blocks.saturating_sub(s.pinned as u64 + s.private)
-            };
-            let needed: u64 = self.decoding.iter().map(needs).sum();
-            if self.decoding.is_empty() {
-                return false;
-            }
-            if needed <= self.available() {
-                break;
-            }
-            let Some(last) = self.decoding.pop() else { return false };
-            self.kv_tokens -= u64::from(last.context);
-            self.preempt(last);
-        }
-        for sequence in &mut self.decoding {
-            let blocks = u64::from((sequence.context + steps).div_ceil(self.block_tokens));
-            let more = blocks.saturating_sub(sequence.pinned as u64 + sequence.private);
-            sequence.private += more;
-            self.private += more;
-        }
-        true
-    }
-
-    /// Takes a sequence's blocks. What they hold stays until somebody needs them: when it comes back it finds what is left.
-    fn preempt(&mut self, mut sequence: Sequence) {
-        self.give_back(&mut sequence);
-        let full = (sequence.context / self.block_tokens) as usize;
-        sequence.job.chain.truncate(full);
-        for at in sequence.job.chain.len()..full {
-            sequence.job.chain.push(BlockHash(bits(sequence.job.request ^ OWN, at as u64)));
-        }
-        self.fit();
-        self.cache.insert(&sequence.job.chain, &mut self.evicted);
-        sequence.wanted = sequence.job.prompt_tokens + sequence.generated;
-        (sequence.context, sequence.staged) = (0, 0..0);
-        self.queue.push_front(sequence);
-    }
-
-    fn give_back(&mut self, sequence: &mut Sequence) {
-        self.private -= sequence.private;
-        self.cache.unpin(&sequence.job.chain[..sequence.pinned]);
-        (sequence.private, sequence.pinned) = (0, 0);
-    }
-
-    fn release(&mut self, mut sequence: Sequence) {
-        self.give_back(&mut sequence);
-    }
-
     /// The plan is carried out.
     pub(super) fn steps_end(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
         match self.at.take() {
             None => {}
-            Some(Plan::Run { began_s, steps }) => self.ran(began_s, now_s, steps, outcomes),
+            Some(Plan::Run { began_s, steps }) => {
+                self.ran(began_s, now_s, steps, outcomes);
+                self.give_back_unused();
+            }
             Some(Plan::Mixed { parts, decodes, began_s, time_s, decode_s }) => {
                 outcomes.push(Outcome::Busy { prefill_s: time_s - decode_s, decode_s });
                 if decodes {
