@@ -39,12 +39,20 @@ fn error_without(points: &[Point], mut out: impl FnMut(&Point) -> bool) -> f64 {
     error(&Predictor::new(&profile(known)), &held)
 }
 
-/// The mean over seeds of the error over a fifth of the points, drawn at random.
-fn error_at_random(points: &[Point]) -> f64 {
+/// The mean over seeds of the error over a fifth of the points, drawn at random, as far as `counted`.
+fn error_at_random(points: &[Point], counted: impl Fn(&Point) -> bool) -> f64 {
     mean(SEEDS.map(|seed| {
         let mut stream = Stream::new(seed);
-        error_without(points, |_| stream.below(5) == 0)
+        let (mut held, known): (Vec<_>, Vec<_>) = points.iter().cloned().partition(|_| stream.below(5) == 0);
+        held.retain(&counted);
+        error(&Predictor::new(&profile(known)), &held)
     }))
+}
+
+/// Weights of 8192 x 1024 and 1024 x 8192 with few rows: the L40S finds them in its cache or not by chance, and
+/// takes 29, 10 and 26 us with 8, 16 and 32 rows of the first.
+fn cached_by_chance(point: &Point) -> bool {
+    matches!(model_shape(&point.sig), (8192, 1024) | (1024, 8192)) && batch(&point.sig) <= 128
 }
 
 /// How far products of m and m + 1 rows disagree on average, where m is at least 64 and the work differs by
@@ -65,11 +73,17 @@ fn unseen_matrix_products_are_predicted_within_8_percent() {
     let Some(measured) = gemms() else { return };
     assert_eq!(measured.len(), 5);
     for (device, points) in measured {
-        let (error, noise) = (error_at_random(&points), disagreement(&points));
+        let (error, noise) = (error_at_random(&points, |_| true), disagreement(&points));
         println!("random gemm {device}: {} points, error {error:.4}, disagreement {noise:.4?}", points.len());
-        // the L40S's own measurements of equal work disagree by 11 %
-        let allowed = if device == "l40s" { noise.expect("rows m and m + 1") } else { RANDOM_MAX };
-        assert!(error <= allowed, "{device}: {error:.4} > {allowed:.4}");
+        if device != "l40s" {
+            assert!(error <= RANDOM_MAX, "{device}: {error:.4}");
+            continue;
+        }
+        // its own measurements of equal work disagree by 11 %
+        assert!(error <= noise.expect("rows m and m + 1"), "{device}: {error:.4}");
+        let steady = error_at_random(&points, |point| !cached_by_chance(point));
+        println!("random gemm {device} but for weights that are cached by chance: error {steady:.4}");
+        assert!(steady <= RANDOM_MAX, "{device}: {steady:.4}");
     }
 }
 
@@ -79,7 +93,7 @@ fn unseen_attention_is_predicted_within_8_percent() {
         let Some(measured) = measured else { return };
         assert_eq!(measured.len(), 5);
         for (device, points) in measured {
-            let error = error_at_random(&points);
+            let error = error_at_random(&points, |_| true);
             println!("random {kind} {device}: {} points, error {error:.4}", points.len());
             assert!(error <= RANDOM_MAX, "{kind} on {device}: {error:.4}");
         }
@@ -95,19 +109,11 @@ fn errors_by_shape(points: &[Point]) -> Vec<((u32, u32), f64)> {
 
 #[test]
 fn unseen_weights_are_predicted_within_12_percent() {
-    /// Weights below this stay in the L40S's cache or not by chance: a product with 8192 x 1024 takes 29, 10 and
-    /// 26 us with 8, 16 and 32 rows.
-    const CACHED_BYTES: f64 = 32e6;
     let Some(measured) = gemms() else { return };
     for (device, points) in measured {
-        let errors = errors_by_shape(&points);
-        let large = |&&((n, k), _): &&((u32, u32), f64)| 2.0 * f64::from(n) * f64::from(k) > CACHED_BYTES;
-        let of_all = mean(errors.iter().map(|(_, error)| *error));
-        let of_large = mean(errors.iter().filter(large).map(|(_, error)| *error));
-        println!("weights {device}: error {of_all:.4}, of large ones {of_large:.4}");
-        assert!(of_large <= UNSEEN_MAX, "{device}: {of_large:.4}");
-        let allowed = if device == "l40s" { 0.15 } else { UNSEEN_MAX };
-        assert!(of_all <= allowed, "{device}: {of_all:.4}");
+        let error = mean(errors_by_shape(&points).into_iter().map(|(_, error)| error));
+        println!("weights {device}: error {error:.4}");
+        assert!(error <= UNSEEN_MAX, "{device}: {error:.4}");
     }
 }
 
@@ -138,9 +144,7 @@ fn the_largest_batch_and_context_are_predicted_within_12_percent() {
             }
             let error = error_without(&points, |point| context(&point.sig) == longest);
             println!("longest context {kind} {device}: {longest}, error {error:.4}");
-            // 12 points, of which the 3 of an ungrouped kernel take 3 ms with 1 to 8 sequences alike
-            let allowed = if (kind, device.as_str()) == ("decode", "a100_sxm") { 0.15 } else { UNSEEN_MAX };
-            assert!(error <= allowed, "{kind} on {device}: {error:.4}");
+            assert!(error <= UNSEEN_MAX, "{kind} on {device}: {error:.4}");
         }
     }
 }

@@ -2,14 +2,18 @@
 //!
 //! `time = sum of coefficient x term`. The terms are the roofline with its kink rounded off (`hypot` of
 //! arithmetic and memory), memory traffic alone, traffic that a cache holds, arithmetic alone, a fixed cost,
-//! and a cost per work item (a sequence's KV head in attention). Unlike a surface through the points, such a
-//! sum goes on where they end: fitted to all batches but the largest, it knows what one more sequence costs.
+//! a cost per work item (a sequence's KV head in attention), and one per key of a sequence in decode attention
+//! without groups: such kernels walk over a sequence's keys one after the other instead of sharing them out, so
+//! that one sequence takes as long as four. Unlike a surface through the points, such a sum goes on where they
+//! end: fitted to all batches but the largest, it knows what one more sequence costs.
 
 use super::{DeviceProfile, Point};
 use crate::OpSig;
 
 /// Number of terms.
-const TERMS: usize = 6;
+const TERMS: usize = 7;
+/// The term of the fixed cost.
+const FIXED: usize = 4;
 /// Fewer points than this do not determine the coefficients.
 const POINTS_MIN: usize = 6;
 /// Rounds of reweighting, which make the fit one of least absolute error (Schlossmacher 1973).
@@ -20,6 +24,9 @@ const ERROR_MIN: f64 = 0.05;
 /// what the points leave open; another device's law counts twice as much as the few points.
 const PULL_ROOFLINE: f64 = 1e-3;
 const PULL_OTHERS: f64 = 2.0;
+/// The fixed cost's pull towards the least time that was measured, which is mostly fixed cost. Where the smallest weights
+/// are already some megabytes and stay in a cache, little else tells a fixed cost from the cache's traffic.
+const PULL_FIXED: f64 = 0.05;
 /// Sweeps of coordinate descent.
 const SWEEPS: usize = 100;
 /// Sizes of the cache that are tried, in bytes: these powers of two.
@@ -44,7 +51,8 @@ pub(super) struct Law {
 
 impl Law {
     /// The roofline itself, without its kink.
-    pub(super) const ROOFLINE: Law = Law { coefficients: [1.0, 0.0, 1.0, 0.0, 0.0, 0.0], cache_bytes: 0.0 };
+    pub(super) const ROOFLINE: Law =
+        Law { coefficients: [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0], cache_bytes: 0.0 };
 
     /// Seconds of `sig` on `profile`.
     pub(super) fn seconds(&self, profile: &DeviceProfile, sig: &OpSig) -> f64 {
@@ -58,8 +66,15 @@ impl Law {
         if points.len() < POINTS_MIN {
             return Law::ROOFLINE;
         }
-        let near = |cache_bytes: f64| Law { cache_bytes, ..Law::ROOFLINE };
-        let fit = |points: &[&Point], near: Law| Fit::new(profile, points, near, PULL_ROOFLINE).solve();
+        let least_s = points.iter().map(|point| point.time.0).fold(f64::INFINITY, f64::min);
+        let near = |cache_bytes: f64| {
+            let mut law = Law { cache_bytes, ..Law::ROOFLINE };
+            law.coefficients[FIXED] = least_s * 1e6;
+            law
+        };
+        let mut pull = [PULL_ROOFLINE; TERMS];
+        pull[FIXED] = PULL_FIXED;
+        let fit = |points: &[&Point], near: Law| Fit::new(profile, points, near, pull).solve();
         let trial: Vec<&Point> =
             points.iter().copied().step_by(points.len().div_ceil(TRIAL_POINTS)).collect();
         let without = fit(&trial, near(0.0));
@@ -72,7 +87,7 @@ impl Law {
     /// near their mean, which has the least error.
     pub(super) fn near_others(profile: &DeviceProfile, points: &[&Point], others: &[Law]) -> Law {
         let starts = std::iter::once(mean(others)).chain(others.iter().copied());
-        let fits = starts.map(|near| Fit::new(profile, points, near, PULL_OTHERS).solve());
+        let fits = starts.map(|near| Fit::new(profile, points, near, [PULL_OTHERS; TERMS]).solve());
         least(fits).map_or(Law::ROOFLINE, |(_, law)| law)
     }
 }
@@ -88,7 +103,8 @@ fn mean(laws: &[Law]) -> Law {
     Law { coefficients: std::array::from_fn(mean), cache_bytes: 0.0 }
 }
 
-/// Seconds that each term would take at the roofline's rates, a microsecond, and a nanosecond per work item.
+/// Seconds that each term would take at the roofline's rates, a microsecond, and nanoseconds per
+/// work item and per key walked over.
 fn terms(profile: &DeviceProfile, cache_bytes: f64, sig: &OpSig) -> [f64; TERMS] {
     let (arithmetic, memory) = profile.floors(sig);
     let items = match *sig {
@@ -100,7 +116,13 @@ fn terms(profile: &DeviceProfile, cache_bytes: f64, sig: &OpSig) -> [f64; TERMS]
     let held =
         if cache_bytes > 0.0 { 1.0 / (1.0 + (sig.bytes() / cache_bytes).powf(CACHE_EDGE)) } else { 0.0 };
     let beyond = memory.0 * (1.0 - held);
-    [arithmetic.0.hypot(beyond), beyond, memory.0 * held, arithmetic.0, 1e-6, 1e-9 * items]
+    let walked = match *sig {
+        OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, .. } if heads == kv_heads => {
+            kv_tokens as f64 / f64::from(sequences.max(1))
+        }
+        _ => 0.0,
+    };
+    [arithmetic.0.hypot(beyond), beyond, memory.0 * held, arithmetic.0, 1e-6, 1e-9 * items, 1e-9 * walked]
 }
 
 /// One least-squares problem: each row is a point's terms over its time, so that the sum should be 1.
@@ -112,13 +134,13 @@ struct Fit {
 }
 
 impl Fit {
-    fn new(profile: &DeviceProfile, points: &[&Point], near: Law, pull: f64) -> Self {
+    fn new(profile: &DeviceProfile, points: &[&Point], near: Law, pull: [f64; TERMS]) -> Self {
         let row =
             |point: &&Point| terms(profile, near.cache_bytes, &point.sig).map(|term| term / point.time.0);
         let usable = |row: &[f64; TERMS]| row.iter().all(|x| x.is_finite());
         let rows: Vec<[f64; TERMS]> = points.iter().map(row).filter(usable).collect();
         let squares = |i: usize| rows.iter().map(|row| row[i] * row[i] + ABSENT).sum::<f64>();
-        let stiffness = std::array::from_fn(|i| pull * squares(i));
+        let stiffness = std::array::from_fn(|i| pull[i] * squares(i));
         Fit { rows, near, stiffness }
     }
 
@@ -199,7 +221,8 @@ mod tests {
 
     /// 10 us, 20 ns per KV head, traffic at 80 % of the claim and at twice the claim from a cache of 32 MiB.
     fn truth(sig: &OpSig) -> f64 {
-        let law = Law { coefficients: [0.0, 1.25, 0.5, 0.0, 10.0, 20.0], cache_bytes: f64::from(1 << 25) };
+        let law =
+            Law { coefficients: [0.0, 1.25, 0.5, 0.0, 10.0, 20.0, 0.0], cache_bytes: f64::from(1 << 25) };
         law.seconds(&device(), sig)
     }
 
@@ -212,6 +235,48 @@ mod tests {
         for sig in [decode(2048, 64), decode(2048, 4096), decode(1, 131_072), decode(16, 700)] {
             let ratio = law.seconds(&device(), &sig) / truth(&sig);
             assert!((ratio - 1.0).abs() < 0.02, "{sig:?}: {ratio}");
+        }
+    }
+
+    /// One sequence takes as long as four where a kernel walks over each one's keys.
+    #[test]
+    fn keys_that_are_walked_over_one_by_one_are_known_beyond_the_points() {
+        let ungrouped = |sequences, context| match decode(sequences, context) {
+            OpSig::AttnDecode {
+                sequences,
+                kv_tokens,
+                kv_heads,
+                head_dim,
+                page_tokens,
+                pages_max,
+                x,
+                kv,
+                ..
+            } => {
+                let heads = kv_heads;
+                OpSig::AttnDecode {
+                    sequences,
+                    kv_tokens,
+                    heads,
+                    kv_heads,
+                    head_dim,
+                    page_tokens,
+                    pages_max,
+                    x,
+                    kv,
+                }
+            }
+            other => other,
+        };
+        let took =
+            |sequences: u32, context: u32| 10e-6 + 20e-9 * f64::from(context) + 1e-9 * f64::from(sequences);
+        let shapes = (0..4).flat_map(|b| (4..14).map(move |c| (1 << b, 1 << c)));
+        let point = |(b, c)| Point { sig: ungrouped(b, c), time: Seconds(took(b, c)) };
+        let points: Vec<Point> = shapes.map(point).collect();
+        let law = Law::fit(&device(), &points.iter().collect::<Vec<_>>());
+        for (b, c) in [(1, 131_072), (4, 131_072), (2, 40_000)] {
+            let ratio = law.seconds(&device(), &ungrouped(b, c)) / took(b, c);
+            assert!((ratio - 1.0).abs() < 0.1, "{b} x {c}: {ratio}");
         }
     }
 
@@ -230,7 +295,7 @@ mod tests {
 
     #[test]
     fn without_points_the_law_is_that_of_the_others() {
-        let other = Law { coefficients: [0.0, 1.0, 1.0, 0.0, 4.0, 0.0], cache_bytes: 0.0 };
+        let other = Law { coefficients: [0.0, 1.0, 1.0, 0.0, 4.0, 0.0, 0.0], cache_bytes: 0.0 };
         assert_eq!(Law::near_others(&device(), &[], &[other]), other);
         assert_eq!(Law::fit(&device(), &[]), Law::ROOFLINE);
     }

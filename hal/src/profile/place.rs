@@ -10,14 +10,14 @@ pub(super) type Place = [f64; DIMENSIONS];
 /// Weight of bytes in the distance; the others have 1. Caches make efficiency jump along lines of equal
 /// traffic.
 const BYTES_WEIGHT: f64 = 2.0;
-/// Between decode attention with and without groups of query heads: engines have a kernel for each.
-const UNGROUPED: f64 = 2.0;
 
 /// Operations that run the same kernels: the kind, the dtype of the input and that of weights or keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Class {
     pub(super) name: &'static str,
     pub(super) dtypes: [DType; 2],
+    /// Decode attention in which several query heads share a KV head: engines have a kernel of its own for it.
+    pub(super) grouped: bool,
 }
 
 impl Class {
@@ -27,7 +27,7 @@ impl Class {
             OpSig::AttnPrefill { x, kv, .. } | OpSig::AttnDecode { x, kv, .. } => [x, kv],
             _ => [narrowest(sig); 2],
         };
-        Class { name: sig.name(), dtypes }
+        Class { name: sig.name(), dtypes, grouped: grouped(sig) }
     }
 }
 
@@ -93,7 +93,7 @@ pub(super) fn mismatch(a: &OpSig, b: &OpSig) -> f64 {
             OpSig::AttnPrefill { page_tokens: page2, window: window2, .. },
         ) => unlike(window.is_some() != window2.is_some(), 1.0) + pages(page_tokens, page2),
         (OpSig::AttnDecode { page_tokens, .. }, OpSig::AttnDecode { page_tokens: page2, .. }) => {
-            unlike(grouped(a) != grouped(b), UNGROUPED) + pages(page_tokens, page2)
+            pages(page_tokens, page2)
         }
         _ => 0.0,
     }
