@@ -127,48 +127,66 @@ fn an_answer_holds_blocks_only_for_the_tokens_that_it_has() {
     assert!((7.9..8.1).contains(&results.e2e_s.p99), "{}", results.e2e_s.p99);
 }
 
-/// A run of vLLM 0.19 on one RTX 4090 (LLMServingSim's), predicted from the engine's own kernel times alone.
-#[test]
-fn a_real_run_of_300_requests_is_predicted_within_5_percent() {
-    let directory =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/measured/rtx4090-llama-3.1-8b");
-    let log = directory.join("requests.jsonl");
-    let Ok(text) = std::fs::read_to_string(&log) else {
-        println!("SKIPPED: no ../shared/data/measured/rtx4090-llama-3.1-8b");
-        return;
-    };
-    let (mut ttft_s, mut tpot_s, mut latency_s) = (Vec::new(), Vec::new(), Vec::new());
+/// Times of a log's requests in seconds: to the first token, between tokens, to the last.
+fn measured(log: &Path) -> [Vec<f64>; 3] {
+    let text = std::fs::read_to_string(log).unwrap_or_else(|error| panic!("{}: {error}", log.display()));
+    let mut times = [const { Vec::new() }; 3];
     for line in text.lines() {
         let request: serde_json::Value = serde_json::from_str(line).unwrap();
         let number = |key: &str| request[key].as_f64().unwrap_or_else(|| panic!("{key} in {line}"));
-        ttft_s.push(number("first_token_ts") - number("queued_ts"));
-        latency_s.push(number("last_token_ts") - number("queued_ts"));
+        let [queued, first, last] = ["queued_ts", "first_token_ts", "last_token_ts"].map(number);
+        times[0].push(first - queued);
         if number("output_toks") > 1.0 {
-            tpot_s.push((number("last_token_ts") - number("first_token_ts")) / (number("output_toks") - 1.0));
+            times[1].push((last - first) / (number("output_toks") - 1.0));
         }
+        times[2].push(last - queued);
     }
-    let file = format!(
-        "version = 1\n[model]\nname = \"llama-3.1-8b\"\n[kv]\nblock_tokens = 16\n\
-         [[pool]]\nname = \"one\"\nprofile = '{}'\n",
+    times
+}
+
+/// The fleet of one instance that a run's directory describes.
+fn fleet_of(directory: &Path) -> FleetFile {
+    let meta = std::fs::read_to_string(directory.join("meta.json")).expect("meta.json beside the log");
+    let meta: serde_json::Value = serde_json::from_str(&meta).unwrap();
+    let model = meta["model"].as_str().expect("a model").rsplit('/').next().unwrap().to_lowercase();
+    let devices = meta["engine_kwargs"]["tensor_parallel_size"].as_u64().unwrap_or(1);
+    fleet_from(&format!(
+        "version = 1\n[model]\nname = '{model}'\n\
+         [[pool]]\nname = \"one\"\nprofile = '{}'\ndevices_per_instance = {devices}\n",
         directory.display()
-    );
-    let setup = Setup::new(&fleet_from(&file), Choices { admission: Admission::None, ..Choices::default() });
-    let trace = Trace::open(&log, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
-    let predicted = run(&setup, trace, &mut ()).unwrap_or_else(|error| panic!("{error}"));
-    for (what, mut measured, predicted) in [
-        ("TTFT", ttft_s, predicted.ttft_s),
-        ("TPOT", tpot_s, predicted.tpot_s),
-        ("latency", latency_s, predicted.e2e_s),
-    ] {
-        measured.sort_by(f64::total_cmp);
-        let mean = measured.iter().sum::<f64>() / measured.len() as f64;
-        let p99 = measured[(0.99 * measured.len() as f64).ceil() as usize - 1];
-        let (off, off_p99) = (predicted.mean / mean - 1.0, predicted.p99 / p99 - 1.0);
-        println!(
-            "{what}: mean {:.4} for {mean:.4} s ({off:+.3}), p99 {:.4} for {p99:.4} s ({off_p99:+.3})",
-            predicted.mean, predicted.p99
-        );
-        assert!(off.abs() <= 0.05, "{what}: mean {off:+.3}");
-        assert!(off_p99.abs() <= 0.10, "{what}: p99 {off_p99:+.3}");
+    ))
+}
+
+/// Every run that lies there with its profile, predicted from the engine's own kernel times alone: one of vLLM 0.19 on an
+/// RTX 4090 (LLMServingSim's), and what else is put beside it.
+#[test]
+fn real_runs_are_predicted_within_5_percent() {
+    let Some(known) = shared("measured/rtx4090-llama-3.1-8b/requests.jsonl") else { return };
+    let beside = known.ancestors().nth(2).expect("measured").read_dir().expect("a directory");
+    let logs = beside.map(|entry| entry.unwrap().path().join("requests.jsonl"));
+    let logs: Vec<PathBuf> = logs.filter(|log| log.is_file()).collect();
+    assert!(!logs.is_empty());
+    for log in logs {
+        let directory = log.parent().expect("a directory");
+        let choices = Choices { admission: Admission::None, ..Choices::default() };
+        let setup = Setup::new(&fleet_of(directory), choices);
+        let trace = Trace::open(&log, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
+        let predicted = run(&setup, trace, &mut ()).unwrap_or_else(|error| panic!("{error}"));
+        let predicted =
+            [("TTFT", predicted.ttft_s), ("TPOT", predicted.tpot_s), ("latency", predicted.e2e_s)];
+        for ((what, predicted), mut measured) in predicted.into_iter().zip(measured(&log)) {
+            measured.sort_by(f64::total_cmp);
+            let mean = measured.iter().sum::<f64>() / measured.len() as f64;
+            let p99 = measured[(0.99 * measured.len() as f64).ceil() as usize - 1];
+            let (off, off_p99) = (predicted.mean / mean - 1.0, predicted.p99 / p99 - 1.0);
+            println!(
+                "{}: {what}: mean {:.4} for {mean:.4} s ({off:+.3}), p99 {:.4} for {p99:.4} s ({off_p99:+.3})",
+                directory.file_name().unwrap_or_default().display(),
+                predicted.mean,
+                predicted.p99
+            );
+            assert!(off.abs() <= 0.05, "{what}: mean {off:+.3}");
+            assert!(off_p99.abs() <= 0.10, "{what}: p99 {off_p99:+.3}");
+        }
     }
 }
