@@ -84,8 +84,7 @@ pub struct Terms {
     pub prefill_s: f64,
     /// KV transfer that does not hide behind the prefill.
     pub transfer_s: f64,
-    /// Where no room is reserved: how long the KV waits for room on the decode instance, if computed by the fastest candidate. It is a
-    /// gap between the first token and the second.
+    /// Where no room is reserved: how long its KV waits for room on the decode instance.
     pub gap_s: f64,
     /// What counts of the way to the decode instance: the transfer that would show if nothing of the prompt were cached, and
     /// the wait for room there that the queue hides.
@@ -98,7 +97,7 @@ pub struct Terms {
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
     pub tbt_s: f64,
     /// What its time between tokens, as the objective counts it, will probably not exceed: the longest step that is likely while it
-    /// decodes, those counted who were accepted before it and land after it, and its share of `gap_s`.
+    /// decodes, those counted who were accepted before it and land after it, and a share of the wait for room of the fastest candidate's KV.
     pub tbt_peak_s: f64,
     /// A step in the batch of now.
     pub tbt_now_s: f64,

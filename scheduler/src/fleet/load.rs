@@ -131,6 +131,8 @@ pub(super) struct Load {
     waiting: Batch,
     /// All of them, each as long as it was assumed to become.
     pub(super) committed: Batch,
+    /// Their assumed answers' lengths, each squared.
+    answers_squared: f64,
     /// Until when its way out and its way in are taken by transfers that were decided.
     pub(super) egress_until: Seconds,
     pub(super) ingress_until: Seconds,
@@ -150,6 +152,7 @@ impl Load {
             batch: Batch::default(),
             waiting: Batch::default(),
             committed: Batch::default(),
+            answers_squared: 0.0,
             egress_until: Seconds::ZERO,
             ingress_until: Seconds::ZERO,
             tiers: [LinkCost::default(); 3],
@@ -240,6 +243,7 @@ impl Load {
     pub(super) fn commit(&mut self, request: RequestId, work: &Work) {
         if self.decoding.insert(request) {
             self.committed = self.committed.with(work.whole());
+            self.answers_squared += f64::from(work.output_tokens).powi(2);
             self.waiting = self.waiting.with(u64::from(work.prompt_tokens));
         }
     }
@@ -261,6 +265,7 @@ impl Load {
     pub(super) fn release(&mut self, request: RequestId, work: &Work) {
         if self.decoding.remove(&request) {
             self.committed = self.committed.without(work.whole());
+            self.answers_squared -= f64::from(work.output_tokens).powi(2);
             if matches!(work.phase, Phase::Decode { .. }) {
                 self.batch = self.batch.without(work.context());
             } else {
@@ -319,7 +324,9 @@ impl Load {
         let everyone = self.everyone();
         let partial_blocks = u64::from(everyone.sequences + 1) * u64::from(self.spec.kv_block_tokens);
         let held = self.committed.kv_tokens.max(everyone.kv_tokens);
-        held + held / 4 + partial_blocks + tokens <= self.spec.kv_capacity_tokens
+        // as much as [`Forecast::kv_wait`] keeps free, even if nobody had begun to answer
+        let spread = (held / 4).max((ROOM_DEVIATIONS * self.answers_squared.sqrt()) as u64);
+        held + spread + partial_blocks + tokens <= self.spec.kv_capacity_tokens
     }
 
     /// Who decodes here now.
@@ -447,6 +454,7 @@ impl Forecast<'_> {
         }
         let mut ends: Vec<Seconds> = self.courses.iter().map(|course| course.until(self.pace)).collect();
         ends.sort_by(|a, b| a.0.total_cmp(&b.0));
+        // falls but for small humps, where some are about to end: which of the ends near by is all the same
         let at = ends.partition_point(|&end| self.held(end) > limit);
         // a request that fits at all fits when all have ended
         ends.get(at).or(ends.last()).map_or(Seconds::ZERO, |&end| end - self.now)

@@ -21,10 +21,10 @@
 
 mod demand;
 
-use super::explain::Candidate;
+use super::explain::{Candidate, ScoreUnit};
 use super::place::Question;
 use super::{Action, Event, Fleet, InstanceId, Policy};
-use crate::kv::BlockHash;
+use crate::kv::{BlockHash, Tier};
 use demand::{Demand, Loss};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
@@ -124,10 +124,10 @@ impl Replicas {
     /// An instance told what it holds, or that it holds nothing, or is gone.
     pub(super) fn heard(&mut self, event: &Event) {
         match event {
-            Event::KvStored { instance, hashes, .. } => {
+            Event::KvStored { instance, hashes, tier: Tier::Device } => {
                 self.under_way.retain(|copy| copy.to != *instance || !hashes.contains(&copy.key));
             }
-            Event::InstanceDown { instance } => {
+            Event::InstanceDown { instance } | Event::KvCleared { instance } => {
                 self.under_way.retain(|copy| copy.to != *instance && copy.from != *instance);
             }
             _ => {}
@@ -173,7 +173,10 @@ impl Fleet {
         let (from, until) = self.sender(question, shared, to)?;
         let tokens = shared.tokens - question.cached_on(to);
         let bytes = self.kv_bytes(tokens).0;
-        if gain_s <= until.0 || bytes > replicas.budget(now) {
+        let traffic =
+            self.link(&self.loads[from], &self.loads[to]).map_or(0.0, |l| l.price(self.kv_bytes(tokens)).0);
+        let price = if question.score_unit == ScoreUnit::Usd { traffic } else { 0.0 };
+        if gain_s <= until.0 || gain_s * question.wait_weight <= price || bytes > replicas.budget(now) {
             return None;
         }
         replicas.bytes -= bytes;

@@ -178,7 +178,8 @@ pub fn run(
         world.move_to(at_s);
         world.turn_up(request);
     }
-    while world.next_at().is_some() {
+    // a copy that is still on its way then is nobody's
+    while world.has_requests() && world.next_at().is_some() {
         world.advance();
     }
     world.last_sample();
@@ -249,6 +250,10 @@ impl<'a> World<'a> {
             actions,
             outcomes: Vec::new(),
         }
+    }
+
+    fn has_requests(&self) -> bool {
+        !self.flights.is_empty() || !self.coming.is_empty()
     }
 
     fn next_at(&self) -> Option<f64> {

@@ -332,8 +332,11 @@ impl Fleet {
         let d = &self.loads[decoder.at];
         let (prompt, output_tokens) = (u64::from(question.arrival.prompt_tokens), question.output_tokens);
         let reserved = candidate.prefill == candidate.decode || self.config.hand_off == HandOff::Reserved;
-        let gap = if reserved { Seconds::ZERO } else { (decoder.room - soonest).max(Seconds::ZERO) };
-        let decodes_after = Seconds(terms.ttft_s + terms.transfer_s) + gap;
+        let gap_after =
+            |landed| if reserved { Seconds::ZERO } else { (decoder.room - landed).max(Seconds::ZERO) };
+        let landed = Seconds(terms.ttft_s + terms.transfer_s);
+        let gap = gap_after(landed);
+        let decodes_after = landed + gap;
         let forecast = decoder.forecast.get_or_init(|| self.forecast(question, decoder.at));
         let step = |batch: Batch| d.step(batch.with(prompt + 1));
         let tbt = step(forecast.batch_at(question.now + decodes_after));
@@ -343,7 +346,8 @@ impl Fleet {
         let gaps_counted = (self.config.tbt_share * f64::from(output_tokens)).max(1.0);
         terms.gap_s = gap.0;
         terms.tbt_s = tbt.0;
-        terms.tbt_peak_s = peak.map_or(tbt, |peak| step(peak).max(tbt)).0 + gap.0 / gaps_counted;
+        terms.tbt_peak_s =
+            peak.map_or(tbt, |peak| step(peak).max(tbt)).0 + gap_after(soonest).0 / gaps_counted;
         terms.ends_s = decodes_after.0 + tbt.0 * f64::from(output_tokens);
         question.objectives.missed(terms).is_none()
     }
@@ -449,7 +453,8 @@ impl Fleet {
         let link = self.link(p, d);
         let waits = link.is_none() || self.config.hand_off == HandOff::Reserved;
         let kv_wait = if waits { (room - side.queue).max(Seconds::ZERO) } else { Seconds::ZERO };
-        let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - question.cached_on(decoder.at));
+        let held = if waits { question.cached_on(decoder.at) } else { 0 };
+        let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - held);
         let bytes = self.kv_bytes(transfer_tokens);
         let shows = |prefill| link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, prefill));
         let transfer = shows(side.prefill);
