@@ -2,6 +2,8 @@
 
 use super::tests::{act, arrival, arrive, config, fleet, instance};
 use super::*;
+use crate::kv::Tier;
+use proptest::prelude::*;
 
 /// A prefill instance, a cheap decoder with room for 400 tokens, and one ten times as dear with room for all; `slo` on the time between
 /// tokens. The cheap one has taken on a prompt of 300 tokens.
@@ -59,5 +61,56 @@ fn a_gap_that_breaks_the_objective_is_worth_a_dearer_decoder() {
         let action = arrive(&mut fleet, 0.4, arrival(2, 200, 2));
         let Action::Place { decode: chosen, .. } = action else { panic!("not placed: {action:?}") };
         assert_eq!(chosen, InstanceId(decode), "objective {slo:?} s");
+    }
+}
+
+#[test]
+fn a_streamed_hand_off_sends_what_the_decoder_holds_too() {
+    for (hand_off, sent) in [(HandOff::Reserved, 150), (HandOff::Streamed, 200)] {
+        let instances = vec![instance(1, Role::Prefill, 1e-3, 1e-2), instance(2, Role::Decode, 1e-3, 1e-2)];
+        let mut fleet = fleet(FleetConfig { hand_off, ..config() }, instances);
+        let arrival = arrival(1, 200, 1);
+        let hashes = arrival.chains[0].hashes[..5].to_vec();
+        act(&mut fleet, 0.0, Event::KvStored { instance: InstanceId(2), hashes, tier: Tier::Device });
+        assert_eq!(on_cheap(&arrive(&mut fleet, 0.0, arrival)).transfer_tokens, sent, "{hand_off:?}");
+    }
+}
+
+#[test]
+fn a_slow_candidate_waits_for_room_only_from_when_it_lands() {
+    let mut fleet = crowded(HandOff::Streamed, None);
+    // ten times as slow, so that its KV lands when there is room
+    act(&mut fleet, 0.4, Event::InstanceUp(instance(4, Role::Prefill, 1e-2, 1e-2)));
+    let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte: 0.0 };
+    act(&mut fleet, 0.4, Event::LinkUp(Link { from: InstanceId(4), to: InstanceId(2), cost }));
+    act(&mut fleet, 0.4, Event::InstanceDown { instance: InstanceId(1) });
+    let terms = on_cheap(&arrive(&mut fleet, 0.4, arrival(2, 200, 2)));
+    assert!(terms.ttft_s >= 2.0 && terms.gap_s == 0.0, "{terms:?}");
+}
+
+proptest! {
+    #[test]
+    fn a_decoder_that_certainly_has_room_makes_nobody_wait(
+        prompts in prop::collection::vec(1u32..3000, 1..40),
+        newcomer in 1u64..4000,
+        capacity in 10_000u64..400_000,
+        output_tokens_expected in 1u32..2000,
+        seed: u64,
+    ) {
+        let mut decoder = instance(1, Role::Auto, 1e-3, 1e-2);
+        decoder.kv_capacity_tokens = capacity;
+        let mut fleet = fleet(FleetConfig { output_tokens_expected, ..config() }, vec![decoder]);
+        let mut random = Stream::new(seed);
+        for (request, prompt) in (0..).zip(prompts) {
+            let arrival = Arrival { max_tokens: 4096, ..arrival(request, prompt, request) };
+            act(&mut fleet, 0.0, Event::Arrived(arrival));
+            act(&mut fleet, 0.0, Event::PrefillDone { request, instance: InstanceId(1) });
+            if random.below(4) == 0 {
+                act(&mut fleet, 0.0, Event::Finished { request });
+            }
+        }
+        let load = &fleet.loads[0];
+        let wait = load.forecast(&fleet.works, &fleet.lengths, Seconds::ZERO).kv_wait(newcomer);
+        prop_assert!(!load.has_room(newcomer) || wait == Seconds::ZERO, "{wait:?}");
     }
 }

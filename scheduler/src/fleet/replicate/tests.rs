@@ -1,8 +1,10 @@
 use super::super::tests::{act, arrival, config, fleet, instance};
-use super::super::{Arrival, FleetConfig, PromptChain, RequestId, Role};
+use super::super::{Arrival, FleetConfig, Instance, Link, PromptChain, RequestId, Role};
 use super::*;
+use crate::cost::LinkCost;
 use crate::kv::Tier;
 use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::UsdPerHour;
 use proptest::prelude::*;
 
 const BLOCK: u32 = 10;
@@ -62,6 +64,31 @@ fn what_a_crowd_queues_for_is_copied_once_to_an_idle_instance_and_then_found_the
     let Action::Place { prefill, explanation, .. } = next.last().unwrap() else { panic!("{next:?}") };
     assert_eq!(*prefill, InstanceId(2));
     assert_eq!(explanation.chosen().unwrap().terms.unwrap().cached_tokens, SYSTEM_TOKENS);
+}
+
+#[test]
+fn a_copy_that_costs_more_dollars_than_it_saves_is_not_made() {
+    // 50 kB on the way; what the crowd waits is worth about a second of the average instance, a thousandth of a dollar
+    for (usd_per_byte, made) in [(0.0, 1), (1e-12, 1), (1e-6, 0)] {
+        let priced = autos(3).into_iter().map(|spec| Instance { price: Some(UsdPerHour(3.6)), ..spec });
+        let mut f = fleet(replicating(Policy::CacheAware), priced.collect());
+        for (from, to) in [(1, 2), (1, 3)] {
+            let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte };
+            let (from, to) = (InstanceId(from), InstanceId(to));
+            act(&mut f, 0.0, Event::LinkUp(Link { from, to, cost }));
+        }
+        act(&mut f, 0.0, stored(1, keys(1, SYSTEM_TOKENS)));
+        assert_eq!(copies(&crowd(&mut f, 0.0, 0..6)).len(), made, "{usd_per_byte} $ per byte");
+    }
+}
+
+#[test]
+fn a_copy_is_forgotten_when_what_either_end_holds_is_cleared() {
+    let mut f = fleet(replicating(Policy::CacheAware), autos(3));
+    act(&mut f, 0.0, stored(1, keys(1, SYSTEM_TOKENS)));
+    assert_eq!(copies(&crowd(&mut f, 0.0, 0..6)).len(), 1);
+    act(&mut f, 0.0, Event::KvCleared { instance: InstanceId(2) });
+    assert!(f.replicas.as_ref().is_some_and(|replicas| replicas.under_way.is_empty()));
 }
 
 #[test]
