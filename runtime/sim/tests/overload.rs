@@ -72,7 +72,7 @@ fn prediction_answers_most_wastes_least_and_calms_the_pools() {
         let (predicted, calm) = play(Admission::Prediction);
         assert!(predicted.goodput_rps > early.goodput_rps && early.goodput_rps > none.goodput_rps, "{seed}");
         assert!(
-            predicted.prefill_wasted_s < early.prefill_wasted_s
+            predicted.prefill_wasted_s < 0.25 * early.prefill_wasted_s
                 && early.prefill_wasted_s < none.prefill_wasted_s,
             "{seed}"
         );
