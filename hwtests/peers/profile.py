@@ -4,7 +4,7 @@ crate `gemm` for f32 products, a plain read loop and the bf16 dot product in reg
 
     cargo build --release -p mixfleet
     cargo build --release -p mixfleet-cpu --example throughput
-    cargo build --release --manifest-path hwtests/peers/gemm/Cargo.toml
+    cargo build --release --manifest-path backends/cpu/peers/Cargo.toml
     python3 -m venv target/numpy && target/numpy/bin/pip install numpy
     target/numpy/bin/python hwtests/peers/profile.py
 
@@ -82,7 +82,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixfleet", type=pathlib.Path, default=target / "release/mixfleet")
     parser.add_argument("--throughput", type=pathlib.Path, default=target / "release/examples/throughput")
-    parser.add_argument("--gemm", type=pathlib.Path, default="hwtests/peers/gemm/target/release/gemm-peer")
+    parser.add_argument("--gemm", type=pathlib.Path, default="backends/cpu/peers/target/release/gemm-peer")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     rounds = []

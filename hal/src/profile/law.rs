@@ -202,10 +202,14 @@ mod tests {
     use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 
     fn decode(sequences: u32, context: u32) -> OpSig {
+        attention(32, sequences, context)
+    }
+
+    fn attention(heads: u32, sequences: u32, context: u32) -> OpSig {
         OpSig::AttnDecode {
             sequences,
             kv_tokens: u64::from(sequences) * u64::from(context),
-            heads: 32,
+            heads,
             kv_heads: 8,
             head_dim: 128,
             page_tokens: 16,
@@ -241,33 +245,7 @@ mod tests {
     /// One sequence takes as long as four where a kernel walks over each one's keys.
     #[test]
     fn keys_that_are_walked_over_one_by_one_are_known_beyond_the_points() {
-        let ungrouped = |sequences, context| match decode(sequences, context) {
-            OpSig::AttnDecode {
-                sequences,
-                kv_tokens,
-                kv_heads,
-                head_dim,
-                page_tokens,
-                pages_max,
-                x,
-                kv,
-                ..
-            } => {
-                let heads = kv_heads;
-                OpSig::AttnDecode {
-                    sequences,
-                    kv_tokens,
-                    heads,
-                    kv_heads,
-                    head_dim,
-                    page_tokens,
-                    pages_max,
-                    x,
-                    kv,
-                }
-            }
-            other => other,
-        };
+        let ungrouped = |sequences, context| attention(8, sequences, context);
         let took =
             |sequences: u32, context: u32| 10e-6 + 20e-9 * f64::from(context) + 1e-9 * f64::from(sequences);
         let shapes = (0..4).flat_map(|b| (4..14).map(move |c| (1 << b, 1 << c)));

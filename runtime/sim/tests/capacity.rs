@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{fleet_from, shared};
+use common::{fleet_from, mooncake, shared};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::capacity::{PRECISION, Probe, SHARE, search};
@@ -15,34 +15,8 @@ use mixfleet_sim::trace::{ReadOptions, Requests, Trace, TraceError};
 
 const CHOICES: Choices = Choices { policy: Policy::PerDollar, admission: Admission::None, seed: 1 };
 
-/// LLaMA3-70B on 8 A800 each, by the fit of FAST'25 figure 14.
 fn split(prefill: u32, decode: u32) -> FleetFile {
-    fleet_from(&format!(
-        r#"
-version = 1
-[model]
-name = "llama-3.1-70b"
-[[pool]]
-name = "prefill"
-role = "prefill"
-count = {prefill}
-device = "A100-SXM-80GB"
-devices_per_instance = 8
-usd_per_hour = 14.0
-cache_tokens = 3_000_000
-nic_gb_per_s = 80.0
-calibration = {{ prefill_s = {{ overhead = 0.08, per_token = 1.19e-4, per_token_squared = 7.467e-10 }} }}
-[[pool]]
-name = "decode"
-role = "decode"
-count = {decode}
-device = "A100-SXM-80GB"
-devices_per_instance = 8
-usd_per_hour = 14.0
-nic_gb_per_s = 80.0
-calibration = {{ decode_s = {{ base = 0.0262, per_sequence = 0.0, per_kv_token = 3.5e-8 }} }}
-"#
-    ))
+    mooncake((prefill, decode), 80.0, "")
 }
 
 #[test]

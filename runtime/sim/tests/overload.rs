@@ -45,7 +45,7 @@ impl Loads {
 
 fn play(path: &Path, admission: Admission, seed: u64) -> (Results, (f64, f64, f64)) {
     let choices = Choices { policy: Policy::PerDollar, admission, seed };
-    let mut setup = Setup::new(&mooncake(3, 80.0, SLO), choices);
+    let mut setup = Setup::new(&mooncake((8, 3), 80.0, SLO), choices);
     setup.fleet.drop_at_decode = true;
     let trace = Trace::open(path, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
     let mut loads = Loads::default();

@@ -17,7 +17,7 @@ const THRESHOLD: f64 = 1.0;
 const CENTRIC: Policy = Policy::KvcacheCentric { threshold: THRESHOLD };
 
 fn fleet(nic_gb_per_s: f64) -> FleetFile {
-    mooncake(8, nic_gb_per_s, "")
+    mooncake((8, 8), nic_gb_per_s, "")
 }
 
 fn conversation() -> Option<PathBuf> {

@@ -12,9 +12,9 @@ pub(crate) fn fleet_from(text: &str) -> FleetFile {
     FleetFile::parse(text, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// 8 prefill instances and `decoders` decode instances of LLaMA3-70B on 8 A800 each, by the fit of FAST'25 figure 14, with network
+/// So many prefill and decode instances of LLaMA3-70B on 8 A800 each, by the fit of FAST'25 figure 14, with network
 /// cards of `nic_gb_per_s` and the keys `slo` of the table of that name.
-pub(crate) fn mooncake(decoders: u32, nic_gb_per_s: f64, slo: &str) -> FleetFile {
+pub(crate) fn mooncake((prefill, decode): (u32, u32), nic_gb_per_s: f64, slo: &str) -> FleetFile {
     fleet_from(&format!(
         r#"
 version = 1
@@ -27,7 +27,7 @@ block_tokens = 512
 [[pool]]
 name = "prefill"
 role = "prefill"
-count = 8
+count = {prefill}
 device = "A100-SXM-80GB"
 devices_per_instance = 8
 usd_per_hour = 14.0
@@ -37,7 +37,7 @@ calibration = {{ prefill_s = {{ overhead = 0.08, per_token = 1.19e-4, per_token_
 [[pool]]
 name = "decode"
 role = "decode"
-count = {decoders}
+count = {decode}
 device = "A100-SXM-80GB"
 devices_per_instance = 8
 usd_per_hour = 14.0
