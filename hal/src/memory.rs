@@ -101,13 +101,54 @@ pub enum Export {
     Ipc(Vec<u8>),
 }
 
-/// Host memory shared by two ends of a transport: written by one, read by the other.
-/// Calls copy under a lock of the implementation, so no caller sees a torn write.
+/// Host memory that both ends of a transport reach: staging, and the pages of a KV pool.
+///
+/// Calls in this process exclude each other as a lock would. What a peer writes meanwhile through a
+/// transport that moves bytes by itself (shared pages, a NIC) is not excluded: who reads a range has been
+/// told that it is complete, and checks it.
 pub trait SharedMemory: Send + Sync {
     /// Length in bytes.
     fn size_bytes(&self) -> u64;
+
+    /// Shows `bytes` bytes from `offset` on to `look`, once.
+    ///
+    /// # Errors
+    /// `Invalid` when the range leaves the memory; `look` is not called then.
+    fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> Result<()>;
+
+    /// Lets `change` write `bytes` bytes from `offset` on, once.
+    ///
+    /// # Errors
+    /// `Invalid` when the range leaves the memory; `change` is not called then.
+    fn update(&self, offset: u64, bytes: u64, change: &mut dyn FnMut(&mut [u8])) -> Result<()>;
+
+    /// Where it lies, for transports that move bytes by themselves; none if it may only be reached by calls.
+    fn mapping(&self) -> Option<Mapping>;
+
     /// Copies `data` to `offset`.
-    fn store(&self, offset: u64, data: &[u8]) -> Result<()>;
+    ///
+    /// # Errors
+    /// As `update`.
+    fn store(&self, offset: u64, data: &[u8]) -> Result<()> {
+        self.update(offset, data.len() as u64, &mut |place| place.copy_from_slice(data))
+    }
+
     /// Copies from `offset` into `data`.
-    fn load(&self, offset: u64, data: &mut [u8]) -> Result<()>;
+    ///
+    /// # Errors
+    /// As `view`.
+    fn load(&self, offset: u64, data: &mut [u8]) -> Result<()> {
+        self.view(offset, data.len() as u64, &mut |place| data.copy_from_slice(place))
+    }
+}
+
+/// The place of shared memory in this process. Valid as long as the memory that gave it lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapping {
+    /// Address of the first byte.
+    pub address: usize,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// A file descriptor that another process on this host can map, owned by the memory; none where there is none.
+    pub fd: Option<i32>,
 }

@@ -6,7 +6,7 @@
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::transport::{Descriptor, Endpoint, Transport};
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result};
 use mixfleet_runtime::api::Placements;
@@ -60,15 +60,15 @@ impl Transport for Apart {
         "apart"
     }
 
-    fn register(&self, memory: Arc<dyn SharedMemory>) -> Result<Descriptor> {
-        self.0.register(memory)
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+        self.0.register(memory, access)
     }
 
     fn deregister(&self, region: &Descriptor) -> Result<()> {
         self.0.deregister(region)
     }
 
-    fn connect(&self, _: &Descriptor) -> Result<Box<dyn Endpoint>> {
+    fn connect(&self, _: Arc<dyn SharedMemory>, _: &Descriptor) -> Result<Box<dyn Endpoint>> {
         Err(Error::unsupported("these instances are not joined"))
     }
 }
@@ -199,7 +199,7 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, log: Log) -> E
         config,
         instances,
         transport,
-        make_region: Arc::new(|bytes| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) }),
+        make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
         limits: EngineConfig {
             ttft_slo: Some(Seconds(1.5)),
             tbt_slo: Some(Seconds(0.03)),

@@ -2,35 +2,36 @@
 
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Strikes the writes of `inner` as a [`FaultPlan`] says. Operation n of the plan is the n-th call of
-/// `write`, counted over all endpoints.
+/// Strikes the batches of `inner` as a [`FaultPlan`] says. Operation n of the plan is the n-th call of
+/// `write` or `read`, counted over all endpoints.
 ///
-/// - `BitFlip` changes one bit somewhere in the pieces.
-/// - `Drop` sends nothing and reports success.
-/// - `Fail` sends nothing, and `wait` reports `Other`.
-/// - `Hang` sends nothing, and `wait` reports `Timeout` at once, as if its time had passed.
+/// - `BitFlip` changes one bit somewhere in the pieces: of a write in this end's own memory before it is sent,
+///   of a read after it has come. What this end sends again is taken from its device again.
+/// - `Drop` moves nothing and reports success.
+/// - `Fail` moves nothing, and `wait` reports `Other`.
+/// - `Hang` moves nothing, and `wait` reports `Timeout` at once, as if its time had passed.
 pub struct Faulty<T> {
     inner: T,
     plan: Arc<FaultPlan>,
-    writes: Arc<AtomicU64>,
+    batches: Arc<AtomicU64>,
 }
 
 impl<T: Transport> Faulty<T> {
     /// `inner` with the faults of `plan`.
     pub fn new(inner: T, plan: FaultPlan) -> Self {
-        Faulty { inner, plan: Arc::new(plan), writes: Arc::default() }
+        Faulty { inner, plan: Arc::new(plan), batches: Arc::default() }
     }
 
-    /// Calls of `write` so far.
-    pub fn writes(&self) -> u64 {
-        self.writes.load(Ordering::Relaxed)
+    /// Calls of `write` and `read` so far.
+    pub fn batches(&self) -> u64 {
+        self.batches.load(Ordering::Relaxed)
     }
 }
 
@@ -39,69 +40,70 @@ impl<T: Transport> Transport for Faulty<T> {
         self.inner.name()
     }
 
-    fn register(&self, memory: Arc<dyn SharedMemory>) -> Result<Descriptor> {
-        self.inner.register(memory)
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+        self.inner.register(memory, access)
     }
 
     fn deregister(&self, region: &Descriptor) -> Result<()> {
         self.inner.deregister(region)
     }
 
-    fn connect(&self, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
-        let inner = self.inner.connect(region)?;
-        let (plan, writes) = (self.plan.clone(), self.writes.clone());
-        Ok(Box::new(FaultyEndpoint { inner, plan, writes, next: 0, open: BTreeMap::new() }))
+    fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
+        let inner = self.inner.connect(local.clone(), region)?;
+        let (plan, batches) = (self.plan.clone(), self.batches.clone());
+        Ok(Box::new(FaultyEndpoint { inner, local, plan, batches, next: 0, open: BTreeMap::new() }))
     }
 }
 
 struct FaultyEndpoint {
     inner: Box<dyn Endpoint>,
+    local: Arc<dyn SharedMemory>,
     plan: Arc<FaultPlan>,
-    writes: Arc<AtomicU64>,
+    batches: Arc<AtomicU64>,
     next: u64,
     open: BTreeMap<u64, Course>,
 }
 
-/// What becomes of a write.
-#[derive(Clone, Copy)]
+/// What becomes of a batch.
+#[derive(Clone)]
 enum Course {
     Sent(TransferId),
+    /// Sent, and damaged on arrival: the byte here and the bit in it.
+    Struck(TransferId, u64, u8),
     Dropped,
-    Failed { write: u64 },
-    Hung { write: u64 },
+    Failed {
+        batch: u64,
+    },
+    Hung {
+        batch: u64,
+    },
 }
 
 impl Endpoint for FaultyEndpoint {
-    fn write(&mut self, pieces: &[Piece<'_>]) -> Result<TransferId> {
-        let write = self.writes.fetch_add(1, Ordering::Relaxed);
-        let course = match self.plan.at(write) {
-            // a transport has no clock: what is slow here arrives all the same
-            None | Some(Fault::Slow { .. }) => Course::Sent(self.inner.write(pieces)?),
-            Some(Fault::BitFlip) => Course::Sent(self.write_flipped(write, pieces)?),
-            // the receiver goes on seeing what was there before
-            Some(Fault::Drop | Fault::Stale) => Course::Dropped,
-            Some(Fault::Fail) => Course::Failed { write },
-            Some(Fault::Hang) => Course::Hung { write },
-        };
-        let id = self.next;
-        self.next += 1;
-        self.open.insert(id, course);
-        Ok(TransferId(id))
+    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        self.batch(pieces, |inner, pieces| inner.write(pieces), Moment::Before)
+    }
+
+    fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        self.batch(pieces, |inner, pieces| inner.read(pieces), Moment::After)
     }
 
     fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
-        let Some(&course) = self.open.get(&transfer.0) else {
+        let Some(course) = self.open.get(&transfer.0).cloned() else {
             let detail = format!("transfer {} never began, or has ended", transfer.0);
             return Err(Error::new(ErrorKind::Closed, detail));
         };
         let outcome = match course {
             Course::Sent(inner) => self.inner.wait(inner, timeout),
-            Course::Dropped => Ok(()),
-            Course::Failed { write } => {
-                Err(Error::new(ErrorKind::Other, format!("injected fault: write {write} failed")))
+            Course::Struck(inner, byte, bit) => {
+                self.inner.wait(inner, timeout).and_then(|()| self.flip(byte, bit))
             }
-            Course::Hung { write } => {
-                Err(Error::new(ErrorKind::Timeout, format!("injected fault: write {write} hangs")))
+            Course::Dropped => Ok(()),
+            Course::Failed { batch } => {
+                Err(Error::new(ErrorKind::Other, format!("injected fault: batch {batch} failed")))
+            }
+            Course::Hung { batch } => {
+                Err(Error::new(ErrorKind::Timeout, format!("injected fault: batch {batch} hangs")))
             }
         };
         if !matches!(&outcome, Err(error) if error.kind == ErrorKind::Timeout) {
@@ -112,24 +114,65 @@ impl Endpoint for FaultyEndpoint {
 
     fn cancel(&mut self, transfer: TransferId) -> Result<()> {
         match self.open.remove(&transfer.0) {
-            Some(Course::Sent(inner)) => self.inner.cancel(inner),
+            Some(Course::Sent(inner) | Course::Struck(inner, ..)) => self.inner.cancel(inner),
             _ => Ok(()),
         }
     }
 }
 
+/// When a bit flips.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Moment {
+    Before,
+    After,
+}
+
 impl FaultyEndpoint {
-    fn write_flipped(&mut self, write: u64, pieces: &[Piece<'_>]) -> Result<TransferId> {
-        let mut copies: Vec<(Vec<u8>, u64)> = pieces.iter().map(|p| (p.data.to_vec(), p.offset)).collect();
-        let total: usize = copies.iter().map(|(data, _)| data.len()).sum();
-        let bit = self.plan.bit(write, total as u64);
-        let struck = copies.iter_mut().flat_map(|(data, _)| data).nth((bit / 8) as usize);
-        if let Some(byte) = struck {
-            *byte ^= 1 << (bit % 8);
+    fn batch(
+        &mut self,
+        pieces: &[Piece],
+        start: impl Fn(&mut dyn Endpoint, &[Piece]) -> Result<TransferId>,
+        flips: Moment,
+    ) -> Result<TransferId> {
+        let batch = self.batches.fetch_add(1, Ordering::Relaxed);
+        let course = match self.plan.at(batch) {
+            // a transport has no clock: what is slow here arrives all the same
+            None | Some(Fault::Slow { .. }) => Course::Sent(start(&mut *self.inner, pieces)?),
+            Some(Fault::BitFlip) => match self.bit(batch, pieces) {
+                None => Course::Sent(start(&mut *self.inner, pieces)?),
+                Some((byte, bit)) if flips == Moment::Before => {
+                    self.flip(byte, bit)?;
+                    Course::Sent(start(&mut *self.inner, pieces)?)
+                }
+                Some((byte, bit)) => Course::Struck(start(&mut *self.inner, pieces)?, byte, bit),
+            },
+            // the receiver goes on seeing what was there before
+            Some(Fault::Drop | Fault::Stale) => Course::Dropped,
+            Some(Fault::Fail) => Course::Failed { batch },
+            Some(Fault::Hang) => Course::Hung { batch },
+        };
+        let id = self.next;
+        self.next += 1;
+        self.open.insert(id, course);
+        Ok(TransferId(id))
+    }
+
+    /// The byte here and the bit in it that batch `batch` loses.
+    fn bit(&self, batch: u64, pieces: &[Piece]) -> Option<(u64, u8)> {
+        let total: u64 = pieces.iter().map(|piece| piece.bytes).sum();
+        let bit = self.plan.bit(batch, total);
+        let mut byte = bit / 8;
+        for piece in pieces {
+            if byte < piece.bytes {
+                return Some((piece.local + byte, (bit % 8) as u8));
+            }
+            byte -= piece.bytes;
         }
-        let pieces: Vec<Piece<'_>> =
-            copies.iter().map(|(data, offset)| Piece { data, offset: *offset }).collect();
-        self.inner.write(&pieces)
+        None
+    }
+
+    fn flip(&self, byte: u64, bit: u8) -> Result<()> {
+        self.local.update(byte, 1, &mut |place| place[0] ^= 1 << bit)
     }
 }
 
@@ -140,55 +183,66 @@ mod tests {
 
     const NOW: Duration = Duration::ZERO;
 
-    /// Writes bytes of ones three times, each to 4 bytes of its own in two pieces; the second one is
-    /// struck. Returns what `wait` said of it and what the memory holds.
-    fn three_writes(fault: Fault) -> (Result<()>, Vec<u8>) {
+    fn regions(bytes: usize) -> (Arc<HostRegion>, Arc<HostRegion>) {
+        let [here, there] = [(); 2].map(|()| Arc::new(HostRegion::new(bytes).unwrap()));
+        here.store(0, &vec![0xff; bytes]).unwrap();
+        (here, there)
+    }
+
+    /// Moves bytes of ones three times, each to 4 bytes of its own in two pieces; the second one is
+    /// struck. Returns what `wait` said of it and what arrived.
+    fn three(fault: Fault, reading: bool) -> (Result<()>, Vec<u8>) {
         let wire = Faulty::new(Memory::new(), FaultPlan::exactly(fault, 1, 2));
-        let region = Arc::new(HostRegion::new(12));
-        let descriptor = wire.register(region.clone()).unwrap();
-        // The count runs over endpoints: every write has its own.
-        let outcomes: Vec<Result<()>> = (0..3)
+        let (ones, zeros) = regions(12);
+        let (here, there) = if reading { (zeros.clone(), ones) } else { (ones, zeros.clone()) };
+        let descriptor = wire.register(there, Access::ReadWrite).unwrap();
+        // The count runs over endpoints: every batch has its own.
+        let outcomes: Vec<Result<()>> = (0..3u64)
             .map(|i| {
-                let mut way = wire.connect(&descriptor).unwrap();
-                let pieces =
-                    [Piece { data: &[0xff], offset: 4 * i }, Piece { data: &[0xff; 3], offset: 4 * i + 1 }];
-                let transfer = way.write(&pieces).unwrap();
+                let mut way = wire.connect(here.clone(), &descriptor).unwrap();
+                let piece = |at: u64, bytes| Piece { local: 4 * i + at, remote: 4 * i + at, bytes };
+                let pieces = [piece(0, 1), piece(1, 3)];
+                let transfer = if reading { way.read(&pieces) } else { way.write(&pieces) }.unwrap();
                 way.wait(transfer, NOW)
             })
             .collect();
-        assert_eq!((&outcomes[0], &outcomes[2], wire.writes()), (&Ok(()), &Ok(()), 3));
+        assert_eq!((&outcomes[0], &outcomes[2], wire.batches()), (&Ok(()), &Ok(()), 3));
         let mut bytes = vec![0; 12];
-        region.load(0, &mut bytes).unwrap();
+        zeros.load(0, &mut bytes).unwrap();
         assert_eq!((&bytes[..4], &bytes[8..]), (&[0xff; 4][..], &[0xff; 4][..]));
         (outcomes[1].clone(), bytes[4..8].to_vec())
     }
 
     #[test]
     fn a_flip_changes_one_bit_and_is_reported_as_success() {
-        let (outcome, bytes) = three_writes(Fault::BitFlip);
-        assert_eq!(outcome, Ok(()));
-        assert_eq!(bytes.iter().map(|byte| byte.count_zeros()).sum::<u32>(), 1);
-        assert_eq!(three_writes(Fault::BitFlip).1, bytes);
+        for reading in [false, true] {
+            let (outcome, bytes) = three(Fault::BitFlip, reading);
+            assert_eq!(outcome, Ok(()));
+            assert_eq!(bytes.iter().map(|byte| byte.count_zeros()).sum::<u32>(), 1);
+            assert_eq!(three(Fault::BitFlip, reading).1, bytes);
+        }
     }
 
     #[test]
-    fn a_dropped_write_looks_like_success() {
-        assert_eq!(three_writes(Fault::Drop), (Ok(()), vec![0; 4]));
+    fn a_dropped_batch_looks_like_success() {
+        assert_eq!(three(Fault::Drop, false), (Ok(()), vec![0; 4]));
+        assert_eq!(three(Fault::Drop, true), (Ok(()), vec![0; 4]));
     }
 
     #[test]
     fn a_failure_and_a_hang_are_told_apart() {
-        let (failed, bytes) = three_writes(Fault::Fail);
+        let (failed, bytes) = three(Fault::Fail, false);
         assert_eq!((failed.unwrap_err().kind, bytes), (ErrorKind::Other, vec![0; 4]));
-        let (hung, bytes) = three_writes(Fault::Hang);
+        let (hung, bytes) = three(Fault::Hang, true);
         assert_eq!((hung.unwrap_err().kind, bytes), (ErrorKind::Timeout, vec![0; 4]));
     }
 
     #[test]
     fn a_hung_write_hangs_until_it_is_given_up() {
         let wire = Faulty::new(Memory::new(), FaultPlan::exactly(Fault::Hang, 0, 1));
-        let mut way = wire.connect(&wire.register(Arc::new(HostRegion::new(1))).unwrap()).unwrap();
-        let transfer = way.write(&[Piece { data: &[1], offset: 0 }]).unwrap();
+        let (here, there) = regions(1);
+        let mut way = wire.connect(here, &wire.register(there, Access::Write).unwrap()).unwrap();
+        let transfer = way.write(&[Piece { local: 0, remote: 0, bytes: 1 }]).unwrap();
         for _ in 0..2 {
             assert_eq!(way.wait(transfer, NOW).unwrap_err().kind, ErrorKind::Timeout);
         }
@@ -199,7 +253,8 @@ mod tests {
     #[test]
     fn empty_payloads_survive_a_flip() {
         let wire = Faulty::new(Memory::new(), FaultPlan::exactly(Fault::BitFlip, 0, 1));
-        let mut way = wire.connect(&wire.register(Arc::new(HostRegion::new(1))).unwrap()).unwrap();
+        let (here, there) = regions(1);
+        let mut way = wire.connect(here, &wire.register(there, Access::Write).unwrap()).unwrap();
         let transfer = way.write(&[]).unwrap();
         way.wait(transfer, NOW).unwrap();
     }

@@ -2,7 +2,7 @@
 
 use crate::region::range;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -10,8 +10,11 @@ use std::time::Duration;
 
 const NAME: &str = "memory";
 
-/// Joins ends that live in one process. A write copies on the caller's thread and has landed when
-/// `write` returns; a worker that wants it beside its computing calls from a thread of its own.
+/// Bytes that are copied at a time: they stay in the core's own cache between the two memories.
+const BOUNCE_BYTES: u64 = 64 * 1024;
+
+/// Joins ends that live in one process. A batch copies on the caller's thread and is complete when
+/// `write` or `read` returns; a worker that wants it beside its computing calls from a thread of its own.
 #[derive(Default)]
 pub struct Memory {
     regions: Mutex<Regions>,
@@ -24,18 +27,18 @@ struct Regions {
     next_epoch: u64,
 }
 
-/// Registered memory. The epoch's lock is held while a write copies, so that a region that was
-/// deregistered or registered anew is never written under its old epoch, not even by a write that
+/// Registered memory. The grant's lock is held while a batch copies, so that a region that was
+/// deregistered or registered anew is never reached under its old epoch, not even by a batch that
 /// had begun before.
 struct Region {
     memory: Arc<dyn SharedMemory>,
-    /// The epoch under which it may be written; none: not at all.
-    epoch: RwLock<Option<u64>>,
+    /// The epoch under which it may be reached, and for what; none: not at all.
+    grant: RwLock<Option<(u64, Access)>>,
 }
 
 impl Region {
-    fn set_epoch(&self, epoch: Option<u64>) {
-        *self.epoch.write().unwrap_or_else(PoisonError::into_inner) = epoch;
+    fn grant(&self, grant: Option<(u64, Access)>) {
+        *self.grant.write().unwrap_or_else(PoisonError::into_inner) = grant;
     }
 }
 
@@ -67,8 +70,8 @@ impl Transport for Memory {
     }
 
     /// Memory that is registered already keeps its address and gets a new epoch: who holds an older
-    /// descriptor can no longer write to it.
-    fn register(&self, memory: Arc<dyn SharedMemory>) -> Result<Descriptor> {
+    /// descriptor can no longer reach it.
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
         let mut regions = self.lock();
         let epoch = regions.next_epoch;
         regions.next_epoch += 1;
@@ -77,13 +80,13 @@ impl Transport for Memory {
         let known = regions.by_address.iter().find(|(_, region)| same(region));
         let address = match known {
             Some((&address, region)) => {
-                region.set_epoch(Some(epoch));
+                region.grant(Some((epoch, access)));
                 address
             }
             None => {
                 let address = regions.next_address;
                 regions.next_address += 1;
-                let region = Region { memory, epoch: RwLock::new(Some(epoch)) };
+                let region = Region { memory, grant: RwLock::new(Some((epoch, access))) };
                 regions.by_address.insert(address, Arc::new(region));
                 address
             }
@@ -91,23 +94,25 @@ impl Transport for Memory {
         Ok(Descriptor { transport: NAME.into(), address: address.to_string(), epoch, bytes })
     }
 
-    /// Waits for writes that are copying. Under an old epoch it does nothing but report `Closed`.
+    /// Waits for batches that are copying. Under an old epoch it does nothing but report `Closed`.
     fn deregister(&self, region: &Descriptor) -> Result<()> {
         let mut regions = self.lock();
         let (address, found) = regions.find(region)?;
-        let mut epoch = found.epoch.write().unwrap_or_else(PoisonError::into_inner);
-        if *epoch != Some(region.epoch) {
+        let mut grant = found.grant.write().unwrap_or_else(PoisonError::into_inner);
+        if grant.is_none_or(|(epoch, _)| epoch != region.epoch) {
             return Err(outdated(address, region.epoch));
         }
-        *epoch = None;
+        *grant = None;
         regions.by_address.remove(&address);
         Ok(())
     }
 
-    fn connect(&self, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
+    fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let (address, found) = self.lock().find(region)?;
-        let way = Way { address, region: found, epoch: region.epoch, next: 0, open: BTreeSet::new() };
-        way.write_pieces(&[])?;
+        let open = BTreeSet::new();
+        let bounce = Vec::new();
+        let mut way = Way { local, address, region: found, epoch: region.epoch, bounce, next: 0, open };
+        way.copy(&[], Direction::Write)?;
         Ok(Box::new(way))
     }
 }
@@ -117,38 +122,88 @@ fn outdated(address: u64, epoch: u64) -> Error {
     Error::new(ErrorKind::Closed, detail)
 }
 
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Write,
+    Read,
+}
+
 /// A way to one region under one epoch.
 struct Way {
+    local: Arc<dyn SharedMemory>,
     address: u64,
     region: Arc<Region>,
     epoch: u64,
+    /// Between the two memories, so that no lock is held while another is waited for.
+    bounce: Vec<u8>,
     next: u64,
-    /// Written, neither waited for nor given up.
+    /// Done, neither waited for nor given up.
     open: BTreeSet<u64>,
 }
 
 impl Way {
-    /// Copies all pieces, or none: they are checked before the first one lands.
-    fn write_pieces(&self, pieces: &[Piece<'_>]) -> Result<()> {
-        let epoch = self.region.epoch.read().unwrap_or_else(PoisonError::into_inner);
-        if *epoch != Some(self.epoch) {
+    /// Copies all pieces, or none: they are checked before the first one moves.
+    fn copy(&mut self, pieces: &[Piece], direction: Direction) -> Result<()> {
+        let grant = self.region.grant.read().unwrap_or_else(PoisonError::into_inner);
+        let Some((_, access)) = grant.filter(|(epoch, _)| *epoch == self.epoch) else {
             return Err(outdated(self.address, self.epoch));
+        };
+        let allowed = if direction == Direction::Write { access.may_write() } else { access.may_read() };
+        if !allowed && !pieces.is_empty() {
+            return Err(Error::invalid(format!(
+                "region '{NAME}:{}' was registered for {access:?}",
+                self.address
+            )));
         }
-        let bytes = self.region.memory.size_bytes();
+        check(pieces, self.local.size_bytes(), self.region.memory.size_bytes())?;
+        let (here, there) = (&*self.local, &*self.region.memory);
         for piece in pieces {
-            range(piece.offset, piece.data.len(), bytes)?;
+            for at in (0..piece.bytes).step_by(BOUNCE_BYTES as usize) {
+                self.bounce.resize(BOUNCE_BYTES.min(piece.bytes - at) as usize, 0);
+                let (local, remote) = (piece.local + at, piece.remote + at);
+                match direction {
+                    Direction::Write => {
+                        here.load(local, &mut self.bounce)?;
+                        there.store(remote, &self.bounce)?;
+                    }
+                    Direction::Read => {
+                        there.load(remote, &mut self.bounce)?;
+                        here.store(local, &self.bounce)?;
+                    }
+                }
+            }
         }
-        pieces.iter().try_for_each(|piece| self.region.memory.store(piece.offset, piece.data))
+        Ok(())
     }
-}
 
-impl Endpoint for Way {
-    fn write(&mut self, pieces: &[Piece<'_>]) -> Result<TransferId> {
-        self.write_pieces(pieces)?;
+    fn batch(&mut self, pieces: &[Piece], direction: Direction) -> Result<TransferId> {
+        self.copy(pieces, direction)?;
         let id = self.next;
         self.next += 1;
         self.open.insert(id);
         Ok(TransferId(id))
+    }
+}
+
+/// Whether every piece lies in both memories, of `here` and `there` bytes.
+///
+/// # Errors
+/// `Invalid` with the first that does not.
+pub(crate) fn check(pieces: &[Piece], here: u64, there: u64) -> Result<()> {
+    for piece in pieces {
+        range(piece.local, piece.bytes, here).map_err(|e| e.context("this end"))?;
+        range(piece.remote, piece.bytes, there).map_err(|e| e.context("the peer's end"))?;
+    }
+    Ok(())
+}
+
+impl Endpoint for Way {
+    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        self.batch(pieces, Direction::Write)
+    }
+
+    fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        self.batch(pieces, Direction::Read)
     }
 
     fn wait(&mut self, transfer: TransferId, _timeout: Duration) -> Result<()> {
@@ -175,67 +230,105 @@ mod tests {
 
     const NOW: Duration = Duration::ZERO;
 
+    fn region(bytes: &[u8]) -> Arc<HostRegion> {
+        let region = HostRegion::new(bytes.len()).unwrap();
+        region.store(0, bytes).unwrap();
+        Arc::new(region)
+    }
+
     fn content(region: &HostRegion) -> Vec<u8> {
         let mut bytes = vec![0; region.size_bytes() as usize];
         region.load(0, &mut bytes).unwrap();
         bytes
     }
 
-    fn piece(offset: u64, data: &[u8]) -> Piece<'_> {
-        Piece { data, offset }
+    fn piece(local: u64, remote: u64, bytes: u64) -> Piece {
+        Piece { local, remote, bytes }
     }
 
     #[test]
     fn pieces_land_where_they_should_and_nowhere_else() {
-        let (wire, region) = (Memory::new(), Arc::new(HostRegion::new(8)));
-        let descriptor = wire.register(region.clone()).unwrap();
+        let (wire, here, there) = (Memory::new(), region(&[1, 2, 3]), region(&[0; 8]));
+        let descriptor = wire.register(there.clone(), Access::ReadWrite).unwrap();
         assert_eq!(descriptor.bytes, 8);
-        let mut way = wire.connect(&descriptor).unwrap();
-        let transfer = way.write(&[piece(6, &[1, 2]), piece(1, &[3])]).unwrap();
+        let mut way = wire.connect(here.clone(), &descriptor).unwrap();
+        let transfer = way.write(&[piece(0, 6, 2), piece(2, 1, 1)]).unwrap();
         way.wait(transfer, NOW).unwrap();
-        assert_eq!(content(&region), [0, 3, 0, 0, 0, 0, 1, 2]);
+        assert_eq!(content(&there), [0, 3, 0, 0, 0, 0, 1, 2]);
+        let transfer = way.read(&[piece(1, 7, 1)]).unwrap();
+        way.wait(transfer, NOW).unwrap();
+        assert_eq!(content(&here), [1, 2, 3]);
+        let transfer = way.read(&[piece(0, 6, 2)]).unwrap();
+        way.wait(transfer, NOW).unwrap();
+        assert_eq!(content(&here), [1, 2, 3]);
+    }
+
+    #[test]
+    fn long_pieces_and_ways_from_a_memory_to_itself_are_whole() {
+        let bytes: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
+        let (wire, both) = (Memory::new(), region(&[&bytes[..], &vec![0; bytes.len()]].concat()));
+        let descriptor = wire.register(both.clone(), Access::Write).unwrap();
+        let mut way = wire.connect(both.clone(), &descriptor).unwrap();
+        let length = bytes.len() as u64;
+        let transfer = way.write(&[piece(0, length, length)]).unwrap();
+        way.wait(transfer, NOW).unwrap();
+        assert!(content(&both)[bytes.len()..] == bytes);
     }
 
     #[test]
     fn one_piece_out_of_bounds_stops_all() {
-        let (wire, region) = (Memory::new(), Arc::new(HostRegion::new(8)));
-        let mut way = wire.connect(&wire.register(region.clone()).unwrap()).unwrap();
-        let error = way.write(&[piece(0, &[1, 2]), piece(7, &[3, 4])]).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::Invalid);
-        assert_eq!(content(&region), [0; 8]);
+        let (wire, here, there) = (Memory::new(), region(&[1; 4]), region(&[0; 8]));
+        let descriptor = wire.register(there.clone(), Access::Write).unwrap();
+        let mut way = wire.connect(here, &descriptor).unwrap();
+        for bad in [piece(0, 7, 2), piece(3, 0, 2), piece(0, u64::MAX, 1)] {
+            assert_eq!(way.write(&[piece(0, 0, 2), bad]).unwrap_err().kind, ErrorKind::Invalid);
+        }
+        assert_eq!(content(&there), [0; 8]);
+    }
+
+    #[test]
+    fn a_region_is_reached_only_as_its_owner_said() {
+        let (wire, here, there) = (Memory::new(), region(&[1; 2]), region(&[0; 2]));
+        for access in [Access::Write, Access::Read] {
+            let mut way = wire.connect(here.clone(), &wire.register(there.clone(), access).unwrap()).unwrap();
+            let piece = [piece(0, 0, 1)];
+            let refused = if access.may_write() { way.read(&piece) } else { way.write(&piece) };
+            assert_eq!(refused.unwrap_err().kind, ErrorKind::Invalid);
+        }
+        assert_eq!((content(&here), content(&there)), (vec![1; 2], vec![0; 2]));
     }
 
     #[test]
     fn a_write_under_an_old_epoch_never_lands() {
-        let (wire, region) = (Memory::new(), Arc::new(HostRegion::new(4)));
-        let old = wire.register(region.clone()).unwrap();
-        let mut late = wire.connect(&old).unwrap();
-        let new = wire.register(region.clone()).unwrap();
+        let (wire, here, there) = (Memory::new(), region(&[1, 2]), region(&[0; 4]));
+        let old = wire.register(there.clone(), Access::Write).unwrap();
+        let mut late = wire.connect(here.clone(), &old).unwrap();
+        let new = wire.register(there.clone(), Access::Write).unwrap();
         assert_eq!((&old.address, old.epoch == new.epoch), (&new.address, false));
-        assert_eq!(late.write(&[piece(0, &[1])]).unwrap_err().kind, ErrorKind::Closed);
-        assert_eq!(wire.connect(&old).err().unwrap().kind, ErrorKind::Closed);
+        assert_eq!(late.write(&[piece(0, 0, 1)]).unwrap_err().kind, ErrorKind::Closed);
+        assert_eq!(wire.connect(here.clone(), &old).err().unwrap().kind, ErrorKind::Closed);
         assert_eq!(wire.deregister(&old).unwrap_err().kind, ErrorKind::Closed);
-        wire.connect(&new).unwrap().write(&[piece(1, &[2])]).unwrap();
-        assert_eq!(content(&region), [0, 2, 0, 0]);
+        wire.connect(here, &new).unwrap().write(&[piece(1, 1, 1)]).unwrap();
+        assert_eq!(content(&there), [0, 2, 0, 0]);
     }
 
     #[test]
     fn after_deregistration_the_region_is_closed_and_freed() {
-        let (wire, region) = (Memory::new(), Arc::new(HostRegion::new(4)));
-        let descriptor = wire.register(region.clone()).unwrap();
-        let mut way = wire.connect(&descriptor).unwrap();
+        let (wire, here, there) = (Memory::new(), region(&[1; 4]), region(&[0; 4]));
+        let descriptor = wire.register(there.clone(), Access::Write).unwrap();
+        let mut way = wire.connect(here.clone(), &descriptor).unwrap();
         wire.deregister(&descriptor).unwrap();
-        assert_eq!(way.write(&[piece(0, &[1])]).unwrap_err().kind, ErrorKind::Closed);
-        assert_eq!(wire.connect(&descriptor).err().unwrap().kind, ErrorKind::Closed);
+        assert_eq!(way.write(&[piece(0, 0, 1)]).unwrap_err().kind, ErrorKind::Closed);
+        assert_eq!(wire.connect(here, &descriptor).err().unwrap().kind, ErrorKind::Closed);
         assert_eq!(wire.deregister(&descriptor).unwrap_err().kind, ErrorKind::Closed);
         drop(way);
-        assert_eq!(Arc::strong_count(&region), 1);
+        assert_eq!(Arc::strong_count(&there), 1);
     }
 
     #[test]
     fn descriptors_of_others_are_refused() {
-        let wire = Memory::new();
-        let good = wire.register(Arc::new(HostRegion::new(4))).unwrap();
+        let (wire, here) = (Memory::new(), region(&[0; 4]));
+        let good = wire.register(region(&[0; 4]), Access::Write).unwrap();
         let other = [
             Descriptor { transport: "tcp".into(), ..good.clone() },
             Descriptor { address: "7".into(), ..good.clone() },
@@ -243,18 +336,20 @@ mod tests {
             Descriptor { epoch: good.epoch + 1, ..good },
         ];
         for descriptor in other {
-            assert_eq!(wire.connect(&descriptor).err().unwrap().kind, ErrorKind::Closed, "{descriptor:?}");
+            let error = wire.connect(here.clone(), &descriptor).err().unwrap();
+            assert_eq!(error.kind, ErrorKind::Closed, "{descriptor:?}");
         }
     }
 
     #[test]
     fn a_transfer_ends_once() {
-        let wire = Memory::new();
-        let mut way = wire.connect(&wire.register(Arc::new(HostRegion::new(4))).unwrap()).unwrap();
-        let done = way.write(&[piece(0, &[1])]).unwrap();
+        let (wire, here) = (Memory::new(), region(&[1; 4]));
+        let descriptor = wire.register(region(&[0; 4]), Access::Write).unwrap();
+        let mut way = wire.connect(here, &descriptor).unwrap();
+        let done = way.write(&[piece(0, 0, 1)]).unwrap();
         way.wait(done, NOW).unwrap();
         assert_eq!(way.wait(done, NOW).unwrap_err().kind, ErrorKind::Closed);
-        let given_up = way.write(&[piece(0, &[2])]).unwrap();
+        let given_up = way.write(&[piece(0, 0, 1)]).unwrap();
         way.cancel(given_up).unwrap();
         assert_eq!(way.wait(given_up, NOW).unwrap_err().kind, ErrorKind::Closed);
         assert_eq!(way.wait(TransferId(99), NOW).unwrap_err().kind, ErrorKind::Invalid);
@@ -262,19 +357,18 @@ mod tests {
 
     #[test]
     fn writers_on_many_threads_stop_at_the_fence() {
-        let (wire, region) = (Memory::new(), Arc::new(HostRegion::new(64)));
-        let descriptor = wire.register(region.clone()).unwrap();
+        let (wire, there) = (Memory::new(), region(&[0; 64]));
+        let descriptor = wire.register(there.clone(), Access::Write).unwrap();
         let started = std::sync::Barrier::new(5);
         std::thread::scope(|scope| {
             for thread in 0..4u8 {
-                let mut way = wire.connect(&descriptor).unwrap();
+                let mut way = wire.connect(region(&[thread + 1; 16]), &descriptor).unwrap();
                 let started = &started;
                 scope.spawn(move || {
                     started.wait();
                     // Ends only because the region closes.
                     for round in 1u64.. {
-                        let data = [thread + 1; 16];
-                        match way.write(&[piece(u64::from(thread) * 16, &data)]) {
+                        match way.write(&[piece(0, u64::from(thread) * 16, 16)]) {
                             Ok(transfer) => way.wait(transfer, NOW).unwrap(),
                             Err(error) => return assert_eq!(error.kind, ErrorKind::Closed, "round {round}"),
                         }
@@ -284,8 +378,8 @@ mod tests {
             started.wait();
             wire.deregister(&descriptor).unwrap();
             // Whatever the new owner writes stays, however late the old writers are.
-            region.store(0, &[99; 64]).unwrap();
+            there.store(0, &[99; 64]).unwrap();
         });
-        assert_eq!(content(&region), [99; 64]);
+        assert_eq!(content(&there), [99; 64]);
     }
 }

@@ -1,28 +1,71 @@
-//! Host memory that two ends of a transport share.
+//! Host memory that both ends of a transport reach.
 
-use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::{Error, Result};
+use mixfleet_hal::memory::{Mapping, SharedMemory};
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::fs::File;
 use std::sync::{PoisonError, RwLock};
 
-/// Heap memory behind a lock: many may read it at a time, one may write.
+/// Zeroed, page-aligned memory; on Linux a file without a name, so that another process can map it.
+/// Calls exclude each other: many may look at a time, one may change.
 #[derive(Debug)]
 pub struct HostRegion {
-    bytes: RwLock<Box<[u8]>>,
+    map: memmap2::MmapRaw,
+    bytes: usize,
+    #[cfg_attr(not(target_os = "linux"), allow(dead_code))]
+    file: Option<File>,
+    lock: RwLock<()>,
 }
 
 impl HostRegion {
     /// `bytes` zero bytes.
-    pub fn new(bytes: usize) -> Self {
-        HostRegion { bytes: RwLock::new(vec![0; bytes].into_boxed_slice()) }
+    ///
+    /// # Errors
+    /// `OutOfMemory` when the operating system does not give them.
+    pub fn new(bytes: usize) -> Result<Self> {
+        let refused = |error: std::io::Error| {
+            Error::new(ErrorKind::OutOfMemory, format!("{bytes} bytes of shared memory: {error}"))
+        };
+        // A mapping of no bytes is refused.
+        let length = bytes.max(1);
+        let file = nameless_file(length as u64).map_err(refused)?;
+        let options = || {
+            let mut options = memmap2::MmapOptions::new();
+            options.len(length);
+            options
+        };
+        let map = match &file {
+            Some(file) => options().map_raw(file).map_err(refused)?,
+            None => options().map_anon().map_err(refused)?.into(),
+        };
+        Ok(HostRegion { map, bytes, file, lock: RwLock::new(()) })
     }
+}
+
+#[cfg(target_os = "linux")]
+fn nameless_file(bytes: u64) -> std::io::Result<Option<File>> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: the name is a C string; the call touches nothing else of ours.
+    let fd = unsafe { libc::memfd_create(c"mixfleet-kv".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is fresh and nobody else's.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(bytes)?;
+    Ok(Some(file))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn nameless_file(_bytes: u64) -> std::io::Result<Option<File>> {
+    Ok(None)
 }
 
 /// The place of `length` bytes at `offset` in a region of `bytes` bytes.
 ///
 /// # Errors
 /// `Invalid` when it leaves the region.
-pub(crate) fn range(offset: u64, length: usize, bytes: u64) -> Result<std::ops::Range<usize>> {
-    let end = offset.checked_add(length as u64).filter(|&end| end <= bytes);
+pub(crate) fn range(offset: u64, length: u64, bytes: u64) -> Result<std::ops::Range<usize>> {
+    let end = offset.checked_add(length).filter(|&end| end <= bytes);
     match end {
         Some(end) => Ok(offset as usize..end as usize),
         None => {
@@ -33,33 +76,46 @@ pub(crate) fn range(offset: u64, length: usize, bytes: u64) -> Result<std::ops::
 
 impl SharedMemory for HostRegion {
     fn size_bytes(&self) -> u64 {
+        self.bytes as u64
+    }
+
+    fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let range = range(offset, bytes, self.size_bytes())?;
         // Plain bytes are whole after any panic: a poisoned lock says nothing about them.
-        self.bytes.read().unwrap_or_else(PoisonError::into_inner).len() as u64
-    }
-
-    fn store(&self, offset: u64, data: &[u8]) -> Result<()> {
-        let mut bytes = self.bytes.write().unwrap_or_else(PoisonError::into_inner);
-        let range = range(offset, data.len(), bytes.len() as u64)?;
-        bytes[range].copy_from_slice(data);
+        let _shared = self.lock.read().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the range lies in the mapping, which lives as long as `self`; in this process nobody
+        // writes it under the shared lock. A peer that breaks its word changes plain bytes, which are
+        // checked by their hash before anyone relies on them.
+        look(unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(range.start), range.len()) });
         Ok(())
     }
 
-    fn load(&self, offset: u64, data: &mut [u8]) -> Result<()> {
-        let bytes = self.bytes.read().unwrap_or_else(PoisonError::into_inner);
-        let range = range(offset, data.len(), bytes.len() as u64)?;
-        data.copy_from_slice(&bytes[range]);
+    fn update(&self, offset: u64, bytes: u64, change: &mut dyn FnMut(&mut [u8])) -> Result<()> {
+        let range = range(offset, bytes, self.size_bytes())?;
+        let _alone = self.lock.write().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: as in `view`; the lock is exclusive.
+        change(unsafe {
+            std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(range.start), range.len())
+        });
         Ok(())
+    }
+
+    fn mapping(&self) -> Option<Mapping> {
+        #[cfg(target_os = "linux")]
+        let fd = self.file.as_ref().map(std::os::fd::AsRawFd::as_raw_fd);
+        #[cfg(not(target_os = "linux"))]
+        let fd = None;
+        Some(Mapping { address: self.map.as_ptr() as usize, bytes: self.size_bytes(), fd })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mixfleet_hal::ErrorKind;
 
     #[test]
     fn what_was_stored_is_loaded_up_to_the_very_end() {
-        let region = HostRegion::new(8);
+        let region = HostRegion::new(8).unwrap();
         region.store(5, &[1, 2, 3]).unwrap();
         let mut data = [9; 8];
         region.load(0, &mut data).unwrap();
@@ -69,7 +125,7 @@ mod tests {
 
     #[test]
     fn nothing_is_reached_beyond_the_end() {
-        let region = HostRegion::new(8);
+        let region = HostRegion::new(8).unwrap();
         for (offset, length) in [(6, 3), (8, 1), (9, 0), (u64::MAX, 2)] {
             let mut data = vec![7; length];
             assert_eq!(region.store(offset, &data).unwrap_err().kind, ErrorKind::Invalid);
@@ -78,5 +134,17 @@ mod tests {
         let mut all = [1; 8];
         region.load(0, &mut all).unwrap();
         assert_eq!(all, [0; 8]);
+        assert_eq!(HostRegion::new(0).unwrap().store(0, &[]), Ok(()));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn another_mapping_of_its_descriptor_sees_the_same_bytes() {
+        let region = HostRegion::new(5000).unwrap();
+        let mapping = region.mapping().unwrap();
+        let path = format!("/proc/self/fd/{}", mapping.fd.unwrap());
+        region.store(4998, &[7, 9]).unwrap();
+        let bytes = std::fs::read(path).unwrap();
+        assert_eq!((bytes.len(), &bytes[4998..]), (5000, &[7, 9][..]));
     }
 }

@@ -93,7 +93,7 @@ pub(crate) fn engine(
     let instances = predicted(model, args, instances, &known, choice.recalibrate)?;
     let context = context(model, &instances);
     let devices = instances.iter().map(|(loaded, _)| loaded.device().clone()).collect();
-    let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
+    let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
     let secret = [env.random(), env.random()];
     let parts = EngineParts {
         env: env.clone(),

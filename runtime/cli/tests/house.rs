@@ -59,7 +59,12 @@ const ROOMS: &[Room] = &[
         rooms: &[HAL],
         outside: Some(&["bytemuck", "half", "pollster", "tracing", "wgpu"]),
     },
-    Room { name: "mixfleet-wire", directory: "backends/wire", rooms: &[HAL], outside: Some(&[]) },
+    Room {
+        name: "mixfleet-wire",
+        directory: "backends/wire",
+        rooms: &[HAL],
+        outside: Some(&["libc", "memmap2"]),
+    },
     Room {
         name: SCHEDULER,
         directory: "scheduler",

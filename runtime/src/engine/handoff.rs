@@ -7,13 +7,14 @@
 //! the sender keeps `depth` layers in its queue. A piece that arrives corrupt, or does not arrive, is
 //! sent again a few times, then given up; the receiver recomputes what is missing.
 
+use super::MakeRegion;
 use super::messages::{HandOff, Piece, PieceId, ToWorker};
 use super::slots::SlotPool;
 use super::worker::Worker;
 use crate::model::ModelConfig;
 use crate::model::graph::{self, StepShape};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{self, Descriptor, Endpoint, Transport};
+use mixfleet_hal::transport::{self, Access, Descriptor, Endpoint, Transport};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Result, Role, Slice};
 use mixfleet_scheduler::batch::{RequestId, Step};
@@ -59,7 +60,10 @@ pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
 /// An instance's staging memory, endpoints and device buffers for copies.
 pub(super) struct Courier {
     transport: Arc<dyn Transport>,
+    /// Where peers write.
     region: Arc<dyn SharedMemory>,
+    /// Where a piece lies while it is sent.
+    outbox: Arc<dyn SharedMemory>,
     descriptor: Descriptor,
     slots: Arc<SlotPool>,
     endpoints: HashMap<Descriptor, Box<dyn Endpoint>>,
@@ -87,16 +91,18 @@ pub(super) struct Leaving {
 }
 
 impl Courier {
-    /// Allocates staging on the device and registers `region`, which holds `limits`' slots.
+    /// Allocates staging on the device and the host, and registers what peers write to.
     pub(super) fn new(
         device: &dyn Device,
         config: &ModelConfig,
         shape: &StepShape,
         transport: Arc<dyn Transport>,
-        region: Arc<dyn SharedMemory>,
+        make_region: &MakeRegion,
         limits: &HandOffLimits,
     ) -> Result<Self> {
-        let descriptor = transport.register(region.clone())?;
+        let region = make_region(limits.slot_bytes * u64::from(limits.slots))?;
+        let outbox = make_region(limits.slot_bytes)?;
+        let descriptor = transport.register(region.clone(), Access::Write)?;
         let widest = 2 * u64::from(config.kv_heads * config.head_dim) * 4;
         let piece_tokens = limits.slot_bytes / (widest / 2);
         let gathered = LAYERS_IN_FLIGHT as u64 * u64::from(shape.tokens_max) * widest;
@@ -104,6 +110,7 @@ impl Courier {
         Ok(Courier {
             transport,
             region,
+            outbox,
             descriptor,
             slots: Arc::new(SlotPool::new(limits.slots, limits.slot_bytes)),
             endpoints: HashMap::new(),
@@ -153,16 +160,26 @@ impl Courier {
 
     fn endpoint(&mut self, region: &Descriptor) -> Result<&mut Box<dyn Endpoint>> {
         if !self.endpoints.contains_key(region) {
-            let endpoint = self.transport.connect(region)?;
+            let endpoint = self.transport.connect(self.outbox.clone(), region)?;
             self.endpoints.insert(region.clone(), endpoint);
         }
         Ok(self.endpoints.get_mut(region).expect("just inserted"))
     }
 
-    fn write(&mut self, region: &Descriptor, data: &[u8], offset: u64) -> Result<()> {
+    /// Reads a piece from the device into the outbox, and returns its hash.
+    fn fill_outbox(&mut self, device: &dyn Device, from: &Slice) -> Result<u64> {
+        let mut outcome = Ok(0);
+        self.outbox.update(0, from.bytes, &mut |place| {
+            outcome = device.read(from, place).map(|()| xxh3_64(place));
+        })?;
+        outcome
+    }
+
+    /// Writes the outbox's first `bytes` bytes to `offset` of a peer's region.
+    fn write(&mut self, region: &Descriptor, bytes: u64, offset: u64) -> Result<()> {
         let timeout = self.timeout;
         let endpoint = self.endpoint(region)?;
-        let transfer = endpoint.write(&[transport::Piece { data, offset }])?;
+        let transfer = endpoint.write(&[transport::Piece { local: 0, remote: offset, bytes }])?;
         endpoint.wait(transfer, timeout).inspect_err(|_| {
             // The write must not land after the slot has gone to somebody else.
             let _ = endpoint.cancel(transfer);
@@ -355,9 +372,7 @@ impl Worker {
 
     /// Reads a piece from the device and writes it to a slot of the receiver.
     async fn send_piece(&mut self, request: RequestId, piece: PieceId, from: &Slice) -> Result<()> {
-        let mut payload = vec![0; from.bytes as usize];
-        self.device.read(from, &mut payload)?;
-        let hash = xxh3_64(&payload);
+        let hash = self.courier.fill_outbox(&*self.device, from)?;
         let Some(to) = self.active.get(&request).and_then(|a| Some(a.outgoing.as_ref()?.to.clone())) else {
             return Ok(());
         };
@@ -367,7 +382,7 @@ impl Worker {
         };
         let offset = u64::from(slot) * to.slots.slot_bytes();
         for retries in piece.retries..SENDS_MAX {
-            match self.courier.write(&to.region, &payload, offset) {
+            match self.courier.write(&to.region, from.bytes, offset) {
                 Ok(()) => {
                     let PieceId { layer, first, tokens, .. } = piece;
                     let (attempt, wire, reply) = (to.attempt, to.wire, self.address.clone());

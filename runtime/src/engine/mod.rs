@@ -120,8 +120,8 @@ impl Default for EngineConfig {
     }
 }
 
-/// Makes `bytes` bytes of staging memory.
-pub type MakeRegion = dyn Fn(u64) -> Arc<dyn SharedMemory> + Send + Sync;
+/// Makes so many bytes of staging memory.
+pub type MakeRegion = dyn Fn(u64) -> Result<Arc<dyn SharedMemory>> + Send + Sync;
 
 impl Loaded {
     /// Checks that the device can run the model and allocates KV and activations.
@@ -315,10 +315,9 @@ impl EngineParts {
             let instance = describe(id, &loaded, cost);
             fleet.step(env.now(), Event::InstanceUp(instance));
             let Loaded { spec_device: device, forward, batch, .. } = loaded;
-            let bytes = limits.hand_off.slot_bytes * u64::from(limits.hand_off.slots);
-            let (shape, region) = (*forward.shape(), make_region(bytes));
+            let shape = *forward.shape();
             let courier =
-                Courier::new(&*device, &config, &shape, transport.clone(), region, &limits.hand_off)?;
+                Courier::new(&*device, &config, &shape, transport.clone(), &*make_region, &limits.hand_off)?;
             let inbox = mpsc::unbounded_channel();
             let handle = InstanceHandle {
                 device: device.info().id.clone(),
@@ -346,7 +345,7 @@ impl EngineParts {
             env.spawn_worker(&name, Box::pin(worker.run()));
         }
         for (from, to) in pairs(&handles) {
-            match measure_link(&env, &*transport, &handles[&to], limits.hand_off) {
+            match measure_link(&env, &*transport, &*make_region, &handles[&to], limits.hand_off) {
                 Ok(cost) => {
                     fleet.step(env.now(), Event::LinkUp(Link { from, to, cost }));
                 }
@@ -398,19 +397,20 @@ fn pairs(handles: &BTreeMap<InstanceId, InstanceHandle>) -> Vec<(InstanceId, Ins
 fn measure_link(
     env: &SharedEnv,
     transport: &dyn Transport,
+    make_region: &MakeRegion,
     to: &InstanceHandle,
     limits: HandOffLimits,
 ) -> Result<LinkCost> {
     const TRIES: usize = 5;
-    const SMALL_BYTES: usize = 4096;
-    let large_bytes = limits.slot_bytes as usize;
-    let mut endpoint = transport.connect(&to.region)?;
-    let mut least = |bytes: usize| -> Result<f64> {
-        let data = vec![0u8; bytes.min(large_bytes)];
+    const SMALL_BYTES: u64 = 4096;
+    let large_bytes = limits.slot_bytes;
+    let mut endpoint = transport.connect(make_region(large_bytes)?, &to.region)?;
+    let mut least = |bytes: u64| -> Result<f64> {
+        let piece = Piece { local: 0, remote: 0, bytes: bytes.min(large_bytes) };
         let mut best = f64::INFINITY;
         for _ in 0..TRIES {
             let start = env.now();
-            let transfer = endpoint.write(&[Piece { data: &data, offset: 0 }])?;
+            let transfer = endpoint.write(&[piece])?;
             endpoint.wait(transfer, limits.timeout)?;
             best = best.min((env.now() - start).0);
         }

@@ -207,7 +207,7 @@ impl Fleet {
             (Loaded::new(&config, spec).unwrap(), CostModel::Coefficients(cost))
         });
         let transport: Arc<dyn Transport> = Arc::new(Faulty::new(Memory::new(), self.faults.clone()));
-        let region = |bytes: u64| -> Arc<dyn SharedMemory> { Arc::new(HostRegion::new(bytes as usize)) };
+        let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
         let events = self.log.clone().map(|log| EventLog::start(&env, Box::new(log)).0);
         let parts = EngineParts {
             identity: Identity::new("model".into(), "tokenizer".into(), [env.random(), env.random()]),
