@@ -1,6 +1,6 @@
 //! Memory as the callers see it: buffers behind `dyn`, slices as plain values.
 
-use crate::Result;
+use crate::{Error, Result};
 use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
@@ -124,6 +124,16 @@ pub trait SharedMemory: Send + Sync {
 
     /// Where it lies, for transports that move bytes by themselves; none if it may only be reached by calls.
     fn mapping(&self) -> Option<Mapping>;
+
+    /// Puts fresh pages with the same bytes in place of those that another process may have mapped: whatever
+    /// it still writes reaches this memory no more. The address and the number of the file descriptor stay.
+    /// Not while something in this process moves bytes by [`mapping`](Self::mapping): they could be lost.
+    ///
+    /// # Errors
+    /// `Unsupported` if it cannot, `OutOfMemory` when the operating system gives no pages.
+    fn renew(&self) -> Result<()> {
+        Err(Error::unsupported("this memory cannot take its pages back from another process"))
+    }
 
     /// Copies `data` to `offset`.
     ///

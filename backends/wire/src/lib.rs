@@ -1,18 +1,26 @@
 //! Ways for KV between memories.
 //!
-//! [`Memory`] joins two ends in one process. [`Faulty`] puts the faults of a
+//! [`Memory`] joins two ends in one process, [`Shm`] two processes of one host, [`Tcp`] any two that a
+//! network joins. [`Faulty`] puts the faults of a
 //! [`FaultPlan`](mixfleet_hal::fault::FaultPlan) in front of any transport, so that whoever relies on
 //! one can be tested against corruption, loss and silence.
 //!
 //! What is absent: any check of what arrived (the layer above hashes its blocks), any retry, any choice
-//! of a way.
+//! of a way, any thread that moves bytes for the active end: they move while it writes, reads or waits.
 
 #![allow(unsafe_code)]
 
+mod batches;
 mod faulty;
+mod key;
 mod memory;
+mod place;
 mod region;
+#[cfg(target_os = "linux")]
+mod shm;
 
 pub use faulty::Faulty;
 pub use memory::Memory;
 pub use region::HostRegion;
+#[cfg(target_os = "linux")]
+pub use shm::Shm;

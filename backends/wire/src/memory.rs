@@ -1,10 +1,11 @@
 //! Both ends in one process.
 
+use crate::batches::Batches;
 use crate::region::range;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -109,9 +110,8 @@ impl Transport for Memory {
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let (address, found) = self.lock().find(region)?;
-        let open = BTreeSet::new();
-        let bounce = Vec::new();
-        let mut way = Way { local, address, region: found, epoch: region.epoch, bounce, next: 0, open };
+        let (bounce, batches) = (Vec::new(), Batches::default());
+        let mut way = Way { local, address, region: found, epoch: region.epoch, bounce, batches };
         way.copy(&[], Direction::Write)?;
         Ok(Box::new(way))
     }
@@ -136,9 +136,7 @@ struct Way {
     epoch: u64,
     /// Between the two memories, so that no lock is held while another is waited for.
     bounce: Vec<u8>,
-    next: u64,
-    /// Done, neither waited for nor given up.
-    open: BTreeSet<u64>,
+    batches: Batches,
 }
 
 impl Way {
@@ -178,10 +176,7 @@ impl Way {
 
     fn batch(&mut self, pieces: &[Piece], direction: Direction) -> Result<TransferId> {
         self.copy(pieces, direction)?;
-        let id = self.next;
-        self.next += 1;
-        self.open.insert(id);
-        Ok(TransferId(id))
+        Ok(self.batches.done())
     }
 }
 
@@ -207,18 +202,11 @@ impl Endpoint for Way {
     }
 
     fn wait(&mut self, transfer: TransferId, _timeout: Duration) -> Result<()> {
-        if self.open.remove(&transfer.0) {
-            return Ok(());
-        }
-        if transfer.0 < self.next {
-            let detail = format!("transfer {} was given up or waited for before", transfer.0);
-            return Err(Error::new(ErrorKind::Closed, detail));
-        }
-        Err(Error::invalid(format!("transfer {} never began on this endpoint", transfer.0)))
+        self.batches.wait(transfer)
     }
 
     fn cancel(&mut self, transfer: TransferId) -> Result<()> {
-        self.open.remove(&transfer.0);
+        self.batches.cancel(transfer);
         Ok(())
     }
 }

@@ -1,0 +1,54 @@
+//! The secret that opens a region.
+
+use mixfleet_hal::{Error, ErrorKind, Result};
+
+/// Bytes of a key.
+pub(crate) const KEY_BYTES: usize = 16;
+
+/// 128 random bits. No `Debug`: it must not get into logs.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Key(pub(crate) [u8; KEY_BYTES]);
+
+impl Key {
+    /// A key that nobody can guess.
+    ///
+    /// # Errors
+    /// `Other` when the operating system has no randomness.
+    pub(crate) fn random() -> Result<Self> {
+        let mut bytes = [0; KEY_BYTES];
+        getrandom::fill(&mut bytes)
+            .map_err(|error| Error::new(ErrorKind::Other, format!("no random bytes for a key: {error}")))?;
+        Ok(Key(bytes))
+    }
+
+    /// As 32 hexadecimal digits.
+    pub(crate) fn to_hex(self) -> String {
+        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// The inverse of [`to_hex`](Self::to_hex).
+    pub(crate) fn from_hex(text: &str) -> Option<Self> {
+        if text.len() != 2 * KEY_BYTES || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return None;
+        }
+        Some(Key(u128::from_str_radix(text, 16).ok()?.to_be_bytes()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn hex_and_back(bytes: [u8; KEY_BYTES]) {
+            prop_assert!(Key::from_hex(&Key(bytes).to_hex()) == Some(Key(bytes)));
+        }
+
+        #[test]
+        fn other_text_is_no_key(text in "[+0-9a-g]{0,31}|[+g-z]{32}|[0-9a-f]{33,40}") {
+            prop_assert!(Key::from_hex(&text).is_none());
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Both ends on one host, in any two processes of one user.
+//!
+//! The owner's file without a name is passed over a unix socket; the user maps it, and a write is a copy on
+//! its own thread. The socket's name is abstract, so it is seen in one network namespace only, and ends with
+//! the process.
+//!
+//! Trust: whoever has the descriptor's key and runs as the same user. Such a process could as well trace the
+//! owner; what is guarded against is a mistake, a crash and a stop at any instruction, not malice.
+
+mod control;
+mod hello;
+mod server;
+mod way;
+
+use crate::key::Key;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
+use mixfleet_hal::{Error, ErrorKind, Result};
+use server::{Region, Server};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const NAME: &str = "shm";
+
+/// Joins ends on one host through shared pages. A batch copies on the caller's thread and is complete when
+/// `write` or `read` returns.
+///
+/// [`deregister`](Transport::deregister) returns at once unless a peer is in the middle of a copy. One that is
+/// stopped there for 100 ms loses the pages: the memory gets fresh ones ([`SharedMemory::renew`]), and
+/// whatever the peer still writes lands in the old ones, which nobody reads. If the memory cannot be renewed,
+/// `deregister` says so with `Timeout` and may be called again; the memory must not be used for anything else
+/// until it succeeds.
+pub struct Shm {
+    server: Server,
+    host: String,
+    next_epoch: AtomicU64,
+}
+
+impl Shm {
+    /// Starts the thread that hands out regions.
+    ///
+    /// # Errors
+    /// `Unsupported` where the system lacks what is needed; `Other` with what failed.
+    pub fn new() -> Result<Self> {
+        let epoch = u64::from_le_bytes(Key::random()?.0[..8].try_into().expect("eight of sixteen bytes"));
+        Ok(Shm { server: Server::start()?, host: host()?, next_epoch: AtomicU64::new(epoch) })
+    }
+}
+
+/// What tells this host from others: it lasts until the next boot.
+fn host() -> Result<String> {
+    const PATH: &str = "/proc/sys/kernel/random/boot_id";
+    let text = std::fs::read_to_string(PATH)
+        .map_err(|error| Error::unsupported(format!("no name for this host: {PATH}: {error}")))?;
+    Ok(text.trim().to_owned())
+}
+
+/// Where a region is: `host/socket/key`.
+struct Address {
+    host: String,
+    socket: String,
+    key: Key,
+}
+
+impl Address {
+    fn encode(&self) -> String {
+        format!("{}/{}/{}", self.host, self.socket, self.key.to_hex())
+    }
+
+    fn decode(descriptor: &Descriptor) -> Result<Self> {
+        let foreign = || {
+            let detail = format!("{descriptor:?} is not a region of shared memory, or is damaged");
+            Error::new(ErrorKind::Closed, detail)
+        };
+        let parts: Vec<&str> = descriptor.address.split('/').collect();
+        match parts[..] {
+            [host, socket, key] if descriptor.transport == NAME => {
+                let key = Key::from_hex(key).ok_or_else(foreign)?;
+                Ok(Address { host: host.into(), socket: socket.into(), key })
+            }
+            _ => Err(foreign()),
+        }
+    }
+}
+
+fn socket_address(name: &str) -> Result<SocketAddr> {
+    SocketAddr::from_abstract_name(name.as_bytes())
+        .map_err(|error| Error::new(ErrorKind::Closed, format!("socket '{name}': {error}")))
+}
+
+impl Transport for Shm {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    /// Memory that is registered already is deregistered first.
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+        let bytes = memory.size_bytes();
+        let file = memory.mapping().and_then(|mapping| mapping.fd);
+        let file = file.ok_or_else(|| Error::unsupported("memory without a file cannot be shared"))?;
+        if !hello::is_sealed(file, bytes).unwrap_or(false) {
+            return Err(Error::unsupported(
+                "memory whose file can be cut is not shared: seal its length (F_SEAL_SHRINK)",
+            ));
+        }
+        let key = Key::random()?;
+        let epoch = self.next_epoch.fetch_add(1, Ordering::Relaxed);
+        self.server.add(key, Region::new(memory, access, epoch))?;
+        let address = Address { host: self.host.clone(), socket: self.server.name().into(), key };
+        Ok(Descriptor { transport: NAME.into(), address: address.encode(), epoch, bytes })
+    }
+
+    fn deregister(&self, region: &Descriptor) -> Result<()> {
+        self.server.remove(Address::decode(region)?.key, region.epoch)
+    }
+
+    /// `Unsupported` for a region of another host.
+    fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
+        let address = Address::decode(region)?;
+        if address.host != self.host {
+            return Err(Error::unsupported(
+                "the region is on another host, or this one was started anew; use a transport that reaches it",
+            ));
+        }
+        Ok(Box::new(way::Way::open(local, &address, region)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::HostRegion;
+
+    #[test]
+    fn another_host_is_told_from_a_region_that_is_gone() {
+        let (shm, memory) = (Shm::new().unwrap(), Arc::new(HostRegion::new(8).unwrap()));
+        let good = shm.register(memory.clone(), Access::Write).unwrap();
+        let address = Address::decode(&good).unwrap();
+        let with = |address: Address| Descriptor { address: address.encode(), ..good.clone() };
+        let kind = |descriptor| shm.connect(memory.clone(), &descriptor).err().unwrap().kind;
+        let elsewhere =
+            with(Address { host: "another".into(), socket: address.socket.clone(), key: address.key });
+        assert_eq!(kind(elsewhere), ErrorKind::Unsupported);
+        let (host, key) = (address.host.clone(), Key([7; 16]));
+        assert_eq!(kind(with(Address { host, socket: address.socket.clone(), key })), ErrorKind::Closed);
+        let (host, socket) = (address.host, "mixfleet-nobody".into());
+        assert_eq!(kind(with(Address { host, socket, key: address.key })), ErrorKind::Closed);
+    }
+
+    #[test]
+    fn memory_without_a_file_is_refused() {
+        struct Bare;
+        impl SharedMemory for Bare {
+            fn size_bytes(&self) -> u64 {
+                1
+            }
+            fn view(&self, _: u64, _: u64, look: &mut dyn FnMut(&[u8])) -> Result<()> {
+                look(&[0]);
+                Ok(())
+            }
+            fn update(&self, _: u64, _: u64, change: &mut dyn FnMut(&mut [u8])) -> Result<()> {
+                change(&mut [0]);
+                Ok(())
+            }
+            fn mapping(&self) -> Option<mixfleet_hal::memory::Mapping> {
+                None
+            }
+        }
+        let refused = Shm::new().unwrap().register(Arc::new(Bare), Access::Write);
+        assert_eq!(refused.unwrap_err().kind, ErrorKind::Unsupported);
+    }
+}

@@ -1,0 +1,181 @@
+//! The active end: the peer's pages, and copies to and from them.
+
+use super::control::Control;
+use super::hello::{Answer, Hello, is_sealed, receive_answer};
+use super::{Address, socket_address};
+use crate::batches::Batches;
+use crate::memory::check;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId};
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Bytes that are copied at a time: an owner that takes its memory back waits for no more than that.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// For the owner's answer: it is one thread that only maps and sends.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+pub(super) struct Way {
+    local: Arc<dyn SharedMemory>,
+    pages: Pages,
+    bytes: u64,
+    access: Access,
+    control: Control,
+    /// Open as long as the owner is there.
+    socket: UnixStream,
+    batches: Batches,
+}
+
+/// The peer's memory. Pages that were granted for reading cannot be written, not even by mistake.
+enum Pages {
+    Write(memmap2::MmapRaw),
+    Read(memmap2::MmapRaw),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Write,
+    Read,
+}
+
+fn closed(detail: String) -> Error {
+    Error::new(ErrorKind::Closed, detail)
+}
+
+impl Way {
+    pub(super) fn open(local: Arc<dyn SharedMemory>, address: &Address, region: &Descriptor) -> Result<Self> {
+        let gone = |error| closed(format!("the owner of {region:?} does not answer: {error}"));
+        let mut socket = UnixStream::connect_addr(&socket_address(&address.socket)?).map_err(gone)?;
+        socket.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(gone)?;
+        socket.write_all(&Hello { key: address.key, epoch: region.epoch }.encode()).map_err(gone)?;
+        let (answer, files) = receive_answer(&socket).map_err(gone)?;
+        let access = match answer {
+            Answer::Write => Access::Write,
+            Answer::Read => Access::Read,
+            Answer::ReadWrite => Access::ReadWrite,
+            Answer::Unknown => {
+                return Err(closed(format!("{region:?} is not registered under this key and epoch")));
+            }
+            Answer::Version => {
+                return Err(Error::unsupported("the owner speaks another version of the protocol"));
+            }
+            Answer::Exhausted => {
+                return Err(Error::new(ErrorKind::OutOfMemory, "the owner has no room for another peer"));
+            }
+        };
+        let [pages, control]: [File; 2] =
+            files.try_into().map_err(|_| closed("the owner sent no pages along".into()))?;
+        let fits = |file: &File, bytes| is_sealed(file.as_raw_fd(), bytes).unwrap_or(false);
+        if !fits(&pages, region.bytes.max(1)) || !fits(&control, Control::bytes()) {
+            return Err(closed("the owner's file is shorter than it said, or could become so".into()));
+        }
+        let refused =
+            |error| Error::new(ErrorKind::OutOfMemory, format!("map {} bytes: {error}", region.bytes));
+        let control = Control::open(&control).map_err(refused)?;
+        let pages = Pages::map(&pages, region.bytes, access).map_err(refused)?;
+        Ok(Way { local, pages, bytes: region.bytes, access, control, socket, batches: Batches::default() })
+    }
+
+    fn over(&self) -> Error {
+        closed("the region is no longer registered".into())
+    }
+
+    /// Whether the owner's process is there: without it the pages are, but nobody reads them.
+    fn check_owner(&self) -> Result<()> {
+        let mut byte = 0u8;
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+        // SAFETY: an open socket and a place of one byte.
+        let received = unsafe { libc::recv(self.socket.as_raw_fd(), (&raw mut byte).cast(), 1, flags) };
+        let silent = received < 0 && std::io::Error::last_os_error().kind() == std::io::ErrorKind::WouldBlock;
+        if silent { Ok(()) } else { Err(closed("the owner's process has ended".into())) }
+    }
+
+    fn batch(&mut self, pieces: &[Piece], direction: Direction) -> Result<TransferId> {
+        if self.control.is_over() {
+            return Err(self.over());
+        }
+        self.check_owner()?;
+        let allowed =
+            if direction == Direction::Write { self.access.may_write() } else { self.access.may_read() };
+        if !allowed && !pieces.is_empty() {
+            return Err(Error::invalid(format!("the region was registered for {:?}", self.access)));
+        }
+        check(pieces, self.local.size_bytes(), self.bytes)?;
+        for piece in pieces {
+            for at in (0..piece.bytes).step_by(CHUNK_BYTES as usize) {
+                let bytes = CHUNK_BYTES.min(piece.bytes - at);
+                self.copy(Piece { local: piece.local + at, remote: piece.remote + at, bytes }, direction)?;
+            }
+        }
+        // what was read after the end of the grant may be somebody else's
+        if self.control.is_over() {
+            return Err(self.over());
+        }
+        Ok(self.batches.done())
+    }
+
+    /// Copies one piece that lies in both memories.
+    fn copy(&self, piece: Piece, direction: Direction) -> Result<()> {
+        let Piece { local, remote, bytes } = piece;
+        let mut granted = false;
+        match (direction, &self.pages) {
+            (Direction::Write, Pages::Write(map)) => self.local.view(local, bytes, &mut |from| {
+                // SAFETY: the piece lies in the mapping. The owner does not use these bytes meanwhile, or
+                // checks them; a copy that another process sees half done is bytes like any other.
+                granted = self.control.copy(|| unsafe {
+                    let to = map.as_mut_ptr().add(remote as usize);
+                    std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
+                });
+            })?,
+            (Direction::Read, Pages::Write(map) | Pages::Read(map)) => {
+                self.local.update(local, bytes, &mut |to| {
+                    // SAFETY: as above.
+                    granted = self.control.copy(|| unsafe {
+                        let from = map.as_ptr().add(remote as usize);
+                        std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len());
+                    });
+                })?;
+            }
+            (Direction::Write, Pages::Read(_)) => return Err(Error::invalid("the pages are for reading")),
+        }
+        if granted { Ok(()) } else { Err(self.over()) }
+    }
+}
+
+impl Pages {
+    fn map(file: &File, bytes: u64, access: Access) -> std::io::Result<Self> {
+        let mut options = memmap2::MmapOptions::new();
+        options.len(bytes.max(1) as usize);
+        if access.may_write() {
+            let map = options.map_raw(file)?;
+            crate::region::prefer_huge_pages(&map);
+            Ok(Pages::Write(map))
+        } else {
+            Ok(Pages::Read(options.map_raw_read_only(file)?))
+        }
+    }
+}
+
+impl Endpoint for Way {
+    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        self.batch(pieces, Direction::Write)
+    }
+
+    fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        self.batch(pieces, Direction::Read)
+    }
+
+    fn wait(&mut self, transfer: TransferId, _timeout: Duration) -> Result<()> {
+        self.batches.wait(transfer)
+    }
+
+    fn cancel(&mut self, transfer: TransferId) -> Result<()> {
+        self.batches.cancel(transfer);
+        Ok(())
+    }
+}
