@@ -10,17 +10,27 @@
 
 #![allow(unsafe_code)]
 
+mod answer;
 mod batches;
 mod faulty;
 mod key;
 mod memory;
+#[cfg(unix)]
 mod place;
+#[cfg(unix)]
+mod poll;
 mod region;
 #[cfg(target_os = "linux")]
 mod shm;
+#[cfg(unix)]
+mod tcp;
 
 pub use faulty::Faulty;
 pub use memory::Memory;
 pub use region::HostRegion;
 #[cfg(target_os = "linux")]
 pub use shm::Shm;
+#[cfg(feature = "tls")]
+pub use tcp::{Identity, Pem};
+#[cfg(unix)]
+pub use tcp::{Security, Tcp, TcpConfig};

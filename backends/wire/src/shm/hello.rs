@@ -1,5 +1,6 @@
 //! What two processes say to each other over a unix socket before they share pages.
 
+use crate::answer::Answer;
 use crate::key::{KEY_BYTES, Key};
 use std::fs::File;
 use std::io;
@@ -32,27 +33,6 @@ impl Hello {
         let (key, rest) = rest.split_first_chunk()?;
         let (epoch, _) = rest.split_first_chunk()?;
         (*magic == MAGIC).then_some(Hello { key: Key(*key), epoch: u64::from_le_bytes(*epoch) })
-    }
-}
-
-/// The owner's answer; two files come with `Granted*`: the region's and the control page's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Answer {
-    Write = 1,
-    Read = 2,
-    ReadWrite = 3,
-    /// No region has this key and epoch.
-    Unknown = 4,
-    /// The hello was not understood.
-    Version = 5,
-    /// The owner lacks something: descriptors, memory.
-    Exhausted = 6,
-}
-
-impl Answer {
-    pub(super) fn decode(byte: u8) -> Option<Self> {
-        use Answer::{Exhausted, Read, ReadWrite, Unknown, Version, Write};
-        [Write, Read, ReadWrite, Unknown, Version, Exhausted].into_iter().find(|&answer| answer as u8 == byte)
     }
 }
 

@@ -1,16 +1,18 @@
 //! The passive end: one thread that hands out regions, and takes them back.
 
 use super::control::Control;
-use super::hello::{Answer, Hello, send_answer, user_of};
+use super::hello::{Hello, send_answer, user_of};
 use super::socket_address;
+use crate::answer::Answer;
 use crate::key::Key;
+use crate::poll;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::Access;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -50,8 +52,9 @@ impl Peer {
     /// Whether its process has ended or closed the way; it writes nothing any more then, since a socket closes
     /// after the memory of a process that ends.
     fn is_gone(&self) -> bool {
-        let mut entry = poll_entry(self.socket.as_raw_fd());
-        poll(std::slice::from_mut(&mut entry), 0).is_ok() && entry.revents & libc::POLLHUP != 0
+        let mut entry = poll::readable(&self.socket);
+        let asked = poll::wait(std::slice::from_mut(&mut entry), Some(Duration::ZERO));
+        asked.is_ok() && entry.revents & libc::POLLHUP != 0
     }
 }
 
@@ -216,13 +219,12 @@ impl Desk {
     fn serve(&mut self) {
         loop {
             let peers = self.drop_gone_peers();
-            let mut entries = vec![poll_entry(self.woken.as_raw_fd()), poll_entry(self.listener.as_raw_fd())];
-            entries.extend(self.strangers.iter().map(|stranger| poll_entry(stranger.socket.as_raw_fd())));
-            entries.extend(
-                peers.iter().map(|peer| libc::pollfd { events: 0, ..poll_entry(peer.socket.as_raw_fd()) }),
-            );
-            let timeout_ms = if self.strangers.is_empty() { -1 } else { HELLO_TIMEOUT.as_millis() as i32 };
-            let woken = poll(&mut entries, timeout_ms);
+            let mut entries = vec![poll::readable(&self.woken), poll::readable(&self.listener)];
+            entries.extend(self.strangers.iter().map(|stranger| poll::readable(&stranger.socket)));
+            entries
+                .extend(peers.iter().map(|peer| libc::pollfd { events: 0, ..poll::readable(&peer.socket) }));
+            let timeout = (!self.strangers.is_empty()).then_some(HELLO_TIMEOUT);
+            let woken = poll::wait(&mut entries, timeout);
             if woken.is_err() || entries[0].revents != 0 {
                 return;
             }
@@ -292,25 +294,6 @@ impl Desk {
             // a refusal has been sent
             Some(region) => drop(region.grant(socket)),
             None => drop(refuse(&socket, Answer::Unknown)),
-        }
-    }
-}
-
-fn poll_entry(fd: RawFd) -> libc::pollfd {
-    libc::pollfd { fd, events: libc::POLLIN, revents: 0 }
-}
-
-/// Waits for one of `entries`; -1 for ever.
-fn poll(entries: &mut [libc::pollfd], timeout_ms: i32) -> io::Result<()> {
-    loop {
-        // SAFETY: the entries are a place of the length that is said.
-        let status = unsafe { libc::poll(entries.as_mut_ptr(), entries.len() as libc::nfds_t, timeout_ms) };
-        if status >= 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The active end: the peer's pages, and copies to and from them.
 
 use super::control::Control;
-use super::hello::{Answer, Hello, is_sealed, receive_answer};
+use super::hello::{Hello, is_sealed, receive_answer};
 use super::{Address, socket_address};
 use crate::batches::Batches;
 use crate::memory::check;
@@ -54,20 +54,7 @@ impl Way {
         socket.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(gone)?;
         socket.write_all(&Hello { key: address.key, epoch: region.epoch }.encode()).map_err(gone)?;
         let (answer, files) = receive_answer(&socket).map_err(gone)?;
-        let access = match answer {
-            Answer::Write => Access::Write,
-            Answer::Read => Access::Read,
-            Answer::ReadWrite => Access::ReadWrite,
-            Answer::Unknown => {
-                return Err(closed(format!("{region:?} is not registered under this key and epoch")));
-            }
-            Answer::Version => {
-                return Err(Error::unsupported("the owner speaks another version of the protocol"));
-            }
-            Answer::Exhausted => {
-                return Err(Error::new(ErrorKind::OutOfMemory, "the owner has no room for another peer"));
-            }
-        };
+        let access = answer.access(region)?;
         let [pages, control]: [File; 2] =
             files.try_into().map_err(|_| closed("the owner sent no pages along".into()))?;
         let fits = |file: &File, bytes| is_sealed(file.as_raw_fd(), bytes).unwrap_or(false);

@@ -1,0 +1,286 @@
+//! The passive end: a thread that accepts, a thread for each stream, and the fence around each region.
+
+use super::inbox::Inbox;
+use super::link::{Link, tune};
+use super::parts::Parts;
+use super::protocol::{Hello, Welcome};
+use super::serve::{send, serve};
+use super::{Security, TcpConfig};
+use crate::answer::Answer;
+use crate::key::Key;
+use crate::place::Place;
+use crate::region::range;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::Access;
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Streams that have not said yet whom they want. Each has a thread, and is gone after `HELLO_TIMEOUT`.
+const STRANGERS_MAX: usize = 64;
+/// For a TLS handshake and a hello.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
+/// After an accept that failed: out of descriptors, most likely.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
+
+/// Memory that peers may reach.
+pub(super) struct Region {
+    /// Held until the last guest has left.
+    place: Mutex<Option<Place>>,
+    address: usize,
+    bytes: u64,
+    access: Access,
+    epoch: u64,
+    guests: Mutex<Guests>,
+    left: Condvar,
+}
+
+#[derive(Default)]
+struct Guests {
+    /// Nobody else gets in.
+    revoked: bool,
+    next: u64,
+    sockets: BTreeMap<u64, TcpStream>,
+}
+
+/// A stream that may reach a region. The region's memory stays where it is until the last guest has left.
+pub(super) struct Guest {
+    region: Arc<Region>,
+    number: u64,
+}
+
+impl Guest {
+    pub(super) fn access(&self) -> Access {
+        self.region.access
+    }
+
+    /// Where a range lies; none if it leaves the region.
+    pub(super) fn address(&self, offset: u64, bytes: u64) -> Option<*mut u8> {
+        let range = range(offset, bytes, self.region.bytes).ok()?;
+        Some((self.region.address + range.start) as *mut u8)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.region.guests().sockets.remove(&self.number);
+        self.region.left.notify_all();
+    }
+}
+
+impl Region {
+    pub(super) fn new(memory: Arc<dyn SharedMemory>, access: Access, epoch: u64) -> Result<Self> {
+        let place = Place::new(memory)?;
+        let (address, bytes) = (place.address(0, 0)? as usize, place.bytes());
+        let (guests, left) = Default::default();
+        Ok(Region { place: Mutex::new(Some(place)), address, bytes, access, epoch, guests, left })
+    }
+
+    fn guests(&self) -> MutexGuard<'_, Guests> {
+        self.guests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets a stream in; none after the fence.
+    fn enter(self: Arc<Self>, socket: &TcpStream) -> Option<Guest> {
+        let number = {
+            let mut guests = self.guests();
+            if guests.revoked {
+                return None;
+            }
+            let number = guests.next;
+            guests.next += 1;
+            guests.sockets.insert(number, socket.try_clone().ok()?);
+            number
+        };
+        Some(Guest { region: self, number })
+    }
+
+    /// Closes every stream, and returns when none can write any more. A closed socket gives what had come
+    /// already and then the end, so nobody is waited for longer than a copy takes.
+    fn fence(&self) {
+        let mut guests = self.guests();
+        guests.revoked = true;
+        for socket in guests.sockets.values() {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        while !guests.sockets.is_empty() {
+            guests = self.left.wait(guests).unwrap_or_else(PoisonError::into_inner);
+        }
+        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+/// What the threads share.
+struct Shared {
+    regions: Mutex<BTreeMap<Key, Arc<Region>>>,
+    strangers: AtomicUsize,
+    streams: AtomicUsize,
+    streams_max: usize,
+    silence: Duration,
+    security: Security,
+}
+
+/// Counts a thread as long as it lives.
+struct Count<'a>(&'a AtomicUsize);
+
+impl<'a> Count<'a> {
+    fn new(counter: &'a AtomicUsize) -> Self {
+        counter.fetch_add(1, Ordering::Relaxed);
+        Count(counter)
+    }
+}
+
+impl Drop for Count<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The thread that accepts, and what it lets peers reach.
+pub(super) struct Desk {
+    shared: Arc<Shared>,
+    address: SocketAddr,
+    /// Ends the thread when it closes.
+    wake: Option<UnixStream>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Desk {
+    pub(super) fn start(config: &TcpConfig) -> Result<Self> {
+        let failed = |error: io::Error| {
+            Error::new(ErrorKind::Other, format!("listen on {} for KV: {error}", config.listen))
+        };
+        let listener = TcpListener::bind(config.listen).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let (wake, woken) = UnixStream::pair().map_err(failed)?;
+        let shared = Arc::new(Shared {
+            regions: Mutex::default(),
+            strangers: AtomicUsize::new(0),
+            streams: AtomicUsize::new(0),
+            streams_max: config.streams_max,
+            silence: config.silence,
+            security: config.security.clone(),
+        });
+        let accepting = shared.clone();
+        let thread = std::thread::Builder::new()
+            .name("tcp-accept".into())
+            .spawn(move || accept(&listener, &woken, &accepting))
+            .map_err(failed)?;
+        Ok(Desk { shared, address, wake: Some(wake), thread: Some(thread) })
+    }
+
+    /// Where it listens.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Lets peers reach `region` from now on, and the same memory under no older key.
+    pub(super) fn add(&self, key: Key, region: Region) {
+        let mut regions = self.shared.regions();
+        regions.retain(|_, other| {
+            let same = other.address == region.address;
+            if same {
+                other.fence();
+            }
+            !same
+        });
+        regions.insert(key, Arc::new(region));
+    }
+
+    pub(super) fn remove(&self, key: Key, epoch: u64) -> Result<()> {
+        let mut regions = self.shared.regions();
+        if regions.get(&key).is_none_or(|region| region.epoch != epoch) {
+            let detail = format!("no region is registered under this key and epoch {epoch}");
+            return Err(Error::new(ErrorKind::Closed, detail));
+        }
+        let removed = regions.remove(&key);
+        drop(regions);
+        if let Some(region) = removed {
+            region.fence();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        self.wake = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        let regions = std::mem::take(&mut *self.shared.regions());
+        regions.values().for_each(|region| region.fence());
+    }
+}
+
+impl Shared {
+    fn regions(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Region>>> {
+        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a stream to where it belongs. Nothing that it sends before its key has been found is used for
+    /// anything else.
+    fn receive(&self, socket: TcpStream) -> io::Result<()> {
+        let stranger = Count::new(&self.strangers);
+        let deadline = Instant::now() + HELLO_TIMEOUT;
+        tune(&socket, self.silence)?;
+        socket.set_write_timeout(Some(HELLO_TIMEOUT))?;
+        let mut link = self.security.accept(socket, deadline)?;
+        let mut inbox = Inbox::new();
+        let hello: [u8; Hello::BYTES] = inbox.take_by(&mut link, deadline)?;
+        let Some(hello) = Hello::decode(&hello) else {
+            return welcome(&mut link, Answer::Version, 0);
+        };
+        let region = self.regions().get(&hello.key).filter(|region| region.epoch == hello.epoch).cloned();
+        let guest = region.and_then(|region| region.enter(link.socket()));
+        let Some(guest) = guest else {
+            return welcome(&mut link, Answer::Unknown, 0);
+        };
+        if self.streams.load(Ordering::Relaxed) >= self.streams_max {
+            return welcome(&mut link, Answer::Exhausted, 0);
+        }
+        let _stream = Count::new(&self.streams);
+        drop(stranger);
+        welcome(&mut link, Answer::granted(guest.access()), guest.region.bytes)?;
+        link.socket().set_read_timeout(None)?;
+        link.socket().set_write_timeout(None)?;
+        serve(&mut link, &mut inbox, &guest)
+    }
+}
+
+fn welcome(link: &mut Link, answer: Answer, bytes: u64) -> io::Result<()> {
+    let mut words = Welcome { answer: answer as u8, bytes }.encode();
+    let mut parts = Parts::default();
+    parts.push(words.as_mut_ptr(), words.len() as u64);
+    send(link, &mut parts)
+}
+
+/// Gives every stream a thread, until `woken` closes.
+fn accept(listener: &TcpListener, woken: &UnixStream, shared: &Arc<Shared>) {
+    loop {
+        let mut entries = [crate::poll::readable(woken), crate::poll::readable(listener)];
+        if crate::poll::wait(&mut entries, None).is_err() || entries[0].revents != 0 {
+            return;
+        }
+        match listener.accept() {
+            // whoever is one too many sees its stream close
+            Ok((socket, _)) if shared.strangers.load(Ordering::Relaxed) < STRANGERS_MAX => {
+                let shared = shared.clone();
+                let receive = move || {
+                    // the socket says the rest: how a peer went away is no news here
+                    let _ = socket.set_nonblocking(false).and_then(|()| shared.receive(socket));
+                };
+                let _ = std::thread::Builder::new().name("tcp-stream".into()).spawn(receive);
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(_) => std::thread::sleep(ACCEPT_PAUSE),
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! What has come on a stream and was not asked for yet: heads, never more of the payload than a head's length.
+
+use super::link::{Link, remaining};
+use super::parts::Parts;
+use std::io;
+use std::time::Instant;
+
+/// Bytes that are received beyond what is wanted: a head and a few ranges. More would be copied twice.
+const SPARE_BYTES: usize = 256;
+
+/// A small buffer in front of a stream.
+pub(super) struct Inbox {
+    buffer: Vec<u8>,
+    from: usize,
+    to: usize,
+}
+
+fn ended() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the peer has closed")
+}
+
+impl Inbox {
+    pub(super) fn new() -> Self {
+        Inbox { buffer: vec![0; SPARE_BYTES], from: 0, to: 0 }
+    }
+
+    /// Room behind what is here, as a part.
+    fn room(&mut self) -> libc::iovec {
+        let room = &mut self.buffer[self.to..];
+        libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() }
+    }
+
+    /// The next `N` bytes.
+    ///
+    /// # Errors
+    /// `WouldBlock` when they have not come yet; what has is kept. `UnexpectedEof` when they will not.
+    pub(super) fn take<const N: usize>(&mut self, link: &mut Link) -> io::Result<[u8; N]> {
+        Ok(self.fill(link, N, None)?.try_into().expect("as many bytes as were asked for"))
+    }
+
+    /// As [`take`](Self::take) on a blocking stream, but not after `deadline`, however slowly the bytes come.
+    pub(super) fn take_by<const N: usize>(
+        &mut self,
+        link: &mut Link,
+        deadline: Instant,
+    ) -> io::Result<[u8; N]> {
+        Ok(self.fill(link, N, Some(deadline))?.try_into().expect("as many bytes as were asked for"))
+    }
+
+    /// The next `bytes` bytes, as [`take`](Self::take).
+    pub(super) fn fill(
+        &mut self,
+        link: &mut Link,
+        bytes: usize,
+        deadline: Option<Instant>,
+    ) -> io::Result<&[u8]> {
+        if self.from + bytes > self.buffer.len() {
+            self.buffer.copy_within(self.from..self.to, 0);
+            (self.from, self.to) = (0, self.to - self.from);
+            let longer = self.buffer.len().max(bytes);
+            self.buffer.resize(longer, 0);
+        }
+        while self.to - self.from < bytes {
+            if let Some(deadline) = deadline {
+                link.socket().set_read_timeout(Some(remaining(deadline)?))?;
+            }
+            let room = self.room();
+            match link.receive(&[room])? {
+                0 => return Err(ended()),
+                received => self.to += received,
+            }
+        }
+        let at = self.from;
+        self.from += bytes;
+        Ok(&self.buffer[at..at + bytes])
+    }
+
+    /// Receives `parts`, until none is left. What comes behind them is kept.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take).
+    pub(super) fn receive(&mut self, link: &mut Link, parts: &mut Parts) -> io::Result<()> {
+        while self.from < self.to
+            && let Some((address, bytes)) = parts.first()
+        {
+            let bytes = bytes.min(self.to - self.from);
+            // SAFETY: the part is valid as whoever made it said, and is not in the buffer.
+            unsafe { std::ptr::copy_nonoverlapping(self.buffer[self.from..].as_ptr(), address, bytes) };
+            self.from += bytes;
+            parts.advance(bytes);
+        }
+        if parts.bytes() == 0 {
+            return Ok(());
+        }
+        // nothing is left here: all of the buffer is room
+        (self.from, self.to) = (0, 0);
+        while parts.bytes() > 0 {
+            let room = self.room();
+            let received = parts.with(Some(room), |parts| link.receive(parts))?;
+            if received == 0 {
+                return Err(ended());
+            }
+            let wanted = received.min(parts.bytes() as usize);
+            parts.advance(wanted);
+            self.to = received - wanted;
+        }
+        Ok(())
+    }
+}

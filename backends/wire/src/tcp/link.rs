@@ -1,0 +1,129 @@
+//! One stream: a socket, in the clear or under TLS.
+
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+#[cfg(feature = "tls")]
+use super::tls::Session;
+
+/// A socket and what lies on it. Blocks or not, as the socket does.
+pub(super) struct Link {
+    socket: TcpStream,
+    #[cfg(feature = "tls")]
+    session: Option<Box<Session>>,
+}
+
+impl Link {
+    /// Bytes go as they are.
+    pub(super) fn plain(socket: TcpStream) -> Self {
+        Link {
+            socket,
+            #[cfg(feature = "tls")]
+            session: None,
+        }
+    }
+
+    /// Bytes go encrypted.
+    #[cfg(feature = "tls")]
+    pub(super) fn tls(socket: TcpStream, session: Session) -> Self {
+        Link { socket, session: Some(Box::new(session)) }
+    }
+
+    pub(super) fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
+
+    /// Sends some of `parts`, at most as many bytes as it returns.
+    ///
+    /// # Errors
+    /// `WouldBlock` when nothing goes now.
+    pub(super) fn send(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
+        #[cfg(feature = "tls")]
+        if let Some(session) = &mut self.session {
+            return session.send(&mut self.socket, parts);
+        }
+        // SAFETY: all zero is an empty message.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = parts.as_ptr().cast_mut();
+        message.msg_iovlen = parts.len() as _;
+        // SAFETY: the parts are valid for as long as whoever made them said; the kernel only reads them.
+        counted(|| unsafe { libc::sendmsg(self.socket.as_raw_fd(), &raw const message, NO_SIGNAL) })
+    }
+
+    /// Receives into `parts`, in order. Zero bytes: the other end has closed.
+    ///
+    /// # Errors
+    /// `WouldBlock` when nothing has come yet.
+    pub(super) fn receive(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
+        #[cfg(feature = "tls")]
+        if let Some(session) = &mut self.session {
+            return session.receive(&mut self.socket, parts);
+        }
+        // SAFETY: as in `send`; the kernel writes plain bytes there.
+        counted(|| unsafe { libc::readv(self.socket.as_raw_fd(), parts.as_ptr(), parts.len() as i32) })
+    }
+
+    /// Sends what lies encrypted here.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        #[cfg(feature = "tls")]
+        if let Some(session) = &mut self.session {
+            return session.flush(&mut self.socket);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(any(target_os = "linux", target_os = "android"))]
+const NO_SIGNAL: i32 = libc::MSG_NOSIGNAL;
+/// Elsewhere Rust's runtime ignores the signal for the whole process.
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+const NO_SIGNAL: i32 = 0;
+
+fn counted(mut call: impl FnMut() -> isize) -> io::Result<usize> {
+    loop {
+        match call() {
+            count if count >= 0 => return Ok(count as usize),
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+}
+
+/// Sends small frames at once, and gives up a peer whose host has been silent for `silence`.
+pub(super) fn tune(socket: &TcpStream, silence: Duration) -> io::Result<()> {
+    socket.set_nodelay(true)?;
+    set_option(socket, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1)?;
+    #[cfg(target_os = "linux")]
+    {
+        const PROBES: i32 = 3;
+        let quarter = (silence.as_secs() / 4).clamp(1, 1 << 14) as i32;
+        let silence_ms = silence.as_millis().clamp(1, 1 << 30) as i32;
+        set_option(socket, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, quarter)?;
+        set_option(socket, libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, quarter)?;
+        set_option(socket, libc::IPPROTO_TCP, libc::TCP_KEEPCNT, PROBES)?;
+        set_option(socket, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, silence_ms)?;
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = silence;
+    Ok(())
+}
+
+fn set_option(socket: &TcpStream, level: i32, name: i32, value: i32) -> io::Result<()> {
+    let length = size_of::<i32>() as libc::socklen_t;
+    // SAFETY: an open socket, and a place of the length that is said.
+    let status =
+        unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const value).cast(), length) };
+    if status < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// What is left until `deadline`, at least as much as a socket's timeout takes.
+pub(super) fn remaining(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}

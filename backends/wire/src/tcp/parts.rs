@@ -1,0 +1,104 @@
+//! Lists of byte ranges by address, for vectored calls.
+
+use std::collections::VecDeque;
+
+/// What is still to be sent or received. Whoever makes one keeps the memory alive as long as it is used.
+#[derive(Default)]
+pub(super) struct Parts {
+    list: VecDeque<libc::iovec>,
+    bytes: u64,
+}
+
+// SAFETY: addresses are plain numbers; who uses them holds the memory, whatever the thread.
+unsafe impl Send for Parts {}
+
+impl Parts {
+    /// Appends `bytes` bytes at `address`.
+    pub(super) fn push(&mut self, address: *mut u8, bytes: u64) {
+        if bytes > 0 {
+            self.list.push_back(libc::iovec { iov_base: address.cast(), iov_len: bytes as usize });
+            self.bytes += bytes;
+        }
+    }
+
+    /// Appends `other`.
+    pub(super) fn append(&mut self, mut other: Parts) {
+        self.list.append(&mut other.list);
+        self.bytes += other.bytes;
+    }
+
+    /// Bytes that are left.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Takes `bytes` bytes off the front.
+    pub(super) fn advance(&mut self, bytes: usize) {
+        let mut left = bytes;
+        self.bytes -= left as u64;
+        while left > 0 {
+            let first = self.list.front_mut().expect("as many bytes as were counted");
+            if left < first.iov_len {
+                // SAFETY: still inside the part.
+                first.iov_base = unsafe { first.iov_base.cast::<u8>().add(left) }.cast();
+                first.iov_len -= left;
+                return;
+            }
+            left -= first.iov_len;
+            self.list.pop_front();
+        }
+    }
+
+    /// Gives `call` the rest as the kernel takes it, followed by `spare`.
+    pub(super) fn with<T>(
+        &mut self,
+        spare: Option<libc::iovec>,
+        call: impl FnOnce(&[libc::iovec]) -> T,
+    ) -> T {
+        self.list.extend(spare);
+        let result = call(self.list.make_contiguous());
+        if spare.is_some() {
+            self.list.pop_back();
+        }
+        result
+    }
+
+    /// The first part's address and length.
+    pub(super) fn first(&self) -> Option<(*mut u8, usize)> {
+        self.list.front().map(|part| (part.iov_base.cast(), part.iov_len))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_is_left_is_the_end_of_all(lengths in prop::collection::vec(0u64..20, 0..10), cuts in prop::collection::vec(0usize..30, 0..10)) {
+            let mut bytes: Vec<u8> = (0..=200).collect();
+            let mut parts = Parts::default();
+            let mut at = 0;
+            for &length in &lengths {
+                parts.push(bytes[at..].as_mut_ptr(), length);
+                at += length as usize;
+            }
+            let mut gone = 0;
+            for cut in cuts {
+                let cut = cut.min(parts.bytes() as usize);
+                parts.advance(cut);
+                gone += cut;
+                let left = parts.with(None, |list| {
+                    // SAFETY: the parts lie in `bytes`.
+                    let part = |part: &libc::iovec| unsafe {
+                        std::slice::from_raw_parts(part.iov_base.cast::<u8>(), part.iov_len)
+                    };
+                    list.iter().flat_map(part).copied().collect::<Vec<u8>>()
+                });
+                prop_assert_eq!(&left[..], &bytes[gone..at]);
+                prop_assert_eq!(parts.bytes() as usize, at - gone);
+            }
+        }
+    }
+}

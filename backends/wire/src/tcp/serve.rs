@@ -1,0 +1,67 @@
+//! The passive end of one stream.
+
+use super::desk::Guest;
+use super::inbox::Inbox;
+use super::link::Link;
+use super::parts::Parts;
+use super::protocol::{Done, Head, PAYLOAD_BYTES_MAX, Range, Verb};
+use std::io;
+
+/// Takes frames until the peer closes, breaks the protocol, or the region is fenced.
+pub(super) fn serve(link: &mut Link, inbox: &mut Inbox, guest: &Guest) -> io::Result<()> {
+    let mut answer = Vec::new();
+    loop {
+        let head: [u8; Head::BYTES] = inbox.take(link)?;
+        let Some(head) = Head::decode(&head) else {
+            return refuse(link, 0);
+        };
+        let ranges = inbox.fill(link, usize::from(head.ranges) * Range::BYTES, None)?;
+        let Some(mut parts) = place(&head, ranges, guest) else {
+            return refuse(link, head.frame);
+        };
+        answer.clear();
+        answer.extend(Done { refused: false, frame: head.frame }.encode());
+        let mut reply = Parts::default();
+        reply.push(answer.as_mut_ptr(), answer.len() as u64);
+        match head.verb {
+            Verb::Write => inbox.receive(link, &mut parts)?,
+            Verb::Read => reply.append(parts),
+        }
+        send(link, &mut reply)?;
+    }
+}
+
+/// Where the ranges of a frame lie; none if the peer may not do that.
+fn place(head: &Head, ranges: &[u8], guest: &Guest) -> Option<Parts> {
+    let access = guest.access();
+    let allowed = match head.verb {
+        Verb::Write => access.may_write(),
+        Verb::Read => access.may_read(),
+    };
+    let mut parts = Parts::default();
+    for range in ranges.as_chunks().0 {
+        let Range { offset, bytes } = Range::decode(range);
+        parts.push(guest.address(offset, bytes)?, bytes);
+        if parts.bytes() > PAYLOAD_BYTES_MAX {
+            return None;
+        }
+    }
+    allowed.then_some(parts)
+}
+
+/// Says so, and ends the stream: a peer that sends such a frame is out of its mind.
+fn refuse(link: &mut Link, frame: u64) -> io::Result<()> {
+    let mut answer = Done { refused: true, frame }.encode();
+    let mut parts = Parts::default();
+    parts.push(answer.as_mut_ptr(), answer.len() as u64);
+    send(link, &mut parts)
+}
+
+/// Sends all of `parts` on a blocking stream.
+pub(super) fn send(link: &mut Link, parts: &mut Parts) -> io::Result<()> {
+    while parts.bytes() > 0 {
+        let sent = parts.with(None, |parts| link.send(parts))?;
+        parts.advance(sent);
+    }
+    link.flush()
+}

@@ -1,0 +1,160 @@
+//! The active end of one stream.
+
+use super::inbox::Inbox;
+use super::link::Link;
+use super::parts::Parts;
+use super::protocol::Done;
+use std::collections::VecDeque;
+use std::io;
+
+/// A frame that waits for a stream.
+pub(super) struct Frame {
+    /// The number of the batch that it belongs to.
+    pub(super) batch: u64,
+    /// The head and the ranges. The head's frame number is set when it goes.
+    pub(super) words: Vec<u8>,
+    /// Of a write.
+    pub(super) payload: Parts,
+    /// Of a read.
+    pub(super) into: Parts,
+}
+
+/// A frame that goes.
+struct Going {
+    /// What `parts` begins with lies here.
+    _words: Vec<u8>,
+    parts: Parts,
+}
+
+/// A frame whose answer has not come whole.
+struct Awaited {
+    batch: u64,
+    frame: u64,
+    into: Parts,
+}
+
+/// One stream, its frames on the way, and what they wait for.
+pub(super) struct Stream {
+    link: Link,
+    inbox: Inbox,
+    going: Option<Going>,
+    awaited: VecDeque<Awaited>,
+    /// The first awaited frame's `Done` has come.
+    answered: bool,
+    frames: u64,
+    /// It takes nothing more now.
+    full: bool,
+}
+
+/// Offset of the frame's number in a head.
+const FRAME_AT: usize = 8;
+/// Where the bytes of a read go that was given up.
+const DISCARD_BYTES: usize = 64 * 1024;
+
+impl Stream {
+    /// `link` no longer blocks; both ends have said hello.
+    pub(super) fn new(link: Link, inbox: Inbox) -> Self {
+        let (going, awaited) = (None, VecDeque::new());
+        Stream { link, inbox, going, awaited, answered: false, frames: 0, full: false }
+    }
+
+    /// What to wait for.
+    pub(super) fn poll_entry(&self) -> libc::pollfd {
+        let events = if self.full { libc::POLLIN | libc::POLLOUT } else { libc::POLLIN };
+        libc::pollfd { events, ..crate::poll::readable(self.link.socket()) }
+    }
+
+    /// The socket takes something again.
+    pub(super) fn has_room(&mut self) {
+        self.full = false;
+    }
+
+    /// Sends frames of `queue` until it is full, or has sent one. Returns whether it could send more.
+    pub(super) fn send_one(&mut self, queue: &mut VecDeque<Frame>) -> io::Result<bool> {
+        if self.full {
+            return Ok(false);
+        }
+        if self.going.is_none() {
+            match queue.pop_front() {
+                Some(frame) => self.begin(frame),
+                None => return Ok(false),
+            }
+        }
+        match self.send_rest() {
+            Ok(()) => {
+                self.going = None;
+                Ok(true)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                self.full = true;
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn send_rest(&mut self) -> io::Result<()> {
+        if let Some(Going { parts, .. }) = &mut self.going {
+            while parts.bytes() > 0 {
+                let sent = parts.with(None, |parts| self.link.send(parts))?;
+                parts.advance(sent);
+            }
+        }
+        self.link.flush()
+    }
+
+    fn begin(&mut self, mut frame: Frame) {
+        frame.words[FRAME_AT..FRAME_AT + 8].copy_from_slice(&self.frames.to_le_bytes());
+        self.awaited.push_back(Awaited { batch: frame.batch, frame: self.frames, into: frame.into });
+        self.frames += 1;
+        let mut parts = Parts::default();
+        parts.push(frame.words.as_mut_ptr(), frame.words.len() as u64);
+        parts.append(frame.payload);
+        self.going = Some(Going { _words: frame.words, parts });
+    }
+
+    /// Receives what has come, and calls `landed` with the batch of each frame that is complete.
+    pub(super) fn receive(&mut self, landed: &mut dyn FnMut(u64)) -> io::Result<()> {
+        match self.receive_all(landed) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
+            other => other,
+        }
+    }
+
+    fn receive_all(&mut self, landed: &mut dyn FnMut(u64)) -> io::Result<()> {
+        loop {
+            if !self.answered {
+                let done = Done::decode(&self.inbox.take(&mut self.link)?);
+                let expected = self.awaited.front().map(|awaited| awaited.frame);
+                match done {
+                    Some(Done { refused: false, frame }) if Some(frame) == expected => self.answered = true,
+                    Some(Done { refused: true, .. }) => return Err(broken("the owner refused a frame")),
+                    _ => return Err(broken("the owner answered a frame that was not sent")),
+                }
+            }
+            let first = self.awaited.front_mut().expect("an answer to it has come");
+            self.inbox.receive(&mut self.link, &mut first.into)?;
+            landed(first.batch);
+            self.awaited.pop_front();
+            self.answered = false;
+        }
+    }
+
+    /// Lets what is still to come of a batch go nowhere.
+    pub(super) fn discard(&mut self, batch: u64, nowhere: &mut Vec<u8>) {
+        for awaited in self.awaited.iter_mut().filter(|awaited| awaited.batch == batch) {
+            nowhere.resize(DISCARD_BYTES, 0);
+            let mut left = awaited.into.bytes();
+            awaited.into = Parts::default();
+            while left > 0 {
+                let bytes = left.min(DISCARD_BYTES as u64);
+                awaited.into.push(nowhere.as_mut_ptr(), bytes);
+                left -= bytes;
+            }
+        }
+    }
+}
+
+fn broken(detail: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, detail)
+}

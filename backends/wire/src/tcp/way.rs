@@ -1,0 +1,324 @@
+//! The active end of a way: batches cut into frames, and frames over streams.
+
+use super::inbox::Inbox;
+use super::link::{Link, remaining, tune};
+use super::parts::Parts;
+use super::protocol::{Head, Hello, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, Verb, Welcome};
+use super::serve::send;
+use super::stream::{Frame, Stream};
+use super::{Address, TcpConfig};
+use crate::answer::Answer;
+use crate::batches::not_open;
+use crate::memory::check;
+use crate::place::Place;
+use crate::poll;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId};
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+pub(super) struct Way {
+    /// Dropped before `local`: what they hold addresses of.
+    streams: Vec<Stream>,
+    queue: VecDeque<Frame>,
+    /// Of batches neither waited for nor given up: frames that have not landed.
+    open: BTreeMap<u64, u64>,
+    next: u64,
+    broken: Option<Error>,
+    nowhere: Vec<u8>,
+    frame_bytes_max: u64,
+    bytes: u64,
+    access: Access,
+    local: Place,
+}
+
+fn closed(detail: String) -> Error {
+    Error::new(ErrorKind::Closed, detail)
+}
+
+impl Way {
+    pub(super) fn open(
+        local: Arc<dyn SharedMemory>,
+        config: &TcpConfig,
+        address: &Address,
+        region: &Descriptor,
+    ) -> Result<Self> {
+        let local = Place::new(local)?;
+        for socket in &address.sockets {
+            config.security.check(socket)?;
+        }
+        let (first, access) = open_stream(config, &address.sockets, address, region, 0)?;
+        let reached = first.1;
+        let mut streams = vec![first.0];
+        for number in 1..config.streams {
+            streams.push(open_stream(config, &[reached], address, region, number)?.0.0);
+        }
+        Ok(Way {
+            streams,
+            queue: VecDeque::new(),
+            open: BTreeMap::new(),
+            next: 0,
+            broken: None,
+            nowhere: Vec::new(),
+            frame_bytes_max: config.frame_bytes_max.min(PAYLOAD_BYTES_MAX),
+            bytes: region.bytes,
+            access,
+            local,
+        })
+    }
+
+    fn begin(&mut self, pieces: &[Piece], verb: Verb) -> Result<TransferId> {
+        self.step(Duration::ZERO)?;
+        let allowed = match verb {
+            Verb::Write => self.access.may_write(),
+            Verb::Read => self.access.may_read(),
+        };
+        if !allowed && !pieces.is_empty() {
+            return Err(Error::invalid(format!("the region was registered for {:?}", self.access)));
+        }
+        check(pieces, self.local.bytes(), self.bytes)?;
+        let batch = self.next;
+        self.next += 1;
+        let frames = cut(pieces, self.frame_bytes_max);
+        self.open.insert(batch, frames.len() as u64);
+        for pieces in frames {
+            let frame = self.frame(batch, verb, &pieces)?;
+            self.queue.push_back(frame);
+        }
+        self.send()?;
+        Ok(TransferId(batch))
+    }
+
+    fn frame(&self, batch: u64, verb: Verb, pieces: &[Piece]) -> Result<Frame> {
+        let head = Head { verb, ranges: pieces.len() as u16, frame: 0 };
+        let mut words = Vec::with_capacity(Head::BYTES + pieces.len() * Range::BYTES);
+        words.extend(head.encode());
+        let mut parts = Parts::default();
+        for piece in pieces {
+            words.extend(Range { offset: piece.remote, bytes: piece.bytes }.encode());
+            parts.push(self.local.address(piece.local, piece.bytes)?, piece.bytes);
+        }
+        let (payload, into) = match verb {
+            Verb::Write => (parts, Parts::default()),
+            Verb::Read => (Parts::default(), parts),
+        };
+        Ok(Frame { batch, words, payload, into })
+    }
+
+    /// Breaks the way, for a reason that every later call repeats.
+    fn broke(&mut self, error: &io::Error) -> Error {
+        let error = closed(format!("the way to the region has closed: {error}"));
+        self.broken = Some(error.clone());
+        self.streams.clear();
+        self.queue.clear();
+        error
+    }
+
+    /// Sends as much as the streams take, one frame on each in turn.
+    fn send(&mut self) -> Result<()> {
+        loop {
+            let mut moved = false;
+            for at in 0..self.streams.len() {
+                match self.streams[at].send_one(&mut self.queue) {
+                    Ok(more) => moved |= more,
+                    Err(error) => return Err(self.broke(&error)),
+                }
+            }
+            if !moved {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Moves what can be moved, after waiting for it for `timeout` at most.
+    fn step(&mut self, timeout: Duration) -> Result<()> {
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
+        }
+        let mut entries: Vec<libc::pollfd> = self.streams.iter().map(Stream::poll_entry).collect();
+        if let Err(error) = poll::wait(&mut entries, Some(timeout)) {
+            return Err(self.broke(&error));
+        }
+        for (at, entry) in entries.iter().enumerate() {
+            if entry.revents & libc::POLLOUT != 0 {
+                self.streams[at].has_room();
+            }
+            if entry.revents & !libc::POLLOUT != 0 {
+                let open = &mut self.open;
+                let mut landed = |batch| {
+                    if let Some(left) = open.get_mut(&batch) {
+                        *left -= 1;
+                    }
+                };
+                if let Err(error) = self.streams[at].receive(&mut landed) {
+                    return Err(self.broke(&error));
+                }
+            }
+        }
+        self.send()
+    }
+}
+
+/// Cuts a batch into frames: short pieces share one, long ones are cut.
+fn cut(pieces: &[Piece], frame_bytes_max: u64) -> Vec<Vec<Piece>> {
+    let mut frames: Vec<Vec<Piece>> = Vec::new();
+    let mut room = 0;
+    for piece in pieces.iter().filter(|piece| piece.bytes > 0) {
+        let mut rest = *piece;
+        while rest.bytes > 0 {
+            if room == 0 || frames.last().is_none_or(|frame| frame.len() == RANGES_MAX) {
+                frames.push(Vec::new());
+                room = frame_bytes_max;
+            }
+            let bytes = rest.bytes.min(room);
+            if let Some(frame) = frames.last_mut() {
+                frame.push(Piece { bytes, ..rest });
+            }
+            room -= bytes;
+            rest =
+                Piece { local: rest.local + bytes, remote: rest.remote + bytes, bytes: rest.bytes - bytes };
+        }
+    }
+    frames
+}
+
+impl Endpoint for Way {
+    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        self.begin(pieces, Verb::Write)
+    }
+
+    fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        self.begin(pieces, Verb::Read)
+    }
+
+    fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
+        // a time too long to be counted is for ever
+        let deadline = Instant::now().checked_add(timeout);
+        let mut left = timeout;
+        loop {
+            match self.open.get(&transfer.0) {
+                None => return Err(not_open(transfer, self.next)),
+                Some(0) => {
+                    self.open.remove(&transfer.0);
+                    return Ok(());
+                }
+                Some(_) => {}
+            }
+            if let Err(error) = self.step(left) {
+                // what landed before the way broke has landed
+                if self.open.remove(&transfer.0) != Some(0) {
+                    return Err(error);
+                }
+                return Ok(());
+            }
+            if self.open.get(&transfer.0) != Some(&0) {
+                left = deadline.map_or(timeout, |end| end.saturating_duration_since(Instant::now()));
+                if left.is_zero() {
+                    let detail = format!("transfer {} is under way after {timeout:?}", transfer.0);
+                    return Err(Error::new(ErrorKind::Timeout, detail));
+                }
+            }
+        }
+    }
+
+    /// Frames that have not begun are not sent; what still comes of a read goes nowhere.
+    fn cancel(&mut self, transfer: TransferId) -> Result<()> {
+        if self.open.remove(&transfer.0).is_some() {
+            self.queue.retain(|frame| frame.batch != transfer.0);
+            for stream in &mut self.streams {
+                stream.discard(transfer.0, &mut self.nowhere);
+            }
+        }
+        match &self.broken {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Opens stream `number` to the first of `sockets` that answers. Returns it and that one, and what peers may do.
+fn open_stream(
+    config: &TcpConfig,
+    sockets: &[SocketAddr],
+    address: &Address,
+    region: &Descriptor,
+    number: u16,
+) -> Result<((Stream, SocketAddr), Access)> {
+    let mut last = closed("the descriptor has no address".into());
+    for &socket in sockets {
+        let deadline = Instant::now() + config.connect_timeout;
+        let hello = Hello { key: address.key, epoch: region.epoch, stream: number };
+        match greet(config, socket, &hello, deadline) {
+            Ok((link, inbox, welcome)) => {
+                let refused = || closed(format!("{socket} answers what this end does not know"));
+                let access = Answer::decode(welcome.answer).ok_or_else(refused)?.access(region)?;
+                if welcome.bytes != region.bytes {
+                    return Err(closed(format!(
+                        "the region at {socket} has {} bytes, not the {} that its descriptor says",
+                        welcome.bytes, region.bytes
+                    )));
+                }
+                return Ok(((Stream::new(link, inbox), socket), access));
+            }
+            Err(error) => last = closed(format!("the owner of {region:?} at {socket}: {error}")),
+        }
+    }
+    Err(last)
+}
+
+fn greet(
+    config: &TcpConfig,
+    socket: SocketAddr,
+    hello: &Hello,
+    deadline: Instant,
+) -> io::Result<(Link, Inbox, Welcome)> {
+    let stream = TcpStream::connect_timeout(&socket, remaining(deadline)?)?;
+    tune(&stream, config.silence)?;
+    stream.set_write_timeout(Some(remaining(deadline)?))?;
+    let mut link = config.security.connect(stream, deadline)?;
+    let mut words = hello.encode();
+    let mut parts = Parts::default();
+    parts.push(words.as_mut_ptr(), words.len() as u64);
+    send(&mut link, &mut parts)?;
+    let mut inbox = Inbox::new();
+    let welcome = Welcome::decode(&inbox.take_by(&mut link, deadline)?);
+    link.socket().set_nonblocking(true)?;
+    Ok((link, inbox, welcome))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn frames_are_the_batch_cut_up(lengths in prop::collection::vec(0u64..3000, 0..1200), most in 1u64..2000) {
+            let mut at = 0;
+            let pieces: Vec<Piece> = lengths.iter().map(|&bytes| {
+                at += bytes;
+                Piece { local: at - bytes, remote: 2 * at - bytes, bytes }
+            }).collect();
+            let frames = cut(&pieces, most);
+            for frame in &frames {
+                let bytes: u64 = frame.iter().map(|piece| piece.bytes).sum();
+                prop_assert!(bytes > 0 && bytes <= most && frame.len() <= RANGES_MAX);
+            }
+            // joined again where one goes on in the next
+            let mut joined: Vec<Piece> = Vec::new();
+            for piece in frames.into_iter().flatten() {
+                match joined.last_mut() {
+                    Some(last) if last.local + last.bytes == piece.local && last.remote + last.bytes == piece.remote =>
+                        last.bytes += piece.bytes,
+                    _ => joined.push(piece),
+                }
+            }
+            let whole: Vec<Piece> = pieces.into_iter().filter(|piece| piece.bytes > 0).collect();
+            prop_assert_eq!(joined, whole);
+        }
+    }
+}
