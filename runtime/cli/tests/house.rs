@@ -63,7 +63,7 @@ const ROOMS: &[Room] = &[
         name: "mixfleet-wire",
         directory: "backends/wire",
         rooms: &[HAL],
-        outside: Some(&["getrandom", "libc", "memmap2"]),
+        outside: Some(&["getrandom", "libc", "memmap2", "rustls"]),
     },
     Room {
         name: SCHEDULER,

@@ -8,6 +8,8 @@
 //! short batch wakes nobody on this side. Whoever wants more than one core to send opens several ways.
 
 mod desk;
+#[cfg(test)]
+mod hostile;
 mod inbox;
 mod link;
 mod parts;

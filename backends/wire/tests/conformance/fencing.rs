@@ -105,7 +105,7 @@ pub(crate) fn an_owner_that_is_gone_is_closed(make: &dyn Fn() -> Pair) {
     let (owning, using) = (make(), make());
     if using.user.connect(region(&[0]), &owning.share(&region(&[0]), Access::Write)).is_err() {
         assert_eq!(owning.owner.name(), "memory", "two transports of a kind reach each other");
-        println!("SKIPPED: this transport ends at its own value");
+        eprintln!("SKIPPED: this transport ends at its own value");
         return;
     }
     let (here, there) = (region(&noise(1 << 20, 9)), region(&vec![0; 1 << 20]));

@@ -1,0 +1,330 @@
+//! How fast a transport moves blocks between two processes, and what it costs both.
+//!
+//! ```text
+//! wire_bench run --transport tcp --bytes 1048576 --depth 16       target and initiator, here
+//! wire_bench target --transport tcp --listen 10.0.0.1:0           prints how to reach it; ends with its stdin
+//! wire_bench run --descriptor FILE --bytes 1048576                initiator of a target elsewhere
+//! wire_bench memcpy --bytes 1048576                               what a copy in one process does
+//! ```
+//!
+//! Each `run` and `memcpy` prints one line of JSON. Options: `--op write|read`, `--batch N` pieces of `--bytes`
+//! each, `--depth N` batches under way, `--seconds S`, `--streams N`, `--frame BYTES`, `--verify` (xxh3 of
+//! each piece before it goes and after it came).
+
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
+use mixfleet_wire::{HostRegion, Security, Tcp, TcpConfig};
+use serde_json::json;
+use std::collections::{BTreeMap, VecDeque};
+use std::error::Error;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Of each end's memory: far more than any cache.
+const MEMORY_BYTES: u64 = 256 << 20;
+const LONG: Duration = Duration::from_secs(60);
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+struct Options(BTreeMap<String, String>);
+
+impl Options {
+    fn parse(words: impl Iterator<Item = String>) -> Outcome<Self> {
+        let mut words = words.peekable();
+        let mut options = BTreeMap::new();
+        while let Some(word) = words.next() {
+            let name = word.strip_prefix("--").ok_or(format!("'{word}' is no option"))?;
+            let value = words.next_if(|next| !next.starts_with("--")).unwrap_or_default();
+            options.insert(name.to_owned(), value);
+        }
+        Ok(Options(options))
+    }
+
+    fn text<'a>(&'a self, name: &str, default: &'a str) -> &'a str {
+        self.0.get(name).map_or(default, String::as_str)
+    }
+
+    fn number(&self, name: &str, default: u64) -> Outcome<u64> {
+        self.0.get(name).map_or(Ok(default), |text| Ok(text.parse().map_err(|e| format!("--{name}: {e}"))?))
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+}
+
+fn transport(options: &Options) -> Outcome<Box<dyn Transport>> {
+    Ok(match options.text("transport", "tcp") {
+        "shm" => shm()?,
+        "tcp" => {
+            let listen = options.text("listen", "127.0.0.1:0").parse()?;
+            let mut config = TcpConfig::new(listen, security(options)?);
+            config.streams = options.number("streams", config.streams.into())?.try_into()?;
+            config.frame_bytes_max = options.number("frame", config.frame_bytes_max)?;
+            Box::new(Tcp::new(config)?)
+        }
+        other => return Err(format!("no transport '{other}': shm or tcp").into()),
+    })
+}
+
+fn security(options: &Options) -> Outcome<Security> {
+    match options.has("insecure") {
+        true => Ok(Security::Insecure),
+        false => Ok(Security::LoopbackOnly),
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn shm() -> Outcome<Box<dyn Transport>> {
+    Ok(Box::new(mixfleet_wire::Shm::new()?))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn shm() -> Outcome<Box<dyn Transport>> {
+    Err("shm is on Linux only".into())
+}
+
+/// Memory whose pages are there.
+fn memory(byte: u8) -> Outcome<Arc<HostRegion>> {
+    let region = HostRegion::new(MEMORY_BYTES as usize)?;
+    region.update(0, MEMORY_BYTES, &mut |all| all.fill(byte))?;
+    Ok(Arc::new(region))
+}
+
+fn say(line: &serde_json::Value) -> Outcome<()> {
+    let mut out = std::io::stdout();
+    writeln!(out, "{line}")?;
+    Ok(out.flush()?)
+}
+
+/// Lets others reach its memory until its stdin ends. A line `offset bytes hash` there is answered with
+/// whether these bytes have that hash.
+fn target(options: &Options) -> Outcome<()> {
+    let transport = transport(options)?;
+    let memory = memory(1)?;
+    let descriptor = transport.register(memory.clone(), Access::ReadWrite)?;
+    say(&json!({"pid": std::process::id(), "descriptor": descriptor}))?;
+    for line in std::io::stdin().lines() {
+        let line = line?;
+        let numbers: Vec<u64> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
+        let [offset, bytes, hash] = numbers[..] else { return Err(format!("'{line}' is no check").into()) };
+        let mut intact = false;
+        memory.view(offset, bytes, &mut |block| intact = xxh3_64(block) == hash)?;
+        say(&json!(intact))?;
+    }
+    transport.deregister(&descriptor)?;
+    Ok(())
+}
+
+/// The other process.
+struct Target {
+    pid: u64,
+    descriptor: Descriptor,
+    child: Option<(Child, BufReader<std::process::ChildStdout>)>,
+}
+
+impl Target {
+    fn find(options: &Options) -> Outcome<Self> {
+        let (line, child) = match options.0.get("descriptor") {
+            Some(path) => (std::fs::read_to_string(path)?, None),
+            None => {
+                let mut child = Command::new(std::env::current_exe()?)
+                    .args(["target", "--transport", options.text("transport", "tcp")])
+                    .stdin(Stdio::piped())
+                    .stdout(Stdio::piped())
+                    .spawn()?;
+                let mut lines = BufReader::new(child.stdout.take().ok_or("no stdout")?);
+                let mut line = String::new();
+                lines.read_line(&mut line)?;
+                (line, Some((child, lines)))
+            }
+        };
+        let told: serde_json::Value = serde_json::from_str(&line)?;
+        let descriptor = serde_json::from_value(told["descriptor"].clone())?;
+        Ok(Target { pid: told["pid"].as_u64().ok_or("no pid")?, descriptor, child })
+    }
+
+    /// Asks whether a piece has arrived whole.
+    fn ask(&mut self, piece: &Piece, hash: u64) -> Outcome<()> {
+        let (child, _) = self.child.as_mut().ok_or("--verify needs a target that was started here")?;
+        let stdin = child.stdin.as_mut().ok_or("no stdin")?;
+        Ok(writeln!(stdin, "{} {} {hash}", piece.remote, piece.bytes)?)
+    }
+
+    fn answer(&mut self) -> Outcome<()> {
+        let (_, lines) = self.child.as_mut().ok_or("no target")?;
+        let mut line = String::new();
+        lines.read_line(&mut line)?;
+        if line.trim() == "true" { Ok(()) } else { Err(format!("a block arrived damaged: {line}").into()) }
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if let Some((child, _)) = &mut self.child {
+            child.stdin = None;
+            let _ = child.wait();
+        }
+    }
+}
+
+/// User and system time of a process; Linux counts in hundredths of a second.
+fn cpu_seconds(pid: u64) -> f64 {
+    const TICKS_PER_SECOND: f64 = 100.0;
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let after_name = stat.rsplit(')').next().unwrap_or_default();
+    let ticks = after_name.split_whitespace().skip(11).take(2).filter_map(|word| word.parse::<f64>().ok());
+    ticks.sum::<f64>() / TICKS_PER_SECOND
+}
+
+/// What is moved over and over.
+struct Work {
+    reads: bool,
+    piece_bytes: u64,
+    batch: u64,
+    verify: bool,
+    at: u64,
+}
+
+impl Work {
+    fn next(&mut self) -> Vec<Piece> {
+        let slots = MEMORY_BYTES / self.piece_bytes;
+        let pieces = (0..self.batch).map(|i| {
+            let place = (self.at + i) % slots * self.piece_bytes;
+            Piece { local: place, remote: place, bytes: self.piece_bytes }
+        });
+        let pieces = pieces.collect();
+        self.at += self.batch;
+        pieces
+    }
+
+    fn begin(
+        &mut self,
+        way: &mut dyn Endpoint,
+        local: &HostRegion,
+    ) -> Outcome<(TransferId, Vec<(Piece, u64)>)> {
+        let pieces = self.next();
+        let mut hashed = Vec::new();
+        if self.verify {
+            for piece in &pieces {
+                let mut hash = 0;
+                local.view(piece.local, piece.bytes, &mut |block| hash = xxh3_64(block))?;
+                hashed.push((*piece, hash));
+            }
+        }
+        Ok((if self.reads { way.read(&pieces) } else { way.write(&pieces) }?, hashed))
+    }
+}
+
+struct Under {
+    since: Instant,
+    transfer: TransferId,
+    hashed: Vec<(Piece, u64)>,
+}
+
+fn run(options: &Options) -> Outcome<()> {
+    let transport = transport(options)?;
+    let local = memory(2)?;
+    let mut target = Target::find(options)?;
+    let mut way = transport.connect(local.clone(), &target.descriptor)?;
+    let reads = options.text("op", "write") == "read";
+    let mut work = Work {
+        reads,
+        piece_bytes: options.number("bytes", 1 << 20)?,
+        batch: options.number("batch", 1)?,
+        verify: options.has("verify"),
+        at: 0,
+    };
+    let depth = options.number("depth", 1)? as usize;
+    let time = Duration::from_secs_f64(options.text("seconds", "1").parse()?);
+    // Once over all of both memories: the first touch of a page costs more than a copy.
+    for place in (0..MEMORY_BYTES).step_by(4 << 20) {
+        let piece = [Piece { local: place, remote: place, bytes: 4 << 20 }];
+        let transfer = if reads { way.read(&piece) } else { way.write(&piece) }?;
+        way.wait(transfer, LONG)?;
+    }
+    let cpu = |target: &Target| (cpu_seconds(std::process::id().into()), cpu_seconds(target.pid));
+    let (before, start) = (cpu(&target), Instant::now());
+    let (mut under, mut latencies_us, mut asked) = (VecDeque::new(), Vec::new(), 0u64);
+    while start.elapsed() < time || !under.is_empty() {
+        if start.elapsed() < time && under.len() < depth {
+            let since = Instant::now();
+            let (transfer, hashed) = work.begin(&mut *way, &local)?;
+            under.push_back(Under { since, transfer, hashed });
+            if under.len() < depth {
+                continue;
+            }
+        }
+        if let Some(Under { since, transfer, hashed }) = under.pop_front() {
+            way.wait(transfer, LONG)?;
+            latencies_us.push(since.elapsed().as_secs_f64() * 1e6);
+            for (piece, hash) in &hashed {
+                target.ask(piece, *hash)?;
+                asked += 1;
+            }
+            // one answer behind, so that both ends hash at the same time
+            while asked > (depth as u64) * work.batch {
+                target.answer()?;
+                asked -= 1;
+            }
+        }
+    }
+    (0..asked).try_for_each(|_| target.answer())?;
+    let seconds = start.elapsed().as_secs_f64();
+    let after = cpu(&target);
+    let bytes = latencies_us.len() as f64 * (work.piece_bytes * work.batch) as f64;
+    latencies_us.sort_by(f64::total_cmp);
+    let quantile = |q: f64| latencies_us[((latencies_us.len() - 1) as f64 * q) as usize];
+    say(&json!({
+        "schema": "mixfleet.wire_bench.v1", "transport": transport.name(), "op": options.text("op", "write"),
+        "bytes": work.piece_bytes, "batch": work.batch, "depth": depth, "streams": options.number("streams", 0)?,
+        "verify": work.verify, "gb_per_s": bytes / seconds / 1e9,
+        "latency_us_p50": quantile(0.5), "latency_us_p99": quantile(0.99), "batches": latencies_us.len(),
+        "seconds": seconds, "initiator_cpu_s": after.0 - before.0, "target_cpu_s": after.1 - before.1,
+    }))
+}
+
+/// Copies between two memories of this process: two vectors, or two of the regions that `shm` joins.
+fn copies(options: &Options) -> Outcome<()> {
+    let bytes = options.number("bytes", 1 << 20)?;
+    let time = Duration::from_secs_f64(options.text("seconds", "1").parse()?);
+    let (from, mut to) = (vec![1u8; MEMORY_BYTES as usize], vec![2u8; MEMORY_BYTES as usize]);
+    let (shared_from, shared_to) = (memory(1)?, memory(2)?);
+    let mut rate = |regions: bool| -> Outcome<f64> {
+        let (start, mut at, mut moved) = (Instant::now(), 0, 0u64);
+        while start.elapsed() < time {
+            let (first, end) = (at as usize, (at + bytes) as usize);
+            if regions {
+                shared_from.view(at, bytes, &mut |from| {
+                    let _ = shared_to.update(at, bytes, &mut |to| to.copy_from_slice(from));
+                })?;
+            } else {
+                to[first..end].copy_from_slice(std::hint::black_box(&from[first..end]));
+                std::hint::black_box(&mut to);
+            }
+            moved += bytes;
+            at = if at + 2 * bytes <= MEMORY_BYTES { at + bytes } else { 0 };
+        }
+        Ok(moved as f64 / start.elapsed().as_secs_f64() / 1e9)
+    };
+    rate(false)?;
+    let (vectors, regions) = (rate(false)?, rate(true)?);
+    say(
+        &json!({"schema": "mixfleet.wire_memcpy.v1", "bytes": bytes, "gb_per_s": vectors, "regions_gb_per_s": regions}),
+    )
+}
+
+fn main() -> Outcome<()> {
+    let mut words = std::env::args().skip(1);
+    let verb = words.next().unwrap_or_default();
+    let options = Options::parse(words)?;
+    match verb.as_str() {
+        "run" => run(&options),
+        "target" => target(&options),
+        "memcpy" => copies(&options),
+        _ => Err("wire_bench run|target|memcpy [--option value]...; the head of its source has all".into()),
+    }
+}

@@ -1,0 +1,170 @@
+//! Peers that do not keep to the protocol.
+
+use super::protocol::{Done, Head, Hello, RANGES_MAX, Range, Verb, Welcome};
+use super::{Address, Tcp, TcpConfig};
+use crate::HostRegion;
+use crate::answer::Answer;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Descriptor, Piece, Transport};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+const BYTES: u64 = 64;
+
+fn owner(access: Access) -> (Tcp, Arc<HostRegion>, Descriptor) {
+    let tcp = Tcp::new(TcpConfig::loopback()).unwrap();
+    let memory = Arc::new(HostRegion::new(BYTES as usize).unwrap());
+    let descriptor = tcp.register(memory.clone(), access).unwrap();
+    (tcp, memory, descriptor)
+}
+
+fn hello(descriptor: &Descriptor) -> Hello {
+    Hello { key: Address::decode(descriptor).unwrap().key, epoch: descriptor.epoch, stream: 0 }
+}
+
+/// Says `words` to the owner, and returns the socket and the answer.
+fn greet(tcp: &Tcp, words: &[u8]) -> (TcpStream, Option<Answer>) {
+    let mut socket = TcpStream::connect(tcp.listens_on()).unwrap();
+    socket.write_all(words).unwrap();
+    let mut answer = [0; Welcome::BYTES];
+    socket.read_exact(&mut answer).unwrap();
+    (socket, Answer::decode(Welcome::decode(&answer).answer))
+}
+
+fn frame(verb: Verb, ranges: &[Range]) -> Vec<u8> {
+    let mut words = Head { verb, ranges: ranges.len() as u16, frame: 0 }.encode().to_vec();
+    words.extend(ranges.iter().flat_map(Range::encode));
+    words
+}
+
+fn is_untouched(memory: &HostRegion) -> bool {
+    let mut bytes = [1; BYTES as usize];
+    memory.load(0, &mut bytes).unwrap();
+    bytes == [0; BYTES as usize]
+}
+
+/// Whether the owner has closed, after whatever it still said.
+fn rest(mut socket: TcpStream) -> Vec<u8> {
+    let mut said = Vec::new();
+    // a reset is an end too: the owner did not read all before it closed
+    let _ = socket.read_to_end(&mut said);
+    said
+}
+
+#[test]
+fn a_wrong_hello_is_told_why_and_closed() {
+    let (tcp, memory, descriptor) = owner(Access::ReadWrite);
+    let good = hello(&descriptor);
+    let mut key = good.key;
+    key.0[15] ^= 1;
+    let mut other_version = good.encode();
+    other_version[7] += 1;
+    let wrong = [
+        (Hello { key, ..good }.encode(), Answer::Unknown),
+        (Hello { epoch: good.epoch + 1, ..good }.encode(), Answer::Unknown),
+        (other_version, Answer::Version),
+        ([b'G'; Hello::BYTES], Answer::Version),
+    ];
+    for (mut words, expected) in wrong.map(|(words, expected)| (words.to_vec(), expected)) {
+        // and a write that would be good, at once behind it
+        words.extend(frame(Verb::Write, &[Range { offset: 0, bytes: 1 }]));
+        words.push(9);
+        let (socket, answer) = greet(&tcp, &words);
+        assert_eq!((answer, rest(socket)), (Some(expected), vec![]));
+    }
+    assert!(is_untouched(&memory));
+}
+
+#[test]
+fn frames_that_reach_too_far_are_refused_before_anything_is_written() {
+    let (tcp, memory, descriptor) = owner(Access::ReadWrite);
+    let good = Range { offset: 0, bytes: 8 };
+    let mut wrong = Vec::new();
+    for verb in [Verb::Write, Verb::Read] {
+        for (offset, bytes) in [(BYTES - 1, 2), (BYTES + 1, 0), (u64::MAX, 2), (0, u64::MAX)] {
+            wrong.push(frame(verb, &[good, Range { offset, bytes }]));
+        }
+    }
+    let too_many = Head { verb: Verb::Write, ranges: RANGES_MAX as u16, frame: 0 }.encode();
+    wrong.push([&too_many[..2], &(RANGES_MAX as u16 + 1).to_le_bytes(), &too_many[4..]].concat());
+    wrong.push([7; Head::BYTES].to_vec());
+    for mut words in wrong {
+        words.extend([9; 2 * BYTES as usize]);
+        let (mut socket, answer) = greet(&tcp, &hello(&descriptor).encode());
+        assert_eq!(answer, Some(Answer::ReadWrite));
+        socket.write_all(&words).unwrap();
+        let mut said = [0; Done::BYTES];
+        socket.read_exact(&mut said).unwrap();
+        assert!(Done::decode(&said).unwrap().refused && rest(socket).is_empty());
+    }
+    assert!(is_untouched(&memory));
+}
+
+#[test]
+fn what_was_not_granted_is_refused() {
+    for (access, verb) in [(Access::Read, Verb::Write), (Access::Write, Verb::Read)] {
+        let (tcp, memory, descriptor) = owner(access);
+        let (mut socket, _) = greet(&tcp, &hello(&descriptor).encode());
+        socket.write_all(&frame(verb, &[Range { offset: 0, bytes: 8 }])).unwrap();
+        socket.write_all(&[9; 8]).unwrap();
+        let mut said = [0; Done::BYTES];
+        socket.read_exact(&mut said).unwrap();
+        assert!(Done::decode(&said).unwrap().refused && rest(socket).is_empty());
+        assert!(is_untouched(&memory));
+    }
+}
+
+#[test]
+fn the_fence_does_not_wait_for_the_rest_of_a_frame() {
+    let (tcp, memory, descriptor) = owner(Access::Write);
+    let (mut socket, _) = greet(&tcp, &hello(&descriptor).encode());
+    socket.write_all(&frame(Verb::Write, &[Range { offset: 0, bytes: BYTES }])).unwrap();
+    socket.write_all(&[9; 8]).unwrap();
+    // Half of it lies there when the first byte does.
+    let mut first = [0];
+    while first[0] == 0 {
+        memory.load(0, &mut first).unwrap();
+        std::thread::yield_now();
+    }
+    tcp.deregister(&descriptor).unwrap();
+    memory.store(0, &[0; BYTES as usize]).unwrap();
+    // The peer may not have noticed yet.
+    let _ = socket.write_all(&[9; BYTES as usize - 8]);
+    assert!(rest(socket).is_empty() && is_untouched(&memory));
+    assert_eq!(Arc::strong_count(&memory), 1);
+}
+
+#[test]
+fn silent_strangers_make_room_for_others() {
+    let (tcp, _memory, descriptor) = owner(Access::Write);
+    let strangers: Vec<TcpStream> = (0..200).map(|_| TcpStream::connect(tcp.listens_on()).unwrap()).collect();
+    let local = Arc::new(HostRegion::new(1).unwrap());
+    // Ends because strangers are given two seconds each, all at once.
+    let mut way = loop {
+        match tcp.connect(local.clone(), &descriptor) {
+            Ok(way) => break way,
+            Err(_) => std::thread::yield_now(),
+        }
+    };
+    let transfer = way.write(&[Piece { local: 0, remote: 0, bytes: 1 }]).unwrap();
+    way.wait(transfer, Duration::from_secs(60)).unwrap();
+    drop(strangers);
+}
+
+#[test]
+fn streams_beyond_the_limit_are_told_so() {
+    let config = TcpConfig { streams: 1, streams_max: 2, ..TcpConfig::loopback() };
+    let tcp = Tcp::new(config).unwrap();
+    let memory = Arc::new(HostRegion::new(BYTES as usize).unwrap());
+    let descriptor = tcp.register(memory.clone(), Access::Write).unwrap();
+    let ways = [(); 2].map(|()| tcp.connect(memory.clone(), &descriptor).unwrap());
+    let refused = tcp.connect(memory.clone(), &descriptor).err().unwrap();
+    assert_eq!(refused.kind, mixfleet_hal::ErrorKind::OutOfMemory);
+    drop(ways);
+    // Ends because the streams of ways that are dropped close.
+    while tcp.connect(memory.clone(), &descriptor).is_err() {
+        std::thread::yield_now();
+    }
+}

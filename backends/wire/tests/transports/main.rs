@@ -1,0 +1,27 @@
+//! Every transport against the same demands.
+
+#[path = "../conformance/mod.rs"]
+mod conformance;
+#[cfg(target_os = "linux")]
+mod processes;
+#[cfg(feature = "tls")]
+mod tls;
+
+use conformance::Pair;
+
+conformance!(memory, || super::Pair::one(mixfleet_wire::Memory::new()));
+
+#[cfg(target_os = "linux")]
+conformance!(shm, || super::Pair::one(mixfleet_wire::Shm::new().unwrap()));
+
+#[cfg(unix)]
+conformance!(tcp, || super::Pair::one(
+    mixfleet_wire::Tcp::new(mixfleet_wire::TcpConfig::loopback()).unwrap()
+));
+
+#[cfg(feature = "tls")]
+conformance!(tcp_tls, || {
+    // One for all: members of two fleets do not reach each other.
+    static FLEET: std::sync::LazyLock<super::tls::Fleet> = std::sync::LazyLock::new(super::tls::Fleet::new);
+    super::Pair { owner: FLEET.member("mixfleet"), user: FLEET.member("mixfleet") }
+});
