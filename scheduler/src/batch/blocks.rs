@@ -96,6 +96,11 @@ impl BlockPool {
         pages.iter().filter(|&&page| self.blocks[page as usize].users == 0).count()
     }
 
+    /// Whether `page` would be available if its user released it.
+    pub fn has_one_user(&self, page: u32) -> bool {
+        self.blocks[page as usize].users == 1
+    }
+
     /// One more user of a block that holds something.
     pub fn acquire(&mut self, page: u32) {
         let block = &mut self.blocks[page as usize];

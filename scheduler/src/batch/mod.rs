@@ -7,12 +7,13 @@
 //! after preemption and a transfer that came incomplete are all the same case.
 //!
 //! **No deadlock.** Every request has one place in the order, the same on all instances: by when it is due, equal ones by age.
-//! Who comes earlier in it wins: the queue is sorted by it, a decode that finds no block preempts the last sequence (which
-//! keeps its place and recomputes later), and a waiting request may revoke the reservation of a later one when nothing else can
-//! run. The first request of the fleet therefore always gets its blocks, provided that each alone fits, which the fleet checks
+//! Who comes earlier in it wins: the queue is sorted by it, a step's tokens go to the earliest prompts, a decode that finds no block and
+//! a request that finds no place beside sequences due later preempt the last of them (which keeps its place and recomputes later), and a
+//! waiting request may revoke the reservation of a later one when nothing else can run. The first request of the fleet therefore always gets its blocks, provided that each alone fits, which the fleet checks
 //! on arrival. Due times are fixed there, and nobody is due before it comes: a request is overtaken only by those who come
 //! before it is due itself, so everyone becomes the first.
 
+mod admit;
 mod blocks;
 mod order;
 
@@ -213,6 +214,11 @@ impl Sequence {
         self.tokens.len() as u32 - self.computed
     }
 
+    /// It can lose its blocks and be computed again here. What goes elsewhere is being read, or soon will be.
+    fn preemptable(&self) -> bool {
+        self.phase == Phase::Running && self.after == Some(After::Decode)
+    }
+
     /// Extends the chain over the first `blocks` blocks.
     fn hash_blocks(&mut self, blocks: usize) {
         let block_tokens = self.chain.block_tokens() as usize;
@@ -401,64 +407,6 @@ impl Instance {
         }
     }
 
-    /// Prompt tokens that the next step has room for, beside those that run.
-    fn room(&self) -> u32 {
-        let running = self.sequences.values().filter(|s| s.phase == Phase::Running);
-        let (mut decodes, mut tokens) = (0u32, 0u32);
-        for pending in running.map(Sequence::pending) {
-            if pending == 1 { decodes += 1 } else { tokens = tokens.saturating_add(pending) }
-        }
-        let beside = if decodes == 0 { u32::MAX } else { self.limits.prefill_tokens_beside_decode_max };
-        self.limits.step_tokens_max.saturating_sub(decodes).min(beside).saturating_sub(tokens)
-    }
-
-    /// Gives blocks to those who wait, in their order, until one does not fit. A prompt that the next step has no room for waits
-    /// on: when its turn comes, it finds the prefixes that were computed meanwhile.
-    fn admit(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) {
-        let mut room = self.room();
-        let mut seen = None;
-        while let Some(place) = order::next(&self.waiting, seen) {
-            let holding = self.sequences.len() - self.waiting.len();
-            if holding >= self.limits.sequences_max {
-                return;
-            }
-            let block_tokens = self.limits.block_tokens;
-            let request = place.request;
-            let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
-            seen = Some(place);
-            if sequence.after.is_some() && room == 0 {
-                continue;
-            }
-            let length = sequence.tokens.len() as u32;
-            // At least the last token is computed, to draw the next one.
-            let reusable = ((length - 1) / block_tokens) as usize;
-            sequence.hash_blocks(reusable);
-            let chain = &sequence.chain.hashes()[..reusable];
-            let hits = self.blocks.longest_prefix(chain, &sequence.tokens);
-            let fresh = self.blocks.blocks_for(length) - hits.len();
-            let spare = if holding == 0 { 0 } else { self.limits.spare_blocks };
-            if fresh + self.blocks.idle_among(&hits) + spare > self.blocks.available() {
-                return;
-            }
-            self.waiting.remove(&place);
-            let tokens_cached = hits.len() as u32 * block_tokens;
-            hits.iter().for_each(|&page| self.blocks.acquire(page));
-            let mut pages = hits;
-            pages.extend((0..fresh).map(|_| self.blocks.allocate(evicted).expect("counted above")));
-            sequence.pages.clone_from(&pages);
-            sequence.computed = tokens_cached;
-            sequence.published = (tokens_cached / block_tokens) as usize;
-            if sequence.after.is_some() {
-                sequence.phase = Phase::Running;
-                room = room.saturating_sub(sequence.pending());
-                actions.push(Action::Admitted { request, tokens_cached, pages });
-            } else {
-                sequence.phase = Phase::Receiving;
-                actions.push(Action::Reserved { request, tokens_cached, pages });
-            }
-        }
-    }
-
     /// Those that run, in their order.
     fn running(&self) -> Vec<RequestId> {
         let running = self.sequences.values().filter(|s| s.phase == Phase::Running);
@@ -513,8 +461,7 @@ impl Instance {
                 self.sequences.get_mut(&request).expect("known").pages.push(page);
                 return true;
             }
-            let preemptable = |s: &Sequence| s.phase == Phase::Running && s.after == Some(After::Decode);
-            let places = self.sequences.values().filter(|s| preemptable(s)).map(|s| s.place);
+            let places = self.sequences.values().filter(|s| s.preemptable()).map(|s| s.place);
             let last = places.max().expect("the sequence itself is preemptable").request;
             if last == request && self.others_will_release(request) {
                 return false;

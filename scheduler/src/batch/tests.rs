@@ -237,23 +237,107 @@ fn prompts_run_by_when_they_are_due_and_equal_ones_as_they_came() {
 
 #[test]
 fn a_request_is_overtaken_only_by_those_that_come_before_it_is_due() {
-    let (patient, patience, due_after) = (2, 40, 3);
-    let mut driver = Driver::new(LIMITS);
-    let mut next = 0;
-    for now in 0..4 * patience {
-        // three prompts for every two steps: more than the instance can ever do
-        for _ in 0..1 + now % 2 {
-            let due = Seconds(f64::from(if next == patient { patience } else { now + due_after }));
-            driver.add_due(next, due, whole_step(next), 1, After::Decode);
-            next += 1;
+    let (patience, due_after) = (40, 3);
+    // one that waits; one that has begun, and gives its only place to whoever comes
+    for (sequences_max, patient, output, preemptions) in [(6, 2, 1, 0), (1, 0, 5, 1)] {
+        let mut driver = Driver::new(BatchLimits { sequences_max, ..LIMITS });
+        let mut next = 0;
+        for now in 0..4 * patience {
+            // three prompts for every two steps: more than the instance can ever do
+            for _ in 0..1 + now % 2 {
+                let due = Seconds(f64::from(if next == patient { patience } else { now + due_after }));
+                let output = if next == patient { output } else { 1 };
+                driver.add_due(next, due, whole_step(next), output, After::Decode);
+                next += 1;
+            }
+            driver.turn();
         }
-        driver.turn();
+        assert_eq!(driver.preemptions, preemptions);
+        let place = driver.finished.iter().position(|&request| request == patient);
+        let before = place.expect("it had its turn");
+        // those that came before 37, without itself; who comes then is due when it is, and came later
+        assert_eq!(before, (0..patience - due_after).map(|now| 1 + now % 2).sum::<u32>() as usize - 1);
+        assert!(driver.finished[before + 1..].iter().all(|&request| request > before as u64));
     }
-    let place = driver.finished.iter().position(|&request| request == patient);
-    let before = place.expect("it had its turn");
-    // those that came before 37, without itself; who comes then is due when it is, and came later
-    assert_eq!(before, (0..patience - due_after).map(|now| 1 + now % 2).sum::<u32>() as usize - 1);
-    assert!(driver.finished[before + 1..].iter().all(|&request| request > before as u64));
+}
+
+/// Tokens of each sequence in the next step, which is carried out.
+fn next_step(driver: &mut Driver) -> Vec<(RequestId, usize)> {
+    let mut actions = Vec::new();
+    driver.machine.step(Event::Idle, &mut actions);
+    let preempted = actions.iter().filter(|action| matches!(action, Action::Preempted { .. }));
+    driver.preemptions += preempted.count();
+    let Some(Action::Run(step)) = actions.pop() else { return Vec::new() };
+    driver.run(&step);
+    step.sequences.iter().map(|part| (part.request, part.tokens.len())).collect()
+}
+
+#[test]
+fn a_long_prompt_that_has_begun_pauses_while_earlier_ones_take_the_steps() {
+    let mut driver = Driver::new(BatchLimits { step_tokens_max: 4, ..LIMITS });
+    // ten steps
+    driver.add_due(1, Seconds(600.0), (0..40).collect(), 1, After::Decode);
+    assert_eq!(next_step(&mut driver), [(1, 4)]);
+    driver.add_due(2, Seconds(9.0), (100..106).collect(), 1, After::HandOff);
+    driver.add_due(3, Seconds(601.0), (200..203).collect(), 1, After::Decode);
+    assert_eq!(next_step(&mut driver), [(2, 4)]);
+    // what one leaves of a step is the next one's; nothing of the first is computed twice
+    assert_eq!(next_step(&mut driver), [(2, 2), (1, 2)]);
+    driver.add_due(4, Seconds(8.0), (300..304).collect(), 1, After::Decode);
+    assert_eq!(next_step(&mut driver), [(4, 4)]);
+    for _ in 0..8 {
+        assert_eq!(next_step(&mut driver), [(1, 4)]);
+    }
+    assert_eq!(next_step(&mut driver), [(1, 2), (3, 2)]);
+    assert_eq!(next_step(&mut driver), [(3, 1)]);
+    assert_eq!((driver.finished, driver.preemptions), (vec![2, 4, 1, 3], 0));
+}
+
+#[test]
+fn who_is_due_earlier_takes_the_place_of_the_last_and_that_one_goes_on_later() {
+    let mut driver = Driver::new(LIMITS);
+    for request in 0..6 {
+        let due = Seconds(600.0 + request as f64);
+        driver.add_due(request, due, vec![7 * request as u32; 2], 10, After::Decode);
+    }
+    let all: Vec<_> = (0..6).map(|request| (request, 2)).collect();
+    assert_eq!(next_step(&mut driver), all);
+    // due with the last of them, or after: they wait
+    driver.add_due(6, Seconds(605.0), vec![50; 3], 1, After::Decode);
+    driver.add_due(7, Seconds(606.0), vec![60; 3], 1, After::Decode);
+    let decodes = |requests: std::ops::Range<u64>| requests.map(|request| (request, 1)).collect::<Vec<_>>();
+    assert_eq!((next_step(&mut driver), driver.preemptions), (decodes(0..6), 0));
+    // two that are not: the last two give way, and no more
+    driver.add_due(9, Seconds(9.0), vec![70; 3], 3, After::Decode);
+    driver.add_due(8, Seconds(9.0), vec![80; 3], 3, After::HandOff);
+    let step = next_step(&mut driver);
+    assert_eq!((step, driver.preemptions), ([decodes(0..4), vec![(8, 3), (9, 3)]].concat(), 2));
+    driver.machine.step(Event::Release { request: 8 }, &mut Vec::new());
+    // its place is free: 4 is there again, with its prompt and two tokens
+    assert_eq!(next_step(&mut driver), [decodes(0..4), vec![(9, 1), (4, 4)]].concat());
+    while driver.turn() {}
+    let mut finished = driver.finished;
+    finished.sort_unstable();
+    assert_eq!(finished, [0, 1, 2, 3, 4, 5, 6, 7, 9]);
+}
+
+#[test]
+fn who_is_due_earlier_takes_the_blocks_of_as_many_as_it_needs_and_of_none_if_they_do_not_suffice() {
+    let mut driver = Driver::new(BatchLimits { prefill_tokens_beside_decode_max: 12, ..LIMITS });
+    for (request, due) in [(0, 600.0), (1, 601.0), (2, 602.0), (3, 1.0)] {
+        driver.add_due(request, Seconds(due), vec![9 * request as u32; 2], 6, After::Decode);
+    }
+    assert_eq!(next_step(&mut driver), [(3, 2), (0, 2), (1, 2), (2, 2)]);
+    // of 16 blocks each of the four has one: with one to spare, 13 need those of the last two
+    driver.add_due(4, Seconds(2.0), (100..152).collect(), 1, After::Decode);
+    assert_eq!(next_step(&mut driver), [(3, 1), (0, 1), (4, 10)]);
+    assert_eq!(driver.preemptions, 2);
+    // the one left would give one, three are wanted
+    driver.add_due(5, Seconds(3.0), (200..212).collect(), 1, After::Decode);
+    assert_eq!(next_step(&mut driver), [(3, 1), (0, 1), (4, 10)]);
+    assert_eq!(driver.preemptions, 2);
+    while driver.turn() {}
+    assert_eq!(driver.finished.len(), 6);
 }
 
 #[test]

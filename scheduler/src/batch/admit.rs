@@ -1,0 +1,155 @@
+//! Who gets blocks, and who gives way for it.
+
+use super::{Action, Instance, Phase, Place, RequestId, Sequence, order};
+use crate::kv::hash::BlockHash;
+
+/// What the next step has left for prompts, as one goes through them in their order.
+struct Room {
+    tokens: u32,
+    /// Prompts that run with what is left of them, not gone past yet, the last first.
+    prompts: Vec<(Place, u32)>,
+}
+
+impl Room {
+    /// Tokens that those before `place` leave. Places are asked for in their order.
+    fn left_for(&mut self, place: Place) -> u32 {
+        while let Some((_, pending)) = self.prompts.pop_if(|(earlier, _)| *earlier < place) {
+            self.take(pending);
+        }
+        self.tokens
+    }
+
+    fn take(&mut self, tokens: u32) {
+        self.tokens = self.tokens.saturating_sub(tokens);
+    }
+}
+
+/// What a waiting sequence needs.
+struct Need {
+    /// Cached blocks that it begins with.
+    hits: Vec<u32>,
+    /// Others.
+    fresh: usize,
+}
+
+impl Instance {
+    /// A step decodes first; what that leaves goes to the prompts in their order.
+    fn room(&self) -> Room {
+        let running = self.sequences.values().filter(|s| s.phase == Phase::Running);
+        let (decodes, prompts): (Vec<_>, Vec<_>) =
+            running.map(|s| (s.place, s.pending())).partition(|(_, pending)| *pending == 1);
+        let mut prompts = prompts;
+        prompts.sort_unstable_by_key(|(place, _)| std::cmp::Reverse(*place));
+        let beside = if decodes.is_empty() { u32::MAX } else { self.limits.prefill_tokens_beside_decode_max };
+        let tokens = self.limits.step_tokens_max.saturating_sub(decodes.len() as u32).min(beside);
+        Room { tokens, prompts }
+    }
+
+    /// Gives blocks to those who wait, in their order, until one does not fit even if those that are due later give way. A prompt that
+    /// the next step has no room for waits on: when its turn comes, it finds the prefixes that were computed meanwhile.
+    pub(super) fn admit(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) {
+        let mut room = self.room();
+        let mut seen = None;
+        while let Some(place) = order::next(&self.waiting, seen) {
+            seen = Some(place);
+            let computes = self.sequences[&place.request].after.is_some();
+            if computes && room.left_for(place) == 0 {
+                continue;
+            }
+            if !self.has_place_for(place) {
+                return;
+            }
+            let need = self.need(place.request);
+            let Some(losers) = self.who_gives_way(place, &need) else { return };
+            for &loser in &losers {
+                self.preempt(loser, actions);
+            }
+            self.take_blocks(place, need, evicted, actions);
+            if !losers.is_empty() {
+                room = self.room();
+            } else if computes {
+                room.take(self.sequences[&place.request].pending());
+            }
+        }
+    }
+
+    fn holding(&self) -> usize {
+        self.sequences.len() - self.waiting.len()
+    }
+
+    /// Those that can give way to `place`. Equal due times do not count: nobody who reads along stands still for one that came with it.
+    fn later(&self, place: Place) -> impl Iterator<Item = &Sequence> {
+        self.sequences.values().filter(move |s| s.preemptable() && s.place.due.0 > place.due.0)
+    }
+
+    /// Beside others, or instead of one. Looked at before prefixes are.
+    fn has_place_for(&self, place: Place) -> bool {
+        self.holding() < self.limits.sequences_max || self.later(place).next().is_some()
+    }
+
+    fn need(&mut self, request: RequestId) -> Need {
+        let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
+        let length = sequence.tokens.len() as u32;
+        // At least the last token is computed, to draw the next one.
+        let reusable = ((length - 1) / self.limits.block_tokens) as usize;
+        sequence.hash_blocks(reusable);
+        let hits = self.blocks.longest_prefix(&sequence.chain.hashes()[..reusable], &sequence.tokens);
+        let fresh = self.blocks.blocks_for(length) - hits.len();
+        Need { hits, fresh }
+    }
+
+    /// The fewest of those that can give way, the last first, whose places and blocks make room for a waiting sequence. None if all of
+    /// them do not.
+    fn who_gives_way(&self, place: Place, need: &Need) -> Option<Vec<RequestId>> {
+        let mut holding = self.holding();
+        let mut available = self.blocks.available();
+        let wanted = need.fresh + self.blocks.idle_among(&need.hits);
+        let fits = |holding: usize, available: usize| {
+            let spare = if holding == 0 { 0 } else { self.limits.spare_blocks };
+            holding < self.limits.sequences_max && wanted + spare <= available
+        };
+        let mut losers = Vec::new();
+        if fits(holding, available) {
+            return Some(losers);
+        }
+        let mut later: Vec<&Sequence> = self.later(place).collect();
+        later.sort_unstable_by_key(|s| s.place);
+        while let Some(last) = later.pop() {
+            losers.push(last.place.request);
+            holding -= 1;
+            let own = |page: &&u32| self.blocks.has_one_user(**page) && !need.hits.contains(page);
+            available += last.pages.iter().filter(own).count();
+            if fits(holding, available) {
+                return Some(losers);
+            }
+        }
+        None
+    }
+
+    fn take_blocks(
+        &mut self,
+        place: Place,
+        need: Need,
+        evicted: &mut Vec<BlockHash>,
+        actions: &mut Vec<Action>,
+    ) {
+        let request = place.request;
+        self.waiting.remove(&place);
+        let Need { hits: mut pages, fresh } = need;
+        let tokens_cached = pages.len() as u32 * self.limits.block_tokens;
+        pages.iter().for_each(|&page| self.blocks.acquire(page));
+        let fresh = (0..fresh).map(|_| self.blocks.allocate(evicted).expect("counted before"));
+        pages.extend(fresh);
+        let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
+        sequence.pages.clone_from(&pages);
+        sequence.computed = tokens_cached;
+        sequence.published = (tokens_cached / self.limits.block_tokens) as usize;
+        if sequence.after.is_some() {
+            sequence.phase = Phase::Running;
+            actions.push(Action::Admitted { request, tokens_cached, pages });
+        } else {
+            sequence.phase = Phase::Receiving;
+            actions.push(Action::Reserved { request, tokens_cached, pages });
+        }
+    }
+}
