@@ -19,9 +19,9 @@ use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, ModelConfig};
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling, ServiceTier};
-use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Policy, Role};
+use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Objective, Policy, Role};
 use mixfleet_scheduler::kv::CachePolicy;
-use mixfleet_sim::fleet_file::TbtMetric;
+use mixfleet_sim::fleet_file::{Class, Members, Promise, TbtMetric};
 use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_simulated::{Clock, TimeOnlyDevice};
@@ -106,6 +106,8 @@ struct Scene {
     name: &'static str,
     parts: Vec<Part>,
     joined: bool,
+    /// Two of three requests are flex.
+    flex: bool,
     policy: Policy,
     requests: usize,
     requests_per_s: f64,
@@ -128,6 +130,7 @@ fn decision(action: &Action) -> Option<Decision> {
 /// A prompt and the tokens that it shall get.
 struct Wanted {
     after: Duration,
+    tier: ServiceTier,
     prompt: Vec<u32>,
     output_tokens: u32,
 }
@@ -138,12 +141,18 @@ fn trace(scene: &Scene, checkpoint: &Checkpoint) -> Vec<Wanted> {
     let mut draw = |count: u64| -> Vec<u32> { (0..count).map(|_| rng.below(vocab) as u32).collect() };
     let families: Vec<Vec<u32>> = (0..5).map(|_| draw(220)).collect();
     let mut rng = Stream::new(!scene.seed);
-    let wanted = |_| {
+    let wanted = |at: usize| {
         let shared = rng.below(200) as usize;
         let mut prompt = families[rng.below(5) as usize][..shared].to_vec();
         prompt.extend((0..12 + rng.below(150)).map(|_| rng.below(vocab) as u32));
         let gap_s = -(1.0 - rng.next_unit()).ln() / scene.requests_per_s;
-        Wanted { after: Duration::from_secs_f64(gap_s), prompt, output_tokens: 2 + rng.below(60) as u32 }
+        let tier = if scene.flex && !at.is_multiple_of(3) { ServiceTier::Flex } else { ServiceTier::Default };
+        Wanted {
+            after: Duration::from_secs_f64(gap_s),
+            tier,
+            prompt,
+            output_tokens: 2 + rng.below(60) as u32,
+        }
     };
     (0..scene.requests).map(wanted).collect()
 }
@@ -233,7 +242,7 @@ fn served(scene: &Scene) -> Vec<serde_json::Value> {
                 sampling: Sampling { temperature: 0.0, ..Sampling::default() },
                 logprobs: None,
                 cache_salt: None,
-                tier: ServiceTier::Default,
+                tier: wanted.tier,
             };
             let Ok(mut updates) = handle.submit(request).await else { continue };
             let (sender, end) = tokio::sync::oneshot::channel();
@@ -286,14 +295,18 @@ fn simulated(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
                 output_tokens: arrival.max_tokens,
                 chain: arrival.chains[0].hashes.clone(),
                 session: None,
-                class: None,
+                class: matches!(arrival.objective, Objective::Deadline { .. }).then(|| "flex".into()),
             })),
             _ => {}
         }
     }
     let setup = Setup {
         slo: Objectives { ttft_s: 1.5, tbt_s: 0.03, metric: TbtMetric::Mean },
-        classes: Vec::new(),
+        classes: vec![Class {
+            name: "flex".into(),
+            members: Members::Label("flex".into()),
+            promise: Promise::Deadline(EngineConfig::default().flex_deadline.0),
+        }],
         fleet,
         max_tokens: 1,
         block_tokens: BLOCK_TOKENS,
@@ -343,7 +356,7 @@ const LOADS: [(u64, f64); 3] = [(1, 2.0), (2, 12.0), (3, 18.0)];
 
 fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, load: (u64, f64)) -> Scene {
     let (seed, requests_per_s) = load;
-    Scene { name, parts, joined, policy, requests: REQUESTS, requests_per_s, seed }
+    Scene { name, parts, joined, flex: false, policy, requests: REQUESTS, requests_per_s, seed }
 }
 
 #[test]
@@ -382,6 +395,20 @@ fn joined_instances_that_do_both_agree_on_every_placement() {
         for load in LOADS.into_iter().chain([(4, 26.0)]) {
             let (unlike, _) = compare(&scene("two joined instances", vec![DEAR, CHEAP], true, policy, load));
             assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
+        }
+    }
+}
+
+#[test]
+fn flexible_requests_that_give_way_agree_on_every_placement() {
+    for policy in [Policy::PerDollar, Policy::CacheAware] {
+        for load in LOADS.into_iter().chain([(5, 40.0)]) {
+            for joined in [false, true] {
+                let flex =
+                    Scene { flex: true, ..scene("flex and not", vec![DEAR, CHEAP], joined, policy, load) };
+                let (unlike, _) = compare(&flex);
+                assert_eq!(unlike, 0, "{policy:?} at {} requests/s, joined: {joined}", load.1);
+            }
         }
     }
 }

@@ -314,7 +314,7 @@ fn who_is_due_earlier_takes_the_place_of_the_last_and_that_one_goes_on_later() {
     assert_eq!((step, driver.preemptions), ([decodes(0..4), vec![(8, 3), (9, 3)]].concat(), 2));
     driver.machine.step(Event::Release { request: 8 }, &mut Vec::new());
     // its place is free: 4 is there again, with its prompt and two tokens
-    assert_eq!(next_step(&mut driver), [decodes(0..4), vec![(9, 1), (4, 4)]].concat());
+    assert_eq!(next_step(&mut driver), [vec![(9, 1)], decodes(0..4), vec![(4, 4)]].concat());
     while driver.turn() {}
     let mut finished = driver.finished;
     finished.sort_unstable();

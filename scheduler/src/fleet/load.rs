@@ -115,7 +115,7 @@ pub(super) struct Backlog {
 #[derive(Clone, Debug)]
 pub(super) struct Load {
     pub(super) spec: Instance,
-    /// Prompts placed here with the times that they are due: the first one runs, the others are in order of these times.
+    /// Prompts placed here with the times that they are due, in their order: the first one runs.
     prefilling: VecDeque<(Seconds, RequestId)>,
     /// Of those, with the first one's remaining time as of `moved_at`.
     backlog: Backlog,
@@ -175,12 +175,12 @@ impl Load {
     }
 
     /// A prompt whose rest takes `remaining` joins the queue at `now`.
-    pub(super) fn queue(&mut self, request: RequestId, work: &Work, now: Seconds) {
+    pub(super) fn queue(&mut self, request: RequestId, work: &Work, works: &Works, now: Seconds) {
         let Phase::Prefill { done, remaining } = work.phase else { return };
-        if self.prefilling.is_empty() {
-            (self.moved_at, self.first_remaining) = (now, remaining);
-        }
         let place = self.prefilling.len() - self.behind(work.due).count();
+        if place == 0 {
+            (self.moved_at, self.first_remaining) = (now + self.step_rest(now, works), remaining);
+        }
         self.prefilling.insert(place, (work.due, request));
         self.backlog.time += remaining;
         self.backlog.chunks += self.chunks(work.prompt_tokens - done);
@@ -188,8 +188,22 @@ impl Load {
 
     /// Prompts that a newcomer with this due time goes ahead of, the last one first.
     fn behind(&self, due: Seconds) -> impl Iterator<Item = RequestId> {
-        let waiting = self.prefilling.iter().skip(1).rev();
-        waiting.take_while(move |(other, _)| *other > due).map(|&(_, id)| id)
+        self.prefilling.iter().rev().take_while(move |(other, _)| *other > due).map(|&(_, id)| id)
+    }
+
+    /// How long the first prompt has run since it last made progress; one that is overdue is taken to end any moment.
+    fn ran(&self, now: Seconds) -> Seconds {
+        (now - self.moved_at).max(Seconds::ZERO).min(self.first_remaining)
+    }
+
+    /// Until the step in progress ends: whoever goes ahead of the first prompt begins then.
+    fn step_rest(&self, now: Seconds, works: &Works) -> Seconds {
+        let first = self.prefilling.front().and_then(|(_, id)| works.get(*id));
+        let Some(Work { prompt_tokens, phase: Phase::Prefill { done, .. }, .. }) = first else {
+            return Seconds::ZERO;
+        };
+        let steps = self.chunks(prompt_tokens - done).max(1);
+        (self.first_remaining * (1.0 / steps as f64) - self.ran(now)).max(Seconds::ZERO)
     }
 
     /// A queued prompt got further: it was in `before`, now it is in `after`.
@@ -274,11 +288,9 @@ impl Load {
         }
     }
 
-    /// Prefill work ahead of a new arrival that is due then, and prompts behind it. The first prompt has run since it last made
-    /// progress; one that is overdue is taken to end any moment.
+    /// Prefill work ahead of a new arrival that is due then, and prompts behind it.
     pub(super) fn backlog(&self, now: Seconds, due: Seconds, works: &Works) -> (Backlog, u32) {
-        let ran = (now - self.moved_at).max(Seconds::ZERO).min(self.first_remaining);
-        let mut ahead = Backlog { time: self.backlog.time - ran, chunks: self.backlog.chunks };
+        let mut ahead = Backlog { time: self.backlog.time - self.ran(now), chunks: self.backlog.chunks };
         let mut behind = 0;
         if self.prefilling.back().is_none_or(|(last, _)| *last <= due) {
             ahead.time = ahead.time.max(Seconds::ZERO);
@@ -290,6 +302,9 @@ impl Load {
                 ahead.chunks -= self.chunks(work.prompt_tokens - done);
                 behind += 1;
             }
+        }
+        if self.prefilling.front().is_some_and(|(first, _)| *first > due) {
+            return (Backlog { time: self.step_rest(now, works), chunks: 1 }, behind);
         }
         ahead.time = ahead.time.max(Seconds::ZERO);
         (ahead, behind)

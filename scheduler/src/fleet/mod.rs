@@ -296,7 +296,7 @@ impl Fleet {
         };
         let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };
         self.pace += (Seconds(terms.tbt_s) - self.pace) * PACE_FOLLOWS;
-        self.loads[p].queue(arrival.request, &work, now);
+        self.loads[p].queue(arrival.request, &work, &self.works, now);
         self.loads[d].commit(arrival.request, &work);
         self.works.insert(arrival.request, work);
         if let Some(pull) = pull

@@ -155,6 +155,12 @@ impl BlockCache {
         self.len() - self.idle
     }
 
+    /// Of `chain`, the blocks that one pin keeps from being evicted.
+    pub fn pinned_once(&self, chain: &[BlockHash]) -> usize {
+        let once = |id: u32| self.entries[id as usize].pins == 1;
+        chain.iter().filter(|&&key| self.entry(key).is_some_and(once)).count()
+    }
+
     /// Changes how many blocks can be held; what has to go is appended to `evicted`. Pinned blocks stay even where they
     /// are more.
     pub fn set_capacity(&mut self, capacity_blocks: usize, evicted: &mut Vec<BlockHash>) {

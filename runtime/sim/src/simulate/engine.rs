@@ -4,6 +4,7 @@
 //! A *plan* is what the instance is at: one step with prompt tokens in it, or a run of decode steps that nothing disturbs. A run
 //! is one event, however long; who comes meanwhile cuts it short after the step in progress.
 
+mod alone;
 mod hand_off;
 mod replica;
 mod room;
@@ -73,7 +74,7 @@ pub(super) enum Outcome {
 }
 
 enum Plan {
-    /// One step: so many tokens for each of the first sequences in `prefilling`, and a token for all that decode.
+    /// One step: so many tokens for each of the first sequences in `prefilling`, some none, and a token for all that decode.
     Mixed { parts: Vec<u32>, decodes: bool, began_s: f64, time_s: f64, decode_s: f64 },
     /// Decode steps.
     Run { began_s: f64, steps: u32 },
@@ -94,7 +95,7 @@ pub(super) struct Engine {
     /// Given up since the world was told last.
     evicted: Vec<BlockHash>,
     private: u64,
-    /// Waiting, in order of when they are due; those that lost their blocks first.
+    /// Waiting, in order of when they are due.
     queue: VecDeque<Sequence>,
     /// Who want room for KV that shall come from elsewhere, in order of when they are due,
     reserving: VecDeque<Sequence>,
@@ -156,11 +157,6 @@ impl Engine {
         self.prefills = role == Role::Prefill;
     }
 
-    /// Computes one prompt at a time, in one go: where nothing decodes there is nobody to disturb.
-    fn alone(&self) -> bool {
-        self.prefills && self.streamed && self.decoding.is_empty()
-    }
-
     /// Number of the present plan.
     pub(super) fn plan(&self) -> u64 {
         self.plans
@@ -199,13 +195,16 @@ impl Engine {
 
     /// Puts a prompt in the queue; when what it needs of lower tiers is loaded, if it needs any.
     pub(super) fn enqueue(&mut self, now_s: f64, job: Job) -> Option<f64> {
-        let later = |s: &&Sequence| !s.started && s.job.due_s > job.due_s;
-        let place = self.queue.len() - self.queue.iter().rev().take_while(later).count();
         let pulled = (job.pulled_tokens / self.block_tokens) as usize;
         let mut sequence = Sequence::new(job);
         let loaded_s = self.stage(now_s, &mut sequence, pulled);
-        self.queue.insert(place, sequence);
+        self.wait(sequence);
         loaded_s
+    }
+
+    fn wait(&mut self, sequence: Sequence) {
+        let at = self.queue.partition_point(|s| s.place() < sequence.place());
+        self.queue.insert(at, sequence);
     }
 
     /// Gives up a request whose prompt was just computed, here or for here.
@@ -226,7 +225,7 @@ impl Engine {
     /// Begins something if there is something to do; when that ends.
     pub(super) fn turn(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) -> Option<f64> {
         match self.at {
-            Some(Plan::Mixed { .. }) => return None,
+            Some(Plan::Mixed { .. }) => return self.pause(now_s),
             Some(Plan::Run { began_s, steps }) => {
                 let news = !self.landed.is_empty()
                     || !self.reserving.is_empty()
@@ -290,28 +289,34 @@ impl Engine {
     /// Tokens of each prompt for the next step; lets in who waits while there is room.
     fn parts(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) -> Vec<u32> {
         if self.alone() {
-            if self.prefilling.is_empty() {
+            if self.prefilling.is_empty() || self.is_overtaken(now_s) {
                 self.admit(now_s, outcomes);
             }
-            return self.prefilling.iter().map(Sequence::pending).collect();
+            return self.prefilling.iter().take(1).map(Sequence::pending).collect();
         }
-        let mut budget = self.step_tokens_max.saturating_sub(self.decoding.len() as u32);
-        self.let_in(now_s, budget, outcomes);
-        let mut parts = Vec::new();
-        for sequence in &self.prefilling {
-            if budget == 0 {
-                break;
+        self.let_in(now_s, outcomes);
+        self.make_room(1);
+        let mut budget = self.step_tokens();
+        let mut parts = vec![0; self.prefilling.len()];
+        // a prompt's single last token is computed as a token that decodes, and with them
+        for single in [true, false] {
+            for (part, sequence) in parts.iter_mut().zip(&self.prefilling) {
+                if (sequence.pending() == 1) == single {
+                    *part = sequence.pending().min(budget);
+                    budget -= *part;
+                }
             }
-            let tokens = sequence.pending().min(budget);
-            budget -= tokens;
-            parts.push(tokens);
         }
+        let last = parts.iter().rposition(|&tokens| tokens > 0);
+        parts.truncate(last.map_or(0, |last| last + 1));
         parts
     }
 
     /// Gives blocks to the first in the queue. False if it must wait.
     fn admit(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) -> bool {
-        if !self.next_is_ready(now_s) || self.holding() >= self.sequences_max {
+        if !self.next_is_ready(now_s)
+            || !self.queue.front().is_some_and(|next| self.has_place_for(next.place()))
+        {
             return false;
         }
         let Some(mut next) = self.queue.pop_front() else { return false };
@@ -327,13 +332,14 @@ impl Engine {
         let known = self.known(&next, hits);
         next.context = known as u32 * self.block_tokens;
         self.tell_evicted(outcomes);
-        if !next.started {
+        if !next.started && !next.began {
+            next.began = true;
             let reused = Reused::new(hits, known, next.loaded);
             outcomes.push(Outcome::Began { request: next.job.request, reused });
         }
         // one that had to wait for room elsewhere goes on before those that came after it
-        let place = self.prefilling.partition_point(|s| s.job.due_s <= next.job.due_s);
-        self.prefilling.insert(place, next);
+        let at = self.prefilling.partition_point(|s| s.place() < next.place());
+        self.prefilling.insert(at, next);
         true
     }
 
@@ -342,15 +348,17 @@ impl Engine {
         ((sequence.wanted - 1) / self.block_tokens) as usize
     }
 
-    /// Gives a sequence its blocks; how many of them the cache held. None if there are not enough.
+    /// Gives a sequence its place and blocks; how many of them the cache held. None if there are not enough even if those that are due
+    /// later give way.
     fn claim(&mut self, sequence: &mut Sequence) -> Option<usize> {
         let whole = self.blocks_for(sequence.wanted);
         let chain = &sequence.job.chain[..sequence.job.chain.len().min(self.reusable(sequence))];
         let hits = self.cache.pin(chain);
-        if whole - hits as u64 > self.available() {
+        let Some(losers) = self.who_gives_way(sequence.place(), whole - hits as u64) else {
             self.cache.unpin(&chain[..hits]);
             return None;
-        }
+        };
+        losers.into_iter().for_each(|place| self.give_way(place));
         (sequence.pinned, sequence.private) = (hits, whole - hits as u64);
         self.private += sequence.private;
         self.fit();
@@ -365,10 +373,12 @@ impl Engine {
 
     fn mixed(&mut self, began_s: f64, parts: Vec<u32>) -> Plan {
         let mut pieces = Vec::with_capacity(parts.len());
-        // a prompt's single last token is computed as a token that decodes
         let mut single = (0, 0);
         for (sequence, &tokens) in self.prefilling.iter().zip(&parts) {
             let (context, last) = (sequence.context, tokens == sequence.pending());
+            if tokens == 0 {
+                continue;
+            }
             if last && tokens == 1 {
                 single = (single.0 + 1, single.1 + u64::from(context) + 1);
             } else {
@@ -472,6 +482,10 @@ impl Engine {
     fn computed(&mut self, now_s: f64, parts: &[u32], outcomes: &mut Vec<Outcome>) {
         let mut at = 0;
         for &tokens in parts {
+            if tokens == 0 {
+                at += 1;
+                continue;
+            }
             let sequence = &mut self.prefilling[at];
             sequence.context += tokens;
             if sequence.pending() == 0 {

@@ -154,6 +154,8 @@ struct Flight {
     held_tokens: u32,
     /// Where the prompt is computed, once there is room where it decodes.
     waits: Option<(u32, Job)>,
+    /// Its place in the order.
+    due_s: f64,
     /// When its prefill began; its layers leave from then on.
     prefill_began_s: f64,
     first_token_s: f64,
@@ -381,6 +383,7 @@ impl<'a> World<'a> {
             arrived_s: self.now_s,
             held_tokens: 0,
             waits: None,
+            due_s: due.0,
             prefill_began_s: self.now_s,
             first_token_s: f64::INFINITY,
         };
@@ -533,11 +536,11 @@ impl<'a> World<'a> {
 
     fn landed(&mut self, request: u64) {
         let Some(flight) = self.flights.get(request) else { return };
-        let Flight { prompt_tokens, output_tokens, decode, first_token_s, .. } = *flight;
+        let Flight { prompt_tokens, output_tokens, decode, due_s, first_token_s, .. } = *flight;
         if self.setup.fleet.hand_off == HandOff::Streamed {
             self.tell(Event::TransferDone { request, instance: InstanceId(decode) });
         }
-        self.engines[decode as usize].join(request, prompt_tokens, output_tokens, first_token_s);
+        self.engines[decode as usize].join(request, prompt_tokens, output_tokens, due_s, first_token_s);
         self.wake(decode);
         if self.setup.fleet.hand_off == HandOff::Reserved && self.engines[decode as usize].is_idle() {
             self.taken_in(request);

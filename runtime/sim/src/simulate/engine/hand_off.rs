@@ -1,13 +1,14 @@
 //! Requests whose prompts other instances compute.
 
+use super::sequence::Place;
 use super::{Engine, Job, Outcome, Sequence};
 
 impl Engine {
     /// A prompt shall be computed elsewhere as soon as there is room for its KV here.
     pub(in crate::simulate) fn reserve(&mut self, job: Job) {
-        let later = |s: &&Sequence| s.job.due_s > job.due_s;
-        let place = self.reserving.len() - self.reserving.iter().rev().take_while(later).count();
-        self.reserving.insert(place, Sequence::new(job));
+        let sequence = Sequence::new(job);
+        let at = self.reserving.partition_point(|s| s.place() < sequence.place());
+        self.reserving.insert(at, sequence);
     }
 
     /// A request whose prompt was computed elsewhere, and whose first token is out since `since_s`.
@@ -16,6 +17,7 @@ impl Engine {
         request: u64,
         prompt_tokens: u32,
         output_tokens: u32,
+        due_s: f64,
         since_s: f64,
     ) {
         let reserved = self.receiving.iter().position(|s| s.job.request == request);
@@ -29,7 +31,7 @@ impl Engine {
                 pulled_tokens: 0,
                 ready_at_s: 0.0,
                 stays: true,
-                due_s: 0.0,
+                due_s,
             }),
         };
         (sequence.context, sequence.wanted) = (prompt_tokens, prompt_tokens + 1);
@@ -55,22 +57,31 @@ impl Engine {
         self.queue.front().is_some_and(|next| next.job.ready_at_s <= now_s)
     }
 
+    /// Tokens of the next step beside those that decode.
+    pub(super) fn step_tokens(&self) -> u32 {
+        self.step_tokens_max.saturating_sub(self.decoding.len() as u32)
+    }
+
+    /// Whether prompts that come before `place` leave something of the next step; each one's single last token goes before all.
+    fn has_step_for(&self, place: Place) -> bool {
+        let before = self.prefilling.iter().filter(|s| s.pending() == 1 || s.place() < place);
+        before.map(|s| u64::from(s.pending())).sum::<u64>() < u64::from(self.step_tokens())
+    }
+
     /// Gives room to those who wait for it in the order in which they are due, until one finds none; prompts only while those
-    /// that run leave something of the next step's `budget` tokens.
-    pub(super) fn let_in(&mut self, now_s: f64, budget: u32, outcomes: &mut Vec<Outcome>) {
-        let place = |s: &Sequence| (s.job.due_s, s.job.request);
+    /// before them leave something of the next step.
+    pub(super) fn let_in(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
         loop {
-            let pending: u64 = self.prefilling.iter().map(|s| u64::from(s.pending())).sum();
-            let computes = pending < u64::from(budget) && self.next_is_ready(now_s);
-            let prompt = self.queue.front().filter(|_| computes).map(place);
-            let reserves = match (self.reserving.front().map(place), prompt) {
+            let ready = self.queue.front().filter(|_| self.next_is_ready(now_s)).map(Sequence::place);
+            let prompt = ready.filter(|&place| self.has_step_for(place));
+            let reserves = match (self.reserving.front().map(Sequence::place), prompt) {
                 (Some(elsewhere), Some(here)) => elsewhere < here,
                 (elsewhere, _) => elsewhere.is_some(),
             };
             let found = if reserves {
                 self.take_reservation(outcomes)
             } else {
-                computes && self.admit(now_s, outcomes)
+                prompt.is_some() && self.admit(now_s, outcomes)
             };
             if !found {
                 return;
@@ -80,9 +91,6 @@ impl Engine {
 
     /// Gives room to the first who wants some for KV from elsewhere. False if there is none.
     fn take_reservation(&mut self, outcomes: &mut Vec<Outcome>) -> bool {
-        if self.holding() >= self.sequences_max {
-            return false;
-        }
         let Some(mut next) = self.reserving.pop_front() else { return false };
         let Some(hits) = self.claim(&mut next) else {
             self.reserving.push_front(next);

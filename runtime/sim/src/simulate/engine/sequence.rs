@@ -2,7 +2,35 @@
 
 use super::super::tiers::ByTier;
 use super::{Gaps, Job};
+use std::cmp::Ordering;
 use std::ops::Range;
+
+/// By when a request is due, equal ones by age.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub(super) due_s: f64,
+    request: u64,
+}
+
+impl Ord for Place {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.due_s.total_cmp(&other.due_s).then(self.request.cmp(&other.request))
+    }
+}
+
+impl PartialOrd for Place {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Place {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Place {}
 
 /// A request with blocks here.
 pub(super) struct Sequence {
@@ -22,6 +50,8 @@ pub(super) struct Sequence {
     pub(super) staged: Range<usize>,
     /// Of those, the ones from lower tiers.
     pub(super) loaded: ByTier,
+    /// Its prompt was begun here.
+    pub(super) began: bool,
     /// Its first token came from elsewhere, or is out.
     pub(super) started: bool,
     /// Keys of its chain that others know too.
@@ -42,8 +72,14 @@ impl Sequence {
             private: 0,
             staged: 0..0,
             loaded: [0; 3],
+            began: false,
             started: false,
         }
+    }
+
+    /// Its place in the order of all requests.
+    pub(super) fn place(&self) -> Place {
+        Place { due_s: self.job.due_s, request: self.job.request }
     }
 
     pub(super) fn pending(&self) -> u32 {
