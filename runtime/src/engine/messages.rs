@@ -1,6 +1,6 @@
 //! What the coordinator and the instances' workers tell each other.
 
-use crate::request::{FinishReason, GenerateRequest, Logprobs};
+use crate::request::{FinishReason, GenerateRequest, Logprobs, ServiceTier};
 use mixfleet_hal::DType;
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
@@ -28,6 +28,13 @@ pub(super) struct Job {
     pub(super) tokens: Vec<u32>,
     /// Hashes its blocks in its tenant's namespace.
     pub(super) hasher: PrefixHasher,
+}
+
+impl Job {
+    /// Nobody reads along.
+    pub(super) fn gives_way(&self) -> bool {
+        self.wanted.tier == ServiceTier::Flex
+    }
 }
 
 /// Where a prompt's KV goes.

@@ -184,17 +184,19 @@ impl Worker {
     fn add(&mut self, job: Job, hand_off: Option<HandOff>) {
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         let Job { request, due, hasher, .. } = job;
+        let gives_way = job.gives_way();
         let tokens = job.tokens.clone();
         let outgoing = hand_off.map(Outgoing::new);
         self.active.insert(request, Active { job, tokens: tokens.clone(), outgoing, incoming: None });
-        self.machine_step(Event::Add { request, due, tokens, hasher, after });
+        self.machine_step(Event::Add { request, due, gives_way, tokens, hasher, after });
     }
 
     fn reserve(&mut self, job: Job) {
         let Job { request, due, hasher, .. } = job;
+        let gives_way = job.gives_way();
         let tokens = job.tokens.clone();
         self.active.insert(request, Active { job, tokens: tokens.clone(), outgoing: None, incoming: None });
-        self.machine_step(Event::Reserve { request, due, tokens, hasher });
+        self.machine_step(Event::Reserve { request, due, gives_way, tokens, hasher });
     }
 
     /// For events that change state but never ask for work.

@@ -45,7 +45,7 @@ impl Instance {
         Room { tokens, prompts }
     }
 
-    /// Gives blocks to those who wait, in their order, until one does not fit even if those that are due later give way. A prompt that
+    /// Gives blocks to those who wait, in their order, until one does not fit even if flexible ones due later give way. A prompt that
     /// the next step has no room for waits on: when its turn comes, it finds the prefixes that were computed meanwhile.
     pub(super) fn admit(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) {
         let mut room = self.room();
@@ -77,9 +77,9 @@ impl Instance {
         self.sequences.len() - self.waiting.len()
     }
 
-    /// Those that can give way to `place`. Equal due times do not count: nobody who reads along stands still for one that came with it.
+    /// Those that give way to `place`. Someone who reads along would see his answer stand still: he keeps what he has.
     fn later(&self, place: Place) -> impl Iterator<Item = &Sequence> {
-        self.sequences.values().filter(move |s| s.preemptable() && s.place.due.0 > place.due.0)
+        self.sequences.values().filter(move |s| s.gives_way && s.preemptable() && s.place > place)
     }
 
     /// Beside others, or instead of one. Looked at before prefixes are.

@@ -8,7 +8,7 @@
 //!
 //! **No deadlock.** Every request has one place in the order, the same on all instances: by when it is due, equal ones by age.
 //! Who comes earlier in it wins: the queue is sorted by it, a step's tokens go to the earliest prompts, a decode that finds no block and
-//! a request that finds no place beside sequences due later preempt the last of them (which keeps its place and recomputes later), and a
+//! a request that finds no place beside flexible ones due later preempt the last of them (which keeps its place and recomputes later), and a
 //! waiting request may revoke the reservation of a later one when nothing else can run. The first request of the fleet therefore always gets its blocks, provided that each alone fits, which the fleet checks
 //! on arrival. Due times are fixed there, and nobody is due before it comes: a request is overtaken only by those who come
 //! before it is due itself, so everyone becomes the first.
@@ -62,6 +62,8 @@ pub enum Event {
         request: RequestId,
         /// Its place in the order, on the fleet's clock.
         due: Seconds,
+        /// Nobody reads along: those due earlier may take its place and its blocks.
+        gives_way: bool,
         /// Prompt, and what was generated before if it continues.
         tokens: Vec<u32>,
         /// Hashes its blocks, in its tenant's namespace.
@@ -75,6 +77,8 @@ pub enum Event {
         request: RequestId,
         /// Its place in the order, on the fleet's clock.
         due: Seconds,
+        /// Nobody reads along: those due earlier may take its place and its blocks.
+        gives_way: bool,
         /// Prompt, and what was generated before if it continues.
         tokens: Vec<u32>,
         /// Hashes its blocks, in its tenant's namespace.
@@ -196,6 +200,7 @@ enum Phase {
 #[derive(Debug)]
 struct Sequence {
     place: Place,
+    gives_way: bool,
     tokens: Vec<u32>,
     computed: u32,
     pages: Vec<u32>,
@@ -273,11 +278,11 @@ impl Instance {
     /// Takes in an event and says what to do.
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
-            Event::Add { request, due, tokens, hasher, after } => {
-                self.enqueue(Place { due, request }, tokens, hasher, Some(after));
+            Event::Add { request, due, gives_way, tokens, hasher, after } => {
+                self.enqueue(Place { due, request }, gives_way, tokens, hasher, Some(after));
             }
-            Event::Reserve { request, due, tokens, hasher } => {
-                self.enqueue(Place { due, request }, tokens, hasher, None);
+            Event::Reserve { request, due, gives_way, tokens, hasher } => {
+                self.enqueue(Place { due, request }, gives_way, tokens, hasher, None);
             }
             Event::Landed { request, tokens_valid, next } => {
                 self.landed(request, tokens_valid, next, actions);
@@ -288,11 +293,19 @@ impl Instance {
         }
     }
 
-    fn enqueue(&mut self, place: Place, tokens: Vec<u32>, hasher: PrefixHasher, after: Option<After>) {
+    fn enqueue(
+        &mut self,
+        place: Place,
+        gives_way: bool,
+        tokens: Vec<u32>,
+        hasher: PrefixHasher,
+        after: Option<After>,
+    ) {
         assert!(!tokens.is_empty(), "a sequence has at least one token");
         let request = place.request;
         let sequence = Sequence {
             place,
+            gives_way,
             tokens,
             computed: 0,
             pages: Vec::new(),

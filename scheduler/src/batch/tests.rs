@@ -15,6 +15,9 @@ const LIMITS: BatchLimits = BatchLimits {
     spare_blocks: 1,
 };
 
+/// Who is due then, or later, gives way.
+const FLEXIBLE: Seconds = Seconds(4.0);
+
 fn hasher() -> PrefixHasher {
     let namespace = Namespace {
         model_digest: "m".into(),
@@ -58,7 +61,8 @@ impl Driver {
 
     fn add_due(&mut self, request: RequestId, due: Seconds, prompt: Vec<u32>, output: usize, after: After) {
         self.requests.insert(request, (prompt.clone(), prompt.len() + output));
-        let event = Event::Add { request, due, tokens: prompt, hasher: hasher(), after };
+        let gives_way = due >= FLEXIBLE;
+        let event = Event::Add { request, due, gives_way, tokens: prompt, hasher: hasher(), after };
         self.machine.step(event, &mut Vec::new());
     }
 
@@ -195,8 +199,13 @@ fn a_reserved_sequence_joins_when_its_kv_has_landed_and_recomputes_what_is_missi
         let mut driver = Driver::new(LIMITS);
         let prompt: Vec<u32> = (1..=length).collect();
         let next = prompt.iter().sum();
-        let event =
-            Event::Reserve { request: 1, due: Seconds::ZERO, tokens: prompt.clone(), hasher: hasher() };
+        let event = Event::Reserve {
+            request: 1,
+            due: Seconds::ZERO,
+            gives_way: false,
+            tokens: prompt.clone(),
+            hasher: hasher(),
+        };
         driver.machine.step(event, &mut Vec::new());
         let mut actions = Vec::new();
         driver.machine.step(Event::Idle, &mut actions);
@@ -322,6 +331,18 @@ fn who_is_due_earlier_takes_the_place_of_the_last_and_that_one_goes_on_later() {
 }
 
 #[test]
+fn who_reads_along_keeps_its_place() {
+    let mut driver = Driver::new(LIMITS);
+    let all: Vec<_> = (0..6).map(|request| (request, 1)).collect();
+    for &(request, _) in &all {
+        driver.add_due(request, Seconds(3.0), vec![7 * request as u32; 2], 10, After::Decode);
+    }
+    driver.turn();
+    driver.add_due(6, Seconds(1.0), vec![50; 3], 1, After::Decode);
+    assert_eq!((next_step(&mut driver), driver.preemptions), (all, 0));
+}
+
+#[test]
 fn who_is_due_earlier_takes_the_blocks_of_as_many_as_it_needs_and_of_none_if_they_do_not_suffice() {
     let mut driver = Driver::new(BatchLimits { prefill_tokens_beside_decode_max: 12, ..LIMITS });
     for (request, due) in [(0, 600.0), (1, 601.0), (2, 602.0), (3, 1.0)] {
@@ -377,7 +398,7 @@ fn an_earlier_request_takes_a_later_ones_reservation_when_nothing_else_runs() {
     let mut driver = Driver::new(LIMITS);
     let reserve = |request, due| {
         let (due, tokens) = (Seconds(due), vec![0; 40]);
-        Event::Reserve { request, due, tokens, hasher: hasher() }
+        Event::Reserve { request, due, gives_way: false, tokens, hasher: hasher() }
     };
     driver.machine.step(reserve(3, 2.0), &mut Vec::new());
     driver.machine.step(Event::Idle, &mut Vec::new());

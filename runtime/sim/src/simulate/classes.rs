@@ -20,6 +20,13 @@ pub(super) enum Promised {
     By(f64),
 }
 
+impl Promised {
+    /// Nobody reads along.
+    pub(super) fn is_flexible(&self) -> bool {
+        matches!(self, Promised::By(_))
+    }
+}
+
 /// A conversation that goes on.
 struct Conversation {
     began_s: f64,

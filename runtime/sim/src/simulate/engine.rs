@@ -37,6 +37,8 @@ pub(super) struct Job {
     pub(super) stays: bool,
     /// Prompts begin in order of this.
     pub(super) due_s: f64,
+    /// Nobody reads along: those due earlier may take its place and its blocks.
+    pub(super) gives_way: bool,
 }
 
 /// Tokens that came one after the other: `count` gaps from `first_s` to `last_s`, in equal steps between.
@@ -348,7 +350,7 @@ impl Engine {
         ((sequence.wanted - 1) / self.block_tokens) as usize
     }
 
-    /// Gives a sequence its place and blocks; how many of them the cache held. None if there are not enough even if those that are due
+    /// Gives a sequence its place and blocks; how many of them the cache held. None if there are not enough even if flexible ones due
     /// later give way.
     fn claim(&mut self, sequence: &mut Sequence) -> Option<usize> {
         let whole = self.blocks_for(sequence.wanted);

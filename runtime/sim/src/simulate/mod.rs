@@ -396,6 +396,7 @@ impl<'a> World<'a> {
             ready_at_s,
             stays: prefill == decode,
             due_s: due.0,
+            gives_way: promised.is_flexible(),
         };
         if self.setup.fleet.hand_off == HandOff::Reserved && !job.stays {
             self.engines[decode as usize].reserve(Job { stays: true, ..job.clone() });
@@ -536,11 +537,22 @@ impl<'a> World<'a> {
 
     fn landed(&mut self, request: u64) {
         let Some(flight) = self.flights.get(request) else { return };
-        let Flight { prompt_tokens, output_tokens, decode, due_s, first_token_s, .. } = *flight;
+        let Flight { prompt_tokens, output_tokens, decode, due_s, first_token_s, promised, .. } = *flight;
+        let job = Job {
+            request,
+            prompt_tokens,
+            output_tokens,
+            chain: Vec::new(),
+            pulled_tokens: 0,
+            ready_at_s: 0.0,
+            stays: true,
+            due_s,
+            gives_way: promised.is_flexible(),
+        };
         if self.setup.fleet.hand_off == HandOff::Streamed {
             self.tell(Event::TransferDone { request, instance: InstanceId(decode) });
         }
-        self.engines[decode as usize].join(request, prompt_tokens, output_tokens, due_s, first_token_s);
+        self.engines[decode as usize].join(job, first_token_s);
         self.wake(decode);
         if self.setup.fleet.hand_off == HandOff::Reserved && self.engines[decode as usize].is_idle() {
             self.taken_in(request);

@@ -12,31 +12,18 @@ impl Engine {
     }
 
     /// A request whose prompt was computed elsewhere, and whose first token is out since `since_s`.
-    pub(in crate::simulate) fn join(
-        &mut self,
-        request: u64,
-        prompt_tokens: u32,
-        output_tokens: u32,
-        due_s: f64,
-        since_s: f64,
-    ) {
-        let reserved = self.receiving.iter().position(|s| s.job.request == request);
+    pub(in crate::simulate) fn join(&mut self, job: Job, since_s: f64) {
+        let reserved = self.receiving.iter().position(|s| s.job.request == job.request);
         let mut sequence = match reserved {
             Some(at) => self.receiving.remove(at),
-            None => Sequence::new(Job {
-                request,
-                prompt_tokens,
-                output_tokens,
-                chain: Vec::new(),
-                pulled_tokens: 0,
-                ready_at_s: 0.0,
-                stays: true,
-                due_s,
-            }),
+            None => Sequence::new(job),
         };
-        (sequence.context, sequence.wanted) = (prompt_tokens, prompt_tokens + 1);
+        let tokens = sequence.job.prompt_tokens;
+        (sequence.context, sequence.wanted) = (tokens, tokens + 1);
         (sequence.generated, sequence.last_token_s, sequence.started) = (1, since_s, true);
-        self.landed.push_back(sequence);
+        let behind = |s: &&Sequence| s.job.gives_way && s.place() > sequence.place();
+        let at = self.landed.len() - self.landed.iter().rev().take_while(behind).count();
+        self.landed.insert(at, sequence);
     }
 
     /// It can take in what comes: no step runs.
@@ -108,9 +95,12 @@ impl Engine {
         while let Some(mut next) = self.landed.pop_front() {
             let reserved = next.private + next.pinned as u64 > 0;
             let blocks = self.blocks_for(next.wanted);
-            if !reserved && (self.holding() >= self.sequences_max || blocks > self.available()) {
-                self.landed.push_front(next);
-                return;
+            if !reserved {
+                let Some(losers) = self.who_gives_way(next.place(), blocks) else {
+                    self.landed.push_front(next);
+                    return;
+                };
+                losers.into_iter().for_each(|place| self.give_way(place));
             }
             if reserved {
                 let full = (next.context / self.block_tokens) as usize;

@@ -99,6 +99,7 @@ calibration = { prefill_s = { overhead = 0.0, per_token = 1e-3, per_token_square
             ready_at_s: 0.0,
             stays: true,
             due_s: 0.0,
+            gives_way: false,
         };
         engine.enqueue(0.0, job);
         assert!(engine.turn(0.0, &mut outcomes).is_some());

@@ -9,9 +9,9 @@ use mixfleet_scheduler::kv::BlockHash;
 const OWN: u64 = 0x5EED_0F0E_17B1_0C45;
 
 impl Engine {
-    /// Those that can give way to `place`. Equal due times do not count: nobody who reads along stands still for one that came with it.
+    /// Those that give way to `place`. Someone who reads along would see his answer stand still: he keeps what he has.
     fn later(&self, place: Place) -> impl Iterator<Item = &Sequence> {
-        self.preemptable().filter(move |s| s.job.due_s > place.due_s)
+        self.preemptable().filter(move |s| s.job.gives_way && s.place() > place)
     }
 
     /// What goes elsewhere is being read, or soon will be.

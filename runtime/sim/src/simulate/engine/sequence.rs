@@ -8,7 +8,7 @@ use std::ops::Range;
 /// By when a request is due, equal ones by age.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
-    pub(super) due_s: f64,
+    due_s: f64,
     request: u64,
 }
 
