@@ -15,7 +15,7 @@ use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Loaded,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
-use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, ModelConfig};
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling, ServiceTier};
@@ -168,7 +168,13 @@ fn copies_of_kv(config: &ModelConfig) -> Vec<Point> {
     sigs.map(|sig| Point { sig, time: Seconds(1e-15) }).to_vec()
 }
 
-fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, log: Log) -> EngineHandle {
+fn start(
+    scene: &Scene,
+    checkpoint: &Checkpoint,
+    env: &SeededEnv,
+    log: Log,
+    metrics: Metrics,
+) -> EngineHandle {
     let config = Arc::new(checkpoint.config.clone());
     let instance = |(at, part): (usize, &Part)| {
         let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(part.flops)));
@@ -218,17 +224,18 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, log: Log) -> E
             ..EngineConfig::default()
         },
         placements: Arc::new(Placements::new(1)),
-        metrics: Metrics::new(),
+        metrics,
     };
     parts.start().unwrap()
 }
 
-/// The log of the real engine.
-fn served(scene: &Scene) -> Vec<serde_json::Value> {
+/// The log of the real engine, and how often a sequence lost its blocks.
+fn served(scene: &Scene) -> (Vec<serde_json::Value>, u64) {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(scene.seed);
     let log = Log::default();
-    let handle = start(scene, &checkpoint, &env, log.clone());
+    let metrics = Metrics::new();
+    let handle = start(scene, &checkpoint, &env, log.clone(), metrics.clone());
     let (trace, world) = (trace(scene, &checkpoint), env.clone());
     env.run(async move {
         let mut ends = Vec::new();
@@ -257,7 +264,9 @@ fn served(scene: &Scene) -> Vec<serde_json::Value> {
         }
     });
     let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    let labels = (0..scene.parts.len()).map(|at| DeviceLabels { device: format!("part{at}") });
+    let preemptions = labels.map(|labels| metrics.preemptions.get_or_create(&labels).get()).sum();
+    (text.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), preemptions)
 }
 
 #[derive(Default)]
@@ -330,9 +339,9 @@ fn decided(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
     decided.collect()
 }
 
-/// Requests on which the two disagree, and requests that were turned away.
-fn compare(scene: &Scene) -> (usize, usize) {
-    let log = served(scene);
+/// Requests on which the two disagree, requests that were turned away, and sequences that lost their blocks.
+fn compare(scene: &Scene) -> (usize, usize, u64) {
+    let (log, preemptions) = served(scene);
     let (served, simulated) = (decided(&log), simulated(&log));
     assert_eq!((served.len(), simulated.len()), (scene.requests, scene.requests));
     let mut unlike = served.iter().zip(&simulated).filter(|(a, b)| a != b);
@@ -341,12 +350,13 @@ fn compare(scene: &Scene) -> (usize, usize) {
     let rejected = served.iter().filter(|(_, (_, what))| what.is_err()).count();
     let Scene { name, policy, requests, requests_per_s, .. } = scene;
     println!(
-        "{name}, {policy:?}, {requests_per_s} requests/s: {count} of {requests} differ, {rejected} turned away"
+        "{name}, {policy:?}, {requests_per_s} requests/s: {count} of {requests} differ, {rejected} turned away, \
+         {preemptions} preempted"
     );
     if let Some((served, simulated)) = first {
         println!("  the first: served {served:?}, simulated {simulated:?}");
     }
-    (count, rejected)
+    (count, rejected, preemptions)
 }
 
 const POLICIES: [Policy; 4] = [Policy::PerDollar, Policy::CacheAware, Policy::Random, Policy::LeastLoaded];
@@ -365,7 +375,7 @@ fn two_unlike_instances_agree_on_every_placement() {
     for policy in POLICIES {
         for load in LOADS {
             let scene = scene("two instances", vec![DEAR, CHEAP], false, policy, load);
-            let (unlike, away) = compare(&scene);
+            let (unlike, away, _) = compare(&scene);
             assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
             rejected += away;
         }
@@ -380,7 +390,7 @@ fn prefill_and_decode_pairs_agree_on_every_placement() {
         for load in LOADS {
             let of = |role| [DEAR, CHEAP].map(|part| Part { role, ..part });
             let parts = [of(Role::Prefill), of(Role::Decode)].concat();
-            let (unlike, away) = compare(&scene("two pairs", parts, true, policy, load));
+            let (unlike, away, _) = compare(&scene("two pairs", parts, true, policy, load));
             assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
             rejected += away;
         }
@@ -393,7 +403,7 @@ fn joined_instances_that_do_both_agree_on_every_placement() {
     for policy in POLICIES {
         // in the last one sequences wait for the places of others, whose KV waits to be taken in
         for load in LOADS.into_iter().chain([(4, 26.0)]) {
-            let (unlike, _) = compare(&scene("two joined instances", vec![DEAR, CHEAP], true, policy, load));
+            let (unlike, ..) = compare(&scene("two joined instances", vec![DEAR, CHEAP], true, policy, load));
             assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
         }
     }
@@ -401,14 +411,16 @@ fn joined_instances_that_do_both_agree_on_every_placement() {
 
 #[test]
 fn flexible_requests_that_give_way_agree_on_every_placement() {
+    let mut preempted = 0;
     for policy in [Policy::PerDollar, Policy::CacheAware] {
-        for load in LOADS.into_iter().chain([(5, 40.0)]) {
+        for load in [(3, 18.0), (4, 26.0), (5, 40.0)] {
             for joined in [false, true] {
-                let flex =
-                    Scene { flex: true, ..scene("flex and not", vec![DEAR, CHEAP], joined, policy, load) };
-                let (unlike, _) = compare(&flex);
+                let scene = scene("flex and not", vec![DEAR, CHEAP], joined, policy, load);
+                let (unlike, _, preemptions) = compare(&Scene { flex: true, ..scene });
                 assert_eq!(unlike, 0, "{policy:?} at {} requests/s, joined: {joined}", load.1);
+                preempted += preemptions;
             }
         }
     }
+    assert!(preempted > 50, "hardly anybody gave way: {preempted}");
 }

@@ -3,12 +3,12 @@
 
 mod fleet;
 
-use fleet::{Fleet, greedy, pressure, prompt};
+use fleet::{Fleet, ask, greedy, pressure, prompt, request};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
-use mixfleet_runtime::request::FinishReason;
+use mixfleet_runtime::request::{FinishReason, Update};
 use mixfleet_scheduler::fleet::Role;
 
 #[test]
@@ -143,5 +143,51 @@ fn a_repeated_prompt_is_reused_but_not_across_tenants() {
         let cached = fleet.run_in_turn(&env, &prompt, &salts);
         // Blocks of 8 tokens; the last token is always computed.
         assert_eq!(cached, [0, 24, 0, 24, 0]);
+    }
+}
+
+/// Steps between the last arrival and its first token, by the log: each gives a sequence that decodes one token.
+fn steps_to_the_last_ones_first_token(log: &str) -> usize {
+    let events = log.lines().skip(1).map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let events: Vec<_> = events.map(|line| line["event"].clone()).collect();
+    let arrived = events.iter().rposition(|event| event["event"] == "arrived").unwrap();
+    let request = &events[arrived]["request"];
+    let until = |event: &&serde_json::Value| event["event"] != "prefill_done" || event["request"] != *request;
+    let mut tokens = std::collections::BTreeMap::new();
+    for event in events[arrived..].iter().take_while(until).filter(|e| e["event"] == "decode_step") {
+        *tokens.entry(event["requests"].to_string()).or_insert(0) += 1;
+    }
+    tokens.into_values().max().unwrap_or(0)
+}
+
+#[test]
+fn an_urgent_request_waits_for_no_flex_answer_and_for_no_flex_prompt() {
+    let checkpoint = tiny_variants().remove(0).1.load().unwrap();
+    let of = |length, seed| prompt(length, seed, &checkpoint.config);
+    // more answers than places; an answer, and a prompt of 13 steps beside it
+    for flex in [vec![(30, 40); 12], vec![(30, 40), (150, 2)]] {
+        let env = SeededEnv::new(3);
+        let (fleet, log) = Fleet::new(checkpoint.clone()).with(Role::Auto).logged();
+        let handle = fleet.start(std::sync::Arc::new(env.clone()));
+        let flex: Vec<_> = (0..).zip(flex).map(|(seed, (length, count))| (of(length, seed), count)).collect();
+        let urgent = of(40, 99);
+        let answer = env.run(async move {
+            let mut others = Vec::new();
+            for (prompt, count) in flex {
+                others.push(handle.submit(request("flex".into(), prompt, count, None)).await.unwrap());
+            }
+            for _ in 0..5 {
+                while !matches!(others[0].recv().await, Some(Update::Token { .. })) {}
+            }
+            let answer = ask(&handle, "urgent".into(), urgent, 3, None).await;
+            for mut updates in others {
+                while !matches!(updates.recv().await.unwrap(), Update::Finished { .. }) {}
+            }
+            answer
+        });
+        assert_eq!(answer.tokens, greedy(&checkpoint, &of(40, 99), 3));
+        // 40 tokens beside others, 12 in a step, after the step in progress
+        let steps = steps_to_the_last_ones_first_token(&log.text());
+        assert!((1..=5).contains(&steps), "{steps} steps");
     }
 }

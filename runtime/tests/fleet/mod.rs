@@ -317,7 +317,12 @@ impl Fleet {
 }
 
 /// Every third length of prompt is flex: both tiers meet in every test.
-fn request(id: String, prompt: Vec<u32>, max_tokens: u32, cache_salt: Option<String>) -> GenerateRequest {
+pub(crate) fn request(
+    id: String,
+    prompt: Vec<u32>,
+    max_tokens: u32,
+    cache_salt: Option<String>,
+) -> GenerateRequest {
     let tier = if prompt.len().is_multiple_of(3) { ServiceTier::Flex } else { ServiceTier::Default };
     GenerateRequest {
         id,

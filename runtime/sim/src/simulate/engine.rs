@@ -516,6 +516,7 @@ impl Engine {
             let context = sequence.context;
             sequence.advance(now_s, now_s, gap);
             sequence.context = context;
+            outcomes.push(Outcome::Decoded { requests: vec![request], tokens: 1 });
         } else {
             outcomes.push(Outcome::Prefilled { request });
             (sequence.started, sequence.generated, sequence.last_token_s) = (true, 1, now_s);
