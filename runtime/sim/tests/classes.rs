@@ -4,8 +4,8 @@ mod common;
 
 use common::fleet_from;
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::fleet::{Admission, Policy};
-use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_scheduler::fleet::{Admission, Policy, Role};
+use mixfleet_sim::fleet_file::{FleetFile, Pool};
 use mixfleet_sim::simulate::{Choices, ClassResult, Results, Setup, run};
 use mixfleet_sim::trace::{Request, Session, TraceError};
 use std::path::Path;
@@ -83,6 +83,23 @@ fn people_go_first_and_a_batch_is_done_by_its_deadline() {
     assert!(people.ttft_s.p50 < 1.5, "{people:?}");
     let without = play(&fleet(""), Admission::None, day_and_night(120));
     assert!(without.ttft_s.p50 > 10.0, "all in order of arrival: {:?}", without.ttft_s);
+}
+
+#[test]
+fn a_prompt_in_one_go_stops_after_the_step_in_progress_for_who_is_due_earlier() {
+    let mut file = fleet(BATCH);
+    let decode = file.pools[0].clone();
+    file.pools[0].role = Role::Prefill;
+    file.pools.push(Pool { name: "two".into(), role: Role::Decode, ..decode });
+    // 50 s in one go, for people who come while it runs: each waits for a step of 0.55 s at most
+    let long = Request { prompt_tokens: 50_000, ..request(0, 0.0, "batch", None) };
+    let people = (1..20).map(|id| request(id, id as f64 * 2.03, "chat", None));
+    let results = play(&file, Admission::None, std::iter::once(long).chain(people).collect());
+    let (people, night) = (class(&results, "default"), class(&results, "night"));
+    assert!(people.ttft_s.p99 <= 0.5 + 0.55 + 1e-9, "{people:?}");
+    // and the long one loses nothing by it
+    let all_s = 50.0 + 19.0 * 0.5;
+    assert!((night.ttft_s.mean - all_s).abs() < 1e-6, "{night:?}");
 }
 
 #[test]

@@ -121,7 +121,7 @@ pub(super) struct Load {
     backlog: Backlog,
     /// Of the first prompt, as of `moved_at`.
     first_remaining: Seconds,
-    /// When the first prompt began, or last made progress.
+    /// When the first prompt began, or will, or last made progress.
     moved_at: Seconds,
     /// Requests whose tokens come, or will come, from here.
     decoding: BTreeSet<RequestId>,
@@ -191,9 +191,10 @@ impl Load {
         self.prefilling.iter().rev().take_while(move |(other, _)| *other > due).map(|&(_, id)| id)
     }
 
-    /// How long the first prompt has run since it last made progress; one that is overdue is taken to end any moment.
+    /// How long the first prompt has run since it last made progress, less than nothing while another one's step is in its way; one that is
+    /// overdue is taken to end any moment.
     fn ran(&self, now: Seconds) -> Seconds {
-        (now - self.moved_at).max(Seconds::ZERO).min(self.first_remaining)
+        (now - self.moved_at).min(self.first_remaining)
     }
 
     /// Until the step in progress ends: whoever goes ahead of the first prompt begins then.

@@ -400,6 +400,26 @@ fn queue_s(f: &mut Fleet, now: f64) -> f64 {
 }
 
 #[test]
+fn of_a_prompt_that_gives_way_only_the_step_in_progress_is_ahead() {
+    let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    let objective = Objective::Deadline { at: Seconds(600.0), requests_left: 1 };
+    // ten steps of 0.1 s
+    arrive(&mut f, 0.0, Arrival { objective, ..arrival(1, 1000, 1) });
+    let after = arrive(&mut f, 0.03, arrival(2, 200, 2));
+    let terms = placed(&after).2.candidates[0].terms.unwrap();
+    close(terms.queue_s, 0.07);
+    close(terms.ttft_s, 0.07 + 0.2);
+    // and then who came before; the prompt itself goes on when they are done
+    close(queue_s(&mut f, 0.05), 0.05 + 0.2);
+    act(&mut f, 0.1, Event::PrefillProgress { request: 1, instance: InstanceId(1), tokens: 100 });
+    close(queue_s(&mut f, 0.15), 0.15);
+    act(&mut f, 0.3, Event::PrefillDone { request: 2, instance: InstanceId(1) });
+    let objective = Objective::Deadline { at: Seconds(700.0), requests_left: 1 };
+    let late = arrive(&mut f, 0.35, Arrival { objective, ..arrival(3, 10, 3) });
+    close(placed(&late).2.candidates[0].terms.unwrap().queue_s, 0.9 - 0.05);
+}
+
+#[test]
 fn the_queue_shrinks_with_time_progress_and_departures() {
     let mut f = fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
     let one = InstanceId(1);
