@@ -1,7 +1,7 @@
 //! Ways for KV between memories.
 //!
 //! [`Memory`] joins two ends in one process, [`Shm`] two processes of one host, [`Tcp`] any two that a
-//! network joins. [`Faulty`] puts the faults of a
+//! network joins, `verbs` (a feature) those that RDMA joins. [`Faulty`] puts the faults of a
 //! [`FaultPlan`](mixfleet_hal::fault::FaultPlan) in front of any transport, so that whoever relies on
 //! one can be tested against corruption, loss and silence.
 //!
@@ -24,6 +24,8 @@ mod region;
 mod shm;
 #[cfg(unix)]
 mod tcp;
+#[cfg(all(feature = "verbs", target_os = "linux"))]
+pub mod verbs;
 
 pub use faulty::Faulty;
 pub use memory::Memory;

@@ -63,7 +63,7 @@ const ROOMS: &[Room] = &[
         name: "mixfleet-wire",
         directory: "backends/wire",
         rooms: &[HAL],
-        outside: Some(&["getrandom", "libc", "memmap2", "rustls"]),
+        outside: Some(&["getrandom", "ibverbs-sys", "libc", "memmap2", "rustls", "serde", "serde_json"]),
     },
     Room {
         name: SCHEDULER,

@@ -1,0 +1,382 @@
+//! Checks RDMA on real or emulated NICs: one line for each check, and an exit status.
+//!
+//! `self` needs one NIC. `server ADDRESS` serves one region until its standard input ends, and prints how to
+//! reach it; `client` and `bench` take that line.
+
+#![allow(clippy::print_stdout)]
+
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, Transport};
+use mixfleet_hal::{Error, ErrorKind};
+use mixfleet_wire::HostRegion;
+use mixfleet_wire::verbs::{Verbs, VerbsOptions};
+use std::io::{BufRead, BufReader, Read};
+use std::net::SocketAddr;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const USAGE: &str = "\
+usage: rdma_check self                      all checks within this machine
+       rdma_check server ADDRESS            serve a region at ADDRESS (an IP of this host) until stdin ends
+       rdma_check client DESCRIPTOR         the checks between two machines
+       rdma_check bench DESCRIPTOR SLICE_BYTES DEPTH QUEUE_PAIRS TOTAL_BYTES
+       rdma_check down DESCRIPTOR COMMAND.. a write after COMMAND, which cuts the link, fails clearly";
+
+/// Size of every region, and of what moves in a check: it has more slices than a queue is deep.
+const BYTES: usize = 8 << 20;
+/// Longer than any retry of a NIC: a wait that reaches it has failed.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Longest that an error may take.
+const BOUND: Duration = Duration::from_secs(10);
+
+type Outcome = Result<String, String>;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let outcome = match words[..] {
+        ["self"] => within(),
+        ["server", address] => address.parse().map_err(|e| format!("{address}: {e}")).and_then(serve),
+        ["client", descriptor] => parse(descriptor).and_then(|region| between(&region)),
+        ["down", descriptor, ref command @ ..] if !command.is_empty() => {
+            parse(descriptor).and_then(|region| Checks::run(|checks| checks.cut(&region, command)))
+        }
+        ["bench", descriptor, slice, depth, pairs, total] => {
+            match (slice.parse(), depth.parse(), pairs.parse(), total.parse()) {
+                (Ok(slice_bytes), Ok(depth), Ok(queue_pairs), Ok(total)) => {
+                    parse(descriptor).and_then(|region| {
+                        let options =
+                            VerbsOptions { slice_bytes, depth, queue_pairs, ..VerbsOptions::default() };
+                        bench(&region, options, total)
+                    })
+                }
+                _ => return usage(),
+            }
+        }
+        _ => return usage(),
+    };
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(why) => {
+            eprintln!("rdma_check: {why}");
+            ExitCode::from(3)
+        }
+    }
+}
+
+fn usage() -> ExitCode {
+    eprintln!("{USAGE}");
+    ExitCode::from(2)
+}
+
+fn parse(descriptor: &str) -> Result<Descriptor, String> {
+    serde_json::from_str(descriptor).map_err(|error| format!("the descriptor does not parse: {error}"))
+}
+
+fn open(listen: Option<SocketAddr>) -> Result<Verbs, String> {
+    Verbs::open(VerbsOptions { listen, ..VerbsOptions::default() }).map_err(|absent| absent.reason)
+}
+
+/// Bytes of which every 8 tell their place and `seed`.
+fn pattern(seed: u64) -> Vec<u8> {
+    let word = |i: u64| (i ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
+    (0..BYTES as u64 / 8).flat_map(word).collect()
+}
+
+fn region() -> Result<Arc<HostRegion>, String> {
+    HostRegion::new(BYTES).map(Arc::new).map_err(|error| error.to_string())
+}
+
+fn filled(seed: u64) -> Result<Arc<HostRegion>, String> {
+    let memory = region()?;
+    memory.store(0, &pattern(seed)).map_err(|error| error.to_string())?;
+    Ok(memory)
+}
+
+fn holds(memory: &HostRegion, seed: u64) -> Outcome {
+    let mut same = false;
+    let look = &mut |bytes: &[u8]| same = bytes == pattern(seed);
+    memory.view(0, BYTES as u64, look).map_err(|error| error.to_string())?;
+    if same { Ok(format!("{BYTES} bytes")) } else { Err("other bytes arrived than were sent".into()) }
+}
+
+const ALL: Piece = Piece { local: 0, remote: 0, bytes: BYTES as u64 };
+const ONE: Piece = Piece { local: 0, remote: 0, bytes: 4096 };
+
+/// Whether `result` failed in time as `kind`, with `words` in its text.
+fn fails(begin: Instant, result: Result<(), Error>, kind: ErrorKind, words: &[&str]) -> Outcome {
+    let took = begin.elapsed();
+    match result {
+        Ok(()) => Err("it went through".into()),
+        Err(error) if error.kind != kind => Err(format!("{:?} instead of {kind:?}: {error}", error.kind)),
+        Err(error) if !words.iter().any(|word| error.detail.contains(word)) => {
+            Err(format!("none of {words:?} in: {error}"))
+        }
+        Err(_) if took > BOUND => Err(format!("only after {took:.1?}")),
+        Err(error) => Ok(format!("after {} ms: {error}", took.as_millis())),
+    }
+}
+
+/// Writes and waits.
+fn write(way: &mut dyn Endpoint, piece: Piece) -> Result<(), Error> {
+    let transfer = way.write(&[piece])?;
+    way.wait(transfer, PATIENCE)
+}
+
+/// Counts the checks that failed.
+#[derive(Default)]
+struct Checks {
+    failed: usize,
+}
+
+impl Checks {
+    /// Whether all checks of `body` passed.
+    fn run(body: impl FnOnce(&mut Self) -> Result<(), String>) -> Result<bool, String> {
+        let mut checks = Checks::default();
+        body(&mut checks)?;
+        Ok(checks.failed == 0)
+    }
+
+    fn check(&mut self, name: &str, outcome: Outcome) {
+        match outcome {
+            Ok(detail) => println!("ok      {name}: {detail}"),
+            Err(why) => {
+                self.failed += 1;
+                println!("FAILED  {name}: {why}");
+            }
+        }
+    }
+
+    /// Bytes there and back.
+    fn round_trip(&mut self, verbs: &Verbs, descriptor: &Descriptor) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let (source, back) = (filled(1)?, region()?);
+        let mut way = verbs.connect_verbs(source.clone(), descriptor).map_err(text)?;
+        self.check("write", write(&mut way, ALL).map_err(text).map(|()| "complete".into()));
+        let mut reader = verbs.connect_verbs(back.clone(), descriptor).map_err(text)?;
+        let read = reader.read(&[ALL]).and_then(|transfer| reader.wait(transfer, PATIENCE));
+        self.check("read", read.map_err(text).and_then(|()| holds(&back, 1)));
+        Ok(())
+    }
+
+    fn notices(&mut self, verbs: &Verbs, descriptor: &Descriptor, there: &HostRegion) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let mut way = verbs.connect_verbs(filled(2)?, descriptor).map_err(text)?;
+        let pieces: Vec<Piece> = (0..64u64)
+            .map(|i| Piece { local: i * ALL.bytes / 64, remote: i * ALL.bytes / 64, bytes: ALL.bytes / 64 })
+            .collect();
+        let sent = way.write_with_immediate(&pieces, 0x1234_5678).map_err(text)?;
+        let came = verbs.notice(descriptor, PATIENCE).map_err(text)?;
+        let landed = if came == Some(0x1234_5678) { holds(there, 2) } else { Err(format!("{came:?} came")) };
+        self.check("write with immediate: all has landed at the notice", landed);
+        self.check(
+            "write with immediate: complete",
+            way.wait(sent, PATIENCE).map_err(text).map(|()| "yes".into()),
+        );
+        Ok(())
+    }
+
+    /// Keys that do not open: one of an old epoch on a healthy queue pair, one of nobody.
+    fn wrong_keys(&mut self, verbs: &Verbs) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let there = region()?;
+        let old = verbs.register(there.clone(), Access::ReadWrite).map_err(text)?;
+        let half = verbs.open_half(filled(3)?, &old).map_err(text)?;
+        let (old_answer, old_way) = verbs.accept(half.offer()).map_err(text)?;
+        drop((half, old_way));
+        let mut late = verbs.connect_verbs(filled(3)?, &old).map_err(text)?;
+        let new = verbs.register(there.clone(), Access::ReadWrite).map_err(text)?;
+        let begin = Instant::now();
+        self.check(
+            "old epoch: the old way is closed",
+            fails(
+                begin,
+                write(&mut late, ONE),
+                ErrorKind::Closed,
+                &["the peer closed the way", "RETRY_EXC_ERR"],
+            ),
+        );
+        let begin = Instant::now();
+        let refused = verbs.connect(filled(3)?, &old).map(|_| ());
+        self.check("old epoch: no new way", fails(begin, refused, ErrorKind::Closed, &["epoch"]));
+        let keys = old_answer
+            .rails
+            .iter()
+            .map(|rail| ("old epoch: its key on the new epoch's way", rail.remote_key));
+        for (name, key) in keys.chain([("wrong key", 0x0bad_0bad)]) {
+            let half = verbs.open_half(filled(3)?, &new).map_err(text)?;
+            let (mut answer, _way) = verbs.accept(half.offer()).map_err(text)?;
+            answer.rails.iter_mut().for_each(|rail| rail.remote_key = key);
+            let mut way = half.join(&answer).map_err(text)?;
+            let begin = Instant::now();
+            self.check(name, fails(begin, write(&mut way, ONE), ErrorKind::Closed, &["REM_ACCESS_ERR"]));
+            self.check(
+                "a broken way stays broken",
+                fails(Instant::now(), write(&mut way, ONE), ErrorKind::Closed, &["REM_ACCESS_ERR"]),
+            );
+        }
+        let mut zeros = false;
+        there.view(0, ALL.bytes, &mut |bytes| zeros = bytes.iter().all(|&byte| byte == 0)).map_err(text)?;
+        let untouched = if zeros { Ok("as before".into()) } else { Err("something was written".into()) };
+        self.check("refused writes left the memory alone", untouched);
+        verbs.deregister(&new).map_err(text)
+    }
+
+    /// A peer of whom only the NIC could tell, since no connection does.
+    fn silent_peer(&mut self, verbs: &Verbs) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let there = verbs.register(region()?, Access::Write).map_err(text)?;
+        let half = verbs.open_half(filled(4)?, &there).map_err(text)?;
+        let (answer, way) = verbs.accept(half.offer()).map_err(text)?;
+        let mut late = half.join(&answer).map_err(text)?;
+        drop(way);
+        let begin = Instant::now();
+        self.check(
+            "dead peer, only the NIC can tell",
+            fails(begin, write(&mut late, ONE), ErrorKind::Closed, &["RETRY_EXC_ERR"]),
+        );
+        verbs.deregister(&there).map_err(text)
+    }
+
+    fn killed_peer(&mut self, verbs: &Verbs) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let mut peer = Server::start()?;
+        let mut way = verbs.connect_verbs(filled(5)?, &peer.descriptor).map_err(text)?;
+        self.check("another process: write", write(&mut way, ALL).map_err(text).map(|()| "complete".into()));
+        let many = vec![ALL; 16];
+        let transfer = way.write(&many).map_err(text)?;
+        peer.kill()?;
+        let begin = Instant::now();
+        self.check(
+            "peer killed (-9) in the middle",
+            fails(
+                begin,
+                way.wait(transfer, PATIENCE),
+                ErrorKind::Closed,
+                &["closed the way", "RETRY_EXC_ERR"],
+            ),
+        );
+        let begin = Instant::now();
+        let again = verbs.connect(filled(5)?, &peer.descriptor).map(|_| ());
+        self.check("a killed peer does not answer", fails(begin, again, ErrorKind::Closed, &["connection"]));
+        Ok(())
+    }
+
+    /// A write after `command` cut the link under an open way.
+    fn cut(&mut self, descriptor: &Descriptor, command: &[&str]) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let verbs = open(None)?;
+        let mut way = verbs.connect_verbs(filled(6)?, descriptor).map_err(text)?;
+        self.check("link up: write", write(&mut way, ONE).map_err(text).map(|()| "complete".into()));
+        let status = Command::new(command[0]).args(&command[1..]).status();
+        let status = status.map_err(|error| format!("{}: {error}", command[0]))?;
+        if !status.success() {
+            return Err(format!("{} failed: {status}", command.join(" ")));
+        }
+        let begin = Instant::now();
+        let words = ["RETRY_EXC_ERR", "LOC_QP_OP_ERR", "closed the way"];
+        self.check("link down: write", fails(begin, write(&mut way, ONE), ErrorKind::Closed, &words));
+        drop(way);
+        match Verbs::open(VerbsOptions::default()) {
+            Ok(_) => self.check("link down: opening", Err("a device opens".into())),
+            Err(absent) if absent.reason.contains("no active port") => {
+                self.check("link down: opening", Ok(absent.reason));
+            }
+            Err(absent) => self.check("link down: opening", Err(absent.reason)),
+        }
+        Ok(())
+    }
+}
+
+fn within() -> Result<bool, String> {
+    let verbs = open(Some(SocketAddr::from(([127, 0, 0, 1], 0))))?;
+    for (name, mtu_bytes) in verbs.devices() {
+        println!("{name}: packets of {mtu_bytes} bytes");
+    }
+    Checks::run(|checks| {
+        let text = |error: Error| error.to_string();
+        let there = region()?;
+        let descriptor = verbs.register(there.clone(), Access::ReadWrite).map_err(text)?;
+        checks.round_trip(&verbs, &descriptor)?;
+        checks.check("write: landed", holds(&there, 1));
+        checks.notices(&verbs, &descriptor, &there)?;
+        verbs.deregister(&descriptor).map_err(text)?;
+        checks.wrong_keys(&verbs)?;
+        checks.silent_peer(&verbs)?;
+        checks.killed_peer(&verbs)
+    })
+}
+
+/// Against a server on another machine.
+fn between(descriptor: &Descriptor) -> Result<bool, String> {
+    let verbs = open(None)?;
+    Checks::run(|checks| {
+        checks.round_trip(&verbs, descriptor)?;
+        let wrong = Descriptor { epoch: descriptor.epoch + 1, ..descriptor.clone() };
+        let begin = Instant::now();
+        let refused = verbs.connect(region()?, &wrong).map(|_| ());
+        checks.check("wrong epoch", fails(begin, refused, ErrorKind::Closed, &["epoch"]));
+        Ok(())
+    })
+}
+
+fn serve(address: std::net::IpAddr) -> Result<bool, String> {
+    let verbs = open(Some(SocketAddr::new(address, 0)))?;
+    let descriptor = verbs.register(region()?, Access::ReadWrite).map_err(|error| error.to_string())?;
+    println!("{}", serde_json::to_string(&descriptor).map_err(|error| error.to_string())?);
+    let mut rest = Vec::new();
+    std::io::stdin().read_to_end(&mut rest).map_err(|error| error.to_string())?;
+    verbs.deregister(&descriptor).map_err(|error| error.to_string())?;
+    Ok(true)
+}
+
+/// This program as a server on this machine.
+struct Server {
+    child: Child,
+    descriptor: Descriptor,
+}
+
+impl Server {
+    fn start() -> Result<Self, String> {
+        let program = std::env::current_exe().map_err(|error| error.to_string())?;
+        let mut command = Command::new(program);
+        command.args(["server", "127.0.0.1"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().map_err(|error| format!("a server process: {error}"))?;
+        let stdout = child.stdout.take().ok_or("a server without output")?;
+        let mut line = String::new();
+        BufReader::new(stdout).read_line(&mut line).map_err(|error| error.to_string())?;
+        Ok(Server { child, descriptor: parse(&line)? })
+    }
+
+    fn kill(&mut self) -> Result<(), String> {
+        self.child.kill().and_then(|()| self.child.wait()).map_err(|error| error.to_string())?;
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // it may have ended already
+        let _ = self.kill();
+    }
+}
+
+/// Writes `total` bytes in messages of the options' size and prints the rate, as `ib_write_bw` counts it.
+fn bench(descriptor: &Descriptor, options: VerbsOptions, total: u64) -> Result<bool, String> {
+    let text = |error: Error| error.to_string();
+    let bytes = u64::from(options.slice_bytes);
+    let verbs = Verbs::open(options).map_err(|absent| absent.reason)?;
+    let mut way = verbs.connect_verbs(filled(7)?, descriptor).map_err(text)?;
+    // one message's place, as `ib_write_bw` does
+    let count = total.div_ceil(bytes);
+    let pieces = vec![Piece { local: 0, remote: 0, bytes }; count as usize];
+    write(&mut way, pieces[0]).map_err(text)?;
+    let begin = Instant::now();
+    let transfer = way.write(&pieces).map_err(text)?;
+    way.wait(transfer, Duration::from_secs(120)).map_err(text)?;
+    let seconds = begin.elapsed().as_secs_f64();
+    println!("{:.2} MB/s", (count * bytes) as f64 / seconds / 1e6);
+    Ok(true)
+}

@@ -1,0 +1,214 @@
+//! Carries offers and answers where no other channel does: one line of JSON each way on a TCP connection, which
+//! stays open as long as the way. It is in the clear and proves nobody's name; who needs that carries
+//! [`Offer`] and [`Answer`] by a channel of their own.
+
+use super::offer::{Answer, Offer};
+use super::owner::Owner;
+use super::wait_readable;
+use mixfleet_hal::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use std::io::{self, ErrorKind::WouldBlock, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Longest line: 16 NICs of 64 queue pairs and full address tables are less.
+const LINE_BYTES: usize = 256 * 1024;
+/// Until an answer, or a connection's first line, must have come.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Connections that have not said what they want, at most: more are closed at once.
+const STRANGERS: usize = 64;
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Reply {
+    Answer(Answer),
+    /// There is no such region.
+    Closed(String),
+    /// It cannot be.
+    Refused(String),
+}
+
+fn failed(what: &str, peer: SocketAddr, error: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::Closed, format!("RDMA control connection to {peer}: {what}: {error}"))
+}
+
+/// Sends `offer` to `peer`. The connection that comes back ends when the peer closes the way.
+pub(crate) fn ask(peer: SocketAddr, offer: &Offer) -> Result<(Answer, TcpStream)> {
+    let begin = Instant::now();
+    let mut stream = TcpStream::connect_timeout(&peer, PATIENCE).map_err(|e| failed("connect", peer, e))?;
+    let mut line = serde_json::to_vec(offer).map_err(|e| failed("offer", peer, e))?;
+    line.push(b'\n');
+    stream.set_write_timeout(Some(PATIENCE)).map_err(|e| failed("set up", peer, e))?;
+    stream.write_all(&line).map_err(|e| failed("send the offer", peer, e))?;
+    stream.set_nonblocking(true).map_err(|e| failed("set up", peer, e))?;
+    let mut reply = Vec::new();
+    while !reply.ends_with(b"\n") {
+        let left = PATIENCE.checked_sub(begin.elapsed());
+        let left =
+            left.ok_or_else(|| failed("no answer", peer, format!("waited {} s", PATIENCE.as_secs())))?;
+        wait_readable(&[stream.as_raw_fd()], left);
+        read_some(&mut stream, &mut reply).map_err(|e| failed("no answer", peer, e))?;
+    }
+    match serde_json::from_slice(&reply).map_err(|e| failed("not an answer", peer, e))? {
+        Reply::Answer(answer) => Ok((answer, stream)),
+        Reply::Closed(why) => Err(Error::new(ErrorKind::Closed, format!("{peer} says: {why}"))),
+        Reply::Refused(why) => Err(Error::unsupported(format!("{peer} says: {why}"))),
+    }
+}
+
+/// Appends what has come on a stream that does not block.
+///
+/// # Errors
+/// When the stream has ended or failed, or the line is too long.
+fn read_some(stream: &mut TcpStream, line: &mut Vec<u8>) -> io::Result<()> {
+    let mut some = [0; 4096];
+    loop {
+        match stream.read(&mut some) {
+            Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed it")),
+            Ok(_) if line.len() > LINE_BYTES => return Err(io::Error::other("the line is too long")),
+            Ok(count) => line.extend_from_slice(&some[..count]),
+            Err(error) if error.kind() == WouldBlock => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Answers offers until it is dropped, on one thread for all peers.
+pub(crate) struct Listener {
+    pub(crate) address: SocketAddr,
+    /// Its end stops the thread.
+    stop: Option<UnixStream>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Listener {
+    pub(crate) fn new(address: SocketAddr, owner: Arc<Owner>) -> io::Result<Self> {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        let (stop, stopped) = UnixStream::pair()?;
+        stopped.set_nonblocking(true)?;
+        let server = Server { listener, stopped, owner, connections: Vec::new() };
+        let thread = std::thread::Builder::new().name("rdma-control".into()).spawn(move || server.run())?;
+        Ok(Listener { address, stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.stop.take();
+        if let Some(thread) = self.thread.take() {
+            // it has nothing to say, not even of a panic: that was printed
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Server {
+    listener: TcpListener,
+    stopped: UnixStream,
+    owner: Arc<Owner>,
+    connections: Vec<Connection>,
+}
+
+struct Connection {
+    stream: TcpStream,
+    line: Vec<u8>,
+    state: State,
+}
+
+enum State {
+    /// It has not said what it wants, and must before this.
+    Stranger(Instant),
+    /// It has this way.
+    Open(u64),
+    Ended,
+}
+
+impl Server {
+    fn run(mut self) {
+        loop {
+            let fixed = [self.stopped.as_raw_fd(), self.listener.as_raw_fd()];
+            let streams = self.connections.iter().map(|connection| connection.stream.as_raw_fd());
+            let fds: Vec<_> = fixed.into_iter().chain(streams).collect();
+            wait_readable(&fds, self.longest_sleep());
+            if !matches!(self.stopped.read(&mut [0]), Err(e) if e.kind() == WouldBlock) {
+                return;
+            }
+            self.welcome();
+            for connection in &mut self.connections {
+                connection.serve(&self.owner);
+            }
+            self.connections.retain(|connection| !matches!(connection.state, State::Ended));
+        }
+    }
+
+    /// Until the first stranger's time is over.
+    fn longest_sleep(&self) -> Duration {
+        let deadlines = self.connections.iter().filter_map(|connection| match connection.state {
+            State::Stranger(deadline) => Some(deadline),
+            _ => None,
+        });
+        let first = deadlines.min().map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        // a millisecond more, lest it wakes just before
+        first.map_or(Duration::from_secs(60), |left| left + Duration::from_millis(1))
+    }
+
+    fn welcome(&mut self) {
+        while let Ok((stream, _)) = self.listener.accept() {
+            let strangers = self.connections.iter().filter(|c| matches!(c.state, State::Stranger(_))).count();
+            if strangers < STRANGERS && stream.set_nonblocking(true).is_ok() {
+                let state = State::Stranger(Instant::now() + PATIENCE);
+                self.connections.push(Connection { stream, line: Vec::new(), state });
+            }
+        }
+    }
+}
+
+impl Connection {
+    fn serve(&mut self, owner: &Owner) {
+        let read = read_some(&mut self.stream, &mut self.line);
+        match self.state {
+            State::Stranger(_) if self.line.ends_with(b"\n") => {
+                let (reply, state) = self.reply(owner);
+                let text = serde_json::to_vec(&reply).unwrap_or_default();
+                // fits the empty buffer of the socket; a peer that is gone shows at the next read
+                let sent = self.stream.write_all(&[&text[..], b"\n"].concat());
+                self.state = state;
+                if let (Err(_), State::Open(way)) = (sent, &self.state) {
+                    owner.close(*way);
+                    self.state = State::Ended;
+                }
+            }
+            State::Stranger(deadline) if read.is_err() || Instant::now() >= deadline => {
+                self.state = State::Ended;
+            }
+            State::Open(way) if read.is_err() => {
+                owner.close(way);
+                self.state = State::Ended;
+            }
+            State::Open(_) => self.line.clear(),
+            State::Stranger(_) | State::Ended => {}
+        }
+    }
+
+    fn reply(&self, owner: &Owner) -> (Reply, State) {
+        let accepted = serde_json::from_slice::<Offer>(&self.line)
+            .map_err(|error| Error::invalid(format!("this is not an offer: {error}")))
+            .and_then(|offer| {
+                let control =
+                    self.stream.try_clone().map_err(|e| Error::new(ErrorKind::Other, e.to_string()))?;
+                owner.accept(&offer, Some(control))
+            });
+        match accepted {
+            Ok((answer, way)) => (Reply::Answer(answer), State::Open(way)),
+            Err(error) if error.kind == ErrorKind::Closed => (Reply::Closed(error.detail), State::Ended),
+            Err(error) => (Reply::Refused(error.detail), State::Ended),
+        }
+    }
+}

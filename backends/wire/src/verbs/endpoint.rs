@@ -1,0 +1,385 @@
+//! The active end of a way.
+
+use super::device::Nic;
+use super::offer::{Answer, AnsweredRail, Queue};
+use super::queue::{Channel, Completions, QueuePair, Registration, Request, Route};
+use super::status;
+use crate::memory::check;
+use ibverbs_sys::{ibv_access_flags, ibv_wr_opcode as opcode};
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Endpoint, Piece, TransferId};
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::collections::{BTreeMap, VecDeque};
+use std::io::Read;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Work requests of one chain: one completion is reported for each.
+const CHAIN: usize = 32;
+/// How long a waiter asks before it sleeps: about what a sleep and its end cost.
+const SPIN: Duration = Duration::from_micros(20);
+
+/// The active end of an open way over RDMA.
+pub struct VerbsEndpoint {
+    // Dropped in this order: the NIC stops before the memory is let go.
+    rails: Vec<Rail>,
+    control: Option<TcpStream>,
+    _local: Arc<dyn SharedMemory>,
+    here: Range,
+    there: Range,
+    access: Access,
+    slice_bytes: u64,
+    /// Batches that were neither waited for nor given up, with the requests that are not done.
+    open: BTreeMap<u64, usize>,
+    next: u64,
+    /// Where the next slice goes.
+    turn: usize,
+    broken: Option<Error>,
+}
+
+/// A memory's place in the address space that its keys speak of.
+#[derive(Clone, Copy)]
+struct Range {
+    address: u64,
+    bytes: u64,
+}
+
+/// What goes over one NIC.
+struct Rail {
+    nic: Arc<Nic>,
+    lanes: Vec<Lane>,
+    channel: Arc<Channel>,
+    local: Arc<Registration>,
+    remote_key: u32,
+}
+
+/// One queue pair and what it has to do.
+struct Lane {
+    queue_pair: QueuePair,
+    waiting: VecDeque<(u64, Request)>,
+    /// Chains under way, in order: the batch and the number of requests.
+    flying: VecDeque<(u64, usize)>,
+    in_flight: usize,
+    depth: usize,
+}
+
+/// Queue pairs of one NIC that wait for their other ends.
+pub(crate) struct HalfRail {
+    nic: Arc<Nic>,
+    channel: Arc<Channel>,
+    local: Arc<Registration>,
+    queue_pairs: Vec<QueuePair>,
+}
+
+impl HalfRail {
+    pub(crate) fn new(nic: &Arc<Nic>, local: Arc<Registration>, count: usize, depth: u32) -> Result<Self> {
+        let channel = Arc::new(Channel::new(nic)?);
+        let one = || {
+            // the flush of a broken queue pair reports every request
+            let completions = Arc::new(Completions::new(nic, channel.clone(), depth + 1)?);
+            QueuePair::new(nic, completions, depth, 1, ibv_access_flags(0))
+        };
+        let queue_pairs = (0..count).map(|_| one()).collect::<Result<_>>()?;
+        Ok(HalfRail { nic: nic.clone(), channel, local, queue_pairs })
+    }
+
+    pub(crate) fn queues(&self) -> Vec<Queue> {
+        self.queue_pairs.iter().map(QueuePair::here).collect()
+    }
+
+    fn join(self, answer: &AnsweredRail, depth: u32) -> Result<Rail> {
+        let HalfRail { nic, channel, local, queue_pairs } = self;
+        let path = &answer.path;
+        let route = Route {
+            ours: path.active,
+            theirs: path.owner,
+            lid: answer.lid,
+            mtu_bytes: path.mtu_bytes.min(nic.port.mtu_bytes),
+            reads: path.reads.min(nic.port.reads_out),
+        };
+        if answer.queues.len() != queue_pairs.len() {
+            let (ours, theirs) = (queue_pairs.len(), answer.queues.len());
+            return Err(Error::invalid(format!("{ours} queue pairs were offered, {theirs} answered")));
+        }
+        let join = |(queue_pair, there): (QueuePair, &Queue)| {
+            queue_pair.join(*there, &route)?;
+            let (waiting, flying) = (VecDeque::new(), VecDeque::new());
+            Ok(Lane { queue_pair, waiting, flying, in_flight: 0, depth: depth as usize })
+        };
+        let lanes = queue_pairs.into_iter().zip(&answer.queues).map(join).collect::<Result<_>>()?;
+        Ok(Rail { nic, lanes, channel, local, remote_key: answer.remote_key })
+    }
+}
+
+impl Lane {
+    /// Posts what waits, as far as there is room.
+    fn pump(&mut self, local_key: u32, remote_key: u32) -> Result<()> {
+        while self.in_flight < self.depth {
+            let Some(&(batch, _)) = self.waiting.front() else { return Ok(()) };
+            let room = CHAIN.min(self.depth - self.in_flight);
+            let of_batch = self.waiting.iter().take(room).take_while(|(other, _)| *other == batch).count();
+            let chain: Vec<Request> = self.waiting.drain(..of_batch).map(|(_, request)| request).collect();
+            self.queue_pair.post(&chain, batch, local_key, remote_key)?;
+            self.in_flight += of_batch;
+            self.flying.push_back((batch, of_batch));
+        }
+        Ok(())
+    }
+}
+
+impl VerbsEndpoint {
+    pub(crate) fn join(
+        halves: Vec<HalfRail>,
+        local: Arc<dyn SharedMemory>,
+        answer: &Answer,
+        depth: u32,
+        slice_bytes: u32,
+    ) -> Result<Self> {
+        let mapping = local.mapping().ok_or_else(|| Error::unsupported("this end's memory is not mapped"))?;
+        let mut halves: Vec<Option<HalfRail>> = halves.into_iter().map(Some).collect();
+        let mut rails = Vec::new();
+        for rail in &answer.rails {
+            let half = halves.get_mut(rail.offered).and_then(Option::take);
+            let half =
+                half.ok_or_else(|| Error::invalid("the peer answered to a rail that was not offered"))?;
+            rails.push(half.join(rail, depth)?);
+        }
+        if rails.is_empty() {
+            return Err(Error::invalid("the peer answered without any rail"));
+        }
+        Ok(VerbsEndpoint {
+            rails,
+            control: None,
+            _local: local,
+            here: Range { address: mapping.address as u64, bytes: mapping.bytes },
+            there: Range { address: answer.address, bytes: answer.bytes },
+            access: answer.access,
+            slice_bytes: u64::from(slice_bytes),
+            open: BTreeMap::new(),
+            next: 0,
+            turn: 0,
+            broken: None,
+        })
+    }
+
+    /// The connection that ends when the peer closes the way.
+    pub(crate) fn watch(&mut self, control: TcpStream) -> Result<()> {
+        let other = |error| Error::new(ErrorKind::Other, format!("control connection: {error}"));
+        control.set_nonblocking(true).map_err(other)?;
+        self.control = Some(control);
+        Ok(())
+    }
+
+    /// Length of the peer's region in bytes.
+    pub fn remote_bytes(&self) -> u64 {
+        self.there.bytes
+    }
+
+    /// Writes all pieces, and then gives `notice` to the peer, who reads it after they have landed. One queue pair
+    /// carries the whole batch, for only there the order holds; batches take turns.
+    ///
+    /// # Errors
+    /// As [`Endpoint::write`]. A peer that does not take its notices breaks the way after 64.
+    pub fn write_with_immediate(&mut self, pieces: &[Piece], notice: u32) -> Result<TransferId> {
+        if !self.access.may_write() {
+            return Err(Error::invalid("the peer's region is only for reading"));
+        }
+        self.begin(pieces, opcode::IBV_WR_RDMA_WRITE, Some(notice))
+    }
+
+    fn begin(&mut self, pieces: &[Piece], opcode: opcode::Type, notice: Option<u32>) -> Result<TransferId> {
+        check(pieces, self.here.bytes, self.there.bytes)?;
+        self.progress();
+        self.way_is_open()?;
+        let batch = self.next;
+        self.next += 1;
+        let mut count = 0;
+        for piece in pieces {
+            for at in (0..piece.bytes).step_by(self.slice_bytes as usize) {
+                let bytes = self.slice_bytes.min(piece.bytes - at) as u32;
+                let local = self.here.address + piece.local + at;
+                let remote = self.there.address + piece.remote + at;
+                self.lane()
+                    .waiting
+                    .push_back((batch, Request { opcode, local, remote, bytes, immediate: 0 }));
+                count += 1;
+                self.turn += usize::from(notice.is_none());
+            }
+        }
+        if let Some(immediate) = notice {
+            let opcode = opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
+            let (local, remote) = (self.here.address, self.there.address);
+            self.lane().waiting.push_back((batch, Request { opcode, local, remote, bytes: 0, immediate }));
+            count += 1;
+            self.turn += 1;
+        }
+        self.open.insert(batch, count);
+        self.pump();
+        match &self.broken {
+            Some(error) => Err(error.clone()),
+            None => Ok(TransferId(batch)),
+        }
+    }
+
+    /// The queue pair whose turn it is; the rails take turns first.
+    fn lane(&mut self) -> &mut Lane {
+        let rails = self.rails.len();
+        let rail = &mut self.rails[self.turn % rails];
+        let lanes = rail.lanes.len();
+        &mut rail.lanes[self.turn / rails % lanes]
+    }
+
+    /// Takes what was completed and posts what waits.
+    fn progress(&mut self) -> bool {
+        let mut any = false;
+        for rail in &mut self.rails {
+            for lane in &mut rail.lanes {
+                let completions = lane.queue_pair.completions.clone();
+                let polled = completions.poll(|completion| match completion.error() {
+                    None => {
+                        let Some((batch, count)) = lane.flying.pop_front() else { return };
+                        lane.in_flight -= count;
+                        if let Some(left) = self.open.get_mut(&batch) {
+                            *left -= count;
+                        }
+                    }
+                    // the first one is the cause; the others are flushed behind it
+                    Some((code, vendor)) => {
+                        let explain = || status::explain(&rail.nic.name, code, vendor);
+                        self.broken.get_or_insert_with(explain);
+                    }
+                });
+                match polled {
+                    Ok(some) => any |= some,
+                    Err(error) => self.broken = Some(error),
+                }
+            }
+        }
+        self.pump();
+        any
+    }
+
+    fn pump(&mut self) {
+        for rail in &mut self.rails {
+            let (local_key, remote_key) = (rail.local.local_key(), rail.remote_key);
+            for lane in &mut rail.lanes {
+                if self.broken.is_some() {
+                    return;
+                }
+                self.broken = lane.pump(local_key, remote_key).err();
+            }
+        }
+    }
+
+    /// Looks whether the peer has closed the way, and says why it is not open.
+    fn way_is_open(&mut self) -> Result<()> {
+        if self.broken.is_none()
+            && let Some(control) = &mut self.control
+        {
+            let mut byte = [0];
+            let still =
+                matches!(control.read(&mut byte), Err(e) if e.kind() == std::io::ErrorKind::WouldBlock);
+            if !still {
+                let detail = "the peer closed the way: it ended, or deregistered the region";
+                self.broken = Some(Error::new(ErrorKind::Closed, detail));
+            }
+        }
+        match &self.broken {
+            Some(error) => Err(Error::new(ErrorKind::Closed, format!("the way is broken: {}", error.detail))),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a batch is done; `None` while it is under way.
+    fn outcome(&mut self, batch: u64) -> Option<Result<()>> {
+        match self.open.get(&batch) {
+            None => Some(Err(not_open(TransferId(batch), self.next))),
+            Some(0) => {
+                self.open.remove(&batch);
+                Some(Ok(()))
+            }
+            Some(_) => {
+                let error = self.broken.clone()?;
+                self.open.remove(&batch);
+                Some(Err(error))
+            }
+        }
+    }
+
+    /// Sleeps until something was completed or the peer closed the way.
+    fn sleep(&mut self, longest: Duration) -> Result<()> {
+        for lane in self.rails.iter().flat_map(|rail| &rail.lanes) {
+            lane.queue_pair.completions.arm()?;
+        }
+        if self.progress() {
+            return Ok(());
+        }
+        use std::os::fd::AsRawFd;
+        let channels = self.rails.iter().map(|rail| rail.channel.fd());
+        let fds = channels.chain(self.control.as_ref().map(AsRawFd::as_raw_fd)).collect::<Vec<_>>();
+        super::wait_readable(&fds, longest);
+        for rail in &self.rails {
+            rail.channel.drain();
+        }
+        Ok(())
+    }
+}
+
+/// What to say of a batch that is not open, where `next` is the next one's number.
+fn not_open(transfer: TransferId, next: u64) -> Error {
+    if transfer.0 < next {
+        let detail = format!("transfer {} was given up or waited for before", transfer.0);
+        return Error::new(ErrorKind::Closed, detail);
+    }
+    Error::invalid(format!("transfer {} never began on this endpoint", transfer.0))
+}
+
+impl Endpoint for VerbsEndpoint {
+    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        if !self.access.may_write() && !pieces.is_empty() {
+            return Err(Error::invalid("the peer's region is only for reading"));
+        }
+        self.begin(pieces, opcode::IBV_WR_RDMA_WRITE, None)
+    }
+
+    fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        if !self.access.may_read() && !pieces.is_empty() {
+            return Err(Error::invalid("the peer's region is only for writing"));
+        }
+        self.begin(pieces, opcode::IBV_WR_RDMA_READ, None)
+    }
+
+    fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
+        let begin = Instant::now();
+        loop {
+            self.progress();
+            if let Some(outcome) = self.outcome(transfer.0) {
+                return outcome;
+            }
+            // why it is not open is the batch's outcome, one round on
+            if self.way_is_open().is_err() {
+                continue;
+            }
+            let waited = begin.elapsed();
+            let Some(left) = timeout.checked_sub(waited).filter(|left| !left.is_zero()) else {
+                let detail = format!("the transfer is not complete after {} ms", timeout.as_millis());
+                return Err(Error::new(ErrorKind::Timeout, detail));
+            };
+            if waited < SPIN {
+                std::hint::spin_loop();
+            } else if let Err(error) = self.sleep(left) {
+                self.broken = Some(error);
+            }
+        }
+    }
+
+    fn cancel(&mut self, transfer: TransferId) -> Result<()> {
+        self.open.remove(&transfer.0);
+        for lane in self.rails.iter_mut().flat_map(|rail| &mut rail.lanes) {
+            lane.waiting.retain(|(batch, _)| *batch != transfer.0);
+        }
+        self.progress();
+        self.way_is_open()
+    }
+}

@@ -1,0 +1,353 @@
+//! One-sided RDMA over reliable connected queue pairs: InfiniBand and RoCE.
+//!
+//! A region is registered on every NIC; an endpoint has some queue pairs on each NIC that both ends can use, and
+//! deals slices to them in turn. What the ends must know of each other are the values of [`offer`]: this
+//! transport carries them itself ([`VerbsOptions::listen`]), or the layer above does, by [`Verbs::open_half`] and
+//! [`Verbs::accept`].
+//!
+//! Fencing: keys are made anew for each registration and end with it, on the NIC itself. `deregister` first
+//! destroys all queue pairs that lead to the region, then its keys.
+
+mod control;
+mod device;
+mod endpoint;
+pub mod offer;
+mod owner;
+mod queue;
+mod status;
+
+use crate::key::Key;
+use control::Listener;
+use device::Nic;
+use endpoint::HalfRail;
+pub use endpoint::VerbsEndpoint;
+use ibverbs_sys::ibv_access_flags;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
+use mixfleet_hal::{Absent, Error, ErrorKind, Result};
+use offer::{Answer, Offer, OfferedRail};
+use owner::Owner;
+use queue::Registration;
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+const NAME: &str = "verbs";
+
+/// How to open [`Verbs`].
+#[derive(Clone, Debug)]
+pub struct VerbsOptions {
+    /// Names of the RDMA devices, the nearest first; empty for all, in libibverbs' order.
+    pub devices: Vec<String>,
+    /// Where to answer peers that connect, in the clear and without proof of who they are beyond the region's
+    /// key; port 0 picks one. None if the layer above carries offers and answers.
+    pub listen: Option<SocketAddr>,
+    /// Queue pairs of an endpoint on each NIC.
+    pub queue_pairs: usize,
+    /// Work requests under way on each queue pair.
+    pub depth: u32,
+    /// Longer pieces are cut into slices of so many bytes, which the queue pairs take in turn.
+    pub slice_bytes: u32,
+}
+
+impl Default for VerbsOptions {
+    /// All devices, no listener, 2 queue pairs of depth 128, slices of 64 KiB.
+    fn default() -> Self {
+        VerbsOptions { devices: Vec::new(), listen: None, queue_pairs: 2, depth: 128, slice_bytes: 64 * 1024 }
+    }
+}
+
+/// RDMA through libibverbs.
+pub struct Verbs {
+    // stops first: it answers for the owner
+    listener: Option<Listener>,
+    owner: Arc<Owner>,
+    /// Registrations of memories that endpoints move from, as long as the memories live.
+    local: Mutex<Vec<(Weak<dyn SharedMemory>, Vec<Arc<Registration>>)>>,
+    options: VerbsOptions,
+}
+
+/// The address of a descriptor.
+#[derive(Serialize, Deserialize)]
+struct Address {
+    key: String,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    listen: Option<SocketAddr>,
+}
+
+/// Queue pairs of an active end that wait for the owner's answer to their offer.
+pub struct HalfOpen {
+    halves: Vec<HalfRail>,
+    local: Arc<dyn SharedMemory>,
+    offer: Offer,
+    depth: u32,
+    slice_bytes: u32,
+}
+
+impl HalfOpen {
+    /// What the owner of the region must get.
+    pub fn offer(&self) -> &Offer {
+        &self.offer
+    }
+
+    /// Joins the queue pairs to the owner's.
+    ///
+    /// # Errors
+    /// `Invalid` if the answer is not one to this offer, `Other` if there is no path.
+    pub fn join(self, answer: &Answer) -> Result<VerbsEndpoint> {
+        VerbsEndpoint::join(self.halves, self.local, answer, self.depth, self.slice_bytes)
+    }
+}
+
+/// A peer's way into a region. It closes when this is dropped, and with the region.
+pub struct Accepted {
+    owner: Arc<Owner>,
+    way: u64,
+}
+
+impl Drop for Accepted {
+    fn drop(&mut self) {
+        self.owner.close(self.way);
+    }
+}
+
+impl Verbs {
+    /// Opens the devices.
+    ///
+    /// # Errors
+    /// Why there is none to use, or why peers cannot be answered.
+    pub fn open(options: VerbsOptions) -> std::result::Result<Self, Absent> {
+        let range = |value: u64, most: u64| (1..=most).contains(&value);
+        let VerbsOptions { queue_pairs, depth, slice_bytes, .. } = options;
+        if !range(queue_pairs as u64, 64)
+            || !range(depth.into(), 16_384)
+            || !range(slice_bytes.into(), 1 << 30)
+        {
+            return Err(Absent::new(format!(
+                "RDMA with {queue_pairs} queue pairs (1 to 64) of depth {depth} (1 to 16384) and slices of \
+                 {slice_bytes} bytes (1 to 1 GiB) cannot be"
+            )));
+        }
+        let (nics, reasons) = Nic::open_all(&options.devices);
+        if nics.is_empty() {
+            return Err(Absent::new(format!("no RDMA device can be used: {}", reasons.join("; "))));
+        }
+        let owner = Arc::new(Owner::new(nics.into_iter().map(Arc::new).collect()));
+        let listen = |address| {
+            Listener::new(address, owner.clone())
+                .map_err(|error| Absent::new(format!("RDMA: cannot listen on {address}: {error}")))
+        };
+        let listener = options.listen.map(listen).transpose()?;
+        Ok(Verbs { listener, owner, local: Mutex::default(), options })
+    }
+
+    /// The devices in use, nearest first: name, and payload of a packet in bytes.
+    pub fn devices(&self) -> Vec<(String, u32)> {
+        self.owner.nics.iter().map(|nic| (nic.name.clone(), nic.port.mtu_bytes)).collect()
+    }
+
+    /// Makes queue pairs for a way between `local` and a peer's region.
+    ///
+    /// # Errors
+    /// `Unsupported` if `local` cannot be moved from, `OutOfMemory` if it cannot be pinned.
+    pub fn open_half(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<HalfOpen> {
+        let address = address(region)?;
+        let registrations = self.registrations(&local)?;
+        let VerbsOptions { queue_pairs, depth, slice_bytes, .. } = self.options;
+        let make = |(nic, registration): (&Arc<Nic>, &Arc<Registration>)| {
+            HalfRail::new(nic, registration.clone(), queue_pairs, depth.min(nic.depth_max))
+        };
+        let halves: Vec<HalfRail> =
+            self.owner.nics.iter().zip(&registrations).map(make).collect::<Result<_>>()?;
+        let rails = self.owner.nics.iter().zip(&halves);
+        let rails = rails.map(|(nic, half)| OfferedRail { port: nic.port.clone(), queues: half.queues() });
+        let rails = rails.collect();
+        let offer = Offer { version: offer::VERSION, key: address.key, epoch: region.epoch, rails };
+        Ok(HalfOpen { halves, local, offer, depth, slice_bytes })
+    }
+
+    /// Makes the other ends of what a peer offers.
+    ///
+    /// # Errors
+    /// `Closed` if there is no such region, `Unsupported` if the ends have no kind of address in common.
+    pub fn accept(&self, offer: &Offer) -> Result<(Answer, Accepted)> {
+        let (answer, way) = self.owner.accept(offer, None)?;
+        Ok((answer, Accepted { owner: self.owner.clone(), way }))
+    }
+
+    /// As [`Transport::connect`], with all that an endpoint over RDMA can do.
+    ///
+    /// # Errors
+    /// As [`Transport::connect`].
+    pub fn connect_verbs(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<VerbsEndpoint> {
+        let peer = address(region)?.listen.ok_or_else(|| {
+            Error::unsupported("the region's owner does not listen; carry its offer and answer another way")
+        })?;
+        let half = self.open_half(local, region)?;
+        let (answer, control) = control::ask(peer, half.offer())?;
+        let mut endpoint = half.join(&answer)?;
+        endpoint.watch(control)?;
+        Ok(endpoint)
+    }
+
+    /// The next notice that a peer gave with [`VerbsEndpoint::write_with_immediate`]; none if none comes within
+    /// `timeout`. What was written with it has landed.
+    ///
+    /// # Errors
+    /// `Closed` when the region is not registered under this epoch.
+    pub fn notice(&self, region: &Descriptor, timeout: Duration) -> Result<Option<u32>> {
+        /// Until a region that was deregistered meanwhile, or a new peer, is seen.
+        const LONGEST_SLEEP: Duration = Duration::from_millis(50);
+        let key = key(region)?;
+        let begin = Instant::now();
+        loop {
+            if let Some(notice) = self.owner.notice(key, region.epoch)? {
+                return Ok(Some(notice));
+            }
+            let Some(left) = timeout.checked_sub(begin.elapsed()).filter(|left| !left.is_zero()) else {
+                return Ok(None);
+            };
+            let (inbox, fds) = self.owner.arm(region.epoch)?;
+            if let Some(notice) = self.owner.notice(key, region.epoch)? {
+                return Ok(Some(notice));
+            }
+            wait_readable(&fds, left.min(LONGEST_SLEEP));
+            inbox.iter().for_each(|channel| channel.drain());
+        }
+    }
+
+    /// One registration for each NIC, from the cache if `memory` was moved from before.
+    fn registrations(&self, memory: &Arc<dyn SharedMemory>) -> Result<Vec<Arc<Registration>>> {
+        let mapping = memory
+            .mapping()
+            .ok_or_else(|| Error::unsupported("RDMA moves only memory that is mapped here"))?;
+        let mut local = self.local.lock().unwrap_or_else(PoisonError::into_inner);
+        local.retain(|(memory, _)| memory.strong_count() > 0);
+        let same = |known: &Weak<dyn SharedMemory>| std::ptr::addr_eq(known.as_ptr(), Arc::as_ptr(memory));
+        if let Some((_, found)) = local.iter().find(|(known, _)| same(known)) {
+            return Ok(found.clone());
+        }
+        let none = ibv_access_flags(0);
+        let on = |nic: &Arc<Nic>| Registration::new(nic, &mapping, none).map(Arc::new);
+        let made: Vec<_> = self.owner.nics.iter().map(on).collect::<Result<_>>()?;
+        local.push((Arc::downgrade(memory), made.clone()));
+        Ok(made)
+    }
+}
+
+impl Drop for Verbs {
+    fn drop(&mut self) {
+        self.listener.take();
+        self.owner.end();
+    }
+}
+
+fn address(region: &Descriptor) -> Result<Address> {
+    let found = if region.transport == NAME { serde_json::from_str(&region.address).ok() } else { None };
+    found.ok_or_else(|| {
+        let transport = &region.transport;
+        Error::new(
+            ErrorKind::Closed,
+            format!("a descriptor of '{transport}' does not lead to a region over RDMA"),
+        )
+    })
+}
+
+fn key(region: &Descriptor) -> Result<Key> {
+    Key::from_hex(&address(region)?.key)
+        .ok_or_else(|| Error::new(ErrorKind::Closed, "the descriptor's key is not 32 hexadecimal digits"))
+}
+
+impl Transport for Verbs {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    /// Memory that is registered already gets a new epoch: who holds an older descriptor can no longer reach it.
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+        let bytes = memory.size_bytes();
+        let (key, epoch) = self.owner.register(memory, access)?;
+        let listen = self.listener.as_ref().map(|listener| listener.address);
+        let address = serde_json::to_string(&Address { key: key.to_hex(), listen })
+            .map_err(|error| Error::new(ErrorKind::Other, format!("an address without text: {error}")))?;
+        Ok(Descriptor { transport: NAME.into(), address, epoch, bytes })
+    }
+
+    fn deregister(&self, region: &Descriptor) -> Result<()> {
+        self.owner.deregister(key(region)?, region.epoch)
+    }
+
+    fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
+        Ok(Box::new(self.connect_verbs(local, region)?))
+    }
+}
+
+/// Sleeps until one of `fds` is readable or has ended, or `longest` is over.
+fn wait_readable(fds: &[RawFd], longest: Duration) {
+    let mut polled: Vec<libc::pollfd> =
+        fds.iter().map(|&fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
+    let limit = libc::timespec {
+        tv_sec: i64::try_from(longest.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(longest.subsec_nanos()),
+    };
+    // SAFETY: an array of its length, and a time; a null mask changes no signals. Early ends, errors among
+    // them, are what the callers' loops expect.
+    unsafe { libc::ppoll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, &limit, std::ptr::null()) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absence_has_a_reason() {
+        let names = VerbsOptions { devices: vec!["no-such-nic0".into()], ..VerbsOptions::default() };
+        let reason = Verbs::open(names).err().unwrap().reason;
+        assert!(reason.starts_with("no RDMA device can be used: "), "{reason}");
+        assert!(reason.contains("no-such-nic0") || reason.contains("libibverbs"), "{reason}");
+    }
+
+    #[test]
+    fn options_out_of_range_are_refused() {
+        let default = VerbsOptions::default;
+        for options in [
+            VerbsOptions { queue_pairs: 0, ..default() },
+            VerbsOptions { depth: 0, ..default() },
+            VerbsOptions { slice_bytes: 0, ..default() },
+            VerbsOptions { slice_bytes: u32::MAX, ..default() },
+        ] {
+            assert!(Verbs::open(options).err().unwrap().reason.contains("cannot be"));
+        }
+    }
+
+    #[test]
+    fn descriptors_of_others_are_refused() {
+        let region = |transport: &str, address: &str| Descriptor {
+            transport: transport.into(),
+            address: address.into(),
+            epoch: 0,
+            bytes: 1,
+        };
+        for descriptor in [
+            region("tcp", r#"{"key":"00112233445566778899aabbccddeeff"}"#),
+            region(NAME, "7"),
+            region(NAME, r#"{"key":"short"}"#),
+        ] {
+            assert_eq!(key(&descriptor).err().unwrap().kind, ErrorKind::Closed);
+        }
+        assert!(key(&region(NAME, r#"{"key":"00112233445566778899aabbccddeeff"}"#)).is_ok());
+    }
+
+    #[test]
+    fn a_wait_ends_with_its_time_and_with_what_it_waits_for() {
+        use std::os::fd::AsRawFd;
+        let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
+        let begin = Instant::now();
+        wait_readable(&[here.as_raw_fd()], Duration::from_millis(1));
+        assert!(begin.elapsed() >= Duration::from_millis(1));
+        drop(there);
+        wait_readable(&[here.as_raw_fd()], Duration::from_secs(3600));
+    }
+}

@@ -1,0 +1,192 @@
+//! What two ends tell each other before their queue pairs meet, as plain values: any channel may carry them.
+//!
+//! The active end sends an [`Offer`]; the owner of the region answers with an [`Answer`]. Both hold what opens
+//! the memory, so the channel must be one that nobody else reads or writes.
+
+use mixfleet_hal::transport::Access;
+use serde::{Deserialize, Serialize};
+use std::net::Ipv6Addr;
+
+/// The version of these messages; ends of unlike versions refuse each other.
+pub const VERSION: u32 = 1;
+
+/// How packets to an address travel, the preferred kind first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GidKind {
+    /// RoCE v2 over IPv4: routed, and what most fabrics are set up for.
+    RoceV2Ipv4,
+    /// RoCE v2 over a global IPv6 address.
+    RoceV2Ipv6,
+    /// RoCE v2 within one link.
+    RoceV2LinkLocal,
+    /// RoCE v1, within one Ethernet segment.
+    RoceV1,
+    /// InfiniBand.
+    InfiniBand,
+}
+
+/// One address of a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Gid {
+    /// What it is good for.
+    pub kind: GidKind,
+    /// The 128 bits, written as IPv6 writes them.
+    pub address: Ipv6Addr,
+}
+
+/// One end of a possible path.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Port {
+    /// Local identifier of InfiniBand; 0 on Ethernet.
+    pub lid: u16,
+    /// Largest payload of a packet, in bytes: 256 to 4096, a power of two.
+    pub mtu_bytes: u32,
+    /// Reads that it may have under way at a peer, for each queue pair.
+    pub reads_out: u8,
+    /// Reads of a peer that it serves at a time, for each queue pair.
+    pub reads_in: u8,
+    /// Its addresses.
+    pub gids: Vec<Gid>,
+}
+
+/// A queue pair that waits for its other end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Queue {
+    /// Queue pair number, 24 bits.
+    pub number: u32,
+    /// Sequence number of its first packet, 24 bits.
+    pub first_packet: u32,
+}
+
+/// Queue pairs on one port of the active end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OfferedRail {
+    /// The port.
+    pub port: Port,
+    /// Its queue pairs.
+    pub queues: Vec<Queue>,
+}
+
+/// What the active end asks for.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The region's key, from its descriptor.
+    pub key: String,
+    /// The region's epoch, from its descriptor.
+    pub epoch: u64,
+    /// The nearest NIC first.
+    pub rails: Vec<OfferedRail>,
+}
+
+/// What both ends of a rail use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Path {
+    /// Address of the active end.
+    pub active: Gid,
+    /// Address of the owner's end.
+    pub owner: Gid,
+    /// Payload of a packet in bytes.
+    pub mtu_bytes: u32,
+    /// Reads that the active end may have under way, for each queue pair.
+    pub reads: u8,
+}
+
+/// The other end of an offered rail.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AnsweredRail {
+    /// Which of the offer's rails.
+    pub offered: usize,
+    /// What was agreed.
+    pub path: Path,
+    /// The owner's local identifier; 0 on Ethernet.
+    pub lid: u16,
+    /// The other ends, in the order of the offer's.
+    pub queues: Vec<Queue>,
+    /// What opens the region through these queue pairs.
+    pub remote_key: u32,
+}
+
+/// What the owner of a region gives.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answer {
+    /// Where the region begins in its owner's process.
+    pub address: u64,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// What may be done to it.
+    pub access: Access,
+    /// At least one.
+    pub rails: Vec<AnsweredRail>,
+}
+
+impl Path {
+    /// What an active and an owning port can both do; none if they have no kind of address in common.
+    pub fn between(active: &Port, owner: &Port) -> Option<Path> {
+        let pairs = active.gids.iter().flat_map(|ours| owner.gids.iter().map(move |theirs| (ours, theirs)));
+        let (ours, theirs) = pairs.filter(|(a, b)| a.kind == b.kind).min_by_key(|(a, _)| a.kind)?;
+        Some(Path {
+            active: *ours,
+            owner: *theirs,
+            mtu_bytes: active.mtu_bytes.min(owner.mtu_bytes),
+            reads: active.reads_out.min(owner.reads_in),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const KINDS: [GidKind; 5] = [
+        GidKind::RoceV2Ipv4,
+        GidKind::RoceV2Ipv6,
+        GidKind::RoceV2LinkLocal,
+        GidKind::RoceV1,
+        GidKind::InfiniBand,
+    ];
+
+    fn ports() -> impl Strategy<Value = Port> {
+        let gid = (0..KINDS.len(), any::<u128>())
+            .prop_map(|(kind, bits)| Gid { kind: KINDS[kind], address: Ipv6Addr::from(bits) });
+        let gids = proptest::collection::vec(gid, 0..4);
+        (any::<u16>(), 0..5u32, any::<u8>(), any::<u8>(), gids).prop_map(
+            |(lid, mtu, reads_out, reads_in, gids)| Port {
+                lid,
+                mtu_bytes: 256 << mtu,
+                reads_out,
+                reads_in,
+                gids,
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn a_path_is_what_both_ends_can_do(active in ports(), owner in ports()) {
+            let kinds = |port: &Port| port.gids.iter().map(|gid| gid.kind).collect::<Vec<_>>();
+            let (ours, theirs) = (kinds(&active), kinds(&owner));
+            let best = KINDS.into_iter().find(|kind| ours.contains(kind) && theirs.contains(kind));
+            let path = Path::between(&active, &owner);
+            prop_assert_eq!(path.map(|path| path.active.kind), best);
+            if let Some(path) = path {
+                prop_assert!(active.gids.contains(&path.active) && owner.gids.contains(&path.owner));
+                prop_assert_eq!(path.active.kind, path.owner.kind);
+                prop_assert!(path.mtu_bytes == active.mtu_bytes.min(owner.mtu_bytes));
+                prop_assert!(path.reads <= active.reads_out && path.reads <= owner.reads_in);
+            }
+        }
+
+        #[test]
+        fn an_offer_survives_its_text(port in ports(), epoch: u64, number in 0..1u32 << 24) {
+            let queues = vec![Queue { number, first_packet: number }];
+            let rails = vec![OfferedRail { port, queues }];
+            let offer = Offer { version: VERSION, key: "00ff".into(), epoch, rails };
+            let text = serde_json::to_string(&offer).unwrap();
+            prop_assert!(!text.contains('\n') && serde_json::from_str::<Offer>(&text).unwrap() == offer);
+        }
+    }
+}

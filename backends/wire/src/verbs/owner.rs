@@ -1,0 +1,250 @@
+//! The passive end: registered regions, and the queue pairs through which peers reach them.
+
+use super::device::Nic;
+use super::offer::{Answer, AnsweredRail, Offer, Path, Queue, VERSION};
+use super::queue::{Channel, Completions, QueuePair, Registration, Route};
+use crate::key::Key;
+use ibverbs_sys::{ibv_access_flags as access_flags, ibv_wc_opcode, ibv_wc_status};
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::Access;
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::collections::{BTreeMap, VecDeque};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::RawFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Notices that a queue pair takes before somebody asks for them.
+const NOTICES: u32 = 64;
+/// Queue pairs that one offer may ask for on one rail.
+const QUEUES_MAX: usize = 64;
+
+/// All regions of a transport, by epoch.
+pub(crate) struct Owner {
+    pub(crate) nics: Vec<Arc<Nic>>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    regions: BTreeMap<u64, Region>,
+    next_epoch: u64,
+    next_way: u64,
+}
+
+/// The order of the fields is that of their ends: no queue pair outlives the keys, no key the memory.
+struct Region {
+    ways: BTreeMap<u64, Way>,
+    registrations: Vec<Registration>,
+    inbox: Vec<Arc<Channel>>,
+    unread: VecDeque<u32>,
+    key: Key,
+    access: Access,
+    address: u64,
+    bytes: u64,
+    memory: Arc<dyn SharedMemory>,
+}
+
+/// One peer's way in.
+struct Way {
+    queue_pairs: Vec<QueuePair>,
+    /// Closed with the way, so that the peer hears of it at once.
+    control: Option<TcpStream>,
+}
+
+impl Drop for Way {
+    fn drop(&mut self) {
+        if let Some(control) = &self.control {
+            // the peer may have closed it already
+            let _ = control.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Region {
+    /// Ends all ways in, then the keys.
+    fn end(self) -> Result<()> {
+        drop(self.ways);
+        self.registrations.into_iter().try_for_each(Registration::end)
+    }
+}
+
+fn closed(epoch: u64) -> Error {
+    Error::new(ErrorKind::Closed, format!("no region is registered under epoch {epoch} and this key"))
+}
+
+fn flags(access: Access) -> access_flags {
+    let may = |allowed, flag| if allowed { flag } else { access_flags(0) };
+    may(access.may_write(), access_flags::IBV_ACCESS_REMOTE_WRITE)
+        | may(access.may_read(), access_flags::IBV_ACCESS_REMOTE_READ)
+}
+
+impl Owner {
+    pub(crate) fn new(nics: Vec<Arc<Nic>>) -> Self {
+        Owner { nics, state: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Registers `memory` on all NICs and returns its key and epoch. Memory that is registered already gets new
+    /// ones; the old ones end first.
+    pub(crate) fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<(Key, u64)> {
+        let mapping = memory
+            .mapping()
+            .ok_or_else(|| Error::unsupported("RDMA reaches only memory that is mapped in this process"))?;
+        let mut state = self.lock();
+        let same = |region: &Region| std::ptr::addr_eq(Arc::as_ptr(&region.memory), Arc::as_ptr(&memory));
+        let known = state.regions.iter().find(|(_, region)| same(region)).map(|(&epoch, _)| epoch);
+        if let Some(region) = known.and_then(|epoch| state.regions.remove(&epoch)) {
+            region.end()?;
+        }
+        let on = |nic: &Arc<Nic>| Registration::new(nic, &mapping, flags(access));
+        let registrations = self.nics.iter().map(on).collect::<Result<_>>()?;
+        let inbox = self.nics.iter().map(|nic| Channel::new(nic).map(Arc::new)).collect::<Result<_>>()?;
+        let key = Key::random()?;
+        let epoch = state.next_epoch;
+        state.next_epoch += 1;
+        let region = Region {
+            ways: BTreeMap::new(),
+            registrations,
+            inbox,
+            unread: VecDeque::new(),
+            key,
+            access,
+            address: mapping.address as u64,
+            bytes: mapping.bytes,
+            memory,
+        };
+        state.regions.insert(epoch, region);
+        Ok((key, epoch))
+    }
+
+    pub(crate) fn deregister(&self, key: Key, epoch: u64) -> Result<()> {
+        let mut state = self.lock();
+        let known = state.regions.get(&epoch).is_some_and(|region| region.key == key);
+        let region = known.then(|| state.regions.remove(&epoch)).flatten();
+        region.ok_or_else(|| closed(epoch))?.end()
+    }
+
+    /// Makes the other ends of what a peer offers. The way closes with `close`, or with the region.
+    pub(crate) fn accept(&self, offer: &Offer, control: Option<TcpStream>) -> Result<(Answer, u64)> {
+        if offer.version != VERSION {
+            let theirs = offer.version;
+            return Err(Error::unsupported(format!(
+                "the peer speaks version {theirs} of the RDMA offer, this end {VERSION}; run the same release on both"
+            )));
+        }
+        let mut state = self.lock();
+        let State { regions, next_way, .. } = &mut *state;
+        let region = regions.get_mut(&offer.epoch);
+        let region = region.filter(|region| Key::from_hex(&offer.key) == Some(region.key));
+        let region = region.ok_or_else(|| closed(offer.epoch))?;
+        let mut way = Way { queue_pairs: Vec::new(), control };
+        let mut rails = Vec::new();
+        let mut free = offer.rails.iter().enumerate().collect::<VecDeque<_>>();
+        for (i, nic) in self.nics.iter().enumerate() {
+            // each NIC of the peer once, the nearest ones of both ends with each other
+            let fits = |(at, &(_, rail)): (usize, &(usize, &super::offer::OfferedRail))| {
+                Some((at, Path::between(&rail.port, &nic.port)?))
+            };
+            let Some((at, path)) = free.iter().enumerate().find_map(fits) else { continue };
+            let Some((offered, rail)) = free.remove(at) else { continue };
+            let route = Route {
+                ours: path.owner,
+                theirs: path.active,
+                lid: rail.port.lid,
+                mtu_bytes: path.mtu_bytes,
+                reads: path.reads,
+            };
+            let made = join(nic, &region.inbox[i], &rail.queues, &route, flags(region.access))?;
+            let queues = made.iter().map(QueuePair::here).collect();
+            way.queue_pairs.extend(made);
+            let remote_key = region.registrations[i].remote_key();
+            rails.push(AnsweredRail { offered, path, lid: nic.port.lid, queues, remote_key });
+        }
+        if rails.is_empty() {
+            return Err(Error::unsupported(
+                "the ends have no kind of RDMA address in common (RoCE v2 over IPv4 or IPv6, RoCE v1, InfiniBand)",
+            ));
+        }
+        let id = *next_way;
+        *next_way += 1;
+        region.ways.insert(id, way);
+        let Region { address, bytes, access, .. } = *region;
+        Ok((Answer { address, bytes, access, rails }, id))
+    }
+
+    /// Ends a way, if its region has not ended it yet.
+    pub(crate) fn close(&self, way: u64) {
+        let mut state = self.lock();
+        for region in state.regions.values_mut() {
+            region.ways.remove(&way);
+        }
+    }
+
+    /// The next notice that came for a region; none if none has.
+    pub(crate) fn notice(&self, key: Key, epoch: u64) -> Result<Option<u32>> {
+        let mut state = self.lock();
+        let region = state.regions.get_mut(&epoch).filter(|region| region.key == key);
+        let region = region.ok_or_else(|| closed(epoch))?;
+        for queue_pair in region.ways.values().flat_map(|way| &way.queue_pairs) {
+            let mut came = 0;
+            queue_pair.completions.poll(|completion| {
+                let with_immediate = completion.opcode() == ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM;
+                let whole = completion.error().map_or(ibv_wc_status::IBV_WC_SUCCESS, |(status, _)| status);
+                // what was waiting when the peer's end broke comes back with an error, and was no notice
+                if whole == ibv_wc_status::IBV_WC_SUCCESS && with_immediate {
+                    region.unread.push_back(u32::from_be(completion.imm_data));
+                    came += 1;
+                }
+            })?;
+            for _ in 0..came {
+                queue_pair.expect_notice()?;
+            }
+        }
+        Ok(region.unread.pop_front())
+    }
+
+    /// Makes the next notice show on the descriptors, which come with what keeps them open.
+    pub(crate) fn arm(&self, epoch: u64) -> Result<(Vec<Arc<Channel>>, Vec<RawFd>)> {
+        let state = self.lock();
+        let region = state.regions.get(&epoch).ok_or_else(|| closed(epoch))?;
+        for queue_pair in region.ways.values().flat_map(|way| &way.queue_pairs) {
+            queue_pair.completions.arm()?;
+        }
+        let fds = region.inbox.iter().map(|channel| channel.fd()).collect();
+        Ok((region.inbox.clone(), fds))
+    }
+
+    /// Ends every region.
+    pub(crate) fn end(&self) {
+        self.lock().regions.clear();
+    }
+}
+
+/// The other ends of `theirs`. Each has a completion queue of its own, so that one peer cannot fill another's.
+fn join(
+    nic: &Arc<Nic>,
+    inbox: &Arc<Channel>,
+    theirs: &[Queue],
+    route: &Route,
+    remote: access_flags,
+) -> Result<Vec<QueuePair>> {
+    if theirs.is_empty() || theirs.len() > QUEUES_MAX {
+        let many = theirs.len();
+        return Err(Error::invalid(format!(
+            "an offer of {many} queue pairs on a rail; 1 to {QUEUES_MAX} are taken"
+        )));
+    }
+    let one = |there: &Queue| {
+        let completions = Arc::new(Completions::new(nic, inbox.clone(), NOTICES + 1)?);
+        let queue_pair = QueuePair::new(nic, completions, 1, NOTICES, remote)?;
+        for _ in 0..NOTICES {
+            queue_pair.expect_notice()?;
+        }
+        queue_pair.join(*there, route)?;
+        Ok(queue_pair)
+    };
+    theirs.iter().map(one).collect()
+}

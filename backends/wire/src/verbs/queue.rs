@@ -1,0 +1,471 @@
+//! What is made on a NIC: registered memory, completion queues, queue pairs. Each ends on drop, and keeps what
+//! it was made from.
+
+use super::device::{Nic, check};
+use super::offer::{Gid, Queue};
+use ibverbs_sys as ffi;
+use mixfleet_hal::memory::Mapping;
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+/// Completions that are taken from a queue at a time.
+const POLL: usize = 16;
+/// 4.096 us * 2^14 = 67 ms until a packet is sent again, ...
+const ACK_TIMEOUT: u8 = 14;
+/// ... 7 times (the field's maximum): a dead path is known after about half a second.
+const RETRIES: u8 = 7;
+/// Times that a notice is sent again to a peer without room for it; 7 would mean without end.
+const NOT_READY_RETRIES: u8 = 6;
+/// Code of 0.64 ms: how long the sender of a notice waits for room.
+const NOT_READY_TIMER: u8 = 12;
+const HOPS: u8 = 64;
+
+pub(crate) fn failed(nic: &Nic, what: &str, error: io::Error) -> Error {
+    Error::new(ErrorKind::Other, format!("RDMA on {}: {what}: {error}", nic.name))
+}
+
+/// Registered memory: pinned, and known to the NIC by keys. Whoever has it made keeps the memory alive.
+pub(crate) struct Registration {
+    raw: *mut ffi::ibv_mr,
+    nic: Arc<Nic>,
+}
+
+// SAFETY: the struct is only read after it was made.
+unsafe impl Send for Registration {}
+// SAFETY: as above.
+unsafe impl Sync for Registration {}
+
+impl Registration {
+    /// Registers all of `mapping` for use by this end and, as `remote` says, by peers.
+    ///
+    /// # Errors
+    /// `OutOfMemory` when it cannot be pinned.
+    pub(crate) fn new(nic: &Arc<Nic>, mapping: &Mapping, remote: ffi::ibv_access_flags) -> Result<Self> {
+        let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | remote;
+        // SAFETY: the mapping is this process' memory; the caller keeps it until this is dropped.
+        let raw = unsafe {
+            ffi::ibv_reg_mr(
+                nic.domain,
+                mapping.address as *mut libc::c_void,
+                mapping.bytes as usize,
+                access.0.cast_signed(),
+            )
+        };
+        if raw.is_null() {
+            return Err(not_registered(nic, mapping.bytes, io::Error::last_os_error()));
+        }
+        Ok(Registration { raw, nic: nic.clone() })
+    }
+
+    pub(crate) fn local_key(&self) -> u32 {
+        // SAFETY: alive until drop.
+        unsafe { (*self.raw).lkey }
+    }
+
+    pub(crate) fn remote_key(&self) -> u32 {
+        // SAFETY: alive until drop.
+        unsafe { (*self.raw).rkey }
+    }
+
+    /// Takes the keys back.
+    ///
+    /// # Errors
+    /// When the device refuses; then peers may still reach the memory.
+    pub(crate) fn end(mut self) -> Result<()> {
+        let raw = std::mem::replace(&mut self.raw, std::ptr::null_mut());
+        // SAFETY: made by `ibv_reg_mr`, and given up once: `Drop` finds nothing.
+        check(unsafe { ffi::ibv_dereg_mr(raw) }).map_err(|error| {
+            failed(&self.nic, "memory stays registered, do not use it for anything else", error)
+        })
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if !self.raw.is_null() {
+            // SAFETY: made by `ibv_reg_mr`, and given up once.
+            unsafe { ffi::ibv_dereg_mr(self.raw) };
+        }
+    }
+}
+
+fn not_registered(nic: &Nic, bytes: u64, error: io::Error) -> Error {
+    let name = &nic.name;
+    if error.raw_os_error() != Some(libc::ENOMEM) {
+        return Error::unsupported(format!("RDMA on {name}: {bytes} bytes cannot be registered: {error}"));
+    }
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the struct is filled during the call.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut limit) } == 0;
+    let limit = match limit.rlim_cur {
+        libc::RLIM_INFINITY => {
+            "there is no limit on locked memory, so the machine has too little of it".into()
+        }
+        bytes if known => format!(
+            "the limit on locked memory is {bytes} bytes; raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, or the \
+             capability IPC_LOCK)"
+        ),
+        _ => "the limit on locked memory is not known".into(),
+    };
+    Error::new(ErrorKind::OutOfMemory, format!("RDMA on {name}: {bytes} bytes cannot be pinned: {limit}"))
+}
+
+/// A descriptor that becomes readable when an armed completion queue has something.
+pub(crate) struct Channel {
+    raw: *mut ffi::ibv_comp_channel,
+    _nic: Arc<Nic>,
+}
+
+// SAFETY: libibverbs locks inside.
+unsafe impl Send for Channel {}
+// SAFETY: as above.
+unsafe impl Sync for Channel {}
+
+impl Channel {
+    pub(crate) fn new(nic: &Arc<Nic>) -> Result<Self> {
+        // SAFETY: an open context.
+        let raw = unsafe { ffi::ibv_create_comp_channel(nic.context) };
+        if raw.is_null() {
+            return Err(failed(nic, "no completion channel", io::Error::last_os_error()));
+        }
+        let channel = Channel { raw, _nic: nic.clone() };
+        // SAFETY: an open descriptor and plain numbers.
+        let set = unsafe { libc::fcntl(channel.fd(), libc::F_SETFL, libc::O_NONBLOCK) };
+        if set < 0 {
+            return Err(failed(nic, "completion channel", io::Error::last_os_error()));
+        }
+        Ok(channel)
+    }
+
+    pub(crate) fn fd(&self) -> RawFd {
+        // SAFETY: alive until drop.
+        unsafe { (*self.raw).fd }
+    }
+
+    /// Takes the events that are there. A queue cannot be destroyed while one of its events is taken and not
+    /// acknowledged.
+    pub(crate) fn drain(&self) {
+        loop {
+            let (mut queue, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
+            // SAFETY: the call fills both pointers if it returns 0; it does not block.
+            if unsafe { ffi::ibv_get_cq_event(self.raw, &mut queue, &mut context) } != 0 {
+                return;
+            }
+            // SAFETY: the queue of the event that was just taken.
+            unsafe { ffi::ibv_ack_cq_events(queue, 1) };
+        }
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // SAFETY: its queues hold it, so they are gone.
+        unsafe { ffi::ibv_destroy_comp_channel(self.raw) };
+    }
+}
+
+/// A completion queue that tells a [`Channel`].
+pub(crate) struct Completions {
+    raw: *mut ffi::ibv_cq,
+    _channel: Arc<Channel>,
+    nic: Arc<Nic>,
+}
+
+// SAFETY: libibverbs locks inside.
+unsafe impl Send for Completions {}
+// SAFETY: as above.
+unsafe impl Sync for Completions {}
+
+impl Completions {
+    /// Room for `room` completions. One more would be lost, and the queue with it.
+    pub(crate) fn new(nic: &Arc<Nic>, channel: Arc<Channel>, room: u32) -> Result<Self> {
+        // SAFETY: context and channel are open and of one device.
+        let raw = unsafe {
+            ffi::ibv_create_cq(nic.context, room.cast_signed(), std::ptr::null_mut(), channel.raw, 0)
+        };
+        if raw.is_null() {
+            let what = format!("no completion queue of {room} entries");
+            return Err(failed(nic, &what, io::Error::last_os_error()));
+        }
+        Ok(Completions { raw, _channel: channel, nic: nic.clone() })
+    }
+
+    /// Hands all completions that are there to `each`, and says whether there was one.
+    pub(crate) fn poll(&self, mut each: impl FnMut(&ffi::ibv_wc)) -> Result<bool> {
+        let mut found = [ffi::ibv_wc::default(); POLL];
+        let mut any = false;
+        loop {
+            // SAFETY: `found` has room for POLL entries; an open context has this function.
+            let count = unsafe {
+                let poll = (*self.nic.context).ops.poll_cq;
+                poll.map_or(-1, |poll| poll(self.raw, POLL as i32, found.as_mut_ptr()))
+            };
+            let count = usize::try_from(count)
+                .map_err(|_| failed(&self.nic, "completion queue", io::Error::last_os_error()))?;
+            found[..count].iter().for_each(&mut each);
+            any |= count > 0;
+            if count < POLL {
+                return Ok(any);
+            }
+        }
+    }
+
+    /// Makes the next completion show on the channel. Poll once more before sleeping: one may have come before.
+    pub(crate) fn arm(&self) -> Result<()> {
+        // SAFETY: an open queue, and a function that an open context has.
+        let code = unsafe {
+            let arm = (*self.nic.context).ops.req_notify_cq;
+            arm.map_or(libc::ENOSYS, |arm| arm(self.raw, 0))
+        };
+        check(code).map_err(|error| failed(&self.nic, "completion queue", error))
+    }
+}
+
+impl Drop for Completions {
+    fn drop(&mut self) {
+        // SAFETY: its queue pairs hold it, so they are gone.
+        unsafe { ffi::ibv_destroy_cq(self.raw) };
+    }
+}
+
+/// One work request of a one-sided transfer.
+#[derive(Clone, Copy)]
+pub(crate) struct Request {
+    pub(crate) opcode: ffi::ibv_wr_opcode::Type,
+    pub(crate) local: u64,
+    pub(crate) remote: u64,
+    pub(crate) bytes: u32,
+    /// Delivered to the peer with it, where the opcode says so.
+    pub(crate) immediate: u32,
+}
+
+/// How a queue pair reaches its other end.
+pub(crate) struct Route {
+    pub(crate) ours: Gid,
+    pub(crate) theirs: Gid,
+    pub(crate) lid: u16,
+    pub(crate) mtu_bytes: u32,
+    /// Reads under way at the peer, and served for it.
+    pub(crate) reads: u8,
+}
+
+/// A reliable connected queue pair.
+pub(crate) struct QueuePair {
+    raw: *mut ffi::ibv_qp,
+    first_packet: u32,
+    pub(crate) completions: Arc<Completions>,
+    nic: Arc<Nic>,
+}
+
+// SAFETY: libibverbs locks inside.
+unsafe impl Send for QueuePair {}
+// SAFETY: as above.
+unsafe impl Sync for QueuePair {}
+
+impl QueuePair {
+    /// One for `sends` work requests and `receives` notices under way; what peers may do through it is `remote`.
+    pub(crate) fn new(
+        nic: &Arc<Nic>,
+        completions: Arc<Completions>,
+        sends: u32,
+        receives: u32,
+        remote: ffi::ibv_access_flags,
+    ) -> Result<Self> {
+        let mut wanted = ffi::ibv_qp_init_attr {
+            send_cq: completions.raw,
+            recv_cq: completions.raw,
+            cap: ffi::ibv_qp_cap {
+                max_send_wr: sends,
+                max_recv_wr: receives,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline_data: 0,
+            },
+            qp_type: ffi::ibv_qp_type::IBV_QPT_RC,
+            ..Default::default()
+        };
+        // SAFETY: domain and completion queue are open and of one device.
+        let raw = unsafe { ffi::ibv_create_qp(nic.domain, &mut wanted) };
+        if raw.is_null() {
+            return Err(failed(nic, "no queue pair", io::Error::last_os_error()));
+        }
+        let mut first_packet = [0; 4];
+        let random = getrandom::fill(&mut first_packet);
+        // 24 bits
+        let first_packet = u32::from_ne_bytes(first_packet) >> 8;
+        let queue_pair = QueuePair { raw, first_packet, completions, nic: nic.clone() };
+        random.map_err(|error| Error::new(ErrorKind::Other, format!("no random bytes: {error}")))?;
+        use ffi::ibv_qp_attr_mask as mask;
+        let mut init = ffi::ibv_qp_attr {
+            qp_state: ffi::ibv_qp_state::IBV_QPS_INIT,
+            port_num: nic.port_number,
+            qp_access_flags: remote.0,
+            ..Default::default()
+        };
+        queue_pair.modify(
+            &mut init,
+            mask::IBV_QP_STATE | mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT | mask::IBV_QP_ACCESS_FLAGS,
+            "a queue pair does not become ready",
+        )?;
+        Ok(queue_pair)
+    }
+
+    pub(crate) fn number(&self) -> u32 {
+        // SAFETY: alive until drop.
+        unsafe { (*self.raw).qp_num }
+    }
+
+    /// What its other end must know.
+    pub(crate) fn here(&self) -> Queue {
+        Queue { number: self.number(), first_packet: self.first_packet }
+    }
+
+    /// Joins it to its other end.
+    pub(crate) fn join(&self, there: Queue, route: &Route) -> Result<()> {
+        use ffi::ibv_qp_attr_mask as mask;
+        let sgid_index = self.nic.gid_index(&route.ours).ok_or_else(|| {
+            Error::unsupported(format!("RDMA on {}: no address {}", self.nic.name, route.ours.address))
+        })?;
+        let mut receive = ffi::ibv_qp_attr {
+            qp_state: ffi::ibv_qp_state::IBV_QPS_RTR,
+            path_mtu: mtu_code(route.mtu_bytes),
+            dest_qp_num: there.number,
+            rq_psn: there.first_packet,
+            max_dest_rd_atomic: route.reads,
+            min_rnr_timer: NOT_READY_TIMER,
+            ah_attr: ffi::ibv_ah_attr {
+                grh: ffi::ibv_global_route {
+                    dgid: ffi::ibv_gid { raw: route.theirs.address.octets() },
+                    sgid_index,
+                    hop_limit: HOPS,
+                    ..Default::default()
+                },
+                dlid: route.lid,
+                is_global: 1,
+                port_num: self.nic.port_number,
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        self.modify(
+            &mut receive,
+            mask::IBV_QP_STATE
+                | mask::IBV_QP_AV
+                | mask::IBV_QP_PATH_MTU
+                | mask::IBV_QP_DEST_QPN
+                | mask::IBV_QP_RQ_PSN
+                | mask::IBV_QP_MAX_DEST_RD_ATOMIC
+                | mask::IBV_QP_MIN_RNR_TIMER,
+            &format!("no path from {} to {}", route.ours.address, route.theirs.address),
+        )?;
+        let mut send = ffi::ibv_qp_attr {
+            qp_state: ffi::ibv_qp_state::IBV_QPS_RTS,
+            sq_psn: self.first_packet,
+            timeout: ACK_TIMEOUT,
+            retry_cnt: RETRIES,
+            rnr_retry: NOT_READY_RETRIES,
+            max_rd_atomic: route.reads,
+            ..Default::default()
+        };
+        self.modify(
+            &mut send,
+            mask::IBV_QP_STATE
+                | mask::IBV_QP_SQ_PSN
+                | mask::IBV_QP_TIMEOUT
+                | mask::IBV_QP_RETRY_CNT
+                | mask::IBV_QP_RNR_RETRY
+                | mask::IBV_QP_MAX_QP_RD_ATOMIC,
+            "a queue pair does not become ready to send",
+        )
+    }
+
+    fn modify(&self, to: &mut ffi::ibv_qp_attr, mask: ffi::ibv_qp_attr_mask, what: &str) -> Result<()> {
+        // SAFETY: an open queue pair, and a struct that is read during the call.
+        let code = unsafe { ffi::ibv_modify_qp(self.raw, to, mask.0.cast_signed()) };
+        check(code).map_err(|error| failed(&self.nic, what, error))
+    }
+
+    /// Posts `requests` as one chain, of which the last one reports its completion under `id`.
+    pub(crate) fn post(&self, requests: &[Request], id: u64, local_key: u32, remote_key: u32) -> Result<()> {
+        let places = requests.iter().map(|request| ffi::ibv_sge {
+            addr: request.local,
+            length: request.bytes,
+            lkey: local_key,
+        });
+        let mut places: Vec<ffi::ibv_sge> = places.collect();
+        let mut chain: Vec<ffi::ibv_send_wr> = requests
+            .iter()
+            .zip(&mut places)
+            .map(|(request, place)| ffi::ibv_send_wr {
+                wr_id: id,
+                sg_list: place,
+                num_sge: i32::from(request.bytes > 0),
+                opcode: request.opcode,
+                __bindgen_anon_1: ffi::ibv_send_wr__bindgen_ty_1 { imm_data: request.immediate.to_be() },
+                wr: ffi::ibv_send_wr__bindgen_ty_2 {
+                    rdma: ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 {
+                        remote_addr: request.remote,
+                        rkey: remote_key,
+                    },
+                },
+                ..Default::default()
+            })
+            .collect();
+        let Some(last) = chain.last_mut() else { return Ok(()) };
+        last.send_flags = ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
+        let first = chain.as_mut_ptr();
+        for i in 1..chain.len() {
+            // SAFETY: both lie in the chain, which does not move any more.
+            unsafe { (*first.add(i - 1)).next = first.add(i) };
+        }
+        let mut refused = std::ptr::null_mut();
+        // SAFETY: the chain and its places live through the call, which copies them; the memory that they name
+        // is registered under these keys and kept by the endpoint until the queue pair is gone.
+        let code = unsafe {
+            let post = (*self.nic.context).ops.post_send;
+            post.map_or(libc::ENOSYS, |post| post(self.raw, first, &mut refused))
+        };
+        check(code).map_err(|error| failed(&self.nic, "work requests are refused", error))
+    }
+
+    /// Makes room for one notice.
+    pub(crate) fn expect_notice(&self) -> Result<()> {
+        let mut request = ffi::ibv_recv_wr::default();
+        let mut refused = std::ptr::null_mut();
+        // SAFETY: a request without memory, copied during the call.
+        let code = unsafe {
+            let post = (*self.nic.context).ops.post_recv;
+            post.map_or(libc::ENOSYS, |post| post(self.raw, &mut request, &mut refused))
+        };
+        check(code).map_err(|error| failed(&self.nic, "no room for a notice", error))
+    }
+}
+
+impl Drop for QueuePair {
+    /// When this returns, nothing moves through it any more.
+    fn drop(&mut self) {
+        // SAFETY: made by `ibv_create_qp`, and dropped once.
+        unsafe { ffi::ibv_destroy_qp(self.raw) };
+    }
+}
+
+/// The code of a path's MTU: 1 for 256 bytes to 5 for 4096.
+fn mtu_code(bytes: u32) -> ffi::ibv_mtu {
+    (bytes.clamp(256, 4096) / 128).ilog2()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mtu_codes_are_those_of_the_standard() {
+        let codes = [(256, ffi::IBV_MTU_256), (1024, ffi::IBV_MTU_1024), (4096, ffi::IBV_MTU_4096)];
+        for (bytes, code) in codes {
+            assert_eq!(mtu_code(bytes), code);
+        }
+        assert_eq!((mtu_code(0), mtu_code(u32::MAX)), (ffi::IBV_MTU_256, ffi::IBV_MTU_4096));
+    }
+}
