@@ -21,7 +21,8 @@ usage: rdma_check self                      all checks within this machine
        rdma_check server ADDRESS            serve a region at ADDRESS (an IP of this host) until stdin ends
        rdma_check client DESCRIPTOR         the checks between two machines
        rdma_check bench DESCRIPTOR SLICE_BYTES DEPTH QUEUE_PAIRS TOTAL_BYTES
-       rdma_check down DESCRIPTOR COMMAND.. a write after COMMAND, which cuts the link, fails clearly";
+       rdma_check cut DESCRIPTOR COMMAND..  writes fail clearly after COMMAND, which cuts the link or the peer
+       rdma_check absent WORDS              no device opens, and the reason has WORDS";
 
 /// Size of every region, and of what moves in a check: it has more slices than a queue is deep.
 const BYTES: usize = 8 << 20;
@@ -39,7 +40,8 @@ fn main() -> ExitCode {
         ["self"] => within(),
         ["server", address] => address.parse().map_err(|e| format!("{address}: {e}")).and_then(serve),
         ["client", descriptor] => parse(descriptor).and_then(|region| between(&region)),
-        ["down", descriptor, ref command @ ..] if !command.is_empty() => {
+        ["absent", words] => absent(words),
+        ["cut", descriptor, ref command @ ..] if !command.is_empty() => {
             parse(descriptor).and_then(|region| Checks::run(|checks| checks.cut(&region, command)))
         }
         ["bench", descriptor, slice, depth, pairs, total] => {
@@ -168,13 +170,17 @@ impl Checks {
             .map(|i| Piece { local: i * ALL.bytes / 64, remote: i * ALL.bytes / 64, bytes: ALL.bytes / 64 })
             .collect();
         let sent = way.write_with_immediate(&pieces, 0x1234_5678).map_err(text)?;
-        let came = verbs.notice(descriptor, PATIENCE).map_err(text)?;
-        let landed = if came == Some(0x1234_5678) { holds(there, 2) } else { Err(format!("{came:?} came")) };
+        // the sender must wait, for only then it sends what did not fit its queue
+        let (complete, came) = std::thread::scope(|scope| {
+            let complete = scope.spawn(|| way.wait(sent, PATIENCE));
+            let came = verbs.notice(descriptor, PATIENCE).map(|notice| (notice, holds(there, 2)));
+            (complete.join(), came)
+        });
+        let (notice, landed) = came.map_err(text)?;
+        let landed = if notice == Some(0x1234_5678) { landed } else { Err(format!("{notice:?} came")) };
         self.check("write with immediate: all has landed at the notice", landed);
-        self.check(
-            "write with immediate: complete",
-            way.wait(sent, PATIENCE).map_err(text).map(|()| "yes".into()),
-        );
+        let complete = complete.map_err(|_| "the sender panicked".to_string())?;
+        self.check("write with immediate: complete", complete.map_err(text).map(|()| "yes".into()));
         Ok(())
     }
 
@@ -269,25 +275,38 @@ impl Checks {
         let text = |error: Error| error.to_string();
         let verbs = open(None)?;
         let mut way = verbs.connect_verbs(filled(6)?, descriptor).map_err(text)?;
-        self.check("link up: write", write(&mut way, ONE).map_err(text).map(|()| "complete".into()));
+        self.check("a way: write", write(&mut way, ONE).map_err(text).map(|()| "complete".into()));
         let status = Command::new(command[0]).args(&command[1..]).status();
         let status = status.map_err(|error| format!("{}: {error}", command[0]))?;
         if !status.success() {
             return Err(format!("{} failed: {status}", command.join(" ")));
         }
-        let begin = Instant::now();
         let words = ["RETRY_EXC_ERR", "LOC_QP_OP_ERR", "closed the way"];
-        self.check("link down: write", fails(begin, write(&mut way, ONE), ErrorKind::Closed, &words));
-        drop(way);
-        match Verbs::open(VerbsOptions::default()) {
-            Ok(_) => self.check("link down: opening", Err("a device opens".into())),
-            Err(absent) if absent.reason.contains("no active port") => {
-                self.check("link down: opening", Ok(absent.reason));
+        // what cuts the link may take a moment
+        let cut = Instant::now();
+        let (begin, result) = loop {
+            let begin = Instant::now();
+            let result = write(&mut way, ONE);
+            if result.is_err() || cut.elapsed() > BOUND {
+                break (begin, result);
             }
-            Err(absent) => self.check("link down: opening", Err(absent.reason)),
-        }
+        };
+        self.check(&format!("write after '{}'", command.join(" ")), fails(begin, result, ErrorKind::Closed, &words));
         Ok(())
     }
+}
+
+/// Whether no device opens, and the reason has `words`.
+fn absent(words: &str) -> Result<bool, String> {
+    Checks::run(|checks| {
+        let outcome = match open(None) {
+            Ok(_) => Err("a device opens".into()),
+            Err(reason) if reason.contains(words) => Ok(reason),
+            Err(reason) => Err(reason),
+        };
+        checks.check("no device opens", outcome);
+        Ok(())
+    })
 }
 
 fn within() -> Result<bool, String> {

@@ -51,7 +51,11 @@ pub(crate) fn ask(peer: SocketAddr, offer: &Offer) -> Result<(Answer, TcpStream)
         let left =
             left.ok_or_else(|| failed("no answer", peer, format!("waited {} s", PATIENCE.as_secs())))?;
         wait_readable(&[stream.as_raw_fd()], left);
-        read_some(&mut stream, &mut reply).map_err(|e| failed("no answer", peer, e))?;
+        let read = read_some(&mut stream, &mut reply);
+        // a refusal is followed by the end
+        if !reply.ends_with(b"\n") {
+            read.map_err(|e| failed("no answer", peer, e))?;
+        }
     }
     match serde_json::from_slice(&reply).map_err(|e| failed("not an answer", peer, e))? {
         Reply::Answer(answer) => Ok((answer, stream)),

@@ -14,8 +14,9 @@ use std::sync::Arc;
 const POLL: usize = 16;
 /// 4.096 us * 2^14 = 67 ms until a packet is sent again, ...
 const ACK_TIMEOUT: u8 = 14;
-/// ... 7 times (the field's maximum): a dead path is known after about half a second.
-const RETRIES: u8 = 7;
+/// ... 6 times: a dead path is known after about half a second. 7 would be the field's maximum, which Linux' rxe
+/// takes for "without end" (drivers/infiniband/sw/rxe/rxe_comp.c).
+const RETRIES: u8 = 6;
 /// Times that a notice is sent again to a peer without room for it; 7 would mean without end.
 const NOT_READY_RETRIES: u8 = 6;
 /// Code of 0.64 ms: how long the sender of a notice waits for room.

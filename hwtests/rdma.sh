@@ -1,0 +1,155 @@
+#!/usr/bin/env bash
+# RDMA without RDMA hardware: boots a kernel with soft-RoCE (rxe) in QEMU and runs backends/wire's checks there, in one
+# guest and between two, beside perftest's ib_write_bw. Changes nothing on this system: packages are unpacked below
+# the cache. Exit status: 0 passed, 1 a check failed, 3 could not run (says SKIPPED and why).
+#
+#   hwtests/rdma.sh             both guests (Debian on x86-64; needs apt)
+#   hwtests/rdma.sh --here      the same checks on this machine's own RDMA devices
+#   hwtests/rdma.sh --program FILE ...   with a rdma_check that was built already
+#
+# MIXFLEET_RDMA_CACHE names the cache (default target/rdma, 700 MB).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+here="" program=""
+while [ $# -gt 0 ]; do
+    case $1 in
+    --here) here=1 ;;
+    --program) program=${2:?--program needs a file}; shift ;;
+    *) sed -n '2,11s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+    esac
+    shift
+done
+skip() { echo "SKIPPED: RDMA: $1" >&2; exit 3; }
+
+if [ -z "$program" ]; then
+    cargo build --locked -p mixfleet-wire --features verbs --example rdma_check
+    program="${CARGO_TARGET_DIR:-target}/debug/examples/rdma_check"
+fi
+program=$(realpath "$program")
+
+if [ -n "$here" ]; then
+    exec "$program" self
+fi
+
+cache=${MIXFLEET_RDMA_CACHE:-target/rdma}
+mkdir -p "$cache"
+cache=$(realpath "$cache")
+root="$cache/sysroot"
+libraries=/usr/lib/x86_64-linux-gnu
+
+[ "$(uname -m)" = x86_64 ] || skip "the guests are x86-64, this machine is $(uname -m)"
+if [ ! -e "$cache/complete" ]; then
+    command -v apt-get >/dev/null || skip "no apt-get to fetch a kernel, QEMU and perftest with; see --here"
+    kernel=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image/ {print $2; exit}')
+    [ -n "$kernel" ] || skip "apt knows no linux-image-amd64 (run: apt-get update; only Debian's kernel is known to have rxe)"
+    # What is installed already is used from the system; qemu-utils stays as it is, it may conflict.
+    wanted=$(apt-get -s --no-install-recommends install qemu-system-x86 qemu-utils- kmod cpio busybox-static perftest \
+        iproute2 ibverbs-providers 2>/dev/null | awk '/^Inst/ {print $2}')
+    rm -rf "$cache/debs" "$root"
+    mkdir -p "$cache/debs" "$root"
+    # shellcheck disable=SC2086 # a list of words
+    (cd "$cache/debs" && apt-get -qq download "$kernel" $wanted) 2>/dev/null || skip "apt cannot download $kernel and QEMU"
+    for package in "$cache"/debs/*.deb; do dpkg -x "$package" "$root"; done
+    rm -rf "$cache/debs"
+    touch "$cache/complete"
+fi
+
+# The unpacked package's file, or the installed one's.
+find_file() {
+    local path
+    for path in "$@"; do
+        [ -e "$root$path" ] && echo "$root$path" && return
+        [ -e "$path" ] && echo "$path" && return
+    done
+    skip "none of $* is there"
+}
+run() { LD_LIBRARY_PATH="$root$libraries:$root/lib/x86_64-linux-gnu" "$@"; }
+
+kernel=$(basename "$root"/lib/modules/*)
+kmod=$(find_file /bin/kmod /usr/bin/kmod)
+ln -sf "$kmod" "$cache/modprobe"
+ln -sf "$kmod" "$cache/depmod"
+[ -f "$root/lib/modules/$kernel/modules.dep" ] || run "$cache/depmod" -b "$root" "$kernel"
+
+guest="$cache/guest"
+rm -rf "$guest"
+mkdir -p "$guest"/{bin,proc,sys,dev,tmp,etc/libibverbs.d,modules}
+cp -L "$(find_file /bin/busybox /usr/bin/busybox)" "$guest/bin/busybox"
+ln -s busybox "$guest/bin/sh"
+for module in virtio_pci virtio_net dummy rdma_rxe ib_uverbs crc32_generic; do
+    run "$cache/modprobe" -d "$root" -S "$kernel" --show-depends "$module"
+done | awk '/^insmod/ && !seen[$2]++ {print $2}' | while read -r file; do
+    cp "$file" "$guest/modules/"
+    basename "$file" >>"$guest/modules/order"
+done
+provider=$(cd / && ls $libraries/libibverbs/librxe-rdmav*.so 2>/dev/null || (cd "$root" && ls ."$libraries"/libibverbs/librxe-rdmav*.so))
+provider=$(find_file "${provider#.}")
+binaries=("$program" "$(find_file /usr/bin/ib_write_bw)" "$(find_file /usr/bin/rdma /sbin/rdma)" "$(find_file /sbin/ip /usr/sbin/ip /bin/ip)")
+cp -L "${binaries[@]}" "$guest/bin/"
+mkdir -p "$guest$libraries/libibverbs"
+cp -L "$provider" "$guest$libraries/libibverbs/"
+cp -L "$(find_file /etc/libibverbs.d/rxe.driver)" "$guest/etc/libibverbs.d/"
+for file in "${binaries[@]}" "$provider"; do run ldd "$file"; done |
+    awk '/=> \// {print $3} /^[[:space:]]*\/lib/ {print $1}' | sort -u | while read -r library; do
+    # those of the cache go where the guest's loader looks
+    place="$guest${library#"$root"}"
+    mkdir -p "$(dirname "$place")"
+    cp -L "$library" "$place"
+done
+cp hwtests/rdma/guest.sh "$guest/job.sh"
+cp hwtests/rdma/init.sh "$guest/init"
+chmod +x "$guest/init"
+cpio=$(find_file /bin/cpio /usr/bin/cpio)
+(cd "$guest" && find . | run "$cpio" -o -H newc --quiet | gzip -1) >"$cache/initrd.gz"
+
+qemu=$(find_file /usr/bin/qemu-system-x86_64)
+data=()
+case $qemu in "$root"*) data=(-L "$root/usr/share/qemu" -L "$root/usr/share/seabios") ;; esac
+# /dev/kvm alone says nothing: without these flags it is a nested one that hangs stock kernels.
+accelerate=(-accel "tcg,thread=multi" -cpu max)
+if [ -w /dev/kvm ] && grep -qEw 'vmx|svm' /proc/cpuinfo; then accelerate=(-accel kvm -cpu host); fi
+
+# boot NAME PROCESSORS ROLE ADDRESS [QEMU ARGUMENTS]: runs a guest; its log is the cache's NAME.log.
+boot() {
+    local name=$1 processors=$2 role=$3 address=$4
+    shift 4
+    run timeout 90 "$qemu" -M q35 "${accelerate[@]}" -m 1024 -smp "$processors" -display none -vga none -serial stdio \
+        -monitor none -no-reboot "${data[@]}" -kernel "$(ls "$root"/boot/vmlinuz-*)" -initrd "$cache/initrd.gz" \
+        -append "console=ttyS0 panic=-1 quiet guest.role=$role guest.address=$address" -pidfile "$cache/$name.pid" "$@" \
+        </dev/null >"$cache/$name.log" 2>&1 || true
+}
+
+# report NAME: prints what the guest's job said, and succeeds if that did.
+report() {
+    printf '\n-- %s --\n' "$1"
+    tr -d '\r' <"$cache/$1.log" | grep -E '^(ok|FAILED|rdma_check|bench|rxe0|GUEST)' || true
+    if ! grep -q '^GUEST-STATUS 0' "$cache/$1.log"; then
+        echo "RDMA: $1 failed; the end of $cache/$1.log:" >&2
+        tail -n 15 "$cache/$1.log" >&2
+        return 1
+    fi
+}
+
+failed=0
+boot alone 2 alone 10.9.0.1 -nic none
+report alone || failed=1
+
+wire="$cache/wire.socket"
+rm -f "$wire"
+nic() { echo "virtio-net-pci,netdev=wire,mac=52:54:00:00:01:0$1,romfile=,host_mtu=9000"; }
+boot server 1 server 10.9.0.1 -netdev "stream,id=wire,server=on,addr.type=unix,addr.path=$wire" -device "$(nic 1)" &
+until [ -S "$wire" ] || ! kill -0 $!; do :; done 2>/dev/null
+boot client 1 client 10.9.0.2 -netdev "stream,id=wire,server=off,addr.type=unix,addr.path=$wire" -device "$(nic 2)"
+if ! report client; then
+    failed=1
+    tail -n 15 "$cache/server.log" >&2
+    # the client's last check would have switched it off
+    [ ! -f "$cache/server.pid" ] || kill "$(cat "$cache/server.pid")"
+fi
+wait
+
+checks=$(cat "$cache"/{alone,client}.log | grep -c '^ok' || true)
+echo
+if [ "$failed" = 0 ]; then echo "RDMA: $checks checks passed"; else echo "RDMA: failed"; fi
+exit "$failed"
