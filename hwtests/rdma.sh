@@ -5,31 +5,28 @@
 #
 #   hwtests/rdma.sh             both guests (Debian on x86-64; needs apt)
 #   hwtests/rdma.sh --here      the same checks on this machine's own RDMA devices
-#   hwtests/rdma.sh --program FILE ...   with a rdma_check that was built already
 #
 # MIXFLEET_RDMA_CACHE names the cache (default target/rdma, 700 MB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-here="" program=""
-while [ $# -gt 0 ]; do
-    case $1 in
-    --here) here=1 ;;
-    --program) program=${2:?--program needs a file}; shift ;;
-    *) sed -n '2,11s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
-    esac
-    shift
-done
 skip() { echo "SKIPPED: RDMA: $1" >&2; exit 3; }
+here=""
+case ${1:-} in
+"") ;;
+--here) here=1 ;;
+*) sed -n '2,10s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+esac
 
-if [ -z "$program" ]; then
-    cargo build --locked -p mixfleet-wire --features verbs --example rdma_check
-    program="${CARGO_TARGET_DIR:-target}/debug/examples/rdma_check"
-fi
-program=$(realpath "$program")
+cargo build --locked -p mixfleet-wire --features verbs --example rdma_check
+program=$(realpath "${CARGO_TARGET_DIR:-target}/debug/examples/rdma_check")
+conformance=$(cargo test --locked --no-run -p mixfleet-wire --features verbs --test verbs 2>&1 | tee /dev/stderr |
+    sed -n 's/^ *Executable .*(\(.*\))$/\1/p')
+conformance=$(realpath "$conformance")
 
 if [ -n "$here" ]; then
-    exec "$program" self
+    "$program" self
+    exec "$conformance" --test-threads=2
 fi
 
 cache=${MIXFLEET_RDMA_CACHE:-target/rdma}
@@ -85,7 +82,8 @@ done | awk '/^insmod/ && !seen[$2]++ {print $2}' | while read -r file; do
 done
 provider=$(cd / && ls $libraries/libibverbs/librxe-rdmav*.so 2>/dev/null || (cd "$root" && ls ."$libraries"/libibverbs/librxe-rdmav*.so))
 provider=$(find_file "${provider#.}")
-binaries=("$program" "$(find_file /usr/bin/ib_write_bw)" "$(find_file /usr/bin/rdma /sbin/rdma)" "$(find_file /sbin/ip /usr/sbin/ip /bin/ip)")
+cp "$conformance" "$cache/conformance"
+binaries=("$program" "$cache/conformance" "$(find_file /usr/bin/ib_write_bw)" "$(find_file /usr/bin/rdma /sbin/rdma)" "$(find_file /sbin/ip /usr/sbin/ip /bin/ip)")
 cp -L "${binaries[@]}" "$guest/bin/"
 mkdir -p "$guest$libraries/libibverbs"
 cp -L "$provider" "$guest$libraries/libibverbs/"
@@ -114,7 +112,7 @@ if [ -w /dev/kvm ] && grep -qEw 'vmx|svm' /proc/cpuinfo; then accelerate=(-accel
 boot() {
     local name=$1 processors=$2 role=$3 address=$4
     shift 4
-    run timeout 90 "$qemu" -M q35 "${accelerate[@]}" -m 1024 -smp "$processors" -display none -vga none -serial stdio \
+    run timeout 150 "$qemu" -M q35 "${accelerate[@]}" -m 1024 -smp "$processors" -display none -vga none -serial stdio \
         -monitor none -no-reboot "${data[@]}" -kernel "$(ls "$root"/boot/vmlinuz-*)" -initrd "$cache/initrd.gz" \
         -append "console=ttyS0 panic=-1 quiet guest.role=$role guest.address=$address" -pidfile "$cache/$name.pid" "$@" \
         </dev/null >"$cache/$name.log" 2>&1 || true
@@ -123,7 +121,7 @@ boot() {
 # report NAME: prints what the guest's job said, and succeeds if that did.
 report() {
     printf '\n-- %s --\n' "$1"
-    tr -d '\r' <"$cache/$1.log" | grep -E '^(ok|FAILED|rdma_check|bench|rxe0|GUEST)' || true
+    tr -d '\r' <"$cache/$1.log" | grep -E '^(ok|FAILED|rdma_check|bench|rxe0|conformance|test |GUEST)|panicked|assertion' || true
     if ! grep -q '^GUEST-STATUS 0' "$cache/$1.log"; then
         echo "RDMA: $1 failed; the end of $cache/$1.log:" >&2
         tail -n 15 "$cache/$1.log" >&2

@@ -16,9 +16,9 @@ start_server() {
 # remote COMMAND: runs it on the server guest
 remote() { echo "$1" | nc "$server" "$shell_port"; }
 
-# ours SLICE DEPTH PAIRS TOTAL, in MB/s
+# ours SLICE DEPTH PAIRS TOTAL SPIN_US, in MB/s
 ours() {
-    rdma_check bench "$descriptor" "$1" "$2" "$3" "$4" | awk '{print $1}'
+    rdma_check bench "$descriptor" "$1" "$2" "$3" "$4" "$5" | awk '{print $1}'
 }
 
 # theirs PEER SLICE DEPTH PAIRS TOTAL, in MB/s
@@ -33,14 +33,16 @@ theirs() {
 }
 
 # compare PEER ROUNDS TOTAL: in turns, and the medians. They are told, not judged: a clock decides no test.
+# ib_write_bw never sleeps, so ours is measured without sleeping and as it is by default.
 compare() {
     for round in $(seq "$2"); do
-        echo "$(ours 65536 128 2 "$3") $(theirs "$1" 65536 128 2 "$3")"
+        echo "$(ours 65536 128 2 "$3" 60000000) $(ours 65536 128 2 "$3" 20) $(theirs "$1" 65536 128 2 "$3")"
     done >/tmp/rates
     median() { cut -d ' ' -f "$1" /tmp/rates | sort -n | sed -n "$((($2 + 1) / 2))p"; }
-    echo "bench 65536 bytes, depth 128, 2 queue pairs, MB/s (ours ib_write_bw): $(tr '\n' ';' </tmp/rates)"
-    echo "$(median 1 "$2") $(median 2 "$2")" |
-        awk '{printf "bench medians: ours %.1f MB/s, ib_write_bw %.1f MB/s: %.0f %%\n", $1, $2, 100 * $1 / $2}'
+    echo "bench 65536 bytes, depth 128, 2 queue pairs, MB/s (ours; ours, sleeping; ib_write_bw): $(tr '\n' '|' </tmp/rates)"
+    echo "$(median 1 "$2") $(median 2 "$2") $(median 3 "$2")" | awk '{printf \
+        "bench medians: ours %.1f MB/s (%.0f %%), sleeping %.1f (%.0f %%), ib_write_bw %.1f\n", \
+        $1, 100 * $1 / $3, $2, 100 * $2 / $3, $3}'
 }
 
 # Until the server guest answers.
@@ -49,10 +51,12 @@ until_reachable() { until ping -c 1 -W 1 "$server" >/dev/null 2>&1; do :; done; 
 case $role in
 alone)
     rdma_check self || exit
+    # 64 MiB take a NIC in software too long
+    conformance --test-threads=2 --skip big_batches_land || exit
     start_server 127.0.0.1
-    compare 127.0.0.1 5 25165824
+    compare 127.0.0.1 5 16777216
     for slice in 16384 262144 1048576; do
-        echo "bench $slice bytes, depth 128, 2 queue pairs: ours $(ours "$slice" 128 2 25165824) MB/s"
+        echo "bench $slice bytes, depth 128, 2 queue pairs: ours $(ours "$slice" 128 2 16777216 60000000) MB/s"
     done
     rdma_check cut "$descriptor" /bin/ip link set eth0 down || exit
     rdma_check absent 'no active port'

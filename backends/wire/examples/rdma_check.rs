@@ -20,7 +20,7 @@ const USAGE: &str = "\
 usage: rdma_check self                      all checks within this machine
        rdma_check server ADDRESS            serve a region at ADDRESS (an IP of this host) until stdin ends
        rdma_check client DESCRIPTOR         the checks between two machines
-       rdma_check bench DESCRIPTOR SLICE_BYTES DEPTH QUEUE_PAIRS TOTAL_BYTES
+       rdma_check bench DESCRIPTOR SLICE_BYTES DEPTH QUEUE_PAIRS TOTAL_BYTES SPIN_US
        rdma_check cut DESCRIPTOR COMMAND..  writes fail clearly after COMMAND, which cuts the link or the peer
        rdma_check absent WORDS              no device opens, and the reason has WORDS";
 
@@ -291,7 +291,10 @@ impl Checks {
                 break (begin, result);
             }
         };
-        self.check(&format!("write after '{}'", command.join(" ")), fails(begin, result, ErrorKind::Closed, &words));
+        self.check(
+            &format!("write after '{}'", command.join(" ")),
+            fails(begin, result, ErrorKind::Closed, &words),
+        );
         Ok(())
     }
 }

@@ -3,10 +3,10 @@
 use super::device::Nic;
 use super::offer::{Answer, AnsweredRail, Queue};
 use super::queue::{Channel, Completions, QueuePair, Registration, Request, Route};
-use super::status;
+use super::{Local, VerbsOptions, status};
+use crate::batches::not_open;
 use crate::memory::check;
 use ibverbs_sys::{ibv_access_flags, ibv_wr_opcode as opcode};
-use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Endpoint, Piece, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, VecDeque};
@@ -17,19 +17,16 @@ use std::time::{Duration, Instant};
 
 /// Work requests of one chain: one completion is reported for each.
 const CHAIN: usize = 32;
-/// How long a waiter asks before it sleeps: about what a sleep and its end cost.
-const SPIN: Duration = Duration::from_micros(20);
-
 /// The active end of an open way over RDMA.
 pub struct VerbsEndpoint {
     // Dropped in this order: the NIC stops before the memory is let go.
     rails: Vec<Rail>,
     control: Option<TcpStream>,
-    _local: Arc<dyn SharedMemory>,
-    here: Range,
+    local: Arc<Local>,
     there: Range,
     access: Access,
     slice_bytes: u64,
+    spin: Duration,
     /// Batches that were neither waited for nor given up, with the requests that are not done.
     open: BTreeMap<u64, usize>,
     next: u64,
@@ -38,8 +35,7 @@ pub struct VerbsEndpoint {
     broken: Option<Error>,
 }
 
-/// A memory's place in the address space that its keys speak of.
-#[derive(Clone, Copy)]
+/// The peer's region, in its own address space.
 struct Range {
     address: u64,
     bytes: u64,
@@ -70,6 +66,7 @@ pub(crate) struct HalfRail {
     channel: Arc<Channel>,
     local: Arc<Registration>,
     queue_pairs: Vec<QueuePair>,
+    depth: u32,
 }
 
 impl HalfRail {
@@ -81,15 +78,15 @@ impl HalfRail {
             QueuePair::new(nic, completions, depth, 1, ibv_access_flags(0))
         };
         let queue_pairs = (0..count).map(|_| one()).collect::<Result<_>>()?;
-        Ok(HalfRail { nic: nic.clone(), channel, local, queue_pairs })
+        Ok(HalfRail { nic: nic.clone(), channel, local, queue_pairs, depth })
     }
 
     pub(crate) fn queues(&self) -> Vec<Queue> {
         self.queue_pairs.iter().map(QueuePair::here).collect()
     }
 
-    fn join(self, answer: &AnsweredRail, depth: u32) -> Result<Rail> {
-        let HalfRail { nic, channel, local, queue_pairs } = self;
+    fn join(self, answer: &AnsweredRail) -> Result<Rail> {
+        let HalfRail { nic, channel, local, queue_pairs, depth } = self;
         let path = &answer.path;
         let route = Route {
             ours: path.active,
@@ -131,19 +128,17 @@ impl Lane {
 impl VerbsEndpoint {
     pub(crate) fn join(
         halves: Vec<HalfRail>,
-        local: Arc<dyn SharedMemory>,
+        local: Arc<Local>,
         answer: &Answer,
-        depth: u32,
-        slice_bytes: u32,
+        options: &VerbsOptions,
     ) -> Result<Self> {
-        let mapping = local.mapping().ok_or_else(|| Error::unsupported("this end's memory is not mapped"))?;
         let mut halves: Vec<Option<HalfRail>> = halves.into_iter().map(Some).collect();
         let mut rails = Vec::new();
         for rail in &answer.rails {
             let half = halves.get_mut(rail.offered).and_then(Option::take);
             let half =
                 half.ok_or_else(|| Error::invalid("the peer answered to a rail that was not offered"))?;
-            rails.push(half.join(rail, depth)?);
+            rails.push(half.join(rail)?);
         }
         if rails.is_empty() {
             return Err(Error::invalid("the peer answered without any rail"));
@@ -151,11 +146,11 @@ impl VerbsEndpoint {
         Ok(VerbsEndpoint {
             rails,
             control: None,
-            _local: local,
-            here: Range { address: mapping.address as u64, bytes: mapping.bytes },
+            local,
             there: Range { address: answer.address, bytes: answer.bytes },
             access: answer.access,
-            slice_bytes: u64::from(slice_bytes),
+            slice_bytes: u64::from(options.slice_bytes),
+            spin: options.spin,
             open: BTreeMap::new(),
             next: 0,
             turn: 0,
@@ -189,16 +184,17 @@ impl VerbsEndpoint {
     }
 
     fn begin(&mut self, pieces: &[Piece], opcode: opcode::Type, notice: Option<u32>) -> Result<TransferId> {
-        check(pieces, self.here.bytes, self.there.bytes)?;
+        check(pieces, self.local.place.bytes(), self.there.bytes)?;
         self.progress();
         self.way_is_open()?;
+        let here = self.local.place.address(0, 0)? as u64;
         let batch = self.next;
         self.next += 1;
         let mut count = 0;
         for piece in pieces {
             for at in (0..piece.bytes).step_by(self.slice_bytes as usize) {
                 let bytes = self.slice_bytes.min(piece.bytes - at) as u32;
-                let local = self.here.address + piece.local + at;
+                let local = here + piece.local + at;
                 let remote = self.there.address + piece.remote + at;
                 self.lane()
                     .waiting
@@ -209,7 +205,7 @@ impl VerbsEndpoint {
         }
         if let Some(immediate) = notice {
             let opcode = opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
-            let (local, remote) = (self.here.address, self.there.address);
+            let (local, remote) = (here, self.there.address);
             self.lane().waiting.push_back((batch, Request { opcode, local, remote, bytes: 0, immediate }));
             count += 1;
             self.turn += 1;
@@ -326,15 +322,6 @@ impl VerbsEndpoint {
     }
 }
 
-/// What to say of a batch that is not open, where `next` is the next one's number.
-fn not_open(transfer: TransferId, next: u64) -> Error {
-    if transfer.0 < next {
-        let detail = format!("transfer {} was given up or waited for before", transfer.0);
-        return Error::new(ErrorKind::Closed, detail);
-    }
-    Error::invalid(format!("transfer {} never began on this endpoint", transfer.0))
-}
-
 impl Endpoint for VerbsEndpoint {
     fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
         if !self.access.may_write() && !pieces.is_empty() {
@@ -366,7 +353,7 @@ impl Endpoint for VerbsEndpoint {
                 let detail = format!("the transfer is not complete after {} ms", timeout.as_millis());
                 return Err(Error::new(ErrorKind::Timeout, detail));
             };
-            if waited < SPIN {
+            if waited < self.spin {
                 std::hint::spin_loop();
             } else if let Err(error) = self.sleep(left) {
                 self.broken = Some(error);

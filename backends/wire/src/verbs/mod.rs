@@ -17,6 +17,8 @@ mod queue;
 mod status;
 
 use crate::key::Key;
+use crate::place::Place;
+use crate::poll;
 use control::Listener;
 use device::Nic;
 use endpoint::HalfRail;
@@ -29,6 +31,7 @@ use offer::{Answer, Offer, OfferedRail};
 use owner::Owner;
 use queue::Registration;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -50,12 +53,22 @@ pub struct VerbsOptions {
     pub depth: u32,
     /// Longer pieces are cut into slices of so many bytes, which the queue pairs take in turn.
     pub slice_bytes: u32,
+    /// How long a waiter asks the NIC again and again before it sleeps. Sleeping spares a core, and costs a wake-up.
+    pub spin: Duration,
 }
 
 impl Default for VerbsOptions {
-    /// All devices, no listener, 2 queue pairs of depth 128, slices of 64 KiB.
+    /// All devices, no listener, 2 queue pairs of depth 128, slices of 64 KiB, 20 us of asking: about what a sleep
+    /// and its end cost.
     fn default() -> Self {
-        VerbsOptions { devices: Vec::new(), listen: None, queue_pairs: 2, depth: 128, slice_bytes: 64 * 1024 }
+        VerbsOptions {
+            devices: Vec::new(),
+            listen: None,
+            queue_pairs: 2,
+            depth: 128,
+            slice_bytes: 64 * 1024,
+            spin: Duration::from_micros(20),
+        }
     }
 }
 
@@ -64,9 +77,15 @@ pub struct Verbs {
     // stops first: it answers for the owner
     listener: Option<Listener>,
     owner: Arc<Owner>,
-    /// Registrations of memories that endpoints move from, as long as the memories live.
-    local: Mutex<Vec<(Weak<dyn SharedMemory>, Vec<Arc<Registration>>)>>,
+    /// Memories that endpoints move from: endpoints of one memory share its registrations, by address and length.
+    local: Mutex<BTreeMap<(usize, u64), Weak<Local>>>,
     options: VerbsOptions,
+}
+
+/// Memory that is moved from, and its registration on each NIC.
+pub(crate) struct Local {
+    registrations: Vec<Arc<Registration>>,
+    place: Arc<Place>,
 }
 
 /// The address of a descriptor.
@@ -80,10 +99,9 @@ struct Address {
 /// Queue pairs of an active end that wait for the owner's answer to their offer.
 pub struct HalfOpen {
     halves: Vec<HalfRail>,
-    local: Arc<dyn SharedMemory>,
+    local: Arc<Local>,
     offer: Offer,
-    depth: u32,
-    slice_bytes: u32,
+    options: VerbsOptions,
 }
 
 impl HalfOpen {
@@ -97,7 +115,7 @@ impl HalfOpen {
     /// # Errors
     /// `Invalid` if the answer is not one to this offer, `Other` if there is no path.
     pub fn join(self, answer: &Answer) -> Result<VerbsEndpoint> {
-        VerbsEndpoint::join(self.halves, self.local, answer, self.depth, self.slice_bytes)
+        VerbsEndpoint::join(self.halves, self.local, answer, &self.options)
     }
 }
 
@@ -154,18 +172,18 @@ impl Verbs {
     /// `Unsupported` if `local` cannot be moved from, `OutOfMemory` if it cannot be pinned.
     pub fn open_half(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<HalfOpen> {
         let address = address(region)?;
-        let registrations = self.registrations(&local)?;
-        let VerbsOptions { queue_pairs, depth, slice_bytes, .. } = self.options;
+        let local = self.local(local)?;
+        let VerbsOptions { queue_pairs, depth, .. } = self.options;
         let make = |(nic, registration): (&Arc<Nic>, &Arc<Registration>)| {
             HalfRail::new(nic, registration.clone(), queue_pairs, depth.min(nic.depth_max))
         };
         let halves: Vec<HalfRail> =
-            self.owner.nics.iter().zip(&registrations).map(make).collect::<Result<_>>()?;
+            self.owner.nics.iter().zip(&local.registrations).map(make).collect::<Result<_>>()?;
         let rails = self.owner.nics.iter().zip(&halves);
         let rails = rails.map(|(nic, half)| OfferedRail { port: nic.port.clone(), queues: half.queues() });
         let rails = rails.collect();
         let offer = Offer { version: offer::VERSION, key: address.key, epoch: region.epoch, rails };
-        Ok(HalfOpen { halves, local, offer, depth, slice_bytes })
+        Ok(HalfOpen { halves, local, offer, options: self.options.clone() })
     }
 
     /// Makes the other ends of what a peer offers.
@@ -218,22 +236,20 @@ impl Verbs {
         }
     }
 
-    /// One registration for each NIC, from the cache if `memory` was moved from before.
-    fn registrations(&self, memory: &Arc<dyn SharedMemory>) -> Result<Vec<Arc<Registration>>> {
-        let mapping = memory
-            .mapping()
-            .ok_or_else(|| Error::unsupported("RDMA moves only memory that is mapped here"))?;
-        let mut local = self.local.lock().unwrap_or_else(PoisonError::into_inner);
-        local.retain(|(memory, _)| memory.strong_count() > 0);
-        let same = |known: &Weak<dyn SharedMemory>| std::ptr::addr_eq(known.as_ptr(), Arc::as_ptr(memory));
-        if let Some((_, found)) = local.iter().find(|(known, _)| same(known)) {
-            return Ok(found.clone());
+    /// `memory` with its registrations, which are made only if no endpoint has them.
+    fn local(&self, memory: Arc<dyn SharedMemory>) -> Result<Arc<Local>> {
+        let place = Arc::new(Place::new(memory)?);
+        let key = (place.address(0, 0)? as usize, place.bytes());
+        let mut cache = self.local.lock().unwrap_or_else(PoisonError::into_inner);
+        cache.retain(|_, local| local.strong_count() > 0);
+        if let Some(found) = cache.get(&key).and_then(Weak::upgrade) {
+            return Ok(found);
         }
-        let none = ibv_access_flags(0);
-        let on = |nic: &Arc<Nic>| Registration::new(nic, &mapping, none).map(Arc::new);
-        let made: Vec<_> = self.owner.nics.iter().map(on).collect::<Result<_>>()?;
-        local.push((Arc::downgrade(memory), made.clone()));
-        Ok(made)
+        let on = |nic| Registration::new(nic, &place, ibv_access_flags(0)).map(Arc::new);
+        let registrations = self.owner.nics.iter().map(on).collect::<Result<_>>()?;
+        let local = Arc::new(Local { registrations, place });
+        cache.insert(key, Arc::downgrade(&local));
+        Ok(local)
     }
 }
 
@@ -284,17 +300,11 @@ impl Transport for Verbs {
     }
 }
 
-/// Sleeps until one of `fds` is readable or has ended, or `longest` is over.
+/// Sleeps until one of `fds` is readable or has ended, or `longest` is over. An early end is what the callers'
+/// loops expect, so a failure is one.
 fn wait_readable(fds: &[RawFd], longest: Duration) {
-    let mut polled: Vec<libc::pollfd> =
-        fds.iter().map(|&fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-    let limit = libc::timespec {
-        tv_sec: i64::try_from(longest.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: i64::from(longest.subsec_nanos()),
-    };
-    // SAFETY: an array of its length, and a time; a null mask changes no signals. Early ends, errors among
-    // them, are what the callers' loops expect.
-    unsafe { libc::ppoll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, &limit, std::ptr::null()) };
+    let mut entries: Vec<libc::pollfd> = fds.iter().map(poll::readable).collect();
+    let _ = poll::wait(&mut entries, Some(longest));
 }
 
 #[cfg(test)]

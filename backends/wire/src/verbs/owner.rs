@@ -4,6 +4,7 @@ use super::device::Nic;
 use super::offer::{Answer, AnsweredRail, Offer, Path, Queue, VERSION};
 use super::queue::{Channel, Completions, QueuePair, Registration, Route};
 use crate::key::Key;
+use crate::place::Place;
 use ibverbs_sys::{ibv_access_flags as access_flags, ibv_wc_opcode, ibv_wc_status};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::Access;
@@ -90,16 +91,14 @@ impl Owner {
     /// Registers `memory` on all NICs and returns its key and epoch. Memory that is registered already gets new
     /// ones; the old ones end first.
     pub(crate) fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<(Key, u64)> {
-        let mapping = memory
-            .mapping()
-            .ok_or_else(|| Error::unsupported("RDMA reaches only memory that is mapped in this process"))?;
+        let place = Arc::new(Place::new(memory.clone())?);
         let mut state = self.lock();
         let same = |region: &Region| std::ptr::addr_eq(Arc::as_ptr(&region.memory), Arc::as_ptr(&memory));
         let known = state.regions.iter().find(|(_, region)| same(region)).map(|(&epoch, _)| epoch);
         if let Some(region) = known.and_then(|epoch| state.regions.remove(&epoch)) {
             region.end()?;
         }
-        let on = |nic: &Arc<Nic>| Registration::new(nic, &mapping, flags(access));
+        let on = |nic: &Arc<Nic>| Registration::new(nic, &place, flags(access));
         let registrations = self.nics.iter().map(on).collect::<Result<_>>()?;
         let inbox = self.nics.iter().map(|nic| Channel::new(nic).map(Arc::new)).collect::<Result<_>>()?;
         let key = Key::random()?;
@@ -112,8 +111,8 @@ impl Owner {
             unread: VecDeque::new(),
             key,
             access,
-            address: mapping.address as u64,
-            bytes: mapping.bytes,
+            address: place.address(0, 0)? as u64,
+            bytes: place.bytes(),
             memory,
         };
         state.regions.insert(epoch, region);

@@ -3,8 +3,8 @@
 
 use super::device::{Nic, check};
 use super::offer::{Gid, Queue};
+use crate::place::Place;
 use ibverbs_sys as ffi;
-use mixfleet_hal::memory::Mapping;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io;
 use std::os::fd::RawFd;
@@ -27,10 +27,11 @@ pub(crate) fn failed(nic: &Nic, what: &str, error: io::Error) -> Error {
     Error::new(ErrorKind::Other, format!("RDMA on {}: {what}: {error}", nic.name))
 }
 
-/// Registered memory: pinned, and known to the NIC by keys. Whoever has it made keeps the memory alive.
+/// Registered memory: pinned, and known to the NIC by keys.
 pub(crate) struct Registration {
     raw: *mut ffi::ibv_mr,
     nic: Arc<Nic>,
+    _place: Arc<Place>,
 }
 
 // SAFETY: the struct is only read after it was made.
@@ -39,25 +40,20 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// Registers all of `mapping` for use by this end and, as `remote` says, by peers.
+    /// Registers all of `place` for use by this end and, as `remote` says, by peers.
     ///
     /// # Errors
     /// `OutOfMemory` when it cannot be pinned.
-    pub(crate) fn new(nic: &Arc<Nic>, mapping: &Mapping, remote: ffi::ibv_access_flags) -> Result<Self> {
+    pub(crate) fn new(nic: &Arc<Nic>, place: &Arc<Place>, remote: ffi::ibv_access_flags) -> Result<Self> {
         let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | remote;
-        // SAFETY: the mapping is this process' memory; the caller keeps it until this is dropped.
-        let raw = unsafe {
-            ffi::ibv_reg_mr(
-                nic.domain,
-                mapping.address as *mut libc::c_void,
-                mapping.bytes as usize,
-                access.0.cast_signed(),
-            )
-        };
+        let bytes = place.bytes();
+        let address = place.address(0, bytes)?.cast();
+        // SAFETY: this process' memory, which the place keeps where it is until this is dropped.
+        let raw = unsafe { ffi::ibv_reg_mr(nic.domain, address, bytes as usize, access.0.cast_signed()) };
         if raw.is_null() {
-            return Err(not_registered(nic, mapping.bytes, io::Error::last_os_error()));
+            return Err(not_registered(nic, bytes, io::Error::last_os_error()));
         }
-        Ok(Registration { raw, nic: nic.clone() })
+        Ok(Registration { raw, nic: nic.clone(), _place: place.clone() })
     }
 
     pub(crate) fn local_key(&self) -> u32 {
