@@ -9,7 +9,8 @@
 //!
 //! Each `run` and `memcpy` prints one line of JSON. Options: `--op write|read`, `--batch N` pieces of `--bytes`
 //! each, `--depth N` batches under way, `--seconds S`, `--streams N`, `--frame BYTES`, `--verify` (xxh3 of
-//! each piece before it goes and after it came).
+//! each piece before it goes and after it came), `--tls` (with certificates made for this run), `--warm BYTES` moved
+//! before (all).
 
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
@@ -71,10 +72,59 @@ fn transport(options: &Options) -> Outcome<Box<dyn Transport>> {
 }
 
 fn security(options: &Options) -> Outcome<Security> {
-    match options.has("insecure") {
-        true => Ok(Security::Insecure),
-        false => Ok(Security::LoopbackOnly),
+    if let Some(folder) = options.0.get("tls") {
+        return tls(folder);
     }
+    Ok(if options.has("insecure") { Security::Insecure } else { Security::LoopbackOnly })
+}
+
+/// Where the certificates of this run lie.
+struct Certificates(std::path::PathBuf);
+
+impl Drop for Certificates {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// An authority, and one member's certificate that both ends show.
+#[cfg(feature = "tls")]
+fn make_certificates() -> Outcome<Certificates> {
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    let folder = std::env::temp_dir().join(format!("mixfleet-wire-bench-{}", std::process::id()));
+    std::fs::create_dir(&folder)?;
+    let made = Certificates(folder);
+    let mut params = CertificateParams::new(vec![])?;
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
+    let key = KeyPair::generate()?;
+    let member = CertificateParams::new(vec!["mixfleet".to_owned()])?.signed_by(&key, &authority)?;
+    std::fs::write(made.0.join("authority.pem"), authority.as_ref().pem())?;
+    std::fs::write(made.0.join("member.pem"), member.pem())?;
+    std::fs::write(made.0.join("key.pem"), key.serialize_pem())?;
+    Ok(made)
+}
+
+#[cfg(feature = "tls")]
+fn tls(folder: &str) -> Outcome<Security> {
+    let text = |name: &str| std::fs::read_to_string(std::path::Path::new(folder).join(name));
+    let pem = mixfleet_wire::Pem {
+        authority: &text("authority.pem")?,
+        certificates: &text("member.pem")?,
+        key: &text("key.pem")?,
+        fleet: "mixfleet",
+    };
+    Ok(Security::Tls(Arc::new(mixfleet_wire::Identity::new(&pem)?)))
+}
+
+#[cfg(not(feature = "tls"))]
+fn make_certificates() -> Outcome<Certificates> {
+    Err("built without TLS: --features tls".into())
+}
+
+#[cfg(not(feature = "tls"))]
+fn tls(_folder: &str) -> Outcome<Security> {
+    Err("built without TLS: --features tls".into())
 }
 
 #[cfg(target_os = "linux")]
@@ -133,6 +183,7 @@ impl Target {
             None => {
                 let mut child = Command::new(std::env::current_exe()?)
                     .args(["target", "--transport", options.text("transport", "tcp")])
+                    .args(options.0.get("tls").iter().flat_map(|folder| ["--tls", folder.as_str()]))
                     .stdin(Stdio::piped())
                     .stdout(Stdio::piped())
                     .spawn()?;
@@ -225,7 +276,11 @@ struct Under {
     hashed: Vec<(Piece, u64)>,
 }
 
-fn run(options: &Options) -> Outcome<()> {
+fn run(options: &mut Options) -> Outcome<()> {
+    let certificates = if options.has("tls") { Some(make_certificates()?) } else { None };
+    if let Some(Certificates(folder)) = &certificates {
+        options.0.insert("tls".into(), folder.to_string_lossy().into_owned());
+    }
     let transport = transport(options)?;
     let local = memory(2)?;
     let mut target = Target::find(options)?;
@@ -241,7 +296,7 @@ fn run(options: &Options) -> Outcome<()> {
     let depth = options.number("depth", 1)? as usize;
     let time = Duration::from_secs_f64(options.text("seconds", "1").parse()?);
     // Once over all of both memories: the first touch of a page costs more than a copy.
-    for place in (0..MEMORY_BYTES).step_by(4 << 20) {
+    for place in (0..options.number("warm", MEMORY_BYTES)?).step_by(4 << 20) {
         let piece = [Piece { local: place, remote: place, bytes: 4 << 20 }];
         let transfer = if reads { way.read(&piece) } else { way.write(&piece) }?;
         way.wait(transfer, LONG)?;
@@ -281,7 +336,7 @@ fn run(options: &Options) -> Outcome<()> {
     say(&json!({
         "schema": "mixfleet.wire_bench.v1", "transport": transport.name(), "op": options.text("op", "write"),
         "bytes": work.piece_bytes, "batch": work.batch, "depth": depth, "streams": options.number("streams", 0)?,
-        "verify": work.verify, "gb_per_s": bytes / seconds / 1e9,
+        "verify": work.verify, "tls": options.has("tls"), "gb_per_s": bytes / seconds / 1e9,
         "latency_us_p50": quantile(0.5), "latency_us_p99": quantile(0.99), "batches": latencies_us.len(),
         "seconds": seconds, "initiator_cpu_s": after.0 - before.0, "target_cpu_s": after.1 - before.1,
     }))
@@ -320,9 +375,9 @@ fn copies(options: &Options) -> Outcome<()> {
 fn main() -> Outcome<()> {
     let mut words = std::env::args().skip(1);
     let verb = words.next().unwrap_or_default();
-    let options = Options::parse(words)?;
+    let mut options = Options::parse(words)?;
     match verb.as_str() {
-        "run" => run(&options),
+        "run" => run(&mut options),
         "target" => target(&options),
         "memcpy" => copies(&options),
         _ => Err("wire_bench run|target|memcpy [--option value]...; the head of its source has all".into()),
