@@ -4,11 +4,12 @@
 //! wire_bench run --transport tcp --bytes 1048576 --depth 16       target and initiator, here
 //! wire_bench target --transport tcp --listen 10.0.0.1:0           prints how to reach it; ends with its stdin
 //! wire_bench run --descriptor FILE --bytes 1048576                initiator of a target elsewhere
-//! wire_bench memcpy --bytes 1048576                               what a copy in one process does
+//! wire_bench memcpy --bytes 1048576 [--regions]                   what a copy in one process does
 //! ```
 //!
 //! Each `run` and `memcpy` prints one line of JSON. Options: `--op write|read`, `--batch N` pieces of `--bytes`
-//! each, `--depth N` batches under way, `--seconds S`, `--streams N`, `--frame BYTES`, `--verify` (xxh3 of
+//! each, `--depth N` batches under way, `--seconds S`, `--streams N`, `--frame BYTES`, `--window BYTES`,
+//! `--memory BYTES` that each end has (256 MiB), `--verify` (xxh3 of
 //! each piece before it goes and after it came), `--tls` (with certificates made for this run), `--warm BYTES` moved
 //! before (all).
 
@@ -65,6 +66,7 @@ fn transport(options: &Options) -> Outcome<Box<dyn Transport>> {
             let mut config = TcpConfig::new(listen, security(options)?);
             config.streams = options.number("streams", config.streams.into())?.try_into()?;
             config.frame_bytes_max = options.number("frame", config.frame_bytes_max)?;
+            config.window_bytes = options.number("window", config.window_bytes)?;
             Box::new(Tcp::new(config)?)
         }
         other => return Err(format!("no transport '{other}': shm or tcp").into()),
@@ -138,9 +140,10 @@ fn shm() -> Outcome<Box<dyn Transport>> {
 }
 
 /// Memory whose pages are there.
-fn memory(byte: u8) -> Outcome<Arc<HostRegion>> {
-    let region = HostRegion::new(MEMORY_BYTES as usize)?;
-    region.update(0, MEMORY_BYTES, &mut |all| all.fill(byte))?;
+fn memory(options: &Options, byte: u8) -> Outcome<Arc<HostRegion>> {
+    let bytes = options.number("memory", MEMORY_BYTES)?;
+    let region = HostRegion::new(bytes as usize)?;
+    region.update(0, bytes, &mut |all| all.fill(byte))?;
     Ok(Arc::new(region))
 }
 
@@ -154,7 +157,7 @@ fn say(line: &serde_json::Value) -> Outcome<()> {
 /// whether these bytes have that hash.
 fn target(options: &Options) -> Outcome<()> {
     let transport = transport(options)?;
-    let memory = memory(1)?;
+    let memory = memory(options, 1)?;
     let descriptor = transport.register(memory.clone(), Access::ReadWrite)?;
     say(&json!({"pid": std::process::id(), "descriptor": descriptor}))?;
     for line in std::io::stdin().lines() {
@@ -183,6 +186,7 @@ impl Target {
             None => {
                 let mut child = Command::new(std::env::current_exe()?)
                     .args(["target", "--transport", options.text("transport", "tcp")])
+                    .args(["--memory", options.text("memory", &MEMORY_BYTES.to_string())])
                     .args(options.0.get("tls").iter().flat_map(|folder| ["--tls", folder.as_str()]))
                     .stdin(Stdio::piped())
                     .stdout(Stdio::piped())
@@ -233,6 +237,7 @@ fn cpu_seconds(pid: u64) -> f64 {
 
 /// What is moved over and over.
 struct Work {
+    memory_bytes: u64,
     reads: bool,
     piece_bytes: u64,
     batch: u64,
@@ -242,7 +247,7 @@ struct Work {
 
 impl Work {
     fn next(&mut self) -> Vec<Piece> {
-        let slots = MEMORY_BYTES / self.piece_bytes;
+        let slots = self.memory_bytes / self.piece_bytes;
         let pieces = (0..self.batch).map(|i| {
             let place = (self.at + i) % slots * self.piece_bytes;
             Piece { local: place, remote: place, bytes: self.piece_bytes }
@@ -282,11 +287,12 @@ fn run(options: &mut Options) -> Outcome<()> {
         options.0.insert("tls".into(), folder.to_string_lossy().into_owned());
     }
     let transport = transport(options)?;
-    let local = memory(2)?;
+    let local = memory(options, 2)?;
     let mut target = Target::find(options)?;
     let mut way = transport.connect(local.clone(), &target.descriptor)?;
     let reads = options.text("op", "write") == "read";
     let mut work = Work {
+        memory_bytes: local.size_bytes(),
         reads,
         piece_bytes: options.number("bytes", 1 << 20)?,
         batch: options.number("batch", 1)?,
@@ -296,7 +302,7 @@ fn run(options: &mut Options) -> Outcome<()> {
     let depth = options.number("depth", 1)? as usize;
     let time = Duration::from_secs_f64(options.text("seconds", "1").parse()?);
     // Once over all of both memories: the first touch of a page costs more than a copy.
-    for place in (0..options.number("warm", MEMORY_BYTES)?).step_by(4 << 20) {
+    for place in (0..options.number("warm", local.size_bytes())?).step_by(4 << 20) {
         let piece = [Piece { local: place, remote: place, bytes: 4 << 20 }];
         let transfer = if reads { way.read(&piece) } else { way.write(&piece) }?;
         way.wait(transfer, LONG)?;
@@ -347,8 +353,10 @@ fn copies(options: &Options) -> Outcome<()> {
     let bytes = options.number("bytes", 1 << 20)?;
     let time = Duration::from_secs_f64(options.text("seconds", "1").parse()?);
     let (from, mut to) = (vec![1u8; MEMORY_BYTES as usize], vec![2u8; MEMORY_BYTES as usize]);
-    let (shared_from, shared_to) = (memory(1)?, memory(2)?);
-    let mut rate = |regions: bool| -> Outcome<f64> {
+    let (shared_from, shared_to) = (memory(options, 1)?, memory(options, 2)?);
+    let own = || cpu_seconds(std::process::id().into());
+    let mut rate = |regions: bool| -> Outcome<serde_json::Value> {
+        let before = own();
         let (start, mut at, mut moved) = (Instant::now(), 0, 0u64);
         while start.elapsed() < time {
             let (first, end) = (at as usize, (at + bytes) as usize);
@@ -363,13 +371,14 @@ fn copies(options: &Options) -> Outcome<()> {
             moved += bytes;
             at = if at + 2 * bytes <= MEMORY_BYTES { at + bytes } else { 0 };
         }
-        Ok(moved as f64 / start.elapsed().as_secs_f64() / 1e9)
+        let seconds = start.elapsed().as_secs_f64();
+        Ok(json!({
+            "schema": "mixfleet.wire_memcpy.v1", "regions": regions, "bytes": bytes,
+            "gb_per_s": moved as f64 / seconds / 1e9, "seconds": seconds, "initiator_cpu_s": own() - before,
+        }))
     };
     rate(false)?;
-    let (vectors, regions) = (rate(false)?, rate(true)?);
-    say(
-        &json!({"schema": "mixfleet.wire_memcpy.v1", "bytes": bytes, "gb_per_s": vectors, "regions_gb_per_s": regions}),
-    )
+    say(&rate(options.has("regions"))?)
 }
 
 fn main() -> Outcome<()> {

@@ -48,6 +48,9 @@ pub struct TcpConfig {
     pub streams: u16,
     /// Longest frame. Longer pieces are cut, and go on several streams at once.
     pub frame_bytes_max: u64,
+    /// What one stream may have under way. More only leaves the caches before it is received, and slows both
+    /// ends; a long fat network needs bandwidth times delay, over all streams.
+    pub window_bytes: u64,
     /// For one stream to open, its handshake included.
     pub connect_timeout: Duration,
     /// After which a peer's host that says nothing counts as gone, or a peer that takes nothing.
@@ -69,8 +72,9 @@ impl TcpConfig {
         TcpConfig {
             listen,
             advertise: Vec::new(),
-            streams: 4,
+            streams: 2,
             frame_bytes_max: 1 << 20,
+            window_bytes: 2 << 20,
             connect_timeout: Duration::from_secs(5),
             silence: Duration::from_secs(10),
             streams_max: 1024,

@@ -19,6 +19,13 @@ pub(super) struct Frame {
     pub(super) into: Parts,
 }
 
+impl Frame {
+    /// Of its payload, whichever way it goes.
+    fn bytes(&self) -> u64 {
+        self.payload.bytes() + self.into.bytes()
+    }
+}
+
 /// A frame that goes.
 struct Going {
     /// What `parts` begins with lies here.
@@ -30,6 +37,7 @@ struct Going {
 struct Awaited {
     batch: u64,
     frame: u64,
+    bytes: u64,
     into: Parts,
 }
 
@@ -42,6 +50,9 @@ pub(super) struct Stream {
     /// The first awaited frame's `Done` has come.
     answered: bool,
     frames: u64,
+    /// Of all that is awaited.
+    bytes: u64,
+    window_bytes: u64,
     /// It takes nothing more now.
     full: bool,
 }
@@ -53,9 +64,9 @@ const DISCARD_BYTES: usize = 64 * 1024;
 
 impl Stream {
     /// `link` no longer blocks; both ends have said hello.
-    pub(super) fn new(link: Link, inbox: Inbox) -> Self {
-        let (going, awaited) = (None, VecDeque::new());
-        Stream { link, inbox, going, awaited, answered: false, frames: 0, full: false }
+    pub(super) fn new(link: Link, inbox: Inbox, window_bytes: u64) -> Self {
+        let (going, awaited, answered, full) = (None, VecDeque::new(), false, false);
+        Stream { link, inbox, going, awaited, answered, frames: 0, bytes: 0, window_bytes, full }
     }
 
     /// What to wait for.
@@ -75,9 +86,13 @@ impl Stream {
             return Ok(false);
         }
         if self.going.is_none() {
-            match queue.pop_front() {
-                Some(frame) => self.begin(frame),
-                None => return Ok(false),
+            let room = self.window_bytes.saturating_sub(self.bytes);
+            let fits = |frame: &Frame| self.bytes == 0 || frame.bytes() <= room;
+            if !queue.front().is_some_and(fits) {
+                return Ok(false);
+            }
+            if let Some(frame) = queue.pop_front() {
+                self.begin(frame);
             }
         }
         match self.send_rest() {
@@ -105,7 +120,9 @@ impl Stream {
 
     fn begin(&mut self, mut frame: Frame) {
         frame.words[FRAME_AT..FRAME_AT + 8].copy_from_slice(&self.frames.to_le_bytes());
-        self.awaited.push_back(Awaited { batch: frame.batch, frame: self.frames, into: frame.into });
+        let bytes = frame.bytes();
+        self.awaited.push_back(Awaited { batch: frame.batch, frame: self.frames, bytes, into: frame.into });
+        self.bytes += bytes;
         self.frames += 1;
         let mut parts = Parts::default();
         parts.push(frame.words.as_mut_ptr(), frame.words.len() as u64);
@@ -135,6 +152,7 @@ impl Stream {
             let first = self.awaited.front_mut().expect("an answer to it has come");
             self.inbox.receive(&mut self.link, &mut first.into)?;
             landed(first.batch);
+            self.bytes -= first.bytes;
             self.awaited.pop_front();
             self.answered = false;
         }

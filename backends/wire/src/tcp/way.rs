@@ -262,7 +262,7 @@ fn open_stream(
                         welcome.bytes, region.bytes
                     )));
                 }
-                return Ok(((Stream::new(link, inbox), socket), access));
+                return Ok(((Stream::new(link, inbox, config.window_bytes), socket), access));
             }
             Err(error) => last = closed(format!("the owner of {region:?} at {socket}: {error}")),
         }
