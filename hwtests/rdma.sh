@@ -18,9 +18,11 @@ case ${1:-} in
 *) sed -n '2,10s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 
-cargo build --locked -p mixfleet-wire --features verbs --example rdma_check
+# with the features of test-all.sh, so that what that has built is not built anew
+features=(--locked --workspace --features mixfleet/full)
+cargo build "${features[@]}" --example rdma_check
 program=$(realpath "${CARGO_TARGET_DIR:-target}/debug/examples/rdma_check")
-conformance=$(cargo test --locked --no-run -p mixfleet-wire --features verbs --test verbs 2>&1 | tee /dev/stderr |
+conformance=$(cargo test "${features[@]}" --no-run --test verbs 2>&1 | tee /dev/stderr |
     sed -n 's/^ *Executable .*(\(.*\))$/\1/p')
 conformance=$(realpath "$conformance")
 
@@ -115,13 +117,13 @@ boot() {
     run timeout 150 "$qemu" -M q35 "${accelerate[@]}" -m 1024 -smp "$processors" -display none -vga none -serial stdio \
         -monitor none -no-reboot "${data[@]}" -kernel "$(ls "$root"/boot/vmlinuz-*)" -initrd "$cache/initrd.gz" \
         -append "console=ttyS0 panic=-1 quiet guest.role=$role guest.address=$address" -pidfile "$cache/$name.pid" "$@" \
-        </dev/null >"$cache/$name.log" 2>&1 || true
+        </dev/null 2>&1 | tr -cd '\11\12\40-\176' >"$cache/$name.log" || true
 }
 
 # report NAME: prints what the guest's job said, and succeeds if that did.
 report() {
     printf '\n-- %s --\n' "$1"
-    tr -d '\r' <"$cache/$1.log" | grep -E '^(ok|FAILED|rdma_check|bench|rxe0|conformance|test |GUEST)|panicked|assertion' || true
+    grep -E '^(ok|FAILED|rdma_check|bench|rxe0|conformance|test |GUEST)|panicked|assertion' "$cache/$1.log" || true
     if ! grep -q '^GUEST-STATUS 0' "$cache/$1.log"; then
         echo "RDMA: $1 failed; the end of $cache/$1.log:" >&2
         tail -n 15 "$cache/$1.log" >&2

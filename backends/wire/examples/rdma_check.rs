@@ -20,7 +20,7 @@ const USAGE: &str = "\
 usage: rdma_check self                      all checks within this machine
        rdma_check server ADDRESS            serve a region at ADDRESS (an IP of this host) until stdin ends
        rdma_check client DESCRIPTOR         the checks between two machines
-       rdma_check bench DESCRIPTOR SLICE_BYTES DEPTH QUEUE_PAIRS TOTAL_BYTES SPIN_US
+       rdma_check bench DESCRIPTOR SLICE_BYTES DEPTH QUEUE_PAIRS MEGABYTES SPIN_US
        rdma_check cut DESCRIPTOR COMMAND..  writes fail clearly after COMMAND, which cuts the link or the peer
        rdma_check absent WORDS              no device opens, and the reason has WORDS";
 
@@ -44,18 +44,10 @@ fn main() -> ExitCode {
         ["cut", descriptor, ref command @ ..] if !command.is_empty() => {
             parse(descriptor).and_then(|region| Checks::run(|checks| checks.cut(&region, command)))
         }
-        ["bench", descriptor, slice, depth, pairs, total] => {
-            match (slice.parse(), depth.parse(), pairs.parse(), total.parse()) {
-                (Ok(slice_bytes), Ok(depth), Ok(queue_pairs), Ok(total)) => {
-                    parse(descriptor).and_then(|region| {
-                        let options =
-                            VerbsOptions { slice_bytes, depth, queue_pairs, ..VerbsOptions::default() };
-                        bench(&region, options, total)
-                    })
-                }
-                _ => return usage(),
-            }
-        }
+        ["bench", descriptor, ref numbers @ ..] => match numbers.iter().map(|n| n.parse().ok()).collect() {
+            Some(numbers) => parse(descriptor).and_then(|region| bench(&region, numbers)),
+            None => return usage(),
+        },
         _ => return usage(),
     };
     match outcome {
@@ -182,6 +174,31 @@ impl Checks {
         let complete = complete.map_err(|_| "the sender panicked".to_string())?;
         self.check("write with immediate: complete", complete.map_err(text).map(|()| "yes".into()));
         Ok(())
+    }
+
+    /// Notices that nobody takes stop the sender.
+    fn unread_notices(&mut self, verbs: &Verbs) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let there = verbs.register(region()?, Access::Write).map_err(text)?;
+        let mut way = verbs.connect_verbs(region()?, &there).map_err(text)?;
+        let begin = Instant::now();
+        let mut sent = 0;
+        let stopped = loop {
+            let transfer = way.write_with_immediate(&[], sent);
+            match transfer.and_then(|transfer| way.wait(transfer, PATIENCE)) {
+                Ok(()) if begin.elapsed() > BOUND => break Ok(()),
+                Ok(()) => sent += 1,
+                Err(error) => break Err(error),
+            }
+        };
+        self.check("unread notices", fails(begin, stopped, ErrorKind::Other, &["RNR_RETRY_EXC_ERR"]));
+        let mut read = 0;
+        while verbs.notice(&there, Duration::ZERO).map_err(text)?.is_some() {
+            read += 1;
+        }
+        let all = if read == sent { Ok(format!("{read}")) } else { Err(format!("{read} of {sent}")) };
+        self.check("unread notices wait", all);
+        verbs.deregister(&there).map_err(text)
     }
 
     /// Keys that do not open: one of an old epoch on a healthy queue pair, one of nobody.
@@ -325,6 +342,7 @@ fn within() -> Result<bool, String> {
         checks.check("write: landed", holds(&there, 1));
         checks.notices(&verbs, &descriptor, &there)?;
         verbs.deregister(&descriptor).map_err(text)?;
+        checks.unread_notices(&verbs)?;
         checks.wrong_keys(&verbs)?;
         checks.silent_peer(&verbs)?;
         checks.killed_peer(&verbs)
@@ -385,20 +403,25 @@ impl Drop for Server {
     }
 }
 
-/// Writes `total` bytes in messages of the options' size and prints the rate, as `ib_write_bw` counts it.
-fn bench(descriptor: &Descriptor, options: VerbsOptions, total: u64) -> Result<bool, String> {
+/// Writes the given bytes in messages of one size and prints the rate, as `ib_write_bw` counts it.
+fn bench(descriptor: &Descriptor, numbers: Vec<u32>) -> Result<bool, String> {
     let text = |error: Error| error.to_string();
-    let bytes = u64::from(options.slice_bytes);
+    let [slice_bytes, depth, queue_pairs, megabytes, spin_us] = numbers[..] else { return Err(USAGE.into()) };
+    if slice_bytes == 0 || slice_bytes as usize > BYTES {
+        return Err(format!("messages of {slice_bytes} bytes; 1 to {BYTES} fit the region"));
+    }
+    let (queue_pairs, spin) = (queue_pairs as usize, Duration::from_micros(spin_us.into()));
+    let options = VerbsOptions { slice_bytes, depth, queue_pairs, spin, ..VerbsOptions::default() };
     let verbs = Verbs::open(options).map_err(|absent| absent.reason)?;
     let mut way = verbs.connect_verbs(filled(7)?, descriptor).map_err(text)?;
-    // one message's place, as `ib_write_bw` does
-    let count = total.div_ceil(bytes);
-    let pieces = vec![Piece { local: 0, remote: 0, bytes }; count as usize];
-    write(&mut way, pieces[0]).map_err(text)?;
+    // each message to the same place, as `ib_write_bw` does
+    let message = Piece { local: 0, remote: 0, bytes: slice_bytes.into() };
+    let pieces = vec![message; (u64::from(megabytes) * 1_000_000).div_ceil(message.bytes) as usize];
+    write(&mut way, message).map_err(text)?;
     let begin = Instant::now();
     let transfer = way.write(&pieces).map_err(text)?;
     way.wait(transfer, Duration::from_secs(120)).map_err(text)?;
     let seconds = begin.elapsed().as_secs_f64();
-    println!("{:.2} MB/s", (count * bytes) as f64 / seconds / 1e6);
+    println!("{:.2} MB/s", pieces.len() as f64 * message.bytes as f64 / seconds / 1e6);
     Ok(true)
 }

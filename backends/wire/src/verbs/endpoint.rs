@@ -175,7 +175,7 @@ impl VerbsEndpoint {
     /// carries the whole batch, for only there the order holds; batches take turns.
     ///
     /// # Errors
-    /// As [`Endpoint::write`]. A peer that does not take its notices breaks the way after 64.
+    /// As [`Endpoint::write`]. A peer that leaves 64 notices of a queue pair unread breaks the way.
     pub fn write_with_immediate(&mut self, pieces: &[Piece], notice: u32) -> Result<TransferId> {
         if !self.access.may_write() {
             return Err(Error::invalid("the peer's region is only for reading"));
