@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -96,7 +97,7 @@ class Contest:
         env = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
         common = ["-protocol=tcp", "-metadata_server=P2PHANDSHAKE", "-buffer_size=268435456"]
         with tempfile.TemporaryFile("w+") as log:
-            target = subprocess.Popen([program, "-mode=target", "-local_server_name=127.0.0.1:13001", *common], stdout=log, stderr=log, env=env)
+            target = subprocess.Popen([program, "-mode=target", "-local_server_name=127.0.0.1:13001", *common], stdout=log, stderr=log, env=env, start_new_session=True)
             try:
                 segment = None
                 for _ in range(100):
@@ -113,7 +114,8 @@ class Contest:
                 words += [f"-batch_size={batch * depth}", "-threads=1", f"-duration={max(1, round(self.options.seconds))}", "-report_unit=GB"]
                 done = subprocess.run([program, "-mode=initiator", *words, *common], capture_output=True, text=True, timeout=60, env=env)
             finally:
-                target.kill()
+                # the program that pip installs starts another one
+                os.killpg(target.pid, signal.SIGKILL)
                 target.wait()
         found = re.search(r"throughput ([\d.]+) GB", done.stdout + done.stderr)
         if not found:
