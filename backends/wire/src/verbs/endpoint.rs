@@ -132,6 +132,9 @@ impl VerbsEndpoint {
         answer: &Answer,
         options: &VerbsOptions,
     ) -> Result<Self> {
+        if answer.address.checked_add(answer.bytes).is_none() {
+            return Err(Error::invalid("the peer answered with a region beyond the end of memory"));
+        }
         let mut halves: Vec<Option<HalfRail>> = halves.into_iter().map(Some).collect();
         let mut rails = Vec::new();
         for rail in &answer.rails {
