@@ -14,6 +14,7 @@ pub mod engine;
 pub mod env;
 pub mod metrics;
 pub mod model;
+pub mod pool;
 pub mod request;
 pub mod sampling;
 pub mod text;

@@ -135,6 +135,40 @@ impl BlockCache {
         }
     }
 
+    /// Uses `key`, the block at `depth` of its chain, and pins it once; it is taken in where it is not held, and what had to go
+    /// is appended to `evicted`. False, and nothing happens, if there is no room. A chain pinned so from the front and then
+    /// [unpinned](Self::unpin) leaves what [`insert`](Self::insert) leaves.
+    pub fn insert_pinned(&mut self, key: BlockHash, depth: u32, evicted: &mut Vec<BlockHash>) -> bool {
+        if let Some(id) = self.entry(key) {
+            self.hold(id);
+            let uses = &mut self.entries[id as usize].uses;
+            *uses = uses.saturating_add(1);
+            return true;
+        }
+        let room = self.make_room(evicted);
+        if room {
+            self.create(key, depth);
+        }
+        room
+    }
+
+    /// Gives up `key` whether it is pinned or not: its bytes are lost. False if it was not held.
+    pub fn remove(&mut self, key: BlockHash) -> bool {
+        let Some(id) = self.entry(key) else { return false };
+        if self.entries[id as usize].pins == 0 {
+            self.take_off(id);
+        }
+        self.forget(id);
+        true
+    }
+
+    /// The blocks that are not pinned, in the order in which they would be evicted.
+    pub fn by_worth(&self) -> impl Iterator<Item = BlockHash> {
+        let next = |&id: &u32| Some(self.entries[id as usize].newer).filter(|&newer| newer != NONE);
+        let shelf = move |shelf: &Shelf| std::iter::successors(Some(shelf.oldest), next);
+        self.shelves.values().flat_map(shelf).map(|id| self.entries[id as usize].key())
+    }
+
     /// Blocks held.
     pub fn len(&self) -> usize {
         self.table.len()
@@ -221,14 +255,19 @@ impl BlockCache {
             return false;
         };
         self.take_off(victim);
-        let entry = &mut self.entries[victim as usize];
+        evicted.push(self.entries[victim as usize].key());
+        self.forget(victim);
+        true
+    }
+
+    /// Frees an entry that stands on no shelf.
+    fn forget(&mut self, id: u32) {
+        let entry = &mut self.entries[id as usize];
         let key = entry.key();
         entry.uses = 0;
         entry.newer = self.free;
-        self.free = victim;
-        self.table.remove(spread(key), victim + 1);
-        evicted.push(key);
-        true
+        self.free = id;
+        self.table.remove(spread(key), id + 1);
     }
 
     /// A new entry, used and pinned once.
@@ -457,6 +496,36 @@ mod tests {
         }
 
         #[test]
+        fn pinning_a_chain_block_by_block_is_inserting_it(
+            policy in policy(),
+            capacity in 0usize..12,
+            chains in proptest::collection::vec(chain(), 0..40),
+        ) {
+            let mut whole = BlockCache::new(capacity, policy);
+            let mut pieces = BlockCache::new(capacity, policy);
+            for chain in chains {
+                let chain = keys(&chain);
+                let (mut evicted, mut gone) = (Vec::new(), Vec::new());
+                whole.insert(&chain, &mut evicted);
+                let held = pieces.longest_prefix(&chain);
+                for (depth, &key) in chain[..held].iter().enumerate() {
+                    pieces.insert_pinned(key, depth as u32, &mut gone);
+                }
+                let rest = chain.iter().enumerate().skip(held);
+                let taken = rest.take_while(|&(depth, &key)| pieces.insert_pinned(key, depth as u32, &mut gone));
+                let held = held + taken.count();
+                pieces.unpin(&chain[..held]);
+                prop_assert_eq!(&evicted, &gone);
+                prop_assert!(whole.by_worth().eq(pieces.by_worth()));
+                prop_assert_eq!((pieces.pinned(), pieces.by_worth().count()), (0, pieces.len()));
+            }
+            let mut order = Vec::new();
+            let expected: Vec<BlockHash> = whole.by_worth().collect();
+            whole.set_capacity(0, &mut order);
+            prop_assert_eq!(order, expected);
+        }
+
+        #[test]
         fn malformed_chains_do_no_harm(
             policy in policy(),
             capacity in 0usize..6,
@@ -487,6 +556,19 @@ mod tests {
             cache.insert(&keys(&[1, 9]), &mut evicted);
             assert_eq!(evicted, keys(&[3]), "{policy:?}");
         }
+    }
+
+    #[test]
+    fn what_is_removed_is_gone_even_if_it_is_pinned() {
+        let mut cache = BlockCache::new(4, CachePolicy::Lru);
+        cache.insert(&keys(&[1, 2, 3]), &mut Vec::new());
+        assert_eq!(cache.pin(&keys(&[1])), 1);
+        assert!(cache.remove(BlockHash(1)) && cache.remove(BlockHash(2)) && !cache.remove(BlockHash(2)));
+        cache.unpin(&keys(&[1]));
+        assert_eq!((cache.len(), cache.pinned()), (1, 0));
+        assert!(cache.by_worth().eq([BlockHash(3)]));
+        cache.insert(&keys(&[4, 5, 6]), &mut Vec::new());
+        assert_eq!(cache.len(), 4);
     }
 
     #[test]

@@ -1,0 +1,313 @@
+//! A disk in memory that obeys a plan of faults, loses power and crashes in the middle of a write.
+
+use super::Disk;
+use mixfleet_hal::fault::{Fault, FaultPlan};
+use mixfleet_hal::random;
+use std::collections::BTreeMap;
+use std::io::{Error, ErrorKind, Result};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Where the process that uses the disk dies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Crash {
+    /// The change (a write, a cut, a renaming, a removal) in which it dies, counted from 0.
+    pub change: u64,
+    /// Of a write, the leading bytes that still arrive; any other change is done where this is not 0.
+    pub bytes: u64,
+}
+
+struct Write {
+    offset: usize,
+    data: Vec<u8>,
+}
+
+#[derive(Clone, Default)]
+struct File {
+    now: Vec<u8>,
+    /// What survives a loss of power for sure, and what was written since, in order.
+    safe: Vec<u8>,
+    unsafe_since: Vec<Arc<Write>>,
+}
+
+#[derive(Default)]
+struct State {
+    files: BTreeMap<String, File>,
+    plan: FaultPlan,
+    operations: u64,
+    changes: u64,
+    crash: Option<Crash>,
+    dead: bool,
+    room_bytes: Option<u64>,
+    remembers: bool,
+}
+
+/// Files in memory; clones share them. Operations are counted as they come: all reads and writes, for the [`FaultPlan`].
+///
+/// `BitFlip` rots a bit for good (of what is read, before it is read; of what is written, after), `Drop` and `Stale` lose a write (a read
+/// is not struck), `Fail` and `Hang` are errors, `Slow` does nothing: the disk has no time.
+#[derive(Clone, Default)]
+pub struct SimDisk(Arc<Mutex<State>>);
+
+impl std::fmt::Debug for SimDisk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let state = self.state();
+        write!(f, "SimDisk({} files, {} changes)", state.files.len(), state.changes)
+    }
+}
+
+impl SimDisk {
+    /// An empty disk whose operations suffer `plan`.
+    pub fn new(plan: FaultPlan) -> Self {
+        let disk = SimDisk::default();
+        disk.set_plan(plan);
+        disk
+    }
+
+    /// An empty disk that can [lose power](Self::lose_power): it remembers every write since a file's last sync.
+    pub fn with_power_losses() -> Self {
+        let disk = SimDisk::default();
+        disk.state().remembers = true;
+        disk
+    }
+
+    /// From now on operations suffer `plan`, counted on.
+    pub fn set_plan(&self, plan: FaultPlan) {
+        self.state().plan = plan;
+    }
+
+    /// Bytes that all files together may have from now on; none: any.
+    pub fn set_room(&self, bytes: Option<u64>) {
+        self.state().room_bytes = bytes;
+    }
+
+    /// The process will die there: every operation after it fails, until [`restart`](Self::restart).
+    pub fn crash_at(&self, crash: Crash) {
+        self.state().crash = Some(crash);
+    }
+
+    /// Changes so far: where a [`Crash`] can be.
+    pub fn changes(&self) -> u64 {
+        self.state().changes
+    }
+
+    /// Operations so far: where a fault can strike.
+    pub fn operations(&self) -> u64 {
+        self.state().operations
+    }
+
+    /// Whether the process died.
+    pub fn is_dead(&self) -> bool {
+        self.state().dead
+    }
+
+    /// Bytes of all files.
+    pub fn used_bytes(&self) -> u64 {
+        used(&self.state())
+    }
+
+    /// What a process finds that starts after the crash: everything written, since the system lived on.
+    pub fn restart(&self) -> SimDisk {
+        let state = self.state();
+        let files = state.files.clone();
+        SimDisk(Arc::new(Mutex::new(State { files, room_bytes: state.room_bytes, ..State::default() })))
+    }
+
+    /// What a process finds after a loss of power: of the writes after a file's last sync each arrived whole, in part or not at all,
+    /// as `seed` decides. A disk that does not remember writes loses all of them.
+    pub fn lose_power(&self, seed: u64) -> SimDisk {
+        let after = self.restart();
+        let mut index = 0;
+        for file in after.state().files.values_mut() {
+            file.now = std::mem::take(&mut file.safe);
+            for written in std::mem::take(&mut file.unsafe_since) {
+                let length = written.data.len() as u64;
+                let arrived = match random::bits(seed, index) % 4 {
+                    0 => 0,
+                    1 => random::bits(!seed, index) % (length + 1),
+                    _ => length,
+                };
+                index += 1;
+                put(&mut file.now, written.offset, &written.data[..arrived as usize]);
+            }
+            file.safe = file.now.clone();
+        }
+        after
+    }
+
+    /// Changes one bit of a file, if it is that long.
+    pub fn rot(&self, file: &str, bit: u64) {
+        if let Some(byte) =
+            self.state().files.get_mut(file).and_then(|file| file.now.get_mut((bit / 8) as usize))
+        {
+            *byte ^= 1 << (bit % 8);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Carries out a change that is no write, unless the process dies of it.
+    fn change(&self, change: impl FnOnce(&mut State) -> Result<()>) -> Result<()> {
+        let mut state = self.state();
+        match state.start_change()? {
+            Some(0) => Err(died()),
+            Some(_) => change(&mut state).and_then(|()| Err(died())),
+            None => change(&mut state),
+        }
+    }
+}
+
+impl State {
+    fn living(&self) -> Result<()> {
+        if self.dead { Err(died()) } else { Ok(()) }
+    }
+
+    /// The bytes that arrive if the process dies of this change.
+    fn start_change(&mut self) -> Result<Option<u64>> {
+        self.living()?;
+        let change = self.changes;
+        self.changes += 1;
+        let crash = self.crash.filter(|crash| crash.change == change);
+        self.dead = crash.is_some();
+        Ok(crash.map(|crash| crash.bytes))
+    }
+
+    /// The number of an operation and what strikes it.
+    fn strike(&mut self) -> (u64, Option<Fault>) {
+        let operation = self.operations;
+        self.operations += 1;
+        (operation, self.plan.at(operation))
+    }
+
+    fn write(&mut self, file: &str, offset: u64, data: &[u8]) {
+        let file = self.files.entry(file.to_string()).or_default();
+        put(&mut file.now, offset as usize, data);
+        if self.remembers {
+            file.unsafe_since.push(Arc::new(Write { offset: offset as usize, data: data.to_vec() }));
+        }
+    }
+}
+
+fn died() -> Error {
+    Error::other("the process is dead")
+}
+
+fn used(state: &State) -> u64 {
+    state.files.values().map(|file| file.now.len() as u64).sum()
+}
+
+fn put(bytes: &mut Vec<u8>, offset: usize, data: &[u8]) {
+    if data.is_empty() {
+        return;
+    }
+    let end = offset + data.len();
+    if bytes.len() < end {
+        bytes.resize(end, 0);
+    }
+    bytes[offset..end].copy_from_slice(data);
+}
+
+impl Disk for SimDisk {
+    fn names(&self) -> Result<Vec<String>> {
+        let state = self.state();
+        state.living()?;
+        Ok(state.files.keys().cloned().collect())
+    }
+
+    fn len(&self, file: &str) -> Result<Option<u64>> {
+        let state = self.state();
+        state.living()?;
+        Ok(state.files.get(file).map(|file| file.now.len() as u64))
+    }
+
+    fn read_at(&self, file: &str, offset: u64, data: &mut [u8]) -> Result<usize> {
+        let mut state = self.state();
+        state.living()?;
+        let (operation, fault) = state.strike();
+        let bit = state.plan.bit(operation, data.len() as u64);
+        let file = state.files.get_mut(file).ok_or(ErrorKind::NotFound)?;
+        let start = (offset as usize).min(file.now.len());
+        let bytes = data.len().min(file.now.len() - start);
+        let source = &mut file.now[start..start + bytes];
+        match fault {
+            Some(Fault::Fail | Fault::Hang) => return Err(Error::other("the medium cannot be read")),
+            Some(Fault::BitFlip) => {
+                if let Some(byte) = source.get_mut((bit / 8) as usize) {
+                    *byte ^= 1 << (bit % 8);
+                }
+            }
+            _ => {}
+        }
+        data[..bytes].copy_from_slice(source);
+        Ok(bytes)
+    }
+
+    fn write_at(&self, file: &str, offset: u64, data: &[u8]) -> Result<()> {
+        let mut state = self.state();
+        if let Some(arrive) = state.start_change()? {
+            state.write(file, offset, &data[..data.len().min(arrive as usize)]);
+            return Err(died());
+        }
+        let (operation, fault) = state.strike();
+        match fault {
+            Some(Fault::Fail | Fault::Hang) => return Err(Error::other("the medium cannot be written")),
+            Some(Fault::Drop | Fault::Stale) => return Ok(()),
+            _ => {}
+        }
+        let length = state.files.get(file).map_or(0, |file| file.now.len() as u64);
+        let grows = (offset + data.len() as u64).saturating_sub(length);
+        if let Some(room) = state.room_bytes {
+            let left = room.saturating_sub(used(&state));
+            if grows > left {
+                // What fits arrives, as on a real disk.
+                let fits = (data.len() as u64).saturating_sub(grows - left);
+                state.write(file, offset, &data[..fits as usize]);
+                return Err(ErrorKind::StorageFull.into());
+            }
+        }
+        state.write(file, offset, data);
+        if fault == Some(Fault::BitFlip) && !data.is_empty() {
+            let bit = state.plan.bit(operation, data.len() as u64);
+            if let Some(file) = state.files.get_mut(file) {
+                file.now[(offset + bit / 8) as usize] ^= 1 << (bit % 8);
+            }
+        }
+        Ok(())
+    }
+
+    fn cut(&self, file: &str, bytes: u64) -> Result<()> {
+        self.change(|state| {
+            if let Some(file) = state.files.get_mut(file) {
+                file.now.truncate(bytes as usize);
+                file.safe.truncate(bytes as usize);
+                file.unsafe_since.retain(|write| ((write.offset + write.data.len()) as u64) <= bytes);
+            }
+            Ok(())
+        })
+    }
+
+    fn sync(&self, file: &str) -> Result<()> {
+        let mut state = self.state();
+        state.living()?;
+        let file = state.files.get_mut(file).ok_or(ErrorKind::NotFound)?;
+        file.safe = file.now.clone();
+        file.unsafe_since.clear();
+        Ok(())
+    }
+
+    fn rename(&self, from: &str, to: &str) -> Result<()> {
+        self.change(|state| {
+            let file = state.files.remove(from).ok_or(ErrorKind::NotFound)?;
+            state.files.insert(to.to_string(), file);
+            Ok(())
+        })
+    }
+
+    fn remove(&self, file: &str) -> Result<()> {
+        self.change(|state| {
+            state.files.remove(file);
+            Ok(())
+        })
+    }
+}

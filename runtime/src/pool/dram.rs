@@ -1,0 +1,133 @@
+//! Blocks in host memory: slots of equal size in regions that a transport can register.
+
+use super::check::Layout;
+use crate::engine::MakeRegion;
+use mixfleet_hal::Result;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy};
+use mixfleet_scheduler::table::IdMap;
+use std::sync::Arc;
+
+/// Calls on one region exclude each other, so there are several; each is registered and mapped apart, so not too many.
+const REGION_BYTES: u64 = 256 << 20;
+
+/// The memory of all slots.
+pub(super) struct Slab {
+    regions: Vec<Arc<dyn SharedMemory>>,
+    slots_per_region: u32,
+    block_bytes: u64,
+}
+
+impl Slab {
+    pub(super) fn new(slots: u32, block_bytes: u64, make_region: &MakeRegion) -> Result<Self> {
+        let slots_per_region =
+            u32::try_from(REGION_BYTES / block_bytes).unwrap_or(u32::MAX).clamp(1, slots.max(1));
+        let starts = (0..slots).step_by(slots_per_region as usize);
+        let sizes = starts.map(|start| u64::from((slots - start).min(slots_per_region)) * block_bytes);
+        let regions = sizes.map(make_region).collect::<Result<_>>()?;
+        Ok(Slab { regions, slots_per_region, block_bytes })
+    }
+
+    pub(super) fn regions(&self) -> &[Arc<dyn SharedMemory>] {
+        &self.regions
+    }
+
+    /// (region, offset in bytes)
+    pub(super) fn place(&self, slot: u32) -> (usize, u64) {
+        let offset = u64::from(slot % self.slots_per_region) * self.block_bytes;
+        ((slot / self.slots_per_region) as usize, offset)
+    }
+
+    pub(super) fn store(&self, slot: u32, data: &[u8]) -> Result<()> {
+        let (region, offset) = self.place(slot);
+        self.regions[region].store(offset, data)
+    }
+
+    pub(super) fn view(&self, slot: u32, look: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let (region, offset) = self.place(slot);
+        self.regions[region].view(offset, self.block_bytes, look)
+    }
+}
+
+/// A block that has a slot.
+pub(super) struct Held {
+    pub(super) slot: u32,
+    pub(super) depth: u32,
+    /// XXH3-64 of the payload.
+    pub(super) digest: u64,
+    pub(super) tokens: Box<[u32]>,
+    /// Its bytes have arrived. Until then only the one that stores it knows of it, and holds its one pin.
+    ready: bool,
+}
+
+/// Which block lies in which slot.
+pub(super) struct Dram {
+    pub(super) brain: BlockCache,
+    held: IdMap<Held>,
+    free: Vec<u32>,
+}
+
+/// A slot for a block that comes, and the block that has to leave it first.
+pub(super) struct Admitted {
+    pub(super) slot: u32,
+    pub(super) leaves: Option<(BlockHash, Held)>,
+}
+
+impl Dram {
+    pub(super) fn new(slots: u32, policy: CachePolicy) -> Self {
+        let brain = BlockCache::new(slots as usize, policy);
+        Dram { brain, held: IdMap::default(), free: (0..slots).rev().collect() }
+    }
+
+    /// A block that can be served.
+    pub(super) fn get(&self, hash: BlockHash) -> Option<&Held> {
+        self.held.get(hash.0).filter(|held| held.ready)
+    }
+
+    /// Whether the block has a slot, though it may not have arrived.
+    pub(super) fn has_slot(&self, hash: BlockHash) -> bool {
+        self.held.contains(hash.0)
+    }
+
+    /// Counts a use of a block that can be served, and pins it.
+    pub(super) fn pin(&mut self, hash: BlockHash, depth: u32) {
+        self.brain.insert_pinned(hash, depth, &mut Vec::new());
+    }
+
+    /// Makes room for a block without a slot, which is pinned once and not ready. None if all blocks are pinned.
+    pub(super) fn admit(&mut self, hash: BlockHash, depth: u32, tokens: &[u32]) -> Option<Admitted> {
+        let mut evicted = Vec::new();
+        if !self.brain.insert_pinned(hash, depth, &mut evicted) {
+            return None;
+        }
+        let leaves = evicted.pop().and_then(|victim| Some((victim, self.held.remove(victim.0)?)));
+        let slot = leaves.as_ref().map(|(_, held)| held.slot).or_else(|| self.free.pop())?;
+        self.held.insert(hash.0, Held { slot, depth, digest: 0, tokens: tokens.into(), ready: false });
+        Some(Admitted { slot, leaves })
+    }
+
+    /// An admitted block has arrived.
+    pub(super) fn arrived(&mut self, hash: BlockHash, digest: u64) {
+        if let Some(held) = self.held.get_mut(hash.0) {
+            held.digest = digest;
+            held.ready = true;
+        }
+    }
+
+    /// An admitted block did not arrive.
+    pub(super) fn cancel(&mut self, hash: BlockHash) {
+        self.brain.remove(hash);
+        self.free.extend(self.held.remove(hash.0).map(|held| held.slot));
+    }
+
+    /// All blocks that can be served, in order.
+    pub(super) fn hashes(&self) -> Vec<BlockHash> {
+        self.held.ids_where(|held| held.ready).into_iter().map(BlockHash).collect()
+    }
+}
+
+/// Slots that `bytes` bytes give.
+pub(super) fn slots(layout: &Layout, bytes: u64) -> u32 {
+    // The brain counts up to 2^32 - 2.
+    (bytes / layout.block_bytes as u64).min(u64::from(u32::MAX) - 2) as u32
+}

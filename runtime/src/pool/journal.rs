@@ -1,0 +1,238 @@
+//! Which slot of the disk holds which block, as an append-only file, so that opening a pool reads no payload.
+//!
+//! A record is 32 bytes, little endian: kind (4), slot (4), hash (8), depth (4), zeros (4), XXH3-64 of those seeded with the record's place and
+//! the namespace (8). Nothing depends on it but how much is found again: a record that is lost, late or stale names a slot
+//! whose frame says otherwise when it is read. So it is never waited for, and damaged records are skipped.
+
+use super::disk::Disk;
+use mixfleet_scheduler::kv::BlockHash;
+use std::collections::HashMap;
+use std::io::{ErrorKind, Result};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+pub(super) const FILE: &str = "journal";
+pub(super) const NEW_FILE: &str = "journal.new";
+
+pub(super) const RECORD_BYTES: u64 = 32;
+/// Records of a full journal by slot: it is written anew at three, and the new one has at most one beside it.
+pub(super) const RECORDS_PER_SLOT_MAX: u64 = 4;
+
+const STORED: u32 = 1;
+const FREED: u32 = 2;
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// A block in its slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stored {
+    pub(super) slot: u32,
+    pub(super) hash: BlockHash,
+    pub(super) depth: u32,
+}
+
+/// The open end of the journal.
+#[derive(Debug)]
+pub(super) struct Journal {
+    namespace: u64,
+    /// Where the next record goes. A record that was cut short is written over.
+    records: u64,
+    rewrite_at: u64,
+    slots: u32,
+}
+
+/// What a journal says.
+#[derive(Debug, Default)]
+pub(super) struct Replayed {
+    /// The block that each slot holds at the end, the longest stored first; each hash once.
+    pub(super) blocks: Vec<Stored>,
+    /// Records that were damaged.
+    pub(super) damaged: u64,
+}
+
+impl Journal {
+    /// Reads what is there; none is an empty one. Slots from `slots` on count as freed.
+    pub(super) fn open(disk: &dyn Disk, namespace: u64, slots: u32) -> Result<(Self, Replayed)> {
+        let bytes = disk.len(FILE)?.unwrap_or(0);
+        let mut replay = Replay::default();
+        let mut chunk = vec![0; CHUNK_BYTES];
+        let mut offset = 0;
+        while offset < bytes {
+            let read = disk.read_at(FILE, offset, &mut chunk)?;
+            if read == 0 {
+                break;
+            }
+            for (place, record) in (offset / RECORD_BYTES..).zip(chunk[..read].chunks(RECORD_BYTES as usize))
+            {
+                replay.add(decode(record, place, namespace), slots);
+            }
+            offset += read as u64;
+        }
+        let mut journal = Journal { namespace, records: bytes.div_ceil(RECORD_BYTES), rewrite_at: 0, slots };
+        journal.rewrite_later();
+        Ok((journal, replay.finish()))
+    }
+
+    pub(super) fn stored(&mut self, disk: &dyn Disk, block: Stored) -> Result<()> {
+        self.append(disk, STORED, block)
+    }
+
+    pub(super) fn freed(&mut self, disk: &dyn Disk, slot: u32) -> Result<()> {
+        self.append(disk, FREED, Stored { slot, hash: BlockHash(0), depth: 0 })
+    }
+
+    /// Whether most of it is past.
+    pub(super) fn is_long(&self) -> bool {
+        self.records >= self.rewrite_at
+    }
+
+    /// Writes a new journal of `blocks` alone, in this order, in place of the old one. After an error the old one goes on.
+    pub(super) fn rewrite(&mut self, disk: &dyn Disk, blocks: &[Stored], sync: bool) -> Result<()> {
+        // Also after an error: not every record is to try again.
+        self.rewrite_later();
+        disk.remove(NEW_FILE)?;
+        let mut chunk = Vec::with_capacity(CHUNK_BYTES);
+        let mut written = 0;
+        disk.write_at(NEW_FILE, 0, &[])?;
+        for (place, &block) in (0..).zip(blocks) {
+            chunk.extend_from_slice(&encode(STORED, block, place, self.namespace));
+            if chunk.len() >= CHUNK_BYTES || place + 1 == blocks.len() as u64 {
+                disk.write_at(NEW_FILE, written, &chunk)?;
+                written += chunk.len() as u64;
+                chunk.clear();
+            }
+        }
+        if sync {
+            disk.sync(NEW_FILE)?;
+        }
+        disk.rename(NEW_FILE, FILE)?;
+        self.records = blocks.len() as u64;
+        self.rewrite_later();
+        Ok(())
+    }
+
+    fn rewrite_later(&mut self) {
+        let slots = u64::from(self.slots);
+        self.rewrite_at = (self.records + slots).max(slots * (RECORDS_PER_SLOT_MAX - 1));
+    }
+
+    fn append(&mut self, disk: &dyn Disk, kind: u32, block: Stored) -> Result<()> {
+        let record = encode(kind, block, self.records, self.namespace);
+        disk.write_at(FILE, self.records * RECORD_BYTES, &record)?;
+        self.records += 1;
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+struct Replay {
+    by_slot: HashMap<u32, (u64, Stored)>,
+    by_hash: HashMap<BlockHash, u32>,
+    order: u64,
+    damaged: u64,
+}
+
+impl Replay {
+    fn add(&mut self, record: Option<(u32, Stored)>, slots: u32) {
+        let Some((kind, block)) = record else {
+            self.damaged += 1;
+            return;
+        };
+        self.order += 1;
+        if let Some((_, before)) = self.by_slot.remove(&block.slot) {
+            self.by_hash.remove(&before.hash);
+        }
+        if kind == STORED && block.slot < slots {
+            if let Some(elsewhere) = self.by_hash.insert(block.hash, block.slot) {
+                self.by_slot.remove(&elsewhere);
+            }
+            self.by_slot.insert(block.slot, (self.order, block));
+        }
+    }
+
+    fn finish(self) -> Replayed {
+        let mut blocks: Vec<(u64, Stored)> = self.by_slot.into_values().collect();
+        blocks.sort_unstable_by_key(|&(order, _)| order);
+        Replayed { blocks: blocks.into_iter().map(|(_, block)| block).collect(), damaged: self.damaged }
+    }
+}
+
+fn checksum(fields: &[u8], place: u64, namespace: u64) -> u64 {
+    xxh3_64_with_seed(fields, namespace ^ place)
+}
+
+fn encode(kind: u32, block: Stored, place: u64, namespace: u64) -> [u8; RECORD_BYTES as usize] {
+    let mut record = [0; RECORD_BYTES as usize];
+    record[..4].copy_from_slice(&kind.to_le_bytes());
+    record[4..8].copy_from_slice(&block.slot.to_le_bytes());
+    record[8..16].copy_from_slice(&block.hash.0.to_le_bytes());
+    record[16..20].copy_from_slice(&block.depth.to_le_bytes());
+    let sum = checksum(&record[..24], place, namespace);
+    record[24..].copy_from_slice(&sum.to_le_bytes());
+    record
+}
+
+/// None: damaged.
+fn decode(record: &[u8], place: u64, namespace: u64) -> Option<(u32, Stored)> {
+    let (fields, sum) = record.split_at_checked(24)?;
+    if sum != checksum(fields, place, namespace).to_le_bytes() {
+        return None;
+    }
+    let word = |at: usize| u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], fields[at + 3]]);
+    let hash = BlockHash(u64::from(word(8)) | u64::from(word(12)) << 32);
+    let kind = word(0);
+    [STORED, FREED].contains(&kind).then_some((kind, Stored { slot: word(4), hash, depth: word(16) }))
+}
+
+/// Whether a failure means that there is no room, rather than that the medium is bad.
+pub(super) fn is_full(error: &std::io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::disk::SimDisk;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    proptest! {
+        #[test]
+        fn a_journal_says_what_was_told_and_survives_any_cut(
+            told in proptest::collection::vec((any::<bool>(), 0u32..6, 0u64..9), 0..40),
+            rewrite in 0usize..40,
+            cut in 0u64..64,
+        ) {
+            let disk = SimDisk::default();
+            let (mut journal, _) = Journal::open(&disk, 3, 6).unwrap();
+            let mut naive: BTreeMap<u32, u64> = BTreeMap::new();
+            for (step, &(store, slot, hash)) in told.iter().enumerate() {
+                naive.retain(|&other, held| other != slot && !(store && *held == hash));
+                if store {
+                    naive.insert(slot, hash);
+                    journal.stored(&disk, Stored { slot, hash: BlockHash(hash), depth: slot }).unwrap();
+                } else {
+                    journal.freed(&disk, slot).unwrap();
+                }
+                if step == rewrite {
+                    let (_, replayed) = Journal::open(&disk, 3, 6).unwrap();
+                    journal.rewrite(&disk, &replayed.blocks, true).unwrap();
+                    prop_assert_eq!(disk.names().unwrap(), [FILE]);
+                }
+            }
+            let (_, replayed) = Journal::open(&disk, 3, 6).unwrap();
+            let read: BTreeMap<u32, u64> = replayed.blocks.iter().map(|block| (block.slot, block.hash.0)).collect();
+            prop_assert_eq!(&read, &naive);
+            prop_assert!(replayed.damaged == 0 && replayed.blocks.iter().all(|block| block.depth == block.slot));
+            let (_, foreign) = Journal::open(&disk, 4, 6).unwrap();
+            prop_assert!(foreign.blocks.is_empty());
+
+            // Cut short, what is whole is read, and what comes then is read too.
+            let length = disk.len(FILE).unwrap().unwrap_or(0).saturating_sub(cut);
+            disk.cut(FILE, length).unwrap();
+            let (mut journal, replayed) = Journal::open(&disk, 3, 6).unwrap();
+            prop_assert_eq!(replayed.damaged, u64::from(length % RECORD_BYTES != 0));
+            journal.stored(&disk, Stored { slot: 5, hash: BlockHash(77), depth: 0 }).unwrap();
+            let (_, replayed) = Journal::open(&disk, 3, 6).unwrap();
+            prop_assert_eq!(replayed.blocks.last().map(|block| block.hash), Some(BlockHash(77)));
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! A prompt's hold on its blocks.
+
+use super::Shared;
+use super::traffic::{Arrival, Wanted};
+use mixfleet_hal::{Error, Result};
+use mixfleet_scheduler::kv::BlockHash;
+use std::sync::Arc;
+
+/// What became of a block that was to be stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// It is stored, and pinned by the lease.
+    Stored,
+    /// It was there already, and is pinned by the lease.
+    Held,
+    /// It is not stored: all of host memory is in use by leases.
+    Full,
+    /// It is not stored: somebody else is storing it right now.
+    Busy,
+    /// It is not stored: another prompt's block has its hash. Nor will any block behind it be.
+    Collision,
+}
+
+/// The leading blocks of a prompt, pinned in host memory until this is dropped. Together with [`put`](Self::put) it is one use of the chain: the
+/// policy sees what it would see of `BlockCache::insert`.
+pub struct Lease {
+    shared: Arc<Shared>,
+    chain: Vec<BlockHash>,
+    tokens: Vec<u32>,
+    /// Slots and payload digests of the leading blocks, all pinned once.
+    held: Vec<(u32, u64)>,
+    collided: bool,
+}
+
+impl std::fmt::Debug for Lease {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Lease({} of {} blocks)", self.held.len(), self.chain.len())
+    }
+}
+
+impl Lease {
+    pub(super) fn open(shared: Arc<Shared>, chain: &[BlockHash], tokens: &[u32]) -> Self {
+        // A block of which the tokens are not known cannot be compared.
+        let known = chain.len().min(tokens.len() / shared.layout.block_tokens);
+        let tokens = tokens[..known * shared.layout.block_tokens].to_vec();
+        let mut lease =
+            Lease { shared, chain: chain[..known].to_vec(), tokens, held: Vec::new(), collided: false };
+        let arrivals = lease.pin_present();
+        lease.bring(&arrivals);
+        lease
+    }
+
+    /// Leading blocks that are pinned.
+    pub fn len(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Whether no block is pinned.
+    pub fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// Stores the block that follows the pinned ones: `bytes` is its KV, of exactly `block_bytes` bytes.
+    ///
+    /// # Errors
+    /// `Invalid` where the chain has no such block, or for another number of bytes.
+    pub fn put(&mut self, bytes: &[u8]) -> Result<Put> {
+        let at = self.held.len();
+        if at == self.chain.len() {
+            return Err(Error::invalid(format!("a chain of {at} blocks has no block {at}")));
+        }
+        if bytes.len() != self.shared.layout.block_bytes {
+            let expected = self.shared.layout.block_bytes;
+            return Err(Error::invalid(format!(
+                "a KV block of {} bytes in a pool of {expected}",
+                bytes.len()
+            )));
+        }
+        if self.collided {
+            return Ok(Put::Collision);
+        }
+        let arrival = self.shared.put(self.wanted(at), bytes)?;
+        self.note(arrival);
+        Ok(match arrival {
+            Arrival::Stored => Put::Stored,
+            Arrival::Held => Put::Held,
+            Arrival::Full => Put::Full,
+            Arrival::Collision => Put::Collision,
+            Arrival::Busy | Arrival::Missing => Put::Busy,
+        })
+    }
+
+    /// Shows the bytes of a pinned block.
+    ///
+    /// # Errors
+    /// `Invalid` where it is not pinned.
+    pub fn view(&self, block: usize, look: &mut dyn FnMut(&[u8])) -> Result<()> {
+        self.shared.slab.view(self.pinned(block)?.0, look)
+    }
+
+    /// Copies the bytes of a pinned block.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn load(&self, block: usize) -> Result<Vec<u8>> {
+        let mut bytes = Vec::with_capacity(self.shared.layout.block_bytes);
+        self.view(block, &mut |payload| bytes.extend_from_slice(payload))?;
+        Ok(bytes)
+    }
+
+    /// XXH3-64 of a pinned block's bytes, from when it was stored: for those who send it on.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn digest(&self, block: usize) -> Result<u64> {
+        Ok(self.pinned(block)?.1)
+    }
+
+    /// Where a pinned block lies: the number of its region in [`Pool::regions`](super::Pool::regions), and its first byte there.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn place(&self, block: usize) -> Result<(usize, u64)> {
+        Ok(self.shared.slab.place(self.pinned(block)?.0))
+    }
+
+    fn pinned(&self, block: usize) -> Result<(u32, u64)> {
+        let held = self.held.get(block).copied();
+        held.ok_or_else(|| Error::invalid(format!("block {block} of a lease on {} blocks", self.held.len())))
+    }
+
+    fn wanted(&self, at: usize) -> Wanted<'_> {
+        let block_tokens = self.shared.layout.block_tokens;
+        let tokens = &self.tokens[at * block_tokens..(at + 1) * block_tokens];
+        Wanted { hash: self.chain[at], depth: at as u32, tokens }
+    }
+
+    /// Pins what is in host memory at once, so that nothing of it goes for what is brought. None: it may be on the disk.
+    fn pin_present(&self) -> Vec<Option<Arrival>> {
+        let mut state = self.shared.state();
+        let mut arrivals = Vec::new();
+        for at in 0..self.chain.len() {
+            let wanted = self.wanted(at);
+            let arrival = match state.pin(wanted) {
+                Some(arrival) => Some(arrival),
+                None if state.tier(wanted.hash).is_some() => None,
+                None => break,
+            };
+            arrivals.push(arrival);
+            if !matches!(arrival, None | Some(Arrival::Held)) {
+                break;
+            }
+        }
+        // The disk counts a use by prompts that need it; host memory keeps the others from it.
+        if arrivals.contains(&None)
+            && let Some(ssd) = &mut state.ssd
+        {
+            ssd.brain.touch(&self.chain);
+        }
+        arrivals
+    }
+
+    /// Brings what is on the disk, up to the first block that does not come. What is pinned behind it is given back.
+    fn bring(&mut self, arrivals: &[Option<Arrival>]) {
+        for (at, &arrival) in arrivals.iter().enumerate() {
+            let result = match arrival {
+                Some(arrival) => Ok(arrival),
+                None => self.shared.promote(self.wanted(at)),
+            };
+            let came = result.unwrap_or_else(|error| {
+                tracing::warn!(%error, "a KV block could not be brought to host memory");
+                Arrival::Missing
+            });
+            if !self.note(came) {
+                let behind = arrivals.iter().enumerate().skip(at + 1);
+                let pinned = behind.filter(|(_, arrival)| **arrival == Some(Arrival::Held));
+                let pinned: Vec<BlockHash> = pinned.map(|(at, _)| self.chain[at]).collect();
+                self.shared.state().dram.brain.unpin(&pinned);
+                return;
+            }
+            let mut state = self.shared.state();
+            match arrival {
+                Some(_) => state.counts.hits_dram += 1,
+                None => state.counts.hits_ssd += 1,
+            }
+        }
+    }
+
+    /// Takes the next block in, if it is pinned.
+    fn note(&mut self, arrival: Arrival) -> bool {
+        self.collided |= arrival == Arrival::Collision;
+        if !matches!(arrival, Arrival::Stored | Arrival::Held) {
+            return false;
+        }
+        let slot =
+            self.shared.state().dram.get(self.chain[self.held.len()]).map(|held| (held.slot, held.digest));
+        self.held.extend(slot);
+        slot.is_some()
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if !self.held.is_empty() {
+            self.shared.state().dram.brain.unpin(&self.chain[..self.held.len()]);
+        }
+    }
+}

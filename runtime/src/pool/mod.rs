@@ -1,0 +1,266 @@
+//! The lower tiers of a worker's KV cache: whole blocks as bytes in host memory and on a disk.
+//!
+//! A block is the KV of `block_tokens` tokens in all layers, in the neutral wire layout, under its chained hash. Prompts choose what is hashed,
+//! so a block's token ids are kept and compared: a hash alone serves nothing. A prompt opens a [`Lease`] on its chain of blocks: what lies on
+//! the disk is brought to host memory, what is held is pinned until the lease is dropped, and new blocks are added
+//! at its end. What host memory gives up goes to the disk. Which block goes is decided by the scheduler's own [`BlockCache`](mixfleet_scheduler::kv::BlockCache), one a
+//! tier, so that a simulated pool and a real one decide alike.
+//!
+//! Calls block for as long as the disk takes, and overlap: no lock is held while payloads are read, written or copied. A journal's record
+//! (32 bytes) is written under the lock.
+
+mod check;
+mod directory;
+pub mod disk;
+mod dram;
+mod events;
+mod journal;
+mod lease;
+mod ssd;
+mod traffic;
+
+pub use events::{PoolEvent, Snapshot};
+pub use lease::{Lease, Put};
+
+use crate::engine::MakeRegion;
+use check::Layout;
+use disk::Disk;
+use dram::{Dram, Slab};
+use events::Events;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
+use ssd::{Frames, Ssd};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The disk of a pool.
+pub struct SsdConfig {
+    /// A directory of its own.
+    pub disk: Arc<dyn Disk>,
+    /// Bytes that all its files may have together.
+    pub bytes: u64,
+    /// Whether a pool that is there already and belongs to another model, block size or format may be deleted. What is not a pool
+    /// is never deleted.
+    pub wipe: bool,
+}
+
+/// What a pool holds, and how much of it.
+pub struct PoolConfig {
+    /// Bytes of a block: all layers of `block_tokens` tokens in the wire layout.
+    pub block_bytes: u64,
+    /// Tokens of a block.
+    pub block_tokens: u32,
+    /// Digest of all that must be equal before blocks may be shared: the fleet's secret, weights, tokenizer, KV dtype.
+    pub namespace: u64,
+    /// Bytes of host memory, at least one block.
+    pub dram_bytes: u64,
+    /// The disk, if any.
+    pub ssd: Option<SsdConfig>,
+    /// Which block goes first, in both tiers.
+    pub policy: CachePolicy,
+    /// Events kept until somebody takes them. With more, the oldest are lost, and a [`Snapshot`] is needed.
+    pub events_max: usize,
+}
+
+/// Why a pool cannot be opened or used.
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    /// Host memory was refused, or a call broke the contract.
+    #[error(transparent)]
+    Hal(#[from] mixfleet_hal::Error),
+    /// A tier that holds nothing.
+    #[error(
+        "the pool's {tier} tier has {bytes} bytes and needs {needed} for one block: give it more, or leave it out"
+    )]
+    TooSmall {
+        /// Which tier.
+        tier: &'static str,
+        /// What it was given.
+        bytes: u64,
+        /// What one block needs.
+        needed: u64,
+    },
+    /// Another process, or another pool of this one, has the directory.
+    #[error("the directory {} is in use by another pool: give each worker a directory of its own", .0.display())]
+    InUse(PathBuf),
+    /// The directory holds something else.
+    #[error("the directory is not a KV pool's ({0}): name an empty or a new one")]
+    Foreign(String),
+    /// The directory holds blocks that this pool may not serve.
+    #[error("the directory holds another KV pool: {0}; name another directory, or allow it to be wiped")]
+    Mismatch(String),
+    /// The operating system refused.
+    #[error("cannot {doing}: {source}")]
+    Io {
+        /// What was tried.
+        doing: String,
+        /// The cause.
+        source: std::io::Error,
+    },
+}
+
+/// What a pool did since it was opened, and holds now.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Blocks in host memory now.
+    pub dram_blocks: u64,
+    /// Blocks on the disk now; some may be in host memory too.
+    pub ssd_blocks: u64,
+    /// Blocks that leases found in host memory.
+    pub hits_dram: u64,
+    /// Blocks that leases brought from the disk.
+    pub hits_ssd: u64,
+    /// Blocks written to the disk.
+    pub demoted: u64,
+    /// Blocks that left host memory and could not be stored on the disk.
+    pub lost: u64,
+    /// Blocks found torn, rotten or unreadable on the disk, and dropped.
+    pub bad: u64,
+    /// Blocks that were there under the hash of another prompt, and were not served to it.
+    pub collisions: u64,
+    /// Records of the journal that were damaged when the pool was opened.
+    pub journal_damaged: u64,
+    /// Why the disk takes no blocks at present, if so.
+    pub ssd_paused: Option<String>,
+}
+
+struct State {
+    dram: Dram,
+    ssd: Option<Ssd>,
+    events: Events,
+    counts: PoolStats,
+}
+
+struct Shared {
+    layout: Layout,
+    slab: Slab,
+    frames: Option<Frames>,
+    state: Mutex<State>,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Blocks in host memory and on a disk. Clones are the same pool.
+#[derive(Clone)]
+pub struct Pool(Arc<Shared>);
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let stats = self.stats();
+        write!(f, "Pool({} blocks in DRAM, {} on SSD)", stats.dram_blocks, stats.ssd_blocks)
+    }
+}
+
+impl Pool {
+    /// Allocates host memory with `make_region`, and opens or creates the disk's files. Reads no payload: every block is checked when it is
+    /// asked for.
+    ///
+    /// # Errors
+    /// See [`PoolError`].
+    pub fn new(config: PoolConfig, make_region: &MakeRegion) -> Result<Self, PoolError> {
+        let PoolConfig { block_bytes, block_tokens, namespace, dram_bytes, ssd, policy, events_max } = config;
+        let block = usize::try_from(block_bytes).ok().filter(|&bytes| bytes > 0 && block_tokens > 0);
+        let Some(block) = block else {
+            let detail = format!("a KV block of {block_bytes} bytes and {block_tokens} tokens holds nothing");
+            return Err(mixfleet_hal::Error::invalid(detail).into());
+        };
+        let layout = Layout { block_bytes: block, block_tokens: block_tokens as usize, namespace };
+        let slots = dram::slots(&layout, dram_bytes);
+        if slots == 0 {
+            return Err(PoolError::TooSmall { tier: "dram", bytes: dram_bytes, needed: block_bytes });
+        }
+        let slab = Slab::new(slots, block_bytes, make_region)?;
+        let mut counts = PoolStats::default();
+        let (mut tier, mut frames) = (None, None);
+        if let Some(ssd) = ssd {
+            let (opened, file, damaged) = ssd::open(ssd, layout, policy)?;
+            counts.journal_damaged = damaged;
+            (tier, frames) = (Some(opened), Some(file));
+        }
+        let state =
+            State { dram: Dram::new(slots, policy), ssd: tier, events: Events::new(events_max), counts };
+        Ok(Pool(Arc::new(Shared { layout, slab, frames, state: Mutex::new(state) })))
+    }
+
+    /// Uses the blocks of a prompt: `chain` has the keys of its blocks, `tokens` its token ids from the first on. Leading blocks that are held are
+    /// brought to host memory and pinned, up to the first that is not held, is bad, is another prompt's, or finds no room.
+    pub fn lease(&self, chain: &[BlockHash], tokens: &[u32]) -> Lease {
+        Lease::open(self.0.clone(), chain, tokens)
+    }
+
+    /// A lease on one block that stands for itself; none if it cannot be served.
+    pub fn get(&self, hash: BlockHash, tokens: &[u32]) -> Option<Lease> {
+        Some(self.lease(&[hash], tokens)).filter(|lease| lease.len() == 1)
+    }
+
+    /// Stores one block that stands for itself, as if it were the first of its chain.
+    ///
+    /// # Errors
+    /// As [`Lease::put`].
+    pub fn put(&self, hash: BlockHash, tokens: &[u32], bytes: &[u8]) -> mixfleet_hal::Result<Put> {
+        let mut lease = self.lease(&[hash], tokens);
+        if lease.len() == 1 { Ok(Put::Held) } else { lease.put(bytes) }
+    }
+
+    /// The fastest tier that holds a block.
+    pub fn contains(&self, hash: BlockHash) -> Option<Tier> {
+        self.0.state().tier(hash)
+    }
+
+    /// Leading blocks of `chain` that are held in any tier. No use is counted, and nothing is compared or checked.
+    pub fn match_prefix(&self, chain: &[BlockHash]) -> usize {
+        let state = self.0.state();
+        chain.iter().take_while(|&&hash| state.tier(hash).is_some()).count()
+    }
+
+    /// The events since the last call, in order.
+    pub fn take_events(&self) -> Vec<PoolEvent> {
+        self.0.state().events.take()
+    }
+
+    /// What both tiers hold now.
+    pub fn snapshot(&self) -> Snapshot {
+        let state = self.0.state();
+        let ssd = state.ssd.as_ref().map(Ssd::hashes).unwrap_or_default();
+        Snapshot { sequence: state.events.last(), dram: state.dram.hashes(), ssd }
+    }
+
+    /// What was done, and is held.
+    pub fn stats(&self) -> PoolStats {
+        let state = self.0.state();
+        let mut stats = state.counts.clone();
+        stats.dram_blocks = state.dram.brain.len() as u64;
+        if let Some(ssd) = &state.ssd {
+            stats.ssd_blocks = ssd.brain.len() as u64;
+            stats.ssd_paused = ssd.paused().map(str::to_string);
+        }
+        stats
+    }
+
+    /// Waits until what is on the disk would survive a loss of power, and writes down in which order it would be evicted. Others wait meanwhile.
+    ///
+    /// # Errors
+    /// As the disk fails.
+    pub fn sync(&self) -> Result<(), PoolError> {
+        let synced = self.0.state().ssd.as_mut().map_or(Ok(()), Ssd::sync);
+        synced.map_err(|source| PoolError::Io { doing: "sync the pool's files".into(), source })
+    }
+
+    /// The host memory of all blocks, for transports to register; [`Lease::place`] says where a block lies.
+    pub fn regions(&self) -> &[Arc<dyn SharedMemory>] {
+        self.0.slab.regions()
+    }
+}
+
+impl State {
+    fn tier(&self, hash: BlockHash) -> Option<Tier> {
+        if self.dram.get(hash).is_some() {
+            return Some(Tier::Dram);
+        }
+        self.ssd.as_ref()?.slot(hash).map(|_| Tier::Ssd)
+    }
+}

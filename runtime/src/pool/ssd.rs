@@ -1,0 +1,288 @@
+//! Blocks on a disk: frames in slots of equal size in one file, and a journal that says which lies where.
+//!
+//! Nothing is waited for: no write is followed by a sync. What a crash or a loss of power leaves is whatever it is, and
+//! every frame is checked when it is read.
+
+use super::check::{Layout, Refusal};
+use super::directory;
+use super::disk::Disk;
+use super::events::Events;
+use super::journal::{self, Journal, Stored};
+use super::{PoolError, SsdConfig};
+use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy, Tier};
+use mixfleet_scheduler::table::IdMap;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub(super) const FILE: &str = "blocks";
+
+/// Frames of at least this size start at a multiple of it: a page of the operating system's cache.
+const PAGE_BYTES: u64 = 4096;
+/// While nothing can be stored, one block of so many is tried.
+const TRY_EVERY: u32 = 64;
+/// Frames' memory that is kept for the next ones.
+const BUFFERS_MAX: usize = 8;
+
+/// The file of frames: reading and writing, outside any lock.
+pub(super) struct Frames {
+    disk: Arc<dyn Disk>,
+    layout: Layout,
+    stride: u64,
+    buffers: Mutex<Vec<Vec<u8>>>,
+}
+
+/// Why a block could not be read.
+pub(super) enum ReadError {
+    Refused(Refusal),
+    Io(io::Error),
+}
+
+impl std::fmt::Display for ReadError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            ReadError::Refused(Refusal::Damaged(why)) => f.write_str(why),
+            ReadError::Refused(Refusal::OtherTokens) => f.write_str("it is another prompt's"),
+            ReadError::Io(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Frames {
+    /// Memory for a frame, with whatever is in it; to be given back.
+    pub(super) fn buffer(&self) -> Vec<u8> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+    }
+
+    pub(super) fn give_back(&self, buffer: Vec<u8>) {
+        let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        if buffers.len() < BUFFERS_MAX {
+            buffers.push(buffer);
+        }
+    }
+
+    /// Reads the frame in `slot` and checks that it is this block of this prompt. Returns the XXH3-64 of its payload.
+    pub(super) fn read(
+        &self,
+        slot: u32,
+        hash: BlockHash,
+        tokens: &[u32],
+        frame: &mut Vec<u8>,
+    ) -> Result<u64, ReadError> {
+        frame.resize(self.layout.frame_bytes(), 0);
+        let read = self.disk.read_at(FILE, u64::from(slot) * self.stride, frame).map_err(ReadError::Io)?;
+        self.layout.check(&frame[..read], hash, tokens).map_err(ReadError::Refused)
+    }
+
+    pub(super) fn write(&self, slot: u32, frame: &[u8]) -> io::Result<()> {
+        self.disk.write_at(FILE, u64::from(slot) * self.stride, frame)
+    }
+}
+
+struct Held {
+    slot: u32,
+    depth: u32,
+    /// Its frame is written. Until then only the one that writes it knows of it.
+    ready: bool,
+}
+
+/// Which block lies in which slot.
+pub(super) struct Ssd {
+    disk: Arc<dyn Disk>,
+    pub(super) brain: BlockCache,
+    held: IdMap<Held>,
+    free: Vec<u32>,
+    journal: Journal,
+    paused: Option<String>,
+    skipped: u32,
+}
+
+/// What becomes of a block that leaves host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Begun {
+    /// It lies here already.
+    Known,
+    /// Its frame is to be written into this slot.
+    Write(u32),
+    /// It is lost: nothing can be stored now.
+    Lost,
+}
+
+/// Opens or creates the tier. Returns it with its file and the journal's damaged records.
+pub(super) fn open(
+    config: SsdConfig,
+    layout: Layout,
+    policy: CachePolicy,
+) -> Result<(Ssd, Frames, u64), PoolError> {
+    let SsdConfig { disk, bytes, wipe } = config;
+    let stride = match layout.frame_bytes() as u64 {
+        small if small < PAGE_BYTES => small,
+        large => large.next_multiple_of(PAGE_BYTES),
+    };
+    let slot_bytes = stride + journal::RECORDS_PER_SLOT_MAX * journal::RECORD_BYTES;
+    // The brain counts up to 2^32 - 2.
+    let slots =
+        (bytes.saturating_sub(directory::META_BYTES) / slot_bytes).min(u64::from(u32::MAX) - 2) as u32;
+    if slots == 0 {
+        return Err(PoolError::TooSmall { tier: "ssd", bytes, needed: directory::META_BYTES + slot_bytes });
+    }
+    directory::prepare(&*disk, &layout, wipe)?;
+    let failed = |source| PoolError::Io { doing: "read the pool's journal".into(), source };
+    let (journal, replayed) = Journal::open(&*disk, layout.namespace, slots).map_err(failed)?;
+    let mut ssd = Ssd {
+        disk: disk.clone(),
+        brain: BlockCache::new(slots as usize, policy),
+        held: IdMap::default(),
+        free: Vec::new(),
+        journal,
+        paused: None,
+        skipped: 0,
+    };
+    ssd.recover(&replayed.blocks, slots);
+    let cut = disk.cut(FILE, u64::from(slots) * stride);
+    if let Err(error) = cut.and_then(|()| ssd.compact(true)) {
+        ssd.pause(&error);
+    }
+    let frames = Frames { disk, layout, stride, buffers: Mutex::default() };
+    Ok((ssd, frames, replayed.damaged))
+}
+
+impl Ssd {
+    fn recover(&mut self, blocks: &[Stored], slots: u32) {
+        let mut used = vec![false; slots as usize];
+        for &Stored { slot, hash, depth } in blocks {
+            used[slot as usize] = true;
+            self.brain.insert_pinned(hash, depth, &mut Vec::new());
+            self.brain.unpin(&[hash]);
+            self.held.insert(hash.0, Held { slot, depth, ready: true });
+        }
+        self.free = (0..slots).rev().filter(|&slot| !used[slot as usize]).collect();
+    }
+
+    /// The slot of a block that can be read.
+    pub(super) fn slot(&self, hash: BlockHash) -> Option<u32> {
+        self.held.get(hash.0).filter(|held| held.ready).map(|held| held.slot)
+    }
+
+    /// A block comes. What has to go for it is told at once; its slot counts as free before it is written.
+    pub(super) fn begin(&mut self, hash: BlockHash, depth: u32, events: &mut Events) -> Begun {
+        if self.held.contains(hash.0) {
+            self.brain.touch(&[hash]);
+            return Begun::Known;
+        }
+        if self.paused.is_some() {
+            self.skipped += 1;
+            if !self.skipped.is_multiple_of(TRY_EVERY) {
+                return Begun::Lost;
+            }
+        }
+        let mut evicted = Vec::new();
+        if !self.brain.insert_pinned(hash, depth, &mut evicted) {
+            return Begun::Lost;
+        }
+        let left = evicted.pop().and_then(|victim| {
+            events.add(victim, Tier::Ssd, false);
+            self.held.remove(victim.0).map(|held| held.slot)
+        });
+        let Some(slot) = left.or_else(|| self.free.pop()) else {
+            self.brain.remove(hash);
+            return Begun::Lost;
+        };
+        self.held.insert(hash.0, Held { slot, depth, ready: false });
+        if left.is_some()
+            && let Err(error) = self.journal.freed(&*self.disk, slot)
+        {
+            self.fail(hash, &error);
+            return Begun::Lost;
+        }
+        Begun::Write(slot)
+    }
+
+    /// What became of the write that [`begin`](Self::begin) asked for. True: the block is stored.
+    pub(super) fn finish(&mut self, hash: BlockHash, written: io::Result<()>, events: &mut Events) -> bool {
+        let Some(&Held { slot, depth, .. }) = self.held.get(hash.0) else { return false };
+        let told = written.and_then(|()| self.journal.stored(&*self.disk, Stored { slot, hash, depth }));
+        if let Err(error) = told {
+            self.fail(hash, &error);
+            return false;
+        }
+        if let Some(held) = self.held.get_mut(hash.0) {
+            held.ready = true;
+        }
+        self.brain.unpin(&[hash]);
+        events.add(hash, Tier::Ssd, true);
+        if self.paused.take().is_some() {
+            tracing::info!("the KV pool's disk takes blocks again");
+        }
+        self.compact_if_long();
+        true
+    }
+
+    /// Gives up a block whose frame in `slot` could not be read. True if it was still there.
+    pub(super) fn drop_bad(&mut self, hash: BlockHash, slot: u32, events: &mut Events) -> bool {
+        if self.slot(hash) != Some(slot) {
+            return false;
+        }
+        self.release(hash);
+        events.add(hash, Tier::Ssd, false);
+        if let Err(error) = self.journal.freed(&*self.disk, slot) {
+            self.pause(&error);
+        }
+        self.compact_if_long();
+        true
+    }
+
+    /// Why nothing is stored at present.
+    pub(super) fn paused(&self) -> Option<&str> {
+        self.paused.as_deref()
+    }
+
+    /// All blocks that can be read, in order.
+    pub(super) fn hashes(&self) -> Vec<BlockHash> {
+        self.held.ids_where(|held| held.ready).into_iter().map(BlockHash).collect()
+    }
+
+    /// Writes the journal anew, in the order of the blocks' worth.
+    pub(super) fn compact(&mut self, sync: bool) -> io::Result<()> {
+        let block = |hash: BlockHash| {
+            let &Held { slot, depth, ready } = self.held.get(hash.0)?;
+            ready.then_some(Stored { slot, hash, depth })
+        };
+        let blocks: Vec<Stored> = self.brain.by_worth().filter_map(block).collect();
+        self.journal.rewrite(&*self.disk, &blocks, sync)
+    }
+
+    /// Everything that is stored lies safe on the medium when this returns.
+    pub(super) fn sync(&mut self) -> io::Result<()> {
+        if self.disk.len(FILE)?.is_some() {
+            self.disk.sync(FILE)?;
+        }
+        self.compact(true)
+    }
+
+    fn compact_if_long(&mut self) {
+        if self.journal.is_long()
+            && let Err(error) = self.compact(false)
+        {
+            self.pause(&error);
+        }
+    }
+
+    fn release(&mut self, hash: BlockHash) {
+        self.brain.remove(hash);
+        self.free.extend(self.held.remove(hash.0).map(|held| held.slot));
+    }
+
+    fn fail(&mut self, hash: BlockHash, error: &io::Error) {
+        self.release(hash);
+        self.pause(error);
+    }
+
+    fn pause(&mut self, error: &io::Error) {
+        if self.paused.is_none() {
+            let advice = if journal::is_full(error) { "make room on it" } else { "check it" };
+            tracing::warn!(%error, "the KV pool's disk takes no blocks ({advice}); what it holds is still served");
+            self.skipped = 0;
+        }
+        self.paused = Some(error.to_string());
+    }
+}

@@ -1,0 +1,140 @@
+//! Blocks on their way: into host memory, from there to the disk, and back.
+
+use super::check::{Refusal, check_tokens};
+use super::ssd::{Begun, ReadError};
+use super::{Shared, State};
+use mixfleet_hal::Result;
+use mixfleet_scheduler::kv::{BlockHash, Tier};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// A block of a prompt, and its place in the prompt's chain.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted<'a> {
+    pub(super) hash: BlockHash,
+    pub(super) depth: u32,
+    pub(super) tokens: &'a [u32],
+}
+
+/// What came of bringing a block to host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Arrival {
+    /// It is there now, and pinned once.
+    Stored,
+    /// It was there, and is pinned once.
+    Held,
+    /// All of host memory is pinned.
+    Full,
+    /// Somebody else is bringing it.
+    Busy,
+    /// Another prompt's block has this hash.
+    Collision,
+    /// It is not on the disk, or cannot be read there.
+    Missing,
+}
+
+enum Room {
+    Slot(u32),
+    None(Arrival),
+}
+
+impl State {
+    /// Pins a block that is in host memory. None if it is not.
+    pub(super) fn pin(&mut self, wanted: Wanted) -> Option<Arrival> {
+        let Some(held) = self.dram.get(wanted.hash) else {
+            return self.dram.has_slot(wanted.hash).then_some(Arrival::Busy);
+        };
+        if check_tokens(&held.tokens, wanted.tokens).is_err() {
+            self.counts.collisions += 1;
+            return Some(Arrival::Collision);
+        }
+        self.dram.pin(wanted.hash, wanted.depth);
+        Some(Arrival::Held)
+    }
+}
+
+impl Shared {
+    /// Stores `payload`, whose XXH3-64 is `digest`, as this block.
+    pub(super) fn store(&self, wanted: Wanted, payload: &[u8], digest: u64) -> Result<Arrival> {
+        let slot = match self.make_room(wanted)? {
+            Room::Slot(slot) => slot,
+            Room::None(why) => return Ok(why),
+        };
+        let copied = self.slab.store(slot, payload);
+        let mut state = self.state();
+        if let Err(error) = copied {
+            state.dram.cancel(wanted.hash);
+            return Err(error);
+        }
+        state.dram.arrived(wanted.hash, digest);
+        state.events.add(wanted.hash, Tier::Dram, true);
+        Ok(Arrival::Stored)
+    }
+
+    /// Stores what a caller brings.
+    pub(super) fn put(&self, wanted: Wanted, payload: &[u8]) -> Result<Arrival> {
+        self.store(wanted, payload, xxh3_64(payload))
+    }
+
+    /// Brings a block from the disk.
+    pub(super) fn promote(&self, wanted: Wanted) -> Result<Arrival> {
+        let slot = self.state().ssd.as_ref().and_then(|ssd| ssd.slot(wanted.hash));
+        let (Some(slot), Some(frames)) = (slot, &self.frames) else { return Ok(Arrival::Missing) };
+        let mut frame = frames.buffer();
+        let arrival = match frames.read(slot, wanted.hash, wanted.tokens, &mut frame) {
+            Ok(digest) => self.store(wanted, &frame[..self.layout.block_bytes], digest),
+            Err(ReadError::Refused(Refusal::OtherTokens)) => {
+                self.state().counts.collisions += 1;
+                Ok(Arrival::Collision)
+            }
+            Err(error) => {
+                self.drop_bad(wanted.hash, slot, &error);
+                Ok(Arrival::Missing)
+            }
+        };
+        frames.give_back(frame);
+        arrival
+    }
+
+    fn drop_bad(&self, hash: BlockHash, slot: u32, error: &ReadError) {
+        let State { ssd, events, counts, .. } = &mut *self.state();
+        // Where the slot was given to another block meanwhile, the one that was asked for is merely gone.
+        if ssd.as_mut().is_some_and(|ssd| ssd.drop_bad(hash, slot, events)) {
+            counts.bad += 1;
+            tracing::warn!(hash = hash.0, slot, %error, "a KV block on the disk is bad, and dropped");
+        }
+    }
+
+    /// A slot for a block that comes. What lies in it goes to the disk first.
+    fn make_room(&self, wanted: Wanted) -> Result<Room> {
+        let mut state = self.state();
+        if let Some(there) = state.pin(wanted) {
+            return Ok(Room::None(there));
+        }
+        let Some(admitted) = state.dram.admit(wanted.hash, wanted.depth, wanted.tokens) else {
+            return Ok(Room::None(Arrival::Full));
+        };
+        let Some((victim, held)) = admitted.leaves else { return Ok(Room::Slot(admitted.slot)) };
+        let State { ssd, events, .. } = &mut *state;
+        // Told now: while the copy is written, somebody else may store the block here again.
+        events.add(victim, Tier::Dram, false);
+        let begun = ssd.as_mut().map(|ssd| ssd.begin(victim, held.depth, events));
+        let mut kept = begun == Some(Begun::Known);
+        if let (Some(Begun::Write(slot)), Some(frames)) = (begun, &self.frames) {
+            drop(state);
+            let mut frame = frames.buffer();
+            frame.clear();
+            frame.reserve(self.layout.frame_bytes());
+            let copied = self.slab.view(admitted.slot, &mut |payload| frame.extend_from_slice(payload));
+            self.layout.add_trailer(&mut frame, victim, &held.tokens, held.digest);
+            let written = copied.map_err(std::io::Error::other).and_then(|()| frames.write(slot, &frame));
+            frames.give_back(frame);
+            state = self.state();
+            let State { ssd, events, .. } = &mut *state;
+            kept = ssd.as_mut().is_some_and(|ssd| ssd.finish(victim, written, events));
+            state.counts.demoted += u64::from(kept);
+        }
+        let lost = !kept && state.ssd.is_some();
+        state.counts.lost += u64::from(lost);
+        Ok(Room::Slot(admitted.slot))
+    }
+}

@@ -1,0 +1,92 @@
+//! A process that is killed while it stores blocks on a real disk, again and again in the same directory.
+//!
+//! `MIXFLEET_POOL_KILLS=100 cargo test -p mixfleet-runtime --test pool killed` kills as often as one likes; 20 by default.
+
+use crate::support::{Directory, content, make_region, tokens};
+use mixfleet_hal::random::{self, Stream};
+use mixfleet_runtime::pool::disk::RealDisk;
+use mixfleet_runtime::pool::{Pool, PoolConfig, SsdConfig};
+use mixfleet_scheduler::kv::{BlockHash, CachePolicy};
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+const BLOCK_BYTES: u64 = 64 << 10;
+const KEYS: u64 = 600;
+const CHILD: &str = "MIXFLEET_POOL_CHILD";
+const SEED: &str = "MIXFLEET_POOL_SEED";
+
+fn pool(directory: &Path) -> Pool {
+    let disk = RealDisk::open(directory).expect("nobody else has the directory");
+    let ssd =
+        SsdConfig { disk: std::sync::Arc::new(disk), bytes: 300 * (BLOCK_BYTES + 4096 + 128), wipe: false };
+    let config = PoolConfig {
+        block_bytes: BLOCK_BYTES,
+        block_tokens: 2,
+        namespace: 1,
+        dram_bytes: 4 * BLOCK_BYTES,
+        ssd: Some(ssd),
+        policy: CachePolicy::Lru,
+        events_max: 0,
+    };
+    Pool::new(config, &make_region).expect("a killed pool opens again")
+}
+
+#[test]
+#[ignore = "the process that is killed by the test below"]
+fn child() {
+    let (Ok(directory), Ok(seed)) = (std::env::var(CHILD), std::env::var(SEED)) else {
+        eprintln!("SKIPPED: {CHILD} is not set; this runs as the child of another test");
+        return;
+    };
+    let pool = pool(Path::new(&directory));
+    let mut random = Stream::new(seed.parse().expect("a number"));
+    // The one that reads this ends it.
+    for step in 0u64.. {
+        let key = random.below(KEYS);
+        pool.put(BlockHash(key), &tokens(key), &content(key, BLOCK_BYTES)).expect("the right size");
+        if step % 16 == 15 {
+            println!("stored");
+            std::io::stdout().flush().expect("a pipe");
+        }
+    }
+}
+
+#[test]
+fn no_bad_block_is_served_after_kill_9() {
+    let kills: u64 =
+        std::env::var("MIXFLEET_POOL_KILLS").map_or(20, |kills| kills.parse().expect("a number"));
+    let directory = Directory::new("killed");
+    let (mut whole, mut least) = (0, usize::MAX);
+    for kill in 0..kills {
+        let mut child = Command::new(std::env::current_exe().expect("this program has a file"))
+            .args(["--ignored", "--exact", "--nocapture", "killed::child"])
+            .env(CHILD, &directory.0)
+            .env(SEED, kill.to_string())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("this program starts");
+        let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+        let wanted = 1 + random::bits(7, kill) % 20;
+        let stored = (0..)
+            .zip(lines.by_ref())
+            .filter(|(_, line)| line.as_ref().is_ok_and(|line| line.contains("stored")));
+        assert_eq!(stored.take(wanted as usize).count() as u64, wanted, "the child ended by itself");
+        child.kill().expect("it runs");
+        child.wait().expect("it ends");
+
+        let pool = pool(&directory.0);
+        let known = pool.snapshot().ssd;
+        for &hash in &known {
+            let lease =
+                pool.get(hash, &tokens(hash.0)).unwrap_or_else(|| panic!("kill {kill}: {hash:?} is bad"));
+            assert_eq!(lease.load(0).expect("pinned"), content(hash.0, BLOCK_BYTES), "kill {kill}");
+        }
+        assert_eq!(pool.stats().bad, 0, "a killed process leaves no torn block in the journal");
+        whole += known.len();
+        least = least.min(known.len());
+    }
+    assert!(least > 0);
+    println!("{kills} kills; {whole} blocks served, all right; at least {least} after a kill");
+}

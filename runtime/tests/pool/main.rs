@@ -1,0 +1,11 @@
+//! The KV pool from outside: against a naive model, on disks that fail, under kill -9, and on a recorded trace.
+
+mod crash;
+mod directory;
+mod faults;
+mod killed;
+mod model;
+mod naive;
+mod replay;
+mod served;
+mod support;

@@ -1,0 +1,142 @@
+//! Any use of the pool does what the lists do.
+
+use crate::naive::Tiers;
+use crate::support::{BLOCK_BYTES, Follower, check, config, content, lease, open, ssd};
+use mixfleet_runtime::pool::disk::SimDisk;
+use mixfleet_runtime::pool::{Lease, Pool, PoolConfig, Put, Snapshot};
+use mixfleet_scheduler::kv::{BlockHash, CachePolicy};
+use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
+
+/// Prompts in a tree of fan-out 3: key = path, so that equal keys have equal prefixes.
+fn chain() -> impl Strategy<Value = Vec<u64>> {
+    proptest::collection::vec(0u64..3, 0..7).prop_map(|path| {
+        path.iter()
+            .scan(1, |key, step| {
+                *key = *key * 4 + step;
+                Some(*key)
+            })
+            .collect()
+    })
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// A prompt: lease, and put so many blocks behind.
+    Use(Vec<u64>, usize),
+    /// Ends the lease in this place.
+    Release(usize),
+    /// Puts one more block on the lease in this place.
+    PutMore(usize),
+    /// Ends all leases, syncs, and opens the pool anew.
+    Reopen,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        5 => (chain(), 0usize..8).prop_map(|(chain, puts)| Step::Use(chain, puts)),
+        4 => any::<usize>().prop_map(Step::Release),
+        2 => any::<usize>().prop_map(Step::PutMore),
+        1 => Just(Step::Reopen),
+    ]
+}
+
+fn policy() -> impl Strategy<Value = CachePolicy> {
+    prop_oneof![Just(CachePolicy::Lru), Just(CachePolicy::Lfu), Just(CachePolicy::LengthAware)]
+}
+
+/// A pool beside its model.
+struct Pair {
+    pool: Pool,
+    model: Tiers,
+    follower: Follower,
+    leases: Vec<(Lease, Vec<u64>)>,
+}
+
+impl Pair {
+    fn put(&mut self, at: usize) {
+        let (lease, chain) = &mut self.leases[at];
+        let depth = lease.len();
+        let Some(&key) = chain.get(depth) else {
+            assert!(lease.put(&content(0, BLOCK_BYTES)).is_err(), "the chain has no such block");
+            return;
+        };
+        let put = lease.put(&content(key, BLOCK_BYTES)).expect("a block of the right size");
+        let fits = self.model.put(key, depth);
+        assert_eq!(matches!(put, Put::Stored | Put::Held), fits, "{put:?}");
+        assert_eq!(lease.len(), depth + usize::from(fits));
+    }
+
+    fn release(&mut self, at: usize) {
+        let (lease, chain) = self.leases.swap_remove(at);
+        check(&lease, &chain);
+        self.model.release(&chain[..lease.len()]);
+    }
+
+    fn assert_agrees(&mut self, dram: usize, ssd: usize) {
+        self.follower.follow(&self.pool.take_events());
+        let truth = self.pool.snapshot();
+        self.follower.assert_agrees(&truth);
+        let keys = |hashes: &[BlockHash]| hashes.iter().map(|hash| hash.0).collect::<Vec<u64>>();
+        assert_eq!((keys(&truth.dram), keys(&truth.ssd)), self.model.keys());
+        assert!(truth.dram.len() <= dram && truth.ssd.len() <= ssd);
+        for (lease, chain) in &self.leases {
+            check(lease, chain);
+        }
+    }
+}
+
+fn run(policy: CachePolicy, dram: usize, on_disk: usize, steps: Vec<Step>) {
+    let disk = SimDisk::default();
+    let tier = || (on_disk > 0).then(|| ssd(disk.clone(), on_disk as u64));
+    let start = || open(PoolConfig { policy, ..config(dram as u64, tier()) }).expect("a sound disk");
+    let mut pair = Pair {
+        pool: start(),
+        model: Tiers::new(dram, on_disk, policy),
+        follower: Follower::new(&Snapshot::default()),
+        leases: Vec::new(),
+    };
+    for step in steps {
+        match step {
+            Step::Use(chain, puts) => {
+                let lease = lease(&pair.pool, &chain);
+                assert_eq!(lease.len(), pair.model.lease(&chain));
+                let puts = puts.min(chain.len() - lease.len());
+                pair.leases.push((lease, chain));
+                (0..puts).for_each(|_| pair.put(pair.leases.len() - 1));
+            }
+            Step::Release(at) if !pair.leases.is_empty() => pair.release(at % pair.leases.len()),
+            Step::PutMore(at) if !pair.leases.is_empty() => pair.put(at % pair.leases.len()),
+            Step::Release(_) | Step::PutMore(_) => {}
+            Step::Reopen => {
+                while !pair.leases.is_empty() {
+                    pair.release(0);
+                }
+                pair.pool.sync().expect("a sound disk");
+                pair.pool = start();
+                pair.model.reopen();
+                pair.follower = Follower::new(&pair.pool.snapshot());
+            }
+        }
+        pair.assert_agrees(dram, on_disk);
+        let room = 48 + on_disk as u64 * (88 + 128);
+        assert!(disk.used_bytes() <= room, "{} of {room} bytes", disk.used_bytes());
+    }
+    assert_eq!(pair.pool.stats().bad, 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None, rng_seed: RngSeed::Fixed(1), cases: 1000, ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn it_agrees_with_two_lists(
+        policy in policy(),
+        dram in 1usize..8,
+        on_disk in 0usize..12,
+        steps in proptest::collection::vec(step(), 0..60),
+    ) {
+        run(policy, dram, on_disk, steps);
+    }
+}

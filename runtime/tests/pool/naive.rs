@@ -1,0 +1,165 @@
+//! Two tiers as lists that are searched.
+
+use mixfleet_scheduler::kv::CachePolicy;
+use std::cmp::Reverse;
+
+#[derive(Clone, Debug)]
+struct Block {
+    key: u64,
+    uses: u32,
+    depth: usize,
+    used_at: u64,
+    pins: u32,
+}
+
+/// One tier.
+#[derive(Clone, Debug)]
+struct Naive {
+    capacity: usize,
+    policy: CachePolicy,
+    blocks: Vec<Block>,
+    clock: u64,
+}
+
+impl Naive {
+    fn new(capacity: usize, policy: CachePolicy) -> Self {
+        Naive { capacity, policy, blocks: Vec::new(), clock: 0 }
+    }
+
+    fn find(&mut self, key: u64) -> Option<&mut Block> {
+        self.blocks.iter_mut().find(|block| block.key == key)
+    }
+
+    fn has(&self, key: u64) -> bool {
+        self.blocks.iter().any(|block| block.key == key)
+    }
+
+    fn order(&self, block: &Block) -> (u32, Reverse<usize>, u64) {
+        match self.policy {
+            CachePolicy::Lru => (0, Reverse(0), block.used_at),
+            CachePolicy::Lfu => (block.uses, Reverse(0), block.used_at),
+            CachePolicy::LengthAware => (block.uses, Reverse(block.depth), block.used_at),
+        }
+    }
+
+    fn stamp(&mut self, key: u64) {
+        self.clock += 1;
+        let clock = self.clock;
+        if let Some(block) = self.find(key) {
+            block.used_at = clock;
+        }
+    }
+
+    fn touch(&mut self, chain: &[u64]) {
+        for &key in chain.iter().rev() {
+            self.find(key).into_iter().for_each(|block| block.uses += 1);
+            self.stamp(key);
+        }
+    }
+
+    fn pin(&mut self, key: u64) {
+        let block = self.find(key).expect("the caller looked");
+        block.pins += 1;
+        block.uses += 1;
+    }
+
+    fn unpin(&mut self, key: u64) {
+        let block = self.find(key).expect("a pinned block is never evicted");
+        block.pins -= 1;
+        if block.pins == 0 {
+            self.stamp(key);
+        }
+    }
+
+    /// None: all are pinned. Else the block that had to go, if one had to.
+    fn insert_pinned(&mut self, key: u64, depth: usize) -> Option<Option<Block>> {
+        let mut victim = None;
+        if self.blocks.len() == self.capacity {
+            let idle = self.blocks.iter().filter(|block| block.pins == 0);
+            let least = idle.min_by_key(|block| self.order(block)).cloned()?;
+            self.blocks.retain(|block| block.key != least.key);
+            victim = Some(least);
+        }
+        self.blocks.push(Block { key, uses: 1, depth, used_at: 0, pins: 1 });
+        Some(victim)
+    }
+
+    fn keys(&self) -> Vec<u64> {
+        let mut keys: Vec<u64> = self.blocks.iter().map(|block| block.key).collect();
+        keys.sort_unstable();
+        keys
+    }
+}
+
+/// Host memory and a disk that never fail.
+pub(crate) struct Tiers {
+    dram: Naive,
+    ssd: Naive,
+}
+
+impl Tiers {
+    pub(crate) fn new(dram: usize, ssd: usize, policy: CachePolicy) -> Self {
+        Tiers { dram: Naive::new(dram, policy), ssd: Naive::new(ssd, policy) }
+    }
+
+    /// Leading blocks that can be pinned in host memory, and are then.
+    pub(crate) fn lease(&mut self, chain: &[u64]) -> usize {
+        let known = chain.iter().take_while(|&&key| self.dram.has(key) || self.ssd.has(key)).count();
+        let present: Vec<bool> = chain[..known].iter().map(|&key| self.dram.has(key)).collect();
+        chain[..known]
+            .iter()
+            .zip(&present)
+            .filter(|(_, here)| **here)
+            .for_each(|(&key, _)| self.dram.pin(key));
+        if present.contains(&false) {
+            self.ssd.touch(chain);
+        }
+        for at in 0..known {
+            // What the disk had may have gone for what was brought before it.
+            let comes = present[at] || self.ssd.has(chain[at]) && self.put(chain[at], at);
+            if !comes {
+                let behind = (at + 1..known).rev().filter(|&at| present[at]);
+                behind.for_each(|at| self.dram.unpin(chain[at]));
+                return at;
+            }
+        }
+        known
+    }
+
+    /// False: there is no room.
+    pub(crate) fn put(&mut self, key: u64, depth: usize) -> bool {
+        if self.dram.has(key) {
+            self.dram.pin(key);
+            return true;
+        }
+        let Some(victim) = self.dram.insert_pinned(key, depth) else { return false };
+        if let Some(victim) = victim.filter(|_| self.ssd.capacity > 0) {
+            if self.ssd.has(victim.key) {
+                self.ssd.touch(&[victim.key]);
+            } else {
+                self.ssd.insert_pinned(victim.key, victim.depth).expect("the disk pins nothing for long");
+                self.ssd.unpin(victim.key);
+            }
+        }
+        true
+    }
+
+    pub(crate) fn release(&mut self, chain: &[u64]) {
+        chain.iter().rev().for_each(|&key| self.dram.unpin(key));
+    }
+
+    /// Host memory is lost; the disk keeps its order and forgets how often each was used.
+    pub(crate) fn reopen(&mut self) {
+        self.dram.blocks.clear();
+        let mut order = self.ssd.blocks.clone();
+        order.sort_by_key(|block| self.ssd.order(block));
+        for Block { key, .. } in order {
+            self.ssd.find(key).into_iter().for_each(|block| block.uses = 1);
+            self.ssd.stamp(key);
+        }
+    }
+
+    pub(crate) fn keys(&self) -> (Vec<u64>, Vec<u64>) {
+        (self.dram.keys(), self.ssd.keys())
+    }
+}

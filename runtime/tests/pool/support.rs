@@ -1,0 +1,130 @@
+//! Small blocks whose content follows from their key.
+
+use mixfleet_hal::Result;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::random;
+use mixfleet_runtime::pool::disk::Disk;
+use mixfleet_runtime::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, Put, Snapshot, SsdConfig};
+use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
+use mixfleet_wire::HostRegion;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+pub(crate) const BLOCK_BYTES: u64 = 32;
+pub(crate) const BLOCK_TOKENS: u32 = 2;
+/// A frame of such a block (32 + 48 + 4 a token) and its records (4 of 32), and the file that says whose the directory is.
+const SLOT_BYTES: u64 = 88 + 128;
+const META_BYTES: u64 = 48;
+
+pub(crate) fn make_region(bytes: u64) -> Result<Arc<dyn SharedMemory>> {
+    Ok(Arc::new(HostRegion::new(bytes as usize)?))
+}
+
+/// A pool's disk with room for so many small blocks.
+pub(crate) fn ssd(disk: impl Disk + 'static, blocks: u64) -> SsdConfig {
+    SsdConfig { disk: Arc::new(disk), bytes: META_BYTES + blocks * SLOT_BYTES, wipe: false }
+}
+
+pub(crate) fn config(dram_blocks: u64, ssd: Option<SsdConfig>) -> PoolConfig {
+    PoolConfig {
+        block_bytes: BLOCK_BYTES,
+        block_tokens: BLOCK_TOKENS,
+        namespace: 5,
+        dram_bytes: dram_blocks * BLOCK_BYTES,
+        ssd,
+        policy: CachePolicy::Lru,
+        events_max: 1 << 20,
+    }
+}
+
+pub(crate) fn open(config: PoolConfig) -> std::result::Result<Pool, PoolError> {
+    Pool::new(config, &make_region)
+}
+
+/// The token ids of the block with this key.
+pub(crate) fn tokens(key: u64) -> Vec<u32> {
+    (0..u64::from(BLOCK_TOKENS)).map(|i| random::bits(key, i) as u32).collect()
+}
+
+/// The KV of the block with this key.
+pub(crate) fn content(key: u64, bytes: u64) -> Vec<u8> {
+    (0..bytes.div_ceil(8)).flat_map(|i| random::bits(!key, i).to_le_bytes()).take(bytes as usize).collect()
+}
+
+pub(crate) fn put(pool: &Pool, key: u64) -> Put {
+    pool.put(BlockHash(key), &tokens(key), &content(key, BLOCK_BYTES)).expect("a block of the right size")
+}
+
+/// Whether the block is served; what is served must be right.
+pub(crate) fn served(pool: &Pool, key: u64) -> bool {
+    let Some(lease) = pool.get(BlockHash(key), &tokens(key)) else { return false };
+    assert_eq!(lease.load(0).expect("it is pinned"), content(key, BLOCK_BYTES), "block {key}");
+    true
+}
+
+/// A lease on a chain of such blocks; all that it has must be right.
+pub(crate) fn lease(pool: &Pool, chain: &[u64]) -> Lease {
+    let hashes: Vec<BlockHash> = chain.iter().map(|&key| BlockHash(key)).collect();
+    let all: Vec<u32> = chain.iter().flat_map(|&key| tokens(key)).collect();
+    let lease = pool.lease(&hashes, &all);
+    check(&lease, chain);
+    lease
+}
+
+pub(crate) fn check(lease: &Lease, chain: &[u64]) {
+    for (at, &key) in chain[..lease.len()].iter().enumerate() {
+        assert_eq!(lease.load(at).expect("it is pinned"), content(key, BLOCK_BYTES), "block {key}");
+    }
+}
+
+/// What whoever follows the events believes.
+#[derive(Debug, Default)]
+pub(crate) struct Follower {
+    sequence: u64,
+    held: BTreeSet<(Tier, BlockHash)>,
+}
+
+impl Follower {
+    pub(crate) fn new(start: &Snapshot) -> Self {
+        Follower { sequence: start.sequence, held: set(start) }
+    }
+
+    /// Takes events: numbers without a gap, and nothing stored twice or evicted unheard of.
+    pub(crate) fn follow(&mut self, events: &[PoolEvent]) {
+        for &PoolEvent { sequence, hash, tier, stored } in events {
+            self.sequence += 1;
+            assert_eq!(sequence, self.sequence);
+            let news = if stored { self.held.insert((tier, hash)) } else { self.held.remove(&(tier, hash)) };
+            assert!(news, "event {sequence} says what was known: {hash:?} in {tier:?}, stored: {stored}");
+        }
+    }
+
+    pub(crate) fn assert_agrees(&self, truth: &Snapshot) {
+        assert_eq!((self.sequence, &self.held), (truth.sequence, &set(truth)));
+    }
+}
+
+fn set(snapshot: &Snapshot) -> BTreeSet<(Tier, BlockHash)> {
+    let dram = snapshot.dram.iter().map(|&hash| (Tier::Dram, hash));
+    dram.chain(snapshot.ssd.iter().map(|&hash| (Tier::Ssd, hash))).collect()
+}
+
+/// A new, empty directory that goes when this does.
+pub(crate) struct Directory(pub(crate) PathBuf);
+
+impl Directory {
+    pub(crate) fn new(name: &str) -> Self {
+        let name = format!("pool-{name}-{}", std::process::id());
+        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).expect("the target directory is writable");
+        Directory(path)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
