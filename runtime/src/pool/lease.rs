@@ -4,6 +4,7 @@ use super::Shared;
 use super::traffic::{Arrival, Wanted};
 use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::kv::BlockHash;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// What became of a block that was to be stored.
@@ -29,6 +30,8 @@ pub struct Lease {
     tokens: Vec<u32>,
     /// Slots and payload digests of the leading blocks, all pinned once.
     held: Vec<(u32, u64)>,
+    /// Blocks behind those that are in host memory already: pinned once too, so that they do not go for what comes before them.
+    ahead: BTreeSet<usize>,
     collided: bool,
 }
 
@@ -43,8 +46,9 @@ impl Lease {
         // A block of which the tokens are not known cannot be compared.
         let known = chain.len().min(tokens.len() / shared.layout.block_tokens);
         let tokens = tokens[..known * shared.layout.block_tokens].to_vec();
-        let mut lease =
-            Lease { shared, chain: chain[..known].to_vec(), tokens, held: Vec::new(), collided: false };
+        let chain = chain[..known].to_vec();
+        let (held, ahead) = (Vec::new(), BTreeSet::new());
+        let mut lease = Lease { shared, chain, tokens, held, ahead, collided: false };
         let arrivals = lease.pin_present();
         lease.bring(&arrivals);
         lease
@@ -79,7 +83,10 @@ impl Lease {
         if self.collided {
             return Ok(Put::Collision);
         }
-        let arrival = self.shared.put(self.wanted(at), bytes)?;
+        let arrival = match self.ahead.contains(&at) {
+            true => Arrival::Held,
+            false => self.shared.put(self.wanted(at), bytes)?,
+        };
         self.note(arrival);
         Ok(match arrival {
             Arrival::Stored => Put::Stored,
@@ -135,21 +142,21 @@ impl Lease {
         Wanted { hash: self.chain[at], depth: at as u32, tokens }
     }
 
-    /// Pins what is in host memory at once, so that nothing of it goes for what is brought. None: it may be on the disk.
-    fn pin_present(&self) -> Vec<Option<Arrival>> {
-        let mut state = self.shared.state();
-        let mut arrivals = Vec::new();
+    /// Pins what is in host memory. Says of the leading blocks where they are: none, it may be on the disk.
+    fn pin_present(&mut self) -> Vec<Option<Arrival>> {
+        let shared = self.shared.clone();
+        let mut state = shared.state();
+        let (mut arrivals, mut leading) = (Vec::new(), true);
         for at in 0..self.chain.len() {
             let wanted = self.wanted(at);
-            let arrival = match state.pin(wanted) {
-                Some(arrival) => Some(arrival),
-                None if state.tier(wanted.hash).is_some() => None,
-                None => break,
-            };
-            arrivals.push(arrival);
-            if !matches!(arrival, None | Some(Arrival::Held)) {
-                break;
+            let arrival = state.pin(wanted);
+            if leading && (arrival.is_some() || state.tier(wanted.hash).is_some()) {
+                arrivals.push(arrival);
             }
+            if arrival == Some(Arrival::Held) {
+                self.ahead.insert(at);
+            }
+            leading &= arrivals.len() == at + 1 && matches!(arrival, None | Some(Arrival::Held));
         }
         // The disk counts a use by prompts that need it; host memory keeps the others from it.
         if arrivals.contains(&None)
@@ -160,7 +167,7 @@ impl Lease {
         arrivals
     }
 
-    /// Brings what is on the disk, up to the first block that does not come. What is pinned behind it is given back.
+    /// Brings what is on the disk, up to the first block that does not come.
     fn bring(&mut self, arrivals: &[Option<Arrival>]) {
         for (at, &arrival) in arrivals.iter().enumerate() {
             let result = match arrival {
@@ -172,10 +179,6 @@ impl Lease {
                 Arrival::Missing
             });
             if !self.note(came) {
-                let behind = arrivals.iter().enumerate().skip(at + 1);
-                let pinned = behind.filter(|(_, arrival)| **arrival == Some(Arrival::Held));
-                let pinned: Vec<BlockHash> = pinned.map(|(at, _)| self.chain[at]).collect();
-                self.shared.state().dram.brain.unpin(&pinned);
                 return;
             }
             let mut state = self.shared.state();
@@ -192,8 +195,9 @@ impl Lease {
         if !matches!(arrival, Arrival::Stored | Arrival::Held) {
             return false;
         }
-        let slot =
-            self.shared.state().dram.get(self.chain[self.held.len()]).map(|held| (held.slot, held.digest));
+        let at = self.held.len();
+        self.ahead.remove(&at);
+        let slot = self.shared.state().dram.get(self.chain[at]).map(|held| (held.slot, held.digest));
         self.held.extend(slot);
         slot.is_some()
     }
@@ -201,8 +205,10 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if !self.held.is_empty() {
-            self.shared.state().dram.brain.unpin(&self.chain[..self.held.len()]);
+        let pinned = (0..self.chain.len()).filter(|at| *at < self.held.len() || self.ahead.contains(at));
+        let pinned: Vec<BlockHash> = pinned.map(|at| self.chain[at]).collect();
+        if !pinned.is_empty() {
+            self.shared.state().dram.brain.unpin(&pinned);
         }
     }
 }

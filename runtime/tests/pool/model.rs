@@ -50,27 +50,28 @@ struct Pair {
     pool: Pool,
     model: Tiers,
     follower: Follower,
-    leases: Vec<(Lease, Vec<u64>)>,
+    /// With their chains, and the places that the model pinned ahead.
+    leases: Vec<(Lease, Vec<u64>, Vec<usize>)>,
 }
 
 impl Pair {
     fn put(&mut self, at: usize) {
-        let (lease, chain) = &mut self.leases[at];
+        let (lease, chain, ahead) = &mut self.leases[at];
         let depth = lease.len();
         let Some(&key) = chain.get(depth) else {
             assert!(lease.put(&content(0, BLOCK_BYTES)).is_err(), "the chain has no such block");
             return;
         };
         let put = lease.put(&content(key, BLOCK_BYTES)).expect("a block of the right size");
-        let fits = self.model.put(key, depth);
+        let fits = self.model.put(key, depth, ahead);
         assert_eq!(matches!(put, Put::Stored | Put::Held), fits, "{put:?}");
         assert_eq!(lease.len(), depth + usize::from(fits));
     }
 
     fn release(&mut self, at: usize) {
-        let (lease, chain) = self.leases.swap_remove(at);
+        let (lease, chain, ahead) = self.leases.swap_remove(at);
         check(&lease, &chain);
-        self.model.release(&chain[..lease.len()]);
+        self.model.release(&chain, lease.len(), &ahead);
     }
 
     fn assert_agrees(&mut self, dram: usize, ssd: usize) {
@@ -80,7 +81,7 @@ impl Pair {
         let keys = |hashes: &[BlockHash]| hashes.iter().map(|hash| hash.0).collect::<Vec<u64>>();
         assert_eq!((keys(&truth.dram), keys(&truth.ssd)), self.model.keys());
         assert!(truth.dram.len() <= dram && truth.ssd.len() <= ssd);
-        for (lease, chain) in &self.leases {
+        for (lease, chain, _) in &self.leases {
             check(lease, chain);
         }
     }
@@ -100,9 +101,10 @@ fn run(policy: CachePolicy, dram: usize, on_disk: usize, steps: Vec<Step>) {
         match step {
             Step::Use(chain, puts) => {
                 let lease = lease(&pair.pool, &chain);
-                assert_eq!(lease.len(), pair.model.lease(&chain));
+                let (held, ahead) = pair.model.lease(&chain);
+                assert_eq!(lease.len(), held);
                 let puts = puts.min(chain.len() - lease.len());
-                pair.leases.push((lease, chain));
+                pair.leases.push((lease, chain, ahead));
                 (0..puts).for_each(|_| pair.put(pair.leases.len() - 1));
             }
             Step::Release(at) if !pair.leases.is_empty() => pair.release(at % pair.leases.len()),

@@ -102,32 +102,26 @@ impl Tiers {
         Tiers { dram: Naive::new(dram, policy), ssd: Naive::new(ssd, policy) }
     }
 
-    /// Leading blocks that can be pinned in host memory, and are then.
-    pub(crate) fn lease(&mut self, chain: &[u64]) -> usize {
+    /// Leading blocks that can be pinned in host memory, and are then; and the places of those behind that are pinned too.
+    pub(crate) fn lease(&mut self, chain: &[u64]) -> (usize, Vec<usize>) {
         let known = chain.iter().take_while(|&&key| self.dram.has(key) || self.ssd.has(key)).count();
-        let present: Vec<bool> = chain[..known].iter().map(|&key| self.dram.has(key)).collect();
-        chain[..known]
-            .iter()
-            .zip(&present)
-            .filter(|(_, here)| **here)
-            .for_each(|(&key, _)| self.dram.pin(key));
-        if present.contains(&false) {
+        let present: Vec<usize> = (0..chain.len()).filter(|&at| self.dram.has(chain[at])).collect();
+        present.iter().for_each(|&at| self.dram.pin(chain[at]));
+        if (0..known).any(|at| !present.contains(&at)) {
             self.ssd.touch(chain);
         }
-        for at in 0..known {
-            // What the disk had may have gone for what was brought before it.
-            let comes = present[at] || self.ssd.has(chain[at]) && self.put(chain[at], at);
-            if !comes {
-                let behind = (at + 1..known).rev().filter(|&at| present[at]);
-                behind.for_each(|at| self.dram.unpin(chain[at]));
-                return at;
-            }
-        }
-        known
+        // What the disk had may go for what is brought before it.
+        let comes =
+            |at: &usize| present.contains(at) || self.ssd.has(chain[*at]) && self.put(chain[*at], *at, &[]);
+        let held = (0..known).take_while(comes).count();
+        (held, present.into_iter().filter(|&at| at >= held).collect())
     }
 
     /// False: there is no room.
-    pub(crate) fn put(&mut self, key: u64, depth: usize) -> bool {
+    pub(crate) fn put(&mut self, key: u64, depth: usize, ahead: &[usize]) -> bool {
+        if ahead.contains(&depth) {
+            return true;
+        }
         if self.dram.has(key) {
             self.dram.pin(key);
             return true;
@@ -144,8 +138,9 @@ impl Tiers {
         true
     }
 
-    pub(crate) fn release(&mut self, chain: &[u64]) {
-        chain.iter().rev().for_each(|&key| self.dram.unpin(key));
+    pub(crate) fn release(&mut self, chain: &[u64], held: usize, ahead: &[usize]) {
+        let pinned = (0..chain.len()).rev().filter(|at| *at < held || ahead.contains(at));
+        pinned.for_each(|at| self.dram.unpin(chain[at]));
     }
 
     /// Host memory is lost; the disk keeps its order and forgets how often each was used.
