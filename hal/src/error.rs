@@ -1,10 +1,13 @@
 //! What can go wrong on a device, as a value.
 
+use serde::{Deserialize, Serialize};
+
 /// Result of a device, queue or transport call.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// The class of a failure: what a caller may do about it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// The device or host has too little memory. Free some, or ask for less.
@@ -26,7 +29,7 @@ pub enum ErrorKind {
 }
 
 /// A failure with its cause in words.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[error("{detail}")]
 pub struct Error {
     /// The class of the failure.

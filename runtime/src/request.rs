@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 
 /// One sequence to complete. (A client's `n` choices are n of these; they share the prefix cache.)
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GenerateRequest {
     /// Chosen by the API, unique in this process; keys `/debug/placement/{id}` and the log.
     pub id: String,
@@ -26,7 +26,7 @@ pub struct GenerateRequest {
 }
 
 /// How soon an answer is wanted, by OpenAI's names.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ServiceTier {
     /// As the fleet's objectives say: someone reads along.
@@ -37,7 +37,7 @@ pub enum ServiceTier {
 }
 
 /// How a token is drawn from the logits. `Default` is OpenAI's default: temperature 1, nothing else.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
     /// 0 = greedy.
     pub temperature: f32,
@@ -94,7 +94,7 @@ pub enum FinishReason {
 
 /// Log-probabilities (natural log) at one output position, of the model's raw distribution
 /// (before temperature, penalties and truncation).
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Logprobs {
     /// Of the chosen token.
     pub chosen: f32,

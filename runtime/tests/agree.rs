@@ -12,7 +12,7 @@ use mixfleet_hal::{DType, Device, Error, OpSig, Result};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
-    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Loaded,
+    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
@@ -213,8 +213,10 @@ fn start(
         env: shared,
         config,
         instances,
-        transport,
-        make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
+        links: Links {
+            transports: vec![transport],
+            make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
+        },
         limits: EngineConfig {
             ttft_slo: Some(Seconds(1.5)),
             tbt_slo: Some(Seconds(0.03)),

@@ -12,7 +12,9 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{GIB, UsdPerHour};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
-use mixfleet_runtime::engine::{EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Loaded};
+use mixfleet_runtime::engine::{
+    EngineConfig, EngineParts, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;
@@ -100,8 +102,7 @@ pub(crate) fn engine(
         identity: Identity::new(model.digest.clone(), model.tokenizer_digest.clone(), secret),
         config,
         instances,
-        transport: Arc::new(Memory::new()),
-        make_region: Arc::new(region),
+        links: Links { transports: vec![Arc::new(Memory::new())], make_region: Arc::new(region) },
         limits: choice.engine,
         events: choice.events,
         placements,

@@ -1,14 +1,13 @@
 //! Between the clients, the fleet's machine and the workers: carries decisions one way, events the
 //! other, and is the only one who writes to a client, so that every token reaches it exactly once.
 
+use super::directory::Directory;
 use super::events::LoggedFleet;
-use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
-use super::slots::SlotPool;
+use super::messages::{FromWorker, HandOff, Job, Landing, Report, ToWorker};
 use crate::api::Placements;
 use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::request::{FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update};
-use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, random};
 use mixfleet_scheduler::batch::{Load, RequestId};
@@ -26,12 +25,6 @@ use tokio::sync::{mpsc, oneshot};
 pub(super) struct InstanceHandle {
     /// The device's id.
     pub(super) device: String,
-    /// Its worker.
-    pub(super) inbox: mpsc::UnboundedSender<ToWorker>,
-    /// Its staging memory.
-    pub(super) region: Descriptor,
-    /// The free slots in it.
-    pub(super) slots: Arc<SlotPool>,
     /// Dtype of its KV.
     pub(super) kv: DType,
     /// Tokens in one of its KV blocks.
@@ -75,6 +68,8 @@ pub(super) struct Coordinator {
     pub(super) fleet: LoggedFleet,
     /// Who carries it out.
     pub(super) instances: BTreeMap<InstanceId, InstanceHandle>,
+    /// How they are reached.
+    pub(super) directory: Directory,
     /// Names the model in block hashes.
     pub(super) identity: Identity,
     /// From the API.
@@ -284,7 +279,8 @@ impl Running {
                 ToWorker::Add { job: self.job(request, tracked.prefill), hand_off: None },
             );
         } else {
-            self.send(tracked.decode, ToWorker::Reserve { job: self.job(request, tracked.decode) });
+            let job = self.job(request, tracked.decode);
+            self.send(tracked.decode, ToWorker::Reserve { job, sender: tracked.prefill });
         }
     }
 
@@ -295,14 +291,13 @@ impl Running {
             due: *due,
             attempt: *attempt,
             wanted: wanted.clone(),
-            tokens: [&wanted.prompt_ids[..], generated].concat(),
+            generated: generated.clone(),
             hasher: self.hasher(wanted, self.parts.instances[&on].kv),
         }
     }
 
     fn send(&self, instance: InstanceId, message: ToWorker) {
-        // A worker that is gone has reported why; its requests are replayed on that report.
-        let _ = self.parts.instances[&instance].inbox.send(message);
+        self.parts.directory.tell(instance, message);
     }
 
     fn report(&mut self, instance: InstanceId, message: FromWorker) {
@@ -311,8 +306,8 @@ impl Running {
             FromWorker::Admitted { request, tokens_cached } => {
                 self.admitted(instance, request, tokens_cached)
             }
-            FromWorker::Reserved { request, attempt, tokens_cached } => {
-                self.reserved(request, attempt, tokens_cached);
+            FromWorker::Reserved { request, attempt, tokens_cached, landing } => {
+                self.reserved(request, attempt, tokens_cached, landing);
             }
             FromWorker::Revoked { request, attempt } => {
                 if self.is_current(request, attempt) {
@@ -362,16 +357,15 @@ impl Running {
         }
     }
 
-    fn reserved(&mut self, request: RequestId, attempt: u32, tokens_cached: u32) {
+    fn reserved(&mut self, request: RequestId, attempt: u32, tokens_cached: u32, landing: Landing) {
         let Some(tracked) = self.requests.get(&request).filter(|t| t.attempt == attempt) else { return };
         let receiver = &self.parts.instances[&tracked.decode];
         let sender = &self.parts.instances[&tracked.prefill];
         let hand_off = HandOff {
             attempt,
             from: tokens_cached,
-            inbox: receiver.inbox.clone(),
-            region: receiver.region.clone(),
-            slots: receiver.slots.clone(),
+            to: tracked.decode,
+            landing,
             wire: super::handoff::wire_dtype(sender.kv, receiver.kv),
         };
         let job = self.job(request, tracked.prefill);
@@ -434,6 +428,9 @@ impl Running {
     fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
         let device = &self.parts.instances[&instance].device;
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
+        for &other in self.parts.instances.keys().filter(|&&other| other != instance) {
+            self.send(other, ToWorker::PeerDown { peer: instance });
+        }
         for action in self.fleet_step(Event::InstanceDown { instance }) {
             if let Action::Replay { request, .. } = action {
                 self.replay(request);

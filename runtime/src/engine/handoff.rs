@@ -7,44 +7,26 @@
 //! the sender keeps `depth` layers in its queue. A piece that arrives corrupt, or does not arrive, is
 //! sent again a few times, then given up; the receiver recomputes what is missing.
 
-use super::MakeRegion;
-use super::messages::{HandOff, Piece, PieceId, ToWorker};
-use super::slots::SlotPool;
+use super::courier::{SENDS_MAX, Sent};
+use super::messages::{HandOff, Parcel, PieceId, ToWorker};
 use super::worker::Worker;
+use crate::env::Task;
 use crate::model::ModelConfig;
 use crate::model::graph::{self, StepShape};
-use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{self, Access, Descriptor, Endpoint, Transport};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Result, Role, Slice};
 use mixfleet_scheduler::batch::{RequestId, Step};
-use std::collections::HashMap;
-use std::sync::Arc;
+use mixfleet_scheduler::fleet::InstanceId;
+use std::collections::BTreeSet;
 use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Layers in the queue of an instance that hands KV off: one that runs, one that waits behind it so
 /// that the device never idles, and two whose KV may be on its way to the host.
 const LAYERS_IN_FLIGHT: usize = 4;
-/// Sends of one piece, over all kinds of failure, before it is recomputed.
-const SENDS_MAX: u32 = 3;
 
-/// How much may be on its way to an instance, and how long a piece may take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HandOffLimits {
-    /// Bytes of a staging slot: the largest piece.
-    pub slot_bytes: u64,
-    /// Slots.
-    pub slots: u32,
-    /// For one piece, after which it counts as failed.
-    pub timeout: Duration,
-}
-
-impl Default for HandOffLimits {
-    fn default() -> Self {
-        HandOffLimits { slot_bytes: 1 << 20, slots: 32, timeout: Duration::from_secs(5) }
-    }
-}
+/// While nothing else happens, what is on its way is looked after so often at most.
+pub(super) const LOOK_AFTER_SENDS: Duration = Duration::from_micros(500);
 
 /// Which dtype two pools exchange: no wider than either needs, and lossless unless the receiver
 /// rounds anyway.
@@ -57,17 +39,8 @@ pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
     }
 }
 
-/// An instance's staging memory, endpoints and device buffers for copies.
-pub(super) struct Courier {
-    transport: Arc<dyn Transport>,
-    /// Where peers write.
-    region: Arc<dyn SharedMemory>,
-    /// Where a piece lies while it is sent.
-    outbox: Arc<dyn SharedMemory>,
-    descriptor: Descriptor,
-    slots: Arc<SlotPool>,
-    endpoints: HashMap<Descriptor, Box<dyn Endpoint>>,
-    timeout: Duration,
+/// An instance's device memory for pieces that leave and come, and how KV lies in its pages.
+pub(super) struct Staging {
     /// `LAYERS_IN_FLIGHT` parts of `tokens_max` tokens in the wire layout, on the device.
     gathered: Slice,
     /// One piece on its way in, on the device.
@@ -90,33 +63,21 @@ pub(super) struct Leaving {
     row: u32,
 }
 
-impl Courier {
-    /// Allocates staging on the device and the host, and registers what peers write to.
+impl Staging {
+    /// Allocates on the device, for pieces of up to `slot_bytes`.
     pub(super) fn new(
         device: &dyn Device,
         config: &ModelConfig,
         shape: &StepShape,
-        transport: Arc<dyn Transport>,
-        make_region: &MakeRegion,
-        limits: &HandOffLimits,
+        slot_bytes: u64,
     ) -> Result<Self> {
-        let region = make_region(limits.slot_bytes * u64::from(limits.slots))?;
-        let outbox = make_region(limits.slot_bytes)?;
-        let descriptor = transport.register(region.clone(), Access::Write)?;
         let widest = 2 * u64::from(config.kv_heads * config.head_dim) * 4;
-        let piece_tokens = limits.slot_bytes / (widest / 2);
+        let piece_tokens = slot_bytes / (widest / 2);
         let gathered = LAYERS_IN_FLIGHT as u64 * u64::from(shape.tokens_max) * widest;
         let alloc = |bytes| device.alloc(bytes, Role::Staging);
-        Ok(Courier {
-            transport,
-            region,
-            outbox,
-            descriptor,
-            slots: Arc::new(SlotPool::new(limits.slots, limits.slot_bytes)),
-            endpoints: HashMap::new(),
-            timeout: limits.timeout,
+        Ok(Staging {
             gathered: alloc(gathered)?,
-            landing: alloc(limits.slot_bytes.max(widest))?,
+            landing: alloc(slot_bytes.max(widest))?,
             slot_ids: alloc(piece_tokens.max(1) * 4)?,
             page_tokens: shape.block_tokens,
             kv_heads: config.kv_heads,
@@ -124,16 +85,6 @@ impl Courier {
             kv: shape.kv,
             tokens_max: shape.tokens_max,
         })
-    }
-
-    /// How to reach this instance's staging memory.
-    pub(super) fn descriptor(&self) -> &Descriptor {
-        &self.descriptor
-    }
-
-    /// Its free slots.
-    pub(super) fn slots(&self) -> &Arc<SlotPool> {
-        &self.slots
     }
 
     /// Layers that may be in the queue at a time.
@@ -147,7 +98,7 @@ impl Courier {
     }
 
     fn gather_sig(&self, tokens: u32, wire: DType) -> OpSig {
-        let Courier { kv_heads, head_dim, page_tokens, kv, .. } = *self;
+        let Staging { kv_heads, head_dim, page_tokens, kv, .. } = *self;
         OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire }
     }
 
@@ -156,34 +107,6 @@ impl Courier {
         let token_bytes = self.token_bytes(wire);
         let part = (layer % LAYERS_IN_FLIGHT) as u64 * u64::from(self.tokens_max) * token_bytes;
         self.gathered.range(part + u64::from(at) * token_bytes, u64::from(tokens) * token_bytes)
-    }
-
-    fn endpoint(&mut self, region: &Descriptor) -> Result<&mut Box<dyn Endpoint>> {
-        if !self.endpoints.contains_key(region) {
-            let endpoint = self.transport.connect(self.outbox.clone(), region)?;
-            self.endpoints.insert(region.clone(), endpoint);
-        }
-        Ok(self.endpoints.get_mut(region).expect("just inserted"))
-    }
-
-    /// Reads a piece from the device into the outbox, and returns its hash.
-    fn fill_outbox(&mut self, device: &dyn Device, from: &Slice) -> Result<u64> {
-        let mut outcome = Ok(0);
-        self.outbox.update(0, from.bytes, &mut |place| {
-            outcome = device.read(from, place).map(|()| xxh3_64(place));
-        })?;
-        outcome
-    }
-
-    /// Writes the outbox's first `bytes` bytes to `offset` of a peer's region.
-    fn write(&mut self, region: &Descriptor, bytes: u64, offset: u64) -> Result<()> {
-        let timeout = self.timeout;
-        let endpoint = self.endpoint(region)?;
-        let transfer = endpoint.write(&[transport::Piece { local: 0, remote: offset, bytes }])?;
-        endpoint.wait(transfer, timeout).inspect_err(|_| {
-            // The write must not land after the slot has gone to somebody else.
-            let _ = endpoint.cancel(transfer);
-        })
     }
 }
 
@@ -203,10 +126,10 @@ impl Outgoing {
         Outgoing { to, pages: Vec::new(), open: 0, handed_over: false, started: None }
     }
 
-    /// The prompt is computed and `next` drawn.
-    pub(super) fn hand_over(&mut self, request: RequestId, next: u32) {
-        let _ = self.to.inbox.send(ToWorker::HandedOver { request, attempt: self.to.attempt, next });
+    /// The prompt is computed and `next` drawn: whom to tell, and what.
+    pub(super) fn hand_over(&mut self, request: RequestId, next: u32) -> (InstanceId, ToWorker) {
         self.handed_over = true;
+        (self.to.to, ToWorker::HandedOver { request, attempt: self.to.attempt, next })
     }
 
     pub(super) fn started(&self) -> Option<Seconds> {
@@ -221,11 +144,14 @@ impl Outgoing {
 
 /// The receiver's side.
 pub(super) struct Incoming {
+    sender: InstanceId,
     pages: Vec<u32>,
     from: u32,
     length: u32,
     layers: u32,
-    /// Token-layers that landed or were given up.
+    /// First tokens and layers of the pieces that landed or were given up.
+    seen: BTreeSet<(u32, u32)>,
+    /// Token-layers in them.
     settled: u64,
     /// Leading tokens of which nothing was given up.
     valid: u32,
@@ -233,8 +159,25 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    pub(super) fn new(pages: Vec<u32>, from: u32, length: u32, layers: u32) -> Self {
-        Incoming { pages, from, length, layers, settled: 0, valid: length, next: None }
+    pub(super) fn new(sender: InstanceId, pages: Vec<u32>, from: u32, length: u32, layers: u32) -> Self {
+        let seen = BTreeSet::new();
+        Incoming { sender, pages, from, length, layers, seen, settled: 0, valid: length, next: None }
+    }
+
+    /// Whether this piece is waited for: a sender that has lost count must not disturb the pages.
+    fn awaits(&self, sender: InstanceId, piece: &PieceId) -> bool {
+        let PieceId { layer, first, tokens, .. } = *piece;
+        sender == self.sender
+            && layer < self.layers
+            && first >= self.from
+            && tokens > 0
+            && first.checked_add(tokens).is_some_and(|end| end <= self.length)
+            && !self.seen.contains(&(first, layer))
+    }
+
+    fn settle(&mut self, piece: &PieceId) {
+        self.seen.insert((piece.first, piece.layer));
+        self.settled += u64::from(piece.tokens);
     }
 
     pub(super) fn hand_over(&mut self, next: u32) {
@@ -242,15 +185,16 @@ impl Incoming {
     }
 
     pub(super) fn lose(&mut self, piece: PieceId) {
-        self.settled += u64::from(piece.tokens);
-        self.valid = self.valid.min(piece.first);
+        if self.awaits(self.sender, &piece) {
+            self.settle(&piece);
+            self.valid = self.valid.min(piece.first);
+        }
     }
 
     /// The leading tokens whose KV is here, and the next token, once nothing more will come.
     pub(super) fn complete(&self) -> Option<(u32, u32)> {
         let expected = u64::from(self.length - self.from) * u64::from(self.layers);
-        assert!(self.settled <= expected, "more KV settled than was expected");
-        (self.settled == expected).then_some((self.valid, self.next?))
+        (self.settled >= expected).then_some((self.valid, self.next?))
     }
 }
 
@@ -286,8 +230,8 @@ impl Worker {
             let Some(wire) = self.wire_of(part.request) else { continue };
             let (k_pool, v_pool) = self.forward.pools(layer);
             let slots = self.forward.slots(pass, part.row, part.tokens);
-            let out = self.courier.gathered_at(layer, at, part.tokens, wire);
-            let sig = self.courier.gather_sig(part.tokens, wire);
+            let out = self.staging.gathered_at(layer, at, part.tokens, wire);
+            let sig = self.staging.gather_sig(part.tokens, wire);
             list.push(Cmd::new(sig, &[slots, k_pool.clone(), v_pool.clone(), out])?);
             at += part.tokens;
         }
@@ -301,7 +245,7 @@ impl Worker {
             let Some(wire) = self.wire_of(part.request) else { continue };
             for (first, tokens) in self.pieces(part.request, part.first, part.tokens) {
                 let row = at + first - part.first;
-                let from = self.courier.gathered_at(layer, row, tokens, wire);
+                let from = self.staging.gathered_at(layer, row, tokens, wire);
                 let piece = PieceId { layer: layer as u32, first, tokens, retries: 0 };
                 self.open_piece(part.request);
                 self.send_piece(part.request, piece, &from).await?;
@@ -315,8 +259,8 @@ impl Worker {
     fn pieces(&self, request: RequestId, first: u32, tokens: u32) -> Vec<(u32, u32)> {
         let outgoing = self.active.get(&request).and_then(|a| a.outgoing.as_ref());
         let Some(outgoing) = outgoing else { return Vec::new() };
-        let token_bytes = self.courier.token_bytes(outgoing.to.wire);
-        let most = (outgoing.to.slots.slot_bytes() / token_bytes).max(1) as u32;
+        let token_bytes = self.staging.token_bytes(outgoing.to.wire);
+        let most = (outgoing.to.landing.slot_bytes / token_bytes).max(1) as u32;
         (first..first + tokens).step_by(most as usize).map(|at| (at, most.min(first + tokens - at))).collect()
     }
 
@@ -354,60 +298,72 @@ impl Worker {
         let wire = outgoing.to.wire;
         let slots = self.upload_slots(&outgoing.pages, piece.first, piece.tokens)?;
         let (k_pool, v_pool) = self.forward.pools(piece.layer as usize);
-        let from = self.courier.gathered_at(0, 0, piece.tokens, wire);
-        let sig = self.courier.gather_sig(piece.tokens, wire);
+        let from = self.staging.gathered_at(0, 0, piece.tokens, wire);
+        let sig = self.staging.gather_sig(piece.tokens, wire);
         let command = Cmd::new(sig, &[slots, k_pool.clone(), v_pool.clone(), from.clone()])?;
         self.run_now(&[command])?;
         self.send_piece(request, piece, &from).await
     }
 
     fn upload_slots(&self, pages: &[u32], first: u32, tokens: u32) -> Result<Slice> {
-        let page_tokens = self.courier.page_tokens;
+        let page_tokens = self.staging.page_tokens;
         let slot = |i: u32| pages[(i / page_tokens) as usize] * page_tokens + i % page_tokens;
         let slots: Vec<u32> = (first..first + tokens).map(slot).collect();
-        let target = self.courier.slot_ids.range(0, u64::from(tokens) * 4);
+        let target = self.staging.slot_ids.range(0, u64::from(tokens) * 4);
         self.device.write(&target, bytemuck::cast_slice(&slots))?;
         Ok(target)
     }
 
-    /// Reads a piece from the device and writes it to a slot of the receiver.
+    /// Reads a piece from the device and begins to send it.
     async fn send_piece(&mut self, request: RequestId, piece: PieceId, from: &Slice) -> Result<()> {
-        let hash = self.courier.fill_outbox(&*self.device, from)?;
         let Some(to) = self.active.get(&request).and_then(|a| Some(a.outgoing.as_ref()?.to.clone())) else {
             return Ok(());
         };
         let Some(slot) = self.credit(&to).await? else {
-            self.give_up(request, piece);
+            self.give_up(request, to.attempt, piece);
             return Ok(());
         };
-        let offset = u64::from(slot) * to.slots.slot_bytes();
-        for retries in piece.retries..SENDS_MAX {
-            match self.courier.write(&to.region, from.bytes, offset) {
-                Ok(()) => {
-                    let PieceId { layer, first, tokens, .. } = piece;
-                    let (attempt, wire, reply) = (to.attempt, to.wire, self.address.clone());
-                    let landed =
-                        Piece { request, attempt, layer, first, tokens, slot, hash, wire, retries, reply };
-                    // A receiver that is gone took its slots with it.
-                    let _ = to.inbox.send(ToWorker::Landed(landed));
-                    return Ok(());
-                }
-                Err(error) => {
-                    self.metrics.kv_transfer_retries.inc();
-                    tracing::warn!(request, layer = piece.layer, first = piece.first, %error, "KV transfer failed");
-                }
-            }
-        }
-        to.slots.give(slot);
-        self.give_up(request, piece);
+        let hash = self.courier.fill(to.to, slot, &*self.device, from)?;
+        let (attempt, bytes, wire) = (to.attempt, from.bytes, to.wire);
+        let parcel = Parcel { request, attempt, piece, slot, bytes, hash, wire };
+        self.courier.send(to.to, parcel, self.env.now());
+        self.settle_sends(Duration::ZERO);
         Ok(())
     }
 
-    fn give_up(&mut self, request: RequestId, piece: PieceId) {
-        let Some(outgoing) = self.active.get_mut(&request).and_then(|a| a.outgoing.as_mut()) else { return };
+    /// Tells receivers what has landed with them; waits for up to `patience` for something that has.
+    pub(super) fn settle_sends(&mut self, patience: Duration) {
+        for (to, sent) in self.courier.settle(self.env.now(), patience) {
+            match sent {
+                Sent::Landed(parcel) => {
+                    self.metrics.kv_transfer_retries.inc_by(u64::from(parcel.piece.retries));
+                    self.directory.tell(to, ToWorker::Landed { sender: self.id, parcel });
+                }
+                Sent::Failed(Parcel { request, attempt, piece, .. }) => {
+                    self.metrics.kv_transfer_retries.inc_by(u64::from(piece.retries));
+                    self.give_up(request, attempt, piece);
+                    self.settle_outgoing(request);
+                }
+            }
+        }
+    }
+
+    /// Completes when it is time to `settle_sends` again; never if nothing is on its way. What is slow is
+    /// asked after less often.
+    pub(super) fn sends_due(&self) -> Task {
+        match self.courier.longest_send(self.env.now()) {
+            None => Box::pin(std::future::pending()),
+            Some(since) => {
+                self.env.sleep(LOOK_AFTER_SENDS.max(Duration::from_secs_f64(since.0.max(0.0) / 8.0)))
+            }
+        }
+    }
+
+    fn give_up(&mut self, request: RequestId, attempt: u32, piece: PieceId) {
+        let outgoing = self.active.get_mut(&request).and_then(|a| a.outgoing.as_mut());
+        let Some(outgoing) = outgoing.filter(|o| o.to.attempt == attempt) else { return };
         outgoing.open -= 1;
-        let attempt = outgoing.to.attempt;
-        let _ = outgoing.to.inbox.send(ToWorker::Lost { request, attempt, piece });
+        self.directory.tell(outgoing.to.to, ToWorker::Lost { request, attempt, piece });
         tracing::warn!(request, layer = piece.layer, first = piece.first, "KV is recomputed by the receiver");
     }
 
@@ -415,17 +371,29 @@ impl Worker {
     /// in at once: two instances that send to each other would wait for ever otherwise.
     async fn credit(&mut self, to: &HandOff) -> Result<Option<u32>> {
         loop {
+            if let Some(slot) = self.courier.take_slot(to.to, &to.landing)? {
+                return Ok(Some(slot));
+            }
+            self.settle_sends(LOOK_AFTER_SENDS);
+            let due = self.sends_due();
             let message = tokio::select! {
                 biased;
-                slot = to.slots.take() => return Ok(Some(slot)),
-                () = to.inbox.closed() => return Ok(None),
                 Some(message) = self.inbox.recv() => message,
+                () = self.directory.gone(to.to) => return Ok(None),
+                () = due => continue,
             };
             match message {
-                ToWorker::Landed(piece) => {
-                    if let Some(request) = self.receive(piece)? {
+                ToWorker::Credit { receiver, slot } => self.courier.give_slot(receiver, slot),
+                ToWorker::Landed { sender, parcel } => {
+                    if let Some(request) = self.receive(sender, parcel)? {
                         // Joins the batch between steps.
                         self.deferred.push_back(ToWorker::Settle { request });
+                    }
+                }
+                ToWorker::PeerDown { peer } => {
+                    self.courier.forget(peer);
+                    if peer == to.to {
+                        return Ok(None);
                     }
                 }
                 other => self.deferred.push_back(other),
@@ -435,48 +403,52 @@ impl Worker {
 
     /// Takes a piece out of its slot, checks it and puts it into the sequence's pages. Returns the
     /// request if it still waits for KV.
-    pub(super) fn receive(&mut self, piece: Piece) -> Result<Option<RequestId>> {
-        let Piece { request, attempt, layer, first, tokens, slot, hash, wire, retries, reply } = piece;
-        let bytes = u64::from(tokens) * self.courier.token_bytes(wire);
-        let mut payload = vec![0; bytes as usize];
-        self.courier.region.load(u64::from(slot) * self.courier.slots.slot_bytes(), &mut payload)?;
-        self.courier.slots.give(slot);
-        let intact = xxh3_64(&payload) == hash;
+    pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<Option<RequestId>> {
+        let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
         let active = self.active.get(&request).filter(|a| a.job.attempt == attempt);
-        let waits = active.is_some_and(|a| a.incoming.is_some());
-        if waits && intact {
-            self.scatter(request, layer, first, tokens, wire, &payload)?;
+        let awaited = active.and_then(|a| a.incoming.as_ref()).is_some_and(|incoming| {
+            incoming.awaits(sender, &piece)
+                && bytes == u64::from(piece.tokens) * self.staging.token_bytes(wire)
+                && bytes <= self.courier.slot_bytes()
+        });
+        let landed = self.staging.landing.clone();
+        let mut written = Ok(());
+        let mut intact = false;
+        let looked = self.courier.look(sender, slot, bytes, &mut |payload| {
+            intact = xxh3_64(payload) == hash;
+            if awaited && intact {
+                written = self.device.write(&landed.range(0, bytes), payload);
+            }
+        });
+        self.directory.tell(sender, ToWorker::Credit { receiver: self.id, slot });
+        written?;
+        if let Err(error) = looked {
+            tracing::warn!(request, %sender, %error, "a peer named a slot that it does not have");
+        }
+        if awaited && intact {
+            self.scatter(request, piece, wire, bytes)?;
             self.metrics.kv_transfer_bytes.inc_by(bytes);
         }
         if !intact {
-            tracing::warn!(request, layer, first, "KV arrived corrupt");
+            tracing::warn!(request, layer = piece.layer, first = piece.first, "KV arrived corrupt");
         }
-        let piece = PieceId { layer, first, tokens, retries };
-        let _ = reply.send(ToWorker::Verdict { request, attempt, piece, intact });
-        Ok((waits && intact).then_some(request))
+        self.directory.tell(sender, ToWorker::Verdict { request, attempt, piece, intact });
+        Ok((awaited && intact).then_some(request))
     }
 
-    fn scatter(
-        &mut self,
-        request: RequestId,
-        layer: u32,
-        first: u32,
-        tokens: u32,
-        wire: DType,
-        payload: &[u8],
-    ) -> Result<()> {
-        let landing = self.courier.landing.range(0, payload.len() as u64);
-        self.device.write(&landing, payload)?;
-        let incoming =
-            self.active.get(&request).and_then(|a| a.incoming.as_ref()).expect("checked by the caller");
-        let slots = self.upload_slots(&incoming.pages, first, tokens)?;
-        let Courier { kv_heads, head_dim, page_tokens, kv, .. } = self.courier;
+    /// From the landing buffer into the sequence's pages.
+    fn scatter(&mut self, request: RequestId, piece: PieceId, wire: DType, bytes: u64) -> Result<()> {
+        let PieceId { layer, first, tokens, .. } = piece;
+        let landed = self.staging.landing.range(0, bytes);
+        let incoming = self.active.get(&request).and_then(|a| a.incoming.as_ref());
+        let slots = self.upload_slots(&incoming.expect("checked by the caller").pages, first, tokens)?;
+        let Staging { kv_heads, head_dim, page_tokens, kv, .. } = self.staging;
         let sig = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire };
         let (k_pool, v_pool) = self.forward.pools(layer as usize);
-        let command = Cmd::new(sig, &[landing, slots, k_pool.clone(), v_pool.clone()])?;
+        let command = Cmd::new(sig, &[landed, slots, k_pool.clone(), v_pool.clone()])?;
         self.run_now(&[command])?;
-        let incoming = self.active.get_mut(&request).and_then(|a| a.incoming.as_mut()).expect("still there");
-        incoming.settled += u64::from(tokens);
+        let incoming = self.active.get_mut(&request).and_then(|a| a.incoming.as_mut());
+        incoming.expect("still there").settle(&piece);
         Ok(())
     }
 
@@ -501,7 +473,7 @@ impl Worker {
             let piece = PieceId { retries: piece.retries + 1, ..piece };
             self.gather_and_send(request, piece).await
         } else {
-            self.give_up(request, piece);
+            self.give_up(request, attempt, piece);
             Ok(())
         }
     }

@@ -8,13 +8,11 @@ use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::kv::hash::PrefixHasher;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use tokio::sync::mpsc;
-
-use super::slots::SlotPool;
 
 /// A request in the engine.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Job {
     /// Its id; smaller is older.
     pub(super) request: RequestId,
@@ -24,8 +22,8 @@ pub(super) struct Job {
     pub(super) attempt: u32,
     /// What the client asked for.
     pub(super) wanted: Arc<GenerateRequest>,
-    /// Prompt, and the tokens that the client already has.
-    pub(super) tokens: Vec<u32>,
+    /// The tokens that the client already has.
+    pub(super) generated: Vec<u32>,
     /// Hashes its blocks in its tenant's namespace.
     pub(super) hasher: PrefixHasher,
 }
@@ -35,52 +33,41 @@ impl Job {
     pub(super) fn gives_way(&self) -> bool {
         self.wanted.tier == ServiceTier::Flex
     }
+
+    /// Prompt and answer so far.
+    pub(super) fn tokens(&self) -> Vec<u32> {
+        [&self.wanted.prompt_ids[..], &self.generated].concat()
+    }
+}
+
+/// Where an instance wants pieces from one peer: equal slots of a region that can be reached in several ways.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Landing {
+    /// The region by every transport that reaches it, best first.
+    pub(super) regions: Vec<Descriptor>,
+    /// Slots.
+    pub(super) slots: u32,
+    /// Bytes of a slot: the largest piece.
+    pub(super) slot_bytes: u64,
 }
 
 /// Where a prompt's KV goes.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct HandOff {
     /// The placement that it belongs to.
     pub(super) attempt: u32,
     /// The first token whose KV the receiver lacks.
     pub(super) from: u32,
-    /// The receiver's inbox.
-    pub(super) inbox: mpsc::UnboundedSender<ToWorker>,
-    /// The receiver's staging memory.
-    pub(super) region: Descriptor,
-    /// Its free slots: the sender's credits.
-    pub(super) slots: Arc<SlotPool>,
+    /// The receiver.
+    pub(super) to: InstanceId,
+    /// Its slots for this sender.
+    pub(super) landing: Landing,
     /// Dtype that both agreed on.
     pub(super) wire: DType,
 }
 
-/// A piece of KV that was written to a receiver's staging slot.
-#[derive(Clone, Debug)]
-pub(super) struct Piece {
-    /// Whose.
-    pub(super) request: RequestId,
-    /// Of which placement.
-    pub(super) attempt: u32,
-    /// Which layer.
-    pub(super) layer: u32,
-    /// First token.
-    pub(super) first: u32,
-    /// Tokens.
-    pub(super) tokens: u32,
-    /// Where it lies.
-    pub(super) slot: u32,
-    /// XXH3-64 of the payload, taken before it was sent.
-    pub(super) hash: u64,
-    /// Dtype of the payload.
-    pub(super) wire: DType,
-    /// How often it was sent before.
-    pub(super) retries: u32,
-    /// The sender's inbox, for the verdict.
-    pub(super) reply: mpsc::UnboundedSender<ToWorker>,
-}
-
-/// A piece without its payload: what a verdict is about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Which KV of a request a piece is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PieceId {
     /// Which layer.
     pub(super) layer: u32,
@@ -92,8 +79,27 @@ pub(super) struct PieceId {
     pub(super) retries: u32,
 }
 
+/// A piece of KV in a receiver's slot, or on its way there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Parcel {
+    /// Whose.
+    pub(super) request: RequestId,
+    /// Of which placement.
+    pub(super) attempt: u32,
+    /// Which part.
+    pub(super) piece: PieceId,
+    /// Where it lies.
+    pub(super) slot: u32,
+    /// Length of the payload.
+    pub(super) bytes: u64,
+    /// XXH3-64 of the payload, taken before it was sent.
+    pub(super) hash: u64,
+    /// Dtype of the payload.
+    pub(super) wire: DType,
+}
+
 /// To an instance's worker.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(super) enum ToWorker {
     /// Compute this prompt, then decode it here or hand it off.
     Add {
@@ -106,9 +112,23 @@ pub(super) enum ToWorker {
     Reserve {
         /// The request.
         job: Job,
+        /// Who will send it.
+        sender: InstanceId,
     },
     /// KV has arrived in a staging slot.
-    Landed(Piece),
+    Landed {
+        /// From whom.
+        sender: InstanceId,
+        /// What.
+        parcel: Parcel,
+    },
+    /// A slot has been read and may be written again.
+    Credit {
+        /// Whose slot.
+        receiver: InstanceId,
+        /// Which.
+        slot: u32,
+    },
     /// KV will not arrive: every try failed.
     Lost {
         /// Whose.
@@ -148,10 +168,15 @@ pub(super) enum ToWorker {
         /// Which.
         request: RequestId,
     },
+    /// An instance was lost: nothing more is sent to it or taken from it.
+    PeerDown {
+        /// Which.
+        peer: InstanceId,
+    },
 }
 
 /// From an instance's worker.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(super) enum FromWorker {
     /// The instance can take requests.
     Ready,
@@ -170,6 +195,8 @@ pub(super) enum FromWorker {
         attempt: u32,
         /// Tokens whose KV is here already.
         tokens_cached: u32,
+        /// Where the rest is to land.
+        landing: Landing,
     },
     /// A reservation was taken back: place the request anew.
     Revoked {

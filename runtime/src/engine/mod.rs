@@ -10,15 +10,17 @@
 
 pub mod calibrate;
 mod coordinator;
+mod courier;
+mod directory;
 pub mod events;
 mod handoff;
 mod health;
 mod messages;
-mod slots;
 mod worker;
 
 pub use coordinator::Identity;
-pub use handoff::{HandOffLimits, wire_dtype};
+pub use courier::{HandOffLimits, Links};
+pub use handoff::wire_dtype;
 
 use crate::api::Placements;
 use crate::env::SharedEnv;
@@ -27,11 +29,13 @@ use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
 use crate::request::EngineHandle;
 use coordinator::{Coordinator, InstanceHandle};
+use courier::Courier;
+use directory::Directory;
 use events::{EventLog, LoggedFleet};
-use handoff::Courier;
+use handoff::Staging;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::transport::{Piece, Transport};
+use mixfleet_hal::transport::{Access, Piece};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::BatchLimits;
@@ -275,10 +279,8 @@ pub struct EngineParts {
     pub identity: Identity,
     /// Instances with what steps take on them.
     pub instances: Vec<(Loaded, CostModel)>,
-    /// The way between instances.
-    pub transport: Arc<dyn Transport>,
-    /// Makes staging memory for it.
-    pub make_region: Arc<MakeRegion>,
+    /// The ways between instances.
+    pub links: Links,
     /// The fleet's bounds.
     pub limits: EngineConfig,
     /// Where all that the fleet's machine is told and answers goes, if it is wanted.
@@ -295,7 +297,7 @@ impl EngineParts {
     /// # Errors
     /// When a device gives no queue or no staging memory.
     pub fn start(self) -> Result<EngineHandle> {
-        let EngineParts { env, config, identity, instances, transport, make_region, limits, .. } = self;
+        let EngineParts { env, config, identity, instances, links, limits, .. } = self;
         let metrics = self.metrics;
         let (reports, incoming) = mpsc::unbounded_channel();
         let widest = instances.iter().map(|(i, _)| i.forward.shape().kv).max_by_key(|d| d.size_bytes());
@@ -310,20 +312,19 @@ impl EngineParts {
         };
         let mut fleet = LoggedFleet::new(fleet, self.events);
         let mut handles = BTreeMap::new();
+        let directory = Directory::default();
         for (at, (loaded, cost)) in instances.into_iter().enumerate() {
             let id = InstanceId(at as u32);
             let instance = describe(id, &loaded, cost);
             fleet.step(env.now(), Event::InstanceUp(instance));
             let Loaded { spec_device: device, forward, batch, .. } = loaded;
             let shape = *forward.shape();
-            let courier =
-                Courier::new(&*device, &config, &shape, transport.clone(), &*make_region, &limits.hand_off)?;
-            let inbox = mpsc::unbounded_channel();
+            let staging = Staging::new(&*device, &config, &shape, limits.hand_off.slot_bytes)?;
+            let courier = Courier::new(links.clone(), limits.hand_off);
+            let (address, inbox) = mpsc::unbounded_channel();
+            directory.enter(id, address);
             let handle = InstanceHandle {
                 device: device.info().id.clone(),
-                inbox: inbox.0.clone(),
-                region: courier.descriptor().clone(),
-                slots: courier.slots().clone(),
                 kv: shape.kv,
                 block_tokens: shape.block_tokens,
             };
@@ -336,7 +337,9 @@ impl EngineParts {
                 device,
                 forward,
                 limits: batch,
+                staging,
                 courier,
+                directory: directory.clone(),
                 inbox,
                 reports,
                 metrics,
@@ -344,22 +347,22 @@ impl EngineParts {
             let worker = Worker::new(parts)?;
             env.spawn_worker(&name, Box::pin(worker.run()));
         }
-        for (from, to) in pairs(&handles) {
-            match measure_link(&env, &*transport, &*make_region, &handles[&to], limits.hand_off) {
-                Ok(cost) => {
-                    fleet.step(env.now(), Event::LinkUp(Link { from, to, cost }));
-                }
-                Err(error) => {
-                    let devices = [&handles[&from].device, &handles[&to].device];
-                    tracing::warn!(?devices, %error, "no KV can go from the first to the second");
+        // All ways within one process are alike.
+        match measure_link(&env, &links, limits.hand_off) {
+            _ if handles.len() < 2 => {}
+            Ok(cost) => {
+                for (from, to) in pairs(&handles) {
+                    fleet.step(env.now(), Event::LinkUp(Link { from, to, cost: cost.clone() }));
                 }
             }
+            Err(error) => tracing::warn!(%error, "no KV can go from one device to another"),
         }
         let (handle, submissions) = EngineHandle::channel(limits.requests_max.max(1));
         let coordinator = Coordinator {
             env: env.clone(),
             fleet,
             instances: handles,
+            directory,
             identity,
             submissions,
             flex_deadline: limits.flex_deadline,
@@ -394,17 +397,13 @@ fn pairs(handles: &BTreeMap<InstanceId, InstanceHandle>) -> Vec<(InstanceId, Ins
 }
 
 /// `a + b * bytes` of a staged write, from a small one and a whole slot; the least of a few tries.
-fn measure_link(
-    env: &SharedEnv,
-    transport: &dyn Transport,
-    make_region: &MakeRegion,
-    to: &InstanceHandle,
-    limits: HandOffLimits,
-) -> Result<LinkCost> {
+fn measure_link(env: &SharedEnv, links: &Links, limits: HandOffLimits) -> Result<LinkCost> {
     const TRIES: usize = 5;
     const SMALL_BYTES: u64 = 4096;
     let large_bytes = limits.slot_bytes;
-    let mut endpoint = transport.connect(make_region(large_bytes)?, &to.region)?;
+    let transport = links.transports.first().ok_or_else(|| Error::unsupported("there is no transport"))?;
+    let region = transport.register((links.make_region)(large_bytes)?, Access::Write)?;
+    let mut endpoint = transport.connect((links.make_region)(large_bytes)?, &region)?;
     let mut least = |bytes: u64| -> Result<f64> {
         let piece = Piece { local: 0, remote: 0, bytes: bytes.min(large_bytes) };
         let mut best = f64::INFINITY;
@@ -416,7 +415,10 @@ fn measure_link(
         }
         Ok(best)
     };
-    let (small, large) = (least(SMALL_BYTES)?, least(large_bytes)?);
+    let measured = least(SMALL_BYTES).and_then(|small| Ok((small, least(large_bytes)?)));
+    drop(endpoint);
+    transport.deregister(&region)?;
+    let (small, large) = measured?;
     let seconds_per_byte =
         ((large - small) / (large_bytes.saturating_sub(SMALL_BYTES)).max(1) as f64).max(0.0);
     Ok(LinkCost { latency: Seconds(small), seconds_per_byte, usd_per_byte: 0.0 })

@@ -4,7 +4,9 @@
 //! may block (on its device), so it lives on a thread of its own; everything it shares goes through
 //! its inbox.
 
-use super::handoff::{Courier, Incoming, Outgoing};
+use super::courier::Courier;
+use super::directory::Directory;
+use super::handoff::{Incoming, LOOK_AFTER_SENDS, Outgoing, Staging};
 use super::health::HealthWatch;
 use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
 use crate::env::{SharedEnv, yield_now};
@@ -33,6 +35,8 @@ pub(super) struct Active {
     tokens: Vec<u32>,
     pub(super) outgoing: Option<Outgoing>,
     pub(super) incoming: Option<Incoming>,
+    /// Who will send its KV.
+    sender: Option<InstanceId>,
 }
 
 impl Active {
@@ -52,10 +56,10 @@ pub(super) struct Worker {
     /// Decode steps by their key, with and without the choice of the best tokens.
     recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
     pub(super) active: HashMap<RequestId, Active>,
+    pub(super) staging: Staging,
     pub(super) courier: Courier,
+    pub(super) directory: Directory,
     pub(super) inbox: mpsc::UnboundedReceiver<ToWorker>,
-    /// For those who reply to this worker.
-    pub(super) address: mpsc::UnboundedSender<ToWorker>,
     /// Messages that came while the worker waited for a credit.
     pub(super) deferred: VecDeque<ToWorker>,
     reports: mpsc::UnboundedSender<Report>,
@@ -75,10 +79,14 @@ pub(super) struct WorkerParts {
     pub(super) forward: Forward,
     /// Its bounds.
     pub(super) limits: BatchLimits,
+    /// Its device's part in hand-offs.
+    pub(super) staging: Staging,
     /// Its way to other instances.
     pub(super) courier: Courier,
-    /// Both ends of its inbox.
-    pub(super) inbox: (mpsc::UnboundedSender<ToWorker>, mpsc::UnboundedReceiver<ToWorker>),
+    /// How it speaks to them.
+    pub(super) directory: Directory,
+    /// What it is told.
+    pub(super) inbox: mpsc::UnboundedReceiver<ToWorker>,
     /// The coordinator.
     pub(super) reports: mpsc::UnboundedSender<Report>,
     /// Where it counts.
@@ -101,9 +109,10 @@ impl Worker {
             machine: Instance::new(parts.limits),
             recorded: HashMap::new(),
             active: HashMap::new(),
+            staging: parts.staging,
             courier: parts.courier,
-            inbox: parts.inbox.1,
-            address: parts.inbox.0,
+            directory: parts.directory,
+            inbox: parts.inbox,
             deferred: VecDeque::new(),
             reports: parts.reports,
             metrics: parts.metrics,
@@ -132,10 +141,12 @@ impl Worker {
                 self.handle(message).await?;
             }
             let ran = self.turn().await?;
+            self.settle_sends(Duration::ZERO);
             if ran || !self.deferred.is_empty() {
                 yield_now().await;
                 continue;
             }
+            let due = self.sends_due();
             tokio::select! {
                 biased;
                 message = self.inbox.recv() => match message {
@@ -143,6 +154,7 @@ impl Worker {
                     None => return Ok(()),
                 },
                 () = self.reports.closed() => return Ok(()),
+                () = due => self.settle_sends(LOOK_AFTER_SENDS),
             }
         }
     }
@@ -150,12 +162,14 @@ impl Worker {
     async fn handle(&mut self, message: ToWorker) -> Result<()> {
         match message {
             ToWorker::Add { job, hand_off } => self.add(job, hand_off),
-            ToWorker::Reserve { job } => self.reserve(job),
-            ToWorker::Landed(piece) => {
-                if let Some(request) = self.receive(piece)? {
+            ToWorker::Reserve { job, sender } => self.reserve(job, sender),
+            ToWorker::Landed { sender, parcel } => {
+                if let Some(request) = self.receive(sender, parcel)? {
                     self.settle_incoming(request);
                 }
             }
+            ToWorker::Credit { receiver, slot } => self.courier.give_slot(receiver, slot),
+            ToWorker::PeerDown { peer } => self.courier.forget(peer),
             ToWorker::Lost { request, attempt, piece } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
                     incoming.lose(piece);
@@ -184,18 +198,19 @@ impl Worker {
     fn add(&mut self, job: Job, hand_off: Option<HandOff>) {
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         let Job { request, due, hasher, .. } = job;
-        let gives_way = job.gives_way();
-        let tokens = job.tokens.clone();
+        let (gives_way, tokens) = (job.gives_way(), job.tokens());
         let outgoing = hand_off.map(Outgoing::new);
-        self.active.insert(request, Active { job, tokens: tokens.clone(), outgoing, incoming: None });
+        let active = Active { job, tokens: tokens.clone(), outgoing, incoming: None, sender: None };
+        self.active.insert(request, active);
         self.machine_step(Event::Add { request, due, gives_way, tokens, hasher, after });
     }
 
-    fn reserve(&mut self, job: Job) {
+    fn reserve(&mut self, job: Job, sender: InstanceId) {
         let Job { request, due, hasher, .. } = job;
-        let gives_way = job.gives_way();
-        let tokens = job.tokens.clone();
-        self.active.insert(request, Active { job, tokens: tokens.clone(), outgoing: None, incoming: None });
+        let (gives_way, tokens) = (job.gives_way(), job.tokens());
+        let sender = Some(sender);
+        let active = Active { job, tokens: tokens.clone(), outgoing: None, incoming: None, sender };
+        self.active.insert(request, active);
         self.machine_step(Event::Reserve { request, due, gives_way, tokens, hasher });
     }
 
@@ -230,10 +245,12 @@ impl Worker {
                 Action::Reserved { request, tokens_cached, pages } => {
                     let layers = self.forward.config().layers;
                     let Some(active) = self.active.get_mut(&request) else { continue };
+                    let Some(sender) = active.sender else { continue };
                     let length = active.tokens.len() as u32;
-                    active.incoming = Some(Incoming::new(pages, tokens_cached, length, layers));
+                    active.incoming = Some(Incoming::new(sender, pages, tokens_cached, length, layers));
                     let attempt = active.job.attempt;
-                    self.report(FromWorker::Reserved { request, attempt, tokens_cached });
+                    let landing = self.courier.landing(sender)?.clone();
+                    self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
                 }
                 Action::Revoked { request } => {
                     let attempt = self.active.remove(&request).map_or(0, |active| active.job.attempt);
@@ -264,7 +281,7 @@ impl Worker {
             return self.run_recorded(&step, &pass, key);
         }
         let layers = self.forward.config().layers as usize;
-        let depth = self.courier.depth();
+        let depth = self.staging.depth();
         let mut tickets: Vec<Ticket> = Vec::with_capacity(layers);
         for layer in 0..layers {
             let mut list = if layer == 0 { vec![self.forward.embed(&pass)?] } else { Vec::new() };
@@ -425,7 +442,8 @@ impl Worker {
         let outgoing = self.active.get_mut(&request).and_then(|a| a.outgoing.as_mut());
         match (outgoing, next) {
             (Some(outgoing), Some(next)) => {
-                outgoing.hand_over(request, next);
+                let (to, message) = outgoing.hand_over(request, next);
+                self.directory.tell(to, message);
                 self.settle_outgoing(request);
             }
             (_, None) => {
@@ -454,7 +472,7 @@ impl Worker {
     }
 
     /// A sender's blocks are released when the receiver has confirmed all pieces.
-    fn settle_outgoing(&mut self, request: RequestId) {
+    pub(super) fn settle_outgoing(&mut self, request: RequestId) {
         let outgoing = self.active.get(&request).and_then(|a| a.outgoing.as_ref());
         if outgoing.is_some_and(Outgoing::complete) {
             if let Some(started) = outgoing.and_then(Outgoing::started) {

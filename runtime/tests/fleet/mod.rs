@@ -11,7 +11,7 @@ use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
-    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Loaded,
+    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
@@ -214,8 +214,7 @@ impl Fleet {
             env,
             instances: instances.collect(),
             config,
-            transport,
-            make_region: Arc::new(region),
+            links: Links { transports: vec![transport], make_region: Arc::new(region) },
             limits: EngineConfig {
                 hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, ..HandOffLimits::default() },
                 policy: self.policy,

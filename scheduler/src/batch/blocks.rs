@@ -5,10 +5,11 @@
 //! counts always add up to the total.
 
 use crate::kv::hash::BlockHash;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 
 /// How many blocks are in which state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockCounts {
     /// Hold nothing of use.
     pub free: usize,

@@ -22,6 +22,7 @@ pub use blocks::{BlockCounts, BlockPool};
 use crate::kv::hash::{BlockHash, Chain, PrefixHasher};
 use mixfleet_hal::units::Seconds;
 use order::Place;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Identifies a request; smaller is older.
@@ -235,7 +236,7 @@ impl Sequence {
 }
 
 /// What the router and the metrics see of an instance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Load {
     /// Requests without blocks yet.
     pub waiting: usize,

@@ -30,7 +30,7 @@ pub struct Namespace {
 }
 
 /// Hashes token sequences of one namespace of one fleet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PrefixHasher {
     seed: u64,
 }

@@ -1,0 +1,307 @@
+//! What carries pieces of KV between instances: staging memory at both ends, the ways between them, and
+//! the slots that are the sender's credits.
+//!
+//! Each pair of sender and receiver has a region of its own at the receiver, so that what a lost peer may
+//! still write can be fenced off without touching others. The sender's outbox mirrors it: slot i there is
+//! sent to slot i here. A sender without a free slot waits, so what is on its way is bounded.
+
+use super::MakeRegion;
+use super::messages::{Landing, Parcel};
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Device, Error, ErrorKind, Result, Slice};
+use mixfleet_scheduler::fleet::InstanceId;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Sends of one piece, over all kinds of failure, before it is recomputed.
+pub(super) const SENDS_MAX: u32 = 3;
+
+/// How much may be on its way from one instance to another, and how long a piece may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HandOffLimits {
+    /// Bytes of a staging slot: the largest piece.
+    pub slot_bytes: u64,
+    /// Slots.
+    pub slots: u32,
+    /// For one piece, after which it counts as failed.
+    pub timeout: Duration,
+}
+
+impl Default for HandOffLimits {
+    fn default() -> Self {
+        HandOffLimits { slot_bytes: 1 << 20, slots: 32, timeout: Duration::from_secs(5) }
+    }
+}
+
+/// The ways that this process has to other memories.
+#[derive(Clone)]
+pub struct Links {
+    /// Best first.
+    pub transports: Vec<Arc<dyn Transport>>,
+    /// Makes memory that all of them reach.
+    pub make_region: Arc<MakeRegion>,
+}
+
+/// An instance's staging memory and its ways to peers.
+pub(super) struct Courier {
+    links: Links,
+    limits: HandOffLimits,
+    /// By who writes there.
+    landings: BTreeMap<InstanceId, (Landing, Arc<dyn SharedMemory>)>,
+    /// By whom they lead to.
+    ways: BTreeMap<InstanceId, Way>,
+}
+
+/// What became of a parcel.
+pub(super) enum Sent {
+    /// It lies in the receiver's slot.
+    Landed(Parcel),
+    /// Every try failed.
+    Failed(Parcel),
+}
+
+impl Courier {
+    pub(super) fn new(links: Links, limits: HandOffLimits) -> Self {
+        Courier { links, limits, landings: BTreeMap::new(), ways: BTreeMap::new() }
+    }
+
+    /// Bytes of this end's slots.
+    pub(super) fn slot_bytes(&self) -> u64 {
+        self.limits.slot_bytes
+    }
+
+    /// Where pieces from `peer` are to land.
+    ///
+    /// # Errors
+    /// When no transport can reach memory of this process, or there is no memory left.
+    pub(super) fn landing(&mut self, peer: InstanceId) -> Result<&Landing> {
+        if !self.landings.contains_key(&peer) {
+            let HandOffLimits { slot_bytes, slots, .. } = self.limits;
+            let memory = (self.links.make_region)(slot_bytes * u64::from(slots))?;
+            let mut refused = Error::unsupported("there is no transport");
+            let mut regions = Vec::new();
+            for transport in &self.links.transports {
+                match transport.register(memory.clone(), Access::Write) {
+                    Ok(region) => regions.push(region),
+                    Err(error) => refused = error.context(transport.name()),
+                }
+            }
+            if regions.is_empty() {
+                return Err(refused);
+            }
+            self.landings.insert(peer, (Landing { regions, slots, slot_bytes }, memory));
+        }
+        Ok(&self.landings[&peer].0)
+    }
+
+    /// Shows what `peer` wrote to a slot.
+    ///
+    /// # Errors
+    /// `Invalid` if there is no such slot.
+    pub(super) fn look(
+        &self,
+        peer: InstanceId,
+        slot: u32,
+        bytes: u64,
+        look: &mut dyn FnMut(&[u8]),
+    ) -> Result<()> {
+        let (landing, memory) =
+            self.landings.get(&peer).ok_or_else(|| Error::invalid(format!("{peer} has no slots here")))?;
+        if slot >= landing.slots || bytes > landing.slot_bytes {
+            return Err(Error::invalid(format!("{bytes} bytes in slot {slot}: no such slot")));
+        }
+        memory.view(u64::from(slot) * landing.slot_bytes, bytes, look)
+    }
+
+    /// The peer is gone: what it may still write lands nowhere.
+    pub(super) fn forget(&mut self, peer: InstanceId) {
+        self.ways.remove(&peer);
+        let Some((landing, _)) = self.landings.remove(&peer) else { return };
+        for region in &landing.regions {
+            for transport in self.links.transports.iter().filter(|t| t.name() == region.transport) {
+                if let Err(error) = transport.deregister(region) {
+                    tracing::warn!(%peer, %error, "staging memory could not be fenced");
+                }
+            }
+        }
+    }
+
+    /// A free slot at `peer`, whose slots are `landing`.
+    ///
+    /// # Errors
+    /// When there is no memory for the outbox.
+    pub(super) fn take_slot(&mut self, peer: InstanceId, landing: &Landing) -> Result<Option<u32>> {
+        if self.ways.get(&peer).is_none_or(|way| way.landing != *landing) {
+            let outbox = (self.links.make_region)(landing.slot_bytes * u64::from(landing.slots))?;
+            self.ways.insert(peer, Way::new(landing.clone(), outbox));
+        }
+        Ok(self.ways.get_mut(&peer).and_then(|way| way.free.pop()))
+    }
+
+    /// `peer` has read a slot.
+    pub(super) fn give_slot(&mut self, peer: InstanceId, slot: u32) {
+        if let Some(way) = self.ways.get_mut(&peer) {
+            if slot < way.landing.slots && !way.free.contains(&slot) {
+                way.free.push(slot);
+            }
+        }
+    }
+
+    /// Reads a piece from the device into the outbox; its hash.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn fill(
+        &mut self,
+        peer: InstanceId,
+        slot: u32,
+        device: &dyn Device,
+        from: &Slice,
+    ) -> Result<u64> {
+        let way = self.ways.get(&peer).ok_or_else(|| Error::invalid("a slot was taken before"))?;
+        let mut outcome = Ok(0);
+        way.outbox.update(u64::from(slot) * way.landing.slot_bytes, from.bytes, &mut |place| {
+            outcome = device.read(from, place).map(|()| xxh3_64(place));
+        })?;
+        outcome
+    }
+
+    /// Begins to send what `fill` put into a slot.
+    pub(super) fn send(&mut self, peer: InstanceId, parcel: Parcel, now: Seconds) {
+        if let Some(way) = self.ways.get_mut(&peer) {
+            way.sends.push_back(Sending { parcel, transfer: None, since: now });
+            way.start(&self.links.transports, now);
+        }
+    }
+
+    /// For how long the oldest of what is on its way has been so; none if nothing is.
+    pub(super) fn longest_send(&self, now: Seconds) -> Option<Seconds> {
+        let firsts = self.ways.values().filter_map(|way| way.sends.front());
+        firsts.map(|send| now - send.since).max_by(|a, b| a.0.total_cmp(&b.0))
+    }
+
+    /// What has landed or failed; waits for up to `patience` if nothing has.
+    pub(super) fn settle(&mut self, now: Seconds, patience: Duration) -> Vec<(InstanceId, Sent)> {
+        let mut settled = Vec::new();
+        for (&peer, way) in &mut self.ways {
+            let mut left = patience;
+            while let Some(sent) = way.settle_first(&self.links.transports, self.limits.timeout, now, left) {
+                settled.push((peer, sent));
+                left = Duration::ZERO;
+            }
+        }
+        settled
+    }
+}
+
+/// The way to one receiver.
+struct Way {
+    landing: Landing,
+    outbox: Arc<dyn SharedMemory>,
+    /// Slots that are free at both ends.
+    free: Vec<u32>,
+    /// Which of the landing's regions is written to: each failure goes on to the next.
+    region: usize,
+    endpoint: Option<Box<dyn Endpoint>>,
+    /// In the order in which they began.
+    sends: VecDeque<Sending>,
+}
+
+struct Sending {
+    parcel: Parcel,
+    /// None: it has to begin, or to begin anew.
+    transfer: Option<TransferId>,
+    since: Seconds,
+}
+
+impl Way {
+    fn new(landing: Landing, outbox: Arc<dyn SharedMemory>) -> Self {
+        let free = (0..landing.slots).rev().collect();
+        Way { landing, outbox, free, region: 0, endpoint: None, sends: VecDeque::new() }
+    }
+
+    /// Begins the sends that have not begun.
+    fn start(&mut self, transports: &[Arc<dyn Transport>], now: Seconds) {
+        let Some(first) = self.sends.iter().position(|send| send.transfer.is_none()) else { return };
+        for at in first..self.sends.len() {
+            let Parcel { slot, bytes, piece, .. } = self.sends[at].parcel;
+            // Its turn to be reported comes when it is the first.
+            if piece.retries >= SENDS_MAX {
+                continue;
+            }
+            let offset = u64::from(slot) * self.landing.slot_bytes;
+            let piece = Piece { local: offset, remote: offset, bytes };
+            match self.connected(transports).and_then(|endpoint| endpoint.write(&[piece])) {
+                Ok(transfer) => {
+                    self.sends[at].transfer = Some(transfer);
+                    self.sends[at].since = now;
+                }
+                Err(error) => return self.failed(at, &error),
+            }
+        }
+    }
+
+    fn connected(&mut self, transports: &[Arc<dyn Transport>]) -> Result<&mut Box<dyn Endpoint>> {
+        if self.endpoint.is_none() {
+            let region = &self.landing.regions[self.region];
+            let transport = transports.iter().find(|t| t.name() == region.transport);
+            let transport = transport.ok_or_else(|| {
+                Error::unsupported(format!("this end has no transport '{}'", region.transport))
+            })?;
+            self.endpoint = Some(transport.connect(self.outbox.clone(), region)?);
+        }
+        Ok(self.endpoint.as_mut().expect("just connected"))
+    }
+
+    /// The way is broken: everything on it begins anew over the next one; `at` has one try less.
+    fn failed(&mut self, at: usize, error: &Error) {
+        let transport = &self.landing.regions[self.region].transport;
+        let Parcel { request, piece, .. } = &mut self.sends[at].parcel;
+        tracing::warn!(request, layer = piece.layer, first = piece.first, transport, %error, "KV transfer failed");
+        piece.retries += 1;
+        self.endpoint = None;
+        self.region = (self.region + 1) % self.landing.regions.len();
+        self.sends.iter_mut().for_each(|send| send.transfer = None);
+    }
+
+    /// What became of the first send, if that is known.
+    fn settle_first(
+        &mut self,
+        transports: &[Arc<dyn Transport>],
+        timeout: Duration,
+        now: Seconds,
+        patience: Duration,
+    ) -> Option<Sent> {
+        loop {
+            let first = self.sends.front()?;
+            if first.parcel.piece.retries >= SENDS_MAX {
+                let parcel = self.sends.pop_front()?.parcel;
+                self.free.push(parcel.slot);
+                return Some(Sent::Failed(parcel));
+            }
+            let since = first.since;
+            let Some(transfer) = first.transfer else {
+                self.start(transports, now);
+                continue;
+            };
+            let Some(endpoint) = &mut self.endpoint else {
+                self.sends.iter_mut().for_each(|send| send.transfer = None);
+                continue;
+            };
+            match endpoint.wait(transfer, patience) {
+                Ok(()) => return Some(Sent::Landed(self.sends.pop_front()?.parcel)),
+                Err(error) if error.kind == ErrorKind::Timeout && (now - since).0 < timeout.as_secs_f64() => {
+                    return None;
+                }
+                Err(error) => {
+                    let _ = endpoint.cancel(transfer);
+                    self.failed(0, &error);
+                }
+            }
+        }
+    }
+}

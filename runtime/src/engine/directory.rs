@@ -1,0 +1,38 @@
+//! Where each instance's worker takes its messages, in this process or behind a connection.
+
+use super::messages::ToWorker;
+use mixfleet_scheduler::fleet::InstanceId;
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
+use tokio::sync::mpsc::UnboundedSender;
+
+/// The inboxes of the fleet's workers. Clones are one directory.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Directory(Arc<RwLock<BTreeMap<InstanceId, UnboundedSender<ToWorker>>>>);
+
+impl Directory {
+    /// From now on `inbox` takes the messages to `instance`.
+    pub(super) fn enter(&self, instance: InstanceId, inbox: UnboundedSender<ToWorker>) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).insert(instance, inbox);
+    }
+
+    /// The way to `instance`, if it is known.
+    pub(super) fn find(&self, instance: InstanceId) -> Option<UnboundedSender<ToWorker>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).get(&instance).cloned()
+    }
+
+    /// Sends a message. Nobody takes it if the worker is gone: then it has reported why, or its connection
+    /// has, and its requests are replayed on that report.
+    pub(super) fn tell(&self, instance: InstanceId, message: ToWorker) {
+        if let Some(inbox) = self.find(instance) {
+            let _ = inbox.send(message);
+        }
+    }
+
+    /// Completes when `instance` can take no more messages.
+    pub(super) async fn gone(&self, instance: InstanceId) {
+        if let Some(inbox) = self.find(instance) {
+            inbox.closed().await;
+        }
+    }
+}
