@@ -12,6 +12,7 @@
 pub mod api;
 pub mod engine;
 pub mod env;
+pub mod fleet;
 pub mod metrics;
 pub mod model;
 pub mod pool;

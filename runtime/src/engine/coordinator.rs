@@ -5,20 +5,24 @@ use super::directory::Directory;
 use super::events::LoggedFleet;
 use super::messages::{FromWorker, HandOff, Job, Landing, Report, ToWorker};
 use crate::api::Placements;
-use crate::env::SharedEnv;
+use crate::env::{SharedEnv, Task};
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::request::{FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, random};
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
+    Action, Arrival, Event, Explanation, Instance, InstanceId, Link, Objective, PromptChain, RejectReason,
 };
 use mixfleet_scheduler::kv::Tier;
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
+
+/// How often a request that lost its place looks for another one.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// An instance as the coordinator reaches it.
 #[derive(Clone, Debug)]
@@ -56,6 +60,8 @@ struct Tracked {
     decode: InstanceId,
     /// The client was told that work on it began.
     started: bool,
+    /// All of its KV is where it decodes.
+    joined: bool,
     placed_at: Seconds,
     _watched: oneshot::Sender<()>,
 }
@@ -72,10 +78,14 @@ pub(super) struct Coordinator {
     pub(super) directory: Directory,
     /// Names the model in block hashes.
     pub(super) identity: Identity,
+    /// Ids of requests count from here.
+    pub(super) first_request: RequestId,
     /// From the API.
     pub(super) submissions: mpsc::Receiver<Submission>,
     /// Of flex requests, from when they come.
     pub(super) flex_deadline: Seconds,
+    /// For so long a request that lost its place waits for another one.
+    pub(super) patience: Seconds,
     /// From the workers.
     pub(super) reports: mpsc::UnboundedReceiver<Report>,
     /// Where decisions are kept for `/debug/placement`.
@@ -88,6 +98,8 @@ pub(super) struct Coordinator {
 pub(super) struct Running {
     parts: Coordinator,
     requests: HashMap<RequestId, Tracked>,
+    /// Those that lost their place and found no other yet, with when they give up.
+    homeless: BTreeMap<RequestId, Seconds>,
     next: RequestId,
     left: mpsc::UnboundedReceiver<RequestId>,
     leave: mpsc::UnboundedSender<RequestId>,
@@ -97,7 +109,9 @@ impl Coordinator {
     /// Serves until every handle to the engine is gone and the last request is done.
     pub(super) async fn run(self) {
         let (leave, left) = mpsc::unbounded_channel();
-        Running { parts: self, requests: HashMap::new(), next: 0, left, leave }.serve().await;
+        let next = self.first_request;
+        let (requests, homeless) = (HashMap::new(), BTreeMap::new());
+        Running { parts: self, requests, homeless, next, left, leave }.serve().await;
     }
 }
 
@@ -105,6 +119,7 @@ impl Running {
     async fn serve(mut self) {
         let mut open = true;
         while open || !self.requests.is_empty() {
+            let look_again = self.look_again();
             tokio::select! {
                 biased;
                 report = self.parts.reports.recv() => match report {
@@ -116,6 +131,7 @@ impl Running {
                     Some(submission) => self.submit(submission),
                     None => open = false,
                 },
+                () = look_again => self.house(),
             }
         }
     }
@@ -213,6 +229,7 @@ impl Running {
                     prefill,
                     decode,
                     started: false,
+                    joined: false,
                     placed_at: self.parts.env.now(),
                     _watched,
                 };
@@ -302,7 +319,12 @@ impl Running {
 
     fn report(&mut self, instance: InstanceId, message: FromWorker) {
         match message {
-            FromWorker::Ready => tracing::debug!(%instance, "ready"),
+            FromWorker::Up { instance, kv } => self.up(*instance, kv),
+            // What comes after the word that it is down is of its earlier life.
+            _ if !self.parts.instances.contains_key(&instance) => {}
+            FromWorker::Link { to, cost } => {
+                self.fleet_step(Event::LinkUp(Link { from: instance, to, cost }));
+            }
             FromWorker::Admitted { request, tokens_cached } => {
                 self.admitted(instance, request, tokens_cached)
             }
@@ -318,7 +340,11 @@ impl Running {
             FromWorker::Progress { request, tokens } => {
                 self.fleet_step(Event::PrefillProgress { request, instance, tokens });
             }
+            FromWorker::LinkDown { to } => self.link_down(instance, to),
             FromWorker::Joined { request } => {
+                if let Some(tracked) = self.requests.get_mut(&request).filter(|t| t.decode == instance) {
+                    tracked.joined = true;
+                }
                 self.fleet_step(Event::TransferDone { request, instance });
             }
             FromWorker::Drawn { request, attempt, index, token, logprobs, finish } => {
@@ -359,8 +385,10 @@ impl Running {
 
     fn reserved(&mut self, request: RequestId, attempt: u32, tokens_cached: u32, landing: Landing) {
         let Some(tracked) = self.requests.get(&request).filter(|t| t.attempt == attempt) else { return };
-        let receiver = &self.parts.instances[&tracked.decode];
-        let sender = &self.parts.instances[&tracked.prefill];
+        let known = |id| self.parts.instances.get(id);
+        let (Some(sender), Some(receiver)) = (known(&tracked.prefill), known(&tracked.decode)) else {
+            return;
+        };
         let hand_off = HandOff {
             attempt,
             from: tokens_cached,
@@ -382,7 +410,11 @@ impl Running {
         finish: Option<FinishReason>,
     ) {
         let tracked = self.requests.get_mut(&request).expect("checked by the caller");
-        assert_eq!(index as usize, tracked.generated.len(), "request {request}: a token out of turn");
+        if index as usize != tracked.generated.len() {
+            tracing::error!(request, index, %instance, "a token out of turn; the request goes on elsewhere");
+            self.fleet_step(Event::Cancelled { request });
+            return self.replay(request);
+        }
         let first = tracked.generated.is_empty();
         tracked.generated.push(token);
         // A client that is gone is noticed by its watcher.
@@ -425,10 +457,30 @@ impl Running {
         }
     }
 
+    /// What was on its way there is placed anew.
+    fn link_down(&mut self, from: InstanceId, to: InstanceId) {
+        self.fleet_step(Event::LinkDown { from, to });
+        let under_way = |t: &Tracked| t.prefill == from && t.decode == to && !t.joined;
+        let its = self.requests.iter().filter(|(_, t)| under_way(t)).map(|(&request, _)| request);
+        let mut its: Vec<RequestId> = its.collect();
+        its.sort_unstable();
+        for request in its {
+            self.fleet_step(Event::Cancelled { request });
+            self.replay(request);
+        }
+    }
+
+    fn up(&mut self, instance: Instance, kv: DType) {
+        let (device, block_tokens) = (instance.device.to_string(), instance.kv_block_tokens);
+        tracing::debug!(instance = %instance.id, %device, "instance up");
+        self.parts.instances.insert(instance.id, InstanceHandle { device, kv, block_tokens });
+        self.fleet_step(Event::InstanceUp(instance));
+    }
+
     fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
-        let device = &self.parts.instances[&instance].device;
+        let Some(InstanceHandle { device, .. }) = self.parts.instances.remove(&instance) else { return };
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
-        for &other in self.parts.instances.keys().filter(|&&other| other != instance) {
+        for &other in self.parts.instances.keys() {
             self.send(other, ToWorker::PeerDown { peer: instance });
         }
         for action in self.fleet_step(Event::InstanceDown { instance }) {
@@ -444,6 +496,7 @@ impl Running {
         self.cancel_on_both(request, tracked);
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
+        tracked.joined = false;
         let (wanted, objective) = (tracked.wanted.clone(), tracked.objective);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
         let arrival = self.arrival(request, &wanted, objective, &tokens, true);
@@ -451,16 +504,44 @@ impl Running {
             Some(Action::Place { prefill, decode, explanation, .. }) => {
                 let tracked = self.requests.get_mut(&request).expect("just found");
                 (tracked.prefill, tracked.decode) = (prefill, decode);
+                self.homeless.remove(&request);
                 self.explain(request, &explanation);
                 self.start(request);
             }
             Some(Action::Reject { reason, .. }) => {
+                let now = self.parts.env.now();
+                let until = *self.homeless.entry(request).or_insert(now + self.parts.patience);
+                if now.0 < until.0 {
+                    return;
+                }
+                self.homeless.remove(&request);
                 let message = format!("its instance was lost, and it has no other place: {reason}");
                 if let Some(tracked) = self.requests.remove(&request) {
                     let _ = tracked.updates.send(Update::Failed(message));
                 }
             }
             other => unreachable!("an arrival is placed or rejected, not {other:?}"),
+        }
+    }
+
+    /// Completes when it is time to `house` again; never if all have a place.
+    fn look_again(&self) -> Task {
+        if self.homeless.is_empty() {
+            Box::pin(std::future::pending())
+        } else {
+            self.parts.env.sleep(LOOK_AGAIN)
+        }
+    }
+
+    /// Tries once more to place those that lost their place, the oldest first.
+    fn house(&mut self) {
+        let waiting: Vec<RequestId> = self.homeless.keys().copied().collect();
+        for request in waiting {
+            if self.requests.contains_key(&request) {
+                self.replay(request);
+            } else {
+                self.homeless.remove(&request);
+            }
         }
     }
 

@@ -144,10 +144,9 @@ impl Courier {
 
     /// `peer` has read a slot.
     pub(super) fn give_slot(&mut self, peer: InstanceId, slot: u32) {
-        if let Some(way) = self.ways.get_mut(&peer) {
-            if slot < way.landing.slots && !way.free.contains(&slot) {
-                way.free.push(slot);
-            }
+        let Some(way) = self.ways.get_mut(&peer) else { return };
+        if slot < way.landing.slots && !way.free.contains(&slot) {
+            way.free.push(slot);
         }
     }
 

@@ -8,29 +8,34 @@ use tokio::sync::mpsc::UnboundedSender;
 
 /// The inboxes of the fleet's workers. Clones are one directory.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Directory(Arc<RwLock<BTreeMap<InstanceId, UnboundedSender<ToWorker>>>>);
+pub(crate) struct Directory(Arc<RwLock<BTreeMap<InstanceId, UnboundedSender<ToWorker>>>>);
 
 impl Directory {
     /// From now on `inbox` takes the messages to `instance`.
-    pub(super) fn enter(&self, instance: InstanceId, inbox: UnboundedSender<ToWorker>) {
+    pub(crate) fn enter(&self, instance: InstanceId, inbox: UnboundedSender<ToWorker>) {
         self.0.write().unwrap_or_else(PoisonError::into_inner).insert(instance, inbox);
     }
 
+    /// Nothing goes to `instance` any more.
+    pub(crate) fn leave(&self, instance: InstanceId) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).remove(&instance);
+    }
+
     /// The way to `instance`, if it is known.
-    pub(super) fn find(&self, instance: InstanceId) -> Option<UnboundedSender<ToWorker>> {
+    pub(crate) fn find(&self, instance: InstanceId) -> Option<UnboundedSender<ToWorker>> {
         self.0.read().unwrap_or_else(PoisonError::into_inner).get(&instance).cloned()
     }
 
     /// Sends a message. Nobody takes it if the worker is gone: then it has reported why, or its connection
     /// has, and its requests are replayed on that report.
-    pub(super) fn tell(&self, instance: InstanceId, message: ToWorker) {
+    pub(crate) fn tell(&self, instance: InstanceId, message: ToWorker) {
         if let Some(inbox) = self.find(instance) {
             let _ = inbox.send(message);
         }
     }
 
     /// Completes when `instance` can take no more messages.
-    pub(super) async fn gone(&self, instance: InstanceId) {
+    pub(crate) async fn gone(&self, instance: InstanceId) {
         if let Some(inbox) = self.find(instance) {
             inbox.closed().await;
         }

@@ -132,6 +132,11 @@ impl Outgoing {
         (self.to.to, ToWorker::HandedOver { request, attempt: self.to.attempt, next })
     }
 
+    /// Only the receiver's word on what was sent is missing.
+    pub(super) fn is_handed_over_to(&self, peer: InstanceId) -> bool {
+        self.handed_over && self.to.to == peer
+    }
+
     pub(super) fn started(&self) -> Option<Seconds> {
         self.started
     }
@@ -392,6 +397,7 @@ impl Worker {
                 }
                 ToWorker::PeerDown { peer } => {
                     self.courier.forget(peer);
+                    self.deferred.push_back(ToWorker::PeerDown { peer });
                     if peer == to.to {
                         return Ok(None);
                     }

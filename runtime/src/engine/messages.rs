@@ -1,11 +1,13 @@
 //! What the coordinator and the instances' workers tell each other.
 
+use crate::fleet::RouterId;
 use crate::request::{FinishReason, GenerateRequest, Logprobs, ServiceTier};
 use mixfleet_hal::DType;
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{Load, RequestId};
-use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::fleet::{Instance, InstanceId};
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use serde::{Deserialize, Serialize};
@@ -13,94 +15,94 @@ use std::sync::Arc;
 
 /// A request in the engine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Job {
+pub(crate) struct Job {
     /// Its id; smaller is older.
-    pub(super) request: RequestId,
+    pub(crate) request: RequestId,
     /// Instances begin prompts in this order.
-    pub(super) due: Seconds,
+    pub(crate) due: Seconds,
     /// Grows with every placement of the request: messages of an earlier one are ignored.
-    pub(super) attempt: u32,
+    pub(crate) attempt: u32,
     /// What the client asked for.
-    pub(super) wanted: Arc<GenerateRequest>,
+    pub(crate) wanted: Arc<GenerateRequest>,
     /// The tokens that the client already has.
-    pub(super) generated: Vec<u32>,
+    pub(crate) generated: Vec<u32>,
     /// Hashes its blocks in its tenant's namespace.
-    pub(super) hasher: PrefixHasher,
+    pub(crate) hasher: PrefixHasher,
 }
 
 impl Job {
     /// Nobody reads along.
-    pub(super) fn gives_way(&self) -> bool {
+    pub(crate) fn gives_way(&self) -> bool {
         self.wanted.tier == ServiceTier::Flex
     }
 
     /// Prompt and answer so far.
-    pub(super) fn tokens(&self) -> Vec<u32> {
+    pub(crate) fn tokens(&self) -> Vec<u32> {
         [&self.wanted.prompt_ids[..], &self.generated].concat()
     }
 }
 
 /// Where an instance wants pieces from one peer: equal slots of a region that can be reached in several ways.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Landing {
+pub(crate) struct Landing {
     /// The region by every transport that reaches it, best first.
-    pub(super) regions: Vec<Descriptor>,
+    pub(crate) regions: Vec<Descriptor>,
     /// Slots.
-    pub(super) slots: u32,
+    pub(crate) slots: u32,
     /// Bytes of a slot: the largest piece.
-    pub(super) slot_bytes: u64,
+    pub(crate) slot_bytes: u64,
 }
 
 /// Where a prompt's KV goes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct HandOff {
+pub(crate) struct HandOff {
     /// The placement that it belongs to.
-    pub(super) attempt: u32,
+    pub(crate) attempt: u32,
     /// The first token whose KV the receiver lacks.
-    pub(super) from: u32,
+    pub(crate) from: u32,
     /// The receiver.
-    pub(super) to: InstanceId,
+    pub(crate) to: InstanceId,
     /// Its slots for this sender.
-    pub(super) landing: Landing,
+    pub(crate) landing: Landing,
     /// Dtype that both agreed on.
-    pub(super) wire: DType,
+    pub(crate) wire: DType,
 }
 
 /// Which KV of a request a piece is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct PieceId {
+pub(crate) struct PieceId {
     /// Which layer.
-    pub(super) layer: u32,
+    pub(crate) layer: u32,
     /// First token.
-    pub(super) first: u32,
+    pub(crate) first: u32,
     /// Tokens.
-    pub(super) tokens: u32,
+    pub(crate) tokens: u32,
     /// How often it was sent before.
-    pub(super) retries: u32,
+    pub(crate) retries: u32,
 }
 
 /// A piece of KV in a receiver's slot, or on its way there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Parcel {
+pub(crate) struct Parcel {
     /// Whose.
-    pub(super) request: RequestId,
+    pub(crate) request: RequestId,
     /// Of which placement.
-    pub(super) attempt: u32,
+    pub(crate) attempt: u32,
     /// Which part.
-    pub(super) piece: PieceId,
+    pub(crate) piece: PieceId,
     /// Where it lies.
-    pub(super) slot: u32,
+    pub(crate) slot: u32,
     /// Length of the payload.
-    pub(super) bytes: u64,
+    pub(crate) bytes: u64,
     /// XXH3-64 of the payload, taken before it was sent.
-    pub(super) hash: u64,
+    pub(crate) hash: u64,
     /// Dtype of the payload.
-    pub(super) wire: DType,
+    pub(crate) wire: DType,
 }
 
 /// To an instance's worker.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum ToWorker {
+pub(crate) enum ToWorker {
     /// Compute this prompt, then decode it here or hand it off.
     Add {
         /// The request.
@@ -168,6 +170,11 @@ pub(super) enum ToWorker {
         /// Which.
         request: RequestId,
     },
+    /// A router is gone: drop all of its requests.
+    Abandon {
+        /// Which.
+        router: RouterId,
+    },
     /// An instance was lost: nothing more is sent to it or taken from it.
     PeerDown {
         /// Which.
@@ -176,10 +183,27 @@ pub(super) enum ToWorker {
 }
 
 /// From an instance's worker.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) enum FromWorker {
-    /// The instance can take requests.
-    Ready,
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum FromWorker {
+    /// The instance takes requests from now on.
+    Up {
+        /// What the fleet's machine knows of it.
+        instance: Box<Instance>,
+        /// Dtype of its KV.
+        kv: DType,
+    },
+    /// KV can go from here to another instance.
+    Link {
+        /// Where to.
+        to: InstanceId,
+        /// What it costs.
+        cost: LinkCost,
+    },
+    /// It cannot any more.
+    LinkDown {
+        /// Where to.
+        to: InstanceId,
+    },
     /// A prompt got its blocks.
     Admitted {
         /// Whose.
@@ -252,4 +276,4 @@ pub(super) enum FromWorker {
 }
 
 /// A worker's message with its sender.
-pub(super) type Report = (InstanceId, FromWorker);
+pub(crate) type Report = (InstanceId, FromWorker);

@@ -10,6 +10,7 @@ use super::handoff::{Incoming, LOOK_AFTER_SENDS, Outgoing, Staging};
 use super::health::HealthWatch;
 use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
 use crate::env::{SharedEnv, yield_now};
+use crate::fleet::RouterId;
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::graph::{Forward, Part, Step as Pass, StepKey};
 use crate::request::{FinishReason, Logprobs};
@@ -123,7 +124,6 @@ impl Worker {
     /// Works until the coordinator is gone or the device fails.
     pub(super) async fn run(mut self) {
         let _alarm = PanicAlarm { id: self.id, reports: self.reports.clone() };
-        self.report(FromWorker::Ready);
         if let Err(error) = self.serve().await {
             tracing::error!(device = %self.device.info().id, %error, "the instance is down");
             self.report(FromWorker::Down(error));
@@ -169,7 +169,7 @@ impl Worker {
                 }
             }
             ToWorker::Credit { receiver, slot } => self.courier.give_slot(receiver, slot),
-            ToWorker::PeerDown { peer } => self.courier.forget(peer),
+            ToWorker::PeerDown { peer } => self.peer_down(peer),
             ToWorker::Lost { request, attempt, piece } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
                     incoming.lose(piece);
@@ -187,12 +187,20 @@ impl Worker {
                 self.settle_outgoing(request);
             }
             ToWorker::Settle { request } => self.settle_incoming(request),
-            ToWorker::Cancel { request } => {
-                self.active.remove(&request);
-                self.machine_step(Event::Cancel { request });
+            ToWorker::Cancel { request } => self.cancel(request),
+            ToWorker::Abandon { router } => {
+                let its = self.active.keys().copied().filter(|&request| RouterId::of(request) == router);
+                let mut its: Vec<RequestId> = its.collect();
+                its.sort_unstable();
+                its.into_iter().for_each(|request| self.cancel(request));
             }
         }
         Ok(())
+    }
+
+    fn cancel(&mut self, request: RequestId) {
+        self.active.remove(&request);
+        self.machine_step(Event::Cancel { request });
     }
 
     fn add(&mut self, job: Job, hand_off: Option<HandOff>) {
@@ -478,6 +486,19 @@ impl Worker {
             if let Some(started) = outgoing.and_then(Outgoing::started) {
                 self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
             }
+            self.active.remove(&request);
+            self.machine_step(Event::Release { request });
+        }
+    }
+
+    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed anew.
+    fn peer_down(&mut self, peer: InstanceId) {
+        self.courier.forget(peer);
+        let left = |a: &Active| a.outgoing.as_ref().is_some_and(|o| o.is_handed_over_to(peer));
+        let its = self.active.iter().filter(|(_, a)| left(a)).map(|(&request, _)| request);
+        let mut its: Vec<RequestId> = its.collect();
+        its.sort_unstable();
+        for request in its {
             self.active.remove(&request);
             self.machine_step(Event::Release { request });
         }

@@ -240,6 +240,13 @@ pub enum Event {
     },
     /// A way was opened, or measured anew.
     LinkUp(Link),
+    /// A way was closed.
+    LinkDown {
+        /// Where from.
+        from: InstanceId,
+        /// Where to.
+        to: InstanceId,
+    },
     /// What joins two pools, beyond the network cards of the two instances.
     PoolsJoined {
         /// From instances of this pool.

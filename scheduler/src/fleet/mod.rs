@@ -236,6 +236,9 @@ impl Fleet {
             Event::LinkUp(link) => {
                 self.links.insert((link.from, link.to), link.cost);
             }
+            Event::LinkDown { from, to } => {
+                self.links.remove(&(from, to));
+            }
             Event::PoolsJoined { from, to, cost } => {
                 self.pool_links.insert((from, to), cost);
             }

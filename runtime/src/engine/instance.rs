@@ -1,0 +1,267 @@
+//! A device with the model on it: what becomes an instance of the fleet.
+
+use super::calibrate;
+use super::courier::{Courier, HandOffLimits, Links};
+use super::directory::Directory;
+use super::handoff::Staging;
+use super::messages::{FromWorker, Report};
+use super::worker::{Worker, WorkerParts};
+use crate::env::SharedEnv;
+use crate::metrics::Metrics;
+use crate::model::graph::{Forward, StepShape};
+use crate::model::{ModelConfig, Weights};
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::units::UsdPerHour;
+use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
+use mixfleet_scheduler::batch::BatchLimits;
+use mixfleet_scheduler::cost::{Coefficients, CostModel, ProfileCost};
+use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
+use std::sync::Arc;
+use tokio::sync::mpsc;
+
+/// How an instance runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InstanceLimits {
+    /// Dtype between operations.
+    pub activations: DType,
+    /// Dtype of the KV.
+    pub kv: DType,
+    /// Memory for KV, in bytes.
+    pub kv_bytes: u64,
+    /// New tokens in a step.
+    pub step_tokens_max: u32,
+    /// Prompt tokens in a step that also decodes.
+    pub prefill_tokens_beside_decode_max: u32,
+    /// Sequences at a time.
+    pub sequences_max: u32,
+    /// Tokens in a KV block; the device's preference if none.
+    pub block_tokens: Option<u32>,
+}
+
+/// A device that shall serve.
+pub struct InstanceSpec {
+    /// The device.
+    pub device: Arc<dyn Device>,
+    /// The model's parameters on it.
+    pub weights: Weights,
+    /// What it may do.
+    pub role: Role,
+    /// Its rent, if known.
+    pub price: Option<UsdPerHour>,
+    /// Its bounds.
+    pub limits: InstanceLimits,
+}
+
+/// A device with the model and its KV memory, not serving yet.
+pub struct Loaded {
+    spec_device: Arc<dyn Device>,
+    forward: Forward,
+    role: Role,
+    price: Option<UsdPerHour>,
+    batch: BatchLimits,
+}
+
+/// What an instance finds around it.
+pub(crate) struct Surroundings {
+    pub(crate) env: SharedEnv,
+    pub(crate) links: Links,
+    pub(crate) hand_off: HandOffLimits,
+    pub(crate) directory: Directory,
+    pub(crate) reports: mpsc::UnboundedSender<Report>,
+    pub(crate) metrics: Metrics,
+}
+
+impl Loaded {
+    /// Checks that the device can run the model and allocates KV and activations.
+    ///
+    /// # Errors
+    /// `Unsupported` with the operation, `OutOfMemory`, or `Invalid` for bounds that hold nothing.
+    pub fn new(config: &Arc<ModelConfig>, spec: InstanceSpec) -> Result<Self> {
+        let InstanceSpec { device, weights, role, price, limits } = spec;
+        let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
+        let block_bytes = u64::from(block_tokens) * config.kv_bytes_per_token(limits.kv);
+        let blocks = u32::try_from(limits.kv_bytes / block_bytes.max(1)).unwrap_or(u32::MAX / block_tokens);
+        if blocks == 0 {
+            return Err(Error::invalid(format!(
+                "{}: {} bytes of KV memory hold no block of {block_tokens} tokens ({block_bytes} bytes); give it more",
+                device.info().id,
+                limits.kv_bytes
+            )));
+        }
+        let shape = StepShape {
+            tokens_max: limits.step_tokens_max.max(limits.sequences_max),
+            sequences_max: limits.sequences_max,
+            blocks,
+            block_tokens,
+            activations: limits.activations,
+            kv: limits.kv,
+        };
+        check_support(&*device, config, &weights, &shape)?;
+        let forward = Forward::new(&*device, config.clone(), weights, shape)?;
+        let batch = BatchLimits {
+            blocks_total: blocks,
+            block_tokens,
+            step_tokens_max: shape.tokens_max,
+            prefill_tokens_beside_decode_max: limits.prefill_tokens_beside_decode_max,
+            sequences_max: limits.sequences_max as usize,
+            // Room for every running sequence to begin a block, up to a hundredth of the memory.
+            spare_blocks: (blocks as usize / 100).min(limits.sequences_max as usize),
+        };
+        Ok(Loaded { spec_device: device, forward, role, price, batch })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.spec_device
+    }
+
+    /// Tokens that the KV memory holds.
+    pub fn kv_capacity_tokens(&self) -> u64 {
+        u64::from(self.batch.blocks_total) * u64::from(self.batch.block_tokens)
+    }
+
+    /// What it may do.
+    pub fn role(&self) -> Role {
+        self.role
+    }
+
+    /// Dtype of the KV.
+    pub(super) fn kv(&self) -> DType {
+        self.forward.shape().kv
+    }
+
+    /// What the fleet's machine knows of it.
+    pub(super) fn describe(&self, id: InstanceId, cost: CostModel) -> Instance {
+        Instance {
+            id,
+            device: self.spec_device.info().id.as_str().into(),
+            role: self.role,
+            pool: 0,
+            cost: cost.into(),
+            price: self.price,
+            nic: None,
+            kv_capacity_tokens: self.kv_capacity_tokens(),
+            kv_block_tokens: self.batch.block_tokens,
+            prefill_tokens_beside_decode_max: self.batch.prefill_tokens_beside_decode_max,
+        }
+    }
+
+    /// Becomes instance `id`: reports that it is up, and works on a thread of its own until nobody takes
+    /// reports any more.
+    ///
+    /// # Errors
+    /// When the device gives no queue or no staging memory.
+    pub(crate) fn start(self, id: InstanceId, cost: CostModel, surroundings: &Surroundings) -> Result<()> {
+        let Surroundings { env, links, hand_off, directory, reports, metrics } = surroundings;
+        let up = FromWorker::Up { instance: Box::new(self.describe(id, cost)), kv: self.kv() };
+        let Loaded { spec_device: device, forward, batch, .. } = self;
+        let name = format!("worker {}", device.info().id);
+        let staging = Staging::new(&*device, forward.config(), forward.shape(), hand_off.slot_bytes)?;
+        let (address, inbox) = mpsc::unbounded_channel();
+        let worker = Worker::new(WorkerParts {
+            id,
+            env: env.clone(),
+            device,
+            forward,
+            limits: batch,
+            staging,
+            courier: Courier::new(links.clone(), *hand_off),
+            directory: directory.clone(),
+            inbox,
+            reports: reports.clone(),
+            metrics: metrics.clone(),
+        })?;
+        directory.enter(id, address);
+        // Nobody is left to be told only when nobody wants the worker any more.
+        let _ = reports.send((id, up));
+        env.spawn_worker(&name, Box::pin(worker.run()));
+        Ok(())
+    }
+
+    /// What steps take here; before serving only.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn calibrate(&self) -> Result<Coefficients> {
+        calibrate::measure(&*self.spec_device, &self.forward)
+    }
+
+    /// What steps take here by a profile of the device, measured before.
+    pub fn predicted_by(&self, profile: DeviceProfile) -> CostModel {
+        let shape = self.forward.shape();
+        let cost = ProfileCost {
+            profile,
+            shape: self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens),
+            chunk_tokens: shape.tokens_max,
+            all_reduce: None,
+        };
+        CostModel::Profile(Box::new(cost))
+    }
+}
+
+/// Asks the device about the operations that differ between models.
+fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape: &StepShape) -> Result<()> {
+    let StepShape { activations: x, kv, block_tokens: page_tokens, .. } = *shape;
+    let (heads, kv_heads, head_dim) = (c.heads, c.kv_heads, c.head_dim);
+    let gemm = |weight, out| {
+        let (m, n, k) = (1, c.hidden, c.hidden);
+        OpSig::Gemm { m, n, k, x, weight, out, bias: c.qkv_bias, accumulate: false }
+    };
+    let needed = [
+        OpSig::Embed {
+            tokens: 1,
+            vocab: c.vocab,
+            hidden: c.hidden,
+            table: weights.embed.dtype,
+            out: DType::F32,
+        },
+        gemm(weights.layers[0].q.dtype, x),
+        gemm(weights.lm_head.dtype, DType::F32),
+        OpSig::RmsNorm {
+            rows: 1,
+            cols: c.hidden,
+            eps: Scalar(c.norm_eps),
+            x: DType::F32,
+            weight: weights.norm.dtype,
+            out: x,
+        },
+        OpSig::Rope { tokens: 1, heads, head_dim, x },
+        OpSig::SiluMul { elements: 1, x },
+        OpSig::Argmax { rows: 1, cols: c.vocab },
+        OpSig::KvGather { tokens: 1, kv_heads, head_dim, page_tokens, kv, wire: kv },
+        OpSig::KvScatter { tokens: 1, kv_heads, head_dim, page_tokens, kv, wire: kv },
+        OpSig::KvWrite { tokens: 1, kv_heads, head_dim, page_tokens, x, kv },
+        OpSig::AttnPrefill {
+            tokens: 1,
+            sequences: 1,
+            pairs: 1,
+            kv_tokens: 1,
+            heads,
+            kv_heads,
+            head_dim,
+            page_tokens,
+            pages_max: 1,
+            window: c.windows.iter().flatten().next().copied(),
+            x,
+            kv,
+        },
+        OpSig::AttnDecode {
+            sequences: 1,
+            kv_tokens: 1,
+            heads,
+            kv_heads,
+            head_dim,
+            page_tokens,
+            pages_max: 1,
+            x,
+            kv,
+        },
+    ];
+    match needed.iter().find(|sig| device.support(sig) == Support::No) {
+        None => Ok(()),
+        Some(sig) => Err(Error::unsupported(format!(
+            "{} cannot run {sig:?}, which this model needs; choose another device or other dtypes",
+            device.info().id
+        ))),
+    }
+}

@@ -1,0 +1,369 @@
+//! A worker process among several routers and peers.
+
+use super::session::{Command, Hello, Model, Refusal, RouterId, Session, Word};
+use crate::engine::directory::Directory;
+use crate::engine::instance::Surroundings;
+use crate::engine::messages::{FromWorker, Report, ToWorker};
+use crate::engine::{HandOffLimits, Links, Loaded};
+use crate::env::SharedEnv;
+use crate::metrics::Metrics;
+use mixfleet_hal::Result;
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::cost::{CostModel, LinkCost};
+use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::kv::BlockHash;
+use std::collections::{BTreeMap, BTreeSet};
+use tokio::sync::mpsc;
+
+/// A process with devices, to be.
+pub struct WorkerProcess {
+    /// The world.
+    pub env: SharedEnv,
+    /// What it serves.
+    pub model: Model,
+    /// Its instances, by ids that nobody else in the fleet has.
+    pub instances: Vec<(InstanceId, Loaded, CostModel)>,
+    /// Its ways to other memories.
+    pub links: Links,
+    /// Staging of KV.
+    pub hand_off: HandOffLimits,
+    /// Where it counts.
+    pub metrics: Metrics,
+}
+
+/// A running worker process. It ends when the last clone is gone.
+#[derive(Clone, Debug)]
+pub struct Hub {
+    model: Model,
+    instances: Vec<InstanceId>,
+    events: mpsc::UnboundedSender<Event>,
+}
+
+enum Event {
+    Router(RouterId, Session<Word, Command>),
+    Peer { instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command> },
+    RouterGone { router: RouterId, session: u64 },
+    PeerGone { instances: Vec<InstanceId>, session: u64 },
+}
+
+impl WorkerProcess {
+    /// Starts the instances, and a hub that lets routers and peers reach them.
+    ///
+    /// # Errors
+    /// When a device gives no queue or no staging memory.
+    pub fn start(self) -> Result<Hub> {
+        let WorkerProcess { env, model, instances, links, hand_off, metrics } = self;
+        let (reports, incoming) = mpsc::unbounded_channel();
+        let directory = Directory::default();
+        let surroundings = Surroundings {
+            env: env.clone(),
+            links,
+            hand_off,
+            directory: directory.clone(),
+            reports,
+            metrics,
+        };
+        let ids: Vec<InstanceId> = instances.iter().map(|(id, ..)| *id).collect();
+        for (id, loaded, cost) in instances {
+            loaded.start(id, cost, &surroundings)?;
+        }
+        crate::engine::join(&ids, &surroundings);
+        drop(surroundings);
+        let (events, told) = mpsc::unbounded_channel();
+        let running = Running {
+            env: env.clone(),
+            directory,
+            known: ids.iter().map(|&id| (id, Known::default())).collect(),
+            routers: BTreeMap::new(),
+            peers: BTreeMap::new(),
+            sessions: 0,
+            events: events.downgrade(),
+        };
+        env.spawn(Box::pin(running.serve(incoming, told)));
+        Ok(Hub { model, instances: ids, events })
+    }
+}
+
+impl Hub {
+    /// Its instances.
+    pub fn instances(&self) -> &[InstanceId] {
+        &self.instances
+    }
+
+    /// What this process says when it calls a peer.
+    pub fn hello(&self) -> Hello {
+        Hello::new(self.model.clone())
+    }
+
+    /// Lets a router use the instances; the router's end of the session.
+    ///
+    /// # Errors
+    /// When the caller is of another version or serves another model, or this process ends.
+    pub fn accept_router(
+        &self,
+        hello: &Hello,
+        router: RouterId,
+    ) -> std::result::Result<Session<Command, Word>, Refusal> {
+        hello.check(&self.model)?;
+        let (theirs, ours) = Session::pair();
+        self.events.send(Event::Router(router, ours)).map_err(|_| Refusal::Ending)?;
+        Ok(theirs)
+    }
+
+    /// Lets a process with `instances` exchange KV with this one, which costs so much; the caller's end of the session.
+    ///
+    /// # Errors
+    /// When the caller is of another version or serves another model, or this process ends.
+    pub fn accept_peer(
+        &self,
+        hello: &Hello,
+        instances: Vec<InstanceId>,
+        cost: LinkCost,
+    ) -> std::result::Result<Session<Command, Command>, Refusal> {
+        hello.check(&self.model)?;
+        let (theirs, ours) = Session::pair();
+        let event = Event::Peer { instances, cost, session: ours };
+        self.events.send(event).map_err(|_| Refusal::Ending)?;
+        Ok(theirs)
+    }
+
+    /// Exchanges KV with a process with `instances`, which has accepted the other end of `session`.
+    pub fn meet(&self, instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>) {
+        let _ = self.events.send(Event::Peer { instances, cost, session });
+    }
+}
+
+/// What routers that come later must be told of an instance.
+#[derive(Default)]
+struct Known {
+    /// Its `Up`; none once it is down.
+    up: Option<FromWorker>,
+    stored: BTreeSet<BlockHash>,
+    links: BTreeMap<InstanceId, LinkCost>,
+}
+
+struct Running {
+    env: SharedEnv,
+    directory: Directory,
+    known: BTreeMap<InstanceId, Known>,
+    routers: BTreeMap<RouterId, (u64, mpsc::UnboundedSender<Word>)>,
+    /// Sessions to peers, by each of their instances.
+    peers: BTreeMap<InstanceId, u64>,
+    /// How many sessions there were.
+    sessions: u64,
+    events: mpsc::WeakUnboundedSender<Event>,
+}
+
+impl Running {
+    async fn serve(
+        mut self,
+        mut reports: mpsc::UnboundedReceiver<Report>,
+        mut told: mpsc::UnboundedReceiver<Event>,
+    ) {
+        loop {
+            tokio::select! {
+                biased;
+                report = reports.recv() => match report {
+                    Some((instance, message)) => self.report(instance, message),
+                    None => return,
+                },
+                event = told.recv() => match event {
+                    Some(event) => self.event(event),
+                    None => return,
+                },
+            }
+        }
+    }
+
+    /// To the router whose request it is about; to all, if it is about the instance.
+    fn report(&mut self, instance: InstanceId, message: FromWorker) {
+        if let Some(request) = message.request() {
+            self.tell(RouterId::of(request), instance, message);
+            return;
+        }
+        let Some(known) = self.known.get_mut(&instance) else { return };
+        match &message {
+            FromWorker::Stored(hashes) => known.stored.extend(hashes),
+            FromWorker::Evicted(hashes) => known.stored.retain(|hash| !hashes.contains(hash)),
+            FromWorker::Link { to, cost } => {
+                known.links.insert(*to, *cost);
+            }
+            FromWorker::LinkDown { to } => {
+                known.links.remove(to);
+            }
+            FromWorker::Up { .. } => known.up = Some(message.clone()),
+            FromWorker::Down(_) => *known = Known::default(),
+            _ => {}
+        }
+        for &router in self.routers.keys() {
+            self.tell(router, instance, message.clone());
+        }
+    }
+
+    fn tell(&self, router: RouterId, instance: InstanceId, message: FromWorker) {
+        if let Some((_, out)) = self.routers.get(&router) {
+            // A router that is gone is noticed by its session's task.
+            let _ = out.send(Word { instance, message });
+        }
+    }
+
+    fn event(&mut self, event: Event) {
+        match event {
+            Event::Router(router, session) => self.router(router, session),
+            Event::Peer { instances, cost, session } => self.peer(instances, cost, session),
+            Event::RouterGone { router, session } => {
+                if self.routers.get(&router).is_some_and(|(current, _)| *current == session) {
+                    self.routers.remove(&router);
+                    self.abandon(router);
+                }
+            }
+            Event::PeerGone { instances, session } => self.peer_gone(&instances, session),
+        }
+    }
+
+    fn next_session(&mut self) -> u64 {
+        self.sessions += 1;
+        self.sessions
+    }
+
+    fn abandon(&self, router: RouterId) {
+        for &instance in self.known.keys() {
+            self.directory.tell(instance, ToWorker::Abandon { router });
+        }
+    }
+
+    fn router(&mut self, router: RouterId, session: Session<Word, Command>) {
+        let number = self.next_session();
+        // What an earlier session of the same router left is of no use to it: it has placed it anew.
+        self.abandon(router);
+        self.routers.insert(router, (number, session.out));
+        for (&instance, known) in &self.known {
+            let Some(up) = &known.up else { continue };
+            self.tell(router, instance, up.clone());
+            let links = known.links.iter().map(|(&to, &cost)| FromWorker::Link { to, cost });
+            let stored = FromWorker::Stored(known.stored.iter().copied().collect());
+            links.chain([stored]).for_each(|message| self.tell(router, instance, message));
+        }
+        let allowed = |_: &ToWorker| true;
+        self.listen(session.incoming, allowed, Event::RouterGone { router, session: number });
+    }
+
+    /// Carries commands to this process's instances until the session ends.
+    fn listen(
+        &self,
+        mut incoming: mpsc::UnboundedReceiver<Command>,
+        allowed: impl Fn(&ToWorker) -> bool + Send + 'static,
+        end: Event,
+    ) {
+        let (directory, events) = (self.directory.clone(), self.events.clone());
+        let own: BTreeSet<InstanceId> = self.known.keys().copied().collect();
+        self.env.spawn(Box::pin(async move {
+            while let Some(Command { instance, message }) = incoming.recv().await {
+                if own.contains(&instance) && allowed(&message) {
+                    directory.tell(instance, message);
+                } else {
+                    tracing::warn!(%instance, "a command was refused: not for this process, or not the caller's to give");
+                }
+            }
+            if let Some(events) = events.upgrade() {
+                let _ = events.send(end);
+            }
+        }));
+    }
+
+    /// What goes to the peer's instances goes into the session, and its messages about KV come from it.
+    fn peer(&mut self, instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>) {
+        let number = self.next_session();
+        // What an earlier session has lost, nobody knows.
+        let old: Vec<(InstanceId, u64)> =
+            instances.iter().filter_map(|&peer| Some((peer, *self.peers.get(&peer)?))).collect();
+        old.into_iter().for_each(|(peer, session)| self.peer_gone(&[peer], session));
+        for &peer in &instances {
+            self.peers.insert(peer, number);
+            let (inbox, messages) = mpsc::unbounded_channel();
+            self.directory.enter(peer, inbox);
+            self.env.spawn(Box::pin(relay(peer, messages, session.out.clone())));
+        }
+        let own: Vec<InstanceId> = self.known.keys().copied().collect();
+        for (instance, &to) in own.into_iter().flat_map(|own| instances.iter().map(move |to| (own, to))) {
+            self.report(instance, FromWorker::Link { to, cost });
+        }
+        let theirs: BTreeSet<InstanceId> = instances.iter().copied().collect();
+        let allowed = move |message: &ToWorker| message.is_from_peer(&theirs);
+        self.listen(session.incoming, allowed, Event::PeerGone { instances, session: number });
+    }
+
+    fn peer_gone(&mut self, instances: &[InstanceId], session: u64) {
+        let own: Vec<InstanceId> = self.known.keys().copied().collect();
+        for &peer in instances {
+            if self.peers.get(&peer) != Some(&session) {
+                continue;
+            }
+            self.peers.remove(&peer);
+            self.directory.leave(peer);
+            for &instance in &own {
+                self.directory.tell(instance, ToWorker::PeerDown { peer });
+                self.report(instance, FromWorker::LinkDown { to: peer });
+            }
+        }
+    }
+}
+
+/// Carries messages to `instance` until it leaves the directory or the session ends. Then its inbox is closed, which
+/// whoever waits for it notices.
+pub(super) async fn relay(
+    instance: InstanceId,
+    mut messages: mpsc::UnboundedReceiver<ToWorker>,
+    out: mpsc::UnboundedSender<Command>,
+) {
+    loop {
+        let message = tokio::select! {
+            biased;
+            () = out.closed() => return,
+            message = messages.recv() => message,
+        };
+        let Some(message) = message else { return };
+        if out.send(Command { instance, message }).is_err() {
+            return;
+        }
+    }
+}
+
+impl FromWorker {
+    /// The request that it is about.
+    fn request(&self) -> Option<RequestId> {
+        match self {
+            FromWorker::Admitted { request, .. }
+            | FromWorker::Reserved { request, .. }
+            | FromWorker::Revoked { request, .. }
+            | FromWorker::Progress { request, .. }
+            | FromWorker::Joined { request }
+            | FromWorker::Drawn { request, .. }
+            | FromWorker::RequestFailed { request, .. } => Some(*request),
+            FromWorker::Up { .. }
+            | FromWorker::Link { .. }
+            | FromWorker::LinkDown { .. }
+            | FromWorker::Stored(_)
+            | FromWorker::Evicted(_)
+            | FromWorker::Load(_)
+            | FromWorker::Down(_) => None,
+        }
+    }
+}
+
+impl ToWorker {
+    /// Whether a peer with these instances may say it.
+    fn is_from_peer(&self, instances: &BTreeSet<InstanceId>) -> bool {
+        match self {
+            ToWorker::Landed { sender, .. } => instances.contains(sender),
+            ToWorker::Credit { receiver, .. } => instances.contains(receiver),
+            ToWorker::Lost { .. } | ToWorker::HandedOver { .. } | ToWorker::Verdict { .. } => true,
+            ToWorker::Add { .. }
+            | ToWorker::Reserve { .. }
+            | ToWorker::Settle { .. }
+            | ToWorker::Cancel { .. }
+            | ToWorker::Abandon { .. }
+            | ToWorker::PeerDown { .. } => false,
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! Many processes as one fleet: routers that decide, and worker processes with the devices.
+//!
+//! ```text
+//!   clients -> router A --session--> hub of worker process X -> its instances
+//!   clients -> router B --session-/         | peer session (KV's control messages; KV itself by a transport)
+//!                      \--session--> hub of worker process Y -> its instances
+//! ```
+//!
+//! A [`Router`] is a coordinator whose instances live elsewhere; a [`Hub`] lets several routers use the
+//! instances of one process. They speak by [`Session`]s, whatever carries them: this module knows no
+//! network, and runs in the seeded environment. Who is a member is told from outside too.
+//!
+//! What a session that ends means is the whole of the failure semantics here: at a router its instances
+//! are lost and their requests go on elsewhere; at a hub the router's requests are dropped, or the way to
+//! the peer is closed and fenced. A session that begins anew begins from nothing: the hub tells all that
+//! its instances hold.
+
+mod hub;
+mod router;
+mod session;
+
+pub use hub::{Hub, WorkerProcess};
+pub use router::{Router, RouterParts};
+pub use session::{Command, Hello, Model, PROTOCOL, Refusal, RouterId, Session, Word};

@@ -1,0 +1,155 @@
+//! What the processes of a fleet say to each other, and in what it travels.
+
+use crate::engine::messages::{FromWorker, ToWorker};
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::fleet::InstanceId;
+use serde::{Deserialize, Serialize};
+use tokio::sync::mpsc;
+
+/// Version of everything below. Processes of different ones do not work together.
+pub const PROTOCOL: u32 = 1;
+
+/// Bits of a request's id that are the router's own count.
+const COUNT_BITS: u32 = 48;
+
+/// A router among those of a fleet. Ids of requests begin with it, so that every report finds its way back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct RouterId(pub u16);
+
+impl RouterId {
+    /// The id of this router's first request.
+    pub(crate) fn first_request(self) -> RequestId {
+        u64::from(self.0) << COUNT_BITS
+    }
+
+    /// Whose request this is.
+    pub(crate) fn of(request: RequestId) -> Self {
+        RouterId((request >> COUNT_BITS) as u16)
+    }
+}
+
+/// What must be equal in all processes of a fleet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Model {
+    /// Digest of configuration and weights.
+    pub digest: String,
+    /// Digest of the tokenizer.
+    pub tokenizer_digest: String,
+}
+
+/// The first word of who opens a session.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`PROTOCOL`].
+    pub protocol: u32,
+    /// What it serves.
+    pub model: Model,
+}
+
+/// Why a session was refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Refusal {
+    /// Another version of the protocol.
+    #[error(
+        "this process speaks protocol {ours}, the caller {theirs}: run one version of mixfleet in the whole fleet"
+    )]
+    Protocol {
+        /// Here.
+        ours: u32,
+        /// There.
+        theirs: u32,
+    },
+    /// Another model.
+    #[error(
+        "this process serves another {what} than the caller: give all members of the fleet the same --model"
+    )]
+    Model {
+        /// What differs.
+        what: String,
+    },
+    /// It is ending.
+    #[error("this process is ending")]
+    Ending,
+}
+
+impl Hello {
+    /// Of a process that serves `model`.
+    pub(crate) fn new(model: Model) -> Self {
+        Hello { protocol: PROTOCOL, model }
+    }
+
+    /// Whether `caller` and who serves `model` belong together.
+    pub(crate) fn check(&self, model: &Model) -> Result<(), Refusal> {
+        if self.protocol != PROTOCOL {
+            return Err(Refusal::Protocol { ours: PROTOCOL, theirs: self.protocol });
+        }
+        let what = match &self.model {
+            other if other.digest != model.digest => "model",
+            other if other.tokenizer_digest != model.tokenizer_digest => "tokenizer",
+            _ => return Ok(()),
+        };
+        Err(Refusal::Model { what: what.into() })
+    }
+}
+
+/// To an instance.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Command {
+    pub(crate) instance: InstanceId,
+    pub(crate) message: ToWorker,
+}
+
+/// From an instance.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Word {
+    pub(crate) instance: InstanceId,
+    pub(crate) message: FromWorker,
+}
+
+/// One end of an open session: what it is told comes in order, and nothing comes after an end. Dropping it ends the session.
+#[derive(Debug)]
+pub struct Session<Out, In> {
+    /// To the other end.
+    pub out: mpsc::UnboundedSender<Out>,
+    /// From it.
+    pub incoming: mpsc::UnboundedReceiver<In>,
+}
+
+impl<Out, In> Session<Out, In> {
+    /// Both ends of a session within one process.
+    pub fn pair() -> (Session<Out, In>, Session<In, Out>) {
+        let (out, theirs) = mpsc::unbounded_channel();
+        let (back, incoming) = mpsc::unbounded_channel();
+        (Session { out, incoming }, Session { out: back, incoming: theirs })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_knows_its_router() {
+        for router in [0, 1, 77, u16::MAX] {
+            let first = RouterId(router).first_request();
+            assert_eq!(
+                (RouterId::of(first), RouterId::of(first + (1 << 40))),
+                (RouterId(router), RouterId(router))
+            );
+        }
+    }
+
+    #[test]
+    fn unlike_processes_are_told_what_differs() {
+        let model = |digest: &str| Model { digest: digest.into(), tokenizer_digest: "t".into() };
+        let hello = Hello { protocol: PROTOCOL, model: model("a") };
+        assert_eq!(hello.check(&model("a")), Ok(()));
+        assert!(hello.check(&model("b")).unwrap_err().to_string().contains("--model"));
+        let old = Hello { protocol: 0, ..hello.clone() };
+        assert!(old.check(&model("a")).unwrap_err().to_string().contains("protocol"));
+        let other = Model { tokenizer_digest: "u".into(), ..model("a") };
+        assert!(hello.check(&other).unwrap_err().to_string().contains("tokenizer"));
+    }
+}

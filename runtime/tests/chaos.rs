@@ -1,0 +1,53 @@
+//! A whole fleet under one seed: routers, worker processes on simulated parts, the network between them,
+//! and everything that happens to them. Simulated parts answer with hashes of every KV byte that they
+//! read, so an answer that is right was never computed from KV that is stale, foreign or damaged.
+//!
+//! `MIXFLEET_CHAOS_SEEDS=from..until` runs other seeds than those of CI; a failure names its own.
+
+mod fleet;
+mod troubled;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use troubled::Workload;
+
+/// Seeds of CI.
+const SEEDS: std::ops::Range<u64> = 0..60;
+
+fn seeds() -> std::ops::Range<u64> {
+    let Ok(wanted) = std::env::var("MIXFLEET_CHAOS_SEEDS") else { return SEEDS };
+    let bounds = wanted.split_once("..").and_then(|(a, b)| Some(a.parse().ok()?..b.parse().ok()?));
+    bounds.unwrap_or_else(|| panic!("MIXFLEET_CHAOS_SEEDS={wanted}: expected FROM..UNTIL"))
+}
+
+#[test]
+fn every_request_ends_once_and_right_whatever_breaks() {
+    let workloads = Workload::all();
+    let cases = troubled::cases(&troubled::checkpoint(), 40);
+    let mut totals = troubled::Outcome::default();
+    for seed in seeds() {
+        let workload = &workloads[(seed % workloads.len() as u64) as usize];
+        let ran = catch_unwind(AssertUnwindSafe(|| troubled::run(workload, &cases, seed)));
+        match ran {
+            Ok(outcome) => totals.add(&outcome),
+            Err(panic) => {
+                eprintln!(
+                    "seed {seed} ({}): run it again with MIXFLEET_CHAOS_SEEDS={seed}..{}",
+                    workload.name,
+                    seed + 1
+                );
+                std::panic::resume_unwind(panic);
+            }
+        }
+    }
+    println!("{} seeds: {totals:?}", seeds().count());
+    assert!(totals.right > 0 && totals.worker_deaths > 0 && totals.cuts > 0, "nothing happened: {totals:?}");
+}
+
+#[test]
+fn one_seed_gives_one_history() {
+    let workloads = Workload::all();
+    let cases = troubled::cases(&troubled::checkpoint(), 40);
+    let everything = workloads.last().unwrap();
+    let [first, second] = [(); 2].map(|()| troubled::run(everything, &cases, 11));
+    assert_eq!(first, second);
+}

@@ -1,0 +1,560 @@
+//! The fleet of the chaos test.
+
+mod network;
+
+use crate::fleet::{Case, Fleet, prompt};
+use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::transport::Transport;
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
+use mixfleet_hal::{DType, Device};
+use mixfleet_runtime::api::Placements;
+use mixfleet_runtime::engine::{
+    EngineConfig, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+};
+use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
+use mixfleet_runtime::fleet::{Hub, Model, Router, RouterId, RouterParts, WorkerProcess};
+use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
+use mixfleet_runtime::model::Checkpoint;
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Rejection, Sampling, ServiceTier, Update};
+use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::fleet::{InstanceId, Role};
+use mixfleet_simulated::{Clock, TimeOnlyDevice, VirtualClock};
+use mixfleet_wire::{Faulty, HostRegion, Memory};
+use network::{Cut, splice};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+/// One kind of trouble.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Workload {
+    pub(crate) name: String,
+    workers: usize,
+    routers: usize,
+    requests: usize,
+    #[serde(default)]
+    bit_flip: f64,
+    #[serde(default)]
+    fail: f64,
+    #[serde(default)]
+    drop: f64,
+    #[serde(default)]
+    hang: f64,
+    #[serde(default)]
+    kill_worker_every_s: f64,
+    #[serde(default)]
+    kill_router_every_s: f64,
+    #[serde(default)]
+    cut_every_s: f64,
+}
+
+impl Workload {
+    pub(crate) fn all() -> Vec<Workload> {
+        #[derive(Deserialize)]
+        struct File {
+            workload: Vec<Workload>,
+        }
+        toml::from_str::<File>(include_str!("workloads.toml")).unwrap().workload
+    }
+
+    fn wires(&self, seed: u64) -> FaultPlan {
+        let rates = [
+            (Fault::BitFlip, self.bit_flip),
+            (Fault::Fail, self.fail),
+            (Fault::Drop, self.drop),
+            (Fault::Hang, self.hang),
+        ];
+        let rule = |(fault, probability)| Rule { fault, probability, from: 0, until: None };
+        FaultPlan { seed, rules: rates.map(rule).to_vec() }
+    }
+}
+
+/// What happened.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    pub(crate) right: u64,
+    pub(crate) errors: u64,
+    pub(crate) refused: u64,
+    pub(crate) asked_again: u64,
+    pub(crate) worker_deaths: u64,
+    pub(crate) router_deaths: u64,
+    pub(crate) cuts: u64,
+    pub(crate) retries: u64,
+    pub(crate) recomputes: u64,
+}
+
+impl Outcome {
+    pub(crate) fn add(&mut self, other: &Outcome) {
+        self.right += other.right;
+        self.errors += other.errors;
+        self.refused += other.refused;
+        self.asked_again += other.asked_again;
+        self.worker_deaths += other.worker_deaths;
+        self.router_deaths += other.router_deaths;
+        self.cuts += other.cuts;
+        self.retries += other.retries;
+        self.recomputes += other.recomputes;
+    }
+}
+
+pub(crate) fn checkpoint() -> Checkpoint {
+    tiny_variants().remove(0).1.load().unwrap()
+}
+
+/// Requests of mixed lengths, some with common prefixes, and what they must give.
+pub(crate) fn cases(checkpoint: &Checkpoint, count: usize) -> Vec<Arc<Case>> {
+    let mut rng = Stream::new(5);
+    let family = prompt(60, 2000, &checkpoint.config);
+    let case = |_| {
+        let mut prompt = family[..rng.below(60) as usize].to_vec();
+        let own = 1 + rng.below(20);
+        prompt.extend((0..own).map(|_| rng.below(u64::from(checkpoint.config.vocab)) as u32));
+        let device =
+            TimeOnlyDevice::new("device0", profile(1e12), Arc::new(VirtualClock::default())).unwrap();
+        let alone = Fleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
+        let expected = alone.run_one(&SeededEnv::new(1), prompt.clone(), 1 + rng.below(24) as u32).tokens;
+        Arc::new(Case { prompt, expected })
+    };
+    (0..count).map(case).collect()
+}
+
+fn profile(flops: f64) -> DeviceProfile {
+    let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
+    let roof = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(flops / 2.0), Bytes(1e9));
+    DeviceProfile { launch: Seconds(2e-4), launch_per_command: Seconds(1e-6), ..roof }
+}
+
+/// A device's clock that is the environment's.
+struct WorldClock(SeededEnv);
+
+impl Clock for WorldClock {
+    fn now(&self) -> Seconds {
+        self.0.now()
+    }
+
+    fn wait_until(&self, time: Seconds) {
+        self.0.block_until(time);
+    }
+
+    fn dilation(&self) -> f64 {
+        1.0
+    }
+}
+
+const BLOCK_TOKENS: u32 = 8;
+
+/// A worker process that runs.
+struct Worker {
+    hub: Hub,
+    device: String,
+    /// Of everything that it is connected by.
+    cut: Cut,
+}
+
+struct RouterProcess {
+    handle: EngineHandle,
+    router: Router,
+    metrics: Metrics,
+    cut: Cut,
+}
+
+/// Everything there is.
+#[derive(Clone)]
+struct World {
+    env: SeededEnv,
+    checkpoint: Arc<Checkpoint>,
+    transport: Arc<dyn Transport>,
+    metrics: Metrics,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Default)]
+struct State {
+    workers: BTreeMap<u64, Worker>,
+    routers: BTreeMap<u16, RouterProcess>,
+    /// Cuts of single connections, by their ends' names.
+    wires: BTreeMap<(String, String), Cut>,
+    workers_made: u64,
+    routers_made: u16,
+    outcome: Outcome,
+    over: bool,
+}
+
+fn model() -> Model {
+    Model { digest: "model".into(), tokenizer_digest: "tokenizer".into() }
+}
+
+impl World {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    fn shared(&self) -> SharedEnv {
+        Arc::new(self.env.clone())
+    }
+
+    fn below(&self, bound: u64) -> u64 {
+        self.env.random() % bound
+    }
+
+    /// An exponentially distributed span.
+    fn span(&self, mean_s: f64) -> Duration {
+        let unit = (self.env.random() >> 11) as f64 / (1u64 << 53) as f64;
+        Duration::from_secs_f64(-mean_s * (1.0 - unit).ln())
+    }
+
+    fn links(&self) -> Links {
+        let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
+        Links { transports: vec![self.transport.clone()], make_region: Arc::new(region) }
+    }
+
+    /// The first two can do everything between them, whatever roles the others get.
+    fn role(&self, number: u64) -> Role {
+        match number {
+            0 => Role::Prefill,
+            1 => Role::Decode,
+            _ => [Role::Auto, Role::Prefill, Role::Decode][self.below(3) as usize],
+        }
+    }
+
+    fn start_worker(&self, role: Role) {
+        let number = {
+            let mut state = self.state();
+            state.workers_made += 1;
+            state.workers_made - 1
+        };
+        let flops = [2e8, 4e8, 8e8][self.below(3) as usize];
+        let device = format!("part{number}");
+        let clock = Arc::new(WorldClock(self.env.clone()));
+        let simulated: Arc<dyn Device> =
+            Arc::new(TimeOnlyDevice::new(&device, profile(flops), clock).unwrap());
+        let config = Arc::new(self.checkpoint.config.clone());
+        let weights = self.checkpoint.place(&*simulated, &mut |_, _| {}).unwrap();
+        let limits = InstanceLimits {
+            activations: DType::F32,
+            kv: DType::F32,
+            kv_bytes: u64::from(60 * BLOCK_TOKENS) * config.kv_bytes_per_token(DType::F32),
+            step_tokens_max: 24,
+            prefill_tokens_beside_decode_max: 12,
+            sequences_max: 8,
+            block_tokens: Some(BLOCK_TOKENS),
+        };
+        let spec = InstanceSpec { device: simulated, weights, role, price: None, limits };
+        let loaded = Loaded::new(&config, spec).unwrap();
+        let cost = loaded.predicted_by(profile(flops));
+        let process = WorkerProcess {
+            env: self.shared(),
+            model: model(),
+            instances: vec![(InstanceId(number as u32), loaded, cost)],
+            links: self.links(),
+            hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, timeout: Duration::from_millis(200) },
+            metrics: self.metrics.clone(),
+        };
+        let hub = process.start().unwrap();
+        self.state().workers.insert(number, Worker { hub, device, cut: Cut::new() });
+        let (routers, peers) = {
+            let state = self.state();
+            let peers: Vec<u64> = state.workers.keys().copied().filter(|&other| other != number).collect();
+            (state.routers.keys().copied().collect::<Vec<_>>(), peers)
+        };
+        for router in routers {
+            self.keep_attended(router, number);
+        }
+        for peer in peers {
+            self.keep_met(number, peer);
+        }
+    }
+
+    fn start_router(&self) {
+        let number = {
+            let mut state = self.state();
+            state.routers_made += 1;
+            state.routers_made - 1
+        };
+        let metrics = Metrics::new();
+        let parts = RouterParts {
+            env: self.shared(),
+            config: Arc::new(self.checkpoint.config.clone()),
+            identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
+            id: RouterId(number),
+            kv: DType::F32,
+            limits: EngineConfig { patience: Seconds(10.0), ..EngineConfig::default() },
+            events: None,
+            placements: Arc::new(Placements::new(1)),
+            metrics: metrics.clone(),
+        };
+        let (handle, router) = parts.start();
+        self.state().routers.insert(number, RouterProcess { handle, router, metrics, cut: Cut::new() });
+        let workers: Vec<u64> = self.state().workers.keys().copied().collect();
+        for worker in workers {
+            self.keep_attended(number, worker);
+        }
+    }
+
+    /// A wire between two, which may be cut: anew at each call.
+    fn wire(&self, from: String, to: String) -> Cut {
+        let cut = Cut::new();
+        self.state().wires.insert((from, to), cut.clone());
+        cut
+    }
+
+    /// Connects a router to a worker process as long as both live.
+    fn keep_attended(&self, router: u16, worker: u64) {
+        let world = self.clone();
+        self.env.spawn(Box::pin(async move {
+            loop {
+                let ends = {
+                    let state = world.state();
+                    let (Some(r), Some(w)) = (state.routers.get(&router), state.workers.get(&worker)) else {
+                        return;
+                    };
+                    (r.router.clone(), w.hub.clone(), [r.cut.clone(), w.cut.clone()])
+                };
+                let (router_end, hub, [a, b]) = ends;
+                let session = hub.accept_router(&router_end.hello(), router_end.id());
+                drop(hub);
+                if let Ok(session) = session {
+                    let wire = world.wire(format!("router{router}"), format!("worker{worker}"));
+                    let (session, _) = splice(&world.env, session, vec![a, b, wire]);
+                    router_end.attend(session).await;
+                }
+                drop(router_end);
+                world.env.sleep(Duration::from_millis(20)).await;
+            }
+        }));
+    }
+
+    /// Connects two worker processes as long as both live.
+    fn keep_met(&self, from: u64, to: u64) {
+        let world = self.clone();
+        self.env.spawn(Box::pin(async move {
+            loop {
+                let ends = {
+                    let state = world.state();
+                    let (Some(f), Some(t)) = (state.workers.get(&from), state.workers.get(&to)) else {
+                        return;
+                    };
+                    (f.hub.clone(), t.hub.clone(), [f.cut.clone(), t.cut.clone()])
+                };
+                let (caller, called, [a, b]) = ends;
+                let cost = LinkCost { latency: Seconds(1e-3), seconds_per_byte: 1e-9, usd_per_byte: 0.0 };
+                let session = called.accept_peer(&caller.hello(), caller.instances().to_vec(), cost);
+                let instances = called.instances().to_vec();
+                drop(called);
+                if let Ok(session) = session {
+                    let wire = world.wire(format!("worker{from}"), format!("worker{to}"));
+                    let (session, ended) = splice(&world.env, session, vec![a, b, wire]);
+                    caller.meet(instances, cost, session);
+                    drop(caller);
+                    ended.await;
+                }
+                world.env.sleep(Duration::from_millis(20)).await;
+            }
+        }));
+    }
+
+    fn over(&self) -> bool {
+        self.state().over
+    }
+
+    /// Kills a worker process now and then; another one takes its place later.
+    async fn kill_workers(self, mean_s: f64) {
+        loop {
+            self.env.sleep(self.span(mean_s)).await;
+            if self.over() {
+                return;
+            }
+            let struck = self.below(8);
+            let dead = {
+                let mut state = self.state();
+                let nth = struck as usize % state.workers.len().max(1);
+                let number = state.workers.keys().copied().nth(nth);
+                number.and_then(|number| Some((number, state.workers.remove(&number)?)))
+            };
+            let Some((number, Worker { cut, hub, .. })) = dead else { continue };
+            cut.now();
+            drop(hub);
+            self.state().outcome.worker_deaths += 1;
+            self.env.sleep(self.span(0.2)).await;
+            self.start_worker(self.role(number % 4));
+        }
+    }
+
+    async fn kill_routers(self, mean_s: f64) {
+        loop {
+            self.env.sleep(self.span(mean_s)).await;
+            if self.over() {
+                return;
+            }
+            let struck = self.below(8);
+            let dead = {
+                let mut state = self.state();
+                let nth = struck as usize % state.routers.len().max(1);
+                let number = state.routers.keys().copied().nth(nth);
+                number.and_then(|number| state.routers.remove(&number))
+            };
+            let Some(RouterProcess { cut, .. }) = dead else { continue };
+            cut.now();
+            self.state().outcome.router_deaths += 1;
+            self.env.sleep(self.span(0.1)).await;
+            self.start_router();
+        }
+    }
+
+    async fn cut_wires(self, mean_s: f64) {
+        loop {
+            self.env.sleep(self.span(mean_s)).await;
+            if self.over() {
+                return;
+            }
+            let struck = self.env.random() as usize;
+            let wire = {
+                let mut state = self.state();
+                state.wires.retain(|_, cut| !cut.is_cut());
+                let nth = struck % state.wires.len().max(1);
+                state.wires.values().nth(nth).cloned()
+            };
+            let Some(wire) = wire else { continue };
+            wire.now();
+            self.state().outcome.cuts += 1;
+        }
+    }
+
+    /// A client: asks any router, and another one if that is gone, until it has an answer or an error.
+    async fn client(self, at: usize, case: Arc<Case>) {
+        self.env.sleep(self.span(0.5)).await;
+        for turn in 0..200u32 {
+            if turn > 0 {
+                self.state().outcome.asked_again += 1;
+                self.env.sleep(Duration::from_millis(50)).await;
+            }
+            let nth = self.env.random() as usize;
+            let handle = {
+                let state = self.state();
+                state.routers.values().nth(nth % state.routers.len().max(1)).map(|r| r.handle.clone())
+            };
+            let Some(handle) = handle else { continue };
+            let request = GenerateRequest {
+                id: format!("request-{at}-{turn}"),
+                prompt_ids: case.prompt.clone().into(),
+                max_tokens: case.expected.len() as u32,
+                eos_ids: Arc::new([]),
+                sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+                logprobs: None,
+                cache_salt: None,
+                tier: ServiceTier::Default,
+            };
+            let mut updates = match handle.submit(request).await {
+                Ok(updates) => updates,
+                Err(Rejection::TooLarge(why)) => panic!("{:?}: {why}", self.env),
+                // An honest answer that says to come again.
+                Err(_) => {
+                    self.state().outcome.refused += 1;
+                    continue;
+                }
+            };
+            drop(handle);
+            let mut tokens = Vec::new();
+            while let Some(update) = updates.recv().await {
+                match update {
+                    Update::Placed { .. } | Update::Started { .. } => {}
+                    Update::Token { id, .. } => {
+                        tokens.push(id);
+                        assert!(
+                            case.expected.starts_with(&tokens),
+                            "{:?}: request {at}: wrong tokens",
+                            self.env
+                        );
+                    }
+                    Update::Finished { .. } => {
+                        assert_eq!(tokens, case.expected, "{:?}: request {at}", self.env);
+                        assert!(updates.recv().await.is_none(), "{:?}: request {at} ended twice", self.env);
+                        self.state().outcome.right += 1;
+                        return;
+                    }
+                    Update::Failed(_) => {
+                        assert!(updates.recv().await.is_none(), "{:?}: request {at} ended twice", self.env);
+                        self.state().outcome.errors += 1;
+                        return;
+                    }
+                }
+            }
+            // The router is gone: clients ask another.
+        }
+        panic!("{:?}: request {at} found no router that answers", self.env);
+    }
+
+    /// Blocks in use on any instance, by any router's view, once all had time to notice.
+    async fn usage_at_rest(&self) -> f64 {
+        for _ in 0..20 {
+            self.env.sleep(Duration::from_secs(1)).await;
+            yield_now().await;
+        }
+        let state = self.state();
+        let devices = state.workers.values().map(|worker| DeviceLabels { device: worker.device.clone() });
+        let views = devices.flat_map(|labels| {
+            state.routers.values().map(move |r| r.metrics.kv_cache_usage.get_or_create(&labels).get())
+        });
+        views.fold(0.0, f64::max)
+    }
+}
+
+/// One history.
+pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcome {
+    let env = SeededEnv::with_blocking_workers(seed);
+    let world = World {
+        env: env.clone(),
+        checkpoint: Arc::new(checkpoint()),
+        transport: Arc::new(Faulty::new(Memory::new(), workload.wires(seed))),
+        metrics: Metrics::new(),
+        state: Arc::default(),
+    };
+    let (workload, cases) = (workload.clone(), cases.to_vec());
+    env.run(async move {
+        for _ in 0..workload.routers {
+            world.start_router();
+        }
+        for number in 0..workload.workers as u64 {
+            world.start_worker(world.role(number));
+        }
+        let mut clients = Vec::new();
+        for at in 0..workload.requests {
+            let case = cases[world.below(cases.len() as u64) as usize].clone();
+            let (done, ends) = tokio::sync::oneshot::channel::<()>();
+            let client = world.clone().client(at, case);
+            world.env.spawn(Box::pin(async move {
+                client.await;
+                let _ = done.send(());
+            }));
+            clients.push(ends);
+        }
+        let Workload { kill_worker_every_s, kill_router_every_s, cut_every_s, .. } = workload;
+        if kill_worker_every_s > 0.0 {
+            world.env.spawn(Box::pin(world.clone().kill_workers(kill_worker_every_s)));
+        }
+        if kill_router_every_s > 0.0 {
+            world.env.spawn(Box::pin(world.clone().kill_routers(kill_router_every_s)));
+        }
+        if cut_every_s > 0.0 {
+            world.env.spawn(Box::pin(world.clone().cut_wires(cut_every_s)));
+        }
+        for client in clients {
+            client.await.unwrap();
+        }
+        world.state().over = true;
+        assert_eq!(world.usage_at_rest().await, 0.0, "{:?}: KV blocks leak", world.env);
+        let mut outcome = world.state().outcome.clone();
+        outcome.retries = world.metrics.kv_transfer_retries.get();
+        outcome.recomputes = world.metrics.kv_transfer_recomputes.get();
+        // What still runs ends with the world.
+        world.state().workers.clear();
+        world.state().routers.clear();
+        outcome
+    })
+}
