@@ -39,7 +39,7 @@ fn every_request_ends_once_and_right_whatever_breaks() {
             }
         }
     }
-    println!("{} seeds: {totals:?}", seeds().count());
+    eprintln!("{} seeds: {totals:?}", seeds().count());
     assert!(totals.right > 0 && totals.worker_deaths > 0 && totals.cuts > 0, "nothing happened: {totals:?}");
 }
 
