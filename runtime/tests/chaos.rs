@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use troubled::Workload;
 
 /// Seeds of CI.
-const SEEDS: std::ops::Range<u64> = 0..60;
+const SEEDS: std::ops::Range<u64> = 0..1000;
 
 fn seeds() -> std::ops::Range<u64> {
     let Ok(wanted) = std::env::var("MIXFLEET_CHAOS_SEEDS") else { return SEEDS };
