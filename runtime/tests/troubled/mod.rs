@@ -1,13 +1,14 @@
 //! The fleet of the chaos test.
 
+mod fences;
 mod network;
 
 use crate::fleet::{Case, Fleet, prompt};
+use fences::Fences;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::transport::Transport;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::api::Placements;
@@ -52,6 +53,17 @@ pub(crate) struct Workload {
     kill_router_every_s: f64,
     #[serde(default)]
     cut_every_s: f64,
+    /// Cuts of connections between routers and workers only.
+    #[serde(default)]
+    cut_router_every_s: f64,
+    /// What messages between workers take at most.
+    #[serde(default = "quick_ms")]
+    peer_delay_ms: u64,
+}
+
+/// What messages take at most where nothing is said.
+fn quick_ms() -> u64 {
+    2
 }
 
 impl Workload {
@@ -87,6 +99,7 @@ pub(crate) struct Outcome {
     pub(crate) cuts: u64,
     pub(crate) retries: u64,
     pub(crate) recomputes: u64,
+    pub(crate) fences: u64,
 }
 
 impl Outcome {
@@ -100,6 +113,7 @@ impl Outcome {
         self.cuts += other.cuts;
         self.retries += other.retries;
         self.recomputes += other.recomputes;
+        self.fences += other.fences;
     }
 }
 
@@ -169,7 +183,8 @@ struct RouterProcess {
 struct World {
     env: SeededEnv,
     checkpoint: Arc<Checkpoint>,
-    transport: Arc<dyn Transport>,
+    transport: Arc<Fences<Faulty<Memory>>>,
+    peer_delay: Duration,
     metrics: Metrics,
     state: Arc<Mutex<State>>,
 }
@@ -297,7 +312,7 @@ impl World {
         }
     }
 
-    /// A wire between two, which may be cut: anew at each call.
+    /// A connection between two, which may be cut: anew at each call.
     fn wire(&self, from: String, to: String) -> Cut {
         let cut = Cut::new();
         self.state().wires.insert((from, to), cut.clone());
@@ -321,7 +336,8 @@ impl World {
                 drop(hub);
                 if let Ok(session) = session {
                     let wire = world.wire(format!("router{router}"), format!("worker{worker}"));
-                    let (session, _) = splice(&world.env, session, vec![a, b, wire]);
+                    let delay = Duration::from_millis(quick_ms());
+                    let (session, _) = splice(&world.env, session, delay, vec![a, b, wire]);
                     router_end.attend(session).await;
                 }
                 drop(router_end);
@@ -349,7 +365,7 @@ impl World {
                 drop(called);
                 if let Ok(session) = session {
                     let wire = world.wire(format!("worker{from}"), format!("worker{to}"));
-                    let (session, ended) = splice(&world.env, session, vec![a, b, wire]);
+                    let (session, ended) = splice(&world.env, session, world.peer_delay, vec![a, b, wire]);
                     caller.meet(instances, cost, session);
                     drop(caller);
                     ended.await;
@@ -407,7 +423,7 @@ impl World {
         }
     }
 
-    async fn cut_wires(self, mean_s: f64) {
+    async fn cut_wires(self, mean_s: f64, from: &'static str) {
         loop {
             self.env.sleep(self.span(mean_s)).await;
             if self.over() {
@@ -417,8 +433,9 @@ impl World {
             let wire = {
                 let mut state = self.state();
                 state.wires.retain(|_, cut| !cut.is_cut());
-                let nth = struck % state.wires.len().max(1);
-                state.wires.values().nth(nth).cloned()
+                let meant = || state.wires.iter().filter(|((end, _), _)| end.starts_with(from));
+                let nth = struck % meant().count().max(1);
+                meant().nth(nth).map(|(_, cut)| cut.clone())
             };
             let Some(wire) = wire else { continue };
             wire.now();
@@ -511,7 +528,8 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
     let world = World {
         env: env.clone(),
         checkpoint: Arc::new(checkpoint()),
-        transport: Arc::new(Faulty::new(Memory::new(), workload.wires(seed))),
+        transport: Arc::new(Fences::new(Faulty::new(Memory::new(), workload.wires(seed)))),
+        peer_delay: Duration::from_millis(workload.peer_delay_ms),
         metrics: Metrics::new(),
         state: Arc::default(),
     };
@@ -534,7 +552,8 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
             }));
             clients.push(ends);
         }
-        let Workload { kill_worker_every_s, kill_router_every_s, cut_every_s, .. } = workload;
+        let Workload { kill_worker_every_s, kill_router_every_s, cut_every_s, cut_router_every_s, .. } =
+            workload;
         if kill_worker_every_s > 0.0 {
             world.env.spawn(Box::pin(world.clone().kill_workers(kill_worker_every_s)));
         }
@@ -542,14 +561,20 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
             world.env.spawn(Box::pin(world.clone().kill_routers(kill_router_every_s)));
         }
         if cut_every_s > 0.0 {
-            world.env.spawn(Box::pin(world.clone().cut_wires(cut_every_s)));
+            world.env.spawn(Box::pin(world.clone().cut_wires(cut_every_s, "")));
+        }
+        if cut_router_every_s > 0.0 {
+            world.env.spawn(Box::pin(world.clone().cut_wires(cut_router_every_s, "router")));
         }
         for client in clients {
             client.await.unwrap();
         }
         world.state().over = true;
         assert_eq!(world.usage_at_rest().await, 0.0, "{:?}: KV blocks leak", world.env);
+        let (fences, broken) = world.transport.count();
+        assert_eq!(broken, 0, "{:?}: KV landed in memory that was fenced off", world.env);
         let mut outcome = world.state().outcome.clone();
+        outcome.fences = fences as u64;
         outcome.retries = world.metrics.kv_transfer_retries.get();
         outcome.recomputes = world.metrics.kv_transfer_recomputes.get();
         // What still runs ends with the world.

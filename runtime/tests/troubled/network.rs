@@ -29,11 +29,12 @@ impl Cut {
     }
 }
 
-/// Puts a network in front of an accepted session: messages take up to two milliseconds and keep their
+/// Puts a network in front of an accepted session: messages take up to `delay` and keep their
 /// order, until it is cut. Also tells when it has ended.
 pub(crate) fn splice<A, B>(
     env: &SeededEnv,
     far: Session<A, B>,
+    delay: Duration,
     cuts: Vec<Cut>,
 ) -> (Session<A, B>, impl Future<Output = ()> + use<A, B>)
 where
@@ -51,8 +52,8 @@ where
             }
         }));
     }
-    carry(env, middle.incoming, far.out, &wire);
-    carry(env, far.incoming, middle.out, &wire);
+    carry(env, middle.incoming, far.out, delay, &wire);
+    carry(env, far.incoming, middle.out, delay, &wire);
     let ended = wire.clone();
     (near, async move { ended.cut().await })
 }
@@ -61,6 +62,7 @@ fn carry<T: Send + 'static>(
     env: &SeededEnv,
     mut from: mpsc::UnboundedReceiver<T>,
     to: mpsc::UnboundedSender<T>,
+    delay: Duration,
     wire: &Cut,
 ) {
     let (wire, world) = (wire.clone(), env.clone());
@@ -72,7 +74,7 @@ fn carry<T: Send + 'static>(
                     () = to.closed() => return,
                 };
                 let Some(message) = message else { return };
-                world.sleep(Duration::from_micros(world.random() % 2000)).await;
+                world.sleep(Duration::from_micros(world.random() % delay.as_micros() as u64)).await;
                 if to.send(message).is_err() {
                     return;
                 }
