@@ -9,8 +9,11 @@ use std::sync::{Arc, Mutex};
 pub(crate) struct Fences<T> {
     inner: T,
     open: Mutex<Vec<(Descriptor, Arc<dyn SharedMemory>)>>,
-    closed: Mutex<Vec<(Vec<u8>, Arc<dyn SharedMemory>)>>,
+    closed: Mutex<Vec<Fenced>>,
 }
+
+/// What a region held when it was deregistered, and the region.
+type Fenced = (Vec<u8>, Arc<dyn SharedMemory>);
 
 fn content(memory: &dyn SharedMemory) -> Vec<u8> {
     let mut bytes = vec![0; memory.size_bytes() as usize];
