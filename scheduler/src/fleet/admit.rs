@@ -153,10 +153,7 @@ impl Fleet {
             // by then it would be later still
             RejectReason::Deadline { .. } => None,
             RejectReason::QueueFull { .. } | RejectReason::TbtSlo { .. } => {
-                let ends = self
-                    .loads
-                    .iter()
-                    .filter_map(|load| load.forecast(&self.works, &self.lengths, now).first_end());
+                let ends = self.loads.iter().filter_map(|load| load.forecast(&self.lengths, now).first_end());
                 ends.reduce(Seconds::min)
             }
             RejectReason::TooLarge { .. } | RejectReason::NoInstance | RejectReason::Duplicate { .. } => None,

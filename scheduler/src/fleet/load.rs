@@ -1,15 +1,14 @@
 //! What each instance has to do, and when it will probably be done.
 //!
 //! A decision looks at every instance, so each keeps its sums up to date as events come; only the few that are left
-//! in the end are asked for their forecast, which walks their requests.
+//! in the end are asked for their forecast ([`super::forecast`]), which walks their requests.
 
-use super::lengths::{Histogram, Lengths};
+use super::forecast::{DEVIATIONS, Seat};
 use super::{Instance, InstanceId, RequestId};
 use crate::cost::LinkCost;
 use crate::table::IdMap;
-use mixfleet_hal::random::unit;
 use mixfleet_hal::units::Seconds;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 
 /// The requests in the fleet.
 pub(super) type Works = IdMap<Work>;
@@ -18,20 +17,12 @@ pub(super) type Works = IdMap<Work>;
 #[derive(Clone, Debug)]
 pub(super) struct Work {
     pub(super) prompt_tokens: u32,
-    pub(super) max_tokens: u32,
-    /// Assumed length of the answer.
-    pub(super) output_tokens: u32,
-    /// It is its own, not that of its class.
-    pub(super) hinted: bool,
-    pub(super) class: u32,
     pub(super) prefill: InstanceId,
     pub(super) decode: InstanceId,
     /// Its place in the order of prompts.
     pub(super) due: Seconds,
     /// Between its tokens.
     pub(super) tbt_slo: Option<Seconds>,
-    /// Predicted end of prefill and transfer, made at placement.
-    pub(super) ready_at: Seconds,
     pub(super) phase: Phase,
 }
 
@@ -43,46 +34,7 @@ pub(super) enum Phase {
         remaining: Seconds,
     },
     Transfer,
-    Decode {
-        generated: u32,
-    },
-}
-
-impl Work {
-    pub(super) fn generated(&self) -> u32 {
-        match self.phase {
-            Phase::Decode { generated } => generated,
-            _ => 0,
-        }
-    }
-
-    /// Tokens whose KV a step reads.
-    pub(super) fn context(&self) -> u64 {
-        u64::from(self.prompt_tokens) + u64::from(self.generated())
-    }
-
-    /// Tokens that it was assumed to hold in the end, when it was placed.
-    pub(super) fn whole(&self) -> u64 {
-        u64::from(self.prompt_tokens) + u64::from(self.output_tokens)
-    }
-
-    /// Tokens still to come, as far as is known. An answer that outlived its hint is taken to be half-way.
-    fn rest(&self, lengths: Option<&Histogram>) -> u32 {
-        let generated = self.generated();
-        let rest = match lengths {
-            Some(lengths) => (lengths.rest(generated) + 0.5) as u32,
-            None if generated < self.output_tokens => self.output_tokens - generated,
-            None => generated,
-        };
-        rest.min(self.max_tokens.saturating_sub(generated))
-    }
-
-    fn decodes_from(&self, now: Seconds) -> Seconds {
-        match self.phase {
-            Phase::Decode { .. } => now,
-            _ => self.ready_at.max(now),
-        }
-    }
+    Decode,
 }
 
 /// Sequences that decode together, with the KV that a step reads.
@@ -111,6 +63,30 @@ pub(super) struct Backlog {
     pub(super) chunks: u64,
 }
 
+/// An instance's prompts, as far as a newcomer behind all of them needs to know.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PromptQueue {
+    /// All of it, with what the first one had left at `moved_at`.
+    time: Seconds,
+    first_remaining: Seconds,
+    moved_at: Seconds,
+    /// When the last one is due; before all times if there is none.
+    pub(super) last_due: Seconds,
+}
+
+impl PromptQueue {
+    /// How long the first prompt has run since it last made progress, less than nothing while another one's step is in its way; one that is
+    /// overdue is taken to end any moment.
+    fn ran(&self, now: Seconds) -> Seconds {
+        (now - self.moved_at).min(self.first_remaining)
+    }
+
+    /// Time that is left of all, below 0 by no more than rounding.
+    pub(super) fn left(&self, now: Seconds) -> Seconds {
+        self.time - self.ran(now)
+    }
+}
+
 /// An instance that is up, with its work.
 #[derive(Clone, Debug)]
 pub(super) struct Load {
@@ -123,8 +99,8 @@ pub(super) struct Load {
     first_remaining: Seconds,
     /// When the first prompt began, or will, or last made progress.
     moved_at: Seconds,
-    /// Requests whose tokens come, or will come, from here.
-    decoding: BTreeSet<RequestId>,
+    /// Requests whose tokens come, or will come, from here; in order of their ids.
+    seats: Vec<Seat>,
     /// Those of them that decode now.
     batch: Batch,
     /// The others, with their prompts.
@@ -148,7 +124,7 @@ impl Load {
             backlog: Backlog::default(),
             first_remaining: Seconds::ZERO,
             moved_at: Seconds::ZERO,
-            decoding: BTreeSet::new(),
+            seats: Vec::new(),
             batch: Batch::default(),
             waiting: Batch::default(),
             committed: Batch::default(),
@@ -191,12 +167,6 @@ impl Load {
         self.prefilling.iter().rev().take_while(move |(other, _)| *other > due).map(|&(_, id)| id)
     }
 
-    /// How long the first prompt has run since it last made progress, less than nothing while another one's step is in its way; one that is
-    /// overdue is taken to end any moment.
-    fn ran(&self, now: Seconds) -> Seconds {
-        (now - self.moved_at).min(self.first_remaining)
-    }
-
     /// Until the step in progress ends: whoever goes ahead of the first prompt begins then.
     fn step_rest(&self, now: Seconds, works: &Works) -> Seconds {
         let first = self.prefilling.front().and_then(|(_, id)| works.get(*id));
@@ -204,7 +174,7 @@ impl Load {
             return Seconds::ZERO;
         };
         let steps = self.chunks(prompt_tokens - done).max(1);
-        (self.first_remaining * (1.0 / steps as f64) - self.ran(now)).max(Seconds::ZERO)
+        (self.first_remaining * (1.0 / steps as f64) - self.prompt_queue().ran(now)).max(Seconds::ZERO)
     }
 
     /// A queued prompt got further: it was in `before`, now it is in `after`.
@@ -254,49 +224,68 @@ impl Load {
         }
     }
 
+    fn seat(&self, request: RequestId) -> Result<usize, usize> {
+        // ids rise
+        if self.seats.last().is_none_or(|last| last.request < request) {
+            return Err(self.seats.len());
+        }
+        self.seats.binary_search_by_key(&request, |seat| seat.request)
+    }
+
     /// A request will decode here.
-    pub(super) fn commit(&mut self, request: RequestId, work: &Work) {
-        if self.decoding.insert(request) {
-            self.committed = self.committed.with(work.whole());
-            self.answers_squared += f64::from(work.output_tokens).powi(2);
-            self.waiting = self.waiting.with(u64::from(work.prompt_tokens));
+    pub(super) fn commit(&mut self, seat: Seat) {
+        if let Err(place) = self.seat(seat.request) {
+            self.seats.insert(place, seat);
+            self.committed = self.committed.with(seat.whole());
+            self.answers_squared += f64::from(seat.output_tokens).powi(2);
+            self.waiting = self.waiting.with(u64::from(seat.prompt_tokens));
         }
     }
 
-    /// A request decodes from now on.
-    pub(super) fn join(&mut self, request: RequestId, prompt_tokens: u32) {
-        if self.decoding.contains(&request) {
-            self.waiting = self.waiting.without(u64::from(prompt_tokens));
-            self.batch = self.batch.with(u64::from(prompt_tokens) + 1);
+    /// A request decodes from now on, with its first token.
+    pub(super) fn join(&mut self, request: RequestId) {
+        if let Ok(place) = self.seat(request) {
+            let seat = &mut self.seats[place];
+            seat.generated = 1;
+            self.waiting = self.waiting.without(u64::from(seat.prompt_tokens));
+            self.batch = self.batch.with(seat.context());
         }
     }
 
-    /// Each of `sequences` decoding requests got `tokens` tokens.
-    pub(super) fn grow(&mut self, sequences: u64, tokens: u32) {
-        self.batch.kv_tokens += sequences * u64::from(tokens);
-    }
-
-    /// A request that was to decode here, or did, is gone.
-    pub(super) fn release(&mut self, request: RequestId, work: &Work) {
-        if self.decoding.remove(&request) {
-            self.committed = self.committed.without(work.whole());
-            self.answers_squared -= f64::from(work.output_tokens).powi(2);
-            if matches!(work.phase, Phase::Decode { .. }) {
-                self.batch = self.batch.without(work.context());
-            } else {
-                self.waiting = self.waiting.without(u64::from(work.prompt_tokens));
+    /// Those of `requests` that decode here got `tokens` tokens each.
+    pub(super) fn grow(&mut self, requests: &[RequestId], tokens: u32) {
+        for &request in requests {
+            if let Ok(place) = self.seat(request)
+                && self.seats[place].decodes()
+            {
+                self.seats[place].generated += tokens;
+                self.batch.kv_tokens += u64::from(tokens);
             }
         }
     }
 
+    /// A request that was to decode here, or did, is gone.
+    pub(super) fn release(&mut self, request: RequestId) -> Option<Seat> {
+        let place = self.seat(request).ok()?;
+        let seat = self.seats.remove(place);
+        self.committed = self.committed.without(seat.whole());
+        self.answers_squared -= f64::from(seat.output_tokens).powi(2);
+        if seat.decodes() {
+            self.batch = self.batch.without(seat.context());
+        } else {
+            self.waiting = self.waiting.without(u64::from(seat.prompt_tokens));
+        }
+        Some(seat)
+    }
+
     /// Prefill work ahead of a new arrival that is due then, and prompts behind it.
     pub(super) fn backlog(&self, now: Seconds, due: Seconds, works: &Works) -> (Backlog, u32) {
-        let mut ahead = Backlog { time: self.backlog.time - self.ran(now), chunks: self.backlog.chunks };
+        let queue = self.prompt_queue();
         let mut behind = 0;
-        if self.prefilling.back().is_none_or(|(last, _)| *last <= due) {
-            ahead.time = ahead.time.max(Seconds::ZERO);
-            return (ahead, behind);
+        if queue.last_due <= due {
+            return (Backlog { time: queue.left(now).max(Seconds::ZERO), ..self.backlog }, behind);
         }
+        let mut ahead = Backlog { time: queue.left(now), ..self.backlog };
         for work in self.behind(due).filter_map(|id| works.get(id)) {
             if let Phase::Prefill { done, remaining } = work.phase {
                 ahead.time = ahead.time - remaining;
@@ -316,8 +305,19 @@ impl Load {
         self.prefilling.len()
     }
 
-    fn works<'a>(&'a self, works: &'a Works) -> impl Iterator<Item = (RequestId, &'a Work)> {
-        self.decoding.iter().filter_map(|&id| Some((id, works.get(id)?)))
+    /// Its prompts, as one.
+    pub(super) fn prompt_queue(&self) -> PromptQueue {
+        PromptQueue {
+            time: self.backlog.time,
+            first_remaining: self.first_remaining,
+            moved_at: self.moved_at,
+            last_due: self.prefilling.back().map_or(Seconds(f64::NEG_INFINITY), |&(due, _)| due),
+        }
+    }
+
+    /// Those who decode here or will.
+    pub(super) fn seats(&self) -> &[Seat] {
+        &self.seats
     }
 
     /// Everyone who decodes here or will, together, with what they have by now.
@@ -352,152 +352,5 @@ impl Load {
 
     pub(super) fn step(&self, batch: Batch) -> Seconds {
         self.spec.cost.decode_step_s(batch.sequences, batch.kv_tokens)
-    }
-
-    /// What its decoding requests are predicted to do, all at the present step's pace.
-    pub(super) fn forecast<'a>(&self, works: &Works, lengths: &'a Lengths, now: Seconds) -> Forecast<'a> {
-        // looked up all at once: they lie far apart
-        let works: Vec<(RequestId, &Work)> = self.works(works).collect();
-        let first = works.first().map_or(0, |(_, work)| u64::from(work.prompt_tokens));
-        // Nothing decodes yet: the pace is that of the first sequence alone.
-        let pace =
-            self.step(if self.batch.sequences == 0 { Batch::default().with(first) } else { self.batch });
-        let courses = works.into_iter().map(|(request, work)| {
-            let lengths = if work.hinted { None } else { lengths.of(work.class) };
-            let (from, remaining) = (work.decodes_from(now), work.rest(lengths));
-            let (context, generated) = (work.context(), work.generated());
-            // one that is longer than any seen is not going to end soon
-            let so_far = |lengths: &Histogram| lengths.beyond(f64::from(generated));
-            let lengths = lengths.map(|l| (l, 1.0 / so_far(l))).filter(|(_, scale)| scale.is_finite());
-            Course { request, from, context, remaining, generated, lengths }
-        });
-        let Instance { kv_capacity_tokens: capacity_tokens, kv_block_tokens, .. } = self.spec;
-        let block_tokens = u64::from(kv_block_tokens.max(1));
-        Forecast { now, pace, capacity_tokens, block_tokens, courses: courses.collect() }
-    }
-}
-/// A request's predicted way through decode.
-#[derive(Clone, Copy, Debug)]
-struct Course<'a> {
-    request: RequestId,
-    from: Seconds,
-    /// Tokens at `from`.
-    context: u64,
-    generated: u32,
-    /// Tokens still to come.
-    remaining: u32,
-    /// Where that is from, with one over the weight of the answers that got so far; none: it is told.
-    lengths: Option<(&'a Histogram, f64)>,
-}
-
-impl Course<'_> {
-    /// When it ends, if each has its share of luck: were all to end after their mean lengths, nobody would end soon.
-    fn until(&self, pace: Seconds) -> Seconds {
-        let so_far = f64::from(self.generated);
-        let tokens = self.lengths.map_or(f64::from(self.remaining), |(lengths, _)| {
-            lengths.exceeded_by(unit(self.request, 0), so_far) - so_far
-        });
-        self.from + pace * tokens
-    }
-
-    /// Chance that it still decodes after `tokens` more.
-    fn goes_on(&self, tokens: f64) -> f64 {
-        match self.lengths {
-            Some((lengths, scale)) => lengths.beyond(f64::from(self.generated) + tokens) * scale,
-            None => f64::from(tokens < f64::from(self.remaining)),
-        }
-    }
-}
-
-/// Whoever finds too much at a decoder is dropped, and whoever finds no room waits with its answer begun, or takes the room of another: a
-/// newcomer counts on nothing that is not certain by so many standard deviations. With one, twice the load of docs/results/scheduling.md
-/// gives 2 % less and wastes four times as much; with three, 1 % less.
-const DEVIATIONS: f64 = 2.0;
-
-/// The near future of an instance that decodes.
-#[derive(Clone, Debug)]
-pub(super) struct Forecast<'a> {
-    now: Seconds,
-    /// Per token.
-    pace: Seconds,
-    capacity_tokens: u64,
-    block_tokens: u64,
-    courses: Vec<Course<'a>>,
-}
-
-impl Forecast<'_> {
-    /// Who will probably decode at the later time `then`: without those who will have ended, with
-    /// those whose prefill will have; everyone counts by the chance to be there. The load of now would be stale by the time
-    /// a new prompt is done, and admission by it oscillates (Mooncake, section 7).
-    pub(super) fn batch_at(&self, then: Seconds) -> Batch {
-        self.likely(then, 0.0)
-    }
-
-    /// The most in the life of a newcomer who decodes from `then` on, for `tokens` tokens: those who were accepted before it may land
-    /// after it.
-    pub(super) fn peak(&self, then: Seconds, tokens: u32) -> Batch {
-        let third = self.pace * (f64::from(tokens) / 3.0);
-        let times = (0..4).map(|part| then + third * f64::from(part));
-        times
-            .map(|time| self.likely(time, DEVIATIONS))
-            .max_by_key(|batch| batch.kv_tokens)
-            .unwrap_or_default()
-    }
-
-    /// Who decodes at `then`: the mean, and so many standard deviations above it.
-    fn likely(&self, then: Seconds, deviations: f64) -> Batch {
-        let per_second = 1.0 / self.pace.0.max(f64::MIN_POSITIVE);
-        let (mut sequences, mut kv_tokens, mut variance) = (0.0, 0.0, 0.0);
-        for course in self.courses.iter().filter(|course| course.from <= then) {
-            let tokens = (then - course.from).0 * per_second;
-            let chance = course.goes_on(tokens);
-            let context = course.context as f64 + tokens;
-            sequences += chance;
-            kv_tokens += chance * context;
-            variance += chance * (1.0 - chance) * context * context;
-        }
-        kv_tokens += deviations * variance.sqrt();
-        Batch { sequences: (sequences + 0.5) as u32, kv_tokens: (kv_tokens + 0.5) as u64 }
-    }
-
-    /// Tokens of theirs that fall beside a newcomer's `output_tokens`, at most.
-    pub(super) fn tokens_beside(&self, output_tokens: u32) -> u64 {
-        self.courses.iter().map(|course| u64::from(course.remaining.min(output_tokens))).sum()
-    }
-
-    /// Time until enough requests will probably have ended that `tokens` of KV fit beside the rest, each in blocks of its own: with
-    /// blocks of 512 tokens and prompts of a thousand the last ones, half empty, take a fifth of the memory.
-    pub(super) fn kv_wait(&self, tokens: u64) -> Seconds {
-        let limit = self.capacity_tokens as f64 - tokens.next_multiple_of(self.block_tokens) as f64;
-        if self.held(self.now) <= limit {
-            return Seconds::ZERO;
-        }
-        let mut ends: Vec<Seconds> = self.courses.iter().map(|course| course.until(self.pace)).collect();
-        ends.sort_by(|a, b| a.0.total_cmp(&b.0));
-        // falls but for small humps, where some are about to end: which of the ends near by is all the same
-        let at = ends.partition_point(|&end| self.held(end) > limit);
-        // a request that fits at all fits when all have ended
-        ends.get(at).or(ends.last()).map_or(Seconds::ZERO, |&end| end - self.now)
-    }
-
-    /// KV tokens that those who are there at `then` will hold in the end: as many as are exceeded once in 44 times.
-    fn held(&self, then: Seconds) -> f64 {
-        let (mut mean, mut variance) = (0.0, 0.0);
-        for course in &self.courses {
-            let chance = course.goes_on((then - course.from).0.max(0.0) / self.pace.0.max(f64::MIN_POSITIVE));
-            let rest = f64::from(course.remaining);
-            let held =
-                (course.context + u64::from(course.remaining)).next_multiple_of(self.block_tokens) as f64;
-            // the rest of an answer deviates by about as much as it is long on average
-            let spread = course.lengths.map_or(0.0, |_| rest * rest);
-            mean += chance * held;
-            variance += chance * ((1.0 - chance) * held * held + spread);
-        }
-        mean + DEVIATIONS * variance.sqrt()
-    }
-
-    /// Time until the first request ends, if there is any.
-    pub(super) fn first_end(&self) -> Option<Seconds> {
-        self.courses.iter().map(|course| course.until(self.pace) - self.now).reduce(Seconds::min)
     }
 }

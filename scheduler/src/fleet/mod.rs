@@ -8,8 +8,10 @@
 mod admit;
 mod event;
 mod explain;
+mod forecast;
 mod lengths;
 mod load;
+mod loads;
 mod place;
 mod replicate;
 mod roles;
@@ -28,8 +30,10 @@ use crate::cost::LinkCost;
 use crate::kv::{PrefixIndex, Prefixes};
 use crate::table::IdMap;
 use admit::Objectives;
+use forecast::Seat;
 use lengths::Lengths;
 use load::{Load, Phase, Work, Works};
+use loads::Loads;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
@@ -132,8 +136,7 @@ const PACE_FOLLOWS: f64 = 0.1;
 #[derive(Debug)]
 pub struct Fleet {
     config: FleetConfig,
-    /// Sorted by id.
-    loads: Vec<Load>,
+    loads: Loads,
     /// Where each one is among them.
     positions: IdMap<usize>,
     /// Of pairs of instances.
@@ -166,7 +169,7 @@ impl Fleet {
             pace: Seconds::ZERO,
             replicas: config.replicate.map(replicate::Replicas::new),
             config,
-            loads: Vec::new(),
+            loads: Loads::default(),
             positions: IdMap::default(),
             links: BTreeMap::new(),
             pool_links: BTreeMap::new(),
@@ -209,11 +212,13 @@ impl Fleet {
             }
             Event::PrefillDone { request, instance } => self.prefill_done(now, request, instance, actions),
             Event::TransferDone { request, instance } => self.transfer_done(request, instance),
-            Event::DecodeStep { instance, requests, tokens } => self.decoded(instance, &requests, tokens),
+            Event::DecodeStep { instance, requests, tokens } => {
+                self.change(instance, |load| load.grow(&requests, tokens));
+            }
             Event::Finished { request } => {
-                if let Some(work) = self.forget(now, request) {
+                if let Some((_, Some(seat))) = self.forget(now, request) {
                     // the first token counts as generated where the prompt is done
-                    self.lengths.observe(work.class, work.generated().max(1));
+                    self.lengths.observe(seat.class, seat.generated.max(1));
                 }
             }
             Event::Cancelled { request } => {
@@ -226,9 +231,7 @@ impl Fleet {
             }
             Event::KvEvicted { instance, hashes, tier } => self.index.evict(instance, tier, &hashes),
             Event::TierUp { instance, tier, cost } => {
-                if let Some(load) = self.load_mut(instance) {
-                    load.tiers[tier as usize] = cost;
-                }
+                self.change(instance, |load| load.tiers[tier as usize] = cost);
             }
             Event::KvCleared { instance } => self.index.clear(instance),
             Event::InstanceUp(spec) => self.instance_up(spec),
@@ -245,8 +248,10 @@ impl Fleet {
         }
     }
 
-    fn load_mut(&mut self, id: InstanceId) -> Option<&mut Load> {
-        self.position(id).map(|at| &mut self.loads[at])
+    /// None: the instance is not up.
+    fn change<T>(&mut self, id: InstanceId, change: impl FnOnce(&mut Load) -> T) -> Option<T> {
+        let at = self.position(id)?;
+        Some(self.loads.change(at, change))
     }
 
     fn arrived(&mut self, now: Seconds, arrival: &Arrival, actions: &mut Vec<Action>) {
@@ -285,22 +290,27 @@ impl Fleet {
         // a pull that outlasts the queue delays those behind it too
         let remaining = Seconds(terms.pull_s + terms.prefill_s);
         let work = Work {
-            hinted: arrival.output_tokens_hint.is_some(),
-            class: arrival.class,
             due: objectives.due,
             tbt_slo: objectives.tbt_slo,
             prompt_tokens: arrival.prompt_tokens,
-            max_tokens: arrival.max_tokens,
-            output_tokens: self.output_tokens(arrival),
             prefill,
             decode,
-            ready_at: now + Seconds(terms.ttft_s + terms.transfer_s + terms.gap_s),
             phase: Phase::Prefill { done, remaining },
+        };
+        let seat = Seat {
+            request: arrival.request,
+            ready_at: now + Seconds(terms.ttft_s + terms.transfer_s + terms.gap_s),
+            prompt_tokens: arrival.prompt_tokens,
+            max_tokens: arrival.max_tokens,
+            output_tokens: self.output_tokens(arrival),
+            hinted: arrival.output_tokens_hint.is_some(),
+            class: arrival.class,
+            generated: 0,
         };
         let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };
         self.pace += (Seconds(terms.tbt_s) - self.pace) * PACE_FOLLOWS;
-        self.loads[p].queue(arrival.request, &work, &self.works, now);
-        self.loads[d].commit(arrival.request, &work);
+        self.loads.change(p, |load| load.queue(arrival.request, &work, &self.works, now));
+        self.loads.change(d, |load| load.commit(seat));
         self.works.insert(arrival.request, work);
         if let Some(pull) = pull
             && let Some(source) = self.position(pull.from)
@@ -313,10 +323,9 @@ impl Fleet {
     fn occupy(&mut self, now: Seconds, from: usize, to: usize, tokens: u32) {
         let Some(link) = self.link(&self.loads[from], &self.loads[to]) else { return };
         let time = link.time(self.kv_bytes(tokens));
-        let out = &mut self.loads[from].egress_until;
-        *out = out.max(now) + time;
-        let into = &mut self.loads[to].ingress_until;
-        *into = into.max(now) + time;
+        let taken = |until: Seconds| until.max(now) + time;
+        self.loads.change(from, |load| load.egress_until = taken(load.egress_until));
+        self.loads.change(to, |load| load.ingress_until = taken(load.ingress_until));
     }
 
     fn prefill_progress(&mut self, now: Seconds, request: RequestId, instance: InstanceId, tokens: u32) {
@@ -327,7 +336,7 @@ impl Fleet {
             let done = tokens.min(work.prompt_tokens);
             let remaining = self.loads[at].spec.cost.prefill_s(done, work.prompt_tokens - done);
             work.phase = Phase::Prefill { done, remaining };
-            self.loads[at].progress(request, work.prompt_tokens, before, work.phase, now);
+            self.loads.change(at, |load| load.progress(request, work.prompt_tokens, before, work.phase, now));
         }
     }
 
@@ -344,7 +353,7 @@ impl Fleet {
         }
         let work = work.clone();
         if let Some(at) = self.position(instance) {
-            self.loads[at].leave_queue(request, &work, &self.works, now);
+            self.loads.change(at, |load| load.leave_queue(request, &work, &self.works, now));
         }
         if let Some(reason) = self.too_busy(&work) {
             self.forget(now, request);
@@ -352,7 +361,7 @@ impl Fleet {
             return;
         }
         let together = work.prefill == work.decode;
-        let phase = if together { Phase::Decode { generated: 1 } } else { Phase::Transfer };
+        let phase = if together { Phase::Decode } else { Phase::Transfer };
         if let Some(work) = self.works.get_mut(request) {
             work.phase = phase;
         }
@@ -361,8 +370,8 @@ impl Fleet {
             if let (Some(from), Some(to)) = (self.position(instance), self.position(work.decode)) {
                 self.occupy(now, from, to, work.prompt_tokens);
             }
-        } else if let Some(load) = self.load_mut(work.decode) {
-            load.join(request, work.prompt_tokens);
+        } else {
+            self.change(work.decode, |load| load.join(request));
         }
     }
 
@@ -377,46 +386,22 @@ impl Fleet {
     fn transfer_done(&mut self, request: RequestId, instance: InstanceId) {
         let Some(work) = self.works.get_mut(request) else { return };
         if work.decode == instance && matches!(work.phase, Phase::Transfer) {
-            work.phase = Phase::Decode { generated: 1 };
-            let prompt_tokens = work.prompt_tokens;
-            if let Some(load) = self.load_mut(instance) {
-                load.join(request, prompt_tokens);
-            }
+            work.phase = Phase::Decode;
+            self.change(instance, |load| load.join(request));
         }
     }
 
-    fn decoded(&mut self, instance: InstanceId, requests: &[RequestId], tokens: u32) {
-        let mut grown = 0;
-        for &request in requests {
-            if let Some(work) = self.works.get_mut(request)
-                && work.decode == instance
-                && let Phase::Decode { generated } = &mut work.phase
-            {
-                *generated += tokens;
-                grown += 1;
-            }
-        }
-        if let Some(load) = self.load_mut(instance) {
-            load.grow(grown, tokens);
-        }
-    }
-
-    fn forget(&mut self, now: Seconds, request: RequestId) -> Option<Work> {
+    fn forget(&mut self, now: Seconds, request: RequestId) -> Option<(Work, Option<Seat>)> {
         let work = self.works.remove(request)?;
         if let Some(at) = self.position(work.prefill) {
-            self.loads[at].leave_queue(request, &work, &self.works, now);
+            self.loads.change(at, |load| load.leave_queue(request, &work, &self.works, now));
         }
-        if let Some(load) = self.load_mut(work.decode) {
-            load.release(request, &work);
-        }
-        Some(work)
+        let seat = self.change(work.decode, |load| load.release(request)).flatten();
+        Some((work, seat))
     }
 
     fn instance_up(&mut self, spec: Instance) {
-        match self.loads.binary_search_by_key(&spec.id, |load| load.spec.id) {
-            Ok(at) => self.loads[at].respec(spec, &self.works),
-            Err(at) => self.loads.insert(at, Load::new(spec)),
-        }
+        self.loads.up(spec, &self.works);
         self.fleet_changed();
     }
 
@@ -433,14 +418,14 @@ impl Fleet {
         self.fleet_changed();
         self.index.remove(instance);
         let lost = self.works.ids_where(|work| {
-            let decodes = matches!(work.phase, Phase::Decode { .. });
+            let decodes = matches!(work.phase, Phase::Decode);
             work.decode == instance || (work.prefill == instance && !decodes)
         });
         for request in lost {
-            let Some(work) = self.forget(now, request) else { continue };
+            let Some((work, _)) = self.forget(now, request) else { continue };
             let other = if work.prefill == instance { work.decode } else { work.prefill };
             let works_on_it = match work.phase {
-                Phase::Decode { .. } => false,
+                Phase::Decode => false,
                 Phase::Prefill { .. } | Phase::Transfer => other != instance,
             };
             actions.push(Action::Replay { request, drop_on: works_on_it.then_some(other) });

@@ -161,8 +161,8 @@ impl Fleet {
 
     /// From now on it gets work of that role; what it has stays.
     fn set_role(&mut self, instance: InstanceId, role: Role) {
-        if let Some(load) = self.load_mut(instance) {
-            load.spec.role = role;
+        if let Some(at) = self.position(instance) {
+            self.loads.set_role(at, role);
         }
     }
 }

@@ -110,7 +110,7 @@ proptest! {
             }
         }
         let load = &fleet.loads[0];
-        let wait = load.forecast(&fleet.works, &fleet.lengths, Seconds::ZERO).kv_wait(newcomer);
+        let wait = load.forecast(&fleet.lengths, Seconds::ZERO).kv_wait(newcomer);
         prop_assert!(!load.has_room(newcomer) || wait == Seconds::ZERO, "{wait:?}");
     }
 }

@@ -19,11 +19,13 @@ mod kvcache_centric;
 mod least_loaded;
 mod per_dollar;
 mod random;
+mod ranks;
 mod round_robin;
 
 use super::admit::{Admission, Objectives};
 use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
-use super::load::{Backlog, Batch, Forecast, Load};
+use super::forecast::Forecast;
+use super::load::{Backlog, Batch, Load};
 use super::{Arrival, Fleet, HandOff, InstanceId, Pull, RejectReason};
 use crate::cost::LinkCost;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
@@ -314,7 +316,7 @@ impl Fleet {
     }
 
     fn forecast<'a>(&'a self, question: &Question<'_>, at: usize) -> Forecast<'a> {
-        self.loads[at].forecast(&self.works, &self.lengths, question.now)
+        self.loads[at].forecast(&self.lengths, question.now)
     }
 
     /// Works out what steps will take once the prompt is done; true if that is within the objectives. `soonest` is when the KV of the
