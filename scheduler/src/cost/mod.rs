@@ -105,8 +105,13 @@ impl CostModel {
 
     /// Time of one decode step of `batch` sequences with `kv_tokens` tokens of context together.
     /// An empty batch takes no time.
+    #[inline]
     pub fn decode_step_s(&self, batch: u32, kv_tokens: u64) -> Seconds {
-        self.step_s(&[], batch, kv_tokens)
+        match self {
+            // a placement asks a thousand of them
+            CostModel::Coefficients(cost) if batch > 0 => cost.step_s(&[], batch, kv_tokens),
+            _ => self.step_s(&[], batch, kv_tokens),
+        }
     }
 
     /// Time of one mixed step, as engines with chunked prefill run them: the rows of all `parts`, and one of each
@@ -143,6 +148,7 @@ impl Coefficients {
     /// In a mixed step the weights are read once: `base` hides behind the arithmetic of prompt tokens, or
     /// that behind `base`. `overhead` is paid with a prompt's last piece, so that the pieces of a prompt
     /// take together what the whole takes.
+    #[inline]
     fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         let Coefficients { prefill_s: prefill, decode_s: decode } = self;
         let (mut tokens, mut own) = (0.0, 0.0);

@@ -38,29 +38,46 @@ impl Seat {
         u64::from(self.prompt_tokens) + u64::from(self.output_tokens)
     }
 
+    /// The lengths that it goes by, with the weight of the answers that got so far, and the tokens still to come. None: it is told.
+    #[inline]
+    fn outlook<'a>(&self, lengths: &'a Lengths) -> (Option<(&'a Histogram, f64)>, u32) {
+        let generated = self.generated;
+        let (known, rest) = match lengths.of(self.class).filter(|_| !self.hinted) {
+            Some(lengths) => {
+                let (rest, beyond) = lengths.rest_and_beyond(generated);
+                (Some((lengths, beyond)), (rest + 0.5) as u32)
+            }
+            None if generated < self.output_tokens => (None, self.output_tokens - generated),
+            // an answer that outlived its hint is taken to be half-way
+            None => (None, generated),
+        };
+        (known, rest.min(self.max_tokens.saturating_sub(generated)))
+    }
+
+    // inlined, so that courses are written where they stay: copies of what was just written wait for it
+    #[inline]
     fn course<'a>(&self, lengths: &'a Lengths, now: Seconds) -> Course<'a> {
         let generated = self.generated;
-        let lengths = if self.hinted { None } else { lengths.of(self.class) };
-        // An answer that outlived its hint is taken to be half-way.
-        let rest = match lengths {
-            Some(lengths) => (lengths.rest(generated) + 0.5) as u32,
-            None if generated < self.output_tokens => self.output_tokens - generated,
-            None => generated,
-        };
+        let (known, remaining) = self.outlook(lengths);
         // one that is longer than any seen is not going to end soon
-        let so_far = |lengths: &Histogram| lengths.beyond(f64::from(generated));
+        let lengths = known.map(|(l, beyond)| (l, 1.0 / beyond)).filter(|(_, scale)| scale.is_finite());
         Course {
             request: self.request,
             from: if self.decodes() { now } else { self.ready_at.max(now) },
             context: self.context(),
             generated,
-            remaining: rest.min(self.max_tokens.saturating_sub(generated)),
-            lengths: lengths.map(|l| (l, 1.0 / so_far(l))).filter(|(_, scale)| scale.is_finite()),
+            remaining,
+            lengths,
         }
     }
 }
 
 impl Load {
+    /// Tokens of those who decode here, or will, that fall beside a newcomer's `output_tokens`, at most.
+    pub(super) fn tokens_left_beside(&self, lengths: &Lengths, output_tokens: u32) -> u64 {
+        self.seats().iter().map(|seat| u64::from(seat.outlook(lengths).1.min(output_tokens))).sum()
+    }
+
     /// What its decoding requests are predicted to do, all at the present step's pace.
     pub(super) fn forecast<'a>(&self, lengths: &'a Lengths, now: Seconds) -> Forecast<'a> {
         let batch = self.batch();
@@ -112,6 +129,24 @@ impl Course<'_> {
 /// gives 2 % less and wastes four times as much; with three, 1 % less.
 pub(super) const DEVIATIONS: f64 = 2.0;
 
+/// Who will probably decode at a time.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Likely {
+    then: Seconds,
+    sequences: f64,
+    kv_tokens: f64,
+    /// Of the tokens.
+    variance: f64,
+}
+
+impl Likely {
+    /// The mean, and so many standard deviations above it.
+    pub(super) fn batch(&self, deviations: f64) -> Batch {
+        let kv_tokens = self.kv_tokens + deviations * self.variance.sqrt();
+        Batch { sequences: (self.sequences + 0.5) as u32, kv_tokens: (kv_tokens + 0.5) as u64 }
+    }
+}
+
 /// The near future of an instance that decodes.
 #[derive(Clone, Debug)]
 pub(super) struct Forecast<'a> {
@@ -127,40 +162,27 @@ impl Forecast<'_> {
     /// Who will probably decode at the later time `then`: without those who will have ended, with
     /// those whose prefill will have; everyone counts by the chance to be there. The load of now would be stale by the time
     /// a new prompt is done, and admission by it oscillates (Mooncake, section 7).
-    pub(super) fn batch_at(&self, then: Seconds) -> Batch {
-        self.likely(then, 0.0)
-    }
-
-    /// The most in the life of a newcomer who decodes from `then` on, for `tokens` tokens: those who were accepted before it may land
-    /// after it.
-    pub(super) fn peak(&self, then: Seconds, tokens: u32) -> Batch {
-        let third = self.pace * (f64::from(tokens) / 3.0);
-        let times = (0..4).map(|part| then + third * f64::from(part));
-        times
-            .map(|time| self.likely(time, DEVIATIONS))
-            .max_by_key(|batch| batch.kv_tokens)
-            .unwrap_or_default()
-    }
-
-    /// Who decodes at `then`: the mean, and so many standard deviations above it.
-    fn likely(&self, then: Seconds, deviations: f64) -> Batch {
+    pub(super) fn likely(&self, then: Seconds) -> Likely {
         let per_second = 1.0 / self.pace.0.max(f64::MIN_POSITIVE);
-        let (mut sequences, mut kv_tokens, mut variance) = (0.0, 0.0, 0.0);
+        let mut likely = Likely { then, sequences: 0.0, kv_tokens: 0.0, variance: 0.0 };
         for course in self.courses.iter().filter(|course| course.from <= then) {
             let tokens = (then - course.from).0 * per_second;
             let chance = course.goes_on(tokens);
             let context = course.context as f64 + tokens;
-            sequences += chance;
-            kv_tokens += chance * context;
-            variance += chance * (1.0 - chance) * context * context;
+            likely.sequences += chance;
+            likely.kv_tokens += chance * context;
+            likely.variance += chance * (1.0 - chance) * context * context;
         }
-        kv_tokens += deviations * variance.sqrt();
-        Batch { sequences: (sequences + 0.5) as u32, kv_tokens: (kv_tokens + 0.5) as u64 }
+        likely
     }
 
-    /// Tokens of theirs that fall beside a newcomer's `output_tokens`, at most.
-    pub(super) fn tokens_beside(&self, output_tokens: u32) -> u64 {
-        self.courses.iter().map(|course| u64::from(course.remaining.min(output_tokens))).sum()
+    /// The most in the life of a newcomer who decodes from `first` on, for `tokens` tokens: those who were accepted before it may land
+    /// after it.
+    pub(super) fn peak(&self, first: Likely, tokens: u32) -> Batch {
+        let third = self.pace * (f64::from(tokens) / 3.0);
+        let later = (1..4).map(|part| self.likely(first.then + third * f64::from(part)));
+        let all = std::iter::once(first).chain(later);
+        all.map(|likely| likely.batch(DEVIATIONS)).max_by_key(|batch| batch.kv_tokens).unwrap_or_default()
     }
 
     /// Time until enough requests will probably have ended that `tokens` of KV fit beside the rest, each in blocks of its own: with

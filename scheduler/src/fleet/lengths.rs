@@ -97,8 +97,7 @@ impl Histogram {
 
     /// Weight of the answers longer than `tokens`: a straight line between the ends of the bucket.
     pub(super) fn beyond(&self, tokens: f64) -> f64 {
-        let knot = self.0[bucket(tokens as u32).min(BUCKETS - 1)];
-        (knot.beyond - knot.falls * (tokens - knot.tokens)).max(0.0)
+        self.0[bucket_at(tokens)].beyond_at(tokens)
     }
 
     /// The length that a `share` of the answers longer than `tokens` exceed.
@@ -113,13 +112,23 @@ impl Histogram {
     /// Expected further tokens of an answer that has `generated`: at least one, and as many again where none of those seen was
     /// so long.
     pub(super) fn rest(&self, generated: u32) -> f64 {
-        let knot = self.0[bucket(generated).min(BUCKETS - 1)];
+        self.rest_and_beyond(generated).0
+    }
+
+    /// [`Histogram::rest`] and [`Histogram::beyond`] of the same length, which lie at one place.
+    pub(super) fn rest_and_beyond(&self, generated: u32) -> (f64, f64) {
+        let tokens = f64::from(generated);
+        let knot = &self.0[bucket_at(tokens)];
         let mean = knot.tokens_beyond / knot.beyond;
-        if mean.is_finite() && mean > f64::from(generated) {
-            (mean - f64::from(generated)).max(1.0)
-        } else {
-            f64::from(generated.max(1))
-        }
+        let rest = if mean.is_finite() && mean > tokens { (mean - tokens).max(1.0) } else { tokens.max(1.0) };
+        (rest, knot.beyond_at(tokens))
+    }
+}
+
+impl Knot {
+    /// Weight of the answers longer than `tokens`, which are in this bucket.
+    fn beyond_at(&self, tokens: f64) -> f64 {
+        (self.beyond - self.falls * (tokens - self.tokens)).max(0.0)
     }
 }
 
@@ -131,6 +140,19 @@ fn bucket(tokens: u32) -> usize {
     }
     let octave = tokens.ilog2() - PER_OCTAVE_LOG2;
     ((octave << PER_OCTAVE_LOG2) + (tokens >> octave)) as usize
+}
+
+/// The bucket of a length that need not be whole; the last one of all beyond. From 8 on the exponent tells the octave and the first
+/// bits of the fraction the eighth of it: two cycles where integers take ten.
+fn bucket_at(tokens: f64) -> usize {
+    const FRACTION_BITS: u32 = f64::MANTISSA_DIGITS - 1;
+    const STEPS: u64 = 1 << PER_OCTAVE_LOG2;
+    let tokens = tokens.min(f64::from(u32::MAX));
+    let eighths = tokens.to_bits() >> (FRACTION_BITS - PER_OCTAVE_LOG2);
+    // those of the length 8, which has bucket 8
+    let first = (STEPS as f64).to_bits() >> (FRACTION_BITS - PER_OCTAVE_LOG2);
+    let bucket = if tokens < STEPS as f64 { tokens as usize } else { (eighths - first + STEPS) as usize };
+    bucket.min(BUCKETS - 1)
 }
 
 /// The least length of a bucket.
@@ -146,7 +168,7 @@ fn lower(bucket: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mixfleet_hal::random::Stream;
+    use mixfleet_hal::random::{Stream, unit};
 
     #[test]
     fn every_length_is_in_its_bucket() {
@@ -156,6 +178,7 @@ mod tests {
             let at = bucket(tokens);
             assert!(at + 1 < BUCKETS, "{tokens}");
             assert!(lower(at) <= f64::from(tokens) && f64::from(tokens) < lower(at + 1), "{tokens} in {at}");
+            assert_eq!(bucket_at(f64::from(tokens) + unit(random.next_u64(), 0)), at, "{tokens} and a part");
         }
     }
 

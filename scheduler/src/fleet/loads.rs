@@ -7,16 +7,20 @@ use super::load::{Load, PromptQueue, Works};
 use super::{Instance, Role};
 use crate::cost::{CostModel, LinkCost};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 /// Instances, sorted by id. Read as a slice; what changes one goes through [`Loads::change`], which keeps its rows.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
     all: Vec<Load>,
-    prompts: Vec<PromptRow>,
-    answers: Vec<AnswerRow>,
     kinds: Vec<Kind>,
+    /// By kind, then by position.
+    prompts: Vec<PromptRow>,
+    /// In the same order.
+    answers: Vec<AnswerRow>,
+    /// Where an instance's rows are, by position.
+    rows: Vec<usize>,
 }
 
 /// What instances have in common.
@@ -27,12 +31,13 @@ pub(super) struct Kind {
     pub(super) cost: Arc<CostModel>,
     pub(super) price: Option<UsdPerHour>,
     pub(super) nic: Option<LinkCost>,
+    rows: Range<usize>,
 }
 
 impl Kind {
     fn of(spec: &Instance) -> Self {
         let Instance { role, pool, ref cost, price, nic, .. } = *spec;
-        Kind { role, pool, cost: cost.clone(), price, nic }
+        Kind { role, pool, cost: cost.clone(), price, nic, rows: 0..0 }
     }
 
     fn is_of(&self, spec: &Instance) -> bool {
@@ -45,8 +50,8 @@ impl Kind {
 /// An instance as ranked by those who compute prompts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PromptRow {
-    /// Among the kinds.
-    pub(super) kind: u32,
+    /// Its position.
+    pub(super) at: u32,
     /// Sequences that decode there.
     pub(super) sequences: u32,
     pub(super) queue: PromptQueue,
@@ -56,8 +61,8 @@ pub(super) struct PromptRow {
 /// An instance as ranked by those who decode.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AnswerRow {
-    /// Among the kinds.
-    pub(super) kind: u32,
+    /// Its position.
+    pub(super) at: u32,
     /// Sequences that it has taken on, with their tokens in the end, and a step of them all.
     pub(super) sequences: u32,
     pub(super) kv_tokens: u64,
@@ -74,32 +79,27 @@ impl Deref for Loads {
 }
 
 impl Loads {
-    /// Every instance, by position.
-    pub(super) fn prompt_rows(&self) -> &[PromptRow] {
-        &self.prompts
-    }
-
-    /// Every instance, by position.
-    pub(super) fn answer_rows(&self) -> &[AnswerRow] {
-        &self.answers
-    }
-
-    /// What rows refer to.
+    /// The kinds of instances, in order of their first ones.
     pub(super) fn kinds(&self) -> &[Kind] {
         &self.kinds
+    }
+
+    /// The instances of `kind`, by position.
+    pub(super) fn prompt_rows(&self, kind: &Kind) -> &[PromptRow] {
+        &self.prompts[kind.rows.clone()]
+    }
+
+    /// The instances of `kind`, by position.
+    pub(super) fn answer_rows(&self, kind: &Kind) -> &[AnswerRow] {
+        &self.answers[kind.rows.clone()]
     }
 
     /// Changes the work, or the ways, of the instance at `at`.
     pub(super) fn change<T>(&mut self, at: usize, change: impl FnOnce(&mut Load) -> T) -> T {
         let load = &mut self.all[at];
         let answer = change(load);
-        let (prompts, answers) = (&mut self.prompts[at], &mut self.answers[at]);
-        *prompts = PromptRow {
-            kind: prompts.kind,
-            sequences: load.batch().sequences,
-            queue: load.prompt_queue(),
-            ingress_until: load.ingress_until,
-        };
+        let (row, answers) = (self.rows[at], &mut self.answers[self.rows[at]]);
+        self.prompts[row] = PromptRow::of(at, load);
         let committed = load.committed;
         if (committed.sequences, committed.kv_tokens) != (answers.sequences, answers.kv_tokens) {
             (answers.sequences, answers.kv_tokens) = (committed.sequences, committed.kv_tokens);
@@ -131,27 +131,47 @@ impl Loads {
 
     fn make_rows(&mut self) {
         self.kinds.clear();
-        self.prompts.clear();
-        self.answers.clear();
-        for load in &self.all {
+        let mut kind_of = |load: &Load| {
             let known = self.kinds.iter().position(|kind| kind.is_of(&load.spec));
-            let kind = known.unwrap_or_else(|| {
+            known.unwrap_or_else(|| {
                 self.kinds.push(Kind::of(&load.spec));
                 self.kinds.len() - 1
-            }) as u32;
-            self.prompts.push(PromptRow {
-                kind,
-                sequences: load.batch().sequences,
-                queue: load.prompt_queue(),
-                ingress_until: load.ingress_until,
-            });
-            self.answers.push(AnswerRow {
-                kind,
-                sequences: load.committed.sequences,
-                kv_tokens: load.committed.kv_tokens,
-                step: load.step(load.committed),
-                capacity_tokens: load.spec.kv_capacity_tokens,
-            });
+            })
+        };
+        let mut order: Vec<(usize, usize)> = self.all.iter().map(&mut kind_of).zip(0..).collect();
+        order.sort_unstable();
+        self.prompts.clear();
+        self.answers.clear();
+        self.rows.resize(self.all.len(), 0);
+        for (row, (kind, at)) in order.into_iter().enumerate() {
+            let rows = &mut self.kinds[kind].rows;
+            *rows = if rows.end == 0 { row..row + 1 } else { rows.start..row + 1 };
+            self.rows[at] = row;
+            self.prompts.push(PromptRow::of(at, &self.all[at]));
+            self.answers.push(AnswerRow::of(at, &self.all[at]));
+        }
+    }
+}
+
+impl PromptRow {
+    fn of(at: usize, load: &Load) -> Self {
+        PromptRow {
+            at: at as u32,
+            sequences: load.batch().sequences,
+            queue: load.prompt_queue(),
+            ingress_until: load.ingress_until,
+        }
+    }
+}
+
+impl AnswerRow {
+    fn of(at: usize, load: &Load) -> Self {
+        AnswerRow {
+            at: at as u32,
+            sequences: load.committed.sequences,
+            kv_tokens: load.committed.kv_tokens,
+            step: load.step(load.committed),
+            capacity_tokens: load.spec.kv_capacity_tokens,
         }
     }
 }

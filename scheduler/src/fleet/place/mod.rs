@@ -341,10 +341,13 @@ impl Fleet {
         let decodes_after = landed + gap;
         let forecast = decoder.forecast.get_or_init(|| self.forecast(question, decoder.at));
         let step = |batch: Batch| d.step(batch.with(prompt + 1));
-        let tbt = step(forecast.batch_at(question.now + decodes_after));
-        let peak_after = if self.config.admission == Admission::None { soonest } else { decodes_after };
-        let peak =
-            question.objectives.tbt_slo.map(|_| forecast.peak(question.now + peak_after, output_tokens));
+        let then = forecast.likely(question.now + decodes_after);
+        let tbt = step(then.batch(0.0));
+        let peak = question.objectives.tbt_slo.map(|_| {
+            let takes_all = self.config.admission == Admission::None;
+            let first = if takes_all { forecast.likely(question.now + soonest) } else { then };
+            forecast.peak(first, output_tokens)
+        });
         let gaps_counted = (self.config.tbt_share * f64::from(output_tokens)).max(1.0);
         terms.gap_s = gap.0;
         terms.tbt_s = tbt.0;
@@ -433,7 +436,7 @@ impl Fleet {
         let slowdown = (load.step(others.with(prompt)) - load.step(others)).max(Seconds::ZERO);
         let output_tokens = question.output_tokens;
         let beside = load.tokens_beside(output_tokens).filter(|_| quick);
-        let beside = beside.unwrap_or_else(|| forecast().tokens_beside(output_tokens));
+        let beside = beside.unwrap_or_else(|| load.tokens_left_beside(&self.lengths, output_tokens));
         let delay = slowdown * beside as f64;
         // half-way through the answer is the mean context of its steps
         let halfway = others.with(prompt + 1 + u64::from(question.output_tokens / 2));

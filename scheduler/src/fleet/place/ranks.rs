@@ -3,6 +3,7 @@
 //! What instances of one kind have in common is worked out once.
 
 use super::super::Fleet;
+use super::super::load::Load;
 use super::super::loads::{AnswerRow, Kind, PromptRow};
 use super::{Question, ScoreUnit};
 use crate::cost::LinkCost;
@@ -10,11 +11,11 @@ use mixfleet_hal::units::{Seconds, Usd};
 
 /// Positions of the `count` instances where prefill costs least, without what depends on the decoder.
 pub(super) fn best_prefills(fleet: &Fleet, question: &Question<'_>, count: usize) -> Vec<usize> {
-    let mut prefills = Prefills::new(fleet, question);
     let mut best = Shortlist::new(count);
-    for (at, row) in fleet.loads.prompt_rows().iter().enumerate() {
-        if let Some(kind) = prefills.kinds[row.kind as usize] {
-            best.offer(at, prefills.key(at, row, kind));
+    for kind in fleet.loads.kinds().iter().filter(|kind| kind.role.prefills()) {
+        let mut prefills = Prefills::new(fleet, question, kind);
+        for row in fleet.loads.prompt_rows(kind) {
+            best.offer(row.at as usize, prefills.key(row));
         }
     }
     best.positions()
@@ -22,39 +23,41 @@ pub(super) fn best_prefills(fleet: &Fleet, question: &Question<'_>, count: usize
 
 /// Positions of the `count` instances where decoding costs least, by the work that they have taken on.
 pub(super) fn best_decoders(fleet: &Fleet, question: &Question<'_>, count: usize) -> Vec<usize> {
-    let kinds = fleet.loads.kinds();
     let mut best = Shortlist::new(count);
-    for (at, row) in fleet.loads.answer_rows().iter().enumerate() {
-        let kind = &kinds[row.kind as usize];
-        if kind.role.decodes() {
-            best.offer(at, decode_key(row, kind, question));
+    for kind in fleet.loads.kinds().iter().filter(|kind| kind.role.decodes()) {
+        for row in fleet.loads.answer_rows(kind) {
+            best.offer(row.at as usize, decode_key(row, kind, question));
         }
     }
     best.positions()
 }
 
-/// The lowest keys; the first of equals.
+/// The lowest keys with their positions, in order of both.
 struct Shortlist {
-    /// In order.
     best: Vec<(f64, usize)>,
     count: usize,
-    /// What is not lower has no place.
-    below: f64,
+    /// What is higher has no place.
+    worst: f64,
 }
 
 impl Shortlist {
     fn new(count: usize) -> Self {
-        Shortlist { best: Vec::with_capacity(count + 1), count, below: f64::INFINITY }
+        Shortlist { best: Vec::with_capacity(count + 1), count, worst: f64::INFINITY }
     }
 
+    #[inline]
     fn offer(&mut self, at: usize, key: f64) {
-        if key < self.below || self.best.len() < self.count {
-            let place = self.best.partition_point(|(other, _)| *other <= key);
-            self.best.insert(place, (key, at));
-            self.best.truncate(self.count);
-            if let Some(&(worst, _)) = self.best.get(self.count - 1) {
-                self.below = worst;
-            }
+        if key <= self.worst {
+            self.insert(at, key);
+        }
+    }
+
+    fn insert(&mut self, at: usize, key: f64) {
+        let before = |other: &(f64, usize)| other.0 < key || (other.0 == key && other.1 < at);
+        self.best.insert(self.best.partition_point(before), (key, at));
+        self.best.truncate(self.count);
+        if self.best.len() == self.count {
+            self.worst = self.best.last().map_or(f64::INFINITY, |&(worst, _)| worst);
         }
     }
 
@@ -63,93 +66,130 @@ impl Shortlist {
     }
 }
 
-/// The question as instances that compute prompts rank by it.
+/// The question, to instances of one kind that compute prompts.
 struct Prefills<'a> {
     fleet: &'a Fleet,
     question: &'a Question<'a>,
-    /// None: computes no prompts.
-    kinds: Vec<Option<PrefillKind>>,
-    /// The longest prefix that anyone holds, if it may be pulled.
+    kind: &'a Kind,
+    /// Prefill of the whole prompt,
+    whole: Costs,
+    /// and of what follows the longest prefix that anyone holds, if it may be pulled.
+    rest: Costs,
     longest: Option<(usize, u32)>,
-    /// When its holder's way out is free.
+    /// When its holder's way out is free,
     egress_until: Seconds,
-    /// Prefill on a kind after so many tokens that an instance holds itself: holders mostly hold the same.
-    held: Vec<(u32, u32, Seconds)>,
+    /// and the time of all of it on free ways; infinite where it cannot be pulled.
+    way: Seconds,
+    /// Instances that hold nothing differ in nothing but their rows.
+    plain: bool,
+    /// Prefill after so many tokens that an instance holds itself: holders mostly hold the same.
+    held: Vec<(u32, Costs)>,
 }
 
-/// The question to instances of one kind that hold nothing.
+/// Prefill of a part of the prompt.
 #[derive(Clone, Copy)]
-struct PrefillKind {
-    /// The whole prompt,
-    whole: Seconds,
-    /// and what follows the longest prefix.
-    rest: Seconds,
-    /// The longest prefix's way on free links.
-    way: Option<Seconds>,
+struct Costs {
+    time: Seconds,
+    paid: Usd,
+}
+
+impl Costs {
+    fn of(kind: &Kind, question: &Question<'_>, known: u32) -> Self {
+        let time = kind.cost.prefill_s(known, question.arrival.prompt_tokens - known);
+        let price = kind.price.filter(|_| question.score_unit == ScoreUnit::Usd);
+        Costs { time, paid: price.map_or(Usd::ZERO, |price| price * time) }
+    }
 }
 
 impl<'a> Prefills<'a> {
-    fn new(fleet: &'a Fleet, question: &'a Question<'a>) -> Self {
+    fn new(fleet: &'a Fleet, question: &'a Question<'a>, kind: &'a Kind) -> Self {
         let longest = question.longest().filter(|_| fleet.config.pull);
-        let holder = longest.map(|(holder, tokens)| (&fleet.loads[holder], tokens));
-        let prompt = question.arrival.prompt_tokens;
-        let of = |kind: &Kind| {
-            let way = holder.and_then(|(holder, tokens)| {
-                let pools = fleet.pool_links.get(&(holder.spec.pool, kind.pool)).copied();
-                let link = LinkCost::between(holder.spec.nic, kind.nic, pools)?;
-                Some(link.time(fleet.kv_bytes(tokens)))
-            });
-            let rest =
-                longest.map_or(Seconds::ZERO, |(_, tokens)| kind.cost.prefill_s(tokens, prompt - tokens));
-            PrefillKind { whole: kind.cost.prefill_s(0, prompt), rest, way }
+        let whole = Costs::of(kind, question, 0);
+        let mut prefills = Prefills {
+            fleet,
+            question,
+            kind,
+            whole,
+            rest: whole,
+            longest,
+            egress_until: Seconds::ZERO,
+            way: Seconds(f64::INFINITY),
+            plain: question.loading.is_empty() && (longest.is_none() || fleet.links.is_empty()),
+            held: Vec::new(),
         };
-        let kinds = fleet.loads.kinds().iter().map(|kind| kind.role.prefills().then(|| of(kind))).collect();
-        let egress_until = holder.map_or(Seconds::ZERO, |(holder, _)| holder.egress_until);
-        Prefills { fleet, question, kinds, longest, egress_until, held: Vec::new() }
+        if let Some((holder, tokens)) = longest {
+            let Load { spec, egress_until, .. } = &fleet.loads[holder];
+            let pools = fleet.pool_links.get(&(spec.pool, kind.pool)).copied();
+            if let Some(link) = LinkCost::between(spec.nic, kind.nic, pools) {
+                prefills.way = link.time(fleet.kv_bytes(tokens));
+            }
+            prefills.rest = Costs::of(kind, question, tokens);
+            prefills.egress_until = *egress_until;
+        }
+        prefills
     }
 
-    fn key(&mut self, at: usize, row: &PromptRow, kind: PrefillKind) -> f64 {
+    #[inline]
+    fn key(&mut self, row: &PromptRow) -> f64 {
+        let question = self.question;
+        let own = question.cached_on(row.at as usize);
+        let pulls_part = own > 0 && self.longest.is_some_and(|(_, tokens)| own < tokens);
+        if !self.plain || row.queue.last_due > question.objectives.due || pulls_part {
+            return self.key_by_load(row);
+        }
+        let begins = later(row.queue.left(question.now), Seconds::ZERO);
+        if own > 0 {
+            let prefill = self.after_own(own);
+            return self.sum(prefill, begins + prefill.time, row.sequences);
+        }
+        let ends = begins + self.whole.time;
+        let ways_free = later(later(self.egress_until, row.ingress_until) - question.now, Seconds::ZERO);
+        let pulled = later(begins, ways_free + self.way) + self.rest.time;
+        let (ends, prefill) = if pulled < ends { (pulled, self.rest) } else { (ends, self.whole) };
+        self.sum(prefill, ends, row.sequences)
+    }
+
+    /// The key of an instance that may pull a part, has links of its own, or prompts that the request goes ahead of.
+    #[inline(never)]
+    fn key_by_load(&mut self, row: &PromptRow) -> f64 {
         let Prefills { fleet, question, .. } = *self;
-        let (now, own) = (question.now, question.cached_on(at));
-        let (queued, behind) = if row.queue.last_due <= question.objectives.due {
-            (row.queue.left(now).max(Seconds::ZERO), 0)
-        } else {
-            let (backlog, behind) = fleet.ahead(&fleet.loads[at], question);
-            (backlog.time, behind)
-        };
-        let mut prefill = if own == 0 { kind.whole } else { self.after_own(row.kind, own) };
-        let begins = queued.max(question.loading_on(at));
-        let mut ends = begins + prefill;
+        let (at, now) = (row.at as usize, question.now);
+        let own = question.cached_on(at);
+        let (backlog, behind) = fleet.ahead(&fleet.loads[at], question);
+        let mut prefill = if own == 0 { self.whole } else { self.after_own(own) };
+        let begins = backlog.time.max(question.loading_on(at));
+        let mut ends = begins + prefill.time;
         if let Some((holder, tokens)) = self.longest.filter(|&(holder, tokens)| holder != at && tokens > own)
         {
-            let arrives = match kind.way {
-                Some(way) if own == 0 && fleet.links.is_empty() => {
-                    (self.egress_until.max(row.ingress_until) - now).max(Seconds::ZERO) + way
-                }
-                _ => fleet.pull_time(now, holder, at, tokens - own),
-            };
-            let pulled = begins.max(arrives) + kind.rest;
+            let arrives = fleet.pull_time(now, holder, at, tokens - own);
+            let pulled = begins.max(arrives) + self.rest.time;
             if pulled < ends {
-                (ends, prefill) = (pulled, kind.rest);
+                (ends, prefill) = (pulled, self.rest);
             }
         }
-        let delay = prefill * f64::from(row.sequences + behind);
-        let price =
-            fleet.loads.kinds()[row.kind as usize].price.filter(|_| question.score_unit == ScoreUnit::Usd);
-        let paid = price.map_or(Usd::ZERO, |price| price * prefill);
-        paid.0 + question.own_weight() * ends.0 + question.wait_weight * delay.0
+        self.sum(prefill, ends, row.sequences + behind)
     }
 
-    /// Prefill on an instance of `kind` after `own` tokens.
-    fn after_own(&mut self, kind: u32, own: u32) -> Seconds {
-        let known = self.held.iter().find(|(of, tokens, _)| (*of, *tokens) == (kind, own));
-        known.map(|&(.., time)| time).unwrap_or_else(|| {
-            let prompt = self.question.arrival.prompt_tokens;
-            let time = self.fleet.loads.kinds()[kind as usize].cost.prefill_s(own, prompt - own);
-            self.held.push((kind, own, time));
-            time
+    fn sum(&self, prefill: Costs, ends: Seconds, delayed: u32) -> f64 {
+        let delay = prefill.time * f64::from(delayed);
+        prefill.paid.0 + self.question.own_weight() * ends.0 + self.question.wait_weight * delay.0
+    }
+
+    /// Prefill after `own` tokens.
+    fn after_own(&mut self, own: u32) -> Costs {
+        let known = self.held.iter().find(|(tokens, _)| *tokens == own);
+        known.map(|&(_, costs)| costs).unwrap_or_else(|| {
+            let costs = Costs::of(self.kind, self.question, own);
+            self.held.push((own, costs));
+            costs
         })
     }
+}
+
+/// The greater one, without the care for what is no number that `f64::max` takes.
+#[inline]
+fn later(a: Seconds, b: Seconds) -> Seconds {
+    if a > b { a } else { b }
 }
 
 fn decode_key(row: &AnswerRow, kind: &Kind, question: &Question<'_>) -> f64 {
