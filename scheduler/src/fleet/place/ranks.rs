@@ -36,28 +36,27 @@ pub(super) fn best_decoders(fleet: &Fleet, question: &Question<'_>, count: usize
 struct Shortlist {
     best: Vec<(f64, usize)>,
     count: usize,
-    /// What is higher has no place.
-    worst: f64,
+    /// What does not come before has no place.
+    worst: (f64, usize),
 }
 
 impl Shortlist {
     fn new(count: usize) -> Self {
-        Shortlist { best: Vec::with_capacity(count + 1), count, worst: f64::INFINITY }
+        Shortlist { best: Vec::with_capacity(count + 1), count, worst: (f64::INFINITY, usize::MAX) }
     }
 
     #[inline]
     fn offer(&mut self, at: usize, key: f64) {
-        if key <= self.worst {
-            self.insert(at, key);
-        }
-    }
-
-    fn insert(&mut self, at: usize, key: f64) {
-        let before = |other: &(f64, usize)| other.0 < key || (other.0 == key && other.1 < at);
-        self.best.insert(self.best.partition_point(before), (key, at));
-        self.best.truncate(self.count);
-        if self.best.len() == self.count {
-            self.worst = self.best.last().map_or(f64::INFINITY, |&(worst, _)| worst);
+        let before = |other: (f64, usize), this: (f64, usize)| {
+            other.0 < this.0 || (other.0 == this.0 && other.1 < this.1)
+        };
+        if before((key, at), self.worst) {
+            let place = self.best.partition_point(|&other| before(other, (key, at)));
+            self.best.insert(place, (key, at));
+            self.best.truncate(self.count);
+            if let Some(&worst) = self.best.get(self.count - 1) {
+                self.worst = worst;
+            }
         }
     }
 
