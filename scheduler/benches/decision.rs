@@ -103,7 +103,7 @@ impl World {
             max_tokens: 4096,
             output_tokens_hint: None,
             chains: vec![PromptChain { block_tokens: BLOCK, hashes }],
-            replay: false,
+            replay: None,
             class: 0,
             objective: Objective::Fleet,
         })

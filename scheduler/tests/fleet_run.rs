@@ -54,6 +54,8 @@ struct Request {
     arrived_s: f64,
     produced: u32,
     attempt: u32,
+    /// Since it was placed first.
+    due: Option<Seconds>,
     placed: Option<(u32, u32)>,
     prefill_s: f64,
     transfer_s: f64,
@@ -190,12 +192,17 @@ impl World {
 
     fn obey(&mut self, action: Action) {
         match action {
-            Action::Place { request, prefill, decode, explanation, .. } => {
+            Action::Place { request, prefill, decode, due, explanation, .. } => {
                 assert!(self.workers[&prefill.0].up && self.workers[&decode.0].up, "placed on a lost one");
                 let terms = explanation.chosen().and_then(|c| c.terms).expect("a placement has terms");
                 let state = self.requests.get_mut(&request).unwrap();
                 assert_eq!((state.placed, &state.ends[..]), (None, &[][..]), "request {request}");
                 state.attempt += 1;
+                assert_eq!(
+                    *state.due.get_or_insert(due),
+                    due,
+                    "request {request} lost its place in the order"
+                );
                 state.placed = Some((prefill.0, decode.0));
                 (state.prefill_s, state.transfer_s) = (terms.prefill_s, terms.transfer_s);
                 let entry = (request, state.attempt);
@@ -289,7 +296,7 @@ impl World {
             max_tokens: state.output - state.produced,
             output_tokens_hint: None,
             chains: vec![PromptChain { block_tokens: BLOCK, hashes }],
-            replay: state.attempt > 0,
+            replay: state.due,
             class: 0,
             objective: Objective::Fleet,
         }));

@@ -180,7 +180,7 @@ impl Running {
         wanted: &GenerateRequest,
         objective: Objective,
         tokens: &[u32],
-        replay: bool,
+        replay: Option<Seconds>,
     ) -> Arrival {
         let generated = tokens.len() - wanted.prompt_ids.len();
         let mut sizes = BTreeSet::new();
@@ -211,7 +211,7 @@ impl Running {
         self.next += 1;
         let wanted = Arc::new(wanted);
         let objective = self.objective(&wanted);
-        let arrival = self.arrival(request, &wanted, objective, &wanted.prompt_ids, false);
+        let arrival = self.arrival(request, &wanted, objective, &wanted.prompt_ids, None);
         match self.fleet_step(Event::Arrived(arrival)).pop() {
             Some(Action::Place { prefill, decode, due, explanation, .. }) => {
                 if admitted.send(Ok(())).is_err() {
@@ -497,9 +497,9 @@ impl Running {
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
         tracked.joined = false;
-        let (wanted, objective) = (tracked.wanted.clone(), tracked.objective);
+        let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.due);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
-        let arrival = self.arrival(request, &wanted, objective, &tokens, true);
+        let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
         match self.fleet_step(Event::Arrived(arrival)).pop() {
             Some(Action::Place { prefill, decode, explanation, .. }) => {
                 let tracked = self.requests.get_mut(&request).expect("just found");

@@ -71,13 +71,14 @@ impl Objectives {
 impl Fleet {
     /// What `arrival` wants. Prompts are due in the order of their objectives: whoever waits for a first token, by when it
     /// should be there; whoever has a deadline, when three quarters of the time to it have passed, less what the answer then takes.
-    /// These times never move, so a request is overtaken only by such as come before it is due itself.
+    /// These times never move, not even where a lost instance makes a request arrive again, so a request is overtaken only by such as come before it is due itself.
     pub(super) fn objectives(&self, now: Seconds, arrival: &Arrival) -> Objectives {
+        let due = |due| arrival.replay.unwrap_or(due);
         let read = |ttft_slo: Option<Seconds>, tbt_slo| Objectives {
             ttft_s: ttft_slo.map_or(f64::INFINITY, |slo| slo.0),
             tbt_slo,
             ends: None,
-            due: now + ttft_slo.unwrap_or(Seconds::ZERO),
+            due: due(now + ttft_slo.unwrap_or(Seconds::ZERO)),
             admission: self.config.admission,
         };
         match arrival.objective {
@@ -87,7 +88,7 @@ impl Fleet {
                 let deadline_s = (at - now).0.max(0.0);
                 let share_s = deadline_s / f64::from(requests_left.max(1));
                 let answer = self.pace * f64::from(self.output_tokens(arrival));
-                let due = now + (Seconds(share_s) - answer).max(Seconds::ZERO) * DUE_AFTER;
+                let due = due(now + (Seconds(share_s) - answer).max(Seconds::ZERO) * DUE_AFTER);
                 Objectives { ends: Some(Ends { share_s, deadline_s }), due, ..read(None, None) }
             }
         }
@@ -109,7 +110,7 @@ impl Fleet {
                 let least = kept.min_by(|a, b| a.1.total_cmp(&b.1).then(a.2.total_cmp(&b.2)));
                 least.map(|(i, key, _)| (i, key))
             };
-        let takes_all = question.arrival.replay || self.config.admission == Admission::None;
+        let takes_all = question.arrival.replay.is_some() || self.config.admission == Admission::None;
         let chosen = lowest(candidates, &|t| t.score, &|t| objectives.missed(t).is_none());
         let late = |t: &Terms| if objectives.ends.is_some() { t.ends_s } else { t.ttft_s };
         let fastest = lowest(candidates, &late, &|_| true);

@@ -114,8 +114,9 @@ pub struct Arrival {
     pub output_tokens_hint: Option<u32>,
     /// One chain for each block size in the fleet; a missing one means nothing is cached there.
     pub chains: Vec<PromptChain>,
-    /// It was accepted before and lost its instance: neither bound nor SLO turns it away now.
-    pub replay: bool,
+    /// When it was due, if it was accepted before and lost its instance: it keeps its place in the order of prompts, and neither bound
+    /// nor SLO turns it away now.
+    pub replay: Option<Seconds>,
     /// Requests of a class have answers alike in length, which the fleet learns.
     #[serde(default)]
     pub class: u32,

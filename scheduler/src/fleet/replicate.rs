@@ -138,7 +138,7 @@ impl Replicas {
 impl Fleet {
     /// Counts the demand for what `question` has in common with others, and decides on a copy of it. `chosen` is where it goes.
     pub(super) fn weigh_copy(&mut self, question: &Question<'_>, chosen: &Candidate) {
-        if question.arrival.replay {
+        if question.arrival.replay.is_some() {
             return;
         }
         let Some(mut replicas) = self.replicas.take() else { return };

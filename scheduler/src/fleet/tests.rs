@@ -65,7 +65,7 @@ pub(super) fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> 
         max_tokens,
         output_tokens_hint: None,
         chains,
-        replay: false,
+        replay: None,
         class: 0,
         objective: Objective::Fleet,
     }
@@ -324,7 +324,7 @@ fn a_late_first_token_is_rejected_and_a_retry_at_the_promised_time_is_not() {
     rejected(&arrive(&mut f, retry - 1e-3, arrival(2, 1_000, 2)));
     placed(&arrive(&mut f, retry + 1e-9, arrival(2, 1_000, 2)));
     // What was accepted once is not turned away again.
-    let replay = Arrival { replay: true, ..arrival(3, 1_000, 3) };
+    let replay = Arrival { replay: Some(Seconds(retry)), ..arrival(3, 1_000, 3) };
     placed(&arrive(&mut f, retry, replay));
 }
 
@@ -374,7 +374,7 @@ fn a_lost_instance_sends_its_requests_back_and_gets_no_more() {
     assert_eq!(f.requests(), 0);
     assert_eq!(act(&mut f, 0.1, Event::InstanceDown { instance: InstanceId(1) }), []);
 
-    let again = Arrival { replay: true, ..arrival(1, 100, 1) };
+    let again = Arrival { replay: Some(Seconds::ZERO), ..arrival(1, 100, 1) };
     let action = arrive(&mut f, 0.1, again);
     assert_eq!(placed(&action).0, 2);
     assert!(placed(&action).2.candidates.iter().all(|c| c.prefill.0 != 1 && c.decode.0 != 1));
@@ -389,6 +389,31 @@ fn a_lost_instance_sends_its_requests_back_and_gets_no_more() {
     let action = arrive(&mut f, 0.2, arrival(3, 100, 1));
     assert_eq!(placed(&action).0, 1);
     assert_eq!(placed(&action).2.chosen().unwrap().terms.unwrap().cached_tokens, 0);
+}
+
+#[test]
+fn a_replayed_request_keeps_its_place_in_the_order() {
+    let slo = FleetConfig { ttft_slo: Some(Seconds(100.0)), ..config() };
+    let mut f = fleet(slo, vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    let due = |action: &Action| match action {
+        Action::Place { due, .. } => due.0,
+        other => panic!("not placed: {other:?}"),
+    };
+    close(due(&arrive(&mut f, 0.0, arrival(1, 1_000, 1))), 100.0);
+    close(due(&arrive(&mut f, 1.0, arrival(2, 1_000, 2))), 101.0);
+    let lost = act(&mut f, 2.0, Event::InstanceDown { instance: InstanceId(1) });
+    assert_eq!(lost.len(), 2);
+    act(&mut f, 2.0, Event::InstanceUp(instance(1, Role::Auto, 1e-3, 1e-2)));
+    // two that came later are there already; the first of them runs
+    arrive(&mut f, 2.0, arrival(3, 1_000, 3));
+    arrive(&mut f, 2.0, arrival(4, 1_000, 4));
+    for (request, was_due, ahead) in [(2, 101.0, 1.0), (1, 100.0, 1.0)] {
+        let again = Arrival { replay: Some(Seconds(was_due)), ..arrival(request, 1_000, request) };
+        let action = arrive(&mut f, 2.0, again);
+        close(due(&action), was_due);
+        close(placed(&action).2.chosen().unwrap().terms.unwrap().queue_s, ahead);
+    }
+    close(queue_s(&mut f, 2.0), 4.0);
 }
 
 /// The queue that a newcomer would meet on instance 1.

@@ -326,7 +326,7 @@ impl<'a> World<'a> {
                 block_tokens: self.setup.block_tokens,
                 hashes: request.chain.clone(),
             }],
-            replay: false,
+            replay: None,
             class,
             objective,
         };

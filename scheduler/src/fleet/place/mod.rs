@@ -164,7 +164,7 @@ impl Fleet {
         if self.works.contains(request) {
             return (explanation, Err(RejectReason::Duplicate { request }));
         }
-        if requests >= requests_max && !arrival.replay {
+        if requests >= requests_max && arrival.replay.is_none() {
             return (explanation, Err(RejectReason::QueueFull { requests, requests_max }));
         }
         let (cached, loading) = self.reusable(arrival);
