@@ -82,12 +82,12 @@ pub struct Terms {
     pub interleave_s: f64,
     /// Its own prefill.
     pub prefill_s: f64,
-    /// KV transfer that does not hide behind the prefill.
+    /// KV transfer that does not hide behind the prefill, behind what the links still have to move.
     pub transfer_s: f64,
     /// Where no room is reserved: how long its KV waits for room on the decode instance.
     pub gap_s: f64,
-    /// What counts of the way to the decode instance: the transfer that would show if nothing of the prompt were cached, and
-    /// the wait for room there that the queue hides.
+    /// What counts of the way to the decode instance: the transfer that would show if nothing of the prompt were cached and the links
+    /// were free, and the wait for room there that the queue hides.
     pub hand_off_s: f64,
     /// Time to the first token.
     pub ttft_s: f64,
@@ -97,7 +97,8 @@ pub struct Terms {
     /// Time of a decode step with it, in the batch predicted for the end of its prefill.
     pub tbt_s: f64,
     /// What its time between tokens, as the objective counts it, will probably not exceed: the longest step that is likely while it
-    /// decodes, those counted who were accepted before it and land after it, and a share of the wait for room of the fastest candidate's KV.
+    /// decodes, those counted who were accepted before it and land after it, and a share of the transfer and of the wait for room of the
+    /// fastest candidate's KV.
     pub tbt_peak_s: f64,
     /// A step in the batch of now.
     pub tbt_now_s: f64,

@@ -50,13 +50,16 @@ fn a_wait_for_room_that_is_not_reserved_is_a_gap_between_tokens() {
     assert_eq!(terms.kv_wait_s, 0.0);
     let landed = terms.ttft_s + terms.transfer_s;
     assert!((terms.gap_s - (49.0 * 1.01e-2 - landed)).abs() < 0.02, "{terms:?}");
-    // one of the five longest of its 50 gaps
-    assert!((terms.tbt_peak_s - (terms.tbt_s + terms.gap_s / 5.0)).abs() < 1e-9, "{terms:?}");
+    // with the transfer one of the five longest of its 50 gaps
+    assert!(
+        (terms.tbt_peak_s - (terms.tbt_s + (terms.transfer_s + terms.gap_s) / 5.0)).abs() < 1e-9,
+        "{terms:?}"
+    );
 }
 
 #[test]
 fn a_gap_that_breaks_the_objective_is_worth_a_dearer_decoder() {
-    for (slo, decode) in [(None, 2), (Some(0.2), 2), (Some(0.03), 3)] {
+    for (slo, decode) in [(None, 2), (Some(0.2), 2), (Some(0.06), 3)] {
         let mut fleet = crowded(HandOff::Streamed, slo);
         let action = arrive(&mut fleet, 0.4, arrival(2, 200, 2));
         let Action::Place { decode: chosen, .. } = action else { panic!("not placed: {action:?}") };
@@ -86,6 +89,52 @@ fn a_slow_candidate_waits_for_room_only_from_when_it_lands() {
     act(&mut fleet, 0.4, Event::InstanceDown { instance: InstanceId(1) });
     let terms = on_cheap(&arrive(&mut fleet, 0.4, arrival(2, 200, 2)));
     assert!(terms.ttft_s >= 2.0 && terms.gap_s == 0.0, "{terms:?}");
+}
+
+#[test]
+fn a_hand_off_waits_for_what_its_ways_have_to_move() {
+    // two of each; a token takes 1 ms to compute and 4 ms to send
+    let computes = |id| instance(id, Role::Prefill, 1e-3, 1e-2);
+    let decodes = |id| instance(id, Role::Decode, 1e-3, 1e-2);
+    let slo = Some(Seconds(0.3));
+    let mut fleet = fleet(
+        FleetConfig { tbt_slo: slo, ..config() },
+        vec![computes(1), computes(2), decodes(3), decodes(4)],
+    );
+    let seconds_per_byte = 4e-3 / fleet.config.kv_bytes_per_token as f64;
+    let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte, usd_per_byte: 0.0 };
+    for (from, to) in [(1, 3), (1, 4), (2, 3), (2, 4)] {
+        act(&mut fleet, 0.0, Event::LinkUp(Link { from: InstanceId(from), to: InstanceId(to), cost }));
+    }
+    let first = arrive(&mut fleet, 0.0, arrival(1, 300, 1));
+    let Action::Place { prefill: InstanceId(1), decode: InstanceId(3), .. } = first else {
+        panic!("{first:?}")
+    };
+    act(&mut fleet, 0.3, Event::PrefillDone { request: 1, instance: InstanceId(1) });
+    let second = arrive(&mut fleet, 0.3, arrival(2, 100, 2));
+    let Action::Place { prefill, decode, explanation, .. } = &second else { panic!("{second:?}") };
+    assert_eq!((*prefill, *decode), (InstanceId(2), InstanceId(4)), "both ways are free");
+    for candidate in &explanation.candidates {
+        let terms = candidate.terms.expect("possible");
+        let free = candidate.prefill.0 == 2 && candidate.decode.0 == 4;
+        // the first one's 300 tokens, then its own 100, all after its prompt; or the last layers of its own
+        let ends_s = if free {
+            0.1 + cost.exposed(fleet.kv_bytes(100), fleet.config.layers, Seconds(0.1)).0
+        } else {
+            1.2 + 0.4
+        };
+        assert!((terms.ttft_s + terms.transfer_s - ends_s).abs() < 1e-9, "{candidate:?}");
+        // a gap of its own among the five longest, where it was looked at
+        if free {
+            assert!((terms.tbt_peak_s - terms.tbt_s - terms.transfer_s / 5.0).abs() < 1e-3, "{terms:?}");
+        }
+    }
+    // later the ways have moved a part
+    let third = arrive(&mut fleet, 1.3, arrival(3, 100, 3));
+    let Action::Place { explanation, .. } = &third else { panic!("{third:?}") };
+    let same = |c: &&Candidate| c.prefill.0 == 1 && c.decode.0 == 3;
+    let terms = explanation.candidates.iter().find(same).and_then(|c| c.terms).expect("possible");
+    assert!((terms.ttft_s + terms.transfer_s - 0.6).abs() < 1e-9, "{terms:?}");
 }
 
 proptest! {
