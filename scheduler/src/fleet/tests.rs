@@ -407,13 +407,14 @@ fn a_replayed_request_keeps_its_place_in_the_order() {
     // two that came later are there already; the first of them runs
     arrive(&mut f, 2.0, arrival(3, 1_000, 3));
     arrive(&mut f, 2.0, arrival(4, 1_000, 4));
-    for (request, was_due, ahead) in [(2, 101.0, 1.0), (1, 100.0, 1.0)] {
+    // the running one gives way after its step of 100 tokens
+    for (request, was_due, ahead) in [(1, 100.0, 0.1), (2, 101.0, 1.1)] {
         let again = Arrival { replay: Some(Seconds(was_due)), ..arrival(request, 1_000, request) };
         let action = arrive(&mut f, 2.0, again);
         close(due(&action), was_due);
         close(placed(&action).2.chosen().unwrap().terms.unwrap().queue_s, ahead);
     }
-    close(queue_s(&mut f, 2.0), 4.0);
+    close(queue_s(&mut f, 2.0), 4.1);
 }
 
 /// The queue that a newcomer would meet on instance 1.
