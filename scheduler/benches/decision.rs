@@ -63,7 +63,7 @@ impl World {
                 pool: id % 2,
                 cost: costs[fast].clone(),
                 price: Some(UsdPerHour(1.0 + fast as f64)),
-                nic: Some(LinkCost { seconds_per_byte: 1e-10, ..LinkCost::default() }),
+                nic: Some(LinkCost { seconds_per_byte: 1e-11, ..LinkCost::default() }),
                 kv_capacity_tokens: 1_000_000,
                 kv_block_tokens: BLOCK,
                 prefill_tokens_beside_decode_max: 2048,
