@@ -44,7 +44,8 @@ thread_local! {
 
 impl WorkerThread {
     /// A thread that polls `task` at its turns. It ends with the task, or else with the process.
-    pub(super) fn spawn(name: &str, mut task: Task, waker: Waker) -> Self {
+    pub(super) fn spawn(name: &str, task: Task, waker: Waker) -> Self {
+        let mut task = Some(task);
         let own = WorkerThread(Arc::new((
             Mutex::new(Baton { holder: Holder::Loop, turn: Turn::Pending }),
             Condvar::new(),
@@ -54,13 +55,18 @@ impl WorkerThread {
             OWN.set(Some(thread.clone()));
             loop {
                 drop(thread.wait(|holder| matches!(holder, Holder::Worker)));
-                let poll = || task.as_mut().poll(&mut Context::from_waker(&waker));
+                let own_task = task.as_mut().expect("a thread whose task is done has ended");
+                let poll = || own_task.as_mut().poll(&mut Context::from_waker(&waker));
                 let turn = match catch_unwind(AssertUnwindSafe(poll)) {
                     Ok(Poll::Pending) => Turn::Pending,
                     Ok(Poll::Ready(())) => Turn::Done,
                     Err(panic) => Turn::Panicked(panic),
                 };
                 let ends = matches!(turn, Turn::Done | Turn::Panicked(_));
+                if ends {
+                    // What goes with it wakes others: in this turn, not at some time in the next one's.
+                    task = None;
+                }
                 thread.hand_back(turn);
                 if ends {
                     return;

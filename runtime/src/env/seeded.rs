@@ -162,6 +162,17 @@ impl SeededEnv {
         }
     }
 
+    /// Ends the world: drops every task that has no thread, and every timer. Tasks hold their world and the world them,
+    /// so that one which is not ended stays in memory.
+    pub fn end(&self) {
+        let (tasks, timers) = {
+            let mut world = lock(&self.world);
+            (std::mem::take(&mut world.tasks), std::mem::take(&mut world.timers))
+        };
+        // Outside the lock: what they hold may look at the world when it goes.
+        drop((tasks, timers));
+    }
+
     /// Polls one ready task: the seed's choice, or the first one woken where workers block. False if none is ready.
     fn poll_one(&self) -> bool {
         let task = {

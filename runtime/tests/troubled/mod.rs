@@ -100,6 +100,8 @@ pub(crate) struct Outcome {
     pub(crate) retries: u64,
     pub(crate) recomputes: u64,
     pub(crate) fences: u64,
+    /// When the answers were complete, all together: two histories that agree in this are one.
+    pub(crate) answered_ns: u64,
 }
 
 impl Outcome {
@@ -114,6 +116,7 @@ impl Outcome {
         self.retries += other.retries;
         self.recomputes += other.recomputes;
         self.fences += other.fences;
+        self.answered_ns += other.answered_ns;
     }
 }
 
@@ -492,7 +495,10 @@ impl World {
                     Update::Finished { .. } => {
                         assert_eq!(tokens, case.expected, "{:?}: request {at}", self.env);
                         assert!(updates.recv().await.is_none(), "{:?}: request {at} ended twice", self.env);
-                        self.state().outcome.right += 1;
+                        let now = self.env.now();
+                        let mut state = self.state();
+                        state.outcome.right += 1;
+                        state.outcome.answered_ns += (now.0 * 1e9) as u64;
                         return;
                     }
                     Update::Failed(_) => {
@@ -534,7 +540,7 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
         state: Arc::default(),
     };
     let (workload, cases) = (workload.clone(), cases.to_vec());
-    env.run(async move {
+    let outcome = env.run(async move {
         for _ in 0..workload.routers {
             world.start_router();
         }
@@ -577,9 +583,15 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
         outcome.fences = fences as u64;
         outcome.retries = world.metrics.kv_transfer_retries.get();
         outcome.recomputes = world.metrics.kv_transfer_recomputes.get();
-        // What still runs ends with the world.
-        world.state().workers.clear();
-        world.state().routers.clear();
+        // What still runs gets the time to end: threads and memory of thousands of worlds add up.
+        let ended = {
+            let mut state = world.state();
+            (std::mem::take(&mut state.workers), std::mem::take(&mut state.routers))
+        };
+        drop(ended);
+        world.env.sleep(Duration::from_secs(5)).await;
         outcome
-    })
+    });
+    env.end();
+    outcome
 }

@@ -3,29 +3,34 @@
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::fleet::Session;
 use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc};
 
-/// Cuts whatever it was given to, once.
-#[derive(Clone)]
-pub(crate) struct Cut(std::sync::Arc<watch::Sender<bool>>);
+/// Cuts whatever it was given to, once. (Not a `watch` channel: that one wakes in an order of its own chance.)
+#[derive(Clone, Default)]
+pub(crate) struct Cut(Arc<(AtomicBool, Notify)>);
 
 impl Cut {
     pub(crate) fn new() -> Self {
-        Cut(std::sync::Arc::new(watch::Sender::new(false)))
+        Self::default()
     }
 
     pub(crate) fn now(&self) {
-        self.0.send_replace(true);
+        self.0.0.store(true, Ordering::Relaxed);
+        self.0.1.notify_waiters();
     }
 
     pub(crate) fn is_cut(&self) -> bool {
-        *self.0.borrow()
+        self.0.0.load(Ordering::Relaxed)
     }
 
     async fn cut(&self) {
-        let mut cut = self.0.subscribe();
-        let _ = cut.wait_for(|cut| *cut).await;
+        let told = self.0.1.notified();
+        if !self.is_cut() {
+            told.await;
+        }
     }
 }
 
@@ -47,6 +52,7 @@ where
         let wire = wire.clone();
         env.spawn(Box::pin(async move {
             tokio::select! {
+                biased;
                 () = cut.cut() => wire.now(),
                 () = wire.cut() => {}
             }
@@ -70,6 +76,7 @@ fn carry<T: Send + 'static>(
         let moving = async {
             loop {
                 let message = tokio::select! {
+                biased;
                     message = from.recv() => message,
                     () = to.closed() => return,
                 };
@@ -81,6 +88,7 @@ fn carry<T: Send + 'static>(
             }
         };
         tokio::select! {
+                biased;
             () = moving => {}
             () = wire.cut() => {}
         }
