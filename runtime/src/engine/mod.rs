@@ -35,7 +35,7 @@ use events::{EventLog, LoggedFleet};
 use instance::Surroundings;
 use messages::{FromWorker, Report};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Piece};
+use mixfleet_hal::transport::{Access, Endpoint, Piece};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Error, Result};
 use mixfleet_scheduler::batch::RequestId;
@@ -43,6 +43,7 @@ use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{Admission, FleetConfig, InstanceId, Policy};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// The fleet's bounds.
@@ -218,30 +219,40 @@ pub(crate) fn join(ids: &[InstanceId], surroundings: &Surroundings) {
     }
 }
 
-/// `a + b * bytes` of a staged write, from a small one and a whole slot; the least of a few tries.
+/// The first transport, within this process.
 fn measure_link(env: &SharedEnv, links: &Links, limits: HandOffLimits) -> Result<LinkCost> {
-    const TRIES: usize = 5;
-    const SMALL_BYTES: u64 = 4096;
     let large_bytes = limits.slot_bytes;
     let transport = links.transports.first().ok_or_else(|| Error::unsupported("there is no transport"))?;
     let region = transport.register((links.make_region)(large_bytes)?, Access::Write)?;
     let mut endpoint = transport.connect((links.make_region)(large_bytes)?, &region)?;
+    let measured = time_writes(env, &mut *endpoint, large_bytes, limits.timeout);
+    drop(endpoint);
+    transport.deregister(&region)?;
+    measured
+}
+
+/// `a + b * bytes` of a staged write, from a small one and one of `large_bytes`; the least of a few tries.
+pub(crate) fn time_writes(
+    env: &SharedEnv,
+    endpoint: &mut dyn Endpoint,
+    large_bytes: u64,
+    timeout: Duration,
+) -> Result<LinkCost> {
+    const TRIES: usize = 5;
+    const SMALL_BYTES: u64 = 4096;
     let mut least = |bytes: u64| -> Result<f64> {
         let piece = Piece { local: 0, remote: 0, bytes: bytes.min(large_bytes) };
         let mut best = f64::INFINITY;
         for _ in 0..TRIES {
             let start = env.now();
             let transfer = endpoint.write(&[piece])?;
-            endpoint.wait(transfer, limits.timeout)?;
+            endpoint.wait(transfer, timeout)?;
             best = best.min((env.now() - start).0);
         }
         Ok(best)
     };
-    let measured = least(SMALL_BYTES).and_then(|small| Ok((small, least(large_bytes)?)));
-    drop(endpoint);
-    transport.deregister(&region)?;
-    let (small, large) = measured?;
-    let seconds_per_byte =
-        ((large - small) / (large_bytes.saturating_sub(SMALL_BYTES)).max(1) as f64).max(0.0);
+    let (small, large) = (least(SMALL_BYTES)?, least(large_bytes)?);
+    let more_bytes = large_bytes.saturating_sub(SMALL_BYTES).max(1);
+    let seconds_per_byte = ((large - small) / more_bytes as f64).max(0.0);
     Ok(LinkCost { latency: Seconds(small), seconds_per_byte, usd_per_byte: 0.0 })
 }

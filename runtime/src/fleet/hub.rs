@@ -95,6 +95,12 @@ impl Hub {
         Hello::new(self.model.clone())
     }
 
+    /// Whether a caller belongs to the same fleet.
+    #[cfg(feature = "fleet")]
+    pub(super) fn check(&self, hello: &Hello) -> std::result::Result<(), Refusal> {
+        hello.check(&self.model)
+    }
+
     /// Lets a router use the instances; the router's end of the session.
     ///
     /// # Errors

@@ -1,0 +1,177 @@
+//! Calls the members that the registry knows, and again when a session ends.
+
+use super::hub::Hub;
+use super::registry::{LinkState, Member, Members};
+use super::router::Router;
+use super::rpc::{CallError, Measured, Remote, RpcConfig, Ways};
+use crate::env::{SharedEnv, Task};
+use futures_util::future::BoxFuture;
+use mixfleet_scheduler::fleet::InstanceId;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+
+/// Between two calls to a member: it is in the registry, so it is there or ended a moment ago.
+const BACKOFF_MIN: Duration = Duration::from_millis(50);
+const BACKOFF_MAX: Duration = Duration::from_secs(1);
+
+/// Calls a member, and returns when the session is over.
+type Dial = Arc<dyn Fn(Member) -> BoxFuture<'static, Result<(), CallError>> + Send + Sync>;
+
+/// Uses the instances of every worker process that is a member. Ends when the membership does.
+pub async fn attend_members(
+    env: SharedEnv,
+    router: Router,
+    members: watch::Receiver<Members>,
+    config: RpcConfig,
+) {
+    let wanted = |member: &Member| member.first_instance().is_some();
+    let env2 = env.clone();
+    let dial: Dial = Arc::new(move |member| {
+        let (env, router, config) = (env2.clone(), router.clone(), config.clone());
+        Box::pin(async move {
+            let remote = Remote::connect(&env, &member.address, &config).await?;
+            let session = remote.router(&router.hello(), router.id()).await?;
+            tracing::info!(member = member.name(), address = member.address, "uses a worker process");
+            router.attend(session).await;
+            tracing::warn!(member = member.name(), "a worker process is lost");
+            Ok(())
+        })
+    });
+    follow(env, members, wanted, dial).await;
+}
+
+/// Exchanges KV with every worker process that joined before this one: of two, the later calls the earlier, so that
+/// there is one session. Links are measured before, and `own` says what was found.
+pub async fn meet_members(
+    env: SharedEnv,
+    hub: Hub,
+    ways: Ways,
+    members: watch::Receiver<Members>,
+    own: watch::Sender<Member>,
+    config: RpcConfig,
+) {
+    let Some(&first) = hub.instances().iter().min() else { return };
+    let wanted = move |member: &Member| member.first_instance().is_some_and(|id| id < first);
+    let caller = Arc::new(Caller { env: env.clone(), hub, ways, own, config });
+    let dial: Dial = Arc::new(move |member| {
+        let caller = caller.clone();
+        Box::pin(async move { caller.meet(&member).await })
+    });
+    follow(env, members, wanted, dial).await;
+}
+
+struct Caller {
+    env: SharedEnv,
+    hub: Hub,
+    ways: Ways,
+    own: watch::Sender<Member>,
+    config: RpcConfig,
+}
+
+impl Caller {
+    async fn meet(&self, member: &Member) -> Result<(), CallError> {
+        let ended = match self.try_meet(member).await {
+            Ok((measured, ended)) => {
+                self.say(member, up(measured));
+                ended
+            }
+            Err(error) => {
+                self.say(member, LinkState::Down { reason: error.to_string() });
+                return Err(error);
+            }
+        };
+        let _ = ended.await;
+        tracing::warn!(member = member.name(), "a peer is lost");
+        self.say(member, LinkState::Down { reason: "the session ended".into() });
+        Ok(())
+    }
+
+    async fn try_meet(
+        &self,
+        member: &Member,
+    ) -> Result<(Measured, tokio::sync::oneshot::Receiver<()>), CallError> {
+        let (hello, name) = (self.hub.hello(), member.name());
+        let remote = Remote::connect(&self.env, &member.address, &self.config).await?;
+        let lent = remote.probe(&hello).await?;
+        let measured = self.ways.measure(&self.env, lent).await;
+        let measured = measured.map_err(|error| CallError::Failed(format!("no KV can go there: {error}")))?;
+        for reason in &measured.broken {
+            tracing::warn!(member = name, reason, "a way for KV is broken; the next one is used");
+        }
+        let (session, ended) = remote.peer(&hello, self.hub.instances(), measured.cost).await?;
+        let theirs: Vec<InstanceId> = member.instances().map(|instance| instance.id).collect();
+        self.hub.meet(theirs, measured.cost, session);
+        let (transport, latency_s) = (&measured.transport, measured.cost.latency.0);
+        tracing::info!(member = name, transport, latency_s, "exchanges KV with a worker process");
+        Ok((measured, ended))
+    }
+
+    fn say(&self, member: &Member, link: LinkState) {
+        self.own.send_if_modified(|own| {
+            let old = own.links.insert(member.name(), link.clone());
+            old.as_ref() != Some(&link)
+        });
+    }
+}
+
+fn up(measured: Measured) -> LinkState {
+    let Measured { transport, cost, broken } = measured;
+    // What is faster than can be measured is as fast as a byte in a femtosecond.
+    let bytes_per_s = 1.0 / cost.seconds_per_byte.max(1e-15);
+    LinkState::Up { transport, latency_s: cost.latency.0, bytes_per_s, broken }
+}
+
+/// One task for each wanted member.
+async fn follow(
+    env: SharedEnv,
+    mut members: watch::Receiver<Members>,
+    wanted: impl Fn(&Member) -> bool,
+    dial: Dial,
+) {
+    let (over, mut ended) = mpsc::unbounded_channel::<String>();
+    let mut called = BTreeSet::new();
+    loop {
+        let now: Members = members.borrow_and_update().clone();
+        for (name, _) in now.iter().filter(|(_, member)| wanted(member)) {
+            if called.insert(name.clone()) {
+                let call = keep_calling(env.clone(), name.clone(), members.clone(), dial.clone());
+                let over = over.clone();
+                let name = name.clone();
+                let task: Task = Box::pin(async move {
+                    call.await;
+                    let _ = over.send(name);
+                });
+                env.spawn(task);
+            }
+        }
+        tokio::select! {
+            changed = members.changed() => if changed.is_err() {
+                return;
+            },
+            Some(name) = ended.recv() => {
+                called.remove(&name);
+            }
+        }
+    }
+}
+
+/// Calls a member for as long as it is one; says what is wrong once.
+async fn keep_calling(env: SharedEnv, name: String, members: watch::Receiver<Members>, dial: Dial) {
+    let (mut backoff, mut said) = (BACKOFF_MIN, None);
+    loop {
+        let Some(member) = members.borrow().get(&name).cloned() else { return };
+        match dial(member).await {
+            Ok(()) => (backoff, said) = (BACKOFF_MIN, None),
+            Err(error) => {
+                if said.as_ref() != Some(&error) {
+                    tracing::warn!(member = name, %error, "no session");
+                    said = Some(error);
+                }
+                backoff = (2 * backoff).min(BACKOFF_MAX);
+            }
+        }
+        env.sleep(backoff).await;
+    }
+}

@@ -1,0 +1,219 @@
+//! Who is a member of the fleet: records in etcd, each under a lease that its process keeps alive.
+//!
+//! ```text
+//!   mixfleet/<fleet>/charter            what all members have in common; made by the first
+//!   mixfleet/<fleet>/next/instance      counters, so that an id is never given twice
+//!   mixfleet/<fleet>/next/router
+//!   mixfleet/<fleet>/members/<name>     a member; gone when its lease is
+//! ```
+//!
+//! The registry says whom to call, not who is alive: a session that works is kept though its record is gone.
+//! While etcd is not reached, the fleet is the last that was known, and who wants to join waits.
+
+mod etcd;
+mod keep;
+
+pub use etcd::{Registry, RegistryConfig};
+pub use keep::Membership;
+
+use super::session::{Hello, Model, PROTOCOL, Refusal, RouterId};
+use mixfleet_scheduler::fleet::{InstanceId, Role};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The first version of a member's record.
+const SCHEMA: &str = "mixfleet.member/1";
+
+/// All members, by their names.
+pub type Members = Arc<BTreeMap<String, Member>>;
+
+/// What all members of a fleet have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Charter {
+    /// Version of what they say to each other.
+    pub protocol: u32,
+    /// What they serve.
+    pub model: Model,
+    /// Of block hashes, so that routers know each other's caches.
+    pub secret: [u8; 16],
+}
+
+impl Charter {
+    /// Whether who serves `model` may join.
+    pub(crate) fn check(&self, model: &Model) -> Result<(), Refusal> {
+        Hello { protocol: self.protocol, model: self.model.clone() }.check(model)
+    }
+}
+
+/// A process of the fleet.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Member {
+    /// `mixfleet.member/1`.
+    pub schema: String,
+    /// Of mixfleet.
+    pub version: String,
+    /// Of what it says to others.
+    pub protocol: u32,
+    /// What it serves.
+    pub model: Model,
+    /// Where it is reached: a worker process by members, a router by clients.
+    pub address: String,
+    /// What it does.
+    pub seat: Seat,
+    /// What it measured of its links, by the names of the members that it called.
+    #[serde(default)]
+    pub links: BTreeMap<String, LinkState>,
+}
+
+/// What a member does.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum Seat {
+    /// Decides.
+    Router {
+        /// Its id.
+        id: RouterId,
+    },
+    /// Has devices.
+    Worker {
+        /// One for each device, by rising ids.
+        instances: Vec<InstanceRecord>,
+        /// Its transports for KV, best first.
+        transports: Vec<String>,
+    },
+}
+
+/// An instance of a worker process.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct InstanceRecord {
+    /// Its id.
+    pub id: InstanceId,
+    /// Its device, in its process.
+    pub device: String,
+    /// What it may do.
+    pub role: Role,
+    /// Its rent, if it is known.
+    pub usd_per_hour: Option<f64>,
+    /// Tokens that its KV memory holds.
+    pub kv_capacity_tokens: u64,
+}
+
+/// A link as it was measured when two processes met.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "state")]
+pub enum LinkState {
+    /// KV goes this way.
+    Up {
+        /// The best transport that works.
+        transport: String,
+        /// Of a write of 4 KiB.
+        latency_s: f64,
+        /// Of long ones.
+        bytes_per_s: f64,
+        /// What better transports said.
+        broken: Vec<String>,
+    },
+    /// No transport works, or the member is not reached.
+    Down {
+        /// What they said.
+        reason: String,
+    },
+}
+
+impl Member {
+    /// A member of this version.
+    pub fn new(model: Model, address: String, seat: Seat) -> Self {
+        let version = env!("CARGO_PKG_VERSION").into();
+        Member {
+            schema: SCHEMA.into(),
+            version,
+            protocol: PROTOCOL,
+            model,
+            address,
+            seat,
+            links: BTreeMap::new(),
+        }
+    }
+
+    /// Its name in the registry: no other member has it.
+    pub fn name(&self) -> String {
+        match &self.seat {
+            Seat::Router { id } => format!("router-{}", id.0),
+            Seat::Worker { .. } => format!("worker-{}", self.first_instance().map_or(0, |id| id.0)),
+        }
+    }
+
+    /// The smallest id of its instances; none of a router.
+    pub fn first_instance(&self) -> Option<InstanceId> {
+        self.instances().map(|instance| instance.id).min()
+    }
+
+    /// Its instances; a router has none.
+    pub fn instances(&self) -> impl Iterator<Item = &InstanceRecord> {
+        match &self.seat {
+            Seat::Router { .. } => [].iter(),
+            Seat::Worker { instances, .. } => instances.iter(),
+        }
+    }
+}
+
+/// Why the registry did not do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum RegistryError {
+    /// The fleet serves something else.
+    #[error("{0}; fleets that serve different models have different names (--fleet)")]
+    Refused(#[from] Refusal),
+    /// etcd was not reached, or failed.
+    #[error("etcd: {0}")]
+    Etcd(String),
+    /// The lease ended before it was kept alive.
+    #[error("the lease in etcd ended")]
+    LeaseEnded,
+    /// Something else is written where the registry keeps its own.
+    #[error("etcd holds something else under '{key}': {reason}; give the fleet another name")]
+    Foreign {
+        /// Where.
+        key: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+impl From<etcd_client::Error> for RegistryError {
+    fn from(error: etcd_client::Error) -> Self {
+        let mut text = error.to_string();
+        if let etcd_client::Error::GRpcStatus(status) = &error {
+            text = format!("{}: {}", status.code(), status.message());
+        }
+        RegistryError::Etcd(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_members_record_is_json_that_comes_back() {
+        let model = Model { digest: "d".into(), tokenizer_digest: "t".into() };
+        let instance = |id| InstanceRecord {
+            id: InstanceId(id),
+            device: "cpu".into(),
+            role: Role::Auto,
+            usd_per_hour: None,
+            kv_capacity_tokens: 64,
+        };
+        let seat = Seat::Worker { instances: vec![instance(7), instance(5)], transports: vec!["shm".into()] };
+        let mut worker = Member::new(model.clone(), "127.0.0.1:1".into(), seat);
+        let up =
+            LinkState::Up { transport: "tcp".into(), latency_s: 1e-4, bytes_per_s: 1e9, broken: vec![] };
+        worker.links.insert("worker-1".into(), up);
+        let router = Member::new(model, "127.0.0.1:2".into(), Seat::Router { id: RouterId(9) });
+        assert_eq!((worker.name().as_str(), router.name().as_str()), ("worker-5", "router-9"));
+        for member in [worker, router] {
+            let text = serde_json::to_string(&member).unwrap();
+            assert_eq!(serde_json::from_str::<Member>(&text).unwrap(), member);
+        }
+    }
+}
