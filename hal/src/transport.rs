@@ -93,7 +93,8 @@ pub trait Transport: Send + Sync {
     /// Opens a way between `local` and a peer's region; it closes when it is dropped.
     ///
     /// # Errors
-    /// `Closed` if there is no such region or peer, `Unsupported` if `local` cannot be moved from.
+    /// `Closed` if there is no such region or peer, `Unsupported` if `local` cannot be moved from, or the region is
+    /// not for this end at all, so that another transport must reach it.
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>>;
 }
 

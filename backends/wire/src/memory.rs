@@ -6,6 +6,7 @@ use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -16,9 +17,17 @@ const BOUNCE_BYTES: u64 = 64 * 1024;
 
 /// Joins ends that live in one process. A batch copies on the caller's thread and is complete when
 /// `write` or `read` returns; a worker that wants it beside its computing calls from a thread of its own.
-#[derive(Default)]
 pub struct Memory {
+    /// Tells this value's addresses from those of others, in this process and elsewhere.
+    tag: u64,
     regions: Mutex<Regions>,
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        let tag = RandomState::new().hash_one(std::process::id());
+        Memory { tag, regions: Mutex::default() }
+    }
 }
 
 #[derive(Default)]
@@ -55,10 +64,16 @@ impl Memory {
 }
 
 impl Regions {
-    fn find(&self, descriptor: &Descriptor) -> Result<(u64, Arc<Region>)> {
+    fn find(&self, tag: u64, descriptor: &Descriptor) -> Result<(u64, Arc<Region>)> {
         let Descriptor { transport, address, .. } = descriptor;
-        let known = address.parse::<u64>().ok().filter(|_| transport == NAME);
-        let found = known.and_then(|address| Some((address, self.by_address.get(&address)?.clone())));
+        let parts = address.split_once('/').filter(|_| transport == NAME);
+        let parts = parts.and_then(|(tag, at)| Some((u64::from_str_radix(tag, 16).ok()?, at.parse().ok()?)));
+        if parts.is_some_and(|(theirs, _)| theirs != tag) {
+            return Err(Error::unsupported(
+                "the region is in another process; use a transport that reaches it",
+            ));
+        }
+        let found = parts.and_then(|(_, at)| Some((at, self.by_address.get(&at)?.clone())));
         found.ok_or_else(|| {
             Error::new(ErrorKind::Closed, format!("no region '{transport}:{address}' in this process"))
         })
@@ -92,13 +107,14 @@ impl Transport for Memory {
                 address
             }
         };
-        Ok(Descriptor { transport: NAME.into(), address: address.to_string(), epoch, bytes })
+        let address = format!("{:016x}/{address}", self.tag);
+        Ok(Descriptor { transport: NAME.into(), address, epoch, bytes })
     }
 
     /// Waits for batches that are copying. Under an old epoch it does nothing but report `Closed`.
     fn deregister(&self, region: &Descriptor) -> Result<()> {
         let mut regions = self.lock();
-        let (address, found) = regions.find(region)?;
+        let (address, found) = regions.find(self.tag, region)?;
         let mut grant = found.grant.write().unwrap_or_else(PoisonError::into_inner);
         if grant.is_none_or(|(epoch, _)| epoch != region.epoch) {
             return Err(outdated(address, region.epoch));
@@ -108,8 +124,9 @@ impl Transport for Memory {
         Ok(())
     }
 
+    /// `Unsupported` for a region of another value of this type.
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
-        let (address, found) = self.lock().find(region)?;
+        let (address, found) = self.lock().find(self.tag, region)?;
         let (bounce, batches) = (Vec::new(), Batches::default());
         let mut way = Way { local, address, region: found, epoch: region.epoch, bounce, batches };
         way.copy(&[], Direction::Write)?;
@@ -224,5 +241,14 @@ mod tests {
         assert_eq!((&old.address, old.epoch == new.epoch), (&new.address, false));
         wire.deregister(&new).unwrap();
         assert_eq!(Arc::strong_count(&memory), 1);
+    }
+
+    #[test]
+    fn a_region_of_another_process_is_not_taken_for_ones_own() {
+        let (here, there) = (Memory::new(), Memory::new());
+        let memory = Arc::new(HostRegion::new(4).unwrap());
+        let theirs = there.register(memory.clone(), Access::Write).unwrap();
+        here.register(Arc::new(HostRegion::new(4).unwrap()), Access::Write).unwrap();
+        assert_eq!(here.connect(memory, &theirs).err().unwrap().kind, ErrorKind::Unsupported);
     }
 }

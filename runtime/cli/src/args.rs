@@ -44,6 +44,15 @@ pub(crate) enum Command {
     Simulate(SimulateArgs),
     /// Serve a model over HTTP with the OpenAI API
     Serve(ServeArgs),
+    /// Serve a model with the workers of a fleet: the part that clients call and that decides
+    #[cfg(feature = "fleet")]
+    Router(crate::fleet::RouterArgs),
+    /// Lend this machine's devices to the routers of a fleet
+    #[cfg(feature = "fleet")]
+    Worker(crate::fleet::WorkerArgs),
+    /// Look at a fleet
+    #[cfg(feature = "fleet")]
+    Fleet(crate::fleet::FleetArgs),
     /// Check that a log of 'serve --events' gives the same decisions again, and explain one
     Replay(ReplayLogArgs),
     /// Complete one prompt on standard output
@@ -70,7 +79,7 @@ pub(crate) struct TopoArgs {
     pub(crate) from: Option<PathBuf>,
 }
 
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub(crate) struct ModelArgs {
     /// Checkpoint directory [default: a small built-in random model]
     #[arg(long, value_name = "DIR")]
@@ -110,16 +119,21 @@ impl std::str::FromStr for DeviceRole {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (device, role) = text.split_once('=').unwrap_or((text, "auto"));
-        let role = match role {
-            "prefill" => Role::Prefill,
-            "decode" => Role::Decode,
-            "auto" => Role::Auto,
-            other => return Err(format!("unknown role '{other}'; known: prefill, decode, auto")),
-        };
+        let role = self::role(role)?;
         if device.is_empty() {
             return Err("a device is missing before '='; 'mixfleet devices' lists them".into());
         }
         Ok(DeviceRole { device: device.to_string(), role })
+    }
+}
+
+/// Reads a role.
+pub(crate) fn role(text: &str) -> Result<Role, String> {
+    match text {
+        "prefill" => Ok(Role::Prefill),
+        "decode" => Ok(Role::Decode),
+        "auto" => Ok(Role::Auto),
+        other => Err(format!("unknown role '{other}'; known: prefill, decode, auto")),
     }
 }
 
@@ -153,9 +167,35 @@ impl std::str::FromStr for DevicePrice {
 pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) instances: InstanceArgs,
+    #[command(flatten)]
+    pub(crate) front: FrontArgs,
+}
+
+/// The devices that serve.
+#[derive(Debug, Args)]
+pub(crate) struct InstanceArgs {
     /// A device, or DEV=prefill, DEV=decode; repeatable [default: auto]
     #[arg(long, value_name = "DEV[=ROLE]")]
     pub(crate) device: Vec<DeviceRole>,
+    /// Rent of a device; with all, placement weighs dollars
+    #[arg(long, value_name = "DEV=USD")]
+    pub(crate) usd_per_hour: Vec<DevicePrice>,
+    /// Sequences in work on a device at a time [default: 64]
+    #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true)]
+    pub(crate) sequences: u32,
+    /// Predict a device by its measured profile; repeatable [default: calibrate]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Vec<PathBuf>,
+    /// Measure the devices anew despite a kept calibration
+    #[arg(long)]
+    pub(crate) recalibrate: bool,
+}
+
+/// What clients meet, and what decides about their requests.
+#[derive(Debug, Args)]
+pub(crate) struct FrontArgs {
     /// Address to listen on
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: String,
@@ -176,24 +216,12 @@ pub(crate) struct ServeArgs {
     pub(crate) flex_deadline_s: f64,
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
-    /// Rent of a device; with all, placement weighs dollars
-    #[arg(long, value_name = "DEV=USD")]
-    pub(crate) usd_per_hour: Vec<DevicePrice>,
-    /// Sequences in work on a device at a time [default: 64]
-    #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true)]
-    pub(crate) sequences: u32,
     /// Requests in work, at most [default: 512]
     #[arg(long, value_name = "N", default_value = "512", hide_default_value = true)]
     pub(crate) requests: std::num::NonZeroUsize,
-    /// Predict a device by its measured profile; repeatable [default: calibrate]
-    #[arg(long, value_name = "FILE")]
-    pub(crate) profile: Vec<PathBuf>,
     /// Log all that the scheduler is told and answers, for 'mixfleet replay'
     #[arg(long, value_name = "FILE.jsonl")]
     pub(crate) events: Option<PathBuf>,
-    /// Measure the devices anew despite a kept calibration
-    #[arg(long)]
-    pub(crate) recalibrate: bool,
     /// Log as JSON lines
     #[arg(long)]
     pub(crate) json: bool,
@@ -252,7 +280,11 @@ mod tests {
     /// With the width that clap takes where there is no terminal.
     #[test]
     fn help_fits_a_screen() {
-        for name in ["serve", "generate", "profile", "compare", "parts", "explain"] {
+        let mut names = vec!["serve", "generate", "profile", "compare", "parts", "explain"];
+        if cfg!(feature = "fleet") {
+            names.extend(["router", "worker", "fleet"]);
+        }
+        for name in names {
             for flag in ["-h", "--help"] {
                 let help = error(&[name, flag]);
                 assert!(help.lines().count() <= 40, "{name} {flag}: {} lines\n{help}", help.lines().count());

@@ -2,7 +2,7 @@
 
 use crate::args::{DeviceRole, GenerateArgs};
 use crate::model::Model;
-use crate::start::{self, Choice};
+use crate::start::{self, Choice, Instances};
 use crate::{Usage, backends};
 use anyhow::{Result, bail};
 use mixfleet_runtime::api::Placements;
@@ -47,15 +47,14 @@ async fn generate(args: GenerateArgs) -> Result<()> {
         );
         return Err(Usage(message).into());
     }
-    let choice = Choice {
+    let instances = Instances {
         devices: devices(&args),
         prices: Default::default(),
         sequences_max: 1,
-        engine: EngineConfig::default(),
-        events: None,
         profiles: Vec::new(),
         recalibrate: false,
     };
+    let choice = Choice { instances, engine: EngineConfig::default(), events: None };
     let placements = Arc::new(Placements::new(1));
     let engine = start::engine(&model, &args.model, choice, &env, Metrics::new(), placements)?;
     let request = GenerateRequest {

@@ -10,6 +10,8 @@ mod calibration;
 mod compare;
 mod devices;
 mod explain;
+#[cfg(feature = "fleet")]
+mod fleet;
 mod generate;
 mod model;
 mod parts;
@@ -80,6 +82,12 @@ fn main() -> ExitCode {
         Command::Trace(args) => trace::run(&args),
         Command::Simulate(args) => simulate::run(&args),
         Command::Serve(args) => serve::run(args),
+        #[cfg(feature = "fleet")]
+        Command::Router(args) => fleet::router(args),
+        #[cfg(feature = "fleet")]
+        Command::Worker(args) => fleet::worker(args),
+        #[cfg(feature = "fleet")]
+        Command::Fleet(args) => fleet::look(args),
         Command::Replay(args) => replay::run(&args),
         Command::Generate(args) => generate::run(args),
     };

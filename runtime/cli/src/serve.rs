@@ -1,8 +1,8 @@
 //! `mixfleet serve`
 
-use crate::args::{DeviceRole, ServeArgs};
+use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
 use crate::model::Model;
-use crate::start::{self, Choice};
+use crate::start::{self, Choice, Instances};
 use crate::{Usage, backends};
 use anyhow::{Context, Result};
 use mixfleet_hal::units::Seconds;
@@ -11,7 +11,7 @@ use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_runtime::request::Sampling;
+use mixfleet_runtime::request::{EngineHandle, Sampling};
 use mixfleet_scheduler::fleet::{Policy, Role};
 use mixfleet_sim::simulate::Choices;
 use std::fs::File;
@@ -25,13 +25,23 @@ use tokio::sync::watch;
 const PLACEMENTS_KEPT: usize = 1000;
 
 pub(crate) fn run(args: ServeArgs) -> Result<()> {
-    log(args.json);
-    check(&args)?;
+    log(args.front.json);
+    check(&args.front)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(serve(args))
+    let ServeArgs { model, instances, front: options } = args;
+    let load = move |around: Around, options: &FrontArgs| load(&model, &instances, options, around);
+    runtime.block_on(front(options, load)).map(drop)
 }
 
-fn log(json: bool) {
+/// What a server gives to whoever makes its model ready.
+pub(crate) struct Around {
+    pub(crate) env: SharedEnv,
+    pub(crate) metrics: Metrics,
+    pub(crate) placements: Arc<Placements>,
+    pub(crate) events: Option<EventLog>,
+}
+
+pub(crate) fn log(json: bool) {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     if json {
@@ -41,7 +51,7 @@ fn log(json: bool) {
     }
 }
 
-fn check(args: &ServeArgs) -> Result<()> {
+pub(crate) fn check(args: &FrontArgs) -> Result<()> {
     let addresses = args.listen.to_socket_addrs();
     let addresses =
         addresses.map_err(|e| Usage(format!("--listen {}: {e}; expected HOST:PORT", args.listen)))?;
@@ -64,7 +74,11 @@ fn check(args: &ServeArgs) -> Result<()> {
     Ok(())
 }
 
-async fn serve(args: ServeArgs) -> Result<()> {
+/// Listens, answers once `load` is done, and ends at a signal. What `load` keeps beside the model comes back then.
+pub(crate) async fn front<K: Send + 'static>(
+    args: FrontArgs,
+    load: impl FnOnce(Around, &FrontArgs) -> Result<(ServedModel, K)> + Send + 'static,
+) -> Result<Option<K>> {
     let real = RealEnv::new(tokio::runtime::Handle::current());
     let env: SharedEnv = Arc::new(real);
     let metrics = Metrics::new();
@@ -79,17 +93,18 @@ async fn serve(args: ServeArgs) -> Result<()> {
     tracing::info!(%address, "listening; loading the model");
 
     let (events, mut writer) = event_log(&args, &env)?.unzip();
-    let (env2, name) = (env.clone(), args.name.clone());
-    let mut loading =
-        tokio::task::spawn_blocking(move || load(&args, name, &env2, metrics, placements, events));
+    let around = Around { env: env.clone(), metrics, placements, events };
+    let mut loading = tokio::task::spawn_blocking(move || load(around, &args));
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
-    let mut loaded = false;
+    let (mut loaded, mut kept) = (false, None);
     loop {
         tokio::select! {
             model = &mut loading, if !loaded => {
                 loaded = true;
-                api.ready(model.context("loading was cut short")??);
+                let (model, keep) = model.context("loading was cut short")??;
+                kept = Some(keep);
+                api.ready(model);
                 tracing::info!("ready: http://{address}/v1");
             }
             _ = interrupt.recv() => stop(&shutdown),
@@ -99,7 +114,7 @@ async fn serve(args: ServeArgs) -> Result<()> {
                     // An error was said when it happened; clients got their answers all the same.
                     let _ = writer.close().await;
                 }
-                return Ok(());
+                return Ok(kept);
             }
         }
         if !loaded && *shutdown.borrow() != Shutdown::No {
@@ -110,7 +125,7 @@ async fn serve(args: ServeArgs) -> Result<()> {
 }
 
 /// The log that --events asks for.
-fn event_log(args: &ServeArgs, env: &SharedEnv) -> Result<Option<(EventLog, Writer)>> {
+fn event_log(args: &FrontArgs, env: &SharedEnv) -> Result<Option<(EventLog, Writer)>> {
     let Some(path) = &args.events else { return Ok(None) };
     let file = File::create(path).with_context(|| format!("--events: cannot create {}", path.display()))?;
     Ok(Some(EventLog::start(env, Box::new(BufWriter::new(file)))))
@@ -126,58 +141,78 @@ fn stop(shutdown: &watch::Sender<Shutdown>) {
 }
 
 fn load(
-    args: &ServeArgs,
-    name: Option<String>,
-    env: &SharedEnv,
-    metrics: Metrics,
-    placements: Arc<Placements>,
-    events: Option<EventLog>,
-) -> Result<ServedModel> {
-    if args.model.model.is_none() {
+    model_args: &ModelArgs,
+    instances: &InstanceArgs,
+    args: &FrontArgs,
+    around: Around,
+) -> Result<(ServedModel, ())> {
+    let model = load_model(model_args, &around.env)?;
+    let Around { env, metrics, placements, events } = around;
+    let choice = Choice { instances: chosen(instances), engine: engine_config(args)?, events };
+    let engine = start::engine(&model, model_args, choice, &env, metrics, placements)?;
+    Ok((served(model, args, engine.handle, engine.context, &env), ()))
+}
+
+pub(crate) fn load_model(args: &ModelArgs, env: &SharedEnv) -> Result<Model> {
+    if args.model.is_none() {
         tracing::warn!(
             "no --model: serving a small built-in model with random weights; its text means nothing"
         );
     }
-    let model = Model::load(&args.model, env)?;
+    Model::load(args, env)
+}
+
+/// The devices that the flags name.
+pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
     let devices = if args.device.is_empty() {
         let all = backends::default_selectors();
         all.into_iter().map(|device| DeviceRole { device, role: Role::Auto }).collect()
     } else {
         args.device.iter().flat_map(backends::expand).collect()
     };
+    Instances {
+        devices,
+        prices: args.usd_per_hour.iter().map(|p| (p.device.clone(), p.usd_per_hour)).collect(),
+        sequences_max: args.sequences,
+        profiles: args.profile.clone(),
+        recalibrate: args.recalibrate,
+    }
+}
+
+/// The bounds that the flags set.
+pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
     let Choices { policy, admission, seed } = args.scheduling.choices()?;
     if matches!(policy, Policy::KvcacheCentric { .. }) {
         tracing::warn!(
             "prefixes are not pulled from one device to another: what kvcache-centric would pull is recomputed"
         );
     }
-    let choice = Choice {
-        devices,
-        prices: args.usd_per_hour.iter().map(|p| (p.device.clone(), p.usd_per_hour)).collect(),
-        sequences_max: args.sequences,
-        engine: EngineConfig {
-            requests_max: args.requests.get(),
-            ttft_slo: args.ttft_slo.map(Seconds),
-            tbt_slo: args.tbt_slo.map(Seconds),
-            flex_deadline: Seconds(args.flex_deadline_s),
-            policy,
-            admission,
-            seed,
-            ..EngineConfig::default()
-        },
-        events,
-        profiles: args.profile.clone(),
-        recalibrate: args.recalibrate,
-    };
-    let engine = start::engine(&model, &args.model, choice, env, metrics, placements)?;
-    let config = &model.checkpoint.config;
-    Ok(ServedModel {
-        name: name.unwrap_or(model.name),
-        created: env.unix_time().0 as u64,
-        engine: engine.handle,
-        text: model.text,
-        context: engine.context,
-        eos_ids: config.eos_ids.clone().into(),
-        defaults: Sampling::default(),
+    Ok(EngineConfig {
+        requests_max: args.requests.get(),
+        ttft_slo: args.ttft_slo.map(Seconds),
+        tbt_slo: args.tbt_slo.map(Seconds),
+        flex_deadline: Seconds(args.flex_deadline_s),
+        policy,
+        admission,
+        seed,
+        ..EngineConfig::default()
     })
+}
+
+pub(crate) fn served(
+    model: Model,
+    args: &FrontArgs,
+    engine: EngineHandle,
+    context: u32,
+    env: &SharedEnv,
+) -> ServedModel {
+    ServedModel {
+        name: args.name.clone().unwrap_or(model.name),
+        created: env.unix_time().0 as u64,
+        engine,
+        text: model.text,
+        context,
+        eos_ids: model.checkpoint.config.eos_ids.clone().into(),
+        defaults: Sampling::default(),
+    }
 }

@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::Device;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::transport::Transport;
 use mixfleet_hal::units::{GIB, UsdPerHour};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
@@ -29,15 +30,20 @@ use std::sync::Arc;
 /// a quarter of a second between two tokens of the others.
 const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
 
-/// What the caller decides beyond the model.
-pub(crate) struct Choice {
+/// Which devices serve, and how.
+pub(crate) struct Instances {
     pub(crate) devices: Vec<DeviceRole>,
     pub(crate) prices: BTreeMap<String, f64>,
     pub(crate) sequences_max: u32,
-    pub(crate) engine: EngineConfig,
-    pub(crate) events: Option<EventLog>,
     pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
+}
+
+/// What the caller decides beyond the model.
+pub(crate) struct Choice {
+    pub(crate) instances: Instances,
+    pub(crate) engine: EngineConfig,
+    pub(crate) events: Option<EventLog>,
 }
 
 /// A running engine and the longest sequence that it can hold.
@@ -63,8 +69,39 @@ pub(crate) fn engine(
     metrics: Metrics,
     placements: Arc<Placements>,
 ) -> Result<Started> {
+    check_roles(&choice.instances.devices)?;
+    let instances = instances(model, args, &choice.instances)?;
+    let context = context(model, &instances);
+    let devices = instances.iter().map(|(loaded, _)| loaded.device().clone()).collect();
+    let secret = [env.random(), env.random()];
+    let parts = EngineParts {
+        env: env.clone(),
+        identity: Identity::new(model.digest.clone(), model.tokenizer_digest.clone(), secret),
+        config: Arc::new(model.checkpoint.config.clone()),
+        instances,
+        links: links(vec![Arc::new(Memory::new())]),
+        limits: choice.engine,
+        events: choice.events,
+        placements,
+        metrics,
+    };
+    Ok(Started { handle: parts.start()?, context, devices })
+}
+
+/// Ways between memories that all of `transports` reach.
+pub(crate) fn links(transports: Vec<Arc<dyn Transport>>) -> Links {
+    let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
+    Links { transports, make_region: Arc::new(region) }
+}
+
+/// Loads `model` on the chosen devices, and learns what steps take there. Blocks.
+pub(crate) fn instances(
+    model: &Model,
+    args: &ModelArgs,
+    choice: &Instances,
+) -> Result<Vec<(Loaded, CostModel)>> {
     let config = Arc::new(model.checkpoint.config.clone());
-    check_roles(&choice.devices)?;
+    check_names(&choice.devices)?;
     if !(args.kv_memory.is_finite() && args.kv_memory > 0.0) {
         return Err(Usage(format!("--kv-memory {} is not an amount of memory", args.kv_memory)).into());
     }
@@ -92,23 +129,7 @@ pub(crate) fn engine(
         let spec = InstanceSpec { device, weights, role: *role, price, limits };
         instances.push(Loaded::new(&config, spec)?);
     }
-    let instances = predicted(model, args, instances, &known, choice.recalibrate)?;
-    let context = context(model, &instances);
-    let devices = instances.iter().map(|(loaded, _)| loaded.device().clone()).collect();
-    let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
-    let secret = [env.random(), env.random()];
-    let parts = EngineParts {
-        env: env.clone(),
-        identity: Identity::new(model.digest.clone(), model.tokenizer_digest.clone(), secret),
-        config,
-        instances,
-        links: Links { transports: vec![Arc::new(Memory::new())], make_region: Arc::new(region) },
-        limits: choice.engine,
-        events: choice.events,
-        placements,
-        metrics,
-    };
-    Ok(Started { handle: parts.start()?, context, devices })
+    predicted(model, args, instances, &known, choice.recalibrate)
 }
 
 /// The longest sequence that the model and the KV memory of some pair of devices can hold.
@@ -137,6 +158,10 @@ fn check_roles(devices: &[DeviceRole]) -> Result<()> {
             return Err(Usage(message).into());
         }
     }
+    Ok(())
+}
+
+fn check_names(devices: &[DeviceRole]) -> Result<()> {
     for (at, device) in devices.iter().enumerate() {
         if devices[..at].iter().any(|d| d.device == device.device) {
             let message = format!("device '{}' is named twice; one can do prefill and decode", device.device);

@@ -244,16 +244,27 @@ impl Way {
         }
     }
 
+    /// The way over the first region, from the current one on, that is for this end at all.
     fn connected(&mut self, transports: &[Arc<dyn Transport>]) -> Result<&mut Box<dyn Endpoint>> {
-        if self.endpoint.is_none() {
+        let mut refused = Error::unsupported("the peer has no memory to write to");
+        for _ in 0..self.landing.regions.len() {
+            if self.endpoint.is_some() {
+                break;
+            }
             let region = &self.landing.regions[self.region];
             let transport = transports.iter().find(|t| t.name() == region.transport);
-            let transport = transport.ok_or_else(|| {
-                Error::unsupported(format!("this end has no transport '{}'", region.transport))
-            })?;
-            self.endpoint = Some(transport.connect(self.outbox.clone(), region)?);
+            let connected = transport.map(|transport| transport.connect(self.outbox.clone(), region));
+            match connected {
+                Some(Ok(endpoint)) => self.endpoint = Some(endpoint),
+                Some(Err(error)) if error.kind != ErrorKind::Unsupported => return Err(error),
+                other => {
+                    let unknown = || Error::unsupported(format!("no transport '{}' here", region.transport));
+                    refused = other.and_then(Result::err).unwrap_or_else(unknown);
+                    self.region = (self.region + 1) % self.landing.regions.len();
+                }
+            }
         }
-        Ok(self.endpoint.as_mut().expect("just connected"))
+        self.endpoint.as_mut().ok_or(refused)
     }
 
     /// The way is broken: everything on it begins anew over the next one; `at` has one try less.

@@ -50,7 +50,8 @@ impl Registry {
             .with_keep_alive(part, part)
             .with_keep_alive_while_idle(true)
             .with_require_leader(true);
-        if let Some(pem) = config.tls.as_ref().filter(|_| config.urls.iter().any(|u| u.starts_with("https:"))) {
+        if let Some(pem) = config.tls.as_ref().filter(|_| config.urls.iter().any(|u| u.starts_with("https:")))
+        {
             // etcd's own certificate names its host, not the fleet.
             options = options.with_tls(pem.client_of_any_host());
         }

@@ -206,8 +206,7 @@ mod tests {
         };
         let seat = Seat::Worker { instances: vec![instance(7), instance(5)], transports: vec!["shm".into()] };
         let mut worker = Member::new(model.clone(), "127.0.0.1:1".into(), seat);
-        let up =
-            LinkState::Up { transport: "tcp".into(), latency_s: 1e-4, bytes_per_s: 1e9, broken: vec![] };
+        let up = LinkState::Up { transport: "tcp".into(), latency_s: 1e-4, bytes_per_s: 1e9, broken: vec![] };
         worker.links.insert("worker-1".into(), up);
         let router = Member::new(model, "127.0.0.1:2".into(), Seat::Router { id: RouterId(9) });
         assert_eq!((worker.name().as_str(), router.name().as_str()), ("worker-5", "router-9"));

@@ -36,7 +36,10 @@ pub(super) struct Outflow {
 pub(super) fn outflow(bytes_max: usize) -> (Outlet, Outflow) {
     let (queue, taken) = mpsc::unbounded_channel();
     let waiting_bytes = Arc::new(AtomicUsize::new(0));
-    (Outlet { queue, waiting_bytes: waiting_bytes.clone(), bytes_max }, Outflow { queue: taken, waiting_bytes })
+    (
+        Outlet { queue, waiting_bytes: waiting_bytes.clone(), bytes_max },
+        Outflow { queue: taken, waiting_bytes },
+    )
 }
 
 impl Outlet {

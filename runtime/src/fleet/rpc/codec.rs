@@ -77,7 +77,9 @@ impl From<Status> for CallError {
         let refusal = (status.code() == Code::FailedPrecondition).then(|| decode(status.details()).ok());
         match refusal.flatten() {
             Some(refusal) => CallError::Refused(refusal),
-            None => CallError::Failed(with_causes(&status, format!("{}: {}", status.code(), status.message()))),
+            None => {
+                CallError::Failed(with_causes(&status, format!("{}: {}", status.code(), status.message())))
+            }
         }
     }
 }

@@ -88,7 +88,12 @@ impl Ways {
             };
             let local = (self.links.make_region)(region.bytes.min(self.hand_off.slot_bytes))?;
             let cost = transport.connect(local, region).and_then(|mut endpoint| {
-                time_writes(env, &mut *endpoint, region.bytes.min(self.hand_off.slot_bytes), self.hand_off.timeout)
+                time_writes(
+                    env,
+                    &mut *endpoint,
+                    region.bytes.min(self.hand_off.slot_bytes),
+                    self.hand_off.timeout,
+                )
             });
             match cost {
                 Ok(cost) => return Ok(Measured { transport: region.transport.clone(), cost, broken }),

@@ -112,7 +112,8 @@ impl Service {
 
     fn peer(&self, call: Request<Streaming<Command>>) -> Result<Answers, Status> {
         let (hello, instances, cost): (Hello, Vec<InstanceId>, LinkCost) = greeting(&call)?;
-        let name = format!("process of instance {}", instances.iter().map(|id| id.0).min().unwrap_or_default());
+        let name =
+            format!("process of instance {}", instances.iter().map(|id| id.0).min().unwrap_or_default());
         let session = self.hub.accept_peer(&hello, instances, cost)?;
         tracing::info!(peer = name, "a peer exchanges KV with this process");
         Ok(self.begin(name, session, call))

@@ -1,0 +1,109 @@
+//! From flags to a place in a fleet.
+
+use super::JoinArgs;
+use crate::Usage;
+use anyhow::{Context, Result};
+use mixfleet_runtime::env::SharedEnv;
+use mixfleet_runtime::fleet::registry::{Registry, RegistryConfig};
+use mixfleet_runtime::fleet::rpc::{Pem, RpcConfig};
+use mixfleet_wire::{Identity, Security};
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Says which flags are missing.
+const NEEDS_TLS: &str = "is not on this host, and members talk between hosts only under TLS: give --tls-ca, --tls-cert and --tls-key";
+
+/// How this process joins.
+pub(super) struct Join {
+    pub(super) rpc: RpcConfig,
+    pub(super) registry: Registry,
+}
+
+impl JoinArgs {
+    /// A lease's time.
+    pub(super) fn lease(&self) -> Duration {
+        Duration::from_secs(self.lease_s)
+    }
+
+    /// Reads the certificates; does not wait for etcd.
+    pub(super) async fn open(&self, env: &SharedEnv) -> Result<Join> {
+        let tls = self.pem()?;
+        for url in &self.etcd {
+            self.check_url(url)?;
+        }
+        let registry = RegistryConfig {
+            urls: self.etcd.clone(),
+            fleet: self.fleet.clone(),
+            lease: self.lease(),
+            tls: tls.clone(),
+        };
+        let registry = Registry::new(env, &registry).await.context("--etcd")?;
+        Ok(Join { rpc: RpcConfig { silence: self.lease(), tls }, registry })
+    }
+
+    fn pem(&self) -> Result<Option<Pem>> {
+        let (Some(ca), Some(cert), Some(key)) = (&self.tls_ca, &self.tls_cert, &self.tls_key) else {
+            return Ok(None);
+        };
+        let read = |flag: &str, file: &Path| {
+            std::fs::read_to_string(file).with_context(|| format!("{flag} {}", file.display()))
+        };
+        let (authority, certificates) = (read("--tls-ca", ca)?, read("--tls-cert", cert)?);
+        Ok(Some(Pem { authority, certificates, key: read("--tls-key", key)?, name: self.tls_name.clone() }))
+    }
+
+    /// The secret of block hashes stands in etcd, and who writes there is a member.
+    fn check_url(&self, url: &str) -> Result<()> {
+        let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
+        let host = rest.trim_end_matches('/');
+        match scheme {
+            "https" if self.tls_ca.is_some() => Ok(()),
+            "https" => Err(Usage(format!("--etcd {url}: give --tls-ca, --tls-cert and --tls-key")).into()),
+            "http" => {
+                let addresses = host.to_socket_addrs().map_err(|error| {
+                    Usage(format!("--etcd {url}: {error}; expected http://HOST:PORT or https://HOST:PORT"))
+                })?;
+                match addresses.into_iter().find(|address| !address.ip().is_loopback()) {
+                    None => Ok(()),
+                    Some(_) => Err(Usage(format!(
+                        "--etcd {url}: beyond this host etcd is reached over https, with --tls-ca, --tls-cert and --tls-key"
+                    ))
+                    .into()),
+                }
+            }
+            _ => Err(Usage(format!("--etcd {url}: expected http://HOST:PORT or https://HOST:PORT")).into()),
+        }
+    }
+
+    /// The address that a flag gives, if it may be listened on.
+    pub(super) fn listen(&self, flag: &str, text: &str) -> Result<SocketAddr> {
+        let mut found = text
+            .to_socket_addrs()
+            .map_err(|error| Usage(format!("{flag} {text}: {error}; expected HOST:PORT")))?;
+        let address = found.next().ok_or_else(|| Usage(format!("{flag} {text}: no such address")))?;
+        if address.ip().is_unspecified() {
+            let message = "is every address of this host: give the one by which members reach it";
+            return Err(Usage(format!("{flag} {text} {message}")).into());
+        }
+        if !address.ip().is_loopback() && self.tls_ca.is_none() {
+            return Err(Usage(format!("{flag} {text} {NEEDS_TLS}")).into());
+        }
+        Ok(address)
+    }
+}
+
+impl Join {
+    /// How KV travels over TCP.
+    pub(super) fn security(&self) -> Result<Security> {
+        let Some(pem) = &self.rpc.tls else { return Ok(Security::LoopbackOnly) };
+        let pem = mixfleet_wire::Pem {
+            authority: &pem.authority,
+            certificates: &pem.certificates,
+            key: &pem.key,
+            fleet: &pem.name,
+        };
+        Ok(Security::Tls(Arc::new(Identity::new(&pem)?)))
+    }
+}

@@ -1,0 +1,91 @@
+//! Many processes as one fleet: `mixfleet router`, `mixfleet worker`, `mixfleet fleet`.
+
+mod join;
+mod process;
+mod status;
+
+use crate::args::{FrontArgs, InstanceArgs, ModelArgs};
+use clap::{Args, Subcommand};
+use std::path::PathBuf;
+
+pub(crate) use process::{router, worker};
+pub(crate) use status::look;
+
+/// Where the fleet is, and how its members know each other.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct JoinArgs {
+    /// Where etcd is; several with commas
+    #[arg(long, value_name = "URL,URL", value_delimiter = ',', required = true)]
+    etcd: Vec<String>,
+    /// Name of the fleet: all its members serve one model
+    #[arg(long, value_name = "NAME", default_value = "default", hide_default_value = true)]
+    fleet: String,
+    /// A member that says nothing for so long is lost [default: 5]
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, hide_default_value = true, value_parser = clap::value_parser!(u64).range(2..=300))]
+    lease_s: u64,
+    /// Certificate of the authority that signed all members'
+    #[arg(long, value_name = "PEM", requires = "tls_cert")]
+    tls_ca: Option<PathBuf>,
+    /// This member's certificate
+    #[arg(long, value_name = "PEM", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// This member's key
+    #[arg(long, value_name = "PEM", requires = "tls_ca")]
+    tls_key: Option<PathBuf>,
+    /// DNS name in all members' certificates [default: mixfleet]
+    #[arg(long, value_name = "DNS", default_value = "mixfleet", hide_default_value = true)]
+    tls_name: String,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RouterArgs {
+    #[command(flatten)]
+    join: JoinArgs,
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    front: FrontArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct WorkerArgs {
+    #[command(flatten)]
+    join: JoinArgs,
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    instances: InstanceArgs,
+    /// auto, prefill or decode: for devices without a role of their own
+    #[arg(long, value_name = "ROLE", default_value = "auto", value_parser = crate::args::role)]
+    role: mixfleet_scheduler::fleet::Role,
+    /// Where routers and other workers reach this process; port 0 takes a free one
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
+    listen_control: String,
+    /// Where KV comes in [default: a free port of the same address]
+    #[arg(long, value_name = "HOST:PORT")]
+    listen_data: Option<String>,
+    /// Log as JSON lines
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct FleetArgs {
+    #[command(subcommand)]
+    command: FleetCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum FleetCommand {
+    /// List routers and workers, their devices, and the links between them
+    Status(StatusArgs),
+}
+
+#[derive(Debug, Args)]
+struct StatusArgs {
+    #[command(flatten)]
+    join: JoinArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}

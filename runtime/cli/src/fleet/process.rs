@@ -1,0 +1,222 @@
+//! `mixfleet router` and `mixfleet worker`
+
+use super::join::Join;
+use super::{RouterArgs, WorkerArgs};
+use crate::serve::{self, Around};
+use crate::start;
+use anyhow::{Context, Result};
+use mixfleet_hal::transport::Transport;
+use mixfleet_hal::units::Seconds;
+use mixfleet_runtime::api::ServedModel;
+use mixfleet_runtime::engine::{EngineConfig, HandOffLimits, Identity, Loaded};
+use mixfleet_runtime::env::{RealEnv, SharedEnv};
+use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Membership, Seat};
+use mixfleet_runtime::fleet::rpc::{Door, Ways};
+use mixfleet_runtime::fleet::{Hub, Model, RouterParts, WorkerProcess, attend_members, meet_members};
+use mixfleet_runtime::metrics::Metrics;
+use mixfleet_scheduler::cost::CostModel;
+use mixfleet_scheduler::fleet::{InstanceId, Role};
+use mixfleet_wire::{Memory, Shm, Tcp, TcpConfig};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// KV that has not arrived by then is sent another way, or computed again.
+const PIECE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// `mixfleet router`
+pub(crate) fn router(args: RouterArgs) -> Result<()> {
+    serve::log(args.front.json);
+    serve::check(&args.front)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let RouterArgs { join, model, front } = args;
+    runtime.block_on(async {
+        let handle = tokio::runtime::Handle::current();
+        let load = move |around: Around, front: &crate::args::FrontArgs| {
+            handle.block_on(join_as_router(&join, &model, front, around))
+        };
+        if let Some(membership) = serve::front(front, load).await? {
+            membership.leave().await;
+        }
+        Ok(())
+    })
+}
+
+async fn join_as_router(
+    args: &super::JoinArgs,
+    model_args: &crate::args::ModelArgs,
+    front: &crate::args::FrontArgs,
+    around: Around,
+) -> Result<(ServedModel, Membership)> {
+    let Around { env, metrics, placements, events } = around;
+    let join = args.open(&env).await?;
+    let model = serve::load_model(model_args, &env)?;
+    let (charter, own) = charter(&join, &model, &env).await?;
+    let id = join.registry.router_id().await?;
+    let limits = EngineConfig {
+        // A lost worker is back, or missed by everyone, within that.
+        patience: Seconds(2.0 * args.lease().as_secs_f64()),
+        ..serve::engine_config(front)?
+    };
+    let identity = Identity {
+        model_digest: own.digest.clone(),
+        tokenizer_digest: own.tokenizer_digest.clone(),
+        secret: charter.secret,
+    };
+    let parts = RouterParts {
+        env: env.clone(),
+        config: Arc::new(model.checkpoint.config.clone()),
+        identity,
+        id,
+        kv: model.kv,
+        limits,
+        events,
+        placements,
+        metrics,
+    };
+    let (engine, router) = parts.start();
+    let member = Member::new(own, front.listen.clone(), Seat::Router { id });
+    let name = member.name();
+    let membership = join.registry.join(charter, member);
+    env.spawn(Box::pin(attend_members(env.clone(), router, membership.members(), join.rpc)));
+    tracing::info!(member = name, fleet = args.fleet, "joined");
+    let context = model.checkpoint.config.context_max;
+    Ok((serve::served(model, front, engine, context, &env), membership))
+}
+
+/// What the fleet has in common, and what this process serves.
+async fn charter(join: &Join, model: &crate::model::Model, env: &SharedEnv) -> Result<(Charter, Model)> {
+    let own = Model { digest: model.digest.clone(), tokenizer_digest: model.tokenizer_digest.clone() };
+    let secret = Identity::new(String::new(), String::new(), [env.random(), env.random()]).secret;
+    let charter = join.registry.charter(&own, secret).await.context("cannot join the fleet")?;
+    Ok((charter, own))
+}
+
+/// `mixfleet worker`
+pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
+    serve::log(args.json);
+    let control = args.join.listen("--listen-control", &args.listen_control)?;
+    let data = match &args.listen_data {
+        Some(text) => args.join.listen("--listen-data", text)?,
+        None => SocketAddr::new(control.ip(), 0),
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(work(args, control, data))
+}
+
+async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result<()> {
+    let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let joining = join_as_worker(&args, &env, control, data);
+    let joined = tokio::select! {
+        joined = joining => joined?,
+        _ = interrupt.recv() => return Ok(()),
+        _ = terminate.recv() => return Ok(()),
+    };
+    let Joined { membership, serving, _hub } = joined;
+    tokio::select! {
+        served = serving => served.context("serving was cut short")??,
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+    }
+    // Routers see the connection close and place this process's requests elsewhere.
+    tracing::info!("leaving");
+    membership.leave().await;
+    Ok(())
+}
+
+/// A worker process at work.
+struct Joined {
+    membership: Membership,
+    serving: tokio::task::JoinHandle<Result<(), mixfleet_runtime::fleet::rpc::CallError>>,
+    _hub: Hub,
+}
+
+async fn join_as_worker(
+    args: &WorkerArgs,
+    env: &SharedEnv,
+    control: SocketAddr,
+    data: SocketAddr,
+) -> Result<Joined> {
+    let join = args.join.open(env).await?;
+    let door = Door::open(control, join.rpc.clone())?;
+    let model = serve::load_model(&args.model, env)?;
+    let (charter, own) = charter(&join, &model, env).await?;
+    let (loaded, prices) = load(args, model).await?;
+    let transports = transports(&join, data)?;
+    let names = transports.iter().map(|transport| transport.name().to_owned()).collect();
+    let ways = Ways {
+        links: start::links(transports),
+        hand_off: HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() },
+    };
+    let ids = join.registry.instance_ids(loaded.len() as u32).await?;
+    let records = ids.iter().zip(&loaded).zip(prices);
+    let instances = records.map(|((&id, (loaded, _)), price)| record(id, loaded, price)).collect();
+    let process = WorkerProcess {
+        env: env.clone(),
+        model: own.clone(),
+        instances: ids.into_iter().zip(loaded).map(|(id, (loaded, cost))| (id, loaded, cost)).collect(),
+        links: ways.links.clone(),
+        hand_off: ways.hand_off,
+        metrics: Metrics::new(),
+    };
+    let hub = process.start()?;
+    let address = door.address();
+    let serving = tokio::spawn(door.serve(env.clone(), hub.clone(), ways.clone()));
+    let member = Member::new(own, address.to_string(), Seat::Worker { instances, transports: names });
+    let name = member.name();
+    let membership = join.registry.join(charter, member);
+    let (members, record) = (membership.members(), membership.record());
+    env.spawn(Box::pin(meet_members(env.clone(), hub.clone(), ways, members, record, join.rpc)));
+    tracing::info!(member = name, %address, fleet = args.join.fleet, "joined");
+    Ok(Joined { membership, serving, _hub: hub })
+}
+
+/// The model on the devices, and their rents. Blocks a thread of its own.
+async fn load(
+    args: &WorkerArgs,
+    model: crate::model::Model,
+) -> Result<(Vec<(Loaded, CostModel)>, Vec<Option<f64>>)> {
+    let mut chosen = serve::chosen(&args.instances);
+    for device in &mut chosen.devices {
+        if device.role == Role::Auto {
+            device.role = args.role;
+        }
+    }
+    let model_args = args.model.clone();
+    let loading = tokio::task::spawn_blocking(move || {
+        let loaded = start::instances(&model, &model_args, &chosen)?;
+        let prices = chosen.devices.iter().map(|d| chosen.prices.get(&d.device).copied()).collect();
+        Ok((loaded, prices))
+    });
+    loading.await.context("loading was cut short")?
+}
+
+fn record(id: InstanceId, loaded: &Loaded, usd_per_hour: Option<f64>) -> InstanceRecord {
+    InstanceRecord {
+        id,
+        device: loaded.device().info().id.as_str().into(),
+        role: loaded.role(),
+        usd_per_hour,
+        kv_capacity_tokens: loaded.kv_capacity_tokens(),
+    }
+}
+
+/// The ways of this process to others, best first.
+fn transports(join: &Join, data: SocketAddr) -> Result<Vec<Arc<dyn Transport>>> {
+    let tcp = TcpConfig {
+        // A worker waits for that while a peer's host is away.
+        connect_timeout: PIECE_TIMEOUT,
+        silence: join.rpc.silence,
+        ..TcpConfig::new(data, join.security()?)
+    };
+    let mut transports: Vec<Arc<dyn Transport>> = vec![Arc::new(Memory::new())];
+    match Shm::new() {
+        Ok(shm) => transports.push(Arc::new(shm)),
+        Err(error) => tracing::warn!(%error, "no shared memory: KV goes over TCP on this host too"),
+    }
+    transports.push(Arc::new(Tcp::new(tcp)?));
+    Ok(transports)
+}

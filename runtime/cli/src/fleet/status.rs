@@ -1,0 +1,67 @@
+//! `mixfleet fleet status`
+
+#![allow(clippy::print_stdout, reason = "it is what the command is for")]
+
+use super::{FleetArgs, FleetCommand, JoinArgs, StatusArgs};
+use anyhow::{Context, Result};
+use mixfleet_runtime::env::{RealEnv, SharedEnv};
+use mixfleet_runtime::fleet::registry::{LinkState, Member, Members, Seat};
+use serde_json::json;
+use std::fmt::Write;
+use std::sync::Arc;
+
+/// `mixfleet fleet`
+pub(crate) fn look(args: FleetArgs) -> Result<()> {
+    let FleetCommand::Status(StatusArgs { join, json }) = args.command;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let members = runtime.block_on(members(&join))?;
+    if json {
+        let members: Vec<&Member> = members.values().collect();
+        let document = json!({"schema": "mixfleet.fleet/1", "fleet": join.fleet, "members": members});
+        println!("{document:#}");
+    } else {
+        print!("{}", table(&members));
+    }
+    Ok(())
+}
+
+async fn members(args: &JoinArgs) -> Result<Members> {
+    let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
+    let registry = args.open(&env).await?.registry;
+    let (members, _) = registry.members().await.with_context(|| format!("--etcd {}", args.etcd.join(",")))?;
+    Ok(members)
+}
+
+fn table(members: &Members) -> String {
+    let mut text = String::new();
+    if members.is_empty() {
+        return "nobody is in this fleet\n".into();
+    }
+    for (name, member) in members.iter() {
+        let _ = writeln!(text, "{name:<12} {:<21} mixfleet {}", member.address, member.version);
+        if let Seat::Worker { instances, transports } = &member.seat {
+            for instance in instances {
+                let role = serde_json::to_value(instance.role).unwrap_or_default();
+                let price = instance.usd_per_hour.map_or("no price".into(), |usd| format!("{usd} $/h"));
+                let (id, device, tokens) = (instance.id, &instance.device, instance.kv_capacity_tokens);
+                let role = role.as_str().unwrap_or_default();
+                let _ = writeln!(text, "  {id:<10} {device:<21} {role:<8} {tokens} KV tokens, {price}");
+            }
+            let _ = writeln!(text, "  KV by {}", transports.join(", "));
+        }
+    }
+    let links =
+        members.iter().flat_map(|(from, member)| member.links.iter().map(move |(to, l)| (from, to, l)));
+    // A member that left stands in the records of those that knew it.
+    for (from, to, link) in links.filter(|(_, to, _)| members.contains_key(*to)) {
+        let state = match link {
+            LinkState::Up { transport, latency_s, bytes_per_s, broken } => {
+                let broken: String = broken.iter().map(|reason| format!("; broken: {reason}")).collect();
+                format!("{transport}, {:.1} us, {:.2} GB/s{broken}", latency_s * 1e6, bytes_per_s / 1e9)
+            }
+            LinkState::Down { reason } => format!("DOWN: {reason}"),
+        };
+        let _ = writeln!(text, "{from} <-> {to}: {state}");
+    }
+    text
+}
