@@ -8,6 +8,8 @@ cd "$(dirname "$0")/.."
 packages="ocl-icd-opencl-dev pocl-opencl-icd gcc libc6-dev"
 # hwloc and verbs; the headers of verbs are generated at build time.
 packages="$packages pkg-config libhwloc-dev cmake libclang-dev libibverbs-dev libnl-3-dev libnl-route-3-dev"
+# etcd, and what its client is built with.
+packages="$packages etcd-server protobuf-compiler libprotobuf-dev"
 # Mesa's lavapipe, which runs Vulkan on the CPU.
 packages="$packages mesa-vulkan-drivers libvulkan1"
 # g++ compiles the CUDA kernels for the CPU; pip fetches NVIDIA's compiler for them.

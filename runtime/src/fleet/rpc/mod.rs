@@ -13,8 +13,6 @@ mod client;
 mod codec;
 mod probe;
 mod server;
-#[cfg(test)]
-mod tests;
 
 pub use client::Remote;
 pub use probe::{Measured, Ways};

@@ -1,0 +1,321 @@
+//! Routers and workers as processes, with etcd: what a client sees when one of them dies.
+
+#![allow(clippy::print_stdout, reason = "a skip is said aloud")]
+
+mod common;
+
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// Only ends a test that fails.
+const LONG: Duration = Duration::from_secs(60);
+
+/// A process whose log is read line by line.
+struct Process {
+    child: Child,
+    log: mpsc::Receiver<String>,
+    seen: String,
+}
+
+impl Process {
+    fn start(command: &mut Command) -> Self {
+        let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let (line, log) = mpsc::channel();
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        std::thread::spawn(move || lines.map_while(Result::ok).all(|text| line.send(text).is_ok()));
+        Process { child, log, seen: String::new() }
+    }
+
+    /// The next line with `text`.
+    fn says(&mut self, text: &str) -> String {
+        loop {
+            let line = self.log.recv_timeout(LONG).unwrap_or_else(|_| panic!("'{text}' not in {}", self.seen));
+            self.seen.push_str(&line);
+            self.seen.push('\n');
+            if line.contains(text) {
+                return line;
+            }
+        }
+    }
+
+    fn signal(&self, name: &str) {
+        let status = Command::new("kill").args([name, &self.child.id().to_string()]).status();
+        assert!(status.unwrap().success());
+    }
+
+    /// As `kill -9` and a crash do.
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// etcd with data of its own, and the fixture that is served.
+struct Fleet {
+    etcd: Process,
+    port: u16,
+    data: PathBuf,
+    model: PathBuf,
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn etcd(data: &Path, port: u16) -> Process {
+    let (client, peer) = (format!("http://127.0.0.1:{port}"), format!("http://127.0.0.1:{}", free_port()));
+    let mut command = Command::new("etcd");
+    command.arg("--data-dir").arg(data);
+    command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
+    command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
+    command.args(["--initial-cluster", &format!("default={peer}"), "--unsafe-no-fsync", "--logger", "zap"]);
+    Process::start(&mut command)
+}
+
+impl Fleet {
+    /// None, said aloud, without etcd or fixtures.
+    fn new(name: &str) -> Option<Self> {
+        let Some(model) = common::fixtures().into_iter().find(|path| path.ends_with("llama-gqa-f32")) else {
+            println!("SKIPPED: no fixture to serve");
+            return None;
+        };
+        if Command::new("etcd").arg("--version").output().is_err() {
+            println!("SKIPPED: no etcd on PATH (Debian: etcd-server)");
+            return None;
+        }
+        let (data, port) = (common::scratch(name), free_port());
+        Some(Fleet { etcd: etcd(&data, port), port, data, model })
+    }
+
+    fn command(&self, model: &Path, name: &str, arguments: &[&str]) -> Command {
+        let mut command = common::mixfleet();
+        command.args([name, "--etcd", &format!("http://127.0.0.1:{}", self.port), "--lease-s", "2"]);
+        command.args(["--kv-memory", "0.02", "--activations", "f32", "--kv-dtype", "f32"]);
+        command.arg("--model").arg(model).args(arguments);
+        command
+    }
+
+    fn worker(&self, device: &str, role: &str) -> Process {
+        Process::start(&mut self.command(&self.model, "worker", &["--device", device, "--role", role]))
+    }
+
+    /// A worker that has joined, and its name.
+    fn joined(&self, device: &str, role: &str) -> (Process, String) {
+        let mut worker = self.worker(device, role);
+        let line = worker.says("joined");
+        let (_, name) = line.split_once("member=\"").unwrap();
+        let name = name.split('"').next().unwrap().to_string();
+        (worker, name)
+    }
+
+    /// A router that is ready, and its address.
+    fn router(&self) -> (Process, String) {
+        let mut router = Process::start(&mut self.command(&self.model, "router", &["--listen", "127.0.0.1:0"]));
+        let line = router.says("ready: http://");
+        let (_, address) = line.split_once("ready: http://").unwrap();
+        (router, address.trim().trim_end_matches("/v1").to_string())
+    }
+
+    fn status(&self) -> Value {
+        let url = format!("http://127.0.0.1:{}", self.port);
+        let output =
+            common::mixfleet().args(["fleet", "status", "--json", "--etcd", &url]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+}
+
+/// A greedy request of a golden case, as a stream of server-sent events.
+fn stream(address: &str, case: &Value, tokens: usize) -> BufReader<TcpStream> {
+    let body = json!({"model": "llama-gqa-f32", "prompt": case["prompt_ids"], "max_tokens": tokens,
+        "temperature": 0, "ignore_eos": true, "stream": true})
+    .to_string();
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    let length = body.len();
+    write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+    BufReader::new(stream)
+}
+
+/// The text of the next event; none at the end.
+fn next_text(stream: &mut BufReader<TcpStream>) -> Option<String> {
+    loop {
+        let mut line = String::new();
+        if stream.read_line(&mut line).unwrap() == 0 {
+            return None;
+        }
+        let Some(data) = line.trim_end().strip_prefix("data: ") else {
+            assert!(!line.starts_with("HTTP/1.1") || line.contains(" 200 "), "{line}");
+            continue;
+        };
+        if data == "[DONE]" {
+            return None;
+        }
+        let event: Value = serde_json::from_str(data).unwrap();
+        assert!(event.get("error").is_none(), "{event}");
+        return Some(event["choices"][0]["text"].as_str().unwrap_or_default().to_string());
+    }
+}
+
+fn rest(mut stream: BufReader<TcpStream>, mut text: String) -> String {
+    while let Some(more) = next_text(&mut stream) {
+        text.push_str(&more);
+    }
+    text
+}
+
+/// What one process gives; its first tokens are the golden ones.
+fn alone(fleet: &Fleet, case: &Value, tokens: usize) -> String {
+    let prompt = common::ids(&case["prompt_ids"]);
+    let answer = common::generate(&common::Generate {
+        model: &fleet.model,
+        prompt_ids: &prompt,
+        max_tokens: tokens as u32,
+        prefill: "cpu",
+        decode: "cpu",
+    });
+    let (ids, golden) = (common::ids(&answer["ids"]), common::ids(&case["greedy_ids"]));
+    let both = ids.len().min(golden.len());
+    assert_eq!(ids[..both], golden[..both]);
+    answer["text"].as_str().unwrap().to_string()
+}
+
+/// Until the router can place a request.
+fn wait_until_served(address: &str, case: &Value) {
+    let body = json!({"model": "llama-gqa-f32", "prompt": case["prompt_ids"], "max_tokens": 1}).to_string();
+    let begun = std::time::Instant::now();
+    loop {
+        let mut stream = TcpStream::connect(address).unwrap();
+        let length = body.len();
+        write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        if answer.starts_with("HTTP/1.1 200") {
+            return;
+        }
+        assert!(begun.elapsed() < LONG, "{answer}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_stream_goes_on_when_its_decode_worker_is_killed_and_another_router_serves_when_one_is() {
+    const TOKENS: usize = 1200;
+    let Some(fleet) = Fleet::new("killed") else { return };
+    let case = &common::golden(&fleet.model)["cases"][5];
+    let expected = alone(&fleet, case, TOKENS);
+    let (_prefill, _) = fleet.joined("cpu", "prefill");
+    let mut decoders = [fleet.joined("cpu@0", "decode").0, fleet.joined("cpu@1", "decode").0];
+    let ((mut router, address), (_other, other_address)) = (fleet.router(), fleet.router());
+    wait_until_served(&address, case);
+    wait_until_served(&other_address, case);
+
+    let mut answer = stream(&address, case, TOKENS);
+    let begun: String = (0..20).map(|_| next_text(&mut answer).expect("it has begun")).collect();
+    let mut placed = router.says("placed");
+    while let Ok(later) = router.log.try_recv() {
+        if later.contains("placed") {
+            placed = later;
+        }
+    }
+    let dying = usize::from(placed.contains("decode=cpu@1"));
+    decoders[dying].kill();
+    assert!(rest(answer, begun) == expected, "the stream went on with other tokens");
+    router.says("a worker process is lost");
+
+    router.kill();
+    assert!(rest(stream(&other_address, case, TOKENS), String::new()) == expected);
+    let short = stream(&other_address, case, 48);
+    assert_eq!(rest(short, String::new()), alone(&fleet, case, 48), "the golden tokens");
+}
+
+#[test]
+fn a_hung_worker_is_left_out_and_comes_back() {
+    let Some(fleet) = Fleet::new("hung") else { return };
+    let case = &common::golden(&fleet.model)["cases"][0];
+    let (hung, _) = fleet.joined("cpu@0", "auto");
+    let (mut router, address) = fleet.router();
+    wait_until_served(&address, case);
+    let begun = std::time::Instant::now();
+    hung.signal("-STOP");
+    router.says("a worker process is lost");
+    println!("a hung worker was missed after {:.2} s; the lease is 2 s", begun.elapsed().as_secs_f64());
+    let (_fresh, _) = fleet.joined("cpu@1", "auto");
+    wait_until_served(&address, case);
+    // It finds its sessions gone, and is a member again.
+    hung.signal("-CONT");
+    router.says("uses a worker process");
+    router.says("uses a worker process");
+}
+
+#[test]
+fn without_etcd_serving_goes_on_and_joining_waits() {
+    let Some(mut fleet) = Fleet::new("etcd") else { return };
+    let case = &common::golden(&fleet.model)["cases"][1];
+    let expected = alone(&fleet, case, 48);
+    let (mut first, name) = fleet.joined("cpu@0", "auto");
+    let (mut router, address) = fleet.router();
+    wait_until_served(&address, case);
+
+    fleet.etcd.kill();
+    router.says("etcd is lost");
+    first.says("etcd is lost");
+    let mut late = fleet.worker("cpu@1", "auto");
+    late.says("etcd is not reached: joining the fleet waits");
+    assert_eq!(rest(stream(&address, case, 48), String::new()), expected);
+
+    fleet.etcd = etcd(&fleet.data, fleet.port);
+    router.says("etcd is reached again");
+    late.says("joined");
+    late.says("exchanges KV with a worker process");
+    router.says("uses a worker process");
+    let status = fleet.status();
+    assert_eq!(status["schema"], "mixfleet.fleet/1");
+    let members = status["members"].as_array().unwrap();
+    assert_eq!(members.len(), 3, "{status}");
+    let link = members.iter().find_map(|member| member["links"].get(&name));
+    assert!(link.is_some_and(|link| link["state"] == "up" && link["transport"] == "shm"), "{status}");
+    assert_eq!(rest(stream(&address, case, 48), String::new()), expected);
+}
+
+#[test]
+fn a_worker_with_another_model_is_refused_with_the_reason() {
+    let Some(fleet) = Fleet::new("model") else { return };
+    let (_first, _) = fleet.joined("cpu@0", "auto");
+    let other = fleet.model.with_file_name("qwen3-qknorm-tied-bf16");
+    let output = fleet.command(&other, "worker", &["--device", "cpu@1"]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{said}");
+    assert!(said.contains("another model") && said.contains("--model"), "{said}");
+}
+
+#[test]
+fn what_leaves_this_host_needs_certificates() {
+    let refused = |arguments: &[&str]| {
+        let output = common::mixfleet().args(arguments).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        said
+    };
+    let etcd = ["--etcd", "http://127.0.0.1:1"];
+    let open = [&["worker"], &etcd[..], &["--listen-control", "192.0.2.1:7000"]].concat();
+    assert!(refused(&open).contains("--tls-ca, --tls-cert and --tls-key"));
+    let data = [&["worker"], &etcd[..], &["--listen-data", "192.0.2.1:7000"]].concat();
+    assert!(refused(&data).contains("--tls-ca, --tls-cert and --tls-key"));
+    assert!(refused(&["fleet", "status", "--etcd", "http://192.0.2.1:2379"]).contains("https"));
+    assert!(refused(&["fleet", "status", "--etcd", "https://192.0.2.1:2379"]).contains("--tls-ca"));
+    let wide = [&["worker"], &etcd[..], &["--listen-control", "0.0.0.0:7000"]].concat();
+    assert!(refused(&wide).contains("by which members reach it"));
+}
