@@ -34,7 +34,8 @@ impl Process {
     /// The next line with `text`.
     fn says(&mut self, text: &str) -> String {
         loop {
-            let line = self.log.recv_timeout(LONG).unwrap_or_else(|_| panic!("'{text}' not in {}", self.seen));
+            let line =
+                self.log.recv_timeout(LONG).unwrap_or_else(|_| panic!("'{text}' not in {}", self.seen));
             self.seen.push_str(&line);
             self.seen.push('\n');
             if line.contains(text) {
@@ -122,7 +123,8 @@ impl Fleet {
 
     /// A router that is ready, and its address.
     fn router(&self) -> (Process, String) {
-        let mut router = Process::start(&mut self.command(&self.model, "router", &["--listen", "127.0.0.1:0"]));
+        let mut router =
+            Process::start(&mut self.command(&self.model, "router", &["--listen", "127.0.0.1:0"]));
         let line = router.says("ready: http://");
         let (_, address) = line.split_once("ready: http://").unwrap();
         (router, address.trim().trim_end_matches("/v1").to_string())
@@ -130,8 +132,7 @@ impl Fleet {
 
     fn status(&self) -> Value {
         let url = format!("http://127.0.0.1:{}", self.port);
-        let output =
-            common::mixfleet().args(["fleet", "status", "--json", "--etcd", &url]).output().unwrap();
+        let output = common::mixfleet().args(["fleet", "status", "--json", "--etcd", &url]).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
     }

@@ -133,10 +133,13 @@ impl Courier {
     /// A free slot at `peer`, whose slots are `landing`.
     ///
     /// # Errors
-    /// When there is no memory for the outbox.
+    /// When there is no memory for the outbox, or nowhere to write to.
     pub(super) fn take_slot(&mut self, peer: InstanceId, landing: &Landing) -> Result<Option<u32>> {
+        if landing.regions.is_empty() {
+            return Err(Error::invalid(format!("{peer} names no memory to write to")));
+        }
         if self.ways.get(&peer).is_none_or(|way| way.landing != *landing) {
-            let outbox = (self.links.make_region)(landing.slot_bytes * u64::from(landing.slots))?;
+            let outbox = (self.links.make_region)(landing.slot_bytes.saturating_mul(landing.slots.into()))?;
             self.ways.insert(peer, Way::new(landing.clone(), outbox));
         }
         Ok(self.ways.get_mut(&peer).and_then(|way| way.free.pop()))
@@ -391,6 +394,22 @@ mod tests {
         let (sent, lies, _) = send(&mut here, &mut there, [5; 8], 0.0);
         assert!(matches!(sent[..], [Sent::Landed(Parcel { piece: PieceId { retries: 1, .. }, .. })]));
         assert_eq!(lies, [5; 8]);
+    }
+
+    #[test]
+    fn a_way_that_is_not_for_this_end_takes_no_try() {
+        let (mut ours, mut theirs) = (links(vec![]), links(vec![]));
+        let common = links(vec![("b", FaultPlan::default())]).transports;
+        for links in [&mut ours, &mut theirs] {
+            // Only ends of the same value reach each other.
+            let own: Arc<dyn Transport> =
+                Arc::new(Named("a", Faulty::new(Memory::new(), FaultPlan::default())));
+            links.transports = [vec![own], common.clone()].concat();
+        }
+        let (mut here, mut there) = (Courier::new(ours, LIMITS), Courier::new(theirs, LIMITS));
+        let (sent, lies, _) = send(&mut here, &mut there, [4; 8], 0.0);
+        assert!(matches!(sent[..], [Sent::Landed(Parcel { piece: PieceId { retries: 0, .. }, .. })]));
+        assert_eq!(lies, [4; 8]);
     }
 
     #[test]
