@@ -225,10 +225,12 @@ async fn proxy(address: String) -> (SocketAddr, watch::Sender<bool>) {
         while let Ok((mut near, _)) = listener.accept().await {
             let (mut far, mut told) = (TcpStream::connect(&address).await.unwrap(), told.clone());
             tokio::spawn(async move {
+                let stalled = async move { told.wait_for(|&stalled| stalled).await.map(drop) };
                 tokio::select! {
-                    _ = tokio::io::copy_bidirectional(&mut near, &mut far) => {}
-                    _ = told.wait_for(|&stalled| stalled) => std::future::pending().await,
+                    _ = tokio::io::copy_bidirectional(&mut near, &mut far) => return,
+                    _ = stalled => {}
                 }
+                std::future::pending::<()>().await;
             });
         }
     });
