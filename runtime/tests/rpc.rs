@@ -30,7 +30,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
 
 const NAME: &str = "mixfleet";
 
@@ -80,7 +79,6 @@ struct Worker {
     hub: Hub,
     ways: Ways,
     member: Member,
-    serving: JoinHandle<Result<(), CallError>>,
 }
 
 fn worker(env: &SharedEnv, checkpoint: &Checkpoint, id: u32, role: Role, config: RpcConfig) -> Worker {
@@ -123,8 +121,8 @@ fn worker(env: &SharedEnv, checkpoint: &Checkpoint, id: u32, role: Role, config:
     let door = Door::open(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), config).unwrap();
     let seat = Seat::Worker { instances: vec![record], transports: vec!["shm".into()] };
     let member = Member::new(model(), door.address().to_string(), seat);
-    let serving = tokio::spawn(door.serve(env.clone(), hub.clone(), ways.clone()));
-    Worker { hub, ways, member, serving }
+    tokio::spawn(door.serve(env.clone(), hub.clone(), ways.clone()));
+    Worker { hub, ways, member }
 }
 
 fn router(env: &SharedEnv, checkpoint: &Checkpoint, model: Model) -> (EngineHandle, Router) {
@@ -216,45 +214,53 @@ async fn nothing_is_listened_to_beyond_this_host_in_the_clear() {
     assert!(refused.to_string().contains("certificates"), "{refused}");
 }
 
-/// Carries connections to `address`, until it is told to carry no more, and says nothing.
-async fn proxy(address: String) -> (SocketAddr, watch::Sender<bool>) {
+/// What becomes of a network.
+#[derive(Clone, Copy, PartialEq)]
+enum Fate {
+    Works,
+    /// Nothing comes any more, and nobody says so.
+    Silent,
+    /// As when a process ends.
+    Closed,
+}
+
+/// Carries connections to `address` until their fate is another.
+async fn proxy(address: String) -> (SocketAddr, watch::Sender<Fate>) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let (stalled, told) = watch::channel(false);
+    let (fate, told) = watch::channel(Fate::Works);
     let listens = listener.local_addr().unwrap();
     tokio::spawn(async move {
         while let Ok((mut near, _)) = listener.accept().await {
             let (mut far, mut told) = (TcpStream::connect(&address).await.unwrap(), told.clone());
             tokio::spawn(async move {
-                let stalled = async move { told.wait_for(|&stalled| stalled).await.map(drop) };
-                tokio::select! {
-                    _ = tokio::io::copy_bidirectional(&mut near, &mut far) => return,
-                    _ = stalled => {}
+                let end = async move { told.wait_for(|&fate| fate != Fate::Works).await.map(|fate| *fate) };
+                let fate = tokio::select! {
+                    _ = tokio::io::copy_bidirectional(&mut near, &mut far) => Fate::Closed,
+                    fate = end => fate.unwrap_or(Fate::Closed),
+                };
+                if fate == Fate::Silent {
+                    std::future::pending::<()>().await;
                 }
-                std::future::pending::<()>().await;
             });
         }
     });
-    (listens, stalled)
+    (listens, fate)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_session_ends_with_its_process_and_when_nothing_comes_any_more() {
+async fn a_session_ends_with_its_connection_and_when_nothing_comes_any_more() {
     let (env, checkpoint) = (real_env(), checkpoint());
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(None));
     let (_handle, router) = router(&env, &checkpoint, model());
-    let (near, stall) = proxy(worker.member.address.clone()).await;
-    for address in [near.to_string(), worker.member.address.clone()] {
-        let remote = Remote::connect(&env, &address, &config(None)).await.unwrap();
+    for fate in [Fate::Closed, Fate::Silent] {
+        let (near, network) = proxy(worker.member.address.clone()).await;
+        let remote = Remote::connect(&env, &near.to_string(), &config(None)).await.unwrap();
         let session = remote.router(&router.hello(), router.id()).await.unwrap();
         let attended = tokio::spawn({
             let router = router.clone();
             async move { router.attend(session).await }
         });
-        if address == worker.member.address {
-            worker.serving.abort();
-        } else {
-            stall.send_replace(true);
-        }
+        network.send_replace(fate);
         tokio::time::timeout(LONG, attended).await.expect("the end is noticed").unwrap();
     }
 }
