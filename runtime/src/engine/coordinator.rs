@@ -16,7 +16,7 @@ use mixfleet_scheduler::fleet::{
 };
 use mixfleet_scheduler::kv::Tier;
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
@@ -97,7 +97,8 @@ pub(super) struct Coordinator {
 /// The coordinator at work.
 pub(super) struct Running {
     parts: Coordinator,
-    requests: HashMap<RequestId, Tracked>,
+    /// In the order of their ids: what ends with a coordinator ends in that order.
+    requests: BTreeMap<RequestId, Tracked>,
     /// Those that lost their place and found no other yet, with when they give up.
     homeless: BTreeMap<RequestId, Seconds>,
     next: RequestId,
@@ -110,7 +111,7 @@ impl Coordinator {
     pub(super) async fn run(self) {
         let (leave, left) = mpsc::unbounded_channel();
         let next = self.first_request;
-        let (requests, homeless) = (HashMap::new(), BTreeMap::new());
+        let (requests, homeless) = (BTreeMap::new(), BTreeMap::new());
         Running { parts: self, requests, homeless, next, left, leave }.serve().await;
     }
 }
