@@ -18,10 +18,10 @@ mod blocks;
 mod order;
 
 pub use blocks::{BlockCounts, BlockPool};
+pub use order::Place;
 
 use crate::kv::hash::{BlockHash, Chain, PrefixHasher};
 use mixfleet_hal::units::Seconds;
-use order::Place;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -8,11 +8,11 @@ use std::ops::Bound;
 
 /// A request's place in the order: by when it is due, equal ones as they came.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub struct Place {
     /// On the fleet's clock.
-    pub(super) due: Seconds,
+    pub due: Seconds,
     /// Smaller is older.
-    pub(super) request: RequestId,
+    pub request: RequestId,
 }
 
 impl Ord for Place {

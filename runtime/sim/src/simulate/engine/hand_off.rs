@@ -1,7 +1,7 @@
 //! Requests whose prompts other instances compute.
 
-use super::sequence::Place;
 use super::{Engine, Job, Outcome, Sequence};
+use mixfleet_scheduler::batch::Place;
 
 impl Engine {
     /// A prompt shall be computed elsewhere as soon as there is room for its KV here.

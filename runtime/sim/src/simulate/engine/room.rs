@@ -1,8 +1,9 @@
 //! Blocks for those who decode, and who gives way when there are too few.
 
 use super::Engine;
-use super::sequence::{Place, Sequence};
+use super::sequence::Sequence;
 use mixfleet_hal::random::bits;
+use mixfleet_scheduler::batch::Place;
 use mixfleet_scheduler::kv::BlockHash;
 
 /// Keeps the keys of a sequence's own blocks apart from a trace's.

@@ -2,35 +2,9 @@
 
 use super::super::tiers::ByTier;
 use super::{Gaps, Job};
-use std::cmp::Ordering;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::batch::Place;
 use std::ops::Range;
-
-/// By when a request is due, equal ones by age.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
-    due_s: f64,
-    request: u64,
-}
-
-impl Ord for Place {
-    fn cmp(&self, other: &Self) -> Ordering {
-        self.due_s.total_cmp(&other.due_s).then(self.request.cmp(&other.request))
-    }
-}
-
-impl PartialOrd for Place {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Place {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other).is_eq()
-    }
-}
-
-impl Eq for Place {}
 
 /// A request with blocks here.
 pub(super) struct Sequence {
@@ -79,7 +53,7 @@ impl Sequence {
 
     /// Its place in the order of all requests.
     pub(super) fn place(&self) -> Place {
-        Place { due_s: self.job.due_s, request: self.job.request }
+        Place { due: Seconds(self.job.due_s), request: self.job.request }
     }
 
     pub(super) fn pending(&self) -> u32 {
