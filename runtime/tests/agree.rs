@@ -3,6 +3,10 @@
 
 #![allow(clippy::print_stdout, reason = "the numbers of each scene")]
 
+#[path = "fleet/clock.rs"]
+mod clock;
+
+use clock::WorldClock;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::random::Stream;
@@ -24,7 +28,7 @@ use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::{Class, Members, Promise, TbtMetric};
 use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
-use mixfleet_simulated::{Clock, TimeOnlyDevice};
+use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::{HostRegion, Memory};
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -34,23 +38,6 @@ const BLOCK_TOKENS: u32 = 16;
 const STEP_TOKENS_MAX: u32 = 192;
 const SEQUENCES_MAX: u32 = 32;
 const REQUESTS: usize = 200;
-
-/// A device's clock that is the environment's.
-struct WorldClock(SeededEnv);
-
-impl Clock for WorldClock {
-    fn now(&self) -> Seconds {
-        self.0.now()
-    }
-
-    fn wait_until(&self, time: Seconds) {
-        self.0.block_until(time);
-    }
-
-    fn dilation(&self) -> f64 {
-        1.0
-    }
-}
 
 /// No way between instances.
 struct Apart(Memory);

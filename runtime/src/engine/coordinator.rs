@@ -463,9 +463,7 @@ impl Running {
         self.fleet_step(Event::LinkDown { from, to });
         let under_way = |t: &Tracked| t.prefill == from && t.decode == to && !t.joined;
         let its = self.requests.iter().filter(|(_, t)| under_way(t)).map(|(&request, _)| request);
-        let mut its: Vec<RequestId> = its.collect();
-        its.sort_unstable();
-        for request in its {
+        for request in its.collect::<Vec<RequestId>>() {
             self.fleet_step(Event::Cancelled { request });
             self.replay(request);
         }

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+pub(crate) mod clock;
+
 use mixfleet_hal::fault::FaultPlan;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::Stream;

@@ -3,6 +3,7 @@
 mod fences;
 mod network;
 
+use crate::fleet::clock::WorldClock;
 use crate::fleet::{Case, Fleet, prompt};
 use fences::Fences;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
@@ -23,7 +24,7 @@ use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Rejection, Sampling, ServiceTier, Update};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
-use mixfleet_simulated::{Clock, TimeOnlyDevice, VirtualClock};
+use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
 use mixfleet_wire::{Faulty, HostRegion, Memory};
 use network::{Cut, splice};
 use serde::Deserialize;
@@ -145,23 +146,6 @@ fn profile(flops: f64) -> DeviceProfile {
     let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
     let roof = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(flops / 2.0), Bytes(1e9));
     DeviceProfile { launch: Seconds(2e-4), launch_per_command: Seconds(1e-6), ..roof }
-}
-
-/// A device's clock that is the environment's.
-struct WorldClock(SeededEnv);
-
-impl Clock for WorldClock {
-    fn now(&self) -> Seconds {
-        self.0.now()
-    }
-
-    fn wait_until(&self, time: Seconds) {
-        self.0.block_until(time);
-    }
-
-    fn dilation(&self) -> f64 {
-        1.0
-    }
 }
 
 const BLOCK_TOKENS: u32 = 8;
