@@ -4,10 +4,12 @@
 //! straight from its memory; the owner has a thread for each stream, which receives straight into the region
 //! and answers when a frame has landed. [`protocol`] is what they say.
 //!
-//! Bytes move while the user is in `write`, `read` or `wait`: one thread drives all streams of a way, so that a
-//! short batch wakes nobody on this side. Whoever wants more than one core to send opens several ways.
+//! Bytes move whatever the user does meanwhile: each open way has a thread that waits for its streams
+//! ([`driven`]). One thread for all ways would be fewer, but one core would then encrypt for all peers, and the
+//! owner has a thread for each stream anyway. Whoever wants more than one core to send to a peer opens several ways.
 
 mod desk;
+mod driven;
 #[cfg(test)]
 mod hostile;
 mod inbox;
@@ -25,6 +27,7 @@ pub use tls::{Identity, Pem};
 
 use crate::key::Key;
 use desk::{Desk, Region};
+use driven::Driven;
 use link::Link;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
@@ -219,6 +222,6 @@ impl Transport for Tcp {
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let address = Address::decode(region)?;
-        Ok(Box::new(way::Way::open(local, &self.config, &address, region)?))
+        Ok(Box::new(Driven::start(way::Way::open(local, &self.config, &address, region)?)?))
     }
 }

@@ -55,6 +55,8 @@ pub(super) struct Stream {
     window_bytes: u64,
     /// It takes nothing more now.
     full: bool,
+    /// Whoever waits for it knows that.
+    watched: bool,
 }
 
 /// Offset of the frame's number in a head.
@@ -65,14 +67,25 @@ const DISCARD_BYTES: usize = 64 * 1024;
 impl Stream {
     /// `link` no longer blocks; both ends have said hello.
     pub(super) fn new(link: Link, inbox: Inbox, window_bytes: u64) -> Self {
-        let (going, awaited, answered, full) = (None, VecDeque::new(), false, false);
-        Stream { link, inbox, going, awaited, answered, frames: 0, bytes: 0, window_bytes, full }
+        let (going, awaited, answered) = (None, VecDeque::new(), false);
+        let (full, watched) = (false, false);
+        Stream { link, inbox, going, awaited, answered, frames: 0, bytes: 0, window_bytes, full, watched }
     }
 
     /// What to wait for.
     pub(super) fn poll_entry(&self) -> libc::pollfd {
         let events = if self.full { libc::POLLIN | libc::POLLOUT } else { libc::POLLIN };
         libc::pollfd { events, ..crate::poll::readable(self.link.socket()) }
+    }
+
+    /// Somebody is about to wait for [`poll_entry`](Self::poll_entry).
+    pub(super) fn watch(&mut self) {
+        self.watched = self.full;
+    }
+
+    /// It has become full since [`watch`](Self::watch).
+    pub(super) fn is_unwatched(&self) -> bool {
+        self.full && !self.watched
     }
 
     /// The socket takes something again.

@@ -13,7 +13,7 @@ use crate::memory::check;
 use crate::place::Place;
 use crate::poll;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId};
+use mixfleet_hal::transport::{Access, Descriptor, Piece, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -21,6 +21,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// A way as whoever holds it moves it: nothing in it blocks, but opening.
 pub(super) struct Way {
     /// Dropped before `local`: what they hold addresses of.
     streams: Vec<Stream>,
@@ -71,8 +72,9 @@ impl Way {
         })
     }
 
-    fn begin(&mut self, pieces: &[Piece], verb: Verb) -> Result<TransferId> {
-        self.step(Duration::ZERO)?;
+    /// Starts a batch, and sends as much of it as the streams take.
+    pub(super) fn begin(&mut self, pieces: &[Piece], verb: Verb) -> Result<TransferId> {
+        self.look()?;
         let allowed = match verb {
             Verb::Write => self.access.may_write(),
             Verb::Read => self.access.may_read(),
@@ -109,8 +111,12 @@ impl Way {
         Ok(Frame { batch, words, payload, into })
     }
 
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken.is_some()
+    }
+
     /// Breaks the way, for a reason that every later call repeats.
-    fn broke(&mut self, error: &io::Error) -> Error {
+    pub(super) fn broke(&mut self, error: &io::Error) -> Error {
         let error = closed(format!("the way to the region has closed: {error}"));
         self.broken = Some(error.clone());
         self.streams.clear();
@@ -134,14 +140,35 @@ impl Way {
         }
     }
 
-    /// Moves what can be moved, after waiting for it for `timeout` at most.
-    fn step(&mut self, timeout: Duration) -> Result<()> {
+    /// What to poll for before [`moved`](Self::moved).
+    pub(super) fn entries(&self) -> Vec<libc::pollfd> {
+        self.streams.iter().map(Stream::poll_entry).collect()
+    }
+
+    /// As [`entries`](Self::entries), for whoever then waits for them.
+    pub(super) fn watched(&mut self) -> Vec<libc::pollfd> {
+        self.streams.iter_mut().for_each(Stream::watch);
+        self.entries()
+    }
+
+    /// Whether a stream waits for room, and whoever waits for the streams does not know.
+    pub(super) fn is_unwatched(&self) -> bool {
+        self.streams.iter().any(Stream::is_unwatched)
+    }
+
+    /// Moves what can be moved at once.
+    pub(super) fn look(&mut self) -> Result<()> {
+        let mut entries = self.entries();
+        if let Err(error) = poll::wait(&mut entries, Some(Duration::ZERO)) {
+            return Err(self.broke(&error));
+        }
+        self.moved(&entries)
+    }
+
+    /// Moves what `entries` say. They may be of before others moved something: then there is less to move.
+    pub(super) fn moved(&mut self, entries: &[libc::pollfd]) -> Result<()> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
-        }
-        let mut entries: Vec<libc::pollfd> = self.streams.iter().map(Stream::poll_entry).collect();
-        if let Err(error) = poll::wait(&mut entries, Some(timeout)) {
-            return Err(self.broke(&error));
         }
         for (at, entry) in entries.iter().enumerate() {
             if entry.revents & libc::POLLOUT != 0 {
@@ -160,6 +187,38 @@ impl Way {
             }
         }
         self.send()
+    }
+
+    /// Whether there is an outcome of a batch to take.
+    pub(super) fn is_over(&self, transfer: TransferId) -> bool {
+        self.broken.is_some() || self.open.get(&transfer.0).is_none_or(|&left| left == 0)
+    }
+
+    /// Ends a batch that is complete, failed or unknown; none while it is under way.
+    pub(super) fn take_outcome(&mut self, transfer: TransferId) -> Option<Result<()>> {
+        if !self.is_over(transfer) {
+            return None;
+        }
+        Some(match (self.open.remove(&transfer.0), &self.broken) {
+            (None, _) => Err(not_open(transfer, self.next)),
+            // what landed before the way broke has landed
+            (Some(0), _) | (Some(_), None) => Ok(()),
+            (Some(_), Some(error)) => Err(error.clone()),
+        })
+    }
+
+    /// Gives up a batch. Frames that have not begun are not sent; what still comes of a read goes nowhere.
+    pub(super) fn give_up(&mut self, transfer: TransferId) -> Result<()> {
+        if self.open.remove(&transfer.0).is_some() {
+            self.queue.retain(|frame| frame.batch != transfer.0);
+            for stream in &mut self.streams {
+                stream.discard(transfer.0, &mut self.nowhere);
+            }
+        }
+        match &self.broken {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
     }
 }
 
@@ -184,60 +243,6 @@ fn cut(pieces: &[Piece], frame_bytes_max: u64) -> Vec<Vec<Piece>> {
         }
     }
     frames
-}
-
-impl Endpoint for Way {
-    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        self.begin(pieces, Verb::Write)
-    }
-
-    fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        self.begin(pieces, Verb::Read)
-    }
-
-    fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
-        // a time too long to be counted is for ever
-        let deadline = Instant::now().checked_add(timeout);
-        let mut left = timeout;
-        loop {
-            match self.open.get(&transfer.0) {
-                None => return Err(not_open(transfer, self.next)),
-                Some(0) => {
-                    self.open.remove(&transfer.0);
-                    return Ok(());
-                }
-                Some(_) => {}
-            }
-            if let Err(error) = self.step(left) {
-                // what landed before the way broke has landed
-                if self.open.remove(&transfer.0) != Some(0) {
-                    return Err(error);
-                }
-                return Ok(());
-            }
-            if self.open.get(&transfer.0) != Some(&0) {
-                left = deadline.map_or(timeout, |end| end.saturating_duration_since(Instant::now()));
-                if left.is_zero() {
-                    let detail = format!("transfer {} is under way after {timeout:?}", transfer.0);
-                    return Err(Error::new(ErrorKind::Timeout, detail));
-                }
-            }
-        }
-    }
-
-    /// Frames that have not begun are not sent; what still comes of a read goes nowhere.
-    fn cancel(&mut self, transfer: TransferId) -> Result<()> {
-        if self.open.remove(&transfer.0).is_some() {
-            self.queue.retain(|frame| frame.batch != transfer.0);
-            for stream in &mut self.streams {
-                stream.discard(transfer.0, &mut self.nowhere);
-            }
-        }
-        match &self.broken {
-            Some(error) => Err(error.clone()),
-            None => Ok(()),
-        }
-    }
 }
 
 /// Opens stream `number` to the first of `sockets` that answers. Returns it and that one, and what peers may do.

@@ -87,7 +87,8 @@ macro_rules! conformance {
                 many_small_pieces_land, big_batches_land, one_piece_out_of_bounds_stops_all,
                 a_region_is_reached_only_as_its_owner_said, two_ways_reach_one_region;
             waiting: a_transfer_ends_once, batches_are_waited_for_in_any_order,
-                zero_time_only_asks, a_batch_given_up_leaves_the_way_open;
+                zero_time_only_asks, batches_move_while_the_user_does_something_else,
+                a_way_that_is_dropped_in_the_middle_ends, a_batch_given_up_leaves_the_way_open;
             fencing: a_write_under_an_old_epoch_never_lands, after_deregistration_the_region_is_closed_and_freed,
                 descriptors_of_others_are_refused, writers_on_many_threads_stop_at_the_fence,
                 readers_see_nothing_new_after_the_fence, an_owner_that_is_gone_is_closed;

@@ -45,6 +45,39 @@ pub(crate) fn zero_time_only_asks(make: &dyn Fn() -> Pair) {
     assert!(content(&there) == bytes);
 }
 
+/// More than sockets and windows hold, so that it does not all go at the beginning.
+pub(crate) fn batches_move_while_the_user_does_something_else(make: &dyn Fn() -> Pair) {
+    const PIECES: u64 = 8;
+    let bytes = noise(8 << 20, 12);
+    let (pair, here, there) = (make(), region(&bytes), region(&vec![0; bytes.len()]));
+    let mut way = pair.way(&here, &pair.share(&there, Access::ReadWrite));
+    let length = bytes.len() as u64 / PIECES;
+    let begin = |at: u64| way.write(&[piece(at * length, at * length, length)]).unwrap();
+    let transfers: Vec<TransferId> = (0..PIECES).map(begin).collect();
+    let begun = std::time::Instant::now();
+    while content(&there) != bytes {
+        assert!(begun.elapsed() < LONG, "what was begun does not go on by itself");
+        std::thread::yield_now();
+    }
+    for transfer in transfers {
+        way.wait(transfer, LONG).unwrap();
+    }
+}
+
+pub(crate) fn a_way_that_is_dropped_in_the_middle_ends(make: &dyn Fn() -> Pair) {
+    let bytes = noise(8 << 20, 13);
+    let (pair, here, there) = (make(), region(&bytes), region(&vec![0; bytes.len()]));
+    let descriptor = pair.share(&there, Access::ReadWrite);
+    for _ in 0..4 {
+        let mut way = pair.way(&here, &descriptor);
+        way.write(&[piece(0, 0, bytes.len() as u64)]).unwrap();
+        drop(way);
+        assert_eq!(std::sync::Arc::strong_count(&here), 1);
+    }
+    write(&mut *pair.way(&here, &descriptor), &[piece(0, 0, bytes.len() as u64)]).unwrap();
+    assert!(content(&there) == bytes);
+}
+
 pub(crate) fn a_batch_given_up_leaves_the_way_open(make: &dyn Fn() -> Pair) {
     let (big, small) = (noise(8 << 20, 7), noise(1000, 8));
     let (pair, here) = (make(), region(&big));
