@@ -1,0 +1,22 @@
+//! The environment's time, as simulated devices see it.
+
+use mixfleet_hal::units::Seconds;
+use mixfleet_runtime::env::{Env, SeededEnv};
+use mixfleet_simulated::Clock;
+
+/// A device's clock that is the environment's.
+pub(crate) struct WorldClock(pub(crate) SeededEnv);
+
+impl Clock for WorldClock {
+    fn now(&self) -> Seconds {
+        self.0.now()
+    }
+
+    fn wait_until(&self, time: Seconds) {
+        self.0.block_until(time);
+    }
+
+    fn dilation(&self) -> f64 {
+        1.0
+    }
+}
