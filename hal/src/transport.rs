@@ -101,8 +101,9 @@ pub trait Transport: Send + Sync {
 /// The active end of an open way. After an error of `write`, `read` or `wait` other than `Timeout` and
 /// `Invalid`, the way is broken: connect anew.
 pub trait Endpoint: Send {
-    /// Starts to write all pieces to the peer. They move while the caller does something else, land in any order, and
-    /// have landed when `wait` says so; the bytes here must not change until then.
+    /// Starts to write all pieces to the peer. They move while the caller does something else (of more than a queue
+    /// pair's depth, RDMA moves the rest when it is next called), land in any order, and have landed when `wait` says so;
+    /// the bytes here must not change until then.
     ///
     /// # Errors
     /// `Invalid` when a piece leaves either memory or peers may not write; nothing has begun then. `Closed` when the way is.

@@ -123,6 +123,9 @@ pub struct Metrics {
     pub device_temperature_c: Family<DeviceLabels, FractionGauge>,
     /// `mixfleet_kv_transfer_seconds`: first block sent to last block checked, per request, by the engine.
     pub kv_transfer_s: Histogram,
+    /// `mixfleet_kv_exposed_seconds`: prompt computed and first token drawn on one instance to all of its KV on the other,
+    /// per request that has two, by the engine: the part of the transfer that no computing hid.
+    pub kv_exposed_s: Histogram,
     /// `mixfleet_kv_transfer_bytes_total`: KV payload that arrived and passed its check, by the engine.
     pub kv_transfer_bytes: Counter,
     /// `mixfleet_kv_transfer_retries_total`: blocks sent again after a failed check, by the engine.
@@ -172,6 +175,7 @@ impl Metrics {
             device_power_w: with_unit(to, "device_power", Unit::Other("watts".into()), "Power draw"),
             device_temperature_c: with_unit(to, "device_temperature", Unit::Celsius, "Temperature"),
             kv_transfer_s: seconds(to, "kv_transfer", "First KV block sent to last checked", &LATENCY_S),
+            kv_exposed_s: seconds(to, "kv_exposed", "Prompt computed to its KV where it decodes", &LATENCY_S),
             kv_transfer_bytes: with_unit(to, "kv_transfer", Unit::Bytes, "KV payload arrived and checked"),
             kv_transfer_retries: plain(to, "kv_transfer_retries", "KV blocks sent again"),
             kv_transfer_recomputes: plain(to, "kv_transfer_recomputes", "Requests recomputed after transfer"),

@@ -2,6 +2,8 @@
 
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
+#[path = "fleet/authority.rs"]
+mod authority;
 mod common;
 
 use serde_json::{Value, json};
@@ -78,6 +80,8 @@ struct Fleet {
     port: u16,
     data: PathBuf,
     model: PathBuf,
+    /// Of every member.
+    flags: Vec<String>,
 }
 
 fn free_port() -> u16 {
@@ -106,24 +110,25 @@ impl Fleet {
             return None;
         }
         let (data, port) = (common::scratch(name), free_port());
-        Some(Fleet { etcd: etcd(&data, port), port, data, model })
+        Some(Fleet { etcd: etcd(&data, port), port, data, model, flags: Vec::new() })
     }
 
     fn command(&self, model: &Path, name: &str, arguments: &[&str]) -> Command {
         let mut command = common::mixfleet();
         command.args([name, "--etcd", &format!("http://127.0.0.1:{}", self.port), "--lease-s", "2"]);
         command.args(["--kv-memory", "0.02", "--activations", "f32", "--kv-dtype", "f32"]);
-        command.arg("--model").arg(model).args(arguments);
+        command.arg("--model").arg(model).args(arguments).args(&self.flags);
         command
     }
 
-    fn worker(&self, device: &str, role: &str) -> Process {
-        Process::start(&mut self.command(&self.model, "worker", &["--device", device, "--role", role]))
+    fn worker(&self, device: &str, role: &str, more: &[&str]) -> Process {
+        let arguments = [&["--device", device, "--role", role], more].concat();
+        Process::start(&mut self.command(&self.model, "worker", &arguments))
     }
 
     /// A worker that has joined, and its name.
-    fn joined(&self, device: &str, role: &str) -> (Process, String) {
-        let mut worker = self.worker(device, role);
+    fn joined(&self, device: &str, role: &str, more: &[&str]) -> (Process, String) {
+        let mut worker = self.worker(device, role, more);
         let line = worker.says("joined");
         let (_, name) = line.split_once("member=\"").unwrap();
         let name = name.split('"').next().unwrap().to_string();
@@ -141,7 +146,9 @@ impl Fleet {
 
     fn status(&self) -> Value {
         let url = format!("http://127.0.0.1:{}", self.port);
-        let output = common::mixfleet().args(["fleet", "status", "--json", "--etcd", &url]).output().unwrap();
+        let mut command = common::mixfleet();
+        let output =
+            command.args(["fleet", "status", "--json", "--etcd", &url]).args(&self.flags).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
     }
@@ -157,6 +164,15 @@ fn stream(address: &str, case: &Value, tokens: usize) -> BufReader<TcpStream> {
     let length = body.len();
     write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
     BufReader::new(stream)
+}
+
+/// The answer to a GET.
+fn get(address: &str, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(stream, "GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
 }
 
 /// The text of the next event; none at the end.
@@ -226,8 +242,8 @@ fn a_stream_goes_on_when_its_decode_worker_is_killed_and_another_router_serves_w
     let Some(fleet) = Fleet::new("killed") else { return };
     let case = &common::golden(&fleet.model)["cases"][5];
     let expected = alone(&fleet, case, TOKENS);
-    let (_prefill, _) = fleet.joined("cpu", "prefill");
-    let mut decoders = [fleet.joined("cpu@0", "decode").0, fleet.joined("cpu@1", "decode").0];
+    let (_prefill, _) = fleet.joined("cpu", "prefill", &[]);
+    let mut decoders = [fleet.joined("cpu@0", "decode", &[]).0, fleet.joined("cpu@1", "decode", &[]).0];
     let ((mut router, address), (_other, other_address)) = (fleet.router(), fleet.router());
     wait_until_served(&address, case);
     wait_until_served(&other_address, case);
@@ -258,14 +274,14 @@ fn a_stream_goes_on_when_its_decode_worker_is_killed_and_another_router_serves_w
 fn a_hung_worker_is_left_out_and_comes_back() {
     let Some(fleet) = Fleet::new("hung") else { return };
     let case = &common::golden(&fleet.model)["cases"][0];
-    let (hung, _) = fleet.joined("cpu@0", "auto");
+    let (hung, _) = fleet.joined("cpu@0", "auto", &[]);
     let (mut router, address) = fleet.router();
     wait_until_served(&address, case);
     let begun = std::time::Instant::now();
     hung.signal("-STOP");
     router.says("a worker process is lost");
     println!("a hung worker was missed after {:.2} s; the lease is 2 s", begun.elapsed().as_secs_f64());
-    let (_fresh, _) = fleet.joined("cpu@1", "auto");
+    let (_fresh, _) = fleet.joined("cpu@1", "auto", &[]);
     wait_until_served(&address, case);
     // It finds its sessions gone, and is a member again.
     hung.signal("-CONT");
@@ -278,14 +294,14 @@ fn without_etcd_serving_goes_on_and_joining_waits() {
     let Some(mut fleet) = Fleet::new("etcd") else { return };
     let case = &common::golden(&fleet.model)["cases"][1];
     let expected = alone(&fleet, case, 48);
-    let (mut first, name) = fleet.joined("cpu@0", "auto");
+    let (mut first, name) = fleet.joined("cpu@0", "auto", &[]);
     let (mut router, address) = fleet.router();
     wait_until_served(&address, case);
 
     fleet.etcd.kill();
     router.says("etcd is lost");
     first.says("etcd is lost");
-    let mut late = fleet.worker("cpu@1", "auto");
+    let mut late = fleet.worker("cpu@1", "auto", &[]);
     late.says("etcd is not reached: joining the fleet waits");
     assert_eq!(rest(stream(&address, case, 48), String::new()), expected);
 
@@ -302,10 +318,88 @@ fn without_etcd_serving_goes_on_and_joining_waits() {
     assert_eq!(rest(stream(&address, case, 48), String::new()), expected);
 }
 
+/// A prefill worker, a decode worker and a router.
+struct Split {
+    _workers: [Process; 2],
+    router: Process,
+    address: String,
+}
+
+impl Split {
+    /// Has answered a request with the golden tokens, whose KV went from one worker to the other.
+    fn new(fleet: &Fleet, worker_flags: &[&str]) -> Self {
+        let case = &common::golden(&fleet.model)["cases"][5];
+        let (prefill, _) = fleet.joined("cpu@0", "prefill", worker_flags);
+        let (mut decode, _) = fleet.joined("cpu@1", "decode", worker_flags);
+        decode.says("exchanges KV with a worker process");
+        let (mut router, address) = fleet.router();
+        wait_until_served(&address, case);
+        let split = |router: &mut Process| {
+            let placed = router.says("placed");
+            assert!(placed.contains("prefill=cpu@0") && placed.contains("decode=cpu@1"), "{placed}");
+        };
+        split(&mut router);
+        assert_eq!(rest(stream(&address, case, 48), String::new()), alone(fleet, case, 48));
+        split(&mut router);
+        let metrics = get(&address, "/metrics");
+        let handed = metrics.lines().find_map(|l| l.strip_prefix("mixfleet_kv_exposed_seconds_count "));
+        assert!(handed.is_some_and(|count| count.parse::<u64>().unwrap() > 0), "{metrics}");
+        Split { _workers: [prefill, decode], router, address }
+    }
+}
+
+/// What carries KV between the two workers of a fleet.
+fn transport_between(fleet: &Fleet) -> String {
+    let status = fleet.status();
+    let members = status["members"].as_array().unwrap();
+    let links = members.iter().filter_map(|member| member["links"].as_object()).flatten();
+    let up: Vec<&Value> = links.map(|(_, link)| link).filter(|link| link["state"] == "up").collect();
+    assert_eq!(up.len(), 1, "{status}");
+    up[0]["transport"].as_str().unwrap().to_string()
+}
+
+#[test]
+fn kv_goes_over_tcp_where_only_that_is_wanted() {
+    let Some(fleet) = Fleet::new("tcp") else { return };
+    let _split = Split::new(&fleet, &["--transports", "tcp"]);
+    assert_eq!(transport_between(&fleet), "tcp");
+}
+
+#[test]
+fn members_of_one_authority_serve_under_tls_and_who_has_another_is_refused() {
+    let Some(mut fleet) = Fleet::new("tls") else { return };
+    fleet.flags = authority::member(&fleet.data, "ours");
+    let mut split = Split::new(&fleet, &["--transports", "tcp"]);
+    assert_eq!(transport_between(&fleet), "tcp");
+
+    let ours = std::mem::replace(&mut fleet.flags, authority::member(&fleet.data, "theirs"));
+    // etcd takes anyone of this host here: it is the sessions that are refused.
+    let (mut stranger, _) = fleet.joined("cpu", "auto", &[]);
+    // as the one that calls, and as the one that is called
+    for refused in [stranger.says("no session"), split.router.says("no session")] {
+        assert!(refused.contains("certificate"), "{refused}");
+    }
+    fleet.flags = ours;
+    let case = &common::golden(&fleet.model)["cases"][1];
+    assert_eq!(rest(stream(&split.address, case, 48), String::new()), alone(&fleet, case, 48));
+}
+
+#[test]
+fn ways_of_kv_that_cannot_be_are_usage_errors() {
+    for (names, says) in [("tcp,tcp", "names tcp twice"), ("pigeon", "possible values")] {
+        let mut command = common::mixfleet();
+        command.args(["worker", "--etcd", "http://127.0.0.1:1", "--transports", names]);
+        let output = command.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(says), "{said}");
+    }
+}
+
 #[test]
 fn a_worker_with_another_model_is_refused_with_the_reason() {
     let Some(fleet) = Fleet::new("model") else { return };
-    let (_first, _) = fleet.joined("cpu@0", "auto");
+    let (_first, _) = fleet.joined("cpu@0", "auto", &[]);
     let other = fleet.model.with_file_name("qwen3-qknorm-tied-bf16");
     let output = fleet.command(&other, "worker", &["--device", "cpu@1"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);

@@ -3,13 +3,14 @@
 
 use super::directory::Directory;
 use super::events::LoggedFleet;
+use super::identity::Identity;
 use super::messages::{FromWorker, HandOff, Job, Landing, Report, ToWorker};
 use crate::api::Placements;
 use crate::env::{SharedEnv, Task};
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::request::{FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update};
+use mixfleet_hal::DType;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{DType, random};
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, Instance, InstanceId, Link, Objective, PromptChain, RejectReason,
@@ -35,17 +36,6 @@ pub(super) struct InstanceHandle {
     pub(super) block_tokens: u32,
 }
 
-/// What belongs to the model, not to a device.
-#[derive(Clone, Debug)]
-pub struct Identity {
-    /// Digest of configuration and weights.
-    pub model_digest: String,
-    /// Digest of the tokenizer.
-    pub tokenizer_digest: String,
-    /// Makes block hashes hard to aim at.
-    pub secret: [u8; 16],
-}
-
 struct Tracked {
     wanted: Arc<GenerateRequest>,
     updates: mpsc::UnboundedSender<Update>,
@@ -62,6 +52,8 @@ struct Tracked {
     started: bool,
     /// All of its KV is where it decodes.
     joined: bool,
+    /// The prompt was computed where it does not decode.
+    computed_at: Option<Seconds>,
     placed_at: Seconds,
     _watched: oneshot::Sender<()>,
 }
@@ -231,6 +223,7 @@ impl Running {
                     decode,
                     started: false,
                     joined: false,
+                    computed_at: None,
                     placed_at: self.parts.env.now(),
                     _watched,
                 };
@@ -345,6 +338,9 @@ impl Running {
             FromWorker::Joined { request } => {
                 if let Some(tracked) = self.requests.get_mut(&request).filter(|t| t.decode == instance) {
                     tracked.joined = true;
+                    if let Some(computed_at) = tracked.computed_at.take() {
+                        self.parts.metrics.kv_exposed_s.observe((self.parts.env.now() - computed_at).0);
+                    }
                 }
                 self.fleet_step(Event::TransferDone { request, instance });
             }
@@ -418,6 +414,12 @@ impl Running {
         }
         let first = tracked.generated.is_empty();
         tracked.generated.push(token);
+        match (instance != tracked.decode, tracked.joined) {
+            (true, false) => tracked.computed_at = Some(self.parts.env.now()),
+            // the two words came by ways of their own
+            (true, true) => self.parts.metrics.kv_exposed_s.observe(0.0),
+            (false, _) => {}
+        }
         // A client that is gone is noticed by its watcher.
         let _ = tracked.updates.send(Update::Token { id: token, logprobs });
         let event = if first || instance != tracked.decode {
@@ -495,7 +497,7 @@ impl Running {
         self.cancel_on_both(request, tracked);
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
-        tracked.joined = false;
+        (tracked.joined, tracked.computed_at) = (false, None);
         let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.due);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
         let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
@@ -575,14 +577,4 @@ fn refuse(
         _ => Rejection::Unavailable(reason.to_string()),
     };
     let _ = admitted.send(Err(rejection));
-}
-
-impl Identity {
-    /// An identity with a secret from 128 random bits.
-    pub fn new(model_digest: String, tokenizer_digest: String, random_bits: [u64; 2]) -> Self {
-        let mut secret = [0; 16];
-        secret[..8].copy_from_slice(&random::bits(random_bits[0], 0).to_le_bytes());
-        secret[8..].copy_from_slice(&random::bits(random_bits[1], 1).to_le_bytes());
-        Identity { model_digest, tokenizer_digest, secret }
-    }
 }

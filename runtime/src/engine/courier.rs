@@ -27,7 +27,7 @@ pub struct HandOffLimits {
     pub slot_bytes: u64,
     /// Slots.
     pub slots: u32,
-    /// For one piece, after which it counts as failed.
+    /// For one piece, from when nothing of its way goes before it; then it counts as failed.
     pub timeout: Duration,
 }
 
@@ -180,7 +180,7 @@ impl Courier {
         }
     }
 
-    /// For how long the oldest of what is on its way has been so; none if nothing is.
+    /// For how long what goes first has done so; none if nothing is on its way.
     pub(super) fn longest_send(&self, now: Seconds) -> Option<Seconds> {
         let firsts = self.ways.values().filter_map(|way| way.sends.front());
         firsts.map(|send| now - send.since).max_by(|a, b| a.0.total_cmp(&b.0))
@@ -217,6 +217,7 @@ struct Sending {
     parcel: Parcel,
     /// None: it has to begin, or to begin anew.
     transfer: Option<TransferId>,
+    /// When it began, or became the first: a link that is slow and full must not look like one that is lost.
     since: Seconds,
 }
 
@@ -306,7 +307,13 @@ impl Way {
                 continue;
             };
             match endpoint.wait(transfer, patience) {
-                Ok(()) => return Some(Sent::Landed(self.sends.pop_front()?.parcel)),
+                Ok(()) => {
+                    let landed = self.sends.pop_front()?.parcel;
+                    if let Some(next) = self.sends.front_mut() {
+                        next.since = now;
+                    }
+                    return Some(Sent::Landed(landed));
+                }
                 Err(error) if error.kind == ErrorKind::Timeout && (now - since).0 < timeout.as_secs_f64() => {
                     return None;
                 }

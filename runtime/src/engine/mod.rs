@@ -15,13 +15,14 @@ pub(crate) mod directory;
 pub mod events;
 mod handoff;
 mod health;
+mod identity;
 pub(crate) mod instance;
 pub(crate) mod messages;
 mod worker;
 
-pub use coordinator::Identity;
 pub use courier::{HandOffLimits, Links};
 pub use handoff::wire_dtype;
+pub use identity::Identity;
 pub use instance::{InstanceLimits, InstanceSpec, Loaded};
 
 use crate::api::Placements;

@@ -91,7 +91,8 @@ pub(crate) struct Fleet {
     checkpoint: Checkpoint,
     members: Vec<Member>,
     blocks: u32,
-    faults: FaultPlan,
+    transport: Arc<dyn Transport>,
+    hand_off_timeout: Duration,
     metrics: Metrics,
     policy: Policy,
     log: Option<Log>,
@@ -124,7 +125,8 @@ impl Fleet {
             checkpoint,
             members: Vec::new(),
             blocks: 64,
-            faults: FaultPlan::default(),
+            transport: Arc::new(Memory::new()),
+            hand_off_timeout: HandOffLimits::default().timeout,
             metrics: Metrics::new(),
             policy: Policy::default(),
             log: None,
@@ -172,9 +174,28 @@ impl Fleet {
         self
     }
 
-    pub(crate) fn faults(mut self, faults: FaultPlan) -> Self {
-        self.faults = faults;
+    pub(crate) fn faults(self, faults: FaultPlan) -> Self {
+        self.transport(Arc::new(Faulty::new(Memory::new(), faults)))
+    }
+
+    pub(crate) fn transport(mut self, transport: Arc<dyn Transport>) -> Self {
+        self.transport = transport;
         self
+    }
+
+    pub(crate) fn hand_off_timeout(mut self, timeout: Duration) -> Self {
+        self.hand_off_timeout = timeout;
+        self
+    }
+
+    /// Sum of `kv_exposed_s`, and of how many.
+    pub(crate) fn exposed_s(&self) -> (f64, u64) {
+        let text = self.metrics.encode();
+        let value = |what: &str| {
+            let name = format!("mixfleet_kv_exposed_seconds_{what} ");
+            text.lines().find_map(|line| line.strip_prefix(&name)).expect("it is registered").to_owned()
+        };
+        (value("sum").parse().unwrap(), value("count").parse().unwrap())
     }
 
     pub(crate) fn transfer_troubles(&self) -> (u64, u64) {
@@ -208,7 +229,6 @@ impl Fleet {
             };
             (Loaded::new(&config, spec).unwrap(), CostModel::Coefficients(cost))
         });
-        let transport: Arc<dyn Transport> = Arc::new(Faulty::new(Memory::new(), self.faults.clone()));
         let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
         let events = self.log.clone().map(|log| EventLog::start(&env, Box::new(log)).0);
         let parts = EngineParts {
@@ -216,9 +236,9 @@ impl Fleet {
             env,
             instances: instances.collect(),
             config,
-            links: Links { transports: vec![transport], make_region: Arc::new(region) },
+            links: Links { transports: vec![self.transport.clone()], make_region: Arc::new(region) },
             limits: EngineConfig {
-                hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, ..HandOffLimits::default() },
+                hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, timeout: self.hand_off_timeout },
                 policy: self.policy,
                 ..EngineConfig::default()
             },

@@ -5,6 +5,9 @@
 //! transport carries them itself ([`VerbsOptions::listen`]), or the layer above does, by [`Verbs::open_half`] and
 //! [`Verbs::accept`].
 //!
+//! The NIC moves what was posted whatever the user does: `queue_pairs * depth` slices of each NIC, 16 MiB by default.
+//! What is beyond is posted when the user next writes, reads or waits.
+//!
 //! Fencing: keys are made anew for each registration and end with it, on the NIC itself. `deregister` first
 //! destroys all queue pairs that lead to the region, then its keys.
 

@@ -5,7 +5,7 @@ mod process;
 mod status;
 
 use crate::args::{FrontArgs, InstanceArgs, ModelArgs};
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
 pub(crate) use process::{router, worker};
@@ -64,9 +64,26 @@ pub(crate) struct WorkerArgs {
     /// Where KV comes in [default: a free port of the same address]
     #[arg(long, value_name = "HOST:PORT")]
     listen_data: Option<String>,
+    /// How KV may travel, best first: without one that is broken here [default: memory,shm,tcp]
+    #[arg(
+        long,
+        value_name = "NAME,NAME",
+        value_delimiter = ',',
+        default_value = "memory,shm,tcp",
+        hide_default_value = true,
+        hide_possible_values = true
+    )]
+    transports: Vec<TransportName>,
     /// Log as JSON lines
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TransportName {
+    Memory,
+    Shm,
+    Tcp,
 }
 
 #[derive(Debug, Args)]

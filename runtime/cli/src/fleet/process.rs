@@ -1,10 +1,11 @@
 //! `mixfleet router` and `mixfleet worker`
 
 use super::join::Join;
-use super::{RouterArgs, WorkerArgs};
+use super::{RouterArgs, TransportName, WorkerArgs};
+use crate::Usage;
 use crate::serve::{self, Around};
 use crate::start;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::api::ServedModel;
@@ -96,6 +97,12 @@ async fn charter(join: &Join, model: &crate::model::Model, env: &SharedEnv) -> R
 /// `mixfleet worker`
 pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
     serve::log(args.json);
+    if let Some((_, name)) =
+        args.transports.iter().enumerate().find(|(at, name)| args.transports[..*at].contains(name))
+    {
+        let name = format!("{name:?}").to_lowercase();
+        return Err(Usage(format!("--transports names {name} twice")).into());
+    }
     let control = args.join.listen("--listen-control", &args.listen_control)?;
     let data = match &args.listen_data {
         Some(text) => args.join.listen("--listen-data", text)?,
@@ -145,7 +152,7 @@ async fn join_as_worker(
     let model = serve::load_model(&args.model, env)?;
     let (charter, own) = charter(&join, &model, env).await?;
     let (loaded, prices) = load(args, model).await?;
-    let transports = transports(&join, data)?;
+    let transports = transports(&join, &args.transports, data)?;
     let names = transports.iter().map(|transport| transport.name().to_owned()).collect();
     let ways = Ways {
         links: start::links(transports),
@@ -204,19 +211,28 @@ fn record(id: InstanceId, loaded: &Loaded, usd_per_hour: Option<f64>) -> Instanc
     }
 }
 
-/// The ways of this process to others, best first.
-fn transports(join: &Join, data: SocketAddr) -> Result<Vec<Arc<dyn Transport>>> {
-    let tcp = TcpConfig {
-        // A worker waits for that while a peer's host is away.
-        connect_timeout: PIECE_TIMEOUT,
-        silence: join.rpc.silence,
-        ..TcpConfig::new(data, join.security()?)
-    };
-    let mut transports: Vec<Arc<dyn Transport>> = vec![Arc::new(Memory::new())];
-    match Shm::new() {
-        Ok(shm) => transports.push(Arc::new(shm)),
-        Err(error) => tracing::warn!(%error, "no shared memory: KV goes over TCP on this host too"),
+/// The ways of this process to others, in the order of their `names`.
+fn transports(join: &Join, names: &[TransportName], data: SocketAddr) -> Result<Vec<Arc<dyn Transport>>> {
+    let mut transports: Vec<Arc<dyn Transport>> = Vec::new();
+    for name in names {
+        match name {
+            TransportName::Memory => transports.push(Arc::new(Memory::new())),
+            TransportName::Shm => match Shm::new() {
+                Ok(shm) => transports.push(Arc::new(shm)),
+                Err(error) => {
+                    tracing::warn!(%error, "no shared memory: KV goes another way on this host too")
+                }
+            },
+            TransportName::Tcp => transports.push(Arc::new(Tcp::new(TcpConfig {
+                // A worker waits for that while a peer's host is away.
+                connect_timeout: PIECE_TIMEOUT,
+                silence: join.rpc.silence,
+                ..TcpConfig::new(data, join.security()?)
+            })?)),
+        }
     }
-    transports.push(Arc::new(Tcp::new(tcp)?));
+    if transports.is_empty() {
+        bail!("none of --transports works here: add tcp");
+    }
     Ok(transports)
 }

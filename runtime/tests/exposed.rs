@@ -1,0 +1,206 @@
+//! How much of a hand-off shows: simulated parts and a link of a known rate, in virtual time.
+
+#![allow(clippy::print_stdout, reason = "the numbers")]
+
+mod fleet;
+
+use fleet::{Fleet, prompt, request};
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
+use mixfleet_hal::{DType, Device, Error, ErrorKind, Result};
+use mixfleet_runtime::env::{Env, SeededEnv};
+use mixfleet_runtime::model::Checkpoint;
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::request::Update;
+use mixfleet_scheduler::fleet::Role;
+use mixfleet_simulated::{Clock, TimeOnlyDevice};
+use mixfleet_wire::Memory;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+const LAYERS: u32 = 12;
+/// Five chunks of the 24 tokens that the fleet's steps have.
+const PROMPT_TOKENS: u32 = 120;
+
+/// A device's clock that is the environment's.
+struct WorldClock(SeededEnv);
+
+impl Clock for WorldClock {
+    fn now(&self) -> Seconds {
+        self.0.now()
+    }
+
+    fn wait_until(&self, time: Seconds) {
+        self.0.block_until(time);
+    }
+
+    fn dilation(&self) -> f64 {
+        1.0
+    }
+}
+
+/// Ways that take their time, whatever the sender does meanwhile. What is sent is there before its time; nobody looks
+/// before the sender says so.
+struct Paced {
+    memory: Memory,
+    env: SeededEnv,
+    bytes_per_s: f64,
+}
+
+impl Transport for Paced {
+    fn name(&self) -> &'static str {
+        self.memory.name()
+    }
+
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+        self.memory.register(memory, access)
+    }
+
+    fn deregister(&self, region: &Descriptor) -> Result<()> {
+        self.memory.deregister(region)
+    }
+
+    fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
+        let inner = self.memory.connect(local, region)?;
+        let (env, bytes_per_s) = (self.env.clone(), self.bytes_per_s);
+        Ok(Box::new(PacedWay { inner, env, bytes_per_s, free_at: Seconds::ZERO, landing: BTreeMap::new() }))
+    }
+}
+
+struct PacedWay {
+    inner: Box<dyn Endpoint>,
+    env: SeededEnv,
+    bytes_per_s: f64,
+    /// When all that was begun has landed.
+    free_at: Seconds,
+    landing: BTreeMap<u64, Seconds>,
+}
+
+impl Endpoint for PacedWay {
+    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+        let transfer = self.inner.write(pieces)?;
+        let bytes: u64 = pieces.iter().map(|piece| piece.bytes).sum();
+        self.free_at = self.free_at.max(self.env.now()) + Seconds(bytes as f64 / self.bytes_per_s);
+        self.landing.insert(transfer.0, self.free_at);
+        Ok(transfer)
+    }
+
+    fn read(&mut self, _: &[Piece]) -> Result<TransferId> {
+        Err(Error::unsupported("hand-offs only write"))
+    }
+
+    fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
+        if let Some(&lands) = self.landing.get(&transfer.0) {
+            self.env.block_until(lands.min(self.env.now() + Seconds(timeout.as_secs_f64())));
+            if self.env.now() < lands {
+                return Err(Error::new(ErrorKind::Timeout, "it is on its way"));
+            }
+            self.landing.remove(&transfer.0);
+        }
+        self.inner.wait(transfer, timeout)
+    }
+
+    fn cancel(&mut self, transfer: TransferId) -> Result<()> {
+        self.landing.remove(&transfer.0);
+        self.inner.cancel(transfer)
+    }
+}
+
+fn checkpoint() -> Checkpoint {
+    let (_, mut random) = tiny_variants().remove(1);
+    random.config.insert("num_hidden_layers".into(), json!(LAYERS));
+    random.load().unwrap()
+}
+
+/// What one request met.
+struct Met {
+    tokens: Vec<u32>,
+    ttft_s: f64,
+    exposed_s: f64,
+    retries: u64,
+}
+
+/// One prompt over a link of so many bytes per second, whose pieces have `timeout` each.
+fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> Met {
+    let env = SeededEnv::with_blocking_workers(5);
+    let device = |at: usize| -> Arc<dyn Device> {
+        let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(2e7)));
+        let profile = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(1e9), Bytes(1e9));
+        let clock = Arc::new(WorldClock(env.clone()));
+        Arc::new(TimeOnlyDevice::new(&format!("device{at}"), profile, clock).unwrap())
+    };
+    let fleet = Fleet::new(checkpoint.clone())
+        .with_device(Role::Prefill, device(0))
+        .with_device(Role::Decode, device(1))
+        .transport(Arc::new(Paced { memory: Memory::new(), env: env.clone(), bytes_per_s }))
+        .hand_off_timeout(timeout);
+    let handle = fleet.start(Arc::new(env.clone()));
+    let prompt = prompt(PROMPT_TOKENS, 3, &checkpoint.config);
+    let world = env.clone();
+    let (tokens, ttft_s) = env.run(async move {
+        let begun = world.now();
+        let mut updates = handle.submit(request("one".into(), prompt, 6, None)).await.expect("admitted");
+        let (mut tokens, mut ttft_s) = (Vec::new(), f64::NAN);
+        while let Some(update) = updates.recv().await {
+            match update {
+                Update::Token { id, .. } => {
+                    if tokens.is_empty() {
+                        ttft_s = (world.now() - begun).0;
+                    }
+                    tokens.push(id);
+                }
+                Update::Failed(message) => panic!("{message}"),
+                _ => {}
+            }
+        }
+        (tokens, ttft_s)
+    });
+    env.end();
+    let (exposed_s, requests) = fleet.exposed_s();
+    assert_eq!(requests, 1, "one request was handed off");
+    Met { tokens, ttft_s, exposed_s, retries: fleet.transfer_troubles().0 }
+}
+
+const PATIENT: Duration = Duration::from_secs(1000);
+
+#[test]
+fn a_link_of_twice_the_need_hides_all_but_the_last_layer_and_one_of_half_shows_what_is_left() {
+    let checkpoint = checkpoint();
+    let kv_bytes = (u64::from(PROMPT_TOKENS) * checkpoint.config.kv_bytes_per_token(DType::F32)) as f64;
+    let free = hand_off(&checkpoint, 1e15, PATIENT);
+    let need = kv_bytes / free.ttft_s;
+    assert!(free.exposed_s < 0.01 * free.ttft_s, "{} of {} s", free.exposed_s, free.ttft_s);
+
+    let wide = hand_off(&checkpoint, 2.0 * need, PATIENT);
+    let serial_s = kv_bytes / (2.0 * need);
+    let layer_s = serial_s / f64::from(LAYERS * PROMPT_TOKENS / 24);
+    assert!(wide.exposed_s <= 0.1 * serial_s + layer_s, "{} of {serial_s} s", wide.exposed_s);
+    assert!(wide.exposed_s > 0.0, "the last layer's KV cannot leave before it is computed");
+    println!("serial {serial_s:.3} s, a layer {layer_s:.4} s, exposed {:.4} s", wide.exposed_s);
+    assert!(wide.ttft_s <= 1.01 * free.ttft_s, "the prompt waited for its KV: {} s", wide.ttft_s);
+
+    // Slots bound what is on its way: what the link does not take holds the prompt up, or shows after it.
+    let narrow = hand_off(&checkpoint, 0.5 * need, PATIENT);
+    let late_s = narrow.ttft_s - free.ttft_s + narrow.exposed_s;
+    let unhidden_s = kv_bytes / (0.5 * need) - free.ttft_s;
+    assert!((0.95..1.3).contains(&(late_s / unhidden_s)), "{late_s} s late, {unhidden_s} s are not hidden");
+
+    for other in [&wide, &narrow] {
+        assert_eq!(other.tokens, free.tokens);
+        assert_eq!(other.retries, 0);
+    }
+}
+
+/// Three pieces are under way at a time: the last of them takes three times as long as the link needs for one.
+#[test]
+fn a_slow_link_is_not_taken_for_a_lost_one() {
+    let checkpoint = checkpoint();
+    let slot_bytes = 2048.0;
+    let slow = hand_off(&checkpoint, slot_bytes / 1.0, Duration::from_millis(1500));
+    assert_eq!(slow.retries, 0);
+    assert_eq!(slow.tokens, hand_off(&checkpoint, 1e15, PATIENT).tokens);
+}
