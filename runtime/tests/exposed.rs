@@ -4,6 +4,7 @@
 
 mod fleet;
 
+use fleet::clock::WorldClock;
 use fleet::{Fleet, prompt, request};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
@@ -15,7 +16,7 @@ use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::Update;
 use mixfleet_scheduler::fleet::Role;
-use mixfleet_simulated::{Clock, TimeOnlyDevice};
+use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::Memory;
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -25,23 +26,6 @@ use std::time::Duration;
 const LAYERS: u32 = 12;
 /// Five chunks of the 24 tokens that the fleet's steps have.
 const PROMPT_TOKENS: u32 = 120;
-
-/// A device's clock that is the environment's.
-struct WorldClock(SeededEnv);
-
-impl Clock for WorldClock {
-    fn now(&self) -> Seconds {
-        self.0.now()
-    }
-
-    fn wait_until(&self, time: Seconds) {
-        self.0.block_until(time);
-    }
-
-    fn dilation(&self) -> f64 {
-        1.0
-    }
-}
 
 /// Ways that take their time, whatever the sender does meanwhile. What is sent is there before its time; nobody looks
 /// before the sender says so.
