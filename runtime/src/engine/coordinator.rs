@@ -94,6 +94,8 @@ pub(super) struct Running {
     /// Those that lost their place and found no other yet, with when they give up.
     homeless: BTreeMap<RequestId, Seconds>,
     next: RequestId,
+    /// The environment's beginning in seconds since 1970: instances order the requests of all routers by one clock.
+    began: Seconds,
     left: mpsc::UnboundedReceiver<RequestId>,
     leave: mpsc::UnboundedSender<RequestId>,
 }
@@ -103,8 +105,10 @@ impl Coordinator {
     pub(super) async fn run(self) {
         let (leave, left) = mpsc::unbounded_channel();
         let next = self.first_request;
+        // Read once: a wall clock that is set later reorders nothing.
+        let began = self.env.unix_time() - self.env.now();
         let (requests, homeless) = (BTreeMap::new(), BTreeMap::new());
-        Running { parts: self, requests, homeless, next, left, leave }.serve().await;
+        Running { parts: self, requests, homeless, next, began, left, leave }.serve().await;
     }
 }
 
@@ -299,7 +303,7 @@ impl Running {
         let Tracked { wanted, generated, attempt, due, .. } = &self.requests[&request];
         Job {
             request,
-            due: *due,
+            due: self.began + *due,
             attempt: *attempt,
             wanted: wanted.clone(),
             generated: generated.clone(),

@@ -18,7 +18,7 @@ use std::sync::Arc;
 pub(crate) struct Job {
     /// Its id; smaller is older.
     pub(crate) request: RequestId,
-    /// Instances begin prompts in this order.
+    /// Instances begin prompts in this order: seconds since 1970, since those of several routers meet.
     pub(crate) due: Seconds,
     /// Grows with every placement of the request: messages of an earlier one are ignored.
     pub(crate) attempt: u32,
