@@ -60,6 +60,8 @@ cargo test --locked --no-fail-fast "${features[@]}" -- --show-output 2>&1 | tee 
 step "RDMA in emulated machines"
 # 3 is a skip with its reason, which the log counts; anything else but 0 fails
 hwtests/rdma.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
+step "deployment files"
+hwtests/deploy.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "docs"
 RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --locked "${features[@]}" --no-deps --document-private-items
 

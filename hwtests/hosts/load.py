@@ -20,6 +20,10 @@ class Refused(Exception):
     """A clear error: the server said what is wrong."""
 
 
+class Unready(Refused):
+    """503: it cannot serve now. A client, as a balancer does, asks the other router before it believes that."""
+
+
 class Broken(Exception):
     """The connection ended or was silent before the answer was whole."""
 
@@ -44,7 +48,8 @@ def ask(address, text, stream, expected):
         connection.request("POST", "/v1/completions", text, headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise Refused(f"{response.status}: {response.read().decode(errors='replace')[:500]}")
+            kind = Unready if response.status == 503 else Refused
+            raise kind(f"{response.status}: {response.read().decode(errors='replace')[:500]}")
         if stream:
             return streamed(response, expected)
         answer = json.loads(response.read())
@@ -122,10 +127,17 @@ class Load:
             except Wrong as error:
                 result["outcome"], result["error"] = "wrong", str(error)
                 return
+            except (Broken, Unready) as error:
+                unready = isinstance(error, Unready)
+                if unready and result["tries"] and result["tries"][-1]["unready"]:
+                    result["outcome"], result["error"] = "refused", str(error)
+                    return
+                failed = {"router": address[0], "error": str(error), "at_s": time.monotonic() - began, "unready": unready}
+                result["tries"].append(failed)
+                if unready:
+                    continue
+                # both routers may be away for a moment
+                time.sleep(min(1.0, 0.05 * 2**attempt))
             except Refused as error:
                 result["outcome"], result["error"] = "refused", str(error)
                 return
-            except Broken as error:
-                result["tries"].append({"router": address[0], "error": str(error), "at_s": time.monotonic() - began})
-                # both routers may be away for a moment
-                time.sleep(min(1.0, 0.05 * 2**attempt))

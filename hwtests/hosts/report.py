@@ -67,7 +67,8 @@ def document(fleet, load, faults, count, rate, seed, took_s, machine):
         "requests": count, "rate_per_s": rate, "seed": seed, "lease_s": fleet.lease_s, "took_s": took_s, "machine": machine,
         "outcomes": {**outcomes, "unasked": count - len(results)},
         "streamed": sum(1 for r in results if r["stream"]),
-        "reconnected": sum(1 for r in results if r["tries"]),
+        "reconnected": sum(1 for r in results if any(not t["unready"] for t in r["tries"])),
+        "turned_away_first": sum(1 for r in results if r["outcome"] == "right" and any(t["unready"] for t in r["tries"])),
         "latency_s": {"p50": quantile(took, 0.5), "p99": quantile(took, 0.99), "max": max(took, default=None)},
         "faults": [{key: value for key, value in fault.items() if key != "members"} for fault in faults.done],
         "errors": [{"number": r["number"], "error": r["error"]} for r in results if "error" in r][:50],
@@ -108,7 +109,8 @@ def table(report):
     kinds = [f["kind"] for f in report["faults"]]
     lines = [
         f"{report['requests']} requests, {report['streamed']} of them streamed, {report['rate_per_s']:g}/s, in {report['took_s']:.0f} s; "
-        f"{outcomes['right']} right, {outcomes['wrong']} wrong, {outcomes['refused']} clear errors; {report['reconnected']} reconnected",
+        f"{outcomes['right']} right, {outcomes['wrong']} wrong, {outcomes['refused']} clear errors; {report['reconnected']} reconnected, "
+        f"{report['turned_away_first']} served by the other router after a 503",
         f"{kinds.count('kill')} workers killed, {kinds.count('kill-router')} routers killed, {kinds.count('hang')} workers hung, "
         f"{kinds.count('cut')} links cut; lease {report['lease_s']} s",
         f"latency: median {latency['p50'] or 0:.2f} s, p99 {latency['p99'] or 0:.2f} s, most {latency['max'] or 0:.2f} s",

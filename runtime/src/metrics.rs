@@ -3,6 +3,7 @@
 //! The API records what a client sees, the engine what happens inside; both hold a [`Metrics`], whose
 //! fields are handles on the same numbers. Reading a clock is the recorder's business.
 
+use mixfleet_scheduler::batch::Load;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -103,6 +104,8 @@ pub struct Metrics {
     pub request_generation_tokens: Histogram,
     /// `mixfleet_request_queue_time_seconds`: engine request accepted to first scheduled, by the engine.
     pub request_queue_time_s: Histogram,
+    /// `mixfleet_instances`: instances that take requests, by the engine.
+    pub instances: Gauge,
     /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
     pub requests_running: Family<DeviceLabels, Gauge>,
     /// `mixfleet_requests_waiting{device}`: sequences accepted and not running, by the engine.
@@ -114,6 +117,8 @@ pub struct Metrics {
     /// `mixfleet_device_tokens_total{device}`: tokens that went through the model there, of prompts and answers, by
     /// the engine.
     pub device_tokens: Family<DeviceLabels, Counter>,
+    /// `mixfleet_device_steps_total{device}`: forward passes there, by the engine.
+    pub device_steps: Family<DeviceLabels, Counter>,
     /// `mixfleet_device_energy_joules{device}`: energy counter, where the device has one; its growth over that of
     /// `device_tokens` is the energy of a token. By the engine, once a second at most.
     pub device_energy_j: Family<DeviceLabels, FractionGauge>,
@@ -128,6 +133,8 @@ pub struct Metrics {
     pub kv_exposed_s: Histogram,
     /// `mixfleet_kv_transfer_bytes_total`: KV payload that arrived and passed its check, by the engine.
     pub kv_transfer_bytes: Counter,
+    /// `mixfleet_kv_sent_bytes_total`: KV payload that was written to other instances' memory, by the engine.
+    pub kv_sent_bytes: Counter,
     /// `mixfleet_kv_transfer_retries_total`: blocks sent again after a failed check, by the engine.
     pub kv_transfer_retries: Counter,
     /// `mixfleet_kv_transfer_recomputes_total`: requests whose KV was recomputed after retries failed, by
@@ -166,17 +173,20 @@ impl Metrics {
             request_prompt_tokens: lengths(to, "request_prompt_tokens", "Prompt length in tokens"),
             request_generation_tokens: lengths(to, "request_generation_tokens", "Answer length in tokens"),
             request_queue_time_s: seconds(to, "request_queue_time", "Accepted to scheduled", &LATENCY_S),
+            instances: plain(to, "instances", "Instances that take requests"),
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),
             preemptions: plain(to, "preemptions", "Sequences that lost their KV pages"),
             device_tokens: plain(to, "device_tokens", "Tokens that went through the model"),
+            device_steps: plain(to, "device_steps", "Forward passes"),
             device_energy_j: with_unit(to, "device_energy", Unit::Joules, "Energy counter of the device"),
             device_power_w: with_unit(to, "device_power", Unit::Other("watts".into()), "Power draw"),
             device_temperature_c: with_unit(to, "device_temperature", Unit::Celsius, "Temperature"),
             kv_transfer_s: seconds(to, "kv_transfer", "First KV block sent to last checked", &LATENCY_S),
             kv_exposed_s: seconds(to, "kv_exposed", "Prompt computed to its KV where it decodes", &LATENCY_S),
             kv_transfer_bytes: with_unit(to, "kv_transfer", Unit::Bytes, "KV payload arrived and checked"),
+            kv_sent_bytes: with_unit(to, "kv_sent", Unit::Bytes, "KV payload written to other instances"),
             kv_transfer_retries: plain(to, "kv_transfer_retries", "KV blocks sent again"),
             kv_transfer_recomputes: plain(to, "kv_transfer_recomputes", "Requests recomputed after transfer"),
             registry: Arc::new(registry),
@@ -189,6 +199,18 @@ impl Metrics {
         prometheus_client::encoding::text::encode(&mut text, &self.registry)
             .expect("a string takes all text");
         text
+    }
+}
+
+impl Metrics {
+    /// How full a device is.
+    pub(crate) fn load(&self, device: &str, load: &Load) {
+        let labels = DeviceLabels { device: device.into() };
+        self.requests_running.get_or_create(&labels).set(load.running as i64);
+        self.requests_waiting.get_or_create(&labels).set(load.waiting as i64);
+        let blocks = load.blocks;
+        let total = (blocks.used + blocks.cached + blocks.free).max(1);
+        self.kv_cache_usage.get_or_create(&labels).set(blocks.used as f64 / total as f64);
     }
 }
 

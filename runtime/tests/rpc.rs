@@ -206,6 +206,23 @@ async fn another_model_is_refused_with_the_reason() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn who_means_a_process_that_is_gone_or_has_its_ids_is_refused() {
+    let (env, checkpoint) = (real_env(), checkpoint());
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(None));
+    let remote = Remote::connect(&env, &worker.member.address, &config(None)).await.unwrap();
+    let (_handle, router) = router(&env, &checkpoint, model());
+    // As one that was started again calls the record of its earlier life, which outlives it by a lease.
+    let earlier = router.hello().to(Some(InstanceId(0)));
+    let gone = CallError::Refused(Refusal::Elsewhere(InstanceId(0)));
+    assert_eq!(remote.router(&earlier, router.id()).await.unwrap_err(), gone);
+    assert_eq!(remote.peer(&earlier, &[InstanceId(1)], Default::default()).await.unwrap_err(), gone);
+    let itself = remote.peer(&router.hello(), &[InstanceId(1)], Default::default()).await.unwrap_err();
+    assert_eq!(itself, CallError::Refused(Refusal::Twice(InstanceId(1))));
+    let meant = router.hello().to(Some(InstanceId(1)));
+    assert!(remote.router(&meant, router.id()).await.is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_listened_to_beyond_this_host_in_the_clear() {
     let wide = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
     let refused = Door::open(wide, config(None)).err().expect("refused");

@@ -133,14 +133,19 @@ impl World {
             world.workers.insert(id, Worker { up: true, ..Worker::default() });
             world.tell(Event::InstanceUp(instance(id, role)));
         }
-        let cost = LinkCost { latency: Seconds(1e-4), seconds_per_byte: 2e-7, usd_per_byte: 0.0 };
         for (from, _) in INSTANCES {
-            for (to, _) in INSTANCES {
-                world.tell(Event::LinkUp(Link { from: InstanceId(from), to: InstanceId(to), cost }));
-            }
+            world.link(from);
         }
         world.plan();
         world
+    }
+
+    /// An instance tells of its ways to all.
+    fn link(&mut self, from: u32) {
+        let cost = LinkCost { latency: Seconds(1e-4), seconds_per_byte: 2e-7, usd_per_byte: 0.0 };
+        for (to, _) in INSTANCES {
+            self.tell(Event::LinkUp(Link { from: InstanceId(from), to: InstanceId(to), cost }));
+        }
     }
 
     /// Arrivals, departures and failures, drawn beforehand.
@@ -352,6 +357,7 @@ impl World {
                 self.workers.get_mut(&instance).unwrap().up = true;
                 let (_, role) = INSTANCES[instance as usize - 1];
                 self.tell(Event::InstanceUp(crate::instance(instance, role)));
+                self.link(instance);
             }
             _ => {}
         }

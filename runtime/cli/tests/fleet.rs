@@ -144,6 +144,27 @@ impl Fleet {
         (router, address.trim().trim_end_matches("/v1").to_string())
     }
 
+    /// etcd ends, and with it what it knew.
+    fn lose_etcds_data(&mut self) {
+        self.etcd.kill();
+        std::fs::remove_dir_all(&self.data).unwrap();
+    }
+
+    /// Of all members.
+    fn names(&self) -> Vec<String> {
+        let status = self.status();
+        let name = |member: &Value| {
+            let seat = &member["seat"];
+            match seat["kind"].as_str().unwrap() {
+                "router" => format!("router-{}", seat["id"]),
+                _ => format!("worker-{}", seat["instances"][0]["id"]),
+            }
+        };
+        let mut names: Vec<String> = status["members"].as_array().unwrap().iter().map(name).collect();
+        names.sort();
+        names
+    }
+
     fn status(&self) -> Value {
         let url = format!("http://127.0.0.1:{}", self.port);
         let mut command = common::mixfleet();
@@ -152,6 +173,15 @@ impl Fleet {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
     }
+}
+
+fn get(address: &str, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    write!(stream, "GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
 }
 
 /// A greedy request of a golden case, as a stream of server-sent events.
@@ -394,6 +424,86 @@ fn ways_of_kv_that_cannot_be_are_usage_errors() {
         assert_eq!(output.status.code(), Some(2), "{said}");
         assert!(said.contains(says), "{said}");
     }
+}
+
+#[test]
+fn an_etcd_that_lost_its_data_is_told_what_members_know_and_gives_no_id_twice() {
+    let Some(mut fleet) = Fleet::new("data-lost") else { return };
+    let case = &common::golden(&fleet.model)["cases"][1];
+    let expected = alone(&fleet, case, 48);
+    let (mut first, first_name) = fleet.joined("cpu@0", "auto");
+    let (mut second, second_name) = fleet.joined("cpu@1", "auto");
+    assert_eq!([first_name.as_str(), second_name.as_str()], ["worker-0", "worker-1"]);
+    let (mut router, address) = fleet.router();
+    wait_until_served(&address, case);
+
+    fleet.lose_etcds_data();
+    for process in [&mut first, &mut second, &mut router] {
+        process.says("etcd is lost");
+    }
+    assert_eq!(rest(stream(&address, case, 48), String::new()), expected);
+    fleet.etcd = etcd(&fleet.data, fleet.port);
+    for process in [&mut first, &mut second, &mut router] {
+        process.says("etcd is reached again");
+    }
+    let (_third, third_name) = fleet.joined("cpu@0", "auto");
+    let (_other, other_address) = fleet.router();
+    assert_eq!(third_name, "worker-2");
+    let status = fleet.status();
+    assert_eq!(fleet.names(), ["router-0", "router-1", "worker-0", "worker-1", "worker-2"], "{status}");
+    wait_until_served(&other_address, case);
+    for address in [address, other_address] {
+        assert_eq!(rest(stream(&address, case, 48), String::new()), expected);
+    }
+}
+
+#[test]
+fn whose_id_was_given_again_ends_with_the_reason() {
+    let Some(mut fleet) = Fleet::new("taken") else { return };
+    let (mut hung, name) = fleet.joined("cpu@0", "auto");
+    hung.signal("-STOP");
+    fleet.lose_etcds_data();
+    fleet.etcd = etcd(&fleet.data, fleet.port);
+    // It cannot say that its id is in use.
+    let (_newcomer, again) = fleet.joined("cpu@1", "auto");
+    assert_eq!(name, again);
+    hung.signal("-CONT");
+    hung.says("another process is in the fleet as 'worker-0'");
+    assert_eq!(hung.child.wait().unwrap().code(), Some(3));
+    assert_eq!(fleet.names(), ["worker-0"]);
+}
+
+#[test]
+fn who_watches_a_worker_learns_whether_it_can_serve_and_what_it_did() {
+    let Some(fleet) = Fleet::new("watched") else { return };
+    let case = &common::golden(&fleet.model)["cases"][0];
+    let arguments = ["--device", "cpu", "--listen-http", "127.0.0.1:0"];
+    let mut worker = Process::start(&mut fleet.command(&fleet.model, "worker", &arguments));
+    let line = worker.says("answers /live");
+    let (_, address) = line.split_once("address=\"").unwrap();
+    let address = address.split('"').next().unwrap().to_string();
+    assert!(get(&address, "/live").starts_with("HTTP/1.1 200"));
+    worker.says("joined");
+    let (mut router, router_address) = fleet.router();
+    wait_until_served(&router_address, case);
+    assert!(get(&address, "/health").starts_with("HTTP/1.1 200"));
+    assert!(get(&router_address, "/health").starts_with("HTTP/1.1 200"));
+    let metrics = get(&address, "/metrics");
+    let value = |name: &str| {
+        let line = metrics.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}: {metrics}"));
+        line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    assert!(value("mixfleet_device_steps_total{") >= 1.0 && value("mixfleet_device_tokens_total{") >= 7.0);
+    assert_eq!(value("mixfleet_instances"), 1.0);
+    worker.kill();
+    router.says("a worker process is lost");
+    // The word that its instance is gone is on its way through the router.
+    let begun = std::time::Instant::now();
+    while !get(&router_address, "/health").starts_with("HTTP/1.1 503") {
+        assert!(begun.elapsed() < LONG);
+        std::thread::yield_now();
+    }
+    assert!(get(&router_address, "/live").starts_with("HTTP/1.1 200"));
 }
 
 #[test]

@@ -19,6 +19,7 @@ mod errors;
 mod fields;
 mod generate;
 mod logprobs;
+mod observe;
 mod parameters;
 mod placements;
 mod refused;
@@ -36,6 +37,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 
+pub use observe::observe;
 pub use placements::Placements;
 pub use server::{Shutdown, serve};
 pub use text::{TextDecoder, TextModel};
@@ -138,7 +140,7 @@ impl std::fmt::Debug for Api {
 }
 
 impl Api {
-    /// An interface without a model yet. With an `api_key`, all but `/health` and `/metrics` needs it.
+    /// An interface without a model yet. With an `api_key`, all but `/live`, `/health` and `/metrics` needs it.
     pub fn new(
         env: SharedEnv,
         metrics: Metrics,

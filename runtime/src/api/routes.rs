@@ -3,7 +3,7 @@
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{MatchedPath, Path, Request, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -12,17 +12,19 @@ use std::sync::Arc;
 
 use super::errors::ApiError;
 use super::fields::Fields;
+use super::observe::{document, exposition, live};
 use super::shapes::Endpoint;
 use super::{Api, Phase, ServedModel, body, chat, completions, generate};
-use crate::metrics::{self, HttpLabels};
+use crate::metrics::HttpLabels;
 
 const REQUEST_ID: &str = "x-request-id";
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
 impl Api {
-    /// The service. `/health` and `/metrics` are open, everything else needs the API key if one is set.
+    /// The service. `/live`, `/health` and `/metrics` are open, everything else needs the API key if one is set.
     pub fn router(self: &Arc<Self>) -> Router {
         Router::new()
+            .route("/live", get(live))
             .route("/health", get(health))
             .route("/metrics", get(metrics))
             .route("/v1/models", get(models))
@@ -42,7 +44,7 @@ impl Api {
 async fn around(State(api): State<Arc<Api>>, request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_string());
     let own_id = request.headers().get(REQUEST_ID).filter(|id| is_sane(id)).cloned();
-    let open = matches!(request.uri().path(), "/health" | "/metrics");
+    let open = matches!(request.uri().path(), "/live" | "/health" | "/metrics");
     let admitted = open || api.key.as_ref().is_none_or(|key| key.admits(request.headers()));
     let mut response = match admitted {
         true => next.run(request).await,
@@ -69,6 +71,9 @@ fn is_sane(id: &HeaderValue) -> bool {
 
 async fn health(State(api): State<Arc<Api>>) -> Response {
     let (status, word) = match api.phase() {
+        Phase::Ready(_) if api.metrics.instances.get() == 0 => {
+            (StatusCode::SERVICE_UNAVAILABLE, "no instance")
+        }
         Phase::Ready(_) => (StatusCode::OK, "ok"),
         Phase::Loading => (StatusCode::SERVICE_UNAVAILABLE, "loading"),
         Phase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
@@ -77,8 +82,7 @@ async fn health(State(api): State<Arc<Api>>) -> Response {
 }
 
 async fn metrics(State(api): State<Arc<Api>>) -> Response {
-    let headers = [(header::CONTENT_TYPE, HeaderValue::from_static(metrics::CONTENT_TYPE))];
-    (headers, api.metrics.encode()).into_response()
+    exposition(&api.metrics)
 }
 
 async fn models(State(api): State<Arc<Api>>) -> Result<Response, ApiError> {
@@ -154,9 +158,4 @@ fn check_name(wanted: &str, model: &ServedModel) -> Result<(), ApiError> {
     }
     let wanted: String = wanted.chars().take(128).collect();
     Err(ApiError::unknown_model(&wanted, &model.name))
-}
-
-fn document(status: StatusCode, value: &Value) -> Response {
-    let headers = [(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))];
-    (status, headers, value.to_string()).into_response()
 }

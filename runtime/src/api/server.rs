@@ -30,11 +30,22 @@ pub enum Shutdown {
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves until told otherwise; returns when the last connection is closed.
-pub async fn serve(mut listener: Box<dyn Listener>, api: Arc<Api>, mut shutdown: watch::Receiver<Shutdown>) {
-    let limits = api.limits.clone();
+pub async fn serve(listener: Box<dyn Listener>, api: Arc<Api>, shutdown: watch::Receiver<Shutdown>) {
+    serve_routes(listener, api.router(), &api.limits, &api.env, shutdown, || api.drain()).await;
+}
+
+/// Serves any routes likewise; `drain` is called when nothing more is accepted.
+pub(super) async fn serve_routes(
+    mut listener: Box<dyn Listener>,
+    routes: axum::Router,
+    limits: &Limits,
+    env: &SharedEnv,
+    mut shutdown: watch::Receiver<Shutdown>,
+    drain: impl FnOnce(),
+) {
     let slots = Arc::new(Semaphore::new(limits.connections_max));
-    let builder = builder(&limits, &api.env);
-    let service = TowerToHyperService::new(api.router());
+    let builder = builder(limits, env);
+    let service = TowerToHyperService::new(routes);
     loop {
         // A full house leaves newcomers in the listener's backlog.
         let slot = tokio::select! { biased;
@@ -49,21 +60,21 @@ pub async fn serve(mut listener: Box<dyn Listener>, api: Arc<Api>, mut shutdown:
             Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
-                api.env.sleep(ACCEPT_PAUSE).await;
+                env.sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
-        let io = StallGuard::new(io, api.env.clone(), limits.write_stall_timeout);
+        let io = StallGuard::new(io, env.clone(), limits.write_stall_timeout);
         let connection = builder.serve_connection(TokioIo::new(io), service.clone());
         let shutdown = shutdown.clone();
-        api.env.spawn(Box::pin(async move {
+        env.spawn(Box::pin(async move {
             let ended = drive(connection, shutdown).await;
             tracing::debug!(peer, ?ended, "connection closed");
             drop(slot);
         }));
     }
     drop(listener);
-    api.drain();
+    drain();
     let all = u32::try_from(limits.connections_max).unwrap_or(u32::MAX);
     drop(slots.acquire_many(all).await);
 }

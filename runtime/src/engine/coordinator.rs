@@ -7,7 +7,7 @@ use super::identity::Identity;
 use super::messages::{FromWorker, HandOff, Job, Landing, Report, ToWorker};
 use crate::api::Placements;
 use crate::env::{SharedEnv, Task};
-use crate::metrics::{DeviceLabels, Metrics};
+use crate::metrics::Metrics;
 use crate::request::{FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update};
 use mixfleet_hal::DType;
 use mixfleet_hal::units::Seconds;
@@ -479,11 +479,13 @@ impl Running {
         let (device, block_tokens) = (instance.device.to_string(), instance.kv_block_tokens);
         tracing::debug!(instance = %instance.id, %device, "instance up");
         self.parts.instances.insert(instance.id, InstanceHandle { device, kv, block_tokens });
+        self.parts.metrics.instances.set(self.parts.instances.len() as i64);
         self.fleet_step(Event::InstanceUp(instance));
     }
 
     fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
         let Some(InstanceHandle { device, .. }) = self.parts.instances.remove(&instance) else { return };
+        self.parts.metrics.instances.set(self.parts.instances.len() as i64);
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
         for &other in self.parts.instances.keys() {
             self.send(other, ToWorker::PeerDown { peer: instance });
@@ -551,13 +553,7 @@ impl Running {
     }
 
     fn gauge(&self, instance: InstanceId, load: &Load) {
-        let labels = DeviceLabels { device: self.parts.instances[&instance].device.clone() };
-        let metrics = &self.parts.metrics;
-        metrics.requests_running.get_or_create(&labels).set(load.running as i64);
-        metrics.requests_waiting.get_or_create(&labels).set(load.waiting as i64);
-        let blocks = load.blocks;
-        let total = (blocks.used + blocks.cached + blocks.free).max(1);
-        metrics.kv_cache_usage.get_or_create(&labels).set(blocks.used as f64 / total as f64);
+        self.parts.metrics.load(&self.parts.instances[&instance].device, load);
     }
 }
 

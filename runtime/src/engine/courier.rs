@@ -238,7 +238,17 @@ impl Way {
             }
             let offset = u64::from(slot) * self.landing.slot_bytes;
             let piece = Piece { local: offset, remote: offset, bytes };
-            match self.connected(transports).and_then(|endpoint| endpoint.write(&[piece])) {
+            let endpoint = match self.connected(transports) {
+                Ok(endpoint) => endpoint,
+                Err(error) => {
+                    // None of them gets through, and each further try may take as long: a lost host must not
+                    // hold up what goes elsewhere, once for each piece.
+                    let behind = self.sends.iter_mut().skip(at + 1).map(|send| &mut send.parcel.piece);
+                    behind.for_each(|piece| piece.retries = (piece.retries + 1).min(SENDS_MAX));
+                    return self.failed(at, &error);
+                }
+            };
+            match endpoint.write(&[piece]) {
                 Ok(transfer) => {
                     self.sends[at].transfer = Some(transfer);
                     self.sends[at].since = now;

@@ -342,6 +342,7 @@ impl Worker {
             match sent {
                 Sent::Landed(parcel) => {
                     self.metrics.kv_transfer_retries.inc_by(u64::from(parcel.piece.retries));
+                    self.metrics.kv_sent_bytes.inc_by(parcel.bytes);
                     self.directory.tell(to, ToWorker::Landed { sender: self.id, parcel });
                 }
                 Sent::Failed(Parcel { request, attempt, piece, .. }) => {

@@ -21,6 +21,7 @@ impl HealthWatch {
 
     /// A step of so many tokens ended at `now`; asks for the state once a second at most.
     pub(super) fn stepped(&mut self, tokens: u64, now: Seconds, health: impl FnOnce() -> Health) {
+        self.metrics.device_steps.get_or_create(&self.labels).inc();
         self.metrics.device_tokens.get_or_create(&self.labels).inc_by(tokens);
         if now < self.next {
             return;

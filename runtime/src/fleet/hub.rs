@@ -61,7 +61,7 @@ impl WorkerProcess {
             hand_off,
             directory: directory.clone(),
             reports,
-            metrics,
+            metrics: metrics.clone(),
         };
         let ids: Vec<InstanceId> = instances.iter().map(|(id, ..)| *id).collect();
         for (id, loaded, cost) in instances {
@@ -77,6 +77,7 @@ impl WorkerProcess {
             routers: BTreeMap::new(),
             peers: BTreeMap::new(),
             sessions: 0,
+            metrics: metrics.clone(),
             events: events.downgrade(),
         };
         env.spawn(Box::pin(running.serve(incoming, told)));
@@ -95,22 +96,30 @@ impl Hub {
         Hello::new(self.model.clone())
     }
 
-    /// Whether a caller belongs to the same fleet.
-    #[cfg(feature = "fleet")]
+    /// Completes when the last instance is down.
+    pub async fn ended(&self) {
+        self.events.closed().await;
+    }
+
+    /// Whether a caller belongs to the same fleet, and means this process.
     pub(super) fn check(&self, hello: &Hello) -> std::result::Result<(), Refusal> {
-        hello.check(&self.model)
+        hello.check(&self.model)?;
+        match hello.callee.filter(|callee| !self.instances.contains(callee)) {
+            Some(callee) => Err(Refusal::Elsewhere(callee)),
+            None => Ok(()),
+        }
     }
 
     /// Lets a router use the instances; the router's end of the session.
     ///
     /// # Errors
-    /// When the caller is of another version or serves another model, or this process ends.
+    /// When the caller is of another version, serves another model or means another process, or this one ends.
     pub fn accept_router(
         &self,
         hello: &Hello,
         router: RouterId,
     ) -> std::result::Result<Session<Command, Word>, Refusal> {
-        hello.check(&self.model)?;
+        self.check(hello)?;
         let (theirs, ours) = Session::pair();
         self.events.send(Event::Router(router, ours)).map_err(|_| Refusal::Ending)?;
         Ok(theirs)
@@ -119,14 +128,18 @@ impl Hub {
     /// Lets a process with `instances` exchange KV with this one, which costs so much; the caller's end of the session.
     ///
     /// # Errors
-    /// When the caller is of another version or serves another model, or this process ends.
+    /// When the caller is of another version, serves another model, means another process or has an id of this one,
+    /// or this one ends.
     pub fn accept_peer(
         &self,
         hello: &Hello,
         instances: Vec<InstanceId>,
         cost: LinkCost,
     ) -> std::result::Result<Session<Command, Command>, Refusal> {
-        hello.check(&self.model)?;
+        self.check(hello)?;
+        if let Some(&twice) = instances.iter().find(|&instance| self.instances.contains(instance)) {
+            return Err(Refusal::Twice(twice));
+        }
         let (theirs, ours) = Session::pair();
         let event = Event::Peer { instances, cost, session: ours };
         self.events.send(event).map_err(|_| Refusal::Ending)?;
@@ -157,6 +170,7 @@ struct Running {
     peers: BTreeMap<InstanceId, u64>,
     /// How many sessions there were.
     sessions: u64,
+    metrics: Metrics,
     events: mpsc::WeakUnboundedSender<Event>,
 }
 
@@ -197,10 +211,17 @@ impl Running {
             FromWorker::LinkDown { to } => {
                 known.links.remove(to);
             }
+            FromWorker::Load(load) => {
+                if let Some(FromWorker::Up { instance, .. }) = &known.up {
+                    self.metrics.load(&instance.device, load);
+                }
+            }
             FromWorker::Up { .. } => known.up = Some(message.clone()),
             FromWorker::Down(_) => *known = Known::default(),
             _ => {}
         }
+        let up = self.known.values().filter(|known| known.up.is_some()).count();
+        self.metrics.instances.set(up as i64);
         for &router in self.routers.keys() {
             self.tell(router, instance, message.clone());
         }

@@ -32,7 +32,7 @@ pub async fn attend_members(
         let (env, router, config) = (env2.clone(), router.clone(), config.clone());
         Box::pin(async move {
             let remote = Remote::connect(&env, &member.address, &config).await?;
-            let session = remote.router(&router.hello(), router.id()).await?;
+            let session = remote.router(&router.hello().to(member.first_instance()), router.id()).await?;
             tracing::info!(member = member.name(), address = member.address, "uses a worker process");
             router.attend(session).await;
             tracing::warn!(member = member.name(), "a worker process is lost");
@@ -92,7 +92,7 @@ impl Caller {
         &self,
         member: &Member,
     ) -> Result<(Measured, tokio::sync::oneshot::Receiver<()>), CallError> {
-        let (hello, name) = (self.hub.hello(), member.name());
+        let (hello, name) = (self.hub.hello().to(member.first_instance()), member.name());
         let remote = Remote::connect(&self.env, &member.address, &self.config).await?;
         let lent = remote.probe(&hello).await?;
         let measured = self.ways.measure(&self.env, lent).await;

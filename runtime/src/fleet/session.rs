@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 
 /// Version of everything below. Processes of different ones do not work together.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// Bits of a request's id that are the router's own count.
 const COUNT_BITS: u32 = 48;
@@ -45,6 +45,9 @@ pub struct Hello {
     pub protocol: u32,
     /// What it serves.
     pub model: Model,
+    /// An instance of the process that it means: another may have the same address by now. None means any.
+    #[serde(default)]
+    pub callee: Option<InstanceId>,
 }
 
 /// Why a session was refused.
@@ -69,6 +72,12 @@ pub enum Refusal {
         /// What differs.
         what: String,
     },
+    /// The caller means a process that is gone.
+    #[error("{0} is not in this process: the one that had this address is gone")]
+    Elsewhere(InstanceId),
+    /// The caller has an id that was given to this process.
+    #[error("{0} is an instance of this process too: the caller must leave the fleet and join again")]
+    Twice(InstanceId),
     /// It is ending.
     #[error("this process is ending")]
     Ending,
@@ -77,7 +86,12 @@ pub enum Refusal {
 impl Hello {
     /// Of a process that serves `model`.
     pub(crate) fn new(model: Model) -> Self {
-        Hello { protocol: PROTOCOL, model }
+        Hello { protocol: PROTOCOL, model, callee: None }
+    }
+
+    /// To the process with this instance and no other.
+    pub fn to(self, callee: Option<InstanceId>) -> Self {
+        Hello { callee, ..self }
     }
 
     /// Whether `caller` and who serves `model` belong together.
@@ -144,7 +158,7 @@ mod tests {
     #[test]
     fn unlike_processes_are_told_what_differs() {
         let model = |digest: &str| Model { digest: digest.into(), tokenizer_digest: "t".into() };
-        let hello = Hello { protocol: PROTOCOL, model: model("a") };
+        let hello = Hello::new(model("a"));
         assert_eq!(hello.check(&model("a")), Ok(()));
         assert!(hello.check(&model("b")).unwrap_err().to_string().contains("--model"));
         let old = Hello { protocol: 0, ..hello.clone() };

@@ -160,6 +160,7 @@ where
     let env = SeededEnv::new(1);
     let (engine, submissions) = EngineHandle::channel(1024);
     let metrics = Metrics::new();
+    metrics.instances.set(1);
     let placements = Arc::new(Placements::new(4));
     let api =
         Api::new(Arc::new(env.clone()), metrics.clone(), placements.clone(), setup.limits, setup.api_key);

@@ -234,7 +234,7 @@ pub enum Event {
     },
     /// An instance joined, or changed its role, cost or price; its requests stay.
     InstanceUp(Instance),
-    /// An instance is gone with its KV and its work.
+    /// An instance is gone with its KV, its work and its ways to others. What comes back tells of its ways anew.
     InstanceDown {
         /// Which.
         instance: InstanceId,

@@ -417,6 +417,7 @@ impl Fleet {
         self.loads.remove(at);
         self.fleet_changed();
         self.index.remove(instance);
+        self.links.retain(|&(from, _), _| from != instance);
         let lost = self.works.ids_where(|work| {
             let decodes = matches!(work.phase, Phase::Decode);
             work.decode == instance || (work.prefill == instance && !decodes)

@@ -392,6 +392,19 @@ fn a_lost_instance_sends_its_requests_back_and_gets_no_more() {
 }
 
 #[test]
+fn who_comes_back_is_reached_when_it_tells_of_its_ways_again() {
+    let mut f =
+        fleet(config(), vec![instance(1, Role::Prefill, 1e-3, 1e-2), instance(2, Role::Decode, 1e-3, 1e-2)]);
+    placed(&arrive(&mut f, 0.0, arrival(1, 100, 1)));
+    act(&mut f, 0.1, Event::InstanceDown { instance: InstanceId(1) });
+    act(&mut f, 0.2, Event::InstanceUp(instance(1, Role::Prefill, 1e-3, 1e-2)));
+    assert_eq!(rejected(&arrive(&mut f, 0.2, arrival(2, 100, 1))).0, &RejectReason::NoInstance);
+    let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte: 0.0 };
+    act(&mut f, 0.3, Event::LinkUp(Link { from: InstanceId(1), to: InstanceId(2), cost }));
+    placed(&arrive(&mut f, 0.3, arrival(3, 100, 1)));
+}
+
+#[test]
 fn a_replayed_request_keeps_its_place_in_the_order() {
     let slo = FleetConfig { ttft_slo: Some(Seconds(100.0)), ..config() };
     let mut f = fleet(slo, vec![instance(1, Role::Auto, 1e-3, 1e-2)]);

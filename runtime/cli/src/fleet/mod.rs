@@ -74,6 +74,9 @@ pub(crate) struct WorkerArgs {
         hide_possible_values = true
     )]
     transports: Vec<TransportName>,
+    /// Where /live, /health and /metrics are answered [default: nowhere]
+    #[arg(long, value_name = "HOST:PORT")]
+    listen_http: Option<String>,
     /// Log as JSON lines
     #[arg(long)]
     json: bool,

@@ -8,7 +8,7 @@ use crate::start;
 use anyhow::{Context, Result, bail};
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::units::Seconds;
-use mixfleet_runtime::api::ServedModel;
+use mixfleet_runtime::api::{ServedModel, Shutdown, observe};
 use mixfleet_runtime::engine::{EngineConfig, HandOffLimits, Identity, Loaded};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Membership, Seat};
@@ -22,9 +22,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
 /// KV that has not arrived by then is sent another way, or computed again.
 const PIECE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A worker stands still while it calls a peer whose host is away. A call that takes longer had its first packet lost.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// `mixfleet router`
 pub(crate) fn router(args: RouterArgs) -> Result<()> {
@@ -79,11 +83,22 @@ async fn join_as_router(
     let (engine, router) = parts.start();
     let member = Member::new(own, front.listen.clone(), Seat::Router { id });
     let name = member.name();
-    let membership = join.registry.join(charter, member);
+    let mut membership = join.registry.join(charter, member);
+    end_if_taken(&mut membership, &env);
     env.spawn(Box::pin(attend_members(env.clone(), router, membership.members(), join.rpc)));
     tracing::info!(member = name, fleet = args.fleet, "joined");
     let context = model.checkpoint.config.context_max;
     Ok((serve::served(model, front, engine, context, &env), membership))
+}
+
+/// Under an id that another process has too, this one would take its requests: it ends at once.
+fn end_if_taken(membership: &mut Membership, env: &SharedEnv) {
+    let taken = membership.taken();
+    env.spawn(Box::pin(async move {
+        let error = taken.await;
+        tracing::error!(%error, "this process must leave the fleet");
+        std::process::exit(3);
+    }));
 }
 
 /// What the fleet has in common, and what this process serves.
@@ -116,15 +131,29 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
     let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
-    let joining = join_as_worker(&args, &env, control, data);
+    let metrics = Metrics::new();
+    let (ready, is_ready) = watch::channel(false);
+    let (_serving_http, told) = watch::channel(Shutdown::No);
+    if let Some(address) = &args.listen_http {
+        let listener = env.listen(address).await;
+        let listener = listener.with_context(|| format!("--listen-http {address}"))?;
+        tracing::info!(address = listener.address(), "answers /live, /health and /metrics");
+        env.spawn(Box::pin(observe(listener, env.clone(), metrics.clone(), is_ready, told)));
+    }
+    let joining = join_as_worker(&args, &env, control, data, metrics);
     let joined = tokio::select! {
         joined = joining => joined?,
         _ = interrupt.recv() => return Ok(()),
         _ = terminate.recv() => return Ok(()),
     };
-    let Joined { membership, serving, _hub } = joined;
+    let Joined { membership, serving, hub } = joined;
+    ready.send_replace(true);
     tokio::select! {
         served = serving => served.context("serving was cut short")??,
+        () = hub.ended() => {
+            membership.leave().await;
+            anyhow::bail!("the last device of this process is down: its log says why");
+        }
         _ = interrupt.recv() => {}
         _ = terminate.recv() => {}
     }
@@ -138,7 +167,7 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
 struct Joined {
     membership: Membership,
     serving: tokio::task::JoinHandle<Result<(), mixfleet_runtime::fleet::rpc::CallError>>,
-    _hub: Hub,
+    hub: Hub,
 }
 
 async fn join_as_worker(
@@ -146,6 +175,7 @@ async fn join_as_worker(
     env: &SharedEnv,
     control: SocketAddr,
     data: SocketAddr,
+    metrics: Metrics,
 ) -> Result<Joined> {
     let join = args.join.open(env).await?;
     let door = Door::open(control, join.rpc.clone())?;
@@ -167,18 +197,19 @@ async fn join_as_worker(
         instances: ids.into_iter().zip(loaded).map(|(id, (loaded, cost))| (id, loaded, cost)).collect(),
         links: ways.links.clone(),
         hand_off: ways.hand_off,
-        metrics: Metrics::new(),
+        metrics,
     };
     let hub = process.start()?;
     let address = door.address();
     let serving = tokio::spawn(door.serve(env.clone(), hub.clone(), ways.clone()));
     let member = Member::new(own, address.to_string(), Seat::Worker { instances, transports: names });
     let name = member.name();
-    let membership = join.registry.join(charter, member);
+    let mut membership = join.registry.join(charter, member);
+    end_if_taken(&mut membership, env);
     let (members, record) = (membership.members(), membership.record());
     env.spawn(Box::pin(meet_members(env.clone(), hub.clone(), ways, members, record, join.rpc)));
     tracing::info!(member = name, %address, fleet = args.join.fleet, "joined");
-    Ok(Joined { membership, serving, _hub: hub })
+    Ok(Joined { membership, serving, hub })
 }
 
 /// The model on the devices, and their rents. Blocks a thread of its own.
@@ -224,8 +255,7 @@ fn transports(join: &Join, names: &[TransportName], data: SocketAddr) -> Result<
                 }
             },
             TransportName::Tcp => transports.push(Arc::new(Tcp::new(TcpConfig {
-                // A worker waits for that while a peer's host is away.
-                connect_timeout: PIECE_TIMEOUT,
+                connect_timeout: CONNECT_TIMEOUT,
                 silence: join.rpc.silence,
                 ..TcpConfig::new(data, join.security()?)
             })?)),

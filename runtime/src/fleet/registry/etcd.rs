@@ -223,6 +223,32 @@ impl Registry {
         Some(String::from_utf8_lossy(name).into_owned())
     }
 
+    /// Writes the record, unless another process has the name: one whose lease is neither `lease` nor `former`.
+    pub(super) async fn claim(
+        &self,
+        member: &Member,
+        lease: i64,
+        former: Option<i64>,
+    ) -> Result<(), RegistryError> {
+        let key = format!("{}{}", self.members_prefix(), member.name());
+        let mut client = self.client.clone();
+        let mut mine = vec![Compare::create_revision(key.clone(), CompareOp::Equal, 0)];
+        mine.extend(
+            [Some(lease), former]
+                .into_iter()
+                .flatten()
+                .map(|id| Compare::lease(key.clone(), CompareOp::Equal, id)),
+        );
+        for condition in mine {
+            let options = Some(PutOptions::new().with_lease(lease));
+            let put = TxnOp::put(key.clone(), json(member), options);
+            if client.txn(Txn::new().when([condition]).and_then([put])).await?.succeeded() {
+                return Ok(());
+            }
+        }
+        Err(RegistryError::Taken(member.name()))
+    }
+
     pub(super) async fn put(&self, member: &Member, lease: i64) -> Result<(), RegistryError> {
         let key = format!("{}{}", self.members_prefix(), member.name());
         let options = Some(PutOptions::new().with_lease(lease));

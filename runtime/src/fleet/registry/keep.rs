@@ -1,7 +1,7 @@
 //! Stays a member, and knows the others.
 
 use super::etcd::{BACKOFF_MAX, BACKOFF_MIN, Registry};
-use super::{Charter, Member, Members, RegistryError};
+use super::{Charter, Member, Members, RegistryError, Seat};
 use etcd_client::{EventType, LeaseKeepAliveStream, LeaseKeeper, WatchOptions, WatchResponse, WatchStream};
 use std::sync::Arc;
 use tokio::sync::{oneshot, watch};
@@ -10,6 +10,7 @@ use tokio::sync::{oneshot, watch};
 pub struct Membership {
     members: watch::Receiver<Members>,
     record: watch::Sender<Member>,
+    taken: Option<oneshot::Receiver<RegistryError>>,
     leave: Option<oneshot::Sender<oneshot::Sender<()>>>,
 }
 
@@ -18,10 +19,15 @@ impl Membership {
         let (known, members) = watch::channel(Members::default());
         let (record, own) = watch::channel(member);
         let (leave, leaving) = oneshot::channel();
+        let (give_up, taken) = oneshot::channel();
         let env = registry.env.clone();
-        let keeper = Keeper { registry, charter, own, known, lease: None };
-        env.spawn(Box::pin(keeper.run(leaving)));
-        Membership { members, record, leave: Some(leave) }
+        let keeper = Keeper { registry, charter, own, known, lease: None, former: None };
+        env.spawn(Box::pin(async move {
+            if let Some(error) = keeper.run(leaving).await {
+                let _ = give_up.send(error);
+            }
+        }));
+        Membership { members, record, taken: Some(taken), leave: Some(leave) }
     }
 
     /// The last members that were known; this process is one.
@@ -32,6 +38,21 @@ impl Membership {
     /// Changes this process's own record.
     pub fn record(&self) -> watch::Sender<Member> {
         self.record.clone()
+    }
+
+    /// Completes, with why, when another process has this one's ids: it must end before it serves under them again.
+    /// Pending for ever if that does not happen, and from the second call on.
+    pub fn taken(&mut self) -> impl Future<Output = RegistryError> + Send + 'static {
+        let taken = self.taken.take();
+        async move {
+            match taken {
+                Some(taken) => match taken.await {
+                    Ok(error) => error,
+                    Err(_) => std::future::pending().await,
+                },
+                None => std::future::pending().await,
+            }
+        }
     }
 
     /// Takes the record out of the registry, if etcd is reached.
@@ -50,6 +71,8 @@ struct Keeper {
     known: watch::Sender<Members>,
     /// The one that the record is under.
     lease: Option<i64>,
+    /// The one before, which may not have ended.
+    former: Option<i64>,
 }
 
 /// How a time of being attached to etcd ended.
@@ -61,13 +84,17 @@ enum End {
 }
 
 impl Keeper {
-    async fn run(mut self, mut leaving: oneshot::Receiver<oneshot::Sender<()>>) {
+    /// Until this process leaves, or must: then why.
+    async fn run(mut self, mut leaving: oneshot::Receiver<oneshot::Sender<()>>) -> Option<RegistryError> {
         let (mut backoff, mut said) = (BACKOFF_MIN, false);
         loop {
             let end = tokio::select! {
                 end = self.attached(said) => end,
                 asked = &mut leaving => return self.leave(asked.ok()).await,
             };
+            if let End::Before(error @ RegistryError::Taken(_)) = end {
+                return Some(error);
+            }
             let error = match end {
                 End::After(error) => {
                     (backoff, said) = (BACKOFF_MIN, false);
@@ -87,12 +114,13 @@ impl Keeper {
         }
     }
 
-    async fn leave(&mut self, asked: Option<oneshot::Sender<()>>) {
+    async fn leave(&mut self, asked: Option<oneshot::Sender<()>>) -> Option<RegistryError> {
         if let Some((asked, lease)) = asked.zip(self.lease) {
             // etcd may be away; then the lease ends by itself.
             let _ = self.registry.client.clone().lease_revoke(lease).await;
             let _ = asked.send(());
         }
+        None
     }
 
     /// Until something fails.
@@ -114,8 +142,10 @@ impl Keeper {
         // An etcd that lost its data is given back what all members know.
         self.registry.agree(&self.charter).await?;
         let own = self.own.borrow_and_update().clone();
-        if let Some(last) = own.instances().map(|instance| instance.id.0).max() {
-            self.registry.count_past("instance", u64::from(last) + 1).await?;
+        match (&own.seat, own.instances().map(|instance| instance.id.0).max()) {
+            (_, Some(last)) => self.registry.count_past("instance", u64::from(last) + 1).await?,
+            (Seat::Router { id }, _) => self.registry.count_past("router", u64::from(id.0) + 1).await?,
+            (Seat::Worker { .. }, None) => {}
         }
         let mut client = self.registry.client.clone();
         let (keeper, alive) = match self.kept_lease().await {
@@ -123,14 +153,18 @@ impl Keeper {
             None => {
                 let seconds = self.registry.lease.as_secs().max(1) as i64;
                 let lease = client.lease_grant(seconds, None).await?.id();
-                if self.lease.replace(lease).is_some() {
+                self.former = self.lease.replace(lease);
+                if self.former.is_some() {
                     tracing::info!("the lease had ended: this process is registered anew");
                 }
                 client.lease_keep_alive(lease).await?
             }
         };
-        self.registry.put(&own, keeper.id()).await?;
+        self.registry.claim(&own, keeper.id(), self.former).await?;
         let (members, revision) = self.registry.members().await?;
+        if let Some(other) = own.meets_its_ids_in(&members) {
+            return Err(RegistryError::Taken(other));
+        }
         self.known.send_replace(members);
         let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
         let watching = client.watch(self.registry.members_prefix(), Some(options)).await?;
@@ -150,9 +184,12 @@ impl Keeper {
     ) -> Result<std::convert::Infallible, RegistryError> {
         let lost = |what: &str| RegistryError::Etcd(format!("the {what} ended"));
         let mut unanswered = 0;
+        // Not begun anew by what else happens: a fleet where much changes must not starve its leases.
+        let mut beat = self.registry.env.sleep(self.registry.lease / 3);
         loop {
             tokio::select! {
-                () = self.registry.env.sleep(self.registry.lease / 3) => {
+                () = &mut beat => {
+                    beat = self.registry.env.sleep(self.registry.lease / 3);
                     if unanswered > 1 {
                         return Err(lost("connection"));
                     }

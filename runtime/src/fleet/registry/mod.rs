@@ -42,7 +42,7 @@ pub struct Charter {
 impl Charter {
     /// Whether who serves `model` may join.
     pub(crate) fn check(&self, model: &Model) -> Result<(), Refusal> {
-        Hello { protocol: self.protocol, model: self.model.clone() }.check(model)
+        Hello { protocol: self.protocol, model: self.model.clone(), callee: None }.check(model)
     }
 }
 
@@ -144,6 +144,16 @@ impl Member {
         }
     }
 
+    /// Another member with an id of this one.
+    fn meets_its_ids_in(&self, members: &Members) -> Option<String> {
+        let own = self.name();
+        let has = |member: &Member| {
+            member.instances().any(|theirs| self.instances().any(|instance| instance.id == theirs.id))
+        };
+        let mut others = members.iter().filter(|(name, _)| **name != own);
+        others.find(|(_, member)| has(member)).map(|(name, _)| name.clone())
+    }
+
     /// The smallest id of its instances; none of a router.
     pub fn first_instance(&self) -> Option<InstanceId> {
         self.instances().map(|instance| instance.id).min()
@@ -170,6 +180,11 @@ pub enum RegistryError {
     /// The lease ended before it was kept alive.
     #[error("the lease in etcd ended")]
     LeaseEnded,
+    /// Another process has the same id: etcd lost its data, and gave it again.
+    #[error(
+        "another process is in the fleet as '{0}': etcd has lost its data; start this one again, for a new id"
+    )]
+    Taken(String),
     /// Something else is written where the registry keeps its own.
     #[error("etcd holds something else under '{key}': {reason}; give the fleet another name")]
     Foreign {

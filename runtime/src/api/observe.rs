@@ -1,0 +1,67 @@
+//! What is asked of a process by those who watch it: is it alive, can it serve, what did it count.
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use super::Limits;
+use super::server::{Shutdown, serve_routes};
+use crate::env::{Listener, SharedEnv};
+use crate::metrics::{self, Metrics};
+
+#[derive(Clone)]
+struct Watched {
+    metrics: Metrics,
+    ready: watch::Receiver<bool>,
+}
+
+/// Answers `/live`, `/health` (200 once `ready`, while an instance is up) and `/metrics` of a process that serves
+/// nothing else over HTTP.
+pub async fn observe(
+    listener: Box<dyn Listener>,
+    env: SharedEnv,
+    metrics: Metrics,
+    ready: watch::Receiver<bool>,
+    shutdown: watch::Receiver<Shutdown>,
+) {
+    let routes = Router::new()
+        .route("/live", get(live))
+        .route("/health", get(health))
+        .route("/metrics", get(all))
+        .with_state(Watched { metrics, ready });
+    serve_routes(listener, routes, &Limits::default(), &env, shutdown, || {}).await;
+}
+
+/// The process answers, whatever else it can.
+pub(super) async fn live() -> Response {
+    document(StatusCode::OK, &json!({ "status": "ok" }))
+}
+
+async fn health(State(Watched { metrics, ready }): State<Watched>) -> Response {
+    let (status, word) = match (*ready.borrow(), metrics.instances.get()) {
+        (false, _) => (StatusCode::SERVICE_UNAVAILABLE, "joining"),
+        (true, 0) => (StatusCode::SERVICE_UNAVAILABLE, "no instance"),
+        (true, _) => (StatusCode::OK, "ok"),
+    };
+    document(status, &json!({ "status": word }))
+}
+
+async fn all(State(Watched { metrics, .. }): State<Watched>) -> Response {
+    exposition(&metrics)
+}
+
+/// All metrics, for Prometheus.
+pub(super) fn exposition(metrics: &Metrics) -> Response {
+    let headers = [(header::CONTENT_TYPE, HeaderValue::from_static(metrics::CONTENT_TYPE))];
+    (headers, metrics.encode()).into_response()
+}
+
+/// A JSON document.
+pub(super) fn document(status: StatusCode, value: &Value) -> Response {
+    let headers = [(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))];
+    (status, headers, value.to_string()).into_response()
+}
