@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import world
 
-# A stream's longest silence that is no fault: a router waits two leases for another place.
+# A stream's longest silence that is no fault: a lease until a loss is noticed, three for another place.
 SILENCE_S_MAX = 10
 # A person's patience with one request, over all tries.
 REQUEST_S_MAX = 60

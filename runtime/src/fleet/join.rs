@@ -14,7 +14,7 @@ use tokio::sync::{mpsc, watch};
 
 /// Between two calls to a member: it is in the registry, so it is there or ended a moment ago.
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
-const BACKOFF_MAX: Duration = Duration::from_secs(1);
+const BACKOFF_MAX: Duration = Duration::from_millis(500);
 
 /// Calls a member, and returns when the session is over.
 type Dial = Arc<dyn Fn(Member) -> BoxFuture<'static, Result<(), CallError>> + Send + Sync>;

@@ -60,8 +60,8 @@ async fn join_as_router(
     let (charter, own) = charter(&join, &model, &env).await?;
     let id = join.registry.router_id().await?;
     let limits = EngineConfig {
-        // A lost worker is back, or missed by everyone, within that.
-        patience: Seconds(2.0 * args.lease().as_secs_f64()),
+        // A lost worker is back, or missed by everyone, within two leases; a third until all have met who was cut off.
+        patience: Seconds(3.0 * args.lease().as_secs_f64()),
         ..serve::engine_config(front)?
     };
     let identity = Identity {

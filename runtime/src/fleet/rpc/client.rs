@@ -49,7 +49,8 @@ impl Remote {
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         let mut endpoint = Endpoint::from_shared(format!("{scheme}://{address}"))
             .map_err(failed)?
-            .connect_timeout(config.silence)
+            // Who was cut off is called again soon after the link is back.
+            .connect_timeout(config.half())
             .tcp_nodelay(true)
             .http2_keep_alive_interval(config.half())
             .keep_alive_timeout(config.half())
