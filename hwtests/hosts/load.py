@@ -90,20 +90,27 @@ class Load:
     def run(self, count, stop):
         """Sends `count` requests; returns when the last is answered."""
         begun = time.monotonic()
-        with ThreadPoolExecutor(CLIENTS_MAX) as clients:
+        clients = ThreadPoolExecutor(CLIENTS_MAX)
+        whole = False
+        try:
             for number in range(count):
                 wait = begun + number / self.rate - time.monotonic()
-                if wait > 0 and stop.wait(wait):
-                    break
-                clients.submit(self.request, number)
+                if stop.wait(max(0.0, wait)):
+                    return
+                clients.submit(self.request, number, begun + number / self.rate)
+            whole = True
+        finally:
+            # who was interrupted asks nothing more
+            clients.shutdown(wait=True, cancel_futures=not whole)
 
-    def request(self, number):
+    def request(self, number, planned):
         case = self.cases[number % len(self.cases)]
         stream = number // len(self.cases) % 2 == 0
         salt = None if number % 3 == 0 else f"request {number}"
         text = body(case["prompt"], case["tokens"], stream, salt)
         result = {"number": number, "at": time.time(), "stream": stream, "tries": [], "outcome": "lost"}
         began = time.monotonic()
+        result["late_s"] = began - planned
         try:
             self.tries(number, text, stream, case["text"], result, began)
         except Exception as error:  # a fault of this program must not look like a lost request of the fleet

@@ -69,6 +69,8 @@ def document(fleet, load, faults, count, rate, seed, took_s, machine):
         "streamed": sum(1 for r in results if r["stream"]),
         "reconnected": sum(1 for r in results if any(not t["unready"] for t in r["tries"])),
         "turned_away_first": sum(1 for r in results if r["outcome"] == "right" and any(t["unready"] for t in r["tries"])),
+        # of clients that all waited: above zero, the load was less than it says
+        "late_s_max": max((r["late_s"] for r in results), default=0.0),
         "latency_s": {"p50": quantile(took, 0.5), "p99": quantile(took, 0.99), "max": max(took, default=None)},
         "faults": [{key: value for key, value in fault.items() if key != "members"} for fault in faults.done],
         "errors": [{"number": r["number"], "error": r["error"]} for r in results if "error" in r][:50],
@@ -113,7 +115,8 @@ def table(report):
         f"{report['turned_away_first']} served by the other router after a 503",
         f"{kinds.count('kill')} workers killed, {kinds.count('kill-router')} routers killed, {kinds.count('hang')} workers hung, "
         f"{kinds.count('cut')} links cut; lease {report['lease_s']} s",
-        f"latency: median {latency['p50'] or 0:.2f} s, p99 {latency['p99'] or 0:.2f} s, most {latency['max'] or 0:.2f} s",
+        f"latency: median {latency['p50'] or 0:.2f} s, p99 {latency['p99'] or 0:.2f} s, most {latency['max'] or 0:.2f} s; "
+        f"sent at most {report['late_s_max']:.2f} s late",
         "",
         f"{'what':<42} {'measured':<36} {'at most':<8}",
     ]

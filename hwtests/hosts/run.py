@@ -18,7 +18,7 @@ import load
 import report
 import world
 
-TOKENS = (24, 48, 160)
+TOKENS = (12, 48, 96)
 
 
 def cases(program, fleet_model, model_flags, scratch):
@@ -36,7 +36,7 @@ def cases(program, fleet_model, model_flags, scratch):
             text = load.ask(address, load.body(case["prompt_ids"], len(case["greedy_ids"]), False, None), False, None)
             if text != answer["text"]:
                 raise RuntimeError(f"serve and generate differ on prompt {ids}")
-        long = [token for case in golden for token in case["prompt_ids"]] * 4
+        long = [token for case in golden for token in case["prompt_ids"]] * 2
         for prompt in [case["prompt_ids"] for case in golden] + [long, long[::-1]]:
             for tokens in TOKENS:
                 text = load.ask(address, load.body(prompt, tokens, False, None), False, None)
@@ -69,7 +69,7 @@ def play(fleet, expected, args):
     breaking = faults.Faults(fleet)
     over = threading.Event()
     planned = [] if args.calm else faults.schedule(args.requests / args.rate, args.seed)
-    breaker = threading.Thread(target=breaking.run, args=(planned, over))
+    breaker = threading.Thread(target=breaking.run, args=(planned, over), daemon=True)
     progress = threading.Thread(target=tell, args=(clients, args.requests, over), daemon=True)
     begun = time.monotonic()
     breaker.start()

@@ -15,9 +15,9 @@ fn lists(text: &str, key: &str) -> Vec<Vec<String>> {
     let lines: Vec<&str> = text.lines().filter(|line| !line.trim_start().starts_with('#')).collect();
     let heads = lines.iter().enumerate().filter(|(_, line)| line.trim() == key);
     let list = |(at, head): (usize, &&str)| {
-        let items = lines[at + 1..].iter().take_while(|line| {
-            line.trim_start().starts_with("- ") && indent(line) >= indent(head)
-        });
+        let items = lines[at + 1..]
+            .iter()
+            .take_while(|line| line.trim_start().starts_with("- ") && indent(line) >= indent(head));
         items.map(|line| line.trim_start()[2..].trim().trim_matches('"').to_string()).collect()
     };
     heads.map(list).collect()

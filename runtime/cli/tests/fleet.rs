@@ -490,7 +490,10 @@ fn who_watches_a_worker_learns_whether_it_can_serve_and_what_it_did() {
     assert!(get(&router_address, "/health").starts_with("HTTP/1.1 200"));
     let metrics = get(&address, "/metrics");
     let value = |name: &str| {
-        let line = metrics.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}: {metrics}"));
+        let line = metrics
+            .lines()
+            .find(|line| line.starts_with(name))
+            .unwrap_or_else(|| panic!("{name}: {metrics}"));
         line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()
     };
     assert!(value("mixfleet_device_steps_total{") >= 1.0 && value("mixfleet_device_tokens_total{") >= 7.0);

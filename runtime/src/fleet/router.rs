@@ -110,3 +110,113 @@ impl Router {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::messages::ToWorker;
+    use crate::env::{Env, Listener, SeededEnv, Task};
+    use crate::model::random::tiny_variants;
+    use crate::request::{GenerateRequest, Sampling, ServiceTier};
+    use futures_util::future::BoxFuture;
+    use mixfleet_hal::units::Seconds;
+    use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
+    use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
+    use std::time::Duration;
+
+    /// A process that was started so many seconds after the world.
+    struct Started(SeededEnv, Seconds);
+
+    impl Env for Started {
+        fn now(&self) -> Seconds {
+            self.0.now() - self.1
+        }
+        fn unix_time(&self) -> Seconds {
+            self.0.unix_time()
+        }
+        fn sleep(&self, span: Duration) -> Task {
+            self.0.sleep(span)
+        }
+        fn spawn(&self, task: Task) {
+            self.0.spawn(task);
+        }
+        fn spawn_worker(&self, name: &str, task: Task) {
+            self.0.spawn_worker(name, task);
+        }
+        fn random(&self) -> u64 {
+            self.0.random()
+        }
+        fn listen(&self, address: &str) -> BoxFuture<'static, std::io::Result<Box<dyn Listener>>> {
+            self.0.listen(address)
+        }
+    }
+
+    fn up() -> FromWorker {
+        let prefill_s = PrefillCoefficients { overhead: 1e-3, per_token: 1e-4, per_token_squared: 0.0 };
+        let decode_s = DecodeCoefficients { base: 1e-3, per_sequence: 1e-5, per_kv_token: 0.0 };
+        let instance = Instance {
+            id: InstanceId(0),
+            device: "device".into(),
+            role: Role::Auto,
+            pool: 0,
+            cost: CostModel::Coefficients(Coefficients { prefill_s, decode_s }).into(),
+            price: None,
+            nic: None,
+            kv_capacity_tokens: 10_000,
+            kv_block_tokens: 8,
+            prefill_tokens_beside_decode_max: 16,
+        };
+        FromWorker::Up { instance: Box::new(instance), kv: DType::F32 }
+    }
+
+    fn request() -> GenerateRequest {
+        GenerateRequest {
+            id: "request".into(),
+            prompt_ids: vec![1, 2, 3].into(),
+            max_tokens: 1,
+            eos_ids: [].into(),
+            sampling: Sampling::default(),
+            logprobs: None,
+            cache_salt: None,
+            tier: ServiceTier::Default,
+        }
+    }
+
+    /// When an instance is told that a request is due that comes at 1000 s to a router that was started at `started_s`.
+    fn due(started_s: f64) -> f64 {
+        let world = SeededEnv::new(1);
+        let env = world.clone();
+        world.run(async move {
+            env.sleep(Duration::from_secs_f64(started_s)).await;
+            let parts = RouterParts {
+                env: Arc::new(Started(env.clone(), Seconds(started_s))),
+                config: Arc::new(tiny_variants().remove(0).1.load().unwrap().config),
+                identity: Identity::new("model".into(), "tokenizer".into(), [0; 2]),
+                id: RouterId(0),
+                kv: DType::F32,
+                limits: EngineConfig::default(),
+                events: None,
+                placements: Arc::new(Placements::new(1)),
+                metrics: Metrics::new(),
+            };
+            let (engine, router) = parts.start();
+            let (session, mut worker) = Session::pair();
+            env.spawn(Box::pin(async move { router.attend(session).await }));
+            worker.out.send(Word { instance: InstanceId(0), message: up() }).unwrap();
+            env.sleep(Duration::from_secs_f64(1000.0 - started_s)).await;
+            let _updates = engine.submit(request()).await.unwrap();
+            loop {
+                let Command { message, .. } = worker.incoming.recv().await.unwrap();
+                if let ToWorker::Add { job, .. } = message {
+                    return job.due.0;
+                }
+            }
+        })
+    }
+
+    #[test]
+    fn routers_that_were_started_apart_tell_instances_one_time() {
+        // 2^-22 s is what a double of seconds since 1970 resolves.
+        assert!((due(0.0) - due(900.0)).abs() < 1e-6, "{} and {}", due(0.0), due(900.0));
+    }
+}
