@@ -11,6 +11,8 @@ import world
 
 # A stream's longest silence that is no fault: a lease until a loss is noticed, three for another place.
 SILENCE_S_MAX = 10
+# To a router that is there, a connection takes milliseconds; balancers wait as long.
+CONNECT_S_MAX = 1
 # A person's patience with one request, over all tries.
 REQUEST_S_MAX = 60
 CLIENTS_MAX = 256
@@ -42,8 +44,10 @@ def body(prompt, tokens, stream, salt):
 
 def ask(address, text, stream, expected):
     """The whole answer; raises what went wrong."""
-    connection = http.client.HTTPConnection(*address, timeout=SILENCE_S_MAX)
+    connection = http.client.HTTPConnection(*address, timeout=CONNECT_S_MAX)
     try:
+        connection.connect()
+        connection.sock.settimeout(SILENCE_S_MAX)
         headers = {"content-type": "application/json", "authorization": f"Bearer {world.API_KEY}", "connection": "close"}
         connection.request("POST", "/v1/completions", text, headers)
         response = connection.getresponse()

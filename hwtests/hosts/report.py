@@ -3,6 +3,7 @@
 import world
 
 LOST = "a worker process is lost"
+USED = "uses a worker process"
 # Throughput counts in windows of so long.
 WINDOW_S = 1.0
 BACK_SHARE = 0.9
@@ -13,6 +14,18 @@ def lost_at(fleet, router, member, after):
     times = [line["at"] for line in fleet.words(router)
              if line["at"] >= after and LOST in line["text"] and line["fields"].get("member") == member]
     return min(times, default=None)
+
+
+def in_use(fleet, router, member, at):
+    """Whether a router used a worker process then: after a cut they meet again, which takes a moment."""
+    last = None
+    for line in fleet.words(router):
+        if line["at"] < at and line["fields"].get("member") == member and (LOST in line["text"] or USED in line["text"]):
+            last = line
+        elif line["at"] < at and '"joined"' in line["text"]:
+            # another life of the router
+            last = None
+    return last is not None and USED in last["text"]
 
 
 def watched(fleet, fault):
@@ -28,9 +41,12 @@ def watched(fleet, fault):
 
 
 def noticed(fleet, fault):
-    """Seconds until the last router left out what was lost; None where one never did."""
-    times = [lost_at(fleet, router, member, fault["at"]) for router, member in watched(fleet, fault)]
-    if not times or None in times:
+    """Seconds until the last router that used what was lost left it out; None where one never did."""
+    used = [(router, member) for router, member in watched(fleet, fault) if in_use(fleet, router, member, fault["at"])]
+    if not used:
+        return 0.0 if watched(fleet, fault) else None
+    times = [lost_at(fleet, router, member, fault["at"]) for router, member in used]
+    if None in times:
         return None
     return max(times) - fault["at"]
 

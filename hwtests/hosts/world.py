@@ -118,7 +118,8 @@ class Process:
         self.name = name
         self.lines = []
         self.arrived = queue.Queue()
-        self.child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+        # In a session of its own: the kernel lets a stopped process go on when the shell that began this run ends.
+        self.child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
         self.reader = threading.Thread(target=self._read, args=(log,), daemon=True)
         self.reader.start()
 
