@@ -175,6 +175,7 @@ impl Fleet {
     }
 }
 
+/// The answer to a GET.
 fn get(address: &str, path: &str) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
@@ -194,15 +195,6 @@ fn stream(address: &str, case: &Value, tokens: usize) -> BufReader<TcpStream> {
     let length = body.len();
     write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
     BufReader::new(stream)
-}
-
-/// The answer to a GET.
-fn get(address: &str, path: &str) -> String {
-    let mut stream = TcpStream::connect(address).unwrap();
-    write!(stream, "GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    answer
 }
 
 /// The text of the next event; none at the end.
@@ -431,8 +423,8 @@ fn an_etcd_that_lost_its_data_is_told_what_members_know_and_gives_no_id_twice() 
     let Some(mut fleet) = Fleet::new("data-lost") else { return };
     let case = &common::golden(&fleet.model)["cases"][1];
     let expected = alone(&fleet, case, 48);
-    let (mut first, first_name) = fleet.joined("cpu@0", "auto");
-    let (mut second, second_name) = fleet.joined("cpu@1", "auto");
+    let (mut first, first_name) = fleet.joined("cpu@0", "auto", &[]);
+    let (mut second, second_name) = fleet.joined("cpu@1", "auto", &[]);
     assert_eq!([first_name.as_str(), second_name.as_str()], ["worker-0", "worker-1"]);
     let (mut router, address) = fleet.router();
     wait_until_served(&address, case);
@@ -446,7 +438,7 @@ fn an_etcd_that_lost_its_data_is_told_what_members_know_and_gives_no_id_twice() 
     for process in [&mut first, &mut second, &mut router] {
         process.says("etcd is reached again");
     }
-    let (_third, third_name) = fleet.joined("cpu@0", "auto");
+    let (_third, third_name) = fleet.joined("cpu@0", "auto", &[]);
     let (_other, other_address) = fleet.router();
     assert_eq!(third_name, "worker-2");
     let status = fleet.status();
@@ -460,12 +452,12 @@ fn an_etcd_that_lost_its_data_is_told_what_members_know_and_gives_no_id_twice() 
 #[test]
 fn whose_id_was_given_again_ends_with_the_reason() {
     let Some(mut fleet) = Fleet::new("taken") else { return };
-    let (mut hung, name) = fleet.joined("cpu@0", "auto");
+    let (mut hung, name) = fleet.joined("cpu@0", "auto", &[]);
     hung.signal("-STOP");
     fleet.lose_etcds_data();
     fleet.etcd = etcd(&fleet.data, fleet.port);
     // It cannot say that its id is in use.
-    let (_newcomer, again) = fleet.joined("cpu@1", "auto");
+    let (_newcomer, again) = fleet.joined("cpu@1", "auto", &[]);
     assert_eq!(name, again);
     hung.signal("-CONT");
     hung.says("another process is in the fleet as 'worker-0'");
