@@ -3,10 +3,11 @@
 mod join;
 mod process;
 mod status;
+mod transports;
 
 use crate::args::{FrontArgs, InstanceArgs, ModelArgs};
+use crate::tls::TlsArgs;
 use clap::{Args, Subcommand};
-use std::path::PathBuf;
 
 pub(crate) use process::{router, worker};
 pub(crate) use status::look;
@@ -23,18 +24,8 @@ pub(crate) struct JoinArgs {
     /// A member that says nothing for so long is lost [default: 5]
     #[arg(long, value_name = "SECONDS", default_value_t = 5, hide_default_value = true, value_parser = clap::value_parser!(u64).range(2..=300))]
     lease_s: u64,
-    /// Certificate of the authority that signed all members'
-    #[arg(long, value_name = "PEM", requires = "tls_cert")]
-    tls_ca: Option<PathBuf>,
-    /// This member's certificate
-    #[arg(long, value_name = "PEM", requires = "tls_key")]
-    tls_cert: Option<PathBuf>,
-    /// This member's key
-    #[arg(long, value_name = "PEM", requires = "tls_ca")]
-    tls_key: Option<PathBuf>,
-    /// DNS name in all members' certificates [default: mixfleet]
-    #[arg(long, value_name = "DNS", default_value = "mixfleet", hide_default_value = true)]
-    tls_name: String,
+    #[command(flatten)]
+    tls: TlsArgs,
 }
 
 #[derive(Debug, Args)]
@@ -64,6 +55,9 @@ pub(crate) struct WorkerArgs {
     /// Where KV comes in [default: a free port of the same address]
     #[arg(long, value_name = "HOST:PORT")]
     listen_data: Option<String>,
+    /// KV may go over RDMA, in the clear: nobody else can read or send on its network
+    #[arg(long)]
+    trusted_fabric: bool,
     /// Log as JSON lines
     #[arg(long)]
     json: bool,
