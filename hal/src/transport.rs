@@ -128,4 +128,10 @@ pub trait Endpoint: Send {
     /// # Errors
     /// When the way is broken.
     fn cancel(&mut self, transfer: TransferId) -> Result<()>;
+
+    /// What an operator wants to know of this way beside its transport's name, such as addresses and packet sizes that
+    /// the ends agreed on; empty if there is nothing.
+    fn details(&self) -> String {
+        String::new()
+    }
 }

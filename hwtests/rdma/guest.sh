@@ -1,4 +1,4 @@
-# What a guest does in its role: alone, server or client. Its exit status is the guest's.
+# What a guest does in its role: alone, server, client, prefill or decode. Its exit status is the guest's.
 
 server=10.9.0.1
 # where a server guest takes commands; nothing but the other guest can reach it
@@ -13,8 +13,11 @@ start_server() {
     read -r descriptor </tmp/out
 }
 
-# remote COMMAND: runs it on the server guest
-remote() { echo "$1" | nc "$server" "$shell_port"; }
+# remote COMMAND: runs it on the guest that takes commands
+remote() { echo "$1" | nc "${shell:-$server}" "$shell_port"; }
+
+# switch_off: that guest; nothing comes back of it
+switch_off() { echo 'echo o >/proc/sysrq-trigger' | timeout 2 nc "${shell:-$server}" "$shell_port" || true; }
 
 # ours SLICE DEPTH PAIRS MEGABYTES SPIN_US, in MB/s
 ours() {
@@ -48,6 +51,35 @@ compare() {
 # Until the server guest answers.
 until_reachable() { until ping -c 1 -W 1 "$server" >/dev/null 2>&1; do :; done; }
 
+# member COMMAND ARGUMENT..: runs it as a member of the fleet; patient, for an emulated machine is slow
+member() {
+    command=$1
+    shift
+    # shellcheck disable=SC2086 # two words, of "fleet status"
+    mixfleet $command --etcd "https://$server:2379" --tls-ca /fleet/ca.pem --tls-cert /fleet/member.pem \
+        --tls-key /fleet/member.key --lease-s 30 "$@"
+}
+
+# worker ARGUMENT..: a worker of the model that is served, under this guest's address
+worker() {
+    # shellcheck disable=SC2046 # a list of words
+    member worker $(cat /fleet/model) --device cpu --listen-control "$address:7000" "$@"
+}
+
+# until_said FILE WORDS [TIMES]: until so many lines of a log have the words
+until_said() { until [ "$(grep -c "$2" "$1" 2>/dev/null)" -ge "${3:-1}" ]; do sleep 0.2; done; }
+
+# expect WHAT FILE WORDS: one line that says how it went
+expect() {
+    if found=$(grep -m 1 "$3" "$2"); then
+        echo "ok      $1: $found"
+    else
+        echo "FAILED  $1: no '$3' in:"
+        tail -n 20 "$2"
+        status=1
+    fi
+}
+
 case $role in
 alone)
     rdma_check self || exit
@@ -79,5 +111,45 @@ client)
     rdma_check client "$descriptor" || exit
     rdma_check cut "$descriptor" \
         sh -c "echo 'echo o >/proc/sysrq-trigger' | timeout 2 nc $server $shell_port || true"
+    ;;
+prefill)
+    # etcd, the router, the client, and the worker that computes prompts
+    status=0 shell=10.9.0.2
+    etcd --data-dir /tmp/etcd --listen-client-urls "https://$server:2379" --advertise-client-urls "https://$server:2379" \
+        --listen-peer-urls http://127.0.0.1:2380 --initial-advertise-peer-urls http://127.0.0.1:2380 \
+        --initial-cluster default=http://127.0.0.1:2380 --cert-file /fleet/member.pem --key-file /fleet/member.key \
+        --trusted-ca-file /fleet/ca.pem --client-cert-auth --unsafe-no-fsync >/tmp/etcd.log 2>&1 &
+    worker --role prefill --trusted-fabric 2>/tmp/worker.log &
+    # shellcheck disable=SC2046 # a list of words
+    member router $(cat /fleet/model) --listen 127.0.0.1:8000 --name served 2>/tmp/router.log &
+    until_said /tmp/router.log 'uses a worker process' 2
+    until wget -q -O /tmp/answer --header 'content-type: application/json' --post-file /fleet/request \
+        http://127.0.0.1:8000/v1/completions; do sleep 0.5; done
+    text=$(sed -n 's/.*"text":\("\([^"\\]\|\\.\)*"\).*/\1/p' /tmp/answer)
+    if [ -n "$text" ] && [ "$text" = "$(cat /fleet/text)" ]; then
+        echo "ok      serve: the tokens of one machine: $(head -c 60 /fleet/text)"
+    else
+        echo "FAILED  serve: other tokens than one machine gives: $(cat /tmp/answer)"
+        status=1
+    fi
+    expect 'serve: placed' /tmp/router.log 'placed'
+    expect 'serve: KV by RDMA' /tmp/worker.log 'KV goes this way.*verbs.*RoCE v2 over IPv4'
+    if grep 'KV transfer failed' /tmp/worker.log; then echo 'FAILED  serve: transfers failed'; status=1; fi
+    member 'fleet status' >/tmp/status 2>&1
+    sed 's/^/status  /' /tmp/status
+    expect 'serve: the link is told' /tmp/status ' <-> .*verbs (rxe0 by RoCE v2 over IPv4, MTU 4096)'
+    remote 'cat /tmp/refused.log' >/tmp/refused.log
+    expect 'serve: RDMA is not used unasked' /tmp/refused.log 'not offered.*rxe0 is there, but'
+    switch_off
+    exit "$status"
+    ;;
+decode)
+    until_reachable
+    worker --role decode 2>/tmp/refused.log &
+    until_said /tmp/refused.log 'not offered'
+    kill "$(pidof mixfleet)"
+    wait
+    worker --role decode --trusted-fabric 2>/tmp/worker.log &
+    while :; do nc -l -p "$shell_port" -e /bin/sh; done
     ;;
 esac

@@ -22,6 +22,7 @@ pub mod cases;
 mod checks;
 pub mod html;
 mod inputs;
+pub mod links;
 pub mod oracle;
 pub mod profile;
 pub mod reference;

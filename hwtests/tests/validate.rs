@@ -96,7 +96,8 @@ fn child_entry() {
     }
     // the harness has begun a line of its own
     std::io::Write::write_all(&mut std::io::stdout(), b"\n").unwrap();
-    child::serve(&mut std::io::stdin().lock(), &mut std::io::stdout().lock(), &open).unwrap();
+    let (input, output) = (&mut std::io::stdin().lock(), &mut std::io::stdout().lock());
+    child::serve(input, output, &open, &child::nothing_beyond).unwrap();
     std::process::exit(0);
 }
 

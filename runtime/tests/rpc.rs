@@ -119,7 +119,7 @@ fn worker(env: &SharedEnv, checkpoint: &Checkpoint, id: u32, role: Role, config:
     };
     let (hub, ways) = (process.start().unwrap(), Ways { links, hand_off });
     let door = Door::open(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), config).unwrap();
-    let seat = Seat::Worker { instances: vec![record], transports: vec!["shm".into()] };
+    let seat = Seat::Worker { instances: vec![record], transports: vec!["shm".into()], not_offered: vec![] };
     let member = Member::new(model(), door.address().to_string(), seat);
     tokio::spawn(door.serve(env.clone(), hub.clone(), ways.clone()));
     Worker { hub, ways, member }

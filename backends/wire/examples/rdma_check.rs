@@ -8,10 +8,12 @@
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, Transport};
 use mixfleet_hal::{Error, ErrorKind};
-use mixfleet_wire::HostRegion;
 use mixfleet_wire::verbs::{Verbs, VerbsOptions};
+use mixfleet_wire::{HostRegion, Security};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,7 +24,8 @@ usage: rdma_check self                      all checks within this machine
        rdma_check client DESCRIPTOR         the checks between two machines
        rdma_check bench DESCRIPTOR SLICE_BYTES DEPTH QUEUE_PAIRS MEGABYTES SPIN_US
        rdma_check cut DESCRIPTOR COMMAND..  writes fail clearly after COMMAND, which cuts the link or the peer
-       rdma_check absent WORDS              no device opens, and the reason has WORDS";
+       rdma_check absent WORDS              no device opens, and the reason has WORDS
+       rdma_check certificates FOLDER NAME..  writes a fleet's authority and one member of these names and addresses";
 
 /// Size of every region, and of what moves in a check: it has more slices than a queue is deep.
 const BYTES: usize = 8 << 20;
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         ["server", address] => address.parse().map_err(|e| format!("{address}: {e}")).and_then(serve),
         ["client", descriptor] => parse(descriptor).and_then(|region| between(&region)),
         ["absent", words] => absent(words),
+        ["certificates", folder, ref names @ ..] => certificates(Path::new(folder), names),
         ["cut", descriptor, ref command @ ..] if !command.is_empty() => {
             parse(descriptor).and_then(|region| Checks::run(|checks| checks.cut(&region, command)))
         }
@@ -70,7 +74,9 @@ fn parse(descriptor: &str) -> Result<Descriptor, String> {
 }
 
 fn open(listen: Option<SocketAddr>) -> Result<Verbs, String> {
-    Verbs::open(VerbsOptions { listen, ..VerbsOptions::default() }).map_err(|absent| absent.reason)
+    // nobody else is on the network of a check
+    let security = Security::Insecure;
+    Verbs::open(VerbsOptions { listen, security, ..VerbsOptions::default() }).map_err(|absent| absent.reason)
 }
 
 /// Bytes of which every 8 tell their place and `seed`.
@@ -411,7 +417,8 @@ fn bench(descriptor: &Descriptor, numbers: Vec<u32>) -> Result<bool, String> {
         return Err(format!("messages of {slice_bytes} bytes; 1 to {BYTES} fit the region"));
     }
     let (queue_pairs, spin) = (queue_pairs as usize, Duration::from_micros(spin_us.into()));
-    let options = VerbsOptions { slice_bytes, depth, queue_pairs, spin, ..VerbsOptions::default() };
+    let security = Security::Insecure;
+    let options = VerbsOptions { slice_bytes, depth, queue_pairs, spin, security, ..VerbsOptions::default() };
     let verbs = Verbs::open(options).map_err(|absent| absent.reason)?;
     let mut way = verbs.connect_verbs(filled(7)?, descriptor).map_err(text)?;
     // each message to the same place, as `ib_write_bw` does
@@ -423,5 +430,27 @@ fn bench(descriptor: &Descriptor, numbers: Vec<u32>) -> Result<bool, String> {
     way.wait(transfer, Duration::from_secs(120)).map_err(text)?;
     let seconds = begin.elapsed().as_secs_f64();
     println!("{:.2} MB/s", pieces.len() as f64 * message.bytes as f64 / seconds / 1e6);
+    Ok(true)
+}
+
+/// `ca.pem`, `member.pem` and `member.key`, for processes that find each other under TLS.
+fn certificates(folder: &Path, names: &[&str]) -> Result<bool, String> {
+    let text = |error: rcgen::Error| error.to_string();
+    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+    let mut authority = CertificateParams::new(vec![]).map_err(text)?;
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let key = KeyPair::generate().map_err(text)?;
+    let authority = CertifiedIssuer::self_signed(authority, key).map_err(text)?;
+    let key = KeyPair::generate().map_err(text)?;
+    let member = CertificateParams::new(names).and_then(|params| params.signed_by(&key, &authority));
+    let files = [
+        ("ca.pem", authority.as_ref().pem()),
+        ("member.pem", member.map_err(text)?.pem()),
+        ("member.key", key.serialize_pem()),
+    ];
+    for (name, pem) in files {
+        let file = folder.join(name);
+        std::fs::write(&file, pem).map_err(|error| format!("{}: {error}", file.display()))?;
+    }
     Ok(true)
 }

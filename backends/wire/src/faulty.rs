@@ -118,6 +118,10 @@ impl Endpoint for FaultyEndpoint {
             _ => Ok(()),
         }
     }
+
+    fn details(&self) -> String {
+        self.inner.details()
+    }
 }
 
 /// When a bit flips.

@@ -14,25 +14,35 @@ mod answer;
 mod batches;
 mod faulty;
 mod key;
+#[cfg(unix)]
+mod link;
+#[cfg(unix)]
+pub mod lobby;
 mod memory;
 #[cfg(unix)]
 mod place;
 #[cfg(unix)]
 mod poll;
 mod region;
+#[cfg(unix)]
+mod security;
 #[cfg(target_os = "linux")]
 mod shm;
 #[cfg(unix)]
 mod tcp;
+#[cfg(all(feature = "tls", unix))]
+mod tls;
 #[cfg(all(feature = "verbs", target_os = "linux"))]
 pub mod verbs;
 
 pub use faulty::Faulty;
 pub use memory::Memory;
 pub use region::HostRegion;
+#[cfg(unix)]
+pub use security::Security;
 #[cfg(target_os = "linux")]
 pub use shm::Shm;
-#[cfg(feature = "tls")]
-pub use tcp::{Identity, Pem};
 #[cfg(unix)]
-pub use tcp::{Security, Tcp, TcpConfig};
+pub use tcp::{Tcp, TcpConfig};
+#[cfg(all(feature = "tls", unix))]
+pub use tls::{Identity, Pem};

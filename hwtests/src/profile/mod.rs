@@ -34,7 +34,7 @@ pub mod text;
 pub mod work;
 
 pub use card::card;
-pub use document::{Document, Fact, Flag, PointResult, Status};
+pub use document::{Document, Fact, Flag, PointResult, Status, Tool};
 pub use page::page;
 pub use plan::{Level, ModelShapes, plan};
 pub use run::{Options, Progress, measure, run};

@@ -7,14 +7,36 @@ use super::{conformance, discover, memory, performance, soak};
 use crate::bench::Trouble;
 use mixfleet_hal::Device;
 use std::io::{BufRead, Write};
+use std::sync::Arc;
 use std::time::Instant;
+
+/// Runs levels that take more than the device: links between memories, and serving. It gets the device, the assignment,
+/// which cases are wanted, and where results go; false for a group that it does not know. Whoever starts children has the
+/// transports and the engine.
+pub type Beyond<'a> =
+    dyn Fn(&Arc<dyn Device>, &Assignment, &dyn Fn(&str) -> bool, &mut dyn FnMut(CaseResult)) -> bool + 'a;
+
+/// Knows no level beyond the device.
+pub fn nothing_beyond(
+    _: &Arc<dyn Device>,
+    _: &Assignment,
+    _: &dyn Fn(&str) -> bool,
+    _: &mut dyn FnMut(CaseResult),
+) -> bool {
+    false
+}
 
 /// Reads an [`Assignment`] from `input`, opens its device, and writes [`Line`]s to `output` until the group is
 /// done or the device is.
 ///
 /// # Errors
 /// When the assignment cannot be read or a line cannot be written: the parent is gone.
-pub fn serve(input: &mut dyn BufRead, output: &mut dyn Write, open: &Open) -> std::io::Result<()> {
+pub fn serve(
+    input: &mut dyn BufRead,
+    output: &mut dyn Write,
+    open: &Open,
+    beyond: &Beyond<'_>,
+) -> std::io::Result<()> {
     let mut text = String::new();
     input.read_line(&mut text)?;
     let assignment: Assignment = serde_json::from_str(&text)?;
@@ -27,14 +49,20 @@ pub fn serve(input: &mut dyn BufRead, output: &mut dyn Write, open: &Open) -> st
         failure = failure.take().or(written.err());
     };
     match open(&assignment.device) {
-        Ok(device) => run(&*device, &assignment, &mut emit),
+        Ok(device) => run(&device, &assignment, beyond, &mut emit),
         Err(reason) => emit(Line::CannotOpen(reason)),
     }
     failure.map_or(Ok(()), Err)
 }
 
 /// Runs one group on an open device. Ends early, without [`Line::End`], after a case that ended the device.
-pub fn run(device: &dyn Device, assignment: &Assignment, emit: &mut dyn FnMut(Line)) {
+pub fn run(
+    opened: &Arc<dyn Device>,
+    assignment: &Assignment,
+    beyond: &Beyond<'_>,
+    emit: &mut dyn FnMut(Line),
+) {
+    let device = &**opened;
     emit(Line::Opened(device.info().clone()));
     let settings = &assignment.settings;
     let (level, name) = assignment.group.split_once('.').unwrap_or((&assignment.group, ""));
@@ -57,8 +85,11 @@ pub fn run(device: &dyn Device, assignment: &Assignment, emit: &mut dyn FnMut(Li
         "l3" => performance::run(device, settings, &wanted, emit),
         "l5" => soaked(device, assignment, emit),
         _ => {
-            let reason = "this version has no such group";
-            emit(Line::Case(CaseResult::new(&assignment.group, Status::NotRun, reason)));
+            emit(Line::Begin(assignment.group.clone()));
+            if !beyond(opened, assignment, &wanted, &mut |result| emit(Line::Case(result))) {
+                let reason = "this program has no such group";
+                emit(Line::Case(CaseResult::new(&assignment.group, Status::NotRun, reason)));
+            }
             true
         }
     };

@@ -80,7 +80,9 @@ pub(crate) fn purpose(level: u8) -> &'static str {
         1 => "conformance",
         2 => "memory",
         3 => "performance",
+        4 => "links",
         5 => "soak",
+        6 => "serving",
         _ => "",
     }
 }

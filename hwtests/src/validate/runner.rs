@@ -14,6 +14,9 @@ use std::time::Duration;
 /// Children that a group may lose before the rest of it is given up.
 const LOSSES_MAX: u32 = 3;
 
+/// Groups of level 4: the transports, and the device's own copies.
+pub const LINKS: [&str; 5] = ["memory", "shm", "tcp", "verbs", "copy"];
+
 /// What to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
@@ -104,17 +107,23 @@ pub fn groups(plan: &Plan) -> Vec<String> {
     if plan.level >= 3 {
         all.push("l3.profile".to_owned());
     }
+    if plan.level >= 4 {
+        all.extend(LINKS.iter().map(|name| format!("l4.{name}")));
+    }
     if plan.settings.soak_s > 0.0 {
         all.push("l5.soak".to_owned());
+    }
+    if plan.level >= 6 {
+        all.push("l6.serving".to_owned());
     }
     all.retain(|group| plan.only.is_empty() || plan.only.iter().any(|only| may_hold(only, group)));
     all
 }
 
-/// Whether a group may hold cases that `pattern` selects. Level 0, 3 and 5 are one group each.
+/// Whether a group may hold cases that `pattern` selects. Level 0, 3, 5 and 6 are one group each.
 fn may_hold(pattern: &str, group: &str) -> bool {
     let level = group.split('.').next().unwrap_or(group);
-    let one_group = matches!(level, "l0" | "l3" | "l5");
+    let one_group = matches!(level, "l0" | "l3" | "l5" | "l6");
     let stem: Vec<&str> = pattern.split('.').collect();
     let head = stem[..stem.len().min(if one_group { 1 } else { 2 })].join(".");
     selects(&head, if one_group { level } else { group })

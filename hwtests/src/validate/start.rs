@@ -196,7 +196,9 @@ impl Start for InProcess {
     fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn Running>> {
         let mut lines = VecDeque::new();
         let run = std::panic::AssertUnwindSafe(|| match (self.open)(&assignment.device) {
-            Ok(device) => child::run(&*device, assignment, &mut |line| lines.push_back(line)),
+            Ok(device) => {
+                child::run(&device, assignment, &child::nothing_beyond, &mut |line| lines.push_back(line));
+            }
             Err(reason) => lines.push_back(Line::CannotOpen(reason)),
         });
         let end = match std::panic::catch_unwind(run) {

@@ -13,6 +13,7 @@ mod explain;
 #[cfg(feature = "fleet")]
 mod fleet;
 mod generate;
+mod links;
 mod model;
 mod parts;
 mod prices;
@@ -23,6 +24,7 @@ mod scheduling;
 mod serve;
 mod simulate;
 mod start;
+mod tls;
 mod topo;
 mod trace;
 mod validate;

@@ -1,5 +1,6 @@
 //! `mixfleet profile` and `mixfleet profile compare`
 
+mod links;
 pub(crate) mod machine;
 
 use crate::args::USD_PER_HOUR_MIN;
@@ -64,6 +65,8 @@ struct MeasureArgs {
     /// Write a self-contained page with curves here
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    #[command(flatten)]
+    links: links::LinksArgs,
 }
 
 #[derive(Debug, Args)]
@@ -88,6 +91,9 @@ fn ratio(text: &str) -> Result<f64, String> {
 pub(crate) fn run(args: &ProfileArgs) -> Result<()> {
     match &args.command {
         Some(ProfileCommand::Compare(args)) => compare(args),
+        None if args.measure.links.links => {
+            links::run(&args.measure.links, args.measure.json, args.measure.quick)
+        }
         None => profile(&args.measure),
     }
 }

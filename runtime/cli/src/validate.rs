@@ -1,8 +1,10 @@
 //! `mixfleet validate`
 
+mod beyond;
 mod facts;
 mod options;
 mod selftest;
+mod serving;
 mod summary;
 
 use crate::profile::machine;
@@ -28,8 +30,8 @@ pub(crate) struct ValidateArgs {
     /// The device ('mixfleet devices' lists them) [default: the first that would serve]
     #[arg(long, value_name = "DEV")]
     device: Option<String>,
-    /// Highest level: 0 discovery, 1 conformance, 2 memory, 3 performance
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(0..=3))]
+    /// Highest level: 0 discovery, 1 conformance, 2 memory, 3 performance, 4 links, 6 serving; 5 is --soak
+    #[arg(long, value_name = "N", default_value = "3", value_parser = options::level)]
     level: u8,
     /// All edge shapes and memory passes, 80 % of the memory, the longer profile
     #[arg(long)]
@@ -69,7 +71,8 @@ pub(crate) struct ValidateArgs {
 pub(crate) fn run(args: &ValidateArgs) -> Result<()> {
     if args.child {
         let open = |selector: &str| backends::open(selector).map_err(|error| format!("{error:#}"));
-        child::serve(&mut std::io::stdin().lock(), &mut std::io::stdout().lock(), &open)?;
+        let (input, output) = (&mut std::io::stdin().lock(), &mut std::io::stdout().lock());
+        child::serve(input, output, &open, &beyond::run)?;
         return Ok(());
     }
     if args.self_test {

@@ -513,6 +513,29 @@ fn a_worker_with_another_model_is_refused_with_the_reason() {
 }
 
 #[test]
+fn a_worker_says_whether_it_may_use_rdma() {
+    let Some(fleet) = Fleet::new("rdma") else { return };
+    let arguments = ["--device", "cpu@0", "--trusted-fabric"];
+    let mut worker = Process::start(&mut fleet.command(&fleet.model, "worker", &arguments));
+    // of a NIC, of the lack of one, or of this build
+    let said = worker.says("RDMA");
+    worker.says("joined");
+    let mut members = fleet.status()["members"].clone();
+    let begun = std::time::Instant::now();
+    while members.as_array().is_none_or(Vec::is_empty) {
+        assert!(begun.elapsed() < LONG, "{members}");
+        members = fleet.status()["members"].clone();
+    }
+    let seat = &members[0]["seat"];
+    let has = |list: &Value, text: &str| {
+        list.as_array().is_some_and(|list| list.iter().any(|entry| entry.as_str().unwrap().starts_with(text)))
+    };
+    let offered = said.contains("KV may go over RDMA");
+    assert_eq!(has(&seat["transports"], "verbs"), offered, "{said}: {members}");
+    assert_eq!(has(&seat["not_offered"], "verbs: "), !offered, "{said}: {members}");
+}
+
+#[test]
 fn what_leaves_this_host_needs_certificates() {
     let refused = |arguments: &[&str]| {
         let output = common::mixfleet().args(arguments).output().unwrap();

@@ -119,7 +119,7 @@ fn what_cannot_run_is_told_apart_from_what_fails() {
         (&["--device", "sim:rtx-4090"], "add ',compute': sim:rtx-4090,compute"),
         (&["--device", "cpu", "--part", path(&part)], "did you mean 'name'?"),
         (&["--device", "cpu", "--only", "l1.gem"], "groups: l0.discover"),
-        (&["--device", "cpu", "--level", "7"], "0..=3"),
+        (&["--device", "cpu", "--level", "7"], "from 0 to 6"),
         (&["--device", "cpu", "--soak", "10"], "such as 30s"),
         (&["--device", "cpu", "--memory", "10MB"], "such as 512MiB"),
     ];

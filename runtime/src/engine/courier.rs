@@ -87,7 +87,10 @@ impl Courier {
             for transport in &self.links.transports {
                 match transport.register(memory.clone(), Access::Write) {
                     Ok(region) => regions.push(region),
-                    Err(error) => refused = error.context(transport.name()),
+                    Err(error) => {
+                        tracing::warn!(%peer, transport = transport.name(), %error, "staging memory is not reachable");
+                        refused = error.context(transport.name());
+                    }
                 }
             }
             if regions.is_empty() {
@@ -269,7 +272,14 @@ impl Way {
             let transport = transports.iter().find(|t| t.name() == region.transport);
             let connected = transport.map(|transport| transport.connect(self.outbox.clone(), region));
             match connected {
-                Some(Ok(endpoint)) => self.endpoint = Some(endpoint),
+                Some(Ok(endpoint)) => {
+                    tracing::info!(
+                        transport = region.transport,
+                        details = endpoint.details(),
+                        "KV goes this way"
+                    );
+                    self.endpoint = Some(endpoint);
+                }
                 Some(Err(error)) if error.kind != ErrorKind::Unsupported => return Err(error),
                 other => {
                     let unknown = || Error::unsupported(format!("no transport '{}' here", region.transport));

@@ -103,8 +103,9 @@ impl Caller {
         let (session, ended) = remote.peer(&hello, self.hub.instances(), measured.cost).await?;
         let theirs: Vec<InstanceId> = member.instances().map(|instance| instance.id).collect();
         self.hub.meet(theirs, measured.cost, session);
-        let (transport, latency_s) = (&measured.transport, measured.cost.latency.0);
-        tracing::info!(member = name, transport, latency_s, "exchanges KV with a worker process");
+        let Measured { transport, details, .. } = &measured;
+        let latency_s = measured.cost.latency.0;
+        tracing::info!(member = name, transport, details, latency_s, "exchanges KV with a worker process");
         Ok((measured, ended))
     }
 
@@ -117,10 +118,10 @@ impl Caller {
 }
 
 fn up(measured: Measured) -> LinkState {
-    let Measured { transport, cost, broken } = measured;
+    let Measured { transport, cost, details, broken } = measured;
     // What is faster than can be measured is as fast as a byte in a femtosecond.
     let bytes_per_s = 1.0 / cost.seconds_per_byte.max(1e-15);
-    LinkState::Up { transport, latency_s: cost.latency.0, bytes_per_s, broken }
+    LinkState::Up { transport, latency_s: cost.latency.0, bytes_per_s, details, broken }
 }
 
 /// One task for each wanted member.

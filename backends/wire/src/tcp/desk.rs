@@ -1,15 +1,16 @@
 //! The passive end: a thread that accepts, a thread for each stream, and the fence around each region.
 
+use super::TcpConfig;
 use super::inbox::Inbox;
-use super::link::{Link, tune};
 use super::parts::Parts;
 use super::protocol::{Hello, Welcome};
 use super::serve::{send, serve};
-use super::{Security, TcpConfig};
 use crate::answer::Answer;
 use crate::key::Key;
+use crate::link::{Link, tune};
 use crate::place::Place;
 use crate::region::range;
+use crate::security::Security;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::Access;
 use mixfleet_hal::{Error, ErrorKind, Result};

@@ -13,30 +13,23 @@ mod driven;
 #[cfg(test)]
 mod hostile;
 mod inbox;
-mod link;
 mod parts;
 mod protocol;
 mod serve;
 mod stream;
-#[cfg(feature = "tls")]
-mod tls;
 mod way;
 
-#[cfg(feature = "tls")]
-pub use tls::{Identity, Pem};
-
 use crate::key::Key;
+use crate::security::Security;
 use desk::{Desk, Region};
 use driven::Driven;
-use link::Link;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
-use std::io;
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const NAME: &str = "tcp";
 
@@ -82,54 +75,6 @@ impl TcpConfig {
             silence: Duration::from_secs(10),
             streams_max: 1024,
             security,
-        }
-    }
-}
-
-/// What protects the bytes on their way, and the memory from others.
-#[derive(Clone, Debug)]
-pub enum Security {
-    /// In the clear, between addresses that do not leave this host.
-    LoopbackOnly,
-    /// In the clear, to any address: whoever is on the network reads the KV of all requests, and with it the
-    /// keys that let it write. For measurements on a network of one's own.
-    Insecure,
-    /// Under TLS 1.3, both ends with certificates of one authority.
-    #[cfg(feature = "tls")]
-    Tls(Arc<Identity>),
-}
-
-impl Security {
-    fn check(&self, address: &SocketAddr) -> Result<()> {
-        match self {
-            Security::LoopbackOnly if !address.ip().is_loopback() => Err(Error::unsupported(format!(
-                "{address} is not on this host, and KV goes between hosts only under TLS: give certificates"
-            ))),
-            _ => Ok(()),
-        }
-    }
-
-    /// The passive end of a handshake.
-    fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
-        match self {
-            #[cfg(feature = "tls")]
-            Security::Tls(identity) => identity.accept(socket, deadline),
-            _ => {
-                let _ = deadline;
-                Ok(Link::plain(socket))
-            }
-        }
-    }
-
-    /// The active end of a handshake.
-    fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
-        match self {
-            #[cfg(feature = "tls")]
-            Security::Tls(identity) => identity.connect(socket, deadline),
-            _ => {
-                let _ = deadline;
-                Ok(Link::plain(socket))
-            }
         }
     }
 }

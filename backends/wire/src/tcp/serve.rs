@@ -2,9 +2,9 @@
 
 use super::desk::Guest;
 use super::inbox::Inbox;
-use super::link::Link;
 use super::parts::Parts;
 use super::protocol::{Done, Head, PAYLOAD_BYTES_MAX, Range, Verb};
+use crate::link::Link;
 use std::io;
 
 /// Takes frames until the peer closes, breaks the protocol, or the region is fenced.

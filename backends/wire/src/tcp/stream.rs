@@ -1,9 +1,9 @@
 //! The active end of one stream.
 
 use super::inbox::Inbox;
-use super::link::Link;
 use super::parts::Parts;
 use super::protocol::Done;
+use crate::link::Link;
 use std::collections::VecDeque;
 use std::io;
 

@@ -1,7 +1,6 @@
 //! The active end of a way: batches cut into frames, and frames over streams.
 
 use super::inbox::Inbox;
-use super::link::{Link, remaining, tune};
 use super::parts::Parts;
 use super::protocol::{Head, Hello, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, Verb, Welcome};
 use super::serve::send;
@@ -9,6 +8,7 @@ use super::stream::{Frame, Stream};
 use super::{Address, TcpConfig};
 use crate::answer::Answer;
 use crate::batches::not_open;
+use crate::link::{Link, remaining, tune};
 use crate::memory::check;
 use crate::place::Place;
 use crate::poll;

@@ -1,10 +1,11 @@
 //! Carries offers and answers where no other channel does: one line of JSON each way on a TCP connection, which
-//! stays open as long as the way. It is in the clear and proves nobody's name; who needs that carries
-//! [`Offer`] and [`Answer`] by a channel of their own.
+//! stays open as long as the way. What protects it is [`Security`], as for KV over TCP.
 
 use super::offer::{Answer, Offer};
 use super::owner::Owner;
 use super::wait_readable;
+use crate::link::Link;
+use crate::security::Security;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind::WouldBlock, Read, Write};
@@ -37,20 +38,23 @@ fn failed(what: &str, peer: SocketAddr, error: impl std::fmt::Display) -> Error 
 }
 
 /// Sends `offer` to `peer`. The connection that comes back ends when the peer closes the way.
-pub(crate) fn ask(peer: SocketAddr, offer: &Offer) -> Result<(Answer, TcpStream)> {
+pub(crate) fn ask(peer: SocketAddr, security: &Security, offer: &Offer) -> Result<(Answer, Link)> {
     let begin = Instant::now();
-    let mut stream = TcpStream::connect_timeout(&peer, PATIENCE).map_err(|e| failed("connect", peer, e))?;
+    security.check(&peer)?;
+    let socket = TcpStream::connect_timeout(&peer, PATIENCE).map_err(|e| failed("connect", peer, e))?;
+    let mut stream =
+        security.connect(socket, begin + PATIENCE).map_err(|e| failed("the handshake", peer, e))?;
     let mut line = serde_json::to_vec(offer).map_err(|e| failed("offer", peer, e))?;
     line.push(b'\n');
-    stream.set_write_timeout(Some(PATIENCE)).map_err(|e| failed("set up", peer, e))?;
+    stream.socket().set_write_timeout(Some(PATIENCE)).map_err(|e| failed("set up", peer, e))?;
     stream.write_all(&line).map_err(|e| failed("send the offer", peer, e))?;
-    stream.set_nonblocking(true).map_err(|e| failed("set up", peer, e))?;
+    stream.socket().set_nonblocking(true).map_err(|e| failed("set up", peer, e))?;
     let mut reply = Vec::new();
     while !reply.ends_with(b"\n") {
         let left = PATIENCE.checked_sub(begin.elapsed());
         let left =
             left.ok_or_else(|| failed("no answer", peer, format!("waited {} s", PATIENCE.as_secs())))?;
-        wait_readable(&[stream.as_raw_fd()], left);
+        wait_readable(&[stream.socket().as_raw_fd()], left);
         let read = read_some(&mut stream, &mut reply);
         // a refusal is followed by the end
         if !reply.ends_with(b"\n") {
@@ -68,7 +72,7 @@ pub(crate) fn ask(peer: SocketAddr, offer: &Offer) -> Result<(Answer, TcpStream)
 ///
 /// # Errors
 /// When the stream has ended or failed, or the line is too long.
-fn read_some(stream: &mut TcpStream, line: &mut Vec<u8>) -> io::Result<()> {
+fn read_some(stream: &mut Link, line: &mut Vec<u8>) -> io::Result<()> {
     let mut some = [0; 4096];
     loop {
         match stream.read(&mut some) {
@@ -91,13 +95,13 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    pub(crate) fn new(address: SocketAddr, owner: Arc<Owner>) -> io::Result<Self> {
+    pub(crate) fn new(address: SocketAddr, security: Security, owner: Arc<Owner>) -> io::Result<Self> {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let (stop, stopped) = UnixStream::pair()?;
         stopped.set_nonblocking(true)?;
-        let server = Server { listener, stopped, owner, connections: Vec::new() };
+        let server = Server { listener, stopped, security, owner, connections: Vec::new() };
         let thread = std::thread::Builder::new().name("rdma-control".into()).spawn(move || server.run())?;
         Ok(Listener { address, stop: Some(stop), thread: Some(thread) })
     }
@@ -116,12 +120,13 @@ impl Drop for Listener {
 struct Server {
     listener: TcpListener,
     stopped: UnixStream,
+    security: Security,
     owner: Arc<Owner>,
     connections: Vec<Connection>,
 }
 
 struct Connection {
-    stream: TcpStream,
+    stream: Link,
     line: Vec<u8>,
     state: State,
 }
@@ -138,7 +143,7 @@ impl Server {
     fn run(mut self) {
         loop {
             let fixed = [self.stopped.as_raw_fd(), self.listener.as_raw_fd()];
-            let streams = self.connections.iter().map(|connection| connection.stream.as_raw_fd());
+            let streams = self.connections.iter().map(|connection| connection.stream.socket().as_raw_fd());
             let fds: Vec<_> = fixed.into_iter().chain(streams).collect();
             wait_readable(&fds, self.longest_sleep());
             if !matches!(self.stopped.read(&mut [0]), Err(e) if e.kind() == WouldBlock) {
@@ -166,7 +171,10 @@ impl Server {
     fn welcome(&mut self) {
         while let Ok((stream, _)) = self.listener.accept() {
             let strangers = self.connections.iter().filter(|c| matches!(c.state, State::Stranger(_))).count();
-            if strangers < STRANGERS && stream.set_nonblocking(true).is_ok() {
+            if strangers >= STRANGERS || stream.set_nonblocking(true).is_err() {
+                continue;
+            }
+            if let Ok(stream) = self.security.begin_accept(stream) {
                 let state = State::Stranger(Instant::now() + PATIENCE);
                 self.connections.push(Connection { stream, line: Vec::new(), state });
             }
@@ -177,6 +185,8 @@ impl Server {
 impl Connection {
     fn serve(&mut self, owner: &Owner) {
         let read = read_some(&mut self.stream, &mut self.line);
+        // a handshake's answer, or an alert: it fits the empty buffer of the socket
+        let _ = self.stream.flush();
         match self.state {
             State::Stranger(_) if self.line.ends_with(b"\n") => {
                 let (reply, state) = self.reply(owner);
@@ -205,8 +215,11 @@ impl Connection {
         let accepted = serde_json::from_slice::<Offer>(&self.line)
             .map_err(|error| Error::invalid(format!("this is not an offer: {error}")))
             .and_then(|offer| {
-                let control =
-                    self.stream.try_clone().map_err(|e| Error::new(ErrorKind::Other, e.to_string()))?;
+                let control = self
+                    .stream
+                    .socket()
+                    .try_clone()
+                    .map_err(|e| Error::new(ErrorKind::Other, e.to_string()))?;
                 owner.accept(&offer, Some(control))
             });
         match accepted {
@@ -214,5 +227,66 @@ impl Connection {
             Err(error) if error.kind == ErrorKind::Closed => (Reply::Closed(error.detail), State::Ended),
             Err(error) => (Reply::Refused(error.detail), State::Ended),
         }
+    }
+}
+
+#[cfg(all(test, feature = "tls"))]
+mod tests {
+    use super::*;
+    use crate::tls::{Identity, Pem};
+    use crate::verbs::offer::VERSION;
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    use std::net::Ipv4Addr;
+
+    const FLEET: &str = "mixfleet";
+
+    /// Members of a new authority.
+    fn fleet() -> Security {
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let certificate =
+            CertificateParams::new(vec![FLEET.to_owned()]).unwrap().signed_by(&key, &authority).unwrap();
+        let pem = Pem {
+            authority: &authority.as_ref().pem(),
+            certificates: &certificate.pem(),
+            key: &key.serialize_pem(),
+            fleet: FLEET,
+        };
+        Security::Tls(Arc::new(Identity::new(&pem).unwrap()))
+    }
+
+    /// What an owner without any region says to `asks`, whose security is its own.
+    fn answer(owner: &Security, asks: &Security) -> Error {
+        let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let listener = Listener::new(loopback, owner.clone(), Arc::new(Owner::new(vec![]))).unwrap();
+        let offer = Offer { version: VERSION, key: "0".repeat(32), epoch: 3, rails: vec![] };
+        ask(listener.address, asks, &offer).err().expect("there is no region")
+    }
+
+    #[test]
+    fn members_reach_the_owner_and_nobody_else_does() {
+        let (ours, others) = (fleet(), fleet());
+        let told = "no region is registered under epoch 3";
+        for (owner, asks, reached) in [
+            (&ours, &ours, true),
+            (&Security::LoopbackOnly, &Security::LoopbackOnly, true),
+            (&ours, &others, false),
+            (&ours, &Security::Insecure, false),
+            (&Security::Insecure, &ours, false),
+        ] {
+            let error = answer(owner, asks);
+            assert_eq!(error.kind, ErrorKind::Closed, "{error}");
+            assert_eq!(error.detail.contains(told), reached, "{error}");
+        }
+    }
+
+    #[test]
+    fn keys_do_not_leave_the_host_in_the_clear() {
+        let offer = Offer { version: VERSION, key: "0".repeat(32), epoch: 0, rails: vec![] };
+        let beyond = SocketAddr::from(([192, 0, 2, 1], 1));
+        let error = ask(beyond, &Security::LoopbackOnly, &offer).err().unwrap();
+        assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
     }
 }

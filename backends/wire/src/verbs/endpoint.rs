@@ -5,13 +5,13 @@ use super::offer::{Answer, AnsweredRail, Queue};
 use super::queue::{Channel, Completions, QueuePair, Registration, Request, Route};
 use super::{Local, VerbsOptions, status};
 use crate::batches::not_open;
+use crate::link::Link;
 use crate::memory::check;
 use ibverbs_sys::{ibv_access_flags, ibv_wr_opcode as opcode};
 use mixfleet_hal::transport::{Access, Endpoint, Piece, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Read;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ const CHAIN: usize = 32;
 pub struct VerbsEndpoint {
     // Dropped in this order: the NIC stops before the memory is let go.
     rails: Vec<Rail>,
-    control: Option<TcpStream>,
+    control: Option<Link>,
     local: Arc<Local>,
     there: Range,
     access: Access,
@@ -48,6 +48,8 @@ struct Rail {
     channel: Arc<Channel>,
     local: Arc<Registration>,
     remote_key: u32,
+    /// Device, kind of address and MTU.
+    details: String,
 }
 
 /// One queue pair and what it has to do.
@@ -105,7 +107,8 @@ impl HalfRail {
             Ok(Lane { queue_pair, waiting, flying, in_flight: 0, depth: depth as usize })
         };
         let lanes = queue_pairs.into_iter().zip(&answer.queues).map(join).collect::<Result<_>>()?;
-        Ok(Rail { nic, lanes, channel, local, remote_key: answer.remote_key })
+        let details = format!("{} by {}, MTU {}", nic.name, path.active.kind, route.mtu_bytes);
+        Ok(Rail { nic, lanes, channel, local, remote_key: answer.remote_key, details })
     }
 }
 
@@ -162,9 +165,9 @@ impl VerbsEndpoint {
     }
 
     /// The connection that ends when the peer closes the way.
-    pub(crate) fn watch(&mut self, control: TcpStream) -> Result<()> {
+    pub(crate) fn watch(&mut self, control: Link) -> Result<()> {
         let other = |error| Error::new(ErrorKind::Other, format!("control connection: {error}"));
-        control.set_nonblocking(true).map_err(other)?;
+        control.socket().set_nonblocking(true).map_err(other)?;
         self.control = Some(control);
         Ok(())
     }
@@ -316,7 +319,9 @@ impl VerbsEndpoint {
         }
         use std::os::fd::AsRawFd;
         let channels = self.rails.iter().map(|rail| rail.channel.fd());
-        let fds = channels.chain(self.control.as_ref().map(AsRawFd::as_raw_fd)).collect::<Vec<_>>();
+        let fds = channels
+            .chain(self.control.as_ref().map(|control| control.socket().as_raw_fd()))
+            .collect::<Vec<_>>();
         super::wait_readable(&fds, longest);
         for rail in &self.rails {
             rail.channel.drain();
@@ -371,5 +376,10 @@ impl Endpoint for VerbsEndpoint {
         }
         self.progress();
         self.way_is_open()
+    }
+
+    fn details(&self) -> String {
+        let rails: Vec<&str> = self.rails.iter().map(|rail| rail.details.as_str()).collect();
+        rails.join("; ")
     }
 }

@@ -22,6 +22,7 @@ mod status;
 use crate::key::Key;
 use crate::place::Place;
 use crate::poll;
+use crate::security::Security;
 use control::Listener;
 use device::Nic;
 use endpoint::HalfRail;
@@ -47,9 +48,10 @@ const NAME: &str = "verbs";
 pub struct VerbsOptions {
     /// Names of the RDMA devices, the nearest first; empty for all, in libibverbs' order.
     pub devices: Vec<String>,
-    /// Where to answer peers that connect, in the clear and without proof of who they are beyond the region's
-    /// key; port 0 picks one. None if the layer above carries offers and answers.
+    /// Where to answer peers that connect; port 0 picks one. None if the layer above carries offers and answers.
     pub listen: Option<SocketAddr>,
+    /// What protects this exchange, and with it the keys. RDMA's own bytes go in the clear whatever it says.
+    pub security: Security,
     /// Queue pairs of an endpoint on each NIC.
     pub queue_pairs: usize,
     /// Work requests under way on each queue pair.
@@ -61,12 +63,13 @@ pub struct VerbsOptions {
 }
 
 impl Default for VerbsOptions {
-    /// All devices, no listener, 2 queue pairs of depth 128, slices of 64 KiB, 20 us of asking: about what a sleep
+    /// All devices, no listener, keys that do not leave this host, 2 queue pairs of depth 128, slices of 64 KiB, 20 us of asking: about what a sleep
     /// and its end cost.
     fn default() -> Self {
         VerbsOptions {
             devices: Vec::new(),
             listen: None,
+            security: Security::LoopbackOnly,
             queue_pairs: 2,
             depth: 128,
             slice_bytes: 64 * 1024,
@@ -157,7 +160,8 @@ impl Verbs {
         }
         let owner = Arc::new(Owner::new(nics.into_iter().map(Arc::new).collect()));
         let listen = |address| {
-            Listener::new(address, owner.clone())
+            options.security.check(&address).map_err(|error| Absent::new(format!("RDMA: {error}")))?;
+            Listener::new(address, options.security.clone(), owner.clone())
                 .map_err(|error| Absent::new(format!("RDMA: cannot listen on {address}: {error}")))
         };
         let listener = options.listen.map(listen).transpose()?;
@@ -207,7 +211,7 @@ impl Verbs {
             Error::unsupported("the region's owner does not listen; carry its offer and answer another way")
         })?;
         let half = self.open_half(local, region)?;
-        let (answer, control) = control::ask(peer, half.offer())?;
+        let (answer, control) = control::ask(peer, &self.options.security, half.offer())?;
         let mut endpoint = half.join(&answer)?;
         endpoint.watch(control)?;
         Ok(endpoint)

@@ -5,6 +5,7 @@
 
 use mixfleet_hal::transport::Access;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::net::Ipv6Addr;
 
 /// The version of these messages; ends of unlike versions refuse each other.
@@ -24,6 +25,18 @@ pub enum GidKind {
     RoceV1,
     /// InfiniBand.
     InfiniBand,
+}
+
+impl fmt::Display for GidKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            GidKind::RoceV2Ipv4 => "RoCE v2 over IPv4",
+            GidKind::RoceV2Ipv6 => "RoCE v2 over IPv6",
+            GidKind::RoceV2LinkLocal => "RoCE v2 within the link",
+            GidKind::RoceV1 => "RoCE v1",
+            GidKind::InfiniBand => "InfiniBand",
+        })
+    }
 }
 
 /// One address of a port.

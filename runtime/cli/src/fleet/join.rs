@@ -2,14 +2,12 @@
 
 use super::JoinArgs;
 use crate::Usage;
+use crate::tls::Files;
 use anyhow::{Context, Result};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::fleet::registry::{Registry, RegistryConfig};
 use mixfleet_runtime::fleet::rpc::{Pem, RpcConfig};
-use mixfleet_wire::{Identity, Security};
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Says which flags are missing.
@@ -44,14 +42,13 @@ impl JoinArgs {
     }
 
     fn pem(&self) -> Result<Option<Pem>> {
-        let (Some(ca), Some(cert), Some(key)) = (&self.tls_ca, &self.tls_cert, &self.tls_key) else {
-            return Ok(None);
-        };
-        let read = |flag: &str, file: &Path| {
-            std::fs::read_to_string(file).with_context(|| format!("{flag} {}", file.display()))
-        };
-        let (authority, certificates) = (read("--tls-ca", ca)?, read("--tls-cert", cert)?);
-        Ok(Some(Pem { authority, certificates, key: read("--tls-key", key)?, name: self.tls_name.clone() }))
+        let files = self.tls.read()?;
+        Ok(files.map(|Files { authority, certificates, key, name }| Pem {
+            authority,
+            certificates,
+            key,
+            name,
+        }))
     }
 
     /// The secret of block hashes stands in etcd, and who writes there is a member.
@@ -59,7 +56,7 @@ impl JoinArgs {
         let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
         let host = rest.trim_end_matches('/');
         match scheme {
-            "https" if self.tls_ca.is_some() => Ok(()),
+            "https" if self.tls.are_given() => Ok(()),
             "https" => Err(Usage(format!("--etcd {url}: give --tls-ca, --tls-cert and --tls-key")).into()),
             "http" => {
                 let addresses = host.to_socket_addrs().map_err(|error| {
@@ -87,23 +84,9 @@ impl JoinArgs {
             let message = "is every address of this host: give the one by which members reach it";
             return Err(Usage(format!("{flag} {text} {message}")).into());
         }
-        if !address.ip().is_loopback() && self.tls_ca.is_none() {
+        if !address.ip().is_loopback() && !self.tls.are_given() {
             return Err(Usage(format!("{flag} {text} {NEEDS_TLS}")).into());
         }
         Ok(address)
-    }
-}
-
-impl Join {
-    /// How KV travels over TCP.
-    pub(super) fn security(&self) -> Result<Security> {
-        let Some(pem) = &self.rpc.tls else { return Ok(Security::LoopbackOnly) };
-        let pem = mixfleet_wire::Pem {
-            authority: &pem.authority,
-            certificates: &pem.certificates,
-            key: &pem.key,
-            fleet: &pem.name,
-        };
-        Ok(Security::Tls(Arc::new(Identity::new(&pem)?)))
     }
 }

@@ -3,10 +3,11 @@
 mod join;
 mod process;
 mod status;
+mod transports;
 
 use crate::args::{FrontArgs, InstanceArgs, ModelArgs};
+use crate::tls::TlsArgs;
 use clap::{Args, Subcommand, ValueEnum};
-use std::path::PathBuf;
 
 pub(crate) use process::{router, worker};
 pub(crate) use status::look;
@@ -23,18 +24,8 @@ pub(crate) struct JoinArgs {
     /// A member that says nothing for so long is lost [default: 5]
     #[arg(long, value_name = "SECONDS", default_value_t = 5, hide_default_value = true, value_parser = clap::value_parser!(u64).range(2..=300))]
     lease_s: u64,
-    /// Certificate of the authority that signed all members'
-    #[arg(long, value_name = "PEM", requires = "tls_cert")]
-    tls_ca: Option<PathBuf>,
-    /// This member's certificate
-    #[arg(long, value_name = "PEM", requires = "tls_key")]
-    tls_cert: Option<PathBuf>,
-    /// This member's key
-    #[arg(long, value_name = "PEM", requires = "tls_ca")]
-    tls_key: Option<PathBuf>,
-    /// DNS name in all members' certificates [default: mixfleet]
-    #[arg(long, value_name = "DNS", default_value = "mixfleet", hide_default_value = true)]
-    tls_name: String,
+    #[command(flatten)]
+    tls: TlsArgs,
 }
 
 #[derive(Debug, Args)]
@@ -64,12 +55,12 @@ pub(crate) struct WorkerArgs {
     /// Where KV comes in [default: a free port of the same address]
     #[arg(long, value_name = "HOST:PORT")]
     listen_data: Option<String>,
-    /// How KV may travel, best first: without one that is broken here [default: memory,shm,tcp]
+    /// How KV may travel, best first: without one that is broken here [default: memory,shm,verbs,tcp]
     #[arg(
         long,
         value_name = "NAME,NAME",
         value_delimiter = ',',
-        default_value = "memory,shm,tcp",
+        default_value = "memory,shm,verbs,tcp",
         hide_default_value = true,
         hide_possible_values = true
     )]
@@ -77,6 +68,9 @@ pub(crate) struct WorkerArgs {
     /// Where /live, /health and /metrics are answered [default: nowhere]
     #[arg(long, value_name = "HOST:PORT")]
     listen_http: Option<String>,
+    /// KV may go over RDMA, in the clear: nobody else can read or send on its network
+    #[arg(long)]
+    trusted_fabric: bool,
     /// Log as JSON lines
     #[arg(long)]
     json: bool,
@@ -86,6 +80,7 @@ pub(crate) struct WorkerArgs {
 enum TransportName {
     Memory,
     Shm,
+    Verbs,
     Tcp,
 }
 

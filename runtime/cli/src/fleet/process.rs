@@ -1,12 +1,12 @@
 //! `mixfleet router` and `mixfleet worker`
 
 use super::join::Join;
-use super::{RouterArgs, TransportName, WorkerArgs};
+use super::transports::{self, Offered, PIECE_TIMEOUT};
+use super::{RouterArgs, WorkerArgs};
 use crate::Usage;
 use crate::serve::{self, Around};
 use crate::start;
-use anyhow::{Context, Result, bail};
-use mixfleet_hal::transport::Transport;
+use anyhow::{Context, Result};
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::api::{ServedModel, Shutdown, observe};
 use mixfleet_runtime::engine::{EngineConfig, HandOffLimits, Identity, Loaded};
@@ -17,18 +17,10 @@ use mixfleet_runtime::fleet::{Hub, Model, RouterParts, WorkerProcess, attend_mem
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
-use mixfleet_wire::{Memory, Shm, Tcp, TcpConfig};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
-
-/// KV that has not arrived by then is sent another way, or computed again.
-const PIECE_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// A worker stands still while it calls a peer whose host is away. A call that takes longer had its first packet lost.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// `mixfleet router`
 pub(crate) fn router(args: RouterArgs) -> Result<()> {
@@ -182,12 +174,10 @@ async fn join_as_worker(
     let model = serve::load_model(&args.model, env)?;
     let (charter, own) = charter(&join, &model, env).await?;
     let (loaded, prices) = load(args, model).await?;
-    let transports = transports(&join, &args.transports, data)?;
+    let hand_off = HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() };
+    let Offered { transports, not_offered } = transports::open(args, &join, data, &hand_off)?;
     let names = transports.iter().map(|transport| transport.name().to_owned()).collect();
-    let ways = Ways {
-        links: start::links(transports),
-        hand_off: HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() },
-    };
+    let ways = Ways { links: start::links(transports), hand_off };
     let ids = join.registry.instance_ids(loaded.len() as u32).await?;
     let records = ids.iter().zip(&loaded).zip(prices);
     let instances = records.map(|((&id, (loaded, _)), price)| record(id, loaded, price)).collect();
@@ -202,7 +192,8 @@ async fn join_as_worker(
     let hub = process.start()?;
     let address = door.address();
     let serving = tokio::spawn(door.serve(env.clone(), hub.clone(), ways.clone()));
-    let member = Member::new(own, address.to_string(), Seat::Worker { instances, transports: names });
+    let member =
+        Member::new(own, address.to_string(), Seat::Worker { instances, transports: names, not_offered });
     let name = member.name();
     let mut membership = join.registry.join(charter, member);
     end_if_taken(&mut membership, env);
@@ -240,29 +231,4 @@ fn record(id: InstanceId, loaded: &Loaded, usd_per_hour: Option<f64>) -> Instanc
         usd_per_hour,
         kv_capacity_tokens: loaded.kv_capacity_tokens(),
     }
-}
-
-/// The ways of this process to others, in the order of their `names`.
-fn transports(join: &Join, names: &[TransportName], data: SocketAddr) -> Result<Vec<Arc<dyn Transport>>> {
-    let mut transports: Vec<Arc<dyn Transport>> = Vec::new();
-    for name in names {
-        match name {
-            TransportName::Memory => transports.push(Arc::new(Memory::new())),
-            TransportName::Shm => match Shm::new() {
-                Ok(shm) => transports.push(Arc::new(shm)),
-                Err(error) => {
-                    tracing::warn!(%error, "no shared memory: KV goes another way on this host too")
-                }
-            },
-            TransportName::Tcp => transports.push(Arc::new(Tcp::new(TcpConfig {
-                connect_timeout: CONNECT_TIMEOUT,
-                silence: join.rpc.silence,
-                ..TcpConfig::new(data, join.security()?)
-            })?)),
-        }
-    }
-    if transports.is_empty() {
-        bail!("none of --transports works here: add tcp");
-    }
-    Ok(transports)
 }

@@ -39,7 +39,7 @@ fn table(members: &Members) -> String {
     }
     for (name, member) in members.iter() {
         let _ = writeln!(text, "{name:<12} {:<21} mixfleet {}", member.address, member.version);
-        if let Seat::Worker { instances, transports } = &member.seat {
+        if let Seat::Worker { instances, transports, not_offered } = &member.seat {
             for instance in instances {
                 let role = serde_json::to_value(instance.role).unwrap_or_default();
                 let price = instance.usd_per_hour.map_or("no price".into(), |usd| format!("{usd} $/h"));
@@ -48,6 +48,9 @@ fn table(members: &Members) -> String {
                 let _ = writeln!(text, "  {id:<10} {device:<21} {role:<8} {tokens} KV tokens, {price}");
             }
             let _ = writeln!(text, "  KV by {}", transports.join(", "));
+            for reason in not_offered {
+                let _ = writeln!(text, "  not by {reason}");
+            }
         }
     }
     let links =
@@ -55,9 +58,11 @@ fn table(members: &Members) -> String {
     // A member that left stands in the records of those that knew it.
     for (from, to, link) in links.filter(|(_, to, _)| members.contains_key(*to)) {
         let state = match link {
-            LinkState::Up { transport, latency_s, bytes_per_s, broken } => {
+            LinkState::Up { transport, latency_s, bytes_per_s, details, broken } => {
                 let broken: String = broken.iter().map(|reason| format!("; broken: {reason}")).collect();
-                format!("{transport}, {:.1} us, {:.2} GB/s{broken}", latency_s * 1e6, bytes_per_s / 1e9)
+                let details = if details.is_empty() { String::new() } else { format!(" ({details})") };
+                let (us, gb) = (latency_s * 1e6, bytes_per_s / 1e9);
+                format!("{transport}{details}, {us:.1} us, {gb:.2} GB/s{broken}")
             }
             LinkState::Down { reason } => format!("DOWN: {reason}"),
         };

@@ -36,9 +36,24 @@ pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     if seconds.is_finite() && seconds > 0.0 && seconds < 31.0 * 86_400.0 { Ok(seconds) } else { Err(wrong()) }
 }
 
+/// `4` or `L4`.
+pub(crate) fn level(text: &str) -> Result<u8, String> {
+    let digits = text.strip_prefix(['L', 'l']).unwrap_or(text);
+    let known = digits.parse().ok().filter(|level| *level <= 6);
+    known.ok_or_else(|| format!("'{text}' is not a level from 0 to 6"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn levels_are_read_with_and_without_their_letter() {
+        assert_eq!(["0", "L4", "l6"].map(level), [Ok(0), Ok(4), Ok(6)]);
+        for wrong in ["7", "L", "-1", "LL4", ""] {
+            assert!(level(wrong).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn amounts_and_times_are_read() {

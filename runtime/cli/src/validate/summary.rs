@@ -27,7 +27,7 @@ fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> s
             .collect();
         let ratio =
             level.error_of_bound_max.map(|r| format!("; largest error {} of its bound", share_in_words(r)));
-        let purpose = ["discovery", "conformance", "memory", "performance", "", "soak"];
+        let purpose = ["discovery", "conformance", "memory", "performance", "links", "soak", "serving"];
         let purpose = purpose.get(usize::from(level.level)).unwrap_or(&"");
         writeln!(
             text,

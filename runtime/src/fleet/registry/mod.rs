@@ -81,6 +81,9 @@ pub enum Seat {
         instances: Vec<InstanceRecord>,
         /// Its transports for KV, best first.
         transports: Vec<String>,
+        /// Transports that this process could have and does not offer, with the reason.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        not_offered: Vec<String>,
     },
 }
 
@@ -111,6 +114,9 @@ pub enum LinkState {
         latency_s: f64,
         /// Of long ones.
         bytes_per_s: f64,
+        /// Of RDMA: the NIC, the kind of address and the MTU.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        details: String,
         /// What better transports said.
         broken: Vec<String>,
     },
@@ -219,9 +225,19 @@ mod tests {
             usd_per_hour: None,
             kv_capacity_tokens: 64,
         };
-        let seat = Seat::Worker { instances: vec![instance(7), instance(5)], transports: vec!["shm".into()] };
+        let seat = Seat::Worker {
+            instances: vec![instance(7), instance(5)],
+            transports: vec!["shm".into()],
+            not_offered: vec!["verbs: why".into()],
+        };
         let mut worker = Member::new(model.clone(), "127.0.0.1:1".into(), seat);
-        let up = LinkState::Up { transport: "tcp".into(), latency_s: 1e-4, bytes_per_s: 1e9, broken: vec![] };
+        let up = LinkState::Up {
+            transport: "tcp".into(),
+            latency_s: 1e-4,
+            bytes_per_s: 1e9,
+            details: "d".into(),
+            broken: vec![],
+        };
         worker.links.insert("worker-1".into(), up);
         let router = Member::new(model, "127.0.0.1:2".into(), Seat::Router { id: RouterId(9) });
         assert_eq!((worker.name().as_str(), router.name().as_str()), ("worker-5", "router-9"));

@@ -3,6 +3,8 @@
 use super::client::Lent;
 use crate::engine::{HandOffLimits, Links, time_writes};
 use crate::env::SharedEnv;
+#[cfg(doc)]
+use mixfleet_hal::transport::Endpoint;
 use mixfleet_hal::transport::{Access, Descriptor};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::cost::LinkCost;
@@ -24,6 +26,8 @@ pub struct Measured {
     pub transport: String,
     /// What it takes.
     pub cost: LinkCost,
+    /// What the way says of itself: [`Endpoint::details`].
+    pub details: String,
     /// What better transports said, of those that should have worked.
     pub broken: Vec<String>,
 }
@@ -60,7 +64,9 @@ impl Ways {
         for transport in &self.links.transports {
             match transport.register(memory.clone(), Access::Write) {
                 Ok(region) => lending.regions.push(region),
-                Err(error) => tracing::debug!(transport = transport.name(), %error, "no memory is lent"),
+                Err(error) => {
+                    tracing::warn!(transport = transport.name(), %error, "cannot reach memory here")
+                }
             }
         }
         if lending.regions.is_empty() {
@@ -87,16 +93,15 @@ impl Ways {
                 continue;
             };
             let local = (self.links.make_region)(region.bytes.min(self.hand_off.slot_bytes))?;
-            let cost = transport.connect(local, region).and_then(|mut endpoint| {
-                time_writes(
-                    env,
-                    &mut *endpoint,
-                    region.bytes.min(self.hand_off.slot_bytes),
-                    self.hand_off.timeout,
-                )
+            let bytes = region.bytes.min(self.hand_off.slot_bytes);
+            let measured = transport.connect(local, region).and_then(|mut endpoint| {
+                let cost = time_writes(env, &mut *endpoint, bytes, self.hand_off.timeout)?;
+                Ok((cost, endpoint.details()))
             });
-            match cost {
-                Ok(cost) => return Ok(Measured { transport: region.transport.clone(), cost, broken }),
+            match measured {
+                Ok((cost, details)) => {
+                    return Ok(Measured { transport: region.transport.clone(), cost, details, broken });
+                }
                 // It says itself that it is not for this peer.
                 Err(error) if error.kind == ErrorKind::Unsupported => {}
                 Err(error) => broken.push(format!("{}: {error}", region.transport)),

@@ -1,6 +1,6 @@
 //! Mutual TLS: who has no certificate of the fleet's authority neither reads nor writes.
 
-use super::link::{Link, remaining};
+use crate::link::{Link, remaining};
 use mixfleet_hal::{Error, Result};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -86,13 +86,21 @@ impl Identity {
     }
 
     /// The passive end of a handshake: when it returns, the peer has shown a certificate.
-    pub(super) fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
+    pub(crate) fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
         let connection = ServerConnection::new(self.server.clone()).map_err(io::Error::other)?;
         shake(socket, connection.into(), deadline)
     }
 
+    /// As [`accept`](Self::accept), but the handshake goes on as the link receives.
+    #[cfg(all(feature = "verbs", target_os = "linux"))]
+    pub(crate) fn begin_accept(&self, socket: TcpStream) -> io::Result<Link> {
+        let mut connection = ServerConnection::new(self.server.clone()).map_err(io::Error::other)?;
+        connection.set_buffer_limit(Some(AHEAD_BYTES));
+        Ok(Link::tls(socket, Session { connection: connection.into() }))
+    }
+
     /// The active end of a handshake.
-    pub(super) fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
+    pub(crate) fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
         let connection = ClientConnection::new(self.client.clone(), self.fleet.clone());
         shake(socket, connection.map_err(io::Error::other)?.into(), deadline)
     }
@@ -131,13 +139,13 @@ impl Write for Timed<'_> {
 }
 
 /// The state of an encrypted stream.
-pub(super) struct Session {
+pub(crate) struct Session {
     connection: Connection,
 }
 
 impl Session {
     /// Encrypts some of `parts`, and sends what the socket takes.
-    pub(super) fn send(&mut self, socket: &mut TcpStream, parts: &[libc::iovec]) -> io::Result<usize> {
+    pub(crate) fn send(&mut self, socket: &mut TcpStream, parts: &[libc::iovec]) -> io::Result<usize> {
         self.flush(socket)?;
         let mut taken = 0;
         for part in parts {
@@ -157,7 +165,7 @@ impl Session {
     }
 
     /// Sends what is encrypted.
-    pub(super) fn flush(&mut self, socket: &mut TcpStream) -> io::Result<()> {
+    pub(crate) fn flush(&mut self, socket: &mut TcpStream) -> io::Result<()> {
         while self.connection.wants_write() {
             self.connection.write_tls(socket)?;
         }
@@ -165,7 +173,7 @@ impl Session {
     }
 
     /// Decrypts into `parts`.
-    pub(super) fn receive(&mut self, socket: &mut TcpStream, parts: &[libc::iovec]) -> io::Result<usize> {
+    pub(crate) fn receive(&mut self, socket: &mut TcpStream, parts: &[libc::iovec]) -> io::Result<usize> {
         loop {
             let taken = self.take(parts)?;
             if taken > 0 {

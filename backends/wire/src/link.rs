@@ -6,10 +6,10 @@ use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 #[cfg(feature = "tls")]
-use super::tls::Session;
+use crate::tls::Session;
 
 /// A socket and what lies on it. Blocks or not, as the socket does.
-pub(super) struct Link {
+pub(crate) struct Link {
     socket: TcpStream,
     #[cfg(feature = "tls")]
     session: Option<Box<Session>>,
@@ -17,7 +17,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Bytes go as they are.
-    pub(super) fn plain(socket: TcpStream) -> Self {
+    pub(crate) fn plain(socket: TcpStream) -> Self {
         Link {
             socket,
             #[cfg(feature = "tls")]
@@ -27,11 +27,11 @@ impl Link {
 
     /// Bytes go encrypted.
     #[cfg(feature = "tls")]
-    pub(super) fn tls(socket: TcpStream, session: Session) -> Self {
+    pub(crate) fn tls(socket: TcpStream, session: Session) -> Self {
         Link { socket, session: Some(Box::new(session)) }
     }
 
-    pub(super) fn socket(&self) -> &TcpStream {
+    pub(crate) fn socket(&self) -> &TcpStream {
         &self.socket
     }
 
@@ -39,7 +39,7 @@ impl Link {
     ///
     /// # Errors
     /// `WouldBlock` when nothing goes now.
-    pub(super) fn send(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
+    pub(crate) fn send(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
         #[cfg(feature = "tls")]
         if let Some(session) = &mut self.session {
             return session.send(&mut self.socket, parts);
@@ -56,7 +56,7 @@ impl Link {
     ///
     /// # Errors
     /// `WouldBlock` when nothing has come yet.
-    pub(super) fn receive(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
+    pub(crate) fn receive(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
         #[cfg(feature = "tls")]
         if let Some(session) = &mut self.session {
             return session.receive(&mut self.socket, parts);
@@ -66,12 +66,29 @@ impl Link {
     }
 
     /// Sends what lies encrypted here.
-    pub(super) fn flush(&mut self) -> io::Result<()> {
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
         #[cfg(feature = "tls")]
         if let Some(session) = &mut self.session {
             return session.flush(&mut self.socket);
         }
         Ok(())
+    }
+}
+
+impl io::Read for Link {
+    fn read(&mut self, place: &mut [u8]) -> io::Result<usize> {
+        self.receive(&[libc::iovec { iov_base: place.as_mut_ptr().cast(), iov_len: place.len() }])
+    }
+}
+
+impl io::Write for Link {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let base = bytes.as_ptr().cast_mut().cast();
+        self.send(&[libc::iovec { iov_base: base, iov_len: bytes.len() }])
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Link::flush(self)
     }
 }
 
@@ -96,7 +113,7 @@ fn counted(mut call: impl FnMut() -> isize) -> io::Result<usize> {
 }
 
 /// Sends small frames at once, and gives up a peer whose host has been silent for `silence`.
-pub(super) fn tune(socket: &TcpStream, silence: Duration) -> io::Result<()> {
+pub(crate) fn tune(socket: &TcpStream, silence: Duration) -> io::Result<()> {
     socket.set_nodelay(true)?;
     set_option(socket, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1)?;
     #[cfg(target_os = "linux")]
@@ -123,7 +140,7 @@ fn set_option(socket: &TcpStream, level: i32, name: i32, value: i32) -> io::Resu
 }
 
 /// What is left until `deadline`, at least as much as a socket's timeout takes.
-pub(super) fn remaining(deadline: Instant) -> io::Result<Duration> {
+pub(crate) fn remaining(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }

@@ -1,0 +1,130 @@
+//! Where one process tells another how to reach its memory: one line of text, under the same protection as KV.
+
+use crate::link::{Link, tune};
+use crate::security::Security;
+use mixfleet_hal::{Error, ErrorKind, Result};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+/// For a peer to shake hands and to take or give the line.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// After which a peer's host that says nothing counts as gone.
+const SILENCE: Duration = Duration::from_secs(10);
+/// Longest line: some descriptors.
+const LINE_BYTES: u64 = 64 << 10;
+
+/// Listens for those who ask.
+pub struct Lobby {
+    listener: TcpListener,
+    security: Security,
+}
+
+/// An answer, and the connection on which it came: the other end sees when this is dropped.
+pub struct Told {
+    /// What the other end says.
+    pub line: String,
+    _link: BufReader<Link>,
+}
+
+fn failed(what: &str, peer: SocketAddr, error: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::Closed, format!("{peer}: {what}: {error}"))
+}
+
+impl Lobby {
+    /// Listens on `address`.
+    ///
+    /// # Errors
+    /// `Unsupported` when what is said there would leave this host unprotected, `Other` when it cannot be listened on.
+    pub fn open(address: SocketAddr, security: Security) -> Result<Self> {
+        security.check(&address)?;
+        let listener = TcpListener::bind(address)
+            .map_err(|error| Error::new(ErrorKind::Other, format!("cannot listen on {address}: {error}")))?;
+        Ok(Lobby { listener, security })
+    }
+
+    /// Where it listens, with the port that was really bound.
+    ///
+    /// # Errors
+    /// When the operating system does not tell.
+    pub fn address(&self) -> Result<SocketAddr> {
+        self.listener.local_addr().map_err(|error| Error::new(ErrorKind::Other, error.to_string()))
+    }
+
+    /// Waits for somebody, says `line`, and returns when they are gone.
+    ///
+    /// # Errors
+    /// `Closed` when they are not let in, or break off; the next one may be better.
+    pub fn tell(&self, line: &str) -> Result<SocketAddr> {
+        let accepted = self.listener.accept();
+        let (socket, peer) = accepted.map_err(|error| Error::new(ErrorKind::Other, error.to_string()))?;
+        tune(&socket, SILENCE).map_err(|error| failed("set up", peer, error))?;
+        let link = self.security.accept(socket, Instant::now() + PATIENCE);
+        let mut link = link.map_err(|error| failed("the handshake", peer, error))?;
+        let told = link.socket().set_write_timeout(Some(PATIENCE)).and_then(|()| writeln!(link, "{line}"));
+        told.map_err(|error| failed("say how memory is reached", peer, error))?;
+        let silent = link.socket().set_read_timeout(None);
+        silent.map_err(|error| failed("set up", peer, error))?;
+        // nothing comes: how it ends makes no difference
+        let _ = link.read(&mut [0]);
+        Ok(peer)
+    }
+}
+
+/// Asks at `address`.
+///
+/// # Errors
+/// `Unsupported` when it is beyond this host and nothing protects the way; `Closed` when nobody is there, or certificates
+/// do not fit.
+pub fn ask(address: SocketAddr, security: &Security) -> Result<Told> {
+    security.check(&address)?;
+    let socket =
+        TcpStream::connect_timeout(&address, PATIENCE).map_err(|error| failed("connect", address, error))?;
+    tune(&socket, SILENCE).map_err(|error| failed("set up", address, error))?;
+    let link = security.connect(socket, Instant::now() + PATIENCE);
+    let link = link.map_err(|error| failed("the handshake", address, error))?;
+    let patient = link.socket().set_read_timeout(Some(PATIENCE));
+    patient.map_err(|error| failed("set up", address, error))?;
+    let (mut reader, mut line) = (BufReader::new(link), String::new());
+    reader
+        .by_ref()
+        .take(LINE_BYTES)
+        .read_line(&mut line)
+        .map_err(|error| failed("no answer", address, error))?;
+    if !line.ends_with('\n') {
+        return Err(failed("no answer", address, "the connection ended, or somebody else listens there"));
+    }
+    Ok(Told { line: line.trim_end().to_owned(), _link: reader })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::Ipv4Addr;
+
+    #[test]
+    fn who_asks_is_told_and_who_told_knows_when_they_are_gone() {
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let lobby = Lobby::open(address, Security::LoopbackOnly).unwrap();
+        let address = lobby.address().unwrap();
+        std::thread::scope(|scope| {
+            let teller = scope.spawn(|| lobby.tell("the way"));
+            let told = ask(address, &Security::LoopbackOnly).unwrap();
+            assert_eq!(told.line, "the way");
+            assert!(!teller.is_finished());
+            drop(told);
+            assert!(teller.join().unwrap().unwrap().ip().is_loopback());
+        });
+    }
+
+    #[test]
+    fn nothing_is_told_beyond_the_host_in_the_clear() {
+        let beyond = SocketAddr::from(([192, 0, 2, 1], 1));
+        for error in [
+            ask(beyond, &Security::LoopbackOnly).err().unwrap(),
+            Lobby::open(beyond, Security::LoopbackOnly).err().unwrap(),
+        ] {
+            assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Links: what moves right passes, what does not is seen.
+
+use mixfleet_hal::fault::{Fault, FaultPlan};
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Transport};
+use mixfleet_hwtests::links::check::{self, Ends};
+use mixfleet_hwtests::links::{Document, Effort, Link, OnDevice, OverTransport, measure};
+use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_hwtests::validate::{CaseResult, Status};
+use mixfleet_wire::{Faulty, HostRegion, Memory};
+use serde_json::Value;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+const EFFORT: Effort = Effort { large_bytes: 100_003, tries_min: 3, seconds: 0.0 };
+
+fn memory(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
+    Ok(Arc::new(HostRegion::new(bytes as usize)?))
+}
+
+fn cases(transport: &dyn Transport) -> Vec<CaseResult> {
+    let mut results = Vec::new();
+    let ends = Ends { owner: transport, user: transport, make: &memory };
+    check::run(&ends, "l4.test", &|_| true, &mut |result| results.push(result));
+    assert_eq!(results.len(), check::cases("l4.test").count());
+    results
+}
+
+fn over(transport: &dyn Transport) -> mixfleet_hal::Result<OverTransport> {
+    let (near, far) = (memory(EFFORT.large_bytes)?, memory(EFFORT.large_bytes)?);
+    let region = transport.register(far, Access::ReadWrite)?;
+    let way = transport.connect(near.clone(), &region)?;
+    Ok(OverTransport::new(way, near, EFFORT.large_bytes, Duration::from_secs(60)))
+}
+
+#[test]
+fn a_transport_that_moves_right_passes() {
+    for result in cases(&Memory::new()) {
+        assert_eq!(result.status, Status::Pass, "{result:?}");
+    }
+}
+
+#[test]
+fn what_is_damaged_or_lost_is_seen() {
+    for fault in [Fault::BitFlip, Fault::Drop] {
+        let faulty = || Faulty::new(Memory::new(), FaultPlan::at_rate(fault, 1.0, 7));
+        let failed: Vec<String> = cases(&faulty())
+            .into_iter()
+            .filter(|result| result.status == Status::Fail)
+            .map(|result| result.id)
+            .collect();
+        for id in ["l4.test.scattered_writes", "l4.test.reads"] {
+            assert!(failed.iter().any(|failed| failed == id), "{fault:?}: {failed:?}");
+        }
+        let error = measure(&mut over(&faulty()).unwrap(), &EFFORT).unwrap_err();
+        assert!(error.detail.contains("came back as another"), "{fault:?}: {error}");
+    }
+}
+
+#[test]
+fn rates_are_of_what_was_asked_for() {
+    let device = Arc::new(ReferenceDevice::default());
+    let mut far = OnDevice::new(device, EFFORT.large_bytes).unwrap();
+    for rate in measure(&mut far, &EFFORT).unwrap() {
+        assert_eq!((rate.bytes, rate.tries, rate.latency_tries), (EFFORT.large_bytes, 3, 3));
+        assert!(rate.bytes_per_s_median > 0.0 && rate.bytes_per_s_max >= rate.bytes_per_s_median);
+        assert!(rate.latency_us_min > 0.0 && rate.latency_us_median >= rate.latency_us_min);
+    }
+}
+
+#[test]
+fn the_table_has_a_line_for_each_link_and_its_trouble() {
+    let [there, back] = measure(&mut over(&Memory::new()).unwrap(), &EFFORT).unwrap();
+    let good = Link {
+        link: "shm".into(),
+        from: "host memory".into(),
+        to: "host memory".into(),
+        details: "rxe0".into(),
+        there: Some(there),
+        back: Some(back),
+        problem: None,
+    };
+    let bad =
+        Link { link: "tcp".into(), there: None, back: None, problem: Some("cut".into()), ..good.clone() };
+    let mut document = Document::new("2026-11-21T00:00:00Z".into(), "profile --links".into(), vec![]);
+    document.links = vec![good, bad];
+    let text = document.to_string();
+    assert_eq!(text.lines().count(), 3, "{text}");
+    assert!(text.contains("rxe0") && text.contains("FAILED: cut"), "{text}");
+    let again: Document = serde_json::from_str(&serde_json::to_string(&document).unwrap()).unwrap();
+    assert_eq!(again, document);
+}
+
+#[test]
+fn the_published_schema_is_that_of_the_program() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/schema/links-1.json");
+    let want = Document::json_schema();
+    if std::env::var_os("MIXFLEET_WRITE_SCHEMA").is_some() {
+        std::fs::write(&path, format!("{want:#}\n")).unwrap();
+    }
+    let published = std::fs::read_to_string(&path).unwrap_or_default();
+    let published: Value = serde_json::from_str(&published).unwrap_or_default();
+    let hint = "docs/schema/links-1.json is not what the program writes; write it anew with \
+                MIXFLEET_WRITE_SCHEMA=1 cargo test -p mixfleet-hwtests --test links";
+    assert!(published == want, "{hint}");
+}

@@ -1,0 +1,129 @@
+//! By which transports a worker process exchanges KV.
+
+use super::join::Join;
+use super::{TransportName, WorkerArgs};
+use anyhow::{Result, bail};
+use mixfleet_hal::transport::Transport;
+use mixfleet_runtime::engine::HandOffLimits;
+use mixfleet_wire::{Memory, Shm, Tcp, TcpConfig};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// KV that has not arrived by then is sent another way, or computed again.
+pub(super) const PIECE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A worker stands still while it calls a peer whose host is away. A call that takes longer had its first packet lost.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// What a process offers its peers.
+pub(super) struct Offered {
+    /// Best first.
+    pub(super) transports: Vec<Arc<dyn Transport>>,
+    /// What it could have and does not offer, each with the reason.
+    pub(super) not_offered: Vec<String>,
+}
+
+/// Opens what `args` name, RDMA only if the fabric is trusted.
+pub(super) fn open(
+    args: &WorkerArgs,
+    join: &Join,
+    data: SocketAddr,
+    hand_off: &HandOffLimits,
+) -> Result<Offered> {
+    let security = args.join.tls.security()?;
+    let (mut transports, mut not_offered) = (Vec::<Arc<dyn Transport>>::new(), Vec::new());
+    for name in &args.transports {
+        match name {
+            TransportName::Memory => transports.push(Arc::new(Memory::new())),
+            TransportName::Shm => match Shm::new() {
+                Ok(shm) => transports.push(Arc::new(shm)),
+                Err(error) => not_offered.push(format!("shm: {error}")),
+            },
+            TransportName::Verbs => match rdma::open(security.clone(), data, args.trusted_fabric, hand_off) {
+                Ok(verbs) => transports.push(verbs),
+                Err(Some(reason)) => not_offered.push(format!("verbs: {reason}")),
+                Err(None) => {}
+            },
+            TransportName::Tcp => transports.push(Arc::new(Tcp::new(TcpConfig {
+                connect_timeout: CONNECT_TIMEOUT,
+                silence: join.rpc.silence,
+                ..TcpConfig::new(data, security.clone())
+            })?)),
+        }
+    }
+    for reason in &not_offered {
+        tracing::warn!(reason, "a way for KV is not offered; the next best is used");
+    }
+    if transports.is_empty() {
+        bail!("none of --transports works here: add tcp");
+    }
+    Ok(Offered { transports, not_offered })
+}
+
+#[cfg(all(feature = "verbs", target_os = "linux"))]
+mod rdma {
+    use super::{Arc, HandOffLimits, SocketAddr, Transport};
+    use mixfleet_hal::transport::Access;
+    use mixfleet_wire::verbs::{Verbs, VerbsOptions};
+    use mixfleet_wire::{HostRegion, Security};
+
+    /// RDMA, if it may be used and staging memory can be registered. Nobody is told that hardware is missing which
+    /// was not asked for.
+    pub(super) fn open(
+        security: Security,
+        data: SocketAddr,
+        trusted: bool,
+        hand_off: &HandOffLimits,
+    ) -> Result<Arc<dyn Transport>, Option<String>> {
+        // The keys travel where KV over TCP would, under the same certificates.
+        let listen = trusted.then(|| SocketAddr::new(data.ip(), 0));
+        let verbs = Verbs::open(VerbsOptions { listen, security, ..VerbsOptions::default() });
+        let verbs = verbs.map_err(|absent| trusted.then_some(absent.reason))?;
+        let devices = verbs.devices();
+        let names: Vec<&str> = devices.iter().map(|(name, _)| name.as_str()).collect();
+        if !trusted {
+            return Err(Some(format!(
+                "{} is there, but what it carries is not encrypted: --trusted-fabric says that nobody else is on its network",
+                names.join(", ")
+            )));
+        }
+        can_register(&verbs, hand_off).map_err(|error| {
+            Some(format!("{error}; each pair of instances needs {} MiB", staging_bytes(hand_off) >> 20))
+        })?;
+        tracing::info!(devices = names.join(", "), "KV may go over RDMA, in the clear");
+        Ok(Arc::new(verbs))
+    }
+
+    /// What a pair of instances registers at each end.
+    fn staging_bytes(hand_off: &HandOffLimits) -> u64 {
+        hand_off.slot_bytes * u64::from(hand_off.slots)
+    }
+
+    fn can_register(verbs: &Verbs, hand_off: &HandOffLimits) -> mixfleet_hal::Result<()> {
+        let region = HostRegion::new(staging_bytes(hand_off) as usize)?;
+        let registered = verbs.register(Arc::new(region), Access::Write)?;
+        verbs.deregister(&registered)
+    }
+}
+
+#[cfg(not(all(feature = "verbs", target_os = "linux")))]
+mod rdma {
+    use super::{Arc, HandOffLimits, SocketAddr, Transport};
+    use mixfleet_wire::Security;
+
+    /// Where the kernel lists RDMA devices.
+    const DEVICES: &str = "/sys/class/infiniband";
+
+    /// This build has no RDMA; says so where there is hardware for it, or somebody asks.
+    pub(super) fn open(
+        _: Security,
+        _: SocketAddr,
+        trusted: bool,
+        _: &HandOffLimits,
+    ) -> Result<Arc<dyn Transport>, Option<String>> {
+        let there = std::fs::read_dir(DEVICES).is_ok_and(|mut devices| devices.next().is_some());
+        let why = "this build cannot use RDMA: build with the feature verbs, on Linux";
+        Err((trusted || there).then(|| why.into()))
+    }
+}

@@ -1,0 +1,77 @@
+//! Certificates on the command line.
+
+use anyhow::{Context, Result};
+use clap::Args;
+use mixfleet_wire::Security;
+use std::path::{Path, PathBuf};
+
+/// How processes know each other.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct TlsArgs {
+    /// Certificate of the authority that signed all members'
+    #[arg(long, value_name = "PEM", requires = "tls_cert")]
+    tls_ca: Option<PathBuf>,
+    /// This member's certificate
+    #[arg(long, value_name = "PEM", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// This member's key
+    #[arg(long, value_name = "PEM", requires = "tls_ca")]
+    tls_key: Option<PathBuf>,
+    /// DNS name in all members' certificates [default: mixfleet]
+    #[arg(long, value_name = "DNS", default_value = "mixfleet", hide_default_value = true)]
+    tls_name: String,
+}
+
+/// What the files hold, as text.
+#[cfg_attr(not(feature = "tls"), allow(dead_code, reason = "read by TLS alone"))]
+pub(crate) struct Files {
+    pub(crate) authority: String,
+    pub(crate) certificates: String,
+    pub(crate) key: String,
+    pub(crate) name: String,
+}
+
+impl TlsArgs {
+    /// Whether certificates are named.
+    #[cfg(feature = "fleet")]
+    pub(crate) fn are_given(&self) -> bool {
+        self.tls_ca.is_some()
+    }
+
+    /// The files' content; none if none are named.
+    pub(crate) fn read(&self) -> Result<Option<Files>> {
+        let (Some(ca), Some(cert), Some(key)) = (&self.tls_ca, &self.tls_cert, &self.tls_key) else {
+            return Ok(None);
+        };
+        let read = |flag: &str, file: &Path| {
+            std::fs::read_to_string(file).with_context(|| format!("{flag} {}", file.display()))
+        };
+        let (authority, certificates) = (read("--tls-ca", ca)?, read("--tls-cert", cert)?);
+        let (key, name) = (read("--tls-key", key)?, self.tls_name.clone());
+        Ok(Some(Files { authority, certificates, key, name }))
+    }
+
+    /// How bytes travel between processes.
+    pub(crate) fn security(&self) -> Result<Security> {
+        match self.read()? {
+            None => Ok(Security::LoopbackOnly),
+            Some(files) => encrypted(&files),
+        }
+    }
+}
+
+#[cfg(feature = "tls")]
+fn encrypted(files: &Files) -> Result<Security> {
+    let pem = mixfleet_wire::Pem {
+        authority: &files.authority,
+        certificates: &files.certificates,
+        key: &files.key,
+        fleet: &files.name,
+    };
+    Ok(Security::Tls(std::sync::Arc::new(mixfleet_wire::Identity::new(&pem)?)))
+}
+
+#[cfg(not(feature = "tls"))]
+fn encrypted(_: &Files) -> Result<Security> {
+    anyhow::bail!("this build has no TLS: build with the feature tls")
+}
