@@ -185,12 +185,28 @@ pub(crate) struct InstanceArgs {
     /// Sequences in work on a device at a time [default: 64]
     #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true)]
     pub(crate) sequences: u32,
+    #[command(flatten)]
+    pub(crate) tiers: TierArgs,
     /// Predict a device by its measured profile; repeatable [default: calibrate]
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Vec<PathBuf>,
     /// Measure the devices anew despite a kept calibration
     #[arg(long)]
     pub(crate) recalibrate: bool,
+}
+
+/// Where KV goes that a device's memory gives up.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct TierArgs {
+    /// Host memory for KV that a device's memory gives up, each
+    #[arg(long, value_name = "GIB")]
+    pub(crate) kv_dram: Option<f64>,
+    /// Directory for KV that host memory gives up; kept between runs
+    #[arg(long, value_name = "DIR", requires_all = ["kv_dram", "kv_ssd_gib"])]
+    pub(crate) kv_ssd: Option<PathBuf>,
+    /// Room there, for each device
+    #[arg(long, value_name = "GIB", requires = "kv_ssd")]
+    pub(crate) kv_ssd_gib: Option<f64>,
 }
 
 /// What clients meet, and what decides about their requests.

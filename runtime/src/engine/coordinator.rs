@@ -3,18 +3,18 @@
 
 use super::directory::Directory;
 use super::events::LoggedFleet;
+use super::identity::Identity;
 use super::messages::{FromWorker, HandOff, Job, Landing, Report, ToWorker};
 use crate::api::Placements;
 use crate::env::{SharedEnv, Task};
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::request::{FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update};
+use mixfleet_hal::DType;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{DType, random};
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, Instance, InstanceId, Link, Objective, PromptChain, RejectReason,
 };
-use mixfleet_scheduler::kv::Tier;
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -33,17 +33,6 @@ pub(super) struct InstanceHandle {
     pub(super) kv: DType,
     /// Tokens in one of its KV blocks.
     pub(super) block_tokens: u32,
-}
-
-/// What belongs to the model, not to a device.
-#[derive(Clone, Debug)]
-pub struct Identity {
-    /// Digest of configuration and weights.
-    pub model_digest: String,
-    /// Digest of the tokenizer.
-    pub tokenizer_digest: String,
-    /// Makes block hashes hard to aim at.
-    pub secret: [u8; 16],
 }
 
 struct Tracked {
@@ -358,11 +347,14 @@ impl Running {
                     self.fail(request, message);
                 }
             }
-            FromWorker::Stored(hashes) => {
-                self.fleet_step(Event::KvStored { instance, hashes, tier: Tier::Device });
+            FromWorker::Stored { tier, hashes } => {
+                self.fleet_step(Event::KvStored { instance, hashes, tier });
             }
-            FromWorker::Evicted(hashes) => {
-                self.fleet_step(Event::KvEvicted { instance, hashes, tier: Tier::Device });
+            FromWorker::Evicted { tier, hashes } => {
+                self.fleet_step(Event::KvEvicted { instance, hashes, tier });
+            }
+            FromWorker::Tier { tier, cost } => {
+                self.fleet_step(Event::TierUp { instance, tier, cost });
             }
             FromWorker::Load(load) => self.gauge(instance, &load),
             FromWorker::Down(error) => self.down(instance, &error),
@@ -575,14 +567,4 @@ fn refuse(
         _ => Rejection::Unavailable(reason.to_string()),
     };
     let _ = admitted.send(Err(rejection));
-}
-
-impl Identity {
-    /// An identity with a secret from 128 random bits.
-    pub fn new(model_digest: String, tokenizer_digest: String, random_bits: [u64; 2]) -> Self {
-        let mut secret = [0; 16];
-        secret[..8].copy_from_slice(&random::bits(random_bits[0], 0).to_le_bytes());
-        secret[8..].copy_from_slice(&random::bits(random_bits[1], 1).to_le_bytes());
-        Identity { model_digest, tokenizer_digest, secret }
-    }
 }

@@ -8,8 +8,8 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{Instance, InstanceId};
-use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::kv::hash::PrefixHasher;
+use mixfleet_scheduler::kv::{BlockHash, Tier};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -265,10 +265,27 @@ pub(crate) enum FromWorker {
         /// Why, for the client.
         message: String,
     },
-    /// Prefixes that the cache holds now.
-    Stored(Vec<BlockHash>),
-    /// Prefixes that it holds no longer.
-    Evicted(Vec<BlockHash>),
+    /// Blocks of prefixes that a tier holds now.
+    Stored {
+        /// Where.
+        tier: Tier,
+        /// Which.
+        hashes: Vec<BlockHash>,
+    },
+    /// Blocks that a tier holds no longer.
+    Evicted {
+        /// Where.
+        tier: Tier,
+        /// Which.
+        hashes: Vec<BlockHash>,
+    },
+    /// What it takes to bring blocks from a lower tier to the device.
+    Tier {
+        /// From where.
+        tier: Tier,
+        /// What it costs.
+        cost: LinkCost,
+    },
     /// After each step and whenever the instance becomes idle.
     Load(Load),
     /// The device failed; the instance is gone.

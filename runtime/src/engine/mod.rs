@@ -15,14 +15,17 @@ pub(crate) mod directory;
 pub mod events;
 mod handoff;
 mod health;
+mod identity;
 pub(crate) mod instance;
 pub(crate) mod messages;
+mod tiers;
 mod worker;
 
-pub use coordinator::Identity;
 pub use courier::{HandOffLimits, Links};
 pub use handoff::wire_dtype;
+pub use identity::Identity;
 pub use instance::{InstanceLimits, InstanceSpec, Loaded};
+pub use tiers::LowerTiers;
 
 use crate::api::Placements;
 use crate::env::SharedEnv;

@@ -11,7 +11,7 @@ use mixfleet_hal::Result;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::InstanceId;
-use mixfleet_scheduler::kv::BlockHash;
+use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::{BTreeMap, BTreeSet};
 use tokio::sync::mpsc;
 
@@ -144,7 +144,8 @@ impl Hub {
 struct Known {
     /// Its `Up`; none once it is down.
     up: Option<FromWorker>,
-    stored: BTreeSet<BlockHash>,
+    stored: BTreeMap<Tier, BTreeSet<BlockHash>>,
+    tiers: BTreeMap<Tier, LinkCost>,
     links: BTreeMap<InstanceId, LinkCost>,
 }
 
@@ -189,8 +190,14 @@ impl Running {
         }
         let Some(known) = self.known.get_mut(&instance) else { return };
         match &message {
-            FromWorker::Stored(hashes) => known.stored.extend(hashes),
-            FromWorker::Evicted(hashes) => known.stored.retain(|hash| !hashes.contains(hash)),
+            FromWorker::Stored { tier, hashes } => known.stored.entry(*tier).or_default().extend(hashes),
+            FromWorker::Evicted { tier, hashes } => {
+                let stored = known.stored.entry(*tier).or_default();
+                hashes.iter().for_each(|hash| _ = stored.remove(hash));
+            }
+            FromWorker::Tier { tier, cost } => {
+                known.tiers.insert(*tier, *cost);
+            }
             FromWorker::Link { to, cost } => {
                 known.links.insert(*to, *cost);
             }
@@ -247,8 +254,11 @@ impl Running {
             let Some(up) = &known.up else { continue };
             self.tell(router, instance, up.clone());
             let links = known.links.iter().map(|(&to, &cost)| FromWorker::Link { to, cost });
-            let stored = FromWorker::Stored(known.stored.iter().copied().collect());
-            links.chain([stored]).for_each(|message| self.tell(router, instance, message));
+            let tiers = known.tiers.iter().map(|(&tier, &cost)| FromWorker::Tier { tier, cost });
+            let stored = known.stored.iter();
+            let stored = stored
+                .map(|(&tier, blocks)| FromWorker::Stored { tier, hashes: blocks.iter().copied().collect() });
+            links.chain(tiers).chain(stored).for_each(|message| self.tell(router, instance, message));
         }
         let allowed = |_: &ToWorker| true;
         self.listen(session.incoming, allowed, Event::RouterGone { router, session: number });
@@ -349,8 +359,9 @@ impl FromWorker {
             FromWorker::Up { .. }
             | FromWorker::Link { .. }
             | FromWorker::LinkDown { .. }
-            | FromWorker::Stored(_)
-            | FromWorker::Evicted(_)
+            | FromWorker::Stored { .. }
+            | FromWorker::Evicted { .. }
+            | FromWorker::Tier { .. }
             | FromWorker::Load(_)
             | FromWorker::Down(_) => None,
         }
