@@ -310,6 +310,9 @@ impl Running {
     fn report(&mut self, instance: InstanceId, message: FromWorker) {
         match message {
             FromWorker::Up { instance, kv } => self.up(*instance, kv),
+            FromWorker::Inspect(answer) => {
+                let _ = answer.send(self.parts.fleet.held());
+            }
             // What comes after the word that it is down is of its earlier life.
             _ if !self.parts.instances.contains_key(&instance) => {}
             FromWorker::Link { to, cost } => {

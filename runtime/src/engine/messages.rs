@@ -11,7 +11,12 @@ use mixfleet_scheduler::fleet::{Instance, InstanceId};
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use tokio::sync::mpsc;
+
+/// What instances hold, tier by tier, in order.
+pub type Held = BTreeMap<InstanceId, Vec<(Tier, BlockHash)>>;
 
 /// A request in the engine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -175,6 +180,9 @@ pub(crate) enum ToWorker {
         /// Which.
         router: RouterId,
     },
+    /// (From its own process.) Say what all tiers hold.
+    #[serde(skip)]
+    Inspect(mpsc::UnboundedSender<Held>),
     /// An instance was lost: nothing more is sent to it or taken from it.
     PeerDown {
         /// Which.
@@ -288,6 +296,9 @@ pub(crate) enum FromWorker {
     },
     /// After each step and whenever the instance becomes idle.
     Load(Load),
+    /// (From the coordinator's own process.) Say what the fleet's machine thinks that tiers hold.
+    #[serde(skip)]
+    Inspect(mpsc::UnboundedSender<Held>),
     /// The device failed; the instance is gone.
     Down(mixfleet_hal::Error),
 }

@@ -25,6 +25,7 @@ pub use courier::{HandOffLimits, Links};
 pub use handoff::wire_dtype;
 pub use identity::Identity;
 pub use instance::{InstanceLimits, InstanceSpec, Loaded};
+pub use messages::Held;
 pub use tiers::LowerTiers;
 
 use crate::api::Placements;

@@ -13,7 +13,7 @@ use super::worker::{STEP_TIMEOUT, Worker};
 use crate::engine::messages::FromWorker;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
 use crate::model::graph::Forward;
-use crate::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, SsdConfig};
+use crate::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Snapshot, SsdConfig};
 use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Result, Role, Slice};
 use mixfleet_scheduler::batch::{Action, Evicted};
 use mixfleet_scheduler::cost::LinkCost;
@@ -119,6 +119,13 @@ impl Below {
             }
         };
         (0..self.layers).map(copy).collect()
+    }
+
+    /// What lies in it, in order.
+    pub(super) fn held(&self) -> impl Iterator<Item = (Tier, BlockHash)> + use<> {
+        let Snapshot { dram, ssd, .. } = self.pool.snapshot();
+        let dram = dram.into_iter().map(|hash| (Tier::Dram, hash));
+        dram.chain(ssd.into_iter().map(|hash| (Tier::Ssd, hash)))
     }
 
     fn costs(&self) -> Vec<(Tier, LinkCost)> {

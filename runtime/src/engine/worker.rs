@@ -196,6 +196,11 @@ impl Worker {
             }
             ToWorker::Settle { request } => self.settle_incoming(request),
             ToWorker::Cancel { request } => self.cancel(request),
+            ToWorker::Inspect(answer) => {
+                let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
+                let below = self.below.iter().flat_map(Below::held);
+                let _ = answer.send([(self.id, device.chain(below).collect())].into());
+            }
             ToWorker::Abandon { router } => {
                 let its = self.active.keys().copied().filter(|&request| RouterId::of(request) == router);
                 let mut its: Vec<RequestId> = its.collect();

@@ -4,7 +4,7 @@ use super::session::{Command, Hello, Model, Refusal, RouterId, Session, Word};
 use crate::engine::directory::Directory;
 use crate::engine::instance::Surroundings;
 use crate::engine::messages::{FromWorker, Report, ToWorker};
-use crate::engine::{HandOffLimits, Links, Loaded};
+use crate::engine::{HandOffLimits, Held, Links, Loaded};
 use crate::env::SharedEnv;
 use crate::metrics::Metrics;
 use mixfleet_hal::Result;
@@ -42,6 +42,7 @@ pub struct Hub {
 enum Event {
     Router(RouterId, Session<Word, Command>),
     Peer { instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command> },
+    Inspect(mpsc::UnboundedSender<Held>),
     RouterGone { router: RouterId, session: u64 },
     PeerGone { instances: Vec<InstanceId>, session: u64 },
 }
@@ -131,6 +132,17 @@ impl Hub {
         let event = Event::Peer { instances, cost, session: ours };
         self.events.send(event).map_err(|_| Refusal::Ending)?;
         Ok(theirs)
+    }
+
+    /// What each instance holds, once it is done with its step: for checks of what routers think. Fewer answer where some are down.
+    pub async fn held(&self) -> Held {
+        let (answer, mut answers) = mpsc::unbounded_channel();
+        let _ = self.events.send(Event::Inspect(answer));
+        let mut held = Held::new();
+        while let Some(mut more) = answers.recv().await {
+            held.append(&mut more);
+        }
+        held
     }
 
     /// Exchanges KV with a process with `instances`, which has accepted the other end of `session`.
@@ -224,6 +236,11 @@ impl Running {
         match event {
             Event::Router(router, session) => self.router(router, session),
             Event::Peer { instances, cost, session } => self.peer(instances, cost, session),
+            Event::Inspect(answer) => {
+                for &instance in self.known.keys() {
+                    self.directory.tell(instance, ToWorker::Inspect(answer.clone()));
+                }
+            }
             Event::RouterGone { router, session } => {
                 if self.routers.get(&router).is_some_and(|(current, _)| *current == session) {
                     self.routers.remove(&router);
@@ -363,6 +380,7 @@ impl FromWorker {
             | FromWorker::Evicted { .. }
             | FromWorker::Tier { .. }
             | FromWorker::Load(_)
+            | FromWorker::Inspect(_)
             | FromWorker::Down(_) => None,
         }
     }
@@ -380,6 +398,7 @@ impl ToWorker {
             | ToWorker::Settle { .. }
             | ToWorker::Cancel { .. }
             | ToWorker::Abandon { .. }
+            | ToWorker::Inspect(_)
             | ToWorker::PeerDown { .. } => false,
         }
     }

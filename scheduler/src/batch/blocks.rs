@@ -80,6 +80,13 @@ impl BlockPool {
         tokens.div_ceil(self.block_tokens) as usize
     }
 
+    /// The prefixes that blocks hold, in order.
+    pub fn hashes(&self) -> Vec<BlockHash> {
+        let mut hashes: Vec<BlockHash> = self.by_hash.keys().copied().collect();
+        hashes.sort_unstable();
+        hashes
+    }
+
     /// The state of the pool.
     pub fn counts(&self) -> BlockCounts {
         let (free, cached) = (self.free.len(), self.idle.len());

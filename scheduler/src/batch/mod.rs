@@ -301,6 +301,11 @@ impl Instance {
         Load { waiting, running: self.sequences.len() - waiting, blocks: self.blocks.counts() }
     }
 
+    /// The prefixes that its blocks hold, in order.
+    pub fn stored(&self) -> Vec<BlockHash> {
+        self.blocks.hashes()
+    }
+
     /// Takes in an event and says what to do.
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
