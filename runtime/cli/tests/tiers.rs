@@ -6,13 +6,13 @@ use common::server::Server;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// In f32 a token of the fixture has 768 bytes of KV, a block of 16 tokens 12 KiB.
+/// In f32 a token of the fixture has 768 bytes of KV, a block of the CPU's 32 tokens 24 KiB.
 const GIB: f64 = (1u64 << 30) as f64;
-const BLOCK_GIB: f64 = 768.0 * 16.0 / GIB;
+const BLOCK_GIB: f64 = 768.0 * 32.0 / GIB;
 
 fn start(model: &str, directory: &str) -> Server {
-    // 13 blocks hold one answer of 132 + 48 tokens; host memory 6, so that a half of it goes to the disk at once.
-    let [device, dram] = [13.0, 6.0].map(|blocks| (blocks * BLOCK_GIB * 1.001).to_string());
+    // 6 blocks hold one answer of 132 + 48 tokens; host memory 3, so that a half of it goes to the disk at once.
+    let [device, dram] = [6.0, 3.0].map(|blocks| (blocks * BLOCK_GIB * 1.001).to_string());
     Server::with(&[
         "--model",
         model,
@@ -80,20 +80,20 @@ fn golden_answers_come_from_host_memory_and_disk_and_outlive_the_process() {
         assert_eq!(ask(&first, &prompt), expected, "round {round}");
         others.iter().for_each(|other| _ = ask(&first, other));
     }
-    assert!(hits(&first, "dram") + hits(&first, "ssd") >= 8, "nothing came back");
+    assert!(hits(&first, "dram") + hits(&first, "ssd") >= 4, "nothing came back");
     assert!(hits(&first, "ssd") > 0, "nothing came from the disk");
     first.signal();
     assert!(first.wait().0.success());
 
     let second = start(model, directory);
     assert_eq!(ask(&second, &prompt), expected);
-    assert_eq!(hits(&second, "ssd"), 8, "all that can be reused of 132 tokens");
+    assert_eq!(hits(&second, "ssd"), 4, "all that can be reused of 132 tokens");
 }
 
 #[test]
 fn tiers_that_cannot_be_meant_are_usage_errors() {
     for (arguments, said) in [
-        (vec!["--kv-dram", "-1"], "--kv-dram"),
+        (vec!["--kv-dram", "0"], "is not an amount of memory"),
         (vec!["--kv-dram", "nan"], "is not an amount of memory"),
         (vec!["--kv-ssd", "somewhere"], "--kv-dram"),
         (vec!["--kv-dram", "1", "--kv-ssd", "somewhere"], "--kv-ssd-gib"),

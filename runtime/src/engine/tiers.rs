@@ -221,7 +221,11 @@ impl Worker {
     pub(super) fn keep_evicted(&mut self, actions: &[Action]) -> Result<()> {
         let Some(below) = &self.below else { return Ok(()) };
         let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
-        for Evicted { hash, tokens, page } in evicted.flatten() {
+        let mut evicted = evicted.flatten().peekable();
+        if evicted.peek().is_none() {
+            return Ok(());
+        }
+        for Evicted { hash, tokens, page } in evicted {
             below.pool.keep(*hash, tokens, || {
                 let list = below.copies(&*self.device, &self.forward, *page, Way::Down)?;
                 let ticket = self.queue.submit(&list)?;
