@@ -6,7 +6,8 @@ mod common;
 
 use common::server::Server;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
+use std::net::TcpStream;
 
 fn completion(prompt: &str, max_tokens: u32) -> Value {
     json!({"model": "mixfleet-random", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true})

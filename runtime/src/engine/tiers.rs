@@ -13,8 +13,8 @@ use super::worker::{STEP_TIMEOUT, Worker};
 use crate::engine::messages::FromWorker;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
 use crate::model::graph::Forward;
-use crate::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Snapshot, SsdConfig};
-use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Result, Role, Slice};
+use crate::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Put, Snapshot, SsdConfig};
+use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Queue, Result, Role, Slice};
 use mixfleet_scheduler::batch::{Action, Evicted};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
@@ -121,6 +121,24 @@ impl Below {
         (0..self.layers).map(copy).collect()
     }
 
+    /// Takes in one block that the device gives up.
+    fn keep(
+        &self,
+        device: &dyn Device,
+        queue: &mut dyn Queue,
+        forward: &Forward,
+        Evicted { hash, tokens, page }: &Evicted,
+    ) -> Result<Put> {
+        self.pool.keep(*hash, tokens, || {
+            let list = self.copies(device, forward, *page, Way::Down)?;
+            let ticket = queue.submit(&list)?;
+            queue.wait(ticket, STEP_TIMEOUT)?;
+            let mut bytes = vec![0; self.block.bytes as usize];
+            device.read(&self.block, &mut bytes)?;
+            Ok(bytes)
+        })
+    }
+
     /// What lies in it, in order.
     pub(super) fn held(&self) -> impl Iterator<Item = (Tier, BlockHash)> + use<> {
         let Snapshot { dram, ssd, .. } = self.pool.snapshot();
@@ -217,29 +235,27 @@ impl Worker {
         Some(lease)
     }
 
-    /// Takes in what the device's memory gives up, before anything is written over it.
-    pub(super) fn keep_evicted(&mut self, actions: &[Action]) -> Result<()> {
+    /// Takes in what the device's memory gives up, before anything is written over it. Where `lease` leaves no room for that, it is
+    /// given up: the disk keeps what it had.
+    pub(super) fn keep_evicted(&mut self, actions: &[Action], lease: &mut Option<Lease>) -> Result<()> {
         let Some(below) = &self.below else { return Ok(()) };
         let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
         let mut evicted = evicted.flatten().peekable();
         if evicted.peek().is_none() {
             return Ok(());
         }
-        for Evicted { hash, tokens, page } in evicted {
-            below.pool.keep(*hash, tokens, || {
-                let list = below.copies(&*self.device, &self.forward, *page, Way::Down)?;
-                let ticket = self.queue.submit(&list)?;
-                self.queue.wait(ticket, STEP_TIMEOUT)?;
-                let mut bytes = vec![0; below.block.bytes as usize];
-                self.device.read(&below.block, &mut bytes)?;
-                Ok(bytes)
-            })?;
+        for block in evicted {
+            let (device, forward) = (&*self.device, &self.forward);
+            let kept = below.keep(device, &mut *self.queue, forward, block)?;
+            if kept == Put::Full && below.has_disk && lease.take().is_some() {
+                below.keep(device, &mut *self.queue, forward, block)?;
+            }
         }
         self.tell_tiers();
         Ok(())
     }
 
-    /// Fills `pages` with the blocks of `chain`, of which `lease` has the first. Returns how many came.
+    /// Fills `pages` with the blocks of `chain`, of which `lease` has the first if it is there. Returns how many came.
     pub(super) fn bring(
         &mut self,
         mut lease: Option<Lease>,
@@ -247,6 +263,7 @@ impl Worker {
         tokens: &[u32],
         pages: &[u32],
     ) -> Result<u32> {
+        lease = lease.or_else(|| self.lease(chain, tokens));
         let mut done = 0;
         while let Some(held) = lease.take() {
             for (at, &page) in (0..held.len()).zip(&pages[done..]) {

@@ -252,7 +252,7 @@ impl Worker {
         self.machine.step(Event::Idle, &mut actions);
         // Pinned before room is made below for what was given up.
         let mut lease = self.lease_wanted(&actions);
-        self.keep_evicted(&actions)?;
+        self.keep_evicted(&actions, &mut lease)?;
         let mut ran = false;
         let mut actions = VecDeque::from(actions);
         while let Some(action) = actions.pop_front() {
