@@ -72,6 +72,15 @@ pub struct DeviceLabels {
     pub device: String,
 }
 
+/// Labels of metrics of the tiers below a device.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct TierLabels {
+    /// The device's id.
+    pub device: String,
+    /// `dram` or `ssd`.
+    pub tier: &'static str,
+}
+
 /// A gauge with fractions.
 pub type FractionGauge = Gauge<f64, AtomicU64>;
 
@@ -140,6 +149,13 @@ pub struct Metrics {
     /// `mixfleet_kv_transfer_recomputes_total`: requests whose KV was recomputed after retries failed, by
     /// the engine.
     pub kv_transfer_recomputes: Counter,
+    /// `mixfleet_kv_tier_hits_total{device,tier}`: blocks found below the device and loaded, by the engine.
+    pub kv_tier_hits: Family<TierLabels, Counter>,
+    /// `mixfleet_kv_tier_blocks{device,tier}`: blocks held there, by the engine.
+    pub kv_tier_blocks: Family<TierLabels, Gauge>,
+    /// `mixfleet_kv_tier_bad_total{device}`: blocks that could not be read or did not match their checksum, dropped and
+    /// computed again, by the engine.
+    pub kv_tier_bad: Family<DeviceLabels, Counter>,
 }
 
 /// 1 ms to 2 min, finer where SLOs lie.
@@ -189,6 +205,9 @@ impl Metrics {
             kv_sent_bytes: with_unit(to, "kv_sent", Unit::Bytes, "KV payload written to other instances"),
             kv_transfer_retries: plain(to, "kv_transfer_retries", "KV blocks sent again"),
             kv_transfer_recomputes: plain(to, "kv_transfer_recomputes", "Requests recomputed after transfer"),
+            kv_tier_hits: plain(to, "kv_tier_hits", "KV blocks loaded from below the device"),
+            kv_tier_blocks: plain(to, "kv_tier_blocks", "KV blocks held below the device"),
+            kv_tier_bad: plain(to, "kv_tier_bad", "KV blocks found damaged below the device"),
             registry: Arc::new(registry),
         }
     }

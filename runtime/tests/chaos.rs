@@ -40,6 +40,8 @@ fn every_request_ends_once_and_right_whatever_breaks() {
         }
     }
     eprintln!("{} seeds: {totals:?}", seeds().count());
+    let from_below = totals.dram_hits > 0 && totals.ssd_hits > 0 && totals.bad_blocks > 0;
+    assert!(from_below || seeds().count() < workloads.len(), "no block came from below: {totals:?}");
     assert!(totals.right > 0 && totals.worker_deaths > 0 && totals.cuts > 0, "nothing happened: {totals:?}");
 }
 

@@ -87,7 +87,7 @@ pub(crate) struct ModelArgs {
     /// Between operations: f32, bf16 or f16 [default: the weights' own]
     #[arg(long, value_name = "DTYPE")]
     pub(crate) activations: Option<DType>,
-    /// Of the KV cache: f32, bf16 or f16 [default: that of the activations]
+    /// Of the KV cache: f32, bf16 or f16 [default: as activations]
     #[arg(long, value_name = "DTYPE")]
     pub(crate) kv_dtype: Option<DType>,
     /// Memory for KV on each device
@@ -185,12 +185,28 @@ pub(crate) struct InstanceArgs {
     /// Sequences in work on a device at a time [default: 64]
     #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true)]
     pub(crate) sequences: u32,
-    /// Predict a device by its measured profile; repeatable [default: calibrate]
+    #[command(flatten)]
+    pub(crate) tiers: TierArgs,
+    /// Predict a device by its profile; repeatable [default: calibrate]
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Vec<PathBuf>,
     /// Measure the devices anew despite a kept calibration
     #[arg(long)]
     pub(crate) recalibrate: bool,
+}
+
+/// Where KV goes that a device's memory gives up.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct TierArgs {
+    /// Host memory for KV that a device's memory gives up, each
+    #[arg(long, value_name = "GIB")]
+    pub(crate) kv_dram: Option<f64>,
+    /// Directory for KV that host memory gives up; kept between runs
+    #[arg(long, value_name = "DIR", requires_all = ["kv_dram", "kv_ssd_gib"])]
+    pub(crate) kv_ssd: Option<PathBuf>,
+    /// Room there, for each device
+    #[arg(long, value_name = "GIB", requires = "kv_ssd")]
+    pub(crate) kv_ssd_gib: Option<f64>,
 }
 
 /// What clients meet, and what decides about their requests.
@@ -211,7 +227,7 @@ pub(crate) struct FrontArgs {
     /// Turn away requests whose tokens would come slower
     #[arg(long, value_name = "SECONDS")]
     pub(crate) tbt_slo: Option<f64>,
-    /// Time for the answers to requests of service_tier flex [default: 600]
+    /// Time for answers of service_tier flex [default: 600]
     #[arg(long, value_name = "SECONDS", default_value_t = 600.0, hide_default_value = true)]
     pub(crate) flex_deadline_s: f64,
     #[command(flatten)]
@@ -219,7 +235,7 @@ pub(crate) struct FrontArgs {
     /// Requests in work, at most [default: 512]
     #[arg(long, value_name = "N", default_value = "512", hide_default_value = true)]
     pub(crate) requests: std::num::NonZeroUsize,
-    /// Log all that the scheduler is told and answers, for 'mixfleet replay'
+    /// Log all that the scheduler hears and says, for 'mixfleet replay'
     #[arg(long, value_name = "FILE.jsonl")]
     pub(crate) events: Option<PathBuf>,
     /// Log as JSON lines

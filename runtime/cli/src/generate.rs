@@ -1,6 +1,6 @@
 //! `mixfleet generate`
 
-use crate::args::{DeviceRole, GenerateArgs};
+use crate::args::{DeviceRole, GenerateArgs, TierArgs};
 use crate::model::Model;
 use crate::start::{self, Choice, Instances};
 use crate::{Usage, backends};
@@ -51,6 +51,7 @@ async fn generate(args: GenerateArgs) -> Result<()> {
         devices: devices(&args),
         prices: Default::default(),
         sequences_max: 1,
+        tiers: TierArgs::default(),
         profiles: Vec::new(),
         recalibrate: false,
     };

@@ -24,6 +24,7 @@ mod scheduling;
 mod serve;
 mod simulate;
 mod start;
+mod tiers;
 mod tls;
 mod topo;
 mod trace;

@@ -1,9 +1,9 @@
 //! From arguments to a running engine: open devices, place weights, calibrate, start.
 
 use crate::Usage;
-use crate::args::{DeviceRole, ModelArgs};
+use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::model::Model;
-use crate::{backends, calibration, profiles};
+use crate::{backends, calibration, profiles, tiers};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::Device;
@@ -35,6 +35,7 @@ pub(crate) struct Instances {
     pub(crate) devices: Vec<DeviceRole>,
     pub(crate) prices: BTreeMap<String, f64>,
     pub(crate) sequences_max: u32,
+    pub(crate) tiers: TierArgs,
     pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
 }
@@ -70,13 +71,17 @@ pub(crate) fn engine(
     placements: Arc<Placements>,
 ) -> Result<Started> {
     check_roles(&choice.instances.devices)?;
-    let instances = instances(model, args, &choice.instances)?;
+    let (model_digest, tokenizer_digest) = (model.digest.clone(), model.tokenizer_digest.clone());
+    let identity = match tiers::secret(&choice.instances.tiers, env)? {
+        Some(secret) => Identity { model_digest, tokenizer_digest, secret },
+        None => Identity::new(model_digest, tokenizer_digest, [env.random(), env.random()]),
+    };
+    let instances = instances(model, args, &choice.instances, &identity)?;
     let context = context(model, &instances);
     let devices = instances.iter().map(|(loaded, _)| loaded.device().clone()).collect();
-    let secret = [env.random(), env.random()];
     let parts = EngineParts {
         env: env.clone(),
-        identity: Identity::new(model.digest.clone(), model.tokenizer_digest.clone(), secret),
+        identity,
         config: Arc::new(model.checkpoint.config.clone()),
         instances,
         links: links(vec![Arc::new(Memory::new())]),
@@ -99,6 +104,7 @@ pub(crate) fn instances(
     model: &Model,
     args: &ModelArgs,
     choice: &Instances,
+    identity: &Identity,
 ) -> Result<Vec<(Loaded, CostModel)>> {
     let config = Arc::new(model.checkpoint.config.clone());
     check_names(&choice.devices)?;
@@ -110,6 +116,7 @@ pub(crate) fn instances(
     {
         return Err(Usage(format!("--usd-per-hour {unknown}: no such device serves here")).into());
     }
+    tiers::check(&choice.tiers)?;
     let read = |file: &PathBuf| Ok((file.clone(), profiles::read(file)?));
     let known = choice.profiles.iter().map(read).collect::<Result<Vec<_>>>()?;
     let mut instances = Vec::new();
@@ -127,7 +134,11 @@ pub(crate) fn instances(
         };
         let price = choice.prices.get(selector).map(|&usd| UsdPerHour(usd));
         let spec = InstanceSpec { device, weights, role: *role, price, limits };
-        instances.push(Loaded::new(&config, spec)?);
+        let loaded = Loaded::new(&config, spec)?;
+        instances.push(match tiers::of(&choice.tiers, selector, identity.namespace(model.kv))? {
+            Some(tiers) => loaded.with_lower_tiers(tiers),
+            None => loaded,
+        });
     }
     predicted(model, args, instances, &known, choice.recalibrate)
 }

@@ -4,95 +4,10 @@
 
 mod common;
 
+use common::server::Server;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, ChildStderr, ExitStatus, Stdio};
-
-/// A running server on a port of its own.
-struct Server {
-    child: Child,
-    log: Option<BufReader<ChildStderr>>,
-    address: String,
-}
-
-impl Server {
-    /// With the built-in model; returns once it is ready.
-    fn start(arguments: &[&str]) -> Self {
-        let child = common::mixfleet()
-            .args(["serve", "--listen", "127.0.0.1:0", "--kv-memory", "0.02"])
-            .args(arguments)
-            .stderr(Stdio::piped())
-            .spawn();
-        let mut server = Server { child: child.unwrap(), log: None, address: String::new() };
-        server.log = server.child.stderr.take().map(BufReader::new);
-        let mut seen = String::new();
-        while server.address.is_empty() {
-            let line = server.log_line();
-            seen.push_str(&line);
-            assert!(!line.is_empty(), "the server ended: {seen}");
-            if let Some((_, address)) = line.split_once("ready: http://") {
-                server.address = address.trim().trim_end_matches("/v1").to_string();
-            }
-        }
-        server
-    }
-
-    /// The next line of its log; empty at the end.
-    fn log_line(&mut self) -> String {
-        let mut line = String::new();
-        self.log.as_mut().expect("piped").read_line(&mut line).unwrap();
-        line
-    }
-
-    fn connect(&self) -> TcpStream {
-        TcpStream::connect(&self.address).unwrap()
-    }
-
-    /// Sends a request and reads until the server closes: status and body.
-    fn call(&self, method: &str, path: &str, headers: &str, body: &str) -> (u16, String) {
-        let (head, body) = self.exchange(method, path, headers, body);
-        (head.split(' ').nth(1).unwrap().parse().unwrap(), body)
-    }
-
-    /// Sends a request and reads until the server closes: head and body.
-    fn exchange(&self, method: &str, path: &str, headers: &str, body: &str) -> (String, String) {
-        let mut stream = self.connect();
-        let length = body.len();
-        let head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}");
-        write!(stream, "{head}content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}")
-            .unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        let (head, body) = answer.split_once("\r\n\r\n").expect("a response");
-        (head.to_string(), body.to_string())
-    }
-
-    fn post(&self, path: &str, body: &Value) -> (u16, Value) {
-        let (status, body) = self.call("POST", path, "", &body.to_string());
-        (status, serde_json::from_str(&body).unwrap())
-    }
-
-    fn signal(&self) {
-        let status =
-            std::process::Command::new("kill").args(["-TERM", &self.child.id().to_string()]).status();
-        assert!(status.unwrap().success());
-    }
-
-    fn wait(mut self) -> (ExitStatus, String) {
-        let status = self.child.wait().unwrap();
-        let mut rest = String::new();
-        self.log.as_mut().expect("piped").read_to_string(&mut rest).unwrap();
-        (status, rest)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 fn completion(prompt: &str, max_tokens: u32) -> Value {
     json!({"model": "mixfleet-random", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true})

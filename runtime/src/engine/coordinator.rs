@@ -15,7 +15,6 @@ use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, Instance, InstanceId, Link, Objective, PromptChain, RejectReason,
 };
-use mixfleet_scheduler::kv::Tier;
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -318,6 +317,9 @@ impl Running {
     fn report(&mut self, instance: InstanceId, message: FromWorker) {
         match message {
             FromWorker::Up { instance, kv } => self.up(*instance, kv),
+            FromWorker::Inspect(answer) => {
+                let _ = answer.send(self.parts.fleet.held());
+            }
             // What comes after the word that it is down is of its earlier life.
             _ if !self.parts.instances.contains_key(&instance) => {}
             FromWorker::Link { to, cost } => {
@@ -358,11 +360,14 @@ impl Running {
                     self.fail(request, message);
                 }
             }
-            FromWorker::Stored(hashes) => {
-                self.fleet_step(Event::KvStored { instance, hashes, tier: Tier::Device });
+            FromWorker::Stored { tier, hashes } => {
+                self.fleet_step(Event::KvStored { instance, hashes, tier });
             }
-            FromWorker::Evicted(hashes) => {
-                self.fleet_step(Event::KvEvicted { instance, hashes, tier: Tier::Device });
+            FromWorker::Evicted { tier, hashes } => {
+                self.fleet_step(Event::KvEvicted { instance, hashes, tier });
+            }
+            FromWorker::Tier { tier, cost } => {
+                self.fleet_step(Event::TierUp { instance, tier, cost });
             }
             FromWorker::Load(load) => self.gauge(instance, &load),
             FromWorker::Down(error) => self.down(instance, &error),

@@ -1,6 +1,7 @@
-//! Whose KV is whose.
+//! Whose KV it is.
 
-use mixfleet_hal::random;
+use mixfleet_hal::{DType, random};
+use xxhash_rust::xxh3::xxh3_64;
 
 /// What belongs to the model, not to a device.
 #[derive(Clone, Debug)]
@@ -20,5 +21,29 @@ impl Identity {
         secret[..8].copy_from_slice(&random::bits(random_bits[0], 0).to_le_bytes());
         secret[8..].copy_from_slice(&random::bits(random_bits[1], 1).to_le_bytes());
         Identity { model_digest, tokenizer_digest, secret }
+    }
+
+    /// Digest of all that two processes must have in common before one may use KV that the other left, of dtype `kv`.
+    pub fn namespace(&self, kv: DType) -> u64 {
+        let kv = kv.to_string();
+        let fields =
+            [self.model_digest.as_bytes(), self.tokenizer_digest.as_bytes(), kv.as_bytes(), &self.secret];
+        let length = |field: &&[u8]| (field.len() as u64).to_le_bytes();
+        xxh3_64(&fields.iter().flat_map(|field| [&length(field), *field].concat()).collect::<Vec<u8>>())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_counts_in_a_namespace_and_nothing_runs_into_the_next() {
+        let of = |model: &str, tokenizer: &str, bit| Identity::new(model.into(), tokenizer.into(), [bit, 0]);
+        let one = of("ab", "c", 0).namespace(DType::F32);
+        assert_eq!(one, of("ab", "c", 0).namespace(DType::F32));
+        assert_ne!(one, of("a", "bc", 0).namespace(DType::F32));
+        assert_ne!(one, of("ab", "c", 1).namespace(DType::F32));
+        assert_ne!(one, of("ab", "c", 0).namespace(DType::Bf16));
     }
 }

@@ -5,6 +5,7 @@ use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::Directory;
 use super::handoff::Staging;
 use super::messages::{FromWorker, Report};
+use super::tiers::{Below, LowerTiers};
 use super::worker::{Worker, WorkerParts};
 use crate::env::SharedEnv;
 use crate::metrics::Metrics;
@@ -59,6 +60,7 @@ pub struct Loaded {
     role: Role,
     price: Option<UsdPerHour>,
     batch: BatchLimits,
+    lower: Option<LowerTiers>,
 }
 
 /// What an instance finds around it.
@@ -106,8 +108,17 @@ impl Loaded {
             sequences_max: limits.sequences_max as usize,
             // Room for every running sequence to begin a block, up to a hundredth of the memory.
             spare_blocks: (blocks as usize / 100).min(limits.sequences_max as usize),
+            lower_tiers: false,
         };
-        Ok(Loaded { spec_device: device, forward, role, price, batch })
+        Ok(Loaded { spec_device: device, forward, role, price, batch, lower: None })
+    }
+
+    /// Keeps what the device's KV memory gives up in host memory, and on a disk.
+    #[must_use]
+    pub fn with_lower_tiers(mut self, tiers: LowerTiers) -> Self {
+        self.batch.lower_tiers = true;
+        self.lower = Some(tiers);
+        self
     }
 
     /// The device.
@@ -150,13 +161,15 @@ impl Loaded {
     /// reports any more.
     ///
     /// # Errors
-    /// When the device gives no queue or no staging memory.
+    /// When the device gives no queue or no staging memory, or the lower tiers cannot be opened.
     pub(crate) fn start(self, id: InstanceId, cost: CostModel, surroundings: &Surroundings) -> Result<()> {
         let Surroundings { env, links, hand_off, directory, reports, metrics } = surroundings;
         let up = FromWorker::Up { instance: Box::new(self.describe(id, cost)), kv: self.kv() };
-        let Loaded { spec_device: device, forward, batch, .. } = self;
+        let Loaded { spec_device: device, forward, batch, lower, .. } = self;
         let name = format!("worker {}", device.info().id);
         let staging = Staging::new(&*device, forward.config(), forward.shape(), hand_off.slot_bytes)?;
+        let below =
+            lower.map(|tiers| Below::open(tiers, &*device, &forward, &*links.make_region)).transpose()?;
         let (address, inbox) = mpsc::unbounded_channel();
         let worker = Worker::new(WorkerParts {
             id,
@@ -165,6 +178,7 @@ impl Loaded {
             forward,
             limits: batch,
             staging,
+            below,
             courier: Courier::new(links.clone(), *hand_off),
             directory: directory.clone(),
             inbox,

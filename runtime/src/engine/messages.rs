@@ -8,10 +8,15 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{Instance, InstanceId};
-use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::kv::hash::PrefixHasher;
+use mixfleet_scheduler::kv::{BlockHash, Tier};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use tokio::sync::mpsc;
+
+/// What instances hold, tier by tier, in order.
+pub type Held = BTreeMap<InstanceId, Vec<(Tier, BlockHash)>>;
 
 /// A request in the engine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -175,6 +180,9 @@ pub(crate) enum ToWorker {
         /// Which.
         router: RouterId,
     },
+    /// (From its own process.) Say what all tiers hold.
+    #[serde(skip)]
+    Inspect(mpsc::UnboundedSender<Held>),
     /// An instance was lost: nothing more is sent to it or taken from it.
     PeerDown {
         /// Which.
@@ -265,12 +273,32 @@ pub(crate) enum FromWorker {
         /// Why, for the client.
         message: String,
     },
-    /// Prefixes that the cache holds now.
-    Stored(Vec<BlockHash>),
-    /// Prefixes that it holds no longer.
-    Evicted(Vec<BlockHash>),
+    /// Blocks of prefixes that a tier holds now.
+    Stored {
+        /// Where.
+        tier: Tier,
+        /// Which.
+        hashes: Vec<BlockHash>,
+    },
+    /// Blocks that a tier holds no longer.
+    Evicted {
+        /// Where.
+        tier: Tier,
+        /// Which.
+        hashes: Vec<BlockHash>,
+    },
+    /// What it takes to bring blocks from a lower tier to the device.
+    Tier {
+        /// From where.
+        tier: Tier,
+        /// What it costs.
+        cost: LinkCost,
+    },
     /// After each step and whenever the instance becomes idle.
     Load(Load),
+    /// (From the coordinator's own process.) Say what the fleet's machine thinks that tiers hold.
+    #[serde(skip)]
+    Inspect(mpsc::UnboundedSender<Held>),
     /// The device failed; the instance is gone.
     Down(mixfleet_hal::Error),
 }

@@ -18,12 +18,15 @@ mod health;
 mod identity;
 pub(crate) mod instance;
 pub(crate) mod messages;
+mod tiers;
 mod worker;
 
 pub use courier::{HandOffLimits, Links};
 pub use handoff::wire_dtype;
 pub use identity::Identity;
 pub use instance::{InstanceLimits, InstanceSpec, Loaded};
+pub use messages::Held;
+pub use tiers::LowerTiers;
 
 use crate::api::Placements;
 use crate::env::SharedEnv;

@@ -9,6 +9,7 @@ use super::directory::Directory;
 use super::handoff::{Incoming, LOOK_AFTER_SENDS, Outgoing, Staging};
 use super::health::HealthWatch;
 use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
+use super::tiers::Below;
 use crate::env::{SharedEnv, yield_now};
 use crate::fleet::RouterId;
 use crate::metrics::{DeviceLabels, Metrics};
@@ -18,13 +19,14 @@ use crate::sampling::{self, History, SamplingError};
 use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{Action, After, BatchLimits, Event, Instance, RequestId, Sampled, Step};
 use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::kv::Tier;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// A step that takes longer than this means that the device hangs.
-const STEP_TIMEOUT: Duration = Duration::from_secs(600);
+pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Recordings that are kept: of 64 batch sizes and a few lengths of the block table each.
 const RECORDINGS_MAX: usize = 256;
@@ -58,6 +60,8 @@ pub(super) struct Worker {
     recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
     pub(super) active: HashMap<RequestId, Active>,
     pub(super) staging: Staging,
+    /// What keeps the KV that the device gives up.
+    pub(super) below: Option<Below>,
     pub(super) courier: Courier,
     pub(super) directory: Directory,
     pub(super) inbox: mpsc::UnboundedReceiver<ToWorker>,
@@ -82,6 +86,8 @@ pub(super) struct WorkerParts {
     pub(super) limits: BatchLimits,
     /// Its device's part in hand-offs.
     pub(super) staging: Staging,
+    /// Its lower tiers.
+    pub(super) below: Option<Below>,
     /// Its way to other instances.
     pub(super) courier: Courier,
     /// How it speaks to them.
@@ -111,6 +117,7 @@ impl Worker {
             recorded: HashMap::new(),
             active: HashMap::new(),
             staging: parts.staging,
+            below: parts.below,
             courier: parts.courier,
             directory: parts.directory,
             inbox: parts.inbox,
@@ -130,12 +137,13 @@ impl Worker {
         }
     }
 
-    fn report(&self, message: FromWorker) {
+    pub(super) fn report(&self, message: FromWorker) {
         // Without a coordinator nobody is left to tell; `serve` ends by itself then.
         let _ = self.reports.send((self.id, message));
     }
 
     async fn serve(&mut self) -> Result<()> {
+        self.begin_below()?;
         loop {
             while let Some(message) = self.deferred.pop_front().or_else(|| self.inbox.try_recv().ok()) {
                 self.handle(message).await?;
@@ -188,6 +196,11 @@ impl Worker {
             }
             ToWorker::Settle { request } => self.settle_incoming(request),
             ToWorker::Cancel { request } => self.cancel(request),
+            ToWorker::Inspect(answer) => {
+                let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
+                let below = self.below.iter().flat_map(Below::held);
+                let _ = answer.send([(self.id, device.chain(below).collect())].into());
+            }
             ToWorker::Abandon { router } => {
                 let its = self.active.keys().copied().filter(|&request| RouterId::of(request) == router);
                 let mut its: Vec<RequestId> = its.collect();
@@ -228,7 +241,7 @@ impl Worker {
         self.machine.step(event, &mut actions);
         for action in actions {
             if let Action::Stored(hashes) = action {
-                self.report(FromWorker::Stored(hashes));
+                self.report(FromWorker::Stored { tier: Tier::Device, hashes });
             }
         }
     }
@@ -237,8 +250,12 @@ impl Worker {
     async fn turn(&mut self) -> Result<bool> {
         let mut actions = Vec::new();
         self.machine.step(Event::Idle, &mut actions);
+        // Pinned before room is made below for what was given up.
+        let mut lease = self.lease_wanted(&actions);
+        self.keep_evicted(&actions, &mut lease)?;
         let mut ran = false;
-        for action in actions {
+        let mut actions = VecDeque::from(actions);
+        while let Some(action) = actions.pop_front() {
             match action {
                 Action::Run(step) => {
                     let tokens = step.sequences.iter().map(|s| s.tokens.len() as u64).sum();
@@ -246,19 +263,19 @@ impl Worker {
                     self.health.stepped(tokens, self.env.now(), || self.device.health());
                     ran = true;
                 }
+                Action::Load { request, chain, tokens, pages, .. } => {
+                    let blocks = self.bring(lease.take(), &chain, &tokens, &pages)?;
+                    let mut more = Vec::new();
+                    self.machine.step(Event::Loaded { request, blocks }, &mut more);
+                    actions.extend(more);
+                    ran = true;
+                }
                 Action::Admitted { request, tokens_cached, pages } => {
                     self.report(FromWorker::Admitted { request, tokens_cached });
                     self.send_cached(request, tokens_cached, &pages).await?;
                 }
                 Action::Reserved { request, tokens_cached, pages } => {
-                    let layers = self.forward.config().layers;
-                    let Some(active) = self.active.get_mut(&request) else { continue };
-                    let Some(sender) = active.sender else { continue };
-                    let length = active.tokens.len() as u32;
-                    active.incoming = Some(Incoming::new(sender, pages, tokens_cached, length, layers));
-                    let attempt = active.job.attempt;
-                    let landing = self.courier.landing(sender)?.clone();
-                    self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
+                    self.await_kv(request, tokens_cached, pages)?;
                 }
                 Action::Revoked { request } => {
                     let attempt = self.active.remove(&request).map_or(0, |active| active.job.attempt);
@@ -268,12 +285,28 @@ impl Worker {
                     let device = self.device.info().id.clone();
                     self.metrics.preemptions.get_or_create(&DeviceLabels { device }).inc();
                 }
-                Action::Stored(hashes) => self.report(FromWorker::Stored(hashes)),
-                Action::Evicted(hashes) => self.report(FromWorker::Evicted(hashes)),
+                Action::Stored(hashes) => self.report(FromWorker::Stored { tier: Tier::Device, hashes }),
+                Action::Evicted(evicted) => {
+                    let hashes = evicted.into_iter().map(|evicted| evicted.hash).collect();
+                    self.report(FromWorker::Evicted { tier: Tier::Device, hashes });
+                }
             }
         }
         self.report(FromWorker::Load(self.machine.load()));
         Ok(ran)
+    }
+
+    /// A sequence has its blocks: its KV may come.
+    fn await_kv(&mut self, request: RequestId, tokens_cached: u32, pages: Vec<u32>) -> Result<()> {
+        let layers = self.forward.config().layers;
+        let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
+        let Some(sender) = active.sender else { return Ok(()) };
+        let length = active.tokens.len() as u32;
+        active.incoming = Some(Incoming::new(sender, pages, tokens_cached, length, layers));
+        let attempt = active.job.attempt;
+        let landing = self.courier.landing(sender)?.clone();
+        self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
+        Ok(())
     }
 
     /// Runs one forward pass; the KV of handed-off prompts leaves layer by layer meanwhile.

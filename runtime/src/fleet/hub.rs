@@ -4,14 +4,14 @@ use super::session::{Command, Hello, Model, Refusal, RouterId, Session, Word};
 use crate::engine::directory::Directory;
 use crate::engine::instance::Surroundings;
 use crate::engine::messages::{FromWorker, Report, ToWorker};
-use crate::engine::{HandOffLimits, Links, Loaded};
+use crate::engine::{HandOffLimits, Held, Links, Loaded};
 use crate::env::SharedEnv;
 use crate::metrics::Metrics;
 use mixfleet_hal::Result;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::InstanceId;
-use mixfleet_scheduler::kv::BlockHash;
+use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::{BTreeMap, BTreeSet};
 use tokio::sync::mpsc;
 
@@ -42,6 +42,7 @@ pub struct Hub {
 enum Event {
     Router(RouterId, Session<Word, Command>),
     Peer { instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command> },
+    Inspect(mpsc::UnboundedSender<Held>),
     RouterGone { router: RouterId, session: u64 },
     PeerGone { instances: Vec<InstanceId>, session: u64 },
 }
@@ -146,6 +147,17 @@ impl Hub {
         Ok(theirs)
     }
 
+    /// What each instance holds, once it is done with its step: for checks of what routers think. Fewer answer where some are down.
+    pub async fn held(&self) -> Held {
+        let (answer, mut answers) = mpsc::unbounded_channel();
+        let _ = self.events.send(Event::Inspect(answer));
+        let mut held = Held::new();
+        while let Some(mut more) = answers.recv().await {
+            held.append(&mut more);
+        }
+        held
+    }
+
     /// Exchanges KV with a process with `instances`, which has accepted the other end of `session`.
     pub fn meet(&self, instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>) {
         let _ = self.events.send(Event::Peer { instances, cost, session });
@@ -157,7 +169,8 @@ impl Hub {
 struct Known {
     /// Its `Up`; none once it is down.
     up: Option<FromWorker>,
-    stored: BTreeSet<BlockHash>,
+    stored: BTreeMap<Tier, BTreeSet<BlockHash>>,
+    tiers: BTreeMap<Tier, LinkCost>,
     links: BTreeMap<InstanceId, LinkCost>,
 }
 
@@ -203,8 +216,14 @@ impl Running {
         }
         let Some(known) = self.known.get_mut(&instance) else { return };
         match &message {
-            FromWorker::Stored(hashes) => known.stored.extend(hashes),
-            FromWorker::Evicted(hashes) => known.stored.retain(|hash| !hashes.contains(hash)),
+            FromWorker::Stored { tier, hashes } => known.stored.entry(*tier).or_default().extend(hashes),
+            FromWorker::Evicted { tier, hashes } => {
+                let stored = known.stored.entry(*tier).or_default();
+                hashes.iter().for_each(|hash| _ = stored.remove(hash));
+            }
+            FromWorker::Tier { tier, cost } => {
+                known.tiers.insert(*tier, *cost);
+            }
             FromWorker::Link { to, cost } => {
                 known.links.insert(*to, *cost);
             }
@@ -238,6 +257,11 @@ impl Running {
         match event {
             Event::Router(router, session) => self.router(router, session),
             Event::Peer { instances, cost, session } => self.peer(instances, cost, session),
+            Event::Inspect(answer) => {
+                for &instance in self.known.keys() {
+                    self.directory.tell(instance, ToWorker::Inspect(answer.clone()));
+                }
+            }
             Event::RouterGone { router, session } => {
                 if self.routers.get(&router).is_some_and(|(current, _)| *current == session) {
                     self.routers.remove(&router);
@@ -268,8 +292,11 @@ impl Running {
             let Some(up) = &known.up else { continue };
             self.tell(router, instance, up.clone());
             let links = known.links.iter().map(|(&to, &cost)| FromWorker::Link { to, cost });
-            let stored = FromWorker::Stored(known.stored.iter().copied().collect());
-            links.chain([stored]).for_each(|message| self.tell(router, instance, message));
+            let tiers = known.tiers.iter().map(|(&tier, &cost)| FromWorker::Tier { tier, cost });
+            let stored = known.stored.iter();
+            let stored = stored
+                .map(|(&tier, blocks)| FromWorker::Stored { tier, hashes: blocks.iter().copied().collect() });
+            links.chain(tiers).chain(stored).for_each(|message| self.tell(router, instance, message));
         }
         let allowed = |_: &ToWorker| true;
         self.listen(session.incoming, allowed, Event::RouterGone { router, session: number });
@@ -370,9 +397,11 @@ impl FromWorker {
             FromWorker::Up { .. }
             | FromWorker::Link { .. }
             | FromWorker::LinkDown { .. }
-            | FromWorker::Stored(_)
-            | FromWorker::Evicted(_)
+            | FromWorker::Stored { .. }
+            | FromWorker::Evicted { .. }
+            | FromWorker::Tier { .. }
             | FromWorker::Load(_)
+            | FromWorker::Inspect(_)
             | FromWorker::Down(_) => None,
         }
     }
@@ -390,6 +419,7 @@ impl ToWorker {
             | ToWorker::Settle { .. }
             | ToWorker::Cancel { .. }
             | ToWorker::Abandon { .. }
+            | ToWorker::Inspect(_)
             | ToWorker::PeerDown { .. } => false,
         }
     }

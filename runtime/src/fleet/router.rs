@@ -6,12 +6,13 @@ use crate::api::Placements;
 use crate::engine::directory::Directory;
 use crate::engine::events::EventLog;
 use crate::engine::messages::{FromWorker, Report};
-use crate::engine::{CoordinatorParts, EngineConfig, Identity};
+use crate::engine::{CoordinatorParts, EngineConfig, Held, Identity};
 use crate::env::SharedEnv;
 use crate::metrics::Metrics;
 use crate::model::ModelConfig;
 use crate::request::EngineHandle;
 use mixfleet_hal::{DType, Error, ErrorKind};
+use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -86,6 +87,14 @@ impl Router {
     /// What it says when it calls a worker process.
     pub fn hello(&self) -> Hello {
         self.hello.clone()
+    }
+
+    /// What it thinks that instances hold: for checks. Nothing once it has ended.
+    pub async fn held(&self) -> Held {
+        let (answer, mut answers) = mpsc::unbounded_channel();
+        let nobody = InstanceId(u32::MAX);
+        let _ = self.reports.send((nobody, FromWorker::Inspect(answer)));
+        answers.recv().await.unwrap_or_default()
     }
 
     /// Uses the instances of a worker process until the session ends; then they are lost.

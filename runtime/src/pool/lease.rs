@@ -22,6 +22,18 @@ pub enum Put {
     Collision,
 }
 
+impl From<Arrival> for Put {
+    fn from(arrival: Arrival) -> Self {
+        match arrival {
+            Arrival::Stored => Put::Stored,
+            Arrival::Held => Put::Held,
+            Arrival::Full => Put::Full,
+            Arrival::Collision => Put::Collision,
+            Arrival::Busy | Arrival::Missing => Put::Busy,
+        }
+    }
+}
+
 /// The leading blocks of a prompt, pinned in host memory until this is dropped. Together with [`put`](Self::put) it is one use of the chain: the
 /// policy sees what it would see of `BlockCache::insert`.
 pub struct Lease {
@@ -73,13 +85,7 @@ impl Lease {
         if at == self.chain.len() {
             return Err(Error::invalid(format!("a chain of {at} blocks has no block {at}")));
         }
-        if bytes.len() != self.shared.layout.block_bytes {
-            let expected = self.shared.layout.block_bytes;
-            return Err(Error::invalid(format!(
-                "a KV block of {} bytes in a pool of {expected}",
-                bytes.len()
-            )));
-        }
+        self.shared.layout.check_size(bytes)?;
         if self.collided {
             return Ok(Put::Collision);
         }
@@ -88,13 +94,7 @@ impl Lease {
             false => self.shared.put(self.wanted(at), bytes)?,
         };
         self.note(arrival);
-        Ok(match arrival {
-            Arrival::Stored => Put::Stored,
-            Arrival::Held => Put::Held,
-            Arrival::Full => Put::Full,
-            Arrival::Collision => Put::Collision,
-            Arrival::Busy | Arrival::Missing => Put::Busy,
-        })
+        Ok(arrival.into())
     }
 
     /// Shows the bytes of a pinned block.

@@ -206,6 +206,26 @@ impl Pool {
         if lease.len() == 1 { Ok(Put::Held) } else { lease.put(bytes) }
     }
 
+    /// Takes in a block that somebody gives up: one use of it. `bytes` is asked for its KV only where host memory lacks it; a
+    /// copy on the disk is neither read nor written for it.
+    ///
+    /// # Errors
+    /// Those of `bytes`; `Invalid` where it gives another number of bytes than `block_bytes`, or `tokens` is no block.
+    pub fn keep(
+        &self,
+        hash: BlockHash,
+        tokens: &[u32],
+        bytes: impl FnOnce() -> mixfleet_hal::Result<Vec<u8>>,
+    ) -> mixfleet_hal::Result<Put> {
+        if tokens.len() != self.0.layout.block_tokens {
+            let (is, wanted) = (tokens.len(), self.0.layout.block_tokens);
+            return Err(mixfleet_hal::Error::invalid(format!(
+                "a KV block of {is} tokens in a pool of {wanted}"
+            )));
+        }
+        Ok(self.0.keep(traffic::Wanted { hash, depth: 0, tokens }, bytes)?.into())
+    }
+
     /// The fastest tier that holds a block.
     pub fn contains(&self, hash: BlockHash) -> Option<Tier> {
         self.0.state().tier(hash)

@@ -75,6 +75,23 @@ impl Shared {
         self.store(wanted, payload, xxh3_64(payload))
     }
 
+    /// Stores what somebody gives up, if it is not here, and pins nothing.
+    pub(super) fn keep(&self, wanted: Wanted, bytes: impl FnOnce() -> Result<Vec<u8>>) -> Result<Arrival> {
+        let there = self.state().pin(wanted);
+        let arrival = match there {
+            Some(there) => there,
+            None => {
+                let payload = bytes()?;
+                self.layout.check_size(&payload)?;
+                self.put(wanted, &payload)?
+            }
+        };
+        if matches!(arrival, Arrival::Stored | Arrival::Held) {
+            self.state().dram.brain.unpin(&[wanted.hash]);
+        }
+        Ok(arrival)
+    }
+
     /// Brings a block from the disk.
     pub(super) fn promote(&self, wanted: Wanted) -> Result<Arrival> {
         let slot = self.state().ssd.as_ref().and_then(|ssd| ssd.slot(wanted.hash));

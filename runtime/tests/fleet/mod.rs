@@ -14,10 +14,13 @@ use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+    LowerTiers,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
-use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
+use mixfleet_runtime::metrics::{DeviceLabels, Metrics, TierLabels};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
+use mixfleet_runtime::pool::SsdConfig;
+use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{Policy, Role};
@@ -96,6 +99,8 @@ pub(crate) struct Fleet {
     metrics: Metrics,
     policy: Policy,
     log: Option<Log>,
+    /// Blocks in host memory, and the disk with bytes.
+    lower: Option<(u64, Option<(SimDisk, u64)>)>,
 }
 
 /// An event log in memory.
@@ -130,7 +135,26 @@ impl Fleet {
             metrics: Metrics::new(),
             policy: Policy::default(),
             log: None,
+            lower: None,
         }
+    }
+
+    /// With host memory for so many blocks below each device, and a disk below the first.
+    pub(crate) fn lower(mut self, dram_blocks: u64, disk: Option<(SimDisk, u64)>) -> Self {
+        self.lower = Some((dram_blocks, disk));
+        self
+    }
+
+    /// Blocks that came from `tier` of a member.
+    pub(crate) fn tier_hits(&self, member: usize, tier: &'static str) -> u64 {
+        let labels = TierLabels { device: format!("device{member}"), tier };
+        self.metrics.kv_tier_hits.get_or_create(&labels).get()
+    }
+
+    /// Blocks of a member's disk that were found damaged.
+    pub(crate) fn bad_blocks(&self, member: usize) -> u64 {
+        let labels = DeviceLabels { device: format!("device{member}") };
+        self.metrics.kv_tier_bad.get_or_create(&labels).get()
     }
 
     pub(crate) fn policy(mut self, policy: Policy) -> Self {
@@ -209,7 +233,7 @@ impl Fleet {
 
     pub(crate) fn start(&self, env: SharedEnv) -> EngineHandle {
         let config = Arc::new(self.checkpoint.config.clone());
-        let instances = self.members.iter().map(|member| {
+        let instances = self.members.iter().enumerate().map(|(at, member)| {
             let device = member.device.clone();
             let weights = self.checkpoint.place(&*device, &mut |_, _| {}).unwrap();
             let block_bytes = u64::from(member.block_tokens) * config.kv_bytes_per_token(DType::F32);
@@ -227,12 +251,26 @@ impl Fleet {
                 prefill_s: PrefillCoefficients { overhead: 1e-3, per_token: 1e-4, per_token_squared: 0.0 },
                 decode_s: DecodeCoefficients { base: 1e-3, per_sequence: 1e-5, per_kv_token: 0.0 },
             };
-            (Loaded::new(&config, spec).unwrap(), CostModel::Coefficients(cost))
+            let loaded = Loaded::new(&config, spec).unwrap();
+            let loaded = match &self.lower {
+                None => loaded,
+                Some((blocks, disk)) => loaded.with_lower_tiers(LowerTiers {
+                    dram_bytes: blocks * block_bytes,
+                    ssd: disk.clone().filter(|_| at == 0).map(|(disk, bytes)| SsdConfig {
+                        disk: Arc::new(disk),
+                        bytes,
+                        wipe: false,
+                    }),
+                    namespace: 7,
+                }),
+            };
+            (loaded, CostModel::Coefficients(cost))
         });
         let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
         let events = self.log.clone().map(|log| EventLog::start(&env, Box::new(log)).0);
         let parts = EngineParts {
-            identity: Identity::new("model".into(), "tokenizer".into(), [env.random(), env.random()]),
+            // The same in every engine: they may find each other's blocks.
+            identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
             env,
             instances: instances.collect(),
             config,

@@ -1,12 +1,13 @@
 //! The fleet of the chaos test.
 
+mod disks;
 mod fences;
 mod network;
+mod workload;
 
 use crate::fleet::clock::WorldClock;
 use crate::fleet::{Case, Fleet, prompt};
 use fences::Fences;
-use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
@@ -14,112 +15,25 @@ use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::{
-    EngineConfig, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+    EngineConfig, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded, LowerTiers,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::fleet::{Hub, Model, Router, RouterId, RouterParts, WorkerProcess};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Rejection, Sampling, ServiceTier, Update};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
 use mixfleet_wire::{Faulty, HostRegion, Memory};
 use network::{Cut, splice};
-use serde::Deserialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// One kind of trouble.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Workload {
-    pub(crate) name: String,
-    workers: usize,
-    routers: usize,
-    requests: usize,
-    #[serde(default)]
-    bit_flip: f64,
-    #[serde(default)]
-    fail: f64,
-    #[serde(default)]
-    drop: f64,
-    #[serde(default)]
-    hang: f64,
-    #[serde(default)]
-    kill_worker_every_s: f64,
-    #[serde(default)]
-    kill_router_every_s: f64,
-    #[serde(default)]
-    cut_every_s: f64,
-    /// Cuts of connections between routers and workers only.
-    #[serde(default)]
-    cut_router_every_s: f64,
-    /// What messages between workers take at most.
-    #[serde(default = "quick_ms")]
-    peer_delay_ms: u64,
-}
-
-/// What messages take at most where nothing is said.
-fn quick_ms() -> u64 {
-    2
-}
-
-impl Workload {
-    pub(crate) fn all() -> Vec<Workload> {
-        #[derive(Deserialize)]
-        struct File {
-            workload: Vec<Workload>,
-        }
-        toml::from_str::<File>(include_str!("workloads.toml")).unwrap().workload
-    }
-
-    fn wires(&self, seed: u64) -> FaultPlan {
-        let rates = [
-            (Fault::BitFlip, self.bit_flip),
-            (Fault::Fail, self.fail),
-            (Fault::Drop, self.drop),
-            (Fault::Hang, self.hang),
-        ];
-        let rule = |(fault, probability)| Rule { fault, probability, from: 0, until: None };
-        FaultPlan { seed, rules: rates.map(rule).to_vec() }
-    }
-}
-
-/// What happened.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Outcome {
-    pub(crate) right: u64,
-    pub(crate) errors: u64,
-    pub(crate) refused: u64,
-    pub(crate) asked_again: u64,
-    pub(crate) worker_deaths: u64,
-    pub(crate) router_deaths: u64,
-    pub(crate) cuts: u64,
-    pub(crate) retries: u64,
-    pub(crate) recomputes: u64,
-    pub(crate) fences: u64,
-    /// When the answers were complete, all together: two histories that agree in this are one.
-    pub(crate) answered_ns: u64,
-}
-
-impl Outcome {
-    pub(crate) fn add(&mut self, other: &Outcome) {
-        self.right += other.right;
-        self.errors += other.errors;
-        self.refused += other.refused;
-        self.asked_again += other.asked_again;
-        self.worker_deaths += other.worker_deaths;
-        self.router_deaths += other.router_deaths;
-        self.cuts += other.cuts;
-        self.retries += other.retries;
-        self.recomputes += other.recomputes;
-        self.fences += other.fences;
-        self.answered_ns += other.answered_ns;
-    }
-}
+pub(crate) use workload::{Outcome, Workload};
 
 pub(crate) fn checkpoint() -> Checkpoint {
     tiny_variants().remove(0).1.load().unwrap()
@@ -154,6 +68,7 @@ const BLOCK_TOKENS: u32 = 8;
 struct Worker {
     hub: Hub,
     device: String,
+    disk: Option<SimDisk>,
     /// Of everything that it is connected by.
     cut: Cut,
 }
@@ -170,8 +85,8 @@ struct RouterProcess {
 struct World {
     env: SeededEnv,
     checkpoint: Arc<Checkpoint>,
+    workload: Arc<Workload>,
     transport: Arc<Fences<Faulty<Memory>>>,
-    peer_delay: Duration,
     metrics: Metrics,
     state: Arc<Mutex<State>>,
 }
@@ -182,6 +97,8 @@ struct State {
     routers: BTreeMap<u16, RouterProcess>,
     /// Cuts of single connections, by their ends' names.
     wires: BTreeMap<(String, String), Cut>,
+    /// What workers left that were killed.
+    shelf: VecDeque<SimDisk>,
     workers_made: u64,
     routers_made: u16,
     outcome: Outcome,
@@ -238,17 +155,30 @@ impl World {
             Arc::new(TimeOnlyDevice::new(&device, profile(flops), clock).unwrap());
         let config = Arc::new(self.checkpoint.config.clone());
         let weights = self.checkpoint.place(&*simulated, &mut |_, _| {}).unwrap();
+        let block_bytes = u64::from(BLOCK_TOKENS) * config.kv_bytes_per_token(DType::F32);
         let limits = InstanceLimits {
             activations: DType::F32,
             kv: DType::F32,
-            kv_bytes: u64::from(60 * BLOCK_TOKENS) * config.kv_bytes_per_token(DType::F32),
+            kv_bytes: u64::from(self.workload.device_blocks) * block_bytes,
             step_tokens_max: 24,
             prefill_tokens_beside_decode_max: 12,
             sequences_max: 8,
             block_tokens: Some(BLOCK_TOKENS),
         };
         let spec = InstanceSpec { device: simulated, weights, role, price: None, limits };
+        let disk = self.disk(block_bytes);
         let loaded = Loaded::new(&config, spec).unwrap();
+        let loaded = match self.workload.dram_blocks {
+            0 => loaded,
+            blocks => loaded.with_lower_tiers(LowerTiers {
+                dram_bytes: blocks * block_bytes,
+                ssd: disk
+                    .clone()
+                    .zip(self.workload.disks.as_ref())
+                    .map(|(disk, disks)| disks.below(disk, block_bytes)),
+                namespace: 7,
+            }),
+        };
         let cost = loaded.predicted_by(profile(flops));
         let process = WorkerProcess {
             env: self.shared(),
@@ -259,7 +189,7 @@ impl World {
             metrics: self.metrics.clone(),
         };
         let hub = process.start().unwrap();
-        self.state().workers.insert(number, Worker { hub, device, cut: Cut::new() });
+        self.state().workers.insert(number, Worker { hub, device, disk, cut: Cut::new() });
         let (routers, peers) = {
             let state = self.state();
             let peers: Vec<u64> = state.workers.keys().copied().filter(|&other| other != number).collect();
@@ -323,7 +253,7 @@ impl World {
                 drop(hub);
                 if let Ok(session) = session {
                     let wire = world.wire(format!("router{router}"), format!("worker{worker}"));
-                    let delay = Duration::from_millis(quick_ms());
+                    let delay = Duration::from_millis(workload::quick_ms());
                     let (session, _) = splice(&world.env, session, delay, vec![a, b, wire]);
                     router_end.attend(session).await;
                 }
@@ -352,7 +282,12 @@ impl World {
                 drop(called);
                 if let Ok(session) = session {
                     let wire = world.wire(format!("worker{from}"), format!("worker{to}"));
-                    let (session, ended) = splice(&world.env, session, world.peer_delay, vec![a, b, wire]);
+                    let (session, ended) = splice(
+                        &world.env,
+                        session,
+                        Duration::from_millis(world.workload.peer_delay_ms),
+                        vec![a, b, wire],
+                    );
                     caller.meet(instances, cost, session);
                     drop(caller);
                     ended.await;
@@ -380,7 +315,8 @@ impl World {
                 let number = state.workers.keys().copied().nth(nth);
                 number.and_then(|number| Some((number, state.workers.remove(&number)?)))
             };
-            let Some((number, Worker { cut, hub, .. })) = dead else { continue };
+            let Some((number, Worker { cut, hub, disk, .. })) = dead else { continue };
+            self.shelve(disk);
             cut.now();
             drop(hub);
             self.state().outcome.worker_deaths += 1;
@@ -519,7 +455,7 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
         env: env.clone(),
         checkpoint: Arc::new(checkpoint()),
         transport: Arc::new(Fences::new(Faulty::new(Memory::new(), workload.wires(seed)))),
-        peer_delay: Duration::from_millis(workload.peer_delay_ms),
+        workload: Arc::new(workload.clone()),
         metrics: Metrics::new(),
         state: Arc::default(),
     };
@@ -561,10 +497,12 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
         }
         world.state().over = true;
         assert_eq!(world.usage_at_rest().await, 0.0, "{:?}: KV blocks leak", world.env);
+        world.assert_that_routers_know_who_holds_what().await;
         let (fences, broken) = world.transport.count();
         assert_eq!(broken, 0, "{:?}: KV landed in memory that was fenced off", world.env);
         let mut outcome = world.state().outcome.clone();
         outcome.fences = fences as u64;
+        world.count_tiers(&mut outcome);
         outcome.retries = world.metrics.kv_transfer_retries.get();
         outcome.recomputes = world.metrics.kv_transfer_recomputes.get();
         // What still runs gets the time to end: threads and memory of thousands of worlds add up.

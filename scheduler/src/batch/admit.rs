@@ -1,7 +1,6 @@
 //! Who gets blocks, and who gives way for it.
 
-use super::{Action, Instance, Phase, Place, RequestId, Sequence, order};
-use crate::kv::hash::BlockHash;
+use super::{Action, Evicted, Instance, Phase, Place, RequestId, Sequence, order};
 
 /// What the next step has left for prompts, as one goes through them in their order.
 struct Room {
@@ -30,6 +29,8 @@ struct Need {
     hits: Vec<u32>,
     /// Others.
     fresh: usize,
+    /// Leading blocks that could be cached: one token at least is computed, to draw the next one.
+    reusable: usize,
 }
 
 impl Instance {
@@ -47,7 +48,8 @@ impl Instance {
 
     /// Gives blocks to those who wait, in their order, until one does not fit even if flexible ones due later give way. A prompt that
     /// the next step has no room for waits on: when its turn comes, it finds the prefixes that were computed meanwhile.
-    pub(super) fn admit(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) {
+    /// True: blocks are to be loaded first.
+    pub(super) fn admit(&mut self, evicted: &mut Vec<Evicted>, actions: &mut Vec<Action>) -> bool {
         let mut room = self.room();
         let mut seen = None;
         while let Some(place) = order::next(&self.waiting, seen) {
@@ -57,20 +59,23 @@ impl Instance {
                 continue;
             }
             if !self.has_place_for(place) {
-                return;
+                return false;
             }
             let need = self.need(place.request);
-            let Some(losers) = self.who_gives_way(place, &need) else { return };
+            let Some(losers) = self.who_gives_way(place, &need) else { return false };
             for &loser in &losers {
                 self.preempt(loser, actions);
             }
-            self.take_blocks(place, need, evicted, actions);
+            if self.take_blocks(place, need, evicted, actions) {
+                return true;
+            }
             if !losers.is_empty() {
                 room = self.room();
             } else if computes {
                 room.take(self.sequences[&place.request].pending());
             }
         }
+        false
     }
 
     fn holding(&self) -> usize {
@@ -90,12 +95,11 @@ impl Instance {
     fn need(&mut self, request: RequestId) -> Need {
         let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
         let length = sequence.tokens.len() as u32;
-        // At least the last token is computed, to draw the next one.
         let reusable = ((length - 1) / self.limits.block_tokens) as usize;
         sequence.hash_blocks(reusable);
         let hits = self.blocks.longest_prefix(&sequence.chain.hashes()[..reusable], &sequence.tokens);
         let fresh = self.blocks.blocks_for(length) - hits.len();
-        Need { hits, fresh }
+        Need { hits, fresh, reusable }
     }
 
     /// The fewest of those that can give way, the last first, whose places and blocks make room for a waiting sequence. None if all of
@@ -126,24 +130,45 @@ impl Instance {
         None
     }
 
+    /// True: some of them are to be loaded first.
     fn take_blocks(
         &mut self,
         place: Place,
         need: Need,
-        evicted: &mut Vec<BlockHash>,
+        evicted: &mut Vec<Evicted>,
         actions: &mut Vec<Action>,
-    ) {
+    ) -> bool {
         let request = place.request;
         self.waiting.remove(&place);
-        let Need { hits: mut pages, fresh } = need;
-        let tokens_cached = pages.len() as u32 * self.limits.block_tokens;
+        let Need { hits: mut pages, fresh, reusable } = need;
+        let cached = pages.len();
         pages.iter().for_each(|&page| self.blocks.acquire(page));
         let fresh = (0..fresh).map(|_| self.blocks.allocate(evicted).expect("counted before"));
         pages.extend(fresh);
         let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
-        sequence.pages.clone_from(&pages);
-        sequence.computed = tokens_cached;
-        sequence.published = (tokens_cached / self.limits.block_tokens) as usize;
+        sequence.computed = cached as u32 * self.limits.block_tokens;
+        sequence.published = cached;
+        sequence.pages = pages;
+        if !self.limits.lower_tiers || cached == reusable {
+            self.begin(request, actions);
+            return false;
+        }
+        sequence.phase = Phase::Loading;
+        let block_tokens = self.limits.block_tokens as usize;
+        actions.push(Action::Load {
+            request,
+            blocks_cached: cached as u32,
+            chain: sequence.chain.hashes()[cached..reusable].to_vec(),
+            tokens: sequence.tokens[cached * block_tokens..reusable * block_tokens].to_vec(),
+            pages: sequence.pages[cached..reusable].to_vec(),
+        });
+        true
+    }
+
+    /// A sequence has its blocks, and in them what was to be found of its prefix.
+    fn begin(&mut self, request: RequestId, actions: &mut Vec<Action>) {
+        let sequence = self.sequences.get_mut(&request).expect("known");
+        let (tokens_cached, pages) = (sequence.computed, sequence.pages.clone());
         if sequence.after.is_some() {
             sequence.phase = Phase::Running;
             actions.push(Action::Admitted { request, tokens_cached, pages });
@@ -151,5 +176,14 @@ impl Instance {
             sequence.phase = Phase::Receiving;
             actions.push(Action::Reserved { request, tokens_cached, pages });
         }
+    }
+
+    pub(super) fn loaded(&mut self, request: RequestId, blocks: u32, actions: &mut Vec<Action>) {
+        let Some(sequence) = self.sequences.get_mut(&request) else { return };
+        assert_eq!(sequence.phase, Phase::Loading, "request {request} was not loading");
+        sequence.computed += blocks * self.limits.block_tokens;
+        assert!(sequence.computed < sequence.tokens.len() as u32, "more blocks came than were asked for");
+        self.begin(request, actions);
+        self.publish(request, actions);
     }
 }

@@ -33,6 +33,17 @@ struct Content {
     tokens: Box<[u32]>,
 }
 
+/// A prefix that was given up for other content. Its KV lies in its page until something is written there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Evicted {
+    /// Its key.
+    pub hash: BlockHash,
+    /// The tokens of its last block.
+    pub tokens: Box<[u32]>,
+    /// Where it lay.
+    pub page: u32,
+}
+
 /// Blocks with reference counts, a prefix index and least-recently-used eviction.
 #[derive(Debug)]
 pub struct BlockPool {
@@ -67,6 +78,13 @@ impl BlockPool {
     /// Blocks that `tokens` tokens fill or begin.
     pub fn blocks_for(&self, tokens: u32) -> usize {
         tokens.div_ceil(self.block_tokens) as usize
+    }
+
+    /// The prefixes that blocks hold, in order.
+    pub fn hashes(&self) -> Vec<BlockHash> {
+        let mut hashes: Vec<BlockHash> = self.by_hash.keys().copied().collect();
+        hashes.sort_unstable();
+        hashes
     }
 
     /// The state of the pool.
@@ -112,17 +130,17 @@ impl BlockPool {
         block.users += 1;
     }
 
-    /// A block with one user and no content. A cached block is given up if none is free; its hash is
-    /// then pushed to `evicted`.
-    pub fn allocate(&mut self, evicted: &mut Vec<BlockHash>) -> Option<u32> {
+    /// A block with one user and no content. A cached block is given up if none is free; it is then pushed
+    /// to `evicted`.
+    pub fn allocate(&mut self, evicted: &mut Vec<Evicted>) -> Option<u32> {
         let page = match self.free.pop() {
             Some(page) => page,
             None => {
                 let (_, page) = self.idle.pop_first()?;
                 let content = self.blocks[page as usize].content.take();
-                let hash = content.expect("an idle block has content").hash;
+                let Content { hash, tokens } = content.expect("an idle block has content");
                 self.by_hash.remove(&hash);
-                evicted.push(hash);
+                evicted.push(Evicted { hash, tokens, page });
                 page
             }
         };
@@ -185,7 +203,7 @@ mod tests {
         pool.release(pages[1]);
         pool.release(pages[0]);
         assert_eq!(pool.allocate(&mut evicted), Some(pages[1]));
-        assert_eq!(evicted, [hash(1)]);
+        assert_eq!(evicted, [Evicted { hash: hash(1), tokens: [1, 7].into(), page: pages[1] }]);
         assert_eq!(pool.counts(), BlockCounts { free: 0, cached: 1, used: 2 });
     }
 

@@ -17,7 +17,7 @@ mod admit;
 mod blocks;
 mod order;
 
-pub use blocks::{BlockCounts, BlockPool};
+pub use blocks::{BlockCounts, BlockPool, Evicted};
 pub use order::Place;
 
 use crate::kv::hash::{BlockHash, Chain, PrefixHasher};
@@ -43,6 +43,8 @@ pub struct BatchLimits {
     pub sequences_max: usize,
     /// Blocks that admission leaves available for those who already decode.
     pub spare_blocks: usize,
+    /// What blocks hold that are given up is kept elsewhere: whoever gets blocks asks there for more of his prefix.
+    pub lower_tiers: bool,
 }
 
 /// What happens to a sequence once its prompt is computed.
@@ -95,6 +97,13 @@ pub enum Event {
         /// The token that the other instance drew after the last one, if all went well there.
         next: Option<u32>,
     },
+    /// What came of an `Action::Load`.
+    Loaded {
+        /// Its id.
+        request: RequestId,
+        /// Leading blocks of those asked for whose KV is in its pages now. The rest is computed.
+        blocks: u32,
+    },
     /// The step is done.
     StepDone {
         /// For each sequence whose step had `sample` set.
@@ -125,11 +134,25 @@ pub struct Sampled {
     pub finished: bool,
 }
 
-/// What the worker must do.
+/// What the worker must do. What `Evicted` names can be read before anything else is done.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Run this; then `Event::StepDone`.
     Run(Step),
+    /// Bring these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. Nothing runs beside it: what
+    /// comes takes part in the next step, and the next in the queue finds it in the cache.
+    Load {
+        /// For whom.
+        request: RequestId,
+        /// Blocks of its prefix before these.
+        blocks_cached: u32,
+        /// The keys of what follows,
+        chain: Vec<BlockHash>,
+        /// the tokens,
+        tokens: Vec<u32>,
+        /// and where they go.
+        pages: Vec<u32>,
+    },
     /// An added sequence got its blocks.
     Admitted {
         /// Its id.
@@ -161,7 +184,7 @@ pub enum Action {
     /// These prefixes are in the cache now.
     Stored(Vec<BlockHash>),
     /// These are not any more.
-    Evicted(Vec<BlockHash>),
+    Evicted(Vec<Evicted>),
 }
 
 /// One forward pass over several sequences.
@@ -192,6 +215,8 @@ enum Phase {
     Waiting,
     /// Being computed: prompt or decode.
     Running,
+    /// Its blocks are being filled from the lower tiers.
+    Loading,
     /// Blocks are reserved, KV is on its way.
     Receiving,
     /// Computed, blocks are being read by a transfer.
@@ -276,6 +301,11 @@ impl Instance {
         Load { waiting, running: self.sequences.len() - waiting, blocks: self.blocks.counts() }
     }
 
+    /// The prefixes that its blocks hold, in order.
+    pub fn stored(&self) -> Vec<BlockHash> {
+        self.blocks.hashes()
+    }
+
     /// Takes in an event and says what to do.
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
@@ -288,6 +318,7 @@ impl Instance {
             Event::Landed { request, tokens_valid, next } => {
                 self.landed(request, tokens_valid, next, actions);
             }
+            Event::Loaded { request, blocks } => self.loaded(request, blocks, actions),
             Event::StepDone { sampled } => self.step_done(&sampled, actions),
             Event::Release { request } | Event::Cancel { request } => self.drop_request(request),
             Event::Idle => self.idle(actions),
@@ -405,7 +436,9 @@ impl Instance {
         assert!(self.in_step.is_empty(), "idle while a step runs");
         let mut evicted = Vec::new();
         let step = loop {
-            self.admit(&mut evicted, actions);
+            if self.admit(&mut evicted, actions) {
+                break Step::default();
+            }
             let step = self.form_step(&mut evicted, actions);
             if !step.sequences.is_empty() || !self.revoke(actions) {
                 break step;
@@ -429,7 +462,7 @@ impl Instance {
         places.into_iter().map(|place| place.request).collect()
     }
 
-    fn form_step(&mut self, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) -> Step {
+    fn form_step(&mut self, evicted: &mut Vec<Evicted>, actions: &mut Vec<Action>) -> Step {
         let mut step = Step::default();
         let mut budget = self.limits.step_tokens_max;
         for request in self.running() {
@@ -465,7 +498,7 @@ impl Instance {
 
     /// Makes sure that there is a block for the sequence's next token. If none is to be had, later
     /// sequences are preempted, the last first; if there are none, it waits or is preempted itself.
-    fn grow(&mut self, request: RequestId, evicted: &mut Vec<BlockHash>, actions: &mut Vec<Action>) -> bool {
+    fn grow(&mut self, request: RequestId, evicted: &mut Vec<Evicted>, actions: &mut Vec<Action>) -> bool {
         let sequence = &self.sequences[&request];
         if sequence.pages.len() * self.limits.block_tokens as usize >= sequence.tokens.len() {
             return true;

@@ -13,6 +13,7 @@ const LIMITS: BatchLimits = BatchLimits {
     prefill_tokens_beside_decode_max: 6,
     sequences_max: 6,
     spare_blocks: 1,
+    lower_tiers: false,
 };
 
 /// Who is due then, or later, gives way.
@@ -40,6 +41,9 @@ struct Driver {
     finished: Vec<RequestId>,
     preemptions: usize,
     tokens_cached: u32,
+    /// Contents of blocks that were given up; served as far as the generator says.
+    below: Option<(HashMap<BlockHash, Vec<u32>>, Stream)>,
+    blocks_loaded: u32,
 }
 
 impl Driver {
@@ -52,7 +56,34 @@ impl Driver {
             finished: Vec::new(),
             preemptions: 0,
             tokens_cached: 0,
+            below: None,
+            blocks_loaded: 0,
         }
+    }
+
+    /// With lower tiers that lose some blocks.
+    fn tiered(limits: BatchLimits, seed: u64) -> Self {
+        let below = Some((HashMap::new(), Stream::new(seed)));
+        Driver { below, ..Driver::new(BatchLimits { lower_tiers: true, ..limits }) }
+    }
+
+    /// What is in a page now.
+    fn page(&self, page: u32) -> Vec<u32> {
+        (0..LIMITS.block_tokens).map(|i| self.memory[&(page, i)]).collect()
+    }
+
+    /// Fills pages from below, up to the first block that is not there.
+    fn load(&mut self, chain: &[BlockHash], tokens: &[u32], pages: &[u32]) -> u32 {
+        let (kept, rng) = self.below.as_mut().expect("nothing is loaded without lower tiers");
+        let mut blocks = 0;
+        for ((hash, &page), tokens) in chain.iter().zip(pages).zip(tokens.chunks_exact(4)) {
+            let Some(content) = kept.get(hash).filter(|_| rng.below(8) > 0) else { break };
+            assert_eq!(content, tokens);
+            content.iter().zip(0..).for_each(|(&token, i)| _ = self.memory.insert((page, i), token));
+            blocks += 1;
+        }
+        self.blocks_loaded += blocks;
+        blocks
     }
 
     fn add(&mut self, request: RequestId, prompt: Vec<u32>, output: usize, after: After) {
@@ -80,11 +111,28 @@ impl Driver {
         let mut actions = Vec::new();
         self.machine.step(Event::Idle, &mut actions);
         let mut ran = false;
-        for action in actions {
+        for evicted in actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None })
+        {
+            for Evicted { hash, tokens, page } in evicted {
+                assert_eq!(*self.page(*page), **tokens, "what is given up is still there");
+                if let Some((kept, _)) = &mut self.below {
+                    kept.insert(*hash, tokens.to_vec());
+                }
+            }
+        }
+        let mut actions: std::collections::VecDeque<Action> = actions.into();
+        while let Some(action) = actions.pop_front() {
             match action {
                 Action::Run(step) => {
                     ran = true;
                     self.run(&step);
+                }
+                Action::Load { request, chain, tokens, pages, .. } => {
+                    ran = true;
+                    let blocks = self.load(&chain, &tokens, &pages);
+                    let mut more = Vec::new();
+                    self.machine.step(Event::Loaded { request, blocks }, &mut more);
+                    actions.extend(more);
                 }
                 Action::Preempted { .. } => self.preemptions += 1,
                 Action::Admitted { tokens_cached, .. } => self.tokens_cached += tokens_cached,
@@ -133,10 +181,12 @@ fn prompt(rng: &mut Stream) -> Vec<u32> {
 
 #[test]
 fn every_request_ends_with_the_right_tokens_under_random_load() {
-    let (mut preemptions, mut tokens_cached) = (0, 0);
+    let (mut preemptions, mut tokens_cached, mut blocks_loaded) = (0, 0, 0);
     for seed in 0..200 {
         let mut rng = Stream::new(seed);
-        let mut driver = Driver::new(LIMITS);
+        // every other one with what is given up kept elsewhere
+        let tiered = seed % 2 == 1;
+        let mut driver = if tiered { Driver::tiered(LIMITS, seed) } else { Driver::new(LIMITS) };
         let mut cancelled = Vec::new();
         let count = 12;
         for request in 0..count {
@@ -174,9 +224,47 @@ fn every_request_ends_with_the_right_tokens_under_random_load() {
         }
         preemptions += driver.preemptions;
         tokens_cached += driver.tokens_cached;
+        blocks_loaded += driver.blocks_loaded;
     }
     assert!(preemptions > 50, "the load never ran out of blocks: {preemptions}");
     assert!(tokens_cached > 1000, "the cache was never hit: {tokens_cached}");
+    assert!(blocks_loaded > 500, "hardly anything was loaded: {blocks_loaded}");
+}
+
+#[test]
+fn what_is_loaded_counts_as_cached_and_what_does_not_come_is_computed() {
+    let long = |from: u32| (from..from + 40).collect::<Vec<u32>>();
+    for lost in [0, 9] {
+        let mut driver = Driver::tiered(LIMITS, 0);
+        for from in [0, 100] {
+            driver.add(u64::from(from), long(from), 1, After::Decode);
+            while driver.turn() {}
+        }
+        let (kept, _) = driver.below.as_mut().unwrap();
+        assert!(!kept.is_empty(), "two prompts of 10 blocks fit into 16");
+        driver.add(1, long(0), 1, After::Decode);
+        let mut actions = Vec::new();
+        driver.machine.step(Event::Idle, &mut actions);
+        let Some(Action::Load { request: 1, blocks_cached, chain, pages, .. }) = actions.first() else {
+            panic!("{actions:?}")
+        };
+        // the deepest blocks went first; one token is left to be computed
+        assert_eq!((*blocks_cached as usize + chain.len(), chain.len()), (9, pages.len()));
+        assert!(!actions.iter().any(|action| matches!(action, Action::Run(_))), "{actions:?}");
+        let (cached, blocks) = (*blocks_cached, chain.len() as u32 - lost.min(chain.len() as u32));
+        actions.clear();
+        driver.machine.step(Event::Loaded { request: 1, blocks }, &mut actions);
+        let tokens = (cached + blocks) * LIMITS.block_tokens;
+        let admitted = |action: &Action| matches!(action, Action::Admitted { tokens_cached, .. } if *tokens_cached == tokens);
+        assert!(actions.iter().any(admitted), "{actions:?}");
+        let stored: usize =
+            actions.iter().map(|a| if let Action::Stored(hashes) = a { hashes.len() } else { 0 }).sum();
+        assert_eq!(stored, blocks as usize);
+        actions.clear();
+        driver.machine.step(Event::Idle, &mut actions);
+        let Some(Action::Run(step)) = actions.last() else { panic!("{actions:?}") };
+        assert_eq!(step.sequences[0].start, tokens);
+    }
 }
 
 #[test]

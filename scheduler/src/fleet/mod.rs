@@ -27,7 +27,7 @@ pub use replicate::Replicate;
 pub use roles::Rebalance;
 
 use crate::cost::LinkCost;
-use crate::kv::{PrefixIndex, Prefixes};
+use crate::kv::{BlockHash, PrefixIndex, Prefixes, Tier};
 use crate::table::IdMap;
 use admit::Objectives;
 use forecast::Seat;
@@ -246,6 +246,11 @@ impl Fleet {
                 self.pool_links.insert((from, to), cost);
             }
         }
+    }
+
+    /// Everything that each instance holds by its own account, in order. Looks at every block: for checks.
+    pub fn held(&self) -> BTreeMap<InstanceId, Vec<(Tier, BlockHash)>> {
+        self.loads.iter().map(|load| (load.spec.id, self.index.held_by(load.spec.id))).collect()
     }
 
     /// None: the instance is not up.

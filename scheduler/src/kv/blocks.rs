@@ -157,6 +157,12 @@ impl Blocks {
         }
     }
 
+    /// Calls `visit` with each block and its set.
+    pub(super) fn each(&self, mut visit: impl FnMut(BlockHash, u32)) {
+        let blocks = self.chunks.iter().flat_map(|chunk| chunk.blocks.iter());
+        blocks.filter(|block| set(block) != EMPTY).for_each(|block| visit(key(block), set(block)));
+    }
+
     /// Gives each block in one piece the set that `change` makes of the one it has.
     pub(super) fn update_piece(&mut self, piece: usize, mut change: impl FnMut(u32) -> u32) {
         for place in piece * PIECE..(piece + 1) * PIECE {

@@ -272,6 +272,19 @@ impl PrefixIndex {
         answer.found.iter().map(|prefix| (prefix.instance, prefix.total())).collect()
     }
 
+    /// Everything that `instance` holds, tier by tier, in order. Looks at every block there is: for checks.
+    pub fn held_by(&self, instance: InstanceId) -> Vec<(Tier, BlockHash)> {
+        let mut held = Vec::new();
+        let Some(&Known { holder, .. }) = self.instances.get(&instance) else { return held };
+        self.blocks.each(|hash, set| {
+            let member = self.sets.members(set).iter().find(|member| member.holder() == holder);
+            let tiers = Tier::ALL.into_iter().filter(|&tier| member.is_some_and(|member| member.is_in(tier)));
+            held.extend(tiers.map(|tier| (tier, hash)));
+        });
+        held.sort_unstable();
+        held
+    }
+
     /// Distinct blocks known, among them those of cleared instances that are not swept out yet.
     pub fn blocks(&self) -> usize {
         self.blocks.len()

@@ -26,6 +26,9 @@ impl Member {
     fn tiers(self) -> u32 {
         self.0 & 7
     }
+    pub(super) fn is_in(self, tier: Tier) -> bool {
+        self.tiers() & tier.bit() != 0
+    }
     /// The fastest tier in which it holds a copy, as an index.
     pub(super) fn fastest(self) -> usize {
         self.tiers().trailing_zeros() as usize

@@ -56,11 +56,7 @@ async fn join_as_router(
         patience: Seconds(3.0 * args.lease().as_secs_f64()),
         ..serve::engine_config(front)?
     };
-    let identity = Identity {
-        model_digest: own.digest.clone(),
-        tokenizer_digest: own.tokenizer_digest.clone(),
-        secret: charter.secret,
-    };
+    let identity = identity(&charter, &own);
     let parts = RouterParts {
         env: env.clone(),
         config: Arc::new(model.checkpoint.config.clone()),
@@ -91,6 +87,14 @@ fn end_if_taken(membership: &mut Membership, env: &SharedEnv) {
         tracing::error!(%error, "this process must leave the fleet");
         std::process::exit(3);
     }));
+}
+
+fn identity(charter: &Charter, own: &Model) -> Identity {
+    Identity {
+        model_digest: own.digest.clone(),
+        tokenizer_digest: own.tokenizer_digest.clone(),
+        secret: charter.secret,
+    }
 }
 
 /// What the fleet has in common, and what this process serves.
@@ -173,7 +177,7 @@ async fn join_as_worker(
     let door = Door::open(control, join.rpc.clone())?;
     let model = serve::load_model(&args.model, env)?;
     let (charter, own) = charter(&join, &model, env).await?;
-    let (loaded, prices) = load(args, model).await?;
+    let (loaded, prices) = load(args, model, identity(&charter, &own)).await?;
     let hand_off = HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() };
     let Offered { transports, not_offered } = transports::open(args, &join, data, &hand_off)?;
     let names = transports.iter().map(|transport| transport.name().to_owned()).collect();
@@ -207,6 +211,7 @@ async fn join_as_worker(
 async fn load(
     args: &WorkerArgs,
     model: crate::model::Model,
+    identity: Identity,
 ) -> Result<(Vec<(Loaded, CostModel)>, Vec<Option<f64>>)> {
     let mut chosen = serve::chosen(&args.instances);
     for device in &mut chosen.devices {
@@ -216,7 +221,7 @@ async fn load(
     }
     let model_args = args.model.clone();
     let loading = tokio::task::spawn_blocking(move || {
-        let loaded = start::instances(&model, &model_args, &chosen)?;
+        let loaded = start::instances(&model, &model_args, &chosen, &identity)?;
         let prices = chosen.devices.iter().map(|d| chosen.prices.get(&d.device).copied()).collect();
         Ok((loaded, prices))
     });

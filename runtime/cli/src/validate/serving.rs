@@ -1,6 +1,6 @@
 //! Level 6: a small model with random weights, from prompt to tokens.
 
-use crate::args::{DeviceRole, ModelArgs};
+use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::model::Model;
 use crate::start::{self, Choice, Instances};
 use anyhow::{Result, bail};
@@ -82,6 +82,7 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
             devices,
             prices: Default::default(),
             sequences_max: 1,
+            tiers: TierArgs::default(),
             profiles: Vec::new(),
             recalibrate: false,
         };

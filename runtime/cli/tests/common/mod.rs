@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
+pub(crate) mod server;
+
 use mixfleet_hal::{Backend, Device};
 use serde_json::Value;
 use std::path::{Path, PathBuf};

@@ -15,6 +15,7 @@ mod replay;
 pub use log::{EventLog, Writer};
 pub use replay::{Difference, Replay, ReplayError};
 
+use super::messages::Held;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Action, Event, Fleet, FleetConfig};
 use serde::{Deserialize, Serialize};
@@ -60,6 +61,11 @@ impl LoggedFleet {
             log.write(&Head { schema, version, fleet: Cow::Borrowed(&config) });
         }
         LoggedFleet { machine: Fleet::new(config), log }
+    }
+
+    /// What it thinks that instances hold.
+    pub(super) fn held(&self) -> Held {
+        self.machine.held()
     }
 
     /// What the machine answers to `event`.

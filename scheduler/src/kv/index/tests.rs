@@ -215,6 +215,11 @@ proptest! {
         index.sweep();
         let distinct: BTreeSet<u64> = naive.iter().flat_map(|n| n.held.iter().map(|&(key, _)| key)).collect();
         prop_assert_eq!(index.blocks(), distinct.len());
+        for (instance, naive) in (0..).map(InstanceId).zip(&naive) {
+            let mut held: Vec<_> = naive.held.iter().map(|&(key, tier)| (tier, BlockHash(key))).collect();
+            held.sort_unstable();
+            prop_assert_eq!(index.held_by(instance), held);
+        }
     }
 }
 

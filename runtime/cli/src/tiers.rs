@@ -1,0 +1,90 @@
+//! From flags to the tiers below the devices.
+
+use crate::Usage;
+use crate::args::TierArgs;
+use anyhow::{Context, Result};
+use mixfleet_hal::random;
+use mixfleet_hal::units::GIB;
+use mixfleet_runtime::engine::LowerTiers;
+use mixfleet_runtime::env::SharedEnv;
+use mixfleet_runtime::pool::SsdConfig;
+use std::fs;
+use std::io::{ErrorKind, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Keys the hashes of the blocks in a directory.
+const SECRET: &str = "secret";
+
+fn bytes(flag: &str, gib: f64) -> Result<u64> {
+    if gib.is_finite() && gib > 0.0 {
+        return Ok((gib * GIB as f64) as u64);
+    }
+    Err(Usage(format!("{flag} {gib} is not an amount of memory; leave it out for none")).into())
+}
+
+/// Refuses what cannot be meant, before anything is loaded.
+pub(crate) fn check(args: &TierArgs) -> Result<()> {
+    let both = [("--kv-dram", args.kv_dram), ("--kv-ssd-gib", args.kv_ssd_gib)];
+    both.into_iter().try_for_each(|(flag, gib)| gib.map_or(Ok(()), |gib| bytes(flag, gib).map(drop)))
+}
+
+/// What lies below the device that `selector` names, if anything shall; blocks there belong to `namespace`.
+pub(crate) fn of(args: &TierArgs, selector: &str, namespace: u64) -> Result<Option<LowerTiers>> {
+    let Some(dram) = args.kv_dram else { return Ok(None) };
+    let ssd = args.kv_ssd.as_deref().zip(args.kv_ssd_gib);
+    let ssd =
+        ssd.map(|(directory, gib)| disk(directory, selector, bytes("--kv-ssd-gib", gib)?)).transpose()?;
+    Ok(Some(LowerTiers { dram_bytes: bytes("--kv-dram", dram)?, ssd, namespace }))
+}
+
+#[cfg(unix)]
+fn disk(directory: &Path, selector: &str, bytes: u64) -> Result<SsdConfig> {
+    // A device's name may have what a file's must not.
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
+    let own = directory.join(selector.chars().map(plain).collect::<String>());
+    let disk = mixfleet_runtime::pool::disk::RealDisk::open(&own).context("--kv-ssd")?;
+    // It is a cache: what another model left there is of no use to this one.
+    Ok(SsdConfig { disk: Arc::new(disk), bytes, wipe: true })
+}
+
+#[cfg(not(unix))]
+fn disk(_: &Path, _: &str, _: u64) -> Result<SsdConfig> {
+    anyhow::bail!("--kv-ssd: a disk below the device works on Unix only; leave it out")
+}
+
+/// The secret of a directory, which keeps blocks from run to run: made if there is none. None without a directory.
+///
+/// # Errors
+/// When it cannot be read or made.
+pub(crate) fn secret(args: &TierArgs, env: &SharedEnv) -> Result<Option<[u8; 16]>> {
+    let Some(directory) = &args.kv_ssd else { return Ok(None) };
+    let path = directory.join(SECRET);
+    let shown = path.display();
+    match fs::read(&path) {
+        Ok(bytes) => {
+            let secret =
+                bytes.try_into().ok().with_context(|| format!("--kv-ssd: {shown} is damaged; remove it"))?;
+            Ok(Some(secret))
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let bits = [env.random(), env.random()];
+            let halves = [random::bits(bits[0], 0), random::bits(bits[1], 1)];
+            let secret: Vec<u8> = halves.iter().flat_map(|half| half.to_le_bytes()).collect();
+            fs::create_dir_all(directory)
+                .with_context(|| format!("--kv-ssd: cannot create {}", directory.display()))?;
+            create(&path, &secret).with_context(|| format!("--kv-ssd: cannot write {shown}"))?;
+            Ok(secret.try_into().ok())
+        }
+        Err(error) => Err(error).with_context(|| format!("--kv-ssd: cannot read {shown}")),
+    }
+}
+
+/// Only its owner may read it: who knows the secret can aim at hashes.
+fn create(path: &Path, content: &[u8]) -> std::io::Result<()> {
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    options.open(path)?.write_all(content)
+}

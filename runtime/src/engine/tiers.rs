@@ -1,0 +1,303 @@
+//! What an instance has below its device: KV that the device's memory gives up goes to a [`Pool`], and comes back from there.
+//!
+//! A block is kept when it is given up, not when it is computed: its KV still lies in its page then, because the worker sees to this
+//! before it does anything else, and what is used again while it is on the device costs no traffic. What a lost device held
+//! alone is lost with it, and is computed again.
+//!
+//! What is there is always loaded, never weighed against computing it: a block of a 1b model in bf16 (16 tokens, 512 KiB) is
+//! read from a disk of 1 GB/s in 0.5 ms, in which a part would have to compute 30,000 tokens a second to be as fast. The instance's step waits
+//! meanwhile; nothing is loaded beside it.
+
+use super::MakeRegion;
+use super::worker::{STEP_TIMEOUT, Worker};
+use crate::engine::messages::FromWorker;
+use crate::metrics::{DeviceLabels, Metrics, TierLabels};
+use crate::model::graph::Forward;
+use crate::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Put, Snapshot, SsdConfig};
+use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Queue, Result, Role, Slice};
+use mixfleet_scheduler::batch::{Action, Evicted};
+use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
+
+/// The disk's cost is told anew when it is off by more than this factor.
+const COST_DRIFT: f64 = 1.25;
+
+/// What an instance shall have below its device.
+pub struct LowerTiers {
+    /// Bytes of host memory, for one block at least.
+    pub dram_bytes: u64,
+    /// A disk for what host memory gives up.
+    pub ssd: Option<SsdConfig>,
+    /// Digest of all that must be equal before blocks of earlier processes may be used.
+    pub namespace: u64,
+}
+
+/// An instance's lower tiers, and its device's memory for a block on its way.
+pub(super) struct Below {
+    pool: Pool,
+    /// All layers in the wire layout.
+    block: Slice, // [layers, page_tokens, 2, kv_heads, head_dim]
+    slot_ids: Slice, // [page_tokens]
+    page_tokens: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    kv: DType,
+    layers: usize,
+    has_disk: bool,
+    /// Seconds that a byte takes from host memory to the device, and
+    upload_s: f64,
+    /// from the disk to host memory, as the fleet was told.
+    read_s: f64,
+    counted: PoolStats,
+}
+
+#[derive(Clone, Copy)]
+enum Way {
+    Up,
+    Down,
+}
+
+impl Below {
+    /// Opens the pool, and allocates on the device.
+    pub(super) fn open(
+        tiers: LowerTiers,
+        device: &dyn Device,
+        forward: &Forward,
+        make_region: &MakeRegion,
+    ) -> Result<Self> {
+        let (config, shape) = (forward.config(), forward.shape());
+        let page_tokens = shape.block_tokens;
+        let block_bytes = u64::from(page_tokens) * config.kv_bytes_per_token(shape.kv);
+        let has_disk = tiers.ssd.is_some();
+        let pool = PoolConfig {
+            block_bytes,
+            block_tokens: page_tokens,
+            namespace: tiers.namespace,
+            dram_bytes: tiers.dram_bytes,
+            ssd: tiers.ssd,
+            policy: CachePolicy::Lru,
+            // Taken after every use of the pool, so that those of one use wait at most.
+            events_max: usize::MAX,
+        };
+        let alloc = |bytes| device.alloc(bytes, Role::Staging);
+        Ok(Below {
+            pool: Pool::new(pool, make_region).map_err(refused)?,
+            block: alloc(block_bytes)?,
+            slot_ids: alloc(u64::from(page_tokens) * 4)?,
+            page_tokens,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            kv: shape.kv,
+            layers: config.layers as usize,
+            has_disk,
+            upload_s: 0.0,
+            read_s: 0.0,
+            counted: PoolStats::default(),
+        })
+    }
+
+    /// Copies between the staged block and `page`, in all layers.
+    fn copies(&self, device: &dyn Device, forward: &Forward, page: u32, way: Way) -> Result<Vec<Cmd>> {
+        let Below { page_tokens, kv_heads, head_dim, kv, .. } = *self;
+        let slots: Vec<u32> = (page * page_tokens..(page + 1) * page_tokens).collect();
+        device.write(&self.slot_ids, bytemuck::cast_slice(&slots))?;
+        let (tokens, wire) = (page_tokens, kv);
+        let layer_bytes = self.block.bytes / self.layers as u64;
+        let copy = |layer: usize| {
+            let (k, v) = forward.pools(layer);
+            let staged = self.block.range(layer as u64 * layer_bytes, layer_bytes);
+            let slots = self.slot_ids.clone();
+            match way {
+                Way::Down => {
+                    let sig = OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire };
+                    Cmd::new(sig, &[slots, k.clone(), v.clone(), staged])
+                }
+                Way::Up => {
+                    let sig = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire };
+                    Cmd::new(sig, &[staged, slots, k.clone(), v.clone()])
+                }
+            }
+        };
+        (0..self.layers).map(copy).collect()
+    }
+
+    /// Takes in one block that the device gives up.
+    fn keep(
+        &self,
+        device: &dyn Device,
+        queue: &mut dyn Queue,
+        forward: &Forward,
+        Evicted { hash, tokens, page }: &Evicted,
+    ) -> Result<Put> {
+        self.pool.keep(*hash, tokens, || {
+            let list = self.copies(device, forward, *page, Way::Down)?;
+            let ticket = queue.submit(&list)?;
+            queue.wait(ticket, STEP_TIMEOUT)?;
+            let mut bytes = vec![0; self.block.bytes as usize];
+            device.read(&self.block, &mut bytes)?;
+            Ok(bytes)
+        })
+    }
+
+    /// What lies in it, in order.
+    pub(super) fn held(&self) -> impl Iterator<Item = (Tier, BlockHash)> + use<> {
+        let Snapshot { dram, ssd, .. } = self.pool.snapshot();
+        let dram = dram.into_iter().map(|hash| (Tier::Dram, hash));
+        dram.chain(ssd.into_iter().map(|hash| (Tier::Ssd, hash)))
+    }
+
+    fn costs(&self) -> Vec<(Tier, LinkCost)> {
+        let cost = |seconds_per_byte| LinkCost { seconds_per_byte, ..LinkCost::default() };
+        let disk = self.has_disk.then(|| (Tier::Ssd, cost(self.upload_s + self.read_s)));
+        std::iter::once((Tier::Dram, cost(self.upload_s))).chain(disk).collect()
+    }
+
+    /// Learns from `blocks` that came from the disk in `seconds`. True if the fleet should be told.
+    fn learn(&mut self, blocks: u64, seconds: f64) -> bool {
+        let measured = seconds / (blocks * self.block.bytes).max(1) as f64;
+        let (told, is) = (self.upload_s + self.read_s, self.upload_s + measured);
+        let off = is > told * COST_DRIFT || told > is * COST_DRIFT;
+        if off {
+            self.read_s = measured;
+        }
+        off
+    }
+
+    fn count(&mut self, device: &str, metrics: &Metrics) {
+        let now = self.pool.stats();
+        let labels = |tier| TierLabels { device: device.into(), tier };
+        for (tier, hits, before, blocks) in [
+            ("dram", now.hits_dram, self.counted.hits_dram, now.dram_blocks),
+            ("ssd", now.hits_ssd, self.counted.hits_ssd, now.ssd_blocks),
+        ] {
+            metrics.kv_tier_hits.get_or_create(&labels(tier)).inc_by(hits - before);
+            metrics.kv_tier_blocks.get_or_create(&labels(tier)).set(blocks as i64);
+        }
+        let bad = metrics.kv_tier_bad.get_or_create(&DeviceLabels { device: device.into() }).clone();
+        bad.inc_by(now.bad - self.counted.bad);
+        self.counted = now;
+    }
+}
+
+fn refused(error: PoolError) -> Error {
+    match error {
+        PoolError::Hal(error) => error,
+        other => Error::invalid(format!("the lower tiers of the KV cache: {other}")),
+    }
+}
+
+impl Worker {
+    /// Tells the fleet what the lower tiers hold from before, and what it takes to load from them.
+    pub(super) fn begin_below(&mut self) -> Result<()> {
+        let Some(below) = &mut self.below else { return Ok(()) };
+        // Whatever lies in page 0: nobody uses it yet.
+        let bytes = vec![0; below.block.bytes as usize];
+        let mut least = f64::INFINITY;
+        for _ in 0..3 {
+            let start = self.env.now();
+            self.device.write(&below.block, &bytes)?;
+            let list = below.copies(&*self.device, &self.forward, 0, Way::Up)?;
+            let ticket = self.queue.submit(&list)?;
+            self.queue.wait(ticket, STEP_TIMEOUT)?;
+            least = least.min((self.env.now() - start).0);
+        }
+        below.upload_s = least / bytes.len() as f64;
+        let (costs, held) = (below.costs(), below.pool.snapshot());
+        for (tier, cost) in costs {
+            self.report(FromWorker::Tier { tier, cost });
+        }
+        if !held.ssd.is_empty() {
+            self.report(FromWorker::Stored { tier: Tier::Ssd, hashes: held.ssd });
+        }
+        Ok(())
+    }
+
+    /// Pins what the lower tiers hold of the blocks that are to be loaded, if any are.
+    pub(super) fn lease_wanted(&mut self, actions: &[Action]) -> Option<Lease> {
+        actions.iter().find_map(|action| match action {
+            Action::Load { chain, tokens, .. } => self.lease(chain, tokens),
+            _ => None,
+        })
+    }
+
+    /// Brings the leading blocks of `chain` to host memory, as far as they are there and find room.
+    fn lease(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
+        let below = self.below.as_mut()?;
+        let start = self.env.now();
+        let before = below.pool.stats().hits_ssd;
+        let lease = below.pool.lease(chain, tokens);
+        let read = below.pool.stats().hits_ssd - before;
+        if read > 0 && below.learn(read, (self.env.now() - start).0) {
+            for (tier, cost) in below.costs() {
+                self.report(FromWorker::Tier { tier, cost });
+            }
+        }
+        Some(lease)
+    }
+
+    /// Takes in what the device's memory gives up, before anything is written over it. Where `lease` leaves no room for that, it is
+    /// given up: the disk keeps what it had.
+    pub(super) fn keep_evicted(&mut self, actions: &[Action], lease: &mut Option<Lease>) -> Result<()> {
+        let Some(below) = &self.below else { return Ok(()) };
+        let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
+        let mut evicted = evicted.flatten().peekable();
+        if evicted.peek().is_none() {
+            return Ok(());
+        }
+        for block in evicted {
+            let (device, forward) = (&*self.device, &self.forward);
+            let kept = below.keep(device, &mut *self.queue, forward, block)?;
+            if kept == Put::Full && below.has_disk && lease.take().is_some() {
+                below.keep(device, &mut *self.queue, forward, block)?;
+            }
+        }
+        self.tell_tiers();
+        Ok(())
+    }
+
+    /// Fills `pages` with the blocks of `chain`, of which `lease` has the first if it is there. Returns how many came.
+    pub(super) fn bring(
+        &mut self,
+        mut lease: Option<Lease>,
+        chain: &[BlockHash],
+        tokens: &[u32],
+        pages: &[u32],
+    ) -> Result<u32> {
+        lease = lease.or_else(|| self.lease(chain, tokens));
+        let mut done = 0;
+        while let Some(held) = lease.take() {
+            for (at, &page) in (0..held.len()).zip(&pages[done..]) {
+                let Some(below) = &self.below else { return Ok(0) };
+                let mut written = Ok(());
+                held.view(at, &mut |payload| written = self.device.write(&below.block, payload))?;
+                written?;
+                let list = below.copies(&*self.device, &self.forward, page, Way::Up)?;
+                self.run_now(&list)?;
+            }
+            let (came, tokens_each) = (held.len(), tokens.len() / chain.len());
+            done += came;
+            // A prefix may be longer than host memory: the disk has the rest.
+            drop(held);
+            if came > 0 && done < chain.len() {
+                lease = self.lease(&chain[done..], &tokens[done * tokens_each..]);
+            }
+        }
+        self.tell_tiers();
+        Ok(done as u32)
+    }
+
+    /// Passes on what the pool says of its tiers, in its order, and counts.
+    fn tell_tiers(&mut self) {
+        let Some(below) = &mut self.below else { return };
+        below.count(&self.device.info().id, &self.metrics);
+        let events = below.pool.take_events();
+        for alike in events.chunk_by(|a, b| (a.tier, a.stored) == (b.tier, b.stored)) {
+            let PoolEvent { tier, stored, .. } = alike[0];
+            let hashes: Vec<BlockHash> = alike.iter().map(|event| event.hash).collect();
+            self.report(match stored {
+                true => FromWorker::Stored { tier, hashes },
+                false => FromWorker::Evicted { tier, hashes },
+            });
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! KV that a device's memory gives up, in the seeded environment: conversations that come back are served from host memory and
+//! from disk, in the tokens of the float64 forward pass, whatever becomes of the bytes.
+
+mod fleet;
+
+use fleet::{Answer, Fleet, ask, greedy, pressure, prompt};
+use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
+use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::model::Checkpoint;
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::pool::disk::SimDisk;
+use mixfleet_scheduler::fleet::Role;
+use std::sync::Arc;
+
+/// Of a disk: room for everything.
+const PLENTY: u64 = 1 << 20;
+
+fn checkpoint() -> Checkpoint {
+    tiny_variants().remove(0).1.load().unwrap()
+}
+
+/// Asks one after the other.
+fn converse(fleet: &Fleet, env: &SeededEnv, prompts: &[Vec<u32>]) -> Vec<Answer> {
+    let handle = fleet.start(Arc::new(env.clone()));
+    let prompts = prompts.to_vec();
+    env.run(async move {
+        let mut answers = Vec::new();
+        for prompt in prompts {
+            answers.push(ask(&handle, "turn".into(), prompt, 4, None).await);
+        }
+        answers
+    })
+}
+
+/// Two conversations of 40 tokens in turn, in a device's memory for 7 blocks of 8.
+fn two_in_turn(checkpoint: &Checkpoint) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
+    let of = |seed| prompt(40, seed, &checkpoint.config);
+    let prompts = vec![of(1), of(2), of(1), of(2), of(1)];
+    let expected = prompts.iter().map(|prompt| greedy(checkpoint, prompt, 4)).collect();
+    (prompts, expected)
+}
+
+fn assert_right(answers: &[Answer], expected: &[Vec<u32>]) {
+    for (at, (answer, expected)) in answers.iter().zip(expected).enumerate() {
+        assert_eq!((&answer.tokens, &answer.failure), (expected, &None), "turn {at}");
+    }
+}
+
+fn cached(answers: &[Answer]) -> Vec<u32> {
+    answers.iter().map(|answer| answer.cached_tokens).collect()
+}
+
+#[test]
+fn a_conversation_that_returns_is_loaded_from_host_memory() {
+    let checkpoint = checkpoint();
+    let (prompts, expected) = two_in_turn(&checkpoint);
+    let env = SeededEnv::new(1);
+    let fleet = Fleet::new(checkpoint.clone()).with(Role::Auto).blocks(7);
+    let without = converse(&fleet, &env, &prompts);
+    assert_right(&without, &expected);
+    let fleet = Fleet::new(checkpoint).with(Role::Auto).blocks(7).lower(16, None);
+    let with = converse(&fleet, &env, &prompts);
+    assert_right(&with, &expected);
+    // 40 tokens: 4 blocks can be reused.
+    assert_eq!(cached(&with), [0, 0, 32, 32, 32]);
+    assert!(cached(&without).iter().sum::<u32>() < 32, "{:?}", cached(&without));
+    assert!(fleet.tier_hits(0, "dram") >= 8, "{}", fleet.tier_hits(0, "dram"));
+    assert_eq!(fleet.usage_of(0), 0.0);
+}
+
+/// A fleet of one device with memory for 7 blocks, host memory for 2 and a disk.
+fn on_disk(checkpoint: &Checkpoint, disk: &SimDisk) -> Fleet {
+    Fleet::new(checkpoint.clone()).with(Role::Auto).blocks(7).lower(2, Some((disk.clone(), PLENTY)))
+}
+
+#[test]
+fn what_host_memory_gives_up_comes_from_the_disk_even_a_prefix_longer_than_host_memory() {
+    let checkpoint = checkpoint();
+    let (prompts, expected) = two_in_turn(&checkpoint);
+    let fleet = on_disk(&checkpoint, &SimDisk::default());
+    let answers = converse(&fleet, &SeededEnv::new(2), &prompts);
+    assert_right(&answers, &expected);
+    assert_eq!(cached(&answers), [0, 0, 32, 32, 32]);
+    assert!(fleet.tier_hits(0, "ssd") >= 6, "{}", fleet.tier_hits(0, "ssd"));
+}
+
+#[test]
+fn a_second_engine_serves_what_the_first_left_on_the_disk() {
+    let checkpoint = checkpoint();
+    let prompts: Vec<_> = (1..4).map(|seed| prompt(40, seed, &checkpoint.config)).collect();
+    let disk = SimDisk::default();
+    converse(&on_disk(&checkpoint, &disk), &SeededEnv::new(3), &prompts);
+    let second = on_disk(&checkpoint, &disk.restart());
+    let answers = converse(&second, &SeededEnv::new(4), &prompts[..1]);
+    assert_right(&answers, &[greedy(&checkpoint, &prompts[0], 4)]);
+    assert_eq!((cached(&answers), second.tier_hits(0, "ssd")), (vec![32], 4));
+}
+
+#[test]
+fn blocks_that_rot_are_computed_again() {
+    let checkpoint = checkpoint();
+    let (prompts, expected) = two_in_turn(&checkpoint);
+    for probability in [0.3, 1.0] {
+        let rule = Rule { fault: Fault::BitFlip, probability, from: 0, until: None };
+        let disk = SimDisk::new(FaultPlan { seed: 5, rules: vec![rule] });
+        let fleet = on_disk(&checkpoint, &disk);
+        let answers = converse(&fleet, &SeededEnv::new(5), &prompts);
+        assert_right(&answers, &expected);
+        assert!(fleet.bad_blocks(0) > 0, "nothing rotted");
+        assert!(probability < 1.0 || fleet.tier_hits(0, "ssd") == 0, "a rotten block was served");
+    }
+}
+
+#[test]
+fn a_disk_that_fails_lies_or_is_full_changes_no_answer() {
+    let checkpoint = checkpoint();
+    let (prompts, expected) = two_in_turn(&checkpoint);
+    for fault in [Fault::Fail, Fault::Drop] {
+        let rule = Rule { fault, probability: 0.3, from: 4, until: None };
+        let disk = SimDisk::new(FaultPlan { seed: 6, rules: vec![rule] });
+        assert_right(&converse(&on_disk(&checkpoint, &disk), &SeededEnv::new(6), &prompts), &expected);
+    }
+    let disk = SimDisk::default();
+    disk.set_room(Some(4096));
+    let fleet = on_disk(&checkpoint, &disk);
+    assert_right(&converse(&fleet, &SeededEnv::new(7), &prompts), &expected);
+    assert_eq!(fleet.tier_hits(0, "ssd"), 0, "a block of 4 KiB lies on a disk of 4 KiB");
+}
+
+#[test]
+fn under_pressure_everyone_ends_right_and_nothing_leaks_beside_hand_offs_too() {
+    let checkpoint = checkpoint();
+    let (mut dram, mut ssd) = (0, 0);
+    for (seed, roles) in (10..).zip([
+        vec![Role::Auto],
+        vec![Role::Auto, Role::Auto],
+        vec![Role::Prefill, Role::Decode],
+        vec![Role::Prefill, Role::Decode],
+    ]) {
+        let env = SeededEnv::new(seed);
+        let fleet = roles.into_iter().fold(Fleet::new(checkpoint.clone()), Fleet::with);
+        let fleet = fleet.blocks(10).lower(6, Some((SimDisk::default(), PLENTY)));
+        let usage = fleet.run_many(&env, pressure(&checkpoint, seed, 16));
+        assert_eq!(usage, 0.0, "seed {seed}: blocks are still in use");
+        dram += fleet.tier_hits(0, "dram") + fleet.tier_hits(1, "dram");
+        ssd += fleet.tier_hits(0, "ssd");
+    }
+    assert!(dram > 0 && ssd > 0, "{dram} blocks from host memory, {ssd} from disk");
+}
+
+#[test]
+fn a_lost_device_and_clients_that_leave_leave_nothing_behind() {
+    let checkpoint = checkpoint();
+    for (seed, from) in (40..).zip([60, 300]) {
+        let fleet = Fleet::new(checkpoint.clone())
+            .with_faults(Role::Auto, FaultPlan::exactly(Fault::Fail, from, u64::MAX))
+            .with(Role::Auto)
+            .blocks(10)
+            .lower(6, Some((SimDisk::default(), PLENTY)));
+        fleet.run_many(&SeededEnv::new(seed), pressure(&checkpoint, seed, 8));
+        assert_eq!(fleet.usage_of(1), 0.0, "seed {seed}: blocks are still in use");
+    }
+    let fleet = Fleet::new(checkpoint).with(Role::Prefill).with(Role::Decode).blocks(40);
+    let fleet = fleet.lower(6, Some((SimDisk::default(), PLENTY)));
+    let usage = fleet.run_leavers(&SeededEnv::new(60), 60, 40);
+    assert_eq!(usage, 0.0, "blocks are still in use");
+}
