@@ -173,7 +173,7 @@ impl Session {
     }
 
     /// Decrypts into `parts`.
-    pub(crate) fn receive(&mut self, socket: &mut TcpStream, parts: &[libc::iovec]) -> io::Result<usize> {
+    pub(crate) fn receive(&mut self, socket: &mut impl Read, parts: &[libc::iovec]) -> io::Result<usize> {
         loop {
             let taken = self.take(parts)?;
             if taken > 0 {

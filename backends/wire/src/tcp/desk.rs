@@ -251,6 +251,7 @@ impl Shared {
         welcome(&mut link, Answer::granted(guest.access()), guest.region.bytes)?;
         link.socket().set_read_timeout(None)?;
         link.socket().set_write_timeout(None)?;
+        link.stay_awake();
         serve(&mut link, &mut inbox, &guest)
     }
 }

@@ -1,43 +1,36 @@
 //! A way that moves by itself.
 //!
-//! A thread waits for the way's streams and moves what they take and bring. The user moves under the same lock
-//! what goes at once, so that a short batch is on its way before anybody is woken; waiting for a batch is then
-//! waiting for the thread's word.
+//! The user moves what goes at once, and everything while it waits: nobody else has to be woken for that. While it does
+//! something else and not all is on its way yet, a thread waits for the streams and moves what they take and bring.
 
 use super::protocol::Verb;
 use super::way::Way;
-use crate::poll;
+use crate::poll::{self, Patience};
 use mixfleet_hal::transport::{Endpoint, Piece, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The user's end.
 pub(super) struct Driven {
-    shared: Arc<Shared>,
+    shared: Arc<Mutex<State>>,
     /// A byte makes the thread look at the streams anew; closing it ends the thread.
     wake: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
-}
-
-struct Shared {
-    state: Mutex<State>,
-    over: Condvar,
+    patience: Patience,
 }
 
 struct State {
     way: Way,
-    /// What the user waits for.
-    awaited: Option<TransferId>,
+    /// The user waits for the streams. What the thread took from them would not wake it, so the thread takes nothing.
+    user_waits: bool,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn lock(shared: &Mutex<State>) -> MutexGuard<'_, State> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Driven {
@@ -51,58 +44,64 @@ impl Driven {
         };
         let (wake, woken) = UnixStream::pair().map_err(failed)?;
         wake.set_nonblocking(true).map_err(failed)?;
-        let state = Mutex::new(State { way, awaited: None });
-        let shared = Arc::new(Shared { state, over: Condvar::new() });
+        let shared = Arc::new(Mutex::new(State { way, user_waits: false }));
         let driven = shared.clone();
         let thread = std::thread::Builder::new()
             .name("tcp-way".into())
             .spawn(move || drive(&driven, woken))
             .map_err(failed)?;
-        Ok(Driven { shared, wake: Some(wake), thread: Some(thread) })
+        Ok(Driven { shared, wake: Some(wake), thread: Some(thread), patience: Patience::new() })
     }
 
     fn begin(&mut self, pieces: &[Piece], verb: Verb) -> Result<TransferId> {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared);
         let begun = state.way.begin(pieces, verb);
-        let unwatched = state.way.is_unwatched();
-        drop(state);
-        self.wake_if(unwatched);
+        self.leave(state);
         begun
     }
 
-    /// Wakes the thread. Where no byte fits, it has enough to wake by.
-    fn wake_if(&self, needed: bool) {
+    /// Leaves to the thread what is left to move. Where no byte fits, it has enough to wake by.
+    fn leave(&self, state: MutexGuard<'_, State>) {
+        let needed = state.way.is_unwatched();
+        drop(state);
         if let (true, Some(mut wake)) = (needed, self.wake.as_ref()) {
             let _ = wake.write(&[0]);
         }
     }
 }
 
-/// Moves what the streams take and bring, until the way breaks or the other end of `woken` closes.
-fn drive(shared: &Shared, mut woken: UnixStream) {
+/// Moves what the streams take and bring while the user does something else, until the way breaks or the other end of
+/// `woken` closes.
+fn drive(shared: &Mutex<State>, mut woken: UnixStream) {
     loop {
         let mut entries = vec![poll::readable(&woken)];
         {
-            let mut state = shared.lock();
+            let mut state = lock(shared);
             if state.way.is_broken() {
-                return shared.over.notify_all();
+                return;
             }
-            entries.extend(state.way.watched());
+            let user_waits = state.user_waits;
+            entries.extend(state.way.watched(!user_waits));
         }
         // A way that breaks here closes its sockets: then the numbers say nothing, and the next look ends it.
         let polled = poll::wait(&mut entries, None);
         if entries[0].revents != 0 && !matches!(woken.read(&mut [0; 64]), Ok(1..)) {
             return;
         }
-        let mut state = shared.lock();
-        // what breaks it is kept there for the user
-        let _ = match polled {
-            Ok(()) => state.way.moved(&entries[1..]),
-            Err(error) => Err(state.way.broke(&error)),
-        };
-        if state.awaited.is_some_and(|transfer| state.way.is_over(transfer)) {
-            shared.over.notify_all();
+        let mut state = lock(shared);
+        if !state.user_waits {
+            state.moved(polled, &entries[1..]);
         }
+    }
+}
+
+impl State {
+    /// Moves what `entries` say; what breaks the way is kept there for the user.
+    fn moved(&mut self, polled: io::Result<()>, entries: &[libc::pollfd]) {
+        let _ = match polled {
+            Ok(()) => self.way.moved(entries),
+            Err(error) => Err(self.way.broke(&error)),
+        };
     }
 }
 
@@ -118,28 +117,32 @@ impl Endpoint for Driven {
     fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
         // a time too long to be counted is for ever
         let deadline = Instant::now().checked_add(timeout);
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared);
         // what breaks it shows in the outcome
         let _ = state.way.look();
-        self.wake_if(state.way.is_unwatched());
-        state.awaited = Some(transfer);
         let outcome = loop {
             if let Some(outcome) = state.way.take_outcome(transfer) {
                 break outcome;
             }
-            let left = deadline.map_or(timeout, |end| end.saturating_duration_since(Instant::now()));
-            if timeout.is_zero() || left.is_zero() {
+            let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
+            if timeout.is_zero() || left.is_some_and(|left| left.is_zero()) {
                 let detail = format!("transfer {} is under way after {timeout:?}", transfer.0);
                 break Err(Error::new(ErrorKind::Timeout, detail));
             }
-            state = self.shared.over.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            let mut entries = state.way.entries();
+            state.user_waits = true;
+            drop(state);
+            let polled = self.patience.wait(&mut entries, left);
+            state = lock(&self.shared);
+            state.user_waits = false;
+            state.moved(polled, &entries);
         };
-        state.awaited = None;
+        self.leave(state);
         outcome
     }
 
     fn cancel(&mut self, transfer: TransferId) -> Result<()> {
-        self.shared.lock().way.give_up(transfer)
+        lock(&self.shared).way.give_up(transfer)
     }
 }
 
@@ -149,5 +152,61 @@ impl Drop for Driven {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Address, Tcp, TcpConfig, way::Way};
+    use super::*;
+    use crate::HostRegion;
+    use mixfleet_hal::memory::SharedMemory;
+    use mixfleet_hal::transport::{Access, Transport};
+
+    const LONG: Duration = Duration::from_secs(60);
+    const BYTES: u64 = 8 << 20;
+
+    fn filled(byte: u8) -> Arc<HostRegion> {
+        let region = HostRegion::new(BYTES as usize).unwrap();
+        region.store(0, &vec![byte; BYTES as usize]).unwrap();
+        Arc::new(region)
+    }
+
+    fn way(here: &Arc<HostRegion>, there: &Arc<HostRegion>) -> (Tcp, Driven) {
+        let tcp = Tcp::new(TcpConfig::loopback()).unwrap();
+        let region = tcp.register(there.clone(), Access::ReadWrite).unwrap();
+        let address = Address::decode(&region).unwrap();
+        let way = Way::open(here.clone(), &tcp.config, &address, &region).unwrap();
+        (tcp, Driven::start(way).unwrap())
+    }
+
+    fn first(bytes: u64) -> [Piece; 1] {
+        [Piece { local: 0, remote: 0, bytes }]
+    }
+
+    #[test]
+    fn a_short_batch_needs_nobody_else() {
+        let (here, there) = (filled(1), filled(2));
+        let (_tcp, mut way) = way(&here, &there);
+        for read in [false, true] {
+            let transfer = if read { way.read(&first(1000)) } else { way.write(&first(1000)) }.unwrap();
+            assert!(!lock(&way.shared).way.is_unwatched());
+            way.wait(transfer, LONG).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_long_read_comes_while_the_user_does_something_else() {
+        let (here, there) = (filled(1), filled(2));
+        let (_tcp, mut way) = way(&here, &there);
+        let transfer = way.read(&first(BYTES)).unwrap();
+        let begun = Instant::now();
+        let mut half = vec![0; BYTES as usize / 2];
+        while half.iter().any(|&byte| byte != 2) {
+            assert!(begun.elapsed() < LONG, "what was begun does not go on by itself");
+            std::thread::yield_now();
+            here.load(0, &mut half).unwrap();
+        }
+        way.wait(transfer, LONG).unwrap();
     }
 }

@@ -38,6 +38,8 @@ struct Awaited {
     batch: u64,
     frame: u64,
     bytes: u64,
+    /// Of `bytes`, what comes with the answer.
+    coming: u64,
     into: Parts,
 }
 
@@ -52,12 +54,18 @@ pub(super) struct Stream {
     frames: u64,
     /// Of all that is awaited.
     bytes: u64,
+    /// Of these, what comes with answers.
+    coming: u64,
     window_bytes: u64,
     /// It takes nothing more now.
     full: bool,
     /// Whoever waits for it knows that.
     watched: bool,
 }
+
+/// What of a read may lie in a socket until it is waited for: a receive buffer has room for it from the beginning
+/// (128 KiB on Linux, half of it for overhead), so the owner is not held up.
+const COMING_BYTES_MAX: u64 = 64 * 1024;
 
 /// Offset of the frame's number in a head.
 const FRAME_AT: usize = 8;
@@ -69,7 +77,8 @@ impl Stream {
     pub(super) fn new(link: Link, inbox: Inbox, window_bytes: u64) -> Self {
         let (going, awaited, answered) = (None, VecDeque::new(), false);
         let (full, watched) = (false, false);
-        Stream { link, inbox, going, awaited, answered, frames: 0, bytes: 0, window_bytes, full, watched }
+        let (frames, bytes, coming) = (0, 0, 0);
+        Stream { link, inbox, going, awaited, answered, frames, bytes, coming, window_bytes, full, watched }
     }
 
     /// What to wait for.
@@ -86,6 +95,11 @@ impl Stream {
     /// It has become full since [`watch`](Self::watch).
     pub(super) fn is_unwatched(&self) -> bool {
         self.full && !self.watched
+    }
+
+    /// Whether something is left to move for whoever began it: not the short answers to what is sent.
+    pub(super) fn goes_on(&self) -> bool {
+        self.going.is_some() || self.coming > COMING_BYTES_MAX
     }
 
     /// The socket takes something again.
@@ -134,8 +148,16 @@ impl Stream {
     fn begin(&mut self, mut frame: Frame) {
         frame.words[FRAME_AT..FRAME_AT + 8].copy_from_slice(&self.frames.to_le_bytes());
         let bytes = frame.bytes();
-        self.awaited.push_back(Awaited { batch: frame.batch, frame: self.frames, bytes, into: frame.into });
+        let coming = frame.into.bytes();
+        self.awaited.push_back(Awaited {
+            batch: frame.batch,
+            frame: self.frames,
+            bytes,
+            coming,
+            into: frame.into,
+        });
         self.bytes += bytes;
+        self.coming += coming;
         self.frames += 1;
         let mut parts = Parts::default();
         parts.push(frame.words.as_mut_ptr(), frame.words.len() as u64);
@@ -166,6 +188,7 @@ impl Stream {
             self.inbox.receive(&mut self.link, &mut first.into)?;
             landed(first.batch);
             self.bytes -= first.bytes;
+            self.coming -= first.coming;
             self.awaited.pop_front();
             self.answered = false;
         }

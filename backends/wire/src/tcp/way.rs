@@ -30,6 +30,8 @@ pub(super) struct Way {
     open: BTreeMap<u64, u64>,
     next: u64,
     broken: Option<Error>,
+    /// Its thread waits for the streams.
+    watched: bool,
     nowhere: Vec<u8>,
     frame_bytes_max: u64,
     bytes: u64,
@@ -64,6 +66,7 @@ impl Way {
             open: BTreeMap::new(),
             next: 0,
             broken: None,
+            watched: false,
             nowhere: Vec::new(),
             frame_bytes_max: config.frame_bytes_max.min(PAYLOAD_BYTES_MAX),
             bytes: region.bytes,
@@ -145,15 +148,25 @@ impl Way {
         self.streams.iter().map(Stream::poll_entry).collect()
     }
 
-    /// As [`entries`](Self::entries), for whoever then waits for them.
-    pub(super) fn watched(&mut self) -> Vec<libc::pollfd> {
+    /// As [`entries`](Self::entries), for the thread that waits for them now: none when nothing goes on by itself, or
+    /// `moves` says that it is not its turn.
+    pub(super) fn watched(&mut self, moves: bool) -> Vec<libc::pollfd> {
+        self.watched = moves && self.goes_on();
+        if !self.watched {
+            return Vec::new();
+        }
         self.streams.iter_mut().for_each(Stream::watch);
         self.entries()
     }
 
-    /// Whether a stream waits for room, and whoever waits for the streams does not know.
+    /// Whether something is left to move before all that was begun is on its way, or here.
+    fn goes_on(&self) -> bool {
+        !self.queue.is_empty() || self.streams.iter().any(Stream::goes_on)
+    }
+
+    /// Whether the thread must look at the streams anew.
     pub(super) fn is_unwatched(&self) -> bool {
-        self.streams.iter().any(Stream::is_unwatched)
+        self.goes_on() && (!self.watched || self.streams.iter().any(Stream::is_unwatched))
     }
 
     /// Moves what can be moved at once.
