@@ -3,12 +3,14 @@
 
     cargo build --release -p mixfleet-wire --features tls --example wire_bench
     python3 -m venv target/peers/wire && target/peers/wire/bin/pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 nixl==1.5.1 torch==2.15.0
-    hwtests/peers/wire.py                      # 4 minutes; as root for the veth pair
+    hwtests/peers/wire.py                      # 9 minutes; as root for the veth pair
 
 All contestants take turns within a round; the table has medians over the rounds, and every sample is in
 target/peers/results/wire.json. A contestant that is not installed is reported as SKIPPED. iperf3 sends and receives one buffer over and
-over, which stays in the cache; `tcp` goes through 256 MiB at each end, `tcp, warm` through four pieces. GB/CPU s is what was moved
-for each second of processor time of the busier process: it says the same on a machine that others use too.
+over, which stays in the cache, as do the 4 MiB of `tcp, warm`; `tcp` goes through 256 MiB at each end, and so do the bare
+sockets of wire_sockets.py. `tcp` chooses the congestion control reno between processes of one host, whose own may pace;
+`iperf3` has the host's own, `iperf3, reno` that one. GB/CPU s is what was moved for each second of processor time of the busier
+process: it says the same on a machine that others use too.
 """
 
 import argparse
@@ -74,11 +76,15 @@ class Contest:
         command = [str(self.options.venv / "bin/python"), str(HERE / "nixl_transfer.py"), *map(str, words)]
         return with_cpu(last_json(command, env))
 
-    def iperf3(self, streams, size, prefix=((), ()), address="127.0.0.1"):
+    def sockets(self, streams, size):
+        command = [sys.executable, HERE / "wire_sockets.py", "--bytes", size, "--streams", streams, "--seconds", self.options.seconds]
+        return with_cpu(last_json([str(word) for word in command]))
+
+    def iperf3(self, streams, size, prefix=((), ()), address="127.0.0.1", more=()):
         server = subprocess.Popen([*prefix[0], "iperf3", "-s", "-1", "-p", "5299"], stdout=subprocess.DEVNULL)
         try:
             time.sleep(0.3)
-            command = [*prefix[1], "iperf3", "-c", address, "-p", "5299", "-J", "-P", streams, "-l", min(size, 1 << 20)]
+            command = [*prefix[1], "iperf3", "-c", address, "-p", "5299", "-J", "-P", streams, "-l", min(size, 1 << 20), *more]
             done = subprocess.run([*map(str, command), "-t", str(max(1, round(self.options.seconds)))], capture_output=True, text=True, timeout=60)
             end = json.loads(done.stdout)["end"]
         finally:
@@ -143,8 +149,11 @@ class Contest:
             self.take(row, "Mooncake tcp", lambda: self.mooncake(shape))
             self.take(row, "NIXL tcp", lambda: self.nixl(shape, {"UCX_TLS": "tcp"}))
             if shape[1] >= 1 << 20 and shape[3] > 1:
-                self.take(row, f"iperf3 -P {streams}", lambda: self.iperf3(streams, shape[1]))
-                self.take(row, "tcp, warm", lambda: self.ours("tcp", shape, "--streams", streams, "--memory", shape[1] * 4))
+                self.take(row, "bare sockets", lambda: self.sockets(streams, shape[1]))
+                warm = (row, 1 << 20, shape[1] * shape[2] >> 20, shape[3])
+                self.take(row, "tcp, warm", lambda: self.ours("tcp", warm, "--streams", streams, "--memory", 4 << 20))
+                self.take(row, "iperf3, reno", lambda: self.iperf3(streams, shape[1], more=("-C", "reno")))
+                self.take(row, "iperf3", lambda: self.iperf3(streams, shape[1]))
                 self.take(row, "tcp, verified", lambda: self.ours("tcp", shape, "--streams", streams, "--verify"))
                 self.take(row, "tcp under TLS", lambda: self.ours("tcp", shape, "--streams", streams, "--tls"))
             self.take(row, "shm", lambda: self.ours("shm", shape))
@@ -160,7 +169,7 @@ class Contest:
         names = [f"mixfleet-wire-{end}-{os.getpid()}" for end in "ab"]
         sh = lambda line: subprocess.run(line.split(), check=True, capture_output=True)
         inside = lambda end: ["ip", "netns", "exec", names[end]]
-        row, streams = "1 MiB, 16 under way, 1 Gbit/s veth", self.options.streams
+        row, streams = "1 MiB, 16 under way, 1 Gbit/s veth", 2
         try:
             for name in names:
                 sh(f"ip netns add {name}")
@@ -171,7 +180,7 @@ class Contest:
                 sh(f"ip -n {name} link set {device} up")
                 sh(f"ip -n {name} link set lo up")
                 sh(f"tc -n {name} qdisc add dev {device} root tbf rate 1gbit burst 1mb latency 10ms")
-            self.take(row, f"iperf3 -P {streams}", lambda: self.iperf3(streams, 1 << 20, (inside(0), inside(1)), "10.99.0.1"))
+            self.take(row, "iperf3", lambda: self.iperf3(streams, 1 << 20, (inside(0), inside(1)), "10.99.0.1"))
             self.take(row, "tcp", lambda: self.over_veth(inside, streams))
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"SKIPPED: veth: {error}", file=sys.stderr)
@@ -219,7 +228,7 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "target/peers/results/wire.json")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1)
-    parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=1, help="of tcp and iperf3 over loopback; two over the veth pair")
     parser.add_argument("--no-veth", dest="veth", action="store_false")
     options = parser.parse_args()
     if not shutil.which(options.bench):

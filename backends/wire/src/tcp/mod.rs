@@ -4,7 +4,7 @@
 //! straight from its memory; the owner has a thread for each stream, which receives straight into the region
 //! and answers when a frame has landed. [`protocol`] is what they say.
 //!
-//! Bytes move whatever the user does meanwhile: each open way has a thread that waits for its streams
+//! Bytes move whatever the user does meanwhile: each open way has a thread for when the user is not waiting
 //! ([`driven`]). One thread for all ways would be fewer, but one core would then encrypt for all peers, and the
 //! owner has a thread for each stream anyway. Whoever wants more than one core to send to a peer opens several ways.
 
@@ -65,10 +65,12 @@ impl TcpConfig {
 
     /// With the streams and the length of frames that were fastest where they were measured (docs/results/wire.md).
     pub fn new(listen: SocketAddr, security: Security) -> Self {
+        // between processes of one host every further stream takes a core from the others
+        let streams = if listen.ip().is_loopback() { 1 } else { 2 };
         TcpConfig {
             listen,
             advertise: Vec::new(),
-            streams: 2,
+            streams,
             frame_bytes_max: 1 << 20,
             window_bytes: 2 << 20,
             connect_timeout: Duration::from_secs(5),

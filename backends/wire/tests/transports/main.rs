@@ -19,6 +19,13 @@ conformance!(tcp, || super::Pair::one(
     mixfleet_wire::Tcp::new(mixfleet_wire::TcpConfig::loopback()).unwrap()
 ));
 
+// as between hosts
+#[cfg(unix)]
+conformance!(tcp_two_streams, || {
+    let config = mixfleet_wire::TcpConfig { streams: 2, ..mixfleet_wire::TcpConfig::loopback() };
+    super::Pair::one(mixfleet_wire::Tcp::new(config).unwrap())
+});
+
 #[cfg(feature = "tls")]
 conformance!(tcp_tls, || {
     // One for all: members of two fleets do not reach each other.
