@@ -3,7 +3,7 @@
 
     cargo build --release -p mixfleet-wire --features tls --example wire_bench
     python3 -m venv target/peers/wire && target/peers/wire/bin/pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 nixl==1.5.1 torch==2.15.0
-    hwtests/peers/wire.py                      # 9 minutes; as root for the veth pair
+    hwtests/peers/wire.py                      # 6 minutes; as root for the veth pair
 
 All contestants take turns within a round; the table has medians over the rounds, and every sample is in
 target/peers/results/wire.json. A contestant that is not installed is reported as SKIPPED. iperf3 sends and receives one buffer over and
@@ -155,7 +155,7 @@ class Contest:
                 self.take(row, "iperf3, reno", lambda: self.iperf3(streams, shape[1], more=("-C", "reno")))
                 self.take(row, "iperf3", lambda: self.iperf3(streams, shape[1]))
                 self.take(row, "tcp, verified", lambda: self.ours("tcp", shape, "--streams", streams, "--verify"))
-                self.take(row, "tcp under TLS", lambda: self.ours("tcp", shape, "--streams", streams, "--tls"))
+                self.take(row, "tcp under TLS", lambda: self.ours("tcp", shape, "--streams", 2, "--tls"))
             self.take(row, "shm", lambda: self.ours("shm", shape))
             self.take(row, "NIXL shm", lambda: self.nixl(shape, {}))
             if shape[2] == shape[3] == 1 and shape[1] > 8:
@@ -228,7 +228,7 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "target/peers/results/wire.json")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1)
-    parser.add_argument("--streams", type=int, default=1, help="of tcp and iperf3 over loopback; two over the veth pair")
+    parser.add_argument("--streams", type=int, default=1, help="of tcp and iperf3 over loopback; two under TLS and over the veth pair")
     parser.add_argument("--no-veth", dest="veth", action="store_false")
     options = parser.parse_args()
     if not shutil.which(options.bench):

@@ -60,18 +60,21 @@ impl Patience {
     /// As [`wait`].
     pub(crate) fn wait(&mut self, entries: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<()> {
         let start = Instant::now();
-        let spins = self.short >= self.short_needed && has_cores();
-        while spins && start.elapsed() < timeout.unwrap_or(SPIN).min(SPIN) {
+        entries.iter_mut().for_each(|entry| entry.revents = 0);
+        let may_spin = self.short >= self.short_needed && has_cores();
+        let mut spun = false;
+        while may_spin && start.elapsed() < timeout.unwrap_or(SPIN).min(SPIN) {
             wait(entries, Some(Duration::ZERO))?;
             if is_ready(entries) {
                 break;
             }
+            spun = true;
             std::thread::yield_now();
         }
         if !is_ready(entries) {
             wait(entries, timeout.map(|timeout| timeout.saturating_sub(start.elapsed())))?;
         }
-        self.learn(spins, is_ready(entries).then(|| start.elapsed()));
+        self.learn(spun, is_ready(entries).then(|| start.elapsed()));
         Ok(())
     }
 

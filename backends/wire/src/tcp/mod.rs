@@ -65,8 +65,8 @@ impl TcpConfig {
 
     /// With the streams and the length of frames that were fastest where they were measured (docs/results/wire.md).
     pub fn new(listen: SocketAddr, security: Security) -> Self {
-        // between processes of one host every further stream takes a core from the others
-        let streams = if listen.ip().is_loopback() { 1 } else { 2 };
+        // Between processes of one host a second stream only takes a core from the others; but who decrypts needs two.
+        let streams = if matches!(security, Security::LoopbackOnly) { 1 } else { 2 };
         TcpConfig {
             listen,
             advertise: Vec::new(),
