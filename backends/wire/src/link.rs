@@ -168,7 +168,7 @@ pub(crate) fn tune(socket: &TcpStream, silence: Duration) -> io::Result<()> {
 }
 
 /// Chooses a congestion control that sends at once what the window allows. BBR, the default of many hosts, paces by
-/// timers, which between two processes of one host only makes them wait: it moved half as much (docs/results/wire.md).
+/// timers, which between two processes of one host only makes them wait: iperf3 lost a third to it (docs/results/wire.md).
 /// Where it cannot be chosen, the host's own stays.
 #[cfg(target_os = "linux")]
 fn unpaced(socket: &TcpStream) {
