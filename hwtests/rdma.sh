@@ -96,7 +96,7 @@ libraries_of() {
 
 guest="$cache/guest"
 rm -rf "$guest"
-mkdir -p "$guest"/{bin,proc,sys,dev,tmp,etc/libibverbs.d,modules}
+mkdir -p "$guest"/{bin,proc,sys,dev,run,etc/libibverbs.d,modules}
 cp -L "$(find_file /bin/busybox /usr/bin/busybox)" "$guest/bin/busybox"
 ln -s busybox "$guest/bin/sh"
 for module in virtio_pci virtio_net dummy rdma_rxe ib_uverbs crc32_generic; do

@@ -6,11 +6,11 @@ shell_port=9001
 
 # start_server ADDRESS: a server process; its descriptor is in $descriptor
 start_server() {
-    mkfifo /tmp/in /tmp/out
-    rdma_check server "$1" </tmp/in >/tmp/out &
+    mkfifo in out
+    rdma_check server "$1" <in >out &
     # open as long as the guest runs: the server ends with its input
-    exec 9>/tmp/in
-    read -r descriptor </tmp/out
+    exec 9>in
+    read -r descriptor <out
 }
 
 # remote COMMAND: runs it on the guest that takes commands
@@ -27,12 +27,12 @@ ours() {
 # theirs PEER SLICE DEPTH PAIRS MEGABYTES, in MB/s
 theirs() {
     common="-d rxe0 -x 1 -s $2 -t $3 -q $4 -n $(($5 * 1000000 / $2 / $4)) -m 4096 -F"
-    command="ib_write_bw $common >/tmp/perftest 2>&1 & until netstat -ltn | grep -q ':18515 '; do :; done"
+    command="ib_write_bw $common >perftest 2>&1 & until netstat -ltn | grep -q ':18515 '; do :; done"
     if [ "$1" = "$server" ]; then remote "$command"; else eval "$command"; fi
     # shellcheck disable=SC2086 # a list of words
-    ib_write_bw $common "$1" >/tmp/perftest.client 2>&1 || cat /tmp/perftest.client >&2
+    ib_write_bw $common "$1" >perftest.client 2>&1 || cat perftest.client >&2
     # its MB are MiB
-    awk -v size="$2" '$1 == size {print $4 * 1.048576}' /tmp/perftest.client
+    awk -v size="$2" '$1 == size {print $4 * 1.048576}' perftest.client
 }
 
 # compare PEER ROUNDS MEGABYTES: in turns, and the medians. They are told, not judged: a clock decides no test.
@@ -40,9 +40,9 @@ theirs() {
 compare() {
     for round in $(seq "$2"); do
         echo "$(ours 65536 128 2 "$3" 60000000) $(ours 65536 128 2 "$3" 20) $(theirs "$1" 65536 128 2 "$3")"
-    done >/tmp/rates
-    median() { cut -d ' ' -f "$1" /tmp/rates | sort -n | sed -n "$((($2 + 1) / 2))p"; }
-    echo "bench 65536 bytes, depth 128, 2 queue pairs, MB/s (ours; ours, sleeping; ib_write_bw): $(tr '\n' '|' </tmp/rates)"
+    done >rates
+    median() { cut -d ' ' -f "$1" rates | sort -n | sed -n "$((($2 + 1) / 2))p"; }
+    echo "bench 65536 bytes, depth 128, 2 queue pairs, MB/s (ours; ours, sleeping; ib_write_bw): $(tr '\n' '|' <rates)"
     echo "$(median 1 "$2") $(median 2 "$2") $(median 3 "$2")" | awk '{printf \
         "bench medians: ours %.1f MB/s (%.0f %%), sleeping %.1f (%.0f %%), ib_write_bw %.1f\n", \
         $1, 100 * $1 / $3, $2, 100 * $2 / $3, $3}'
@@ -96,13 +96,13 @@ alone)
     ;;
 server)
     start_server "$server"
-    echo "$descriptor" >/tmp/descriptor
+    echo "$descriptor" >descriptor
     # until it is switched off
     while :; do nc -l -p "$shell_port" -e /bin/sh; done
     ;;
 client)
     until_reachable
-    until descriptor=$(remote 'cat /tmp/descriptor' 2>/dev/null) && [ -n "$descriptor" ]; do :; done
+    until descriptor=$(remote 'cat descriptor' 2>/dev/null) && [ -n "$descriptor" ]; do :; done
     rdma_check client "$descriptor" || exit
     compare "$server" 3 10
     rdma_check cut "$descriptor" /bin/ip link set eth0 down || exit
@@ -115,41 +115,41 @@ client)
 prefill)
     # etcd, the router, the client, and the worker that computes prompts
     status=0 shell=10.9.0.2
-    etcd --data-dir /tmp/etcd --listen-client-urls "https://$server:2379" --advertise-client-urls "https://$server:2379" \
+    etcd --data-dir etcd --listen-client-urls "https://$server:2379" --advertise-client-urls "https://$server:2379" \
         --listen-peer-urls http://127.0.0.1:2380 --initial-advertise-peer-urls http://127.0.0.1:2380 \
         --initial-cluster default=http://127.0.0.1:2380 --cert-file /fleet/member.pem --key-file /fleet/member.key \
-        --trusted-ca-file /fleet/ca.pem --client-cert-auth --unsafe-no-fsync >/tmp/etcd.log 2>&1 &
-    worker --role prefill --trusted-fabric 2>/tmp/worker.log &
+        --trusted-ca-file /fleet/ca.pem --client-cert-auth --unsafe-no-fsync >etcd.log 2>&1 &
+    worker --role prefill --trusted-fabric 2>worker.log &
     # shellcheck disable=SC2046 # a list of words
-    member router $(cat /fleet/model) --listen 127.0.0.1:8000 --name served 2>/tmp/router.log &
-    until_said /tmp/router.log 'uses a worker process' 2
-    until wget -q -O /tmp/answer --header 'content-type: application/json' --post-file /fleet/request \
+    member router $(cat /fleet/model) --listen 127.0.0.1:8000 --name served 2>router.log &
+    until_said router.log 'uses a worker process' 2
+    until wget -q -O answer --header 'content-type: application/json' --post-file /fleet/request \
         http://127.0.0.1:8000/v1/completions; do sleep 0.5; done
-    text=$(sed -n 's/.*"text":\("\([^"\\]\|\\.\)*"\).*/\1/p' /tmp/answer)
+    text=$(sed -n 's/.*"text":\("\([^"\\]\|\\.\)*"\).*/\1/p' answer)
     if [ -n "$text" ] && [ "$text" = "$(cat /fleet/text)" ]; then
         echo "ok      serve: the tokens of one machine: $(head -c 60 /fleet/text)"
     else
-        echo "FAILED  serve: other tokens than one machine gives: $(cat /tmp/answer)"
+        echo "FAILED  serve: other tokens than one machine gives: $(cat answer)"
         status=1
     fi
-    expect 'serve: placed' /tmp/router.log 'placed'
-    expect 'serve: KV by RDMA' /tmp/worker.log 'KV goes this way.*verbs.*RoCE v2 over IPv4'
-    if grep 'KV transfer failed' /tmp/worker.log; then echo 'FAILED  serve: transfers failed'; status=1; fi
-    member 'fleet status' >/tmp/status 2>&1
-    sed 's/^/status  /' /tmp/status
-    expect 'serve: the link is told' /tmp/status ' <-> .*verbs (rxe0 by RoCE v2 over IPv4, MTU 4096)'
-    remote 'cat /tmp/refused.log' >/tmp/refused.log
-    expect 'serve: RDMA is not used unasked' /tmp/refused.log 'not offered.*rxe0 is there, but'
+    expect 'serve: placed' router.log 'placed'
+    expect 'serve: KV by RDMA' worker.log 'KV goes this way.*verbs.*RoCE v2 over IPv4'
+    if grep 'KV transfer failed' worker.log; then echo 'FAILED  serve: transfers failed'; status=1; fi
+    member 'fleet status' >status 2>&1
+    sed 's/^/status  /' status
+    expect 'serve: the link is told' status ' <-> .*verbs (rxe0 by RoCE v2 over IPv4, MTU 4096)'
+    remote 'cat refused.log' >refused.log
+    expect 'serve: RDMA is not used unasked' refused.log 'not offered.*rxe0 is there, but'
     switch_off
     exit "$status"
     ;;
 decode)
     until_reachable
-    worker --role decode 2>/tmp/refused.log &
-    until_said /tmp/refused.log 'not offered'
+    worker --role decode 2>refused.log &
+    until_said refused.log 'not offered'
     kill "$(pidof mixfleet)"
     wait
-    worker --role decode --trusted-fabric 2>/tmp/worker.log &
+    worker --role decode --trusted-fabric 2>worker.log &
     while :; do nc -l -p "$shell_port" -e /bin/sh; done
     ;;
 esac

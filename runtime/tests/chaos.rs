@@ -10,13 +10,14 @@ mod troubled;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use troubled::Workload;
 
-/// Seeds of CI.
+/// Seeds of CI, and further ones that have found something.
 const SEEDS: std::ops::Range<u64> = 0..1000;
+const ONCE_FAILED: [u64; 1] = [5790];
 
-fn seeds() -> std::ops::Range<u64> {
-    let Ok(wanted) = std::env::var("MIXFLEET_CHAOS_SEEDS") else { return SEEDS };
+fn seeds() -> Vec<u64> {
+    let Ok(wanted) = std::env::var("MIXFLEET_CHAOS_SEEDS") else { return SEEDS.chain(ONCE_FAILED).collect() };
     let bounds = wanted.split_once("..").and_then(|(a, b)| Some(a.parse().ok()?..b.parse().ok()?));
-    bounds.unwrap_or_else(|| panic!("MIXFLEET_CHAOS_SEEDS={wanted}: expected FROM..UNTIL"))
+    bounds.unwrap_or_else(|| panic!("MIXFLEET_CHAOS_SEEDS={wanted}: expected FROM..UNTIL")).collect()
 }
 
 #[test]
@@ -24,7 +25,8 @@ fn every_request_ends_once_and_right_whatever_breaks() {
     let workloads = Workload::all();
     let cases = troubled::cases(&troubled::checkpoint(), 40);
     let mut totals = troubled::Outcome::default();
-    for seed in seeds() {
+    let seeds = seeds();
+    for &seed in &seeds {
         let workload = &workloads[(seed % workloads.len() as u64) as usize];
         let ran = catch_unwind(AssertUnwindSafe(|| troubled::run(workload, &cases, seed)));
         match ran {
@@ -39,10 +41,13 @@ fn every_request_ends_once_and_right_whatever_breaks() {
             }
         }
     }
-    eprintln!("{} seeds: {totals:?}", seeds().count());
-    let from_below = totals.dram_hits > 0 && totals.ssd_hits > 0 && totals.bad_blocks > 0;
-    assert!(from_below || seeds().count() < workloads.len(), "no block came from below: {totals:?}");
-    assert!(totals.right > 0 && totals.worker_deaths > 0 && totals.cuts > 0, "nothing happened: {totals:?}");
+    eprintln!("{} seeds: {totals:?}", seeds.len());
+    assert!(totals.right > 0, "nothing was answered: {totals:?}");
+    if seeds.len() >= SEEDS.count() {
+        assert!(totals.worker_deaths > 0 && totals.cuts > 0, "nothing broke: {totals:?}");
+        let from_below = totals.dram_hits > 0 && totals.ssd_hits > 0 && totals.bad_blocks > 0;
+        assert!(from_below, "no block came from below: {totals:?}");
+    }
 }
 
 #[test]

@@ -27,11 +27,9 @@ impl Directory {
     }
 
     /// Sends a message. Nobody takes it if the worker is gone: then it has reported why, or its connection
-    /// has, and its requests are replayed on that report.
-    pub(crate) fn tell(&self, instance: InstanceId, message: ToWorker) {
-        if let Some(inbox) = self.find(instance) {
-            let _ = inbox.send(message);
-        }
+    /// has, and its requests are replayed on that report. False then.
+    pub(crate) fn tell(&self, instance: InstanceId, message: ToWorker) -> bool {
+        self.find(instance).is_some_and(|inbox| inbox.send(message).is_ok())
     }
 
     /// Completes when `instance` can take no more messages.

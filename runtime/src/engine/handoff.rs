@@ -339,18 +339,20 @@ impl Worker {
     /// Tells receivers what has landed with them; waits for up to `patience` for something that has.
     pub(super) fn settle_sends(&mut self, patience: Duration) {
         for (to, sent) in self.courier.settle(self.env.now(), patience) {
-            match sent {
-                Sent::Landed(parcel) => {
-                    self.metrics.kv_transfer_retries.inc_by(u64::from(parcel.piece.retries));
-                    self.metrics.kv_sent_bytes.inc_by(parcel.bytes);
-                    self.directory.tell(to, ToWorker::Landed { sender: self.id, parcel });
-                }
-                Sent::Failed(Parcel { request, attempt, piece, .. }) => {
-                    self.metrics.kv_transfer_retries.inc_by(u64::from(piece.retries));
-                    self.give_up(request, attempt, piece);
-                    self.settle_outgoing(request);
-                }
+            let (landed, parcel) = match sent {
+                Sent::Landed(parcel) => (true, parcel),
+                Sent::Failed(parcel) => (false, parcel),
+            };
+            let Parcel { request, attempt, piece, slot, bytes, .. } = parcel;
+            self.metrics.kv_transfer_retries.inc_by(u64::from(piece.retries));
+            if landed && self.directory.tell(to, ToWorker::Landed { sender: self.id, parcel }) {
+                self.metrics.kv_sent_bytes.inc_by(bytes);
+                continue;
             }
+            // A receiver that was not told gives no slot back, and may be met again.
+            self.courier.give_slot(to, slot);
+            self.give_up(request, attempt, piece);
+            self.settle_outgoing(request);
         }
     }
 

@@ -32,14 +32,9 @@ fn pool(directory: &Path) -> Pool {
     Pool::new(config, &make_region).expect("a killed pool opens again")
 }
 
-#[test]
-#[ignore = "the process that is killed by the test below"]
-fn child() {
-    let (Ok(directory), Ok(seed)) = (std::env::var(CHILD), std::env::var(SEED)) else {
-        eprintln!("SKIPPED: {CHILD} is not set; this runs as the child of another test");
-        return;
-    };
-    let pool = pool(Path::new(&directory));
+/// What the process that will be killed does.
+fn store_until_killed(directory: &str, seed: &str) {
+    let pool = pool(Path::new(directory));
     let mut random = Stream::new(seed.parse().expect("a number"));
     // The one that reads this ends it.
     for step in 0u64.. {
@@ -54,13 +49,17 @@ fn child() {
 
 #[test]
 fn no_bad_block_is_served_after_kill_9() {
+    // This program again, started below.
+    if let (Ok(directory), Ok(seed)) = (std::env::var(CHILD), std::env::var(SEED)) {
+        return store_until_killed(&directory, &seed);
+    }
     let kills: u64 =
         std::env::var("MIXFLEET_POOL_KILLS").map_or(20, |kills| kills.parse().expect("a number"));
     let directory = Directory::new("killed");
     let (mut whole, mut least) = (0, usize::MAX);
     for kill in 0..kills {
         let mut child = Command::new(std::env::current_exe().expect("this program has a file"))
-            .args(["--ignored", "--exact", "--nocapture", "killed::child"])
+            .args(["--exact", "--nocapture", "killed::no_bad_block_is_served_after_kill_9"])
             .env(CHILD, &directory.0)
             .env(SEED, kill.to_string())
             .stdout(Stdio::piped())

@@ -31,7 +31,7 @@ fn say(text: &str) {
     writeln!(out, "\n{MARK}{text}").and_then(|()| out.flush()).unwrap();
 }
 
-/// This binary again, in another role. It ends with this process: its stdin does.
+/// This binary again, in another role, which `be_the_other_process` plays. It ends with this process: its stdin does.
 struct Other {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -40,7 +40,7 @@ struct Other {
 impl Other {
     fn start(role: &str, descriptor: Option<&Descriptor>) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["processes::the_other_process", "--exact", "--ignored", "--nocapture"]).env(ROLE, role);
+        command.args(["processes::tcp::bytes_cross", "--exact", "--nocapture"]).env(ROLE, role);
         if let Some(descriptor) = descriptor {
             command.env(DESCRIPTOR, serde_json::to_string(descriptor).unwrap());
         }
@@ -82,13 +82,9 @@ impl Drop for Other {
     }
 }
 
-#[test]
-#[ignore = "the other process of the tests beside it"]
-fn the_other_process() {
-    let Ok(role) = std::env::var(ROLE) else {
-        eprintln!("SKIPPED: started by the tests beside it only");
-        return;
-    };
+/// Whether this process is one that `Other` started; then its part is played.
+fn be_the_other_process() -> bool {
+    let Ok(role) = std::env::var(ROLE) else { return false };
     let (verb, name) = role.split_once(' ').unwrap();
     let transport = transport(name);
     if verb == "own" {
@@ -96,7 +92,7 @@ fn the_other_process() {
         let descriptor = transport.register(memory, Access::ReadWrite).unwrap();
         say(&serde_json::to_string(&descriptor).unwrap());
         let _ = std::io::stdin().read_line(&mut String::new());
-        return;
+        return true;
     }
     let descriptor: Descriptor = serde_json::from_str(&std::env::var(DESCRIPTOR).unwrap()).unwrap();
     let mut way = transport.connect(region(&[7; BYTES as usize]), &descriptor).unwrap();
@@ -107,10 +103,11 @@ fn the_other_process() {
             Err(error) => {
                 assert_eq!(error.kind, ErrorKind::Closed, "{error}");
                 say("closed");
-                return;
+                break;
             }
         }
     }
+    true
 }
 
 fn bytes_cross(name: &str) {
@@ -217,7 +214,9 @@ mod shm {
 mod tcp {
     #[test]
     fn bytes_cross() {
-        super::bytes_cross("tcp");
+        if !super::be_the_other_process() {
+            super::bytes_cross("tcp");
+        }
     }
 
     #[test]
