@@ -71,7 +71,7 @@ impl Instance {
             }
             if !losers.is_empty() {
                 room = self.room();
-            } else if computes {
+            } else if self.sequences[&place.request].phase == Phase::Running {
                 room.take(self.sequences[&place.request].pending());
             }
         }
@@ -169,7 +169,7 @@ impl Instance {
     fn begin(&mut self, request: RequestId, actions: &mut Vec<Action>) {
         let sequence = self.sequences.get_mut(&request).expect("known");
         let (tokens_cached, pages) = (sequence.computed, sequence.pages.clone());
-        if sequence.after.is_some() {
+        if sequence.after.is_some() && sequence.pulls <= tokens_cached {
             sequence.phase = Phase::Running;
             actions.push(Action::Admitted { request, tokens_cached, pages });
         } else {

@@ -16,6 +16,7 @@
 mod admit;
 mod blocks;
 mod order;
+mod travel;
 
 pub use blocks::{BlockCounts, BlockPool, Evicted};
 pub use order::Place;
@@ -71,6 +72,8 @@ pub enum Event {
         tokens: Vec<u32>,
         /// Hashes its blocks, in its tenant's namespace.
         hasher: PrefixHasher,
+        /// Leading tokens whose KV another instance can send: what is not here of them is waited for once.
+        pulls: u32,
         /// What then.
         after: After,
     },
@@ -87,7 +90,7 @@ pub enum Event {
         /// Hashes its blocks, in its tenant's namespace.
         hasher: PrefixHasher,
     },
-    /// The KV of a reserved sequence's first `tokens_valid` tokens is in its blocks. Missing ones are
+    /// The KV of the first `tokens_valid` tokens of a sequence that waits for it is in its blocks. Missing ones are
     /// recomputed here.
     Landed {
         /// Its id.
@@ -96,6 +99,20 @@ pub enum Event {
         tokens_valid: u32,
         /// The token that the other instance drew after the last one, if all went well there.
         next: Option<u32>,
+    },
+    /// Another instance wants the KV of these tokens, as far as it is here. The blocks are kept until `Event::Unlend`.
+    Lend {
+        /// For whom: there may be a sequence of the same request here, of which this is independent.
+        request: RequestId,
+        /// Leading tokens of its prompt.
+        tokens: Vec<u32>,
+        /// Hashes its blocks, in its tenant's namespace.
+        hasher: PrefixHasher,
+    },
+    /// Lent blocks are no longer read.
+    Unlend {
+        /// For whom they were.
+        request: RequestId,
     },
     /// What came of an `Action::Load`.
     Loaded {
@@ -162,13 +179,20 @@ pub enum Action {
         /// Its block table.
         pages: Vec<u32>,
     },
-    /// A reserved sequence got its blocks: send the KV from `tokens_cached` on.
+    /// A sequence whose KV comes from elsewhere got its blocks: send it from `tokens_cached` on.
     Reserved {
         /// Its id.
         request: RequestId,
         /// Leading tokens whose KV is here already.
         tokens_cached: u32,
         /// Its block table.
+        pages: Vec<u32>,
+    },
+    /// The leading blocks that `Event::Lend` asked for and that are here.
+    Lent {
+        /// For whom.
+        request: RequestId,
+        /// Where they lie.
         pages: Vec<u32>,
     },
     /// A reservation was taken back before its KV was complete: the request starts anew.
@@ -237,6 +261,8 @@ struct Sequence {
     phase: Phase,
     /// None: its KV comes from elsewhere.
     after: Option<After>,
+    /// Leading tokens whose KV is waited for before the rest is computed.
+    pulls: u32,
     cancelled: bool,
 }
 
@@ -278,6 +304,8 @@ pub struct Instance {
     blocks: BlockPool,
     sequences: BTreeMap<RequestId, Sequence>,
     waiting: BTreeSet<Place>,
+    /// Blocks that others read, by the request for which they do.
+    lent: BTreeMap<RequestId, Vec<u32>>,
     /// Sequences of the step that the device runs, with their new tokens.
     in_step: Vec<(RequestId, u32)>,
 }
@@ -291,6 +319,7 @@ impl Instance {
             blocks: BlockPool::new(limits.blocks_total, limits.block_tokens),
             sequences: BTreeMap::new(),
             waiting: BTreeSet::new(),
+            lent: BTreeMap::new(),
             in_step: Vec::new(),
         }
     }
@@ -309,18 +338,24 @@ impl Instance {
     /// Takes in an event and says what to do.
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
-            Event::Add { request, due, gives_way, tokens, hasher, after } => {
-                self.enqueue(Place { due, request }, gives_way, tokens, hasher, Some(after));
+            Event::Add { request, due, gives_way, tokens, hasher, pulls, after } => {
+                self.enqueue(Place { due, request }, gives_way, tokens, hasher, (pulls, Some(after)));
             }
             Event::Reserve { request, due, gives_way, tokens, hasher } => {
-                self.enqueue(Place { due, request }, gives_way, tokens, hasher, None);
+                self.enqueue(Place { due, request }, gives_way, tokens, hasher, (0, None));
             }
             Event::Landed { request, tokens_valid, next } => {
                 self.landed(request, tokens_valid, next, actions);
             }
             Event::Loaded { request, blocks } => self.loaded(request, blocks, actions),
             Event::StepDone { sampled } => self.step_done(&sampled, actions),
-            Event::Release { request } | Event::Cancel { request } => self.drop_request(request),
+            Event::Lend { request, tokens, hasher } => self.lend(request, &tokens, hasher, actions),
+            Event::Unlend { request } => self.unlend(request),
+            Event::Release { request } => self.drop_request(request),
+            Event::Cancel { request } => {
+                self.unlend(request);
+                self.drop_request(request);
+            }
             Event::Idle => self.idle(actions),
         }
     }
@@ -331,7 +366,7 @@ impl Instance {
         gives_way: bool,
         tokens: Vec<u32>,
         hasher: PrefixHasher,
-        after: Option<After>,
+        (pulls, after): (u32, Option<After>),
     ) {
         assert!(!tokens.is_empty(), "a sequence has at least one token");
         let request = place.request;
@@ -345,24 +380,12 @@ impl Instance {
             published: 0,
             phase: Phase::Waiting,
             after,
+            pulls,
             cancelled: false,
         };
         let old = self.sequences.insert(request, sequence);
         assert!(old.is_none(), "request {request} is here already");
         self.waiting.insert(place);
-    }
-
-    fn landed(&mut self, request: RequestId, valid: u32, next: Option<u32>, actions: &mut Vec<Action>) {
-        let Some(sequence) = self.sequences.get_mut(&request) else { return };
-        assert_eq!(sequence.phase, Phase::Receiving, "request {request} was not waiting for KV");
-        let length = sequence.tokens.len() as u32;
-        assert!(valid <= length, "more KV landed than the sequence is long");
-        sequence.phase = Phase::Running;
-        sequence.after = Some(After::Decode);
-        sequence.tokens.extend(next);
-        // Without a next token the last one is computed again, to draw it here.
-        sequence.computed = if next.is_some() { valid } else { valid.min(length - 1) };
-        self.publish(request, actions);
     }
 
     fn step_done(&mut self, sampled: &[Sampled], actions: &mut Vec<Action>) {
@@ -523,7 +546,8 @@ impl Instance {
     /// Blocks will come back without this sequence's doing.
     fn others_will_release(&self, request: RequestId) -> bool {
         let mut others = self.sequences.iter().filter(|(id, _)| **id != request);
-        others.any(|(_, s)| s.after == Some(After::HandOff) && s.phase != Phase::Waiting)
+        let handing_off = others.any(|(_, s)| s.after == Some(After::HandOff) && s.phase != Phase::Waiting);
+        handing_off || self.lends()
     }
 
     fn preempt(&mut self, request: RequestId, actions: &mut Vec<Action>) {
@@ -553,7 +577,7 @@ impl Instance {
         let sequences = || self.sequences.values();
         let wants = |s: &&Sequence| matches!(s.phase, Phase::Waiting | Phase::Running);
         let Some(first) = sequences().filter(wants).map(|s| s.place).min() else { return false };
-        let handing_off = sequences().any(|s| s.phase == Phase::HandedOff);
+        let handing_off = sequences().any(|s| s.phase == Phase::HandedOff) || self.lends();
         let last = sequences().filter(|s| s.phase == Phase::Receiving).map(|s| s.place).max();
         if let Some(last) = last
             && last > first

@@ -44,6 +44,12 @@ struct Driver {
     /// Contents of blocks that were given up; served as far as the generator says.
     below: Option<(HashMap<BlockHash, Vec<u32>>, Stream)>,
     blocks_loaded: u32,
+    /// Leading tokens that what is added next is to wait for.
+    pulls: u32,
+    /// Who waits: its tokens cached, and its pages.
+    pulling: BTreeMap<RequestId, (u32, Vec<u32>)>,
+    tokens_pulled: u32,
+    revoked: Vec<RequestId>,
 }
 
 impl Driver {
@@ -58,7 +64,42 @@ impl Driver {
             tokens_cached: 0,
             below: None,
             blocks_loaded: 0,
+            pulls: 0,
+            pulling: BTreeMap::new(),
+            tokens_pulled: 0,
+            revoked: Vec::new(),
         }
+    }
+
+    /// The first of those that wait gets the KV of its first `valid` tokens, or what it has if that is more.
+    fn land(&mut self, valid: u32) {
+        let Some((request, (cached, pages))) = self.pulling.pop_first() else { return };
+        let tokens = &self.requests[&request].0;
+        let valid = valid.clamp(cached, tokens.len() as u32);
+        for i in cached..valid {
+            self.memory.insert(
+                (pages[(i / LIMITS.block_tokens) as usize], i % LIMITS.block_tokens),
+                tokens[i as usize],
+            );
+        }
+        self.tokens_pulled += valid - cached;
+        let event = Event::Landed { request, tokens_valid: valid, next: None };
+        let mut actions = Vec::new();
+        self.machine.step(event, &mut actions);
+        let admitted =
+            |action: &Action| matches!(action, Action::Admitted { request: r, .. } if *r == request);
+        let known = self.machine.sequences.contains_key(&request);
+        assert_eq!(actions.iter().any(admitted), known, "{actions:?}");
+    }
+
+    /// Lends the KV of `tokens`; where it lies, and whose it is.
+    fn lend(&mut self, request: RequestId, tokens: &[u32]) -> Vec<(u32, Vec<u32>)> {
+        let mut actions = Vec::new();
+        self.machine.step(Event::Lend { request, tokens: tokens.to_vec(), hasher: hasher() }, &mut actions);
+        let [Action::Lent { request: lent, pages }] = &actions[..] else { panic!("{actions:?}") };
+        assert_eq!(*lent, request);
+        let blocks = tokens.chunks_exact(LIMITS.block_tokens as usize);
+        pages.iter().copied().zip(blocks.map(<[u32]>::to_vec)).collect()
     }
 
     /// With lower tiers that lose some blocks.
@@ -93,7 +134,8 @@ impl Driver {
     fn add_due(&mut self, request: RequestId, due: Seconds, prompt: Vec<u32>, output: usize, after: After) {
         self.requests.insert(request, (prompt.clone(), prompt.len() + output));
         let gives_way = due >= FLEXIBLE;
-        let event = Event::Add { request, due, gives_way, tokens: prompt, hasher: hasher(), after };
+        let pulls = self.pulls;
+        let event = Event::Add { request, due, gives_way, tokens: prompt, hasher: hasher(), pulls, after };
         self.machine.step(event, &mut Vec::new());
     }
 
@@ -135,6 +177,13 @@ impl Driver {
                     actions.extend(more);
                 }
                 Action::Preempted { .. } => self.preemptions += 1,
+                Action::Reserved { request, tokens_cached, pages } => {
+                    self.pulling.insert(request, (tokens_cached, pages));
+                }
+                Action::Revoked { request } => {
+                    self.pulling.remove(&request);
+                    self.revoked.push(request);
+                }
                 Action::Admitted { tokens_cached, .. } => self.tokens_cached += tokens_cached,
                 _ => {}
             }
@@ -182,25 +231,42 @@ fn prompt(rng: &mut Stream) -> Vec<u32> {
 #[test]
 fn every_request_ends_with_the_right_tokens_under_random_load() {
     let (mut preemptions, mut tokens_cached, mut blocks_loaded) = (0, 0, 0);
+    let (mut tokens_pulled, mut revoked, mut blocks_lent) = (0, 0, 0);
     for seed in 0..200 {
         let mut rng = Stream::new(seed);
         // every other one with what is given up kept elsewhere
         let tiered = seed % 2 == 1;
         let mut driver = if tiered { Driver::tiered(LIMITS, seed) } else { Driver::new(LIMITS) };
         let mut cancelled = Vec::new();
+        let mut lent: Vec<(u32, Vec<u32>)> = Vec::new();
         let count = 12;
         for request in 0..count {
             let prompt = prompt(&mut rng);
             let output = 1 + rng.below(30) as usize;
             let after = if rng.below(4) == 0 { After::HandOff } else { After::Decode };
             let due = Seconds(rng.below(6) as f64);
+            driver.pulls = rng.below(2) as u32 * rng.below(prompt.len() as u64) as u32;
             driver.add_due(request, due, prompt, output, after);
             for _ in 0..rng.below(4) {
                 driver.turn();
+                for (page, content) in &lent {
+                    assert_eq!(driver.page(*page), *content, "seed {seed}: what is lent changes");
+                }
+                if rng.below(8) == 0 {
+                    driver.land(rng.below(24) as u32);
+                }
+            }
+            if rng.below(4) == 0 {
+                lent = driver.lend(count, &self::prompt(&mut rng));
+                blocks_lent += lent.len();
+            } else if rng.below(3) == 0 {
+                driver.machine.step(Event::Unlend { request: count }, &mut Vec::new());
+                lent.clear();
             }
             if rng.below(8) == 0 {
                 let victim = rng.below(request + 1);
                 driver.machine.step(Event::Cancel { request: victim }, &mut Vec::new());
+                driver.pulling.remove(&victim);
                 cancelled.push(victim);
             }
             if rng.below(2) == 0 {
@@ -209,8 +275,11 @@ fn every_request_ends_with_the_right_tokens_under_random_load() {
                 }
             }
         }
+        driver.machine.step(Event::Cancel { request: count }, &mut Vec::new());
         for _ in 0..2000 {
-            driver.turn();
+            if !driver.turn() {
+                driver.land(rng.below(24) as u32);
+            }
             for request in driver.handed_off_now() {
                 driver.machine.step(Event::Release { request }, &mut Vec::new());
             }
@@ -219,13 +288,20 @@ fn every_request_ends_with_the_right_tokens_under_random_load() {
         assert_eq!((load.waiting, load.running, load.blocks.used), (0, 0, 0), "seed {seed}");
         for request in 0..count {
             let ends = driver.finished.iter().chain(&driver.handed_off).filter(|&&r| r == request).count();
-            let ended = ends >= 1 || cancelled.contains(&request);
+            let ended = ends >= 1 || cancelled.contains(&request) || driver.revoked.contains(&request);
             assert!(ended, "seed {seed}: request {request} never ended");
         }
         preemptions += driver.preemptions;
         tokens_cached += driver.tokens_cached;
         blocks_loaded += driver.blocks_loaded;
+        tokens_pulled += driver.tokens_pulled;
+        revoked += driver.revoked.len();
     }
+    assert!(
+        tokens_pulled > 1000 && blocks_lent > 100,
+        "hardly anything went: {tokens_pulled}, {blocks_lent}"
+    );
+    assert!((1..200).contains(&revoked), "{revoked} of 2400 were revoked");
     assert!(preemptions > 50, "the load never ran out of blocks: {preemptions}");
     assert!(tokens_cached > 1000, "the cache was never hit: {tokens_cached}");
     assert!(blocks_loaded > 500, "hardly anything was loaded: {blocks_loaded}");
