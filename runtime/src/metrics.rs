@@ -144,6 +144,8 @@ pub struct Metrics {
     pub kv_transfer_bytes: Counter,
     /// `mixfleet_kv_sent_bytes_total`: KV payload that was written to other instances' memory, by the engine.
     pub kv_sent_bytes: Counter,
+    /// `mixfleet_kv_pulled_tokens_total`: prompt tokens whose KV another instance lent, by the engine.
+    pub kv_pulled_tokens: Counter,
     /// `mixfleet_kv_transfer_retries_total`: blocks sent again after a failed check, by the engine.
     pub kv_transfer_retries: Counter,
     /// `mixfleet_kv_transfer_recomputes_total`: requests whose KV was recomputed after retries failed, by
@@ -203,6 +205,7 @@ impl Metrics {
             kv_exposed_s: seconds(to, "kv_exposed", "Prompt computed to its KV where it decodes", &LATENCY_S),
             kv_transfer_bytes: with_unit(to, "kv_transfer", Unit::Bytes, "KV payload arrived and checked"),
             kv_sent_bytes: with_unit(to, "kv_sent", Unit::Bytes, "KV payload written to other instances"),
+            kv_pulled_tokens: plain(to, "kv_pulled_tokens", "Prompt tokens whose KV another instance lent"),
             kv_transfer_retries: plain(to, "kv_transfer_retries", "KV blocks sent again"),
             kv_transfer_recomputes: plain(to, "kv_transfer_recomputes", "Requests recomputed after transfer"),
             kv_tier_hits: plain(to, "kv_tier_hits", "KV blocks loaded from below the device"),

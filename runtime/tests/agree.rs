@@ -208,6 +208,8 @@ fn start(
             ttft_slo: Some(Seconds(1.5)),
             tbt_slo: Some(Seconds(0.03)),
             policy: scene.policy,
+            // The simulator lets a prefix travel while its request waits; an engine's request has blocks for it by then.
+            pull: false,
             seed: scene.seed,
             hand_off: HandOffLimits { slot_bytes: 1 << 18, slots: 64, ..HandOffLimits::default() },
             ..EngineConfig::default()

@@ -23,12 +23,12 @@ fn seeds() -> Vec<u64> {
 #[test]
 fn every_request_ends_once_and_right_whatever_breaks() {
     let workloads = Workload::all();
-    let cases = troubled::cases(&troubled::checkpoint(), 40);
+    let talks = troubled::talks(&troubled::checkpoint(), 40);
     let mut totals = troubled::Outcome::default();
     let seeds = seeds();
     for &seed in &seeds {
         let workload = &workloads[(seed % workloads.len() as u64) as usize];
-        let ran = catch_unwind(AssertUnwindSafe(|| troubled::run(workload, &cases, seed)));
+        let ran = catch_unwind(AssertUnwindSafe(|| troubled::run(workload, &talks, seed)));
         match ran {
             Ok(outcome) => totals.add(&outcome),
             Err(panic) => {
@@ -46,6 +46,7 @@ fn every_request_ends_once_and_right_whatever_breaks() {
     if seeds.len() >= SEEDS.count() {
         assert!(totals.worker_deaths > 0 && totals.cuts > 0, "nothing broke: {totals:?}");
         let from_below = totals.dram_hits > 0 && totals.ssd_hits > 0 && totals.bad_blocks > 0;
+        assert!(totals.pulled_tokens > 0, "no prefix was pulled: {totals:?}");
         assert!(from_below, "no block came from below: {totals:?}");
     }
 }
@@ -53,9 +54,9 @@ fn every_request_ends_once_and_right_whatever_breaks() {
 #[test]
 fn one_seed_gives_one_history() {
     let workloads = Workload::all();
-    let cases = troubled::cases(&troubled::checkpoint(), 40);
+    let talks = troubled::talks(&troubled::checkpoint(), 40);
     for (workload, seed) in workloads.iter().zip(11..) {
-        let [first, second] = [(); 2].map(|()| troubled::run(workload, &cases, seed));
+        let [first, second] = [(); 2].map(|()| troubled::run(workload, &talks, seed));
         assert_eq!(first, second, "{} with seed {seed}", workload.name);
     }
 }

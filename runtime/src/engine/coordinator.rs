@@ -4,7 +4,8 @@
 use super::directory::Directory;
 use super::events::LoggedFleet;
 use super::identity::Identity;
-use super::messages::{FromWorker, HandOff, Job, Landing, Report, ToWorker};
+use super::messages::{FromWorker, Job, Report, Source, ToWorker};
+use super::transfers;
 use crate::api::Placements;
 use crate::env::{SharedEnv, Task};
 use crate::metrics::Metrics;
@@ -35,22 +36,24 @@ pub(super) struct InstanceHandle {
     pub(super) block_tokens: u32,
 }
 
-struct Tracked {
+pub(super) struct Tracked {
     wanted: Arc<GenerateRequest>,
     updates: mpsc::UnboundedSender<Update>,
     /// What the client has got.
     generated: Vec<u32>,
-    attempt: u32,
+    pub(super) attempt: u32,
     /// When it is wanted, and
     objective: Objective,
     /// its place in the order: both stay when it loses its instance.
     due: Seconds,
-    prefill: InstanceId,
-    decode: InstanceId,
+    pub(super) prefill: InstanceId,
+    pub(super) decode: InstanceId,
+    /// Who is to lend the prefill instance a part of the prefix; none once that is there.
+    pub(super) pull: Option<Source>,
     /// The client was told that work on it began.
     started: bool,
     /// All of its KV is where it decodes.
-    joined: bool,
+    pub(super) joined: bool,
     /// The prompt was computed where it does not decode.
     computed_at: Option<Seconds>,
     placed_at: Seconds,
@@ -87,9 +90,9 @@ pub(super) struct Coordinator {
 
 /// The coordinator at work.
 pub(super) struct Running {
-    parts: Coordinator,
+    pub(super) parts: Coordinator,
     /// In the order of their ids: what ends with a coordinator ends in that order.
-    requests: BTreeMap<RequestId, Tracked>,
+    pub(super) requests: BTreeMap<RequestId, Tracked>,
     /// Those that lost their place and found no other yet, with when they give up.
     homeless: BTreeMap<RequestId, Seconds>,
     next: RequestId,
@@ -132,7 +135,7 @@ impl Running {
         }
     }
 
-    fn fleet_step(&mut self, event: Event) -> Vec<Action> {
+    pub(super) fn fleet_step(&mut self, event: Event) -> Vec<Action> {
         let actions = self.parts.fleet.step(self.parts.env.now(), event);
         for action in &actions {
             match action {
@@ -209,7 +212,7 @@ impl Running {
         let objective = self.objective(&wanted);
         let arrival = self.arrival(request, &wanted, objective, &wanted.prompt_ids, None);
         match self.fleet_step(Event::Arrived(arrival)).pop() {
-            Some(Action::Place { prefill, decode, due, explanation, .. }) => {
+            Some(Action::Place { prefill, decode, pull, due, explanation, .. }) => {
                 if admitted.send(Ok(())).is_err() {
                     self.fleet_step(Event::Cancelled { request });
                     return;
@@ -224,6 +227,7 @@ impl Running {
                     due,
                     prefill,
                     decode,
+                    pull: transfers::source(pull, &explanation),
                     started: false,
                     joined: false,
                     computed_at: None,
@@ -288,17 +292,15 @@ impl Running {
         let [prefill, decode] = devices;
         let _ = tracked.updates.send(Update::Placed { prefill, decode });
         if tracked.prefill == tracked.decode {
-            self.send(
-                tracked.prefill,
-                ToWorker::Add { job: self.job(request, tracked.prefill), hand_off: None },
-            );
+            let (job, pull) = (self.job(request, tracked.prefill), tracked.pull);
+            self.send(tracked.prefill, ToWorker::Add { job, hand_off: None, pull });
         } else {
             let job = self.job(request, tracked.decode);
             self.send(tracked.decode, ToWorker::Reserve { job, sender: tracked.prefill });
         }
     }
 
-    fn job(&self, request: RequestId, on: InstanceId) -> Job {
+    pub(super) fn job(&self, request: RequestId, on: InstanceId) -> Job {
         let Tracked { wanted, generated, attempt, due, .. } = &self.requests[&request];
         Job {
             request,
@@ -310,7 +312,7 @@ impl Running {
         }
     }
 
-    fn send(&self, instance: InstanceId, message: ToWorker) {
+    pub(super) fn send(&self, instance: InstanceId, message: ToWorker) {
         self.parts.directory.tell(instance, message);
     }
 
@@ -325,11 +327,13 @@ impl Running {
             FromWorker::Link { to, cost } => {
                 self.fleet_step(Event::LinkUp(Link { from: instance, to, cost }));
             }
-            FromWorker::Admitted { request, tokens_cached } => {
-                self.admitted(instance, request, tokens_cached)
+            FromWorker::Admitted { request, attempt, tokens_cached } => {
+                if self.is_current(request, attempt) {
+                    self.admitted(request, tokens_cached);
+                }
             }
             FromWorker::Reserved { request, attempt, tokens_cached, landing } => {
-                self.reserved(request, attempt, tokens_cached, landing);
+                self.reserved(instance, request, attempt, tokens_cached, landing);
             }
             FromWorker::Revoked { request, attempt } => {
                 if self.is_current(request, attempt) {
@@ -379,31 +383,15 @@ impl Running {
         self.requests.get(&request).is_some_and(|tracked| tracked.attempt == attempt)
     }
 
-    fn admitted(&mut self, instance: InstanceId, request: RequestId, tokens_cached: u32) {
+    fn admitted(&mut self, request: RequestId, tokens_cached: u32) {
         let now = self.parts.env.now();
-        let Some(tracked) = self.requests.get_mut(&request) else { return };
-        if !tracked.started && tracked.prefill == instance {
+        let tracked = self.requests.get_mut(&request).expect("checked by the caller");
+        tracked.pull = None;
+        if !tracked.started {
             tracked.started = true;
             let _ = tracked.updates.send(Update::Started { cached_tokens: tokens_cached });
             self.parts.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
         }
-    }
-
-    fn reserved(&mut self, request: RequestId, attempt: u32, tokens_cached: u32, landing: Landing) {
-        let Some(tracked) = self.requests.get(&request).filter(|t| t.attempt == attempt) else { return };
-        let known = |id| self.parts.instances.get(id);
-        let (Some(sender), Some(receiver)) = (known(&tracked.prefill), known(&tracked.decode)) else {
-            return;
-        };
-        let hand_off = HandOff {
-            attempt,
-            from: tokens_cached,
-            to: tracked.decode,
-            landing,
-            wire: super::handoff::wire_dtype(sender.kv, receiver.kv),
-        };
-        let job = self.job(request, tracked.prefill);
-        self.send(tracked.prefill, ToWorker::Add { job, hand_off: Some(hand_off) });
     }
 
     fn drawn(
@@ -449,7 +437,7 @@ impl Running {
     /// The client is gone: nobody waits for the rest.
     fn client_left(&mut self, request: RequestId) {
         if let Some(tracked) = self.requests.remove(&request) {
-            self.cancel_on_both(request, &tracked);
+            self.cancel_everywhere(request, &tracked);
             self.fleet_step(Event::Cancelled { request });
         }
     }
@@ -457,26 +445,19 @@ impl Running {
     fn fail(&mut self, request: RequestId, message: String) {
         if let Some(tracked) = self.requests.remove(&request) {
             let _ = tracked.updates.send(Update::Failed(message));
-            self.cancel_on_both(request, &tracked);
+            self.cancel_everywhere(request, &tracked);
             self.fleet_step(Event::Cancelled { request });
         }
     }
 
-    fn cancel_on_both(&self, request: RequestId, tracked: &Tracked) {
-        self.send(tracked.prefill, ToWorker::Cancel { request });
-        if tracked.decode != tracked.prefill {
-            self.send(tracked.decode, ToWorker::Cancel { request });
-        }
-    }
-
-    /// What was on its way there is placed anew.
-    fn link_down(&mut self, from: InstanceId, to: InstanceId) {
-        self.fleet_step(Event::LinkDown { from, to });
-        let under_way = |t: &Tracked| t.prefill == from && t.decode == to && !t.joined;
-        let its = self.requests.iter().filter(|(_, t)| under_way(t)).map(|(&request, _)| request);
-        for request in its.collect::<Vec<RequestId>>() {
-            self.fleet_step(Event::Cancelled { request });
-            self.replay(request);
+    fn cancel_everywhere(&self, request: RequestId, tracked: &Tracked) {
+        let holder = tracked.pull.map(|source| source.holder);
+        for instance in [Some(tracked.prefill), Some(tracked.decode), holder]
+            .into_iter()
+            .flatten()
+            .collect::<BTreeSet<_>>()
+        {
+            self.send(instance, ToWorker::Cancel { request });
         }
     }
 
@@ -495,6 +476,7 @@ impl Running {
         for &other in self.parts.instances.keys() {
             self.send(other, ToWorker::PeerDown { peer: instance });
         }
+        self.pulls_lost(|holder, _| holder == instance);
         for action in self.fleet_step(Event::InstanceDown { instance }) {
             if let Action::Replay { request, .. } = action {
                 self.replay(request);
@@ -503,9 +485,9 @@ impl Running {
     }
 
     /// Places a request anew, from its prompt and the tokens that the client already has.
-    fn replay(&mut self, request: RequestId) {
+    pub(super) fn replay(&mut self, request: RequestId) {
         let Some(tracked) = self.requests.get(&request) else { return };
-        self.cancel_on_both(request, tracked);
+        self.cancel_everywhere(request, tracked);
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
         (tracked.joined, tracked.computed_at) = (false, None);
@@ -513,9 +495,10 @@ impl Running {
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
         let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
         match self.fleet_step(Event::Arrived(arrival)).pop() {
-            Some(Action::Place { prefill, decode, explanation, .. }) => {
+            Some(Action::Place { prefill, decode, pull, explanation, .. }) => {
                 let tracked = self.requests.get_mut(&request).expect("just found");
                 (tracked.prefill, tracked.decode) = (prefill, decode);
+                tracked.pull = transfers::source(pull, &explanation);
                 self.homeless.remove(&request);
                 self.explain(request, &explanation);
                 self.start(request);

@@ -10,7 +10,7 @@ use super::messages::{Landing, Parcel};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Endpoint, Piece, TransferId, Transport};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Device, Error, ErrorKind, Result, Slice};
+use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -156,21 +156,21 @@ impl Courier {
         }
     }
 
-    /// Reads a piece from the device into the outbox; its hash.
+    /// Has `read` put a piece of `bytes` bytes into the outbox; its hash.
     ///
     /// # Errors
-    /// The device's.
+    /// Those of `read`, and when the piece does not fit into a slot.
     pub(super) fn fill(
         &mut self,
         peer: InstanceId,
         slot: u32,
-        device: &dyn Device,
-        from: &Slice,
+        bytes: u64,
+        read: &mut dyn FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<u64> {
         let way = self.ways.get(&peer).ok_or_else(|| Error::invalid("a slot was taken before"))?;
         let mut outcome = Ok(0);
-        way.outbox.update(u64::from(slot) * way.landing.slot_bytes, from.bytes, &mut |place| {
-            outcome = device.read(from, place).map(|()| xxh3_64(place));
+        way.outbox.update(u64::from(slot) * way.landing.slot_bytes, bytes, &mut |place| {
+            outcome = read(place).map(|()| xxh3_64(place));
         })?;
         outcome
     }
@@ -352,7 +352,7 @@ mod tests {
     use crate::engine::messages::PieceId;
     use mixfleet_hal::fault::{Fault, FaultPlan};
     use mixfleet_hal::transport::Descriptor;
-    use mixfleet_hal::{DType, Role};
+    use mixfleet_hal::{DType, Device, Role};
     use mixfleet_hwtests::reference::ReferenceDevice;
     use mixfleet_wire::{Faulty, HostRegion, Memory};
 
@@ -394,7 +394,7 @@ mod tests {
         device.write(&from, &bytes).unwrap();
         let landing = there.landing(HERE).unwrap().clone();
         let slot = here.take_slot(THERE, &landing).unwrap().expect("a free slot");
-        let hash = here.fill(THERE, slot, &device, &from).unwrap();
+        let hash = here.fill(THERE, slot, from.bytes, &mut |place| device.read(&from, place)).unwrap();
         let piece = PieceId { layer: 0, first: 0, tokens: 1, retries: 0 };
         let parcel = Parcel { request: 7, attempt: 0, piece, slot, bytes: 8, hash, wire: DType::F32 };
         here.send(THERE, parcel, Seconds(now));

@@ -8,6 +8,7 @@
 //! sent again a few times, then given up; the receiver recomputes what is missing.
 
 use super::courier::{SENDS_MAX, Sent};
+use super::lend::Prefix;
 use super::messages::{HandOff, Parcel, PieceId, ToWorker};
 use super::worker::Worker;
 use crate::env::Task;
@@ -17,9 +18,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Result, Role, Slice};
 use mixfleet_scheduler::batch::{RequestId, Step};
 use mixfleet_scheduler::fleet::InstanceId;
-use std::collections::BTreeSet;
 use std::time::Duration;
-use xxhash_rust::xxh3::xxh3_64;
 
 /// Layers in the queue of an instance that hands KV off: one that runs, one that waits behind it so
 /// that the device never idles, and two whose KV may be on its way to the host.
@@ -44,13 +43,13 @@ pub(super) struct Staging {
     /// `LAYERS_IN_FLIGHT` parts of `tokens_max` tokens in the wire layout, on the device.
     gathered: Slice,
     /// One piece on its way in, on the device.
-    landing: Slice,
+    pub(super) landing: Slice,
     /// Slot numbers of a piece, on the device.
     slot_ids: Slice,
-    page_tokens: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    kv: DType,
+    pub(super) page_tokens: u32,
+    pub(super) kv_heads: u32,
+    pub(super) head_dim: u32,
+    pub(super) kv: DType,
     tokens_max: u32,
 }
 
@@ -72,13 +71,13 @@ impl Staging {
         slot_bytes: u64,
     ) -> Result<Self> {
         let widest = 2 * u64::from(config.kv_heads * config.head_dim) * 4;
-        let piece_tokens = slot_bytes / (widest / 2);
+        let piece_tokens = (slot_bytes / (widest / 2)).max(u64::from(shape.tokens_max));
         let gathered = LAYERS_IN_FLIGHT as u64 * u64::from(shape.tokens_max) * widest;
         let alloc = |bytes| device.alloc(bytes, Role::Staging);
         Ok(Staging {
             gathered: alloc(gathered)?,
             landing: alloc(slot_bytes.max(widest))?,
-            slot_ids: alloc(piece_tokens.max(1) * 4)?,
+            slot_ids: alloc(piece_tokens * 4)?,
             page_tokens: shape.block_tokens,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
@@ -93,7 +92,7 @@ impl Staging {
     }
 
     /// Bytes of one token of one layer on the wire.
-    fn token_bytes(&self, wire: DType) -> u64 {
+    pub(super) fn token_bytes(&self, wire: DType) -> u64 {
         2 * u64::from(self.kv_heads * self.head_dim) * wire.size_bytes()
     }
 
@@ -110,20 +109,23 @@ impl Staging {
     }
 }
 
-/// The sender's side of a hand-off.
+/// The sender's side of a hand-off, or of a prefix that it lends.
 pub(super) struct Outgoing {
-    to: HandOff,
-    pages: Vec<u32>,
+    pub(super) to: HandOff,
+    pub(super) pages: Vec<u32>,
     /// Pieces without a verdict.
-    open: u32,
+    pub(super) open: u32,
     handed_over: bool,
     /// When the first piece left.
     started: Option<Seconds>,
+    /// What is still to be sent of a prefix; none for a hand-off, whose pieces are made as they are computed.
+    pub(super) prefix: Option<Prefix>,
 }
 
 impl Outgoing {
-    pub(super) fn new(to: HandOff) -> Self {
-        Outgoing { to, pages: Vec::new(), open: 0, handed_over: false, started: None }
+    /// Of a prompt that is computed here, or of `prefix`, of which the first tokens lie in `pages`.
+    pub(super) fn new(to: HandOff, pages: Vec<u32>, prefix: Option<Prefix>) -> Self {
+        Outgoing { to, pages, open: 0, handed_over: false, started: None, prefix }
     }
 
     /// The prompt is computed and `next` drawn: whom to tell, and what.
@@ -132,9 +134,9 @@ impl Outgoing {
         (self.to.to, ToWorker::HandedOver { request, attempt: self.to.attempt, next })
     }
 
-    /// Only the receiver's word on what was sent is missing.
-    pub(super) fn is_handed_over_to(&self, peer: InstanceId) -> bool {
-        self.handed_over && self.to.to == peer
+    /// Nothing but the word of `peer` on what was sent is missing, or it is the only one who wants it.
+    pub(super) fn ends_with(&self, peer: InstanceId) -> bool {
+        self.to.to == peer && (self.handed_over || self.prefix.is_some())
     }
 
     pub(super) fn started(&self) -> Option<Seconds> {
@@ -143,63 +145,8 @@ impl Outgoing {
 
     /// Nothing of it is read here any more.
     pub(super) fn complete(&self) -> bool {
-        self.handed_over && self.open == 0
-    }
-}
-
-/// The receiver's side.
-pub(super) struct Incoming {
-    sender: InstanceId,
-    pages: Vec<u32>,
-    from: u32,
-    length: u32,
-    layers: u32,
-    /// First tokens and layers of the pieces that landed or were given up.
-    seen: BTreeSet<(u32, u32)>,
-    /// Token-layers in them.
-    settled: u64,
-    /// Leading tokens of which nothing was given up.
-    valid: u32,
-    next: Option<u32>,
-}
-
-impl Incoming {
-    pub(super) fn new(sender: InstanceId, pages: Vec<u32>, from: u32, length: u32, layers: u32) -> Self {
-        let seen = BTreeSet::new();
-        Incoming { sender, pages, from, length, layers, seen, settled: 0, valid: length, next: None }
-    }
-
-    /// Whether this piece is waited for: a sender that has lost count must not disturb the pages.
-    fn awaits(&self, sender: InstanceId, piece: &PieceId) -> bool {
-        let PieceId { layer, first, tokens, .. } = *piece;
-        sender == self.sender
-            && layer < self.layers
-            && first >= self.from
-            && tokens > 0
-            && first.checked_add(tokens).is_some_and(|end| end <= self.length)
-            && !self.seen.contains(&(first, layer))
-    }
-
-    fn settle(&mut self, piece: &PieceId) {
-        self.seen.insert((piece.first, piece.layer));
-        self.settled += u64::from(piece.tokens);
-    }
-
-    pub(super) fn hand_over(&mut self, next: u32) {
-        self.next = Some(next);
-    }
-
-    pub(super) fn lose(&mut self, piece: PieceId) {
-        if self.awaits(self.sender, &piece) {
-            self.settle(&piece);
-            self.valid = self.valid.min(piece.first);
-        }
-    }
-
-    /// The leading tokens whose KV is here, and the next token, once nothing more will come.
-    pub(super) fn complete(&self) -> Option<(u32, u32)> {
-        let expected = u64::from(self.length - self.from) * u64::from(self.layers);
-        (self.settled >= expected).then_some((self.valid, self.next?))
+        let all_sent = self.prefix.as_ref().map_or(self.handed_over, Prefix::is_sent);
+        all_sent && self.open == 0
     }
 }
 
@@ -210,7 +157,7 @@ impl Worker {
         let mut leaving = Vec::new();
         for part in &step.sequences {
             let (start, tokens) = (part.start, part.tokens.len() as u32);
-            if let Some(outgoing) = self.active.get_mut(&part.request).and_then(|a| a.outgoing.as_mut()) {
+            if let Some(outgoing) = self.hand_off(part.request) {
                 outgoing.pages.clone_from(&part.pages);
                 let first = outgoing.to.from.clamp(start, start + tokens);
                 if first < start + tokens {
@@ -223,8 +170,13 @@ impl Worker {
         leaving
     }
 
+    /// What goes on elsewhere once it is computed here.
+    pub(super) fn hand_off(&mut self, request: RequestId) -> Option<&mut Outgoing> {
+        self.outgoing.get_mut(&request).filter(|outgoing| outgoing.prefix.is_none())
+    }
+
     fn wire_of(&self, request: RequestId) -> Option<DType> {
-        Some(self.active.get(&request)?.outgoing.as_ref()?.to.wire)
+        Some(self.outgoing.get(&request)?.to.wire)
     }
 
     /// Commands that gather what leaves of `layer`.
@@ -262,15 +214,20 @@ impl Worker {
 
     /// Cuts a token range into pieces that fit the receiver's slots.
     fn pieces(&self, request: RequestId, first: u32, tokens: u32) -> Vec<(u32, u32)> {
-        let outgoing = self.active.get(&request).and_then(|a| a.outgoing.as_ref());
-        let Some(outgoing) = outgoing else { return Vec::new() };
-        let token_bytes = self.staging.token_bytes(outgoing.to.wire);
-        let most = (outgoing.to.landing.slot_bytes / token_bytes).max(1) as u32;
+        let Some(outgoing) = self.outgoing.get(&request) else { return Vec::new() };
+        let most = self.piece_tokens_max(&outgoing.to);
         (first..first + tokens).step_by(most as usize).map(|at| (at, most.min(first + tokens - at))).collect()
     }
 
-    fn open_piece(&mut self, request: RequestId) {
-        if let Some(outgoing) = self.active.get_mut(&request).and_then(|a| a.outgoing.as_mut()) {
+    /// Tokens of the largest piece that fits a slot there and the staging here.
+    pub(super) fn piece_tokens_max(&self, to: &HandOff) -> u32 {
+        let token_bytes = self.staging.token_bytes(to.wire);
+        let most = (to.landing.slot_bytes / token_bytes).max(1);
+        most.min(u64::from(self.staging.tokens_max)) as u32
+    }
+
+    pub(super) fn open_piece(&mut self, request: RequestId) {
+        if let Some(outgoing) = self.outgoing.get_mut(&request) {
             outgoing.open += 1;
             outgoing.started.get_or_insert(self.env.now());
         }
@@ -283,8 +240,7 @@ impl Worker {
         tokens_cached: u32,
         pages: &[u32],
     ) -> Result<()> {
-        let outgoing = self.active.get_mut(&request).and_then(|a| a.outgoing.as_mut());
-        let Some(outgoing) = outgoing else { return Ok(()) };
+        let Some(outgoing) = self.hand_off(request) else { return Ok(()) };
         outgoing.pages = pages.to_vec();
         let from = outgoing.to.from;
         for layer in 0..self.forward.config().layers {
@@ -298,8 +254,13 @@ impl Worker {
 
     /// Gathers one piece from the pages and sends it.
     async fn gather_and_send(&mut self, request: RequestId, piece: PieceId) -> Result<()> {
-        let Some(active) = self.active.get(&request) else { return Ok(()) };
-        let Some(outgoing) = &active.outgoing else { return Ok(()) };
+        let Some(from) = self.gather(request, &piece)? else { return Ok(()) };
+        self.send_piece(request, piece, &from).await
+    }
+
+    /// One piece from the pages, on the device.
+    pub(super) fn gather(&mut self, request: RequestId, piece: &PieceId) -> Result<Option<Slice>> {
+        let Some(outgoing) = self.outgoing.get(&request) else { return Ok(None) };
         let wire = outgoing.to.wire;
         let slots = self.upload_slots(&outgoing.pages, piece.first, piece.tokens)?;
         let (k_pool, v_pool) = self.forward.pools(piece.layer as usize);
@@ -307,10 +268,10 @@ impl Worker {
         let sig = self.staging.gather_sig(piece.tokens, wire);
         let command = Cmd::new(sig, &[slots, k_pool.clone(), v_pool.clone(), from.clone()])?;
         self.run_now(&[command])?;
-        self.send_piece(request, piece, &from).await
+        Ok(Some(from))
     }
 
-    fn upload_slots(&self, pages: &[u32], first: u32, tokens: u32) -> Result<Slice> {
+    pub(super) fn upload_slots(&self, pages: &[u32], first: u32, tokens: u32) -> Result<Slice> {
         let page_tokens = self.staging.page_tokens;
         let slot = |i: u32| pages[(i / page_tokens) as usize] * page_tokens + i % page_tokens;
         let slots: Vec<u32> = (first..first + tokens).map(slot).collect();
@@ -321,15 +282,28 @@ impl Worker {
 
     /// Reads a piece from the device and begins to send it.
     async fn send_piece(&mut self, request: RequestId, piece: PieceId, from: &Slice) -> Result<()> {
-        let Some(to) = self.active.get(&request).and_then(|a| Some(a.outgoing.as_ref()?.to.clone())) else {
+        let Some(to) = self.outgoing.get(&request).map(|outgoing| outgoing.to.clone()) else {
             return Ok(());
         };
         let Some(slot) = self.credit(&to).await? else {
             self.give_up(request, to.attempt, piece);
             return Ok(());
         };
-        let hash = self.courier.fill(to.to, slot, &*self.device, from)?;
-        let (attempt, bytes, wire) = (to.attempt, from.bytes, to.wire);
+        let device = self.device.clone();
+        self.send_from(request, piece, &to, (slot, from.bytes), &mut |place| device.read(from, place))
+    }
+
+    /// Has `read` fill a free slot, and begins to send it.
+    pub(super) fn send_from(
+        &mut self,
+        request: RequestId,
+        piece: PieceId,
+        to: &HandOff,
+        (slot, bytes): (u32, u64),
+        read: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let hash = self.courier.fill(to.to, slot, bytes, read)?;
+        let HandOff { attempt, wire, .. } = *to;
         let parcel = Parcel { request, attempt, piece, slot, bytes, hash, wire };
         self.courier.send(to.to, parcel, self.env.now());
         self.settle_sends(Duration::ZERO);
@@ -368,8 +342,8 @@ impl Worker {
     }
 
     fn give_up(&mut self, request: RequestId, attempt: u32, piece: PieceId) {
-        let outgoing = self.active.get_mut(&request).and_then(|a| a.outgoing.as_mut());
-        let Some(outgoing) = outgoing.filter(|o| o.to.attempt == attempt) else { return };
+        let outgoing = self.outgoing.get_mut(&request).filter(|o| o.to.attempt == attempt);
+        let Some(outgoing) = outgoing else { return };
         outgoing.open -= 1;
         self.directory.tell(outgoing.to.to, ToWorker::Lost { request, attempt, piece });
         tracing::warn!(request, layer = piece.layer, first = piece.first, "KV is recomputed by the receiver");
@@ -410,57 +384,6 @@ impl Worker {
         }
     }
 
-    /// Takes a piece out of its slot, checks it and puts it into the sequence's pages. Returns the
-    /// request if it still waits for KV.
-    pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<Option<RequestId>> {
-        let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
-        let active = self.active.get(&request).filter(|a| a.job.attempt == attempt);
-        let awaited = active.and_then(|a| a.incoming.as_ref()).is_some_and(|incoming| {
-            incoming.awaits(sender, &piece)
-                && bytes == u64::from(piece.tokens) * self.staging.token_bytes(wire)
-                && bytes <= self.courier.slot_bytes()
-        });
-        let landed = self.staging.landing.clone();
-        let mut written = Ok(());
-        let mut intact = false;
-        let looked = self.courier.look(sender, slot, bytes, &mut |payload| {
-            intact = xxh3_64(payload) == hash;
-            if awaited && intact {
-                written = self.device.write(&landed.range(0, bytes), payload);
-            }
-        });
-        self.directory.tell(sender, ToWorker::Credit { receiver: self.id, slot });
-        written?;
-        if let Err(error) = looked {
-            tracing::warn!(request, %sender, %error, "a peer named a slot that it does not have");
-        }
-        if awaited && intact {
-            self.scatter(request, piece, wire, bytes)?;
-            self.metrics.kv_transfer_bytes.inc_by(bytes);
-        }
-        if !intact {
-            tracing::warn!(request, layer = piece.layer, first = piece.first, "KV arrived corrupt");
-        }
-        self.directory.tell(sender, ToWorker::Verdict { request, attempt, piece, intact });
-        Ok((awaited && intact).then_some(request))
-    }
-
-    /// From the landing buffer into the sequence's pages.
-    fn scatter(&mut self, request: RequestId, piece: PieceId, wire: DType, bytes: u64) -> Result<()> {
-        let PieceId { layer, first, tokens, .. } = piece;
-        let landed = self.staging.landing.range(0, bytes);
-        let incoming = self.active.get(&request).and_then(|a| a.incoming.as_ref());
-        let slots = self.upload_slots(&incoming.expect("checked by the caller").pages, first, tokens)?;
-        let Staging { kv_heads, head_dim, page_tokens, kv, .. } = self.staging;
-        let sig = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire };
-        let (k_pool, v_pool) = self.forward.pools(layer as usize);
-        let command = Cmd::new(sig, &[landed, slots, k_pool.clone(), v_pool.clone()])?;
-        self.run_now(&[command])?;
-        let incoming = self.active.get_mut(&request).and_then(|a| a.incoming.as_mut());
-        incoming.expect("still there").settle(&piece);
-        Ok(())
-    }
-
     /// The receiver's word on a piece: done, or once more.
     pub(super) async fn verdict(
         &mut self,
@@ -469,21 +392,22 @@ impl Worker {
         piece: PieceId,
         intact: bool,
     ) -> Result<()> {
-        let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
-        let Some(outgoing) = active.outgoing.as_mut().filter(|o| o.to.attempt == attempt) else {
-            return Ok(());
-        };
+        let outgoing = self.outgoing.get_mut(&request).filter(|o| o.to.attempt == attempt);
+        let Some(outgoing) = outgoing else { return Ok(()) };
         if intact {
             outgoing.open -= 1;
             return Ok(());
         }
         self.metrics.kv_transfer_retries.inc();
-        if piece.retries + 1 < SENDS_MAX {
-            let piece = PieceId { retries: piece.retries + 1, ..piece };
-            self.gather_and_send(request, piece).await
-        } else {
+        if piece.retries + 1 >= SENDS_MAX {
             self.give_up(request, attempt, piece);
-            Ok(())
+            return Ok(());
         }
+        let piece = PieceId { retries: piece.retries + 1, ..piece };
+        match &mut outgoing.prefix {
+            Some(prefix) => prefix.again(piece),
+            None => self.gather_and_send(request, piece).await?,
+        }
+        Ok(())
     }
 }

@@ -73,6 +73,23 @@ pub(crate) struct HandOff {
     pub(crate) wire: DType,
 }
 
+/// Who sends a part of a prompt's KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Source {
+    /// The instance that has it, or will.
+    pub(crate) holder: InstanceId,
+    /// Leading tokens of which it can send what the receiver lacks.
+    pub(crate) until: u32,
+}
+
+impl Source {
+    /// As far as a prompt of `tokens` tokens can be taken from others: in whole blocks, and one token is computed.
+    pub(crate) fn of(self, tokens: usize, block_tokens: u32) -> Self {
+        let most = (tokens as u32).saturating_sub(1) / block_tokens * block_tokens;
+        Source { until: self.until.min(most), ..self }
+    }
+}
+
 /// Which KV of a request a piece is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PieceId {
@@ -114,6 +131,8 @@ pub(crate) enum ToWorker {
         job: Job,
         /// Where its KV goes, if it is decoded elsewhere.
         hand_off: Option<HandOff>,
+        /// Who has more of its prefix, and was chosen to send it.
+        pull: Option<Source>,
     },
     /// Make room for this prompt's KV.
     Reserve {
@@ -121,6 +140,24 @@ pub(crate) enum ToWorker {
         job: Job,
         /// Who will send it.
         sender: InstanceId,
+    },
+    /// Send the KV of this prompt's first tokens to another instance, as far as it is here.
+    Lend {
+        /// The request.
+        job: Job,
+        /// How many tokens, from the first.
+        until: u32,
+        /// Who wants it, and from where on.
+        to: HandOff,
+    },
+    /// What is sent of a prefix: nothing beyond `until` is waited for.
+    Lent {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// Leading tokens.
+        until: u32,
     },
     /// KV has arrived in a staging slot.
     Landed {
@@ -212,10 +249,12 @@ pub(crate) enum FromWorker {
         /// Where to.
         to: InstanceId,
     },
-    /// A prompt got its blocks.
+    /// A prompt got its blocks, and what others lent of it.
     Admitted {
         /// Whose.
         request: RequestId,
+        /// Of which placement.
+        attempt: u32,
         /// Tokens reused from the cache.
         tokens_cached: u32,
     },

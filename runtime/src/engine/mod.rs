@@ -16,9 +16,12 @@ pub mod events;
 mod handoff;
 mod health;
 mod identity;
+mod incoming;
 pub(crate) mod instance;
+mod lend;
 pub(crate) mod messages;
 mod tiers;
+mod transfers;
 mod worker;
 
 pub use courier::{HandOffLimits, Links};
@@ -63,6 +66,8 @@ pub struct EngineConfig {
     pub flex_deadline: Seconds,
     /// How placements are picked.
     pub policy: Policy,
+    /// Whether an instance may pull a prefix that another one holds, where that is expected to be faster than computing it.
+    pub pull: bool,
     /// What is turned away on arrival.
     pub admission: Admission,
     /// Of policies that draw.
@@ -81,6 +86,7 @@ impl Default for EngineConfig {
             tbt_slo: None,
             flex_deadline: Seconds(600.0),
             policy: Policy::default(),
+            pull: true,
             admission: Admission::default(),
             seed: 0,
             patience: Seconds::ZERO,
@@ -183,6 +189,7 @@ impl CoordinatorParts<'_> {
             policy: limits.policy,
             admission: limits.admission,
             seed: limits.seed,
+            pull: limits.pull,
             ..FleetConfig::new(self.config.kv_bytes_per_token(self.kv), self.config.layers)
         };
         let (handle, submissions) = EngineHandle::channel(limits.requests_max.max(1));

@@ -221,7 +221,7 @@ impl Worker {
     }
 
     /// Brings the leading blocks of `chain` to host memory, as far as they are there and find room.
-    fn lease(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
+    pub(super) fn lease(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
         let below = self.below.as_mut()?;
         let start = self.env.now();
         let before = below.pool.stats().hits_ssd;
@@ -287,7 +287,7 @@ impl Worker {
     }
 
     /// Passes on what the pool says of its tiers, in its order, and counts.
-    fn tell_tiers(&mut self) {
+    pub(super) fn tell_tiers(&mut self) {
         let Some(below) = &mut self.below else { return };
         below.count(&self.device.info().id, &self.metrics);
         let events = below.pool.take_events();

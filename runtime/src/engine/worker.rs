@@ -6,9 +6,10 @@
 
 use super::courier::Courier;
 use super::directory::Directory;
-use super::handoff::{Incoming, LOOK_AFTER_SENDS, Outgoing, Staging};
+use super::handoff::{LOOK_AFTER_SENDS, Outgoing, Staging};
 use super::health::HealthWatch;
-use super::messages::{FromWorker, HandOff, Job, Report, ToWorker};
+use super::incoming::Incoming;
+use super::messages::{FromWorker, HandOff, Job, Report, Source, ToWorker};
 use super::tiers::Below;
 use crate::env::{SharedEnv, yield_now};
 use crate::fleet::RouterId;
@@ -20,7 +21,7 @@ use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, T
 use mixfleet_scheduler::batch::{Action, After, BatchLimits, Event, Instance, RequestId, Sampled, Step};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -35,11 +36,10 @@ const RECORDINGS_MAX: usize = 256;
 pub(super) struct Active {
     pub(super) job: Job,
     /// Prompt and output so far.
-    tokens: Vec<u32>,
-    pub(super) outgoing: Option<Outgoing>,
+    pub(super) tokens: Vec<u32>,
     pub(super) incoming: Option<Incoming>,
-    /// Who will send its KV.
-    sender: Option<InstanceId>,
+    /// Who will send KV of it, and whether that is a prefix only, which the sender lends.
+    pub(super) source: Option<(Source, bool)>,
 }
 
 impl Active {
@@ -55,10 +55,12 @@ pub(super) struct Worker {
     pub(super) device: Arc<dyn Device>,
     pub(super) queue: Box<dyn Queue>,
     pub(super) forward: Forward,
-    machine: Instance,
+    pub(super) machine: Instance,
     /// Decode steps by their key, with and without the choice of the best tokens.
     recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
     pub(super) active: HashMap<RequestId, Active>,
+    /// KV that goes to others, by the request that it is for: at most one each.
+    pub(super) outgoing: HashMap<RequestId, Outgoing>,
     pub(super) staging: Staging,
     /// What keeps the KV that the device gives up.
     pub(super) below: Option<Below>,
@@ -116,6 +118,7 @@ impl Worker {
             machine: Instance::new(parts.limits),
             recorded: HashMap::new(),
             active: HashMap::new(),
+            outgoing: HashMap::new(),
             staging: parts.staging,
             below: parts.below,
             courier: parts.courier,
@@ -148,6 +151,7 @@ impl Worker {
             while let Some(message) = self.deferred.pop_front().or_else(|| self.inbox.try_recv().ok()) {
                 self.handle(message).await?;
             }
+            self.send_lent()?;
             let ran = self.turn().await?;
             self.settle_sends(Duration::ZERO);
             if ran || !self.deferred.is_empty() {
@@ -169,32 +173,39 @@ impl Worker {
 
     async fn handle(&mut self, message: ToWorker) -> Result<()> {
         match message {
-            ToWorker::Add { job, hand_off } => self.add(job, hand_off),
+            ToWorker::Add { job, hand_off, pull } => self.add(job, hand_off, pull),
+            ToWorker::Lend { job, until, to } => self.lend(&job, until, to),
+            ToWorker::Lent { request, attempt, until } => {
+                if let Some(incoming) = self.incoming(request, attempt) {
+                    incoming.shorten(until);
+                    self.settle_incoming(request).await?;
+                }
+            }
             ToWorker::Reserve { job, sender } => self.reserve(job, sender),
             ToWorker::Landed { sender, parcel } => {
                 if let Some(request) = self.receive(sender, parcel)? {
-                    self.settle_incoming(request);
+                    self.settle_incoming(request).await?;
                 }
             }
             ToWorker::Credit { receiver, slot } => self.courier.give_slot(receiver, slot),
-            ToWorker::PeerDown { peer } => self.peer_down(peer),
+            ToWorker::PeerDown { peer } => self.peer_down(peer).await?,
             ToWorker::Lost { request, attempt, piece } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
                     incoming.lose(piece);
-                    self.settle_incoming(request);
+                    self.settle_incoming(request).await?;
                 }
             }
             ToWorker::HandedOver { request, attempt, next } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
                     incoming.hand_over(next);
-                    self.settle_incoming(request);
+                    self.settle_incoming(request).await?;
                 }
             }
             ToWorker::Verdict { request, attempt, piece, intact } => {
                 self.verdict(request, attempt, piece, intact).await?;
                 self.settle_outgoing(request);
             }
-            ToWorker::Settle { request } => self.settle_incoming(request),
+            ToWorker::Settle { request } => self.settle_incoming(request).await?,
             ToWorker::Cancel { request } => self.cancel(request),
             ToWorker::Inspect(answer) => {
                 let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
@@ -202,9 +213,8 @@ impl Worker {
                 let _ = answer.send([(self.id, device.chain(below).collect())].into());
             }
             ToWorker::Abandon { router } => {
-                let its = self.active.keys().copied().filter(|&request| RouterId::of(request) == router);
-                let mut its: Vec<RequestId> = its.collect();
-                its.sort_unstable();
+                let all = self.active.keys().chain(self.outgoing.keys()).copied();
+                let its: BTreeSet<RequestId> = all.filter(|&id| RouterId::of(id) == router).collect();
                 its.into_iter().for_each(|request| self.cancel(request));
             }
         }
@@ -213,30 +223,33 @@ impl Worker {
 
     fn cancel(&mut self, request: RequestId) {
         self.active.remove(&request);
+        self.outgoing.remove(&request);
         self.machine_step(Event::Cancel { request });
     }
 
-    fn add(&mut self, job: Job, hand_off: Option<HandOff>) {
+    fn add(&mut self, job: Job, hand_off: Option<HandOff>, pull: Option<Source>) {
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         let Job { request, due, hasher, .. } = job;
         let (gives_way, tokens) = (job.gives_way(), job.tokens());
-        let outgoing = hand_off.map(Outgoing::new);
-        let active = Active { job, tokens: tokens.clone(), outgoing, incoming: None, sender: None };
-        self.active.insert(request, active);
-        self.machine_step(Event::Add { request, due, gives_way, tokens, hasher, after });
+        if let Some(to) = hand_off {
+            self.outgoing.insert(request, Outgoing::new(to, Vec::new(), None));
+        }
+        let source = pull.map(|source| (source.of(tokens.len(), self.staging.page_tokens), true));
+        let pulls = source.map_or(0, |(source, _)| source.until);
+        self.active.insert(request, Active { job, tokens: tokens.clone(), incoming: None, source });
+        self.machine_step(Event::Add { request, due, gives_way, tokens, hasher, pulls, after });
     }
 
     fn reserve(&mut self, job: Job, sender: InstanceId) {
         let Job { request, due, hasher, .. } = job;
         let (gives_way, tokens) = (job.gives_way(), job.tokens());
-        let sender = Some(sender);
-        let active = Active { job, tokens: tokens.clone(), outgoing: None, incoming: None, sender };
-        self.active.insert(request, active);
+        let source = Some((Source { holder: sender, until: tokens.len() as u32 }, false));
+        self.active.insert(request, Active { job, tokens: tokens.clone(), incoming: None, source });
         self.machine_step(Event::Reserve { request, due, gives_way, tokens, hasher });
     }
 
     /// For events that change state but never ask for work.
-    fn machine_step(&mut self, event: Event) {
+    pub(super) fn machine_step(&mut self, event: Event) {
         let mut actions = Vec::new();
         self.machine.step(event, &mut actions);
         for action in actions {
@@ -271,13 +284,16 @@ impl Worker {
                     ran = true;
                 }
                 Action::Admitted { request, tokens_cached, pages } => {
-                    self.report(FromWorker::Admitted { request, tokens_cached });
-                    self.send_cached(request, tokens_cached, &pages).await?;
+                    self.admitted(request, tokens_cached, &pages).await?;
                 }
                 Action::Reserved { request, tokens_cached, pages } => {
                     self.await_kv(request, tokens_cached, pages)?;
                 }
+                Action::Lent { .. } => unreachable!("asked for by `lend`, which takes it"),
                 Action::Revoked { request } => {
+                    if self.hand_off(request).is_some() {
+                        self.outgoing.remove(&request);
+                    }
                     let attempt = self.active.remove(&request).map_or(0, |active| active.job.attempt);
                     self.report(FromWorker::Revoked { request, attempt });
                 }
@@ -296,17 +312,17 @@ impl Worker {
         Ok(ran)
     }
 
-    /// A sequence has its blocks: its KV may come.
-    fn await_kv(&mut self, request: RequestId, tokens_cached: u32, pages: Vec<u32>) -> Result<()> {
-        let layers = self.forward.config().layers;
-        let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
-        let Some(sender) = active.sender else { return Ok(()) };
-        let length = active.tokens.len() as u32;
-        active.incoming = Some(Incoming::new(sender, pages, tokens_cached, length, layers));
-        let attempt = active.job.attempt;
-        let landing = self.courier.landing(sender)?.clone();
-        self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
-        Ok(())
+    /// A sequence has its blocks and is computed from `tokens_cached` on.
+    pub(super) async fn admitted(
+        &mut self,
+        request: RequestId,
+        tokens_cached: u32,
+        pages: &[u32],
+    ) -> Result<()> {
+        if let Some(active) = self.active.get(&request) {
+            self.report(FromWorker::Admitted { request, attempt: active.job.attempt, tokens_cached });
+        }
+        self.send_cached(request, tokens_cached, pages).await
     }
 
     /// Runs one forward pass; the KV of handed-off prompts leaves layer by layer meanwhile.
@@ -480,14 +496,16 @@ impl Worker {
 
     /// A finished request leaves; a handed-off one goes on at its receiver.
     fn after_draw(&mut self, request: RequestId, next: Option<u32>) {
-        let outgoing = self.active.get_mut(&request).and_then(|a| a.outgoing.as_mut());
-        match (outgoing, next) {
+        match (self.hand_off(request), next) {
             (Some(outgoing), Some(next)) => {
                 let (to, message) = outgoing.hand_over(request, next);
                 self.directory.tell(to, message);
                 self.settle_outgoing(request);
             }
-            (_, None) => {
+            (handed_off, None) => {
+                if handed_off.is_some() {
+                    self.outgoing.remove(&request);
+                }
                 self.active.remove(&request);
                 // Frees the blocks of a hand-off that ended with its first token.
                 self.machine_step(Event::Release { request });
@@ -496,50 +514,35 @@ impl Worker {
         }
     }
 
-    /// A receiver's sequence joins the batch when all of its KV is there.
-    fn settle_incoming(&mut self, request: RequestId) {
-        let Some(active) = self.active.get_mut(&request) else { return };
-        let Some((tokens_valid, next)) = active.incoming.as_ref().and_then(Incoming::complete) else {
-            return;
-        };
-        let length = active.tokens.len() as u32;
-        active.incoming = None;
-        active.tokens.push(next);
-        if tokens_valid < length {
-            self.metrics.kv_transfer_recomputes.inc();
-        }
-        self.machine_step(Event::Landed { request, tokens_valid, next: Some(next) });
-        self.report(FromWorker::Joined { request });
-    }
-
     /// A sender's blocks are released when the receiver has confirmed all pieces.
     pub(super) fn settle_outgoing(&mut self, request: RequestId) {
-        let outgoing = self.active.get(&request).and_then(|a| a.outgoing.as_ref());
-        if outgoing.is_some_and(Outgoing::complete) {
-            if let Some(started) = outgoing.and_then(Outgoing::started) {
-                self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
-            }
+        let Some(outgoing) = self.outgoing.get(&request).filter(|o| o.complete()) else { return };
+        if let Some(started) = outgoing.started() {
+            self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
+        }
+        self.end_outgoing(request);
+    }
+
+    /// Nothing of it is sent any more.
+    pub(super) fn end_outgoing(&mut self, request: RequestId) {
+        let Some(outgoing) = self.outgoing.remove(&request) else { return };
+        if outgoing.prefix.is_some() {
+            self.machine_step(Event::Unlend { request });
+        } else {
             self.active.remove(&request);
             self.machine_step(Event::Release { request });
         }
     }
 
-    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed anew.
-    fn peer_down(&mut self, peer: InstanceId) {
+    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed anew. What it lends does not
+    /// come.
+    async fn peer_down(&mut self, peer: InstanceId) -> Result<()> {
         self.courier.forget(peer);
-        let left = |a: &Active| a.outgoing.as_ref().is_some_and(|o| o.is_handed_over_to(peer));
-        let its = self.active.iter().filter(|(_, a)| left(a)).map(|(&request, _)| request);
+        let its = self.outgoing.iter().filter(|(_, o)| o.ends_with(peer)).map(|(&request, _)| request);
         let mut its: Vec<RequestId> = its.collect();
         its.sort_unstable();
-        for request in its {
-            self.active.remove(&request);
-            self.machine_step(Event::Release { request });
-        }
-    }
-
-    fn incoming(&mut self, request: RequestId, attempt: u32) -> Option<&mut Incoming> {
-        let active = self.active.get_mut(&request)?;
-        if active.job.attempt != attempt { None } else { active.incoming.as_mut() }
+        its.into_iter().for_each(|request| self.end_outgoing(request));
+        self.lender_down(peer).await
     }
 
     /// Waits for a command list of its own; for copies outside a step.

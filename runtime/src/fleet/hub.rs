@@ -413,9 +413,13 @@ impl ToWorker {
         match self {
             ToWorker::Landed { sender, .. } => instances.contains(sender),
             ToWorker::Credit { receiver, .. } => instances.contains(receiver),
-            ToWorker::Lost { .. } | ToWorker::HandedOver { .. } | ToWorker::Verdict { .. } => true,
+            ToWorker::Lost { .. }
+            | ToWorker::Lent { .. }
+            | ToWorker::HandedOver { .. }
+            | ToWorker::Verdict { .. } => true,
             ToWorker::Add { .. }
             | ToWorker::Reserve { .. }
+            | ToWorker::Lend { .. }
             | ToWorker::Settle { .. }
             | ToWorker::Cancel { .. }
             | ToWorker::Abandon { .. }

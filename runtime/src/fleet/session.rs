@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 
 /// Version of everything below. Processes of different ones do not work together.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// Bits of a request's id that are the router's own count.
 const COUNT_BITS: u32 = 48;

@@ -226,6 +226,11 @@ impl Fleet {
         (self.metrics.kv_transfer_retries.get(), self.metrics.kv_transfer_recomputes.get())
     }
 
+    /// Prompt tokens whose KV one instance lent another.
+    pub(crate) fn pulled(&self) -> u64 {
+        self.metrics.kv_pulled_tokens.get()
+    }
+
     /// Share of the blocks in use, as last reported.
     pub(crate) fn usage_of(&self, member: usize) -> f64 {
         usage(&self.metrics, member)

@@ -39,21 +39,34 @@ pub(crate) fn checkpoint() -> Checkpoint {
     tiny_variants().remove(0).1.load().unwrap()
 }
 
-/// Requests of mixed lengths, some with common prefixes, and what they must give.
-pub(crate) fn cases(checkpoint: &Checkpoint, count: usize) -> Vec<Arc<Case>> {
+/// What one client asks in turn: each prompt is all that was said before and some more.
+pub(crate) type Talk = Arc<[Case]>;
+
+/// Requests of mixed lengths, some with common prefixes, every other one with a second turn, and what they must give.
+pub(crate) fn talks(checkpoint: &Checkpoint, count: usize) -> Vec<Talk> {
     let mut rng = Stream::new(5);
     let family = prompt(60, 2000, &checkpoint.config);
-    let case = |_| {
-        let mut prompt = family[..rng.below(60) as usize].to_vec();
-        let own = 1 + rng.below(20);
-        prompt.extend((0..own).map(|_| rng.below(u64::from(checkpoint.config.vocab)) as u32));
+    let turn = |rng: &mut Stream, said: &[u32], more: u64, answer: u64| {
+        let own = (0..1 + rng.below(more)).map(|_| rng.below(u64::from(checkpoint.config.vocab)) as u32);
+        let prompt: Vec<u32> = said.iter().copied().chain(own).collect();
         let device =
             TimeOnlyDevice::new("device0", profile(1e12), Arc::new(VirtualClock::default())).unwrap();
         let alone = Fleet::new(checkpoint.clone()).with_device(Role::Auto, Arc::new(device));
-        let expected = alone.run_one(&SeededEnv::new(1), prompt.clone(), 1 + rng.below(24) as u32).tokens;
-        Arc::new(Case { prompt, expected })
+        let tokens = 1 + rng.below(answer) as u32;
+        let expected = alone.run_one(&SeededEnv::new(1), prompt.clone(), tokens).tokens;
+        Case { prompt, expected }
     };
-    (0..count).map(case).collect()
+    let talk = |at: usize| {
+        let shared = rng.below(60) as usize;
+        let first = turn(&mut rng, &family[..shared], 20, 24);
+        if at.is_multiple_of(2) {
+            return Arc::from([first]);
+        }
+        let said = [&first.prompt[..], &first.expected].concat();
+        let second = turn(&mut rng, &said, 4, 12);
+        Arc::from([first, second])
+    };
+    (0..count).map(talk).collect()
 }
 
 fn profile(flops: f64) -> DeviceProfile {
@@ -366,9 +379,18 @@ impl World {
         }
     }
 
-    /// A client: asks any router, and another one if that is gone, until it has an answer or an error.
-    async fn client(self, at: usize, case: Arc<Case>) {
+    /// A client that comes some time, and goes on when it has its answer.
+    async fn client(self, at: usize, talk: Talk) {
         self.env.sleep(self.span(0.5)).await;
+        for case in &*talk {
+            if !self.ask(at, case).await {
+                return;
+            }
+        }
+    }
+
+    /// Asks any router, and another one if that is gone, until there is an answer, or an error: then false.
+    async fn ask(&self, at: usize, case: &Case) -> bool {
         for turn in 0..200u32 {
             if turn > 0 {
                 self.state().outcome.asked_again += 1;
@@ -419,12 +441,12 @@ impl World {
                         let mut state = self.state();
                         state.outcome.right += 1;
                         state.outcome.answered_ns += (now.0 * 1e9) as u64;
-                        return;
+                        return true;
                     }
                     Update::Failed(_) => {
                         assert!(updates.recv().await.is_none(), "{:?}: request {at} ended twice", self.env);
                         self.state().outcome.errors += 1;
-                        return;
+                        return false;
                     }
                 }
             }
@@ -449,7 +471,7 @@ impl World {
 }
 
 /// One history.
-pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcome {
+pub(crate) fn run(workload: &Workload, talks: &[Talk], seed: u64) -> Outcome {
     let env = SeededEnv::with_blocking_workers(seed);
     let world = World {
         env: env.clone(),
@@ -459,7 +481,7 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
         metrics: Metrics::new(),
         state: Arc::default(),
     };
-    let (workload, cases) = (workload.clone(), cases.to_vec());
+    let (workload, talks) = (workload.clone(), talks.to_vec());
     let outcome = env.run(async move {
         for _ in 0..workload.routers {
             world.start_router();
@@ -469,9 +491,9 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
         }
         let mut clients = Vec::new();
         for at in 0..workload.requests {
-            let case = cases[world.below(cases.len() as u64) as usize].clone();
+            let talk = talks[world.below(talks.len() as u64) as usize].clone();
             let (done, ends) = tokio::sync::oneshot::channel::<()>();
-            let client = world.clone().client(at, case);
+            let client = world.clone().client(at, talk);
             world.env.spawn(Box::pin(async move {
                 client.await;
                 let _ = done.send(());
@@ -504,6 +526,7 @@ pub(crate) fn run(workload: &Workload, cases: &[Arc<Case>], seed: u64) -> Outcom
         outcome.fences = fences as u64;
         world.count_tiers(&mut outcome);
         outcome.retries = world.metrics.kv_transfer_retries.get();
+        outcome.pulled_tokens = world.metrics.kv_pulled_tokens.get();
         outcome.recomputes = world.metrics.kv_transfer_recomputes.get();
         // What still runs gets the time to end: threads and memory of thousands of worlds add up.
         let ended = {

@@ -87,6 +87,7 @@ pub(crate) struct Outcome {
     pub(crate) retries: u64,
     pub(crate) recomputes: u64,
     pub(crate) fences: u64,
+    pub(crate) pulled_tokens: u64,
     pub(crate) dram_hits: u64,
     pub(crate) ssd_hits: u64,
     pub(crate) bad_blocks: u64,
@@ -106,6 +107,7 @@ impl Outcome {
         self.retries += other.retries;
         self.recomputes += other.recomputes;
         self.fences += other.fences;
+        self.pulled_tokens += other.pulled_tokens;
         self.dram_hits += other.dram_hits;
         self.ssd_hits += other.ssd_hits;
         self.bad_blocks += other.bad_blocks;

@@ -54,7 +54,8 @@ impl Instance {
         let mut seen = None;
         while let Some(place) = order::next(&self.waiting, seen) {
             seen = Some(place);
-            let computes = self.sequences[&place.request].after.is_some();
+            let sequence = &self.sequences[&place.request];
+            let computes = sequence.after.is_some() && sequence.pulls == 0;
             if computes && room.left_for(place) == 0 {
                 continue;
             }

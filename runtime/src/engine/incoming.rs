@@ -1,0 +1,199 @@
+//! The receiver's side of a hand-off, and of a prefix that another instance lends: pieces are waited for, checked and put into the
+//! sequence's pages.
+
+use super::handoff::Staging;
+use super::messages::{FromWorker, Parcel, PieceId, Source, ToWorker};
+use super::worker::Worker;
+use mixfleet_hal::{Cmd, DType, OpSig, Result};
+use mixfleet_scheduler::batch::{Action, Event, RequestId};
+use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::kv::Tier;
+use std::collections::BTreeSet;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// KV that is waited for.
+pub(super) struct Incoming {
+    sender: InstanceId,
+    /// The rest of the prompt is computed here; else the sequence decodes here.
+    lent: bool,
+    pages: Vec<u32>,
+    from: u32,
+    length: u32,
+    layers: u32,
+    /// First tokens and layers of the pieces that landed or were given up.
+    seen: BTreeSet<(u32, u32)>,
+    /// Token-layers in them.
+    settled: u64,
+    /// Leading tokens of which nothing was given up.
+    valid: u32,
+    next: Option<u32>,
+}
+
+impl Incoming {
+    fn new(source: Source, lent: bool, pages: Vec<u32>, from: u32, layers: u32) -> Self {
+        let Source { holder: sender, until: length } = source;
+        let (seen, valid) = (BTreeSet::new(), length);
+        Incoming { sender, lent, pages, from, length, layers, seen, settled: 0, valid, next: None }
+    }
+
+    /// Of a prefix that is lent nothing beyond `until` tokens is waited for.
+    pub(super) fn shorten(&mut self, until: u32) {
+        if self.lent {
+            self.length = self.length.min(until).max(self.from);
+            self.valid = self.valid.min(self.length);
+        }
+    }
+
+    /// A prefix that `peer` lends.
+    pub(super) fn is_lent_by(&self, peer: InstanceId) -> bool {
+        self.lent && self.sender == peer
+    }
+
+    /// Whether this piece is waited for: a sender that has lost count must not disturb the pages.
+    fn awaits(&self, sender: InstanceId, piece: &PieceId) -> bool {
+        let PieceId { layer, first, tokens, .. } = *piece;
+        sender == self.sender
+            && layer < self.layers
+            && first >= self.from
+            && tokens > 0
+            && first.checked_add(tokens).is_some_and(|end| end <= self.length)
+            && !self.seen.contains(&(first, layer))
+    }
+
+    fn settle(&mut self, piece: &PieceId) {
+        self.seen.insert((piece.first, piece.layer));
+        self.settled += u64::from(piece.tokens);
+    }
+
+    pub(super) fn hand_over(&mut self, next: u32) {
+        self.next = Some(next);
+    }
+
+    pub(super) fn lose(&mut self, piece: PieceId) {
+        if self.awaits(self.sender, &piece) {
+            self.settle(&piece);
+            self.valid = self.valid.min(piece.first);
+        }
+    }
+
+    /// The leading tokens whose KV is here, and the next token of a hand-off, once nothing more will come.
+    fn complete(&self) -> Option<(u32, Option<u32>)> {
+        let expected = u64::from(self.length - self.from) * u64::from(self.layers);
+        (self.settled >= expected && (self.lent || self.next.is_some())).then_some((self.valid, self.next))
+    }
+}
+
+impl Worker {
+    /// A sequence has its blocks: its KV may come.
+    pub(super) fn await_kv(&mut self, request: RequestId, tokens_cached: u32, pages: Vec<u32>) -> Result<()> {
+        let layers = self.forward.config().layers;
+        let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
+        let Some((source, lent)) = active.source else { return Ok(()) };
+        active.incoming = Some(Incoming::new(source, lent, pages, tokens_cached, layers));
+        let attempt = active.job.attempt;
+        let landing = self.courier.landing(source.holder)?.clone();
+        self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
+        Ok(())
+    }
+
+    /// Takes a piece out of its slot, checks it and puts it into the sequence's pages. Returns the
+    /// request if it still waits for KV.
+    pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<Option<RequestId>> {
+        let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
+        let active = self.active.get(&request).filter(|a| a.job.attempt == attempt);
+        let awaited = active.and_then(|a| a.incoming.as_ref()).is_some_and(|incoming| {
+            incoming.awaits(sender, &piece)
+                && bytes == u64::from(piece.tokens) * self.staging.token_bytes(wire)
+                && bytes <= self.courier.slot_bytes()
+        });
+        let landed = self.staging.landing.clone();
+        let mut written = Ok(());
+        let mut intact = false;
+        let looked = self.courier.look(sender, slot, bytes, &mut |payload| {
+            intact = xxh3_64(payload) == hash;
+            if awaited && intact {
+                written = self.device.write(&landed.range(0, bytes), payload);
+            }
+        });
+        self.directory.tell(sender, ToWorker::Credit { receiver: self.id, slot });
+        written?;
+        if let Err(error) = looked {
+            tracing::warn!(request, %sender, %error, "a peer named a slot that it does not have");
+        }
+        if awaited && intact {
+            self.scatter(request, piece, wire, bytes)?;
+            self.metrics.kv_transfer_bytes.inc_by(bytes);
+        }
+        if !intact {
+            tracing::warn!(request, layer = piece.layer, first = piece.first, "KV arrived corrupt");
+        }
+        self.directory.tell(sender, ToWorker::Verdict { request, attempt, piece, intact });
+        Ok((awaited && intact).then_some(request))
+    }
+
+    /// From the landing buffer into the sequence's pages.
+    fn scatter(&mut self, request: RequestId, piece: PieceId, wire: DType, bytes: u64) -> Result<()> {
+        let PieceId { layer, first, tokens, .. } = piece;
+        let landed = self.staging.landing.range(0, bytes);
+        let incoming = self.active.get(&request).and_then(|a| a.incoming.as_ref());
+        let slots = self.upload_slots(&incoming.expect("checked by the caller").pages, first, tokens)?;
+        let Staging { kv_heads, head_dim, page_tokens, kv, .. } = self.staging;
+        let sig = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire };
+        let (k_pool, v_pool) = self.forward.pools(layer as usize);
+        let command = Cmd::new(sig, &[landed, slots, k_pool.clone(), v_pool.clone()])?;
+        self.run_now(&[command])?;
+        let incoming = self.active.get_mut(&request).and_then(|a| a.incoming.as_mut());
+        incoming.expect("still there").settle(&piece);
+        Ok(())
+    }
+
+    /// A sequence joins the batch when all of its KV is there that will come.
+    pub(super) async fn settle_incoming(&mut self, request: RequestId) -> Result<()> {
+        let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
+        let Some(incoming) = &active.incoming else { return Ok(()) };
+        let Some((tokens_valid, next)) = incoming.complete() else { return Ok(()) };
+        if tokens_valid < incoming.length {
+            self.metrics.kv_transfer_recomputes.inc();
+        }
+        if incoming.lent {
+            self.metrics.kv_pulled_tokens.inc_by(u64::from(tokens_valid.saturating_sub(incoming.from)));
+        }
+        active.incoming = None;
+        active.tokens.extend(next);
+        let mut actions = Vec::new();
+        self.machine.step(Event::Landed { request, tokens_valid, next }, &mut actions);
+        if next.is_some() {
+            self.report(FromWorker::Joined { request });
+        }
+        for action in actions {
+            match action {
+                Action::Stored(hashes) => self.report(FromWorker::Stored { tier: Tier::Device, hashes }),
+                Action::Admitted { request, tokens_cached, pages } => {
+                    self.admitted(request, tokens_cached, &pages).await?;
+                }
+                other => unreachable!("KV that lands asks for nothing else: {other:?}"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing more comes of prefixes that `peer` lends.
+    pub(super) async fn lender_down(&mut self, peer: InstanceId) -> Result<()> {
+        let lent = self.active.iter_mut().filter_map(|(&request, active)| {
+            let incoming = active.incoming.as_mut().filter(|incoming| incoming.is_lent_by(peer))?;
+            incoming.shorten(0);
+            Some(request)
+        });
+        let mut its: Vec<RequestId> = lent.collect();
+        its.sort_unstable();
+        for request in its {
+            self.settle_incoming(request).await?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn incoming(&mut self, request: RequestId, attempt: u32) -> Option<&mut Incoming> {
+        let active = self.active.get_mut(&request)?;
+        if active.job.attempt != attempt { None } else { active.incoming.as_mut() }
+    }
+}

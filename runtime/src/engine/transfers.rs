@@ -1,0 +1,87 @@
+//! The coordinator's part in KV that goes from one instance to another.
+//!
+//! A hand-off: the decode instance has made room, and the prompt begins. A pull: the prefill instance has made room, and what another one holds of
+//! the prefix is asked for; whatever goes wrong on the way, the prefill instance is told not to wait and computes the rest.
+
+use super::coordinator::{Running, Tracked};
+use super::handoff::wire_dtype;
+use super::messages::{HandOff, Landing, Source, ToWorker};
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::fleet::{Event, Explanation, InstanceId, Pull};
+
+/// What a placement says of a pull: the tokens that it takes follow those that the prefill instance has itself.
+pub(super) fn source(pull: Option<Pull>, explanation: &Explanation) -> Option<Source> {
+    let Pull { from: holder, tokens } = pull?;
+    let own = explanation.chosen()?.terms.as_ref()?.cached_tokens;
+    Some(Source { holder, until: own + tokens })
+}
+
+impl Running {
+    /// `instance` has room for a request, and its own KV ends at `tokens_cached`.
+    pub(super) fn reserved(
+        &mut self,
+        instance: InstanceId,
+        request: RequestId,
+        attempt: u32,
+        tokens_cached: u32,
+        landing: Landing,
+    ) {
+        let Some(tracked) = self.requests.get(&request).filter(|t| t.attempt == attempt) else { return };
+        if instance == tracked.prefill {
+            return self.ask_holder(request, tokens_cached, landing);
+        }
+        let known = |id| self.parts.instances.get(id);
+        let (Some(sender), Some(receiver)) = (known(&tracked.prefill), known(&tracked.decode)) else {
+            return;
+        };
+        let hand_off = HandOff {
+            attempt,
+            from: tokens_cached,
+            to: tracked.decode,
+            landing,
+            wire: wire_dtype(sender.kv, receiver.kv),
+        };
+        let (job, pull) = (self.job(request, tracked.prefill), tracked.pull);
+        self.send(tracked.prefill, ToWorker::Add { job, hand_off: Some(hand_off), pull });
+    }
+
+    /// What was on its way there is placed anew.
+    pub(super) fn link_down(&mut self, from: InstanceId, to: InstanceId) {
+        self.fleet_step(Event::LinkDown { from, to });
+        // A lender without a way back gets no slot.
+        self.pulls_lost(|holder, prefill| (holder, prefill) == (from, to) || (prefill, holder) == (from, to));
+        let under_way = |t: &Tracked| t.prefill == from && t.decode == to && !t.joined;
+        let its = self.requests.iter().filter(|(_, t)| under_way(t)).map(|(&request, _)| request);
+        for request in its.collect::<Vec<RequestId>>() {
+            self.fleet_step(Event::Cancelled { request });
+            self.replay(request);
+        }
+    }
+
+    /// The prefill instance has room, and its own KV ends at `from`.
+    fn ask_holder(&self, request: RequestId, from: u32, landing: Landing) {
+        let Tracked { pull, prefill, attempt, .. } = self.requests[&request];
+        let Some(Source { holder, until }) = pull else { return self.end_pull(request) };
+        let kv = |id| self.parts.instances.get(&id).map(|instance| instance.kv);
+        let (Some(sender), Some(receiver)) = (kv(holder), kv(prefill)) else { return self.end_pull(request) };
+        let wire = wire_dtype(sender, receiver);
+        let to = HandOff { attempt, from, to: prefill, landing, wire };
+        self.send(holder, ToWorker::Lend { job: self.job(request, holder), until, to });
+    }
+
+    /// Nothing will come: the prefill instance need not wait.
+    fn end_pull(&self, request: RequestId) {
+        let Tracked { prefill, attempt, .. } = self.requests[&request];
+        self.send(prefill, ToWorker::Lent { request, attempt, until: 0 });
+    }
+
+    /// Pulls that `lost` names by holder and receiver will not end by themselves.
+    pub(super) fn pulls_lost(&mut self, lost: impl Fn(InstanceId, InstanceId) -> bool) {
+        let is_lost = |t: &Tracked| t.pull.is_some_and(|Source { holder, .. }| lost(holder, t.prefill));
+        let its = self.requests.iter().filter(|(_, t)| is_lost(t)).map(|(&request, _)| request);
+        for request in its.collect::<Vec<RequestId>>() {
+            self.requests.get_mut(&request).expect("just found").pull = None;
+            self.end_pull(request);
+        }
+    }
+}
