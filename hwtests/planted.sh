@@ -28,11 +28,11 @@ plant() {
     printf 'planted: %s: found, %s\n' "'$1'" "$(printf '%s\n' "$found" | grep -o 'seed [0-9]* ([a-z ]*)' | head -n 1)"
 }
 
-plant "the hash of KV that arrives is not compared" runtime/src/engine/handoff.rs \
+plant "the hash of KV that arrives is not compared" runtime/src/engine/incoming.rs \
     's/intact = xxh3_64(payload) == hash;/let _ = hash; intact = true;/'
 plant "a transport writes under epochs that have ended" backends/wire/src/memory.rs \
     's/grant.filter(|(epoch, _)| \*epoch == self.epoch)/grant.or(Some((0, Access::ReadWrite)))/'
 plant "the pool serves a block from disk without comparing its checksum" runtime/src/pool/check.rs \
     's/if digest != actual.to_le_bytes() {/if digest.is_empty() {/'
 plant "nobody tells senders that a receiver is gone" runtime/src/engine/worker.rs \
-    's/ToWorker::PeerDown { peer } => self.peer_down(peer),/ToWorker::PeerDown { .. } => {}/'
+    's/ToWorker::PeerDown { peer } => self.peer_down(peer).await?,/ToWorker::PeerDown { .. } => {}/'

@@ -232,6 +232,9 @@ pub(crate) struct FrontArgs {
     pub(crate) flex_deadline_s: f64,
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
+    /// Compute prefixes that other devices hold, even where sending them is faster
+    #[arg(long)]
+    pub(crate) no_pull: bool,
     /// Requests in work, at most [default: 512]
     #[arg(long, value_name = "N", default_value = "512", hide_default_value = true)]
     pub(crate) requests: std::num::NonZeroUsize,

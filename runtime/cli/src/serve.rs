@@ -12,7 +12,7 @@ use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{EngineHandle, Sampling};
-use mixfleet_scheduler::fleet::{Policy, Role};
+use mixfleet_scheduler::fleet::Role;
 use mixfleet_sim::simulate::Choices;
 use std::fs::File;
 use std::io::{BufWriter, IsTerminal};
@@ -183,17 +183,13 @@ pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
 /// The bounds that the flags set.
 pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
     let Choices { policy, admission, seed } = args.scheduling.choices()?;
-    if matches!(policy, Policy::KvcacheCentric { .. }) {
-        tracing::warn!(
-            "prefixes are not pulled from one device to another: what kvcache-centric would pull is recomputed"
-        );
-    }
     Ok(EngineConfig {
         requests_max: args.requests.get(),
         ttft_slo: args.ttft_slo.map(Seconds),
         tbt_slo: args.tbt_slo.map(Seconds),
         flex_deadline: Seconds(args.flex_deadline_s),
         policy,
+        pull: !args.no_pull,
         admission,
         seed,
         ..EngineConfig::default()

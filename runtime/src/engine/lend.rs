@@ -59,7 +59,7 @@ impl Worker {
         let mut tokens = job.tokens();
         tokens.truncate(until as usize);
         let mut actions = Vec::new();
-        let hasher = job.hasher.clone();
+        let hasher = job.hasher;
         self.machine.step(Event::Lend { request, tokens: tokens.clone(), hasher }, &mut actions);
         let Some(Action::Lent { pages, .. }) = actions.pop() else {
             unreachable!("what is asked for is lent")
