@@ -110,7 +110,7 @@ fn pieces_that_break_are_sent_again_or_computed() {
     for (seed, fault) in (10..).zip([Fault::BitFlip, Fault::Fail, Fault::Drop, Fault::Hang]) {
         for probability in [0.2, 0.7] {
             // The links are measured first.
-            let rules = vec![Rule { fault: fault.clone(), probability, from: 20, until: None }];
+            let rules = vec![Rule { fault, probability, from: 20, until: None }];
             let fleet = pair(&checkpoint).faults(FaultPlan { seed, rules });
             let fleet = fleet.hand_off_timeout(Duration::from_millis(50));
             converse(&fleet, &SeededEnv::new(seed), &talks);
