@@ -71,6 +71,9 @@ pub(crate) struct WorkerArgs {
     /// KV may go over RDMA, in the clear: nobody else can read or send on its network
     #[arg(long)]
     trusted_fabric: bool,
+    /// NICs for RDMA, the nearest first [default: all]
+    #[arg(long, value_name = "NAME,NAME", value_delimiter = ',', requires = "trusted_fabric")]
+    rdma_devices: Vec<String>,
     /// Log as JSON lines
     #[arg(long)]
     json: bool,

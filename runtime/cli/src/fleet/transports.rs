@@ -40,7 +40,7 @@ pub(super) fn open(
                 Ok(shm) => transports.push(Arc::new(shm)),
                 Err(error) => not_offered.push(format!("shm: {error}")),
             },
-            TransportName::Verbs => match rdma::open(security.clone(), data, args.trusted_fabric, hand_off) {
+            TransportName::Verbs => match rdma::open(security.clone(), data, args, hand_off) {
                 Ok(verbs) => transports.push(verbs),
                 Err(Some(reason)) => not_offered.push(format!("verbs: {reason}")),
                 Err(None) => {}
@@ -63,7 +63,7 @@ pub(super) fn open(
 
 #[cfg(all(feature = "verbs", target_os = "linux"))]
 mod rdma {
-    use super::{Arc, HandOffLimits, SocketAddr, Transport};
+    use super::{Arc, HandOffLimits, SocketAddr, Transport, WorkerArgs};
     use mixfleet_hal::transport::Access;
     use mixfleet_wire::verbs::{Verbs, VerbsOptions};
     use mixfleet_wire::{HostRegion, Security};
@@ -73,12 +73,13 @@ mod rdma {
     pub(super) fn open(
         security: Security,
         data: SocketAddr,
-        trusted: bool,
+        args: &WorkerArgs,
         hand_off: &HandOffLimits,
     ) -> Result<Arc<dyn Transport>, Option<String>> {
+        let (trusted, devices) = (args.trusted_fabric, args.rdma_devices.clone());
         // The keys travel where KV over TCP would, under the same certificates.
         let listen = trusted.then(|| SocketAddr::new(data.ip(), 0));
-        let verbs = Verbs::open(VerbsOptions { listen, security, ..VerbsOptions::default() });
+        let verbs = Verbs::open(VerbsOptions { listen, security, devices, ..VerbsOptions::default() });
         let verbs = verbs.map_err(|absent| trusted.then_some(absent.reason))?;
         let devices = verbs.devices();
         let names: Vec<&str> = devices.iter().map(|(name, _)| name.as_str()).collect();
@@ -109,7 +110,7 @@ mod rdma {
 
 #[cfg(not(all(feature = "verbs", target_os = "linux")))]
 mod rdma {
-    use super::{Arc, HandOffLimits, SocketAddr, Transport};
+    use super::{Arc, HandOffLimits, SocketAddr, Transport, WorkerArgs};
     use mixfleet_wire::Security;
 
     /// Where the kernel lists RDMA devices.
@@ -119,11 +120,11 @@ mod rdma {
     pub(super) fn open(
         _: Security,
         _: SocketAddr,
-        trusted: bool,
+        args: &WorkerArgs,
         _: &HandOffLimits,
     ) -> Result<Arc<dyn Transport>, Option<String>> {
         let there = std::fs::read_dir(DEVICES).is_ok_and(|mut devices| devices.next().is_some());
         let why = "this build cannot use RDMA: build with the feature verbs, on Linux";
-        Err((trusted || there).then(|| why.into()))
+        Err((args.trusted_fabric || there).then(|| why.into()))
     }
 }
