@@ -3,7 +3,7 @@
 
 mod fleet;
 
-use fleet::{Answer, Case, Fleet, ask, greedy, prompt};
+use fleet::{Answer, Case, Fleet, ask, greedy, prompt, request};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
@@ -146,6 +146,47 @@ fn under_pressure_everyone_ends_right_and_nothing_leaks() {
         let usage: Vec<f64> = (0..3).map(|member| fleet.usage_of(member)).collect();
         assert_eq!(usage, [0.0; 3], "seed {seed}: blocks are still in use");
         assert!(fleet.pulled() > 0, "seed {seed}: nothing was pulled");
+    }
+}
+
+#[test]
+fn clients_that_leave_while_a_prefix_travels_leave_nothing_behind() {
+    let checkpoint = checkpoint();
+    let talks = conversations(&checkpoint, 1..5);
+    for seed in 40..44 {
+        let env = SeededEnv::new(seed);
+        // Pieces wait for an end that comes late.
+        let plan = FaultPlan {
+            seed,
+            rules: vec![Rule { fault: Fault::Hang, probability: 0.5, from: 20, until: None }],
+        };
+        let fleet = pair(&checkpoint).faults(plan).hand_off_timeout(Duration::from_millis(20));
+        let handle = fleet.start(Arc::new(env.clone()));
+        let (talks, world) = (talks.clone(), env.clone());
+        env.run(async move {
+            for (at, talk) in talks.iter().enumerate() {
+                for (turn, case) in talk.iter().enumerate() {
+                    let id = format!("{at}, turn {turn}");
+                    if turn + 1 < talk.len() {
+                        let answer = ask(&handle, id, case.prompt.clone(), ANSWER as u32, None).await;
+                        assert_eq!(answer.tokens, case.expected, "{world:?}");
+                        continue;
+                    }
+                    let left =
+                        handle.submit(request(id, case.prompt.clone(), ANSWER as u32, None)).await.unwrap();
+                    world.sleep(Duration::from_millis(world.random() % 30)).await;
+                    drop(left);
+                }
+            }
+            for _ in 0..20 {
+                world.sleep(Duration::from_secs(1)).await;
+            }
+        });
+        assert_eq!(
+            (fleet.usage_of(0), fleet.usage_of(1)),
+            (0.0, 0.0),
+            "seed {seed}: blocks are still in use"
+        );
     }
 }
 

@@ -141,9 +141,9 @@ impl Running {
             match action {
                 // workers do both, whatever they are given: the fleet's own view is all that changes
                 Action::SetRole { instance, role } => tracing::info!(%instance, ?role, "role changed"),
-                // KV goes between workers only as hand-offs; the fleet forgets a copy that does not arrive
+                // KV goes between workers for requests only; the fleet forgets a copy that does not arrive
                 Action::Replicate { from, to, tokens, .. } => {
-                    tracing::info!(%from, %to, tokens, "prefix not copied: workers cannot yet");
+                    tracing::info!(%from, %to, tokens, "prefix not copied: no request asks for it");
                 }
                 _ => {}
             }
@@ -374,7 +374,14 @@ impl Running {
                 self.fleet_step(Event::TierUp { instance, tier, cost });
             }
             FromWorker::Load(load) => self.gauge(instance, &load),
-            FromWorker::Down(error) => self.down(instance, &error),
+            FromWorker::Down(error) => {
+                // Its process may live on, and the ways of others to it.
+                for &other in self.parts.instances.keys().filter(|&&other| other != instance) {
+                    self.send(other, ToWorker::PeerDown { peer: instance });
+                }
+                self.down(instance, &error);
+            }
+            FromWorker::Unreachable(error) => self.down(instance, &error),
         }
     }
 
@@ -473,9 +480,6 @@ impl Running {
         let Some(InstanceHandle { device, .. }) = self.parts.instances.remove(&instance) else { return };
         self.parts.metrics.instances.set(self.parts.instances.len() as i64);
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
-        for &other in self.parts.instances.keys() {
-            self.send(other, ToWorker::PeerDown { peer: instance });
-        }
         self.pulls_lost(|holder, _| holder == instance);
         for action in self.fleet_step(Event::InstanceDown { instance }) {
             if let Action::Replay { request, .. } = action {
@@ -490,7 +494,7 @@ impl Running {
         self.cancel_everywhere(request, tracked);
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
-        (tracked.joined, tracked.computed_at) = (false, None);
+        (tracked.joined, tracked.computed_at, tracked.pull) = (false, None, None);
         let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.due);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
         let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));

@@ -54,6 +54,8 @@ pub(super) struct Courier {
     landings: BTreeMap<InstanceId, (Landing, Arc<dyn SharedMemory>)>,
     /// By whom they lead to.
     ways: BTreeMap<InstanceId, Way>,
+    /// What was on its way to slots that were given up for others.
+    stranded: Vec<(InstanceId, Parcel)>,
 }
 
 /// What became of a parcel.
@@ -66,7 +68,7 @@ pub(super) enum Sent {
 
 impl Courier {
     pub(super) fn new(links: Links, limits: HandOffLimits) -> Self {
-        Courier { links, limits, landings: BTreeMap::new(), ways: BTreeMap::new() }
+        Courier { links, limits, landings: BTreeMap::new(), ways: BTreeMap::new(), stranded: Vec::new() }
     }
 
     /// Bytes of this end's slots.
@@ -123,6 +125,7 @@ impl Courier {
     /// The peer is gone: what it may still write lands nowhere.
     pub(super) fn forget(&mut self, peer: InstanceId) {
         self.ways.remove(&peer);
+        self.stranded.retain(|(to, _)| *to != peer);
         let Some((landing, _)) = self.landings.remove(&peer) else { return };
         for region in &landing.regions {
             for transport in self.links.transports.iter().filter(|t| t.name() == region.transport) {
@@ -143,7 +146,9 @@ impl Courier {
         }
         if self.ways.get(&peer).is_none_or(|way| way.landing != *landing) {
             let outbox = (self.links.make_region)(landing.slot_bytes.saturating_mul(landing.slots.into()))?;
-            self.ways.insert(peer, Way::new(landing.clone(), outbox));
+            if let Some(old) = self.ways.insert(peer, Way::new(landing.clone(), outbox)) {
+                self.stranded.extend(old.sends.into_iter().map(|send| (peer, send.parcel)));
+            }
         }
         Ok(self.ways.get_mut(&peer).and_then(|way| way.free.pop()))
     }
@@ -191,7 +196,8 @@ impl Courier {
 
     /// What has landed or failed; waits for up to `patience` if nothing has.
     pub(super) fn settle(&mut self, now: Seconds, patience: Duration) -> Vec<(InstanceId, Sent)> {
-        let mut settled = Vec::new();
+        let stranded = self.stranded.drain(..);
+        let mut settled: Vec<_> = stranded.map(|(peer, parcel)| (peer, Sent::Failed(parcel))).collect();
         for (&peer, way) in &mut self.ways {
             let mut left = patience;
             while let Some(sent) = way.settle_first(&self.links.transports, self.limits.timeout, now, left) {

@@ -16,8 +16,10 @@ use crate::model::ModelConfig;
 use crate::model::graph::{self, StepShape};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Result, Role, Slice};
-use mixfleet_scheduler::batch::{RequestId, Step};
+use mixfleet_scheduler::batch::{Event, RequestId, Step};
 use mixfleet_scheduler::fleet::InstanceId;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Layers in the queue of an instance that hands KV off: one that runs, one that waits behind it so
@@ -111,10 +113,10 @@ impl Staging {
 
 /// The sender's side of a hand-off, or of a prefix that it lends.
 pub(super) struct Outgoing {
-    pub(super) to: HandOff,
+    pub(super) to: Arc<HandOff>,
     pub(super) pages: Vec<u32>,
-    /// Pieces without a verdict.
-    pub(super) open: u32,
+    /// Pieces without a verdict: tokens by first token and layer.
+    open: BTreeMap<(u32, u32), u32>,
     handed_over: bool,
     /// When the first piece left.
     started: Option<Seconds>,
@@ -125,7 +127,7 @@ pub(super) struct Outgoing {
 impl Outgoing {
     /// Of a prompt that is computed here, or of `prefix`, of which the first tokens lie in `pages`.
     pub(super) fn new(to: HandOff, pages: Vec<u32>, prefix: Option<Prefix>) -> Self {
-        Outgoing { to, pages, open: 0, handed_over: false, started: None, prefix }
+        Outgoing { to: Arc::new(to), pages, open: BTreeMap::new(), handed_over: false, started: None, prefix }
     }
 
     /// The prompt is computed and `next` drawn: whom to tell, and what.
@@ -146,7 +148,16 @@ impl Outgoing {
     /// Nothing of it is read here any more.
     pub(super) fn complete(&self) -> bool {
         let all_sent = self.prefix.as_ref().map_or(self.handed_over, Prefix::is_sent);
-        all_sent && self.open == 0
+        all_sent && self.open.is_empty()
+    }
+
+    /// A piece is on its way that nobody has given a verdict on. False for others: a receiver that has lost count asks in vain.
+    fn is_open(&self, piece: &PieceId) -> bool {
+        self.open.get(&(piece.first, piece.layer)) == Some(&piece.tokens)
+    }
+
+    fn close(&mut self, piece: &PieceId) {
+        self.open.remove(&(piece.first, piece.layer));
     }
 }
 
@@ -204,7 +215,7 @@ impl Worker {
                 let row = at + first - part.first;
                 let from = self.staging.gathered_at(layer, row, tokens, wire);
                 let piece = PieceId { layer: layer as u32, first, tokens, retries: 0 };
-                self.open_piece(part.request);
+                self.open_piece(part.request, &piece);
                 self.send_piece(part.request, piece, &from).await?;
             }
             at += part.tokens;
@@ -226,9 +237,9 @@ impl Worker {
         most.min(u64::from(self.staging.tokens_max)) as u32
     }
 
-    pub(super) fn open_piece(&mut self, request: RequestId) {
+    pub(super) fn open_piece(&mut self, request: RequestId, piece: &PieceId) {
         if let Some(outgoing) = self.outgoing.get_mut(&request) {
-            outgoing.open += 1;
+            outgoing.open.insert((piece.first, piece.layer), piece.tokens);
             outgoing.started.get_or_insert(self.env.now());
         }
     }
@@ -245,8 +256,9 @@ impl Worker {
         let from = outgoing.to.from;
         for layer in 0..self.forward.config().layers {
             for (first, tokens) in self.pieces(request, from, tokens_cached.saturating_sub(from)) {
-                self.open_piece(request);
-                self.gather_and_send(request, PieceId { layer, first, tokens, retries: 0 }).await?;
+                let piece = PieceId { layer, first, tokens, retries: 0 };
+                self.open_piece(request, &piece);
+                self.gather_and_send(request, piece).await?;
             }
         }
         Ok(())
@@ -254,21 +266,21 @@ impl Worker {
 
     /// Gathers one piece from the pages and sends it.
     async fn gather_and_send(&mut self, request: RequestId, piece: PieceId) -> Result<()> {
-        let Some(from) = self.gather(request, &piece)? else { return Ok(()) };
+        let Some(outgoing) = self.outgoing.get(&request) else { return Ok(()) };
+        let (wire, slots) =
+            (outgoing.to.wire, self.upload_slots(&outgoing.pages, piece.first, piece.tokens)?);
+        let from = self.gather(&piece, wire, slots)?;
         self.send_piece(request, piece, &from).await
     }
 
-    /// One piece from the pages, on the device.
-    pub(super) fn gather(&mut self, request: RequestId, piece: &PieceId) -> Result<Option<Slice>> {
-        let Some(outgoing) = self.outgoing.get(&request) else { return Ok(None) };
-        let wire = outgoing.to.wire;
-        let slots = self.upload_slots(&outgoing.pages, piece.first, piece.tokens)?;
+    /// One piece from its slots in the pages, on the device.
+    pub(super) fn gather(&mut self, piece: &PieceId, wire: DType, slots: Slice) -> Result<Slice> {
         let (k_pool, v_pool) = self.forward.pools(piece.layer as usize);
         let from = self.staging.gathered_at(0, 0, piece.tokens, wire);
         let sig = self.staging.gather_sig(piece.tokens, wire);
         let command = Cmd::new(sig, &[slots, k_pool.clone(), v_pool.clone(), from.clone()])?;
         self.run_now(&[command])?;
-        Ok(Some(from))
+        Ok(from)
     }
 
     pub(super) fn upload_slots(&self, pages: &[u32], first: u32, tokens: u32) -> Result<Slice> {
@@ -323,8 +335,10 @@ impl Worker {
                 self.metrics.kv_sent_bytes.inc_by(bytes);
                 continue;
             }
-            // A receiver that was not told gives no slot back, and may be met again.
-            self.courier.give_slot(to, slot);
+            if landed {
+                // A receiver that was not told gives no slot back, and may be met again.
+                self.courier.give_slot(to, slot);
+            }
             self.give_up(request, attempt, piece);
             self.settle_outgoing(request);
         }
@@ -342,10 +356,12 @@ impl Worker {
     }
 
     fn give_up(&mut self, request: RequestId, attempt: u32, piece: PieceId) {
-        let outgoing = self.outgoing.get_mut(&request).filter(|o| o.to.attempt == attempt);
+        let outgoing =
+            self.outgoing.get_mut(&request).filter(|o| o.to.attempt == attempt && o.is_open(&piece));
         let Some(outgoing) = outgoing else { return };
-        outgoing.open -= 1;
-        self.directory.tell(outgoing.to.to, ToWorker::Lost { request, attempt, piece });
+        outgoing.close(&piece);
+        let sender = self.id;
+        self.directory.tell(outgoing.to.to, ToWorker::Lost { sender, request, attempt, piece });
         tracing::warn!(request, layer = piece.layer, first = piece.first, "KV is recomputed by the receiver");
     }
 
@@ -392,10 +408,11 @@ impl Worker {
         piece: PieceId,
         intact: bool,
     ) -> Result<()> {
-        let outgoing = self.outgoing.get_mut(&request).filter(|o| o.to.attempt == attempt);
+        let outgoing =
+            self.outgoing.get_mut(&request).filter(|o| o.to.attempt == attempt && o.is_open(&piece));
         let Some(outgoing) = outgoing else { return Ok(()) };
         if intact {
-            outgoing.open -= 1;
+            outgoing.close(&piece);
             return Ok(());
         }
         self.metrics.kv_transfer_retries.inc();
@@ -409,5 +426,49 @@ impl Worker {
             None => self.gather_and_send(request, piece).await?,
         }
         Ok(())
+    }
+
+    /// A sender's blocks are released when the receiver has confirmed all pieces.
+    pub(super) fn settle_outgoing(&mut self, request: RequestId) {
+        let Some(outgoing) = self.outgoing.get(&request).filter(|o| o.complete()) else { return };
+        if let Some(started) = outgoing.started() {
+            self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
+        }
+        self.end_outgoing(request);
+    }
+
+    /// Nothing of it is sent any more.
+    pub(super) fn end_outgoing(&mut self, request: RequestId) {
+        let Some(outgoing) = self.outgoing.remove(&request) else { return };
+        if outgoing.prefix.is_some() {
+            self.machine_step(Event::Unlend { request });
+        } else {
+            self.active.remove(&request);
+            self.machine_step(Event::Release { request });
+        }
+    }
+
+    /// From now on KV goes to `outgoing.to`.
+    pub(super) fn begin_outgoing(&mut self, request: RequestId, outgoing: Outgoing) {
+        // One of an earlier placement, which was not cancelled because it was thought to be over.
+        self.stop_outgoing(request);
+        // The receiver has fenced off the slots that it gave away before.
+        let to = outgoing.to.clone();
+        let fenced = |o: &Outgoing| o.prefix.is_some() && o.to.to == to.to && o.to.landing != to.landing;
+        let its = self.outgoing.iter().filter(|(_, o)| fenced(o)).map(|(&request, _)| request);
+        let mut its: Vec<RequestId> = its.collect();
+        its.sort_unstable();
+        its.into_iter().for_each(|request| self.stop_outgoing(request));
+        self.outgoing.insert(request, outgoing);
+    }
+
+    /// It ends here before its receiver has all: whoever still waits for a prefix is told not to.
+    pub(super) fn stop_outgoing(&mut self, request: RequestId) {
+        let Some(outgoing) = self.outgoing.get(&request) else { return };
+        if outgoing.prefix.is_some() {
+            let HandOff { to, attempt, .. } = *outgoing.to;
+            self.directory.tell(to, ToWorker::Lent { sender: self.id, request, attempt, until: 0 });
+        }
+        self.end_outgoing(request);
     }
 }

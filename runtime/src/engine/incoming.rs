@@ -11,6 +11,22 @@ use mixfleet_scheduler::kv::Tier;
 use std::collections::BTreeSet;
 use xxhash_rust::xxh3::xxh3_64;
 
+/// Who will send KV of a prompt.
+#[derive(Clone, Copy)]
+pub(super) enum Sender {
+    /// All of it, and the sequence decodes here.
+    HandsOff(Source),
+    /// A prefix, and the rest is computed here.
+    Lends(Source),
+}
+
+impl Sender {
+    fn source(self) -> Source {
+        let (Sender::HandsOff(source) | Sender::Lends(source)) = self;
+        source
+    }
+}
+
 /// KV that is waited for.
 pub(super) struct Incoming {
     sender: InstanceId,
@@ -30,17 +46,26 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    fn new(source: Source, lent: bool, pages: Vec<u32>, from: u32, layers: u32) -> Self {
-        let Source { holder: sender, until: length } = source;
+    fn new(sender: Sender, pages: Vec<u32>, from: u32, layers: u32) -> Self {
+        let lent = matches!(sender, Sender::Lends(_));
+        let Source { holder: sender, until: length } = sender.source();
         let (seen, valid) = (BTreeSet::new(), length);
         Incoming { sender, lent, pages, from, length, layers, seen, settled: 0, valid, next: None }
     }
 
-    /// Of a prefix that is lent nothing beyond `until` tokens is waited for.
-    pub(super) fn shorten(&mut self, until: u32) {
-        if self.lent {
+    /// `sender` lends no more than `until` tokens. It says so before it sends; what came before that is not used.
+    pub(super) fn shorten(&mut self, sender: InstanceId, until: u32) {
+        if self.is_lent_by(sender) {
+            let until = if self.seen.is_empty() { until } else { 0 };
             self.length = self.length.min(until).max(self.from);
             self.valid = self.valid.min(self.length);
+        }
+    }
+
+    /// Nothing more of a prefix is waited for, and nothing that came is used.
+    pub(super) fn abandon(&mut self) {
+        if self.lent {
+            (self.length, self.valid) = (self.from, self.from);
         }
     }
 
@@ -69,8 +94,8 @@ impl Incoming {
         self.next = Some(next);
     }
 
-    pub(super) fn lose(&mut self, piece: PieceId) {
-        if self.awaits(self.sender, &piece) {
+    pub(super) fn lose(&mut self, sender: InstanceId, piece: PieceId) {
+        if self.awaits(sender, &piece) {
             self.settle(&piece);
             self.valid = self.valid.min(piece.first);
         }
@@ -88,10 +113,10 @@ impl Worker {
     pub(super) fn await_kv(&mut self, request: RequestId, tokens_cached: u32, pages: Vec<u32>) -> Result<()> {
         let layers = self.forward.config().layers;
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
-        let Some((source, lent)) = active.source else { return Ok(()) };
-        active.incoming = Some(Incoming::new(source, lent, pages, tokens_cached, layers));
+        let Some(sender) = active.sender else { return Ok(()) };
+        active.incoming = Some(Incoming::new(sender, pages, tokens_cached, layers));
         let attempt = active.job.attempt;
-        let landing = self.courier.landing(source.holder)?.clone();
+        let landing = self.courier.landing(sender.source().holder)?.clone();
         self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
         Ok(())
     }
@@ -181,7 +206,7 @@ impl Worker {
     pub(super) async fn lender_down(&mut self, peer: InstanceId) -> Result<()> {
         let lent = self.active.iter_mut().filter_map(|(&request, active)| {
             let incoming = active.incoming.as_mut().filter(|incoming| incoming.is_lent_by(peer))?;
-            incoming.shorten(0);
+            incoming.abandon();
             Some(request)
         });
         let mut its: Vec<RequestId> = lent.collect();

@@ -10,6 +10,7 @@ use super::worker::Worker;
 use crate::pool::Lease;
 use mixfleet_hal::Result;
 use mixfleet_scheduler::batch::{Action, Event, RequestId};
+use mixfleet_scheduler::kv::BlockHash;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -43,13 +44,13 @@ impl Worker {
     /// Begins to send the KV of the first `until` tokens, as far as it is here, from where the receiver's ends.
     pub(super) fn lend(&mut self, job: &Job, until: u32, to: HandOff) {
         let Job { request, attempt, .. } = *job;
-        let peer = to.to;
-        let end = match self.hand_off(request) {
+        let (sender, peer) = (self.id, to.to);
+        let until = match self.hand_off(request) {
             // It is computed here: whoever asks for it has an old view.
             Some(_) => 0,
             None => self.begin_to_lend(job, until, to),
         };
-        self.directory.tell(peer, ToWorker::Lent { request, attempt, until: end });
+        self.directory.tell(peer, ToWorker::Lent { sender, request, attempt, until });
         self.settle_outgoing(request);
     }
 
@@ -59,36 +60,33 @@ impl Worker {
         let mut tokens = job.tokens();
         tokens.truncate(until as usize);
         let mut actions = Vec::new();
-        let hasher = job.hasher;
-        self.machine.step(Event::Lend { request, tokens: tokens.clone(), hasher }, &mut actions);
+        self.stop_outgoing(request);
+        self.machine.step(Event::Lend { request, tokens: tokens.clone(), hasher: job.hasher }, &mut actions);
         let Some(Action::Lent { pages, .. }) = actions.pop() else {
             unreachable!("what is asked for is lent")
         };
 
-        let page_tokens = self.staging.page_tokens;
+        let (from, page_tokens) = (to.from, self.staging.page_tokens);
         let on_device = pages.len() as u32 * page_tokens;
+        // What the receiver has already is not brought.
+        let below_from = on_device.max(from / page_tokens * page_tokens);
         let mut below = None;
         // Below lies what the device gave up, in its dtype.
-        if to.wire == self.staging.kv && on_device < tokens.len() as u32 {
+        if to.wire == self.staging.kv && below_from < tokens.len() as u32 {
             let chain = job.hasher.chain(&tokens, page_tokens);
-            below = self.lease(&chain[pages.len()..], &tokens[on_device as usize..]);
-            self.tell_tiers();
+            let wanted = (below_from / page_tokens) as usize..chain.len();
+            below = self.lease_to_lend(&chain[wanted], &tokens[below_from as usize..]);
         }
-        let blocks_below = below.as_ref().map_or(0, Lease::len) as u32;
-        let end = on_device + blocks_below * page_tokens;
+        let end = below_from + below.as_ref().map_or(0, Lease::len) as u32 * page_tokens;
 
-        let (from, most) = (to.from, self.piece_tokens_max(&to));
-        let layers = 0..self.forward.config().layers;
+        let most = self.piece_tokens_max(&to);
         let mut waiting = VecDeque::new();
-        for layer in layers.clone() {
-            waiting.extend(pieces(layer, from.min(on_device)..on_device, most));
+        for layer in 0..self.forward.config().layers {
+            waiting.extend(pieces(layer, from..on_device, most));
+            waiting.extend(pieces(layer, from.max(below_from)..end, most));
         }
-        for block in (on_device..end).step_by(page_tokens as usize) {
-            let range = from.clamp(block, block + page_tokens)..block + page_tokens;
-            waiting.extend(layers.clone().flat_map(|layer| pieces(layer, range.clone(), most)));
-        }
-        let prefix = Prefix { waiting, below: below.map(|lease| (on_device, lease)) };
-        self.outgoing.insert(request, Outgoing::new(to, pages, Some(prefix)));
+        let prefix = Prefix { waiting, below: below.map(|lease| (below_from, lease)) };
+        self.begin_outgoing(request, Outgoing::new(to, pages, Some(prefix)));
         end
     }
 
@@ -107,8 +105,8 @@ impl Worker {
 
     /// Sends one piece of a prefix. False if there is none, or no slot for it.
     fn send_next_of(&mut self, request: RequestId) -> Result<bool> {
-        let Some(outgoing) = self.outgoing.get(&request) else { return Ok(false) };
-        let Some(prefix) = &outgoing.prefix else { return Ok(false) };
+        let Some(outgoing) = self.outgoing.get_mut(&request) else { return Ok(false) };
+        let Some(prefix) = &mut outgoing.prefix else { return Ok(false) };
         let Some(&piece) = prefix.waiting.front() else { return Ok(false) };
         let to = outgoing.to.clone();
         let slot = match self.courier.take_slot(to.to, &to.landing) {
@@ -116,49 +114,62 @@ impl Worker {
             Ok(None) => return Ok(false),
             Err(error) => {
                 tracing::warn!(request, to = %to.to, %error, "a prefix is not sent");
-                let attempt = to.attempt;
-                self.directory.tell(to.to, ToWorker::Lent { request, attempt, until: 0 });
-                self.end_outgoing(request);
+                self.stop_outgoing(request);
                 return Ok(false);
             }
         };
-        if let Some(prefix) = self.outgoing.get_mut(&request).and_then(|outgoing| outgoing.prefix.as_mut()) {
-            prefix.waiting.pop_front();
-        }
+        prefix.waiting.pop_front();
         // A piece that leaves anew is open already.
         if piece.retries == 0 {
-            self.open_piece(request);
+            self.open_piece(request, &piece);
         }
-        match self.below_of(request, &piece)? {
-            Some(payload) => {
-                let bytes = payload.len() as u64;
-                self.send_from(request, piece, &to, (slot, bytes), &mut |place| {
-                    place.copy_from_slice(&payload);
-                    Ok(())
-                })?;
-            }
-            None => {
-                let Some(from) = self.gather(request, &piece)? else { return Ok(false) };
-                let device = self.device.clone();
-                self.send_from(request, piece, &to, (slot, from.bytes), &mut |place| {
-                    device.read(&from, place)
-                })?;
-            }
+        if let Some(payload) = self.read_below(request, &piece)? {
+            let bytes = payload.len() as u64;
+            self.send_from(request, piece, &to, (slot, bytes), &mut |place| {
+                place.copy_from_slice(&payload);
+                Ok(())
+            })?;
+        } else {
+            let slots = self.upload_slots(&self.outgoing[&request].pages, piece.first, piece.tokens)?;
+            let from = self.gather(&piece, to.wire, slots)?;
+            let device = self.device.clone();
+            self.send_from(request, piece, &to, (slot, from.bytes), &mut |place| device.read(&from, place))?;
         }
         Ok(true)
     }
 
-    /// The bytes of a piece that lies in the lower tiers.
-    fn below_of(&self, request: RequestId, piece: &PieceId) -> Result<Option<Vec<u8>>> {
-        let below = self.outgoing.get(&request).and_then(|outgoing| outgoing.prefix.as_ref()?.below.as_ref());
-        let Some((from, lease)) = below.filter(|(from, _)| piece.first >= *from) else { return Ok(None) };
-        let (at, page_tokens) = (piece.first - from, self.staging.page_tokens);
+    /// The bytes of a piece, if it lies in the lower tiers.
+    fn read_below(&self, request: RequestId, piece: &PieceId) -> Result<Option<Vec<u8>>> {
+        let outgoing = &self.outgoing[&request];
+        let (page_tokens, first) = (self.staging.page_tokens, piece.first);
+        let Some((from, lease)) = outgoing.prefix.as_ref().and_then(|prefix| prefix.below.as_ref()) else {
+            return Ok(None);
+        };
+        if first < outgoing.pages.len() as u32 * page_tokens {
+            return Ok(None);
+        }
         let token_bytes = self.staging.token_bytes(self.staging.kv) as usize;
-        let first = (piece.layer * page_tokens + at % page_tokens) as usize * token_bytes;
-        let mut payload = Vec::new();
-        lease.view((at / page_tokens) as usize, &mut |block| {
-            payload.extend_from_slice(&block[first..first + piece.tokens as usize * token_bytes]);
-        })?;
+        let mut payload = Vec::with_capacity(piece.tokens as usize * token_bytes);
+        let (mut at, end) = (first - from, first - from + piece.tokens);
+        while at < end {
+            let next = end.min((at / page_tokens + 1) * page_tokens);
+            let begin = (piece.layer * page_tokens + at % page_tokens) as usize * token_bytes;
+            lease.view((at / page_tokens) as usize, &mut |block| {
+                payload.extend_from_slice(&block[begin..begin + (next - at) as usize * token_bytes]);
+            })?;
+            at = next;
+        }
         Ok(Some(payload))
+    }
+
+    /// Brings blocks of a prefix that is lent to host memory. All lent ones together take half of it: the device goes on giving up blocks to
+    /// the rest.
+    fn lease_to_lend(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
+        let leases = self.outgoing.values().filter_map(|outgoing| outgoing.prefix.as_ref()?.below.as_ref());
+        let lent: usize = leases.map(|(_, lease)| lease.len()).sum();
+        let most = (self.below.as_ref()?.dram_blocks() / 2).saturating_sub(lent).min(chain.len());
+        let lease = self.lease(&chain[..most], &tokens[..most * self.staging.page_tokens as usize]);
+        self.tell_tiers();
+        lease
     }
 }

@@ -84,7 +84,7 @@ pub(crate) struct Source {
 
 impl Source {
     /// As far as a prompt of `tokens` tokens can be taken from others: in whole blocks, and one token is computed.
-    pub(crate) fn of(self, tokens: usize, block_tokens: u32) -> Self {
+    pub(crate) fn capped(self, tokens: usize, block_tokens: u32) -> Self {
         let most = (tokens as u32).saturating_sub(1) / block_tokens * block_tokens;
         Source { until: self.until.min(most), ..self }
     }
@@ -152,12 +152,21 @@ pub(crate) enum ToWorker {
     },
     /// What is sent of a prefix: nothing beyond `until` is waited for.
     Lent {
+        /// By whom.
+        sender: InstanceId,
         /// Whose.
         request: RequestId,
         /// Of which placement.
         attempt: u32,
         /// Leading tokens.
         until: u32,
+    },
+    /// (From a router.) Nothing comes of the prefix that this prompt waits for.
+    NotLent {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
     },
     /// KV has arrived in a staging slot.
     Landed {
@@ -175,6 +184,8 @@ pub(crate) enum ToWorker {
     },
     /// KV will not arrive: every try failed.
     Lost {
+        /// From whom.
+        sender: InstanceId,
         /// Whose.
         request: RequestId,
         /// Of which placement.
@@ -340,6 +351,8 @@ pub(crate) enum FromWorker {
     Inspect(mpsc::UnboundedSender<Held>),
     /// The device failed; the instance is gone.
     Down(mixfleet_hal::Error),
+    /// (From the router itself.) Its process is not reached any more from here. Others may reach it, and their requests go on.
+    Unreachable(mixfleet_hal::Error),
 }
 
 /// A worker's message with its sender.

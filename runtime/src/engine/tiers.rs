@@ -38,6 +38,8 @@ pub(super) struct Below {
     /// All layers in the wire layout.
     block: Slice, // [layers, page_tokens, 2, kv_heads, head_dim]
     slot_ids: Slice, // [page_tokens]
+    /// Blocks that host memory holds.
+    dram_blocks: usize,
     page_tokens: u32,
     kv_heads: u32,
     head_dim: u32,
@@ -69,6 +71,7 @@ impl Below {
         let page_tokens = shape.block_tokens;
         let block_bytes = u64::from(page_tokens) * config.kv_bytes_per_token(shape.kv);
         let has_disk = tiers.ssd.is_some();
+        let dram_blocks = (tiers.dram_bytes / block_bytes) as usize;
         let pool = PoolConfig {
             block_bytes,
             block_tokens: page_tokens,
@@ -84,6 +87,7 @@ impl Below {
             pool: Pool::new(pool, make_region).map_err(refused)?,
             block: alloc(block_bytes)?,
             slot_ids: alloc(u64::from(page_tokens) * 4)?,
+            dram_blocks,
             page_tokens,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
@@ -137,6 +141,11 @@ impl Below {
             device.read(&self.block, &mut bytes)?;
             Ok(bytes)
         })
+    }
+
+    /// Blocks that host memory holds.
+    pub(super) fn dram_blocks(&self) -> usize {
+        self.dram_blocks
     }
 
     /// What lies in it, in order.

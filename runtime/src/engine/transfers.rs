@@ -72,7 +72,7 @@ impl Running {
     /// Nothing will come: the prefill instance need not wait.
     fn end_pull(&self, request: RequestId) {
         let Tracked { prefill, attempt, .. } = self.requests[&request];
-        self.send(prefill, ToWorker::Lent { request, attempt, until: 0 });
+        self.send(prefill, ToWorker::NotLent { request, attempt });
     }
 
     /// Pulls that `lost` names by holder and receiver will not end by themselves.

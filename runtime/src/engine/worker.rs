@@ -8,7 +8,7 @@ use super::courier::Courier;
 use super::directory::Directory;
 use super::handoff::{LOOK_AFTER_SENDS, Outgoing, Staging};
 use super::health::HealthWatch;
-use super::incoming::Incoming;
+use super::incoming::{Incoming, Sender};
 use super::messages::{FromWorker, HandOff, Job, Report, Source, ToWorker};
 use super::tiers::Below;
 use crate::env::{SharedEnv, yield_now};
@@ -38,8 +38,7 @@ pub(super) struct Active {
     /// Prompt and output so far.
     pub(super) tokens: Vec<u32>,
     pub(super) incoming: Option<Incoming>,
-    /// Who will send KV of it, and whether that is a prefix only, which the sender lends.
-    pub(super) source: Option<(Source, bool)>,
+    pub(super) sender: Option<Sender>,
 }
 
 impl Active {
@@ -148,12 +147,16 @@ impl Worker {
     async fn serve(&mut self) -> Result<()> {
         self.begin_below()?;
         loop {
-            while let Some(message) = self.deferred.pop_front().or_else(|| self.inbox.try_recv().ok()) {
+            // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from running.
+            for _ in 0..self.deferred.len() + self.inbox.len() {
+                let Some(message) = self.deferred.pop_front().or_else(|| self.inbox.try_recv().ok()) else {
+                    break;
+                };
                 self.handle(message).await?;
             }
+            self.settle_sends(Duration::ZERO);
             self.send_lent()?;
             let ran = self.turn().await?;
-            self.settle_sends(Duration::ZERO);
             if ran || !self.deferred.is_empty() {
                 yield_now().await;
                 continue;
@@ -175,9 +178,15 @@ impl Worker {
         match message {
             ToWorker::Add { job, hand_off, pull } => self.add(job, hand_off, pull),
             ToWorker::Lend { job, until, to } => self.lend(&job, until, to),
-            ToWorker::Lent { request, attempt, until } => {
+            ToWorker::Lent { sender, request, attempt, until } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.shorten(until);
+                    incoming.shorten(sender, until);
+                    self.settle_incoming(request).await?;
+                }
+            }
+            ToWorker::NotLent { request, attempt } => {
+                if let Some(incoming) = self.incoming(request, attempt) {
+                    incoming.abandon();
                     self.settle_incoming(request).await?;
                 }
             }
@@ -189,9 +198,9 @@ impl Worker {
             }
             ToWorker::Credit { receiver, slot } => self.courier.give_slot(receiver, slot),
             ToWorker::PeerDown { peer } => self.peer_down(peer).await?,
-            ToWorker::Lost { request, attempt, piece } => {
+            ToWorker::Lost { sender, request, attempt, piece } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.lose(piece);
+                    incoming.lose(sender, piece);
                     self.settle_incoming(request).await?;
                 }
             }
@@ -232,19 +241,20 @@ impl Worker {
         let Job { request, due, hasher, .. } = job;
         let (gives_way, tokens) = (job.gives_way(), job.tokens());
         if let Some(to) = hand_off {
-            self.outgoing.insert(request, Outgoing::new(to, Vec::new(), None));
+            self.begin_outgoing(request, Outgoing::new(to, Vec::new(), None));
         }
-        let source = pull.map(|source| (source.of(tokens.len(), self.staging.page_tokens), true));
-        let pulls = source.map_or(0, |(source, _)| source.until);
-        self.active.insert(request, Active { job, tokens: tokens.clone(), incoming: None, source });
+        let source = pull.map(|source| source.capped(tokens.len(), self.staging.page_tokens));
+        let pulls = source.map_or(0, |source| source.until);
+        let sender = source.map(Sender::Lends);
+        self.active.insert(request, Active { job, tokens: tokens.clone(), incoming: None, sender });
         self.machine_step(Event::Add { request, due, gives_way, tokens, hasher, pulls, after });
     }
 
     fn reserve(&mut self, job: Job, sender: InstanceId) {
         let Job { request, due, hasher, .. } = job;
         let (gives_way, tokens) = (job.gives_way(), job.tokens());
-        let source = Some((Source { holder: sender, until: tokens.len() as u32 }, false));
-        self.active.insert(request, Active { job, tokens: tokens.clone(), incoming: None, source });
+        let sender = Some(Sender::HandsOff(Source { holder: sender, until: tokens.len() as u32 }));
+        self.active.insert(request, Active { job, tokens: tokens.clone(), incoming: None, sender });
         self.machine_step(Event::Reserve { request, due, gives_way, tokens, hasher });
     }
 
@@ -514,26 +524,6 @@ impl Worker {
         }
     }
 
-    /// A sender's blocks are released when the receiver has confirmed all pieces.
-    pub(super) fn settle_outgoing(&mut self, request: RequestId) {
-        let Some(outgoing) = self.outgoing.get(&request).filter(|o| o.complete()) else { return };
-        if let Some(started) = outgoing.started() {
-            self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
-        }
-        self.end_outgoing(request);
-    }
-
-    /// Nothing of it is sent any more.
-    pub(super) fn end_outgoing(&mut self, request: RequestId) {
-        let Some(outgoing) = self.outgoing.remove(&request) else { return };
-        if outgoing.prefix.is_some() {
-            self.machine_step(Event::Unlend { request });
-        } else {
-            self.active.remove(&request);
-            self.machine_step(Event::Release { request });
-        }
-    }
-
     /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed anew. What it lends does not
     /// come.
     async fn peer_down(&mut self, peer: InstanceId) -> Result<()> {
@@ -541,7 +531,7 @@ impl Worker {
         let its = self.outgoing.iter().filter(|(_, o)| o.ends_with(peer)).map(|(&request, _)| request);
         let mut its: Vec<RequestId> = its.collect();
         its.sort_unstable();
-        its.into_iter().for_each(|request| self.end_outgoing(request));
+        its.into_iter().for_each(|request| self.stop_outgoing(request));
         self.lender_down(peer).await
     }
 

@@ -402,7 +402,8 @@ impl FromWorker {
             | FromWorker::Tier { .. }
             | FromWorker::Load(_)
             | FromWorker::Inspect(_)
-            | FromWorker::Down(_) => None,
+            | FromWorker::Down(_)
+            | FromWorker::Unreachable(_) => None,
         }
     }
 }
@@ -411,15 +412,15 @@ impl ToWorker {
     /// Whether a peer with these instances may say it.
     fn is_from_peer(&self, instances: &BTreeSet<InstanceId>) -> bool {
         match self {
-            ToWorker::Landed { sender, .. } => instances.contains(sender),
+            ToWorker::Landed { sender, .. }
+            | ToWorker::Lost { sender, .. }
+            | ToWorker::Lent { sender, .. } => instances.contains(sender),
             ToWorker::Credit { receiver, .. } => instances.contains(receiver),
-            ToWorker::Lost { .. }
-            | ToWorker::Lent { .. }
-            | ToWorker::HandedOver { .. }
-            | ToWorker::Verdict { .. } => true,
+            ToWorker::HandedOver { .. } | ToWorker::Verdict { .. } => true,
             ToWorker::Add { .. }
             | ToWorker::Reserve { .. }
             | ToWorker::Lend { .. }
+            | ToWorker::NotLent { .. }
             | ToWorker::Settle { .. }
             | ToWorker::Cancel { .. }
             | ToWorker::Abandon { .. }

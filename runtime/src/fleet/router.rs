@@ -115,7 +115,7 @@ impl Router {
         for instance in instances {
             self.directory.leave(instance);
             let error = Error::new(ErrorKind::Closed, "the connection to its process ended");
-            let _ = self.reports.send((instance, FromWorker::Down(error)));
+            let _ = self.reports.send((instance, FromWorker::Unreachable(error)));
         }
     }
 }

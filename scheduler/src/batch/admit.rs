@@ -172,6 +172,7 @@ impl Instance {
         let (tokens_cached, pages) = (sequence.computed, sequence.pages.clone());
         if sequence.after.is_some() && sequence.pulls <= tokens_cached {
             sequence.phase = Phase::Running;
+            sequence.pulls = 0;
             actions.push(Action::Admitted { request, tokens_cached, pages });
         } else {
             sequence.phase = Phase::Receiving;

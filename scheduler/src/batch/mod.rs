@@ -12,6 +12,8 @@
 //! waiting request may revoke the reservation of a later one when nothing else can run. The first request of the fleet therefore always gets its blocks, provided that each alone fits, which the fleet checks
 //! on arrival. Due times are fixed there, and nobody is due before it comes: a request is overtaken only by those who come
 //! before it is due itself, so everyone becomes the first.
+//! What others pull from here changes none of this: lent blocks are in use until they are read, which waits for nothing here, and nobody
+//! who could run waits for them. A sequence that waits for what it pulls is a reservation that may be revoked.
 
 mod admit;
 mod blocks;
@@ -546,8 +548,7 @@ impl Instance {
     /// Blocks will come back without this sequence's doing.
     fn others_will_release(&self, request: RequestId) -> bool {
         let mut others = self.sequences.iter().filter(|(id, _)| **id != request);
-        let handing_off = others.any(|(_, s)| s.after == Some(After::HandOff) && s.phase != Phase::Waiting);
-        handing_off || self.lends()
+        others.any(|(_, s)| s.after == Some(After::HandOff) && s.phase != Phase::Waiting)
     }
 
     fn preempt(&mut self, request: RequestId, actions: &mut Vec<Action>) {
@@ -577,7 +578,7 @@ impl Instance {
         let sequences = || self.sequences.values();
         let wants = |s: &&Sequence| matches!(s.phase, Phase::Waiting | Phase::Running);
         let Some(first) = sequences().filter(wants).map(|s| s.place).min() else { return false };
-        let handing_off = sequences().any(|s| s.phase == Phase::HandedOff) || self.lends();
+        let handing_off = sequences().any(|s| s.phase == Phase::HandedOff);
         let last = sequences().filter(|s| s.phase == Phase::Receiving).map(|s| s.place).max();
         if let Some(last) = last
             && last > first

@@ -51,9 +51,4 @@ impl Instance {
             self.blocks.release(page);
         }
     }
-
-    /// Whether blocks come back once others have read them.
-    pub(super) fn lends(&self) -> bool {
-        self.lent.values().any(|pages| !pages.is_empty())
-    }
 }
