@@ -487,6 +487,19 @@ mod tests {
     }
 
     #[test]
+    fn what_is_on_its_way_to_slots_that_are_given_up_for_others_has_failed() {
+        let links = links(vec![("a", FaultPlan::at_rate(Fault::Hang, 1.0, 1))]);
+        let [mut here, mut there] = [(); 2].map(|()| Courier::new(links.clone(), LIMITS));
+        assert!(send(&mut here, &mut there, [1; 8], 0.0).0.is_empty());
+        there.forget(HERE);
+        let landing = there.landing(HERE).unwrap().clone();
+        let taken = [(); 2].map(|()| here.take_slot(THERE, &landing).unwrap());
+        let settled = here.settle(Seconds(0.0), Duration::ZERO);
+        assert!(matches!(settled[..], [(THERE, Sent::Failed(Parcel { request: 7, .. }))]));
+        assert_eq!((taken, here.take_slot(THERE, &landing).unwrap()), ([Some(0), Some(1)], None));
+    }
+
+    #[test]
     fn slots_are_given_back_once_and_only_those_that_exist() {
         let links = links(vec![("a", FaultPlan::default())]);
         let [mut here, mut there] = [(); 2].map(|()| Courier::new(links.clone(), LIMITS));
