@@ -1,5 +1,6 @@
 //! Devices and the backends that find them.
 
+use crate::memory::{Pinned, SharedMemory};
 use crate::units::Bytes;
 use crate::{Export, HostMemory, OpSig, Queue, Result, Role, Slice};
 use serde::{Deserialize, Serialize};
@@ -153,6 +154,18 @@ pub trait Device: Send + Sync {
     /// Copies `from` into `data` (same length). Waits for commands in flight that use the buffer:
     /// those that began to execute. To see a command's result, wait for its ticket first.
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()>;
+
+    /// Lets `write` copy out of `memory`, and `read` into it, without a stop in between, until the guard is dropped; none
+    /// where nothing is gained by that. It changes no bytes, only times. All of the memory is resident meanwhile and
+    /// may not be renewed; the guard keeps it alive, and waits for copies under way when it is dropped.
+    ///
+    /// # Errors
+    /// What the driver or the operating system refuses: a limit of locked memory, or memory that is pinned already.
+    /// Copies work without it.
+    fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        drop(memory);
+        Ok(None)
+    }
 
     /// A new queue.
     fn queue(&self) -> Result<Box<dyn Queue>>;

@@ -10,11 +10,11 @@ use std::sync::Arc;
 pub enum Role {
     /// Model parameters: written once, then only read.
     Weights,
-    /// KV pages.
+    /// KV pages, and KV on its way to them or from them.
     Kv,
     /// Inputs and outputs of one step.
     Activations,
-    /// Bounce memory between a device and a link; pinned where that exists.
+    /// What the host writes or reads often and in small parts: pinned memory of the host where that exists.
     Staging,
 }
 
@@ -127,7 +127,8 @@ pub trait SharedMemory: Send + Sync {
 
     /// Puts fresh pages with the same bytes in place of those that another process may have mapped: whatever
     /// it still writes reaches this memory no more. The address and the number of the file descriptor stay.
-    /// Not while something in this process moves bytes by [`mapping`](Self::mapping): they could be lost.
+    /// Not while something in this process moves bytes by [`mapping`](Self::mapping), as a device that has it
+    /// [pinned](crate::Device::pin) does: they could be lost.
     ///
     /// # Errors
     /// `Unsupported` if it cannot, `OutOfMemory` when the operating system gives no pages.
@@ -151,6 +152,9 @@ pub trait SharedMemory: Send + Sync {
         self.view(offset, data.len() as u64, &mut |place| data.copy_from_slice(place))
     }
 }
+
+/// Keeps memory pinned for a device: see [`Device::pin`](crate::Device::pin).
+pub type Pinned = Box<dyn Send + Sync>;
 
 /// The place of shared memory in this process. Valid as long as the memory that gave it lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,7 +2,9 @@
 
 use crate::bench::{Bench, Trouble, Way};
 use crate::cases::{Case, Spread};
+use crate::paged::Paged;
 use crate::suite::checked;
+use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::{self, Stream};
 use mixfleet_hal::{Cmd, DType, ErrorKind, OpSig, Role, Slice};
 use std::sync::Arc;
@@ -55,7 +57,49 @@ fn memory(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
             return fail(format!("{role:?}: a read from byte {} got other bytes", 2 * align));
         }
     }
+    through_pinned(bench)?;
     Ok(None)
+}
+
+/// Bytes are the same through memory that the device has pinned, in whole and in part, and when it no longer is.
+fn through_pinned(bench: &Bench<'_>) -> Result<(), Trouble> {
+    let device = bench.device;
+    // longer than what copies are commonly cut into
+    const BYTES: u64 = (9 << 20) + 5;
+    let near: Arc<dyn SharedMemory> = Arc::new(Paged::new(BYTES));
+    let mut pinned = match device.pin(near.clone()) {
+        Ok(Some(pinned)) => Some(pinned),
+        Ok(None) => return Ok(()),
+        // a limit of this host's, not an error of the device's
+        Err(error) if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::OutOfMemory) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    let far = device.alloc(BYTES, Role::Kv)?;
+    for (round, (offset, bytes)) in
+        [(0, BYTES), (4097, BYTES - 4098), (8, 1), (0, BYTES)].into_iter().enumerate()
+    {
+        if round == 3 {
+            pinned.take();
+        }
+        let (seed, part) = (round as u64, far.range(0, bytes));
+        let (mut want, sent) = (noise(seed + 10, BYTES), noise(seed, bytes));
+        near.store(offset, &sent)?;
+        let mut outcome = Ok(());
+        near.view(offset, bytes, &mut |data| outcome = device.write(&part, data))?;
+        outcome.clone()?;
+        near.store(0, &want)?;
+        near.update(offset, bytes, &mut |data| outcome = device.read(&part, data))?;
+        outcome?;
+        want[offset as usize..][..bytes as usize].copy_from_slice(&sent);
+        let mut wrong = None;
+        near.view(0, BYTES, &mut |got| wrong = (0..want.len()).find(|&i| want[i] != got[i]))?;
+        if let Some(at) = wrong {
+            return fail(format!(
+                "byte {at} is another after {bytes} bytes at {offset} of pinned memory went there and back"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// An operation reads imported host memory in place.

@@ -24,6 +24,7 @@ pub mod html;
 mod inputs;
 pub mod links;
 pub mod oracle;
+mod paged;
 pub mod profile;
 pub mod reference;
 pub mod report;

@@ -61,12 +61,13 @@ fn what_is_damaged_or_lost_is_seen() {
 #[test]
 fn rates_are_of_what_was_asked_for() {
     let device = Arc::new(ReferenceDevice::default());
-    let mut far = OnDevice::new(device, EFFORT.large_bytes).unwrap();
+    let mut far = OnDevice::new(device.clone(), memory(EFFORT.large_bytes).unwrap()).unwrap();
     for rate in measure(&mut far, &EFFORT).unwrap() {
         assert_eq!((rate.bytes, rate.tries, rate.latency_tries), (EFFORT.large_bytes, 3, 3));
         assert!(rate.bytes_per_s_median > 0.0 && rate.bytes_per_s_max >= rate.bytes_per_s_median);
         assert!(rate.latency_us_min > 0.0 && rate.latency_us_median >= rate.latency_us_min);
     }
+    assert!(OnDevice::pinned(device, memory(8).unwrap()).unwrap().is_none(), "it has no copies to speed up");
 }
 
 #[test]

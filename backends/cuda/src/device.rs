@@ -7,9 +7,11 @@ use crate::health::Monitor;
 use crate::kernels::{DEVICE, Program};
 use crate::libraries::{Library, guarded};
 use crate::memory::{Memory, Transfers};
+use crate::pinned;
 use crate::plan::{self, Place, Target};
 use crate::queue::CudaQueue;
 use cudarc::driver::{result, sys};
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
     Absent, Device, DeviceInfo, DeviceKind, Error, ErrorKind, Export, Health, HostMemory, Limits, OpSig,
@@ -188,7 +190,7 @@ impl Shared {
 pub(crate) struct CudaDevice {
     info: DeviceInfo,
     shared: Arc<Shared>,
-    transfers: Mutex<Transfers>,
+    transfers: Arc<Mutex<Transfers>>,
     monitor: Option<Monitor>,
     queues: AtomicU64,
 }
@@ -221,7 +223,7 @@ impl CudaDevice {
                 blas: blas.is_some(),
                 scratch: Place { address: 0, bytes: 0 },
             };
-            let transfers = Mutex::new(Transfers::new(&context)?);
+            let transfers = Arc::new(Mutex::new(Transfers::new(&context)?));
             let architecture = compile::architecture(facts.capability);
             let shared = Shared {
                 context,
@@ -304,6 +306,12 @@ impl Device for CudaDevice {
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
         self.transfer(from, data.len(), |transfers, memory| transfers.read(memory, from.offset, data))
+    }
+
+    fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        self.shared.enter()?;
+        // not noted: a range that cannot be pinned is not the device's end
+        pinned::pin(&self.shared.context, &self.transfers, memory)
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

@@ -143,6 +143,13 @@ owned!(
     result::free_host
 );
 
+owned!(
+    /// Memory of others on the host, pinned as long as this lives.
+    HostRegistered,
+    *mut c_void,
+    sys::cuMemHostUnregister
+);
+
 impl Stream {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Stream> {
         context.bind()?;
@@ -224,6 +231,22 @@ impl DeviceMemory {
         let raw = unsafe { result::malloc_sync(bytes.max(1) as usize) };
         let raw = raw.map_err(|error| failure(&format!("{bytes} bytes of device memory"), error))?;
         Ok(DeviceMemory { context: context.clone(), raw })
+    }
+}
+
+impl HostRegistered {
+    /// Pins `bytes` bytes at `address`.
+    ///
+    /// # Safety
+    /// They are mapped, and stay so until this is dropped.
+    pub(crate) unsafe fn new(context: &Arc<Context>, address: usize, bytes: u64) -> Result<HostRegistered> {
+        context.bind()?;
+        let raw = address as *mut c_void;
+        // SAFETY: the caller's promise; the range is unpinned once, in `drop`.
+        unsafe { sys::cuMemHostRegister_v2(raw, bytes as usize, sys::CU_MEMHOSTREGISTER_PORTABLE) }
+            .result()
+            .map_err(|error| failure(&format!("pinning {bytes} bytes of host memory"), error))?;
+        Ok(HostRegistered { context: context.clone(), raw })
     }
 }
 

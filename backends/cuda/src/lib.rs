@@ -21,6 +21,7 @@ mod health;
 pub mod kernels;
 mod libraries;
 mod memory;
+mod pinned;
 pub mod plan;
 mod queue;
 

@@ -1,6 +1,7 @@
-//! Buffers, the batches that use them, and transfers through pinned halves.
+//! Buffers, the batches that use them, and transfers: direct, or through pinned halves.
 
 use crate::driver::{At, Context, DeviceMemory, Event, HostPinned, Stream};
+use crate::pinned::Ranges;
 use crate::plan::Place;
 use cudarc::driver::result;
 use mixfleet_hal::{Buffer, Error, Result, Role, Slice};
@@ -116,17 +117,19 @@ impl Drop for Memory {
 /// Bytes of a half: large enough for the link's full rate, small enough to stay in the host's caches.
 const HALF_BYTES: usize = 4 << 20;
 
-/// Copies between the host and device memory, through two pinned halves in turn: while one travels, the other
-/// is filled or emptied.
+/// Copies between the host and device memory. What lies in pinned memory goes directly, all else through two pinned
+/// halves in turn: while one travels, the other is filled or emptied. None is under way when a call returns.
 pub(crate) struct Transfers {
     stream: Stream,
     halves: [HostPinned; 2],
+    pub(crate) pinned: Ranges,
 }
 
 impl Transfers {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Transfers> {
         let half = || HostPinned::new(context, HALF_BYTES as u64);
-        Ok(Transfers { stream: Stream::new(context)?, halves: [half()?, half()?] })
+        let (stream, halves) = (Stream::new(context)?, [half()?, half()?]);
+        Ok(Transfers { stream, halves, pinned: Ranges::default() })
     }
 
     /// Copies `data` to `offset` of `memory`, which no batch uses.
@@ -138,6 +141,12 @@ impl Transfers {
             };
             to.copy_from_slice(data);
             return Ok(());
+        }
+        if self.pinned.hold(data) {
+            let to = memory.address + offset;
+            // SAFETY: the target is inside `memory`, and `data` is borrowed until the copy is done.
+            unsafe { result::memcpy_htod_async(to, data, self.stream.raw) }.at("a copy to the device")?;
+            return self.stream.synchronize();
         }
         let mut sent: [Option<Event>; 2] = [None, None];
         for (i, piece) in data.chunks(HALF_BYTES).enumerate() {
@@ -167,6 +176,12 @@ impl Transfers {
             };
             data.copy_from_slice(from);
             return Ok(());
+        }
+        if self.pinned.hold(data) {
+            let from = memory.address + offset;
+            // SAFETY: the source is inside `memory`, and `data` is borrowed until the copy is done.
+            unsafe { result::memcpy_dtoh_async(data, from, self.stream.raw) }.at("a copy from the device")?;
+            return self.stream.synchronize();
         }
         let mut pieces: Vec<&mut [u8]> = data.chunks_mut(HALF_BYTES).collect();
         let mut arrived: [Option<Event>; 2] = [None, None];

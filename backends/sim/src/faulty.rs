@@ -5,6 +5,7 @@
 
 use crate::shadow::Shadow;
 use mixfleet_hal::fault::{Fault, FaultPlan};
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
     Access, Cmd, Device, DeviceInfo, Elapsed, Error, ErrorKind, Export, Graph, Health, HostMemory, Limits,
@@ -200,6 +201,10 @@ impl Device for FaultyDevice {
             _ => {}
         }
         Ok(())
+    }
+
+    fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        self.inner.pin(memory)
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

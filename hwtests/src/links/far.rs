@@ -1,6 +1,6 @@
 //! The other end of a link.
 
-use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::transport::{Endpoint, Piece};
 use mixfleet_hal::{Device, Result, Role, Slice};
 use std::sync::Arc;
@@ -89,40 +89,52 @@ impl Far for OverTransport {
 pub struct OnDevice {
     device: Arc<dyn Device>,
     far: Slice,
-    near: Vec<u8>,
+    near: Arc<dyn SharedMemory>,
+    _pinned: Option<Pinned>,
 }
 
 impl OnDevice {
-    /// Takes `bytes` of staging memory.
+    /// Takes as much of the device's memory as `near` has.
     ///
     /// # Errors
-    /// When the device has none.
-    pub fn new(device: Arc<dyn Device>, bytes: u64) -> Result<Self> {
-        let far = device.alloc(bytes, Role::Staging)?;
-        Ok(OnDevice { device, far, near: vec![0; bytes as usize] })
+    /// When the device has less.
+    pub fn new(device: Arc<dyn Device>, near: Arc<dyn SharedMemory>) -> Result<Self> {
+        let far = device.alloc(near.size_bytes(), Role::Kv)?;
+        Ok(OnDevice { device, far, near, _pinned: None })
+    }
+
+    /// With `near` pinned; none where that means nothing to the device.
+    ///
+    /// # Errors
+    /// When the device has less, or may not pin it.
+    pub fn pinned(device: Arc<dyn Device>, near: Arc<dyn SharedMemory>) -> Result<Option<Self>> {
+        let Some(pinned) = device.pin(near.clone())? else { return Ok(None) };
+        Ok(Some(OnDevice { _pinned: Some(pinned), ..OnDevice::new(device, near)? }))
     }
 }
 
 impl Far for OnDevice {
     fn bytes(&self) -> u64 {
-        self.near.len() as u64
+        self.near.size_bytes()
     }
 
     fn load(&mut self, data: &[u8]) -> Result<()> {
-        self.near[..data.len()].copy_from_slice(data);
-        Ok(())
+        self.near.store(0, data)
     }
 
     fn show(&mut self, bytes: u64, look: &mut dyn FnMut(&[u8])) -> Result<()> {
-        look(&self.near[..bytes as usize]);
-        Ok(())
+        self.near.view(0, bytes, look)
     }
 
     fn put(&mut self, bytes: u64) -> Result<()> {
-        self.device.write(&self.far.range(0, bytes), &self.near[..bytes as usize])
+        let mut written = Ok(());
+        self.near.view(0, bytes, &mut |data| written = self.device.write(&self.far.range(0, bytes), data))?;
+        written
     }
 
     fn get(&mut self, bytes: u64) -> Result<()> {
-        self.device.read(&self.far.range(0, bytes), &mut self.near[..bytes as usize])
+        let mut read = Ok(());
+        self.near.update(0, bytes, &mut |data| read = self.device.read(&self.far.range(0, bytes), data))?;
+        read
     }
 }

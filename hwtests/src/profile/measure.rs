@@ -207,7 +207,7 @@ impl Bench<'_> {
     /// `Device::write` or `Device::read`, on the host's clock.
     fn transfer(&mut self, bytes: u64, effort: Effort, to_device: bool) -> Result<Measured, Problem> {
         self.ground.region(bytes)?;
-        let slice = self.device.alloc(bytes, Role::Staging)?;
+        let slice = self.device.alloc(bytes, Role::Kv)?;
         let mut host = noise(bytes as usize);
         self.device.write(&slice, &host)?;
         let (device, clock) = (self.device, self.clock);

@@ -7,7 +7,8 @@
 
 use super::MakeRegion;
 use super::messages::{Landing, Parcel};
-use mixfleet_hal::memory::SharedMemory;
+use super::pinning::Pinner;
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::transport::{Access, Endpoint, Piece, TransferId, Transport};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -50,12 +51,20 @@ pub struct Links {
 pub(super) struct Courier {
     links: Links,
     limits: HandOffLimits,
+    pinner: Arc<Pinner>,
     /// By who writes there.
-    landings: BTreeMap<InstanceId, (Landing, Arc<dyn SharedMemory>)>,
+    landings: BTreeMap<InstanceId, Landed>,
     /// By whom they lead to.
     ways: BTreeMap<InstanceId, Way>,
     /// What was on its way to slots that were given up for others.
     stranded: Vec<(InstanceId, Parcel)>,
+}
+
+/// Memory that a peer writes to.
+struct Landed {
+    landing: Landing,
+    memory: Arc<dyn SharedMemory>,
+    pinned: Option<Pinned>,
 }
 
 /// What became of a parcel.
@@ -67,8 +76,9 @@ pub(super) enum Sent {
 }
 
 impl Courier {
-    pub(super) fn new(links: Links, limits: HandOffLimits) -> Self {
-        Courier { links, limits, landings: BTreeMap::new(), ways: BTreeMap::new(), stranded: Vec::new() }
+    pub(super) fn new(links: Links, limits: HandOffLimits, pinner: Arc<Pinner>) -> Self {
+        let (landings, ways, stranded) = Default::default();
+        Courier { links, limits, pinner, landings, ways, stranded }
     }
 
     /// Bytes of this end's slots.
@@ -98,9 +108,10 @@ impl Courier {
             if regions.is_empty() {
                 return Err(refused);
             }
-            self.landings.insert(peer, (Landing { regions, slots, slot_bytes }, memory));
+            let (landing, pinned) = (Landing { regions, slots, slot_bytes }, self.pinner.pin(&memory));
+            self.landings.insert(peer, Landed { landing, memory, pinned });
         }
-        Ok(&self.landings[&peer].0)
+        Ok(&self.landings[&peer].landing)
     }
 
     /// Shows what `peer` wrote to a slot.
@@ -114,7 +125,7 @@ impl Courier {
         bytes: u64,
         look: &mut dyn FnMut(&[u8]),
     ) -> Result<()> {
-        let (landing, memory) =
+        let Landed { landing, memory, .. } =
             self.landings.get(&peer).ok_or_else(|| Error::invalid(format!("{peer} has no slots here")))?;
         if slot >= landing.slots || bytes > landing.slot_bytes {
             return Err(Error::invalid(format!("{bytes} bytes in slot {slot}: no such slot")));
@@ -126,7 +137,9 @@ impl Courier {
     pub(super) fn forget(&mut self, peer: InstanceId) {
         self.ways.remove(&peer);
         self.stranded.retain(|(to, _)| *to != peer);
-        let Some((landing, _)) = self.landings.remove(&peer) else { return };
+        let Some(Landed { landing, pinned, .. }) = self.landings.remove(&peer) else { return };
+        // Fencing may put other pages in place of those that are pinned.
+        drop(pinned);
         for region in &landing.regions {
             for transport in self.links.transports.iter().filter(|t| t.name() == region.transport) {
                 if let Err(error) = transport.deregister(region) {
@@ -146,7 +159,8 @@ impl Courier {
         }
         if self.ways.get(&peer).is_none_or(|way| way.landing != *landing) {
             let outbox = (self.links.make_region)(landing.slot_bytes.saturating_mul(landing.slots.into()))?;
-            if let Some(old) = self.ways.insert(peer, Way::new(landing.clone(), outbox)) {
+            let pinned = self.pinner.pin(&outbox);
+            if let Some(old) = self.ways.insert(peer, Way::new(landing.clone(), outbox, pinned)) {
                 self.stranded.extend(old.sends.into_iter().map(|send| (peer, send.parcel)));
             }
         }
@@ -213,6 +227,7 @@ impl Courier {
 struct Way {
     landing: Landing,
     outbox: Arc<dyn SharedMemory>,
+    _pinned: Option<Pinned>,
     /// Slots that are free at both ends.
     free: Vec<u32>,
     /// Which of the landing's regions is written to: each failure goes on to the next.
@@ -231,9 +246,10 @@ struct Sending {
 }
 
 impl Way {
-    fn new(landing: Landing, outbox: Arc<dyn SharedMemory>) -> Self {
+    fn new(landing: Landing, outbox: Arc<dyn SharedMemory>, pinned: Option<Pinned>) -> Self {
         let free = (0..landing.slots).rev().collect();
-        Way { landing, outbox, free, region: 0, endpoint: None, sends: VecDeque::new() }
+        let sends = VecDeque::new();
+        Way { landing, outbox, _pinned: pinned, free, region: 0, endpoint: None, sends }
     }
 
     /// Begins the sends that have not begun.
@@ -393,6 +409,10 @@ mod tests {
         }
     }
 
+    fn courier(links: Links) -> Courier {
+        Courier::new(links, LIMITS, Arc::new(Pinner::new(Arc::new(ReferenceDevice::default()))))
+    }
+
     /// Sends `bytes` from `here` to `there` and returns what became of it, with what lies in the slot.
     fn send(here: &mut Courier, there: &mut Courier, bytes: [u8; 8], now: f64) -> (Vec<Sent>, [u8; 8], u64) {
         let device = ReferenceDevice::named("device");
@@ -413,7 +433,7 @@ mod tests {
     #[test]
     fn a_piece_lands_in_the_slot_of_the_same_number() {
         let links = links(vec![("a", FaultPlan::default())]);
-        let [mut here, mut there] = [(); 2].map(|()| Courier::new(links.clone(), LIMITS));
+        let [mut here, mut there] = [(); 2].map(|()| courier(links.clone()));
         let (sent, lies, hash) = send(&mut here, &mut there, [3; 8], 0.0);
         assert!(matches!(sent[..], [Sent::Landed(Parcel { request: 7, .. })]));
         assert_eq!((lies, hash), ([3; 8], xxh3_64(&[3; 8])));
@@ -423,7 +443,7 @@ mod tests {
     #[test]
     fn what_fails_on_one_way_goes_on_over_the_next() {
         let links = links(vec![("a", FaultPlan::at_rate(Fault::Fail, 1.0, 1)), ("b", FaultPlan::default())]);
-        let [mut here, mut there] = [(); 2].map(|()| Courier::new(links.clone(), LIMITS));
+        let [mut here, mut there] = [(); 2].map(|()| courier(links.clone()));
         let (sent, lies, _) = send(&mut here, &mut there, [5; 8], 0.0);
         assert!(matches!(sent[..], [Sent::Landed(Parcel { piece: PieceId { retries: 1, .. }, .. })]));
         assert_eq!(lies, [5; 8]);
@@ -439,7 +459,7 @@ mod tests {
                 Arc::new(Named("a", Faulty::new(Memory::new(), FaultPlan::default())));
             links.transports = [vec![own], common.clone()].concat();
         }
-        let (mut here, mut there) = (Courier::new(ours, LIMITS), Courier::new(theirs, LIMITS));
+        let (mut here, mut there) = (courier(ours), courier(theirs));
         let (sent, lies, _) = send(&mut here, &mut there, [4; 8], 0.0);
         assert!(matches!(sent[..], [Sent::Landed(Parcel { piece: PieceId { retries: 0, .. }, .. })]));
         assert_eq!(lies, [4; 8]);
@@ -449,7 +469,7 @@ mod tests {
     fn what_fails_everywhere_is_given_up_and_its_slot_is_free() {
         let broken = || FaultPlan::at_rate(Fault::Fail, 1.0, 1);
         let links = links(vec![("a", broken()), ("b", broken())]);
-        let [mut here, mut there] = [(); 2].map(|()| Courier::new(links.clone(), LIMITS));
+        let [mut here, mut there] = [(); 2].map(|()| courier(links.clone()));
         for _ in 0..5 {
             let (sent, ..) = send(&mut here, &mut there, [5; 8], 0.0);
             assert!(matches!(
@@ -462,7 +482,7 @@ mod tests {
     #[test]
     fn what_hangs_is_waited_for_until_its_time_is_over() {
         let links = links(vec![("a", FaultPlan::exactly(Fault::Hang, 0, 1)), ("b", FaultPlan::default())]);
-        let [mut here, mut there] = [(); 2].map(|()| Courier::new(links.clone(), LIMITS));
+        let [mut here, mut there] = [(); 2].map(|()| courier(links.clone()));
         let (sent, lies, _) = send(&mut here, &mut there, [6; 8], 0.0);
         assert_eq!((sent.len(), lies), (0, [0; 8]));
         assert_eq!(here.longest_send(Seconds(4.0)), Some(Seconds(4.0)));
@@ -473,7 +493,7 @@ mod tests {
     #[test]
     fn a_forgotten_peer_writes_nowhere() {
         let links = links(vec![("a", FaultPlan::default())]);
-        let [mut here, mut there] = [(); 2].map(|()| Courier::new(links.clone(), LIMITS));
+        let [mut here, mut there] = [(); 2].map(|()| courier(links.clone()));
         let landing = there.landing(HERE).unwrap().clone();
         send(&mut here, &mut there, [1; 8], 0.0);
         there.forget(HERE);
@@ -489,7 +509,7 @@ mod tests {
     #[test]
     fn what_is_on_its_way_to_slots_that_are_given_up_for_others_has_failed() {
         let links = links(vec![("a", FaultPlan::at_rate(Fault::Hang, 1.0, 1))]);
-        let [mut here, mut there] = [(); 2].map(|()| Courier::new(links.clone(), LIMITS));
+        let [mut here, mut there] = [(); 2].map(|()| courier(links.clone()));
         assert!(send(&mut here, &mut there, [1; 8], 0.0).0.is_empty());
         there.forget(HERE);
         let landing = there.landing(HERE).unwrap().clone();
@@ -502,7 +522,7 @@ mod tests {
     #[test]
     fn slots_are_given_back_once_and_only_those_that_exist() {
         let links = links(vec![("a", FaultPlan::default())]);
-        let [mut here, mut there] = [(); 2].map(|()| Courier::new(links.clone(), LIMITS));
+        let [mut here, mut there] = [(); 2].map(|()| courier(links.clone()));
         let landing = there.landing(HERE).unwrap().clone();
         let taken: Vec<_> = (0..3).map(|_| here.take_slot(THERE, &landing).unwrap()).collect();
         assert_eq!(taken, [Some(0), Some(1), None]);

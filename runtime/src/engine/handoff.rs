@@ -42,8 +42,9 @@ pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
 
 /// An instance's device memory for pieces that leave and come, and how KV lies in its pages.
 pub(super) struct Staging {
-    /// `LAYERS_IN_FLIGHT` parts of `tokens_max` tokens in the wire layout, on the device.
-    gathered: Slice,
+    /// For `tokens_max` tokens in the wire layout each, on the device. A read waits for all that uses a buffer, so each layer has
+    /// its own.
+    gathered: [Slice; LAYERS_IN_FLIGHT],
     /// One piece on its way in, on the device.
     pub(super) landing: Slice,
     /// Slot numbers of a piece, on the device.
@@ -74,12 +75,11 @@ impl Staging {
     ) -> Result<Self> {
         let widest = 2 * u64::from(config.kv_heads * config.head_dim) * 4;
         let piece_tokens = (slot_bytes / (widest / 2)).max(u64::from(shape.tokens_max));
-        let gathered = LAYERS_IN_FLIGHT as u64 * u64::from(shape.tokens_max) * widest;
-        let alloc = |bytes| device.alloc(bytes, Role::Staging);
+        let gathered = || device.alloc(u64::from(shape.tokens_max) * widest, Role::Kv);
         Ok(Staging {
-            gathered: alloc(gathered)?,
-            landing: alloc(slot_bytes.max(widest))?,
-            slot_ids: alloc(piece_tokens * 4)?,
+            gathered: [gathered()?, gathered()?, gathered()?, gathered()?],
+            landing: device.alloc(slot_bytes.max(widest), Role::Kv)?,
+            slot_ids: device.alloc(piece_tokens * 4, Role::Staging)?,
             page_tokens: shape.block_tokens,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
@@ -106,8 +106,8 @@ impl Staging {
     /// Where the gathered KV of `layer` lies, from row `at` of those that leave.
     fn gathered_at(&self, layer: usize, at: u32, tokens: u32, wire: DType) -> Slice {
         let token_bytes = self.token_bytes(wire);
-        let part = (layer % LAYERS_IN_FLIGHT) as u64 * u64::from(self.tokens_max) * token_bytes;
-        self.gathered.range(part + u64::from(at) * token_bytes, u64::from(tokens) * token_bytes)
+        let part = &self.gathered[layer % LAYERS_IN_FLIGHT];
+        part.range(u64::from(at) * token_bytes, u64::from(tokens) * token_bytes)
     }
 }
 

@@ -5,6 +5,7 @@ use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::Directory;
 use super::handoff::Staging;
 use super::messages::{FromWorker, Report};
+use super::pinning::Pinner;
 use super::tiers::{Below, LowerTiers};
 use super::worker::{Worker, WorkerParts};
 use crate::env::SharedEnv;
@@ -168,8 +169,9 @@ impl Loaded {
         let Loaded { spec_device: device, forward, batch, lower, .. } = self;
         let name = format!("worker {}", device.info().id);
         let staging = Staging::new(&*device, forward.config(), forward.shape(), hand_off.slot_bytes)?;
-        let below =
-            lower.map(|tiers| Below::open(tiers, &*device, &forward, &*links.make_region)).transpose()?;
+        let pinner = Arc::new(Pinner::new(device.clone()));
+        let open = |tiers| Below::open(tiers, &*device, &forward, &*links.make_region, &pinner);
+        let below = lower.map(open).transpose()?;
         let (address, inbox) = mpsc::unbounded_channel();
         let worker = Worker::new(WorkerParts {
             id,
@@ -179,7 +181,7 @@ impl Loaded {
             limits: batch,
             staging,
             below,
-            courier: Courier::new(links.clone(), *hand_off),
+            courier: Courier::new(links.clone(), *hand_off, pinner),
             directory: directory.clone(),
             inbox,
             reports: reports.clone(),

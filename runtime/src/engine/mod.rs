@@ -20,6 +20,7 @@ mod incoming;
 pub(crate) mod instance;
 mod lend;
 pub(crate) mod messages;
+mod pinning;
 mod tiers;
 mod transfers;
 mod worker;

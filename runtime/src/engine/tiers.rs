@@ -9,11 +9,13 @@
 //! meanwhile; nothing is loaded beside it.
 
 use super::MakeRegion;
+use super::pinning::Pinner;
 use super::worker::{STEP_TIMEOUT, Worker};
 use crate::engine::messages::FromWorker;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
 use crate::model::graph::Forward;
 use crate::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Put, Snapshot, SsdConfig};
+use mixfleet_hal::memory::Pinned;
 use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Queue, Result, Role, Slice};
 use mixfleet_scheduler::batch::{Action, Evicted};
 use mixfleet_scheduler::cost::LinkCost;
@@ -35,6 +37,8 @@ pub struct LowerTiers {
 /// An instance's lower tiers, and its device's memory for a block on its way.
 pub(super) struct Below {
     pool: Pool,
+    /// The pool's host memory.
+    _pinned: Vec<Pinned>,
     /// All layers in the wire layout.
     block: Slice, // [layers, page_tokens, 2, kv_heads, head_dim]
     slot_ids: Slice, // [page_tokens]
@@ -60,12 +64,13 @@ enum Way {
 }
 
 impl Below {
-    /// Opens the pool, and allocates on the device.
+    /// Opens the pool, pins its host memory, and allocates on the device.
     pub(super) fn open(
         tiers: LowerTiers,
         device: &dyn Device,
         forward: &Forward,
         make_region: &MakeRegion,
+        pinner: &Pinner,
     ) -> Result<Self> {
         let (config, shape) = (forward.config(), forward.shape());
         let page_tokens = shape.block_tokens;
@@ -82,11 +87,12 @@ impl Below {
             // Taken after every use of the pool, so that those of one use wait at most.
             events_max: usize::MAX,
         };
-        let alloc = |bytes| device.alloc(bytes, Role::Staging);
+        let pool = Pool::new(pool, make_region).map_err(refused)?;
         Ok(Below {
-            pool: Pool::new(pool, make_region).map_err(refused)?,
-            block: alloc(block_bytes)?,
-            slot_ids: alloc(u64::from(page_tokens) * 4)?,
+            _pinned: pool.regions().iter().filter_map(|region| pinner.pin(region)).collect(),
+            pool,
+            block: device.alloc(block_bytes, Role::Kv)?,
+            slot_ids: device.alloc(u64::from(page_tokens) * 4, Role::Staging)?,
             dram_blocks,
             page_tokens,
             kv_heads: config.kv_heads,
@@ -133,13 +139,11 @@ impl Below {
         forward: &Forward,
         Evicted { hash, tokens, page }: &Evicted,
     ) -> Result<Put> {
-        self.pool.keep(*hash, tokens, || {
+        self.pool.keep(*hash, tokens, &mut |place| {
             let list = self.copies(device, forward, *page, Way::Down)?;
             let ticket = queue.submit(&list)?;
             queue.wait(ticket, STEP_TIMEOUT)?;
-            let mut bytes = vec![0; self.block.bytes as usize];
-            device.read(&self.block, &mut bytes)?;
-            Ok(bytes)
+            device.read(&self.block, place)
         })
     }
 
@@ -199,18 +203,20 @@ impl Worker {
     /// Tells the fleet what the lower tiers hold from before, and what it takes to load from them.
     pub(super) fn begin_below(&mut self) -> Result<()> {
         let Some(below) = &mut self.below else { return Ok(()) };
-        // Whatever lies in page 0: nobody uses it yet.
-        let bytes = vec![0; below.block.bytes as usize];
+        // Whatever lies in slot 0 and page 0: nobody uses them yet.
+        let (slot, bytes) = (below.pool.regions()[0].clone(), below.block.bytes);
         let mut least = f64::INFINITY;
         for _ in 0..3 {
             let start = self.env.now();
-            self.device.write(&below.block, &bytes)?;
+            let mut written = Ok(());
+            slot.view(0, bytes, &mut |payload| written = self.device.write(&below.block, payload))?;
+            written?;
             let list = below.copies(&*self.device, &self.forward, 0, Way::Up)?;
             let ticket = self.queue.submit(&list)?;
             self.queue.wait(ticket, STEP_TIMEOUT)?;
             least = least.min((self.env.now() - start).0);
         }
-        below.upload_s = least / bytes.len() as f64;
+        below.upload_s = least / bytes as f64;
         let (costs, held) = (below.costs(), below.pool.snapshot());
         for (tier, cost) in costs {
             self.report(FromWorker::Tier { tier, cost });

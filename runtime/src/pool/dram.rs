@@ -38,9 +38,9 @@ impl Slab {
         ((slot / self.slots_per_region) as usize, offset)
     }
 
-    pub(super) fn store(&self, slot: u32, data: &[u8]) -> Result<()> {
+    pub(super) fn update(&self, slot: u32, change: &mut dyn FnMut(&mut [u8])) -> Result<()> {
         let (region, offset) = self.place(slot);
-        self.regions[region].store(offset, data)
+        self.regions[region].update(offset, self.block_bytes, change)
     }
 
     pub(super) fn view(&self, slot: u32, look: &mut dyn FnMut(&[u8])) -> Result<()> {

@@ -206,16 +206,16 @@ impl Pool {
         if lease.len() == 1 { Ok(Put::Held) } else { lease.put(bytes) }
     }
 
-    /// Takes in a block that somebody gives up: one use of it. `bytes` is asked for its KV only where host memory lacks it; a
-    /// copy on the disk is neither read nor written for it.
+    /// Takes in a block that somebody gives up: one use of it. `fill` is asked to put its KV into a slot only where host memory
+    /// lacks it and has room; a copy on the disk is neither read nor written for it.
     ///
     /// # Errors
-    /// Those of `bytes`; `Invalid` where it gives another number of bytes than `block_bytes`, or `tokens` is no block.
+    /// Those of `fill`, after which the block is not held; `Invalid` where `tokens` is no block.
     pub fn keep(
         &self,
         hash: BlockHash,
         tokens: &[u32],
-        bytes: impl FnOnce() -> mixfleet_hal::Result<Vec<u8>>,
+        fill: &mut dyn FnMut(&mut [u8]) -> mixfleet_hal::Result<()>,
     ) -> mixfleet_hal::Result<Put> {
         if tokens.len() != self.0.layout.block_tokens {
             let (is, wanted) = (tokens.len(), self.0.layout.block_tokens);
@@ -223,7 +223,7 @@ impl Pool {
                 "a KV block of {is} tokens in a pool of {wanted}"
             )));
         }
-        Ok(self.0.keep(traffic::Wanted { hash, depth: 0, tokens }, bytes)?.into())
+        Ok(self.0.keep(traffic::Wanted { hash, depth: 0, tokens }, fill)?.into())
     }
 
     /// The fastest tier that holds a block.

@@ -53,18 +53,22 @@ impl State {
 }
 
 impl Shared {
-    /// Stores `payload`, whose XXH3-64 is `digest`, as this block.
-    pub(super) fn store(&self, wanted: Wanted, payload: &[u8], digest: u64) -> Result<Arrival> {
+    /// Stores what `fill` puts into a slot as this block. It returns the XXH3-64 of that.
+    fn store(&self, wanted: Wanted, fill: &mut dyn FnMut(&mut [u8]) -> Result<u64>) -> Result<Arrival> {
         let slot = match self.make_room(wanted)? {
             Room::Slot(slot) => slot,
             Room::None(why) => return Ok(why),
         };
-        let copied = self.slab.store(slot, payload);
+        let mut digest = Ok(0);
+        let updated = self.slab.update(slot, &mut |place| digest = fill(place));
         let mut state = self.state();
-        if let Err(error) = copied {
-            state.dram.cancel(wanted.hash);
-            return Err(error);
-        }
+        let digest = match updated.and(digest) {
+            Ok(digest) => digest,
+            Err(error) => {
+                state.dram.cancel(wanted.hash);
+                return Err(error);
+            }
+        };
         state.dram.arrived(wanted.hash, digest);
         state.events.add(wanted.hash, Tier::Dram, true);
         Ok(Arrival::Stored)
@@ -72,20 +76,26 @@ impl Shared {
 
     /// Stores what a caller brings.
     pub(super) fn put(&self, wanted: Wanted, payload: &[u8]) -> Result<Arrival> {
-        self.store(wanted, payload, xxh3_64(payload))
+        self.copy(wanted, payload, xxh3_64(payload))
+    }
+
+    fn copy(&self, wanted: Wanted, payload: &[u8], digest: u64) -> Result<Arrival> {
+        self.store(wanted, &mut |place| {
+            place.copy_from_slice(payload);
+            Ok(digest)
+        })
     }
 
     /// Stores what somebody gives up, if it is not here, and pins nothing.
-    pub(super) fn keep(&self, wanted: Wanted, bytes: impl FnOnce() -> Result<Vec<u8>>) -> Result<Arrival> {
-        let there = self.state().pin(wanted);
-        let arrival = match there {
-            Some(there) => there,
-            None => {
-                let payload = bytes()?;
-                self.layout.check_size(&payload)?;
-                self.put(wanted, &payload)?
-            }
-        };
+    pub(super) fn keep(
+        &self,
+        wanted: Wanted,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
+    ) -> Result<Arrival> {
+        let arrival = self.store(wanted, &mut |place| {
+            fill(place)?;
+            Ok(xxh3_64(place))
+        })?;
         if matches!(arrival, Arrival::Stored | Arrival::Held) {
             self.state().dram.brain.unpin(&[wanted.hash]);
         }
@@ -98,7 +108,7 @@ impl Shared {
         let (Some(slot), Some(frames)) = (slot, &self.frames) else { return Ok(Arrival::Missing) };
         let mut frame = frames.buffer();
         let arrival = match frames.read(slot, wanted.hash, wanted.tokens, &mut frame) {
-            Ok(digest) => self.store(wanted, &frame[..self.layout.block_bytes], digest),
+            Ok(digest) => self.copy(wanted, &frame[..self.layout.block_bytes], digest),
             Err(ReadError::Refused(Refusal::OtherTokens)) => {
                 self.state().counts.collisions += 1;
                 Ok(Arrival::Collision)

@@ -1,6 +1,7 @@
 // A libcuda, a libnvrtc and a libcublasLt for tests: one device of 2 multiprocessors in host memory, whose kernels are compiled
 // by g++ over shim.h. What is put on a stream runs when an event behind it is asked for the second time or
-// waited for, and not before: whoever forgets to wait sees old bytes. Only what the backend calls is here.
+// waited for, and not before: whoever forgets to wait sees old bytes. Copies that are asynchronous take pinned memory of
+// the host alone: the real ones would wait for others. Only what the backend calls is here.
 
 #include <dlfcn.h>
 #include <math.h>
@@ -11,12 +12,14 @@
 #include <deque>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
 typedef unsigned long long Address;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700 };
+enum { ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, REFUSED = 801 };
 
 static std::recursive_mutex lock;
 static int sticky = SUCCESS; // after a fault, the answer to everything
@@ -146,12 +149,64 @@ API int cuMemFree_v2(Address) {
     std::lock_guard<std::recursive_mutex> entered(lock);
     return SUCCESS;
 }
+
+// Pinned memory of the host, by its address.
+struct Pinned {
+    size_t bytes;
+    bool registered; // others' memory
+    Stream* stream;  // the last copy that uses it
+    unsigned long long last;
+};
+static std::map<Address, Pinned> pinned;
+static unsigned long long copies_registered = 0, copies_own = 0;
+
+static Pinned* pinned_around(const void* memory, size_t bytes) {
+    auto after = pinned.upper_bound((Address)memory);
+    if (after == pinned.begin()) return nullptr;
+    auto& [first, range] = *--after;
+    return (Address)memory + bytes <= first + range.bytes ? &range : nullptr;
+}
+
 API int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
     ENTER;
     *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    pinned[(Address)*memory] = {bytes, false, nullptr, 0};
     return SUCCESS;
 }
-API int cuMemFreeHost(void* memory) { free(memory); return SUCCESS; }
+API int cuMemFreeHost(void* memory) {
+    std::lock_guard<std::recursive_mutex> entered(lock);
+    pinned.erase((Address)memory);
+    free(memory);
+    return SUCCESS;
+}
+API int cuMemHostRegister_v2(void* memory, size_t bytes, unsigned flags) {
+    ENTER;
+    if (!bytes || flags != 1) return INVALID_VALUE; // portable
+    if (bytes == 0x0BAD) return REFUSED;            // a refusal to order
+    auto after = pinned.lower_bound((Address)memory + bytes);
+    if (after != pinned.begin() && (--after)->first + after->second.bytes > (Address)memory) return ALREADY_REGISTERED;
+    pinned[(Address)memory] = {bytes, true, nullptr, 0};
+    return SUCCESS;
+}
+API int cuMemHostUnregister(void* memory) {
+    ENTER;
+    auto found = pinned.find((Address)memory);
+    if (found == pinned.end() || !found->second.registered) return NOT_REGISTERED;
+    const Pinned range = found->second;
+    pinned.erase(found);
+    if (range.stream && range.stream->done < range.last) {
+        fprintf(stderr, "fake driver: memory is unpinned under a copy\n");
+        return sticky = ILLEGAL_ADDRESS;
+    }
+    return SUCCESS;
+}
+// For tests: copies to or from memory of others, of the driver's own, and ranges that are registered now.
+API int fake_count(unsigned long long counts[3]) {
+    std::lock_guard<std::recursive_mutex> entered(lock);
+    counts[0] = copies_registered, counts[1] = copies_own, counts[2] = 0;
+    for (auto& [_, range] : pinned) counts[2] += range.registered;
+    return SUCCESS;
+}
 API int cuMemHostGetDevicePointer_v2(Address* address, void* memory, unsigned) {
     *address = (Address)memory;
     return SUCCESS;
@@ -160,8 +215,21 @@ static int copy(void* to, const void* from, size_t bytes, Stream* stream) {
     ENTER;
     return put(stream, [=] { memcpy(to, from, bytes); });
 }
-API int cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t n, Stream* s) { return copy((void*)to, from, n, s); }
-API int cuMemcpyDtoHAsync_v2(void* to, Address from, size_t n, Stream* s) { return copy(to, (void*)from, n, s); }
+static int copy_host(void* to, const void* from, const void* host, size_t bytes, Stream* stream) {
+    ENTER;
+    Pinned* range = pinned_around(host, bytes);
+    if (!range) return INVALID_VALUE;
+    ++(range->registered ? copies_registered : copies_own);
+    const int code = copy(to, from, bytes, stream);
+    range->stream = stream, range->last = stream->issued;
+    return code;
+}
+API int cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t n, Stream* s) {
+    return copy_host((void*)to, from, from, n, s);
+}
+API int cuMemcpyDtoHAsync_v2(void* to, Address from, size_t n, Stream* s) {
+    return copy_host(to, (void*)from, to, n, s);
+}
 API int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t n, Stream* s) {
     return copy((void*)to, (void*)from, n, s);
 }

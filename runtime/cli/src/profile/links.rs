@@ -90,13 +90,30 @@ fn of_this_host(effort: &Effort, document: &mut Document) {
     }
     for selector in backends::default_selectors() {
         eprintln!("links: copies to and from {selector}");
-        let link = Tried { link: "copy", from: "host memory", to: &selector };
         match backends::open(&selector) {
             Err(error) => {
                 document.absent.push(Absence { link: selector.clone(), reason: format!("{error:#}") })
             }
-            Ok(device) if device.info().computes() => document.links.push(link.copies(device, effort)),
+            Ok(device) if device.info().computes() => copies(&selector, device, effort, document),
             Ok(_) => {}
+        }
+    }
+}
+
+/// With ordinary memory, and with pinned memory where that is another thing to the device.
+fn copies(selector: &str, device: Arc<dyn Device>, effort: &Effort, document: &mut Document) {
+    let near = || links::memory(effort.large_bytes);
+    let link = Tried { link: "copy", from: "host memory", to: selector };
+    let plain = near().and_then(|near| OnDevice::new(device.clone(), near));
+    document.links.push(link.copy(plain, effort));
+    match near().and_then(|near| OnDevice::pinned(device, near)) {
+        Ok(None) => {}
+        Ok(Some(far)) => {
+            document.links.push(Tried { from: "pinned memory", ..link }.copy(Ok(far), effort));
+        }
+        Err(error) => {
+            let link = format!("{selector} from pinned memory");
+            document.absent.push(Absence { link, reason: error.to_string() });
         }
     }
 }
@@ -148,9 +165,8 @@ impl Tried<'_> {
         self.with(link, tried)
     }
 
-    fn copies(&self, device: Arc<dyn Device>, effort: &Effort) -> Link {
-        let tried = OnDevice::new(device, effort.large_bytes).and_then(|mut far| measure(&mut far, effort));
-        self.with(self.blank(), tried)
+    fn copy(&self, far: mixfleet_hal::Result<OnDevice>, effort: &Effort) -> Link {
+        self.with(self.blank(), far.and_then(|mut far| measure(&mut far, effort)))
     }
 
     fn with(&self, link: Link, tried: mixfleet_hal::Result<[mixfleet_hwtests::links::Rate; 2]>) -> Link {

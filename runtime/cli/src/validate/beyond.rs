@@ -67,7 +67,7 @@ fn copies(
 ) {
     let id = format!("{group}.rate");
     if wanted(&id) {
-        emit(judged(id, || times(&mut OnDevice::new(device.clone(), BYTES)?)));
+        emit(judged(id, || times(&mut OnDevice::new(device.clone(), links::memory(BYTES)?)?)));
     }
 }
 

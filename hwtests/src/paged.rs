@@ -1,0 +1,56 @@
+//! Host memory that a device may pin: it has an address, on a page of its own.
+
+use mixfleet_hal::memory::{Mapping, SharedMemory};
+use mixfleet_hal::{Error, Result};
+use std::ops::Range;
+use std::sync::{PoisonError, RwLock};
+
+const PAGE_BYTES: usize = 4096;
+
+/// Bytes of this process.
+pub(crate) struct Paged {
+    memory: RwLock<Vec<u8>>,
+    /// Of the memory, without the rest of its first and its last page.
+    used: Range<usize>,
+}
+
+impl Paged {
+    /// `bytes` zero bytes.
+    pub(crate) fn new(bytes: u64) -> Self {
+        let pages = (bytes as usize).div_ceil(PAGE_BYTES);
+        let memory = vec![0; (pages + 1) * PAGE_BYTES];
+        let first = memory.as_ptr().addr().next_multiple_of(PAGE_BYTES) - memory.as_ptr().addr();
+        Paged { memory: RwLock::new(memory), used: first..first + bytes as usize }
+    }
+
+    fn range(&self, offset: u64, bytes: u64) -> Result<Range<usize>> {
+        match offset.checked_add(bytes).filter(|&end| end <= self.used.len() as u64) {
+            Some(end) => Ok(self.used.start + offset as usize..self.used.start + end as usize),
+            None => Err(Error::invalid(format!("{bytes} bytes at {offset} leave {} bytes", self.used.len()))),
+        }
+    }
+}
+
+impl SharedMemory for Paged {
+    fn size_bytes(&self) -> u64 {
+        self.used.len() as u64
+    }
+
+    fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let range = self.range(offset, bytes)?;
+        look(&self.memory.read().unwrap_or_else(PoisonError::into_inner)[range]);
+        Ok(())
+    }
+
+    fn update(&self, offset: u64, bytes: u64, change: &mut dyn FnMut(&mut [u8])) -> Result<()> {
+        let range = self.range(offset, bytes)?;
+        change(&mut self.memory.write().unwrap_or_else(PoisonError::into_inner)[range]);
+        Ok(())
+    }
+
+    fn mapping(&self) -> Option<Mapping> {
+        let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
+        let address = memory.as_ptr().addr() + self.used.start;
+        Some(Mapping { address, bytes: self.size_bytes(), fd: None })
+    }
+}
