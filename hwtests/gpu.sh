@@ -5,7 +5,7 @@
 #   OUT=results FIXTURES=../shared/fixtures hwtests/gpu.sh [STEP...]
 #
 # Steps, in this order, all of them by default; each has a limit in seconds and a log, and the next one runs whatever
-# became of it: devices conformance golden peers goals profile others report. What comes out is in $OUT
+# became of it: devices conformance links golden peers goals profile others report. What comes out is in $OUT
 # (default target/gpu). One more step is run only when it is named: llama8b makes random weights of that shape with
 # MAKE_MODEL (../shared/tools/make_random_model.py), 16 GB, and generates with them.
 # Exit code 1 if a step failed, 3 if there is no GPU.
@@ -16,7 +16,7 @@ fixtures=${FIXTURES:-../shared/fixtures}
 python=${PYTHON:-python3}
 out=${OUT:-target/gpu}
 device=${DEVICE:-cuda:0}
-all="devices conformance golden peers goals profile others report"
+all="devices conformance links golden peers goals profile others report"
 failed=()
 
 if [ ! -x "$mixfleet" ]; then
@@ -51,6 +51,12 @@ step_devices() {
 
 step_conformance() {
     limited 150 conformance "$mixfleet" validate --device "$device" --level 1 --out "$out/validation"
+}
+
+# rates of copies with ordinary and with pinned memory of the host
+step_links() {
+    limited 60 links "$mixfleet" profile --links
+    grep -E '^link|^copy|pinned' "$out/links.log"
 }
 
 step_golden() {

@@ -250,6 +250,36 @@ fn copies_across_the_end_of_pinned_memory_are_right() {
     });
 }
 
+/// Unpinned by one thread while others copy: the fake fails if a copy is under way.
+#[test]
+fn memory_may_be_pinned_and_unpinned_under_copies() {
+    with_fake_driver("memory_may_be_pinned_and_unpinned_under_copies", |device| {
+        const BYTES: u64 = 4096;
+        let near = Arc::new(HostRegion::new(BYTES as usize).unwrap());
+        std::thread::scope(|scope| {
+            for word in [3u8, 5] {
+                let (device, near) = (&device, &near);
+                scope.spawn(move || {
+                    let far = device.alloc(BYTES, Role::Kv).unwrap();
+                    device.write(&far, &[word; BYTES as usize]).unwrap();
+                    for _ in 0..500 {
+                        let mut read = |data: &mut [u8]| {
+                            device.read(&far, data).unwrap();
+                            assert!(data.iter().all(|&byte| byte == word));
+                        };
+                        near.update(0, BYTES, &mut read).unwrap();
+                    }
+                });
+            }
+            for _ in 0..500 {
+                drop(device.pin(near.clone()).unwrap().unwrap());
+            }
+        });
+        let [direct, staged, pinned] = counted();
+        assert_eq!((direct + staged, pinned), (1002, 0));
+    });
+}
+
 #[test]
 fn what_cannot_be_pinned_harms_nothing() {
     with_fake_driver("what_cannot_be_pinned_harms_nothing", |device| {

@@ -3,6 +3,7 @@
 use crate::support::{
     BLOCK_BYTES, Follower, config, content, lease, make_region, open, put, served, ssd, tokens,
 };
+use mixfleet_hal::{Error, Result};
 use mixfleet_runtime::pool::disk::{Disk, SimDisk};
 use mixfleet_runtime::pool::{Pool, PoolConfig, Put, Snapshot};
 use mixfleet_scheduler::fleet::InstanceId;
@@ -50,6 +51,30 @@ fn a_chain_ends_at_the_block_of_another_prompt() {
     // Without its tokens a block cannot be compared.
     assert_eq!(pool.lease(&[1, 2].map(BlockHash), &tokens(1)).len(), 1);
     assert_eq!(pool.lease(&[1, 2].map(BlockHash), &tokens(1)[..1]).len(), 0);
+}
+
+#[test]
+fn what_is_given_up_is_taken_in_once_and_only_if_its_bytes_come() {
+    let pool = open(config(1, None)).expect("a new pool");
+    let mut asked = 0;
+    let mut keep = |key: u64, fill: &dyn Fn(&mut [u8]) -> Result<()>| {
+        pool.keep(BlockHash(key), &tokens(key), &mut |place| {
+            asked += 1;
+            fill(place)
+        })
+    };
+    let bytes = |key| move |place: &mut [u8]| Ok(place.copy_from_slice(&content(key, BLOCK_BYTES)));
+    let lost = keep(1, &|_| Err(Error::invalid("the device is gone"))).expect_err("no bytes");
+    assert!(lost.detail.contains("gone"), "{lost}");
+    assert!((pool.contains(BlockHash(1)), pool.stats().dram_blocks) == (None, 0));
+    assert_eq!(keep(1, &bytes(1)).expect("bytes"), Put::Stored);
+    assert_eq!(keep(1, &bytes(9)).expect("held"), Put::Held);
+    assert!(served(&pool, 1));
+    let lease = lease(&pool, &[1]);
+    assert_eq!(keep(2, &bytes(2)).expect("no error"), Put::Full);
+    drop(lease);
+    assert_eq!(keep(2, &bytes(2)).expect("room"), Put::Stored);
+    assert_eq!((asked, served(&pool, 2), served(&pool, 1)), (3, true, false));
 }
 
 #[test]
