@@ -1,6 +1,7 @@
 //! Tests the tester: every fault that strikes a command of the suite is seen.
 
 use mixfleet_hal::fault::{Fault, FaultPlan};
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
     Cmd, DType, Device, DeviceInfo, Elapsed, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result,
@@ -10,6 +11,7 @@ use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::{Level, Options, Outcome, Report, Verdict, run};
 use mixfleet_simulated::FaultyDevice;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 const OPERATIONS: [&str; 10] =
@@ -221,6 +223,7 @@ type Change = fn(OpSig) -> OpSig;
 struct Buggy {
     inner: ReferenceDevice,
     bug: Bug,
+    pinned: AtomicBool,
 }
 
 #[derive(Clone, Copy)]
@@ -231,6 +234,8 @@ enum Bug {
     StaleRead,
     /// A write spills one byte past its end.
     Spill,
+    /// Reads into pinned memory leave the last byte.
+    ShortPinned,
     /// Cannot put anything into a pool.
     NoScatter,
     /// Computes something slightly else.
@@ -274,7 +279,18 @@ impl Device for Buggy {
             data.fill(0);
             return Ok(());
         }
-        self.inner.read(from, data)
+        let kept = data.last().copied();
+        self.inner.read(from, data)?;
+        if let (Bug::ShortPinned, true) = (self.bug, self.pinned.load(Ordering::Relaxed))
+            && let (Some(last), Some(kept)) = (data.last_mut(), kept)
+        {
+            *last = kept;
+        }
+        Ok(())
+    }
+    fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        self.pinned.store(true, Ordering::Relaxed);
+        Ok(Some(Box::new(memory)))
     }
     fn queue(&self) -> Result<Box<dyn Queue>> {
         let inner = self.inner.queue()?;
@@ -316,7 +332,8 @@ impl Queue for ConfusedQueue {
 }
 
 fn verdict_of(bug: Bug, names: &[&str]) -> Verdict {
-    let report = run(&Buggy { inner: ReferenceDevice::default(), bug }, &quick(names), &mut |_| {});
+    let device = Buggy { inner: ReferenceDevice::default(), bug, pinned: AtomicBool::default() };
+    let report = run(&device, &quick(names), &mut |_| {});
     report.verdict()
 }
 
@@ -326,6 +343,8 @@ fn buggy_devices_do_not_pass() {
     assert_eq!(verdict_of(Bug::StaleRead, &["memory"]), Verdict::Fail);
     assert_eq!(verdict_of(Bug::StaleRead, &["add"]), Verdict::Fail);
     assert_eq!(verdict_of(Bug::Spill, &["memory"]), Verdict::Fail);
+    assert_eq!(verdict_of(Bug::ShortPinned, &["memory"]), Verdict::Fail);
+    assert_eq!(verdict_of(Bug::NoScatter, &["memory"]), Verdict::Pass);
     assert_eq!(verdict_of(Bug::NoScatter, &["attn_decode"]), Verdict::Incomplete);
 }
 
