@@ -38,6 +38,13 @@ impl Default for HandOffLimits {
     }
 }
 
+impl HandOffLimits {
+    /// Bytes of all slots: of a landing, and of an outbox.
+    pub(crate) fn region_bytes(&self) -> u64 {
+        self.slot_bytes.saturating_mul(self.slots.into())
+    }
+}
+
 /// The ways that this process has to other memories.
 #[derive(Clone)]
 pub struct Links {
@@ -93,7 +100,7 @@ impl Courier {
     pub(super) fn landing(&mut self, peer: InstanceId) -> Result<&Landing> {
         if !self.landings.contains_key(&peer) {
             let HandOffLimits { slot_bytes, slots, .. } = self.limits;
-            let memory = (self.links.make_region)(slot_bytes * u64::from(slots))?;
+            let memory = (self.links.make_region)(self.limits.region_bytes())?;
             let mut refused = Error::unsupported("there is no transport");
             let mut regions = Vec::new();
             for transport in &self.links.transports {

@@ -19,6 +19,7 @@ mod identity;
 mod incoming;
 pub(crate) mod instance;
 mod lend;
+pub(crate) mod measure;
 pub(crate) mod messages;
 mod pinning;
 mod tiers;
@@ -41,17 +42,16 @@ use coordinator::Coordinator;
 use directory::Directory;
 use events::{EventLog, LoggedFleet};
 use instance::Surroundings;
+use measure::measure_link;
 use messages::{FromWorker, Report};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Endpoint, Piece};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{DType, Error, Result};
+use mixfleet_hal::{DType, Result};
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::cost::{CostModel, LinkCost};
+use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{Admission, FleetConfig, InstanceId, Policy};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// The fleet's bounds.
@@ -229,42 +229,4 @@ pub(crate) fn join(ids: &[InstanceId], surroundings: &Surroundings) {
         }
         Err(error) => tracing::warn!(%error, "no KV can go from one device to another"),
     }
-}
-
-/// The first transport, within this process.
-fn measure_link(env: &SharedEnv, links: &Links, limits: HandOffLimits) -> Result<LinkCost> {
-    let large_bytes = limits.slot_bytes;
-    let transport = links.transports.first().ok_or_else(|| Error::unsupported("there is no transport"))?;
-    let region = transport.register((links.make_region)(large_bytes)?, Access::Write)?;
-    let mut endpoint = transport.connect((links.make_region)(large_bytes)?, &region)?;
-    let measured = time_writes(env, &mut *endpoint, large_bytes, limits.timeout);
-    drop(endpoint);
-    transport.deregister(&region)?;
-    measured
-}
-
-/// `a + b * bytes` of a staged write, from a small one and one of `large_bytes`; the least of a few tries.
-pub(crate) fn time_writes(
-    env: &SharedEnv,
-    endpoint: &mut dyn Endpoint,
-    large_bytes: u64,
-    timeout: Duration,
-) -> Result<LinkCost> {
-    const TRIES: usize = 5;
-    const SMALL_BYTES: u64 = 4096;
-    let mut least = |bytes: u64| -> Result<f64> {
-        let piece = Piece { local: 0, remote: 0, bytes: bytes.min(large_bytes) };
-        let mut best = f64::INFINITY;
-        for _ in 0..TRIES {
-            let start = env.now();
-            let transfer = endpoint.write(&[piece])?;
-            endpoint.wait(transfer, timeout)?;
-            best = best.min((env.now() - start).0);
-        }
-        Ok(best)
-    };
-    let (small, large) = (least(SMALL_BYTES)?, least(large_bytes)?);
-    let more_bytes = large_bytes.saturating_sub(SMALL_BYTES).max(1);
-    let seconds_per_byte = ((large - small) / more_bytes as f64).max(0.0);
-    Ok(LinkCost { latency: Seconds(small), seconds_per_byte, usd_per_byte: 0.0 })
 }

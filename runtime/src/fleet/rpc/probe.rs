@@ -1,7 +1,8 @@
 //! What a link between two processes takes, over the first transport that works.
 
 use super::client::Lent;
-use crate::engine::{HandOffLimits, Links, time_writes};
+use crate::engine::measure::time_writes;
+use crate::engine::{HandOffLimits, Links};
 use crate::env::SharedEnv;
 #[cfg(doc)]
 use mixfleet_hal::transport::Endpoint;
@@ -15,7 +16,7 @@ use tokio::sync::oneshot;
 pub struct Ways {
     /// The same that its instances use.
     pub links: Links,
-    /// Staging of KV: the largest piece is measured too.
+    /// Staging of KV: links are measured with such pieces.
     pub hand_off: HandOffLimits,
 }
 
@@ -57,9 +58,9 @@ impl Drop for Lending {
 }
 
 impl Ways {
-    /// Memory as large as the largest piece, reachable over every transport that can.
+    /// Memory as large as where KV lands, reachable over every transport that can.
     pub(super) fn lend(&self, env: &SharedEnv) -> Result<Lending> {
-        let memory = (self.links.make_region)(self.hand_off.slot_bytes)?;
+        let memory = (self.links.make_region)(self.hand_off.region_bytes())?;
         let mut lending = Lending { regions: Vec::new(), links: self.links.clone(), env: env.clone() };
         for transport in &self.links.transports {
             match transport.register(memory.clone(), Access::Write) {
@@ -92,10 +93,9 @@ impl Ways {
             let Some(transport) = self.links.transports.iter().find(|t| t.name() == region.transport) else {
                 continue;
             };
-            let local = (self.links.make_region)(region.bytes.min(self.hand_off.slot_bytes))?;
-            let bytes = region.bytes.min(self.hand_off.slot_bytes);
-            let measured = transport.connect(local, region).and_then(|mut endpoint| {
-                let cost = time_writes(env, &mut *endpoint, bytes, self.hand_off.timeout)?;
+            let outbox = (self.links.make_region)(region.bytes.min(self.hand_off.region_bytes()))?;
+            let measured = transport.connect(outbox.clone(), region).and_then(|mut endpoint| {
+                let cost = time_writes(&|| env.now(), &mut *endpoint, &*outbox, self.hand_off)?;
                 Ok((cost, endpoint.details()))
             });
             match measured {

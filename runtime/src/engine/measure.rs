@@ -1,0 +1,173 @@
+//! What a link takes for the pieces of a hand-off.
+
+use super::courier::{HandOffLimits, Links};
+use crate::env::SharedEnv;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::transport::{Access, Endpoint, Piece};
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Error, Result};
+use mixfleet_scheduler::cost::LinkCost;
+
+/// Writes of each size, however slow the link is.
+const WRITES_MIN: usize = 5;
+
+/// As often is each slot written to, unless `LARGE_S_MAX` is over before: the first time it gets its pages.
+const LAPS: u64 = 2;
+
+/// Large writes begin only before.
+const LARGE_S_MAX: f64 = 0.04;
+
+const SMALL_BYTES: u64 = 4096;
+
+/// The first transport, within this process.
+pub(super) fn measure_link(env: &SharedEnv, links: &Links, limits: HandOffLimits) -> Result<LinkCost> {
+    let transport = links.transports.first().ok_or_else(|| Error::unsupported("there is no transport"))?;
+    let region = transport.register((links.make_region)(limits.region_bytes())?, Access::Write)?;
+    let outbox = (links.make_region)(limits.region_bytes())?;
+    let measured = transport
+        .connect(outbox.clone(), &region)
+        .and_then(|mut endpoint| time_writes(&|| env.now(), &mut *endpoint, &*outbox, limits));
+    transport.deregister(&region)?;
+    measured
+}
+
+/// `a + b * bytes` of a staged write: the least time of a small one, and the median of one that fills a slot. The slots
+/// of `outbox`, which `endpoint` leads from, and of what it leads to take turns, and each piece is put there just
+/// before, as when KV goes that way: one piece alone stays in the caches, and is written at several times the speed.
+pub(crate) fn time_writes(
+    now: &dyn Fn() -> Seconds,
+    endpoint: &mut dyn Endpoint,
+    outbox: &dyn SharedMemory,
+    limits: HandOffLimits,
+) -> Result<LinkCost> {
+    let slot_bytes = limits.slot_bytes.min(outbox.size_bytes()).max(1);
+    let slots = outbox.size_bytes() / slot_bytes;
+    let small_bytes = SMALL_BYTES.min(slot_bytes);
+    let mut timed = |bytes: u64, write: u64| -> Result<f64> {
+        let offset = write % slots.max(1) * slot_bytes;
+        outbox.update(offset, bytes, &mut |piece| piece.fill(write as u8))?;
+        let start = now();
+        let transfer = endpoint.write(&[Piece { local: offset, remote: offset, bytes }])?;
+        endpoint.wait(transfer, limits.timeout)?;
+        Ok((now() - start).0)
+    };
+    let mut small = f64::INFINITY;
+    for write in 0..WRITES_MIN as u64 {
+        small = small.min(timed(small_bytes, write)?);
+    }
+    let (start, mut large) = (now(), Vec::new());
+    for write in 0..(LAPS * slots).max(WRITES_MIN as u64) {
+        if large.len() >= WRITES_MIN && (now() - start).0 >= LARGE_S_MAX {
+            break;
+        }
+        large.push(timed(slot_bytes, write)?);
+    }
+    let warm = large.len() / 2;
+    let large = median(&mut large[warm..]);
+    let more_bytes = (slot_bytes - small_bytes).max(1);
+    let seconds_per_byte = ((large - small) / more_bytes as f64).max(0.0);
+    Ok(LinkCost { latency: Seconds(small), seconds_per_byte, usd_per_byte: 0.0 })
+}
+
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mixfleet_hal::transport::TransferId;
+    use mixfleet_wire::HostRegion;
+    use std::sync::Mutex;
+    use std::time::Duration;
+
+    const SLOTS: usize = 32;
+    const LIMITS: HandOffLimits =
+        HandOffLimits { slot_bytes: 1 << 16, slots: SLOTS as u32, timeout: Duration::from_secs(5) };
+    const LATENCY_S: f64 = 1e-5;
+
+    /// Behind a cache that holds half of the slots.
+    struct Slow {
+        bytes_per_s: f64,
+        clock: Mutex<f64>,
+        /// Slots that were written in full, in this order.
+        written: Mutex<Vec<u64>>,
+    }
+
+    impl Slow {
+        fn at(bytes_per_s: f64) -> Self {
+            Slow { bytes_per_s, clock: Mutex::new(0.0), written: Mutex::default() }
+        }
+
+        fn now(&self) -> Seconds {
+            Seconds(*self.clock.lock().unwrap())
+        }
+
+        fn measure(&self) -> LinkCost {
+            let outbox = HostRegion::new(LIMITS.region_bytes() as usize).unwrap();
+            time_writes(&|| self.now(), &mut &*self, &outbox, LIMITS).unwrap()
+        }
+    }
+
+    impl Endpoint for &Slow {
+        fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
+            let mut written = self.written.lock().unwrap();
+            for &Piece { local, remote, bytes } in pieces {
+                assert_eq!(local, remote);
+                let mut seconds = bytes as f64 / self.bytes_per_s;
+                if bytes == LIMITS.slot_bytes {
+                    let slot = remote / LIMITS.slot_bytes;
+                    let before = written.iter().rev().position(|&earlier| earlier == slot);
+                    seconds *= match before {
+                        None => 3.0,
+                        Some(others) if others < SLOTS / 2 => 0.1,
+                        Some(_) => 1.0,
+                    };
+                    written.push(slot);
+                }
+                *self.clock.lock().unwrap() += LATENCY_S + seconds;
+            }
+            Ok(TransferId(0))
+        }
+
+        fn read(&mut self, _: &[Piece]) -> Result<TransferId> {
+            Err(Error::unsupported("only written to"))
+        }
+
+        fn wait(&mut self, _: TransferId, _: Duration) -> Result<()> {
+            Ok(())
+        }
+
+        fn cancel(&mut self, _: TransferId) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn neither_caches_nor_the_first_touch_are_taken_for_the_link() {
+        let link = Slow::at(10e9);
+        let cost = link.measure();
+        assert!((cost.seconds_per_byte * 10e9 - 1.0).abs() < 1e-6, "{cost:?}");
+        assert!((cost.latency.0 - LATENCY_S - SMALL_BYTES as f64 / 10e9).abs() < 1e-12, "{cost:?}");
+        assert_eq!(link.written.lock().unwrap().len(), 2 * SLOTS);
+        assert!(link.now().0 < LARGE_S_MAX);
+    }
+
+    #[test]
+    fn a_slow_link_carries_few_pieces() {
+        let link = Slow::at(1e6);
+        link.measure();
+        assert_eq!(*link.written.lock().unwrap(), [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn less_memory_than_a_slot_is_measured_too() {
+        let link = Slow::at(1e9);
+        for bytes in [1, 5000] {
+            let outbox = HostRegion::new(bytes).unwrap();
+            let cost = time_writes(&|| link.now(), &mut &link, &outbox, LIMITS).unwrap();
+            assert!(cost.latency.0 >= LATENCY_S && cost.seconds_per_byte.is_finite(), "{bytes}: {cost:?}");
+        }
+    }
+}
