@@ -58,8 +58,9 @@ impl Authority {
     }
 }
 
+/// A busy machine is not taken for a lost one.
 fn config(tls: Option<Pem>) -> RpcConfig {
-    RpcConfig { silence: Duration::from_secs(1), tls }
+    RpcConfig { silence: LONG, tls }
 }
 
 fn model() -> Model {
@@ -269,10 +270,23 @@ async fn a_session_ends_with_its_connection_and_when_nothing_comes_any_more() {
     let (env, checkpoint) = (real_env(), checkpoint());
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(None));
     let (_handle, router) = router(&env, &checkpoint, model());
+    let impatient = RpcConfig { silence: Duration::from_secs(1), tls: None };
+    let call = async |address: &str| {
+        let remote = Remote::connect(&env, address, &impatient).await?;
+        remote.router(&router.hello(), router.id()).await
+    };
     for fate in [Fate::Closed, Fate::Silent] {
         let (near, network) = proxy(worker.member.address.clone()).await;
-        let remote = Remote::connect(&env, &near.to_string(), &config(None)).await.unwrap();
-        let session = remote.router(&router.hello(), router.id()).await.unwrap();
+        // A machine that is busy for half of the silence looks like one that is lost.
+        let called = async {
+            loop {
+                match call(&near.to_string()).await {
+                    Ok(session) => break session,
+                    Err(error) => eprintln!("calls again: {error}"),
+                }
+            }
+        };
+        let session = tokio::time::timeout(LONG, called).await.expect("the worker answers");
         let attended = tokio::spawn({
             let router = router.clone();
             async move { router.attend(session).await }
