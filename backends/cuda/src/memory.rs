@@ -118,7 +118,7 @@ impl Drop for Memory {
 const HALF_BYTES: usize = 4 << 20;
 
 /// Copies between the host and device memory. What lies in pinned memory goes directly, all else through two pinned
-/// halves in turn: while one travels, the other is filled or emptied. None is under way when a call returns.
+/// halves in turn: while one travels, the other is filled or emptied. Of pinned memory none is under way when a call returns.
 pub(crate) struct Transfers {
     stream: Stream,
     halves: [HostPinned; 2],
