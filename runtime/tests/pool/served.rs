@@ -63,7 +63,12 @@ fn what_is_given_up_is_taken_in_once_and_only_if_its_bytes_come() {
             fill(place)
         })
     };
-    let bytes = |key| move |place: &mut [u8]| Ok(place.copy_from_slice(&content(key, BLOCK_BYTES)));
+    let bytes = |key| {
+        move |place: &mut [u8]| {
+            place.copy_from_slice(&content(key, BLOCK_BYTES));
+            Ok(())
+        }
+    };
     let lost = keep(1, &|_| Err(Error::invalid("the device is gone"))).expect_err("no bytes");
     assert!(lost.detail.contains("gone"), "{lost}");
     assert!((pool.contains(BlockHash(1)), pool.stats().dram_blocks) == (None, 0));
