@@ -8,13 +8,12 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::cost::LinkCost;
 
-/// Writes of each size, however slow the link is.
+/// Timed writes of each size, however slow the link is.
 const WRITES_MIN: usize = 5;
 
-/// As often is each slot written to, unless `LARGE_S_MAX` is over before: the first time it gets its pages.
-const LAPS: u64 = 2;
-
-/// Large writes begin only before.
+/// The first write to a slot gets its pages, at both ends. Slots are prepared so until then, one at least,
+const PREPARE_S_MAX: f64 = 0.025;
+/// and large writes to them begin until then, `WRITES_MIN` at least.
 const LARGE_S_MAX: f64 = 0.04;
 
 const SMALL_BYTES: u64 = 4096;
@@ -43,27 +42,30 @@ pub(crate) fn time_writes(
     let slot_bytes = limits.slot_bytes.min(outbox.size_bytes()).max(1);
     let slots = outbox.size_bytes() / slot_bytes;
     let small_bytes = SMALL_BYTES.min(slot_bytes);
-    let mut timed = |bytes: u64, write: u64| -> Result<f64> {
-        let offset = write % slots.max(1) * slot_bytes;
-        outbox.update(offset, bytes, &mut |piece| piece.fill(write as u8))?;
+    let mut timed = |bytes: u64, slot: u64| -> Result<f64> {
+        let offset = slot * slot_bytes;
+        outbox.update(offset, bytes, &mut |piece| piece.fill(slot as u8))?;
         let start = now();
         let transfer = endpoint.write(&[Piece { local: offset, remote: offset, bytes }])?;
         endpoint.wait(transfer, limits.timeout)?;
         Ok((now() - start).0)
     };
-    let mut small = f64::INFINITY;
-    for write in 0..WRITES_MIN as u64 {
-        small = small.min(timed(small_bytes, write)?);
+    let (start, mut prepared) = (now(), 0);
+    while prepared == 0 || (prepared < slots && (now() - start).0 < PREPARE_S_MAX) {
+        timed(slot_bytes, prepared)?;
+        prepared += 1;
     }
-    let (start, mut large) = (now(), Vec::new());
-    for write in 0..(LAPS * slots).max(WRITES_MIN as u64) {
+    let (mut large, mut small) = (Vec::new(), f64::INFINITY);
+    for slot in (0..prepared).cycle().take(WRITES_MIN.max(prepared as usize)) {
         if large.len() >= WRITES_MIN && (now() - start).0 >= LARGE_S_MAX {
             break;
         }
-        large.push(timed(slot_bytes, write)?);
+        large.push(timed(slot_bytes, slot)?);
     }
-    let warm = large.len() / 2;
-    let large = median(&mut large[warm..]);
+    for slot in (0..prepared).cycle().take(WRITES_MIN) {
+        small = small.min(timed(small_bytes, slot)?);
+    }
+    let large = median(&mut large);
     let more_bytes = (slot_bytes - small_bytes).max(1);
     let seconds_per_byte = ((large - small) / more_bytes as f64).max(0.0);
     Ok(LinkCost { latency: Seconds(small), seconds_per_byte, usd_per_byte: 0.0 })
@@ -87,7 +89,9 @@ mod tests {
         HandOffLimits { slot_bytes: 1 << 16, slots: SLOTS as u32, timeout: Duration::from_secs(5) };
     const LATENCY_S: f64 = 1e-5;
 
-    /// Behind a cache that holds half of the slots.
+    const MEMORY_BYTES_PER_S: f64 = 10e9;
+
+    /// Between memories behind a cache that holds half of the slots, which get their pages when they are written to.
     struct Slow {
         bytes_per_s: f64,
         clock: Mutex<f64>,
@@ -115,18 +119,18 @@ mod tests {
             let mut written = self.written.lock().unwrap();
             for &Piece { local, remote, bytes } in pieces {
                 assert_eq!(local, remote);
-                let mut seconds = bytes as f64 / self.bytes_per_s;
+                let mut memory_s = bytes as f64 / MEMORY_BYTES_PER_S;
                 if bytes == LIMITS.slot_bytes {
                     let slot = remote / LIMITS.slot_bytes;
                     let before = written.iter().rev().position(|&earlier| earlier == slot);
-                    seconds *= match before {
+                    memory_s *= match before {
                         None => 3.0,
                         Some(others) if others < SLOTS / 2 => 0.1,
                         Some(_) => 1.0,
                     };
                     written.push(slot);
                 }
-                *self.clock.lock().unwrap() += LATENCY_S + seconds;
+                *self.clock.lock().unwrap() += LATENCY_S + memory_s.max(bytes as f64 / self.bytes_per_s);
             }
             Ok(TransferId(0))
         }
@@ -146,10 +150,13 @@ mod tests {
 
     #[test]
     fn neither_caches_nor_the_first_touch_are_taken_for_the_link() {
-        let link = Slow::at(10e9);
+        let link = Slow::at(f64::INFINITY);
         let cost = link.measure();
-        assert!((cost.seconds_per_byte * 10e9 - 1.0).abs() < 1e-6, "{cost:?}");
-        assert!((cost.latency.0 - LATENCY_S - SMALL_BYTES as f64 / 10e9).abs() < 1e-12, "{cost:?}");
+        assert!((cost.seconds_per_byte * MEMORY_BYTES_PER_S - 1.0).abs() < 1e-6, "{cost:?}");
+        assert!(
+            (cost.latency.0 - LATENCY_S - SMALL_BYTES as f64 / MEMORY_BYTES_PER_S).abs() < 1e-12,
+            "{cost:?}"
+        );
         assert_eq!(link.written.lock().unwrap().len(), 2 * SLOTS);
         assert!(link.now().0 < LARGE_S_MAX);
     }
@@ -157,8 +164,9 @@ mod tests {
     #[test]
     fn a_slow_link_carries_few_pieces() {
         let link = Slow::at(1e6);
-        link.measure();
-        assert_eq!(*link.written.lock().unwrap(), [0, 1, 2, 3, 4]);
+        let cost = link.measure();
+        assert!((cost.seconds_per_byte * 1e6 - 1.0).abs() < 1e-3, "{cost:?}");
+        assert_eq!(*link.written.lock().unwrap(), [0; 6]);
     }
 
     #[test]
