@@ -1,5 +1,7 @@
 //! Links: what moves right passes, what does not is seen.
 
+mod schema;
+
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Transport};
@@ -8,8 +10,6 @@ use mixfleet_hwtests::links::{Document, Effort, Link, OnDevice, OverTransport, m
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::{CaseResult, Status};
 use mixfleet_wire::{Faulty, HostRegion, Memory};
-use serde_json::Value;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -95,14 +95,5 @@ fn the_table_has_a_line_for_each_link_and_its_trouble() {
 
 #[test]
 fn the_published_schema_is_that_of_the_program() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/schema/links-1.json");
-    let want = Document::json_schema();
-    if std::env::var_os("MIXFLEET_WRITE_SCHEMA").is_some() {
-        std::fs::write(&path, format!("{want:#}\n")).unwrap();
-    }
-    let published = std::fs::read_to_string(&path).unwrap_or_default();
-    let published: Value = serde_json::from_str(&published).unwrap_or_default();
-    let hint = "docs/schema/links-1.json is not what the program writes; write it anew with \
-                MIXFLEET_WRITE_SCHEMA=1 cargo test -p mixfleet-hwtests --test links";
-    assert!(published == want, "{hint}");
+    schema::assert_published("links-1.json", &Document::json_schema(), "links");
 }

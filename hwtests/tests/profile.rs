@@ -1,6 +1,7 @@
 //! The profiler against a device whose law is known, the reference device, and broken ones.
 
 mod law;
+mod schema;
 
 use law::{
     BANDWIDTH, CACHE_SPEED, COMMAND_S, COMPUTE, COPY_S, Flaw, LAUNCH_S, LawDevice, TIRED, cached,
@@ -13,7 +14,6 @@ use mixfleet_hwtests::profile::{
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use serde_json::Value;
-use std::path::Path;
 use std::sync::atomic::Ordering;
 
 /// Points that the oracle can keep up with.
@@ -375,17 +375,7 @@ fn conforms(value: &Value, schema: &Value, root: &Value, at: &str, errors: &mut 
 
 #[test]
 fn the_published_schema_is_that_of_the_program() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/schema/profile-1.json");
-    let want = Document::json_schema();
-    if std::env::var_os("MIXFLEET_WRITE_SCHEMA").is_some() {
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(&path, format!("{want:#}\n")).unwrap();
-    }
-    let published = std::fs::read_to_string(&path).unwrap_or_default();
-    let published: Value = serde_json::from_str(&published).unwrap_or_default();
-    let hint = "docs/schema/profile-1.json is not what the program writes; write it anew with \
-                MIXFLEET_WRITE_SCHEMA=1 cargo test -p mixfleet-hwtests --test profile";
-    assert!(published == want, "{hint}");
+    schema::assert_published("profile-1.json", &Document::json_schema(), "profile");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! Validation over the reference device and over devices that crash, hang and get lost, in real child
 //! processes: this test's own binary, started again.
 
+mod schema;
+
 use mixfleet_hal::{
     Device, DeviceInfo, Error, ErrorKind, Export, Health, HostMemory, Limits, OpSig, Queue, Result, Role,
     Slice, Support,
@@ -354,17 +356,7 @@ fn the_package_holds_every_file_with_its_checksum() {
 
 #[test]
 fn the_published_schema_is_that_of_the_program() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/schema/validation-1.json");
-    let want = Validation::json_schema();
-    if std::env::var_os("MIXFLEET_WRITE_SCHEMA").is_some() {
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(&path, format!("{want:#}\n")).unwrap();
-    }
-    let text = std::fs::read_to_string(&path).unwrap_or_default();
-    let published: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
-    let hint = "docs/schema/validation-1.json is not what the program writes; write it anew with \
-                MIXFLEET_WRITE_SCHEMA=1 cargo test -p mixfleet-hwtests --test validate";
-    assert!(published == want, "{hint}");
+    schema::assert_published("validation-1.json", &Validation::json_schema(), "validate");
 }
 
 #[test]

@@ -3,12 +3,9 @@
 
 mod fleet;
 
+use fleet::requeued::Requeued;
 use fleet::{Fleet, greedy, prompt};
-use mixfleet_hal::{
-    Cmd, Device, DeviceInfo, Elapsed, Error, ErrorKind, Export, Graph, Health, HostMemory, Limits, OpSig,
-    Queue, Result, Role, Slice, Support, Ticket,
-};
-use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_hal::{Cmd, Device, Elapsed, Error, ErrorKind, Graph, OpSig, Queue, Result, Ticket};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_scheduler::fleet::Role as FleetRole;
@@ -50,59 +47,22 @@ impl Book {
     }
 }
 
-/// The reference device with a queue of its own making.
-struct Watched {
-    inner: Arc<ReferenceDevice>,
-    book: Arc<Book>,
-    /// Runs batches on a thread and holds every layer back until the one before has landed.
-    gated: bool,
-}
-
-impl Device for Watched {
-    fn info(&self) -> &DeviceInfo {
-        self.inner.info()
-    }
-    fn limits(&self) -> Limits {
-        self.inner.limits()
-    }
-    fn support(&self, sig: &OpSig) -> Support {
-        self.inner.support(sig)
-    }
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
-        self.inner.alloc(bytes, role)
-    }
-    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        self.inner.import(memory)
-    }
-    fn export(&self, slice: &Slice) -> Option<Export> {
-        self.inner.export(slice)
-    }
-    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        self.inner.write(to, data)
-    }
-    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        self.inner.read(from, data)
-    }
-    fn health(&self) -> Health {
-        self.inner.health()
-    }
-    fn queue(&self) -> Result<Box<dyn Queue>> {
-        let (batches, incoming) = mpsc::channel::<Vec<Cmd>>();
-        let (done, results) = mpsc::channel();
-        let (mut inner, book, gated) = (self.inner.queue()?, self.book.clone(), self.gated);
-        std::thread::spawn(move || {
-            for batch in incoming {
-                for command in &batch {
-                    observe(command, &book, gated);
-                }
-                let elapsed = inner.submit(&batch).and_then(|ticket| inner.wait(ticket, PATIENCE));
-                if done.send(elapsed).is_err() {
-                    return;
-                }
+/// A queue that runs batches on a thread; where it is `gated`, it holds every layer back until the one before has landed.
+fn threaded(mut inner: Box<dyn Queue>, book: Arc<Book>, gated: bool) -> ThreadQueue {
+    let (batches, incoming) = mpsc::channel::<Vec<Cmd>>();
+    let (done, results) = mpsc::channel();
+    std::thread::spawn(move || {
+        for batch in incoming {
+            for command in &batch {
+                observe(command, &book, gated);
             }
-        });
-        Ok(Box::new(ThreadQueue { batches, results, submitted: 0, finished: Vec::new() }))
-    }
+            let elapsed = inner.submit(&batch).and_then(|ticket| inner.wait(ticket, PATIENCE));
+            if done.send(elapsed).is_err() {
+                return;
+            }
+        }
+    });
+    ThreadQueue { batches, results, submitted: 0, finished: Vec::new() }
 }
 
 fn observe(command: &Cmd, book: &Book, gated: bool) {
@@ -163,8 +123,9 @@ fn a_layers_kv_lands_before_the_next_layer_begins() {
     let expected = greedy(&checkpoint, &prompt, 4);
     let book = Arc::new(Book::default());
     let watched = |at: usize, gated| -> Arc<dyn Device> {
-        let inner = Arc::new(ReferenceDevice::named(&format!("device{at}")));
-        Arc::new(Watched { inner, book: book.clone(), gated })
+        let book = book.clone();
+        let queue = move |inner| -> Box<dyn Queue> { Box::new(threaded(inner, book.clone(), gated)) };
+        Arc::new(Requeued::new(&format!("device{at}"), queue))
     };
     let fleet = Fleet::new(checkpoint.clone())
         .with_device(FleetRole::Prefill, watched(0, true))
@@ -172,7 +133,7 @@ fn a_layers_kv_lands_before_the_next_layer_begins() {
 
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let env: SharedEnv = Arc::new(RealEnv::new(runtime.handle().clone()));
-    let handle = fleet.start(env);
+    let handle = fleet.start(env.clone());
     let answer = runtime.block_on(fleet::ask(&handle, "overlap".into(), prompt, 4, None));
     assert_eq!(answer.tokens, expected);
 
@@ -191,7 +152,7 @@ fn a_layers_kv_lands_before_the_next_layer_begins() {
             if fleet.usage_of(0) == 0.0 {
                 return true;
             }
-            tokio::time::sleep(Duration::from_millis(10)).await;
+            env.sleep(Duration::from_millis(10)).await;
         }
         false
     });

@@ -3,12 +3,9 @@
 
 mod fleet;
 
+use fleet::requeued::Requeued;
 use fleet::{Fleet, ask, greedy, prompt};
-use mixfleet_hal::{
-    Cmd, Device, DeviceInfo, Elapsed, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result, Role,
-    Slice, Support, Ticket,
-};
-use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_hal::{Cmd, Elapsed, Graph, Queue, Result, Ticket};
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_scheduler::fleet::Role as FleetRole;
@@ -22,46 +19,7 @@ struct Counts {
     replayed: AtomicUsize,
 }
 
-/// The reference device, which counts.
-struct Counting {
-    inner: ReferenceDevice,
-    replay_pays: bool,
-    counts: Arc<Counts>,
-}
-
-impl Device for Counting {
-    fn info(&self) -> &DeviceInfo {
-        self.inner.info()
-    }
-    fn limits(&self) -> Limits {
-        Limits { replay_pays: self.replay_pays, ..self.inner.limits() }
-    }
-    fn support(&self, sig: &OpSig) -> Support {
-        self.inner.support(sig)
-    }
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
-        self.inner.alloc(bytes, role)
-    }
-    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        self.inner.import(memory)
-    }
-    fn export(&self, slice: &Slice) -> Option<Export> {
-        self.inner.export(slice)
-    }
-    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        self.inner.write(to, data)
-    }
-    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        self.inner.read(from, data)
-    }
-    fn health(&self) -> Health {
-        self.inner.health()
-    }
-    fn queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(CountingQueue { inner: self.inner.queue()?, counts: self.counts.clone() }))
-    }
-}
-
+/// A queue that counts.
 struct CountingQueue {
     inner: Box<dyn Queue>,
     counts: Arc<Counts>,
@@ -91,7 +49,10 @@ fn generate(replay_pays: bool, tokens: u32) -> (usize, usize) {
     let prompt = prompt(9, 1, &checkpoint.config);
     let expected = greedy(&checkpoint, &prompt, tokens as usize);
     let counts = Arc::new(Counts::default());
-    let device = Counting { inner: ReferenceDevice::named("device0"), replay_pays, counts: counts.clone() };
+    let noted = counts.clone();
+    let counting =
+        move |inner| -> Box<dyn Queue> { Box::new(CountingQueue { inner, counts: noted.clone() }) };
+    let device = Requeued::new("device0", counting).replay_pays(replay_pays);
     let fleet = Fleet::new(checkpoint).with_device(FleetRole::Auto, Arc::new(device));
     let env = SeededEnv::new(5);
     let shared: SharedEnv = Arc::new(env.clone());

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 pub(crate) mod clock;
+pub(crate) mod requeued;
 
 use mixfleet_hal::fault::FaultPlan;
 use mixfleet_hal::memory::SharedMemory;
