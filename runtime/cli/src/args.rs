@@ -114,6 +114,17 @@ pub(crate) struct DeviceRole {
     pub(crate) role: Role,
 }
 
+impl DeviceRole {
+    /// What does prefill and what decodes, which may be one.
+    pub(crate) fn pair(prefill: &str, decode: &str) -> Vec<Self> {
+        let one = |device: &str, role| DeviceRole { device: device.to_owned(), role };
+        match prefill == decode {
+            true => vec![one(prefill, Role::Auto)],
+            false => vec![one(prefill, Role::Prefill), one(decode, Role::Decode)],
+        }
+    }
+}
+
 impl std::str::FromStr for DeviceRole {
     type Err = String;
 

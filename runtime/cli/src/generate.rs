@@ -1,6 +1,6 @@
 //! `mixfleet generate`
 
-use crate::args::{DeviceRole, GenerateArgs, TierArgs};
+use crate::args::{DeviceRole, GenerateArgs};
 use crate::model::Model;
 use crate::start::{self, Choice, Instances};
 use crate::{Usage, backends};
@@ -21,11 +21,11 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
 }
 
 fn devices(args: &GenerateArgs) -> Vec<DeviceRole> {
-    let one = |device: &String, role| DeviceRole { device: device.clone(), role };
     match (&args.prefill, &args.decode) {
-        (Some(prefill), Some(decode)) if prefill == decode => vec![one(prefill, Role::Auto)],
-        (Some(prefill), Some(decode)) => vec![one(prefill, Role::Prefill), one(decode, Role::Decode)],
-        _ if args.device.is_empty() => backends::expand(&one(&"auto".into(), Role::Auto)),
+        (Some(prefill), Some(decode)) => DeviceRole::pair(prefill, decode),
+        _ if args.device.is_empty() => {
+            backends::expand(&DeviceRole { device: "auto".into(), role: Role::Auto })
+        }
         _ => args.device.iter().flat_map(backends::expand).collect(),
     }
 }
@@ -47,15 +47,8 @@ async fn generate(args: GenerateArgs) -> Result<()> {
         );
         return Err(Usage(message).into());
     }
-    let instances = Instances {
-        devices: devices(&args),
-        prices: Default::default(),
-        sequences_max: 1,
-        tiers: TierArgs::default(),
-        profiles: Vec::new(),
-        recalibrate: false,
-    };
-    let choice = Choice { instances, engine: EngineConfig::default(), events: None };
+    let choice =
+        Choice { instances: Instances::plain(devices(&args)), engine: EngineConfig::default(), events: None };
     let placements = Arc::new(Placements::new(1));
     let engine = start::engine(&model, &args.model, choice, &env, Metrics::new(), placements)?;
     let request = GenerateRequest {

@@ -3,6 +3,7 @@
 use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
 use crate::model::Model;
 use crate::start::{self, Choice, Instances};
+use crate::tiers::Pools;
 use crate::{Usage, backends};
 use anyhow::{Context, Result};
 use mixfleet_hal::units::Seconds;
@@ -30,7 +31,12 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ServeArgs { model, instances, front: options } = args;
     let load = move |around: Around, options: &FrontArgs| load(&model, &instances, options, around);
-    runtime.block_on(front(options, load)).map(drop)
+    runtime.block_on(async {
+        if let Some(pools) = front(options, load).await? {
+            pools.write_back().await;
+        }
+        Ok(())
+    })
 }
 
 /// What a server gives to whoever makes its model ready.
@@ -145,12 +151,12 @@ fn load(
     instances: &InstanceArgs,
     args: &FrontArgs,
     around: Around,
-) -> Result<(ServedModel, ())> {
+) -> Result<(ServedModel, Pools)> {
     let model = load_model(model_args, &around.env)?;
     let Around { env, metrics, placements, events } = around;
     let choice = Choice { instances: chosen(instances), engine: engine_config(args)?, events };
     let engine = start::engine(&model, model_args, choice, &env, metrics, placements)?;
-    Ok((served(model, args, engine.handle, engine.context, &env), ()))
+    Ok((served(model, args, engine.handle, engine.context, &env), engine.pools))
 }
 
 pub(crate) fn load_model(args: &ModelArgs, env: &SharedEnv) -> Result<Model> {

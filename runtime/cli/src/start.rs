@@ -3,7 +3,8 @@
 use crate::Usage;
 use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::model::Model;
-use crate::{backends, calibration, profiles, tiers};
+use crate::tiers::{self, Pools};
+use crate::{backends, calibration, profiles};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::Device;
@@ -40,6 +41,20 @@ pub(crate) struct Instances {
     pub(crate) recalibrate: bool,
 }
 
+impl Instances {
+    /// One sequence at a time on `devices`, with nothing below them.
+    pub(crate) fn plain(devices: Vec<DeviceRole>) -> Self {
+        Instances {
+            devices,
+            prices: BTreeMap::new(),
+            sequences_max: 1,
+            tiers: TierArgs::default(),
+            profiles: Vec::new(),
+            recalibrate: false,
+        }
+    }
+}
+
 /// What the caller decides beyond the model.
 pub(crate) struct Choice {
     pub(crate) instances: Instances,
@@ -51,6 +66,7 @@ pub(crate) struct Choice {
 pub(crate) struct Started {
     pub(crate) handle: EngineHandle,
     pub(crate) context: u32,
+    pub(crate) pools: Pools,
     devices: Vec<Arc<dyn Device>>,
 }
 
@@ -78,6 +94,7 @@ pub(crate) fn engine(
     };
     let instances = instances(model, args, &choice.instances, &identity)?;
     let context = context(model, &instances);
+    let pools = Pools::of(&instances);
     let devices = instances.iter().map(|(loaded, _)| loaded.device().clone()).collect();
     let parts = EngineParts {
         env: env.clone(),
@@ -90,13 +107,16 @@ pub(crate) fn engine(
         placements,
         metrics,
     };
-    Ok(Started { handle: parts.start()?, context, devices })
+    Ok(Started { handle: parts.start()?, context, pools, devices })
 }
 
 /// Ways between memories that all of `transports` reach.
 pub(crate) fn links(transports: Vec<Arc<dyn Transport>>) -> Links {
-    let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
     Links { transports, make_region: Arc::new(region) }
+}
+
+fn region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
+    Ok(Arc::new(HostRegion::new(bytes as usize)?))
 }
 
 /// Loads `model` on the chosen devices, and learns what steps take there. Blocks.
@@ -136,7 +156,7 @@ pub(crate) fn instances(
         let spec = InstanceSpec { device, weights, role: *role, price, limits };
         let loaded = Loaded::new(&config, spec)?;
         instances.push(match tiers::of(&choice.tiers, selector, identity.namespace(model.kv))? {
-            Some(tiers) => loaded.with_lower_tiers(tiers),
+            Some(tiers) => loaded.with_lower_tiers(tiers, &region)?,
             None => loaded,
         });
     }

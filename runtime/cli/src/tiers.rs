@@ -5,16 +5,67 @@ use crate::args::TierArgs;
 use anyhow::{Context, Result};
 use mixfleet_hal::random;
 use mixfleet_hal::units::GIB;
-use mixfleet_runtime::engine::LowerTiers;
+use mixfleet_runtime::engine::{Loaded, LowerTiers};
 use mixfleet_runtime::env::SharedEnv;
-use mixfleet_runtime::pool::SsdConfig;
+use mixfleet_runtime::pool::{Pool, SsdConfig, WrittenBack};
+use mixfleet_scheduler::cost::CostModel;
 use std::fs;
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+
+/// For the blocks that host memory alone has when the process ends,
+const WRITE_BACK: Duration = Duration::from_secs(10);
+/// and until the disk has them safe: a disk that hangs holds up no end. (Kubernetes waits 30 s for all of it.)
+const SAFE: Duration = Duration::from_secs(20);
 
 /// Keys the hashes of the blocks in a directory.
 const SECRET: &str = "secret";
+
+/// The pools of this process's instances, by device.
+#[derive(Clone, Default)]
+pub(crate) struct Pools(Vec<(String, Pool)>);
+
+impl Pools {
+    pub(crate) fn of(instances: &[(Loaded, CostModel)]) -> Self {
+        let own = |(loaded, _): &(Loaded, CostModel)| {
+            Some((loaded.device().info().id.clone(), loaded.pool()?.clone()))
+        };
+        Pools(instances.iter().filter_map(own).collect())
+    }
+
+    /// Nobody uses them any more: what host memory holds goes to the disks, for a bounded time.
+    pub(crate) async fn write_back(self) {
+        let disks: Vec<_> = self.0.into_iter().filter(|(_, pool)| pool.has_disk()).collect();
+        if disks.is_empty() {
+            return;
+        }
+        let (done, written) = oneshot::channel();
+        // A thread of its own, for which nobody waits when the process ends.
+        std::thread::spawn(move || {
+            let start = Instant::now();
+            std::thread::scope(|scope| {
+                for (device, pool) in &disks {
+                    scope.spawn(move || write_back(device, pool, start + WRITE_BACK));
+                }
+            });
+            let _ = done.send(());
+        });
+        if tokio::time::timeout(SAFE, written).await.is_err() {
+            tracing::warn!("a disk below a device takes too long; what it did not get is lost");
+        }
+    }
+}
+
+fn write_back(device: &str, pool: &Pool, until: Instant) {
+    let WrittenBack { blocks, of } = pool.write_back(&mut || Instant::now() < until);
+    match pool.sync() {
+        Ok(()) => tracing::info!(device, blocks, of, "host memory's KV is on the disk"),
+        Err(error) => tracing::warn!(device, %error, "host memory's KV may not be on the disk"),
+    }
+}
 
 fn bytes(flag: &str, gib: f64) -> Result<u64> {
     if gib.is_finite() && gib > 0.0 {

@@ -1,5 +1,6 @@
 //! A device with the model on it: what becomes an instance of the fleet.
 
+use super::MakeRegion;
 use super::calibrate;
 use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::Directory;
@@ -12,6 +13,7 @@ use crate::env::SharedEnv;
 use crate::metrics::Metrics;
 use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
+use crate::pool::Pool;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::UsdPerHour;
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
@@ -61,7 +63,7 @@ pub struct Loaded {
     role: Role,
     price: Option<UsdPerHour>,
     batch: BatchLimits,
-    lower: Option<LowerTiers>,
+    below: Option<Pool>,
 }
 
 /// What an instance finds around it.
@@ -111,15 +113,22 @@ impl Loaded {
             spare_blocks: (blocks as usize / 100).min(limits.sequences_max as usize),
             lower_tiers: false,
         };
-        Ok(Loaded { spec_device: device, forward, role, price, batch, lower: None })
+        Ok(Loaded { spec_device: device, forward, role, price, batch, below: None })
     }
 
     /// Keeps what the device's KV memory gives up in host memory, and on a disk.
-    #[must_use]
-    pub fn with_lower_tiers(mut self, tiers: LowerTiers) -> Self {
+    ///
+    /// # Errors
+    /// When they cannot be opened.
+    pub fn with_lower_tiers(mut self, tiers: LowerTiers, make_region: &MakeRegion) -> Result<Self> {
         self.batch.lower_tiers = true;
-        self.lower = Some(tiers);
-        self
+        self.below = Some(tiers.open(&self.forward, make_region)?);
+        Ok(self)
+    }
+
+    /// The lower tiers.
+    pub fn pool(&self) -> Option<&Pool> {
+        self.below.as_ref()
     }
 
     /// The device.
@@ -162,16 +171,15 @@ impl Loaded {
     /// reports any more.
     ///
     /// # Errors
-    /// When the device gives no queue or no staging memory, or the lower tiers cannot be opened.
+    /// When the device gives no queue or no staging memory.
     pub(crate) fn start(self, id: InstanceId, cost: CostModel, surroundings: &Surroundings) -> Result<()> {
         let Surroundings { env, links, hand_off, directory, reports, metrics } = surroundings;
         let up = FromWorker::Up { instance: Box::new(self.describe(id, cost)), kv: self.kv() };
-        let Loaded { spec_device: device, forward, batch, lower, .. } = self;
+        let Loaded { spec_device: device, forward, batch, below, .. } = self;
         let name = format!("worker {}", device.info().id);
         let staging = Staging::new(&*device, forward.config(), forward.shape(), hand_off.slot_bytes)?;
         let pinner = Arc::new(Pinner::new(device.clone()));
-        let open = |tiers| Below::open(tiers, &*device, &forward, &*links.make_region, &pinner);
-        let below = lower.map(open).transpose()?;
+        let below = below.map(|pool| Below::new(pool, &*device, &forward, &pinner)).transpose()?;
         let (address, inbox) = mpsc::unbounded_channel();
         let worker = Worker::new(WorkerParts {
             id,

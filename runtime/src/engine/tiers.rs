@@ -34,6 +34,24 @@ pub struct LowerTiers {
     pub namespace: u64,
 }
 
+impl LowerTiers {
+    /// Opens the pool of an instance.
+    pub(super) fn open(self, forward: &Forward, make_region: &MakeRegion) -> Result<Pool> {
+        let (config, shape) = (forward.config(), forward.shape());
+        let pool = PoolConfig {
+            block_bytes: u64::from(shape.block_tokens) * config.kv_bytes_per_token(shape.kv),
+            block_tokens: shape.block_tokens,
+            namespace: self.namespace,
+            dram_bytes: self.dram_bytes,
+            ssd: self.ssd,
+            policy: CachePolicy::Lru,
+            // Taken after every use of the pool, so that those of one use wait at most.
+            events_max: usize::MAX,
+        };
+        Pool::new(pool, make_region).map_err(refused)
+    }
+}
+
 /// An instance's lower tiers, and its device's memory for a block on its way.
 pub(super) struct Below {
     pool: Pool,
@@ -64,42 +82,24 @@ enum Way {
 }
 
 impl Below {
-    /// Opens the pool, pins its host memory, and allocates on the device.
-    pub(super) fn open(
-        tiers: LowerTiers,
-        device: &dyn Device,
-        forward: &Forward,
-        make_region: &MakeRegion,
-        pinner: &Pinner,
-    ) -> Result<Self> {
+    /// Pins the pool's host memory, and allocates on the device.
+    pub(super) fn new(pool: Pool, device: &dyn Device, forward: &Forward, pinner: &Pinner) -> Result<Self> {
         let (config, shape) = (forward.config(), forward.shape());
         let page_tokens = shape.block_tokens;
         let block_bytes = u64::from(page_tokens) * config.kv_bytes_per_token(shape.kv);
-        let has_disk = tiers.ssd.is_some();
-        let dram_blocks = (tiers.dram_bytes / block_bytes) as usize;
-        let pool = PoolConfig {
-            block_bytes,
-            block_tokens: page_tokens,
-            namespace: tiers.namespace,
-            dram_bytes: tiers.dram_bytes,
-            ssd: tiers.ssd,
-            policy: CachePolicy::Lru,
-            // Taken after every use of the pool, so that those of one use wait at most.
-            events_max: usize::MAX,
-        };
-        let pool = Pool::new(pool, make_region).map_err(refused)?;
+        let dram_bytes: u64 = pool.regions().iter().map(|region| region.size_bytes()).sum();
         Ok(Below {
             _pinned: pool.regions().iter().filter_map(|region| pinner.pin(region)).collect(),
-            pool,
             block: device.alloc(block_bytes, Role::Kv)?,
             slot_ids: device.alloc(u64::from(page_tokens) * 4, Role::Staging)?,
-            dram_blocks,
+            dram_blocks: (dram_bytes / block_bytes) as usize,
             page_tokens,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
             kv: shape.kv,
             layers: config.layers as usize,
-            has_disk,
+            has_disk: pool.has_disk(),
+            pool,
             upload_s: 0.0,
             read_s: 0.0,
             counted: PoolStats::default(),

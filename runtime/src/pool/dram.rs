@@ -50,6 +50,7 @@ impl Slab {
 }
 
 /// A block that has a slot.
+#[derive(Clone)]
 pub(super) struct Held {
     pub(super) slot: u32,
     pub(super) depth: u32,

@@ -124,6 +124,15 @@ pub struct PoolStats {
     pub ssd_paused: Option<String>,
 }
 
+/// What [`Pool::write_back`] did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WrittenBack {
+    /// Blocks that lie in host memory and on the disk now,
+    pub blocks: u64,
+    /// of those in host memory that the disk has room for.
+    pub of: u64,
+}
+
 struct State {
     dram: Dram,
     ssd: Option<Ssd>,
@@ -226,6 +235,11 @@ impl Pool {
         Ok(self.0.keep(traffic::Wanted { hash, depth: 0, tokens }, fill)?.into())
     }
 
+    /// Whether there is a disk.
+    pub fn has_disk(&self) -> bool {
+        self.0.frames.is_some()
+    }
+
     /// The fastest tier that holds a block.
     pub fn contains(&self, hash: BlockHash) -> Option<Tier> {
         self.0.state().tier(hash)
@@ -259,6 +273,12 @@ impl Pool {
             stats.ssd_paused = ssd.paused().map(str::to_string);
         }
         stats
+    }
+
+    /// Before an end: copies what host memory holds to the disk, in place of what lies there alone, for as long as `go_on`, which is asked before
+    /// each block. What host memory would give up last comes first, and is what the disk gives up last afterwards. Blocks that are pinned are left out.
+    pub fn write_back(&self, go_on: &mut dyn FnMut() -> bool) -> WrittenBack {
+        self.0.write_back(go_on)
     }
 
     /// Waits until what is on the disk would survive a loss of power, and writes down in which order it would be evicted. Others wait meanwhile.

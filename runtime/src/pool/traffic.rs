@@ -1,10 +1,12 @@
 //! Blocks on their way: into host memory, from there to the disk, and back.
 
 use super::check::{Refusal, check_tokens};
+use super::dram::Held;
 use super::ssd::{Begun, ReadError};
-use super::{Shared, State};
+use super::{Shared, State, WrittenBack};
 use mixfleet_hal::Result;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
+use std::io;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// A block of a prompt, and its place in the prompt's chain.
@@ -146,15 +148,9 @@ impl Shared {
         events.add(victim, Tier::Dram, false);
         let begun = ssd.as_mut().map(|ssd| ssd.begin(victim, held.depth, events));
         let mut kept = begun == Some(Begun::Known);
-        if let (Some(Begun::Write(slot)), Some(frames)) = (begun, &self.frames) {
+        if let Some(Begun::Write(slot)) = begun {
             drop(state);
-            let mut frame = frames.buffer();
-            frame.clear();
-            frame.reserve(self.layout.frame_bytes());
-            let copied = self.slab.view(admitted.slot, &mut |payload| frame.extend_from_slice(payload));
-            self.layout.add_trailer(&mut frame, victim, &held.tokens, held.digest);
-            let written = copied.map_err(std::io::Error::other).and_then(|()| frames.write(slot, &frame));
-            frames.give_back(frame);
+            let written = self.write_frame(slot, victim, &held);
             state = self.state();
             let State { ssd, events, .. } = &mut *state;
             kept = ssd.as_mut().is_some_and(|ssd| ssd.finish(victim, written, events));
@@ -163,5 +159,55 @@ impl Shared {
         let lost = !kept && state.ssd.is_some();
         state.counts.lost += u64::from(lost);
         Ok(Room::Slot(admitted.slot))
+    }
+    /// Writes a block of host memory, in whose slot nothing else may come meanwhile, to a slot of the disk.
+    fn write_frame(&self, slot: u32, hash: BlockHash, held: &Held) -> io::Result<()> {
+        let frames = self.frames.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let mut frame = frames.buffer();
+        frame.clear();
+        frame.reserve(self.layout.frame_bytes());
+        let copied = self.slab.view(held.slot, &mut |payload| frame.extend_from_slice(payload));
+        self.layout.add_trailer(&mut frame, hash, &held.tokens, held.digest);
+        let written = copied.map_err(io::Error::other).and_then(|()| frames.write(slot, &frame));
+        frames.give_back(frame);
+        written
+    }
+
+    /// Writes to the disk what lies in host memory alone, the block first that would go last, while `go_on`.
+    pub(super) fn write_back(&self, go_on: &mut dyn FnMut() -> bool) -> WrittenBack {
+        let worth: Vec<BlockHash> = {
+            let State { dram, ssd, .. } = &mut *self.state();
+            let Some(ssd) = ssd else { return WrittenBack::default() };
+            let mut worth: Vec<BlockHash> =
+                dram.brain.by_worth().filter(|&hash| dram.get(hash).is_some()).collect();
+            let kept = worth.split_off(worth.len().saturating_sub(ssd.brain.capacity()));
+            // What lies there already must not go for what comes.
+            kept.iter().for_each(|&hash| ssd.brain.touch(&[hash]));
+            kept
+        };
+        for &hash in worth.iter().rev().take_while(|_| go_on()) {
+            self.copy_down(hash);
+        }
+        let State { ssd, .. } = &mut *self.state();
+        let Some(ssd) = ssd else { return WrittenBack::default() };
+        // The first that came is the last that is to go.
+        worth.iter().for_each(|&hash| ssd.brain.touch(&[hash]));
+        let there = worth.iter().filter(|&&hash| ssd.slot(hash).is_some());
+        WrittenBack { blocks: there.count() as u64, of: worth.len() as u64 }
+    }
+
+    /// Copies a block of host memory to the disk, unless it lies there.
+    fn copy_down(&self, hash: BlockHash) {
+        let mut state = self.state();
+        let State { dram, ssd: Some(ssd), events, .. } = &mut *state else { return };
+        let Some(held) = dram.get(hash).cloned() else { return };
+        let Begun::Write(slot) = ssd.begin(hash, held.depth, events) else { return };
+        dram.brain.pin(&[hash]);
+        drop(state);
+        let written = self.write_frame(slot, hash, &held);
+        let State { dram, ssd, events, counts, .. } = &mut *self.state();
+        dram.brain.unpin(&[hash]);
+        let kept = ssd.as_mut().is_some_and(|ssd| ssd.finish(hash, written, events));
+        counts.demoted += u64::from(kept);
     }
 }

@@ -238,6 +238,7 @@ impl Fleet {
     }
 
     pub(crate) fn start(&self, env: SharedEnv) -> EngineHandle {
+        let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
         let config = Arc::new(self.checkpoint.config.clone());
         let instances = self.members.iter().enumerate().map(|(at, member)| {
             let device = member.device.clone();
@@ -260,19 +261,16 @@ impl Fleet {
             let loaded = Loaded::new(&config, spec).unwrap();
             let loaded = match &self.lower {
                 None => loaded,
-                Some((blocks, disk)) => loaded.with_lower_tiers(LowerTiers {
-                    dram_bytes: blocks * block_bytes,
-                    ssd: disk.clone().filter(|_| at == 0).map(|(disk, bytes)| SsdConfig {
-                        disk: Arc::new(disk),
-                        bytes,
-                        wipe: false,
-                    }),
-                    namespace: 7,
-                }),
+                Some((blocks, disk)) => {
+                    let disk = disk.clone().filter(|_| at == 0);
+                    let ssd =
+                        disk.map(|(disk, bytes)| SsdConfig { disk: Arc::new(disk), bytes, wipe: false });
+                    let tiers = LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace: 7 };
+                    loaded.with_lower_tiers(tiers, &region).unwrap()
+                }
             };
             (loaded, CostModel::Coefficients(cost))
         });
-        let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
         let events = self.log.clone().map(|log| EventLog::start(&env, Box::new(log)).0);
         let parts = EngineParts {
             // The same in every engine: they may find each other's blocks.

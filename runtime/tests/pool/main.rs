@@ -2,6 +2,7 @@
 
 mod crash;
 mod directory;
+mod ended;
 mod faults;
 mod killed;
 mod model;

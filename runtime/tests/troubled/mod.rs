@@ -183,14 +183,12 @@ impl World {
         let loaded = Loaded::new(&config, spec).unwrap();
         let loaded = match self.workload.dram_blocks {
             0 => loaded,
-            blocks => loaded.with_lower_tiers(LowerTiers {
-                dram_bytes: blocks * block_bytes,
-                ssd: disk
-                    .clone()
-                    .zip(self.workload.disks.as_ref())
-                    .map(|(disk, disks)| disks.below(disk, block_bytes)),
-                namespace: 7,
-            }),
+            blocks => {
+                let disk = disk.clone().zip(self.workload.disks.as_ref());
+                let ssd = disk.map(|(disk, disks)| disks.below(disk, block_bytes));
+                let tiers = LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace: 7 };
+                loaded.with_lower_tiers(tiers, &*self.links().make_region).unwrap()
+            }
         };
         let cost = loaded.predicted_by(profile(flops));
         let process = WorkerProcess {

@@ -6,6 +6,7 @@ use super::{RouterArgs, WorkerArgs};
 use crate::Usage;
 use crate::serve::{self, Around};
 use crate::start;
+use crate::tiers::Pools;
 use anyhow::{Context, Result};
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::api::{ServedModel, Shutdown, observe};
@@ -142,7 +143,7 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
         _ = interrupt.recv() => return Ok(()),
         _ = terminate.recv() => return Ok(()),
     };
-    let Joined { membership, serving, hub } = joined;
+    let Joined { membership, serving, hub, pools } = joined;
     ready.send_replace(true);
     tokio::select! {
         served = serving => served.context("serving was cut short")??,
@@ -156,6 +157,7 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
     // Routers see the connection close and place this process's requests elsewhere.
     tracing::info!("leaving");
     membership.leave().await;
+    pools.write_back().await;
     Ok(())
 }
 
@@ -164,6 +166,7 @@ struct Joined {
     membership: Membership,
     serving: tokio::task::JoinHandle<Result<(), mixfleet_runtime::fleet::rpc::CallError>>,
     hub: Hub,
+    pools: Pools,
 }
 
 async fn join_as_worker(
@@ -178,6 +181,7 @@ async fn join_as_worker(
     let model = serve::load_model(&args.model, env)?;
     let (charter, own) = charter(&join, &model, env).await?;
     let (loaded, prices) = load(args, model, identity(&charter, &own)).await?;
+    let pools = Pools::of(&loaded);
     let hand_off = HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() };
     let Offered { transports, not_offered } = transports::open(args, &join, data, &hand_off)?;
     let names = transports.iter().map(|transport| transport.name().to_owned()).collect();
@@ -204,7 +208,7 @@ async fn join_as_worker(
     let (members, record) = (membership.members(), membership.record());
     env.spawn(Box::pin(meet_members(env.clone(), hub.clone(), ways, members, record, join.rpc)));
     tracing::info!(member = name, %address, fleet = args.join.fleet, "joined");
-    Ok(Joined { membership, serving, hub })
+    Ok(Joined { membership, serving, hub, pools })
 }
 
 /// The model on the devices, and their rents. Blocks a thread of its own.

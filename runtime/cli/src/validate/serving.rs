@@ -1,6 +1,6 @@
 //! Level 6: a small model with random weights, from prompt to tokens.
 
-use crate::args::{DeviceRole, ModelArgs, TierArgs};
+use crate::args::{DeviceRole, ModelArgs};
 use crate::model::Model;
 use crate::start::{self, Choice, Instances};
 use anyhow::{Result, bail};
@@ -11,7 +11,6 @@ use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{GenerateRequest, Sampling, ServiceTier, Update};
-use mixfleet_scheduler::fleet::Role;
 use std::sync::Arc;
 
 /// Some chunks and some pages.
@@ -73,19 +72,7 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
         let model = Model::load(&args, &env)?;
         let vocab = model.checkpoint.config.vocab;
         let prompt: Vec<u32> = (0..PROMPT_TOKENS).map(|i| (i * 7919 + 11) % vocab).collect();
-        let role = |device: &str, role| DeviceRole { device: device.to_owned(), role };
-        let devices = match prefill == decode {
-            true => vec![role(prefill, Role::Auto)],
-            false => vec![role(prefill, Role::Prefill), role(decode, Role::Decode)],
-        };
-        let instances = Instances {
-            devices,
-            prices: Default::default(),
-            sequences_max: 1,
-            tiers: TierArgs::default(),
-            profiles: Vec::new(),
-            recalibrate: false,
-        };
+        let instances = Instances::plain(DeviceRole::pair(prefill, decode));
         let choice = Choice { instances, engine: EngineConfig::default(), events: None };
         let engine =
             start::engine(&model, &args, choice, &env, Metrics::new(), Arc::new(Placements::new(1)))?;
