@@ -81,6 +81,7 @@ const BLOCK_TOKENS: u32 = 8;
 struct Worker {
     hub: Hub,
     device: String,
+    role: Role,
     disk: Option<SimDisk>,
     /// Of everything that it is connected by.
     cut: Cut,
@@ -155,6 +156,13 @@ impl World {
         }
     }
 
+    /// Of the worker that comes for a killed one: any, unless the others could serve nobody without its own.
+    fn next_role(&self, killed: Role) -> Role {
+        let others: Vec<Role> = self.state().workers.values().map(|worker| worker.role).collect();
+        let somebody = |wanted| others.iter().any(|&role| role == Role::Auto || role == wanted);
+        if somebody(Role::Prefill) && somebody(Role::Decode) { self.role(2) } else { killed }
+    }
+
     fn start_worker(&self, role: Role) {
         let number = {
             let mut state = self.state();
@@ -200,7 +208,7 @@ impl World {
             metrics: self.metrics.clone(),
         };
         let hub = process.start().unwrap();
-        self.state().workers.insert(number, Worker { hub, device, disk, cut: Cut::new() });
+        self.state().workers.insert(number, Worker { hub, device, role, disk, cut: Cut::new() });
         let (routers, peers) = {
             let state = self.state();
             let peers: Vec<u64> = state.workers.keys().copied().filter(|&other| other != number).collect();
@@ -324,15 +332,15 @@ impl World {
                 let mut state = self.state();
                 let nth = struck as usize % state.workers.len().max(1);
                 let number = state.workers.keys().copied().nth(nth);
-                number.and_then(|number| Some((number, state.workers.remove(&number)?)))
+                number.and_then(|number| state.workers.remove(&number))
             };
-            let Some((number, Worker { cut, hub, disk, .. })) = dead else { continue };
+            let Some(Worker { cut, hub, role, disk, .. }) = dead else { continue };
             self.shelve(disk);
             cut.now();
             drop(hub);
             self.state().outcome.worker_deaths += 1;
             self.env.sleep(self.span(0.2)).await;
-            self.start_worker(self.role(number % 4));
+            self.start_worker(self.next_role(role));
         }
     }
 
@@ -450,7 +458,8 @@ impl World {
             }
             // The router is gone: clients ask another.
         }
-        panic!("{:?}: request {at} found no router that answers", self.env);
+        let roles: Vec<Role> = self.state().workers.values().map(|worker| worker.role).collect();
+        panic!("{:?}: request {at} found no router that answers; workers are {roles:?}", self.env);
     }
 
     /// Blocks in use on any instance, by any router's view, once all had time to notice.
