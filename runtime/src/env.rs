@@ -48,13 +48,22 @@ pub trait Env: Send + Sync {
     fn spawn(&self, task: Task);
 
     /// Runs a task that may block, on a thread of its own where there are threads.
-    fn spawn_worker(&self, name: &str, task: Task);
+    ///
+    /// # Errors
+    /// When the operating system has no thread left; the task is dropped then.
+    fn spawn_worker(&self, name: &str, task: Task) -> io::Result<()>;
 
     /// 64 random bits.
     fn random(&self) -> u64;
 
     /// Listens on `address` (`host:port`).
     fn listen(&self, address: &str) -> BoxFuture<'static, io::Result<Box<dyn Listener>>>;
+}
+
+/// What it means for a device that no thread was to be had.
+pub(crate) fn no_thread(error: io::Error) -> mixfleet_hal::Error {
+    let detail = format!("no thread is left ({error}): raise the limit of threads, or run less beside this");
+    mixfleet_hal::Error::new(mixfleet_hal::ErrorKind::OutOfMemory, detail)
 }
 
 /// The environment, shared.

@@ -18,6 +18,9 @@ pub(crate) async fn run<T: Send + 'static>(
     let (sender, receiver) = tokio::sync::oneshot::channel();
     // The receiver is gone when the client has left.
     let task = async move { drop(sender.send(work())) };
-    env.spawn_worker("tokenizer", Box::pin(task));
+    env.spawn_worker("tokenizer", Box::pin(task)).map_err(|error| {
+        let reason = format!("no thread can tokenise the prompt at present: {error}");
+        ApiError::unavailable("exhausted", &reason, 1)
+    })?;
     receiver.await.map_err(|_| ApiError::server("tokenising the prompt failed"))
 }

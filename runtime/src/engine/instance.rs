@@ -9,7 +9,7 @@ use super::messages::{FromWorker, Report};
 use super::pinning::Pinner;
 use super::tiers::{Below, LowerTiers};
 use super::worker::{Worker, WorkerParts};
-use crate::env::SharedEnv;
+use crate::env::{SharedEnv, no_thread};
 use crate::metrics::Metrics;
 use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
@@ -198,8 +198,7 @@ impl Loaded {
         directory.enter(id, address);
         // Nobody is left to be told only when nobody wants the worker any more.
         let _ = reports.send((id, up));
-        env.spawn_worker(&name, Box::pin(worker.run()));
-        Ok(())
+        env.spawn_worker(&name, Box::pin(worker.run())).map_err(no_thread)
     }
 
     /// What steps take here; before serving only.

@@ -44,7 +44,10 @@ thread_local! {
 
 impl WorkerThread {
     /// A thread that polls `task` at its turns. It ends with the task, or else with the process.
-    pub(super) fn spawn(name: &str, task: Task, waker: Waker) -> Self {
+    ///
+    /// # Errors
+    /// When the operating system has no thread left.
+    pub(super) fn spawn(name: &str, task: Task, waker: Waker) -> std::io::Result<Self> {
         let mut task = Some(task);
         let own = WorkerThread(Arc::new((
             Mutex::new(Baton { holder: Holder::Loop, turn: Turn::Pending }),
@@ -73,9 +76,8 @@ impl WorkerThread {
                 }
             }
         };
-        let spawned = std::thread::Builder::new().name(name.to_string()).spawn(body);
-        spawned.expect("the operating system refused a thread");
-        own
+        std::thread::Builder::new().name(name.to_string()).spawn(body)?;
+        Ok(own)
     }
 
     /// Lets the worker run until it waits for something.

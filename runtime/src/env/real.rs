@@ -42,11 +42,10 @@ impl Env for RealEnv {
         self.handle.spawn(task);
     }
 
-    fn spawn_worker(&self, name: &str, task: Task) {
+    fn spawn_worker(&self, name: &str, task: Task) -> io::Result<()> {
         let handle = self.handle.clone();
         let thread = std::thread::Builder::new().name(name.to_string());
-        let spawned = thread.spawn(move || handle.block_on(task));
-        spawned.expect("the operating system refused a thread");
+        thread.spawn(move || handle.block_on(task)).map(drop)
     }
 
     fn random(&self) -> u64 {

@@ -31,6 +31,8 @@ struct World {
     timers: BTreeMap<(Moment, u64), Waker>,
     timers_made: u64,
     listeners: HashMap<String, Incoming>,
+    /// Nobody gets a new thread.
+    threads_refused: bool,
 }
 
 /// A time that orders. Devices tell theirs as floats, and rounding them would make steps drift.
@@ -124,6 +126,11 @@ impl SeededEnv {
     /// as it would if they took some, tasks run in the order in which they were woken. The seed decides what is random.
     pub fn with_blocking_workers(seed: u64) -> Self {
         SeededEnv { threads: true, ..SeededEnv::new(seed) }
+    }
+
+    /// From now on new workers are refused, as when a host has no thread left; or no longer.
+    pub fn refuse_threads(&self, refused: bool) {
+        lock(&self.world).threads_refused = refused;
     }
 
     /// Returns at `time`; called by a worker, others run meanwhile. Elsewhere, as before anything runs, time just passes.
@@ -289,16 +296,21 @@ impl Env for SeededEnv {
         self.ready.add(id);
     }
 
-    fn spawn_worker(&self, name: &str, task: Task) {
+    fn spawn_worker(&self, name: &str, task: Task) -> io::Result<()> {
+        if lock(&self.world).threads_refused {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
         if !self.threads {
-            return self.spawn(task);
+            self.spawn(task);
+            return Ok(());
         }
         let mut world = lock(&self.world);
         let id = world.spawned;
         world.spawned += 1;
-        let thread = WorkerThread::spawn(name, task, self.waker(id));
+        let thread = WorkerThread::spawn(name, task, self.waker(id))?;
         world.workers.insert(id, Worker { thread, blocked_until: None, woken: false });
         self.ready.add(id);
+        Ok(())
     }
 
     fn random(&self) -> u64 {
@@ -398,7 +410,8 @@ mod tests {
                         lock(&seen).push((name, env2.now().0));
                     }
                 }),
-            );
+            )
+            .unwrap();
             ends.push(sender);
         }
         let env2 = env.clone();

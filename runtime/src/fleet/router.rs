@@ -149,8 +149,8 @@ mod tests {
         fn spawn(&self, task: Task) {
             self.0.spawn(task);
         }
-        fn spawn_worker(&self, name: &str, task: Task) {
-            self.0.spawn_worker(name, task);
+        fn spawn_worker(&self, name: &str, task: Task) -> std::io::Result<()> {
+            self.0.spawn_worker(name, task)
         }
         fn random(&self) -> u64 {
             self.0.random()

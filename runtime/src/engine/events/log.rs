@@ -44,16 +44,16 @@ impl EventLog {
         let queued_bytes = Arc::new(AtomicUsize::new(0));
         let log = EventLog { writer: Some(writer), queued_bytes: queued_bytes.clone(), queued_bytes_max };
         let file = File { sink, messages, queued_bytes };
-        env.spawn_worker(
-            "event log",
-            Box::pin(async move {
-                let result = file.write(closing).await;
-                if let Err(error) = &result {
-                    tracing::error!(%error, "the event log cannot be written and ends; serving goes on");
-                }
-                let _ = done.send(result);
-            }),
-        );
+        let writing = async move {
+            let result = file.write(closing).await;
+            if let Err(error) = &result {
+                tracing::error!(%error, "the event log cannot be written and ends; serving goes on");
+            }
+            let _ = done.send(result);
+        };
+        if let Err(error) = env.spawn_worker("event log", Box::pin(writing)) {
+            tracing::error!(%error, "no thread writes the event log; serving goes on");
+        }
         (log, Writer { close, closed })
     }
 

@@ -3,7 +3,7 @@
 use super::client::Lent;
 use crate::engine::measure::time_writes;
 use crate::engine::{HandOffLimits, Links};
-use crate::env::SharedEnv;
+use crate::env::{SharedEnv, no_thread};
 #[cfg(doc)]
 use mixfleet_hal::transport::Endpoint;
 use mixfleet_hal::transport::{Access, Descriptor};
@@ -53,7 +53,9 @@ impl Drop for Lending {
                 }
             }
         };
-        self.env.spawn_worker("link probe", Box::pin(end));
+        if let Err(error) = self.env.spawn_worker("link probe", Box::pin(end)) {
+            tracing::warn!(%error, "memory for measuring is kept: no thread can take it back");
+        }
     }
 }
 
@@ -83,7 +85,7 @@ impl Ways {
         let work = async move {
             let _ = done.send(ways.try_each(&env2, &lent.regions));
         };
-        env.spawn_worker("link measure", Box::pin(work));
+        env.spawn_worker("link measure", Box::pin(work)).map_err(no_thread)?;
         measured.await.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the link was not measured")))
     }
 
