@@ -9,7 +9,7 @@ use crate::scheduling::SchedulingArgs;
 use crate::simulate::SimulateArgs;
 use crate::trace::TraceArgs;
 use crate::validate::ValidateArgs;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use mixfleet_hal::DType;
 use mixfleet_scheduler::fleet::Role;
 use std::path::PathBuf;
@@ -96,15 +96,6 @@ pub(crate) struct ModelArgs {
     /// Prompt tokens in one step [default: 512]
     #[arg(long, value_name = "TOKENS", default_value_t = 512, hide_default_value = true)]
     pub(crate) chunk: u32,
-    /// exact or stored [default: exact; stored with --activations f32]
-    #[arg(long, value_name = "HOW", hide_possible_values = true)]
-    pub(crate) rope_frequencies: Option<RopeFrequencies>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum RopeFrequencies {
-    Exact,
-    Stored,
 }
 
 /// `DEV[=prefill|decode|auto]`

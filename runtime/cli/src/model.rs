@@ -1,6 +1,6 @@
 //! The model to serve: a checkpoint directory, or the built-in stand-in.
 
-use crate::args::{ModelArgs, RopeFrequencies};
+use crate::args::ModelArgs;
 use anyhow::{Context, Result};
 use mixfleet_hal::DType;
 use mixfleet_runtime::env::SharedEnv;
@@ -28,7 +28,7 @@ pub(crate) struct Model {
 impl Model {
     /// Maps the checkpoint and reads tokenizer and chat template.
     pub(crate) fn load(args: &ModelArgs, env: &SharedEnv) -> Result<Self> {
-        let (name, mut checkpoint, tokenizer, template) = match &args.model {
+        let (name, checkpoint, tokenizer, template) = match &args.model {
             Some(directory) => open(directory)?,
             None => (
                 builtin::NAME.to_string(),
@@ -38,13 +38,6 @@ impl Model {
             ),
         };
         let activations = args.activations.unwrap_or(checkpoint.config.dtype);
-        let rope = args.rope_frequencies.unwrap_or(match activations {
-            DType::F32 => RopeFrequencies::Stored,
-            _ => RopeFrequencies::Exact,
-        });
-        if rope == RopeFrequencies::Stored {
-            checkpoint.config.rope = checkpoint.config.rope.rounded(checkpoint.config.dtype);
-        }
         let tokenizer_digest = digest(|hash| {
             hash.update(tokenizer.to_json().unwrap_or_default().as_bytes());
         });

@@ -87,14 +87,6 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// The same with inverse frequencies rounded to `dtype`, which is what a model has after torch's
-    /// `model.to(dtype)`. `from_pretrained` keeps them in f32, and so does the loader.
-    pub fn rounded(&self, dtype: DType) -> Self {
-        let mut bytes = Vec::with_capacity(self.inv_freq.len() * dtype.size_bytes() as usize);
-        self.inv_freq.iter().for_each(|f| dtype.encode(f64::from(*f), &mut bytes));
-        Rope { inv_freq: dtype.decode(&bytes).iter().map(|f| *f as f32).collect(), scale: self.scale }
-    }
-
     /// The `cos_sin [positions, head_dim]` table of the `Rope` operation.
     pub fn table(&self, positions: &[u32]) -> Vec<f32> {
         let mut table = Vec::with_capacity(positions.len() * self.inv_freq.len() * 2);

@@ -67,7 +67,6 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
             kv_dtype: Some(DType::F32),
             kv_memory: 0.02,
             chunk: 64,
-            rope_frequencies: None,
         };
         let model = Model::load(&args, &env)?;
         let vocab = model.checkpoint.config.vocab;

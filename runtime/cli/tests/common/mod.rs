@@ -6,20 +6,36 @@
 pub(crate) mod server;
 
 use mixfleet_hal::{Backend, Device};
+use mixfleet_runtime::model::ModelConfig;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-/// The fixture checkpoints, or nothing (said aloud) where this clone has none beside it.
+/// The fixture checkpoints of families that are served, or nothing (said aloud) where this clone has none beside it.
 pub(crate) fn fixtures() -> Vec<PathBuf> {
+    for (fixture, why) in refused_fixtures() {
+        println!("SKIPPED: {}: {why}", fixture.file_name().unwrap_or_default().display());
+    }
+    all_fixtures().into_iter().filter(|path| ModelConfig::open(path).is_ok()).collect()
+}
+
+/// The fixture checkpoints that are not served, and why.
+pub(crate) fn refused_fixtures() -> Vec<(PathBuf, String)> {
+    let refused = |path: PathBuf| {
+        let error = ModelConfig::open(&path).err()?.to_string();
+        Some((path, error))
+    };
+    all_fixtures().into_iter().filter_map(refused).collect()
+}
+
+fn all_fixtures() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures");
     let Ok(entries) = std::fs::read_dir(&root) else {
         println!("SKIPPED: no fixture checkpoints at ../shared/fixtures");
         return Vec::new();
     };
-    let paths = entries.map(|entry| entry.unwrap().path());
-    let mut found: Vec<_> = paths.filter(|path| path.join("golden.json").is_file()).collect();
+    let mut found: Vec<_> = entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir()).collect();
     found.sort();
     found
 }
