@@ -5,12 +5,13 @@ mod fleet;
 
 use fleet::{Answer, Fleet, ask, greedy, pressure, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
-use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_scheduler::fleet::Role;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Of a disk: room for everything.
 const PLENTY: u64 = 1 << 20;
@@ -94,6 +95,56 @@ fn a_second_engine_serves_what_the_first_left_on_the_disk() {
     let answers = converse(&second, &SeededEnv::new(4), &prompts[..1]);
     assert_right(&answers, &[greedy(&checkpoint, &prompts[0], 4)]);
     assert_eq!((cached(&answers), second.tier_hits(0, "ssd")), (vec![32], 4));
+}
+
+/// Three conversations that one engine leaves on a disk, and the disk.
+fn left_on_disk(checkpoint: &Checkpoint) -> (Vec<Vec<u32>>, SimDisk) {
+    let prompts: Vec<_> = (1..4).map(|seed| prompt(40, seed, &checkpoint.config)).collect();
+    let disk = SimDisk::default();
+    converse(&on_disk(checkpoint, &disk), &SeededEnv::new(3), &prompts);
+    (prompts, disk.restart())
+}
+
+/// Asks for the first conversation now, a second one, and the first one again when it is known whose the blocks on the disk are.
+fn ask_until_known(checkpoint: &Checkpoint, namespace: u64) -> (Vec<u32>, u64, Vec<Vec<u32>>) {
+    let (prompts, disk) = left_on_disk(checkpoint);
+    let (tell, told) = tokio::sync::oneshot::channel();
+    let fleet = on_disk(checkpoint, &disk).disk_known(Box::pin(async move { told.await.ok() }));
+    let env = SeededEnv::new(9);
+    let handle = fleet.start(Arc::new(env.clone()));
+    let asked = [&prompts[0], &prompts[1], &prompts[0]].map(Clone::clone);
+    let world = env.clone();
+    let answers = env.run(async move {
+        let [first, second, again] = asked;
+        let mut answers = Vec::new();
+        for prompt in [first, second] {
+            answers.push(ask(&handle, "before".into(), prompt, 4, None).await);
+        }
+        tell.send(namespace).unwrap();
+        world.sleep(Duration::from_secs(1)).await;
+        answers.push(ask(&handle, "after".into(), again, 4, None).await);
+        answers
+    });
+    let tokens = answers.iter().map(|answer| answer.tokens.clone()).collect();
+    (cached(&answers), fleet.tier_hits(0, "ssd"), tokens)
+}
+
+#[test]
+fn an_engine_serves_without_its_disk_until_the_model_is_known_and_with_it_from_then_on() {
+    let checkpoint = checkpoint();
+    let (cached, hits, tokens) = ask_until_known(&checkpoint, 7);
+    assert_eq!(cached, [0, 0, 32]);
+    assert!(hits >= 3, "{hits} of 4 blocks came from the disk");
+    let expected = [1, 2, 1].map(|seed| greedy(&checkpoint, &prompt(40, seed, &checkpoint.config), 4));
+    assert_eq!(tokens, expected);
+}
+
+#[test]
+fn blocks_of_another_model_are_refused_when_the_model_becomes_known() {
+    let checkpoint = checkpoint();
+    let (cached, hits, tokens) = ask_until_known(&checkpoint, 8);
+    assert_eq!((&cached[..2], hits), (&[0, 0][..], 0));
+    assert_eq!(tokens[2], greedy(&checkpoint, &prompt(40, 1, &checkpoint.config), 4));
 }
 
 #[test]

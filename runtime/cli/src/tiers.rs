@@ -10,6 +10,7 @@ use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::pool::{Pool, SsdConfig, WrittenBack};
 use mixfleet_scheduler::cost::CostModel;
 use std::fs;
+use std::future::ready;
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -86,6 +87,7 @@ pub(crate) fn of(args: &TierArgs, selector: &str, namespace: u64) -> Result<Opti
     let ssd = args.kv_ssd.as_deref().zip(args.kv_ssd_gib);
     let ssd =
         ssd.map(|(directory, gib)| disk(directory, selector, bytes("--kv-ssd-gib", gib)?)).transpose()?;
+    let namespace = Box::pin(ready(Some(namespace)));
     Ok(Some(LowerTiers { dram_bytes: bytes("--kv-dram", dram)?, ssd, namespace }))
 }
 

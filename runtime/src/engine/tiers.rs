@@ -12,14 +12,18 @@ use super::MakeRegion;
 use super::pinning::Pinner;
 use super::worker::{STEP_TIMEOUT, Worker};
 use crate::engine::messages::FromWorker;
+use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
 use crate::model::graph::Forward;
 use crate::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Put, Snapshot, SsdConfig};
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
 use mixfleet_hal::memory::Pinned;
 use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Queue, Result, Role, Slice};
 use mixfleet_scheduler::batch::{Action, Evicted};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
+use std::future::pending;
 
 /// The disk's cost is told anew when it is off by more than this factor.
 const COST_DRIFT: f64 = 1.25;
@@ -30,25 +34,60 @@ pub struct LowerTiers {
     pub dram_bytes: u64,
     /// A disk for what host memory gives up.
     pub ssd: Option<SsdConfig>,
-    /// Digest of all that must be equal before blocks of earlier processes may be used.
-    pub namespace: u64,
+    /// Digest of all that must be equal before blocks of earlier processes may be used. The disk is used once it is known; if it never is (none),
+    /// never.
+    pub namespace: BoxFuture<'static, Option<u64>>,
 }
 
 impl LowerTiers {
-    /// Opens the pool of an instance.
-    pub(super) fn open(self, forward: &Forward, make_region: &MakeRegion) -> Result<Pool> {
+    /// Opens the pool of an instance, with the disk if its namespace is known already.
+    pub(super) fn open(
+        self,
+        forward: &Forward,
+        make_region: &MakeRegion,
+    ) -> Result<(Pool, Option<LaterDisk>)> {
+        let LowerTiers { dram_bytes, mut ssd, mut namespace } = self;
         let (config, shape) = (forward.config(), forward.shape());
+        let known = namespace.as_mut().now_or_never();
+        let later = match known {
+            Some(_) => None,
+            None => ssd.take().map(|ssd| LaterDisk { ssd, namespace }),
+        };
         let pool = PoolConfig {
             block_bytes: u64::from(shape.block_tokens) * config.kv_bytes_per_token(shape.kv),
             block_tokens: shape.block_tokens,
-            namespace: self.namespace,
-            dram_bytes: self.dram_bytes,
-            ssd: self.ssd,
+            namespace: known.flatten().unwrap_or_default(),
+            dram_bytes,
+            ssd: ssd.filter(|_| known.flatten().is_some()),
             policy: CachePolicy::Lru,
             // Taken after every use of the pool, so that those of one use wait at most.
             events_max: usize::MAX,
         };
-        Pool::new(pool, make_region).map_err(refused)
+        Ok((Pool::new(pool, make_region).map_err(refused)?, later))
+    }
+}
+
+/// A disk of which nobody knows yet whose blocks may be used.
+pub(super) struct LaterDisk {
+    ssd: SsdConfig,
+    namespace: BoxFuture<'static, Option<u64>>,
+}
+
+impl LaterDisk {
+    /// Gives it to the pool once its namespace is known. Reading what lies there takes a while, and a thread of its own. A disk that cannot be used
+    /// is left out.
+    pub(super) fn attach(self, pool: &Pool, device: &str, env: &SharedEnv) {
+        let LaterDisk { ssd, namespace } = self;
+        let (pool, device) = (pool.downgrade(), device.to_string());
+        let name = format!("disk below {device}");
+        let attach = async move {
+            let (Some(namespace), Some(pool)) = (namespace.await, pool.upgrade()) else { return };
+            match pool.attach(ssd, namespace) {
+                Ok(()) => tracing::info!(device, blocks = pool.stats().ssd_blocks, "the disk is in use"),
+                Err(error) => tracing::warn!(device, %error, "the instance goes on without its disk"),
+            }
+        };
+        env.spawn_worker(&name, Box::pin(attach));
     }
 }
 
@@ -67,7 +106,8 @@ pub(super) struct Below {
     head_dim: u32,
     kv: DType,
     layers: usize,
-    has_disk: bool,
+    /// The fleet knows what it takes to load from the disk.
+    told_disk: bool,
     /// Seconds that a byte takes from host memory to the device, and
     upload_s: f64,
     /// from the disk to host memory, as the fleet was told.
@@ -98,7 +138,7 @@ impl Below {
             head_dim: config.head_dim,
             kv: shape.kv,
             layers: config.layers as usize,
-            has_disk: pool.has_disk(),
+            told_disk: false,
             pool,
             upload_s: 0.0,
             read_s: 0.0,
@@ -159,9 +199,18 @@ impl Below {
         dram.chain(ssd.into_iter().map(|hash| (Tier::Ssd, hash)))
     }
 
-    fn costs(&self) -> Vec<(Tier, LinkCost)> {
+    /// Completes when a disk came or went; never for an instance without lower tiers.
+    pub(super) fn changed(below: Option<&Below>) -> BoxFuture<'static, ()> {
+        match below.map(|below| below.pool.clone()) {
+            Some(pool) => Box::pin(async move { pool.disk_changed().await }),
+            None => Box::pin(pending()),
+        }
+    }
+
+    fn costs(&mut self) -> Vec<(Tier, LinkCost)> {
         let cost = |seconds_per_byte| LinkCost { seconds_per_byte, ..LinkCost::default() };
-        let disk = self.has_disk.then(|| (Tier::Ssd, cost(self.upload_s + self.read_s)));
+        self.told_disk = self.pool.has_disk();
+        let disk = self.told_disk.then(|| (Tier::Ssd, cost(self.upload_s + self.read_s)));
         std::iter::once((Tier::Dram, cost(self.upload_s))).chain(disk).collect()
     }
 
@@ -217,7 +266,7 @@ impl Worker {
             least = least.min((self.env.now() - start).0);
         }
         below.upload_s = least / bytes as f64;
-        let (costs, held) = (below.costs(), below.pool.snapshot());
+        let (costs, held) = (below.costs(), below.pool.begin_to_follow());
         for (tier, cost) in costs {
             self.report(FromWorker::Tier { tier, cost });
         }
@@ -262,7 +311,7 @@ impl Worker {
         for block in evicted {
             let (device, forward) = (&*self.device, &self.forward);
             let kept = below.keep(device, &mut *self.queue, forward, block)?;
-            if kept == Put::Full && below.has_disk && lease.take().is_some() {
+            if kept == Put::Full && below.pool.has_disk() && lease.take().is_some() {
                 below.keep(device, &mut *self.queue, forward, block)?;
             }
         }
@@ -306,6 +355,11 @@ impl Worker {
         let Some(below) = &mut self.below else { return };
         below.count(&self.device.info().id, &self.metrics);
         let events = below.pool.take_events();
+        if !below.told_disk && below.pool.has_disk() {
+            for (tier, cost) in below.costs() {
+                self.report(FromWorker::Tier { tier, cost });
+            }
+        }
         for alike in events.chunk_by(|a, b| (a.tier, a.stored) == (b.tier, b.stored)) {
             let PoolEvent { tier, stored, .. } = alike[0];
             let hashes: Vec<BlockHash> = alike.iter().map(|event| event.hash).collect();

@@ -162,6 +162,7 @@ impl Worker {
                 continue;
             }
             let due = self.sends_due();
+            let disk_changed = Below::changed(self.below.as_ref());
             tokio::select! {
                 biased;
                 message = self.inbox.recv() => match message {
@@ -170,6 +171,7 @@ impl Worker {
                 },
                 () = self.reports.closed() => return Ok(()),
                 () = due => self.settle_sends(LOOK_AFTER_SENDS),
+                () = disk_changed => self.tell_tiers(),
             }
         }
     }

@@ -29,9 +29,10 @@ use dram::{Dram, Slab};
 use events::Events;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
-use ssd::{Frames, Ssd};
+use ssd::Ssd;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use tokio::sync::Notify;
 
 /// The disk of a pool.
 pub struct SsdConfig {
@@ -54,7 +55,7 @@ pub struct PoolConfig {
     pub namespace: u64,
     /// Bytes of host memory, at least one block.
     pub dram_bytes: u64,
-    /// The disk, if any.
+    /// The disk, if one is known yet: see [`Pool::attach`].
     pub ssd: Option<SsdConfig>,
     /// Which block goes first, in both tiers.
     pub policy: CachePolicy,
@@ -89,6 +90,9 @@ pub enum PoolError {
     /// The directory holds blocks that this pool may not serve.
     #[error("the directory holds another KV pool: {0}; name another directory, or allow it to be wiped")]
     Mismatch(String),
+    /// A second disk.
+    #[error("the pool has a disk already")]
+    Attached,
     /// The operating system refused.
     #[error("cannot {doing}: {source}")]
     Io {
@@ -142,14 +146,26 @@ struct State {
 
 struct Shared {
     layout: Layout,
+    policy: CachePolicy,
     slab: Slab,
-    frames: Option<Frames>,
     state: Mutex<State>,
+    /// The disk came or went.
+    disk_changed: Notify,
 }
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A pool that lives no longer for it.
+pub struct WeakPool(Weak<Shared>);
+
+impl WeakPool {
+    /// The pool, while anyone else has it.
+    pub fn upgrade(&self) -> Option<Pool> {
+        self.0.upgrade().map(Pool)
     }
 }
 
@@ -183,16 +199,52 @@ impl Pool {
             return Err(PoolError::TooSmall { tier: "dram", bytes: dram_bytes, needed: block_bytes });
         }
         let slab = Slab::new(slots, block_bytes, make_region)?;
-        let mut counts = PoolStats::default();
-        let (mut tier, mut frames) = (None, None);
+        let mut state = State {
+            dram: Dram::new(slots, policy),
+            ssd: None,
+            events: Events::new(events_max),
+            counts: PoolStats::default(),
+        };
         if let Some(ssd) = ssd {
-            let (opened, file, damaged) = ssd::open(ssd, layout, policy)?;
-            counts.journal_damaged = damaged;
-            (tier, frames) = (Some(opened), Some(file));
+            let (opened, damaged) = ssd::open(ssd, layout, policy)?;
+            state.counts.journal_damaged = damaged;
+            state.ssd = Some(opened);
         }
-        let state =
-            State { dram: Dram::new(slots, policy), ssd: tier, events: Events::new(events_max), counts };
-        Ok(Pool(Arc::new(Shared { layout, slab, frames, state: Mutex::new(state) })))
+        let (state, disk_changed) = (Mutex::new(state), Notify::new());
+        Ok(Pool(Arc::new(Shared { layout, policy, slab, state, disk_changed })))
+    }
+
+    /// Opens or creates the files of a disk for a pool without one, while it is in use: what lies there for `namespace` is told as stored. What
+    /// lies there for another one is refused or deleted, as `ssd` says.
+    ///
+    /// # Errors
+    /// See [`PoolError`]. The pool goes on with host memory alone.
+    pub fn attach(&self, ssd: SsdConfig, namespace: u64) -> Result<(), PoolError> {
+        if self.has_disk() {
+            return Err(PoolError::Attached);
+        }
+        let (opened, damaged) = ssd::open(ssd, Layout { namespace, ..self.0.layout }, self.0.policy)?;
+        let mut state = self.0.state();
+        if state.ssd.is_some() {
+            return Err(PoolError::Attached);
+        }
+        opened.hashes().into_iter().for_each(|hash| state.events.add(hash, Tier::Ssd, true));
+        state.counts.journal_damaged += damaged;
+        state.ssd = Some(opened);
+        drop(state);
+        self.0.disk_changed.notify_one();
+        Ok(())
+    }
+
+    /// Completes when a disk came since the last time that it did: there are events, and [`has_disk`](Self::has_disk) says
+    /// something new.
+    pub async fn disk_changed(&self) {
+        self.0.disk_changed.notified().await;
+    }
+
+    /// A hold on it that does not keep it.
+    pub fn downgrade(&self) -> WeakPool {
+        WeakPool(Arc::downgrade(&self.0))
     }
 
     /// Uses the blocks of a prompt: `chain` has the keys of its blocks, `tokens` its token ids from the first on. Leading blocks that are held are
@@ -235,9 +287,9 @@ impl Pool {
         Ok(self.0.keep(traffic::Wanted { hash, depth: 0, tokens }, fill)?.into())
     }
 
-    /// Whether there is a disk.
+    /// Whether there is a disk now.
     pub fn has_disk(&self) -> bool {
-        self.0.frames.is_some()
+        self.0.state().ssd.is_some()
     }
 
     /// The fastest tier that holds a block.
@@ -258,9 +310,14 @@ impl Pool {
 
     /// What both tiers hold now.
     pub fn snapshot(&self) -> Snapshot {
-        let state = self.0.state();
-        let ssd = state.ssd.as_ref().map(Ssd::hashes).unwrap_or_default();
-        Snapshot { sequence: state.events.last(), dram: state.dram.hashes(), ssd }
+        self.0.state().snapshot()
+    }
+
+    /// What both tiers hold now, for one who takes the events that come after it.
+    pub fn begin_to_follow(&self) -> Snapshot {
+        let mut state = self.0.state();
+        state.events.take();
+        state.snapshot()
     }
 
     /// What was done, and is held.
@@ -297,6 +354,11 @@ impl Pool {
 }
 
 impl State {
+    fn snapshot(&self) -> Snapshot {
+        let ssd = self.ssd.as_ref().map(Ssd::hashes).unwrap_or_default();
+        Snapshot { sequence: self.events.last(), dram: self.dram.hashes(), ssd }
+    }
+
     fn tier(&self, hash: BlockHash) -> Option<Tier> {
         if self.dram.get(hash).is_some() {
             return Some(Tier::Dram);

@@ -73,6 +73,11 @@ impl Frames {
         self.layout.check(&frame[..read], hash, tokens).map_err(ReadError::Refused)
     }
 
+    /// Appends what follows the payload of the block `hash`, whose XXH3-64 is `digest`.
+    pub(super) fn add_trailer(&self, frame: &mut Vec<u8>, hash: BlockHash, tokens: &[u32], digest: u64) {
+        self.layout.add_trailer(frame, hash, tokens, digest);
+    }
+
     pub(super) fn write(&self, slot: u32, frame: &[u8]) -> io::Result<()> {
         self.disk.write_at(FILE, u64::from(slot) * self.stride, frame)
     }
@@ -87,6 +92,7 @@ struct Held {
 
 /// Which block lies in which slot.
 pub(super) struct Ssd {
+    pub(super) frames: Arc<Frames>,
     disk: Arc<dyn Disk>,
     pub(super) brain: BlockCache,
     held: IdMap<Held>,
@@ -107,12 +113,8 @@ pub(super) enum Begun {
     Lost,
 }
 
-/// Opens or creates the tier. Returns it with its file and the journal's damaged records.
-pub(super) fn open(
-    config: SsdConfig,
-    layout: Layout,
-    policy: CachePolicy,
-) -> Result<(Ssd, Frames, u64), PoolError> {
+/// Opens or creates the tier. Returns it with the journal's damaged records.
+pub(super) fn open(config: SsdConfig, layout: Layout, policy: CachePolicy) -> Result<(Ssd, u64), PoolError> {
     let SsdConfig { disk, bytes, wipe } = config;
     let stride = match layout.frame_bytes() as u64 {
         small if small < PAGE_BYTES => small,
@@ -128,7 +130,9 @@ pub(super) fn open(
     directory::prepare(&*disk, &layout, wipe)?;
     let failed = |source| PoolError::Io { doing: "read the pool's journal".into(), source };
     let (journal, replayed) = Journal::open(&*disk, layout.namespace, slots).map_err(failed)?;
+    let frames = Frames { disk: disk.clone(), layout, stride, buffers: Mutex::default() };
     let mut ssd = Ssd {
+        frames: Arc::new(frames),
         disk: disk.clone(),
         brain: BlockCache::new(slots as usize, policy),
         held: IdMap::default(),
@@ -142,8 +146,7 @@ pub(super) fn open(
     if let Err(error) = cut.and_then(|()| ssd.compact(true)) {
         ssd.pause(&error);
     }
-    let frames = Frames { disk, layout, stride, buffers: Mutex::default() };
-    Ok((ssd, frames, replayed.damaged))
+    Ok((ssd, replayed.damaged))
 }
 
 impl Ssd {

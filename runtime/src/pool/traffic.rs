@@ -2,7 +2,7 @@
 
 use super::check::{Refusal, check_tokens};
 use super::dram::Held;
-use super::ssd::{Begun, ReadError};
+use super::ssd::{Begun, Frames, ReadError};
 use super::{Shared, State, WrittenBack};
 use mixfleet_hal::Result;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
@@ -106,8 +106,9 @@ impl Shared {
 
     /// Brings a block from the disk.
     pub(super) fn promote(&self, wanted: Wanted) -> Result<Arrival> {
-        let slot = self.state().ssd.as_ref().and_then(|ssd| ssd.slot(wanted.hash));
-        let (Some(slot), Some(frames)) = (slot, &self.frames) else { return Ok(Arrival::Missing) };
+        let place =
+            self.state().ssd.as_ref().and_then(|ssd| Some((ssd.slot(wanted.hash)?, ssd.frames.clone())));
+        let Some((slot, frames)) = place else { return Ok(Arrival::Missing) };
         let mut frame = frames.buffer();
         let arrival = match frames.read(slot, wanted.hash, wanted.tokens, &mut frame) {
             Ok(digest) => self.copy(wanted, &frame[..self.layout.block_bytes], digest),
@@ -146,11 +147,11 @@ impl Shared {
         let State { ssd, events, .. } = &mut *state;
         // Told now: while the copy is written, somebody else may store the block here again.
         events.add(victim, Tier::Dram, false);
-        let begun = ssd.as_mut().map(|ssd| ssd.begin(victim, held.depth, events));
-        let mut kept = begun == Some(Begun::Known);
-        if let Some(Begun::Write(slot)) = begun {
+        let begun = ssd.as_mut().map(|ssd| (ssd.begin(victim, held.depth, events), ssd.frames.clone()));
+        let mut kept = matches!(begun, Some((Begun::Known, _)));
+        if let Some((Begun::Write(slot), frames)) = begun {
             drop(state);
-            let written = self.write_frame(slot, victim, &held);
+            let written = self.write_frame(&frames, slot, victim, &held);
             state = self.state();
             let State { ssd, events, .. } = &mut *state;
             kept = ssd.as_mut().is_some_and(|ssd| ssd.finish(victim, written, events));
@@ -160,14 +161,14 @@ impl Shared {
         state.counts.lost += u64::from(lost);
         Ok(Room::Slot(admitted.slot))
     }
+
     /// Writes a block of host memory, in whose slot nothing else may come meanwhile, to a slot of the disk.
-    fn write_frame(&self, slot: u32, hash: BlockHash, held: &Held) -> io::Result<()> {
-        let frames = self.frames.as_ref().ok_or(io::ErrorKind::NotFound)?;
+    fn write_frame(&self, frames: &Frames, slot: u32, hash: BlockHash, held: &Held) -> io::Result<()> {
         let mut frame = frames.buffer();
         frame.clear();
         frame.reserve(self.layout.frame_bytes());
         let copied = self.slab.view(held.slot, &mut |payload| frame.extend_from_slice(payload));
-        self.layout.add_trailer(&mut frame, hash, &held.tokens, held.digest);
+        frames.add_trailer(&mut frame, hash, &held.tokens, held.digest);
         let written = copied.map_err(io::Error::other).and_then(|()| frames.write(slot, &frame));
         frames.give_back(frame);
         written
@@ -203,8 +204,9 @@ impl Shared {
         let Some(held) = dram.get(hash).cloned() else { return };
         let Begun::Write(slot) = ssd.begin(hash, held.depth, events) else { return };
         dram.brain.pin(&[hash]);
+        let frames = ssd.frames.clone();
         drop(state);
-        let written = self.write_frame(slot, hash, &held);
+        let written = self.write_frame(&frames, slot, hash, &held);
         let State { dram, ssd, events, counts, .. } = &mut *self.state();
         dram.brain.unpin(&[hash]);
         let kept = ssd.as_mut().is_some_and(|ssd| ssd.finish(hash, written, events));

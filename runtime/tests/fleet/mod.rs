@@ -5,6 +5,7 @@
 pub(crate) mod clock;
 pub(crate) mod requeued;
 
+use futures_util::future::BoxFuture;
 use mixfleet_hal::fault::FaultPlan;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::Stream;
@@ -27,6 +28,7 @@ use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, Pref
 use mixfleet_scheduler::fleet::{Policy, Role};
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{Faulty, HostRegion, Memory};
+use std::future::ready;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -102,6 +104,8 @@ pub(crate) struct Fleet {
     log: Option<Log>,
     /// Blocks in host memory, and the disk with bytes.
     lower: Option<(u64, Option<(SimDisk, u64)>)>,
+    /// When it is known whose blocks on the disk may be used, if not at once.
+    disk_known: Mutex<Option<BoxFuture<'static, Option<u64>>>>,
 }
 
 /// An event log in memory.
@@ -137,12 +141,19 @@ impl Fleet {
             policy: Policy::default(),
             log: None,
             lower: None,
+            disk_known: Mutex::default(),
         }
     }
 
     /// With host memory for so many blocks below each device, and a disk below the first.
     pub(crate) fn lower(mut self, dram_blocks: u64, disk: Option<(SimDisk, u64)>) -> Self {
         self.lower = Some((dram_blocks, disk));
+        self
+    }
+
+    /// Without knowing at the start whose blocks on the disk may be used.
+    pub(crate) fn disk_known(self, namespace: BoxFuture<'static, Option<u64>>) -> Self {
+        *self.disk_known.lock().unwrap() = Some(namespace);
         self
     }
 
@@ -265,7 +276,9 @@ impl Fleet {
                     let disk = disk.clone().filter(|_| at == 0);
                     let ssd =
                         disk.map(|(disk, bytes)| SsdConfig { disk: Arc::new(disk), bytes, wipe: false });
-                    let tiers = LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace: 7 };
+                    let later = ssd.as_ref().and_then(|_| self.disk_known.lock().unwrap().take());
+                    let namespace = later.unwrap_or_else(|| Box::pin(ready(Some(7))));
+                    let tiers = LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace };
                     loaded.with_lower_tiers(tiers, &region).unwrap()
                 }
             };

@@ -30,6 +30,7 @@ use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
 use mixfleet_wire::{Faulty, HostRegion, Memory};
 use network::{Cut, splice};
 use std::collections::{BTreeMap, VecDeque};
+use std::future::ready;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -194,7 +195,8 @@ impl World {
             blocks => {
                 let disk = disk.clone().zip(self.workload.disks.as_ref());
                 let ssd = disk.map(|(disk, disks)| disks.below(disk, block_bytes));
-                let tiers = LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace: 7 };
+                let tiers =
+                    LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace: Box::pin(ready(Some(7))) };
                 loaded.with_lower_tiers(tiers, &*self.links().make_region).unwrap()
             }
         };
