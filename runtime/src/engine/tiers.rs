@@ -79,7 +79,7 @@ impl LaterDisk {
     pub(super) fn attach(self, pool: &Pool, device: &str, env: &SharedEnv) {
         let LaterDisk { ssd, namespace } = self;
         let (pool, device) = (pool.downgrade(), device.to_string());
-        let name = format!("disk below {device}");
+        let (name, of) = (format!("disk below {device}"), device.clone());
         let attach = async move {
             let (Some(namespace), Some(pool)) = (namespace.await, pool.upgrade()) else { return };
             match pool.attach(ssd, namespace) {
@@ -87,7 +87,9 @@ impl LaterDisk {
                 Err(error) => tracing::warn!(device, %error, "the instance goes on without its disk"),
             }
         };
-        env.spawn_worker(&name, Box::pin(attach));
+        if let Err(error) = env.spawn_worker(&name, Box::pin(attach)) {
+            tracing::warn!(device = of, %error, "the instance goes on without its disk: no thread for it");
+        }
     }
 }
 
