@@ -55,6 +55,11 @@ impl HeldBytes {
         self.bytes += if grown { bytes } else { 0 };
         grown
     }
+
+    /// What is held.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
 }
 
 impl Drop for HeldBytes {

@@ -1,6 +1,6 @@
 //! A checkpoint's tokenizer and chat template as the API wants them.
 
-use crate::api::{TextDecoder, TextModel};
+use crate::api::{Marked, TextDecoder, TextModel};
 use crate::env::SharedEnv;
 use crate::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer};
 use serde_json::{Map, Value};
@@ -18,25 +18,36 @@ pub struct LoadedText {
 }
 
 impl TextModel for LoadedText {
-    fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
-        let encoded =
-            if add_special { self.tokenizer.encode(text) } else { self.tokenizer.encode_chat(text) };
+    fn encode(&self, prompt: &Marked, add_special: bool) -> Result<Vec<u32>, String> {
+        let Marked { text, mark } = prompt;
+        let encoded = match (mark, add_special) {
+            (Some(mark), _) => self.tokenizer.encode_marked(text, *mark, add_special),
+            (None, true) => self.tokenizer.encode(text),
+            (None, false) => self.tokenizer.encode_chat(text),
+        };
         encoded.map_err(|error| error.to_string())
+    }
+
+    fn special_places(&self, text: &str) -> Vec<usize> {
+        self.tokenizer.special_places(text)
+    }
+
+    fn token_bytes_max(&self) -> Option<usize> {
+        self.tokenizer.token_bytes_max()
     }
 
     fn render_chat(
         &self,
-        messages: &[Value],
+        messages: &[ChatMessage],
         add_generation_prompt: bool,
         arguments: &Map<String, Value>,
+        stopped: &dyn Fn() -> bool,
     ) -> Result<String, String> {
         let Some(template) = &self.template else {
             return Err("this model has no chat template; use /v1/completions".into());
         };
-        let parse = |message: &Value| serde_json::from_value(message.clone()).map_err(|e| e.to_string());
-        let messages: Vec<ChatMessage> = messages.iter().map(parse).collect::<Result<_, _>>()?;
         let now_s = self.env.unix_time().0 as u64;
-        let rendered = template.render(&messages, add_generation_prompt, arguments, now_s);
+        let rendered = template.render_until(messages, add_generation_prompt, arguments, now_s, stopped);
         rendered.map_err(|error| error.to_string())
     }
 

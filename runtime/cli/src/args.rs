@@ -223,6 +223,12 @@ pub(crate) struct FrontArgs {
     /// Key that clients must send; needed beyond this machine
     #[arg(long, value_name = "KEY", env = "MIXFLEET_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Option<String>,
+    /// Keys of several tenants, each kept apart; read again on change
+    #[arg(long, value_name = "FILE.toml", conflicts_with = "api_key")]
+    pub(crate) api_keys: Option<PathBuf>,
+    /// Tell no client how much of its prompt was cached
+    #[arg(long)]
+    pub(crate) hide_cached_tokens: bool,
     /// Turn away requests whose first token would come later
     #[arg(long, value_name = "SECONDS")]
     pub(crate) ttft_slo: Option<f64>,

@@ -7,7 +7,7 @@ use crate::tiers::Pools;
 use crate::{Usage, backends};
 use anyhow::{Context, Result};
 use mixfleet_hal::units::Seconds;
-use mixfleet_runtime::api::{Api, Limits, Placements, ServedModel, Shutdown};
+use mixfleet_runtime::api::{Access, Api, KeysFile, Limits, Placements, ServedModel, Shutdown};
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
@@ -62,9 +62,8 @@ pub(crate) fn check(args: &FrontArgs) -> Result<()> {
     let addresses =
         addresses.map_err(|e| Usage(format!("--listen {}: {e}; expected HOST:PORT", args.listen)))?;
     let beyond = addresses.into_iter().any(|address| !address.ip().is_loopback());
-    if beyond && args.api_key.is_none() {
-        let message =
-            "reaches beyond this machine: give --api-key (or MIXFLEET_API_KEY), or listen on 127.0.0.1";
+    if beyond && args.api_key.is_none() && args.api_keys.is_none() {
+        let message = "reaches beyond this machine: give --api-key (or MIXFLEET_API_KEY) or --api-keys, or listen on 127.0.0.1";
         return Err(Usage(format!("--listen {} {message}", args.listen)).into());
     }
     if args.api_key.as_deref().is_some_and(str::is_empty) {
@@ -89,8 +88,16 @@ pub(crate) async fn front<K: Send + 'static>(
     let env: SharedEnv = Arc::new(real);
     let metrics = Metrics::new();
     let placements = Arc::new(Placements::new(PLACEMENTS_KEPT));
-    let limits = Limits { requests_max: args.requests.get(), ..Limits::default() };
-    let api = Api::new(env.clone(), metrics.clone(), placements.clone(), limits, args.api_key.clone());
+    let limits = Limits {
+        requests_max: args.requests.get(),
+        readers_max: mixfleet_runtime::budget::work_threads(),
+        ..Limits::default()
+    };
+    let (keys, access) = access(&args)?;
+    let api = Api::new(env.clone(), metrics.clone(), placements.clone(), limits, access);
+    if let Some(keys) = keys {
+        api.follow(keys).context("--api-keys: no thread is left to follow the file")?;
+    }
     let listener = env.listen(&args.listen).await;
     let listener = listener.with_context(|| format!("cannot listen on {}", args.listen))?;
     let address = listener.address();
@@ -128,6 +135,19 @@ pub(crate) async fn front<K: Send + 'static>(
             std::process::exit(0);
         }
     }
+}
+
+/// Whom the flags let in, and the file that says so.
+fn access(args: &FrontArgs) -> Result<(Option<KeysFile>, Access)> {
+    let (file, access) = match &args.api_keys {
+        None => (None, Access::from(args.api_key.clone())),
+        Some(path) => {
+            let wrong = |error| Usage(format!("--api-keys {}: {error}", path.display()));
+            let (file, access) = KeysFile::open(path).map_err(wrong)?;
+            (Some(file), access)
+        }
+    };
+    Ok((file, access.hiding_cached_tokens(args.hide_cached_tokens)))
 }
 
 /// The log that --events asks for.

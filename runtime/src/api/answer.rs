@@ -3,9 +3,9 @@
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::UnboundedReceiver;
 
+use super::Seat;
 use super::stop::StopFilter;
 use super::tally::Tally;
 use super::text::TextDecoder;
@@ -99,7 +99,7 @@ impl Choice {
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
-    /// Unknown when an answer was cut by a stop string before the engine had reported it.
+    /// Unknown where the tenant is not told, and when an answer was cut by a stop string before the engine had reported it.
     pub(crate) cached_tokens: Option<u32>,
 }
 
@@ -111,7 +111,7 @@ pub(crate) struct Answer {
     prompt_tokens: u32,
     choices_per_prompt: usize,
     tally: Tally,
-    _permit: OwnedSemaphorePermit,
+    seat: Seat,
 }
 
 impl Answer {
@@ -121,10 +121,10 @@ impl Answer {
         prompt_tokens: u32,
         choices_per_prompt: usize,
         tally: Tally,
-        permit: OwnedSemaphorePermit,
+        seat: Seat,
     ) -> Self {
         let running = running.into_iter().map(|(choice, updates)| (choice, Some(updates))).collect();
-        Answer { running, next: 0, prompt_tokens, choices_per_prompt, tally, _permit: permit }
+        Answer { running, next: 0, prompt_tokens, choices_per_prompt, tally, seat }
     }
 
     /// Choices in the response.
@@ -188,7 +188,10 @@ impl Answer {
         Usage {
             prompt_tokens: self.prompt_tokens,
             completion_tokens: choices().map(|choice| choice.generated).sum(),
-            cached_tokens: choices().step_by(self.choices_per_prompt).map(|choice| choice.cached).sum(),
+            cached_tokens: match self.seat.tenant().hide_cached_tokens {
+                true => None,
+                false => choices().step_by(self.choices_per_prompt).map(|choice| choice.cached).sum(),
+            },
         }
     }
 }

@@ -8,13 +8,18 @@ use std::pin::pin;
 
 use super::Api;
 use super::errors::ApiError;
+use crate::budget::HeldBytes;
 
 /// Bytes of an oversized body that are read and thrown away, as a multiple of the limit: a client that
 /// is still sending when the connection closes loses the error that explains it.
 const DISCARD_FACTOR: usize = 4;
 
-/// The JSON body of a request.
-pub(crate) async fn read_json(api: &Api, headers: &HeaderMap, body: Body) -> Result<Bytes, ApiError> {
+/// The JSON body of a request, and its share of what all bodies may take.
+pub(crate) async fn read_json(
+    api: &Api,
+    headers: &HeaderMap,
+    body: Body,
+) -> Result<(Bytes, HeldBytes), ApiError> {
     check_media_type(headers)?;
     let limit_bytes = api.limits.body_bytes_max;
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
@@ -22,20 +27,27 @@ pub(crate) async fn read_json(api: &Api, headers: &HeaderMap, body: Body) -> Res
     if too_large && headers.contains_key(header::EXPECT) {
         return Err(ApiError::body_too_large(limit_bytes));
     }
-    let read = pin!(read(body.into_data_stream(), limit_bytes));
+    let read = pin!(read(body.into_data_stream(), limit_bytes, api.bodies.holder()));
     match select(read, api.env.sleep(api.limits.body_read_timeout)).await {
         Either::Left((result, _)) => result,
         Either::Right(_) => Err(ApiError::slow_body()),
     }
 }
 
-async fn read(mut stream: BodyDataStream, limit_bytes: usize) -> Result<Bytes, ApiError> {
+async fn read(
+    mut stream: BodyDataStream,
+    limit_bytes: usize,
+    mut held: HeldBytes,
+) -> Result<(Bytes, HeldBytes), ApiError> {
     let mut collected = Vec::new();
     let mut total_bytes = 0;
     while let Some(piece) = stream.next().await {
         let piece = piece.map_err(|error| ApiError::body(format!("the body broke off: {error}")))?;
         total_bytes += piece.len();
         if total_bytes <= limit_bytes {
+            if !held.grow(piece.len()) {
+                return Err(ApiError::overloaded("the requests in work have too large bodies together", 1));
+            }
             collected.extend_from_slice(&piece);
         } else {
             collected = Vec::new();
@@ -47,7 +59,7 @@ async fn read(mut stream: BodyDataStream, limit_bytes: usize) -> Result<Bytes, A
     if total_bytes > limit_bytes {
         return Err(ApiError::body_too_large(limit_bytes));
     }
-    Ok(collected.into())
+    Ok((collected.into(), held))
 }
 
 fn check_media_type(headers: &HeaderMap) -> Result<(), ApiError> {

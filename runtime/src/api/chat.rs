@@ -1,43 +1,45 @@
 //! `/v1/chat/completions`: reads the conversation and renders it.
 
-use serde_json::{Map, Value, json};
-use std::sync::Arc;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
 
+use super::ServedModel;
+use super::encode::{Encoder, Stopped};
 use super::errors::ApiError;
-use super::fields::{Fields, wrong_type};
+use super::fields::{Fields, each, text, wrong_type};
 use super::generate::Plan;
 use super::parameters::{self, Parameters};
 use super::refused;
 use super::shapes::Endpoint;
-use super::{ServedModel, work};
-use crate::env::SharedEnv;
+use super::text::{Marked, mark};
+use crate::model::ChatMessage;
 
 /// Reads a request, renders the chat template and tokenises the result.
-pub(crate) async fn plan(
-    mut fields: Fields,
-    model: &Arc<ServedModel>,
-    env: &SharedEnv,
+pub(crate) fn plan(
+    mut fields: Fields<'_>,
+    model: &ServedModel,
+    stopped: Stopped<'_>,
 ) -> Result<Plan, ApiError> {
-    let messages = messages(&mut fields)?;
+    let mut messages = messages(&mut fields)?;
     let logprobs = parameters::chat_logprobs(&mut fields)?;
     let parameters = Parameters::parse(&mut fields, &model.defaults, model.text.vocabulary_size())?;
     let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
-    let arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
+    let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
     refused::check(&fields)?;
-    let add_special = parameters.add_special_tokens.unwrap_or(false);
-    let text = model.text.clone();
-    let length = |message: &Value| message["content"].as_str().map_or(0, str::len);
-    let bytes = messages.iter().map(length).sum();
-    let render_and_encode = move || {
-        let rendered = text.render_chat(&messages, add_generation_prompt, &arguments)?;
-        text.encode(&rendered, add_special)
+    let encoder = Encoder { model, field: "messages", stopped };
+    let failed = |error: String| encoder.failed(&error);
+    let mark = match parameters.split_special_tokens.unwrap_or(true) {
+        true => mark(&mut strings(&mut messages, &mut arguments), model.text.as_ref()).map_err(failed)?,
+        false => None,
     };
-    let prompt = work::run(env, bytes, render_and_encode).await?.map_err(|message| {
-        ApiError::value("messages", format!("the chat cannot be turned into a prompt: {message}"))
-    })?;
+    encoder.go_on()?;
+    let rendered = model.text.render_chat(&messages, add_generation_prompt, &arguments, stopped);
+    let prompt = Marked { text: rendered.map_err(failed)?, mark };
+    drop((messages, arguments));
+    let add_special = parameters.add_special_tokens.unwrap_or(false);
     Ok(Plan {
         endpoint: Endpoint::Chat,
-        prompts: vec![prompt],
+        prompts: vec![encoder.encode(&prompt, add_special)?],
         prompt_field: "messages",
         max_tokens_default: None,
         logprobs,
@@ -45,74 +47,119 @@ pub(crate) async fn plan(
     })
 }
 
-fn messages(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
-    let Some(items) = fields.array("messages")? else {
-        return Err(ApiError::field("messages", "missing_parameter", "'messages' is missing"));
-    };
-    if items.is_empty() {
-        return Err(ApiError::value("messages", "'messages' is empty"));
+/// All text that the client wrote. (Roles are of a few words.)
+fn strings<'a>(
+    messages: &'a mut [ChatMessage],
+    arguments: &'a mut Map<String, Value>,
+) -> Vec<&'a mut String> {
+    let mut strings = Vec::new();
+    for message in messages {
+        strings.push(&mut message.content);
+        message.extra.values_mut().for_each(|value| add_strings(value, &mut strings));
     }
-    items.into_iter().enumerate().map(|(index, item)| message(index, item)).collect()
+    arguments.values_mut().for_each(|value| add_strings(value, &mut strings));
+    strings
 }
 
-/// The message as the template sees it: known role, content as one string, other fields untouched.
-fn message(index: usize, item: Value) -> Result<Value, ApiError> {
-    let name = |field: &str| format!("messages[{index}]{field}");
-    let Value::Object(mut map) = item else {
-        return Err(wrong_type(&name(""), "an object", &item));
+fn add_strings<'a>(value: &'a mut Value, strings: &mut Vec<&'a mut String>) {
+    match value {
+        Value::String(text) => strings.push(text),
+        Value::Array(items) => items.iter_mut().for_each(|item| add_strings(item, strings)),
+        Value::Object(map) => map.values_mut().for_each(|item| add_strings(item, strings)),
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+fn messages(fields: &mut Fields<'_>) -> Result<Vec<ChatMessage>, ApiError> {
+    let Some(raw) = fields.take("messages") else {
+        return Err(ApiError::field("messages", "missing_parameter", "'messages' is missing"));
     };
-    map.retain(|_, value| !value.is_null());
+    let mut messages = Vec::new();
+    let take = |item| {
+        messages.push(message(messages.len(), item)?);
+        Ok(())
+    };
+    each(raw, take).ok_or_else(|| wrong_type("messages", "an array", raw))??;
+    if messages.is_empty() {
+        return Err(ApiError::value("messages", "'messages' is empty"));
+    }
+    Ok(messages)
+}
+
+/// The message as the template sees it: known role, content as one string.
+fn message(index: usize, raw: &RawValue) -> Result<ChatMessage, ApiError> {
+    let name = |field: &str| format!("messages[{index}]{field}");
+    let mut fields = Fields::within(raw)?.ok_or_else(|| wrong_type(&name(""), "an object", raw))?;
+    let unsupported =
+        |field: &str| ApiError::unsupported(&name(&format!(".{field}")), "messages carry text only");
     for field in ["tool_calls", "function_call", "tool_call_id", "audio", "refusal"] {
-        let empty = |value: &Value| *value == json!([]) || *value == json!("");
-        if map.remove(field).is_some_and(|value| !empty(&value)) {
-            return Err(ApiError::unsupported(&name(&format!(".{field}")), "messages carry text only"));
+        let empty = |raw: &RawValue| matches!(raw.get(), "[]" | "\"\"");
+        if fields.take(field).is_some_and(|raw| !empty(raw)) {
+            return Err(unsupported(field));
         }
     }
-    let role = match map.get("role").and_then(Value::as_str) {
-        Some(role @ ("system" | "user" | "assistant")) => role.to_string(),
-        // OpenAI's later name of the same thing; templates know only the older one.
-        Some("developer") => "system".into(),
-        Some(other) => {
-            let message = format!("role {other:?} is not one of system, developer, user, assistant");
-            return Err(ApiError::value(name(".role"), message));
-        }
-        None => return Err(ApiError::field(name(".role"), "missing_parameter", "a message needs a 'role'")),
-    };
-    let content = content(&name(".content"), map.remove("content"))?;
-    map.insert("role".into(), role.into());
-    map.insert("content".into(), content.into());
-    Ok(Value::Object(map))
+    let role =
+        match fields.take("role").map(|raw| text(&name(".role"), raw)).transpose()?.flatten().as_deref() {
+            Some(role @ ("system" | "user" | "assistant")) => role.to_string(),
+            // OpenAI's later name of the same thing; templates know only the older one.
+            Some("developer") => "system".into(),
+            Some(other) => {
+                let other: String = other.chars().take(32).collect();
+                let message = format!("role {other:?} is not one of system, developer, user, assistant");
+                return Err(ApiError::value(name(".role"), message));
+            }
+            None => {
+                return Err(ApiError::field(name(".role"), "missing_parameter", "a message needs a 'role'"));
+            }
+        };
+    let mut message = ChatMessage::new(role, content(&name(".content"), fields.take("content"))?);
+    for field in ["name", "reasoning_content"] {
+        let Some(raw) = fields.take(field) else { continue };
+        let value = text(&name(&format!(".{field}")), raw)?;
+        let value = value.ok_or_else(|| wrong_type(&name(&format!(".{field}")), "a string", raw))?;
+        message.extra.insert(field.into(), value.into());
+    }
+    match fields.unread().next() {
+        Some(field) => Err(unsupported(&field.chars().take(64).collect::<String>())),
+        None => Ok(message),
+    }
 }
 
 /// A string, or the text parts of an array joined by newlines.
-fn content(name: &str, value: Option<Value>) -> Result<String, ApiError> {
+fn content(name: &str, raw: Option<&RawValue>) -> Result<String, ApiError> {
     let wanted = "a string or an array of text parts";
-    match value {
-        Some(Value::String(text)) => Ok(text),
-        Some(Value::Array(parts)) => {
-            let texts: Result<Vec<String>, ApiError> =
-                parts.into_iter().map(|part| text_part(name, wanted, part)).collect();
-            Ok(texts?.join("\n"))
-        }
-        Some(other) => Err(wrong_type(name, wanted, &other)),
-        None => Err(ApiError::field(name, "missing_parameter", "a message needs a 'content'")),
+    let Some(raw) = raw else {
+        return Err(ApiError::field(name, "missing_parameter", "a message needs a 'content'"));
+    };
+    if let Some(text) = text(name, raw)? {
+        return Ok(text);
     }
+    let mut joined = String::new();
+    let mut first = true;
+    let take = |part| {
+        if !std::mem::take(&mut first) {
+            joined.push('\n');
+        }
+        joined.push_str(&text_part(name, wanted, part)?);
+        Ok(())
+    };
+    each(raw, take).ok_or_else(|| wrong_type(name, wanted, raw))??;
+    Ok(joined)
 }
 
-fn text_part(name: &str, wanted: &str, part: Value) -> Result<String, ApiError> {
-    let field =
-        |map: &Map<String, Value>, key: &str| map.get(key).and_then(Value::as_str).map(str::to_string);
-    match part {
-        Value::String(text) => Ok(text),
-        Value::Object(map) => match (field(&map, "type").as_deref(), field(&map, "text")) {
-            (Some("text"), Some(text)) => Ok(text),
-            (Some("text"), None) => Err(ApiError::value(name, format!("{name}: a text part without 'text'"))),
-            (Some(other), _) => {
-                let kind: String = other.chars().take(32).collect();
-                Err(ApiError::unsupported(name, &format!("the model reads text, not {kind:?} parts")))
-            }
-            (None, _) => Err(ApiError::value(name, format!("{name}: a part without 'type'"))),
-        },
-        other => Err(wrong_type(name, wanted, &other)),
+fn text_part(name: &str, wanted: &str, raw: &RawValue) -> Result<String, ApiError> {
+    if let Some(text) = text(name, raw)? {
+        return Ok(text);
+    }
+    let mut fields = Fields::within(raw)?.ok_or_else(|| wrong_type(name, wanted, raw))?;
+    let mut field = |key: &str| fields.take(key).map(|raw| text(name, raw)).transpose().map(Option::flatten);
+    match (field("type")?.as_deref(), field("text")?) {
+        (Some("text"), Some(text)) => Ok(text),
+        (Some("text"), None) => Err(ApiError::value(name, format!("{name}: a text part without 'text'"))),
+        (Some(other), _) => {
+            let kind: String = other.chars().take(32).collect();
+            Err(ApiError::unsupported(name, &format!("the model reads text, not {kind:?} parts")))
+        }
+        (None, _) => Err(ApiError::value(name, format!("{name}: a part without 'type'"))),
     }
 }

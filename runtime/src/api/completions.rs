@@ -1,16 +1,17 @@
 //! `/v1/completions`: reads the prompts.
 
-use serde_json::Value;
+use serde_json::value::RawValue;
 
+use super::ServedModel;
+use super::encode::{Encoder, Stopped};
 use super::errors::ApiError;
-use super::fields::{Fields, token_id, wrong_type};
+use super::fields::{Fields, each, text, token_id, wrong_type};
 use super::generate::Plan;
+use super::json::kind;
 use super::parameters::{self, Parameters};
 use super::refused;
 use super::shapes::Endpoint;
-use super::{ServedModel, work};
-use crate::env::SharedEnv;
-use std::sync::Arc;
+use super::text::{Marked, mark};
 
 /// OpenAI's default.
 const MAX_TOKENS: u32 = 16;
@@ -22,22 +23,12 @@ enum Prompt {
     Ids(Vec<u32>),
 }
 
-impl Prompt {
-    /// Bytes to be tokenised.
-    fn bytes(&self) -> usize {
-        match self {
-            Prompt::Text(text) => text.len(),
-            Prompt::Ids(_) => 0,
-        }
-    }
-}
-
 /// Reads a request and tokenises its prompts.
-pub(crate) async fn plan(
-    mut fields: Fields,
-    model: &Arc<ServedModel>,
-    env: &SharedEnv,
+pub(crate) fn plan(
+    mut fields: Fields<'_>,
+    model: &ServedModel,
     prompts_max: usize,
+    stopped: Stopped<'_>,
 ) -> Result<Plan, ApiError> {
     let vocabulary_size = model.text.vocabulary_size();
     let prompts = prompts(&mut fields, vocabulary_size, prompts_max)?;
@@ -45,21 +36,23 @@ pub(crate) async fn plan(
     let parameters = Parameters::parse(&mut fields, &model.defaults, vocabulary_size)?;
     refused::check(&fields)?;
     let add_special = parameters.add_special_tokens.unwrap_or(true);
-    let text = model.text.clone();
-    let encode = move |prompt| match prompt {
+    let split = parameters.split_special_tokens.unwrap_or(false);
+    let encoder = Encoder { model, field: "prompt", stopped };
+    let encode = |prompt| match prompt {
         Prompt::Ids(ids) => Ok(ids),
-        Prompt::Text(prompt) => text.encode(&prompt, add_special),
+        Prompt::Text(mut text) => {
+            let mark = match split {
+                true => {
+                    mark(&mut [&mut text], model.text.as_ref()).map_err(|error| encoder.failed(&error))?
+                }
+                false => None,
+            };
+            encoder.encode(&Marked { text, mark }, add_special)
+        }
     };
-    let bytes = prompts.iter().map(Prompt::bytes).sum();
-    let prompts =
-        work::run(env, bytes, move || prompts.into_iter().map(encode).collect::<Result<Vec<_>, _>>())
-            .await?
-            .map_err(|message| {
-                ApiError::value("prompt", format!("the prompt cannot be tokenised: {message}"))
-            })?;
     Ok(Plan {
         endpoint: Endpoint::Completions,
-        prompts,
+        prompts: prompts.into_iter().map(encode).collect::<Result<_, _>>()?,
         prompt_field: "prompt",
         max_tokens_default: Some(MAX_TOKENS),
         logprobs,
@@ -67,28 +60,51 @@ pub(crate) async fn plan(
     })
 }
 
-fn prompts(fields: &mut Fields, vocabulary_size: u32, prompts_max: usize) -> Result<Vec<Prompt>, ApiError> {
-    let items = match fields.take("prompt") {
-        None => return Err(ApiError::field("prompt", "missing_parameter", "'prompt' is missing")),
-        Some(Value::String(text)) => return Ok(vec![Prompt::Text(text)]),
-        Some(Value::Array(items)) => items,
-        Some(other) => return Err(wrong_type("prompt", PROMPT, &other)),
+fn prompts(
+    fields: &mut Fields<'_>,
+    vocabulary_size: u32,
+    prompts_max: usize,
+) -> Result<Vec<Prompt>, ApiError> {
+    let Some(raw) = fields.take("prompt") else {
+        return Err(ApiError::field("prompt", "missing_parameter", "'prompt' is missing"));
     };
-    if matches!(items.first(), Some(Value::Number(_))) {
-        return Ok(vec![Prompt::Ids(ids(&items, vocabulary_size)?)]);
+    let (mut prompts, mut count, mut single) = (Vec::new(), 0, Vec::new());
+    let take = |item: &RawValue| {
+        // The first element says whether the array is one prompt of ids.
+        if !single.is_empty() || (count == 0 && kind(item) == "a number") {
+            single.push(token_id("prompt", item, vocabulary_size)?);
+            return Ok(());
+        }
+        count += 1;
+        if count <= prompts_max {
+            prompts.push(prompt(item, vocabulary_size)?);
+        }
+        Ok(())
+    };
+    match each(raw, take) {
+        None => return Ok(vec![prompt(raw, vocabulary_size)?]),
+        Some(read) => read?,
     }
-    if items.is_empty() || items.len() > prompts_max {
-        let message = format!("'prompt' holds 1 to {prompts_max} prompts, not {}", items.len());
+    if !single.is_empty() {
+        return Ok(vec![Prompt::Ids(single)]);
+    }
+    if count == 0 || count > prompts_max {
+        let message = format!("'prompt' holds 1 to {prompts_max} prompts, not {count}");
         return Err(ApiError::value("prompt", message));
     }
-    let prompt = |item| match item {
-        Value::String(text) => Ok(Prompt::Text(text)),
-        Value::Array(items) => Ok(Prompt::Ids(ids(&items, vocabulary_size)?)),
-        other => Err(wrong_type("prompt", PROMPT, &other)),
-    };
-    items.into_iter().map(prompt).collect()
+    Ok(prompts)
 }
 
-fn ids(items: &[Value], vocabulary_size: u32) -> Result<Vec<u32>, ApiError> {
-    items.iter().map(|item| token_id("prompt", item, vocabulary_size)).collect()
+/// A string or an array of token ids.
+fn prompt(raw: &RawValue, vocabulary_size: u32) -> Result<Prompt, ApiError> {
+    if let Some(text) = text("prompt", raw)? {
+        return Ok(Prompt::Text(text));
+    }
+    let mut ids = Vec::new();
+    let take = |item| {
+        ids.push(token_id("prompt", item, vocabulary_size)?);
+        Ok(())
+    };
+    each(raw, take).ok_or_else(|| wrong_type("prompt", PROMPT, raw))??;
+    Ok(Prompt::Ids(ids))
 }

@@ -42,6 +42,11 @@ impl ApiError {
         Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", "invalid_body", message)
     }
 
+    /// 400: the address itself cannot be read.
+    pub(crate) fn address(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", "invalid_address", message)
+    }
+
     /// 400 about a field.
     pub(crate) fn field(param: impl Into<String>, code: &'static str, message: impl Into<String>) -> Self {
         let error = Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", code, message);

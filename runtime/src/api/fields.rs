@@ -1,50 +1,80 @@
-//! Reads typed, range-checked fields out of a JSON object. Null is the same as absent.
+//! Reads typed, range-checked fields out of a JSON object. Null is the same as absent. Each field is parsed when it is
+//! read; what nobody reads stays text.
 
+use serde_json::value::RawValue;
 use serde_json::{Map, Value};
-use std::ops::RangeInclusive;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::ops::{ControlFlow, RangeInclusive};
 
 use super::errors::ApiError;
+use super::json::{self, is_null, kind};
 
-/// The fields of a request body that have not been read yet.
-#[derive(Debug)]
-pub(crate) struct Fields(Map<String, Value>);
+/// Fields of an object, at most: known ones are fewer than a hundred.
+const FIELDS_MAX: usize = 1024;
+/// Text of a field that is read as a whole, at most: parsed, it takes up to 30 times as much memory.
+const VALUE_BYTES_MAX: usize = 256 << 10;
 
-impl Fields {
-    /// Parses a body.
-    pub(crate) fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let value: Value = serde_json::from_slice(body)
-            .map_err(|error| ApiError::body(format!("the body is not valid JSON: {error}")))?;
-        match value {
-            Value::Object(map) => Ok(Self::new(map)),
-            other => Err(ApiError::body(format!("the body must be a JSON object, not {}", kind(&other)))),
+/// The fields of an object that have not been read yet.
+#[derive(Debug, Default)]
+pub(crate) struct Fields<'a>(BTreeMap<Cow<'a, str>, &'a RawValue>);
+
+impl<'a> Fields<'a> {
+    /// Finds the fields of a body.
+    pub(crate) fn parse(body: &'a [u8]) -> Result<Self, ApiError> {
+        let text = json::text(body).map_err(not_json)?;
+        let other = match text.trim_start().as_bytes().first() {
+            Some(b'[') => "an array",
+            Some(b'"') => "a string",
+            Some(b'0'..=b'9' | b'-') => "a number",
+            _ => return Self::of(text).map_err(not_json)?,
+        };
+        Err(ApiError::body(format!("the body must be a JSON object, not {other}")))
+    }
+
+    /// The outer error is about the text, the inner one about the number of fields.
+    fn of(text: &'a str) -> serde_json::Result<Result<Self, ApiError>> {
+        let mut fields = BTreeMap::new();
+        let mut too_many = false;
+        json::entries(text, |name, value| {
+            match is_null(value) {
+                true => drop(fields.remove(&name)),
+                false => drop(fields.insert(name, value)),
+            }
+            too_many = fields.len() > FIELDS_MAX;
+            if too_many { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })?;
+        let message = || ApiError::body(format!("an object has more than {FIELDS_MAX} fields"));
+        Ok(if too_many { Err(message()) } else { Ok(Fields(fields)) })
+    }
+
+    /// The fields of a value; `None` for what is no object.
+    pub(crate) fn within(raw: &'a RawValue) -> Result<Option<Self>, ApiError> {
+        if kind(raw) != "an object" {
+            return Ok(None);
         }
+        Self::of(raw.get()).map_err(not_json)?.map(Some)
     }
 
-    /// The fields of an object.
-    pub(crate) fn new(mut map: Map<String, Value>) -> Self {
-        map.retain(|_, value| !value.is_null());
-        Fields(map)
-    }
-
-    /// Removes and returns a field.
-    pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
+    /// Removes and returns a field's text.
+    pub(crate) fn take(&mut self, name: &str) -> Option<&'a RawValue> {
         self.0.remove(name)
     }
 
-    /// A field's value, left in place.
-    pub(crate) fn get(&self, name: &str) -> Option<&Value> {
-        self.0.get(name)
+    /// A field's text, left in place.
+    pub(crate) fn get(&self, name: &str) -> Option<&'a RawValue> {
+        self.0.get(name).copied()
     }
 
     /// Names that nobody has read.
     pub(crate) fn unread(&self) -> impl Iterator<Item = &str> {
-        self.0.keys().map(String::as_str)
+        self.0.keys().map(Cow::as_ref)
     }
 
     /// A number in `range`.
     pub(crate) fn number(&mut self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f64>, ApiError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        let number = value.as_f64().ok_or_else(|| wrong_type(name, "a number", &value))?;
+        let Some(raw) = self.take(name) else { return Ok(None) };
+        let number = value(name, raw)?.as_f64().ok_or_else(|| wrong_type(name, "a number", raw))?;
         check_range(name, number, &range)?;
         Ok(Some(number))
     }
@@ -55,56 +85,82 @@ impl Fields {
         name: &str,
         range: RangeInclusive<i64>,
     ) -> Result<Option<i64>, ApiError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        let integer = integer_of(&value).ok_or_else(|| wrong_type(name, "an integer", &value))?;
+        let Some(raw) = self.take(name) else { return Ok(None) };
+        let integer = integer_of(&value(name, raw)?).ok_or_else(|| wrong_type(name, "an integer", raw))?;
         check_range(name, integer, &range)?;
         Ok(Some(integer))
     }
 
     /// 64 bits given as a signed or an unsigned integer.
     pub(crate) fn bits(&mut self, name: &str) -> Result<Option<u64>, ApiError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
+        let Some(raw) = self.take(name) else { return Ok(None) };
+        let value = value(name, raw)?;
         let bits = value.as_u64().or_else(|| integer_of(&value).map(|signed| signed as u64));
-        bits.map(Some).ok_or_else(|| wrong_type(name, "a 64-bit integer", &value))
+        bits.map(Some).ok_or_else(|| wrong_type(name, "a 64-bit integer", raw))
     }
 
     /// True or false.
     pub(crate) fn boolean(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        value.as_bool().map(Some).ok_or_else(|| wrong_type(name, "true or false", &value))
+        let Some(raw) = self.take(name) else { return Ok(None) };
+        value(name, raw)?.as_bool().map(Some).ok_or_else(|| wrong_type(name, "true or false", raw))
     }
 
     /// A string.
     pub(crate) fn string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
-        match self.take(name) {
-            None => Ok(None),
-            Some(Value::String(text)) => Ok(Some(text)),
-            Some(other) => Err(wrong_type(name, "a string", &other)),
+        let Some(raw) = self.take(name) else { return Ok(None) };
+        match value(name, raw)? {
+            Value::String(text) => Ok(Some(text)),
+            _ => Err(wrong_type(name, "a string", raw)),
         }
     }
 
     /// An object.
     pub(crate) fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, ApiError> {
-        match self.take(name) {
-            None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(map)),
-            Some(other) => Err(wrong_type(name, "an object", &other)),
+        let Some(raw) = self.take(name) else { return Ok(None) };
+        match value(name, raw)? {
+            Value::Object(map) => Ok(Some(map)),
+            _ => Err(wrong_type(name, "an object", raw)),
         }
     }
 
-    /// An array.
-    pub(crate) fn array(&mut self, name: &str) -> Result<Option<Vec<Value>>, ApiError> {
-        match self.take(name) {
-            None => Ok(None),
-            Some(Value::Array(items)) => Ok(Some(items)),
-            Some(other) => Err(wrong_type(name, "an array", &other)),
-        }
+    /// An object of which some fields are read.
+    pub(crate) fn fields(&mut self, name: &str) -> Result<Option<Fields<'a>>, ApiError> {
+        let Some(raw) = self.take(name) else { return Ok(None) };
+        Fields::within(raw)?.map(Some).ok_or_else(|| wrong_type(name, "an object", raw))
     }
 }
 
+/// A value of bounded size.
+pub(crate) fn value(name: &str, raw: &RawValue) -> Result<Value, ApiError> {
+    if raw.get().len() > VALUE_BYTES_MAX {
+        let message = format!("'{name}' is larger than {VALUE_BYTES_MAX} bytes");
+        return Err(ApiError::value(name, message));
+    }
+    serde_json::from_str(raw.get()).map_err(|error| malformed(name, &error))
+}
+
+/// A string of any size; `None` for what is no string.
+pub(crate) fn text(name: &str, raw: &RawValue) -> Result<Option<String>, ApiError> {
+    let is_text = raw.get().starts_with('"');
+    is_text.then(|| serde_json::from_str(raw.get()).map_err(|error| malformed(name, &error))).transpose()
+}
+
+fn not_json(error: serde_json::Error) -> ApiError {
+    ApiError::body(format!("the body is not valid JSON: {error}"))
+}
+
+/// The error for what is found to be no JSON only when it is read: a lone surrogate, a number beyond all bounds.
+fn malformed(name: &str, error: &serde_json::Error) -> ApiError {
+    ApiError::value(name, format!("'{name}' is not valid JSON: {error}"))
+}
+
 /// A token id.
-pub(crate) fn token_id(name: &str, value: &Value, vocabulary_size: u32) -> Result<u32, ApiError> {
-    let id = integer_of(value).ok_or_else(|| wrong_type(name, "a token id", value))?;
+pub(crate) fn token_id(name: &str, raw: &RawValue, vocabulary_size: u32) -> Result<u32, ApiError> {
+    let id = match kind(raw) {
+        "a number" => integer_of(&value(name, raw)?),
+        _ => None,
+    };
+    let id = id.ok_or_else(|| wrong_type(name, "a token id", raw))?;
     match u32::try_from(id) {
         Ok(id) if id < vocabulary_size => Ok(id),
         _ => {
@@ -114,8 +170,24 @@ pub(crate) fn token_id(name: &str, value: &Value, vocabulary_size: u32) -> Resul
     }
 }
 
+/// Calls `each` with every element of an array; its first error counts. `None` for what is no array.
+pub(crate) fn each<'a>(
+    raw: &'a RawValue,
+    mut each: impl FnMut(&'a RawValue) -> Result<(), ApiError>,
+) -> Option<Result<(), ApiError>> {
+    if kind(raw) != "an array" {
+        return None;
+    }
+    let mut result = Ok(());
+    let walked = json::elements(raw.get(), |element| {
+        result = each(element);
+        if result.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    Some(result.and(walked.map_err(not_json)))
+}
+
 /// The error for a field of another type than `wanted`.
-pub(crate) fn wrong_type(name: &str, wanted: &str, got: &Value) -> ApiError {
+pub(crate) fn wrong_type(name: &str, wanted: &str, got: &RawValue) -> ApiError {
     let message = format!("'{name}' must be {wanted}, not {}", kind(got));
     ApiError::field(name, "invalid_type", message)
 }
@@ -138,15 +210,4 @@ fn integer_of(value: &Value) -> Option<i64> {
         // Above 2^53 a float no longer names one integer.
         (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i64)
     })
-}
-
-fn kind(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "an array",
-        Value::Object(_) => "an object",
-    }
 }

@@ -4,15 +4,15 @@ use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use futures_util::future::try_join_all;
 use std::sync::Arc;
-use tokio::sync::OwnedSemaphorePermit;
 
 use super::answer::{Answer, Choice};
+use super::auth::Tenant;
 use super::errors::ApiError;
 use super::parameters::Parameters;
 use super::shapes::{Collected, Endpoint, Head};
 use super::sse::{self, Stream};
 use super::tally::Tally;
-use super::{Api, ServedModel};
+use super::{Api, Seat, ServedModel};
 use crate::request::GenerateRequest;
 
 /// A request whose fields are checked and whose prompts are tokens.
@@ -33,7 +33,7 @@ pub(crate) async fn respond(
     api: &Api,
     model: Arc<ServedModel>,
     plan: Plan,
-    permit: OwnedSemaphorePermit,
+    seat: Seat,
     arrived_s: f64,
 ) -> Result<Response, ApiError> {
     let id = format!("{}{}", plan.endpoint.id_prefix(), api.random_id());
@@ -46,9 +46,9 @@ pub(crate) async fn respond(
     };
     let stream = plan.parameters.stream;
     let with_logprobs = plan.logprobs.is_some();
-    let requests = requests(api, &model, &plan, &id)?;
+    let requests = requests(api, &model, &plan, &id, seat.tenant())?;
     let tally = Tally::new(api.metrics.clone(), api.env.clone(), plan.endpoint, id.clone(), arrived_s);
-    let answer = submit(&model, &plan, requests, tally, permit).await?;
+    let answer = submit(&model, &plan, requests, tally, seat).await?;
     let mut response = match stream {
         Some(options) => sse::response(Stream::new(answer, head, options, model.text.clone())),
         None => collect(answer, &head, with_logprobs, &model).await?,
@@ -59,7 +59,13 @@ pub(crate) async fn respond(
 }
 
 /// The engine requests: all choices of the first prompt, then of the second, ...
-fn requests(api: &Api, model: &ServedModel, plan: &Plan, id: &str) -> Result<Vec<GenerateRequest>, ApiError> {
+fn requests(
+    api: &Api,
+    model: &ServedModel,
+    plan: &Plan,
+    id: &str,
+    tenant: &Tenant,
+) -> Result<Vec<GenerateRequest>, ApiError> {
     let parameters = &plan.parameters;
     let count = plan.prompts.len() * parameters.choices as usize;
     if count > api.limits.choices_max {
@@ -68,9 +74,10 @@ fn requests(api: &Api, model: &ServedModel, plan: &Plan, id: &str) -> Result<Vec
     }
     let seed = parameters.seed.unwrap_or_else(|| api.env.random());
     let end_ids = end_ids(model, parameters);
+    let cache_salt = tenant.salted(parameters.cache_salt.as_deref());
     let mut requests = Vec::with_capacity(count);
     for prompt in &plan.prompts {
-        let max_tokens = max_tokens(plan, prompt.len(), model.context)?;
+        let max_tokens = max_tokens(plan, prompt.len(), model.context, tenant.max_tokens)?;
         let prompt_ids: Arc<[u32]> = prompt.as_slice().into();
         for choice in 0..parameters.choices {
             let mut sampling = parameters.sampling.clone();
@@ -82,10 +89,13 @@ fn requests(api: &Api, model: &ServedModel, plan: &Plan, id: &str) -> Result<Vec
                 eos_ids: end_ids.clone(),
                 sampling,
                 logprobs: plan.logprobs,
-                cache_salt: parameters.cache_salt.clone(),
+                cache_salt: cache_salt.clone(),
                 tier: parameters.tier.unwrap_or_default(),
             });
         }
+    }
+    if !tenant.name.is_empty() {
+        requests.iter().for_each(|request| api.placements.claim(&request.id, &tenant.name));
     }
     Ok(requests)
 }
@@ -95,8 +105,13 @@ fn end_ids(model: &ServedModel, parameters: &Parameters) -> Arc<[u32]> {
     eos_ids.iter().chain(&parameters.stop_token_ids).copied().collect()
 }
 
-/// Tokens that may be generated after a prompt of `prompt_tokens`.
-fn max_tokens(plan: &Plan, prompt_tokens: usize, context: u32) -> Result<u32, ApiError> {
+/// Tokens that may be generated after a prompt of `prompt_tokens`, by a tenant who is given so many at most.
+fn max_tokens(
+    plan: &Plan,
+    prompt_tokens: usize,
+    context: u32,
+    granted: Option<u32>,
+) -> Result<u32, ApiError> {
     let field = plan.prompt_field;
     if prompt_tokens == 0 {
         return Err(ApiError::value(field, format!("'{field}' is empty: there is nothing to continue")));
@@ -110,7 +125,12 @@ fn max_tokens(plan: &Plan, prompt_tokens: usize, context: u32) -> Result<u32, Ap
         );
         return Err(ApiError::context_length(field, message));
     }
-    Ok(wanted.or(plan.max_tokens_default).unwrap_or(left).min(left))
+    let granted = granted.unwrap_or(u32::MAX);
+    if let Some(wanted) = wanted.filter(|wanted| *wanted > granted) {
+        let message = format!("'max_tokens' is {wanted}; this key is given {granted} at most");
+        return Err(ApiError::value("max_tokens", message));
+    }
+    Ok(wanted.or(plan.max_tokens_default).unwrap_or(left).min(left).min(granted))
 }
 
 async fn submit(
@@ -118,7 +138,7 @@ async fn submit(
     plan: &Plan,
     requests: Vec<GenerateRequest>,
     mut tally: Tally,
-    permit: OwnedSemaphorePermit,
+    seat: Seat,
 ) -> Result<Answer, ApiError> {
     let parameters = &plan.parameters;
     let end_ids = end_ids(model, parameters);
@@ -138,7 +158,7 @@ async fn submit(
         (Choice::new(decoder, parameters.stops.clone(), end_ids.clone(), plan.logprobs.is_some()), updates)
     };
     let running = receivers.into_iter().map(choice).collect();
-    Ok(Answer::new(running, lengths().sum(), parameters.choices as usize, tally, permit))
+    Ok(Answer::new(running, lengths().sum(), parameters.choices as usize, tally, seat))
 }
 
 async fn collect(

@@ -15,9 +15,12 @@ mod auth;
 mod body;
 mod chat;
 mod completions;
+mod encode;
 mod errors;
 mod fields;
 mod generate;
+mod json;
+mod keys;
 mod logprobs;
 mod observe;
 mod parameters;
@@ -35,28 +38,37 @@ mod work;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+pub use auth::Access;
+pub use keys::KeysFile;
 pub use observe::observe;
 pub use placements::Placements;
 pub use server::{Shutdown, serve};
-pub use text::{TextDecoder, TextModel};
+pub use text::{Marked, TextDecoder, TextModel};
 
+use crate::budget::{self, ByteBudget};
 use crate::env::SharedEnv;
 use crate::metrics::Metrics;
 use crate::request::{EngineHandle, Sampling};
-use auth::ApiKey;
+use auth::Tenant;
 use errors::ApiError;
+use work::Pool;
 
 /// Seconds that clients are asked to wait while the model loads or the process ends.
 const RETRY_AFTER_S: u64 = 5;
 
-/// Bounds on what clients can make the server hold. `requests_max` times `body_bytes_max` bounds the
-/// memory of request bodies.
+/// Bounds on what clients can make the server hold.
 #[derive(Clone, Debug)]
 pub struct Limits {
     /// Larger bodies are a 413.
     pub body_bytes_max: usize,
+    /// Bytes of bodies in work, over all requests, from their arrival until they are tokens; beyond it a 429.
+    pub bodies_bytes_max: usize,
+    /// Threads that parse, render and tokenise.
+    pub readers_max: usize,
+    /// Requests that wait for one of these threads; further ones are a 429.
+    pub readers_waiting_max: usize,
     /// A body that takes longer is a 408.
     pub body_read_timeout: Duration,
     /// Request line and headers; beyond it a 431.
@@ -79,6 +91,9 @@ impl Default for Limits {
     fn default() -> Self {
         Limits {
             body_bytes_max: 8 << 20,
+            bodies_bytes_max: budget::BODY_BYTES_MAX,
+            readers_max: budget::WORK_THREADS_MIN,
+            readers_waiting_max: budget::WORK_WAITING_MAX,
             body_read_timeout: Duration::from_secs(60),
             header_bytes_max: 32 << 10,
             headers_max: 100,
@@ -128,9 +143,24 @@ pub struct Api {
     metrics: Metrics,
     placements: Arc<Placements>,
     limits: Limits,
-    key: Option<ApiKey>,
+    access: Access,
     phase: Mutex<Phase>,
     requests: Arc<Semaphore>,
+    bodies: ByteBudget,
+    readers: Pool,
+}
+
+/// A request's place among those in work, its tenant's and everyone's.
+struct Seat {
+    tenant: Arc<Tenant>,
+    _tenants: auth::Seat,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Seat {
+    fn tenant(&self) -> &Tenant {
+        &self.tenant
+    }
 }
 
 impl std::fmt::Debug for Api {
@@ -140,17 +170,25 @@ impl std::fmt::Debug for Api {
 }
 
 impl Api {
-    /// An interface without a model yet. With an `api_key`, all but `/live`, `/health` and `/metrics` needs it.
+    /// An interface without a model yet. With keys, all but `/live`, `/health` and `/metrics` needs one.
     pub fn new(
         env: SharedEnv,
         metrics: Metrics,
         placements: Arc<Placements>,
         limits: Limits,
-        api_key: Option<String>,
+        access: impl Into<Access>,
     ) -> Arc<Self> {
-        let requests = Arc::new(Semaphore::new(limits.requests_max));
-        let key = api_key.map(ApiKey::new);
-        Arc::new(Api { env, metrics, placements, limits, key, phase: Mutex::new(Phase::Loading), requests })
+        Arc::new(Api {
+            requests: Arc::new(Semaphore::new(limits.requests_max)),
+            bodies: ByteBudget::new(limits.bodies_bytes_max),
+            readers: Pool::new(env.clone(), limits.readers_max, limits.readers_waiting_max),
+            access: access.into(),
+            phase: Mutex::new(Phase::Loading),
+            env,
+            metrics,
+            placements,
+            limits,
+        })
     }
 
     /// Starts answering with `model`; without effect once draining.
@@ -180,6 +218,16 @@ impl Api {
                 Err(ApiError::unavailable("draining", "this server is shutting down", RETRY_AFTER_S))
             }
         }
+    }
+
+    /// A place for a request of `tenant`.
+    fn seat(&self, tenant: Arc<Tenant>) -> Result<Seat, ApiError> {
+        let full = |_| {
+            let message = format!("{} requests are being answered already", self.limits.requests_max);
+            ApiError::overloaded(message, 1)
+        };
+        let permit = self.requests.clone().try_acquire_owned().map_err(full)?;
+        Ok(Seat { _tenants: tenant.seat()?, tenant, _permit: permit })
     }
 
     /// 128 random bits in hexadecimal.

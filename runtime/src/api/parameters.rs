@@ -1,9 +1,9 @@
 //! The fields that completions and chat completions share.
 
-use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::errors::ApiError;
-use super::fields::{Fields, token_id, wrong_type};
+use super::fields::{Fields, each, text, token_id, wrong_type};
 use crate::request::{Sampling, ServiceTier};
 
 /// Alternatives per position that a client may ask for; OpenAI's bound for chat.
@@ -31,6 +31,8 @@ pub(crate) struct Parameters {
     /// As given by the client; the default depends on the endpoint.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) add_special_tokens: Option<bool>,
+    /// Whether the text of special tokens in what the client wrote stays text; the default depends on the endpoint.
+    pub(crate) split_special_tokens: Option<bool>,
     pub(crate) cache_salt: Option<String>,
     /// The one that the request is served as, if the client named any.
     pub(crate) tier: Option<ServiceTier>,
@@ -48,7 +50,7 @@ pub(crate) struct StreamOptions {
 impl Parameters {
     /// Reads the shared fields. What the client leaves open comes from `defaults`.
     pub(crate) fn parse(
-        fields: &mut Fields,
+        fields: &mut Fields<'_>,
         defaults: &Sampling,
         vocabulary_size: u32,
     ) -> Result<Self, ApiError> {
@@ -67,6 +69,7 @@ impl Parameters {
             ignore_eos,
             max_tokens,
             add_special_tokens: fields.boolean("add_special_tokens")?,
+            split_special_tokens: fields.boolean("split_special_tokens")?,
             cache_salt: cache_salt(fields)?,
             tier: tier(fields)?,
             stream: stream(fields)?,
@@ -74,7 +77,7 @@ impl Parameters {
     }
 }
 
-fn sampling(fields: &mut Fields, defaults: &Sampling) -> Result<Sampling, ApiError> {
+fn sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, ApiError> {
     let mut number = |name: &str, low: f64, high: f64, default: f32| -> Result<f32, ApiError> {
         Ok(fields.number(name, low..=high)?.map_or(default, |value| value as f32))
     };
@@ -104,12 +107,12 @@ fn sampling(fields: &mut Fields, defaults: &Sampling) -> Result<Sampling, ApiErr
 }
 
 /// The alternatives per position of a completion.
-pub(crate) fn completion_logprobs(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
+pub(crate) fn completion_logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     Ok(fields.integer("logprobs", 0..=LOGPROBS_MAX)?.map(|count| count as u32))
 }
 
 /// The alternatives per position of a chat.
-pub(crate) fn chat_logprobs(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
+pub(crate) fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     let wanted = fields.boolean("logprobs")?.unwrap_or(false);
     let top = fields.integer("top_logprobs", 0..=LOGPROBS_MAX)?;
     match (wanted, top) {
@@ -119,22 +122,25 @@ pub(crate) fn chat_logprobs(fields: &mut Fields) -> Result<Option<u32>, ApiError
     }
 }
 
-fn stops(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
-    let items = match fields.take("stop") {
-        None => return Ok(Vec::new()),
-        Some(text @ Value::String(_)) => vec![text],
-        Some(Value::Array(items)) => items,
-        Some(other) => return Err(wrong_type("stop", "a string or an array of strings", &other)),
+fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>, ApiError> {
+    let Some(raw) = fields.take("stop") else { return Ok(Vec::new()) };
+    let mut stops = Vec::new();
+    let take = |item| {
+        if stops.len() == STOPS_MAX {
+            return Err(ApiError::value("stop", format!("at most {STOPS_MAX} stop strings are supported")));
+        }
+        stops.push(stop(item)?);
+        Ok(())
     };
-    if items.len() > STOPS_MAX {
-        return Err(ApiError::value("stop", format!("at most {STOPS_MAX} stop strings are supported")));
+    match each(raw, take) {
+        None => Ok(vec![stop(raw)?]),
+        Some(read) => read.map(|()| stops),
     }
-    items.into_iter().map(stop).collect()
 }
 
-fn stop(item: Value) -> Result<String, ApiError> {
-    let Value::String(text) = item else {
-        return Err(wrong_type("stop", "a string or an array of strings", &item));
+fn stop(raw: &RawValue) -> Result<String, ApiError> {
+    let Some(text) = text("stop", raw)? else {
+        return Err(wrong_type("stop", "a string or an array of strings", raw));
     };
     if text.is_empty() || text.len() > STOP_BYTES_MAX {
         let message = format!("a stop string has 1 to {STOP_BYTES_MAX} bytes, not {}", text.len());
@@ -143,16 +149,22 @@ fn stop(item: Value) -> Result<String, ApiError> {
     Ok(text)
 }
 
-fn stop_token_ids(fields: &mut Fields, vocabulary_size: u32) -> Result<Vec<u32>, ApiError> {
-    let items = fields.array("stop_token_ids")?.unwrap_or_default();
-    if items.len() > STOP_TOKENS_MAX {
-        let message = format!("at most {STOP_TOKENS_MAX} stop tokens are supported");
-        return Err(ApiError::value("stop_token_ids", message));
-    }
-    items.iter().map(|item| token_id("stop_token_ids", item, vocabulary_size)).collect()
+fn stop_token_ids(fields: &mut Fields<'_>, vocabulary_size: u32) -> Result<Vec<u32>, ApiError> {
+    let Some(raw) = fields.take("stop_token_ids") else { return Ok(Vec::new()) };
+    let mut ids = Vec::new();
+    let take = |item| {
+        if ids.len() == STOP_TOKENS_MAX {
+            let message = format!("at most {STOP_TOKENS_MAX} stop tokens are supported");
+            return Err(ApiError::value("stop_token_ids", message));
+        }
+        ids.push(token_id("stop_token_ids", item, vocabulary_size)?);
+        Ok(())
+    };
+    each(raw, take).ok_or_else(|| wrong_type("stop_token_ids", "an array", raw))??;
+    Ok(ids)
 }
 
-fn max_tokens(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
+fn max_tokens(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     let range = 1..=i64::from(u32::MAX);
     let old = fields.integer("max_tokens", range.clone())?;
     let new = fields.integer("max_completion_tokens", range)?;
@@ -168,7 +180,7 @@ fn max_tokens(fields: &mut Fields) -> Result<Option<u32>, ApiError> {
 /// `min_tokens` is not implemented, but benchmark clients send it with `ignore_eos`, where nothing
 /// ends an answer before `max_tokens` and it is met by itself.
 fn check_min_tokens(
-    fields: &mut Fields,
+    fields: &mut Fields<'_>,
     ends_at_max_only: bool,
     max_tokens: Option<u32>,
 ) -> Result<(), ApiError> {
@@ -180,7 +192,7 @@ fn check_min_tokens(
     Err(ApiError::unsupported("min_tokens", "use 'ignore_eos' with 'max_tokens' for a fixed length"))
 }
 
-fn cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError> {
+fn cache_salt(fields: &mut Fields<'_>) -> Result<Option<String>, ApiError> {
     let salt = fields.string("cache_salt")?;
     if salt.as_ref().is_some_and(|salt| salt.is_empty() || salt.len() > CACHE_SALT_BYTES_MAX) {
         let message = format!("'cache_salt' has 1 to {CACHE_SALT_BYTES_MAX} bytes");
@@ -190,7 +202,7 @@ fn cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError> {
 }
 
 /// Nobody is served before the fleet's objectives ask for it, so `priority` is what everyone gets.
-fn tier(fields: &mut Fields) -> Result<Option<ServiceTier>, ApiError> {
+fn tier(fields: &mut Fields<'_>) -> Result<Option<ServiceTier>, ApiError> {
     let Some(name) = fields.string("service_tier")? else { return Ok(None) };
     match name.as_str() {
         "auto" | "default" | "priority" => Ok(Some(ServiceTier::Default)),
@@ -203,16 +215,16 @@ fn tier(fields: &mut Fields) -> Result<Option<ServiceTier>, ApiError> {
     }
 }
 
-fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, ApiError> {
+fn stream(fields: &mut Fields<'_>) -> Result<Option<StreamOptions>, ApiError> {
     let stream = fields.boolean("stream")?.unwrap_or(false);
-    let options = fields.object("stream_options")?;
+    let options = fields.fields("stream_options")?;
     if !stream {
         return match options {
             Some(_) => Err(ApiError::value("stream_options", "'stream_options' needs 'stream': true")),
             None => Ok(None),
         };
     }
-    let mut options = Fields::new(options.unwrap_or_default());
+    let mut options = options.unwrap_or_default();
     let continuous_usage = options.boolean("continuous_usage_stats")?.unwrap_or(false);
     let include_usage = options.boolean("include_usage")?.unwrap_or(false);
     Ok(Some(StreamOptions { include_usage, continuous_usage: include_usage && continuous_usage }))
@@ -221,10 +233,11 @@ fn stream(fields: &mut Fields) -> Result<Option<StreamOptions>, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     fn parse(body: Value) -> Result<Parameters, ApiError> {
-        let mut fields = Fields::parse(body.to_string().as_bytes())?;
+        let body = body.to_string();
+        let mut fields = Fields::parse(body.as_bytes())?;
         Parameters::parse(&mut fields, &Sampling::default(), 256)
     }
 

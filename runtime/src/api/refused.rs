@@ -7,7 +7,7 @@
 use serde_json::Value;
 
 use super::errors::ApiError;
-use super::fields::Fields;
+use super::fields::{Fields, value};
 
 /// The value with which a refused field asks for nothing.
 enum Neutral {
@@ -92,19 +92,22 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
 ];
 
 /// Checks what the parsers did not read: 400 for a field that asks for something unsupported.
-pub(crate) fn check(fields: &Fields) -> Result<(), ApiError> {
+pub(crate) fn check(fields: &Fields<'_>) -> Result<(), ApiError> {
+    // What is too large to look at asks for something.
+    let look = |name: &str, fine: &dyn Fn(&Value) -> bool| {
+        fields.get(name).is_none_or(|raw| value(name, raw).is_ok_and(|value| fine(&value)))
+    };
     for (name, neutral, hint) in REFUSED {
-        if fields.get(name).is_some_and(|value| !is_neutral(value, neutral)) {
+        if !look(name, &|value| is_neutral(value, neutral)) {
             return Err(ApiError::unsupported(name, hint));
         }
     }
-    let plain = |value: &Value| value.get("type").and_then(Value::as_str) == Some("text");
-    if fields.get("response_format").is_some_and(|format| !plain(format)) {
+    if !look("response_format", &|format| format.get("type").and_then(Value::as_str) == Some("text")) {
         return Err(ApiError::unsupported("response_format", NO_GRAMMAR));
     }
     let text_only =
         |value: &Value| value.as_array().is_some_and(|list| list.iter().all(|mode| mode == "text"));
-    if fields.get("modalities").is_some_and(|modes| !text_only(modes)) {
+    if !look("modalities", &text_only) {
         return Err(ApiError::unsupported("modalities", NO_MEDIA));
     }
     for name in fields.unread() {

@@ -2,7 +2,8 @@
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{MatchedPath, Path, Request, State};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Extension, MatchedPath, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -10,8 +11,11 @@ use axum::routing::{get, post};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
+use super::auth::Tenant;
+use super::encode::Stopped;
 use super::errors::ApiError;
 use super::fields::Fields;
+use super::generate::Plan;
 use super::observe::{document, exposition, live};
 use super::shapes::Endpoint;
 use super::{Api, Phase, ServedModel, body, chat, completions, generate};
@@ -41,14 +45,18 @@ impl Api {
 }
 
 /// What every request passes: the key, the request id, the count of responses.
-async fn around(State(api): State<Arc<Api>>, request: Request, next: Next) -> Response {
+async fn around(State(api): State<Arc<Api>>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_string());
     let own_id = request.headers().get(REQUEST_ID).filter(|id| is_sane(id)).cloned();
     let open = matches!(request.uri().path(), "/live" | "/health" | "/metrics");
-    let admitted = open || api.key.as_ref().is_none_or(|key| key.admits(request.headers()));
-    let mut response = match admitted {
-        true => next.run(request).await,
-        false => ApiError::unauthorized().into_response(),
+    let tenant = api.access.tenant(request.headers());
+    let mut response = match tenant {
+        None if !open => ApiError::unauthorized().into_response(),
+        None => next.run(request).await,
+        Some(tenant) => {
+            request.extensions_mut().insert(tenant);
+            next.run(request).await
+        }
     };
     let headers = response.headers_mut();
     if let Some(id) = own_id {
@@ -90,10 +98,18 @@ async fn models(State(api): State<Arc<Api>>) -> Result<Response, ApiError> {
     Ok(document(StatusCode::OK, &list))
 }
 
-async fn model(State(api): State<Arc<Api>>, Path(name): Path<String>) -> Result<Response, ApiError> {
+async fn model(State(api): State<Arc<Api>>, name: Segment) -> Result<Response, ApiError> {
     let model = api.model()?;
-    check_name(&name, &model)?;
+    check_name(&one(name)?, &model)?;
     Ok(document(StatusCode::OK, &describe(&model)))
+}
+
+/// What stands in the address for a name.
+type Segment = Result<Path<String>, PathRejection>;
+
+fn one(segment: Segment) -> Result<String, ApiError> {
+    let wrong = |rejection: PathRejection| ApiError::address(rejection.body_text());
+    segment.map(|Path(name)| name).map_err(wrong)
 }
 
 fn describe(model: &ServedModel) -> Value {
@@ -106,50 +122,74 @@ fn describe(model: &ServedModel) -> Value {
     })
 }
 
-async fn placements(State(api): State<Arc<Api>>) -> Response {
-    document(StatusCode::OK, &json!({ "object": "list", "data": api.placements.recent() }))
+async fn placements(State(api): State<Arc<Api>>, Extension(tenant): Extension<Arc<Tenant>>) -> Response {
+    let ids = api.placements.recent(|owner| tenant.sees(owner));
+    document(StatusCode::OK, &json!({ "object": "list", "data": ids }))
 }
 
-async fn placement(State(api): State<Arc<Api>>, Path(id): Path<String>) -> Result<Response, ApiError> {
+async fn placement(
+    State(api): State<Arc<Api>>,
+    Extension(tenant): Extension<Arc<Tenant>>,
+    id: Segment,
+) -> Result<Response, ApiError> {
     let gone = || ApiError::not_found("no placement of that request is remembered");
-    Ok(document(StatusCode::OK, &api.placements.explain(&id).ok_or_else(gone)?))
+    let explanation = api.placements.explain(&one(id)?, |owner| tenant.sees(owner));
+    Ok(document(StatusCode::OK, &explanation.ok_or_else(gone)?))
 }
 
-async fn complete(State(api): State<Arc<Api>>, headers: HeaderMap, body: Body) -> Result<Response, ApiError> {
-    answer(&api, Endpoint::Completions, &headers, body).await
+async fn complete(
+    State(api): State<Arc<Api>>,
+    Extension(tenant): Extension<Arc<Tenant>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    answer(&api, tenant, Endpoint::Completions, &headers, body).await
 }
 
 async fn chat_complete(
     State(api): State<Arc<Api>>,
+    Extension(tenant): Extension<Arc<Tenant>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    answer(&api, Endpoint::Chat, &headers, body).await
+    answer(&api, tenant, Endpoint::Chat, &headers, body).await
 }
 
 async fn answer(
     api: &Api,
+    tenant: Arc<Tenant>,
     endpoint: Endpoint,
     headers: &HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
     let arrived_s = api.env.now().0;
     let model = api.model()?;
-    let permit = api.requests.clone().try_acquire_owned().map_err(|_| {
-        let message = format!("{} requests are being answered already", api.limits.requests_max);
-        ApiError::overloaded(message, 1)
-    })?;
-    let body = body::read_json(api, headers, body).await?;
-    let mut fields = Fields::parse(&body)?;
-    drop(body);
+    let seat = api.seat(tenant)?;
+    let (body, held) = body::read_json(api, headers, body).await?;
+    let (served, choices_max) = (model.clone(), api.limits.choices_max);
+    let read = move |stopped: Stopped<'_>| plan(&body, endpoint, &served, choices_max, stopped);
+    let bytes = held.bytes();
+    let (plan, (seat, held)) = api.readers.run(bytes, (seat, held), read).await?;
+    drop(held);
+    generate::respond(api, model, plan?, seat, arrived_s).await
+}
+
+/// Reads a body and makes tokens of it.
+fn plan(
+    body: &[u8],
+    endpoint: Endpoint,
+    model: &ServedModel,
+    choices_max: usize,
+    stopped: Stopped<'_>,
+) -> Result<Plan, ApiError> {
+    let mut fields = Fields::parse(body)?;
     let name = fields.string("model")?;
     let missing = || ApiError::field("model", "missing_parameter", "'model' is missing");
-    check_name(&name.ok_or_else(missing)?, &model)?;
-    let plan = match endpoint {
-        Endpoint::Completions => completions::plan(fields, &model, &api.env, api.limits.choices_max).await?,
-        Endpoint::Chat => chat::plan(fields, &model, &api.env).await?,
-    };
-    generate::respond(api, model, plan, permit, arrived_s).await
+    check_name(&name.ok_or_else(missing)?, model)?;
+    match endpoint {
+        Endpoint::Completions => completions::plan(fields, model, choices_max, stopped),
+        Endpoint::Chat => chat::plan(fields, model, stopped),
+    }
 }
 
 fn check_name(wanted: &str, model: &ServedModel) -> Result<(), ApiError> {

@@ -8,8 +8,18 @@ use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
+use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
+
+/// Steps of a template that any chat may take, those for each message, and those for all messages together: real
+/// templates take some hundred for a message, and a million in some tens of milliseconds.
+const FUEL: u64 = 200_000;
+const FUEL_PER_MESSAGE: u64 = 1000;
+const FUEL_MAX: u64 = 50_000_000;
+
+/// Bytes that a template may print.
+const OUTPUT_BYTES_MAX: usize = 32 << 20;
 
 const TEMPLATE_FILE: &str = "chat_template.jinja";
 const CONFIG_FILE: &str = "tokenizer_config.json";
@@ -129,6 +139,21 @@ impl ChatTemplate {
         arguments: &Map<String, Json>,
         now_s: u64,
     ) -> Result<String> {
+        self.render_until(messages, add_generation_prompt, arguments, now_s, &|| false)
+    }
+
+    /// As [`render`](Self::render); fails as soon as the template prints something after `stopped` came true.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render), and when it is stopped.
+    pub fn render_until(
+        &self,
+        messages: &[ChatMessage],
+        add_generation_prompt: bool,
+        arguments: &Map<String, Json>,
+        now_s: u64,
+        stopped: &dyn Fn() -> bool,
+    ) -> Result<String> {
         let strftime_now = Value::from_function(move |format: String| -> String { strftime(&format, now_s) });
         let token = |token: &Option<String>| token.as_ref().map_or(Value::UNDEFINED, Value::from);
         let context = context! {
@@ -139,8 +164,46 @@ impl ChatTemplate {
             strftime_now,
             ..Serde(arguments)
         };
-        let template = self.environment.get_template("chat_template").map_err(template_error)?;
-        template.render(context).map_err(template_error)
+        let mut environment = (*self.environment).clone();
+        let fuel = FUEL.saturating_add(FUEL_PER_MESSAGE.saturating_mul(messages.len() as u64));
+        environment.set_fuel(Some(fuel.min(FUEL_MAX)));
+        let template = environment.get_template("chat_template").map_err(template_error)?;
+        let mut page = Page { text: Vec::new(), left: OUTPUT_BYTES_MAX, stopped };
+        template.render_captured_to(context, &mut page).map_err(|error| match error.kind() {
+            ErrorKind::OutOfFuel => Error::Template("it takes too many steps for such a chat".into()),
+            ErrorKind::WriteFailure if page.left == 0 => {
+                Error::Template(format!("it prints more than {OUTPUT_BYTES_MAX} bytes"))
+            }
+            _ => template_error(error),
+        })?;
+        String::from_utf8(page.text).map_err(|error| Error::Template(error.to_string()))
+    }
+}
+
+/// What a template has printed.
+struct Page<'a> {
+    text: Vec<u8>,
+    /// Bytes that still fit; none once too many came.
+    left: usize,
+    stopped: &'a dyn Fn() -> bool,
+}
+
+impl Write for Page<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if bytes.len() > self.left {
+            self.left = 0;
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        if (self.stopped)() {
+            return Err(std::io::Error::other("stopped"));
+        }
+        self.left -= bytes.len();
+        self.text.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 

@@ -15,6 +15,7 @@ mod parse;
 mod place;
 pub mod random;
 mod rope;
+mod specials;
 mod strftime;
 pub mod tokenizer;
 pub mod weights;

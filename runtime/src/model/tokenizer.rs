@@ -1,8 +1,10 @@
 //! Text to token ids and back, by the checkpoint's `tokenizer.json`.
 
 use super::error::{Error, Result};
+use super::specials::Specials;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use tokenizers::{Model, NormalizedString, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
 
 /// What stands for bytes that are no UTF-8, also those of a character that is not complete yet.
 const REPLACEMENT: char = '\u{FFFD}';
@@ -17,6 +19,8 @@ pub struct Tokenizer {
     inner: Arc<tokenizers::Tokenizer>,
     /// Its vocabulary spells bytes as printable characters (GPT-2, Llama 3, Qwen).
     byte_level: bool,
+    specials: Arc<Specials>,
+    bytes_max: Arc<OnceLock<Option<usize>>>,
 }
 
 impl Tokenizer {
@@ -39,7 +43,11 @@ impl Tokenizer {
         inner.with_truncation(None).map_err(|e| Error::Tokenizer(e.to_string()))?;
         inner.with_padding(None);
         let decoder = serde_json::to_string(&inner.get_decoder()).unwrap_or_default();
-        Ok(Tokenizer { inner: Arc::new(inner), byte_level: decoder.contains("\"ByteLevel\"") })
+        let byte_level = decoder.contains("\"ByteLevel\"");
+        let added = inner.get_added_vocabulary().get_added_tokens_decoder();
+        let special = added.values().filter(|token| token.special).map(|token| token.content.as_str());
+        let specials = Arc::new(Specials::new(special)?);
+        Ok(Tokenizer { inner: Arc::new(inner), byte_level, specials, bytes_max: Arc::default() })
     }
 
     /// Token ids of a plain prompt, with the special tokens that the tokenizer itself adds (bos).
@@ -61,6 +69,73 @@ impl Tokenizer {
     fn encode_with(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         let encoding = self.inner.encode_fast(text, add_special_tokens);
         Ok(encoding.map_err(|e| Error::Tokenizer(e.to_string()))?.get_ids().to_vec())
+    }
+
+    /// Places in `text` where a mark must go for [`encode_marked`](Self::encode_marked) to make no special token of it,
+    /// nor of it and what is put before or behind it.
+    pub fn special_places(&self, text: &str) -> Vec<usize> {
+        self.specials.places(text)
+    }
+
+    /// Token ids of `text` without the character `mark`: as [`encode`](Self::encode) gives them, but that what `mark`
+    /// interrupts is no special token.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode), and when the tokenizer's normaliser swallows the mark.
+    pub fn encode_marked(&self, text: &str, mark: char, add_special_tokens: bool) -> Result<Vec<u32>> {
+        let encode = || -> tokenizers::Result<Vec<u32>> {
+            let inner = &self.inner;
+            // As the library does it, with the marks taken out once it has looked for special tokens.
+            let mut pieces: PreTokenizedString =
+                inner.get_added_vocabulary().extract_and_normalize(inner.get_normalizer(), text);
+            let kept = pieces.get_splits(OffsetReferential::Normalized, OffsetType::None);
+            let kept: usize = kept.iter().map(|(piece, ..)| piece.matches(mark).count()).sum();
+            if kept != text.matches(mark).count() {
+                return Err("this tokenizer cannot take the text of its special tokens as plain text".into());
+            }
+            pieces.normalize(|piece: &mut NormalizedString| {
+                piece.filter(|character| character != mark);
+                Ok(())
+            })?;
+            if let Some(pre_tokenizer) = inner.get_pre_tokenizer() {
+                pre_tokenizer.pre_tokenize(&mut pieces)?;
+            }
+            pieces.tokenize(|piece| inner.get_model().tokenize(piece.get()))?;
+            let encoding = pieces.into_encoding(None, 0, OffsetType::None)?;
+            Ok(inner.post_process(encoding, None, add_special_tokens)?.get_ids().to_vec())
+        };
+        encode().map_err(|error| Error::Tokenizer(error.to_string()))
+    }
+
+    /// The most bytes of text that one token can stand for; none where that has no bound, as where unknown text of any
+    /// length becomes one token.
+    pub fn token_bytes_max(&self) -> Option<usize> {
+        *self.bytes_max.get_or_init(|| self.find_bytes_max())
+    }
+
+    fn find_bytes_max(&self) -> Option<usize> {
+        let parts = serde_json::to_value(PartsOf(&self.inner)).ok()?;
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        let swallows_spaces = added.values().any(|token| token.lstrip || token.rstrip);
+        if swallows_spaces || !keeps_all(&parts["pre_tokenizer"]) {
+            return None;
+        }
+        let shrinks = shrinks_by(&parts["normalizer"])?;
+        // Where a byte has no token, text may vanish or be one unknown token, however long it is.
+        let spelled = |byte: u8| match self.byte_level {
+            true => Some(byte_symbol(byte).to_string()),
+            false => (parts["byte_fallback"] == true).then(|| format!("<0x{byte:02X}>")),
+        };
+        if !(0..=255).all(|byte| spelled(byte).is_some_and(|token| self.token_to_id(&token).is_some())) {
+            return None;
+        }
+        let bytes = |token: &String| match self.byte_level {
+            true => token.chars().count(),
+            false => token.len(),
+        };
+        let words = self.inner.get_vocab(false).keys().map(bytes).max().unwrap_or(0);
+        let names = added.values().map(|token| token.content.len()).max().unwrap_or(0);
+        Some(words.max(names).max(1).saturating_mul(shrinks))
     }
 
     /// Text of `ids` without special tokens. Ids that the tokenizer does not know give nothing.
@@ -182,6 +257,57 @@ impl TokenStream {
             .map(|((_, c), _)| c.len_utf8())
             .sum();
         Ok(text[common..].to_owned())
+    }
+}
+
+/// What happens to text before it is cut into tokens, as `tokenizer.json` spells it.
+struct PartsOf<'a>(&'a tokenizers::Tokenizer);
+
+impl serde::Serialize for PartsOf<'_> {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        use serde::ser::SerializeMap;
+        let byte_fallback = match self.0.get_model() {
+            tokenizers::ModelWrapper::BPE(model) => model.byte_fallback,
+            tokenizers::ModelWrapper::Unigram(model) => model.byte_fallback(),
+            _ => false,
+        };
+        let mut map = serializer.serialize_map(Some(3))?;
+        map.serialize_entry("normalizer", &self.0.get_normalizer())?;
+        map.serialize_entry("pre_tokenizer", &self.0.get_pre_tokenizer())?;
+        map.serialize_entry("byte_fallback", &byte_fallback)?;
+        map.end()
+    }
+}
+
+/// How many times fewer bytes a normaliser may leave; none where that has no bound that is known here.
+fn shrinks_by(normalizer: &serde_json::Value) -> Option<usize> {
+    match normalizer["type"].as_str() {
+        None => Some(1),
+        // Three letters of three bytes become a syllable of three; the longest others become a third, too.
+        Some("NFC" | "NFD") => Some(3),
+        Some("Prepend") => Some(1),
+        Some("Replace") => {
+            let from = normalizer["pattern"]["String"].as_str()?;
+            let to = normalizer["content"].as_str()?;
+            (from.len() <= to.len()).then_some(1)
+        }
+        Some("Sequence") => {
+            let parts = normalizer["normalizers"].as_array()?;
+            parts.iter().map(shrinks_by).try_fold(1, |all, part| Some(all * part?))
+        }
+        Some(_) => None,
+    }
+}
+
+/// Whether a pre-tokenizer is known to drop nothing.
+fn keeps_all(pre_tokenizer: &serde_json::Value) -> bool {
+    match pre_tokenizer["type"].as_str() {
+        None | Some("ByteLevel" | "Metaspace" | "Digits") => true,
+        Some("Split") => pre_tokenizer["behavior"].as_str().is_some_and(|behavior| behavior != "Removed"),
+        Some("Sequence") => {
+            pre_tokenizer["pretokenizers"].as_array().is_some_and(|parts| parts.iter().all(keeps_all))
+        }
+        Some(_) => false,
     }
 }
 

@@ -1,9 +1,12 @@
 //! A scripted engine, a byte-level model and a small HTTP client.
 
 use futures_util::FutureExt;
-use mixfleet_runtime::api::{Api, Limits, Placements, ServedModel, Shutdown, TextDecoder, TextModel, serve};
+use mixfleet_runtime::api::{
+    Api, Limits, Marked, Placements, ServedModel, Shutdown, TextDecoder, TextModel, serve,
+};
 use mixfleet_runtime::env::{Connection, Env, SeededEnv};
 use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::model::ChatMessage;
 use mixfleet_runtime::request::{
     EngineHandle, FinishReason, GenerateRequest, Logprobs, Rejection, Sampling, Submission, Update,
 };
@@ -19,29 +22,54 @@ use tokio::sync::{Semaphore, mpsc, watch};
 pub(crate) const EOS: u32 = 256;
 pub(crate) const BOS: u32 = 257;
 pub(crate) const VOCABULARY: u32 = 258;
+/// The text of the end token.
+pub(crate) const SPECIAL: &str = "<e>";
 pub(crate) const CONTEXT: u32 = 64;
 pub(crate) const MODEL: &str = "org/bytes";
 pub(crate) const ADDRESS: &str = "api:80";
 
-/// Tokens are bytes.
+/// Tokens are bytes, and the end token.
 struct ByteModel;
 
 impl TextModel for ByteModel {
-    fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
-        Ok(add_special.then_some(BOS).into_iter().chain(text.bytes().map(u32::from)).collect())
+    fn encode(&self, prompt: &Marked, add_special: bool) -> Result<Vec<u32>, String> {
+        let Marked { text, mark } = prompt;
+        let mut ids: Vec<u32> = add_special.then_some(BOS).into_iter().collect();
+        let mut rest = text.as_str();
+        while !rest.is_empty() {
+            if let Some(after) = rest.strip_prefix(SPECIAL) {
+                ids.push(EOS);
+                rest = after;
+                continue;
+            }
+            let at = rest.char_indices().nth(1).map_or(rest.len(), |(at, _)| at);
+            if rest.chars().next() != *mark {
+                ids.extend(rest[..at].bytes().map(u32::from));
+            }
+            rest = &rest[at..];
+        }
+        Ok(ids)
+    }
+
+    fn special_places(&self, text: &str) -> Vec<usize> {
+        text.match_indices(SPECIAL).map(|(at, _)| at + 1).collect()
+    }
+
+    fn token_bytes_max(&self) -> Option<usize> {
+        Some(SPECIAL.len())
     }
 
     fn render_chat(
         &self,
-        messages: &[Value],
+        messages: &[ChatMessage],
         add_generation_prompt: bool,
         arguments: &Map<String, Value>,
+        _: &dyn Fn() -> bool,
     ) -> Result<String, String> {
         if arguments.contains_key("refuse") {
             return Err("the template refuses".into());
         }
-        let word = |message: &Value, key: &str| message[key].as_str().unwrap_or("?").to_string();
-        let line = |message: &Value| format!("{}:{}|", word(message, "role"), word(message, "content"));
+        let line = |message: &ChatMessage| format!("{}:{}|", message.role, message.content);
         let mut text: String = messages.iter().map(line).collect();
         if add_generation_prompt {
             text.push_str("a:");

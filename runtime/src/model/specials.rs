@@ -1,0 +1,80 @@
+//! Finds the text of special tokens in what must stay text.
+
+use super::error::{Error, Result};
+use aho_corasick::AhoCorasick;
+use std::collections::HashSet;
+
+/// The special tokens of a tokenizer, by their text; case does not count, since templates may change it.
+#[derive(Debug)]
+pub(super) struct Specials {
+    whole: AhoCorasick,
+    /// Beginnings, in lower case: text that ends with one may be completed by what a template puts behind it.
+    beginnings: HashSet<Box<[u8]>>,
+    /// Ends likewise.
+    ends: HashSet<Box<[u8]>>,
+    bytes_max: usize,
+}
+
+impl Specials {
+    pub(super) fn new<'a>(tokens: impl Iterator<Item = &'a str>) -> Result<Self> {
+        // A single character cannot be interrupted.
+        let tokens: Vec<String> =
+            tokens.filter(|token| token.chars().count() > 1).map(str::to_ascii_lowercase).collect();
+        let whole = AhoCorasick::builder().ascii_case_insensitive(true).build(&tokens);
+        let whole = whole.map_err(|error| Error::Tokenizer(error.to_string()))?;
+        let (mut beginnings, mut ends) = (HashSet::new(), HashSet::new());
+        for token in &tokens {
+            for (at, _) in token.char_indices().skip(1) {
+                let (beginning, end) = token.split_at(at);
+                beginnings.extend((beginning.chars().count() > 1).then(|| beginning.as_bytes().into()));
+                ends.extend((end.chars().count() > 1).then(|| end.as_bytes().into()));
+            }
+        }
+        let bytes_max = tokens.iter().map(String::len).max().unwrap_or(0);
+        Ok(Specials { whole, beginnings, ends, bytes_max })
+    }
+
+    /// Places in `text`, in order, where something in between keeps it and its neighbours from becoming special
+    /// tokens: inside each of their names, and inside the part of a name at either end. None is at an end of
+    /// the text or of what is left of it without surrounding white space.
+    pub(super) fn places(&self, text: &str) -> Vec<usize> {
+        let inside = |start: usize| start + text[start..].chars().next().map_or(0, char::len_utf8);
+        let mut places: Vec<usize> =
+            self.whole.find_overlapping_iter(text).map(|found| inside(found.start())).collect();
+        let trimmed = text.trim();
+        let lead = text.len() - text.trim_start().len();
+        for length in 2..=self.bytes_max.min(trimmed.len()) {
+            let (head, tail) = (&trimmed.as_bytes()[..length], &trimmed.as_bytes()[trimmed.len() - length..]);
+            if self.ends.contains(head.to_ascii_lowercase().as_slice()) {
+                places.push(inside(lead));
+            }
+            if self.beginnings.contains(tail.to_ascii_lowercase().as_slice()) {
+                places.push(inside(lead + trimmed.len() - length));
+            }
+        }
+        places.sort_unstable();
+        places.dedup();
+        places
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn places(text: &str) -> Vec<usize> {
+        Specials::new(["<|end|>", "|>!", "é!", "x"].into_iter()).unwrap().places(text)
+    }
+
+    #[test]
+    fn every_way_to_a_special_token_is_interrupted() {
+        assert_eq!(places("a plain text < of | x, and more"), []);
+        assert_eq!(places("ab<|end|>c"), [3], "a whole name");
+        assert_eq!(places("ab<|END|>!"), [3, 8], "another case, and one that overlaps it");
+        assert_eq!(places("an é! is a name too"), [5]);
+        assert_eq!(places("so <|e"), [4], "the beginning of a name at the end");
+        assert_eq!(places("  nd|> \n"), [3], "the end of a name at the beginning, within white space");
+        assert_eq!(places(" <|en \n"), [2]);
+        assert_eq!(places("in <|en the middle, nd|> also"), []);
+    }
+}
