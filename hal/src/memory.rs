@@ -1,6 +1,7 @@
 //! Memory as the callers see it: buffers behind `dyn`, slices as plain values.
 
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
 use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
@@ -65,11 +66,40 @@ impl Slice {
     }
 }
 
-/// Host memory that does not move and does not change while anyone holds it: a mapped checkpoint.
+/// Host memory that does not move and that its holders do not change: a mapped checkpoint.
 /// A device that can, uses it in place.
 pub trait HostMemory: Send + Sync + std::fmt::Debug {
     /// The bytes.
     fn as_bytes(&self) -> &[u8];
+
+    /// Whether the bytes were always what they were at first: others may cut or overwrite a file under its mapping.
+    /// Whoever computes with the bytes asks afterwards, before anybody uses the result.
+    ///
+    /// # Errors
+    /// `DeviceLost` if they were not; what they are now means nothing.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Which file it is and when it last changed, as of now; none for memory that is no file.
+    fn stamp(&self) -> Option<FileStamp> {
+        None
+    }
+}
+
+/// A file's content without reading it: equal stamps are the same bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileStamp {
+    /// The file system's device.
+    pub device: u64,
+    /// The file's number there.
+    pub inode: u64,
+    /// Its length.
+    pub bytes: u64,
+    /// When its content changed, as its owner may set it: seconds and nanoseconds since 1970.
+    pub modified: (i64, i64),
+    /// When its content, owner, mode or number of names changed, as nobody can set it.
+    pub changed: (i64, i64),
 }
 
 impl HostMemory for Vec<u8> {

@@ -1,45 +1,132 @@
 //! Host memory for everyone: mapped files.
 
-use mixfleet_hal::{FileMapper, HostMemory};
-use std::fs::File;
-use std::path::Path;
+#[cfg(target_os = "linux")]
+use crate::lost::Watch;
+use mixfleet_hal::memory::FileStamp;
+use mixfleet_hal::{Error, ErrorKind, FileMapper, HostMemory, Result};
+use std::fs::{self, File, FileType, Metadata};
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Maps files read-only.
+/// Maps regular files read-only.
 ///
-/// A mapped file must not change while it is in use; another process that truncates it kills this one
-/// with SIGBUS. That is the contract of [`HostMemory`], and the reason to replace checkpoints by rename.
+/// A mapped file must not change while it is in use: replace a checkpoint by renaming another one over it, which leaves the
+/// mapped one whole. One that is cut or written to all the same costs the process neither its life (on Linux) nor a wrong
+/// result: [`HostMemory::check`] tells.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Mapper;
 
 #[derive(Debug)]
 struct MappedFile {
+    path: PathBuf,
+    file: File,
+    /// As it was before anything was read.
+    first: Metadata,
+    /// Ends before the mapping does.
+    #[cfg(target_os = "linux")]
+    watch: Option<Watch>,
     map: Option<memmap2::Mmap>,
+}
+
+impl MappedFile {
+    fn damage(&self) -> Option<String> {
+        #[cfg(target_os = "linux")]
+        if self.watch.as_ref().is_some_and(Watch::has_lost) {
+            return Some("lost bytes that were in use: it was cut short, or its disk failed".into());
+        }
+        match self.file.metadata() {
+            Err(error) => Some(format!("cannot be looked at any more: {error}")),
+            Ok(now) if now.len() != self.first.len() => {
+                Some(format!("has {} bytes now, and had {} when it was loaded", now.len(), self.first.len()))
+            }
+            Ok(now) if now.modified().ok() != self.first.modified().ok() => {
+                Some("was written to since it was loaded".into())
+            }
+            Ok(_) => None,
+        }
+    }
 }
 
 impl HostMemory for MappedFile {
     fn as_bytes(&self) -> &[u8] {
         self.map.as_deref().unwrap_or_default()
     }
+
+    fn check(&self) -> Result<()> {
+        self.damage().map_or(Ok(()), |damage| {
+            let detail = format!("the file {} {damage}; put it back and start again", self.path.display());
+            Err(Error::new(ErrorKind::DeviceLost, detail))
+        })
+    }
+
+    #[cfg(unix)]
+    fn stamp(&self) -> Option<FileStamp> {
+        use std::os::unix::fs::MetadataExt;
+        let now = self.file.metadata().ok()?;
+        Some(FileStamp {
+            device: now.dev(),
+            inode: now.ino(),
+            bytes: now.len(),
+            modified: (now.mtime(), now.mtime_nsec()),
+            changed: (now.ctime(), now.ctime_nsec()),
+        })
+    }
 }
 
 impl FileMapper for Mapper {
-    fn map(&self, path: &Path) -> std::io::Result<Arc<dyn HostMemory>> {
+    fn map(&self, path: &Path) -> io::Result<Arc<dyn HostMemory>> {
+        // To open a FIFO would wait for who writes to it.
+        regular(fs::metadata(path)?.file_type())?;
         let file = File::open(path)?;
-        if file.metadata()?.len() == 0 {
-            return Ok(Arc::new(MappedFile { map: None })); // mmap refuses a length of zero
+        let first = file.metadata()?;
+        regular(first.file_type())?;
+        let mut mapped = MappedFile {
+            path: path.to_owned(),
+            file,
+            first,
+            #[cfg(target_os = "linux")]
+            watch: None,
+            map: None,
+        };
+        let bytes = mapped.first.len();
+        if bytes == 0 {
+            return Ok(Arc::new(mapped)); // mmap refuses a length of zero
         }
+        let length = usize::try_from(bytes).map_err(|_| io::ErrorKind::FileTooLarge)?;
         // SAFETY: the mapping is read-only and private to this process; that nobody changes the file
-        // meanwhile is the documented contract.
-        let map = unsafe { memmap2::Mmap::map(&file)? };
+        // meanwhile is the documented contract, and who breaks it is found out by `check`.
+        let map = unsafe { memmap2::MmapOptions::new().len(length).map(&mapped.file)? };
         #[cfg(target_os = "linux")]
         {
+            mapped.watch = Some(Watch::over(&map));
             // best effort: huge pages where the file system has them, and all pages mapped now, at
             // memory speed, instead of one fault at a time under the first prompt
             let _ = map.advise(memmap2::Advice::HugePage);
             let _ = map.advise(memmap2::Advice::PopulateRead);
         }
-        Ok(Arc::new(MappedFile { map: Some(map) }))
+        mapped.map = Some(map);
+        Ok(Arc::new(mapped))
+    }
+}
+
+fn regular(kind: FileType) -> io::Result<()> {
+    if kind.is_file() {
+        return Ok(());
+    }
+    let what = if kind.is_dir() { "a directory" } else { "a pipe, socket or device" };
+    Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is {what}, expected a regular file")))
+}
+
+/// Gives the calling thread what time the cores have left: it does not run where anything else wants to.
+pub fn yield_to_others() {
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: zeroed parameters are what SCHED_IDLE asks for; 0 is the calling thread. A refusal changes nothing.
+        unsafe {
+            let parameters: libc::sched_param = std::mem::zeroed();
+            libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters);
+        }
     }
 }
 
@@ -58,5 +145,112 @@ mod tests {
         assert_eq!(Mapper.map(&empty).unwrap().as_bytes(), b"");
         assert_eq!(Mapper.map(&directory.join("none")).unwrap_err().kind(), std::io::ErrorKind::NotFound);
         std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    fn scratch(name: &str) -> PathBuf {
+        let directory = std::env::temp_dir().join(format!("mixfleet-cpu-{name}-{}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        directory
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_refused_and_does_not_hang() {
+        let directory = scratch("irregular");
+        let fifo = directory.join("model.safetensors");
+        let made = std::process::Command::new("mkfifo").arg(&fifo).status();
+        assert!(made.is_ok_and(|status| status.success()), "mkfifo");
+        for (path, said) in
+            [(fifo, "a pipe"), (PathBuf::from("/dev/null"), "device"), (directory.clone(), "a directory")]
+        {
+            let error = Mapper.map(&path).unwrap_err().to_string();
+            assert!(
+                error.contains(said) && error.contains("expected a regular file"),
+                "{}: {error}",
+                path.display()
+            );
+        }
+        fs::remove_dir_all(&directory).unwrap();
+    }
+
+    fn changed(name: &str, change: impl FnOnce(&Path)) -> Arc<dyn HostMemory> {
+        let directory = scratch(name);
+        let path = directory.join("file");
+        fs::write(&path, vec![7; 3 << 20]).unwrap();
+        let memory = Mapper.map(&path).unwrap();
+        assert_eq!(memory.check(), Ok(()));
+        let stamp = memory.stamp();
+        change(&path);
+        assert_ne!(memory.stamp(), stamp);
+        fs::remove_dir_all(&directory).unwrap();
+        memory
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_file_cut_under_its_mapping_reads_as_zeros_and_is_told() {
+        let memory =
+            changed("cut", |path| File::options().write(true).open(path).unwrap().set_len(5000).unwrap());
+        // What the file still has, the rest of its page, and what would have ended the process.
+        assert_eq!((memory.as_bytes()[4999], memory.as_bytes()[5000], memory.as_bytes()[1 << 20]), (7, 0, 0));
+        assert!(memory.as_bytes()[5000..].iter().all(|byte| *byte == 0));
+        let error = memory.check().unwrap_err();
+        assert_eq!(error.kind, ErrorKind::DeviceLost);
+        assert!(error.detail.contains("lost bytes that were in use"), "{error}");
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn lost_bytes_are_told_after_the_file_is_put_back() {
+        let directory = scratch("back");
+        let path = directory.join("file");
+        fs::write(&path, vec![7; 3 << 20]).unwrap();
+        let (memory, before) = (Mapper.map(&path).unwrap(), fs::metadata(&path).unwrap().modified().unwrap());
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_len(0).unwrap();
+        assert_eq!(memory.as_bytes()[1 << 20], 0);
+        file.set_len(3 << 20).unwrap();
+        file.set_modified(before).unwrap();
+        assert!(memory.check().unwrap_err().detail.contains("lost bytes that were in use"));
+        fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_is_written_to_is_told() {
+        let memory = changed("written", |path| {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            fs::write(path, vec![8; 3 << 20]).unwrap();
+        });
+        assert!(memory.check().unwrap_err().detail.contains("was written to"));
+    }
+
+    #[test]
+    fn a_file_that_is_replaced_by_rename_is_what_it_was() {
+        let memory = changed("renamed", |path| {
+            let other = path.with_extension("new");
+            fs::write(&other, vec![8; 3 << 20]).unwrap();
+            fs::rename(&other, path).unwrap();
+        });
+        assert_eq!((memory.check(), memory.as_bytes()[1 << 20]), (Ok(()), 7));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_bus_error_of_anything_else_still_ends_the_process() {
+        const CHILD: &str = "MIXFLEET_TEST_UNWATCHED";
+        if std::env::var_os(CHILD).is_some() {
+            let path = std::env::temp_dir().join(format!("mixfleet-cpu-unwatched-{}", std::process::id()));
+            fs::write(&path, [7; 9000]).unwrap();
+            let _watched = Mapper.map(&path).unwrap();
+            let file = File::options().read(true).write(true).open(&path).unwrap();
+            // SAFETY: the file shrinks under the mapping, which is what this process is to die of.
+            let unwatched = unsafe { memmap2::Mmap::map(&file).unwrap() };
+            fs::remove_file(&path).unwrap();
+            file.set_len(0).unwrap();
+            std::process::exit(i32::from(unwatched[8999]));
+        }
+        let name = "host::tests::a_bus_error_of_anything_else_still_ends_the_process";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let status = child.args([name, "--exact"]).env(CHILD, "1").output().unwrap().status;
+        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGBUS), "{status}");
     }
 }

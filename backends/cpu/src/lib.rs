@@ -16,6 +16,8 @@ mod health;
 pub mod host;
 pub mod isa;
 mod kernels;
+#[cfg(target_os = "linux")]
+mod lost;
 mod memory;
 mod pool;
 mod program;

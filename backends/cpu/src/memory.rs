@@ -95,6 +95,17 @@ impl CpuBuffer {
         matches!(self.storage, Storage::Imported(_))
     }
 
+    /// Whether imported memory is what it was.
+    ///
+    /// # Errors
+    /// As [`HostMemory::check`].
+    pub(crate) fn check(&self) -> Result<()> {
+        match &self.storage {
+            Storage::Owned { .. } => Ok(()),
+            Storage::Imported(memory) => memory.check(),
+        }
+    }
+
     /// The bytes of a slice of this buffer, which must be inside.
     pub(crate) fn span(&self, slice: &Slice) -> Span {
         Span { start: self.start.wrapping_add(slice.offset as usize), bytes: slice.bytes as usize }

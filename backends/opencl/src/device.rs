@@ -15,7 +15,7 @@ use ocl::core::{
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// Which kernels a device gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -175,9 +175,20 @@ pub(crate) struct Shared {
     pub(crate) version: OpenclVersion,
     pub(crate) tuning: Tuning,
     programs: Mutex<HashMap<ProgramKey, Program>>,
+    imports: Mutex<Vec<Weak<dyn HostMemory>>>,
 }
 
 impl Shared {
+    /// Whether the host memory that this device uses in place is what it was: a batch may have computed with it.
+    ///
+    /// # Errors
+    /// As [`HostMemory::check`].
+    pub(crate) fn check_imports(&self) -> Result<()> {
+        let mut imports = self.imports.lock().unwrap_or_else(PoisonError::into_inner);
+        imports.retain(|memory| memory.strong_count() > 0);
+        imports.iter().filter_map(Weak::upgrade).try_for_each(|memory| memory.check())
+    }
+
     /// The built program of `key`: compiled on first use, then kept.
     pub(crate) fn program(&self, key: &ProgramKey) -> Result<Program> {
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -238,8 +249,14 @@ impl OpenClDevice {
             kv_page_tokens: 16,
             replay_pays: false,
         };
-        let shared =
-            Shared { context, id, version, tuning: tuning.unwrap_or(of_kind), programs: Mutex::default() };
+        let shared = Shared {
+            context,
+            id,
+            version,
+            tuning: tuning.unwrap_or(of_kind),
+            programs: Mutex::default(),
+            imports: Mutex::default(),
+        };
         Ok(OpenClDevice {
             info,
             limits,
@@ -309,7 +326,9 @@ impl Device for OpenClDevice {
         if !self.limits.imports_host_memory {
             return Err(Error::unsupported("opencl: this device has a memory of its own; copy into it"));
         }
-        Ok(Slice::whole(Arc::new(Memory::imported(&self.shared.context, memory)?)))
+        let imported = Memory::imported(&self.shared.context, memory.clone())?;
+        self.shared.imports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&memory));
+        Ok(Slice::whole(Arc::new(imported)))
     }
 
     fn export(&self, _: &Slice) -> Option<Export> {

@@ -266,6 +266,10 @@ impl Queue for OpenClQueue {
         };
         let start = Instant::now();
         self.finish(ticket, &last, timeout)?;
+        if let Err(error) = self.shared.check_imports() {
+            self.failed = Some((ticket.0, error.clone()));
+            return Err(error);
+        }
         let elapsed = match device_time(&first, &last) {
             Some(time) => Elapsed { time, clock: ClockKind::Device },
             None => Elapsed { time: Seconds(start.elapsed().as_secs_f64()), clock: ClockKind::Host },

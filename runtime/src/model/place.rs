@@ -41,6 +41,8 @@ impl Checkpoint {
             progress(done, total);
             placed.insert(name, Tensor { slice, dtype });
         }
+        // What was copied may have been zeros by then.
+        self.check()?;
         self.assemble(&mut placed)
     }
 
