@@ -16,8 +16,19 @@ pub(super) struct Fields<'a> {
     pub(super) prefix: &'a str,
 }
 
+/// Refuses what is there and is no regular file: to open a FIFO would wait for who writes to it.
+pub(super) fn check_regular(file: &Path) -> Result<()> {
+    match std::fs::metadata(file) {
+        Ok(found) if !found.is_file() => {
+            Err(Error::file(file, "it is a directory, pipe, socket or device, expected a regular file"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Reads the JSON object in `file`.
 pub(super) fn read_object(file: &Path) -> Result<Map<String, Value>> {
+    check_regular(file)?;
     let size_bytes = std::fs::metadata(file).map_err(|e| Error::read(file, e))?.len();
     if size_bytes > JSON_BYTES_MAX {
         return Err(Error::file(file, format!("{size_bytes} bytes, expected at most {JSON_BYTES_MAX}")));

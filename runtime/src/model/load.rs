@@ -2,7 +2,7 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
-use super::fields::{Fields, read_object_if_present};
+use super::fields::{Fields, check_regular, read_object_if_present};
 use super::{header, names};
 use mixfleet_hal::{DType, FileMapper, HostMemory};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -12,6 +12,8 @@ use std::sync::Arc;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+/// What others read of a checkpoint.
+const OTHER_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
 /// A loaded checkpoint. Its files are mapped once; [`place`](Self::place) gives them to any number of
 /// devices, which use the mapping itself where they can.
@@ -59,6 +61,7 @@ impl Checkpoint {
     /// # Errors
     /// Names the file, and the field or tensor, that is missing, damaged or unsupported.
     pub fn open(directory: &Path, mapper: &dyn FileMapper) -> Result<Self> {
+        OTHER_FILES.iter().try_for_each(|name| check_regular(&directory.join(name)))?;
         let mut config = ModelConfig::open(directory)?;
         let shards = open_shards(directory, mapper)?;
         let mut found: HashMap<&str, (usize, &header::Entry)> = HashMap::new();

@@ -3,7 +3,7 @@
 //! Defaults of absent fields are those of transformers' configuration classes.
 
 use super::config::ModelConfig;
-use super::error::Result;
+use super::error::{Error, Result};
 use super::fields::{Fields, read_object, read_object_if_present};
 use super::rope;
 use mixfleet_hal::DType;
@@ -69,6 +69,10 @@ impl ModelConfig {
     /// Names the file and the field, and says what is supported.
     pub fn open(directory: &Path) -> Result<Self> {
         let file = directory.join("config.json");
+        if !file.exists() && holds_gguf(directory) {
+            let problem = "GGUF is not supported; supported: a directory with config.json and safetensors";
+            return Err(Error::file(directory, problem));
+        }
         let mut config = Self::parse(&file, &read_object(&file)?)?;
         let generation = directory.join("generation_config.json");
         let object = read_object_if_present(&generation)?.unwrap_or_default();
@@ -106,7 +110,7 @@ impl ModelConfig {
             head_dim,
             vocab: fields.count_required("vocab_size", VOCAB_MAX)?,
             context_max,
-            norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+            norm_eps: norm_eps(&fields)?,
             qkv_bias: qwen2 || ((llama || qwen3) && biased),
             o_bias: (llama || qwen3) && biased,
             mlp_bias: llama && fields.flag("mlp_bias", false)?,
@@ -119,6 +123,13 @@ impl ModelConfig {
             bos_id: fields.token_ids("bos_token_id")?.and_then(|ids| ids.first().copied()),
         })
     }
+}
+
+/// Whether it is a GGUF file, or has one in it.
+fn holds_gguf(path: &Path) -> bool {
+    let is_gguf = |path: &Path| path.extension().is_some_and(|kind| kind == "gguf");
+    let mut inside = std::fs::read_dir(path).into_iter().flatten().flatten();
+    is_gguf(path) || inside.any(|entry| is_gguf(&entry.path()))
 }
 
 fn family(fields: &Fields) -> Result<&'static Family> {
@@ -154,6 +165,15 @@ fn reject_unsupported(fields: &Fields) -> Result<()> {
         return Err(fields.error("quantization_config", problem));
     }
     Ok(())
+}
+
+fn norm_eps(fields: &Fields) -> Result<f32> {
+    let eps = fields.positive("rms_norm_eps")?.unwrap_or(1e-6);
+    // In f32, in which norms are computed, it must still be there.
+    if eps as f32 > 0.0 && eps <= 1.0 {
+        return Ok(eps as f32);
+    }
+    Err(fields.error("rms_norm_eps", format!("{eps:e}, expected a number above 1e-45 and up to 1")))
 }
 
 fn heads(fields: &Fields, family: &Family) -> Result<(u32, u32)> {

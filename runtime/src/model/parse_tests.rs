@@ -224,6 +224,40 @@ fn what_is_not_supported_is_named_with_what_is() {
     }
 }
 
+#[test]
+fn numbers_that_no_model_has_are_refused_by_name() {
+    for (field, wrong) in [
+        ("rope_theta", json!([0, 0.0, -1, -10000.0, 1e-300, 1e300, "10000", true])),
+        ("rms_norm_eps", json!([0, -1e-5, 1e-300, 1.5, 1e300, "1e-5"])),
+        ("hidden_size", json!([0, -96, 96.5, 4e9, 18_446_744_073_709_551_615u64])),
+        ("intermediate_size", json!([0, -1, 4e9])),
+        ("num_hidden_layers", json!([0, -1, 4097, 4_000_000_000u64])),
+        ("num_attention_heads", json!([0, -4, 1 << 20])),
+        ("num_key_value_heads", json!([0, -1, 3, 1 << 20])),
+        ("head_dim", json!([0, -2, 7, 1 << 20])),
+        ("vocab_size", json!([0, -1, 1 << 30])),
+        ("max_position_embeddings", json!([0, -1, 1u64 << 40])),
+    ] {
+        for value in wrong.as_array().expect("a list") {
+            let mut config = llama();
+            config[field] = value.clone();
+            let error = parse(config).expect_err(&format!("{field}: {value}")).to_string();
+            assert!(error.contains(&format!("field '{field}'")), "{error}");
+        }
+    }
+    let both = with(llama(), json!({"rope_theta": -1.0, "rope_parameters": {"rope_theta": 1000.0}}));
+    assert!(parse(both).expect_err("one is wrong").to_string().contains("field 'rope_theta'"));
+    for (field, value) in
+        [("rope_theta", -5.0), ("rope_theta", 0.0), ("rope_theta", 1e-200), ("factor", 1e300)]
+    {
+        let mut rope = json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0});
+        rope[field] = json!(value);
+        let error =
+            parse(with(llama(), json!({"rope_parameters": rope}))).expect_err("impossible").to_string();
+        assert!(error.contains("field 'rope_parameters.rope_theta'"), "{field} {value}: {error}");
+    }
+}
+
 fn any_json() -> impl Strategy<Value = Value> {
     let words = prop::sample::select(vec![
         "llama",
@@ -295,6 +329,8 @@ proptest! {
             prop_assert_eq!(config.rope.inv_freq.len() as u32 * 2, config.head_dim);
             prop_assert!(config.heads.is_multiple_of(config.kv_heads));
             prop_assert!(config.heads.checked_mul(config.head_dim).is_some());
+            prop_assert!(config.rope.inv_freq.iter().all(|f| f.is_finite() && *f > 0.0));
+            prop_assert!(config.norm_eps > 0.0 && config.norm_eps <= 1.0);
         }
     }
 }

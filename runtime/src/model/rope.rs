@@ -26,10 +26,9 @@ pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<
             return Err(place.error("partial_rotary_factor", "unsupported; supported: 1"));
         }
     }
-    let theta = match rope.positive("rope_theta")? {
-        Some(theta) => theta,
-        None => config.positive("rope_theta")?.unwrap_or(10_000.0),
-    };
+    // Both are looked at: where one is wrong, nobody knows which of them was meant.
+    let (outer, inner) = (config.positive("rope_theta")?, rope.positive("rope_theta")?);
+    let theta = inner.or(outer).unwrap_or(10_000.0);
     let kind = match rope.text("rope_type")? {
         Some(kind) => kind,
         None => rope.text("type")?.unwrap_or("default"),
@@ -37,7 +36,7 @@ pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<
     let powers = powers(theta, head_dim);
     let base: Vec<f32> = powers.iter().map(|power| 1.0 / power).collect();
     let plain = |inv_freq| Ok(Rope { inv_freq, scale: 1.0 });
-    match kind {
+    let resolved = match kind {
         "default" => plain(base),
         "linear" => {
             let factor = rope.positive_required("factor")? as f32;
@@ -49,7 +48,14 @@ pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<
             yarn(&rope, theta, original, context_max, &powers)
         }
         other => Err(rope.error("rope_type", format!("'{other}' is not supported; {SUPPORTED}"))),
+    }?;
+    // Numbers that f64 holds may be zero or infinite in f32.
+    let is_sound = |number: &f32| number.is_finite() && *number > 0.0;
+    if !resolved.inv_freq.iter().chain([&resolved.scale]).all(is_sound) {
+        let problem = format!("{theta} with these parameters gives frequencies that are zero or infinite");
+        return Err(rope.error("rope_theta", problem));
     }
+    Ok(resolved)
 }
 
 /// Resolves parameters nested by layer type: one table serves all layers, so all types must agree.
