@@ -2,6 +2,7 @@
 
 use crate::compare::CompareArgs;
 use crate::explain::ExplainArgs;
+use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, gib, requests, seconds};
 use crate::parts::PartsArgs;
 use crate::profile::ProfileArgs;
 use crate::replay::ReplayLogArgs;
@@ -91,10 +92,10 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_name = "DTYPE")]
     pub(crate) kv_dtype: Option<DType>,
     /// Memory for KV on each device
-    #[arg(long, value_name = "GIB", default_value_t = 1.0)]
+    #[arg(long, value_name = "GIB", default_value_t = 1.0, value_parser = gib)]
     pub(crate) kv_memory: f64,
     /// Prompt tokens in one step [default: 512]
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, hide_default_value = true)]
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=CHUNK_MAX))]
     pub(crate) chunk: u32,
 }
 
@@ -185,7 +186,7 @@ pub(crate) struct InstanceArgs {
     #[arg(long, value_name = "DEV=USD")]
     pub(crate) usd_per_hour: Vec<DevicePrice>,
     /// Sequences in work on a device at a time [default: 64]
-    #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true)]
+    #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=SEQUENCES_MAX))]
     pub(crate) sequences: u32,
     #[command(flatten)]
     pub(crate) tiers: TierArgs,
@@ -201,13 +202,13 @@ pub(crate) struct InstanceArgs {
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct TierArgs {
     /// Host memory for KV that a device's memory gives up, each
-    #[arg(long, value_name = "GIB")]
+    #[arg(long, value_name = "GIB", value_parser = gib)]
     pub(crate) kv_dram: Option<f64>,
     /// Directory for KV that host memory gives up; kept between runs
     #[arg(long, value_name = "DIR", requires_all = ["kv_dram", "kv_ssd_gib"])]
     pub(crate) kv_ssd: Option<PathBuf>,
     /// Room there, for each device
-    #[arg(long, value_name = "GIB", requires = "kv_ssd")]
+    #[arg(long, value_name = "GIB", requires = "kv_ssd", value_parser = gib)]
     pub(crate) kv_ssd_gib: Option<f64>,
 }
 
@@ -230,13 +231,13 @@ pub(crate) struct FrontArgs {
     #[arg(long)]
     pub(crate) hide_cached_tokens: bool,
     /// Turn away requests whose first token would come later
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) ttft_slo: Option<f64>,
     /// Turn away requests whose tokens would come slower
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) tbt_slo: Option<f64>,
     /// Time for answers of service_tier flex [default: 600]
-    #[arg(long, value_name = "SECONDS", default_value_t = 600.0, hide_default_value = true)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600.0, hide_default_value = true, value_parser = seconds)]
     pub(crate) flex_deadline_s: f64,
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
@@ -244,7 +245,7 @@ pub(crate) struct FrontArgs {
     #[arg(long)]
     pub(crate) no_pull: bool,
     /// Requests in work, at most [default: 512]
-    #[arg(long, value_name = "N", default_value = "512", hide_default_value = true)]
+    #[arg(long, value_name = "N", default_value = "512", hide_default_value = true, value_parser = requests)]
     pub(crate) requests: std::num::NonZeroUsize,
     /// Log all that the scheduler hears and says, for 'mixfleet replay'
     #[arg(long, value_name = "FILE.jsonl")]

@@ -6,15 +6,18 @@
 
 mod args;
 mod backends;
+mod cache;
 mod calibration;
 mod compare;
 mod devices;
+mod digest;
 mod explain;
 #[cfg(feature = "fleet")]
 mod fleet;
 mod generate;
 mod links;
 mod model;
+mod numbers;
 mod parts;
 mod prices;
 mod profile;

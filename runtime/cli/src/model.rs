@@ -8,10 +8,7 @@ use mixfleet_runtime::model::{ChatTemplate, Checkpoint, Tokenizer, builtin};
 use mixfleet_runtime::text::LoadedText;
 use std::path::Path;
 use std::sync::Arc;
-use xxhash_rust::xxh3::Xxh3;
-
-/// Bytes at the start of every tensor that go into the model's digest.
-const DIGEST_BYTES: usize = 64 << 10;
+use xxhash_rust::xxh3::xxh3_128;
 
 /// A checkpoint with its text side and the dtypes to run it in.
 pub(crate) struct Model {
@@ -20,8 +17,8 @@ pub(crate) struct Model {
     pub(crate) text: Arc<LoadedText>,
     pub(crate) activations: DType,
     pub(crate) kv: DType,
-    /// Names weights and configuration.
-    pub(crate) digest: String,
+    /// Names the configuration and the tensors' shapes, but not what is in them.
+    pub(crate) shape_digest: String,
     pub(crate) tokenizer_digest: String,
 }
 
@@ -38,13 +35,12 @@ impl Model {
             ),
         };
         let activations = args.activations.unwrap_or(checkpoint.config.dtype);
-        let tokenizer_digest = digest(|hash| {
-            hash.update(tokenizer.to_json().unwrap_or_default().as_bytes());
-        });
+        let tokenizer_digest =
+            format!("{:032x}", xxh3_128(tokenizer.to_json().unwrap_or_default().as_bytes()));
         let vocab = checkpoint.config.vocab;
         Ok(Model {
             name,
-            digest: model_digest(&checkpoint),
+            shape_digest: checkpoint.shape_digest(),
             text: Arc::new(LoadedText { tokenizer, template, env: env.clone(), vocab }),
             activations,
             kv: args.kv_dtype.unwrap_or(activations),
@@ -63,23 +59,4 @@ fn open(directory: &Path) -> Result<(String, Checkpoint, Tokenizer, Option<ChatT
     let absolute = directory.canonicalize().unwrap_or_else(|_| directory.to_path_buf());
     let name = absolute.file_name().map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned());
     Ok((name, checkpoint, tokenizer, template))
-}
-
-fn digest(feed: impl FnOnce(&mut Xxh3)) -> String {
-    let mut hash = Xxh3::new();
-    feed(&mut hash);
-    format!("{:032x}", hash.digest128())
-}
-
-fn model_digest(checkpoint: &Checkpoint) -> String {
-    digest(|hash| {
-        hash.update(format!("{:?}", checkpoint.config).as_bytes());
-        let mut tensors = checkpoint.directory();
-        tensors.sort_unstable_by_key(|(name, ..)| *name);
-        for (name, dtype, shape) in tensors {
-            hash.update(format!("{name} {dtype} {shape:?}").as_bytes());
-            let bytes = checkpoint.bytes(name).unwrap_or_default();
-            hash.update(&bytes[..bytes.len().min(DIGEST_BYTES)]);
-        }
-    })
 }

@@ -69,12 +69,6 @@ pub(crate) fn check(args: &FrontArgs) -> Result<()> {
     if args.api_key.as_deref().is_some_and(str::is_empty) {
         return Err(Usage("--api-key is empty".into()).into());
     }
-    let flex = ("--flex-deadline-s", Some(args.flex_deadline_s));
-    for (flag, slo) in [("--ttft-slo", args.ttft_slo), ("--tbt-slo", args.tbt_slo), flex] {
-        if slo.is_some_and(|s| !(s.is_finite() && s > 0.0)) {
-            return Err(Usage(format!("{flag} must be a positive number of seconds")).into());
-        }
-    }
     args.scheduling.choices()?;
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use crate::Usage;
 use crate::args::{DeviceRole, ModelArgs, TierArgs};
+use crate::digest::Digest;
 use crate::model::Model;
 use crate::tiers::{self, Pools};
 use crate::{backends, calibration, profiles};
@@ -87,12 +88,15 @@ pub(crate) fn engine(
     placements: Arc<Placements>,
 ) -> Result<Started> {
     check_roles(&choice.instances.devices)?;
-    let (model_digest, tokenizer_digest) = (model.digest.clone(), model.tokenizer_digest.clone());
+    // Block hashes hold for one shape and secret; whose weights they are of, a disk's namespace says.
+    let (model_digest, tokenizer_digest) = (model.shape_digest.clone(), model.tokenizer_digest.clone());
     let identity = match tiers::secret(&choice.instances.tiers, env)? {
         Some(secret) => Identity { model_digest, tokenizer_digest, secret },
         None => Identity::new(model_digest, tokenizer_digest, [env.random(), env.random()]),
     };
-    let instances = instances(model, args, &choice.instances, &identity)?;
+    let digest = Digest::kept(&model.checkpoint);
+    let has_disk = choice.instances.tiers.kv_ssd.is_some();
+    let instances = instances(model, args, &choice.instances, &identity, &digest)?;
     let context = context(model, &instances);
     let pools = Pools::of(&instances);
     let devices = instances.iter().map(|(loaded, _)| loaded.device().clone()).collect();
@@ -107,7 +111,11 @@ pub(crate) fn engine(
         placements,
         metrics,
     };
-    Ok(Started { handle: parts.start()?, context, pools, devices })
+    let handle = parts.start()?;
+    if has_disk {
+        digest.begin(model.checkpoint.clone());
+    }
+    Ok(Started { handle, context, pools, devices })
 }
 
 /// Ways between memories that all of `transports` reach.
@@ -125,18 +133,15 @@ pub(crate) fn instances(
     args: &ModelArgs,
     choice: &Instances,
     identity: &Identity,
+    digest: &Digest,
 ) -> Result<Vec<(Loaded, CostModel)>> {
     let config = Arc::new(model.checkpoint.config.clone());
     check_names(&choice.devices)?;
-    if !(args.kv_memory.is_finite() && args.kv_memory > 0.0) {
-        return Err(Usage(format!("--kv-memory {} is not an amount of memory", args.kv_memory)).into());
-    }
     if let Some(unknown) =
         choice.prices.keys().find(|name| !choice.devices.iter().any(|d| d.device == **name))
     {
         return Err(Usage(format!("--usd-per-hour {unknown}: no such device serves here")).into());
     }
-    tiers::check(&choice.tiers)?;
     let read = |file: &PathBuf| Ok((file.clone(), profiles::read(file)?));
     let known = choice.profiles.iter().map(read).collect::<Result<Vec<_>>>()?;
     let mut instances = Vec::new();
@@ -147,15 +152,18 @@ pub(crate) fn instances(
             activations: model.activations,
             kv: model.kv,
             kv_bytes: (args.kv_memory * GIB as f64) as u64,
-            step_tokens_max: args.chunk.max(1),
-            prefill_tokens_beside_decode_max: PREFILL_TOKENS_BESIDE_DECODE_MAX.min(args.chunk.max(1)),
-            sequences_max: choice.sequences_max.max(1),
+            step_tokens_max: args.chunk,
+            prefill_tokens_beside_decode_max: PREFILL_TOKENS_BESIDE_DECODE_MAX.min(args.chunk),
+            sequences_max: choice.sequences_max,
             block_tokens: None,
         };
         let price = choice.prices.get(selector).map(|&usd| UsdPerHour(usd));
         let spec = InstanceSpec { device, weights, role: *role, price, limits };
         let loaded = Loaded::new(&config, spec)?;
-        instances.push(match tiers::of(&choice.tiers, selector, identity.namespace(model.kv))? {
+        let (identity, kv, digest) = (identity.clone(), model.kv, digest.wait());
+        let namespace =
+            async move { Some(Identity { model_digest: digest.await?, ..identity }.namespace(kv)) };
+        instances.push(match tiers::of(&choice.tiers, selector, Box::pin(namespace))? {
             Some(tiers) => loaded.with_lower_tiers(tiers, &region)?,
             None => loaded,
         });
@@ -241,8 +249,8 @@ fn predicted(
             None => CostModel::Coefficients(calibrated(model, args, &loaded, again)?),
         };
         let (info, kv_tokens) = (loaded.device().info(), loaded.kv_capacity_tokens());
-        let (prompt, step) = (cost.prefill_s(0, args.chunk.max(1)).0, cost.decode_step_s(1, 1).0);
-        let prefill_tokens_per_s = f64::from(args.chunk.max(1)) / prompt.max(1e-12);
+        let (prompt, step) = (cost.prefill_s(0, args.chunk).0, cost.decode_step_s(1, 1).0);
+        let prefill_tokens_per_s = f64::from(args.chunk) / prompt.max(1e-12);
         tracing::info!(device = %info.id, prefill_tokens_per_s, decode_step_s = step, kv_tokens, "predicted");
         predicted.push((loaded, cost));
     }
@@ -253,7 +261,7 @@ fn predicted(
 fn calibrated(model: &Model, args: &ModelArgs, loaded: &Loaded, again: bool) -> Result<Coefficients> {
     let key = calibration::Key {
         fingerprint: loaded.device().info().fingerprint.clone(),
-        model: model.digest.clone(),
+        model: model.shape_digest.clone(),
         dtypes: format!("{} {}", model.activations, model.kv),
         chunk: args.chunk,
     };

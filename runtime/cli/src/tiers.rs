@@ -1,6 +1,5 @@
 //! From flags to the tiers below the devices.
 
-use crate::Usage;
 use crate::args::TierArgs;
 use anyhow::{Context, Result};
 use mixfleet_hal::random;
@@ -10,7 +9,6 @@ use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::pool::{Pool, SsdConfig, WrittenBack};
 use mixfleet_scheduler::cost::CostModel;
 use std::fs;
-use std::future::ready;
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -68,27 +66,19 @@ fn write_back(device: &str, pool: &Pool, until: Instant) {
     }
 }
 
-fn bytes(flag: &str, gib: f64) -> Result<u64> {
-    if gib.is_finite() && gib > 0.0 {
-        return Ok((gib * GIB as f64) as u64);
-    }
-    Err(Usage(format!("{flag} {gib} is not an amount of memory; leave it out for none")).into())
+fn bytes(gib: f64) -> u64 {
+    (gib * GIB as f64) as u64
 }
 
-/// Refuses what cannot be meant, before anything is loaded.
-pub(crate) fn check(args: &TierArgs) -> Result<()> {
-    let both = [("--kv-dram", args.kv_dram), ("--kv-ssd-gib", args.kv_ssd_gib)];
-    both.into_iter().try_for_each(|(flag, gib)| gib.map_or(Ok(()), |gib| bytes(flag, gib).map(drop)))
-}
+/// What must be equal before blocks of earlier processes may be used, once it is known.
+type Namespace = std::pin::Pin<Box<dyn Future<Output = Option<u64>> + Send>>;
 
 /// What lies below the device that `selector` names, if anything shall; blocks there belong to `namespace`.
-pub(crate) fn of(args: &TierArgs, selector: &str, namespace: u64) -> Result<Option<LowerTiers>> {
+pub(crate) fn of(args: &TierArgs, selector: &str, namespace: Namespace) -> Result<Option<LowerTiers>> {
     let Some(dram) = args.kv_dram else { return Ok(None) };
     let ssd = args.kv_ssd.as_deref().zip(args.kv_ssd_gib);
-    let ssd =
-        ssd.map(|(directory, gib)| disk(directory, selector, bytes("--kv-ssd-gib", gib)?)).transpose()?;
-    let namespace = Box::pin(ready(Some(namespace)));
-    Ok(Some(LowerTiers { dram_bytes: bytes("--kv-dram", dram)?, ssd, namespace }))
+    let ssd = ssd.map(|(directory, gib)| disk(directory, selector, bytes(gib))).transpose()?;
+    Ok(Some(LowerTiers { dram_bytes: bytes(dram), ssd, namespace }))
 }
 
 #[cfg(unix)]

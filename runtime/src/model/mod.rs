@@ -4,6 +4,7 @@ mod arena;
 pub mod builtin;
 pub mod chat;
 pub mod config;
+pub mod digest;
 pub mod error;
 mod fields;
 pub mod graph;

@@ -4,6 +4,7 @@ use super::join::Join;
 use super::transports::{self, Offered, PIECE_TIMEOUT};
 use super::{RouterArgs, WorkerArgs};
 use crate::Usage;
+use crate::digest::Digest;
 use crate::serve::{self, Around};
 use crate::start;
 use crate::tiers::Pools;
@@ -50,7 +51,7 @@ async fn join_as_router(
     let Around { env, metrics, placements, events } = around;
     let join = args.open(&env).await?;
     let model = serve::load_model(model_args, &env)?;
-    let (charter, own) = charter(&join, &model, &env).await?;
+    let (charter, own, _) = charter(&join, &model, &env).await?;
     let id = join.registry.router_id().await?;
     let limits = EngineConfig {
         // A lost worker is back, or missed by everyone, within two leases; a third until all have met who was cut off.
@@ -99,11 +100,22 @@ fn identity(charter: &Charter, own: &Model) -> Identity {
 }
 
 /// What the fleet has in common, and what this process serves.
-async fn charter(join: &Join, model: &crate::model::Model, env: &SharedEnv) -> Result<(Charter, Model)> {
-    let own = Model { digest: model.digest.clone(), tokenizer_digest: model.tokenizer_digest.clone() };
+///
+/// # Errors
+/// Where the weights change while their digest is computed, or the fleet serves something else.
+async fn charter(
+    join: &Join,
+    model: &crate::model::Model,
+    env: &SharedEnv,
+) -> Result<(Charter, Model, Digest)> {
+    let checkpoint = model.checkpoint.clone();
+    let computing = tokio::task::spawn_blocking(move || Digest::now(&checkpoint));
+    let digest = computing.await.context("the digest was cut short")??;
+    let known = digest.known().context("the weights have no digest")?;
+    let own = Model { digest: known, tokenizer_digest: model.tokenizer_digest.clone() };
     let secret = Identity::new(String::new(), String::new(), [env.random(), env.random()]).secret;
     let charter = join.registry.charter(&own, secret).await.context("cannot join the fleet")?;
-    Ok((charter, own))
+    Ok((charter, own, digest))
 }
 
 /// `mixfleet worker`
@@ -179,8 +191,8 @@ async fn join_as_worker(
     let join = args.join.open(env).await?;
     let door = Door::open(control, join.rpc.clone())?;
     let model = serve::load_model(&args.model, env)?;
-    let (charter, own) = charter(&join, &model, env).await?;
-    let (loaded, prices) = load(args, model, identity(&charter, &own)).await?;
+    let (charter, own, digest) = charter(&join, &model, env).await?;
+    let (loaded, prices) = load(args, model, identity(&charter, &own), digest).await?;
     let pools = Pools::of(&loaded);
     let hand_off = HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() };
     let Offered { transports, not_offered } = transports::open(args, &join, data, &hand_off)?;
@@ -216,6 +228,7 @@ async fn load(
     args: &WorkerArgs,
     model: crate::model::Model,
     identity: Identity,
+    digest: Digest,
 ) -> Result<(Vec<(Loaded, CostModel)>, Vec<Option<f64>>)> {
     let mut chosen = serve::chosen(&args.instances);
     for device in &mut chosen.devices {
@@ -225,7 +238,7 @@ async fn load(
     }
     let model_args = args.model.clone();
     let loading = tokio::task::spawn_blocking(move || {
-        let loaded = start::instances(&model, &model_args, &chosen, &identity)?;
+        let loaded = start::instances(&model, &model_args, &chosen, &identity, &digest)?;
         let prices = chosen.devices.iter().map(|d| chosen.prices.get(&d.device).copied()).collect();
         Ok((loaded, prices))
     });

@@ -10,6 +10,8 @@ pub(crate) struct Server {
     pub(crate) child: Child,
     pub(crate) log: Option<BufReader<ChildStderr>>,
     pub(crate) address: String,
+    /// What it logged and was read.
+    pub(crate) seen: String,
 }
 
 impl Server {
@@ -25,13 +27,16 @@ impl Server {
             .args(arguments)
             .stderr(Stdio::piped())
             .spawn();
-        let mut server = Server { child: child.unwrap(), log: None, address: String::new() };
+        Server::spawned(child.unwrap())
+    }
+
+    /// With a process whose standard error is piped; returns once it is ready.
+    pub(crate) fn spawned(child: Child) -> Self {
+        let mut server = Server { child, log: None, address: String::new(), seen: String::new() };
         server.log = server.child.stderr.take().map(BufReader::new);
-        let mut seen = String::new();
         while server.address.is_empty() {
             let line = server.log_line();
-            seen.push_str(&line);
-            assert!(!line.is_empty(), "the server ended: {seen}");
+            assert!(!line.is_empty(), "the server ended: {}", server.seen);
             if let Some((_, address)) = line.split_once("ready: http://") {
                 server.address = address.trim().trim_end_matches("/v1").to_string();
             }
@@ -43,7 +48,15 @@ impl Server {
     pub(crate) fn log_line(&mut self) -> String {
         let mut line = String::new();
         self.log.as_mut().expect("piped").read_line(&mut line).unwrap();
+        self.seen.push_str(&line);
         line
+    }
+
+    /// Reads its log until it says `words`; at once where it has.
+    pub(crate) fn wait_for(&mut self, words: &str) {
+        while !self.seen.contains(words) {
+            assert!(!self.log_line().is_empty(), "it ended without '{words}': {}", self.seen);
+        }
     }
 
     pub(crate) fn connect(&self) -> TcpStream {

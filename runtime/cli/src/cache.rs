@@ -1,0 +1,50 @@
+//! What is kept between runs, and can be made anew: a file for each thing, named by the hash of what it holds for.
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::xxh3_128;
+
+/// Where what `key` names is kept; none where this user has no such place.
+pub(crate) fn file(kind: &str, key: &impl Serialize) -> Option<PathBuf> {
+    let base = std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")))?;
+    let name = xxh3_128(serde_json::to_string(key).ok()?.as_bytes());
+    Some(base.join("mixfleet").join(format!("{kind}-{name:032x}.json")))
+}
+
+/// What is there, if this user wrote it and nobody else can.
+pub(crate) fn read(file: &Path) -> Option<Vec<u8>> {
+    is_ours(file).then(|| fs::read(file).ok()).flatten()
+}
+
+#[cfg(target_os = "linux")]
+fn is_ours(file: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let (Ok(found), Ok(own)) = (fs::symlink_metadata(file), fs::metadata("/proc/self")) else { return false };
+    found.is_file() && found.uid() == own.uid() && found.mode() & 0o022 == 0
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_ours(file: &Path) -> bool {
+    fs::symlink_metadata(file).is_ok_and(|found| found.is_file())
+}
+
+/// Keeps `content`, for this user alone. Whoever reads meanwhile sees all of the old or all of the new.
+pub(crate) fn write(file: &Path, content: &[u8]) -> Result<()> {
+    fs::create_dir_all(file.parent().context("a file in a directory")?)?;
+    let partial = file.with_extension(format!("{}.partial", std::process::id()));
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    let written = options.open(&partial).and_then(|mut to| to.write_all(content));
+    if let Err(error) = written.and_then(|()| fs::rename(&partial, file)) {
+        let _ = fs::remove_file(&partial);
+        return Err(error.into());
+    }
+    Ok(())
+}

@@ -1,0 +1,160 @@
+//! The digest of a model's weights: computed once, kept until a file changes, and waited for by nobody who serves.
+//!
+//! `serve` needs it only to know whose KV lies on a disk. It computes the digest on a thread that gets what time the cores have
+//! left, and uses the disk from then on. Members of a fleet have nothing to do before they know it, and take all cores.
+
+use crate::cache;
+use anyhow::{Context, Result};
+use mixfleet_hal::memory::FileStamp;
+use mixfleet_runtime::model::Checkpoint;
+use serde::{Deserialize, Serialize};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::watch;
+
+const SCHEMA: &str = "mixfleet.digest/1";
+
+/// File systems tell times apart that lie so far from each other: of a file that changed less long ago, a later change may leave
+/// no trace in its stamp.
+const STAMP_STEP: Duration = Duration::from_millis(100);
+
+/// How often progress is said.
+const SAID_EVERY: Duration = Duration::from_secs(5);
+
+/// What a kept digest holds for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Key {
+    /// Configuration, and all tensors' names, dtypes and shapes.
+    shape: String,
+    files: Vec<FileStamp>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Document {
+    schema: String,
+    key: Key,
+    digest: String,
+}
+
+/// A digest that is known, or will be.
+pub(crate) struct Digest {
+    known: watch::Receiver<Option<String>>,
+    /// Where it is told.
+    tell: watch::Sender<Option<String>>,
+}
+
+impl Digest {
+    /// The digest that an earlier run kept, if the files have not changed since; else one that nobody computes yet.
+    pub(crate) fn kept(checkpoint: &Checkpoint) -> Self {
+        Digest::from(key(checkpoint).and_then(|key| read(&key)))
+    }
+
+    /// The digest that an earlier run kept, or one that is computed now, by all cores. Blocks.
+    ///
+    /// # Errors
+    /// When a file changes meanwhile.
+    pub(crate) fn now(checkpoint: &Checkpoint) -> Result<Self> {
+        let digest = Digest::kept(checkpoint);
+        if digest.known.borrow().is_some() {
+            return Ok(digest);
+        }
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Digest::from(Some(compute(checkpoint, threads)?)))
+    }
+
+    fn from(digest: Option<String>) -> Self {
+        let (tell, known) = watch::channel(digest);
+        Digest { known, tell }
+    }
+
+    /// What it is, if that is known by now.
+    pub(crate) fn known(&self) -> Option<String> {
+        self.known.borrow().clone()
+    }
+
+    /// Completes when it is known; with none if it never will be.
+    pub(crate) fn wait(&self) -> impl Future<Output = Option<String>> + Send + use<> {
+        let mut known = self.known.clone();
+        async move { known.wait_for(Option::is_some).await.ok()?.clone() }
+    }
+
+    /// Computes it beside those who serve, unless it is known.
+    pub(crate) fn begin(self, checkpoint: Checkpoint) {
+        if self.known().is_some() {
+            return;
+        }
+        let body = move || {
+            mixfleet_cpu::host::yield_to_others();
+            match compute(&checkpoint, 1) {
+                Ok(digest) => drop(self.tell.send_replace(Some(digest))),
+                Err(error) => {
+                    tracing::error!(%error, "the weights have no digest: KV of earlier runs is not used")
+                }
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("digest".into()).spawn(body) {
+            tracing::error!(%error, "no thread for the weights' digest: KV of earlier runs is not used");
+        }
+    }
+}
+
+/// Computes the digest on `threads` threads, this one among them, and keeps it.
+fn compute(checkpoint: &Checkpoint, threads: usize) -> Result<String> {
+    let (start, since_epoch) =
+        (Instant::now(), SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default());
+    let (bytes, before) = (checkpoint.size_bytes(), key(checkpoint));
+    tracing::info!(bytes, threads, "computing the digest of the weights");
+    let (hashed, said) = (AtomicU64::new(0), Mutex::new(start));
+    let done = |piece| {
+        let hashed = hashed.fetch_add(piece, Ordering::Relaxed) + piece;
+        if let Ok(mut said) = said.try_lock()
+            && said.elapsed() > SAID_EVERY
+        {
+            *said = Instant::now();
+            tracing::info!(hashed, bytes, "computing the digest of the weights");
+        }
+    };
+    let digesting = checkpoint.digesting();
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            // Without a thread the others do its part.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, || digesting.work(&done));
+        }
+        digesting.work(&done);
+    });
+    let digest = digesting.finish().context("the digest of the weights")?;
+    tracing::info!(digest, bytes, seconds = start.elapsed().as_secs_f64(), "the weights' digest is known");
+    let settled = before.filter(|before| is_settled(&before.files, since_epoch));
+    if let Some(key) = settled.filter(|before| key(checkpoint).as_ref() == Some(before))
+        && let Err(error) = write(key, &digest)
+    {
+        tracing::warn!(%error, "the weights' digest cannot be kept; the next start computes it again");
+    }
+    Ok(digest)
+}
+
+fn key(checkpoint: &Checkpoint) -> Option<Key> {
+    Some(Key { shape: checkpoint.shape_digest(), files: checkpoint.stamps()? })
+}
+
+/// Whether every change from `now` on shows in the stamps.
+fn is_settled(files: &[FileStamp], now: Duration) -> bool {
+    let settled = |file: &FileStamp| {
+        let (seconds, nanoseconds) = file.changed;
+        let changed = Duration::new(seconds.max(0) as u64, nanoseconds.clamp(0, 999_999_999) as u32);
+        changed + STAMP_STEP < now
+    };
+    files.iter().all(settled)
+}
+
+fn read(key: &Key) -> Option<String> {
+    let document: Document = serde_json::from_slice(&cache::read(&cache::file("digest", key)?)?).ok()?;
+    (document.schema == SCHEMA && document.key == *key).then_some(document.digest)
+}
+
+fn write(key: Key, digest: &str) -> Result<()> {
+    let Some(file) = cache::file("digest", &key) else { return Ok(()) };
+    let document = Document { schema: SCHEMA.into(), key, digest: digest.into() };
+    cache::write(&file, &serde_json::to_vec_pretty(&document)?)
+}
