@@ -89,3 +89,122 @@ impl Encoder<'_> {
         ApiError::context_length(self.field, message)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::text::{TextDecoder, TextModel};
+    use super::*;
+    use crate::model::ChatMessage;
+    use crate::request::{EngineHandle, Sampling};
+    use serde_json::{Map, Value};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    const CONTEXT: usize = 1000;
+
+    /// A token for each run of equal bytes.
+    struct Runs {
+        token_bytes_max: Option<usize>,
+        encoded_bytes: AtomicUsize,
+    }
+
+    impl TextModel for Runs {
+        fn encode(&self, prompt: &Marked, _: bool) -> Result<Vec<u32>, String> {
+            self.encoded_bytes.fetch_add(prompt.text.len(), Ordering::Relaxed);
+            let mut ids: Vec<u32> = prompt.text.bytes().map(u32::from).collect();
+            ids.dedup();
+            Ok(ids)
+        }
+
+        fn special_places(&self, _: &str) -> Vec<usize> {
+            Vec::new()
+        }
+
+        fn token_bytes_max(&self) -> Option<usize> {
+            self.token_bytes_max
+        }
+
+        fn render_chat(
+            &self,
+            _: &[ChatMessage],
+            _: bool,
+            _: &Map<String, Value>,
+            _: &dyn Fn() -> bool,
+        ) -> Result<String, String> {
+            unreachable!("no chats here")
+        }
+
+        fn decoder(&self) -> Box<dyn TextDecoder> {
+            unreachable!("no answers here")
+        }
+
+        fn token_bytes(&self, id: u32) -> Vec<u8> {
+            vec![id as u8]
+        }
+
+        fn vocabulary_size(&self) -> u32 {
+            u32::from(b'z')
+        }
+    }
+
+    /// The tokens of `text`, or the error; and the bytes that were tokenised for it.
+    fn encode(
+        token_bytes_max: Option<usize>,
+        text: &str,
+        stopped: Stopped<'_>,
+    ) -> (Result<usize, String>, usize) {
+        let runs = Arc::new(Runs { token_bytes_max, encoded_bytes: AtomicUsize::new(0) });
+        let model = ServedModel {
+            name: "runs".into(),
+            created: 0,
+            engine: EngineHandle::channel(1).0,
+            text: runs.clone(),
+            context: CONTEXT as u32,
+            eos_ids: [].into(),
+            defaults: Sampling::default(),
+        };
+        let encoder = Encoder { model: &model, field: "prompt", stopped };
+        let ids = encoder.encode(&Marked::plain(text.into()), true);
+        let ids = ids.map(|ids| ids.len()).map_err(|error| error.to_json());
+        (ids, runs.encoded_bytes.load(Ordering::Relaxed))
+    }
+
+    #[test]
+    fn what_cannot_fit_by_its_bytes_alone_is_refused_without_tokenising() {
+        let (refused, encoded) = encode(Some(4), &"ab".repeat(2 * CONTEXT + 1), &|| false);
+        let error = refused.unwrap_err();
+        assert!(error.contains("context_length_exceeded") && error.contains("at least 1001"), "{error}");
+        assert_eq!(encoded, 0);
+        // As many bytes as the context could just hold are tokenised, and counted by whoever asks.
+        let (fits, _) = encode(Some(4), &"a".repeat(4 * CONTEXT), &|| false);
+        assert_eq!(fits, Ok(1));
+    }
+
+    #[test]
+    fn where_a_token_has_no_bound_a_long_text_is_given_up_after_a_few_pieces() {
+        let long = "ab".repeat(4 << 20);
+        let (refused, encoded) = encode(None, &long, &|| false);
+        assert!(refused.unwrap_err().contains("context_length_exceeded"));
+        assert!(encoded <= PIECE_BYTES, "{encoded} of {} bytes were tokenised", long.len());
+        let (fits, _) = encode(None, &"a".repeat(8 << 20), &|| false);
+        assert_eq!(fits, Ok(1), "a long text of few tokens is none to refuse");
+    }
+
+    #[test]
+    fn tokenising_ends_soon_after_its_client_has_left() {
+        let looks = AtomicUsize::new(0);
+        let leaves = || looks.fetch_add(1, Ordering::Relaxed) == 3;
+        let (ended, encoded) = encode(None, &"a".repeat(8 << 20), &leaves);
+        assert!(ended.unwrap_err().contains("has left"));
+        assert_eq!(encoded, 3 * PIECE_BYTES);
+        assert_eq!(encode(None, "abc", &|| true).1, 0);
+    }
+
+    #[test]
+    fn an_id_beyond_the_embedding_is_refused_by_its_number() {
+        let (refused, _) = encode(None, "abz", &|| false);
+        let error = refused.unwrap_err();
+        assert!(error.contains("token 122") && error.contains("only 122"), "{error}");
+        assert_eq!(encode(None, "aby", &|| false).0, Ok(3));
+    }
+}

@@ -128,6 +128,12 @@ impl ApiError {
         ApiError { retry_after_s: Some(retry_after_s), ..error }
     }
 
+    /// When to come back, if there is a use in it.
+    #[cfg(test)]
+    pub(crate) fn retry_after_s(&self) -> Option<u64> {
+        self.retry_after_s
+    }
+
     /// The JSON document.
     pub(crate) fn to_json(&self) -> String {
         let ApiError { message, kind, param, code, .. } = self;

@@ -87,3 +87,120 @@ impl Pool {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::env::{Env, RealEnv, SeededEnv, yield_now};
+    use axum::http::StatusCode;
+    use futures_util::FutureExt;
+    use std::collections::HashSet;
+    use std::sync::mpsc::channel;
+    use tokio::sync::Semaphore;
+
+    const LARGE: usize = IN_PLACE_BYTES_MAX + 1;
+
+    fn seeded<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
+        threads: usize,
+        waiting: usize,
+        test: impl FnOnce(SeededEnv, Arc<Pool>) -> F + Send + 'static,
+    ) -> T {
+        let env = SeededEnv::new(1);
+        let pool = Arc::new(Pool::new(Arc::new(env.clone()), threads, waiting));
+        env.clone().run(async move { test(env, pool).await })
+    }
+
+    fn on_threads<T>(threads: usize, test: impl AsyncFnOnce(Arc<Pool>) -> T) -> T {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let env = Arc::new(RealEnv::new(runtime.handle().clone()));
+        runtime.block_on(test(Arc::new(Pool::new(env, threads, 64))))
+    }
+
+    #[test]
+    fn work_whose_client_has_left_never_begins() {
+        seeded(1, 4, async |_, pool| {
+            let began = Arc::new(AtomicUsize::new(0));
+            let count = began.clone();
+            let mut left = Box::pin(pool.run(LARGE, (), move |_| count.fetch_add(1, Ordering::Relaxed)));
+            assert!(left.as_mut().now_or_never().is_none(), "it waits for a thread");
+            drop(left);
+            let stays = pool.run(LARGE, (), |_| 5).await.ok().unwrap();
+            assert_eq!((stays.0, began.load(Ordering::Relaxed)), (5, 0));
+        });
+    }
+
+    #[test]
+    fn those_who_wait_are_few_and_the_next_one_gets_a_429_with_retry_after() {
+        seeded(1, 2, async |_, pool| {
+            let mut waiting: Vec<_> = (0..2).map(|at| Box::pin(pool.run(LARGE, at, |_| ()))).collect();
+            for one in &mut waiting {
+                assert!(one.as_mut().now_or_never().is_none());
+            }
+            let refused = pool.run(LARGE, 2, |_| ()).await.err().unwrap();
+            assert_eq!((refused.status, refused.retry_after_s()), (StatusCode::TOO_MANY_REQUESTS, Some(1)));
+            assert!(pool.run(1, 3, |_| ()).await.is_ok(), "a small one needs no thread");
+            for (at, one) in waiting.into_iter().enumerate() {
+                assert_eq!(one.await.ok().unwrap().1, at);
+            }
+            assert!(pool.run(LARGE, 4, |_| ()).await.is_ok());
+        });
+    }
+
+    #[test]
+    fn no_thread_is_a_503_and_another_one_will_do() {
+        seeded(2, 4, async |env, pool| {
+            env.refuse_threads(true);
+            let refused = pool.run(LARGE, (), |_| ()).await.err().unwrap();
+            assert_eq!((refused.status, refused.retry_after_s()), (StatusCode::SERVICE_UNAVAILABLE, Some(1)));
+            env.refuse_threads(false);
+            assert!(pool.run(LARGE, (), |_| ()).await.is_ok());
+            env.refuse_threads(true);
+            assert!(pool.run(LARGE, (), |_| ()).await.is_ok(), "the first thread does the work");
+        });
+    }
+
+    #[test]
+    fn work_that_panics_is_a_500_and_its_thread_goes_on() {
+        seeded(1, 4, async |_, pool| {
+            for bytes in [1, LARGE] {
+                let failed = pool.run(bytes, (), |_| panic!("as a library may")).await;
+                assert_eq!(failed.err().map(|error| error.status), Some(StatusCode::INTERNAL_SERVER_ERROR));
+            }
+            assert!(pool.run(LARGE, (), |_| ()).await.is_ok());
+            yield_now().await;
+        });
+    }
+
+    #[test]
+    fn what_a_request_holds_comes_back_when_its_work_has_really_ended() {
+        on_threads(1, async |pool| {
+            let places = Arc::new(Semaphore::new(1));
+            let permit = places.clone().try_acquire_owned().unwrap();
+            let ((begun, has_begun), (go_on, may_go_on)) = (channel(), channel::<()>());
+            let (told, was_told) = channel();
+            let mut run = Box::pin(pool.run(LARGE, permit, move |stopped| {
+                begun.send(()).unwrap();
+                may_go_on.recv().unwrap();
+                told.send(stopped()).unwrap();
+            }));
+            assert!(run.as_mut().now_or_never().is_none());
+            has_begun.recv().unwrap();
+            drop(run);
+            assert_eq!(places.available_permits(), 0, "the client has left and its work goes on");
+            go_on.send(()).unwrap();
+            assert!(was_told.recv().unwrap(), "the work sees that its client has left");
+            drop(places.acquire().await);
+        });
+    }
+
+    #[test]
+    fn so_many_threads_work_and_no_more() {
+        let names = on_threads(2, async |pool| {
+            let name = |_: Stopped<'_>| std::thread::current().name().map(str::to_string);
+            let all: Vec<_> = (0..40).map(|_| pool.run(LARGE, (), name)).collect();
+            let names = futures_util::future::join_all(all).await;
+            names.into_iter().map(|result| result.ok().unwrap().0.unwrap()).collect::<HashSet<_>>()
+        });
+        assert!(names.iter().all(|name| ["reader-0", "reader-1"].contains(&name.as_str())), "{names:?}");
+    }
+}

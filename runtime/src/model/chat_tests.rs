@@ -167,3 +167,32 @@ fn content_may_be_parts_and_unknown_fields_are_refused() {
         assert!(parse(value).unwrap_err().contains(word));
     }
 }
+
+#[test]
+fn a_template_that_takes_too_long_or_prints_too_much_is_stopped() {
+    let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
+    assert_eq!(error(endless), "chat template: it takes too many steps for such a chat");
+    let endless =
+        "{% macro again() %}{% for a in range(9) %}{{ again() }}{% endfor %}{% endmacro %}{{ again() }}";
+    assert!(error(endless).starts_with("chat template: "), "{}", error(endless));
+    let wordy = "{% for a in range(99999) %}{{ 'x' * 10000 }}{% endfor %}";
+    assert!(error(wordy).contains("prints more than 33554432 bytes"), "{}", error(wordy));
+}
+
+#[test]
+fn real_templates_have_steps_to_spare_for_long_chats() {
+    let messages = vec![ChatMessage::new("user", "hi"), ChatMessage::new("assistant", "ho")].repeat(2000);
+    for source in [LLAMA, QWEN] {
+        render(source, &messages).expect("renders");
+    }
+}
+
+#[test]
+fn rendering_ends_when_nobody_waits_for_it() {
+    let messages = vec![ChatMessage::new("user", "hi"); 100];
+    let looks = std::cell::Cell::new(0);
+    let leaves = || looks.replace(looks.get() + 1) == 10;
+    let stopped = template(QWEN).render_until(&messages, true, &Map::new(), 0, &leaves);
+    assert!(stopped.is_err());
+    assert_eq!(looks.get(), 11);
+}

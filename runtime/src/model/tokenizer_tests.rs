@@ -164,3 +164,57 @@ fn increments_are_the_whole_text_on_the_fixtures() {
         }
     }
 }
+
+#[test]
+fn a_mark_keeps_special_tokens_text_and_changes_nothing_else() {
+    const MARK: char = '\u{FDD0}';
+    let builtin = super::super::builtin::tokenizer().expect("a tokenizer");
+    let mut tokenizers = vec![builtin, sentencepiece()];
+    tokenizers.extend(fixtures().iter().map(|fixture| Tokenizer::open(fixture).expect("a tokenizer")));
+    for tokenizer in tokenizers {
+        let added = tokenizer.inner.get_added_vocabulary().get_added_tokens_decoder();
+        let special: Vec<u32> = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+        for id in &special {
+            let name = tokenizer.id_to_token(*id).expect("a name");
+            let text = format!("Hello, {name} world");
+            let encoded = tokenizer.encode_chat(&text).expect("encodes");
+            assert!(encoded.contains(id), "{name} is special where nobody minds");
+            let mut marked = text.clone();
+            for place in tokenizer.special_places(&text).into_iter().rev() {
+                marked.insert(place, MARK);
+            }
+            let plain = tokenizer.encode_marked(&marked, MARK, false).expect("encodes");
+            assert!(!plain.iter().any(|id| special.contains(id)), "{name}: {plain:?}");
+            assert_eq!(tokenizer.decode(&plain).expect("decodes"), text);
+        }
+        // Where a mark has nothing to keep apart the tokens are the same, wherever it stands.
+        let text = "Hello, world of 1 and 角";
+        let encoded = tokenizer.encode(text).expect("encodes");
+        for (at, _) in text.char_indices() {
+            let mut marked = text.to_string();
+            marked.insert(at, MARK);
+            assert_eq!(tokenizer.encode_marked(&marked, MARK, true).expect("encodes"), encoded, "{marked}");
+        }
+    }
+}
+
+#[test]
+fn no_token_stands_for_more_bytes_than_are_told() {
+    let builtin = super::super::builtin::tokenizer().expect("a tokenizer");
+    assert_eq!(builtin.token_bytes_max(), Some("<|assistant|>".len()));
+    assert_eq!(sentencepiece().token_bytes_max(), Some("▁Hello".len()));
+    for fixture in fixtures() {
+        let tokenizer = Tokenizer::open(&fixture).expect("a tokenizer");
+        let Some(bytes_max) = tokenizer.token_bytes_max() else { continue };
+        for case in golden(&fixture)["cases"].as_array().expect("cases") {
+            let text = case["text"].as_str().expect("text");
+            let tokens = tokenizer.encode(text).expect("encodes").len();
+            assert!(tokens * bytes_max >= text.len(), "{text}: {tokens} tokens of {bytes_max} bytes at most");
+        }
+    }
+    // Some words are unknown, however long they are: there is no bound.
+    let words = serde_json::json!({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}});
+    let inner = tokenizers::Tokenizer::from_bytes(words.to_string()).expect("a tokenizer");
+    assert_eq!(Tokenizer::new(inner).expect("a tokenizer").token_bytes_max(), None);
+}

@@ -119,3 +119,26 @@ fn choices_are_bounded_over_all_prompts() {
         assert_eq!(server.post("/v1/completions", &body(3)).await.error().2.as_deref(), Some("n"));
     });
 }
+
+#[test]
+fn all_bodies_together_have_a_budget_and_then_a_429() {
+    let setup = Setup::play(Play::say("")).with_limits(|limits| limits.bodies_bytes_max = 1000);
+    run(setup, |server| async move {
+        let mut slow = server.env.connect(ADDRESS).unwrap();
+        let half = format!(
+            "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 950\r\n\r\n{}",
+            " ".repeat(900)
+        );
+        slow.write_all(half.as_bytes()).await.unwrap();
+        server.env.sleep(Duration::from_millis(1)).await;
+        let body = format!("{}{}", json!({"model": MODEL, "prompt": "a"}), " ".repeat(100));
+        let ask = request("POST", "/v1/completions", "", body.as_bytes());
+        let refused = server.exchange(&ask).await;
+        assert_eq!((refused.error().0, refused.headers["retry-after"].as_str()), (429, "1"));
+        let small = json!({"model": MODEL, "prompt": "a"});
+        assert_eq!(server.post("/v1/completions", &small).await.status, 200, "what fits is served");
+        drop(slow);
+        server.env.sleep(Duration::from_millis(1)).await;
+        assert_eq!(server.exchange(&ask).await.status, 200, "the bytes came back");
+    });
+}

@@ -7,5 +7,7 @@ mod errors;
 mod fuzz;
 mod lifecycle;
 mod limits;
+mod prompts;
 mod streams;
 mod support;
+mod tenants;

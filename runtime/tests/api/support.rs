@@ -2,7 +2,7 @@
 
 use futures_util::FutureExt;
 use mixfleet_runtime::api::{
-    Api, Limits, Marked, Placements, ServedModel, Shutdown, TextDecoder, TextModel, serve,
+    Access, Api, Limits, Marked, Placements, ServedModel, Shutdown, TextDecoder, TextModel, serve,
 };
 use mixfleet_runtime::env::{Connection, Env, SeededEnv};
 use mixfleet_runtime::metrics::Metrics;
@@ -144,12 +144,23 @@ pub(crate) struct Setup {
     pub(crate) script: Script,
     pub(crate) limits: Limits,
     pub(crate) api_key: Option<String>,
+    /// Tenants instead of one key.
+    pub(crate) access: Option<Access>,
+    /// Instead of bytes.
+    pub(crate) text: Arc<dyn TextModel>,
     pub(crate) loading: bool,
 }
 
 impl Setup {
     pub(crate) fn script(script: impl Fn(&GenerateRequest) -> Play + Send + Sync + 'static) -> Self {
-        Setup { script: Arc::new(script), limits: Limits::default(), api_key: None, loading: false }
+        Setup {
+            script: Arc::new(script),
+            limits: Limits::default(),
+            api_key: None,
+            access: None,
+            text: Arc::new(ByteModel),
+            loading: false,
+        }
     }
 
     pub(crate) fn play(play: Play) -> Self {
@@ -172,6 +183,7 @@ pub(crate) struct Server {
     pub(crate) placements: Arc<Placements>,
     pub(crate) shutdown: watch::Sender<Shutdown>,
     pub(crate) engine: EngineHandle,
+    pub(crate) text: Arc<dyn TextModel>,
     pub(crate) submitted: Arc<Mutex<Vec<GenerateRequest>>>,
     /// Ids of requests whose receiver was dropped before the end.
     pub(crate) cancelled: Arc<Mutex<Vec<String>>>,
@@ -190,8 +202,8 @@ where
     let metrics = Metrics::new();
     metrics.instances.set(1);
     let placements = Arc::new(Placements::new(4));
-    let api =
-        Api::new(Arc::new(env.clone()), metrics.clone(), placements.clone(), setup.limits, setup.api_key);
+    let access = setup.access.unwrap_or_else(|| Access::from(setup.api_key));
+    let api = Api::new(Arc::new(env.clone()), metrics.clone(), placements.clone(), setup.limits, access);
     let (shutdown, watching) = watch::channel(Shutdown::No);
     let server = Server {
         env: env.clone(),
@@ -200,6 +212,7 @@ where
         placements,
         shutdown,
         engine,
+        text: setup.text,
         submitted: Arc::default(),
         cancelled: Arc::default(),
         ended: Arc::new(Semaphore::new(0)),
@@ -288,7 +301,7 @@ impl Server {
             name: MODEL.into(),
             created: 7,
             engine: self.engine.clone(),
-            text: Arc::new(ByteModel),
+            text: self.text.clone(),
             context: CONTEXT,
             eos_ids: [EOS].into(),
             defaults: Sampling::default(),

@@ -1,0 +1,183 @@
+//! Tenants with keys of their own are kept apart.
+
+use crate::support::{MODEL, Play, Response, Server, Setup, request, run};
+use mixfleet_runtime::api::{Access, KeysFile};
+use mixfleet_runtime::env::Env;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::time::Duration;
+
+const TENANTS: &str = "
+    [[tenant]]
+    name = 'alpha'
+    key = 'a-key'
+    requests = 1
+    max_tokens = 8
+    [[tenant]]
+    name = 'beta'
+    key = 'b-key'
+    hide_cached_tokens = true
+    [[tenant]]
+    name = 'watcher'
+    key = 'w-key'
+    debug = 'all'
+    [[tenant]]
+    name = 'blind'
+    key = 'x-key'
+    debug = 'none'
+";
+
+fn setup(play: Play) -> Setup {
+    Setup { access: Some(Access::tenants(TENANTS).unwrap()), ..Setup::play(play) }
+}
+
+async fn ask(server: &Server, key: &str, method: &str, path: &str, body: Value) -> Response {
+    let headers = format!("authorization: Bearer {key}\r\n");
+    let body = if body.is_null() { String::new() } else { body.to_string() };
+    server.exchange(&request(method, path, &headers, body.as_bytes())).await
+}
+
+async fn complete(server: &Server, key: &str, more: Value) -> Response {
+    let mut body = json!({"model": MODEL, "prompt": "a"});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    ask(server, key, "POST", "/v1/completions", body).await
+}
+
+#[test]
+fn each_key_has_a_cache_of_its_own() {
+    let salts = run(setup(Play::say("")), |server| async move {
+        assert_eq!(complete(&server, "c-key", json!({})).await.error().0, 401);
+        for (key, own) in [("a-key", None), ("b-key", None), ("a-key", Some("s")), ("b-key", Some("s"))] {
+            assert_eq!(complete(&server, key, json!({ "cache_salt": own })).await.status, 200);
+        }
+        server.submissions().into_iter().map(|request| request.cache_salt.unwrap()).collect::<Vec<_>>()
+    });
+    let mut distinct = salts.clone();
+    distinct.sort();
+    distinct.dedup();
+    assert_eq!(distinct.len(), 4, "{salts:?}");
+}
+
+#[test]
+fn a_tenant_has_so_many_requests_in_work_and_then_a_429() {
+    run(setup(Play::Hang(vec![97])), |server| async move {
+        let headers = "authorization: Bearer a-key\r\n";
+        let body = json!({"model": MODEL, "prompt": "a", "stream": true}).to_string();
+        let mut running = server.env.connect(crate::support::ADDRESS).unwrap();
+        let first = request("POST", "/v1/completions", headers, body.as_bytes());
+        tokio::io::AsyncWriteExt::write_all(&mut running, &first).await.unwrap();
+        server.until("submitted", || server.submissions().len() == 1).await;
+        let refused = complete(&server, "a-key", json!({})).await;
+        assert_eq!((refused.error().0, refused.headers["retry-after"].as_str()), (429, "1"));
+        let mut other = server.env.connect(crate::support::ADDRESS).unwrap();
+        let second = request("POST", "/v1/completions", "authorization: Bearer b-key\r\n", body.as_bytes());
+        tokio::io::AsyncWriteExt::write_all(&mut other, &second).await.unwrap();
+        server.until("another tenant is served", || server.submissions().len() == 2).await;
+        drop(running);
+        server.until("cancelled", || server.cancellations() == 1).await;
+        let mut again = server.env.connect(crate::support::ADDRESS).unwrap();
+        tokio::io::AsyncWriteExt::write_all(&mut again, &first).await.unwrap();
+        server.until("the place came back", || server.submissions().len() == 3).await;
+    });
+}
+
+#[test]
+fn a_tenant_is_given_so_many_tokens_an_answer() {
+    run(setup(Play::say("")), |server| async move {
+        let refused = complete(&server, "a-key", json!({"max_tokens": 9})).await;
+        assert_eq!((refused.error().0, refused.error().2.as_deref()), (400, Some("max_tokens")));
+        assert_eq!(complete(&server, "a-key", json!({})).await.status, 200);
+        assert_eq!(complete(&server, "b-key", json!({"max_tokens": 9})).await.status, 200);
+        let granted: Vec<u32> = server.submissions().iter().map(|request| request.max_tokens).collect();
+        assert_eq!(granted, [8, 9]);
+    });
+}
+
+#[test]
+fn other_tenants_requests_are_not_there_under_debug() {
+    run(setup(Play::say("")), |server| async move {
+        let mut ids = Vec::new();
+        for key in ["a-key", "b-key"] {
+            let id = complete(&server, key, json!({})).await.json()["id"].as_str().unwrap().to_string();
+            server.placements.record(&format!("{id}-0"), json!({"of": key}));
+            ids.push(id);
+        }
+        let seen = async |key: &str| {
+            let list = ask(&server, key, "GET", "/debug/placement", Value::Null).await.json();
+            let mut shown = Vec::new();
+            for id in &ids {
+                let path = format!("/debug/placement/{id}");
+                shown.push(ask(&server, key, "GET", &path, Value::Null).await.status);
+            }
+            (list["data"].as_array().unwrap().len(), shown)
+        };
+        assert_eq!(seen("a-key").await, (1, vec![200, 404]));
+        assert_eq!(seen("b-key").await, (1, vec![404, 200]));
+        assert_eq!(seen("w-key").await, (2, vec![200, 200]));
+        assert_eq!(seen("x-key").await, (0, vec![404, 404]));
+    });
+}
+
+#[test]
+fn cached_tokens_are_hidden_from_whom_they_shall_not_be_told() {
+    run(setup(Play::say("")), |server| async move {
+        let details = async |key| {
+            complete(&server, key, json!({})).await.json()["usage"]["prompt_tokens_details"].clone()
+        };
+        assert_eq!(details("a-key").await, json!({"cached_tokens": 3}));
+        assert_eq!(details("b-key").await, Value::Null);
+        let streamed = json!({"stream": true, "stream_options": {"include_usage": true}});
+        assert!(!complete(&server, "b-key", streamed).await.body.contains("cached_tokens"));
+    });
+    let hidden = Access::from(None).hiding_cached_tokens(true);
+    run(Setup { access: Some(hidden), ..Setup::play(Play::say("")) }, |server| async move {
+        let body = json!({"model": MODEL, "prompt": "a"});
+        let usage = server.post("/v1/completions", &body).await.json()["usage"].clone();
+        assert_eq!((&usage["prompt_tokens"], &usage["prompt_tokens_details"]), (&json!(2), &Value::Null));
+    });
+}
+
+/// A file that goes with the test.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn write(&self, text: &str) {
+        // A new file in its place, as editors do, so that it counts as changed whatever the clock's steps.
+        let next = self.0.with_extension("next");
+        std::fs::write(&next, text).unwrap();
+        std::fs::rename(&next, &self.0).unwrap();
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn keys_follow_their_file_and_a_broken_file_changes_nothing() {
+    let file = Scratch(std::env::temp_dir().join(format!("mixfleet-keys-{}.toml", std::process::id())));
+    let tenant = |key: &str| format!("[[tenant]]\nname = 'one'\nkey = '{key}'\n");
+    file.write(&tenant("old"));
+    let (keys, access) = KeysFile::open(&file.0).unwrap();
+    run(Setup { access: Some(access), ..Setup::play(Play::say("")) }, move |server| async move {
+        server.api.follow(keys).unwrap();
+        let statuses = async || {
+            server.env.sleep(Duration::from_secs(5)).await;
+            let mut statuses = Vec::new();
+            for key in ["old", "new"] {
+                statuses.push(ask(&server, key, "GET", "/v1/models", Value::Null).await.status);
+            }
+            statuses
+        };
+        assert_eq!(statuses().await, [200, 401]);
+        file.write("[[tenant]]\nname = ");
+        assert_eq!(statuses().await, [200, 401], "a broken file");
+        std::fs::remove_file(&file.0).unwrap();
+        assert_eq!(statuses().await, [200, 401], "no file");
+        file.write(&tenant("new"));
+        assert_eq!(statuses().await, [401, 200]);
+    });
+    assert!(KeysFile::open(&std::env::temp_dir()).is_err(), "a directory");
+}
