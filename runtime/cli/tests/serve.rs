@@ -197,6 +197,9 @@ fn mistakes_are_named_and_have_their_exit_codes() {
         }
     };
     fails(&["serve", "--listen", "0.0.0.0:0"], 2, &["--api-key"]);
+    fails(&["serve", "--api-keys", "no/such/file"], 2, &["--api-keys", "no/such/file"]);
+    fails(&["serve", "--api-keys", "Cargo.toml"], 2, &["--api-keys", "unknown field"]);
+    fails(&["serve", "--api-keys", "f", "--api-key", "k"], 2, &["--api-keys", "cannot be used with"]);
     fails(&["serve", "--listen", "nonsense"], 2, &["HOST:PORT"]);
     fails(&["serve", "--device", "cpu=both"], 2, &["prefill, decode, auto"]);
     fails(&["serve", "--listen", "127.0.0.1:0", "--device", "tpu"], 3, &["tpu", "mixfleet devices"]);

@@ -91,7 +91,7 @@ impl Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::env::{Env, RealEnv, SeededEnv, yield_now};
+    use crate::env::{RealEnv, SeededEnv, yield_now};
     use axum::http::StatusCode;
     use futures_util::FutureExt;
     use std::collections::HashSet;

@@ -181,7 +181,8 @@ fn a_template_that_takes_too_long_or_prints_too_much_is_stopped() {
 
 #[test]
 fn real_templates_have_steps_to_spare_for_long_chats() {
-    let messages = vec![ChatMessage::new("user", "hi"), ChatMessage::new("assistant", "ho")].repeat(2000);
+    let turns = [ChatMessage::new("user", "hi"), ChatMessage::new("assistant", "ho")];
+    let messages: Vec<ChatMessage> = turns.iter().cycle().take(4000).cloned().collect();
     for source in [LLAMA, QWEN] {
         render(source, &messages).expect("renders");
     }
