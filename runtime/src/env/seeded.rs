@@ -267,9 +267,11 @@ impl SeededEnv {
 }
 
 impl World {
-    fn timer(&mut self, deadline: Moment, waker: Waker) {
-        self.timers.insert((deadline, self.timers_made), waker);
+    fn timer(&mut self, deadline: Moment, waker: Waker) -> u64 {
+        let order = self.timers_made;
+        self.timers.insert((deadline, order), waker);
         self.timers_made += 1;
+        order
     }
 }
 
@@ -285,7 +287,7 @@ impl Env for SeededEnv {
 
     fn sleep(&self, span: Duration) -> Task {
         let deadline = Moment(lock(&self.world).now.0 + span.as_secs_f64());
-        Box::pin(Sleep { deadline, world: self.world.clone() })
+        Box::pin(Sleep { deadline, timer: None, world: self.world.clone() })
     }
 
     fn spawn(&self, task: Task) {
@@ -328,6 +330,8 @@ impl Env for SeededEnv {
 
 struct Sleep {
     deadline: Moment,
+    /// The order of its one timer: a sleep that is polled for other reasons must not wake its task as often.
+    timer: Option<u64>,
     world: Arc<Mutex<World>>,
 }
 
@@ -335,12 +339,25 @@ impl Future for Sleep {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        let mut world = lock(&self.world);
-        if world.now >= self.deadline {
+        let this = self.get_mut();
+        let mut world = lock(&this.world);
+        if world.now >= this.deadline {
             return Poll::Ready(());
         }
-        world.timer(self.deadline, context.waker().clone());
+        let waker = context.waker().clone();
+        match this.timer {
+            None => this.timer = Some(world.timer(this.deadline, waker)),
+            Some(order) => _ = world.timers.insert((this.deadline, order), waker),
+        }
         Poll::Pending
+    }
+}
+
+impl Drop for Sleep {
+    fn drop(&mut self) {
+        if let Some(order) = self.timer {
+            lock(&self.world).timers.remove(&(self.deadline, order));
+        }
     }
 }
 

@@ -8,8 +8,8 @@
 //!
 //! A [`Router`] is a coordinator whose instances live elsewhere; a [`Hub`] lets several routers use the
 //! instances of one process. They speak by [`Session`]s, whatever carries them: this module knows no
-//! network, and runs in the seeded environment. Who is a member is told from outside too: with the feature
-//! `fleet`, `registry` knows it from etcd, and `rpc` carries sessions between hosts.
+//! network, and runs in the seeded environment. Who is a member is told from outside too: [`registry`] knows it from a
+//! store, which with the feature `fleet` is etcd; then `rpc` carries sessions between hosts.
 //!
 //! What a session that ends means is the whole of the failure semantics here: at a router its instances
 //! are lost and their requests go on elsewhere; at a hub the router's requests are dropped, or the way to
@@ -19,7 +19,6 @@
 mod hub;
 #[cfg(feature = "fleet")]
 mod join;
-#[cfg(feature = "fleet")]
 pub mod registry;
 mod router;
 #[cfg(feature = "fleet")]

@@ -76,6 +76,7 @@ async fn join_as_router(
     let mut membership = join.registry.join(charter, member);
     end_if_taken(&mut membership, &env);
     env.spawn(Box::pin(attend_members(env.clone(), router, membership.members(), join.rpc)));
+    membership.joined().await;
     tracing::info!(member = name, fleet = args.fleet, "joined");
     let context = model.checkpoint.config.context_max;
     Ok((serve::served(model, front, engine, context, &env), membership))
@@ -219,6 +220,7 @@ async fn join_as_worker(
     end_if_taken(&mut membership, env);
     let (members, record) = (membership.members(), membership.record());
     env.spawn(Box::pin(meet_members(env.clone(), hub.clone(), ways, members, record, join.rpc)));
+    membership.joined().await;
     tracing::info!(member = name, %address, fleet = args.join.fleet, "joined");
     Ok(Joined { membership, serving, hub, pools })
 }

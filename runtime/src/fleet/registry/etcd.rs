@@ -1,13 +1,14 @@
-//! What is asked of etcd.
+//! The store that a fleet of processes has: etcd.
 
 use super::super::rpc::Pem;
-use super::super::session::{Model, PROTOCOL, RouterId};
-use super::keep::Membership;
-use super::{Charter, Member, Members, RegistryError};
+use super::RegistryError;
+use super::records::Registry;
+use super::store::{Answer, Change, Condition, Entry, Lease, Store, Watch};
 use crate::env::SharedEnv;
-use etcd_client::{Client, Compare, CompareOp, ConnectOptions, GetOptions, PutOptions, Txn, TxnOp};
-use mixfleet_scheduler::fleet::InstanceId;
-use std::collections::BTreeMap;
+use etcd_client::{
+    Client, Compare, CompareOp, ConnectOptions, EventType, GetOptions, KeyValue, PutOptions, Txn, TxnOp,
+    WatchOptions, WatchStream,
+};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,19 +24,6 @@ pub struct RegistryConfig {
     /// For https.
     pub tls: Option<Pem>,
 }
-
-/// The registry of a fleet. Clones share a connection.
-#[derive(Clone)]
-pub struct Registry {
-    pub(super) env: SharedEnv,
-    pub(super) client: Client,
-    pub(super) prefix: String,
-    pub(super) lease: Duration,
-}
-
-/// Between two tries to reach etcd.
-pub(super) const BACKOFF_MIN: Duration = Duration::from_millis(100);
-pub(super) const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
 impl Registry {
     /// Does not wait for etcd to be there.
@@ -56,221 +44,123 @@ impl Registry {
             options = options.with_tls(pem.client_of_any_host());
         }
         let client = Client::connect(&config.urls, Some(options)).await?;
-        let prefix = format!("mixfleet/{}/", config.fleet);
-        Ok(Registry { env: env.clone(), client, prefix, lease: config.lease })
+        Ok(Registry::over(env, Arc::new(Etcd(client)), &config.fleet, config.lease))
+    }
+}
+
+struct Etcd(Client);
+
+impl Etcd {
+    /// Clones share a connection.
+    fn client(&self) -> Client {
+        self.0.clone()
+    }
+}
+
+impl Store for Etcd {
+    fn get(&self, key: String) -> Answer<'_, Option<Entry>> {
+        Box::pin(async move {
+            let found = self.client().get(key, None).await?;
+            Ok(found.kvs().first().map(entry))
+        })
     }
 
-    /// Repeats what fails because etcd is not reached, for ever; says so once.
-    async fn patiently<T>(
+    fn list(&self, prefix: String) -> Answer<'_, (Vec<(String, Entry)>, i64)> {
+        Box::pin(async move {
+            let found = self.client().get(prefix, Some(GetOptions::new().with_prefix())).await?;
+            let revision = found.header().map_or(0, |header| header.revision());
+            Ok((found.kvs().iter().map(|kv| (text(kv.key()), entry(kv))).collect(), revision))
+        })
+    }
+
+    fn put_if(
         &self,
-        what: &str,
-        mut ask: impl AsyncFnMut() -> Result<T, RegistryError>,
-    ) -> Result<T, RegistryError> {
-        let mut backoff = BACKOFF_MIN;
-        loop {
-            match ask().await {
-                Err(RegistryError::Etcd(error)) => {
-                    if backoff == BACKOFF_MIN {
-                        tracing::warn!(error, "etcd is not reached: {what} waits");
-                    }
-                    self.env.sleep(backoff).await;
-                    backoff = (2 * backoff).min(BACKOFF_MAX);
+        conditions: Vec<Condition>,
+        key: String,
+        value: Vec<u8>,
+        lease: Lease,
+    ) -> Answer<'_, bool> {
+        Box::pin(async move {
+            let conditions = conditions.into_iter().map(|condition| match condition {
+                Condition::Revision(key, revision) => Compare::mod_revision(key, CompareOp::Equal, revision),
+                Condition::Lease(key, lease) => Compare::lease(key, CompareOp::Equal, lease),
+                // It holds for all keys with the prefix, if there are any.
+                Condition::NoneBelow(prefix) => {
+                    Compare::create_revision(prefix, CompareOp::Equal, 0).with_prefix()
                 }
-                outcome => return outcome,
+            });
+            let put = TxnOp::put(key, value, Some(PutOptions::new().with_lease(lease)));
+            let txn = Txn::new().when(conditions.collect::<Vec<_>>()).and_then([put]);
+            Ok(self.client().txn(txn).await?.succeeded())
+        })
+    }
+
+    fn grant(&self, span: Duration) -> Answer<'_, Lease> {
+        let seconds = span.as_secs().max(1) as i64;
+        Box::pin(async move { Ok(self.client().lease_grant(seconds, None).await?.id()) })
+    }
+
+    fn keep_alive(&self, lease: Lease) -> Answer<'_, bool> {
+        Box::pin(async move {
+            match self.client().lease_keep_alive(lease).await {
+                // Its stream has given the first answer, and is not needed for more.
+                Ok(_kept) => Ok(true),
+                Err(etcd_client::Error::LeaseKeepAliveError(_)) => Ok(false),
+                Err(error) => Err(error.into()),
             }
-        }
+        })
     }
 
-    /// The fleet's charter, for who serves `model`; made with `secret` if there is none, or if nobody is left who
-    /// goes by it. Waits for etcd.
-    ///
-    /// # Errors
-    /// `Refused` when the members serve something else.
-    pub async fn charter(&self, model: &Model, secret: [u8; 16]) -> Result<Charter, RegistryError> {
-        let own = Charter { protocol: PROTOCOL, model: model.clone(), secret };
-        self.patiently("joining the fleet", async || self.agree(&own).await).await
+    fn revoke(&self, lease: Lease) -> Answer<'_, ()> {
+        Box::pin(async move { Ok(self.client().lease_revoke(lease).await.map(drop)?) })
     }
 
-    /// The charter that holds: `own`, unless there is another that fits.
-    pub(super) async fn agree(&self, own: &Charter) -> Result<Charter, RegistryError> {
-        let (key, members) = (format!("{}charter", self.prefix), self.members_prefix());
-        let mut client = self.client.clone();
-        loop {
-            let found = client.get(key.clone(), None).await?;
-            let mut conditions = Vec::new();
-            let revision = match found.kvs().first() {
-                None => 0,
-                Some(found) => {
-                    let charter: Charter = parse(&key, found.value())?;
-                    let Err(refusal) = charter.check(&own.model) else { return Ok(charter) };
-                    let options = Some(GetOptions::new().with_prefix().with_count_only());
-                    if client.get(members.clone(), options).await?.count() > 0 {
-                        return Err(refusal.into());
-                    }
-                    // It holds for all keys with the prefix, if there are any.
-                    conditions
-                        .push(Compare::create_revision(members.clone(), CompareOp::Equal, 0).with_prefix());
-                    found.mod_revision()
-                }
+    fn watch(&self, prefix: String, revision: i64) -> Answer<'_, Box<dyn Watch>> {
+        Box::pin(async move {
+            let options = WatchOptions::new().with_prefix().with_start_revision(revision);
+            let stream = self.client().watch(prefix, Some(options)).await?;
+            Ok(Box::new(Watching(stream)) as Box<dyn Watch>)
+        })
+    }
+}
+
+struct Watching(WatchStream);
+
+impl Watch for Watching {
+    fn next(&mut self) -> Answer<'_, Vec<Change>> {
+        Box::pin(async move {
+            let response = self.0.message().await?;
+            let response = response.ok_or_else(|| RegistryError::Etcd("the watch ended".into()))?;
+            if response.canceled() {
+                // The events since were compacted away: attaching reads all members anew.
+                let reason = response.cancel_reason();
+                return Err(RegistryError::Etcd(format!("the watch ended ({reason})")));
+            }
+            let events = response.events().iter().filter_map(|event| Some((event.event_type(), event.kv()?)));
+            let change = |(kind, kv): (EventType, &KeyValue)| match kind {
+                EventType::Put => Change::Put { key: text(kv.key()), value: kv.value().to_vec() },
+                EventType::Delete => Change::Gone { key: text(kv.key()) },
             };
-            conditions.push(Compare::mod_revision(key.clone(), CompareOp::Equal, revision));
-            let put = TxnOp::put(key.clone(), json(own), None);
-            if client.txn(Txn::new().when(conditions).and_then([put])).await?.succeeded() {
-                return Ok(own.clone());
-            }
-        }
-    }
-
-    /// Ids for so many instances, never given before. Waits for etcd.
-    ///
-    /// # Errors
-    /// `Foreign` if the counter is none.
-    pub async fn instance_ids(&self, count: u32) -> Result<Vec<InstanceId>, RegistryError> {
-        let first = self.patiently("joining the fleet", async || self.count("instance", count.into()).await);
-        let first = first.await?;
-        Ok((first..first + u64::from(count)).map(|id| InstanceId(id as u32)).collect())
-    }
-
-    /// An id that no router has. Waits for etcd.
-    ///
-    /// # Errors
-    /// `Foreign` if the counter is none.
-    pub async fn router_id(&self) -> Result<RouterId, RegistryError> {
-        let ask = async || {
-            loop {
-                // After 65,536 routers ids come again, except those that are in use.
-                let id = RouterId((self.count("router", 1).await? % (1 << 16)) as u16);
-                let key = format!("{}router-{}", self.members_prefix(), id.0);
-                if self.client.clone().get(key, None).await?.kvs().is_empty() {
-                    return Ok(id);
-                }
-            }
-        };
-        self.patiently("joining the fleet", ask).await
-    }
-
-    /// Takes `count` numbers from a counter; the first of them.
-    async fn count(&self, name: &str, count: u64) -> Result<u64, RegistryError> {
-        let mut client = self.client.clone();
-        loop {
-            let (first, revision) = self.counter(name).await?;
-            if self.set_counter(&mut client, name, first + count, revision).await? {
-                return Ok(first);
-            }
-        }
-    }
-
-    /// A counter is at least `least`: an etcd that lost its data must not give an id again.
-    pub(super) async fn count_past(&self, name: &str, least: u64) -> Result<(), RegistryError> {
-        let mut client = self.client.clone();
-        loop {
-            let (next, revision) = self.counter(name).await?;
-            if next >= least || self.set_counter(&mut client, name, least, revision).await? {
-                return Ok(());
-            }
-        }
-    }
-
-    async fn counter(&self, name: &str) -> Result<(u64, i64), RegistryError> {
-        let key = format!("{}next/{name}", self.prefix);
-        let found = self.client.clone().get(key.clone(), None).await?;
-        match found.kvs().first() {
-            None => Ok((0, 0)),
-            Some(found) => Ok((parse(&key, found.value())?, found.mod_revision())),
-        }
-    }
-
-    /// Whether it still had `revision`.
-    async fn set_counter(
-        &self,
-        client: &mut Client,
-        name: &str,
-        value: u64,
-        revision: i64,
-    ) -> Result<bool, RegistryError> {
-        let key = format!("{}next/{name}", self.prefix);
-        let unchanged = Compare::mod_revision(key.clone(), CompareOp::Equal, revision);
-        let put = TxnOp::put(key, value.to_string(), None);
-        Ok(client.txn(Txn::new().when([unchanged]).and_then([put])).await?.succeeded())
-    }
-
-    /// All members now, and the revision of etcd that this is.
-    ///
-    /// # Errors
-    /// When etcd is not reached.
-    pub async fn members(&self) -> Result<(Members, i64), RegistryError> {
-        let options = Some(GetOptions::new().with_prefix());
-        let found = self.client.clone().get(self.members_prefix(), options).await?;
-        let revision = found.header().map_or(0, |header| header.revision());
-        let members = found.kvs().iter().filter_map(|kv| self.member(kv.key(), kv.value()));
-        Ok((Arc::new(members.collect::<BTreeMap<_, _>>()), revision))
-    }
-
-    /// A member by its key and record; a record of another version is left out, and said.
-    pub(super) fn member(&self, key: &[u8], value: &[u8]) -> Option<(String, Member)> {
-        let name = self.member_name(key)?;
-        match serde_json::from_slice(value) {
-            Ok(member) => Some((name, member)),
-            Err(error) => {
-                tracing::warn!(name, %error, "a member's record is not understood: is it of another version?");
-                None
-            }
-        }
-    }
-
-    pub(super) fn member_name(&self, key: &[u8]) -> Option<String> {
-        let name = key.strip_prefix(self.members_prefix().as_bytes())?;
-        Some(String::from_utf8_lossy(name).into_owned())
-    }
-
-    /// Writes the record, unless another process has the name: one whose lease is neither `lease` nor `former`.
-    pub(super) async fn claim(
-        &self,
-        member: &Member,
-        lease: i64,
-        former: Option<i64>,
-    ) -> Result<(), RegistryError> {
-        let key = format!("{}{}", self.members_prefix(), member.name());
-        let mut client = self.client.clone();
-        let mut mine = vec![Compare::create_revision(key.clone(), CompareOp::Equal, 0)];
-        mine.extend(
-            [Some(lease), former]
-                .into_iter()
-                .flatten()
-                .map(|id| Compare::lease(key.clone(), CompareOp::Equal, id)),
-        );
-        for condition in mine {
-            let options = Some(PutOptions::new().with_lease(lease));
-            let put = TxnOp::put(key.clone(), json(member), options);
-            if client.txn(Txn::new().when([condition]).and_then([put])).await?.succeeded() {
-                return Ok(());
-            }
-        }
-        Err(RegistryError::Taken(member.name()))
-    }
-
-    pub(super) async fn put(&self, member: &Member, lease: i64) -> Result<(), RegistryError> {
-        let key = format!("{}{}", self.members_prefix(), member.name());
-        let options = Some(PutOptions::new().with_lease(lease));
-        self.client.clone().put(key, json(member), options).await?;
-        Ok(())
-    }
-
-    pub(super) fn members_prefix(&self) -> String {
-        format!("{}members/", self.prefix)
-    }
-
-    /// Writes the record of a new member, and keeps it and the members known in the background.
-    pub fn join(&self, charter: Charter, member: Member) -> Membership {
-        Membership::begin(self.clone(), charter, member)
+            Ok(events.map(change).collect())
+        })
     }
 }
 
-fn parse<T: serde::de::DeserializeOwned>(key: &str, value: &[u8]) -> Result<T, RegistryError> {
-    serde_json::from_slice(value)
-        .map_err(|error| RegistryError::Foreign { key: key.into(), reason: error.to_string() })
+fn entry(kv: &KeyValue) -> Entry {
+    let (created, revision) = (kv.create_revision(), kv.mod_revision());
+    Entry { value: kv.value().to_vec(), created, revision, lease: kv.lease() }
 }
 
-fn json(value: &impl serde::Serialize) -> String {
-    serde_json::to_string(value).expect("records have names for keys, and finite numbers")
+fn text(key: &[u8]) -> String {
+    String::from_utf8_lossy(key).into_owned()
+}
+
+impl From<etcd_client::Error> for RegistryError {
+    fn from(error: etcd_client::Error) -> Self {
+        let mut text = error.to_string();
+        if let etcd_client::Error::GRpcStatus(status) = &error {
+            text = format!("{}: {}", status.code(), status.message());
+        }
+        RegistryError::Etcd(text)
+    }
 }

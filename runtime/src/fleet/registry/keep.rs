@@ -1,15 +1,20 @@
 //! Stays a member, and knows the others.
 
-use super::etcd::{BACKOFF_MAX, BACKOFF_MIN, Registry};
+use super::records::{BACKOFF_MAX, BACKOFF_MIN, Registry, Roll};
+use super::store::{Change, Lease, Watch};
 use super::{Charter, Member, Members, RegistryError, Seat};
-use etcd_client::{EventType, LeaseKeepAliveStream, LeaseKeeper, WatchOptions, WatchResponse, WatchStream};
+use std::convert::Infallible;
 use std::sync::Arc;
 use tokio::sync::{oneshot, watch};
+
+/// Beats between two readings of all members: what a watch that has fallen silent did not tell is known by then.
+const BEATS_BETWEEN_ROLLS: u32 = 12;
 
 /// A process's place in the fleet. Dropping it leaves the record to its lease.
 pub struct Membership {
     members: watch::Receiver<Members>,
     record: watch::Sender<Member>,
+    written: watch::Receiver<bool>,
     taken: Option<oneshot::Receiver<RegistryError>>,
     leave: Option<oneshot::Sender<oneshot::Sender<()>>>,
 }
@@ -17,17 +22,18 @@ pub struct Membership {
 impl Membership {
     pub(super) fn begin(registry: Registry, charter: Charter, member: Member) -> Self {
         let (known, members) = watch::channel(Members::default());
+        let (written, is_written) = watch::channel(false);
         let (record, own) = watch::channel(member);
         let (leave, leaving) = oneshot::channel();
         let (give_up, taken) = oneshot::channel();
         let env = registry.env.clone();
-        let keeper = Keeper { registry, charter, own, known, lease: None, former: None };
+        let keeper = Keeper { registry, charter, own, known, written, lease: None };
         env.spawn(Box::pin(async move {
             if let Some(error) = keeper.run(leaving).await {
                 let _ = give_up.send(error);
             }
         }));
-        Membership { members, record, taken: Some(taken), leave: Some(leave) }
+        Membership { members, record, written: is_written, taken: Some(taken), leave: Some(leave) }
     }
 
     /// The last members that were known; this process is one.
@@ -38,6 +44,17 @@ impl Membership {
     /// Changes this process's own record.
     pub fn record(&self) -> watch::Sender<Member> {
         self.record.clone()
+    }
+
+    /// Completes when the record stands in the registry for the first time: before, another process may yet be
+    /// given its ids. Pending for ever if one has them.
+    pub fn joined(&self) -> impl Future<Output = ()> + Send + 'static {
+        let mut written = self.written.clone();
+        async move {
+            if written.wait_for(|&written| written).await.is_err() {
+                std::future::pending().await
+            }
+        }
     }
 
     /// Completes, with why, when another process has this one's ids: it must end before it serves under them again.
@@ -69,10 +86,9 @@ struct Keeper {
     charter: Charter,
     own: watch::Receiver<Member>,
     known: watch::Sender<Members>,
+    written: watch::Sender<bool>,
     /// The one that the record is under.
-    lease: Option<i64>,
-    /// The one before, which may not have ended.
-    former: Option<i64>,
+    lease: Option<Lease>,
 }
 
 /// How a time of being attached to etcd ended.
@@ -89,13 +105,16 @@ impl Keeper {
         let (mut backoff, mut said) = (BACKOFF_MIN, false);
         loop {
             let end = tokio::select! {
+                biased;
                 end = self.attached(said) => end,
                 asked = &mut leaving => return self.leave(asked.ok()).await,
             };
-            if let End::Before(error @ RegistryError::Taken(_)) = end {
-                return Some(error);
-            }
             let error = match end {
+                End::Before(error @ RegistryError::Taken(_))
+                | End::After(error @ RegistryError::Taken(_)) => {
+                    self.give_back().await;
+                    return Some(error);
+                }
                 End::After(error) => {
                     (backoff, said) = (BACKOFF_MIN, false);
                     error
@@ -107,6 +126,7 @@ impl Keeper {
                 said = true;
             }
             tokio::select! {
+                biased;
                 () = self.registry.env.sleep(backoff) => {}
                 asked = &mut leaving => return self.leave(asked.ok()).await,
             }
@@ -115,30 +135,38 @@ impl Keeper {
     }
 
     async fn leave(&mut self, asked: Option<oneshot::Sender<()>>) -> Option<RegistryError> {
-        if let Some((asked, lease)) = asked.zip(self.lease) {
-            // etcd may be away; then the lease ends by itself.
-            let _ = self.registry.client.clone().lease_revoke(lease).await;
+        if let Some(asked) = asked {
+            self.give_back().await;
             let _ = asked.send(());
         }
         None
     }
 
+    /// Ends the lease, and the record with it.
+    async fn give_back(&mut self) {
+        if let Some(lease) = self.lease.take() {
+            // etcd may be away; then the lease ends by itself.
+            let _ = self.registry.in_time(self.registry.store.revoke(lease)).await;
+        }
+    }
+
     /// Until something fails.
     async fn attached(&mut self, was_lost: bool) -> End {
-        let (watching, keeper, alive) = match self.attach().await {
+        let (watching, lease) = match self.attach().await {
             Ok(parts) => parts,
             Err(error) => return End::Before(error),
         };
+        self.written.send_replace(true);
         if was_lost {
             tracing::info!("etcd is reached again");
         }
-        match self.stay(watching, keeper, alive).await {
+        match self.stay(watching, lease).await {
             Ok(never) => match never {},
             Err(error) => End::After(error),
         }
     }
 
-    async fn attach(&mut self) -> Result<(WatchStream, LeaseKeeper, LeaseKeepAliveStream), RegistryError> {
+    async fn attach(&mut self) -> Result<(Box<dyn Watch>, Lease), RegistryError> {
         // An etcd that lost its data is given back what all members know.
         self.registry.agree(&self.charter).await?;
         let own = self.own.borrow_and_update().clone();
@@ -147,92 +175,102 @@ impl Keeper {
             (Seat::Router { id }, _) => self.registry.count_past("router", u64::from(id.0) + 1).await?,
             (Seat::Worker { .. }, None) => {}
         }
-        let mut client = self.registry.client.clone();
-        let (keeper, alive) = match self.kept_lease().await {
-            Some(kept) => kept,
-            None => {
-                let seconds = self.registry.lease.as_secs().max(1) as i64;
-                let lease = client.lease_grant(seconds, None).await?.id();
-                self.former = self.lease.replace(lease);
-                if self.former.is_some() {
-                    tracing::info!("the lease had ended: this process is registered anew");
-                }
-                client.lease_keep_alive(lease).await?
-            }
-        };
-        self.registry.claim(&own, keeper.id(), self.former).await?;
-        let (members, revision) = self.registry.members().await?;
-        if let Some(other) = own.meets_its_ids_in(&members) {
-            return Err(RegistryError::Taken(other));
-        }
-        self.known.send_replace(members);
-        let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
-        let watching = client.watch(self.registry.members_prefix(), Some(options)).await?;
-        Ok((watching, keeper, alive))
+        let lease = self.living_lease().await?;
+        self.registry.claim(&own, lease).await?;
+        let roll = self.registry.roll().await?;
+        check_ids(&own, &roll)?;
+        let (prefix, revision) = (self.registry.members_prefix(), roll.revision + 1);
+        self.known.send_replace(roll.members);
+        let watching = self.registry.in_time(self.registry.store.watch(prefix, revision)).await?;
+        Ok((watching, lease))
     }
 
-    /// The old lease, if it lives.
-    async fn kept_lease(&self) -> Option<(LeaseKeeper, LeaseKeepAliveStream)> {
-        self.registry.client.clone().lease_keep_alive(self.lease?).await.ok()
+    /// The old lease while it lives, else a new one. Whether it lives only etcd can say: a new one because there was
+    /// no answer would find the name taken, by this process itself.
+    async fn living_lease(&mut self) -> Result<Lease, RegistryError> {
+        let store = self.registry.store.clone();
+        if let Some(lease) = self.lease {
+            if self.registry.in_time(store.keep_alive(lease)).await? {
+                return Ok(lease);
+            }
+            tracing::info!("the lease had ended: this process is registered anew");
+            self.lease = None;
+        }
+        let lease = self.registry.in_time(store.grant(self.registry.lease)).await?;
+        self.lease = Some(lease);
+        Ok(lease)
     }
 
     async fn stay(
         &mut self,
-        mut watching: WatchStream,
-        mut keeper: LeaseKeeper,
-        mut alive: LeaseKeepAliveStream,
-    ) -> Result<std::convert::Infallible, RegistryError> {
-        let lost = |what: &str| RegistryError::Etcd(format!("the {what} ended"));
-        let mut unanswered = 0;
+        mut watching: Box<dyn Watch>,
+        lease: Lease,
+    ) -> Result<Infallible, RegistryError> {
+        let (mut beats, mut may_change) = (0, true);
         // Not begun anew by what else happens: a fleet where much changes must not starve its leases.
         let mut beat = self.registry.env.sleep(self.registry.lease / 3);
         loop {
             tokio::select! {
+                biased;
                 () = &mut beat => {
                     beat = self.registry.env.sleep(self.registry.lease / 3);
-                    if unanswered > 1 {
-                        return Err(lost("connection"));
-                    }
-                    keeper.keep_alive().await?;
-                    unanswered += 1;
+                    beats += 1;
+                    self.beat(lease, beats % BEATS_BETWEEN_ROLLS == 0).await?;
                 }
-                answer = alive.message() => {
-                    let answer = answer?.ok_or_else(|| lost("lease's stream"))?;
-                    if answer.ttl() <= 0 {
-                        return Err(RegistryError::LeaseEnded);
-                    }
-                    unanswered = 0;
-                }
-                response = watching.message() => {
-                    let response = response?.ok_or_else(|| lost("watch"))?;
-                    if response.canceled() {
-                        // The events since were compacted away: attaching reads all members anew.
-                        return Err(lost(&format!("watch ({})", response.cancel_reason())));
-                    }
-                    self.learn(&response);
-                }
-                changed = self.own.changed() => {
-                    if changed.is_err() {
-                        std::future::pending::<()>().await;
-                    }
+                changes = watching.next() => self.learn(changes?),
+                changed = self.own.changed(), if may_change => {
+                    may_change = changed.is_ok();
                     let own = self.own.borrow_and_update().clone();
-                    self.registry.put(&own, keeper.id()).await?;
+                    self.registry.claim(&own, lease).await?;
                 }
             }
         }
     }
 
-    fn learn(&self, response: &WatchResponse) {
+    /// Keeps the lease alive, and looks whether the record is still there: who emptied etcd may have left the lease.
+    async fn beat(&self, lease: Lease, whole_roll: bool) -> Result<(), RegistryError> {
+        if !self.registry.in_time(self.registry.store.keep_alive(lease)).await? {
+            return Err(RegistryError::LeaseEnded);
+        }
+        let own = self.own.borrow().clone();
+        if !self.registry.holds(&own, lease).await? {
+            return Err(RegistryError::Etcd("this process's record is gone".into()));
+        }
+        if whole_roll {
+            let roll = self.registry.roll().await?;
+            self.known.send_if_modified(|known| {
+                let is_news = *known != roll.members;
+                *known = roll.members;
+                is_news
+            });
+        }
+        Ok(())
+    }
+
+    fn learn(&self, changes: Vec<Change>) {
         self.known.send_modify(|members| {
             let members = Arc::make_mut(members);
-            for (event, kv) in response.events().iter().filter_map(|event| Some((event, event.kv()?))) {
-                match event.event_type() {
-                    EventType::Put => members.extend(self.registry.member(kv.key(), kv.value())),
-                    EventType::Delete => {
-                        self.registry.member_name(kv.key()).map(|name| members.remove(&name));
+            for change in changes {
+                match change {
+                    Change::Put { key, value } => members.extend(self.registry.member(&key, &value)),
+                    Change::Gone { key } => {
+                        self.registry.member_name(&key).map(|name| members.remove(&name));
                     }
                 }
             }
         });
     }
+}
+
+/// Of two members with an id in common the one ends whose record is younger: each writes its own before it reads the
+/// other's, so that the younger sees the older.
+fn check_ids(own: &Member, roll: &Roll) -> Result<(), RegistryError> {
+    let own_name = own.name();
+    let since = roll.created.get(&own_name).copied().unwrap_or(i64::MAX);
+    for (name, other) in roll.members.iter().filter(|(name, _)| **name != own_name) {
+        if own.shares_an_id_with(other) && roll.created[name] < since {
+            return Err(RegistryError::Taken(name.clone()));
+        }
+    }
+    Ok(())
 }

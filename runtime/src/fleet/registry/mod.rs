@@ -9,12 +9,23 @@
 //!
 //! The registry says whom to call, not who is alive: a session that works is kept though its record is gone.
 //! While etcd is not reached, the fleet is the last that was known, and who wants to join waits.
+//!
+//! [`Registry`] knows the records, [`Membership`] keeps one; both see etcd as a few operations that each have a
+//! deadline. [`sim`] is a store of the same operations with which everything can go wrong, in a seeded world.
 
+#[cfg(feature = "fleet")]
 mod etcd;
 mod keep;
+#[cfg(test)]
+mod keep_tests;
+mod records;
+pub mod sim;
+mod store;
 
-pub use etcd::{Registry, RegistryConfig};
+#[cfg(feature = "fleet")]
+pub use etcd::RegistryConfig;
 pub use keep::Membership;
+pub use records::Registry;
 
 use super::session::{Hello, Model, PROTOCOL, Refusal, RouterId};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
@@ -150,14 +161,9 @@ impl Member {
         }
     }
 
-    /// Another member with an id of this one.
-    fn meets_its_ids_in(&self, members: &Members) -> Option<String> {
-        let own = self.name();
-        let has = |member: &Member| {
-            member.instances().any(|theirs| self.instances().any(|instance| instance.id == theirs.id))
-        };
-        let mut others = members.iter().filter(|(name, _)| **name != own);
-        others.find(|(_, member)| has(member)).map(|(name, _)| name.clone())
+    /// Whether another has an id of this one.
+    fn shares_an_id_with(&self, other: &Member) -> bool {
+        other.instances().any(|theirs| self.instances().any(|instance| instance.id == theirs.id))
     }
 
     /// The smallest id of its instances; none of a router.
@@ -199,16 +205,6 @@ pub enum RegistryError {
         /// What is wrong with it.
         reason: String,
     },
-}
-
-impl From<etcd_client::Error> for RegistryError {
-    fn from(error: etcd_client::Error) -> Self {
-        let mut text = error.to_string();
-        if let etcd_client::Error::GRpcStatus(status) = &error {
-            text = format!("{}: {}", status.code(), status.message());
-        }
-        RegistryError::Etcd(text)
-    }
 }
 
 #[cfg(test)]
