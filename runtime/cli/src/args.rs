@@ -221,8 +221,8 @@ pub(crate) struct FrontArgs {
     /// What clients call the model [default: the directory's name]
     #[arg(long)]
     pub(crate) name: Option<String>,
-    /// Key that clients must send; needed beyond this machine
-    #[arg(long, value_name = "KEY", env = "MIXFLEET_API_KEY", hide_env_values = true)]
+    /// Key that all clients must send [env: MIXFLEET_API_KEY]
+    #[arg(long, value_name = "KEY", env = "MIXFLEET_API_KEY", hide_env = true)]
     pub(crate) api_key: Option<String>,
     /// Keys of several tenants, each kept apart; read again on change
     #[arg(long, value_name = "FILE.toml", conflicts_with = "api_key")]
@@ -241,7 +241,7 @@ pub(crate) struct FrontArgs {
     pub(crate) flex_deadline_s: f64,
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
-    /// Compute prefixes that other devices hold, even where sending them is faster
+    /// Compute what other devices hold, even where sending is faster
     #[arg(long)]
     pub(crate) no_pull: bool,
     /// Requests in work, at most [default: 512]

@@ -11,7 +11,7 @@ pub(crate) struct SchedulingArgs {
     /// How requests are placed
     #[arg(long, value_name = "NAME", default_value = "per-dollar")]
     policy: PolicyName,
-    /// kvcache-centric pulls a prefix that is longer than the own one by more than this factor
+    /// kvcache-centric pulls a prefix longer by more than this factor
     #[arg(long, value_name = "X", default_value_t = 1.0, hide_default_value = true)]
     threshold: f64,
     /// What is turned away on arrival
