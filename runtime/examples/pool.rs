@@ -6,7 +6,7 @@
 use mixfleet_hal::Result;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_runtime::pool::disk::RealDisk;
-use mixfleet_runtime::pool::{Pool, PoolConfig, PoolError, SsdConfig};
+use mixfleet_runtime::pool::{Pool, PoolConfig, PoolError, SSD_TIMEOUT, SsdConfig};
 use mixfleet_scheduler::kv::{BlockHash, CachePolicy};
 use mixfleet_wire::HostRegion;
 use std::fs::File;
@@ -32,7 +32,7 @@ fn pool(
 ) -> std::result::Result<Pool, PoolError> {
     let open = |path| -> std::result::Result<SsdConfig, PoolError> {
         let bytes = ssd * (block_bytes + 4096 + 512) + 4096;
-        Ok(SsdConfig { disk: Arc::new(RealDisk::open(path)?), bytes, wipe: true })
+        Ok(SsdConfig { disk: Arc::new(RealDisk::open(path)?), bytes, wipe: true, timeout: SSD_TIMEOUT })
     };
     let config = PoolConfig {
         block_bytes,

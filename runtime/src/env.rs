@@ -53,6 +53,9 @@ pub trait Env: Send + Sync {
     /// When the operating system has no thread left; the task is dropped then.
     fn spawn_worker(&self, name: &str, task: Task) -> io::Result<()>;
 
+    /// Called by who may block: returns when `done` completes, or after `limit`, while others run. True if it completed.
+    fn block_on(&self, done: BoxFuture<'_, ()>, limit: Duration) -> bool;
+
     /// 64 random bits.
     fn random(&self) -> u64;
 

@@ -155,6 +155,10 @@ pub struct Metrics {
     pub kv_tier_hits: Family<TierLabels, Counter>,
     /// `mixfleet_kv_tier_blocks{device,tier}`: blocks held there, by the engine.
     pub kv_tier_blocks: Family<TierLabels, Gauge>,
+    /// `mixfleet_kv_tier_out{device,tier}`: 1 while a disk does not answer or cannot be opened, so that nothing there is used, by the engine.
+    pub kv_tier_out: Family<TierLabels, Gauge>,
+    /// `mixfleet_kv_tier_outages_total{device,tier}`: how often that began, by the engine.
+    pub kv_tier_outages: Family<TierLabels, Counter>,
     /// `mixfleet_kv_tier_bad_total{device}`: blocks that could not be read or did not match their checksum, dropped and
     /// computed again, by the engine.
     pub kv_tier_bad: Family<DeviceLabels, Counter>,
@@ -210,6 +214,8 @@ impl Metrics {
             kv_transfer_recomputes: plain(to, "kv_transfer_recomputes", "Requests recomputed after transfer"),
             kv_tier_hits: plain(to, "kv_tier_hits", "KV blocks loaded from below the device"),
             kv_tier_blocks: plain(to, "kv_tier_blocks", "KV blocks held below the device"),
+            kv_tier_out: plain(to, "kv_tier_out", "Whether a disk below the device is out"),
+            kv_tier_outages: plain(to, "kv_tier_outages", "Times that a disk below the device went out"),
             kv_tier_bad: plain(to, "kv_tier_bad", "KV blocks found damaged below the device"),
             registry: Arc::new(registry),
         }

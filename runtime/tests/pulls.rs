@@ -103,6 +103,18 @@ fn what_the_holder_gave_up_to_its_lower_tiers_is_pulled_too() {
 }
 
 #[test]
+fn what_rots_in_the_holders_host_memory_is_not_pulled_but_computed() {
+    let checkpoint = checkpoint();
+    let talks = conversations(&checkpoint, 1..4);
+    let fleet = pair(&checkpoint).blocks(13).lower(32, None);
+    fleet.rot(true);
+    // Compares each answer.
+    converse(&fleet, &SeededEnv::new(2), &talks);
+    assert_eq!((fleet.usage_of(0), fleet.usage_of(1)), (0.0, 0.0), "blocks are still in use");
+    assert!(fleet.bad_blocks(0) + fleet.bad_blocks(1) > 0, "nothing rotted");
+}
+
+#[test]
 fn pieces_that_break_are_sent_again_or_computed() {
     let checkpoint = checkpoint();
     let talks = conversations(&checkpoint, 10..12);

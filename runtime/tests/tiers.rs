@@ -5,6 +5,7 @@ mod fleet;
 
 use fleet::{Answer, Fleet, ask, greedy, pressure, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
+use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
@@ -145,6 +146,37 @@ fn blocks_of_another_model_are_refused_when_the_model_becomes_known() {
     let (cached, hits, tokens) = ask_until_known(&checkpoint, 8);
     assert_eq!((&cached[..2], hits), (&[0, 0][..], 0));
     assert_eq!(tokens[2], greedy(&checkpoint, &prompt(40, 1, &checkpoint.config), 4));
+}
+
+#[test]
+fn blocks_that_rot_in_host_memory_are_computed_again() {
+    let checkpoint = checkpoint();
+    let (prompts, expected) = two_in_turn(&checkpoint);
+    let fleet = Fleet::new(checkpoint).with(Role::Auto).blocks(7).lower(16, None);
+    fleet.rot(true);
+    let answers = converse(&fleet, &SeededEnv::new(1), &prompts);
+    assert_right(&answers, &expected);
+    assert!(fleet.bad_blocks(0) > 0, "nothing rotted");
+}
+
+#[test]
+fn a_disk_that_hangs_is_left_out_and_no_answer_waits_for_it() {
+    let checkpoint = checkpoint();
+    let (prompts, expected) = two_in_turn(&checkpoint);
+    for seed in 0..6 {
+        let env = SeededEnv::with_blocking_workers(seed);
+        let disk = SimDisk::default();
+        let world = env.clone();
+        disk.takes(Duration::from_millis(1), Duration::from_secs(600), move |span| {
+            world.block_until(world.now() + Seconds(span.as_secs_f64()));
+        });
+        let fleet = on_disk(&checkpoint, &disk);
+        disk.set_plan(FaultPlan::exactly(Fault::Hang, 12 + seed * 3, u64::MAX));
+        assert_right(&converse(&fleet, &env, &prompts), &expected);
+        assert_eq!(fleet.outages(0), 1, "{env:?}: it is used again");
+        // Five answers, and the disk's second.
+        assert!(env.now().0 < 5.0, "{env:?}: {:?}", env.now());
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use mixfleet_hal::random;
 use mixfleet_hal::units::GIB;
 use mixfleet_runtime::engine::{Loaded, LowerTiers};
 use mixfleet_runtime::env::SharedEnv;
-use mixfleet_runtime::pool::{Pool, SsdConfig, WrittenBack};
+use mixfleet_runtime::pool::{Pool, SSD_TIMEOUT, SsdConfig, WrittenBack};
 use mixfleet_scheduler::cost::CostModel;
 use std::fs;
 use std::io::{ErrorKind, Write};
@@ -88,7 +88,7 @@ fn disk(directory: &Path, selector: &str, bytes: u64) -> Result<SsdConfig> {
     let own = directory.join(selector.chars().map(plain).collect::<String>());
     let disk = mixfleet_runtime::pool::disk::RealDisk::open(&own).context("--kv-ssd")?;
     // It is a cache: what another model left there is of no use to this one.
-    Ok(SsdConfig { disk: Arc::new(disk), bytes, wipe: true })
+    Ok(SsdConfig { disk: Arc::new(disk), bytes, wipe: true, timeout: SSD_TIMEOUT })
 }
 
 #[cfg(not(unix))]

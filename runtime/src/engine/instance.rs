@@ -7,7 +7,7 @@ use super::directory::Directory;
 use super::handoff::Staging;
 use super::messages::{FromWorker, Report};
 use super::pinning::Pinner;
-use super::tiers::{Below, LaterDisk, LowerTiers};
+use super::tiers::{Below, DiskBelow, LowerTiers};
 use super::worker::{Worker, WorkerParts};
 use crate::env::{SharedEnv, no_thread};
 use crate::metrics::Metrics;
@@ -64,7 +64,7 @@ pub struct Loaded {
     price: Option<UsdPerHour>,
     batch: BatchLimits,
     below: Option<Pool>,
-    disk_later: Option<LaterDisk>,
+    disk_below: Option<DiskBelow>,
 }
 
 /// What an instance finds around it.
@@ -114,7 +114,7 @@ impl Loaded {
             spare_blocks: (blocks as usize / 100).min(limits.sequences_max as usize),
             lower_tiers: false,
         };
-        Ok(Loaded { spec_device: device, forward, role, price, batch, below: None, disk_later: None })
+        Ok(Loaded { spec_device: device, forward, role, price, batch, below: None, disk_below: None })
     }
 
     /// Keeps what the device's KV memory gives up in host memory, and on a disk.
@@ -123,8 +123,8 @@ impl Loaded {
     /// When they cannot be opened.
     pub fn with_lower_tiers(mut self, tiers: LowerTiers, make_region: &MakeRegion) -> Result<Self> {
         self.batch.lower_tiers = true;
-        let (pool, disk_later) = tiers.open(&self.forward, make_region)?;
-        (self.below, self.disk_later) = (Some(pool), disk_later);
+        let (pool, disk_below) = tiers.open(&self.forward, make_region)?;
+        (self.below, self.disk_below) = (Some(pool), disk_below);
         Ok(self)
     }
 
@@ -177,12 +177,12 @@ impl Loaded {
     pub(crate) fn start(self, id: InstanceId, cost: CostModel, surroundings: &Surroundings) -> Result<()> {
         let Surroundings { env, links, hand_off, directory, reports, metrics } = surroundings;
         let up = FromWorker::Up { instance: Box::new(self.describe(id, cost)), kv: self.kv() };
-        let Loaded { spec_device: device, forward, batch, below, disk_later, .. } = self;
+        let Loaded { spec_device: device, forward, batch, below, disk_below, .. } = self;
         let name = format!("worker {}", device.info().id);
         let staging = Staging::new(&*device, forward.config(), forward.shape(), hand_off.slot_bytes)?;
         let pinner = Arc::new(Pinner::new(device.clone()));
-        if let (Some(pool), Some(disk)) = (&below, disk_later) {
-            disk.attach(pool, &device.info().id, env);
+        if let (Some(pool), Some(disk)) = (&below, disk_below) {
+            disk.attend(pool, &device.info().id, env);
         }
         let below = below.map(|pool| Below::new(pool, &*device, &forward, &pinner)).transpose()?;
         let (address, inbox) = mpsc::unbounded_channel();

@@ -13,12 +13,29 @@ use mixfleet_scheduler::batch::{Action, Event, RequestId};
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::VecDeque;
 use std::ops::Range;
+use xxhash_rust::xxh3::xxh3_64;
 
 /// What is still to be sent of a prefix.
 pub(super) struct Prefix {
     waiting: VecDeque<PieceId>,
-    /// Blocks of the lower tiers, and the first token in them.
-    below: Option<(u32, Lease)>,
+    below: Option<Lent>,
+}
+
+/// Blocks of the lower tiers that are lent.
+struct Lent {
+    /// The first token in them.
+    from: u32,
+    lease: Lease,
+    /// XXH3-64 of each layer of those that were what was stored when they were looked at, by block.
+    digests: Vec<Vec<u64>>,
+}
+
+/// Where the bytes of a piece are.
+enum Place {
+    Device,
+    /// In the lower tiers, and not what was stored there.
+    Rotten,
+    Below(Vec<u8>),
 }
 
 impl Prefix {
@@ -38,6 +55,18 @@ fn pieces(layer: u32, range: Range<u32>, tokens_max: u32) -> impl Iterator<Item 
     let end = range.end;
     let piece = move |first| PieceId { layer, first, tokens: tokens_max.min(end - first), retries: 0 };
     range.step_by(tokens_max as usize).map(piece)
+}
+
+/// Of the leading blocks that are what was stored, the XXH3-64 of each layer.
+fn digests(lease: &Lease, layers: usize) -> Vec<Vec<u64>> {
+    let of_block = |block: usize| {
+        let mut digests = Vec::new();
+        let intact = lease.view(block, &mut |bytes| {
+            digests = bytes.chunks_exact(bytes.len() / layers).map(xxh3_64).collect();
+        });
+        intact.is_ok_and(|intact| intact).then_some(digests)
+    };
+    (0..lease.len()).map_while(of_block).collect()
 }
 
 impl Worker {
@@ -77,7 +106,9 @@ impl Worker {
             let wanted = (below_from / page_tokens) as usize..chain.len();
             below = self.lease_to_lend(&chain[wanted], &tokens[below_from as usize..]);
         }
-        let end = below_from + below.as_ref().map_or(0, Lease::len) as u32 * page_tokens;
+        let layers = self.forward.config().layers as usize;
+        let below = below.map(|lease| Lent { from: below_from, digests: digests(&lease, layers), lease });
+        let end = below_from + below.as_ref().map_or(0, |lent| lent.digests.len()) as u32 * page_tokens;
 
         let most = self.piece_tokens_max(&to);
         let mut waiting = VecDeque::new();
@@ -85,7 +116,7 @@ impl Worker {
             waiting.extend(pieces(layer, from..on_device, most));
             waiting.extend(pieces(layer, from.max(below_from)..end, most));
         }
-        let prefix = Prefix { waiting, below: below.map(|lease| (below_from, lease)) };
+        let prefix = Prefix { waiting, below };
         self.begin_outgoing(request, Outgoing::new(to, pages, Some(prefix)));
         end
     }
@@ -123,50 +154,69 @@ impl Worker {
         if piece.retries == 0 {
             self.open_piece(request, &piece);
         }
-        if let Some(payload) = self.read_below(request, &piece)? {
-            let bytes = payload.len() as u64;
-            self.send_from(request, piece, &to, (slot, bytes), &mut |place| {
-                place.copy_from_slice(&payload);
-                Ok(())
-            })?;
-        } else {
-            let slots = self.upload_slots(&self.outgoing[&request].pages, piece.first, piece.tokens)?;
-            let from = self.gather(&piece, to.wire, slots)?;
-            let device = self.device.clone();
-            self.send_from(request, piece, &to, (slot, from.bytes), &mut |place| device.read(&from, place))?;
+        match self.read_below(request, &piece)? {
+            Place::Below(payload) => {
+                let bytes = payload.len() as u64;
+                self.send_from(request, piece, &to, (slot, bytes), &mut |place| {
+                    place.copy_from_slice(&payload);
+                    Ok(())
+                })?;
+            }
+            Place::Rotten => {
+                self.courier.give_slot(to.to, slot);
+                self.stop_outgoing(request);
+                self.tell_tiers();
+                return Ok(false);
+            }
+            Place::Device => {
+                let slots = self.upload_slots(&self.outgoing[&request].pages, piece.first, piece.tokens)?;
+                let from = self.gather(&piece, to.wire, slots)?;
+                let device = self.device.clone();
+                let read = &mut |place: &mut [u8]| device.read(&from, place);
+                self.send_from(request, piece, &to, (slot, from.bytes), read)?;
+            }
         }
         Ok(true)
     }
 
-    /// The bytes of a piece, if it lies in the lower tiers.
-    fn read_below(&self, request: RequestId, piece: &PieceId) -> Result<Option<Vec<u8>>> {
+    /// The bytes of a piece, if it lies in the lower tiers: a copy, which is checked.
+    fn read_below(&self, request: RequestId, piece: &PieceId) -> Result<Place> {
         let outgoing = &self.outgoing[&request];
         let (page_tokens, first) = (self.staging.page_tokens, piece.first);
-        let Some((from, lease)) = outgoing.prefix.as_ref().and_then(|prefix| prefix.below.as_ref()) else {
-            return Ok(None);
+        let Some(Lent { from, lease, digests }) =
+            outgoing.prefix.as_ref().and_then(|prefix| prefix.below.as_ref())
+        else {
+            return Ok(Place::Device);
         };
         if first < outgoing.pages.len() as u32 * page_tokens {
-            return Ok(None);
+            return Ok(Place::Device);
         }
         let token_bytes = self.staging.token_bytes(self.staging.kv) as usize;
         let mut payload = Vec::with_capacity(piece.tokens as usize * token_bytes);
-        let (mut at, end) = (first - from, first - from + piece.tokens);
+        let (mut at, end) = (first - *from, first - *from + piece.tokens);
         while at < end {
             let next = end.min((at / page_tokens + 1) * page_tokens);
-            let begin = (piece.layer * page_tokens + at % page_tokens) as usize * token_bytes;
-            lease.view((at / page_tokens) as usize, &mut |block| {
-                payload.extend_from_slice(&block[begin..begin + (next - at) as usize * token_bytes]);
+            let (block, layer) = ((at / page_tokens) as usize, piece.layer as usize);
+            let (mut copy, layer_bytes) = (Vec::new(), page_tokens as usize * token_bytes);
+            lease.view_unchecked(block, &mut |bytes| {
+                copy.extend_from_slice(&bytes[layer * layer_bytes..(layer + 1) * layer_bytes]);
             })?;
+            if xxh3_64(&copy) != digests[block][layer] {
+                lease.drop_rotten(block)?;
+                return Ok(Place::Rotten);
+            }
+            let begin = (at % page_tokens) as usize * token_bytes;
+            payload.extend_from_slice(&copy[begin..begin + (next - at) as usize * token_bytes]);
             at = next;
         }
-        Ok(Some(payload))
+        Ok(Place::Below(payload))
     }
 
     /// Brings blocks of a prefix that is lent to host memory. All lent ones together take half of it: the device goes on giving up blocks to
     /// the rest.
     fn lease_to_lend(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
         let leases = self.outgoing.values().filter_map(|outgoing| outgoing.prefix.as_ref()?.below.as_ref());
-        let lent: usize = leases.map(|(_, lease)| lease.len()).sum();
+        let lent: usize = leases.map(|lent| lent.lease.len()).sum();
         let most = (self.below.as_ref()?.dram_blocks() / 2).saturating_sub(lent).min(chain.len());
         let lease = self.lease(&chain[..most], &tokens[..most * self.staging.page_tokens as usize]);
         self.tell_tiers();

@@ -23,7 +23,7 @@ use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Queue, Result, Role, Slice}
 use mixfleet_scheduler::batch::{Action, Evicted};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
-use std::future::pending;
+use std::future::{pending, ready};
 
 /// The disk's cost is told anew when it is off by more than this factor.
 const COST_DRIFT: f64 = 1.25;
@@ -45,50 +45,41 @@ impl LowerTiers {
         self,
         forward: &Forward,
         make_region: &MakeRegion,
-    ) -> Result<(Pool, Option<LaterDisk>)> {
-        let LowerTiers { dram_bytes, mut ssd, mut namespace } = self;
+    ) -> Result<(Pool, Option<DiskBelow>)> {
+        let LowerTiers { dram_bytes, ssd, mut namespace } = self;
         let (config, shape) = (forward.config(), forward.shape());
         let known = namespace.as_mut().now_or_never();
-        let later = match known {
-            Some(_) => None,
-            None => ssd.take().map(|ssd| LaterDisk { ssd, namespace }),
-        };
         let pool = PoolConfig {
             block_bytes: u64::from(shape.block_tokens) * config.kv_bytes_per_token(shape.kv),
             block_tokens: shape.block_tokens,
             namespace: known.flatten().unwrap_or_default(),
             dram_bytes,
-            ssd: ssd.filter(|_| known.flatten().is_some()),
+            ssd: ssd.clone().filter(|_| known.flatten().is_some()),
             policy: CachePolicy::Lru,
             // Taken after every use of the pool, so that those of one use wait at most.
             events_max: usize::MAX,
         };
-        Ok((Pool::new(pool, make_region).map_err(refused)?, later))
+        let pool = Pool::new(pool, make_region).map_err(refused)?;
+        let namespace = match known {
+            Some(known) => Box::pin(ready(known)),
+            None => namespace,
+        };
+        Ok((pool, ssd.map(|ssd| DiskBelow { ssd, namespace })))
     }
 }
 
-/// A disk of which nobody knows yet whose blocks may be used.
-pub(super) struct LaterDisk {
+/// The disk of a pool, opened or to be opened.
+pub(super) struct DiskBelow {
     ssd: SsdConfig,
     namespace: BoxFuture<'static, Option<u64>>,
 }
 
-impl LaterDisk {
-    /// Gives it to the pool once its namespace is known. Reading what lies there takes a while, and a thread of its own. A disk that cannot be used
-    /// is left out.
-    pub(super) fn attach(self, pool: &Pool, device: &str, env: &SharedEnv) {
-        let LaterDisk { ssd, namespace } = self;
-        let (pool, device) = (pool.downgrade(), device.to_string());
-        let (name, of) = (format!("disk below {device}"), device.clone());
-        let attach = async move {
-            let (Some(namespace), Some(pool)) = (namespace.await, pool.upgrade()) else { return };
-            match pool.attach(ssd, namespace) {
-                Ok(()) => tracing::info!(device, blocks = pool.stats().ssd_blocks, "the disk is in use"),
-                Err(error) => tracing::warn!(device, %error, "the instance goes on without its disk"),
-            }
-        };
-        if let Err(error) = env.spawn_worker(&name, Box::pin(attach)) {
-            tracing::warn!(device = of, %error, "the instance goes on without its disk: no thread for it");
+impl DiskBelow {
+    /// Gives it a thread of its own. Without one it is left out if it is not open yet.
+    pub(super) fn attend(self, pool: &Pool, device: &str, env: &SharedEnv) {
+        let DiskBelow { ssd, namespace } = self;
+        if let Err(error) = pool.attend(ssd, namespace, &format!("disk below {device}"), env) {
+            tracing::warn!(device, %error, "the disk below the device has no thread");
         }
     }
 }
@@ -237,6 +228,9 @@ impl Below {
             metrics.kv_tier_hits.get_or_create(&labels(tier)).inc_by(hits - before);
             metrics.kv_tier_blocks.get_or_create(&labels(tier)).set(blocks as i64);
         }
+        metrics.kv_tier_out.get_or_create(&labels("ssd")).set(i64::from(now.ssd_out.is_some()));
+        let outages = now.ssd_outages - self.counted.ssd_outages;
+        metrics.kv_tier_outages.get_or_create(&labels("ssd")).inc_by(outages);
         let bad = metrics.kv_tier_bad.get_or_create(&DeviceLabels { device: device.into() }).clone();
         bad.inc_by(now.bad - self.counted.bad);
         self.counted = now;
@@ -280,6 +274,9 @@ impl Worker {
 
     /// Pins what the lower tiers hold of the blocks that are to be loaded, if any are.
     pub(super) fn lease_wanted(&mut self, actions: &[Action]) -> Option<Lease> {
+        if let Some(below) = &self.below {
+            below.pool.begin_turn();
+        }
         actions.iter().find_map(|action| match action {
             Action::Load { chain, tokens, .. } => self.lease(chain, tokens),
             _ => None,
@@ -332,15 +329,19 @@ impl Worker {
         lease = lease.or_else(|| self.lease(chain, tokens));
         let mut done = 0;
         while let Some(held) = lease.take() {
+            let mut came = 0;
             for (at, &page) in (0..held.len()).zip(&pages[done..]) {
                 let Some(below) = &self.below else { return Ok(0) };
                 let mut written = Ok(());
-                held.view(at, &mut |payload| written = self.device.write(&below.block, payload))?;
+                if !held.view(at, &mut |payload| written = self.device.write(&below.block, payload))? {
+                    break;
+                }
                 written?;
                 let list = below.copies(&*self.device, &self.forward, page, Way::Up)?;
                 self.run_now(&list)?;
+                came += 1;
             }
-            let (came, tokens_each) = (held.len(), tokens.len() / chain.len());
+            let tokens_each = tokens.len() / chain.len();
             done += came;
             // A prefix may be longer than host memory: the disk has the rest.
             drop(held);

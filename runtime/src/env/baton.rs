@@ -18,8 +18,8 @@ pub(super) enum Turn {
     Pending,
     /// It ended.
     Done,
-    /// It waits for this time, in the middle of its work.
-    Blocked(Seconds),
+    /// It waits for this time, in the middle of its work, or until it is woken.
+    Blocked { until: Seconds, or_woken: bool },
     /// It panicked.
     Panicked(Box<dyn Any + Send>),
 }
@@ -39,7 +39,8 @@ struct Baton {
 pub(super) struct WorkerThread(Arc<(Mutex<Baton>, Condvar)>);
 
 thread_local! {
-    static OWN: RefCell<Option<WorkerThread>> = const { RefCell::new(None) };
+    /// What wakes this worker too.
+    static OWN: RefCell<Option<(WorkerThread, Waker)>> = const { RefCell::new(None) };
 }
 
 impl WorkerThread {
@@ -55,7 +56,7 @@ impl WorkerThread {
         )));
         let thread = own.clone();
         let body = move || {
-            OWN.set(Some(thread.clone()));
+            OWN.set(Some((thread.clone(), waker.clone())));
             loop {
                 drop(thread.wait(|holder| matches!(holder, Holder::Worker)));
                 let own_task = task.as_mut().expect("a thread whose task is done has ended");
@@ -89,10 +90,15 @@ impl WorkerThread {
         std::mem::replace(&mut baton.turn, Turn::Pending)
     }
 
-    /// Called on a worker's thread: others run until `time`. False on any other thread.
-    pub(super) fn block_own(time: Seconds) -> bool {
-        let Some(own) = OWN.with_borrow(Option::clone) else { return false };
-        own.hand_back(Turn::Blocked(time));
+    /// What wakes the worker whose thread this is, if it is one's.
+    pub(super) fn own_waker() -> Option<Waker> {
+        OWN.with_borrow(|own| own.as_ref().map(|(_, waker)| waker.clone()))
+    }
+
+    /// Called on a worker's thread: others run until that time, or until it is woken. False on any other thread.
+    pub(super) fn block_own(until: Seconds, or_woken: bool) -> bool {
+        let Some((own, _)) = OWN.with_borrow(Option::clone) else { return false };
+        own.hand_back(Turn::Blocked { until, or_woken });
         drop(own.wait(|holder| matches!(holder, Holder::Worker)));
         true
     }

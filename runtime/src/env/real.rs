@@ -5,6 +5,9 @@ use futures_util::future::BoxFuture;
 use mixfleet_hal::units::Seconds;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
+use std::sync::Arc;
+use std::task::{Context, Wake, Waker};
+use std::thread::Thread;
 use std::time::{Duration, Instant, SystemTime};
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
@@ -20,6 +23,15 @@ impl RealEnv {
     /// On the given tokio runtime.
     pub fn new(handle: Handle) -> Self {
         RealEnv { start: Instant::now(), handle }
+    }
+}
+
+/// Wakes a thread that is parked.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
 }
 
@@ -46,6 +58,21 @@ impl Env for RealEnv {
         let handle = self.handle.clone();
         let thread = std::thread::Builder::new().name(name.to_string());
         thread.spawn(move || handle.block_on(task)).map(drop)
+    }
+
+    fn block_on(&self, mut done: BoxFuture<'_, ()>, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        loop {
+            if done.as_mut().poll(&mut Context::from_waker(&waker)).is_ready() {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            std::thread::park_timeout(left);
+        }
     }
 
     fn random(&self) -> u64 {

@@ -26,6 +26,8 @@ struct World {
     now: Moment,
     tasks: BTreeMap<u64, Task>,
     workers: BTreeMap<u64, Worker>,
+    /// Tasks in the middle of a turn, and whether somebody woke them meanwhile.
+    polled: BTreeMap<u64, bool>,
     spawned: u64,
     /// Deadline and order of creation.
     timers: BTreeMap<(Moment, u64), Waker>,
@@ -56,8 +58,10 @@ impl Ord for Moment {
 /// A task with a thread of its own.
 struct Worker {
     thread: WorkerThread,
-    /// In the middle of its work it waits for this time.
+    /// In the middle of its work it waits for this time,
     blocked_until: Option<Moment>,
+    /// or until somebody wakes it.
+    or_woken: bool,
     /// Somebody woke it meanwhile.
     woken: bool,
 }
@@ -135,7 +139,7 @@ impl SeededEnv {
 
     /// Returns at `time`; called by a worker, others run meanwhile. Elsewhere, as before anything runs, time just passes.
     pub fn block_until(&self, time: Seconds) {
-        if time <= self.now() || WorkerThread::block_own(time) {
+        if time <= self.now() || WorkerThread::block_own(time, false) {
             return;
         }
         let mut world = lock(&self.world);
@@ -196,8 +200,15 @@ impl SeededEnv {
             self.run_worker(task);
             return true;
         };
-        if future.as_mut().poll(&mut Context::from_waker(&self.waker(task))).is_pending() {
-            lock(&self.world).tasks.insert(task, future);
+        lock(&self.world).polled.insert(task, false);
+        let ended = future.as_mut().poll(&mut Context::from_waker(&self.waker(task))).is_ready();
+        let mut world = lock(&self.world);
+        let woken = world.polled.remove(&task) == Some(true);
+        if !ended {
+            world.tasks.insert(task, future);
+        }
+        if woken && !ended {
+            self.ready.add(task);
         }
         true
     }
@@ -211,10 +222,16 @@ impl SeededEnv {
         let thread = {
             let mut world = lock(&self.world);
             let now = world.now;
+            // One that blocks without a thread is in the middle of its own turn.
+            if let Some(woken) = world.polled.get_mut(&task) {
+                *woken = true;
+            }
             let Some(worker) = world.workers.get_mut(&task) else { return };
             if worker.blocked_until.is_some_and(|until| until > now) {
                 worker.woken = true;
-                return;
+                if !worker.or_woken {
+                    return;
+                }
             }
             worker.blocked_until = None;
             worker.thread.clone()
@@ -231,10 +248,10 @@ impl SeededEnv {
             Turn::Done => {
                 world.workers.remove(&task);
             }
-            Turn::Blocked(until) => {
+            Turn::Blocked { until, or_woken } => {
                 let until = Moment(until.0);
                 if let Some(worker) = world.workers.get_mut(&task) {
-                    worker.blocked_until = Some(until);
+                    (worker.blocked_until, worker.or_woken) = (Some(until), or_woken);
                 }
                 world.timer(until, self.waker(task));
             }
@@ -310,9 +327,33 @@ impl Env for SeededEnv {
         let id = world.spawned;
         world.spawned += 1;
         let thread = WorkerThread::spawn(name, task, self.waker(id))?;
-        world.workers.insert(id, Worker { thread, blocked_until: None, woken: false });
+        world.workers.insert(id, Worker { thread, blocked_until: None, or_woken: false, woken: false });
         self.ready.add(id);
         Ok(())
+    }
+
+    fn block_on(&self, mut done: BoxFuture<'_, ()>, limit: Duration) -> bool {
+        let deadline = self.now() + Seconds(limit.as_secs_f64());
+        let own = WorkerThread::own_waker();
+        // Without a thread of its own it lets the others take their turns itself, and looks after each.
+        let waker = own.clone().unwrap_or_else(|| Waker::noop().clone());
+        let mut alarm = self.sleep(limit);
+        if own.is_none() {
+            _ = alarm.as_mut().poll(&mut Context::from_waker(&waker));
+        }
+        loop {
+            if done.as_mut().poll(&mut Context::from_waker(&waker)).is_ready() {
+                return true;
+            }
+            if self.now() >= deadline {
+                return false;
+            }
+            if own.is_some() {
+                WorkerThread::block_own(deadline, true);
+            } else if !self.poll_one() {
+                assert!(self.advance(), "deadlock with seed {}: no task can run", self.seed);
+            }
+        }
     }
 
     fn random(&self) -> u64 {
@@ -450,6 +491,52 @@ mod tests {
             seen.retain(|(_, at_s)| *at_s != 6.0);
             let expected = [("quick", 2.0), ("slow", 3.0), ("quick", 4.0)];
             assert_eq!(seen, expected, "seed {seed}");
+        }
+    }
+
+    /// Whether a worker saw an answer that comes after `answer_s`, waiting for at most 2 s, when, and whether another ran meanwhile.
+    fn waited(env: &SeededEnv, answer_s: u64) -> (bool, f64, bool) {
+        let (tell, told) = tokio::sync::oneshot::channel::<()>();
+        let (result, seen) = tokio::sync::oneshot::channel();
+        let ran = Arc::new(Mutex::new(false));
+        let (env2, other, ran2) = (env.clone(), env.clone(), ran.clone());
+        let (wake, mut woken) = mpsc::unbounded_channel::<()>();
+        let waits = async move {
+            // Woken while it waits for something else: it must not miss it afterwards.
+            let mut both = Box::pin(async {
+                let came = env2.block_on(Box::pin(async { _ = told.await }), Duration::from_secs(2));
+                (came, env2.now().0)
+            });
+            let early = std::future::poll_fn(|context| {
+                assert!(woken.poll_recv(context).is_pending());
+                both.as_mut().poll(context)
+            });
+            let (came, at) = early.await;
+            woken.recv().await.unwrap();
+            result.send((came, at)).unwrap();
+        };
+        env.spawn_worker("waits", Box::pin(waits)).unwrap();
+        env.spawn(Box::pin(async move {
+            other.sleep(Duration::from_secs(1)).await;
+            *lock(&ran2) = true;
+            wake.send(()).unwrap();
+            other.sleep(Duration::from_secs(answer_s - 1)).await;
+            _ = tell.send(());
+            other.sleep(Duration::from_secs(60)).await;
+        }));
+        let (came, at) = env.run(async move { seen.await.unwrap() });
+        (came, at, *lock(&ran))
+    }
+
+    #[test]
+    fn who_waits_for_an_answer_gets_it_or_goes_on_in_time_and_others_run() {
+        for seed in 0..20 {
+            for env in [SeededEnv::new(seed), SeededEnv::with_blocking_workers(seed)] {
+                assert_eq!(waited(&env, 1), (true, 1.0, true), "{env:?}");
+            }
+            for env in [SeededEnv::new(seed), SeededEnv::with_blocking_workers(seed)] {
+                assert_eq!(waited(&env, 3), (false, 2.0, true), "{env:?}");
+            }
         }
     }
 

@@ -152,6 +152,9 @@ mod tests {
         fn spawn_worker(&self, name: &str, task: Task) -> std::io::Result<()> {
             self.0.spawn_worker(name, task)
         }
+        fn block_on(&self, done: BoxFuture<'_, ()>, limit: Duration) -> bool {
+            self.0.block_on(done, limit)
+        }
         fn random(&self) -> u64 {
             self.0.random()
         }

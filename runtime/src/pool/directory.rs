@@ -81,14 +81,20 @@ pub(super) fn prepare(disk: &dyn Disk, layout: &Layout, wipe: bool) -> Result<()
         // The very first start may have ended early, or a wipe; then nothing else is left.
         return Err(PoolError::Foreign(format!("it has `{other}` without `{FILE}`")));
     }
-    // The file that says whose it is goes last: a directory that is wiped halfway is still ours.
-    for name in [journal::NEW_FILE, journal::FILE, ssd::FILE, FILE] {
-        disk.remove(name).map_err(failed("wipe the pool's directory"))?;
-    }
+    // The file that says whose it is goes last, also if power is lost: a directory that is wiped halfway is still ours.
+    let wipe = || {
+        for name in [journal::NEW_FILE, journal::FILE, ssd::FILE] {
+            disk.remove(name)?;
+        }
+        disk.sync_names()?;
+        disk.remove(FILE)
+    };
+    wipe().map_err(failed("wipe the pool's directory"))?;
     let create = || {
         disk.write_at(NEW_FILE, 0, &encode(layout))?;
         disk.sync(NEW_FILE)?;
-        disk.rename(NEW_FILE, FILE)
+        disk.rename(NEW_FILE, FILE)?;
+        disk.sync_names()
     };
     create().map_err(failed("write to the pool's directory"))
 }

@@ -1,9 +1,13 @@
 //! A directory of files as the pool sees it: the real one, and one in memory that fails on purpose.
 
 #[cfg(unix)]
+mod private;
+#[cfg(unix)]
 mod real;
 mod sim;
 
+#[cfg(unix)]
+pub use private::{Opening, PrivateDirectory};
 #[cfg(unix)]
 pub use real::RealDisk;
 pub use sim::{Crash, SimDisk};
@@ -47,6 +51,13 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// As the medium fails.
     fn sync(&self, file: &str) -> Result<()>;
+
+    /// Returns when which files there are, and by which names, lies safe on the medium: until then files that were made, renamed and removed may be
+    /// as they were before.
+    ///
+    /// # Errors
+    /// As the medium fails.
+    fn sync_names(&self) -> Result<()>;
 
     /// Gives a file another name, in place of the file that had it.
     ///

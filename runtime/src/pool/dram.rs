@@ -59,6 +59,8 @@ pub(super) struct Held {
     pub(super) tokens: Box<[u32]>,
     /// Its bytes have arrived. Until then only the one that stores it knows of it, and holds its one pin.
     ready: bool,
+    /// Its bytes are not what was stored. It goes with its last pin.
+    bad: bool,
 }
 
 /// Which block lies in which slot.
@@ -103,7 +105,8 @@ impl Dram {
         }
         let leaves = evicted.pop().and_then(|victim| Some((victim, self.held.remove(victim.0)?)));
         let slot = leaves.as_ref().map(|(_, held)| held.slot).or_else(|| self.free.pop())?;
-        self.held.insert(hash.0, Held { slot, depth, digest: 0, tokens: tokens.into(), ready: false });
+        self.held
+            .insert(hash.0, Held { slot, depth, digest: 0, tokens: tokens.into(), ready: false, bad: false });
         Some(Admitted { slot, leaves })
     }
 
@@ -112,6 +115,28 @@ impl Dram {
         if let Some(held) = self.held.get_mut(hash.0) {
             held.digest = digest;
             held.ready = true;
+        }
+    }
+
+    /// A block that is pinned turns out to be bad. False if it is known, or another one by now.
+    pub(super) fn spoil(&mut self, hash: BlockHash, slot: u32) -> bool {
+        match self.held.get_mut(hash.0) {
+            Some(held) if held.ready && held.slot == slot => {
+                (held.ready, held.bad) = (false, true);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Takes back one pin of each block.
+    pub(super) fn unpin(&mut self, blocks: &[BlockHash]) {
+        self.brain.unpin(blocks);
+        for &hash in blocks {
+            let bad = self.held.get(hash.0).is_some_and(|held| held.bad);
+            if bad && self.brain.pins(hash) == 0 {
+                self.cancel(hash);
+            }
         }
     }
 

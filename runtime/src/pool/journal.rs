@@ -5,6 +5,7 @@
 //! whose frame says otherwise when it is read. So it is never waited for, and damaged records are skipped.
 
 use super::disk::Disk;
+use super::lane::Access;
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::HashMap;
 use std::io::{ErrorKind, Result};
@@ -71,11 +72,11 @@ impl Journal {
         Ok((journal, replay.finish()))
     }
 
-    pub(super) fn stored(&mut self, disk: &dyn Disk, block: Stored) -> Result<()> {
+    pub(super) fn stored(&mut self, disk: &Access, block: Stored) -> Result<()> {
         self.append(disk, STORED, block)
     }
 
-    pub(super) fn freed(&mut self, disk: &dyn Disk, slot: u32) -> Result<()> {
+    pub(super) fn freed(&mut self, disk: &Access, slot: u32) -> Result<()> {
         self.append(disk, FREED, Stored { slot, hash: BlockHash(0), depth: 0 })
     }
 
@@ -84,26 +85,27 @@ impl Journal {
         self.records >= self.rewrite_at
     }
 
-    /// Writes a new journal of `blocks` alone, in this order, in place of the old one. After an error the old one goes on.
-    pub(super) fn rewrite(&mut self, disk: &dyn Disk, blocks: &[Stored], sync: bool) -> Result<()> {
+    /// Writes a new journal of `blocks` alone, in this order, in place of the old one. With `sync` it, and the names of all files, outlive a loss of
+    /// power. After an error the old one goes on.
+    pub(super) fn rewrite(&mut self, disk: &Access, blocks: &[Stored], sync: bool) -> Result<()> {
         // Also after an error: not every record is to try again.
         self.rewrite_later();
-        disk.remove(NEW_FILE)?;
-        let mut chunk = Vec::with_capacity(CHUNK_BYTES);
-        let mut written = 0;
-        disk.write_at(NEW_FILE, 0, &[])?;
-        for (place, &block) in (0..).zip(blocks) {
-            chunk.extend_from_slice(&encode(STORED, block, place, self.namespace));
-            if chunk.len() >= CHUNK_BYTES || place + 1 == blocks.len() as u64 {
-                disk.write_at(NEW_FILE, written, &chunk)?;
-                written += chunk.len() as u64;
-                chunk.clear();
+        let records =
+            (0..).zip(blocks).flat_map(|(place, &block)| encode(STORED, block, place, self.namespace));
+        let records: Vec<u8> = records.collect();
+        let replace = move |disk: &dyn Disk| {
+            disk.remove(NEW_FILE)?;
+            disk.write_at(NEW_FILE, 0, &records)?;
+            if sync {
+                disk.sync(NEW_FILE)?;
             }
+            disk.rename(NEW_FILE, FILE)?;
+            if sync { disk.sync_names() } else { Ok(()) }
+        };
+        match sync {
+            true => disk.run_long(replace)?,
+            false => disk.run(replace)?,
         }
-        if sync {
-            disk.sync(NEW_FILE)?;
-        }
-        disk.rename(NEW_FILE, FILE)?;
         self.records = blocks.len() as u64;
         self.rewrite_later();
         Ok(())
@@ -114,9 +116,10 @@ impl Journal {
         self.rewrite_at = (self.records + slots).max(slots * (RECORDS_PER_SLOT_MAX - 1));
     }
 
-    fn append(&mut self, disk: &dyn Disk, kind: u32, block: Stored) -> Result<()> {
+    fn append(&mut self, disk: &Access, kind: u32, block: Stored) -> Result<()> {
         let record = encode(kind, block, self.records, self.namespace);
-        disk.write_at(FILE, self.records * RECORD_BYTES, &record)?;
+        let offset = self.records * RECORD_BYTES;
+        disk.run(move |disk| disk.write_at(FILE, offset, &record))?;
         self.records += 1;
         Ok(())
     }
@@ -202,19 +205,20 @@ mod tests {
             cut in 0u64..64,
         ) {
             let disk = SimDisk::default();
+            let access = Access::new(std::sync::Arc::new(disk.clone()));
             let (mut journal, _) = Journal::open(&disk, 3, 6).unwrap();
             let mut naive: BTreeMap<u32, u64> = BTreeMap::new();
             for (step, &(store, slot, hash)) in told.iter().enumerate() {
                 naive.retain(|&other, held| other != slot && !(store && *held == hash));
                 if store {
                     naive.insert(slot, hash);
-                    journal.stored(&disk, Stored { slot, hash: BlockHash(hash), depth: slot }).unwrap();
+                    journal.stored(&access, Stored { slot, hash: BlockHash(hash), depth: slot }).unwrap();
                 } else {
-                    journal.freed(&disk, slot).unwrap();
+                    journal.freed(&access, slot).unwrap();
                 }
                 if step == rewrite {
                     let (_, replayed) = Journal::open(&disk, 3, 6).unwrap();
-                    journal.rewrite(&disk, &replayed.blocks, true).unwrap();
+                    journal.rewrite(&access, &replayed.blocks, true).unwrap();
                     prop_assert_eq!(disk.names().unwrap(), [FILE]);
                 }
             }
@@ -230,7 +234,7 @@ mod tests {
             disk.cut(FILE, length).unwrap();
             let (mut journal, replayed) = Journal::open(&disk, 3, 6).unwrap();
             prop_assert_eq!(replayed.damaged, u64::from(length % RECORD_BYTES != 0));
-            journal.stored(&disk, Stored { slot: 5, hash: BlockHash(77), depth: 0 }).unwrap();
+            journal.stored(&access, Stored { slot: 5, hash: BlockHash(77), depth: 0 }).unwrap();
             let (_, replayed) = Journal::open(&disk, 3, 6).unwrap();
             prop_assert_eq!(replayed.blocks.last().map(|block| block.hash), Some(BlockHash(77)));
         }

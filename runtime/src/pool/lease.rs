@@ -2,10 +2,11 @@
 
 use super::Shared;
 use super::traffic::{Arrival, Wanted};
-use mixfleet_hal::{Error, Result};
+use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use xxhash_rust::xxh3::xxh3_64;
 
 /// What became of a block that was to be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,22 +98,52 @@ impl Lease {
         Ok(arrival.into())
     }
 
-    /// Shows the bytes of a pinned block.
+    /// Shows the bytes of a pinned block, if they are what was stored; else the block is dropped, and false.
     ///
     /// # Errors
     /// `Invalid` where it is not pinned.
-    pub fn view(&self, block: usize, look: &mut dyn FnMut(&[u8])) -> Result<()> {
+    pub fn view(&self, block: usize, look: &mut dyn FnMut(&[u8])) -> Result<bool> {
+        let (slot, digest) = self.pinned(block)?;
+        let mut intact = false;
+        self.shared.slab.view(slot, &mut |payload| {
+            intact = xxh3_64(payload) == digest;
+            if intact {
+                look(payload);
+            }
+        })?;
+        if !intact {
+            self.drop_rotten(block)?;
+        }
+        Ok(intact)
+    }
+
+    /// Shows the bytes of a pinned block, whatever they are: for one who checks them.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn view_unchecked(&self, block: usize, look: &mut dyn FnMut(&[u8])) -> Result<()> {
         self.shared.slab.view(self.pinned(block)?.0, look)
+    }
+
+    /// A pinned block was found not to be what was stored: it is dropped.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn drop_rotten(&self, block: usize) -> Result<()> {
+        self.shared.drop_rotten(self.chain[block], self.pinned(block)?.0);
+        Ok(())
     }
 
     /// Copies the bytes of a pinned block.
     ///
     /// # Errors
-    /// As [`view`](Self::view).
+    /// As [`view`](Self::view); `Corrupt` where they are not what was stored, and the block is dropped.
     pub fn load(&self, block: usize) -> Result<Vec<u8>> {
         let mut bytes = Vec::with_capacity(self.shared.layout.block_bytes);
-        self.view(block, &mut |payload| bytes.extend_from_slice(payload))?;
-        Ok(bytes)
+        match self.view(block, &mut |payload| bytes.extend_from_slice(payload))? {
+            true => Ok(bytes),
+            false => Err(Error::new(ErrorKind::Corrupt, "a KV block in host memory is not what was stored")),
+        }
     }
 
     /// XXH3-64 of a pinned block's bytes, from when it was stored: for those who send it on.
@@ -208,7 +239,7 @@ impl Drop for Lease {
         let pinned = (0..self.chain.len()).filter(|at| *at < self.held.len() || self.ahead.contains(at));
         let pinned: Vec<BlockHash> = pinned.map(|at| self.chain[at]).collect();
         if !pinned.is_empty() {
-            self.shared.state().dram.brain.unpin(&pinned);
+            self.shared.state().dram.unpin(&pinned);
         }
     }
 }

@@ -15,6 +15,7 @@ pub mod disk;
 mod dram;
 mod events;
 mod journal;
+mod lane;
 mod lease;
 mod ssd;
 mod traffic;
@@ -23,18 +24,26 @@ pub use events::{PoolEvent, Snapshot};
 pub use lease::{Lease, Put};
 
 use crate::engine::MakeRegion;
+use crate::env::SharedEnv;
 use check::Layout;
 use disk::Disk;
 use dram::{Dram, Slab};
 use events::Events;
+use futures_util::future::BoxFuture;
+use lane::{Access, Attendant};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
-use ssd::Ssd;
+use ssd::{Frames, Ssd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 use tokio::sync::Notify;
 
+/// How long a disk may take for a read or a write: a sound one takes a hundredth of that when it is busy.
+pub const SSD_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// The disk of a pool.
+#[derive(Clone)]
 pub struct SsdConfig {
     /// A directory of its own.
     pub disk: Arc<dyn Disk>,
@@ -43,6 +52,9 @@ pub struct SsdConfig {
     /// Whether a pool that is there already and belongs to another model, block size or format may be deleted. What is not a pool
     /// is never deleted.
     pub wipe: bool,
+    /// A disk that takes longer for a read or a write is out until it answers, if it has a thread of its own ([`Pool::attend`]). In one turn
+    /// it is waited for less than twice that.
+    pub timeout: Duration,
 }
 
 /// What a pool holds, and how much of it.
@@ -84,6 +96,14 @@ pub enum PoolError {
     /// Another process, or another pool of this one, has the directory.
     #[error("the directory {} is in use by another pool: give each worker a directory of its own", .0.display())]
     InUse(PathBuf),
+    /// Others may read or change what lies there, or lead elsewhere who looks for it.
+    #[error("{} is not used for KV, which tells what was asked: {why}; give it to this user alone (chown, chmod 700), or name another directory (one that is not there is made)", .path.display())]
+    Exposed {
+        /// What is exposed.
+        path: PathBuf,
+        /// To whom, and how.
+        why: String,
+    },
     /// The directory holds something else.
     #[error("the directory is not a KV pool's ({0}): name an empty or a new one")]
     Foreign(String),
@@ -126,6 +146,10 @@ pub struct PoolStats {
     pub journal_damaged: u64,
     /// Why the disk takes no blocks at present, if so.
     pub ssd_paused: Option<String>,
+    /// Why the disk is out at present, if it is: what lies there is unknown.
+    pub ssd_out: Option<String>,
+    /// How often the disk went out, or could not be opened.
+    pub ssd_outages: u64,
 }
 
 /// What [`Pool::write_back`] did.
@@ -155,7 +179,12 @@ struct Shared {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        // Here, so that nobody finds a disk that is out.
+        if state.give_up_disk() {
+            self.disk_changed.notify_one();
+        }
+        state
     }
 }
 
@@ -220,6 +249,16 @@ impl Pool {
     /// # Errors
     /// See [`PoolError`]. The pool goes on with host memory alone.
     pub fn attach(&self, ssd: SsdConfig, namespace: u64) -> Result<(), PoolError> {
+        self.attach_by(ssd, namespace, |_| ())
+    }
+
+    /// As [`attach`](Self::attach), and has `begin` prepare the way to the disk before anyone uses it.
+    fn attach_by<T>(
+        &self,
+        ssd: SsdConfig,
+        namespace: u64,
+        begin: impl FnOnce(&Access) -> T,
+    ) -> Result<T, PoolError> {
         if self.has_disk() {
             return Err(PoolError::Attached);
         }
@@ -228,15 +267,53 @@ impl Pool {
         if state.ssd.is_some() {
             return Err(PoolError::Attached);
         }
+        let begun = begin(&opened.frames.access);
         opened.hashes().into_iter().for_each(|hash| state.events.add(hash, Tier::Ssd, true));
         state.counts.journal_damaged += damaged;
+        state.counts.ssd_out = None;
         state.ssd = Some(opened);
         drop(state);
         self.0.disk_changed.notify_one();
-        Ok(())
+        Ok(begun)
     }
 
-    /// Completes when a disk came since the last time that it did: there are events, and [`has_disk`](Self::has_disk) says
+    /// Lets a thread of its own work on the disk: opened already, or to be opened by [`attach`](Self::attach) once `namespace` is known (never if
+    /// that is none). From then on a disk that does not answer in time is out: its blocks are told as evicted, and nobody waits for it. When it
+    /// answers, it is opened anew after a pause.
+    ///
+    /// # Errors
+    /// The operating system refuses a thread.
+    pub fn attend(
+        &self,
+        ssd: SsdConfig,
+        namespace: BoxFuture<'static, Option<u64>>,
+        name: &str,
+        env: &SharedEnv,
+    ) -> std::io::Result<()> {
+        let attendant = Attendant { pool: self.downgrade(), ssd, env: env.clone(), name: name.into() };
+        env.spawn_worker(name, Box::pin(attendant.attend(namespace)))
+    }
+
+    /// A turn of the one who uses the pool begins, in which the disk may be waited for anew.
+    pub fn begin_turn(&self) {
+        if let Some(ssd) = &self.0.state().ssd {
+            ssd.frames.access.begin_turn();
+        }
+    }
+
+    fn frames(&self) -> Option<Arc<Frames>> {
+        self.0.state().ssd.as_ref().map(|ssd| ssd.frames.clone())
+    }
+
+    fn note_out(&self, why: &str) {
+        let mut state = self.0.state();
+        state.counts.ssd_out = Some(why.into());
+        state.counts.ssd_outages += 1;
+        drop(state);
+        self.0.disk_changed.notify_one();
+    }
+
+    /// Completes when a disk came or went since the last time that it did: there are events, and [`has_disk`](Self::has_disk) says
     /// something new.
     pub async fn disk_changed(&self) {
         self.0.disk_changed.notified().await;
@@ -354,6 +431,22 @@ impl Pool {
 }
 
 impl State {
+    /// Forgets a disk that does not answer. True if there was one.
+    fn give_up_disk(&mut self) -> bool {
+        let Some(why) = self.ssd.as_ref().and_then(|ssd| ssd.frames.access.out()) else { return false };
+        let Some(ssd) = self.ssd.take() else { return false };
+        let blocks = ssd.hashes();
+        tracing::warn!(
+            why,
+            blocks = blocks.len(),
+            "the KV pool's disk is out; what it held is computed anew"
+        );
+        blocks.into_iter().for_each(|hash| self.events.add(hash, Tier::Ssd, false));
+        self.counts.ssd_out = Some(why);
+        self.counts.ssd_outages += 1;
+        true
+    }
+
     fn snapshot(&self) -> Snapshot {
         let ssd = self.ssd.as_ref().map(Ssd::hashes).unwrap_or_default();
         Snapshot { sequence: self.events.last(), dram: self.dram.hashes(), ssd }

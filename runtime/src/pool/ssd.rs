@@ -5,9 +5,9 @@
 
 use super::check::{Layout, Refusal};
 use super::directory;
-use super::disk::Disk;
 use super::events::Events;
 use super::journal::{self, Journal, Stored};
+use super::lane::Access;
 use super::{PoolError, SsdConfig};
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy, Tier};
 use mixfleet_scheduler::table::IdMap;
@@ -25,7 +25,7 @@ const BUFFERS_MAX: usize = 8;
 
 /// The file of frames: reading and writing, outside any lock.
 pub(super) struct Frames {
-    disk: Arc<dyn Disk>,
+    pub(super) access: Access,
     layout: Layout,
     stride: u64,
     buffers: Mutex<Vec<Vec<u8>>>,
@@ -60,17 +60,28 @@ impl Frames {
         }
     }
 
-    /// Reads the frame in `slot` and checks that it is this block of this prompt. Returns the XXH3-64 of its payload.
+    /// Reads the frame in `slot` and checks that it is this block of this prompt. Returns it, to be given back, with the XXH3-64 of its
+    /// payload.
     pub(super) fn read(
         &self,
         slot: u32,
         hash: BlockHash,
         tokens: &[u32],
-        frame: &mut Vec<u8>,
-    ) -> Result<u64, ReadError> {
+    ) -> Result<(Vec<u8>, u64), ReadError> {
+        let (mut frame, offset) = (self.buffer(), u64::from(slot) * self.stride);
         frame.resize(self.layout.frame_bytes(), 0);
-        let read = self.disk.read_at(FILE, u64::from(slot) * self.stride, frame).map_err(ReadError::Io)?;
-        self.layout.check(&frame[..read], hash, tokens).map_err(ReadError::Refused)
+        let read = self.access.run(move |disk| {
+            let read = disk.read_at(FILE, offset, &mut frame)?;
+            Ok((frame, read))
+        });
+        let (frame, read) = read.map_err(ReadError::Io)?;
+        match self.layout.check(&frame[..read], hash, tokens) {
+            Ok(digest) => Ok((frame, digest)),
+            Err(refusal) => {
+                self.give_back(frame);
+                Err(ReadError::Refused(refusal))
+            }
+        }
     }
 
     /// Appends what follows the payload of the block `hash`, whose XXH3-64 is `digest`.
@@ -78,8 +89,14 @@ impl Frames {
         self.layout.add_trailer(frame, hash, tokens, digest);
     }
 
-    pub(super) fn write(&self, slot: u32, frame: &[u8]) -> io::Result<()> {
-        self.disk.write_at(FILE, u64::from(slot) * self.stride, frame)
+    pub(super) fn write(&self, slot: u32, frame: Vec<u8>) -> io::Result<()> {
+        let offset = u64::from(slot) * self.stride;
+        let (frame, written) = self.access.run(move |disk| {
+            let written = disk.write_at(FILE, offset, &frame);
+            Ok((frame, written))
+        })?;
+        self.give_back(frame);
+        written
     }
 }
 
@@ -93,7 +110,6 @@ struct Held {
 /// Which block lies in which slot.
 pub(super) struct Ssd {
     pub(super) frames: Arc<Frames>,
-    disk: Arc<dyn Disk>,
     pub(super) brain: BlockCache,
     held: IdMap<Held>,
     free: Vec<u32>,
@@ -115,7 +131,7 @@ pub(super) enum Begun {
 
 /// Opens or creates the tier. Returns it with the journal's damaged records.
 pub(super) fn open(config: SsdConfig, layout: Layout, policy: CachePolicy) -> Result<(Ssd, u64), PoolError> {
-    let SsdConfig { disk, bytes, wipe } = config;
+    let SsdConfig { disk, bytes, wipe, .. } = config;
     let stride = match layout.frame_bytes() as u64 {
         small if small < PAGE_BYTES => small,
         large => large.next_multiple_of(PAGE_BYTES),
@@ -130,10 +146,10 @@ pub(super) fn open(config: SsdConfig, layout: Layout, policy: CachePolicy) -> Re
     directory::prepare(&*disk, &layout, wipe)?;
     let failed = |source| PoolError::Io { doing: "read the pool's journal".into(), source };
     let (journal, replayed) = Journal::open(&*disk, layout.namespace, slots).map_err(failed)?;
-    let frames = Frames { disk: disk.clone(), layout, stride, buffers: Mutex::default() };
+    let access = Access::new(disk.clone());
+    let frames = Frames { access, layout, stride, buffers: Mutex::default() };
     let mut ssd = Ssd {
         frames: Arc::new(frames),
-        disk: disk.clone(),
         brain: BlockCache::new(slots as usize, policy),
         held: IdMap::default(),
         free: Vec::new(),
@@ -172,6 +188,9 @@ impl Ssd {
             self.brain.touch(&[hash]);
             return Begun::Known;
         }
+        if !self.frames.access.has_time() {
+            return Begun::Lost;
+        }
         if self.paused.is_some() {
             self.skipped += 1;
             if !self.skipped.is_multiple_of(TRY_EVERY) {
@@ -192,7 +211,7 @@ impl Ssd {
         };
         self.held.insert(hash.0, Held { slot, depth, ready: false });
         if left.is_some()
-            && let Err(error) = self.journal.freed(&*self.disk, slot)
+            && let Err(error) = self.journal.freed(&self.frames.access, slot)
         {
             self.fail(hash, &error);
             return Begun::Lost;
@@ -203,7 +222,8 @@ impl Ssd {
     /// What became of the write that [`begin`](Self::begin) asked for. True: the block is stored.
     pub(super) fn finish(&mut self, hash: BlockHash, written: io::Result<()>, events: &mut Events) -> bool {
         let Some(&Held { slot, depth, .. }) = self.held.get(hash.0) else { return false };
-        let told = written.and_then(|()| self.journal.stored(&*self.disk, Stored { slot, hash, depth }));
+        let told =
+            written.and_then(|()| self.journal.stored(&self.frames.access, Stored { slot, hash, depth }));
         if let Err(error) = told {
             self.fail(hash, &error);
             return false;
@@ -227,7 +247,7 @@ impl Ssd {
         }
         self.release(hash);
         events.add(hash, Tier::Ssd, false);
-        if let Err(error) = self.journal.freed(&*self.disk, slot) {
+        if let Err(error) = self.journal.freed(&self.frames.access, slot) {
             self.pause(&error);
         }
         self.compact_if_long();
@@ -251,14 +271,15 @@ impl Ssd {
             ready.then_some(Stored { slot, hash, depth })
         };
         let blocks: Vec<Stored> = self.brain.by_worth().filter_map(block).collect();
-        self.journal.rewrite(&*self.disk, &blocks, sync)
+        self.journal.rewrite(&self.frames.access, &blocks, sync)
     }
 
     /// Everything that is stored lies safe on the medium when this returns.
     pub(super) fn sync(&mut self) -> io::Result<()> {
-        if self.disk.len(FILE)?.is_some() {
-            self.disk.sync(FILE)?;
-        }
+        self.frames.access.run_long(|disk| match disk.len(FILE)? {
+            Some(_) => disk.sync(FILE),
+            None => Ok(()),
+        })?;
         self.compact(true)
     }
 
@@ -281,6 +302,9 @@ impl Ssd {
     }
 
     fn pause(&mut self, error: &io::Error) {
+        if self.frames.access.out().is_some() {
+            return;
+        }
         if self.paused.is_none() {
             let advice = if journal::is_full(error) { "make room on it" } else { "check it" };
             tracing::warn!(%error, "the KV pool's disk takes no blocks ({advice}); what it holds is still served");

@@ -7,6 +7,7 @@ use super::{Shared, State, WrittenBack};
 use mixfleet_hal::Result;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::io;
+use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// A block of a prompt, and its place in the prompt's chain.
@@ -51,6 +52,13 @@ impl State {
         }
         self.dram.pin(wanted.hash, wanted.depth);
         Some(Arrival::Held)
+    }
+
+    /// What became of a write to the disk that `frames` is of. True: the block is stored there.
+    fn finish(&mut self, frames: &Arc<Frames>, hash: BlockHash, written: io::Result<()>) -> bool {
+        // The disk may have gone meanwhile, and have come back.
+        let its = self.ssd.as_mut().filter(|ssd| Arc::ptr_eq(&ssd.frames, frames));
+        its.is_some_and(|ssd| ssd.finish(hash, written, &mut self.events))
     }
 }
 
@@ -99,19 +107,38 @@ impl Shared {
             Ok(xxh3_64(place))
         })?;
         if matches!(arrival, Arrival::Stored | Arrival::Held) {
-            self.state().dram.brain.unpin(&[wanted.hash]);
+            self.state().dram.unpin(&[wanted.hash]);
         }
         Ok(arrival)
+    }
+
+    /// A block of host memory is not what was stored there: it is served to nobody any more, and goes when nobody has it pinned.
+    pub(super) fn drop_rotten(&self, hash: BlockHash, slot: u32) {
+        let State { dram, events, counts, .. } = &mut *self.state();
+        if dram.spoil(hash, slot) {
+            events.add(hash, Tier::Dram, false);
+            counts.bad += 1;
+            tracing::warn!(
+                hash = hash.0,
+                slot,
+                "a KV block in host memory is bad, and dropped: check the memory"
+            );
+        }
     }
 
     /// Brings a block from the disk.
     pub(super) fn promote(&self, wanted: Wanted) -> Result<Arrival> {
         let place =
             self.state().ssd.as_ref().and_then(|ssd| Some((ssd.slot(wanted.hash)?, ssd.frames.clone())));
-        let Some((slot, frames)) = place else { return Ok(Arrival::Missing) };
-        let mut frame = frames.buffer();
-        let arrival = match frames.read(slot, wanted.hash, wanted.tokens, &mut frame) {
-            Ok(digest) => self.copy(wanted, &frame[..self.layout.block_bytes], digest),
+        let Some((slot, frames)) = place.filter(|(_, frames)| frames.access.has_time()) else {
+            return Ok(Arrival::Missing);
+        };
+        match frames.read(slot, wanted.hash, wanted.tokens) {
+            Ok((frame, digest)) => {
+                let arrival = self.copy(wanted, &frame[..self.layout.block_bytes], digest);
+                frames.give_back(frame);
+                arrival
+            }
             Err(ReadError::Refused(Refusal::OtherTokens)) => {
                 self.state().counts.collisions += 1;
                 Ok(Arrival::Collision)
@@ -120,9 +147,7 @@ impl Shared {
                 self.drop_bad(wanted.hash, slot, &error);
                 Ok(Arrival::Missing)
             }
-        };
-        frames.give_back(frame);
-        arrival
+        }
     }
 
     fn drop_bad(&self, hash: BlockHash, slot: u32, error: &ReadError) {
@@ -153,8 +178,7 @@ impl Shared {
             drop(state);
             let written = self.write_frame(&frames, slot, victim, &held);
             state = self.state();
-            let State { ssd, events, .. } = &mut *state;
-            kept = ssd.as_mut().is_some_and(|ssd| ssd.finish(victim, written, events));
+            kept = state.finish(&frames, victim, written);
             state.counts.demoted += u64::from(kept);
         }
         let lost = !kept && state.ssd.is_some();
@@ -169,9 +193,8 @@ impl Shared {
         frame.reserve(self.layout.frame_bytes());
         let copied = self.slab.view(held.slot, &mut |payload| frame.extend_from_slice(payload));
         frames.add_trailer(&mut frame, hash, &held.tokens, held.digest);
-        let written = copied.map_err(io::Error::other).and_then(|()| frames.write(slot, &frame));
-        frames.give_back(frame);
-        written
+        copied.map_err(io::Error::other)?;
+        frames.write(slot, frame)
     }
 
     /// Writes to the disk what lies in host memory alone, the block first that would go last, while `go_on`.
@@ -201,15 +224,17 @@ impl Shared {
     fn copy_down(&self, hash: BlockHash) {
         let mut state = self.state();
         let State { dram, ssd: Some(ssd), events, .. } = &mut *state else { return };
+        // Nobody's step waits for it.
+        ssd.frames.access.begin_turn();
         let Some(held) = dram.get(hash).cloned() else { return };
         let Begun::Write(slot) = ssd.begin(hash, held.depth, events) else { return };
         dram.brain.pin(&[hash]);
         let frames = ssd.frames.clone();
         drop(state);
         let written = self.write_frame(&frames, slot, hash, &held);
-        let State { dram, ssd, events, counts, .. } = &mut *self.state();
-        dram.brain.unpin(&[hash]);
-        let kept = ssd.as_mut().is_some_and(|ssd| ssd.finish(hash, written, events));
-        counts.demoted += u64::from(kept);
+        let mut state = self.state();
+        state.dram.unpin(&[hash]);
+        let kept = state.finish(&frames, hash, written);
+        state.counts.demoted += u64::from(kept);
     }
 }

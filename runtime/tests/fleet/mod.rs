@@ -7,7 +7,7 @@ pub(crate) mod requeued;
 
 use futures_util::future::BoxFuture;
 use mixfleet_hal::fault::FaultPlan;
-use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::memory::{Mapping, SharedMemory};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hal::{DType, Device};
@@ -21,8 +21,8 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics, TierLabels};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
-use mixfleet_runtime::pool::SsdConfig;
 use mixfleet_runtime::pool::disk::SimDisk;
+use mixfleet_runtime::pool::{SSD_TIMEOUT, SsdConfig};
 use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{Policy, Role};
@@ -30,6 +30,7 @@ use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{Faulty, HostRegion, Memory};
 use std::future::ready;
 use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -92,6 +93,33 @@ struct Member {
     device: Arc<dyn Device>,
 }
 
+/// Host memory whose bits flip.
+struct Rotting {
+    memory: HostRegion,
+    rots: Arc<AtomicBool>,
+}
+
+impl SharedMemory for Rotting {
+    fn size_bytes(&self) -> u64 {
+        self.memory.size_bytes()
+    }
+
+    fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> mixfleet_hal::Result<()> {
+        if self.rots.load(Ordering::Relaxed) {
+            self.memory.update(offset, bytes, &mut |bytes| bytes[bytes.len() / 2] ^= 1)?;
+        }
+        self.memory.view(offset, bytes, look)
+    }
+
+    fn update(&self, offset: u64, bytes: u64, change: &mut dyn FnMut(&mut [u8])) -> mixfleet_hal::Result<()> {
+        self.memory.update(offset, bytes, change)
+    }
+
+    fn mapping(&self) -> Option<Mapping> {
+        self.memory.mapping()
+    }
+}
+
 /// A fleet to be.
 pub(crate) struct Fleet {
     checkpoint: Checkpoint,
@@ -105,6 +133,8 @@ pub(crate) struct Fleet {
     /// Blocks in host memory, and the disk with bytes.
     lower: Option<(u64, Option<(SimDisk, u64)>)>,
     /// When it is known whose blocks on the disk may be used, if not at once.
+    /// Bits of host memory flip when blocks below devices are looked at.
+    rots: Arc<AtomicBool>,
     disk_known: Mutex<Option<BoxFuture<'static, Option<u64>>>>,
 }
 
@@ -141,6 +171,7 @@ impl Fleet {
             policy: Policy::default(),
             log: None,
             lower: None,
+            rots: Arc::default(),
             disk_known: Mutex::default(),
         }
     }
@@ -149,6 +180,17 @@ impl Fleet {
     pub(crate) fn lower(mut self, dram_blocks: u64, disk: Option<(SimDisk, u64)>) -> Self {
         self.lower = Some((dram_blocks, disk));
         self
+    }
+
+    /// From now on, or until then, host memory below the devices rots.
+    pub(crate) fn rot(&self, rots: bool) {
+        self.rots.store(rots, Ordering::Relaxed);
+    }
+
+    /// Times that a member's disk went out.
+    pub(crate) fn outages(&self, member: usize) -> u64 {
+        let labels = TierLabels { device: format!("device{member}"), tier: "ssd" };
+        self.metrics.kv_tier_outages.get_or_create(&labels).get()
     }
 
     /// Without knowing at the start whose blocks on the disk may be used.
@@ -274,11 +316,20 @@ impl Fleet {
                 None => loaded,
                 Some((blocks, disk)) => {
                     let disk = disk.clone().filter(|_| at == 0);
-                    let ssd =
-                        disk.map(|(disk, bytes)| SsdConfig { disk: Arc::new(disk), bytes, wipe: false });
+                    let ssd = disk.map(|(disk, bytes)| SsdConfig {
+                        disk: Arc::new(disk),
+                        bytes,
+                        wipe: false,
+                        timeout: SSD_TIMEOUT,
+                    });
                     let later = ssd.as_ref().and_then(|_| self.disk_known.lock().unwrap().take());
                     let namespace = later.unwrap_or_else(|| Box::pin(ready(Some(7))));
                     let tiers = LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace };
+                    let rots = self.rots.clone();
+                    let region = move |bytes: u64| {
+                        let memory = HostRegion::new(bytes as usize)?;
+                        Ok(Arc::new(Rotting { memory, rots: rots.clone() }) as Arc<dyn SharedMemory>)
+                    };
                     loaded.with_lower_tiers(tiers, &region).unwrap()
                 }
             };

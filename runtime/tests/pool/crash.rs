@@ -1,8 +1,8 @@
 //! The process dies, or the power fails, in the middle of any change of the disk.
 
 use crate::support::{config, open, put, served, ssd};
-use mixfleet_runtime::pool::Pool;
 use mixfleet_runtime::pool::disk::{Crash, Disk, SimDisk};
+use mixfleet_runtime::pool::{Pool, PoolConfig, SsdConfig};
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::BTreeSet;
 
@@ -109,6 +109,44 @@ fn what_was_synced_survives_a_loss_of_power_that_takes_all_else() {
     let (pool, known) = reopened(disk.lose_power(0));
     assert_eq!((safe.len(), &safe), (4, &known));
     assert_eq!(survivors(&pool, &known), safe);
+}
+
+#[test]
+fn what_was_synced_survives_though_nothing_later_does_in_a_directory_that_is_not_new() {
+    // A journal that is written anew has the name of the old one only once the directory is safe too.
+    for seed in 0..40 {
+        let disk = SimDisk::with_power_losses();
+        let (pool, _) = reopened(disk.clone());
+        (0..6).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Put::Stored));
+        pool.sync().expect("a sound disk");
+        (10..16).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Put::Stored));
+        pool.sync().expect("a sound disk");
+        let safe: BTreeSet<u64> = pool.snapshot().ssd.iter().map(|hash| hash.0).collect();
+        let (pool, known) = reopened(disk.lose_power(seed));
+        assert_eq!(known, safe, "seed {seed}");
+        assert_eq!(survivors(&pool, &known), safe, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_new_pool_is_one_after_any_loss_of_power() {
+    let disk = SimDisk::default();
+    drop(reopened(disk.clone()));
+    let names = disk.lose_power(0).names().expect("it lives");
+    assert!(names.contains(&"meta".to_string()), "the power loss took whose directory it is: {names:?}");
+}
+
+#[test]
+fn blocks_that_were_deleted_for_another_model_are_gone_after_any_loss_of_power() {
+    let disk = SimDisk::default();
+    let (pool, _) = reopened(disk.clone());
+    (0..6).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Put::Stored));
+    pool.sync().expect("a sound disk");
+    drop(pool);
+    let other = SsdConfig { wipe: true, ..ssd(disk.clone(), SSD_BLOCKS) };
+    drop(open(PoolConfig { namespace: 6, ..config(DRAM_BLOCKS, Some(other)) }).expect("they may be deleted"));
+    let left = disk.lose_power(0);
+    assert_eq!(left.len("blocks").expect("it lives").unwrap_or(0), 0, "the other model's blocks are back");
 }
 
 #[test]

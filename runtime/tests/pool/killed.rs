@@ -5,7 +5,7 @@
 use crate::support::{Directory, content, make_region, tokens};
 use mixfleet_hal::random::{self, Stream};
 use mixfleet_runtime::pool::disk::RealDisk;
-use mixfleet_runtime::pool::{Pool, PoolConfig, SsdConfig};
+use mixfleet_runtime::pool::{Pool, PoolConfig, SSD_TIMEOUT, SsdConfig};
 use mixfleet_scheduler::kv::{BlockHash, CachePolicy};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -18,8 +18,12 @@ const SEED: &str = "MIXFLEET_POOL_SEED";
 
 fn pool(directory: &Path) -> Pool {
     let disk = RealDisk::open(directory).expect("nobody else has the directory");
-    let ssd =
-        SsdConfig { disk: std::sync::Arc::new(disk), bytes: 300 * (BLOCK_BYTES + 4096 + 128), wipe: false };
+    let ssd = SsdConfig {
+        disk: std::sync::Arc::new(disk),
+        bytes: 300 * (BLOCK_BYTES + 4096 + 128),
+        wipe: false,
+        timeout: SSD_TIMEOUT,
+    };
     let config = PoolConfig {
         block_bytes: BLOCK_BYTES,
         block_tokens: 2,

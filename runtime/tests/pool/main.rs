@@ -5,9 +5,12 @@ mod crash;
 mod directory;
 mod ended;
 mod faults;
+mod hung;
 mod killed;
 mod model;
 mod naive;
+#[cfg(unix)]
+mod private;
 mod replay;
 mod served;
 mod support;

@@ -107,6 +107,52 @@ fn a_lease_says_where_its_blocks_lie() {
     }
 }
 
+/// Changes a bit of a block in host memory.
+fn rot(pool: &Pool, key: u64) {
+    let (region, offset) = lease(pool, &[key]).place(0).expect("pinned");
+    pool.regions()[region].update(offset, BLOCK_BYTES, &mut |bytes| bytes[5] ^= 4).expect("in the region");
+}
+
+#[test]
+fn a_block_that_rots_in_host_memory_is_dropped_told_and_brought_from_the_disk() {
+    let pool = open(config(3, Some(ssd(SimDisk::default(), 8)))).expect("a new pool");
+    (1..5).for_each(|key| {
+        put(&pool, key);
+    });
+    // Back in host memory, and on the disk.
+    assert!(served(&pool, 1));
+    let mut follower = Follower::new(&pool.begin_to_follow());
+    rot(&pool, 1);
+    let [first, second] = [(); 2].map(|()| pool.get(BlockHash(1), &tokens(1)).expect("nobody knows"));
+    assert!(!first.view(0, &mut |_| panic!("shown")).expect("pinned"), "a rotten block is served");
+    assert!(!second.view(0, &mut |_| panic!("shown")).expect("pinned"), "a rotten block is served");
+    assert_eq!(pool.stats().bad, 1);
+    assert_eq!(pool.contains(BlockHash(1)), Some(Tier::Ssd));
+    follower.follow(&pool.take_events());
+    follower.assert_agrees(&pool.snapshot());
+    drop(first);
+    drop(second);
+    assert!(served(&pool, 1), "the disk has it whole");
+    follower.follow(&pool.take_events());
+    follower.assert_agrees(&pool.snapshot());
+}
+
+#[test]
+fn a_block_that_rots_in_host_memory_alone_is_gone_and_its_room_is_used_again() {
+    let pool = open(config(2, None)).expect("a new pool");
+    for _ in 0..5 {
+        put(&pool, 1);
+        put(&pool, 2);
+        rot(&pool, 1);
+        let lease = pool.get(BlockHash(1), &tokens(1)).expect("nobody knows");
+        assert!(lease.load(0).is_err());
+        drop(lease);
+        assert!(pool.get(BlockHash(1), &tokens(1)).is_none());
+        assert!(served(&pool, 2));
+    }
+    assert_eq!(pool.stats().bad, 5);
+}
+
 #[test]
 fn the_index_follows_by_events_and_after_a_gap_by_a_snapshot() {
     let small = PoolConfig { events_max: 4, ..config(2, Some(ssd(SimDisk::default(), 4))) };
@@ -167,6 +213,9 @@ impl Disk for Meeting {
     }
     fn sync(&self, file: &str) -> io::Result<()> {
         self.0.sync(file)
+    }
+    fn sync_names(&self) -> io::Result<()> {
+        self.0.sync_names()
     }
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         self.0.rename(from, to)

@@ -4,7 +4,9 @@ use mixfleet_hal::Result;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random;
 use mixfleet_runtime::pool::disk::Disk;
-use mixfleet_runtime::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, Put, Snapshot, SsdConfig};
+use mixfleet_runtime::pool::{
+    Lease, Pool, PoolConfig, PoolError, PoolEvent, Put, SSD_TIMEOUT, Snapshot, SsdConfig,
+};
 use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
 use mixfleet_wire::HostRegion;
 use std::collections::BTreeSet;
@@ -23,7 +25,12 @@ pub(crate) fn make_region(bytes: u64) -> Result<Arc<dyn SharedMemory>> {
 
 /// A pool's disk with room for so many small blocks.
 pub(crate) fn ssd(disk: impl Disk + 'static, blocks: u64) -> SsdConfig {
-    SsdConfig { disk: Arc::new(disk), bytes: META_BYTES + blocks * SLOT_BYTES, wipe: false }
+    SsdConfig {
+        disk: Arc::new(disk),
+        bytes: META_BYTES + blocks * SLOT_BYTES,
+        wipe: false,
+        timeout: SSD_TIMEOUT,
+    }
 }
 
 pub(crate) fn config(dram_blocks: u64, ssd: Option<SsdConfig>) -> PoolConfig {

@@ -5,8 +5,8 @@ use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::engine::Held;
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::metrics::{DeviceLabels, TierLabels};
-use mixfleet_runtime::pool::SsdConfig;
 use mixfleet_runtime::pool::disk::SimDisk;
+use mixfleet_runtime::pool::{SSD_TIMEOUT, SsdConfig};
 use serde::Deserialize;
 use std::sync::Arc;
 
@@ -44,7 +44,7 @@ impl Disks {
     }
 
     pub(super) fn below(&self, disk: SimDisk, block_bytes: u64) -> SsdConfig {
-        SsdConfig { disk: Arc::new(disk), bytes: self.bytes(block_bytes), wipe: true }
+        SsdConfig { disk: Arc::new(disk), bytes: self.bytes(block_bytes), wipe: true, timeout: SSD_TIMEOUT }
     }
 }
 

@@ -189,6 +189,11 @@ impl BlockCache {
         self.len() - self.idle
     }
 
+    /// How often a block is pinned; 0 too where it is not held.
+    pub fn pins(&self, key: BlockHash) -> u32 {
+        self.entry(key).map_or(0, |id| self.entries[id as usize].pins)
+    }
+
     /// Of `chain`, the blocks that one pin keeps from being evicted.
     pub fn pinned_once(&self, chain: &[BlockHash]) -> usize {
         let once = |id: u32| self.entries[id as usize].pins == 1;

@@ -1,20 +1,21 @@
 //! A directory of the operating system.
 
 use super::Disk;
+use super::private::{Opening, PrivateDirectory};
 use crate::pool::PoolError;
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{ErrorKind, Result};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 const LOCK: &str = "lock";
 
-/// A directory that this process alone uses, as long as this lives.
+/// A directory that this process alone uses, as long as this lives, and that its user alone may look into.
 #[derive(Debug)]
 pub struct RealDisk {
-    directory: PathBuf,
+    directory: PrivateDirectory,
     /// Open files by name.
     files: Mutex<HashMap<String, Arc<File>>>,
     /// Holds the lock.
@@ -25,31 +26,29 @@ impl RealDisk {
     /// Takes `directory` for this process; it is created if need be.
     ///
     /// # Errors
-    /// [`PoolError::InUse`] while another pool has it; [`PoolError::Io`] where it cannot be created or written.
+    /// [`PoolError::InUse`] while another pool has it; [`PoolError::Exposed`] where it is not this user's alone; [`PoolError::Io`] where
+    /// it cannot be created or written.
     pub fn open(directory: &Path) -> std::result::Result<Self, PoolError> {
         let failed = |doing: &str| {
             let doing = format!("{doing} {}", directory.display());
             move |source| PoolError::Io { doing, source }
         };
-        std::fs::create_dir_all(directory).map_err(failed("create the directory"))?;
-        let lock = OpenOptions::new().create(true).truncate(false).write(true).open(directory.join(LOCK));
-        let lock = lock.map_err(failed("write to the directory"))?;
+        let private = PrivateDirectory::open(directory)?;
+        let lock = private.file(LOCK, Opening::Any).map_err(failed("write to the directory"))?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(PoolError::InUse(directory.to_path_buf())),
             Err(TryLockError::Error(source)) => return Err(failed("lock the directory")(source)),
         }
-        Ok(RealDisk { directory: directory.to_path_buf(), files: Mutex::default(), _lock: lock })
+        Ok(RealDisk { directory: private, files: Mutex::default(), _lock: lock })
     }
 
-    fn file(&self, name: &str, create: bool) -> Result<Arc<File>> {
+    fn file(&self, name: &str, opening: Opening) -> Result<Arc<File>> {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = files.get(name) {
             return Ok(file.clone());
         }
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(create);
-        let file = Arc::new(options.open(self.directory.join(name))?);
+        let file = Arc::new(self.directory.file(name, opening)?);
         files.insert(name.to_string(), file.clone());
         Ok(file)
     }
@@ -57,17 +56,13 @@ impl RealDisk {
 
 impl Disk for RealDisk {
     fn names(&self) -> Result<Vec<String>> {
-        let mut names = Vec::new();
-        for entry in std::fs::read_dir(&self.directory)? {
-            names.push(entry?.file_name().to_string_lossy().into_owned());
-        }
+        let mut names = self.directory.names()?;
         names.retain(|name| name != LOCK);
-        names.sort();
         Ok(names)
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
-        match self.file(file, false) {
+        match self.file(file, Opening::Existing) {
             Ok(file) => Ok(Some(file.metadata()?.len())),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
@@ -75,7 +70,7 @@ impl Disk for RealDisk {
     }
 
     fn read_at(&self, file: &str, offset: u64, data: &mut [u8]) -> Result<usize> {
-        let file = self.file(file, false)?;
+        let file = self.file(file, Opening::Existing)?;
         let mut read = 0;
         while read < data.len() {
             match file.read_at(&mut data[read..], offset + read as u64) {
@@ -89,23 +84,27 @@ impl Disk for RealDisk {
     }
 
     fn write_at(&self, file: &str, offset: u64, data: &[u8]) -> Result<()> {
-        self.file(file, true)?.write_all_at(data, offset)
+        self.file(file, Opening::Any)?.write_all_at(data, offset)
     }
 
     fn cut(&self, file: &str, bytes: u64) -> Result<()> {
         match self.len(file)? {
-            Some(length) if length > bytes => self.file(file, false)?.set_len(bytes),
+            Some(length) if length > bytes => self.file(file, Opening::Existing)?.set_len(bytes),
             _ => Ok(()),
         }
     }
 
     fn sync(&self, file: &str) -> Result<()> {
-        self.file(file, false)?.sync_data()
+        self.file(file, Opening::Existing)?.sync_data()
+    }
+
+    fn sync_names(&self) -> Result<()> {
+        self.directory.sync_names()
     }
 
     fn rename(&self, from: &str, to: &str) -> Result<()> {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        std::fs::rename(self.directory.join(from), self.directory.join(to))?;
+        self.directory.rename(from, to)?;
         let moved = files.remove(from);
         files.remove(to);
         if let Some(file) = moved {
@@ -116,7 +115,7 @@ impl Disk for RealDisk {
 
     fn remove(&self, file: &str) -> Result<()> {
         self.files.lock().unwrap_or_else(PoisonError::into_inner).remove(file);
-        match std::fs::remove_file(self.directory.join(file)) {
+        match self.directory.remove(file) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             result => result,
         }

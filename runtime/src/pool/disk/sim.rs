@@ -3,9 +3,11 @@
 use super::Disk;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::random;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{Error, ErrorKind, Result};
+use std::mem::{Discriminant, discriminant};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// Where the process that uses the disk dies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,9 +31,27 @@ struct File {
     unsafe_since: Vec<Arc<Write>>,
 }
 
+/// Files by name.
+type Names = BTreeMap<String, u64>;
+
+/// What operations take, in a world that has time.
+#[derive(Clone)]
+struct Time {
+    operation: Duration,
+    hang: Duration,
+    wait: Arc<dyn Fn(Duration) + Send + Sync>,
+}
+
 #[derive(Default)]
 struct State {
-    files: BTreeMap<String, File>,
+    files: BTreeMap<u64, File>,
+    files_made: u64,
+    names: Names,
+    /// What names survive a loss of power for sure, and what they were after each change since, in order.
+    safe_names: Names,
+    names_since: Vec<Names>,
+    time: Option<Time>,
+    struck: HashMap<Discriminant<Fault>, u64>,
     plan: FaultPlan,
     operations: u64,
     changes: u64,
@@ -44,7 +64,7 @@ struct State {
 /// Files in memory; clones share them. Operations are counted as they come: all reads and writes, for the [`FaultPlan`].
 ///
 /// `BitFlip` rots a bit for good (of what is read, before it is read; of what is written, after), `Drop` and `Stale` lose a write (a read
-/// is not struck), `Fail` and `Hang` are errors, `Slow` does nothing: the disk has no time.
+/// is not struck), `Fail` is an error. Where the disk [has time](Self::takes), `Slow` and `Hang` are late; else `Slow` does nothing, and `Hang` is an error.
 #[derive(Clone, Default)]
 pub struct SimDisk(Arc<Mutex<State>>);
 
@@ -108,16 +128,33 @@ impl SimDisk {
     /// What a process finds that starts after the crash: everything written, since the system lived on.
     pub fn restart(&self) -> SimDisk {
         let state = self.state();
-        let files = state.files.clone();
-        SimDisk(Arc::new(Mutex::new(State { files, room_bytes: state.room_bytes, ..State::default() })))
+        let after = State {
+            files: state.files.clone(),
+            files_made: state.files_made,
+            names: state.names.clone(),
+            safe_names: state.safe_names.clone(),
+            names_since: state.names_since.clone(),
+            room_bytes: state.room_bytes,
+            remembers: state.remembers,
+            ..State::default()
+        };
+        SimDisk(Arc::new(Mutex::new(after)))
     }
 
-    /// What a process finds after a loss of power: of the writes after a file's last sync each arrived whole, in part or not at all,
-    /// as `seed` decides. A disk that does not remember writes loses all of them.
+    /// What a process finds after a loss of power: of the writes after a file's last sync each arrived whole, in part or not at all, and of
+    /// the changes of names after their last sync the first ones, as `seed` decides. A disk that does not remember loses all of them.
     pub fn lose_power(&self, seed: u64) -> SimDisk {
         let after = self.restart();
         let mut index = 0;
-        for file in after.state().files.values_mut() {
+        let mut state = after.state();
+        let since = std::mem::take(&mut state.names_since);
+        let kept = (random::bits(seed ^ 0xD1, 0) % (since.len() as u64 + 1)) as usize;
+        if let Some(names) = kept.checked_sub(1).and_then(|last| since.into_iter().nth(last)) {
+            state.safe_names = names;
+        }
+        state.names = state.safe_names.clone();
+        state.forget_nameless();
+        for file in state.files.values_mut() {
             file.now = std::mem::take(&mut file.safe);
             for written in std::mem::take(&mut file.unsafe_since) {
                 let length = written.data.len() as u64;
@@ -131,16 +168,30 @@ impl SimDisk {
             }
             file.safe = file.now.clone();
         }
+        drop(state);
         after
     }
 
     /// Changes one bit of a file, if it is that long.
     pub fn rot(&self, file: &str, bit: u64) {
-        if let Some(byte) =
-            self.state().files.get_mut(file).and_then(|file| file.now.get_mut((bit / 8) as usize))
-        {
+        if let Some(byte) = self.state().file(file).and_then(|file| file.now.get_mut((bit / 8) as usize)) {
             *byte ^= 1 << (bit % 8);
         }
+    }
+
+    /// From now on a read or a write takes `operation`, and `hang` where it hangs, in the caller's `wait`. It is carried out then.
+    pub fn takes(
+        &self,
+        operation: Duration,
+        hang: Duration,
+        wait: impl Fn(Duration) + Send + Sync + 'static,
+    ) {
+        self.state().time = Some(Time { operation, hang, wait: Arc::new(wait) });
+    }
+
+    /// How many operations suffered a fault of this kind.
+    pub fn struck(&self, fault: Fault) -> u64 {
+        self.state().struck.get(&discriminant(&fault)).copied().unwrap_or(0)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -159,6 +210,29 @@ impl SimDisk {
 }
 
 impl State {
+    fn file(&mut self, name: &str) -> Option<&mut File> {
+        self.files.get_mut(self.names.get(name)?)
+    }
+
+    fn length(&self, name: &str) -> Option<u64> {
+        let file = self.files.get(self.names.get(name)?)?;
+        Some(file.now.len() as u64)
+    }
+
+    fn names_changed(&mut self) {
+        if self.remembers {
+            self.names_since.push(self.names.clone());
+        }
+        self.forget_nameless();
+    }
+
+    /// Forgets what no name leads to, nor could after a loss of power.
+    fn forget_nameless(&mut self) {
+        let State { files, names, safe_names, names_since, .. } = self;
+        let possible = || names_since.iter().chain([&*names, &*safe_names]).flat_map(Names::values);
+        files.retain(|id, _| possible().any(|other| other == id));
+    }
+
     fn living(&self) -> Result<()> {
         if self.dead { Err(died()) } else { Ok(()) }
     }
@@ -177,13 +251,24 @@ impl State {
     fn strike(&mut self) -> (u64, Option<Fault>) {
         let operation = self.operations;
         self.operations += 1;
-        (operation, self.plan.at(operation))
+        let fault = self.plan.at(operation);
+        if let Some(fault) = fault {
+            *self.struck.entry(discriminant(&fault)).or_default() += 1;
+        }
+        (operation, fault)
     }
 
-    fn write(&mut self, file: &str, offset: u64, data: &[u8]) {
-        let file = self.files.entry(file.to_string()).or_default();
+    fn write(&mut self, name: &str, offset: u64, data: &[u8]) {
+        if !self.names.contains_key(name) {
+            self.names.insert(name.to_string(), self.files_made);
+            self.files.insert(self.files_made, File::default());
+            self.files_made += 1;
+            self.names_changed();
+        }
+        let remembers = self.remembers;
+        let file = self.files.entry(self.names[name]).or_default();
         put(&mut file.now, offset as usize, data);
-        if self.remembers {
+        if remembers {
             file.unsafe_since.push(Arc::new(Write { offset: offset as usize, data: data.to_vec() }));
         }
     }
@@ -194,7 +279,28 @@ fn died() -> Error {
 }
 
 fn used(state: &State) -> u64 {
-    state.files.values().map(|file| file.now.len() as u64).sum()
+    state.names.keys().filter_map(|name| state.length(name)).sum()
+}
+
+/// Lets the time of an operation pass, if the disk has time, while others use it.
+fn pass<'a>(
+    disk: &'a SimDisk,
+    mut state: MutexGuard<'a, State>,
+    fault: &mut Option<Fault>,
+) -> Result<MutexGuard<'a, State>> {
+    let Some(Time { operation, hang, wait }) = state.time.clone() else { return Ok(state) };
+    drop(state);
+    match *fault {
+        Some(Fault::Hang) => {
+            wait(hang);
+            *fault = None;
+        }
+        Some(Fault::Slow { times }) => wait(operation * times),
+        _ => wait(operation),
+    }
+    state = disk.state();
+    state.living()?;
+    Ok(state)
 }
 
 fn put(bytes: &mut Vec<u8>, offset: usize, data: &[u8]) {
@@ -212,21 +318,22 @@ impl Disk for SimDisk {
     fn names(&self) -> Result<Vec<String>> {
         let state = self.state();
         state.living()?;
-        Ok(state.files.keys().cloned().collect())
+        Ok(state.names.keys().cloned().collect())
     }
 
     fn len(&self, file: &str) -> Result<Option<u64>> {
         let state = self.state();
         state.living()?;
-        Ok(state.files.get(file).map(|file| file.now.len() as u64))
+        Ok(state.length(file))
     }
 
     fn read_at(&self, file: &str, offset: u64, data: &mut [u8]) -> Result<usize> {
         let mut state = self.state();
         state.living()?;
-        let (operation, fault) = state.strike();
+        let (operation, mut fault) = state.strike();
         let bit = state.plan.bit(operation, data.len() as u64);
-        let file = state.files.get_mut(file).ok_or(ErrorKind::NotFound)?;
+        state = pass(self, state, &mut fault)?;
+        let file = state.file(file).ok_or(ErrorKind::NotFound)?;
         let start = (offset as usize).min(file.now.len());
         let bytes = data.len().min(file.now.len() - start);
         let source = &mut file.now[start..start + bytes];
@@ -249,13 +356,14 @@ impl Disk for SimDisk {
             state.write(file, offset, &data[..data.len().min(arrive as usize)]);
             return Err(died());
         }
-        let (operation, fault) = state.strike();
+        let (operation, mut fault) = state.strike();
+        state = pass(self, state, &mut fault)?;
         match fault {
             Some(Fault::Fail | Fault::Hang) => return Err(Error::other("the medium cannot be written")),
             Some(Fault::Drop | Fault::Stale) => return Ok(()),
             _ => {}
         }
-        let length = state.files.get(file).map_or(0, |file| file.now.len() as u64);
+        let length = state.length(file).unwrap_or(0);
         let grows = (offset + data.len() as u64).saturating_sub(length);
         if let Some(room) = state.room_bytes {
             let left = room.saturating_sub(used(&state));
@@ -269,7 +377,7 @@ impl Disk for SimDisk {
         state.write(file, offset, data);
         if fault == Some(Fault::BitFlip) && !data.is_empty() {
             let bit = state.plan.bit(operation, data.len() as u64);
-            if let Some(file) = state.files.get_mut(file) {
+            if let Some(file) = state.file(file) {
                 file.now[(offset + bit / 8) as usize] ^= 1 << (bit % 8);
             }
         }
@@ -278,7 +386,7 @@ impl Disk for SimDisk {
 
     fn cut(&self, file: &str, bytes: u64) -> Result<()> {
         self.change(|state| {
-            if let Some(file) = state.files.get_mut(file) {
+            if let Some(file) = state.file(file) {
                 file.now.truncate(bytes as usize);
                 file.safe.truncate(bytes as usize);
                 file.unsafe_since.retain(|write| ((write.offset + write.data.len()) as u64) <= bytes);
@@ -290,23 +398,35 @@ impl Disk for SimDisk {
     fn sync(&self, file: &str) -> Result<()> {
         let mut state = self.state();
         state.living()?;
-        let file = state.files.get_mut(file).ok_or(ErrorKind::NotFound)?;
+        let file = state.file(file).ok_or(ErrorKind::NotFound)?;
         file.safe = file.now.clone();
         file.unsafe_since.clear();
         Ok(())
     }
 
+    fn sync_names(&self) -> Result<()> {
+        let mut state = self.state();
+        state.living()?;
+        state.safe_names = state.names.clone();
+        state.names_since.clear();
+        state.forget_nameless();
+        Ok(())
+    }
+
     fn rename(&self, from: &str, to: &str) -> Result<()> {
         self.change(|state| {
-            let file = state.files.remove(from).ok_or(ErrorKind::NotFound)?;
-            state.files.insert(to.to_string(), file);
+            let file = state.names.remove(from).ok_or(ErrorKind::NotFound)?;
+            state.names.insert(to.to_string(), file);
+            state.names_changed();
             Ok(())
         })
     }
 
     fn remove(&self, file: &str) -> Result<()> {
         self.change(|state| {
-            state.files.remove(file);
+            if state.names.remove(file).is_some() {
+                state.names_changed();
+            }
             Ok(())
         })
     }
