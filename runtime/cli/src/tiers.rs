@@ -2,25 +2,30 @@
 
 use crate::args::TierArgs;
 use anyhow::{Context, Result};
-use mixfleet_hal::random;
 use mixfleet_hal::units::GIB;
 use mixfleet_runtime::engine::{Loaded, LowerTiers};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::pool::{Pool, SSD_TIMEOUT, SsdConfig, WrittenBack};
 use mixfleet_scheduler::cost::CostModel;
-use std::fs;
-use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::sync::Arc;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
+#[cfg(unix)]
+use {
+    mixfleet_hal::random,
+    mixfleet_runtime::pool::disk::{Opening, PrivateDirectory},
+    std::io::{ErrorKind, Read, Write},
+};
 
 /// For the blocks that host memory alone has when the process ends,
 const WRITE_BACK: Duration = Duration::from_secs(10);
 /// and until the disk has them safe: a disk that hangs holds up no end. (Kubernetes waits 30 s for all of it.)
 const SAFE: Duration = Duration::from_secs(20);
 
-/// Keys the hashes of the blocks in a directory.
+/// Keys the hashes of the blocks in a directory. Only its owner may read it: who knows it can aim at hashes.
+#[cfg(unix)]
 const SECRET: &str = "secret";
 
 /// The pools of this process's instances, by device.
@@ -41,17 +46,21 @@ impl Pools {
         if disks.is_empty() {
             return;
         }
-        let (done, written) = oneshot::channel();
-        // A thread of its own, for which nobody waits when the process ends.
-        std::thread::spawn(move || {
-            let start = Instant::now();
-            std::thread::scope(|scope| {
-                for (device, pool) in &disks {
-                    scope.spawn(move || write_back(device, pool, start + WRITE_BACK));
-                }
-            });
-            let _ = done.send(());
-        });
+        let (done, written) = oneshot::channel::<()>();
+        let until = Instant::now() + WRITE_BACK;
+        let left = Arc::new(done);
+        for (device, pool) in disks {
+            let left = left.clone();
+            // A thread of its own, for which nobody waits when the process ends.
+            let write_back = move || {
+                write_back(&device, &pool, until);
+                drop(left);
+            };
+            if let Err(error) = Builder::new().name("write back".into()).spawn(write_back) {
+                tracing::warn!(%error, "host memory's KV is not on the disk: no thread for it");
+            }
+        }
+        drop(left);
         if tokio::time::timeout(SAFE, written).await.is_err() {
             tracing::warn!("a disk below a device takes too long; what it did not get is lost");
         }
@@ -85,7 +94,7 @@ pub(crate) fn of(args: &TierArgs, selector: &str, namespace: Namespace) -> Resul
 fn disk(directory: &Path, selector: &str, bytes: u64) -> Result<SsdConfig> {
     // A device's name may have what a file's must not.
     let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
-    let own = directory.join(selector.chars().map(plain).collect::<String>());
+    let own = private(directory)?.path().join(selector.chars().map(plain).collect::<String>());
     let disk = mixfleet_runtime::pool::disk::RealDisk::open(&own).context("--kv-ssd")?;
     // It is a cache: what another model left there is of no use to this one.
     Ok(SsdConfig { disk: Arc::new(disk), bytes, wipe: true, timeout: SSD_TIMEOUT })
@@ -93,19 +102,44 @@ fn disk(directory: &Path, selector: &str, bytes: u64) -> Result<SsdConfig> {
 
 #[cfg(not(unix))]
 fn disk(_: &Path, _: &str, _: u64) -> Result<SsdConfig> {
-    anyhow::bail!("--kv-ssd: a disk below the device works on Unix only; leave it out")
+    anyhow::bail!("{UNIX_ONLY}")
+}
+
+#[cfg(not(unix))]
+const UNIX_ONLY: &str = "--kv-ssd: a disk below the device works on Unix only; leave it out";
+
+/// The directory that the operator names; a link there is the operator's.
+#[cfg(unix)]
+fn private(directory: &Path) -> Result<PrivateDirectory> {
+    let resolved = match directory.canonicalize() {
+        Ok(resolved) => resolved,
+        // It is made.
+        Err(error) if error.kind() == ErrorKind::NotFound => directory.to_path_buf(),
+        Err(error) => {
+            return Err(error)
+                .with_context(|| format!("--kv-ssd: {} cannot be looked at", directory.display()));
+        }
+    };
+    PrivateDirectory::open(&resolved).context("--kv-ssd")
 }
 
 /// The secret of a directory, which keeps blocks from run to run: made if there is none. None without a directory.
 ///
 /// # Errors
 /// When it cannot be read or made.
+#[cfg(unix)]
 pub(crate) fn secret(args: &TierArgs, env: &SharedEnv) -> Result<Option<[u8; 16]>> {
     let Some(directory) = &args.kv_ssd else { return Ok(None) };
-    let path = directory.join(SECRET);
-    let shown = path.display();
-    match fs::read(&path) {
-        Ok(bytes) => {
+    let directory = private(directory)?;
+    let shown = directory.path().join(SECRET);
+    let shown = shown.display();
+    match directory.file(SECRET, Opening::Existing) {
+        Ok(file) => {
+            let mut bytes = Vec::new();
+            // Not more than can be meant.
+            file.take(17)
+                .read_to_end(&mut bytes)
+                .with_context(|| format!("--kv-ssd: cannot read {shown}"))?;
             let secret =
                 bytes.try_into().ok().with_context(|| format!("--kv-ssd: {shown} is damaged; remove it"))?;
             Ok(Some(secret))
@@ -114,20 +148,22 @@ pub(crate) fn secret(args: &TierArgs, env: &SharedEnv) -> Result<Option<[u8; 16]
             let bits = [env.random(), env.random()];
             let halves = [random::bits(bits[0], 0), random::bits(bits[1], 1)];
             let secret: Vec<u8> = halves.iter().flat_map(|half| half.to_le_bytes()).collect();
-            fs::create_dir_all(directory)
-                .with_context(|| format!("--kv-ssd: cannot create {}", directory.display()))?;
-            create(&path, &secret).with_context(|| format!("--kv-ssd: cannot write {shown}"))?;
+            let create = || {
+                let mut file = directory.file(SECRET, Opening::New)?;
+                file.write_all(&secret)?;
+                file.sync_all()?;
+                directory.sync_names()
+            };
+            create().with_context(|| format!("--kv-ssd: cannot write {shown}"))?;
             Ok(secret.try_into().ok())
         }
         Err(error) => Err(error).with_context(|| format!("--kv-ssd: cannot read {shown}")),
     }
 }
 
-/// Only its owner may read it: who knows the secret can aim at hashes.
-fn create(path: &Path, content: &[u8]) -> std::io::Result<()> {
-    let mut options = fs::OpenOptions::new();
-    options.write(true).create_new(true);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    options.open(path)?.write_all(content)
+/// There is no directory to keep one in.
+#[cfg(not(unix))]
+pub(crate) fn secret(args: &TierArgs, _: &SharedEnv) -> Result<Option<[u8; 16]>> {
+    anyhow::ensure!(args.kv_ssd.is_none(), "{UNIX_ONLY}");
+    Ok(None)
 }

@@ -106,3 +106,66 @@ fn tiers_that_cannot_be_meant_are_usage_errors() {
         assert!(errors.contains(said), "{arguments:?}: {errors}");
     }
 }
+
+/// A server that keeps KV in `directory`, which ends at once where it may not.
+#[cfg(unix)]
+fn refused(directory: &Path) -> String {
+    let directory = directory.to_str().expect("a path in UTF-8");
+    let arguments =
+        ["--kv-memory", "0.02", "--kv-dram", "0.01", "--kv-ssd", directory, "--kv-ssd-gib", "0.01"];
+    let output =
+        common::mixfleet().args(["serve", "--listen", "127.0.0.1:0"]).args(arguments).output().unwrap();
+    assert!(!output.status.success());
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+#[cfg(unix)]
+fn a_directory_for_kv_that_is_not_this_users_alone_ends_the_start_with_what_to_do() {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, chown, symlink};
+    let directory = common::scratch("exposed");
+    fs::set_permissions(&directory, Permissions::from_mode(0o777)).unwrap();
+    let said = refused(&directory);
+    assert!(said.contains("others may write to it") && said.contains("chmod 700"), "{said}");
+    fs::set_permissions(&directory, Permissions::from_mode(0o700)).unwrap();
+    symlink("/etc/hostname", directory.join("secret")).unwrap();
+    let said = refused(&directory);
+    assert!(said.contains("`secret`") && said.contains("symbolic link"), "{said}");
+    fs::remove_file(directory.join("secret")).unwrap();
+    fs::write(directory.join("cpu"), "a file in its place").unwrap();
+    let said = refused(&directory);
+    assert!(said.contains("--kv-ssd") && said.contains("cpu"), "{said}");
+    if chown(&directory, Some(12345), None).is_err() {
+        eprintln!("NOT RUN: only root can give a directory away");
+        return;
+    }
+    let said = refused(&directory);
+    assert!(said.contains("belongs to user 12345") && said.contains("chown"), "{said}");
+}
+
+#[test]
+#[cfg(unix)]
+fn the_secret_and_the_blocks_of_a_directory_are_closed_to_others() {
+    use std::os::unix::fs::MetadataExt;
+    let directory = common::scratch("closed");
+    std::fs::remove_dir_all(&directory).unwrap();
+    let path = directory.to_str().expect("a path in UTF-8");
+    let arguments = ["--kv-dram", "0.01", "--kv-ssd", path, "--kv-ssd-gib", "0.01"];
+    let mut server = Server::start(&arguments);
+    server.wait_for("disk is in use");
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().mode() & 0o777;
+    let mut files = 0;
+    for entry in std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path()) {
+        if entry.is_dir() {
+            assert_eq!(mode(&entry), 0o700, "{entry:?}");
+            for file in std::fs::read_dir(&entry).unwrap().map(|file| file.unwrap().path()) {
+                assert_eq!(mode(&file), 0o600, "{file:?}");
+                files += 1;
+            }
+        } else {
+            assert_eq!(mode(&entry), 0o600, "{entry:?}");
+        }
+    }
+    assert!(mode(&directory) == 0o700 && files >= 3, "{files} files");
+}

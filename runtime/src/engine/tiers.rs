@@ -60,6 +60,8 @@ impl LowerTiers {
             events_max: usize::MAX,
         };
         let pool = Pool::new(pool, make_region).map_err(refused)?;
+        // What can be said now is said now, to whoever named it.
+        ssd.as_ref().filter(|_| known.is_none()).map_or(Ok(()), |ssd| pool.check(ssd)).map_err(refused)?;
         let namespace = match known {
             Some(known) => Box::pin(ready(known)),
             None => namespace,

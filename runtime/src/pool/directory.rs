@@ -55,12 +55,13 @@ fn difference(meta: &[u8], layout: &Layout) -> Option<String> {
     Some(found.join("; "))
 }
 
-/// Makes sure that the directory belongs to pools of this layout.
-pub(super) fn prepare(disk: &dyn Disk, layout: &Layout, wipe: bool) -> Result<(), PoolError> {
-    let failed = |doing: &str| {
-        let doing = doing.to_string();
-        move |source: io::Error| PoolError::Io { doing, source }
-    };
+fn failed(doing: &str) -> impl FnOnce(io::Error) -> PoolError {
+    let doing = doing.to_string();
+    move |source| PoolError::Io { doing, source }
+}
+
+/// What the directory says of the pools that may use it; none if nothing is there. What is not a pool's is refused.
+pub(super) fn look(disk: &dyn Disk) -> Result<Option<Vec<u8>>, PoolError> {
     let names = disk.names().map_err(failed("list the pool's directory"))?;
     if let Some(other) = names.iter().find(|name| !OURS.contains(&name.as_str())) {
         return Err(PoolError::Foreign(format!("`{other}` is not a pool's file")));
@@ -72,14 +73,23 @@ pub(super) fn prepare(disk: &dyn Disk, layout: &Layout, wipe: bool) -> Result<()
         if !meta.starts_with(MAGIC) {
             return Err(PoolError::Foreign(format!("its file `{FILE}` is not a pool's")));
         }
+        return Ok(Some(meta));
+    }
+    match names.iter().find(|name| *name != NEW_FILE) {
+        // The very first start may have ended early, or a wipe; then nothing else is left.
+        Some(other) => Err(PoolError::Foreign(format!("it has `{other}` without `{FILE}`"))),
+        None => Ok(None),
+    }
+}
+
+/// Makes sure that the directory belongs to pools of this layout.
+pub(super) fn prepare(disk: &dyn Disk, layout: &Layout, wipe: bool) -> Result<(), PoolError> {
+    if let Some(meta) = look(disk)? {
         match difference(&meta, layout) {
             None => return Ok(()),
             Some(difference) if !wipe => return Err(PoolError::Mismatch(difference)),
             Some(difference) => tracing::warn!("the KV pool's directory is wiped: {difference}"),
         }
-    } else if let Some(other) = names.iter().find(|name| *name != NEW_FILE) {
-        // The very first start may have ended early, or a wipe; then nothing else is left.
-        return Err(PoolError::Foreign(format!("it has `{other}` without `{FILE}`")));
     }
     // The file that says whose it is goes last, also if power is lost: a directory that is wiped halfway is still ours.
     let wipe = || {

@@ -252,6 +252,14 @@ impl Pool {
         self.attach_by(ssd, namespace, |_| ())
     }
 
+    /// Refuses a disk that cannot be attached, whoever's blocks lie there. Changes nothing.
+    ///
+    /// # Errors
+    /// See [`PoolError`].
+    pub fn check(&self, ssd: &SsdConfig) -> Result<(), PoolError> {
+        ssd::check(ssd, &self.0.layout)
+    }
+
     /// As [`attach`](Self::attach), and has `begin` prepare the way to the disk before anyone uses it.
     fn attach_by<T>(
         &self,

@@ -129,9 +129,8 @@ pub(super) enum Begun {
     Lost,
 }
 
-/// Opens or creates the tier. Returns it with the journal's damaged records.
-pub(super) fn open(config: SsdConfig, layout: Layout, policy: CachePolicy) -> Result<(Ssd, u64), PoolError> {
-    let SsdConfig { disk, bytes, wipe, .. } = config;
+/// The bytes from one frame to the next, and the frames that `bytes` bytes give.
+fn room(layout: &Layout, bytes: u64) -> Result<(u64, u32), PoolError> {
     let stride = match layout.frame_bytes() as u64 {
         small if small < PAGE_BYTES => small,
         large => large.next_multiple_of(PAGE_BYTES),
@@ -143,6 +142,19 @@ pub(super) fn open(config: SsdConfig, layout: Layout, policy: CachePolicy) -> Re
     if slots == 0 {
         return Err(PoolError::TooSmall { tier: "ssd", bytes, needed: directory::META_BYTES + slot_bytes });
     }
+    Ok((stride, slots))
+}
+
+/// Refuses what cannot become the tier, whoever's blocks lie there. Changes nothing.
+pub(super) fn check(config: &SsdConfig, layout: &Layout) -> Result<(), PoolError> {
+    room(layout, config.bytes)?;
+    directory::look(&*config.disk).map(drop)
+}
+
+/// Opens or creates the tier. Returns it with the journal's damaged records.
+pub(super) fn open(config: SsdConfig, layout: Layout, policy: CachePolicy) -> Result<(Ssd, u64), PoolError> {
+    let (stride, slots) = room(&layout, config.bytes)?;
+    let SsdConfig { disk, wipe, .. } = config;
     directory::prepare(&*disk, &layout, wipe)?;
     let failed = |source| PoolError::Io { doing: "read the pool's journal".into(), source };
     let (journal, replayed) = Journal::open(&*disk, layout.namespace, slots).map_err(failed)?;

@@ -1,7 +1,7 @@
 //! A disk that comes to a pool in use.
 
 use crate::support::{Follower, config, open, put, served, ssd};
-use mixfleet_runtime::pool::disk::SimDisk;
+use mixfleet_runtime::pool::disk::{Disk, SimDisk};
 use mixfleet_runtime::pool::{Pool, PoolError, SsdConfig};
 use mixfleet_scheduler::kv::BlockHash;
 
@@ -46,6 +46,18 @@ fn blocks_of_another_namespace_are_deleted_and_never_used() {
     assert_eq!((on_disk(&pool), served(&pool, 0)), (vec![], false));
     let before = open(config(2, Some(ssd(disk.restart(), 8)))).map(|pool| pool.stats().ssd_blocks);
     assert!(matches!(before, Err(PoolError::Mismatch(_))), "{before:?}");
+}
+
+#[test]
+fn what_cannot_be_used_is_refused_before_it_is_known_whose_blocks_it_holds() {
+    let pool = open(config(2, None)).expect("a new pool");
+    let thesis = SimDisk::default();
+    thesis.write_at("thesis.txt", 0, b"mine").expect("a sound disk");
+    let error = pool.check(&ssd(thesis.clone(), 8)).expect_err("it is no pool's");
+    assert!(matches!(error, PoolError::Foreign(_)) && thesis.names().expect("sound").len() == 1, "{error}");
+    let error = pool.check(&ssd(SimDisk::default(), 0)).expect_err("no room");
+    assert!(matches!(error, PoolError::TooSmall { tier: "ssd", .. }), "{error}");
+    pool.check(&ssd(used_disk(), 8)).expect("a pool's");
 }
 
 #[test]
