@@ -14,6 +14,7 @@ pub use seeded::SeededEnv;
 use futures_util::future::BoxFuture;
 use mixfleet_hal::units::Seconds;
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -28,7 +29,7 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
 /// Hands out incoming connections.
 pub trait Listener: Send {
     /// The next connection and who it is from.
-    fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, String)>>;
+    fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, SocketAddr)>>;
     /// Where it listens, with the port that was really bound.
     fn address(&self) -> String;
 }

@@ -1,6 +1,7 @@
 //! The command line.
 
 use crate::compare::CompareArgs;
+use crate::connections::ConnectionArgs;
 use crate::explain::ExplainArgs;
 use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, gib, requests, seconds};
 use crate::parts::PartsArgs;
@@ -230,6 +231,8 @@ pub(crate) struct FrontArgs {
     /// Tell no client how much of its prompt was cached
     #[arg(long)]
     pub(crate) hide_cached_tokens: bool,
+    #[command(flatten)]
+    pub(crate) connections: ConnectionArgs,
     /// Turn away requests whose first token would come later
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) ttft_slo: Option<f64>,
@@ -247,7 +250,7 @@ pub(crate) struct FrontArgs {
     /// Requests in work, at most [default: 512]
     #[arg(long, value_name = "N", default_value = "512", hide_default_value = true, value_parser = requests)]
     pub(crate) requests: std::num::NonZeroUsize,
-    /// Log all that the scheduler hears and says, for 'mixfleet replay'
+    /// Log what the scheduler decides, for 'mixfleet replay'
     #[arg(long, value_name = "FILE.jsonl")]
     pub(crate) events: Option<PathBuf>,
     /// Log as JSON lines

@@ -9,6 +9,7 @@ mod backends;
 mod cache;
 mod calibration;
 mod compare;
+mod connections;
 mod devices;
 mod digest;
 mod explain;

@@ -9,13 +9,13 @@ use mixfleet_sim::simulate::Choices;
 #[derive(Clone, Debug, Args)]
 pub(crate) struct SchedulingArgs {
     /// How requests are placed
-    #[arg(long, value_name = "NAME", default_value = "per-dollar")]
+    #[arg(long, value_name = "NAME", default_value = "per-dollar", hide_possible_values = true)]
     policy: PolicyName,
     /// kvcache-centric pulls a prefix longer by more than this factor
     #[arg(long, value_name = "X", default_value_t = 1.0, hide_default_value = true)]
     threshold: f64,
-    /// What is turned away on arrival
-    #[arg(long, value_name = "NAME", default_value = "prediction")]
+    /// What is turned away: none, early or prediction
+    #[arg(long, value_name = "NAME", default_value = "prediction", hide_possible_values = true)]
     admit: AdmitName,
     /// Of everything that is drawn
     #[arg(long, default_value_t = 0, hide_default_value = true)]

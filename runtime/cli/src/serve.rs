@@ -1,25 +1,25 @@
 //! `mixfleet serve`
 
 use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
+use crate::connections::{is_loopback, raise_descriptors};
 use crate::model::Model;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
 use crate::{Usage, backends};
 use anyhow::{Context, Result};
 use mixfleet_hal::units::Seconds;
-use mixfleet_runtime::api::{Access, Api, KeysFile, Limits, Placements, ServedModel, Shutdown};
+use mixfleet_runtime::api::{Access, Api, KeysFile, Limits, Placements, ServedModel, Shutdown, observe_api};
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::engine::events::{EventLog, Writer};
-use mixfleet_runtime::env::{RealEnv, SharedEnv};
+use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{EngineHandle, Sampling};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_sim::simulate::Choices;
 use std::fs::File;
 use std::io::{BufWriter, IsTerminal};
-use std::net::ToSocketAddrs;
 use std::sync::Arc;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 
 /// Decisions kept for `/debug/placement`.
@@ -31,12 +31,46 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ServeArgs { model, instances, front: options } = args;
     let load = move |around: Around, options: &FrontArgs| load(&model, &instances, options, around);
-    runtime.block_on(async {
-        if let Some(pools) = front(options, load).await? {
-            pools.write_back().await;
+    let served = runtime.block_on(async {
+        let mut signals = Signals::new()?;
+        if let Some(pools) = front(options, &mut signals, load).await? {
+            signals.or_until_next(pools.write_back()).await;
         }
         Ok(())
-    })
+    });
+    // Nothing that still blocks a thread holds up the end.
+    runtime.shutdown_background();
+    served
+}
+
+/// What tells a process to end.
+pub(crate) struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    pub(crate) fn new() -> Result<Self> {
+        Ok(Signals {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+        })
+    }
+
+    pub(crate) async fn next(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+
+    /// Does the last work of a process; a further signal ends it at once.
+    pub(crate) async fn or_until_next(&mut self, last: impl Future<Output = ()>) {
+        tokio::select! {
+            () = last => {}
+            () = self.next() => tracing::warn!("told again to end: ending at once"),
+        }
+    }
 }
 
 /// What a server gives to whoever makes its model ready.
@@ -58,17 +92,14 @@ pub(crate) fn log(json: bool) {
 }
 
 pub(crate) fn check(args: &FrontArgs) -> Result<()> {
-    let addresses = args.listen.to_socket_addrs();
-    let addresses =
-        addresses.map_err(|e| Usage(format!("--listen {}: {e}; expected HOST:PORT", args.listen)))?;
-    let beyond = addresses.into_iter().any(|address| !address.ip().is_loopback());
-    if beyond && args.api_key.is_none() && args.api_keys.is_none() {
+    if !is_loopback("--listen", &args.listen)? && args.api_key.is_none() && args.api_keys.is_none() {
         let message = "reaches beyond this machine: give --api-key (or MIXFLEET_API_KEY) or --api-keys, or listen on 127.0.0.1";
         return Err(Usage(format!("--listen {} {message}", args.listen)).into());
     }
     if args.api_key.as_deref().is_some_and(str::is_empty) {
         return Err(Usage("--api-key is empty".into()).into());
     }
+    args.connections.check()?;
     args.scheduling.choices()?;
     Ok(())
 }
@@ -76,6 +107,7 @@ pub(crate) fn check(args: &FrontArgs) -> Result<()> {
 /// Listens, answers once `load` is done, and ends at a signal. What `load` keeps beside the model comes back then.
 pub(crate) async fn front<K: Send + 'static>(
     args: FrontArgs,
+    signals: &mut Signals,
     load: impl FnOnce(Around, &FrontArgs) -> Result<(ServedModel, K)> + Send + 'static,
 ) -> Result<Option<K>> {
     let real = RealEnv::new(tokio::runtime::Handle::current());
@@ -85,25 +117,28 @@ pub(crate) async fn front<K: Send + 'static>(
     let limits = Limits {
         requests_max: args.requests.get(),
         readers_max: mixfleet_runtime::budget::work_threads(),
-        ..Limits::default()
+        ..args.connections.limits(raise_descriptors())
     };
+    let origins = args.connections.origins("--listen", &args.listen)?;
     let (keys, access) = access(&args)?;
     let api = Api::new(env.clone(), metrics.clone(), placements.clone(), limits, access);
     if let Some(keys) = keys {
         api.follow(keys).context("--api-keys: no thread is left to follow the file")?;
     }
+    let watched = api.clone();
+    let watch = |listener, env, origins| -> Task { Box::pin(observe_api(listener, env, watched, origins)) };
+    args.connections.watch(watch).await?;
     let listener = env.listen(&args.listen).await;
     let listener = listener.with_context(|| format!("cannot listen on {}", args.listen))?;
     let address = listener.address();
     let (shutdown, told) = watch::channel(Shutdown::No);
-    let mut server = tokio::spawn(mixfleet_runtime::api::serve(listener, api.clone(), told));
+    let mut server = tokio::spawn(mixfleet_runtime::api::serve(listener, api.clone(), origins, told));
     tracing::info!(%address, "listening; loading the model");
 
     let (events, mut writer) = event_log(&args, &env)?.unzip();
+    let drain_s = args.connections.drain_s();
     let around = Around { env: env.clone(), metrics, placements, events };
     let mut loading = tokio::task::spawn_blocking(move || load(around, &args));
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
     let (mut loaded, mut kept) = (false, None);
     loop {
         tokio::select! {
@@ -114,8 +149,7 @@ pub(crate) async fn front<K: Send + 'static>(
                 api.ready(model);
                 tracing::info!("ready: http://{address}/v1");
             }
-            _ = interrupt.recv() => stop(&shutdown),
-            _ = terminate.recv() => stop(&shutdown),
+            () = signals.next() => stop(&shutdown, drain_s),
             _ = &mut server => {
                 if let Some(writer) = writer.take() {
                     // An error was said when it happened; clients got their answers all the same.
@@ -151,11 +185,14 @@ fn event_log(args: &FrontArgs, env: &SharedEnv) -> Result<Option<(EventLog, Writ
     Ok(Some(EventLog::start(env, Box::new(BufWriter::new(file)))))
 }
 
-/// The first signal drains, the second one cuts.
-fn stop(shutdown: &watch::Sender<Shutdown>) {
+/// The first signal drains for a bounded time, the second one cuts.
+fn stop(shutdown: &watch::Sender<Shutdown>, drain_s: f64) {
     let next = if *shutdown.borrow() == Shutdown::No { Shutdown::Drain } else { Shutdown::Stop };
     if next == Shutdown::Drain {
-        tracing::info!("draining: running requests finish, new ones are refused; signal again to stop now");
+        tracing::info!(
+            drain_s,
+            "draining: running requests may finish, new ones are refused; signal again to stop now"
+        );
     }
     let _ = shutdown.send(next);
 }

@@ -50,7 +50,7 @@ fn the_first_signal_drains_and_the_second_one_cuts() {
     let body = completion("drain", 400).to_string();
     let mut stream = server.connect();
     let length = body.len();
-    write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+    write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
     // The request is in work once the server has logged its placement.
     loop {
         let line = server.log_line();
@@ -71,7 +71,7 @@ fn the_first_signal_drains_and_the_second_one_cuts() {
     let mut stream = server.connect();
     let endless = json!({"model": "mixfleet-random", "prompt": "x", "max_tokens": 4000, "ignore_eos": true, "stream": true}).to_string();
     let length = endless.len();
-    write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{endless}").unwrap();
+    write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{endless}").unwrap();
     let mut first = [0; 16];
     stream.read_exact(&mut first).unwrap();
     server.signal();
@@ -161,7 +161,7 @@ fn a_hundred_clients_that_hang_up_leave_no_page_in_use() {
     let streams: Vec<TcpStream> = (0..100)
         .map(|_| {
             let mut stream = server.connect();
-            write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+            write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
             stream
         })
         .collect();

@@ -74,6 +74,20 @@ impl ApiError {
         Self::new(StatusCode::UNAUTHORIZED, "invalid_request_error", "invalid_api_key", message)
     }
 
+    /// 403: asked by a name that is not this server's.
+    pub(crate) fn foreign_host(host: &str) -> Self {
+        let message =
+            format!("this server is not asked as '{host}': its operator can allow that by --allow-host");
+        Self::new(StatusCode::FORBIDDEN, "invalid_request_error", "host_not_allowed", message)
+    }
+
+    /// 403: asked by a page in a browser.
+    pub(crate) fn foreign_origin() -> Self {
+        let message =
+            "pages of this origin may not ask here: the server's operator can allow that by --allow-origin";
+        Self::new(StatusCode::FORBIDDEN, "invalid_request_error", "origin_not_allowed", message)
+    }
+
     /// 404: another model than the one served.
     pub(crate) fn unknown_model(wanted: &str, served: &str) -> Self {
         let message = format!("the model '{wanted}' does not exist here; this server has '{served}'");

@@ -19,10 +19,12 @@ mod encode;
 mod errors;
 mod fields;
 mod generate;
+mod guests;
 mod json;
 mod keys;
 mod logprobs;
 mod observe;
+mod origins;
 mod parameters;
 mod placements;
 mod refused;
@@ -42,12 +44,13 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 pub use auth::Access;
 pub use keys::KeysFile;
-pub use observe::observe;
+pub use observe::{observe, observe_api};
+pub use origins::Origins;
 pub use placements::Placements;
 pub use server::{Shutdown, serve};
 pub use text::{Marked, TextDecoder, TextModel};
 
-use crate::budget::{self, ByteBudget};
+use crate::budget::{self, ByteBudget, Connections};
 use crate::env::SharedEnv;
 use crate::metrics::Metrics;
 use crate::request::{EngineHandle, Sampling};
@@ -75,12 +78,16 @@ pub struct Limits {
     pub header_bytes_max: usize,
     /// Header fields; beyond it a 431.
     pub headers_max: usize,
-    /// From the previous response (or the connection's start) to the end of the next request's headers.
+    /// From a connection's start to the end of its first request's headers.
+    pub first_request_timeout: Duration,
+    /// From a response to the end of the next request's headers.
     pub header_read_timeout: Duration,
     /// A connection whose client takes no byte of a waiting response for so long is closed.
     pub write_stall_timeout: Duration,
-    /// Open connections; further ones wait unaccepted.
-    pub connections_max: usize,
+    /// Open connections. Beyond them, those go that ask nothing, or newcomers are answered 503.
+    pub connections: Connections,
+    /// From [`Shutdown::Drain`] to the end of what still runs then.
+    pub drain_timeout: Duration,
     /// Generation requests read, queued or answered at a time; further ones are a 429.
     pub requests_max: usize,
     /// Prompts times `n` of one request.
@@ -97,9 +104,11 @@ impl Default for Limits {
             body_read_timeout: Duration::from_secs(60),
             header_bytes_max: 32 << 10,
             headers_max: 100,
+            first_request_timeout: Duration::from_secs(10),
             header_read_timeout: Duration::from_secs(60),
             write_stall_timeout: Duration::from_secs(60),
-            connections_max: 1024,
+            connections: Connections::within(1024),
+            drain_timeout: Duration::from_secs(30),
             requests_max: 512,
             choices_max: 128,
         }

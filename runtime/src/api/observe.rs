@@ -6,10 +6,12 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use serde_json::{Value, json};
+use std::sync::Arc;
 use tokio::sync::watch;
 
-use super::Limits;
 use super::server::{Shutdown, serve_routes};
+use super::{Api, Limits, Origins};
+use crate::budget::Connections;
 use crate::env::{Listener, SharedEnv};
 use crate::metrics::{self, Metrics};
 
@@ -26,14 +28,31 @@ pub async fn observe(
     env: SharedEnv,
     metrics: Metrics,
     ready: watch::Receiver<bool>,
-    shutdown: watch::Receiver<Shutdown>,
+    origins: Origins,
 ) {
     let routes = Router::new()
         .route("/live", get(live))
         .route("/health", get(health))
         .route("/metrics", get(all))
         .with_state(Watched { metrics, ready });
-    serve_routes(listener, routes, &Limits::default(), &env, shutdown, || {}).await;
+    until_the_end(listener, env, routes, origins).await;
+}
+
+/// Answers the same of a server that has an interface elsewhere, as that one does.
+pub async fn observe_api(listener: Box<dyn Listener>, env: SharedEnv, api: Arc<Api>, origins: Origins) {
+    until_the_end(listener, env, api.watched(), origins).await;
+}
+
+/// The process may end in the middle of an answer, and answers until then.
+async fn until_the_end(listener: Box<dyn Listener>, env: SharedEnv, routes: Router, origins: Origins) {
+    let limits = Limits { connections: Connections::to_watch(), ..Limits::default() };
+    let (_never, told) = watch::channel(Shutdown::No);
+    serve_routes(listener, routes, &limits, origins, &env, told, || {}).await;
+}
+
+/// Whether an address is for those who watch: answered to anybody, whoever else is served.
+pub(super) fn is_open(path: &str) -> bool {
+    matches!(path, "/live" | "/health" | "/metrics")
 }
 
 /// The process answers, whatever else it can.

@@ -16,7 +16,7 @@ use super::encode::Stopped;
 use super::errors::ApiError;
 use super::fields::Fields;
 use super::generate::Plan;
-use super::observe::{document, exposition, live};
+use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
 use super::{Api, Phase, ServedModel, body, chat, completions, generate};
 use crate::metrics::HttpLabels;
@@ -27,10 +27,7 @@ const REQUEST_ID_BYTES_MAX: usize = 128;
 impl Api {
     /// The service. `/live`, `/health` and `/metrics` are open, everything else needs the API key if one is set.
     pub fn router(self: &Arc<Self>) -> Router {
-        Router::new()
-            .route("/live", get(live))
-            .route("/health", get(health))
-            .route("/metrics", get(metrics))
+        open()
             .route("/v1/models", get(models))
             .route("/v1/models/{*name}", get(model))
             .route("/v1/completions", post(complete))
@@ -42,13 +39,23 @@ impl Api {
             .layer(middleware::from_fn_with_state(self.clone(), around))
             .with_state(self.clone())
     }
+
+    /// The part of it that is for those who watch.
+    pub(super) fn watched(self: &Arc<Self>) -> Router {
+        let nothing = async || ApiError::not_found("only /live, /health and /metrics are answered here");
+        open().fallback(nothing).with_state(self.clone())
+    }
+}
+
+fn open() -> Router<Arc<Api>> {
+    Router::new().route("/live", get(live)).route("/health", get(health)).route("/metrics", get(metrics))
 }
 
 /// What every request passes: the key, the request id, the count of responses.
 async fn around(State(api): State<Arc<Api>>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_string());
     let own_id = request.headers().get(REQUEST_ID).filter(|id| is_sane(id)).cloned();
-    let open = matches!(request.uri().path(), "/live" | "/health" | "/metrics");
+    let open = is_open(request.uri().path());
     let tenant = api.access.tenant(request.headers());
     let mut response = match tenant {
         None if !open => ApiError::unauthorized().into_response(),

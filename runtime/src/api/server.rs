@@ -1,18 +1,27 @@
 //! The HTTP/1 server: connections in, [`Api`] behind, an orderly end.
 
+use axum::body::{Body, Bytes};
+use axum::http::{HeaderValue, Request, header};
+use axum::response::{IntoResponse, Response};
+use futures_util::future::BoxFuture;
+use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::rt::{Sleep, Timer};
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
-use hyper_util::service::TowerToHyperService;
+use std::convert::Infallible;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, watch};
+use tower::ServiceExt;
 
+use super::errors::ApiError;
+use super::guests::{Evicted, Guest, Guests, Worth};
+use super::observe::is_open;
 use super::stall::StallGuard;
-use super::{Api, Limits};
+use super::{Api, Limits, Origins};
 use crate::env::{Connection, Listener, SharedEnv, Task};
 
 /// How far the end has come. A dropped sender counts as [`Shutdown::Stop`].
@@ -28,10 +37,18 @@ pub enum Shutdown {
 
 /// After a failed accept (no file descriptors left, usually) before the next one.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Seconds after which clients whose connection was not let in may try again.
+const FULL_RETRY_AFTER_S: u64 = 1;
 
-/// Serves until told otherwise; returns when the last connection is closed.
-pub async fn serve(listener: Box<dyn Listener>, api: Arc<Api>, shutdown: watch::Receiver<Shutdown>) {
-    serve_routes(listener, api.router(), &api.limits, &api.env, shutdown, || api.drain()).await;
+/// Serves until told otherwise; returns when the last connection is closed, which after [`Shutdown::Drain`] takes no longer
+/// than [`Limits::drain_timeout`].
+pub async fn serve(
+    listener: Box<dyn Listener>,
+    api: Arc<Api>,
+    origins: Origins,
+    shutdown: watch::Receiver<Shutdown>,
+) {
+    serve_routes(listener, api.router(), &api.limits, origins, &api.env, shutdown, || api.drain()).await;
 }
 
 /// Serves any routes likewise; `drain` is called when nothing more is accepted.
@@ -39,18 +56,21 @@ pub(super) async fn serve_routes(
     mut listener: Box<dyn Listener>,
     routes: axum::Router,
     limits: &Limits,
+    origins: Origins,
     env: &SharedEnv,
     mut shutdown: watch::Receiver<Shutdown>,
     drain: impl FnOnce(),
 ) {
-    let slots = Arc::new(Semaphore::new(limits.connections_max));
+    let open_max = u32::try_from(limits.connections.open_max()).unwrap_or(u32::MAX);
+    let open = Arc::new(Semaphore::new(open_max as usize));
+    let guests = Guests::new(limits.connections);
     let builder = builder(limits, env);
-    let service = TowerToHyperService::new(routes);
+    let origins = Arc::new(origins);
     loop {
-        // A full house leaves newcomers in the listener's backlog.
-        let slot = tokio::select! { biased;
+        // Room is made at once; here those are waited for that have to go and have not yet.
+        let permit = tokio::select! { biased;
             () = at_least(&mut shutdown, Shutdown::Drain) => break,
-            slot = slots.clone().acquire_owned() => slot.expect("the semaphore is never closed"),
+            permit = open.clone().acquire_owned() => permit.expect("the semaphore is never closed"),
         };
         let accepted = tokio::select! { biased;
             () = at_least(&mut shutdown, Shutdown::Drain) => break,
@@ -60,23 +80,33 @@ pub(super) async fn serve_routes(
             Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
+                guests.make_room();
                 env.sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
-        let io = StallGuard::new(io, env.clone(), limits.write_stall_timeout);
-        let connection = builder.serve_connection(TokioIo::new(io), service.clone());
-        let shutdown = shutdown.clone();
+        let (guest, evicted) = guests.admit(peer.ip());
+        let guest = Arc::new(guest);
+        let io = StallGuard::new(io, env.clone(), limits.write_stall_timeout, guest.clone());
+        let service = GuestRoutes { routes: routes.clone(), origins: origins.clone(), guest: guest.clone() };
+        let stay = Stay {
+            env: env.clone(),
+            first_request: env.sleep(limits.first_request_timeout),
+            drain_timeout: limits.drain_timeout,
+            evicted,
+            shutdown: shutdown.clone(),
+            guest,
+        };
+        let connection = builder.serve_connection(TokioIo::new(io), service);
         env.spawn(Box::pin(async move {
-            let ended = drive(connection, shutdown).await;
-            tracing::debug!(peer, ?ended, "connection closed");
-            drop(slot);
+            let ended = stay.drive(connection).await;
+            tracing::debug!(%peer, ?ended, "connection closed");
+            drop(permit);
         }));
     }
     drop(listener);
     drain();
-    let all = u32::try_from(limits.connections_max).unwrap_or(u32::MAX);
-    drop(slots.acquire_many(all).await);
+    drop(open.acquire_many(open_max).await);
 }
 
 fn builder(limits: &Limits, env: &SharedEnv) -> http1::Builder {
@@ -94,21 +124,120 @@ async fn at_least(shutdown: &mut watch::Receiver<Shutdown>, stage: Shutdown) {
     let _ = shutdown.wait_for(|now| *now >= stage).await;
 }
 
-type HttpConnection =
-    http1::Connection<TokioIo<StallGuard<Box<dyn Connection>>>, TowerToHyperService<axum::Router>>;
+type HttpConnection = http1::Connection<TokioIo<StallGuard<Box<dyn Connection>>>, GuestRoutes>;
 
-async fn drive(connection: HttpConnection, mut shutdown: watch::Receiver<Shutdown>) -> hyper::Result<()> {
-    let mut connection = pin!(connection);
-    let mut stop = shutdown.clone();
-    tokio::select! { biased;
-        () = at_least(&mut stop, Shutdown::Stop) => return Ok(()),
-        () = at_least(&mut shutdown, Shutdown::Drain) => {}
-        ended = connection.as_mut() => return ended,
+/// How long a connection may stay.
+struct Stay {
+    env: SharedEnv,
+    first_request: Task,
+    drain_timeout: Duration,
+    evicted: Evicted,
+    shutdown: watch::Receiver<Shutdown>,
+    guest: Arc<Guest>,
+}
+
+impl Stay {
+    /// Serves the connection until it ends or has to go.
+    async fn drive(mut self, connection: HttpConnection) -> hyper::Result<()> {
+        let mut connection = pin!(connection);
+        let mut stop = self.shutdown.clone();
+        let mut new = true;
+        loop {
+            tokio::select! { biased;
+                () = at_least(&mut stop, Shutdown::Stop) => return Ok(()),
+                () = at_least(&mut self.shutdown, Shutdown::Drain) => break,
+                _ = &mut self.evicted => return Ok(()),
+                ended = connection.as_mut() => return ended,
+                () = &mut self.first_request, if new => {
+                    if self.guest.worth() == Some(Worth::Silent) {
+                        return Ok(());
+                    }
+                    new = false;
+                }
+            }
+        }
+        if matches!(self.guest.worth(), None | Some(Worth::Silent | Worth::Resting)) {
+            return Ok(());
+        }
+        connection.as_mut().graceful_shutdown();
+        tokio::select! { biased;
+            () = at_least(&mut stop, Shutdown::Stop) => Ok(()),
+            () = self.env.sleep(self.drain_timeout) => Ok(()),
+            ended = connection => ended,
+        }
     }
-    connection.as_mut().graceful_shutdown();
-    tokio::select! { biased;
-        () = at_least(&mut stop, Shutdown::Stop) => Ok(()),
-        ended = connection => ended,
+}
+
+/// The routes as one connection sees them.
+struct GuestRoutes {
+    routes: axum::Router,
+    origins: Arc<Origins>,
+    guest: Arc<Guest>,
+}
+
+impl hyper::service::Service<Request<Incoming>> for GuestRoutes {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Response, Infallible>>;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let open = is_open(request.uri().path());
+        let guest = self.guest.clone();
+        guest.set(if open { Worth::Open } else { Worth::Working });
+        let (routes, origins) = (self.routes.clone(), self.origins.clone());
+        Box::pin(async move {
+            let origin = request.headers().get(header::ORIGIN).cloned();
+            let mut response = match origins.instead(&request) {
+                Some(instead) => instead,
+                None if guest.is_aside() && !open => full_house(),
+                None => routes.oneshot(request).await?,
+            };
+            origins.share(origin.as_ref(), response.headers_mut());
+            if guest.is_aside() {
+                response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            if response.status().is_client_error() {
+                guest.set(Worth::Open);
+            }
+            Ok(response.map(|body| Body::new(Answer { body, guest })))
+        })
+    }
+}
+
+fn full_house() -> Response {
+    let message = "all connections that this server or your address may have are at work";
+    ApiError::unavailable("connections_exhausted", message, FULL_RETRY_AFTER_S).into_response()
+}
+
+/// A response's body, which says when it is over.
+struct Answer {
+    body: Body,
+    guest: Arc<Guest>,
+}
+
+impl hyper::body::Body for Answer {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        self.guest.answered();
     }
 }
 

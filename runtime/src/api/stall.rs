@@ -1,25 +1,28 @@
-//! Closes connections whose client has stopped reading.
+//! Closes connections whose client has stopped reading, and sees when it has all.
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use super::guests::Guest;
 use crate::env::{SharedEnv, Task};
 
 /// A connection whose writes fail when none has made progress for `timeout`.
-pub(crate) struct StallGuard<C> {
+pub(super) struct StallGuard<C> {
     connection: C,
     env: SharedEnv,
     timeout: Duration,
     /// Set while a write waits.
     alarm: Option<Task>,
+    guest: Arc<Guest>,
 }
 
 impl<C> StallGuard<C> {
-    pub(crate) fn new(connection: C, env: SharedEnv, timeout: Duration) -> Self {
-        StallGuard { connection, env, timeout, alarm: None }
+    pub(super) fn new(connection: C, env: SharedEnv, timeout: Duration, guest: Arc<Guest>) -> Self {
+        StallGuard { connection, env, timeout, alarm: None, guest }
     }
 
     /// Passes a write's outcome on, unless it has waited too long.
@@ -69,6 +72,9 @@ impl<C: AsyncWrite + Unpin> AsyncWrite for StallGuard<C> {
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.connection).poll_flush(context);
+        if flushed.is_ready() {
+            self.guest.flushed();
+        }
         self.watch(flushed, context)
     }
 

@@ -5,6 +5,7 @@ use futures_util::future::BoxFuture;
 use mixfleet_hal::units::Seconds;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::task::{Context, Wake, Waker};
 use std::thread::Thread;
@@ -23,6 +24,19 @@ impl RealEnv {
     /// On the given tokio runtime.
     pub fn new(handle: Handle) -> Self {
         RealEnv { start: Instant::now(), handle }
+    }
+
+    /// On a thread of its own, which the process takes with it when it ends: what runs there goes on whatever other
+    /// threads do.
+    ///
+    /// # Errors
+    /// When the operating system has no thread or no descriptors for it.
+    pub fn on_own_thread(name: &str) -> io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let handle = runtime.handle().clone();
+        let thread = std::thread::Builder::new().name(name.to_string());
+        thread.spawn(move || runtime.block_on(std::future::pending::<()>()))?;
+        Ok(RealEnv::new(handle))
     }
 }
 
@@ -83,22 +97,24 @@ impl Env for RealEnv {
 
     fn listen(&self, address: &str) -> BoxFuture<'static, io::Result<Box<dyn Listener>>> {
         let address = address.to_string();
+        // Whoever asks may run elsewhere; the socket belongs to this environment's runtime.
+        let bound = self.handle.spawn(async move { TcpListener::bind(&address).await });
         Box::pin(async move {
-            let listener: Box<dyn Listener> = Box::new(TcpListener::bind(&address).await?);
+            let listener: Box<dyn Listener> = Box::new(bound.await.map_err(io::Error::other)??);
             Ok(listener)
         })
     }
 }
 
 impl Listener for TcpListener {
-    fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, String)>> {
+    fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, SocketAddr)>> {
         Box::pin(async move {
             let (stream, peer) = TcpListener::accept(self).await?;
             // A token is one small write: it must not wait for the previous one's acknowledgement.
             // A client that is gone already refuses the option, and is noticed later.
             let _ = stream.set_nodelay(true);
             let connection: Box<dyn Connection> = Box::new(stream);
-            Ok((connection, peer.to_string()))
+            Ok((connection, peer))
         })
     }
 

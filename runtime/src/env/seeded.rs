@@ -8,6 +8,7 @@ use mixfleet_hal::units::Seconds;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::future::Future;
 use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
@@ -19,7 +20,7 @@ const CONNECTION_BYTES: usize = 64 * 1024;
 /// Polls without virtual time passing after which a run is taken for a livelock.
 const POLLS_MAX: u64 = 50_000_000;
 
-type Incoming = mpsc::UnboundedSender<(Box<dyn Connection>, String)>;
+type Incoming = mpsc::UnboundedSender<(Box<dyn Connection>, SocketAddr)>;
 
 #[derive(Default)]
 struct World {
@@ -274,10 +275,15 @@ impl SeededEnv {
 
     /// Opens an in-memory connection to a listener of this world.
     pub fn connect(&self, address: &str) -> io::Result<Box<dyn Connection>> {
+        self.connect_from(Ipv4Addr::LOCALHOST.into(), address)
+    }
+
+    /// The same, of a party that has another address.
+    pub fn connect_from(&self, party: IpAddr, address: &str) -> io::Result<Box<dyn Connection>> {
         let (ours, theirs) = tokio::io::duplex(CONNECTION_BYTES);
         let world = lock(&self.world);
         let listener = world.listeners.get(address).ok_or(io::ErrorKind::ConnectionRefused)?;
-        let sent = listener.send((Box::new(theirs), "memory".into()));
+        let sent = listener.send((Box::new(theirs), SocketAddr::new(party, 0)));
         sent.map_err(|_| io::Error::from(io::ErrorKind::ConnectionRefused))?;
         Ok(Box::new(ours))
     }
@@ -404,11 +410,11 @@ impl Drop for Sleep {
 
 struct MemoryListener {
     address: String,
-    incoming: mpsc::UnboundedReceiver<(Box<dyn Connection>, String)>,
+    incoming: mpsc::UnboundedReceiver<(Box<dyn Connection>, SocketAddr)>,
 }
 
 impl Listener for MemoryListener {
-    fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, String)>> {
+    fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, SocketAddr)>> {
         Box::pin(
             async move { self.incoming.recv().await.ok_or_else(|| io::ErrorKind::ConnectionAborted.into()) },
         )

@@ -65,7 +65,7 @@ fn slow_headers_and_bodies_end() {
         let mut all = Vec::new();
         slow.read_to_end(&mut all).await.unwrap();
         assert!(all.is_empty());
-        assert_eq!((server.env.now() - before).0.round(), 60.0);
+        assert_eq!((server.env.now() - before).0.round(), 10.0);
 
         let mut slow = server.env.connect(ADDRESS).unwrap();
         slow.write_all(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n{")
@@ -73,25 +73,6 @@ fn slow_headers_and_bodies_end() {
             .unwrap();
         let response = Response::read(&mut slow).await;
         assert_eq!(response.error().0, 408);
-    });
-}
-
-#[test]
-fn more_connections_wait_their_turn() {
-    let setup = Setup::play(Play::say("")).with_limits(|limits| limits.connections_max = 2);
-    run(setup, |server| async move {
-        let first = server.env.connect(ADDRESS).unwrap();
-        let _second = server.env.connect(ADDRESS).unwrap();
-        let mut third = server.env.connect(ADDRESS).unwrap();
-        third.write_all(&request("GET", "/health", "", b"")).await.unwrap();
-        let mut answer = Vec::new();
-        let waited = tokio::select! { biased;
-            _ = third.read_buf(&mut answer) => false,
-            () = server.env.sleep(Duration::from_secs(5)) => true,
-        };
-        assert!(waited, "the third connection was served beside two open ones");
-        drop(first);
-        assert_eq!(Response::read(&mut third).await.status, 200);
     });
 }
 

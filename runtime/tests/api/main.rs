@@ -2,11 +2,13 @@
 //! environment, against an engine whose answers the tests script.
 
 mod answers;
+mod connections;
 mod disconnects;
 mod errors;
 mod fuzz;
 mod lifecycle;
 mod limits;
+mod origins;
 mod prompts;
 mod streams;
 mod support;

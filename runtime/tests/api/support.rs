@@ -2,7 +2,7 @@
 
 use futures_util::FutureExt;
 use mixfleet_runtime::api::{
-    Access, Api, Limits, Marked, Placements, ServedModel, Shutdown, TextDecoder, TextModel, serve,
+    Access, Api, Limits, Marked, Origins, Placements, ServedModel, Shutdown, TextDecoder, TextModel, serve,
 };
 use mixfleet_runtime::env::{Connection, Env, SeededEnv};
 use mixfleet_runtime::metrics::Metrics;
@@ -149,6 +149,7 @@ pub(crate) struct Setup {
     /// Instead of bytes.
     pub(crate) text: Arc<dyn TextModel>,
     pub(crate) loading: bool,
+    pub(crate) origins: Origins,
 }
 
 impl Setup {
@@ -160,6 +161,7 @@ impl Setup {
             access: None,
             text: Arc::new(ByteModel),
             loading: false,
+            origins: Origins::default(),
         }
     }
 
@@ -224,7 +226,9 @@ where
     env.clone().run(async move {
         let listener = env.listen(ADDRESS).await.unwrap();
         let ended = server.ended.clone();
-        env.spawn(Box::pin(serve(listener, api, watching).map(move |()| ended.add_permits(1))));
+        env.spawn(Box::pin(
+            serve(listener, api, setup.origins, watching).map(move |()| ended.add_permits(1)),
+        ));
         test(server).await
     })
 }

@@ -4,15 +4,16 @@ use super::join::Join;
 use super::transports::{self, Offered, PIECE_TIMEOUT};
 use super::{RouterArgs, WorkerArgs};
 use crate::Usage;
+use crate::connections::{is_loopback, raise_descriptors, watch};
 use crate::digest::Digest;
-use crate::serve::{self, Around};
+use crate::serve::{self, Around, Signals};
 use crate::start;
 use crate::tiers::Pools;
 use anyhow::{Context, Result};
 use mixfleet_hal::units::Seconds;
-use mixfleet_runtime::api::{ServedModel, Shutdown, observe};
+use mixfleet_runtime::api::{Origins, ServedModel, observe};
 use mixfleet_runtime::engine::{EngineConfig, HandOffLimits, Identity, Loaded};
-use mixfleet_runtime::env::{RealEnv, SharedEnv};
+use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Membership, Seat};
 use mixfleet_runtime::fleet::rpc::{Door, Ways};
 use mixfleet_runtime::fleet::{Hub, Model, RouterParts, WorkerProcess, attend_members, meet_members};
@@ -21,8 +22,10 @@ use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use std::time::Duration;
+
+/// For etcd to hear that a process leaves.
+const LEAVE: Duration = Duration::from_secs(5);
 
 /// `mixfleet router`
 pub(crate) fn router(args: RouterArgs) -> Result<()> {
@@ -30,16 +33,26 @@ pub(crate) fn router(args: RouterArgs) -> Result<()> {
     serve::check(&args.front)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let RouterArgs { join, model, front } = args;
-    runtime.block_on(async {
+    let served = runtime.block_on(async {
+        let mut signals = Signals::new()?;
         let handle = tokio::runtime::Handle::current();
         let load = move |around: Around, front: &crate::args::FrontArgs| {
             handle.block_on(join_as_router(&join, &model, front, around))
         };
-        if let Some(membership) = serve::front(front, load).await? {
-            membership.leave().await;
+        if let Some(membership) = serve::front(front, &mut signals, load).await? {
+            signals.or_until_next(leave(membership)).await;
         }
         Ok(())
-    })
+    });
+    runtime.shutdown_background();
+    served
+}
+
+/// Takes the record back; where etcd is away, its lease ends by itself.
+async fn leave(membership: Membership) {
+    if tokio::time::timeout(LEAVE, membership.leave()).await.is_err() {
+        tracing::warn!("etcd does not answer; this process's record there ends with its lease");
+    }
 }
 
 async fn join_as_router(
@@ -134,43 +147,46 @@ pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
         None => SocketAddr::new(control.ip(), 0),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(work(args, control, data))
+    let worked = runtime.block_on(work(args, control, data));
+    runtime.shutdown_background();
+    worked
 }
 
 async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result<()> {
     let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
+    let mut signals = Signals::new()?;
+    raise_descriptors();
     let metrics = Metrics::new();
-    let (ready, is_ready) = watch::channel(false);
-    let (_serving_http, told) = watch::channel(Shutdown::No);
+    let (ready, is_ready) = tokio::sync::watch::channel(false);
     if let Some(address) = &args.listen_http {
-        let listener = env.listen(address).await;
-        let listener = listener.with_context(|| format!("--listen-http {address}"))?;
-        tracing::info!(address = listener.address(), "answers /live, /health and /metrics");
-        env.spawn(Box::pin(observe(listener, env.clone(), metrics.clone(), is_ready, told)));
+        let (flag, metrics) = ("--listen-http", metrics.clone());
+        let origins = Origins::new(is_loopback(flag, address)?, &[], &[]).map_err(anyhow::Error::msg)?;
+        let serve =
+            |listener, env, origins| -> Task { Box::pin(observe(listener, env, metrics, is_ready, origins)) };
+        watch(flag, address, origins, serve).await?;
     }
     let joining = join_as_worker(&args, &env, control, data, metrics);
     let joined = tokio::select! {
         joined = joining => joined?,
-        _ = interrupt.recv() => return Ok(()),
-        _ = terminate.recv() => return Ok(()),
+        () = signals.next() => return Ok(()),
     };
     let Joined { membership, serving, hub, pools } = joined;
     ready.send_replace(true);
     tokio::select! {
         served = serving => served.context("serving was cut short")??,
         () = hub.ended() => {
-            membership.leave().await;
+            leave(membership).await;
             anyhow::bail!("the last device of this process is down: its log says why");
         }
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
+        () = signals.next() => {}
     }
     // Routers see the connection close and place this process's requests elsewhere.
     tracing::info!("leaving");
-    membership.leave().await;
-    pools.write_back().await;
+    let last = async {
+        leave(membership).await;
+        pools.write_back().await;
+    };
+    signals.or_until_next(last).await;
     Ok(())
 }
 

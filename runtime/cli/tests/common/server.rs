@@ -3,7 +3,7 @@
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, ChildStderr, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 
 /// A running server on a port of its own.
 pub(crate) struct Server {
@@ -22,12 +22,24 @@ impl Server {
 
     /// With nothing but these arguments.
     pub(crate) fn with(arguments: &[&str]) -> Self {
-        let child = super::mixfleet()
-            .args(["serve", "--listen", "127.0.0.1:0"])
-            .args(arguments)
-            .stderr(Stdio::piped())
-            .spawn();
-        Server::spawned(child.unwrap())
+        let mut command = super::mixfleet();
+        command.args(["serve", "--listen", "127.0.0.1:0"]).args(arguments);
+        Server::spawned(command.stderr(Stdio::piped()).spawn().unwrap())
+    }
+
+    /// The same, after a line of shell.
+    pub(crate) fn under(line: &str, arguments: &[&str]) -> Self {
+        let own = super::mixfleet();
+        let mut shell = Command::new("sh");
+        own.get_envs().for_each(|(name, value)| {
+            match value {
+                Some(value) => shell.env(name, value),
+                None => shell.env_remove(name),
+            };
+        });
+        shell.args(["-c", &format!("{line}; exec \"$0\" \"$@\"")]).arg(own.get_program());
+        shell.args(["serve", "--listen", "127.0.0.1:0"]).args(arguments);
+        Server::spawned(shell.stderr(Stdio::piped()).spawn().unwrap())
     }
 
     /// With a process whose standard error is piped; returns once it is ready.
@@ -73,7 +85,7 @@ impl Server {
     pub(crate) fn exchange(&self, method: &str, path: &str, headers: &str, body: &str) -> (String, String) {
         let mut stream = self.connect();
         let length = body.len();
-        let head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}");
+        let head = format!("{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}");
         write!(stream, "{head}content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}")
             .unwrap();
         let mut answer = String::new();

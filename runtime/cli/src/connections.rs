@@ -1,0 +1,113 @@
+//! Who may connect, by which names, and where those who watch are answered.
+
+use crate::Usage;
+use anyhow::{Context, Result};
+use clap::Args;
+use mixfleet_runtime::api::{Limits, Origins};
+use mixfleet_runtime::budget::Connections;
+use mixfleet_runtime::env::{Listener, RealEnv, SharedEnv, Task};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::net::ToSocketAddrs;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// More descriptors than that are of no use here.
+const DESCRIPTORS_MAX: u64 = 1 << 20;
+
+/// Of a process that clients connect to.
+#[derive(Debug, Args)]
+pub(crate) struct ConnectionArgs {
+    /// A thread of its own answers /live, /health, /metrics there too
+    #[arg(long, value_name = "HOST:PORT")]
+    health_listen: Option<String>,
+    /// A name that clients may call this server by; repeatable
+    #[arg(long, value_name = "HOST")]
+    allow_host: Vec<String>,
+    /// A page whose browsers may ask: https://HOST; repeatable
+    #[arg(long, value_name = "ORIGIN")]
+    allow_origin: Vec<String>,
+    /// After a signal, for what still runs [default: 30]
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, hide_default_value = true)]
+    drain_s: f64,
+}
+
+impl ConnectionArgs {
+    /// Refuses what cannot be meant.
+    pub(crate) fn check(&self) -> Result<()> {
+        if Duration::try_from_secs_f64(self.drain_s).is_err() {
+            return Err(Usage(format!("--drain-s {} is not a number of seconds", self.drain_s)).into());
+        }
+        if let Some(address) = &self.health_listen {
+            is_loopback("--health-listen", address)?;
+        }
+        self.origins("--listen", "127.0.0.1:0").map(drop)
+    }
+
+    /// Seconds from a signal to the end.
+    pub(crate) fn drain_s(&self) -> f64 {
+        self.drain_s
+    }
+
+    /// The bounds on connections and their end.
+    pub(crate) fn limits(&self, descriptors: u64) -> Limits {
+        let drain_timeout = Duration::try_from_secs_f64(self.drain_s).unwrap_or_default();
+        Limits { connections: Connections::within(descriptors), drain_timeout, ..Limits::default() }
+    }
+
+    /// Who may ask a server that listens at the address that a flag gives.
+    pub(crate) fn origins(&self, flag: &str, address: &str) -> Result<Origins> {
+        let origins = Origins::new(is_loopback(flag, address)?, &self.allow_host, &self.allow_origin);
+        origins.map_err(|error| Usage(format!("--allow-host, --allow-origin: {error}")).into())
+    }
+
+    /// Starts what answers those who watch, if it was asked for.
+    pub(crate) async fn watch(
+        &self,
+        serve: impl FnOnce(Box<dyn Listener>, SharedEnv, Origins) -> Task,
+    ) -> Result<()> {
+        let Some(address) = &self.health_listen else { return Ok(()) };
+        let flag = "--health-listen";
+        watch(flag, address, self.origins(flag, address)?, serve).await
+    }
+}
+
+/// Answers those who watch on a thread of its own: whatever the others do, it says that the process lives.
+pub(crate) async fn watch(
+    flag: &str,
+    address: &str,
+    origins: Origins,
+    serve: impl FnOnce(Box<dyn Listener>, SharedEnv, Origins) -> Task,
+) -> Result<()> {
+    let env = RealEnv::on_own_thread("health").with_context(|| format!("{flag}: no thread for it"))?;
+    let env: SharedEnv = Arc::new(env);
+    let listener = env.listen(address).await.with_context(|| format!("{flag} {address}"))?;
+    tracing::info!(address = listener.address(), "answers /live, /health and /metrics");
+    env.spawn(serve(listener, env.clone(), origins));
+    Ok(())
+}
+
+/// Whether only this machine reaches who listens at the address that a flag gives.
+pub(crate) fn is_loopback(flag: &str, address: &str) -> Result<bool> {
+    let mut addresses = address
+        .to_socket_addrs()
+        .map_err(|error| Usage(format!("{flag} {address}: {error}; expected HOST:PORT")))?;
+    Ok(addresses.all(|address| address.ip().is_loopback()))
+}
+
+/// Lets this process open as many descriptors as it may, and says how many. What starts a process sets the soft limit low for
+/// the sake of old programs.
+pub(crate) fn raise_descriptors() -> u64 {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    let current = current.unwrap_or(DESCRIPTORS_MAX);
+    let wanted = maximum.unwrap_or(DESCRIPTORS_MAX).min(DESCRIPTORS_MAX);
+    if wanted <= current {
+        return current;
+    }
+    match setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum }) {
+        Ok(()) => wanted,
+        Err(error) => {
+            tracing::warn!(%error, current, wanted, "the limit on open files could not be raised");
+            current
+        }
+    }
+}

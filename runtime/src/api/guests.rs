@@ -1,0 +1,294 @@
+//! Who may hold the connections, and who goes when there are more than may be.
+//!
+//! It takes no key to hold a connection. So one is worth no more than what it has asked: of those that are too many, one
+//! that never asked anything goes first, then one whose answer anybody may have, then one that rests between two
+//! requests, the oldest first; one whose request is in work never. What is beyond an address's share goes at that address's
+//! cost. A newcomer for whom nobody can go stands aside, where only those who watch the process are answered.
+
+use std::collections::{BTreeSet, HashMap};
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::oneshot;
+
+use crate::budget::Connections;
+
+/// What a connection's life has been worth, the least first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Worth {
+    /// It has asked nothing yet.
+    Silent,
+    /// It is answered what anybody may ask, or that it asked wrongly.
+    Open,
+    /// It rests after an answer.
+    Resting,
+    /// Its request is in work.
+    Working,
+}
+
+/// The connections that a listener has let in.
+#[derive(Debug)]
+pub(super) struct Guests {
+    bounds: Connections,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Counts whatever orders: arrivals and changes of worth.
+    clock: u64,
+    known: HashMap<u64, Known>,
+    /// Guests that are not aside, by worth and by when they came to it.
+    order: BTreeSet<(Worth, u64, u64)>,
+    held: HashMap<IpAddr, usize>,
+    aside: BTreeSet<u64>,
+}
+
+#[derive(Debug)]
+struct Known {
+    holder: IpAddr,
+    worth: Worth,
+    since: u64,
+    aside: bool,
+    /// Dropped to tell the connection to go.
+    _stay: oneshot::Sender<()>,
+}
+
+/// A connection that was let in; its place is free when this is dropped.
+#[derive(Debug)]
+pub(super) struct Guest {
+    guests: Arc<Guests>,
+    number: u64,
+    aside: bool,
+    /// The response is complete, but for what the connection still buffers.
+    answered: AtomicBool,
+}
+
+/// Completes when the connection has to go for another's sake.
+pub(super) type Evicted = oneshot::Receiver<()>;
+
+impl Guests {
+    pub(super) fn new(bounds: Connections) -> Arc<Self> {
+        Arc::new(Guests { bounds, state: Mutex::default() })
+    }
+
+    /// Lets a newcomer in, at another's cost if there is no free place.
+    pub(super) fn admit(self: &Arc<Self>, address: IpAddr) -> (Guest, Evicted) {
+        let holder = holder(address);
+        let mut state = self.lock();
+        let own = state.held.get(&holder).copied().unwrap_or(0);
+        let aside = if own >= self.bounds.per_address_max {
+            !state.evict(Some(holder))
+        } else {
+            state.order.len() >= self.bounds.max && !state.evict(None)
+        };
+        if aside && state.aside.len() >= self.bounds.aside_max {
+            let oldest = state.aside.first().copied();
+            oldest.into_iter().for_each(|number| state.remove(number));
+        }
+        let number = state.tick();
+        let (stay, evicted) = oneshot::channel();
+        let taken = Known { holder, worth: Worth::Silent, since: number, aside, _stay: stay };
+        state.add(number, taken);
+        drop(state);
+        (Guest { guests: self.clone(), number, aside, answered: AtomicBool::new(false) }, evicted)
+    }
+
+    /// Gives up one connection that is worth nothing, if there is one.
+    pub(super) fn make_room(&self) {
+        self.lock().evict(None);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn tick(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    fn add(&mut self, number: u64, taken: Known) {
+        if taken.aside {
+            self.aside.insert(number);
+        } else {
+            self.order.insert((taken.worth, taken.since, number));
+            *self.held.entry(taken.holder).or_default() += 1;
+        }
+        self.known.insert(number, taken);
+    }
+
+    fn remove(&mut self, number: u64) {
+        let Some(taken) = self.known.remove(&number) else { return };
+        if taken.aside {
+            self.aside.remove(&number);
+            return;
+        }
+        self.order.remove(&(taken.worth, taken.since, number));
+        if let Some(held) = self.held.get_mut(&taken.holder) {
+            *held -= 1;
+            if *held == 0 {
+                self.held.remove(&taken.holder);
+            }
+        }
+    }
+
+    /// Turns out the one that is worth least, if its request is not in work; of one holder or of all.
+    fn evict(&mut self, of: Option<IpAddr>) -> bool {
+        let candidates = self.order.range(..(Worth::Working, 0, 0));
+        let mut theirs =
+            candidates.filter(|(_, _, number)| of.is_none_or(|holder| self.known[number].holder == holder));
+        let Some(&(_, _, number)) = theirs.next() else { return false };
+        self.remove(number);
+        true
+    }
+
+    fn change(&mut self, number: u64, worth: Worth) {
+        if let Some(taken) = self.known.remove(&number) {
+            if !taken.aside {
+                self.order.remove(&(taken.worth, taken.since, number));
+                let since = self.tick();
+                self.order.insert((worth, since, number));
+                self.known.insert(number, Known { worth, since, ..taken });
+            } else {
+                self.known.insert(number, Known { worth, ..taken });
+            }
+        }
+    }
+}
+
+impl Guest {
+    /// Only those who watch are answered here.
+    pub(super) fn is_aside(&self) -> bool {
+        self.aside
+    }
+
+    /// Its connection has come to this.
+    pub(super) fn set(&self, worth: Worth) {
+        self.answered.store(false, Ordering::Relaxed);
+        self.guests.lock().change(self.number, worth);
+    }
+
+    /// Nothing more of the response will come.
+    pub(super) fn answered(&self) {
+        self.answered.store(true, Ordering::Relaxed);
+    }
+
+    /// What the connection was given is with the client.
+    pub(super) fn flushed(&self) {
+        if self.answered.load(Ordering::Relaxed) {
+            self.set(Worth::Resting);
+        }
+    }
+
+    /// What it is worth; none once it has to go.
+    pub(super) fn worth(&self) -> Option<Worth> {
+        self.guests.lock().known.get(&self.number).map(|known| known.worth)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.guests.lock().remove(self.number);
+    }
+}
+
+/// Who is behind an address. A network of IPv6 is one holder: it has as many addresses as it wants.
+fn holder(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) if !address.is_loopback() => {
+            Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into()
+        }
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guests(max: usize, per_address_max: usize, aside_max: usize) -> Arc<Guests> {
+        Guests::new(Connections { max, per_address_max, aside_max })
+    }
+
+    fn ip(last: u8) -> IpAddr {
+        [10, 0, 0, last].into()
+    }
+
+    fn is_gone((guest, evicted): &mut (Guest, Evicted)) -> bool {
+        let told = evicted.try_recv() == Err(oneshot::error::TryRecvError::Closed);
+        assert_eq!(told, guest.worth().is_none());
+        told
+    }
+
+    #[test]
+    fn the_one_worth_least_makes_room_and_of_equals_the_oldest() {
+        let guests = guests(4, 4, 1);
+        let mut all: Vec<_> = (0..4).map(|last| guests.admit(ip(last))).collect();
+        all[0].0.set(Worth::Resting);
+        all[1].0.set(Worth::Open);
+        for (newcomer, goes) in [2, 3, 4, 5].into_iter().enumerate() {
+            let taken = guests.admit(ip(100 + newcomer as u8));
+            assert!(!taken.0.is_aside());
+            all.push(taken);
+            assert!(is_gone(&mut all[goes]), "{goes}");
+        }
+        assert!(!is_gone(&mut all[0]) && !is_gone(&mut all[1]));
+        all[6].0.set(Worth::Working);
+        all[7].0.set(Worth::Working);
+        for goes in [1, 0] {
+            let taken = guests.admit(ip(50));
+            taken.0.set(Worth::Working);
+            all.push(taken);
+            assert!(is_gone(&mut all[goes]), "{goes}");
+        }
+        // all are at work: the next are seated aside, the oldest there goes for the next
+        let mut aside = guests.admit(ip(60));
+        assert!(aside.0.is_aside() && !is_gone(&mut aside));
+        let mut next = guests.admit(ip(61));
+        assert!(next.0.is_aside() && is_gone(&mut aside) && !is_gone(&mut next));
+        drop(all.pop());
+        assert!(!guests.admit(ip(62)).0.is_aside(), "a place that was left is free");
+    }
+
+    #[test]
+    fn an_address_beyond_its_share_pays_itself() {
+        let guests = guests(6, 3, 2);
+        let mut other = guests.admit(ip(1));
+        let mut greedy: Vec<_> = (0..3).map(|_| guests.admit(ip(2))).collect();
+        greedy[0].0.set(Worth::Working);
+        let fourth = guests.admit(ip(2));
+        assert!(!fourth.0.is_aside() && is_gone(&mut greedy[1]), "its own oldest goes");
+        fourth.0.set(Worth::Working);
+        greedy[2].0.set(Worth::Working);
+        assert!(guests.admit(ip(2)).0.is_aside(), "beside guests that are free");
+        assert!(!is_gone(&mut other) && !guests.admit(ip(3)).0.is_aside());
+    }
+
+    #[test]
+    fn a_network_of_ipv6_is_one_holder() {
+        let of = |text: &str| holder(text.parse().unwrap());
+        assert_eq!(of("2001:db8:0:1::1"), of("2001:db8:0:1:ffff::2"));
+        assert_ne!(of("2001:db8:0:1::1"), of("2001:db8:0:2::1"));
+        assert_eq!(of("::ffff:10.0.0.1"), of("10.0.0.1"));
+        assert_ne!(of("::1"), of("::2"));
+    }
+
+    #[test]
+    fn nothing_is_kept_of_who_left() {
+        let guests = guests(3, 2, 1);
+        for round in 0..50 {
+            let all: Vec<_> = (0..7).map(|n| guests.admit(ip(n * round % 5))).collect();
+            all.iter().step_by(2).for_each(|(guest, _)| guest.set(Worth::Working));
+        }
+        let state = guests.lock();
+        assert!(
+            state.known.is_empty()
+                && state.order.is_empty()
+                && state.held.is_empty()
+                && state.aside.is_empty()
+        );
+    }
+}

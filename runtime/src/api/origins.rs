@@ -1,0 +1,189 @@
+//! By which names this server may be asked, and by whose pages.
+//!
+//! A browser sends what a stranger's page tells it to, from inside the network that keeps strangers out. Two of its
+//! headers a page cannot choose: `Host` says by which name the server was looked up, so that a name that a stranger
+//! lets point here (DNS rebinding) is seen; `Origin` says whose page asks. Programs that are no browsers send no `Origin`.
+
+use axum::http::uri::Authority;
+use axum::http::{HeaderMap, HeaderValue, Method, Request, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use std::net::IpAddr;
+
+use super::errors::ApiError;
+
+/// Stands for all.
+const ANY: &str = "*";
+/// Seconds for which a browser need not ask again whether it may ask.
+const PREFLIGHT_S: u32 = 600;
+
+/// Names and pages that may ask. By default any name, and no page.
+#[derive(Clone, Debug, Default)]
+pub struct Origins {
+    /// Beside the names of this machine; none: any name.
+    hosts: Option<Vec<String>>,
+    pages: Vec<String>,
+}
+
+impl Origins {
+    /// A server that only this machine reaches is asked by this machine's names and `hosts`; any other by `hosts` too, or by
+    /// any name if there are none. Pages ask from `origins`. `*` stands for all.
+    ///
+    /// # Errors
+    /// When one is no name or no origin, with the reason.
+    pub fn new(is_loopback: bool, hosts: &[String], origins: &[String]) -> Result<Self, String> {
+        let hosts = hosts.iter().map(|host| checked_host(host)).collect::<Result<Vec<_>, _>>()?;
+        let pages = origins.iter().map(|origin| checked_origin(origin)).collect::<Result<_, _>>()?;
+        let any = hosts.iter().any(|host| host == ANY) || (hosts.is_empty() && !is_loopback);
+        Ok(Origins { hosts: (!any).then_some(hosts), pages })
+    }
+
+    /// What is answered instead of the request, if anything is.
+    pub(super) fn instead<B>(&self, request: &Request<B>) -> Option<Response> {
+        let asked = request.headers().get_all(header::HOST).into_iter();
+        let asked = asked.map(|host| host.to_str().unwrap_or(""));
+        // A client without either header is no browser.
+        let absolute = request.uri().authority().map(Authority::as_str);
+        for host in asked.chain(absolute) {
+            if !self.admits_host(host) {
+                return Some(
+                    ApiError::foreign_host(&host.chars().take(128).collect::<String>()).into_response(),
+                );
+            }
+        }
+        let origin = request.headers().get(header::ORIGIN)?;
+        if !self.admits_page(origin) {
+            return Some(ApiError::foreign_origin().into_response());
+        }
+        let asks = request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+        (asks && request.method() == Method::OPTIONS).then(preflight)
+    }
+
+    /// Lets the page read the response.
+    pub(super) fn share(&self, origin: Option<&HeaderValue>, headers: &mut HeaderMap) {
+        let Some(origin) = origin.filter(|origin| self.admits_page(origin)) else { return };
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
+        headers.insert(header::VARY, HeaderValue::from_static("origin"));
+    }
+
+    fn admits_host(&self, host: &str) -> bool {
+        let Some(allowed) = &self.hosts else { return true };
+        let Ok(authority) = host.parse::<Authority>() else { return false };
+        let name = bare(authority.host());
+        is_own(&name) || allowed.contains(&name)
+    }
+
+    fn admits_page(&self, origin: &HeaderValue) -> bool {
+        let is = |page: &String| page == ANY || page.as_bytes().eq_ignore_ascii_case(origin.as_bytes());
+        self.pages.iter().any(is)
+    }
+}
+
+fn preflight() -> Response {
+    let headers = [
+        (header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST")),
+        (
+            header::ACCESS_CONTROL_ALLOW_HEADERS,
+            HeaderValue::from_static("authorization, content-type, x-request-id"),
+        ),
+        (header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from(PREFLIGHT_S)),
+    ];
+    (StatusCode::NO_CONTENT, headers).into_response()
+}
+
+/// A host as it is compared.
+fn bare(host: &str) -> String {
+    let name = host.trim_start_matches('[').trim_end_matches(']').trim_end_matches('.');
+    name.to_ascii_lowercase()
+}
+
+/// Whether a name is always of the machine that uses it.
+fn is_own(name: &str) -> bool {
+    name == "localhost"
+        || name.ends_with(".localhost")
+        || name.parse().is_ok_and(|address: IpAddr| address.to_canonical().is_loopback())
+}
+
+fn checked_host(host: &str) -> Result<String, String> {
+    let name = bare(host);
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let is_name = !name.is_empty() && name.chars().all(plain);
+    if host == ANY || is_name || name.parse::<IpAddr>().is_ok() {
+        return Ok(name);
+    }
+    Err(format!("'{host}' is no host: give a name or an address without a port, or '*' for any"))
+}
+
+fn checked_origin(origin: &str) -> Result<String, String> {
+    let rest = origin.split_once("://").map(|(_, rest)| rest);
+    let is_origin = rest.is_some_and(|rest| rest.parse::<Authority>().is_ok());
+    if origin == ANY || origin == "null" || is_origin {
+        return Ok(origin.to_string());
+    }
+    Err(format!("'{origin}' is no origin: give it as https://HOST or https://HOST:PORT, or '*' for any"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machines_own_names_are_known_and_what_only_looks_so_is_not() {
+        let origins = Origins::new(true, &["Models.Example".into(), "fd00::7".into()], &[]).unwrap();
+        let own = [
+            "localhost",
+            "LOCALHOST:8000",
+            "localhost.",
+            "a.localhost",
+            "127.0.0.1:1",
+            "127.9.9.9",
+            "[::1]:80",
+        ];
+        let given = ["models.example", "models.example.:9", "[FD00::7]:8000"];
+        for host in own.into_iter().chain(given) {
+            assert!(origins.admits_host(host), "{host}");
+        }
+        let foreign = [
+            "",
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "evillocalhost",
+            "0.0.0.0",
+            "10.0.0.1",
+            "2130706433",
+            "[::2]",
+            "localhost@evil.example",
+            "evil.example#localhost",
+            "x models.example",
+            "[::1",
+            "a:b:c",
+        ];
+        for host in foreign {
+            assert!(!origins.admits_host(host), "{host}");
+        }
+    }
+
+    #[test]
+    fn a_server_that_others_reach_is_asked_by_any_name_unless_names_are_given() {
+        let admits = |hosts: &[&str], host| {
+            let hosts: Vec<String> = hosts.iter().map(|host| host.to_string()).collect();
+            Origins::new(false, &hosts, &[]).unwrap().admits_host(host)
+        };
+        assert!(admits(&[], "anything.example") && admits(&["*"], "anything.example"));
+        assert!(admits(&["a.example"], "a.example:80") && !admits(&["a.example"], "b.example"));
+        assert!(Origins::new(true, &["*".into()], &[]).unwrap().admits_host("anything.example"));
+    }
+
+    #[test]
+    fn what_is_no_name_or_origin_is_said() {
+        for host in ["", "http://a", "a:80", "a b", "a/b"] {
+            assert!(Origins::new(true, &[host.into()], &[]).unwrap_err().contains("is no host"), "{host}");
+        }
+        for origin in ["", "a.example", "https://", "https://a/b", "https://a b"] {
+            assert!(
+                Origins::new(true, &[], &[origin.into()]).unwrap_err().contains("is no origin"),
+                "{origin}"
+            );
+        }
+    }
+}

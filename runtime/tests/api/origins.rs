@@ -1,0 +1,103 @@
+//! A browser on the server's machine is no way in for the pages that it shows.
+
+use crate::support::{MODEL, Play, Response, Server, Setup, run};
+use mixfleet_runtime::api::Origins;
+use serde_json::json;
+
+fn setup(hosts: &[&str], origins: &[&str]) -> Setup {
+    let owned = |words: &[&str]| words.iter().map(|word| word.to_string()).collect::<Vec<_>>();
+    let origins = Origins::new(true, &owned(hosts), &owned(origins)).unwrap();
+    Setup { origins, api_key: None, ..Setup::play(Play::say("hi")) }
+}
+
+impl Server {
+    async fn with_headers(&self, method: &str, path: &str, headers: &str) -> Response {
+        let body = json!({"model": MODEL, "prompt": "a"}).to_string();
+        let length = body.len();
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nconnection: close\r\ncontent-length: {length}\r\n{headers}\r\n"
+        );
+        self.exchange(format!("{head}{body}").as_bytes()).await
+    }
+}
+
+#[test]
+fn a_name_that_a_stranger_lets_point_here_is_refused() {
+    run(setup(&["models.example"], &[]), |server| async move {
+        for host in ["localhost:8000", "127.0.0.1", "[::1]:8000", "models.example"] {
+            let headers = format!("host: {host}\r\n");
+            assert_eq!(server.with_headers("POST", "/v1/completions", &headers).await.status, 200, "{host}");
+            assert_eq!(server.with_headers("GET", "/live", &headers).await.status, 200, "{host}");
+        }
+        for (method, path) in
+            [("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/x")]
+        {
+            for headers in
+                ["host: evil.example\r\n", "host: localhost\r\nhost: evil.example\r\n", "host: \r\n"]
+            {
+                let refused = server.with_headers(method, path, headers).await;
+                assert_eq!(
+                    (refused.error().0, refused.error().3.as_str()),
+                    (403, "host_not_allowed"),
+                    "{headers}"
+                );
+            }
+        }
+        let absolute =
+            server.with_headers("GET", "http://evil.example/v1/models", "host: localhost\r\n").await;
+        assert_eq!(absolute.error().0, 403);
+        assert_eq!(server.submissions().len(), 4);
+    });
+}
+
+#[test]
+fn a_page_cannot_generate_without_leave() {
+    run(setup(&[], &["https://chat.example"]), |server| async move {
+        let simple = "content-type: text/plain\r\n";
+        for origin in
+            ["https://evil.example", "null", "http://chat.example", "https://chat.example.evil.example", ""]
+        {
+            // without a content type, or with one of those for which a browser asks nobody
+            for kind in ["", simple, "content-type: application/json\r\n"] {
+                let headers = format!("host: localhost\r\norigin: {origin}\r\n{kind}");
+                let refused = server.with_headers("POST", "/v1/completions", &headers).await;
+                assert_eq!(
+                    (refused.error().0, refused.error().3.as_str()),
+                    (403, "origin_not_allowed"),
+                    "{origin}"
+                );
+                assert!(!refused.headers.contains_key("access-control-allow-origin"));
+            }
+        }
+        assert!(server.submissions().is_empty());
+        let headers = "host: localhost\r\norigin: https://chat.example\r\ncontent-type: application/json\r\n";
+        let answered = server.with_headers("POST", "/v1/completions", headers).await;
+        assert_eq!(answered.status, 200);
+        assert_eq!(answered.headers["access-control-allow-origin"], "https://chat.example");
+        assert_eq!(answered.headers["vary"], "origin");
+    });
+}
+
+#[test]
+fn a_browser_may_ask_beforehand_and_needs_no_key_for_that() {
+    let setup = Setup { api_key: Some("secret".into()), ..setup(&[], &["https://chat.example"]) };
+    run(setup, |server| async move {
+        let asks = |origin: &str| {
+            format!(
+                "host: localhost\r\norigin: {origin}\r\naccess-control-request-method: POST\r\n\
+                     access-control-request-headers: authorization, content-type\r\n"
+            )
+        };
+        let answer = server.with_headers("OPTIONS", "/v1/completions", &asks("https://chat.example")).await;
+        assert_eq!(answer.status, 204);
+        assert_eq!(answer.headers["access-control-allow-origin"], "https://chat.example");
+        assert!(answer.headers["access-control-allow-methods"].contains("POST"));
+        assert!(answer.headers["access-control-allow-headers"].contains("authorization"));
+        assert_eq!(
+            server.with_headers("OPTIONS", "/v1/completions", &asks("https://evil.example")).await.status,
+            403
+        );
+        let keyless = "host: localhost\r\norigin: https://chat.example\r\n";
+        assert_eq!(server.with_headers("POST", "/v1/completions", keyless).await.error().0, 401);
+    });
+}
