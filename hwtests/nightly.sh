@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# What takes too long for every change: each part runs whatever became of the others, and a summary says how they ended.
+#   hwtests/nightly.sh [DIRECTORY for logs; default target/nightly]
+# Exit codes: 0 all passed, 1 one did not.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+logs=${1:-target/nightly}
+mkdir -p "$logs"
+summary=""
+status=0
+
+# part NAME COMMAND...
+part() {
+    local name=$1 began=$SECONDS code=0
+    shift
+    "$@" >"$logs/$name.log" 2>&1 || code=$?
+    [[ $code = 0 ]] || status=1
+    summary+=$(printf '%-8s exit %-3s %6s s  %s/%s.log' "$name" "$code" "$((SECONDS - began))" "$logs" "$name")$'\n'
+}
+
+part soak hwtests/soak.sh --minutes 30 --clients 200 --out "$logs/soak.json"
+part chaos env MIXFLEET_CHAOS_SEEDS=0..20000 cargo test -p mixfleet-runtime --test chaos every_request -- --nocapture
+part planted hwtests/planted.sh
+# whatever reads bytes from outside, with more cases than each change gets
+part fuzz env PROPTEST_CASES=20000 cargo test --workspace fuzz
+printf '%s' "$summary"
+exit "$status"
