@@ -148,6 +148,8 @@ pub struct Metrics {
     pub kv_pulled_tokens: Counter,
     /// `mixfleet_kv_transfer_retries_total`: blocks sent again after a failed check, by the engine.
     pub kv_transfer_retries: Counter,
+    /// `mixfleet_commands_refused_total`: commands of routers and peers that were not theirs to give, by a worker process.
+    pub commands_refused: Counter,
     /// `mixfleet_kv_transfer_recomputes_total`: requests whose KV was recomputed after retries failed, by
     /// the engine.
     pub kv_transfer_recomputes: Counter,
@@ -211,6 +213,11 @@ impl Metrics {
             kv_sent_bytes: with_unit(to, "kv_sent", Unit::Bytes, "KV payload written to other instances"),
             kv_pulled_tokens: plain(to, "kv_pulled_tokens", "Prompt tokens whose KV another instance lent"),
             kv_transfer_retries: plain(to, "kv_transfer_retries", "KV blocks sent again"),
+            commands_refused: plain(
+                to,
+                "commands_refused",
+                "Commands of routers and peers that were not theirs to give",
+            ),
             kv_transfer_recomputes: plain(to, "kv_transfer_recomputes", "Requests recomputed after transfer"),
             kv_tier_hits: plain(to, "kv_tier_hits", "KV blocks loaded from below the device"),
             kv_tier_blocks: plain(to, "kv_tier_blocks", "KV blocks held below the device"),

@@ -131,9 +131,14 @@ impl Outgoing {
     }
 
     /// The prompt is computed and `next` drawn: whom to tell, and what.
-    pub(super) fn hand_over(&mut self, request: RequestId, next: u32) -> (InstanceId, ToWorker) {
+    pub(super) fn hand_over(
+        &mut self,
+        sender: InstanceId,
+        request: RequestId,
+        next: u32,
+    ) -> (InstanceId, ToWorker) {
         self.handed_over = true;
-        (self.to.to, ToWorker::HandedOver { request, attempt: self.to.attempt, next })
+        (self.to.to, ToWorker::HandedOver { sender, request, attempt: self.to.attempt, next })
     }
 
     /// Nothing but the word of `peer` on what was sent is missing, or it is the only one who wants it.
@@ -403,13 +408,14 @@ impl Worker {
     /// The receiver's word on a piece: done, or once more.
     pub(super) async fn verdict(
         &mut self,
+        receiver: InstanceId,
         request: RequestId,
         attempt: u32,
-        piece: PieceId,
-        intact: bool,
+        (piece, intact): (PieceId, bool),
     ) -> Result<()> {
-        let outgoing =
-            self.outgoing.get_mut(&request).filter(|o| o.to.attempt == attempt && o.is_open(&piece));
+        let is_meant =
+            |o: &&mut Outgoing| o.to.to == receiver && o.to.attempt == attempt && o.is_open(&piece);
+        let outgoing = self.outgoing.get_mut(&request).filter(is_meant);
         let Some(outgoing) = outgoing else { return Ok(()) };
         if intact {
             outgoing.close(&piece);

@@ -90,8 +90,11 @@ impl Incoming {
         self.settled += u64::from(piece.tokens);
     }
 
-    pub(super) fn hand_over(&mut self, next: u32) {
-        self.next = Some(next);
+    /// `sender` has computed the prompt. Nobody else can say so.
+    pub(super) fn hand_over(&mut self, sender: InstanceId, next: u32) {
+        if !self.lent && self.sender == sender {
+            self.next = Some(next);
+        }
     }
 
     pub(super) fn lose(&mut self, sender: InstanceId, piece: PieceId) {
@@ -152,7 +155,8 @@ impl Worker {
         if !intact {
             tracing::warn!(request, layer = piece.layer, first = piece.first, "KV arrived corrupt");
         }
-        self.directory.tell(sender, ToWorker::Verdict { request, attempt, piece, intact });
+        let receiver = self.id;
+        self.directory.tell(sender, ToWorker::Verdict { receiver, request, attempt, piece, intact });
         Ok((awaited && intact).then_some(request))
     }
 

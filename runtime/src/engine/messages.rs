@@ -195,6 +195,8 @@ pub(crate) enum ToWorker {
     },
     /// The prompt is computed; with the last piece the sequence can decode.
     HandedOver {
+        /// Who computed it.
+        sender: InstanceId,
         /// Whose.
         request: RequestId,
         /// Of which placement.
@@ -204,6 +206,8 @@ pub(crate) enum ToWorker {
     },
     /// The receiver's verdict on a piece.
     Verdict {
+        /// Who received it.
+        receiver: InstanceId,
         /// Whose.
         request: RequestId,
         /// Of which placement.

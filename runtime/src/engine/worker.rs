@@ -206,14 +206,14 @@ impl Worker {
                     self.settle_incoming(request).await?;
                 }
             }
-            ToWorker::HandedOver { request, attempt, next } => {
+            ToWorker::HandedOver { sender, request, attempt, next } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.hand_over(next);
+                    incoming.hand_over(sender, next);
                     self.settle_incoming(request).await?;
                 }
             }
-            ToWorker::Verdict { request, attempt, piece, intact } => {
-                self.verdict(request, attempt, piece, intact).await?;
+            ToWorker::Verdict { receiver, request, attempt, piece, intact } => {
+                self.verdict(receiver, request, attempt, (piece, intact)).await?;
                 self.settle_outgoing(request);
             }
             ToWorker::Settle { request } => self.settle_incoming(request).await?,
@@ -508,9 +508,10 @@ impl Worker {
 
     /// A finished request leaves; a handed-off one goes on at its receiver.
     fn after_draw(&mut self, request: RequestId, next: Option<u32>) {
+        let own = self.id;
         match (self.hand_off(request), next) {
             (Some(outgoing), Some(next)) => {
-                let (to, message) = outgoing.hand_over(request, next);
+                let (to, message) = outgoing.hand_over(own, request, next);
                 self.directory.tell(to, message);
                 self.settle_outgoing(request);
             }

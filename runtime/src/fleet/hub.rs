@@ -1,6 +1,8 @@
 //! A worker process among several routers and peers.
 
-use super::session::{Command, Hello, Model, Refusal, RouterId, Session, Word};
+use super::rights::Listening;
+use super::seats::{Seat, Seats};
+use super::session::{Caller, Command, Hello, Model, Refusal, RouterId, Session, Word};
 use crate::engine::directory::Directory;
 use crate::engine::instance::Surroundings;
 use crate::engine::messages::{FromWorker, Report, ToWorker};
@@ -35,17 +37,23 @@ pub struct WorkerProcess {
 #[derive(Clone, Debug)]
 pub struct Hub {
     model: Model,
+    caller: Caller,
     instances: Vec<InstanceId>,
     events: mpsc::UnboundedSender<Event>,
+    router_seats: Seats<RouterId>,
+    peer_seats: Seats<InstanceId>,
 }
 
 enum Event {
-    Router(RouterId, Session<Word, Command>),
-    Peer { instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command> },
+    Router(Seat<RouterId>, Session<Word, Command>),
+    Peer { instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>, seats: PeerSeats },
     Inspect(mpsc::UnboundedSender<Held>),
     RouterGone { router: RouterId, session: u64 },
     PeerGone { instances: Vec<InstanceId>, session: u64 },
 }
+
+/// The seats of those who called; none of those who were called.
+type PeerSeats = Vec<Seat<InstanceId>>;
 
 impl WorkerProcess {
     /// Starts the instances, and a hub that lets routers and peers reach them.
@@ -82,7 +90,8 @@ impl WorkerProcess {
             events: events.downgrade(),
         };
         env.spawn(Box::pin(running.serve(incoming, told)));
-        Ok(Hub { model, instances: ids, events })
+        let (router_seats, peer_seats) = (Seats::default(), Seats::default());
+        Ok(Hub { model, caller: Caller::new(&*env), instances: ids, events, router_seats, peer_seats })
     }
 }
 
@@ -94,7 +103,7 @@ impl Hub {
 
     /// What this process says when it calls a peer.
     pub fn hello(&self) -> Hello {
-        Hello::new(self.model.clone())
+        Hello::new(self.model.clone(), self.caller)
     }
 
     /// Completes when the last instance is down.
@@ -114,23 +123,25 @@ impl Hub {
     /// Lets a router use the instances; the router's end of the session.
     ///
     /// # Errors
-    /// When the caller is of another version, serves another model or means another process, or this one ends.
+    /// When the caller is of another version, serves another model, means another process or comes as a router that
+    /// another process is, or this one ends.
     pub fn accept_router(
         &self,
         hello: &Hello,
         router: RouterId,
     ) -> std::result::Result<Session<Command, Word>, Refusal> {
         self.check(hello)?;
+        let seat = self.router_seats.take(router, hello.caller).ok_or(Refusal::RouterTaken(router))?;
         let (theirs, ours) = Session::pair();
-        self.events.send(Event::Router(router, ours)).map_err(|_| Refusal::Ending)?;
+        self.events.send(Event::Router(seat, ours)).map_err(|_| Refusal::Ending)?;
         Ok(theirs)
     }
 
     /// Lets a process with `instances` exchange KV with this one, which costs so much; the caller's end of the session.
     ///
     /// # Errors
-    /// When the caller is of another version, serves another model, means another process or has an id of this one,
-    /// or this one ends.
+    /// When the caller is of another version, serves another model, means another process, has an id of this one or of
+    /// another that exchanges KV with it, or this one ends.
     pub fn accept_peer(
         &self,
         hello: &Hello,
@@ -141,8 +152,11 @@ impl Hub {
         if let Some(&twice) = instances.iter().find(|&instance| self.instances.contains(instance)) {
             return Err(Refusal::Twice(twice));
         }
+        let seat =
+            |&id: &InstanceId| self.peer_seats.take(id, hello.caller).ok_or(Refusal::InstanceTaken(id));
+        let seats = instances.iter().map(seat).collect::<std::result::Result<PeerSeats, Refusal>>()?;
         let (theirs, ours) = Session::pair();
-        let event = Event::Peer { instances, cost, session: ours };
+        let event = Event::Peer { instances, cost, session: ours, seats };
         self.events.send(event).map_err(|_| Refusal::Ending)?;
         Ok(theirs)
     }
@@ -160,7 +174,7 @@ impl Hub {
 
     /// Exchanges KV with a process with `instances`, which has accepted the other end of `session`.
     pub fn meet(&self, instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>) {
-        let _ = self.events.send(Event::Peer { instances, cost, session });
+        let _ = self.events.send(Event::Peer { instances, cost, session, seats: PeerSeats::new() });
     }
 }
 
@@ -236,7 +250,14 @@ impl Running {
                 }
             }
             FromWorker::Up { .. } => known.up = Some(message.clone()),
-            FromWorker::Down(_) => *known = Known::default(),
+            FromWorker::Down(_) => {
+                *known = Known::default();
+                // This process lives on, and so do the ways of others to it.
+                let others = self.known.keys().chain(self.peers.keys()).filter(|&&other| other != instance);
+                for &other in others {
+                    self.directory.tell(other, ToWorker::PeerDown { peer: instance });
+                }
+            }
             _ => {}
         }
         let up = self.known.values().filter(|known| known.up.is_some()).count();
@@ -255,8 +276,8 @@ impl Running {
 
     fn event(&mut self, event: Event) {
         match event {
-            Event::Router(router, session) => self.router(router, session),
-            Event::Peer { instances, cost, session } => self.peer(instances, cost, session),
+            Event::Router(seat, session) => self.router(seat, session),
+            Event::Peer { instances, cost, session, seats } => self.peer(instances, cost, session, seats),
             Event::Inspect(answer) => {
                 for &instance in self.known.keys() {
                     self.directory.tell(instance, ToWorker::Inspect(answer.clone()));
@@ -283,7 +304,8 @@ impl Running {
         }
     }
 
-    fn router(&mut self, router: RouterId, session: Session<Word, Command>) {
+    fn router(&mut self, seat: Seat<RouterId>, session: Session<Word, Command>) {
+        let router = *seat.id();
         let number = self.next_session();
         // What an earlier session of the same router left is of no use to it: it has placed it anew.
         self.abandon(router);
@@ -298,27 +320,24 @@ impl Running {
                 .map(|(&tier, blocks)| FromWorker::Stored { tier, hashes: blocks.iter().copied().collect() });
             links.chain(tiers).chain(stored).for_each(|message| self.tell(router, instance, message));
         }
-        let allowed = |_: &ToWorker| true;
-        self.listen(session.incoming, allowed, Event::RouterGone { router, session: number });
+        let allowed = move |message: &ToWorker| message.may_come_from_router(router);
+        self.listen(session.incoming, allowed, seat, Event::RouterGone { router, session: number });
     }
 
     /// Carries commands to this process's instances until the session ends.
     fn listen(
         &self,
-        mut incoming: mpsc::UnboundedReceiver<Command>,
+        incoming: mpsc::UnboundedReceiver<Command>,
         allowed: impl Fn(&ToWorker) -> bool + Send + 'static,
+        seat: impl Send + 'static,
         end: Event,
     ) {
         let (directory, events) = (self.directory.clone(), self.events.clone());
         let own: BTreeSet<InstanceId> = self.known.keys().copied().collect();
+        let listening = Listening { own, directory, refused: self.metrics.commands_refused.clone() };
         self.env.spawn(Box::pin(async move {
-            while let Some(Command { instance, message }) = incoming.recv().await {
-                if own.contains(&instance) && allowed(&message) {
-                    directory.tell(instance, message);
-                } else {
-                    tracing::warn!(%instance, "a command was refused: not for this process, or not the caller's to give");
-                }
-            }
+            listening.carry(incoming, allowed).await;
+            drop(seat);
             if let Some(events) = events.upgrade() {
                 let _ = events.send(end);
             }
@@ -326,7 +345,13 @@ impl Running {
     }
 
     /// What goes to the peer's instances goes into the session, and its messages about KV come from it.
-    fn peer(&mut self, instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>) {
+    fn peer(
+        &mut self,
+        instances: Vec<InstanceId>,
+        cost: LinkCost,
+        session: Session<Command, Command>,
+        seats: PeerSeats,
+    ) {
         let number = self.next_session();
         // What an earlier session has lost, nobody knows.
         let old: Vec<(InstanceId, u64)> =
@@ -336,15 +361,15 @@ impl Running {
             self.peers.insert(peer, number);
             let (inbox, messages) = mpsc::unbounded_channel();
             self.directory.enter(peer, inbox);
-            self.env.spawn(Box::pin(relay(peer, messages, session.out.clone())));
+            self.env.spawn(Box::pin(relay(peer, messages, session.out.clone(), |_| true)));
         }
         let own: Vec<InstanceId> = self.known.keys().copied().collect();
         for (instance, &to) in own.into_iter().flat_map(|own| instances.iter().map(move |to| (own, to))) {
             self.report(instance, FromWorker::Link { to, cost });
         }
         let theirs: BTreeSet<InstanceId> = instances.iter().copied().collect();
-        let allowed = move |message: &ToWorker| message.is_from_peer(&theirs);
-        self.listen(session.incoming, allowed, Event::PeerGone { instances, session: number });
+        let allowed = move |message: &ToWorker| message.may_come_from_peer(&theirs);
+        self.listen(session.incoming, allowed, seats, Event::PeerGone { instances, session: number });
     }
 
     fn peer_gone(&mut self, instances: &[InstanceId], session: u64) {
@@ -364,11 +389,12 @@ impl Running {
 }
 
 /// Carries messages to `instance` until it leaves the directory or the session ends. Then its inbox is closed, which
-/// whoever waits for it notices.
+/// whoever waits for it notices. What the other end would refuse is left out: it learns that by itself.
 pub(super) async fn relay(
     instance: InstanceId,
     mut messages: mpsc::UnboundedReceiver<ToWorker>,
     out: mpsc::UnboundedSender<Command>,
+    carries: impl Fn(&ToWorker) -> bool + Send,
 ) {
     loop {
         let message = tokio::select! {
@@ -377,7 +403,7 @@ pub(super) async fn relay(
             message = messages.recv() => message,
         };
         let Some(message) = message else { return };
-        if out.send(Command { instance, message }).is_err() {
+        if carries(&message) && out.send(Command { instance, message }).is_err() {
             return;
         }
     }
@@ -404,28 +430,6 @@ impl FromWorker {
             | FromWorker::Inspect(_)
             | FromWorker::Down(_)
             | FromWorker::Unreachable(_) => None,
-        }
-    }
-}
-
-impl ToWorker {
-    /// Whether a peer with these instances may say it.
-    fn is_from_peer(&self, instances: &BTreeSet<InstanceId>) -> bool {
-        match self {
-            ToWorker::Landed { sender, .. }
-            | ToWorker::Lost { sender, .. }
-            | ToWorker::Lent { sender, .. } => instances.contains(sender),
-            ToWorker::Credit { receiver, .. } => instances.contains(receiver),
-            ToWorker::HandedOver { .. } | ToWorker::Verdict { .. } => true,
-            ToWorker::Add { .. }
-            | ToWorker::Reserve { .. }
-            | ToWorker::Lend { .. }
-            | ToWorker::NotLent { .. }
-            | ToWorker::Settle { .. }
-            | ToWorker::Cancel { .. }
-            | ToWorker::Abandon { .. }
-            | ToWorker::Inspect(_)
-            | ToWorker::PeerDown { .. } => false,
         }
     }
 }

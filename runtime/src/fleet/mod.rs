@@ -20,13 +20,15 @@ mod hub;
 #[cfg(feature = "fleet")]
 mod join;
 pub mod registry;
+mod rights;
 mod router;
 #[cfg(feature = "fleet")]
 pub mod rpc;
+mod seats;
 mod session;
 
 pub use hub::{Hub, WorkerProcess};
 #[cfg(feature = "fleet")]
 pub use join::{attend_members, meet_members};
 pub use router::{Router, RouterParts};
-pub use session::{Command, Hello, Model, PROTOCOL, Refusal, RouterId, Session, Word};
+pub use session::{Caller, Command, Hello, Model, PROTOCOL, Refusal, RouterId, Session, Word};

@@ -1,11 +1,11 @@
 //! A coordinator whose instances live in other processes.
 
 use super::hub::relay;
-use super::session::{Command, Hello, Model, RouterId, Session, Word};
+use super::session::{Caller, Command, Hello, Model, RouterId, Session, Word};
 use crate::api::Placements;
 use crate::engine::directory::Directory;
 use crate::engine::events::EventLog;
-use crate::engine::messages::{FromWorker, Report};
+use crate::engine::messages::{FromWorker, Report, ToWorker};
 use crate::engine::{CoordinatorParts, EngineConfig, Held, Identity};
 use crate::env::SharedEnv;
 use crate::metrics::Metrics;
@@ -58,7 +58,7 @@ impl RouterParts {
             tokenizer_digest: identity.tokenizer_digest.clone(),
         };
         let (directory, (reports, incoming)) = (Directory::default(), mpsc::unbounded_channel());
-        let hello = Hello::new(model);
+        let hello = Hello::new(model, Caller::new(&*env));
         let router = Router { env: env.clone(), id, hello, directory: directory.clone(), reports };
         let first_request = id.first_request();
         let parts = CoordinatorParts {
@@ -100,12 +100,13 @@ impl Router {
     /// Uses the instances of a worker process until the session ends; then they are lost.
     pub async fn attend(&self, session: Session<Command, Word>) {
         let Session { out, mut incoming } = session;
-        let mut instances = BTreeSet::new();
+        let (mut instances, id) = (BTreeSet::new(), self.id);
         while let Some(Word { instance, message }) = incoming.recv().await {
             if matches!(&message, FromWorker::Up { .. }) && instances.insert(instance) {
                 let (inbox, messages) = mpsc::unbounded_channel();
                 self.directory.enter(instance, inbox);
-                self.env.spawn(Box::pin(relay(instance, messages, out.clone())));
+                let is_ours = move |message: &ToWorker| message.may_come_from_router(id);
+                self.env.spawn(Box::pin(relay(instance, messages, out.clone(), is_ours)));
             }
             // A process speaks for the instances that it has announced, and for no others.
             if instances.contains(&instance) && self.reports.send((instance, message)).is_err() {
@@ -123,7 +124,6 @@ impl Router {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::messages::ToWorker;
     use crate::env::{Env, Listener, SeededEnv, Task};
     use crate::model::random::tiny_variants;
     use crate::request::{GenerateRequest, Sampling, ServiceTier};

@@ -1,13 +1,14 @@
 //! What the processes of a fleet say to each other, and in what it travels.
 
 use crate::engine::messages::{FromWorker, ToWorker};
+use crate::env::Env;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 
 /// Version of everything below. Processes of different ones do not work together.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// Bits of a request's id that are the router's own count.
 const COUNT_BITS: u32 = 48;
@@ -29,6 +30,24 @@ impl RouterId {
     }
 }
 
+/// A process, by random bits that it tells nobody but those whom it calls: an id belongs to who came with it first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Caller([u64; 2]);
+
+impl Caller {
+    /// Another one at each call.
+    pub fn new(env: &dyn Env) -> Self {
+        Caller([env.random(), env.random()])
+    }
+}
+
+impl std::fmt::Debug for Caller {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Caller")
+    }
+}
+
 /// What must be equal in all processes of a fleet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Model {
@@ -45,6 +64,8 @@ pub struct Hello {
     pub protocol: u32,
     /// What it serves.
     pub model: Model,
+    /// The process that calls.
+    pub caller: Caller,
     /// An instance of the process that it means: another may have the same address by now. None means any.
     #[serde(default)]
     pub callee: Option<InstanceId>,
@@ -78,6 +99,17 @@ pub enum Refusal {
     /// The caller has an id that was given to this process.
     #[error("{0} is an instance of this process too: the caller must leave the fleet and join again")]
     Twice(InstanceId),
+    /// Another process has a session as this router.
+    #[error("router {} is another process, which uses this one: the caller must leave the fleet and join again", .0.0)]
+    RouterTaken(RouterId),
+    /// Another process has a session with this instance.
+    #[error(
+        "{0} is in another process, which exchanges KV with this one: the caller must leave the fleet and join again"
+    )]
+    InstanceTaken(InstanceId),
+    /// As many are at it as may be.
+    #[error("as many processes measure links to this one as may at once: the caller tries again")]
+    Busy,
     /// It is ending.
     #[error("this process is ending")]
     Ending,
@@ -85,8 +117,8 @@ pub enum Refusal {
 
 impl Hello {
     /// Of a process that serves `model`.
-    pub(crate) fn new(model: Model) -> Self {
-        Hello { protocol: PROTOCOL, model, callee: None }
+    pub(crate) fn new(model: Model, caller: Caller) -> Self {
+        Hello { protocol: PROTOCOL, model, caller, callee: None }
     }
 
     /// To the process with this instance and no other.
@@ -94,18 +126,23 @@ impl Hello {
         Hello { callee, ..self }
     }
 
-    /// Whether `caller` and who serves `model` belong together.
+    /// Whether the caller and who serves `model` belong together.
     pub(crate) fn check(&self, model: &Model) -> Result<(), Refusal> {
-        if self.protocol != PROTOCOL {
-            return Err(Refusal::Protocol { ours: PROTOCOL, theirs: self.protocol });
-        }
-        let what = match &self.model {
-            other if other.digest != model.digest => "model",
-            other if other.tokenizer_digest != model.tokenizer_digest => "tokenizer",
-            _ => return Ok(()),
-        };
-        Err(Refusal::Model { what: what.into() })
+        check(self.protocol, &self.model, model)
     }
+}
+
+/// Whether those who speak `protocol` and serve `theirs` belong together with who serves `ours`.
+pub(super) fn check(protocol: u32, theirs: &Model, ours: &Model) -> Result<(), Refusal> {
+    if protocol != PROTOCOL {
+        return Err(Refusal::Protocol { ours: PROTOCOL, theirs: protocol });
+    }
+    let what = match theirs {
+        other if other.digest != ours.digest => "model",
+        other if other.tokenizer_digest != ours.tokenizer_digest => "tokenizer",
+        _ => return Ok(()),
+    };
+    Err(Refusal::Model { what: what.into() })
 }
 
 /// To an instance.
@@ -158,7 +195,7 @@ mod tests {
     #[test]
     fn unlike_processes_are_told_what_differs() {
         let model = |digest: &str| Model { digest: digest.into(), tokenizer_digest: "t".into() };
-        let hello = Hello::new(model("a"));
+        let hello = Hello::new(model("a"), Caller([1, 2]));
         assert_eq!(hello.check(&model("a")), Ok(()));
         assert!(hello.check(&model("b")).unwrap_err().to_string().contains("--model"));
         let old = Hello { protocol: 0, ..hello.clone() };

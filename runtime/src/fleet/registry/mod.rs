@@ -27,7 +27,7 @@ pub use etcd::RegistryConfig;
 pub use keep::Membership;
 pub use records::Registry;
 
-use super::session::{Hello, Model, PROTOCOL, Refusal, RouterId};
+use super::session::{Model, PROTOCOL, Refusal, RouterId, check};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -53,7 +53,7 @@ pub struct Charter {
 impl Charter {
     /// Whether who serves `model` may join.
     pub(crate) fn check(&self, model: &Model) -> Result<(), Refusal> {
-        Hello { protocol: self.protocol, model: self.model.clone(), callee: None }.check(model)
+        check(self.protocol, &self.model, model)
     }
 }
 
