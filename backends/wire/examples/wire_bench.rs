@@ -114,6 +114,7 @@ fn tls(folder: &str) -> Outcome<Security> {
         authority: &text("authority.pem")?,
         certificates: &text("member.pem")?,
         key: &text("key.pem")?,
+        revoked: "",
         fleet: "mixfleet",
     };
     Ok(Security::Tls(Arc::new(mixfleet_wire::Identity::new(&pem)?)))

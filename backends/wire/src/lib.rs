@@ -19,6 +19,8 @@ mod link;
 #[cfg(unix)]
 pub mod lobby;
 mod memory;
+#[cfg(all(feature = "tls", unix))]
+mod named;
 #[cfg(unix)]
 mod place;
 #[cfg(unix)]
@@ -45,4 +47,4 @@ pub use shm::Shm;
 #[cfg(unix)]
 pub use tcp::{Tcp, TcpConfig};
 #[cfg(all(feature = "tls", unix))]
-pub use tls::{Identity, Pem};
+pub use tls::{Files, Identity, Kind, OnRenewal, Pem};

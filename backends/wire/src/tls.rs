@@ -1,20 +1,27 @@
-//! Mutual TLS: who has no certificate of the fleet's authority neither reads nor writes.
+//! Mutual TLS: who has no certificate of the fleet's authority, with the fleet's name, neither reads nor writes.
 
 use crate::link::{Link, remaining};
+use crate::named::{NamedClients, NamedServers};
 use mixfleet_hal::{Error, Result};
+use rustls::client::WebPkiServerVerifier;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
 use std::io::{self, BufRead, Read, Write};
 use std::net::TcpStream;
-use std::sync::Arc;
-use std::time::Instant;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Plaintext that is encrypted before the socket takes it: some records, so that it is still in the cache.
 const AHEAD_BYTES: usize = 256 * 1024;
 
+/// Between two looks at the files.
+const LOOK: Duration = Duration::from_secs(1);
+
 /// A member's certificates, as text.
+#[derive(Clone, Copy)]
 pub struct Pem<'a> {
     /// Of the authority that signed all members.
     pub authority: &'a str,
@@ -22,87 +29,278 @@ pub struct Pem<'a> {
     pub certificates: &'a str,
     /// Of this member.
     pub key: &'a str,
-    /// The DNS name in every member's certificate. One for the whole fleet: members come and go, and with
-    /// them their addresses.
+    /// Lists of certificates that are not believed any more, one for each authority; empty: none are.
+    pub revoked: &'a str,
+    /// The fleet's DNS name. A certificate with it is a member's of any kind; one with `worker.` or `router.` before it
+    /// is a member's of that kind. One for the whole fleet: members come and go, and with them their addresses.
     pub fleet: &'a str,
 }
 
-/// What a member shows to others, and whom it believes.
-#[derive(Clone)]
-pub struct Identity {
-    server: Arc<ServerConfig>,
-    client: Arc<ClientConfig>,
-    fleet: ServerName<'static>,
+/// A member's certificates, as files: looked at now and then, and read anew when they have changed.
+#[derive(Clone, Debug)]
+pub struct Files {
+    /// As [`Pem::authority`].
+    pub authority: PathBuf,
+    /// As [`Pem::certificates`].
+    pub certificates: PathBuf,
+    /// As [`Pem::key`].
+    pub key: PathBuf,
+    /// As [`Pem::revoked`].
+    pub revoked: Option<PathBuf>,
+    /// As [`Pem::fleet`].
+    pub fleet: String,
 }
+
+/// What a member is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// It decides.
+    Router,
+    /// It has devices.
+    Worker,
+}
+
+/// Is told of each time that files were read anew, or could not be.
+pub type OnRenewal = dyn Fn(std::result::Result<(), Error>) + Send + Sync;
+
+/// What a member shows to others, and whom it believes.
+pub struct Identity {
+    files: Option<(Files, Box<OnRenewal>)>,
+    fleet: String,
+    current: Mutex<Current>,
+}
+
+struct Current {
+    configs: Configs,
+    stamps: Vec<Stamp>,
+    looked: Instant,
+    /// The files could not be used, and it was said.
+    is_said: bool,
+}
+
+/// How connections are shaken hands on.
+#[derive(Clone)]
+struct Configs {
+    /// Lets workers in, for KV.
+    server: Arc<ServerConfig>,
+    /// Lets members of each kind in, for HTTP/2.
+    control_server: Arc<ServerConfig>,
+    client: Arc<ClientConfig>,
+    control_client: Arc<ClientConfig>,
+}
+
+/// A file's length, time and number: another file is in its place when one differs.
+type Stamp = (u64, Option<SystemTime>, u64);
 
 impl std::fmt::Debug for Identity {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Identity({:?})", self.fleet)
+        write!(f, "Identity({})", self.fleet)
     }
 }
 
-impl Identity {
-    /// Reads a member's certificates.
-    ///
-    /// # Errors
-    /// `Invalid` with what is wrong with them.
-    pub fn new(pem: &Pem<'_>) -> Result<Self> {
-        let bad = |what: &'static str| {
-            move |error: &dyn std::fmt::Display| Error::invalid(format!("{what} for KV over TLS: {error}"))
-        };
+fn bad(what: &'static str) -> impl Fn(&dyn std::fmt::Display) -> Error {
+    move |error| Error::invalid(format!("{what} for TLS: {error}"))
+}
+
+fn name(text: &str) -> Result<ServerName<'static>> {
+    ServerName::try_from(text.to_owned()).map_err(|error| bad("the fleet's name")(&error))
+}
+
+fn names(fleet: &str, kinds: &[Kind]) -> Result<Vec<ServerName<'static>>> {
+    let of = |kind: &Kind| match kind {
+        Kind::Router => name(&format!("router.{fleet}")),
+        Kind::Worker => name(&format!("worker.{fleet}")),
+    };
+    std::iter::once(name(fleet)).chain(kinds.iter().map(of)).collect()
+}
+
+impl Configs {
+    fn new(pem: &Pem<'_>) -> Result<Self> {
         let certificates = |text: &str| {
             CertificateDer::pem_slice_iter(text.as_bytes()).collect::<std::result::Result<Vec<_>, _>>()
         };
+        let of_authority = bad("the authority's certificate");
         let mut roots = RootCertStore::empty();
-        for root in certificates(pem.authority).map_err(|e| bad("the authority's certificate")(&e))? {
-            roots.add(root).map_err(|e| bad("the authority's certificate")(&e))?;
+        for root in certificates(pem.authority).map_err(|e| of_authority(&e))? {
+            roots.add(root).map_err(|e| of_authority(&e))?;
         }
         let roots = Arc::new(roots);
+        let revoked: std::result::Result<Vec<_>, _> =
+            CertificateRevocationListDer::pem_slice_iter(pem.revoked.as_bytes()).collect();
+        let revoked = revoked.map_err(|e| bad("the list of revoked certificates")(&e))?;
         let chain = certificates(pem.certificates).map_err(|e| bad("this member's certificate")(&e))?;
         let key =
             || PrivateKeyDer::from_pem_slice(pem.key.as_bytes()).map_err(|e| bad("this member's key")(&e));
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone())
+        let clients = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone())
+            .with_crls(revoked.clone())
             .build()
-            .map_err(|e| bad("the authority's certificate")(&e))?;
+            .map_err(|e| of_authority(&e))?;
+        let servers = WebPkiServerVerifier::builder_with_provider(roots, provider.clone())
+            .with_crls(revoked)
+            .build()
+            .map_err(|e| of_authority(&e))?;
         let failed = |error: rustls::Error| bad("this member's certificate and key")(&error);
-        let mut server = ServerConfig::builder_with_provider(provider.clone())
+        let server = |kinds: &[Kind]| -> Result<ServerConfig> {
+            let clients = NamedClients { inner: clients.clone(), names: names(pem.fleet, kinds)? };
+            let mut server = ServerConfig::builder_with_provider(provider.clone())
+                .with_protocol_versions(&[&rustls::version::TLS13])
+                .map_err(failed)?
+                .with_client_cert_verifier(Arc::new(clients))
+                .with_single_cert(chain.clone(), key()?)
+                .map_err(failed)?;
+            // streams live long: nobody comes back with a ticket
+            server.send_tls13_tickets = 0;
+            Ok(server)
+        };
+        let servers = NamedServers { inner: servers, names: names(pem.fleet, &[Kind::Worker])? };
+        let mut client = ClientConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(failed)?
-            .with_client_cert_verifier(verifier)
-            .with_single_cert(chain.clone(), key()?)
-            .map_err(failed)?;
-        // streams live long: nobody comes back with a ticket
-        server.send_tls13_tickets = 0;
-        let mut client = ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(failed)?
-            .with_root_certificates(roots)
-            .with_client_auth_cert(chain, key()?)
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(servers))
+            .with_client_auth_cert(chain.clone(), key()?)
             .map_err(failed)?;
         client.resumption = rustls::client::Resumption::disabled();
-        let fleet = ServerName::try_from(pem.fleet.to_owned()).map_err(|e| bad("the fleet's name")(&e))?;
-        Ok(Identity { server: Arc::new(server), client: Arc::new(client), fleet })
+        let mut control_server = server(&[Kind::Router, Kind::Worker])?;
+        let mut control_client = client.clone();
+        control_server.alpn_protocols = vec![b"h2".to_vec()];
+        control_client.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Configs {
+            server: Arc::new(server(&[Kind::Worker])?),
+            control_server: Arc::new(control_server),
+            client: Arc::new(client),
+            control_client: Arc::new(control_client),
+        })
+    }
+}
+
+impl Files {
+    fn paths(&self) -> impl Iterator<Item = &Path> {
+        let needed = [&self.authority, &self.certificates, &self.key];
+        needed.into_iter().chain(self.revoked.as_ref()).map(PathBuf::as_path)
+    }
+
+    fn stamps(&self) -> Vec<Stamp> {
+        let stamp = |path: &Path| {
+            use std::os::unix::fs::MetadataExt;
+            let meta = std::fs::metadata(path).ok();
+            meta.map_or((0, None, 0), |meta| (meta.len(), meta.modified().ok(), meta.ino()))
+        };
+        self.paths().map(stamp).collect()
+    }
+
+    fn read(&self) -> Result<Configs> {
+        let text = |path: &Path| {
+            std::fs::read_to_string(path)
+                .map_err(|error| Error::invalid(format!("{}: {error}", path.display())))
+        };
+        let revoked = self.revoked.as_deref().map(text).transpose()?.unwrap_or_default();
+        Configs::new(&Pem {
+            authority: &text(&self.authority)?,
+            certificates: &text(&self.certificates)?,
+            key: &text(&self.key)?,
+            revoked: &revoked,
+            fleet: &self.fleet,
+        })
+    }
+}
+
+impl Identity {
+    /// Of certificates that stay as they are.
+    ///
+    /// # Errors
+    /// `Invalid` with what is wrong with them.
+    pub fn new(pem: &Pem<'_>) -> Result<Self> {
+        let current = Current::new(Configs::new(pem)?, Vec::new());
+        Ok(Identity { files: None, fleet: pem.fleet.into(), current: Mutex::new(current) })
+    }
+
+    /// Of files: connections that begin later use what stands there then, if it can be used.
+    ///
+    /// # Errors
+    /// `Invalid` with what is wrong with them now.
+    pub fn of_files(files: Files, on_renewal: Box<OnRenewal>) -> Result<Self> {
+        // Stamps first: what is written meanwhile is read again.
+        let stamps = files.stamps();
+        let current = Mutex::new(Current::new(files.read()?, stamps));
+        Ok(Identity { fleet: files.fleet.clone(), files: Some((files, on_renewal)), current })
+    }
+
+    fn configs(&self) -> Configs {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((files, on_renewal)) = &self.files
+            && current.looked.elapsed() >= LOOK
+        {
+            current.look(files, on_renewal);
+        }
+        current.configs.clone()
+    }
+
+    /// For who accepts calls of routers and workers by HTTP/2.
+    pub fn control_server(&self) -> Arc<ServerConfig> {
+        self.configs().control_server
+    }
+
+    /// For who calls a worker by HTTP/2.
+    pub fn control_client(&self) -> Arc<ClientConfig> {
+        self.configs().control_client
+    }
+
+    /// The fleet's name, which is asked for.
+    pub fn server_name(&self) -> ServerName<'static> {
+        name(&self.fleet).expect("it was one when the configs were made")
+    }
+
+    /// Whether a certificate that was accepted is of such a member.
+    pub fn is_of(&self, certificate: &CertificateDer<'_>, kind: Kind) -> bool {
+        names(&self.fleet, &[kind]).is_ok_and(|names| crate::named::has_one(certificate, &names))
     }
 
     /// The passive end of a handshake: when it returns, the peer has shown a certificate.
     pub(crate) fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
-        let connection = ServerConnection::new(self.server.clone()).map_err(io::Error::other)?;
+        let connection = ServerConnection::new(self.configs().server).map_err(io::Error::other)?;
         shake(socket, connection.into(), deadline)
     }
 
     /// As [`accept`](Self::accept), but the handshake goes on as the link receives.
     #[cfg(all(feature = "verbs", target_os = "linux"))]
     pub(crate) fn begin_accept(&self, socket: TcpStream) -> io::Result<Link> {
-        let mut connection = ServerConnection::new(self.server.clone()).map_err(io::Error::other)?;
+        let mut connection = ServerConnection::new(self.configs().server).map_err(io::Error::other)?;
         connection.set_buffer_limit(Some(AHEAD_BYTES));
         Ok(Link::tls(socket, Session { connection: connection.into() }))
     }
 
     /// The active end of a handshake.
     pub(crate) fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
-        let connection = ClientConnection::new(self.client.clone(), self.fleet.clone());
+        let connection = ClientConnection::new(self.configs().client, self.server_name());
         shake(socket, connection.map_err(io::Error::other)?.into(), deadline)
+    }
+}
+
+impl Current {
+    fn new(configs: Configs, stamps: Vec<Stamp>) -> Self {
+        Current { configs, stamps, looked: Instant::now(), is_said: false }
+    }
+
+    /// Reads the files if they have changed. Those that cannot be used are tried again: they may be half written.
+    fn look(&mut self, files: &Files, on_renewal: &OnRenewal) {
+        self.looked = Instant::now();
+        let stamps = files.stamps();
+        if stamps == self.stamps {
+            return;
+        }
+        match files.read() {
+            Ok(configs) => {
+                (self.configs, self.stamps, self.is_said) = (configs, stamps, false);
+                on_renewal(Ok(()));
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.is_said, true) {
+                    on_renewal(Err(error));
+                }
+            }
+        }
     }
 }
 

@@ -17,6 +17,9 @@ pub(crate) struct TlsArgs {
     /// This member's key
     #[arg(long, value_name = "PEM", requires = "tls_ca")]
     tls_key: Option<PathBuf>,
+    /// Certificates that are believed no more: a CRL of each authority
+    #[arg(long, value_name = "PEM", requires = "tls_ca")]
+    tls_crl: Option<PathBuf>,
     /// DNS name in all members' certificates [default: mixfleet]
     #[arg(long, value_name = "DNS", default_value = "mixfleet", hide_default_value = true)]
     tls_name: String,
@@ -53,25 +56,31 @@ impl TlsArgs {
 
     /// How bytes travel between processes.
     pub(crate) fn security(&self) -> Result<Security> {
-        match self.read()? {
-            None => Ok(Security::LoopbackOnly),
-            Some(files) => encrypted(&files),
-        }
+        let (Some(ca), Some(cert), Some(key)) = (&self.tls_ca, &self.tls_cert, &self.tls_key) else {
+            return Ok(Security::LoopbackOnly);
+        };
+        encrypted(ca, cert, key, self)
     }
 }
 
 #[cfg(feature = "tls")]
-fn encrypted(files: &Files) -> Result<Security> {
-    let pem = mixfleet_wire::Pem {
-        authority: &files.authority,
-        certificates: &files.certificates,
-        key: &files.key,
-        fleet: &files.name,
+fn encrypted(ca: &Path, cert: &Path, key: &Path, args: &TlsArgs) -> Result<Security> {
+    let files = mixfleet_wire::Files {
+        authority: ca.into(),
+        certificates: cert.into(),
+        key: key.into(),
+        revoked: args.tls_crl.clone(),
+        fleet: args.tls_name.clone(),
     };
-    Ok(Security::Tls(std::sync::Arc::new(mixfleet_wire::Identity::new(&pem)?)))
+    let on_renewal = |renewed: Result<(), mixfleet_hal::Error>| match renewed {
+        Ok(()) => tracing::info!("certificates were read anew"),
+        Err(error) => tracing::warn!(%error, "certificates cannot be read anew: the old ones stay in use"),
+    };
+    let identity = mixfleet_wire::Identity::of_files(files, Box::new(on_renewal));
+    Ok(Security::Tls(std::sync::Arc::new(identity.context("--tls-ca, --tls-cert, --tls-key, --tls-crl")?)))
 }
 
 #[cfg(not(feature = "tls"))]
-fn encrypted(_: &Files) -> Result<Security> {
+fn encrypted(_: &Path, _: &Path, _: &Path, _: &TlsArgs) -> Result<Security> {
     anyhow::bail!("this build has no TLS: build with the feature tls")
 }

@@ -5,6 +5,7 @@ use super::inbox::Inbox;
 use super::parts::Parts;
 use super::protocol::{Hello, Welcome};
 use super::serve::{send, serve};
+use super::strangers::{Stranger, Strangers};
 use crate::answer::Answer;
 use crate::key::Key;
 use crate::link::{Link, tune};
@@ -22,9 +23,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Streams that have not said yet whom they want. Each has a thread, and is gone after `HELLO_TIMEOUT`.
-const STRANGERS_MAX: usize = 64;
-/// For a TLS handshake and a hello.
+/// For a TLS handshake and a hello: after that a stranger is gone.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 /// After an accept that failed: out of descriptors, most likely.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
@@ -119,7 +118,7 @@ impl Region {
 /// What the threads share.
 struct Shared {
     regions: Mutex<BTreeMap<Key, Arc<Region>>>,
-    strangers: AtomicUsize,
+    strangers: Strangers,
     streams: AtomicUsize,
     streams_max: usize,
     silence: Duration,
@@ -162,7 +161,7 @@ impl Desk {
         let (wake, woken) = UnixStream::pair().map_err(failed)?;
         let shared = Arc::new(Shared {
             regions: Mutex::default(),
-            strangers: AtomicUsize::new(0),
+            strangers: Strangers::default(),
             streams: AtomicUsize::new(0),
             streams_max: config.streams_max,
             silence: config.silence,
@@ -227,8 +226,7 @@ impl Shared {
 
     /// Takes a stream to where it belongs. Nothing that it sends before its key has been found is used for
     /// anything else.
-    fn receive(&self, socket: TcpStream) -> io::Result<()> {
-        let stranger = Count::new(&self.strangers);
+    fn receive(&self, socket: TcpStream, stranger: Stranger) -> io::Result<()> {
         let deadline = Instant::now() + HELLO_TIMEOUT;
         tune(&socket, self.silence)?;
         socket.set_write_timeout(Some(HELLO_TIMEOUT))?;
@@ -271,16 +269,15 @@ fn accept(listener: &TcpListener, woken: &UnixStream, shared: &Arc<Shared>) {
             return;
         }
         match listener.accept() {
-            // whoever is one too many sees its stream close
-            Ok((socket, _)) if shared.strangers.load(Ordering::Relaxed) < STRANGERS_MAX => {
+            Ok((socket, peer)) => {
+                let Ok(stranger) = shared.strangers.enter(peer.ip(), &socket) else { continue };
                 let shared = shared.clone();
                 let receive = move || {
                     // the socket says the rest: how a peer went away is no news here
-                    let _ = socket.set_nonblocking(false).and_then(|()| shared.receive(socket));
+                    let _ = socket.set_nonblocking(false).and_then(|()| shared.receive(socket, stranger));
                 };
                 let _ = std::thread::Builder::new().name("tcp-stream".into()).spawn(receive);
             }
-            Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(_) => std::thread::sleep(ACCEPT_PAUSE),
         }

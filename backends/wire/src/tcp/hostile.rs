@@ -154,6 +154,15 @@ fn silent_strangers_make_room_for_others() {
 }
 
 #[test]
+fn a_peer_gets_in_at_once_beside_silent_strangers() {
+    let (tcp, _memory, descriptor) = owner(Access::Write);
+    let strangers: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(tcp.listens_on()).unwrap()).collect();
+    let local = Arc::new(HostRegion::new(1).unwrap());
+    assert!(tcp.connect(local, &descriptor).is_ok());
+    drop(strangers);
+}
+
+#[test]
 fn streams_beyond_the_limit_are_told_so() {
     let config = TcpConfig { streams: 1, streams_max: 2, ..TcpConfig::loopback() };
     let tcp = Tcp::new(config).unwrap();

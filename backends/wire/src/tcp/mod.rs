@@ -16,6 +16,7 @@ mod inbox;
 mod parts;
 mod protocol;
 mod serve;
+mod strangers;
 mod stream;
 mod way;
 

@@ -252,6 +252,7 @@ mod tests {
             authority: &authority.as_ref().pem(),
             certificates: &certificate.pem(),
             key: &key.serialize_pem(),
+            revoked: "",
             fleet: FLEET,
         };
         Security::Tls(Arc::new(Identity::new(&pem).unwrap()))

@@ -3,9 +3,13 @@
 use crate::conformance::{content, piece, read, region, write};
 use mixfleet_hal::ErrorKind;
 use mixfleet_hal::transport::{Access, Descriptor, Transport};
-use mixfleet_wire::{Identity, Pem, Security, Tcp, TcpConfig};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use mixfleet_wire::{Files, Identity, Pem, Security, Tcp, TcpConfig};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, IsCa, KeyPair,
+    RevokedCertParams, SerialNumber,
+};
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const FLEET: &str = "mixfleet";
@@ -31,9 +35,48 @@ impl Fleet {
             authority: &self.authority.as_ref().pem(),
             certificates: &certificate.pem(),
             key: &key.serialize_pem(),
+            revoked: "",
             fleet: FLEET,
         };
         Arc::new(Identity::new(&pem).unwrap())
+    }
+
+    /// Certificate and key of `names`, and what the authority takes back.
+    fn files(&self, directory: &Path, names: &[&str], revoked: &[SerialNumber]) -> Files {
+        std::fs::create_dir_all(directory).unwrap();
+        let key = KeyPair::generate().unwrap();
+        let mut params =
+            CertificateParams::new(names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>()).unwrap();
+        params.serial_number = Some(SerialNumber::from(77));
+        let certificate = params.signed_by(&key, &self.authority).unwrap();
+        let day = |day| rcgen::date_time_ymd(2020, 1, day);
+        let revoked = revoked.iter().map(|serial| RevokedCertParams {
+            serial_number: serial.clone(),
+            revocation_time: day(1),
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let list = CertificateRevocationListParams {
+            this_update: day(1),
+            next_update: day(2),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: rcgen::KeyIdMethod::Sha256,
+        };
+        let list = list.signed_by(&self.authority).unwrap().pem().unwrap();
+        let write = |name: &str, text: String| {
+            let path = directory.join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        Files {
+            authority: write("ca.pem", self.authority.as_ref().pem()),
+            certificates: write("member.pem", certificate.pem()),
+            key: write("member.key", key.serialize_pem()),
+            revoked: Some(write("crl.pem", list)),
+            fleet: FLEET.into(),
+        }
     }
 
     pub(crate) fn member(&self, name: &str) -> Arc<dyn Transport> {
@@ -90,7 +133,7 @@ fn certificates_that_do_not_fit_are_named() {
     let (fleet, others) = (Fleet::new(), Fleet::new());
     let authority = fleet.authority.as_ref().pem();
     let key = others.authority.key().serialize_pem();
-    let good = Pem { authority: &authority, certificates: &authority, key: &key, fleet: FLEET };
+    let good = Pem { authority: &authority, certificates: &authority, key: &key, revoked: "", fleet: FLEET };
     let wrong = [
         ("certificate and key", Pem { ..good }),
         ("member's key", Pem { key: "nothing", ..good }),
@@ -116,4 +159,85 @@ fn nothing_leaves_the_host_in_the_clear() {
     let away =
         Descriptor { transport: "tcp".into(), address: format!("{key}@192.0.2.1:9"), epoch: 0, bytes: 1 };
     assert_eq!(here.connect(region(&[0]), &away).err().unwrap().kind, ErrorKind::Unsupported);
+}
+
+fn scratch(name: &str) -> PathBuf {
+    let path = std::env::temp_dir().join(format!("mixfleet-wire-{name}-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&path);
+    path
+}
+
+fn of_files(files: &Files) -> Arc<dyn Transport> {
+    transport(Security::Tls(Arc::new(Identity::of_files(files.clone(), Box::new(|_| {})).unwrap())))
+}
+
+#[test]
+fn who_calls_shows_a_workers_certificate_too() {
+    let fleet = Fleet::new();
+    let owner = fleet.member(FLEET);
+    let memory = region(&[0; 4]);
+    let descriptor = owner.register(memory.clone(), Access::ReadWrite).unwrap();
+    for name in ["other", "router.mixfleet", "mixfleet.other"] {
+        is_refused(&*fleet.member(name), &descriptor);
+    }
+    assert_eq!(content(&memory), [0; 4]);
+    for name in [FLEET, "worker.mixfleet"] {
+        let peer = fleet.member(name);
+        assert!(peer.connect(region(&[9; 4]), &descriptor).is_ok(), "{name}");
+    }
+}
+
+#[test]
+fn who_is_called_may_show_a_workers_certificate_but_no_routers() {
+    let fleet = Fleet::new();
+    let peer = fleet.member(FLEET);
+    for (name, is_let) in [("worker.mixfleet", true), ("router.mixfleet", false)] {
+        let owner = fleet.member(name);
+        let descriptor = owner.register(region(&[0; 4]), Access::ReadWrite).unwrap();
+        assert_eq!(peer.connect(region(&[9; 4]), &descriptor).is_ok(), is_let, "{name}");
+    }
+}
+
+/// Ends because files are looked at each second.
+fn until(what: impl Fn() -> bool) {
+    let begun = std::time::Instant::now();
+    while !what() {
+        assert!(begun.elapsed().as_secs() < 60);
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_renewed_certificate_is_shown_without_a_new_start() {
+    let (fleet, directory) = (Fleet::new(), scratch("renewed"));
+    let owner = of_files(&fleet.files(&directory, &["other"], &[]));
+    let peer = fleet.member(FLEET);
+    let descriptor = owner.register(region(&[0; 4]), Access::ReadWrite).unwrap();
+    let is_let = || peer.connect(region(&[9; 4]), &descriptor).is_ok();
+    assert!(!is_let());
+    fleet.files(&directory, &[FLEET], &[]);
+    until(is_let);
+    // What cannot be read leaves the old one in use.
+    std::fs::write(directory.join("member.pem"), "half").unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    assert!(is_let());
+    std::fs::remove_dir_all(directory).unwrap();
+}
+
+#[test]
+fn a_certificate_that_was_taken_back_is_refused_without_a_new_start() {
+    let (fleet, ours, theirs) = (Fleet::new(), scratch("revoking"), scratch("revoked"));
+    let owner = of_files(&fleet.files(&ours, &[FLEET], &[]));
+    let peer = of_files(&fleet.files(&theirs, &[FLEET], &[]));
+    let descriptor = owner.register(region(&[0; 4]), Access::ReadWrite).unwrap();
+    assert!(peer.connect(region(&[9; 4]), &descriptor).is_ok());
+    let own = std::fs::read(ours.join("member.pem")).unwrap();
+    let key = std::fs::read(ours.join("member.key")).unwrap();
+    fleet.files(&ours, &[FLEET], &[SerialNumber::from(77)]);
+    std::fs::write(ours.join("member.pem"), own).unwrap();
+    std::fs::write(ours.join("member.key"), key).unwrap();
+    until(|| peer.connect(region(&[9; 4]), &descriptor).is_err());
+    for directory in [ours, theirs] {
+        std::fs::remove_dir_all(directory).unwrap();
+    }
 }

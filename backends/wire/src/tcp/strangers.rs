@@ -1,0 +1,84 @@
+//! Streams that have not said yet whom they want.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Shutdown, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// How many there may be. Each has a thread.
+pub(super) const STRANGERS_MAX: usize = 64;
+
+/// Those who are here, by when they came. Clones are the same.
+#[derive(Clone, Default)]
+pub(super) struct Strangers(Arc<Mutex<Here>>);
+
+#[derive(Default)]
+struct Here {
+    came: u64,
+    sockets: BTreeMap<u64, (IpAddr, TcpStream)>,
+}
+
+/// One of them, until it is dropped.
+pub(super) struct Stranger {
+    strangers: Strangers,
+    number: u64,
+}
+
+impl Strangers {
+    fn lock(&self) -> MutexGuard<'_, Here> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets one in. Of too many the one must leave that has been silent for longest, of those from the address that
+    /// has most: who comes last says whom it wants at once, if it is no stranger.
+    pub(super) fn enter(&self, from: IpAddr, socket: &TcpStream) -> std::io::Result<Stranger> {
+        let socket = socket.try_clone()?;
+        let mut here = self.lock();
+        if here.sockets.len() >= STRANGERS_MAX {
+            let mut of_each = BTreeMap::<IpAddr, usize>::new();
+            here.sockets.values().for_each(|(from, _)| *of_each.entry(*from).or_default() += 1);
+            let most = of_each.into_iter().max_by_key(|(_, count)| *count).map(|(from, _)| from);
+            let oldest =
+                here.sockets.iter().find(|(_, (from, _))| Some(*from) == most).map(|(&number, _)| number);
+            if let Some((_, socket)) = oldest.and_then(|number| here.sockets.remove(&number)) {
+                let _ = socket.shutdown(Shutdown::Both);
+            }
+        }
+        here.came += 1;
+        let number = here.came;
+        here.sockets.insert(number, (from, socket));
+        drop(here);
+        Ok(Stranger { strangers: self.clone(), number })
+    }
+}
+
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        self.strangers.lock().sockets.remove(&self.number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn the_oldest_of_the_address_with_most_makes_room() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let strangers = Strangers::default();
+        let address = |last: u8| IpAddr::from([192, 0, 2, last]);
+        let enter = |from: u8| {
+            let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let _accepted = listener.accept().unwrap();
+            strangers.enter(address(from), &socket).unwrap()
+        };
+        let lonely = enter(1);
+        let crowd: Vec<Stranger> = (1..STRANGERS_MAX).map(|_| enter(2)).collect();
+        let _newcomer = enter(3);
+        let is_here = |stranger: &Stranger| strangers.lock().sockets.contains_key(&stranger.number);
+        assert!(is_here(&lonely) && !is_here(&crowd[0]) && crowd[1..].iter().all(is_here));
+        assert_eq!(strangers.lock().sockets.len(), STRANGERS_MAX);
+        drop(crowd);
+        assert_eq!(strangers.lock().sockets.len(), 2);
+    }
+}
