@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub const BODY_BYTES_MAX: usize = 64 << 20;
 /// Threads that parse, render and tokenise, at least.
 pub const WORK_THREADS_MIN: usize = 2;
-/// Requests that wait for one of those threads.
-pub const WORK_WAITING_MAX: usize = 64;
+/// Requests that wait for one of those threads: as many as may be in work, for many of some kilobytes may come at once.
+pub const WORK_WAITING_MAX: usize = 512;
 
 /// Descriptors that are never given to clients: regions of KV, files of the disk tier, links, etcd, the log.
 const DESCRIPTORS_KEPT: u64 = 256;

@@ -29,7 +29,14 @@ pub(crate) fn plan(
     let encoder = Encoder { model, field: "messages", stopped };
     let failed = |error: String| encoder.failed(&error);
     let mark = match parameters.split_special_tokens.unwrap_or(true) {
-        true => mark(&mut strings(&mut messages, &mut arguments), model.text.as_ref()).map_err(failed)?,
+        true => {
+            let mut said = Said::of(&mut messages, &mut arguments);
+            if said.keys.iter().any(|key| !model.text.special_places(key).is_empty()) {
+                let message = "a key in 'chat_template_kwargs' holds the text of a special token";
+                return Err(ApiError::value("chat_template_kwargs", message));
+            }
+            mark(&mut said.strings, model.text.as_ref()).map_err(failed)?
+        }
         false => None,
     };
     encoder.go_on()?;
@@ -47,26 +54,36 @@ pub(crate) fn plan(
     })
 }
 
-/// All text that the client wrote. (Roles are of a few words.)
-fn strings<'a>(
-    messages: &'a mut [ChatMessage],
-    arguments: &'a mut Map<String, Value>,
-) -> Vec<&'a mut String> {
-    let mut strings = Vec::new();
-    for message in messages {
-        strings.push(&mut message.content);
-        message.extra.values_mut().for_each(|value| add_strings(value, &mut strings));
-    }
-    arguments.values_mut().for_each(|value| add_strings(value, &mut strings));
-    strings
+/// All text that the client wrote and a template can print. (Roles are of a few words, and names of variables are not printed.)
+#[derive(Default)]
+struct Said<'a> {
+    strings: Vec<&'a mut String>,
+    keys: Vec<&'a String>,
 }
 
-fn add_strings<'a>(value: &'a mut Value, strings: &mut Vec<&'a mut String>) {
-    match value {
-        Value::String(text) => strings.push(text),
-        Value::Array(items) => items.iter_mut().for_each(|item| add_strings(item, strings)),
-        Value::Object(map) => map.values_mut().for_each(|item| add_strings(item, strings)),
-        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+impl<'a> Said<'a> {
+    fn of(messages: &'a mut [ChatMessage], arguments: &'a mut Map<String, Value>) -> Self {
+        let mut said = Said::default();
+        for message in messages {
+            said.strings.push(&mut message.content);
+            message.extra.values_mut().for_each(|value| said.add(value));
+        }
+        arguments.values_mut().for_each(|value| said.add(value));
+        said
+    }
+
+    fn add(&mut self, value: &'a mut Value) {
+        match value {
+            Value::String(text) => self.strings.push(text),
+            Value::Array(items) => items.iter_mut().for_each(|item| self.add(item)),
+            Value::Object(map) => {
+                for (key, item) in map {
+                    self.keys.push(key);
+                    self.add(item);
+                }
+            }
+            Value::Null | Value::Bool(_) | Value::Number(_) => {}
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::model::ChatMessage;
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 
 /// Characters that stand for nothing in Unicode, and hence seldom in a text.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
@@ -22,10 +23,10 @@ impl Marked {
     }
 
     /// The text itself.
-    pub fn unmarked(&self) -> String {
+    pub fn unmarked(&self) -> Cow<'_, str> {
         match self.mark {
-            Some(mark) => self.text.replace(mark, ""),
-            None => self.text.clone(),
+            Some(mark) => Cow::Owned(self.text.replace(mark, "")),
+            None => Cow::Borrowed(&self.text),
         }
     }
 }

@@ -139,6 +139,12 @@ fn what_the_client_gives_beside_contents_stays_text_too() {
     let body = json!({"model": MODEL, "messages": [message], "chat_template_kwargs": words});
     let ids = prompts(Some(template), vec![("/v1/chat/completions", body)]);
     assert_eq!(ids, [bytes(&"<|end|>".repeat(4))]);
+    run(with(with_a_token_too_many()), |server| async move {
+        let mut body = chat("x");
+        body["chat_template_kwargs"] = json!({"deep": [{"a<|end|>": 1}]});
+        let refused = server.post("/v1/chat/completions", &body).await.error();
+        assert_eq!((refused.0, refused.2.as_deref()), (400, Some("chat_template_kwargs")));
+    });
 }
 
 #[test]
