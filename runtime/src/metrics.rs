@@ -115,6 +115,12 @@ pub struct Metrics {
     pub request_queue_time_s: Histogram,
     /// `mixfleet_instances`: instances that take requests, by the engine.
     pub instances: Gauge,
+    /// `mixfleet_serves`: 1 while some pair of instances can prefill and decode, else 0, by the engine.
+    pub serves: Gauge,
+    /// `mixfleet_instances_silent_total`: instances that were lost because they had work and said nothing of it, by the engine.
+    pub instances_silent: Counter,
+    /// `mixfleet_worker_panics_total`: instances that were lost to a mistake in this program, by the engine.
+    pub worker_panics: Counter,
     /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
     pub requests_running: Family<DeviceLabels, Gauge>,
     /// `mixfleet_requests_waiting{device}`: sequences accepted and not running, by the engine.
@@ -198,6 +204,9 @@ impl Metrics {
             request_generation_tokens: lengths(to, "request_generation_tokens", "Answer length in tokens"),
             request_queue_time_s: seconds(to, "request_queue_time", "Accepted to scheduled", &LATENCY_S),
             instances: plain(to, "instances", "Instances that take requests"),
+            serves: plain(to, "serves", "Whether some pair of instances can prefill and decode"),
+            instances_silent: plain(to, "instances_silent", "Instances lost because they said nothing"),
+            worker_panics: plain(to, "worker_panics", "Instances lost to a mistake in this program"),
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),

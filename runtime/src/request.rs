@@ -73,6 +73,22 @@ impl Default for Sampling {
 }
 
 impl Sampling {
+    /// Every parameter is a number, and none is infinite.
+    pub(crate) fn is_finite(&self) -> bool {
+        let Sampling {
+            temperature,
+            top_p,
+            min_p,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+            ..
+        } = *self;
+        [temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty]
+            .iter()
+            .all(|parameter| parameter.is_finite())
+    }
+
     /// The token is the one with the largest logit, whatever came before.
     pub fn is_plain_greedy(&self) -> bool {
         self.temperature <= 0.0
@@ -130,8 +146,42 @@ pub enum Update {
         /// Why it ended.
         reason: FinishReason,
     },
-    /// The engine could not complete it; the message is for the client.
-    Failed(String),
+    /// It cannot be completed.
+    Failed(Failure),
+}
+
+/// Why an answer cannot be completed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct Failure {
+    /// Whose fault it is.
+    pub kind: FailureKind,
+    /// For the client.
+    pub message: String,
+}
+
+/// Whose fault it is that an answer is not completed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FailureKind {
+    /// The request's own: it must not be sent again as it is.
+    Request,
+    /// Something that requests share is used up: it may be sent again later.
+    Exhausted,
+    /// The engine's.
+    Engine,
+}
+
+impl Failure {
+    /// The engine could not do it.
+    pub fn engine(message: impl Into<String>) -> Self {
+        Failure { kind: FailureKind::Engine, message: message.into() }
+    }
+
+    /// What it needs is used up for now.
+    pub fn exhausted(message: impl Into<String>) -> Self {
+        Failure { kind: FailureKind::Exhausted, message: message.into() }
+    }
 }
 
 /// Why a request was turned away before any work.

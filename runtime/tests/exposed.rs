@@ -137,7 +137,7 @@ fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> Met
                     }
                     tokens.push(id);
                 }
-                Update::Failed(message) => panic!("{message}"),
+                Update::Failed(failure) => panic!("{failure}"),
                 _ => {}
             }
         }

@@ -79,7 +79,7 @@ async fn generate(args: GenerateArgs) -> Result<()> {
             }
             Update::Started { .. } => {}
             Update::Finished { .. } => break,
-            Update::Failed(message) => bail!(message),
+            Update::Failed(failure) => bail!(failure.message),
         }
     }
     print(&args, &mut printed, &text.finish()?)?;

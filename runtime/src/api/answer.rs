@@ -72,7 +72,7 @@ impl Choice {
                 passed.text.push_str(&self.filter.finish());
                 Ok(Delta { text: passed.text, logprobs: None, finish: Some(reason) })
             }
-            Update::Failed(message) => Err(message),
+            Update::Failed(failure) => Err(failure.message),
         }
     }
 

@@ -86,8 +86,8 @@ fn is_sane(id: &HeaderValue) -> bool {
 
 async fn health(State(api): State<Arc<Api>>) -> Response {
     let (status, word) = match api.phase() {
-        Phase::Ready(_) if api.metrics.instances.get() == 0 => {
-            (StatusCode::SERVICE_UNAVAILABLE, "no instance")
+        Phase::Ready(_) if api.metrics.serves.get() == 0 => {
+            (StatusCode::SERVICE_UNAVAILABLE, "no pair of instances can serve")
         }
         Phase::Ready(_) => (StatusCode::OK, "ok"),
         Phase::Loading => (StatusCode::SERVICE_UNAVAILABLE, "loading"),

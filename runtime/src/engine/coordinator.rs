@@ -6,21 +6,30 @@ use super::events::LoggedFleet;
 use super::identity::Identity;
 use super::messages::{FromWorker, Job, Report, Source, ToWorker};
 use super::transfers;
+use super::watch::{Ways, check_instance};
 use crate::api::Placements;
 use crate::env::{SharedEnv, Task};
 use crate::metrics::Metrics;
-use crate::request::{FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update};
-use mixfleet_hal::DType;
+use crate::request::{
+    Failure, FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update,
+};
 use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{DType, ErrorKind};
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Explanation, Instance, InstanceId, Link, Objective, PromptChain, RejectReason,
+    Action, Arrival, Event, Explanation, Instance, InstanceId, Objective, PromptChain, RejectReason,
 };
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
+
+/// A request with which so many instances were lost is not tried again: it may be what they were lost by.
+const LOSSES_MAX: usize = 2;
+
+/// How often instances with work are looked after.
+const WATCH_EVERY: Duration = Duration::from_secs(10);
 
 /// How often a request that lost its place looks for another one.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
@@ -34,6 +43,17 @@ pub(super) struct InstanceHandle {
     pub(super) kv: DType,
     /// Tokens in one of its KV blocks.
     pub(super) block_tokens: u32,
+    /// It says something at least so often while it has work.
+    silence_max: Seconds,
+    /// When it last said something.
+    heard_at: Seconds,
+}
+
+impl InstanceHandle {
+    /// When it has been silent for too long, if it says nothing more of work that it has since `since`.
+    pub(super) fn silent_after(&self, since: Seconds) -> Seconds {
+        since.max(self.heard_at) + self.silence_max
+    }
 }
 
 pub(super) struct Tracked {
@@ -57,6 +77,12 @@ pub(super) struct Tracked {
     /// The prompt was computed where it does not decode.
     computed_at: Option<Seconds>,
     placed_at: Seconds,
+    /// When its instances were last given something to do.
+    pub(super) asked_at: Seconds,
+    /// Instances that were lost with it in work, and whether that is certain: one that is only out of reach may be seen again.
+    losses: Vec<(InstanceId, bool)>,
+    /// How often there was no memory for its KV.
+    pub(super) refusals: u32,
     _watched: oneshot::Sender<()>,
 }
 
@@ -74,6 +100,8 @@ pub(super) struct Coordinator {
     pub(super) identity: Identity,
     /// Ids of requests count from here.
     pub(super) first_request: RequestId,
+    /// Ids of tokens are below it.
+    pub(super) vocabulary: u32,
     /// From the API.
     pub(super) submissions: mpsc::Receiver<Submission>,
     /// Of flex requests, from when they come.
@@ -95,11 +123,16 @@ pub(super) struct Running {
     pub(super) requests: BTreeMap<RequestId, Tracked>,
     /// Those that lost their place and found no other yet, with when they give up.
     homeless: BTreeMap<RequestId, Seconds>,
+    pub(super) ways: Ways,
     next: RequestId,
     /// The environment's beginning in seconds since 1970: instances order the requests of all routers by one clock.
     began: Seconds,
     left: mpsc::UnboundedReceiver<RequestId>,
     leave: mpsc::UnboundedSender<RequestId>,
+    /// A tick is on its way.
+    watching: bool,
+    tick: mpsc::UnboundedSender<()>,
+    ticks: mpsc::UnboundedReceiver<()>,
 }
 
 impl Coordinator {
@@ -109,8 +142,23 @@ impl Coordinator {
         let next = self.first_request;
         // Read once: a wall clock that is set later reorders nothing.
         let began = self.env.unix_time() - self.env.now();
-        let (requests, homeless) = (BTreeMap::new(), BTreeMap::new());
-        Running { parts: self, requests, homeless, next, began, left, leave }.serve().await;
+        let (requests, homeless, ways) = Default::default();
+        let (tick, ticks) = mpsc::unbounded_channel();
+        let watching = false;
+        let running = Running {
+            parts: self,
+            requests,
+            homeless,
+            ways,
+            next,
+            began,
+            left,
+            leave,
+            watching,
+            tick,
+            ticks,
+        };
+        running.serve().await;
     }
 }
 
@@ -130,6 +178,7 @@ impl Running {
                     Some(submission) => self.submit(submission),
                     None => open = false,
                 },
+                Some(()) = self.ticks.recv() => self.watched(),
                 () = look_again => self.house(),
             }
         }
@@ -206,6 +255,7 @@ impl Running {
             let _ = admitted.send(Err(Rejection::TooLarge(message.into())));
             return;
         }
+        self.end_rests();
         let request = self.next;
         self.next += 1;
         let wanted = Arc::new(wanted);
@@ -232,6 +282,9 @@ impl Running {
                     joined: false,
                     computed_at: None,
                     placed_at: self.parts.env.now(),
+                    asked_at: self.parts.env.now(),
+                    losses: Vec::new(),
+                    refusals: 0,
                     _watched,
                 };
                 self.requests.insert(request, tracked);
@@ -287,6 +340,10 @@ impl Running {
 
     /// Sends a placed request to its instances: for a split one, room is made at the receiver first.
     fn start(&mut self, request: RequestId) {
+        let now = self.parts.env.now();
+        let tracked = self.requests.get_mut(&request).expect("placed by the caller");
+        tracked.asked_at = now;
+        self.begin_watch();
         let tracked = &self.requests[&request];
         let devices = [tracked.prefill, tracked.decode].map(|id| self.parts.instances[&id].device.clone());
         let [prefill, decode] = devices;
@@ -317,18 +374,20 @@ impl Running {
     }
 
     fn report(&mut self, instance: InstanceId, message: FromWorker) {
+        let now = self.parts.env.now();
+        if let Some(handle) = self.parts.instances.get_mut(&instance) {
+            handle.heard_at = now;
+        }
         match message {
-            FromWorker::Up { instance, kv } => self.up(*instance, kv),
+            FromWorker::Up { instance, kv, silence_max } => self.up(*instance, kv, silence_max),
             FromWorker::Inspect(answer) => {
                 let _ = answer.send(self.parts.fleet.held());
             }
             // What comes after the word that it is down is of its earlier life.
             _ if !self.parts.instances.contains_key(&instance) => {}
-            FromWorker::Link { to, cost } => {
-                self.fleet_step(Event::LinkUp(Link { from: instance, to, cost }));
-            }
+            FromWorker::Link { to, cost } => self.link_up(instance, to, cost),
             FromWorker::Admitted { request, attempt, tokens_cached } => {
-                if self.is_current(request, attempt) {
+                if self.is_current(instance, request, attempt) {
                     self.admitted(request, tokens_cached);
                 }
             }
@@ -336,9 +395,14 @@ impl Running {
                 self.reserved(instance, request, attempt, tokens_cached, landing);
             }
             FromWorker::Revoked { request, attempt } => {
-                if self.is_current(request, attempt) {
+                if self.is_current(instance, request, attempt) {
                     self.fleet_step(Event::Cancelled { request });
                     self.replay(request);
+                }
+            }
+            FromWorker::Refused { request, attempt, sender, reason } => {
+                if self.is_current(instance, request, attempt) {
+                    self.refused(request, (sender, instance), reason);
                 }
             }
             FromWorker::Progress { request, tokens } => {
@@ -355,13 +419,13 @@ impl Running {
                 self.fleet_step(Event::TransferDone { request, instance });
             }
             FromWorker::Drawn { request, attempt, index, token, logprobs, finish } => {
-                if self.is_current(request, attempt) {
+                if self.is_current(instance, request, attempt) {
                     self.drawn(instance, request, index, token, logprobs, finish);
                 }
             }
-            FromWorker::RequestFailed { request, attempt, message } => {
-                if self.is_current(request, attempt) {
-                    self.fail(request, message);
+            FromWorker::RequestFailed { request, attempt, failure } => {
+                if self.is_current(instance, request, attempt) {
+                    self.fail(request, failure);
                 }
             }
             FromWorker::Stored { tier, hashes } => {
@@ -374,20 +438,25 @@ impl Running {
                 self.fleet_step(Event::TierUp { instance, tier, cost });
             }
             FromWorker::Load(load) => self.gauge(instance, &load),
-            FromWorker::Down(error) => {
-                // Its process may live on, and the ways of others to it.
-                for &other in self.parts.instances.keys().filter(|&&other| other != instance) {
-                    self.send(other, ToWorker::PeerDown { peer: instance });
-                }
-                self.down(instance, &error);
-            }
-            FromWorker::Unreachable(error) => self.down(instance, &error),
+            FromWorker::Down(error) => self.failed(instance, &error),
+            FromWorker::Unreachable(error) => self.down(instance, &error, false),
         }
     }
 
-    /// Reports of an earlier placement come late when an instance was lost meanwhile.
-    fn is_current(&self, request: RequestId, attempt: u32) -> bool {
-        self.requests.get(&request).is_some_and(|tracked| tracked.attempt == attempt)
+    /// Its device failed, or it does what no sound instance does.
+    pub(super) fn failed(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
+        // Its process may live on, and the ways of others to it.
+        for &other in self.parts.instances.keys().filter(|&&other| other != instance) {
+            self.send(other, ToWorker::PeerDown { peer: instance });
+        }
+        self.down(instance, error, true);
+    }
+
+    /// Reports of an earlier placement come late when an instance was lost meanwhile, and nobody else speaks for a request.
+    fn is_current(&self, instance: InstanceId, request: RequestId, attempt: u32) -> bool {
+        self.requests.get(&request).is_some_and(|tracked| {
+            tracked.attempt == attempt && [tracked.prefill, tracked.decode].contains(&instance)
+        })
     }
 
     fn admitted(&mut self, request: RequestId, tokens_cached: u32) {
@@ -411,10 +480,12 @@ impl Running {
         finish: Option<FinishReason>,
     ) {
         let tracked = self.requests.get_mut(&request).expect("checked by the caller");
-        if index as usize != tracked.generated.len() {
-            tracing::error!(request, index, %instance, "a token out of turn; the request goes on elsewhere");
-            self.fleet_step(Event::Cancelled { request });
-            return self.replay(request);
+        let out_of_turn = index as usize != tracked.generated.len();
+        if out_of_turn || token >= self.parts.vocabulary {
+            let fault =
+                if out_of_turn { "a token out of turn" } else { "a token that the model does not have" };
+            let detail = format!("request {request}: token {index} of the answer is {fault}");
+            return self.failed(instance, &mixfleet_hal::Error::new(ErrorKind::Corrupt, detail));
         }
         let first = tracked.generated.is_empty();
         tracked.generated.push(token);
@@ -449,9 +520,10 @@ impl Running {
         }
     }
 
-    fn fail(&mut self, request: RequestId, message: String) {
+    pub(super) fn fail(&mut self, request: RequestId, failure: Failure) {
+        self.homeless.remove(&request);
         if let Some(tracked) = self.requests.remove(&request) {
-            let _ = tracked.updates.send(Update::Failed(message));
+            let _ = tracked.updates.send(Update::Failed(failure));
             self.cancel_everywhere(request, &tracked);
             self.fleet_step(Event::Cancelled { request });
         }
@@ -468,33 +540,65 @@ impl Running {
         }
     }
 
-    fn up(&mut self, instance: Instance, kv: DType) {
+    fn up(&mut self, instance: Instance, kv: DType, silence_max: Seconds) {
         let (device, block_tokens) = (instance.device.to_string(), instance.kv_block_tokens);
+        if let Err(reason) = check_instance(&instance, silence_max) {
+            tracing::error!(instance = %instance.id, device, reason, "an instance is not used");
+            return;
+        }
+        let (id, heard_at) = (instance.id, self.parts.env.now());
+        // It was out of reach only: what was lost with it was not its doing.
+        for tracked in self.requests.values_mut() {
+            tracked.losses.retain(|(lost, certain)| *certain || *lost != id);
+        }
         tracing::debug!(instance = %instance.id, %device, "instance up");
-        self.parts.instances.insert(instance.id, InstanceHandle { device, kv, block_tokens });
-        self.parts.metrics.instances.set(self.parts.instances.len() as i64);
+        let handle = InstanceHandle { device, kv, block_tokens, silence_max, heard_at };
+        self.parts.instances.insert(instance.id, handle);
         self.fleet_step(Event::InstanceUp(instance));
+        self.count_instances();
     }
 
-    fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
-        let Some(InstanceHandle { device, .. }) = self.parts.instances.remove(&instance) else { return };
+    /// Says who is there, and whether they can serve.
+    pub(super) fn count_instances(&self) {
         self.parts.metrics.instances.set(self.parts.instances.len() as i64);
+        self.parts.metrics.serves.set(self.parts.fleet.can_serve().into());
+    }
+
+    /// The instance is lost; `certain` if it was not merely the way to it.
+    pub(super) fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error, certain: bool) {
+        let Some(InstanceHandle { device, .. }) = self.parts.instances.remove(&instance) else { return };
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
         self.pulls_lost(|holder, _| holder == instance);
-        for action in self.fleet_step(Event::InstanceDown { instance }) {
-            if let Action::Replay { request, .. } = action {
-                self.replay(request);
+        self.ways.forget(instance);
+        let lost = self.fleet_step(Event::InstanceDown { instance });
+        self.count_instances();
+        for action in lost {
+            let Action::Replay { request, .. } = action else { continue };
+            if let Some(tracked) = self.requests.get_mut(&request) {
+                tracked.losses.push((instance, certain));
             }
+            self.replay(request);
         }
     }
 
     /// Places a request anew, from its prompt and the tokens that the client already has.
     pub(super) fn replay(&mut self, request: RequestId) {
+        self.end_rests();
         let Some(tracked) = self.requests.get(&request) else { return };
         self.cancel_everywhere(request, tracked);
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
         (tracked.joined, tracked.computed_at, tracked.pull) = (false, None, None);
+        if tracked.losses.len() >= LOSSES_MAX {
+            let certain = tracked.losses.iter().filter(|(_, certain)| *certain).count() >= LOSSES_MAX;
+            let failure = Failure::engine("two instances were lost while they worked on this request");
+            // Those that are only out of reach may be seen again.
+            return if certain {
+                self.fail(request, failure)
+            } else {
+                self.wait_for_a_place(request, failure)
+            };
+        }
         let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.due);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
         let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
@@ -508,27 +612,50 @@ impl Running {
                 self.start(request);
             }
             Some(Action::Reject { reason, .. }) => {
-                let now = self.parts.env.now();
-                let until = *self.homeless.entry(request).or_insert(now + self.parts.patience);
-                if now.0 < until.0 {
-                    return;
-                }
-                self.homeless.remove(&request);
                 let message = format!("its instance was lost, and it has no other place: {reason}");
-                if let Some(tracked) = self.requests.remove(&request) {
-                    let _ = tracked.updates.send(Update::Failed(message));
-                }
+                self.wait_for_a_place(request, Failure::exhausted(message));
             }
             other => unreachable!("an arrival is placed or rejected, not {other:?}"),
         }
     }
 
-    /// Completes when it is time to `house` again; never if all have a place.
+    /// A request without a place fails for this reason once it has waited long enough.
+    fn wait_for_a_place(&mut self, request: RequestId, failure: Failure) {
+        let now = self.parts.env.now();
+        let until =
+            *self.homeless.entry(request).or_insert(now + self.parts.patience.max(self.ways.resting(now)));
+        if now.0 >= until.0 {
+            self.fail(request, failure);
+        }
+    }
+
+    /// Completes when it is time to `look` again; never if all have a place.
     fn look_again(&self) -> Task {
         if self.homeless.is_empty() {
             Box::pin(std::future::pending())
         } else {
             self.parts.env.sleep(LOOK_AGAIN)
+        }
+    }
+
+    /// There is work: until there is none, it is looked after now and then.
+    fn begin_watch(&mut self) {
+        if std::mem::replace(&mut self.watching, true) {
+            return;
+        }
+        let (env, tick) = (self.parts.env.clone(), self.tick.clone());
+        self.parts.env.spawn(Box::pin(async move {
+            env.sleep(WATCH_EVERY).await;
+            let _ = tick.send(());
+        }));
+    }
+
+    /// Looks after what no message tells.
+    fn watched(&mut self) {
+        self.watching = false;
+        self.give_up_silent();
+        if !self.requests.is_empty() {
+            self.begin_watch();
         }
     }
 

@@ -156,6 +156,13 @@ impl Courier {
         }
     }
 
+    /// All peers are gone, for this end.
+    pub(super) fn forget_all(&mut self) {
+        let peers: Vec<InstanceId> = self.landings.keys().chain(self.ways.keys()).copied().collect();
+        peers.into_iter().for_each(|peer| self.forget(peer));
+        self.stranded.clear();
+    }
+
     /// A free slot at `peer`, whose slots are `landing`.
     ///
     /// # Errors

@@ -47,6 +47,8 @@ pub(super) struct Staging {
     gathered: [Slice; LAYERS_IN_FLIGHT],
     /// One piece on its way in, on the device.
     pub(super) landing: Slice,
+    /// One piece on its way in, as it was checked.
+    pub(super) copy: Vec<u8>,
     /// Slot numbers of a piece, on the device.
     slot_ids: Slice,
     pub(super) page_tokens: u32,
@@ -79,6 +81,7 @@ impl Staging {
         Ok(Staging {
             gathered: [gathered()?, gathered()?, gathered()?, gathered()?],
             landing: device.alloc(slot_bytes.max(widest), Role::Kv)?,
+            copy: Vec::new(),
             slot_ids: device.alloc(piece_tokens * 4, Role::Staging)?,
             page_tokens: shape.block_tokens,
             kv_heads: config.kv_heads,
@@ -374,10 +377,16 @@ impl Worker {
     /// in at once: two instances that send to each other would wait for ever otherwise.
     async fn credit(&mut self, to: &HandOff) -> Result<Option<u32>> {
         loop {
-            if let Some(slot) = self.courier.take_slot(to.to, &to.landing)? {
-                return Ok(Some(slot));
+            match self.courier.take_slot(to.to, &to.landing) {
+                Ok(None) => {}
+                Ok(slot) => return Ok(slot),
+                Err(error) => {
+                    tracing::warn!(to = %to.to, %error, "KV is not sent");
+                    return Ok(None);
+                }
             }
             self.settle_sends(LOOK_AFTER_SENDS);
+            self.show_life();
             let due = self.sends_due();
             let message = tokio::select! {
                 biased;
@@ -422,11 +431,12 @@ impl Worker {
             return Ok(());
         }
         self.metrics.kv_transfer_retries.inc();
-        if piece.retries + 1 >= SENDS_MAX {
+        let retries = piece.retries.saturating_add(1);
+        if retries >= SENDS_MAX {
             self.give_up(request, attempt, piece);
             return Ok(());
         }
-        let piece = PieceId { retries: piece.retries + 1, ..piece };
+        let piece = PieceId { retries, ..piece };
         match &mut outgoing.prefix {
             Some(prefix) => prefix.again(piece),
             None => self.gather_and_send(request, piece).await?,

@@ -1,6 +1,7 @@
 //! The receiver's side of a hand-off, and of a prefix that another instance lends: pieces are waited for, checked and put into the
 //! sequence's pages.
 
+use super::fault::{Fault, Outcome};
 use super::handoff::Staging;
 use super::messages::{FromWorker, Parcel, PieceId, Source, ToWorker};
 use super::worker::Worker;
@@ -90,11 +91,13 @@ impl Incoming {
         self.settled += u64::from(piece.tokens);
     }
 
-    /// `sender` has computed the prompt. Nobody else can say so.
-    pub(super) fn hand_over(&mut self, sender: InstanceId, next: u32) {
-        if !self.lent && self.sender == sender {
+    /// `sender` has computed the prompt. False if it is not the one who was to.
+    pub(super) fn hand_over(&mut self, sender: InstanceId, next: u32) -> bool {
+        let expected = !self.lent && sender == self.sender;
+        if expected {
             self.next = Some(next);
         }
+        expected
     }
 
     pub(super) fn lose(&mut self, sender: InstanceId, piece: PieceId) {
@@ -113,41 +116,63 @@ impl Incoming {
 
 impl Worker {
     /// A sequence has its blocks: its KV may come.
-    pub(super) fn await_kv(&mut self, request: RequestId, tokens_cached: u32, pages: Vec<u32>) -> Result<()> {
+    ///
+    /// # Errors
+    /// Of the link, where there is no memory for what would land: descriptors or bytes are used up.
+    pub(super) async fn await_kv(
+        &mut self,
+        request: RequestId,
+        tokens_cached: u32,
+        pages: Vec<u32>,
+    ) -> Outcome<()> {
         let layers = self.forward.config().layers;
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
         let Some(sender) = active.sender else { return Ok(()) };
-        active.incoming = Some(Incoming::new(sender, pages, tokens_cached, layers));
         let attempt = active.job.attempt;
-        let landing = self.courier.landing(sender.source().holder)?.clone();
-        self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
-        Ok(())
+        let mut incoming = Incoming::new(sender, pages, tokens_cached, layers);
+        let holder = sender.source().holder;
+        match (self.courier.landing(holder), sender) {
+            (Ok(landing), _) => {
+                let landing = landing.clone();
+                active.incoming = Some(incoming);
+                self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
+                Ok(())
+            }
+            (Err(error), Sender::HandsOff(_)) => Err(Fault::of_link(request, holder, error)),
+            (Err(error), Sender::Lends(_)) => {
+                tracing::warn!(request, %holder, %error, "a prefix is computed: it has nowhere to land");
+                incoming.abandon();
+                active.incoming = Some(incoming);
+                Ok(self.settle_incoming(request).await?)
+            }
+        }
     }
 
-    /// Takes a piece out of its slot, checks it and puts it into the sequence's pages. Returns the
-    /// request if it still waits for KV.
+    /// Takes a piece out of its slot, checks it and puts it into the sequence's pages. What is checked is a copy, and the copy is
+    /// what the device gets: a sender may write to its slot at any time. Returns the request if it still waits for KV.
     pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<Option<RequestId>> {
         let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
         let active = self.active.get(&request).filter(|a| a.job.attempt == attempt);
         let awaited = active.and_then(|a| a.incoming.as_ref()).is_some_and(|incoming| {
             incoming.awaits(sender, &piece)
+                && DType::FLOATS.contains(&wire)
                 && bytes == u64::from(piece.tokens) * self.staging.token_bytes(wire)
                 && bytes <= self.courier.slot_bytes()
         });
-        let landed = self.staging.landing.clone();
-        let mut written = Ok(());
-        let mut intact = false;
+        let mut copy = std::mem::take(&mut self.staging.copy);
         let looked = self.courier.look(sender, slot, bytes, &mut |payload| {
-            intact = xxh3_64(payload) == hash;
-            if awaited && intact {
-                written = self.device.write(&landed.range(0, bytes), payload);
-            }
+            copy.clear();
+            copy.extend_from_slice(payload);
         });
         self.directory.tell(sender, ToWorker::Credit { receiver: self.id, slot });
-        written?;
+        let intact = looked.is_ok() && xxh3_64(&copy) == hash;
         if let Err(error) = looked {
             tracing::warn!(request, %sender, %error, "a peer named a slot that it does not have");
         }
+        if awaited && intact {
+            self.device.write(&self.staging.landing.range(0, bytes), &copy)?;
+        }
+        self.staging.copy = copy;
         if awaited && intact {
             self.scatter(request, piece, wire, bytes)?;
             self.metrics.kv_transfer_bytes.inc_by(bytes);

@@ -15,13 +15,22 @@ use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
 use crate::pool::Pool;
 use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::units::UsdPerHour;
+use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::BatchLimits;
-use mixfleet_scheduler::cost::{Coefficients, CostModel, ProfileCost};
+use mixfleet_scheduler::cost::{Coefficients, CostModel, Prefill, ProfileCost};
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
+
+/// How many times longer than predicted a step may take, and how long at least and at most.
+const STEP_TIMEOUT_FACTOR: f64 = 20.0;
+const STEP_TIMEOUT_MIN: Duration = Duration::from_secs(60);
+const STEP_TIMEOUT_MAX: Duration = Duration::from_secs(600);
+
+/// What an instance may take between two steps, beyond what it is silent in one.
+const SILENCE_SPARE: Seconds = Seconds(30.0);
 
 /// How an instance runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,7 +185,10 @@ impl Loaded {
     /// When the device gives no queue or no staging memory.
     pub(crate) fn start(self, id: InstanceId, cost: CostModel, surroundings: &Surroundings) -> Result<()> {
         let Surroundings { env, links, hand_off, directory, reports, metrics } = surroundings;
-        let up = FromWorker::Up { instance: Box::new(self.describe(id, cost)), kv: self.kv() };
+        let step_timeout = self.step_timeout(&cost);
+        // Twice: a step may have begun when the first word of a request came.
+        let silence_max = Seconds(2.0 * step_timeout.as_secs_f64()) + SILENCE_SPARE;
+        let up = FromWorker::Up { instance: Box::new(self.describe(id, cost)), kv: self.kv(), silence_max };
         let Loaded { spec_device: device, forward, batch, below, disk_below, .. } = self;
         let name = format!("worker {}", device.info().id);
         let staging = Staging::new(&*device, forward.config(), forward.shape(), hand_off.slot_bytes)?;
@@ -192,6 +204,8 @@ impl Loaded {
             device,
             forward,
             limits: batch,
+            up: up.clone(),
+            step_timeout,
             staging,
             below,
             courier: Courier::new(links.clone(), *hand_off, pinner),
@@ -201,9 +215,20 @@ impl Loaded {
             metrics: metrics.clone(),
         })?;
         directory.enter(id, address);
-        // Nobody is left to be told only when nobody wants the worker any more.
+        // Before it works, so that who comes then finds it. Nobody is left to be told only when nobody wants the worker any more.
         let _ = reports.send((id, up));
         env.spawn_worker(&name, Box::pin(worker.run())).map_err(no_thread)
+    }
+
+    /// A step that takes longer means that the device hangs: many times what the largest one is predicted to take.
+    fn step_timeout(&self, cost: &CostModel) -> Duration {
+        let shape = self.forward.shape();
+        let context = self.forward.config().context_max.saturating_sub(shape.tokens_max);
+        let largest = Prefill { context, tokens: shape.tokens_max, last: true };
+        let predicted = cost.step_s(&[largest], shape.sequences_max, self.kv_capacity_tokens());
+        let bounds = (STEP_TIMEOUT_MIN.as_secs_f64(), STEP_TIMEOUT_MAX.as_secs_f64());
+        let timeout_s = (STEP_TIMEOUT_FACTOR * predicted.0).clamp(bounds.0, bounds.1);
+        Duration::from_secs_f64(if timeout_s.is_finite() { timeout_s } else { bounds.1 })
     }
 
     /// What steps take here; before serving only.

@@ -1,7 +1,7 @@
 //! What the coordinator and the instances' workers tell each other.
 
 use crate::fleet::RouterId;
-use crate::request::{FinishReason, GenerateRequest, Logprobs, ServiceTier};
+use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs, ServiceTier};
 use mixfleet_hal::DType;
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
@@ -39,6 +39,11 @@ impl Job {
     /// Nobody reads along.
     pub(crate) fn gives_way(&self) -> bool {
         self.wanted.tier == ServiceTier::Flex
+    }
+
+    /// Tokens of prompt and answer so far.
+    pub(crate) fn length(&self) -> usize {
+        self.wanted.prompt_ids.len() + self.generated.len()
     }
 
     /// Prompt and answer so far.
@@ -251,6 +256,8 @@ pub(crate) enum FromWorker {
         instance: Box<Instance>,
         /// Dtype of its KV.
         kv: DType,
+        /// It says something at least so often while it has work.
+        silence_max: Seconds,
     },
     /// KV can go from here to another instance.
     Link {
@@ -291,6 +298,17 @@ pub(crate) enum FromWorker {
         /// Of which placement.
         attempt: u32,
     },
+    /// Room was made, but no KV can come from there now: place the request anew.
+    Refused {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// Who was to send it.
+        sender: InstanceId,
+        /// Why, for the log.
+        reason: String,
+    },
     /// Prompt tokens are computed.
     Progress {
         /// Whose.
@@ -324,8 +342,8 @@ pub(crate) enum FromWorker {
         request: RequestId,
         /// Of which placement.
         attempt: u32,
-        /// Why, for the client.
-        message: String,
+        /// Why.
+        failure: Failure,
     },
     /// Blocks of prefixes that a tier holds now.
     Stored {

@@ -9,10 +9,12 @@
 //! instance machine's.
 
 pub mod calibrate;
+mod check;
 mod coordinator;
 mod courier;
 pub(crate) mod directory;
 pub mod events;
+mod fault;
 mod handoff;
 mod health;
 mod identity;
@@ -22,8 +24,10 @@ mod lend;
 pub(crate) mod measure;
 pub(crate) mod messages;
 mod pinning;
+mod renew;
 mod tiers;
 mod transfers;
+mod watch;
 mod worker;
 
 pub use courier::{HandOffLimits, Links};
@@ -201,6 +205,7 @@ impl CoordinatorParts<'_> {
             directory: self.directory,
             identity: self.identity,
             first_request: self.first_request,
+            vocabulary: self.config.vocab,
             submissions,
             flex_deadline: limits.flex_deadline,
             patience: limits.patience,

@@ -10,7 +10,7 @@
 
 use super::MakeRegion;
 use super::pinning::Pinner;
-use super::worker::{STEP_TIMEOUT, Worker};
+use super::worker::{COPY_TIMEOUT, Worker};
 use crate::engine::messages::FromWorker;
 use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
@@ -177,7 +177,7 @@ impl Below {
         self.pool.keep(*hash, tokens, &mut |place| {
             let list = self.copies(device, forward, *page, Way::Down)?;
             let ticket = queue.submit(&list)?;
-            queue.wait(ticket, STEP_TIMEOUT)?;
+            queue.wait(ticket, COPY_TIMEOUT)?;
             device.read(&self.block, place)
         })
     }
@@ -260,7 +260,7 @@ impl Worker {
             written?;
             let list = below.copies(&*self.device, &self.forward, 0, Way::Up)?;
             let ticket = self.queue.submit(&list)?;
-            self.queue.wait(ticket, STEP_TIMEOUT)?;
+            self.queue.wait(ticket, COPY_TIMEOUT)?;
             least = least.min((self.env.now() - start).0);
         }
         below.upload_s = least / bytes as f64;

@@ -46,7 +46,7 @@ impl Running {
     }
 
     /// What was on its way there is placed anew.
-    pub(super) fn link_down(&mut self, from: InstanceId, to: InstanceId) {
+    pub(super) fn unlink(&mut self, from: InstanceId, to: InstanceId) {
         self.fleet_step(Event::LinkDown { from, to });
         // A lender without a way back gets no slot.
         self.pulls_lost(|holder, prefill| (holder, prefill) == (from, to) || (prefill, holder) == (from, to));

@@ -6,6 +6,7 @@
 
 use super::courier::Courier;
 use super::directory::Directory;
+use super::fault::{self, Fault, Outcome, Scope};
 use super::handoff::{LOOK_AFTER_SENDS, Outgoing, Staging};
 use super::health::HealthWatch;
 use super::incoming::{Incoming, Sender};
@@ -15,19 +16,24 @@ use crate::env::{SharedEnv, yield_now};
 use crate::fleet::RouterId;
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::graph::{Forward, Part, Step as Pass, StepKey};
-use crate::request::{FinishReason, Logprobs};
+use crate::request::{Failure, FinishReason, Logprobs};
 use crate::sampling::{self, History, SamplingError};
+use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{Action, After, BatchLimits, Event, Instance, RequestId, Sampled, Step};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
+use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// A step that takes longer than this means that the device hangs.
-pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(600);
+/// A copy of KV between a device and its host that takes longer means that the device hangs.
+pub(super) const COPY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// An instance that waits in the middle of a step says that it lives so often.
+const SIGN_OF_LIFE: Seconds = Seconds(10.0);
 
 /// Recordings that are kept: of 64 batch sizes and a few lengths of the block table each.
 const RECORDINGS_MAX: usize = 256;
@@ -56,7 +62,12 @@ pub(super) struct Worker {
     pub(super) forward: Forward,
     pub(super) machine: Instance,
     /// Decode steps by their key, with and without the choice of the best tokens.
-    recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
+    pub(super) recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
+    pub(super) limits: BatchLimits,
+    /// What the coordinator was told when it began to work.
+    pub(super) up: FromWorker,
+    /// A step that takes longer means that the device hangs.
+    pub(super) step_timeout: Duration,
     pub(super) active: HashMap<RequestId, Active>,
     /// KV that goes to others, by the request that it is for: at most one each.
     pub(super) outgoing: HashMap<RequestId, Outgoing>,
@@ -68,7 +79,9 @@ pub(super) struct Worker {
     pub(super) inbox: mpsc::UnboundedReceiver<ToWorker>,
     /// Messages that came while the worker waited for a credit.
     pub(super) deferred: VecDeque<ToWorker>,
-    reports: mpsc::UnboundedSender<Report>,
+    pub(super) reports: mpsc::UnboundedSender<Report>,
+    /// When it last reported anything.
+    said_at: Cell<Seconds>,
     pub(super) metrics: Metrics,
     health: HealthWatch,
 }
@@ -85,6 +98,10 @@ pub(super) struct WorkerParts {
     pub(super) forward: Forward,
     /// Its bounds.
     pub(super) limits: BatchLimits,
+    /// What the coordinator is told when it begins to work.
+    pub(super) up: FromWorker,
+    /// A step that takes longer means that the device hangs.
+    pub(super) step_timeout: Duration,
     /// Its device's part in hand-offs.
     pub(super) staging: Staging,
     /// Its lower tiers.
@@ -115,6 +132,9 @@ impl Worker {
             device: parts.device,
             forward: parts.forward,
             machine: Instance::new(parts.limits),
+            limits: parts.limits,
+            up: parts.up,
+            step_timeout: parts.step_timeout,
             recorded: HashMap::new(),
             active: HashMap::new(),
             outgoing: HashMap::new(),
@@ -125,26 +145,27 @@ impl Worker {
             inbox: parts.inbox,
             deferred: VecDeque::new(),
             reports: parts.reports,
+            said_at: Cell::new(Seconds::ZERO),
             metrics: parts.metrics,
             health,
         })
     }
 
-    /// Works until the coordinator is gone or the device fails.
-    pub(super) async fn run(mut self) {
-        let _alarm = PanicAlarm { id: self.id, reports: self.reports.clone() };
-        if let Err(error) = self.serve().await {
-            tracing::error!(device = %self.device.info().id, %error, "the instance is down");
-            self.report(FromWorker::Down(error));
-        }
-    }
-
     pub(super) fn report(&self, message: FromWorker) {
+        self.said_at.set(self.env.now());
         // Without a coordinator nobody is left to tell; `serve` ends by itself then.
         let _ = self.reports.send((self.id, message));
     }
 
-    async fn serve(&mut self) -> Result<()> {
+    /// Says that this instance lives, if it has said nothing for a while: a step may have to wait for its receivers.
+    pub(super) fn show_life(&self) {
+        if (self.env.now() - self.said_at.get()).0 > SIGN_OF_LIFE.0 {
+            self.report(FromWorker::Load(self.machine.load()));
+        }
+    }
+
+    /// Works until the coordinator is gone or the device fails.
+    pub(super) async fn serve(&mut self) -> Result<()> {
         self.begin_below()?;
         loop {
             // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from running.
@@ -152,11 +173,13 @@ impl Worker {
                 let Some(message) = self.deferred.pop_front().or_else(|| self.inbox.try_recv().ok()) else {
                     break;
                 };
-                self.handle(message).await?;
+                let done = self.handle(message).await;
+                self.contain(done)?;
             }
             self.settle_sends(Duration::ZERO);
             self.send_lent()?;
-            let ran = self.turn().await?;
+            let ran = self.turn().await;
+            let ran = self.contain(ran)?.unwrap_or(true);
             if ran || !self.deferred.is_empty() {
                 yield_now().await;
                 continue;
@@ -166,7 +189,10 @@ impl Worker {
             tokio::select! {
                 biased;
                 message = self.inbox.recv() => match message {
-                    Some(message) => self.handle(message).await?,
+                    Some(message) => {
+                        let done = self.handle(message).await;
+                        self.contain(done)?;
+                    }
                     None => return Ok(()),
                 },
                 () = self.reports.closed() => return Ok(()),
@@ -176,10 +202,57 @@ impl Worker {
         }
     }
 
-    async fn handle(&mut self, message: ToWorker) -> Result<()> {
+    /// Ends what a failure concerns, and nothing else. None if there was one.
+    ///
+    /// # Errors
+    /// What concerns the whole instance.
+    fn contain<T>(&mut self, outcome: Outcome<T>) -> Result<Option<T>> {
+        let Fault { scope, error } = match outcome {
+            Ok(value) => return Ok(Some(value)),
+            Err(fault) => fault,
+        };
+        match scope {
+            Scope::Request(request) => {
+                tracing::warn!(request, device = %self.device.info().id, %error, "a request cannot be done");
+                self.fail_request(request, fault::failure(&error));
+            }
+            Scope::Link(request, sender) => {
+                tracing::warn!(request, %sender, %error, "no KV can come from there now");
+                let attempt = self.active.get(&request).map_or(0, |active| active.job.attempt);
+                let reason = error.to_string();
+                self.report(FromWorker::Refused { request, attempt, sender, reason });
+                self.cancel(request);
+            }
+            Scope::Instance => return Err(error),
+        }
+        Ok(None)
+    }
+
+    /// Ends one request with an error.
+    fn fail_request(&mut self, request: RequestId, failure: Failure) {
+        if let Some(active) = self.active.get(&request) {
+            let attempt = active.job.attempt;
+            self.report(FromWorker::RequestFailed { request, attempt, failure });
+        }
+        self.cancel(request);
+    }
+
+    async fn handle(&mut self, message: ToWorker) -> Outcome<()> {
         match message {
-            ToWorker::Add { job, hand_off, pull } => self.add(job, hand_off, pull),
-            ToWorker::Lend { job, until, to } => self.lend(&job, until, to),
+            ToWorker::Add { job, hand_off, pull } => match self.check_add(&job, hand_off.as_ref(), pull) {
+                Ok(()) => self.add(job, hand_off, pull),
+                Err(error) => self.refuse(&job, &error),
+            },
+            ToWorker::Lend { job, until, to } => {
+                match self.check_job(&job).and_then(|()| self.check_hand_off(&job, &to)) {
+                    Ok(()) => self.lend(&job, until, to),
+                    Err(error) => {
+                        tracing::warn!(request = job.request, %error, "a prefix is not lent");
+                        let (sender, Job { request, attempt, .. }) = (self.id, job);
+                        self.directory.tell(to.to, ToWorker::Lent { sender, request, attempt, until: 0 });
+                    }
+                }
+            }
             ToWorker::Lent { sender, request, attempt, until } => {
                 if let Some(incoming) = self.incoming(request, attempt) {
                     incoming.shorten(sender, until);
@@ -192,7 +265,12 @@ impl Worker {
                     self.settle_incoming(request).await?;
                 }
             }
-            ToWorker::Reserve { job, sender } => self.reserve(job, sender),
+            ToWorker::Reserve { job, sender } => {
+                match self.check_job(&job).and_then(|()| self.check_source(sender)) {
+                    Ok(()) => self.reserve(job, sender),
+                    Err(error) => self.refuse(&job, &error),
+                }
+            }
             ToWorker::Landed { sender, parcel } => {
                 if let Some(request) = self.receive(sender, parcel)? {
                     self.settle_incoming(request).await?;
@@ -207,10 +285,16 @@ impl Worker {
                 }
             }
             ToWorker::HandedOver { sender, request, attempt, next } => {
-                if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.hand_over(sender, next);
-                    self.settle_incoming(request).await?;
+                let vocabulary = self.forward.config().vocab;
+                let Some(incoming) = self.incoming(request, attempt) else { return Ok(()) };
+                if !incoming.hand_over(sender, next) {
+                    return Ok(());
                 }
+                if next >= vocabulary {
+                    let detail = format!("{sender} drew token {next} of a vocabulary of {vocabulary}");
+                    return Err(Fault::of_request(request, Error::new(ErrorKind::Corrupt, detail)));
+                }
+                self.settle_incoming(request).await?;
             }
             ToWorker::Verdict { receiver, request, attempt, piece, intact } => {
                 self.verdict(receiver, request, attempt, (piece, intact)).await?;
@@ -232,13 +316,41 @@ impl Worker {
         Ok(())
     }
 
-    fn cancel(&mut self, request: RequestId) {
+    /// Tells who asked that this instance does not do it. A request with the same id that is here goes on.
+    fn refuse(&mut self, job: &Job, error: &Error) {
+        let Job { request, attempt, .. } = *job;
+        tracing::warn!(request, %error, "a job is refused");
+        if !self.active.contains_key(&request) {
+            let failure = fault::failure(error);
+            self.report(FromWorker::RequestFailed { request, attempt, failure });
+        }
+    }
+
+    /// Makes way for a newer placement of a request. False if what is here is as new.
+    fn supersedes(&mut self, job: &Job) -> bool {
+        match self.active.get(&job.request) {
+            None => true,
+            Some(active) if active.job.attempt < job.attempt => {
+                self.cancel(job.request);
+                true
+            }
+            Some(_) => {
+                tracing::warn!(request = job.request, "a job that is here already is ignored");
+                false
+            }
+        }
+    }
+
+    pub(super) fn cancel(&mut self, request: RequestId) {
         self.active.remove(&request);
         self.outgoing.remove(&request);
         self.machine_step(Event::Cancel { request });
     }
 
     fn add(&mut self, job: Job, hand_off: Option<HandOff>, pull: Option<Source>) {
+        if !self.supersedes(&job) {
+            return;
+        }
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         let Job { request, due, hasher, .. } = job;
         let (gives_way, tokens) = (job.gives_way(), job.tokens());
@@ -253,6 +365,9 @@ impl Worker {
     }
 
     fn reserve(&mut self, job: Job, sender: InstanceId) {
+        if !self.supersedes(&job) {
+            return;
+        }
         let Job { request, due, hasher, .. } = job;
         let (gives_way, tokens) = (job.gives_way(), job.tokens());
         let sender = Some(Sender::HandsOff(Source { holder: sender, until: tokens.len() as u32 }));
@@ -265,14 +380,23 @@ impl Worker {
         let mut actions = Vec::new();
         self.machine.step(event, &mut actions);
         for action in actions {
-            if let Action::Stored(hashes) = action {
-                self.report(FromWorker::Stored { tier: Tier::Device, hashes });
+            match action {
+                Action::Stored(hashes) => self.report(FromWorker::Stored { tier: Tier::Device, hashes }),
+                Action::Refused { request, reason } => {
+                    let failure = Failure::engine(reason.to_string());
+                    if let Some(active) = self.active.remove(&request) {
+                        self.outgoing.remove(&request);
+                        let attempt = active.job.attempt;
+                        self.report(FromWorker::RequestFailed { request, attempt, failure });
+                    }
+                }
+                _ => {}
             }
         }
     }
 
     /// Asks the machine for work and does it. False if there is none.
-    async fn turn(&mut self) -> Result<bool> {
+    async fn turn(&mut self) -> Outcome<bool> {
         let mut actions = Vec::new();
         self.machine.step(Event::Idle, &mut actions);
         // Pinned before room is made below for what was given up.
@@ -284,7 +408,7 @@ impl Worker {
             match action {
                 Action::Run(step) => {
                     let tokens = step.sequences.iter().map(|s| s.tokens.len() as u64).sum();
-                    self.run_step(step).await?;
+                    self.compute(step).await?;
                     self.health.stepped(tokens, self.env.now(), || self.device.health());
                     ran = true;
                 }
@@ -299,9 +423,11 @@ impl Worker {
                     self.admitted(request, tokens_cached, &pages).await?;
                 }
                 Action::Reserved { request, tokens_cached, pages } => {
-                    self.await_kv(request, tokens_cached, pages)?;
+                    self.await_kv(request, tokens_cached, pages).await?;
                 }
-                Action::Lent { .. } => unreachable!("asked for by `lend`, which takes it"),
+                Action::Lent { .. } | Action::Refused { .. } => {
+                    unreachable!("an answer to what others ask, not to what the device may do")
+                }
                 Action::Revoked { request } => {
                     if self.hand_off(request).is_some() {
                         self.outgoing.remove(&request);
@@ -337,17 +463,47 @@ impl Worker {
         self.send_cached(request, tokens_cached, pages).await
     }
 
-    /// Runs one forward pass; the KV of handed-off prompts leaves layer by layer meanwhile.
-    async fn run_step(&mut self, step: Step) -> Result<()> {
+    /// Runs a step. If the device cannot do what is asked of it, each sequence is tried alone, so that those end which it cannot do
+    /// and no others.
+    async fn compute(&mut self, step: Step) -> Result<()> {
+        let error = match self.run_step(&step).await {
+            Ok(drawn) => {
+                self.finish_step(&step, drawn);
+                return Ok(());
+            }
+            Err(error) if fault::is_about_what_was_asked(&error) => error,
+            Err(error) => return Err(error),
+        };
+        tracing::warn!(device = %self.device.info().id, %error, "a step failed; its sequences run alone");
+        let mut drawn = Vec::new();
+        self.renew_queue()?;
+        for sequence in &step.sequences {
+            let alone = Step { sequences: vec![sequence.clone()] };
+            match self.run_step(&alone).await {
+                Ok(more) => drawn.extend(more),
+                Err(error) if fault::is_about_what_was_asked(&error) => {
+                    // It is dropped with the step, and nothing of it is published.
+                    self.fail_request(sequence.request, fault::failure(&error));
+                    self.renew_queue()?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        self.finish_step(&step, drawn);
+        Ok(())
+    }
+
+    /// Runs one forward pass and draws; the KV of handed-off prompts leaves layer by layer meanwhile.
+    async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
         let parts: Vec<Part<'_>> = step
             .sequences
             .iter()
             .map(|s| Part { start: s.start, tokens: &s.tokens, pages: &s.pages, sample: s.sample })
             .collect();
         let pass = self.forward.begin(&*self.device, &parts)?;
-        let leaving = self.leaving(&step);
+        let leaving = self.leaving(step);
         if let (Some(key), true) = (pass.key(), leaving.is_empty()) {
-            return self.run_recorded(&step, &pass, key);
+            return self.run_recorded(step, &pass, key);
         }
         let layers = self.forward.config().layers as usize;
         let depth = self.staging.depth();
@@ -359,28 +515,26 @@ impl Worker {
             tickets.push(self.queue.submit(&list)?);
             if !leaving.is_empty() && layer + 1 >= depth {
                 let ready = layer + 1 - depth;
-                self.queue.wait(tickets[ready], STEP_TIMEOUT)?;
+                self.queue.wait(tickets[ready], self.step_timeout)?;
                 self.deliver(ready, &leaving).await?;
             }
         }
         let mut list = self.forward.head(&pass)?;
-        let best = self.greedy(&step, &pass, &mut list)?;
+        let best = self.greedy(step, &pass, &mut list)?;
         let last = if list.is_empty() { tickets[layers - 1] } else { self.queue.submit(&list)? };
         if !leaving.is_empty() {
             let behind = (layers + 1).saturating_sub(depth);
             for (ready, &ticket) in tickets.iter().enumerate().skip(behind) {
-                self.queue.wait(ticket, STEP_TIMEOUT)?;
+                self.queue.wait(ticket, self.step_timeout)?;
                 self.deliver(ready, &leaving).await?;
             }
         }
-        self.queue.wait(last, STEP_TIMEOUT)?;
-        let drawn = self.draw(&step, self.forward.logits(&pass), best)?;
-        self.finish_step(&step, drawn);
-        Ok(())
+        self.queue.wait(last, self.step_timeout)?;
+        self.draw(step, self.forward.logits(&pass), best)
     }
 
     /// Runs a step that only decodes from its recording, which the first of its kind makes.
-    fn run_recorded(&mut self, step: &Step, pass: &Pass, key: StepKey) -> Result<()> {
+    fn run_recorded(&mut self, step: &Step, pass: &Pass, key: StepKey) -> Result<Vec<Draw>> {
         let mut tail = Vec::new();
         let best = self.greedy(step, pass, &mut tail)?;
         let key = (key, best.is_some());
@@ -407,10 +561,8 @@ impl Worker {
                 }
             }
         };
-        self.queue.wait(ticket, STEP_TIMEOUT)?;
-        let drawn = self.draw(step, self.forward.logits(pass), best)?;
-        self.finish_step(step, drawn);
-        Ok(())
+        self.queue.wait(ticket, self.step_timeout)?;
+        self.draw(step, self.forward.logits(pass), best)
     }
 
     /// If every token of the step is drawn greedily, the device picks it and the logits stay there.
@@ -457,7 +609,12 @@ impl Worker {
 
     /// A greedy token, unless its logit is no number: then nothing of the row can be trusted.
     fn checked(&self, logits: &Slice, row: usize, token: u32) -> Result<std::result::Result<Drawn, String>> {
-        let at = row as u64 * u64::from(self.forward.config().vocab) + u64::from(token);
+        let vocabulary = self.forward.config().vocab;
+        if token >= vocabulary {
+            let detail = format!("the device drew token {token} of a vocabulary of {vocabulary}");
+            return Err(Error::new(ErrorKind::Corrupt, detail));
+        }
+        let at = row as u64 * u64::from(vocabulary) + u64::from(token);
         let mut logit = [0f32];
         self.device.read(&logits.range(at * 4, 4), bytemuck::cast_slice_mut(&mut logit))?;
         let error = || SamplingError::NotFinite(token as usize).to_string();
@@ -479,7 +636,8 @@ impl Worker {
                     after.push((request, None));
                     let attempt = active.job.attempt;
                     self.active.remove(&request);
-                    self.report(FromWorker::RequestFailed { request, attempt, message });
+                    let failure = Failure::engine(message);
+                    self.report(FromWorker::RequestFailed { request, attempt, failure });
                     continue;
                 }
             };
@@ -541,23 +699,8 @@ impl Worker {
     /// Waits for a command list of its own; for copies outside a step.
     pub(super) fn run_now(&mut self, list: &[Cmd]) -> Result<()> {
         let ticket = self.queue.submit(list)?;
-        self.queue.wait(ticket, STEP_TIMEOUT).map_err(|error: Error| error.context("copying KV"))?;
+        self.queue.wait(ticket, COPY_TIMEOUT).map_err(|error: Error| error.context("copying KV"))?;
         Ok(())
-    }
-}
-
-/// Reports the instance lost if its worker panics: its requests must not wait for ever.
-struct PanicAlarm {
-    id: InstanceId,
-    reports: mpsc::UnboundedSender<Report>,
-}
-
-impl Drop for PanicAlarm {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            let error = Error::new(ErrorKind::Other, "the worker panicked; the log has the place");
-            let _ = self.reports.send((self.id, FromWorker::Down(error)));
-        }
     }
 }
 

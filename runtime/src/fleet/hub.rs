@@ -15,7 +15,7 @@ use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::{BTreeMap, BTreeSet};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 /// A process with devices, to be.
 pub struct WorkerProcess {
@@ -86,6 +86,7 @@ impl WorkerProcess {
             routers: BTreeMap::new(),
             peers: BTreeMap::new(),
             sessions: 0,
+            open: BTreeMap::new(),
             metrics: metrics.clone(),
             events: events.downgrade(),
         };
@@ -183,6 +184,8 @@ impl Hub {
 struct Known {
     /// Its `Up`; none once it is down.
     up: Option<FromWorker>,
+    /// It was up before, and failed.
+    failed: bool,
     stored: BTreeMap<Tier, BTreeSet<BlockHash>>,
     tiers: BTreeMap<Tier, LinkCost>,
     links: BTreeMap<InstanceId, LinkCost>,
@@ -197,6 +200,8 @@ struct Running {
     peers: BTreeMap<InstanceId, u64>,
     /// How many sessions there were.
     sessions: u64,
+    /// Those that are open: each ends when this is dropped.
+    open: BTreeMap<u64, oneshot::Sender<()>>,
     metrics: Metrics,
     events: mpsc::WeakUnboundedSender<Event>,
 }
@@ -249,9 +254,14 @@ impl Running {
                     self.metrics.load(&instance.device, load);
                 }
             }
-            FromWorker::Up { .. } => known.up = Some(message.clone()),
+            FromWorker::Up { .. } => {
+                known.up = Some(message.clone());
+                if std::mem::take(&mut known.failed) {
+                    self.part();
+                }
+            }
             FromWorker::Down(_) => {
-                *known = Known::default();
+                *known = Known { failed: true, ..Known::default() };
                 // This process lives on, and so do the ways of others to it.
                 let others = self.known.keys().chain(self.peers.keys()).filter(|&&other| other != instance);
                 for &other in others {
@@ -284,18 +294,34 @@ impl Running {
                 }
             }
             Event::RouterGone { router, session } => {
+                self.open.remove(&session);
                 if self.routers.get(&router).is_some_and(|(current, _)| *current == session) {
                     self.routers.remove(&router);
                     self.abandon(router);
                 }
             }
-            Event::PeerGone { instances, session } => self.peer_gone(&instances, session),
+            Event::PeerGone { instances, session } => {
+                self.open.remove(&session);
+                self.peer_gone(&instances, session);
+            }
         }
     }
 
     fn next_session(&mut self) -> u64 {
         self.sessions += 1;
         self.sessions
+    }
+
+    /// An instance works again that failed: what others still say to it, or of it, is of its earlier life. All sessions end, and who
+    /// was in one calls again.
+    fn part(&mut self) {
+        for router in std::mem::take(&mut self.routers).into_keys() {
+            self.abandon(router);
+        }
+        for (peer, session) in self.peers.clone() {
+            self.peer_gone(&[peer], session);
+        }
+        self.open.clear();
     }
 
     fn abandon(&self, router: RouterId) {
@@ -321,12 +347,13 @@ impl Running {
             links.chain(tiers).chain(stored).for_each(|message| self.tell(router, instance, message));
         }
         let allowed = move |message: &ToWorker| message.may_come_from_router(router);
-        self.listen(session.incoming, allowed, seat, Event::RouterGone { router, session: number });
+        self.listen(number, session.incoming, allowed, seat, Event::RouterGone { router, session: number });
     }
 
     /// Carries commands to this process's instances until the session ends.
     fn listen(
-        &self,
+        &mut self,
+        number: u64,
         incoming: mpsc::UnboundedReceiver<Command>,
         allowed: impl Fn(&ToWorker) -> bool + Send + 'static,
         seat: impl Send + 'static,
@@ -335,8 +362,14 @@ impl Running {
         let (directory, events) = (self.directory.clone(), self.events.clone());
         let own: BTreeSet<InstanceId> = self.known.keys().copied().collect();
         let listening = Listening { own, directory, refused: self.metrics.commands_refused.clone() };
+        let (open, parted) = oneshot::channel();
+        self.open.insert(number, open);
         self.env.spawn(Box::pin(async move {
-            listening.carry(incoming, allowed).await;
+            tokio::select! {
+                biased;
+                _ = parted => {}
+                () = listening.carry(incoming, allowed) => {}
+            }
             drop(seat);
             if let Some(events) = events.upgrade() {
                 let _ = events.send(end);
@@ -369,7 +402,7 @@ impl Running {
         }
         let theirs: BTreeSet<InstanceId> = instances.iter().copied().collect();
         let allowed = move |message: &ToWorker| message.may_come_from_peer(&theirs);
-        self.listen(session.incoming, allowed, seats, Event::PeerGone { instances, session: number });
+        self.listen(number, session.incoming, allowed, seats, Event::PeerGone { instances, session: number });
     }
 
     fn peer_gone(&mut self, instances: &[InstanceId], session: u64) {
@@ -416,6 +449,7 @@ impl FromWorker {
             FromWorker::Admitted { request, .. }
             | FromWorker::Reserved { request, .. }
             | FromWorker::Revoked { request, .. }
+            | FromWorker::Refused { request, .. }
             | FromWorker::Progress { request, .. }
             | FromWorker::Joined { request }
             | FromWorker::Drawn { request, .. }

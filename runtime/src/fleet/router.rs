@@ -178,7 +178,7 @@ mod tests {
             kv_block_tokens: 8,
             prefill_tokens_beside_decode_max: 16,
         };
-        FromWorker::Up { instance: Box::new(instance), kv: DType::F32 }
+        FromWorker::Up { instance: Box::new(instance), kv: DType::F32, silence_max: Seconds(60.0) }
     }
 
     fn request() -> GenerateRequest {

@@ -8,7 +8,7 @@ use mixfleet_runtime::env::{Connection, Env, SeededEnv};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::ChatMessage;
 use mixfleet_runtime::request::{
-    EngineHandle, FinishReason, GenerateRequest, Logprobs, Rejection, Sampling, Submission, Update,
+    EngineHandle, Failure, FinishReason, GenerateRequest, Logprobs, Rejection, Sampling, Submission, Update,
 };
 use serde_json::{Map, Value};
 use std::collections::HashMap;
@@ -202,7 +202,7 @@ where
     let env = SeededEnv::new(1);
     let (engine, submissions) = EngineHandle::channel(1024);
     let metrics = Metrics::new();
-    metrics.instances.set(1);
+    metrics.serves.set(1);
     let placements = Arc::new(Placements::new(4));
     let access = setup.access.unwrap_or_else(|| Access::from(setup.api_key));
     let api = Api::new(Arc::new(env.clone()), metrics.clone(), placements.clone(), setup.limits, access);
@@ -262,7 +262,7 @@ async fn generate(
     updates.send(Update::Started { cached_tokens: 3 }).ok()?;
     let (tokens, end) = match play {
         Play::Reply(tokens, reason) => (tokens, Some(Update::Finished { reason })),
-        Play::Fail(tokens, message) => (tokens, Some(Update::Failed(message.into()))),
+        Play::Fail(tokens, message) => (tokens, Some(Update::Failed(Failure::engine(message)))),
         Play::HangUp(tokens) => (tokens, None),
         Play::Gate(tokens, gate) => {
             send(server, request, updates, &tokens).await?;

@@ -16,7 +16,7 @@ use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
-    LowerTiers,
+    LowerTiers, MakeRegion,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics, TierLabels};
@@ -136,6 +136,11 @@ pub(crate) struct Fleet {
     /// Bits of host memory flip when blocks below devices are looked at.
     rots: Arc<AtomicBool>,
     disk_known: Mutex<Option<BoxFuture<'static, Option<u64>>>>,
+    regions: Arc<MakeRegion>,
+}
+
+fn host_region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
+    Ok(Arc::new(HostRegion::new(bytes as usize)?))
 }
 
 /// An event log in memory.
@@ -173,7 +178,33 @@ impl Fleet {
             lower: None,
             rots: Arc::default(),
             disk_known: Mutex::default(),
+            regions: Arc::new(host_region),
         }
+    }
+
+    /// With staging memory of this make.
+    pub(crate) fn regions(
+        mut self,
+        make: impl Fn(u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> + Send + Sync + 'static,
+    ) -> Self {
+        self.regions = Arc::new(make);
+        self
+    }
+
+    /// Instances that are up.
+    pub(crate) fn instances(&self) -> i64 {
+        self.metrics.instances.get()
+    }
+
+    /// Tells instances that are up, and whether they can serve.
+    pub(crate) fn watch(&self) -> impl Fn() -> (i64, bool) + use<> {
+        let metrics = self.metrics.clone();
+        move || (metrics.instances.get(), metrics.serves.get() == 1)
+    }
+
+    /// Workers that panicked.
+    pub(crate) fn panics(&self) -> u64 {
+        self.metrics.worker_panics.get()
     }
 
     /// With host memory for so many blocks below each device, and a disk below the first.
@@ -291,7 +322,6 @@ impl Fleet {
     }
 
     pub(crate) fn start(&self, env: SharedEnv) -> EngineHandle {
-        let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
         let config = Arc::new(self.checkpoint.config.clone());
         let instances = self.members.iter().enumerate().map(|(at, member)| {
             let device = member.device.clone();
@@ -342,7 +372,7 @@ impl Fleet {
             env,
             instances: instances.collect(),
             config,
-            links: Links { transports: vec![self.transport.clone()], make_region: Arc::new(region) },
+            links: Links { transports: vec![self.transport.clone()], make_region: self.regions.clone() },
             limits: EngineConfig {
                 hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, timeout: self.hand_off_timeout },
                 policy: self.policy,
@@ -478,7 +508,7 @@ pub(crate) async fn ask(
             Update::Token { id, .. } => answer.tokens.push(id),
             Update::Started { cached_tokens } => answer.cached_tokens = cached_tokens,
             Update::Finished { reason } => answer.finish = Some(reason),
-            Update::Failed(message) => answer.failure = Some(message),
+            Update::Failed(failure) => answer.failure = Some(failure.message),
         }
     }
     answer

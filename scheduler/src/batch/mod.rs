@@ -202,6 +202,13 @@ pub enum Action {
         /// Its id.
         request: RequestId,
     },
+    /// What was asked for cannot be: nothing of it is here. One that has the same id goes on.
+    Refused {
+        /// Its id.
+        request: RequestId,
+        /// Why.
+        reason: Refusal,
+    },
     /// A sequence lost its blocks and will be recomputed here. For the metrics.
     Preempted {
         /// Its id.
@@ -211,6 +218,23 @@ pub enum Action {
     Stored(Vec<BlockHash>),
     /// These are not any more.
     Evicted(Vec<Evicted>),
+}
+
+/// Why a sequence is not taken. Whoever asks is in another process, so that no mistake of his may stop this machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// It has no tokens.
+    #[error("the sequence has no tokens")]
+    Empty,
+    /// A sequence with this id is here.
+    #[error("a sequence with this id is here already")]
+    Known,
+    /// Not even all blocks would hold it.
+    #[error("the sequence needs more KV blocks than there are")]
+    TooLong,
+    /// It has no place in the order.
+    #[error("the time at which the sequence is due is no number")]
+    NoTime,
 }
 
 /// One forward pass over several sequences.
@@ -341,10 +365,11 @@ impl Instance {
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
             Event::Add { request, due, gives_way, tokens, hasher, pulls, after } => {
-                self.enqueue(Place { due, request }, gives_way, tokens, hasher, (pulls, Some(after)));
+                let place = Place { due, request };
+                self.take_in(place, gives_way, tokens, hasher, (pulls, Some(after)), actions);
             }
             Event::Reserve { request, due, gives_way, tokens, hasher } => {
-                self.enqueue(Place { due, request }, gives_way, tokens, hasher, (0, None));
+                self.take_in(Place { due, request }, gives_way, tokens, hasher, (0, None), actions);
             }
             Event::Landed { request, tokens_valid, next } => {
                 self.landed(request, tokens_valid, next, actions);
@@ -362,16 +387,34 @@ impl Instance {
         }
     }
 
-    fn enqueue(
+    /// Why no sequence of `tokens` tokens can stand at `place`.
+    fn refusal(&self, place: Place, tokens: usize) -> Option<Refusal> {
+        let room = u64::from(self.limits.blocks_total) * u64::from(self.limits.block_tokens);
+        if tokens == 0 {
+            Some(Refusal::Empty)
+        } else if self.sequences.contains_key(&place.request) {
+            Some(Refusal::Known)
+        } else if tokens as u64 > room {
+            Some(Refusal::TooLong)
+        } else {
+            (!place.due.0.is_finite()).then_some(Refusal::NoTime)
+        }
+    }
+
+    fn take_in(
         &mut self,
         place: Place,
         gives_way: bool,
         tokens: Vec<u32>,
         hasher: PrefixHasher,
         (pulls, after): (u32, Option<After>),
+        actions: &mut Vec<Action>,
     ) {
-        assert!(!tokens.is_empty(), "a sequence has at least one token");
         let request = place.request;
+        if let Some(reason) = self.refusal(place, tokens.len()) {
+            actions.push(Action::Refused { request, reason });
+            return;
+        }
         let sequence = Sequence {
             place,
             gives_way,
@@ -385,8 +428,7 @@ impl Instance {
             pulls,
             cancelled: false,
         };
-        let old = self.sequences.insert(request, sequence);
-        assert!(old.is_none(), "request {request} is here already");
+        self.sequences.insert(request, sequence);
         self.waiting.insert(place);
     }
 

@@ -199,6 +199,15 @@ impl Fleet {
         self.loads.iter().map(|load| &load.spec)
     }
 
+    /// Whether some instance can serve alone, or some pair that a link joins.
+    pub fn can_serve(&self) -> bool {
+        let pair = |(p, prefill): (usize, &Load)| {
+            prefill.spec.role.decodes()
+                || self.able(Role::decodes).any(|(d, decode)| d != p && self.link(prefill, decode).is_some())
+        };
+        self.able(Role::prefills).any(pair)
+    }
+
     /// Takes `event`, which happened at `now`, and appends what must be done to `actions`. `now` is on
     /// any clock that does not run backwards.
     pub fn step(&mut self, now: Seconds, event: Event, actions: &mut Vec<Action>) {

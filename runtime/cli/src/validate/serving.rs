@@ -89,7 +89,7 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
         while let Some(update) = updates.recv().await {
             match update {
                 Update::Token { id, .. } => ids.push(id),
-                Update::Failed(message) => bail!(message),
+                Update::Failed(failure) => bail!(failure.message),
                 Update::Finished { .. } => break,
                 Update::Placed { .. } | Update::Started { .. } => {}
             }

@@ -63,6 +63,11 @@ impl LoggedFleet {
         LoggedFleet { machine: Fleet::new(config), log }
     }
 
+    /// Whether somebody can prefill and decode.
+    pub(super) fn can_serve(&self) -> bool {
+        self.machine.can_serve()
+    }
+
     /// What it thinks that instances hold.
     pub(super) fn held(&self) -> Held {
         self.machine.held()

@@ -1,0 +1,125 @@
+//! What others ask of an instance, held to what it can do before anything acts on it.
+//!
+//! Routers and peers are other processes, of which one may be broken or hostile: whatever they send ends with a refusal at worst.
+
+use super::messages::{HandOff, Job, Source};
+use super::worker::Worker;
+use mixfleet_hal::{DType, Error, Result};
+use mixfleet_scheduler::fleet::InstanceId;
+
+/// Staging memory that one receiver may name, and its slots: what the sender allocates for it.
+const LANDING_BYTES_MAX: u64 = 1 << 30;
+const SLOTS_MAX: u32 = 1 << 12;
+
+/// Ways to one landing.
+const REGIONS_MAX: usize = 16;
+
+/// Tokens that end an answer, and log-probabilities of a token.
+const EOS_IDS_MAX: usize = 1 << 10;
+const LOGPROBS_MAX: u32 = 1 << 10;
+
+impl Worker {
+    /// Whether this instance can compute such a job, alone at least.
+    ///
+    /// # Errors
+    /// `Invalid` with the reason.
+    pub(super) fn check_job(&self, job: &Job) -> Result<()> {
+        let config = self.forward.config();
+        let wanted = &job.wanted;
+        let (prompt, generated) = (wanted.prompt_ids.len() as u64, job.generated.len() as u64);
+        if prompt == 0 {
+            return Err(Error::invalid("the prompt has no tokens"));
+        }
+        let ids = wanted.prompt_ids.iter().chain(&job.generated);
+        if let Some(id) = ids.copied().find(|&id| id >= config.vocab) {
+            return Err(Error::invalid(format!(
+                "token {id} has no row in the model's embedding, which has {}",
+                config.vocab
+            )));
+        }
+        if generated >= u64::from(wanted.max_tokens) {
+            return Err(Error::invalid("the answer is complete: there is no token to generate"));
+        }
+        let whole = prompt + u64::from(wanted.max_tokens);
+        let room = self.capacity_tokens().min(config.context_max.into());
+        if whole > room {
+            return Err(Error::invalid(format!("{whole} tokens of prompt and answer; {room} fit here")));
+        }
+        if !job.due.0.is_finite() {
+            return Err(Error::invalid("the time at which the request is due is no number"));
+        }
+        if !wanted.sampling.is_finite() {
+            return Err(Error::invalid("a parameter of sampling is no number"));
+        }
+        if wanted.eos_ids.len() > EOS_IDS_MAX || wanted.logprobs.is_some_and(|top| top > LOGPROBS_MAX) {
+            return Err(Error::invalid("more end tokens or log-probabilities than any answer has use for"));
+        }
+        Ok(())
+    }
+
+    /// Whether KV can be sent so.
+    ///
+    /// # Errors
+    /// `Invalid` with the reason.
+    pub(super) fn check_hand_off(&self, job: &Job, to: &HandOff) -> Result<()> {
+        let landing = &to.landing;
+        if to.to == self.id {
+            return Err(Error::invalid("KV is to be sent to where it is"));
+        }
+        if landing.regions.is_empty() || landing.regions.len() > REGIONS_MAX {
+            return Err(Error::invalid(format!("{} names no memory to write to", to.to)));
+        }
+        if !self.can_exchange(to.wire) {
+            return Err(Error::invalid(format!("KV does not travel as {}", to.wire)));
+        }
+        let (slots, slot_bytes) = (landing.slots, landing.slot_bytes);
+        let all_bytes = slot_bytes.checked_mul(slots.into()).filter(|&all| all <= LANDING_BYTES_MAX);
+        let token_bytes = self.staging.token_bytes(to.wire);
+        if slots == 0 || slots > SLOTS_MAX || slot_bytes < token_bytes || all_bytes.is_none() {
+            return Err(Error::invalid(format!("{slots} staging slots of {slot_bytes} bytes are of no use")));
+        }
+        if to.from as usize > job.length() || to.attempt != job.attempt {
+            return Err(Error::invalid("the hand-off belongs to another sequence"));
+        }
+        Ok(())
+    }
+
+    /// Whether a part of a prompt can come from there.
+    ///
+    /// # Errors
+    /// `Invalid` with the reason.
+    pub(super) fn check_source(&self, holder: InstanceId) -> Result<()> {
+        if holder == self.id {
+            return Err(Error::invalid("KV is to come from where it is wanted"));
+        }
+        Ok(())
+    }
+
+    /// Pieces of such a dtype are gathered and scattered here.
+    fn can_exchange(&self, wire: DType) -> bool {
+        DType::FLOATS.contains(&wire)
+    }
+
+    /// Tokens that the KV memory holds.
+    fn capacity_tokens(&self) -> u64 {
+        let shape = self.forward.shape();
+        u64::from(shape.blocks) * u64::from(shape.block_tokens)
+    }
+
+    /// A job with all that goes with it.
+    ///
+    /// # Errors
+    /// `Invalid` with the reason.
+    pub(super) fn check_add(
+        &self,
+        job: &Job,
+        hand_off: Option<&HandOff>,
+        pull: Option<Source>,
+    ) -> Result<()> {
+        self.check_job(job)?;
+        if let Some(to) = hand_off {
+            self.check_hand_off(job, to)?;
+        }
+        pull.map_or(Ok(()), |source| self.check_source(source.holder))
+    }
+}

@@ -1,0 +1,138 @@
+//! What the coordinator looks after by the clock: ways for KV that rest, and instances that say nothing.
+//!
+//! A receiver that has no memory for what would land refuses one reservation. The way to it rests for a moment, so that requests go
+//! elsewhere while others wait for it to be freed, and is tried again then.
+
+use super::coordinator::{Running, Tracked};
+use crate::request::Failure;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{Error, ErrorKind};
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::fleet::{Event, Instance, InstanceId, Link};
+use std::collections::BTreeMap;
+
+/// How long a way rests after a receiver refused what would come by it.
+const REST: Seconds = Seconds(1.0);
+
+/// A request that was refused so often fails.
+const REFUSALS_MAX: u32 = 3;
+
+/// The longest silence that an instance may claim for its steps, and the largest KV block.
+const SILENCE_MAX: Seconds = Seconds(3600.0);
+const BLOCK_TOKENS_MAX: u32 = 1 << 16;
+
+/// From and to.
+type Pair = (InstanceId, InstanceId);
+
+/// The ways for KV between instances.
+#[derive(Default)]
+pub(super) struct Ways {
+    costs: BTreeMap<Pair, LinkCost>,
+    /// Those that are not used until then.
+    rests: BTreeMap<Pair, Seconds>,
+}
+
+impl Ways {
+    /// An instance is gone, and all ways from and to it.
+    pub(super) fn forget(&mut self, instance: InstanceId) {
+        let other = |(from, to): &Pair| *from != instance && *to != instance;
+        self.costs.retain(|pair, _| other(pair));
+        self.rests.retain(|pair, _| other(pair));
+    }
+
+    /// How long a request that finds no place should wait for a way that rests.
+    pub(super) fn resting(&self, now: Seconds) -> Seconds {
+        let last = self.rests.values().map(|until| (*until - now).0).fold(0.0, f64::max);
+        if self.rests.is_empty() { Seconds::ZERO } else { Seconds(last) + REST }
+    }
+}
+
+impl Running {
+    pub(super) fn link_up(&mut self, from: InstanceId, to: InstanceId, cost: LinkCost) {
+        self.ways.costs.insert((from, to), cost);
+        if !self.ways.rests.contains_key(&(from, to)) {
+            self.fleet_step(Event::LinkUp(Link { from, to, cost }));
+        }
+        self.count_instances();
+    }
+
+    /// A receiver has no memory for KV of a request. No KV goes that way for a moment, and what was to is placed anew.
+    pub(super) fn refused(&mut self, request: RequestId, (from, to): Pair, reason: String) {
+        tracing::warn!(request, %from, %to, reason, "a way for KV rests");
+        let Some(tracked) = self.requests.get_mut(&request) else { return };
+        tracked.refusals += 1;
+        if tracked.refusals >= REFUSALS_MAX {
+            self.fail(request, Failure::exhausted(format!("its KV has nowhere to go: {reason}")));
+        }
+        self.ways.rests.insert((from, to), self.parts.env.now() + REST);
+        self.unlink(from, to);
+    }
+
+    /// The way is gone; what was on its way there is placed anew.
+    pub(super) fn link_down(&mut self, from: InstanceId, to: InstanceId) {
+        self.ways.costs.remove(&(from, to));
+        self.ways.rests.remove(&(from, to));
+        self.unlink(from, to);
+        self.count_instances();
+    }
+
+    /// Ways that have rested are used again.
+    pub(super) fn end_rests(&mut self) {
+        let now = self.parts.env.now();
+        let rested = self.ways.rests.extract_if(.., |_, until| until.0 <= now.0);
+        for ((from, to), _) in rested.collect::<Vec<_>>() {
+            if let Some(&cost) = self.ways.costs.get(&(from, to)) {
+                self.fleet_step(Event::LinkUp(Link { from, to, cost }));
+            }
+        }
+    }
+
+    /// Loses the instances that have had work for too long without a word of it.
+    pub(super) fn give_up_silent(&mut self) {
+        let now = self.parts.env.now();
+        for (instance, since) in self.busy() {
+            let Some(handle) = self.parts.instances.get(&instance) else { continue };
+            if handle.silent_after(since).0 > now.0 {
+                continue;
+            }
+            let detail = format!("it has work and has said nothing of it for {:.0} s", (now - since).0);
+            self.parts.metrics.instances_silent.inc();
+            self.failed(instance, &Error::new(ErrorKind::Timeout, detail));
+        }
+    }
+
+    /// Who has work, and since when at the latest.
+    fn busy(&self) -> BTreeMap<InstanceId, Seconds> {
+        let mut busy = BTreeMap::new();
+        for Tracked { prefill, decode, asked_at, .. } in self.requests.values() {
+            for instance in [prefill, decode] {
+                if self.parts.instances.contains_key(instance) {
+                    let since = busy.entry(*instance).or_insert(*asked_at);
+                    *since = since.min(*asked_at);
+                }
+            }
+        }
+        busy
+    }
+}
+
+/// Whether what an instance says of itself can be reckoned with.
+pub(super) fn check_instance(instance: &Instance, silence_max: Seconds) -> Result<(), &'static str> {
+    let Instance { kv_block_tokens, kv_capacity_tokens, price, cost, .. } = instance;
+    if *kv_block_tokens == 0 || *kv_block_tokens > BLOCK_TOKENS_MAX || *kv_capacity_tokens == 0 {
+        return Err("its KV blocks hold no sensible number of tokens");
+    }
+    if price.is_some_and(|price| !price.0.is_finite() || price.0 < 0.0) {
+        return Err("its price is no number");
+    }
+    let is_time = |time: Seconds| time.0.is_finite() && time.0 >= 0.0;
+    let tokens = u32::try_from(*kv_capacity_tokens).unwrap_or(u32::MAX).min(512);
+    if !is_time(cost.prefill_s(0, tokens)) || !is_time(cost.decode_step_s(1, tokens.into())) {
+        return Err("its steps take no sensible time");
+    }
+    if !is_time(silence_max) || silence_max.0 > SILENCE_MAX.0 {
+        return Err("it wants to be silent for longer than anyone should wait");
+    }
+    Ok(())
+}
