@@ -83,9 +83,10 @@ impl ReplayArgs {
     }
 }
 
+/// A factor or a time; beyond these bounds no trace has use for one.
 pub(crate) fn positive(text: &str) -> Result<f64, String> {
-    let value = text.parse().ok().filter(|value: &f64| value.is_finite() && *value > 0.0);
-    value.ok_or_else(|| "expected a number above 0".into())
+    let value = text.parse().ok().filter(|value: &f64| (1e-9..=1e9).contains(value));
+    value.ok_or_else(|| "expected a number above 0, from 1e-9 to 1e9".into())
 }
 
 /// Requests between two looks at the bar.

@@ -80,13 +80,18 @@ fn mistakes_have_their_exit_codes_and_words() {
     let good = "{\"timestamp\": 0, \"input_length\": 5, \"output_length\": 1}\n";
     std::fs::write(&path, format!("{good}{good}{{\"timestamp\": 0}}\n")).unwrap();
     let path = path.to_str().expect("UTF-8");
-    let cases: [(&[&str], i32, &str); 8] = [
+    let cases: [(&[&str], i32, &str); 13] = [
         (&["stats", path], 3, "line 3: missing field `input_length`"),
         (&["stats", "no-such-file"], 3, "no-such-file"),
         (&["stats", path, "--speedup", "0"], 2, "above 0"),
         (&["stats", path, "--policy", "fifo"], 2, "known: lru, lfu, length-aware"),
         (&["stats", path, "--prefill=1"], 2, "expected two numbers"),
+        (&["stats", path, "--speedup", "1e-300"], 2, "above 0"),
+        (&["stats", path, "--jitter=inf"], 2, "above 0"),
         (&["generate", "--rate=-1"], 2, "above 0"),
+        (&["generate", "--rate", "1e-320"], 2, "above 0"),
+        (&["generate", "--rate", "1e-8"], 2, "must lie between 1e-6 and 1e4"),
+        (&["generate", "--rate", "1e-5", "--requests", "18446744073709551615"], 2, "the longest"),
         (&["generate", "--rate", "1000", "--hit-target", "0.9"], 2, "out of reach"),
         (&["generate", "--hit-target", "2"], 2, "between 0 and 1"),
     ];

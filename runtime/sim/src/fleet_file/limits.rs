@@ -9,7 +9,7 @@ const LEAST: f64 = 1e-15;
 const MOST: f64 = 1e15;
 
 /// Instances of all pools together.
-const INSTANCES_MAX: u64 = 100_000;
+const INSTANCES_MAX: u64 = 10_000;
 /// Tokens that a tier of an instance may hold, stated or counted from bytes.
 pub(super) const TIER_TOKENS_MAX: u64 = 1_000_000_000_000;
 

@@ -6,6 +6,7 @@ mod class;
 mod cost;
 mod engine_profile;
 mod error;
+mod limits;
 mod model;
 mod pipeline;
 mod raw;
@@ -193,7 +194,9 @@ impl FleetFile {
     /// # Errors
     /// As [`FleetFile::read`].
     pub fn parse(text: &str, directory: &Path, read_profile: ReadProfile) -> Result<Self, FleetFileError> {
-        let file: raw::File = toml::from_str(text).map_err(|error| FleetFileError::syntax(&error))?;
+        let syntax = |error: toml::de::Error| FleetFileError::syntax(&error);
+        limits::check(&text.parse().map_err(syntax)?)?;
+        let file: raw::File = toml::from_str(text).map_err(syntax)?;
         resolve::file(file, directory, read_profile)
     }
 

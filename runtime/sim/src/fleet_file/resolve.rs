@@ -2,6 +2,7 @@
 
 use super::cost::{Hardware, Source};
 use super::error::suggestion;
+use super::limits::TIER_TOKENS_MAX;
 use super::{
     Engine, FleetFile, FleetFileError, Kv, Link, Model, Pool, ReadProfile, Slo, Tier, VERSION, class, model,
     pipeline, raw, rebalance,
@@ -213,7 +214,16 @@ fn tokens_or_bytes(
         (_, Some(bytes)) if !(bytes.is_finite() && bytes >= 0.0) => {
             Err(wrong(format!("{place}: {name}_bytes"), format!("is {bytes}; it must be 0 or more")))
         }
-        (tokens, bytes) => Ok(tokens.or(bytes.map(|bytes| (bytes / model.kv_bytes_per_token) as u64))),
+        (tokens, bytes) => {
+            let tokens = tokens.or(bytes.map(|bytes| (bytes / model.kv_bytes_per_token) as u64));
+            match tokens.filter(|tokens| *tokens > TIER_TOKENS_MAX) {
+                Some(tokens) => {
+                    let cause = format!("{tokens} tokens of KV; it must be at most {TIER_TOKENS_MAX}");
+                    Err(wrong(format!("{place}: {name}_bytes"), cause))
+                }
+                None => Ok(tokens),
+            }
+        }
     }
 }
 

@@ -164,7 +164,7 @@ struct Flight {
 /// Runs `requests` through the fleet until the last is done, under the eyes of `observer`.
 ///
 /// # Errors
-/// What the trace's reader says.
+/// What the trace's reader says, and [`TraceError::Late`] where the fleet is so slow that times run out.
 pub fn run(
     setup: &Setup,
     requests: impl Iterator<Item = Result<Request, TraceError>>,
@@ -174,8 +174,10 @@ pub fn run(
     for request in requests {
         let request = request?;
         let at_s = request.at.0;
+        TraceError::unless_late("a request arrives", at_s)?;
         while world.next_at().is_some_and(|next_s| next_s <= at_s) {
             world.advance();
+            world.check()?;
         }
         world.move_to(at_s);
         world.turn_up(request);
@@ -183,6 +185,7 @@ pub fn run(
     // a copy that is still on its way then is nobody's
     while world.has_requests() && world.next_at().is_some() {
         world.advance();
+        world.check()?;
     }
     world.last_sample();
     Ok(world.ledger.results(setup, world.now_s, &world.network, &world.copies))
@@ -209,6 +212,12 @@ struct World<'a> {
 }
 
 impl<'a> World<'a> {
+    /// Whether time and the samples of it are still within bounds.
+    fn check(&self) -> Result<(), TraceError> {
+        TraceError::unless_late("the fleet is still at work", self.now_s)?;
+        self.timeline.check()
+    }
+
     fn new(setup: &'a Setup, observer: &'a mut dyn Observer) -> Self {
         let mut fleet = Fleet::new(setup.fleet.clone());
         let mut actions = Vec::new();

@@ -2,6 +2,7 @@
 
 use super::World;
 use super::observe::Sample;
+use crate::trace::TraceError;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::InstanceId;
 
@@ -20,6 +21,9 @@ pub(super) struct Occupation {
     pub(super) worked_s: (f64, f64),
 }
 
+/// Samples of a run: a busy century by the second, or some days by the millisecond.
+const SAMPLES_MAX: u64 = 20_000_000;
+
 /// Of one pool.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
@@ -34,6 +38,8 @@ pub(super) struct Timeline {
     interval_s: Option<f64>,
     /// Number of the next sample, from 1 on.
     next: u64,
+    /// Samples so far.
+    taken: u64,
     sampled_s: f64,
     /// The fleet had no request at the last sample.
     idle: bool,
@@ -45,7 +51,16 @@ pub(super) struct Timeline {
 impl Timeline {
     pub(super) fn new(interval_s: Option<f64>, pools: usize) -> Self {
         let pools = vec![Counts::default(); pools];
-        Timeline { interval_s, next: 1, sampled_s: 0.0, idle: false, arrived: 0, rejected: 0, pools }
+        Timeline {
+            interval_s,
+            next: 1,
+            taken: 0,
+            sampled_s: 0.0,
+            idle: false,
+            arrived: 0,
+            rejected: 0,
+            pools,
+        }
     }
 
     pub(super) fn arrived(&mut self) {
@@ -68,10 +83,21 @@ impl Timeline {
     fn due(&mut self, then_s: f64, idle: bool) -> Option<f64> {
         let interval_s = self.interval_s?;
         if idle && self.idle {
-            self.next = self.next.max((then_s / interval_s).ceil() as u64 - 1);
+            self.next = self.next.max(((then_s / interval_s).ceil() as u64).saturating_sub(1));
+        }
+        if self.taken > SAMPLES_MAX {
+            return None;
         }
         let due_s = self.next as f64 * interval_s;
         (due_s < then_s).then_some(due_s)
+    }
+}
+
+impl Timeline {
+    /// # Errors
+    /// When there are too many samples for any table or page.
+    pub(super) fn check(&self) -> Result<(), TraceError> {
+        if self.taken > SAMPLES_MAX { Err(TraceError::Samples(SAMPLES_MAX)) } else { Ok(()) }
     }
 }
 
@@ -81,6 +107,7 @@ impl World<'_> {
         while let Some(due_s) = self.timeline.due(then_s, self.flights.is_empty()) {
             self.sample(due_s);
             self.timeline.next += 1;
+            self.timeline.taken += 1;
         }
         self.now_s = self.now_s.max(then_s);
     }

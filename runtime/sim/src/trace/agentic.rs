@@ -6,7 +6,7 @@
 
 use super::lines::Lines;
 use super::read::{Lengths, Repairs};
-use super::{Format, Request, Session, TraceError};
+use super::{Format, Request, Session, TIME_S_MAX, TraceError};
 use mixfleet_hal::random::bits;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
@@ -272,7 +272,7 @@ impl Running {
 }
 
 fn checked(what: &str, seconds: f64) -> Result<f64, String> {
-    let right = seconds.is_finite() && seconds >= 0.0;
+    let right = (0.0..=TIME_S_MAX).contains(&seconds);
     right.then_some(seconds).ok_or_else(|| format!("{what} = {seconds} is not a time in seconds"))
 }
 

@@ -1,6 +1,6 @@
 //! What can be wrong with a trace.
 
-use super::Format;
+use super::{Format, TIME_S_MAX};
 
 /// Why a trace cannot be read, where, and what was expected.
 #[derive(Debug, thiserror::Error)]
@@ -39,12 +39,30 @@ pub enum TraceError {
         /// What was seen.
         cause: String,
     },
+    /// Something happens later than times can be told apart.
+    #[error("{what} {at_s:e} s after the trace's start; times up to {TIME_S_MAX:e} s can be told apart")]
+    Late {
+        /// What happens.
+        what: &'static str,
+        /// When.
+        at_s: f64,
+    },
+    /// A timeline without end.
+    #[error("the timeline has more than {0} samples; a longer --timeline-interval-s takes fewer")]
+    Samples(u64),
     /// There is no request in it.
     #[error("{name} holds no request")]
     Empty {
         /// The trace.
         name: String,
     },
+}
+
+impl TraceError {
+    /// An error unless `at_s` is a time that can be told apart from others.
+    pub(crate) fn unless_late(what: &'static str, at_s: f64) -> Result<(), TraceError> {
+        if at_s <= TIME_S_MAX { Ok(()) } else { Err(TraceError::Late { what, at_s }) }
+    }
 }
 
 fn after(line: u64) -> String {

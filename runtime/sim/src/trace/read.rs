@@ -271,6 +271,7 @@ impl Window {
         };
         self.emitted = Some(draft.at);
         let origin = *self.origin.get_or_insert(if self.foreign_clock { draft.at } else { Seconds::ZERO });
+        TraceError::unless_late("a request arrives", (draft.at - origin).0)?;
         Ok(Some(Request {
             id,
             at: draft.at - origin,
@@ -286,6 +287,9 @@ impl Window {
     fn read(&mut self, lines: &mut Lines, repairs: &mut Repairs) -> Result<bool, TraceError> {
         let Some(line) = lines.next()? else { return Ok(false) };
         let draft = self.parser.parse(line).map_err(|cause| lines.error(self.format, cause))?;
+        if !draft.at.0.is_finite() {
+            return Err(lines.error(self.format, format!("{} is not a time", draft.at.0)));
+        }
         if self.emitted.is_some_and(|emitted| draft.at < emitted) {
             let cause =
                 format!("it arrives before a request more than {WINDOW_LINES} lines above; sort the file");

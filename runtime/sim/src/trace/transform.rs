@@ -13,7 +13,11 @@ pub trait Requests: Iterator<Item = Result<Request, TraceError>> + Sized {
     /// When `factor` is not a positive number.
     fn speedup(self, factor: f64) -> impl Iterator<Item = Self::Item> {
         assert!(factor.is_finite() && factor > 0.0, "a speed-up is a positive number");
-        self.map(move |item| item.map(|request| Request { at: request.at / factor, ..request }))
+        self.map(move |item| {
+            let at = item.as_ref().map_or(Seconds::ZERO, |request| request.at / factor);
+            TraceError::unless_late("with this speed-up a request arrives", at.0)?;
+            item.map(|request| Request { at, ..request })
+        })
     }
 
     /// Spreads requests of equal arrival evenly at random over what follows: at most `bin`, at most up to

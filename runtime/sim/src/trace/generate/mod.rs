@@ -13,7 +13,7 @@ pub use arrivals::Arrivals;
 pub use model::{Model, Preset, Quantiles, Turns};
 pub use write::{Output, write_line};
 
-use super::{Request, Session, TOKENS_MAX, key_of, mooncake::BLOCK_TOKENS};
+use super::{Request, Session, TIME_S_MAX, TOKENS_MAX, key_of, mooncake::BLOCK_TOKENS};
 use arrivals::Starts;
 use mixfleet_hal::random::{Stream, bits};
 use mixfleet_hal::units::Seconds;
@@ -25,6 +25,13 @@ const ANSWER_S_PER_TOKEN: f64 = 0.0257;
 
 /// Mean sessions that pass before the first request is kept, so that the rate is steady from the start.
 const WARM_UP_SESSIONS: f64 = 3.0;
+
+/// Requests per second: one in two weeks,
+const RATE_MIN: f64 = 1e-6;
+/// and what a trace of some hours still fits on a disk with.
+const RATE_MAX: f64 = 1e4;
+/// Requests before the first that is kept: half a minute of work.
+const REQUESTS_BEFORE_MAX: f64 = 3e7;
 
 /// What to generate.
 #[derive(Clone, Copy, Debug)]
@@ -40,6 +47,16 @@ pub struct GenerateOptions {
 }
 
 impl GenerateOptions {
+    /// # Errors
+    /// When a rate or the trace's length is beyond what anybody has.
+    fn check(&self) -> Result<(), GenerateError> {
+        if !(RATE_MIN..=RATE_MAX).contains(&self.rate) {
+            return Err(GenerateError::Rate(self.rate));
+        }
+        let duration_s = self.requests as f64 / self.rate;
+        if duration_s > TIME_S_MAX { Err(GenerateError::Duration(duration_s)) } else { Ok(()) }
+    }
+
     /// A load of the same duration with fewer requests: how much of a session a trace shows depends on its
     /// duration, and on nothing else.
     fn pilot(self) -> Self {
@@ -53,8 +70,19 @@ impl GenerateOptions {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GenerateError {
     /// The rate is not a positive number.
-    #[error("{0} requests per second: the rate must be positive and at most 1e9")]
+    #[error("{0:e} requests per second: the rate must lie between {RATE_MIN:e} and {RATE_MAX:e}")]
     Rate(f64),
+    /// So many requests at this rate take too long.
+    #[error(
+        "the trace would last {0:e} s, and {TIME_S_MAX:e} s are the longest: fewer requests, or a higher rate"
+    )]
+    Duration(f64),
+    /// It takes too long to get to the trace's start.
+    #[error(
+        "{0:e} requests of sessions that began before the trace would be played first, and {REQUESTS_BEFORE_MAX:e} \
+         are the most: a lower rate"
+    )]
+    Before(f64),
     /// The hit rate is no share.
     #[error("a hit rate of {0}: it must lie between 0 and 1")]
     Share(f64),
@@ -127,8 +155,14 @@ struct Running {
 impl Generator {
     /// A generator of `model`'s requests.
     pub fn new(model: Model, options: GenerateOptions) -> Result<Self, GenerateError> {
-        if !(options.rate > 0.0 && options.rate <= 1e9) {
-            return Err(GenerateError::Rate(options.rate));
+        options.check()?;
+        Self::of(model, options)
+    }
+
+    fn of(model: Model, options: GenerateOptions) -> Result<Self, GenerateError> {
+        let warm_up_s = WARM_UP_SESSIONS * model.session_s(ANSWER_S_PER_TOKEN);
+        if warm_up_s * options.rate > REQUESTS_BEFORE_MAX {
+            return Err(GenerateError::Before(warm_up_s * options.rate));
         }
         let session_rate = options.rate / model.turns.mean();
         let mut starts = Starts::new(options.arrivals, session_rate, options.seed);
@@ -137,7 +171,7 @@ impl Generator {
             next_start: starts.next(),
             starts,
             running: BTreeMap::new(),
-            warm_up_s: WARM_UP_SESSIONS * model.session_s(ANSWER_S_PER_TOKEN),
+            warm_up_s,
             sessions: 0,
             emitted: 0,
             next_hash_id: u64::from(system_prompts) * u64::from(system_blocks),
@@ -158,9 +192,10 @@ impl Generator {
         if !(target > 0.0 && target < 1.0) {
             return Err(GenerateError::Share(target));
         }
+        options.check()?;
         let pilot = options.pilot();
         let hit = |turns: f64| -> Result<f64, GenerateError> {
-            let mut generator = Generator::new(model.with_turns(turns), pilot)?;
+            let mut generator = Generator::of(model.with_turns(turns), pilot)?;
             let mut ids = Vec::new();
             while generator.advance(&mut ids).is_some() {}
             Ok(generator.hits.reused_tokens as f64 / generator.hits.prompt_tokens.max(1) as f64)
