@@ -318,3 +318,27 @@ fn dropping_everything_with_work_in_flight_is_harmless() {
     drop(queue);
     drop(rig);
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_batch_over_a_file_that_is_cut_under_it_fails_and_so_do_those_after_it() {
+    use mixfleet_hal::FileMapper;
+    let path = std::env::temp_dir().join(format!("mixfleet-cpu-queue-{}", std::process::id()));
+    std::fs::write(&path, vec![0x3f; 1 << 20]).unwrap();
+    let device = CpuBackend.open("cpu").unwrap();
+    let imported = device.import(mixfleet_cpu::host::Mapper.map(&path).unwrap()).unwrap();
+    let alloc = || device.alloc(1 << 20, Role::Activations).unwrap();
+    let (other, out) = (alloc(), alloc());
+    let batch = [add(&imported, &other, &out)];
+    let mut queue = device.queue().unwrap();
+    let ticket = queue.submit(&batch).unwrap();
+    queue.wait(ticket, LONG).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(100).unwrap();
+    for _ in 0..2 {
+        let ticket = queue.submit(&batch).unwrap();
+        let error = queue.wait(ticket, LONG).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::DeviceLost);
+        assert!(error.detail.contains("was cut short"), "{error}");
+    }
+    std::fs::remove_file(&path).unwrap();
+}

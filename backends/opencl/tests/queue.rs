@@ -1,10 +1,11 @@
 //! Queues and memory: what the conformance suite takes for granted.
 #![cfg(feature = "opencl")]
 
-use mixfleet_hal::{Backend, Cmd, DType, Device, ErrorKind, OpSig, Role};
+use mixfleet_hal::{Backend, Cmd, DType, Device, Error, ErrorKind, HostMemory, OpSig, Result, Role};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_opencl::OpenClBackend;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -42,6 +43,45 @@ fn imported_and_foreign_memory_is_not_written() {
         assert_eq!(got, [7; 64]);
         assert_eq!(*host, vec![7u8; 64]);
     }
+}
+
+/// Host memory that lost its bytes once it is told so.
+#[derive(Debug)]
+struct Losing(Vec<u8>, AtomicBool);
+
+impl HostMemory for Losing {
+    fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.1.load(Ordering::SeqCst) {
+            true => Err(Error::new(ErrorKind::DeviceLost, "lost bytes")),
+            false => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn a_batch_that_may_have_read_lost_host_memory_fails_and_so_do_those_after_it() {
+    let Some(device) = device() else { return };
+    if !device.limits().imports_host_memory {
+        return;
+    }
+    let host = Arc::new(Losing(vec![7; 64], AtomicBool::new(false)));
+    let (imported, own) =
+        (device.import(host.clone()).unwrap(), device.alloc(64, Role::Activations).unwrap());
+    let copy = [Cmd::new(OpSig::Copy { bytes: 64 }, &[imported, own]).unwrap()];
+    let mut queue = device.queue().unwrap();
+    let ticket = queue.submit(&copy).unwrap();
+    queue.wait(ticket, LONG).unwrap();
+    host.1.store(true, Ordering::SeqCst);
+    let ticket = queue.submit(&copy).unwrap();
+    for _ in 0..2 {
+        let error = queue.wait(ticket, LONG).unwrap_err();
+        assert_eq!((error.kind, error.detail.as_str()), (ErrorKind::DeviceLost, "lost bytes"));
+    }
+    assert!(queue.submit(&copy).and_then(|ticket| queue.wait(ticket, LONG)).is_err());
 }
 
 #[test]
