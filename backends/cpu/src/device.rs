@@ -116,6 +116,7 @@ impl Device for CpuDevice {
     }
 
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
+        self.pool.depend_on(&memory);
         Ok(Slice::whole(Arc::new(CpuBuffer::imported(memory))))
     }
 

@@ -9,11 +9,11 @@ use crate::program::Program;
 use crate::queue::Timeline;
 use crate::sync::{Barrier, Epoch};
 use crate::topology;
-use mixfleet_hal::{Error, ErrorKind, Result};
+use mixfleet_hal::{Error, ErrorKind, HostMemory, Result};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLockReadGuard, RwLockWriteGuard, Weak};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -52,6 +52,19 @@ struct Shared {
     call: Epoch,
     current: Mutex<Option<Arc<Run>>>,
     barrier: Barrier,
+    /// Memory that is not the device's own and that its buffers use in place.
+    imports: Mutex<Vec<Weak<dyn HostMemory>>>,
+}
+
+impl Shared {
+    /// Whether what a batch read, and all that later ones may read, is what it was. A device whose weights are lost is of no use,
+    /// whatever a batch is about: it fails as a whole, and does not answer until its imports are gone.
+    fn check(&self, program: &Program) -> Result<()> {
+        program.buffers().try_for_each(|(buffer, _)| buffer.check())?;
+        let mut imports = lock(&self.imports);
+        imports.retain(|memory| memory.strong_count() > 0);
+        imports.iter().filter_map(Weak::upgrade).try_for_each(|memory| memory.check())
+    }
 }
 
 #[derive(Default)]
@@ -84,6 +97,7 @@ impl Pool {
             call: Epoch::default(),
             current: Mutex::new(None),
             barrier: Barrier::new(cores.len()),
+            imports: Mutex::default(),
         });
         let mut pool = Pool { shared: shared.clone(), threads: Vec::new() };
         // the leader last: with a thread missing, the others still end by `Drop`
@@ -106,6 +120,11 @@ impl Pool {
     pub(crate) fn submit(&self, job: Job) {
         lock(&self.shared.jobs).waiting.push_back(job);
         self.shared.wake.notify_one();
+    }
+
+    /// Batches fail from when `memory` has lost its bytes.
+    pub(crate) fn depend_on(&self, memory: &Arc<dyn HostMemory>) {
+        lock(&self.shared.imports).push(Arc::downgrade(memory));
     }
 
     /// Workers.
@@ -193,7 +212,7 @@ fn run_job(
     let seconds = start.elapsed().as_secs_f64();
     drop(guards);
     // Before anyone takes the result for what the weights say: they may be zeros by now.
-    program.buffers().try_for_each(|(buffer, _)| buffer.check())?;
+    shared.check(program)?;
     let error = lock(&run.error).take();
     error.map_or(Ok(seconds), Err)
 }

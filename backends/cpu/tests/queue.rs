@@ -340,5 +340,13 @@ fn a_batch_over_a_file_that_is_cut_under_it_fails_and_so_do_those_after_it() {
         assert_eq!(error.kind, ErrorKind::DeviceLost);
         assert!(error.detail.contains("was cut short"), "{error}");
     }
+    // Another queue, and a batch that has nothing to do with the file: the device as a whole is of no use.
+    let mut queue = device.queue().unwrap();
+    let ticket = queue.submit(&[add(&other, &other, &out)]).unwrap();
+    assert!(queue.wait(ticket, LONG).is_err());
+    drop((imported, batch));
+    let mut queue = device.queue().unwrap();
+    let ticket = queue.submit(&[add(&other, &other, &out)]).unwrap();
+    queue.wait(ticket, LONG).unwrap();
     std::fs::remove_file(&path).unwrap();
 }

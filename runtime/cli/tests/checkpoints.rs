@@ -77,7 +77,11 @@ fn a_checkpoint_cut_under_a_server_ends_requests_with_an_error_and_not_the_serve
         assert_ne!(answer["choices"][0]["text"].as_str(), Some(right.as_str()));
     }
     assert_eq!(status(&server, "/live"), 200);
-    assert_ne!(status(&server, "/health"), 200);
+    // Not now, and not once a device that failed has been tried again.
+    for _ in 0..20 {
+        assert_ne!(status(&server, "/health"), 200);
+        std::thread::sleep(Duration::from_millis(100));
+    }
     assert_eq!(server.child.try_wait().unwrap(), None, "it lives");
     server.signal();
     let (_, log) = server.wait();
