@@ -12,7 +12,9 @@ use mixfleet_runtime::engine::{
 };
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::fleet::registry::{InstanceRecord, LinkState, Member, Members, Seat};
-use mixfleet_runtime::fleet::rpc::{CallError, Door, Pem, Remote, RpcConfig, Ways};
+use mixfleet_runtime::fleet::rpc::{
+    CallError, Certificates, Door, Kind, Remote, RpcConfig, Token, Trust, Ways,
+};
 use mixfleet_runtime::fleet::{
     Hub, Model, Refusal, Router, RouterId, RouterParts, WorkerProcess, attend_members, meet_members,
 };
@@ -22,8 +24,13 @@ use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
-use mixfleet_wire::{HostRegion, Shm};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use mixfleet_wire::{Files, HostRegion, Pem, Shm};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, IsCa, KeyPair,
+    RevokedCertParams, SerialNumber,
+};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -45,22 +52,90 @@ impl Authority {
         Authority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
-    fn member(&self) -> Pem {
+    /// Certificate and key with this name.
+    fn signs(&self, name: &str) -> (String, String) {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![NAME.to_owned()]).unwrap();
-        let certificate = params.signed_by(&key, &self.0).unwrap();
-        Pem {
-            authority: self.0.as_ref().pem(),
-            certificates: certificate.pem(),
-            key: key.serialize_pem(),
-            name: NAME.into(),
-        }
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        params.serial_number = Some(SerialNumber::from(77));
+        (params.signed_by(&key, &self.0).unwrap().pem(), key.serialize_pem())
+    }
+
+    /// Who has a certificate with this name, and believes `authority`.
+    fn believing(&self, authority: &Authority, name: &str) -> Trust {
+        let (certificates, key) = self.signs(name);
+        let authority = authority.0.as_ref().pem();
+        let pem =
+            Pem { authority: &authority, certificates: &certificates, key: &key, revoked: "", fleet: NAME };
+        known(mixfleet_wire::Identity::new(&pem).unwrap())
+    }
+
+    fn named(&self, name: &str) -> Trust {
+        self.believing(self, name)
+    }
+
+    fn member(&self) -> Trust {
+        self.named(NAME)
+    }
+
+    /// Which certificates are not believed any more.
+    fn revoked(&self, serials: &[u64]) -> String {
+        let day = |day| rcgen::date_time_ymd(2020, 1, day);
+        let revoked = serials.iter().map(|&serial| RevokedCertParams {
+            serial_number: SerialNumber::from(serial),
+            revocation_time: day(1),
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let list = CertificateRevocationListParams {
+            this_update: day(1),
+            next_update: day(2),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: rcgen::KeyIdMethod::Sha256,
+        };
+        list.signed_by(&self.0).unwrap().pem().unwrap()
     }
 }
 
+/// A member's certificates; a stranger's way to call, if it has another.
+#[derive(Debug)]
+struct Known {
+    identity: mixfleet_wire::Identity,
+    client: Option<Arc<rustls::ClientConfig>>,
+}
+
+fn known(identity: mixfleet_wire::Identity) -> Trust {
+    Trust::Tls(Arc::new(Known { identity, client: None }))
+}
+
+impl Certificates for Known {
+    fn server(&self) -> Arc<rustls::ServerConfig> {
+        self.identity.control_server()
+    }
+    fn client(&self) -> Arc<rustls::ClientConfig> {
+        self.client.clone().unwrap_or_else(|| self.identity.control_client())
+    }
+    fn name(&self) -> ServerName<'static> {
+        self.identity.server_name()
+    }
+    fn is_of(&self, certificate: &CertificateDer<'_>, kind: Kind) -> bool {
+        let kind = match kind {
+            Kind::Router => mixfleet_wire::Kind::Router,
+            Kind::Worker => mixfleet_wire::Kind::Worker,
+        };
+        self.identity.is_of(certificate, kind)
+    }
+}
+
+/// Of all processes of one user.
+fn token() -> Trust {
+    Trust::Token(Token::parse(&"5a".repeat(32)).unwrap())
+}
+
 /// A busy machine is not taken for a lost one.
-fn config(tls: Option<Pem>) -> RpcConfig {
-    RpcConfig { silence: LONG, tls }
+fn config(trust: Trust) -> RpcConfig {
+    RpcConfig { silence: LONG, trust }
 }
 
 fn model() -> Model {
@@ -148,7 +223,7 @@ fn members(workers: &[&Worker]) -> Members {
 #[tokio::test(flavor = "multi_thread")]
 async fn prefill_on_one_process_and_decode_on_another_under_tls() {
     let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
-    let config = || config(Some(authority.member()));
+    let config = || config(authority.member());
     let prefill = worker(&env, &checkpoint, 3, Role::Prefill, config());
     let decode = worker(&env, &checkpoint, 5, Role::Decode, config());
     let (handle, router) = router(&env, &checkpoint, model());
@@ -177,17 +252,46 @@ async fn prefill_on_one_process_and_decode_on_another_under_tls() {
 #[tokio::test(flavor = "multi_thread")]
 async fn who_is_not_of_the_fleet_is_turned_away() {
     let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
-    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(Some(authority.member())));
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.member()));
     let (_handle, router) = router(&env, &checkpoint, model());
     let call = async |config: &RpcConfig| {
         let remote = Remote::connect(&env, &worker.member.address, config).await?;
         remote.router(&router.hello(), router.id()).await.map(drop)
     };
-    assert_eq!(call(&config(Some(authority.member()))).await, Ok(()));
-    let no_identity = Pem { certificates: String::new(), key: String::new(), ..authority.member() };
-    let foreign = Authority::new().member();
-    let with_a_foreign_certificate = Pem { authority: authority.member().authority, ..foreign.clone() };
-    for stranger in [None, Some(foreign), Some(with_a_foreign_certificate), Some(no_identity)] {
+    assert_eq!(call(&config(authority.member())).await, Ok(()));
+    let anonymous = |versions: &[&'static rustls::SupportedProtocolVersion], with_certificate: bool| {
+        let (certificate, key) = authority.signs(NAME);
+        let der = |text: &str| CertificateDer::from_pem_slice(text.as_bytes()).unwrap();
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(der(&authority.0.as_ref().pem())).unwrap();
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let client = rustls::ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(versions)
+            .unwrap()
+            .with_root_certificates(roots);
+        let mut client = match with_certificate {
+            true => {
+                let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).unwrap();
+                client.with_client_auth_cert(vec![der(&certificate)], key).unwrap()
+            }
+            false => client.with_no_client_auth(),
+        };
+        client.alpn_protocols = vec![b"h2".to_vec()];
+        let (certificates, key, ca) = (&certificate, &key, &authority.0.as_ref().pem());
+        let pem = Pem { authority: ca, certificates, key, revoked: "", fleet: NAME };
+        let identity = mixfleet_wire::Identity::new(&pem).unwrap();
+        Trust::Tls(Arc::new(Known { identity, client: Some(Arc::new(client)) }))
+    };
+    let (new, old) = (&rustls::version::TLS13, &rustls::version::TLS12);
+    assert_eq!(call(&config(anonymous(&[new], true))).await, Ok(()));
+    let foreign = Authority::new();
+    for stranger in [
+        token(),
+        foreign.member(),
+        foreign.believing(&authority, NAME),
+        anonymous(&[new], false),
+        anonymous(&[old], true),
+    ] {
         let refused = call(&config(stranger.clone())).await;
         assert!(matches!(refused, Err(CallError::Failed(_))), "{stranger:?}: {refused:?}");
     }
@@ -196,8 +300,8 @@ async fn who_is_not_of_the_fleet_is_turned_away() {
 #[tokio::test(flavor = "multi_thread")]
 async fn another_model_is_refused_with_the_reason() {
     let (env, checkpoint) = (real_env(), checkpoint());
-    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(None));
-    let remote = Remote::connect(&env, &worker.member.address, &config(None)).await.unwrap();
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(token()));
+    let remote = Remote::connect(&env, &worker.member.address, &config(token())).await.unwrap();
     let other = Model { digest: "another".into(), ..model() };
     let (_handle, router) = router(&env, &checkpoint, other);
     let refused = remote.router(&router.hello(), router.id()).await.unwrap_err();
@@ -209,8 +313,8 @@ async fn another_model_is_refused_with_the_reason() {
 #[tokio::test(flavor = "multi_thread")]
 async fn who_means_a_process_that_is_gone_or_has_its_ids_is_refused() {
     let (env, checkpoint) = (real_env(), checkpoint());
-    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(None));
-    let remote = Remote::connect(&env, &worker.member.address, &config(None)).await.unwrap();
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(token()));
+    let remote = Remote::connect(&env, &worker.member.address, &config(token())).await.unwrap();
     let (_handle, router) = router(&env, &checkpoint, model());
     // As one that was started again calls the record of its earlier life, which outlives it by a lease.
     let earlier = router.hello().to(Some(InstanceId(0)));
@@ -226,9 +330,9 @@ async fn who_means_a_process_that_is_gone_or_has_its_ids_is_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_listened_to_beyond_this_host_in_the_clear() {
     let wide = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
-    let refused = Door::open(wide, config(None)).err().expect("refused");
+    let refused = Door::open(wide, config(token())).err().expect("refused");
     assert!(refused.to_string().contains("certificates"), "{refused}");
-    let refused = Remote::connect(&real_env(), "192.0.2.1:9", &config(None)).await.err().expect("refused");
+    let refused = Remote::connect(&real_env(), "192.0.2.1:9", &config(token())).await.err().expect("refused");
     assert!(refused.to_string().contains("certificates"), "{refused}");
 }
 
@@ -268,9 +372,11 @@ async fn proxy(address: String) -> (SocketAddr, watch::Sender<Fate>) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_ends_with_its_connection_and_when_nothing_comes_any_more() {
     let (env, checkpoint) = (real_env(), checkpoint());
-    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(None));
+    let authority = Authority::new();
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.member()));
     let (_handle, router) = router(&env, &checkpoint, model());
-    let impatient = RpcConfig { silence: Duration::from_secs(1), tls: None };
+    // By the token a caller means an address, and the network is not there.
+    let impatient = RpcConfig { silence: Duration::from_secs(1), trust: authority.member() };
     let call = async |address: &str| {
         let remote = Remote::connect(&env, address, &impatient).await?;
         remote.router(&router.hello(), router.id()).await
@@ -293,5 +399,181 @@ async fn a_session_ends_with_its_connection_and_when_nothing_comes_any_more() {
         });
         network.send_replace(fate);
         tokio::time::timeout(LONG, attended).await.expect("the end is noticed").unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_does_not_have_this_users_token_is_refused() {
+    let (env, checkpoint) = (real_env(), checkpoint());
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(token()));
+    let (_handle, router) = router(&env, &checkpoint, model());
+    let other = Trust::Token(Token::parse(&Token::random_text().unwrap()).unwrap());
+    let stranger = Remote::connect(&env, &worker.member.address, &config(other)).await.unwrap();
+    let hello = router.hello();
+    let refusals = [
+        stranger.router(&hello, router.id()).await.map(drop).unwrap_err(),
+        stranger.peer(&hello, &[InstanceId(9)], Default::default()).await.map(drop).unwrap_err(),
+    ];
+    assert!(refusals.iter().all(|refused| refused.to_string().contains("token")), "{refusals:?}");
+    let member = Remote::connect(&env, &worker.member.address, &config(token())).await.unwrap();
+    assert!(member.router(&hello, router.id()).await.is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_was_proved_to_another_address_is_refused() {
+    let (env, checkpoint) = (real_env(), checkpoint());
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(token()));
+    let (_handle, router) = router(&env, &checkpoint, model());
+    // As one that says in etcd that it is the worker, and carries on what it is told.
+    let (between, _network) = proxy(worker.member.address.clone()).await;
+    let remote = Remote::connect(&env, &between.to_string(), &config(token())).await.unwrap();
+    let refused = remote.router(&router.hello(), router.id()).await.map(drop).unwrap_err();
+    assert!(refused.to_string().contains("token"), "{refused}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_callers_certificate_says_what_it_may_call() {
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.named("worker.mixfleet")));
+    let (_handle, router) = router(&env, &checkpoint, model());
+    let hello = router.hello();
+    for (at, (name, as_router, as_worker)) in [
+        ("mixfleet", true, true),
+        ("router.mixfleet", true, false),
+        ("worker.mixfleet", false, true),
+        ("other", false, false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let call = async |kind: Kind| {
+            let trust = config(authority.named(name));
+            let remote = Remote::connect(&env, &worker.member.address, &trust).await?;
+            let peers = [InstanceId(10 + at as u32)];
+            match kind {
+                Kind::Router => remote.router(&hello, router.id()).await.map(drop),
+                Kind::Worker => remote.peer(&hello, &peers, Default::default()).await.map(drop),
+            }
+        };
+        for (kind, is_let) in [(Kind::Router, as_router), (Kind::Worker, as_worker)] {
+            let called = call(kind).await;
+            assert_eq!(called.is_ok(), is_let, "{name} as {kind:?}: {called:?}");
+        }
+    }
+    // And who is called has a worker's.
+    let decoy = self::worker(&env, &checkpoint, 2, Role::Auto, config(authority.named("router.mixfleet")));
+    let called = Remote::connect(&env, &decoy.member.address, &config(authority.member())).await;
+    let refused = called.err().expect("refused").to_string();
+    assert!(refused.contains("certificate"), "{refused}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn certificates_are_renewed_and_taken_back_without_a_new_start() {
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    let directory = std::env::temp_dir().join(format!("mixfleet-rpc-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).unwrap();
+    let write = |name: &str, text: String| {
+        std::fs::write(directory.join(name), text).unwrap();
+        directory.join(name)
+    };
+    let member = |name: &str| {
+        let (certificate, key) = authority.signs(name);
+        (write("member.pem", certificate), write("member.key", key))
+    };
+    // A router's, by mistake.
+    let (certificates, key) = member("router.mixfleet");
+    let files = Files {
+        authority: write("ca.pem", authority.0.as_ref().pem()),
+        certificates,
+        key,
+        revoked: Some(write("crl.pem", authority.revoked(&[]))),
+        fleet: NAME.into(),
+    };
+    let trust = known(mixfleet_wire::Identity::of_files(files, Box::new(|_| {})).unwrap());
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(trust));
+    let (_handle, router) = router(&env, &checkpoint, model());
+    let call = async || {
+        let remote = Remote::connect(&env, &worker.member.address, &config(authority.member())).await?;
+        remote.router(&router.hello(), router.id()).await.map(drop)
+    };
+    let until = async |is_let: bool| {
+        let wait = async {
+            while call().await.is_ok() != is_let {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        tokio::time::timeout(LONG, wait).await.expect("files are looked at each second");
+    };
+    assert!(call().await.is_err());
+    member(NAME);
+    until(true).await;
+    write("crl.pem", authority.revoked(&[77]));
+    until(false).await;
+    write("crl.pem", authority.revoked(&[78]));
+    until(true).await;
+    std::fs::remove_dir_all(directory).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_router_that_another_process_is_already_is_refused() {
+    let (env, checkpoint) = (real_env(), checkpoint());
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, config(token()));
+    let remote = Remote::connect(&env, &worker.member.address, &config(token())).await.unwrap();
+    let (_one, one) = router(&env, &checkpoint, model());
+    let (_other, other) = router(&env, &checkpoint, model());
+    let first = remote.router(&one.hello(), RouterId(7)).await.unwrap();
+    let taken = CallError::Refused(Refusal::RouterTaken(RouterId(7)));
+    assert_eq!(remote.router(&other.hello(), RouterId(7)).await.map(drop), Err(taken));
+    assert!(remote.router(&one.hello(), RouterId(7)).await.is_ok());
+    drop(first);
+    let free = async {
+        while remote.router(&other.hello(), RouterId(7)).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(LONG, free).await.expect("the id is free when its sessions have ended");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn silent_strangers_keep_no_member_out_and_do_not_stay() {
+    let (env, checkpoint) = (real_env(), checkpoint());
+    let impatient = RpcConfig { silence: Duration::from_secs(2), trust: token() };
+    let worker = worker(&env, &checkpoint, 1, Role::Auto, impatient);
+    let (_handle, router) = router(&env, &checkpoint, model());
+    let mut strangers = Vec::new();
+    for _ in 0..100 {
+        strangers.push(TcpStream::connect(&worker.member.address).await.unwrap());
+    }
+    let remote = Remote::connect(&env, &worker.member.address, &config(token())).await.unwrap();
+    let session = remote.router(&router.hello(), router.id()).await.unwrap();
+    for mut stranger in strangers {
+        let mut said = Vec::new();
+        let end = tokio::io::AsyncReadExt::read_to_end(&mut stranger, &mut said);
+        // However it ends, it does.
+        let _ = tokio::time::timeout(LONG, end).await.expect("a stranger is sent away");
+    }
+    assert!(!session.out.is_closed());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_takes_a_call_and_never_answers_is_given_up() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    tokio::spawn(async move {
+        let mut taken = Vec::new();
+        while let Ok((socket, _)) = listener.accept().await {
+            taken.push(socket);
+        }
+    });
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    let (_handle, router) = router(&env, &checkpoint, model());
+    for trust in [token(), authority.member()] {
+        let impatient = RpcConfig { silence: Duration::from_secs(1), trust };
+        let call = async {
+            let remote = Remote::connect(&env, &address, &impatient).await?;
+            remote.router(&router.hello(), router.id()).await.map(drop)
+        };
+        let called = tokio::time::timeout(LONG, call).await.expect("it is given up");
+        assert!(matches!(called, Err(CallError::Failed(_))), "{called:?}");
     }
 }

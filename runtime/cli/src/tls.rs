@@ -18,7 +18,7 @@ pub(crate) struct TlsArgs {
     #[arg(long, value_name = "PEM", requires = "tls_ca")]
     tls_key: Option<PathBuf>,
     /// Certificates that are believed no more: a CRL of each authority
-    #[arg(long, value_name = "PEM", requires = "tls_ca")]
+    #[arg(long, value_name = "PEM", requires = "tls_ca", hide = true)]
     tls_crl: Option<PathBuf>,
     /// DNS name in all members' certificates [default: mixfleet]
     #[arg(long, value_name = "DNS", default_value = "mixfleet", hide_default_value = true)]

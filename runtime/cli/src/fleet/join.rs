@@ -1,13 +1,16 @@
 //! From flags to a place in a fleet.
 
-use super::JoinArgs;
+use super::{JoinArgs, token};
 use crate::Usage;
 use crate::tls::Files;
 use anyhow::{Context, Result};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::fleet::registry::{Registry, RegistryConfig};
-use mixfleet_runtime::fleet::rpc::{Pem, RpcConfig};
+use mixfleet_runtime::fleet::rpc::{Certificates, Kind, Pem, RpcConfig, Trust};
+use mixfleet_wire::{Identity, Security};
+use rustls::pki_types::{CertificateDer, ServerName};
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Says which flags are missing.
@@ -16,6 +19,8 @@ const NEEDS_TLS: &str = "is not on this host, and members talk between hosts onl
 /// How this process joins.
 pub(super) struct Join {
     pub(super) rpc: RpcConfig,
+    /// Of KV.
+    pub(super) security: Security,
     pub(super) registry: Registry,
 }
 
@@ -25,20 +30,26 @@ impl JoinArgs {
         Duration::from_secs(self.lease_s)
     }
 
-    /// Reads the certificates; does not wait for etcd.
+    /// Reads the certificates or the token; does not wait for etcd.
     pub(super) async fn open(&self, env: &SharedEnv) -> Result<Join> {
+        let registry = self.registry(env).await?;
+        let security = self.tls.security()?;
+        let trust = match &security {
+            Security::Tls(identity) => Trust::Tls(Arc::new(Known(identity.clone()))),
+            _ => Trust::Token(token::load(self.token_file.as_deref())?),
+        };
+        Ok(Join { rpc: RpcConfig { silence: self.lease(), trust }, security, registry })
+    }
+
+    /// Where the members stand; does not wait for etcd.
+    pub(super) async fn registry(&self, env: &SharedEnv) -> Result<Registry> {
         let tls = self.pem()?;
         for url in &self.etcd {
             self.check_url(url)?;
         }
-        let registry = RegistryConfig {
-            urls: self.etcd.clone(),
-            fleet: self.fleet.clone(),
-            lease: self.lease(),
-            tls: tls.clone(),
-        };
-        let registry = Registry::new(env, &registry).await.context("--etcd")?;
-        Ok(Join { rpc: RpcConfig { silence: self.lease(), tls }, registry })
+        let config =
+            RegistryConfig { urls: self.etcd.clone(), fleet: self.fleet.clone(), lease: self.lease(), tls };
+        Registry::new(env, &config).await.context("--etcd")
     }
 
     fn pem(&self) -> Result<Option<Pem>> {
@@ -88,5 +99,31 @@ impl JoinArgs {
             return Err(Usage(format!("{flag} {text} {NEEDS_TLS}")).into());
         }
         Ok(address)
+    }
+}
+
+/// The certificates that KV uses too.
+#[derive(Debug)]
+struct Known(Arc<Identity>);
+
+impl Certificates for Known {
+    fn server(&self) -> Arc<rustls::ServerConfig> {
+        self.0.control_server()
+    }
+
+    fn client(&self) -> Arc<rustls::ClientConfig> {
+        self.0.control_client()
+    }
+
+    fn name(&self) -> ServerName<'static> {
+        self.0.server_name()
+    }
+
+    fn is_of(&self, certificate: &CertificateDer<'_>, kind: Kind) -> bool {
+        let kind = match kind {
+            Kind::Router => mixfleet_wire::Kind::Router,
+            Kind::Worker => mixfleet_wire::Kind::Worker,
+        };
+        self.0.is_of(certificate, kind)
     }
 }

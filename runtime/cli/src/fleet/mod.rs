@@ -3,6 +3,7 @@
 mod join;
 mod process;
 mod status;
+mod token;
 mod transports;
 
 use crate::args::{FrontArgs, InstanceArgs, ModelArgs};
@@ -24,6 +25,9 @@ pub(crate) struct JoinArgs {
     /// A member that says nothing for so long is lost [default: 5]
     #[arg(long, value_name = "SECONDS", default_value_t = 5, hide_default_value = true, value_parser = clap::value_parser!(u64).range(2..=300))]
     lease_s: u64,
+    /// Secret of all processes of this host, without certificates [default: one of this user]
+    #[arg(long, value_name = "FILE", conflicts_with = "tls_ca", hide = true)]
+    token_file: Option<std::path::PathBuf>,
     #[command(flatten)]
     tls: TlsArgs,
 }

@@ -27,7 +27,7 @@ pub(crate) fn look(args: FleetArgs) -> Result<()> {
 
 async fn members(args: &JoinArgs) -> Result<Members> {
     let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
-    let registry = args.open(&env).await?.registry;
+    let registry = args.registry(&env).await?;
     registry.members().await.with_context(|| format!("--etcd {}", args.etcd.join(",")))
 }
 

@@ -31,7 +31,7 @@ pub(super) fn open(
     data: SocketAddr,
     hand_off: &HandOffLimits,
 ) -> Result<Offered> {
-    let security = args.join.tls.security()?;
+    let security = join.security.clone();
     let (mut transports, mut not_offered) = (Vec::<Arc<dyn Transport>>::new(), Vec::new());
     for name in &args.transports {
         match name {

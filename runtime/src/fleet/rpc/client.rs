@@ -3,16 +3,24 @@
 use super::super::session::{Command, Hello, RouterId, Session, Word};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, encode, with_causes};
-use super::{CallError, GREETING, MESSAGE_BYTES_MAX, PEER, PROBE, ROUTER, RpcConfig, WINDOW_BYTES};
+use super::guests::Wire;
+use super::{
+    CallError, GREETING, MESSAGE_BYTES_MAX, PEER, PROBE, PROOF, ROUTER, RpcConfig, Trust, WINDOW_BYTES,
+};
 use crate::env::SharedEnv;
+use axum::http::Uri;
 use axum::http::uri::PathAndQuery;
 use bytes::Bytes;
 use futures_util::{Stream, stream};
+use hyper_util::rt::TokioIo;
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::InstanceId;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
 use tokio::sync::oneshot;
 use tonic::client::Grpc;
 use tonic::metadata::MetadataValue;
@@ -23,7 +31,26 @@ use tonic::{Request, Status, Streaming};
 pub struct Remote {
     channel: Channel,
     address: String,
+    /// Whom it reached.
+    peer: SocketAddr,
+    config: RpcConfig,
     env: SharedEnv,
+}
+
+/// What comes within `span`: a process may take a call and never answer.
+async fn in_time<T>(
+    env: &SharedEnv,
+    span: Duration,
+    address: &str,
+    work: impl Future<Output = T>,
+) -> Result<T, CallError> {
+    tokio::select! {
+        done = work => Ok(done),
+        () = env.sleep(span) => {
+            let seconds = span.as_secs_f64();
+            Err(CallError::Failed(format!("{address} does not answer within {seconds} s")))
+        }
+    }
 }
 
 /// Memory that a worker process lends for measuring, until this is dropped.
@@ -41,27 +68,24 @@ impl Remote {
         let failed = |error: tonic::transport::Error| {
             CallError::Failed(with_causes(&error, format!("{address} is not reached")))
         };
-        let addresses = tokio::net::lookup_host(address).await;
-        let addresses = addresses.map_err(|error| CallError::Failed(format!("{address}: {error}")))?;
-        for address in addresses {
-            config.check(&address)?;
-        }
-        let scheme = if config.tls.is_some() { "https" } else { "http" };
-        let mut endpoint = Endpoint::from_shared(format!("{scheme}://{address}"))
+        // Who was cut off is called again soon after the link is back.
+        let dialed = in_time(env, config.half(), address, Wire::dial(address, &config.trust)).await?;
+        let (wire, peer) = dialed?;
+        let endpoint = Endpoint::from_shared(format!("http://{address}"))
             .map_err(failed)?
-            // Who was cut off is called again soon after the link is back.
-            .connect_timeout(config.half())
-            .tcp_nodelay(true)
             .http2_keep_alive_interval(config.half())
             .keep_alive_timeout(config.half())
             .keep_alive_while_idle(true)
             .initial_stream_window_size(WINDOW_BYTES)
             .initial_connection_window_size(2 * WINDOW_BYTES);
-        if let Some(pem) = &config.tls {
-            endpoint = endpoint.tls_config(pem.client()).map_err(failed)?;
-        }
-        let channel = endpoint.connect().await.map_err(failed)?;
-        Ok(Remote { channel, address: address.into(), env: env.clone() })
+        // One connection: another would be another process's, for all that is known.
+        let mut once = Some(TokioIo::new(wire));
+        let connector = tower::service_fn(move |_: Uri| {
+            std::future::ready(once.take().ok_or(io::Error::from(io::ErrorKind::NotConnected)))
+        });
+        let channel = endpoint.connect_with_connector(connector).await.map_err(failed)?;
+        let (address, config) = (address.into(), config.clone());
+        Ok(Remote { channel, address, peer, config, env: env.clone() })
     }
 
     /// Begins to use its instances: for [`Router::attend`](crate::fleet::Router::attend).
@@ -89,7 +113,7 @@ impl Remote {
     /// Borrows memory to measure the link with.
     pub(crate) async fn probe(&self, hello: &Hello) -> Result<Lent, CallError> {
         let mut call = self.call(PROBE, hello, stream::pending()).await?;
-        let regions = call.message().await?;
+        let regions = in_time(&self.env, self.config.silence, &self.address, call.message()).await??;
         let regions = regions.ok_or_else(|| Status::internal("no memory was lent"))?;
         Ok(Lent { regions, _call: call })
     }
@@ -120,12 +144,42 @@ impl Remote {
         path: &'static str,
         greeting: &impl Serialize,
         out: impl Stream<Item = Bytes> + Send + 'static,
-    ) -> Result<Streaming<In>, Status> {
+    ) -> Result<Streaming<In>, CallError> {
+        let greeted = self.greet(path, greeting, out);
+        in_time(&self.env, self.config.silence, &self.address, greeted).await?
+    }
+
+    async fn greet<In: DeserializeOwned + Send + Sync + 'static>(
+        &self,
+        path: &'static str,
+        greeting: &impl Serialize,
+        out: impl Stream<Item = Bytes> + Send + 'static,
+    ) -> Result<Streaming<In>, CallError> {
         let mut grpc = Grpc::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
         grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
         let mut request = Request::new(out);
-        request.metadata_mut().insert_bin(GREETING, MetadataValue::from_bytes(&encode(greeting)?));
-        let path = PathAndQuery::from_static(path);
-        Ok(grpc.streaming(request, path, Words::<In>::default()).await?.into_inner())
+        let greeting = encode(greeting)?;
+        request.metadata_mut().insert_bin(GREETING, MetadataValue::from_bytes(&greeting));
+        let proof = match &self.config.trust {
+            Trust::Tls(_) => None,
+            Trust::Token(token) => {
+                let proof = token.prove(path, &self.peer, &greeting);
+                let proof = proof.ok_or_else(|| Status::internal("there is no randomness for a call"))?;
+                request.metadata_mut().insert_bin(PROOF, MetadataValue::from_bytes(&proof.shown));
+                Some((token, proof))
+            }
+        };
+        let uri = PathAndQuery::from_static(path);
+        let response = grpc.streaming(request, uri, Words::<In>::default()).await?;
+        if let Some((token, proof)) = proof {
+            let answer = response.metadata().get_bin(PROOF).and_then(|value| value.to_bytes().ok());
+            if !answer.is_some_and(|answer| token.is_answered(&proof, &answer)) {
+                let address = &self.address;
+                return Err(CallError::Failed(format!(
+                    "whoever listens at {address} does not have this fleet's token: it is no member"
+                )));
+            }
+        }
+        Ok(response.into_inner())
     }
 }

@@ -1,5 +1,6 @@
 //! What a link between two processes takes, over the first transport that works.
 
+use super::super::session::Caller;
 use super::client::Lent;
 use crate::engine::measure::time_writes;
 use crate::engine::{HandOffLimits, Links};
@@ -9,7 +10,52 @@ use mixfleet_hal::transport::Endpoint;
 use mixfleet_hal::transport::{Access, Descriptor};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::cost::LinkCost;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use tokio::sync::oneshot;
+
+/// Memory that is lent at once: each is as large as where KV lands.
+const PROBES_MAX: usize = 8;
+/// Of one caller: the one that it gave up, and the next.
+const PROBES_OF_A_CALLER_MAX: usize = 2;
+/// A link of 0.1 GB/s is measured in a tenth of it.
+pub(super) const PROBE_TIME: Duration = Duration::from_secs(30);
+
+/// Who measures a link to this process, and how often at once. Clones are the same.
+#[derive(Clone, Default)]
+pub(super) struct Probes(Arc<Mutex<BTreeMap<Caller, usize>>>);
+
+/// A measurement under way.
+pub(super) struct Probe {
+    probes: Probes,
+    caller: Caller,
+}
+
+impl Probes {
+    /// None when as many are at it as may be, of all callers or of this one.
+    pub(super) fn begin(&self, caller: Caller) -> Option<Probe> {
+        let mut probes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = probes.get(&caller).copied().unwrap_or(0);
+        if own >= PROBES_OF_A_CALLER_MAX || probes.values().sum::<usize>() >= PROBES_MAX {
+            return None;
+        }
+        probes.insert(caller, own + 1);
+        Some(Probe { probes: self.clone(), caller })
+    }
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        let mut probes = self.probes.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = probes.get_mut(&self.caller) {
+            *own -= 1;
+            if *own == 0 {
+                probes.remove(&self.caller);
+            }
+        }
+    }
+}
 
 /// The ways of a process to others.
 #[derive(Clone)]
@@ -111,5 +157,23 @@ impl Ways {
         }
         let detail = if broken.is_empty() { "no transport reaches it".into() } else { broken.join("; ") };
         Err(Error::new(ErrorKind::Closed, detail))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::env::SeededEnv;
+
+    #[test]
+    fn links_are_measured_by_so_many_at_once_and_no_caller_has_all() {
+        let (env, probes) = (SeededEnv::new(1), Probes::default());
+        let greedy = Caller::new(&env);
+        let mut under_way: Vec<Probe> = (0..9).map_while(|_| probes.begin(greedy)).collect();
+        assert_eq!(under_way.len(), PROBES_OF_A_CALLER_MAX);
+        under_way.extend((0..99).filter_map(|_| probes.begin(Caller::new(&env))));
+        assert_eq!(under_way.len(), PROBES_MAX);
+        drop(under_way);
+        assert!(probes.begin(greedy).is_some());
     }
 }

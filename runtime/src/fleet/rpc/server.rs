@@ -1,11 +1,14 @@
 //! The service of a worker process.
 
 use super::super::hub::Hub;
-use super::super::session::{Command, Hello, RouterId, Session};
+use super::super::session::{Command, Hello, Refusal, RouterId, Session};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, decode, encode, with_causes};
-use super::probe::Ways;
-use super::{CallError, GREETING, MESSAGE_BYTES_MAX, PEER, PROBE, ROUTER, RpcConfig, WINDOW_BYTES};
+use super::guests::{Standing, accept};
+use super::probe::{PROBE_TIME, Probes, Ways};
+use super::{
+    COMMAND_BYTES_MAX, CallError, GREETING, Kind, PEER, PROBE, PROOF, ROUTER, RpcConfig, Trust, WINDOW_BYTES,
+};
 use crate::env::SharedEnv;
 use axum::http;
 use bytes::Bytes;
@@ -17,16 +20,25 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::task::{Context, Poll};
+use tokio::sync::mpsc;
 use tonic::body::Body;
+use tonic::metadata::MetadataValue;
 use tonic::server::Grpc;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
+
+/// Calls that one connection may have under way.
+const STREAMS_MAX: u32 = 16;
+/// Of a call's metadata, the greeting of a peer with a hundred instances included.
+const METADATA_BYTES_MAX: u32 = 16 << 10;
+/// Connections whose handshake is over, until they are served.
+const GUESTS_WAITING: usize = 64;
 
 /// Where routers and peers come in.
 pub struct Door {
-    incoming: TcpIncoming,
+    listener: tokio::net::TcpListener,
     address: SocketAddr,
     config: RpcConfig,
 }
@@ -37,11 +49,13 @@ impl Door {
     /// # Errors
     /// When the address cannot be listened on, or is beyond this host and there are no certificates.
     pub fn open(address: SocketAddr, config: RpcConfig) -> Result<Self, CallError> {
-        config.check(&address)?;
+        config.trust.check(&address)?;
         let failed = |error| CallError::Failed(format!("cannot listen on {address}: {error}"));
-        let incoming = TcpIncoming::bind(address).map_err(failed)?.with_nodelay(Some(true));
-        let address = incoming.local_addr().map_err(failed)?;
-        Ok(Door { incoming, address, config })
+        let listener = std::net::TcpListener::bind(address).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let listener = tokio::net::TcpListener::from_std(listener).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        Ok(Door { listener, address, config })
     }
 
     /// Where it listens, with the port that was really bound.
@@ -52,21 +66,27 @@ impl Door {
     /// Lets routers and peers to `hub`.
     ///
     /// # Errors
-    /// When certificates do not fit.
+    /// When it cannot go on.
     pub async fn serve(self, env: SharedEnv, hub: Hub, ways: Ways) -> Result<(), CallError> {
         let failed =
             |error: tonic::transport::Error| CallError::Failed(with_causes(&error, error.to_string()));
         let half = self.config.half();
-        let mut server = Server::builder()
+        let server = Server::builder()
+            .max_concurrent_streams(STREAMS_MAX)
+            .http2_max_header_list_size(METADATA_BYTES_MAX)
             .http2_keepalive_interval(Some(half))
             .http2_keepalive_timeout(Some(half))
             .initial_stream_window_size(WINDOW_BYTES)
             .initial_connection_window_size(2 * WINDOW_BYTES);
-        if let Some(pem) = &self.config.tls {
-            server = server.tls_config(pem.server().timeout(self.config.silence)).map_err(failed)?;
-        }
-        let service = Service { env, hub, ways };
-        server.serve_with_incoming(service, self.incoming).await.map_err(failed)
+        let (guests, incoming) = mpsc::channel(GUESTS_WAITING);
+        let RpcConfig { silence, trust } = self.config;
+        env.spawn(Box::pin(accept(env.clone(), self.listener, trust.clone(), silence, guests)));
+        let incoming = stream::unfold(incoming, |mut incoming| async move {
+            let guest = incoming.recv().await?;
+            Some((Ok::<_, Infallible>(guest), incoming))
+        });
+        let service = Service { env, hub, ways, trust, address: self.address, probes: Probes::default() };
+        server.serve_with_incoming(service, incoming).await.map_err(failed)
     }
 }
 
@@ -78,6 +98,10 @@ struct Service {
     env: SharedEnv,
     hub: Hub,
     ways: Ways,
+    trust: Trust,
+    /// Where it listens, which callers prove to mean.
+    address: SocketAddr,
+    probes: Probes,
 }
 
 impl tower::Service<http::Request<Body>> for Service {
@@ -93,9 +117,9 @@ impl tower::Service<http::Request<Body>> for Service {
         let service = self.clone();
         Box::pin(async move {
             Ok(match request.uri().path() {
-                ROUTER => answer(request, move |call| service.router(call)).await,
-                PEER => answer(request, move |call| service.peer(call)).await,
-                PROBE => answer(request, move |call| service.probe(call)).await,
+                ROUTER => service.answer(ROUTER, Kind::Router, request, Service::router).await,
+                PEER => service.answer(PEER, Kind::Worker, request, Service::peer).await,
+                PROBE => service.answer(PROBE, Kind::Worker, request, Service::probe).await,
                 path => Status::unimplemented(format!("{path}: there is no such call")).into_http(),
             })
         })
@@ -103,6 +127,61 @@ impl tower::Service<http::Request<Body>> for Service {
 }
 
 impl Service {
+    /// Serves a call of a member of this kind; others learn why they are not let in.
+    async fn answer<In: DeserializeOwned + Send + 'static>(
+        self,
+        path: &'static str,
+        kind: Kind,
+        request: http::Request<Body>,
+        serve: fn(&Self, Request<Streaming<In>>) -> Result<Answers, Status>,
+    ) -> http::Response<Body> {
+        let service = tower::service_fn(move |call: Request<Streaming<In>>| {
+            let answered = self.admit(path, kind, &call).and_then(|answer| {
+                let mut response = Response::new(serve(&self, call)?);
+                if let Some(answer) = answer {
+                    response.metadata_mut().insert_bin(PROOF, MetadataValue::from_bytes(&answer));
+                }
+                Ok(response)
+            });
+            std::future::ready(answered)
+        });
+        let mut grpc = Grpc::new(Words::<In>::default()).max_decoding_message_size(COMMAND_BYTES_MAX);
+        grpc.streaming(service, request).await
+    }
+
+    /// Whether who calls is a member, of this kind; what this process answers to show that it is one too.
+    fn admit<In>(&self, path: &str, kind: Kind, call: &Request<In>) -> Result<Option<Vec<u8>>, Status> {
+        let standing = call.extensions().get::<Arc<Standing>>();
+        let standing = standing.ok_or_else(|| Status::internal("a connection without a guest"))?;
+        let answer = match &self.trust {
+            Trust::Tls(certificates) => {
+                let certificate = standing.certificate.as_ref();
+                if !certificate.is_some_and(|certificate| certificates.is_of(certificate, kind)) {
+                    return Err(Status::permission_denied(format!(
+                        "the caller's certificate is not of a {}: its names do not say so",
+                        format!("{kind:?}").to_lowercase()
+                    )));
+                }
+                None
+            }
+            Trust::Token(token) => {
+                let bytes = |name| call.metadata().get_bin(name).and_then(|value| value.to_bytes().ok());
+                let (greeting, shown) =
+                    (bytes(GREETING).unwrap_or_default(), bytes(PROOF).unwrap_or_default());
+                let answer = token.admit(&shown, path, &self.address, &greeting);
+                Some(answer.ok_or_else(|| {
+                    Status::unauthenticated(
+                        "the caller does not have this fleet's token: run all its processes as one user, or give them one --token-file",
+                    )
+                })?)
+            }
+        };
+        if !standing.welcome() {
+            return Err(Status::resource_exhausted("as many members are connected as may be"));
+        }
+        Ok(answer)
+    }
+
     fn router(&self, call: Request<Streaming<Command>>) -> Result<Answers, Status> {
         let (hello, router): (Hello, RouterId) = greeting(&call)?;
         let session = self.hub.accept_router(&hello, router)?;
@@ -119,14 +198,18 @@ impl Service {
         Ok(self.begin(name, session, call))
     }
 
-    /// Lends memory until the caller ends the call.
+    /// Lends memory until the caller ends the call, or has had it for long enough.
     fn probe(&self, call: Request<Streaming<()>>) -> Result<Answers, Status> {
-        self.hub.check(&greeting(&call)?)?;
+        let hello: Hello = greeting(&call)?;
+        self.hub.check(&hello)?;
+        let probe = self.probes.begin(hello.caller).ok_or(Refusal::Busy)?;
         let lent = self.ways.lend(&self.env).map_err(|error| Status::unavailable(error.to_string()))?;
         let regions = encode(&lent.regions)?;
+        let time_is_up = self.env.sleep(PROBE_TIME);
         let kept = stream::once(async move {
-            let _lent = lent;
-            std::future::pending().await
+            let _kept = (lent, probe);
+            time_is_up.await;
+            Err(Status::deadline_exceeded("the link takes too long to measure"))
         });
         Ok(stream::iter([Ok(regions)]).chain(kept).boxed())
     }
@@ -141,15 +224,6 @@ impl Service {
         self.env.spawn(Box::pin(carry(peer, session, outlet, call.into_inner())));
         outflow.map(Ok).boxed()
     }
-}
-
-async fn answer<In: DeserializeOwned + Send + 'static>(
-    request: http::Request<Body>,
-    mut serve: impl FnMut(Request<Streaming<In>>) -> Result<Answers, Status> + Send,
-) -> http::Response<Body> {
-    let service = tower::service_fn(move |call| std::future::ready(serve(call).map(Response::new)));
-    let mut grpc = Grpc::new(Words::<In>::default()).max_decoding_message_size(MESSAGE_BYTES_MAX);
-    grpc.streaming(service, request).await
 }
 
 fn greeting<T: DeserializeOwned, In>(call: &Request<In>) -> Result<T, Status> {

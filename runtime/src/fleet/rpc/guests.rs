@@ -1,0 +1,285 @@
+//! Connections to a worker process: how many there are, and how long one may say nothing.
+
+use super::{CallError, Trust};
+use crate::env::{SharedEnv, Task};
+use futures_util::FutureExt;
+use rustls::pki_types::CertificateDer;
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, oneshot};
+use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
+use tonic::transport::server::Connected;
+
+/// Connections of members: several of each of a thousand.
+const MEMBERS_MAX: usize = 4096;
+/// Connections that have not made a call that is welcome.
+const STRANGERS_MAX: usize = 64;
+/// For a handshake and a welcome call, at most.
+const GREETING_MAX: Duration = Duration::from_secs(10);
+/// After an accept that failed: out of descriptors, most likely.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+
+/// Bytes in the clear or under TLS.
+pub(super) enum Wire {
+    Plain(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl Wire {
+    /// Calls `address`; with whom it speaks now.
+    pub(super) async fn dial(address: &str, trust: &Trust) -> Result<(Self, SocketAddr), CallError> {
+        let failed = |error: io::Error| CallError::Failed(format!("{address} is not reached: {error}"));
+        for address in tokio::net::lookup_host(address).await.map_err(failed)? {
+            trust.check(&address)?;
+        }
+        let socket = TcpStream::connect(address).await.map_err(failed)?;
+        socket.set_nodelay(true).map_err(failed)?;
+        let peer = socket.peer_addr().map_err(failed)?;
+        Ok(match trust {
+            Trust::Token(_) => (Wire::Plain(socket), peer),
+            Trust::Tls(certificates) => {
+                let connector = TlsConnector::from(certificates.client());
+                let stream = connector.connect(certificates.name(), socket).await.map_err(failed)?;
+                (Wire::Tls(Box::new(stream.into())), peer)
+            }
+        })
+    }
+
+    async fn accept(socket: TcpStream, trust: &Trust) -> io::Result<Self> {
+        socket.set_nodelay(true)?;
+        Ok(match trust {
+            Trust::Token(_) => Wire::Plain(socket),
+            Trust::Tls(certificates) => {
+                let stream = TlsAcceptor::from(certificates.server()).accept(socket).await?;
+                Wire::Tls(Box::new(stream.into()))
+            }
+        })
+    }
+
+    fn certificate(&self) -> Option<CertificateDer<'static>> {
+        match self {
+            Wire::Plain(_) => None,
+            Wire::Tls(stream) => Some(stream.get_ref().1.peer_certificates()?.first()?.clone().into_owned()),
+        }
+    }
+}
+
+impl AsyncRead for Wire {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Wire::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
+            Wire::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
+        }
+    }
+}
+
+impl AsyncWrite for Wire {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Wire::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
+            Wire::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Wire::Plain(stream) => Pin::new(stream).poll_flush(context),
+            Wire::Tls(stream) => Pin::new(stream).poll_flush(context),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Wire::Plain(stream) => Pin::new(stream).poll_shutdown(context),
+            Wire::Tls(stream) => Pin::new(stream).poll_shutdown(context),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Crowd {
+    came: u64,
+    members: usize,
+    /// Dropping a sender ends the connection.
+    strangers: BTreeMap<u64, (IpAddr, oneshot::Sender<()>)>,
+}
+
+type SharedCrowd = Arc<Mutex<Crowd>>;
+
+fn lock(crowd: &SharedCrowd) -> MutexGuard<'_, Crowd> {
+    crowd.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What is known of who is at the other end.
+pub(super) struct Standing {
+    crowd: SharedCrowd,
+    number: u64,
+    is_member: AtomicBool,
+    pub(super) certificate: Option<CertificateDer<'static>>,
+}
+
+impl Standing {
+    /// A call of it is welcome: it may stay. False when as many members are here as may be.
+    pub(super) fn welcome(&self) -> bool {
+        let mut crowd = lock(&self.crowd);
+        if self.is_member.load(Ordering::Relaxed) {
+            return true;
+        }
+        if crowd.members >= MEMBERS_MAX {
+            return false;
+        }
+        self.is_member.store(true, Ordering::Relaxed);
+        crowd.members += 1;
+        crowd.strangers.remove(&self.number);
+        true
+    }
+}
+
+impl Drop for Standing {
+    fn drop(&mut self) {
+        let mut crowd = lock(&self.crowd);
+        crowd.strangers.remove(&self.number);
+        crowd.members -= usize::from(self.is_member.load(Ordering::Relaxed));
+    }
+}
+
+/// Lets a connection in. Of too many strangers the one must leave that has been here for longest, of those from the
+/// address that has most.
+fn enter(crowd: &SharedCrowd, from: IpAddr) -> (Standing, oneshot::Receiver<()>) {
+    let (stays, leaves) = oneshot::channel();
+    let mut here = lock(crowd);
+    if here.strangers.len() >= STRANGERS_MAX {
+        let mut of_each = BTreeMap::<IpAddr, usize>::new();
+        here.strangers.values().for_each(|(from, _)| *of_each.entry(*from).or_default() += 1);
+        let most = of_each.into_iter().max_by_key(|(_, count)| *count).map(|(from, _)| from);
+        let oldest = here.strangers.iter().find(|(_, (from, _))| Some(*from) == most).map(|(&n, _)| n);
+        oldest.map(|number| here.strangers.remove(&number));
+    }
+    here.came += 1;
+    let number = here.came;
+    here.strangers.insert(number, (from, stays));
+    drop(here);
+    let is_member = AtomicBool::new(false);
+    (Standing { crowd: crowd.clone(), number, is_member, certificate: None }, leaves)
+}
+
+/// A connection to this process.
+pub(super) struct Guest {
+    wire: Wire,
+    standing: Arc<Standing>,
+    leaves: oneshot::Receiver<()>,
+    deadline: Task,
+}
+
+impl Connected for Guest {
+    type ConnectInfo = Arc<Standing>;
+
+    fn connect_info(&self) -> Arc<Standing> {
+        self.standing.clone()
+    }
+}
+
+impl AsyncRead for Guest {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let is_stranger = !this.standing.is_member.load(Ordering::Relaxed);
+        if is_stranger
+            && (this.leaves.poll_unpin(context).is_ready() || this.deadline.poll_unpin(context).is_ready())
+        {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        Pin::new(&mut this.wire).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Guest {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().wire).poll_write(context, bytes)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().wire).poll_flush(context)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().wire).poll_shutdown(context)
+    }
+}
+
+/// Accepts until nobody takes guests any more.
+pub(super) async fn accept(
+    env: SharedEnv,
+    listener: TcpListener,
+    trust: Trust,
+    silence: Duration,
+    guests: mpsc::Sender<Guest>,
+) {
+    let (crowd, patience) = (SharedCrowd::default(), silence.min(GREETING_MAX));
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = guests.closed() => return,
+        };
+        let Ok((socket, peer)) = accepted else {
+            env.sleep(ACCEPT_PAUSE).await;
+            continue;
+        };
+        let (standing, mut leaves) = enter(&crowd, peer.ip());
+        let (trust, guests, mut deadline) = (trust.clone(), guests.clone(), env.sleep(patience));
+        env.spawn(Box::pin(async move {
+            let mut standing = standing;
+            let shaken = tokio::select! {
+                shaken = Wire::accept(socket, &trust) => shaken,
+                _ = &mut leaves => return,
+                () = &mut deadline => return,
+            };
+            match shaken {
+                Ok(wire) => {
+                    standing.certificate = wire.certificate();
+                    let standing = Arc::new(standing);
+                    let _ = guests.send(Guest { wire, standing, leaves, deadline }).await;
+                }
+                Err(error) => tracing::debug!(%peer, %error, "a connection was refused"),
+            }
+        }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strangers_make_room_and_members_stay() {
+        let crowd = SharedCrowd::default();
+        let from = |last: u8| IpAddr::from([192, 0, 2, last]);
+        let (lonely, mut lonely_leaves) = enter(&crowd, from(1));
+        let (member, mut member_leaves) = enter(&crowd, from(2));
+        assert!(member.welcome() && member.welcome());
+        let mut loud: Vec<_> = (0..STRANGERS_MAX).map(|_| enter(&crowd, from(2))).collect();
+        let gone = |leaves: &mut oneshot::Receiver<()>| {
+            matches!(leaves.try_recv(), Err(oneshot::error::TryRecvError::Closed))
+        };
+        assert!(!gone(&mut lonely_leaves) && gone(&mut loud[0].1) && !gone(&mut loud[1].1));
+        // A member's end is not watched any more.
+        assert!(gone(&mut member_leaves) && member.is_member.load(Ordering::Relaxed));
+        drop((lonely, member, loud));
+        assert_eq!((lock(&crowd).members, lock(&crowd).strangers.len()), (0, 0));
+    }
+}
