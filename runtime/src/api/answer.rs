@@ -99,7 +99,7 @@ impl Choice {
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
-    /// Unknown where the tenant is not told, and when an answer was cut by a stop string before the engine had reported it.
+    /// Unknown where the tenant is not told, and when a stop string cut the answer before the engine had reported it.
     pub(crate) cached_tokens: Option<u32>,
 }
 

@@ -96,6 +96,9 @@ impl Tenant {
 /// A key, as its SHA-256: the key itself is in nobody's memory, and comparing takes the same time for all.
 type Hash = [u8; 32];
 
+/// A key and whose it is.
+type Known = (Hash, Arc<Tenant>);
+
 fn hash(key: &[u8]) -> Hash {
     Sha256::digest(key).into()
 }
@@ -152,7 +155,7 @@ fn from_hexadecimal(text: &str) -> Option<Hash> {
 #[derive(Default)]
 pub struct Access {
     /// None: no key is asked for.
-    keys: Option<RwLock<Vec<(Hash, Arc<Tenant>)>>>,
+    keys: Option<RwLock<Vec<Known>>>,
     /// Cached tokens are shown to nobody.
     hide_cached_tokens: bool,
 }
@@ -229,7 +232,7 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
 }
 
 /// Checks a file's entries. A tenant that was there before keeps its count.
-fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<(Hash, Arc<Tenant>)>, String> {
+fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<Known>, String> {
     if file.tenant.is_empty() || file.tenant.len() > TENANTS_MAX {
         return Err(format!("it names {} tenants; expected 1 to {TENANTS_MAX}", file.tenant.len()));
     }

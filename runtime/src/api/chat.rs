@@ -54,7 +54,8 @@ pub(crate) fn plan(
     })
 }
 
-/// All text that the client wrote and a template can print. (Roles are of a few words, and names of variables are not printed.)
+/// All text that the client wrote and a template can print. (Roles are of a few words; names of variables are not
+/// printed.)
 #[derive(Default)]
 struct Said<'a> {
     strings: Vec<&'a mut String>,
