@@ -35,7 +35,7 @@ def bodies():
         "broken JSON": hostile(COMPLETIONS, b'{"model": "mixfleet-random", "prompt": [[[' + b"[" * 5000),
         "no UTF-8": hostile(COMPLETIONS, b'{"model":"\xff\xfe"}'),
         "huge n": hostile(COMPLETIONS, completion(n=10**9)),
-        "many choices": hostile(COMPLETIONS, completion(n=128, max_tokens=32, temperature=1)),
+        "many choices": hostile(COMPLETIONS, completion(n=128, max_tokens=2, temperature=1)),
         "huge max_tokens": hostile(COMPLETIONS, completion(max_tokens=10**12)),
         "strange ids": hostile(COMPLETIONS, completion(prompt=[10**6, 2**32 - 1])),
         "foreign host": hostile(COMPLETIONS, completion(), host="rebound.example"),

@@ -43,7 +43,7 @@ class Server:
 
     def __init__(self, binary, directory):
         keys = directory / "keys.toml"
-        keys.write_text("".join(f'[[tenant]]\nname = "{name}"\nkey = "{name}-key"\nrequests = {requests}\n' for name, requests in (("good", 400), ("hostile", 64))))
+        keys.write_text("".join(f'[[tenant]]\nname = "{name}"\nkey = "{name}-key"\nrequests = {requests}\n' for name, requests in (("good", 400), ("hostile", 32))))
         keys.chmod(0o600)
         self.log = directory / "serve.log"
         command = [binary, "serve", "--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0", "--api-keys", str(keys)]
@@ -125,7 +125,7 @@ class Report:
     def __init__(self):
         self.statuses, self.good, self.wrong, self.broken = {}, {}, [], []
         self.series, self.start, self.end, self.health, self.left_open = [], None, None, None, []
-        self.late_clients, self.broken_clients = 0, []
+        self.late_clients, self.broken_clients, self.panics = 0, [], 0
 
     def count(self, kind, outcome):
         of = self.statuses.setdefault(kind, {})
@@ -140,6 +140,7 @@ def judge(report, live, options, exit_code):
     checks = {
         "the server lived, and ended with 0 when told": exit_code == 0,
         "every good answer is whole and equal to the one given alone": not report.wrong and not report.broken and answered > 0,
+        "no thread panicked": report.panics == 0,
         "nobody waited for ever": report.late_clients == 0 and not report.broken_clients,
         "healthy at the end": report.health == 200,
         f"RSS slope after minute {RSS_AFTER_MINUTES} below {RSS_MB_PER_MINUTE_MAX} MB a minute": None if slope is None else slope < RSS_MB_PER_MINUTE_MAX,
@@ -197,6 +198,7 @@ def main():
             for watcher in watchers:
                 watcher.join()
             exit_code = server.end()
+        report.panics = server.log.read_text(errors="replace").count("panicked at")
         document = judge(report, measured, options, exit_code)
         if not document["passed"]:
             print("\n".join(server.log.read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)

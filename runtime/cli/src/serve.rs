@@ -28,19 +28,29 @@ const PLACEMENTS_KEPT: usize = 1000;
 pub(crate) fn run(args: ServeArgs) -> Result<()> {
     log(args.front.json);
     check(&args.front)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ServeArgs { model, instances, front: options } = args;
     let load = move |around: Around, options: &FrontArgs| load(&model, &instances, options, around);
-    let served = runtime.block_on(async {
+    to_the_end(async {
         let mut signals = Signals::new()?;
         if let Some(pools) = front(options, &mut signals, load).await? {
             signals.or_until_next(pools.write_back()).await;
         }
         Ok(())
-    });
-    // Nothing that still blocks a thread holds up the end.
-    runtime.shutdown_background();
-    served
+    })
+}
+
+/// Threads that serve connections, at least: one that is busy must not be half of them.
+const SERVING_THREADS_MIN: usize = 4;
+
+/// Runs a server until its process ends.
+pub(crate) fn to_the_end(main: impl Future<Output = Result<()>>) -> Result<()> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).max(SERVING_THREADS_MIN);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
+    let ended = runtime.block_on(main);
+    // It goes with the process: threads of their own still wait by its clock, and what blocks one of its threads must
+    // not hold up the end.
+    std::mem::forget(runtime);
+    ended
 }
 
 /// What tells a process to end.

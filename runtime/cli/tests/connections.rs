@@ -128,6 +128,16 @@ fn a_second_signal_ends_a_long_drain_at_once() {
 }
 
 #[test]
+fn no_thread_panics_because_the_process_ends() {
+    let keys = common::scratch("keys").join("keys.toml");
+    std::fs::write(&keys, "[[tenant]]\nname = \"a\"\nkey = \"b\"\n").unwrap();
+    let server = Server::start(&["--api-keys", keys.to_str().unwrap(), "--health-listen", "127.0.0.1:0"]);
+    server.signal();
+    let (status, log) = server.wait();
+    assert!(status.success() && !log.contains("panicked"), "{status}: {log}");
+}
+
+#[test]
 fn those_who_watch_have_an_address_of_their_own() {
     let server = Server::start(&["--health-listen", "127.0.0.1:0", "--drain-s", "100000"]);
     let line = server.seen.lines().find(|line| line.contains("answers /live")).unwrap();

@@ -31,9 +31,8 @@ const LEAVE: Duration = Duration::from_secs(5);
 pub(crate) fn router(args: RouterArgs) -> Result<()> {
     serve::log(args.front.json);
     serve::check(&args.front)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let RouterArgs { join, model, front } = args;
-    let served = runtime.block_on(async {
+    serve::to_the_end(async {
         let mut signals = Signals::new()?;
         let handle = tokio::runtime::Handle::current();
         let load = move |around: Around, front: &crate::args::FrontArgs| {
@@ -43,9 +42,7 @@ pub(crate) fn router(args: RouterArgs) -> Result<()> {
             signals.or_until_next(leave(membership)).await;
         }
         Ok(())
-    });
-    runtime.shutdown_background();
-    served
+    })
 }
 
 /// Takes the record back; where etcd is away, its lease ends by itself.
@@ -146,10 +143,7 @@ pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
         Some(text) => args.join.listen("--listen-data", text)?,
         None => SocketAddr::new(control.ip(), 0),
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let worked = runtime.block_on(work(args, control, data));
-    runtime.shutdown_background();
-    worked
+    serve::to_the_end(work(args, control, data))
 }
 
 async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result<()> {
