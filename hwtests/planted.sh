@@ -1,5 +1,6 @@
 #!/bin/sh
-# Plants bugs in a copy of the tree, one at a time: the chaos test must find each within the seeds of CI.
+# Plants bugs in a copy of the tree, one at a time: the chaos test must find each within the seeds of CI, or another test where one is
+# named.
 #   hwtests/planted.sh [DIRECTORY for the copy and its build; default target/planted]
 set -eu
 root=$(git rev-parse --show-toplevel)
@@ -12,16 +13,18 @@ trap 'git -C "$root" worktree remove --force "$work/tree"' EXIT
 cd "$work/tree"
 export CARGO_TARGET_DIR="$work/build"
 
-# plant NAME FILE SED-EXPRESSION
+# plant NAME FILE SED-EXPRESSION [TEST FILTER]
 plant() {
+    test=${4:-chaos}
+    filter=${5:-every_request}
     git checkout --quiet .
     sed -i "$3" "$2"
     if git diff --quiet; then
         echo "planted: '$1' no longer applies to $2" >&2
         exit 3
     fi
-    cargo test --quiet -p mixfleet-runtime --test chaos --no-run
-    if found=$(cargo test -p mixfleet-runtime --test chaos every_request 2>&1); then
+    cargo test --quiet -p mixfleet-runtime --test "$test" --no-run
+    if found=$(cargo test -p mixfleet-runtime --test "$test" "$filter" 2>&1); then
         echo "planted: '$1' was NOT found" >&2
         exit 1
     fi
@@ -36,3 +39,15 @@ plant "the pool serves a block from disk without comparing its checksum" runtime
     's/if digest != actual.to_le_bytes() {/if digest.is_empty() {/'
 plant "nobody tells senders that a receiver is gone" runtime/src/engine/worker.rs \
     's/ToWorker::PeerDown { peer } => self.peer_down(peer).await?,/ToWorker::PeerDown { .. } => {}/'
+plant "KV of host memory is used without comparing its digest" runtime/src/pool/lease.rs \
+    's/intact = xxh3_64(payload) == digest;/let _ = digest; intact = true;/'
+plant "a disk that hangs is waited for" runtime/src/pool/lane.rs \
+    's/Box::pin(async { result = answer.await.ok() }), limit/Box::pin(async { result = answer.await.ok() }), Duration::MAX.min(limit * 1_000_000)/'
+plant "a disk that is out keeps its blocks in the index" runtime/src/pool/mod.rs \
+    's/blocks.into_iter().for_each(|hash| self.events.add(hash, Tier::Ssd, false));/drop(blocks);/'
+plant "names are not synced" runtime/src/pool/journal.rs \
+    's/if sync { disk.sync_names() } else { Ok(()) }/Ok(())/' pool crash::
+plant "a symbolic link is followed" runtime/src/pool/disk/private.rs \
+    's/OFlags::RDWR | OFlags::NOFOLLOW/OFlags::RDWR/' pool private::
+plant "whose file it is is not looked at" runtime/src/pool/disk/private.rs \
+    's/if owner != own {/if owner != own \&\& own == u32::MAX {/' pool private::

@@ -1,14 +1,62 @@
 //! The disks below devices: they outlive workers.
 
 use super::{BLOCK_TOKENS, Outcome, World};
+use futures_util::future::BoxFuture;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
+use mixfleet_hal::memory::{Mapping, SharedMemory};
+use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::engine::Held;
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::metrics::{DeviceLabels, TierLabels};
+use mixfleet_runtime::pool::SsdConfig;
 use mixfleet_runtime::pool::disk::SimDisk;
-use mixfleet_runtime::pool::{SSD_TIMEOUT, SsdConfig};
+use mixfleet_wire::HostRegion;
 use serde::Deserialize;
+use std::future::ready;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// What a read or a write takes, a slow one, and those that hang: some for longer than any history.
+const OPERATION: Duration = Duration::from_micros(200);
+const SLOW: Fault = Fault::Slow { times: 100 };
+const HANG_SHORT: Duration = Duration::from_secs(1);
+pub(super) const HANG_LONG: Duration = Duration::from_secs(1000);
+/// When a disk is out.
+const TIMEOUT: Duration = Duration::from_millis(50);
+
+/// Host memory in which bits flip.
+struct Rotting {
+    memory: HostRegion,
+    plan: FaultPlan,
+    updates: AtomicU64,
+    world: World,
+}
+
+impl SharedMemory for Rotting {
+    fn size_bytes(&self) -> u64 {
+        self.memory.size_bytes()
+    }
+
+    fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> mixfleet_hal::Result<()> {
+        self.memory.view(offset, bytes, look)
+    }
+
+    fn update(&self, offset: u64, bytes: u64, change: &mut dyn FnMut(&mut [u8])) -> mixfleet_hal::Result<()> {
+        self.memory.update(offset, bytes, change)?;
+        let update = self.updates.fetch_add(1, Ordering::Relaxed);
+        if self.plan.at(update).is_none() {
+            return Ok(());
+        }
+        self.world.state().outcome.rotten_in_dram += 1;
+        let bit = self.plan.bit(update, bytes);
+        self.memory.update(offset + bit / 8, 1, &mut |byte| byte[0] ^= 1 << (bit % 8))
+    }
+
+    fn mapping(&self) -> Option<Mapping> {
+        self.memory.mapping()
+    }
+}
 
 /// What breaks on disks; chances are per read or write.
 #[derive(Clone, Debug, Deserialize)]
@@ -25,6 +73,15 @@ pub(crate) struct Disks {
     /// Reads and writes that fail.
     #[serde(default)]
     fail: f64,
+    /// Reads and writes that take long.
+    #[serde(default)]
+    slow: f64,
+    /// Reads and writes that hang.
+    #[serde(default)]
+    hang: f64,
+    /// Blocks in host memory of which a bit flips.
+    #[serde(default)]
+    dram_rot: f64,
     /// One disk in so many has room for a third of that; 0 = none.
     #[serde(default)]
     full_one_in: u64,
@@ -32,7 +89,13 @@ pub(crate) struct Disks {
 
 impl Disks {
     fn plan(&self, seed: u64) -> FaultPlan {
-        let rates = [(Fault::BitFlip, self.rot), (Fault::Drop, self.lost), (Fault::Fail, self.fail)];
+        let rates = [
+            (Fault::BitFlip, self.rot),
+            (Fault::Drop, self.lost),
+            (Fault::Fail, self.fail),
+            (SLOW, self.slow),
+            (Fault::Hang, self.hang),
+        ];
         // Opening a pool that cannot read who owns the directory is an error for its operator: it comes first.
         let rule = |(fault, probability)| Rule { fault, probability, from: 12, until: None };
         FaultPlan { seed, rules: rates.map(rule).to_vec() }
@@ -44,7 +107,7 @@ impl Disks {
     }
 
     pub(super) fn below(&self, disk: SimDisk, block_bytes: u64) -> SsdConfig {
-        SsdConfig { disk: Arc::new(disk), bytes: self.bytes(block_bytes), wipe: true, timeout: SSD_TIMEOUT }
+        SsdConfig { disk: Arc::new(disk), bytes: self.bytes(block_bytes), wipe: true, timeout: TIMEOUT }
     }
 }
 
@@ -61,12 +124,44 @@ impl World {
             disk
         });
         disk.set_plan(disks.plan(self.env.random()));
+        let (world, hangs) = (self.env.clone(), [HANG_SHORT, HANG_LONG][self.below(2) as usize]);
+        disk.takes(OPERATION, hangs, move |span| {
+            world.block_until(world.now() + Seconds(span.as_secs_f64()));
+        });
         Some(disk)
+    }
+
+    /// When a worker knows whose blocks its disk may have: at its start, or later.
+    pub(super) fn namespace(&self) -> BoxFuture<'static, Option<u64>> {
+        if self.workload.disks.is_none() || self.below(2) == 0 {
+            return Box::pin(ready(Some(7)));
+        }
+        let known = self.env.sleep(self.span(0.3));
+        Box::pin(async move {
+            known.await;
+            Some(7)
+        })
+    }
+
+    /// Host memory for blocks, of which some rot when they are stored.
+    pub(super) fn host_memory(&self, bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
+        let memory = HostRegion::new(bytes as usize)?;
+        let rate = self.workload.disks.as_ref().map_or(0.0, |disks| disks.dram_rot);
+        let plan = FaultPlan::at_rate(Fault::BitFlip, rate, self.env.random());
+        Ok(Arc::new(Rotting { memory, plan, updates: AtomicU64::new(0), world: self.clone() }))
+    }
+
+    /// What its disk suffered, once nobody uses it any more.
+    pub(super) fn count_disk(&self, disk: &SimDisk) {
+        let outcome = &mut self.state().outcome;
+        outcome.slow_disks += disk.struck(SLOW);
+        outcome.hung_disks += disk.struck(Fault::Hang);
     }
 
     /// Its worker is killed, or its host loses power: what was written last is there in part, or not at all.
     pub(super) fn shelve(&self, disk: Option<SimDisk>) {
         let Some(disk) = disk else { return };
+        self.count_disk(&disk);
         let left = if self.below(2) == 0 { disk.lose_power(self.env.random()) } else { disk.restart() };
         self.state().shelf.push_back(left);
     }
@@ -80,6 +175,8 @@ impl World {
             };
             outcome.dram_hits += hits("dram");
             outcome.ssd_hits += hits("ssd");
+            let labels = TierLabels { device: device.clone(), tier: "ssd" };
+            outcome.disk_outages += self.metrics.kv_tier_outages.get_or_create(&labels).get();
             let labels = DeviceLabels { device: device.clone() };
             outcome.bad_blocks += self.metrics.kv_tier_bad.get_or_create(&labels).get();
         }

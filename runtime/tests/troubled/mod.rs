@@ -30,7 +30,6 @@ use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
 use mixfleet_wire::{Faulty, HostRegion, Memory};
 use network::{Cut, splice};
 use std::collections::{BTreeMap, VecDeque};
-use std::future::ready;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -195,9 +194,10 @@ impl World {
             blocks => {
                 let disk = disk.clone().zip(self.workload.disks.as_ref());
                 let ssd = disk.map(|(disk, disks)| disks.below(disk, block_bytes));
-                let tiers =
-                    LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace: Box::pin(ready(Some(7))) };
-                loaded.with_lower_tiers(tiers, &*self.links().make_region).unwrap()
+                let namespace = self.namespace();
+                let tiers = LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace };
+                let world = self.clone();
+                loaded.with_lower_tiers(tiers, &move |bytes| world.host_memory(bytes)).unwrap()
             }
         };
         let cost = loaded.predicted_by(profile(flops));
@@ -527,6 +527,8 @@ pub(crate) fn run(workload: &Workload, talks: &[Talk], seed: u64) -> Outcome {
             client.await.unwrap();
         }
         world.state().over = true;
+        let end = world.env.now().0;
+        assert!(end < disks::HANG_LONG.as_secs_f64(), "{:?}: {end} s: somebody waited for a disk", world.env);
         assert_eq!(world.usage_at_rest().await, 0.0, "{:?}: KV blocks leak", world.env);
         world.assert_that_routers_know_who_holds_what().await;
         let (fences, broken) = world.transport.count();
@@ -542,8 +544,11 @@ pub(crate) fn run(workload: &Workload, talks: &[Talk], seed: u64) -> Outcome {
             let mut state = world.state();
             (std::mem::take(&mut state.workers), std::mem::take(&mut state.routers))
         };
+        ended.0.values().filter_map(|worker| worker.disk.as_ref()).for_each(|disk| world.count_disk(disk));
+        let Outcome { slow_disks, hung_disks, .. } = world.state().outcome;
+        (outcome.slow_disks, outcome.hung_disks) = (slow_disks, hung_disks);
         drop(ended);
-        world.env.sleep(Duration::from_secs(5)).await;
+        world.env.sleep(disks::HANG_LONG + Duration::from_secs(5)).await;
         outcome
     });
     env.end();

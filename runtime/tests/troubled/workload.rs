@@ -91,6 +91,10 @@ pub(crate) struct Outcome {
     pub(crate) dram_hits: u64,
     pub(crate) ssd_hits: u64,
     pub(crate) bad_blocks: u64,
+    pub(crate) rotten_in_dram: u64,
+    pub(crate) slow_disks: u64,
+    pub(crate) hung_disks: u64,
+    pub(crate) disk_outages: u64,
     /// When the answers were complete, all together: two histories that agree in this are one.
     pub(crate) answered_ns: u64,
 }
@@ -111,6 +115,10 @@ impl Outcome {
         self.dram_hits += other.dram_hits;
         self.ssd_hits += other.ssd_hits;
         self.bad_blocks += other.bad_blocks;
+        self.rotten_in_dram += other.rotten_in_dram;
+        self.slow_disks += other.slow_disks;
+        self.hung_disks += other.hung_disks;
+        self.disk_outages += other.disk_outages;
         self.answered_ns += other.answered_ns;
     }
 }
