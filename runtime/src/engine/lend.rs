@@ -108,6 +108,8 @@ impl Worker {
         }
         let layers = self.forward.config().layers as usize;
         let below = below.map(|lease| Lent { from: below_from, digests: digests(&lease, layers), lease });
+        // What was found to be bad is gone.
+        self.tell_tiers();
         let end = below_from + below.as_ref().map_or(0, |lent| lent.digests.len()) as u32 * page_tokens;
 
         let most = self.piece_tokens_max(&to);
