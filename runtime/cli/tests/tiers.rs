@@ -76,7 +76,7 @@ fn golden_answers_come_from_host_memory_and_disk_and_outlive_the_process() {
         (model.to_str().expect("a path in UTF-8"), directory.to_str().expect("the same"));
 
     let mut first = start(model, directory);
-    first.wait_for("the disk is in use");
+    first.wait_for("disk is in use");
     for round in 0..2 {
         assert_eq!(ask(&first, &prompt), expected, "round {round}");
         others.iter().for_each(|other| _ = ask(&first, other));
