@@ -258,6 +258,16 @@ impl Metrics {
     }
 }
 
+impl Metrics {
+    /// Nothing runs on a device that is not reached.
+    pub(crate) fn unload(&self, device: &str) {
+        let labels = DeviceLabels { device: device.into() };
+        self.requests_running.get_or_create(&labels).set(0);
+        self.requests_waiting.get_or_create(&labels).set(0);
+        self.kv_cache_usage.get_or_create(&labels).set(0.0);
+    }
+}
+
 impl Default for Metrics {
     fn default() -> Self {
         Self::new()

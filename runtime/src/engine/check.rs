@@ -19,11 +19,11 @@ const EOS_IDS_MAX: usize = 1 << 10;
 const LOGPROBS_MAX: u32 = 1 << 10;
 
 impl Worker {
-    /// Whether this instance can compute such a job, alone at least.
+    /// Whether this instance can have to do with such a job, of which `tokens` must find room here.
     ///
     /// # Errors
     /// `Invalid` with the reason.
-    pub(super) fn check_job(&self, job: &Job) -> Result<()> {
+    pub(super) fn check_job(&self, job: &Job, tokens: u64) -> Result<()> {
         let config = self.forward.config();
         let wanted = &job.wanted;
         let (prompt, generated) = (wanted.prompt_ids.len() as u64, job.generated.len() as u64);
@@ -40,10 +40,15 @@ impl Worker {
         if generated >= u64::from(wanted.max_tokens) {
             return Err(Error::invalid("the answer is complete: there is no token to generate"));
         }
-        let whole = prompt + u64::from(wanted.max_tokens);
-        let room = self.capacity_tokens().min(config.context_max.into());
-        if whole > room {
-            return Err(Error::invalid(format!("{whole} tokens of prompt and answer; {room} fit here")));
+        let (whole, context) = (job.length_max(), u64::from(config.context_max));
+        if whole > context {
+            return Err(Error::invalid(format!(
+                "{whole} tokens of prompt and answer; the context is {context}"
+            )));
+        }
+        let room = self.capacity_tokens();
+        if tokens > room {
+            return Err(Error::invalid(format!("{tokens} tokens find no room in KV memory for {room}")));
         }
         if !job.due.0.is_finite() {
             return Err(Error::invalid("the time at which the request is due is no number"));
@@ -116,7 +121,8 @@ impl Worker {
         hand_off: Option<&HandOff>,
         pull: Option<Source>,
     ) -> Result<()> {
-        self.check_job(job)?;
+        let here = if hand_off.is_some() { job.length() as u64 } else { job.length_max() };
+        self.check_job(job, here)?;
         if let Some(to) = hand_off {
             self.check_hand_off(job, to)?;
         }

@@ -480,12 +480,15 @@ impl Running {
         finish: Option<FinishReason>,
     ) {
         let tracked = self.requests.get_mut(&request).expect("checked by the caller");
-        let out_of_turn = index as usize != tracked.generated.len();
-        if out_of_turn || token >= self.parts.vocabulary {
-            let fault =
-                if out_of_turn { "a token out of turn" } else { "a token that the model does not have" };
-            let detail = format!("request {request}: token {index} of the answer is {fault}");
+        if token >= self.parts.vocabulary {
+            let detail = format!("request {request}: it drew token {token}, which the model does not have");
             return self.failed(instance, &mixfleet_hal::Error::new(ErrorKind::Corrupt, detail));
+        }
+        // The first token and the second may come from two instances, by ways of their own.
+        if index as usize != tracked.generated.len() {
+            tracing::warn!(request, index, %instance, "a token out of turn; the request goes on elsewhere");
+            self.fleet_step(Event::Cancelled { request });
+            return self.replay(request);
         }
         let first = tracked.generated.is_empty();
         tracked.generated.push(token);
@@ -567,6 +570,7 @@ impl Running {
     /// The instance is lost; `certain` if it was not merely the way to it.
     pub(super) fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error, certain: bool) {
         let Some(InstanceHandle { device, .. }) = self.parts.instances.remove(&instance) else { return };
+        self.parts.metrics.unload(&device);
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
         self.pulls_lost(|holder, _| holder == instance);
         self.ways.forget(instance);

@@ -46,6 +46,11 @@ impl Job {
         self.wanted.prompt_ids.len() + self.generated.len()
     }
 
+    /// Tokens of prompt and answer, at most.
+    pub(crate) fn length_max(&self) -> u64 {
+        self.wanted.prompt_ids.len() as u64 + u64::from(self.wanted.max_tokens)
+    }
+
     /// Prompt and answer so far.
     pub(crate) fn tokens(&self) -> Vec<u32> {
         [&self.wanted.prompt_ids[..], &self.generated].concat()

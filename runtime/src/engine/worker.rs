@@ -244,7 +244,7 @@ impl Worker {
                 Err(error) => self.refuse(&job, &error),
             },
             ToWorker::Lend { job, until, to } => {
-                match self.check_job(&job).and_then(|()| self.check_hand_off(&job, &to)) {
+                match self.check_job(&job, 0).and_then(|()| self.check_hand_off(&job, &to)) {
                     Ok(()) => self.lend(&job, until, to),
                     Err(error) => {
                         tracing::warn!(request = job.request, %error, "a prefix is not lent");
@@ -266,7 +266,7 @@ impl Worker {
                 }
             }
             ToWorker::Reserve { job, sender } => {
-                match self.check_job(&job).and_then(|()| self.check_source(sender)) {
+                match self.check_job(&job, job.length_max()).and_then(|()| self.check_source(sender)) {
                     Ok(()) => self.reserve(job, sender),
                     Err(error) => self.refuse(&job, &error),
                 }

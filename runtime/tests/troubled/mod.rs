@@ -77,6 +77,9 @@ fn profile(flops: f64) -> DeviceProfile {
 
 const BLOCK_TOKENS: u32 = 8;
 
+/// All requests of a world have ended by then.
+const LONGEST: Duration = Duration::from_secs(3600);
+
 /// A worker process that runs.
 struct Worker {
     hub: Hub,
@@ -523,12 +526,20 @@ pub(crate) fn run(workload: &Workload, talks: &[Talk], seed: u64) -> Outcome {
         if cut_router_every_s > 0.0 {
             world.env.spawn(Box::pin(world.clone().cut_wires(cut_router_every_s, "router")));
         }
+        let watched = world.clone();
+        world.env.spawn(Box::pin(async move {
+            watched.env.sleep(LONGEST).await;
+            assert!(watched.state().over, "{:?}: a request waits for ever", watched.env);
+        }));
         for client in clients {
             client.await.unwrap();
         }
         world.state().over = true;
         let end = world.env.now().0;
         assert!(end < disks::HANG_LONG.as_secs_f64(), "{:?}: {end} s: somebody waited for a disk", world.env);
+        assert_eq!(world.metrics.worker_panics.get(), 0, "{:?}: a worker panicked", world.env);
+        let silent: u64 = world.state().routers.values().map(|r| r.metrics.instances_silent.get()).sum();
+        assert_eq!(silent, 0, "{:?}: an instance kept a request and said nothing of it", world.env);
         assert_eq!(world.usage_at_rest().await, 0.0, "{:?}: KV blocks leak", world.env);
         world.assert_that_routers_know_who_holds_what().await;
         let (fences, broken) = world.transport.count();

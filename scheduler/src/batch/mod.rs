@@ -635,4 +635,6 @@ impl Instance {
 }
 
 #[cfg(test)]
+mod refusal_tests;
+#[cfg(test)]
 mod tests;

@@ -1,0 +1,102 @@
+//! What comes from outside and cannot be: refused, and whatever else runs goes on.
+
+use super::*;
+use crate::kv::hash::Namespace;
+use mixfleet_hal::DType;
+
+const LIMITS: BatchLimits = BatchLimits {
+    blocks_total: 8,
+    block_tokens: 4,
+    step_tokens_max: 12,
+    prefill_tokens_beside_decode_max: 6,
+    sequences_max: 6,
+    spare_blocks: 0,
+    lower_tiers: false,
+};
+
+fn hasher() -> PrefixHasher {
+    let namespace = Namespace {
+        model_digest: "m".into(),
+        tokenizer_digest: "t".into(),
+        kv_dtype: DType::F32,
+        cache_salt: None,
+    };
+    PrefixHasher::new(b"secret", &namespace)
+}
+
+fn add(request: RequestId, tokens: usize, due: f64) -> Event {
+    let (due, tokens, after) = (Seconds(due), vec![1; tokens], After::Decode);
+    Event::Add { request, due, gives_way: false, tokens, hasher: hasher(), pulls: 0, after }
+}
+
+fn reserve(request: RequestId, tokens: usize, due: f64) -> Event {
+    Event::Reserve { request, due: Seconds(due), gives_way: false, tokens: vec![1; tokens], hasher: hasher() }
+}
+
+fn answer(machine: &mut Instance, event: Event) -> Vec<Action> {
+    let mut actions = Vec::new();
+    machine.step(event, &mut actions);
+    actions
+}
+
+/// Adds what is refused beside a sequence that runs, which then draws its token.
+fn refused(
+    event: fn(RequestId, usize, f64) -> Event,
+    (request, tokens, due): (RequestId, usize, f64),
+) -> Refusal {
+    let mut machine = Instance::new(LIMITS);
+    assert_eq!(answer(&mut machine, add(1, 5, 0.0)), []);
+    let answered = answer(&mut machine, event(request, tokens, due));
+    let [Action::Refused { request: named, reason }] = answered[..] else { panic!("{answered:?}") };
+    assert_eq!((named, machine.load().waiting), (request, 1));
+    let ran = answer(&mut machine, Event::Idle);
+    assert!(matches!(&ran[..], [Action::Admitted { request: 1, .. }, Action::Run(_)]), "{ran:?}");
+    answer(&mut machine, Event::StepDone { sampled: vec![Sampled { request: 1, token: 3, finished: true }] });
+    assert_eq!(machine.load().blocks.used, 0);
+    reason
+}
+
+#[test]
+fn a_sequence_without_tokens_is_refused() {
+    assert_eq!(refused(add, (2, 0, 0.0)), Refusal::Empty);
+    assert_eq!(refused(reserve, (2, 0, 0.0)), Refusal::Empty);
+}
+
+#[test]
+fn an_id_that_is_here_is_refused_and_the_first_one_goes_on() {
+    assert_eq!(refused(add, (1, 3, 0.0)), Refusal::Known);
+    assert_eq!(refused(reserve, (1, 3, 0.0)), Refusal::Known);
+}
+
+#[test]
+fn a_sequence_that_no_memory_holds_is_refused_and_keeps_nobody_waiting() {
+    assert_eq!(refused(add, (2, 33, -1.0)), Refusal::TooLong);
+    assert_eq!(refused(reserve, (2, 33, -1.0)), Refusal::TooLong);
+}
+
+#[test]
+fn a_due_time_that_is_no_number_is_refused() {
+    for due in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        assert_eq!(refused(add, (2, 3, due)), Refusal::NoTime);
+    }
+}
+
+#[test]
+fn kv_that_lands_for_who_does_not_wait_for_it_changes_nothing() {
+    let mut machine = Instance::new(LIMITS);
+    answer(&mut machine, add(1, 5, 0.0));
+    let landed = |request, tokens_valid| Event::Landed { request, tokens_valid, next: Some(4) };
+    // Waiting, running, unknown.
+    assert_eq!(answer(&mut machine, landed(1, 5)), []);
+    answer(&mut machine, Event::Idle);
+    assert_eq!(answer(&mut machine, landed(1, 5)), []);
+    assert_eq!(answer(&mut machine, landed(7, 5)), []);
+    answer(&mut machine, Event::StepDone { sampled: vec![Sampled { request: 1, token: 3, finished: true }] });
+    // More than the sequence is long.
+    answer(&mut machine, reserve(2, 6, 0.0));
+    answer(&mut machine, Event::Idle);
+    assert_eq!(answer(&mut machine, landed(2, 7)), []);
+    answer(&mut machine, landed(2, 6));
+    let ran = answer(&mut machine, Event::Idle);
+    assert!(matches!(&ran[..], [Action::Run(step)] if step.sequences[0].start == 6), "{ran:?}");
+}
