@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let [read, hashed] = [read_s, hash_s].map(|seconds| bytes / seconds / 1e9);
         let sum = sums.into_iter().fold(0, u64::wrapping_add);
         println!(
-            "{round}: {threads} threads, read {read:.2f} GB/s, hashed {hashed:.2f} GB/s ({digest}, sum {sum:x})"
+            "{round}: {threads} threads, read {read:.2} GB/s, hashed {hashed:.2} GB/s ({digest}, sum {sum:x})"
         );
     }
     Ok(())

@@ -54,6 +54,7 @@ impl Digest {
     ///
     /// # Errors
     /// When a file changes meanwhile.
+    #[cfg(feature = "fleet")]
     pub(crate) fn now(checkpoint: &Checkpoint) -> Result<Self> {
         let digest = Digest::kept(checkpoint);
         if digest.known.borrow().is_some() {

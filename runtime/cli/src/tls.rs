@@ -1,6 +1,8 @@
 //! Certificates on the command line.
 
-use anyhow::{Context, Result};
+#[cfg(any(feature = "fleet", feature = "tls"))]
+use anyhow::Context;
+use anyhow::Result;
 use clap::Args;
 use mixfleet_wire::Security;
 use std::path::{Path, PathBuf};
@@ -26,7 +28,7 @@ pub(crate) struct TlsArgs {
 }
 
 /// What the files hold, as text.
-#[cfg_attr(not(feature = "tls"), allow(dead_code, reason = "read by TLS alone"))]
+#[cfg(feature = "fleet")]
 pub(crate) struct Files {
     pub(crate) authority: String,
     pub(crate) certificates: String,
@@ -42,6 +44,7 @@ impl TlsArgs {
     }
 
     /// The files' content; none if none are named.
+    #[cfg(feature = "fleet")]
     pub(crate) fn read(&self) -> Result<Option<Files>> {
         let (Some(ca), Some(cert), Some(key)) = (&self.tls_ca, &self.tls_cert, &self.tls_key) else {
             return Ok(None);

@@ -80,8 +80,9 @@ impl Running {
     /// Ways that have rested are used again.
     pub(super) fn end_rests(&mut self) {
         let now = self.parts.env.now();
-        let rested = self.ways.rests.extract_if(.., |_, until| until.0 <= now.0);
-        for ((from, to), _) in rested.collect::<Vec<_>>() {
+        let rested = self.ways.rests.iter().filter(|(_, until)| until.0 <= now.0).map(|(&pair, _)| pair);
+        for (from, to) in rested.collect::<Vec<Pair>>() {
+            self.ways.rests.remove(&(from, to));
             if let Some(&cost) = self.ways.costs.get(&(from, to)) {
                 self.fleet_step(Event::LinkUp(Link { from, to, cost }));
             }

@@ -105,7 +105,7 @@ mod tests {
     fn digest(checkpoint: &Checkpoint, threads: usize) -> String {
         let digesting = checkpoint.digesting();
         let hashed = AtomicU64::new(0);
-        let count = |bytes| drop(hashed.fetch_add(bytes, Ordering::Relaxed));
+        let count = |bytes| _ = hashed.fetch_add(bytes, Ordering::Relaxed);
         std::thread::scope(|scope| {
             for _ in 0..threads {
                 scope.spawn(|| digesting.work(&count));
