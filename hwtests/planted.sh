@@ -32,7 +32,11 @@ plant() {
 }
 
 plant "the hash of KV that arrives is not compared" runtime/src/engine/incoming.rs \
-    's/intact = xxh3_64(payload) == hash;/let _ = hash; intact = true;/'
+    's/looked.is_ok() \&\& xxh3_64(&copy) == hash;/{ let _ = hash; looked.is_ok() };/'
+plant "a failure of a link leaves undone what else a step does" runtime/src/engine/worker.rs \
+    's/self.contain(awaited)?;/if awaited.is_err() { self.contain(awaited)?; break; }/'
+plant "an instance that is opened again keeps the sessions of its earlier life" runtime/src/fleet/hub.rs \
+    's/if std::mem::take(&mut known.failed) {/if std::mem::take(\&mut known.failed) \&\& false {/'
 plant "a transport writes under epochs that have ended" backends/wire/src/memory.rs \
     's/grant.filter(|(epoch, _)| \*epoch == self.epoch)/grant.or(Some((0, Access::ReadWrite)))/'
 plant "the pool serves a block from disk without comparing its checksum" runtime/src/pool/check.rs \

@@ -48,6 +48,8 @@ fn every_request_ends_once_and_right_whatever_breaks() {
         let from_below = totals.dram_hits > 0 && totals.ssd_hits > 0 && totals.bad_blocks > 0;
         assert!(totals.pulled_tokens > 0, "no prefix was pulled: {totals:?}");
         assert!(from_below, "no block came from below: {totals:?}");
+        let scarce = totals.device_failures > 0 && totals.regions_refused > 0;
+        assert!(scarce, "no device failed, or there was always memory: {totals:?}");
         let disks = totals.slow_disks > 0 && totals.hung_disks > 0 && totals.disk_outages > 0;
         assert!(disks && totals.rotten_in_dram > 0, "no disk was late, or nothing rotted: {totals:?}");
     }

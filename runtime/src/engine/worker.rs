@@ -178,8 +178,7 @@ impl Worker {
             }
             self.settle_sends(Duration::ZERO);
             self.send_lent()?;
-            let ran = self.turn().await;
-            let ran = self.contain(ran)?.unwrap_or(true);
+            let ran = self.turn().await?;
             if ran || !self.deferred.is_empty() {
                 yield_now().await;
                 continue;
@@ -396,7 +395,7 @@ impl Worker {
     }
 
     /// Asks the machine for work and does it. False if there is none.
-    async fn turn(&mut self) -> Outcome<bool> {
+    async fn turn(&mut self) -> Result<bool> {
         let mut actions = Vec::new();
         self.machine.step(Event::Idle, &mut actions);
         // Pinned before room is made below for what was given up.
@@ -423,7 +422,9 @@ impl Worker {
                     self.admitted(request, tokens_cached, &pages).await?;
                 }
                 Action::Reserved { request, tokens_cached, pages } => {
-                    self.await_kv(request, tokens_cached, pages).await?;
+                    // Here: what else is to be done must be done.
+                    let awaited = self.await_kv(request, tokens_cached, pages).await;
+                    self.contain(awaited)?;
                 }
                 Action::Lent { .. } | Action::Refused { .. } => {
                     unreachable!("an answer to what others ask, not to what the device may do")

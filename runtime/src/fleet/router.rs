@@ -126,7 +126,7 @@ mod tests {
     use super::*;
     use crate::env::{Env, Listener, SeededEnv, Task};
     use crate::model::random::tiny_variants;
-    use crate::request::{GenerateRequest, Sampling, ServiceTier};
+    use crate::request::{GenerateRequest, Sampling, ServiceTier, Update};
     use futures_util::future::BoxFuture;
     use mixfleet_hal::units::Seconds;
     use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
@@ -224,6 +224,45 @@ mod tests {
                 }
             }
         })
+    }
+
+    /// A worker that takes work and says nothing of it, while its session goes on.
+    #[test]
+    fn an_instance_that_says_nothing_of_its_work_is_lost_and_nobody_waits_for_ever() {
+        let world = SeededEnv::new(4);
+        let env = world.clone();
+        let (failure, waited_s, silent) = world.run(async move {
+            let metrics = Metrics::new();
+            let parts = RouterParts {
+                env: Arc::new(env.clone()),
+                config: Arc::new(tiny_variants().remove(0).1.load().unwrap().config),
+                identity: Identity::new("model".into(), "tokenizer".into(), [0; 2]),
+                id: RouterId(0),
+                kv: DType::F32,
+                limits: EngineConfig::default(),
+                events: None,
+                placements: Arc::new(Placements::new(1)),
+                metrics: metrics.clone(),
+            };
+            let (engine, router) = parts.start();
+            let (session, mut worker) = Session::pair();
+            env.spawn(Box::pin(async move { router.attend(session).await }));
+            worker.out.send(Word { instance: InstanceId(0), message: up() }).unwrap();
+            env.sleep(Duration::from_secs(1)).await;
+            let began = env.now();
+            let mut updates = engine.submit(request()).await.unwrap();
+            let failure = loop {
+                if let Some(Update::Failed(failure)) = updates.recv().await {
+                    break failure;
+                }
+            };
+            let Some(Command { message: ToWorker::Add { .. }, .. }) = worker.incoming.recv().await else {
+                panic!("it was given nothing")
+            };
+            (failure, (env.now() - began).0, metrics.instances_silent.get())
+        });
+        assert!(failure.message.contains("no other place"), "{failure}");
+        assert!((60.0..90.0).contains(&waited_s) && silent == 1, "{waited_s} s");
     }
 
     #[test]

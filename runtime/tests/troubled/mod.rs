@@ -12,7 +12,7 @@ use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
-use mixfleet_hal::{DType, Device};
+use mixfleet_hal::{DType, Device, Error, ErrorKind};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::{
     EngineConfig, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded, LowerTiers,
@@ -26,7 +26,7 @@ use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Rejection, Sampling, ServiceTier, Update};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
-use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
+use mixfleet_simulated::{FaultyDevice, TimeOnlyDevice, VirtualClock};
 use mixfleet_wire::{Faulty, HostRegion, Memory};
 use network::{Cut, splice};
 use std::collections::{BTreeMap, VecDeque};
@@ -86,6 +86,8 @@ struct Worker {
     device: String,
     role: Role,
     disk: Option<SimDisk>,
+    /// Its device, as it is struck.
+    struck: Arc<FaultyDevice>,
     /// Of everything that it is connected by.
     cut: Cut,
 }
@@ -146,7 +148,15 @@ impl World {
     }
 
     fn links(&self) -> Links {
-        let region = |bytes: u64| Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>);
+        let world = self.clone();
+        let region = move |bytes: u64| {
+            let refused = world.workload.regions_refused;
+            if refused > 0.0 && (world.below(1 << 32) as f64) < refused * (1u64 << 32) as f64 {
+                world.state().outcome.regions_refused += 1;
+                return Err(Error::new(ErrorKind::OutOfMemory, "no descriptors are left"));
+            }
+            Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>)
+        };
         Links { transports: vec![self.transport.clone()], make_region: Arc::new(region) }
     }
 
@@ -177,6 +187,8 @@ impl World {
         let clock = Arc::new(WorldClock(self.env.clone()));
         let simulated: Arc<dyn Device> =
             Arc::new(TimeOnlyDevice::new(&device, profile(flops), clock).unwrap());
+        let struck = Arc::new(FaultyDevice::new(simulated, self.workload.commands(self.env.random())));
+        let simulated: Arc<dyn Device> = struck.clone();
         let config = Arc::new(self.checkpoint.config.clone());
         let weights = self.checkpoint.place(&*simulated, &mut |_, _| {}).unwrap();
         let block_bytes = u64::from(BLOCK_TOKENS) * config.kv_bytes_per_token(DType::F32);
@@ -213,7 +225,7 @@ impl World {
             metrics: self.metrics.clone(),
         };
         let hub = process.start().unwrap();
-        self.state().workers.insert(number, Worker { hub, device, role, disk, cut: Cut::new() });
+        self.state().workers.insert(number, Worker { hub, device, role, disk, struck, cut: Cut::new() });
         let (routers, peers) = {
             let state = self.state();
             let peers: Vec<u64> = state.workers.keys().copied().filter(|&other| other != number).collect();
@@ -547,6 +559,7 @@ pub(crate) fn run(workload: &Workload, talks: &[Talk], seed: u64) -> Outcome {
         let mut outcome = world.state().outcome.clone();
         outcome.fences = fences as u64;
         world.count_tiers(&mut outcome);
+        outcome.device_failures = world.state().workers.values().map(|worker| worker.struck.struck()).sum();
         outcome.retries = world.metrics.kv_transfer_retries.get();
         outcome.pulled_tokens = world.metrics.kv_pulled_tokens.get();
         outcome.recomputes = world.metrics.kv_transfer_recomputes.get();

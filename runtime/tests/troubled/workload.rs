@@ -38,6 +38,14 @@ pub(crate) struct Workload {
     /// Blocks of host memory below each device.
     #[serde(default)]
     pub(super) dram_blocks: u64,
+    /// Commands that a device fails, or never ends: it is lost with its instance, and answers again.
+    #[serde(default)]
+    device_fail: f64,
+    #[serde(default)]
+    device_hang: f64,
+    /// Staging memory that is asked for and not there.
+    #[serde(default)]
+    pub(super) regions_refused: f64,
     /// Disks below devices, each as often as something breaks.
     #[serde(default)]
     pub(super) disks: Option<Disks>,
@@ -74,6 +82,15 @@ impl Workload {
     }
 }
 
+impl Workload {
+    /// What strikes the commands of one device.
+    pub(super) fn commands(&self, seed: u64) -> FaultPlan {
+        let rates = [(Fault::Fail, self.device_fail), (Fault::Hang, self.device_hang)];
+        let rule = |(fault, probability)| Rule { fault, probability, from: 0, until: None };
+        FaultPlan { seed, rules: rates.map(rule).to_vec() }
+    }
+}
+
 /// What happened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
@@ -95,6 +112,8 @@ pub(crate) struct Outcome {
     pub(crate) slow_disks: u64,
     pub(crate) hung_disks: u64,
     pub(crate) disk_outages: u64,
+    pub(crate) device_failures: u64,
+    pub(crate) regions_refused: u64,
     /// When the answers were complete, all together: two histories that agree in this are one.
     pub(crate) answered_ns: u64,
 }
@@ -119,6 +138,8 @@ impl Outcome {
         self.slow_disks += other.slow_disks;
         self.hung_disks += other.hung_disks;
         self.disk_outages += other.disk_outages;
+        self.device_failures += other.device_failures;
+        self.regions_refused += other.regions_refused;
         self.answered_ns += other.answered_ns;
     }
 }
