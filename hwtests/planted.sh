@@ -41,7 +41,7 @@ plant "a transport writes under epochs that have ended" backends/wire/src/memory
     's/grant.filter(|(epoch, _)| \*epoch == self.epoch)/grant.or(Some((0, Access::ReadWrite)))/'
 plant "the pool serves a block from disk without comparing its checksum" runtime/src/pool/check.rs \
     's/if digest != actual.to_le_bytes() {/if digest.is_empty() {/'
-plant "nobody tells senders that a receiver is gone" runtime/src/engine/worker.rs \
+plant "nobody tells senders that a receiver is gone" runtime/src/engine/told.rs \
     's/ToWorker::PeerDown { peer } => self.peer_down(peer).await?,/ToWorker::PeerDown { .. } => {}/'
 plant "KV of host memory is used without comparing its digest" runtime/src/pool/lease.rs \
     's/intact = xxh3_64(payload) == digest;/let _ = digest; intact = true;/'

@@ -6,9 +6,9 @@ use super::events::LoggedFleet;
 use super::identity::Identity;
 use super::messages::{FromWorker, Job, Report, Source, ToWorker};
 use super::transfers;
-use super::watch::{Ways, check_instance};
+use super::watch::Ways;
 use crate::api::Placements;
-use crate::env::{SharedEnv, Task};
+use crate::env::SharedEnv;
 use crate::metrics::Metrics;
 use crate::request::{
     Failure, FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update,
@@ -17,22 +17,12 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, ErrorKind};
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Explanation, Instance, InstanceId, Objective, PromptChain, RejectReason,
+    Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
 };
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
-
-/// A request with which so many instances were lost is not tried again: it may be what they were lost by.
-const LOSSES_MAX: usize = 2;
-
-/// How often instances with work are looked after.
-const WATCH_EVERY: Duration = Duration::from_secs(10);
-
-/// How often a request that lost its place looks for another one.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// An instance as the coordinator reaches it.
 #[derive(Clone, Debug)]
@@ -44,9 +34,9 @@ pub(super) struct InstanceHandle {
     /// Tokens in one of its KV blocks.
     pub(super) block_tokens: u32,
     /// It says something at least so often while it has work.
-    silence_max: Seconds,
+    pub(super) silence_max: Seconds,
     /// When it last said something.
-    heard_at: Seconds,
+    pub(super) heard_at: Seconds,
 }
 
 impl InstanceHandle {
@@ -57,15 +47,15 @@ impl InstanceHandle {
 }
 
 pub(super) struct Tracked {
-    wanted: Arc<GenerateRequest>,
+    pub(super) wanted: Arc<GenerateRequest>,
     updates: mpsc::UnboundedSender<Update>,
     /// What the client has got.
-    generated: Vec<u32>,
+    pub(super) generated: Vec<u32>,
     pub(super) attempt: u32,
     /// When it is wanted, and
-    objective: Objective,
+    pub(super) objective: Objective,
     /// its place in the order: both stay when it loses its instance.
-    due: Seconds,
+    pub(super) due: Seconds,
     pub(super) prefill: InstanceId,
     pub(super) decode: InstanceId,
     /// Who is to lend the prefill instance a part of the prefix; none once that is there.
@@ -75,12 +65,12 @@ pub(super) struct Tracked {
     /// All of its KV is where it decodes.
     pub(super) joined: bool,
     /// The prompt was computed where it does not decode.
-    computed_at: Option<Seconds>,
+    pub(super) computed_at: Option<Seconds>,
     placed_at: Seconds,
     /// When its instances were last given something to do.
     pub(super) asked_at: Seconds,
     /// Instances that were lost with it in work, and whether that is certain: one that is only out of reach may be seen again.
-    losses: Vec<(InstanceId, bool)>,
+    pub(super) losses: Vec<(InstanceId, bool)>,
     /// How often there was no memory for its KV.
     pub(super) refusals: u32,
     _watched: oneshot::Sender<()>,
@@ -122,7 +112,7 @@ pub(super) struct Running {
     /// In the order of their ids: what ends with a coordinator ends in that order.
     pub(super) requests: BTreeMap<RequestId, Tracked>,
     /// Those that lost their place and found no other yet, with when they give up.
-    homeless: BTreeMap<RequestId, Seconds>,
+    pub(super) homeless: BTreeMap<RequestId, Seconds>,
     pub(super) ways: Ways,
     next: RequestId,
     /// The environment's beginning in seconds since 1970: instances order the requests of all routers by one clock.
@@ -130,8 +120,8 @@ pub(super) struct Running {
     left: mpsc::UnboundedReceiver<RequestId>,
     leave: mpsc::UnboundedSender<RequestId>,
     /// A tick is on its way.
-    watching: bool,
-    tick: mpsc::UnboundedSender<()>,
+    pub(super) watching: bool,
+    pub(super) tick: mpsc::UnboundedSender<()>,
     ticks: mpsc::UnboundedReceiver<()>,
 }
 
@@ -222,7 +212,7 @@ impl Running {
     }
 
     /// What the request is to the fleet, with the block keys of every block size in it.
-    fn arrival(
+    pub(super) fn arrival(
         &self,
         request: RequestId,
         wanted: &GenerateRequest,
@@ -316,7 +306,7 @@ impl Running {
         watched
     }
 
-    fn explain(&self, request: RequestId, explanation: &Explanation) {
+    pub(super) fn explain(&self, request: RequestId, explanation: &Explanation) {
         let Some(tracked) = self.requests.get(&request) else { return };
         self.record(&tracked.wanted.id, explanation);
         if let Some(chosen) = explanation.chosen() {
@@ -339,7 +329,7 @@ impl Running {
     }
 
     /// Sends a placed request to its instances: for a split one, room is made at the receiver first.
-    fn start(&mut self, request: RequestId) {
+    pub(super) fn start(&mut self, request: RequestId) {
         let now = self.parts.env.now();
         let tracked = self.requests.get_mut(&request).expect("placed by the caller");
         tracked.asked_at = now;
@@ -443,15 +433,6 @@ impl Running {
         }
     }
 
-    /// Its device failed, or it does what no sound instance does.
-    pub(super) fn failed(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
-        // Its process may live on, and the ways of others to it.
-        for &other in self.parts.instances.keys().filter(|&&other| other != instance) {
-            self.send(other, ToWorker::PeerDown { peer: instance });
-        }
-        self.down(instance, error, true);
-    }
-
     /// Reports of an earlier placement come late when an instance was lost meanwhile, and nobody else speaks for a request.
     fn is_current(&self, instance: InstanceId, request: RequestId, attempt: u32) -> bool {
         self.requests.get(&request).is_some_and(|tracked| {
@@ -532,7 +513,7 @@ impl Running {
         }
     }
 
-    fn cancel_everywhere(&self, request: RequestId, tracked: &Tracked) {
+    pub(super) fn cancel_everywhere(&self, request: RequestId, tracked: &Tracked) {
         let holder = tracked.pull.map(|source| source.holder);
         for instance in [Some(tracked.prefill), Some(tracked.decode), holder]
             .into_iter()
@@ -540,138 +521,6 @@ impl Running {
             .collect::<BTreeSet<_>>()
         {
             self.send(instance, ToWorker::Cancel { request });
-        }
-    }
-
-    fn up(&mut self, instance: Instance, kv: DType, silence_max: Seconds) {
-        let (device, block_tokens) = (instance.device.to_string(), instance.kv_block_tokens);
-        if let Err(reason) = check_instance(&instance, silence_max) {
-            tracing::error!(instance = %instance.id, device, reason, "an instance is not used");
-            return;
-        }
-        let (id, heard_at) = (instance.id, self.parts.env.now());
-        // It was out of reach only: what was lost with it was not its doing.
-        for tracked in self.requests.values_mut() {
-            tracked.losses.retain(|(lost, certain)| *certain || *lost != id);
-        }
-        tracing::debug!(instance = %instance.id, %device, "instance up");
-        let handle = InstanceHandle { device, kv, block_tokens, silence_max, heard_at };
-        self.parts.instances.insert(instance.id, handle);
-        self.fleet_step(Event::InstanceUp(instance));
-        self.count_instances();
-    }
-
-    /// Says who is there, and whether they can serve.
-    pub(super) fn count_instances(&self) {
-        self.parts.metrics.instances.set(self.parts.instances.len() as i64);
-        self.parts.metrics.serves.set(self.parts.fleet.can_serve().into());
-    }
-
-    /// The instance is lost; `certain` if it was not merely the way to it.
-    pub(super) fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error, certain: bool) {
-        let Some(InstanceHandle { device, .. }) = self.parts.instances.remove(&instance) else { return };
-        self.parts.metrics.unload(&device);
-        tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
-        self.pulls_lost(|holder, _| holder == instance);
-        self.ways.forget(instance);
-        let lost = self.fleet_step(Event::InstanceDown { instance });
-        self.count_instances();
-        for action in lost {
-            let Action::Replay { request, .. } = action else { continue };
-            if let Some(tracked) = self.requests.get_mut(&request) {
-                tracked.losses.push((instance, certain));
-            }
-            self.replay(request);
-        }
-    }
-
-    /// Places a request anew, from its prompt and the tokens that the client already has.
-    pub(super) fn replay(&mut self, request: RequestId) {
-        self.end_rests();
-        let Some(tracked) = self.requests.get(&request) else { return };
-        self.cancel_everywhere(request, tracked);
-        let tracked = self.requests.get_mut(&request).expect("just found");
-        tracked.attempt += 1;
-        (tracked.joined, tracked.computed_at, tracked.pull) = (false, None, None);
-        if tracked.losses.len() >= LOSSES_MAX {
-            let certain = tracked.losses.iter().filter(|(_, certain)| *certain).count() >= LOSSES_MAX;
-            let failure = Failure::engine("two instances were lost while they worked on this request");
-            // Those that are only out of reach may be seen again.
-            return if certain {
-                self.fail(request, failure)
-            } else {
-                self.wait_for_a_place(request, failure)
-            };
-        }
-        let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.due);
-        let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
-        let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
-        match self.fleet_step(Event::Arrived(arrival)).pop() {
-            Some(Action::Place { prefill, decode, pull, explanation, .. }) => {
-                let tracked = self.requests.get_mut(&request).expect("just found");
-                (tracked.prefill, tracked.decode) = (prefill, decode);
-                tracked.pull = transfers::source(pull, &explanation);
-                self.homeless.remove(&request);
-                self.explain(request, &explanation);
-                self.start(request);
-            }
-            Some(Action::Reject { reason, .. }) => {
-                let message = format!("its instance was lost, and it has no other place: {reason}");
-                self.wait_for_a_place(request, Failure::exhausted(message));
-            }
-            other => unreachable!("an arrival is placed or rejected, not {other:?}"),
-        }
-    }
-
-    /// A request without a place fails for this reason once it has waited long enough.
-    fn wait_for_a_place(&mut self, request: RequestId, failure: Failure) {
-        let now = self.parts.env.now();
-        let until =
-            *self.homeless.entry(request).or_insert(now + self.parts.patience.max(self.ways.resting(now)));
-        if now.0 >= until.0 {
-            self.fail(request, failure);
-        }
-    }
-
-    /// Completes when it is time to `look` again; never if all have a place.
-    fn look_again(&self) -> Task {
-        if self.homeless.is_empty() {
-            Box::pin(std::future::pending())
-        } else {
-            self.parts.env.sleep(LOOK_AGAIN)
-        }
-    }
-
-    /// There is work: until there is none, it is looked after now and then.
-    fn begin_watch(&mut self) {
-        if std::mem::replace(&mut self.watching, true) {
-            return;
-        }
-        let (env, tick) = (self.parts.env.clone(), self.tick.clone());
-        self.parts.env.spawn(Box::pin(async move {
-            env.sleep(WATCH_EVERY).await;
-            let _ = tick.send(());
-        }));
-    }
-
-    /// Looks after what no message tells.
-    fn watched(&mut self) {
-        self.watching = false;
-        self.give_up_silent();
-        if !self.requests.is_empty() {
-            self.begin_watch();
-        }
-    }
-
-    /// Tries once more to place those that lost their place, the oldest first.
-    fn house(&mut self) {
-        let waiting: Vec<RequestId> = self.homeless.keys().copied().collect();
-        for request in waiting {
-            if self.requests.contains_key(&request) {
-                self.replay(request);
-            } else {
-                self.homeless.remove(&request);
-            }
         }
     }
 

@@ -449,6 +449,8 @@ impl Fleet {
 }
 
 #[cfg(test)]
+mod pair_tests;
+#[cfg(test)]
 mod room_tests;
 #[cfg(test)]
 mod tests;

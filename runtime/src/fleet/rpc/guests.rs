@@ -280,6 +280,7 @@ mod tests {
         // A member's end is not watched any more.
         assert!(gone(&mut member_leaves) && member.is_member.load(Ordering::Relaxed));
         drop((lonely, member, loud));
-        assert_eq!((lock(&crowd).members, lock(&crowd).strangers.len()), (0, 0));
+        let left = lock(&crowd);
+        assert_eq!((left.members, left.strangers.len()), (0, 0));
     }
 }

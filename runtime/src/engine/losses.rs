@@ -1,0 +1,166 @@
+//! Instances that come and go, and what becomes of their requests: each is placed anew from its prompt and the tokens that the client has, waits
+//! for a place where one may come, or ends.
+
+use super::coordinator::{InstanceHandle, Running};
+use super::messages::ToWorker;
+use super::transfers;
+use super::watch::check_instance;
+use crate::env::Task;
+use crate::request::Failure;
+use mixfleet_hal::DType;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::fleet::{Action, Event, Instance, InstanceId};
+use std::time::Duration;
+
+/// A request with which so many instances were lost is not tried again: it may be what they were lost by.
+const LOSSES_MAX: usize = 2;
+
+/// How often instances with work are looked after.
+const WATCH_EVERY: Duration = Duration::from_secs(10);
+
+/// How often a request that lost its place looks for another one.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
+impl Running {
+    /// Its device failed, or it does what no sound instance does.
+    pub(super) fn failed(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
+        // Its process may live on, and the ways of others to it.
+        for &other in self.parts.instances.keys().filter(|&&other| other != instance) {
+            self.send(other, ToWorker::PeerDown { peer: instance });
+        }
+        self.down(instance, error, true);
+    }
+
+    pub(super) fn up(&mut self, instance: Instance, kv: DType, silence_max: Seconds) {
+        let (device, block_tokens) = (instance.device.to_string(), instance.kv_block_tokens);
+        if let Err(reason) = check_instance(&instance, silence_max) {
+            tracing::error!(instance = %instance.id, device, reason, "an instance is not used");
+            return;
+        }
+        let (id, heard_at) = (instance.id, self.parts.env.now());
+        // It was out of reach only: what was lost with it was not its doing.
+        for tracked in self.requests.values_mut() {
+            tracked.losses.retain(|(lost, certain)| *certain || *lost != id);
+        }
+        tracing::debug!(instance = %instance.id, %device, "instance up");
+        let handle = InstanceHandle { device, kv, block_tokens, silence_max, heard_at };
+        self.parts.instances.insert(instance.id, handle);
+        self.fleet_step(Event::InstanceUp(instance));
+        self.count_instances();
+    }
+
+    /// Says who is there, and whether they can serve.
+    pub(super) fn count_instances(&self) {
+        self.parts.metrics.instances.set(self.parts.instances.len() as i64);
+        self.parts.metrics.serves.set(self.parts.fleet.can_serve().into());
+    }
+
+    /// The instance is lost; `certain` if it was not merely the way to it.
+    pub(super) fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error, certain: bool) {
+        let Some(InstanceHandle { device, .. }) = self.parts.instances.remove(&instance) else { return };
+        self.parts.metrics.unload(&device);
+        tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
+        self.pulls_lost(|holder, _| holder == instance);
+        self.ways.forget(instance);
+        let lost = self.fleet_step(Event::InstanceDown { instance });
+        self.count_instances();
+        for action in lost {
+            let Action::Replay { request, .. } = action else { continue };
+            if let Some(tracked) = self.requests.get_mut(&request) {
+                tracked.losses.push((instance, certain));
+            }
+            self.replay(request);
+        }
+    }
+
+    /// Places a request anew, from its prompt and the tokens that the client already has.
+    pub(super) fn replay(&mut self, request: RequestId) {
+        self.end_rests();
+        let Some(tracked) = self.requests.get(&request) else { return };
+        self.cancel_everywhere(request, tracked);
+        let tracked = self.requests.get_mut(&request).expect("just found");
+        tracked.attempt += 1;
+        (tracked.joined, tracked.computed_at, tracked.pull) = (false, None, None);
+        if tracked.losses.len() >= LOSSES_MAX {
+            let certain = tracked.losses.iter().filter(|(_, certain)| *certain).count() >= LOSSES_MAX;
+            let failure = Failure::engine("two instances were lost while they worked on this request");
+            // Those that are only out of reach may be seen again.
+            return if certain {
+                self.fail(request, failure)
+            } else {
+                self.wait_for_a_place(request, failure)
+            };
+        }
+        let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.due);
+        let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
+        let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
+        match self.fleet_step(Event::Arrived(arrival)).pop() {
+            Some(Action::Place { prefill, decode, pull, explanation, .. }) => {
+                let tracked = self.requests.get_mut(&request).expect("just found");
+                (tracked.prefill, tracked.decode) = (prefill, decode);
+                tracked.pull = transfers::source(pull, &explanation);
+                self.homeless.remove(&request);
+                self.explain(request, &explanation);
+                self.start(request);
+            }
+            Some(Action::Reject { reason, .. }) => {
+                let message = format!("its instance was lost, and it has no other place: {reason}");
+                self.wait_for_a_place(request, Failure::exhausted(message));
+            }
+            other => unreachable!("an arrival is placed or rejected, not {other:?}"),
+        }
+    }
+
+    /// A request without a place fails for this reason once it has waited long enough.
+    fn wait_for_a_place(&mut self, request: RequestId, failure: Failure) {
+        let now = self.parts.env.now();
+        let until =
+            *self.homeless.entry(request).or_insert(now + self.parts.patience.max(self.ways.resting(now)));
+        if now.0 >= until.0 {
+            self.fail(request, failure);
+        }
+    }
+
+    /// Completes when it is time to `look` again; never if all have a place.
+    pub(super) fn look_again(&self) -> Task {
+        if self.homeless.is_empty() {
+            Box::pin(std::future::pending())
+        } else {
+            self.parts.env.sleep(LOOK_AGAIN)
+        }
+    }
+
+    /// There is work: until there is none, it is looked after now and then.
+    pub(super) fn begin_watch(&mut self) {
+        if std::mem::replace(&mut self.watching, true) {
+            return;
+        }
+        let (env, tick) = (self.parts.env.clone(), self.tick.clone());
+        self.parts.env.spawn(Box::pin(async move {
+            env.sleep(WATCH_EVERY).await;
+            let _ = tick.send(());
+        }));
+    }
+
+    /// Looks after what no message tells.
+    pub(super) fn watched(&mut self) {
+        self.watching = false;
+        self.give_up_silent();
+        if !self.requests.is_empty() {
+            self.begin_watch();
+        }
+    }
+
+    /// Tries once more to place those that lost their place, the oldest first.
+    pub(super) fn house(&mut self) {
+        let waiting: Vec<RequestId> = self.homeless.keys().copied().collect();
+        for request in waiting {
+            if self.requests.contains_key(&request) {
+                self.replay(request);
+            } else {
+                self.homeless.remove(&request);
+            }
+        }
+    }
+}
