@@ -119,7 +119,7 @@ fn a_small_cache_above_a_large_tier_hits_like_one_large_cache() {
         let trace = Trace::open(&path, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
         run(setup, trace.jitter(Seconds(3.0), 1), &mut ()).unwrap_or_else(|error| panic!("{error}"))
     };
-    let free = |tier: &str, blocks: u64| format!("{tier}_tokens = {}\n{tier}_gb_per_s = 1e12", blocks * 512);
+    let free = |tier: &str, blocks: u64| format!("{tier}_tokens = {}\n{tier}_gb_per_s = 1e9", blocks * 512);
     let whole = hits(&setup(51_000, 1e-12, ""));
     let alone = hits(&setup(1_000, 1e-12, ""));
     let dram = hits(&setup(1_000, 1e-12, &free("dram", 50_000)));

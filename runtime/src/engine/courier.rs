@@ -65,6 +65,8 @@ pub(super) struct Courier {
     ways: BTreeMap<InstanceId, Way>,
     /// What was on its way to slots that were given up for others.
     stranded: Vec<(InstanceId, Parcel)>,
+    /// Where a piece is checked.
+    private: Option<(Arc<dyn SharedMemory>, Option<Pinned>)>,
 }
 
 /// Memory that a peer writes to.
@@ -85,7 +87,7 @@ pub(super) enum Sent {
 impl Courier {
     pub(super) fn new(links: Links, limits: HandOffLimits, pinner: Arc<Pinner>) -> Self {
         let (landings, ways, stranded) = Default::default();
-        Courier { links, limits, pinner, landings, ways, stranded }
+        Courier { links, limits, pinner, landings, ways, stranded, private: None }
     }
 
     /// Bytes of this end's slots.
@@ -119,6 +121,16 @@ impl Courier {
             self.landings.insert(peer, Landed { landing, memory, pinned });
         }
         Ok(&self.landings[&peer].landing)
+    }
+
+    /// Memory for one piece that no peer reaches, for what is checked and then used; none if there is no memory left.
+    pub(super) fn private(&mut self) -> Option<Arc<dyn SharedMemory>> {
+        if self.private.is_none() {
+            let memory = (self.links.make_region)(self.limits.slot_bytes).ok()?;
+            let pinned = self.pinner.pin(&memory);
+            self.private = Some((memory, pinned));
+        }
+        self.private.as_ref().map(|(memory, _)| memory.clone())
     }
 
     /// Shows what `peer` wrote to a slot.

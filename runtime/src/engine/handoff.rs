@@ -47,8 +47,6 @@ pub(super) struct Staging {
     gathered: [Slice; LAYERS_IN_FLIGHT],
     /// One piece on its way in, on the device.
     pub(super) landing: Slice,
-    /// One piece on its way in, as it was checked.
-    pub(super) copy: Vec<u8>,
     /// Slot numbers of a piece, on the device.
     slot_ids: Slice,
     pub(super) page_tokens: u32,
@@ -81,7 +79,6 @@ impl Staging {
         Ok(Staging {
             gathered: [gathered()?, gathered()?, gathered()?, gathered()?],
             landing: device.alloc(slot_bytes.max(widest), Role::Kv)?,
-            copy: Vec::new(),
             slot_ids: device.alloc(piece_tokens * 4, Role::Staging)?,
             page_tokens: shape.block_tokens,
             kv_heads: config.kv_heads,

@@ -5,7 +5,7 @@ use super::fault::{Fault, Outcome};
 use super::handoff::Staging;
 use super::messages::{FromWorker, Parcel, PieceId, Source, ToWorker};
 use super::worker::Worker;
-use mixfleet_hal::{Cmd, DType, OpSig, Result};
+use mixfleet_hal::{Cmd, DType, Error, ErrorKind, OpSig, Result};
 use mixfleet_scheduler::batch::{Action, Event, RequestId};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
@@ -159,20 +159,32 @@ impl Worker {
                 && bytes == u64::from(piece.tokens) * self.staging.token_bytes(wire)
                 && bytes <= self.courier.slot_bytes()
         });
-        let mut copy = std::mem::take(&mut self.staging.copy);
+        let private = self.courier.private();
+        let mut copied = match &private {
+            Some(_) => Ok(()),
+            None => Err(Error::new(ErrorKind::OutOfMemory, "there is no memory to check a piece in")),
+        };
         let looked = self.courier.look(sender, slot, bytes, &mut |payload| {
-            copy.clear();
-            copy.extend_from_slice(payload);
+            if let Some(private) = &private {
+                copied = private.store(0, payload);
+            }
         });
         self.directory.tell(sender, ToWorker::Credit { receiver: self.id, slot });
-        let intact = looked.is_ok() && xxh3_64(&copy) == hash;
+        let looked = looked.and(copied);
+        let mut intact = false;
+        let mut written = Ok(());
+        if let (Some(private), Ok(())) = (&private, &looked) {
+            private.view(0, bytes, &mut |copy| {
+                intact = xxh3_64(copy) == hash;
+                if awaited && intact {
+                    written = self.device.write(&self.staging.landing.range(0, bytes), copy);
+                }
+            })?;
+        }
+        written?;
         if let Err(error) = looked {
-            tracing::warn!(request, %sender, %error, "a peer named a slot that it does not have");
+            tracing::warn!(request, %sender, %error, "a piece cannot be taken out of its slot");
         }
-        if awaited && intact {
-            self.device.write(&self.staging.landing.range(0, bytes), &copy)?;
-        }
-        self.staging.copy = copy;
         if awaited && intact {
             self.scatter(request, piece, wire, bytes)?;
             self.metrics.kv_transfer_bytes.inc_by(bytes);
