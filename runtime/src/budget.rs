@@ -1,7 +1,8 @@
 //! What a process has, and how it is shared out: the one place that knows.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of request bodies in work, over all requests: some eight of the largest.
 pub const BODY_BYTES_MAX: usize = 64 << 20;
@@ -23,44 +24,91 @@ pub fn work_threads() -> usize {
     (cores / 2).max(WORK_THREADS_MIN)
 }
 
-/// Bytes that may be held at a time, by all holders together. Clones are one budget.
+/// Who uses what all share.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Party {
+    /// Whoever has this tenant's key.
+    Tenant(String),
+    /// Where keys tell nobody apart: whoever asks from this address.
+    Address(IpAddr),
+}
+
+/// What one party may have of so much at a time: half, so that another one always finds something.
+pub fn share(of: usize) -> usize {
+    of.div_ceil(2)
+}
+
+/// Bytes that may be held at a time, by all holders together; half of them by one party. Clones are one budget.
 #[derive(Clone, Debug)]
 pub struct ByteBudget {
-    left: Arc<AtomicUsize>,
+    bytes_max: usize,
+    held: Arc<Mutex<Held>>,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    bytes: usize,
+    /// Those who hold nothing are not here.
+    of: HashMap<Party, usize>,
+}
+
+/// Why no more bytes are given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Spent {
+    /// All are held.
+    Budget,
+    /// The party has its share.
+    Share,
 }
 
 impl ByteBudget {
     /// A budget of so many bytes.
-    pub fn new(bytes: usize) -> Self {
-        ByteBudget { left: Arc::new(AtomicUsize::new(bytes)) }
+    pub fn new(bytes_max: usize) -> Self {
+        ByteBudget { bytes_max, held: Arc::default() }
     }
 
-    /// A holder of nothing yet.
-    pub fn holder(&self) -> HeldBytes {
-        HeldBytes { budget: self.clone(), bytes: 0 }
+    /// A holder of nothing yet, on a party's account.
+    pub fn holder(&self, party: Party) -> HeldBytes {
+        HeldBytes { budget: self.clone(), party, bytes: 0 }
     }
 
     /// Bytes that nobody holds.
     pub fn left(&self) -> usize {
-        self.left.load(Ordering::Acquire)
+        self.bytes_max - self.lock().bytes
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A share of a budget; it goes back when this is dropped.
+/// A part of a budget; it goes back when this is dropped.
 #[derive(Debug)]
 pub struct HeldBytes {
     budget: ByteBudget,
+    party: Party,
     bytes: usize,
 }
 
 impl HeldBytes {
-    /// Holds so many bytes more. False, and nothing changed, where the budget has less left.
-    #[must_use]
-    pub fn grow(&mut self, bytes: usize) -> bool {
-        let taken = |left: usize| left.checked_sub(bytes);
-        let grown = self.budget.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, taken).is_ok();
-        self.bytes += if grown { bytes } else { 0 };
-        grown
+    /// Holds so many bytes more.
+    ///
+    /// # Errors
+    /// When there are not so many left, for all or for this party; then nothing has changed.
+    pub fn grow(&mut self, bytes: usize) -> Result<(), Spent> {
+        let bytes_max = self.budget.bytes_max;
+        let mut held = self.budget.lock();
+        let own = held.of.get(&self.party).copied().unwrap_or(0);
+        if bytes > bytes_max - held.bytes {
+            return Err(Spent::Budget);
+        }
+        if bytes > share(bytes_max).saturating_sub(own) {
+            return Err(Spent::Share);
+        }
+        held.bytes += bytes;
+        held.of.insert(self.party.clone(), own + bytes);
+        self.bytes += bytes;
+        Ok(())
     }
 
     /// What is held.
@@ -71,7 +119,14 @@ impl HeldBytes {
 
 impl Drop for HeldBytes {
     fn drop(&mut self) {
-        self.budget.left.fetch_add(self.bytes, Ordering::AcqRel);
+        let mut held = self.budget.lock();
+        held.bytes -= self.bytes;
+        if let Some(own) = held.of.get_mut(&self.party) {
+            *own -= self.bytes;
+            if *own == 0 {
+                held.of.remove(&self.party);
+            }
+        }
     }
 }
 
@@ -93,7 +148,7 @@ impl Connections {
         let clients = descriptors.saturating_sub(DESCRIPTORS_KEPT.min(descriptors / 2));
         let aside = ASIDE_MAX.min(clients / 8).max(1);
         let max = clients.saturating_sub(2 * aside).clamp(1, CONNECTIONS_MAX) as usize;
-        Connections { max, per_address_max: max.div_ceil(2), aside_max: aside as usize }
+        Connections { max, per_address_max: share(max), aside_max: aside as usize }
     }
 
     /// A few, of those that are kept back: for an address that only those who watch are told.
@@ -111,16 +166,34 @@ impl Connections {
 mod tests {
     use super::*;
 
+    fn tenant(name: &str) -> Party {
+        Party::Tenant(name.into())
+    }
+
     #[test]
     fn bytes_are_held_by_one_and_come_back() {
         let budget = ByteBudget::new(10);
-        let (mut one, mut other) = (budget.holder(), budget.holder());
-        assert!(one.grow(6) && other.grow(3) && one.grow(1));
-        assert!(!other.grow(1) && budget.left() == 0);
+        let (mut one, mut other) = (budget.holder(tenant("a")), budget.holder(tenant("b")));
+        assert_eq!((one.grow(4), other.grow(5), one.grow(1)), (Ok(()), Ok(()), Ok(())));
+        assert_eq!((one.grow(1), budget.left()), (Err(Spent::Budget), 0));
         drop(one);
-        assert!(other.grow(7) && !other.grow(usize::MAX));
-        drop(other);
+        let mut third = budget.holder(tenant("c"));
+        assert_eq!((third.grow(5), third.grow(usize::MAX)), (Ok(()), Err(Spent::Budget)));
+        drop((other, third));
         assert_eq!(budget.left(), 10);
+        assert!(budget.lock().of.is_empty(), "nothing is kept of who holds nothing");
+    }
+
+    #[test]
+    fn one_party_holds_half_of_a_budget_over_all_its_holders() {
+        let budget = ByteBudget::new(10);
+        let (mut first, mut second) = (budget.holder(tenant("a")), budget.holder(tenant("a")));
+        assert_eq!((first.grow(3), second.grow(2), second.grow(1)), (Ok(()), Ok(()), Err(Spent::Share)));
+        let address = |last| Party::Address([10, 0, 0, last].into());
+        let mut other = budget.holder(address(1));
+        assert_eq!((other.grow(5), other.grow(0)), (Ok(()), Ok(())));
+        drop(first);
+        assert_eq!((second.grow(3), budget.holder(address(2)).grow(1)), (Ok(()), Err(Spent::Budget)));
     }
 
     #[test]

@@ -25,6 +25,13 @@ pub struct HttpLabels {
     pub status: u16,
 }
 
+/// Labels of [`Metrics::http_refused`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RefusedLabels {
+    /// The error's code: `host_not_allowed`, `origin_not_allowed` or `connections_exhausted`.
+    pub code: &'static str,
+}
+
 /// Labels of [`Metrics::requests`].
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RequestLabels {
@@ -90,6 +97,10 @@ pub struct Metrics {
     registry: Arc<Registry>,
     /// `mixfleet_http_responses_total{route,status}`: responses begun, by the API.
     pub http_responses: Family<HttpLabels, Counter>,
+    /// `mixfleet_http_refused_total{code}`: requests refused for who asks, before they came to any route, by the server.
+    pub http_refused: Family<RefusedLabels, Counter>,
+    /// `mixfleet_connections_evicted_total`: connections closed to make room for others, by the server.
+    pub connections_evicted: Counter,
     /// `mixfleet_requests_total{endpoint,outcome}`: generation requests ended, by the API.
     pub requests: Family<RequestLabels, Counter>,
     /// `mixfleet_time_to_first_token_seconds`: request received to first token out of the engine, per
@@ -193,6 +204,8 @@ impl Metrics {
         let to = &mut registry;
         Metrics {
             http_responses: plain(to, "http_responses", "Responses begun"),
+            http_refused: plain(to, "http_refused", "Requests refused for who asks"),
+            connections_evicted: plain(to, "connections_evicted", "Connections closed to make room"),
             requests: plain(to, "requests", "Generation requests ended"),
             time_to_first_token_s: seconds(to, "time_to_first_token", "Received to first token", &LATENCY_S),
             inter_token_latency_s: seconds(to, "inter_token_latency", "Between two tokens", &TOKEN_S),

@@ -4,8 +4,41 @@
 #[path = "api/support.rs"]
 mod support;
 
+use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::model::builtin;
+use mixfleet_runtime::text::LoadedText;
 use serde_json::json;
+use std::sync::Arc;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use support::{MODEL, Play, Setup, request, run};
+
+/// Only one test looks at a time.
+static PROCESS: Mutex<()> = Mutex::new(());
+
+/// Watches what memory this process comes to have.
+#[derive(Clone, Copy)]
+struct Watch {
+    before_mib: u64,
+}
+
+impl Watch {
+    /// None, said aloud, where the system does not tell.
+    fn begin() -> Option<(MutexGuard<'static, ()>, Self)> {
+        let process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+        // From here on the peak counts anew.
+        drop(std::fs::write("/proc/self/clear_refs", "5"));
+        let begun = peak_mib().map(|before_mib| (process, Watch { before_mib }));
+        if begun.is_none() {
+            eprintln!("skipped: this system does not tell a process's memory");
+        }
+        begun
+    }
+
+    /// What came on top since the beginning, at the worst.
+    fn more_mib(&self) -> u64 {
+        peak_mib().unwrap() - self.before_mib
+    }
+}
 
 /// The most memory that this process has had, in MiB; none where the system does not say.
 fn peak_mib() -> Option<u64> {
@@ -16,10 +49,7 @@ fn peak_mib() -> Option<u64> {
 
 #[test]
 fn what_is_not_used_of_a_body_is_skipped_and_not_built() {
-    let Some(before) = peak_mib() else {
-        eprintln!("skipped: this system does not tell a process's memory");
-        return;
-    };
+    let Some((_alone, watch)) = Watch::begin() else { return };
     run(Setup::play(Play::say("")), move |server| async move {
         let filling = "[0],".repeat(1_950_000);
         for (path, field) in [
@@ -39,7 +69,78 @@ fn what_is_not_used_of_a_body_is_skipped_and_not_built() {
             let response = server.exchange(&request("POST", path, "", body.as_bytes())).await;
             let refused = matches!(field, "tools" | "chat_template_kwargs");
             assert_eq!(response.status, if refused { 400 } else { 200 }, "{field}: {}", response.body);
-            let more = peak_mib().unwrap() - before;
+            let more = watch.more_mib();
+            assert!(more < 100, "{path} with {field}: {more} MiB for {} bytes", body.len());
+        }
+    });
+}
+
+/// The built-in tokenizer and chat template, and a context that holds whatever a body may say.
+fn with_a_template() -> Setup {
+    let tokenizer = builtin::tokenizer().unwrap();
+    let vocab = tokenizer.vocab() as u32;
+    let text = LoadedText {
+        tokenizer,
+        template: Some(builtin::chat_template().unwrap()),
+        env: Arc::new(SeededEnv::new(1)),
+        vocab,
+    };
+    Setup { text: Arc::new(text), context: 1 << 30, ..Setup::play(Play::say("")) }
+}
+
+#[test]
+fn messages_are_built_for_the_template_only_as_many_as_a_chat_may_have() {
+    let Some((_alone, watch)) = Watch::begin() else { return };
+    run(with_a_template(), move |server| async move {
+        let message = r#"{"role":"user","content":""}"#;
+        for (count, status) in [(16_384, 200), (250_000, 400)] {
+            let messages = format!("{message},").repeat(count - 1);
+            let body = format!(r#"{{"model":"{MODEL}","messages":[{messages}{message}]}}"#);
+            assert!(body.len() < 8 << 20);
+            let response =
+                server.exchange(&request("POST", "/v1/chat/completions", "", body.as_bytes())).await;
+            assert_eq!(response.status, status, "{}", response.body);
+            let more = watch.more_mib();
+            eprintln!("{count} empty messages: {more} MiB at the peak");
+            assert!(more < 100, "{count} messages: {more} MiB for {} bytes", body.len());
+        }
+    });
+}
+
+#[test]
+fn no_array_of_a_body_is_built_beyond_its_bound() {
+    let Some((_alone, watch)) = Watch::begin() else { return };
+    run(Setup { context: 4096, ..Setup::play(Play::say("")) }, move |server| async move {
+        for (path, field, before, item, after) in [
+            ("/v1/completions", "stop", "[", r#""a""#, "]"),
+            ("/v1/completions", "stop_token_ids", "[", "1", "]"),
+            ("/v1/completions", "prompt", "[", "1", "]"),
+            ("/v1/completions", "prompt", "[", "[1]", "]"),
+            ("/v1/completions", "prompt", "[[", "1", "]]"),
+            ("/v1/completions", "prompt", "[", r#""a""#, "]"),
+            ("/v1/completions", "logit_bias", "{", r#""12345":1"#, "}"),
+            ("/v1/completions", "modalities", "[", r#""text""#, "]"),
+            ("/v1/chat/completions", "tools", "[", "{}", "]"),
+            (
+                "/v1/chat/completions",
+                "messages",
+                r#"[{"role":"user","content":["#,
+                r#"{"type":"text","text":""}"#,
+                "]}]",
+            ),
+        ] {
+            let many = format!("{item},").repeat((8 << 20) / (item.len() + 1) - 50);
+            let others = match (path, field) {
+                ("/v1/completions", "prompt") | ("/v1/chat/completions", "messages") => "",
+                ("/v1/completions", _) => r#""prompt":"a","#,
+                _ => r#""messages":[{"role":"user","content":"x"}],"#,
+            };
+            let body = format!(r#"{{"model":"{MODEL}",{others}"{field}":{before}{many}{item}{after}}}"#);
+            drop(many);
+            assert!((6 << 20..8 << 20).contains(&body.len()), "{field}: {}", body.len());
+            let response = server.exchange(&request("POST", path, "", body.as_bytes())).await;
+            assert_eq!(response.status, 400, "{field}: {}", response.body);
+            let more = watch.more_mib();
             assert!(more < 100, "{path} with {field}: {more} MiB for {} bytes", body.len());
         }
     });

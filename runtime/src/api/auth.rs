@@ -5,10 +5,12 @@ use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::collections::HashSet;
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::errors::ApiError;
+use crate::budget::Party;
 
 /// Tenants that one file may name.
 const TENANTS_MAX: usize = 10_000;
@@ -60,6 +62,14 @@ impl Tenant {
             debug: Debug::All,
             hide_cached_tokens: false,
             in_work: Arc::default(),
+        }
+    }
+
+    /// On whose account its requests are, from this address: an unnamed one's key is everyone's, or there is none.
+    pub(crate) fn party(&self, address: IpAddr) -> Party {
+        match self.name.is_empty() {
+            true => Party::Address(address),
+            false => Party::Tenant(self.name.clone()),
         }
     }
 

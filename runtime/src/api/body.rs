@@ -8,7 +8,7 @@ use std::pin::pin;
 
 use super::Api;
 use super::errors::ApiError;
-use crate::budget::HeldBytes;
+use crate::budget::{HeldBytes, Party, Spent};
 
 /// Bytes of an oversized body that are read and thrown away, as a multiple of the limit: a client that
 /// is still sending when the connection closes loses the error that explains it.
@@ -17,6 +17,7 @@ const DISCARD_FACTOR: usize = 4;
 /// The JSON body of a request, and its share of what all bodies may take.
 pub(crate) async fn read_json(
     api: &Api,
+    party: Party,
     headers: &HeaderMap,
     body: Body,
 ) -> Result<(Bytes, HeldBytes), ApiError> {
@@ -27,7 +28,7 @@ pub(crate) async fn read_json(
     if too_large && headers.contains_key(header::EXPECT) {
         return Err(ApiError::body_too_large(limit_bytes));
     }
-    let read = pin!(read(body.into_data_stream(), limit_bytes, api.bodies.holder()));
+    let read = pin!(read(body.into_data_stream(), limit_bytes, api.bodies.holder(party)));
     match select(read, api.env.sleep(api.limits.body_read_timeout)).await {
         Either::Left((result, _)) => result,
         Either::Right(_) => Err(ApiError::slow_body()),
@@ -45,9 +46,7 @@ async fn read(
         let piece = piece.map_err(|error| ApiError::body(format!("the body broke off: {error}")))?;
         total_bytes += piece.len();
         if total_bytes <= limit_bytes {
-            if !held.grow(piece.len()) {
-                return Err(ApiError::overloaded("the requests in work have too large bodies together", 1));
-            }
+            held.grow(piece.len()).map_err(too_many_bytes)?;
             collected.extend_from_slice(&piece);
         } else {
             collected = Vec::new();
@@ -60,6 +59,14 @@ async fn read(
         return Err(ApiError::body_too_large(limit_bytes));
     }
     Ok((collected.into(), held))
+}
+
+fn too_many_bytes(spent: Spent) -> ApiError {
+    let whose = match spent {
+        Spent::Budget => "the requests in work",
+        Spent::Share => "the requests of this key or address that are in work",
+    };
+    ApiError::overloaded(format!("{whose} have too large bodies together"), 1)
 }
 
 fn check_media_type(headers: &HeaderMap) -> Result<(), ApiError> {

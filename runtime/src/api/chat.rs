@@ -14,19 +14,22 @@ use super::shapes::Endpoint;
 use super::text::{Marked, mark};
 use crate::model::ChatMessage;
 
+/// Messages of a chat, and parts of one message, at most: what a template sees of one takes a kilobyte and a half.
+const MESSAGES_MAX: usize = 16 << 10;
+
 /// Reads a request, renders the chat template and tokenises the result.
 pub(crate) fn plan(
     mut fields: Fields<'_>,
     model: &ServedModel,
     stopped: Stopped<'_>,
 ) -> Result<Plan, ApiError> {
-    let mut messages = messages(&mut fields)?;
+    let encoder = Encoder { model, field: "messages", stopped };
+    let mut messages = messages(&mut fields, &encoder)?;
     let logprobs = parameters::chat_logprobs(&mut fields)?;
     let parameters = Parameters::parse(&mut fields, &model.defaults, model.text.vocabulary_size())?;
     let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
     let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
     refused::check(&fields)?;
-    let encoder = Encoder { model, field: "messages", stopped };
     let failed = |error: String| encoder.failed(&error);
     let mark = match parameters.split_special_tokens.unwrap_or(true) {
         true => {
@@ -88,12 +91,20 @@ impl<'a> Said<'a> {
     }
 }
 
-fn messages(fields: &mut Fields<'_>) -> Result<Vec<ChatMessage>, ApiError> {
+/// No more messages are built than can be used: a template makes at least a token of each.
+fn messages(fields: &mut Fields<'_>, encoder: &Encoder<'_>) -> Result<Vec<ChatMessage>, ApiError> {
     let Some(raw) = fields.take("messages") else {
         return Err(ApiError::field("messages", "missing_parameter", "'messages' is missing"));
     };
+    let context = encoder.model.context as usize;
     let mut messages = Vec::new();
     let take = |item| {
+        if messages.len() == context {
+            return Err(encoder.too_long(context + 1));
+        }
+        if messages.len() == MESSAGES_MAX {
+            return Err(ApiError::value("messages", format!("'messages' holds more than {MESSAGES_MAX}")));
+        }
         messages.push(message(messages.len(), item)?);
         Ok(())
     };
@@ -152,12 +163,15 @@ fn content(name: &str, raw: Option<&RawValue>) -> Result<String, ApiError> {
     if let Some(text) = text(name, raw)? {
         return Ok(text);
     }
-    let mut joined = String::new();
-    let mut first = true;
+    let (mut joined, mut parts) = (String::new(), 0);
     let take = |part| {
-        if !std::mem::take(&mut first) {
+        if parts == MESSAGES_MAX {
+            return Err(ApiError::value(name, format!("{name} holds more than {MESSAGES_MAX} parts")));
+        }
+        if parts > 0 {
             joined.push('\n');
         }
+        parts += 1;
         joined.push_str(&text_part(name, wanted, part)?);
         Ok(())
     };

@@ -31,13 +31,13 @@ pub(crate) fn plan(
     stopped: Stopped<'_>,
 ) -> Result<Plan, ApiError> {
     let vocabulary_size = model.text.vocabulary_size();
-    let prompts = prompts(&mut fields, vocabulary_size, prompts_max)?;
+    let encoder = Encoder { model, field: "prompt", stopped };
+    let prompts = prompts(&mut fields, &encoder, prompts_max)?;
     let logprobs = parameters::completion_logprobs(&mut fields)?;
     let parameters = Parameters::parse(&mut fields, &model.defaults, vocabulary_size)?;
     refused::check(&fields)?;
     let add_special = parameters.add_special_tokens.unwrap_or(true);
     let split = parameters.split_special_tokens.unwrap_or(false);
-    let encoder = Encoder { model, field: "prompt", stopped };
     let encode = |prompt| match prompt {
         Prompt::Ids(ids) => Ok(ids),
         Prompt::Text(mut text) => {
@@ -62,49 +62,53 @@ pub(crate) fn plan(
 
 fn prompts(
     fields: &mut Fields<'_>,
-    vocabulary_size: u32,
+    encoder: &Encoder<'_>,
     prompts_max: usize,
 ) -> Result<Vec<Prompt>, ApiError> {
     let Some(raw) = fields.take("prompt") else {
         return Err(ApiError::field("prompt", "missing_parameter", "'prompt' is missing"));
     };
-    let (mut prompts, mut count, mut single) = (Vec::new(), 0, Vec::new());
+    let few =
+        |count| ApiError::value("prompt", format!("'prompt' holds 1 to {prompts_max} prompts, not {count}"));
+    let (mut prompts, mut single) = (Vec::new(), Vec::new());
     let take = |item: &RawValue| {
         // The first element says whether the array is one prompt of ids.
-        if !single.is_empty() || (count == 0 && kind(item) == "a number") {
-            single.push(token_id("prompt", item, vocabulary_size)?);
-            return Ok(());
+        if !single.is_empty() || (prompts.is_empty() && kind(item) == "a number") {
+            return take_id(&mut single, item, encoder);
         }
-        count += 1;
-        if count <= prompts_max {
-            prompts.push(prompt(item, vocabulary_size)?);
+        if prompts.len() == prompts_max {
+            return Err(few("more"));
         }
+        prompts.push(prompt(item, encoder)?);
         Ok(())
     };
     match each(raw, take) {
-        None => return Ok(vec![prompt(raw, vocabulary_size)?]),
+        None => return Ok(vec![prompt(raw, encoder)?]),
         Some(read) => read?,
     }
-    if !single.is_empty() {
-        return Ok(vec![Prompt::Ids(single)]);
+    match (single.is_empty(), prompts.is_empty()) {
+        (false, _) => Ok(vec![Prompt::Ids(single)]),
+        (true, false) => Ok(prompts),
+        (true, true) => Err(few("none")),
     }
-    if count == 0 || count > prompts_max {
-        let message = format!("'prompt' holds 1 to {prompts_max} prompts, not {count}");
-        return Err(ApiError::value("prompt", message));
-    }
-    Ok(prompts)
 }
 
 /// A string or an array of token ids.
-fn prompt(raw: &RawValue, vocabulary_size: u32) -> Result<Prompt, ApiError> {
+fn prompt(raw: &RawValue, encoder: &Encoder<'_>) -> Result<Prompt, ApiError> {
     if let Some(text) = text("prompt", raw)? {
         return Ok(Prompt::Text(text));
     }
     let mut ids = Vec::new();
-    let take = |item| {
-        ids.push(token_id("prompt", item, vocabulary_size)?);
-        Ok(())
-    };
-    each(raw, take).ok_or_else(|| wrong_type("prompt", PROMPT, raw))??;
+    each(raw, |item| take_id(&mut ids, item, encoder)).ok_or_else(|| wrong_type("prompt", PROMPT, raw))??;
     Ok(Prompt::Ids(ids))
+}
+
+/// One id more of a prompt, unless the context holds no more.
+fn take_id(ids: &mut Vec<u32>, item: &RawValue, encoder: &Encoder<'_>) -> Result<(), ApiError> {
+    let context = encoder.model.context as usize;
+    if ids.len() == context {
+        return Err(encoder.too_long(context + 1));
+    }
+    ids.push(token_id("prompt", item, encoder.model.text.vocabulary_size())?);
+    Ok(())
 }

@@ -81,7 +81,8 @@ impl Encoder<'_> {
         Ok(())
     }
 
-    fn too_long(&self, tokens_min: usize) -> ApiError {
+    /// The error for what has at least so many tokens.
+    pub(crate) fn too_long(&self, tokens_min: usize) -> ApiError {
         let context = self.model.context;
         let message = format!(
             "the model's context holds {context} tokens; the request has at least {tokens_min} in the prompt"

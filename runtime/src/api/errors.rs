@@ -13,7 +13,7 @@ pub(crate) struct ApiError {
     kind: &'static str,
     message: String,
     param: Option<String>,
-    code: Option<&'static str>,
+    code: &'static str,
     retry_after_s: Option<u64>,
 }
 
@@ -28,13 +28,13 @@ struct Body<'a> {
     #[serde(rename = "type")]
     kind: &'a str,
     param: Option<&'a str>,
-    code: Option<&'a str>,
+    code: &'a str,
 }
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, code: &'static str, message: impl Into<String>) -> Self {
         let message = message.into();
-        ApiError { status, kind, message, param: None, code: Some(code), retry_after_s: None }
+        ApiError { status, kind, message, param: None, code, retry_after_s: None }
     }
 
     /// 400 without a particular field: the body itself is wrong.
@@ -142,6 +142,11 @@ impl ApiError {
         ApiError { retry_after_s: Some(retry_after_s), ..error }
     }
 
+    /// The code, which a client's program may look at.
+    pub(crate) fn code(&self) -> &'static str {
+        self.code
+    }
+
     /// When to come back, if there is a use in it.
     #[cfg(test)]
     pub(crate) fn retry_after_s(&self) -> Option<u64> {
@@ -151,7 +156,7 @@ impl ApiError {
     /// The JSON document.
     pub(crate) fn to_json(&self) -> String {
         let ApiError { message, kind, param, code, .. } = self;
-        let body = Body { message, kind, param: param.as_deref(), code: *code };
+        let body = Body { message, kind, param: param.as_deref(), code };
         serde_json::to_string(&Envelope { error: body }).expect("strings serialise")
     }
 }

@@ -5,6 +5,7 @@
 //! requests, the oldest first; one whose request is in work never. What is beyond an address's share goes at that address's
 //! cost. A newcomer for whom nobody can go stands aside, where only those who watch the process are answered.
 
+use prometheus_client::metrics::counter::Counter;
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,6 +31,7 @@ pub(super) enum Worth {
 #[derive(Debug)]
 pub(super) struct Guests {
     bounds: Connections,
+    evictions: Counter,
     state: Mutex<State>,
 }
 
@@ -59,6 +61,7 @@ struct Known {
 pub(super) struct Guest {
     guests: Arc<Guests>,
     number: u64,
+    holder: IpAddr,
     aside: bool,
     /// The response is complete, but for what the connection still buffers.
     answered: AtomicBool,
@@ -68,8 +71,9 @@ pub(super) struct Guest {
 pub(super) type Evicted = oneshot::Receiver<()>;
 
 impl Guests {
-    pub(super) fn new(bounds: Connections) -> Arc<Self> {
-        Arc::new(Guests { bounds, state: Mutex::default() })
+    /// `evictions` counts those that had to go.
+    pub(super) fn new(bounds: Connections, evictions: Counter) -> Arc<Self> {
+        Arc::new(Guests { bounds, evictions, state: Mutex::default() })
     }
 
     /// Lets a newcomer in, at another's cost if there is no free place.
@@ -78,25 +82,35 @@ impl Guests {
         let mut state = self.lock();
         let own = state.held.get(&holder).copied().unwrap_or(0);
         let aside = if own >= self.bounds.per_address_max {
-            !state.evict(Some(holder))
+            !self.evict(&mut state, Some(holder))
         } else {
-            state.order.len() >= self.bounds.max && !state.evict(None)
+            state.order.len() >= self.bounds.max && !self.evict(&mut state, None)
         };
         if aside && state.aside.len() >= self.bounds.aside_max {
-            let oldest = state.aside.first().copied();
-            oldest.into_iter().for_each(|number| state.remove(number));
+            if let Some(oldest) = state.aside.first().copied() {
+                state.remove(oldest);
+                self.evictions.inc();
+            }
         }
         let number = state.tick();
         let (stay, evicted) = oneshot::channel();
         let taken = Known { holder, worth: Worth::Silent, since: number, aside, _stay: stay };
         state.add(number, taken);
         drop(state);
-        (Guest { guests: self.clone(), number, aside, answered: AtomicBool::new(false) }, evicted)
+        (Guest { guests: self.clone(), number, holder, aside, answered: AtomicBool::new(false) }, evicted)
     }
 
     /// Gives up one connection that is worth nothing, if there is one.
     pub(super) fn make_room(&self) {
-        self.lock().evict(None);
+        self.evict(&mut self.lock(), None);
+    }
+
+    /// Turns out the one that is worth least, if its request is not in work; of one holder or of all.
+    fn evict(&self, state: &mut State, of: Option<IpAddr>) -> bool {
+        let Some(number) = state.worth_least(of) else { return false };
+        state.remove(number);
+        self.evictions.inc();
+        true
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -135,14 +149,12 @@ impl State {
         }
     }
 
-    /// Turns out the one that is worth least, if its request is not in work; of one holder or of all.
-    fn evict(&mut self, of: Option<IpAddr>) -> bool {
+    /// The one whose request is not in work and that is worth least, of one holder or of all.
+    fn worth_least(&self, of: Option<IpAddr>) -> Option<u64> {
         let candidates = self.order.range(..(Worth::Working, 0, 0));
         let mut theirs =
             candidates.filter(|(_, _, number)| of.is_none_or(|holder| self.known[number].holder == holder));
-        let Some(&(_, _, number)) = theirs.next() else { return false };
-        self.remove(number);
-        true
+        theirs.next().map(|(_, _, number)| *number)
     }
 
     fn change(&mut self, number: u64, worth: Worth) {
@@ -163,6 +175,11 @@ impl Guest {
     /// Only those who watch are answered here.
     pub(super) fn is_aside(&self) -> bool {
         self.aside
+    }
+
+    /// Whose it is.
+    pub(super) fn holder(&self) -> IpAddr {
+        self.holder
     }
 
     /// Its connection has come to this.
@@ -210,7 +227,7 @@ mod tests {
     use super::*;
 
     fn guests(max: usize, per_address_max: usize, aside_max: usize) -> Arc<Guests> {
-        Guests::new(Connections { max, per_address_max, aside_max })
+        Guests::new(Connections { max, per_address_max, aside_max }, Counter::default())
     }
 
     fn ip(last: u8) -> IpAddr {
@@ -249,6 +266,7 @@ mod tests {
         assert!(aside.0.is_aside() && !is_gone(&mut aside));
         let mut next = guests.admit(ip(61));
         assert!(next.0.is_aside() && is_gone(&mut aside) && !is_gone(&mut next));
+        assert_eq!(guests.evictions.get(), 7, "each of them is counted");
         drop(all.pop());
         assert!(!guests.admit(ip(62)).0.is_aside(), "a place that was left is free");
     }

@@ -66,11 +66,12 @@ const RETRY_AFTER_S: u64 = 5;
 pub struct Limits {
     /// Larger bodies are a 413.
     pub body_bytes_max: usize,
-    /// Bytes of bodies in work, over all requests, from their arrival until they are tokens; beyond it a 429.
+    /// Bytes of bodies in work, over all requests, from their arrival until they are tokens; beyond it a 429. Half of them
+    /// are one tenant's at most, or one address's where tenants have no keys of their own.
     pub bodies_bytes_max: usize,
     /// Threads that parse, render and tokenise.
     pub readers_max: usize,
-    /// Requests that wait for one of these threads; further ones are a 429.
+    /// Requests that wait for one of these threads, half of them of one party, which have turns; further ones are a 429.
     pub readers_waiting_max: usize,
     /// A body that takes longer is a 408.
     pub body_read_timeout: Duration,

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use tokio::sync::watch;
 
-use super::server::{Shutdown, serve_routes};
+use super::server::{House, Shutdown, serve_routes};
 use super::{Api, Limits, Origins};
 use crate::budget::Connections;
 use crate::env::{Listener, SharedEnv};
@@ -34,20 +34,27 @@ pub async fn observe(
         .route("/live", get(live))
         .route("/health", get(health))
         .route("/metrics", get(all))
-        .with_state(Watched { metrics, ready });
-    until_the_end(listener, env, routes, origins).await;
+        .with_state(Watched { metrics: metrics.clone(), ready });
+    until_the_end(listener, env, routes, origins, &metrics).await;
 }
 
 /// Answers the same of a server that has an interface elsewhere, as that one does.
 pub async fn observe_api(listener: Box<dyn Listener>, env: SharedEnv, api: Arc<Api>, origins: Origins) {
-    until_the_end(listener, env, api.watched(), origins).await;
+    until_the_end(listener, env, api.watched(), origins, &api.metrics).await;
 }
 
 /// The process may end in the middle of an answer, and answers until then.
-async fn until_the_end(listener: Box<dyn Listener>, env: SharedEnv, routes: Router, origins: Origins) {
+async fn until_the_end(
+    listener: Box<dyn Listener>,
+    env: SharedEnv,
+    routes: Router,
+    origins: Origins,
+    metrics: &Metrics,
+) {
     let limits = Limits { connections: Connections::to_watch(), ..Limits::default() };
     let (_never, told) = watch::channel(Shutdown::No);
-    serve_routes(listener, routes, &limits, origins, &env, told, || {}).await;
+    let house = House { routes, limits: &limits, origins, env: &env, metrics };
+    serve_routes(listener, house, told, || {}).await;
 }
 
 /// Whether an address is for those who watch: answered to anybody, whoever else is served.

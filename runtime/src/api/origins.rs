@@ -38,24 +38,23 @@ impl Origins {
     }
 
     /// What is answered instead of the request, if anything is.
-    pub(super) fn instead<B>(&self, request: &Request<B>) -> Option<Response> {
+    ///
+    /// # Errors
+    /// When it is not asked by a name of this server, or by a page that may not ask.
+    pub(super) fn check<B>(&self, request: &Request<B>) -> Result<Option<Response>, ApiError> {
         let asked = request.headers().get_all(header::HOST).into_iter();
         let asked = asked.map(|host| host.to_str().unwrap_or(""));
         // A client without either header is no browser.
         let absolute = request.uri().authority().map(Authority::as_str);
-        for host in asked.chain(absolute) {
-            if !self.admits_host(host) {
-                return Some(
-                    ApiError::foreign_host(&host.chars().take(128).collect::<String>()).into_response(),
-                );
-            }
+        if let Some(host) = asked.chain(absolute).find(|host| !self.admits_host(host)) {
+            return Err(ApiError::foreign_host(&host.chars().take(128).collect::<String>()));
         }
-        let origin = request.headers().get(header::ORIGIN)?;
+        let Some(origin) = request.headers().get(header::ORIGIN) else { return Ok(None) };
         if !self.admits_page(origin) {
-            return Some(ApiError::foreign_origin().into_response());
+            return Err(ApiError::foreign_origin());
         }
         let asks = request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
-        (asks && request.method() == Method::OPTIONS).then(preflight)
+        Ok((asks && request.method() == Method::OPTIONS).then(preflight))
     }
 
     /// Lets the page read the response.

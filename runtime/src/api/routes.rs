@@ -9,6 +9,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
 use super::auth::Tenant;
@@ -19,6 +20,7 @@ use super::generate::Plan;
 use super::observe::{document, exposition, is_open, live};
 use super::shapes::Endpoint;
 use super::{Api, Phase, ServedModel, body, chat, completions, generate};
+use crate::budget::Party;
 use crate::metrics::HttpLabels;
 
 const REQUEST_ID: &str = "x-request-id";
@@ -51,17 +53,29 @@ fn open() -> Router<Arc<Api>> {
     Router::new().route("/live", get(live)).route("/health", get(health)).route("/metrics", get(metrics))
 }
 
+/// The address that a request came from.
+#[derive(Clone, Copy)]
+pub(super) struct Holder(pub(super) IpAddr);
+
+/// Who asks, and on whose account.
+#[derive(Clone)]
+struct Caller {
+    tenant: Arc<Tenant>,
+    party: Party,
+}
+
 /// What every request passes: the key, the request id, the count of responses.
 async fn around(State(api): State<Arc<Api>>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_string());
     let own_id = request.headers().get(REQUEST_ID).filter(|id| is_sane(id)).cloned();
     let open = is_open(request.uri().path());
     let tenant = api.access.tenant(request.headers());
+    let address = request.extensions().get().map_or(Ipv4Addr::UNSPECIFIED.into(), |Holder(address)| *address);
     let mut response = match tenant {
         None if !open => ApiError::unauthorized().into_response(),
         None => next.run(request).await,
         Some(tenant) => {
-            request.extensions_mut().insert(tenant);
+            request.extensions_mut().insert(Caller { party: tenant.party(address), tenant });
             next.run(request).await
         }
     };
@@ -129,42 +143,42 @@ fn describe(model: &ServedModel) -> Value {
     })
 }
 
-async fn placements(State(api): State<Arc<Api>>, Extension(tenant): Extension<Arc<Tenant>>) -> Response {
-    let ids = api.placements.recent(|owner| tenant.sees(owner));
+async fn placements(State(api): State<Arc<Api>>, Extension(caller): Extension<Caller>) -> Response {
+    let ids = api.placements.recent(|owner| caller.tenant.sees(owner));
     document(StatusCode::OK, &json!({ "object": "list", "data": ids }))
 }
 
 async fn placement(
     State(api): State<Arc<Api>>,
-    Extension(tenant): Extension<Arc<Tenant>>,
+    Extension(caller): Extension<Caller>,
     id: Segment,
 ) -> Result<Response, ApiError> {
     let gone = || ApiError::not_found("no placement of that request is remembered");
-    let explanation = api.placements.explain(&one(id)?, |owner| tenant.sees(owner));
+    let explanation = api.placements.explain(&one(id)?, |owner| caller.tenant.sees(owner));
     Ok(document(StatusCode::OK, &explanation.ok_or_else(gone)?))
 }
 
 async fn complete(
     State(api): State<Arc<Api>>,
-    Extension(tenant): Extension<Arc<Tenant>>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    answer(&api, tenant, Endpoint::Completions, &headers, body).await
+    answer(&api, caller, Endpoint::Completions, &headers, body).await
 }
 
 async fn chat_complete(
     State(api): State<Arc<Api>>,
-    Extension(tenant): Extension<Arc<Tenant>>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
-    answer(&api, tenant, Endpoint::Chat, &headers, body).await
+    answer(&api, caller, Endpoint::Chat, &headers, body).await
 }
 
 async fn answer(
     api: &Api,
-    tenant: Arc<Tenant>,
+    Caller { tenant, party }: Caller,
     endpoint: Endpoint,
     headers: &HeaderMap,
     body: Body,
@@ -172,11 +186,11 @@ async fn answer(
     let arrived_s = api.env.now().0;
     let model = api.model()?;
     let seat = api.seat(tenant)?;
-    let (body, held) = body::read_json(api, headers, body).await?;
+    let (body, held) = body::read_json(api, party.clone(), headers, body).await?;
     let (served, choices_max) = (model.clone(), api.limits.choices_max);
     let read = move |stopped: Stopped<'_>| plan(&body, endpoint, &served, choices_max, stopped);
     let bytes = held.bytes();
-    let (plan, (seat, held)) = api.readers.run(bytes, (seat, held), read).await?;
+    let (plan, (seat, held)) = api.readers.run(bytes, &party, (seat, held), read).await?;
     drop(held);
     generate::respond(api, model, plan?, seat, arrived_s).await
 }

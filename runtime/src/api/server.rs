@@ -8,6 +8,8 @@ use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::rt::{Sleep, Timer};
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -20,9 +22,11 @@ use tower::ServiceExt;
 use super::errors::ApiError;
 use super::guests::{Evicted, Guest, Guests, Worth};
 use super::observe::is_open;
+use super::routes::Holder;
 use super::stall::StallGuard;
 use super::{Api, Limits, Origins};
 use crate::env::{Connection, Listener, SharedEnv, Task};
+use crate::metrics::{Metrics, RefusedLabels};
 
 /// How far the end has come. A dropped sender counts as [`Shutdown::Stop`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,22 +52,31 @@ pub async fn serve(
     origins: Origins,
     shutdown: watch::Receiver<Shutdown>,
 ) {
-    serve_routes(listener, api.router(), &api.limits, origins, &api.env, shutdown, || api.drain()).await;
+    let house =
+        House { routes: api.router(), limits: &api.limits, origins, env: &api.env, metrics: &api.metrics };
+    serve_routes(listener, house, shutdown, || api.drain()).await;
+}
+
+/// What is served, to whom, and within what.
+pub(super) struct House<'a> {
+    pub(super) routes: axum::Router,
+    pub(super) limits: &'a Limits,
+    pub(super) origins: Origins,
+    pub(super) env: &'a SharedEnv,
+    pub(super) metrics: &'a Metrics,
 }
 
 /// Serves any routes likewise; `drain` is called when nothing more is accepted.
 pub(super) async fn serve_routes(
     mut listener: Box<dyn Listener>,
-    routes: axum::Router,
-    limits: &Limits,
-    origins: Origins,
-    env: &SharedEnv,
+    house: House<'_>,
     mut shutdown: watch::Receiver<Shutdown>,
     drain: impl FnOnce(),
 ) {
+    let House { routes, limits, origins, env, metrics } = house;
     let open_max = u32::try_from(limits.connections.open_max()).unwrap_or(u32::MAX);
     let open = Arc::new(Semaphore::new(open_max as usize));
-    let guests = Guests::new(limits.connections);
+    let guests = Guests::new(limits.connections, metrics.connections_evicted.clone());
     let builder = builder(limits, env);
     let origins = Arc::new(origins);
     loop {
@@ -88,7 +101,9 @@ pub(super) async fn serve_routes(
         let (guest, evicted) = guests.admit(peer.ip());
         let guest = Arc::new(guest);
         let io = StallGuard::new(io, env.clone(), limits.write_stall_timeout, guest.clone());
-        let service = GuestRoutes { routes: routes.clone(), origins: origins.clone(), guest: guest.clone() };
+        let refused = metrics.http_refused.clone();
+        let service =
+            GuestRoutes { routes: routes.clone(), origins: origins.clone(), refused, guest: guest.clone() };
         let stay = Stay {
             env: env.clone(),
             first_request: env.sleep(limits.first_request_timeout),
@@ -172,6 +187,7 @@ impl Stay {
 struct GuestRoutes {
     routes: axum::Router,
     origins: Arc<Origins>,
+    refused: Family<RefusedLabels, Counter>,
     guest: Arc<Guest>,
 }
 
@@ -180,17 +196,23 @@ impl hyper::service::Service<Request<Incoming>> for GuestRoutes {
     type Error = Infallible;
     type Future = BoxFuture<'static, Result<Response, Infallible>>;
 
-    fn call(&self, request: Request<Incoming>) -> Self::Future {
+    fn call(&self, mut request: Request<Incoming>) -> Self::Future {
         let open = is_open(request.uri().path());
         let guest = self.guest.clone();
         guest.set(if open { Worth::Open } else { Worth::Working });
-        let (routes, origins) = (self.routes.clone(), self.origins.clone());
+        let (routes, origins, refused) = (self.routes.clone(), self.origins.clone(), self.refused.clone());
+        request.extensions_mut().insert(Holder(guest.holder()));
         Box::pin(async move {
             let origin = request.headers().get(header::ORIGIN).cloned();
-            let mut response = match origins.instead(&request) {
-                Some(instead) => instead,
-                None if guest.is_aside() && !open => full_house(),
-                None => routes.oneshot(request).await?,
+            let refuse = |error: ApiError| {
+                refused.get_or_create(&RefusedLabels { code: error.code() }).inc();
+                error.into_response()
+            };
+            let mut response = match origins.check(&request) {
+                Err(foreign) => refuse(foreign),
+                Ok(Some(preflight)) => preflight,
+                Ok(None) if guest.is_aside() && !open => refuse(full_house()),
+                Ok(None) => routes.oneshot(request).await?,
             };
             origins.share(origin.as_ref(), response.headers_mut());
             if guest.is_aside() {
@@ -204,9 +226,9 @@ impl hyper::service::Service<Request<Incoming>> for GuestRoutes {
     }
 }
 
-fn full_house() -> Response {
+fn full_house() -> ApiError {
     let message = "all connections that this server or your address may have are at work";
-    ApiError::unavailable("connections_exhausted", message, FULL_RETRY_AFTER_S).into_response()
+    ApiError::unavailable("connections_exhausted", message, FULL_RETRY_AFTER_S)
 }
 
 /// A response's body, which says when it is over.

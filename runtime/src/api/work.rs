@@ -1,12 +1,14 @@
 //! Work that would hold up other requests if it ran where they are served: a few threads do it, and few wait for them.
 
+use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use tokio::sync::{Mutex, mpsc, oneshot};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::{Semaphore, oneshot};
 
 use super::encode::Stopped;
 use super::errors::ApiError;
+use crate::budget::{Party, share};
 use crate::env::SharedEnv;
 
 /// A body up to this long is read in place: at 5 MB/s its text is tokenised in less than a millisecond.
@@ -17,25 +19,96 @@ type Job = Box<dyn FnOnce() + Send>;
 /// Threads that read requests, started when they are first needed, and those who wait for one.
 pub(crate) struct Pool {
     env: SharedEnv,
-    jobs: mpsc::Sender<Job>,
-    waiting: Arc<Mutex<mpsc::Receiver<Job>>>,
+    waiting: Arc<Waiting>,
     threads: AtomicUsize,
     threads_max: usize,
 }
 
-impl Pool {
-    pub(crate) fn new(env: SharedEnv, threads_max: usize, waiting_max: usize) -> Self {
-        let (jobs, waiting) = mpsc::channel(waiting_max.max(1));
-        let waiting = Arc::new(Mutex::new(waiting));
-        Pool { env, jobs, waiting, threads: AtomicUsize::new(0), threads_max: threads_max.max(1) }
+/// Jobs that no thread has begun.
+struct Waiting {
+    jobs_max: usize,
+    queues: Mutex<Queues>,
+    /// A permit for each job; closed with the pool.
+    jobs: Semaphore,
+}
+
+/// Each party waits in a queue of its own, and each queue in turn gives a job: whoever sends many waits longer, nobody else.
+#[derive(Default)]
+struct Queues {
+    /// Those that are empty are not here.
+    of: HashMap<Party, VecDeque<Job>>,
+    turns: VecDeque<Party>,
+    jobs: usize,
+}
+
+impl Waiting {
+    fn push(&self, party: &Party, job: Job) -> Result<(), ApiError> {
+        let full = |whose: &str, most: usize| {
+            ApiError::overloaded(format!("{most} large requests{whose} wait to be read already"), 1)
+        };
+        let mut queues = self.lock();
+        let own = queues.of.get(party).map_or(0, VecDeque::len);
+        if queues.jobs >= self.jobs_max {
+            return Err(full("", self.jobs_max));
+        }
+        if own >= share(self.jobs_max) {
+            return Err(full(" of this key or address", own));
+        }
+        queues.jobs += 1;
+        queues.of.entry(party.clone()).or_default().push_back(job);
+        if own == 0 {
+            queues.turns.push_back(party.clone());
+        }
+        drop(queues);
+        self.jobs.add_permits(1);
+        Ok(())
     }
 
-    /// The result of `work` on a body of so many bytes. `held` is what the request holds meanwhile: it comes back with the
+    /// The next job; none when there will be no more.
+    async fn pop(&self) -> Option<Job> {
+        self.jobs.acquire().await.ok()?.forget();
+        let mut queues = self.lock();
+        let party = queues.turns.pop_front()?;
+        let queue = queues.of.get_mut(&party)?;
+        let job = queue.pop_front();
+        match queue.is_empty() {
+            true => drop(queues.of.remove(&party)),
+            false => queues.turns.push_back(party),
+        }
+        queues.jobs -= 1;
+        job
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queues> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.waiting.jobs.close();
+    }
+}
+
+impl Pool {
+    pub(crate) fn new(env: SharedEnv, threads_max: usize, waiting_max: usize) -> Self {
+        let waiting =
+            Waiting { jobs_max: waiting_max.max(1), queues: Mutex::default(), jobs: Semaphore::new(0) };
+        Pool {
+            env,
+            waiting: Arc::new(waiting),
+            threads: AtomicUsize::new(0),
+            threads_max: threads_max.max(1),
+        }
+    }
+
+    /// The result of `work` on a body of so many bytes, which this party sent. `held` is what the request holds meanwhile: it comes back with the
     /// result, and is let go only when the work has really ended, whether or not somebody still waits for it. Work whose
     /// client has left does not begin, and is told so when it has begun.
     pub(crate) async fn run<T: Send + 'static, H: Send + 'static>(
         &self,
         bytes: usize,
+        party: &Party,
         held: H,
         work: impl FnOnce(Stopped<'_>) -> T + Send + 'static,
     ) -> Result<(T, H), ApiError> {
@@ -56,10 +129,7 @@ impl Pool {
                 drop(sender.send((result, held)));
             }
         };
-        self.jobs.try_send(Box::new(job)).map_err(|_| {
-            let message = format!("{} large requests wait to be read already", self.jobs.max_capacity());
-            ApiError::overloaded(message, 1)
-        })?;
+        self.waiting.push(party, Box::new(job))?;
         receiver.await.map_err(|_| failed())
     }
 
@@ -71,9 +141,7 @@ impl Pool {
         };
         let waiting = self.waiting.clone();
         let work = async move {
-            loop {
-                let job = waiting.lock().await.recv().await;
-                let Some(job) = job else { break };
+            while let Some(job) = waiting.pop().await {
                 job();
             }
         };
@@ -96,9 +164,12 @@ mod tests {
     use futures_util::FutureExt;
     use std::collections::HashSet;
     use std::sync::mpsc::channel;
-    use tokio::sync::Semaphore;
 
     const LARGE: usize = IN_PLACE_BYTES_MAX + 1;
+
+    fn party(last: u8) -> Party {
+        Party::Address([10, 0, 0, last].into())
+    }
 
     fn seeded<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
         threads: usize,
@@ -121,10 +192,11 @@ mod tests {
         seeded(1, 4, async |_, pool| {
             let began = Arc::new(AtomicUsize::new(0));
             let count = began.clone();
-            let mut left = Box::pin(pool.run(LARGE, (), move |_| count.fetch_add(1, Ordering::Relaxed)));
+            let mut left =
+                Box::pin(pool.run(LARGE, &party(1), (), move |_| count.fetch_add(1, Ordering::Relaxed)));
             assert!(left.as_mut().now_or_never().is_none(), "it waits for a thread");
             drop(left);
-            let stays = pool.run(LARGE, (), |_| 5).await.ok().unwrap();
+            let stays = pool.run(LARGE, &party(1), (), |_| 5).await.ok().unwrap();
             assert_eq!((stays.0, began.load(Ordering::Relaxed)), (5, 0));
         });
     }
@@ -132,17 +204,58 @@ mod tests {
     #[test]
     fn those_who_wait_are_few_and_the_next_one_gets_a_429_with_retry_after() {
         seeded(1, 2, async |_, pool| {
-            let mut waiting: Vec<_> = (0..2).map(|at| Box::pin(pool.run(LARGE, at, |_| ()))).collect();
+            let parties = [party(1), party(2), party(3)];
+            let mut waiting: Vec<_> =
+                (0..2).map(|at| Box::pin(pool.run(LARGE, &parties[at], at, |_| ()))).collect();
             for one in &mut waiting {
                 assert!(one.as_mut().now_or_never().is_none());
             }
-            let refused = pool.run(LARGE, 2, |_| ()).await.err().unwrap();
+            let refused = pool.run(LARGE, &parties[2], 2, |_| ()).await.err().unwrap();
             assert_eq!((refused.status, refused.retry_after_s()), (StatusCode::TOO_MANY_REQUESTS, Some(1)));
-            assert!(pool.run(1, 3, |_| ()).await.is_ok(), "a small one needs no thread");
+            assert!(pool.run(1, &parties[2], 3, |_| ()).await.is_ok(), "a small one needs no thread");
             for (at, one) in waiting.into_iter().enumerate() {
                 assert_eq!(one.await.ok().unwrap().1, at);
             }
-            assert!(pool.run(LARGE, 4, |_| ()).await.is_ok());
+            assert!(pool.run(LARGE, &parties[2], 4, |_| ()).await.is_ok());
+        });
+    }
+
+    #[test]
+    fn one_party_fills_half_of_the_queue_and_another_one_still_finds_a_place() {
+        seeded(1, 4, async |_, pool| {
+            let (greedy, other) = (party(1), party(2));
+            let mut waiting: Vec<_> =
+                (0..2).map(|_| Box::pin(pool.run(LARGE, &greedy, (), |_| ()))).collect();
+            for one in &mut waiting {
+                assert!(one.as_mut().now_or_never().is_none());
+            }
+            let refused = pool.run(LARGE, &greedy, (), |_| ()).await.err().unwrap();
+            assert_eq!((refused.status, refused.retry_after_s()), (StatusCode::TOO_MANY_REQUESTS, Some(1)));
+            assert!(pool.run(LARGE, &other, (), |_| ()).await.is_ok());
+            futures_util::future::join_all(waiting).await;
+            assert!(pool.run(LARGE, &greedy, (), |_| ()).await.is_ok(), "its places came back");
+        });
+    }
+
+    #[test]
+    fn whoever_sends_much_waits_and_the_next_party_is_served_in_turn() {
+        seeded(1, 16, async |_, pool| {
+            let order = Arc::new(Mutex::new(Vec::new()));
+            let parties = [party(1), party(2)];
+            let mut all: Vec<_> = [0, 0, 0, 0, 1, 1]
+                .into_iter()
+                .map(|from: usize| {
+                    let order = order.clone();
+                    Box::pin(pool.run(LARGE, &parties[from], (), move |_| order.lock().unwrap().push(from)))
+                })
+                .collect();
+            for one in &mut all {
+                assert!(one.as_mut().now_or_never().is_none());
+            }
+            futures_util::future::join_all(all).await;
+            assert_eq!(*order.lock().unwrap(), [0, 1, 0, 1, 0, 0]);
+            let queues = pool.waiting.lock();
+            assert!(queues.of.is_empty() && queues.turns.is_empty() && queues.jobs == 0);
         });
     }
 
@@ -150,12 +263,12 @@ mod tests {
     fn no_thread_is_a_503_and_another_one_will_do() {
         seeded(2, 4, async |env, pool| {
             env.refuse_threads(true);
-            let refused = pool.run(LARGE, (), |_| ()).await.err().unwrap();
+            let refused = pool.run(LARGE, &party(1), (), |_| ()).await.err().unwrap();
             assert_eq!((refused.status, refused.retry_after_s()), (StatusCode::SERVICE_UNAVAILABLE, Some(1)));
             env.refuse_threads(false);
-            assert!(pool.run(LARGE, (), |_| ()).await.is_ok());
+            assert!(pool.run(LARGE, &party(1), (), |_| ()).await.is_ok());
             env.refuse_threads(true);
-            assert!(pool.run(LARGE, (), |_| ()).await.is_ok(), "the first thread does the work");
+            assert!(pool.run(LARGE, &party(1), (), |_| ()).await.is_ok(), "the first thread does the work");
         });
     }
 
@@ -163,10 +276,10 @@ mod tests {
     fn work_that_panics_is_a_500_and_its_thread_goes_on() {
         seeded(1, 4, async |_, pool| {
             for bytes in [1, LARGE] {
-                let failed = pool.run(bytes, (), |_| panic!("as a library may")).await;
+                let failed = pool.run(bytes, &party(1), (), |_| panic!("as a library may")).await;
                 assert_eq!(failed.err().map(|error| error.status), Some(StatusCode::INTERNAL_SERVER_ERROR));
             }
-            assert!(pool.run(LARGE, (), |_| ()).await.is_ok());
+            assert!(pool.run(LARGE, &party(1), (), |_| ()).await.is_ok());
             yield_now().await;
         });
     }
@@ -178,7 +291,7 @@ mod tests {
             let permit = places.clone().try_acquire_owned().unwrap();
             let ((begun, has_begun), (go_on, may_go_on)) = (channel(), channel::<()>());
             let (told, was_told) = channel();
-            let mut run = Box::pin(pool.run(LARGE, permit, move |stopped| {
+            let mut run = Box::pin(pool.run(LARGE, &party(1), permit, move |stopped| {
                 begun.send(()).unwrap();
                 may_go_on.recv().unwrap();
                 told.send(stopped()).unwrap();
@@ -197,7 +310,7 @@ mod tests {
     fn so_many_threads_work_and_no_more() {
         let names = on_threads(2, async |pool| {
             let name = |_: Stopped<'_>| std::thread::current().name().map(str::to_string);
-            let all: Vec<_> = (0..40).map(|_| pool.run(LARGE, (), name)).collect();
+            let all: Vec<_> = (0..40).map(|_| pool.run(LARGE, &party(1), (), name)).collect();
             let names = futures_util::future::join_all(all).await;
             names.into_iter().map(|result| result.ok().unwrap().0.unwrap()).collect::<HashSet<_>>()
         });

@@ -141,6 +141,26 @@ fn beside_a_house_full_of_work_the_watchers_are_answered_and_others_are_told_to_
 }
 
 #[test]
+fn who_has_to_go_or_finds_no_place_is_counted() {
+    run(house(4, 4, 2), |server| async move {
+        let mut strangers = Vec::new();
+        for last in 0..10 {
+            strangers.push(server.sent(ip(last), HALF_OPEN).await);
+        }
+        server.env.sleep(Duration::from_millis(1)).await;
+        assert_eq!(server.metrics.connections_evicted.get(), 6);
+        let mut running = Vec::new();
+        for last in 0..4 {
+            running.push(server.stream_from(ip(last)).await);
+        }
+        assert_eq!(server.metrics.connections_evicted.get(), 10, "four more for those who ask");
+        assert_eq!(server.ask(ip(7), "/v1/completions").await.status, 503);
+        let told = server.metrics.encode();
+        assert!(told.contains("http_refused_total{code=\"connections_exhausted\"} 1\n"), "{told}");
+    });
+}
+
+#[test]
 fn one_address_has_no_more_than_its_share() {
     run(house(8, 4, 2), |server| async move {
         let greedy = ip(1);

@@ -1,7 +1,7 @@
 //! What clients can make the server hold is bounded.
 
-use crate::support::{ADDRESS, MODEL, Play, Response, Setup, request, run};
-use mixfleet_runtime::env::Env;
+use crate::support::{ADDRESS, MODEL, Play, Response, Server, Setup, request, run};
+use mixfleet_runtime::env::{Connection, Env};
 use serde_json::json;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -101,25 +101,49 @@ fn choices_are_bounded_over_all_prompts() {
     });
 }
 
+/// A connection of another party with a body of 950 bytes of which so many have come.
+async fn slow_body(server: &Server, party: u8, bytes: usize) -> Box<dyn Connection> {
+    let mut slow = server.env.connect_from([10, 0, 0, party].into(), ADDRESS).unwrap();
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 950\r\n\r\n";
+    slow.write_all(format!("{head}{}", " ".repeat(bytes)).as_bytes()).await.unwrap();
+    server.env.sleep(Duration::from_millis(1)).await;
+    slow
+}
+
+/// The status of a body of some hundred bytes from a party.
+async fn small_body(server: &Server, party: u8) -> Response {
+    let body = format!("{}{}", json!({"model": MODEL, "prompt": "a"}), " ".repeat(100));
+    let mut connection = server.env.connect_from([10, 0, 0, party].into(), ADDRESS).unwrap();
+    connection.write_all(&request("POST", "/v1/completions", "", body.as_bytes())).await.unwrap();
+    Response::read(&mut connection).await
+}
+
 #[test]
 fn all_bodies_together_have_a_budget_and_then_a_429() {
     let setup = Setup::play(Play::say("")).with_limits(|limits| limits.bodies_bytes_max = 1000);
     run(setup, |server| async move {
-        let mut slow = server.env.connect(ADDRESS).unwrap();
-        let half = format!(
-            "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 950\r\n\r\n{}",
-            " ".repeat(900)
-        );
-        slow.write_all(half.as_bytes()).await.unwrap();
-        server.env.sleep(Duration::from_millis(1)).await;
-        let body = format!("{}{}", json!({"model": MODEL, "prompt": "a"}), " ".repeat(100));
-        let ask = request("POST", "/v1/completions", "", body.as_bytes());
-        let refused = server.exchange(&ask).await;
+        let slow = [slow_body(&server, 1, 450).await, slow_body(&server, 2, 450).await];
+        let refused = small_body(&server, 3).await;
         assert_eq!((refused.error().0, refused.headers["retry-after"].as_str()), (429, "1"));
         let small = json!({"model": MODEL, "prompt": "a"});
         assert_eq!(server.post("/v1/completions", &small).await.status, 200, "what fits is served");
         drop(slow);
         server.env.sleep(Duration::from_millis(1)).await;
-        assert_eq!(server.exchange(&ask).await.status, 200, "the bytes came back");
+        assert_eq!(small_body(&server, 3).await.status, 200, "the bytes came back");
+    });
+}
+
+#[test]
+fn one_address_holds_half_of_what_all_bodies_may_take() {
+    let setup = Setup::play(Play::say("")).with_limits(|limits| limits.bodies_bytes_max = 1000);
+    run(setup, |server| async move {
+        let slow = slow_body(&server, 1, 450).await;
+        let refused = small_body(&server, 1).await;
+        assert_eq!((refused.error().0, refused.headers["retry-after"].as_str()), (429, "1"));
+        assert!(refused.body.contains("of this key or address"), "{}", refused.body);
+        assert_eq!(small_body(&server, 2).await.status, 200, "another address has its own share");
+        drop(slow);
+        server.env.sleep(Duration::from_millis(1)).await;
+        assert_eq!(small_body(&server, 1).await.status, 200, "the bytes came back");
     });
 }

@@ -101,3 +101,24 @@ fn a_browser_may_ask_beforehand_and_needs_no_key_for_that() {
         assert_eq!(server.with_headers("POST", "/v1/completions", keyless).await.error().0, 401);
     });
 }
+
+#[test]
+fn who_is_refused_for_its_host_or_origin_is_counted() {
+    run(setup(&[], &[]), |server| async move {
+        for headers in [
+            "host: evil.example\r\n",
+            "host: a.example\r\n",
+            "host: localhost\r\norigin: https://b.example\r\n",
+        ] {
+            assert_eq!(server.with_headers("GET", "/v1/models", headers).await.status, 403);
+        }
+        assert_eq!(server.with_headers("GET", "/v1/models", "host: localhost\r\n").await.status, 200);
+        let told = server.metrics.encode();
+        for line in [
+            "http_refused_total{code=\"host_not_allowed\"} 2\n",
+            "http_refused_total{code=\"origin_not_allowed\"} 1\n",
+        ] {
+            assert!(told.contains(line), "{line} is not in\n{told}");
+        }
+    });
+}

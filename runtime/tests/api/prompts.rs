@@ -187,6 +187,47 @@ fn deep_json_is_a_400_where_it_is_read_and_skipped_where_it_is_not() {
 }
 
 #[test]
+fn more_messages_or_ids_than_the_context_has_tokens_are_refused_with_that_number() {
+    run(Setup { context: 4, ..Setup::play(Play::say("")) }, |server| async move {
+        let messages = vec![json!({"role": "user", "content": ""}); 5];
+        for (path, field, value) in [
+            ("/v1/chat/completions", "messages", json!(messages)),
+            ("/v1/completions", "prompt", json!([1, 1, 1, 1, 1])),
+            ("/v1/completions", "prompt", json!([[1], [1, 1, 1, 1, 1]])),
+        ] {
+            let refused = server.post(path, &json!({"model": MODEL, field: value})).await;
+            let (status, _, param, code) = refused.error();
+            assert_eq!((status, code.as_str()), (400, "context_length_exceeded"), "{path}");
+            assert_eq!(param.as_deref(), Some(field), "{path}");
+            assert!(refused.body.contains("4 tokens; the request has at least 5"), "{}", refused.body);
+        }
+    });
+}
+
+#[test]
+fn messages_and_parts_have_a_bound_however_long_the_context_is() {
+    run(Setup { context: 1 << 20, ..Setup::play(Play::say("")) }, |server| async move {
+        let part = json!({"type": "text", "text": ""});
+        let filled = |count| vec![json!({"role": "user", "content": ""}); count];
+        let parts = |count| vec![json!({"role": "user", "content": vec![part.clone(); count]})];
+        for (messages, status, param) in [
+            (filled(16_384), 200, None),
+            (filled(16_385), 400, Some("messages")),
+            (parts(16_384), 200, None),
+            (parts(16_385), 400, Some("messages[0].content")),
+        ] {
+            let body = json!({"model": MODEL, "messages": messages, "max_tokens": 1});
+            let response = server.post("/v1/chat/completions", &body).await;
+            assert_eq!(response.status, status, "{}", response.body);
+            if let Some(param) = param {
+                assert_eq!(response.error().2.as_deref(), Some(param));
+                assert!(response.body.contains("more than 16384"), "{}", response.body);
+            }
+        }
+    });
+}
+
+#[test]
 fn what_is_large_is_never_read_where_requests_are_served() {
     run(Setup::play(Play::say("")), |server| async move {
         server.env.refuse_threads(true);

@@ -148,6 +148,7 @@ pub(crate) struct Setup {
     pub(crate) access: Option<Access>,
     /// Instead of bytes.
     pub(crate) text: Arc<dyn TextModel>,
+    pub(crate) context: u32,
     pub(crate) loading: bool,
     pub(crate) origins: Origins,
 }
@@ -160,6 +161,7 @@ impl Setup {
             api_key: None,
             access: None,
             text: Arc::new(ByteModel),
+            context: CONTEXT,
             loading: false,
             origins: Origins::default(),
         }
@@ -186,6 +188,7 @@ pub(crate) struct Server {
     pub(crate) shutdown: watch::Sender<Shutdown>,
     pub(crate) engine: EngineHandle,
     pub(crate) text: Arc<dyn TextModel>,
+    pub(crate) context: u32,
     pub(crate) submitted: Arc<Mutex<Vec<GenerateRequest>>>,
     /// Ids of requests whose receiver was dropped before the end.
     pub(crate) cancelled: Arc<Mutex<Vec<String>>>,
@@ -215,6 +218,7 @@ where
         shutdown,
         engine,
         text: setup.text,
+        context: setup.context,
         submitted: Arc::default(),
         cancelled: Arc::default(),
         ended: Arc::new(Semaphore::new(0)),
@@ -306,7 +310,7 @@ impl Server {
             created: 7,
             engine: self.engine.clone(),
             text: self.text.clone(),
-            context: CONTEXT,
+            context: self.context,
             eos_ids: [EOS].into(),
             defaults: Sampling::default(),
         });

@@ -82,6 +82,25 @@ fn a_tenant_has_so_many_requests_in_work_and_then_a_429() {
 }
 
 #[test]
+fn a_tenant_holds_half_of_what_all_bodies_may_take_from_wherever_it_asks() {
+    let setup = setup(Play::say("")).with_limits(|limits| limits.bodies_bytes_max = 1000);
+    run(setup, |server| async move {
+        let head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer b-key\r\n";
+        let half = format!("{head}content-length: 950\r\n\r\n{}", " ".repeat(450));
+        let mut slow = server.env.connect_from([10, 0, 0, 1].into(), crate::support::ADDRESS).unwrap();
+        tokio::io::AsyncWriteExt::write_all(&mut slow, half.as_bytes()).await.unwrap();
+        server.env.sleep(Duration::from_millis(1)).await;
+        let filled = json!({"user": " ".repeat(100)});
+        let refused = complete(&server, "b-key", filled.clone()).await;
+        assert_eq!((refused.error().0, refused.headers["retry-after"].as_str()), (429, "1"));
+        assert_eq!(complete(&server, "w-key", filled.clone()).await.status, 200, "another tenant's share");
+        drop(slow);
+        server.env.sleep(Duration::from_millis(1)).await;
+        assert_eq!(complete(&server, "b-key", filled).await.status, 200, "the bytes came back");
+    });
+}
+
+#[test]
 fn a_tenant_is_given_so_many_tokens_an_answer() {
     run(setup(Play::say("")), |server| async move {
         let refused = complete(&server, "a-key", json!({"max_tokens": 9})).await;
