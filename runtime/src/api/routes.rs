@@ -190,7 +190,7 @@ async fn answer(
     let (served, choices_max) = (model.clone(), api.limits.choices_max);
     let read = move |stopped: Stopped<'_>| plan(&body, endpoint, &served, choices_max, stopped);
     let bytes = held.bytes();
-    let (plan, (seat, held)) = api.readers.run(bytes, &party, (seat, held), read).await?;
+    let (plan, (seat, held)) = api.readers.run(bytes, party, (seat, held), read).await?;
     drop(held);
     generate::respond(api, model, plan?, seat, arrived_s).await
 }

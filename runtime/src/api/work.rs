@@ -42,12 +42,12 @@ struct Queues {
 }
 
 impl Waiting {
-    fn push(&self, party: &Party, job: Job) -> Result<(), ApiError> {
+    fn push(&self, party: Party, job: Job) -> Result<(), ApiError> {
         let full = |whose: &str, most: usize| {
             ApiError::overloaded(format!("{most} large requests{whose} wait to be read already"), 1)
         };
         let mut queues = self.lock();
-        let own = queues.of.get(party).map_or(0, VecDeque::len);
+        let own = queues.of.get(&party).map_or(0, VecDeque::len);
         if queues.jobs >= self.jobs_max {
             return Err(full("", self.jobs_max));
         }
@@ -57,7 +57,7 @@ impl Waiting {
         queues.jobs += 1;
         queues.of.entry(party.clone()).or_default().push_back(job);
         if own == 0 {
-            queues.turns.push_back(party.clone());
+            queues.turns.push_back(party);
         }
         drop(queues);
         self.jobs.add_permits(1);
@@ -108,7 +108,7 @@ impl Pool {
     pub(crate) async fn run<T: Send + 'static, H: Send + 'static>(
         &self,
         bytes: usize,
-        party: &Party,
+        party: Party,
         held: H,
         work: impl FnOnce(Stopped<'_>) -> T + Send + 'static,
     ) -> Result<(T, H), ApiError> {
@@ -193,10 +193,10 @@ mod tests {
             let began = Arc::new(AtomicUsize::new(0));
             let count = began.clone();
             let mut left =
-                Box::pin(pool.run(LARGE, &party(1), (), move |_| count.fetch_add(1, Ordering::Relaxed)));
+                Box::pin(pool.run(LARGE, party(1), (), move |_| count.fetch_add(1, Ordering::Relaxed)));
             assert!(left.as_mut().now_or_never().is_none(), "it waits for a thread");
             drop(left);
-            let stays = pool.run(LARGE, &party(1), (), |_| 5).await.ok().unwrap();
+            let stays = pool.run(LARGE, party(1), (), |_| 5).await.ok().unwrap();
             assert_eq!((stays.0, began.load(Ordering::Relaxed)), (5, 0));
         });
     }
@@ -206,17 +206,17 @@ mod tests {
         seeded(1, 2, async |_, pool| {
             let parties = [party(1), party(2), party(3)];
             let mut waiting: Vec<_> =
-                (0..2).map(|at| Box::pin(pool.run(LARGE, &parties[at], at, |_| ()))).collect();
+                (0..2).map(|at| Box::pin(pool.run(LARGE, parties[at].clone(), at, |_| ()))).collect();
             for one in &mut waiting {
                 assert!(one.as_mut().now_or_never().is_none());
             }
-            let refused = pool.run(LARGE, &parties[2], 2, |_| ()).await.err().unwrap();
+            let refused = pool.run(LARGE, parties[2].clone(), 2, |_| ()).await.err().unwrap();
             assert_eq!((refused.status, refused.retry_after_s()), (StatusCode::TOO_MANY_REQUESTS, Some(1)));
-            assert!(pool.run(1, &parties[2], 3, |_| ()).await.is_ok(), "a small one needs no thread");
+            assert!(pool.run(1, parties[2].clone(), 3, |_| ()).await.is_ok(), "a small one needs no thread");
             for (at, one) in waiting.into_iter().enumerate() {
                 assert_eq!(one.await.ok().unwrap().1, at);
             }
-            assert!(pool.run(LARGE, &parties[2], 4, |_| ()).await.is_ok());
+            assert!(pool.run(LARGE, parties[2].clone(), 4, |_| ()).await.is_ok());
         });
     }
 
@@ -225,15 +225,15 @@ mod tests {
         seeded(1, 4, async |_, pool| {
             let (greedy, other) = (party(1), party(2));
             let mut waiting: Vec<_> =
-                (0..2).map(|_| Box::pin(pool.run(LARGE, &greedy, (), |_| ()))).collect();
+                (0..2).map(|_| Box::pin(pool.run(LARGE, greedy.clone(), (), |_| ()))).collect();
             for one in &mut waiting {
                 assert!(one.as_mut().now_or_never().is_none());
             }
-            let refused = pool.run(LARGE, &greedy, (), |_| ()).await.err().unwrap();
+            let refused = pool.run(LARGE, greedy.clone(), (), |_| ()).await.err().unwrap();
             assert_eq!((refused.status, refused.retry_after_s()), (StatusCode::TOO_MANY_REQUESTS, Some(1)));
-            assert!(pool.run(LARGE, &other, (), |_| ()).await.is_ok());
+            assert!(pool.run(LARGE, other, (), |_| ()).await.is_ok());
             futures_util::future::join_all(waiting).await;
-            assert!(pool.run(LARGE, &greedy, (), |_| ()).await.is_ok(), "its places came back");
+            assert!(pool.run(LARGE, greedy.clone(), (), |_| ()).await.is_ok(), "its places came back");
         });
     }
 
@@ -246,7 +246,9 @@ mod tests {
                 .into_iter()
                 .map(|from: usize| {
                     let order = order.clone();
-                    Box::pin(pool.run(LARGE, &parties[from], (), move |_| order.lock().unwrap().push(from)))
+                    Box::pin(
+                        pool.run(LARGE, parties[from].clone(), (), move |_| order.lock().unwrap().push(from)),
+                    )
                 })
                 .collect();
             for one in &mut all {
@@ -263,12 +265,12 @@ mod tests {
     fn no_thread_is_a_503_and_another_one_will_do() {
         seeded(2, 4, async |env, pool| {
             env.refuse_threads(true);
-            let refused = pool.run(LARGE, &party(1), (), |_| ()).await.err().unwrap();
+            let refused = pool.run(LARGE, party(1), (), |_| ()).await.err().unwrap();
             assert_eq!((refused.status, refused.retry_after_s()), (StatusCode::SERVICE_UNAVAILABLE, Some(1)));
             env.refuse_threads(false);
-            assert!(pool.run(LARGE, &party(1), (), |_| ()).await.is_ok());
+            assert!(pool.run(LARGE, party(1), (), |_| ()).await.is_ok());
             env.refuse_threads(true);
-            assert!(pool.run(LARGE, &party(1), (), |_| ()).await.is_ok(), "the first thread does the work");
+            assert!(pool.run(LARGE, party(1), (), |_| ()).await.is_ok(), "the first thread does the work");
         });
     }
 
@@ -276,10 +278,10 @@ mod tests {
     fn work_that_panics_is_a_500_and_its_thread_goes_on() {
         seeded(1, 4, async |_, pool| {
             for bytes in [1, LARGE] {
-                let failed = pool.run(bytes, &party(1), (), |_| panic!("as a library may")).await;
+                let failed = pool.run(bytes, party(1), (), |_| panic!("as a library may")).await;
                 assert_eq!(failed.err().map(|error| error.status), Some(StatusCode::INTERNAL_SERVER_ERROR));
             }
-            assert!(pool.run(LARGE, &party(1), (), |_| ()).await.is_ok());
+            assert!(pool.run(LARGE, party(1), (), |_| ()).await.is_ok());
             yield_now().await;
         });
     }
@@ -291,7 +293,7 @@ mod tests {
             let permit = places.clone().try_acquire_owned().unwrap();
             let ((begun, has_begun), (go_on, may_go_on)) = (channel(), channel::<()>());
             let (told, was_told) = channel();
-            let mut run = Box::pin(pool.run(LARGE, &party(1), permit, move |stopped| {
+            let mut run = Box::pin(pool.run(LARGE, party(1), permit, move |stopped| {
                 begun.send(()).unwrap();
                 may_go_on.recv().unwrap();
                 told.send(stopped()).unwrap();
@@ -310,7 +312,7 @@ mod tests {
     fn so_many_threads_work_and_no_more() {
         let names = on_threads(2, async |pool| {
             let name = |_: Stopped<'_>| std::thread::current().name().map(str::to_string);
-            let all: Vec<_> = (0..40).map(|_| pool.run(LARGE, &party(1), (), name)).collect();
+            let all: Vec<_> = (0..40).map(|_| pool.run(LARGE, party(1), (), name)).collect();
             let names = futures_util::future::join_all(all).await;
             names.into_iter().map(|result| result.ok().unwrap().0.unwrap()).collect::<HashSet<_>>()
         });
