@@ -1,4 +1,4 @@
-//! A whole fleet under one seed: routers, worker processes on simulated parts, the network between them,
+//! A whole fleet under one seed: routers, worker processes on simulated parts, the network between them, the registry,
 //! and everything that happens to them. Simulated parts answer with hashes of every KV byte that they
 //! read, so an answer that is right was never computed from KV that is stale, foreign or damaged.
 //!
@@ -8,7 +8,7 @@ mod fleet;
 mod troubled;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use troubled::Workload;
+use troubled::{Totals, Workload};
 
 /// Seeds of CI, and further ones that have found something.
 const SEEDS: std::ops::Range<u64> = 0..1000;
@@ -23,14 +23,14 @@ fn seeds() -> Vec<u64> {
 #[test]
 fn every_request_ends_once_and_right_whatever_breaks() {
     let workloads = Workload::all();
-    let talks = troubled::talks(&troubled::checkpoint(), 40);
-    let mut totals = troubled::Outcome::default();
+    let kinds = troubled::kinds();
+    let mut totals = Totals::default();
     let seeds = seeds();
     for &seed in &seeds {
         let workload = &workloads[(seed % workloads.len() as u64) as usize];
-        let ran = catch_unwind(AssertUnwindSafe(|| troubled::run(workload, &talks, seed)));
+        let ran = catch_unwind(AssertUnwindSafe(|| troubled::run(workload, &kinds, seed)));
         match ran {
-            Ok(outcome) => totals.add(&outcome),
+            Ok(census) => totals.add(&census),
             Err(panic) => {
                 eprintln!(
                     "seed {seed} ({}): run it again with MIXFLEET_CHAOS_SEEDS={seed}..{}",
@@ -41,26 +41,18 @@ fn every_request_ends_once_and_right_whatever_breaks() {
             }
         }
     }
-    eprintln!("{} seeds: {totals:?}", seeds.len());
-    assert!(totals.right > 0, "nothing was answered: {totals:?}");
+    eprintln!("{totals}");
     if seeds.len() >= SEEDS.count() {
-        assert!(totals.worker_deaths > 0 && totals.cuts > 0, "nothing broke: {totals:?}");
-        let from_below = totals.dram_hits > 0 && totals.ssd_hits > 0 && totals.bad_blocks > 0;
-        assert!(totals.pulled_tokens > 0, "no prefix was pulled: {totals:?}");
-        assert!(from_below, "no block came from below: {totals:?}");
-        let scarce = totals.device_failures > 0 && totals.regions_refused > 0;
-        assert!(scarce, "no device failed, or there was always memory: {totals:?}");
-        let disks = totals.slow_disks > 0 && totals.hung_disks > 0 && totals.disk_outages > 0;
-        assert!(disks && totals.rotten_in_dram > 0, "no disk was late, or nothing rotted: {totals:?}");
+        let rare = totals.rare();
+        assert!(rare.is_empty(), "too seldom to show anything: {rare:?}");
     }
 }
 
 #[test]
 fn one_seed_gives_one_history() {
-    let workloads = Workload::all();
-    let talks = troubled::talks(&troubled::checkpoint(), 40);
-    for (workload, seed) in workloads.iter().zip(11..) {
-        let [first, second] = [(); 2].map(|()| troubled::run(workload, &talks, seed));
+    let kinds = troubled::kinds();
+    for (workload, seed) in Workload::all().iter().zip(11..) {
+        let [first, second] = [(); 2].map(|()| troubled::run(workload, &kinds, seed));
         assert_eq!(first, second, "{} with seed {seed}", workload.name);
     }
 }

@@ -3,7 +3,7 @@
 
 mod fleet;
 
-use fleet::requeued::Requeued;
+use fleet::wayward::Wayward;
 use fleet::{Fleet, greedy, prompt};
 use mixfleet_hal::{Cmd, Device, Elapsed, Error, ErrorKind, Graph, OpSig, Queue, Result, Ticket};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
@@ -125,7 +125,7 @@ fn a_layers_kv_lands_before_the_next_layer_begins() {
     let watched = |at: usize, gated| -> Arc<dyn Device> {
         let book = book.clone();
         let queue = move |inner| -> Box<dyn Queue> { Box::new(threaded(inner, book.clone(), gated)) };
-        Arc::new(Requeued::new(&format!("device{at}"), queue))
+        Arc::new(Wayward::new(&format!("device{at}")).queuing(queue))
     };
     let fleet = Fleet::new(checkpoint.clone())
         .with_device(FleetRole::Prefill, watched(0, true))

@@ -3,7 +3,7 @@
 
 mod fleet;
 
-use fleet::requeued::Requeued;
+use fleet::wayward::Wayward;
 use fleet::{Fleet, ask, greedy, prompt};
 use mixfleet_hal::{Cmd, Elapsed, Graph, Queue, Result, Ticket};
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
@@ -52,7 +52,7 @@ fn generate(replay_pays: bool, tokens: u32) -> (usize, usize) {
     let noted = counts.clone();
     let counting =
         move |inner| -> Box<dyn Queue> { Box::new(CountingQueue { inner, counts: noted.clone() }) };
-    let device = Requeued::new("device0", counting).replay_pays(replay_pays);
+    let device = Wayward::new("device0").queuing(counting).replay_pays(replay_pays);
     let fleet = Fleet::new(checkpoint).with_device(FleetRole::Auto, Arc::new(device));
     let env = SeededEnv::new(5);
     let shared: SharedEnv = Arc::new(env.clone());

@@ -29,6 +29,11 @@ impl<T: Transport> Faulty<T> {
         Faulty { inner, plan: Arc::new(plan), batches: Arc::default() }
     }
 
+    /// What strikes.
+    pub fn plan(&self) -> &FaultPlan {
+        &self.plan
+    }
+
     /// Calls of `write` and `read` so far.
     pub fn batches(&self) -> u64 {
         self.batches.load(Ordering::Relaxed)

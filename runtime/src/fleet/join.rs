@@ -1,23 +1,14 @@
 //! Calls the members that the registry knows, and again when a session ends.
 
+use super::calls::{Dial, call_members};
 use super::hub::Hub;
 use super::registry::{LinkState, Member, Members};
 use super::router::Router;
 use super::rpc::{CallError, Measured, Remote, RpcConfig, Ways};
-use crate::env::{SharedEnv, Task};
-use futures_util::future::BoxFuture;
+use crate::env::SharedEnv;
 use mixfleet_scheduler::fleet::InstanceId;
-use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Duration;
-use tokio::sync::{mpsc, watch};
-
-/// Between two calls to a member: it is in the registry, so it is there or ended a moment ago.
-const BACKOFF_MIN: Duration = Duration::from_millis(50);
-const BACKOFF_MAX: Duration = Duration::from_millis(500);
-
-/// Calls a member, and returns when the session is over.
-type Dial = Arc<dyn Fn(Member) -> BoxFuture<'static, Result<(), CallError>> + Send + Sync>;
+use tokio::sync::watch;
 
 /// Uses the instances of every worker process that is a member. Ends when the membership does.
 pub async fn attend_members(
@@ -28,7 +19,7 @@ pub async fn attend_members(
 ) {
     let wanted = |member: &Member| member.first_instance().is_some();
     let env2 = env.clone();
-    let dial: Dial = Arc::new(move |member| {
+    let dial: Dial<CallError> = Arc::new(move |member| {
         let (env, router, config) = (env2.clone(), router.clone(), config.clone());
         Box::pin(async move {
             let remote = Remote::connect(&env, &member.address, &config).await?;
@@ -39,7 +30,7 @@ pub async fn attend_members(
             Ok(())
         })
     });
-    follow(env, members, wanted, dial).await;
+    call_members(env, members, wanted, dial).await;
 }
 
 /// Exchanges KV with every worker process that joined before this one: of two, the later calls the earlier, so that
@@ -55,11 +46,11 @@ pub async fn meet_members(
     let Some(&first) = hub.instances().iter().min() else { return };
     let wanted = move |member: &Member| member.first_instance().is_some_and(|id| id < first);
     let caller = Arc::new(Caller { env: env.clone(), hub, ways, own, config });
-    let dial: Dial = Arc::new(move |member| {
+    let dial: Dial<CallError> = Arc::new(move |member| {
         let caller = caller.clone();
         Box::pin(async move { caller.meet(&member).await })
     });
-    follow(env, members, wanted, dial).await;
+    call_members(env, members, wanted, dial).await;
 }
 
 struct Caller {
@@ -122,57 +113,4 @@ fn up(measured: Measured) -> LinkState {
     // What is faster than can be measured is as fast as a byte in a femtosecond.
     let bytes_per_s = 1.0 / cost.seconds_per_byte.max(1e-15);
     LinkState::Up { transport, latency_s: cost.latency.0, bytes_per_s, details, broken }
-}
-
-/// One task for each wanted member.
-async fn follow(
-    env: SharedEnv,
-    mut members: watch::Receiver<Members>,
-    wanted: impl Fn(&Member) -> bool,
-    dial: Dial,
-) {
-    let (over, mut ended) = mpsc::unbounded_channel::<String>();
-    let mut called = BTreeSet::new();
-    loop {
-        let now: Members = members.borrow_and_update().clone();
-        for (name, _) in now.iter().filter(|(_, member)| wanted(member)) {
-            if called.insert(name.clone()) {
-                let call = keep_calling(env.clone(), name.clone(), members.clone(), dial.clone());
-                let over = over.clone();
-                let name = name.clone();
-                let task: Task = Box::pin(async move {
-                    call.await;
-                    let _ = over.send(name);
-                });
-                env.spawn(task);
-            }
-        }
-        tokio::select! {
-            changed = members.changed() => if changed.is_err() {
-                return;
-            },
-            Some(name) = ended.recv() => {
-                called.remove(&name);
-            }
-        }
-    }
-}
-
-/// Calls a member for as long as it is one; says what is wrong once.
-async fn keep_calling(env: SharedEnv, name: String, members: watch::Receiver<Members>, dial: Dial) {
-    let (mut backoff, mut said) = (BACKOFF_MIN, None);
-    loop {
-        let Some(member) = members.borrow().get(&name).cloned() else { return };
-        match dial(member).await {
-            Ok(()) => (backoff, said) = (BACKOFF_MIN, None),
-            Err(error) => {
-                if said.as_ref() != Some(&error) {
-                    tracing::warn!(member = name, %error, "no session");
-                    said = Some(error);
-                }
-                backoff = (2 * backoff).min(BACKOFF_MAX);
-            }
-        }
-        env.sleep(backoff).await;
-    }
 }

@@ -16,6 +16,7 @@
 //! the peer is closed and fenced. A session that begins anew begins from nothing: the hub tells all that
 //! its instances hold.
 
+mod calls;
 mod hub;
 #[cfg(feature = "fleet")]
 mod join;
@@ -27,6 +28,7 @@ pub mod rpc;
 mod seats;
 mod session;
 
+pub use calls::{Dial, call_members};
 pub use hub::{Hub, WorkerProcess};
 #[cfg(feature = "fleet")]
 pub use join::{attend_members, meet_members};

@@ -1,7 +1,6 @@
 //! What a failure ends: the narrowest thing that it concerns, and nothing beside it.
 
-mod wayward;
-
+use crate::fleet::wayward::Wayward;
 use crate::fleet::{Answer, Fleet, ask, greedy, prompt};
 use mixfleet_hal::memory::{Mapping, SharedMemory};
 use mixfleet_hal::{Device, Error, ErrorKind, Result};
@@ -14,7 +13,6 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use wayward::Wayward;
 
 const TOKENS: u32 = 6;
 

@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 pub(crate) mod clock;
-pub(crate) mod requeued;
+pub(crate) mod wayward;
 
 use futures_util::future::BoxFuture;
 use mixfleet_hal::fault::FaultPlan;

@@ -1,6 +1,6 @@
 //! The disks below devices: they outlive workers.
 
-use super::{BLOCK_TOKENS, Outcome, World};
+use super::{BLOCK_TOKENS, Worker, World};
 use futures_util::future::BoxFuture;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::memory::{Mapping, SharedMemory};
@@ -48,7 +48,7 @@ impl SharedMemory for Rotting {
         if self.plan.at(update).is_none() {
             return Ok(());
         }
-        self.world.state().outcome.rotten_in_dram += 1;
+        self.world.count("rotten in host memory", 1);
         let bit = self.plan.bit(update, bytes);
         self.memory.update(offset + bit / 8, 1, &mut |byte| byte[0] ^= 1 << (bit % 8))
     }
@@ -120,6 +120,7 @@ impl World {
             let disk = SimDisk::with_power_losses();
             if disks.full_one_in > 0 && self.below(disks.full_one_in) == 0 {
                 disk.set_room(Some(disks.bytes(block_bytes) / 3));
+                self.count("disks full", 1);
             }
             disk
         });
@@ -132,14 +133,15 @@ impl World {
     }
 
     /// When a worker knows whose blocks its disk may have: at its start, or later.
-    pub(super) fn namespace(&self) -> BoxFuture<'static, Option<u64>> {
+    pub(super) fn namespace(&self, kind: usize) -> BoxFuture<'static, Option<u64>> {
+        let namespace = Some(self.kinds[kind].namespace);
         if self.workload.disks.is_none() || self.below(2) == 0 {
-            return Box::pin(ready(Some(7)));
+            return Box::pin(ready(namespace));
         }
         let known = self.env.sleep(self.span(0.3));
         Box::pin(async move {
             known.await;
-            Some(7)
+            namespace
         })
     }
 
@@ -151,51 +153,61 @@ impl World {
         Ok(Arc::new(Rotting { memory, plan, updates: AtomicU64::new(0), world: self.clone() }))
     }
 
-    /// What its disk suffered, once nobody uses it any more.
-    pub(super) fn count_disk(&self, disk: &SimDisk) {
-        let outcome = &mut self.state().outcome;
-        outcome.slow_disks += disk.struck(SLOW);
-        outcome.hung_disks += disk.struck(Fault::Hang);
+    /// What a disk suffered, once nobody uses it any more.
+    fn count_disk(&self, disk: &SimDisk) {
+        self.count("disks slow", disk.struck(SLOW));
+        self.count("disks hung", disk.struck(Fault::Hang));
+        self.count("rotten on disks", disk.struck(Fault::BitFlip));
+    }
+
+    /// What a worker's device and disk suffered.
+    pub(super) fn count_part(&self, worker: &Worker) {
+        let [fails, hangs] = &worker.struck;
+        self.count("devices failed", fails.struck());
+        self.count("devices hung", hangs.struck());
+        if let Some(disk) = &worker.disk {
+            self.count_disk(disk);
+        }
     }
 
     /// Its worker is killed, or its host loses power: what was written last is there in part, or not at all.
     pub(super) fn shelve(&self, disk: Option<SimDisk>) {
         let Some(disk) = disk else { return };
-        self.count_disk(&disk);
         let left = if self.below(2) == 0 { disk.lose_power(self.env.random()) } else { disk.restart() };
         self.state().shelf.push_back(left);
     }
 
-    pub(super) fn count_tiers(&self, outcome: &mut Outcome) {
+    pub(super) fn count_tiers(&self) {
         let made = self.state().workers_made;
         for device in (0..made).map(|number| format!("part{number}")) {
-            let hits = |tier| {
-                let labels = TierLabels { device: device.clone(), tier };
-                self.metrics.kv_tier_hits.get_or_create(&labels).get()
-            };
-            outcome.dram_hits += hits("dram");
-            outcome.ssd_hits += hits("ssd");
-            let labels = TierLabels { device: device.clone(), tier: "ssd" };
-            outcome.disk_outages += self.metrics.kv_tier_outages.get_or_create(&labels).get();
+            let labels = |tier| TierLabels { device: device.clone(), tier };
+            let hits = |tier| self.metrics.kv_tier_hits.get_or_create(&labels(tier)).get();
+            self.count("blocks from host memory", hits("dram"));
+            self.count("blocks from disks", hits("ssd"));
+            self.count("disks out", self.metrics.kv_tier_outages.get_or_create(&labels("ssd")).get());
             let labels = DeviceLabels { device: device.clone() };
-            outcome.bad_blocks += self.metrics.kv_tier_bad.get_or_create(&labels).get();
+            self.count("bad blocks found", self.metrics.kv_tier_bad.get_or_create(&labels).get());
         }
     }
 
-    /// All is quiet: every router's index is what the workers hold, tier by tier.
+    /// All is quiet: every router's index is what the workers of its kind hold, tier by tier.
     pub(super) async fn assert_that_routers_know_who_holds_what(&self) {
-        let (hubs, routers) = {
-            let state = self.state();
-            let hubs: Vec<_> = state.workers.values().map(|worker| worker.hub.clone()).collect();
-            (hubs, state.routers.values().map(|router| router.router.clone()).collect::<Vec<_>>())
-        };
-        let mut truth = Held::new();
-        for hub in hubs {
-            truth.append(&mut hub.held().await);
-        }
-        for router in routers {
-            let believed = router.held().await;
-            assert_eq!(believed, truth, "{:?}: {:?} does not know who holds what", self.env, router.id());
+        for kind in 0..self.kinds.len() {
+            let (hubs, routers) = {
+                let state = self.state();
+                let workers = state.workers.values().filter(|worker| worker.kind == kind);
+                let hubs: Vec<_> = workers.map(|worker| worker.hub.clone()).collect();
+                let routers = state.routers.values().filter(|router| router.kind == kind);
+                (hubs, routers.map(|router| router.router.clone()).collect::<Vec<_>>())
+            };
+            let mut truth = Held::new();
+            for hub in hubs {
+                truth.append(&mut hub.held().await);
+            }
+            for router in routers {
+                let believed = router.held().await;
+                assert_eq!(believed, truth, "{:?}: {:?} does not know who holds what", self.env, router.id());
+            }
         }
     }
 }

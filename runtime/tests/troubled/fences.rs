@@ -1,8 +1,10 @@
 //! Watches that nothing lands behind a fence.
 
 use mixfleet_hal::Result;
+use mixfleet_hal::fault::Fault;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
+use mixfleet_wire::Faulty;
 use std::sync::{Arc, Mutex};
 
 /// A transport that remembers what regions held when they were deregistered.
@@ -30,6 +32,13 @@ impl<T: Transport> Fences<T> {
     pub(crate) fn count(&self) -> (usize, usize) {
         let closed = self.closed.lock().unwrap();
         (closed.len(), closed.iter().filter(|(then, memory)| content(&**memory) != *then).count())
+    }
+}
+
+impl<T: Transport> Fences<Faulty<T>> {
+    /// How many batches of KV were struck so.
+    pub(crate) fn struck(&self, fault: Fault) -> u64 {
+        (0..self.inner.batches()).filter(|&batch| self.inner.plan().at(batch) == Some(fault)).count() as u64
     }
 }
 

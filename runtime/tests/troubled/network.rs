@@ -1,12 +1,19 @@
-//! Connections that take time and can be cut.
+//! Connections that take time, can be cut, and through which nothing may come for a while.
 
-use mixfleet_runtime::env::{Env, SeededEnv};
+use super::World;
+use mixfleet_runtime::env::Env;
 use mixfleet_runtime::fleet::Session;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
+
+/// Who hears nothing for so long ends the connection, and how often that is looked at.
+const SILENCE_MAX: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(250);
+/// Until a message is sent again of which nothing was heard.
+const RESEND: Duration = Duration::from_millis(50);
 
 /// Cuts whatever it was given to, once. (Not a `watch` channel: that one wakes in an order of its own chance.)
 #[derive(Clone, Default)]
@@ -34,65 +41,145 @@ impl Cut {
     }
 }
 
-/// Puts a network in front of an accepted session: messages take up to `delay` and keep their
-/// order, until it is cut. Also tells when it has ended.
-pub(crate) fn splice<A, B>(
-    env: &SeededEnv,
-    far: Session<A, B>,
-    delay: Duration,
-    cuts: Vec<Cut>,
-) -> (Session<A, B>, impl Future<Output = ()> + use<A, B>)
-where
-    A: Send + 'static,
-    B: Send + 'static,
-{
-    let (near, middle) = Session::pair();
-    let wire = Cut::new();
-    for cut in cuts {
-        let wire = wire.clone();
-        env.spawn(Box::pin(async move {
-            tokio::select! {
-                biased;
-                () = cut.cut() => wire.now(),
-                () = wire.cut() => {}
-            }
-        }));
-    }
-    carry(env, middle.incoming, far.out, delay, &wire);
-    carry(env, far.incoming, middle.out, delay, &wire);
-    let ended = wire.clone();
-    (near, async move { ended.cut().await })
+/// A connection between two hosts.
+pub(super) struct Wire {
+    pub(super) near: String,
+    pub(super) far: String,
+    /// What a message takes at most.
+    pub(super) delay: Duration,
+    /// Any of them ends it.
+    pub(super) cuts: Vec<Cut>,
 }
 
-fn carry<T: Send + 'static>(
-    env: &SeededEnv,
-    mut from: mpsc::UnboundedReceiver<T>,
-    to: mpsc::UnboundedSender<T>,
+/// Which way messages go.
+#[derive(Clone)]
+struct Way {
+    from: String,
+    to: String,
     delay: Duration,
-    wire: &Cut,
-) {
-    let (wire, world) = (wire.clone(), env.clone());
-    env.spawn(Box::pin(async move {
-        let moving = async {
-            loop {
-                let message = tokio::select! {
-                biased;
-                    message = from.recv() => message,
-                    () = to.closed() => return,
-                };
-                let Some(message) = message else { return };
-                world.sleep(Duration::from_micros(world.random() % delay.as_micros() as u64)).await;
-                if to.send(message).is_err() {
-                    return;
+    /// The receiver's end.
+    end: Cut,
+    /// The sender's.
+    other: Cut,
+}
+
+impl World {
+    /// Puts a network in front of an accepted session: messages take their time and keep their order, until an end is cut. The
+    /// other end may learn of that late, and gets what was under way meanwhile. Also tells when the near end is cut.
+    pub(super) fn splice<A, B>(
+        &self,
+        far: Session<A, B>,
+        wire: Wire,
+    ) -> (Session<A, B>, impl Future<Output = ()> + use<A, B>)
+    where
+        A: Send + 'static,
+        B: Send + 'static,
+    {
+        let (session, middle) = Session::pair();
+        let ends = [Cut::new(), Cut::new()];
+        let Wire { near: near_host, far: far_host, delay, cuts } = wire;
+        for cut in cuts {
+            let ends = ends.clone();
+            self.env.spawn(Box::pin(async move {
+                tokio::select! {
+                    biased;
+                    () = cut.cut() => ends[0].now(),
+                    () = ends[0].cut() => {}
                 }
-            }
-        };
-        tokio::select! {
-                biased;
-            () = moving => {}
-            () = wire.cut() => {}
+            }));
         }
-        // One direction's end is the connection's.
-        wire.now();
-    }));
+        let [near, far_end] = ends;
+        self.end_the_other(&near, &far_end);
+        self.end_the_other(&far_end, &near);
+        if self.workload.partition_every_s > 0.0 {
+            self.watch_silence([&near_host, &far_host], [&near, &far_end]);
+        }
+        let there = Way {
+            from: near_host.clone(),
+            to: far_host.clone(),
+            delay,
+            end: far_end.clone(),
+            other: near.clone(),
+        };
+        let back = Way { from: far_host, to: near_host, delay, end: near.clone(), other: far_end };
+        self.carry(middle.incoming, far.out, there);
+        self.carry(far.incoming, middle.out, back);
+        (session, async move { near.cut().await })
+    }
+
+    /// When one end is cut, the other is: at once, or as late as the workload says.
+    fn end_the_other(&self, one: &Cut, other: &Cut) {
+        let (world, one, other) = (self.clone(), one.clone(), other.clone());
+        self.env.spawn(Box::pin(async move {
+            one.cut().await;
+            let late_ms = world.workload.ends_late_ms;
+            if late_ms > 0 && !other.is_cut() {
+                world.env.sleep(Duration::from_millis(world.below(late_ms))).await;
+            }
+            other.now();
+        }));
+    }
+
+    /// Each end finds out for itself that nothing comes.
+    fn watch_silence(&self, hosts: [&str; 2], ends: [&Cut; 2]) {
+        for (at, end) in ends.into_iter().enumerate() {
+            let (world, end) = (self.clone(), end.clone());
+            let [own, other] = [hosts[at], hosts[1 - at]].map(str::to_owned);
+            self.env.spawn(Box::pin(async move {
+                let mut silent = Duration::ZERO;
+                while silent < SILENCE_MAX && !end.is_cut() {
+                    let look = LOOK + Duration::from_millis(world.below(50));
+                    tokio::select! {
+                        biased;
+                        () = end.cut() => return,
+                        () = world.env.sleep(look) => {}
+                    }
+                    // What is asked of the other must come there, and its answer here.
+                    let heard = world.hears(&other, &own) && world.hears(&own, &other);
+                    silent = if heard { Duration::ZERO } else { silent + look };
+                }
+                end.now();
+            }));
+        }
+    }
+
+    fn carry<T: Send + 'static>(
+        &self,
+        mut from: mpsc::UnboundedReceiver<T>,
+        to: mpsc::UnboundedSender<T>,
+        way: Way,
+    ) {
+        let world = self.clone();
+        self.env.spawn(Box::pin(async move {
+            let end = way.end.clone();
+            let moving = async {
+                loop {
+                    let message = tokio::select! {
+                        biased;
+                        message = from.recv() => message,
+                        () = to.closed() => return,
+                    };
+                    let Some(message) = message else { return };
+                    let delay = Duration::from_micros(world.env.random() % way.delay.as_micros() as u64);
+                    world.env.sleep(delay).await;
+                    while !world.hears(&way.from, &way.to) {
+                        world.env.sleep(RESEND).await;
+                    }
+                    if way.other.is_cut() {
+                        world.count("messages after the end", 1);
+                    }
+                    if to.send(message).is_err() {
+                        return;
+                    }
+                }
+            };
+            tokio::select! {
+                biased;
+                () = moving => {}
+                () = end.cut() => {}
+            }
+            // One direction's end is the connection's.
+            end.now();
+        }));
+    }
 }

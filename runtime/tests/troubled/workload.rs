@@ -1,7 +1,8 @@
-//! What a history is made of, and what came of it.
+//! What a history is made of.
 
 use super::disks::Disks;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
+use mixfleet_runtime::fleet::registry::sim::SimFaults;
 use serde::Deserialize;
 
 /// One kind of trouble.
@@ -40,15 +41,53 @@ pub(crate) struct Workload {
     pub(super) dram_blocks: u64,
     /// Commands that a device fails, or never ends: it is lost with its instance, and answers again.
     #[serde(default)]
-    device_fail: f64,
+    pub(super) device_fail: f64,
     #[serde(default)]
-    device_hang: f64,
+    pub(super) device_hang: f64,
+    /// Results of steps that are nonsense, and parts that are slower than their makers say.
+    #[serde(default)]
+    pub(super) lies: f64,
+    #[serde(default)]
+    pub(super) boasts: f64,
+    /// Requests that stop every part that computes them, and as many with ids of no token.
+    #[serde(default)]
+    pub(super) poison: usize,
     /// Staging memory that is asked for and not there.
     #[serde(default)]
     pub(super) regions_refused: f64,
+    /// Threads that are asked for and not there.
+    #[serde(default)]
+    pub(super) threads_refused: f64,
+    /// Every host's clock goes its own way.
+    #[serde(default)]
+    pub(super) odd_clocks: bool,
+    /// When an end learns at most that the other was cut.
+    #[serde(default)]
+    pub(super) ends_late_ms: u64,
+    #[serde(default)]
+    pub(super) partition_every_s: f64,
+    #[serde(default)]
+    pub(super) registry_trouble_every_s: f64,
+    /// Processes with other weights and of another release are members too.
+    #[serde(default)]
+    pub(super) strangers: bool,
+    /// Requests that a router has in work.
+    #[serde(default = "ample_requests")]
+    pub(super) requests_max: usize,
+    /// Mean time until a client comes.
+    #[serde(default = "some_time")]
+    pub(super) come_within_s: f64,
     /// Disks below devices, each as often as something breaks.
     #[serde(default)]
     pub(super) disks: Option<Disks>,
+}
+
+fn ample_requests() -> usize {
+    1024
+}
+
+fn some_time() -> f64 {
+    0.5
 }
 
 /// Memory of a device where nothing is said: nobody is short of it.
@@ -80,66 +119,24 @@ impl Workload {
         let rule = |(fault, probability)| Rule { fault, probability, from: 0, until: None };
         FaultPlan { seed, rules: rates.map(rule).to_vec() }
     }
-}
 
-impl Workload {
-    /// What strikes the commands of one device.
-    pub(super) fn commands(&self, seed: u64) -> FaultPlan {
-        let rates = [(Fault::Fail, self.device_fail), (Fault::Hang, self.device_hang)];
-        let rule = |(fault, probability)| Rule { fault, probability, from: 0, until: None };
-        FaultPlan { seed, rules: rates.map(rule).to_vec() }
+    /// After which all have noticed that nothing breaks any more.
+    pub(super) fn rest_s(&self) -> u64 {
+        let slow_to_know = self.registry_trouble_every_s > 0.0 || self.partition_every_s > 0.0;
+        if slow_to_know { 60 } else { 20 }
     }
-}
 
-/// What happened.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Outcome {
-    pub(crate) right: u64,
-    pub(crate) errors: u64,
-    pub(crate) refused: u64,
-    pub(crate) asked_again: u64,
-    pub(crate) worker_deaths: u64,
-    pub(crate) router_deaths: u64,
-    pub(crate) cuts: u64,
-    pub(crate) retries: u64,
-    pub(crate) recomputes: u64,
-    pub(crate) fences: u64,
-    pub(crate) pulled_tokens: u64,
-    pub(crate) dram_hits: u64,
-    pub(crate) ssd_hits: u64,
-    pub(crate) bad_blocks: u64,
-    pub(crate) rotten_in_dram: u64,
-    pub(crate) slow_disks: u64,
-    pub(crate) hung_disks: u64,
-    pub(crate) disk_outages: u64,
-    pub(crate) device_failures: u64,
-    pub(crate) regions_refused: u64,
-    /// When the answers were complete, all together: two histories that agree in this are one.
-    pub(crate) answered_ns: u64,
-}
-
-impl Outcome {
-    pub(crate) fn add(&mut self, other: &Outcome) {
-        self.right += other.right;
-        self.errors += other.errors;
-        self.refused += other.refused;
-        self.asked_again += other.asked_again;
-        self.worker_deaths += other.worker_deaths;
-        self.router_deaths += other.router_deaths;
-        self.cuts += other.cuts;
-        self.retries += other.retries;
-        self.recomputes += other.recomputes;
-        self.fences += other.fences;
-        self.pulled_tokens += other.pulled_tokens;
-        self.dram_hits += other.dram_hits;
-        self.ssd_hits += other.ssd_hits;
-        self.bad_blocks += other.bad_blocks;
-        self.rotten_in_dram += other.rotten_in_dram;
-        self.slow_disks += other.slow_disks;
-        self.hung_disks += other.hung_disks;
-        self.disk_outages += other.disk_outages;
-        self.device_failures += other.device_failures;
-        self.regions_refused += other.regions_refused;
-        self.answered_ns += other.answered_ns;
+    /// What befalls the registry by itself.
+    pub(super) fn registry(&self) -> SimFaults {
+        if self.registry_trouble_every_s == 0.0 {
+            return SimFaults::default();
+        }
+        SimFaults {
+            latency_s_max: 0.05,
+            lost_asks: 10,
+            lost_answers: 10,
+            failed_answers: 10,
+            silent_watches: 50,
+        }
     }
 }

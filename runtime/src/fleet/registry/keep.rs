@@ -57,8 +57,8 @@ impl Membership {
         }
     }
 
-    /// Completes, with why, when another process has this one's ids: it must end before it serves under them again.
-    /// Pending for ever if that does not happen, and from the second call on.
+    /// Completes, with why, when another process has this one's ids, or the fleet became another model's before this one
+    /// was in it: it must end before it serves. Pending for ever if that does not happen, and from the second call on.
     pub fn taken(&mut self) -> impl Future<Output = RegistryError> + Send + 'static {
         let taken = self.taken.take();
         async move {
@@ -118,6 +118,10 @@ impl Keeper {
                 End::After(error) => {
                     (backoff, said) = (BACKOFF_MIN, false);
                     error
+                }
+                // Another charter was made before this process was a member: it serves nobody yet.
+                End::Before(error @ RegistryError::Refused(_)) if !*self.written.borrow() => {
+                    return Some(error);
                 }
                 End::Before(error) => error,
             };

@@ -262,6 +262,26 @@ fn nobody_has_joined_before_the_record_is_written() {
 }
 
 #[test]
+fn of_two_models_that_come_first_at_once_the_later_charter_holds_and_the_other_process_ends() {
+    let world = SeededEnv::new(1);
+    let env = world.clone();
+    world.run(async move {
+        let scene = Scene::new(&env, SimFaults::default());
+        let (registry, others) = (scene.process().1, scene.process().1);
+        let charter = registry.charter(&model(), [0; 16]).await.unwrap();
+        // No record stands yet, so the charter is nobody's.
+        let other = Model { digest: "other".into(), ..model() };
+        others.charter(&other, [1; 16]).await.unwrap();
+        let mut late = registry.join(charter, worker("late", &[InstanceId(0)]));
+        tokio::select! {
+            biased;
+            why = late.taken() => assert!(matches!(why, RegistryError::Refused(_)), "{why}"),
+            () = scene.env.sleep(SETTLED) => panic!("it waits for a fleet that is another's"),
+        }
+    });
+}
+
+#[test]
 fn while_the_store_is_away_a_member_waits_and_is_one_again() {
     let world = SeededEnv::new(7);
     let env = world.clone();

@@ -1,5 +1,6 @@
-//! The reference device with a will of its own.
+//! A device with a will of its own.
 
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::{
     Device, DeviceInfo, Export, Health, HostMemory, Limits, OpSig, Queue, Result, Role, Slice, Support,
 };
@@ -8,19 +9,29 @@ use std::sync::Arc;
 
 type Write = dyn Fn(&Slice, &[u8]) -> Result<()> + Send + Sync;
 type Read = dyn Fn(&Slice, &mut [u8]) -> Result<()> + Send + Sync;
+type Around = dyn Fn(Box<dyn Queue>) -> Box<dyn Queue> + Send + Sync;
 
 /// What a test makes of what passes between host and device: an error stands for the device's own, and is told before anything is
 /// written, or after it was read.
 pub(crate) struct Wayward {
-    inner: ReferenceDevice,
+    inner: Arc<dyn Device>,
+    limits: Limits,
     write: Box<Write>,
     read: Box<Read>,
+    queue: Box<Around>,
 }
 
 impl Wayward {
+    /// The reference device, so named.
     pub(crate) fn new(id: &str) -> Self {
-        let inner = ReferenceDevice::named(id);
-        Wayward { inner, write: Box::new(|_, _| Ok(())), read: Box::new(|_, _| Ok(())) }
+        Self::over(Arc::new(ReferenceDevice::named(id)))
+    }
+
+    pub(crate) fn over(inner: Arc<dyn Device>) -> Self {
+        let limits = inner.limits();
+        let (write, read) =
+            (Box::new(|_: &Slice, _: &[u8]| Ok(())), Box::new(|_: &Slice, _: &mut [u8]| Ok(())));
+        Wayward { inner, limits, write, read, queue: Box::new(|queue| queue) }
     }
 
     pub(crate) fn writing(
@@ -38,6 +49,21 @@ impl Wayward {
         self.read = Box::new(read);
         self
     }
+
+    /// With another queue around its own.
+    pub(crate) fn queuing(
+        mut self,
+        queue: impl Fn(Box<dyn Queue>) -> Box<dyn Queue> + Send + Sync + 'static,
+    ) -> Self {
+        self.queue = Box::new(queue);
+        self
+    }
+
+    /// Says whether recordings are to be made.
+    pub(crate) fn replay_pays(mut self, pays: bool) -> Self {
+        self.limits.replay_pays = pays;
+        self
+    }
 }
 
 impl Device for Wayward {
@@ -45,7 +71,7 @@ impl Device for Wayward {
         self.inner.info()
     }
     fn limits(&self) -> Limits {
-        self.inner.limits()
+        self.limits
     }
     fn support(&self, sig: &OpSig) -> Support {
         self.inner.support(sig)
@@ -67,8 +93,11 @@ impl Device for Wayward {
         self.inner.read(from, data)?;
         (self.read)(from, data)
     }
+    fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        self.inner.pin(memory)
+    }
     fn queue(&self) -> Result<Box<dyn Queue>> {
-        self.inner.queue()
+        Ok((self.queue)(self.inner.queue()?))
     }
     fn health(&self) -> Health {
         self.inner.health()

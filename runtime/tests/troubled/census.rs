@@ -1,0 +1,92 @@
+//! What happened in histories, counted by name.
+
+use std::collections::BTreeMap;
+
+/// What strikes a fleet in these worlds: each does in at least one seed of twenty.
+pub(crate) const FAULTS: [&str; 31] = [
+    "clocks off",
+    "connections cut",
+    "devices failed",
+    "devices hung",
+    "devices poisoned",
+    "disks full",
+    "disks hung",
+    "disks out",
+    "disks slow",
+    "ids unknown",
+    "messages after the end",
+    "parts that boast",
+    "partitions",
+    "partitions one way",
+    "partitions that last",
+    "regions refused",
+    "registry emptied",
+    "registry lost its data",
+    "registry stopped",
+    "requests too many",
+    "results that are nonsense",
+    "rotten in host memory",
+    "rotten on disks",
+    "routers killed",
+    "strangers of another model",
+    "strangers of another protocol",
+    "threads refused",
+    "transfers failed",
+    "transfers flipped",
+    "transfers lost",
+    "workers killed",
+];
+
+/// What must have happened too where as many seeds ran as in CI.
+const EFFECTS: [&str; 4] = ["right", "blocks from host memory", "blocks from disks", "tokens pulled"];
+
+/// What happened in one history.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Census(BTreeMap<&'static str, u64>);
+
+impl Census {
+    pub(crate) fn count(&mut self, what: &'static str, times: u64) {
+        *self.0.entry(what).or_default() += times;
+    }
+
+    pub(crate) fn of(&self, what: &str) -> u64 {
+        self.0.get(what).copied().unwrap_or(0)
+    }
+}
+
+/// What happened in many.
+#[derive(Default)]
+pub(crate) struct Totals {
+    histories: u64,
+    /// How often, and in how many of them.
+    counts: BTreeMap<&'static str, (u64, u64)>,
+}
+
+impl Totals {
+    pub(crate) fn add(&mut self, census: &Census) {
+        self.histories += 1;
+        for (&what, &times) in census.0.iter().filter(|(_, times)| **times > 0) {
+            let (all, histories) = self.counts.entry(what).or_default();
+            *all += times;
+            *histories += 1;
+        }
+    }
+
+    /// What did not happen often enough to show anything.
+    pub(crate) fn rare(&self) -> Vec<&'static str> {
+        let histories = |what: &'static str| self.counts.get(what).map_or(0, |(_, histories)| *histories);
+        let faults = FAULTS.into_iter().filter(|what| histories(what) * 20 < self.histories);
+        faults.chain(EFFECTS.into_iter().filter(|what| histories(what) == 0)).collect()
+    }
+}
+
+impl std::fmt::Display for Totals {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "{} histories", self.histories)?;
+        for (what, (times, histories)) in &self.counts {
+            let share = *histories as f64 * 100.0 / self.histories as f64;
+            writeln!(f, "{times:>12}  {what}, in {share:.1} % of them")?;
+        }
+        Ok(())
+    }
+}

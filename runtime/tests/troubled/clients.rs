@@ -1,0 +1,145 @@
+//! Who asks the fleet, and what must come of it.
+
+use super::parts::poison;
+use super::{Talk, World};
+use mixfleet_runtime::env::Env;
+use mixfleet_runtime::request::{GenerateRequest, Rejection, Sampling, ServiceTier, Update};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Times that a client comes again before it takes the fleet for dead.
+const TRIES: u32 = 400;
+const COME_AGAIN: Duration = Duration::from_millis(50);
+/// What comes of a request that should fail.
+const TOKENS_MAX: u32 = 4;
+
+/// A request as its client sees it.
+struct Asked<'a> {
+    id: String,
+    /// Of the fleet, which kind.
+    kind: usize,
+    prompt: &'a [u32],
+    tokens_max: u32,
+    /// The tokens that must come, if there is an answer; none: whatever comes.
+    expected: Option<&'a [u32]>,
+    /// As what each try counts that a router takes.
+    counts_as: &'static str,
+}
+
+impl World {
+    /// Comes some time, and goes on when there is an answer.
+    pub(super) async fn client(self, at: usize, kind: usize, talk: Talk) {
+        self.env.sleep(self.span(self.workload.come_within_s)).await;
+        for (turn, case) in talk.iter().enumerate() {
+            let asked = Asked {
+                id: format!("request-{at}-{turn}"),
+                kind,
+                prompt: &case.prompt,
+                tokens_max: case.expected.len() as u32,
+                expected: Some(&case.expected),
+                counts_as: "asked",
+            };
+            if !self.ask(asked).await {
+                return;
+            }
+        }
+    }
+
+    /// Asks what stops every part that it is given to.
+    pub(super) async fn poisoner(self, at: usize) {
+        self.env.sleep(self.span(self.workload.come_within_s)).await;
+        let prompt = poison(self.kinds[0].checkpoint.config.vocab).repeat(8);
+        let (id, counts_as) = (format!("poison-{at}"), "poison asked");
+        self.ask(Asked { id, kind: 0, prompt: &prompt, tokens_max: TOKENS_MAX, expected: None, counts_as })
+            .await;
+    }
+
+    /// Asks with a token that no row of the embedding is for.
+    pub(super) async fn stranger_to_the_vocabulary(self, at: usize) {
+        self.env.sleep(self.span(self.workload.come_within_s)).await;
+        let vocabulary = self.kinds[0].checkpoint.config.vocab;
+        let (id, counts_as) = (format!("unknown-{at}"), "ids unknown");
+        let prompt = [1, vocabulary + at as u32, 2];
+        let asked = Asked { id, kind: 0, prompt: &prompt, tokens_max: TOKENS_MAX, expected: None, counts_as };
+        let answered = self.ask(asked).await;
+        assert!(!answered, "{:?}: an answer to a token that is none", self.env);
+    }
+
+    /// Asks any router, and another one if that is gone, until there is an answer; or an error: then false.
+    async fn ask(&self, asked: Asked<'_>) -> bool {
+        let Asked { id, kind, prompt, tokens_max, expected, counts_as } = asked;
+        let mut last = String::new();
+        for turn in 0..TRIES {
+            if turn > 0 {
+                self.count("asked again", 1);
+                self.env.sleep(COME_AGAIN).await;
+            }
+            let nth = self.env.random() as usize;
+            let handle = {
+                let state = self.state();
+                let its = || state.routers.values().filter(|router| router.kind == kind);
+                its().nth(nth % its().count().max(1)).map(|router| router.handle.clone())
+            };
+            let Some(handle) = handle else { continue };
+            let request = GenerateRequest {
+                id: format!("{id}-{turn}"),
+                prompt_ids: prompt.into(),
+                max_tokens: tokens_max,
+                eos_ids: Arc::new([]),
+                sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+                logprobs: None,
+                cache_salt: None,
+                tier: ServiceTier::Default,
+            };
+            let mut updates = match handle.submit(request).await {
+                Ok(updates) => updates,
+                Err(Rejection::TooLarge(why)) => panic!("{:?}: {why}", self.env),
+                // Honest answers that say to come again.
+                Err(Rejection::Overloaded { .. }) => {
+                    self.count("requests too many", 1);
+                    continue;
+                }
+                Err(Rejection::Unavailable(why)) => {
+                    last = why;
+                    self.count("refused", 1);
+                    continue;
+                }
+            };
+            last = "its router ended".into();
+            self.count(counts_as, 1);
+            drop(handle);
+            let mut tokens = Vec::new();
+            while let Some(update) = updates.recv().await {
+                match update {
+                    Update::Placed { .. } | Update::Started { .. } => {}
+                    Update::Token { id: token, .. } => {
+                        tokens.push(token);
+                        let right = expected.is_none_or(|expected| expected.starts_with(&tokens));
+                        assert!(right, "{:?}: {id}: wrong tokens", self.env);
+                    }
+                    Update::Finished { .. } => {
+                        assert!(updates.recv().await.is_none(), "{:?}: {id} ended twice", self.env);
+                        if let Some(expected) = expected {
+                            assert_eq!(tokens, expected, "{:?}: {id}", self.env);
+                            self.count("right", 1);
+                            self.count("ns until all answers", (self.env.now().0 * 1e9) as u64);
+                        }
+                        return true;
+                    }
+                    Update::Failed(_) => {
+                        assert!(updates.recv().await.is_none(), "{:?}: {id} ended twice", self.env);
+                        self.count(if expected.is_some() { "errors" } else { "errors as they should be" }, 1);
+                        return false;
+                    }
+                }
+            }
+            // The router is gone: clients ask another.
+        }
+        let state = self.state();
+        let workers: Vec<_> = state.workers.values().map(|worker| (worker.kind, worker.role)).collect();
+        panic!(
+            "{:?}: {id} found no router that answers, last {last:?}: workers {workers:?}, {:?}",
+            self.env, state.census
+        );
+    }
+}

@@ -1,0 +1,331 @@
+//! Worker processes and routers: how they come to be, and how they find each other.
+
+use super::network::{Cut, Wire};
+use super::partitions::{Parted, router_host, worker_host};
+use super::{BLOCK_TOKENS, RouterProcess, Worker, World, profile, workload};
+use futures_util::future::BoxFuture;
+use mixfleet_hal::memory::SharedMemory;
+use mixfleet_hal::units::Seconds;
+use mixfleet_hal::{DType, Error, ErrorKind};
+use mixfleet_runtime::api::Placements;
+use mixfleet_runtime::engine::{
+    EngineConfig, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded, LowerTiers,
+};
+use mixfleet_runtime::env::{Env, SharedEnv};
+use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Registry, RegistryError, Seat};
+use mixfleet_runtime::fleet::{Hello, PROTOCOL, Refusal, RouterParts, WorkerProcess, call_members};
+use mixfleet_runtime::metrics::Metrics;
+use mixfleet_scheduler::cost::LinkCost;
+use mixfleet_scheduler::fleet::{InstanceId, Role};
+use mixfleet_wire::HostRegion;
+use std::sync::Arc;
+use std::time::Duration;
+
+const LEASE: Duration = Duration::from_secs(3);
+const FLEET: &str = "chaos";
+/// How long a router waits for a place for what it has taken.
+const PATIENCE: Seconds = Seconds(10.0);
+/// After which a call that nobody hears has failed.
+const UNHEARD: Duration = Duration::from_secs(1);
+
+impl World {
+    fn links(&self, host: String) -> Links {
+        let world = self.clone();
+        let region = move |bytes: u64| {
+            if world.strikes(world.workload.regions_refused) {
+                world.count("regions refused", 1);
+                return Err(Error::new(ErrorKind::OutOfMemory, "no descriptors are left"));
+            }
+            Ok(Arc::new(HostRegion::new(bytes as usize)?) as Arc<dyn SharedMemory>)
+        };
+        let transport = Parted { inner: self.transport.clone(), world: self.clone(), host };
+        Links { transports: vec![Arc::new(transport)], make_region: Arc::new(region) }
+    }
+
+    /// The first two of a kind can do everything between them, whatever roles the others get.
+    pub(super) fn role(&self, nth: usize) -> Role {
+        match nth {
+            0 => Role::Prefill,
+            1 => Role::Decode,
+            _ => [Role::Auto, Role::Prefill, Role::Decode][self.below(3) as usize],
+        }
+    }
+
+    /// Starts a worker process, again until it can start.
+    pub(super) async fn start_worker(&self, kind: usize, role: Role) {
+        while !self.try_start_worker(kind, role).await {
+            self.env.sleep(self.span(0.2)).await;
+        }
+    }
+
+    async fn try_start_worker(&self, kind: usize, role: Role) -> bool {
+        let number = {
+            let mut state = self.state();
+            state.workers_made += 1;
+            state.workers_made - 1
+        };
+        let its = &self.kinds[kind];
+        let (host, host_name) = (self.host(), worker_host(number));
+        let env: SharedEnv = Arc::new(host.clone());
+        let client = self.registry.client();
+        let registry = client.registry(FLEET, LEASE);
+        let charter = self.charter(&registry, kind).await;
+        let id = registry.instance_ids(1).await.unwrap()[0];
+
+        let device = format!("part{number}");
+        let part = self.part(&device, &host);
+        let config = Arc::new(its.checkpoint.config.clone());
+        let weights = its.checkpoint.place(&*part.device, &mut |_, _| {}).unwrap();
+        let block_bytes = u64::from(BLOCK_TOKENS) * config.kv_bytes_per_token(DType::F32);
+        let limits = InstanceLimits {
+            activations: DType::F32,
+            kv: DType::F32,
+            kv_bytes: u64::from(self.workload.device_blocks) * block_bytes,
+            step_tokens_max: 24,
+            prefill_tokens_beside_decode_max: 12,
+            sequences_max: 8,
+            block_tokens: Some(BLOCK_TOKENS),
+        };
+        let spec = InstanceSpec { device: part.device, weights, role, price: None, limits };
+        let disk = self.disk(block_bytes);
+        let loaded = Loaded::new(&config, spec).unwrap();
+        let loaded = match self.workload.dram_blocks {
+            0 => loaded,
+            blocks => {
+                let below = disk.clone().zip(self.workload.disks.as_ref());
+                let ssd = below.map(|(disk, disks)| disks.below(disk, block_bytes));
+                let namespace = self.namespace(kind);
+                let tiers = LowerTiers { dram_bytes: blocks * block_bytes, ssd, namespace };
+                let world = self.clone();
+                loaded.with_lower_tiers(tiers, &move |bytes| world.host_memory(bytes)).unwrap()
+            }
+        };
+        let cost = loaded.predicted_by(profile(part.said_flops));
+        let process = WorkerProcess {
+            env: env.clone(),
+            model: its.model.clone(),
+            instances: vec![(id, loaded, cost)],
+            links: self.links(host_name),
+            hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, timeout: Duration::from_millis(200) },
+            metrics: self.metrics.clone(),
+        };
+        let Ok(hub) = process.start() else {
+            // No thread, or no staging memory: whoever starts processes tries again.
+            self.count("workers that could not start", 1);
+            self.shelve(disk);
+            return false;
+        };
+        let record = InstanceRecord {
+            id,
+            device: device.clone(),
+            role,
+            usd_per_hour: None,
+            kv_capacity_tokens: u64::from(self.workload.device_blocks * BLOCK_TOKENS),
+        };
+        let seat = Seat::Worker { instances: vec![record], transports: Vec::new(), not_offered: Vec::new() };
+        let mut membership = registry.join(charter, self.member(kind, number.to_string(), seat));
+        let (members, taken) = (membership.members(), membership.taken());
+        let worker = Worker {
+            hub,
+            kind,
+            device,
+            role,
+            disk,
+            struck: part.struck,
+            cut: Cut::new(),
+            client,
+            _membership: membership,
+        };
+        self.state().workers.insert(number, worker);
+        self.when_taken(taken, move |world| world.replace_worker(number));
+        let world = self.clone();
+        let dial = move |member: Member| -> BoxFuture<'static, Result<(), String>> {
+            Box::pin(world.clone().meet(number, member))
+        };
+        // Of two, the later calls the earlier.
+        let wanted = move |member: &Member| member.first_instance().is_some_and(|other| other < id);
+        self.env.spawn(Box::pin(call_members(env, members, wanted, Arc::new(dial))));
+        true
+    }
+
+    pub(super) async fn start_router(&self, kind: usize) {
+        let number = {
+            let mut state = self.state();
+            state.routers_made += 1;
+            state.routers_made - 1
+        };
+        let its = &self.kinds[kind];
+        let env: SharedEnv = Arc::new(self.host());
+        let client = self.registry.client();
+        let registry = client.registry(FLEET, LEASE);
+        let charter = self.charter(&registry, kind).await;
+        let id = registry.router_id().await.unwrap();
+        let metrics = Metrics::new();
+        let digests = its.model.clone();
+        let limits = EngineConfig {
+            patience: PATIENCE,
+            requests_max: self.workload.requests_max,
+            ..EngineConfig::default()
+        };
+        let parts = RouterParts {
+            env: env.clone(),
+            config: Arc::new(its.checkpoint.config.clone()),
+            identity: Identity::new(digests.digest, digests.tokenizer_digest, [1, 2]),
+            id,
+            kv: DType::F32,
+            limits,
+            events: None,
+            placements: Arc::new(Placements::new(1)),
+            metrics: metrics.clone(),
+        };
+        let (handle, router) = parts.start();
+        let address = format!("router{number}");
+        let mut membership = registry.join(charter, self.member(kind, address, Seat::Router { id }));
+        let (members, taken, joined) = (membership.members(), membership.taken(), membership.joined());
+        let process =
+            RouterProcess { handle, router, metrics, kind, cut: Cut::new(), client, _membership: membership };
+        self.state().routers.insert(number, process);
+        self.when_taken(taken, move |world| world.replace_router(number));
+        let world = self.clone();
+        let dial = move |member: Member| -> BoxFuture<'static, Result<(), String>> {
+            Box::pin(world.clone().attend(number, member))
+        };
+        let wanted = |member: &Member| member.first_instance().is_some();
+        self.env.spawn(Box::pin(call_members(env, members, wanted, Arc::new(dial))));
+        // Until then a stranger takes the fleet for empty, and makes it its own.
+        joined.await;
+    }
+
+    /// What a process goes by that joins. One that serves something else is refused, and comes all the same: an old release may
+    /// not have looked.
+    async fn charter(&self, registry: &Registry, kind: usize) -> Charter {
+        match registry.charter(&self.kinds[kind].model, [0; 16]).await {
+            Ok(charter) => charter,
+            Err(RegistryError::Refused(_)) => {
+                assert_ne!(kind, 0, "{:?}: our own may not join", self.env);
+                self.count("strangers refused by the charter", 1);
+                registry.charter(&self.kinds[0].model, [0; 16]).await.unwrap()
+            }
+            Err(error) => panic!("{:?}: {error}", self.env),
+        }
+    }
+
+    fn member(&self, kind: usize, address: String, seat: Seat) -> Member {
+        let its = &self.kinds[kind];
+        Member { protocol: its.protocol, ..Member::new(its.model.clone(), address, seat) }
+    }
+
+    /// A process that is told that another has its id ends, and comes again with a new one.
+    fn when_taken(
+        &self,
+        taken: impl Future<Output = RegistryError> + Send + 'static,
+        replace: impl FnOnce(World) -> BoxFuture<'static, ()> + Send + 'static,
+    ) {
+        let world = self.clone();
+        self.env.spawn(Box::pin(async move {
+            taken.await;
+            world.count("processes whose id was taken", 1);
+            replace(world.clone()).await;
+        }));
+    }
+
+    fn replace_worker(self, number: u64) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            if let Some((kind, role)) = self.end_worker(number) {
+                self.start_worker(kind, role).await;
+            }
+        })
+    }
+
+    fn replace_router(self, number: u64) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            if let Some(kind) = self.end_router(number) {
+                self.start_router(kind).await;
+            }
+        })
+    }
+
+    /// What a process says to one that may be of another kind.
+    fn says(&self, hello: Hello, from: usize, to: usize, callee: Option<InstanceId>) -> Hello {
+        let alike = self.kinds[from].protocol == self.kinds[to].protocol;
+        Hello { protocol: if alike { PROTOCOL } else { PROTOCOL - 1 }, ..hello.to(callee) }
+    }
+
+    /// Only one's own kind may be let in.
+    fn judge<T>(&self, from: usize, to: usize, answer: Result<T, Refusal>) -> Result<T, String> {
+        match &answer {
+            Ok(_) => assert_eq!(from, to, "{:?}: a stranger was let in", self.env),
+            Err(Refusal::Model { .. }) => self.count("strangers of another model", 1),
+            Err(Refusal::Protocol { .. }) => self.count("strangers of another protocol", 1),
+            Err(_) => {}
+        }
+        answer.map_err(|refusal| refusal.to_string())
+    }
+
+    /// A call takes a moment, and is heard on both sides or not at all.
+    async fn call(&self, from: &str, to: &str) -> Result<(), String> {
+        if self.hears(from, to) && self.hears(to, from) {
+            return Ok(());
+        }
+        self.env.sleep(UNHEARD).await;
+        Err("nobody answers".into())
+    }
+
+    /// A router uses a worker process until the session ends.
+    async fn attend(self, router: u64, member: Member) -> Result<(), String> {
+        let number: u64 = member.address.parse().expect("a worker's address is its number");
+        let (near, far) = (router_host(router), worker_host(number));
+        self.call(&near, &far).await?;
+        let ends = {
+            let state = self.state();
+            let caller = state.routers.get(&router).map(|r| (r.router.clone(), r.kind, r.cut.clone()));
+            caller.zip(Some(state.workers.get(&number).map(|w| (w.hub.clone(), w.kind, w.cut.clone()))))
+        };
+        // A caller that is gone itself calls nobody.
+        let Some((caller, called)) = ends else { return std::future::pending().await };
+        let ((caller, from, cut), (hub, to, its_cut)) = (caller, called.ok_or("nobody is there")?);
+        let hello = self.says(caller.hello(), from, to, member.first_instance());
+        let session = hub.accept_router(&hello, caller.id());
+        drop(hub);
+        let session = self.judge(from, to, session)?;
+        let cuts = vec![cut, its_cut, self.wire(&near, &far)];
+        let delay = Duration::from_millis(workload::quick_ms());
+        let (session, _) = self.splice(session, Wire { near, far, delay, cuts });
+        caller.attend(session).await;
+        Ok(())
+    }
+
+    /// A worker process exchanges KV with an earlier one until the session ends.
+    async fn meet(self, from: u64, member: Member) -> Result<(), String> {
+        let number: u64 = member.address.parse().expect("a worker's address is its number");
+        let (near, far) = (worker_host(from), worker_host(number));
+        self.call(&near, &far).await?;
+        let ends = {
+            let state = self.state();
+            let end = |number| state.workers.get(&number).map(|w| (w.hub.clone(), w.kind, w.cut.clone()));
+            end(from).zip(Some(end(number)))
+        };
+        let Some((caller, called)) = ends else { return std::future::pending().await };
+        let ((caller, from, cut), (called, to, its_cut)) = (caller, called.ok_or("nobody is there")?);
+        let cost = LinkCost { latency: Seconds(1e-3), seconds_per_byte: 1e-9, usd_per_byte: 0.0 };
+        let hello = self.says(caller.hello(), from, to, member.first_instance());
+        let session = called.accept_peer(&hello, caller.instances().to_vec(), cost);
+        let instances = called.instances().to_vec();
+        drop(called);
+        let session = self.judge(from, to, session)?;
+        let cuts = vec![cut, its_cut, self.wire(&near, &far)];
+        let delay = Duration::from_millis(self.workload.peer_delay_ms);
+        let (session, ended) = self.splice(session, Wire { near, far, delay, cuts });
+        caller.meet(instances, cost, session);
+        drop(caller);
+        ended.await;
+        Ok(())
+    }
+
+    /// A connection between two, which may be cut: anew at each call.
+    fn wire(&self, from: &str, to: &str) -> Cut {
+        let cut = Cut::new();
+        self.state().wires.insert((from.into(), to.into()), cut.clone());
+        cut
+    }
+}
