@@ -7,8 +7,10 @@
 mod fleet;
 mod troubled;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use troubled::{Totals, Workload};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use troubled::{Census, Kind, Totals, Workload};
 
 /// Seeds of CI, and further ones that have found something.
 const SEEDS: std::ops::Range<u64> = 0..1000;
@@ -20,27 +22,33 @@ fn seeds() -> Vec<u64> {
     bounds.unwrap_or_else(|| panic!("MIXFLEET_CHAOS_SEEDS={wanted}: expected FROM..UNTIL")).collect()
 }
 
+/// Runs a seed's history. A failure says how to see it again, and ends the others.
+fn run(seed: u64, workloads: &[Workload], kinds: &[Kind], next: &AtomicUsize) -> Census {
+    let workload = &workloads[(seed % workloads.len() as u64) as usize];
+    catch_unwind(AssertUnwindSafe(|| troubled::run(workload, kinds, seed))).unwrap_or_else(|panic| {
+        next.store(usize::MAX / 2, Ordering::Relaxed);
+        let (name, end) = (&workload.name, seed + 1);
+        eprintln!("seed {seed} ({name}): run it again with MIXFLEET_CHAOS_SEEDS={seed}..{end}");
+        resume_unwind(panic)
+    })
+}
+
 #[test]
 fn every_request_ends_once_and_right_whatever_breaks() {
-    let workloads = Workload::all();
-    let kinds = troubled::kinds();
-    let mut totals = Totals::default();
-    let seeds = seeds();
-    for &seed in &seeds {
-        let workload = &workloads[(seed % workloads.len() as u64) as usize];
-        let ran = catch_unwind(AssertUnwindSafe(|| troubled::run(workload, &kinds, seed)));
-        match ran {
-            Ok(census) => totals.add(&census),
-            Err(panic) => {
-                eprintln!(
-                    "seed {seed} ({}): run it again with MIXFLEET_CHAOS_SEEDS={seed}..{}",
-                    workload.name,
-                    seed + 1
-                );
-                std::panic::resume_unwind(panic);
-            }
+    let (workloads, kinds, seeds) = (Workload::all(), troubled::kinds(), seeds());
+    let (next, totals) = (AtomicUsize::new(0), Mutex::new(Totals::default()));
+    // A history is a thread's at a time: one for each core.
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some(&seed) = seeds.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let census = run(seed, &workloads, &kinds, &next);
+                    totals.lock().unwrap().add(&census);
+                }
+            });
         }
-    }
+    });
+    let totals = totals.into_inner().unwrap();
     eprintln!("{totals}");
     if seeds.len() >= SEEDS.count() {
         let rare = totals.rare();

@@ -133,7 +133,7 @@ impl World {
                 self.registry.lose_data();
                 self.count("registry lost its data", 1);
             }
-            self.env.sleep(self.span(2.0)).await;
+            self.env.sleep(self.span(1.0)).await;
             self.registry.start();
         }
     }

@@ -3,13 +3,16 @@
 use super::parts::poison;
 use super::{Talk, World};
 use mixfleet_runtime::env::Env;
-use mixfleet_runtime::request::{GenerateRequest, Rejection, Sampling, ServiceTier, Update};
+use mixfleet_runtime::request::{
+    Failure, FailureKind, GenerateRequest, Rejection, Sampling, ServiceTier, Update,
+};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Times that a client comes again before it takes the fleet for dead.
-const TRIES: u32 = 400;
-const COME_AGAIN: Duration = Duration::from_millis(50);
+const TRIES: u32 = 300;
+/// Between two tries at first, and at most.
+const COME_AGAIN: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
 /// What comes of a request that should fail.
 const TOKENS_MAX: u32 = 4;
 
@@ -68,11 +71,12 @@ impl World {
     /// Asks any router, and another one if that is gone, until there is an answer; or an error: then false.
     async fn ask(&self, asked: Asked<'_>) -> bool {
         let Asked { id, kind, prompt, tokens_max, expected, counts_as } = asked;
-        let mut last = String::new();
+        let (mut last, mut again) = (String::new(), COME_AGAIN[0]);
         for turn in 0..TRIES {
             if turn > 0 {
                 self.count("asked again", 1);
-                self.env.sleep(COME_AGAIN).await;
+                self.env.sleep(again).await;
+                again = again.mul_f64(1.1).min(COME_AGAIN[1]);
             }
             let nth = self.env.random() as usize;
             let handle = {
@@ -126,9 +130,12 @@ impl World {
                         }
                         return true;
                     }
-                    Update::Failed(_) => {
+                    Update::Failed(failure) => {
                         assert!(updates.recv().await.is_none(), "{:?}: {id} ended twice", self.env);
-                        self.count(if expected.is_some() { "errors" } else { "errors as they should be" }, 1);
+                        self.count(
+                            if expected.is_some() { named(&failure) } else { "errors as they should be" },
+                            1,
+                        );
                         return false;
                     }
                 }
@@ -141,5 +148,16 @@ impl World {
             "{:?}: {id} found no router that answers, last {last:?}: workers {workers:?}, {:?}",
             self.env, state.census
         );
+    }
+}
+
+/// As what an error counts.
+fn named(failure: &Failure) -> &'static str {
+    match failure.kind {
+        _ if failure.message.contains("instances were lost") => "errors: two instances lost",
+        FailureKind::Request => "errors: the request's own",
+        FailureKind::Exhausted => "errors: something used up",
+        FailureKind::Engine if failure.message.contains("is not a number") => "errors: nonsense noticed",
+        FailureKind::Engine => "errors: the engine's",
     }
 }
