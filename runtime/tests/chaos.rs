@@ -64,3 +64,15 @@ fn one_seed_gives_one_history() {
         assert_eq!(first, second, "{} with seed {seed}", workload.name);
     }
 }
+
+#[test]
+fn routers_whose_clocks_are_hours_apart_take_turns_at_an_instance() {
+    let kinds = troubled::kinds();
+    let workload = Workload::of_two_clocks();
+    for seed in 0..10 {
+        let turns = troubled::turns(&workload, &kinds, seed);
+        let first: u64 = turns[..turns.len() / 2].iter().sum();
+        // Half of the first half is each one's share.
+        assert!((3..=9).contains(&first), "seed {seed}: {turns:?}");
+    }
+}

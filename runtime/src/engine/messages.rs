@@ -384,3 +384,29 @@ pub(crate) enum FromWorker {
 
 /// A worker's message with its sender.
 pub(crate) type Report = (InstanceId, FromWorker);
+
+impl FromWorker {
+    /// The request that it is about.
+    pub(crate) fn request(&self) -> Option<RequestId> {
+        match self {
+            FromWorker::Admitted { request, .. }
+            | FromWorker::Reserved { request, .. }
+            | FromWorker::Revoked { request, .. }
+            | FromWorker::Refused { request, .. }
+            | FromWorker::Progress { request, .. }
+            | FromWorker::Joined { request }
+            | FromWorker::Drawn { request, .. }
+            | FromWorker::RequestFailed { request, .. } => Some(*request),
+            FromWorker::Up { .. }
+            | FromWorker::Link { .. }
+            | FromWorker::LinkDown { .. }
+            | FromWorker::Stored { .. }
+            | FromWorker::Evicted { .. }
+            | FromWorker::Tier { .. }
+            | FromWorker::Load(_)
+            | FromWorker::Inspect(_)
+            | FromWorker::Down(_)
+            | FromWorker::Unreachable(_) => None,
+        }
+    }
+}

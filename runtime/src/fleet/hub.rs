@@ -1,6 +1,6 @@
 //! A worker process among several routers and peers.
 
-use super::rights::Listening;
+use super::rights::{Listening, relay};
 use super::seats::{Seat, Seats};
 use super::session::{Caller, Command, Hello, Model, Refusal, RouterId, Session, Word};
 use crate::engine::directory::Directory;
@@ -10,7 +10,7 @@ use crate::engine::{HandOffLimits, Held, Links, Loaded};
 use crate::env::SharedEnv;
 use crate::metrics::Metrics;
 use mixfleet_hal::Result;
-use mixfleet_scheduler::batch::RequestId;
+use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
@@ -45,7 +45,7 @@ pub struct Hub {
 }
 
 enum Event {
-    Router(Seat<RouterId>, Session<Word, Command>),
+    Router { seat: Seat<RouterId>, session: Session<Word, Command>, clock: Option<Seconds> },
     Peer { instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>, seats: PeerSeats },
     Inspect(mpsc::UnboundedSender<Held>),
     RouterGone { router: RouterId, session: u64 },
@@ -134,7 +134,8 @@ impl Hub {
         self.check(hello)?;
         let seat = self.router_seats.take(router, hello.caller).ok_or(Refusal::RouterTaken(router))?;
         let (theirs, ours) = Session::pair();
-        self.events.send(Event::Router(seat, ours)).map_err(|_| Refusal::Ending)?;
+        let event = Event::Router { seat, session: ours, clock: hello.clock };
+        self.events.send(event).map_err(|_| Refusal::Ending)?;
         Ok(theirs)
     }
 
@@ -286,7 +287,7 @@ impl Running {
 
     fn event(&mut self, event: Event) {
         match event {
-            Event::Router(seat, session) => self.router(seat, session),
+            Event::Router { seat, session, clock } => self.router(seat, session, clock),
             Event::Peer { instances, cost, session, seats } => self.peer(instances, cost, session, seats),
             Event::Inspect(answer) => {
                 for &instance in self.known.keys() {
@@ -330,8 +331,10 @@ impl Running {
         }
     }
 
-    fn router(&mut self, seat: Seat<RouterId>, session: Session<Word, Command>) {
-        let router = *seat.id();
+    fn router(&mut self, seat: Seat<RouterId>, session: Session<Word, Command>, clock: Option<Seconds>) {
+        let (router, now) = (*seat.id(), self.env.unix_time());
+        // Requests of routers whose clocks differ meet here: each is due by the clock of this process.
+        let behind = clock.filter(|clock| clock.0.is_finite()).map_or(Seconds::ZERO, |clock| now - clock);
         let number = self.next_session();
         // What an earlier session of the same router left is of no use to it: it has placed it anew.
         self.abandon(router);
@@ -347,7 +350,13 @@ impl Running {
             links.chain(tiers).chain(stored).for_each(|message| self.tell(router, instance, message));
         }
         let allowed = move |message: &ToWorker| message.may_come_from_router(router);
-        self.listen(number, session.incoming, allowed, seat, Event::RouterGone { router, session: number });
+        self.listen(
+            number,
+            session.incoming,
+            (allowed, behind),
+            seat,
+            Event::RouterGone { router, session: number },
+        );
     }
 
     /// Carries commands to this process's instances until the session ends.
@@ -355,13 +364,14 @@ impl Running {
         &mut self,
         number: u64,
         incoming: mpsc::UnboundedReceiver<Command>,
-        allowed: impl Fn(&ToWorker) -> bool + Send + 'static,
+        (allowed, clock_behind): (impl Fn(&ToWorker) -> bool + Send + 'static, Seconds),
         seat: impl Send + 'static,
         end: Event,
     ) {
         let (directory, events) = (self.directory.clone(), self.events.clone());
         let own: BTreeSet<InstanceId> = self.known.keys().copied().collect();
-        let listening = Listening { own, directory, refused: self.metrics.commands_refused.clone() };
+        let refused = self.metrics.commands_refused.clone();
+        let listening = Listening { own, directory, clock_behind, refused };
         let (open, parted) = oneshot::channel();
         self.open.insert(number, open);
         self.env.spawn(Box::pin(async move {
@@ -402,7 +412,13 @@ impl Running {
         }
         let theirs: BTreeSet<InstanceId> = instances.iter().copied().collect();
         let allowed = move |message: &ToWorker| message.may_come_from_peer(&theirs);
-        self.listen(number, session.incoming, allowed, seats, Event::PeerGone { instances, session: number });
+        self.listen(
+            number,
+            session.incoming,
+            (allowed, Seconds::ZERO),
+            seats,
+            Event::PeerGone { instances, session: number },
+        );
     }
 
     fn peer_gone(&mut self, instances: &[InstanceId], session: u64) {
@@ -417,53 +433,6 @@ impl Running {
                 self.directory.tell(instance, ToWorker::PeerDown { peer });
                 self.report(instance, FromWorker::LinkDown { to: peer });
             }
-        }
-    }
-}
-
-/// Carries messages to `instance` until it leaves the directory or the session ends. Then its inbox is closed, which
-/// whoever waits for it notices. What the other end would refuse is left out: it learns that by itself.
-pub(super) async fn relay(
-    instance: InstanceId,
-    mut messages: mpsc::UnboundedReceiver<ToWorker>,
-    out: mpsc::UnboundedSender<Command>,
-    carries: impl Fn(&ToWorker) -> bool + Send,
-) {
-    loop {
-        let message = tokio::select! {
-            biased;
-            () = out.closed() => return,
-            message = messages.recv() => message,
-        };
-        let Some(message) = message else { return };
-        if carries(&message) && out.send(Command { instance, message }).is_err() {
-            return;
-        }
-    }
-}
-
-impl FromWorker {
-    /// The request that it is about.
-    fn request(&self) -> Option<RequestId> {
-        match self {
-            FromWorker::Admitted { request, .. }
-            | FromWorker::Reserved { request, .. }
-            | FromWorker::Revoked { request, .. }
-            | FromWorker::Refused { request, .. }
-            | FromWorker::Progress { request, .. }
-            | FromWorker::Joined { request }
-            | FromWorker::Drawn { request, .. }
-            | FromWorker::RequestFailed { request, .. } => Some(*request),
-            FromWorker::Up { .. }
-            | FromWorker::Link { .. }
-            | FromWorker::LinkDown { .. }
-            | FromWorker::Stored { .. }
-            | FromWorker::Evicted { .. }
-            | FromWorker::Tier { .. }
-            | FromWorker::Load(_)
-            | FromWorker::Inspect(_)
-            | FromWorker::Down(_)
-            | FromWorker::Unreachable(_) => None,
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::session::{Command, RouterId};
 use crate::engine::directory::Directory;
 use crate::engine::messages::ToWorker;
+use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::InstanceId;
 use prometheus_client::metrics::counter::Counter;
 use std::collections::BTreeSet;
@@ -16,6 +17,8 @@ const REFUSED_MAX: usize = 32;
 pub(super) struct Listening {
     pub(super) own: BTreeSet<InstanceId>,
     pub(super) directory: Directory,
+    /// How far the caller's clock is behind this process's.
+    pub(super) clock_behind: Seconds,
     pub(super) refused: Counter,
 }
 
@@ -27,7 +30,8 @@ impl Listening {
         allowed: impl Fn(&ToWorker) -> bool,
     ) {
         let mut refused = 0;
-        while let Some(Command { instance, message }) = incoming.recv().await {
+        while let Some(Command { instance, mut message }) = incoming.recv().await {
+            message.due_later(self.clock_behind);
             if self.own.contains(&instance) && allowed(&message) {
                 self.directory.tell(instance, message);
                 continue;
@@ -46,7 +50,35 @@ impl Listening {
     }
 }
 
+/// Carries messages to `instance` until it leaves the directory or the session ends. Then its inbox is closed, which
+/// whoever waits for it notices. What the other end would refuse is left out: it learns that by itself.
+pub(super) async fn relay(
+    instance: InstanceId,
+    mut messages: mpsc::UnboundedReceiver<ToWorker>,
+    out: mpsc::UnboundedSender<Command>,
+    carries: impl Fn(&ToWorker) -> bool + Send,
+) {
+    loop {
+        let message = tokio::select! {
+            biased;
+            () = out.closed() => return,
+            message = messages.recv() => message,
+        };
+        let Some(message) = message else { return };
+        if carries(&message) && out.send(Command { instance, message }).is_err() {
+            return;
+        }
+    }
+}
+
 impl ToWorker {
+    /// Whatever it is about is due so much later.
+    fn due_later(&mut self, span: Seconds) {
+        if let ToWorker::Add { job, .. } | ToWorker::Reserve { job, .. } | ToWorker::Lend { job, .. } = self {
+            job.due = job.due + span;
+        }
+    }
+
     /// Whether `router` may say it: it is about a request of its own.
     pub(super) fn may_come_from_router(&self, router: RouterId) -> bool {
         let request = match self {
@@ -113,7 +145,8 @@ mod tests {
         }
         drop(session);
         let refused = Counter::default();
-        let listening = Listening { own: [own].into(), directory, refused: refused.clone() };
+        let (own, clock_behind) = ([own].into(), Seconds::ZERO);
+        let listening = Listening { own, directory, clock_behind, refused: refused.clone() };
         listening.carry(incoming, allowed).now_or_never().expect("nothing is waited for");
         (std::iter::from_fn(|| told.try_recv().ok()).collect(), refused.get())
     }

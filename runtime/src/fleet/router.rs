@@ -1,6 +1,6 @@
 //! A coordinator whose instances live in other processes.
 
-use super::hub::relay;
+use super::rights::relay;
 use super::session::{Caller, Command, Hello, Model, RouterId, Session, Word};
 use crate::api::Placements;
 use crate::engine::directory::Directory;
@@ -86,7 +86,7 @@ impl Router {
 
     /// What it says when it calls a worker process.
     pub fn hello(&self) -> Hello {
-        self.hello.clone()
+        Hello { clock: Some(self.env.unix_time()), ..self.hello.clone() }
     }
 
     /// What it thinks that instances hold: for checks. Nothing once it has ended.

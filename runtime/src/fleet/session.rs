@@ -2,6 +2,7 @@
 
 use crate::engine::messages::{FromWorker, ToWorker};
 use crate::env::Env;
+use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
@@ -58,7 +59,7 @@ pub struct Model {
 }
 
 /// The first word of who opens a session.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Hello {
     /// [`PROTOCOL`].
     pub protocol: u32,
@@ -69,6 +70,9 @@ pub struct Hello {
     /// An instance of the process that it means: another may have the same address by now. None means any.
     #[serde(default)]
     pub callee: Option<InstanceId>,
+    /// A router's clock, in seconds since 1970: its requests say by that one when they are due.
+    #[serde(default)]
+    pub clock: Option<Seconds>,
 }
 
 /// Why a session was refused.
@@ -118,7 +122,7 @@ pub enum Refusal {
 impl Hello {
     /// Of a process that serves `model`.
     pub(crate) fn new(model: Model, caller: Caller) -> Self {
-        Hello { protocol: PROTOCOL, model, caller, callee: None }
+        Hello { protocol: PROTOCOL, model, caller, callee: None, clock: None }
     }
 
     /// To the process with this instance and no other.

@@ -68,6 +68,16 @@ impl World {
         assert!(!answered, "{:?}: an answer to a token that is none", self.env);
     }
 
+    /// A request of its own kind to this router: it is answered.
+    pub(super) async fn ask_router(&self, router: u64, at: u64) {
+        let handle = self.state().routers[&router].handle.clone();
+        let prompt: Vec<u32> = (0..30).map(|token| (token + at as u32 * 30) % 250).collect();
+        let mut updates = handle.submit(request(format!("request-{at}"), &prompt, 2)).await.unwrap();
+        while let Some(update) = updates.recv().await {
+            assert!(!matches!(update, Update::Failed(_)), "{:?}: {update:?}", self.env);
+        }
+    }
+
     /// Asks any router, and another one if that is gone, until there is an answer; or an error: then false.
     async fn ask(&self, asked: Asked<'_>) -> bool {
         let Asked { id, kind, prompt, tokens_max, expected, counts_as } = asked;
@@ -85,17 +95,7 @@ impl World {
                 its().nth(nth % its().count().max(1)).map(|router| router.handle.clone())
             };
             let Some(handle) = handle else { continue };
-            let request = GenerateRequest {
-                id: format!("{id}-{turn}"),
-                prompt_ids: prompt.into(),
-                max_tokens: tokens_max,
-                eos_ids: Arc::new([]),
-                sampling: Sampling { temperature: 0.0, ..Sampling::default() },
-                logprobs: None,
-                cache_salt: None,
-                tier: ServiceTier::Default,
-            };
-            let mut updates = match handle.submit(request).await {
+            let mut updates = match handle.submit(request(format!("{id}-{turn}"), prompt, tokens_max)).await {
                 Ok(updates) => updates,
                 Err(Rejection::TooLarge(why)) => panic!("{:?}: {why}", self.env),
                 // Honest answers that say to come again.
@@ -148,6 +148,19 @@ impl World {
             "{:?}: {id} found no router that answers, last {last:?}: workers {workers:?}, {:?}",
             self.env, state.census
         );
+    }
+}
+
+fn request(id: String, prompt: &[u32], tokens_max: u32) -> GenerateRequest {
+    GenerateRequest {
+        id,
+        prompt_ids: prompt.into(),
+        max_tokens: tokens_max,
+        eos_ids: Arc::new([]),
+        sampling: Sampling { temperature: 0.0, ..Sampling::default() },
+        logprobs: None,
+        cache_salt: None,
+        tier: ServiceTier::Default,
     }
 }
 

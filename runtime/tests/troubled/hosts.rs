@@ -8,9 +8,9 @@ use mixfleet_simulated::Clock;
 use std::io;
 use std::time::Duration;
 
-/// What a clock is ahead of the world's by, at most, and by what factor it is faster or slower.
-const AHEAD_S_MAX: f64 = 3600.0;
-const DRIFT_MAX: f64 = 0.05;
+/// What a clock is ahead of the world's by, at most, and by what factor it is faster or slower: ten times what quartz does.
+const AHEAD_S_MAX: f64 = 7200.0;
+const DRIFT_MAX: f64 = 1e-3;
 
 /// The host of one process, as that process sees it.
 #[derive(Clone)]
@@ -28,11 +28,7 @@ impl World {
         }
         self.count("clocks off", 1);
         let either = || self.unit() * 2.0 - 1.0;
-        Host {
-            world: self.clone(),
-            ahead_s: AHEAD_S_MAX * (1.0 + either()),
-            rate: 1.0 + DRIFT_MAX * either(),
-        }
+        Host { world: self.clone(), ahead_s: AHEAD_S_MAX * self.unit(), rate: 1.0 + DRIFT_MAX * either() }
     }
 }
 

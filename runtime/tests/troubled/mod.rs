@@ -163,6 +163,21 @@ struct State {
 }
 
 impl World {
+    fn new(workload: &Workload, kinds: &[Kind], seed: u64) -> (SeededEnv, World) {
+        let env = SeededEnv::with_blocking_workers(seed);
+        let shared: SharedEnv = Arc::new(env.clone());
+        let world = World {
+            env: env.clone(),
+            kinds: kinds.into(),
+            registry: SimRegistry::new(&shared, workload.registry()),
+            transport: Arc::new(Fences::new(Faulty::new(Memory::new(), workload.wires(seed)))),
+            workload: Arc::new(workload.clone()),
+            metrics: Metrics::new(),
+            state: Arc::default(),
+        };
+        (env, world)
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap()
     }
@@ -279,20 +294,37 @@ impl World {
     }
 }
 
+/// Two routers whose clocks differ give one worker as many requests each, in turn: whose were answered, in order.
+pub(crate) fn turns(workload: &Workload, kinds: &[Kind], seed: u64) -> Vec<u64> {
+    let (env, world) = World::new(workload, &kinds[..1], seed);
+    let turns = env.run(async move {
+        world.start_all().await;
+        world.env.sleep(Duration::from_secs(2)).await;
+        let order = Arc::new(Mutex::new(Vec::new()));
+        for at in 0..world.workload.requests as u64 {
+            let (world, order) = (world.clone(), order.clone());
+            world.env.clone().spawn(Box::pin(async move {
+                let router = at % 2;
+                // More often than they can be answered.
+                world.env.sleep(Duration::from_millis(4 * at)).await;
+                world.ask_router(router, at).await;
+                order.lock().unwrap().push(router);
+            }));
+        }
+        while order.lock().unwrap().len() < world.workload.requests {
+            world.env.sleep(Duration::from_secs(1)).await;
+        }
+        let order = order.lock().unwrap().clone();
+        order
+    });
+    env.end();
+    turns
+}
+
 /// One history.
 pub(crate) fn run(workload: &Workload, kinds: &[Kind], seed: u64) -> Census {
-    let env = SeededEnv::with_blocking_workers(seed);
-    let shared: SharedEnv = Arc::new(env.clone());
     let kinds = if workload.strangers { kinds } else { &kinds[..1] };
-    let world = World {
-        env: env.clone(),
-        kinds: kinds.into(),
-        registry: SimRegistry::new(&shared, workload.registry()),
-        transport: Arc::new(Fences::new(Faulty::new(Memory::new(), workload.wires(seed)))),
-        workload: Arc::new(workload.clone()),
-        metrics: Metrics::new(),
-        state: Arc::default(),
-    };
+    let (env, world) = World::new(workload, kinds, seed);
     let census = env.run(async move {
         world.start_all().await;
         world.begin_troubles();

@@ -101,6 +101,12 @@ pub(super) fn quick_ms() -> u64 {
 }
 
 impl Workload {
+    /// Two routers of hosts whose clocks differ, and nothing else that is wrong.
+    pub(crate) fn of_two_clocks() -> Workload {
+        let text = "name = 'two clocks'\nworkers = 2\nrouters = 2\nrequests = 24\nodd_clocks = true";
+        toml::from_str(text).expect("the rest has defaults")
+    }
+
     pub(crate) fn all() -> Vec<Workload> {
         #[derive(Deserialize)]
         struct File {
