@@ -52,6 +52,11 @@ impl Census {
     pub(crate) fn of(&self, what: &str) -> u64 {
         self.0.get(what).copied().unwrap_or(0)
     }
+
+    /// Requests that should have been answered, and were not.
+    pub(crate) fn errors(&self) -> u64 {
+        self.0.iter().filter(|(what, _)| what.starts_with("errors: ")).map(|(_, times)| times).sum()
+    }
 }
 
 /// What happened in many.

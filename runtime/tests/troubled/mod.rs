@@ -270,6 +270,19 @@ impl World {
             (census.of("devices poisoned"), census.of("poison asked"))
         };
         assert!(poisoned <= 2 * asked, "{env:?}: {asked} requests took {poisoned} devices with them");
+        if !self.workload.may_fail() {
+            let errors = self.state().census.errors();
+            assert_eq!(
+                errors,
+                0,
+                "{env:?}: errors though no instance was lost for good: {:?}",
+                self.state().census
+            );
+        }
+        if self.workload.is_overload() {
+            let refused = self.state().census.of("requests too many");
+            assert!(refused > 0, "{env:?}: routers take more requests than they may");
+        }
         assert_eq!(self.usage_at_rest().await, 0.0, "{env:?}: KV blocks leak");
         self.assert_that_routers_know_who_holds_what().await;
         let (fences, broken) = self.transport.count();

@@ -126,6 +126,18 @@ impl Workload {
         FaultPlan { seed, rules: rates.map(rule).to_vec() }
     }
 
+    /// Whether instances are lost with what they work on, or out of reach for longer than anybody waits, or nothing can be
+    /// staged: two of them end a request.
+    pub(super) fn may_fail(&self) -> bool {
+        let lost = self.kill_worker_every_s + self.partition_every_s;
+        lost + self.device_fail + self.device_hang + self.lies + self.regions_refused > 0.0 || self.poison > 0
+    }
+
+    /// Whether far more come at once than all routers may have in work.
+    pub(super) fn is_overload(&self) -> bool {
+        self.requests > 4 * self.routers * self.requests_max
+    }
+
     /// After which all have noticed that nothing breaks any more.
     pub(super) fn rest_s(&self) -> u64 {
         let slow_to_know = self.registry_trouble_every_s > 0.0 || self.partition_every_s > 0.0;
