@@ -21,7 +21,6 @@ part() {
 part soak hwtests/soak.sh --minutes 30 --clients 200 --out "$logs/soak.json"
 part chaos env MIXFLEET_CHAOS_SEEDS=0..20000 cargo test -p mixfleet-runtime --test chaos every_request -- --nocapture
 part planted hwtests/planted.sh
-# whatever reads bytes from outside, with more cases than each change gets
-part fuzz env PROPTEST_CASES=20000 cargo test --workspace fuzz
+part fuzz hwtests/fuzz.sh
 printf '%s' "$summary"
 exit "$status"

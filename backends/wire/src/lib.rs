@@ -13,6 +13,8 @@
 mod answer;
 mod batches;
 mod faulty;
+#[doc(hidden)]
+pub mod fuzzed;
 mod key;
 #[cfg(unix)]
 mod link;

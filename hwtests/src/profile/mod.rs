@@ -24,6 +24,7 @@ pub mod explain;
 mod fit;
 mod ground;
 mod measure;
+mod measured;
 mod missing;
 mod page;
 pub mod plan;
@@ -35,6 +36,7 @@ pub mod work;
 
 pub use card::card;
 pub use document::{Document, Fact, Flag, PointResult, Status, Tool};
+pub use measured::measured;
 pub use page::page;
 pub use plan::{Level, ModelShapes, plan};
 pub use run::{Options, Progress, measure, run};

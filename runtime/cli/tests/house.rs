@@ -80,6 +80,12 @@ const ROOMS: &[Room] = &[
     Room { name: "mixfleet-hwtests", directory: "hwtests", rooms: &[HAL], outside: None },
     Room { name: "mixfleet-runtime", directory: "runtime", rooms: &[HAL, SCHEDULER], outside: None },
     Room {
+        name: "mixfleet-fuzz",
+        directory: "runtime/fuzz",
+        rooms: &[HAL, SCHEDULER, "mixfleet-hwtests", "mixfleet-runtime", "mixfleet-sim", "mixfleet-wire"],
+        outside: None,
+    },
+    Room {
         name: "mixfleet",
         directory: "runtime/cli",
         rooms: &[

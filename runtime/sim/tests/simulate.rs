@@ -74,6 +74,21 @@ fn with_equal_prices_per_dollar_is_at_least_as_good_as_the_better_of_both_at_eve
 }
 
 #[test]
+fn a_prompt_of_one_token_takes_the_time_of_a_step() {
+    let file = fleet(80.0);
+    let ttft_s = |prompt_tokens| {
+        let at = Seconds::ZERO;
+        let chain = Vec::new();
+        let request =
+            Request { id: 0, at, prompt_tokens, output_tokens: 3, chain, session: None, class: None };
+        let choices = Choices { policy: Policy::PerDollar, admission: Admission::None, seed: 1 };
+        run(&Setup::new(&file, choices), std::iter::once(Ok(request)), &mut ()).unwrap().ttft_s.mean
+    };
+    let (one, two) = (ttft_s(1), ttft_s(2));
+    assert!(one > 0.5 * two && one <= two, "{one} s for one token, {two} s for two");
+}
+
+#[test]
 fn nothing_is_lost_and_equal_runs_are_equal() {
     let file = fleet(10.0);
     for (seed, policy) in [(1, Policy::PerDollar), (2, CENTRIC), (3, Policy::Random), (4, Policy::RoundRobin)]

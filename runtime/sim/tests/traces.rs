@@ -5,7 +5,6 @@ mod common;
 use common::shared;
 use mixfleet_hal::units::Seconds;
 use mixfleet_sim::trace::{Format, ReadOptions, Repairs, Request, Trace, TraceError, key_of};
-use proptest::prelude::*;
 use std::collections::HashMap;
 
 fn read(text: &str) -> (Vec<Request>, Option<TraceError>) {
@@ -207,65 +206,6 @@ fn a_malformed_line_is_named_with_what_was_expected() {
         assert!(matches!(error, TraceError::Line { line: found, .. } if found == line), "{text}: {error}");
         let message = error.to_string();
         assert!(message.contains(part) && message.contains("a line of "), "{message}");
-    }
-}
-
-fn number() -> impl Strategy<Value = &'static str> {
-    prop::sample::select(vec![
-        "0",
-        "1",
-        "64",
-        "513",
-        "-1",
-        "1e308",
-        "2.5",
-        "null",
-        "18446744073709551615",
-        "16777216",
-        "\"x\"",
-        "1677-09-21 00:12:44",
-        "2262-04-11 23:47:16",
-        "",
-    ])
-}
-
-/// Lines whose shape is right and whose numbers may be anything.
-fn line() -> impl Strategy<Value = String> {
-    (0..5, number(), number(), number(), number()).prop_map(|(shape, a, b, c, d)| match shape {
-        0 => format!("{{\"timestamp\": {a}, \"input_length\": {b}, \"output_length\": {c}, \"hash_ids\": [{d}]}}"),
-        1 => format!("{{\"input_toks\": {a}, \"output_toks\": {b}, \"arrival_time\": {c}}}"),
-        2 => format!(
-            "{{\"block_size\": 64, \"reqs\": [{{\"t\": {a}, \"in\": {b}, \"out\": 1, \"api\": {c}, \"h\": [[{d}, {c}]]}}, {{\"t\": {b}, \"sub\": [{{\"t\": {a}, \"in\": 65, \"out\": 1, \"think\": {d}}}]}}]}}"
-        ),
-        3 => format!("{a},{b},{c},{d}"),
-        _ => format!("{a},{b},{c}"),
-    })
-}
-
-proptest! {
-    /// Whatever a file holds: requests that keep the promises of their type, then at most one error.
-    #[test]
-    fn no_file_panics(
-        header in prop::sample::select(vec![
-            "", "t_s,client,input_tokens,output_tokens\n", "TIMESTAMP,ContextTokens,GeneratedTokens\n",
-        ]),
-        lines in prop::collection::vec(line(), 0..8),
-        noise in prop::collection::vec(any::<u8>(), 0..20),
-        noisy in any::<bool>(),
-    ) {
-        let mut bytes = format!("{header}{}", lines.join("\n")).into_bytes();
-        if noisy {
-            bytes.extend(noise);
-        }
-        let trace = Trace::from_reader("t", std::io::Cursor::new(bytes), ReadOptions::default());
-        let Ok(trace) = trace else { return Ok(()) };
-        let block = trace.block_tokens().unwrap_or(1);
-        let (requests, _) = drain(trace);
-        for request in requests {
-            prop_assert!(request.prompt_tokens > 0 && request.output_tokens > 0);
-            prop_assert!(request.chain.len() <= request.prompt_tokens.div_ceil(block) as usize);
-            prop_assert!(request.at >= Seconds::ZERO);
-        }
     }
 }
 

@@ -9,6 +9,7 @@ use minijinja::{Environment, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
 use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -20,6 +21,10 @@ const FUEL_MAX: u64 = 50_000_000;
 
 /// Bytes that a template may print.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;
+
+/// Words and signs in one tag, and branches in all: real templates have less than a fifth of it.
+const TAG_WORDS_MAX: usize = 500;
+const BRANCHES_MAX: usize = 200;
 
 const TEMPLATE_FILE: &str = "chat_template.jinja";
 const CONFIG_FILE: &str = "tokenizer_config.json";
@@ -121,6 +126,7 @@ impl ChatTemplate {
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", raise_exception);
         environment.add_filter("tojson", to_json);
+        check_depth(source)?;
         let source = without_generation_tags(source);
         environment.add_template_owned("chat_template", source).map_err(template_error)?;
         Ok(ChatTemplate { environment: Arc::new(environment), bos_token, eos_token })
@@ -169,7 +175,11 @@ impl ChatTemplate {
         environment.set_fuel(Some(fuel.min(FUEL_MAX)));
         let template = environment.get_template("chat_template").map_err(template_error)?;
         let mut page = Page { text: Vec::new(), left: OUTPUT_BYTES_MAX, stopped };
-        template.render_captured_to(context, &mut page).map_err(|error| match error.kind() {
+        // The library panics on some templates (3.0: an empty list that is read backwards).
+        let render = || template.render_captured_to(context, &mut page);
+        let rendered = catch_unwind(AssertUnwindSafe(render))
+            .map_err(|_| Error::Template("it cannot be rendered for such a chat".into()))?;
+        rendered.map_err(|error| match error.kind() {
             ErrorKind::OutOfFuel => Error::Template("it takes too many steps for such a chat".into()),
             ErrorKind::WriteFailure if page.left == 0 => {
                 Error::Template(format!("it prints more than {OUTPUT_BYTES_MAX} bytes"))
@@ -285,6 +295,45 @@ fn special_token(fields: &Fields, field: &str) -> Option<String> {
     value.as_str().or(value["content"].as_str()).map(str::to_owned)
 }
 
+/// The template's parser calls itself for every operator and every `elif`, without a bound: thousands of them overflow a stack, which
+/// ends the process.
+fn check_depth(source: &str) -> Result<()> {
+    let (mut rest, mut branches) = (source, 0);
+    while let Some(start) = rest.find("{{").into_iter().chain(rest.find("{%")).min() {
+        let tag = &rest[start + 2..];
+        let (length, words) = tag_size(tag);
+        branches += usize::from(tag.trim_start_matches(['-', '+']).trim_start().starts_with("el"));
+        if words > TAG_WORDS_MAX || branches > BRANCHES_MAX {
+            return Err(Error::Template(format!(
+                "more than {TAG_WORDS_MAX} words and signs in a tag, or {BRANCHES_MAX} times elif or else"
+            )));
+        }
+        rest = &tag[length..];
+    }
+    Ok(())
+}
+
+/// Bytes of a tag up to its end, and its words and signs; what is quoted is one.
+fn tag_size(tag: &str) -> (usize, usize) {
+    let (mut words, mut quote, mut in_word, mut escaped) = (0, None, false, false);
+    for (at, character) in tag.char_indices() {
+        if let Some(open) = quote {
+            let ends = character == open && !escaped;
+            escaped = character == '\\' && !escaped;
+            quote = quote.filter(|_| !ends);
+            continue;
+        }
+        if tag[at..].starts_with("}}") || tag[at..].starts_with("%}") {
+            return (at, words);
+        }
+        let is_word = character.is_alphanumeric() || character == '_';
+        words += usize::from(!character.is_whitespace() && !(is_word && in_word));
+        in_word = is_word;
+        quote = matches!(character, '\'' | '"').then_some(character);
+    }
+    (tag.len(), words)
+}
+
 /// `{% generation %}` marks what the assistant said, for training. It renders its body, and minijinja
 /// does not know it: an `if true` in its place does the same.
 fn without_generation_tags(source: &str) -> String {
@@ -292,7 +341,7 @@ fn without_generation_tags(source: &str) -> String {
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
         let (before, tag) = rest.split_at(start);
-        let Some(length) = tag.find("%}").map(|at| at + 2) else { break };
+        let Some(length) = tag[2..].find("%}").map(|at| at + 4) else { break };
         let word = tag[2..length - 2].trim_matches(['-', '+']).trim();
         out.push_str(before);
         match word {

@@ -197,3 +197,32 @@ fn rendering_ends_when_nobody_waits_for_it() {
     assert!(stopped.is_err());
     assert_eq!(looks.get(), 11);
 }
+
+#[test]
+fn a_template_that_would_overflow_the_stack_of_its_parser_is_refused() {
+    for source in [
+        format!("{{{{ {}1 }}}}", "-".repeat(5000)),
+        format!("{{{{ 1{} }}}}", "+1".repeat(5000)),
+        format!("{{%- if a %}}{}{{% endif %}}", "{%- elif b %}".repeat(5000)),
+    ] {
+        let error = ChatTemplate::new(&source, None, None).unwrap_err().to_string();
+        assert!(error.contains("more than 500 words and signs in a tag"), "{error}");
+    }
+    let long_text =
+        format!("{{{{ '{}\\'%}}' }}}}{{% if x %}}{{% elif x == \"}}}}\" %}}{{% endif %}}", "a ".repeat(5000));
+    let template = ChatTemplate::new(&long_text, None, None).unwrap();
+    assert_eq!(template.render(&[], false, &Map::new(), 0).unwrap().len(), 10_003);
+}
+
+#[test]
+fn a_tag_of_one_brace_is_no_tag() {
+    let error = ChatTemplate::new("{%}", None, None).unwrap_err();
+    assert!(matches!(error, Error::Template(_)), "{error}");
+}
+
+#[test]
+fn a_panic_of_the_template_engine_is_an_error() {
+    let template = ChatTemplate::new("{{ messages[0].content[::-1] }}", None, None).unwrap();
+    let error = template.render(&[ChatMessage::new("user", "")], true, &Map::new(), 0).unwrap_err();
+    assert!(error.to_string().contains("cannot be rendered"), "{error}");
+}

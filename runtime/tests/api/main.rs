@@ -5,7 +5,6 @@ mod answers;
 mod connections;
 mod disconnects;
 mod errors;
-mod fuzz;
 mod lifecycle;
 mod limits;
 mod origins;

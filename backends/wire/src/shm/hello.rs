@@ -36,6 +36,16 @@ impl Hello {
     }
 }
 
+/// Reads `bytes` as a hello.
+///
+/// # Panics
+/// When it is another one once it is written.
+pub(crate) fn check_words(bytes: &[u8]) {
+    if let Some(hello) = Hello::decode(&crate::fuzzed::head(bytes)) {
+        assert_eq!(hello.encode(), crate::fuzzed::head(bytes));
+    }
+}
+
 /// Files that go along with a granting answer.
 const FILES: usize = 2;
 

@@ -12,6 +12,8 @@ mod hello;
 mod server;
 mod way;
 
+pub(crate) use hello::check_words;
+
 use crate::key::Key;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};

@@ -20,6 +20,8 @@ mod strangers;
 mod stream;
 mod way;
 
+pub(crate) use protocol::check_words;
+
 use crate::key::Key;
 use crate::security::Security;
 use desk::{Desk, Region};
@@ -147,6 +149,12 @@ impl Address {
             Error::new(ErrorKind::Closed, format!("{descriptor:?} is not reached over TCP, or is damaged"))
         })
     }
+}
+
+/// What a user says first on a stream to `region`.
+pub(crate) fn greeting(region: &Descriptor) -> Option<Vec<u8>> {
+    let key = Address::decode(region).ok()?.key;
+    Some(protocol::Hello { key, epoch: region.epoch, stream: 0 }.encode().to_vec())
 }
 
 impl Transport for Tcp {

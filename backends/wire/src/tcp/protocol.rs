@@ -4,6 +4,7 @@
 //! [`Range`]s of the owner's region, and for a write their bytes. The owner takes them in order and answers
 //! each with a [`Done`], for a read followed by the bytes.
 
+use crate::fuzzed::head;
 use crate::key::{KEY_BYTES, Key};
 
 /// The last byte is the version: it changes with every change of this file.
@@ -140,6 +141,25 @@ impl Done {
     }
 }
 
+/// Reads `bytes` as each word.
+///
+/// # Panics
+/// When a word is another one once it is written and read again, or announces more than its reader has room for.
+pub(crate) fn check_words(bytes: &[u8]) {
+    if let Some(hello) = Hello::decode(&head(bytes)) {
+        assert!(Hello::decode(&hello.encode()) == Some(hello));
+    }
+    if let Some(frame) = Head::decode(&head(bytes)) {
+        assert!(usize::from(frame.ranges) <= RANGES_MAX && Head::decode(&frame.encode()) == Some(frame));
+    }
+    if let Some(done) = Done::decode(&head(bytes)) {
+        assert_eq!(Done::decode(&done.encode()), Some(done));
+    }
+    let welcome = Welcome::decode(&head(bytes));
+    assert_eq!(Welcome::decode(&welcome.encode()), welcome);
+    assert_eq!(Range::decode(&head(bytes)).encode(), head(bytes));
+}
+
 fn two(first: u64, second: u64) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&first.to_le_bytes());
@@ -171,14 +191,6 @@ mod tests {
             prop_assert_eq!(Range::decode(&range.encode()), range);
             let done = Done { refused: odd, frame: a };
             prop_assert_eq!(Done::decode(&done.encode()), Some(done));
-        }
-
-        #[test]
-        fn any_bytes_are_read_without_a_panic(bytes: [u8; 16], hello: [u8; 40]) {
-            if let Some(head) = Head::decode(&bytes) {
-                prop_assert!(usize::from(head.ranges) <= RANGES_MAX);
-            }
-            let _ = (Done::decode(&bytes), Welcome::decode(&bytes), Range::decode(&bytes), Hello::decode(&hello));
         }
     }
 }

@@ -307,6 +307,30 @@ impl Transport for Verbs {
     }
 }
 
+/// Reads `bytes` as an offer and as an answer.
+///
+/// # Panics
+/// When one is another once it is written and read again, when a path is not what both ends can do, or when an owner
+/// without regions takes an offer.
+pub(crate) fn check_words(bytes: &[u8]) {
+    if let Ok(offer) = serde_json::from_slice::<Offer>(bytes) {
+        let text = serde_json::to_vec(&offer).unwrap_or_default();
+        assert!(serde_json::from_slice::<Offer>(&text).is_ok_and(|again| again == offer));
+        let ports = || offer.rails.iter().take(8).map(|rail| &rail.port);
+        for (active, owner) in ports().flat_map(|active| ports().map(move |owner| (active, owner))) {
+            let path = offer::Path::between(active, owner);
+            assert!(
+                path.is_none_or(|path| path.active.kind == path.owner.kind && path.reads <= active.reads_out)
+            );
+        }
+        assert!(Owner::new(Vec::new()).accept(&offer, None).is_err());
+    }
+    if let Ok(answer) = serde_json::from_slice::<Answer>(bytes) {
+        let text = serde_json::to_vec(&answer).unwrap_or_default();
+        assert!(serde_json::from_slice::<Answer>(&text).is_ok_and(|again| again == answer));
+    }
+}
+
 /// Sleeps until one of `fds` is readable or has ended, or `longest` is over. An early end is what the callers'
 /// loops expect, so a failure is one.
 fn wait_readable(fds: &[RawFd], longest: Duration) {

@@ -374,6 +374,7 @@ impl Engine {
     }
 
     fn mixed(&mut self, began_s: f64, parts: Vec<u32>) -> Plan {
+        let alone = self.alone();
         let mut pieces = Vec::with_capacity(parts.len());
         let mut single = (0, 0);
         for (sequence, &tokens) in self.prefilling.iter().zip(&parts) {
@@ -381,13 +382,12 @@ impl Engine {
             if tokens == 0 {
                 continue;
             }
-            if last && tokens == 1 {
+            if last && tokens == 1 && !alone {
                 single = (single.0 + 1, single.1 + u64::from(context) + 1);
             } else {
                 pieces.push(Prefill { context, tokens, last });
             }
         }
-        let alone = self.alone();
         let decodes = self.make_room(1);
         let sequences = if decodes { self.decoding.len() as u32 } else { 0 };
         let kv_tokens = self.kv_tokens + u64::from(sequences);

@@ -128,7 +128,7 @@ impl Tally {
             format,
             requests: self.requests,
             duration_s: duration.0,
-            requests_per_s: (duration.0 > 0.0).then(|| requests / duration.0),
+            requests_per_s: Some(requests / duration.0).filter(|rate| rate.is_finite()),
             input_tokens: self.prompts.lengths(),
             output_tokens: self.outputs.lengths(),
             block_tokens: (self.options.block_tokens > 0).then_some(self.options.block_tokens),
@@ -236,7 +236,7 @@ pub struct Stats {
     pub requests: u64,
     /// From the first arrival to the last.
     pub duration_s: f64,
-    /// Requests over the duration; none where all arrive at once.
+    /// Requests over the duration; none where all arrive at once, or as good as that.
     pub requests_per_s: Option<f64>,
     /// Lengths of prompts.
     pub input_tokens: Lengths,

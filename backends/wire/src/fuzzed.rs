@@ -1,0 +1,34 @@
+//! Words of the protocols, for those who try them with any bytes.
+
+use crate::answer::Answer;
+use crate::key::Key;
+use mixfleet_hal::transport::Descriptor;
+
+/// The first bytes of `bytes`, and zeros where it has fewer.
+pub(crate) fn head<const N: usize>(bytes: &[u8]) -> [u8; N] {
+    std::array::from_fn(|at| bytes.get(at).copied().unwrap_or(0))
+}
+
+/// Reads `bytes` as every word there is.
+///
+/// # Panics
+/// When a word that was understood is another one once it is written and read again.
+pub fn words(bytes: &[u8]) {
+    let answer = bytes.first().and_then(|byte| Answer::decode(*byte));
+    assert!(answer.is_none_or(|answer| Answer::decode(answer as u8) == Some(answer)));
+    if let Some(key) = std::str::from_utf8(bytes).ok().and_then(Key::from_hex) {
+        assert!(Key::from_hex(&key.to_hex()) == Some(key));
+    }
+    #[cfg(unix)]
+    crate::tcp::check_words(bytes);
+    #[cfg(target_os = "linux")]
+    crate::shm::check_words(bytes);
+    #[cfg(all(feature = "verbs", target_os = "linux"))]
+    crate::verbs::check_words(bytes);
+}
+
+/// What a user says first on a stream to `region`; nothing for a region that TCP does not reach.
+#[cfg(unix)]
+pub fn tcp_greeting(region: &Descriptor) -> Vec<u8> {
+    crate::tcp::greeting(region).unwrap_or_default()
+}

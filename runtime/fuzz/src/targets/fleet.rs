@@ -1,0 +1,50 @@
+//! What the processes of a fleet tell each other, and what they write down.
+
+use super::refused;
+use mixfleet_runtime::engine::events::Replay;
+use mixfleet_runtime::fleet::registry::{Charter, Member};
+use mixfleet_runtime::fleet::{Command, Hello, Refusal, Word};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// What is taken and written is taken again, as the same: by its bytes, for some messages hold what is no number.
+fn check_message<T: Serialize + DeserializeOwned>(bytes: &[u8]) -> bool {
+    let message: T = match rmp_serde::from_read(bytes) {
+        Ok(message) => message,
+        Err(error) => return refused(&error),
+    };
+    let written = rmp_serde::to_vec_named(&message).expect("what was read can be written");
+    let again: T = rmp_serde::from_slice(&written).expect("what was written can be read");
+    assert_eq!(rmp_serde::to_vec_named(&again).expect("as before"), written);
+    true
+}
+
+/// A message of any kind that travels by gRPC.
+pub(super) fn rpc_message(bytes: &[u8]) -> bool {
+    let taken =
+        [check_message::<Command>, check_message::<Word>, check_message::<Hello>, check_message::<Refusal>];
+    taken.map(|check| check(bytes)).contains(&true)
+}
+
+/// A record of a member, or a fleet's charter.
+pub(super) fn registry_record(bytes: &[u8]) -> bool {
+    fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> Option<T> {
+        let record: T = serde_json::from_slice(bytes).map_err(|error| refused(&error)).ok()?;
+        let text = serde_json::to_vec(&record).expect("what was read can be written");
+        let again: T = serde_json::from_slice(&text).expect("what was written can be read");
+        assert_eq!(serde_json::to_vec(&again).expect("as before"), text);
+        Some(record)
+    }
+    let charter = check::<Charter>(bytes);
+    let member = check::<Member>(bytes);
+    if let Some(member) = &member {
+        assert!(!member.name().is_empty());
+        let _ = (member.first_instance(), member.instances().count());
+    }
+    charter.is_some() || member.is_some()
+}
+
+/// A log of what a fleet's machine was told: it is replayed, or refused by its line.
+pub(super) fn event_log(bytes: &[u8]) -> bool {
+    Replay::of(bytes, Some(1)).map_or_else(|error| refused(&error), |_| true)
+}

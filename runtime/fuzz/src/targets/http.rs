@@ -1,0 +1,248 @@
+//! What clients send: connections, addresses, bodies; and the file of their keys.
+
+use super::refused;
+use mixfleet_runtime::api::{
+    Access, Api, Limits, Marked, Origins, Placements, ServedModel, Shutdown, TextDecoder, TextModel, serve,
+};
+use mixfleet_runtime::env::{Env, SeededEnv};
+use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer, builtin};
+use mixfleet_runtime::request::{
+    EngineHandle, FinishReason, GenerateRequest, Logprobs, Sampling, Submission, Update,
+};
+use serde_json::{Map, Value};
+use std::sync::{Arc, LazyLock};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::{mpsc, watch};
+
+const CONTEXT: u32 = 256;
+const ADDRESS: &str = "api:80";
+const MODEL: &str = "m";
+
+/// The model that needs no checkpoint.
+struct Text {
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+}
+
+static TEXT: LazyLock<Arc<Text>> = LazyLock::new(|| {
+    let tokenizer = builtin::tokenizer().expect("a constant");
+    Arc::new(Text { tokenizer, template: builtin::chat_template().expect("a constant") })
+});
+
+impl TextModel for Text {
+    fn encode(&self, prompt: &Marked, add_special: bool) -> Result<Vec<u32>, String> {
+        let Marked { text, mark } = prompt;
+        let ids = match mark {
+            Some(mark) => self.tokenizer.encode_marked(text, *mark, add_special),
+            None if add_special => self.tokenizer.encode(text),
+            None => self.tokenizer.encode_chat(text),
+        };
+        ids.map_err(|error| error.to_string())
+    }
+
+    fn special_places(&self, text: &str) -> Vec<usize> {
+        self.tokenizer.special_places(text)
+    }
+
+    fn token_bytes_max(&self) -> Option<usize> {
+        self.tokenizer.token_bytes_max()
+    }
+
+    fn render_chat(
+        &self,
+        messages: &[ChatMessage],
+        add_generation_prompt: bool,
+        arguments: &Map<String, Value>,
+        stopped: &dyn Fn() -> bool,
+    ) -> Result<String, String> {
+        let rendered = self.template.render_until(messages, add_generation_prompt, arguments, 0, stopped);
+        rendered.map_err(|error| error.to_string())
+    }
+
+    fn decoder(&self) -> Box<dyn TextDecoder> {
+        Box::new(Decoder(Some(self.tokenizer.stream())))
+    }
+
+    fn token_bytes(&self, id: u32) -> Vec<u8> {
+        self.tokenizer.token_bytes(id)
+    }
+
+    fn vocabulary_size(&self) -> u32 {
+        self.tokenizer.vocab() as u32
+    }
+}
+
+struct Decoder(Option<TokenStream>);
+
+impl TextDecoder for Decoder {
+    fn push(&mut self, id: u32) -> Result<String, String> {
+        let pushed = self.0.as_mut().map(|stream| stream.push(id)).transpose();
+        pushed.map(Option::unwrap_or_default).map_err(|error| error.to_string())
+    }
+
+    fn finish(&mut self) -> Result<String, String> {
+        let finished = self.0.take().map(TokenStream::finish).transpose();
+        finished.map(Option::unwrap_or_default).map_err(|error| error.to_string())
+    }
+}
+
+/// What the engine relies on.
+fn check(request: &GenerateRequest) {
+    let Sampling { temperature, top_p, min_p, repetition_penalty, .. } = request.sampling;
+    let Sampling { presence_penalty, frequency_penalty, .. } = request.sampling;
+    let numbers = [temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty];
+    assert!(numbers.iter().all(|number| number.is_finite()), "{:?}", request.sampling);
+    assert!(temperature >= 0.0 && repetition_penalty > 0.0, "{:?}", request.sampling);
+    let vocabulary = TEXT.vocabulary_size();
+    assert!(!request.prompt_ids.is_empty() && request.prompt_ids.iter().all(|id| *id < vocabulary));
+    assert!(request.max_tokens > 0 && request.prompt_ids.len() as u32 + request.max_tokens <= CONTEXT);
+    assert!(request.logprobs.is_none_or(|top| top <= 20));
+}
+
+async fn answer(mut submissions: mpsc::Receiver<Submission>) {
+    while let Some(Submission { request, updates, admitted }) = submissions.recv().await {
+        check(&request);
+        let _ = admitted.send(Ok(()));
+        let _ = updates.send(Update::Started { cached_tokens: 3 });
+        let ids = request.prompt_ids.iter().rev().chain(&[1]).take(request.max_tokens.min(6) as usize);
+        for &id in ids {
+            let top = |count| (0..count).map(|other| (other, -0.5)).collect();
+            let logprobs = request.logprobs.map(|count| Logprobs { chosen: -0.5, top: top(count) });
+            let _ = updates.send(Update::Token { id, logprobs });
+        }
+        let _ = updates.send(Update::Finished { reason: FinishReason::Length });
+    }
+}
+
+/// What a new server answers on a connection that brings `bytes`, and no more if it `ends`; then it must still be alive.
+fn exchange(bytes: &[u8], ends: bool) -> Vec<u8> {
+    let env = SeededEnv::new(1);
+    let (engine, submissions) = EngineHandle::channel(1024);
+    let metrics = Metrics::new();
+    metrics.serves.set(1);
+    let placements = Arc::new(Placements::new(4));
+    let api = Api::new(Arc::new(env.clone()), metrics, placements, Limits::default(), None);
+    api.ready(ServedModel {
+        name: MODEL.into(),
+        created: 7,
+        engine,
+        text: TEXT.clone(),
+        context: CONTEXT,
+        eos_ids: [1].into(),
+        defaults: Sampling::default(),
+    });
+    env.spawn(Box::pin(answer(submissions)));
+    let (bytes, world) = (bytes.to_vec(), env.clone());
+    let answer = env.run(async move {
+        let (_shutdown, watching) = watch::channel(Shutdown::No);
+        let listener = world.listen(ADDRESS).await.expect("nobody else is there");
+        world.spawn(Box::pin(serve(listener, api, Origins::default(), watching)));
+        let say = async |bytes: &[u8], ends: bool| {
+            let mut connection = world.connect(ADDRESS).expect("it listens");
+            // It may have closed before it read all.
+            let _ = connection.write_all(bytes).await;
+            if ends {
+                let _ = connection.shutdown().await;
+            }
+            let mut answer = Vec::new();
+            let _ = connection.read_to_end(&mut answer).await;
+            answer
+        };
+        let answer = say(&bytes, ends).await;
+        let alive = say(b"GET /health HTTP/1.1\r\nhost: api\r\nconnection: close\r\n\r\n", false).await;
+        assert!(alive.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&alive));
+        answer
+    });
+    env.end();
+    answer
+}
+
+/// Status and body of the only answer.
+fn split(answer: &[u8]) -> (u16, String) {
+    let text = String::from_utf8_lossy(answer);
+    let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {text:?}"));
+    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
+    (status.unwrap_or_else(|| panic!("no status: {head}")), body.to_string())
+}
+
+/// An answer, or an error in OpenAI's shape that is the client's fault.
+fn check_answer(answer: &[u8]) -> u16 {
+    let (status, body) = split(answer);
+    match status {
+        200 => assert!(!body.is_empty()),
+        400..=499 => {
+            let json: Value = serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}"));
+            let error = json["error"].as_object().unwrap_or_else(|| panic!("no error in {body}"));
+            assert!(error["message"].as_str().is_some_and(|message| !message.is_empty()), "{body}");
+            assert!(error.contains_key("code") && error.contains_key("param"), "{body}");
+        }
+        other => panic!("status {other}: {body}"),
+    }
+    status
+}
+
+fn post(path: &str, body: &[u8]) -> bool {
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: api\r\nconnection: close\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n",
+        body.len()
+    );
+    check_answer(&exchange(&[head.as_bytes(), body].concat(), false)) == 200
+}
+
+pub(super) fn completion_body(bytes: &[u8]) -> bool {
+    post("/v1/completions", bytes)
+}
+
+pub(super) fn chat_body(bytes: &[u8]) -> bool {
+    post("/v1/chat/completions", bytes)
+}
+
+/// What can stand in a request line is asked for.
+pub(super) fn address(bytes: &[u8]) -> bool {
+    let address: Vec<u8> = bytes.iter().copied().filter(u8::is_ascii_graphic).collect();
+    let request = [b"GET /", &address[..], b" HTTP/1.1\r\nhost: api\r\nconnection: close\r\n\r\n"].concat();
+    let answer = exchange(&request, false);
+    // What is no address at all is refused without a document, by who reads the request line.
+    match split(&answer) {
+        (400 | 414, body) if body.is_empty() => false,
+        _ => check_answer(&answer) == 200,
+    }
+}
+
+/// Half of the connections end with what they bring; the others are waited for until their time is over.
+pub(super) fn connection(bytes: &[u8]) -> bool {
+    let answer = exchange(bytes, bytes.len() % 2 == 0);
+    assert!(answer.is_empty() || answer.starts_with(b"HTTP/1."), "{}", String::from_utf8_lossy(&answer));
+    assert!(!answer.starts_with(b"HTTP/1.1 500 "), "{}", String::from_utf8_lossy(&answer));
+    answer.starts_with(b"HTTP/1.1 200 ")
+}
+
+/// What is wrong with a file of keys is told without the keys.
+pub(super) fn api_keys(bytes: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(bytes);
+    match Access::tenants(&text) {
+        Ok(access) => {
+            let again = access.replace(&text).expect("what was taken once is taken again");
+            assert!(again > 0);
+            access.replace("").expect_err("no tenants");
+            assert_eq!(access.replace(&text), Ok(again));
+            true
+        }
+        Err(error) => {
+            let table = text.parse::<toml::Table>().unwrap_or_default();
+            let tenants = table.get("tenant").and_then(toml::Value::as_array);
+            let keys = tenants
+                .into_iter()
+                .flatten()
+                .flat_map(|tenant| [tenant.get("key"), tenant.get("key_sha256")]);
+            // A short one, or one that is also a name, may stand there for another reason.
+            let secret = |key: &&str| key.len() > 7 && text.matches(key).count() == 1;
+            for key in keys.flatten().filter_map(toml::Value::as_str).filter(secret) {
+                assert!(!error.contains(key), "{error}");
+            }
+            refused(&error)
+        }
+    }
+}
