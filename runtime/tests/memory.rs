@@ -4,13 +4,14 @@
 #[path = "api/support.rs"]
 mod support;
 
-use mixfleet_runtime::env::SeededEnv;
+use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::builtin;
 use mixfleet_runtime::text::LoadedText;
 use serde_json::json;
 use std::sync::Arc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use support::{MODEL, Play, Setup, request, run};
+use support::{ADDRESS, MODEL, Play, Response, Setup, request, run};
+use tokio::io::AsyncWriteExt;
 
 /// Only one test looks at a time.
 static PROCESS: Mutex<()> = Mutex::new(());
@@ -72,6 +73,34 @@ fn what_is_not_used_of_a_body_is_skipped_and_not_built() {
             let more = watch.more_mib();
             assert!(more < 100, "{path} with {field}: {more} MiB for {} bytes", body.len());
         }
+    });
+}
+
+#[test]
+fn eight_large_bodies_at_once_cost_their_bytes_and_no_more() {
+    let Some((_alone, watch)) = Watch::begin() else { return };
+    run(Setup::play(Play::say("")), move |server| async move {
+        let filling = "[0],".repeat(1_900_000);
+        let body = format!(r#"{{"model":"{MODEL}","prompt":"a","metadata":[{filling}0]}}"#);
+        let whole = Arc::new(request("POST", "/v1/completions", "", body.as_bytes()));
+        drop((filling, body));
+        let (told, mut ends) = tokio::sync::mpsc::unbounded_channel();
+        for last in 0..8 {
+            let (server, whole, told) = (server.clone(), whole.clone(), told.clone());
+            server.env.clone().spawn(Box::pin(async move {
+                let mut connection = server.env.connect_from([10, 0, 0, last].into(), ADDRESS).unwrap();
+                connection.write_all(&whole).await.unwrap();
+                told.send(Response::read(&mut connection).await.status).unwrap();
+            }));
+        }
+        drop(told);
+        while let Some(status) = ends.recv().await {
+            assert_eq!(status, 200);
+        }
+        // While it grows a body is held once and a half again, and this client holds one more.
+        let more = watch.more_mib();
+        eprintln!("eight bodies of 7.6 MB: {more} MiB at the peak");
+        assert!(more < 250, "{more} MiB for eight bodies of 7.6 MB");
     });
 }
 

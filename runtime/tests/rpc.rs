@@ -13,7 +13,7 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::fleet::registry::{InstanceRecord, LinkState, Member, Members, Seat};
 use mixfleet_runtime::fleet::rpc::{
-    CallError, Certificates, Door, Kind, Remote, RpcConfig, Token, Trust, Ways,
+    self, CallError, Certificates, Door, End, Kind, Remote, RpcConfig, Token, Trust, Ways,
 };
 use mixfleet_runtime::fleet::{
     Hub, Model, Refusal, Router, RouterId, RouterParts, WorkerProcess, attend_members, meet_members,
@@ -101,12 +101,12 @@ impl Authority {
 /// A member's certificates; a stranger's way to call, if it has another.
 #[derive(Debug)]
 struct Known {
-    identity: mixfleet_wire::Identity,
+    identity: Arc<mixfleet_wire::Identity>,
     client: Option<Arc<rustls::ClientConfig>>,
 }
 
 fn known(identity: mixfleet_wire::Identity) -> Trust {
-    Trust::Tls(Arc::new(Known { identity, client: None }))
+    Trust::Tls(Arc::new(Known { identity: Arc::new(identity), client: None }))
 }
 
 impl Certificates for Known {
@@ -125,6 +125,14 @@ impl Certificates for Known {
             Kind::Worker => mixfleet_wire::Kind::Worker,
         };
         self.identity.is_of(certificate, kind)
+    }
+    fn watch(&self, shown: &[CertificateDer<'_>], end: End) -> rpc::Watch {
+        let end = match end {
+            End::Caller => mixfleet_wire::End::Caller,
+            End::Called => mixfleet_wire::End::Called,
+        };
+        let mut watch = self.identity.watch(shown, end);
+        Box::new(move || watch.is_believed())
     }
 }
 
@@ -280,7 +288,7 @@ async fn who_is_not_of_the_fleet_is_turned_away() {
         let (certificates, key, ca) = (&certificate, &key, &authority.0.as_ref().pem());
         let pem = Pem { authority: ca, certificates, key, revoked: "", fleet: NAME };
         let identity = mixfleet_wire::Identity::new(&pem).unwrap();
-        Trust::Tls(Arc::new(Known { identity, client: Some(Arc::new(client)) }))
+        Trust::Tls(Arc::new(Known { identity: Arc::new(identity), client: Some(Arc::new(client)) }))
     };
     let (new, old) = (&rustls::version::TLS13, &rustls::version::TLS12);
     assert_eq!(call(&config(anonymous(&[new], true))).await, Ok(()));
@@ -512,6 +520,67 @@ async fn certificates_are_renewed_and_taken_back_without_a_new_start() {
     write("crl.pem", authority.revoked(&[78]));
     until(true).await;
     std::fs::remove_dir_all(directory).unwrap();
+}
+
+/// A member of files of its own, the only ones that believe what `revoked.pem` says.
+struct OfFiles<'a> {
+    authority: &'a Authority,
+    directory: std::path::PathBuf,
+}
+
+impl<'a> OfFiles<'a> {
+    fn new(authority: &'a Authority, name: &str) -> Self {
+        let directory = std::env::temp_dir().join(format!("mixfleet-rpc-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        OfFiles { authority, directory }
+    }
+
+    fn write(&self, name: &str, text: String) -> std::path::PathBuf {
+        std::fs::write(self.directory.join(name), text).unwrap();
+        self.directory.join(name)
+    }
+
+    fn trust(&self) -> Trust {
+        let (certificate, key) = self.authority.signs(NAME);
+        let files = Files {
+            authority: self.write("ca.pem", self.authority.0.as_ref().pem()),
+            certificates: self.write("member.pem", certificate),
+            key: self.write("member.key", key),
+            revoked: Some(self.write("crl.pem", self.authority.revoked(&[]))),
+            fleet: NAME.into(),
+        };
+        known(mixfleet_wire::Identity::of_files(files, Box::new(|_| {})).unwrap())
+    }
+}
+
+impl Drop for OfFiles<'_> {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_ends_when_a_list_names_the_certificate_of_either_end() {
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    for of_caller in [true, false] {
+        let files = OfFiles::new(&authority, if of_caller { "caller" } else { "called" });
+        let quick = |trust| RpcConfig { silence: Duration::from_secs(4), trust };
+        let (worker_trust, router_trust) = match of_caller {
+            true => (files.trust(), authority.member()),
+            false => (authority.member(), files.trust()),
+        };
+        let worker = worker(&env, &checkpoint, 1, Role::Auto, quick(worker_trust));
+        let (_handle, router) = router(&env, &checkpoint, model());
+        let remote = Remote::connect(&env, &worker.member.address, &quick(router_trust)).await.unwrap();
+        let mut session = remote.router(&router.hello(), router.id()).await.unwrap();
+        // Another certificate on the list is no reason.
+        files.write("crl.pem", authority.revoked(&[78]));
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert!(!session.out.is_closed(), "several pings went by");
+        files.write("crl.pem", authority.revoked(&[77]));
+        let ended = async { while session.incoming.recv().await.is_some() {} };
+        tokio::time::timeout(LONG, ended).await.expect("the session ends");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

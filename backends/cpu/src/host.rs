@@ -7,7 +7,8 @@ use mixfleet_hal::{Error, ErrorKind, FileMapper, HostMemory, Result};
 use std::fs::{self, File, FileType, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
 /// Maps regular files read-only.
 ///
@@ -23,6 +24,8 @@ struct MappedFile {
     file: File,
     /// As it was before anything was read.
     first: Metadata,
+    /// When it was last written to before its bytes were found to be the first ones.
+    written: Mutex<Option<SystemTime>>,
     /// Ends before the mapping does.
     #[cfg(target_os = "linux")]
     watch: Option<Watch>,
@@ -30,6 +33,10 @@ struct MappedFile {
 }
 
 impl MappedFile {
+    fn written(&self) -> MutexGuard<'_, Option<SystemTime>> {
+        self.written.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn damage(&self) -> Option<String> {
         #[cfg(target_os = "linux")]
         if self.watch.as_ref().is_some_and(Watch::has_lost) {
@@ -40,7 +47,7 @@ impl MappedFile {
             Ok(now) if now.len() != self.first.len() => {
                 Some(format!("has {} bytes now, and had {} when it was loaded", now.len(), self.first.len()))
             }
-            Ok(now) if now.modified().ok() != self.first.modified().ok() => {
+            Ok(now) if now.modified().ok() != *self.written() => {
                 Some("was written to since it was loaded".into())
             }
             Ok(_) => None,
@@ -72,6 +79,14 @@ impl HostMemory for MappedFile {
             changed: (now.ctime(), now.ctime_nsec()),
         })
     }
+
+    #[cfg(unix)]
+    fn accept(&self, stamp: &FileStamp) {
+        let Ok(now) = self.file.metadata() else { return };
+        if self.stamp().as_ref() == Some(stamp) {
+            *self.written() = now.modified().ok();
+        }
+    }
 }
 
 impl FileMapper for Mapper {
@@ -84,6 +99,7 @@ impl FileMapper for Mapper {
         let mut mapped = MappedFile {
             path: path.to_owned(),
             file,
+            written: Mutex::new(first.modified().ok()),
             first,
             #[cfg(target_os = "linux")]
             watch: None,
@@ -221,6 +237,35 @@ mod tests {
             fs::write(path, vec![8; 3 << 20]).unwrap();
         });
         assert!(memory.check().unwrap_err().detail.contains("was written to"));
+    }
+
+    #[test]
+    fn what_was_written_to_is_used_on_once_its_bytes_were_found_to_be_the_same_and_not_what_was_cut() {
+        let wait = || std::thread::sleep(std::time::Duration::from_millis(20));
+        let directory = scratch("accepted");
+        let path = directory.join("file");
+        fs::write(&path, vec![7; 3 << 20]).unwrap();
+        let memory = Mapper.map(&path).unwrap();
+        let touch = || {
+            wait();
+            File::options().write(true).open(&path).unwrap().set_modified(SystemTime::now()).unwrap();
+        };
+        touch();
+        assert!(memory.check().is_err());
+        let stamp = memory.stamp().unwrap();
+        memory.accept(&stamp);
+        assert_eq!(memory.check(), Ok(()));
+        touch();
+        assert!(memory.check().is_err(), "each time anew");
+        memory.accept(&stamp);
+        assert!(memory.check().is_err(), "it was written to since it had that stamp");
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_len(4096).unwrap();
+        let lost = memory.as_bytes()[1 << 20];
+        file.set_len(3 << 20).unwrap();
+        memory.accept(&memory.stamp().unwrap());
+        assert!(lost == 7 || memory.check().is_err());
+        fs::remove_dir_all(&directory).unwrap();
     }
 
     #[test]

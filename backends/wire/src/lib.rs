@@ -49,4 +49,4 @@ pub use shm::Shm;
 #[cfg(unix)]
 pub use tcp::{Tcp, TcpConfig};
 #[cfg(all(feature = "tls", unix))]
-pub use tls::{Files, Identity, Kind, OnRenewal, Pem};
+pub use tls::{End, Files, Identity, Kind, OnRenewal, Pem, Watch};

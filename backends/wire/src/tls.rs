@@ -4,14 +4,16 @@ use crate::link::{Link, remaining};
 use crate::named::{NamedClients, NamedServers};
 use mixfleet_hal::{Error, Result};
 use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::ServerCertVerifier;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
 use std::io::{self, BufRead, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 /// Plaintext that is encrypted before the socket takes it: some records, so that it is still in the cache.
@@ -72,6 +74,8 @@ pub struct Identity {
 
 struct Current {
     configs: Configs,
+    /// How often the files have been read anew.
+    generation: u64,
     stamps: Vec<Stamp>,
     looked: Instant,
     /// The files could not be used, and it was said.
@@ -87,6 +91,40 @@ struct Configs {
     control_server: Arc<ServerConfig>,
     client: Arc<ClientConfig>,
     control_client: Arc<ClientConfig>,
+    clients: Arc<dyn ClientCertVerifier>,
+    servers: Arc<NamedServers>,
+}
+
+/// Which end of a connection showed its certificates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The one that called.
+    Caller,
+    /// The one that was called.
+    Called,
+}
+
+/// Says whether who showed its certificates when a connection began is believed still: a list of revoked ones may have come.
+pub struct Watch {
+    identity: Arc<Identity>,
+    shown: Vec<CertificateDer<'static>>,
+    end: End,
+    /// That a certificate ends while its connection lives is no reason to end it.
+    began: UnixTime,
+    /// Of the files that it was held to last.
+    generation: Option<u64>,
+    is_believed: bool,
+}
+
+impl Watch {
+    /// As of the files that are there now, looked at once a second at most.
+    pub fn is_believed(&mut self) -> bool {
+        if let Some((generation, configs)) = self.identity.newer(self.generation) {
+            self.generation = Some(generation);
+            self.is_believed = configs.believe(&self.shown, self.end, self.began);
+        }
+        self.is_believed
+    }
 }
 
 /// A file's length, time and number: another file is in its place when one differs.
@@ -153,12 +191,12 @@ impl Configs {
             server.send_tls13_tickets = 0;
             Ok(server)
         };
-        let servers = NamedServers { inner: servers, names: names(pem.fleet, &[Kind::Worker])? };
+        let servers = Arc::new(NamedServers { inner: servers, names: names(pem.fleet, &[Kind::Worker])? });
         let mut client = ClientConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(failed)?
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(servers))
+            .with_custom_certificate_verifier(servers.clone())
             .with_client_auth_cert(chain.clone(), key()?)
             .map_err(failed)?;
         client.resumption = rustls::client::Resumption::disabled();
@@ -171,7 +209,20 @@ impl Configs {
             control_server: Arc::new(control_server),
             client: Arc::new(client),
             control_client: Arc::new(control_client),
+            clients,
+            servers,
         })
+    }
+
+    fn believe(&self, shown: &[CertificateDer<'_>], end: End, began: UnixTime) -> bool {
+        let Some((member, authorities)) = shown.split_first() else { return false };
+        match end {
+            End::Caller => self.clients.verify_client_cert(member, authorities, began).is_ok(),
+            End::Called => {
+                let any = &self.servers.names[0];
+                self.servers.verify_server_cert(member, authorities, any, &[], began).is_ok()
+            }
+        }
     }
 }
 
@@ -228,13 +279,30 @@ impl Identity {
     }
 
     fn configs(&self) -> Configs {
+        self.current().configs.clone()
+    }
+
+    /// What has been read since that generation.
+    fn newer(&self, than: Option<u64>) -> Option<(u64, Configs)> {
+        let current = self.current();
+        (Some(current.generation) != than).then(|| (current.generation, current.configs.clone()))
+    }
+
+    fn current(&self) -> MutexGuard<'_, Current> {
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((files, on_renewal)) = &self.files
             && current.looked.elapsed() >= LOOK
         {
             current.look(files, on_renewal);
         }
-        current.configs.clone()
+        current
+    }
+
+    /// Watches over who has shown these certificates, its own first, and was accepted.
+    pub fn watch(self: &Arc<Self>, shown: &[CertificateDer<'_>], end: End) -> Watch {
+        let shown = shown.iter().map(|certificate| certificate.clone().into_owned()).collect();
+        let (identity, began) = (self.clone(), UnixTime::now());
+        Watch { identity, shown, end, began, generation: None, is_believed: true }
     }
 
     /// For who accepts calls of routers and workers by HTTP/2.
@@ -258,29 +326,29 @@ impl Identity {
     }
 
     /// The passive end of a handshake: when it returns, the peer has shown a certificate.
-    pub(crate) fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
+    pub(crate) fn accept(self: &Arc<Self>, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
         let connection = ServerConnection::new(self.configs().server).map_err(io::Error::other)?;
-        shake(socket, connection.into(), deadline)
+        shake(self, socket, connection.into(), deadline)
     }
 
     /// As [`accept`](Self::accept), but the handshake goes on as the link receives.
     #[cfg(all(feature = "verbs", target_os = "linux"))]
-    pub(crate) fn begin_accept(&self, socket: TcpStream) -> io::Result<Link> {
+    pub(crate) fn begin_accept(self: &Arc<Self>, socket: TcpStream) -> io::Result<Link> {
         let mut connection = ServerConnection::new(self.configs().server).map_err(io::Error::other)?;
         connection.set_buffer_limit(Some(AHEAD_BYTES));
-        Ok(Link::tls(socket, Session { connection: connection.into() }))
+        Ok(Link::tls(socket, Session::new(connection.into(), self)))
     }
 
     /// The active end of a handshake.
-    pub(crate) fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
+    pub(crate) fn connect(self: &Arc<Self>, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
         let connection = ClientConnection::new(self.configs().client, self.server_name());
-        shake(socket, connection.map_err(io::Error::other)?.into(), deadline)
+        shake(self, socket, connection.map_err(io::Error::other)?.into(), deadline)
     }
 }
 
 impl Current {
     fn new(configs: Configs, stamps: Vec<Stamp>) -> Self {
-        Current { configs, stamps, looked: Instant::now(), is_said: false }
+        Current { configs, generation: 0, stamps, looked: Instant::now(), is_said: false }
     }
 
     /// Reads the files if they have changed. Those that cannot be used are tried again: they may be half written.
@@ -293,6 +361,7 @@ impl Current {
         match files.read() {
             Ok(configs) => {
                 (self.configs, self.stamps, self.is_said) = (configs, stamps, false);
+                self.generation += 1;
                 on_renewal(Ok(()));
             }
             Err(error) => {
@@ -304,12 +373,17 @@ impl Current {
     }
 }
 
-fn shake(socket: TcpStream, mut connection: Connection, deadline: Instant) -> io::Result<Link> {
+fn shake(
+    identity: &Arc<Identity>,
+    socket: TcpStream,
+    mut connection: Connection,
+    deadline: Instant,
+) -> io::Result<Link> {
     connection.set_buffer_limit(Some(AHEAD_BYTES));
     while connection.is_handshaking() {
         connection.complete_io(&mut Timed { socket: &socket, deadline })?;
     }
-    Ok(Link::tls(socket, Session { connection }))
+    Ok(Link::tls(socket, Session::new(connection, identity)))
 }
 
 /// A blocking socket until `deadline`, however slowly the peer's bytes come.
@@ -339,11 +413,38 @@ impl Write for Timed<'_> {
 /// The state of an encrypted stream.
 pub(crate) struct Session {
     connection: Connection,
+    identity: Arc<Identity>,
+    /// Of the other end, once it has shown who it is.
+    watch: Option<Watch>,
 }
 
 impl Session {
+    fn new(connection: Connection, identity: &Arc<Identity>) -> Self {
+        Session { connection, identity: identity.clone(), watch: None }
+    }
+
+    /// Ends what goes on with a member whose certificate was taken back.
+    fn check(&mut self) -> io::Result<()> {
+        if self.watch.is_none() && !self.connection.is_handshaking() {
+            let shown = self.connection.peer_certificates().unwrap_or_default();
+            let end = match &self.connection {
+                Connection::Client(_) => End::Called,
+                Connection::Server(_) => End::Caller,
+            };
+            self.watch = Some(self.identity.watch(shown, end));
+        }
+        match self.watch.as_mut().is_none_or(Watch::is_believed) {
+            true => Ok(()),
+            false => Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                "the other end's certificate was taken back",
+            )),
+        }
+    }
+
     /// Encrypts some of `parts`, and sends what the socket takes.
     pub(crate) fn send(&mut self, socket: &mut TcpStream, parts: &[libc::iovec]) -> io::Result<usize> {
+        self.check()?;
         self.flush(socket)?;
         let mut taken = 0;
         for part in parts {
@@ -375,6 +476,7 @@ impl Session {
         loop {
             let taken = self.take(parts)?;
             if taken > 0 {
+                self.check()?;
                 return Ok(taken);
             }
             if self.connection.read_tls(socket)? == 0 {

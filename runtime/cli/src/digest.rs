@@ -19,6 +19,9 @@ const SCHEMA: &str = "mixfleet.digest/1";
 /// no trace in its stamp.
 const STAMP_STEP: Duration = Duration::from_millis(100);
 
+/// Between two looks at the files of a checkpoint in use.
+const LOOK: Duration = Duration::from_secs(1);
+
 /// How often progress is said.
 const SAID_EVERY: Duration = Duration::from_secs(5);
 
@@ -96,6 +99,46 @@ impl Digest {
         };
         if let Err(error) = std::thread::Builder::new().name("digest".into()).spawn(body) {
             tracing::error!(%error, "no thread for the weights' digest: KV of earlier runs is not used");
+        }
+    }
+}
+
+impl Digest {
+    /// Sees to it that a file to which the same bytes were written, or that was only touched, is used on: whoever computes with its bytes
+    /// stops when it was written to. Once the digest is known all bytes are hashed again then, and if they are the same, that it was
+    /// written to is forgotten.
+    pub(crate) fn watch_over(&self, checkpoint: Checkpoint) {
+        let known = self.known.clone();
+        let body = move || {
+            let mut hashed = None;
+            loop {
+                std::thread::sleep(LOOK);
+                let Some(digest) = known.borrow().clone() else {
+                    match known.has_changed() {
+                        Ok(_) => continue,
+                        Err(_) => return,
+                    }
+                };
+                if checkpoint.check().is_ok() {
+                    continue;
+                }
+                let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                let settled = checkpoint.stamps().filter(|stamps| is_settled(stamps, since_epoch));
+                let Some(stamps) = settled.filter(|stamps| hashed.as_ref() != Some(stamps)) else { continue };
+                tracing::warn!("a file of the checkpoint was written to: all its bytes are hashed again");
+                let is_same = checkpoint.digesting().is(&digest);
+                if is_same {
+                    checkpoint.accept(&stamps);
+                }
+                match is_same && checkpoint.check().is_ok() {
+                    true => tracing::warn!("the weights are what they were, and are used on"),
+                    false => tracing::error!("the weights are not what they were: start again"),
+                }
+                hashed = Some(stamps);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("weights".into()).spawn(body) {
+            tracing::warn!(%error, "no thread watches over the checkpoint: do not write to its files");
         }
     }
 }

@@ -82,7 +82,7 @@ impl Started {
 pub(crate) fn engine(
     model: &Model,
     args: &ModelArgs,
-    choice: Choice,
+    mut choice: Choice,
     env: &SharedEnv,
     metrics: Metrics,
     placements: Arc<Placements>,
@@ -90,7 +90,7 @@ pub(crate) fn engine(
     check_roles(&choice.instances.devices)?;
     // Block hashes hold for one shape and secret; whose weights they are of, a disk's namespace says.
     let (model_digest, tokenizer_digest) = (model.shape_digest.clone(), model.tokenizer_digest.clone());
-    let identity = match tiers::secret(&choice.instances.tiers, env)? {
+    let identity = match tiers::secret(&mut choice.instances.tiers, env)? {
         Some(secret) => Identity { model_digest, tokenizer_digest, secret },
         None => Identity::new(model_digest, tokenizer_digest, [env.random(), env.random()]),
     };
@@ -144,6 +144,7 @@ pub(crate) fn instances(
     }
     let read = |file: &PathBuf| Ok((file.clone(), profiles::read(file)?));
     let known = choice.profiles.iter().map(read).collect::<Result<Vec<_>>>()?;
+    digest.watch_over(model.checkpoint.clone());
     let mut instances = Vec::new();
     for DeviceRole { device: selector, role } in &choice.devices {
         let device = backends::open(selector)?;
@@ -161,8 +162,11 @@ pub(crate) fn instances(
         let spec = InstanceSpec { device, weights, role: *role, price, limits };
         let loaded = Loaded::new(&config, spec)?;
         let (identity, kv, digest) = (identity.clone(), model.kv, digest.wait());
-        let namespace =
-            async move { Some(Identity { model_digest: digest.await?, ..identity }.namespace(kv)) };
+        let namespace = async move {
+            // Not known at once, so that a disk is opened on its own thread, which may hang.
+            tokio::task::yield_now().await;
+            Some(Identity { model_digest: digest.await?, ..identity }.namespace(kv))
+        };
         instances.push(match tiers::of(&choice.tiers, selector, Box::pin(namespace))? {
             Some(tiers) => loaded.with_lower_tiers(tiers, &region)?,
             None => loaded,

@@ -8,14 +8,14 @@ use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::pool::{Pool, SSD_TIMEOUT, SsdConfig, WrittenBack};
 use mixfleet_scheduler::cost::CostModel;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 #[cfg(unix)]
 use {
     mixfleet_hal::random,
-    mixfleet_runtime::pool::disk::{Opening, PrivateDirectory},
+    mixfleet_runtime::pool::disk::{Disk, Opening, PrivateDirectory},
     std::io::{ErrorKind, Read, Write},
 };
 
@@ -23,6 +23,9 @@ use {
 const WRITE_BACK: Duration = Duration::from_secs(10);
 /// and until the disk has them safe: a disk that hangs holds up no end. (Kubernetes waits 30 s for all of it.)
 const SAFE: Duration = Duration::from_secs(20);
+
+/// A directory that has not opened by then does not answer: a mount that hangs holds up no start.
+const OPENED: Duration = Duration::from_secs(10);
 
 /// Keys the hashes of the blocks in a directory. Only its owner may read it: who knows it can aim at hashes.
 #[cfg(unix)]
@@ -79,14 +82,41 @@ fn bytes(gib: f64) -> u64 {
     (gib * GIB as f64) as u64
 }
 
+/// What `work` finds in a directory; none, said aloud, where that takes longer than `limit`. Then its thread hangs on, and nobody waits.
+fn in_time<T: Send + 'static>(
+    directory: &Path,
+    limit: Duration,
+    work: impl FnOnce(&Path) -> Result<T> + Send + 'static,
+) -> Result<Option<T>> {
+    let (tell, told) = mpsc::channel();
+    let own = directory.to_path_buf();
+    let body = move || drop(tell.send(work(&own)));
+    Builder::new().name("opening".into()).spawn(body).context("--kv-ssd: no thread to open it")?;
+    match told.recv_timeout(limit) {
+        Ok(result) => result.map(Some),
+        Err(_) => {
+            let (directory, seconds) = (directory.display(), limit.as_secs_f64());
+            tracing::error!(
+                "--kv-ssd: {directory} does not answer within {seconds} s; it is left out until the next start"
+            );
+            Ok(None)
+        }
+    }
+}
+
 /// What must be equal before blocks of earlier processes may be used, once it is known.
 type Namespace = std::pin::Pin<Box<dyn Future<Output = Option<u64>> + Send>>;
 
 /// What lies below the device that `selector` names, if anything shall; blocks there belong to `namespace`.
 pub(crate) fn of(args: &TierArgs, selector: &str, namespace: Namespace) -> Result<Option<LowerTiers>> {
     let Some(dram) = args.kv_dram else { return Ok(None) };
-    let ssd = args.kv_ssd.as_deref().zip(args.kv_ssd_gib);
-    let ssd = ssd.map(|(directory, gib)| disk(directory, selector, bytes(gib))).transpose()?;
+    let ssd = match args.kv_ssd.as_deref().zip(args.kv_ssd_gib) {
+        Some((directory, gib)) => {
+            let (selector, bytes) = (selector.to_string(), bytes(gib));
+            in_time(directory, OPENED, move |directory| disk(directory, &selector, bytes))?
+        }
+        None => None,
+    };
     Ok(Some(LowerTiers { dram_bytes: bytes(dram), ssd, namespace }))
 }
 
@@ -96,6 +126,8 @@ fn disk(directory: &Path, selector: &str, bytes: u64) -> Result<SsdConfig> {
     let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
     let own = private(directory)?.path().join(selector.chars().map(plain).collect::<String>());
     let disk = mixfleet_runtime::pool::disk::RealDisk::open(&own).context("--kv-ssd")?;
+    // What the start asks of it later it has answered once.
+    disk.names().context("--kv-ssd")?;
     // It is a cache: what another model left there is of no use to this one.
     Ok(SsdConfig { disk: Arc::new(disk), bytes, wipe: true, timeout: SSD_TIMEOUT })
 }
@@ -123,13 +155,24 @@ fn private(directory: &Path) -> Result<PrivateDirectory> {
     PrivateDirectory::open(&resolved).context("--kv-ssd")
 }
 
-/// The secret of a directory, which keeps blocks from run to run: made if there is none. None without a directory.
+/// The secret of the directory, which keeps blocks from run to run: made if there is none. None without a directory; one that does not
+/// answer is left out.
 ///
 /// # Errors
 /// When it cannot be read or made.
 #[cfg(unix)]
-pub(crate) fn secret(args: &TierArgs, env: &SharedEnv) -> Result<Option<[u8; 16]>> {
-    let Some(directory) = &args.kv_ssd else { return Ok(None) };
+pub(crate) fn secret(args: &mut TierArgs, env: &SharedEnv) -> Result<Option<[u8; 16]>> {
+    let Some(directory) = args.kv_ssd.clone() else { return Ok(None) };
+    let env = env.clone();
+    let secret = in_time(&directory, OPENED, move |directory| secret_of(directory, &env))?;
+    if secret.is_none() {
+        (args.kv_ssd, args.kv_ssd_gib) = (None, None);
+    }
+    Ok(secret)
+}
+
+#[cfg(unix)]
+fn secret_of(directory: &Path, env: &SharedEnv) -> Result<[u8; 16]> {
     let directory = private(directory)?;
     let shown = directory.path().join(SECRET);
     let shown = shown.display();
@@ -142,7 +185,7 @@ pub(crate) fn secret(args: &TierArgs, env: &SharedEnv) -> Result<Option<[u8; 16]
                 .with_context(|| format!("--kv-ssd: cannot read {shown}"))?;
             let secret =
                 bytes.try_into().ok().with_context(|| format!("--kv-ssd: {shown} is damaged; remove it"))?;
-            Ok(Some(secret))
+            Ok(secret)
         }
         Err(error) if error.kind() == ErrorKind::NotFound => {
             let bits = [env.random(), env.random()];
@@ -155,7 +198,7 @@ pub(crate) fn secret(args: &TierArgs, env: &SharedEnv) -> Result<Option<[u8; 16]
                 directory.sync_names()
             };
             create().with_context(|| format!("--kv-ssd: cannot write {shown}"))?;
-            Ok(secret.try_into().ok())
+            Ok(secret.try_into().expect("two halves of eight bytes"))
         }
         Err(error) => Err(error).with_context(|| format!("--kv-ssd: cannot read {shown}")),
     }
@@ -163,7 +206,28 @@ pub(crate) fn secret(args: &TierArgs, env: &SharedEnv) -> Result<Option<[u8; 16]
 
 /// There is no directory to keep one in.
 #[cfg(not(unix))]
-pub(crate) fn secret(args: &TierArgs, _: &SharedEnv) -> Result<Option<[u8; 16]>> {
+pub(crate) fn secret(args: &mut TierArgs, _: &SharedEnv) -> Result<Option<[u8; 16]>> {
     anyhow::ensure!(args.kv_ssd.is_none(), "{UNIX_ONLY}");
     Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_does_not_answer_is_left_out_and_holds_up_no_start() {
+        let (hangs, until) = mpsc::channel::<()>();
+        let hung = in_time(Path::new("/mnt"), Duration::from_millis(20), move |_| {
+            until.recv().ok();
+            Ok(())
+        });
+        assert_eq!(hung.ok(), Some(None));
+        drop(hangs);
+        let answers = in_time(Path::new("/mnt"), OPENED, |directory| Ok(directory.to_path_buf()));
+        assert_eq!(answers.ok().flatten().as_deref(), Some(Path::new("/mnt")));
+        assert!(
+            in_time(Path::new("/mnt"), OPENED, |_| -> Result<()> { anyhow::bail!("it is not") }).is_err()
+        );
+    }
 }

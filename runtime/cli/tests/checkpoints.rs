@@ -12,7 +12,7 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// A checkpoint of which the tensors of the first layer's MLP have 128 KiB each.
 fn checkpoint(name: &str) -> PathBuf {
@@ -104,6 +104,37 @@ fn a_checkpoint_written_over_under_a_server_gives_no_answer_of_the_other_weights
     let (code, answer) = ask(&server, &prompt, 20);
     assert!(code >= 500, "{code} {answer}");
     assert_eq!(status(&server, "/live"), 200);
+}
+
+#[test]
+fn a_checkpoint_that_is_touched_serves_on_once_its_bytes_were_hashed_again_and_a_changed_one_never() {
+    let model = checkpoint("touched");
+    let directory = common::scratch("touched-kv");
+    let mut server = start_with_disk(&model, &directory);
+    server.wait_for("disk is in use");
+    let prompt: Vec<u32> = (5..60).collect();
+    let (code, answer) = ask(&server, &prompt, 20);
+    assert_eq!(code, 200, "{answer}");
+    let right = text(&answer);
+    std::thread::sleep(Duration::from_millis(50));
+    File::options().write(true).open(weights(&model)).unwrap().set_modified(SystemTime::now()).unwrap();
+    let again = Instant::now();
+    loop {
+        let (code, answer) = ask(&server, &prompt, 20);
+        if code == 200 {
+            assert_eq!(text(&answer), right);
+            break;
+        }
+        assert!(code >= 500 && again.elapsed() < Duration::from_secs(60), "{code} {answer}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    std::thread::sleep(Duration::from_millis(50));
+    change_behind_the_start(&model);
+    server.wait_for("the weights are not what they were");
+    for _ in 0..30 {
+        assert!(ask(&server, &prompt, 20).0 >= 500);
+        std::thread::sleep(Duration::from_millis(100));
+    }
 }
 
 #[test]

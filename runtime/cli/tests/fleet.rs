@@ -518,6 +518,37 @@ fn a_worker_with_another_model_is_refused_with_the_reason() {
     assert!(said.contains("another model") && said.contains("--model"), "{said}");
 }
 
+/// Flips a bit of the last byte of the largest tensor.
+fn damage(weights: &Path) {
+    let mut bytes = std::fs::read(weights).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..start]).unwrap();
+    let ranges = header.as_object().unwrap().values().filter_map(|tensor| tensor["data_offsets"].as_array());
+    let ranges =
+        ranges.map(|range| (range[0].as_u64().unwrap() as usize, range[1].as_u64().unwrap() as usize));
+    let (begin, end) = ranges.max_by_key(|(begin, end)| end - begin).unwrap();
+    assert!(end - begin > 64 << 10, "its end is behind what was once all that was looked at");
+    bytes[start + end - 1] ^= 1;
+    std::fs::write(weights, bytes).unwrap();
+}
+
+#[test]
+fn a_worker_whose_shard_is_damaged_is_refused() {
+    let Some(fleet) = Fleet::new("damaged") else { return };
+    let (_first, _) = fleet.joined("cpu@0", "auto", &[]);
+    let damaged = fleet.data.join("damaged-model");
+    std::fs::create_dir_all(&damaged).unwrap();
+    for entry in std::fs::read_dir(&fleet.model).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::write(damaged.join(entry.file_name()), std::fs::read(entry.path()).unwrap()).unwrap();
+    }
+    damage(&damaged.join("model.safetensors"));
+    let output = fleet.command(&damaged, "worker", &["--device", "cpu@1"]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{said}");
+    assert!(said.contains("another model"), "{said}");
+}
+
 #[test]
 fn a_worker_says_whether_it_may_use_rdma() {
     let Some(fleet) = Fleet::new("rdma") else { return };

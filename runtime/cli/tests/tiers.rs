@@ -86,7 +86,8 @@ fn golden_answers_come_from_host_memory_and_disk_and_outlive_the_process() {
     first.signal();
     assert!(first.wait().0.success());
 
-    let second = start(model, directory);
+    let mut second = start(model, directory);
+    second.wait_for("disk is in use");
     assert_eq!(ask(&second, &prompt), expected);
     assert_eq!(hits(&second, "ssd"), 4, "all that can be reused of 132 tokens");
 }

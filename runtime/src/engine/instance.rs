@@ -225,10 +225,7 @@ impl Loaded {
         let shape = self.forward.shape();
         let context = self.forward.config().context_max.saturating_sub(shape.tokens_max);
         let largest = Prefill { context, tokens: shape.tokens_max, last: true };
-        let predicted = cost.step_s(&[largest], shape.sequences_max, self.kv_capacity_tokens());
-        let bounds = (STEP_TIMEOUT_MIN.as_secs_f64(), STEP_TIMEOUT_MAX.as_secs_f64());
-        let timeout_s = (STEP_TIMEOUT_FACTOR * predicted.0).clamp(bounds.0, bounds.1);
-        Duration::from_secs_f64(if timeout_s.is_finite() { timeout_s } else { bounds.1 })
+        step_timeout(cost.step_s(&[largest], shape.sequences_max, self.kv_capacity_tokens()))
     }
 
     /// What steps take here; before serving only.
@@ -316,5 +313,24 @@ fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape:
             "{} cannot run {sig:?}, which this model needs; choose another device or other dtypes",
             device.info().id
         ))),
+    }
+}
+
+fn step_timeout(predicted: Seconds) -> Duration {
+    let bounds = (STEP_TIMEOUT_MIN.as_secs_f64(), STEP_TIMEOUT_MAX.as_secs_f64());
+    let timeout_s = (STEP_TIMEOUT_FACTOR * predicted.0).clamp(bounds.0, bounds.1);
+    Duration::from_secs_f64(if timeout_s.is_finite() { timeout_s } else { bounds.1 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_may_take_some_times_what_is_predicted_and_a_minute_at_least() {
+        let of = |predicted_s| step_timeout(Seconds(predicted_s)).as_secs();
+        assert_eq!([0.0, 1e-3, 3.0].map(of), [60; 3], "a machine may be busy");
+        assert_eq!([5.0, 10.0, 30.0].map(of), [100, 200, 600]);
+        assert_eq!([31.0, 1e9, f64::INFINITY, f64::NAN].map(of), [600; 4]);
     }
 }

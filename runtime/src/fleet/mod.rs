@@ -17,6 +17,8 @@
 //! its instances hold.
 
 mod calls;
+#[cfg(test)]
+mod hostile_tests;
 mod hub;
 #[cfg(feature = "fleet")]
 mod join;

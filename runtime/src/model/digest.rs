@@ -40,6 +40,12 @@ impl Checkpoint {
         self.shards.iter().map(|shard| shard.stamp()).collect()
     }
 
+    /// All bytes were found to be what they were at first, while the files had these stamps: that they were written to before
+    /// is forgotten.
+    pub fn accept(&self, stamps: &[FileStamp]) {
+        self.shards.iter().zip(stamps).for_each(|(shard, stamp)| shard.accept(stamp));
+    }
+
     /// A digest of the configuration, and of all tensors' names, dtypes and shapes: what decides how long the model takes, but not
     /// what it says.
     pub fn shape_digest(&self) -> String {
@@ -82,12 +88,22 @@ impl Digesting<'_> {
     /// # Errors
     /// When a file was written to or cut meanwhile: then there is no telling of what this would be the digest.
     pub fn finish(self) -> Result<String> {
+        let digest = self.value();
+        self.checkpoint.check()?;
+        Ok(digest)
+    }
+
+    /// Whether everything has this digest now, whatever has become of the files since they were mapped.
+    pub fn is(self, digest: &str) -> bool {
+        self.value() == digest
+    }
+
+    fn value(&self) -> String {
         let mut hash = self.checkpoint.shape();
         for Piece { bytes, digest } in &self.pieces {
             hash.update(&digest.get_or_init(|| xxh3_128(bytes)).to_le_bytes());
         }
-        self.checkpoint.check()?;
-        Ok(format!("{:032x}", hash.digest128()))
+        format!("{:032x}", hash.digest128())
     }
 }
 

@@ -30,6 +30,21 @@ fn loading_is_a_503_until_ready() {
 }
 
 #[test]
+fn health_is_ok_only_while_a_pair_of_instances_can_serve_and_live_whatever_they_can() {
+    run(Setup::play(Play::say("hi")), |server| async move {
+        assert_eq!(server.get("/health").await.status, 200);
+        // An instance is up, and cannot do both.
+        server.metrics.instances.set(1);
+        server.metrics.serves.set(0);
+        let told = server.get("/health").await;
+        assert_eq!((told.status, told.json()), (503, json!({"status": "no pair of instances can serve"})));
+        assert_eq!(server.get("/live").await.status, 200);
+        server.metrics.serves.set(1);
+        assert_eq!(server.get("/health").await.status, 200);
+    });
+}
+
+#[test]
 fn draining_finishes_what_runs_and_closes_the_rest() {
     let gate = Arc::new(Semaphore::new(0));
     let setup = Setup::play(Play::Gate(vec![97], gate.clone()));

@@ -49,6 +49,22 @@ impl Fleet {
             CertificateParams::new(names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>()).unwrap();
         params.serial_number = Some(SerialNumber::from(77));
         let certificate = params.signed_by(&key, &self.authority).unwrap();
+        let write = |name: &str, text: String| {
+            let path = directory.join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        Files {
+            authority: write("ca.pem", self.authority.as_ref().pem()),
+            certificates: write("member.pem", certificate.pem()),
+            key: write("member.key", key.serialize_pem()),
+            revoked: Some(write("crl.pem", self.list(revoked))),
+            fleet: FLEET.into(),
+        }
+    }
+
+    /// What the authority takes back.
+    fn list(&self, revoked: &[SerialNumber]) -> String {
         let day = |day| rcgen::date_time_ymd(2020, 1, day);
         let revoked = revoked.iter().map(|serial| RevokedCertParams {
             serial_number: serial.clone(),
@@ -64,19 +80,7 @@ impl Fleet {
             revoked_certs: revoked.collect(),
             key_identifier_method: rcgen::KeyIdMethod::Sha256,
         };
-        let list = list.signed_by(&self.authority).unwrap().pem().unwrap();
-        let write = |name: &str, text: String| {
-            let path = directory.join(name);
-            std::fs::write(&path, text).unwrap();
-            path
-        };
-        Files {
-            authority: write("ca.pem", self.authority.as_ref().pem()),
-            certificates: write("member.pem", certificate.pem()),
-            key: write("member.key", key.serialize_pem()),
-            revoked: Some(write("crl.pem", list)),
-            fleet: FLEET.into(),
-        }
+        list.signed_by(&self.authority).unwrap().pem().unwrap()
     }
 
     pub(crate) fn member(&self, name: &str) -> Arc<dyn Transport> {
@@ -199,7 +203,7 @@ fn who_is_called_may_show_a_workers_certificate_but_no_routers() {
 }
 
 /// Ends because files are looked at each second.
-fn until(what: impl Fn() -> bool) {
+fn until(mut what: impl FnMut() -> bool) {
     let begun = std::time::Instant::now();
     while !what() {
         assert!(begun.elapsed().as_secs() < 60);
@@ -239,5 +243,25 @@ fn a_certificate_that_was_taken_back_is_refused_without_a_new_start() {
     until(|| peer.connect(region(&[9; 4]), &descriptor).is_err());
     for directory in [ours, theirs] {
         std::fs::remove_dir_all(directory).unwrap();
+    }
+}
+
+#[test]
+fn kv_goes_no_further_when_a_list_names_the_certificate_of_either_end() {
+    for of_caller in [true, false] {
+        let (fleet, ours, theirs) = (Fleet::new(), scratch("ending"), scratch("ended"));
+        let owner = of_files(&fleet.files(&ours, &[FLEET], &[]));
+        let peer = of_files(&fleet.files(&theirs, &[FLEET], &[]));
+        let there = region(&[0; 4]);
+        let descriptor = owner.register(there.clone(), Access::ReadWrite).unwrap();
+        let mut way = peer.connect(region(&[9; 4]), &descriptor).unwrap();
+        write(&mut *way, &[piece(0, 0, 4)]).unwrap();
+        assert_eq!(content(&there), [9; 4]);
+        let doubting = if of_caller { &ours } else { &theirs };
+        std::fs::write(doubting.join("crl.pem"), fleet.list(&[SerialNumber::from(77)])).unwrap();
+        until(|| write(&mut *way, &[piece(0, 0, 4)]).is_err());
+        for directory in [ours, theirs] {
+            std::fs::remove_dir_all(directory).unwrap();
+        }
     }
 }

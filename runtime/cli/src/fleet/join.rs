@@ -6,7 +6,7 @@ use crate::tls::Files;
 use anyhow::{Context, Result};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::fleet::registry::{Registry, RegistryConfig};
-use mixfleet_runtime::fleet::rpc::{Certificates, Kind, Pem, RpcConfig, Trust};
+use mixfleet_runtime::fleet::rpc::{Certificates, End, Kind, Pem, RpcConfig, Trust, Watch};
 use mixfleet_wire::{Identity, Security};
 use rustls::pki_types::{CertificateDer, ServerName};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -125,5 +125,14 @@ impl Certificates for Known {
             Kind::Worker => mixfleet_wire::Kind::Worker,
         };
         self.0.is_of(certificate, kind)
+    }
+
+    fn watch(&self, shown: &[CertificateDer<'_>], end: End) -> Watch {
+        let end = match end {
+            End::Caller => mixfleet_wire::End::Caller,
+            End::Called => mixfleet_wire::End::Called,
+        };
+        let mut watch = self.0.watch(shown, end);
+        Box::new(move || watch.is_believed())
     }
 }

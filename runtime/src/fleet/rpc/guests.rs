@@ -1,6 +1,6 @@
 //! Connections to a worker process: how many there are, and how long one may say nothing.
 
-use super::{CallError, Trust};
+use super::{CallError, Certificates, End, Trust, Watch};
 use crate::env::{SharedEnv, Task};
 use futures_util::FutureExt;
 use rustls::pki_types::CertificateDer;
@@ -10,7 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -30,7 +30,29 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// Bytes in the clear or under TLS.
 pub(super) enum Wire {
     Plain(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
+    Tls(Box<Watched>),
+}
+
+/// A connection under TLS that ends when the other end is not believed any more. Pings see to it that something is read.
+pub(super) struct Watched {
+    stream: TlsStream<TcpStream>,
+    is_believed: Watch,
+}
+
+impl Watched {
+    fn new(stream: TlsStream<TcpStream>, certificates: &dyn Certificates, end: End) -> Box<Self> {
+        let is_believed = certificates.watch(stream.get_ref().1.peer_certificates().unwrap_or_default(), end);
+        Box::new(Watched { stream, is_believed })
+    }
+
+    fn poll_read(&mut self, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let read = ready!(Pin::new(&mut self.stream).poll_read(context, buffer));
+        if (self.is_believed)() {
+            return Poll::Ready(read);
+        }
+        tracing::warn!("the certificate of a member was taken back: its connection ends");
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::PermissionDenied, "the certificate was taken back")))
+    }
 }
 
 impl Wire {
@@ -48,7 +70,7 @@ impl Wire {
             Trust::Tls(certificates) => {
                 let connector = TlsConnector::from(certificates.client());
                 let stream = connector.connect(certificates.name(), socket).await.map_err(failed)?;
-                (Wire::Tls(Box::new(stream.into())), peer)
+                (Wire::Tls(Watched::new(stream.into(), &**certificates, End::Called)), peer)
             }
         })
     }
@@ -59,7 +81,7 @@ impl Wire {
             Trust::Token(_) => Wire::Plain(socket),
             Trust::Tls(certificates) => {
                 let stream = TlsAcceptor::from(certificates.server()).accept(socket).await?;
-                Wire::Tls(Box::new(stream.into()))
+                Wire::Tls(Watched::new(stream.into(), &**certificates, End::Caller))
             }
         })
     }
@@ -67,7 +89,9 @@ impl Wire {
     fn certificate(&self) -> Option<CertificateDer<'static>> {
         match self {
             Wire::Plain(_) => None,
-            Wire::Tls(stream) => Some(stream.get_ref().1.peer_certificates()?.first()?.clone().into_owned()),
+            Wire::Tls(watched) => {
+                Some(watched.stream.get_ref().1.peer_certificates()?.first()?.clone().into_owned())
+            }
         }
     }
 }
@@ -80,7 +104,7 @@ impl AsyncRead for Wire {
     ) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Wire::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
-            Wire::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
+            Wire::Tls(watched) => watched.poll_read(context, buffer),
         }
     }
 }
@@ -89,21 +113,21 @@ impl AsyncWrite for Wire {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         match self.get_mut() {
             Wire::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
-            Wire::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
+            Wire::Tls(watched) => Pin::new(&mut watched.stream).poll_write(context, bytes),
         }
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Wire::Plain(stream) => Pin::new(stream).poll_flush(context),
-            Wire::Tls(stream) => Pin::new(stream).poll_flush(context),
+            Wire::Tls(watched) => Pin::new(&mut watched.stream).poll_flush(context),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Wire::Plain(stream) => Pin::new(stream).poll_shutdown(context),
-            Wire::Tls(stream) => Pin::new(stream).poll_shutdown(context),
+            Wire::Tls(watched) => Pin::new(&mut watched.stream).poll_shutdown(context),
         }
     }
 }

@@ -77,6 +77,20 @@ pub trait Certificates: fmt::Debug + Send + Sync {
     fn name(&self) -> ServerName<'static>;
     /// Whether a certificate that was accepted is of such a member.
     fn is_of(&self, certificate: &CertificateDer<'_>, kind: Kind) -> bool;
+    /// Watches over who has shown these certificates, its own first, and was accepted.
+    fn watch(&self, shown: &[CertificateDer<'_>], end: End) -> Watch;
+}
+
+/// Says whether the other end of a connection is believed still: its certificate may have been taken back since.
+pub type Watch = Box<dyn FnMut() -> bool + Send + Sync>;
+
+/// Which end of a connection showed its certificates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The one that called.
+    Caller,
+    /// The one that was called.
+    Called,
 }
 
 /// What a member is.
