@@ -184,7 +184,7 @@ mod tests {
     fn on_threads<T>(threads: usize, test: impl AsyncFnOnce(Arc<Pool>) -> T) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let env = Arc::new(RealEnv::new(runtime.handle().clone()));
-        runtime.block_on(test(Arc::new(Pool::new(env, threads, 64))))
+        runtime.block_on(test(Arc::new(Pool::new(env, threads, 128))))
     }
 
     #[test]
