@@ -13,6 +13,8 @@ trap 'git -C "$root" worktree remove --force "$work/tree"' EXIT
 cd "$work/tree"
 export CARGO_TARGET_DIR="$work/build"
 
+missed=0
+
 # plant NAME FILE SED-EXPRESSION [TEST FILTER]
 plant() {
     test=${4:-chaos}
@@ -23,10 +25,15 @@ plant() {
         echo "planted: '$1' no longer applies to $2" >&2
         exit 3
     fi
-    cargo test --quiet -p mixfleet-runtime --test "$test" --no-run
+    if ! cargo test --quiet -p mixfleet-runtime --test "$test" --no-run; then
+        echo "planted: '$1' does not compile"
+        missed=$((missed + 1))
+        return
+    fi
     if found=$(cargo test -p mixfleet-runtime --test "$test" "$filter" 2>&1); then
-        echo "planted: '$1' was NOT found" >&2
-        exit 1
+        echo "planted: '$1' was NOT found"
+        missed=$((missed + 1))
+        return
     fi
     printf 'planted: %s: found, %s\n' "'$1'" "$(printf '%s\n' "$found" | grep -o 'seed [0-9]* ([a-z ]*)' | head -n 1)"
 }
@@ -49,9 +56,36 @@ plant "a disk that hangs is waited for" runtime/src/pool/lane.rs \
     's/Box::pin(async { result = answer.await.ok() }), limit/Box::pin(async { result = answer.await.ok() }), Duration::MAX.min(limit * 1_000_000)/'
 plant "a disk that is out keeps its blocks in the index" runtime/src/pool/mod.rs \
     's/blocks.into_iter().for_each(|hash| self.events.add(hash, Tier::Ssd, false));/drop(blocks);/'
+plant "the end of a router's old session ends its new one" runtime/src/fleet/hub.rs \
+    's/if self.routers.get(&router).is_some_and(|(current, _)| \*current == session) {/if self.routers.contains_key(\&router) {/'
+plant "the end of a peer's old session ends its new one" runtime/src/fleet/hub.rs \
+    's/if self.peers.get(&peer) != Some(&session) {/if !self.peers.contains_key(\&peer) {/'
+plant "requests are due by the clocks of their routers" runtime/src/fleet/rights.rs \
+    's/job.due = job.due + span;/let _ = span;/' chaos take_turns
+plant "a request with which instances are lost goes on for ever" runtime/src/engine/losses.rs \
+    's/const LOSSES_MAX: usize = 2;/const LOSSES_MAX: usize = 1000;/'
+plant "an instance out of reach counts as one that a request took with it" runtime/src/engine/losses.rs \
+    's/filter(|(_, certain)| \*certain)/filter(|(_, certain)| *certain || true)/'
+plant "what a device draws is not compared with the vocabulary" runtime/src/engine/worker.rs \
+    's/if token >= vocabulary {/if token > vocabulary \&\& token != u32::MAX {/'
+plant "a part gets no longer for a step than its maker says" runtime/src/engine/instance.rs \
+    's/STEP_TIMEOUT_FACTOR: f64 = 20.0/STEP_TIMEOUT_FACTOR: f64 = 1.0/; s/STEP_TIMEOUT_MIN: Duration = Duration::from_secs(60)/STEP_TIMEOUT_MIN: Duration = Duration::from_micros(1)/'
+plant "a thread is taken for granted" runtime/src/engine/instance.rs \
+    's/env.spawn_worker(&name, Box::pin(worker.run())).map_err(no_thread)/env.spawn_worker(\&name, Box::pin(worker.run())).map_err(no_thread).unwrap(); Ok(())/'
+plant "weights are not compared" runtime/src/fleet/session.rs \
+    's/other if other.digest != ours.digest => "model"/other if other.digest.is_empty() => "model"/'
+plant "versions of the protocol are not compared" runtime/src/fleet/session.rs \
+    's/if protocol != PROTOCOL {/if protocol > PROTOCOL {/'
+plant "a process whose id was given again goes on" runtime/src/fleet/registry/records.rs \
+    's/Err(RegistryError::Taken(member.name()))$/Ok(())/; s/Some(_) => Err(RegistryError::Taken(member.name())),/Some(_) => Ok(true),/'
+plant "what a silent watch does not tell is never read" runtime/src/fleet/registry/keep.rs \
+    's/if whole_roll {/if whole_roll \&\& false {/'
+plant "a router takes any number of requests" scheduler/src/fleet/place/mod.rs \
+    's/if requests >= requests_max \&\& arrival/if requests >= requests_max.max(usize::MAX) \&\& arrival/'
 plant "names are not synced" runtime/src/pool/journal.rs \
     's/if sync { disk.sync_names() } else { Ok(()) }/Ok(())/' pool crash::
 plant "a symbolic link is followed" runtime/src/pool/disk/private.rs \
     's/OFlags::RDWR | OFlags::NOFOLLOW/OFlags::RDWR/' pool private::
 plant "whose file it is is not looked at" runtime/src/pool/disk/private.rs \
     's/if owner != own {/if owner != own \&\& own == u32::MAX {/' pool private::
+[ "$missed" = 0 ] || { echo "planted: $missed of them not found" >&2; exit 1; }
