@@ -1,8 +1,6 @@
 //! The log of the fleet's machine: what a real engine was told gives the same answers again.
 
-mod fleet;
-
-use fleet::{Fleet, pressure};
+use crate::fleet::{Fleet, pressure};
 use mixfleet_runtime::engine::events::{Replay, SCHEMA};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::random::tiny_variants;

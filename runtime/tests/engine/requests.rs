@@ -1,10 +1,7 @@
 //! The engine in the seeded environment, on the reference device: whole requests against the float64
 //! forward pass, under split placement, memory pressure, faults and clients that leave.
 
-mod contained;
-mod fleet;
-
-use fleet::{Fleet, ask, greedy, pressure, prompt, request};
+use crate::fleet::{Fleet, ask, greedy, pressure, prompt, request};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::Checkpoint;

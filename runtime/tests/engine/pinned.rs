@@ -1,9 +1,7 @@
 //! KV goes between a device and pinned memory of the host wherever the device can pin it, and memory is pinned once and
 //! unpinned before it is fenced.
 
-mod fleet;
-
-use fleet::{Fleet, pressure};
+use crate::fleet::{Fleet, pressure};
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};

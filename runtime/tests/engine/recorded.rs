@@ -1,10 +1,8 @@
 //! A device on which replaying pays gets its decode steps as a few recordings, and gives the same
 //! tokens.
 
-mod fleet;
-
-use fleet::wayward::Wayward;
-use fleet::{Fleet, ask, greedy, prompt};
+use crate::fleet::wayward::Wayward;
+use crate::fleet::{Fleet, ask, greedy, prompt};
 use mixfleet_hal::{Cmd, Elapsed, Graph, Queue, Result, Ticket};
 use mixfleet_runtime::env::{SeededEnv, SharedEnv};
 use mixfleet_runtime::model::random::tiny_variants;

@@ -1,10 +1,8 @@
 //! The KV of a layer leaves while later layers have not even begun: the prefill device of this test
 //! refuses to begin layer k+1 before layer k has landed in the decode device's pages.
 
-mod fleet;
-
-use fleet::wayward::Wayward;
-use fleet::{Fleet, greedy, prompt};
+use crate::fleet::wayward::Wayward;
+use crate::fleet::{Fleet, greedy, prompt};
 use mixfleet_hal::{Cmd, Device, Elapsed, Error, ErrorKind, Graph, OpSig, Queue, Result, Ticket};
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::model::random::tiny_variants;
@@ -134,7 +132,7 @@ fn a_layers_kv_lands_before_the_next_layer_begins() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let env: SharedEnv = Arc::new(RealEnv::new(runtime.handle().clone()));
     let handle = fleet.start(env.clone());
-    let answer = runtime.block_on(fleet::ask(&handle, "overlap".into(), prompt, 4, None));
+    let answer = runtime.block_on(crate::fleet::ask(&handle, "overlap".into(), prompt, 4, None));
     assert_eq!(answer.tokens, expected);
 
     let layers = checkpoint.config.layers as usize;

@@ -1,9 +1,7 @@
 //! KV that a device's memory gives up, in the seeded environment: conversations that come back are served from host memory and
 //! from disk, in the tokens of the float64 forward pass, whatever becomes of the bytes.
 
-mod fleet;
-
-use fleet::{Answer, Fleet, ask, greedy, pressure, prompt};
+use crate::fleet::{Answer, Fleet, ask, greedy, pressure, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::env::{Env, SeededEnv};

@@ -1,12 +1,7 @@
 //! What `serve` does and what `simulate` predicts are one: the real engine on simulated devices in virtual time, and the
 //! simulator's driver of the same machine, place and turn away the same requests.
 
-#![allow(clippy::print_stdout, reason = "the numbers of each scene")]
-
-#[path = "fleet/clock.rs"]
-mod clock;
-
-use clock::WorldClock;
+use crate::fleet::clock::WorldClock;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::random::Stream;

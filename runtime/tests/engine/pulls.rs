@@ -1,9 +1,7 @@
 //! Prefixes that one instance holds and another one needs, in the seeded environment: they are pulled, and whatever becomes of the bytes,
 //! answers have the tokens of the float64 forward pass and no block stays in use.
 
-mod fleet;
-
-use fleet::{Answer, Case, Fleet, ask, greedy, prompt, request};
+use crate::fleet::{Answer, Case, Fleet, ask, greedy, prompt, request};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;

@@ -1,9 +1,7 @@
 //! The engine on simulated parts that only take time: their tokens are hashes of all KV that was read,
 //! so equal tokens mean that no stale, missing or foreign KV was ever used.
 
-mod fleet;
-
-use fleet::{Case, Fleet, prompt};
+use crate::fleet::{Case, Fleet, prompt};
 use mixfleet_hal::Device;
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};

@@ -1,11 +1,7 @@
 //! How much of a hand-off shows: simulated parts and a link of a known rate, in virtual time.
 
-#![allow(clippy::print_stdout, reason = "the numbers")]
-
-mod fleet;
-
-use fleet::clock::WorldClock;
-use fleet::{Fleet, prompt, request};
+use crate::fleet::clock::WorldClock;
+use crate::fleet::{Fleet, prompt, request};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};

@@ -1,0 +1,19 @@
+//! The engine in one process, most of it in the seeded environment: what requests get, and what instances do for them.
+
+#![allow(clippy::print_stdout, reason = "the numbers of some tests")]
+
+mod agree;
+mod contained;
+mod cost_shape;
+mod events;
+mod exposed;
+#[path = "../fleet/mod.rs"]
+mod fleet;
+mod overlap;
+mod pinned;
+mod pulls;
+mod recorded;
+mod requests;
+mod simulated;
+mod tiers;
+mod watched;
