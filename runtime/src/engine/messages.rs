@@ -23,7 +23,7 @@ pub type Held = BTreeMap<InstanceId, Vec<(Tier, BlockHash)>>;
 pub(crate) struct Job {
     /// Its id; smaller is older.
     pub(crate) request: RequestId,
-    /// Instances begin prompts in this order: seconds since 1970, since those of several routers meet.
+    /// Instances begin prompts in this order: seconds since 1970 by the sender's clock, since those of several routers meet.
     pub(crate) due: Seconds,
     /// Grows with every placement of the request: messages of an earlier one are ignored.
     pub(crate) attempt: u32,
