@@ -4,7 +4,7 @@
 use super::error::{Error, Result};
 use super::fields::{Fields, read_object_if_present};
 use super::strftime::strftime;
-use minijinja::value::{Kwargs, Serde};
+use minijinja::value::{Kwargs, Serde, StringInput};
 use minijinja::{Environment, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
@@ -126,6 +126,7 @@ impl ChatTemplate {
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", raise_exception);
         environment.add_filter("tojson", to_json);
+        environment.add_filter("indent", indent);
         check_depth(source)?;
         let source = without_generation_tags(source);
         environment.add_template_owned("chat_template", source).map_err(template_error)?;
@@ -229,6 +230,23 @@ fn raise_exception(message: String) -> std::result::Result<String, minijinja::Er
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }
 
+/// The library's, with a width that its memory has room for.
+fn indent(
+    text: StringInput<'_>,
+    width: Option<usize>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    named: Kwargs,
+) -> std::result::Result<Value, minijinja::Error> {
+    const WIDTH_MAX: usize = 1000;
+    let asked = width.or(named.get("width")?);
+    if let Some(width) = asked.filter(|width| *width > WIDTH_MAX) {
+        let message = format!("indent: {width} is more than {WIDTH_MAX}");
+        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+    }
+    minijinja::filters::indent(text, width, first, blank, named)
+}
+
 /// Python's `json.dumps` with `ensure_ascii=False`: unlike Jinja's own filter it escapes no HTML.
 fn to_json(value: &Value, arguments: Kwargs) -> std::result::Result<String, minijinja::Error> {
     let indent: Option<usize> = arguments.get("indent")?;
@@ -327,7 +345,7 @@ fn tag_size(tag: &str) -> (usize, usize) {
             return (at, words);
         }
         let is_word = character.is_alphanumeric() || character == '_';
-        words += usize::from(!character.is_whitespace() && !(is_word && in_word));
+        words += usize::from(!(character.is_whitespace() || is_word && in_word));
         in_word = is_word;
         quote = matches!(character, '\'' | '"').then_some(character);
     }

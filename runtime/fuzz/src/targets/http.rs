@@ -213,7 +213,7 @@ pub(super) fn address(bytes: &[u8]) -> bool {
 
 /// Half of the connections end with what they bring; the others are waited for until their time is over.
 pub(super) fn connection(bytes: &[u8]) -> bool {
-    let answer = exchange(bytes, bytes.len() % 2 == 0);
+    let answer = exchange(bytes, bytes.len().is_multiple_of(2));
     assert!(answer.is_empty() || answer.starts_with(b"HTTP/1."), "{}", String::from_utf8_lossy(&answer));
     assert!(!answer.starts_with(b"HTTP/1.1 500 "), "{}", String::from_utf8_lossy(&answer));
     answer.starts_with(b"HTTP/1.1 200 ")
