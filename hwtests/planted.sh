@@ -61,7 +61,7 @@ plant "the end of a router's old session ends its new one" runtime/src/fleet/hub
 plant "the end of a peer's old session ends its new one" runtime/src/fleet/hub.rs \
     's/if self.peers.get(&peer) != Some(&session) {/if !self.peers.contains_key(\&peer) {/'
 plant "requests are due by the clocks of their routers" runtime/src/fleet/rights.rs \
-    's/job.due = job.due + span;/let _ = span;/' chaos take_turns
+    's/job.due += span;/let _ = (job, span);/' chaos take_turns
 plant "a request with which instances are lost goes on for ever" runtime/src/engine/losses.rs \
     's/const LOSSES_MAX: usize = 2;/const LOSSES_MAX: usize = 1000;/'
 plant "an instance out of reach counts as one that a request took with it" runtime/src/engine/losses.rs \

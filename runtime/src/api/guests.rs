@@ -86,11 +86,12 @@ impl Guests {
         } else {
             state.order.len() >= self.bounds.max && !self.evict(&mut state, None)
         };
-        if aside && state.aside.len() >= self.bounds.aside_max {
-            if let Some(oldest) = state.aside.first().copied() {
-                state.remove(oldest);
-                self.evictions.inc();
-            }
+        if aside
+            && state.aside.len() >= self.bounds.aside_max
+            && let Some(oldest) = state.aside.first().copied()
+        {
+            state.remove(oldest);
+            self.evictions.inc();
         }
         let number = state.tick();
         let (stay, evicted) = oneshot::channel();

@@ -144,9 +144,9 @@ impl Rogue {
     }
 }
 
-fn with_a_rogue<F: Future<Output = ()> + Send>(test: impl FnOnce(Rogue) -> F + Send + 'static)
+fn with_a_rogue<F>(test: impl FnOnce(Rogue) -> F + Send + 'static)
 where
-    F: 'static,
+    F: Future<Output = ()> + Send + 'static,
 {
     let (env, checkpoint, metrics) =
         (SeededEnv::new(1), tiny_variants().remove(0).1.load().expect("good"), Metrics::new());

@@ -75,7 +75,7 @@ impl ToWorker {
     /// Whatever it is about is due so much later.
     fn due_later(&mut self, span: Seconds) {
         if let ToWorker::Add { job, .. } | ToWorker::Reserve { job, .. } | ToWorker::Lend { job, .. } = self {
-            job.due = job.due + span;
+            job.due += span;
         }
     }
 

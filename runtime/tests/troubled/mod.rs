@@ -327,8 +327,7 @@ pub(crate) fn turns(workload: &Workload, kinds: &[Kind], seed: u64) -> Vec<u64> 
         while order.lock().unwrap().len() < world.workload.requests {
             world.env.sleep(Duration::from_secs(1)).await;
         }
-        let order = order.lock().unwrap().clone();
-        order
+        order.lock().unwrap().clone()
     });
     env.end();
     turns
@@ -360,8 +359,7 @@ pub(crate) fn run(workload: &Workload, kinds: &[Kind], seed: u64) -> Census {
         world.count_the_rest();
         drop(ended);
         world.env.sleep(disks::HANG_LONG + Duration::from_secs(5)).await;
-        let census = world.state().census.clone();
-        census
+        world.state().census.clone()
     });
     env.end();
     census
