@@ -262,7 +262,7 @@ fn nobody_has_joined_before_the_record_is_written() {
 }
 
 #[test]
-fn of_two_models_that_come_first_at_once_the_later_charter_holds_and_the_other_process_ends() {
+fn of_two_models_that_come_first_at_once_the_one_that_is_a_member_first_stays_and_the_other_ends() {
     let world = SeededEnv::new(1);
     let env = world.clone();
     world.run(async move {
@@ -271,7 +271,9 @@ fn of_two_models_that_come_first_at_once_the_later_charter_holds_and_the_other_p
         let charter = registry.charter(&model(), [0; 16]).await.unwrap();
         // No record stands yet, so the charter is nobody's.
         let other = Model { digest: "other".into(), ..model() };
-        others.charter(&other, [1; 16]).await.unwrap();
+        let theirs = others.charter(&other, [1; 16]).await.unwrap();
+        let first = others.join(theirs, Member { model: other, ..worker("first", &[InstanceId(1)]) });
+        first.joined().await;
         let mut late = registry.join(charter, worker("late", &[InstanceId(0)]));
         tokio::select! {
             biased;
