@@ -2,8 +2,8 @@
 """The client of digest.sh: starts servers, in turn with a kept digest and without, and times what each does first."""
 import http.client, json, os, pathlib, re, shutil, statistics, subprocess, sys, threading, time
 
-model, program, work = pathlib.Path(os.environ["model"]).resolve(), os.environ["program"], pathlib.Path(os.environ["work"])
-rounds, seconds = int(os.environ["rounds"]), float(os.environ["seconds"])
+program, model, work = sys.argv[1], pathlib.Path(sys.argv[2]).resolve(), pathlib.Path(sys.argv[3])
+rounds, seconds = int(sys.argv[4]), float(sys.argv[5])
 cache = work / "cache"
 context = json.loads((model / "config.json").read_text()).get("max_position_embeddings", 2048)
 
@@ -74,6 +74,12 @@ def run(kept):
         server.wait()
 
 
+if not (model / "tokenizer.json").exists():
+    sys.path.insert(0, str(pathlib.Path(__file__).parent / "peers"))
+    from contestants import covered
+
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    model = covered(model, work / model.name, vocabulary)
 size = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
 print(f"{model.name}: {size:.2f} GB; load average {os.getloadavg()[0]:.1f}", flush=True)
 run(kept=False)  # calibrates, and fills the page cache

@@ -21,5 +21,4 @@ command -v python3 >/dev/null || skip "no python3"
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export model program work rounds=${ROUNDS:-5} seconds=${SECONDS_OF_DECODE:-30}
-python3 hwtests/digest.py
+python3 hwtests/digest.py "$program" "$model" "$work" "${ROUNDS:-5}" "${SECONDS_OF_DECODE:-30}"
