@@ -1,8 +1,8 @@
-#!/bin/sh
+#!/usr/bin/env bash
 # Plants bugs in a copy of the tree, one at a time: the chaos test must find each within the seeds of CI, or another test where one is
 # named.
 #   hwtests/planted.sh [DIRECTORY for the copy and its build; default target/planted]
-set -eu
+set -euo pipefail
 root=$(git rev-parse --show-toplevel)
 work=${1:-$root/target/planted}
 mkdir -p "$work"
@@ -25,17 +25,20 @@ plant() {
         echo "planted: '$1' no longer applies to $2" >&2
         exit 3
     fi
-    if ! cargo test --quiet -p mixfleet-runtime --test "$test" --no-run; then
+    of=(--test "$test")
+    [ "$test" = lib ] && of=(--lib)
+    if ! cargo test --quiet -p mixfleet-runtime "${of[@]}" --no-run; then
         echo "planted: '$1' does not compile"
         missed=$((missed + 1))
         return
     fi
-    if found=$(cargo test -p mixfleet-runtime --test "$test" "$filter" 2>&1); then
+    if found=$(cargo test -p mixfleet-runtime "${of[@]}" "$filter" 2>&1); then
         echo "planted: '$1' was NOT found"
         missed=$((missed + 1))
         return
     fi
-    printf 'planted: %s: found, %s\n' "'$1'" "$(printf '%s\n' "$found" | grep -o 'seed [0-9]* ([a-z ]*)' | head -n 1)"
+    seed=$(printf '%s\n' "$found" | grep -o 'seed [0-9]* ([a-z ]*)' | head -n 1 || true)
+    printf 'planted: %s: found, %s\n' "'$1'" "${seed:-by $filter}"
 }
 
 plant "the hash of KV that arrives is not compared" runtime/src/engine/incoming.rs \
@@ -57,9 +60,11 @@ plant "a disk that hangs is waited for" runtime/src/pool/lane.rs \
 plant "a disk that is out keeps its blocks in the index" runtime/src/pool/mod.rs \
     's/blocks.into_iter().for_each(|hash| self.events.add(hash, Tier::Ssd, false));/drop(blocks);/'
 plant "the end of a router's old session ends its new one" runtime/src/fleet/hub.rs \
-    's/if self.routers.get(&router).is_some_and(|(current, _)| \*current == session) {/if self.routers.contains_key(\&router) {/'
+    's/if self.routers.get(&router).is_some_and(|(current, _)| \*current == session) {/if self.routers.contains_key(\&router) {/' \
+    lib old_session
 plant "the end of a peer's old session ends its new one" runtime/src/fleet/hub.rs \
-    's/if self.peers.get(&peer) != Some(&session) {/if !self.peers.contains_key(\&peer) {/'
+    's/if self.peers.get(&peer) != Some(&session) {/if !self.peers.contains_key(\&peer) {/' \
+    lib old_session
 plant "requests are due by the clocks of their routers" runtime/src/fleet/rights.rs \
     's/job.due += span;/let _ = (job, span);/' chaos take_turns
 plant "a request with which instances are lost goes on for ever" runtime/src/engine/losses.rs \

@@ -12,7 +12,7 @@ use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Device};
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
+use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use mixfleet_wire::{HostRegion, Memory};
@@ -57,9 +57,11 @@ fn process(env: &SeededEnv, checkpoint: &Checkpoint, metrics: &Metrics) -> mixfl
     .start()
 }
 
-/// A router of its own making.
+/// A router of its own making, and the process that it calls.
 struct Rogue {
     env: SeededEnv,
+    hub: Hub,
+    hello: Hello,
     session: Session<Command, Word>,
     vocab: u32,
 }
@@ -156,10 +158,9 @@ where
         let hub = process(&world, &checkpoint, &metrics).expect("it starts");
         let hello = Hello::new(model(), Caller::new(&world));
         let session = hub.accept_router(&hello, ROUTER).expect("it is let in");
-        let mut rogue = Rogue { env: world, session, vocab: checkpoint.config.vocab };
+        let mut rogue = Rogue { env: world, hub, hello, session, vocab: checkpoint.config.vocab };
         rogue.is_served(0).await;
         test(rogue).await;
-        drop(hub);
     });
     assert_eq!(counted.worker_panics.get(), 0);
 }
@@ -235,6 +236,41 @@ fn no_other_routers_requests_are_abandoned_or_cancelled() {
         rogue.say(ToWorker::Cancel { request: RouterId(0).first_request() });
         assert_eq!(rogue.heard().await, (vec![1, 1], vec![]));
         rogue.is_served(2).await;
+    });
+}
+
+#[test]
+fn the_end_of_a_routers_old_session_leaves_its_new_one() {
+    with_a_rogue(async |mut rogue| {
+        let again = rogue.hub.accept_router(&rogue.hello, ROUTER).expect("the same process calls again");
+        let old = std::mem::replace(&mut rogue.session, again);
+        rogue.is_served(1).await;
+        drop(old);
+        rogue.heard().await;
+        rogue.is_served(2).await;
+    });
+}
+
+#[test]
+fn the_end_of_a_peers_old_session_leaves_its_new_one() {
+    with_a_rogue(async |mut rogue| {
+        let hello = Hello::new(model(), Caller::new(&rogue.env));
+        let call = |hub: &Hub| hub.accept_peer(&hello, vec![ELSEWHERE], LinkCost::default());
+        let old = call(&rogue.hub).expect("it is let in");
+        let _new = call(&rogue.hub).expect("the same process calls again");
+        rogue.env.sleep(Duration::from_secs(1)).await;
+        drop(old);
+        rogue.env.sleep(Duration::from_secs(1)).await;
+        let mut joined = Vec::new();
+        while let Ok(Word { message, .. }) = rogue.session.incoming.try_recv() {
+            match message {
+                FromWorker::Link { to: ELSEWHERE, .. } => joined.push(true),
+                FromWorker::LinkDown { to: ELSEWHERE } => joined.push(false),
+                _ => {}
+            }
+        }
+        // The second call ends what the first one began.
+        assert_eq!(joined, [true, false, true]);
     });
 }
 
