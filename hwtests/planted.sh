@@ -56,7 +56,8 @@ plant "nobody tells senders that a receiver is gone" runtime/src/engine/told.rs 
 plant "KV of host memory is used without comparing its digest" runtime/src/pool/lease.rs \
     's/intact = xxh3_64(payload) == digest;/let _ = digest; intact = true;/'
 plant "a disk that hangs is waited for" runtime/src/pool/lane.rs \
-    's/Box::pin(async { result = answer.await.ok() }), limit/Box::pin(async { result = answer.await.ok() }), Duration::MAX.min(limit * 1_000_000)/'
+    's/Box::pin(async { result = answer.await.ok() }), limit/Box::pin(async { result = answer.await.ok() }), Duration::MAX.min(limit * 1_000_000)/' \
+    pool hung::a_disk_that_hangs
 plant "a disk that is out keeps its blocks in the index" runtime/src/pool/mod.rs \
     's/blocks.into_iter().for_each(|hash| self.events.add(hash, Tier::Ssd, false));/drop(blocks);/'
 plant "the end of a router's old session ends its new one" runtime/src/fleet/hub.rs \

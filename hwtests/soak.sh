@@ -11,11 +11,16 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 binary=$root/target/release/mixfleet
 arguments=()
 build=1
+usage() {
+    echo "soak: $1" >&2
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | sed '$d' >&2
+    exit 2
+}
 while [[ $# -gt 0 ]]; do
     case $1 in
-        --minutes | --clients | --out) [[ $# -ge 2 ]] || exit 2; arguments+=("$1" "$2"); shift 2 ;;
-        --binary) [[ $# -ge 2 ]] || exit 2; binary=$2 build=0; shift 2 ;;
-        *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2 ;;
+        --minutes | --clients | --out) [[ $# -ge 2 ]] || usage "$1 needs a value"; arguments+=("$1" "$2"); shift 2 ;;
+        --binary) [[ $# -ge 2 ]] || usage "$1 needs a value"; binary=$2 build=0; shift 2 ;;
+        *) usage "there is no option $1" ;;
     esac
 done
 if [[ $build = 1 ]]; then

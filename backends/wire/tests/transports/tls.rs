@@ -11,6 +11,7 @@ use rcgen::{
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const FLEET: &str = "mixfleet";
 
@@ -214,7 +215,11 @@ fn until(mut what: impl FnMut() -> bool) {
 #[test]
 fn a_renewed_certificate_is_shown_without_a_new_start() {
     let (fleet, directory) = (Fleet::new(), scratch("renewed"));
-    let owner = of_files(&fleet.files(&directory, &["other"], &[]));
+    let unreadable = Arc::new(AtomicBool::new(false));
+    let said = unreadable.clone();
+    let on_renewal = Box::new(move |read: Result<_, _>| said.store(read.is_err(), Ordering::Relaxed));
+    let files = fleet.files(&directory, &["other"], &[]);
+    let owner = transport(Security::Tls(Arc::new(Identity::of_files(files, on_renewal).unwrap())));
     let peer = fleet.member(FLEET);
     let descriptor = owner.register(region(&[0; 4]), Access::ReadWrite).unwrap();
     let is_let = || peer.connect(region(&[9; 4]), &descriptor).is_ok();
@@ -223,7 +228,10 @@ fn a_renewed_certificate_is_shown_without_a_new_start() {
     until(is_let);
     // What cannot be read leaves the old one in use.
     std::fs::write(directory.join("member.pem"), "half").unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(1100));
+    until(|| {
+        assert!(is_let());
+        unreadable.load(Ordering::Relaxed)
+    });
     assert!(is_let());
     std::fs::remove_dir_all(directory).unwrap();
 }
