@@ -7,7 +7,7 @@ use mixfleet_hal::Result;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_runtime::pool::disk::RealDisk;
 use mixfleet_runtime::pool::{Pool, PoolConfig, PoolError, SSD_TIMEOUT, SsdConfig};
-use mixfleet_scheduler::kv::{BlockHash, CachePolicy};
+use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_wire::HostRegion;
 use std::fs::File;
 use std::io::{Read, Write};
@@ -40,14 +40,19 @@ fn pool(
         namespace: 1,
         dram_bytes: dram * block_bytes,
         ssd: directory.map(open).transpose()?,
-        policy: CachePolicy::Lru,
-        events_max: 1 << 16,
     };
     Pool::new(config, &make_region)
 }
 
 fn tokens(key: u64) -> [u32; TOKENS as usize] {
     [key as u32; TOKENS as usize]
+}
+
+fn keep(pool: &Pool, key: u64, bytes: &[u8]) {
+    let _ = pool.keep(BlockHash(key), &tokens(key), &mut |place| {
+        place.copy_from_slice(bytes);
+        Ok(())
+    });
 }
 
 /// GB/s of the best round: the machine's noise only ever takes.
@@ -91,21 +96,23 @@ fn host_memory(block_bytes: u64) -> std::result::Result<(), PoolError> {
     // The first rounds touch fresh pages; the later ones evict.
     let put = best(|| {
         for key in next..next + blocks {
-            let _ = pool.put(BlockHash(key), &tokens(key), &source);
+            keep(&pool, key, &source);
         }
+        pool.take_events();
         next += blocks;
         ROUND_BYTES
     });
     let get = best(|| {
         for key in next - blocks..next {
-            let lease = pool.get(BlockHash(key), &tokens(key)).expect("host memory holds the last round");
+            let lease = pool.lease(&[BlockHash(key)], &tokens(key));
+            assert_eq!(lease.len(), 1, "host memory holds the last round");
             let _ = lease.view(0, &mut |payload| target.copy_from_slice(payload));
             std::hint::black_box(&mut target);
         }
         ROUND_BYTES
     });
     println!(
-        "DRAM, blocks of {} KiB: copy in {copy:.2} GB/s, copy out {back:.2}, XXH3-64 {hash:.2}; put {put:.2}, get {get:.2}",
+        "DRAM, blocks of {} KiB: copy in {copy:.2} GB/s, copy out {back:.2}, XXH3-64 {hash:.2}; keep {put:.2}, lease {get:.2}",
         block_bytes >> 10
     );
     Ok(())
@@ -133,15 +140,17 @@ fn disk(directory: &Path, block_bytes: u64) -> std::result::Result<(), PoolError
     let mut next = 0;
     let put = best(|| {
         for key in next..next + blocks {
-            let _ = pool.put(BlockHash(key), &tokens(key), &source);
+            keep(&pool, key, &source);
         }
+        pool.take_events();
         next += blocks;
         ROUND_BYTES
     });
     let get = best(|| {
         let mut bytes = 0;
         for key in next - blocks..next - 1 {
-            let lease = pool.get(BlockHash(key), &tokens(key)).expect("the disk holds the last round");
+            let lease = pool.lease(&[BlockHash(key)], &tokens(key));
+            assert_eq!(lease.len(), 1, "the disk holds the last round");
             let _ = lease.view(0, &mut |payload| target.copy_from_slice(payload));
             bytes += block_bytes;
         }
@@ -149,7 +158,7 @@ fn disk(directory: &Path, block_bytes: u64) -> std::result::Result<(), PoolError
     });
     let stats = pool.stats();
     println!(
-        "disk, blocks of {} KiB, through the page cache: plain write {write:.2} GB/s, read {read:.2}; put {put:.2}, get {get:.2} ({} bad, {} lost)",
+        "disk, blocks of {} KiB, through the page cache: plain write {write:.2} GB/s, read {read:.2}; keep {put:.2}, lease {get:.2} ({} bad, {} lost)",
         block_bytes >> 10,
         stats.bad,
         stats.lost
@@ -162,7 +171,7 @@ fn reopen(directory: &Path) -> std::result::Result<(), PoolError> {
     let source = vec![7u8; 4096];
     let first = pool(Some(directory), 4096, 1, BLOCKS)?;
     for key in 0..=BLOCKS {
-        let _ = first.put(BlockHash(key), &tokens(key), &source);
+        keep(&first, key, &source);
     }
     drop(first);
     for _ in 0..ROUNDS {

@@ -15,14 +15,14 @@ use crate::engine::messages::FromWorker;
 use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
 use crate::model::graph::Forward;
-use crate::pool::{Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Put, Snapshot, SsdConfig};
+use crate::pool::{Kept, Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Snapshot, SsdConfig};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use mixfleet_hal::memory::Pinned;
 use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Queue, Result, Role, Slice};
 use mixfleet_scheduler::batch::{Action, Evicted};
 use mixfleet_scheduler::cost::LinkCost;
-use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
+use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::future::{pending, ready};
 
 /// The disk's cost is told anew when it is off by more than this factor.
@@ -55,9 +55,6 @@ impl LowerTiers {
             namespace: known.flatten().unwrap_or_default(),
             dram_bytes,
             ssd: ssd.clone().filter(|_| known.flatten().is_some()),
-            policy: CachePolicy::Lru,
-            // Taken after every use of the pool, so that those of one use wait at most.
-            events_max: usize::MAX,
         };
         let pool = Pool::new(pool, make_region).map_err(refused)?;
         // What can be said now is said now, to whoever named it.
@@ -173,7 +170,7 @@ impl Below {
         queue: &mut dyn Queue,
         forward: &Forward,
         Evicted { hash, tokens, page }: &Evicted,
-    ) -> Result<Put> {
+    ) -> Result<Kept> {
         self.pool.keep(*hash, tokens, &mut |place| {
             let list = self.copies(device, forward, *page, Way::Down)?;
             let ticket = queue.submit(&list)?;
@@ -312,7 +309,7 @@ impl Worker {
         for block in evicted {
             let (device, forward) = (&*self.device, &self.forward);
             let kept = below.keep(device, &mut *self.queue, forward, block)?;
-            if kept == Put::Full && below.pool.has_disk() && lease.take().is_some() {
+            if kept == Kept::Full && below.pool.has_disk() && lease.take().is_some() {
                 below.keep(device, &mut *self.queue, forward, block)?;
             }
         }

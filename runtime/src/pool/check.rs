@@ -4,7 +4,6 @@
 //! block hash (8), XXH3-64 of the payload (8), token ids (4 each), XXH3-64 of the trailer so far (8). The trailer comes last, so that
 //! a write that was cut short has none, or an old one that names another block or other bytes.
 
-use mixfleet_hal::Error;
 use mixfleet_scheduler::kv::BlockHash;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -41,17 +40,6 @@ pub(super) fn check_tokens(held: &[u32], asked: &[u32]) -> Result<(), Refusal> {
 }
 
 impl Layout {
-    /// # Errors
-    /// `Invalid` where `payload` cannot be a block.
-    pub(super) fn check_size(&self, payload: &[u8]) -> mixfleet_hal::Result<()> {
-        let (is, wanted) = (payload.len(), self.block_bytes);
-        if is == wanted {
-            Ok(())
-        } else {
-            Err(Error::invalid(format!("a KV block of {is} bytes in a pool of {wanted}")))
-        }
-    }
-
     pub(super) fn frame_bytes(&self) -> usize {
         self.block_bytes + FIXED_BYTES + 4 * self.block_tokens + DIGEST_BYTES
     }

@@ -33,7 +33,7 @@ impl Slab {
     }
 
     /// (region, offset in bytes)
-    pub(super) fn place(&self, slot: u32) -> (usize, u64) {
+    fn place(&self, slot: u32) -> (usize, u64) {
         let offset = u64::from(slot % self.slots_per_region) * self.block_bytes;
         ((slot / self.slots_per_region) as usize, offset)
     }
@@ -53,7 +53,6 @@ impl Slab {
 #[derive(Clone)]
 pub(super) struct Held {
     pub(super) slot: u32,
-    pub(super) depth: u32,
     /// XXH3-64 of the payload.
     pub(super) digest: u64,
     pub(super) tokens: Box<[u32]>,
@@ -77,8 +76,8 @@ pub(super) struct Admitted {
 }
 
 impl Dram {
-    pub(super) fn new(slots: u32, policy: CachePolicy) -> Self {
-        let brain = BlockCache::new(slots as usize, policy);
+    pub(super) fn new(slots: u32) -> Self {
+        let brain = BlockCache::new(slots as usize, CachePolicy::Lru);
         Dram { brain, held: IdMap::default(), free: (0..slots).rev().collect() }
     }
 
@@ -93,20 +92,19 @@ impl Dram {
     }
 
     /// Counts a use of a block that can be served, and pins it.
-    pub(super) fn pin(&mut self, hash: BlockHash, depth: u32) {
-        self.brain.insert_pinned(hash, depth, &mut Vec::new());
+    pub(super) fn pin(&mut self, hash: BlockHash) {
+        self.brain.pin(&[hash]);
     }
 
     /// Makes room for a block without a slot, which is pinned once and not ready. None if all blocks are pinned.
-    pub(super) fn admit(&mut self, hash: BlockHash, depth: u32, tokens: &[u32]) -> Option<Admitted> {
+    pub(super) fn admit(&mut self, hash: BlockHash, tokens: &[u32]) -> Option<Admitted> {
         let mut evicted = Vec::new();
-        if !self.brain.insert_pinned(hash, depth, &mut evicted) {
+        if !self.brain.insert_pinned(hash, 0, &mut evicted) {
             return None;
         }
         let leaves = evicted.pop().and_then(|victim| Some((victim, self.held.remove(victim.0)?)));
         let slot = leaves.as_ref().map(|(_, held)| held.slot).or_else(|| self.free.pop())?;
-        self.held
-            .insert(hash.0, Held { slot, depth, digest: 0, tokens: tokens.into(), ready: false, bad: false });
+        self.held.insert(hash.0, Held { slot, digest: 0, tokens: tokens.into(), ready: false, bad: false });
         Some(Admitted { slot, leaves })
     }
 

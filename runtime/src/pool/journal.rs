@@ -1,6 +1,6 @@
 //! Which slot of the disk holds which block, as an append-only file, so that opening a pool reads no payload.
 //!
-//! A record is 32 bytes, little endian: kind (4), slot (4), hash (8), depth (4), zeros (4), XXH3-64 of those seeded with the record's place and
+//! A record is 32 bytes, little endian: kind (4), slot (4), hash (8), zeros (8), XXH3-64 of those seeded with the record's place and
 //! the namespace (8). Nothing depends on it but how much is found again: a record that is lost, late or stale names a slot
 //! whose frame says otherwise when it is read. So it is never waited for, and damaged records are skipped.
 
@@ -27,7 +27,6 @@ const CHUNK_BYTES: usize = 1 << 20;
 pub(super) struct Stored {
     pub(super) slot: u32,
     pub(super) hash: BlockHash,
-    pub(super) depth: u32,
 }
 
 /// The open end of the journal.
@@ -77,7 +76,7 @@ impl Journal {
     }
 
     pub(super) fn freed(&mut self, disk: &Access, slot: u32) -> Result<()> {
-        self.append(disk, FREED, Stored { slot, hash: BlockHash(0), depth: 0 })
+        self.append(disk, FREED, Stored { slot, hash: BlockHash(0) })
     }
 
     /// Whether most of it is past.
@@ -167,7 +166,6 @@ fn encode(kind: u32, block: Stored, place: u64, namespace: u64) -> [u8; RECORD_B
     record[..4].copy_from_slice(&kind.to_le_bytes());
     record[4..8].copy_from_slice(&block.slot.to_le_bytes());
     record[8..16].copy_from_slice(&block.hash.0.to_le_bytes());
-    record[16..20].copy_from_slice(&block.depth.to_le_bytes());
     let sum = checksum(&record[..24], place, namespace);
     record[24..].copy_from_slice(&sum.to_le_bytes());
     record
@@ -182,7 +180,7 @@ fn decode(record: &[u8], place: u64, namespace: u64) -> Option<(u32, Stored)> {
     let word = |at: usize| u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], fields[at + 3]]);
     let hash = BlockHash(u64::from(word(8)) | u64::from(word(12)) << 32);
     let kind = word(0);
-    [STORED, FREED].contains(&kind).then_some((kind, Stored { slot: word(4), hash, depth: word(16) }))
+    [STORED, FREED].contains(&kind).then_some((kind, Stored { slot: word(4), hash }))
 }
 
 /// Whether a failure means that there is no room, rather than that the medium is bad.
@@ -212,7 +210,7 @@ mod tests {
                 naive.retain(|&other, held| other != slot && !(store && *held == hash));
                 if store {
                     naive.insert(slot, hash);
-                    journal.stored(&access, Stored { slot, hash: BlockHash(hash), depth: slot }).unwrap();
+                    journal.stored(&access, Stored { slot, hash: BlockHash(hash) }).unwrap();
                 } else {
                     journal.freed(&access, slot).unwrap();
                 }
@@ -225,7 +223,7 @@ mod tests {
             let (_, replayed) = Journal::open(&disk, 3, 6).unwrap();
             let read: BTreeMap<u32, u64> = replayed.blocks.iter().map(|block| (block.slot, block.hash.0)).collect();
             prop_assert_eq!(&read, &naive);
-            prop_assert!(replayed.damaged == 0 && replayed.blocks.iter().all(|block| block.depth == block.slot));
+            prop_assert!(replayed.damaged == 0);
             let (_, foreign) = Journal::open(&disk, 4, 6).unwrap();
             prop_assert!(foreign.blocks.is_empty());
 
@@ -234,7 +232,7 @@ mod tests {
             disk.cut(FILE, length).unwrap();
             let (mut journal, replayed) = Journal::open(&disk, 3, 6).unwrap();
             prop_assert_eq!(replayed.damaged, u64::from(length % RECORD_BYTES != 0));
-            journal.stored(&access, Stored { slot: 5, hash: BlockHash(77), depth: 0 }).unwrap();
+            journal.stored(&access, Stored { slot: 5, hash: BlockHash(77) }).unwrap();
             let (_, replayed) = Journal::open(&disk, 3, 6).unwrap();
             prop_assert_eq!(replayed.blocks.last().map(|block| block.hash), Some(BlockHash(77)));
         }

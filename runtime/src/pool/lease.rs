@@ -2,41 +2,13 @@
 
 use super::Shared;
 use super::traffic::{Arrival, Wanted};
-use mixfleet_hal::{Error, ErrorKind, Result};
+use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// What became of a block that was to be stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Put {
-    /// It is stored, and pinned by the lease.
-    Stored,
-    /// It was there already, and is pinned by the lease.
-    Held,
-    /// It is not stored: all of host memory is in use by leases.
-    Full,
-    /// It is not stored: somebody else is storing it right now.
-    Busy,
-    /// It is not stored: another prompt's block has its hash. Nor will any block behind it be.
-    Collision,
-}
-
-impl From<Arrival> for Put {
-    fn from(arrival: Arrival) -> Self {
-        match arrival {
-            Arrival::Stored => Put::Stored,
-            Arrival::Held => Put::Held,
-            Arrival::Full => Put::Full,
-            Arrival::Collision => Put::Collision,
-            Arrival::Busy | Arrival::Missing => Put::Busy,
-        }
-    }
-}
-
-/// The leading blocks of a prompt, pinned in host memory until this is dropped. Together with [`put`](Self::put) it is one use of the chain: the
-/// policy sees what it would see of `BlockCache::insert`.
+/// The leading blocks of a prompt, pinned in host memory until this is dropped: one use of each.
 pub struct Lease {
     shared: Arc<Shared>,
     chain: Vec<BlockHash>,
@@ -45,7 +17,6 @@ pub struct Lease {
     held: Vec<(u32, u64)>,
     /// Blocks behind those that are in host memory already: pinned once too, so that they do not go for what comes before them.
     ahead: BTreeSet<usize>,
-    collided: bool,
 }
 
 impl std::fmt::Debug for Lease {
@@ -61,7 +32,7 @@ impl Lease {
         let tokens = tokens[..known * shared.layout.block_tokens].to_vec();
         let chain = chain[..known].to_vec();
         let (held, ahead) = (Vec::new(), BTreeSet::new());
-        let mut lease = Lease { shared, chain, tokens, held, ahead, collided: false };
+        let mut lease = Lease { shared, chain, tokens, held, ahead };
         let arrivals = lease.pin_present();
         lease.bring(&arrivals);
         lease
@@ -75,27 +46,6 @@ impl Lease {
     /// Whether no block is pinned.
     pub fn is_empty(&self) -> bool {
         self.held.is_empty()
-    }
-
-    /// Stores the block that follows the pinned ones: `bytes` is its KV, of exactly `block_bytes` bytes.
-    ///
-    /// # Errors
-    /// `Invalid` where the chain has no such block, or for another number of bytes.
-    pub fn put(&mut self, bytes: &[u8]) -> Result<Put> {
-        let at = self.held.len();
-        if at == self.chain.len() {
-            return Err(Error::invalid(format!("a chain of {at} blocks has no block {at}")));
-        }
-        self.shared.layout.check_size(bytes)?;
-        if self.collided {
-            return Ok(Put::Collision);
-        }
-        let arrival = match self.ahead.contains(&at) {
-            true => Arrival::Held,
-            false => self.shared.put(self.wanted(at), bytes)?,
-        };
-        self.note(arrival);
-        Ok(arrival.into())
     }
 
     /// Shows the bytes of a pinned block, if they are what was stored; else the block is dropped, and false.
@@ -134,34 +84,6 @@ impl Lease {
         Ok(())
     }
 
-    /// Copies the bytes of a pinned block.
-    ///
-    /// # Errors
-    /// As [`view`](Self::view); `Corrupt` where they are not what was stored, and the block is dropped.
-    pub fn load(&self, block: usize) -> Result<Vec<u8>> {
-        let mut bytes = Vec::with_capacity(self.shared.layout.block_bytes);
-        match self.view(block, &mut |payload| bytes.extend_from_slice(payload))? {
-            true => Ok(bytes),
-            false => Err(Error::new(ErrorKind::Corrupt, "a KV block in host memory is not what was stored")),
-        }
-    }
-
-    /// XXH3-64 of a pinned block's bytes, from when it was stored: for those who send it on.
-    ///
-    /// # Errors
-    /// As [`view`](Self::view).
-    pub fn digest(&self, block: usize) -> Result<u64> {
-        Ok(self.pinned(block)?.1)
-    }
-
-    /// Where a pinned block lies: the number of its region in [`Pool::regions`](super::Pool::regions), and its first byte there.
-    ///
-    /// # Errors
-    /// As [`view`](Self::view).
-    pub fn place(&self, block: usize) -> Result<(usize, u64)> {
-        Ok(self.shared.slab.place(self.pinned(block)?.0))
-    }
-
     fn pinned(&self, block: usize) -> Result<(u32, u64)> {
         let held = self.held.get(block).copied();
         held.ok_or_else(|| Error::invalid(format!("block {block} of a lease on {} blocks", self.held.len())))
@@ -170,7 +92,7 @@ impl Lease {
     fn wanted(&self, at: usize) -> Wanted<'_> {
         let block_tokens = self.shared.layout.block_tokens;
         let tokens = &self.tokens[at * block_tokens..(at + 1) * block_tokens];
-        Wanted { hash: self.chain[at], depth: at as u32, tokens }
+        Wanted { hash: self.chain[at], tokens }
     }
 
     /// Pins what is in host memory. Says of the leading blocks where they are: none, it may be on the disk.
@@ -222,7 +144,6 @@ impl Lease {
 
     /// Takes the next block in, if it is pinned.
     fn note(&mut self, arrival: Arrival) -> bool {
-        self.collided |= arrival == Arrival::Collision;
         if !matches!(arrival, Arrival::Stored | Arrival::Held) {
             return false;
         }

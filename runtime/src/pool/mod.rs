@@ -2,8 +2,8 @@
 //!
 //! A block is the KV of `block_tokens` tokens in all layers, in the neutral wire layout, under its chained hash. Prompts choose what is hashed,
 //! so a block's token ids are kept and compared: a hash alone serves nothing. A prompt opens a [`Lease`] on its chain of blocks: what lies on
-//! the disk is brought to host memory, what is held is pinned until the lease is dropped, and new blocks are added
-//! at its end. What host memory gives up goes to the disk. Which block goes is decided by the scheduler's own [`BlockCache`](mixfleet_scheduler::kv::BlockCache), one a
+//! the disk is brought to host memory, and what is held is pinned until the lease is dropped. What the device gives up is
+//! [kept](Pool::keep), and what host memory gives up goes to the disk: what was used least recently. That is decided by the scheduler's own [`BlockCache`](mixfleet_scheduler::kv::BlockCache), one a
 //! tier, so that a simulated pool and a real one decide alike.
 //!
 //! Calls block for as long as the disk takes, and overlap: no lock is held while payloads are read, written or copied. A journal's record
@@ -21,7 +21,8 @@ mod ssd;
 mod traffic;
 
 pub use events::{PoolEvent, Snapshot};
-pub use lease::{Lease, Put};
+pub use lease::Lease;
+pub use traffic::Kept;
 
 use crate::engine::MakeRegion;
 use crate::env::SharedEnv;
@@ -32,7 +33,7 @@ use events::Events;
 use futures_util::future::BoxFuture;
 use lane::{Access, Attendant};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_scheduler::kv::{BlockHash, CachePolicy, Tier};
+use mixfleet_scheduler::kv::{BlockHash, Tier};
 use ssd::{Frames, Ssd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -69,10 +70,6 @@ pub struct PoolConfig {
     pub dram_bytes: u64,
     /// The disk, if one is known yet: see [`Pool::attach`].
     pub ssd: Option<SsdConfig>,
-    /// Which block goes first, in both tiers.
-    pub policy: CachePolicy,
-    /// Events kept until somebody takes them. With more, the oldest are lost, and a [`Snapshot`] is needed.
-    pub events_max: usize,
 }
 
 /// Why a pool cannot be opened or used.
@@ -164,13 +161,13 @@ pub struct WrittenBack {
 struct State {
     dram: Dram,
     ssd: Option<Ssd>,
+    /// What nobody has taken yet.
     events: Events,
     counts: PoolStats,
 }
 
 struct Shared {
     layout: Layout,
-    policy: CachePolicy,
     slab: Slab,
     state: Mutex<State>,
     /// The disk came or went.
@@ -216,7 +213,7 @@ impl Pool {
     /// # Errors
     /// See [`PoolError`].
     pub fn new(config: PoolConfig, make_region: &MakeRegion) -> Result<Self, PoolError> {
-        let PoolConfig { block_bytes, block_tokens, namespace, dram_bytes, ssd, policy, events_max } = config;
+        let PoolConfig { block_bytes, block_tokens, namespace, dram_bytes, ssd } = config;
         let block = usize::try_from(block_bytes).ok().filter(|&bytes| bytes > 0 && block_tokens > 0);
         let Some(block) = block else {
             let detail = format!("a KV block of {block_bytes} bytes and {block_tokens} tokens holds nothing");
@@ -229,18 +226,18 @@ impl Pool {
         }
         let slab = Slab::new(slots, block_bytes, make_region)?;
         let mut state = State {
-            dram: Dram::new(slots, policy),
+            dram: Dram::new(slots),
             ssd: None,
-            events: Events::new(events_max),
+            events: Events::default(),
             counts: PoolStats::default(),
         };
         if let Some(ssd) = ssd {
-            let (opened, damaged) = ssd::open(ssd, layout, policy)?;
+            let (opened, damaged) = ssd::open(ssd, layout)?;
             state.counts.journal_damaged = damaged;
             state.ssd = Some(opened);
         }
         let (state, disk_changed) = (Mutex::new(state), Notify::new());
-        Ok(Pool(Arc::new(Shared { layout, policy, slab, state, disk_changed })))
+        Ok(Pool(Arc::new(Shared { layout, slab, state, disk_changed })))
     }
 
     /// Opens or creates the files of a disk for a pool without one, while it is in use: what lies there for `namespace` is told as stored. What
@@ -270,7 +267,7 @@ impl Pool {
         if self.has_disk() {
             return Err(PoolError::Attached);
         }
-        let (opened, damaged) = ssd::open(ssd, Layout { namespace, ..self.0.layout }, self.0.policy)?;
+        let (opened, damaged) = ssd::open(ssd, Layout { namespace, ..self.0.layout })?;
         let mut state = self.0.state();
         if state.ssd.is_some() {
             return Err(PoolError::Attached);
@@ -338,20 +335,6 @@ impl Pool {
         Lease::open(self.0.clone(), chain, tokens)
     }
 
-    /// A lease on one block that stands for itself; none if it cannot be served.
-    pub fn get(&self, hash: BlockHash, tokens: &[u32]) -> Option<Lease> {
-        Some(self.lease(&[hash], tokens)).filter(|lease| lease.len() == 1)
-    }
-
-    /// Stores one block that stands for itself, as if it were the first of its chain.
-    ///
-    /// # Errors
-    /// As [`Lease::put`].
-    pub fn put(&self, hash: BlockHash, tokens: &[u32], bytes: &[u8]) -> mixfleet_hal::Result<Put> {
-        let mut lease = self.lease(&[hash], tokens);
-        if lease.len() == 1 { Ok(Put::Held) } else { lease.put(bytes) }
-    }
-
     /// Takes in a block that somebody gives up: one use of it. `fill` is asked to put its KV into a slot only where host memory
     /// lacks it and has room; a copy on the disk is neither read nor written for it.
     ///
@@ -362,14 +345,14 @@ impl Pool {
         hash: BlockHash,
         tokens: &[u32],
         fill: &mut dyn FnMut(&mut [u8]) -> mixfleet_hal::Result<()>,
-    ) -> mixfleet_hal::Result<Put> {
+    ) -> mixfleet_hal::Result<Kept> {
         if tokens.len() != self.0.layout.block_tokens {
             let (is, wanted) = (tokens.len(), self.0.layout.block_tokens);
             return Err(mixfleet_hal::Error::invalid(format!(
                 "a KV block of {is} tokens in a pool of {wanted}"
             )));
         }
-        Ok(self.0.keep(traffic::Wanted { hash, depth: 0, tokens }, fill)?.into())
+        self.0.keep(traffic::Wanted { hash, tokens }, fill)
     }
 
     /// Whether there is a disk now.
@@ -377,18 +360,7 @@ impl Pool {
         self.0.state().ssd.is_some()
     }
 
-    /// The fastest tier that holds a block.
-    pub fn contains(&self, hash: BlockHash) -> Option<Tier> {
-        self.0.state().tier(hash)
-    }
-
-    /// Leading blocks of `chain` that are held in any tier. No use is counted, and nothing is compared or checked.
-    pub fn match_prefix(&self, chain: &[BlockHash]) -> usize {
-        let state = self.0.state();
-        chain.iter().take_while(|&&hash| state.tier(hash).is_some()).count()
-    }
-
-    /// The events since the last call, in order.
+    /// The events since the last call, in order. They wait in memory until then: a caller takes them after each use of the pool.
     pub fn take_events(&self) -> Vec<PoolEvent> {
         self.0.state().events.take()
     }
@@ -432,7 +404,7 @@ impl Pool {
         synced.map_err(|source| PoolError::Io { doing: "sync the pool's files".into(), source })
     }
 
-    /// The host memory of all blocks, for transports to register; [`Lease::place`] says where a block lies.
+    /// The host memory of all blocks.
     pub fn regions(&self) -> &[Arc<dyn SharedMemory>] {
         self.0.slab.regions()
     }
@@ -457,7 +429,7 @@ impl State {
 
     fn snapshot(&self) -> Snapshot {
         let ssd = self.ssd.as_ref().map(Ssd::hashes).unwrap_or_default();
-        Snapshot { sequence: self.events.last(), dram: self.dram.hashes(), ssd }
+        Snapshot { dram: self.dram.hashes(), ssd }
     }
 
     fn tier(&self, hash: BlockHash) -> Option<Tier> {

@@ -102,7 +102,6 @@ impl Frames {
 
 struct Held {
     slot: u32,
-    depth: u32,
     /// Its frame is written. Until then only the one that writes it knows of it.
     ready: bool,
 }
@@ -152,7 +151,7 @@ pub(super) fn check(config: &SsdConfig, layout: &Layout) -> Result<(), PoolError
 }
 
 /// Opens or creates the tier. Returns it with the journal's damaged records.
-pub(super) fn open(config: SsdConfig, layout: Layout, policy: CachePolicy) -> Result<(Ssd, u64), PoolError> {
+pub(super) fn open(config: SsdConfig, layout: Layout) -> Result<(Ssd, u64), PoolError> {
     let (stride, slots) = room(&layout, config.bytes)?;
     let SsdConfig { disk, wipe, .. } = config;
     directory::prepare(&*disk, &layout, wipe)?;
@@ -162,7 +161,7 @@ pub(super) fn open(config: SsdConfig, layout: Layout, policy: CachePolicy) -> Re
     let frames = Frames { access, layout, stride, buffers: Mutex::default() };
     let mut ssd = Ssd {
         frames: Arc::new(frames),
-        brain: BlockCache::new(slots as usize, policy),
+        brain: BlockCache::new(slots as usize, CachePolicy::Lru),
         held: IdMap::default(),
         free: Vec::new(),
         journal,
@@ -180,11 +179,11 @@ pub(super) fn open(config: SsdConfig, layout: Layout, policy: CachePolicy) -> Re
 impl Ssd {
     fn recover(&mut self, blocks: &[Stored], slots: u32) {
         let mut used = vec![false; slots as usize];
-        for &Stored { slot, hash, depth } in blocks {
+        for &Stored { slot, hash } in blocks {
             used[slot as usize] = true;
-            self.brain.insert_pinned(hash, depth, &mut Vec::new());
+            self.brain.insert_pinned(hash, 0, &mut Vec::new());
             self.brain.unpin(&[hash]);
-            self.held.insert(hash.0, Held { slot, depth, ready: true });
+            self.held.insert(hash.0, Held { slot, ready: true });
         }
         self.free = (0..slots).rev().filter(|&slot| !used[slot as usize]).collect();
     }
@@ -195,7 +194,7 @@ impl Ssd {
     }
 
     /// A block comes. What has to go for it is told at once; its slot counts as free before it is written.
-    pub(super) fn begin(&mut self, hash: BlockHash, depth: u32, events: &mut Events) -> Begun {
+    pub(super) fn begin(&mut self, hash: BlockHash, events: &mut Events) -> Begun {
         if self.held.contains(hash.0) {
             self.brain.touch(&[hash]);
             return Begun::Known;
@@ -210,7 +209,7 @@ impl Ssd {
             }
         }
         let mut evicted = Vec::new();
-        if !self.brain.insert_pinned(hash, depth, &mut evicted) {
+        if !self.brain.insert_pinned(hash, 0, &mut evicted) {
             return Begun::Lost;
         }
         let left = evicted.pop().and_then(|victim| {
@@ -221,7 +220,7 @@ impl Ssd {
             self.brain.remove(hash);
             return Begun::Lost;
         };
-        self.held.insert(hash.0, Held { slot, depth, ready: false });
+        self.held.insert(hash.0, Held { slot, ready: false });
         if left.is_some()
             && let Err(error) = self.journal.freed(&self.frames.access, slot)
         {
@@ -233,9 +232,8 @@ impl Ssd {
 
     /// What became of the write that [`begin`](Self::begin) asked for. True: the block is stored.
     pub(super) fn finish(&mut self, hash: BlockHash, written: io::Result<()>, events: &mut Events) -> bool {
-        let Some(&Held { slot, depth, .. }) = self.held.get(hash.0) else { return false };
-        let told =
-            written.and_then(|()| self.journal.stored(&self.frames.access, Stored { slot, hash, depth }));
+        let Some(&Held { slot, .. }) = self.held.get(hash.0) else { return false };
+        let told = written.and_then(|()| self.journal.stored(&self.frames.access, Stored { slot, hash }));
         if let Err(error) = told {
             self.fail(hash, &error);
             return false;
@@ -279,8 +277,8 @@ impl Ssd {
     /// Writes the journal anew, in the order of the blocks' worth.
     pub(super) fn compact(&mut self, sync: bool) -> io::Result<()> {
         let block = |hash: BlockHash| {
-            let &Held { slot, depth, ready } = self.held.get(hash.0)?;
-            ready.then_some(Stored { slot, hash, depth })
+            let &Held { slot, ready } = self.held.get(hash.0)?;
+            ready.then_some(Stored { slot, hash })
         };
         let blocks: Vec<Stored> = self.brain.by_worth().filter_map(block).collect();
         self.journal.rewrite(&self.frames.access, &blocks, sync)

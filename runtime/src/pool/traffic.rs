@@ -10,11 +10,10 @@ use std::io;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A block of a prompt, and its place in the prompt's chain.
+/// A block of a prompt.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
     pub(super) hash: BlockHash,
-    pub(super) depth: u32,
     pub(super) tokens: &'a [u32],
 }
 
@@ -35,6 +34,33 @@ pub(super) enum Arrival {
     Missing,
 }
 
+/// What became of a block that was to be kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kept {
+    /// It is stored.
+    Stored,
+    /// It was there already.
+    Held,
+    /// It is not stored: all of host memory is in use by leases.
+    Full,
+    /// It is not stored: somebody else is storing it right now.
+    Busy,
+    /// It is not stored: another prompt's block has its hash.
+    Collision,
+}
+
+impl From<Arrival> for Kept {
+    fn from(arrival: Arrival) -> Self {
+        match arrival {
+            Arrival::Stored => Kept::Stored,
+            Arrival::Held => Kept::Held,
+            Arrival::Full => Kept::Full,
+            Arrival::Collision => Kept::Collision,
+            Arrival::Busy | Arrival::Missing => Kept::Busy,
+        }
+    }
+}
+
 enum Room {
     Slot(u32),
     None(Arrival),
@@ -50,7 +76,7 @@ impl State {
             self.counts.collisions += 1;
             return Some(Arrival::Collision);
         }
-        self.dram.pin(wanted.hash, wanted.depth);
+        self.dram.pin(wanted.hash);
         Some(Arrival::Held)
     }
 
@@ -84,24 +110,8 @@ impl Shared {
         Ok(Arrival::Stored)
     }
 
-    /// Stores what a caller brings.
-    pub(super) fn put(&self, wanted: Wanted, payload: &[u8]) -> Result<Arrival> {
-        self.copy(wanted, payload, xxh3_64(payload))
-    }
-
-    fn copy(&self, wanted: Wanted, payload: &[u8], digest: u64) -> Result<Arrival> {
-        self.store(wanted, &mut |place| {
-            place.copy_from_slice(payload);
-            Ok(digest)
-        })
-    }
-
     /// Stores what somebody gives up, if it is not here, and pins nothing.
-    pub(super) fn keep(
-        &self,
-        wanted: Wanted,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<()>,
-    ) -> Result<Arrival> {
+    pub(super) fn keep(&self, wanted: Wanted, fill: &mut dyn FnMut(&mut [u8]) -> Result<()>) -> Result<Kept> {
         let arrival = self.store(wanted, &mut |place| {
             fill(place)?;
             Ok(xxh3_64(place))
@@ -109,7 +119,7 @@ impl Shared {
         if matches!(arrival, Arrival::Stored | Arrival::Held) {
             self.state().dram.unpin(&[wanted.hash]);
         }
-        Ok(arrival)
+        Ok(arrival.into())
     }
 
     /// A block of host memory is not what was stored there: it is served to nobody any more, and goes when nobody has it pinned.
@@ -135,7 +145,10 @@ impl Shared {
         };
         match frames.read(slot, wanted.hash, wanted.tokens) {
             Ok((frame, digest)) => {
-                let arrival = self.copy(wanted, &frame[..self.layout.block_bytes], digest);
+                let arrival = self.store(wanted, &mut |place| {
+                    place.copy_from_slice(&frame[..self.layout.block_bytes]);
+                    Ok(digest)
+                });
                 frames.give_back(frame);
                 arrival
             }
@@ -165,14 +178,14 @@ impl Shared {
         if let Some(there) = state.pin(wanted) {
             return Ok(Room::None(there));
         }
-        let Some(admitted) = state.dram.admit(wanted.hash, wanted.depth, wanted.tokens) else {
+        let Some(admitted) = state.dram.admit(wanted.hash, wanted.tokens) else {
             return Ok(Room::None(Arrival::Full));
         };
         let Some((victim, held)) = admitted.leaves else { return Ok(Room::Slot(admitted.slot)) };
         let State { ssd, events, .. } = &mut *state;
         // Told now: while the copy is written, somebody else may store the block here again.
         events.add(victim, Tier::Dram, false);
-        let begun = ssd.as_mut().map(|ssd| (ssd.begin(victim, held.depth, events), ssd.frames.clone()));
+        let begun = ssd.as_mut().map(|ssd| (ssd.begin(victim, events), ssd.frames.clone()));
         let mut kept = matches!(begun, Some((Begun::Known, _)));
         if let Some((Begun::Write(slot), frames)) = begun {
             drop(state);
@@ -227,7 +240,7 @@ impl Shared {
         // Nobody's step waits for it.
         ssd.frames.access.begin_turn();
         let Some(held) = dram.get(hash).cloned() else { return };
-        let Begun::Write(slot) = ssd.begin(hash, held.depth, events) else { return };
+        let Begun::Write(slot) = ssd.begin(hash, events) else { return };
         dram.brain.pin(&[hash]);
         let frames = ssd.frames.clone();
         drop(state);

@@ -41,7 +41,7 @@ fn blocks_of_another_namespace_are_deleted_and_never_used() {
     let pool = open(config(2, None)).expect("a new pool");
     let refused = pool.attach(ssd(disk.clone(), 8), 6).expect_err("they are not its own");
     assert!(matches!(refused, PoolError::Mismatch(_)), "{refused}");
-    assert!(!pool.has_disk() && put(&pool, 3) == mixfleet_runtime::pool::Put::Stored);
+    assert!(!pool.has_disk() && put(&pool, 3) == mixfleet_runtime::pool::Kept::Stored);
     pool.attach(SsdConfig { wipe: true, ..ssd(disk.clone(), 8) }, 6).expect("they may be deleted");
     assert_eq!((on_disk(&pool), served(&pool, 0)), (vec![], false));
     let before = open(config(2, Some(ssd(disk.restart(), 8)))).map(|pool| pool.stats().ssd_blocks);

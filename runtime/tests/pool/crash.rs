@@ -103,7 +103,7 @@ fn a_loss_of_power_costs_blocks_and_serves_no_wrong_one() {
 fn what_was_synced_survives_a_loss_of_power_that_takes_all_else() {
     let disk = SimDisk::default();
     let (pool, _) = reopened(disk.clone());
-    (0..6).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Put::Stored));
+    (0..6).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Kept::Stored));
     pool.sync().expect("a sound disk");
     let safe: BTreeSet<u64> = pool.snapshot().ssd.iter().map(|hash| hash.0).collect();
     let (pool, known) = reopened(disk.lose_power(0));
@@ -117,9 +117,9 @@ fn what_was_synced_survives_though_nothing_later_does_in_a_directory_that_is_not
     for seed in 0..40 {
         let disk = SimDisk::with_power_losses();
         let (pool, _) = reopened(disk.clone());
-        (0..6).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Put::Stored));
+        (0..6).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Kept::Stored));
         pool.sync().expect("a sound disk");
-        (10..16).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Put::Stored));
+        (10..16).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Kept::Stored));
         pool.sync().expect("a sound disk");
         let safe: BTreeSet<u64> = pool.snapshot().ssd.iter().map(|hash| hash.0).collect();
         let (pool, known) = reopened(disk.lose_power(seed));
@@ -140,7 +140,7 @@ fn a_new_pool_is_one_after_any_loss_of_power() {
 fn blocks_that_were_deleted_for_another_model_are_gone_after_any_loss_of_power() {
     let disk = SimDisk::default();
     let (pool, _) = reopened(disk.clone());
-    (0..6).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Put::Stored));
+    (0..6).for_each(|key| assert_eq!(put(&pool, key), mixfleet_runtime::pool::Kept::Stored));
     pool.sync().expect("a sound disk");
     drop(pool);
     let other = SsdConfig { wipe: true, ..ssd(disk.clone(), SSD_BLOCKS) };

@@ -1,6 +1,6 @@
 //! Whose directory it is, and who may use it.
 
-use crate::support::{BLOCK_BYTES, Directory, config, open, put, served, ssd};
+use crate::support::{BLOCK_BYTES, Directory, config, open, put, served, ssd, tier as tier_of};
 use mixfleet_runtime::pool::disk::{Disk, RealDisk, SimDisk};
 use mixfleet_runtime::pool::{PoolConfig, PoolError, SsdConfig};
 
@@ -45,7 +45,7 @@ fn other_pools_blocks_are_refused_or_wiped_if_the_caller_says_so() {
     assert!(served(&pool, 0));
     drop(pool);
     let pool = open(PoolConfig { namespace: 6, ..config(1, tier(true)) }).expect("it may be wiped");
-    assert_eq!((pool.stats().ssd_blocks, pool.match_prefix(&[mixfleet_scheduler::kv::BlockHash(0)])), (0, 0));
+    assert_eq!((pool.stats().ssd_blocks, tier_of(&pool, 0)), (0, None));
     assert!(matches!(refused(config(1, tier(false))), PoolError::Mismatch(_)), "it is the second one's now");
 }
 

@@ -2,11 +2,11 @@
 //!
 //! `MIXFLEET_POOL_KILLS=100 cargo test -p mixfleet-runtime --test pool killed` kills as often as one likes; 20 by default.
 
-use crate::support::{Directory, content, make_region, tokens};
+use crate::support::{Directory, content, get, keep, load, make_region, tokens};
 use mixfleet_hal::random::{self, Stream};
 use mixfleet_runtime::pool::disk::RealDisk;
 use mixfleet_runtime::pool::{Pool, PoolConfig, SSD_TIMEOUT, SsdConfig};
-use mixfleet_scheduler::kv::{BlockHash, CachePolicy};
+use mixfleet_scheduler::kv::BlockHash;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -30,8 +30,6 @@ fn pool(directory: &Path) -> Pool {
         namespace: 1,
         dram_bytes: 4 * BLOCK_BYTES,
         ssd: Some(ssd),
-        policy: CachePolicy::Lru,
-        events_max: 0,
     };
     Pool::new(config, &make_region).expect("a killed pool opens again")
 }
@@ -43,7 +41,8 @@ fn store_until_killed(directory: &str, seed: &str) {
     // The one that reads this ends it.
     for step in 0u64.. {
         let key = random.below(KEYS);
-        pool.put(BlockHash(key), &tokens(key), &content(key, BLOCK_BYTES)).expect("the right size");
+        keep(&pool, BlockHash(key), &tokens(key), &content(key, BLOCK_BYTES));
+        pool.take_events();
         if step % 16 == 15 {
             let mut pipe = std::io::stdout();
             writeln!(pipe, "stored").and_then(|()| pipe.flush()).expect("the parent reads");
@@ -83,8 +82,8 @@ fn no_bad_block_is_served_after_kill_9() {
         let known = pool.snapshot().ssd;
         for &hash in &known {
             let lease =
-                pool.get(hash, &tokens(hash.0)).unwrap_or_else(|| panic!("kill {kill}: {hash:?} is bad"));
-            assert_eq!(lease.load(0).expect("pinned"), content(hash.0, BLOCK_BYTES), "kill {kill}");
+                get(&pool, hash, &tokens(hash.0)).unwrap_or_else(|| panic!("kill {kill}: {hash:?} is bad"));
+            assert_eq!(load(&lease, 0), Some(content(hash.0, BLOCK_BYTES)), "kill {kill}");
         }
         assert_eq!(pool.stats().bad, 0, "a killed process leaves no torn block in the journal");
         whole += known.len();

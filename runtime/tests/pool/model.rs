@@ -1,10 +1,10 @@
 //! Any use of the pool does what the lists do.
 
 use crate::naive::Tiers;
-use crate::support::{BLOCK_BYTES, Follower, check, config, content, lease, open, ssd};
+use crate::support::{Follower, check, config, lease, open, put, ssd};
 use mixfleet_runtime::pool::disk::SimDisk;
-use mixfleet_runtime::pool::{Lease, Pool, PoolConfig, Put, Snapshot};
-use mixfleet_scheduler::kv::{BlockHash, CachePolicy};
+use mixfleet_runtime::pool::{Kept, Lease, Pool, Snapshot};
+use mixfleet_scheduler::kv::BlockHash;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
@@ -22,27 +22,23 @@ fn chain() -> impl Strategy<Value = Vec<u64>> {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A prompt: lease, and put so many blocks behind.
-    Use(Vec<u64>, usize),
+    /// A prompt takes a lease.
+    Use(Vec<u64>),
     /// Ends the lease in this place.
     Release(usize),
-    /// Puts one more block on the lease in this place.
-    PutMore(usize),
+    /// The device gives up the last block of this prompt.
+    Keep(Vec<u64>),
     /// Ends all leases, syncs, and opens the pool anew.
     Reopen,
 }
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        5 => (chain(), 0usize..8).prop_map(|(chain, puts)| Step::Use(chain, puts)),
-        4 => any::<usize>().prop_map(Step::Release),
-        2 => any::<usize>().prop_map(Step::PutMore),
+        4 => chain().prop_map(Step::Use),
+        3 => any::<usize>().prop_map(Step::Release),
+        10 => chain().prop_map(Step::Keep),
         1 => Just(Step::Reopen),
     ]
-}
-
-fn policy() -> impl Strategy<Value = CachePolicy> {
-    prop_oneof![Just(CachePolicy::Lru), Just(CachePolicy::Lfu), Just(CachePolicy::LengthAware)]
 }
 
 /// A pool beside its model.
@@ -55,17 +51,9 @@ struct Pair {
 }
 
 impl Pair {
-    fn put(&mut self, at: usize) {
-        let (lease, chain, ahead) = &mut self.leases[at];
-        let depth = lease.len();
-        let Some(&key) = chain.get(depth) else {
-            assert!(lease.put(&content(0, BLOCK_BYTES)).is_err(), "the chain has no such block");
-            return;
-        };
-        let put = lease.put(&content(key, BLOCK_BYTES)).expect("a block of the right size");
-        let fits = self.model.put(key, depth, ahead);
-        assert_eq!(matches!(put, Put::Stored | Put::Held), fits, "{put:?}");
-        assert_eq!(lease.len(), depth + usize::from(fits));
+    fn keep(&mut self, key: u64) {
+        let kept = put(&self.pool, key);
+        assert_eq!(matches!(kept, Kept::Stored | Kept::Held), self.model.keep(key), "{kept:?}");
     }
 
     fn release(&mut self, at: usize) {
@@ -87,29 +75,27 @@ impl Pair {
     }
 }
 
-fn run(policy: CachePolicy, dram: usize, on_disk: usize, steps: Vec<Step>) {
+fn run(dram: usize, on_disk: usize, steps: Vec<Step>) {
     let disk = SimDisk::default();
     let tier = || (on_disk > 0).then(|| ssd(disk.clone(), on_disk as u64));
-    let start = || open(PoolConfig { policy, ..config(dram as u64, tier()) }).expect("a sound disk");
+    let start = || open(config(dram as u64, tier())).expect("a sound disk");
     let mut pair = Pair {
         pool: start(),
-        model: Tiers::new(dram, on_disk, policy),
+        model: Tiers::new(dram, on_disk),
         follower: Follower::new(&Snapshot::default()),
         leases: Vec::new(),
     };
     for step in steps {
         match step {
-            Step::Use(chain, puts) => {
+            Step::Use(chain) => {
                 let lease = lease(&pair.pool, &chain);
                 let (held, ahead) = pair.model.lease(&chain);
                 assert_eq!(lease.len(), held);
-                let puts = puts.min(chain.len() - lease.len());
                 pair.leases.push((lease, chain, ahead));
-                (0..puts).for_each(|_| pair.put(pair.leases.len() - 1));
             }
             Step::Release(at) if !pair.leases.is_empty() => pair.release(at % pair.leases.len()),
-            Step::PutMore(at) if !pair.leases.is_empty() => pair.put(at % pair.leases.len()),
-            Step::Release(_) | Step::PutMore(_) => {}
+            Step::Release(_) => {}
+            Step::Keep(chain) => chain.last().into_iter().for_each(|&key| pair.keep(key)),
             Step::Reopen => {
                 while !pair.leases.is_empty() {
                     pair.release(0);
@@ -134,11 +120,10 @@ proptest! {
 
     #[test]
     fn it_agrees_with_two_lists(
-        policy in policy(),
         dram in 1usize..8,
         on_disk in 0usize..12,
         steps in proptest::collection::vec(step(), 0..60),
     ) {
-        run(policy, dram, on_disk, steps);
+        run(dram, on_disk, steps);
     }
 }

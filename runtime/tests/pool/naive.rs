@@ -1,13 +1,8 @@
 //! Two tiers as lists that are searched.
 
-use mixfleet_scheduler::kv::CachePolicy;
-use std::cmp::Reverse;
-
 #[derive(Clone, Debug)]
 struct Block {
     key: u64,
-    uses: u32,
-    depth: usize,
     used_at: u64,
     pins: u32,
 }
@@ -16,14 +11,13 @@ struct Block {
 #[derive(Clone, Debug)]
 struct Naive {
     capacity: usize,
-    policy: CachePolicy,
     blocks: Vec<Block>,
     clock: u64,
 }
 
 impl Naive {
-    fn new(capacity: usize, policy: CachePolicy) -> Self {
-        Naive { capacity, policy, blocks: Vec::new(), clock: 0 }
+    fn new(capacity: usize) -> Self {
+        Naive { capacity, blocks: Vec::new(), clock: 0 }
     }
 
     fn find(&mut self, key: u64) -> Option<&mut Block> {
@@ -32,14 +26,6 @@ impl Naive {
 
     fn has(&self, key: u64) -> bool {
         self.blocks.iter().any(|block| block.key == key)
-    }
-
-    fn order(&self, block: &Block) -> (u32, Reverse<usize>, u64) {
-        match self.policy {
-            CachePolicy::Lru => (0, Reverse(0), block.used_at),
-            CachePolicy::Lfu => (block.uses, Reverse(0), block.used_at),
-            CachePolicy::LengthAware => (block.uses, Reverse(block.depth), block.used_at),
-        }
     }
 
     fn stamp(&mut self, key: u64) {
@@ -52,15 +38,12 @@ impl Naive {
 
     fn touch(&mut self, chain: &[u64]) {
         for &key in chain.iter().rev() {
-            self.find(key).into_iter().for_each(|block| block.uses += 1);
             self.stamp(key);
         }
     }
 
     fn pin(&mut self, key: u64) {
-        let block = self.find(key).expect("the caller looked");
-        block.pins += 1;
-        block.uses += 1;
+        self.find(key).expect("the caller looked").pins += 1;
     }
 
     fn unpin(&mut self, key: u64) {
@@ -72,15 +55,15 @@ impl Naive {
     }
 
     /// None: all are pinned. Else the block that had to go, if one had to.
-    fn insert_pinned(&mut self, key: u64, depth: usize) -> Option<Option<Block>> {
+    fn insert_pinned(&mut self, key: u64) -> Option<Option<Block>> {
         let mut victim = None;
         if self.blocks.len() == self.capacity {
             let idle = self.blocks.iter().filter(|block| block.pins == 0);
-            let least = idle.min_by_key(|block| self.order(block)).cloned()?;
+            let least = idle.min_by_key(|block| block.used_at).cloned()?;
             self.blocks.retain(|block| block.key != least.key);
             victim = Some(least);
         }
-        self.blocks.push(Block { key, uses: 1, depth, used_at: 0, pins: 1 });
+        self.blocks.push(Block { key, used_at: 0, pins: 1 });
         Some(victim)
     }
 
@@ -98,8 +81,8 @@ pub(crate) struct Tiers {
 }
 
 impl Tiers {
-    pub(crate) fn new(dram: usize, ssd: usize, policy: CachePolicy) -> Self {
-        Tiers { dram: Naive::new(dram, policy), ssd: Naive::new(ssd, policy) }
+    pub(crate) fn new(dram: usize, ssd: usize) -> Self {
+        Tiers { dram: Naive::new(dram), ssd: Naive::new(ssd) }
     }
 
     /// Leading blocks that can be pinned in host memory, and are then; and the places of those behind that are pinned too.
@@ -111,27 +94,32 @@ impl Tiers {
             self.ssd.touch(chain);
         }
         // What the disk had may go for what is brought before it.
-        let comes =
-            |at: &usize| present.contains(at) || self.ssd.has(chain[*at]) && self.put(chain[*at], *at, &[]);
+        let comes = |at: &usize| present.contains(at) || self.ssd.has(chain[*at]) && self.store(chain[*at]);
         let held = (0..known).take_while(comes).count();
         (held, present.into_iter().filter(|&at| at >= held).collect())
     }
 
     /// False: there is no room.
-    pub(crate) fn put(&mut self, key: u64, depth: usize, ahead: &[usize]) -> bool {
-        if ahead.contains(&depth) {
-            return true;
+    pub(crate) fn keep(&mut self, key: u64) -> bool {
+        let fits = self.store(key);
+        if fits {
+            self.dram.unpin(key);
         }
+        fits
+    }
+
+    /// Stores a block in host memory, and pins it. False: there is no room.
+    fn store(&mut self, key: u64) -> bool {
         if self.dram.has(key) {
             self.dram.pin(key);
             return true;
         }
-        let Some(victim) = self.dram.insert_pinned(key, depth) else { return false };
+        let Some(victim) = self.dram.insert_pinned(key) else { return false };
         if let Some(victim) = victim.filter(|_| self.ssd.capacity > 0) {
             if self.ssd.has(victim.key) {
                 self.ssd.touch(&[victim.key]);
             } else {
-                self.ssd.insert_pinned(victim.key, victim.depth).expect("the disk pins nothing for long");
+                self.ssd.insert_pinned(victim.key).expect("the disk pins nothing for long");
                 self.ssd.unpin(victim.key);
             }
         }
@@ -143,13 +131,12 @@ impl Tiers {
         pinned.for_each(|at| self.dram.unpin(chain[at]));
     }
 
-    /// Host memory is lost; the disk keeps its order and forgets how often each was used.
+    /// Host memory is lost; the disk keeps its order.
     pub(crate) fn reopen(&mut self) {
         self.dram.blocks.clear();
         let mut order = self.ssd.blocks.clone();
-        order.sort_by_key(|block| self.ssd.order(block));
+        order.sort_by_key(|block| block.used_at);
         for Block { key, .. } in order {
-            self.ssd.find(key).into_iter().for_each(|block| block.uses = 1);
             self.ssd.stamp(key);
         }
     }

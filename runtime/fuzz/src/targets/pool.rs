@@ -5,7 +5,7 @@ use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random;
 use mixfleet_runtime::pool::disk::{Disk, SimDisk};
 use mixfleet_runtime::pool::{Pool, PoolConfig, SSD_TIMEOUT, SsdConfig};
-use mixfleet_scheduler::kv::{BlockHash, CachePolicy};
+use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_wire::HostRegion;
 use std::sync::{Arc, LazyLock};
 
@@ -22,8 +22,6 @@ fn open(disk: SimDisk) -> Result<Pool, mixfleet_runtime::pool::PoolError> {
         namespace: 5,
         dram_bytes: 2 * BLOCK_BYTES,
         ssd: Some(ssd),
-        policy: CachePolicy::Lru,
-        events_max: 1 << 10,
     };
     let region = |bytes: u64| -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
         Ok(Arc::new(HostRegion::new(bytes as usize)?))
@@ -39,19 +37,33 @@ fn content(key: u64) -> Vec<u8> {
     (0..BLOCK_BYTES / 8).flat_map(|at| random::bits(!key, at).to_le_bytes()).collect()
 }
 
+fn keep(pool: &Pool, key: u64) {
+    let kept = pool.keep(BlockHash(key), &tokens(key), &mut |place| {
+        place.copy_from_slice(&content(key));
+        Ok(())
+    });
+    kept.expect("a block of the right size");
+}
+
+/// What a prompt with `tokens` gets of the block `key`.
+fn served(pool: &Pool, key: u64, tokens: &[u32]) -> Option<Vec<u8>> {
+    let (lease, mut bytes) = (pool.lease(&[BlockHash(key)], tokens), Vec::new());
+    lease.view(0, &mut |payload| bytes.extend_from_slice(payload)).is_ok_and(|intact| intact).then_some(bytes)
+}
+
 /// The disk of a pool that holds the blocks of all keys.
 static DISK: LazyLock<SimDisk> = LazyLock::new(|| {
     let disk = SimDisk::default();
     let pool = open(disk.clone()).expect("an empty disk");
     for key in KEYS {
-        pool.put(BlockHash(key), &tokens(key), &content(key)).expect("a block of the right size");
+        keep(&pool, key);
     }
     pool.write_back(&mut || true);
     pool.sync().expect("a sound disk");
     drop(pool);
     assert_eq!(FILES.iter().filter(|file| disk.len(file).is_ok_and(|bytes| bytes > Some(0))).count(), 3);
     let pool = open(disk.restart()).expect("its own disk");
-    assert!(KEYS.filter(|key| pool.get(BlockHash(*key), &tokens(*key)).is_some()).count() >= 4);
+    assert!(KEYS.filter(|key| served(&pool, *key, &tokens(*key)).is_some()).count() >= 4);
     disk
 });
 
@@ -84,16 +96,14 @@ pub(super) fn files(bytes: &[u8]) -> bool {
         Err(error) => return refused(&error),
     };
     for key in KEYS {
-        if let Some(lease) = pool.get(BlockHash(key), &tokens(key)) {
-            assert_eq!(lease.load(0).expect("it is pinned"), content(key), "block {key}");
+        if let Some(bytes) = served(&pool, key, &tokens(key)) {
+            assert_eq!(bytes, content(key), "block {key}");
         }
-        assert!(pool.get(BlockHash(key), &tokens(key + 1)).is_none(), "block {key} for another prompt");
+        assert!(served(&pool, key, &tokens(key + 1)).is_none(), "block {key} for another prompt");
     }
     let next = KEYS.end;
-    pool.put(BlockHash(next), &tokens(next), &content(next)).expect("a block of the right size");
-    let lease = pool.get(BlockHash(next), &tokens(next)).expect("it was just put");
-    assert_eq!(lease.load(0).expect("it is pinned"), content(next));
-    drop(lease);
+    keep(&pool, next);
+    assert_eq!(served(&pool, next, &tokens(next)), Some(content(next)));
     pool.write_back(&mut || true);
     true
 }
