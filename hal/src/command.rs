@@ -2,7 +2,7 @@
 
 use crate::op::Extent;
 use crate::units::Seconds;
-use crate::{Access, Error, OpSig, Result, Slice};
+use crate::{Error, OpSig, OperandAccess, Result, Slice};
 use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,7 +47,7 @@ impl Cmd {
             }
         }
         for (i, operand) in operands.iter().enumerate() {
-            let clash = operand.access != Access::Read
+            let clash = operand.access != OperandAccess::Read
                 && args.iter().enumerate().any(|(j, other)| i != j && args[i].overlaps(other));
             if clash {
                 return Err(Error::invalid(format!(

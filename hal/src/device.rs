@@ -2,7 +2,7 @@
 
 use crate::memory::{Pinned, SharedMemory};
 use crate::units::Bytes;
-use crate::{Export, HostMemory, OpSig, Queue, Result, Role, Slice};
+use crate::{BufferUsage, Export, HostMemory, OpSig, Queue, Result, Slice};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -71,7 +71,7 @@ impl DeviceInfo {
 
 /// What a caller must respect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct DeviceLimits {
     /// The largest single allocation, in bytes.
     pub allocation_bytes_max: u64,
     /// Every operand's offset must be a multiple of this.
@@ -134,13 +134,13 @@ pub trait Device: Send + Sync {
     fn info(&self) -> &DeviceInfo;
 
     /// What a caller must respect.
-    fn limits(&self) -> Limits;
+    fn limits(&self) -> DeviceLimits;
 
     /// Whether it can run `sig`.
     fn support(&self, sig: &OpSig) -> Support;
 
     /// Allocates `bytes` bytes; their content is unspecified, but never another process's.
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice>;
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice>;
 
     /// Uses host memory in place, read-only. `Unsupported` where `limits` says so.
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice>;

@@ -24,8 +24,8 @@ pub mod transport;
 pub mod units;
 
 pub use command::{Cmd, Elapsed, Graph, Queue, Ticket};
-pub use device::{Absent, Backend, Device, DeviceInfo, DeviceKind, Health, Limits, Support};
+pub use device::{Absent, Backend, Device, DeviceInfo, DeviceKind, DeviceLimits, Health, Support};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
-pub use memory::{Buffer, Export, FileMapper, HostMemory, Role, Slice};
-pub use op::{Access, OpSig, Operand, Scalar};
+pub use memory::{Buffer, BufferUsage, Export, FileMapper, HostMemory, Slice};
+pub use op::{OpSig, Operand, OperandAccess, Scalar};

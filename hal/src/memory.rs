@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// What a buffer is for. A backend may place buffers by it; it changes no result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Role {
+pub enum BufferUsage {
     /// Model parameters: written once, then only read.
     Weights,
     /// KV pages, and KV on its way to them or from them.

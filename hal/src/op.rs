@@ -41,7 +41,7 @@ impl std::hash::Hash for Scalar {
 
 /// How a command uses an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum OperandAccess {
     /// Read only.
     Read,
     /// Every element is overwritten; what was there before does not matter.
@@ -65,7 +65,7 @@ pub struct Operand {
     /// What it is, for messages.
     pub name: &'static str,
     /// How it is used.
-    pub access: Access,
+    pub access: OperandAccess,
     /// Its element type.
     pub dtype: DType,
     /// Its size.
@@ -323,8 +323,8 @@ impl OpSig {
     /// The operands in the order in which a command carries them. This is the contract that every
     /// backend implements and [`crate::Cmd::new`] enforces.
     pub fn operands(&self) -> Vec<Operand> {
-        use Access::{Read, ReadWrite, Write};
         use DType::{F32, U32};
+        use OperandAccess::{Read, ReadWrite, Write};
         let exactly = |name, access, dtype, elements| Operand {
             name,
             access,
@@ -475,7 +475,7 @@ impl OpSig {
             .operands()
             .iter()
             .map(|operand| match (operand.extent, operand.access) {
-                (Extent::Exactly(n), Access::ReadWrite) => 2 * n * operand.dtype.size_bytes(),
+                (Extent::Exactly(n), OperandAccess::ReadWrite) => 2 * n * operand.dtype.size_bytes(),
                 (Extent::Exactly(n), _) => n * operand.dtype.size_bytes(),
                 (Extent::PagesOf(_), _) => 0,
             })

@@ -25,7 +25,7 @@ pub struct Point {
 
 /// A straight line over sizes: `fixed + bytes * seconds_per_byte`, for `from` bytes on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Line {
+pub struct LinearSegment {
     /// The least size that it holds for; it ends where the next line begins.
     pub from: Bytes,
     /// Per transfer.
@@ -37,7 +37,7 @@ pub struct Line {
 /// Time over bytes as straight lines by range of size, ascending. Empty: not measured.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct CopyCost(pub Vec<Line>);
+pub struct CopyCost(pub Vec<LinearSegment>);
 
 impl CopyCost {
     /// Time of one transfer; `None` if nothing was measured.
@@ -332,7 +332,7 @@ mod tests {
 
     #[test]
     fn copies_follow_the_line_of_their_size() {
-        let line = |from, fixed, rate: f64| Line {
+        let line = |from, fixed, rate: f64| LinearSegment {
             from: Bytes(from),
             fixed: Seconds(fixed),
             seconds_per_byte: 1.0 / rate,

@@ -36,7 +36,7 @@ impl std::fmt::Debug for Descriptor {
 /// What peers may do to a registered region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Access {
+pub enum RemoteAccess {
     /// Write to it.
     Write,
     /// Read from it.
@@ -45,15 +45,15 @@ pub enum Access {
     ReadWrite,
 }
 
-impl Access {
+impl RemoteAccess {
     /// Whether peers may write.
     pub fn may_write(self) -> bool {
-        self != Access::Read
+        self != RemoteAccess::Read
     }
 
     /// Whether peers may read.
     pub fn may_read(self) -> bool {
-        self != Access::Write
+        self != RemoteAccess::Write
     }
 }
 
@@ -81,7 +81,7 @@ pub trait Transport: Send + Sync {
     ///
     /// # Errors
     /// `Unsupported` if this transport cannot reach such memory, `OutOfMemory` at a limit of registrations.
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor>;
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor>;
 
     /// Ends the reachability of a region. When it returns, no transfer under this description writes to the
     /// memory any more, not even one that had begun.

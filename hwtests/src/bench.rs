@@ -2,7 +2,9 @@
 
 use crate::inputs::encoded;
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{Access, Cmd, Device, Error, ErrorKind, OpSig, Operand, Queue, Role, Slice, Support};
+use mixfleet_hal::{
+    BufferUsage, Cmd, Device, Error, ErrorKind, OpSig, Operand, OperandAccess, Queue, Slice, Support,
+};
 use std::time::Duration;
 
 /// Least bytes of sentinels before and after every operand.
@@ -36,7 +38,7 @@ impl From<Error> for Trouble {
 
 /// How commands reach the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum SubmitMode {
     /// `submit`.
     Submit,
     /// `record`, then `replay`; `submit` where recording is unsupported.
@@ -89,7 +91,7 @@ impl Guarded {
             );
             return Err(Trouble::Failed(message));
         }
-        if operand.access == Access::Read
+        if operand.access == OperandAccess::Read
             && let Extent::Exactly(_) = operand.extent
             && now[inner.clone()] != self.image[inner.clone()]
         {
@@ -157,7 +159,12 @@ impl Pools {
 
 impl Bench<'_> {
     /// Runs `sig` on `operands` (decoded, pools logical) and returns what it left.
-    pub(crate) fn execute(&self, sig: &OpSig, operands: &[Vec<f64>], way: Way) -> Result<Done, Trouble> {
+    pub(crate) fn execute(
+        &self,
+        sig: &OpSig,
+        operands: &[Vec<f64>],
+        way: SubmitMode,
+    ) -> Result<Done, Trouble> {
         if self.device.support(sig) == Support::No {
             return Err(Trouble::Unsupported);
         }
@@ -178,7 +185,7 @@ impl Bench<'_> {
         let (mut after, mut written) = (operands.to_vec(), Vec::new());
         for (i, operand) in kinds.iter().enumerate() {
             let bytes = placed[i].read(self.device, operand)?;
-            if let (Extent::Exactly(_), true) = (operand.extent, operand.access != Access::Read) {
+            if let (Extent::Exactly(_), true) = (operand.extent, operand.access != OperandAccess::Read) {
                 after[i] = operand.dtype.decode(&bytes);
                 written.push(bytes);
             }
@@ -231,12 +238,13 @@ impl Bench<'_> {
         if total > limits.allocation_bytes_max {
             return Err(Trouble::NotRun(format!("needs an allocation of {total} bytes")));
         }
-        let role = if let Extent::PagesOf(_) = operand.extent { Role::Kv } else { Role::Activations };
+        let role =
+            if let Extent::PagesOf(_) = operand.extent { BufferUsage::Kv } else { BufferUsage::Activations };
         let whole = self.device.alloc(total, role)?;
         let mut image: Vec<u8> = (0..total).map(pattern).collect();
         let inner = &mut image[before as usize..][..bytes.len()];
         match (operand.extent, operand.access) {
-            (Extent::PagesOf(_), _) | (_, Access::Write) => inner.fill(0xFF),
+            (Extent::PagesOf(_), _) | (_, OperandAccess::Write) => inner.fill(0xFF),
             _ => inner.copy_from_slice(bytes),
         }
         self.device.write(&whole, &image)?;
@@ -244,11 +252,11 @@ impl Bench<'_> {
     }
 
     /// Runs a batch to its end on a queue of its own.
-    pub(crate) fn finish(&self, cmds: &[Cmd], way: Way) -> Result<(), Trouble> {
+    pub(crate) fn finish(&self, cmds: &[Cmd], way: SubmitMode) -> Result<(), Trouble> {
         let mut queue = self.device.queue()?;
         let ticket = match way {
-            Way::Submit => queue.submit(cmds),
-            Way::Replay => match queue.record(cmds) {
+            SubmitMode::Submit => queue.submit(cmds),
+            SubmitMode::Replay => match queue.record(cmds) {
                 Ok(graph) => queue.replay(&graph),
                 Err(error) if error.kind == ErrorKind::Unsupported => queue.submit(cmds),
                 Err(error) => Err(error),

@@ -7,7 +7,7 @@
 //! square root 3 ulp, with 1 ulp = 2u; the constants below round these up.
 
 use crate::oracle;
-use mixfleet_hal::{Access, DType, OpSig};
+use mixfleet_hal::{DType, OpSig, OperandAccess};
 
 /// Unit round-off of the arithmetic.
 const U: f64 = DType::F32.unit_roundoff();
@@ -48,7 +48,8 @@ pub fn bounds(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Option
         OpSig::Gemm { .. } => vec![gemm(sig, before, &want[want.len() - 1])],
         _ => {
             let operands = sig.operands();
-            let written = operands.iter().zip(want).filter(|(operand, _)| operand.access != Access::Read);
+            let written =
+                operands.iter().zip(want).filter(|(operand, _)| operand.access != OperandAccess::Read);
             written
                 .map(|(_, want)| (0..want.len()).map(|i| elementwise(sig, before, want[i], i)).collect())
                 .collect()
@@ -57,7 +58,7 @@ pub fn bounds(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Option
     written.reverse();
     sig.operands()
         .iter()
-        .map(|operand| (operand.access != Access::Read).then(|| written.pop()).flatten())
+        .map(|operand| (operand.access != OperandAccess::Read).then(|| written.pop()).flatten())
         .collect()
 }
 

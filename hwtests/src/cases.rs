@@ -5,13 +5,13 @@
 //! product would only repeat itself.
 
 use crate::inputs;
-use mixfleet_hal::{DType, Limits, OpSig, Scalar};
+use mixfleet_hal::{DType, DeviceLimits, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
 /// How much is tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Level {
+pub enum SuiteLevel {
     /// Each operation and dtype combination, few shapes: seconds.
     Quick,
     /// All edge shapes.
@@ -21,7 +21,7 @@ pub enum Level {
 /// What the signature leaves open: how tokens are spread over sequences.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Spread {
+pub enum TokenSpread {
     /// Nothing is open.
     Even,
     /// `AttnPrefill`: (new tokens, context) of each sequence.
@@ -36,7 +36,7 @@ pub struct Case {
     /// The operation.
     pub sig: OpSig,
     /// How tokens are spread over sequences.
-    pub spread: Spread,
+    pub spread: TokenSpread,
     /// Seed of the operands.
     pub seed: u64,
 }
@@ -59,9 +59,9 @@ struct Builder {
 }
 
 /// All cases of a level, for a device with these limits.
-pub fn cases(level: Level, limits: &Limits) -> Vec<Case> {
+pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     let page_tokens = limits.kv_page_tokens.max(1);
-    let mut b = Builder { cases: Vec::new(), full: level == Level::Full, page_tokens };
+    let mut b = Builder { cases: Vec::new(), full: level == SuiteLevel::Full, page_tokens };
     b.rows();
     b.gemm();
     b.elements();
@@ -91,13 +91,13 @@ struct Heads {
 const SMALL: Heads = Heads { ratio: 2, kv_heads: 2, head_dim: 16 };
 
 impl Builder {
-    fn push(&mut self, sig: OpSig, spread: Spread) {
+    fn push(&mut self, sig: OpSig, spread: TokenSpread) {
         let seed = self.cases.len() as u64 + 1;
         self.cases.push(Case { sig, spread, seed });
     }
 
     fn even(&mut self, sig: OpSig) {
-        self.push(sig, Spread::Even);
+        self.push(sig, TokenSpread::Even);
     }
 
     /// `edges`, or a few of them on the quick level.
@@ -253,7 +253,7 @@ impl Builder {
             x,
             kv,
         };
-        self.push(sig, Spread::Queries(spread.to_vec()));
+        self.push(sig, TokenSpread::Queries(spread.to_vec()));
     }
 
     fn prefill(&mut self) {
@@ -310,7 +310,7 @@ impl Builder {
             x,
             kv,
         };
-        self.push(sig, Spread::Ranges(ranges.to_vec()));
+        self.push(sig, TokenSpread::Ranges(ranges.to_vec()));
     }
 
     fn decode(&mut self) {

@@ -1,12 +1,12 @@
 //! What a single operation cannot show: memory, order, recombination, and bad indices.
 
-use crate::bench::{Bench, Trouble, Way};
-use crate::cases::{Case, Spread};
+use crate::bench::{Bench, SubmitMode, Trouble};
+use crate::cases::{Case, TokenSpread};
 use crate::paged::Paged;
 use crate::suite::checked;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::{self, Stream};
-use mixfleet_hal::{Cmd, DType, ErrorKind, OpSig, Role, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, ErrorKind, OpSig, Slice};
 use std::sync::Arc;
 
 /// Runs; `Ok` holds the largest error as a share of what is allowed, where something is compared.
@@ -35,7 +35,11 @@ fn fail<T>(reason: impl Into<String>) -> Result<T, Trouble> {
 fn memory(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     let device = bench.device;
     let align = device.limits().alignment_bytes.max(1);
-    for (seed, role) in [Role::Weights, Role::Kv, Role::Activations, Role::Staging].into_iter().enumerate() {
+    for (seed, role) in
+        [BufferUsage::Weights, BufferUsage::Kv, BufferUsage::Activations, BufferUsage::Staging]
+            .into_iter()
+            .enumerate()
+    {
         let bytes = 4096 + 3 * align;
         let slice = device.alloc(bytes, role)?;
         let mut want = noise(seed as u64, bytes);
@@ -74,7 +78,7 @@ fn through_pinned(bench: &Bench<'_>) -> Result<(), Trouble> {
         Err(error) if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::OutOfMemory) => return Ok(()),
         Err(error) => return Err(error.into()),
     };
-    let far = device.alloc(BYTES, Role::Kv)?;
+    let far = device.alloc(BYTES, BufferUsage::Kv)?;
     for (round, (offset, bytes)) in
         [(0, BYTES), (4097, BYTES - 4098), (8, 1), (0, BYTES)].into_iter().enumerate()
     {
@@ -112,8 +116,8 @@ fn import(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     }
     let want = noise(5, 10_000);
     let from = bench.device.import(Arc::new(want.clone()))?;
-    let to = bench.device.alloc(10_000, Role::Activations)?;
-    bench.finish(&[Cmd::new(OpSig::Copy { bytes: 10_000 }, &[from, to.clone()])?], Way::Submit)?;
+    let to = bench.device.alloc(10_000, BufferUsage::Activations)?;
+    bench.finish(&[Cmd::new(OpSig::Copy { bytes: 10_000 }, &[from, to.clone()])?], SubmitMode::Submit)?;
     let mut got = vec![0; want.len()];
     bench.device.read(&to, &mut got)?;
     if got != want { fail("a copy out of imported memory got other bytes") } else { Ok(None) }
@@ -123,9 +127,9 @@ fn import(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
 fn order(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     const BYTES: u64 = 4096;
     let device = bench.device;
-    let scratch = device.alloc(BYTES, Role::Activations)?;
+    let scratch = device.alloc(BYTES, BufferUsage::Activations)?;
     let outs: Vec<Slice> =
-        (0..16).map(|_| device.alloc(BYTES, Role::Activations)).collect::<Result<_, _>>()?;
+        (0..16).map(|_| device.alloc(BYTES, BufferUsage::Activations)).collect::<Result<_, _>>()?;
     let mut queue = device.queue()?;
     let mut tickets = Vec::new();
     for (word, out) in outs.iter().enumerate() {
@@ -182,7 +186,7 @@ fn partition(
             x: DType::F32,
             kv,
         };
-        let case = Case { sig, spread: Spread::Ranges(CONTEXTS.to_vec()), seed: 1000 + seed as u64 };
+        let case = Case { sig, spread: TokenSpread::Ranges(CONTEXTS.to_vec()), seed: 1000 + seed as u64 };
         let operands = case.operands();
         let all = Piece { rows: (0..rows).collect(), sig, operands: operands.clone() };
         let whole = merged(bench, vec![all], rows)?;
@@ -316,15 +320,15 @@ fn by_requests(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece>
 fn index_out_of_range(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     let floats = (DType::F32, DType::F32);
     let embed = OpSig::Embed { tokens: 2, vocab: 8, hidden: 16, table: floats.0, out: floats.1 };
-    let wrong = Case { sig: embed, spread: Spread::Even, seed: 1 };
+    let wrong = Case { sig: embed, spread: TokenSpread::Even, seed: 1 };
     let (kv_heads, head_dim, page_tokens) = (1, 8, bench.device.limits().kv_page_tokens.max(1));
     let write = OpSig::KvWrite { tokens: 2, kv_heads, head_dim, page_tokens, x: floats.0, kv: floats.1 };
-    let written = Case { sig: write, spread: Spread::Even, seed: 2 };
+    let written = Case { sig: write, spread: TokenSpread::Even, seed: 2 };
     for (case, operand) in [(&wrong, 0), (&written, 2)] {
         for far in [1e3, 4e6, f64::from(u32::MAX)] {
             let mut operands = case.operands();
             operands[operand][1] = far;
-            match bench.execute(&case.sig, &operands, Way::Submit) {
+            match bench.execute(&case.sig, &operands, SubmitMode::Submit) {
                 Ok(_) => {}
                 Err(Trouble::Failed(reason)) if reason.starts_with("Invalid") => {}
                 Err(trouble) => return Err(trouble),

@@ -1,9 +1,9 @@
 //! Operands for a case: random values, indices that point at something, and page tables in disorder.
 
-use crate::cases::{Case, Spread};
+use crate::cases::{Case, TokenSpread};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::{Access, DType, OpSig, Operand};
+use mixfleet_hal::{DType, OpSig, Operand, OperandAccess};
 
 /// Pages of a pool that no sequence uses; they hold NaN, as memory that was never written may.
 const SPARE_PAGES: u32 = 2;
@@ -29,7 +29,7 @@ pub(crate) fn operands(case: &Case) -> Vec<Vec<f64>> {
         .map(|operand| {
             let values = match operand.extent {
                 Extent::PagesOf(page) => pages.pool(&case.sig, page, &mut stream),
-                Extent::Exactly(n) if operand.access == Access::Write => vec![f64::NAN; n as usize],
+                Extent::Exactly(n) if operand.access == OperandAccess::Write => vec![f64::NAN; n as usize],
                 Extent::Exactly(n) if operand.dtype == DType::U32 => {
                     indices(case, operand, &pages, n, &mut stream)
                 }
@@ -121,15 +121,15 @@ fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut S
         }
         (.., "slots") => pages.slots[..n as usize].to_vec(),
         (.., "pages") => pages.table.clone(),
-        (_, Spread::Queries(spread), "query_start") => {
+        (_, TokenSpread::Queries(spread), "query_start") => {
             let ends = spread.iter().scan(0, |row, (queries, _)| {
                 *row += queries;
                 Some(f64::from(*row))
             });
             std::iter::once(0.0).chain(ends).collect()
         }
-        (_, Spread::Queries(spread), "context") => spread.iter().map(|s| f64::from(s.1)).collect(),
-        (_, Spread::Ranges(ranges), "range") => {
+        (_, TokenSpread::Queries(spread), "context") => spread.iter().map(|s| f64::from(s.1)).collect(),
+        (_, TokenSpread::Ranges(ranges), "range") => {
             ranges.iter().flat_map(|r| [f64::from(r.0), f64::from(r.1)]).collect()
         }
         _ => (0..n).map(|_| (stream.next_u64() >> 32) as f64).collect(),
@@ -149,10 +149,10 @@ struct Pages {
 impl Pages {
     fn new(case: &Case, stream: &mut Stream) -> Pages {
         let (page_tokens, pages_max, contexts): (u32, u32, Vec<u32>) = match (&case.sig, &case.spread) {
-            (OpSig::AttnPrefill { page_tokens, pages_max, .. }, Spread::Queries(spread)) => {
+            (OpSig::AttnPrefill { page_tokens, pages_max, .. }, TokenSpread::Queries(spread)) => {
                 (*page_tokens, *pages_max, spread.iter().map(|s| s.1).collect())
             }
-            (OpSig::AttnDecode { page_tokens, pages_max, .. }, Spread::Ranges(ranges)) => {
+            (OpSig::AttnDecode { page_tokens, pages_max, .. }, TokenSpread::Ranges(ranges)) => {
                 (*page_tokens, *pages_max, ranges.iter().map(|r| r.1).collect())
             }
             (

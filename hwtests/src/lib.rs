@@ -32,6 +32,6 @@ mod suite;
 pub mod svg;
 pub mod validate;
 
-pub use cases::Level;
-pub use report::{CaseReport, Outcome, Report, Summary, Verdict};
-pub use suite::{Entry, Options, attempt, entries, run};
+pub use cases::SuiteLevel;
+pub use report::{CaseReport, CheckCounts, CheckOutcome, Report, SuiteVerdict};
+pub use suite::{Entry, SuiteOptions, attempt, entries, run};

@@ -8,8 +8,8 @@ use crate::oracle;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{
-    Access, Buffer, Cmd, Device, DeviceInfo, DeviceKind, Elapsed, Error, Export, Graph, Health, HostMemory,
-    Limits, OpSig, Queue, Result, Role, Slice, Support, Ticket,
+    Buffer, BufferUsage, Cmd, Device, DeviceInfo, DeviceKind, DeviceLimits, Elapsed, Error, Export, Graph,
+    Health, HostMemory, OpSig, OperandAccess, Queue, Result, Slice, Support, Ticket,
 };
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -102,8 +102,8 @@ impl Device for ReferenceDevice {
         &self.info
     }
 
-    fn limits(&self) -> Limits {
-        Limits {
+    fn limits(&self) -> DeviceLimits {
+        DeviceLimits {
             allocation_bytes_max: 1 << 30,
             alignment_bytes: 1,
             imports_host_memory: true,
@@ -116,7 +116,7 @@ impl Device for ReferenceDevice {
         Support::Emulated
     }
 
-    fn alloc(&self, bytes: u64, _: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, _: BufferUsage) -> Result<Slice> {
         Ok(Slice::whole(Arc::new(Memory::Owned(Mutex::new(vec![0; bytes as usize])))))
     }
 
@@ -179,7 +179,7 @@ fn execute(cmd: &Cmd) -> Result<()> {
     oracle::run(cmd.sig(), &mut operands)
         .map_err(|cause| Error::invalid(format!("{}: {cause}", cmd.sig().name())))?;
     for ((operand, arg), values) in kinds.iter().zip(cmd.args()).zip(&operands) {
-        if operand.access != Access::Read {
+        if operand.access != OperandAccess::Read {
             store(arg, &encoded(operand.dtype, values))?;
         }
     }

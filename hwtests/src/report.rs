@@ -1,14 +1,14 @@
 //! What came of it.
 
-use crate::cases::{Case, Level};
-use mixfleet_hal::{Access, DeviceInfo};
+use crate::cases::{Case, SuiteLevel};
+use mixfleet_hal::{DeviceInfo, OperandAccess};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// How one check ended. "Could not run" never reads as a pass.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "status", rename_all = "kebab-case")]
-pub enum Outcome {
+pub enum CheckOutcome {
     /// Tried and right.
     Pass,
     /// Tried and wrong.
@@ -35,27 +35,30 @@ pub enum Outcome {
     },
 }
 
-impl Outcome {
+impl CheckOutcome {
     /// Whether it was tried and is wrong.
     pub fn is_wrong(&self) -> bool {
-        matches!(self, Outcome::Fail { .. } | Outcome::Timeout { .. } | Outcome::DeviceLost { .. })
+        matches!(
+            self,
+            CheckOutcome::Fail { .. } | CheckOutcome::Timeout { .. } | CheckOutcome::DeviceLost { .. }
+        )
     }
 
     /// Why it is no pass, for people; empty for a pass.
     pub fn reason(&self) -> &str {
         match self {
-            Outcome::Pass => "",
-            Outcome::Unsupported => "the device does not claim it",
-            Outcome::Fail { reason }
-            | Outcome::NotRun { reason }
-            | Outcome::Timeout { reason }
-            | Outcome::DeviceLost { reason } => reason,
+            CheckOutcome::Pass => "",
+            CheckOutcome::Unsupported => "the device does not claim it",
+            CheckOutcome::Fail { reason }
+            | CheckOutcome::NotRun { reason }
+            | CheckOutcome::Timeout { reason }
+            | CheckOutcome::DeviceLost { reason } => reason,
         }
     }
 
     /// Whether nothing more can be asked of the device, as opened.
     pub fn ends_the_device(&self) -> bool {
-        matches!(self, Outcome::Timeout { .. } | Outcome::DeviceLost { .. })
+        matches!(self, CheckOutcome::Timeout { .. } | CheckOutcome::DeviceLost { .. })
     }
 }
 
@@ -67,7 +70,7 @@ pub struct CaseReport {
     /// The operation with its shape, spread and seed, to run it again.
     pub case: Option<Case>,
     /// How it ended.
-    pub outcome: Outcome,
+    pub outcome: CheckOutcome,
     /// The largest error as a share of its bound; above 1 fails. `None` where nothing was compared.
     pub ratio_max: Option<f64>,
     /// Whether the first row came out bit by bit the same alone as in the batch. For information.
@@ -76,7 +79,7 @@ pub struct CaseReport {
 
 /// Counts of one operation or check.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Summary {
+pub struct CheckCounts {
     /// Passed.
     pub pass: u32,
     /// Failed, hung or lost.
@@ -97,7 +100,7 @@ pub struct Summary {
 /// The judgement over a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Verdict {
+pub enum SuiteVerdict {
     /// Everything that the device claims was tried and is right, and it claims something.
     Pass,
     /// Something is wrong.
@@ -114,7 +117,7 @@ pub struct Report {
     /// The device.
     pub device: DeviceInfo,
     /// How much was tried.
-    pub level: Level,
+    pub level: SuiteLevel,
     /// Every check, in order.
     pub cases: Vec<CaseReport>,
 }
@@ -122,7 +125,7 @@ pub struct Report {
 /// Whether a case's results are rounded to a type narrower than f32.
 fn narrows(case: &Case) -> bool {
     let operands = case.sig.operands();
-    operands.iter().any(|operand| operand.access != Access::Read && operand.dtype.size_bytes() < 4)
+    operands.iter().any(|operand| operand.access != OperandAccess::Read && operand.dtype.size_bytes() < 4)
 }
 
 impl Report {
@@ -130,29 +133,29 @@ impl Report {
     pub const SCHEMA: &'static str = "mixfleet.conformance/1";
 
     /// The judgement.
-    pub fn verdict(&self) -> Verdict {
-        let any = |test: fn(&Outcome) -> bool| self.cases.iter().any(|c| test(&c.outcome));
-        if any(Outcome::is_wrong) {
-            Verdict::Fail
-        } else if any(|o| matches!(o, Outcome::NotRun { .. })) || !any(|o| *o == Outcome::Pass) {
-            Verdict::Incomplete
+    pub fn verdict(&self) -> SuiteVerdict {
+        let any = |test: fn(&CheckOutcome) -> bool| self.cases.iter().any(|c| test(&c.outcome));
+        if any(CheckOutcome::is_wrong) {
+            SuiteVerdict::Fail
+        } else if any(|o| matches!(o, CheckOutcome::NotRun { .. })) || !any(|o| *o == CheckOutcome::Pass) {
+            SuiteVerdict::Incomplete
         } else {
-            Verdict::Pass
+            SuiteVerdict::Pass
         }
     }
 
     /// Counts and worst ratio by name.
-    pub fn summary(&self) -> BTreeMap<String, Summary> {
-        let mut by_name: BTreeMap<String, Summary> = BTreeMap::new();
+    pub fn summary(&self) -> BTreeMap<String, CheckCounts> {
+        let mut by_name: BTreeMap<String, CheckCounts> = BTreeMap::new();
         for case in &self.cases {
             let summary = by_name.entry(case.name.clone()).or_default();
             match case.outcome {
-                Outcome::Pass => summary.pass += 1,
-                Outcome::Fail { .. } | Outcome::Timeout { .. } | Outcome::DeviceLost { .. } => {
-                    summary.fail += 1
-                }
-                Outcome::Unsupported => summary.unsupported += 1,
-                Outcome::NotRun { .. } => summary.not_run += 1,
+                CheckOutcome::Pass => summary.pass += 1,
+                CheckOutcome::Fail { .. }
+                | CheckOutcome::Timeout { .. }
+                | CheckOutcome::DeviceLost { .. } => summary.fail += 1,
+                CheckOutcome::Unsupported => summary.unsupported += 1,
+                CheckOutcome::NotRun { .. } => summary.not_run += 1,
             }
             let ratio = case.ratio_max.unwrap_or(0.0);
             summary.ratio_max = summary.ratio_max.max(ratio);
@@ -188,10 +191,10 @@ impl std::fmt::Display for Report {
         }
         for case in &self.cases {
             let (word, reason) = match &case.outcome {
-                Outcome::Fail { reason } => ("FAIL", reason),
-                Outcome::Timeout { reason } => ("TIMEOUT", reason),
-                Outcome::DeviceLost { reason } => ("DEVICE LOST", reason),
-                Outcome::NotRun { reason } => ("NOT RUN", reason),
+                CheckOutcome::Fail { reason } => ("FAIL", reason),
+                CheckOutcome::Timeout { reason } => ("TIMEOUT", reason),
+                CheckOutcome::DeviceLost { reason } => ("DEVICE LOST", reason),
+                CheckOutcome::NotRun { reason } => ("NOT RUN", reason),
                 _ => continue,
             };
             write!(f, "{word} {}: {reason}", case.name)?;

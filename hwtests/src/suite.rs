@@ -1,28 +1,28 @@
 //! Runs the cases and the checks on a device.
 
-use crate::bench::{Bench, Done, Trouble, Way};
-use crate::cases::{self, Case, Level};
-use crate::report::{CaseReport, Outcome, Report};
+use crate::bench::{Bench, Done, SubmitMode, Trouble};
+use crate::cases::{self, Case, SuiteLevel};
+use crate::report::{CaseReport, CheckOutcome, Report};
 use crate::{bounds, checks, oracle};
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{Device, Limits, OpSig};
+use mixfleet_hal::{Device, DeviceLimits, OpSig};
 use std::time::Duration;
 
 /// What to run.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct SuiteOptions {
     /// How much is tried.
-    pub level: Level,
+    pub level: SuiteLevel,
     /// After this long without an answer a device counts as hung, and nothing more is asked of it.
     pub timeout: Duration,
     /// Names of the operations and checks to run; empty = all.
     pub only: Vec<String>,
 }
 
-impl Options {
+impl SuiteOptions {
     /// All of `level`, with 30 s for each batch: some compile kernels on first use.
-    pub fn new(level: Level) -> Self {
-        Options { level, timeout: Duration::from_secs(30), only: Vec::new() }
+    pub fn new(level: SuiteLevel) -> Self {
+        SuiteOptions { level, timeout: Duration::from_secs(30), only: Vec::new() }
     }
 }
 
@@ -36,7 +36,7 @@ pub struct Entry {
 }
 
 /// Everything that a level tries on a device with these limits, in order.
-pub fn entries(level: Level, limits: &Limits) -> Vec<Entry> {
+pub fn entries(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Entry> {
     let cases = cases::cases(level, limits);
     let cases = cases.into_iter().map(|case| Entry { name: case.sig.name(), case: Some(case) });
     cases.chain(checks::ALL.iter().map(|&(name, _)| Entry { name, case: None })).collect()
@@ -59,7 +59,7 @@ pub fn attempt(device: &dyn Device, entry: &Entry, timeout: Duration) -> CaseRep
 }
 
 /// Tries `device` and says what came of it; `observe` sees each result as it comes.
-pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(&CaseReport)) -> Report {
+pub fn run(device: &dyn Device, options: &SuiteOptions, observe: &mut dyn FnMut(&CaseReport)) -> Report {
     let mut report = Report {
         schema: Report::SCHEMA.to_owned(),
         device: device.info().clone(),
@@ -87,14 +87,14 @@ pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(&Case
 
 /// How one check went.
 struct Trial {
-    outcome: Outcome,
+    outcome: CheckOutcome,
     ratio_max: Option<f64>,
     batch_invariant: Option<bool>,
 }
 
 impl Trial {
     fn pass() -> Trial {
-        Trial { outcome: Outcome::Pass, ratio_max: None, batch_invariant: None }
+        Trial { outcome: CheckOutcome::Pass, ratio_max: None, batch_invariant: None }
     }
 
     fn report(self, entry: &Entry) -> CaseReport {
@@ -107,11 +107,11 @@ impl Trial {
 impl From<Trouble> for Trial {
     fn from(trouble: Trouble) -> Self {
         let outcome = match trouble {
-            Trouble::Unsupported => Outcome::Unsupported,
-            Trouble::NotRun(reason) => Outcome::NotRun { reason },
-            Trouble::Failed(reason) => Outcome::Fail { reason },
-            Trouble::Hung(reason) => Outcome::Timeout { reason: format!("no answer in time: {reason}") },
-            Trouble::Lost(reason) => Outcome::DeviceLost { reason },
+            Trouble::Unsupported => CheckOutcome::Unsupported,
+            Trouble::NotRun(reason) => CheckOutcome::NotRun { reason },
+            Trouble::Failed(reason) => CheckOutcome::Fail { reason },
+            Trouble::Hung(reason) => CheckOutcome::Timeout { reason: format!("no answer in time: {reason}") },
+            Trouble::Lost(reason) => CheckOutcome::DeviceLost { reason },
         };
         Trial { outcome, ..Trial::pass() }
     }
@@ -149,11 +149,11 @@ pub(crate) struct Checked {
 /// Runs an operation twice, by submission and by replay: each must be within the bounds, and both
 /// must agree bit by bit.
 pub(crate) fn checked(bench: &Bench<'_>, sig: &OpSig, operands: &[Vec<f64>]) -> Result<Checked, Trouble> {
-    let done = bench.execute(sig, operands, Way::Submit)?;
+    let done = bench.execute(sig, operands, SubmitMode::Submit)?;
     let mut want = operands.to_vec();
     oracle::run(sig, &mut want).map_err(|e| Trouble::NotRun(format!("the oracle refuses the case: {e}")))?;
     let ratio = compare(sig, operands, &done.operands, &want)?;
-    let again = bench.execute(sig, operands, Way::Replay)?;
+    let again = bench.execute(sig, operands, SubmitMode::Replay)?;
     if again.written != done.written {
         return Err(Trouble::Failed("two runs of the same command differ".to_owned()));
     }

@@ -4,16 +4,16 @@ mod schema;
 
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Transport};
+use mixfleet_hal::transport::{RemoteAccess, Transport};
 use mixfleet_hwtests::links::check::{self, Ends};
-use mixfleet_hwtests::links::{Document, Effort, Link, OnDevice, OverTransport, measure};
+use mixfleet_hwtests::links::{LinkEffort, LinksDocument, MeasuredLink, OnDevice, OverTransport, measure};
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_hwtests::validate::{CaseResult, Status};
-use mixfleet_wire::{Faulty, HostRegion, Memory};
+use mixfleet_hwtests::validate::{CaseResult, CaseStatus};
+use mixfleet_wire::{FaultyTransport, HostRegion, InProcess};
 use std::sync::Arc;
 use std::time::Duration;
 
-const EFFORT: Effort = Effort { large_bytes: 100_003, tries_min: 3, seconds: 0.0 };
+const EFFORT: LinkEffort = LinkEffort { large_bytes: 100_003, tries_min: 3, seconds: 0.0 };
 
 fn memory(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
     Ok(Arc::new(HostRegion::new(bytes as usize)?))
@@ -29,25 +29,25 @@ fn cases(transport: &dyn Transport) -> Vec<CaseResult> {
 
 fn over(transport: &dyn Transport) -> mixfleet_hal::Result<OverTransport> {
     let (near, far) = (memory(EFFORT.large_bytes)?, memory(EFFORT.large_bytes)?);
-    let region = transport.register(far, Access::ReadWrite)?;
+    let region = transport.register(far, RemoteAccess::ReadWrite)?;
     let way = transport.connect(near.clone(), &region)?;
     Ok(OverTransport::new(way, near, EFFORT.large_bytes, Duration::from_secs(60)))
 }
 
 #[test]
 fn a_transport_that_moves_right_passes() {
-    for result in cases(&Memory::new()) {
-        assert_eq!(result.status, Status::Pass, "{result:?}");
+    for result in cases(&InProcess::new()) {
+        assert_eq!(result.status, CaseStatus::Pass, "{result:?}");
     }
 }
 
 #[test]
 fn what_is_damaged_or_lost_is_seen() {
     for fault in [Fault::BitFlip, Fault::Drop] {
-        let faulty = || Faulty::new(Memory::new(), FaultPlan::at_rate(fault, 1.0, 7));
+        let faulty = || FaultyTransport::new(InProcess::new(), FaultPlan::at_rate(fault, 1.0, 7));
         let failed: Vec<String> = cases(&faulty())
             .into_iter()
-            .filter(|result| result.status == Status::Fail)
+            .filter(|result| result.status == CaseStatus::Fail)
             .map(|result| result.id)
             .collect();
         for id in ["l4.test.scattered_writes", "l4.test.reads"] {
@@ -72,8 +72,8 @@ fn rates_are_of_what_was_asked_for() {
 
 #[test]
 fn the_table_has_a_line_for_each_link_and_its_trouble() {
-    let [there, back] = measure(&mut over(&Memory::new()).unwrap(), &EFFORT).unwrap();
-    let good = Link {
+    let [there, back] = measure(&mut over(&InProcess::new()).unwrap(), &EFFORT).unwrap();
+    let good = MeasuredLink {
         link: "shm".into(),
         from: "host memory".into(),
         to: "host memory".into(),
@@ -82,18 +82,23 @@ fn the_table_has_a_line_for_each_link_and_its_trouble() {
         back: Some(back),
         problem: None,
     };
-    let bad =
-        Link { link: "tcp".into(), there: None, back: None, problem: Some("cut".into()), ..good.clone() };
-    let mut document = Document::new("2026-11-21T00:00:00Z".into(), "profile --links".into(), vec![]);
+    let bad = MeasuredLink {
+        link: "tcp".into(),
+        there: None,
+        back: None,
+        problem: Some("cut".into()),
+        ..good.clone()
+    };
+    let mut document = LinksDocument::new("2026-11-21T00:00:00Z".into(), "profile --links".into(), vec![]);
     document.links = vec![good, bad];
     let text = document.to_string();
     assert_eq!(text.lines().count(), 3, "{text}");
     assert!(text.contains("rxe0") && text.contains("FAILED: cut"), "{text}");
-    let again: Document = serde_json::from_str(&serde_json::to_string(&document).unwrap()).unwrap();
+    let again: LinksDocument = serde_json::from_str(&serde_json::to_string(&document).unwrap()).unwrap();
     assert_eq!(again, document);
 }
 
 #[test]
 fn the_published_schema_is_that_of_the_program() {
-    schema::assert_published("links-1.json", &Document::json_schema(), "links");
+    schema::assert_published("links-1.json", &LinksDocument::json_schema(), "links");
 }

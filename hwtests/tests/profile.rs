@@ -8,9 +8,10 @@ use law::{
     law as law_of,
 };
 use mixfleet_hal::units::Bytes;
-use mixfleet_hwtests::profile::compare::{Comparison, Verdict};
+use mixfleet_hwtests::profile::compare::{Comparison, ComparisonVerdict};
 use mixfleet_hwtests::profile::{
-    Document, Fact, Flag, Level, Options, PointResult, Progress, Status, Work, card, measure, page, run,
+    Fact, Flag, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions, ProfileProgress,
+    Work, card, measure, page, run,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use serde_json::Value;
@@ -42,8 +43,8 @@ const POINTS: [&str; 22] = [
     "launch.commands100",
 ];
 
-fn options(device: &LawDevice, only: &[&str]) -> Options {
-    Options {
+fn options(device: &LawDevice, only: &[&str]) -> ProfileOptions {
+    ProfileOptions {
         only: only.iter().map(|id| (*id).to_owned()).collect(),
         cold_bytes: 2 << 20,
         memory_bytes_max: Some(16 << 20),
@@ -52,18 +53,18 @@ fn options(device: &LawDevice, only: &[&str]) -> Options {
         command: "test".to_owned(),
         facts: vec![Fact::new("governor", "none")],
         price: Some((0.5, "a test".to_owned())),
-        ..Options::new(Level::Quick)
+        ..ProfileOptions::new(ProfileLevel::Quick)
     }
 }
 
-fn profile(flaw: Flaw, only: &[&str]) -> Document {
+fn profile(flaw: Flaw, only: &[&str]) -> ProfileDocument {
     let device = LawDevice::new(flaw);
     let options = options(&device, only);
     run(&device, &options, &mut |_| {})
 }
 
 fn median(point: &PointResult) -> f64 {
-    assert_eq!(point.status, Status::Ok, "{}: {:?}", point.id, point.reason);
+    assert_eq!(point.status, PointStatus::Ok, "{}: {:?}", point.id, point.reason);
     point.seconds.as_ref().unwrap().median
 }
 
@@ -148,7 +149,7 @@ fn its_device_profile_predicts_what_was_not_measured() {
 fn a_wrong_operation_gets_no_number_and_a_lacking_one_is_no_error() {
     let document = profile(Flaw::Wrong("silu_mul"), &POINTS);
     let point = document.point("silu_mul.bf16.e65536").unwrap();
-    assert_eq!((point.status, point.seconds.is_none()), (Status::Error, true));
+    assert_eq!((point.status, point.seconds.is_none()), (PointStatus::Error, true));
     assert!(point.reason.as_ref().unwrap().contains("conformance"), "{:?}", point.reason);
     assert!(document.point("rms_norm.bf16.t64.h1024").unwrap().is_ok());
     assert_eq!(document.checks.iter().filter(|check| !check.passed).count(), 1);
@@ -156,7 +157,7 @@ fn a_wrong_operation_gets_no_number_and_a_lacking_one_is_no_error() {
 
     let document = profile(Flaw::Lacks("attn_decode"), &POINTS);
     let point = document.point("attn_decode.bf16.b1.c64.gqa2.kv2.d32").unwrap();
-    assert_eq!(point.status, Status::Unsupported);
+    assert_eq!(point.status, PointStatus::Unsupported);
     assert_eq!((document.summary.unsupported, document.summary.error), (2, 0));
 }
 
@@ -192,14 +193,14 @@ fn what_would_take_too_long_is_left_out_with_its_time() {
     let document = run(&device, &options, &mut |_| {});
     let point = document.point("rms_norm.bf16.t4.h256").unwrap();
     assert!(point.flags.contains(&Flag::FewSamples) || point.is_ok(), "{point:?}");
-    let hurried = Options { budget_s: Some(0.001), ..options };
+    let hurried = ProfileOptions { budget_s: Some(0.001), ..options };
     let document = run(&device, &hurried, &mut |_| {});
     assert!(document.points.iter().all(PointResult::is_ok), "who names a point gets it");
-    let options = Options { only: vec!["small".to_owned()], ..hurried };
+    let options = ProfileOptions { only: vec!["small".to_owned()], ..hurried };
     let document = run(&device, &options, &mut |_| {});
     assert!(!document.points.is_empty());
     for point in &document.points {
-        assert_eq!(point.status, Status::Skipped);
+        assert_eq!(point.status, PointStatus::Skipped);
         assert!(point.reason.as_ref().unwrap().contains("would take"), "{:?}", point.reason);
     }
     assert!(document.complete, "left out on purpose is not interrupted");
@@ -210,10 +211,10 @@ fn what_was_left_out_for_lack_of_time_is_measured_in_the_time_left_over() {
     let mut device = LawDevice::new(Flaw::None);
     device.slowness = 1e4;
     // 512 rows take 0.6 s each time: more than a quick profile gives to one point
-    let options = Options { budget_s: Some(500.0), ..options(&device, &["rms_norm.*.h2048"]) };
+    let options = ProfileOptions { budget_s: Some(500.0), ..options(&device, &["rms_norm.*.h2048"]) };
     let mut late = Vec::new();
     let document = run(&device, &options, &mut |progress| {
-        if let Progress::Done(point) = progress
+        if let ProfileProgress::Done(point) = progress
             && point.reason.as_ref().is_some_and(|reason| reason.contains("would take"))
         {
             late.push(point.id.clone());
@@ -229,7 +230,7 @@ fn an_interruption_leaves_a_document_that_says_so() {
     let options = options(&device, &POINTS);
     let cancelled = options.cancelled.clone();
     let document = run(&device, &options, &mut |progress| {
-        if let Progress::Done(_) = progress {
+        if let ProfileProgress::Done(_) = progress {
             cancelled.store(true, Ordering::Relaxed);
         }
     });
@@ -259,13 +260,16 @@ fn points_are_measured_by_name_and_unknown_names_come_back() {
     assert_eq!(points.len(), 3);
     assert_eq!(points.iter().filter(|point| point.is_ok()).count(), 2);
     let unknown = points.iter().find(|point| point.id == "no.such.point").unwrap();
-    assert_eq!(unknown.status, Status::Skipped);
+    assert_eq!(unknown.status, PointStatus::Skipped);
 }
 
 #[test]
 fn the_reference_device_can_be_profiled() {
-    let options =
-        Options { cold_bytes: 1 << 18, memory_bytes_max: Some(1 << 20), ..Options::new(Level::Quick) };
+    let options = ProfileOptions {
+        cold_bytes: 1 << 18,
+        memory_bytes_max: Some(1 << 20),
+        ..ProfileOptions::new(ProfileLevel::Quick)
+    };
     let ids = ["rms_norm.bf16.t1.h64", "gemm.f32.m3.n16.k32", "launch.empty", "copy_d2h.4KiB"];
     for point in measure(&ReferenceDevice::default(), &ids, &options) {
         assert!(median(&point) >= 0.0, "{}", point.id);
@@ -278,7 +282,9 @@ fn comparing_takes_spread_into_account() {
     let mut b = a.clone();
     b.economics.as_mut().unwrap().usd_per_hour = 1.0;
     let same = Comparison::new(&a, &b);
-    assert!(same.points.iter().all(|p| p.verdict == Verdict::Same && p.ratio_per_dollar == Some(0.5)));
+    assert!(
+        same.points.iter().all(|p| p.verdict == ComparisonVerdict::Same && p.ratio_per_dollar == Some(0.5))
+    );
     assert!(same.same_fingerprint && same.below(0.99).is_empty());
     let id = "gemm.bf16.m64.n128.k256";
     let slower = b.points.iter_mut().find(|point| point.id == id).unwrap();
@@ -299,8 +305,8 @@ fn comparing_takes_spread_into_account() {
 fn a_document_is_what_its_schema_says_and_reads_back() {
     let document = profile(Flaw::None, &POINTS);
     let text = serde_json::to_string(&document).unwrap();
-    assert_eq!(Document::from_json(&text).unwrap(), document);
-    let schema = Document::json_schema();
+    assert_eq!(ProfileDocument::from_json(&text).unwrap(), document);
+    let schema = ProfileDocument::json_schema();
     let mut errors = Vec::new();
     conforms(&serde_json::to_value(&document).unwrap(), &schema, &schema, "$", &mut errors);
     assert_eq!(errors, Vec::<String>::new());
@@ -311,7 +317,7 @@ fn a_document_is_what_its_schema_says_and_reads_back() {
     conforms(&broken, &schema, &schema, "$", &mut errors);
     assert_eq!(errors.len(), 2, "{errors:?}");
     for wrong in ["{", "{}", r#"{"schema":"mixfleet.profile/2"}"#, r#"{"schema":"mixfleet.profile/1"}"#] {
-        assert!(Document::from_json(wrong).is_err(), "{wrong}");
+        assert!(ProfileDocument::from_json(wrong).is_err(), "{wrong}");
     }
 }
 
@@ -375,7 +381,7 @@ fn conforms(value: &Value, schema: &Value, root: &Value, at: &str, errors: &mut 
 
 #[test]
 fn the_published_schema_is_that_of_the_program() {
-    schema::assert_published("profile-1.json", &Document::json_schema(), "profile");
+    schema::assert_published("profile-1.json", &ProfileDocument::json_schema(), "profile");
 }
 
 #[test]

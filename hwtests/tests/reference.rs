@@ -2,14 +2,14 @@
 
 use mixfleet_hal::{DType, Device, OpSig};
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_hwtests::{Level, Options, Outcome, Report, Verdict, cases, run};
+use mixfleet_hwtests::{CheckOutcome, Report, SuiteLevel, SuiteOptions, SuiteVerdict, cases, run};
 use std::collections::BTreeSet;
 
 #[test]
 fn the_reference_device_passes_everything() {
-    let report = run(&ReferenceDevice::default(), &Options::new(Level::Full), &mut |_| {});
-    assert_eq!(report.verdict(), Verdict::Pass, "{report}");
-    assert!(report.cases.iter().all(|case| case.outcome == Outcome::Pass), "{report}");
+    let report = run(&ReferenceDevice::default(), &SuiteOptions::new(SuiteLevel::Full), &mut |_| {});
+    assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
+    assert!(report.cases.iter().all(|case| case.outcome == CheckOutcome::Pass), "{report}");
     // f64 arithmetic errs by its final rounding alone, which every bound contains
     for (name, summary) in report.summary() {
         assert!(summary.ratio_max <= 1.0, "{name}: {}", summary.ratio_max);
@@ -21,7 +21,7 @@ fn the_reference_device_passes_everything() {
 #[test]
 fn both_levels_hold_every_operation_and_dtype() {
     let limits = ReferenceDevice::default().limits();
-    for level in [Level::Quick, Level::Full] {
+    for level in [SuiteLevel::Quick, SuiteLevel::Full] {
         let cases = cases::cases(level, &limits);
         let names: BTreeSet<_> = cases.iter().map(|case| case.sig.name()).collect();
         assert_eq!(names.len(), 15, "{names:?}");
@@ -53,7 +53,7 @@ fn operands_follow_from_the_case_alone() {
         let operands = case.operands();
         operands.iter().map(|values| values.iter().map(|v| v.to_bits()).collect()).collect()
     };
-    for case in cases::cases(Level::Quick, &limits) {
+    for case in cases::cases(SuiteLevel::Quick, &limits) {
         let text = serde_json::to_string(&case).unwrap();
         let read: cases::Case = serde_json::from_str(&text).unwrap();
         assert_eq!(read, case);
@@ -63,12 +63,12 @@ fn operands_follow_from_the_case_alone() {
 
 #[test]
 fn a_report_survives_json() {
-    let mut options = Options::new(Level::Quick);
+    let mut options = SuiteOptions::new(SuiteLevel::Quick);
     options.only = ["memory", "argmax", "copy"].map(str::to_owned).to_vec();
     let report = run(&ReferenceDevice::default(), &options, &mut |_| {});
     assert_eq!(report.schema, "mixfleet.conformance/1");
     let text = serde_json::to_string(&report).unwrap();
     assert_eq!(serde_json::from_str::<Report>(&text).unwrap(), report);
     let nothing = Report { cases: Vec::new(), ..report };
-    assert_eq!(nothing.verdict(), Verdict::Incomplete, "nothing tried is nothing passed");
+    assert_eq!(nothing.verdict(), SuiteVerdict::Incomplete, "nothing tried is nothing passed");
 }

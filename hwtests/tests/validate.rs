@@ -4,14 +4,14 @@
 mod schema;
 
 use mixfleet_hal::{
-    Device, DeviceInfo, Error, ErrorKind, Export, Health, HostMemory, Limits, OpSig, Queue, Result, Role,
-    Slice, Support,
+    BufferUsage, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Export, Health, HostMemory, OpSig,
+    Queue, Result, Slice, Support,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::document::DeviceRecord;
 use mixfleet_hwtests::validate::{
-    Environment, InProcess, MemoryAsked, Outcome, Part, Plan, Processes, Record, Settings, Start, Status,
-    Validation, Verdict, child, package, runner,
+    CaseStatus, Environment, InProcess, MemoryAsked, PartFile, Plan, Processes, Record, RunOutcome, Settings,
+    Start, Validation, ValidationVerdict, child, package, runner,
 };
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,7 +35,7 @@ impl Device for Misbehaving {
     fn info(&self) -> &DeviceInfo {
         self.inner.info()
     }
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.inner.limits()
     }
     fn support(&self, sig: &OpSig) -> Support {
@@ -53,7 +53,7 @@ impl Device for Misbehaving {
         }
         self.inner.support(sig)
     }
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         if self.lost.load(Ordering::Relaxed) {
             return Err(Error::new(ErrorKind::DeviceLost, "fell off the bus"));
         }
@@ -119,18 +119,18 @@ fn plan(device: &str, only: &[&str]) -> Plan {
     Plan { only, settings, ..Plan::new(device) }
 }
 
-fn run(plan: &Plan, start: &dyn Start) -> (Outcome, Vec<Record>) {
+fn run(plan: &Plan, start: &dyn Start) -> (RunOutcome, Vec<Record>) {
     let mut journal = Vec::new();
     let outcome = runner::run(plan, start, &[], &mut |record| journal.push(record.clone()));
     (outcome, journal)
 }
 
-fn statuses(outcome: &Outcome) -> Vec<(&str, Status)> {
+fn statuses(outcome: &RunOutcome) -> Vec<(&str, CaseStatus)> {
     outcome.cases.iter().map(|case| (case.id.as_str(), case.status)).collect()
 }
 
 /// The statuses of the four cases of `fill`, of which the second is the trap.
-fn trapped(device: &str, patience: Duration) -> (Vec<Status>, String) {
+fn trapped(device: &str, patience: Duration) -> (Vec<CaseStatus>, String) {
     let plan = Plan { patience, ..plan(device, &["l1.fill"]) };
     let (outcome, journal) = run(&plan, &processes());
     assert_eq!(outcome.cases.len(), 4, "{outcome:?}");
@@ -138,12 +138,12 @@ fn trapped(device: &str, patience: Duration) -> (Vec<Status>, String) {
     let children = journal.iter().filter(|r| matches!(r, Record::Start { .. })).count();
     assert_eq!(children, 2, "the second child goes on behind the trap");
     let report = Validation::new(&plan, outcome.clone(), None, "2026-11-20");
-    assert_eq!((report.verdict, report.verdict.exit_code()), (Verdict::Fail, 1));
+    assert_eq!((report.verdict, report.verdict.exit_code()), (ValidationVerdict::Fail, 1));
     let reason = outcome.cases[1].reason.clone().unwrap();
     (outcome.cases.into_iter().map(|case| case.status).collect(), reason)
 }
 
-use Status::{Crash, DeviceLost, Pass, Timeout};
+use CaseStatus::{Crash, DeviceLost, Pass, Timeout};
 const PATIENT: Duration = Duration::from_secs(120);
 
 #[test]
@@ -178,7 +178,7 @@ fn a_lost_device_costs_one_case() {
 
 #[test]
 fn what_cannot_be_opened_or_started_never_passes() {
-    for (device, want) in [("absent", Status::NotRun), ("dies-at-once", Crash)] {
+    for (device, want) in [("absent", CaseStatus::NotRun), ("dies-at-once", Crash)] {
         let plan = plan(device, &["l1.fill", "l2.random"]);
         let (outcome, _) = run(&plan, &processes());
         assert_eq!(statuses(&outcome), [("l1.fill", want), ("l2.random", want)]);
@@ -188,7 +188,7 @@ fn what_cannot_be_opened_or_started_never_passes() {
     }
     let none = Processes { command: Box::new(|| Command::new("/no/such/program")) };
     let (outcome, _) = run(&plan("reference", &["l1.fill"]), &none);
-    assert_eq!(statuses(&outcome), [("l1.fill", Status::NotRun)]);
+    assert_eq!(statuses(&outcome), [("l1.fill", CaseStatus::NotRun)]);
 }
 
 fn in_process() -> InProcess {
@@ -221,7 +221,7 @@ fn a_journal_carries_a_broken_run_on() {
 }
 
 /// Levels 0 to 2 of the reference device.
-fn two_levels() -> (Plan, Outcome) {
+fn two_levels() -> (Plan, RunOutcome) {
     let plan = Plan { level: 2, ..plan("reference", &[]) };
     let (outcome, _) = run(&plan, &in_process());
     (plan, outcome)
@@ -233,33 +233,37 @@ fn the_reference_device_passes_its_validation() {
     let (plan, outcome) = two_levels();
     let without_performance = Validation::new(&plan, outcome.clone(), None, "2026-11-20");
     let (verdict, remarks) = (without_performance.verdict, &without_performance.remarks);
-    assert_eq!((verdict, verdict.exit_code()), (Verdict::Partial, 0), "{remarks:?}");
+    assert_eq!((verdict, verdict.exit_code()), (ValidationVerdict::Partial, 0), "{remarks:?}");
     let plan = Plan { level: 3, ..plan };
     let report = Validation::new(&plan, outcome, None, "2026-11-20");
-    assert_eq!(report.verdict, Verdict::Pass, "{:?}", report.remarks);
+    assert_eq!(report.verdict, ValidationVerdict::Pass, "{:?}", report.remarks);
     assert!(report.mustpass.met);
-    let unsupported: Vec<_> = report.cases.iter().filter(|c| c.status == Status::Unsupported).collect();
+    let unsupported: Vec<_> = report.cases.iter().filter(|c| c.status == CaseStatus::Unsupported).collect();
     assert_eq!(unsupported.len(), 1, "the reference device lacks counters only: {unsupported:?}");
 
     let less = Plan { level: 1, ..plan };
     let mut cases = report.cases.clone();
     cases.retain(|case| case.level() < Some(2));
-    let outcome = Outcome { cases, ..Outcome::default() };
+    let outcome = RunOutcome { cases, ..RunOutcome::default() };
     let partial = Validation::new(&less, outcome, None, "2026-11-20");
-    assert_eq!(partial.verdict, Verdict::Partial, "{:?}", partial.remarks);
+    assert_eq!(partial.verdict, ValidationVerdict::Partial, "{:?}", partial.remarks);
 }
 
 #[test]
 fn a_report_without_a_mandatory_case_is_incomplete() {
     let (plan, whole) = two_levels();
-    for (missing, status) in [("l2.random", None), ("l1.order", Some(Status::NotRun))] {
+    for (missing, status) in [("l2.random", None), ("l1.order", Some(CaseStatus::NotRun))] {
         let mut outcome = whole.clone();
         match status {
             None => outcome.cases.retain(|case| case.id != missing),
             Some(status) => outcome.cases.iter_mut().find(|case| case.id == missing).unwrap().status = status,
         }
         let report = Validation::new(&plan, outcome, None, "2026-11-20");
-        assert_eq!((report.verdict, report.verdict.exit_code()), (Verdict::Incomplete, 3), "{missing}");
+        assert_eq!(
+            (report.verdict, report.verdict.exit_code()),
+            (ValidationVerdict::Incomplete, 3),
+            "{missing}"
+        );
         assert!(report.remarks.iter().any(|remark| remark.contains(missing)), "{:?}", report.remarks);
     }
 }
@@ -273,22 +277,32 @@ fn waivers_never_make_a_pass() {
         let waiver =
             |case: &&str| format!("[[waiver]]\ncase = \"{case}\"\nreason = \"errata\"\nuntil = 2027-01-01\n");
         let waivers: String = patterns.iter().map(waiver).collect();
-        Part::parse(&format!("match = {{ name = \".\" }}\n{waivers}")).unwrap()
+        PartFile::parse(&format!("match = {{ name = \".\" }}\n{waivers}")).unwrap()
     };
     let judged = |wrong: &str, waivers: &[&str]| {
         let mut outcome = whole.clone();
         let hit = outcome.cases.iter_mut().filter(|case| case.id.starts_with(wrong) && case.status == Pass);
-        hit.for_each(|case| case.status = Status::Fail);
+        hit.for_each(|case| case.status = CaseStatus::Fail);
         Validation::new(&plan, outcome, Some(&part(waivers)), "2026-11-20")
     };
     let one = judged(TRAPPED, &["l1.fill.b28.*"]);
-    assert_eq!((one.verdict, one.verdict.exit_code()), (Verdict::PassedWithWaivers, 0), "{:?}", one.remarks);
+    assert_eq!(
+        (one.verdict, one.verdict.exit_code()),
+        (ValidationVerdict::PassedWithWaivers, 0),
+        "{:?}",
+        one.remarks
+    );
     assert_eq!(serde_json::to_value(one.verdict).unwrap(), one.verdict.word());
     let line = one.mustpass.lines.iter().find(|line| line.pattern == "l1.fill.*").unwrap();
     assert!(!one.mustpass.met && line.waived > 0 && line.passed + line.waived == line.cases, "{line:?}");
     let all = judged("l1.", &["l1.*"]);
     assert!(!all.mustpass.met);
-    assert_eq!((all.verdict, all.verdict.exit_code()), (Verdict::Incomplete, 3), "{:?}", all.remarks);
+    assert_eq!(
+        (all.verdict, all.verdict.exit_code()),
+        (ValidationVerdict::Incomplete, 3),
+        "{:?}",
+        all.remarks
+    );
     assert!(all.remarks.iter().any(|remark| remark.contains("not one passed")), "{:?}", all.remarks);
 }
 
@@ -304,13 +318,13 @@ until = "2026-12-31"
 fn waivers_let_through_until_their_day_and_are_told() {
     let plan = plan("lose", &["l1.fill"]);
     let (outcome, _) = run(&plan, &in_process());
-    let part = Part::parse(PART).unwrap();
+    let part = PartFile::parse(PART).unwrap();
     let waived = Validation::new(&plan, outcome.clone(), Some(&part), "2026-12-31");
-    assert_eq!(waived.verdict, Verdict::Partial, "{:?}", waived.remarks);
+    assert_eq!(waived.verdict, ValidationVerdict::Partial, "{:?}", waived.remarks);
     assert!(waived.remarks.contains(&"1 waived".to_owned()), "{:?}", waived.remarks);
     assert_eq!((waived.waivers[0].expired, waived.waivers[0].used), (false, 1));
     let expired = Validation::new(&plan, outcome, Some(&part), "2027-01-01");
-    assert_eq!(expired.verdict, Verdict::Fail);
+    assert_eq!(expired.verdict, ValidationVerdict::Fail);
     assert!(expired.remarks.iter().any(|remark| remark.contains("expired on 2026-12-31")));
     assert_eq!((expired.waivers[0].expired, expired.waivers[0].used), (true, 0));
 }
@@ -336,7 +350,7 @@ impl Drop for Folder {
 fn the_package_holds_every_file_with_its_checksum() {
     let plan = plan("lose", &["l0", "l1.fill"]);
     let (outcome, journal) = run(&plan, &in_process());
-    let report = Validation::new(&plan, outcome, Some(&Part::parse(PART).unwrap()), "2027-01-01");
+    let report = Validation::new(&plan, outcome, Some(&PartFile::parse(PART).unwrap()), "2027-01-01");
     let folder = Folder::new("package");
     let lines: Vec<String> = journal.iter().map(|record| serde_json::to_string(record).unwrap()).collect();
     std::fs::write(folder.0.join(package::JOURNAL), lines.join("\n")).unwrap();

@@ -26,7 +26,7 @@ use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
-use mixfleet_wire::{Files, HostRegion, Pem, Shm};
+use mixfleet_wire::{HostRegion, Shm, TlsFiles, TlsPem};
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, IsCa, KeyPair,
     RevokedCertParams, SerialNumber,
@@ -66,9 +66,14 @@ impl Authority {
     fn believing(&self, authority: &Authority, name: &str) -> Trust {
         let (certificates, key) = self.signs(name);
         let authority = authority.0.as_ref().pem();
-        let pem =
-            Pem { authority: &authority, certificates: &certificates, key: &key, revoked: "", fleet: NAME };
-        known(mixfleet_wire::Identity::new(&pem).unwrap())
+        let pem = TlsPem {
+            authority: &authority,
+            certificates: &certificates,
+            key: &key,
+            revoked: "",
+            fleet: NAME,
+        };
+        known(mixfleet_wire::TlsIdentity::new(&pem).unwrap())
     }
 
     fn named(&self, name: &str) -> Trust {
@@ -103,11 +108,11 @@ impl Authority {
 /// A member's certificates; a stranger's way to call, if it has another.
 #[derive(Debug)]
 struct Known {
-    identity: Arc<mixfleet_wire::Identity>,
+    identity: Arc<mixfleet_wire::TlsIdentity>,
     client: Option<Arc<rustls::ClientConfig>>,
 }
 
-fn known(identity: mixfleet_wire::Identity) -> Trust {
+fn known(identity: mixfleet_wire::TlsIdentity) -> Trust {
     Trust::Tls(Arc::new(Known { identity: Arc::new(identity), client: None }))
 }
 
@@ -123,15 +128,15 @@ impl Certificates for Known {
     }
     fn is_of(&self, certificate: &CertificateDer<'_>, kind: Kind) -> bool {
         let kind = match kind {
-            Kind::Router => mixfleet_wire::Kind::Router,
-            Kind::Worker => mixfleet_wire::Kind::Worker,
+            Kind::Router => mixfleet_wire::TlsMemberKind::Router,
+            Kind::Worker => mixfleet_wire::TlsMemberKind::Worker,
         };
         self.identity.is_of(certificate, kind)
     }
     fn watch(&self, shown: &[CertificateDer<'_>], end: End) -> rpc::Watch {
         let end = match end {
-            End::Caller => mixfleet_wire::End::Caller,
-            End::Called => mixfleet_wire::End::Called,
+            End::Caller => mixfleet_wire::TlsEnd::Caller,
+            End::Called => mixfleet_wire::TlsEnd::Called,
         };
         let mut watch = self.identity.watch(shown, end);
         Box::new(move || watch.is_believed())
@@ -288,8 +293,8 @@ async fn who_is_not_of_the_fleet_is_turned_away() {
         };
         client.alpn_protocols = vec![b"h2".to_vec()];
         let (certificates, key, ca) = (&certificate, &key, &authority.0.as_ref().pem());
-        let pem = Pem { authority: ca, certificates, key, revoked: "", fleet: NAME };
-        let identity = mixfleet_wire::Identity::new(&pem).unwrap();
+        let pem = TlsPem { authority: ca, certificates, key, revoked: "", fleet: NAME };
+        let identity = mixfleet_wire::TlsIdentity::new(&pem).unwrap();
         Trust::Tls(Arc::new(Known { identity: Arc::new(identity), client: Some(Arc::new(client)) }))
     };
     let (new, old) = (&rustls::version::TLS13, &rustls::version::TLS12);
@@ -492,14 +497,14 @@ async fn certificates_are_renewed_and_taken_back_without_a_new_start() {
     };
     // A router's, by mistake.
     let (certificates, key) = member("router.mixfleet");
-    let files = Files {
+    let files = TlsFiles {
         authority: write("ca.pem", authority.0.as_ref().pem()),
         certificates,
         key,
         revoked: Some(write("crl.pem", authority.revoked(&[]))),
         fleet: NAME.into(),
     };
-    let trust = known(mixfleet_wire::Identity::of_files(files, Box::new(|_| {})).unwrap());
+    let trust = known(mixfleet_wire::TlsIdentity::of_files(files, Box::new(|_| {})).unwrap());
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(trust));
     let (_handle, router) = router(&env, &checkpoint, model());
     let call = async || {

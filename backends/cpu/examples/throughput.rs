@@ -7,7 +7,7 @@
 #![allow(unsafe_code, clippy::print_stdout)]
 
 use mixfleet_cpu::CpuBackend;
-use mixfleet_hal::{Backend, Cmd, DType, Device, OpSig, Queue, Role, Scalar, Slice};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, OpSig, Queue, Scalar, Slice};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -78,7 +78,7 @@ impl Bench {
     }
 
     fn alloc(&self, bytes: u64) -> mixfleet_hal::Result<Slice> {
-        let slice = self.device.alloc(bytes, Role::Activations)?;
+        let slice = self.device.alloc(bytes, BufferUsage::Activations)?;
         // 0x3C3C is 0.0115 in bf16 and 0x3C3C3C3C is 0.0115 in f32: no zero pages, no subnormals
         let piece = vec![0x3C; bytes.min(1 << 20) as usize];
         let mut at = 0;
@@ -122,14 +122,14 @@ impl Bench {
         let pages_max = context.div_ceil(32);
         let pool = || self.alloc(u64::from(sequences * pages_max) * 32 * 4 * 64 * 2);
         let table: Vec<u8> = (0..sequences * pages_max).flat_map(u32::to_le_bytes).collect();
-        let pages = self.device.alloc(table.len() as u64, Role::Activations)?;
+        let pages = self.device.alloc(table.len() as u64, BufferUsage::Activations)?;
         self.device.write(&pages, &table)?;
         Ok((pool()?, pool()?, pages, pages_max))
     }
 
     fn words(&self, values: &[u32]) -> mixfleet_hal::Result<Slice> {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let slice = self.device.alloc(bytes.len() as u64, Role::Activations)?;
+        let slice = self.device.alloc(bytes.len() as u64, BufferUsage::Activations)?;
         self.device.write(&slice, &bytes)?;
         Ok(slice)
     }

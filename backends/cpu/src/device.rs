@@ -3,14 +3,14 @@
 use crate::health::HealthReader;
 use crate::isa::Isa;
 use crate::memory::{Budget, CpuBuffer, buffer_of};
-use crate::pool::Pool;
+use crate::pool::ThreadPool;
 use crate::program::check_sig;
 use crate::queue::CpuQueue;
 use crate::topology;
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, Backend, DType, Device, DeviceInfo, DeviceKind, Error, Export, Health, HostMemory, Limits, OpSig,
-    Queue, Result, Role, Slice, Support,
+    Absent, Backend, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Export, Health,
+    HostMemory, OpSig, Queue, Result, Slice, Support,
 };
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, PoisonError};
@@ -74,7 +74,7 @@ struct CpuDevice {
     info: DeviceInfo,
     health: HealthReader,
     budget: Arc<Budget>,
-    pool: Arc<Pool>,
+    pool: Arc<ThreadPool>,
 }
 
 impl CpuDevice {
@@ -84,7 +84,7 @@ impl CpuDevice {
         let limit = if info.memory.0 > 0.0 { info.memory.0 as u64 } else { u64::MAX };
         let budget = Arc::new(Budget { used: AtomicU64::new(0), limit });
         let health = HealthReader::new("/", cores);
-        Ok(CpuDevice { info, health, budget, pool: Arc::new(Pool::new(cores, isa)?) })
+        Ok(CpuDevice { info, health, budget, pool: Arc::new(ThreadPool::new(cores, isa)?) })
     }
 }
 
@@ -93,8 +93,8 @@ impl Device for CpuDevice {
         &self.info
     }
 
-    fn limits(&self) -> Limits {
-        Limits {
+    fn limits(&self) -> DeviceLimits {
+        DeviceLimits {
             allocation_bytes_max: self.budget.limit,
             alignment_bytes: 1,
             imports_host_memory: true,
@@ -111,7 +111,7 @@ impl Device for CpuDevice {
         if f16 && self.pool.isa() == Isa::Portable { Support::Emulated } else { Support::Native }
     }
 
-    fn alloc(&self, bytes: u64, _role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, _role: BufferUsage) -> Result<Slice> {
         Ok(Slice::whole(Arc::new(CpuBuffer::owned(bytes, &self.budget)?)))
     }
 

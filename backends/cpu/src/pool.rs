@@ -18,7 +18,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// A batch to run, and where to report.
-pub(crate) struct Job {
+pub(crate) struct ThreadJob {
     pub(crate) program: Arc<Program>,
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) ticket: u64,
@@ -69,12 +69,12 @@ impl Shared {
 
 #[derive(Default)]
 struct Jobs {
-    waiting: VecDeque<Job>,
+    waiting: VecDeque<ThreadJob>,
     closed: bool,
 }
 
 /// The threads. Dropping it ends them after the jobs that were submitted.
-pub(crate) struct Pool {
+pub(crate) struct ThreadPool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -83,7 +83,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Pool {
+impl ThreadPool {
     /// Starts one pinned worker per core.
     ///
     /// # Errors
@@ -99,7 +99,7 @@ impl Pool {
             barrier: Barrier::new(cores.len()),
             imports: Mutex::default(),
         });
-        let mut pool = Pool { shared: shared.clone(), threads: Vec::new() };
+        let mut pool = ThreadPool { shared: shared.clone(), threads: Vec::new() };
         // the leader last: with a thread missing, the others still end by `Drop`
         for (index, &core) in cores.iter().enumerate().rev() {
             let shared = shared.clone();
@@ -117,7 +117,7 @@ impl Pool {
     }
 
     /// Hands over a batch.
-    pub(crate) fn submit(&self, job: Job) {
+    pub(crate) fn submit(&self, job: ThreadJob) {
         lock(&self.shared.jobs).waiting.push_back(job);
         self.shared.wake.notify_one();
     }
@@ -138,7 +138,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
         lock(&self.shared.jobs).closed = true;
         self.shared.wake.notify_one();
@@ -176,7 +176,7 @@ fn lead(shared: &Shared) {
             continue;
         }
         let result = run_job(shared, &job.program, &mut scratch, &mut common);
-        let Job { program, timeline, ticket } = job;
+        let ThreadJob { program, timeline, ticket } = job;
         // the buffers may be freed by now, if nobody else holds them
         drop(program);
         timeline.settle(ticket, result);

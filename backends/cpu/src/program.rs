@@ -7,7 +7,7 @@
 use crate::isa::Isa;
 use crate::kernels::{self, Phase, Span};
 use crate::memory::{CpuBuffer, buffer_of};
-use mixfleet_hal::{Access, Buffer, Cmd, DType, Error, OpSig, Result, Slice};
+use mixfleet_hal::{Buffer, Cmd, DType, Error, OpSig, OperandAccess, Result, Slice};
 use std::sync::Arc;
 
 /// Most operands of any operation.
@@ -21,7 +21,7 @@ const SOLO_FLOPS: f64 = 100e3;
 
 /// One operation, or one phase of it.
 #[derive(Debug)]
-pub(crate) struct Step {
+pub(crate) struct ProgramStep {
     pub(crate) sig: OpSig,
     pub(crate) args: [Span; OPERANDS_MAX],
     pub(crate) phase: Phase,
@@ -34,7 +34,7 @@ pub(crate) struct Step {
 /// A batch, ready to run any number of times.
 #[derive(Debug)]
 pub(crate) struct Program {
-    pub(crate) steps: Vec<Step>,
+    pub(crate) steps: Vec<ProgramStep>,
     /// Buffers to lock, in the order of their addresses, with whether they are written.
     buffers: Vec<(Arc<dyn Buffer>, bool)>,
     /// Words of scratch that the workers share.
@@ -74,7 +74,7 @@ type Packed = (usize, usize, DType, bool);
 struct Builder {
     isa: Isa,
     workers: usize,
-    steps: Vec<Step>,
+    steps: Vec<ProgramStep>,
     touched: Vec<Touch>,
     packed: Option<(Span, Packed)>,
     shared_words: usize,
@@ -93,9 +93,9 @@ impl Program {
         for cmd in cmds {
             check_sig(cmd.sig())?;
             let mut args = [Span::EMPTY; OPERANDS_MAX];
-            let mut access = [Access::Read; OPERANDS_MAX];
+            let mut access = [OperandAccess::Read; OPERANDS_MAX];
             for (i, (operand, slice)) in cmd.sig().operands().iter().zip(cmd.args()).enumerate() {
-                let write = operand.access != Access::Read;
+                let write = operand.access != OperandAccess::Read;
                 args[i] = resolve(slice, write)
                     .map_err(|e| e.context(format!("{} '{}'", cmd.sig().name(), operand.name)))?;
                 access[i] = operand.access;
@@ -165,7 +165,7 @@ pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
 }
 
 impl Builder {
-    fn command(&mut self, sig: &OpSig, args: &[Span; OPERANDS_MAX], access: &[Access]) {
+    fn command(&mut self, sig: &OpSig, args: &[Span; OPERANDS_MAX], access: &[OperandAccess]) {
         let (phases, words) = kernels::phases(sig, &args[..access.len()], self.isa, self.workers);
         self.shared_words = self.shared_words.max(words);
         let whole = phases == [Phase::Whole];
@@ -179,7 +179,7 @@ impl Builder {
                 if touches_operand(phase, i, *access) {
                     touches.push(Touch {
                         what: Place::Memory(args[i]),
-                        write: *access != Access::Read,
+                        write: *access != OperandAccess::Read,
                         solo,
                     });
                 }
@@ -192,11 +192,11 @@ impl Builder {
                         packed_form(sig, self.isa).filter(|_| phase == Phase::PackX).map(|p| (args[0], p));
                 }
             }
-            self.push(Step { sig: *sig, args: *args, phase, barrier: false, solo }, &touches);
+            self.push(ProgramStep { sig: *sig, args: *args, phase, barrier: false, solo }, &touches);
         }
     }
 
-    fn push(&mut self, mut step: Step, touches: &[Touch]) {
+    fn push(&mut self, mut step: ProgramStep, touches: &[Touch]) {
         step.barrier = touches.iter().any(|t| self.touched.iter().any(|u| u.conflicts(t)));
         if step.barrier {
             self.touched.clear();
@@ -221,13 +221,13 @@ impl Builder {
 }
 
 /// Whether a phase touches operand `index`.
-fn touches_operand(phase: Phase, index: usize, access: Access) -> bool {
+fn touches_operand(phase: Phase, index: usize, access: OperandAccess) -> bool {
     match phase {
         Phase::Whole => true,
         Phase::PackX => index == 0,
         Phase::MultiplyPacked => index != 0,
-        Phase::Chunks => access == Access::Read,
-        Phase::Sums => index == 1 || access != Access::Read,
+        Phase::Chunks => access == OperandAccess::Read,
+        Phase::Sums => index == 1 || access != OperandAccess::Read,
     }
 }
 

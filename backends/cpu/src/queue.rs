@@ -1,6 +1,6 @@
 //! Queues: tickets, their times and failures, and recorded batches.
 
-use crate::pool::{Job, Pool};
+use crate::pool::{ThreadJob, ThreadPool};
 use crate::program::Program;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket, command::ClockKind};
@@ -88,7 +88,7 @@ impl Timeline {
 
 /// A queue of one device.
 pub(crate) struct CpuQueue {
-    pool: Arc<Pool>,
+    pool: Arc<ThreadPool>,
     timeline: Arc<Timeline>,
     submitted: u64,
 }
@@ -106,7 +106,7 @@ impl Graph for CpuGraph {
 }
 
 impl CpuQueue {
-    pub(crate) fn new(pool: Arc<Pool>) -> Self {
+    pub(crate) fn new(pool: Arc<ThreadPool>) -> Self {
         CpuQueue { pool, timeline: Arc::default(), submitted: 0 }
     }
 
@@ -117,7 +117,7 @@ impl CpuQueue {
     fn run(&mut self, program: Arc<Program>) -> Ticket {
         self.submitted += 1;
         let ticket = self.submitted;
-        self.pool.submit(Job { program, timeline: self.timeline.clone(), ticket });
+        self.pool.submit(ThreadJob { program, timeline: self.timeline.clone(), ticket });
         Ticket(ticket)
     }
 }

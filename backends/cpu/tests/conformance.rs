@@ -2,19 +2,19 @@
 
 use mixfleet_cpu::{CpuBackend, isa::Isa};
 use mixfleet_hal::Device;
-use mixfleet_hwtests::{Level, Options, Verdict, run};
+use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 
-fn conforms(device: &dyn Device, what: &str, level: Level) {
-    let report = run(device, &Options::new(level), &mut |_| {});
+fn conforms(device: &dyn Device, what: &str, level: SuiteLevel) {
+    let report = run(device, &SuiteOptions::new(level), &mut |_| {});
     eprintln!("{what}, {level:?}\n{report}");
-    assert_eq!(report.verdict(), Verdict::Pass, "{what}:\n{report}");
+    assert_eq!(report.verdict(), SuiteVerdict::Pass, "{what}:\n{report}");
 }
 
 #[test]
 fn all_cores_conform() {
     for isa in Isa::available() {
         let device = CpuBackend.open_at("cpu", isa).unwrap();
-        conforms(device.as_ref(), &isa.to_string(), Level::Full);
+        conforms(device.as_ref(), &isa.to_string(), SuiteLevel::Full);
     }
 }
 
@@ -25,6 +25,6 @@ fn one_core_conforms() {
         let first = all.info().notes.iter().find(|(name, _)| name == "cores").map_or("0", |(_, list)| list);
         let first: String = first.chars().take_while(char::is_ascii_digit).collect();
         let device = CpuBackend.open_at(&format!("cpu@{first}"), isa).unwrap();
-        conforms(device.as_ref(), &format!("{isa} on core {first}"), Level::Quick);
+        conforms(device.as_ref(), &format!("{isa} on core {first}"), SuiteLevel::Quick);
     }
 }

@@ -5,7 +5,7 @@ mod common;
 use common::reference::bad_decode;
 use common::{LONG, Rig, levels};
 use mixfleet_cpu::{CpuBackend, isa::Isa};
-use mixfleet_hal::{Backend, Cmd, DType, Device, ErrorKind, OpSig, Role, Slice, Ticket};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig, Slice, Ticket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -188,7 +188,7 @@ fn imported_memory_is_read_in_place_and_never_written() {
     let rig = rig();
     let data: Vec<u8> = [1.5f32, 2.5, -3.0, 4.0].iter().flat_map(|v| v.to_le_bytes()).collect();
     let imported = rig.device.import(Arc::new(data.clone())).unwrap();
-    let out = rig.device.alloc(16, Role::Activations).unwrap();
+    let out = rig.device.alloc(16, BufferUsage::Activations).unwrap();
     let mut queue = rig.device.queue().unwrap();
     let error = queue.submit(&[add(&out, &out.clone(), &imported)]).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Invalid);
@@ -215,7 +215,7 @@ fn foreign_buffers_wrong_lengths_and_wild_slices_are_refused() {
         }
     }
     let rig = rig();
-    let own = rig.device.alloc(16, Role::Kv).unwrap();
+    let own = rig.device.alloc(16, BufferUsage::Kv).unwrap();
     let foreign = Slice::whole(Arc::new(Foreign));
     let mut queue = rig.device.queue().unwrap();
     assert_eq!(queue.submit(&[add(&foreign, &foreign.clone(), &own)]).unwrap_err().kind, ErrorKind::Invalid);
@@ -223,14 +223,14 @@ fn foreign_buffers_wrong_lengths_and_wild_slices_are_refused() {
     assert_eq!(rig.device.read(&own, &mut [0; 8]).unwrap_err().kind, ErrorKind::Invalid);
     let wild = Slice { buffer: own.buffer.clone(), offset: u64::MAX - 3, bytes: 16 };
     assert_eq!(rig.device.read(&wild, &mut [0; 16]).unwrap_err().kind, ErrorKind::Invalid);
-    assert_eq!(rig.device.alloc(1 << 60, Role::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
+    assert_eq!(rig.device.alloc(1 << 60, BufferUsage::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
 }
 
 #[test]
 fn a_wait_ends_at_its_timeout_and_the_work_goes_on() {
     let rig = rig();
-    let x = rig.device.alloc(64 << 20, Role::Activations).unwrap();
-    let y = rig.device.alloc(64 << 20, Role::Activations).unwrap();
+    let x = rig.device.alloc(64 << 20, BufferUsage::Activations).unwrap();
+    let y = rig.device.alloc(64 << 20, BufferUsage::Activations).unwrap();
     let copy = OpSig::Copy { bytes: 64 << 20 };
     let batch: Vec<Cmd> = (0..20).map(|_| Cmd::new(copy, &[x.clone(), y.clone()]).unwrap()).collect();
     let mut queue = rig.device.queue().unwrap();
@@ -284,7 +284,7 @@ fn two_devices_work_at_once_and_share_buffers() {
         for device in [&a, &b] {
             let weights = &weights;
             scope.spawn(move || {
-                let [x, y] = [0; 2].map(|_| device.alloc(4 << 16, Role::Activations).unwrap());
+                let [x, y] = [0; 2].map(|_| device.alloc(4 << 16, BufferUsage::Activations).unwrap());
                 let mut queue = device.queue().unwrap();
                 for _ in 0..200 {
                     queue.submit(&[add(&x, weights, &y), add(&y, weights, &x)]).unwrap();
@@ -308,8 +308,8 @@ fn selectors_that_name_no_core_say_which_exist() {
 #[test]
 fn dropping_everything_with_work_in_flight_is_harmless() {
     let rig = rig();
-    let x = rig.device.alloc(8 << 20, Role::Activations).unwrap();
-    let y = rig.device.alloc(8 << 20, Role::Activations).unwrap();
+    let x = rig.device.alloc(8 << 20, BufferUsage::Activations).unwrap();
+    let y = rig.device.alloc(8 << 20, BufferUsage::Activations).unwrap();
     let mut queue = rig.device.queue().unwrap();
     for _ in 0..20 {
         queue.submit(&[Cmd::new(OpSig::Copy { bytes: 8 << 20 }, &[x.clone(), y.clone()]).unwrap()]).unwrap();
@@ -327,7 +327,7 @@ fn a_batch_over_a_file_that_is_cut_under_it_fails_and_so_do_those_after_it() {
     std::fs::write(&path, vec![0x3f; 1 << 20]).unwrap();
     let device = CpuBackend.open("cpu").unwrap();
     let imported = device.import(mixfleet_cpu::host::Mapper.map(&path).unwrap()).unwrap();
-    let alloc = || device.alloc(1 << 20, Role::Activations).unwrap();
+    let alloc = || device.alloc(1 << 20, BufferUsage::Activations).unwrap();
     let (other, out) = (alloc(), alloc());
     let batch = [add(&imported, &other, &out)];
     let mut queue = device.queue().unwrap();

@@ -4,18 +4,18 @@ use crate::blas::Blas;
 use crate::compile::{self, Architecture};
 use crate::driver::{At, Context, Module};
 use crate::health::Monitor;
-use crate::kernels::{DEVICE, Program};
+use crate::kernels::{DEVICE, KernelProgram};
 use crate::libraries::{Library, guarded};
 use crate::memory::{Memory, Transfers};
 use crate::pinned;
-use crate::plan::{self, Place, Target};
+use crate::plan::{self, DeviceRange, PlanTarget};
 use crate::queue::CudaQueue;
 use cudarc::driver::{result, sys};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, Device, DeviceInfo, DeviceKind, Error, ErrorKind, Export, Health, HostMemory, Limits, OpSig,
-    Queue, Result, Role, Slice, Support,
+    Absent, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export, Health,
+    HostMemory, OpSig, Queue, Result, Slice, Support,
 };
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -146,16 +146,16 @@ fn uuid(device: sys::CUdevice) -> Result<String> {
 pub(crate) struct Shared {
     pub(crate) context: Arc<Context>,
     pub(crate) blas: Option<Blas>,
-    pub(crate) target: Target,
+    pub(crate) target: PlanTarget,
     architecture: Architecture,
-    modules: Mutex<HashMap<Program, Arc<Module>>>,
+    modules: Mutex<HashMap<KernelProgram, Arc<Module>>>,
     /// The failure after which every call fails.
     lost: OnceLock<Error>,
 }
 
 impl Shared {
     /// The loaded module of `program`: compiled on first use, then kept.
-    pub(crate) fn module(&self, program: &Program) -> Result<Arc<Module>> {
+    pub(crate) fn module(&self, program: &KernelProgram) -> Result<Arc<Module>> {
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(module) = modules.get(program) {
             return Ok(module.clone());
@@ -216,12 +216,12 @@ impl CudaDevice {
             }
             let context = Context::retain(facts.device)?;
             let blas = if Library::CublasLt.is_present() { Some(Blas::new(&context)?) } else { None };
-            let target = Target {
+            let target = PlanTarget {
                 capability: facts.capability,
                 multiprocessors: facts.multiprocessors,
                 shared_bytes_max: facts.shared_bytes_max,
                 blas: blas.is_some(),
-                scratch: Place { address: 0, bytes: 0 },
+                scratch: DeviceRange { address: 0, bytes: 0 },
             };
             let transfers = Arc::new(Mutex::new(Transfers::new(&context)?));
             let architecture = compile::architecture(facts.capability);
@@ -272,8 +272,8 @@ impl Device for CudaDevice {
         &self.info
     }
 
-    fn limits(&self) -> Limits {
-        Limits {
+    fn limits(&self) -> DeviceLimits {
+        DeviceLimits {
             allocation_bytes_max: self.info.memory.0 as u64,
             alignment_bytes: plan::ALIGNMENT_BYTES,
             imports_host_memory: false,
@@ -286,7 +286,7 @@ impl Device for CudaDevice {
         plan::support(sig, &self.shared.target)
     }
 
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         self.shared.enter()?;
         let memory = self.shared.note(Memory::new(&self.shared.context, bytes, role))?;
         Ok(Slice::whole(Arc::new(memory)))

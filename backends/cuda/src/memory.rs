@@ -2,9 +2,9 @@
 
 use crate::driver::{At, Context, DeviceMemory, Event, HostPinned, Stream};
 use crate::pinned::Ranges;
-use crate::plan::Place;
+use crate::plan::DeviceRange;
 use cudarc::driver::result;
-use mixfleet_hal::{Buffer, Error, Result, Role, Slice};
+use mixfleet_hal::{Buffer, BufferUsage, Error, Result, Slice};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -31,9 +31,9 @@ impl std::fmt::Debug for Memory {
 }
 
 impl Memory {
-    pub(crate) fn new(context: &Arc<Context>, bytes: u64, role: Role) -> Result<Memory> {
+    pub(crate) fn new(context: &Arc<Context>, bytes: u64, role: BufferUsage) -> Result<Memory> {
         let (storage, address) = match role {
-            Role::Staging => {
+            BufferUsage::Staging => {
                 let pinned = HostPinned::new(context, bytes)?;
                 let address = pinned.device_address()?;
                 (Storage::Host(pinned), address)
@@ -62,8 +62,8 @@ impl Memory {
     }
 
     /// A slice as kernels see it.
-    pub(crate) fn place(slice: &Slice) -> Result<Place> {
-        Ok(Place { address: Memory::of(slice)?.address + slice.offset, bytes: slice.bytes })
+    pub(crate) fn place(slice: &Slice) -> Result<DeviceRange> {
+        Ok(DeviceRange { address: Memory::of(slice)?.address + slice.offset, bytes: slice.bytes })
     }
 
     /// Whether it lives in `context`.

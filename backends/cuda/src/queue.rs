@@ -5,7 +5,7 @@ use crate::device::Shared;
 use crate::driver::{At, Context, DeviceMemory, Event, GraphExec, Module, Stream};
 use crate::libraries::guarded;
 use crate::memory::Memory;
-use crate::plan::{self, Arg, Launch, Matmul, Place, Step, Target};
+use crate::plan::{self, DeviceRange, KernelArg, KernelLaunch, Matmul, PlanStep, PlanTarget};
 use cudarc::driver::{result, sys};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
@@ -27,7 +27,7 @@ const NAP: Duration = Duration::from_micros(50);
 
 /// A step with what the driver needs for it.
 enum Work {
-    Kernel { function: Function, launch: Launch },
+    Kernel { function: Function, launch: KernelLaunch },
     Matmul(Matmul),
     Copy(u64, u64, u64),
     Fill(u64, u64, u32),
@@ -75,7 +75,7 @@ pub(crate) struct CudaQueue {
     number: u64,
     stream: Stream,
     _scratch: DeviceMemory,
-    target: Target,
+    target: PlanTarget,
     batches: VecDeque<Batch>,
     /// Ticket of the first batch in `batches`.
     first: u64,
@@ -87,8 +87,8 @@ impl CudaQueue {
     pub(crate) fn new(shared: Arc<Shared>, number: u64) -> Result<CudaQueue> {
         let stream = Stream::new(&shared.context)?;
         let scratch = DeviceMemory::new(&shared.context, SCRATCH_BYTES)?;
-        let place = Place { address: scratch.raw, bytes: SCRATCH_BYTES };
-        let target = Target { scratch: place, ..shared.target };
+        let place = DeviceRange { address: scratch.raw, bytes: SCRATCH_BYTES };
+        let target = PlanTarget { scratch: place, ..shared.target };
         Ok(CudaQueue {
             shared,
             number,
@@ -125,29 +125,29 @@ impl CudaQueue {
     }
 
     /// The plan, without cuBLASLt where that has no algorithm after all.
-    fn steps(&self, cmd: &Cmd, places: &[Place]) -> Result<Vec<Step>> {
+    fn steps(&self, cmd: &Cmd, places: &[DeviceRange]) -> Result<Vec<PlanStep>> {
         let steps = plan::plan(cmd.sig(), places, &self.target)?;
-        let missing = |step: &Step| match (step, &self.shared.blas) {
-            (Step::Matmul(product), Some(blas)) => blas.prepare(product).is_err(),
-            (Step::Matmul(_), None) => true,
+        let missing = |step: &PlanStep| match (step, &self.shared.blas) {
+            (PlanStep::Matmul(product), Some(blas)) => blas.prepare(product).is_err(),
+            (PlanStep::Matmul(_), None) => true,
             _ => false,
         };
         if steps.iter().any(missing) {
-            return plan::plan(cmd.sig(), places, &Target { blas: false, ..self.target });
+            return plan::plan(cmd.sig(), places, &PlanTarget { blas: false, ..self.target });
         }
         Ok(steps)
     }
 
-    fn work(&self, step: Step) -> Result<Work> {
+    fn work(&self, step: PlanStep) -> Result<Work> {
         Ok(match step {
-            Step::Launch(launch) => {
+            PlanStep::Launch(launch) => {
                 let module = self.shared.module(&launch.program)?;
                 let raw = module.function(launch.kernel, launch.shared_bytes)?;
                 Work::Kernel { function: Function { raw, _module: module }, launch }
             }
-            Step::Matmul(product) => Work::Matmul(product),
-            Step::Copy(from, to, bytes) => Work::Copy(from, to, bytes),
-            Step::Fill(to, words, word) => Work::Fill(to, words, word),
+            PlanStep::Matmul(product) => Work::Matmul(product),
+            PlanStep::Copy(from, to, bytes) => Work::Copy(from, to, bytes),
+            PlanStep::Fill(to, words, word) => Work::Fill(to, words, word),
         })
     }
 
@@ -172,14 +172,14 @@ impl CudaQueue {
         }
     }
 
-    fn launch(&self, function: &Function, launch: &Launch) -> Result<()> {
+    fn launch(&self, function: &Function, launch: &KernelLaunch) -> Result<()> {
         let mut values: Vec<u64> = launch
             .args
             .iter()
             .map(|arg| match *arg {
-                Arg::Address(value) | Arg::U64(value) => value,
-                Arg::U32(value) => value.into(),
-                Arg::F32(value) => value.to_bits().into(),
+                KernelArg::Address(value) | KernelArg::U64(value) => value,
+                KernelArg::U32(value) => value.into(),
+                KernelArg::F32(value) => value.to_bits().into(),
             })
             .collect();
         // little endian: a 32-bit argument is the first half of its word

@@ -2,7 +2,7 @@
 
 use mixfleet_cuda::CudaBackend;
 use mixfleet_hal::{Backend, ErrorKind};
-use mixfleet_hwtests::{Level, Options, Verdict, run};
+use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 
 #[test]
 fn selectors_that_name_nothing_are_refused() {
@@ -31,8 +31,8 @@ fn every_device_here_conforms() {
     };
     for info in devices {
         let device = CudaBackend.open(&info.id).expect("a device that was found opens");
-        let report = run(&*device, &Options::new(Level::Full), &mut |_| {});
+        let report = run(&*device, &SuiteOptions::new(SuiteLevel::Full), &mut |_| {});
         eprintln!("{report}");
-        assert_eq!(report.verdict(), Verdict::Pass, "{report}");
+        assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
     }
 }

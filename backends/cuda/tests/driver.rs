@@ -6,9 +6,9 @@
 
 use mixfleet_cuda::CudaBackend;
 use mixfleet_hal::memory::{Mapping, SharedMemory};
-use mixfleet_hal::{Backend, Cmd, DType, Device, ErrorKind, OpSig, Result, Role};
-use mixfleet_hwtests::cases::{Case, Spread};
-use mixfleet_hwtests::{Entry, Level, Options, Outcome, Verdict, attempt, run};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig, Result};
+use mixfleet_hwtests::cases::{Case, TokenSpread};
+use mixfleet_hwtests::{CheckOutcome, Entry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
 use mixfleet_wire::HostRegion;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -106,7 +106,7 @@ fn a_device_tells_what_it_is() {
 #[test]
 fn the_backend_conforms() {
     with_fake_driver("the_backend_conforms", |device| {
-        let mut options = Options::new(Level::Quick);
+        let mut options = SuiteOptions::new(SuiteLevel::Quick);
         let names = [
             "memory",
             "import",
@@ -119,7 +119,7 @@ fn the_backend_conforms() {
         ];
         options.only = names.map(str::to_owned).into();
         let report = run(&*device, &options, &mut |_| {});
-        assert_eq!(report.verdict(), Verdict::Pass, "{report}");
+        assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
     });
 }
 
@@ -131,9 +131,9 @@ fn large_products_conform() {
         for (x, out) in [(Bf16, Bf16), (Bf16, F32), (F16, F16), (F32, F32), (F8E4m3, Bf16)] {
             for (bias, accumulate) in [(false, false), (x == out, false), (false, true), (x == out, true)] {
                 let sig = OpSig::Gemm { m: 24, n: 48, k: 64, x, weight: x, out, bias, accumulate };
-                let case = Case { sig, spread: Spread::Even, seed: 3 };
+                let case = Case { sig, spread: TokenSpread::Even, seed: 3 };
                 let report = attempt(&*device, &Entry { name: "gemm", case: Some(case) }, LONG);
-                assert_eq!(report.outcome, Outcome::Pass, "{sig:?}");
+                assert_eq!(report.outcome, CheckOutcome::Pass, "{sig:?}");
             }
         }
     });
@@ -144,7 +144,7 @@ fn transfers_of_any_length_arrive() {
     with_fake_driver("transfers_of_any_length_arrive", |device| {
         // below, at and above the pinned halves of 4 MiB, and several of them
         for bytes in [1, 4 << 20, (4 << 20) + 1, 13_000_003u64] {
-            for role in [Role::Weights, Role::Staging] {
+            for role in [BufferUsage::Weights, BufferUsage::Staging] {
                 let slice = device.alloc(bytes, role).unwrap();
                 let data: Vec<u8> = (0..bytes).map(|i| (i * 7 + i / 251) as u8).collect();
                 device.write(&slice, &data).unwrap();
@@ -153,7 +153,7 @@ fn transfers_of_any_length_arrive() {
                 assert!(got == data, "{bytes} bytes of {role:?}");
             }
         }
-        assert_eq!(device.alloc(2 << 30, Role::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
+        assert_eq!(device.alloc(2 << 30, BufferUsage::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
     });
 }
 
@@ -180,7 +180,7 @@ fn copies_of_pinned_memory_are_direct_until_it_is_unpinned() {
     with_fake_driver("copies_of_pinned_memory_are_direct_until_it_is_unpinned", |device| {
         // three halves long
         const BYTES: u64 = 9 << 20;
-        let far = device.alloc(BYTES, Role::Kv).unwrap();
+        let far = device.alloc(BYTES, BufferUsage::Kv).unwrap();
         let near: Arc<dyn SharedMemory> = Arc::new(HostRegion::new(BYTES as usize).unwrap());
         let mut patterns = 1..;
         let mut there_and_back = |offset: u64, bytes: u64| {
@@ -231,7 +231,7 @@ fn copies_across_the_end_of_pinned_memory_are_right() {
     }
     with_fake_driver("copies_across_the_end_of_pinned_memory_are_right", |device| {
         const BYTES: u64 = 1 << 20;
-        let far = device.alloc(BYTES, Role::Kv).unwrap();
+        let far = device.alloc(BYTES, BufferUsage::Kv).unwrap();
         let near = Arc::new(HostRegion::new(BYTES as usize).unwrap());
         let _pinned = device.pin(Arc::new(Part(near.clone(), BYTES / 2))).unwrap().unwrap();
         let data: Vec<u8> = (0..BYTES).map(|i| (i * 3 + i / 251) as u8).collect();
@@ -260,7 +260,7 @@ fn memory_may_be_pinned_and_unpinned_under_copies() {
             for word in [3u8, 5] {
                 let (device, near) = (&device, &near);
                 scope.spawn(move || {
-                    let far = device.alloc(BYTES, Role::Kv).unwrap();
+                    let far = device.alloc(BYTES, BufferUsage::Kv).unwrap();
                     device.write(&far, &[word; BYTES as usize]).unwrap();
                     for _ in 0..500 {
                         let mut read = |data: &mut [u8]| {
@@ -287,7 +287,7 @@ fn what_cannot_be_pinned_harms_nothing() {
         let refused = Arc::new(HostRegion::new(0x0BAD).unwrap());
         assert_eq!(device.pin(refused.clone()).err().unwrap().kind, ErrorKind::Unsupported);
         assert!(device.pin(Arc::new(HostRegion::new(0).unwrap())).unwrap().is_none());
-        let far = device.alloc(0x0BAD, Role::Kv).unwrap();
+        let far = device.alloc(0x0BAD, BufferUsage::Kv).unwrap();
         refused.update(0, 0x0BAD, &mut |data| data.fill(5)).unwrap();
         refused.view(0, 0x0BAD, &mut |data| device.write(&far, data).unwrap()).unwrap();
         let mut got = vec![0; 0x0BAD];
@@ -307,7 +307,7 @@ fn what_cannot_be_pinned_harms_nothing() {
 #[test]
 fn reads_and_writes_wait_for_the_batches_that_use_the_buffer() {
     with_fake_driver("reads_and_writes_wait_for_the_batches_that_use_the_buffer", |device| {
-        let slice = device.alloc(4096, Role::Activations).unwrap();
+        let slice = device.alloc(4096, BufferUsage::Activations).unwrap();
         let mut queue = device.queue().unwrap();
         let graph = queue.record(&[fill(&slice, 1), fill(&slice, 2)]).unwrap();
         let mut got = vec![0; 4096];
@@ -329,7 +329,7 @@ fn reads_and_writes_wait_for_the_batches_that_use_the_buffer() {
 #[test]
 fn tickets_can_be_waited_for_late_again_and_without_work() {
     with_fake_driver("tickets_can_be_waited_for_late_again_and_without_work", |device| {
-        let slice = device.alloc(64, Role::Activations).unwrap();
+        let slice = device.alloc(64, BufferUsage::Activations).unwrap();
         let mut queue = device.queue().unwrap();
         let tickets: Vec<_> = (0..20).map(|word| queue.submit(&[fill(&slice, word)]).unwrap()).collect();
         assert_eq!(queue.wait(tickets[19], Duration::ZERO).unwrap_err().kind, ErrorKind::Timeout);
@@ -346,7 +346,7 @@ fn tickets_can_be_waited_for_late_again_and_without_work() {
 #[test]
 fn a_fault_loses_the_device_for_good() {
     with_fake_driver("a_fault_loses_the_device_for_good", |device| {
-        let slice = device.alloc(64, Role::Activations).unwrap();
+        let slice = device.alloc(64, BufferUsage::Activations).unwrap();
         let mut queue = device.queue().unwrap();
         let good = queue.submit(&[fill(&slice, 1)]).unwrap();
         queue.wait(good, LONG).unwrap();
@@ -357,7 +357,7 @@ fn a_fault_loses_the_device_for_good() {
         assert!(queue.wait(good, LONG).is_err());
         for error in [
             queue.submit(&[fill(&slice, 1)]).unwrap_err(),
-            device.alloc(64, Role::Kv).unwrap_err(),
+            device.alloc(64, BufferUsage::Kv).unwrap_err(),
             device.read(&slice, &mut [0; 64]).unwrap_err(),
             device.queue().err().unwrap(),
         ] {
@@ -374,7 +374,7 @@ fn a_graph_sees_new_bytes_at_the_same_addresses() {
         let f32s = DType::F32;
         let sig =
             OpSig::Gemm { m, n, k, x: f32s, weight: DType::Bf16, out: f32s, bias: false, accumulate: false };
-        let alloc = |bytes: u32| device.alloc(bytes.into(), Role::Activations).unwrap();
+        let alloc = |bytes: u32| device.alloc(bytes.into(), BufferUsage::Activations).unwrap();
         let (x, weight, out, sum) = (alloc(m * k * 4), alloc(n * k * 2), alloc(m * n * 4), alloc(m * n * 4));
         device.write(&weight, &[0x80, 0x3F].repeat((n * k) as usize)).unwrap(); // ones
         let elements = u64::from(m * n);

@@ -5,8 +5,8 @@ mod emulator;
 
 use emulator::EmulatedDevice;
 use mixfleet_hal::{DType, OpSig, Support};
-use mixfleet_hwtests::cases::{Case, Spread};
-use mixfleet_hwtests::{Entry, Level, Options, Outcome, Verdict, attempt, run};
+use mixfleet_hwtests::cases::{Case, TokenSpread};
+use mixfleet_hwtests::{CheckOutcome, Entry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
 use std::time::Duration;
 
 fn device(multiprocessors: u32) -> Option<EmulatedDevice> {
@@ -21,17 +21,17 @@ fn device(multiprocessors: u32) -> Option<EmulatedDevice> {
 #[test]
 fn every_operation_conforms() {
     let Some(device) = device(2) else { return };
-    let report = run(&device, &Options::new(Level::Quick), &mut |_| {});
+    let report = run(&device, &SuiteOptions::new(SuiteLevel::Quick), &mut |_| {});
     eprintln!("{report}");
-    assert_eq!(report.verdict(), Verdict::Pass, "{report}");
+    assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
 }
 
-fn try_case(device: &EmulatedDevice, sig: OpSig, spread: Spread) {
+fn try_case(device: &EmulatedDevice, sig: OpSig, spread: TokenSpread) {
     use mixfleet_hal::Device;
     assert_ne!(device.support(&sig), Support::No, "{sig:?}");
     let entry = Entry { name: sig.name(), case: Some(Case { sig, spread, seed: 7 }) };
     let report = attempt(device, &entry, Duration::from_secs(60));
-    assert_eq!(report.outcome, Outcome::Pass, "{sig:?}");
+    assert_eq!(report.outcome, CheckOutcome::Pass, "{sig:?}");
 }
 
 fn decode(ranges: &[(u32, u32)], (ratio, kv_heads, head_dim): (u32, u32, u32), x: DType, kv: DType) -> OpSig {
@@ -64,7 +64,7 @@ fn decode_attention_conforms_on_all_ways() {
         let other_heads = [(3, 2, 33), (2, 1, 80), (2, 1, 256)].map(|shape| ((F32, Bf16), shape));
         let all = tensor_cores.as_flattened().iter().chain(other_dtypes.as_flattened()).chain(&other_heads);
         for &((x, kv), shape) in all {
-            try_case(&device, decode(&ranges, shape, x, kv), Spread::Ranges(ranges.to_vec()));
+            try_case(&device, decode(&ranges, shape, x, kv), TokenSpread::Ranges(ranges.to_vec()));
         }
     }
 }
@@ -106,7 +106,7 @@ fn prefill_attention_conforms_on_tensor_cores() {
         {
             for window in [None, Some(1), Some(40), Some(100)] {
                 let sig = prefill(&spread, shape, window, dtype);
-                try_case(&device, sig, Spread::Queries(spread.to_vec()));
+                try_case(&device, sig, TokenSpread::Queries(spread.to_vec()));
             }
         }
     }
@@ -120,7 +120,7 @@ fn gemm_of_few_rows_conforms() {
         for (x, weight, out) in [(Bf16, Bf16, F32), (F16, F16, F16), (F32, Bf16, Bf16), (F32, Bf16, F32)] {
             for (m, n, k) in [(1, 16, 8), (3, 70, 1032), (8, 33, 136), (9, 17, 64), (16, 130, 520)] {
                 let sig = OpSig::Gemm { m, n, k, x, weight, out, bias: m % 2 == 1, accumulate: k > 100 };
-                try_case(&device, sig, Spread::Even);
+                try_case(&device, sig, TokenSpread::Even);
             }
         }
     }
@@ -134,7 +134,7 @@ fn eight_bit_weights_conform() {
         for (m, n, k) in [(1, 19, 37), (3, 24, 64), (20, 66, 40)] {
             let weight = DType::F8E4m3;
             let sig = OpSig::Gemm { m, n, k, x, weight, out: DType::F32, bias: true, accumulate: true };
-            try_case(&device, sig, Spread::Even);
+            try_case(&device, sig, TokenSpread::Even);
         }
     }
 }

@@ -3,19 +3,19 @@
 
 use mixfleet_cuda::Library;
 use mixfleet_cuda::compile::{Architecture, compile};
-use mixfleet_cuda::kernels::{DEVICE, Program};
-use mixfleet_cuda::plan::{ALIGNMENT_BYTES, KV_PAGE_TOKENS, Place, Step, Target, plan};
+use mixfleet_cuda::kernels::{DEVICE, KernelProgram};
+use mixfleet_cuda::plan::{ALIGNMENT_BYTES, DeviceRange, KV_PAGE_TOKENS, PlanStep, PlanTarget, plan};
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{DType, Limits, OpSig};
-use mixfleet_hwtests::{Level, entries};
+use mixfleet_hal::{DType, DeviceLimits, OpSig};
+use mixfleet_hwtests::{SuiteLevel, entries};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The programs that `sig` needs on a small and on a large device, at aligned addresses.
-fn programs(sig: &OpSig) -> Vec<Program> {
+fn programs(sig: &OpSig) -> Vec<KernelProgram> {
     let mut address = 1 << 20;
-    let places: Vec<Place> = sig
+    let places: Vec<DeviceRange> = sig
         .operands()
         .iter()
         .map(|operand| {
@@ -24,21 +24,21 @@ fn programs(sig: &OpSig) -> Vec<Program> {
                 Extent::PagesOf(page) => 4 * page,
             };
             let bytes = elements * operand.dtype.size_bytes();
-            let place = Place { address, bytes };
+            let place = DeviceRange { address, bytes };
             address += bytes.next_multiple_of(ALIGNMENT_BYTES);
             place
         })
         .collect();
-    let target = |multiprocessors| Target {
+    let target = |multiprocessors| PlanTarget {
         capability: 90,
         multiprocessors,
         shared_bytes_max: 232_448,
         blas: false,
-        scratch: Place { address: 1 << 40, bytes: 64 << 20 },
+        scratch: DeviceRange { address: 1 << 40, bytes: 64 << 20 },
     };
     let steps = [1, 132].into_iter().flat_map(|count| plan(sig, &places, &target(count)).expect("a plan"));
     let program = |step| match step {
-        Step::Launch(launch) => Some(launch.program),
+        PlanStep::Launch(launch) => Some(launch.program),
         _ => None,
     };
     steps.filter_map(program).collect()
@@ -89,7 +89,7 @@ fn models() -> Vec<OpSig> {
     sigs
 }
 
-fn compile_all(programs: &[Program], architectures: &[Architecture]) {
+fn compile_all(programs: &[KernelProgram], architectures: &[Architecture]) {
     let work: Vec<_> = architectures.iter().flat_map(|a| programs.iter().map(move |p| (p, a))).collect();
     let (next, errors) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -124,8 +124,8 @@ fn what_models_use_compiles() {
     if !nvrtc_is_here() {
         return;
     }
-    let programs: BTreeSet<Program> = models().iter().flat_map(programs).collect();
-    let programs: Vec<Program> = programs.into_iter().collect();
+    let programs: BTreeSet<KernelProgram> = models().iter().flat_map(programs).collect();
+    let programs: Vec<KernelProgram> = programs.into_iter().collect();
     let ptx = ["compute_80", "compute_89", "compute_100"].map(|a| Architecture::Ptx(a.to_owned()));
     compile_all(&programs, &[&[Architecture::Machine("sm_90".to_owned())], &ptx[..]].concat());
 }
@@ -136,16 +136,16 @@ fn every_variant_compiles() {
     if !nvrtc_is_here() {
         return;
     }
-    let limits = Limits {
+    let limits = DeviceLimits {
         allocation_bytes_max: 1 << 40,
         alignment_bytes: ALIGNMENT_BYTES,
         imports_host_memory: false,
         kv_page_tokens: KV_PAGE_TOKENS,
         replay_pays: true,
     };
-    let cases = entries(Level::Full, &limits).into_iter().filter_map(|entry| entry.case);
-    let programs: BTreeSet<Program> = cases.flat_map(|case| programs(&case.sig)).collect();
-    let programs: Vec<Program> = programs.into_iter().collect();
+    let cases = entries(SuiteLevel::Full, &limits).into_iter().filter_map(|entry| entry.case);
+    let programs: BTreeSet<KernelProgram> = cases.flat_map(|case| programs(&case.sig)).collect();
+    let programs: Vec<KernelProgram> = programs.into_iter().collect();
     compile_all(&programs, &[Architecture::Ptx("compute_80".to_owned())]);
 }
 

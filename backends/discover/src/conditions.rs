@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Facts that change what a CPU measurement gives. What the kernel does not tell is absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Conditions {
+pub struct HostConditions {
     /// The processor's name.
     pub cpu_model: Option<String>,
     /// Its microcode.
@@ -48,17 +48,17 @@ pub struct Conditions {
 }
 
 /// The conditions on the machine under `root`; `/` is this one.
-pub fn conditions(root: &Path) -> Conditions {
-    Conditions::read(&Tree::at(root))
+pub fn conditions(root: &Path) -> HostConditions {
+    HostConditions::read(&Tree::at(root))
 }
 
 const CPU: &str = "sys/devices/system/cpu";
 const POWERCAP: &str = "sys/class/powercap";
 const CGROUP: &str = "sys/fs/cgroup";
 
-impl Conditions {
+impl HostConditions {
     /// Reads them.
-    pub fn read(tree: &Tree) -> Conditions {
+    pub fn read(tree: &Tree) -> HostConditions {
         let mut reader = Reader { tree, notes: Vec::new() };
         let reader = &mut reader;
         let cpus = tree.numbered(CPU, "cpu");
@@ -68,7 +68,7 @@ impl Conditions {
         let turbo = no_turbo.or_else(boost);
         let flags = cores::cpuinfo(reader, "flags").unwrap_or_default();
         let (load_average, runnable_others) = load(reader);
-        Conditions {
+        HostConditions {
             cpu_model: cores::cpuinfo(reader, "model name"),
             microcode: cores::cpuinfo(reader, "microcode"),
             cpus: cpus.len(),
@@ -267,7 +267,7 @@ mod tests {
             ("sys/class/powercap/intel-rapl:0/constraint_0_power_limit_uw", "240000000"),
             ("sys/class/powercap/intel-rapl:0/constraint_0_name", "long_term"),
         ]);
-        let read = Conditions::read(&tree);
+        let read = HostConditions::read(&tree);
         assert_eq!(read.cpus, 2);
         assert!(read.hypervisor);
         assert_eq!(read.governor.as_deref(), Some("performance,powersave"));
@@ -284,8 +284,8 @@ mod tests {
 
     #[test]
     fn an_empty_tree_has_no_conditions() {
-        let read = Conditions::read(&Tree::recorded(Recording::default()).unwrap());
-        assert_eq!(read, Conditions::default());
+        let read = HostConditions::read(&Tree::recorded(Recording::default()).unwrap());
+        assert_eq!(read, HostConditions::default());
         assert_eq!(read.pairs(), [("cpus".to_owned(), "0".to_owned())]);
     }
 
@@ -296,6 +296,6 @@ mod tests {
             ("sys/fs/cgroup/cpu/x/cpu.cfs_quota_us", "150000"),
             ("sys/fs/cgroup/cpu/x/cpu.cfs_period_us", "100000"),
         ]);
-        assert_eq!(Conditions::read(&tree).cpu_quota_cores, Some(1.5));
+        assert_eq!(HostConditions::read(&tree).cpu_quota_cores, Some(1.5));
     }
 }

@@ -25,13 +25,13 @@ mod tree;
 #[cfg(feature = "verbs")]
 mod verbs;
 
-pub use conditions::{Conditions, conditions};
+pub use conditions::{HostConditions, conditions};
 pub use cores::{Cache, CacheKind, HugePages, NumaNode, Socket};
 pub use cpulist::CpuList;
 pub use distance::{Distance, Matrix};
 pub use here::Here;
-pub use network::{Gid, NetDevice, RdmaDevice, RdmaPort};
-pub use pci::{Bridge, Link, PciAddress, PciDevice, PciKind};
+pub use network::{GidEntry, NetDevice, RdmaDevice, RdmaPort};
+pub use pci::{Bridge, PciAddress, PciDevice, PciKind, PcieLink};
 pub use same::{SamePart, pci_of, same_part};
 pub use topology::Topology;
 pub use tree::{RECORDING_SCHEMA, Recording, Tree};

@@ -47,12 +47,12 @@ pub struct RdmaPort {
     /// Rate in Gbit/s.
     pub gbit_per_s: Option<f64>,
     /// Addresses.
-    pub gids: Vec<Gid>,
+    pub gids: Vec<GidEntry>,
 }
 
 /// An address of a port.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Gid {
+pub struct GidEntry {
     /// Its place in the port's table: what a queue pair is given.
     pub index: u32,
     /// `fe80:0000:...`; ends with the IPv4 address for RoCE over IPv4.
@@ -126,7 +126,7 @@ fn read_port(reader: &mut Reader, number: u32, at: &str) -> RdmaPort {
     }
 }
 
-fn read_gids(reader: &Reader, at: &str) -> Vec<Gid> {
+fn read_gids(reader: &Reader, at: &str) -> Vec<GidEntry> {
     let mut found = Vec::new();
     let mut empty = 0;
     for (index, _) in reader.tree.numbered(&format!("{at}/gids"), "") {
@@ -140,7 +140,7 @@ fn read_gids(reader: &Reader, at: &str) -> Vec<Gid> {
         };
         empty = 0;
         let attribute = |which: &str| reader.tree.text(&format!("{at}/gid_attrs/{which}/{index}"));
-        found.push(Gid { index, gid, kind: attribute("types"), net: attribute("ndevs") });
+        found.push(GidEntry { index, gid, kind: attribute("types"), net: attribute("ndevs") });
     }
     found
 }

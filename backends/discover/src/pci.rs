@@ -65,7 +65,7 @@ impl From<PciAddress> for String {
 
 /// A PCI Express link. Unknown numbers are absent: a virtual machine shows no link at all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Link {
+pub struct PcieLink {
     /// Gigatransfers per second on each lane, now. Idle parts lower it to save power.
     pub gt_per_s: Option<f64>,
     /// Lanes, now.
@@ -76,7 +76,7 @@ pub struct Link {
     pub lanes_max: Option<u32>,
 }
 
-impl Link {
+impl PcieLink {
     /// Bytes per second each way now, after line coding and before packet headers.
     pub fn bytes_per_second(&self) -> Option<f64> {
         Some(lane_bytes_per_second(self.gt_per_s?) * f64::from(self.lanes?))
@@ -144,7 +144,7 @@ pub struct PciDevice {
     /// NUMA node; absent where the firmware tells none (most virtual machines).
     pub node: Option<u32>,
     /// Its link.
-    pub link: Option<Link>,
+    pub link: Option<PcieLink>,
     /// The host bridge: `pci0000:00`.
     pub host_bridge: String,
     /// Bridges from the root port down to the device, without it.
@@ -163,7 +163,7 @@ pub struct Bridge {
     /// Device id.
     pub device: u16,
     /// The link below it, or for the upper port of a switch the link above.
-    pub link: Option<Link>,
+    pub link: Option<PcieLink>,
 }
 
 /// Makers of display controllers that compute nothing: management processors and virtual screens
@@ -271,7 +271,7 @@ fn names(reader: &Reader, address: PciAddress, at: &str) -> (Option<String>, Opt
     (field("Model:").or_else(|| file("product_name")), uuid.or_else(|| file("unique_id")))
 }
 
-fn read_link(reader: &mut Reader, at: &str) -> Option<Link> {
+fn read_link(reader: &mut Reader, at: &str) -> Option<PcieLink> {
     let speed = |text: &str| match text.split_whitespace().next() {
         Some("Unknown") => Some(None),
         Some(number) => number.parse::<f64>().ok().filter(|gt| *gt > 0.0 && *gt < 1e4).map(Some),
@@ -280,13 +280,13 @@ fn read_link(reader: &mut Reader, at: &str) -> Option<Link> {
     // 0 and 255 say that the link is down or the part has none
     let lanes =
         |text: &str| text.trim().parse::<u32>().ok().map(|n| Some(n).filter(|n| (1..=32).contains(n)));
-    let link = Link {
+    let link = PcieLink {
         gt_per_s: reader.value(&format!("{at}current_link_speed"), speed).flatten(),
         lanes: reader.value(&format!("{at}current_link_width"), lanes).flatten(),
         gt_per_s_max: reader.value(&format!("{at}max_link_speed"), speed).flatten(),
         lanes_max: reader.value(&format!("{at}max_link_width"), lanes).flatten(),
     };
-    (link != Link::default()).then_some(link)
+    (link != PcieLink::default()).then_some(link)
 }
 
 #[cfg(test)]
@@ -321,7 +321,7 @@ mod tests {
     #[test]
     fn rates_of_links_are_those_of_the_specification() {
         let rate = |gt, lanes| {
-            let link = Link { gt_per_s: Some(gt), lanes: Some(lanes), ..Link::default() };
+            let link = PcieLink { gt_per_s: Some(gt), lanes: Some(lanes), ..PcieLink::default() };
             (link.bytes_per_second().unwrap() / 1e7).round() / 1e2
         };
         // GB/s each way, as the PCI-SIG's tables have them
@@ -329,7 +329,7 @@ mod tests {
             [rate(2.5, 1), rate(8.0, 16), rate(16.0, 16), rate(32.0, 16)],
             [0.25, 15.75, 31.51, 63.02]
         );
-        assert_eq!(Link::default().bytes_per_second(), None);
+        assert_eq!(PcieLink::default().bytes_per_second(), None);
     }
 
     proptest! {

@@ -1,6 +1,6 @@
 //! A topology as text for people.
 
-use crate::pci::{Bridge, Link, PciDevice, PciKind};
+use crate::pci::{Bridge, PciDevice, PciKind, PcieLink};
 use crate::{CacheKind, Distance, Matrix, NumaNode, PciAddress, RdmaDevice, Topology};
 use mixfleet_hal::units::GIB;
 use std::collections::BTreeSet;
@@ -45,7 +45,7 @@ fn count(number: usize, one: &str) -> String {
     format!("{number} {one}{}", if number == 1 { "" } else { "s" })
 }
 
-impl Link {
+impl PcieLink {
     /// `x16 at 32 GT/s (63.0 GB/s each way)`, with what falls short of what the part allows.
     pub fn words(&self) -> String {
         let lanes = self.lanes.map_or("x?".into(), |lanes| format!("x{lanes}"));

@@ -2,7 +2,7 @@
 
 use crate::cores::{self, Cache, HugePages, NumaNode, Socket};
 use crate::network::{self, NetDevice, RdmaDevice};
-use crate::pci::{self, Bridge, Link, PciDevice, PciKind};
+use crate::pci::{self, Bridge, PciDevice, PciKind, PcieLink};
 use crate::tree::Reader;
 use crate::{PciAddress, Tree};
 use serde::{Deserialize, Serialize};
@@ -89,7 +89,7 @@ impl Topology {
     }
 
     /// The bridge above `device` whose link is slower than the device's own: what limits it.
-    pub fn bottleneck(&self, device: &PciDevice) -> Option<(&Bridge, Link)> {
+    pub fn bottleneck(&self, device: &PciDevice) -> Option<(&Bridge, PcieLink)> {
         let own = device.link?.bytes_per_second()?;
         let above = self.bridges.iter().filter(|bridge| device.path.contains(&bridge.address));
         let linked =

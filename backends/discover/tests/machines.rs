@@ -3,7 +3,7 @@
 mod common;
 
 use common::{BRIDGE, GPU, Machine, NIC, NVME, Part, gpu_address, hgx, nic_address};
-use mixfleet_discover::{Conditions, Distance, PciKind, Recording, Topology, Tree};
+use mixfleet_discover::{Distance, HostConditions, PciKind, Recording, Topology, Tree};
 use proptest::prelude::*;
 use std::sync::LazyLock;
 
@@ -152,12 +152,12 @@ fn the_text_shows_the_tree_and_the_distances() {
 fn a_recording_answers_as_the_machine_did() {
     let scratch = hgx().write();
     let tree = Tree::at(scratch.path()).keeping();
-    let (topology, conditions) = (Topology::read(&tree), Conditions::read(&tree));
+    let (topology, conditions) = (Topology::read(&tree), HostConditions::read(&tree));
     let document = serde_json::to_string(&tree.kept()).unwrap();
     drop(scratch);
     let replay = Tree::recorded(serde_json::from_str(&document).unwrap()).unwrap().keeping();
     assert_eq!(Topology::read(&replay), topology);
-    assert_eq!(Conditions::read(&replay), conditions);
+    assert_eq!(HostConditions::read(&replay), conditions);
     assert_eq!(serde_json::to_string(&replay.kept()).unwrap(), document, "a recording of a recording is it");
     let back: Topology = serde_json::from_str(&serde_json::to_string(&topology).unwrap()).unwrap();
     assert_eq!(back, topology);
@@ -287,7 +287,7 @@ proptest! {
         static WHOLE: LazyLock<Recording> = LazyLock::new(|| record(&hgx()).1);
         let tree = Tree::recorded(damaged(WHOLE.clone(), damage)).unwrap();
         let topology = Topology::read(&tree);
-        let conditions = Conditions::read(&tree);
+        let conditions = HostConditions::read(&tree);
         prop_assert!(!topology.to_string().is_empty() && !conditions.pairs().is_empty());
         for a in &topology.pci {
             for b in &topology.pci {

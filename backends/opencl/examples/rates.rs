@@ -5,7 +5,7 @@
 #![allow(clippy::print_stdout, reason = "its purpose")]
 
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::{Backend, Cmd, DType, Device, OpSig, Result, Role};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, OpSig, Result};
 use mixfleet_opencl::OpenClBackend;
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ fn operands(device: &dyn Device, sig: &OpSig) -> Result<Cmd> {
             mixfleet_hal::op::Extent::Exactly(n) => n,
             mixfleet_hal::op::Extent::PagesOf(page) => page * 256,
         };
-        let slice = device.alloc(elements * operand.dtype.size_bytes(), Role::Activations)?;
+        let slice = device.alloc(elements * operand.dtype.size_bytes(), BufferUsage::Activations)?;
         let mut bytes = Vec::new();
         for i in 0..elements {
             let value = match operand.name {

@@ -5,8 +5,8 @@ use crate::memory::Memory;
 use crate::queue::OpenClQueue;
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, DType, Device, DeviceInfo, DeviceKind, Error, ErrorKind, Export, Health, HostMemory, Limits,
-    OpSig, Queue, Result, Role, Slice, Support,
+    Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export,
+    Health, HostMemory, OpSig, Queue, Result, Slice, Support,
 };
 use ocl::core::{
     self, CommandQueue, CommandQueueProperties, Context, ContextProperties, DeviceId, DeviceInfo as Ask,
@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// Which kernels a device gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tuning {
+pub enum KernelTuning {
     /// Without barriers, a thread per row or block: CPU drivers emulate barriers by loops (PoCL: 55 times
     /// slower in a tiled GEMM).
     Cpu,
@@ -173,7 +173,7 @@ pub(crate) struct Shared {
     pub(crate) context: Context,
     pub(crate) id: DeviceId,
     pub(crate) version: OpenclVersion,
-    pub(crate) tuning: Tuning,
+    pub(crate) tuning: KernelTuning,
     programs: Mutex<HashMap<ProgramKey, Program>>,
     imports: Mutex<Vec<Weak<dyn HostMemory>>>,
 }
@@ -211,7 +211,7 @@ impl Shared {
 /// An open OpenCL device.
 pub struct OpenClDevice {
     info: DeviceInfo,
-    limits: Limits,
+    limits: DeviceLimits,
     shared: Arc<Shared>,
     /// For `read` and `write`, which wait for other queues' commands by their events.
     transfers: Mutex<CommandQueue>,
@@ -223,7 +223,7 @@ impl OpenClDevice {
     ///
     /// # Errors
     /// `Invalid` when there is no such device, `Unsupported` below OpenCL 1.2, or what the driver says.
-    pub fn open(index: usize, tuning: Option<Tuning>) -> Result<OpenClDevice> {
+    pub fn open(index: usize, tuning: Option<KernelTuning>) -> Result<OpenClDevice> {
         let found = devices().map_err(|absent| Error::invalid(format!("opencl: {absent}")))?;
         let count = found.len();
         let &(platform, id) = found
@@ -239,8 +239,8 @@ impl OpenClDevice {
             .map_err(|e| failure("clCreateContext", &e))?;
         let transfers = core::create_command_queue(&context, id, Some(CommandQueueProperties::empty()))
             .map_err(|e| failure("clCreateCommandQueue", &e))?;
-        let of_kind = if info.kind == DeviceKind::Cpu { Tuning::Cpu } else { Tuning::Gpu };
-        let limits = Limits {
+        let of_kind = if info.kind == DeviceKind::Cpu { KernelTuning::Cpu } else { KernelTuning::Gpu };
+        let limits = DeviceLimits {
             allocation_bytes_max: number(id, Ask::MaxMemAllocSize),
             // kernels address by element and load vectors of elements: the largest element's size
             alignment_bytes: 4,
@@ -294,7 +294,7 @@ impl Device for OpenClDevice {
         &self.info
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.limits
     }
 
@@ -313,7 +313,7 @@ impl Device for OpenClDevice {
         }
     }
 
-    fn alloc(&self, bytes: u64, _: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, _: BufferUsage) -> Result<Slice> {
         if bytes > self.limits.allocation_bytes_max {
             let max = self.limits.allocation_bytes_max;
             let message = format!("opencl: {bytes} bytes in one buffer; this device allows {max}");

@@ -1,6 +1,6 @@
 //! From a command to a kernel: which program with which macros, its arguments and its threads.
 
-use crate::device::Tuning;
+use crate::device::KernelTuning;
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Cmd, DType, OpSig, Slice};
 
@@ -88,8 +88,8 @@ fn width(n: u32) -> u32 {
 }
 
 /// Elements of a thread in the portable kernels, over rows of `n`. CPU drivers make vectors of threads.
-fn vector(n: u64, tuning: Tuning) -> u64 {
-    if tuning == Tuning::Gpu && n.is_multiple_of(VEC.into()) { VEC.into() } else { 1 }
+fn vector(n: u64, tuning: KernelTuning) -> u64 {
+    if tuning == KernelTuning::Gpu && n.is_multiple_of(VEC.into()) { VEC.into() } else { 1 }
 }
 
 fn options(macros: &[(&str, &dyn std::fmt::Display)]) -> String {
@@ -130,7 +130,7 @@ fn each(count: u64) -> ([usize; 3], [usize; 3]) {
 }
 
 /// What `cmd` becomes on a device of this tuning; `None` when there is nothing to do.
-pub(crate) fn plan(cmd: &Cmd, tuning: Tuning) -> Option<Work> {
+pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Option<Work> {
     let mut args = operands(cmd);
     let work = match *cmd.sig() {
         OpSig::Copy { .. } => Work::Copy { from: cmd.args()[0].clone(), to: cmd.args()[1].clone() },
@@ -195,17 +195,19 @@ fn rows_launch(
     (x, weight, out): (DType, DType, DType),
     (rows, cols): (u32, u32),
     args: Vec<Arg>,
-    tuning: Tuning,
+    tuning: KernelTuning,
 ) -> Work {
     let vec = vector(cols.into(), tuning);
     let macros = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out), ("VEC", &vec)]);
     match tuning {
-        Tuning::Cpu => launch("rows.cl", kernel, macros, args, ([rows as usize, 1, 1], [1, 1, 1])),
-        Tuning::Gpu => launch("rows.c", kernel, macros, args, ([rows as usize * GROUP, 1, 1], [GROUP, 1, 1])),
+        KernelTuning::Cpu => launch("rows.cl", kernel, macros, args, ([rows as usize, 1, 1], [1, 1, 1])),
+        KernelTuning::Gpu => {
+            launch("rows.c", kernel, macros, args, ([rows as usize * GROUP, 1, 1], [GROUP, 1, 1]))
+        }
     }
 }
 
-fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: Tuning) -> Work {
+fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
     let OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } = *sig else {
         unreachable!("called for gemm")
     };
@@ -214,27 +216,27 @@ fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: Tuning) -> Work {
     }
     args.extend([m, n, k, u32::from(bias), u32::from(accumulate)].map(Arg::U32));
     let (file, kernel, grid) = match tuning {
-        Tuning::Cpu if m == 1 => ("gemm.cl", "gemv", ([n.div_ceil(STRIP) as usize, 1, 1], [1, 1, 1])),
-        Tuning::Cpu => {
+        KernelTuning::Cpu if m == 1 => ("gemm.cl", "gemv", ([n.div_ceil(STRIP) as usize, 1, 1], [1, 1, 1])),
+        KernelTuning::Cpu => {
             ("gemm.cl", "gemm", ([n.div_ceil(COLS) as usize, m.div_ceil(BAND) as usize, 1], [1, 1, 1]))
         }
-        Tuning::Gpu if m <= GEMV_ROWS_MAX => {
+        KernelTuning::Gpu if m <= GEMV_ROWS_MAX => {
             ("gemm.c", "gemv", ([n as usize * GROUP, m.div_ceil(ROWS) as usize, 1], [GROUP, 1, 1]))
         }
-        Tuning::Gpu => {
+        KernelTuning::Gpu => {
             let (across, down) = (n.div_ceil(TILE) as usize, m.div_ceil(TILE) as usize);
             ("gemm.c", "gemm", ([across * TILE_THREADS, down, 1], [TILE_THREADS, 1, 1]))
         }
     };
     let dtypes = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out)]);
     let shape = match tuning {
-        Tuning::Cpu => options(&[("BAND", &BAND), ("STRIP", &STRIP)]),
-        Tuning::Gpu => options(&[("VEC", &vector(k.into(), tuning))]),
+        KernelTuning::Cpu => options(&[("BAND", &BAND), ("STRIP", &STRIP)]),
+        KernelTuning::Gpu => options(&[("VEC", &vector(k.into(), tuning))]),
     };
     launch(file, kernel, dtypes + &shape, args, grid)
 }
 
-fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: Tuning) -> Work {
+fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
     let (kernel, rows, heads, head_dim, x, kv) = match *sig {
         OpSig::AttnPrefill {
             tokens,
@@ -262,7 +264,9 @@ fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: Tuning) -> Work {
     let macros = options(&[("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim), ("W", &width(head_dim))]);
     let (heads, rows) = (heads as usize, rows as usize);
     match tuning {
-        Tuning::Cpu => launch("attention.cl", kernel, macros, args, ([heads, rows, 1], [1, 1, 1])),
-        Tuning::Gpu => launch("attention.c", kernel, macros, args, ([heads * GROUP, rows, 1], [GROUP, 1, 1])),
+        KernelTuning::Cpu => launch("attention.cl", kernel, macros, args, ([heads, rows, 1], [1, 1, 1])),
+        KernelTuning::Gpu => {
+            launch("attention.c", kernel, macros, args, ([heads * GROUP, rows, 1], [GROUP, 1, 1]))
+        }
     }
 }

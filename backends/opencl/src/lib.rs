@@ -22,7 +22,7 @@ mod memory;
 mod queue;
 
 #[cfg(feature = "opencl")]
-pub use device::{OpenClDevice, Tuning};
+pub use device::{KernelTuning, OpenClDevice};
 
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Result};
 use std::sync::Arc;

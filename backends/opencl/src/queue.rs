@@ -5,7 +5,7 @@ use crate::kernels::{self, Arg, ProgramKey, Work};
 use crate::memory::Memory;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Access, Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
+use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, OperandAccess, Queue, Result, Slice, Ticket};
 use ocl::core::{
     self, ArgVal, CommandQueue, CommandQueueProperties, Event, Kernel, ProfilingInfo, ProfilingInfoResult,
 };
@@ -75,7 +75,7 @@ impl OpenClQueue {
         for cmd in cmds {
             for (operand, slice) in cmd.sig().operands().iter().zip(cmd.args()) {
                 let memory = Memory::of(slice)?;
-                if operand.access != Access::Read {
+                if operand.access != OperandAccess::Read {
                     memory.writable()?;
                 }
             }

@@ -2,21 +2,21 @@
 #![cfg(feature = "opencl")]
 
 use mixfleet_hal::{Backend, Device};
-use mixfleet_hwtests::{Level, Options, Verdict, run};
-use mixfleet_opencl::{OpenClBackend, OpenClDevice, Tuning};
+use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
+use mixfleet_opencl::{KernelTuning, OpenClBackend, OpenClDevice};
 
-fn conforms(tuning: Tuning, level: Level) {
+fn conforms(tuning: KernelTuning, level: SuiteLevel) {
     let devices = match OpenClBackend.probe() {
         Ok(devices) => devices,
         Err(absent) => return eprintln!("SKIPPED: no OpenCL device: {absent}"),
     };
     for index in 0..devices.len() {
         let device = OpenClDevice::open(index, Some(tuning)).unwrap();
-        let report = run(&device, &Options::new(level), &mut |_| {});
+        let report = run(&device, &SuiteOptions::new(level), &mut |_| {});
         eprintln!("{tuning:?} kernels, {level:?}\n{report}");
         assert_eq!(
             report.verdict(),
-            Verdict::Pass,
+            SuiteVerdict::Pass,
             "{} with {tuning:?} kernels:\n{report}",
             device.info().id
         );
@@ -25,10 +25,10 @@ fn conforms(tuning: Tuning, level: Level) {
 
 #[test]
 fn kernels_for_cpus_conform() {
-    conforms(Tuning::Cpu, Level::Full);
+    conforms(KernelTuning::Cpu, SuiteLevel::Full);
 }
 
 #[test]
 fn kernels_for_gpus_conform() {
-    conforms(Tuning::Gpu, Level::Quick);
+    conforms(KernelTuning::Gpu, SuiteLevel::Quick);
 }

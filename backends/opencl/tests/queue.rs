@@ -1,7 +1,7 @@
 //! Queues and memory: what the conformance suite takes for granted.
 #![cfg(feature = "opencl")]
 
-use mixfleet_hal::{Backend, Cmd, DType, Device, Error, ErrorKind, HostMemory, OpSig, Result, Role};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, Error, ErrorKind, HostMemory, OpSig, Result};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_opencl::OpenClBackend;
 use std::sync::Arc;
@@ -23,8 +23,8 @@ fn device() -> Option<Arc<dyn Device>> {
 #[test]
 fn imported_and_foreign_memory_is_not_written() {
     let Some(device) = device() else { return };
-    let own = device.alloc(64, Role::Activations).unwrap();
-    let foreign = ReferenceDevice::default().alloc(64, Role::Activations).unwrap();
+    let own = device.alloc(64, BufferUsage::Activations).unwrap();
+    let foreign = ReferenceDevice::default().alloc(64, BufferUsage::Activations).unwrap();
     assert_eq!(device.write(&foreign, &[0; 64]).unwrap_err().kind, ErrorKind::Invalid);
     let mut queue = device.queue().unwrap();
     let copy = |from, to| Cmd::new(OpSig::Copy { bytes: 64 }, &[from, to]).unwrap();
@@ -70,7 +70,7 @@ fn a_batch_that_may_have_read_lost_host_memory_fails_and_so_do_those_after_it() 
     }
     let host = Arc::new(Losing(vec![7; 64], AtomicBool::new(false)));
     let (imported, own) =
-        (device.import(host.clone()).unwrap(), device.alloc(64, Role::Activations).unwrap());
+        (device.import(host.clone()).unwrap(), device.alloc(64, BufferUsage::Activations).unwrap());
     let copy = [Cmd::new(OpSig::Copy { bytes: 64 }, &[imported, own]).unwrap()];
     let mut queue = device.queue().unwrap();
     let ticket = queue.submit(&copy).unwrap();
@@ -98,7 +98,7 @@ fn a_wait_that_is_over_can_be_repeated() {
         bias: false,
         accumulate: false,
     };
-    let alloc = |elements: u64| device.alloc(elements * 4, Role::Activations).unwrap();
+    let alloc = |elements: u64| device.alloc(elements * 4, BufferUsage::Activations).unwrap();
     let cmd = Cmd::new(sig, &[alloc(256 * 512), alloc(512 * 512), alloc(256 * 512)]).unwrap();
     let mut queue = device.queue().unwrap();
     let graph = queue.record(std::slice::from_ref(&cmd)).unwrap();
@@ -122,7 +122,8 @@ fn queues_on_several_threads_do_not_disturb_each_other() {
     let Some(device) = device() else { return };
     let work = |word: u32| {
         let mut queue = device.queue().unwrap();
-        let (a, b) = (device.alloc(4096, Role::Kv).unwrap(), device.alloc(4096, Role::Kv).unwrap());
+        let (a, b) =
+            (device.alloc(4096, BufferUsage::Kv).unwrap(), device.alloc(4096, BufferUsage::Kv).unwrap());
         for round in 0..50 {
             let word = word * 1000 + round;
             let fill = Cmd::new(OpSig::Fill { bytes: 4096, word }, std::slice::from_ref(&a)).unwrap();
@@ -141,5 +142,5 @@ fn queues_on_several_threads_do_not_disturb_each_other() {
 fn more_than_the_device_has_is_out_of_memory() {
     let Some(device) = device() else { return };
     let too_much = device.limits().allocation_bytes_max + 1;
-    assert_eq!(device.alloc(too_much, Role::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
+    assert_eq!(device.alloc(too_much, BufferUsage::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
 }

@@ -6,7 +6,7 @@
 #![allow(clippy::print_stdout, reason = "its purpose")]
 
 use mixfleet_hal::catalog::part;
-use mixfleet_hal::{DType, Device, Result, Role};
+use mixfleet_hal::{BufferUsage, DType, Device, Result};
 use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
 use mixfleet_runtime::model::{LayerWeights, ModelConfig, RandomCheckpoint, Tensor, Weights};
 use mixfleet_simulated::{Clock, TimeOnlyDevice, VirtualClock};
@@ -31,7 +31,7 @@ fn config() -> ModelConfig {
 /// Weights that nobody ever wrote: they take no memory.
 fn weights(device: &dyn Device, c: &ModelConfig) -> Result<Weights> {
     let tensor = |rows: u32, cols: u32| -> Result<Tensor> {
-        let slice = device.alloc(u64::from(rows) * u64::from(cols) * 2, Role::Weights)?;
+        let slice = device.alloc(u64::from(rows) * u64::from(cols) * 2, BufferUsage::Weights)?;
         Ok(Tensor { slice, dtype: DType::Bf16 })
     };
     let (hidden, inner, q, kv) = (c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim);

@@ -11,7 +11,7 @@ use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Error, Result, catalog};
 use std::sync::Arc;
 
 /// Reads what selectors name by path: this crate touches no file and knows no document.
-pub trait Files: Send + Sync {
+pub trait SelectorFiles: Send + Sync {
     /// The profile at `path`.
     ///
     /// # Errors
@@ -32,12 +32,12 @@ pub trait Files: Send + Sync {
 /// `dilation` is the number of real seconds in a simulated one: 1 by default, measured for `compute`;
 /// give all devices of a fleet the same. `faults` names a plan, which strikes the device's commands.
 pub struct SimBackend {
-    files: Box<dyn Files>,
+    files: Box<dyn SelectorFiles>,
 }
 
 impl SimBackend {
     /// A backend that reads profiles and plans from `files`.
-    pub fn new(files: Box<dyn Files>) -> Self {
+    pub fn new(files: Box<dyn SelectorFiles>) -> Self {
         SimBackend { files }
     }
 

@@ -2,15 +2,15 @@
 
 use crate::clock::{Clock, RealClock};
 use crate::costs::Costs;
-use crate::device::Part;
+use crate::device::SimulatedPart;
 use crate::memory::Charge;
-use crate::queue::{SimQueue, Work};
+use crate::queue::{BatchRunner, SimQueue};
 use mixfleet_cpu::CpuBackend;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
-    Backend, Buffer, Cmd, DType, Device, DeviceInfo, Error, Export, Health, HostMemory, Limits, OpSig, Queue,
-    Result, Role, Scalar, Slice, Support, Ticket,
+    Backend, Buffer, BufferUsage, Cmd, DType, Device, DeviceInfo, DeviceLimits, Error, Export, Health,
+    HostMemory, OpSig, Queue, Result, Scalar, Slice, Support, Ticket,
 };
 use std::any::Any;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A device that computes on the host's cores and takes the time that its profile says.
 pub struct ComputeDevice {
-    part: Part,
+    part: SimulatedPart,
     inner: Arc<dyn Device>,
 }
 
@@ -59,7 +59,7 @@ impl ComputeDevice {
     /// # Errors
     /// `Invalid` when the profile's numbers are none that a device can have; those of the CPU backend.
     pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
-        let part = Part::new(id, profile, clock, "computed by the host's cores")?;
+        let part = SimulatedPart::new(id, profile, clock, "computed by the host's cores")?;
         Ok(ComputeDevice { part, inner: CpuBackend.open("cpu")? })
     }
 
@@ -93,7 +93,7 @@ pub fn measured_dilation(profile: &DeviceProfile) -> Result<f64> {
             let mixfleet_hal::op::Extent::Exactly(elements) = operand.extent else {
                 return Err(Error::invalid("a probe has no pools"));
             };
-            cpu.alloc(elements * operand.dtype.size_bytes(), Role::Activations)
+            cpu.alloc(elements * operand.dtype.size_bytes(), BufferUsage::Activations)
         });
         let cmds = [Cmd::new(sig, &slices.collect::<Result<Vec<_>>>()?)?];
         let mut least = f64::INFINITY;
@@ -122,10 +122,10 @@ impl Device for ComputeDevice {
         &self.part.info
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         let inner = self.inner.limits();
         let allocation_bytes_max = inner.allocation_bytes_max.min(self.part.budget.limit());
-        Limits { allocation_bytes_max, replay_pays: false, ..inner }
+        DeviceLimits { allocation_bytes_max, replay_pays: false, ..inner }
     }
 
     fn support(&self, sig: &OpSig) -> Support {
@@ -135,7 +135,7 @@ impl Device for ComputeDevice {
         }
     }
 
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         let charge = self.part.budget.charge(bytes)?;
         let inner = self.inner.alloc(bytes, role).map_err(|error| error.context(&self.part.info.id))?;
         Ok(self.wrap(inner, charge))
@@ -177,7 +177,7 @@ struct Cores {
     first: Option<Ticket>,
 }
 
-impl Work for Cores {
+impl BatchRunner for Cores {
     fn start(&mut self, cmds: &[Cmd]) -> Result<()> {
         let translated = |cmd: &Cmd| {
             let args = cmd.args().iter().map(unwrapped).collect::<Result<Vec<_>>>()?;

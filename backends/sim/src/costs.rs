@@ -44,7 +44,7 @@ impl Costs {
             return wrong(&format!("measured {} time", point.sig.name()), point.time.0);
         }
         for copy in [&profile.host_to_device, &profile.device_to_host] {
-            let finite = |line: &mixfleet_hal::profile::Line| {
+            let finite = |line: &mixfleet_hal::profile::LinearSegment| {
                 line.from.0.is_finite() && line.fixed.0.is_finite() && line.seconds_per_byte.is_finite()
             };
             if let Some(line) = copy.0.iter().find(|line| !finite(line)) {

@@ -8,8 +8,8 @@ use crate::timeline::Schedule;
 use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
 use mixfleet_hal::{
-    DType, Device, DeviceInfo, DeviceKind, Error, Export, Health, HostMemory, Limits, OpSig, Queue, Result,
-    Role, Slice, Support,
+    BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Export, Health, HostMemory,
+    OpSig, Queue, Result, Slice, Support,
 };
 use std::sync::Arc;
 
@@ -17,14 +17,14 @@ use std::sync::Arc;
 const KV_PAGE_TOKENS: u32 = 16;
 
 /// A part that a profile describes.
-pub(crate) struct Part {
+pub(crate) struct SimulatedPart {
     pub(crate) info: DeviceInfo,
     pub(crate) budget: Arc<Budget>,
     pub(crate) costs: Arc<Costs>,
     pub(crate) schedule: Arc<Schedule>,
 }
 
-impl Part {
+impl SimulatedPart {
     /// `work` says who does the work.
     ///
     /// # Errors
@@ -58,7 +58,7 @@ impl Part {
         };
         tracing::info!(device = id, work, "1 simulated second = {dilation} real seconds");
         let schedule = Schedule::new(id, clock);
-        Ok(Part { info, budget: Budget::new(id, memory), costs: Arc::new(costs), schedule })
+        Ok(SimulatedPart { info, budget: Budget::new(id, memory), costs: Arc::new(costs), schedule })
     }
 
     /// Copies between host and device, which takes what the profile says.
@@ -104,7 +104,7 @@ impl Part {
 /// A device that takes the time that its profile says and computes no arithmetic. What it answers
 /// is a hash of all that it was asked to read; see the crate's head.
 pub struct TimeOnlyDevice {
-    part: Part,
+    part: SimulatedPart,
     store: SharedStore,
 }
 
@@ -114,7 +114,7 @@ impl TimeOnlyDevice {
     /// # Errors
     /// `Invalid` when the profile's numbers are none that a device can have.
     pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
-        let part = Part::new(id, profile, clock, DeviceInfo::TIME_ONLY)?;
+        let part = SimulatedPart::new(id, profile, clock, DeviceInfo::TIME_ONLY)?;
         Ok(TimeOnlyDevice { part, store: SharedStore::default() })
     }
 }
@@ -124,8 +124,8 @@ impl Device for TimeOnlyDevice {
         &self.part.info
     }
 
-    fn limits(&self) -> Limits {
-        Limits {
+    fn limits(&self) -> DeviceLimits {
+        DeviceLimits {
             allocation_bytes_max: self.part.budget.limit(),
             alignment_bytes: 1,
             imports_host_memory: true,
@@ -145,7 +145,7 @@ impl Device for TimeOnlyDevice {
         }
     }
 
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         Store::alloc(&self.store, bytes, role, self.part.budget.charge(bytes)?)
     }
 

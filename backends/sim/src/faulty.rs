@@ -8,8 +8,8 @@ use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
-    Access, Cmd, Device, DeviceInfo, Elapsed, Error, ErrorKind, Export, Graph, Health, HostMemory, Limits,
-    OpSig, Queue, Result, Role, Slice, Support, Ticket,
+    BufferUsage, Cmd, Device, DeviceInfo, DeviceLimits, Elapsed, Error, ErrorKind, Export, Graph, Health,
+    HostMemory, OpSig, OperandAccess, Queue, Result, Slice, Support, Ticket,
 };
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -137,7 +137,7 @@ impl Device for FaultyDevice {
         self.inner.info()
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.inner.limits()
     }
 
@@ -145,7 +145,7 @@ impl Device for FaultyDevice {
         self.inner.support(sig)
     }
 
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         self.inner.alloc(bytes, role)
     }
 
@@ -257,7 +257,7 @@ impl FaultyQueue {
     /// Changes a bit of the last operand that `cmd` wrote.
     fn flip(&self, index: u64, cmd: &Cmd) -> Result<()> {
         let operands = cmd.sig().operands();
-        let written = (0..operands.len()).rfind(|&i| operands[i].access != Access::Read);
+        let written = (0..operands.len()).rfind(|&i| operands[i].access != OperandAccess::Read);
         let Some(slice) = written.map(|i| &cmd.args()[i]).filter(|slice| slice.bytes > 0) else {
             return Ok(());
         };
@@ -273,7 +273,7 @@ impl FaultyQueue {
     fn run_on_stale_input(&mut self, index: u64, cmd: &Cmd) -> Result<Ticket> {
         let operands = cmd.sig().operands();
         let inputs: Vec<usize> =
-            (0..operands.len()).filter(|&i| operands[i].access != Access::Write).collect();
+            (0..operands.len()).filter(|&i| operands[i].access != OperandAccess::Write).collect();
         let first = self.ordered.plan.pick(index, inputs.len() as u64) as usize;
         for turn in 0..inputs.len() {
             let i = inputs[(first + turn) % inputs.len()];
@@ -283,7 +283,7 @@ impl FaultyQueue {
             self.device.write(&part, &old)?;
             self.ordered.strike();
             let ticket = self.settle(cmd)?;
-            if operands[i].access == Access::Read {
+            if operands[i].access == OperandAccess::Read {
                 self.device.write(&part, &now)?;
             }
             return Ok(ticket);
@@ -297,7 +297,7 @@ impl FaultyQueue {
         if ordered.shadow.is_some() && fault != Some(Fault::Drop) {
             for (operand, arg) in cmd.sig().operands().iter().zip(cmd.args()) {
                 // a pool that is read may be imported; what is written never is
-                if operand.access != Access::Read {
+                if operand.access != OperandAccess::Read {
                     ordered.remember(&*device, arg)?;
                 }
             }

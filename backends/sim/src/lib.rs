@@ -31,7 +31,7 @@ mod shadow;
 mod slots;
 mod timeline;
 
-pub use backend::{Files, SimBackend};
+pub use backend::{SelectorFiles, SimBackend};
 pub use clock::{Clock, RealClock, VirtualClock};
 pub use compute::{ComputeDevice, measured_dilation};
 pub use device::TimeOnlyDevice;

@@ -5,7 +5,7 @@
 //! of KV slots. Every write goes through [`Store::edit`] or [`Store::write_slots`], which keep that true.
 
 use crate::slots::Slots;
-use mixfleet_hal::{Buffer, DType, Error, ErrorKind, HostMemory, Result, Role, Slice};
+use mixfleet_hal::{Buffer, BufferUsage, DType, Error, ErrorKind, HostMemory, Result, Slice};
 use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -134,7 +134,7 @@ pub(crate) struct Rows {
 #[derive(Debug)]
 pub(crate) struct Content {
     bytes: Bytes,
-    role: Role,
+    role: BufferUsage,
     pub(crate) live: Live,
     /// Offsets of elements that logits have as their largest; complete unless `live` is `All`.
     pub(crate) peaks: BTreeSet<u64>,
@@ -142,7 +142,7 @@ pub(crate) struct Content {
 }
 
 impl Content {
-    fn new(bytes: Bytes, role: Role, live: Live) -> Self {
+    fn new(bytes: Bytes, role: BufferUsage, live: Live) -> Self {
         Content { bytes, role, live, peaks: BTreeSet::new(), slots: Vec::new() }
     }
 
@@ -154,7 +154,7 @@ impl Content {
     }
 
     pub(crate) fn is_weights(&self) -> bool {
-        self.role == Role::Weights || matches!(self.bytes, Bytes::Imported(_))
+        self.role == BufferUsage::Weights || matches!(self.bytes, Bytes::Imported(_))
     }
 
     /// For bytes whose place in the notes the caller keeps true.
@@ -178,7 +178,7 @@ pub(crate) enum Edit {
 }
 
 impl Store {
-    pub(crate) fn alloc(store: &SharedStore, bytes: u64, role: Role, charge: Charge) -> Result<Slice> {
+    pub(crate) fn alloc(store: &SharedStore, bytes: u64, role: BufferUsage, charge: Charge) -> Result<Slice> {
         // a slice of no bytes still needs an address
         let length = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
         // never reserved: most of it will not be touched
@@ -191,7 +191,12 @@ impl Store {
 
     pub(crate) fn import(store: &SharedStore, memory: Arc<dyn HostMemory>, charge: Charge) -> Slice {
         let bytes = memory.as_bytes().len() as u64;
-        Store::insert(store, Content::new(Bytes::Imported(memory), Role::Weights, Live::All), bytes, charge)
+        Store::insert(
+            store,
+            Content::new(Bytes::Imported(memory), BufferUsage::Weights, Live::All),
+            bytes,
+            charge,
+        )
     }
 
     fn insert(store: &SharedStore, content: Content, bytes: u64, charge: Charge) -> Slice {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Who does the work of a queue.
-pub(crate) trait Work: Send {
+pub(crate) trait BatchRunner: Send {
     /// Does a batch, or starts to. An error fails its ticket. Tickets count from 1, without gaps
     /// until the first failure.
     fn start(&mut self, cmds: &[Cmd]) -> Result<()>;
@@ -25,7 +25,7 @@ pub(crate) trait Work: Send {
 /// results before their time.
 pub(crate) struct Digests(pub(crate) SharedStore);
 
-impl Work for Digests {
+impl BatchRunner for Digests {
     fn start(&mut self, cmds: &[Cmd]) -> Result<()> {
         let mut store = lock(&self.0);
         cmds.iter().try_for_each(|cmd| kernels::run(&mut store, cmd))
@@ -60,13 +60,13 @@ impl Graph for Recorded {
     }
 }
 
-impl<W: Work> SimQueue<W> {
+impl<W: BatchRunner> SimQueue<W> {
     pub(crate) fn new(work: W, costs: Arc<Costs>, schedule: Arc<Schedule>) -> Self {
         SimQueue { work, costs, timeline: Timeline::new(schedule), own: Arc::new(Own(0)) }
     }
 }
 
-impl<W: Work> Queue for SimQueue<W> {
+impl<W: BatchRunner> Queue for SimQueue<W> {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
         let arrived = self.timeline.schedule().clock().now();
         if self.timeline.has_failed() {

@@ -99,12 +99,12 @@ impl Slots {
 }
 
 /// A pool of keys and one of values, with their bytes.
-pub(crate) struct Pools<'a> {
+pub(crate) struct SlotPools<'a> {
     pub(crate) keys: (&'a mut Slots, &'a [u8]),
     pub(crate) values: (&'a mut Slots, &'a [u8]),
 }
 
-impl Pools<'_> {
+impl SlotPools<'_> {
     /// The joint hash of the key and the value in `slot`.
     pub(crate) fn slot(&mut self, slot: u64) -> u64 {
         let key = self.keys.0.hash(self.keys.1, slot);

@@ -17,7 +17,7 @@ const JUDGED_AFTER: Seconds = Seconds(1.0);
 
 /// The work that a device was given, over all its queues: it does one batch at a time.
 #[derive(Debug, Default)]
-struct Load {
+struct BusyTime {
     /// End of the last batch.
     until: Seconds,
     /// Of the batches that were judged: the simulated time, and what the host took on the same clock.
@@ -30,7 +30,7 @@ struct Load {
 pub(crate) struct Schedule {
     id: String,
     clock: Arc<dyn Clock>,
-    load: Mutex<Load>,
+    load: Mutex<BusyTime>,
 }
 
 impl Schedule {

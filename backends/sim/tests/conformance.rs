@@ -3,7 +3,7 @@
 mod common;
 
 use mixfleet_hal::{DType, OpSig, Support};
-use mixfleet_hwtests::{Level, Options, Verdict, run};
+use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use mixfleet_simulated::{ComputeDevice, VirtualClock};
 use std::sync::Arc;
 
@@ -11,8 +11,8 @@ use std::sync::Arc;
 fn the_computing_kind_conforms() {
     let device = ComputeDevice::new("sim:test,compute", common::profile(), Arc::new(VirtualClock::default()));
     let device = device.unwrap();
-    let report = run(&device, &Options::new(Level::Full), &mut |_| {});
-    assert_eq!(report.verdict(), Verdict::Pass, "{report}");
+    let report = run(&device, &SuiteOptions::new(SuiteLevel::Full), &mut |_| {});
+    assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
 }
 
 #[test]

@@ -3,15 +3,15 @@
 use mixfleet_hal::Device;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_hwtests::validate::{Detection, Faulty, Trial, detect};
+use mixfleet_hwtests::validate::{Detection, FaultyTrial, Trial, detect};
 use mixfleet_simulated::FaultyDevice;
 use std::sync::Arc;
 
-fn wrap(base: Arc<dyn Device>, plan: FaultPlan, transfers: bool) -> Faulty {
+fn wrap(base: Arc<dyn Device>, plan: FaultPlan, transfers: bool) -> FaultyTrial {
     let device = FaultyDevice::new(base, plan);
     let device = Arc::new(if transfers { device.striking_transfers() } else { device });
     let (counting, striking) = (device.clone(), device.clone());
-    Faulty {
+    FaultyTrial {
         device,
         operations: Box::new(move || counting.commands()),
         struck: Box::new(move || striking.struck()),

@@ -4,11 +4,11 @@ use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
-    Cmd, DType, Device, DeviceInfo, Elapsed, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result,
-    Role, Scalar, Slice, Support, Ticket,
+    BufferUsage, Cmd, DType, Device, DeviceInfo, DeviceLimits, Elapsed, Export, Graph, Health, HostMemory,
+    OpSig, Queue, Result, Scalar, Slice, Support, Ticket,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_hwtests::{Level, Options, Outcome, Report, Verdict, run};
+use mixfleet_hwtests::{CheckOutcome, Report, SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use mixfleet_simulated::FaultyDevice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,8 +19,11 @@ const OPERATIONS: [&str; 10] =
 const ON_POOLS: [&str; 7] =
     ["kv_write", "kv_scatter", "kv_gather", "attn_prefill", "attn_decode", "partition_by_tokens", "order"];
 
-fn quick(names: &[&str]) -> Options {
-    Options { only: names.iter().map(|&name| name.to_owned()).collect(), ..Options::new(Level::Quick) }
+fn quick(names: &[&str]) -> SuiteOptions {
+    SuiteOptions {
+        only: names.iter().map(|&name| name.to_owned()).collect(),
+        ..SuiteOptions::new(SuiteLevel::Quick)
+    }
 }
 
 fn under(plan: FaultPlan, names: &[&str]) -> (Report, u64) {
@@ -34,11 +37,15 @@ fn under(plan: FaultPlan, names: &[&str]) -> (Report, u64) {
 fn every_strike_is_seen(fault: Fault, names: &[&str], can_matter: fn(u64) -> bool) {
     for name in names {
         let (clean, commands) = under(FaultPlan::default(), &[name]);
-        assert_eq!(clean.verdict(), Verdict::Pass, "{clean}");
+        assert_eq!(clean.verdict(), SuiteVerdict::Pass, "{clean}");
         let targets: Vec<u64> = (0..commands).filter(|&n| can_matter(n)).collect();
         for &n in targets.iter().step_by((targets.len() / 8).max(1)) {
             let (report, _) = under(FaultPlan::exactly(fault, n, n + 1), &[name]);
-            assert_eq!(report.verdict(), Verdict::Fail, "{fault:?} at command {n} of {name} was not seen");
+            assert_eq!(
+                report.verdict(),
+                SuiteVerdict::Fail,
+                "{fault:?} at command {n} of {name} was not seen"
+            );
         }
     }
 }
@@ -78,7 +85,7 @@ fn a_stale_input_is_seen() {
             let device = FaultyDevice::new(Arc::new(ReferenceDevice::default()), plan);
             let report = run(&device, &quick(&[name]), &mut |_| {});
             strikes += device.struck();
-            let seen = report.verdict() == Verdict::Fail;
+            let seen = report.verdict() == SuiteVerdict::Fail;
             sights += u64::from(seen);
             // dead slots of a pool may be stale, and the largest of a single column is the first
             let can_hide = name == "argmax" || ON_POOLS.contains(&name) && name != "order";
@@ -89,7 +96,7 @@ fn a_stale_input_is_seen() {
 }
 
 fn copied(device: &FaultyDevice, from: &Slice) -> (Vec<u8>, Elapsed) {
-    let to = device.alloc(from.bytes, Role::Activations).unwrap();
+    let to = device.alloc(from.bytes, BufferUsage::Activations).unwrap();
     let mut queue = device.queue().unwrap();
     let copy = Cmd::new(OpSig::Copy { bytes: from.bytes }, &[from.clone(), to.clone()]).unwrap();
     let ticket = queue.submit(&[copy]).unwrap();
@@ -103,7 +110,7 @@ fn copied(device: &FaultyDevice, from: &Slice) -> (Vec<u8>, Elapsed) {
 fn a_stale_command_sees_what_was_there_before_and_leaves_its_input_alone() {
     let device =
         FaultyDevice::new(Arc::new(ReferenceDevice::default()), FaultPlan::exactly(Fault::Stale, 1, 2));
-    let from = device.alloc(16, Role::Activations).unwrap();
+    let from = device.alloc(16, BufferUsage::Activations).unwrap();
     device.write(&from, &[1; 16]).unwrap();
     device.write(&from.range(4, 8), &[2; 8]).unwrap();
     assert_eq!(copied(&device, &from).0[..8], [1, 1, 1, 1, 2, 2, 2, 2], "command 0 is not struck");
@@ -119,7 +126,7 @@ fn transfers_are_struck_where_asked() {
     for (index, transfers, differs) in [(0, true, true), (1, true, true), (0, false, false)] {
         let device = FaultyDevice::new(plain(), flip(index));
         let device = if transfers { device.striking_transfers() } else { device };
-        let slice = device.alloc(64, Role::Activations).unwrap();
+        let slice = device.alloc(64, BufferUsage::Activations).unwrap();
         device.write(&slice, &[7; 64]).unwrap();
         let mut got = [0; 64];
         device.read(&slice, &mut got).unwrap();
@@ -159,13 +166,13 @@ impl Device for Metronome {
     fn info(&self) -> &DeviceInfo {
         self.0.info()
     }
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.0.limits()
     }
     fn support(&self, sig: &OpSig) -> Support {
         self.0.support(sig)
     }
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         self.0.alloc(bytes, role)
     }
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
@@ -192,7 +199,7 @@ impl Device for Metronome {
 fn a_slow_command_lengthens_its_batch_and_no_other() {
     let plan = FaultPlan::exactly(Fault::Slow { times: 5 }, 3, 4);
     let device = FaultyDevice::new(Arc::new(Metronome(ReferenceDevice::default())), plan);
-    let slice = device.alloc(64, Role::Activations).unwrap();
+    let slice = device.alloc(64, BufferUsage::Activations).unwrap();
     let fill = Cmd::new(OpSig::Fill { bytes: 64, word: 3 }, std::slice::from_ref(&slice)).unwrap();
     let mut queue = device.queue().unwrap();
     let batch = [fill.clone(), fill];
@@ -209,11 +216,13 @@ fn a_slow_command_lengthens_its_batch_and_no_other() {
 fn after_a_hang_nothing_more_is_asked() {
     let (report, _) = under(FaultPlan::exactly(Fault::Hang, 10, 11), &["add", "copy"]);
     let failed =
-        report.cases.iter().position(|case| matches!(case.outcome, Outcome::Timeout { .. })).unwrap();
+        report.cases.iter().position(|case| matches!(case.outcome, CheckOutcome::Timeout { .. })).unwrap();
     assert!(failed > 0, "{report}");
-    assert!(report.cases[..failed].iter().all(|case| case.outcome == Outcome::Pass));
-    assert!(report.cases[failed + 1..].iter().all(|case| matches!(case.outcome, Outcome::NotRun { .. })));
-    assert_eq!(report.verdict(), Verdict::Fail);
+    assert!(report.cases[..failed].iter().all(|case| case.outcome == CheckOutcome::Pass));
+    assert!(
+        report.cases[failed + 1..].iter().all(|case| matches!(case.outcome, CheckOutcome::NotRun { .. }))
+    );
+    assert_eq!(report.verdict(), SuiteVerdict::Fail);
 }
 
 /// What a confused device does instead.
@@ -246,7 +255,7 @@ impl Device for Buggy {
     fn info(&self) -> &DeviceInfo {
         self.inner.info()
     }
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.inner.limits()
     }
     fn support(&self, sig: &OpSig) -> Support {
@@ -256,7 +265,7 @@ impl Device for Buggy {
             _ => self.inner.support(sig),
         }
     }
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         self.inner.alloc(bytes, role)
     }
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
@@ -331,7 +340,7 @@ impl Queue for ConfusedQueue {
     }
 }
 
-fn verdict_of(bug: Bug, names: &[&str]) -> Verdict {
+fn verdict_of(bug: Bug, names: &[&str]) -> SuiteVerdict {
     let device = Buggy { inner: ReferenceDevice::default(), bug, pinned: AtomicBool::default() };
     let report = run(&device, &quick(names), &mut |_| {});
     report.verdict()
@@ -339,13 +348,13 @@ fn verdict_of(bug: Bug, names: &[&str]) -> Verdict {
 
 #[test]
 fn buggy_devices_do_not_pass() {
-    assert_eq!(verdict_of(Bug::Useless, &["add"]), Verdict::Incomplete);
-    assert_eq!(verdict_of(Bug::StaleRead, &["memory"]), Verdict::Fail);
-    assert_eq!(verdict_of(Bug::StaleRead, &["add"]), Verdict::Fail);
-    assert_eq!(verdict_of(Bug::Spill, &["memory"]), Verdict::Fail);
-    assert_eq!(verdict_of(Bug::ShortPinned, &["memory"]), Verdict::Fail);
-    assert_eq!(verdict_of(Bug::NoScatter, &["memory"]), Verdict::Pass);
-    assert_eq!(verdict_of(Bug::NoScatter, &["attn_decode"]), Verdict::Incomplete);
+    assert_eq!(verdict_of(Bug::Useless, &["add"]), SuiteVerdict::Incomplete);
+    assert_eq!(verdict_of(Bug::StaleRead, &["memory"]), SuiteVerdict::Fail);
+    assert_eq!(verdict_of(Bug::StaleRead, &["add"]), SuiteVerdict::Fail);
+    assert_eq!(verdict_of(Bug::Spill, &["memory"]), SuiteVerdict::Fail);
+    assert_eq!(verdict_of(Bug::ShortPinned, &["memory"]), SuiteVerdict::Fail);
+    assert_eq!(verdict_of(Bug::NoScatter, &["memory"]), SuiteVerdict::Pass);
+    assert_eq!(verdict_of(Bug::NoScatter, &["attn_decode"]), SuiteVerdict::Incomplete);
 }
 
 /// Mistakes that kernels have had: each changes a result by little, or only at an edge.
@@ -386,6 +395,6 @@ fn slightly_wrong_arithmetic_does_not_pass() {
         }),
     ];
     for (name, change) in mistakes {
-        assert_eq!(verdict_of(Bug::Confused(change), &[name]), Verdict::Fail, "{name}");
+        assert_eq!(verdict_of(Bug::Confused(change), &[name]), SuiteVerdict::Fail, "{name}");
     }
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use mixfleet_hal::{Cmd, DType, Device, OpSig, Role, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Slice};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ struct Bench {
 impl Bench {
     fn new(head_dim: u32, kv: DType, seed: u8) -> Self {
         let device = common::device("sim:test");
-        let alloc = |bytes: u32| device.alloc(u64::from(bytes), Role::Activations).unwrap();
+        let alloc = |bytes: u32| device.alloc(u64::from(bytes), BufferUsage::Activations).unwrap();
         let width = KV_HEADS * head_dim * kv.size_bytes() as u32;
         let bench = Bench {
             q: alloc(HEADS * head_dim * 4),
@@ -55,7 +55,7 @@ impl Bench {
     }
 
     fn alloc(&self, elements: u32) -> Slice {
-        self.device.alloc(u64::from(elements) * 4, Role::Activations).unwrap()
+        self.device.alloc(u64::from(elements) * 4, BufferUsage::Activations).unwrap()
     }
 
     fn words(&self, words: &[u32]) -> Slice {

@@ -5,12 +5,14 @@ mod common;
 use common::{TIMEOUT, profile};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::fault::FaultPlan;
-use mixfleet_hal::profile::{CopyCost, DeviceProfile, Line};
+use mixfleet_hal::profile::{CopyCost, DeviceProfile, LinearSegment};
 use mixfleet_hal::units::{Bytes, Seconds};
-use mixfleet_hal::{Backend, Cmd, DType, Device, DeviceKind, Error, ErrorKind, HostMemory, OpSig, Role};
+use mixfleet_hal::{
+    Backend, BufferUsage, Cmd, DType, Device, DeviceKind, Error, ErrorKind, HostMemory, OpSig,
+};
 use mixfleet_runtime::engine::calibrate;
 use mixfleet_runtime::model::random::tiny_variants;
-use mixfleet_simulated::{Clock, ComputeDevice, Files, SimBackend, TimeOnlyDevice, VirtualClock};
+use mixfleet_simulated::{Clock, ComputeDevice, SelectorFiles, SimBackend, TimeOnlyDevice, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,7 +29,7 @@ fn gemm(device: &dyn Device, m: u32) -> Cmd {
     let (x, weight, out) = (DType::Bf16, DType::Bf16, DType::Bf16);
     let sig = OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate };
     let bytes = [m * k * 2, n * k * 2, m * n * 2];
-    let args = bytes.map(|bytes| device.alloc(u64::from(bytes), Role::Activations).unwrap());
+    let args = bytes.map(|bytes| device.alloc(u64::from(bytes), BufferUsage::Activations).unwrap());
     Cmd::new(sig, &args).unwrap()
 }
 
@@ -113,12 +115,16 @@ fn a_recording_takes_the_time_of_its_batch_and_belongs_to_its_queue() {
 #[test]
 fn copies_take_what_the_profile_says() {
     let line = |fixed, rate: f64| {
-        CopyCost(vec![Line { from: Bytes(0.0), fixed: Seconds(fixed), seconds_per_byte: 1.0 / rate }])
+        CopyCost(vec![LinearSegment {
+            from: Bytes(0.0),
+            fixed: Seconds(fixed),
+            seconds_per_byte: 1.0 / rate,
+        }])
     };
     let profile =
         DeviceProfile { host_to_device: line(1.0, 1e3), device_to_host: line(2.0, 1e2), ..profile() };
     for (device, clock) in both(&profile) {
-        let slice = device.alloc(1000, Role::Staging).unwrap();
+        let slice = device.alloc(1000, BufferUsage::Staging).unwrap();
         device.write(&slice, &[7; 1000]).unwrap();
         assert!(close(clock.now(), Seconds(2.0)));
         let mut bytes = [0; 1000];
@@ -132,17 +138,17 @@ fn copies_take_what_the_profile_says() {
 fn memory_is_the_profiles_and_imports_are_used_where_they_are() {
     for (device, _) in both(&profile()) {
         assert_eq!(device.info().memory, Bytes(1e9));
-        let half = device.alloc(500_000_000, Role::Kv).unwrap();
+        let half = device.alloc(500_000_000, BufferUsage::Kv).unwrap();
         let shard: Arc<dyn HostMemory> = Arc::new(vec![3u8; 400_000]);
         let imported = device.import(shard.clone()).unwrap();
         assert_eq!(Arc::strong_count(&shard), 2);
         assert_eq!(device.write(&imported.range(0, 1), &[1]).unwrap_err().kind, ErrorKind::Invalid);
-        let error = device.alloc(499_600_001, Role::Kv).unwrap_err();
+        let error = device.alloc(499_600_001, BufferUsage::Kv).unwrap_err();
         assert_eq!(error.kind, ErrorKind::OutOfMemory);
         assert!(error.detail.contains("500400000 of 1000000000 in use"), "{error}");
         drop((half, imported));
         assert_eq!(Arc::strong_count(&shard), 1);
-        device.alloc(1_000_000_000, Role::Kv).unwrap();
+        device.alloc(1_000_000_000, BufferUsage::Kv).unwrap();
     }
 }
 
@@ -150,7 +156,7 @@ fn memory_is_the_profiles_and_imports_are_used_where_they_are() {
 fn a_part_with_more_memory_than_the_host_opens() {
     let big = DeviceProfile { memory: Bytes(2e11), ..profile() };
     let device = TimeOnlyDevice::new("sim:big", big, Arc::new(VirtualClock::default())).unwrap();
-    let pool = device.alloc(190_000_000_000, Role::Kv).unwrap();
+    let pool = device.alloc(190_000_000_000, BufferUsage::Kv).unwrap();
     let end = pool.range(pool.bytes - 4, 4);
     device.write(&end, &[1, 2, 3, 4]).unwrap();
     let mut bytes = [0; 4];
@@ -162,7 +168,7 @@ fn a_part_with_more_memory_than_the_host_opens() {
 fn slices_of_other_devices_are_refused() {
     let [(a, _), (b, _)] = both(&profile());
     let [(same_kind, _), _] = both(&profile());
-    let slice = a.alloc(8, Role::Kv).unwrap();
+    let slice = a.alloc(8, BufferUsage::Kv).unwrap();
     for other in [b, same_kind] {
         assert_eq!(other.write(&slice, &[0; 8]).unwrap_err().kind, ErrorKind::Invalid);
         let mut queue = other.queue().unwrap();
@@ -218,7 +224,7 @@ fn calibration_finds_the_profiles_own_predictions() {
 
 struct NoFiles;
 
-impl Files for NoFiles {
+impl SelectorFiles for NoFiles {
     fn profile(&self, path: &str) -> mixfleet_hal::Result<DeviceProfile> {
         if path == "dir/part.json" { Ok(profile()) } else { Err(Error::invalid(format!("no file {path}"))) }
     }

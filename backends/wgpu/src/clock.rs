@@ -1,6 +1,6 @@
 //! The device's own time of a batch, by timestamps at its ends.
 
-use crate::memory::Link;
+use crate::memory::DeviceQueue;
 use mixfleet_hal::Result;
 use mixfleet_hal::units::Seconds;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    fn new(link: &Link) -> Result<Clock> {
+    fn new(link: &DeviceQueue) -> Result<Clock> {
         let descriptor = QuerySetDescriptor { label: None, ty: QueryType::Timestamp, count: 2 };
         let set = link.guard("timestamps", || link.device.create_query_set(&descriptor))?;
         let resolved =
@@ -58,7 +58,7 @@ impl Clocks {
     }
 
     /// A clock, if the device has any.
-    pub(crate) fn take(&mut self, link: &Link) -> Result<Option<Clock>> {
+    pub(crate) fn take(&mut self, link: &DeviceQueue) -> Result<Option<Clock>> {
         match (self.tick_ns, self.free.pop()) {
             (None, _) => Ok(None),
             (Some(_), Some(clock)) => Ok(Some(clock)),
@@ -67,7 +67,7 @@ impl Clocks {
     }
 
     /// The time of a batch that is over.
-    pub(crate) fn read(&mut self, link: &Link, clock: Clock) -> Result<Option<Seconds>> {
+    pub(crate) fn read(&mut self, link: &DeviceQueue, clock: Clock) -> Result<Option<Seconds>> {
         let (Some(tick_ns), true) = (self.tick_ns, clock.mapped.swap(false, Ordering::AcqRel)) else {
             return Ok(None);
         };

@@ -1,14 +1,14 @@
 //! Finding and opening adapters.
 
 use crate::kernels;
-use crate::memory::{Link, Memory};
+use crate::memory::{DeviceQueue, Memory};
 use crate::pipelines::{IMMEDIATE_BYTES, Pipelines};
 use crate::plan::{Demands, Planner};
 use crate::queue::WgpuQueue;
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Absent, DType, Device, DeviceInfo, DeviceKind, Error, ErrorKind, Export, Health, HostMemory, Limits,
-    OpSig, Queue, Result, Role, Slice, Support,
+    Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export,
+    Health, HostMemory, OpSig, Queue, Result, Slice, Support,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
@@ -19,7 +19,7 @@ use wgpu::{
 
 /// What a device is held to beside its adapter's own limits. For tests, mostly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tuning {
+pub struct AdapterOverrides {
     /// Never uses subgroups, though the adapter has them.
     pub without_subgroups: bool,
     /// Binds no more than this many bytes at once, though the adapter would.
@@ -105,7 +105,7 @@ const WANTED: Features =
     Features::SUBGROUP.union(Features::TIMESTAMP_QUERY).union(Features::TIMESTAMP_QUERY_INSIDE_ENCODERS);
 
 /// Static facts about adapter number `index`.
-pub(crate) fn info(index: usize, adapter: &Adapter, tuning: Tuning) -> DeviceInfo {
+pub(crate) fn info(index: usize, adapter: &Adapter, tuning: AdapterOverrides) -> DeviceInfo {
     let told = adapter.get_info();
     let limits = adapter.limits();
     let driver = format!("{} {}", told.driver, told.driver_info);
@@ -147,7 +147,7 @@ pub(crate) fn info(index: usize, adapter: &Adapter, tuning: Tuning) -> DeviceInf
 
 /// What a device shares with its queues.
 pub(crate) struct Shared {
-    pub(crate) link: Link,
+    pub(crate) link: DeviceQueue,
     pub(crate) pipelines: Pipelines,
     pub(crate) demands: Demands,
     /// The device has timestamps; nanoseconds of a tick.
@@ -157,7 +157,7 @@ pub(crate) struct Shared {
 /// An open device.
 pub struct WgpuDevice {
     info: DeviceInfo,
-    limits: Limits,
+    limits: DeviceLimits,
     shared: Arc<Shared>,
 }
 
@@ -167,7 +167,7 @@ impl WgpuDevice {
     /// # Errors
     /// `Invalid` when there is no such adapter, `Unsupported` when it lacks what the kernels need, or what the
     /// driver says.
-    pub fn open(index: usize, tuning: Tuning) -> Result<WgpuDevice> {
+    pub fn open(index: usize, tuning: AdapterOverrides) -> Result<WgpuDevice> {
         let found = adapters().map_err(|absent| Error::invalid(format!("wgpu: {absent}")))?;
         let count = found.len();
         let adapter = found
@@ -203,7 +203,7 @@ impl WgpuDevice {
         let subgroups = required_features.contains(Features::SUBGROUP) && !tuning.without_subgroups;
         let binding = limits.max_storage_buffer_binding_size.min(WINDOW_BYTES_MAX);
         let shared = Shared {
-            link: Link::new(device, queue),
+            link: DeviceQueue::new(device, queue),
             pipelines: Pipelines::new(subgroups),
             demands: Demands {
                 binding_bytes_max: tuning.binding_bytes_max.unwrap_or(binding).min(binding),
@@ -211,7 +211,7 @@ impl WgpuDevice {
             },
             tick_ns,
         };
-        let limits = Limits {
+        let limits = DeviceLimits {
             // a buffer is padded by up to 31 bytes
             allocation_bytes_max: limits.max_buffer_size.saturating_sub(32),
             // bindings begin where the adapter likes it, and kernels count words from there: callers need not
@@ -238,7 +238,7 @@ impl Device for WgpuDevice {
         &self.info
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.limits
     }
 
@@ -265,7 +265,7 @@ impl Device for WgpuDevice {
         }
     }
 
-    fn alloc(&self, bytes: u64, _: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, _: BufferUsage) -> Result<Slice> {
         self.shared.link.faults.alive()?;
         if bytes > self.limits.allocation_bytes_max {
             let max = self.limits.allocation_bytes_max;

@@ -33,7 +33,7 @@ mod pipelines;
 mod plan;
 mod queue;
 
-pub use device::{Tuning, WgpuDevice};
+pub use device::{AdapterOverrides, WgpuDevice};
 
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Result};
 use std::sync::Arc;
@@ -49,10 +49,14 @@ impl Backend for WgpuBackend {
 
     fn probe(&self) -> std::result::Result<Vec<DeviceInfo>, Absent> {
         let found = device::adapters()?;
-        Ok(found.iter().enumerate().map(|(i, adapter)| device::info(i, adapter, Tuning::default())).collect())
+        Ok(found
+            .iter()
+            .enumerate()
+            .map(|(i, adapter)| device::info(i, adapter, AdapterOverrides::default()))
+            .collect())
     }
 
     fn open(&self, selector: &str) -> Result<Arc<dyn Device>> {
-        Ok(Arc::new(WgpuDevice::open(device::index_of(selector)?, Tuning::default())?))
+        Ok(Arc::new(WgpuDevice::open(device::index_of(selector)?, AdapterOverrides::default())?))
     }
 }

@@ -21,7 +21,7 @@ pub(crate) struct Memory {
 
 impl Memory {
     /// `bytes` bytes on `link`'s device.
-    pub(crate) fn new(link: &Link, bytes: u64) -> Result<Memory> {
+    pub(crate) fn new(link: &DeviceQueue, bytes: u64) -> Result<Memory> {
         let size = bytes.next_multiple_of(PAD_BYTES) + PAD_BYTES;
         let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
         Ok(Memory { buffer: link.buffer("an allocation", size, usage)?, bytes })
@@ -50,7 +50,7 @@ impl Buffer for Memory {
 
 /// A wgpu device with its one queue, on which everything is ordered: a transfer follows all that was
 /// submitted before it, and precedes all that comes later.
-pub(crate) struct Link {
+pub(crate) struct DeviceQueue {
     pub(crate) device: wgpu::Device,
     pub(crate) queue: wgpu::Queue,
     pub(crate) faults: Arc<Faults>,
@@ -64,10 +64,10 @@ fn until(submission_index: Option<wgpu::SubmissionIndex>) -> PollType {
     PollType::Wait { submission_index, timeout: None }
 }
 
-impl Link {
-    pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue) -> Link {
+impl DeviceQueue {
+    pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue) -> DeviceQueue {
         let faults = Faults::listen(&device);
-        Link { device, queue, faults, stage: Mutex::new(None) }
+        DeviceQueue { device, queue, faults, stage: Mutex::new(None) }
     }
 
     /// Runs calls of wgpu; see [`Faults::guard`].
@@ -92,7 +92,7 @@ impl Link {
 
     /// Copies `data` to `to`. wgpu moves whole words: those at the ends are read and patched.
     pub(crate) fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        let memory = Link::check(to, data.len())?;
+        let memory = DeviceQueue::check(to, data.len())?;
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut at, mut rest) = (to.offset, data);
         while !rest.is_empty() {
@@ -136,7 +136,7 @@ impl Link {
 
     /// Copies `from` into `data`.
     pub(crate) fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        let memory = Link::check(from, data.len())?;
+        let memory = DeviceQueue::check(from, data.len())?;
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
         let mut at = from.offset;
         let mut rest = data;

@@ -1,7 +1,7 @@
 //! Compiled kernels, each compiled on first use and then kept.
 
 use crate::kernels::Kernel;
-use crate::memory::Link;
+use crate::memory::DeviceQueue;
 use crate::plan::OUTPUTS;
 use mixfleet_hal::Result;
 use std::collections::HashMap;
@@ -34,7 +34,7 @@ impl Pipelines {
     }
 
     /// The pipeline of `kernel` with these binding numbers, which follow from the kernel.
-    pub(crate) fn get(&self, link: &Link, kernel: &Kernel, numbers: &[u32]) -> Result<Arc<Pipeline>> {
+    pub(crate) fn get(&self, link: &DeviceQueue, kernel: &Kernel, numbers: &[u32]) -> Result<Arc<Pipeline>> {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pipeline) = kept.get(kernel) {
             return Ok(pipeline.clone());
@@ -45,7 +45,7 @@ impl Pipelines {
     }
 }
 
-fn build(link: &Link, kernel: &Kernel, numbers: &[u32], source: String) -> Pipeline {
+fn build(link: &DeviceQueue, kernel: &Kernel, numbers: &[u32], source: String) -> Pipeline {
     let entries: Vec<_> = numbers
         .iter()
         .map(|&binding| BindGroupLayoutEntry {

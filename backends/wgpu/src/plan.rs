@@ -25,7 +25,7 @@ mod kv;
 mod tests;
 
 use crate::kernels::{File, Kernel};
-use mixfleet_hal::{Access, DType, Error, OpSig, Result, Slice};
+use mixfleet_hal::{DType, Error, OpSig, OperandAccess, Result, Slice};
 use std::sync::Arc;
 
 /// Threads of a group in kernels without a reason for another number.
@@ -45,7 +45,7 @@ const NAN: u32 = 0x7FC0_0000;
 
 /// Where an operand lies.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
+pub(crate) enum OperandLocation {
     /// In a caller's buffer.
     Buffer(Slice),
     /// In the queue's memory for inputs that were copied aside.
@@ -54,11 +54,12 @@ pub(crate) enum Place {
     Scratch,
 }
 
-impl Place {
-    fn shares(&self, other: &Place) -> bool {
+impl OperandLocation {
+    fn shares(&self, other: &OperandLocation) -> bool {
         match (self, other) {
-            (Place::Buffer(a), Place::Buffer(b)) => Arc::ptr_eq(&a.buffer, &b.buffer),
-            (Place::Aside, Place::Aside) | (Place::Scratch, Place::Scratch) => true,
+            (OperandLocation::Buffer(a), OperandLocation::Buffer(b)) => Arc::ptr_eq(&a.buffer, &b.buffer),
+            (OperandLocation::Aside, OperandLocation::Aside)
+            | (OperandLocation::Scratch, OperandLocation::Scratch) => true,
             _ => false,
         }
     }
@@ -67,7 +68,7 @@ impl Place {
 /// A range of memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Window {
-    pub(crate) place: Place,
+    pub(crate) place: OperandLocation,
     /// First byte in the buffer.
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
@@ -142,7 +143,10 @@ impl Planner {
                 mixfleet_hal::op::Extent::Exactly(n) | mixfleet_hal::op::Extent::PagesOf(n) => n,
             };
             let bytes = elements.saturating_mul(operand.dtype.size_bytes());
-            Operand { window: Window { place: Place::Aside, offset: 0, bytes }, dtype: operand.dtype }
+            Operand {
+                window: Window { place: OperandLocation::Aside, offset: 0, bytes },
+                dtype: operand.dtype,
+            }
         });
         let operands: Vec<Operand> = operands.collect();
         Planner::new(demands).plan(sig, &operands).is_ok()
@@ -152,8 +156,11 @@ impl Planner {
     pub(crate) fn add(&mut self, cmd: &mixfleet_hal::Cmd) -> Result<()> {
         let kinds = cmd.sig().operands();
         let operands = kinds.iter().zip(cmd.args()).map(|(kind, slice)| {
-            let window =
-                Window { place: Place::Buffer(slice.clone()), offset: slice.offset, bytes: slice.bytes };
+            let window = Window {
+                place: OperandLocation::Buffer(slice.clone()),
+                offset: slice.offset,
+                bytes: slice.bytes,
+            };
             Operand { window, dtype: kind.dtype }
         });
         let operands: Vec<Operand> = operands.collect();
@@ -172,7 +179,7 @@ impl Planner {
     fn plan(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
         self.scratch_used = 0;
         let mut written = sig.operands().into_iter().zip(operands);
-        if written.all(|(kind, operand)| kind.access == Access::Read || operand.elements() == 0) {
+        if written.all(|(kind, operand)| kind.access == OperandAccess::Read || operand.elements() == 0) {
             return Ok(());
         }
         match (*sig, operands) {
@@ -253,7 +260,7 @@ impl Planner {
         let (offset, bytes) = (self.scratch_used, elements * 4);
         self.scratch_used = (offset + bytes).next_multiple_of(SCRATCH_ALIGN);
         self.scratch_bytes = self.scratch_bytes.max(self.scratch_used);
-        Operand { window: Window { place: Place::Scratch, offset, bytes }, dtype: DType::F32 }
+        Operand { window: Window { place: OperandLocation::Scratch, offset, bytes }, dtype: DType::F32 }
     }
 
     /// A dispatch of `groups` groups; `inputs` and `outputs` bind in order, and the vector views of a kernel
@@ -280,8 +287,11 @@ impl Planner {
         for (i, input) in inputs.iter().enumerate() {
             let mut window = input.window.clone();
             if outputs.iter().any(|output| output.window.place.shares(&window.place)) {
-                let to =
-                    Window { place: Place::Aside, offset: aside, bytes: window.bytes.next_multiple_of(4) };
+                let to = Window {
+                    place: OperandLocation::Aside,
+                    offset: aside,
+                    bytes: window.bytes.next_multiple_of(4),
+                };
                 aside = (aside + to.bytes).next_multiple_of(SCRATCH_ALIGN);
                 window.bytes = to.bytes;
                 self.works.push(Work::Copy { from: window, to: to.clone() });
@@ -319,7 +329,7 @@ impl Planner {
         let (mut from, to) = (from.window.clone(), to.window.clone());
         // a copy within a buffer is forbidden too
         if from.place.shares(&to.place) {
-            let aside = Window { place: Place::Aside, offset: 0, bytes: from.bytes };
+            let aside = Window { place: OperandLocation::Aside, offset: 0, bytes: from.bytes };
             self.aside_bytes = self.aside_bytes.max(from.bytes);
             self.works.push(Work::Copy { from, to: aside.clone() });
             from = aside;

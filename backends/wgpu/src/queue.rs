@@ -7,7 +7,7 @@ use crate::clock::{Clock, Clocks};
 use crate::device::Shared;
 use crate::memory::Memory;
 use crate::pipelines::Pipeline;
-use crate::plan::{Place, Planner, Window, Work};
+use crate::plan::{OperandLocation, Planner, Window, Work};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket};
@@ -44,14 +44,14 @@ enum Batch {
 }
 
 /// Work with everything that encoding needs.
-enum Step {
+enum EncoderStep {
     Dispatch { pipeline: Arc<Pipeline>, group: BindGroup, words: Vec<u32>, grid: (u32, u32) },
     Copy { from: (Buffer, u64), to: (Buffer, u64), bytes: u64 },
 }
 
 /// A recorded batch.
 struct Recorded {
-    steps: Vec<Step>,
+    steps: Vec<EncoderStep>,
 }
 
 impl Graph for Recorded {
@@ -90,7 +90,7 @@ impl WgpuQueue {
     }
 
     /// Checks and prepares a batch: nothing is submitted if any of it fails.
-    fn resolve(&mut self, cmds: &[Cmd]) -> Result<Vec<Step>> {
+    fn resolve(&mut self, cmds: &[Cmd]) -> Result<Vec<EncoderStep>> {
         for slice in cmds.iter().flat_map(Cmd::args) {
             Memory::of(slice)?;
         }
@@ -120,9 +120,9 @@ impl WgpuQueue {
         })?
     }
 
-    fn step(&self, work: &Work, pipelines: &mut impl Iterator<Item = Arc<Pipeline>>) -> Result<Step> {
+    fn step(&self, work: &Work, pipelines: &mut impl Iterator<Item = Arc<Pipeline>>) -> Result<EncoderStep> {
         match work {
-            Work::Copy { from, to } => Ok(Step::Copy {
+            Work::Copy { from, to } => Ok(EncoderStep::Copy {
                 from: (self.buffer(from)?.clone(), from.offset),
                 to: (self.buffer(to)?.clone(), to.offset),
                 bytes: to.bytes,
@@ -144,21 +144,21 @@ impl WgpuQueue {
                 let descriptor =
                     BindGroupDescriptor { label: None, layout: &pipeline.layout, entries: &entries };
                 let group = self.shared.link.device.create_bind_group(&descriptor);
-                Ok(Step::Dispatch { pipeline, group, words: words.clone(), grid: *grid })
+                Ok(EncoderStep::Dispatch { pipeline, group, words: words.clone(), grid: *grid })
             }
         }
     }
 
     fn buffer<'a>(&'a self, window: &'a Window) -> Result<&'a Buffer> {
         match &window.place {
-            Place::Buffer(slice) => Ok(Memory::of(slice)?.buffer()),
-            Place::Aside => self.aside.as_ref().ok_or_else(|| bug("nothing to copy aside to")),
-            Place::Scratch => self.scratch.as_ref().ok_or_else(|| bug("no scratch memory")),
+            OperandLocation::Buffer(slice) => Ok(Memory::of(slice)?.buffer()),
+            OperandLocation::Aside => self.aside.as_ref().ok_or_else(|| bug("nothing to copy aside to")),
+            OperandLocation::Scratch => self.scratch.as_ref().ok_or_else(|| bug("no scratch memory")),
         }
     }
 
     /// Encodes and submits; what fails here fails the queue.
-    fn run(&mut self, steps: &[Step]) -> Result<Ticket> {
+    fn run(&mut self, steps: &[EncoderStep]) -> Result<Ticket> {
         if let Some((_, error)) = &self.failed {
             return Err(error.clone());
         }
@@ -177,7 +177,7 @@ impl WgpuQueue {
         Ok(Ticket(ticket))
     }
 
-    fn hand_over(&mut self, steps: &[Step]) -> Result<Batch> {
+    fn hand_over(&mut self, steps: &[EncoderStep]) -> Result<Batch> {
         let shared = self.shared.clone();
         let link = &shared.link;
         let clock = self.clocks.take(link)?;
@@ -265,16 +265,16 @@ fn bug(what: &str) -> Error {
     Error::new(ErrorKind::Other, format!("wgpu: {what}: a bug of this backend"))
 }
 
-fn encode(encoder: &mut CommandEncoder, steps: &[Step]) {
+fn encode(encoder: &mut CommandEncoder, steps: &[EncoderStep]) {
     let mut steps = steps.iter().peekable();
     while let Some(step) = steps.peek() {
-        if let Step::Copy { from, to, bytes } = step {
+        if let EncoderStep::Copy { from, to, bytes } = step {
             encoder.copy_buffer_to_buffer(&from.0, from.1, &to.0, to.1, *bytes);
             steps.next();
             continue;
         }
         let mut pass = encoder.begin_compute_pass(&ComputePassDescriptor::default());
-        while let Some(Step::Dispatch { pipeline, group, words, grid }) = steps.peek() {
+        while let Some(EncoderStep::Dispatch { pipeline, group, words, grid }) = steps.peek() {
             pass.set_pipeline(&pipeline.pipeline);
             pass.set_bind_group(0, group, &[]);
             pass.set_immediates(0, bytemuck::cast_slice(words));

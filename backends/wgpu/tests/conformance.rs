@@ -5,37 +5,37 @@
 //! the quick level unless `MIXFLEET_WGPU_LEVEL=full`.
 
 use mixfleet_hal::{Backend, Device};
-use mixfleet_hwtests::{Level, Options, Outcome, Verdict, run};
-use mixfleet_wgpu::{Tuning, WgpuBackend, WgpuDevice};
+use mixfleet_hwtests::{CheckOutcome, SuiteLevel, SuiteOptions, SuiteVerdict, run};
+use mixfleet_wgpu::{AdapterOverrides, WgpuBackend, WgpuDevice};
 use std::collections::BTreeSet;
 
-fn conforms(tuning: Tuning) {
+fn conforms(tuning: AdapterOverrides) {
     if let Err(absent) = WgpuBackend.probe() {
         return eprintln!("SKIPPED: no wgpu device: {absent}");
     }
     let full = std::env::var("MIXFLEET_WGPU_LEVEL").is_ok_and(|level| level == "full");
-    let level = if full { Level::Full } else { Level::Quick };
+    let level = if full { SuiteLevel::Full } else { SuiteLevel::Quick };
     let device = WgpuDevice::open(0, tuning).unwrap();
-    let report = run(&device, &Options::new(level), &mut |_| {});
+    let report = run(&device, &SuiteOptions::new(level), &mut |_| {});
     eprintln!("{tuning:?}, {level:?}\n{report}");
-    assert_eq!(report.verdict(), Verdict::Pass, "{} with {tuning:?}:\n{report}", device.info().id);
+    assert_eq!(report.verdict(), SuiteVerdict::Pass, "{} with {tuning:?}:\n{report}", device.info().id);
     let names: BTreeSet<&str> = report.cases.iter().map(|case| case.name.as_str()).collect();
-    let passed = |case: &&_| matches!(case, mixfleet_hwtests::CaseReport { outcome: Outcome::Pass, .. });
+    let passed = |case: &&_| matches!(case, mixfleet_hwtests::CaseReport { outcome: CheckOutcome::Pass, .. });
     let passed: BTreeSet<&str> = report.cases.iter().filter(passed).map(|case| case.name.as_str()).collect();
     assert_eq!(names.difference(&passed).collect::<Vec<_>>(), [&"import"], "checks that never passed");
 }
 
 #[test]
 fn kernels_with_subgroups_conform() {
-    conforms(Tuning::default());
+    conforms(AdapterOverrides::default());
 }
 
 #[test]
 fn kernels_without_subgroups_conform() {
-    conforms(Tuning { without_subgroups: true, ..Tuning::default() });
+    conforms(AdapterOverrides { without_subgroups: true, ..AdapterOverrides::default() });
 }
 
 #[test]
 fn weights_and_pools_beyond_a_binding_are_cut() {
-    conforms(Tuning { binding_bytes_max: Some(32 << 10), ..Tuning::default() });
+    conforms(AdapterOverrides { binding_bytes_max: Some(32 << 10), ..AdapterOverrides::default() });
 }

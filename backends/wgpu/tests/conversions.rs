@@ -3,7 +3,7 @@
 
 use half::{bf16, f16};
 use mixfleet_hal::random::bits;
-use mixfleet_hal::{Backend, Cmd, DType, Device, OpSig, Role};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, OpSig};
 use mixfleet_wgpu::WgpuBackend;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,9 +21,9 @@ fn device() -> Option<Arc<dyn Device>> {
 /// `elements` in `from`, as `to`.
 fn converted(device: &dyn Device, elements: &[u8], from: DType, to: DType) -> Vec<u8> {
     let hidden = elements.len() as u64 / from.size_bytes();
-    let table = device.alloc(elements.len() as u64, Role::Weights).unwrap();
-    let ids = device.alloc(4, Role::Activations).unwrap();
-    let out = device.alloc(hidden * to.size_bytes(), Role::Activations).unwrap();
+    let table = device.alloc(elements.len() as u64, BufferUsage::Weights).unwrap();
+    let ids = device.alloc(4, BufferUsage::Activations).unwrap();
+    let out = device.alloc(hidden * to.size_bytes(), BufferUsage::Activations).unwrap();
     device.write(&table, elements).unwrap();
     device.write(&ids, &[0; 4]).unwrap();
     let sig = OpSig::Embed { tokens: 1, vocab: 1, hidden: hidden as u32, table: from, out: to };

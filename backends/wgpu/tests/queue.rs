@@ -1,16 +1,16 @@
 //! Queues and memory: what the conformance suite takes for granted.
 
 use mixfleet_hal::random::bits;
-use mixfleet_hal::{Backend, Cmd, DType, Device, ErrorKind, OpSig, Role, Slice};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig, Slice};
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_wgpu::{Tuning, WgpuBackend, WgpuDevice};
+use mixfleet_wgpu::{AdapterOverrides, WgpuBackend, WgpuDevice};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(60);
 
 fn device() -> Option<WgpuDevice> {
     match WgpuBackend.probe() {
-        Ok(_) => Some(WgpuDevice::open(0, Tuning::default()).unwrap()),
+        Ok(_) => Some(WgpuDevice::open(0, AdapterOverrides::default()).unwrap()),
         Err(absent) => {
             eprintln!("SKIPPED: no wgpu device: {absent}");
             None
@@ -29,8 +29,8 @@ fn fill(to: &Slice, word: u32) -> Cmd {
 #[test]
 fn foreign_memory_is_refused_and_the_queue_goes_on() {
     let Some(device) = device() else { return };
-    let own = device.alloc(64, Role::Activations).unwrap();
-    let foreign = ReferenceDevice::default().alloc(64, Role::Activations).unwrap();
+    let own = device.alloc(64, BufferUsage::Activations).unwrap();
+    let foreign = ReferenceDevice::default().alloc(64, BufferUsage::Activations).unwrap();
     assert_eq!(device.write(&foreign, &[0; 64]).unwrap_err().kind, ErrorKind::Invalid);
     let mut queue = device.queue().unwrap();
     let copy = Cmd::new(OpSig::Copy { bytes: 64 }, &[own.clone(), foreign]).unwrap();
@@ -46,7 +46,7 @@ fn foreign_memory_is_refused_and_the_queue_goes_on() {
 #[test]
 fn a_wait_that_is_over_can_be_repeated() {
     let Some(device) = device() else { return };
-    let alloc = |elements: u64| device.alloc(elements * 4, Role::Activations).unwrap();
+    let alloc = |elements: u64| device.alloc(elements * 4, BufferUsage::Activations).unwrap();
     let args = [alloc(64 * 128), alloc(128 * 128), alloc(64 * 128)];
     let cmd = Cmd::new(gemm(64, 128, 128, DType::F32), &args).unwrap();
     let mut queue = device.queue().unwrap();
@@ -71,7 +71,8 @@ fn queues_on_several_threads_do_not_disturb_each_other() {
     let Some(device) = device() else { return };
     let work = |word: u32| {
         let mut queue = device.queue().unwrap();
-        let (a, b) = (device.alloc(4096, Role::Kv).unwrap(), device.alloc(4096, Role::Kv).unwrap());
+        let (a, b) =
+            (device.alloc(4096, BufferUsage::Kv).unwrap(), device.alloc(4096, BufferUsage::Kv).unwrap());
         for round in 0..30 {
             let word = word * 1000 + round;
             let copy = Cmd::new(OpSig::Copy { bytes: 4096 }, &[a.clone(), b.clone()]).unwrap();
@@ -113,8 +114,9 @@ fn operands_that_share_a_buffer_give_the_same_bits() {
             device.read(&args[args.len() - 1], &mut out).unwrap();
             out
         };
-        let apart: Vec<Slice> = sizes.iter().map(|&n| device.alloc(n, Role::Activations).unwrap()).collect();
-        let whole = device.alloc(sizes.iter().map(|n| n + 8).sum(), Role::Activations).unwrap();
+        let apart: Vec<Slice> =
+            sizes.iter().map(|&n| device.alloc(n, BufferUsage::Activations).unwrap()).collect();
+        let whole = device.alloc(sizes.iter().map(|n| n + 8).sum(), BufferUsage::Activations).unwrap();
         let mut offset = 4;
         let together: Vec<Slice> = sizes
             .iter()
@@ -138,7 +140,7 @@ fn device_bytes(operand: mixfleet_hal::Operand) -> u64 {
 #[test]
 fn bytes_at_any_offset_are_written_and_read() {
     let Some(device) = device() else { return };
-    let whole = device.alloc(103, Role::Staging).unwrap();
+    let whole = device.alloc(103, BufferUsage::Staging).unwrap();
     let mut want: Vec<u8> = (0..103).collect();
     device.write(&whole, &want).unwrap();
     for (offset, bytes) in [(0, 1), (1, 1), (3, 2), (5, 3), (7, 1), (9, 14), (99, 4), (102, 1), (50, 0)] {
@@ -157,19 +159,19 @@ fn bytes_at_any_offset_are_written_and_read() {
 #[test]
 fn an_odd_offset_and_too_much_memory_are_refused() {
     let Some(device) = device() else { return };
-    let slice = device.alloc(64, Role::Activations).unwrap();
+    let slice = device.alloc(64, BufferUsage::Activations).unwrap();
     let halves = [0, 16, 34].map(|offset| slice.range(offset, 10));
     let add = Cmd::new(OpSig::Add { elements: 5, x: DType::F16 }, &halves).unwrap();
     let error = device.queue().unwrap().submit(&[add]).unwrap_err();
     assert!(error.kind == ErrorKind::Invalid && error.detail.contains("multiples of 4"), "{error}");
     let too_much = device.limits().allocation_bytes_max + 1;
-    assert_eq!(device.alloc(too_much, Role::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
+    assert_eq!(device.alloc(too_much, BufferUsage::Kv).unwrap_err().kind, ErrorKind::OutOfMemory);
 }
 
 #[test]
 fn a_lost_device_says_so_in_every_call() {
     let Some(device) = device() else { return };
-    let slice = device.alloc(4096, Role::Activations).unwrap();
+    let slice = device.alloc(4096, BufferUsage::Activations).unwrap();
     let mut queue = device.queue().unwrap();
     let graph = queue.record(&[fill(&slice, 1)]).unwrap();
     let before = queue.submit(&[fill(&slice, 1)]).unwrap();
@@ -180,11 +182,11 @@ fn a_lost_device_says_so_in_every_call() {
     lost(queue.submit(&[]).unwrap_err());
     lost(queue.replay(&graph).unwrap_err());
     lost(queue.record(&[fill(&slice, 2)]).map(|_| ()).unwrap_err());
-    lost(device.alloc(64, Role::Kv).unwrap_err());
+    lost(device.alloc(64, BufferUsage::Kv).unwrap_err());
     lost(device.write(&slice, &[0; 4096]).unwrap_err());
     lost(device.read(&slice, &mut [0; 4096]).unwrap_err());
     lost(device.queue().map(|_| ()).unwrap_err());
     // another opening of the same adapter is not concerned
-    let again = WgpuDevice::open(0, Tuning::default()).unwrap();
-    assert!(again.alloc(64, Role::Kv).is_ok());
+    let again = WgpuDevice::open(0, AdapterOverrides::default()).unwrap();
+    assert!(again.alloc(64, BufferUsage::Kv).is_ok());
 }

@@ -6,7 +6,7 @@
 #![allow(clippy::print_stdout)]
 
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, Transport};
 use mixfleet_hal::{Error, ErrorKind};
 use mixfleet_wire::verbs::{Verbs, VerbsOptions};
 use mixfleet_wire::{HostRegion, Security};
@@ -185,7 +185,7 @@ impl Checks {
     /// Notices that nobody takes stop the sender.
     fn unread_notices(&mut self, verbs: &Verbs) -> Result<(), String> {
         let text = |error: Error| error.to_string();
-        let there = verbs.register(region()?, Access::Write).map_err(text)?;
+        let there = verbs.register(region()?, RemoteAccess::Write).map_err(text)?;
         let mut way = verbs.connect_verbs(region()?, &there).map_err(text)?;
         let begin = Instant::now();
         let mut sent = 0;
@@ -211,12 +211,12 @@ impl Checks {
     fn wrong_keys(&mut self, verbs: &Verbs) -> Result<(), String> {
         let text = |error: Error| error.to_string();
         let there = region()?;
-        let old = verbs.register(there.clone(), Access::ReadWrite).map_err(text)?;
+        let old = verbs.register(there.clone(), RemoteAccess::ReadWrite).map_err(text)?;
         let half = verbs.open_half(filled(3)?, &old).map_err(text)?;
         let (old_answer, old_way) = verbs.accept(half.offer()).map_err(text)?;
         drop((half, old_way));
         let mut late = verbs.connect_verbs(filled(3)?, &old).map_err(text)?;
-        let new = verbs.register(there.clone(), Access::ReadWrite).map_err(text)?;
+        let new = verbs.register(there.clone(), RemoteAccess::ReadWrite).map_err(text)?;
         let begin = Instant::now();
         self.check(
             "old epoch: the old way is closed",
@@ -256,7 +256,7 @@ impl Checks {
     /// A peer of whom only the NIC could tell, since no connection does.
     fn silent_peer(&mut self, verbs: &Verbs) -> Result<(), String> {
         let text = |error: Error| error.to_string();
-        let there = verbs.register(region()?, Access::Write).map_err(text)?;
+        let there = verbs.register(region()?, RemoteAccess::Write).map_err(text)?;
         let half = verbs.open_half(filled(4)?, &there).map_err(text)?;
         let (answer, way) = verbs.accept(half.offer()).map_err(text)?;
         let mut late = half.join(&answer).map_err(text)?;
@@ -343,7 +343,7 @@ fn within() -> Result<bool, String> {
     Checks::run(|checks| {
         let text = |error: Error| error.to_string();
         let there = region()?;
-        let descriptor = verbs.register(there.clone(), Access::ReadWrite).map_err(text)?;
+        let descriptor = verbs.register(there.clone(), RemoteAccess::ReadWrite).map_err(text)?;
         checks.round_trip(&verbs, &descriptor)?;
         checks.check("write: landed", holds(&there, 1));
         checks.notices(&verbs, &descriptor, &there)?;
@@ -370,7 +370,7 @@ fn between(descriptor: &Descriptor) -> Result<bool, String> {
 
 fn serve(address: std::net::IpAddr) -> Result<bool, String> {
     let verbs = open(Some(SocketAddr::new(address, 0)))?;
-    let descriptor = verbs.register(region()?, Access::ReadWrite).map_err(|error| error.to_string())?;
+    let descriptor = verbs.register(region()?, RemoteAccess::ReadWrite).map_err(|error| error.to_string())?;
     println!("{}", serde_json::to_string(&descriptor).map_err(|error| error.to_string())?);
     let mut rest = Vec::new();
     std::io::stdin().read_to_end(&mut rest).map_err(|error| error.to_string())?;

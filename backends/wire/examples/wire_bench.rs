@@ -14,7 +14,7 @@
 //! before (all).
 
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_wire::{HostRegion, Security, Tcp, TcpConfig};
 use serde_json::json;
 use std::collections::{BTreeMap, VecDeque};
@@ -110,14 +110,14 @@ fn make_certificates() -> Outcome<Certificates> {
 #[cfg(feature = "tls")]
 fn tls(folder: &str) -> Outcome<Security> {
     let text = |name: &str| std::fs::read_to_string(std::path::Path::new(folder).join(name));
-    let pem = mixfleet_wire::Pem {
+    let pem = mixfleet_wire::TlsPem {
         authority: &text("authority.pem")?,
         certificates: &text("member.pem")?,
         key: &text("key.pem")?,
         revoked: "",
         fleet: "mixfleet",
     };
-    Ok(Security::Tls(Arc::new(mixfleet_wire::Identity::new(&pem)?)))
+    Ok(Security::Tls(Arc::new(mixfleet_wire::TlsIdentity::new(&pem)?)))
 }
 
 #[cfg(not(feature = "tls"))]
@@ -159,7 +159,7 @@ fn say(line: &serde_json::Value) -> Outcome<()> {
 fn target(options: &Options) -> Outcome<()> {
     let transport = transport(options)?;
     let memory = memory(options, 1)?;
-    let descriptor = transport.register(memory.clone(), Access::ReadWrite)?;
+    let descriptor = transport.register(memory.clone(), RemoteAccess::ReadWrite)?;
     say(&json!({"pid": std::process::id(), "descriptor": descriptor}))?;
     for line in std::io::stdin().lines() {
         let line = line?;

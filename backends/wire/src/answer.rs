@@ -1,11 +1,11 @@
 //! What an owner answers to a peer that asks for a region.
 
-use mixfleet_hal::transport::{Access, Descriptor};
+use mixfleet_hal::transport::{Descriptor, RemoteAccess};
 use mixfleet_hal::{Error, ErrorKind, Result};
 
 /// One byte on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub(crate) enum GrantStatus {
     /// Granted, for as much as the name says.
     Write = 1,
     Read = 2,
@@ -18,18 +18,18 @@ pub(crate) enum Answer {
     Exhausted = 6,
 }
 
-impl Answer {
+impl GrantStatus {
     /// The answer to a peer that may have a region for `access`.
-    pub(crate) fn granted(access: Access) -> Self {
+    pub(crate) fn granted(access: RemoteAccess) -> Self {
         match access {
-            Access::Write => Answer::Write,
-            Access::Read => Answer::Read,
-            Access::ReadWrite => Answer::ReadWrite,
+            RemoteAccess::Write => GrantStatus::Write,
+            RemoteAccess::Read => GrantStatus::Read,
+            RemoteAccess::ReadWrite => GrantStatus::ReadWrite,
         }
     }
 
     pub(crate) fn decode(byte: u8) -> Option<Self> {
-        use Answer::{Exhausted, Read, ReadWrite, Unknown, Version, Write};
+        use GrantStatus::{Exhausted, Read, ReadWrite, Unknown, Version, Write};
         [Write, Read, ReadWrite, Unknown, Version, Exhausted].into_iter().find(|&answer| answer as u8 == byte)
     }
 
@@ -37,17 +37,19 @@ impl Answer {
     ///
     /// # Errors
     /// `Closed` when there is no such region, `Unsupported` when it speaks otherwise, `OutOfMemory` when it has no room.
-    pub(crate) fn access(self, region: &Descriptor) -> Result<Access> {
+    pub(crate) fn access(self, region: &Descriptor) -> Result<RemoteAccess> {
         match self {
-            Answer::Write => Ok(Access::Write),
-            Answer::Read => Ok(Access::Read),
-            Answer::ReadWrite => Ok(Access::ReadWrite),
-            Answer::Unknown => {
+            GrantStatus::Write => Ok(RemoteAccess::Write),
+            GrantStatus::Read => Ok(RemoteAccess::Read),
+            GrantStatus::ReadWrite => Ok(RemoteAccess::ReadWrite),
+            GrantStatus::Unknown => {
                 let detail = format!("{region:?} is not registered under this key and epoch");
                 Err(Error::new(ErrorKind::Closed, detail))
             }
-            Answer::Version => Err(Error::unsupported("the owner speaks another version of the protocol")),
-            Answer::Exhausted => {
+            GrantStatus::Version => {
+                Err(Error::unsupported("the owner speaks another version of the protocol"))
+            }
+            GrantStatus::Exhausted => {
                 Err(Error::new(ErrorKind::OutOfMemory, "the owner has no room for another peer; try later"))
             }
         }

@@ -2,7 +2,7 @@
 
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,16 +17,16 @@ use std::time::Duration;
 /// - `Drop` moves nothing and reports success.
 /// - `Fail` moves nothing, and `wait` reports `Other`.
 /// - `Hang` moves nothing, and `wait` reports `Timeout` at once, as if its time had passed.
-pub struct Faulty<T> {
+pub struct FaultyTransport<T> {
     inner: T,
     plan: Arc<FaultPlan>,
     batches: Arc<AtomicU64>,
 }
 
-impl<T: Transport> Faulty<T> {
+impl<T: Transport> FaultyTransport<T> {
     /// `inner` with the faults of `plan`.
     pub fn new(inner: T, plan: FaultPlan) -> Self {
-        Faulty { inner, plan: Arc::new(plan), batches: Arc::default() }
+        FaultyTransport { inner, plan: Arc::new(plan), batches: Arc::default() }
     }
 
     /// What strikes.
@@ -40,12 +40,12 @@ impl<T: Transport> Faulty<T> {
     }
 }
 
-impl<T: Transport> Transport for Faulty<T> {
+impl<T: Transport> Transport for FaultyTransport<T> {
     fn name(&self) -> &'static str {
         self.inner.name()
     }
 
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         self.inner.register(memory, access)
     }
 
@@ -188,7 +188,7 @@ impl FaultyEndpoint {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{HostRegion, Memory};
+    use crate::{HostRegion, InProcess};
 
     const NOW: Duration = Duration::ZERO;
 
@@ -201,10 +201,10 @@ mod tests {
     /// Moves bytes of ones three times, each to 4 bytes of its own in two pieces; the second one is
     /// struck. Returns what `wait` said of it and what arrived.
     fn three(fault: Fault, reading: bool) -> (Result<()>, Vec<u8>) {
-        let wire = Faulty::new(Memory::new(), FaultPlan::exactly(fault, 1, 2));
+        let wire = FaultyTransport::new(InProcess::new(), FaultPlan::exactly(fault, 1, 2));
         let (ones, zeros) = regions(12);
         let (here, there) = if reading { (zeros.clone(), ones) } else { (ones, zeros.clone()) };
-        let descriptor = wire.register(there, Access::ReadWrite).unwrap();
+        let descriptor = wire.register(there, RemoteAccess::ReadWrite).unwrap();
         // The count runs over endpoints: every batch has its own.
         let outcomes: Vec<Result<()>> = (0..3u64)
             .map(|i| {
@@ -248,9 +248,9 @@ mod tests {
 
     #[test]
     fn a_hung_write_hangs_until_it_is_given_up() {
-        let wire = Faulty::new(Memory::new(), FaultPlan::exactly(Fault::Hang, 0, 1));
+        let wire = FaultyTransport::new(InProcess::new(), FaultPlan::exactly(Fault::Hang, 0, 1));
         let (here, there) = regions(1);
-        let mut way = wire.connect(here, &wire.register(there, Access::Write).unwrap()).unwrap();
+        let mut way = wire.connect(here, &wire.register(there, RemoteAccess::Write).unwrap()).unwrap();
         let transfer = way.write(&[Piece { local: 0, remote: 0, bytes: 1 }]).unwrap();
         for _ in 0..2 {
             assert_eq!(way.wait(transfer, NOW).unwrap_err().kind, ErrorKind::Timeout);
@@ -261,9 +261,9 @@ mod tests {
 
     #[test]
     fn empty_payloads_survive_a_flip() {
-        let wire = Faulty::new(Memory::new(), FaultPlan::exactly(Fault::BitFlip, 0, 1));
+        let wire = FaultyTransport::new(InProcess::new(), FaultPlan::exactly(Fault::BitFlip, 0, 1));
         let (here, there) = regions(1);
-        let mut way = wire.connect(here, &wire.register(there, Access::Write).unwrap()).unwrap();
+        let mut way = wire.connect(here, &wire.register(there, RemoteAccess::Write).unwrap()).unwrap();
         let transfer = way.write(&[]).unwrap();
         way.wait(transfer, NOW).unwrap();
     }

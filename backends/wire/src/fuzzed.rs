@@ -1,6 +1,6 @@
 //! Words of the protocols, for those who try them with any bytes.
 
-use crate::answer::Answer;
+use crate::answer::GrantStatus;
 use crate::key::Key;
 use mixfleet_hal::transport::Descriptor;
 
@@ -14,8 +14,8 @@ pub(crate) fn head<const N: usize>(bytes: &[u8]) -> [u8; N] {
 /// # Panics
 /// When a word that was understood is another one once it is written and read again.
 pub fn words(bytes: &[u8]) {
-    let answer = bytes.first().and_then(|byte| Answer::decode(*byte));
-    assert!(answer.is_none_or(|answer| Answer::decode(answer as u8) == Some(answer)));
+    let answer = bytes.first().and_then(|byte| GrantStatus::decode(*byte));
+    assert!(answer.is_none_or(|answer| GrantStatus::decode(answer as u8) == Some(answer)));
     if let Some(key) = std::str::from_utf8(bytes).ok().and_then(Key::from_hex) {
         assert!(Key::from_hex(&key.to_hex()) == Some(key));
     }

@@ -39,8 +39,8 @@ mod tls;
 #[cfg(all(feature = "verbs", target_os = "linux"))]
 pub mod verbs;
 
-pub use faulty::Faulty;
-pub use memory::Memory;
+pub use faulty::FaultyTransport;
+pub use memory::InProcess;
 pub use region::HostRegion;
 #[cfg(unix)]
 pub use security::Security;
@@ -49,4 +49,4 @@ pub use shm::Shm;
 #[cfg(unix)]
 pub use tcp::{Tcp, TcpConfig};
 #[cfg(all(feature = "tls", unix))]
-pub use tls::{End, Files, Identity, Kind, OnRenewal, Pem, Watch};
+pub use tls::{OnRenewal, RevocationWatch, TlsEnd, TlsFiles, TlsIdentity, TlsMemberKind, TlsPem};

@@ -7,20 +7,20 @@ use std::time::{Duration, Instant};
 
 use crate::poll::{self, Patience};
 #[cfg(feature = "tls")]
-use crate::tls::Session;
+use crate::tls::TlsSession;
 
 /// A socket and what lies on it. Blocks or not, as the socket does.
-pub(crate) struct Link {
+pub(crate) struct SecureStream {
     socket: TcpStream,
     patience: Option<Patience>,
     #[cfg(feature = "tls")]
-    session: Option<Box<Session>>,
+    session: Option<Box<TlsSession>>,
 }
 
-impl Link {
+impl SecureStream {
     /// Bytes go as they are.
     pub(crate) fn plain(socket: TcpStream) -> Self {
-        Link {
+        SecureStream {
             socket,
             patience: None,
             #[cfg(feature = "tls")]
@@ -30,8 +30,8 @@ impl Link {
 
     /// Bytes go encrypted.
     #[cfg(feature = "tls")]
-    pub(crate) fn tls(socket: TcpStream, session: Session) -> Self {
-        Link { socket, patience: None, session: Some(Box::new(session)) }
+    pub(crate) fn tls(socket: TcpStream, session: TlsSession) -> Self {
+        SecureStream { socket, patience: None, session: Some(Box::new(session)) }
     }
 
     pub(crate) fn socket(&self) -> &TcpStream {
@@ -108,20 +108,20 @@ impl io::Read for Awaited<'_> {
     }
 }
 
-impl io::Read for Link {
+impl io::Read for SecureStream {
     fn read(&mut self, place: &mut [u8]) -> io::Result<usize> {
         self.receive(&[libc::iovec { iov_base: place.as_mut_ptr().cast(), iov_len: place.len() }])
     }
 }
 
-impl io::Write for Link {
+impl io::Write for SecureStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let base = bytes.as_ptr().cast_mut().cast();
         self.send(&[libc::iovec { iov_base: base, iov_len: bytes.len() }])
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        Link::flush(self)
+        SecureStream::flush(self)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Where one process tells another how to reach its memory: one line of text, under the same protection as KV.
 
-use crate::link::{Link, tune};
+use crate::link::{SecureStream, tune};
 use crate::security::Security;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -24,7 +24,7 @@ pub struct Lobby {
 pub struct Told {
     /// What the other end says.
     pub line: String,
-    _link: BufReader<Link>,
+    _link: BufReader<SecureStream>,
 }
 
 fn failed(what: &str, peer: SocketAddr, error: impl std::fmt::Display) -> Error {

@@ -3,7 +3,7 @@
 use crate::batches::Batches;
 use crate::region::range;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -17,16 +17,16 @@ const BOUNCE_BYTES: u64 = 64 * 1024;
 
 /// Joins ends that live in one process. A batch copies on the caller's thread and is complete when
 /// `write` or `read` returns; a worker that wants it beside its computing calls from a thread of its own.
-pub struct Memory {
+pub struct InProcess {
     /// Tells this value's addresses from those of others, in this process and elsewhere.
     tag: u64,
     regions: Mutex<Regions>,
 }
 
-impl Default for Memory {
+impl Default for InProcess {
     fn default() -> Self {
         let tag = RandomState::new().hash_one(std::process::id());
-        Memory { tag, regions: Mutex::default() }
+        InProcess { tag, regions: Mutex::default() }
     }
 }
 
@@ -43,16 +43,16 @@ struct Regions {
 struct Region {
     memory: Arc<dyn SharedMemory>,
     /// The epoch under which it may be reached, and for what; none: not at all.
-    grant: RwLock<Option<(u64, Access)>>,
+    grant: RwLock<Option<(u64, RemoteAccess)>>,
 }
 
 impl Region {
-    fn grant(&self, grant: Option<(u64, Access)>) {
+    fn grant(&self, grant: Option<(u64, RemoteAccess)>) {
         *self.grant.write().unwrap_or_else(PoisonError::into_inner) = grant;
     }
 }
 
-impl Memory {
+impl InProcess {
     /// No region is registered yet. Only ends of this same value reach each other.
     pub fn new() -> Self {
         Self::default()
@@ -80,14 +80,14 @@ impl Regions {
     }
 }
 
-impl Transport for Memory {
+impl Transport for InProcess {
     fn name(&self) -> &'static str {
         NAME
     }
 
     /// Memory that is registered already keeps its address and gets a new epoch: who holds an older
     /// descriptor can no longer reach it.
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let mut regions = self.lock();
         let epoch = regions.next_epoch;
         regions.next_epoch += 1;
@@ -128,7 +128,8 @@ impl Transport for Memory {
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let (address, found) = self.lock().find(self.tag, region)?;
         let (bounce, batches) = (Vec::new(), Batches::default());
-        let mut way = Way { local, address, region: found, epoch: region.epoch, bounce, batches };
+        let mut way =
+            InProcessEndpoint { local, address, region: found, epoch: region.epoch, bounce, batches };
         way.copy(&[], Direction::Write)?;
         Ok(Box::new(way))
     }
@@ -146,7 +147,7 @@ enum Direction {
 }
 
 /// A way to one region under one epoch.
-struct Way {
+struct InProcessEndpoint {
     local: Arc<dyn SharedMemory>,
     address: u64,
     region: Arc<Region>,
@@ -156,7 +157,7 @@ struct Way {
     batches: Batches,
 }
 
-impl Way {
+impl InProcessEndpoint {
     /// Copies all pieces, or none: they are checked before the first one moves.
     fn copy(&mut self, pieces: &[Piece], direction: Direction) -> Result<()> {
         let grant = self.region.grant.read().unwrap_or_else(PoisonError::into_inner);
@@ -209,7 +210,7 @@ pub(crate) fn check(pieces: &[Piece], here: u64, there: u64) -> Result<()> {
     Ok(())
 }
 
-impl Endpoint for Way {
+impl Endpoint for InProcessEndpoint {
     fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
         self.batch(pieces, Direction::Write)
     }
@@ -235,9 +236,9 @@ mod tests {
 
     #[test]
     fn memory_that_is_registered_anew_keeps_its_address() {
-        let (wire, memory) = (Memory::new(), Arc::new(HostRegion::new(4).unwrap()));
-        let old = wire.register(memory.clone(), Access::Write).unwrap();
-        let new = wire.register(memory.clone(), Access::Write).unwrap();
+        let (wire, memory) = (InProcess::new(), Arc::new(HostRegion::new(4).unwrap()));
+        let old = wire.register(memory.clone(), RemoteAccess::Write).unwrap();
+        let new = wire.register(memory.clone(), RemoteAccess::Write).unwrap();
         assert_eq!((&old.address, old.epoch == new.epoch), (&new.address, false));
         wire.deregister(&new).unwrap();
         assert_eq!(Arc::strong_count(&memory), 1);
@@ -245,10 +246,10 @@ mod tests {
 
     #[test]
     fn a_region_of_another_process_is_not_taken_for_ones_own() {
-        let (here, there) = (Memory::new(), Memory::new());
+        let (here, there) = (InProcess::new(), InProcess::new());
         let memory = Arc::new(HostRegion::new(4).unwrap());
-        let theirs = there.register(memory.clone(), Access::Write).unwrap();
-        here.register(Arc::new(HostRegion::new(4).unwrap()), Access::Write).unwrap();
+        let theirs = there.register(memory.clone(), RemoteAccess::Write).unwrap();
+        here.register(Arc::new(HostRegion::new(4).unwrap()), RemoteAccess::Write).unwrap();
         assert_eq!(here.connect(memory, &theirs).err().unwrap().kind, ErrorKind::Unsupported);
     }
 }

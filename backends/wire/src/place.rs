@@ -14,13 +14,13 @@ fn in_use() -> MutexGuard<'static, BTreeMap<usize, usize>> {
 }
 
 /// Mapped memory, kept alive and where it is.
-pub(crate) struct Place {
+pub(crate) struct PinnedRange {
     _memory: Arc<dyn SharedMemory>,
     address: usize,
     bytes: u64,
 }
 
-impl Place {
+impl PinnedRange {
     /// Where `memory` lies.
     ///
     /// # Errors
@@ -31,7 +31,7 @@ impl Place {
             Error::unsupported("this memory has no address; stage through memory that has one (HostRegion)")
         })?;
         *in_use.entry(mapping.address).or_default() += 1;
-        Ok(Place { _memory: memory, address: mapping.address, bytes: mapping.bytes })
+        Ok(PinnedRange { _memory: memory, address: mapping.address, bytes: mapping.bytes })
     }
 
     /// Length in bytes.
@@ -49,7 +49,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for PinnedRange {
     fn drop(&mut self) {
         let mut in_use = in_use();
         if let Some(count) = in_use.get_mut(&self.address) {
@@ -83,7 +83,7 @@ mod tests {
     #[test]
     fn an_address_is_given_only_inside() {
         let memory = Arc::new(HostRegion::new(8).unwrap());
-        let place = Place::new(memory.clone()).unwrap();
+        let place = PinnedRange::new(memory.clone()).unwrap();
         assert_eq!(place.address(3, 5).unwrap() as usize, memory.mapping().unwrap().address + 3);
         for (offset, bytes) in [(8, 1), (0, 9), (u64::MAX, 1)] {
             assert_eq!(place.address(offset, bytes).unwrap_err().kind, ErrorKind::Invalid);
@@ -94,7 +94,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn memory_in_use_by_address_is_not_renewed() {
         let memory = Arc::new(HostRegion::new(8).unwrap());
-        let places = [(); 2].map(|()| Place::new(memory.clone()).unwrap());
+        let places = [(); 2].map(|()| PinnedRange::new(memory.clone()).unwrap());
         for place in places {
             assert_eq!(renew(&*memory).unwrap_err().kind, ErrorKind::Unsupported);
             drop(place);

@@ -1,8 +1,8 @@
 //! Who may talk to whom over a socket.
 
-use crate::link::Link;
+use crate::link::SecureStream;
 #[cfg(feature = "tls")]
-use crate::tls::Identity;
+use crate::tls::TlsIdentity;
 use mixfleet_hal::{Error, Result};
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -20,7 +20,7 @@ pub enum Security {
     Insecure,
     /// Under TLS 1.3, both ends with certificates of one authority.
     #[cfg(feature = "tls")]
-    Tls(Arc<Identity>),
+    Tls(Arc<TlsIdentity>),
 }
 
 impl Security {
@@ -38,25 +38,25 @@ impl Security {
     }
 
     /// The passive end of a handshake.
-    pub(crate) fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
+    pub(crate) fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
         match self {
             #[cfg(feature = "tls")]
             Security::Tls(identity) => identity.accept(socket, deadline),
             _ => {
                 let _ = deadline;
-                Ok(Link::plain(socket))
+                Ok(SecureStream::plain(socket))
             }
         }
     }
 
     /// The active end of a handshake.
-    pub(crate) fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
+    pub(crate) fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
         match self {
             #[cfg(feature = "tls")]
             Security::Tls(identity) => identity.connect(socket, deadline),
             _ => {
                 let _ = deadline;
-                Ok(Link::plain(socket))
+                Ok(SecureStream::plain(socket))
             }
         }
     }
@@ -64,11 +64,11 @@ impl Security {
     /// The passive end of a handshake that has only begun: it goes on as the link receives, and what came is only
     /// seen when it has ended well. Flush after each `receive`.
     #[cfg(all(feature = "verbs", target_os = "linux"))]
-    pub(crate) fn begin_accept(&self, socket: TcpStream) -> io::Result<Link> {
+    pub(crate) fn begin_accept(&self, socket: TcpStream) -> io::Result<SecureStream> {
         match self {
             #[cfg(feature = "tls")]
             Security::Tls(identity) => identity.begin_accept(socket),
-            _ => Ok(Link::plain(socket)),
+            _ => Ok(SecureStream::plain(socket)),
         }
     }
 }

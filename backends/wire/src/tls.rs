@@ -1,6 +1,6 @@
 //! Mutual TLS: who has no certificate of the fleet's authority, with the fleet's name, neither reads nor writes.
 
-use crate::link::{Link, remaining};
+use crate::link::{SecureStream, remaining};
 use crate::named::{NamedClients, NamedServers};
 use mixfleet_hal::{Error, Result};
 use rustls::client::WebPkiServerVerifier;
@@ -24,7 +24,7 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// A member's certificates, as text.
 #[derive(Clone, Copy)]
-pub struct Pem<'a> {
+pub struct TlsPem<'a> {
     /// Of the authority that signed all members.
     pub authority: &'a str,
     /// Of this member, and those between it and the authority.
@@ -40,7 +40,7 @@ pub struct Pem<'a> {
 
 /// A member's certificates, as files: looked at now and then, and read anew when they have changed.
 #[derive(Clone, Debug)]
-pub struct Files {
+pub struct TlsFiles {
     /// As [`Pem::authority`].
     pub authority: PathBuf,
     /// As [`Pem::certificates`].
@@ -55,7 +55,7 @@ pub struct Files {
 
 /// What a member is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum TlsMemberKind {
     /// It decides.
     Router,
     /// It has devices.
@@ -66,8 +66,8 @@ pub enum Kind {
 pub type OnRenewal = dyn Fn(std::result::Result<(), Error>) + Send + Sync;
 
 /// What a member shows to others, and whom it believes.
-pub struct Identity {
-    files: Option<(Files, Box<OnRenewal>)>,
+pub struct TlsIdentity {
+    files: Option<(TlsFiles, Box<OnRenewal>)>,
     fleet: String,
     current: Mutex<Current>,
 }
@@ -97,7 +97,7 @@ struct Configs {
 
 /// Which end of a connection showed its certificates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum TlsEnd {
     /// The one that called.
     Caller,
     /// The one that was called.
@@ -105,10 +105,10 @@ pub enum End {
 }
 
 /// Says whether who showed its certificates when a connection began is believed still: a list of revoked ones may have come.
-pub struct Watch {
-    identity: Arc<Identity>,
+pub struct RevocationWatch {
+    identity: Arc<TlsIdentity>,
     shown: Vec<CertificateDer<'static>>,
-    end: End,
+    end: TlsEnd,
     /// That a certificate ends while its connection lives is no reason to end it.
     began: UnixTime,
     /// Of the files that it was held to last.
@@ -116,7 +116,7 @@ pub struct Watch {
     is_believed: bool,
 }
 
-impl Watch {
+impl RevocationWatch {
     /// As of the files that are there now, looked at once a second at most.
     pub fn is_believed(&mut self) -> bool {
         if let Some((generation, configs)) = self.identity.newer(self.generation) {
@@ -130,7 +130,7 @@ impl Watch {
 /// A file's length, time and number: another file is in its place when one differs.
 type Stamp = (u64, Option<SystemTime>, u64);
 
-impl std::fmt::Debug for Identity {
+impl std::fmt::Debug for TlsIdentity {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Identity({})", self.fleet)
     }
@@ -144,16 +144,16 @@ fn name(text: &str) -> Result<ServerName<'static>> {
     ServerName::try_from(text.to_owned()).map_err(|error| bad("the fleet's name")(&error))
 }
 
-fn names(fleet: &str, kinds: &[Kind]) -> Result<Vec<ServerName<'static>>> {
-    let of = |kind: &Kind| match kind {
-        Kind::Router => name(&format!("router.{fleet}")),
-        Kind::Worker => name(&format!("worker.{fleet}")),
+fn names(fleet: &str, kinds: &[TlsMemberKind]) -> Result<Vec<ServerName<'static>>> {
+    let of = |kind: &TlsMemberKind| match kind {
+        TlsMemberKind::Router => name(&format!("router.{fleet}")),
+        TlsMemberKind::Worker => name(&format!("worker.{fleet}")),
     };
     std::iter::once(name(fleet)).chain(kinds.iter().map(of)).collect()
 }
 
 impl Configs {
-    fn new(pem: &Pem<'_>) -> Result<Self> {
+    fn new(pem: &TlsPem<'_>) -> Result<Self> {
         let certificates = |text: &str| {
             CertificateDer::pem_slice_iter(text.as_bytes()).collect::<std::result::Result<Vec<_>, _>>()
         };
@@ -179,7 +179,7 @@ impl Configs {
             .build()
             .map_err(|e| of_authority(&e))?;
         let failed = |error: rustls::Error| bad("this member's certificate and key")(&error);
-        let server = |kinds: &[Kind]| -> Result<ServerConfig> {
+        let server = |kinds: &[TlsMemberKind]| -> Result<ServerConfig> {
             let clients = NamedClients { inner: clients.clone(), names: names(pem.fleet, kinds)? };
             let mut server = ServerConfig::builder_with_provider(provider.clone())
                 .with_protocol_versions(&[&rustls::version::TLS13])
@@ -191,7 +191,8 @@ impl Configs {
             server.send_tls13_tickets = 0;
             Ok(server)
         };
-        let servers = Arc::new(NamedServers { inner: servers, names: names(pem.fleet, &[Kind::Worker])? });
+        let servers =
+            Arc::new(NamedServers { inner: servers, names: names(pem.fleet, &[TlsMemberKind::Worker])? });
         let mut client = ClientConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(failed)?
@@ -200,12 +201,12 @@ impl Configs {
             .with_client_auth_cert(chain.clone(), key()?)
             .map_err(failed)?;
         client.resumption = rustls::client::Resumption::disabled();
-        let mut control_server = server(&[Kind::Router, Kind::Worker])?;
+        let mut control_server = server(&[TlsMemberKind::Router, TlsMemberKind::Worker])?;
         let mut control_client = client.clone();
         control_server.alpn_protocols = vec![b"h2".to_vec()];
         control_client.alpn_protocols = vec![b"h2".to_vec()];
         Ok(Configs {
-            server: Arc::new(server(&[Kind::Worker])?),
+            server: Arc::new(server(&[TlsMemberKind::Worker])?),
             control_server: Arc::new(control_server),
             client: Arc::new(client),
             control_client: Arc::new(control_client),
@@ -214,11 +215,11 @@ impl Configs {
         })
     }
 
-    fn believe(&self, shown: &[CertificateDer<'_>], end: End, began: UnixTime) -> bool {
+    fn believe(&self, shown: &[CertificateDer<'_>], end: TlsEnd, began: UnixTime) -> bool {
         let Some((member, authorities)) = shown.split_first() else { return false };
         match end {
-            End::Caller => self.clients.verify_client_cert(member, authorities, began).is_ok(),
-            End::Called => {
+            TlsEnd::Caller => self.clients.verify_client_cert(member, authorities, began).is_ok(),
+            TlsEnd::Called => {
                 let any = &self.servers.names[0];
                 self.servers.verify_server_cert(member, authorities, any, &[], began).is_ok()
             }
@@ -226,7 +227,7 @@ impl Configs {
     }
 }
 
-impl Files {
+impl TlsFiles {
     fn paths(&self) -> impl Iterator<Item = &Path> {
         let needed = [&self.authority, &self.certificates, &self.key];
         needed.into_iter().chain(self.revoked.as_ref()).map(PathBuf::as_path)
@@ -247,7 +248,7 @@ impl Files {
                 .map_err(|error| Error::invalid(format!("{}: {error}", path.display())))
         };
         let revoked = self.revoked.as_deref().map(text).transpose()?.unwrap_or_default();
-        Configs::new(&Pem {
+        Configs::new(&TlsPem {
             authority: &text(&self.authority)?,
             certificates: &text(&self.certificates)?,
             key: &text(&self.key)?,
@@ -257,25 +258,25 @@ impl Files {
     }
 }
 
-impl Identity {
+impl TlsIdentity {
     /// Of certificates that stay as they are.
     ///
     /// # Errors
     /// `Invalid` with what is wrong with them.
-    pub fn new(pem: &Pem<'_>) -> Result<Self> {
+    pub fn new(pem: &TlsPem<'_>) -> Result<Self> {
         let current = Current::new(Configs::new(pem)?, Vec::new());
-        Ok(Identity { files: None, fleet: pem.fleet.into(), current: Mutex::new(current) })
+        Ok(TlsIdentity { files: None, fleet: pem.fleet.into(), current: Mutex::new(current) })
     }
 
     /// Of files: connections that begin later use what stands there then, if it can be used.
     ///
     /// # Errors
     /// `Invalid` with what is wrong with them now.
-    pub fn of_files(files: Files, on_renewal: Box<OnRenewal>) -> Result<Self> {
+    pub fn of_files(files: TlsFiles, on_renewal: Box<OnRenewal>) -> Result<Self> {
         // Stamps first: what is written meanwhile is read again.
         let stamps = files.stamps();
         let current = Mutex::new(Current::new(files.read()?, stamps));
-        Ok(Identity { fleet: files.fleet.clone(), files: Some((files, on_renewal)), current })
+        Ok(TlsIdentity { fleet: files.fleet.clone(), files: Some((files, on_renewal)), current })
     }
 
     fn configs(&self) -> Configs {
@@ -299,10 +300,10 @@ impl Identity {
     }
 
     /// Watches over who has shown these certificates, its own first, and was accepted.
-    pub fn watch(self: &Arc<Self>, shown: &[CertificateDer<'_>], end: End) -> Watch {
+    pub fn watch(self: &Arc<Self>, shown: &[CertificateDer<'_>], end: TlsEnd) -> RevocationWatch {
         let shown = shown.iter().map(|certificate| certificate.clone().into_owned()).collect();
         let (identity, began) = (self.clone(), UnixTime::now());
-        Watch { identity, shown, end, began, generation: None, is_believed: true }
+        RevocationWatch { identity, shown, end, began, generation: None, is_believed: true }
     }
 
     /// For who accepts calls of routers and workers by HTTP/2.
@@ -321,26 +322,30 @@ impl Identity {
     }
 
     /// Whether a certificate that was accepted is of such a member.
-    pub fn is_of(&self, certificate: &CertificateDer<'_>, kind: Kind) -> bool {
+    pub fn is_of(&self, certificate: &CertificateDer<'_>, kind: TlsMemberKind) -> bool {
         names(&self.fleet, &[kind]).is_ok_and(|names| crate::named::has_one(certificate, &names))
     }
 
     /// The passive end of a handshake: when it returns, the peer has shown a certificate.
-    pub(crate) fn accept(self: &Arc<Self>, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
+    pub(crate) fn accept(self: &Arc<Self>, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
         let connection = ServerConnection::new(self.configs().server).map_err(io::Error::other)?;
         shake(self, socket, connection.into(), deadline)
     }
 
     /// As [`accept`](Self::accept), but the handshake goes on as the link receives.
     #[cfg(all(feature = "verbs", target_os = "linux"))]
-    pub(crate) fn begin_accept(self: &Arc<Self>, socket: TcpStream) -> io::Result<Link> {
+    pub(crate) fn begin_accept(self: &Arc<Self>, socket: TcpStream) -> io::Result<SecureStream> {
         let mut connection = ServerConnection::new(self.configs().server).map_err(io::Error::other)?;
         connection.set_buffer_limit(Some(AHEAD_BYTES));
-        Ok(Link::tls(socket, Session::new(connection.into(), self)))
+        Ok(SecureStream::tls(socket, TlsSession::new(connection.into(), self)))
     }
 
     /// The active end of a handshake.
-    pub(crate) fn connect(self: &Arc<Self>, socket: TcpStream, deadline: Instant) -> io::Result<Link> {
+    pub(crate) fn connect(
+        self: &Arc<Self>,
+        socket: TcpStream,
+        deadline: Instant,
+    ) -> io::Result<SecureStream> {
         let connection = ClientConnection::new(self.configs().client, self.server_name());
         shake(self, socket, connection.map_err(io::Error::other)?.into(), deadline)
     }
@@ -352,7 +357,7 @@ impl Current {
     }
 
     /// Reads the files if they have changed. Those that cannot be used are tried again: they may be half written.
-    fn look(&mut self, files: &Files, on_renewal: &OnRenewal) {
+    fn look(&mut self, files: &TlsFiles, on_renewal: &OnRenewal) {
         self.looked = Instant::now();
         let stamps = files.stamps();
         if stamps == self.stamps {
@@ -374,16 +379,16 @@ impl Current {
 }
 
 fn shake(
-    identity: &Arc<Identity>,
+    identity: &Arc<TlsIdentity>,
     socket: TcpStream,
     mut connection: Connection,
     deadline: Instant,
-) -> io::Result<Link> {
+) -> io::Result<SecureStream> {
     connection.set_buffer_limit(Some(AHEAD_BYTES));
     while connection.is_handshaking() {
         connection.complete_io(&mut Timed { socket: &socket, deadline })?;
     }
-    Ok(Link::tls(socket, Session::new(connection, identity)))
+    Ok(SecureStream::tls(socket, TlsSession::new(connection, identity)))
 }
 
 /// A blocking socket until `deadline`, however slowly the peer's bytes come.
@@ -411,16 +416,16 @@ impl Write for Timed<'_> {
 }
 
 /// The state of an encrypted stream.
-pub(crate) struct Session {
+pub(crate) struct TlsSession {
     connection: Connection,
-    identity: Arc<Identity>,
+    identity: Arc<TlsIdentity>,
     /// Of the other end, once it has shown who it is.
-    watch: Option<Watch>,
+    watch: Option<RevocationWatch>,
 }
 
-impl Session {
-    fn new(connection: Connection, identity: &Arc<Identity>) -> Self {
-        Session { connection, identity: identity.clone(), watch: None }
+impl TlsSession {
+    fn new(connection: Connection, identity: &Arc<TlsIdentity>) -> Self {
+        TlsSession { connection, identity: identity.clone(), watch: None }
     }
 
     /// Ends what goes on with a member whose certificate was taken back.
@@ -428,12 +433,12 @@ impl Session {
         if self.watch.is_none() && !self.connection.is_handshaking() {
             let shown = self.connection.peer_certificates().unwrap_or_default();
             let end = match &self.connection {
-                Connection::Client(_) => End::Called,
-                Connection::Server(_) => End::Caller,
+                Connection::Client(_) => TlsEnd::Called,
+                Connection::Server(_) => TlsEnd::Caller,
             };
             self.watch = Some(self.identity.watch(shown, end));
         }
-        match self.watch.as_mut().is_none_or(Watch::is_believed) {
+        match self.watch.as_mut().is_none_or(RevocationWatch::is_believed) {
             true => Ok(()),
             false => Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,

@@ -12,10 +12,10 @@ mod others;
 mod reached;
 
 pub use names::closest_names;
-pub use reached::Reached;
+pub use reached::MeasuredEfficiency;
 
 use crate::DType;
-use crate::profile::{CopyCost, DeviceProfile, Line, Point, Provenance};
+use crate::profile::{CopyCost, DeviceProfile, LinearSegment, Point, Provenance};
 use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, GB, Seconds};
 use serde::Serialize;
 use std::sync::LazyLock;
@@ -36,13 +36,13 @@ pub struct Part {
     /// Arithmetic rates.
     pub rates: Rates,
     /// Its memory.
-    pub memory: Memory,
+    pub memory: MemorySpec,
     /// Power limit of the part, in watts.
     pub power_w: Option<f64>,
     /// To the host; GB/s in one direction.
-    pub host_link: Option<Link>,
+    pub host_link: Option<LinkSpec>,
     /// To its peers; GB/s of both directions together, as vendors count it.
-    pub scale_up: Option<Link>,
+    pub scale_up: Option<LinkSpec>,
     /// How far to trust the numbers.
     pub confidence: Confidence,
     /// Where they come from.
@@ -143,7 +143,7 @@ impl Rates {
 
 /// A part's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Memory {
+pub struct MemorySpec {
     /// `HBM3`, `GDDR6X`, `DDR5-4800x12`.
     pub technology: &'static str,
     /// Size in GB (1e9 bytes), as far as users can have it.
@@ -152,21 +152,21 @@ pub struct Memory {
     pub bandwidth_gb_s: f64,
 }
 
-const fn memory(technology: &'static str, size_gb: f64, bandwidth_gb_s: f64) -> Memory {
-    Memory { technology, size_gb, bandwidth_gb_s }
+const fn memory(technology: &'static str, size_gb: f64, bandwidth_gb_s: f64) -> MemorySpec {
+    MemorySpec { technology, size_gb, bandwidth_gb_s }
 }
 
 /// A link's name and rate.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Link {
+pub struct LinkSpec {
     /// `PCIe5x16`, `NVLink4`.
     pub name: &'static str,
     /// GB/s.
     pub gb_s: f64,
 }
 
-const fn link(name: &'static str, gb_s: f64) -> Option<Link> {
-    Some(Link { name, gb_s })
+const fn link(name: &'static str, gb_s: f64) -> Option<LinkSpec> {
+    Some(LinkSpec { name, gb_s })
 }
 
 /// Cost of handing one batch of commands to an accelerator. A datasheet has no such number; this is
@@ -201,7 +201,7 @@ impl Part {
             _ => (LAUNCH_ACCELERATOR, LAUNCH_PER_COMMAND_ACCELERATOR),
         };
         let host = CopyCost(self.host_link.map_or_else(Vec::new, |link| {
-            vec![Line { from: Bytes::ZERO, fixed: launch, seconds_per_byte: 1.0 / (link.gb_s * GB) }]
+            vec![LinearSegment { from: Bytes::ZERO, fixed: launch, seconds_per_byte: 1.0 / (link.gb_s * GB) }]
         }));
         let remark = format!("a claim, not a measurement: {}", self.sources);
         DeviceProfile {
@@ -221,7 +221,7 @@ impl Part {
     }
 
     /// What others measured kernels to reach of this datasheet, where somebody published it.
-    pub fn reached(&self) -> Option<&'static Reached> {
+    pub fn reached(&self) -> Option<&'static MeasuredEfficiency> {
         reached::reached(self.id)
     }
 

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 /// Shares of the datasheet's rates that vLLM's kernels were measured to reach, in bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Reached {
+pub struct MeasuredEfficiency {
     /// The part.
     pub id: &'static str,
     /// Of memory bandwidth: decode attention, 64 query and 8 KV heads of 128, context 4096, batch 32 to 64.
@@ -20,11 +20,11 @@ pub struct Reached {
 
 const AICONFIGURATOR: &str = "derived from aiconfigurator's vLLM kernel tables (Apache-2.0)";
 
-const fn vllm(id: &'static str, attention_decode: f64, gemm: f64, gemm_few_rows: f64) -> Reached {
-    Reached { id, attention_decode, gemm, gemm_few_rows, source: AICONFIGURATOR }
+const fn vllm(id: &'static str, attention_decode: f64, gemm: f64, gemm_few_rows: f64) -> MeasuredEfficiency {
+    MeasuredEfficiency { id, attention_decode, gemm, gemm_few_rows, source: AICONFIGURATOR }
 }
 
-const REACHED: &[Reached] = &[
+const REACHED: &[MeasuredEfficiency] = &[
     vllm("A100-SXM-80GB", 0.63, 0.91, 0.74),
     vllm("H100-SXM-80GB", 0.88, 0.80, 0.87),
     vllm("H200-SXM-141GB", 0.83, 0.78, 0.82),
@@ -32,7 +32,7 @@ const REACHED: &[Reached] = &[
     vllm("L40S", 0.74, 0.64, 0.83),
     vllm("RTX-PRO-6000-SE", 0.81, 0.85, 0.82),
     vllm("ARC-PRO-B60", 0.945, 0.90, 0.92),
-    Reached {
+    MeasuredEfficiency {
         id: "RTX-4090",
         attention_decode: 0.92,
         gemm: 0.99,
@@ -41,11 +41,11 @@ const REACHED: &[Reached] = &[
     },
 ];
 
-pub(super) fn reached(id: &str) -> Option<&'static Reached> {
+pub(super) fn reached(id: &str) -> Option<&'static MeasuredEfficiency> {
     REACHED.iter().find(|reached| reached.id == id)
 }
 
-impl Reached {
+impl MeasuredEfficiency {
     /// Operations of the kind at which the shares were measured, enough of them that a prediction between
     /// them stays between the shares; in bf16 and, as the kernels are the same, f16.
     pub(super) fn shares(&self) -> Vec<(OpSig, f64)> {

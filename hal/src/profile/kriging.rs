@@ -1,7 +1,7 @@
 //! Ordinary kriging (Matheron 1963): the best linear guess at a place from values nearby, whose mean is not
 //! known.
 
-use super::place::{DIMENSIONS, Place, distance};
+use super::place::{DIMENSIONS, FeaturePoint, distance};
 
 /// Values that a guess is made from.
 pub(super) const NEIGHBOURS: usize = 16;
@@ -16,7 +16,7 @@ const NOISE_PER_MISMATCH: f64 = 0.1;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Near<'a> {
     /// Where it was measured.
-    pub(super) at: &'a Place,
+    pub(super) at: &'a FeaturePoint,
     /// What was measured.
     pub(super) value: f64,
     /// How unlike the operation is beyond its place.
@@ -27,7 +27,7 @@ pub(super) struct Near<'a> {
 pub(super) fn guess(near: &[Near<'_>], at: &[f64; DIMENSIONS]) -> f64 {
     const N: usize = NEIGHBOURS;
     let n = near.len().min(N);
-    let covariance = |a: &Place, b: &Place| (-distance(a, b) / LENGTH).exp();
+    let covariance = |a: &FeaturePoint, b: &FeaturePoint| (-distance(a, b) / LENGTH).exp();
     // the lower triangle becomes its own Cholesky factor
     let mut factor = [[0.0; N]; N]; // [n, n]
     for i in 0..n {
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn places(count: usize) -> impl Strategy<Value = Vec<(Place, f64)>> {
+    fn places(count: usize) -> impl Strategy<Value = Vec<(FeaturePoint, f64)>> {
         let place = proptest::array::uniform6(0.0..20.0);
         proptest::collection::vec((place, -2.0..2.0), 1..=count)
     }

@@ -5,7 +5,7 @@ use crate::{DType, OpSig};
 /// Coordinates of an operation: log2 of its bytes, then of its shape; unused ones are 0.
 pub(super) const DIMENSIONS: usize = 6;
 /// A place among the operations of a class.
-pub(super) type Place = [f64; DIMENSIONS];
+pub(super) type FeaturePoint = [f64; DIMENSIONS];
 
 /// Weight of bytes in the distance; the others have 1. Caches make efficiency jump along lines of equal
 /// traffic.
@@ -13,32 +13,32 @@ const BYTES_WEIGHT: f64 = 2.0;
 
 /// Operations that run the same kernels: the kind, the dtype of the input and that of weights or keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Class {
+pub(super) struct KernelClass {
     pub(super) name: &'static str,
     pub(super) dtypes: [DType; 2],
     /// Decode attention in which several query heads share a KV head: engines have a kernel of its own for it.
     pub(super) grouped: bool,
 }
 
-impl Class {
+impl KernelClass {
     pub(super) fn of(sig: &OpSig) -> Self {
         let dtypes = match *sig {
             OpSig::Gemm { x, weight, .. } => [x, weight],
             OpSig::AttnPrefill { x, kv, .. } | OpSig::AttnDecode { x, kv, .. } => [x, kv],
             _ => [narrowest(sig); 2],
         };
-        Class { name: sig.name(), dtypes, grouped: grouped(sig) }
+        KernelClass { name: sig.name(), dtypes, grouped: grouped(sig) }
     }
 }
 
 /// Euclidean distance, bytes weighted.
-pub(super) fn distance(a: &Place, b: &Place) -> f64 {
+pub(super) fn distance(a: &FeaturePoint, b: &FeaturePoint) -> f64 {
     let bytes = along_bytes(a, b);
     (1..DIMENSIONS).map(|d| (a[d] - b[d]).powi(2)).sum::<f64>().mul_add(1.0, bytes * bytes).sqrt()
 }
 
 /// The part of [`distance`] that bytes alone make.
-pub(super) fn along_bytes(a: &Place, b: &Place) -> f64 {
+pub(super) fn along_bytes(a: &FeaturePoint, b: &FeaturePoint) -> f64 {
     BYTES_WEIGHT * (a[0] - b[0]).abs()
 }
 

@@ -9,7 +9,7 @@
 
 use super::kriging::{self, NEIGHBOURS, Near};
 use super::law::Law;
-use super::place::{Class, DIMENSIONS, Place, along_bytes, coordinates, distance, mismatch};
+use super::place::{DIMENSIONS, FeaturePoint, KernelClass, along_bytes, coordinates, distance, mismatch};
 use super::{DeviceProfile, Point};
 use crate::OpSig;
 use crate::units::Seconds;
@@ -30,7 +30,7 @@ const LIKENESS: f64 = 0.005;
 #[derive(Clone, Debug)]
 struct Row {
     sig: OpSig,
-    at: Place,
+    at: FeaturePoint,
     /// ln(time / law) less what other devices say about it.
     rest: f64,
 }
@@ -52,9 +52,9 @@ struct Group {
 pub struct Predictor {
     /// The profile without its points.
     profile: DeviceProfile,
-    groups: HashMap<Class, Group>,
+    groups: HashMap<KernelClass, Group>,
     /// The class that stands in for those of the same kind without points.
-    largest: HashMap<&'static str, Class>,
+    largest: HashMap<&'static str, KernelClass>,
     exact: HashMap<OpSig, Seconds>,
     others: Arc<[Predictor]>,
 }
@@ -76,24 +76,25 @@ impl Predictor {
     }
 
     fn prepare(profile: &DeviceProfile, others: &[Predictor]) -> Self {
-        let mut classes: HashMap<Class, Vec<&Point>> = HashMap::new();
+        let mut classes: HashMap<KernelClass, Vec<&Point>> = HashMap::new();
         for other in others {
             classes.extend(other.groups.keys().map(|class| (*class, Vec::new())));
         }
         let mut exact = HashMap::new();
         for point in &profile.points {
             exact.entry(point.sig).or_insert(point.time);
-            classes.entry(Class::of(&point.sig)).or_default().push(point);
+            classes.entry(KernelClass::of(&point.sig)).or_default().push(point);
         }
-        let mut largest: HashMap<&'static str, Class> = HashMap::new();
-        for class in profile.points.iter().map(|point| Class::of(&point.sig)) {
+        let mut largest: HashMap<&'static str, KernelClass> = HashMap::new();
+        for class in profile.points.iter().map(|point| KernelClass::of(&point.sig)) {
             let old = largest.entry(class.name).or_insert(class);
             if classes[&class].len() > classes[old].len() {
                 *old = class;
             }
         }
-        let group =
-            |(class, points): (Class, Vec<&Point>)| (class, Group::new(profile, class, &points, others));
+        let group = |(class, points): (KernelClass, Vec<&Point>)| {
+            (class, Group::new(profile, class, &points, others))
+        };
         let groups = classes.into_iter().map(group).collect();
         Predictor { profile: profile.without_points(), groups, largest, exact, others: others.into() }
     }
@@ -103,7 +104,7 @@ impl Predictor {
         if let Some(time) = self.exact.get(sig) {
             return *time;
         }
-        let class = Class::of(sig);
+        let class = KernelClass::of(sig);
         let stand_in = || self.groups.get(self.largest.get(class.name)?);
         match self.groups.get(&class).or_else(stand_in) {
             Some(group) => {
@@ -127,20 +128,20 @@ impl Predictor {
 
     /// ln(predicted / law) of `sig`, from points of its own class alone.
     fn beyond_law(&self, sig: &OpSig) -> Option<f64> {
-        let group = self.groups.get(&Class::of(sig))?;
+        let group = self.groups.get(&KernelClass::of(sig))?;
         Some(group.rest(sig) + group.shape(&self.others, sig))
     }
 }
 
 /// One question to an unprepared profile: only the points of one class matter.
 pub(super) fn time(profile: &DeviceProfile, sig: &OpSig) -> Seconds {
-    let class = Class::of(sig);
-    let (mut same, mut classes) = (Vec::new(), Vec::<(Class, Vec<&Point>)>::new());
+    let class = KernelClass::of(sig);
+    let (mut same, mut classes) = (Vec::new(), Vec::<(KernelClass, Vec<&Point>)>::new());
     for point in profile.points.iter().filter(|point| point.sig.name() == class.name) {
         if point.sig == *sig {
             return point.time;
         }
-        let of = Class::of(&point.sig);
+        let of = KernelClass::of(&point.sig);
         if of == class {
             same.push(point);
         } else if let Some((_, points)) = classes.iter_mut().find(|(known, _)| *known == of) {
@@ -150,7 +151,8 @@ pub(super) fn time(profile: &DeviceProfile, sig: &OpSig) -> Seconds {
         }
     }
     if same.is_empty() {
-        let larger = |a: (Class, Vec<_>), b: (Class, Vec<_>)| if b.1.len() > a.1.len() { b } else { a };
+        let larger =
+            |a: (KernelClass, Vec<_>), b: (KernelClass, Vec<_>)| if b.1.len() > a.1.len() { b } else { a };
         same = classes.into_iter().reduce(larger).map_or_else(Vec::new, |(_, points)| points);
     }
     if same.is_empty() {
@@ -161,7 +163,7 @@ pub(super) fn time(profile: &DeviceProfile, sig: &OpSig) -> Seconds {
 }
 
 impl Group {
-    fn new(profile: &DeviceProfile, class: Class, points: &[&Point], others: &[Predictor]) -> Self {
+    fn new(profile: &DeviceProfile, class: KernelClass, points: &[&Point], others: &[Predictor]) -> Self {
         let laws: Vec<Law> = others.iter().filter_map(|other| Some(other.groups.get(&class)?.law)).collect();
         let law = match laws.as_slice() {
             [] => Law::fit(profile, points),
@@ -203,7 +205,7 @@ impl Group {
 
     /// The nearest rows, the nearest first. Rows are walked away from `at` on both sides until bytes alone
     /// make them too far.
-    fn nearest<'a>(&'a self, sig: &OpSig, at: &Place) -> Vec<Near<'a>> {
+    fn nearest<'a>(&'a self, sig: &OpSig, at: &FeaturePoint) -> Vec<Near<'a>> {
         let mut found: Vec<(f64, &'a Row)> = Vec::with_capacity(NEIGHBOURS + 1);
         let middle = self.rows.partition_point(|row| row.at[0] < at[0]);
         let (mut below, mut above) =
@@ -233,7 +235,7 @@ impl Group {
 
     /// From the points that differ in their rows alone, next below and next above, if these are near: a
     /// kernel's time is a staircase over rows, and a surface through more points would smooth the step.
-    fn between(&self, sig: &OpSig, at: &Place) -> Option<f64> {
+    fn between(&self, sig: &OpSig, at: &FeaturePoint) -> Option<f64> {
         if at[1] > STEP_ROWS_MAX {
             return None;
         }
@@ -261,12 +263,12 @@ impl Group {
 }
 
 /// A shape without its row count, and whatever it is that bytes depend on.
-fn series_of(at: &Place) -> [u64; DIMENSIONS - 2] {
+fn series_of(at: &FeaturePoint) -> [u64; DIMENSIONS - 2] {
     std::array::from_fn(|d| at[d + 2].to_bits())
 }
 
 /// How much each of the others counts: by the inverse of its mean square difference over `rows`.
-fn likeness(class: Class, rows: &[Row], others: &[Predictor]) -> Vec<f64> {
+fn likeness(class: KernelClass, rows: &[Row], others: &[Predictor]) -> Vec<f64> {
     let like = |other: &Predictor| {
         if !other.groups.contains_key(&class) {
             return 0.0;

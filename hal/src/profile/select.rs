@@ -1,6 +1,6 @@
 //! Which operations are worth measuring.
 
-use super::place::{Class, Place, coordinates, distance};
+use super::place::{FeaturePoint, KernelClass, coordinates, distance};
 use crate::OpSig;
 use std::collections::HashMap;
 
@@ -12,11 +12,11 @@ const JUDGES_MAX: usize = 256;
 /// one that shortens the way from all candidates to their nearest chosen one most (greedy facility location;
 /// Nemhauser, Wolsey & Fisher 1978: at least 63 % of the best that is possible).
 pub fn worth_measuring(candidates: &[OpSig], count: usize) -> Vec<OpSig> {
-    let (mut order, mut classes) = (Vec::new(), HashMap::<Class, Vec<(OpSig, Place)>>::new());
+    let (mut order, mut classes) = (Vec::new(), HashMap::<KernelClass, Vec<(OpSig, FeaturePoint)>>::new());
     for sig in candidates {
-        let of = classes.entry(Class::of(sig)).or_default();
+        let of = classes.entry(KernelClass::of(sig)).or_default();
         if of.is_empty() {
-            order.push(Class::of(sig));
+            order.push(KernelClass::of(sig));
         }
         of.push((*sig, coordinates(sig)));
     }
@@ -29,13 +29,13 @@ pub fn worth_measuring(candidates: &[OpSig], count: usize) -> Vec<OpSig> {
     chosen
 }
 
-fn spread(candidates: &[(OpSig, Place)], count: usize) -> Vec<OpSig> {
-    let judges: Vec<&Place> =
+fn spread(candidates: &[(OpSig, FeaturePoint)], count: usize) -> Vec<OpSig> {
+    let judges: Vec<&FeaturePoint> =
         candidates.iter().step_by(candidates.len().div_ceil(JUDGES_MAX)).map(|(_, at)| at).collect();
     let mut way = vec![f64::INFINITY; judges.len()];
     let mut chosen = Vec::new();
     for _ in 0..count.min(candidates.len()) {
-        let total = |at: &Place| {
+        let total = |at: &FeaturePoint| {
             judges.iter().zip(&way).map(|(judge, way)| distance(judge, at).min(*way)).sum::<f64>()
         };
         let left = candidates.iter().filter(|(sig, _)| !chosen.contains(sig));

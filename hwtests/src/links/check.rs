@@ -2,9 +2,9 @@
 //! else, both ways; what is out of bounds or forbidden is refused; after deregistration nothing lands.
 
 use super::pattern;
-use crate::validate::case::{CaseResult, Status};
+use crate::validate::case::{CaseResult, CaseStatus};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,7 +48,7 @@ pub fn run(ends: &Ends<'_>, group: &str, wanted: &dyn Fn(&str) -> bool, emit: &m
     for (id, (_, demand)) in cases(group).zip(DEMANDS).filter(|(id, _)| wanted(id)) {
         emit(match demand(ends) {
             Ok(()) => CaseResult::pass(id),
-            Err(why) => CaseResult::new(id, Status::Fail, why),
+            Err(why) => CaseResult::new(id, CaseStatus::Fail, why),
         });
     }
 }
@@ -62,7 +62,7 @@ struct Joined {
 }
 
 impl Joined {
-    fn new(ends: &Ends<'_>, access: Access) -> Result<Self> {
+    fn new(ends: &Ends<'_>, access: RemoteAccess) -> Result<Self> {
         let (near, far) = ((ends.make)(BYTES)?, (ends.make)(BYTES)?);
         near.store(0, &pattern(BYTES, 1))?;
         far.store(0, &pattern(BYTES, 2))?;
@@ -115,7 +115,7 @@ fn expected(mut target: Vec<u8>, source: &[u8], copies: impl Iterator<Item = (u6
 }
 
 fn scattered_writes(ends: &Ends<'_>) -> std::result::Result<(), String> {
-    let mut joined = Joined::new(ends, Access::ReadWrite).map_err(text)?;
+    let mut joined = Joined::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
     joined.write(&pieces()).map_err(text)?;
     let copies = pieces().into_iter().map(|p| (p.local, p.remote, p.bytes));
     let want = expected(pattern(BYTES, 2), &pattern(BYTES, 1), copies);
@@ -125,7 +125,7 @@ fn scattered_writes(ends: &Ends<'_>) -> std::result::Result<(), String> {
 }
 
 fn reads(ends: &Ends<'_>) -> std::result::Result<(), String> {
-    let mut joined = Joined::new(ends, Access::ReadWrite).map_err(text)?;
+    let mut joined = Joined::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
     joined.read(&pieces()).map_err(text)?;
     let copies = pieces().into_iter().map(|p| (p.remote, p.local, p.bytes));
     let want = expected(pattern(BYTES, 1), &pattern(BYTES, 2), copies);
@@ -144,7 +144,7 @@ fn refused(result: Result<()>, kind: ErrorKind, what: &str) -> std::result::Resu
 }
 
 fn bounds(ends: &Ends<'_>) -> std::result::Result<(), String> {
-    let mut joined = Joined::new(ends, Access::ReadWrite).map_err(text)?;
+    let mut joined = Joined::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
     let good = Piece { local: 0, remote: 0, bytes: 64 };
     for bad in [
         Piece { local: 0, remote: BYTES - 1, bytes: 2 },
@@ -161,17 +161,17 @@ fn bounds(ends: &Ends<'_>) -> std::result::Result<(), String> {
 
 fn access(ends: &Ends<'_>) -> std::result::Result<(), String> {
     let piece = [Piece { local: 0, remote: 0, bytes: 64 }];
-    let mut written = Joined::new(ends, Access::Write).map_err(text)?;
+    let mut written = Joined::new(ends, RemoteAccess::Write).map_err(text)?;
     refused(written.read(&piece), ErrorKind::Invalid, "a read of what is for writing")?;
     ends.owner.deregister(&written.region).map_err(text)?;
-    let mut read = Joined::new(ends, Access::Read).map_err(text)?;
+    let mut read = Joined::new(ends, RemoteAccess::Read).map_err(text)?;
     refused(read.write(&piece), ErrorKind::Invalid, "a write to what is for reading")?;
     holds(&*read.far, &pattern(BYTES, 2), "the owner's memory")?;
     ends.owner.deregister(&read.region).map_err(text)
 }
 
 fn fence(ends: &Ends<'_>) -> std::result::Result<(), String> {
-    let mut joined = Joined::new(ends, Access::ReadWrite).map_err(text)?;
+    let mut joined = Joined::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
     ends.owner.deregister(&joined.region).map_err(text)?;
     let late = joined.write(&[Piece { local: 0, remote: 0, bytes: BYTES }]);
     if late.is_ok() {

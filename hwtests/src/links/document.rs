@@ -10,7 +10,7 @@ use std::fmt;
 /// Measured links.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(title = "mixfleet.links/1")]
-pub struct Document {
+pub struct LinksDocument {
     /// Name and version of the document: [`Document::SCHEMA`].
     pub schema: String,
     /// What measured them.
@@ -20,14 +20,14 @@ pub struct Document {
     /// Kernel, governor, load.
     pub conditions: Vec<Fact>,
     /// Every link that was tried.
-    pub links: Vec<Link>,
+    pub links: Vec<MeasuredLink>,
     /// Links that are not there to be tried.
     pub absent: Vec<Absence>,
 }
 
 /// One link, as it was tried. Without `problem` its data came back right before and after the times were taken.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Link {
+pub struct MeasuredLink {
     /// A transport's name, or `copy`.
     pub link: String,
     /// The near memory.
@@ -39,10 +39,10 @@ pub struct Link {
     pub details: String,
     /// Writes: from near to far.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub there: Option<Rate>,
+    pub there: Option<LinkRate>,
     /// Reads: from far to near.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub back: Option<Rate>,
+    pub back: Option<LinkRate>,
     /// Why there are no numbers: an error, or wrong data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
@@ -50,7 +50,7 @@ pub struct Link {
 
 /// One direction of a link.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Rate {
+pub struct LinkRate {
     /// Of 4 KiB, from the call to its completion.
     pub latency_us_median: f64,
     /// The least of them.
@@ -76,19 +76,26 @@ pub struct Absence {
     pub reason: String,
 }
 
-impl Document {
+impl LinksDocument {
     /// The document's name and version.
     pub const SCHEMA: &str = "mixfleet.links/1";
 
     /// Without links yet.
     pub fn new(measured_at: String, command: String, conditions: Vec<Fact>) -> Self {
         let (links, absent) = Default::default();
-        Document { schema: Self::SCHEMA.into(), tool: tool(command), measured_at, conditions, links, absent }
+        LinksDocument {
+            schema: Self::SCHEMA.into(),
+            tool: tool(command),
+            measured_at,
+            conditions,
+            links,
+            absent,
+        }
     }
 
     /// The JSON Schema of this document, as in `docs/schema/links-1.json`.
     pub fn json_schema() -> serde_json::Value {
-        schemars::schema_for!(Document).to_value()
+        schemars::schema_for!(LinksDocument).to_value()
     }
 }
 
@@ -96,10 +103,10 @@ fn bytes_per_s(rate: f64) -> String {
     if rate >= 1e9 { format!("{:.2} GB/s", rate / 1e9) } else { format!("{:.1} MB/s", rate / 1e6) }
 }
 
-impl fmt::Display for Document {
+impl fmt::Display for LinksDocument {
     /// A table: medians, both ways.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let place = |link: &Link| format!("{} to {}", link.from, link.to);
+        let place = |link: &MeasuredLink| format!("{} to {}", link.from, link.to);
         let width = self.links.iter().map(|link| place(link).len()).max().unwrap_or(0).max(4);
         writeln!(
             f,

@@ -2,7 +2,7 @@
 
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::transport::{Endpoint, Piece};
-use mixfleet_hal::{Device, Result, Role, Slice};
+use mixfleet_hal::{BufferUsage, Device, Result, Slice};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -99,7 +99,7 @@ impl OnDevice {
     /// # Errors
     /// When the device has less.
     pub fn new(device: Arc<dyn Device>, near: Arc<dyn SharedMemory>) -> Result<Self> {
-        let far = device.alloc(near.size_bytes(), Role::Kv)?;
+        let far = device.alloc(near.size_bytes(), BufferUsage::Kv)?;
         Ok(OnDevice { device, far, near, _pinned: None })
     }
 

@@ -8,7 +8,7 @@ pub mod check;
 mod document;
 mod far;
 
-pub use document::{Absence, Document, Link, Rate};
+pub use document::{Absence, LinkRate, LinksDocument, MeasuredLink};
 pub use far::{Far, OnDevice, OverTransport};
 
 use crate::profile::Tool;
@@ -21,7 +21,7 @@ pub const SMALL_BYTES: u64 = 4096;
 
 /// How long and how often.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Effort {
+pub struct LinkEffort {
     /// Bytes of a long transfer.
     pub large_bytes: u64,
     /// Long transfers each way, at least.
@@ -33,10 +33,10 @@ pub struct Effort {
 /// Tries of one length, one way.
 pub const TRIES_MAX: usize = 1000;
 
-impl Default for Effort {
+impl Default for LinkEffort {
     /// 16 MiB, beyond most second-level caches, half a second each way and length.
     fn default() -> Self {
-        Effort { large_bytes: 16 << 20, tries_min: 5, seconds: 0.5 }
+        LinkEffort { large_bytes: 16 << 20, tries_min: 5, seconds: 0.5 }
     }
 }
 
@@ -68,7 +68,7 @@ pub fn round_trip(far: &mut dyn Far, bytes: u64, seed: u64) -> Result<()> {
 ///
 /// # Errors
 /// The link's, and those of [`round_trip`].
-pub fn measure(far: &mut dyn Far, effort: &Effort) -> Result<[Rate; 2]> {
+pub fn measure(far: &mut dyn Far, effort: &LinkEffort) -> Result<[LinkRate; 2]> {
     let bytes = effort.large_bytes.min(far.bytes());
     round_trip(far, bytes, 1)?;
     let there = rate(effort, bytes, &mut |bytes| far.put(bytes))?;
@@ -77,11 +77,15 @@ pub fn measure(far: &mut dyn Far, effort: &Effort) -> Result<[Rate; 2]> {
     Ok([there, back])
 }
 
-fn rate(effort: &Effort, large_bytes: u64, transfer: &mut dyn FnMut(u64) -> Result<()>) -> Result<Rate> {
+fn rate(
+    effort: &LinkEffort,
+    large_bytes: u64,
+    transfer: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<LinkRate> {
     let small = seconds(effort, SMALL_BYTES.min(large_bytes), transfer)?;
     let large = seconds(effort, large_bytes, transfer)?;
     let middle = large[large.len() / 2];
-    Ok(Rate {
+    Ok(LinkRate {
         latency_us_median: small[small.len() / 2] * 1e6,
         latency_us_min: small[0] * 1e6,
         latency_tries: small.len(),
@@ -93,7 +97,7 @@ fn rate(effort: &Effort, large_bytes: u64, transfer: &mut dyn FnMut(u64) -> Resu
 }
 
 /// Sorted times of transfers of `bytes`; the first, which warms up, is not among them.
-fn seconds(effort: &Effort, bytes: u64, transfer: &mut dyn FnMut(u64) -> Result<()>) -> Result<Vec<f64>> {
+fn seconds(effort: &LinkEffort, bytes: u64, transfer: &mut dyn FnMut(u64) -> Result<()>) -> Result<Vec<f64>> {
     transfer(bytes)?;
     let (begin, mut times) = (Instant::now(), Vec::new());
     while times.len() < effort.tries_min.max(1)

@@ -1,13 +1,13 @@
 //! A profile on half a screen.
 
-use super::document::{Document, Flag, Reached, Unit};
+use super::document::{Flag, ProfileDocument, ReachedRate, Unit};
 use super::text::{bar, gibibytes, scaled};
 use std::fmt::Write as _;
 
 const BAR: usize = 20;
 
 /// The card: name, bars for compute, bandwidth and links, and what a dollar buys beside them.
-pub fn card(document: &Document) -> String {
+pub fn card(document: &ProfileDocument) -> String {
     let mut card = Card { document, out: String::new() };
     card.head();
     card.compute();
@@ -20,7 +20,7 @@ pub fn card(document: &Document) -> String {
 }
 
 struct Card<'a> {
-    document: &'a Document,
+    document: &'a ProfileDocument,
     out: String,
 }
 
@@ -55,7 +55,7 @@ impl Card<'_> {
     }
 
     /// A rate with its bar, and what it is per dollar.
-    fn bar_line(&mut self, label: &str, what: &str, reached: &Reached, best: f64, unit: Unit) {
+    fn bar_line(&mut self, label: &str, what: &str, reached: &ReachedRate, best: f64, unit: Unit) {
         let name = match unit {
             Unit::Flop => "FLOP/s",
             Unit::Byte => "B/s",
@@ -70,7 +70,7 @@ impl Card<'_> {
     }
 
     /// How widely the samples behind a number spread, if that is too much to trust it.
-    fn doubt(&self, reached: &Reached) -> String {
+    fn doubt(&self, reached: &ReachedRate) -> String {
         let noisy = self.document.point(&reached.point).filter(|point| point.flags.contains(&Flag::Noisy));
         let spread = noisy.and_then(|point| point.seconds.as_ref());
         spread.map(|s| format!(" (noisy: CV {:.0} %)", 100.0 * s.cv)).unwrap_or_default()

@@ -2,10 +2,10 @@
 //! elements of the very products that were timed.
 
 use super::document::Check;
-use crate::cases::{Case, Level, Spread};
+use crate::cases::{Case, SuiteLevel, TokenSpread};
 use crate::suite::{Entry, attempt, entries};
 use crate::validate::ids;
-use crate::{CaseReport, Outcome};
+use crate::{CaseReport, CheckOutcome};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Slice};
 use std::collections::BTreeMap;
@@ -54,10 +54,10 @@ impl Checks {
 fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> Check {
     let limits = device.limits();
     let alike = |entry: &Entry| entry.case.as_ref().is_some_and(|case| self::class(&case.sig) == class);
-    let all: Vec<Entry> = entries(Level::Quick, &limits).into_iter().filter(alike).collect();
+    let all: Vec<Entry> = entries(SuiteLevel::Quick, &limits).into_iter().filter(alike).collect();
     let step = all.len().div_ceil(CASES_MAX).max(1);
     let mut tried: Vec<Entry> = all.into_iter().step_by(step).collect();
-    let small = Case { sig: shrunk(sig), spread: Spread::Even, seed: 1 };
+    let small = Case { sig: shrunk(sig), spread: TokenSpread::Even, seed: 1 };
     if matches!(sig, OpSig::Gemm { .. }) || tried.is_empty() && !needs_spread(sig) {
         tried.push(Entry { name: sig.name(), case: Some(small) });
     }
@@ -68,7 +68,7 @@ fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> 
     for entry in &tried {
         let CaseReport { outcome, ratio_max, .. } = attempt(device, entry, timeout);
         result.ratio_max = result.ratio_max.into_iter().chain(ratio_max).reduce(f64::max);
-        if outcome != Outcome::Pass {
+        if outcome != CheckOutcome::Pass {
             (result.passed, result.reason) = (false, Some(in_words(entry, &outcome)));
             break;
         }
@@ -77,7 +77,7 @@ fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> 
 }
 
 /// What is wrong with a case, by its name and shape.
-fn in_words(entry: &Entry, outcome: &Outcome) -> String {
+fn in_words(entry: &Entry, outcome: &CheckOutcome) -> String {
     let name = entry.case.as_ref().map_or_else(|| entry.name.to_owned(), ids::of);
     format!("{name}: {}", outcome.reason())
 }
@@ -177,9 +177,9 @@ mod tests {
 
     #[test]
     fn a_problem_names_the_operation_as_people_do() {
-        let case = Case { sig: sig("gemm.bf16.m5.n32.k64"), spread: Spread::Even, seed: 1 };
+        let case = Case { sig: sig("gemm.bf16.m5.n32.k64"), spread: TokenSpread::Even, seed: 1 };
         let entry = Entry { name: "gemm", case: Some(case) };
-        let outcome = Outcome::Fail { reason: "out[0] is 1, must be 2".to_owned() };
+        let outcome = CheckOutcome::Fail { reason: "out[0] is 1, must be 2".to_owned() };
         let words = in_words(&entry, &outcome);
         assert!(
             words.starts_with("gemm.bf16.bf16.") && words.ends_with(": out[0] is 1, must be 2"),

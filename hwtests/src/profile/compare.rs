@@ -1,8 +1,8 @@
 //! Two profiles, point by point, with the samples' spread taken into account.
 
 use super::control::drift;
-use super::document::{Document, PointResult};
-use super::stats::Stats;
+use super::document::{PointResult, ProfileDocument};
+use super::stats::SampleStats;
 use super::text::scaled;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,7 @@ use std::fmt::Write as _;
 /// What two measurements of one point say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
-pub enum Verdict {
+pub enum ComparisonVerdict {
     /// The second is faster by more than both spread.
     Faster,
     /// The second is slower by more than both spread.
@@ -45,7 +45,7 @@ pub struct PointPair {
     /// By how much the controls beside the two measurements differ, as a share.
     pub drift: f64,
     /// The judgement.
-    pub verdict: Verdict,
+    pub verdict: ComparisonVerdict,
 }
 
 /// Two profiles side by side.
@@ -93,14 +93,15 @@ impl Comparison {
     pub const SCHEMA: &'static str = "mixfleet.profile-comparison/1";
 
     /// Compares the points that both have.
-    pub fn new(a: &Document, b: &Document) -> Comparison {
+    pub fn new(a: &ProfileDocument, b: &ProfileDocument) -> Comparison {
         let of_b: HashMap<&str, &PointResult> =
             b.points.iter().filter(|p| p.is_ok()).map(|p| (p.id.as_str(), p)).collect();
         let of_a: HashMap<&str, &PointResult> =
             a.points.iter().filter(|p| p.is_ok()).map(|p| (p.id.as_str(), p)).collect();
         let prices = a.economics.as_ref().zip(b.economics.as_ref());
         let cheaper = prices.map(|(a, b)| a.usd_per_hour / b.usd_per_hour);
-        let (mut points, mut groups) = (Vec::new(), Vec::<(&'static str, Vec<(f64, Verdict)>)>::new());
+        let (mut points, mut groups) =
+            (Vec::new(), Vec::<(&'static str, Vec<(f64, ComparisonVerdict)>)>::new());
         for p in a.points.iter().filter(|p| p.is_ok()) {
             let Some(other) = of_b.get(p.id.as_str()) else { continue };
             let (Some(first), Some(second)) = (&p.seconds, &other.seconds) else { continue };
@@ -113,7 +114,7 @@ impl Comparison {
             }
             points.push(pair);
         }
-        let only = |these: &Document, others: &HashMap<&str, &PointResult>| {
+        let only = |these: &ProfileDocument, others: &HashMap<&str, &PointResult>| {
             let alone = these.points.iter().filter(|p| p.is_ok() && !others.contains_key(p.id.as_str()));
             alone.map(|p| p.id.clone()).collect()
         };
@@ -131,20 +132,20 @@ impl Comparison {
 
     /// Points of the second that are slower than `ratio` times the first, beyond noise.
     pub fn below(&self, ratio: f64) -> Vec<&PointPair> {
-        self.points.iter().filter(|p| p.verdict == Verdict::Slower && p.ratio < ratio).collect()
+        self.points.iter().filter(|p| p.verdict == ComparisonVerdict::Slower && p.ratio < ratio).collect()
     }
 }
 
 impl GroupRatio {
-    fn new(group: &str, ratios: &[(f64, Verdict)]) -> GroupRatio {
+    fn new(group: &str, ratios: &[(f64, ComparisonVerdict)]) -> GroupRatio {
         let count = |verdict| ratios.iter().filter(|(_, v)| *v == verdict).count() as u32;
         let mean = ratios.iter().map(|(ratio, _)| ratio.ln()).sum::<f64>() / ratios.len() as f64;
         GroupRatio {
             group: group.to_owned(),
             points: ratios.len() as u32,
-            faster: count(Verdict::Faster),
-            slower: count(Verdict::Slower),
-            drifted: count(Verdict::Drifted),
+            faster: count(ComparisonVerdict::Faster),
+            slower: count(ComparisonVerdict::Slower),
+            drifted: count(ComparisonVerdict::Drifted),
             within_5_percent: ratios.iter().filter(|(r, _)| (1.0 / 1.05..=1.05).contains(r)).count() as u32,
             ratio: mean.exp(),
         }
@@ -152,11 +153,16 @@ impl GroupRatio {
 }
 
 /// Half of the range that holds nine tenths of the samples, as a share of the median.
-fn spread(stats: &Stats) -> f64 {
+fn spread(stats: &SampleStats) -> f64 {
     (stats.p95 - stats.p5) / 2.0 / stats.median
 }
 
-fn pair(id: &str, (a, b): (&Stats, &Stats), drift: f64, cheaper: Option<f64>) -> Option<PointPair> {
+fn pair(
+    id: &str,
+    (a, b): (&SampleStats, &SampleStats),
+    drift: f64,
+    cheaper: Option<f64>,
+) -> Option<PointPair> {
     if !(a.median > 0.0 && b.median > 0.0) {
         return None;
     }
@@ -165,10 +171,10 @@ fn pair(id: &str, (a, b): (&Stats, &Stats), drift: f64, cheaper: Option<f64>) ->
     let noise = spread(a).hypot(spread(b)).max(LEAST);
     let beyond = |margin: f64| ratio > 1.0 + margin || ratio < 1.0 / (1.0 + margin);
     let verdict = match ratio {
-        _ if !beyond(noise) => Verdict::Same,
-        _ if !beyond(noise.max(drift)) => Verdict::Drifted,
-        r if r > 1.0 => Verdict::Faster,
-        _ => Verdict::Slower,
+        _ if !beyond(noise) => ComparisonVerdict::Same,
+        _ if !beyond(noise.max(drift)) => ComparisonVerdict::Drifted,
+        r if r > 1.0 => ComparisonVerdict::Faster,
+        _ => ComparisonVerdict::Slower,
     };
     let ratio_per_dollar = cheaper.map(|cheaper| ratio * cheaper);
     Some(PointPair {
@@ -208,7 +214,8 @@ impl std::fmt::Display for Comparison {
         if self.groups.iter().any(|g| g.drifted > 0) {
             writeln!(f, "\n  drifted: different, but so are the controls that were measured beside them")?;
         }
-        let real = |p: &&PointPair| matches!(p.verdict, Verdict::Faster | Verdict::Slower);
+        let real =
+            |p: &&PointPair| matches!(p.verdict, ComparisonVerdict::Faster | ComparisonVerdict::Slower);
         let mut different: Vec<_> = self.points.iter().filter(real).collect();
         different.sort_by(|x, y| x.ratio.total_cmp(&y.ratio));
         if different.is_empty() {
@@ -216,7 +223,7 @@ impl std::fmt::Display for Comparison {
         }
         writeln!(f)?;
         for p in different {
-            let word = if p.verdict == Verdict::Faster { "faster" } else { "slower" };
+            let word = if p.verdict == ComparisonVerdict::Faster { "faster" } else { "slower" };
             let mut line = format!(
                 "  {:<44} {:>8} -> {:>8}  {word} x{:.3} (noise {:.0} %)",
                 p.id,

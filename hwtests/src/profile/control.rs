@@ -2,9 +2,9 @@
 //! part's doing but its clock's, its neighbours' or its host's.
 
 use super::Problem;
-use super::document::Document;
+use super::document::ProfileDocument;
 use super::measure::{Bench, TIMEOUT, loads_of};
-use super::sampler::Effort;
+use super::sampler::SampleBudget;
 use super::work::gemm;
 use mixfleet_hal::{DType, OpSig, Support};
 use schemars::JsonSchema;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 const PRODUCT: (u32, u32, u32) = (128, 512, 512);
 /// Rows and length of what is read: 8 MiB in bf16, from memory that no cache holds.
 const READ: (u32, u32) = (4096, 1024);
-const EFFORT: Effort = Effort { samples_min: 3, samples_max: 5, seconds: 0.05 };
+const EFFORT: SampleBudget = SampleBudget { samples_min: 3, samples_max: 5, seconds: 0.05 };
 
 /// One reading.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -55,7 +55,7 @@ impl Bench<'_> {
 
 /// By how much the readings around `at_a` of one profile differ from those around `at_b` of another, as a share:
 /// what a difference between two points measured then may owe to the surroundings. 0 without readings.
-pub(crate) fn drift((a, at_a): (&Document, f64), (b, at_b): (&Document, f64)) -> f64 {
+pub(crate) fn drift((a, at_a): (&ProfileDocument, f64), (b, at_b): (&ProfileDocument, f64)) -> f64 {
     let (of_a, of_b) = (around(&a.controls, at_a), around(&b.controls, at_b));
     let mut most = 0.0f64;
     for x in &of_a {

@@ -4,8 +4,8 @@
 //! Added fields keep the version, so readers must ignore what they do not know.
 
 use super::control::Control;
-use super::plan::Level;
-use super::stats::Stats;
+use super::plan::ProfileLevel;
+use super::stats::SampleStats;
 use super::work::Group;
 use mixfleet_hal::device::Health;
 use mixfleet_hal::{Device, DeviceKind, OpSig};
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 /// A measured device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(title = "mixfleet.profile/1")]
-pub struct Document {
+pub struct ProfileDocument {
     /// Name and version of the document: [`Document::SCHEMA`].
     pub schema: String,
     /// What measured it.
@@ -24,13 +24,13 @@ pub struct Document {
     #[serde(default)]
     pub measured_at: String,
     /// How much was asked for.
-    pub level: Level,
+    pub level: ProfileLevel,
     /// Whether everything asked for was at least tried. False after an interruption.
     pub complete: bool,
     /// Seconds that measuring took.
     pub seconds: f64,
     /// The device.
-    pub device: Identity,
+    pub device: DeviceIdentity,
     /// Under what conditions.
     pub conditions: Conditions,
     /// The conformance checks that the numbers rest on.
@@ -43,7 +43,7 @@ pub struct Document {
     /// Straight lines through the points.
     pub fits: Fits,
     /// The handful of numbers that the part is known by.
-    pub summary: Summary,
+    pub summary: ProfileSummary,
     /// Rent, and what a dollar buys.
     #[serde(default)]
     pub economics: Option<Economics>,
@@ -63,7 +63,7 @@ pub struct Tool {
 
 /// Static facts about the device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Identity {
+pub struct DeviceIdentity {
     /// The selector that opens it.
     pub id: String,
     /// The backend.
@@ -219,7 +219,7 @@ pub struct Check {
 /// How a point ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Status {
+pub enum PointStatus {
     /// Measured.
     Ok,
     /// The device says that it cannot.
@@ -248,7 +248,7 @@ pub struct PointResult {
     /// The part of the profile it belongs to.
     pub group: Group,
     /// How it ended.
-    pub status: Status,
+    pub status: PointStatus,
     /// Why, where it is not `ok`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
@@ -262,7 +262,7 @@ pub struct PointResult {
     pub bytes: f64,
     /// Time of one run, its share of the batch's launch excluded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub seconds: Option<Stats>,
+    pub seconds: Option<SampleStats>,
     /// Runs in one sample.
     #[serde(default)]
     pub runs_per_sample: u32,
@@ -337,7 +337,7 @@ pub struct Fits {
 
 /// A rate and the point that reached it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Reached {
+pub struct ReachedRate {
     /// FLOP/s or bytes/s.
     pub rate: f64,
     /// The point.
@@ -350,39 +350,39 @@ pub struct Compute {
     /// The dtype of both inputs.
     pub dtype: String,
     /// FLOP/s and where.
-    pub reached: Reached,
+    pub reached: ReachedRate,
 }
 
 /// The numbers that a part is known by; medians, not bests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Summary {
+pub struct ProfileSummary {
     /// Best product by dtype.
     pub compute: Vec<Compute>,
     /// Plain read of the largest working set.
     #[serde(default)]
-    pub memory_read: Option<Reached>,
+    pub memory_read: Option<ReachedRate>,
     /// Plain write of the largest working set.
     #[serde(default)]
-    pub memory_write: Option<Reached>,
+    pub memory_write: Option<ReachedRate>,
     /// Copy over the largest working set; both directions counted.
     #[serde(default)]
-    pub memory_copy: Option<Reached>,
+    pub memory_copy: Option<ReachedRate>,
     /// Best rate at which decode attention reads KV.
     #[serde(default)]
-    pub decode_attention: Option<Reached>,
+    pub decode_attention: Option<ReachedRate>,
     /// Best arithmetic rate of prefill attention.
     #[serde(default)]
-    pub prefill_attention: Option<Reached>,
+    pub prefill_attention: Option<ReachedRate>,
     /// Rows at which a bf16 product becomes bound by arithmetic: compute over bandwidth, times bytes per
     /// weight over two.
     #[serde(default)]
     pub ridge_rows: Option<f64>,
     /// Largest transfer from the host.
     #[serde(default)]
-    pub host_to_device: Option<Reached>,
+    pub host_to_device: Option<ReachedRate>,
     /// Largest transfer to the host.
     #[serde(default)]
-    pub device_to_host: Option<Reached>,
+    pub device_to_host: Option<ReachedRate>,
     /// How many points ended how.
     pub ok: u32,
     /// Points that the device cannot.
@@ -412,7 +412,7 @@ pub struct Economics {
     pub bytes: f64,
 }
 
-impl Document {
+impl ProfileDocument {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.profile/1";
 
@@ -420,7 +420,7 @@ impl Document {
     ///
     /// # Errors
     /// In words, for another schema or text that is no document.
-    pub fn from_json(text: &str) -> Result<Document, String> {
+    pub fn from_json(text: &str) -> Result<ProfileDocument, String> {
         let value: serde_json::Value = serde_json::from_str(text).map_err(|e| format!("not JSON: {e}"))?;
         match value.get("schema").and_then(|schema| schema.as_str()) {
             Some(Self::SCHEMA) => {}
@@ -437,7 +437,7 @@ impl Document {
 
     /// The JSON Schema of this document, as in `docs/schema/profile-1.json`.
     pub fn json_schema() -> serde_json::Value {
-        schemars::schema_for!(Document).to_value()
+        schemars::schema_for!(ProfileDocument).to_value()
     }
 }
 
@@ -458,7 +458,7 @@ impl PointResult {
 
     /// Whether it has a number.
     pub fn is_ok(&self) -> bool {
-        self.status == Status::Ok
+        self.status == PointStatus::Ok
     }
 }
 
@@ -480,8 +480,8 @@ pub struct Rate {
     pub unit: Unit,
 }
 
-impl Identity {
-    pub(crate) fn of(device: &dyn Device) -> Identity {
+impl DeviceIdentity {
+    pub(crate) fn of(device: &dyn Device) -> DeviceIdentity {
         let (info, limits) = (device.info(), device.limits());
         let kind = match info.kind {
             DeviceKind::Cpu => "cpu",
@@ -489,7 +489,7 @@ impl Identity {
             DeviceKind::Accelerator => "accelerator",
             DeviceKind::Simulated => "simulated",
         };
-        Identity {
+        DeviceIdentity {
             id: info.id.clone(),
             backend: info.backend.clone(),
             name: info.name.clone(),

@@ -196,14 +196,14 @@ fn wrapped(text: &str, width: usize) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::{Flag, Group, Level, plan};
+    use crate::profile::{Flag, Group, ProfileLevel, plan};
 
     #[test]
     fn whatever_is_printed_is_explained() {
         let mut names: Vec<String> = Group::ALL.iter().map(|group| group.name().to_owned()).collect();
         names.extend(Flag::ALL.iter().map(|flag| flag.name().to_owned()));
         names.extend(["attention", "drifted", "dependence_s", "capacity", "compute"].map(str::to_owned));
-        names.extend(plan(Level::Full, 32, None, &[]).iter().map(|work| work.id()));
+        names.extend(plan(ProfileLevel::Full, 32, None, &[]).iter().map(|work| work.id()));
         for name in &names {
             assert!(explain(name).is_some(), "{name}");
         }

@@ -1,8 +1,12 @@
 //! From points to the few numbers and lines that people and schedulers ask for.
 
-use super::document::{Compute, Document, Economics, Flag, LineFit, PointResult, Reached, Status};
+use super::document::{
+    Compute, Economics, Flag, LineFit, PointResult, PointStatus, ProfileDocument, ReachedRate,
+};
 use super::work::Work;
-use mixfleet_hal::profile::{Bandwidth, CopyCost, DeviceProfile, Line, Point, Provenance, Sustained};
+use mixfleet_hal::profile::{
+    Bandwidth, CopyCost, DeviceProfile, LinearSegment, Point, Provenance, Sustained,
+};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{DType, OpSig};
 
@@ -10,19 +14,19 @@ use mixfleet_hal::{DType, OpSig};
 pub(crate) const ARITHMETIC: f64 = 8.0;
 
 /// Fills in what follows from the points.
-pub(crate) fn finish(document: &mut Document) {
+pub(crate) fn finish(document: &mut ProfileDocument) {
     document.fits.host_to_device = transfer_lines(document, "copy_h2d.");
     document.fits.device_to_host = transfer_lines(document, "copy_d2h.");
     summarise(document);
 }
 
 /// Measured points whose name begins so, with their median seconds.
-fn timed<'a>(document: &'a Document, prefix: &'a str) -> impl Iterator<Item = (&'a PointResult, f64)> {
+fn timed<'a>(document: &'a ProfileDocument, prefix: &'a str) -> impl Iterator<Item = (&'a PointResult, f64)> {
     let points = document.points.iter().filter(move |p| p.is_ok() && p.id.starts_with(prefix));
     points.filter_map(|p| p.seconds.as_ref().map(|s| (p, s.median))).filter(|(_, seconds)| *seconds > 0.0)
 }
 
-fn transfer_lines(document: &Document, prefix: &str) -> Vec<LineFit> {
+fn transfer_lines(document: &ProfileDocument, prefix: &str) -> Vec<LineFit> {
     lines(timed(document, prefix).map(|(p, seconds)| (p.bytes, seconds)).collect())
 }
 
@@ -57,8 +61,8 @@ fn lines(mut points: Vec<(f64, f64)>) -> Vec<LineFit> {
     lines
 }
 
-fn summarise(document: &mut Document) {
-    let mut s = super::document::Summary::default();
+fn summarise(document: &mut ProfileDocument) {
+    let mut s = super::document::ProfileSummary::default();
     for dtype in [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3] {
         let prefix = format!("gemm.{dtype}.");
         // a product of few rows tells of the memory, not of the arithmetic
@@ -79,10 +83,10 @@ fn summarise(document: &mut Document) {
     s.ridge_rows = bf16.zip(s.memory_read.as_ref()).map(|(compute, read)| compute.reached.rate / read.rate);
     for point in &document.points {
         *match point.status {
-            Status::Ok => &mut s.ok,
-            Status::Unsupported => &mut s.unsupported,
-            Status::Skipped => &mut s.skipped,
-            Status::Error => &mut s.error,
+            PointStatus::Ok => &mut s.ok,
+            PointStatus::Unsupported => &mut s.unsupported,
+            PointStatus::Skipped => &mut s.skipped,
+            PointStatus::Error => &mut s.error,
         } += 1;
         // conversion is a fact about the part, not a doubt about the number
         s.flagged += u32::from(point.flags.iter().any(|flag| *flag != Flag::Emulated));
@@ -90,16 +94,16 @@ fn summarise(document: &mut Document) {
     document.summary = s;
 }
 
-fn best(document: &Document, prefix: &str, amount: fn(&PointResult) -> f64) -> Option<Reached> {
+fn best(document: &ProfileDocument, prefix: &str, amount: fn(&PointResult) -> f64) -> Option<ReachedRate> {
     let rates = timed(document, prefix).map(|(p, seconds)| (amount(p) / seconds, p));
     let rates = rates.filter(|(rate, _)| *rate > 0.0);
     let (rate, point) = rates.max_by(|a, b| a.0.total_cmp(&b.0))?;
-    Some(Reached { rate, point: point.id.clone() })
+    Some(ReachedRate { rate, point: point.id.clone() })
 }
 
-fn largest(document: &Document, prefix: &str) -> Option<Reached> {
+fn largest(document: &ProfileDocument, prefix: &str) -> Option<ReachedRate> {
     let (point, seconds) = timed(document, prefix).max_by(|a, b| a.0.bytes.total_cmp(&b.0.bytes))?;
-    Some(Reached { rate: point.bytes / seconds, point: point.id.clone() })
+    Some(ReachedRate { rate: point.bytes / seconds, point: point.id.clone() })
 }
 
 /// The dtype whose arithmetic rate bounds the operation.
@@ -110,7 +114,7 @@ pub(crate) fn input_dtype(sig: &OpSig) -> DType {
     }
 }
 
-impl Document {
+impl ProfileDocument {
     /// What scheduler and simulated devices take from it. `None` without a measured bandwidth and a measured
     /// product: there is no roofline then.
     pub fn device_profile(&self) -> Option<DeviceProfile> {
@@ -185,7 +189,7 @@ impl Document {
 }
 
 fn copy_cost(lines: &[LineFit]) -> CopyCost {
-    let line = |l: &LineFit| Line {
+    let line = |l: &LineFit| LinearSegment {
         from: Bytes(l.from_bytes),
         fixed: Seconds(l.fixed_s),
         seconds_per_byte: l.s_per_byte,
@@ -195,7 +199,7 @@ fn copy_cost(lines: &[LineFit]) -> CopyCost {
 
 impl Economics {
     /// What a dollar buys of a measured device.
-    pub fn new(document: &Document, usd_per_hour: f64, source: &str) -> Economics {
+    pub fn new(document: &ProfileDocument, usd_per_hour: f64, source: &str) -> Economics {
         let s = &document.summary;
         let compute = s.compute.iter().map(|c| c.reached.rate).reduce(f64::max);
         Economics {

@@ -8,7 +8,7 @@ use super::Problem;
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::MIB;
-use mixfleet_hal::{Access, Cmd, DType, Device, OpSig, Operand, Role, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Operand, OperandAccess, Slice};
 
 /// Windows begin at multiples of this, or of the device's own alignment if that is larger.
 const STRIDE: u64 = 4096;
@@ -60,7 +60,7 @@ impl<'a> Ground<'a> {
         let tile = noise(TILE_BYTES.min(total as usize));
         let mut ground = Ground { device, tile, slabs: Vec::new(), slab_bytes, warm: None, bytes_max };
         for _ in 0..total.div_ceil(slab_bytes) {
-            let slab = device.alloc(slab_bytes, Role::Weights)?;
+            let slab = device.alloc(slab_bytes, BufferUsage::Weights)?;
             ground.fill(&slab)?;
             ground.slabs.push(slab);
         }
@@ -169,7 +169,7 @@ impl<'a> Ground<'a> {
                 at += self.stride(bytes[i]);
                 match contents(sig, operand) {
                     Some(contents) => self.device.write(&slice, &contents)?,
-                    None if operand.access != Access::Write => self.fill(&slice)?,
+                    None if operand.access != OperandAccess::Write => self.fill(&slice)?,
                     None => {}
                 }
                 slices.push(Some(slice));
@@ -190,7 +190,7 @@ impl<'a> Ground<'a> {
             return Ok(warm.range(0, bytes));
         }
         self.warm = None;
-        let slice = self.device.alloc(bytes, Role::Activations)?;
+        let slice = self.device.alloc(bytes, BufferUsage::Activations)?;
         self.warm = Some(slice.clone());
         Ok(slice)
     }

@@ -2,14 +2,14 @@
 
 use super::Problem;
 use super::check::{Checks, spot};
-use super::document::{Flag, LongRun, PointResult, State, Status, Timer};
+use super::document::{Flag, LongRun, PointResult, PointStatus, State, Timer};
 use super::ground::{Ground, noise};
-use super::sampler::{Clock, Effort, NOISE_MAX, Samples, sample};
-use super::stats::{Stats, quantile};
-use super::work::{Launch, Load, Work, gemm};
+use super::sampler::{NOISE_MAX, SampleBudget, Samples, TimeSource, sample};
+use super::stats::{SampleStats, quantile};
+use super::work::{LaunchCase, SustainedLoad, Work, gemm};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::profile::Traffic;
-use mixfleet_hal::{Cmd, DType, Device, OpSig, Queue, Role, Scalar, Slice, Support};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Queue, Scalar, Slice, Support};
 use std::time::Duration;
 
 /// A sample runs at least so long, so that clocks and the batch's own cost do not show.
@@ -50,7 +50,7 @@ pub(crate) struct Bench<'a> {
     pub(crate) queue: Box<dyn Queue>,
     pub(crate) ground: Ground<'a>,
     pub(crate) checks: Checks,
-    pub(crate) clock: &'a dyn Clock,
+    pub(crate) clock: &'a dyn TimeSource,
     pub(crate) launch: LaunchCost,
 }
 
@@ -79,7 +79,7 @@ impl Bench<'_> {
     pub(crate) fn point(
         &mut self,
         work: &Work,
-        effort: Effort,
+        effort: SampleBudget,
         long_seconds: f64,
     ) -> Result<PointResult, Problem> {
         let mut point = empty(work);
@@ -96,7 +96,7 @@ impl Bench<'_> {
                 measured
             }
         };
-        point.status = Status::Ok;
+        point.status = PointStatus::Ok;
         point.ramp = measured.samples.ramp;
         point.runs_per_sample = measured.runs;
         point.timer = Some(measured.timer);
@@ -124,7 +124,7 @@ impl Bench<'_> {
         }
     }
 
-    fn op(&mut self, sig: &OpSig, effort: Effort) -> Result<Measured, Problem> {
+    fn op(&mut self, sig: &OpSig, effort: SampleBudget) -> Result<Measured, Problem> {
         let flags = self.supported(sig)?;
         self.checks.require(self.device, sig, TIMEOUT).map_err(Problem::Failed)?;
         let commands = self.ground.commands(sig)?;
@@ -139,7 +139,7 @@ impl Bench<'_> {
     pub(crate) fn repeat(
         &mut self,
         commands: &[Cmd],
-        effort: Effort,
+        effort: SampleBudget,
     ) -> Result<(Samples, Timer, u32), Problem> {
         // the first run may compile, allocate, or wake the device
         self.elapsed(&commands[..1])?;
@@ -178,7 +178,7 @@ impl Bench<'_> {
     }
 
     /// Bandwidth over one working set, touched over and over.
-    fn memory(&mut self, traffic: Traffic, bytes: u64, effort: Effort) -> Result<Measured, Problem> {
+    fn memory(&mut self, traffic: Traffic, bytes: u64, effort: SampleBudget) -> Result<Measured, Problem> {
         let region = self.ground.region(bytes)?;
         let (sig, args) = match traffic {
             Traffic::Read => {
@@ -205,9 +205,9 @@ impl Bench<'_> {
     }
 
     /// `Device::write` or `Device::read`, on the host's clock.
-    fn transfer(&mut self, bytes: u64, effort: Effort, to_device: bool) -> Result<Measured, Problem> {
+    fn transfer(&mut self, bytes: u64, effort: SampleBudget, to_device: bool) -> Result<Measured, Problem> {
         self.ground.region(bytes)?;
-        let slice = self.device.alloc(bytes, Role::Kv)?;
+        let slice = self.device.alloc(bytes, BufferUsage::Kv)?;
         let mut host = noise(bytes as usize);
         self.device.write(&slice, &host)?;
         let (device, clock) = (self.device, self.clock);
@@ -226,13 +226,17 @@ impl Bench<'_> {
     }
 
     /// Host time from submission to the end of the wait. Also the device's own median time for the batch.
-    pub(crate) fn launch(&mut self, launch: Launch, effort: Effort) -> Result<(Measured, f64), Problem> {
+    pub(crate) fn launch(
+        &mut self,
+        launch: LaunchCase,
+        effort: SampleBudget,
+    ) -> Result<(Measured, f64), Problem> {
         let count = match launch {
-            Launch::Empty => 0,
-            Launch::Commands(n) | Launch::Replay(n) | Launch::Chain(n) => n as usize,
+            LaunchCase::Empty => 0,
+            LaunchCase::Commands(n) | LaunchCase::Replay(n) | LaunchCase::Chain(n) => n as usize,
         };
         let cmds = match launch {
-            Launch::Chain(_) => self.chain()?.into_iter().cycle().take(count).collect(),
+            LaunchCase::Chain(_) => self.chain()?.into_iter().cycle().take(count).collect(),
             _ => {
                 let sig = OpSig::Fill { bytes: 4, word: WORD };
                 self.supported(&sig)?;
@@ -241,7 +245,7 @@ impl Bench<'_> {
             }
         };
         let graph = match launch {
-            Launch::Replay(_) => Some(self.queue.record(&cmds)?),
+            LaunchCase::Replay(_) => Some(self.queue.record(&cmds)?),
             _ => None,
         };
         let (clock, queue) = (self.clock, &mut self.queue);
@@ -256,7 +260,7 @@ impl Bench<'_> {
             Ok::<f64, Problem>(clock.seconds() - start)
         })?;
         own.sort_by(f64::total_cmp);
-        if let Launch::Chain(_) = launch {
+        if let LaunchCase::Chain(_) = launch {
             self.ground.fill(&self.chain_ground()?)?;
         }
         let samples = samples.ok_or_else(|| Problem::Failed("the clock stands still".to_owned()))?;
@@ -308,7 +312,7 @@ impl Bench<'_> {
 
     /// What a command costs more than alone if it needs the one before it, and that one is of another kind:
     /// waiting for it, and fetching what it wrote. On the device's clock, launch costs taken off.
-    pub(crate) fn dependence(&mut self, effort: Effort) -> Result<f64, Problem> {
+    pub(crate) fn dependence(&mut self, effort: SampleBudget) -> Result<f64, Problem> {
         let cmds = self.chain()?;
         let together = self.repeat(&cmds, effort)?.0.stats.median;
         let mut alone = 0.0;
@@ -320,7 +324,7 @@ impl Bench<'_> {
     }
 
     /// A long run of one load.
-    fn sustained(&mut self, load: Load, seconds: f64) -> Result<(Measured, OpSig), Problem> {
+    fn sustained(&mut self, load: SustainedLoad, seconds: f64) -> Result<(Measured, OpSig), Problem> {
         let mut why = Problem::Unsupported("no dtype of this load".to_owned());
         for sig in loads(load) {
             let commands = match self.supported(&sig).and_then(|_| self.ground.commands(&sig)) {
@@ -373,7 +377,7 @@ impl Bench<'_> {
             states,
         };
         let none = || Problem::Failed("the device tells no finite time".to_owned());
-        let stats = Stats::new(each).ok_or_else(none)?;
+        let stats = SampleStats::new(each).ok_or_else(none)?;
         let flags = if stats.cv > NOISE_MAX { vec![Flag::Noisy] } else { Vec::new() };
         let samples = Samples { stats, ramp: 0, flags };
         Ok(Measured { long_run: Some(long_run), ..Measured::new(samples, timer, runs as u32) })
@@ -381,10 +385,10 @@ impl Bench<'_> {
 }
 
 /// The operations that a long run may consist of, the best first.
-pub(crate) fn loads(load: Load) -> Vec<OpSig> {
+pub(crate) fn loads(load: SustainedLoad) -> Vec<OpSig> {
     match load {
-        Load::Gemm => loads_of((2048, 4096, 4096), false),
-        Load::Stream => vec![OpSig::Copy { bytes: 64 << 20 }, OpSig::Copy { bytes: 2 << 20 }],
+        SustainedLoad::Gemm => loads_of((2048, 4096, 4096), false),
+        SustainedLoad::Stream => vec![OpSig::Copy { bytes: 64 << 20 }, OpSig::Copy { bytes: 2 << 20 }],
     }
 }
 
@@ -406,7 +410,7 @@ pub(crate) fn empty(work: &Work) -> PointResult {
     PointResult {
         id: work.id(),
         group: work.group(),
-        status: Status::Skipped,
+        status: PointStatus::Skipped,
         reason: None,
         sig,
         flops,

@@ -1,6 +1,6 @@
 //! Reads measured profiles: what a file claims is held to what a clock can show.
 
-use super::{Document, Group, Work};
+use super::{Group, ProfileDocument, Work};
 use mixfleet_hal::catalog::is_claim;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 
@@ -13,15 +13,15 @@ pub fn measured(text: &str) -> Result<DeviceProfile, String> {
     let schema = document.get("schema").and_then(serde_json::Value::as_str).unwrap_or_default();
     let profile: DeviceProfile = match schema {
         DeviceProfile::SCHEMA => serde_json::from_value(document).map_err(|error| error.to_string())?,
-        Document::SCHEMA => {
-            let document = Document::from_json(text)?;
+        ProfileDocument::SCHEMA => {
+            let document = ProfileDocument::from_json(text)?;
             timed_sensibly(&document)?;
             document
                 .device_profile()
                 .ok_or("it lacks a measured bandwidth or matrix product; profile without --only")?
         }
         other => {
-            let (short, long) = (DeviceProfile::SCHEMA, Document::SCHEMA);
+            let (short, long) = (DeviceProfile::SCHEMA, ProfileDocument::SCHEMA);
             return Err(format!("its schema is '{other}', and this version reads '{long}' and '{short}'"));
         }
     };
@@ -38,7 +38,7 @@ fn positive(value: f64) -> bool {
 }
 
 /// Refuses times that no clock shows, by the point's name.
-fn timed_sensibly(document: &Document) -> Result<(), String> {
+fn timed_sensibly(document: &ProfileDocument) -> Result<(), String> {
     for point in &document.points {
         let Some(stats) = point.seconds.as_ref().filter(|_| point.is_ok()) else { continue };
         // an empty batch may cost nothing beyond its launch

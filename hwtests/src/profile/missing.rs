@@ -1,9 +1,9 @@
 //! What was asked for by name and did not come.
 
-use super::document::{Document, Status};
+use super::document::{PointStatus, ProfileDocument};
 use super::work::{Work, matches};
 
-impl Document {
+impl ProfileDocument {
     /// For each pattern of `only` under which no number came, a line that says why.
     pub fn missing(&self, only: &[String]) -> Vec<String> {
         only.iter().filter_map(|pattern| self.why_missing(pattern)).collect()
@@ -23,10 +23,10 @@ impl Document {
             ));
         };
         let status = match first.status {
-            Status::Unsupported => "unsupported",
-            Status::Skipped => "skipped",
-            Status::Error => "wrong or failed",
-            Status::Ok => "measured",
+            PointStatus::Unsupported => "unsupported",
+            PointStatus::Skipped => "skipped",
+            PointStatus::Error => "wrong or failed",
+            PointStatus::Ok => "measured",
         };
         let (id, reason) = (&first.id, first.reason.as_deref().unwrap_or("no reason given"));
         Some(match points.len() {

@@ -35,13 +35,13 @@ pub mod text;
 pub mod work;
 
 pub use card::card;
-pub use document::{Document, Fact, Flag, PointResult, Status, Tool};
+pub use document::{Fact, Flag, PointResult, PointStatus, ProfileDocument, Tool};
 pub use measured::measured;
 pub use page::page;
-pub use plan::{Level, ModelShapes, plan};
-pub use run::{Options, Progress, measure, run};
-pub use sampler::{Clock, HostClock};
-pub use stats::Stats;
+pub use plan::{ModelShapes, ProfileLevel, plan};
+pub use run::{ProfileOptions, ProfileProgress, measure, run};
+pub use sampler::{HostClock, TimeSource};
+pub use stats::SampleStats;
 pub use work::{Group, Work};
 
 use mixfleet_hal::{Error, ErrorKind};

@@ -1,6 +1,6 @@
 //! A profile as one self-contained page.
 
-use super::document::{Document, PointResult, Status};
+use super::document::{PointResult, PointStatus, ProfileDocument};
 use super::text::{gibibytes, rate, scaled};
 use super::work::{Group, Work};
 use crate::html::{Cell, Html, Tone};
@@ -10,7 +10,7 @@ use mixfleet_hal::profile::Traffic;
 use std::collections::BTreeMap;
 
 /// The page.
-pub fn page(document: &Document) -> String {
+pub fn page(document: &ProfileDocument) -> String {
     let mut body = Html::default();
     tiles(&mut body, document);
     warnings(&mut body, document);
@@ -29,7 +29,7 @@ pub fn page(document: &Document) -> String {
     crate::html::page("Device profile", &subtitle, &body)
 }
 
-fn tiles(body: &mut Html, document: &Document) {
+fn tiles(body: &mut Html, document: &ProfileDocument) {
     let s = &document.summary;
     let per_dollar = |rate: f64, unit: &str| match &document.economics {
         Some(price) => format!("{} per $/h", scaled(rate / price.usd_per_hour, unit)),
@@ -68,7 +68,7 @@ fn tiles(body: &mut Html, document: &Document) {
     body.tiles(&tiles);
 }
 
-fn warnings(body: &mut Html, document: &Document) {
+fn warnings(body: &mut Html, document: &ProfileDocument) {
     if !document.complete {
         body.note(Tone::Bad, "Incomplete: the measurement was interrupted or the device was lost.");
     }
@@ -88,7 +88,7 @@ fn warnings(body: &mut Html, document: &Document) {
     );
 }
 
-fn roofline(body: &mut Html, document: &Document) {
+fn roofline(body: &mut Html, document: &ProfileDocument) {
     let s = &document.summary;
     let (Some(read), Some(compute)) =
         (&s.memory_read, s.compute.iter().max_by(|a, b| a.reached.rate.total_cmp(&b.reached.rate)))
@@ -127,14 +127,14 @@ fn roofline(body: &mut Html, document: &Document) {
     body.figure(&Chart { x, y, series: &series, roof: &roof, limits: &[] }.svg(), &caption);
 }
 
-fn measured(document: &Document) -> impl Iterator<Item = (&PointResult, f64)> {
+fn measured(document: &ProfileDocument) -> impl Iterator<Item = (&PointResult, f64)> {
     let ok = document.points.iter().filter(|p| p.is_ok());
     ok.filter_map(|p| p.seconds.as_ref().map(|s| (p, s.median))).filter(|(_, seconds)| *seconds > 0.0)
 }
 
 /// Gathers points into curves: `place` names the curve and gives x and y.
 fn gather(
-    document: &Document,
+    document: &ProfileDocument,
     place: impl Fn(&PointResult, &Work, f64) -> Option<(String, f64, f64)>,
 ) -> Vec<Series> {
     let mut curves: Vec<Series> = Vec::new();
@@ -156,7 +156,7 @@ fn gather(
     curves
 }
 
-fn curves(body: &mut Html, document: &Document) {
+fn curves(body: &mut Html, document: &ProfileDocument) {
     let bytes = Axis { label: "bytes", unit: "B", scale: Scale::Binary };
     let bandwidth = Axis { label: "bandwidth", unit: "B/s", scale: Scale::Decimal };
     let flops = Axis { label: "arithmetic rate", unit: "FLOP/s", scale: Scale::Decimal };
@@ -229,7 +229,7 @@ fn figure(body: &mut Html, x: Axis, y: Axis, series: &[Series], caption: &str) {
     }
 }
 
-fn facts(body: &mut Html, document: &Document) {
+fn facts(body: &mut Html, document: &ProfileDocument) {
     body.heading(2, "Device and conditions");
     let d = &document.device;
     let mut facts: Vec<(String, String)> = vec![
@@ -259,7 +259,7 @@ fn facts(body: &mut Html, document: &Document) {
     body.facts(&facts);
 }
 
-fn checks(body: &mut Html, document: &Document) {
+fn checks(body: &mut Html, document: &ProfileDocument) {
     body.heading(2, "Conformance of what was timed");
     let rows: Vec<Vec<Cell>> = document
         .checks
@@ -280,7 +280,7 @@ fn checks(body: &mut Html, document: &Document) {
     body.end_details();
 }
 
-fn points(body: &mut Html, document: &Document) {
+fn points(body: &mut Html, document: &ProfileDocument) {
     body.heading(2, "All points");
     for group in Group::ALL {
         let points: Vec<&PointResult> = document.points.iter().filter(|p| p.group == group).collect();
@@ -297,11 +297,11 @@ fn points(body: &mut Html, document: &Document) {
 
 fn row(p: &PointResult) -> Vec<Cell> {
     let (word, tone) = match p.status {
-        Status::Ok if p.flags.is_empty() => ("ok", Tone::Good),
-        Status::Ok => ("flagged", Tone::Warn),
-        Status::Unsupported => ("unsupported", Tone::Muted),
-        Status::Skipped => ("skipped", Tone::Muted),
-        Status::Error => ("wrong", Tone::Bad),
+        PointStatus::Ok if p.flags.is_empty() => ("ok", Tone::Good),
+        PointStatus::Ok => ("flagged", Tone::Warn),
+        PointStatus::Unsupported => ("unsupported", Tone::Muted),
+        PointStatus::Skipped => ("skipped", Tone::Muted),
+        PointStatus::Error => ("wrong", Tone::Bad),
     };
     let seconds = |value: Option<f64>| Cell::number(value.map_or("-".to_owned(), |s| scaled(s, "s")));
     let s = p.seconds.as_ref();

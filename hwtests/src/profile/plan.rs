@@ -5,7 +5,7 @@
 //! families, of hidden size 1024, 2048 (TinyLlama 1.1B), 4096 (Llama 3 8B) and 8192 (Llama 3 70B), stand for
 //! the ones in between.
 
-use super::work::{Heads, Launch, Load, Work, attn_decode, attn_prefill, gemm, matches};
+use super::work::{Heads, LaunchCase, SustainedLoad, Work, attn_decode, attn_prefill, gemm, matches};
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::units::{GIB, MIB};
 use mixfleet_hal::{DType, OpSig, Scalar};
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 /// How much is measured, and how long that may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Level {
+pub enum ProfileLevel {
     /// Under a minute: enough to place a part.
     Quick,
     /// Under five minutes: enough to predict a model on it.
@@ -64,7 +64,12 @@ pub struct ModelShapes {
 
 /// Everything that `level` measures on a device whose pages hold `page_tokens`, each once; with `only`,
 /// what one of its patterns names. A pattern that is itself the name of a work adds it.
-pub fn plan(level: Level, page_tokens: u32, model: Option<&ModelShapes>, only: &[String]) -> Vec<Work> {
+pub fn plan(
+    level: ProfileLevel,
+    page_tokens: u32,
+    model: Option<&ModelShapes>,
+    only: &[String],
+) -> Vec<Work> {
     let mut p = Plan { level, page_tokens: page_tokens.max(1), works: Vec::new() };
     p.launches();
     p.memory();
@@ -73,14 +78,14 @@ pub fn plan(level: Level, page_tokens: u32, model: Option<&ModelShapes>, only: &
     p.kv();
     p.gemms();
     p.attention();
-    if level != Level::Quick {
+    if level != ProfileLevel::Quick {
         p.small(4096, 14_336, 32, WIDE, 128_256);
     }
     if let Some(model) = model {
         p.model(model);
     }
-    p.works.push(Work::Sustained(Load::Gemm));
-    p.works.push(Work::Sustained(Load::Stream));
+    p.works.push(Work::Sustained(SustainedLoad::Gemm));
+    p.works.push(Work::Sustained(SustainedLoad::Stream));
     let named = only.iter().filter_map(|id| Work::parse(id, p.page_tokens));
     let mut works: Vec<Work> = p.works.iter().copied().chain(named).collect();
     if !only.is_empty() {
@@ -97,7 +102,7 @@ pub fn plan(level: Level, page_tokens: u32, model: Option<&ModelShapes>, only: &
 }
 
 struct Plan {
-    level: Level,
+    level: ProfileLevel,
     page_tokens: u32,
     works: Vec<Work>,
 }
@@ -114,15 +119,15 @@ impl Plan {
         full: &'static [T],
     ) -> &'static [T] {
         match self.level {
-            Level::Quick => quick,
-            Level::Default => default,
-            Level::Full => full,
+            ProfileLevel::Quick => quick,
+            ProfileLevel::Default => default,
+            ProfileLevel::Full => full,
         }
     }
 
     fn launches(&mut self) {
-        let many = [Launch::Commands(100), Launch::Replay(100), Launch::Chain(100)];
-        for launch in [Launch::Empty, Launch::Commands(1)].into_iter().chain(many) {
+        let many = [LaunchCase::Commands(100), LaunchCase::Replay(100), LaunchCase::Chain(100)];
+        for launch in [LaunchCase::Empty, LaunchCase::Commands(1)].into_iter().chain(many) {
             self.works.push(Work::Launch(launch));
         }
     }
@@ -247,9 +252,9 @@ impl Plan {
             ],
         );
         let families = match self.level {
-            Level::Quick => &FAMILIES[..1],
-            Level::Default => &FAMILIES[..3],
-            Level::Full => &FAMILIES[..],
+            ProfileLevel::Quick => &FAMILIES[..1],
+            ProfileLevel::Default => &FAMILIES[..3],
+            ProfileLevel::Full => &FAMILIES[..],
         };
         for family in families {
             self.layer(DType::Bf16, rows, family);
@@ -335,7 +340,7 @@ mod tests {
 
     #[test]
     fn every_planned_work_has_a_name_that_leads_back_to_it() {
-        for level in [Level::Quick, Level::Default, Level::Full] {
+        for level in [ProfileLevel::Quick, ProfileLevel::Default, ProfileLevel::Full] {
             let works = plan(level, 32, None, &[]);
             assert!(works.len() > 60, "{level:?}: {}", works.len());
             for work in &works {
@@ -348,7 +353,7 @@ mod tests {
     fn patterns_choose_and_a_name_is_measured_even_if_no_level_has_it() {
         let only = |words: &[&str]| {
             let words: Vec<String> = words.iter().map(|w| (*w).to_owned()).collect();
-            plan(Level::Quick, 32, None, &words).iter().map(Work::id).collect::<Vec<_>>()
+            plan(ProfileLevel::Quick, 32, None, &words).iter().map(Work::id).collect::<Vec<_>>()
         };
         assert!(only(&["links"]).iter().all(|id| id.starts_with("copy_")));
         assert_eq!(only(&["gemm.bf16.m777.n11.k13"]), ["gemm.bf16.m777.n11.k13"]);
@@ -366,7 +371,8 @@ mod tests {
             vocab: 5000,
             dtype: DType::Bf16,
         };
-        let ids: Vec<String> = plan(Level::Default, 32, Some(&model), &[]).iter().map(Work::id).collect();
+        let ids: Vec<String> =
+            plan(ProfileLevel::Default, 32, Some(&model), &[]).iter().map(Work::id).collect();
         for id in [
             "gemm.bf16.m512.n768.k2000.acc",
             "gemm.bf16.m1.n5000.k768.logits",

@@ -2,13 +2,14 @@
 
 use super::control::Control;
 use super::document::{
-    Conditions, Document, Economics, Fact, Fits, Flag, Identity, PointResult, State, Status, Summary, Tool,
+    Conditions, DeviceIdentity, Economics, Fact, Fits, Flag, PointResult, PointStatus, ProfileDocument,
+    ProfileSummary, State, Tool,
 };
 use super::ground::{Ground, cold_bytes};
 use super::measure::{Bench, LaunchCost, empty, loads};
-use super::plan::{Level, ModelShapes, plan};
-use super::sampler::{Clock, Effort, HostClock};
-use super::work::{Group, Launch, Load, Work};
+use super::plan::{ModelShapes, ProfileLevel, plan};
+use super::sampler::{HostClock, SampleBudget, TimeSource};
+use super::work::{Group, LaunchCase, SustainedLoad, Work};
 use super::{Problem, check::Checks, fit};
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, GIB, MIB, Seconds};
@@ -21,9 +22,9 @@ const CONTROL_EVERY_S: f64 = 4.0;
 
 /// What to measure, and how.
 #[derive(Clone)]
-pub struct Options {
+pub struct ProfileOptions {
     /// How much.
-    pub level: Level,
+    pub level: ProfileLevel,
     /// Names of parts or points, `*` for any characters; empty = all of the level.
     pub only: Vec<String>,
     /// A model whose own shapes are measured too.
@@ -37,7 +38,7 @@ pub struct Options {
     /// Set to stop after the point in work; what was measured is kept.
     pub cancelled: Arc<AtomicBool>,
     /// The host's clock.
-    pub clock: Arc<dyn Clock>,
+    pub clock: Arc<dyn TimeSource>,
     /// For the document: when, by what command, what is known of the machine.
     pub measured_at: String,
     /// The command line.
@@ -50,10 +51,10 @@ pub struct Options {
     pub price: Option<(f64, String)>,
 }
 
-impl Options {
+impl ProfileOptions {
     /// All of `level`, on the host's clock.
-    pub fn new(level: Level) -> Self {
-        Options {
+    pub fn new(level: ProfileLevel) -> Self {
+        ProfileOptions {
             level,
             only: Vec::new(),
             model: None,
@@ -72,47 +73,47 @@ impl Options {
 
     fn budget_s(&self) -> f64 {
         self.budget_s.unwrap_or(match self.level {
-            Level::Quick => 50.0,
-            Level::Default => 270.0,
-            Level::Full => 1750.0,
+            ProfileLevel::Quick => 50.0,
+            ProfileLevel::Default => 270.0,
+            ProfileLevel::Full => 1750.0,
         })
     }
 
     /// A long run's seconds.
     fn long_s(&self) -> f64 {
         match self.level {
-            Level::Quick => 2.0,
-            Level::Default => 15.0,
-            Level::Full => 120.0,
+            ProfileLevel::Quick => 2.0,
+            ProfileLevel::Default => 15.0,
+            ProfileLevel::Full => 120.0,
         }
     }
 
     /// Samples and seconds of one point, if there is time enough.
-    fn effort(&self, group: Group) -> Effort {
+    fn effort(&self, group: Group) -> SampleBudget {
         let (samples_min, samples_max, seconds) = match self.level {
-            Level::Quick => (3, 10, 0.15),
-            Level::Default => (5, 20, 0.5),
-            Level::Full => (10, 50, 2.0),
+            ProfileLevel::Quick => (3, 10, 0.15),
+            ProfileLevel::Default => (5, 20, 0.5),
+            ProfileLevel::Full => (10, 50, 2.0),
         };
         let cheap = matches!(group, Group::Launch | Group::Small | Group::Kv | Group::Links);
-        Effort { samples_min, samples_max, seconds: if cheap { seconds / 2.0 } else { seconds } }
+        SampleBudget { samples_min, samples_max, seconds: if cheap { seconds / 2.0 } else { seconds } }
     }
 
     /// A point that would take longer is left out.
     fn point_s_max(&self) -> f64 {
         match self.level {
-            Level::Quick => 2.0,
-            Level::Default => 6.0,
-            Level::Full => 60.0,
+            ProfileLevel::Quick => 2.0,
+            ProfileLevel::Default => 6.0,
+            ProfileLevel::Full => 60.0,
         }
     }
 
     fn memory_max(&self, device: &dyn Device) -> u64 {
         let memory = device.info().memory.0 as u64;
         let (share, most) = match self.level {
-            Level::Quick => (8, GIB),
-            Level::Default => (8, 8 * GIB),
-            Level::Full => (4, 64 * GIB),
+            ProfileLevel::Quick => (8, GIB),
+            ProfileLevel::Default => (8, 8 * GIB),
+            ProfileLevel::Full => (4, 64 * GIB),
         };
         self.memory_bytes_max.unwrap_or((memory / share).min(most)).max(16 * MIB)
     }
@@ -120,7 +121,7 @@ impl Options {
 
 /// What happens, for the one who waits.
 #[derive(Clone, Copy, Debug)]
-pub enum Progress<'a> {
+pub enum ProfileProgress<'a> {
     /// Point `index` of `total` begins.
     Begin {
         /// Points before it.
@@ -136,7 +137,11 @@ pub enum Progress<'a> {
 
 /// Measures `device`. Nothing that a device does ends it early but a hang: then the rest is reported as
 /// errors. An interruption leaves a document that says so.
-pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(Progress<'_>)) -> Document {
+pub fn run(
+    device: &dyn Device,
+    options: &ProfileOptions,
+    observe: &mut dyn FnMut(ProfileProgress<'_>),
+) -> ProfileDocument {
     let works = plan(options.level, device.limits().kv_page_tokens, options.model.as_ref(), &options.only);
     let start = options.clock.seconds();
     let before = State::from(device.health());
@@ -154,8 +159,8 @@ pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(Progr
         Err(problem) => (works.iter().map(|work| failed(work, problem.clone())).collect(), false),
     };
     let after = State::from(device.health());
-    let mut document = Document {
-        schema: Document::SCHEMA.to_owned(),
+    let mut document = ProfileDocument {
+        schema: ProfileDocument::SCHEMA.to_owned(),
         tool: Tool {
             name: "mixfleet".to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -165,7 +170,7 @@ pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(Progr
         level: options.level,
         complete,
         seconds: options.clock.seconds() - start,
-        device: Identity::of(device),
+        device: DeviceIdentity::of(device),
         conditions: Conditions {
             flags: flags(&before, &after, options.other_load),
             before,
@@ -177,7 +182,7 @@ pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(Progr
         points,
         controls,
         fits,
-        summary: Summary::default(),
+        summary: ProfileSummary::default(),
         economics: None,
     };
     fit::finish(&mut document);
@@ -188,16 +193,16 @@ pub fn run(device: &dyn Device, options: &Options, observe: &mut dyn FnMut(Progr
 
 /// Measures the points of these names on `device`, in the plan's order. A name that is none comes back as
 /// a skipped point, so that nothing asked for is missing.
-pub fn measure(device: &dyn Device, ids: &[&str], options: &Options) -> Vec<PointResult> {
+pub fn measure(device: &dyn Device, ids: &[&str], options: &ProfileOptions) -> Vec<PointResult> {
     let only: Vec<String> = ids.iter().map(|id| (*id).to_owned()).collect();
-    let options = Options { only, ..options.clone() };
+    let options = ProfileOptions { only, ..options.clone() };
     let mut points = run(device, &options, &mut |_| {}).points;
     let unknown = ids.iter().filter(|id| Work::parse(id, 1).is_none() && !id.contains('*'));
     let unknown = unknown.filter(|id| !Group::ALL.iter().any(|g| g.name() == **id) && **id != "attention");
     points.extend(unknown.map(|id| PointResult {
         id: (*id).to_owned(),
         reason: Some("there is no point of that name".to_owned()),
-        ..empty(&Work::Launch(Launch::Empty))
+        ..empty(&Work::Launch(LaunchCase::Empty))
     }));
     points
 }
@@ -216,9 +221,9 @@ fn flags(before: &State, after: &State, other_load: bool) -> Vec<Flag> {
 
 fn failed(work: &Work, problem: Problem) -> PointResult {
     let (status, reason) = match problem {
-        Problem::Unsupported(reason) => (Status::Unsupported, reason),
-        Problem::Skip(reason) | Problem::Late(reason) => (Status::Skipped, reason),
-        Problem::Failed(reason) | Problem::Gone(reason) => (Status::Error, reason),
+        Problem::Unsupported(reason) => (PointStatus::Unsupported, reason),
+        Problem::Skip(reason) | Problem::Late(reason) => (PointStatus::Skipped, reason),
+        Problem::Failed(reason) | Problem::Gone(reason) => (PointStatus::Error, reason),
     };
     PointResult { status, reason: Some(reason), ..empty(work) }
 }
@@ -268,7 +273,7 @@ fn buffers(work: &Work) -> Vec<(u64, u64)> {
 
 struct Runner<'a> {
     bench: Bench<'a>,
-    options: &'a Options,
+    options: &'a ProfileOptions,
     /// When each part must have ended, so that a slow one does not starve those behind it; what one leaves
     /// over is the next one's.
     deadlines: Vec<(Group, f64)>,
@@ -281,7 +286,7 @@ struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    fn new(device: &'a dyn Device, options: &'a Options, works: &[Work]) -> Result<Self, Problem> {
+    fn new(device: &'a dyn Device, options: &'a ProfileOptions, works: &[Work]) -> Result<Self, Problem> {
         let start = options.clock.seconds();
         let bytes_max = options.memory_max(device);
         let cold = options.cold_bytes.min(bytes_max);
@@ -311,8 +316,8 @@ impl<'a> Runner<'a> {
     fn launches(&mut self) -> Result<(), Problem> {
         const MANY: u32 = 100;
         let effort = self.options.effort(Group::Launch);
-        let one = self.bench.launch(Launch::Commands(1), effort);
-        let many = self.bench.launch(Launch::Commands(MANY), effort);
+        let one = self.bench.launch(LaunchCase::Commands(1), effort);
+        let many = self.bench.launch(LaunchCase::Commands(MANY), effort);
         let ((one, one_own), (many, many_own)) = match (one, many) {
             (Ok(one), Ok(many)) => (one, many),
             (Err(Problem::Gone(reason)), _) | (_, Err(Problem::Gone(reason))) => {
@@ -337,11 +342,15 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    fn all(&mut self, works: &[Work], observe: &mut dyn FnMut(Progress<'_>)) -> (Vec<PointResult>, bool) {
+    fn all(
+        &mut self,
+        works: &[Work],
+        observe: &mut dyn FnMut(ProfileProgress<'_>),
+    ) -> (Vec<PointResult>, bool) {
         let (mut points, mut gone, mut complete) = (Vec::with_capacity(works.len()), None::<String>, true);
         let mut late = Vec::new();
         for (index, work) in works.iter().enumerate() {
-            observe(Progress::Begin { index, total: works.len(), id: &work.id() });
+            observe(ProfileProgress::Begin { index, total: works.len(), id: &work.id() });
             let result = if let Some(reason) = &gone {
                 complete = false;
                 Err(Problem::Failed(format!("not tried: {reason}")))
@@ -368,7 +377,7 @@ impl<'a> Runner<'a> {
                 }
                 failed(work, problem)
             });
-            observe(Progress::Done(&point));
+            observe(ProfileProgress::Done(&point));
             points.push(point);
         }
         if gone.is_none() {
@@ -384,7 +393,7 @@ impl<'a> Runner<'a> {
         works: &[Work],
         late: &[usize],
         points: &mut [PointResult],
-        observe: &mut dyn FnMut(Progress<'_>),
+        observe: &mut dyn FnMut(ProfileProgress<'_>),
     ) -> bool {
         for &index in late {
             if self.options.cancelled.load(Ordering::Relaxed) {
@@ -395,7 +404,7 @@ impl<'a> Runner<'a> {
             }
             let work = &works[index];
             let left_s = self.options.budget_s() - (self.options.clock.seconds() - self.start);
-            observe(Progress::Begin { index, total: works.len(), id: &work.id() });
+            observe(ProfileProgress::Begin { index, total: works.len(), id: &work.id() });
             match self.one(work, left_s, 1, f64::INFINITY) {
                 Ok(point) => points[index] = point,
                 // it keeps its first reason
@@ -409,7 +418,7 @@ impl<'a> Runner<'a> {
                     self.renew_queue();
                 }
             }
-            observe(Progress::Done(&points[index]));
+            observe(ProfileProgress::Done(&points[index]));
         }
         true
     }
@@ -481,7 +490,7 @@ impl<'a> Runner<'a> {
             }
             Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => *bytes,
             Work::DeviceToDevice(bytes) => 2 * bytes,
-            Work::Launch(_) | Work::Sustained(Load::Gemm | Load::Stream) => 0,
+            Work::Launch(_) | Work::Sustained(SustainedLoad::Gemm | SustainedLoad::Stream) => 0,
         };
         bytes as f64 / self.known.bandwidth.0
     }

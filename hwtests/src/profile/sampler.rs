@@ -1,10 +1,10 @@
 //! When to stop measuring.
 
 use super::document::Flag;
-use super::stats::Stats;
+use super::stats::SampleStats;
 
 /// Seconds since some moment; a test gives its own.
-pub trait Clock: Send + Sync {
+pub trait TimeSource: Send + Sync {
     /// Now.
     fn seconds(&self) -> f64;
 }
@@ -19,7 +19,7 @@ impl Default for HostClock {
     }
 }
 
-impl Clock for HostClock {
+impl TimeSource for HostClock {
     fn seconds(&self) -> f64 {
         self.0.elapsed().as_secs_f64()
     }
@@ -27,7 +27,7 @@ impl Clock for HostClock {
 
 /// How much to spend on one point.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Effort {
+pub(crate) struct SampleBudget {
     /// Samples wanted at least.
     pub(crate) samples_min: usize,
     /// Samples wanted at most.
@@ -50,7 +50,7 @@ pub(crate) const NOISE_MAX: f64 = 0.05;
 /// Samples of one point.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Samples {
-    pub(crate) stats: Stats,
+    pub(crate) stats: SampleStats,
     /// Runs before the samples.
     pub(crate) ramp: u32,
     pub(crate) flags: Vec<Flag>,
@@ -59,8 +59,8 @@ pub(crate) struct Samples {
 /// Runs `once` until three in a row agree, which are the first samples, and then for more. `once` gives
 /// the seconds of one run.
 pub(crate) fn sample<E>(
-    clock: &dyn Clock,
-    effort: Effort,
+    clock: &dyn TimeSource,
+    effort: SampleBudget,
     mut once: impl FnMut() -> Result<f64, E>,
 ) -> Result<Option<Samples>, E> {
     let start = clock.seconds();
@@ -81,7 +81,7 @@ pub(crate) fn sample<E>(
         samples.push(once()?);
     }
     let few = samples.len() < effort.samples_min;
-    let Some(stats) = Stats::new(samples) else { return Ok(None) };
+    let Some(stats) = SampleStats::new(samples) else { return Ok(None) };
     let flag = |set: bool, flag| set.then_some(flag);
     let flags =
         [flag(!steady, Flag::Unsteady), flag(stats.cv > NOISE_MAX, Flag::Noisy), flag(few, Flag::FewSamples)];
@@ -103,13 +103,13 @@ mod tests {
     #[derive(Default)]
     struct TestClock(AtomicU64);
 
-    impl Clock for TestClock {
+    impl TimeSource for TestClock {
         fn seconds(&self) -> f64 {
             self.0.load(Ordering::Relaxed) as f64 * 1e-9
         }
     }
 
-    fn run(times: impl Fn(usize) -> f64, effort: Effort) -> Samples {
+    fn run(times: impl Fn(usize) -> f64, effort: SampleBudget) -> Samples {
         let (clock, mut at) = (TestClock::default(), 0);
         let once = || {
             let seconds = times(at);
@@ -120,7 +120,7 @@ mod tests {
         sample(&clock, effort, once).unwrap().unwrap()
     }
 
-    const EFFORT: Effort = Effort { samples_min: 5, samples_max: 20, seconds: 1.0 };
+    const EFFORT: SampleBudget = SampleBudget { samples_min: 5, samples_max: 20, seconds: 1.0 };
 
     #[test]
     fn the_ramp_ends_when_three_agree() {

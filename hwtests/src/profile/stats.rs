@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// What a point's samples amount to, in seconds for one command (or one transfer).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Stats {
+pub struct SampleStats {
     /// The middle one: what a scheduler should expect.
     pub median: f64,
     /// 5th percentile.
@@ -20,9 +20,9 @@ pub struct Stats {
     pub samples: Vec<f64>,
 }
 
-impl Stats {
+impl SampleStats {
     /// Of samples that are finite; `None` if there are none.
-    pub fn new(samples: Vec<f64>) -> Option<Stats> {
+    pub fn new(samples: Vec<f64>) -> Option<SampleStats> {
         if samples.is_empty() || samples.iter().any(|s| !s.is_finite()) {
             return None;
         }
@@ -30,7 +30,7 @@ impl Stats {
         sorted.sort_by(f64::total_cmp);
         let mean = samples.iter().sum::<f64>() / samples.len() as f64;
         let variance = samples.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / samples.len() as f64;
-        Some(Stats {
+        Some(SampleStats {
             median: quantile(&sorted, 0.5),
             p5: quantile(&sorted, 0.05),
             p95: quantile(&sorted, 0.95),
@@ -56,12 +56,12 @@ mod tests {
 
     #[test]
     fn quantiles_of_known_samples() {
-        let stats = Stats::new(vec![3.0, 1.0, 2.0, 5.0, 4.0]).unwrap();
+        let stats = SampleStats::new(vec![3.0, 1.0, 2.0, 5.0, 4.0]).unwrap();
         assert_eq!((stats.median, stats.min, stats.samples[0]), (3.0, 1.0, 3.0));
         assert!((stats.p5 - 1.2).abs() < 1e-12 && (stats.p95 - 4.8).abs() < 1e-12);
         assert!((stats.cv - 2f64.sqrt() / 3.0).abs() < 1e-12);
-        assert_eq!(Stats::new(vec![7.0]).unwrap().p95, 7.0);
-        assert_eq!(Stats::new(vec![]), None);
-        assert_eq!(Stats::new(vec![f64::NAN]), None);
+        assert_eq!(SampleStats::new(vec![7.0]).unwrap().p95, 7.0);
+        assert_eq!(SampleStats::new(vec![]), None);
+        assert_eq!(SampleStats::new(vec![f64::NAN]), None);
     }
 }

@@ -67,7 +67,7 @@ impl Group {
 
 /// What is launched to time launching.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Launch {
+pub enum LaunchCase {
     /// A batch of no commands.
     Empty,
     /// A batch of this many commands that do next to nothing.
@@ -80,7 +80,7 @@ pub enum Launch {
 
 /// What runs for long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Load {
+pub enum SustainedLoad {
     /// A large matrix product.
     Gemm,
     /// Copies over the memory.
@@ -101,9 +101,9 @@ pub enum Work {
     /// `Copy` of so many bytes that no cache holds.
     DeviceToDevice(u64),
     /// A launch.
-    Launch(Launch),
+    Launch(LaunchCase),
     /// A long run.
-    Sustained(Load),
+    Sustained(SustainedLoad),
 }
 
 /// KV heads and head length that a name need not say.
@@ -140,12 +140,12 @@ impl Work {
             Work::HostToDevice(bytes) => format!("copy_h2d.{}", size(*bytes)),
             Work::DeviceToHost(bytes) => format!("copy_d2h.{}", size(*bytes)),
             Work::DeviceToDevice(bytes) => format!("copy_d2d.{}", size(*bytes)),
-            Work::Launch(Launch::Empty) => "launch.empty".to_owned(),
-            Work::Launch(Launch::Commands(n)) => format!("launch.commands{n}"),
-            Work::Launch(Launch::Replay(n)) => format!("launch.replay{n}"),
-            Work::Launch(Launch::Chain(n)) => format!("launch.chain{n}"),
-            Work::Sustained(Load::Gemm) => "sustained.gemm".to_owned(),
-            Work::Sustained(Load::Stream) => "sustained.stream".to_owned(),
+            Work::Launch(LaunchCase::Empty) => "launch.empty".to_owned(),
+            Work::Launch(LaunchCase::Commands(n)) => format!("launch.commands{n}"),
+            Work::Launch(LaunchCase::Replay(n)) => format!("launch.replay{n}"),
+            Work::Launch(LaunchCase::Chain(n)) => format!("launch.chain{n}"),
+            Work::Sustained(SustainedLoad::Gemm) => "sustained.gemm".to_owned(),
+            Work::Sustained(SustainedLoad::Stream) => "sustained.stream".to_owned(),
         }
     }
 
@@ -162,8 +162,8 @@ impl Work {
             "copy_d2d" => Work::DeviceToDevice(bytes()?),
             "launch" => Work::Launch(parse_launch(rest)?),
             "sustained" => Work::Sustained(match rest {
-                "gemm" => Load::Gemm,
-                "stream" => Load::Stream,
+                "gemm" => SustainedLoad::Gemm,
+                "stream" => SustainedLoad::Stream,
                 _ => return None,
             }),
             _ => Work::Op(parse_op(kind, rest, page_tokens)?),
@@ -173,16 +173,16 @@ impl Work {
     }
 }
 
-fn parse_launch(text: &str) -> Option<Launch> {
+fn parse_launch(text: &str) -> Option<LaunchCase> {
     if text == "empty" {
-        return Some(Launch::Empty);
+        return Some(LaunchCase::Empty);
     }
     let (kind, count) = text.split_at(text.find(|c: char| c.is_ascii_digit())?);
     let count = count.parse().ok()?;
     match kind {
-        "commands" => Some(Launch::Commands(count)),
-        "replay" => Some(Launch::Replay(count)),
-        "chain" => Some(Launch::Chain(count)),
+        "commands" => Some(LaunchCase::Commands(count)),
+        "replay" => Some(LaunchCase::Replay(count)),
+        "chain" => Some(LaunchCase::Chain(count)),
         _ => None,
     }
 }

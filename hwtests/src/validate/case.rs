@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 /// How a case ended. Only [`Status::Pass`] reads as passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
-pub enum Status {
+pub enum CaseStatus {
     /// Tried and right.
     Pass,
     /// Right, but not as it should be: a link at half its width, throughput that sinks.
@@ -29,43 +29,43 @@ pub enum Status {
     DeviceLost,
 }
 
-impl Status {
+impl CaseStatus {
     /// Every status, the best first.
-    pub const ALL: [Status; 9] = [
-        Status::Pass,
-        Status::QualityWarning,
-        Status::Unsupported,
-        Status::Waived,
-        Status::NotRun,
-        Status::Fail,
-        Status::Crash,
-        Status::Timeout,
-        Status::DeviceLost,
+    pub const ALL: [CaseStatus; 9] = [
+        CaseStatus::Pass,
+        CaseStatus::QualityWarning,
+        CaseStatus::Unsupported,
+        CaseStatus::Waived,
+        CaseStatus::NotRun,
+        CaseStatus::Fail,
+        CaseStatus::Crash,
+        CaseStatus::Timeout,
+        CaseStatus::DeviceLost,
     ];
 
     /// The word in reports.
     pub const fn word(self) -> &'static str {
         match self {
-            Status::Pass => "pass",
-            Status::QualityWarning => "quality-warning",
-            Status::Unsupported => "unsupported",
-            Status::Waived => "waived",
-            Status::NotRun => "not-run",
-            Status::Fail => "fail",
-            Status::Crash => "crash",
-            Status::Timeout => "timeout",
-            Status::DeviceLost => "device-lost",
+            CaseStatus::Pass => "pass",
+            CaseStatus::QualityWarning => "quality-warning",
+            CaseStatus::Unsupported => "unsupported",
+            CaseStatus::Waived => "waived",
+            CaseStatus::NotRun => "not-run",
+            CaseStatus::Fail => "fail",
+            CaseStatus::Crash => "crash",
+            CaseStatus::Timeout => "timeout",
+            CaseStatus::DeviceLost => "device-lost",
         }
     }
 
     /// Tried and wrong, in whatever way.
     pub const fn is_wrong(self) -> bool {
-        matches!(self, Status::Fail | Status::Crash | Status::Timeout | Status::DeviceLost)
+        matches!(self, CaseStatus::Fail | CaseStatus::Crash | CaseStatus::Timeout | CaseStatus::DeviceLost)
     }
 
     /// Nothing more can be asked of the device as opened: its process must end.
     pub const fn ends_the_device(self) -> bool {
-        matches!(self, Status::Timeout | Status::DeviceLost)
+        matches!(self, CaseStatus::Timeout | CaseStatus::DeviceLost)
     }
 }
 
@@ -79,7 +79,7 @@ pub struct WaivedBy {
     /// The last day on which it holds, `YYYY-MM-DD`.
     pub until: String,
     /// What the case was.
-    pub was: Status,
+    pub was: CaseStatus,
 }
 
 /// The result of one case.
@@ -88,7 +88,7 @@ pub struct CaseResult {
     /// Dotted name, the level first: `l1.gemm.f32.bf16.f32.m1.n35.k70.bias.accumulate`.
     pub id: String,
     /// How it ended.
-    pub status: Status,
+    pub status: CaseStatus,
     /// Why it is not a pass, in words with the values.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
@@ -102,14 +102,14 @@ pub struct CaseResult {
 
 impl CaseResult {
     /// A result without facts; a pass has no reason.
-    pub fn new(id: impl Into<String>, status: Status, reason: impl Into<String>) -> Self {
+    pub fn new(id: impl Into<String>, status: CaseStatus, reason: impl Into<String>) -> Self {
         let reason = Some(reason.into()).filter(|text: &String| !text.is_empty());
         CaseResult { id: id.into(), status, reason, waived_by: None, facts: BTreeMap::new() }
     }
 
     /// A pass.
     pub fn pass(id: impl Into<String>) -> Self {
-        CaseResult::new(id, Status::Pass, "")
+        CaseResult::new(id, CaseStatus::Pass, "")
     }
 
     /// With one more fact. A value that JSON cannot hold, such as NaN, becomes null.
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn words_are_those_of_the_document() {
-        for status in Status::ALL {
+        for status in CaseStatus::ALL {
             assert_eq!(serde_json::to_value(status).unwrap(), status.word());
         }
         assert_eq!(level_of("l2.random"), Some(2));

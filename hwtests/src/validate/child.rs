@@ -1,7 +1,7 @@
 //! What a child process does: one group, line by line, on a device of its own.
 
-use super::case::{CaseResult, Status, selects};
-use super::protocol::{Assignment, Line};
+use super::case::{CaseResult, CaseStatus, selects};
+use super::protocol::{Assignment, ChildMessage};
 use super::start::Open;
 use super::{conformance, discover, memory, performance, soak};
 use crate::bench::Trouble;
@@ -41,7 +41,7 @@ pub fn serve(
     input.read_line(&mut text)?;
     let assignment: Assignment = serde_json::from_str(&text)?;
     let mut failure = None;
-    let mut emit = |line: Line| {
+    let mut emit = |line: ChildMessage| {
         let written = serde_json::to_string(&line)
             .map_err(std::io::Error::from)
             .and_then(|text| writeln!(output, "{text}"))
@@ -50,7 +50,7 @@ pub fn serve(
     };
     match open(&assignment.device) {
         Ok(device) => run(&device, &assignment, beyond, &mut emit),
-        Err(reason) => emit(Line::CannotOpen(reason)),
+        Err(reason) => emit(ChildMessage::CannotOpen(reason)),
     }
     failure.map_or(Ok(()), Err)
 }
@@ -60,10 +60,10 @@ pub fn run(
     opened: &Arc<dyn Device>,
     assignment: &Assignment,
     beyond: &Beyond<'_>,
-    emit: &mut dyn FnMut(Line),
+    emit: &mut dyn FnMut(ChildMessage),
 ) {
     let device = &**opened;
-    emit(Line::Opened(device.info().clone()));
+    emit(ChildMessage::Opened(device.info().clone()));
     let settings = &assignment.settings;
     let (level, name) = assignment.group.split_once('.').unwrap_or((&assignment.group, ""));
     let wanted = |id: &str| {
@@ -73,7 +73,7 @@ pub fn run(
     let went_well = match level {
         "l0" => {
             let results = discover::run(device, settings);
-            results.into_iter().filter(|r| wanted(&r.id)).for_each(|r| emit(Line::Case(r)));
+            results.into_iter().filter(|r| wanted(&r.id)).for_each(|r| emit(ChildMessage::Case(r)));
             true
         }
         "l1" => conformance::listed(device, settings, name)
@@ -85,41 +85,45 @@ pub fn run(
         "l3" => performance::run(device, settings, &wanted, emit),
         "l5" => soaked(device, assignment, emit),
         _ => {
-            emit(Line::Begin(assignment.group.clone()));
-            if !beyond(opened, assignment, &wanted, &mut |result| emit(Line::Case(result))) {
+            emit(ChildMessage::Begin(assignment.group.clone()));
+            if !beyond(opened, assignment, &wanted, &mut |result| emit(ChildMessage::Case(result))) {
                 let reason = "this program has no such group";
-                emit(Line::Case(CaseResult::new(&assignment.group, Status::NotRun, reason)));
+                emit(ChildMessage::Case(CaseResult::new(&assignment.group, CaseStatus::NotRun, reason)));
             }
             true
         }
     };
     if went_well {
-        emit(Line::End);
+        emit(ChildMessage::End);
     }
 }
 
 /// Announces a case, runs it and tells its result; whether the device is still good.
-fn case(id: &str, emit: &mut dyn FnMut(Line), run: impl FnOnce(&mut dyn FnMut(Line)) -> CaseResult) -> bool {
-    emit(Line::Begin(id.to_owned()));
+fn case(
+    id: &str,
+    emit: &mut dyn FnMut(ChildMessage),
+    run: impl FnOnce(&mut dyn FnMut(ChildMessage)) -> CaseResult,
+) -> bool {
+    emit(ChildMessage::Begin(id.to_owned()));
     let result = run(emit);
     let good = !result.status.ends_the_device();
-    emit(Line::Case(result));
+    emit(ChildMessage::Case(result));
     good
 }
 
 /// Passes on a sign of life at most once per second.
-fn paced<'a>(emit: &'a mut dyn FnMut(Line)) -> impl FnMut() + 'a {
+fn paced<'a>(emit: &'a mut dyn FnMut(ChildMessage)) -> impl FnMut() + 'a {
     let mut spoken = Instant::now();
     move || {
         if spoken.elapsed().as_secs_f64() > 1.0 {
             spoken = Instant::now();
-            emit(Line::Alive);
+            emit(ChildMessage::Alive);
         }
     }
 }
 
-fn soaked(device: &dyn Device, assignment: &Assignment, emit: &mut dyn FnMut(Line)) -> bool {
-    emit(Line::Begin("l5.soak".to_owned()));
+fn soaked(device: &dyn Device, assignment: &Assignment, emit: &mut dyn FnMut(ChildMessage)) -> bool {
+    emit(ChildMessage::Begin("l5.soak".to_owned()));
     let start = Instant::now();
     let mut clock = || start.elapsed().as_secs_f64();
     let carried = assignment.soak.clone();
@@ -129,6 +133,6 @@ fn soaked(device: &dyn Device, assignment: &Assignment, emit: &mut dyn FnMut(Lin
         Err(trouble) => soak::broken(trouble),
     };
     let good = !result.status.ends_the_device();
-    emit(Line::Case(result));
+    emit(ChildMessage::Case(result));
     good
 }

@@ -1,17 +1,17 @@
 //! Level 1: every operation against the float64 oracle.
 
-use super::case::{CaseResult, Status};
+use super::case::{CaseResult, CaseStatus};
 use super::ids;
-use super::protocol::{Effort, Settings};
-use crate::report::{CaseReport, Outcome};
+use super::protocol::{Settings, ValidationEffort};
+use crate::report::{CaseReport, CheckOutcome};
 use crate::suite::{Entry, attempt, entries};
-use crate::{Level, cases, checks};
-use mixfleet_hal::{Device, Limits};
+use crate::{SuiteLevel, cases, checks};
+use mixfleet_hal::{Device, DeviceLimits};
 
 /// Names of the operations and checks, in the order of the suite: a group each.
 pub(crate) fn groups() -> Vec<&'static str> {
     // which operations there are does not depend on the limits
-    let limits = Limits {
+    let limits = DeviceLimits {
         allocation_bytes_max: 1 << 30,
         alignment_bytes: 1,
         imports_host_memory: false,
@@ -19,7 +19,7 @@ pub(crate) fn groups() -> Vec<&'static str> {
         replay_pays: false,
     };
     let mut names: Vec<&'static str> = Vec::new();
-    let operations = cases::cases(Level::Quick, &limits).into_iter().map(|case| case.sig.name());
+    let operations = cases::cases(SuiteLevel::Quick, &limits).into_iter().map(|case| case.sig.name());
     for name in operations.chain(checks::ALL.iter().map(|(name, _)| *name)) {
         if !names.contains(&name) {
             names.push(name);
@@ -31,8 +31,8 @@ pub(crate) fn groups() -> Vec<&'static str> {
 /// The cases of one group with their ids.
 pub(crate) fn listed(device: &dyn Device, settings: &Settings, name: &str) -> Vec<(String, Entry)> {
     let level = match settings.effort {
-        Effort::Quick => Level::Quick,
-        Effort::Full => Level::Full,
+        ValidationEffort::Quick => SuiteLevel::Quick,
+        ValidationEffort::Full => SuiteLevel::Full,
     };
     let named = ids::with_ids(entries(level, &device.limits()));
     named.into_iter().filter(|(_, entry)| entry.name == name).collect()
@@ -45,12 +45,12 @@ pub(crate) fn run(device: &dyn Device, settings: &Settings, id: &str, entry: &En
 
 fn result(id: &str, report: CaseReport) -> CaseResult {
     let (status, reason) = match report.outcome {
-        Outcome::Pass => (Status::Pass, String::new()),
-        Outcome::Fail { reason } => (Status::Fail, reason),
-        Outcome::Unsupported => (Status::Unsupported, "the device does not claim it".to_owned()),
-        Outcome::NotRun { reason } => (Status::NotRun, reason),
-        Outcome::Timeout { reason } => (Status::Timeout, reason),
-        Outcome::DeviceLost { reason } => (Status::DeviceLost, reason),
+        CheckOutcome::Pass => (CaseStatus::Pass, String::new()),
+        CheckOutcome::Fail { reason } => (CaseStatus::Fail, reason),
+        CheckOutcome::Unsupported => (CaseStatus::Unsupported, "the device does not claim it".to_owned()),
+        CheckOutcome::NotRun { reason } => (CaseStatus::NotRun, reason),
+        CheckOutcome::Timeout { reason } => (CaseStatus::Timeout, reason),
+        CheckOutcome::DeviceLost { reason } => (CaseStatus::DeviceLost, reason),
     };
     let mut result = CaseResult::new(id, status, reason);
     if let Some(ratio) = report.ratio_max {

@@ -5,16 +5,16 @@
 //! running them, and how many of the passes that were run with an effective strike the level caught. Their
 //! product is the chance that one pass of the level finds such a fault.
 
-use super::case::{CaseResult, Status};
+use super::case::{CaseResult, CaseStatus};
 use super::metered::Metered;
 use super::part::{Claim, Quantity};
 use super::performance;
-use super::protocol::{Line, MemoryAsked, Settings};
+use super::protocol::{ChildMessage, MemoryAsked, Settings};
 use super::runner::{self, Plan};
 use super::soak;
 use super::start::InProcess;
 use crate::bench::Trouble;
-use crate::profile::{Clock, Level as ProfileLevel, Options};
+use crate::profile::{ProfileLevel, ProfileOptions, TimeSource};
 use mixfleet_hal::Device;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use schemars::JsonSchema;
@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A device under a plan of faults, and how to ask what became of it.
-pub struct Faulty {
+pub struct FaultyTrial {
     /// The device.
     pub device: Arc<dyn Device>,
     /// Operations seen so far.
@@ -34,7 +34,7 @@ pub struct Faulty {
 
 /// Puts a device under a plan; with `true` the host's reads and writes are operations too. The crate of simulated
 /// devices has one (`FaultyDevice`); this crate may not import it.
-pub type Wrap = dyn Fn(Arc<dyn Device>, FaultPlan, bool) -> Faulty;
+pub type Wrap = dyn Fn(Arc<dyn Device>, FaultPlan, bool) -> FaultyTrial;
 
 /// How much to try.
 #[derive(Clone, Debug, PartialEq)]
@@ -195,8 +195,8 @@ impl<'a> Bed<'a> {
             ticks += SOAK_S;
             ticks
         };
-        let mut emit = |line: Line| {
-            if let Line::Baseline(found) = line {
+        let mut emit = |line: ChildMessage| {
+            if let ChildMessage::Baseline(found) = line {
                 baseline = Some(found);
             }
         };
@@ -221,12 +221,13 @@ impl<'a> Bed<'a> {
                 runner::run(&self.plan, &start, &[], &mut |_| {}).cases
             }
         };
-        let count = |test: fn(Status) -> bool| cases.iter().filter(|case| test(case.status)).count() as u64;
+        let count =
+            |test: fn(CaseStatus) -> bool| cases.iter().filter(|case| test(case.status)).count() as u64;
         Passed {
             operations: (faulty.operations)(),
             struck: (faulty.struck)(),
-            wrong: count(Status::is_wrong),
-            timeouts: count(|status| status == Status::Timeout),
+            wrong: count(CaseStatus::is_wrong),
+            timeouts: count(|status| status == CaseStatus::Timeout),
         }
     }
 
@@ -236,8 +237,8 @@ impl<'a> Bed<'a> {
             now += TICK_S;
             now
         };
-        let mut emit = |line: Line| {
-            if let Line::Sample(sample) = line {
+        let mut emit = |line: ChildMessage| {
+            if let ChildMessage::Sample(sample) = line {
                 samples.push(sample);
             }
         };
@@ -300,18 +301,18 @@ fn claimed(device: &dyn Device) -> Result<Vec<Claim>, String> {
 #[derive(Default)]
 struct Ticking(AtomicU64);
 
-impl Clock for Ticking {
+impl TimeSource for Ticking {
     fn seconds(&self) -> f64 {
         self.0.fetch_add(1, Ordering::Relaxed) as f64 * 5e-3
     }
 }
 
 fn points(device: &dyn Device) -> Vec<CaseResult> {
-    let options = Options {
+    let options = ProfileOptions {
         cold_bytes: 1 << 20,
         memory_bytes_max: Some(16 << 20),
         clock: Arc::new(Ticking::default()),
-        ..Options::new(ProfileLevel::Quick)
+        ..ProfileOptions::new(ProfileLevel::Quick)
     };
     performance::measure(device, &POINTS, &options)
 }

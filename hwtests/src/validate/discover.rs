@@ -1,6 +1,6 @@
 //! Level 0: what the device says of itself, and what could not be read.
 
-use super::case::{CaseResult, Status};
+use super::case::{CaseResult, CaseStatus};
 use super::protocol::Settings;
 use mixfleet_hal::{Device, DeviceInfo, Health};
 
@@ -15,11 +15,11 @@ pub(crate) fn run(device: &dyn Device, settings: &Settings) -> Vec<CaseResult> {
         results.push(match (&fact.value, &fact.remark) {
             (Some(value), None) => CaseResult::pass(id).fact("value", value),
             (Some(value), Some(remark)) => {
-                CaseResult::new(id, Status::QualityWarning, remark).fact("value", value)
+                CaseResult::new(id, CaseStatus::QualityWarning, remark).fact("value", value)
             }
             (None, remark) => {
                 let why = remark.as_deref().unwrap_or("no reason given");
-                CaseResult::new(id, Status::Unsupported, format!("could not be read: {why}"))
+                CaseResult::new(id, CaseStatus::Unsupported, format!("could not be read: {why}"))
             }
         });
     }
@@ -28,7 +28,11 @@ pub(crate) fn run(device: &dyn Device, settings: &Settings) -> Vec<CaseResult> {
 
 /// Fails with all of `wrong`, if any.
 fn judged(id: &str, wrong: &[String]) -> CaseResult {
-    if wrong.is_empty() { CaseResult::pass(id) } else { CaseResult::new(id, Status::Fail, wrong.join("; ")) }
+    if wrong.is_empty() {
+        CaseResult::pass(id)
+    } else {
+        CaseResult::new(id, CaseStatus::Fail, wrong.join("; "))
+    }
 }
 
 fn identity(device: &dyn Device) -> CaseResult {
@@ -82,7 +86,7 @@ fn counters(device: &dyn Device) -> CaseResult {
     finite("clock", health.clock_mhz, 0.0, &mut wrong);
     let absent = absent(&health);
     let result = if wrong.is_empty() && absent.len() == 5 {
-        CaseResult::new("l0.counters", Status::Unsupported, "no counter could be read")
+        CaseResult::new("l0.counters", CaseStatus::Unsupported, "no counter could be read")
     } else {
         judged("l0.counters", &wrong)
     };
@@ -103,7 +107,7 @@ fn absent(health: &Health) -> Vec<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::protocol::Fact;
+    use super::super::protocol::DeviceFact;
     use super::*;
     use crate::reference::ReferenceDevice;
 
@@ -111,25 +115,25 @@ mod tests {
     fn a_count_of_units_need_not_be_known_and_a_name_must_be() {
         let info = ReferenceDevice::default().info().clone();
         let unknown = DeviceInfo { compute_units: 0, ..info };
-        assert_eq!(described(&unknown).status, Status::Pass);
-        assert_eq!(described(&DeviceInfo { name: " ".to_owned(), ..unknown }).status, Status::Fail);
+        assert_eq!(described(&unknown).status, CaseStatus::Pass);
+        assert_eq!(described(&DeviceInfo { name: " ".to_owned(), ..unknown }).status, CaseStatus::Fail);
     }
 
     #[test]
     fn what_could_not_be_read_is_said_and_never_passes() {
         let facts = vec![
-            Fact::known("numa", "0"),
-            Fact::suspect("link", "gen4 x8", "half of its x16 lanes"),
-            Fact::unknown("driver", "no such file"),
+            DeviceFact::known("numa", "0"),
+            DeviceFact::suspect("link", "gen4 x8", "half of its x16 lanes"),
+            DeviceFact::unknown("driver", "no such file"),
         ];
         let settings = Settings { facts, ..Settings::quick() };
         let results = run(&ReferenceDevice::default(), &settings);
         let status = |id: &str| results.iter().find(|r| r.id == id).unwrap().status;
-        assert_eq!(status("l0.identity"), Status::Pass);
-        assert_eq!(status("l0.limits"), Status::Pass);
-        assert_eq!(status("l0.counters"), Status::Unsupported, "the reference device has no counters");
-        assert_eq!(status("l0.facts.numa"), Status::Pass);
-        assert_eq!(status("l0.facts.link"), Status::QualityWarning);
-        assert_eq!(status("l0.facts.driver"), Status::Unsupported);
+        assert_eq!(status("l0.identity"), CaseStatus::Pass);
+        assert_eq!(status("l0.limits"), CaseStatus::Pass);
+        assert_eq!(status("l0.counters"), CaseStatus::Unsupported, "the reference device has no counters");
+        assert_eq!(status("l0.facts.numa"), CaseStatus::Pass);
+        assert_eq!(status("l0.facts.link"), CaseStatus::QualityWarning);
+        assert_eq!(status("l0.facts.driver"), CaseStatus::Unsupported);
     }
 }

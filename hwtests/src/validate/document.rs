@@ -1,13 +1,13 @@
 //! The report: `mixfleet.validation/1`. Its JSON Schema is `docs/schema/validation-1.json`; fields may be added under
 //! the same version, so readers must ignore those they do not know.
 
-use super::case::{CaseResult, Status, level_of};
+use super::case::{CaseResult, CaseStatus, level_of};
 use super::mustpass::{self, Met};
-use super::part::{Claim, Part, Waiver};
+use super::part::{Claim, PartFile, Waiver};
 use super::performance;
-use super::protocol::Effort;
-use super::runner::{Outcome, Plan};
-use super::soak::Sample;
+use super::protocol::ValidationEffort;
+use super::runner::{Plan, RunOutcome};
+use super::soak::SoakSample;
 use mixfleet_hal::DeviceInfo;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -19,7 +19,7 @@ const LEVEL_MAX: u8 = 3;
 /// The judgement over a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
-pub enum Verdict {
+pub enum ValidationVerdict {
     /// The whole mandatory list was met, nothing is wrong, every claim was held against a measurement.
     Pass,
     /// Something is wrong, and waivers let it through; everything else is as for a pass.
@@ -32,24 +32,24 @@ pub enum Verdict {
     Partial,
 }
 
-impl Verdict {
+impl ValidationVerdict {
     /// The word in reports.
     pub const fn word(self) -> &'static str {
         match self {
-            Verdict::Pass => "pass",
-            Verdict::PassedWithWaivers => "passed-with-waivers",
-            Verdict::Fail => "fail",
-            Verdict::Incomplete => "incomplete",
-            Verdict::Partial => "partial",
+            ValidationVerdict::Pass => "pass",
+            ValidationVerdict::PassedWithWaivers => "passed-with-waivers",
+            ValidationVerdict::Fail => "fail",
+            ValidationVerdict::Incomplete => "incomplete",
+            ValidationVerdict::Partial => "partial",
         }
     }
 
     /// The program's exit code: 1 the thing tested failed, 3 could not run.
     pub const fn exit_code(self) -> u8 {
         match self {
-            Verdict::Pass | Verdict::PassedWithWaivers | Verdict::Partial => 0,
-            Verdict::Fail => 1,
-            Verdict::Incomplete => 3,
+            ValidationVerdict::Pass | ValidationVerdict::PassedWithWaivers | ValidationVerdict::Partial => 0,
+            ValidationVerdict::Fail => 1,
+            ValidationVerdict::Incomplete => 3,
         }
     }
 }
@@ -101,7 +101,7 @@ pub struct Asked {
     /// Patterns; empty = all.
     pub only: Vec<String>,
     /// How thoroughly.
-    pub effort: Effort,
+    pub effort: ValidationEffort,
     /// Seconds of soak.
     pub soak_s: f64,
     /// Seed of the memory patterns.
@@ -150,7 +150,7 @@ pub struct Validation {
     /// Name and version of the document: [`Validation::SCHEMA`].
     pub schema: String,
     /// The judgement.
-    pub verdict: Verdict,
+    pub verdict: ValidationVerdict,
     /// Why it is not a pass; on a pass, what to know beside it.
     pub remarks: Vec<String>,
     /// The day, `YYYY-MM-DD`, by which waivers were judged.
@@ -170,7 +170,7 @@ pub struct Validation {
     /// Every case.
     pub cases: Vec<CaseResult>,
     /// What the soak saw, phase by phase.
-    pub soak: Vec<Sample>,
+    pub soak: Vec<SoakSample>,
 }
 
 impl Validation {
@@ -178,8 +178,8 @@ impl Validation {
     pub const SCHEMA: &'static str = "mixfleet.validation/1";
 
     /// Judges what came of a run: claims, then waivers that hold on `today` (`YYYY-MM-DD`), then the mandatory list.
-    pub fn new(plan: &Plan, outcome: Outcome, part: Option<&Part>, today: &str) -> Validation {
-        let Outcome { device, mut cases, samples } = outcome;
+    pub fn new(plan: &Plan, outcome: RunOutcome, part: Option<&PartFile>, today: &str) -> Validation {
+        let RunOutcome { device, mut cases, samples } = outcome;
         let claims = part.map(|part| part.claims.clone()).unwrap_or_default();
         if plan.level >= 3 {
             performance::judge(&mut cases, &claims);
@@ -228,7 +228,7 @@ pub fn share_in_words(share: f64) -> String {
     format!("{:.3}", thousandths / 1e3)
 }
 
-fn uses(part: &Part, cases: &[CaseResult], today: &str) -> Vec<WaiverUse> {
+fn uses(part: &PartFile, cases: &[CaseResult], today: &str) -> Vec<WaiverUse> {
     let used = |waiver: &Waiver| {
         let by = |case: &&CaseResult| {
             case.waived_by.as_ref().is_some_and(|w| w.waiver == waiver.case && w.until == waiver.until)
@@ -263,12 +263,12 @@ fn judged(
     lines: &[Met],
     claims: &[Claim],
     uses: &[WaiverUse],
-) -> (Verdict, Vec<String>) {
-    let count = |status: Status| cases.iter().filter(|case| case.status == status).count();
+) -> (ValidationVerdict, Vec<String>) {
+    let count = |status: CaseStatus| cases.iter().filter(|case| case.status == status).count();
     let mut remarks = Vec::new();
-    for status in Status::ALL {
-        let worth_saying =
-            status.is_wrong() || matches!(status, Status::Waived | Status::QualityWarning | Status::NotRun);
+    for status in CaseStatus::ALL {
+        let worth_saying = status.is_wrong()
+            || matches!(status, CaseStatus::Waived | CaseStatus::QualityWarning | CaseStatus::NotRun);
         if worth_saying && count(status) > 0 {
             remarks.push(format!("{} {}", count(status), status.word()));
         }
@@ -288,25 +288,25 @@ fn judged(
         let let_through = line.waived > 0 && line.passed == 0;
         line.problem.is_some() && !line.only_waived() && (missed || let_through || whole(line))
     };
-    let waived = count(Status::Waived) > 0;
+    let waived = count(CaseStatus::Waived) > 0;
     let not_run = |case: &CaseResult| {
         let claimed = claims.iter().any(|claim| case.id == format!("l3.{}", claim.point));
         // what no list names was asked for nevertheless: the soak, and a device that did not open
         let asked_for = claimed || !case.id.starts_with("l3.");
-        case.status == Status::NotRun && asked_for
+        case.status == CaseStatus::NotRun && asked_for
     };
     let verdict = if cases.iter().any(|case| case.status.is_wrong()) {
-        Verdict::Fail
+        ValidationVerdict::Fail
     } else if cases.is_empty() || cases.iter().any(not_run) || lines.iter().any(could_not) {
-        Verdict::Incomplete
+        ValidationVerdict::Incomplete
     } else if partial {
-        Verdict::Partial
+        ValidationVerdict::Partial
     } else if waived {
-        Verdict::PassedWithWaivers
+        ValidationVerdict::PassedWithWaivers
     } else {
-        Verdict::Pass
+        ValidationVerdict::Pass
     };
-    if verdict == Verdict::Partial {
+    if verdict == ValidationVerdict::Partial {
         remarks.push("only a part was asked for: this is no report to publish".to_owned());
     }
     if waived {

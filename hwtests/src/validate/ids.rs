@@ -1,6 +1,6 @@
 //! Names of conformance cases: short, stable, and unlike for unlike cases.
 
-use crate::cases::{Case, Spread};
+use crate::cases::{Case, TokenSpread};
 use crate::suite::Entry;
 use mixfleet_hal::OpSig;
 use std::collections::HashMap;
@@ -62,8 +62,8 @@ pub(crate) fn of(case: &Case) -> String {
 }
 
 /// Sequences as `first-second`, joined by `_`; equal ones are counted.
-fn spread(spread: &Spread) -> String {
-    let (Spread::Queries(pairs) | Spread::Ranges(pairs)) = spread else { return "even".to_owned() };
+fn spread(spread: &TokenSpread) -> String {
+    let (TokenSpread::Queries(pairs) | TokenSpread::Ranges(pairs)) = spread else { return "even".to_owned() };
     let mut words: Vec<(String, u32)> = Vec::new();
     for (a, b) in pairs {
         let word = format!("{a}-{b}");
@@ -80,21 +80,21 @@ fn spread(spread: &Spread) -> String {
 mod tests {
     use super::*;
     use crate::reference::ReferenceDevice;
-    use crate::{Level, entries};
+    use crate::{SuiteLevel, entries};
     use mixfleet_hal::Device;
     use std::collections::HashSet;
 
     #[test]
     fn ids_are_unique_and_need_their_seed_rarely() {
         let limits = ReferenceDevice::default().limits();
-        for level in [Level::Quick, Level::Full] {
+        for level in [SuiteLevel::Quick, SuiteLevel::Full] {
             let named = with_ids(entries(level, &limits));
             let ids: HashSet<&String> = named.iter().map(|(id, _)| id).collect();
             assert_eq!(ids.len(), named.len());
             let again = ids.iter().filter(|id| id.contains(".again")).count();
             assert!(again * 20 < ids.len(), "{again} of {}", ids.len());
         }
-        let named = with_ids(entries(Level::Quick, &limits));
+        let named = with_ids(entries(SuiteLevel::Quick, &limits));
         assert!(named.iter().any(|(id, _)| id == "l1.gemm.f32.f32.f32.m1.n35.k70.bias.accumulate"));
     }
 }

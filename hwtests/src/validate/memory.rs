@@ -4,11 +4,11 @@
 //! Words are 64 bits. An address here is the offset in the tested memory, block by block: what is behind
 //! it physically, only the driver knows.
 
-use super::case::{CaseResult, Status};
-use super::protocol::{Effort, MemoryAsked, Settings};
+use super::case::{CaseResult, CaseStatus};
+use super::protocol::{MemoryAsked, Settings, ValidationEffort};
 use crate::bench::Trouble;
 use mixfleet_hal::random;
-use mixfleet_hal::{Cmd, Device, ErrorKind, Health, OpSig, Queue, Role, Slice, Support};
+use mixfleet_hal::{BufferUsage, Cmd, Device, ErrorKind, Health, OpSig, Queue, Slice, Support};
 use serde::Serialize;
 use std::time::Duration;
 
@@ -76,7 +76,7 @@ pub(crate) fn run(
 ) -> CaseResult {
     let id = format!("l2.{name}");
     let Some((_, pattern)) = PATTERNS.iter().find(|(known, _)| *known == name) else {
-        return CaseResult::new(id, Status::NotRun, "there is no such memory pattern");
+        return CaseResult::new(id, CaseStatus::NotRun, "there is no such memory pattern");
     };
     let asked = bytes_asked(device, settings);
     let before = device.health();
@@ -86,7 +86,7 @@ pub(crate) fn run(
     };
     if let Err(trouble) = pattern(&mut region, settings) {
         let result = troubled(id, trouble);
-        if result.status == Status::Timeout {
+        if result.status == CaseStatus::Timeout {
             // to drop a queue that hangs may wait for it
             std::mem::forget(region);
         }
@@ -97,11 +97,11 @@ pub(crate) fn run(
 
 fn troubled(id: String, trouble: Trouble) -> CaseResult {
     match trouble {
-        Trouble::Unsupported => CaseResult::new(id, Status::Unsupported, "needs Fill and Copy"),
-        Trouble::NotRun(reason) => CaseResult::new(id, Status::NotRun, reason),
-        Trouble::Failed(reason) => CaseResult::new(id, Status::Fail, reason),
-        Trouble::Hung(reason) => CaseResult::new(id, Status::Timeout, reason),
-        Trouble::Lost(reason) => CaseResult::new(id, Status::DeviceLost, reason),
+        Trouble::Unsupported => CaseResult::new(id, CaseStatus::Unsupported, "needs Fill and Copy"),
+        Trouble::NotRun(reason) => CaseResult::new(id, CaseStatus::NotRun, reason),
+        Trouble::Failed(reason) => CaseResult::new(id, CaseStatus::Fail, reason),
+        Trouble::Hung(reason) => CaseResult::new(id, CaseStatus::Timeout, reason),
+        Trouble::Lost(reason) => CaseResult::new(id, CaseStatus::DeviceLost, reason),
     }
 }
 
@@ -128,7 +128,7 @@ impl<'a> Region<'a> {
         }
         let mut blocks = Vec::new();
         while (blocks.len() as u64 + 1) * block_bytes <= asked {
-            match device.alloc(block_bytes, Role::Activations) {
+            match device.alloc(block_bytes, BufferUsage::Activations) {
                 Ok(block) => blocks.push(block),
                 Err(error) if error.kind == ErrorKind::OutOfMemory => break,
                 Err(error) => return Err(error.into()),
@@ -232,16 +232,16 @@ impl<'a> Region<'a> {
                 "{words} of {} words differ; first at {address}: expected {expected}, got {got}, xor {xor}",
                 self.words_checked
             );
-            (Status::Fail, reason)
+            (CaseStatus::Fail, reason)
         } else if let Some(n) = uncorrected.filter(|n| *n > 0) {
-            (Status::Fail, format!("the device counted {n} memory errors that it could not correct"))
+            (CaseStatus::Fail, format!("the device counted {n} memory errors that it could not correct"))
         } else if let Some(n) = corrected.filter(|n| *n > 0) {
-            (Status::QualityWarning, format!("the device corrected {n} memory errors"))
+            (CaseStatus::QualityWarning, format!("the device corrected {n} memory errors"))
         } else if covered < asked {
             let reason = format!("only {covered} of the {asked} bytes that were asked for could be taken");
-            (Status::QualityWarning, reason)
+            (CaseStatus::QualityWarning, reason)
         } else {
-            (Status::Pass, String::new())
+            (CaseStatus::Pass, String::new())
         };
         let mut result = CaseResult::new(id, status, reason)
             .fact("bytes_covered", covered)
@@ -289,8 +289,8 @@ fn own_address(region: &mut Region<'_>, _: &Settings) -> Result<(), Trouble> {
 /// One bit set, walking with the address, then one bit clear; each pass begins at another bit.
 fn walking(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
     let passes: &[u64] = match settings.effort {
-        Effort::Quick => &[0, 37],
-        Effort::Full => &[0, 5, 11, 17, 23, 29, 31, 32, 37, 43, 49, 53, 59, 61],
+        ValidationEffort::Quick => &[0, 37],
+        ValidationEffort::Full => &[0, 5, 11, 17, 23, 29, 31, 32, 37, 43, 49, 53, 59, 61],
     };
     for &pass in passes {
         for flip in [0, !0] {
@@ -324,20 +324,20 @@ fn inversions_solid(region: &mut Region<'_>, _: &Settings) -> Result<(), Trouble
 
 fn inversions_byte(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
     let shifts: &[u32] = match settings.effort {
-        Effort::Quick => &[7],
-        Effort::Full => &[0, 1, 2, 3, 4, 5, 6, 7],
+        ValidationEffort::Quick => &[7],
+        ValidationEffort::Full => &[0, 1, 2, 3, 4, 5, 6, 7],
     };
     shifts.iter().try_for_each(|shift| inversions(region, 0x0101_0101 << shift))
 }
 
 fn inversions_random(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
-    let rounds = if settings.effort == Effort::Quick { 1 } else { 6 };
+    let rounds = if settings.effort == ValidationEffort::Quick { 1 } else { 6 };
     (0..rounds).try_for_each(|round| inversions(region, random::bits(settings.seed, round) as u32))
 }
 
 /// Random words by address, then their complement.
 fn random_words(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
-    let rounds = if settings.effort == Effort::Quick { 1 } else { 4 };
+    let rounds = if settings.effort == ValidationEffort::Quick { 1 } else { 4 };
     for round in 0..rounds {
         let seed = settings.seed.wrapping_add(1 + round);
         for flip in [0, !0] {
@@ -352,8 +352,8 @@ fn random_words(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trou
 /// that mask faults of longer runs are defeated.
 fn modulo_20(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
     let offsets: &[u64] = match settings.effort {
-        Effort::Quick => &[3, 14],
-        Effort::Full => &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19],
+        ValidationEffort::Quick => &[3, 14],
+        ValidationEffort::Full => &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19],
     };
     let odd = random::bits(settings.seed, 20);
     for &offset in offsets {
@@ -410,12 +410,12 @@ mod tests {
         let device = ReferenceDevice::default();
         for name in groups() {
             let result = run(&device, &small(), name, &mut || {});
-            assert_eq!(result.status, Status::Pass, "{result:?}");
+            assert_eq!(result.status, CaseStatus::Pass, "{result:?}");
             assert_eq!(result.facts["bytes_covered"], 2 << 20);
             assert!(result.facts["words_checked"].as_u64() >= Some((2 << 20) / 8));
         }
-        let full = Settings { effort: Effort::Full, memory: MemoryAsked::Bytes(1), ..small() };
-        assert_eq!(run(&device, &full, "inversions_byte", &mut || {}).status, Status::Pass);
+        let full = Settings { effort: ValidationEffort::Full, memory: MemoryAsked::Bytes(1), ..small() };
+        assert_eq!(run(&device, &full, "inversions_byte", &mut || {}).status, CaseStatus::Pass);
     }
 
     #[test]

@@ -4,8 +4,8 @@
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
-    Cmd, Device, DeviceInfo, Elapsed, Error, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result,
-    Role, Slice, Support, Ticket,
+    BufferUsage, Cmd, Device, DeviceInfo, DeviceLimits, Elapsed, Error, Export, Graph, Health, HostMemory,
+    OpSig, Queue, Result, Slice, Support, Ticket,
 };
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -40,13 +40,13 @@ impl Device for Metered {
     fn info(&self) -> &DeviceInfo {
         self.0.info()
     }
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.0.limits()
     }
     fn support(&self, sig: &OpSig) -> Support {
         self.0.support(sig)
     }
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         self.0.alloc(bytes, role)
     }
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {

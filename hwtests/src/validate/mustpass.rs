@@ -1,6 +1,6 @@
 //! The mandatory list: what must have been tried, and passed, before anything is called a pass.
 
-use super::case::{CaseResult, Status, matches};
+use super::case::{CaseResult, CaseStatus, matches};
 use super::digest::sha256;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ pub const VERSION: &str = "v1";
 
 /// One line of the list.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Line {
+pub struct MustPassRule {
     /// Pattern of case ids.
     pub pattern: String,
     /// Cases that it must find, at least.
@@ -48,7 +48,7 @@ pub fn digest() -> String {
 ///
 /// # Panics
 /// When a line is malformed: the list is part of the program, and a test reads it.
-pub fn lines(text: &str) -> Vec<Line> {
+pub fn lines(text: &str) -> Vec<MustPassRule> {
     let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
     let parse = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -58,7 +58,7 @@ pub fn lines(text: &str) -> Vec<Line> {
             _ => panic!("mandatory list: '{line}' is no line"),
         };
         let cases_min = count.parse().unwrap_or_else(|_| panic!("mandatory list: '{line}' has no number"));
-        Line { pattern: pattern.to_owned(), cases_min, optional }
+        MustPassRule { pattern: pattern.to_owned(), cases_min, optional }
     };
     lines.filter(|line| !line.is_empty()).map(parse).collect()
 }
@@ -78,13 +78,13 @@ fn waived_only(count: usize) -> String {
 /// Holds the results against a list. A line is met if enough cases were found, none of them is wrong, waived or could
 /// not run, and, unless the line is optional, at least one passed: a device that declares everything unsupported, or
 /// has everything waived, meets nothing.
-pub fn check(lines: &[Line], cases: &[CaseResult]) -> Vec<Met> {
-    let met = |line: &Line| {
+pub fn check(lines: &[MustPassRule], cases: &[CaseResult]) -> Vec<Met> {
+    let met = |line: &MustPassRule| {
         let found: Vec<&CaseResult> = cases.iter().filter(|case| matches(&line.pattern, &case.id)).collect();
-        let count = |test: fn(Status) -> bool| found.iter().filter(|case| test(case.status)).count();
-        let passed = count(|s| matches!(s, Status::Pass | Status::QualityWarning));
-        let waived = count(|s| s == Status::Waived);
-        let (wrong, missed) = (count(Status::is_wrong), count(|s| s == Status::NotRun));
+        let count = |test: fn(CaseStatus) -> bool| found.iter().filter(|case| test(case.status)).count();
+        let passed = count(|s| matches!(s, CaseStatus::Pass | CaseStatus::QualityWarning));
+        let waived = count(|s| s == CaseStatus::Waived);
+        let (wrong, missed) = (count(CaseStatus::is_wrong), count(|s| s == CaseStatus::NotRun));
         let problem = if wrong > 0 {
             Some(format!("{wrong} wrong"))
         } else if missed > 0 {
@@ -110,12 +110,12 @@ mod tests {
     use super::super::{conformance, memory};
     use super::*;
     use crate::reference::ReferenceDevice;
-    use crate::{Level, entries};
-    use mixfleet_hal::{Device, Limits};
+    use crate::{SuiteLevel, entries};
+    use mixfleet_hal::{Device, DeviceLimits};
 
     /// Ids of levels 1 and 2 on a device with these limits.
-    fn ids(limits: &Limits) -> Vec<String> {
-        let cases = with_ids(entries(Level::Quick, limits)).into_iter().map(|(id, _)| id);
+    fn ids(limits: &DeviceLimits) -> Vec<String> {
+        let cases = with_ids(entries(SuiteLevel::Quick, limits)).into_iter().map(|(id, _)| id);
         cases.chain(memory::groups().map(|name| format!("l2.{name}"))).collect()
     }
 
@@ -129,7 +129,7 @@ mod tests {
             assert!(covered, "{name}");
         }
         for page in [1, 2, 8, 16, 32, 256] {
-            let limits = Limits { kv_page_tokens: page, ..ReferenceDevice::default().limits() };
+            let limits = DeviceLimits { kv_page_tokens: page, ..ReferenceDevice::default().limits() };
             let ids = ids(&limits);
             for line in lines.iter().filter(|line| !line.pattern.starts_with("l0")) {
                 let found = ids.iter().filter(|id| matches(&line.pattern, id)).count();
@@ -145,14 +145,15 @@ mod tests {
 
     #[test]
     fn nothing_but_a_pass_meets_a_line() {
-        let line = |optional| Line { pattern: "l1.add.*".to_owned(), cases_min: 2, optional };
-        let problem_of = |optional: bool, statuses: &[Status]| {
-            let case = |(i, &status): (usize, &Status)| CaseResult::new(format!("l1.add.n{i}"), status, "");
+        let line = |optional| MustPassRule { pattern: "l1.add.*".to_owned(), cases_min: 2, optional };
+        let problem_of = |optional: bool, statuses: &[CaseStatus]| {
+            let case =
+                |(i, &status): (usize, &CaseStatus)| CaseResult::new(format!("l1.add.n{i}"), status, "");
             let cases: Vec<_> = statuses.iter().enumerate().map(case).collect();
             check(&[line(optional)], &cases).remove(0).problem.unwrap_or_default()
         };
-        let problem = |statuses: &[Status]| problem_of(false, statuses);
-        use Status::*;
+        let problem = |statuses: &[CaseStatus]| problem_of(false, statuses);
+        use CaseStatus::*;
         assert_eq!(problem(&[Pass, Unsupported]), "");
         assert_eq!(problem(&[Pass, QualityWarning]), "");
         assert_eq!(problem(&[Waived, QualityWarning]), "1 wrong and waived");

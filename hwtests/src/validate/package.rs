@@ -5,8 +5,8 @@ use super::digest::sha256;
 use super::document::Validation;
 use super::mustpass;
 use super::page;
-use super::protocol::Fact;
-use super::{CaseResult, Status};
+use super::protocol::DeviceFact;
+use super::{CaseResult, CaseStatus};
 use quick_junit::{NonSuccessKind, Report, TestCase, TestCaseStatus, TestSuite};
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -37,9 +37,9 @@ pub struct Environment {
     /// See `began_at`.
     pub ended_at: String,
     /// Processor, system, kernel, governor, load, other users of the device; what could not be read says why.
-    pub host: Vec<Fact>,
+    pub host: Vec<DeviceFact>,
     /// Driver, clocks, ECC, link.
-    pub device: Vec<Fact>,
+    pub device: Vec<DeviceFact>,
     /// Version and SHA-256 of the mandatory list.
     pub mustpass: (String, String),
     /// Waivers in use with their last days.
@@ -117,23 +117,23 @@ fn junit(report: &Validation) -> io::Result<String> {
 
 fn junit_case(case: &CaseResult) -> TestCase {
     let mut status = match case.status {
-        Status::Pass | Status::QualityWarning => TestCaseStatus::success(),
-        Status::Unsupported | Status::Waived => TestCaseStatus::skipped(),
-        Status::Fail => TestCaseStatus::non_success(NonSuccessKind::Failure),
-        Status::NotRun | Status::Crash | Status::Timeout | Status::DeviceLost => {
+        CaseStatus::Pass | CaseStatus::QualityWarning => TestCaseStatus::success(),
+        CaseStatus::Unsupported | CaseStatus::Waived => TestCaseStatus::skipped(),
+        CaseStatus::Fail => TestCaseStatus::non_success(NonSuccessKind::Failure),
+        CaseStatus::NotRun | CaseStatus::Crash | CaseStatus::Timeout | CaseStatus::DeviceLost => {
             TestCaseStatus::non_success(NonSuccessKind::Error)
         }
     };
     let reason = case.reason.clone().unwrap_or_default();
-    if case.status != Status::Pass {
+    if case.status != CaseStatus::Pass {
         status.set_message(format!("{}: {reason}", case.status.word()));
     }
-    if case.status.is_wrong() || case.status == Status::NotRun {
+    if case.status.is_wrong() || case.status == CaseStatus::NotRun {
         status.set_type(case.status.word());
     }
     let mut test = TestCase::new(case.id.clone(), status);
     test.set_classname(case.id.split('.').take(2).collect::<Vec<_>>().join("."));
-    if case.status == Status::QualityWarning {
+    if case.status == CaseStatus::QualityWarning {
         test.set_system_out(format!("quality-warning: {reason}"));
     }
     test

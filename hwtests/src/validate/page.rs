@@ -1,9 +1,9 @@
 //! The report as one self-contained page, for people.
 
-use super::case::{CaseResult, Status};
-use super::document::{Validation, Verdict, share_in_words};
+use super::case::{CaseResult, CaseStatus};
+use super::document::{Validation, ValidationVerdict, share_in_words};
 use super::package::Environment;
-use super::protocol::Fact;
+use super::protocol::DeviceFact;
 use crate::html::{Cell, Html, Tone, page as frame};
 use serde::Deserialize;
 use serde_json::Value;
@@ -11,12 +11,12 @@ use serde_json::Value;
 /// Cases that are listed one by one, beyond which the page refers to `results.json`.
 const LISTED_MAX: usize = 200;
 
-fn tone(status: Status) -> Tone {
+fn tone(status: CaseStatus) -> Tone {
     match status {
-        Status::Pass => Tone::Good,
-        Status::QualityWarning | Status::Waived | Status::NotRun => Tone::Warn,
-        Status::Unsupported => Tone::Muted,
-        Status::Fail | Status::Crash | Status::Timeout | Status::DeviceLost => Tone::Bad,
+        CaseStatus::Pass => Tone::Good,
+        CaseStatus::QualityWarning | CaseStatus::Waived | CaseStatus::NotRun => Tone::Warn,
+        CaseStatus::Unsupported => Tone::Muted,
+        CaseStatus::Fail | CaseStatus::Crash | CaseStatus::Timeout | CaseStatus::DeviceLost => Tone::Bad,
     }
 }
 
@@ -37,18 +37,24 @@ pub(crate) fn page(report: &Validation, environment: &Environment) -> String {
 }
 
 fn verdict(body: &mut Html, report: &Validation) {
-    let waived = report.cases.iter().any(|case| case.status == Status::Waived);
+    let waived = report.cases.iter().any(|case| case.status == CaseStatus::Waived);
     let (tone, words) = match report.verdict {
-        Verdict::Pass => (Tone::Good, "PASS: the whole mandatory list was met and nothing is wrong."),
-        Verdict::PassedWithWaivers => {
+        ValidationVerdict::Pass => {
+            (Tone::Good, "PASS: the whole mandatory list was met and nothing is wrong.")
+        }
+        ValidationVerdict::PassedWithWaivers => {
             (Tone::Warn, "PASSED WITH WAIVERS: something is wrong, and the vendor's waivers let it through.")
         }
-        Verdict::Fail => (Tone::Bad, "FAIL: something is wrong."),
-        Verdict::Incomplete => (Tone::Warn, "INCOMPLETE: something that was asked for could not run."),
-        Verdict::Partial if waived => {
+        ValidationVerdict::Fail => (Tone::Bad, "FAIL: something is wrong."),
+        ValidationVerdict::Incomplete => {
+            (Tone::Warn, "INCOMPLETE: something that was asked for could not run.")
+        }
+        ValidationVerdict::Partial if waived => {
             (Tone::Warn, "PARTIAL: only a part was asked for, and what is wrong in it was waived.")
         }
-        Verdict::Partial => (Tone::Warn, "PARTIAL: nothing is wrong, but only a part was asked for."),
+        ValidationVerdict::Partial => {
+            (Tone::Warn, "PARTIAL: nothing is wrong, but only a part was asked for.")
+        }
     };
     body.note(tone, words);
     report.remarks.iter().for_each(|remark| body.paragraph(remark));
@@ -57,11 +63,11 @@ fn verdict(body: &mut Html, report: &Validation) {
 fn levels(body: &mut Html, report: &Validation) {
     body.heading(2, "Levels");
     let mut header = vec!["level"];
-    header.extend(Status::ALL.iter().map(|status| status.word()));
+    header.extend(CaseStatus::ALL.iter().map(|status| status.word()));
     header.push("error of bound");
     let row = |level: &super::document::LevelCounts| {
         let mut row = vec![Cell::text(format!("L{} {}", level.level, purpose(level.level)))];
-        for status in Status::ALL {
+        for status in CaseStatus::ALL {
             let count = level.counts.get(status.word()).copied().unwrap_or(0);
             let cell = Cell::number(count.to_string());
             row.push(if count > 0 { cell.tone(tone(status)) } else { cell.tone(Tone::Muted) });
@@ -97,8 +103,8 @@ fn claims(body: &mut Html, report: &Validation) {
         for claim in case.facts.get("claims").and_then(Value::as_array).into_iter().flatten() {
             let number = |name: &str| claim.get(name).and_then(Value::as_f64);
             let word = |name: &str| claim.get(name).and_then(Value::as_str).unwrap_or("-").to_owned();
-            let status: Status =
-                claim.get("status").and_then(|s| Status::deserialize(s).ok()).unwrap_or(case.status);
+            let status: CaseStatus =
+                claim.get("status").and_then(|s| CaseStatus::deserialize(s).ok()).unwrap_or(case.status);
             let percent =
                 |value: Option<f64>| value.map_or("-".to_owned(), |v| format!("{:.1} %", v * 100.0));
             rows.push(vec![
@@ -117,7 +123,7 @@ fn claims(body: &mut Html, report: &Validation) {
 
 /// Every case that is neither a plain pass nor plainly unsupported.
 fn listed(body: &mut Html, report: &Validation) {
-    let worth = |case: &&CaseResult| !matches!(case.status, Status::Pass | Status::Unsupported);
+    let worth = |case: &&CaseResult| !matches!(case.status, CaseStatus::Pass | CaseStatus::Unsupported);
     let mut cases: Vec<&CaseResult> = report.cases.iter().filter(worth).collect();
     if cases.is_empty() {
         return;
@@ -210,7 +216,7 @@ fn surroundings(body: &mut Html, report: &Validation, environment: &Environment)
         facts.push(("fingerprint".to_owned(), device.fingerprint.clone()));
         facts.extend(device.notes.iter().map(|(name, value)| (name.clone(), value.clone())));
     }
-    let told = |fact: &Fact| {
+    let told = |fact: &DeviceFact| {
         let value = fact.value.clone().unwrap_or_else(|| "could not be read".to_owned());
         let remark = fact.remark.as_ref().map(|remark| format!(": {remark}")).unwrap_or_default();
         (fact.name.clone(), format!("{value}{remark}"))

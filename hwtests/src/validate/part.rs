@@ -1,10 +1,10 @@
 //! `part.toml`: what a vendor claims of a part, and what it asks to be let through. Data only: a part
 //! without a file is validated in full, only without claims.
 
-use super::case::{CaseResult, Status, WaivedBy, matches};
+use super::case::{CaseResult, CaseStatus, WaivedBy, matches};
 use super::performance;
 use crate::profile::Work;
-use crate::profile::work::Load;
+use crate::profile::work::SustainedLoad;
 use regex_lite::Regex;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -100,7 +100,7 @@ impl Claim {
 /// Whether something that is measured at a point counts `quantity`.
 fn counts(work: &Work, quantity: Quantity) -> bool {
     match (work, quantity) {
-        (_, Quantity::Seconds) | (Work::Sustained(Load::Gemm), _) => true,
+        (_, Quantity::Seconds) | (Work::Sustained(SustainedLoad::Gemm), _) => true,
         (Work::Launch(_), _) => false,
         (Work::Op(sig), Quantity::FlopPerSecond) => sig.flops() > 0.0,
         (_, Quantity::FlopPerSecond) => false,
@@ -128,7 +128,7 @@ struct Match {
 
 /// A part file.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct PartFile {
     of: Match,
     /// The claims.
     pub claims: Vec<Claim>,
@@ -252,12 +252,12 @@ pub(crate) fn is_date(text: &str) -> bool {
     (1..=days).contains(&day)
 }
 
-impl Part {
+impl PartFile {
     /// Reads a part file.
     ///
     /// # Errors
     /// The first thing wrong with it.
-    pub fn parse(text: &str) -> Result<Part, PartError> {
+    pub fn parse(text: &str) -> Result<PartFile, PartError> {
         let table: Table = match text.parse() {
             Ok(table) => table,
             Err(error) => return wrong("TOML", format!("{error}").trim_end()),
@@ -276,7 +276,7 @@ impl Part {
         let waivers = top.tables("waiver")?;
         let waivers = waivers.into_iter().enumerate().map(waiver).collect::<Result<_, _>>()?;
         top.finish()?;
-        Ok(Part { of, claims, waivers })
+        Ok(PartFile { of, claims, waivers })
     }
 
     /// Whether the file is about a device of this name and PCI id (`vendor:device` in hexadecimal), where it is known.
@@ -308,7 +308,7 @@ impl Part {
             if let Some(waiver) = fitting.find(|waiver| today <= waiver.until.as_str()) {
                 let Waiver { case: pattern, reason, until } = waiver.clone();
                 case.waived_by = Some(WaivedBy { waiver: pattern, reason, until, was: case.status });
-                case.status = Status::Waived;
+                case.status = CaseStatus::Waived;
                 performance::waived(case);
             } else {
                 let reason = case.reason.take().unwrap_or_default();
@@ -409,12 +409,12 @@ mod tests {
 
     fn problem(from: &str, to: &str) -> String {
         assert!(GOOD.contains(from), "{from}");
-        Part::parse(&GOOD.replacen(from, to, 1)).unwrap_err().to_string()
+        PartFile::parse(&GOOD.replacen(from, to, 1)).unwrap_err().to_string()
     }
 
     #[test]
     fn a_part_file_is_read_in_plain_units() {
-        let part = Part::parse(GOOD).unwrap();
+        let part = PartFile::parse(GOOD).unwrap();
         let claim = &part.claims[0];
         assert_eq!((claim.value, claim.quantity), (864e9, Quantity::BytesPerSecond));
         assert_eq!(claim.in_words(claim.value, 12), "864 GB/s");
@@ -459,19 +459,19 @@ mod tests {
 
     #[test]
     fn a_waiver_holds_through_its_last_day_and_no_longer() {
-        let part = Part::parse(GOOD).unwrap();
-        let case = CaseResult::new("l1.attn_decode.f16.f16.h4", Status::Fail, "wrong");
-        let other = CaseResult::new("l1.attn_decode.bf16.f16.h4", Status::Fail, "wrong");
+        let part = PartFile::parse(GOOD).unwrap();
+        let case = CaseResult::new("l1.attn_decode.f16.f16.h4", CaseStatus::Fail, "wrong");
+        let other = CaseResult::new("l1.attn_decode.bf16.f16.h4", CaseStatus::Fail, "wrong");
         let judged = |today: &str| {
             let mut cases = [case.clone(), other.clone()];
             part.waive(&mut cases, today);
             cases
         };
         let [waived, untouched] = judged("2027-03-01");
-        assert_eq!((waived.status, waived.waived_by.unwrap().was), (Status::Waived, Status::Fail));
+        assert_eq!((waived.status, waived.waived_by.unwrap().was), (CaseStatus::Waived, CaseStatus::Fail));
         assert_eq!(untouched, other);
         let [expired, _] = judged("2027-03-02");
-        assert_eq!(expired.status, Status::Fail);
+        assert_eq!(expired.status, CaseStatus::Fail);
         assert!(expired.reason.unwrap().contains("expired on 2027-03-01"));
     }
 

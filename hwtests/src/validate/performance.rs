@@ -1,10 +1,10 @@
 //! Level 3: what the profile measures, held against the vendor's claims. Without a claim a number is recorded
 //! and judges nothing.
 
-use super::case::{CaseResult, Status};
+use super::case::{CaseResult, CaseStatus};
 use super::part::{Claim, Quantity};
-use super::protocol::{Effort, Line, Settings};
-use crate::profile::{self, PointResult, Progress};
+use super::protocol::{ChildMessage, Settings, ValidationEffort};
+use crate::profile::{self, PointResult, ProfileProgress};
 use mixfleet_hal::Device;
 use serde_json::{Value, json};
 
@@ -17,11 +17,11 @@ pub(crate) fn run(
     device: &dyn Device,
     settings: &Settings,
     wanted: &dyn Fn(&str) -> bool,
-    emit: &mut dyn FnMut(Line),
+    emit: &mut dyn FnMut(ChildMessage),
 ) -> bool {
     let level = match settings.effort {
-        Effort::Quick => profile::Level::Quick,
-        Effort::Full => profile::Level::Default,
+        ValidationEffort::Quick => profile::ProfileLevel::Quick,
+        ValidationEffort::Full => profile::ProfileLevel::Default,
     };
     let page_tokens = device.limits().kv_page_tokens;
     let planned = profile::plan(level, page_tokens, None, &[]).into_iter().map(|work| work.id());
@@ -30,22 +30,27 @@ pub(crate) fn run(
     let points: Vec<String> =
         settings.points.iter().filter(|id| wanted(&format!("l3.{id}"))).cloned().collect();
     // a claim is worth more samples, and more time for a slow point
-    pass(device, level, open, emit) && pass(device, profile::Level::Default, points, emit)
+    pass(device, level, open, emit) && pass(device, profile::ProfileLevel::Default, points, emit)
 }
 
 /// Measures the points `only`; false when the device is no longer good.
-fn pass(device: &dyn Device, level: profile::Level, only: Vec<String>, emit: &mut dyn FnMut(Line)) -> bool {
+fn pass(
+    device: &dyn Device,
+    level: profile::ProfileLevel,
+    only: Vec<String>,
+    emit: &mut dyn FnMut(ChildMessage),
+) -> bool {
     if only.is_empty() {
         return true;
     }
-    let options = profile::Options { only, ..profile::Options::new(level) };
+    let options = profile::ProfileOptions { only, ..profile::ProfileOptions::new(level) };
     let mut good = true;
     profile::run(device, &options, &mut |progress| match progress {
-        Progress::Begin { id, .. } if good => emit(Line::Begin(format!("l3.{id}"))),
-        Progress::Done(point) if good => {
+        ProfileProgress::Begin { id, .. } if good => emit(ChildMessage::Begin(format!("l3.{id}"))),
+        ProfileProgress::Done(point) if good => {
             let result = result(point);
             good = !result.status.ends_the_device();
-            emit(Line::Case(result));
+            emit(ChildMessage::Case(result));
         }
         _ => {}
     });
@@ -53,24 +58,28 @@ fn pass(device: &dyn Device, level: profile::Level, only: Vec<String>, emit: &mu
 }
 
 /// Measures single points by name.
-pub(crate) fn measure(device: &dyn Device, points: &[&str], options: &profile::Options) -> Vec<CaseResult> {
+pub(crate) fn measure(
+    device: &dyn Device,
+    points: &[&str],
+    options: &profile::ProfileOptions,
+) -> Vec<CaseResult> {
     profile::measure(device, points, options).iter().map(result).collect()
 }
 
 fn result(point: &PointResult) -> CaseResult {
     let reason = point.reason.clone().unwrap_or_default();
     let status = match point.status {
-        profile::Status::Ok => {
+        profile::PointStatus::Ok => {
             let seconds = point.seconds.as_ref().map_or(f64::NAN, |stats| stats.median);
             let result = measured(&point.id, seconds, point.flops, point.bytes);
             let cv = point.seconds.as_ref().map(|stats| stats.cv);
             return result.fact("coefficient_of_variation", cv).fact("flags", &point.flags);
         }
-        profile::Status::Unsupported => Status::Unsupported,
-        profile::Status::Skipped => Status::NotRun,
-        profile::Status::Error if reason.starts_with("no answer in time") => Status::Timeout,
-        profile::Status::Error if reason.starts_with("device lost") => Status::DeviceLost,
-        profile::Status::Error => Status::Fail,
+        profile::PointStatus::Unsupported => CaseStatus::Unsupported,
+        profile::PointStatus::Skipped => CaseStatus::NotRun,
+        profile::PointStatus::Error if reason.starts_with("no answer in time") => CaseStatus::Timeout,
+        profile::PointStatus::Error if reason.starts_with("device lost") => CaseStatus::DeviceLost,
+        profile::PointStatus::Error => CaseStatus::Fail,
     };
     CaseResult::new(format!("l3.{}", point.id), status, reason)
 }
@@ -116,13 +125,13 @@ pub fn judge(cases: &mut Vec<CaseResult>, claims: &[Claim]) {
         let id = format!("l3.{}", claim.point);
         let at = cases.iter().position(|case| case.id == id).unwrap_or_else(|| {
             let reason = "claimed, and never measured: no such point, or the profile did not get there";
-            cases.push(CaseResult::new(&id, Status::NotRun, reason));
+            cases.push(CaseResult::new(&id, CaseStatus::NotRun, reason));
             cases.len() - 1
         });
         places.push(at);
     }
     // each claim is judged by what was measured, not by what another claim made of it
-    let measured: Vec<Status> = cases.iter().map(|case| case.status).collect();
+    let measured: Vec<CaseStatus> = cases.iter().map(|case| case.status).collect();
     for (claim, at) in claims.iter().zip(places) {
         apply(&mut cases[at], measured[at], claim);
     }
@@ -131,12 +140,12 @@ pub fn judge(cases: &mut Vec<CaseResult>, claims: &[Claim]) {
 /// The claims of a case that a waiver lets through.
 pub(crate) fn waived(case: &mut CaseResult) {
     if let Some(Value::Array(claims)) = case.facts.get_mut("claims") {
-        let wrong = claims.iter_mut().filter(|claim| claim["status"] != json!(Status::Pass));
-        wrong.for_each(|claim| claim["status"] = json!(Status::Waived));
+        let wrong = claims.iter_mut().filter(|claim| claim["status"] != json!(CaseStatus::Pass));
+        wrong.for_each(|claim| claim["status"] = json!(CaseStatus::Waived));
     }
 }
 
-fn apply(case: &mut CaseResult, status: Status, claim: &Claim) {
+fn apply(case: &mut CaseResult, status: CaseStatus, claim: &Claim) {
     let unit = claim.quantity.unit();
     let claimed = claim.in_words(claim.value, 12);
     let mut note = json!({
@@ -168,14 +177,14 @@ fn apply(case: &mut CaseResult, status: Status, claim: &Claim) {
         Measure::OtherQuantity => {
             failure = Some(format!("claimed in {unit}, which this point does not have"));
         }
-        Measure::None if status == Status::Unsupported => {
+        Measure::None if status == CaseStatus::Unsupported => {
             failure = Some("claimed, and the device says that it cannot".to_owned());
         }
         Measure::None => {}
     }
-    note["status"] = json!(if failure.is_some() { Status::Fail } else { status });
+    note["status"] = json!(if failure.is_some() { CaseStatus::Fail } else { status });
     if let Some(failure) = failure {
-        case.status = Status::Fail;
+        case.status = CaseStatus::Fail;
         let reasons: Vec<String> = case.reason.take().into_iter().chain([failure]).collect();
         case.reason = Some(reasons.join("; "));
     }
@@ -206,13 +215,13 @@ mod tests {
     fn a_claim_holds_within_its_tolerance_and_one_that_lies_fails_with_both_numbers() {
         use Quantity::*;
         for (value, quantity, want) in [
-            (62.5, BytesPerSecond, Status::Pass),
-            (62.6, BytesPerSecond, Status::Fail),
-            (6.25, FlopPerSecond, Status::Pass),
-            (6.26, FlopPerSecond, Status::Fail),
-            (1.6, Seconds, Status::Pass),
-            (1.59, Seconds, Status::Fail),
-            (1.0, BytesPerSecond, Status::Pass),
+            (62.5, BytesPerSecond, CaseStatus::Pass),
+            (62.6, BytesPerSecond, CaseStatus::Fail),
+            (6.25, FlopPerSecond, CaseStatus::Pass),
+            (6.26, FlopPerSecond, CaseStatus::Fail),
+            (1.6, Seconds, CaseStatus::Pass),
+            (1.59, Seconds, CaseStatus::Fail),
+            (1.0, BytesPerSecond, CaseStatus::Pass),
         ] {
             let case = judged(&[claim(value, quantity)]);
             assert_eq!(case.status, want, "{value} {quantity:?}: {:?}", case.reason);
@@ -229,12 +238,12 @@ mod tests {
         for claims in [[lie.clone(), held.clone()], [held, lie]] {
             let case = judged(&claims);
             let notes = case.facts["claims"].as_array().unwrap();
-            assert_eq!(case.status, Status::Fail);
+            assert_eq!(case.status, CaseStatus::Fail);
             for (claim, note) in claims.iter().zip(notes) {
                 assert_eq!(note["status"], if claim.value == 900.0 { "fail" } else { "pass" }, "{note}");
             }
         }
-        let mut cases = vec![CaseResult::new("l3.p", Status::Unsupported, "no")];
+        let mut cases = vec![CaseResult::new("l3.p", CaseStatus::Unsupported, "no")];
         let claims = [claim(1.0, Quantity::Seconds), claim(1.0, Quantity::BytesPerSecond)];
         judge(&mut cases, &claims);
         let notes = cases[0].facts["claims"].as_array().unwrap();
@@ -246,14 +255,14 @@ mod tests {
     #[test]
     fn what_was_claimed_and_not_measured_never_passes() {
         let mut cases = vec![
-            CaseResult::new("l3.p", Status::Unsupported, "no"),
+            CaseResult::new("l3.p", CaseStatus::Unsupported, "no"),
             CaseResult::pass("l3.copy").fact("seconds", 1.0),
         ];
         let copy = Claim { point: "copy".to_owned(), ..claim(1.0, Quantity::FlopPerSecond) };
         let absent = Claim { point: "absent".to_owned(), ..copy.clone() };
         judge(&mut cases, &[claim(1.0, Quantity::Seconds), copy, absent]);
-        let statuses: Vec<Status> = cases.iter().map(|case| case.status).collect();
-        assert_eq!(statuses, [Status::Fail, Status::Fail, Status::NotRun]);
-        assert_eq!(judged(&[]).status, Status::Pass, "recorded only");
+        let statuses: Vec<CaseStatus> = cases.iter().map(|case| case.status).collect();
+        assert_eq!(statuses, [CaseStatus::Fail, CaseStatus::Fail, CaseStatus::NotRun]);
+        assert_eq!(judged(&[]).status, CaseStatus::Pass, "recorded only");
     }
 }

@@ -2,7 +2,7 @@
 //! out.
 
 use super::case::CaseResult;
-use super::soak::{Baseline, Sample};
+use super::soak::{Baseline, SoakSample};
 use mixfleet_hal::DeviceInfo;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// Something about the device that only its surroundings know: the link, the NUMA node, the driver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Fact {
+pub struct DeviceFact {
     /// One word: `link`, `numa`, `driver`.
     pub name: String,
     /// What was read, in words.
@@ -19,27 +19,27 @@ pub struct Fact {
     pub remark: Option<String>,
 }
 
-impl Fact {
+impl DeviceFact {
     /// Read and as it should be.
-    pub fn known(name: &str, value: impl Into<String>) -> Fact {
-        Fact { name: name.to_owned(), value: Some(value.into()), remark: None }
+    pub fn known(name: &str, value: impl Into<String>) -> DeviceFact {
+        DeviceFact { name: name.to_owned(), value: Some(value.into()), remark: None }
     }
 
     /// Read, and something is wrong with it.
-    pub fn suspect(name: &str, value: impl Into<String>, remark: impl Into<String>) -> Fact {
-        Fact { name: name.to_owned(), value: Some(value.into()), remark: Some(remark.into()) }
+    pub fn suspect(name: &str, value: impl Into<String>, remark: impl Into<String>) -> DeviceFact {
+        DeviceFact { name: name.to_owned(), value: Some(value.into()), remark: Some(remark.into()) }
     }
 
     /// Could not be read.
-    pub fn unknown(name: &str, why: impl Into<String>) -> Fact {
-        Fact { name: name.to_owned(), value: None, remark: Some(why.into()) }
+    pub fn unknown(name: &str, why: impl Into<String>) -> DeviceFact {
+        DeviceFact { name: name.to_owned(), value: None, remark: Some(why.into()) }
     }
 }
 
 /// How thoroughly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Effort {
+pub enum ValidationEffort {
     /// A minute or two on a fast device.
     Quick,
     /// All edge shapes, all passes of the memory patterns, the longer profile.
@@ -60,7 +60,7 @@ pub enum MemoryAsked {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Settings {
     /// How thoroughly.
-    pub effort: Effort,
+    pub effort: ValidationEffort,
     /// Seed of the memory patterns.
     pub seed: u64,
     /// Memory for the memory level.
@@ -68,7 +68,7 @@ pub struct Settings {
     /// A batch without an answer after this many seconds counts as hung.
     pub batch_timeout_s: f64,
     /// Facts that the caller read.
-    pub facts: Vec<Fact>,
+    pub facts: Vec<DeviceFact>,
     /// Seconds of soak; 0 = none.
     pub soak_s: f64,
     /// Points that the part file claims: measured whether the profile's plan has them or not.
@@ -79,7 +79,7 @@ impl Settings {
     /// Quick, with 128 MiB of memory and 30 s for each batch: some devices compile kernels on first use.
     pub fn quick() -> Settings {
         Settings {
-            effort: Effort::Quick,
+            effort: ValidationEffort::Quick,
             seed: 1,
             memory: MemoryAsked::Bytes(128 << 20),
             batch_timeout_s: 30.0,
@@ -115,7 +115,7 @@ pub struct Assignment {
 /// One line of a child.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "line", content = "value", rename_all = "snake_case")]
-pub enum Line {
+pub enum ChildMessage {
     /// The device is open.
     Opened(DeviceInfo),
     /// The device could not be opened, and why.
@@ -129,7 +129,7 @@ pub enum Line {
     /// What a soak compares with.
     Baseline(Baseline),
     /// What a soak saw.
-    Sample(Sample),
+    Sample(SoakSample),
     /// All of the group is done.
     End,
 }

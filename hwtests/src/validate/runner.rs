@@ -1,9 +1,9 @@
 //! Runs groups in children, and survives them: a crash, a hang or a lost device costs the case at hand, not
 //! the report.
 
-use super::case::{CaseResult, Status, selects};
-use super::protocol::{Assignment, Line, Settings};
-use super::soak::{self, Baseline, Sample};
+use super::case::{CaseResult, CaseStatus, selects};
+use super::protocol::{Assignment, ChildMessage, Settings};
+use super::soak::{self, Baseline, SoakSample};
 use super::start::{Heard, Start};
 use super::{conformance, memory};
 use mixfleet_hal::DeviceInfo;
@@ -67,7 +67,7 @@ pub enum Record {
         /// The group.
         group: String,
         /// What.
-        line: Line,
+        line: ChildMessage,
     },
     /// A child was lost, and how.
     Lost {
@@ -85,14 +85,14 @@ pub enum Record {
 
 /// What came of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Outcome {
+pub struct RunOutcome {
     /// The device as it described itself; none if it never opened.
     #[schemars(with = "Option<super::document::DeviceRecord>")]
     pub device: Option<DeviceInfo>,
     /// Every case, in order.
     pub cases: Vec<CaseResult>,
     /// What the soak saw.
-    pub samples: Vec<Sample>,
+    pub samples: Vec<SoakSample>,
 }
 
 /// The groups of a plan, in order.
@@ -138,8 +138,13 @@ pub fn header(plan: &Plan) -> Record {
 
 /// Runs `plan`; `journal` sees every event as it comes. `earlier` is the journal of a run that was broken off: what it
 /// has is not run again.
-pub fn run(plan: &Plan, start: &dyn Start, earlier: &[Record], journal: &mut dyn FnMut(&Record)) -> Outcome {
-    let mut outcome = Outcome::default();
+pub fn run(
+    plan: &Plan,
+    start: &dyn Start,
+    earlier: &[Record],
+    journal: &mut dyn FnMut(&Record),
+) -> RunOutcome {
+    let mut outcome = RunOutcome::default();
     for group in groups(plan) {
         let mut state = Group::new(&group, plan);
         earlier.iter().for_each(|record| state.recall(record));
@@ -167,7 +172,7 @@ struct Group<'a> {
     /// The case that the child is at.
     current: Option<String>,
     baseline: Option<Baseline>,
-    samples: Vec<Sample>,
+    samples: Vec<SoakSample>,
     losses: u32,
     done: bool,
 }
@@ -179,7 +184,7 @@ enum End {
     /// A case ended the device; the next child goes on behind it.
     DeviceGone,
     /// The child died or was ended; whether it had opened the device.
-    Lost(Status, String, bool),
+    Lost(CaseStatus, String, bool),
 }
 
 impl<'a> Group<'a> {
@@ -208,17 +213,17 @@ impl<'a> Group<'a> {
         self.current = None;
     }
 
-    fn take(&mut self, line: Line) {
+    fn take(&mut self, line: ChildMessage) {
         match line {
-            Line::Opened(info) => self.device = Some(info),
-            Line::Begin(id) => self.current = Some(id),
-            Line::Case(result) => {
+            ChildMessage::Opened(info) => self.device = Some(info),
+            ChildMessage::Begin(id) => self.current = Some(id),
+            ChildMessage::Case(result) => {
                 self.current = None;
                 self.cases.push(result);
             }
-            Line::Baseline(baseline) => self.baseline = Some(baseline),
-            Line::Sample(sample) => self.samples.push(sample),
-            Line::CannotOpen(_) | Line::Alive | Line::End => {}
+            ChildMessage::Baseline(baseline) => self.baseline = Some(baseline),
+            ChildMessage::Sample(sample) => self.samples.push(sample),
+            ChildMessage::CannotOpen(_) | ChildMessage::Alive | ChildMessage::End => {}
         }
     }
 
@@ -242,7 +247,7 @@ impl<'a> Group<'a> {
             if self.losses >= LOSSES_MAX {
                 let reason = format!("the rest was given up after {LOSSES_MAX} lost processes");
                 let id = format!("{}.rest", self.name);
-                self.settle(CaseResult::new(id, Status::NotRun, reason), journal);
+                self.settle(CaseResult::new(id, CaseStatus::NotRun, reason), journal);
                 return;
             }
         }
@@ -250,7 +255,7 @@ impl<'a> Group<'a> {
 
     /// Adds a result of the parent's own, in the journal too.
     fn settle(&mut self, result: CaseResult, journal: &mut dyn FnMut(&Record)) {
-        journal(&Record::Line { group: self.name.to_owned(), line: Line::Case(result.clone()) });
+        journal(&Record::Line { group: self.name.to_owned(), line: ChildMessage::Case(result.clone()) });
         self.cases.push(result);
     }
 
@@ -272,7 +277,7 @@ impl<'a> Group<'a> {
             Ok(child) => child,
             Err(error) => {
                 let reason = format!("no process could be started: {error}");
-                self.settle(CaseResult::new(self.name, Status::NotRun, reason), journal);
+                self.settle(CaseResult::new(self.name, CaseStatus::NotRun, reason), journal);
                 return End::Complete;
             }
         };
@@ -283,26 +288,26 @@ impl<'a> Group<'a> {
                 Heard::Silence => {
                     let seconds = self.plan.patience.as_secs_f64();
                     return End::Lost(
-                        Status::Timeout,
+                        CaseStatus::Timeout,
                         format!("no word for {seconds} s; the process was ended"),
                         opened,
                     );
                 }
                 Heard::Gone(_) if device_gone => return End::DeviceGone,
-                Heard::Gone(how) => return End::Lost(Status::Crash, how, opened),
+                Heard::Gone(how) => return End::Lost(CaseStatus::Crash, how, opened),
             };
-            if line != Line::Alive {
+            if line != ChildMessage::Alive {
                 journal(&Record::Line { group: self.name.to_owned(), line: line.clone() });
             }
             match &line {
-                Line::End => return End::Complete,
-                Line::CannotOpen(reason) => {
+                ChildMessage::End => return End::Complete,
+                ChildMessage::CannotOpen(reason) => {
                     let reason = format!("the device could not be opened: {reason}");
-                    self.settle(CaseResult::new(self.name, Status::NotRun, reason), journal);
+                    self.settle(CaseResult::new(self.name, CaseStatus::NotRun, reason), journal);
                     return End::Complete;
                 }
-                Line::Opened(_) => opened = true,
-                Line::Case(result) => device_gone |= result.status.ends_the_device(),
+                ChildMessage::Opened(_) => opened = true,
+                ChildMessage::Case(result) => device_gone |= result.status.ends_the_device(),
                 _ => {}
             }
             self.take(line);

@@ -2,16 +2,16 @@
 //! turns; between them golden results, which the oracle has checked at the start, are computed again and
 //! must be the same bit by bit. That is how silent corruption shows.
 
-use super::case::{CaseResult, Status};
+use super::case::{CaseResult, CaseStatus};
 use super::digest::sha256;
 use super::ids;
-use super::protocol::{Line, Settings};
-use crate::Level;
-use crate::bench::{Bench, Trouble, Way};
-use crate::cases::{Case, Spread};
+use super::protocol::{ChildMessage, Settings};
+use crate::SuiteLevel;
+use crate::bench::{Bench, SubmitMode, Trouble};
+use crate::cases::{Case, TokenSpread};
 use crate::inputs::encoded;
 use crate::suite::{checked, entries};
-use mixfleet_hal::{Access, Cmd, DType, Device, OpSig, Queue, Role, Slice, Support};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, OperandAccess, Queue, Slice, Support};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ const BANDWIDTH: [(u32, u32, u32); 4] = [(1, 256, 256), (1, 1024, 1024), (1, 409
 /// What a soak is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Phase {
+pub enum SoakPhase {
     /// GEMMs of many rows, bound by arithmetic as prefill is.
     Compute,
     /// GEMMs of one row, bound by bandwidth as decode is.
@@ -48,7 +48,7 @@ pub enum Phase {
 
 /// One load: a GEMM, and the digest of its result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Load {
+pub struct SoakLoad {
     /// Rows, output features, input features.
     pub shape: (u32, u32, u32),
     /// Dtype of all operands.
@@ -63,9 +63,9 @@ pub struct Load {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Baseline {
     /// The load bound by arithmetic.
-    pub compute: Load,
+    pub compute: SoakLoad,
     /// The load bound by bandwidth.
-    pub bandwidth: Load,
+    pub bandwidth: SoakLoad,
     /// SHA-256 of every golden result, by case.
     pub golden: BTreeMap<String, String>,
     /// Seconds that it took to find all this, which are none of the soak's.
@@ -75,11 +75,11 @@ pub struct Baseline {
 
 /// What one phase saw.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Sample {
+pub struct SoakSample {
     /// Seconds since the soak began, at the phase's end.
     pub t_s: f64,
     /// The phase.
-    pub phase: Phase,
+    pub phase: SoakPhase,
     /// Batches, or golden cases.
     pub batches: u64,
     /// Time in which the device worked, by its own report.
@@ -104,7 +104,7 @@ pub(crate) fn run(
     settings: &Settings,
     carried: Option<(Baseline, f64)>,
     clock: &mut dyn FnMut() -> f64,
-    emit: &mut dyn FnMut(Line),
+    emit: &mut dyn FnMut(ChildMessage),
 ) -> Result<(), Trouble> {
     let came = clock();
     let bench = Bench { device, timeout: settings.batch_timeout() };
@@ -119,27 +119,35 @@ pub(crate) fn run(
                 set_up_s: 0.0,
             };
             baseline.set_up_s = clock() - came;
-            emit(Line::Baseline(baseline.clone()));
+            emit(ChildMessage::Baseline(baseline.clone()));
             (baseline, 0.0)
         }
     };
     golden.retain(|(id, _)| baseline.golden.contains_key(id));
-    let mut compute = Running::new(device, &baseline.compute)?;
-    let mut bandwidth = Running::new(device, &baseline.bandwidth)?;
+    let mut compute = SoakRun::new(device, &baseline.compute)?;
+    let mut bandwidth = SoakRun::new(device, &baseline.bandwidth)?;
     let phase_s = (settings.soak_s / ROUNDS / 2.0).clamp(PHASE_S.0, PHASE_S.1);
     let begin = clock();
     let mut soaked_s = || before_s + clock() - begin;
     for round in 1.. {
         for (phase, load, first) in [
-            (Phase::Compute, &mut compute, &baseline.compute),
-            (Phase::Bandwidth, &mut bandwidth, &baseline.bandwidth),
+            (SoakPhase::Compute, &mut compute, &baseline.compute),
+            (SoakPhase::Bandwidth, &mut bandwidth, &baseline.bandwidth),
         ] {
             let sample = load.phase(&bench, phase, first, phase_s, &mut soaked_s, emit)?;
-            emit(Line::Sample(sample));
+            emit(ChildMessage::Sample(sample));
         }
         let wrong = again(&bench, &golden, &baseline.golden)?;
         let t_s = soaked_s();
-        emit(Line::Sample(sampled(device, t_s, Phase::Golden, golden.len() as u64, 0.0, None, wrong)));
+        emit(ChildMessage::Sample(sampled(
+            device,
+            t_s,
+            SoakPhase::Golden,
+            golden.len() as u64,
+            0.0,
+            None,
+            wrong,
+        )));
         if t_s >= settings.soak_s && round >= ROUNDS_MIN {
             break;
         }
@@ -150,21 +158,21 @@ pub(crate) fn run(
 fn sampled(
     device: &dyn Device,
     t_s: f64,
-    phase: Phase,
+    phase: SoakPhase,
     batches: u64,
     busy_s: f64,
     rate: Option<f64>,
     wrong: Vec<String>,
-) -> Sample {
+) -> SoakSample {
     let health = device.health();
     let (temperature_c, power_w, clock_mhz) = (health.temperature_c, health.power_w, health.clock_mhz);
-    Sample { t_s, phase, batches, busy_s, rate, wrong, temperature_c, power_w, clock_mhz }
+    SoakSample { t_s, phase, batches, busy_s, rate, wrong, temperature_c, power_w, clock_mhz }
 }
 
 /// The conformance case of every operation that moves the most bytes.
 fn golden_cases(device: &dyn Device) -> Vec<(String, Case)> {
     let mut cases: Vec<(String, Case)> = Vec::new();
-    for (id, entry) in ids::with_ids(entries(Level::Quick, &device.limits())) {
+    for (id, entry) in ids::with_ids(entries(SuiteLevel::Quick, &device.limits())) {
         let Some(case) = entry.case.filter(|case| device.support(&case.sig) != Support::No) else { continue };
         match cases.iter_mut().find(|(_, known)| known.sig.name() == case.sig.name()) {
             None => cases.push((id, case)),
@@ -183,11 +191,11 @@ fn digest(written: &[Vec<u8>]) -> String {
 fn first_golden(
     bench: &Bench<'_>,
     cases: &[(String, Case)],
-    emit: &mut dyn FnMut(Line),
+    emit: &mut dyn FnMut(ChildMessage),
 ) -> Result<BTreeMap<String, String>, Trouble> {
     let mut golden = BTreeMap::new();
     for (id, case) in cases {
-        emit(Line::Alive);
+        emit(ChildMessage::Alive);
         match checked(bench, &case.sig, &case.operands()) {
             Ok(checked) => drop(golden.insert(id.clone(), digest(&checked.done.written))),
             Err(Trouble::Unsupported | Trouble::NotRun(_)) => {}
@@ -209,7 +217,7 @@ fn again(
 ) -> Result<Vec<String>, Trouble> {
     let mut wrong = Vec::new();
     for (id, case) in cases {
-        let same = match bench.execute(&case.sig, &case.operands(), Way::Submit) {
+        let same = match bench.execute(&case.sig, &case.operands(), SubmitMode::Submit) {
             Ok(done) => golden.get(id) == Some(&digest(&done.written)),
             Err(Trouble::Failed(_)) => false,
             Err(trouble) => return Err(trouble),
@@ -230,8 +238,8 @@ fn calibrate(
     device: &dyn Device,
     shapes: &[(u32, u32, u32)],
     timeout: Duration,
-    emit: &mut dyn FnMut(Line),
-) -> Result<Load, Trouble> {
+    emit: &mut dyn FnMut(ChildMessage),
+) -> Result<SoakLoad, Trouble> {
     let dtypes = [DType::Bf16, DType::F16, DType::F32];
     let able = dtypes.into_iter().find(|&dtype| device.support(&gemm(shapes[0], dtype)) != Support::No);
     let dtype = able.ok_or_else(|| Trouble::NotRun("the device has no GEMM to load it with".to_owned()))?;
@@ -243,9 +251,9 @@ fn calibrate(
         }) {
             break;
         }
-        emit(Line::Alive);
-        let mut load = Load { shape, dtype: dtype.to_string(), repeats: 1, digest: String::new() };
-        let mut running = Running::new(device, &load)?;
+        emit(ChildMessage::Alive);
+        let mut load = SoakLoad { shape, dtype: dtype.to_string(), repeats: 1, digest: String::new() };
+        let mut running = SoakRun::new(device, &load)?;
         // the first run may compile, allocate, or wake the device
         running.batch(timeout)?;
         let mut busy_s = running.best(timeout)?;
@@ -265,7 +273,7 @@ fn calibrate(
 }
 
 /// A load on the device.
-struct Running<'a> {
+struct SoakRun<'a> {
     device: &'a dyn Device,
     queue: Box<dyn Queue>,
     sig: OpSig,
@@ -273,24 +281,24 @@ struct Running<'a> {
     cmds: Vec<Cmd>,
 }
 
-impl<'a> Running<'a> {
-    fn new(device: &'a dyn Device, load: &Load) -> Result<Self, Trouble> {
+impl<'a> SoakRun<'a> {
+    fn new(device: &'a dyn Device, load: &SoakLoad) -> Result<Self, Trouble> {
         let dtype = DType::FLOATS.into_iter().find(|dtype| dtype.to_string() == load.dtype);
         let dtype = dtype.ok_or_else(|| Trouble::NotRun(format!("no dtype '{}'", load.dtype)))?;
         let sig = gemm(load.shape, dtype);
-        let case = Case { sig, spread: Spread::Even, seed: 5 };
+        let case = Case { sig, spread: TokenSpread::Even, seed: 5 };
         let mut args = Vec::new();
         for (operand, values) in sig.operands().iter().zip(case.operands()) {
             let bytes = encoded(operand.dtype, &values);
-            let slice = device.alloc(bytes.len() as u64, Role::Activations)?;
-            if operand.access == Access::Read {
+            let slice = device.alloc(bytes.len() as u64, BufferUsage::Activations)?;
+            if operand.access == OperandAccess::Read {
                 device.write(&slice, &bytes)?;
             }
             args.push(slice);
         }
         let out = args[args.len() - 1].clone();
         let cmds = vec![Cmd::new(sig, &args)?; load.repeats.max(1) as usize];
-        Ok(Running { device, queue: device.queue()?, sig, out, cmds })
+        Ok(SoakRun { device, queue: device.queue()?, sig, out, cmds })
     }
 
     fn repeat(&mut self, times: u32) {
@@ -322,12 +330,12 @@ impl<'a> Running<'a> {
     fn phase(
         &mut self,
         bench: &Bench<'_>,
-        phase: Phase,
-        first: &Load,
+        phase: SoakPhase,
+        first: &SoakLoad,
         phase_s: f64,
         clock: &mut dyn FnMut() -> f64,
-        emit: &mut dyn FnMut(Line),
-    ) -> Result<Sample, Trouble> {
+        emit: &mut dyn FnMut(ChildMessage),
+    ) -> Result<SoakSample, Trouble> {
         let begin = clock();
         let (mut batches, mut busy_s, mut spoken, mut now) = (0u64, 0.0, begin, begin);
         while batches == 0 || now - begin < phase_s {
@@ -336,11 +344,11 @@ impl<'a> Running<'a> {
             now = clock();
             if now - spoken > 1.0 {
                 spoken = now;
-                emit(Line::Alive);
+                emit(ChildMessage::Alive);
             }
         }
         let wrong = if self.digest()? == first.digest { Vec::new() } else { vec![format!("{phase:?}")] };
-        let one = if phase == Phase::Compute { self.sig.flops() } else { self.sig.bytes() };
+        let one = if phase == SoakPhase::Compute { self.sig.flops() } else { self.sig.bytes() };
         let work = one * self.cmds.len() as f64 * batches as f64;
         let rate = (busy_s > 0.0).then(|| work / busy_s);
         Ok(sampled(self.device, now, phase, batches, busy_s, rate, wrong))
@@ -348,17 +356,18 @@ impl<'a> Running<'a> {
 }
 
 /// The cases of the level, out of what every process of the soak saw; `set_up_s` is what the baseline took.
-pub(crate) fn judge(samples: &[Sample], asked_s: f64, set_up_s: Option<f64>) -> Vec<CaseResult> {
+pub(crate) fn judge(samples: &[SoakSample], asked_s: f64, set_up_s: Option<f64>) -> Vec<CaseResult> {
     let ran_s = samples.iter().map(|sample| sample.t_s).fold(0.0, f64::max);
     let mut results = Vec::new();
-    let of = |phase: Phase| samples.iter().filter(move |sample| sample.phase == phase);
-    let result = |id: &str, phases: &[Phase]| {
+    let of = |phase: SoakPhase| samples.iter().filter(move |sample| sample.phase == phase);
+    let result = |id: &str, phases: &[SoakPhase]| {
         let mut seen = samples.iter().filter(|sample| phases.contains(&sample.phase)).peekable();
         if seen.peek().is_none() {
-            return CaseResult::new(id, Status::NotRun, "the soak ended before it could look");
+            return CaseResult::new(id, CaseStatus::NotRun, "the soak ended before it could look");
         }
-        let checks: u64 = seen.clone().map(|s| if s.phase == Phase::Golden { s.batches } else { 1 }).sum();
-        let wrong: Vec<&Sample> = seen.filter(|sample| !sample.wrong.is_empty()).collect();
+        let checks: u64 =
+            seen.clone().map(|s| if s.phase == SoakPhase::Golden { s.batches } else { 1 }).sum();
+        let wrong: Vec<&SoakSample> = seen.filter(|sample| !sample.wrong.is_empty()).collect();
         let count: usize = wrong.iter().map(|sample| sample.wrong.len()).sum();
         match wrong.first() {
             None => CaseResult::pass(id),
@@ -368,22 +377,24 @@ pub(crate) fn judge(samples: &[Sample], asked_s: f64, set_up_s: Option<f64>) -> 
                     first.t_s,
                     first.wrong.join(", ")
                 );
-                CaseResult::new(id, Status::Fail, reason)
+                CaseResult::new(id, CaseStatus::Fail, reason)
             }
         }
         .fact("checks", checks)
         .fact("seconds", ran_s)
     };
-    results.push(result("l5.golden", &[Phase::Golden]));
-    results.push(result("l5.load_results", &[Phase::Compute, Phase::Bandwidth]));
-    for (id, phase) in [("l5.drift.compute", Phase::Compute), ("l5.drift.bandwidth", Phase::Bandwidth)] {
+    results.push(result("l5.golden", &[SoakPhase::Golden]));
+    results.push(result("l5.load_results", &[SoakPhase::Compute, SoakPhase::Bandwidth]));
+    for (id, phase) in
+        [("l5.drift.compute", SoakPhase::Compute), ("l5.drift.bandwidth", SoakPhase::Bandwidth)]
+    {
         results.push(drift(id, &of(phase).filter_map(|sample| sample.rate).collect::<Vec<_>>()));
     }
     let duration = if ran_s >= asked_s {
         CaseResult::pass("l5.duration")
     } else {
         let reason = format!("soaked {ran_s:.1} of {asked_s:.1} s");
-        CaseResult::new("l5.duration", Status::NotRun, reason)
+        CaseResult::new("l5.duration", CaseStatus::NotRun, reason)
     };
     let duration = duration.fact("seconds", ran_s).fact("seconds_asked", asked_s);
     results.push(match set_up_s {
@@ -396,7 +407,7 @@ pub(crate) fn judge(samples: &[Sample], asked_s: f64, set_up_s: Option<f64>) -> 
 fn drift(id: &str, rates: &[f64]) -> CaseResult {
     if rates.len() < ROUNDS_MIN {
         let reason = format!("{} phases are too few to see a drift; soak longer", rates.len());
-        return CaseResult::new(id, Status::NotRun, reason);
+        return CaseResult::new(id, CaseStatus::NotRun, reason);
     }
     let median = |rates: &[f64]| {
         let mut sorted = rates.to_vec();
@@ -407,9 +418,9 @@ fn drift(id: &str, rates: &[f64]) -> CaseResult {
     let (first, last) = (median(&rates[..quarter]), median(&rates[rates.len() - quarter..]));
     let (status, reason) = if last < first * (1.0 - DRIFT_MAX) {
         let reason = format!("from {first:.3e} per second in the first quarter to {last:.3e} in the last");
-        (Status::QualityWarning, reason)
+        (CaseStatus::QualityWarning, reason)
     } else {
-        (Status::Pass, String::new())
+        (CaseStatus::Pass, String::new())
     };
     CaseResult::new(id, status, reason).fact("first_per_s", first).fact("last_per_s", last)
 }
@@ -417,11 +428,11 @@ fn drift(id: &str, rates: &[f64]) -> CaseResult {
 /// How a soak that broke off reads.
 pub(crate) fn broken(trouble: Trouble) -> CaseResult {
     let (status, reason) = match trouble {
-        Trouble::Unsupported => (Status::NotRun, "the device lacks an operation of the load".to_owned()),
-        Trouble::NotRun(reason) => (Status::NotRun, reason),
-        Trouble::Failed(reason) => (Status::Fail, reason),
-        Trouble::Hung(reason) => (Status::Timeout, reason),
-        Trouble::Lost(reason) => (Status::DeviceLost, reason),
+        Trouble::Unsupported => (CaseStatus::NotRun, "the device lacks an operation of the load".to_owned()),
+        Trouble::NotRun(reason) => (CaseStatus::NotRun, reason),
+        Trouble::Failed(reason) => (CaseStatus::Fail, reason),
+        Trouble::Hung(reason) => (CaseStatus::Timeout, reason),
+        Trouble::Lost(reason) => (CaseStatus::DeviceLost, reason),
     };
     CaseResult::new("l5.soak", status, reason)
 }
@@ -431,7 +442,7 @@ mod tests {
     use super::*;
     use crate::reference::ReferenceDevice;
 
-    fn soaked(soak_s: f64, carried: Option<(Baseline, f64)>) -> Vec<Line> {
+    fn soaked(soak_s: f64, carried: Option<(Baseline, f64)>) -> Vec<ChildMessage> {
         let settings = Settings { soak_s, ..Settings::quick() };
         let (mut ticks, mut lines) = (0.0, Vec::new());
         let mut clock = || {
@@ -443,9 +454,9 @@ mod tests {
         lines
     }
 
-    fn samples(lines: &[Line]) -> Vec<Sample> {
-        let sample = |line: &Line| match line {
-            Line::Sample(sample) => Some(sample.clone()),
+    fn samples(lines: &[ChildMessage]) -> Vec<SoakSample> {
+        let sample = |line: &ChildMessage| match line {
+            ChildMessage::Sample(sample) => Some(sample.clone()),
             _ => None,
         };
         lines.iter().filter_map(sample).collect()
@@ -461,9 +472,9 @@ mod tests {
         let wrong: Vec<_> = results.iter().filter(|r| r.status.is_wrong()).collect();
         assert!(wrong.is_empty(), "{wrong:?}");
         let status = |id: &str| results.iter().find(|r| r.id == id).unwrap().status;
-        assert_eq!(status("l5.golden"), Status::Pass);
-        assert_eq!(status("l5.duration"), Status::Pass);
-        assert_eq!(judge(&samples, 60.0, None).last().unwrap().status, Status::NotRun, "too short");
+        assert_eq!(status("l5.golden"), CaseStatus::Pass);
+        assert_eq!(status("l5.duration"), CaseStatus::Pass);
+        assert_eq!(judge(&samples, 60.0, None).last().unwrap().status, CaseStatus::NotRun, "too short");
     }
 
     #[test]
@@ -478,39 +489,41 @@ mod tests {
         let settings = Settings { soak_s: 0.01, ..Settings::quick() };
         run(&ReferenceDevice::default(), &settings, None, &mut clock, &mut |line| lines.push(line)).unwrap();
         let set_up_s = lines.iter().find_map(|line| match line {
-            Line::Baseline(baseline) => Some(baseline.set_up_s),
+            ChildMessage::Baseline(baseline) => Some(baseline.set_up_s),
             _ => None,
         });
         assert_eq!(set_up_s, Some(1000.0));
         let samples = samples(&lines);
         assert!(samples[0].t_s < 10.0 && samples.last().unwrap().t_s < 100.0, "{samples:?}");
         let results = judge(&samples, settings.soak_s, set_up_s);
-        assert!(results.iter().all(|result| result.status != Status::NotRun), "{results:?}");
+        assert!(results.iter().all(|result| result.status != CaseStatus::NotRun), "{results:?}");
         assert_eq!(results.last().unwrap().facts["set_up_seconds"], 1000.0);
     }
 
     #[test]
     fn a_soak_that_is_carried_on_compares_with_what_it_began_with() {
         let lines = soaked(0.5, None);
-        let Some(Line::Baseline(baseline)) = lines.iter().find(|l| matches!(l, Line::Baseline(_))) else {
+        let Some(ChildMessage::Baseline(baseline)) =
+            lines.iter().find(|l| matches!(l, ChildMessage::Baseline(_)))
+        else {
             panic!("no baseline")
         };
         let again = soaked(0.5, Some((baseline.clone(), 0.0)));
-        assert!(!again.iter().any(|line| matches!(line, Line::Baseline(_))));
+        assert!(!again.iter().any(|line| matches!(line, ChildMessage::Baseline(_))));
         assert!(samples(&again).iter().all(|sample| sample.wrong.is_empty()));
         let mut other = baseline.clone();
         *other.golden.values_mut().next().unwrap() = "0".repeat(64);
         other.compute.digest = "0".repeat(64);
         let results = judge(&samples(&soaked(0.5, Some((other, 0.0)))), 0.5, None);
         let status = |id: &str| results.iter().find(|r| r.id == id).unwrap().status;
-        assert_eq!(status("l5.golden"), Status::Fail);
-        assert_eq!(status("l5.load_results"), Status::Fail);
+        assert_eq!(status("l5.golden"), CaseStatus::Fail);
+        assert_eq!(status("l5.load_results"), CaseStatus::Fail);
     }
 
     #[test]
     fn sinking_throughput_is_remarked_upon() {
-        assert_eq!(drift("d", &[10.0, 10.0, 9.5, 9.2, 9.1, 9.3]).status, Status::Pass);
-        assert_eq!(drift("d", &[10.0, 10.0, 9.0, 9.0, 8.0, 8.0]).status, Status::QualityWarning);
-        assert_eq!(drift("d", &[10.0, 1.0]).status, Status::NotRun);
+        assert_eq!(drift("d", &[10.0, 10.0, 9.5, 9.2, 9.1, 9.3]).status, CaseStatus::Pass);
+        assert_eq!(drift("d", &[10.0, 10.0, 9.0, 9.0, 8.0, 8.0]).status, CaseStatus::QualityWarning);
+        assert_eq!(drift("d", &[10.0, 1.0]).status, CaseStatus::NotRun);
     }
 }

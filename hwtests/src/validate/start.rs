@@ -1,7 +1,7 @@
 //! How a child is started and listened to: as a process, or in this one for tests.
 
 use super::child;
-use super::protocol::{Assignment, Line};
+use super::protocol::{Assignment, ChildMessage};
 use mixfleet_hal::Device;
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -18,7 +18,7 @@ pub type Open = dyn Fn(&str) -> Result<Arc<dyn Device>, String>;
 #[derive(Clone, Debug, PartialEq)]
 pub enum Heard {
     /// A line of the protocol.
-    Line(Box<Line>),
+    Line(Box<ChildMessage>),
     /// Nothing, for as long as patience lasted.
     Silence,
     /// The child is gone; in words how, and what it last said on standard error.
@@ -31,11 +31,11 @@ pub trait Start {
     ///
     /// # Errors
     /// When no child can be started at all.
-    fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn Running>>;
+    fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn ChildProcess>>;
 }
 
 /// A child at work. Dropping it ends it.
-pub trait Running {
+pub trait ChildProcess {
     /// The next line, waiting for at most `patience`.
     fn next(&mut self, patience: Duration) -> Heard;
 }
@@ -84,7 +84,7 @@ struct Process {
 }
 
 impl Start for Processes {
-    fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn Running>> {
+    fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn ChildProcess>> {
         let mut command = (self.command)();
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn()?;
@@ -123,7 +123,7 @@ fn keep(mut from: impl Read, said: &Mutex<Said>) {
     }
 }
 
-impl Running for Process {
+impl ChildProcess for Process {
     fn next(&mut self, patience: Duration) -> Heard {
         loop {
             match self.lines.recv_timeout(patience) {
@@ -190,16 +190,16 @@ pub struct InProcess {
     pub open: Box<Open>,
 }
 
-struct Finished(VecDeque<Line>, String);
+struct Finished(VecDeque<ChildMessage>, String);
 
 impl Start for InProcess {
-    fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn Running>> {
+    fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn ChildProcess>> {
         let mut lines = VecDeque::new();
         let run = std::panic::AssertUnwindSafe(|| match (self.open)(&assignment.device) {
             Ok(device) => {
                 child::run(&device, assignment, &child::nothing_beyond, &mut |line| lines.push_back(line));
             }
-            Err(reason) => lines.push_back(Line::CannotOpen(reason)),
+            Err(reason) => lines.push_back(ChildMessage::CannotOpen(reason)),
         });
         let end = match std::panic::catch_unwind(run) {
             Ok(()) => "done".to_owned(),
@@ -209,7 +209,7 @@ impl Start for InProcess {
     }
 }
 
-impl Running for Finished {
+impl ChildProcess for Finished {
     fn next(&mut self, _: Duration) -> Heard {
         self.0.pop_front().map_or_else(|| Heard::Gone(self.1.clone()), |line| Heard::Line(Box::new(line)))
     }

@@ -4,10 +4,10 @@
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
-    Cmd, Device, DeviceInfo, Elapsed, Export, Graph, Health, HostMemory, Limits, OpSig, Queue, Result, Role,
-    Slice, Support, Ticket,
+    BufferUsage, Cmd, Device, DeviceInfo, DeviceLimits, Elapsed, Export, Graph, Health, HostMemory, OpSig,
+    Queue, Result, Slice, Support, Ticket,
 };
-use mixfleet_hwtests::profile::Clock;
+use mixfleet_hwtests::profile::TimeSource;
 use mixfleet_hwtests::reference::ReferenceDevice;
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,7 +39,7 @@ const COMPUTED_MAX: usize = 3;
 #[derive(Debug, Default)]
 pub(crate) struct TestClock(AtomicU64);
 
-impl Clock for TestClock {
+impl TimeSource for TestClock {
     fn seconds(&self) -> f64 {
         self.0.load(Ordering::Relaxed) as f64 * 1e-9
     }
@@ -99,13 +99,13 @@ impl Device for LawDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info
     }
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.inner.limits()
     }
     fn support(&self, sig: &OpSig) -> Support {
         if self.flaw == Flaw::Lacks(sig.name()) { Support::No } else { Support::Native }
     }
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         self.inner.alloc(bytes, role)
     }
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {

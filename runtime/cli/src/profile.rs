@@ -11,7 +11,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::{DType, Device, DeviceKind};
 use mixfleet_hwtests::profile::compare::Comparison;
 use mixfleet_hwtests::profile::{
-    Document, Group, Level, ModelShapes, Options, PointResult, Progress, Status, card, page, run as measure,
+    Group, ModelShapes, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions,
+    ProfileProgress, card, page, run as measure,
 };
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -132,7 +133,7 @@ fn profile(args: &MeasureArgs) -> Result<()> {
     Ok(())
 }
 
-fn write_files(args: &MeasureArgs, document: &Document) -> Result<()> {
+fn write_files(args: &MeasureArgs, document: &ProfileDocument) -> Result<()> {
     let write = |file: &Path, text: String| {
         std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
     };
@@ -156,8 +157,9 @@ fn write_files(args: &MeasureArgs, document: &Document) -> Result<()> {
 }
 
 /// An interruption could not run to its end; a wrong or failed point is a failure of the device.
-fn verdict(document: &Document) -> Result<()> {
-    let wrong: Vec<&PointResult> = document.points.iter().filter(|p| p.status == Status::Error).collect();
+fn verdict(document: &ProfileDocument) -> Result<()> {
+    let wrong: Vec<&PointResult> =
+        document.points.iter().filter(|p| p.status == PointStatus::Error).collect();
     if let Some(first) = wrong.first() {
         let reason = first.reason.as_deref().unwrap_or("");
         return Err(Failed(format!("{} points went wrong; {}: {reason}", wrong.len(), first.id)).into());
@@ -168,11 +170,11 @@ fn verdict(document: &Document) -> Result<()> {
     Ok(())
 }
 
-fn options(args: &MeasureArgs) -> Result<Options> {
+fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
     let level = match (args.quick, args.full) {
-        (true, _) => Level::Quick,
-        (_, true) => Level::Full,
-        _ => Level::Default,
+        (true, _) => ProfileLevel::Quick,
+        (_, true) => ProfileLevel::Full,
+        _ => ProfileLevel::Default,
     };
     if let Some(usd) = args.usd_per_hour
         && !(usd.is_finite() && usd >= USD_PER_HOUR_MIN)
@@ -180,19 +182,19 @@ fn options(args: &MeasureArgs) -> Result<Options> {
         bail!(Usage(format!("--usd-per-hour {usd} is not a price; write $/h as in 0.35")));
     }
     let model = args.model.as_deref().map(shapes).transpose()?;
-    let options = Options {
+    let options = ProfileOptions {
         only: args.only.clone(),
         model,
         measured_at: machine::now(),
         command: std::env::args().collect::<Vec<_>>().join(" "),
         facts: machine::facts(),
         price: args.usd_per_hour.map(|usd| (usd, "--usd-per-hour".to_owned())),
-        ..Options::new(level)
+        ..ProfileOptions::new(level)
     };
     // page size does not matter to whether a name is known
     for name in &options.only {
         let one = std::slice::from_ref(name);
-        if mixfleet_hwtests::profile::plan(Level::Full, 16, options.model.as_ref(), one).is_empty() {
+        if mixfleet_hwtests::profile::plan(ProfileLevel::Full, 16, options.model.as_ref(), one).is_empty() {
             let parts: Vec<&str> = Group::ALL.iter().map(|group| group.name()).collect();
             bail!(Usage(format!(
                 "--only {name} names nothing; parts: {}, attention; points: 'mixfleet explain'",
@@ -232,7 +234,7 @@ fn shapes(directory: &Path) -> Result<ModelShapes> {
 
 /// Measures with a bar on a terminal, or a line for each part elsewhere. The first Ctrl-C ends it after the
 /// point in work, the second at once.
-fn with_progress(device: &dyn Device, options: &Options) -> Document {
+fn with_progress(device: &dyn Device, options: &ProfileOptions) -> ProfileDocument {
     stop_on_interrupt(options.cancelled.clone());
     let terminal = std::io::stderr().is_terminal();
     let bar = if terminal { ProgressBar::new(0) } else { ProgressBar::hidden() };
@@ -240,17 +242,17 @@ fn with_progress(device: &dyn Device, options: &Options) -> Document {
     bar.set_style(style.expect("a fixed template"));
     let mut part = None;
     let document = measure(device, options, &mut |progress| match progress {
-        Progress::Begin { index, total, id } => {
+        ProfileProgress::Begin { index, total, id } => {
             bar.set_length(total as u64);
             bar.set_position(index as u64);
             bar.set_message(id.to_owned());
         }
-        Progress::Done(point) => {
-            if !terminal && point.status != Status::Skipped && part != Some(point.group) {
+        ProfileProgress::Done(point) => {
+            if !terminal && point.status != PointStatus::Skipped && part != Some(point.group) {
                 part = Some(point.group);
                 eprintln!("profile {}: {}", device.info().id, point.group.name());
             }
-            if point.status == Status::Error {
+            if point.status == PointStatus::Error {
                 let reason = point.reason.as_deref().unwrap_or("");
                 bar.suspend(|| eprintln!("{}: {reason}", point.id));
             }
@@ -274,9 +276,9 @@ fn stop_on_interrupt(cancelled: Arc<AtomicBool>) {
     });
 }
 
-fn read(file: &Path) -> Result<Document> {
+fn read(file: &Path) -> Result<ProfileDocument> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    Document::from_json(&text).map_err(|why| anyhow::anyhow!("{}: {why}", file.display()))
+    ProfileDocument::from_json(&text).map_err(|why| anyhow::anyhow!("{}: {why}", file.display()))
 }
 
 fn compare(args: &CompareArgs) -> Result<()> {

@@ -68,7 +68,7 @@ impl TlsArgs {
 
 #[cfg(feature = "tls")]
 fn encrypted(ca: &Path, cert: &Path, key: &Path, args: &TlsArgs) -> Result<Security> {
-    let files = mixfleet_wire::Files {
+    let files = mixfleet_wire::TlsFiles {
         authority: ca.into(),
         certificates: cert.into(),
         key: key.into(),
@@ -79,7 +79,7 @@ fn encrypted(ca: &Path, cert: &Path, key: &Path, args: &TlsArgs) -> Result<Secur
         Ok(()) => tracing::info!("certificates were read anew"),
         Err(error) => tracing::warn!(%error, "certificates cannot be read anew: the old ones stay in use"),
     };
-    let identity = mixfleet_wire::Identity::of_files(files, Box::new(on_renewal));
+    let identity = mixfleet_wire::TlsIdentity::of_files(files, Box::new(on_renewal));
     Ok(Security::Tls(std::sync::Arc::new(identity.context("--tls-ca, --tls-cert, --tls-key, --tls-crl")?)))
 }
 

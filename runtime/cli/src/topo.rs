@@ -2,7 +2,7 @@
 
 use crate::args::TopoArgs;
 use anyhow::{Context, Result};
-use mixfleet_discover::{Conditions, Here, PciKind, Recording, Topology, Tree};
+use mixfleet_discover::{Here, HostConditions, PciKind, Recording, Topology, Tree};
 use serde_json::json;
 use std::io::Write;
 use std::path::Path;
@@ -18,7 +18,7 @@ pub(crate) fn run(args: &TopoArgs) -> Result<()> {
         Some(_) => Topology::read(&tree),
         None => Here::through(&tree).topology,
     };
-    let conditions = Conditions::read(&tree);
+    let conditions = HostConditions::read(&tree);
     if let Some(path) = &args.record {
         record(path, &tree.kept())?;
     }

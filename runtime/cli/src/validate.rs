@@ -14,11 +14,11 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::DeviceInfo;
 use mixfleet_hwtests::validate::package::{self, JOURNAL};
-use mixfleet_hwtests::validate::protocol::Line;
+use mixfleet_hwtests::validate::protocol::ChildMessage;
 use mixfleet_hwtests::validate::runner::{self, header};
 use mixfleet_hwtests::validate::{
-    Effort, Environment, MemoryAsked, Part, Plan, Processes, Record, Settings, Status, Validation, Verdict,
-    child, groups,
+    CaseStatus, Environment, MemoryAsked, PartFile, Plan, Processes, Record, Settings, Validation,
+    ValidationEffort, ValidationVerdict, child, groups,
 };
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -122,25 +122,25 @@ fn validate(args: &ValidateArgs) -> Result<()> {
     }
     out.flush()?;
     match report.verdict {
-        Verdict::Pass | Verdict::PassedWithWaivers | Verdict::Partial => Ok(()),
-        Verdict::Fail => bail!(Failed(format!("validation failed: {}", report.remarks.join("; ")))),
-        Verdict::Incomplete => bail!("validation is incomplete: {}", report.remarks.join("; ")),
+        ValidationVerdict::Pass | ValidationVerdict::PassedWithWaivers | ValidationVerdict::Partial => Ok(()),
+        ValidationVerdict::Fail => bail!(Failed(format!("validation failed: {}", report.remarks.join("; ")))),
+        ValidationVerdict::Incomplete => bail!("validation is incomplete: {}", report.remarks.join("; ")),
     }
 }
 
-fn read_part(file: &Path) -> Result<Part> {
+fn read_part(file: &Path) -> Result<PartFile> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    Part::parse(&text).map_err(|error| Usage(format!("{}: {error}", file.display())).into())
+    PartFile::parse(&text).map_err(|error| Usage(format!("{}: {error}", file.display())).into())
 }
 
-fn plan(args: &ValidateArgs, part: Option<&Part>) -> Result<Plan> {
+fn plan(args: &ValidateArgs, part: Option<&PartFile>) -> Result<Plan> {
     let device = match &args.device {
         Some(device) => device.clone(),
         None => backends::default_selectors().into_iter().next().context("no device was found")?,
     };
     let (effort, memory) = match args.full {
-        true => (Effort::Full, MemoryAsked::Share(0.8)),
-        false => (Effort::Quick, Settings::quick().memory),
+        true => (ValidationEffort::Full, MemoryAsked::Share(0.8)),
+        false => (ValidationEffort::Quick, Settings::quick().memory),
     };
     let settings = Settings {
         effort,
@@ -271,14 +271,14 @@ impl Bar {
         match record {
             Record::Start { group, .. } if !self.terminal => eprintln!("validate: {group}"),
             Record::Start { group, .. } => self.bar.set_message(group.clone()),
-            Record::Line { line: Line::Begin(id), .. } => self.bar.set_message(id.clone()),
-            Record::Line { line: Line::Case(case), .. }
-                if case.status.is_wrong() || case.status == Status::NotRun =>
+            Record::Line { line: ChildMessage::Begin(id), .. } => self.bar.set_message(id.clone()),
+            Record::Line { line: ChildMessage::Case(case), .. }
+                if case.status.is_wrong() || case.status == CaseStatus::NotRun =>
             {
                 let reason = case.reason.as_deref().unwrap_or_default();
                 self.bar.suspend(|| eprintln!("{} {}: {reason}", case.status.word(), case.id));
             }
-            Record::Line { line: Line::Sample(sample), .. } => {
+            Record::Line { line: ChildMessage::Sample(sample), .. } => {
                 self.bar.set_message(format!("soak, {:.0} s", sample.t_s));
             }
             Record::Done { .. } => self.bar.inc(1),

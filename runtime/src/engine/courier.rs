@@ -9,7 +9,7 @@ use super::MakeRegion;
 use super::messages::{Landing, Parcel};
 use super::pinning::Pinner;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
-use mixfleet_hal::transport::{Access, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::transport::{Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::fleet::InstanceId;
@@ -106,7 +106,7 @@ impl Courier {
             let mut refused = Error::unsupported("there is no transport");
             let mut regions = Vec::new();
             for transport in &self.links.transports {
-                match transport.register(memory.clone(), Access::Write) {
+                match transport.register(memory.clone(), RemoteAccess::Write) {
                     Ok(region) => regions.push(region),
                     Err(error) => {
                         tracing::warn!(%peer, transport = transport.name(), %error, "staging memory is not reachable");
@@ -400,22 +400,22 @@ mod tests {
     use crate::engine::messages::PieceId;
     use mixfleet_hal::fault::{Fault, FaultPlan};
     use mixfleet_hal::transport::Descriptor;
-    use mixfleet_hal::{DType, Device, Role};
+    use mixfleet_hal::{BufferUsage, DType, Device};
     use mixfleet_hwtests::reference::ReferenceDevice;
-    use mixfleet_wire::{Faulty, HostRegion, Memory};
+    use mixfleet_wire::{FaultyTransport, HostRegion, InProcess};
 
     const HERE: InstanceId = InstanceId(1);
     const THERE: InstanceId = InstanceId(2);
     const LIMITS: HandOffLimits = HandOffLimits { slot_bytes: 8, slots: 2, timeout: Duration::from_secs(5) };
 
     /// The in-process transport under another name and with a plan of faults.
-    struct Named(&'static str, Faulty<Memory>);
+    struct Named(&'static str, FaultyTransport<InProcess>);
 
     impl Transport for Named {
         fn name(&self) -> &'static str {
             self.0
         }
-        fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+        fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
             Ok(Descriptor { transport: self.0.into(), ..self.1.register(memory, access)? })
         }
         fn deregister(&self, region: &Descriptor) -> Result<()> {
@@ -427,8 +427,9 @@ mod tests {
     }
 
     fn links(plans: Vec<(&'static str, FaultPlan)>) -> Links {
-        let named =
-            |(name, plan)| Arc::new(Named(name, Faulty::new(Memory::new(), plan))) as Arc<dyn Transport>;
+        let named = |(name, plan)| {
+            Arc::new(Named(name, FaultyTransport::new(InProcess::new(), plan))) as Arc<dyn Transport>
+        };
         Links {
             transports: plans.into_iter().map(named).collect(),
             make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
@@ -442,7 +443,7 @@ mod tests {
     /// Sends `bytes` from `here` to `there` and returns what became of it, with what lies in the slot.
     fn send(here: &mut Courier, there: &mut Courier, bytes: [u8; 8], now: f64) -> (Vec<Sent>, [u8; 8], u64) {
         let device = ReferenceDevice::named("device");
-        let from = device.alloc(8, Role::Staging).unwrap();
+        let from = device.alloc(8, BufferUsage::Staging).unwrap();
         device.write(&from, &bytes).unwrap();
         let landing = there.landing(HERE).unwrap().clone();
         let slot = here.take_slot(THERE, &landing).unwrap().expect("a free slot");
@@ -482,7 +483,7 @@ mod tests {
         for links in [&mut ours, &mut theirs] {
             // Only ends of the same value reach each other.
             let own: Arc<dyn Transport> =
-                Arc::new(Named("a", Faulty::new(Memory::new(), FaultPlan::default())));
+                Arc::new(Named("a", FaultyTransport::new(InProcess::new(), FaultPlan::default())));
             links.transports = [vec![own], common.clone()].concat();
         }
         let (mut here, mut there) = (courier(ours), courier(theirs));

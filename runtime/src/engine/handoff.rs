@@ -15,7 +15,7 @@ use crate::env::Task;
 use crate::model::ModelConfig;
 use crate::model::graph::{self, StepShape};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, DType, Device, OpSig, Result, Role, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Slice};
 use mixfleet_scheduler::batch::{Event, RequestId, Step};
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::BTreeMap;
@@ -75,11 +75,11 @@ impl Staging {
     ) -> Result<Self> {
         let widest = 2 * u64::from(config.kv_heads * config.head_dim) * 4;
         let piece_tokens = (slot_bytes / (widest / 2)).max(u64::from(shape.tokens_max));
-        let gathered = || device.alloc(u64::from(shape.tokens_max) * widest, Role::Kv);
+        let gathered = || device.alloc(u64::from(shape.tokens_max) * widest, BufferUsage::Kv);
         Ok(Staging {
             gathered: [gathered()?, gathered()?, gathered()?, gathered()?],
-            landing: device.alloc(slot_bytes.max(widest), Role::Kv)?,
-            slot_ids: device.alloc(piece_tokens * 4, Role::Staging)?,
+            landing: device.alloc(slot_bytes.max(widest), BufferUsage::Kv)?,
+            slot_ids: device.alloc(piece_tokens * 4, BufferUsage::Staging)?,
             page_tokens: shape.block_tokens,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,

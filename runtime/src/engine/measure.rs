@@ -3,7 +3,7 @@
 use super::courier::{HandOffLimits, Links};
 use crate::env::SharedEnv;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Endpoint, Piece};
+use mixfleet_hal::transport::{Endpoint, Piece, RemoteAccess};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::cost::LinkCost;
@@ -21,7 +21,7 @@ const SMALL_BYTES: u64 = 4096;
 /// The first transport, within this process.
 pub(super) fn measure_link(env: &SharedEnv, links: &Links, limits: HandOffLimits) -> Result<LinkCost> {
     let transport = links.transports.first().ok_or_else(|| Error::unsupported("there is no transport"))?;
-    let region = transport.register((links.make_region)(limits.region_bytes())?, Access::Write)?;
+    let region = transport.register((links.make_region)(limits.region_bytes())?, RemoteAccess::Write)?;
     let outbox = (links.make_region)(limits.region_bytes())?;
     let measured = transport
         .connect(outbox.clone(), &region)

@@ -19,7 +19,7 @@ use crate::pool::{Kept, Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use mixfleet_hal::memory::Pinned;
-use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Queue, Result, Role, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, OpSig, Queue, Result, Slice};
 use mixfleet_scheduler::batch::{Action, Evicted};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
@@ -122,8 +122,8 @@ impl Below {
         let dram_bytes: u64 = pool.regions().iter().map(|region| region.size_bytes()).sum();
         Ok(Below {
             _pinned: pool.regions().iter().filter_map(|region| pinner.pin(region)).collect(),
-            block: device.alloc(block_bytes, Role::Kv)?,
-            slot_ids: device.alloc(u64::from(page_tokens) * 4, Role::Staging)?,
+            block: device.alloc(block_bytes, BufferUsage::Kv)?,
+            slot_ids: device.alloc(u64::from(page_tokens) * 4, BufferUsage::Staging)?,
             dram_blocks: (dram_bytes / block_bytes) as usize,
             page_tokens,
             kv_heads: config.kv_heads,

@@ -2,7 +2,7 @@
 
 use super::ModelConfig;
 use super::graph::StepShape;
-use mixfleet_hal::{DType, Device, Result, Role, Slice};
+use mixfleet_hal::{BufferUsage, DType, Device, Result, Slice};
 
 /// Activation buffers, allocated once for the largest step.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl Arena {
         let table = sequences * u64::from(table_row(c, shape));
         let words = tokens * (2 + u64::from(c.head_dim)) + sequences * (2 * windows + 4) + 2 * table + 1;
         let inputs = words * 4 + (9 + windows) * alignment;
-        let alloc = |bytes: u64| device.alloc(bytes.max(4), Role::Activations);
+        let alloc = |bytes: u64| device.alloc(bytes.max(4), BufferUsage::Activations);
         Ok(Arena {
             inputs: alloc(inputs)?,
             residual: alloc(tokens * hidden * 4)?,

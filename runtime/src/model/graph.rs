@@ -6,7 +6,7 @@
 
 use super::arena::{Arena, Packer, rows_of, table_row};
 use super::{LayerWeights, ModelConfig, Tensor, Weights};
-use mixfleet_hal::{Cmd, DType, Device, OpSig, Result, Role, Scalar, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Scalar, Slice};
 use std::sync::Arc;
 
 /// Least row length of the block table in a step that is recorded: short sequences share a recording.
@@ -127,7 +127,7 @@ impl Forward {
         let page_bytes =
             u64::from(shape.block_tokens * config.kv_heads * config.head_dim) * shape.kv.size_bytes();
         let pool_bytes = u64::from(shape.blocks) * page_bytes;
-        let pool = || device.alloc(pool_bytes, Role::Kv);
+        let pool = || device.alloc(pool_bytes, BufferUsage::Kv);
         let pools = (0..config.layers).map(|_| Ok((pool()?, pool()?))).collect::<Result<_>>()?;
         let mut windows = config.windows.clone();
         windows.sort_unstable();

@@ -4,7 +4,7 @@ use super::error::{Error, Result};
 use super::load::{Checkpoint, Location};
 use super::names;
 use super::weights::{LayerWeights, Tensor, Weights};
-use mixfleet_hal::{DType, Device, ErrorKind, HostMemory, Limits, Role, Slice};
+use mixfleet_hal::{BufferUsage, DType, Device, DeviceLimits, ErrorKind, HostMemory, Slice};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -47,7 +47,7 @@ impl Checkpoint {
     }
 
     /// Imports each shard, where the device can.
-    fn import(&self, device: &dyn Device, limits: &Limits) -> Result<Vec<Option<Slice>>> {
+    fn import(&self, device: &dyn Device, limits: &DeviceLimits) -> Result<Vec<Option<Slice>>> {
         let import = |shard: &Arc<dyn HostMemory>| -> Result<Option<Slice>> {
             let bytes = shard.as_bytes().len() as u64;
             if !limits.imports_host_memory || bytes > limits.allocation_bytes_max {
@@ -64,7 +64,7 @@ impl Checkpoint {
 
     /// Whether the device can use the tensor where it lies. A header whose length is no multiple of
     /// eight makes every tensor of its file odd.
-    fn is_addressable(&self, import: &Slice, location: &Location, limits: &Limits) -> bool {
+    fn is_addressable(&self, import: &Slice, location: &Location, limits: &DeviceLimits) -> bool {
         let element_bytes = location.dtype.size_bytes();
         let offset = import.offset + location.range.start as u64;
         let address = self.shards[location.shard].as_bytes().as_ptr().addr() + location.range.start;
@@ -96,7 +96,7 @@ impl Checkpoint {
             &converted
         };
         let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
-        let slice = device.alloc(bytes.len() as u64, Role::Weights).map_err(failed)?;
+        let slice = device.alloc(bytes.len() as u64, BufferUsage::Weights).map_err(failed)?;
         let mut at = 0;
         for chunk in bytes.chunks(CHUNK_BYTES) {
             device.write(&slice.range(at, chunk.len() as u64), chunk).map_err(failed)?;

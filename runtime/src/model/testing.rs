@@ -2,8 +2,8 @@
 
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
-    Buffer, Device, DeviceInfo, DeviceKind, Export, FileMapper, Health, HostMemory, Limits, OpSig, Queue,
-    Role, Slice, Support,
+    Buffer, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Export, FileMapper, Health,
+    HostMemory, OpSig, Queue, Slice, Support,
 };
 use proptest::prelude::ProptestConfig;
 use serde_json::Value;
@@ -80,7 +80,7 @@ pub(super) fn property(cases: u32) -> ProptestConfig {
 /// A device with memory and nothing else, that counts what it was asked for.
 pub(super) struct MemoryDevice {
     pub(super) info: DeviceInfo,
-    pub(super) limits: Limits,
+    pub(super) limits: DeviceLimits,
     pub(super) allocations: Mutex<Vec<u64>>,
 }
 
@@ -110,7 +110,7 @@ impl MemoryDevice {
             notes: vec![],
         };
         let allocation_bytes_max = 1 << 30;
-        let limits = Limits {
+        let limits = DeviceLimits {
             allocation_bytes_max,
             alignment_bytes,
             imports_host_memory,
@@ -131,7 +131,7 @@ impl Device for MemoryDevice {
         &self.info
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.limits
     }
 
@@ -139,7 +139,7 @@ impl Device for MemoryDevice {
         Support::No
     }
 
-    fn alloc(&self, bytes: u64, _: Role) -> mixfleet_hal::Result<Slice> {
+    fn alloc(&self, bytes: u64, _: BufferUsage) -> mixfleet_hal::Result<Slice> {
         self.allocations.lock().expect("a lock").push(bytes);
         Ok(Slice::whole(Arc::new(MemoryBuffer(Mutex::new(vec![0xAA; bytes as usize])))))
     }

@@ -5,7 +5,7 @@ use crate::fleet::clock::WorldClock;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result};
 use mixfleet_runtime::api::Placements;
@@ -24,7 +24,7 @@ use mixfleet_sim::fleet_file::{Class, Members, Promise, TbtMetric};
 use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_simulated::TimeOnlyDevice;
-use mixfleet_wire::{HostRegion, Memory};
+use mixfleet_wire::{HostRegion, InProcess};
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -35,14 +35,14 @@ const SEQUENCES_MAX: u32 = 32;
 const REQUESTS: usize = 200;
 
 /// No way between instances.
-struct Apart(Memory);
+struct Apart(InProcess);
 
 impl Transport for Apart {
     fn name(&self) -> &'static str {
         "apart"
     }
 
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         self.0.register(memory, access)
     }
 
@@ -187,7 +187,7 @@ fn start(
     };
     let instances = scene.parts.iter().enumerate().map(instance).collect();
     let transport: Arc<dyn Transport> =
-        if scene.joined { Arc::new(Memory::new()) } else { Arc::new(Apart(Memory::new())) };
+        if scene.joined { Arc::new(InProcess::new()) } else { Arc::new(Apart(InProcess::new())) };
     let shared: SharedEnv = Arc::new(env.clone());
     let parts = EngineParts {
         identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),

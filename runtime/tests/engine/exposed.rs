@@ -4,7 +4,7 @@ use crate::fleet::clock::WorldClock;
 use crate::fleet::{Fleet, prompt, request};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{DType, Device, Error, ErrorKind, Result};
 use mixfleet_runtime::env::{Env, SeededEnv};
@@ -13,7 +13,7 @@ use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::Update;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::TimeOnlyDevice;
-use mixfleet_wire::Memory;
+use mixfleet_wire::InProcess;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ const PROMPT_TOKENS: u32 = 120;
 /// Ways that take their time, whatever the sender does meanwhile. What is sent is there before its time; nobody looks
 /// before the sender says so.
 struct Paced {
-    memory: Memory,
+    memory: InProcess,
     env: SeededEnv,
     bytes_per_s: f64,
 }
@@ -36,7 +36,7 @@ impl Transport for Paced {
         self.memory.name()
     }
 
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         self.memory.register(memory, access)
     }
 
@@ -116,7 +116,7 @@ fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> Met
     let fleet = Fleet::new(checkpoint.clone())
         .with_device(Role::Prefill, device(0))
         .with_device(Role::Decode, device(1))
-        .transport(Arc::new(Paced { memory: Memory::new(), env: env.clone(), bytes_per_s }))
+        .transport(Arc::new(Paced { memory: InProcess::new(), env: env.clone(), bytes_per_s }))
         .hand_off_timeout(timeout);
     let handle = fleet.start(Arc::new(env.clone()));
     let prompt = prompt(PROMPT_TOKENS, 3, &checkpoint.config);

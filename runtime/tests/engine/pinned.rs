@@ -4,16 +4,17 @@
 use crate::fleet::{Fleet, pressure};
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::{
-    Device, DeviceInfo, Error, Export, Health, HostMemory, Limits, OpSig, Queue, Result, Role, Slice, Support,
+    BufferUsage, Device, DeviceInfo, DeviceLimits, Error, Export, Health, HostMemory, OpSig, Queue, Result,
+    Slice, Support,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_scheduler::fleet::Role as FleetRole;
 use mixfleet_simulated::FaultyDevice;
-use mixfleet_wire::Memory;
+use mixfleet_wire::InProcess;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
@@ -68,15 +69,15 @@ impl Device for Pinning {
     fn info(&self) -> &DeviceInfo {
         self.inner.info()
     }
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.inner.limits()
     }
     fn support(&self, sig: &OpSig) -> Support {
         self.inner.support(sig)
     }
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         let slice = self.inner.alloc(bytes, role)?;
-        if role == Role::Kv {
+        if role == BufferUsage::Kv {
             self.kv.lock().unwrap().push(slice.clone());
         }
         Ok(slice)
@@ -116,7 +117,7 @@ impl Device for Pinning {
 
 /// The in-process transport, which looks at what is pinned when it fences.
 struct Fencing {
-    inner: Memory,
+    inner: InProcess,
     host: SharedHost,
     addresses: Mutex<HashMap<u64, usize>>,
 }
@@ -125,7 +126,7 @@ impl Transport for Fencing {
     fn name(&self) -> &'static str {
         self.inner.name()
     }
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let address = memory.mapping().expect("regions have addresses").address;
         let region = self.inner.register(memory, access)?;
         self.addresses.lock().unwrap().insert(region.epoch, address);
@@ -152,7 +153,7 @@ fn served(roles: [FleetRole; 2], faults: FaultPlan, refuses: bool) -> Host {
         let inner = Arc::new(FaultyDevice::new(Arc::new(ReferenceDevice::named(id)), faults));
         Arc::new(Pinning { inner, host: host.clone(), refuses, kv: Mutex::default() })
     };
-    let fencing = Fencing { inner: Memory::new(), host: host.clone(), addresses: Mutex::default() };
+    let fencing = Fencing { inner: InProcess::new(), host: host.clone(), addresses: Mutex::default() };
     let fleet = Fleet::new(checkpoint.clone())
         .transport(Arc::new(fencing))
         .with_device(roles[0], device("device0", faults))

@@ -2,7 +2,8 @@
 
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::{
-    Device, DeviceInfo, Export, Health, HostMemory, Limits, OpSig, Queue, Result, Role, Slice, Support,
+    BufferUsage, Device, DeviceInfo, DeviceLimits, Export, Health, HostMemory, OpSig, Queue, Result, Slice,
+    Support,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ type Around = dyn Fn(Box<dyn Queue>) -> Box<dyn Queue> + Send + Sync;
 /// written, or after it was read.
 pub(crate) struct Wayward {
     inner: Arc<dyn Device>,
-    limits: Limits,
+    limits: DeviceLimits,
     write: Box<Write>,
     read: Box<Read>,
     queue: Box<Around>,
@@ -70,13 +71,13 @@ impl Device for Wayward {
     fn info(&self) -> &DeviceInfo {
         self.inner.info()
     }
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> DeviceLimits {
         self.limits
     }
     fn support(&self, sig: &OpSig) -> Support {
         self.inner.support(sig)
     }
-    fn alloc(&self, bytes: u64, role: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         self.inner.alloc(bytes, role)
     }
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {

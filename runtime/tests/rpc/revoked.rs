@@ -22,14 +22,14 @@ impl<'a> OfFiles<'a> {
 
     fn trust(&self) -> Trust {
         let (certificate, key) = self.authority.signs(NAME);
-        let files = Files {
+        let files = TlsFiles {
             authority: self.write("ca.pem", self.authority.0.as_ref().pem()),
             certificates: self.write("member.pem", certificate),
             key: self.write("member.key", key),
             revoked: Some(self.write("crl.pem", self.authority.revoked(&[]))),
             fleet: NAME.into(),
         };
-        known(mixfleet_wire::Identity::of_files(files, Box::new(|_| {})).unwrap())
+        known(mixfleet_wire::TlsIdentity::of_files(files, Box::new(|_| {})).unwrap())
     }
 }
 

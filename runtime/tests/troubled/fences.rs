@@ -3,8 +3,8 @@
 use mixfleet_hal::Result;
 use mixfleet_hal::fault::Fault;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
-use mixfleet_wire::Faulty;
+use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
+use mixfleet_wire::FaultyTransport;
 use std::sync::{Arc, Mutex};
 
 /// A transport that remembers what regions held when they were deregistered.
@@ -35,7 +35,7 @@ impl<T: Transport> Fences<T> {
     }
 }
 
-impl<T: Transport> Fences<Faulty<T>> {
+impl<T: Transport> Fences<FaultyTransport<T>> {
     /// How many batches of KV were struck so.
     pub(crate) fn struck(&self, fault: Fault) -> u64 {
         (0..self.inner.batches()).filter(|&batch| self.inner.plan().at(batch) == Some(fault)).count() as u64
@@ -47,7 +47,7 @@ impl<T: Transport> Transport for Fences<T> {
         self.inner.name()
     }
 
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let region = self.inner.register(memory.clone(), access)?;
         self.open.lock().unwrap().push((region.clone(), memory));
         Ok(region)

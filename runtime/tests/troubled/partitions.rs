@@ -3,12 +3,12 @@
 use super::fences::Fences;
 use super::{State, World};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::fleet::registry::sim::Link;
-use mixfleet_wire::{Faulty, Memory};
+use mixfleet_wire::{FaultyTransport, InProcess};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -104,7 +104,7 @@ pub(super) fn router_host(number: u64) -> String {
 
 /// The way of one host's KV to others': nothing comes through a partition.
 pub(super) struct Parted {
-    pub(super) inner: Arc<Fences<Faulty<Memory>>>,
+    pub(super) inner: Arc<Fences<FaultyTransport<InProcess>>>,
     pub(super) world: World,
     pub(super) host: String,
 }
@@ -114,7 +114,7 @@ impl Transport for Parted {
         self.inner.name()
     }
 
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let region = self.inner.register(memory, access)?;
         self.world.state().regions.insert(region.address.clone(), self.host.clone());
         Ok(region)

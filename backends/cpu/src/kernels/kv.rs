@@ -15,7 +15,7 @@ use mixfleet_hal::{DType, Error, Result};
 
 /// Shape and place of a K and a V pool.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pools {
+pub(crate) struct PagedKv {
     pub(crate) k: Span,
     pub(crate) v: Span,
     pub(crate) dtype: DType,
@@ -24,7 +24,7 @@ pub(crate) struct Pools {
     pub(crate) head_dim: usize,
 }
 
-impl Pools {
+impl PagedKv {
     fn size(&self) -> usize {
         self.dtype.size_bytes() as usize
     }
@@ -94,12 +94,12 @@ unsafe fn strided<T: Copy>(from: *const u8, from_stride: usize, to: *mut u8, to_
 
 /// Which way rows move.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum CopyDirection {
     IntoPool,
     OutOfPool,
 }
 
-impl Pools {
+impl PagedKv {
     /// Moves one head's key or value of one token between its place in the pool and a dense row of the
     /// pool's dtype.
     ///
@@ -112,7 +112,7 @@ impl Pools {
         (page, offset): (usize, usize),
         head: usize,
         row: *mut u8,
-        way: Way,
+        way: CopyDirection,
     ) {
         let pool = if keys { self.k } else { self.v };
         let block = pool.start.wrapping_add((page * self.kv_heads + head) * self.block_bytes());
@@ -127,8 +127,8 @@ impl Pools {
         // a word of two dimensions moves as one u32
         let (count, wide) = if paired_keys { (self.head_dim / 2, true) } else { (self.head_dim, size == 4) };
         let (from, from_stride, to, to_stride) = match way {
-            Way::IntoPool => (row.cast_const(), 1, place, stride),
-            Way::OutOfPool => (place.cast_const(), stride, row, 1),
+            CopyDirection::IntoPool => (row.cast_const(), 1, place, stride),
+            CopyDirection::OutOfPool => (place.cast_const(), stride, row, 1),
         };
         // SAFETY: the caller's promise; the indices above stay inside the block.
         unsafe {
@@ -165,7 +165,7 @@ impl Dense {
 /// worker: the later token wins.
 pub(crate) fn store(
     worker: &mut Worker<'_>,
-    pools: &Pools,
+    pools: &PagedKv,
     dense: &Dense,
     slots: Span,
     tokens: usize,
@@ -181,7 +181,7 @@ pub(crate) fn store(
             let from = dense.row(keys, token, head, head_dim);
             convert_row(worker, from, dense.dtype, row.as_mut_ptr(), pools.dtype, head_dim);
             // SAFETY: `place` checked the slot; this worker alone writes this head.
-            unsafe { pools.move_row(keys, place, head, row.as_mut_ptr(), Way::IntoPool) };
+            unsafe { pools.move_row(keys, place, head, row.as_mut_ptr(), CopyDirection::IntoPool) };
         }
     }
     Ok(())
@@ -190,7 +190,7 @@ pub(crate) fn store(
 /// Reads slots into dense rows.
 pub(crate) fn gather(
     worker: &mut Worker<'_>,
-    pools: &Pools,
+    pools: &PagedKv,
     dense: &Dense,
     slots: Span,
     tokens: usize,
@@ -203,7 +203,7 @@ pub(crate) fn gather(
         for unit in 0..2 * pools.kv_heads {
             let (keys, head) = (unit % 2 == 0, unit / 2);
             // SAFETY: `place` checked the slot.
-            unsafe { pools.move_row(keys, place, head, row.as_mut_ptr(), Way::OutOfPool) };
+            unsafe { pools.move_row(keys, place, head, row.as_mut_ptr(), CopyDirection::OutOfPool) };
             let to = dense.row(keys, token, head, head_dim);
             convert_row(worker, row.as_ptr(), pools.dtype, to, dense.dtype, head_dim);
         }

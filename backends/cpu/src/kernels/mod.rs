@@ -19,7 +19,7 @@ use elementwise::{Argmax, Binary, Elements, RmsNorm, Rope};
 use gemm::packed::{PackX, PanelOut};
 use gemm::rows::Rows;
 use gemm::{Operands, Shape};
-use kv::{Dense, Pools};
+use kv::{Dense, PagedKv};
 use mixfleet_hal::{DType, OpSig, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -199,9 +199,9 @@ unsafe fn run_gemm(shape: Shape, operands: Operands, phase: Phase, worker: &mut 
     }
 }
 
-fn pools(k: Span, v: Span, dtype: DType, page_tokens: u32, kv_heads: u32, head_dim: u32) -> Pools {
+fn pools(k: Span, v: Span, dtype: DType, page_tokens: u32, kv_heads: u32, head_dim: u32) -> PagedKv {
     let (page_tokens, kv_heads, head_dim) = (page_tokens as usize, kv_heads as usize, head_dim as usize);
-    Pools { k, v, dtype, page_tokens, kv_heads, head_dim }
+    PagedKv { k, v, dtype, page_tokens, kv_heads, head_dim }
 }
 
 fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {

@@ -49,19 +49,19 @@ impl Span {
 /// Memory of 64-byte alignment that a worker or a device owns for intermediate results. It only grows.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
-    lines: Vec<Line>,
+    lines: Vec<CacheLine>,
 }
 
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
-struct Line(#[allow(dead_code, reason = "read through pointers")] [u8; 64]);
+struct CacheLine(#[allow(dead_code, reason = "read through pointers")] [u8; 64]);
 
 impl Scratch {
     /// At least `words` words of 32 bits, of any content. The pointer is valid until the next call.
     pub(crate) fn words(&mut self, words: usize) -> *mut f32 {
         let lines = words.div_ceil(16);
         if self.lines.len() < lines {
-            self.lines.resize(lines, Line([0; 64]));
+            self.lines.resize(lines, CacheLine([0; 64]));
         }
         self.lines.as_mut_ptr().cast()
     }

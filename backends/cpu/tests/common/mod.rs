@@ -7,7 +7,7 @@ pub mod reference;
 
 use mixfleet_cpu::{CpuBackend, isa::Isa};
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::{Access, Cmd, DType, Device, OpSig, Result, Role, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, OperandAccess, Result, Slice};
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,7 +60,7 @@ impl Rig {
     /// A slice that holds `data`, between sentinels, at an odd element offset.
     pub fn upload(&self, dtype: DType, data: &[u8]) -> Slice {
         let margin = 3 * dtype.size_bytes();
-        let whole = self.device.alloc(data.len() as u64 + 2 * margin, Role::Activations).unwrap();
+        let whole = self.device.alloc(data.len() as u64 + 2 * margin, BufferUsage::Activations).unwrap();
         self.device.write(&whole, &vec![0xA5; whole.bytes as usize]).unwrap();
         let slice = whole.range(margin, data.len() as u64);
         self.device.write(&slice, data).unwrap();
@@ -85,7 +85,7 @@ impl Rig {
             let intact = head.iter().chain(tail).all(|&b| b == 0xA5);
             assert!(intact, "{}: {sig:?} wrote beside operand '{}'", self.isa, kind.name);
             assert!(
-                kind.access != Access::Read || data == before,
+                kind.access != OperandAccess::Read || data == before,
                 "{}: {sig:?} wrote '{}'",
                 self.isa,
                 kind.name

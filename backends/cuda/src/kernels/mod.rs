@@ -16,7 +16,7 @@ const DECODE: &str = concat!(portable!("keys.h"), include_str!("decode.h"));
 
 /// A program's text, without macros and prologue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Body {
+pub enum KernelSource {
     /// `add`, `silu_mul`, `rope`, `embed`.
     Elements,
     /// `kv_write`, `kv_gather`, `kv_scatter`.
@@ -41,55 +41,55 @@ pub enum Body {
     Combine,
 }
 
-impl Body {
+impl KernelSource {
     /// The name of its file, for messages.
     pub fn name(self) -> &'static str {
         match self {
-            Body::Elements => "elements.c",
-            Body::Kv => "kv.c",
-            Body::Merge => "merge.c",
-            Body::Rows => "rows.c",
-            Body::Gemm => "gemm.c",
-            Body::FewRows => "few_rows.cu",
-            Body::Attention => "attention.c",
-            Body::PrefillMma => "prefill_mma.cu",
-            Body::Decode => "decode.cu",
-            Body::DecodeMma => "decode_mma.cu",
-            Body::Combine => "combine.cu",
+            KernelSource::Elements => "elements.c",
+            KernelSource::Kv => "kv.c",
+            KernelSource::Merge => "merge.c",
+            KernelSource::Rows => "rows.c",
+            KernelSource::Gemm => "gemm.c",
+            KernelSource::FewRows => "few_rows.cu",
+            KernelSource::Attention => "attention.c",
+            KernelSource::PrefillMma => "prefill_mma.cu",
+            KernelSource::Decode => "decode.cu",
+            KernelSource::DecodeMma => "decode_mma.cu",
+            KernelSource::Combine => "combine.cu",
         }
     }
 
     fn texts(self) -> &'static [&'static str] {
         match self {
-            Body::Elements => &[portable!("elements.c")],
-            Body::Kv => &[portable!("kv.c")],
-            Body::Merge => &[portable!("merge.c")],
-            Body::Rows => &[portable!("rows.c")],
-            Body::Gemm => &[portable!("gemm.h"), portable!("gemm.c")],
-            Body::FewRows => &[portable!("gemm.h"), include_str!("few_rows.cu")],
-            Body::Attention => &[portable!("keys.h"), portable!("attention.c")],
-            Body::PrefillMma => &[portable!("keys.h"), include_str!("prefill_mma.cu")],
-            Body::Decode => &[DECODE, include_str!("decode.cu")],
-            Body::DecodeMma => &[DECODE, include_str!("decode_mma.cu")],
-            Body::Combine => &[DECODE, include_str!("combine.cu")],
+            KernelSource::Elements => &[portable!("elements.c")],
+            KernelSource::Kv => &[portable!("kv.c")],
+            KernelSource::Merge => &[portable!("merge.c")],
+            KernelSource::Rows => &[portable!("rows.c")],
+            KernelSource::Gemm => &[portable!("gemm.h"), portable!("gemm.c")],
+            KernelSource::FewRows => &[portable!("gemm.h"), include_str!("few_rows.cu")],
+            KernelSource::Attention => &[portable!("keys.h"), portable!("attention.c")],
+            KernelSource::PrefillMma => &[portable!("keys.h"), include_str!("prefill_mma.cu")],
+            KernelSource::Decode => &[DECODE, include_str!("decode.cu")],
+            KernelSource::DecodeMma => &[DECODE, include_str!("decode_mma.cu")],
+            KernelSource::Combine => &[DECODE, include_str!("combine.cu")],
         }
     }
 }
 
 /// A text with its macros: what is compiled once and kept.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Program {
+pub struct KernelProgram {
     /// The text.
-    pub body: Body,
+    pub body: KernelSource,
     /// `#define` lines.
     pub macros: String,
 }
 
-impl Program {
+impl KernelProgram {
     /// `body` with `macros`, as names and values.
-    pub(crate) fn new(body: Body, macros: &[(&str, &dyn Display)]) -> Program {
+    pub(crate) fn new(body: KernelSource, macros: &[(&str, &dyn Display)]) -> KernelProgram {
         let macros = macros.iter().map(|(name, value)| format!("#define {name} {value}\n")).collect();
-        Program { body, macros }
+        KernelProgram { body, macros }
     }
 
     /// The whole source over `device`: [`DEVICE`], or what stands in for it.

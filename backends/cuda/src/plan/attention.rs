@@ -1,7 +1,7 @@
 //! Which attention kernel runs, and how decode attention is cut into parts.
 
-use super::{Arg, Place, Step, Target, VEC_BYTES, launch};
-use crate::kernels::{Body, Program};
+use super::{DeviceRange, KernelArg, PlanStep, PlanTarget, VEC_BYTES, launch};
+use crate::kernels::{KernelProgram, KernelSource};
 use mixfleet_hal::{DType, OpSig, Result, Support};
 use std::fmt::Display;
 
@@ -22,11 +22,11 @@ const HEADS_MAX: u32 = 8;
 /// Blocks that may find nothing to do: about a nanosecond each.
 const IDLE_BLOCKS_MAX: u64 = 8192;
 
-fn aligned(operands: &[Place]) -> bool {
+fn aligned(operands: &[DeviceRange]) -> bool {
     operands.iter().all(|place| place.address.is_multiple_of(VEC_BYTES))
 }
 
-fn on_tensor_cores(x: DType, kv: DType, head_dim: u32, target: &Target) -> bool {
+fn on_tensor_cores(x: DType, kv: DType, head_dim: u32, target: &PlanTarget) -> bool {
     target.capability >= 80
         && matches!(head_dim, 64 | 128)
         && x == kv
@@ -39,12 +39,17 @@ fn prefill_block(row_tiles: u32, head_dim: u32) -> (u32, u32) {
     (rows, (rows + 4 * TILE) * head_dim * 2)
 }
 
-pub(super) fn prefill_support(sig: &OpSig, target: &Target) -> Support {
+pub(super) fn prefill_support(sig: &OpSig, target: &PlanTarget) -> Support {
     let OpSig::AttnPrefill { head_dim, x, kv, .. } = *sig else { unreachable!("called for attn_prefill") };
     if on_tensor_cores(x, kv, head_dim, target) { Support::Native } else { Support::Emulated }
 }
 
-pub(super) fn prefill(sig: &OpSig, operands: &[Place], mut args: Vec<Arg>, target: &Target) -> Result<Step> {
+pub(super) fn prefill(
+    sig: &OpSig,
+    operands: &[DeviceRange],
+    mut args: Vec<KernelArg>,
+    target: &PlanTarget,
+) -> Result<PlanStep> {
     let OpSig::AttnPrefill {
         tokens,
         sequences,
@@ -61,8 +66,8 @@ pub(super) fn prefill(sig: &OpSig, operands: &[Place], mut args: Vec<Arg>, targe
     else {
         unreachable!("called for attn_prefill")
     };
-    args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
-    args.extend([tokens, window.unwrap_or(u32::MAX)].map(Arg::U32));
+    args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(KernelArg::U32));
+    args.extend([tokens, window.unwrap_or(u32::MAX)].map(KernelArg::U32));
     let macros: [(&str, &dyn Display); 3] = [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim)];
     let rows = u64::from(tokens) * u64::from(heads / kv_heads.max(1));
     // smaller blocks where larger ones would leave multiprocessors idle
@@ -73,16 +78,20 @@ pub(super) fn prefill(sig: &OpSig, operands: &[Place], mut args: Vec<Arg>, targe
         && shared_bytes + 1024 <= target.shared_bytes_max
         && aligned(operands)
     {
-        let program = Program::new(Body::PrefillMma, &[&macros[..], &[("ROW_TILES", &row_tiles)]].concat());
+        let program = KernelProgram::new(
+            KernelSource::PrefillMma,
+            &[&macros[..], &[("ROW_TILES", &row_tiles)]].concat(),
+        );
         // a sequence's last block may be short, so each has one more at most
         let tiles = if rows == 0 { 0 } else { rows.div_ceil(block_rows.into()) + u64::from(sequences) };
         let mut step = launch(program, "attn_prefill_mma", ([tiles, kv_heads.into(), 1], THREADS), args)?;
-        if let Step::Launch(launch) = &mut step {
+        if let PlanStep::Launch(launch) = &mut step {
             launch.shared_bytes = shared_bytes;
         }
         return Ok(step);
     }
-    let program = Program::new(Body::Attention, &[&macros[..], &[("GROUP", &PORTABLE_THREADS)]].concat());
+    let program =
+        KernelProgram::new(KernelSource::Attention, &[&macros[..], &[("GROUP", &PORTABLE_THREADS)]].concat());
     launch(program, "attn_prefill", ([heads.into(), tokens.into(), 1], PORTABLE_THREADS), args)
 }
 
@@ -91,7 +100,7 @@ pub(super) fn prefill(sig: &OpSig, operands: &[Place], mut args: Vec<Arg>, targe
 /// Enough parts for one wave of blocks over the device; once that needs `CHUNK_FULL` keys or more, up to eight
 /// waves, so that the last one weighs little. The sizes are those that the host expects; a kernel makes parts
 /// longer where a sequence has more keys than `parts` of them hold.
-fn cut(sig: &OpSig, blocks_per_part: u64, target: &Target) -> (u64, u64) {
+fn cut(sig: &OpSig, blocks_per_part: u64, target: &PlanTarget) -> (u64, u64) {
     let OpSig::AttnDecode { sequences, kv_tokens, heads, head_dim, page_tokens, pages_max, .. } = *sig else {
         unreachable!("called for attn_decode")
     };
@@ -119,10 +128,10 @@ fn lane_elements(head_dim: u32) -> u32 {
 
 pub(super) fn decode(
     sig: &OpSig,
-    operands: &[Place],
-    mut args: Vec<Arg>,
-    target: &Target,
-) -> Result<Vec<Step>> {
+    operands: &[DeviceRange],
+    mut args: Vec<KernelArg>,
+    target: &PlanTarget,
+) -> Result<Vec<PlanStep>> {
     let OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. } = *sig
     else {
         unreachable!("called for attn_decode")
@@ -142,32 +151,33 @@ pub(super) fn decode(
     let part_stat =
         part_acc + u64::from(sequences) * u64::from(heads) * u64::from(parts) * u64::from(head_dim) * 4;
 
-    let [range, acc, stat] = [1, 5, 6].map(|i: usize| Arg::Address(operands[i].address));
-    let scratch = [Arg::Address(part_acc), Arg::Address(part_stat)];
-    args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
+    let [range, acc, stat] = [1, 5, 6].map(|i: usize| KernelArg::Address(operands[i].address));
+    let scratch = [KernelArg::Address(part_acc), KernelArg::Address(part_stat)];
+    args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(KernelArg::U32));
     args.extend(scratch);
-    args.extend([parts, chunk].map(Arg::U32));
+    args.extend([parts, chunk].map(KernelArg::U32));
     let macros: [(&str, &dyn Display); 4] =
         [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim), ("HEADS", &block_heads)];
     let grid = ([parts.into(), blocks_per_part, sequences.into()], THREADS);
     let first = if tensor_cores {
         let split = if split { 3 } else { 1 };
-        let program = Program::new(Body::DecodeMma, &[&macros[..], &[("SPLIT", &split)]].concat());
+        let program =
+            KernelProgram::new(KernelSource::DecodeMma, &[&macros[..], &[("SPLIT", &split)]].concat());
         launch(program, "attn_decode_mma", grid, args)?
     } else {
         let vectors = head_dim.is_multiple_of(8) && aligned(operands);
         let key_elements = if vectors { 8 } else { 1 };
         let value_elements = if aligned(operands) { lane_elements(head_dim) } else { 1 };
         let macros = [&macros[..], &[("KW", &key_elements), ("VD", &value_elements)]].concat();
-        launch(Program::new(Body::Decode, &macros), "attn_decode", grid, args)?
+        launch(KernelProgram::new(KernelSource::Decode, &macros), "attn_decode", grid, args)?
     };
     let mut steps = vec![first];
     if parts > 1 {
         let [acc_part, stat_part] = scratch;
         let mut args = vec![range, acc, stat, acc_part, stat_part];
-        args.extend([heads, page_tokens, pages_max, parts, chunk].map(Arg::U32));
-        let program = Program::new(
-            Body::Combine,
+        args.extend([heads, page_tokens, pages_max, parts, chunk].map(KernelArg::U32));
+        let program = KernelProgram::new(
+            KernelSource::Combine,
             &[("X", &DType::F32), ("KV", &DType::F32), ("HEAD_DIM", &head_dim), ("HEADS", &1)],
         );
         let rows = u64::from(sequences) * u64::from(heads);
@@ -180,12 +190,12 @@ pub(super) fn decode(
 mod tests {
     use super::*;
 
-    const TARGET: Target = Target {
+    const TARGET: PlanTarget = PlanTarget {
         capability: 90,
         multiprocessors: 132,
         shared_bytes_max: 232_448,
         blas: true,
-        scratch: Place { address: 0, bytes: 64 << 20 },
+        scratch: DeviceRange { address: 0, bytes: 64 << 20 },
     };
 
     fn sig(sequences: u32, context: u32) -> OpSig {

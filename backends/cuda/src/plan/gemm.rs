@@ -7,8 +7,8 @@
 //! | `gemv` | up to 4 rows, or up to 16 where cuBLASLt has no way: any dtypes |
 //! | `gemm` | the rest; f32 arithmetic without tensor cores, so slow |
 
-use super::{Arg, Matmul, Place, Step, Target, VEC_BYTES, launch, vector};
-use crate::kernels::{Body, Program};
+use super::{DeviceRange, KernelArg, Matmul, PlanStep, PlanTarget, VEC_BYTES, launch, vector};
+use crate::kernels::{KernelProgram, KernelSource};
 use mixfleet_hal::{DType, OpSig, Result, Support};
 use std::fmt::Display;
 
@@ -22,14 +22,14 @@ const TILE: u32 = 64;
 const TILE_THREADS: u32 = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum GemmPath {
     FewRows { split: u32 },
     Blas,
     Gemv,
     Tiles,
 }
 
-fn way(sig: &OpSig, aligned: bool, target: &Target) -> Way {
+fn way(sig: &OpSig, aligned: bool, target: &PlanTarget) -> GemmPath {
     let OpSig::Gemm { m, k, x, weight, .. } = *sig else { unreachable!("called for gemm") };
     // f16 has too small a range to hold what f16 leaves of an f32
     let split = match (x, weight) {
@@ -38,19 +38,19 @@ fn way(sig: &OpSig, aligned: bool, target: &Target) -> Way {
         _ => None,
     };
     if let (Some(split), true) = (split, m <= FEW_ROWS_MAX && k % 8 == 0 && k > 0 && aligned) {
-        return Way::FewRows { split };
+        return GemmPath::FewRows { split };
     }
     match blas_takes(sig, aligned, target) {
-        true if m > GEMV_ROWS => Way::Blas,
-        _ if m <= FEW_ROWS_MAX => Way::Gemv,
-        true => Way::Blas,
-        false => Way::Tiles,
+        true if m > GEMV_ROWS => GemmPath::Blas,
+        _ if m <= FEW_ROWS_MAX => GemmPath::Gemv,
+        true => GemmPath::Blas,
+        false => GemmPath::Tiles,
     }
 }
 
 /// Whether cuBLASLt has kernels for it: equal dtypes, and rows that are whole 16-byte vectors. Its bias has
 /// the output's dtype, ours the weights'; its f8 bias is bf16.
-fn blas_takes(sig: &OpSig, aligned: bool, target: &Target) -> bool {
+fn blas_takes(sig: &OpSig, aligned: bool, target: &PlanTarget) -> bool {
     let OpSig::Gemm { n, k, x, weight, out, bias, .. } = *sig else { unreachable!("called for gemm") };
     let vectors = |elements: u32, dtype: DType| {
         (u64::from(elements) * dtype.size_bytes()).is_multiple_of(VEC_BYTES) && elements > 0
@@ -66,23 +66,23 @@ fn blas_takes(sig: &OpSig, aligned: bool, target: &Target) -> bool {
     target.blas && aligned && x == weight && dtypes && bias && vectors(k, x) && vectors(n, out)
 }
 
-pub(super) fn support(sig: &OpSig, target: &Target) -> Support {
-    if way(sig, true, target) == Way::Tiles { Support::Emulated } else { Support::Native }
+pub(super) fn support(sig: &OpSig, target: &PlanTarget) -> Support {
+    if way(sig, true, target) == GemmPath::Tiles { Support::Emulated } else { Support::Native }
 }
 
 pub(super) fn plan(
     sig: &OpSig,
-    operands: &[Place],
-    mut args: Vec<Arg>,
-    target: &Target,
-) -> Result<Vec<Step>> {
+    operands: &[DeviceRange],
+    mut args: Vec<KernelArg>,
+    target: &PlanTarget,
+) -> Result<Vec<PlanStep>> {
     let OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } = *sig else {
         unreachable!("called for gemm")
     };
     let aligned = operands.iter().all(|place| place.address.is_multiple_of(VEC_BYTES));
     let way = way(sig, aligned, target);
-    if way == Way::Blas {
-        return Ok(vec![Step::Matmul(Matmul {
+    if way == GemmPath::Blas {
+        return Ok(vec![PlanStep::Matmul(Matmul {
             shape: (m, n, k),
             dtype: x,
             out_dtype: out,
@@ -96,21 +96,21 @@ pub(super) fn plan(
     if !bias {
         args.insert(2, args[1]); // never read
     }
-    args.extend([m, n, k, u32::from(bias), u32::from(accumulate)].map(Arg::U32));
+    args.extend([m, n, k, u32::from(bias), u32::from(accumulate)].map(KernelArg::U32));
     let dtypes: [(&str, &dyn Display); 3] = [("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
     let step = match way {
-        Way::FewRows { split } => few_rows((m, n), split, &dtypes, args, target)?,
-        Way::Gemv => {
+        GemmPath::FewRows { split } => few_rows((m, n), split, &dtypes, args, target)?,
+        GemmPath::Gemv => {
             // a last word may be shorter than a vector: only rows need to be whole vectors
             let vec = vector(k.into(), &operands[..2]);
             let macros = [&dtypes[..], &[("VEC", &vec), ("GROUP", &GEMV_THREADS)]].concat();
             let grid = [n.into(), m.div_ceil(GEMV_ROWS).into(), 1];
-            launch(Program::new(Body::Gemm, &macros), "gemv", (grid, GEMV_THREADS), args)?
+            launch(KernelProgram::new(KernelSource::Gemm, &macros), "gemv", (grid, GEMV_THREADS), args)?
         }
         _ => {
             let macros = [&dtypes[..], &[("VEC", &1), ("GROUP", &GEMV_THREADS)]].concat();
             let grid = [n.div_ceil(TILE).into(), m.div_ceil(TILE).into(), 1];
-            launch(Program::new(Body::Gemm, &macros), "gemm", (grid, TILE_THREADS), args)?
+            launch(KernelProgram::new(KernelSource::Gemm, &macros), "gemm", (grid, TILE_THREADS), args)?
         }
     };
     Ok(vec![step])
@@ -122,9 +122,9 @@ fn few_rows(
     (m, n): (u32, u32),
     split: u32,
     dtypes: &[(&str, &dyn Display)],
-    args: Vec<Arg>,
-    target: &Target,
-) -> Result<Step> {
+    args: Vec<KernelArg>,
+    target: &PlanTarget,
+) -> Result<PlanStep> {
     let row_tiles = if n.div_ceil(32) >= target.multiprocessors { 2 } else { 1 };
     let blocks = n.div_ceil(16 * row_tiles);
     let warps: u32 = if blocks >= 2 * target.multiprocessors { 8 } else { 16 };
@@ -132,7 +132,12 @@ fn few_rows(
     let macros =
         [dtypes, &[("ROW_TILES", &row_tiles), ("TILES", &tiles), ("SPLIT", &split), ("WARPS", &warps)]]
             .concat();
-    launch(Program::new(Body::FewRows, &macros), "gemm_few_rows", ([blocks.into(), 1, 1], 32 * warps), args)
+    launch(
+        KernelProgram::new(KernelSource::FewRows, &macros),
+        "gemm_few_rows",
+        ([blocks.into(), 1, 1], 32 * warps),
+        args,
+    )
 }
 
 #[cfg(test)]
@@ -140,13 +145,13 @@ mod tests {
     use super::*;
     use DType::{Bf16, F8E4m3, F16, F32};
 
-    fn way_of((m, n, k): (u32, u32, u32), (x, weight, out): (DType, DType, DType), bias: bool) -> Way {
-        let target = Target {
+    fn way_of((m, n, k): (u32, u32, u32), (x, weight, out): (DType, DType, DType), bias: bool) -> GemmPath {
+        let target = PlanTarget {
             capability: 90,
             multiprocessors: 132,
             shared_bytes_max: 232_448,
             blas: true,
-            scratch: Place { address: 0, bytes: 0 },
+            scratch: DeviceRange { address: 0, bytes: 0 },
         };
         let sig = OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate: false };
         way(&sig, true, &target)
@@ -155,17 +160,17 @@ mod tests {
     #[test]
     fn each_shape_and_dtype_has_its_way() {
         let large = (64, 4096, 4096);
-        assert_eq!(way_of((1, 4096, 4096), (Bf16, Bf16, F32), true), Way::FewRows { split: 1 });
-        assert_eq!(way_of((16, 4096, 4096), (F32, Bf16, F32), false), Way::FewRows { split: 3 });
-        assert_eq!(way_of((17, 4096, 4096), (Bf16, Bf16, F32), false), Way::Blas);
-        assert_eq!(way_of(large, (F32, F32, F32), true), Way::Blas);
-        assert_eq!(way_of((4, 4096, 4096), (F32, F32, F32), true), Way::Gemv);
-        assert_eq!(way_of((5, 4096, 4096), (F32, F32, F32), true), Way::Blas);
-        assert_eq!(way_of(large, (F8E4m3, F8E4m3, Bf16), false), Way::Blas);
+        assert_eq!(way_of((1, 4096, 4096), (Bf16, Bf16, F32), true), GemmPath::FewRows { split: 1 });
+        assert_eq!(way_of((16, 4096, 4096), (F32, Bf16, F32), false), GemmPath::FewRows { split: 3 });
+        assert_eq!(way_of((17, 4096, 4096), (Bf16, Bf16, F32), false), GemmPath::Blas);
+        assert_eq!(way_of(large, (F32, F32, F32), true), GemmPath::Blas);
+        assert_eq!(way_of((4, 4096, 4096), (F32, F32, F32), true), GemmPath::Gemv);
+        assert_eq!(way_of((5, 4096, 4096), (F32, F32, F32), true), GemmPath::Blas);
+        assert_eq!(way_of(large, (F8E4m3, F8E4m3, Bf16), false), GemmPath::Blas);
         // a bias in another dtype than the output's, unlike dtypes, odd rows
-        assert_eq!(way_of(large, (Bf16, Bf16, F32), true), Way::Tiles);
-        assert_eq!(way_of(large, (F32, F16, F32), false), Way::Tiles);
-        assert_eq!(way_of((64, 4096, 4097), (Bf16, Bf16, Bf16), false), Way::Tiles);
-        assert_eq!(way_of((3, 33, 65), (Bf16, Bf16, Bf16), false), Way::Gemv);
+        assert_eq!(way_of(large, (Bf16, Bf16, F32), true), GemmPath::Tiles);
+        assert_eq!(way_of(large, (F32, F16, F32), false), GemmPath::Tiles);
+        assert_eq!(way_of((64, 4096, 4097), (Bf16, Bf16, Bf16), false), GemmPath::Tiles);
+        assert_eq!(way_of((3, 33, 65), (Bf16, Bf16, Bf16), false), GemmPath::Gemv);
     }
 }

@@ -3,13 +3,13 @@
 //! says nothing of speed, memory order between blocks, or races that its order of threads hides.
 
 use libloading::Library;
-use mixfleet_cuda::kernels::Program;
-use mixfleet_cuda::plan::{self, Arg, Launch, Place, Step, Target};
+use mixfleet_cuda::kernels::KernelProgram;
+use mixfleet_cuda::plan::{self, DeviceRange, KernelArg, KernelLaunch, PlanStep, PlanTarget};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{
-    Buffer, Cmd, Device, DeviceInfo, DeviceKind, Elapsed, Error, ErrorKind, Export, Graph, Health,
-    HostMemory, Limits, OpSig, Queue, Result, Role, Slice, Support, Ticket,
+    Buffer, BufferUsage, Cmd, Device, DeviceInfo, DeviceKind, DeviceLimits, Elapsed, Error, ErrorKind,
+    Export, Graph, Health, HostMemory, OpSig, Queue, Result, Slice, Support, Ticket,
 };
 use std::any::Any;
 use std::collections::HashMap;
@@ -57,10 +57,10 @@ impl Memory {
         self.words.lock().unwrap_or_else(PoisonError::into_inner).as_mut_ptr().cast()
     }
 
-    fn place(slice: &Slice) -> Result<Place> {
+    fn place(slice: &Slice) -> Result<DeviceRange> {
         let memory = slice.buffer.as_any().downcast_ref::<Memory>();
         let memory = memory.ok_or_else(|| Error::invalid("the slice belongs to another device"))?;
-        Ok(Place { address: memory.address() as u64 + slice.offset, bytes: slice.bytes })
+        Ok(DeviceRange { address: memory.address() as u64 + slice.offset, bytes: slice.bytes })
     }
 }
 
@@ -77,11 +77,11 @@ impl Buffer for Memory {
 /// The compiled programs.
 struct Programs {
     directory: PathBuf,
-    loaded: HashMap<(Program, &'static str), Library>,
+    loaded: HashMap<(KernelProgram, &'static str), Library>,
 }
 
 impl Programs {
-    fn library(&mut self, program: &Program, kernel: &'static str) -> Result<&Library> {
+    fn library(&mut self, program: &KernelProgram, kernel: &'static str) -> Result<&Library> {
         let key = (program.clone(), kernel);
         if !self.loaded.contains_key(&key) {
             let source = format!("{}\nEMULATE({kernel})\n", program.source(SHIM));
@@ -94,15 +94,15 @@ impl Programs {
         Ok(&self.loaded[&key])
     }
 
-    fn run(&mut self, launch: &Launch) -> Result<()> {
+    fn run(&mut self, launch: &KernelLaunch) -> Result<()> {
         let library = self.library(&launch.program, launch.kernel)?;
         let mut values: Vec<[u8; 8]> = launch
             .args
             .iter()
             .map(|arg| match arg {
-                Arg::Address(v) | Arg::U64(v) => v.to_ne_bytes(),
-                Arg::U32(v) => u64::from(*v).to_ne_bytes(),
-                Arg::F32(v) => u64::from(v.to_bits()).to_ne_bytes(),
+                KernelArg::Address(v) | KernelArg::U64(v) => v.to_ne_bytes(),
+                KernelArg::U32(v) => u64::from(*v).to_ne_bytes(),
+                KernelArg::F32(v) => u64::from(v.to_bits()).to_ne_bytes(),
             })
             .collect();
         let mut args: Vec<*mut c_void> = values.iter_mut().map(|value| value.as_mut_ptr().cast()).collect();
@@ -165,7 +165,7 @@ fn compile(directory: &Path, source: &str) -> Result<PathBuf> {
 /// The emulated device.
 pub(crate) struct EmulatedDevice {
     info: DeviceInfo,
-    target: Target,
+    target: PlanTarget,
     _scratch: Memory,
     programs: Arc<Mutex<Programs>>,
 }
@@ -182,12 +182,12 @@ impl EmulatedDevice {
         let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulator");
         std::fs::create_dir_all(&directory).expect("the target directory is writable");
         let scratch = Memory::new(SCRATCH_BYTES);
-        let target = Target {
+        let target = PlanTarget {
             capability: 90,
             multiprocessors,
             shared_bytes_max: 232_448,
             blas: false,
-            scratch: Place { address: scratch.address() as u64, bytes: SCRATCH_BYTES },
+            scratch: DeviceRange { address: scratch.address() as u64, bytes: SCRATCH_BYTES },
         };
         let info = DeviceInfo {
             id: "emulated".to_owned(),
@@ -209,8 +209,8 @@ impl Device for EmulatedDevice {
         &self.info
     }
 
-    fn limits(&self) -> Limits {
-        Limits {
+    fn limits(&self) -> DeviceLimits {
+        DeviceLimits {
             allocation_bytes_max: 1 << 30,
             alignment_bytes: plan::ALIGNMENT_BYTES,
             imports_host_memory: false,
@@ -223,7 +223,7 @@ impl Device for EmulatedDevice {
         plan::support(sig, &self.target)
     }
 
-    fn alloc(&self, bytes: u64, _: Role) -> Result<Slice> {
+    fn alloc(&self, bytes: u64, _: BufferUsage) -> Result<Slice> {
         Ok(Slice::whole(Arc::new(Memory::new(bytes))))
     }
 
@@ -263,13 +263,13 @@ impl Device for EmulatedDevice {
 }
 
 struct EmulatedQueue {
-    target: Target,
+    target: PlanTarget,
     programs: Arc<Mutex<Programs>>,
     done: u64,
 }
 
 /// Steps with the commands that keep their operands alive.
-struct Recorded(Vec<Step>, #[allow(dead_code, reason = "keeps buffers alive")] Vec<Cmd>);
+struct Recorded(Vec<PlanStep>, #[allow(dead_code, reason = "keeps buffers alive")] Vec<Cmd>);
 
 impl Graph for Recorded {
     fn as_any(&self) -> &dyn Any {
@@ -287,20 +287,20 @@ impl EmulatedQueue {
         Ok(Recorded(steps, cmds.to_vec()))
     }
 
-    fn run(&mut self, steps: &[Step]) -> Result<Ticket> {
+    fn run(&mut self, steps: &[PlanStep]) -> Result<Ticket> {
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         for step in steps {
             match *step {
-                Step::Launch(ref launch) => programs.run(launch)?,
+                PlanStep::Launch(ref launch) => programs.run(launch)?,
                 // SAFETY: both ranges are operands that `Cmd` checked, and do not overlap.
-                Step::Copy(from, to, bytes) => unsafe {
+                PlanStep::Copy(from, to, bytes) => unsafe {
                     std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes as usize);
                 },
                 // SAFETY: the range is an operand that `Cmd` checked.
-                Step::Fill(to, words, word) => unsafe {
+                PlanStep::Fill(to, words, word) => unsafe {
                     std::slice::from_raw_parts_mut(to as *mut u32, words as usize).fill(word);
                 },
-                Step::Matmul(_) => return Err(Error::unsupported("cuBLASLt is not emulated")),
+                PlanStep::Matmul(_) => return Err(Error::unsupported("cuBLASLt is not emulated")),
             }
         }
         self.done += 1;

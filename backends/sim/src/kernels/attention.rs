@@ -10,7 +10,7 @@
 use super::{Tag, rows};
 use crate::digest::mix;
 use crate::memory::{Edit, Store};
-use crate::slots::{Division, Pools, Slots};
+use crate::slots::{Division, SlotPools, Slots};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
 
 const PIECE_BITS: u32 = 22;
@@ -43,7 +43,7 @@ fn with_pools<T>(
     store: &mut Store,
     pools: [&Slice; 2],
     divisions: [Division; 2],
-    body: impl FnOnce(&mut Pools<'_>, u64) -> Result<T>,
+    body: impl FnOnce(&mut SlotPools<'_>, u64) -> Result<T>,
 ) -> Result<T> {
     let mut taken = Vec::with_capacity(2);
     for (pool, division) in pools.into_iter().zip(divisions) {
@@ -55,7 +55,7 @@ fn with_pools<T>(
     let pages = divisions[0].pages().min(divisions[1].pages());
     let bytes = |pool: &Slice| store.content(pool).map(|(content, _)| content.as_bytes());
     let result = body(
-        &mut Pools { keys: (&mut keys, bytes(pools[0])?), values: (&mut values, bytes(pools[1])?) },
+        &mut SlotPools { keys: (&mut keys, bytes(pools[0])?), values: (&mut values, bytes(pools[1])?) },
         pages,
     );
     for (pool, slots) in pools.into_iter().zip([keys, values]) {

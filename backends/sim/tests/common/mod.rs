@@ -4,7 +4,7 @@
 
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
-use mixfleet_hal::{Cmd, DType, Device, OpSig, Queue, Role, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Queue, Slice};
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
 use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
@@ -162,7 +162,7 @@ impl Rig {
             wire,
         };
         let bytes = u64::from(2 * tokens * kv_heads * head_dim) * wire.size_bytes();
-        let out = self.device.alloc(bytes, Role::Staging).unwrap();
+        let out = self.device.alloc(bytes, BufferUsage::Staging).unwrap();
         let (k, v) = self.forward.pools(layer);
         let args = [self.upload(slots), k.clone(), v.clone(), out.clone()];
         self.run(&[Cmd::new(sig, &args).unwrap()]);
@@ -180,7 +180,7 @@ impl Rig {
             kv: self.form.kv,
             wire,
         };
-        let from = self.device.alloc(data.len() as u64, Role::Staging).unwrap();
+        let from = self.device.alloc(data.len() as u64, BufferUsage::Staging).unwrap();
         self.device.write(&from, data).unwrap();
         let (k, v) = self.forward.pools(layer);
         let args = [from, self.upload(slots), k.clone(), v.clone()];
@@ -193,7 +193,7 @@ impl Rig {
 
     fn upload(&self, words: &[u32]) -> Slice {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let slice = self.device.alloc(bytes.len() as u64, Role::Activations).unwrap();
+        let slice = self.device.alloc(bytes.len() as u64, BufferUsage::Activations).unwrap();
         self.device.write(&slice, &bytes).unwrap();
         slice
     }

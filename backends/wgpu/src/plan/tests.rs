@@ -3,9 +3,9 @@
 use super::*;
 use crate::memory::testing::slices;
 use mixfleet_hal::Cmd;
-use mixfleet_hwtests::{Level, cases};
+use mixfleet_hwtests::{SuiteLevel, cases};
 
-const LIMITS: mixfleet_hal::Limits = mixfleet_hal::Limits {
+const LIMITS: mixfleet_hal::DeviceLimits = mixfleet_hal::DeviceLimits {
     allocation_bytes_max: u64::MAX,
     alignment_bytes: 4,
     imports_host_memory: false,
@@ -17,9 +17,9 @@ const LIMITS: mixfleet_hal::Limits = mixfleet_hal::Limits {
 fn fault(work: &Work, demands: Demands, planner: &Planner) -> Option<String> {
     let ends_inside = |window: &Window| {
         let size = match &window.place {
-            Place::Buffer(slice) => slice.buffer.size_bytes().next_multiple_of(16) + 16,
-            Place::Aside => planner.aside_bytes + 32,
-            Place::Scratch => planner.scratch_bytes + 32,
+            OperandLocation::Buffer(slice) => slice.buffer.size_bytes().next_multiple_of(16) + 16,
+            OperandLocation::Aside => planner.aside_bytes + 32,
+            OperandLocation::Scratch => planner.scratch_bytes + 32,
         };
         window.offset + window.bytes <= size
     };
@@ -50,7 +50,7 @@ fn whatever_is_cut_every_dispatch_is_within_the_limits() {
     for (binding_bytes_max, binding_align) in [(1 << 27, 32), (32 << 10, 256), (9 << 10, 64)] {
         let demands = Demands { binding_bytes_max, binding_align };
         let mut dispatches = 0;
-        for case in cases::cases(Level::Full, &LIMITS) {
+        for case in cases::cases(SuiteLevel::Full, &LIMITS) {
             if !Planner::supports(demands, &case.sig) {
                 continue;
             }

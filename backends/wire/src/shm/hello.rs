@@ -1,6 +1,6 @@
 //! What two processes say to each other over a unix socket before they share pages.
 
-use crate::answer::Answer;
+use crate::answer::GrantStatus;
 use crate::key::{KEY_BYTES, Key};
 use std::fs::File;
 use std::io;
@@ -69,7 +69,7 @@ pub(super) fn user_of(socket: &UnixStream) -> io::Result<u32> {
 }
 
 /// Sends `answer` with `files`.
-pub(super) fn send_answer(socket: &UnixStream, answer: Answer, files: &[RawFd]) -> io::Result<()> {
+pub(super) fn send_answer(socket: &UnixStream, answer: GrantStatus, files: &[RawFd]) -> io::Result<()> {
     assert!(files.len() <= FILES, "the ancillary room is for {FILES} descriptors");
     let mut byte = answer as u8;
     let mut part = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
@@ -95,7 +95,7 @@ pub(super) fn send_answer(socket: &UnixStream, answer: Answer, files: &[RawFd]) 
 }
 
 /// Receives an answer and the files that came with it.
-pub(super) fn receive_answer(socket: &UnixStream) -> io::Result<(Answer, Vec<File>)> {
+pub(super) fn receive_answer(socket: &UnixStream) -> io::Result<(GrantStatus, Vec<File>)> {
     let mut byte = 0u8;
     let mut part = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
     let mut ancillary = Ancillary { bytes: [0; 64] };
@@ -124,7 +124,7 @@ pub(super) fn receive_answer(socket: &UnixStream) -> io::Result<(Answer, Vec<Fil
     };
     match received {
         0 => Err(io::ErrorKind::UnexpectedEof.into()),
-        1 => match Answer::decode(byte) {
+        1 => match GrantStatus::decode(byte) {
             Some(answer) => Ok((answer, files)),
             None => Err(io::Error::new(io::ErrorKind::InvalidData, format!("unknown answer {byte}"))),
         },
@@ -169,13 +169,13 @@ mod tests {
     fn files_go_along_with_an_answer() {
         let (here, there) = UnixStream::pair().unwrap();
         let [one, two] = [1, 2].map(|bytes| crate::region::nameless_file(bytes).unwrap().unwrap());
-        send_answer(&here, Answer::Read, &[one.as_raw_fd(), two.as_raw_fd()]).unwrap();
-        send_answer(&here, Answer::Unknown, &[]).unwrap();
+        send_answer(&here, GrantStatus::Read, &[one.as_raw_fd(), two.as_raw_fd()]).unwrap();
+        send_answer(&here, GrantStatus::Unknown, &[]).unwrap();
         let (answer, files) = receive_answer(&there).unwrap();
         let lengths: Vec<u64> = files.iter().map(|file| file.metadata().unwrap().len()).collect();
-        assert_eq!((answer, lengths), (Answer::Read, vec![1, 2]));
+        assert_eq!((answer, lengths), (GrantStatus::Read, vec![1, 2]));
         let (answer, files) = receive_answer(&there).unwrap();
-        assert_eq!((answer, files.len()), (Answer::Unknown, 0));
+        assert_eq!((answer, files.len()), (GrantStatus::Unknown, 0));
         drop(here);
         assert_eq!(receive_answer(&there).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }

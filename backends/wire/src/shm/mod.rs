@@ -16,7 +16,7 @@ pub(crate) use hello::check_words;
 
 use crate::key::Key;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use server::{Region, Server};
 use std::os::linux::net::SocketAddrExt;
@@ -98,7 +98,7 @@ impl Transport for Shm {
     }
 
     /// Memory that is registered already is deregistered first.
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let bytes = memory.size_bytes();
         let file = memory.mapping().and_then(|mapping| mapping.fd);
         let file = file.ok_or_else(|| Error::unsupported("memory without a file cannot be shared"))?;
@@ -126,7 +126,7 @@ impl Transport for Shm {
                 "the region is on another host, or this one was started anew; use a transport that reaches it",
             ));
         }
-        Ok(Box::new(way::Way::open(local, &address, region)?))
+        Ok(Box::new(way::ShmMapping::open(local, &address, region)?))
     }
 }
 
@@ -138,7 +138,7 @@ mod tests {
     #[test]
     fn another_host_is_told_from_a_region_that_is_gone() {
         let (shm, memory) = (Shm::new().unwrap(), Arc::new(HostRegion::new(8).unwrap()));
-        let good = shm.register(memory.clone(), Access::Write).unwrap();
+        let good = shm.register(memory.clone(), RemoteAccess::Write).unwrap();
         let address = Address::decode(&good).unwrap();
         let with = |address: Address| Descriptor { address: address.encode(), ..good.clone() };
         let kind = |descriptor| shm.connect(memory.clone(), &descriptor).err().unwrap().kind;
@@ -170,7 +170,7 @@ mod tests {
                 None
             }
         }
-        let refused = Shm::new().unwrap().register(Arc::new(Bare), Access::Write);
+        let refused = Shm::new().unwrap().register(Arc::new(Bare), RemoteAccess::Write);
         assert_eq!(refused.unwrap_err().kind, ErrorKind::Unsupported);
     }
 }

@@ -3,11 +3,11 @@
 use super::control::Control;
 use super::hello::{Hello, send_answer, user_of};
 use super::socket_address;
-use crate::answer::Answer;
+use crate::answer::GrantStatus;
 use crate::key::Key;
 use crate::poll;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::Access;
+use mixfleet_hal::transport::RemoteAccess;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -30,7 +30,7 @@ const COPY_TIMEOUT: Duration = Duration::from_millis(100);
 /// Memory that peers may map.
 pub(super) struct Region {
     memory: Arc<dyn SharedMemory>,
-    access: Access,
+    access: RemoteAccess,
     epoch: u64,
     peers: Mutex<Peers>,
 }
@@ -59,7 +59,7 @@ impl Peer {
 }
 
 impl Region {
-    pub(super) fn new(memory: Arc<dyn SharedMemory>, access: Access, epoch: u64) -> Self {
+    pub(super) fn new(memory: Arc<dyn SharedMemory>, access: RemoteAccess, epoch: u64) -> Self {
         Region { memory, access, epoch, peers: Mutex::default() }
     }
 
@@ -95,26 +95,26 @@ impl Region {
     }
 
     /// Files for a new peer: the region's and its control page's.
-    fn grant(&self, socket: UnixStream) -> std::result::Result<(), Answer> {
+    fn grant(&self, socket: UnixStream) -> std::result::Result<(), GrantStatus> {
         let mut peers = self.peers();
         if peers.revoked {
-            return Err(refuse(&socket, Answer::Unknown));
+            return Err(refuse(&socket, GrantStatus::Unknown));
         }
-        let exhausted = |_| Answer::Exhausted;
+        let exhausted = |_| GrantStatus::Exhausted;
         let given = Control::new().map_err(exhausted).and_then(|(control, control_file)| {
-            let file = self.memory.mapping().and_then(|mapping| mapping.fd).ok_or(Answer::Exhausted)?;
+            let file = self.memory.mapping().and_then(|mapping| mapping.fd).ok_or(GrantStatus::Exhausted)?;
             Ok((file, control, control_file))
         });
         let (file, control, control_file) = given.map_err(|answer| refuse(&socket, answer))?;
         let send = |answer, file| send_answer(&socket, answer, &[file, control_file.as_raw_fd()]);
         let sent = match self.access {
-            Access::Write => send(Answer::Write, file),
-            Access::ReadWrite => send(Answer::ReadWrite, file),
-            Access::Read => File::open(format!("/proc/self/fd/{file}"))
-                .and_then(|readable| send(Answer::Read, readable.as_raw_fd())),
+            RemoteAccess::Write => send(GrantStatus::Write, file),
+            RemoteAccess::ReadWrite => send(GrantStatus::ReadWrite, file),
+            RemoteAccess::Read => File::open(format!("/proc/self/fd/{file}"))
+                .and_then(|readable| send(GrantStatus::Read, readable.as_raw_fd())),
         };
         if sent.is_err() {
-            return Err(refuse(&socket, Answer::Exhausted));
+            return Err(refuse(&socket, GrantStatus::Exhausted));
         }
         peers.list.push(Arc::new(Peer { socket, control }));
         Ok(())
@@ -122,7 +122,7 @@ impl Region {
 }
 
 /// Tells a peer why it gets nothing; it may have gone already.
-fn refuse(socket: &UnixStream, answer: Answer) -> Answer {
+fn refuse(socket: &UnixStream, answer: GrantStatus) -> GrantStatus {
     let _ = send_answer(socket, answer, &[]);
     answer
 }
@@ -258,7 +258,7 @@ impl Desk {
             let user = unsafe { libc::geteuid() };
             let ours = user_of(&socket).is_ok_and(|peer| peer == user);
             if !ours || self.strangers.len() >= STRANGERS_MAX || peers >= PEERS_MAX {
-                refuse(&socket, if ours { Answer::Exhausted } else { Answer::Unknown });
+                refuse(&socket, if ours { GrantStatus::Exhausted } else { GrantStatus::Unknown });
             } else if socket.set_nonblocking(true).is_ok() {
                 self.strangers.push(Stranger { socket, since: Instant::now(), heard: Vec::new() });
             }
@@ -286,14 +286,14 @@ impl Desk {
 
     fn answer(&self, socket: UnixStream, hello: &[u8; Hello::BYTES]) {
         let Some(hello) = Hello::decode(hello) else {
-            refuse(&socket, Answer::Version);
+            refuse(&socket, GrantStatus::Version);
             return;
         };
         let region = lock(&self.regions).get(&hello.key).cloned();
         match region.filter(|region| region.epoch == hello.epoch) {
             // a refusal has been sent
             Some(region) => drop(region.grant(socket)),
-            None => drop(refuse(&socket, Answer::Unknown)),
+            None => drop(refuse(&socket, GrantStatus::Unknown)),
         }
     }
 }

@@ -6,7 +6,7 @@ use super::{Address, socket_address};
 use crate::batches::Batches;
 use crate::memory::check;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, TransferId};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::fs::File;
 use std::io::Write;
@@ -20,11 +20,11 @@ const CHUNK_BYTES: u64 = 1 << 20;
 /// For the owner's answer: it is one thread that only maps and sends.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-pub(super) struct Way {
+pub(super) struct ShmMapping {
     local: Arc<dyn SharedMemory>,
     pages: Pages,
     bytes: u64,
-    access: Access,
+    access: RemoteAccess,
     control: Control,
     /// Open as long as the owner is there.
     socket: UnixStream,
@@ -47,7 +47,7 @@ fn closed(detail: String) -> Error {
     Error::new(ErrorKind::Closed, detail)
 }
 
-impl Way {
+impl ShmMapping {
     pub(super) fn open(local: Arc<dyn SharedMemory>, address: &Address, region: &Descriptor) -> Result<Self> {
         let gone = |error| closed(format!("the owner of {region:?} does not answer: {error}"));
         let mut socket = UnixStream::connect_addr(&socket_address(&address.socket)?).map_err(gone)?;
@@ -65,7 +65,15 @@ impl Way {
             |error| Error::new(ErrorKind::OutOfMemory, format!("map {} bytes: {error}", region.bytes));
         let control = Control::open(&control).map_err(refused)?;
         let pages = Pages::map(&pages, region.bytes, access).map_err(refused)?;
-        Ok(Way { local, pages, bytes: region.bytes, access, control, socket, batches: Batches::default() })
+        Ok(ShmMapping {
+            local,
+            pages,
+            bytes: region.bytes,
+            access,
+            control,
+            socket,
+            batches: Batches::default(),
+        })
     }
 
     fn over(&self) -> Error {
@@ -135,7 +143,7 @@ impl Way {
 }
 
 impl Pages {
-    fn map(file: &File, bytes: u64, access: Access) -> std::io::Result<Self> {
+    fn map(file: &File, bytes: u64, access: RemoteAccess) -> std::io::Result<Self> {
         let mut options = memmap2::MmapOptions::new();
         options.len(bytes.max(1) as usize);
         if access.may_write() {
@@ -148,7 +156,7 @@ impl Pages {
     }
 }
 
-impl Endpoint for Way {
+impl Endpoint for ShmMapping {
     fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
         self.batch(pieces, Direction::Write)
     }

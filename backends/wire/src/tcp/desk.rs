@@ -5,15 +5,15 @@ use super::inbox::Inbox;
 use super::parts::Parts;
 use super::protocol::{Hello, Welcome};
 use super::serve::{send, serve};
-use super::strangers::{Stranger, Strangers};
-use crate::answer::Answer;
+use super::strangers::{PendingStream, PendingStreams};
+use crate::answer::GrantStatus;
 use crate::key::Key;
-use crate::link::{Link, tune};
-use crate::place::Place;
+use crate::link::{SecureStream, tune};
+use crate::place::PinnedRange;
 use crate::region::range;
 use crate::security::Security;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::Access;
+use mixfleet_hal::transport::RemoteAccess;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::io;
@@ -31,17 +31,17 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// Memory that peers may reach.
 pub(super) struct Region {
     /// Held until the last guest has left.
-    place: Mutex<Option<Place>>,
+    place: Mutex<Option<PinnedRange>>,
     address: usize,
     bytes: u64,
-    access: Access,
+    access: RemoteAccess,
     epoch: u64,
-    guests: Mutex<Guests>,
+    guests: Mutex<RegionUsers>,
     left: Condvar,
 }
 
 #[derive(Default)]
-struct Guests {
+struct RegionUsers {
     /// Nobody else gets in.
     revoked: bool,
     next: u64,
@@ -49,13 +49,13 @@ struct Guests {
 }
 
 /// A stream that may reach a region. The region's memory stays where it is until the last guest has left.
-pub(super) struct Guest {
+pub(super) struct RegionUser {
     region: Arc<Region>,
     number: u64,
 }
 
-impl Guest {
-    pub(super) fn access(&self) -> Access {
+impl RegionUser {
+    pub(super) fn access(&self) -> RemoteAccess {
         self.region.access
     }
 
@@ -66,7 +66,7 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for RegionUser {
     fn drop(&mut self) {
         self.region.guests().sockets.remove(&self.number);
         self.region.left.notify_all();
@@ -74,19 +74,19 @@ impl Drop for Guest {
 }
 
 impl Region {
-    pub(super) fn new(memory: Arc<dyn SharedMemory>, access: Access, epoch: u64) -> Result<Self> {
-        let place = Place::new(memory)?;
+    pub(super) fn new(memory: Arc<dyn SharedMemory>, access: RemoteAccess, epoch: u64) -> Result<Self> {
+        let place = PinnedRange::new(memory)?;
         let (address, bytes) = (place.address(0, 0)? as usize, place.bytes());
         let (guests, left) = Default::default();
         Ok(Region { place: Mutex::new(Some(place)), address, bytes, access, epoch, guests, left })
     }
 
-    fn guests(&self) -> MutexGuard<'_, Guests> {
+    fn guests(&self) -> MutexGuard<'_, RegionUsers> {
         self.guests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lets a stream in; none after the fence.
-    fn enter(self: Arc<Self>, socket: &TcpStream) -> Option<Guest> {
+    fn enter(self: Arc<Self>, socket: &TcpStream) -> Option<RegionUser> {
         let number = {
             let mut guests = self.guests();
             if guests.revoked {
@@ -97,7 +97,7 @@ impl Region {
             guests.sockets.insert(number, socket.try_clone().ok()?);
             number
         };
-        Some(Guest { region: self, number })
+        Some(RegionUser { region: self, number })
     }
 
     /// Closes every stream, and returns when none can write any more. A closed socket gives what had come
@@ -118,7 +118,7 @@ impl Region {
 /// What the threads share.
 struct Shared {
     regions: Mutex<BTreeMap<Key, Arc<Region>>>,
-    strangers: Strangers,
+    strangers: PendingStreams,
     streams: AtomicUsize,
     streams_max: usize,
     silence: Duration,
@@ -161,7 +161,7 @@ impl Desk {
         let (wake, woken) = UnixStream::pair().map_err(failed)?;
         let shared = Arc::new(Shared {
             regions: Mutex::default(),
-            strangers: Strangers::default(),
+            strangers: PendingStreams::default(),
             streams: AtomicUsize::new(0),
             streams_max: config.streams_max,
             silence: config.silence,
@@ -226,7 +226,7 @@ impl Shared {
 
     /// Takes a stream to where it belongs. Nothing that it sends before its key has been found is used for
     /// anything else.
-    fn receive(&self, socket: TcpStream, stranger: Stranger) -> io::Result<()> {
+    fn receive(&self, socket: TcpStream, stranger: PendingStream) -> io::Result<()> {
         let deadline = Instant::now() + HELLO_TIMEOUT;
         tune(&socket, self.silence)?;
         socket.set_write_timeout(Some(HELLO_TIMEOUT))?;
@@ -234,19 +234,19 @@ impl Shared {
         let mut inbox = Inbox::new();
         let hello: [u8; Hello::BYTES] = inbox.take_by(&mut link, deadline)?;
         let Some(hello) = Hello::decode(&hello) else {
-            return welcome(&mut link, Answer::Version, 0);
+            return welcome(&mut link, GrantStatus::Version, 0);
         };
         let region = self.regions().get(&hello.key).filter(|region| region.epoch == hello.epoch).cloned();
         let guest = region.and_then(|region| region.enter(link.socket()));
         let Some(guest) = guest else {
-            return welcome(&mut link, Answer::Unknown, 0);
+            return welcome(&mut link, GrantStatus::Unknown, 0);
         };
         if self.streams.load(Ordering::Relaxed) >= self.streams_max {
-            return welcome(&mut link, Answer::Exhausted, 0);
+            return welcome(&mut link, GrantStatus::Exhausted, 0);
         }
         let _stream = Count::new(&self.streams);
         drop(stranger);
-        welcome(&mut link, Answer::granted(guest.access()), guest.region.bytes)?;
+        welcome(&mut link, GrantStatus::granted(guest.access()), guest.region.bytes)?;
         link.socket().set_read_timeout(None)?;
         link.socket().set_write_timeout(None)?;
         link.stay_awake();
@@ -254,7 +254,7 @@ impl Shared {
     }
 }
 
-fn welcome(link: &mut Link, answer: Answer, bytes: u64) -> io::Result<()> {
+fn welcome(link: &mut SecureStream, answer: GrantStatus, bytes: u64) -> io::Result<()> {
     let mut words = Welcome { answer: answer as u8, bytes }.encode();
     let mut parts = Parts::default();
     parts.push(words.as_mut_ptr(), words.len() as u64);

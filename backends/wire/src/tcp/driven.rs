@@ -4,7 +4,7 @@
 //! something else and not all is on its way yet, a thread waits for the streams and moves what they take and bring.
 
 use super::protocol::Verb;
-use super::way::Way;
+use super::way::TcpFlow;
 use crate::poll::{self, Patience};
 use mixfleet_hal::transport::{Endpoint, Piece, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -24,7 +24,7 @@ pub(super) struct Driven {
 }
 
 struct State {
-    way: Way,
+    way: TcpFlow,
     /// The user waits for the streams. What the thread took from them would not wake it, so the thread takes nothing.
     user_waits: bool,
 }
@@ -38,7 +38,7 @@ impl Driven {
     ///
     /// # Errors
     /// `OutOfMemory` when there is no thread or descriptor left for it.
-    pub(super) fn start(way: Way) -> Result<Self> {
+    pub(super) fn start(way: TcpFlow) -> Result<Self> {
         let failed = |error: io::Error| {
             Error::new(ErrorKind::OutOfMemory, format!("a thread for a way over TCP: {error}"))
         };
@@ -157,11 +157,11 @@ impl Drop for Driven {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Address, Tcp, TcpConfig, way::Way};
+    use super::super::{Address, Tcp, TcpConfig, way::TcpFlow};
     use super::*;
     use crate::HostRegion;
     use mixfleet_hal::memory::SharedMemory;
-    use mixfleet_hal::transport::{Access, Transport};
+    use mixfleet_hal::transport::{RemoteAccess, Transport};
 
     const LONG: Duration = Duration::from_secs(60);
     const BYTES: u64 = 8 << 20;
@@ -174,9 +174,9 @@ mod tests {
 
     fn way(here: &Arc<HostRegion>, there: &Arc<HostRegion>) -> (Tcp, Driven) {
         let tcp = Tcp::new(TcpConfig::loopback()).unwrap();
-        let region = tcp.register(there.clone(), Access::ReadWrite).unwrap();
+        let region = tcp.register(there.clone(), RemoteAccess::ReadWrite).unwrap();
         let address = Address::decode(&region).unwrap();
-        let way = Way::open(here.clone(), &tcp.config, &address, &region).unwrap();
+        let way = TcpFlow::open(here.clone(), &tcp.config, &address, &region).unwrap();
         (tcp, Driven::start(way).unwrap())
     }
 

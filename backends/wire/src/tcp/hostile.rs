@@ -3,9 +3,9 @@
 use super::protocol::{Done, Head, Hello, RANGES_MAX, Range, Verb, Welcome};
 use super::{Address, Tcp, TcpConfig};
 use crate::HostRegion;
-use crate::answer::Answer;
+use crate::answer::GrantStatus;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Piece, Transport};
+use mixfleet_hal::transport::{Descriptor, Piece, RemoteAccess, Transport};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 const BYTES: u64 = 64;
 
-fn owner(access: Access) -> (Tcp, Arc<HostRegion>, Descriptor) {
+fn owner(access: RemoteAccess) -> (Tcp, Arc<HostRegion>, Descriptor) {
     let tcp = Tcp::new(TcpConfig::loopback()).unwrap();
     let memory = Arc::new(HostRegion::new(BYTES as usize).unwrap());
     let descriptor = tcp.register(memory.clone(), access).unwrap();
@@ -25,12 +25,12 @@ fn hello(descriptor: &Descriptor) -> Hello {
 }
 
 /// Says `words` to the owner, and returns the socket and the answer.
-fn greet(tcp: &Tcp, words: &[u8]) -> (TcpStream, Option<Answer>) {
+fn greet(tcp: &Tcp, words: &[u8]) -> (TcpStream, Option<GrantStatus>) {
     let mut socket = TcpStream::connect(tcp.listens_on()).unwrap();
     socket.write_all(words).unwrap();
     let mut answer = [0; Welcome::BYTES];
     socket.read_exact(&mut answer).unwrap();
-    (socket, Answer::decode(Welcome::decode(&answer).answer))
+    (socket, GrantStatus::decode(Welcome::decode(&answer).answer))
 }
 
 fn frame(verb: Verb, ranges: &[Range]) -> Vec<u8> {
@@ -55,17 +55,17 @@ fn rest(mut socket: TcpStream) -> Vec<u8> {
 
 #[test]
 fn a_wrong_hello_is_told_why_and_closed() {
-    let (tcp, memory, descriptor) = owner(Access::ReadWrite);
+    let (tcp, memory, descriptor) = owner(RemoteAccess::ReadWrite);
     let good = hello(&descriptor);
     let mut key = good.key;
     key.0[15] ^= 1;
     let mut other_version = good.encode();
     other_version[7] += 1;
     let wrong = [
-        (Hello { key, ..good }.encode(), Answer::Unknown),
-        (Hello { epoch: good.epoch + 1, ..good }.encode(), Answer::Unknown),
-        (other_version, Answer::Version),
-        ([b'G'; Hello::BYTES], Answer::Version),
+        (Hello { key, ..good }.encode(), GrantStatus::Unknown),
+        (Hello { epoch: good.epoch + 1, ..good }.encode(), GrantStatus::Unknown),
+        (other_version, GrantStatus::Version),
+        ([b'G'; Hello::BYTES], GrantStatus::Version),
     ];
     for (mut words, expected) in wrong.map(|(words, expected)| (words.to_vec(), expected)) {
         // and a write that would be good, at once behind it
@@ -79,7 +79,7 @@ fn a_wrong_hello_is_told_why_and_closed() {
 
 #[test]
 fn frames_that_reach_too_far_are_refused_before_anything_is_written() {
-    let (tcp, memory, descriptor) = owner(Access::ReadWrite);
+    let (tcp, memory, descriptor) = owner(RemoteAccess::ReadWrite);
     let good = Range { offset: 0, bytes: 8 };
     let mut wrong = Vec::new();
     for verb in [Verb::Write, Verb::Read] {
@@ -93,7 +93,7 @@ fn frames_that_reach_too_far_are_refused_before_anything_is_written() {
     for mut words in wrong {
         words.extend([9; 2 * BYTES as usize]);
         let (mut socket, answer) = greet(&tcp, &hello(&descriptor).encode());
-        assert_eq!(answer, Some(Answer::ReadWrite));
+        assert_eq!(answer, Some(GrantStatus::ReadWrite));
         socket.write_all(&words).unwrap();
         let mut said = [0; Done::BYTES];
         socket.read_exact(&mut said).unwrap();
@@ -104,7 +104,7 @@ fn frames_that_reach_too_far_are_refused_before_anything_is_written() {
 
 #[test]
 fn what_was_not_granted_is_refused() {
-    for (access, verb) in [(Access::Read, Verb::Write), (Access::Write, Verb::Read)] {
+    for (access, verb) in [(RemoteAccess::Read, Verb::Write), (RemoteAccess::Write, Verb::Read)] {
         let (tcp, memory, descriptor) = owner(access);
         let (mut socket, _) = greet(&tcp, &hello(&descriptor).encode());
         socket.write_all(&frame(verb, &[Range { offset: 0, bytes: 8 }])).unwrap();
@@ -118,7 +118,7 @@ fn what_was_not_granted_is_refused() {
 
 #[test]
 fn the_fence_does_not_wait_for_the_rest_of_a_frame() {
-    let (tcp, memory, descriptor) = owner(Access::Write);
+    let (tcp, memory, descriptor) = owner(RemoteAccess::Write);
     let (mut socket, _) = greet(&tcp, &hello(&descriptor).encode());
     socket.write_all(&frame(Verb::Write, &[Range { offset: 0, bytes: BYTES }])).unwrap();
     socket.write_all(&[9; 8]).unwrap();
@@ -138,7 +138,7 @@ fn the_fence_does_not_wait_for_the_rest_of_a_frame() {
 
 #[test]
 fn silent_strangers_make_room_for_others() {
-    let (tcp, _memory, descriptor) = owner(Access::Write);
+    let (tcp, _memory, descriptor) = owner(RemoteAccess::Write);
     let strangers: Vec<TcpStream> = (0..200).map(|_| TcpStream::connect(tcp.listens_on()).unwrap()).collect();
     let local = Arc::new(HostRegion::new(1).unwrap());
     // Ends because strangers are given two seconds each, all at once.
@@ -155,7 +155,7 @@ fn silent_strangers_make_room_for_others() {
 
 #[test]
 fn a_peer_gets_in_at_once_beside_silent_strangers() {
-    let (tcp, _memory, descriptor) = owner(Access::Write);
+    let (tcp, _memory, descriptor) = owner(RemoteAccess::Write);
     let strangers: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(tcp.listens_on()).unwrap()).collect();
     let local = Arc::new(HostRegion::new(1).unwrap());
     assert!(tcp.connect(local, &descriptor).is_ok());
@@ -167,7 +167,7 @@ fn streams_beyond_the_limit_are_told_so() {
     let config = TcpConfig { streams: 1, streams_max: 2, ..TcpConfig::loopback() };
     let tcp = Tcp::new(config).unwrap();
     let memory = Arc::new(HostRegion::new(BYTES as usize).unwrap());
-    let descriptor = tcp.register(memory.clone(), Access::Write).unwrap();
+    let descriptor = tcp.register(memory.clone(), RemoteAccess::Write).unwrap();
     let ways = [(); 2].map(|()| tcp.connect(memory.clone(), &descriptor).unwrap());
     let refused = tcp.connect(memory.clone(), &descriptor).err().unwrap();
     assert_eq!(refused.kind, mixfleet_hal::ErrorKind::OutOfMemory);

@@ -1,7 +1,7 @@
 //! What has come on a stream and was not asked for yet: heads, never more of the payload than a head's length.
 
 use super::parts::Parts;
-use crate::link::{Link, remaining};
+use crate::link::{SecureStream, remaining};
 use std::io;
 use std::time::Instant;
 
@@ -34,14 +34,14 @@ impl Inbox {
     ///
     /// # Errors
     /// `WouldBlock` when they have not come yet; what has is kept. `UnexpectedEof` when they will not.
-    pub(super) fn take<const N: usize>(&mut self, link: &mut Link) -> io::Result<[u8; N]> {
+    pub(super) fn take<const N: usize>(&mut self, link: &mut SecureStream) -> io::Result<[u8; N]> {
         Ok(self.fill(link, N, None)?.try_into().expect("as many bytes as were asked for"))
     }
 
     /// As [`take`](Self::take) on a blocking stream, but not after `deadline`, however slowly the bytes come.
     pub(super) fn take_by<const N: usize>(
         &mut self,
-        link: &mut Link,
+        link: &mut SecureStream,
         deadline: Instant,
     ) -> io::Result<[u8; N]> {
         Ok(self.fill(link, N, Some(deadline))?.try_into().expect("as many bytes as were asked for"))
@@ -50,7 +50,7 @@ impl Inbox {
     /// The next `bytes` bytes, as [`take`](Self::take).
     pub(super) fn fill(
         &mut self,
-        link: &mut Link,
+        link: &mut SecureStream,
         bytes: usize,
         deadline: Option<Instant>,
     ) -> io::Result<&[u8]> {
@@ -79,7 +79,7 @@ impl Inbox {
     ///
     /// # Errors
     /// As [`take`](Self::take).
-    pub(super) fn receive(&mut self, link: &mut Link, parts: &mut Parts) -> io::Result<()> {
+    pub(super) fn receive(&mut self, link: &mut SecureStream, parts: &mut Parts) -> io::Result<()> {
         while self.from < self.to
             && let Some((address, bytes)) = parts.first()
         {

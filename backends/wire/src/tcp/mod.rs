@@ -27,7 +27,7 @@ use crate::security::Security;
 use desk::{Desk, Region};
 use driven::Driven;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -163,7 +163,7 @@ impl Transport for Tcp {
     }
 
     /// Memory that is registered already is deregistered first.
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let bytes = memory.size_bytes();
         let key = Key::random()?;
         let epoch = self.next_epoch.fetch_add(1, Ordering::Relaxed);
@@ -178,6 +178,6 @@ impl Transport for Tcp {
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let address = Address::decode(region)?;
-        Ok(Box::new(Driven::start(way::Way::open(local, &self.config, &address, region)?)?))
+        Ok(Box::new(Driven::start(way::TcpFlow::open(local, &self.config, &address, region)?)?))
     }
 }

@@ -1,14 +1,14 @@
 //! The passive end of one stream.
 
-use super::desk::Guest;
+use super::desk::RegionUser;
 use super::inbox::Inbox;
 use super::parts::Parts;
 use super::protocol::{Done, Head, PAYLOAD_BYTES_MAX, Range, Verb};
-use crate::link::Link;
+use crate::link::SecureStream;
 use std::io;
 
 /// Takes frames until the peer closes, breaks the protocol, or the region is fenced.
-pub(super) fn serve(link: &mut Link, inbox: &mut Inbox, guest: &Guest) -> io::Result<()> {
+pub(super) fn serve(link: &mut SecureStream, inbox: &mut Inbox, guest: &RegionUser) -> io::Result<()> {
     let mut answer = Vec::new();
     loop {
         let head: [u8; Head::BYTES] = inbox.take(link)?;
@@ -32,7 +32,7 @@ pub(super) fn serve(link: &mut Link, inbox: &mut Inbox, guest: &Guest) -> io::Re
 }
 
 /// Where the ranges of a frame lie; none if the peer may not do that.
-fn place(head: &Head, ranges: &[u8], guest: &Guest) -> Option<Parts> {
+fn place(head: &Head, ranges: &[u8], guest: &RegionUser) -> Option<Parts> {
     let access = guest.access();
     let allowed = match head.verb {
         Verb::Write => access.may_write(),
@@ -50,7 +50,7 @@ fn place(head: &Head, ranges: &[u8], guest: &Guest) -> Option<Parts> {
 }
 
 /// Says so, and ends the stream: a peer that sends such a frame is out of its mind.
-fn refuse(link: &mut Link, frame: u64) -> io::Result<()> {
+fn refuse(link: &mut SecureStream, frame: u64) -> io::Result<()> {
     let mut answer = Done { refused: true, frame }.encode();
     let mut parts = Parts::default();
     parts.push(answer.as_mut_ptr(), answer.len() as u64);
@@ -58,7 +58,7 @@ fn refuse(link: &mut Link, frame: u64) -> io::Result<()> {
 }
 
 /// Sends all of `parts` on a blocking stream.
-pub(super) fn send(link: &mut Link, parts: &mut Parts) -> io::Result<()> {
+pub(super) fn send(link: &mut SecureStream, parts: &mut Parts) -> io::Result<()> {
     while parts.bytes() > 0 {
         let sent = parts.with(None, |parts| link.send(parts))?;
         parts.advance(sent);

@@ -9,7 +9,7 @@ pub(super) const STRANGERS_MAX: usize = 64;
 
 /// Those who are here, by when they came. Clones are the same.
 #[derive(Clone, Default)]
-pub(super) struct Strangers(Arc<Mutex<Here>>);
+pub(super) struct PendingStreams(Arc<Mutex<Here>>);
 
 #[derive(Default)]
 struct Here {
@@ -18,19 +18,19 @@ struct Here {
 }
 
 /// One of them, until it is dropped.
-pub(super) struct Stranger {
-    strangers: Strangers,
+pub(super) struct PendingStream {
+    strangers: PendingStreams,
     number: u64,
 }
 
-impl Strangers {
+impl PendingStreams {
     fn lock(&self) -> MutexGuard<'_, Here> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lets one in. Of too many the one must leave that has been silent for longest, of those from the address that
     /// has most: who comes last says whom it wants at once, if it is no stranger.
-    pub(super) fn enter(&self, from: IpAddr, socket: &TcpStream) -> std::io::Result<Stranger> {
+    pub(super) fn enter(&self, from: IpAddr, socket: &TcpStream) -> std::io::Result<PendingStream> {
         let socket = socket.try_clone()?;
         let mut here = self.lock();
         if here.sockets.len() >= STRANGERS_MAX {
@@ -47,11 +47,11 @@ impl Strangers {
         let number = here.came;
         here.sockets.insert(number, (from, socket));
         drop(here);
-        Ok(Stranger { strangers: self.clone(), number })
+        Ok(PendingStream { strangers: self.clone(), number })
     }
 }
 
-impl Drop for Stranger {
+impl Drop for PendingStream {
     fn drop(&mut self) {
         self.strangers.lock().sockets.remove(&self.number);
     }
@@ -65,7 +65,7 @@ mod tests {
     #[test]
     fn the_oldest_of_the_address_with_most_makes_room() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let strangers = Strangers::default();
+        let strangers = PendingStreams::default();
         let address = |last: u8| IpAddr::from([192, 0, 2, last]);
         let enter = |from: u8| {
             let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -73,9 +73,9 @@ mod tests {
             strangers.enter(address(from), &socket).unwrap()
         };
         let lonely = enter(1);
-        let crowd: Vec<Stranger> = (1..STRANGERS_MAX).map(|_| enter(2)).collect();
+        let crowd: Vec<PendingStream> = (1..STRANGERS_MAX).map(|_| enter(2)).collect();
         let _newcomer = enter(3);
-        let is_here = |stranger: &Stranger| strangers.lock().sockets.contains_key(&stranger.number);
+        let is_here = |stranger: &PendingStream| strangers.lock().sockets.contains_key(&stranger.number);
         assert!(is_here(&lonely) && !is_here(&crowd[0]) && crowd[1..].iter().all(is_here));
         assert_eq!(strangers.lock().sockets.len(), STRANGERS_MAX);
         drop(crowd);

@@ -3,7 +3,7 @@
 use super::inbox::Inbox;
 use super::parts::Parts;
 use super::protocol::Done;
-use crate::link::Link;
+use crate::link::SecureStream;
 use std::collections::VecDeque;
 use std::io;
 
@@ -45,7 +45,7 @@ struct Awaited {
 
 /// One stream, its frames on the way, and what they wait for.
 pub(super) struct Stream {
-    link: Link,
+    link: SecureStream,
     inbox: Inbox,
     going: Option<Going>,
     awaited: VecDeque<Awaited>,
@@ -74,7 +74,7 @@ const DISCARD_BYTES: usize = 64 * 1024;
 
 impl Stream {
     /// `link` no longer blocks; both ends have said hello.
-    pub(super) fn new(link: Link, inbox: Inbox, window_bytes: u64) -> Self {
+    pub(super) fn new(link: SecureStream, inbox: Inbox, window_bytes: u64) -> Self {
         let (going, awaited, answered) = (None, VecDeque::new(), false);
         let (full, watched) = (false, false);
         let (frames, bytes, coming) = (0, 0, 0);

@@ -6,14 +6,14 @@ use super::protocol::{Head, Hello, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, Verb, W
 use super::serve::send;
 use super::stream::{Frame, Stream};
 use super::{Address, TcpConfig};
-use crate::answer::Answer;
+use crate::answer::GrantStatus;
 use crate::batches::not_open;
-use crate::link::{Link, remaining, tune};
+use crate::link::{SecureStream, remaining, tune};
 use crate::memory::check;
-use crate::place::Place;
+use crate::place::PinnedRange;
 use crate::poll;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Piece, TransferId};
+use mixfleet_hal::transport::{Descriptor, Piece, RemoteAccess, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A way as whoever holds it moves it: nothing in it blocks, but opening.
-pub(super) struct Way {
+pub(super) struct TcpFlow {
     /// Dropped before `local`: what they hold addresses of.
     streams: Vec<Stream>,
     queue: VecDeque<Frame>,
@@ -35,22 +35,22 @@ pub(super) struct Way {
     nowhere: Vec<u8>,
     frame_bytes_max: u64,
     bytes: u64,
-    access: Access,
-    local: Place,
+    access: RemoteAccess,
+    local: PinnedRange,
 }
 
 fn closed(detail: String) -> Error {
     Error::new(ErrorKind::Closed, detail)
 }
 
-impl Way {
+impl TcpFlow {
     pub(super) fn open(
         local: Arc<dyn SharedMemory>,
         config: &TcpConfig,
         address: &Address,
         region: &Descriptor,
     ) -> Result<Self> {
-        let local = Place::new(local)?;
+        let local = PinnedRange::new(local)?;
         for socket in &address.sockets {
             config.security.check(socket)?;
         }
@@ -60,7 +60,7 @@ impl Way {
         for number in 1..config.streams {
             streams.push(open_stream(config, &[reached], address, region, number)?.0.0);
         }
-        Ok(Way {
+        Ok(TcpFlow {
             streams,
             queue: VecDeque::new(),
             open: BTreeMap::new(),
@@ -265,7 +265,7 @@ fn open_stream(
     address: &Address,
     region: &Descriptor,
     number: u16,
-) -> Result<((Stream, SocketAddr), Access)> {
+) -> Result<((Stream, SocketAddr), RemoteAccess)> {
     let mut last = closed("the descriptor has no address".into());
     for &socket in sockets {
         let deadline = Instant::now() + config.connect_timeout;
@@ -273,7 +273,7 @@ fn open_stream(
         match greet(config, socket, &hello, deadline) {
             Ok((link, inbox, welcome)) => {
                 let refused = || closed(format!("{socket} answers what this end does not know"));
-                let access = Answer::decode(welcome.answer).ok_or_else(refused)?.access(region)?;
+                let access = GrantStatus::decode(welcome.answer).ok_or_else(refused)?.access(region)?;
                 if welcome.bytes != region.bytes {
                     return Err(closed(format!(
                         "the region at {socket} has {} bytes, not the {} that its descriptor says",
@@ -293,7 +293,7 @@ fn greet(
     socket: SocketAddr,
     hello: &Hello,
     deadline: Instant,
-) -> io::Result<(Link, Inbox, Welcome)> {
+) -> io::Result<(SecureStream, Inbox, Welcome)> {
     let stream = TcpStream::connect_timeout(&socket, remaining(deadline)?)?;
     tune(&stream, config.silence)?;
     stream.set_write_timeout(Some(remaining(deadline)?))?;

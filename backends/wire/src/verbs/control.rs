@@ -1,10 +1,10 @@
 //! Carries offers and answers where no other channel does: one line of JSON each way on a TCP connection, which
 //! stays open as long as the way. What protects it is [`Security`], as for KV over TCP.
 
-use super::offer::{Answer, Offer};
+use super::offer::{ConnectReply, ConnectRequest};
 use super::owner::Owner;
 use super::wait_readable;
-use crate::link::Link;
+use crate::link::SecureStream;
 use crate::security::Security;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
@@ -26,7 +26,7 @@ const STRANGERS: usize = 64;
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Reply {
-    Answer(Answer),
+    Answer(ConnectReply),
     /// There is no such region.
     Closed(String),
     /// It cannot be.
@@ -38,7 +38,11 @@ fn failed(what: &str, peer: SocketAddr, error: impl std::fmt::Display) -> Error 
 }
 
 /// Sends `offer` to `peer`. The connection that comes back ends when the peer closes the way.
-pub(crate) fn ask(peer: SocketAddr, security: &Security, offer: &Offer) -> Result<(Answer, Link)> {
+pub(crate) fn ask(
+    peer: SocketAddr,
+    security: &Security,
+    offer: &ConnectRequest,
+) -> Result<(ConnectReply, SecureStream)> {
     let begin = Instant::now();
     security.check(&peer)?;
     let socket = TcpStream::connect_timeout(&peer, PATIENCE).map_err(|e| failed("connect", peer, e))?;
@@ -72,7 +76,7 @@ pub(crate) fn ask(peer: SocketAddr, security: &Security, offer: &Offer) -> Resul
 ///
 /// # Errors
 /// When the stream has ended or failed, or the line is too long.
-fn read_some(stream: &mut Link, line: &mut Vec<u8>) -> io::Result<()> {
+fn read_some(stream: &mut SecureStream, line: &mut Vec<u8>) -> io::Result<()> {
     let mut some = [0; 4096];
     loop {
         match stream.read(&mut some) {
@@ -126,7 +130,7 @@ struct Server {
 }
 
 struct Connection {
-    stream: Link,
+    stream: SecureStream,
     line: Vec<u8>,
     state: State,
 }
@@ -212,7 +216,7 @@ impl Connection {
     }
 
     fn reply(&self, owner: &Owner) -> (Reply, State) {
-        let accepted = serde_json::from_slice::<Offer>(&self.line)
+        let accepted = serde_json::from_slice::<ConnectRequest>(&self.line)
             .map_err(|error| Error::invalid(format!("this is not an offer: {error}")))
             .and_then(|offer| {
                 let control = self
@@ -233,7 +237,7 @@ impl Connection {
 #[cfg(all(test, feature = "tls"))]
 mod tests {
     use super::*;
-    use crate::tls::{Identity, Pem};
+    use crate::tls::{TlsIdentity, TlsPem};
     use crate::verbs::offer::VERSION;
     use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
     use std::net::Ipv4Addr;
@@ -248,21 +252,21 @@ mod tests {
         let key = KeyPair::generate().unwrap();
         let certificate =
             CertificateParams::new(vec![FLEET.to_owned()]).unwrap().signed_by(&key, &authority).unwrap();
-        let pem = Pem {
+        let pem = TlsPem {
             authority: &authority.as_ref().pem(),
             certificates: &certificate.pem(),
             key: &key.serialize_pem(),
             revoked: "",
             fleet: FLEET,
         };
-        Security::Tls(Arc::new(Identity::new(&pem).unwrap()))
+        Security::Tls(Arc::new(TlsIdentity::new(&pem).unwrap()))
     }
 
     /// What an owner without any region says to `asks`, whose security is its own.
     fn answer(owner: &Security, asks: &Security) -> Error {
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let listener = Listener::new(loopback, owner.clone(), Arc::new(Owner::new(vec![]))).unwrap();
-        let offer = Offer { version: VERSION, key: "0".repeat(32), epoch: 3, rails: vec![] };
+        let offer = ConnectRequest { version: VERSION, key: "0".repeat(32), epoch: 3, rails: vec![] };
         ask(listener.address, asks, &offer).err().expect("there is no region")
     }
 
@@ -285,7 +289,7 @@ mod tests {
 
     #[test]
     fn keys_do_not_leave_the_host_in_the_clear() {
-        let offer = Offer { version: VERSION, key: "0".repeat(32), epoch: 0, rails: vec![] };
+        let offer = ConnectRequest { version: VERSION, key: "0".repeat(32), epoch: 0, rails: vec![] };
         let beyond = SocketAddr::from(([192, 0, 2, 1], 1));
         let error = ask(beyond, &Security::LoopbackOnly, &offer).err().unwrap();
         assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");

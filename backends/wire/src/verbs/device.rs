@@ -1,6 +1,6 @@
 //! One port of one NIC, opened.
 
-use super::offer::{Gid, GidKind, Port};
+use super::offer::{GidKind, Port, PortGid};
 use ibverbs_sys as ffi;
 use std::ffi::CStr;
 use std::io;
@@ -49,7 +49,7 @@ impl Nic {
     }
 
     /// The index of `gid` in this device's table.
-    pub(crate) fn gid_index(&self, gid: &Gid) -> Option<u8> {
+    pub(crate) fn gid_index(&self, gid: &PortGid) -> Option<u8> {
         let at = self.port.gids.iter().position(|ours| ours == gid)?;
         Some(self.gid_indices[at])
     }
@@ -190,7 +190,7 @@ fn gids(
     port: u8,
     ports: u8,
     attributes: &ffi::ibv_port_attr,
-) -> Result<Vec<(u8, Gid)>, String> {
+) -> Result<Vec<(u8, PortGid)>, String> {
     // the library lists the addresses of all ports
     let room = usize::try_from(attributes.gid_tbl_len).unwrap_or(0).max(1) * usize::from(ports);
     let mut entries = vec![ffi::ibv_gid_entry::default(); room];
@@ -207,14 +207,14 @@ fn gids(
     let count = usize::try_from(count)
         .map_err(|_| format!("port {port} does not list its addresses: {}", io::Error::last_os_error()))?;
     entries.truncate(count);
-    let found: Vec<(u8, Gid)> = entries
+    let found: Vec<(u8, PortGid)> = entries
         .iter()
         .filter(|entry| entry.port_num == u32::from(port))
         .filter_map(|entry| {
             // SAFETY: all 16 bytes are set whichever way they are looked at.
             let address = Ipv6Addr::from(unsafe { entry.gid.raw });
             let kind = kind_of(entry.gid_type, &address)?;
-            Some((u8::try_from(entry.gid_index).ok()?, Gid { kind, address }))
+            Some((u8::try_from(entry.gid_index).ok()?, PortGid { kind, address }))
         })
         .collect();
     if found.is_empty() {

@@ -1,14 +1,14 @@
 //! The active end of a way.
 
 use super::device::Nic;
-use super::offer::{Answer, AnsweredRail, Queue};
+use super::offer::{AcceptedRail, ConnectReply, QueuePairAddress};
 use super::queue::{Channel, Completions, QueuePair, Registration, Request, Route};
 use super::{Local, VerbsOptions, status};
 use crate::batches::not_open;
-use crate::link::Link;
+use crate::link::SecureStream;
 use crate::memory::check;
 use ibverbs_sys::{ibv_access_flags, ibv_wr_opcode as opcode};
-use mixfleet_hal::transport::{Access, Endpoint, Piece, TransferId};
+use mixfleet_hal::transport::{Endpoint, Piece, RemoteAccess, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Read;
@@ -21,10 +21,10 @@ const CHAIN: usize = 32;
 pub struct VerbsEndpoint {
     // Dropped in this order: the NIC stops before the memory is let go.
     rails: Vec<Rail>,
-    control: Option<Link>,
+    control: Option<SecureStream>,
     local: Arc<Local>,
     there: Range,
-    access: Access,
+    access: RemoteAccess,
     slice_bytes: u64,
     spin: Duration,
     /// Batches that were neither waited for nor given up, with the requests that are not done.
@@ -83,11 +83,11 @@ impl HalfRail {
         Ok(HalfRail { nic: nic.clone(), channel, local, queue_pairs, depth })
     }
 
-    pub(crate) fn queues(&self) -> Vec<Queue> {
+    pub(crate) fn queues(&self) -> Vec<QueuePairAddress> {
         self.queue_pairs.iter().map(QueuePair::here).collect()
     }
 
-    fn join(self, answer: &AnsweredRail) -> Result<Rail> {
+    fn join(self, answer: &AcceptedRail) -> Result<Rail> {
         let HalfRail { nic, channel, local, queue_pairs, depth } = self;
         let path = &answer.path;
         let route = Route {
@@ -101,7 +101,7 @@ impl HalfRail {
             let (ours, theirs) = (queue_pairs.len(), answer.queues.len());
             return Err(Error::invalid(format!("{ours} queue pairs were offered, {theirs} answered")));
         }
-        let join = |(queue_pair, there): (QueuePair, &Queue)| {
+        let join = |(queue_pair, there): (QueuePair, &QueuePairAddress)| {
             queue_pair.join(*there, &route)?;
             let (waiting, flying) = (VecDeque::new(), VecDeque::new());
             Ok(Lane { queue_pair, waiting, flying, in_flight: 0, depth: depth as usize })
@@ -132,7 +132,7 @@ impl VerbsEndpoint {
     pub(crate) fn join(
         halves: Vec<HalfRail>,
         local: Arc<Local>,
-        answer: &Answer,
+        answer: &ConnectReply,
         options: &VerbsOptions,
     ) -> Result<Self> {
         if answer.address.checked_add(answer.bytes).is_none() {
@@ -165,7 +165,7 @@ impl VerbsEndpoint {
     }
 
     /// The connection that ends when the peer closes the way.
-    pub(crate) fn watch(&mut self, control: Link) -> Result<()> {
+    pub(crate) fn watch(&mut self, control: SecureStream) -> Result<()> {
         let other = |error| Error::new(ErrorKind::Other, format!("control connection: {error}"));
         control.socket().set_nonblocking(true).map_err(other)?;
         self.control = Some(control);

@@ -20,7 +20,7 @@ mod queue;
 mod status;
 
 use crate::key::Key;
-use crate::place::Place;
+use crate::place::PinnedRange;
 use crate::poll;
 use crate::security::Security;
 use control::Listener;
@@ -29,9 +29,9 @@ use endpoint::HalfRail;
 pub use endpoint::VerbsEndpoint;
 use ibverbs_sys::ibv_access_flags;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::{Absent, Error, ErrorKind, Result};
-use offer::{Answer, Offer, OfferedRail};
+use offer::{ConnectReply, ConnectRequest, RequestedRail};
 use owner::Owner;
 use queue::Registration;
 use serde::{Deserialize, Serialize};
@@ -91,7 +91,7 @@ pub struct Verbs {
 /// Memory that is moved from, and its registration on each NIC.
 pub(crate) struct Local {
     registrations: Vec<Arc<Registration>>,
-    place: Arc<Place>,
+    place: Arc<PinnedRange>,
 }
 
 /// The address of a descriptor.
@@ -106,13 +106,13 @@ struct Address {
 pub struct HalfOpen {
     halves: Vec<HalfRail>,
     local: Arc<Local>,
-    offer: Offer,
+    offer: ConnectRequest,
     options: VerbsOptions,
 }
 
 impl HalfOpen {
     /// What the owner of the region must get.
-    pub fn offer(&self) -> &Offer {
+    pub fn offer(&self) -> &ConnectRequest {
         &self.offer
     }
 
@@ -120,7 +120,7 @@ impl HalfOpen {
     ///
     /// # Errors
     /// `Invalid` if the answer is not one to this offer, `Other` if there is no path.
-    pub fn join(self, answer: &Answer) -> Result<VerbsEndpoint> {
+    pub fn join(self, answer: &ConnectReply) -> Result<VerbsEndpoint> {
         VerbsEndpoint::join(self.halves, self.local, answer, &self.options)
     }
 }
@@ -187,9 +187,9 @@ impl Verbs {
         let halves: Vec<HalfRail> =
             self.owner.nics.iter().zip(&local.registrations).map(make).collect::<Result<_>>()?;
         let rails = self.owner.nics.iter().zip(&halves);
-        let rails = rails.map(|(nic, half)| OfferedRail { port: nic.port.clone(), queues: half.queues() });
+        let rails = rails.map(|(nic, half)| RequestedRail { port: nic.port.clone(), queues: half.queues() });
         let rails = rails.collect();
-        let offer = Offer { version: offer::VERSION, key: address.key, epoch: region.epoch, rails };
+        let offer = ConnectRequest { version: offer::VERSION, key: address.key, epoch: region.epoch, rails };
         Ok(HalfOpen { halves, local, offer, options: self.options.clone() })
     }
 
@@ -197,7 +197,7 @@ impl Verbs {
     ///
     /// # Errors
     /// `Closed` if there is no such region, `Unsupported` if the ends have no kind of address in common.
-    pub fn accept(&self, offer: &Offer) -> Result<(Answer, Accepted)> {
+    pub fn accept(&self, offer: &ConnectRequest) -> Result<(ConnectReply, Accepted)> {
         let (answer, way) = self.owner.accept(offer, None)?;
         Ok((answer, Accepted { owner: self.owner.clone(), way }))
     }
@@ -245,7 +245,7 @@ impl Verbs {
 
     /// `memory` with its registrations, which are made only if no endpoint has them.
     fn local(&self, memory: Arc<dyn SharedMemory>) -> Result<Arc<Local>> {
-        let place = Arc::new(Place::new(memory)?);
+        let place = Arc::new(PinnedRange::new(memory)?);
         let key = (place.address(0, 0)? as usize, place.bytes());
         let mut cache = self.local.lock().unwrap_or_else(PoisonError::into_inner);
         cache.retain(|_, local| local.strong_count() > 0);
@@ -289,7 +289,7 @@ impl Transport for Verbs {
     }
 
     /// Memory that is registered already gets a new epoch: who holds an older descriptor can no longer reach it.
-    fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<Descriptor> {
+    fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let bytes = memory.size_bytes();
         let (key, epoch) = self.owner.register(memory, access)?;
         let listen = self.listener.as_ref().map(|listener| listener.address);
@@ -313,9 +313,9 @@ impl Transport for Verbs {
 /// When one is another once it is written and read again, when a path is not what both ends can do, or when an owner
 /// without regions takes an offer.
 pub(crate) fn check_words(bytes: &[u8]) {
-    if let Ok(offer) = serde_json::from_slice::<Offer>(bytes) {
+    if let Ok(offer) = serde_json::from_slice::<ConnectRequest>(bytes) {
         let text = serde_json::to_vec(&offer).unwrap_or_default();
-        assert!(serde_json::from_slice::<Offer>(&text).is_ok_and(|again| again == offer));
+        assert!(serde_json::from_slice::<ConnectRequest>(&text).is_ok_and(|again| again == offer));
         let ports = || offer.rails.iter().take(8).map(|rail| &rail.port);
         for (active, owner) in ports().flat_map(|active| ports().map(move |owner| (active, owner))) {
             let path = offer::Path::between(active, owner);
@@ -325,9 +325,9 @@ pub(crate) fn check_words(bytes: &[u8]) {
         }
         assert!(Owner::new(Vec::new()).accept(&offer, None).is_err());
     }
-    if let Ok(answer) = serde_json::from_slice::<Answer>(bytes) {
+    if let Ok(answer) = serde_json::from_slice::<ConnectReply>(bytes) {
         let text = serde_json::to_vec(&answer).unwrap_or_default();
-        assert!(serde_json::from_slice::<Answer>(&text).is_ok_and(|again| again == answer));
+        assert!(serde_json::from_slice::<ConnectReply>(&text).is_ok_and(|again| again == answer));
     }
 }
 

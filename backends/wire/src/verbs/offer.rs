@@ -3,7 +3,7 @@
 //! The active end sends an [`Offer`]; the owner of the region answers with an [`Answer`]. Both hold what opens
 //! the memory, so the channel must be one that nobody else reads or writes.
 
-use mixfleet_hal::transport::Access;
+use mixfleet_hal::transport::RemoteAccess;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::Ipv6Addr;
@@ -41,7 +41,7 @@ impl fmt::Display for GidKind {
 
 /// One address of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Gid {
+pub struct PortGid {
     /// What it is good for.
     pub kind: GidKind,
     /// The 128 bits, written as IPv6 writes them.
@@ -60,12 +60,12 @@ pub struct Port {
     /// Reads of a peer that it serves at a time, for each queue pair.
     pub reads_in: u8,
     /// Its addresses.
-    pub gids: Vec<Gid>,
+    pub gids: Vec<PortGid>,
 }
 
 /// A queue pair that waits for its other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Queue {
+pub struct QueuePairAddress {
     /// Queue pair number, 24 bits.
     pub number: u32,
     /// Sequence number of its first packet, 24 bits.
@@ -74,16 +74,16 @@ pub struct Queue {
 
 /// Queue pairs on one port of the active end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OfferedRail {
+pub struct RequestedRail {
     /// The port.
     pub port: Port,
     /// Its queue pairs.
-    pub queues: Vec<Queue>,
+    pub queues: Vec<QueuePairAddress>,
 }
 
 /// What the active end asks for.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Offer {
+pub struct ConnectRequest {
     /// [`VERSION`].
     pub version: u32,
     /// The region's key, from its descriptor.
@@ -91,16 +91,16 @@ pub struct Offer {
     /// The region's epoch, from its descriptor.
     pub epoch: u64,
     /// The nearest NIC first.
-    pub rails: Vec<OfferedRail>,
+    pub rails: Vec<RequestedRail>,
 }
 
 /// What both ends of a rail use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Path {
     /// Address of the active end.
-    pub active: Gid,
+    pub active: PortGid,
     /// Address of the owner's end.
-    pub owner: Gid,
+    pub owner: PortGid,
     /// Payload of a packet in bytes.
     pub mtu_bytes: u32,
     /// Reads that the active end may have under way, for each queue pair.
@@ -109,7 +109,7 @@ pub struct Path {
 
 /// The other end of an offered rail.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AnsweredRail {
+pub struct AcceptedRail {
     /// Which of the offer's rails.
     pub offered: usize,
     /// What was agreed.
@@ -117,22 +117,22 @@ pub struct AnsweredRail {
     /// The owner's local identifier; 0 on Ethernet.
     pub lid: u16,
     /// The other ends, in the order of the offer's.
-    pub queues: Vec<Queue>,
+    pub queues: Vec<QueuePairAddress>,
     /// What opens the region through these queue pairs.
     pub remote_key: u32,
 }
 
 /// What the owner of a region gives.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Answer {
+pub struct ConnectReply {
     /// Where the region begins in its owner's process.
     pub address: u64,
     /// Its length in bytes.
     pub bytes: u64,
     /// What may be done to it.
-    pub access: Access,
+    pub access: RemoteAccess,
     /// At least one.
-    pub rails: Vec<AnsweredRail>,
+    pub rails: Vec<AcceptedRail>,
 }
 
 impl Path {
@@ -164,7 +164,7 @@ mod tests {
 
     fn ports() -> impl Strategy<Value = Port> {
         let gid = (0..KINDS.len(), any::<u128>())
-            .prop_map(|(kind, bits)| Gid { kind: KINDS[kind], address: Ipv6Addr::from(bits) });
+            .prop_map(|(kind, bits)| PortGid { kind: KINDS[kind], address: Ipv6Addr::from(bits) });
         let gids = proptest::collection::vec(gid, 0..4);
         (any::<u16>(), 0..5u32, any::<u8>(), any::<u8>(), gids).prop_map(
             |(lid, mtu, reads_out, reads_in, gids)| Port {
@@ -195,11 +195,11 @@ mod tests {
 
         #[test]
         fn an_offer_survives_its_text(port in ports(), epoch: u64, number in 0..1u32 << 24) {
-            let queues = vec![Queue { number, first_packet: number }];
-            let rails = vec![OfferedRail { port, queues }];
-            let offer = Offer { version: VERSION, key: "00ff".into(), epoch, rails };
+            let queues = vec![QueuePairAddress { number, first_packet: number }];
+            let rails = vec![RequestedRail { port, queues }];
+            let offer = ConnectRequest { version: VERSION, key: "00ff".into(), epoch, rails };
             let text = serde_json::to_string(&offer).unwrap();
-            prop_assert!(!text.contains('\n') && serde_json::from_str::<Offer>(&text).unwrap() == offer);
+            prop_assert!(!text.contains('\n') && serde_json::from_str::<ConnectRequest>(&text).unwrap() == offer);
         }
     }
 }

@@ -1,13 +1,13 @@
 //! The passive end: registered regions, and the queue pairs through which peers reach them.
 
 use super::device::Nic;
-use super::offer::{Answer, AnsweredRail, Offer, Path, Queue, VERSION};
+use super::offer::{AcceptedRail, ConnectReply, ConnectRequest, Path, QueuePairAddress, VERSION};
 use super::queue::{Channel, Completions, QueuePair, Registration, Route};
 use crate::key::Key;
-use crate::place::Place;
+use crate::place::PinnedRange;
 use ibverbs_sys::{ibv_access_flags as access_flags, ibv_wc_opcode, ibv_wc_status};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::Access;
+use mixfleet_hal::transport::RemoteAccess;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{Shutdown, TcpStream};
@@ -34,25 +34,25 @@ struct State {
 
 /// The order of the fields is that of their ends: no queue pair outlives the keys, no key the memory.
 struct Region {
-    ways: BTreeMap<u64, Way>,
+    ways: BTreeMap<u64, PeerConnection>,
     registrations: Vec<Registration>,
     inbox: Vec<Arc<Channel>>,
     unread: VecDeque<u32>,
     key: Key,
-    access: Access,
+    access: RemoteAccess,
     address: u64,
     bytes: u64,
     memory: Arc<dyn SharedMemory>,
 }
 
 /// One peer's way in.
-struct Way {
+struct PeerConnection {
     queue_pairs: Vec<QueuePair>,
     /// Closed with the way, so that the peer hears of it at once.
     control: Option<TcpStream>,
 }
 
-impl Drop for Way {
+impl Drop for PeerConnection {
     fn drop(&mut self) {
         if let Some(control) = &self.control {
             // the peer may have closed it already
@@ -73,7 +73,7 @@ fn closed(epoch: u64) -> Error {
     Error::new(ErrorKind::Closed, format!("no region is registered under epoch {epoch} and this key"))
 }
 
-fn flags(access: Access) -> access_flags {
+fn flags(access: RemoteAccess) -> access_flags {
     let may = |allowed, flag| if allowed { flag } else { access_flags(0) };
     may(access.may_write(), access_flags::IBV_ACCESS_REMOTE_WRITE)
         | may(access.may_read(), access_flags::IBV_ACCESS_REMOTE_READ)
@@ -90,8 +90,8 @@ impl Owner {
 
     /// Registers `memory` on all NICs and returns its key and epoch. Memory that is registered already gets new
     /// ones; the old ones end first.
-    pub(crate) fn register(&self, memory: Arc<dyn SharedMemory>, access: Access) -> Result<(Key, u64)> {
-        let place = Arc::new(Place::new(memory.clone())?);
+    pub(crate) fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<(Key, u64)> {
+        let place = Arc::new(PinnedRange::new(memory.clone())?);
         let mut state = self.lock();
         let same = |region: &Region| std::ptr::addr_eq(Arc::as_ptr(&region.memory), Arc::as_ptr(&memory));
         let known = state.regions.iter().find(|(_, region)| same(region)).map(|(&epoch, _)| epoch);
@@ -127,7 +127,11 @@ impl Owner {
     }
 
     /// Makes the other ends of what a peer offers. The way closes with `close`, or with the region.
-    pub(crate) fn accept(&self, offer: &Offer, control: Option<TcpStream>) -> Result<(Answer, u64)> {
+    pub(crate) fn accept(
+        &self,
+        offer: &ConnectRequest,
+        control: Option<TcpStream>,
+    ) -> Result<(ConnectReply, u64)> {
         if offer.version != VERSION {
             let theirs = offer.version;
             return Err(Error::unsupported(format!(
@@ -139,12 +143,12 @@ impl Owner {
         let region = regions.get_mut(&offer.epoch);
         let region = region.filter(|region| Key::from_hex(&offer.key) == Some(region.key));
         let region = region.ok_or_else(|| closed(offer.epoch))?;
-        let mut way = Way { queue_pairs: Vec::new(), control };
+        let mut way = PeerConnection { queue_pairs: Vec::new(), control };
         let mut rails = Vec::new();
         let mut free = offer.rails.iter().enumerate().collect::<VecDeque<_>>();
         for (i, nic) in self.nics.iter().enumerate() {
             // each NIC of the peer once, the nearest ones of both ends with each other
-            let fits = |(at, &(_, rail)): (usize, &(usize, &super::offer::OfferedRail))| {
+            let fits = |(at, &(_, rail)): (usize, &(usize, &super::offer::RequestedRail))| {
                 Some((at, Path::between(&rail.port, &nic.port)?))
             };
             let Some((at, path)) = free.iter().enumerate().find_map(fits) else { continue };
@@ -160,7 +164,7 @@ impl Owner {
             let queues = made.iter().map(QueuePair::here).collect();
             way.queue_pairs.extend(made);
             let remote_key = region.registrations[i].remote_key();
-            rails.push(AnsweredRail { offered, path, lid: nic.port.lid, queues, remote_key });
+            rails.push(AcceptedRail { offered, path, lid: nic.port.lid, queues, remote_key });
         }
         if rails.is_empty() {
             return Err(Error::unsupported(
@@ -171,7 +175,7 @@ impl Owner {
         *next_way += 1;
         region.ways.insert(id, way);
         let Region { address, bytes, access, .. } = *region;
-        Ok((Answer { address, bytes, access, rails }, id))
+        Ok((ConnectReply { address, bytes, access, rails }, id))
     }
 
     /// Ends a way, if its region has not ended it yet.
@@ -226,7 +230,7 @@ impl Owner {
 fn join(
     nic: &Arc<Nic>,
     inbox: &Arc<Channel>,
-    theirs: &[Queue],
+    theirs: &[QueuePairAddress],
     route: &Route,
     remote: access_flags,
 ) -> Result<Vec<QueuePair>> {
@@ -236,7 +240,7 @@ fn join(
             "an offer of {many} queue pairs on a rail; 1 to {QUEUES_MAX} are taken"
         )));
     }
-    let one = |there: &Queue| {
+    let one = |there: &QueuePairAddress| {
         let completions = Arc::new(Completions::new(nic, inbox.clone(), NOTICES + 1)?);
         let queue_pair = QueuePair::new(nic, completions, 1, NOTICES, remote)?;
         for _ in 0..NOTICES {

@@ -2,8 +2,8 @@
 //! it was made from.
 
 use super::device::{Nic, check};
-use super::offer::{Gid, Queue};
-use crate::place::Place;
+use super::offer::{PortGid, QueuePairAddress};
+use crate::place::PinnedRange;
 use ibverbs_sys as ffi;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io;
@@ -31,7 +31,7 @@ pub(crate) fn failed(nic: &Nic, what: &str, error: io::Error) -> Error {
 pub(crate) struct Registration {
     raw: *mut ffi::ibv_mr,
     nic: Arc<Nic>,
-    _place: Arc<Place>,
+    _place: Arc<PinnedRange>,
 }
 
 // SAFETY: the struct is only read after it was made.
@@ -44,7 +44,11 @@ impl Registration {
     ///
     /// # Errors
     /// `OutOfMemory` when it cannot be pinned.
-    pub(crate) fn new(nic: &Arc<Nic>, place: &Arc<Place>, remote: ffi::ibv_access_flags) -> Result<Self> {
+    pub(crate) fn new(
+        nic: &Arc<Nic>,
+        place: &Arc<PinnedRange>,
+        remote: ffi::ibv_access_flags,
+    ) -> Result<Self> {
         let access = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE | remote;
         let bytes = place.bytes();
         let address = place.address(0, bytes)?.cast();
@@ -240,8 +244,8 @@ pub(crate) struct Request {
 
 /// How a queue pair reaches its other end.
 pub(crate) struct Route {
-    pub(crate) ours: Gid,
-    pub(crate) theirs: Gid,
+    pub(crate) ours: PortGid,
+    pub(crate) theirs: PortGid,
     pub(crate) lid: u16,
     pub(crate) mtu_bytes: u32,
     /// Reads under way at the peer, and served for it.
@@ -315,12 +319,12 @@ impl QueuePair {
     }
 
     /// What its other end must know.
-    pub(crate) fn here(&self) -> Queue {
-        Queue { number: self.number(), first_packet: self.first_packet }
+    pub(crate) fn here(&self) -> QueuePairAddress {
+        QueuePairAddress { number: self.number(), first_packet: self.first_packet }
     }
 
     /// Joins it to its other end.
-    pub(crate) fn join(&self, there: Queue, route: &Route) -> Result<()> {
+    pub(crate) fn join(&self, there: QueuePairAddress, route: &Route) -> Result<()> {
         use ffi::ibv_qp_attr_mask as mask;
         let sgid_index = self.nic.gid_index(&route.ours).ok_or_else(|| {
             Error::unsupported(format!("RDMA on {}: no address {}", self.nic.name, route.ours.address))

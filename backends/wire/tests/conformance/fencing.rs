@@ -3,14 +3,14 @@
 use super::{LONG, Pair, content, noise, piece, read, region, write};
 use mixfleet_hal::ErrorKind;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor};
+use mixfleet_hal::transport::{Descriptor, RemoteAccess};
 use std::sync::Arc;
 
 pub(crate) fn a_write_under_an_old_epoch_never_lands(make: &dyn Fn() -> Pair) {
     let (pair, here, there) = (make(), region(&[1, 2]), region(&[0; 4]));
-    let old = pair.share(&there, Access::Write);
+    let old = pair.share(&there, RemoteAccess::Write);
     let mut late = pair.way(&here, &old);
-    let new = pair.share(&there, Access::Write);
+    let new = pair.share(&there, RemoteAccess::Write);
     assert_ne!(old.epoch, new.epoch);
     assert_eq!(write(&mut *late, &[piece(0, 0, 1)]).unwrap_err().kind, ErrorKind::Closed);
     assert_eq!(pair.refusal(&here, &old), ErrorKind::Closed);
@@ -23,7 +23,7 @@ pub(crate) fn a_write_under_an_old_epoch_never_lands(make: &dyn Fn() -> Pair) {
 
 pub(crate) fn after_deregistration_the_region_is_closed_and_freed(make: &dyn Fn() -> Pair) {
     let (pair, here, there) = (make(), region(&[1; 4]), region(&[0; 4]));
-    let descriptor = pair.share(&there, Access::Write);
+    let descriptor = pair.share(&there, RemoteAccess::Write);
     let mut way = pair.way(&here, &descriptor);
     write(&mut *way, &[piece(0, 0, 1)]).unwrap();
     pair.owner.deregister(&descriptor).unwrap();
@@ -38,7 +38,7 @@ pub(crate) fn after_deregistration_the_region_is_closed_and_freed(make: &dyn Fn(
 
 pub(crate) fn descriptors_of_others_are_refused(make: &dyn Fn() -> Pair) {
     let (pair, here) = (make(), region(&[0; 4]));
-    let good = pair.share(&region(&[0; 4]), Access::Write);
+    let good = pair.share(&region(&[0; 4]), RemoteAccess::Write);
     let other = [
         Descriptor { transport: "pigeon".into(), ..good.clone() },
         Descriptor { address: String::new(), ..good.clone() },
@@ -55,7 +55,7 @@ pub(crate) fn writers_on_many_threads_stop_at_the_fence(make: &dyn Fn() -> Pair)
     const BYTES: u64 = 300_000;
     let all = (WRITERS * BYTES) as usize;
     let (pair, there) = (make(), region(&vec![0; all]));
-    let descriptor = pair.share(&there, Access::Write);
+    let descriptor = pair.share(&there, RemoteAccess::Write);
     // Each writer says that it has written once, so that the fence comes among their writes.
     let (said, hears) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
@@ -83,7 +83,7 @@ pub(crate) fn writers_on_many_threads_stop_at_the_fence(make: &dyn Fn() -> Pair)
 pub(crate) fn readers_see_nothing_new_after_the_fence(make: &dyn Fn() -> Pair) {
     const BYTES: u64 = 300_000;
     let (pair, there) = (make(), region(&[1; BYTES as usize]));
-    let descriptor = pair.share(&there, Access::Read);
+    let descriptor = pair.share(&there, RemoteAccess::Read);
     let (said, hears) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let here = region(&[1; BYTES as usize]);
@@ -103,13 +103,13 @@ pub(crate) fn readers_see_nothing_new_after_the_fence(make: &dyn Fn() -> Pair) {
 pub(crate) fn an_owner_that_is_gone_is_closed(make: &dyn Fn() -> Pair) {
     // One transport owns, another one uses: the owner's goes away under the user's way.
     let (owning, using) = (make(), make());
-    if using.user.connect(region(&[0]), &owning.share(&region(&[0]), Access::Write)).is_err() {
+    if using.user.connect(region(&[0]), &owning.share(&region(&[0]), RemoteAccess::Write)).is_err() {
         assert_eq!(owning.owner.name(), "memory", "two transports of a kind reach each other");
         eprintln!("SKIPPED: this transport ends at its own value");
         return;
     }
     let (here, there) = (region(&noise(1 << 20, 9)), region(&vec![0; 1 << 20]));
-    let descriptor = owning.share(&there, Access::ReadWrite);
+    let descriptor = owning.share(&there, RemoteAccess::ReadWrite);
     let mut way = using.user.connect(here.clone(), &descriptor).unwrap();
     write(&mut *way, &[piece(0, 0, 1 << 20)]).unwrap();
     drop(owning);

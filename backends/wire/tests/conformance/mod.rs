@@ -8,7 +8,7 @@ pub(crate) mod waiting;
 
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random;
-use mixfleet_hal::transport::{Access, Descriptor, Endpoint, Piece, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, Transport};
 use mixfleet_hal::{ErrorKind, Result};
 use mixfleet_wire::HostRegion;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ impl Pair {
         Pair { user: owner.clone(), owner }
     }
 
-    fn share(&self, memory: &Arc<HostRegion>, access: Access) -> Descriptor {
+    fn share(&self, memory: &Arc<HostRegion>, access: RemoteAccess) -> Descriptor {
         self.owner.register(memory.clone(), access).unwrap()
     }
 

@@ -1,7 +1,7 @@
 //! Random batches against two plain arrays.
 
 use super::{Pair, content, noise, piece, read, region, write};
-use mixfleet_hal::transport::{Access, Piece};
+use mixfleet_hal::transport::{Piece, RemoteAccess};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
@@ -50,7 +50,7 @@ pub(crate) fn random_batches_do_what_a_model_does(make: &dyn Fn() -> Pair) {
 fn run(pair: &Pair, batches: &[Batch]) -> std::result::Result<(), TestCaseError> {
     let (mut here, mut there) = (noise(HERE as usize, 10), noise(THERE as usize, 11));
     let (local, remote) = (region(&here), region(&there));
-    let descriptor = pair.share(&remote, Access::ReadWrite);
+    let descriptor = pair.share(&remote, RemoteAccess::ReadWrite);
     let mut way = pair.way(&local, &descriptor);
     for (reading, pieces) in batches {
         let moved = if *reading { read(&mut *way, pieces) } else { write(&mut *way, pieces) };

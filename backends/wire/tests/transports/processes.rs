@@ -3,7 +3,7 @@
 use crate::conformance::{LONG, content, noise, piece, read, region, write};
 use mixfleet_hal::ErrorKind;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Transport};
+use mixfleet_hal::transport::{Descriptor, RemoteAccess, Transport};
 use mixfleet_wire::{HostRegion, Shm, Tcp, TcpConfig};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::MetadataExt;
@@ -89,7 +89,7 @@ fn be_the_other_process() -> bool {
     let transport = transport(name);
     if verb == "own" {
         let memory = region(&noise(BYTES as usize, 1));
-        let descriptor = transport.register(memory, Access::ReadWrite).unwrap();
+        let descriptor = transport.register(memory, RemoteAccess::ReadWrite).unwrap();
         say(&serde_json::to_string(&descriptor).unwrap());
         let _ = std::io::stdin().read_line(&mut String::new());
         return true;
@@ -147,7 +147,7 @@ fn a_killed_owner_is_closed(name: &str) {
 
 fn owned(name: &str) -> (Box<dyn Transport>, Arc<HostRegion>, Descriptor, Other) {
     let (owner, there) = (transport(name), region(&vec![0; BYTES as usize]));
-    let descriptor = owner.register(there.clone(), Access::Write).unwrap();
+    let descriptor = owner.register(there.clone(), RemoteAccess::Write).unwrap();
     let mut writer = Other::start(&format!("write {name}"), Some(&descriptor));
     assert_eq!(writer.hear(), "wrote");
     (owner, there, descriptor, writer)
@@ -179,7 +179,7 @@ fn a_stopped_writer_is_fenced(name: &str) -> bool {
     assert_eq!(writer.hear(), "closed");
     assert!(all_are(&there, 9), "a late write landed");
     // and the memory is as good as before
-    let again = owner.register(there.clone(), Access::Write).unwrap();
+    let again = owner.register(there.clone(), RemoteAccess::Write).unwrap();
     let mut way = transport(name).connect(region(&[3; 4]), &again).unwrap();
     write(&mut *way, &[piece(0, 0, 4)]).unwrap();
     let mut start = [0; 5];

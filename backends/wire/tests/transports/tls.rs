@@ -2,8 +2,8 @@
 
 use crate::conformance::{content, piece, read, region, write};
 use mixfleet_hal::ErrorKind;
-use mixfleet_hal::transport::{Access, Descriptor, Transport};
-use mixfleet_wire::{Files, Identity, Pem, Security, Tcp, TcpConfig};
+use mixfleet_hal::transport::{Descriptor, RemoteAccess, Transport};
+use mixfleet_wire::{Security, Tcp, TcpConfig, TlsFiles, TlsIdentity, TlsPem};
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, IsCa, KeyPair,
     RevokedCertParams, SerialNumber,
@@ -28,22 +28,22 @@ impl Fleet {
     }
 
     /// What a member has whose certificate is of `name`.
-    fn identity(&self, name: &str) -> Arc<Identity> {
+    fn identity(&self, name: &str) -> Arc<TlsIdentity> {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         let certificate = params.signed_by(&key, &self.authority).unwrap();
-        let pem = Pem {
+        let pem = TlsPem {
             authority: &self.authority.as_ref().pem(),
             certificates: &certificate.pem(),
             key: &key.serialize_pem(),
             revoked: "",
             fleet: FLEET,
         };
-        Arc::new(Identity::new(&pem).unwrap())
+        Arc::new(TlsIdentity::new(&pem).unwrap())
     }
 
     /// Certificate and key of `names`, and what the authority takes back.
-    fn files(&self, directory: &Path, names: &[&str], revoked: &[SerialNumber]) -> Files {
+    fn files(&self, directory: &Path, names: &[&str], revoked: &[SerialNumber]) -> TlsFiles {
         std::fs::create_dir_all(directory).unwrap();
         let key = KeyPair::generate().unwrap();
         let mut params =
@@ -55,7 +55,7 @@ impl Fleet {
             std::fs::write(&path, text).unwrap();
             path
         };
-        Files {
+        TlsFiles {
             authority: write("ca.pem", self.authority.as_ref().pem()),
             certificates: write("member.pem", certificate.pem()),
             key: write("member.key", key.serialize_pem()),
@@ -111,7 +111,7 @@ fn is_refused(stranger: &dyn Transport, descriptor: &Descriptor) {
 fn strangers_neither_read_nor_write() {
     let (fleet, others) = (Fleet::new(), Fleet::new());
     let (owner, secret) = (fleet.member(FLEET), region(&[1, 2, 3, 4]));
-    let descriptor = owner.register(secret.clone(), Access::ReadWrite).unwrap();
+    let descriptor = owner.register(secret.clone(), RemoteAccess::ReadWrite).unwrap();
     is_refused(&*transport(Security::Insecure), &descriptor);
     is_refused(&*others.member(FLEET), &descriptor);
     assert_eq!(content(&secret), [1, 2, 3, 4]);
@@ -127,7 +127,7 @@ fn a_member_gives_nothing_to_an_owner_that_is_none() {
     let member = fleet.member(FLEET);
     for owner in [others.member(FLEET), fleet.member("another-name"), transport(Security::Insecure)] {
         let there = region(&[0; 4]);
-        let descriptor = owner.register(there.clone(), Access::ReadWrite).unwrap();
+        let descriptor = owner.register(there.clone(), RemoteAccess::ReadWrite).unwrap();
         is_refused(&*member, &descriptor);
         assert_eq!(content(&there), [0; 4]);
     }
@@ -138,15 +138,16 @@ fn certificates_that_do_not_fit_are_named() {
     let (fleet, others) = (Fleet::new(), Fleet::new());
     let authority = fleet.authority.as_ref().pem();
     let key = others.authority.key().serialize_pem();
-    let good = Pem { authority: &authority, certificates: &authority, key: &key, revoked: "", fleet: FLEET };
+    let good =
+        TlsPem { authority: &authority, certificates: &authority, key: &key, revoked: "", fleet: FLEET };
     let wrong = [
-        ("certificate and key", Pem { ..good }),
-        ("member's key", Pem { key: "nothing", ..good }),
-        ("fleet's name", Pem { fleet: "no name!", key: &fleet.authority.key().serialize_pem(), ..good }),
-        ("authority's certificate", Pem { authority: "", ..good }),
+        ("certificate and key", TlsPem { ..good }),
+        ("member's key", TlsPem { key: "nothing", ..good }),
+        ("fleet's name", TlsPem { fleet: "no name!", key: &fleet.authority.key().serialize_pem(), ..good }),
+        ("authority's certificate", TlsPem { authority: "", ..good }),
     ];
     for (what, pem) in wrong {
-        let error = Identity::new(&pem).unwrap_err();
+        let error = TlsIdentity::new(&pem).unwrap_err();
         assert!(error.kind == ErrorKind::Invalid && error.detail.contains(what), "{what}: {error}");
     }
 }
@@ -172,8 +173,8 @@ fn scratch(name: &str) -> PathBuf {
     path
 }
 
-fn of_files(files: &Files) -> Arc<dyn Transport> {
-    transport(Security::Tls(Arc::new(Identity::of_files(files.clone(), Box::new(|_| {})).unwrap())))
+fn of_files(files: &TlsFiles) -> Arc<dyn Transport> {
+    transport(Security::Tls(Arc::new(TlsIdentity::of_files(files.clone(), Box::new(|_| {})).unwrap())))
 }
 
 #[test]
@@ -181,7 +182,7 @@ fn who_calls_shows_a_workers_certificate_too() {
     let fleet = Fleet::new();
     let owner = fleet.member(FLEET);
     let memory = region(&[0; 4]);
-    let descriptor = owner.register(memory.clone(), Access::ReadWrite).unwrap();
+    let descriptor = owner.register(memory.clone(), RemoteAccess::ReadWrite).unwrap();
     for name in ["other", "router.mixfleet", "mixfleet.other"] {
         is_refused(&*fleet.member(name), &descriptor);
     }
@@ -198,7 +199,7 @@ fn who_is_called_may_show_a_workers_certificate_but_no_routers() {
     let peer = fleet.member(FLEET);
     for (name, is_let) in [("worker.mixfleet", true), ("router.mixfleet", false)] {
         let owner = fleet.member(name);
-        let descriptor = owner.register(region(&[0; 4]), Access::ReadWrite).unwrap();
+        let descriptor = owner.register(region(&[0; 4]), RemoteAccess::ReadWrite).unwrap();
         assert_eq!(peer.connect(region(&[9; 4]), &descriptor).is_ok(), is_let, "{name}");
     }
 }
@@ -219,9 +220,9 @@ fn a_renewed_certificate_is_shown_without_a_new_start() {
     let said = unreadable.clone();
     let on_renewal = Box::new(move |read: Result<_, _>| said.store(read.is_err(), Ordering::Relaxed));
     let files = fleet.files(&directory, &["other"], &[]);
-    let owner = transport(Security::Tls(Arc::new(Identity::of_files(files, on_renewal).unwrap())));
+    let owner = transport(Security::Tls(Arc::new(TlsIdentity::of_files(files, on_renewal).unwrap())));
     let peer = fleet.member(FLEET);
-    let descriptor = owner.register(region(&[0; 4]), Access::ReadWrite).unwrap();
+    let descriptor = owner.register(region(&[0; 4]), RemoteAccess::ReadWrite).unwrap();
     let is_let = || peer.connect(region(&[9; 4]), &descriptor).is_ok();
     assert!(!is_let());
     fleet.files(&directory, &[FLEET], &[]);
@@ -241,7 +242,7 @@ fn a_certificate_that_was_taken_back_is_refused_without_a_new_start() {
     let (fleet, ours, theirs) = (Fleet::new(), scratch("revoking"), scratch("revoked"));
     let owner = of_files(&fleet.files(&ours, &[FLEET], &[]));
     let peer = of_files(&fleet.files(&theirs, &[FLEET], &[]));
-    let descriptor = owner.register(region(&[0; 4]), Access::ReadWrite).unwrap();
+    let descriptor = owner.register(region(&[0; 4]), RemoteAccess::ReadWrite).unwrap();
     assert!(peer.connect(region(&[9; 4]), &descriptor).is_ok());
     let own = std::fs::read(ours.join("member.pem")).unwrap();
     let key = std::fs::read(ours.join("member.key")).unwrap();
@@ -261,7 +262,7 @@ fn kv_goes_no_further_when_a_list_names_the_certificate_of_either_end() {
         let owner = of_files(&fleet.files(&ours, &[FLEET], &[]));
         let peer = of_files(&fleet.files(&theirs, &[FLEET], &[]));
         let there = region(&[0; 4]);
-        let descriptor = owner.register(there.clone(), Access::ReadWrite).unwrap();
+        let descriptor = owner.register(there.clone(), RemoteAccess::ReadWrite).unwrap();
         let mut way = peer.connect(region(&[9; 4]), &descriptor).unwrap();
         write(&mut *way, &[piece(0, 0, 4)]).unwrap();
         assert_eq!(content(&there), [9; 4]);

@@ -10,7 +10,7 @@ use std::path::Path;
 /// Reads profiles and plans of faults.
 pub(super) struct FromDisk;
 
-impl mixfleet_simulated::Files for FromDisk {
+impl mixfleet_simulated::SelectorFiles for FromDisk {
     fn profile(&self, path: &str) -> Result<DeviceProfile> {
         profiles::read(Path::new(path)).map_err(invalid)
     }

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::fleet::registry::{Registry, RegistryConfig};
 use mixfleet_runtime::fleet::rpc::{Certificates, End, Kind, Pem, RpcConfig, Trust, Watch};
-use mixfleet_wire::{Identity, Security};
+use mixfleet_wire::{Security, TlsIdentity};
 use rustls::pki_types::{CertificateDer, ServerName};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -104,7 +104,7 @@ impl JoinArgs {
 
 /// The certificates that KV uses too.
 #[derive(Debug)]
-struct Known(Arc<Identity>);
+struct Known(Arc<TlsIdentity>);
 
 impl Certificates for Known {
     fn server(&self) -> Arc<rustls::ServerConfig> {
@@ -121,16 +121,16 @@ impl Certificates for Known {
 
     fn is_of(&self, certificate: &CertificateDer<'_>, kind: Kind) -> bool {
         let kind = match kind {
-            Kind::Router => mixfleet_wire::Kind::Router,
-            Kind::Worker => mixfleet_wire::Kind::Worker,
+            Kind::Router => mixfleet_wire::TlsMemberKind::Router,
+            Kind::Worker => mixfleet_wire::TlsMemberKind::Worker,
         };
         self.0.is_of(certificate, kind)
     }
 
     fn watch(&self, shown: &[CertificateDer<'_>], end: End) -> Watch {
         let end = match end {
-            End::Caller => mixfleet_wire::End::Caller,
-            End::Called => mixfleet_wire::End::Called,
+            End::Caller => mixfleet_wire::TlsEnd::Caller,
+            End::Called => mixfleet_wire::TlsEnd::Called,
         };
         let mut watch = self.0.watch(shown, end);
         Box::new(move || watch.is_believed())

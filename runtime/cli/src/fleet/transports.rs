@@ -5,7 +5,7 @@ use super::{TransportName, WorkerArgs};
 use anyhow::{Result, bail};
 use mixfleet_hal::transport::Transport;
 use mixfleet_runtime::engine::HandOffLimits;
-use mixfleet_wire::{Memory, Shm, Tcp, TcpConfig};
+use mixfleet_wire::{InProcess, Shm, Tcp, TcpConfig};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +35,7 @@ pub(super) fn open(
     let (mut transports, mut not_offered) = (Vec::<Arc<dyn Transport>>::new(), Vec::new());
     for name in &args.transports {
         match name {
-            TransportName::Memory => transports.push(Arc::new(Memory::new())),
+            TransportName::Memory => transports.push(Arc::new(InProcess::new())),
             TransportName::Shm => match Shm::new() {
                 Ok(shm) => transports.push(Arc::new(shm)),
                 Err(error) => not_offered.push(format!("shm: {error}")),
@@ -64,7 +64,7 @@ pub(super) fn open(
 #[cfg(all(feature = "verbs", target_os = "linux"))]
 mod rdma {
     use super::{Arc, HandOffLimits, SocketAddr, Transport, WorkerArgs};
-    use mixfleet_hal::transport::Access;
+    use mixfleet_hal::transport::RemoteAccess;
     use mixfleet_wire::verbs::{Verbs, VerbsOptions};
     use mixfleet_wire::{HostRegion, Security};
 
@@ -103,7 +103,7 @@ mod rdma {
 
     fn can_register(verbs: &Verbs, hand_off: &HandOffLimits) -> mixfleet_hal::Result<()> {
         let region = HostRegion::new(staging_bytes(hand_off) as usize)?;
-        let registered = verbs.register(Arc::new(region), Access::Write)?;
+        let registered = verbs.register(Arc::new(region), RemoteAccess::Write)?;
         verbs.deregister(&registered)
     }
 }

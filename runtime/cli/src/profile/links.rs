@@ -5,9 +5,11 @@ use crate::tls::TlsArgs;
 use crate::{Failed, Usage, backends, links};
 use anyhow::{Context, Result};
 use clap::Args;
-use mixfleet_hal::transport::{Access, Descriptor, Transport};
+use mixfleet_hal::transport::{Descriptor, RemoteAccess, Transport};
 use mixfleet_hal::{Device, Error, ErrorKind};
-use mixfleet_hwtests::links::{Absence, Document, Effort, Link, OnDevice, OverTransport, measure};
+use mixfleet_hwtests::links::{
+    Absence, LinkEffort, LinksDocument, MeasuredLink, OnDevice, OverTransport, measure,
+};
 use mixfleet_wire::lobby::{self, Lobby};
 use mixfleet_wire::{Security, Tcp, TcpConfig};
 use std::io::Write;
@@ -41,10 +43,10 @@ pub(super) fn run(args: &LinksArgs, json: bool, quick: bool) -> Result<()> {
         return lend(args, parse("--listen", address)?);
     }
     let command = std::env::args().collect::<Vec<_>>().join(" ");
-    let mut document = Document::new(machine::now(), command, machine::facts());
+    let mut document = LinksDocument::new(machine::now(), command, machine::facts());
     let effort = match quick {
-        true => Effort { seconds: 0.1, ..Effort::default() },
-        false => Effort::default(),
+        true => LinkEffort { seconds: 0.1, ..LinkEffort::default() },
+        false => LinkEffort::default(),
     };
     match &args.to {
         Some(address) => to(args, parse("--to", address)?, &effort, &mut document)?,
@@ -74,7 +76,7 @@ fn parse(flag: &str, text: &str) -> Result<SocketAddr> {
 }
 
 /// Memory to itself by every transport, and to the devices that would serve.
-fn of_this_host(effort: &Effort, document: &mut Document) {
+fn of_this_host(effort: &LinkEffort, document: &mut LinksDocument) {
     for name in links::names().filter(|name| *name != "verbs") {
         match links::open(name) {
             Err(reason) => document.absent.push(Absence { link: name.into(), reason }),
@@ -101,7 +103,7 @@ fn of_this_host(effort: &Effort, document: &mut Document) {
 }
 
 /// With ordinary memory, and with pinned memory where that is another thing to the device.
-fn copies(selector: &str, device: Arc<dyn Device>, effort: &Effort, document: &mut Document) {
+fn copies(selector: &str, device: Arc<dyn Device>, effort: &LinkEffort, document: &mut LinksDocument) {
     let near = || links::memory(effort.large_bytes);
     let link = Tried { link: "copy", from: "host memory", to: selector };
     let plain = near().and_then(|near| OnDevice::new(device.clone(), near));
@@ -118,11 +120,11 @@ fn copies(selector: &str, device: Arc<dyn Device>, effort: &Effort, document: &m
     }
 }
 
-fn to_itself(transport: &dyn Transport, through: &str, effort: &Effort) -> Link {
+fn to_itself(transport: &dyn Transport, through: &str, effort: &LinkEffort) -> MeasuredLink {
     let name = transport.name();
     eprintln!("links: {name}, {through}");
-    let region =
-        links::memory(effort.large_bytes).and_then(|memory| transport.register(memory, Access::ReadWrite));
+    let region = links::memory(effort.large_bytes)
+        .and_then(|memory| transport.register(memory, RemoteAccess::ReadWrite));
     let to = if through == "host memory" { through.to_owned() } else { format!("itself by {through}") };
     let link = Tried { link: name, from: "host memory", to: &to }.over(transport, region.as_ref(), effort);
     if let Ok(region) = region
@@ -141,8 +143,8 @@ struct Tried<'a> {
 }
 
 impl Tried<'_> {
-    fn blank(&self) -> Link {
-        Link {
+    fn blank(&self) -> MeasuredLink {
+        MeasuredLink {
             link: self.link.into(),
             from: self.from.into(),
             to: self.to.into(),
@@ -153,7 +155,12 @@ impl Tried<'_> {
         }
     }
 
-    fn over(&self, transport: &dyn Transport, region: Result<&Descriptor, &Error>, effort: &Effort) -> Link {
+    fn over(
+        &self,
+        transport: &dyn Transport,
+        region: Result<&Descriptor, &Error>,
+        effort: &LinkEffort,
+    ) -> MeasuredLink {
         let mut link = self.blank();
         let tried = region.map_err(Error::clone).and_then(|region| {
             let near = links::memory(effort.large_bytes.min(region.bytes))?;
@@ -165,14 +172,18 @@ impl Tried<'_> {
         self.with(link, tried)
     }
 
-    fn copy(&self, far: mixfleet_hal::Result<OnDevice>, effort: &Effort) -> Link {
+    fn copy(&self, far: mixfleet_hal::Result<OnDevice>, effort: &LinkEffort) -> MeasuredLink {
         self.with(self.blank(), far.and_then(|mut far| measure(&mut far, effort)))
     }
 
-    fn with(&self, link: Link, tried: mixfleet_hal::Result<[mixfleet_hwtests::links::Rate; 2]>) -> Link {
+    fn with(
+        &self,
+        link: MeasuredLink,
+        tried: mixfleet_hal::Result<[mixfleet_hwtests::links::LinkRate; 2]>,
+    ) -> MeasuredLink {
         match tried {
-            Ok([there, back]) => Link { there: Some(there), back: Some(back), ..link },
-            Err(error) => Link { problem: Some(error.to_string()), ..link },
+            Ok([there, back]) => MeasuredLink { there: Some(there), back: Some(back), ..link },
+            Err(error) => MeasuredLink { problem: Some(error.to_string()), ..link },
         }
     }
 }
@@ -199,10 +210,10 @@ fn lend(args: &LinksArgs, address: SocketAddr) -> Result<()> {
     let security = args.tls.security()?;
     let lobby = Lobby::open(address, security.clone()).map_err(needs_tls)?;
     let transports = between_hosts(args, &security, SocketAddr::new(address.ip(), 0))?;
-    let memory = links::memory(Effort::default().large_bytes)?;
+    let memory = links::memory(LinkEffort::default().large_bytes)?;
     let mut regions = Vec::new();
     for transport in &transports {
-        match transport.register(memory.clone(), Access::ReadWrite) {
+        match transport.register(memory.clone(), RemoteAccess::ReadWrite) {
             Ok(region) => regions.push(region),
             Err(error) => eprintln!("links: {}: {error}", transport.name()),
         }
@@ -225,7 +236,12 @@ fn needs_tls(error: Error) -> anyhow::Error {
     error.into()
 }
 
-fn to(args: &LinksArgs, address: SocketAddr, effort: &Effort, document: &mut Document) -> Result<()> {
+fn to(
+    args: &LinksArgs,
+    address: SocketAddr,
+    effort: &LinkEffort,
+    document: &mut LinksDocument,
+) -> Result<()> {
     let security = args.tls.security()?;
     let told = lobby::ask(address, &security).map_err(needs_tls)?;
     let regions: Vec<Descriptor> = serde_json::from_str(&told.line)

@@ -3,11 +3,11 @@
 use super::serving;
 use crate::links;
 use mixfleet_hal::Device;
-use mixfleet_hal::transport::Access;
+use mixfleet_hal::transport::RemoteAccess;
 use mixfleet_hwtests::links::check::{self, Ends};
-use mixfleet_hwtests::links::{Effort, Far, OnDevice, OverTransport, Rate, measure};
+use mixfleet_hwtests::links::{Far, LinkEffort, LinkRate, OnDevice, OverTransport, measure};
 use mixfleet_hwtests::validate::protocol::Assignment;
-use mixfleet_hwtests::validate::{CaseResult, Status};
+use mixfleet_hwtests::validate::{CaseResult, CaseStatus};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ fn transport(name: &str, group: &str, wanted: &dyn Fn(&str) -> bool, emit: &mut 
     let transport = match links::open(name) {
         Ok(transport) => transport,
         Err(why) => {
-            let absent = |id| CaseResult::new(id, Status::Unsupported, format!("absent: {why}"));
+            let absent = |id| CaseResult::new(id, CaseStatus::Unsupported, format!("absent: {why}"));
             return check::cases(group).chain([rate]).filter(|id| wanted(id)).map(absent).for_each(emit);
         }
     };
@@ -49,7 +49,7 @@ fn transport(name: &str, group: &str, wanted: &dyn Fn(&str) -> bool, emit: &mut 
     check::run(&ends, group, wanted, emit);
     if wanted(&rate) {
         emit(judged(rate, || {
-            let region = transport.register(links::memory(BYTES)?, Access::ReadWrite)?;
+            let region = transport.register(links::memory(BYTES)?, RemoteAccess::ReadWrite)?;
             let near = links::memory(BYTES)?;
             let way = transport.connect(near.clone(), &region)?;
             let rates = times(&mut OverTransport::new(way, near, BYTES, TIMEOUT))?;
@@ -71,15 +71,15 @@ fn copies(
     }
 }
 
-fn times(far: &mut dyn Far) -> mixfleet_hal::Result<[Rate; 2]> {
-    measure(far, &Effort { large_bytes: BYTES, tries_min: 5, seconds: 0.2 })
+fn times(far: &mut dyn Far) -> mixfleet_hal::Result<[LinkRate; 2]> {
+    measure(far, &LinkEffort { large_bytes: BYTES, tries_min: 5, seconds: 0.2 })
 }
 
 /// Wrong data fails; a rate below what a link of its kind has warns.
-fn judged(id: String, rates: impl FnOnce() -> mixfleet_hal::Result<[Rate; 2]>) -> CaseResult {
+fn judged(id: String, rates: impl FnOnce() -> mixfleet_hal::Result<[LinkRate; 2]>) -> CaseResult {
     let rates = match rates() {
         Ok(rates) => rates,
-        Err(error) => return CaseResult::new(id, Status::Fail, error.to_string()),
+        Err(error) => return CaseResult::new(id, CaseStatus::Fail, error.to_string()),
     };
     let slow = rates.iter().map(|rate| rate.bytes_per_s_median).fold(f64::INFINITY, f64::min);
     let result = if slow < BYTES_PER_S_MIN {
@@ -88,7 +88,7 @@ fn judged(id: String, rates: impl FnOnce() -> mixfleet_hal::Result<[Rate; 2]>) -
             slow / 1e6,
             BYTES_PER_S_MIN / 1e6
         );
-        CaseResult::new(id, Status::QualityWarning, why)
+        CaseResult::new(id, CaseStatus::QualityWarning, why)
     } else {
         CaseResult::pass(id)
     };
@@ -128,8 +128,8 @@ mod tests {
             let results = cases(group);
             assert_eq!(results.len(), check::cases(group).count() + 1);
             for result in results {
-                let absent = result.status == Status::Unsupported;
-                let right = matches!(result.status, Status::Pass | Status::QualityWarning);
+                let absent = result.status == CaseStatus::Unsupported;
+                let right = matches!(result.status, CaseStatus::Pass | CaseStatus::QualityWarning);
                 assert!(right || (absent && group == "l4.verbs"), "{result:?}");
                 assert_eq!(absent, result.reason.is_some_and(|why| why.starts_with("absent: ")));
             }

@@ -2,13 +2,13 @@
 
 use mixfleet_discover::{PciDevice, Topology, Tree, conditions, pci_of};
 use mixfleet_hal::{DeviceInfo, DeviceKind};
-use mixfleet_hwtests::validate::Fact;
+use mixfleet_hwtests::validate::DeviceFact;
 use std::path::Path;
 
 /// This machine at one moment.
 pub(crate) struct Here {
     topology: Topology,
-    conditions: mixfleet_discover::Conditions,
+    conditions: mixfleet_discover::HostConditions,
 }
 
 impl Here {
@@ -26,7 +26,7 @@ impl Here {
     }
 
     /// Facts about the device, for level 0.
-    pub(crate) fn about(&self, info: &DeviceInfo) -> Vec<Fact> {
+    pub(crate) fn about(&self, info: &DeviceInfo) -> Vec<DeviceFact> {
         let mut facts = vec![self.other_load()];
         match info.kind {
             DeviceKind::Simulated => {}
@@ -36,23 +36,23 @@ impl Here {
         facts
     }
 
-    fn on_the_bus(&self, info: &DeviceInfo) -> Vec<Fact> {
+    fn on_the_bus(&self, info: &DeviceInfo) -> Vec<DeviceFact> {
         let Some(pci) = self.pci(info) else {
             let why = "the backend tells no PCI address, or the system does not list it";
-            return ["pci", "link", "numa", "driver"].map(|name| Fact::unknown(name, why)).to_vec();
+            return ["pci", "link", "numa", "driver"].map(|name| DeviceFact::unknown(name, why)).to_vec();
         };
         let link = match &pci.link {
-            None => Fact::unknown("link", "the system tells no link; most virtual machines do not"),
+            None => DeviceFact::unknown("link", "the system tells no link; most virtual machines do not"),
             // an idle part lowers its speed; lanes that are missing stay missing
             Some(link) if link.is_narrow() => {
-                Fact::suspect("link", link.words(), link.shortfalls().join("; "))
+                DeviceFact::suspect("link", link.words(), link.shortfalls().join("; "))
             }
-            Some(link) => Fact::known("link", link.words()),
+            Some(link) => DeviceFact::known("link", link.words()),
         };
         let address = pci.address;
         let id = self.pci_id(info).unwrap_or_default();
         vec![
-            Fact::known("pci", format!("{address} {id}")),
+            DeviceFact::known("pci", format!("{address} {id}")),
             link,
             known("numa", pci.node.map(|node| node.to_string())),
             known("driver", pci.driver.clone()),
@@ -60,29 +60,35 @@ impl Here {
     }
 
     /// Somebody else at work spoils measurements, not results.
-    fn other_load(&self) -> Fact {
+    fn other_load(&self) -> DeviceFact {
         match self.conditions.runnable_others {
-            None => Fact::unknown("other_load", "the system does not tell"),
-            Some(0) => Fact::known("other_load", "none"),
+            None => DeviceFact::unknown("other_load", "the system does not tell"),
+            Some(0) => DeviceFact::known("other_load", "none"),
             Some(others) => {
                 let remark = "other threads want the cores: measured times may be too long";
-                Fact::suspect("other_load", format!("{others} runnable threads"), remark)
+                DeviceFact::suspect("other_load", format!("{others} runnable threads"), remark)
             }
         }
     }
 
     /// The host, for the report.
-    pub(crate) fn host(&self) -> Vec<Fact> {
-        let mut facts =
-            vec![Fact::known("os", std::env::consts::OS), Fact::known("arch", std::env::consts::ARCH)];
-        facts.extend(self.conditions.pairs().into_iter().map(|(name, value)| Fact::known(&name, value)));
+    pub(crate) fn host(&self) -> Vec<DeviceFact> {
+        let mut facts = vec![
+            DeviceFact::known("os", std::env::consts::OS),
+            DeviceFact::known("arch", std::env::consts::ARCH),
+        ];
+        facts
+            .extend(self.conditions.pairs().into_iter().map(|(name, value)| DeviceFact::known(&name, value)));
         if self.conditions.governor.is_none() {
-            facts.push(Fact::unknown("governor", "the system tells no clock policy"));
+            facts.push(DeviceFact::unknown("governor", "the system tells no clock policy"));
         }
         facts
     }
 }
 
-fn known(name: &str, value: Option<String>) -> Fact {
-    value.map_or_else(|| Fact::unknown(name, "the system does not tell"), |value| Fact::known(name, value))
+fn known(name: &str, value: Option<String>) -> DeviceFact {
+    value.map_or_else(
+        || DeviceFact::unknown(name, "the system does not tell"),
+        |value| DeviceFact::known(name, value),
+    )
 }

@@ -5,7 +5,7 @@ use crate::model::Model;
 use crate::start::{self, Choice, Instances};
 use anyhow::{Result, bail};
 use mixfleet_hal::{DType, Error, ErrorKind};
-use mixfleet_hwtests::validate::{CaseResult, Status};
+use mixfleet_hwtests::validate::{CaseResult, CaseStatus};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
@@ -38,15 +38,15 @@ pub(super) fn run(device: &str, wanted: &dyn Fn(&str) -> bool, emit: &mut dyn Fn
             (Ok(expected), Ok(tokens)) => {
                 let at = tokens.iter().zip(expected).take_while(|(a, b)| a == b).count();
                 let why = format!("from token {at} on the tokens are not those of the CPU alone");
-                CaseResult::new(id, Status::Fail, why).fact("tokens", tokens).fact("expected", expected)
+                CaseResult::new(id, CaseStatus::Fail, why).fact("tokens", tokens).fact("expected", expected)
             }
             (Err(error), _) => {
-                CaseResult::new(id, Status::NotRun, format!("the CPU alone does not serve: {error:#}"))
+                CaseResult::new(id, CaseStatus::NotRun, format!("the CPU alone does not serve: {error:#}"))
             }
             (_, Err(error)) if is_unsupported(&error) => {
-                CaseResult::new(id, Status::Unsupported, format!("{error:#}"))
+                CaseResult::new(id, CaseStatus::Unsupported, format!("{error:#}"))
             }
-            (_, Err(error)) => CaseResult::new(id, Status::Fail, format!("{error:#}")),
+            (_, Err(error)) => CaseResult::new(id, CaseStatus::Fail, format!("{error:#}")),
         };
         emit(result);
     }
@@ -106,7 +106,7 @@ mod tests {
     fn the_cpu_serves_as_itself() {
         let mut results = Vec::new();
         run("cpu", &|id| id != "l6.serving.prefill_here", &mut |result| results.push(result));
-        let passed = results.iter().filter(|result| result.status == Status::Pass).count();
+        let passed = results.iter().filter(|result| result.status == CaseStatus::Pass).count();
         assert_eq!((results.len(), passed), (2, 2), "{results:?}");
     }
 }

@@ -1,7 +1,7 @@
 //! The report on the terminal.
 
 use mixfleet_hwtests::validate::document::share_in_words;
-use mixfleet_hwtests::validate::{CaseResult, Status, Validation};
+use mixfleet_hwtests::validate::{CaseResult, CaseStatus, Validation};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -21,7 +21,7 @@ fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> s
         report.device.as_ref().map_or((&asked.device, "could not be opened"), |d| (&d.id, &d.name));
     writeln!(text, "{id} ({name}): {}", report.verdict.word().to_uppercase().replace('-', " "))?;
     for level in &report.levels {
-        let counts: Vec<String> = Status::ALL
+        let counts: Vec<String> = CaseStatus::ALL
             .iter()
             .filter_map(|status| Some(format!("{} {}", level.counts.get(status.word())?, status.word())))
             .collect();
@@ -41,7 +41,7 @@ fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> s
     let met = list.lines.iter().filter(|line| line.problem.is_none()).count();
     writeln!(text, "  mustpass {}: {met} of {} lines met", list.version, list.lines.len())?;
     claims(text, report)?;
-    let worth = |case: &&CaseResult| !matches!(case.status, Status::Pass | Status::Unsupported);
+    let worth = |case: &&CaseResult| !matches!(case.status, CaseStatus::Pass | CaseStatus::Unsupported);
     let mut cases: Vec<&CaseResult> = report.cases.iter().filter(worth).collect();
     cases.sort_by_key(|case| std::cmp::Reverse(case.status));
     for case in cases.iter().take(SHOWN_MAX) {

@@ -3,7 +3,7 @@
 use super::refused;
 use mixfleet_hal::op::OpSig;
 use mixfleet_hwtests::profile::{Work, measured};
-use mixfleet_hwtests::validate::part::Part;
+use mixfleet_hwtests::validate::part::PartFile;
 use std::sync::LazyLock;
 
 /// Operations of a small and of a large model.
@@ -39,7 +39,7 @@ pub(super) fn device_profile(bytes: &[u8]) -> bool {
 }
 
 pub(super) fn part_file(bytes: &[u8]) -> bool {
-    match Part::parse(&String::from_utf8_lossy(bytes)) {
+    match PartFile::parse(&String::from_utf8_lossy(bytes)) {
         Ok(part) => {
             let about = part.is_about("NVIDIA L4", Some("10de:27b8"));
             about.map_or_else(|error| refused(&error), |()| true);

@@ -2,8 +2,8 @@
 
 use super::{parts, refused};
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Access, Descriptor, Transport};
-use mixfleet_wire::{HostRegion, Identity, Kind, Memory, Pem, Tcp, TcpConfig, fuzzed};
+use mixfleet_hal::transport::{Descriptor, RemoteAccess, Transport};
+use mixfleet_wire::{HostRegion, InProcess, Tcp, TcpConfig, TlsIdentity, TlsMemberKind, TlsPem, fuzzed};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, LazyLock};
@@ -28,8 +28,8 @@ static OWNER: LazyLock<Owner> = LazyLock::new(|| {
     let tcp = Tcp::new(TcpConfig::loopback()).expect("loopback can be listened on");
     let region = || Arc::new(HostRegion::new(REGION_BYTES).expect("room for 64 bytes"));
     let constant = region();
-    let written = tcp.register(region(), Access::ReadWrite).expect("a new region");
-    let read_only = tcp.register(constant.clone(), Access::Read).expect("a new region");
+    let written = tcp.register(region(), RemoteAccess::ReadWrite).expect("a new region");
+    let read_only = tcp.register(constant.clone(), RemoteAccess::Read).expect("a new region");
     Owner { tcp, written, read_only, constant }
 });
 
@@ -63,7 +63,7 @@ pub(super) fn descriptor(bytes: &[u8]) -> bool {
     let Ok(region) = serde_json::from_slice::<Descriptor>(bytes) else { return false };
     let text = serde_json::to_vec(&region).expect("a descriptor is JSON");
     assert_eq!(serde_json::from_slice::<Descriptor>(&text).ok().as_ref(), Some(&region));
-    let memory = Memory::new();
+    let memory = InProcess::new();
     let local = Arc::new(HostRegion::new(REGION_BYTES).expect("room for 64 bytes"));
     assert!(memory.connect(local, &region).is_err_and(|error| !refused(&error)));
     let others: [&dyn Transport; 2] = [&memory, &OWNER.tcp];
@@ -79,11 +79,11 @@ pub(super) fn descriptor(bytes: &[u8]) -> bool {
 pub(super) fn certificates(bytes: &[u8]) -> bool {
     let text = String::from_utf8_lossy(bytes);
     let [authority, certificates, key, revoked] = parts(&text);
-    let pem = Pem { authority, certificates, key, revoked, fleet: "mixfleet" };
-    match Identity::new(&pem) {
+    let pem = TlsPem { authority, certificates, key, revoked, fleet: "mixfleet" };
+    match TlsIdentity::new(&pem) {
         Ok(identity) => {
             let _ = (identity.control_server(), identity.control_client(), identity.server_name());
-            assert!(!identity.is_of(&bytes.into(), Kind::Router), "text is no certificate");
+            assert!(!identity.is_of(&bytes.into(), TlsMemberKind::Router), "text is no certificate");
             true
         }
         Err(error) => refused(&error),

@@ -7,7 +7,7 @@ use crate::engine::{HandOffLimits, Links};
 use crate::env::{SharedEnv, no_thread};
 #[cfg(doc)]
 use mixfleet_hal::transport::Endpoint;
-use mixfleet_hal::transport::{Access, Descriptor};
+use mixfleet_hal::transport::{Descriptor, RemoteAccess};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::cost::LinkCost;
 use std::collections::BTreeMap;
@@ -111,7 +111,7 @@ impl Ways {
         let memory = (self.links.make_region)(self.hand_off.region_bytes())?;
         let mut lending = Lending { regions: Vec::new(), links: self.links.clone(), env: env.clone() };
         for transport in &self.links.transports {
-            match transport.register(memory.clone(), Access::Write) {
+            match transport.register(memory.clone(), RemoteAccess::Write) {
                 Ok(region) => lending.regions.push(region),
                 Err(error) => {
                     tracing::warn!(transport = transport.name(), %error, "cannot reach memory here")

@@ -5,7 +5,7 @@
 //! nor on what else is in the batch, and long sequences spread over all workers.
 
 use super::{ROWS_MAX, Room, Tile, attend, scalar_exp};
-use crate::kernels::kv::Pools;
+use crate::kernels::kv::PagedKv;
 use crate::kernels::simd::{Simd, Task};
 use crate::kernels::{Span, Worker, round_up};
 use mixfleet_hal::{DType, Error, Result};
@@ -19,7 +19,7 @@ pub(crate) struct Decode {
     pub(crate) q: Span,
     pub(crate) range: Span,
     pub(crate) pages: Span,
-    pub(crate) pools: Pools,
+    pub(crate) pools: PagedKv,
     pub(crate) acc: Span,
     pub(crate) stat: Span,
     pub(crate) sequences: usize,

@@ -14,7 +14,7 @@ pub(crate) mod prefill;
 mod softmax;
 
 use super::convert::{load, load_part};
-use super::kv::Pools;
+use super::kv::PagedKv;
 use super::panel::{DotBf16, Left, PairBf16, PairF16, Panel, WordF32, tile, tile_rows, with_rows};
 use super::simd::{Simd, Task};
 use super::{Span, round_up};
@@ -33,7 +33,7 @@ pub(crate) const ROWS_MAX: usize = 12;
 
 /// One tile's work.
 pub(crate) struct Tile<'a> {
-    pub(crate) pools: &'a Pools,
+    pub(crate) pools: &'a PagedKv,
     /// Page of each of the sequence's tokens: `pages_max` entries.
     pub(crate) table: Span,
     pub(crate) kv_head: usize,
@@ -64,13 +64,13 @@ pub(crate) struct Room {
 
 impl Room {
     /// Words that a tile needs at any level.
-    pub(crate) fn words(pools: &Pools) -> usize {
+    pub(crate) fn words(pools: &PagedKv) -> usize {
         let dim = round_up(pools.head_dim, 16);
         ROWS_MAX * (2 * dim + BLOCK) + 3 * SEGMENT * dim
     }
 
     /// Lays out `at`, which has [`Room::words`] words.
-    pub(crate) fn new(at: *mut f32, pools: &Pools) -> Self {
+    pub(crate) fn new(at: *mut f32, pools: &PagedKv) -> Self {
         let dim = round_up(pools.head_dim, 16);
         let scores = at.wrapping_add(ROWS_MAX * dim);
         let out = scores.wrapping_add(ROWS_MAX * BLOCK);

@@ -1,7 +1,7 @@
 //! Keys and values of one page as panels: in place where whole vectors fit, else as a copy.
 
 use super::{SEGMENT, Tile};
-use crate::kernels::kv::Pools;
+use crate::kernels::kv::PagedKv;
 use crate::kernels::round_up;
 use crate::kernels::simd::Simd;
 use mixfleet_hal::{DType, Error, Result};
@@ -88,7 +88,7 @@ pub(super) unsafe fn prefetch<S: Simd>(task: &Tile<'_>, token: usize, high: usiz
 /// A copy of a segment's values with zeros for the tokens that are not `used`.
 #[inline(always)]
 unsafe fn trimmed(
-    pools: &Pools,
+    pools: &PagedKv,
     v: *const u8,
     tokens: usize,
     used: std::ops::Range<usize>,
@@ -114,7 +114,7 @@ unsafe fn trimmed(
 /// A segment of a page whose shape does not fit vectors: both panels widened to f32 and padded.
 #[inline(always)]
 unsafe fn widened<S: Simd>(
-    pools: &Pools,
+    pools: &PagedKv,
     k: *const u8,
     v: *const u8,
     offset: usize,

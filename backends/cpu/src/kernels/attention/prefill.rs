@@ -3,7 +3,7 @@
 use super::{ROWS_MAX, Room, Stats, Tile, attend};
 use crate::isa::Isa;
 use crate::kernels::convert::{store, store_part};
-use crate::kernels::kv::Pools;
+use crate::kernels::kv::PagedKv;
 use crate::kernels::simd::{Simd, Task};
 use crate::kernels::{Span, Worker, round_up};
 use mixfleet_hal::{DType, Error, Result};
@@ -15,7 +15,7 @@ pub(crate) struct Prefill {
     pub(crate) query_start: Span,
     pub(crate) context: Span,
     pub(crate) pages: Span,
-    pub(crate) pools: Pools,
+    pub(crate) pools: PagedKv,
     pub(crate) out: Span,
     pub(crate) tokens: usize,
     pub(crate) sequences: usize,

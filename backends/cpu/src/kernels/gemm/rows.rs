@@ -30,7 +30,7 @@ impl Rows {
 }
 
 /// How `x` and the weight become vectors to multiply.
-trait Load<S: Simd> {
+trait LoadVectors<S: Simd> {
     /// Elements of k per vector.
     const ELEMENTS: usize;
     /// Bytes of an element of `x`.
@@ -49,7 +49,7 @@ macro_rules! widened {
         /// f32 arithmetic on a weight that is widened as it is loaded.
         struct $name;
         // SAFETY (all blocks): pointers are valid and the level is present, by the callers' promise.
-        impl<S: Simd> Load<S> for $name {
+        impl<S: Simd> LoadVectors<S> for $name {
             const ELEMENTS: usize = S::LANES;
             const X_BYTES: usize = 4;
             const W_BYTES: usize = $dtype.size_bytes() as usize;
@@ -103,7 +103,7 @@ unsafe fn pairs_part<S: Simd>(from: *const u8, count: usize) -> S::V {
 }
 
 // SAFETY (all blocks): pointers are valid and the level is present, by the callers' promise.
-impl<S: Simd> Load<S> for Pairs {
+impl<S: Simd> LoadVectors<S> for Pairs {
     const ELEMENTS: usize = 2 * S::LANES;
     const X_BYTES: usize = 2;
     const W_BYTES: usize = 2;
@@ -175,7 +175,7 @@ impl Rows {
 
 /// All columns of the task, block by block.
 #[inline(always)]
-unsafe fn stream<S: Simd, L: Load<S>>(task: &Rows, x: *const u8) {
+unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
     let Rows { shape, operands, columns, scratch: sums, .. } = task;
     let row_bytes = shape.k * L::W_BYTES;
     let end = operands.weight.start.wrapping_add(columns.end * row_bytes);
@@ -219,7 +219,7 @@ struct Ahead {
 /// Eight weight rows against all rows of `x`. Meanwhile the next eight come to the L2, an equal part of
 /// them in each call of [`dot`]: arithmetic and memory then overlap also where several calls share rows.
 #[inline(always)]
-unsafe fn octet<S: Simd, L: Load<S>>(
+unsafe fn octet<S: Simd, L: LoadVectors<S>>(
     shape: &Shape,
     x: *const u8,
     w: *const u8,
@@ -263,7 +263,7 @@ unsafe fn octet<S: Simd, L: Load<S>>(
 
 /// `sums[i * BLOCK + r] = w[r] . x[i]` for `R` weight rows and `X` rows of `x`.
 #[inline(always)]
-unsafe fn dot<S: Simd, L: Load<S>, const R: usize, const X: usize>(
+unsafe fn dot<S: Simd, L: LoadVectors<S>, const R: usize, const X: usize>(
     shape: &Shape,
     x: *const u8,
     w: *const u8,
