@@ -9,7 +9,7 @@ use mixfleet_hwtests::links::check::{self, Ends};
 use mixfleet_hwtests::links::{LinkEffort, LinksDocument, MeasuredLink, OnDevice, OverTransport, measure};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::{CaseResult, CaseStatus};
-use mixfleet_wire::{FaultyTransport, HostRegion, InProcess};
+use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ fn over(transport: &dyn Transport) -> mixfleet_hal::Result<OverTransport> {
 
 #[test]
 fn a_transport_that_moves_right_passes() {
-    for result in cases(&InProcess::new()) {
+    for result in cases(&InProcessTransport::new()) {
         assert_eq!(result.status, CaseStatus::Pass, "{result:?}");
     }
 }
@@ -44,7 +44,7 @@ fn a_transport_that_moves_right_passes() {
 #[test]
 fn what_is_damaged_or_lost_is_seen() {
     for fault in [Fault::BitFlip, Fault::Drop] {
-        let faulty = || FaultyTransport::new(InProcess::new(), FaultPlan::at_rate(fault, 1.0, 7));
+        let faulty = || FaultyTransport::new(InProcessTransport::new(), FaultPlan::at_rate(fault, 1.0, 7));
         let failed: Vec<String> = cases(&faulty())
             .into_iter()
             .filter(|result| result.status == CaseStatus::Fail)
@@ -72,7 +72,7 @@ fn rates_are_of_what_was_asked_for() {
 
 #[test]
 fn the_table_has_a_line_for_each_link_and_its_trouble() {
-    let [there, back] = measure(&mut over(&InProcess::new()).unwrap(), &EFFORT).unwrap();
+    let [there, back] = measure(&mut over(&InProcessTransport::new()).unwrap(), &EFFORT).unwrap();
     let good = MeasuredLink {
         link: "shm".into(),
         from: "host memory".into(),

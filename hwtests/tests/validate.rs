@@ -10,8 +10,8 @@ use mixfleet_hal::{
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::document::DeviceRecord;
 use mixfleet_hwtests::validate::{
-    CaseStatus, Environment, InProcess, MemoryAsked, PartFile, Plan, Processes, Record, RunOutcome, Settings,
-    Start, Validation, ValidationVerdict, child, package, runner,
+    CaseStatus, Environment, MemoryAsked, PartFile, Plan, Processes, Record, RunOutcome, Settings, Start,
+    StartInProcess, Validation, ValidationVerdict, child, package, runner,
 };
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -191,8 +191,8 @@ fn what_cannot_be_opened_or_started_never_passes() {
     assert_eq!(statuses(&outcome), [("l1.fill", CaseStatus::NotRun)]);
 }
 
-fn in_process() -> InProcess {
-    InProcess { open: Box::new(open) }
+fn in_process() -> StartInProcess {
+    StartInProcess { open: Box::new(open) }
 }
 
 #[test]

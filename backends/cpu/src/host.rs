@@ -1,7 +1,7 @@
 //! Host memory for everyone: mapped files.
 
 #[cfg(target_os = "linux")]
-use crate::lost::Watch;
+use crate::lost::MappedFileWatch;
 use mixfleet_hal::memory::FileStamp;
 use mixfleet_hal::{Error, ErrorKind, FileMapper, HostMemory, Result};
 use std::fs::{self, File, FileType, Metadata};
@@ -28,7 +28,7 @@ struct MappedFile {
     written: Mutex<Option<SystemTime>>,
     /// Ends before the mapping does.
     #[cfg(target_os = "linux")]
-    watch: Option<Watch>,
+    watch: Option<MappedFileWatch>,
     map: Option<memmap2::Mmap>,
 }
 
@@ -39,7 +39,7 @@ impl MappedFile {
 
     fn damage(&self) -> Option<String> {
         #[cfg(target_os = "linux")]
-        if self.watch.as_ref().is_some_and(Watch::has_lost) {
+        if self.watch.as_ref().is_some_and(MappedFileWatch::has_lost) {
             return Some("lost bytes that were in use: it was cut short, or its disk failed".into());
         }
         match self.file.metadata() {
@@ -115,7 +115,7 @@ impl FileMapper for Mapper {
         let map = unsafe { memmap2::MmapOptions::new().len(length).map(&mapped.file)? };
         #[cfg(target_os = "linux")]
         {
-            mapped.watch = Some(Watch::over(&map));
+            mapped.watch = Some(MappedFileWatch::over(&map));
             // best effort: huge pages where the file system has them, and all pages mapped now, at
             // memory speed, instead of one fault at a time under the first prompt
             let _ = map.advise(memmap2::Advice::HugePage);

@@ -31,11 +31,11 @@ static BEFORE_FLAGS: AtomicI32 = AtomicI32::new(0);
 
 /// Keeps the process alive while a mapping may lose its bytes.
 #[derive(Debug)]
-pub(crate) struct Watch(&'static Watched);
+pub(crate) struct MappedFileWatch(&'static Watched);
 
-impl Watch {
+impl MappedFileWatch {
     /// Watches a private, read-only mapping of a file until it is dropped.
-    pub(crate) fn over(mapping: &[u8]) -> Watch {
+    pub(crate) fn over(mapping: &[u8]) -> MappedFileWatch {
         static INSTALLED: Once = Once::new();
         INSTALLED.call_once(install);
         let start = mapping.as_ptr() as usize;
@@ -49,7 +49,7 @@ impl Watch {
         loop {
             node.next = first;
             match FIRST.compare_exchange(first, node, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return Watch(node),
+                Ok(_) => return MappedFileWatch(node),
                 Err(other) => first = other,
             }
         }
@@ -61,7 +61,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for MappedFileWatch {
     fn drop(&mut self) {
         self.0.end.store(0, Ordering::SeqCst);
     }

@@ -5,7 +5,7 @@
 
 use crate::isa::Isa;
 use crate::kernels::{self, Scratch, Worker};
-use crate::program::Program;
+use crate::program::CpuProgram;
 use crate::queue::Timeline;
 use crate::sync::{Barrier, Epoch};
 use crate::topology;
@@ -19,14 +19,14 @@ use std::time::Instant;
 
 /// A batch to run, and where to report.
 pub(crate) struct ThreadJob {
-    pub(crate) program: Arc<Program>,
+    pub(crate) program: Arc<CpuProgram>,
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) ticket: u64,
 }
 
 /// One run of a program, seen by all workers.
 struct Run {
-    program: Arc<Program>,
+    program: Arc<CpuProgram>,
     claims: Vec<AtomicUsize>,
     shared: SharedScratch,
     failed: AtomicBool,
@@ -59,7 +59,7 @@ struct Shared {
 impl Shared {
     /// Whether what a batch read, and all that later ones may read, is what it was. A device whose weights are lost is of no use,
     /// whatever a batch is about: it fails as a whole, and does not answer until its imports are gone.
-    fn check(&self, program: &Program) -> Result<()> {
+    fn check(&self, program: &CpuProgram) -> Result<()> {
         program.buffers().try_for_each(|(buffer, _)| buffer.check())?;
         let mut imports = lock(&self.imports);
         imports.retain(|memory| memory.strong_count() > 0);
@@ -186,7 +186,7 @@ fn lead(shared: &Shared) {
 /// Runs one batch on all workers; the seconds that it took.
 fn run_job(
     shared: &Shared,
-    program: &Arc<Program>,
+    program: &Arc<CpuProgram>,
     scratch: &mut Scratch,
     common: &mut Scratch,
 ) -> Result<f64> {
@@ -293,7 +293,7 @@ struct Guards<'a>(Vec<Guard<'a>>);
 
 impl<'a> Guards<'a> {
     /// Takes all locks, in the order that every program uses: no two can wait for each other.
-    fn lock(program: &'a Program) -> Self {
+    fn lock(program: &'a CpuProgram) -> Self {
         let take = |(buffer, write): (&'a crate::memory::CpuBuffer, bool)| {
             if write {
                 Guard::Write(buffer.lock.write().unwrap_or_else(PoisonError::into_inner))

@@ -33,7 +33,7 @@ pub(crate) struct ProgramStep {
 
 /// A batch, ready to run any number of times.
 #[derive(Debug)]
-pub(crate) struct Program {
+pub(crate) struct CpuProgram {
     pub(crate) steps: Vec<ProgramStep>,
     /// Buffers to lock, in the order of their addresses, with whether they are written.
     buffers: Vec<(Arc<dyn Buffer>, bool)>,
@@ -80,7 +80,7 @@ struct Builder {
     shared_words: usize,
 }
 
-impl Program {
+impl CpuProgram {
     /// Checks and prepares `cmds` for a device of `workers` workers.
     ///
     /// # Errors
@@ -104,7 +104,7 @@ impl Program {
             builder.command(cmd.sig(), &args, &access[..cmd.args().len()]);
         }
         buffers.sort_by_key(|(buffer, _)| Arc::as_ptr(buffer).cast::<u8>() as usize);
-        Ok(Program { steps: builder.steps, buffers, shared_words: builder.shared_words })
+        Ok(CpuProgram { steps: builder.steps, buffers, shared_words: builder.shared_words })
     }
 
     /// The buffers to lock, in an order that all programs share, and whether each is written.

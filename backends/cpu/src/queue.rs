@@ -1,7 +1,7 @@
 //! Queues: tickets, their times and failures, and recorded batches.
 
 use crate::pool::{ThreadJob, ThreadPool};
-use crate::program::Program;
+use crate::program::CpuProgram;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket, command::ClockKind};
 use std::any::Any;
@@ -95,7 +95,7 @@ pub(crate) struct CpuQueue {
 
 /// A prepared batch of one queue.
 struct CpuGraph {
-    program: Arc<Program>,
+    program: Arc<CpuProgram>,
     timeline: Arc<Timeline>,
 }
 
@@ -110,11 +110,11 @@ impl CpuQueue {
         CpuQueue { pool, timeline: Arc::default(), submitted: 0 }
     }
 
-    fn prepare(&self, cmds: &[Cmd]) -> Result<Arc<Program>> {
-        Ok(Arc::new(Program::new(cmds, self.pool.isa(), self.pool.workers())?))
+    fn prepare(&self, cmds: &[Cmd]) -> Result<Arc<CpuProgram>> {
+        Ok(Arc::new(CpuProgram::new(cmds, self.pool.isa(), self.pool.workers())?))
     }
 
-    fn run(&mut self, program: Arc<Program>) -> Ticket {
+    fn run(&mut self, program: Arc<CpuProgram>) -> Ticket {
         self.submitted += 1;
         let ticket = self.submitted;
         self.pool.submit(ThreadJob { program, timeline: self.timeline.clone(), ticket });

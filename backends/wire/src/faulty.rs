@@ -188,7 +188,7 @@ impl FaultyEndpoint {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{HostRegion, InProcess};
+    use crate::{HostRegion, InProcessTransport};
 
     const NOW: Duration = Duration::ZERO;
 
@@ -201,7 +201,7 @@ mod tests {
     /// Moves bytes of ones three times, each to 4 bytes of its own in two pieces; the second one is
     /// struck. Returns what `wait` said of it and what arrived.
     fn three(fault: Fault, reading: bool) -> (Result<()>, Vec<u8>) {
-        let wire = FaultyTransport::new(InProcess::new(), FaultPlan::exactly(fault, 1, 2));
+        let wire = FaultyTransport::new(InProcessTransport::new(), FaultPlan::exactly(fault, 1, 2));
         let (ones, zeros) = regions(12);
         let (here, there) = if reading { (zeros.clone(), ones) } else { (ones, zeros.clone()) };
         let descriptor = wire.register(there, RemoteAccess::ReadWrite).unwrap();
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_hung_write_hangs_until_it_is_given_up() {
-        let wire = FaultyTransport::new(InProcess::new(), FaultPlan::exactly(Fault::Hang, 0, 1));
+        let wire = FaultyTransport::new(InProcessTransport::new(), FaultPlan::exactly(Fault::Hang, 0, 1));
         let (here, there) = regions(1);
         let mut way = wire.connect(here, &wire.register(there, RemoteAccess::Write).unwrap()).unwrap();
         let transfer = way.write(&[Piece { local: 0, remote: 0, bytes: 1 }]).unwrap();
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn empty_payloads_survive_a_flip() {
-        let wire = FaultyTransport::new(InProcess::new(), FaultPlan::exactly(Fault::BitFlip, 0, 1));
+        let wire = FaultyTransport::new(InProcessTransport::new(), FaultPlan::exactly(Fault::BitFlip, 0, 1));
         let (here, there) = regions(1);
         let mut way = wire.connect(here, &wire.register(there, RemoteAccess::Write).unwrap()).unwrap();
         let transfer = way.write(&[]).unwrap();

@@ -1,7 +1,7 @@
 //! Words of the protocols, for those who try them with any bytes.
 
 use crate::answer::GrantStatus;
-use crate::key::Key;
+use crate::key::RegionKey;
 use mixfleet_hal::transport::Descriptor;
 
 /// The first bytes of `bytes`, and zeros where it has fewer.
@@ -16,8 +16,8 @@ pub(crate) fn head<const N: usize>(bytes: &[u8]) -> [u8; N] {
 pub fn words(bytes: &[u8]) {
     let answer = bytes.first().and_then(|byte| GrantStatus::decode(*byte));
     assert!(answer.is_none_or(|answer| GrantStatus::decode(answer as u8) == Some(answer)));
-    if let Some(key) = std::str::from_utf8(bytes).ok().and_then(Key::from_hex) {
-        assert!(Key::from_hex(&key.to_hex()) == Some(key));
+    if let Some(key) = std::str::from_utf8(bytes).ok().and_then(RegionKey::from_hex) {
+        assert!(RegionKey::from_hex(&key.to_hex()) == Some(key));
     }
     #[cfg(unix)]
     crate::tcp::check_words(bytes);

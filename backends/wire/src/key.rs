@@ -7,9 +7,9 @@ pub(crate) const KEY_BYTES: usize = 16;
 
 /// 128 random bits. No `Debug`: it must not get into logs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Key(pub(crate) [u8; KEY_BYTES]);
+pub(crate) struct RegionKey(pub(crate) [u8; KEY_BYTES]);
 
-impl Key {
+impl RegionKey {
     /// A key that nobody can guess.
     ///
     /// # Errors
@@ -18,7 +18,7 @@ impl Key {
         let mut bytes = [0; KEY_BYTES];
         getrandom::fill(&mut bytes)
             .map_err(|error| Error::new(ErrorKind::Other, format!("no random bytes for a key: {error}")))?;
-        Ok(Key(bytes))
+        Ok(RegionKey(bytes))
     }
 
     /// As 32 hexadecimal digits.
@@ -31,7 +31,7 @@ impl Key {
         if text.len() != 2 * KEY_BYTES || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             return None;
         }
-        Some(Key(u128::from_str_radix(text, 16).ok()?.to_be_bytes()))
+        Some(RegionKey(u128::from_str_radix(text, 16).ok()?.to_be_bytes()))
     }
 }
 
@@ -43,12 +43,12 @@ mod tests {
     proptest! {
         #[test]
         fn hex_and_back(bytes: [u8; KEY_BYTES]) {
-            prop_assert!(Key::from_hex(&Key(bytes).to_hex()) == Some(Key(bytes)));
+            prop_assert!(RegionKey::from_hex(&RegionKey(bytes).to_hex()) == Some(RegionKey(bytes)));
         }
 
         #[test]
         fn other_text_is_no_key(text in "[+0-9a-g]{0,31}|[+g-z]{32}|[0-9a-f]{33,40}") {
-            prop_assert!(Key::from_hex(&text).is_none());
+            prop_assert!(RegionKey::from_hex(&text).is_none());
         }
     }
 }

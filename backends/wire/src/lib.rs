@@ -12,19 +12,17 @@
 
 mod answer;
 mod batches;
+#[cfg(unix)]
+pub mod bootstrap;
 mod faulty;
 #[doc(hidden)]
 pub mod fuzzed;
 mod key;
-#[cfg(unix)]
-mod link;
-#[cfg(unix)]
-pub mod lobby;
 mod memory;
 #[cfg(all(feature = "tls", unix))]
 mod named;
 #[cfg(unix)]
-mod place;
+mod pinned;
 #[cfg(unix)]
 mod poll;
 mod region;
@@ -33,6 +31,8 @@ mod security;
 #[cfg(target_os = "linux")]
 mod shm;
 #[cfg(unix)]
+mod stream;
+#[cfg(unix)]
 mod tcp;
 #[cfg(all(feature = "tls", unix))]
 mod tls;
@@ -40,7 +40,7 @@ mod tls;
 pub mod verbs;
 
 pub use faulty::FaultyTransport;
-pub use memory::InProcess;
+pub use memory::InProcessTransport;
 pub use region::HostRegion;
 #[cfg(unix)]
 pub use security::Security;

@@ -17,22 +17,22 @@ const BOUNCE_BYTES: u64 = 64 * 1024;
 
 /// Joins ends that live in one process. A batch copies on the caller's thread and is complete when
 /// `write` or `read` returns; a worker that wants it beside its computing calls from a thread of its own.
-pub struct InProcess {
+pub struct InProcessTransport {
     /// Tells this value's addresses from those of others, in this process and elsewhere.
     tag: u64,
     regions: Mutex<Regions>,
 }
 
-impl Default for InProcess {
+impl Default for InProcessTransport {
     fn default() -> Self {
         let tag = RandomState::new().hash_one(std::process::id());
-        InProcess { tag, regions: Mutex::default() }
+        InProcessTransport { tag, regions: Mutex::default() }
     }
 }
 
 #[derive(Default)]
 struct Regions {
-    by_address: BTreeMap<u64, Arc<Region>>,
+    by_address: BTreeMap<u64, Arc<InProcessRegion>>,
     next_address: u64,
     next_epoch: u64,
 }
@@ -40,19 +40,19 @@ struct Regions {
 /// Registered memory. The grant's lock is held while a batch copies, so that a region that was
 /// deregistered or registered anew is never reached under its old epoch, not even by a batch that
 /// had begun before.
-struct Region {
+struct InProcessRegion {
     memory: Arc<dyn SharedMemory>,
     /// The epoch under which it may be reached, and for what; none: not at all.
     grant: RwLock<Option<(u64, RemoteAccess)>>,
 }
 
-impl Region {
+impl InProcessRegion {
     fn grant(&self, grant: Option<(u64, RemoteAccess)>) {
         *self.grant.write().unwrap_or_else(PoisonError::into_inner) = grant;
     }
 }
 
-impl InProcess {
+impl InProcessTransport {
     /// No region is registered yet. Only ends of this same value reach each other.
     pub fn new() -> Self {
         Self::default()
@@ -64,7 +64,7 @@ impl InProcess {
 }
 
 impl Regions {
-    fn find(&self, tag: u64, descriptor: &Descriptor) -> Result<(u64, Arc<Region>)> {
+    fn find(&self, tag: u64, descriptor: &Descriptor) -> Result<(u64, Arc<InProcessRegion>)> {
         let Descriptor { transport, address, .. } = descriptor;
         let parts = address.split_once('/').filter(|_| transport == NAME);
         let parts = parts.and_then(|(tag, at)| Some((u64::from_str_radix(tag, 16).ok()?, at.parse().ok()?)));
@@ -80,7 +80,7 @@ impl Regions {
     }
 }
 
-impl Transport for InProcess {
+impl Transport for InProcessTransport {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -92,7 +92,8 @@ impl Transport for InProcess {
         let epoch = regions.next_epoch;
         regions.next_epoch += 1;
         let bytes = memory.size_bytes();
-        let same = |region: &Region| std::ptr::addr_eq(Arc::as_ptr(&region.memory), Arc::as_ptr(&memory));
+        let same =
+            |region: &InProcessRegion| std::ptr::addr_eq(Arc::as_ptr(&region.memory), Arc::as_ptr(&memory));
         let known = regions.by_address.iter().find(|(_, region)| same(region));
         let address = match known {
             Some((&address, region)) => {
@@ -102,7 +103,7 @@ impl Transport for InProcess {
             None => {
                 let address = regions.next_address;
                 regions.next_address += 1;
-                let region = Region { memory, grant: RwLock::new(Some((epoch, access))) };
+                let region = InProcessRegion { memory, grant: RwLock::new(Some((epoch, access))) };
                 regions.by_address.insert(address, Arc::new(region));
                 address
             }
@@ -150,7 +151,7 @@ enum Direction {
 struct InProcessEndpoint {
     local: Arc<dyn SharedMemory>,
     address: u64,
-    region: Arc<Region>,
+    region: Arc<InProcessRegion>,
     epoch: u64,
     /// Between the two memories, so that no lock is held while another is waited for.
     bounce: Vec<u8>,
@@ -236,7 +237,7 @@ mod tests {
 
     #[test]
     fn memory_that_is_registered_anew_keeps_its_address() {
-        let (wire, memory) = (InProcess::new(), Arc::new(HostRegion::new(4).unwrap()));
+        let (wire, memory) = (InProcessTransport::new(), Arc::new(HostRegion::new(4).unwrap()));
         let old = wire.register(memory.clone(), RemoteAccess::Write).unwrap();
         let new = wire.register(memory.clone(), RemoteAccess::Write).unwrap();
         assert_eq!((&old.address, old.epoch == new.epoch), (&new.address, false));
@@ -246,7 +247,7 @@ mod tests {
 
     #[test]
     fn a_region_of_another_process_is_not_taken_for_ones_own() {
-        let (here, there) = (InProcess::new(), InProcess::new());
+        let (here, there) = (InProcessTransport::new(), InProcessTransport::new());
         let memory = Arc::new(HostRegion::new(4).unwrap());
         let theirs = there.register(memory.clone(), RemoteAccess::Write).unwrap();
         here.register(Arc::new(HostRegion::new(4).unwrap()), RemoteAccess::Write).unwrap();

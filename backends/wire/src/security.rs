@@ -1,6 +1,6 @@
 //! Who may talk to whom over a socket.
 
-use crate::link::SecureStream;
+use crate::stream::SecureStream;
 #[cfg(feature = "tls")]
 use crate::tls::TlsIdentity;
 use mixfleet_hal::{Error, Result};

@@ -1,7 +1,7 @@
 //! Mutual TLS: who has no certificate of the fleet's authority, with the fleet's name, neither reads nor writes.
 
-use crate::link::{SecureStream, remaining};
 use crate::named::{NamedClients, NamedServers};
+use crate::stream::{SecureStream, remaining};
 use mixfleet_hal::{Error, Result};
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::ServerCertVerifier;

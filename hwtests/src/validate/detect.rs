@@ -12,7 +12,7 @@ use super::performance;
 use super::protocol::{ChildMessage, MemoryAsked, Settings};
 use super::runner::{self, Plan};
 use super::soak;
-use super::start::InProcess;
+use super::start::StartInProcess;
 use crate::bench::Trouble;
 use crate::profile::{ProfileLevel, ProfileOptions, TimeSource};
 use mixfleet_hal::Device;
@@ -217,7 +217,7 @@ impl<'a> Bed<'a> {
             }
             5 => self.soaked(&*device),
             _ => {
-                let start = InProcess { open: Box::new(move |_| Ok(device.clone())) };
+                let start = StartInProcess { open: Box::new(move |_| Ok(device.clone())) };
                 runner::run(&self.plan, &start, &[], &mut |_| {}).cases
             }
         };

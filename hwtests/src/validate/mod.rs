@@ -44,4 +44,4 @@ pub use part::PartFile;
 pub use protocol::{DeviceFact, MemoryAsked, Settings, ValidationEffort};
 pub use runner::{Plan, Record, RunOutcome, groups};
 pub use soak::{Baseline, SoakPhase, SoakSample};
-pub use start::{InProcess, Open, Processes, Start};
+pub use start::{Open, Processes, Start, StartInProcess};

@@ -185,14 +185,14 @@ fn name_of(signal: i32) -> &'static str {
 
 /// Children in this process, one after the other, each with a device from `open`: for tests, and for a
 /// device that is known to be safe.
-pub struct InProcess {
+pub struct StartInProcess {
     /// Opens the device that a selector names.
     pub open: Box<Open>,
 }
 
 struct Finished(VecDeque<ChildMessage>, String);
 
-impl Start for InProcess {
+impl Start for StartInProcess {
     fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn ChildProcess>> {
         let mut lines = VecDeque::new();
         let run = std::panic::AssertUnwindSafe(|| match (self.open)(&assignment.device) {

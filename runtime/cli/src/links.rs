@@ -4,14 +4,14 @@ use mixfleet_hal::Result;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::Transport;
 use mixfleet_hwtests::validate::runner::LINKS;
-use mixfleet_wire::{HostRegion, InProcess, Security, Shm, Tcp, TcpConfig};
+use mixfleet_wire::{HostRegion, InProcessTransport, Security, Shm, Tcp, TcpConfig};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
 /// The transport of this name, or why there is none.
 pub(crate) fn open(name: &str) -> std::result::Result<Arc<dyn Transport>, String> {
     match name {
-        "memory" => Ok(Arc::new(InProcess::new())),
+        "memory" => Ok(Arc::new(InProcessTransport::new())),
         "shm" => Shm::new().map(|shm| Arc::new(shm) as _).map_err(|error| error.to_string()),
         "tcp" => {
             Tcp::new(TcpConfig::loopback()).map(|tcp| Arc::new(tcp) as _).map_err(|error| error.to_string())

@@ -23,7 +23,7 @@ use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::cost::{Coefficients, CostModel};
 use mixfleet_scheduler::fleet::Role;
-use mixfleet_wire::{HostRegion, InProcess};
+use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -105,7 +105,7 @@ pub(crate) fn engine(
         identity,
         config: Arc::new(model.checkpoint.config.clone()),
         instances,
-        links: links(vec![Arc::new(InProcess::new())]),
+        links: links(vec![Arc::new(InProcessTransport::new())]),
         limits: choice.engine,
         events: choice.events,
         placements,

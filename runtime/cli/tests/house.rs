@@ -1,6 +1,7 @@
 //! The rules of the house: who may import whom, and what no source file may hold.
 
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// A crate's place and what it may import. A dev-dependency is free.
@@ -49,7 +50,7 @@ const ROOMS: &[Room] = &[
     },
     Room {
         name: "mixfleet-simulated",
-        directory: "backends/sim",
+        directory: "backends/simulated",
         rooms: &[HAL, "mixfleet-cpu"],
         outside: Some(&["half", "memmap2", "tracing"]),
     },
@@ -131,6 +132,40 @@ const LINES_MAX: usize = 600;
 
 /// Files that read better long, each with the reason.
 const LONG: &[(&str, &str)] = &[];
+
+/// Words that meant many things once: no two types of any visibility may have one of them as their name.
+const OVERLOADED: &[&str] =
+    &["Access", "HandOff", "Line", "Link", "Load", "Pool", "Role", "Running", "Step", "Way"];
+
+/// Names that more than one type has, each with the reason.
+const HOMONYMS: &[(&str, &str)] = &[
+    ("Access", "to be renamed: a request's permissions, and a log record of the pool"),
+    ("Action", "the two machines of the scheduler have one form; it is written with its module"),
+    ("Candidate", "to be renamed: a device class, and a placement that was compared"),
+    ("Class", "to be renamed: a class of requests in FLEET.toml, and one of devices"),
+    ("Error", "each crate has one; it is written with its crate or module"),
+    ("Event", "the two machines of the scheduler have one form; it is written with its module"),
+    ("HandOff", "to be renamed: the engine's order, and the scheduler's way to move KV"),
+    ("Instance", "the two machines of the scheduler each describe one; it is written with its module"),
+    ("Line", "to be renamed: rows of tables and of trace files"),
+    ("Link", "to be renamed: links of FLEET.toml, of the scheduler and of the simulated registry"),
+    ("Load", "to be renamed: an instance's load in either machine of the scheduler"),
+    ("Members", "to be renamed: members of a class, and members of a fleet"),
+    ("Model", "to be renamed: the model of FLEET.toml, of a trace and of a session"),
+    ("Outcome", "to be renamed: how a request ended, and how a decision did"),
+    ("Part", "to be renamed: a piece of hardware, and a piece of a model's graph"),
+    ("Pool", "to be renamed: the KV pool, a [[pool]] of FLEET.toml, and threads of the API"),
+    ("Prefill", "to be renamed: a cost, and a statistic of a trace"),
+    ("Quantiles", "to be renamed: of a simulation's results, and of a generated trace"),
+    ("Refusal", "to be renamed: a session's, and a batch's"),
+    ("Result", "each crate has one; it is written with its crate or module"),
+    ("Running", "to be renamed: requests, sessions and generators at work"),
+    ("Sampled", "to be renamed: a token with its log probability, and an event of a batch"),
+    ("Session", "to be renamed: a conversation of a trace, and a connection between processes"),
+    ("Step", "to be renamed: steps of a batch, of a graph, of a log and of an agent"),
+    ("Tier", "to be renamed: a tier of FLEET.toml, and the kind of memory of the index"),
+    ("Way", "to be renamed: a route of a transfer, and the direction of a tier's copy"),
+];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the workspace exists")
@@ -296,4 +331,84 @@ fn long_files_are_listed_with_a_reason() {
     let stale = LONG.iter().filter(|(known, _)| !long.iter().any(|(path, _)| path == known));
     errors.extend(stale.map(|(known, _)| format!("{known} is listed in LONG and is not long")));
     assert_none(&errors, "long files");
+}
+
+/// The visibility and the name of the type that a line declares, if it declares one.
+fn declared_type(line: &str) -> Option<(bool, &str)> {
+    let line = line.trim_start();
+    let (public, rest) = match line.strip_prefix("pub") {
+        Some(rest) if rest.starts_with(' ') => (true, rest),
+        Some(rest) => (false, rest.strip_prefix('(')?.split_once(')')?.1),
+        None => (false, line),
+    };
+    let rest = rest.trim_start();
+    let rest = rest.strip_prefix("unsafe ").unwrap_or(rest);
+    let (keyword, rest) = rest.split_once(' ')?;
+    // without `pub`, `type` is an associated type more often than not
+    let is_type = matches!(keyword, "struct" | "enum" | "union" | "trait") || keyword == "type" && public;
+    let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+    (is_type && end > 0).then(|| (public, &rest[..end]))
+}
+
+/// Where each name stands that two public types have, or two types of any visibility if it is overloaded.
+fn homonyms(sources: &[(String, String)]) -> BTreeMap<String, Vec<String>> {
+    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (path, text) in sources {
+        for (i, line) in text.lines().enumerate() {
+            let Some((public, name)) = declared_type(line) else { continue };
+            if public || OVERLOADED.contains(&name) {
+                found.entry(name.to_owned()).or_default().push(format!("{path}:{}", i + 1));
+            }
+        }
+    }
+    found.retain(|_, places| places.len() > 1);
+    found
+}
+
+/// Whether a file is part of a crate's library or binary.
+fn is_product(path: &str) -> bool {
+    let in_source = path.split('/').any(|part| part == "src");
+    in_source && !path.ends_with("/tests.rs") && !path.ends_with("_tests.rs")
+}
+
+#[test]
+fn a_public_type_has_a_name_of_its_own() {
+    let sources: Vec<_> = sources().into_iter().filter(|(path, _)| is_product(path)).collect();
+    let homonyms = homonyms(&sources);
+    let listed = |name: &str| HOMONYMS.iter().any(|(known, reason)| *known == name && !reason.is_empty());
+    let mut errors: Vec<String> = homonyms
+        .iter()
+        .filter(|(name, _)| !listed(name))
+        .map(|(name, places)| format!("{name} is declared in {}: rename all but one", places.join(", ")))
+        .collect();
+    let stale = HOMONYMS.iter().filter(|(known, _)| !homonyms.contains_key(*known));
+    errors.extend(stale.map(|(known, _)| format!("{known} is listed in HOMONYMS and is declared once")));
+    assert_none(&errors, "names that mean more than one thing");
+}
+
+#[test]
+fn homonyms_are_seen() {
+    for (line, declared) in [
+        ("pub struct Block<T> {", Some((true, "Block"))),
+        ("    pub unsafe trait Pod: Copy {}", Some((true, "Pod"))),
+        ("pub type Bytes = Vec<u8>;", Some((true, "Bytes"))),
+        ("pub(in crate::kv) enum Tier {", Some((false, "Tier"))),
+        ("struct Unit;", Some((false, "Unit"))),
+        ("    type Item = u8;", None),
+        ("// pub struct Old;", None),
+        ("pub fn structure() {", None),
+        ("use enum_map::EnumMap;", None),
+    ] {
+        assert_eq!(declared_type(line), declared, "{line}");
+    }
+    let sources = |texts: &[&str]| -> Vec<(String, String)> {
+        texts.iter().enumerate().map(|(i, text)| (format!("{i}.rs"), (*text).to_owned())).collect()
+    };
+    let nested = "mod inner {\n    pub enum Block {\n    }\n}\n";
+    let found = homonyms(&sources(&["pub struct Block;\n", nested]));
+    assert_eq!(found["Block"], ["0.rs:1", "1.rs:2"]);
+    assert!(
+        homonyms(&sources(&["pub struct Block;\n", "pub(crate) struct Block;\nstruct Block;\n"])).is_empty()
+    );
+    assert_eq!(homonyms(&sources(&["struct Way;\n", "pub(crate) enum Way {\n"])).len(), 1);
 }

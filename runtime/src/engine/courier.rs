@@ -402,14 +402,14 @@ mod tests {
     use mixfleet_hal::transport::Descriptor;
     use mixfleet_hal::{BufferUsage, DType, Device};
     use mixfleet_hwtests::reference::ReferenceDevice;
-    use mixfleet_wire::{FaultyTransport, HostRegion, InProcess};
+    use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
 
     const HERE: InstanceId = InstanceId(1);
     const THERE: InstanceId = InstanceId(2);
     const LIMITS: HandOffLimits = HandOffLimits { slot_bytes: 8, slots: 2, timeout: Duration::from_secs(5) };
 
     /// The in-process transport under another name and with a plan of faults.
-    struct Named(&'static str, FaultyTransport<InProcess>);
+    struct Named(&'static str, FaultyTransport<InProcessTransport>);
 
     impl Transport for Named {
         fn name(&self) -> &'static str {
@@ -428,7 +428,7 @@ mod tests {
 
     fn links(plans: Vec<(&'static str, FaultPlan)>) -> Links {
         let named = |(name, plan)| {
-            Arc::new(Named(name, FaultyTransport::new(InProcess::new(), plan))) as Arc<dyn Transport>
+            Arc::new(Named(name, FaultyTransport::new(InProcessTransport::new(), plan))) as Arc<dyn Transport>
         };
         Links {
             transports: plans.into_iter().map(named).collect(),
@@ -483,7 +483,7 @@ mod tests {
         for links in [&mut ours, &mut theirs] {
             // Only ends of the same value reach each other.
             let own: Arc<dyn Transport> =
-                Arc::new(Named("a", FaultyTransport::new(InProcess::new(), FaultPlan::default())));
+                Arc::new(Named("a", FaultyTransport::new(InProcessTransport::new(), FaultPlan::default())));
             links.transports = [vec![own], common.clone()].concat();
         }
         let (mut here, mut there) = (courier(ours), courier(theirs));

@@ -15,7 +15,7 @@ use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
-use mixfleet_wire::{HostRegion, InProcess};
+use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ fn process(env: &SeededEnv, checkpoint: &Checkpoint, metrics: &Metrics) -> mixfl
         env: Arc::new(env.clone()),
         model: model(),
         instances: vec![(OWN, loaded, CostModel::Coefficients(cost))],
-        links: Links { transports: vec![Arc::new(InProcess::new())], make_region: Arc::new(region) },
+        links: Links { transports: vec![Arc::new(InProcessTransport::new())], make_region: Arc::new(region) },
         hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, ..HandOffLimits::default() },
         metrics: metrics.clone(),
     }

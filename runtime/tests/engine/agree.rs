@@ -24,7 +24,7 @@ use mixfleet_sim::fleet_file::{Class, Members, Promise, TbtMetric};
 use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_simulated::TimeOnlyDevice;
-use mixfleet_wire::{HostRegion, InProcess};
+use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -35,7 +35,7 @@ const SEQUENCES_MAX: u32 = 32;
 const REQUESTS: usize = 200;
 
 /// No way between instances.
-struct Apart(InProcess);
+struct Apart(InProcessTransport);
 
 impl Transport for Apart {
     fn name(&self) -> &'static str {
@@ -186,8 +186,11 @@ fn start(
         (loaded, cost)
     };
     let instances = scene.parts.iter().enumerate().map(instance).collect();
-    let transport: Arc<dyn Transport> =
-        if scene.joined { Arc::new(InProcess::new()) } else { Arc::new(Apart(InProcess::new())) };
+    let transport: Arc<dyn Transport> = if scene.joined {
+        Arc::new(InProcessTransport::new())
+    } else {
+        Arc::new(Apart(InProcessTransport::new()))
+    };
     let shared: SharedEnv = Arc::new(env.clone());
     let parts = EngineParts {
         identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),

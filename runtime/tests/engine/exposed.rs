@@ -13,7 +13,7 @@ use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::request::Update;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::TimeOnlyDevice;
-use mixfleet_wire::InProcess;
+use mixfleet_wire::InProcessTransport;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ const PROMPT_TOKENS: u32 = 120;
 /// Ways that take their time, whatever the sender does meanwhile. What is sent is there before its time; nobody looks
 /// before the sender says so.
 struct Paced {
-    memory: InProcess,
+    memory: InProcessTransport,
     env: SeededEnv,
     bytes_per_s: f64,
 }
@@ -116,7 +116,7 @@ fn hand_off(checkpoint: &Checkpoint, bytes_per_s: f64, timeout: Duration) -> Met
     let fleet = Fleet::new(checkpoint.clone())
         .with_device(Role::Prefill, device(0))
         .with_device(Role::Decode, device(1))
-        .transport(Arc::new(Paced { memory: InProcess::new(), env: env.clone(), bytes_per_s }))
+        .transport(Arc::new(Paced { memory: InProcessTransport::new(), env: env.clone(), bytes_per_s }))
         .hand_off_timeout(timeout);
     let handle = fleet.start(Arc::new(env.clone()));
     let prompt = prompt(PROMPT_TOKENS, 3, &checkpoint.config);

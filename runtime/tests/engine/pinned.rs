@@ -14,7 +14,7 @@ use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_scheduler::fleet::Role as FleetRole;
 use mixfleet_simulated::FaultyDevice;
-use mixfleet_wire::InProcess;
+use mixfleet_wire::InProcessTransport;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
@@ -117,7 +117,7 @@ impl Device for Pinning {
 
 /// The in-process transport, which looks at what is pinned when it fences.
 struct Fencing {
-    inner: InProcess,
+    inner: InProcessTransport,
     host: SharedHost,
     addresses: Mutex<HashMap<u64, usize>>,
 }
@@ -153,7 +153,8 @@ fn served(roles: [FleetRole; 2], faults: FaultPlan, refuses: bool) -> Host {
         let inner = Arc::new(FaultyDevice::new(Arc::new(ReferenceDevice::named(id)), faults));
         Arc::new(Pinning { inner, host: host.clone(), refuses, kv: Mutex::default() })
     };
-    let fencing = Fencing { inner: InProcess::new(), host: host.clone(), addresses: Mutex::default() };
+    let fencing =
+        Fencing { inner: InProcessTransport::new(), host: host.clone(), addresses: Mutex::default() };
     let fleet = Fleet::new(checkpoint.clone())
         .transport(Arc::new(fencing))
         .with_device(roles[0], device("device0", faults))

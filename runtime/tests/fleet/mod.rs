@@ -27,7 +27,7 @@ use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sam
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{Policy, Role};
 use mixfleet_simulated::FaultyDevice;
-use mixfleet_wire::{FaultyTransport, HostRegion, InProcess};
+use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
 use std::future::ready;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -170,7 +170,7 @@ impl Fleet {
             checkpoint,
             members: Vec::new(),
             blocks: 64,
-            transport: Arc::new(InProcess::new()),
+            transport: Arc::new(InProcessTransport::new()),
             hand_off_timeout: HandOffLimits::default().timeout,
             metrics: Metrics::new(),
             policy: Policy::default(),
@@ -284,7 +284,7 @@ impl Fleet {
     }
 
     pub(crate) fn faults(self, faults: FaultPlan) -> Self {
-        self.transport(Arc::new(FaultyTransport::new(InProcess::new(), faults)))
+        self.transport(Arc::new(FaultyTransport::new(InProcessTransport::new(), faults)))
     }
 
     pub(crate) fn transport(mut self, transport: Arc<dyn Transport>) -> Self {

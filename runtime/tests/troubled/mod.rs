@@ -30,7 +30,7 @@ use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_simulated::{FaultyDevice, TimeOnlyDevice, VirtualClock};
-use mixfleet_wire::{FaultyTransport, InProcess};
+use mixfleet_wire::{FaultyTransport, InProcessTransport};
 use network::Cut;
 use partitions::Deaf;
 use std::collections::{BTreeMap, VecDeque};
@@ -140,7 +140,7 @@ struct World {
     kinds: Arc<[Kind]>,
     workload: Arc<Workload>,
     registry: SimRegistry,
-    transport: Arc<Fences<FaultyTransport<InProcess>>>,
+    transport: Arc<Fences<FaultyTransport<InProcessTransport>>>,
     metrics: Metrics,
     state: Arc<Mutex<State>>,
 }
@@ -170,7 +170,10 @@ impl World {
             env: env.clone(),
             kinds: kinds.into(),
             registry: SimRegistry::new(&shared, workload.registry()),
-            transport: Arc::new(Fences::new(FaultyTransport::new(InProcess::new(), workload.wires(seed)))),
+            transport: Arc::new(Fences::new(FaultyTransport::new(
+                InProcessTransport::new(),
+                workload.wires(seed),
+            ))),
             workload: Arc::new(workload.clone()),
             metrics: Metrics::new(),
             state: Arc::default(),

@@ -8,7 +8,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::fleet::registry::sim::Link;
-use mixfleet_wire::{FaultyTransport, InProcess};
+use mixfleet_wire::{FaultyTransport, InProcessTransport};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -104,7 +104,7 @@ pub(super) fn router_host(number: u64) -> String {
 
 /// The way of one host's KV to others': nothing comes through a partition.
 pub(super) struct Parted {
-    pub(super) inner: Arc<Fences<FaultyTransport<InProcess>>>,
+    pub(super) inner: Arc<Fences<FaultyTransport<InProcessTransport>>>,
     pub(super) world: World,
     pub(super) host: String,
 }

@@ -10,23 +10,23 @@ const PAGE_BYTES: usize = 4096;
 /// A page that both processes map: two flags, of which each side writes one and reads the other (Dekker's
 /// way). Either the user sees that the grant is over before it copies, or the owner sees that it copies.
 /// The flags lie in the page, so this holds for a process that is stopped at any instruction and goes on later.
-pub(super) struct Control {
+pub(super) struct CopyFlags {
     map: memmap2::MmapRaw,
 }
 
-impl Control {
+impl CopyFlags {
     /// A page in which nothing is revoked, and the file to pass on.
     pub(super) fn new() -> Result<(Self, File)> {
         let refused = |error| Error::new(ErrorKind::OutOfMemory, format!("a page for a peer: {error}"));
         let file = nameless_file(PAGE_BYTES as u64).map_err(refused)?;
         let file = file.ok_or_else(|| Error::unsupported("this system has no files without a name"))?;
-        let control = Control::open(&file).map_err(refused)?;
+        let control = CopyFlags::open(&file).map_err(refused)?;
         Ok((control, file))
     }
 
     /// The page that the owner passed on. Its length has been checked.
     pub(super) fn open(file: &File) -> std::io::Result<Self> {
-        Ok(Control { map: memmap2::MmapOptions::new().len(PAGE_BYTES).map_raw(file)? })
+        Ok(CopyFlags { map: memmap2::MmapOptions::new().len(PAGE_BYTES).map_raw(file)? })
     }
 
     /// Bytes that the file must have.
@@ -83,8 +83,8 @@ mod tests {
     #[test]
     fn nothing_is_copied_after_the_owner_saw_no_copy() {
         for round in 0..200 {
-            let (owner, file) = Control::new().unwrap();
-            let user = Control::open(&file).unwrap();
+            let (owner, file) = CopyFlags::new().unwrap();
+            let user = CopyFlags::open(&file).unwrap();
             let copies = AtomicU64::new(0);
             std::thread::scope(|scope| {
                 scope.spawn(|| while user.copy(|| _ = copies.fetch_add(1, Ordering::Relaxed)) {});
@@ -105,8 +105,8 @@ mod tests {
 
     #[test]
     fn a_copy_under_way_is_seen_from_the_other_side() {
-        let (owner, file) = Control::new().unwrap();
-        let user = Control::open(&file).unwrap();
+        let (owner, file) = CopyFlags::new().unwrap();
+        let user = CopyFlags::open(&file).unwrap();
         assert!(user.copy(|| assert!(owner.is_copying())) && !owner.is_copying());
         owner.revoke();
         assert!(user.is_over() && !user.copy(|| unreachable!()));

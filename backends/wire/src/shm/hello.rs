@@ -1,7 +1,7 @@
 //! What two processes say to each other over a unix socket before they share pages.
 
 use crate::answer::GrantStatus;
-use crate::key::{KEY_BYTES, Key};
+use crate::key::{KEY_BYTES, RegionKey};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
@@ -11,12 +11,12 @@ use std::os::unix::net::UnixStream;
 const MAGIC: [u8; 8] = *b"mfshm\0\0\x01";
 
 /// The user's first and only word: which region it wants, by its key and epoch.
-pub(super) struct Hello {
-    pub(super) key: Key,
+pub(super) struct ShmHello {
+    pub(super) key: RegionKey,
     pub(super) epoch: u64,
 }
 
-impl Hello {
+impl ShmHello {
     /// Bytes of a hello.
     pub(super) const BYTES: usize = 8 + KEY_BYTES + 8;
 
@@ -32,7 +32,7 @@ impl Hello {
         let (magic, rest) = bytes.split_first_chunk()?;
         let (key, rest) = rest.split_first_chunk()?;
         let (epoch, _) = rest.split_first_chunk()?;
-        (*magic == MAGIC).then_some(Hello { key: Key(*key), epoch: u64::from_le_bytes(*epoch) })
+        (*magic == MAGIC).then_some(ShmHello { key: RegionKey(*key), epoch: u64::from_le_bytes(*epoch) })
     }
 }
 
@@ -41,7 +41,7 @@ impl Hello {
 /// # Panics
 /// When it is another one once it is written.
 pub(crate) fn check_words(bytes: &[u8]) {
-    if let Some(hello) = Hello::decode(&crate::fuzzed::head(bytes)) {
+    if let Some(hello) = ShmHello::decode(&crate::fuzzed::head(bytes)) {
         assert_eq!(hello.encode(), crate::fuzzed::head(bytes));
     }
 }
@@ -153,16 +153,16 @@ mod tests {
     proptest! {
         #[test]
         fn a_hello_is_read_as_it_was_written(key: [u8; KEY_BYTES], epoch: u64) {
-            let read = Hello::decode(&Hello { key: Key(key), epoch }.encode()).unwrap();
-            prop_assert!(read.key == Key(key) && read.epoch == epoch);
+            let read = ShmHello::decode(&ShmHello { key: RegionKey(key), epoch }.encode()).unwrap();
+            prop_assert!(read.key == RegionKey(key) && read.epoch == epoch);
         }
     }
 
     #[test]
     fn a_hello_of_another_version_is_none() {
-        let mut bytes = Hello { key: Key([1; KEY_BYTES]), epoch: 7 }.encode();
+        let mut bytes = ShmHello { key: RegionKey([1; KEY_BYTES]), epoch: 7 }.encode();
         bytes[7] += 1;
-        assert!(Hello::decode(&bytes).is_none());
+        assert!(ShmHello::decode(&bytes).is_none());
     }
 
     #[test]

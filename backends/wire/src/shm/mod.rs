@@ -9,16 +9,16 @@
 
 mod control;
 mod hello;
+mod mapping;
 mod server;
-mod way;
 
 pub(crate) use hello::check_words;
 
-use crate::key::Key;
+use crate::key::RegionKey;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
-use server::{Region, Server};
+use server::{ShmRegion, ShmServer};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::SocketAddr;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ const NAME: &str = "shm";
 /// `deregister` says so with `Timeout` and may be called again; the memory must not be used for anything else
 /// until it succeeds.
 pub struct Shm {
-    server: Server,
+    server: ShmServer,
     host: String,
     next_epoch: AtomicU64,
 }
@@ -46,8 +46,9 @@ impl Shm {
     /// # Errors
     /// `Unsupported` where the system lacks what is needed; `Other` with what failed.
     pub fn new() -> Result<Self> {
-        let epoch = u64::from_le_bytes(Key::random()?.0[..8].try_into().expect("eight of sixteen bytes"));
-        Ok(Shm { server: Server::start()?, host: host()?, next_epoch: AtomicU64::new(epoch) })
+        let epoch =
+            u64::from_le_bytes(RegionKey::random()?.0[..8].try_into().expect("eight of sixteen bytes"));
+        Ok(Shm { server: ShmServer::start()?, host: host()?, next_epoch: AtomicU64::new(epoch) })
     }
 }
 
@@ -63,7 +64,7 @@ fn host() -> Result<String> {
 struct Address {
     host: String,
     socket: String,
-    key: Key,
+    key: RegionKey,
 }
 
 impl Address {
@@ -79,7 +80,7 @@ impl Address {
         let parts: Vec<&str> = descriptor.address.split('/').collect();
         match parts[..] {
             [host, socket, key] if descriptor.transport == NAME => {
-                let key = Key::from_hex(key).ok_or_else(foreign)?;
+                let key = RegionKey::from_hex(key).ok_or_else(foreign)?;
                 Ok(Address { host: host.into(), socket: socket.into(), key })
             }
             _ => Err(foreign()),
@@ -107,9 +108,9 @@ impl Transport for Shm {
                 "memory whose file can be cut is not shared: seal its length (F_SEAL_SHRINK)",
             ));
         }
-        let key = Key::random()?;
+        let key = RegionKey::random()?;
         let epoch = self.next_epoch.fetch_add(1, Ordering::Relaxed);
-        self.server.add(key, Region::new(memory, access, epoch))?;
+        self.server.add(key, ShmRegion::new(memory, access, epoch))?;
         let address = Address { host: self.host.clone(), socket: self.server.name().into(), key };
         Ok(Descriptor { transport: NAME.into(), address: address.encode(), epoch, bytes })
     }
@@ -126,7 +127,7 @@ impl Transport for Shm {
                 "the region is on another host, or this one was started anew; use a transport that reaches it",
             ));
         }
-        Ok(Box::new(way::ShmMapping::open(local, &address, region)?))
+        Ok(Box::new(mapping::ShmMapping::open(local, &address, region)?))
     }
 }
 
@@ -145,7 +146,7 @@ mod tests {
         let elsewhere =
             with(Address { host: "another".into(), socket: address.socket.clone(), key: address.key });
         assert_eq!(kind(elsewhere), ErrorKind::Unsupported);
-        let (host, key) = (address.host.clone(), Key([7; 16]));
+        let (host, key) = (address.host.clone(), RegionKey([7; 16]));
         assert_eq!(kind(with(Address { host, socket: address.socket.clone(), key })), ErrorKind::Closed);
         let (host, socket) = (address.host, "mixfleet-nobody".into());
         assert_eq!(kind(with(Address { host, socket, key: address.key })), ErrorKind::Closed);

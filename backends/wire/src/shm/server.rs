@@ -1,10 +1,10 @@
 //! The passive end: one thread that hands out regions, and takes them back.
 
-use super::control::Control;
-use super::hello::{Hello, send_answer, user_of};
+use super::control::CopyFlags;
+use super::hello::{ShmHello, send_answer, user_of};
 use super::socket_address;
 use crate::answer::GrantStatus;
-use crate::key::Key;
+use crate::key::RegionKey;
 use crate::poll;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::RemoteAccess;
@@ -28,7 +28,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 const COPY_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Memory that peers may map.
-pub(super) struct Region {
+pub(super) struct ShmRegion {
     memory: Arc<dyn SharedMemory>,
     access: RemoteAccess,
     epoch: u64,
@@ -45,7 +45,7 @@ struct Peers {
 /// A process that has mapped a region.
 struct Peer {
     socket: UnixStream,
-    control: Control,
+    control: CopyFlags,
 }
 
 impl Peer {
@@ -58,9 +58,9 @@ impl Peer {
     }
 }
 
-impl Region {
+impl ShmRegion {
     pub(super) fn new(memory: Arc<dyn SharedMemory>, access: RemoteAccess, epoch: u64) -> Self {
-        Region { memory, access, epoch, peers: Mutex::default() }
+        ShmRegion { memory, access, epoch, peers: Mutex::default() }
     }
 
     fn peers(&self) -> MutexGuard<'_, Peers> {
@@ -82,7 +82,7 @@ impl Region {
             std::thread::yield_now();
         }
         if !stuck.is_empty() && self.access.may_write() {
-            crate::place::renew(&*self.memory).map_err(|error| {
+            crate::pinned::renew(&*self.memory).map_err(|error| {
                 let detail = format!(
                     "a peer is stopped in the middle of a copy, and its pages cannot be replaced ({error}): \
                      leave this memory unused, end that process, or try again"
@@ -101,7 +101,7 @@ impl Region {
             return Err(refuse(&socket, GrantStatus::Unknown));
         }
         let exhausted = |_| GrantStatus::Exhausted;
-        let given = Control::new().map_err(exhausted).and_then(|(control, control_file)| {
+        let given = CopyFlags::new().map_err(exhausted).and_then(|(control, control_file)| {
             let file = self.memory.mapping().and_then(|mapping| mapping.fd).ok_or(GrantStatus::Exhausted)?;
             Ok((file, control, control_file))
         });
@@ -127,10 +127,10 @@ fn refuse(socket: &UnixStream, answer: GrantStatus) -> GrantStatus {
     answer
 }
 
-type Regions = Mutex<BTreeMap<Key, Arc<Region>>>;
+type Regions = Mutex<BTreeMap<RegionKey, Arc<ShmRegion>>>;
 
 /// The thread, its socket's name, and what it hands out.
-pub(super) struct Server {
+pub(super) struct ShmServer {
     name: String,
     regions: Arc<Regions>,
     /// Wakes the thread, and ends it when it closes.
@@ -138,14 +138,14 @@ pub(super) struct Server {
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
-fn lock(regions: &Regions) -> MutexGuard<'_, BTreeMap<Key, Arc<Region>>> {
+fn lock(regions: &Regions) -> MutexGuard<'_, BTreeMap<RegionKey, Arc<ShmRegion>>> {
     regions.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Server {
+impl ShmServer {
     pub(super) fn start() -> Result<Self> {
         let failed = |error: io::Error| Error::new(ErrorKind::Other, format!("serve shared memory: {error}"));
-        let name = format!("mixfleet-{}", Key::random()?.to_hex());
+        let name = format!("mixfleet-{}", RegionKey::random()?.to_hex());
         let listener = UnixListener::bind_addr(&socket_address(&name)?).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let (wake, woken) = UnixStream::pair().map_err(failed)?;
@@ -153,7 +153,7 @@ impl Server {
         let mut desk = Desk { listener, woken, regions: regions.clone(), strangers: Vec::new() };
         let thread =
             std::thread::Builder::new().name("shm".into()).spawn(move || desk.serve()).map_err(failed)?;
-        Ok(Server { name, regions, wake: Some(wake), thread: Some(thread) })
+        Ok(ShmServer { name, regions, wake: Some(wake), thread: Some(thread) })
     }
 
     pub(super) fn name(&self) -> &str {
@@ -161,10 +161,10 @@ impl Server {
     }
 
     /// Hands `region` out from now on, and the same memory under no older key.
-    pub(super) fn add(&self, key: Key, region: Region) -> Result<()> {
+    pub(super) fn add(&self, key: RegionKey, region: ShmRegion) -> Result<()> {
         let mut regions = lock(&self.regions);
         let same =
-            |other: &Region| std::ptr::addr_eq(Arc::as_ptr(&other.memory), Arc::as_ptr(&region.memory));
+            |other: &ShmRegion| std::ptr::addr_eq(Arc::as_ptr(&other.memory), Arc::as_ptr(&region.memory));
         let older = regions.iter().find(|(_, other)| same(other)).map(|(&key, other)| (key, other.clone()));
         if let Some((key, other)) = older {
             other.fence()?;
@@ -175,7 +175,7 @@ impl Server {
     }
 
     /// Takes a region back.
-    pub(super) fn remove(&self, key: Key, epoch: u64) -> Result<()> {
+    pub(super) fn remove(&self, key: RegionKey, epoch: u64) -> Result<()> {
         let mut regions = lock(&self.regions);
         let Some(region) = regions.get(&key).filter(|region| region.epoch == epoch) else {
             let detail = format!("no region is registered under this key and epoch {epoch}");
@@ -187,7 +187,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for ShmServer {
     fn drop(&mut self) {
         self.wake = None;
         if let Some(thread) = self.thread.take() {
@@ -268,15 +268,15 @@ impl Desk {
     /// Answers those who have said all, and drops those who take too long.
     fn hear(&mut self) {
         for mut stranger in std::mem::take(&mut self.strangers) {
-            let mut bytes = [0; Hello::BYTES];
-            let room = Hello::BYTES - stranger.heard.len();
+            let mut bytes = [0; ShmHello::BYTES];
+            let room = ShmHello::BYTES - stranger.heard.len();
             match stranger.socket.read(&mut bytes[..room]) {
                 Ok(0) => continue,
                 Ok(read) => stranger.heard.extend(&bytes[..read]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => continue,
             }
-            match <&[u8; Hello::BYTES]>::try_from(&stranger.heard[..]) {
+            match <&[u8; ShmHello::BYTES]>::try_from(&stranger.heard[..]) {
                 Ok(hello) => self.answer(stranger.socket, hello),
                 Err(_) if stranger.since.elapsed() < HELLO_TIMEOUT => self.strangers.push(stranger),
                 Err(_) => {}
@@ -284,8 +284,8 @@ impl Desk {
         }
     }
 
-    fn answer(&self, socket: UnixStream, hello: &[u8; Hello::BYTES]) {
-        let Some(hello) = Hello::decode(hello) else {
+    fn answer(&self, socket: UnixStream, hello: &[u8; ShmHello::BYTES]) {
+        let Some(hello) = ShmHello::decode(hello) else {
             refuse(&socket, GrantStatus::Version);
             return;
         };

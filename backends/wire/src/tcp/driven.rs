@@ -3,8 +3,8 @@
 //! The user moves what goes at once, and everything while it waits: nobody else has to be woken for that. While it does
 //! something else and not all is on its way yet, a thread waits for the streams and moves what they take and bring.
 
+use super::flow::TcpFlow;
 use super::protocol::Verb;
-use super::way::TcpFlow;
 use crate::poll::{self, Patience};
 use mixfleet_hal::transport::{Endpoint, Piece, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -157,7 +157,7 @@ impl Drop for Driven {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Address, Tcp, TcpConfig, way::TcpFlow};
+    use super::super::{Address, Tcp, TcpConfig, flow::TcpFlow};
     use super::*;
     use crate::HostRegion;
     use mixfleet_hal::memory::SharedMemory;

@@ -1,6 +1,6 @@
 //! Peers that do not keep to the protocol.
 
-use super::protocol::{Done, Head, Hello, RANGES_MAX, Range, Verb, Welcome};
+use super::protocol::{Done, Head, RANGES_MAX, Range, TcpHello, Verb, Welcome};
 use super::{Address, Tcp, TcpConfig};
 use crate::HostRegion;
 use crate::answer::GrantStatus;
@@ -20,8 +20,8 @@ fn owner(access: RemoteAccess) -> (Tcp, Arc<HostRegion>, Descriptor) {
     (tcp, memory, descriptor)
 }
 
-fn hello(descriptor: &Descriptor) -> Hello {
-    Hello { key: Address::decode(descriptor).unwrap().key, epoch: descriptor.epoch, stream: 0 }
+fn hello(descriptor: &Descriptor) -> TcpHello {
+    TcpHello { key: Address::decode(descriptor).unwrap().key, epoch: descriptor.epoch, stream: 0 }
 }
 
 /// Says `words` to the owner, and returns the socket and the answer.
@@ -62,10 +62,10 @@ fn a_wrong_hello_is_told_why_and_closed() {
     let mut other_version = good.encode();
     other_version[7] += 1;
     let wrong = [
-        (Hello { key, ..good }.encode(), GrantStatus::Unknown),
-        (Hello { epoch: good.epoch + 1, ..good }.encode(), GrantStatus::Unknown),
+        (TcpHello { key, ..good }.encode(), GrantStatus::Unknown),
+        (TcpHello { epoch: good.epoch + 1, ..good }.encode(), GrantStatus::Unknown),
         (other_version, GrantStatus::Version),
-        ([b'G'; Hello::BYTES], GrantStatus::Version),
+        ([b'G'; TcpHello::BYTES], GrantStatus::Version),
     ];
     for (mut words, expected) in wrong.map(|(words, expected)| (words.to_vec(), expected)) {
         // and a write that would be good, at once behind it

@@ -1,7 +1,7 @@
 //! What has come on a stream and was not asked for yet: heads, never more of the payload than a head's length.
 
 use super::parts::Parts;
-use crate::link::{SecureStream, remaining};
+use crate::stream::{SecureStream, remaining};
 use std::io;
 use std::time::Instant;
 

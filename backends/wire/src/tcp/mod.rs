@@ -8,27 +8,27 @@
 //! ([`driven`]). One thread for all ways would be fewer, but one core would then encrypt for all peers, and the
 //! owner has a thread for each stream anyway. Whoever wants more than one core to send to a peer opens several ways.
 
-mod desk;
 mod driven;
+mod flow;
 #[cfg(test)]
 mod hostile;
 mod inbox;
 mod parts;
+mod pending;
 mod protocol;
 mod serve;
-mod strangers;
+mod server;
 mod stream;
-mod way;
 
 pub(crate) use protocol::check_words;
 
-use crate::key::Key;
+use crate::key::RegionKey;
 use crate::security::Security;
-use desk::{Desk, Region};
 use driven::Driven;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
+use server::{TcpRegion, TcpServer};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -91,7 +91,7 @@ impl TcpConfig {
 pub struct Tcp {
     config: TcpConfig,
     addresses: Vec<SocketAddr>,
-    desk: Desk,
+    desk: TcpServer,
     next_epoch: AtomicU64,
 }
 
@@ -112,8 +112,9 @@ impl Tcp {
             )));
         }
         config.security.check(&config.listen)?;
-        let epoch = u64::from_le_bytes(Key::random()?.0[..8].try_into().expect("eight of sixteen bytes"));
-        let desk = Desk::start(&config)?;
+        let epoch =
+            u64::from_le_bytes(RegionKey::random()?.0[..8].try_into().expect("eight of sixteen bytes"));
+        let desk = TcpServer::start(&config)?;
         let mut addresses = config.advertise.clone();
         if addresses.is_empty() {
             addresses.push(desk.address());
@@ -129,7 +130,7 @@ impl Tcp {
 
 /// Where a region is: `key@address,address`.
 struct Address {
-    key: Key,
+    key: RegionKey,
     sockets: Vec<SocketAddr>,
 }
 
@@ -143,7 +144,7 @@ impl Address {
         let parse = || {
             let (key, sockets) = descriptor.address.split_once('@')?;
             let sockets = sockets.split(',').map(|socket| socket.parse().ok()).collect::<Option<_>>()?;
-            Some(Address { key: Key::from_hex(key)?, sockets })
+            Some(Address { key: RegionKey::from_hex(key)?, sockets })
         };
         parse().filter(|_| descriptor.transport == NAME).ok_or_else(|| {
             Error::new(ErrorKind::Closed, format!("{descriptor:?} is not reached over TCP, or is damaged"))
@@ -154,7 +155,7 @@ impl Address {
 /// What a user says first on a stream to `region`.
 pub(crate) fn greeting(region: &Descriptor) -> Option<Vec<u8>> {
     let key = Address::decode(region).ok()?.key;
-    Some(protocol::Hello { key, epoch: region.epoch, stream: 0 }.encode().to_vec())
+    Some(protocol::TcpHello { key, epoch: region.epoch, stream: 0 }.encode().to_vec())
 }
 
 impl Transport for Tcp {
@@ -165,9 +166,9 @@ impl Transport for Tcp {
     /// Memory that is registered already is deregistered first.
     fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let bytes = memory.size_bytes();
-        let key = Key::random()?;
+        let key = RegionKey::random()?;
         let epoch = self.next_epoch.fetch_add(1, Ordering::Relaxed);
-        self.desk.add(key, Region::new(memory, access, epoch)?);
+        self.desk.add(key, TcpRegion::new(memory, access, epoch)?);
         let address = Address { key, sockets: self.addresses.clone() };
         Ok(Descriptor { transport: NAME.into(), address: address.encode(), epoch, bytes })
     }
@@ -178,6 +179,6 @@ impl Transport for Tcp {
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let address = Address::decode(region)?;
-        Ok(Box::new(Driven::start(way::TcpFlow::open(local, &self.config, &address, region)?)?))
+        Ok(Box::new(Driven::start(flow::TcpFlow::open(local, &self.config, &address, region)?)?))
     }
 }

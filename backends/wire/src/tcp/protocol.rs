@@ -5,7 +5,7 @@
 //! each with a [`Done`], for a read followed by the bytes.
 
 use crate::fuzzed::head;
-use crate::key::{KEY_BYTES, Key};
+use crate::key::{KEY_BYTES, RegionKey};
 
 /// The last byte is the version: it changes with every change of this file.
 const MAGIC: [u8; 8] = *b"mfwire\0\x01";
@@ -17,14 +17,14 @@ pub(super) const PAYLOAD_BYTES_MAX: u64 = 64 << 20;
 
 /// The user's first word on a stream.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Hello {
-    pub(super) key: Key,
+pub(super) struct TcpHello {
+    pub(super) key: RegionKey,
     pub(super) epoch: u64,
     /// Which of the way's streams this is.
     pub(super) stream: u16,
 }
 
-impl Hello {
+impl TcpHello {
     pub(super) const BYTES: usize = 40;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
@@ -38,9 +38,9 @@ impl Hello {
 
     /// None for another version, or somebody who speaks something else.
     pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
-        let key = Key(part::<KEY_BYTES>(bytes, 8));
+        let key = RegionKey(part::<KEY_BYTES>(bytes, 8));
         let (epoch, stream) = (u64::from_le_bytes(part(bytes, 24)), u16::from_le_bytes(part(bytes, 32)));
-        (part(bytes, 0) == MAGIC).then_some(Hello { key, epoch, stream })
+        (part(bytes, 0) == MAGIC).then_some(TcpHello { key, epoch, stream })
     }
 }
 
@@ -146,8 +146,8 @@ impl Done {
 /// # Panics
 /// When a word is another one once it is written and read again, or announces more than its reader has room for.
 pub(crate) fn check_words(bytes: &[u8]) {
-    if let Some(hello) = Hello::decode(&head(bytes)) {
-        assert!(Hello::decode(&hello.encode()) == Some(hello));
+    if let Some(hello) = TcpHello::decode(&head(bytes)) {
+        assert!(TcpHello::decode(&hello.encode()) == Some(hello));
     }
     if let Some(frame) = Head::decode(&head(bytes)) {
         assert!(usize::from(frame.ranges) <= RANGES_MAX && Head::decode(&frame.encode()) == Some(frame));
@@ -180,8 +180,8 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_written_is_read(key: [u8; 16], a: u64, b: u64, stream: u16, ranges in 0..=RANGES_MAX, odd: bool) {
-            let hello = Hello { key: Key(key), epoch: a, stream };
-            prop_assert!(Hello::decode(&hello.encode()) == Some(hello));
+            let hello = TcpHello { key: RegionKey(key), epoch: a, stream };
+            prop_assert!(TcpHello::decode(&hello.encode()) == Some(hello));
             let welcome = Welcome { answer: stream as u8, bytes: a };
             prop_assert_eq!(Welcome::decode(&welcome.encode()), welcome);
             let verb = if odd { Verb::Read } else { Verb::Write };

@@ -1,10 +1,10 @@
 //! The passive end of one stream.
 
-use super::desk::RegionUser;
 use super::inbox::Inbox;
 use super::parts::Parts;
 use super::protocol::{Done, Head, PAYLOAD_BYTES_MAX, Range, Verb};
-use crate::link::SecureStream;
+use super::server::RegionUser;
+use crate::stream::SecureStream;
 use std::io;
 
 /// Takes frames until the peer closes, breaks the protocol, or the region is fenced.

@@ -3,7 +3,7 @@
 use super::inbox::Inbox;
 use super::parts::Parts;
 use super::protocol::Done;
-use crate::link::SecureStream;
+use crate::stream::SecureStream;
 use std::collections::VecDeque;
 use std::io;
 
@@ -44,7 +44,7 @@ struct Awaited {
 }
 
 /// One stream, its frames on the way, and what they wait for.
-pub(super) struct Stream {
+pub(super) struct FrameStream {
     link: SecureStream,
     inbox: Inbox,
     going: Option<Going>,
@@ -72,13 +72,25 @@ const FRAME_AT: usize = 8;
 /// Where the bytes of a read go that was given up.
 const DISCARD_BYTES: usize = 64 * 1024;
 
-impl Stream {
+impl FrameStream {
     /// `link` no longer blocks; both ends have said hello.
     pub(super) fn new(link: SecureStream, inbox: Inbox, window_bytes: u64) -> Self {
         let (going, awaited, answered) = (None, VecDeque::new(), false);
         let (full, watched) = (false, false);
         let (frames, bytes, coming) = (0, 0, 0);
-        Stream { link, inbox, going, awaited, answered, frames, bytes, coming, window_bytes, full, watched }
+        FrameStream {
+            link,
+            inbox,
+            going,
+            awaited,
+            answered,
+            frames,
+            bytes,
+            coming,
+            window_bytes,
+            full,
+            watched,
+        }
     }
 
     /// What to wait for.

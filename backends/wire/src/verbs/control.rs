@@ -4,8 +4,8 @@
 use super::offer::{ConnectReply, ConnectRequest};
 use super::owner::Owner;
 use super::wait_readable;
-use crate::link::SecureStream;
 use crate::security::Security;
+use crate::stream::SecureStream;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind::WouldBlock, Read, Write};

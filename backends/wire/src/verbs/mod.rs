@@ -19,8 +19,8 @@ mod owner;
 mod queue;
 mod status;
 
-use crate::key::Key;
-use crate::place::PinnedRange;
+use crate::key::RegionKey;
+use crate::pinned::PinnedRange;
 use crate::poll;
 use crate::security::Security;
 use control::Listener;
@@ -278,8 +278,8 @@ fn address(region: &Descriptor) -> Result<Address> {
     })
 }
 
-fn key(region: &Descriptor) -> Result<Key> {
-    Key::from_hex(&address(region)?.key)
+fn key(region: &Descriptor) -> Result<RegionKey> {
+    RegionKey::from_hex(&address(region)?.key)
         .ok_or_else(|| Error::new(ErrorKind::Closed, "the descriptor's key is not 32 hexadecimal digits"))
 }
 

@@ -3,8 +3,8 @@
 use super::device::Nic;
 use super::offer::{AcceptedRail, ConnectReply, ConnectRequest, Path, QueuePairAddress, VERSION};
 use super::queue::{Channel, Completions, QueuePair, Registration, Route};
-use crate::key::Key;
-use crate::place::PinnedRange;
+use crate::key::RegionKey;
+use crate::pinned::PinnedRange;
 use ibverbs_sys::{ibv_access_flags as access_flags, ibv_wc_opcode, ibv_wc_status};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::RemoteAccess;
@@ -38,7 +38,7 @@ struct Region {
     registrations: Vec<Registration>,
     inbox: Vec<Arc<Channel>>,
     unread: VecDeque<u32>,
-    key: Key,
+    key: RegionKey,
     access: RemoteAccess,
     address: u64,
     bytes: u64,
@@ -90,7 +90,11 @@ impl Owner {
 
     /// Registers `memory` on all NICs and returns its key and epoch. Memory that is registered already gets new
     /// ones; the old ones end first.
-    pub(crate) fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<(Key, u64)> {
+    pub(crate) fn register(
+        &self,
+        memory: Arc<dyn SharedMemory>,
+        access: RemoteAccess,
+    ) -> Result<(RegionKey, u64)> {
         let place = Arc::new(PinnedRange::new(memory.clone())?);
         let mut state = self.lock();
         let same = |region: &Region| std::ptr::addr_eq(Arc::as_ptr(&region.memory), Arc::as_ptr(&memory));
@@ -101,7 +105,7 @@ impl Owner {
         let on = |nic: &Arc<Nic>| Registration::new(nic, &place, flags(access));
         let registrations = self.nics.iter().map(on).collect::<Result<_>>()?;
         let inbox = self.nics.iter().map(|nic| Channel::new(nic).map(Arc::new)).collect::<Result<_>>()?;
-        let key = Key::random()?;
+        let key = RegionKey::random()?;
         let epoch = state.next_epoch;
         state.next_epoch += 1;
         let region = Region {
@@ -119,7 +123,7 @@ impl Owner {
         Ok((key, epoch))
     }
 
-    pub(crate) fn deregister(&self, key: Key, epoch: u64) -> Result<()> {
+    pub(crate) fn deregister(&self, key: RegionKey, epoch: u64) -> Result<()> {
         let mut state = self.lock();
         let known = state.regions.get(&epoch).is_some_and(|region| region.key == key);
         let region = known.then(|| state.regions.remove(&epoch)).flatten();
@@ -141,7 +145,7 @@ impl Owner {
         let mut state = self.lock();
         let State { regions, next_way, .. } = &mut *state;
         let region = regions.get_mut(&offer.epoch);
-        let region = region.filter(|region| Key::from_hex(&offer.key) == Some(region.key));
+        let region = region.filter(|region| RegionKey::from_hex(&offer.key) == Some(region.key));
         let region = region.ok_or_else(|| closed(offer.epoch))?;
         let mut way = PeerConnection { queue_pairs: Vec::new(), control };
         let mut rails = Vec::new();
@@ -187,7 +191,7 @@ impl Owner {
     }
 
     /// The next notice that came for a region; none if none has.
-    pub(crate) fn notice(&self, key: Key, epoch: u64) -> Result<Option<u32>> {
+    pub(crate) fn notice(&self, key: RegionKey, epoch: u64) -> Result<Option<u32>> {
         let mut state = self.lock();
         let region = state.regions.get_mut(&epoch).filter(|region| region.key == key);
         let region = region.ok_or_else(|| closed(epoch))?;

@@ -3,7 +3,7 @@
 
 use super::device::{Nic, check};
 use super::offer::{PortGid, QueuePairAddress};
-use crate::place::PinnedRange;
+use crate::pinned::PinnedRange;
 use ibverbs_sys as ffi;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io;

@@ -9,7 +9,7 @@ mod tls;
 
 use conformance::Pair;
 
-conformance!(memory, || super::Pair::one(mixfleet_wire::InProcess::new()));
+conformance!(memory, || super::Pair::one(mixfleet_wire::InProcessTransport::new()));
 
 #[cfg(target_os = "linux")]
 conformance!(shm, || super::Pair::one(mixfleet_wire::Shm::new().unwrap()));

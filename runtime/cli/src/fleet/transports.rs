@@ -5,7 +5,7 @@ use super::{TransportName, WorkerArgs};
 use anyhow::{Result, bail};
 use mixfleet_hal::transport::Transport;
 use mixfleet_runtime::engine::HandOffLimits;
-use mixfleet_wire::{InProcess, Shm, Tcp, TcpConfig};
+use mixfleet_wire::{InProcessTransport, Shm, Tcp, TcpConfig};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,7 +35,7 @@ pub(super) fn open(
     let (mut transports, mut not_offered) = (Vec::<Arc<dyn Transport>>::new(), Vec::new());
     for name in &args.transports {
         match name {
-            TransportName::Memory => transports.push(Arc::new(InProcess::new())),
+            TransportName::Memory => transports.push(Arc::new(InProcessTransport::new())),
             TransportName::Shm => match Shm::new() {
                 Ok(shm) => transports.push(Arc::new(shm)),
                 Err(error) => not_offered.push(format!("shm: {error}")),

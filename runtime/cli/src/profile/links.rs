@@ -10,7 +10,7 @@ use mixfleet_hal::{Device, Error, ErrorKind};
 use mixfleet_hwtests::links::{
     Absence, LinkEffort, LinksDocument, MeasuredLink, OnDevice, OverTransport, measure,
 };
-use mixfleet_wire::lobby::{self, Lobby};
+use mixfleet_wire::bootstrap::{self, DescriptorListener};
 use mixfleet_wire::{Security, Tcp, TcpConfig};
 use std::io::Write;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -208,7 +208,7 @@ fn lend(args: &LinksArgs, address: SocketAddr) -> Result<()> {
         return Err(Usage(format!("--listen {address} {why}")).into());
     }
     let security = args.tls.security()?;
-    let lobby = Lobby::open(address, security.clone()).map_err(needs_tls)?;
+    let lobby = DescriptorListener::open(address, security.clone()).map_err(needs_tls)?;
     let transports = between_hosts(args, &security, SocketAddr::new(address.ip(), 0))?;
     let memory = links::memory(LinkEffort::default().large_bytes)?;
     let mut regions = Vec::new();
@@ -221,7 +221,7 @@ fn lend(args: &LinksArgs, address: SocketAddr) -> Result<()> {
     let line = serde_json::to_string(&regions)?;
     eprintln!("links: listening on {}; measure with --links --to, end with Ctrl-C", lobby.address()?);
     loop {
-        match lobby.tell(&line) {
+        match lobby.send_once(&line) {
             Ok(peer) => eprintln!("links: {peer} has measured"),
             Err(error) if error.kind == ErrorKind::Closed => eprintln!("links: {error}"),
             Err(error) => return Err(error.into()),
@@ -243,7 +243,7 @@ fn to(
     document: &mut LinksDocument,
 ) -> Result<()> {
     let security = args.tls.security()?;
-    let told = lobby::ask(address, &security).map_err(needs_tls)?;
+    let told = bootstrap::fetch_descriptor(address, &security).map_err(needs_tls)?;
     let regions: Vec<Descriptor> = serde_json::from_str(&told.line)
         .with_context(|| format!("{address} is not a mixfleet of this version"))?;
     // Nobody connects here: memory is only lent by the other end.

@@ -3,7 +3,9 @@
 use super::{parts, refused};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, RemoteAccess, Transport};
-use mixfleet_wire::{HostRegion, InProcess, Tcp, TcpConfig, TlsIdentity, TlsMemberKind, TlsPem, fuzzed};
+use mixfleet_wire::{
+    HostRegion, InProcessTransport, Tcp, TcpConfig, TlsIdentity, TlsMemberKind, TlsPem, fuzzed,
+};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, LazyLock};
@@ -63,7 +65,7 @@ pub(super) fn descriptor(bytes: &[u8]) -> bool {
     let Ok(region) = serde_json::from_slice::<Descriptor>(bytes) else { return false };
     let text = serde_json::to_vec(&region).expect("a descriptor is JSON");
     assert_eq!(serde_json::from_slice::<Descriptor>(&text).ok().as_ref(), Some(&region));
-    let memory = InProcess::new();
+    let memory = InProcessTransport::new();
     let local = Arc::new(HostRegion::new(REGION_BYTES).expect("room for 64 bytes"));
     assert!(memory.connect(local, &region).is_err_and(|error| !refused(&error)));
     let others: [&dyn Transport; 2] = [&memory, &OWNER.tcp];

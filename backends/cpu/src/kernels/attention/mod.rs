@@ -80,7 +80,7 @@ impl Room {
 
 /// The running maximum and sum of each row.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Stats {
+pub(crate) struct SoftmaxStats {
     pub(crate) max: [f32; ROWS_MAX],
     pub(crate) sum: [f32; ROWS_MAX],
 }
@@ -90,7 +90,7 @@ pub(crate) struct Stats {
 ///
 /// # Safety
 /// Pools and table are locked for reading; queries hold `head_dim` elements.
-pub(crate) unsafe fn attend(isa: Isa, tile: &Tile<'_>, room: Room) -> Result<Stats> {
+pub(crate) unsafe fn attend(isa: Isa, tile: &Tile<'_>, room: Room) -> Result<SoftmaxStats> {
     // SAFETY: the caller's promise.
     unsafe { isa.run(Attend { tile, room }) }
 }
@@ -102,9 +102,9 @@ struct Attend<'a> {
 }
 
 impl Task for Attend<'_> {
-    type Out = Result<Stats>;
+    type Out = Result<SoftmaxStats>;
     #[inline(always)]
-    unsafe fn run<S: Simd>(self) -> Result<Stats> {
+    unsafe fn run<S: Simd>(self) -> Result<SoftmaxStats> {
         let (task, room, pools) = (self.tile, self.room, self.tile.pools);
         // the panels of a page can be used in place when whole vectors fit its rows
         let direct = pools.page_tokens.is_multiple_of(16) && pools.head_dim.is_multiple_of(16);
@@ -168,11 +168,11 @@ unsafe fn run<S: Simd, K: Panel<S>, V: Panel<S>, const M: usize>(
     task: &Tile<'_>,
     room: Room,
     direct: bool,
-) -> Result<Stats> {
+) -> Result<SoftmaxStats> {
     let pools = task.pools;
     let dim = round_up(pools.head_dim, S::LANES);
     let (low, high) = union(task.ranges);
-    let mut stats = Stats { max: [f32::NEG_INFINITY; ROWS_MAX], sum: [0.0; ROWS_MAX] };
+    let mut stats = SoftmaxStats { max: [f32::NEG_INFINITY; ROWS_MAX], sum: [0.0; ROWS_MAX] };
     // SAFETY: room is laid out for these shapes.
     unsafe {
         std::ptr::write_bytes(room.out, 0, M * dim);

@@ -1,6 +1,6 @@
 //! Causal attention of many new tokens per sequence.
 
-use super::{ROWS_MAX, Room, Stats, Tile, attend};
+use super::{ROWS_MAX, Room, SoftmaxStats, Tile, attend};
 use crate::isa::Isa;
 use crate::kernels::convert::{store, store_part};
 use crate::kernels::kv::PagedKv;
@@ -149,7 +149,7 @@ impl Prefill {
 
 /// Writes a tile's rows, divided by their sums.
 struct Normalise<'a> {
-    stats: &'a Stats,
+    stats: &'a SoftmaxStats,
     room: Room,
     dim: usize,
     dtype: DType,

@@ -1,6 +1,6 @@
 //! One pass of the online softmax over a block of scores.
 
-use super::{BLOCK, Stats, Tile};
+use super::{BLOCK, SoftmaxStats, Tile};
 use crate::kernels::panel::Panel;
 use crate::kernels::round_up;
 use crate::kernels::simd::{Simd, exp};
@@ -13,7 +13,7 @@ pub(super) unsafe fn softmax<S: Simd, V: Panel<S>, const M: usize>(
     scores: *mut f32,
     first: usize,
     count: usize,
-    stats: &mut Stats,
+    stats: &mut SoftmaxStats,
 ) -> [f32; M] {
     let scale = 1.0 / (task.pools.head_dim as f32).sqrt();
     let columns = round_up(count, S::LANES);

@@ -1,7 +1,7 @@
 //! The active end: the peer's pages, and copies to and from them.
 
-use super::control::Control;
-use super::hello::{Hello, is_sealed, receive_answer};
+use super::control::CopyFlags;
+use super::hello::{ShmHello, is_sealed, receive_answer};
 use super::{Address, socket_address};
 use crate::batches::Batches;
 use crate::memory::check;
@@ -25,7 +25,7 @@ pub(super) struct ShmMapping {
     pages: Pages,
     bytes: u64,
     access: RemoteAccess,
-    control: Control,
+    control: CopyFlags,
     /// Open as long as the owner is there.
     socket: UnixStream,
     batches: Batches,
@@ -52,18 +52,18 @@ impl ShmMapping {
         let gone = |error| closed(format!("the owner of {region:?} does not answer: {error}"));
         let mut socket = UnixStream::connect_addr(&socket_address(&address.socket)?).map_err(gone)?;
         socket.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(gone)?;
-        socket.write_all(&Hello { key: address.key, epoch: region.epoch }.encode()).map_err(gone)?;
+        socket.write_all(&ShmHello { key: address.key, epoch: region.epoch }.encode()).map_err(gone)?;
         let (answer, files) = receive_answer(&socket).map_err(gone)?;
         let access = answer.access(region)?;
         let [pages, control]: [File; 2] =
             files.try_into().map_err(|_| closed("the owner sent no pages along".into()))?;
         let fits = |file: &File, bytes| is_sealed(file.as_raw_fd(), bytes).unwrap_or(false);
-        if !fits(&pages, region.bytes.max(1)) || !fits(&control, Control::bytes()) {
+        if !fits(&pages, region.bytes.max(1)) || !fits(&control, CopyFlags::bytes()) {
             return Err(closed("the owner's file is shorter than it said, or could become so".into()));
         }
         let refused =
             |error| Error::new(ErrorKind::OutOfMemory, format!("map {} bytes: {error}", region.bytes));
-        let control = Control::open(&control).map_err(refused)?;
+        let control = CopyFlags::open(&control).map_err(refused)?;
         let pages = Pages::map(&pages, region.bytes, access).map_err(refused)?;
         Ok(ShmMapping {
             local,

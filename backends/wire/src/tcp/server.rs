@@ -3,15 +3,15 @@
 use super::TcpConfig;
 use super::inbox::Inbox;
 use super::parts::Parts;
-use super::protocol::{Hello, Welcome};
+use super::pending::{PendingStream, PendingStreams};
+use super::protocol::{TcpHello, Welcome};
 use super::serve::{send, serve};
-use super::strangers::{PendingStream, PendingStreams};
 use crate::answer::GrantStatus;
-use crate::key::Key;
-use crate::link::{SecureStream, tune};
-use crate::place::PinnedRange;
+use crate::key::RegionKey;
+use crate::pinned::PinnedRange;
 use crate::region::range;
 use crate::security::Security;
+use crate::stream::{SecureStream, tune};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::RemoteAccess;
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -29,7 +29,7 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 
 /// Memory that peers may reach.
-pub(super) struct Region {
+pub(super) struct TcpRegion {
     /// Held until the last guest has left.
     place: Mutex<Option<PinnedRange>>,
     address: usize,
@@ -50,7 +50,7 @@ struct RegionUsers {
 
 /// A stream that may reach a region. The region's memory stays where it is until the last guest has left.
 pub(super) struct RegionUser {
-    region: Arc<Region>,
+    region: Arc<TcpRegion>,
     number: u64,
 }
 
@@ -73,12 +73,12 @@ impl Drop for RegionUser {
     }
 }
 
-impl Region {
+impl TcpRegion {
     pub(super) fn new(memory: Arc<dyn SharedMemory>, access: RemoteAccess, epoch: u64) -> Result<Self> {
         let place = PinnedRange::new(memory)?;
         let (address, bytes) = (place.address(0, 0)? as usize, place.bytes());
         let (guests, left) = Default::default();
-        Ok(Region { place: Mutex::new(Some(place)), address, bytes, access, epoch, guests, left })
+        Ok(TcpRegion { place: Mutex::new(Some(place)), address, bytes, access, epoch, guests, left })
     }
 
     fn guests(&self) -> MutexGuard<'_, RegionUsers> {
@@ -117,7 +117,7 @@ impl Region {
 
 /// What the threads share.
 struct Shared {
-    regions: Mutex<BTreeMap<Key, Arc<Region>>>,
+    regions: Mutex<BTreeMap<RegionKey, Arc<TcpRegion>>>,
     strangers: PendingStreams,
     streams: AtomicUsize,
     streams_max: usize,
@@ -142,7 +142,7 @@ impl Drop for Count<'_> {
 }
 
 /// The thread that accepts, and what it lets peers reach.
-pub(super) struct Desk {
+pub(super) struct TcpServer {
     shared: Arc<Shared>,
     address: SocketAddr,
     /// Ends the thread when it closes.
@@ -150,7 +150,7 @@ pub(super) struct Desk {
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
-impl Desk {
+impl TcpServer {
     pub(super) fn start(config: &TcpConfig) -> Result<Self> {
         let failed = |error: io::Error| {
             Error::new(ErrorKind::Other, format!("listen on {} for KV: {error}", config.listen))
@@ -172,7 +172,7 @@ impl Desk {
             .name("tcp-accept".into())
             .spawn(move || accept(&listener, &woken, &accepting))
             .map_err(failed)?;
-        Ok(Desk { shared, address, wake: Some(wake), thread: Some(thread) })
+        Ok(TcpServer { shared, address, wake: Some(wake), thread: Some(thread) })
     }
 
     /// Where it listens.
@@ -181,7 +181,7 @@ impl Desk {
     }
 
     /// Lets peers reach `region` from now on, and the same memory under no older key.
-    pub(super) fn add(&self, key: Key, region: Region) {
+    pub(super) fn add(&self, key: RegionKey, region: TcpRegion) {
         let mut regions = self.shared.regions();
         regions.retain(|_, other| {
             let same = other.address == region.address;
@@ -193,7 +193,7 @@ impl Desk {
         regions.insert(key, Arc::new(region));
     }
 
-    pub(super) fn remove(&self, key: Key, epoch: u64) -> Result<()> {
+    pub(super) fn remove(&self, key: RegionKey, epoch: u64) -> Result<()> {
         let mut regions = self.shared.regions();
         if regions.get(&key).is_none_or(|region| region.epoch != epoch) {
             let detail = format!("no region is registered under this key and epoch {epoch}");
@@ -208,7 +208,7 @@ impl Desk {
     }
 }
 
-impl Drop for Desk {
+impl Drop for TcpServer {
     fn drop(&mut self) {
         self.wake = None;
         if let Some(thread) = self.thread.take() {
@@ -220,7 +220,7 @@ impl Drop for Desk {
 }
 
 impl Shared {
-    fn regions(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Region>>> {
+    fn regions(&self) -> MutexGuard<'_, BTreeMap<RegionKey, Arc<TcpRegion>>> {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -232,8 +232,8 @@ impl Shared {
         socket.set_write_timeout(Some(HELLO_TIMEOUT))?;
         let mut link = self.security.accept(socket, deadline)?;
         let mut inbox = Inbox::new();
-        let hello: [u8; Hello::BYTES] = inbox.take_by(&mut link, deadline)?;
-        let Some(hello) = Hello::decode(&hello) else {
+        let hello: [u8; TcpHello::BYTES] = inbox.take_by(&mut link, deadline)?;
+        let Some(hello) = TcpHello::decode(&hello) else {
             return welcome(&mut link, GrantStatus::Version, 0);
         };
         let region = self.regions().get(&hello.key).filter(|region| region.epoch == hello.epoch).cloned();

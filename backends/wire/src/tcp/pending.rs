@@ -5,14 +5,14 @@ use std::net::{IpAddr, Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How many there may be. Each has a thread.
-pub(super) const STRANGERS_MAX: usize = 64;
+pub(super) const PENDING_MAX: usize = 64;
 
 /// Those who are here, by when they came. Clones are the same.
 #[derive(Clone, Default)]
-pub(super) struct PendingStreams(Arc<Mutex<Here>>);
+pub(super) struct PendingStreams(Arc<Mutex<PendingSockets>>);
 
 #[derive(Default)]
-struct Here {
+struct PendingSockets {
     came: u64,
     sockets: BTreeMap<u64, (IpAddr, TcpStream)>,
 }
@@ -24,7 +24,7 @@ pub(super) struct PendingStream {
 }
 
 impl PendingStreams {
-    fn lock(&self) -> MutexGuard<'_, Here> {
+    fn lock(&self) -> MutexGuard<'_, PendingSockets> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -33,7 +33,7 @@ impl PendingStreams {
     pub(super) fn enter(&self, from: IpAddr, socket: &TcpStream) -> std::io::Result<PendingStream> {
         let socket = socket.try_clone()?;
         let mut here = self.lock();
-        if here.sockets.len() >= STRANGERS_MAX {
+        if here.sockets.len() >= PENDING_MAX {
             let mut of_each = BTreeMap::<IpAddr, usize>::new();
             here.sockets.values().for_each(|(from, _)| *of_each.entry(*from).or_default() += 1);
             let most = of_each.into_iter().max_by_key(|(_, count)| *count).map(|(from, _)| from);
@@ -73,11 +73,11 @@ mod tests {
             strangers.enter(address(from), &socket).unwrap()
         };
         let lonely = enter(1);
-        let crowd: Vec<PendingStream> = (1..STRANGERS_MAX).map(|_| enter(2)).collect();
+        let crowd: Vec<PendingStream> = (1..PENDING_MAX).map(|_| enter(2)).collect();
         let _newcomer = enter(3);
         let is_here = |stranger: &PendingStream| strangers.lock().sockets.contains_key(&stranger.number);
         assert!(is_here(&lonely) && !is_here(&crowd[0]) && crowd[1..].iter().all(is_here));
-        assert_eq!(strangers.lock().sockets.len(), STRANGERS_MAX);
+        assert_eq!(strangers.lock().sockets.len(), PENDING_MAX);
         drop(crowd);
         assert_eq!(strangers.lock().sockets.len(), 2);
     }

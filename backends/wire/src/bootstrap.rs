@@ -1,7 +1,7 @@
 //! Where one process tells another how to reach its memory: one line of text, under the same protection as KV.
 
-use crate::link::{SecureStream, tune};
 use crate::security::Security;
+use crate::stream::{SecureStream, tune};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -15,13 +15,13 @@ const SILENCE: Duration = Duration::from_secs(10);
 const LINE_BYTES: u64 = 64 << 10;
 
 /// Listens for those who ask.
-pub struct Lobby {
+pub struct DescriptorListener {
     listener: TcpListener,
     security: Security,
 }
 
 /// An answer, and the connection on which it came: the other end sees when this is dropped.
-pub struct Told {
+pub struct FetchedDescriptor {
     /// What the other end says.
     pub line: String,
     _link: BufReader<SecureStream>,
@@ -31,7 +31,7 @@ fn failed(what: &str, peer: SocketAddr, error: impl std::fmt::Display) -> Error 
     Error::new(ErrorKind::Closed, format!("{peer}: {what}: {error}"))
 }
 
-impl Lobby {
+impl DescriptorListener {
     /// Listens on `address`.
     ///
     /// # Errors
@@ -40,7 +40,7 @@ impl Lobby {
         security.check(&address)?;
         let listener = TcpListener::bind(address)
             .map_err(|error| Error::new(ErrorKind::Other, format!("cannot listen on {address}: {error}")))?;
-        Ok(Lobby { listener, security })
+        Ok(DescriptorListener { listener, security })
     }
 
     /// Where it listens, with the port that was really bound.
@@ -55,7 +55,7 @@ impl Lobby {
     ///
     /// # Errors
     /// `Closed` when they are not let in, or break off; the next one may be better.
-    pub fn tell(&self, line: &str) -> Result<SocketAddr> {
+    pub fn send_once(&self, line: &str) -> Result<SocketAddr> {
         let accepted = self.listener.accept();
         let (socket, peer) = accepted.map_err(|error| Error::new(ErrorKind::Other, error.to_string()))?;
         tune(&socket, SILENCE).map_err(|error| failed("set up", peer, error))?;
@@ -76,7 +76,7 @@ impl Lobby {
 /// # Errors
 /// `Unsupported` when it is beyond this host and nothing protects the way; `Closed` when nobody is there, or certificates
 /// do not fit.
-pub fn ask(address: SocketAddr, security: &Security) -> Result<Told> {
+pub fn fetch_descriptor(address: SocketAddr, security: &Security) -> Result<FetchedDescriptor> {
     security.check(&address)?;
     let socket =
         TcpStream::connect_timeout(&address, PATIENCE).map_err(|error| failed("connect", address, error))?;
@@ -94,7 +94,7 @@ pub fn ask(address: SocketAddr, security: &Security) -> Result<Told> {
     if !line.ends_with('\n') {
         return Err(failed("no answer", address, "the connection ended, or somebody else listens there"));
     }
-    Ok(Told { line: line.trim_end().to_owned(), _link: reader })
+    Ok(FetchedDescriptor { line: line.trim_end().to_owned(), _link: reader })
 }
 
 #[cfg(test)]
@@ -105,11 +105,11 @@ mod tests {
     #[test]
     fn who_asks_is_told_and_who_told_knows_when_they_are_gone() {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let lobby = Lobby::open(address, Security::LoopbackOnly).unwrap();
+        let lobby = DescriptorListener::open(address, Security::LoopbackOnly).unwrap();
         let address = lobby.address().unwrap();
         std::thread::scope(|scope| {
-            let teller = scope.spawn(|| lobby.tell("the way"));
-            let told = ask(address, &Security::LoopbackOnly).unwrap();
+            let teller = scope.spawn(|| lobby.send_once("the way"));
+            let told = fetch_descriptor(address, &Security::LoopbackOnly).unwrap();
             assert_eq!(told.line, "the way");
             assert!(!teller.is_finished());
             drop(told);
@@ -121,8 +121,8 @@ mod tests {
     fn nothing_is_told_beyond_the_host_in_the_clear() {
         let beyond = SocketAddr::from(([192, 0, 2, 1], 1));
         for error in [
-            ask(beyond, &Security::LoopbackOnly).err().unwrap(),
-            Lobby::open(beyond, Security::LoopbackOnly).err().unwrap(),
+            fetch_descriptor(beyond, &Security::LoopbackOnly).err().unwrap(),
+            DescriptorListener::open(beyond, Security::LoopbackOnly).err().unwrap(),
         ] {
             assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
         }

@@ -2,16 +2,16 @@
 
 use super::inbox::Inbox;
 use super::parts::Parts;
-use super::protocol::{Head, Hello, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, Verb, Welcome};
+use super::protocol::{Head, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, TcpHello, Verb, Welcome};
 use super::serve::send;
-use super::stream::{Frame, Stream};
+use super::stream::{Frame, FrameStream};
 use super::{Address, TcpConfig};
 use crate::answer::GrantStatus;
 use crate::batches::not_open;
-use crate::link::{SecureStream, remaining, tune};
 use crate::memory::check;
-use crate::place::PinnedRange;
+use crate::pinned::PinnedRange;
 use crate::poll;
+use crate::stream::{SecureStream, remaining, tune};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Piece, RemoteAccess, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// A way as whoever holds it moves it: nothing in it blocks, but opening.
 pub(super) struct TcpFlow {
     /// Dropped before `local`: what they hold addresses of.
-    streams: Vec<Stream>,
+    streams: Vec<FrameStream>,
     queue: VecDeque<Frame>,
     /// Of batches neither waited for nor given up: frames that have not landed.
     open: BTreeMap<u64, u64>,
@@ -145,7 +145,7 @@ impl TcpFlow {
 
     /// What to poll for before [`moved`](Self::moved).
     pub(super) fn entries(&self) -> Vec<libc::pollfd> {
-        self.streams.iter().map(Stream::poll_entry).collect()
+        self.streams.iter().map(FrameStream::poll_entry).collect()
     }
 
     /// As [`entries`](Self::entries), for the thread that waits for them now: none when nothing goes on by itself, or
@@ -155,18 +155,18 @@ impl TcpFlow {
         if !self.watched {
             return Vec::new();
         }
-        self.streams.iter_mut().for_each(Stream::watch);
+        self.streams.iter_mut().for_each(FrameStream::watch);
         self.entries()
     }
 
     /// Whether something is left to move before all that was begun is on its way, or here.
     fn goes_on(&self) -> bool {
-        !self.queue.is_empty() || self.streams.iter().any(Stream::goes_on)
+        !self.queue.is_empty() || self.streams.iter().any(FrameStream::goes_on)
     }
 
     /// Whether the thread must look at the streams anew.
     pub(super) fn is_unwatched(&self) -> bool {
-        self.goes_on() && (!self.watched || self.streams.iter().any(Stream::is_unwatched))
+        self.goes_on() && (!self.watched || self.streams.iter().any(FrameStream::is_unwatched))
     }
 
     /// Moves what can be moved at once.
@@ -265,11 +265,11 @@ fn open_stream(
     address: &Address,
     region: &Descriptor,
     number: u16,
-) -> Result<((Stream, SocketAddr), RemoteAccess)> {
+) -> Result<((FrameStream, SocketAddr), RemoteAccess)> {
     let mut last = closed("the descriptor has no address".into());
     for &socket in sockets {
         let deadline = Instant::now() + config.connect_timeout;
-        let hello = Hello { key: address.key, epoch: region.epoch, stream: number };
+        let hello = TcpHello { key: address.key, epoch: region.epoch, stream: number };
         match greet(config, socket, &hello, deadline) {
             Ok((link, inbox, welcome)) => {
                 let refused = || closed(format!("{socket} answers what this end does not know"));
@@ -280,7 +280,7 @@ fn open_stream(
                         welcome.bytes, region.bytes
                     )));
                 }
-                return Ok(((Stream::new(link, inbox, config.window_bytes), socket), access));
+                return Ok(((FrameStream::new(link, inbox, config.window_bytes), socket), access));
             }
             Err(error) => last = closed(format!("the owner of {region:?} at {socket}: {error}")),
         }
@@ -291,7 +291,7 @@ fn open_stream(
 fn greet(
     config: &TcpConfig,
     socket: SocketAddr,
-    hello: &Hello,
+    hello: &TcpHello,
     deadline: Instant,
 ) -> io::Result<(SecureStream, Inbox, Welcome)> {
     let stream = TcpStream::connect_timeout(&socket, remaining(deadline)?)?;
