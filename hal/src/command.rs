@@ -7,7 +7,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// An operation with its operands, checked against each other.
+/// An operation bound to its operands, which were checked against each other.
 #[derive(Clone, Debug)]
 pub struct Cmd {
     sig: OpSig,
@@ -60,59 +60,60 @@ impl Cmd {
         Ok(Cmd { sig, args: args.to_vec() })
     }
 
-    /// The operation.
+    /// Returns the operation.
     pub fn sig(&self) -> &OpSig {
         &self.sig
     }
 
-    /// The operands, in the order of [`OpSig::operands`].
+    /// Returns the operands, in the order of [`OpSig::operands`].
     pub fn args(&self) -> &[Slice] {
         &self.args
     }
 }
 
-/// A point on one queue's timeline: all commands submitted up to it.
+/// A point on one queue's timeline, which covers all commands submitted up to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(pub u64);
 
-/// Whose clock timed a batch.
+/// Which clock timed a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClockKind {
-    /// The device's own events.
+    /// The device's own events, such as GPU timestamps.
     Device,
-    /// The host's clock around the work.
+    /// The host's clock, read around the work.
     Host,
 }
 
-/// Time that a batch took, without the wait in the queue.
+/// The execution time of a batch, excluding time spent queued.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Elapsed {
-    /// From the first command's start to the last one's end.
+    /// Time from the start of the first command to the end of the last one.
     pub time: Seconds,
-    /// Whose clock said so.
+    /// The clock that measured it.
     pub clock: ClockKind,
 }
 
-/// Commands prepared once for many runs (a CUDA graph, a resolved list). Belongs to its queue.
+/// Commands prepared once for many runs (a CUDA graph, a resolved list); valid only on the queue that
+/// recorded it.
 pub trait Graph: Send + Sync {
-    /// For the backend to find its own type again.
+    /// Allows a backend to downcast to its own type.
     fn as_any(&self) -> &dyn Any;
 }
 
 /// An in-order stream of work on one device.
 ///
-/// Commands of one queue run in the order of submission and each sees what the earlier ones wrote.
-/// Nothing orders two queues but a `wait` in between. A failed batch fails its ticket and all later
+/// Commands of one queue run in the order of submission and each sees what the earlier ones wrote. Two queues
+/// are ordered only by a `wait` between their submissions. A failed batch fails its ticket and all later
 /// ones, until the queue is dropped.
 pub trait Queue: Send {
-    /// Hands over a batch and returns at once.
+    /// Submits a batch and returns immediately.
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket>;
 
-    /// Blocks until everything up to `ticket` is done, or `timeout` is over. The time is that of
+    /// Blocks until everything up to `ticket` is done or `timeout` has passed, and returns the time of
     /// `ticket`'s own batch.
     fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed>;
 
-    /// Prepares a batch for repeated runs. The operands' addresses are fixed, their bytes are not.
+    /// Prepares a batch for repeated runs; the operands' addresses are fixed, their contents are not.
     fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>>;
 
     /// Submits a recorded batch.

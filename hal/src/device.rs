@@ -1,4 +1,4 @@
-//! Devices and the backends that find them.
+//! Devices, and the backends that enumerate and open them.
 
 use crate::memory::{Pinned, SharedMemory};
 use crate::units::Bytes;
@@ -6,16 +6,16 @@ use crate::{BufferUsage, Export, HostMemory, OpSig, Queue, Result, Slice};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Why a backend has no device here: a fact to show, not a failure.
+/// Why a backend has no device on this machine, which is a fact to report and not a failure.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Absent {
-    /// In words, with what would make it present.
+    /// The reason, and what would make a device available.
     pub reason: String,
 }
 
 impl Absent {
-    /// Absent because of `reason`.
+    /// Creates an absence with the given reason.
     pub fn new(reason: impl Into<String>) -> Self {
         Absent { reason: reason.into() }
     }
@@ -31,7 +31,7 @@ pub enum DeviceKind {
     Gpu,
     /// Any other accelerator.
     Accelerator,
-    /// Obeys a profile instead of being one.
+    /// A simulated device that follows a profile.
     Simulated,
 }
 
@@ -40,136 +40,137 @@ pub enum DeviceKind {
 pub struct DeviceInfo {
     /// The selector that opens it: `cpu`, `cpu@0-1`, `opencl:0`.
     pub id: String,
-    /// The backend's name.
+    /// Name of the backend.
     pub backend: String,
-    /// The part's name, for people.
+    /// Name of the part, for display.
     pub name: String,
     /// What sort of part it is.
     pub kind: DeviceKind,
-    /// Memory that buffers may take, all together.
+    /// Memory available to all buffers together.
     pub memory: Bytes,
-    /// Cores, compute units or multiprocessors; 0 where the backend cannot know.
+    /// Cores, compute units or multiprocessors; 0 if the backend cannot know.
     pub compute_units: u32,
-    /// For correctness: equal only if measurements of one hold for the other (part, count of cores in
-    /// use, driver, kernel version).
+    /// Identifies what measurements apply to: part, number of cores in use, driver and kernel version. Equal
+    /// fingerprints mean that measurements of one device hold for the other.
     pub fingerprint: String,
-    /// Further facts, for people.
+    /// Further facts, for display.
     pub notes: Vec<(String, String)>,
 }
 
 impl DeviceInfo {
-    /// Name of the note in which a simulated device says who does its work.
+    /// Name of the note in which a simulated device says how it does its work.
     pub const WORK: &'static str = "work";
-    /// That note's value where nobody does: such a device is for timing, and computes no result.
+    /// Value of that note for a device that only takes time and computes no result.
     pub const TIME_ONLY: &'static str = "takes time only; answers are hashes of what it reads";
 
-    /// Whether the device computes results at all.
+    /// Whether the device computes results.
     pub fn computes(&self) -> bool {
         !self.notes.iter().any(|(name, value)| name == Self::WORK && value == Self::TIME_ONLY)
     }
 }
 
-/// What a caller must respect.
+/// Limits that a caller must respect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceLimits {
     /// The largest single allocation, in bytes.
     pub allocation_bytes_max: u64,
     /// Every operand's offset must be a multiple of this.
     pub alignment_bytes: u64,
-    /// `import` works.
+    /// Whether `import` works.
     pub imports_host_memory: bool,
-    /// The KV page size that this device's attention likes best, in tokens.
+    /// The KV page size, in tokens, that suits this device's attention kernels best.
     pub kv_page_tokens: u32,
-    /// Replaying a recorded batch costs clearly less than submitting it (a CUDA graph): worth keeping
-    /// the shapes of decode steps equal for.
+    /// Whether replaying a recorded batch costs clearly less than submitting it (a CUDA graph), so that it is
+    /// worth keeping the shapes of decode steps equal.
     pub replay_pays: bool,
 }
 
-/// Answer to "could you run this?".
+/// Whether and how a device can run an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Support {
-    /// At the device's own speed.
+    /// At native speed.
     Native,
-    /// Correctly but slowly, or by conversion.
+    /// Correctly, but slowly or by conversion.
     Emulated,
     /// Not at all.
     No,
 }
 
-/// What a device says of its state; everything is optional.
+/// A device's current health; every reading is optional.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Health {
     /// Temperature in degrees Celsius.
     pub temperature_c: Option<f64>,
     /// Power draw in watts.
     pub power_w: Option<f64>,
-    /// Energy used so far in joules: a counter that never falls; only differences mean anything.
+    /// Energy used so far in joules. The counter never decreases, and only differences are meaningful.
     #[serde(default)]
     pub energy_j: Option<f64>,
     /// Clock in MHz.
     pub clock_mhz: Option<f64>,
-    /// Memory errors that were corrected since start.
+    /// Memory errors corrected since start.
     pub errors_corrected: Option<u64>,
-    /// Memory errors that were not.
+    /// Memory errors that could not be corrected, since start.
     pub errors_uncorrected: Option<u64>,
 }
 
-/// A kind of device: finds and opens its parts.
+/// Enumerates and opens devices of one kind.
 pub trait Backend: Send + Sync {
-    /// Lower-case name, the selector's first word.
+    /// Returns the backend's lower-case name, which is the first word of a selector.
     fn name(&self) -> &'static str;
 
-    /// The devices present, without opening them. Never panics, whatever the machine lacks.
+    /// Lists the devices present without opening them; never panics, whatever the machine lacks.
     fn probe(&self) -> std::result::Result<Vec<DeviceInfo>, Absent>;
 
-    /// Opens the device that `selector` names (`cpu@0`, `opencl:1`; the bare name is the first, or
-    /// all cores of a CPU).
+    /// Opens the device that `selector` names (`cpu@0`, `opencl:1`). The bare name means the first device, or
+    /// all cores of a CPU.
     fn open(&self, selector: &str) -> Result<Arc<dyn Device>>;
 }
 
 /// An open device.
 pub trait Device: Send + Sync {
-    /// Static facts.
+    /// Returns static facts about the device.
     fn info(&self) -> &DeviceInfo;
 
-    /// What a caller must respect.
+    /// Returns the limits that callers must respect.
     fn limits(&self) -> DeviceLimits;
 
     /// Whether it can run `sig`.
     fn support(&self, sig: &OpSig) -> Support;
 
-    /// Allocates `bytes` bytes; their content is unspecified, but never another process's.
+    /// Allocates `bytes` bytes of unspecified content, which never stems from another process.
     fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice>;
 
-    /// Uses host memory in place, read-only. `Unsupported` where `limits` says so.
+    /// Uses host memory in place, read-only; returns `Unsupported` if `limits` says so.
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice>;
 
-    /// How a third party may reach `slice` without a copy, if it can.
+    /// Returns how a third party can access `slice` without a copy, if it can.
     fn export(&self, slice: &Slice) -> Option<Export>;
 
     /// Copies `data` into `to` (same length). Waits for commands in flight that use the buffer.
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()>;
 
-    /// Copies `from` into `data` (same length). Waits for commands in flight that use the buffer:
-    /// those that began to execute. To see a command's result, wait for its ticket first.
+    /// Copies `from` into `data` (same length) after waiting for commands that have begun to execute and use
+    /// the buffer. To see a command's result, wait for its ticket first.
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()>;
 
-    /// Lets `write` copy out of `memory`, and `read` into it, without a stop in between, until the guard is dropped; none
-    /// where nothing is gained by that. It changes no bytes, only times. All of the memory is resident meanwhile and
-    /// may not be renewed; the guard keeps it alive, and waits for copies under way when it is dropped.
+    /// Pins `memory` so that `write` and `read` can copy without an intermediate buffer until the guard is
+    /// dropped; returns `None` if pinning gains nothing. Pinning changes timing only, never contents. While
+    /// pinned, all of the memory is resident and must not be renewed. The guard keeps it alive, and waits for
+    /// copies in flight when dropped.
     ///
     /// # Errors
-    /// What the driver or the operating system refuses: a limit of locked memory, or memory that is pinned already.
-    /// Copies work without it.
+    /// The driver or the operating system refused, because of a limit on locked memory or because the memory
+    /// is pinned already. Copies still work.
     fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
         drop(memory);
         Ok(None)
     }
 
-    /// A new queue.
+    /// Creates a queue.
     fn queue(&self) -> Result<Box<dyn Queue>>;
 
-    /// The device's state.
+    /// Reads the device's current health.
     fn health(&self) -> Health;
 }

@@ -13,15 +13,16 @@ pub enum DType {
     Bf16,
     /// IEEE 754 half precision.
     F16,
-    /// Eight bits, 4 of exponent and 3 of fraction, no infinities, largest value 448 (Micikevicius et al.
-    /// 2022, "FP8 formats for deep learning"). For weights and arithmetic of the parts that have it.
+    /// An 8-bit float with 4 exponent and 3 fraction bits, no infinities and a maximum of 448 (Micikevicius
+    /// et al. 2022, "FP8 formats for deep learning"). Used for weights, and for arithmetic on parts that
+    /// support it.
     F8E4m3,
     /// Unsigned 32-bit integer, for indices.
     U32,
 }
 
 impl DType {
-    /// The floating-point types that every backend stores and computes with.
+    /// The floating-point types that every backend can store and compute with.
     pub const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
     /// Bytes of one element.
@@ -44,8 +45,8 @@ impl DType {
         }
     }
 
-    /// Unit round-off: the largest relative error of rounding one value to this type.
-    /// Zero for integers.
+    /// The unit round-off, i.e. the largest relative error of rounding one value to this type; zero for
+    /// integers.
     pub const fn unit_roundoff(self) -> f64 {
         match self {
             DType::F32 => 1.0 / (1u64 << 24) as f64,
@@ -67,7 +68,7 @@ impl DType {
         }
     }
 
-    /// Reads every element of `bytes` (little endian). A trailing partial element is ignored.
+    /// Decodes every element of `bytes` (little endian), ignoring a trailing partial element.
     pub fn decode(self, bytes: &[u8]) -> Vec<f64> {
         match self {
             DType::F32 => {
@@ -97,7 +98,7 @@ fn f8e4m3_to_f64(bits: u8) -> f64 {
     if bits & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
-/// Nearest, ties to even; what is beyond the largest value becomes the largest value.
+/// Rounds to nearest, ties to even, and saturates at the largest value.
 fn f8e4m3_from_f64(value: f64) -> u8 {
     const LARGEST: u8 = 0x7E;
     let sign = if value.is_sign_negative() { 0x80 } else { 0 };

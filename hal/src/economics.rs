@@ -1,6 +1,6 @@
-//! What a device costs, kept apart from the device: the same part has many prices. The same H100 was
-//! offered from 1.5 to 13 $/h in the summer of 2026, so a price is always an input with a date, and
-//! which of several offers counts is a stated rule ([`Selection`]).
+//! What a device costs, kept apart from the device because the same part has many prices: an H100 was offered
+//! at 1.5 to 13 $/h in the summer of 2026. A price is therefore always a dated input, and a stated rule
+//! ([`Selection`]) decides which of several offers count.
 
 mod reference;
 
@@ -13,29 +13,29 @@ use crate::{DType, Error, Result};
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
 
-/// A dated offer of a device for rent.
+/// A dated offer to rent out a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Offer {
-    /// The device: an id of the catalog, or what the user calls a part of their own.
+    /// The device: a catalog id, or the user's own name for a part.
     pub device: String,
-    /// The rent of one device.
+    /// Hourly rent of one device.
     pub price: UsdPerHour,
-    /// The lessor may take it back at any time.
+    /// Whether the provider may take the device back at any time.
     pub spot: bool,
-    /// Who rents it out: `aws`, `runpod`.
+    /// Name of the provider, such as `aws` or `runpod`.
     pub provider: String,
-    /// The provider's own word for the kind of offer: `on-demand`, `community`.
+    /// The provider's own term for the kind of offer, such as `on-demand` or `community`.
     pub tier: String,
-    /// Where it stands, in the provider's words; empty where unknown.
+    /// The region, in the provider's words; empty if unknown.
     pub region: String,
     /// Where the price was read.
     pub source: String,
-    /// The day it was seen, `YYYY-MM-DD`, where known.
+    /// The day on which it was seen, as `YYYY-MM-DD`, if known.
     pub date: Option<String>,
 }
 
 impl Offer {
-    /// A price that the user states.
+    /// Creates an offer from a price that the user states.
     pub fn stated(device: impl Into<String>, price: UsdPerHour) -> Self {
         Offer {
             device: device.into(),
@@ -50,7 +50,7 @@ impl Offer {
     }
 }
 
-/// Providers whose list prices include much besides the device, three to five times the others'.
+/// Providers whose list prices include much besides the device and are three to five times those of others.
 pub const HYPERSCALERS: [&str; 3] = ["aws", "azure", "gcp"];
 
 fn is_hyperscaler(offer: &Offer) -> bool {
@@ -60,9 +60,9 @@ fn is_hyperscaler(offer: &Offer) -> bool {
 /// Which of a device's offers count, and how they become one price.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Selection {
-    /// Spot offers count instead of those that stay.
+    /// Whether spot offers count instead of on-demand ones.
     pub spot: bool,
-    /// How they become one price.
+    /// How the offers that count become one price.
     pub pick: Pick,
 }
 
@@ -70,32 +70,32 @@ pub struct Selection {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pick {
-    /// The median over providers of each one's least price, so that a provider counts once however
-    /// many regions and sizes it lists. Hyperscalers stay out; where nobody else offers the device,
-    /// their least price counts.
+    /// The median over providers of each one's lowest price, so that a provider counts once however many
+    /// regions and sizes it lists. Hyperscalers count only if nobody else offers the device, and then with
+    /// their lowest price.
     #[default]
     Median,
-    /// The least price of all.
+    /// The lowest price of all.
     Least,
 }
 
 /// A device's price and how it was found.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Price {
-    /// The rent of one device.
+    /// Hourly rent of one device.
     pub usd_per_hour: UsdPerHour,
-    /// Rule, number of offers and dates, for people.
+    /// The rule, the number of offers and their dates, for display.
     pub basis: String,
 }
 
 impl Selection {
-    /// The price by this rule from `offers`, else from the built-in table ([`reference_offer`]): an
-    /// offer of the user's replaces the built-in price of its device, and only of that.
+    /// Returns the price by this rule from `offers`, or else from the built-in table ([`reference_offer`]). A
+    /// user's offer replaces the built-in price of its own device only.
     pub fn price_or_reference(&self, device: &str, offers: &[Offer]) -> Option<Price> {
         self.price(device, offers).or_else(|| self.price(device, &[reference_offer(device)?]))
     }
 
-    /// The price of `device` (in any case) by this rule. `None` without an offer that counts.
+    /// Returns the price of `device` (case-insensitive) by this rule; `None` if no offer counts.
     pub fn price(&self, device: &str, offers: &[Offer]) -> Option<Price> {
         let all: Vec<&Offer> = offers
             .iter()
@@ -151,10 +151,10 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// On whose word a device can do something. A type, so that numbers of unlike origin cannot stand in
+/// Where numbers about a device come from. It is a type, so that numbers of different origin cannot mix in
 /// one [`PerDollar`].
 pub trait Origin: sealed::Sealed {
-    /// For people and JSON.
+    /// Name of the origin, for display and JSON.
     const NAME: &'static str;
 }
 
@@ -174,7 +174,7 @@ origin!(/** The vendor's claim. */ Datasheet = "datasheet");
 origin!(/** The claim, lowered to what others measured kernels to reach of it. */ Published = "published");
 origin!(/** Measured on the device itself. */ Measured = "measured");
 
-/// What a device can do, on the word of `P`.
+/// The rates and memory of a device, according to `P`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ability<P> {
     compute: Vec<(DType, FlopPerSecond)>,
@@ -184,7 +184,7 @@ pub struct Ability<P> {
 }
 
 impl Ability<Datasheet> {
-    /// What the vendor claims.
+    /// Takes what the vendor claims.
     pub fn claimed(part: &Part) -> Self {
         let profile = part.profile();
         Ability {
@@ -197,9 +197,9 @@ impl Ability<Datasheet> {
 }
 
 impl Ability<Published> {
-    /// The claim times what others measured kernels to reach: large matrix products for arithmetic (of
-    /// 16 bits, the only ones published), decode attention for bandwidth. `None` where nobody
-    /// published it.
+    /// Scales the vendor's claim by what published measurements reach: large matrix products for arithmetic
+    /// (16 bits only, since nothing else is published) and decode attention for bandwidth. `None` if nothing
+    /// was published.
     pub fn published(part: &Part) -> Option<Self> {
         let reached = part.reached()?;
         let claimed = Ability::claimed(part);
@@ -215,10 +215,10 @@ impl Ability<Published> {
 }
 
 impl Ability<Measured> {
-    /// What a profile measured.
+    /// Takes what a profile measured.
     ///
     /// # Errors
-    /// `Invalid` for a profile that was made from the catalog: it is a claim.
+    /// `Invalid` for a profile made from the catalog, since that is a claim.
     pub fn measured(profile: &DeviceProfile) -> Result<Self> {
         if is_claim(profile) {
             return Err(Error::invalid(format!(
@@ -236,7 +236,7 @@ impl Ability<Measured> {
 }
 
 impl<P: Origin> Ability<P> {
-    /// Divides by a price. `None` for a price that is not positive.
+    /// Divides by a price; `None` if the price is not positive.
     pub fn per_dollar(&self, price: UsdPerHour) -> Option<PerDollar<P>> {
         (price.0 > 0.0).then(|| PerDollar {
             flop_per_second: self.compute.iter().map(|&(dtype, rate)| (dtype, rate.0 / price.0)).collect(),
@@ -247,10 +247,10 @@ impl<P: Origin> Ability<P> {
     }
 }
 
-/// What one dollar per hour buys on a device, on the word of `P`.
+/// What one dollar per hour buys on a device, according to `P`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PerDollar<P> {
-    /// FLOP/s per $/h, by dtype of the inputs.
+    /// FLOP/s per $/h, by input dtype.
     pub flop_per_second: Vec<(DType, f64)>,
     /// Bytes/s per $/h.
     pub bytes_per_second: f64,
@@ -260,12 +260,12 @@ pub struct PerDollar<P> {
 }
 
 impl<P: Origin> PerDollar<P> {
-    /// On whose word.
+    /// Returns the name of the origin.
     pub const fn origin(&self) -> &'static str {
         P::NAME
     }
 
-    /// FLOP/s per $/h for inputs of `dtype`.
+    /// Returns FLOP/s per $/h for inputs of `dtype`.
     pub fn flop_per_second(&self, dtype: DType) -> Option<f64> {
         self.flop_per_second.iter().find(|(known, _)| *known == dtype).map(|(_, rate)| *rate)
     }

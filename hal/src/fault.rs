@@ -1,14 +1,14 @@
-//! Faults, described once and obeyed by every test double: the simulated device, the faulty
-//! transport, the faulty device of the conformance suite.
+//! One description of faults for every test double: the simulated device, the faulty transport and the faulty
+//! device of the conformance suite.
 
 use crate::random;
 use serde::{Deserialize, Serialize};
 
-/// What goes wrong.
+/// A kind of injected fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fault {
-    /// One bit of the payload changes.
+    /// One bit of the payload flips.
     BitFlip,
     /// The operation reports success and does nothing.
     Drop,
@@ -16,59 +16,59 @@ pub enum Fault {
     Fail,
     /// The operation never ends.
     Hang,
-    /// The operation works on what one of its inputs held before it was last written.
+    /// The operation reads an input as it was before its last write.
     Stale,
-    /// The operation takes this many times as long.
+    /// The operation takes a multiple of its normal time.
     Slow {
-        /// The factor, from 1 on.
+        /// The slow-down factor, at least 1.
         times: u32,
     },
 }
 
-/// A fault with the operations that it strikes.
+/// A fault and the range of operations it applies to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rule {
-    /// What goes wrong.
+    /// The fault to inject.
     pub fault: Fault,
-    /// Chance per operation, 0 to 1.
+    /// Probability per operation, from 0 to 1.
     pub probability: f64,
-    /// First operation that can be struck, counted from 0.
+    /// Index of the first operation that can be affected, counted from 0.
     #[serde(default)]
     pub from: u64,
-    /// One past the last operation that can be struck; none = no end.
+    /// One past the last operation that can be affected; `None` means no end.
     #[serde(default)]
     pub until: Option<u64>,
 }
 
-/// A seeded, reproducible series of faults: what strikes operation `n` depends on the seed and on
-/// `n` alone.
+/// A seeded, reproducible series of faults: whether operation `n` is affected depends only on the seed and
+/// `n`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FaultPlan {
-    /// The seed, printed on failure.
+    /// The seed, which tests print on failure.
     pub seed: u64,
-    /// Tried in order; the first that strikes wins.
+    /// Rules in order of precedence; the first one that applies wins.
     pub rules: Vec<Rule>,
 }
 
 impl FaultPlan {
-    /// A plan in which exactly the operations `from..until` suffer `fault`.
+    /// Creates a plan under which exactly the operations `from..until` suffer `fault`.
     pub fn exactly(fault: Fault, from: u64, until: u64) -> Self {
         FaultPlan { seed: 0, rules: vec![Rule { fault, probability: 1.0, from, until: Some(until) }] }
     }
 
-    /// A plan in which every operation suffers `fault` with this chance, from 0 to 1.
+    /// Creates a plan under which every operation suffers `fault` with the given probability, from 0 to 1.
     pub fn at_rate(fault: Fault, probability: f64, seed: u64) -> Self {
         FaultPlan { seed, rules: vec![Rule { fault, probability, from: 0, until: None }] }
     }
 
-    /// Whether any rule has `fault`, whatever its factor: test doubles keep old bytes only for a plan that
-    /// can ask for them.
+    /// Whether any rule injects `fault`, whatever its factor; test doubles keep old bytes only for plans that
+    /// need them.
     pub fn mentions(&self, fault: Fault) -> bool {
         let kind = std::mem::discriminant(&fault);
         self.rules.iter().any(|rule| std::mem::discriminant(&rule.fault) == kind)
     }
 
-    /// What strikes operation `index`, if anything.
+    /// Returns the fault that affects operation `index`, if any.
     pub fn at(&self, index: u64) -> Option<Fault> {
         self.rules.iter().enumerate().find_map(|(which, rule)| {
             let inside = index >= rule.from && rule.until.is_none_or(|until| index < until);
@@ -77,12 +77,12 @@ impl FaultPlan {
         })
     }
 
-    /// The bit that a `BitFlip` of operation `index` changes in a payload of `bytes` bytes.
+    /// Returns the bit that a `BitFlip` of operation `index` flips in a payload of `bytes` bytes.
     pub fn bit(&self, index: u64, bytes: u64) -> u64 {
         random::bits(!self.seed, index) % (bytes * 8).max(1)
     }
 
-    /// Which of `count` things operation `index` strikes, where there is a choice.
+    /// Returns which of `count` targets operation `index` hits when there is a choice.
     pub fn pick(&self, index: u64, count: u64) -> u64 {
         random::bits(self.seed ^ 0x5EED, index) % count.max(1)
     }

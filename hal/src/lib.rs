@@ -1,11 +1,11 @@
 //! The vocabulary of mixfleet: what a device is, what it can be asked to do, and what that costs.
 //!
-//! Nothing here does anything. A backend turns these words into work, the scheduler turns them into
-//! decisions, and neither sees the other. The one key that everything shares is [`OpSig`]: support
-//! queries, costs, conformance cases, trace lines and simulation all speak of an operation by it, so
-//! their lists cannot drift apart.
+//! This crate does nothing itself. Backends turn its types into work, the scheduler turns them into
+//! decisions, and neither depends on the other. Everything refers to an operation by its [`OpSig`]: support
+//! queries, costs, conformance cases, trace lines and simulation share that one key, so their lists cannot
+//! drift apart.
 //!
-//! What is absent: any backend's word, any thread, clock, file or socket.
+//! Absent from this crate: backend-specific terms, threads, clocks, files and sockets.
 
 #![forbid(unsafe_code)]
 

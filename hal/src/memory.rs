@@ -1,4 +1,4 @@
-//! Memory as the callers see it: buffers behind `dyn`, slices as plain values.
+//! Memory as callers see it: buffers behind `dyn`, slices as plain values.
 
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -6,49 +6,49 @@ use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What a buffer is for. A backend may place buffers by it; it changes no result.
+/// The purpose of a buffer. A backend may choose its placement by it, but results never depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BufferUsage {
     /// Model parameters: written once, then only read.
     Weights,
-    /// KV pages, and KV on its way to them or from them.
+    /// KV pages, and KV in transit to or from them.
     Kv,
     /// Inputs and outputs of one step.
     Activations,
-    /// What the host writes or reads often and in small parts: pinned memory of the host where that exists.
+    /// Data that the host reads or writes often and in small parts; pinned host memory if available.
     Staging,
 }
 
-/// A device's memory object. Freed on drop, after the commands in flight that use it.
+/// A memory object of a device, freed on drop once the commands in flight that use it are done.
 pub trait Buffer: Send + Sync + std::fmt::Debug {
     /// Bytes of the allocation.
     fn size_bytes(&self) -> u64;
-    /// For the backend to find its own type again.
+    /// Allows a backend to downcast to its own type.
     fn as_any(&self) -> &dyn Any;
 }
 
-/// A range of a buffer. Cheap to clone; keeps the buffer alive.
+/// A range of a buffer, which is cheap to clone and keeps the buffer alive.
 #[derive(Clone, Debug)]
 pub struct Slice {
     /// The buffer.
     pub buffer: Arc<dyn Buffer>,
-    /// First byte.
+    /// Offset of the first byte in the buffer.
     pub offset: u64,
     /// Length in bytes.
     pub bytes: u64,
 }
 
 impl Slice {
-    /// The whole of `buffer`.
+    /// Returns a slice of the whole buffer.
     pub fn whole(buffer: Arc<dyn Buffer>) -> Self {
         let bytes = buffer.size_bytes();
         Slice { buffer, offset: 0, bytes }
     }
 
-    /// `bytes` bytes of this slice from `offset` on.
+    /// Returns `bytes` bytes of this slice, starting at `offset`.
     ///
     /// # Panics
-    /// When the range leaves the slice: a bug of the caller.
+    /// If the range exceeds the slice, which is a bug in the caller.
     pub fn range(&self, offset: u64, bytes: u64) -> Slice {
         assert!(
             offset.checked_add(bytes).is_some_and(|end| end <= self.bytes),
@@ -58,7 +58,7 @@ impl Slice {
         Slice { buffer: self.buffer.clone(), offset: self.offset + offset, bytes }
     }
 
-    /// Whether both name some byte of the same buffer.
+    /// Whether both slices share a byte of the same buffer.
     pub fn overlaps(&self, other: &Slice) -> bool {
         std::ptr::addr_eq(Arc::as_ptr(&self.buffer), Arc::as_ptr(&other.buffer))
             && self.offset < other.offset + other.bytes
@@ -66,45 +66,45 @@ impl Slice {
     }
 }
 
-/// Host memory that does not move and that its holders do not change: a mapped checkpoint.
-/// A device that can, uses it in place.
+/// Host memory that neither moves nor is modified by its holders, such as a mapped checkpoint. Devices that
+/// support it use it in place.
 pub trait HostMemory: Send + Sync + std::fmt::Debug {
-    /// The bytes.
+    /// Returns the bytes.
     fn as_bytes(&self) -> &[u8];
 
-    /// Whether the bytes were always what they were at first: others may cut or overwrite a file under its mapping.
-    /// Whoever computes with the bytes asks afterwards, before anybody uses the result.
+    /// Checks that the bytes have not changed since they were mapped, since others may truncate or overwrite
+    /// a mapped file. Callers compute first and check before anybody uses the result.
     ///
     /// # Errors
-    /// `DeviceLost` if they were not; what they are now means nothing.
+    /// `DeviceLost` if the bytes changed, in which case their content is meaningless.
     fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Which file it is and when it last changed, as of now; none for memory that is no file.
+    /// Returns which file this is and when it last changed; `None` for memory that is not a file.
     fn stamp(&self) -> Option<FileStamp> {
         None
     }
 
-    /// Whoever calls this has found that all bytes are what they were at first, while the file had this stamp: that it was
-    /// written to before then is forgotten. What was cut stays lost.
+    /// Records that all bytes were verified to be unchanged while the file had this stamp, so that earlier
+    /// writes to it no longer count. A truncation still does.
     fn accept(&self, stamp: &FileStamp) {
         let _ = stamp;
     }
 }
 
-/// A file's content without reading it: equal stamps are the same bytes.
+/// Identifies a file's content without reading it: equal stamps mean equal bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileStamp {
     /// The file system's device.
     pub device: u64,
-    /// The file's number there.
+    /// The file's inode number on that device.
     pub inode: u64,
-    /// Its length.
+    /// Length of the file in bytes.
     pub bytes: u64,
-    /// When its content changed, as its owner may set it: seconds and nanoseconds since 1970.
+    /// Modification time (mtime), which the owner can set, in seconds and nanoseconds since 1970.
     pub modified: (i64, i64),
-    /// When its content, owner, mode or number of names changed, as nobody can set it.
+    /// Status change time (ctime), which nobody can set, in seconds and nanoseconds since 1970.
     pub changed: (i64, i64),
 }
 
@@ -114,17 +114,17 @@ impl HostMemory for Vec<u8> {
     }
 }
 
-/// Maps files as host memory. Mapping needs `unsafe`, so a backend provides it.
+/// Maps files as host memory. Mapping needs `unsafe`, so a backend implements it.
 pub trait FileMapper: Send + Sync {
-    /// Maps all of the file at `path`, read-only.
+    /// Maps the whole file at `path` read-only.
     fn map(&self, path: &Path) -> std::io::Result<Arc<dyn HostMemory>>;
 }
 
-/// How another party may reach a slice without a copy through the host.
+/// How another party can access a slice without a copy through the host.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Export {
-    /// It is host memory: readable in place once the tickets that write it are done.
+    /// Host memory, which can be read in place once the tickets that write it are done.
     Host(Arc<dyn HostMemory>),
     /// A DMA-BUF file descriptor, for RDMA registration.
     DmaBuf {
@@ -137,34 +137,34 @@ pub enum Export {
     Ipc(Vec<u8>),
 }
 
-/// Host memory that both ends of a transport reach: staging, and the pages of a KV pool.
+/// Host memory that both ends of a transport can access: staging buffers and the pages of the KV pool.
 ///
-/// Calls in this process exclude each other as a lock would. What a peer writes meanwhile through a
-/// transport that moves bytes by itself (shared pages, a NIC) is not excluded: who reads a range has been
-/// told that it is complete, and checks it.
+/// Calls within this process are mutually exclusive. A peer that writes through shared pages or a NIC is not
+/// excluded, so a reader must know that a range is complete, and must verify it.
 pub trait SharedMemory: Send + Sync {
     /// Length in bytes.
     fn size_bytes(&self) -> u64;
 
-    /// Shows `bytes` bytes from `offset` on to `look`, once.
+    /// Calls `look` once with `bytes` bytes starting at `offset`.
     ///
     /// # Errors
-    /// `Invalid` when the range leaves the memory; `look` is not called then.
+    /// `Invalid` if the range exceeds the memory, in which case `look` is not called.
     fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> Result<()>;
 
-    /// Lets `change` write `bytes` bytes from `offset` on, once.
+    /// Calls `change` once with `bytes` writable bytes starting at `offset`.
     ///
     /// # Errors
-    /// `Invalid` when the range leaves the memory; `change` is not called then.
+    /// `Invalid` if the range exceeds the memory, in which case `change` is not called.
     fn update(&self, offset: u64, bytes: u64, change: &mut dyn FnMut(&mut [u8])) -> Result<()>;
 
-    /// Where it lies, for transports that move bytes by themselves; none if it may only be reached by calls.
+    /// Returns the memory's address for transports that access it directly; `None` if it can only be accessed
+    /// through calls.
     fn mapping(&self) -> Option<Mapping>;
 
-    /// Puts fresh pages with the same bytes in place of those that another process may have mapped: whatever
-    /// it still writes reaches this memory no more. The address and the number of the file descriptor stay.
-    /// Not while something in this process moves bytes by [`mapping`](Self::mapping), as a device that has it
-    /// [pinned](crate::Device::pin) does: they could be lost.
+    /// Replaces the pages that another process may have mapped by fresh ones with the same bytes, so that its
+    /// later writes no longer reach this memory. Address and file descriptor number stay the same. Must not
+    /// be called while anything in this process accesses the memory through [`mapping`](Self::mapping), as a
+    /// device that has it [pinned](crate::Device::pin) does, because those bytes could be lost.
     ///
     /// # Errors
     /// `Unsupported` if it cannot, `OutOfMemory` when the operating system gives no pages.
@@ -189,16 +189,16 @@ pub trait SharedMemory: Send + Sync {
     }
 }
 
-/// Keeps memory pinned for a device: see [`Device::pin`](crate::Device::pin).
+/// A guard that keeps memory pinned for a device; see [`Device::pin`](crate::Device::pin).
 pub type Pinned = Box<dyn Send + Sync>;
 
-/// The place of shared memory in this process. Valid as long as the memory that gave it lives.
+/// Where shared memory is mapped in this process; valid as long as the memory it came from lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping {
     /// Address of the first byte.
     pub address: usize,
     /// Length in bytes.
     pub bytes: u64,
-    /// A file descriptor that another process on this host can map, owned by the memory; none where there is none.
+    /// A file descriptor that another process on this host can map, owned by the memory, if there is one.
     pub fd: Option<i32>,
 }

@@ -1,28 +1,27 @@
 //! The operations of a decoder-only transformer, as plain values.
 //!
-//! An [`OpSig`] is an operation's kind, shape and dtypes. It decides everything about a command but
-//! the addresses: which operands it takes (their order, access, dtype and size: [`OpSig::operands`]),
-//! how many floating-point operations it does and how many bytes it must move.
+//! An [`OpSig`] is an operation's kind, shape and dtypes. It determines everything about a command except the
+//! addresses: which operands it takes (their order, access, dtype and size: [`OpSig::operands`]), how many
+//! floating-point operations it does and how many bytes it must move.
 //!
-//! Conventions. Matrices are row-major and dense. `tokens` counts the new tokens of a step over all
-//! its sequences, laid end to end. Shapes stand in the comment after each operand below.
+//! Conventions. Matrices are row-major and dense. `tokens` counts the new tokens of a step over all its
+//! sequences, laid end to end. Shapes stand in the comment after each operand below.
 //!
-//! **KV pools.** One layer's keys (or values) are a pool of pages; a page holds `page_tokens` tokens of
-//! all `kv_heads`. A *slot* is `page * page_tokens + offset in the page`. How a page is laid out inside
-//! is the backend's own affair: only operations touch it. What crosses a link is the *wire layout* of
-//! `KvGather`/`KvScatter`, `[tokens, 2 (K, V), kv_heads, head_dim]`, the same for all, so that devices
-//! with unlike pages or dtypes understand each other.
+//! **Paged KV.** One layer's keys (or values) are an array of pages; a page holds `page_tokens` tokens of all
+//! `kv_heads`. A *slot* is `page * page_tokens + offset in the page`. The layout inside a page is private to
+//! the backend, because only operations touch it. What crosses a link is the *wire layout* of
+//! `KvGather`/`KvScatter`, `[tokens, 2 (K, V), kv_heads, head_dim]`, which is the same everywhere, so that
+//! devices with different page sizes or dtypes can exchange KV.
 //!
-//! **Attention.** Scores are scaled by `1/sqrt(head_dim)`. With `window = Some(w)` a query at position
-//! p sees keys p-w+1 ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised
-//! output with its running maximum and sum, so that attention over any partition of the KV (by head,
-//! by request, by token range) recombines exactly in `AttnMerge`: flash-decoding and attention
-//! offload are the same operator.
+//! **Attention.** Scores are scaled by `1/sqrt(head_dim)`. With `window = Some(w)` a query at position p sees
+//! keys p-w+1 ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised output with
+//! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by token
+//! range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same operator.
 
 use crate::DType;
 use serde::{Deserialize, Serialize};
 
-/// An `f32` that can be part of a key: equal when its bits are.
+/// An `f32` that can be part of a key; two are equal if their bits are.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Scalar(pub f32);
@@ -42,29 +41,29 @@ impl std::hash::Hash for Scalar {
 /// How a command uses an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperandAccess {
-    /// Read only.
+    /// The operand is only read.
     Read,
-    /// Every element is overwritten; what was there before does not matter.
+    /// Every element is overwritten, whatever it held before.
     Write,
-    /// Read and changed in place, or changed in part (a KV pool).
+    /// The operand is updated in place or in part, like paged KV.
     ReadWrite,
 }
 
-/// How many elements an operand has.
+/// The number of elements of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
-    /// Exactly this many.
+    /// Exactly this many elements.
     Exactly(u64),
-    /// A pool: any whole, non-zero number of pages of this many elements.
+    /// Paged KV: any non-zero, whole number of pages of this many elements.
     PagesOf(u64),
 }
 
 /// One operand that a command takes, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operand {
-    /// What it is, for messages.
+    /// The operand's name, for messages.
     pub name: &'static str,
-    /// How it is used.
+    /// How the command uses it.
     pub access: OperandAccess,
     /// Its element type.
     pub dtype: DType,
@@ -72,16 +71,16 @@ pub struct Operand {
     pub extent: Extent,
 }
 
-/// An operation: kind, shape, dtypes. See the module's head for the conventions.
+/// An operation: its kind, shape and dtypes. The [module](self) documentation lists the conventions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub enum OpSig {
-    /// Rows of a table by index: token embedding, and picking rows out of activations.
-    /// `ids [tokens]`, `table [vocab, hidden]`, `out [tokens, hidden]`.
+    /// Gathers rows of a table by index, for token embeddings and for selecting rows of activations. `ids
+    /// [tokens]`, `table [vocab, hidden]`, `out [tokens, hidden]`.
     Embed {
-        /// Rows to fetch.
+        /// Number of rows to fetch.
         tokens: u32,
-        /// Rows in the table; an id at or above it is an error.
+        /// Number of rows in the table; an id at or above it is an error.
         vocab: u32,
         /// Row length.
         hidden: u32,
@@ -97,7 +96,7 @@ pub enum OpSig {
         rows: u32,
         /// Row length.
         cols: u32,
-        /// Added to the mean square.
+        /// The constant added to the mean square.
         eps: Scalar,
         /// Dtype of `x`.
         x: DType,
@@ -113,7 +112,7 @@ pub enum OpSig {
         m: u32,
         /// Rows of `weight`: output features.
         n: u32,
-        /// Common length: input features.
+        /// Inner dimension: input features.
         k: u32,
         /// Dtype of `x`.
         x: DType,
@@ -121,15 +120,14 @@ pub enum OpSig {
         weight: DType,
         /// Dtype of `out`.
         out: DType,
-        /// A bias operand follows the weight.
+        /// Whether a bias operand follows the weight.
         bias: bool,
-        /// Adds to what `out` holds (the residual stream) instead of overwriting it.
+        /// Whether the result is added to `out` (the residual stream) instead of overwriting it.
         accumulate: bool,
     },
-    /// Rotates pairs (i, i + head_dim/2) of every head in place:
-    /// `(a cos - b sin, b cos + a sin)`.
-    /// `x [tokens, heads, head_dim]`, `cos_sin [tokens, head_dim]` f32: head_dim/2 cosines, then
-    /// head_dim/2 sines, already scaled; every rope variant is only another table.
+    /// Rotates pairs (i, i + head_dim/2) of every head in place: `(a cos - b sin, b cos + a sin)`. `x
+    /// [tokens, heads, head_dim]`, `cos_sin [tokens, head_dim]` f32: head_dim/2 cosines, then head_dim/2
+    /// sines, already scaled, so that every RoPE variant is just another table.
     Rope {
         /// New tokens.
         tokens: u32,
@@ -153,22 +151,22 @@ pub enum OpSig {
         page_tokens: u32,
         /// Dtype of `k` and `v`.
         x: DType,
-        /// Dtype of the pools.
+        /// Dtype of the paged KV.
         kv: DType,
     },
-    /// Causal attention of many new tokens per sequence over their sequences' pages.
-    /// `q [tokens, heads, head_dim]`, `query_start [sequences + 1]` (row of each sequence's first
-    /// query; the last entry is `tokens`), `context [sequences]` (keys visible to the *last* query,
-    /// itself included; the KV of the new tokens is already in the pool), `pages [sequences,
-    /// pages_max]`, `k_pool`, `v_pool`, `out [tokens, heads, head_dim]`.
+    /// Causal attention of many new tokens per sequence over their sequences' pages. `q [tokens, heads,
+    /// head_dim]`, `query_start [sequences + 1]` (row of each sequence's first query; the last entry is
+    /// `tokens`), `context [sequences]` (keys visible to the *last* query, itself included; the KV of the new
+    /// tokens is already written), `pages [sequences, pages_max]`, `k_pool`, `v_pool`, `out [tokens, heads,
+    /// head_dim]`.
     AttnPrefill {
         /// New tokens over all sequences.
         tokens: u32,
         /// Sequences.
         sequences: u32,
-        /// Query-key pairs that are visible, over all sequences: what the arithmetic is counted by.
+        /// Query-key pairs that are visible, over all sequences; the arithmetic is proportional to it.
         pairs: u64,
-        /// Sum of the sequences' contexts: the keys that are read at least once.
+        /// Sum of the sequences' contexts, i.e. the number of keys that must be read at least once.
         kv_tokens: u64,
         /// Query heads.
         heads: u32,
@@ -180,19 +178,18 @@ pub enum OpSig {
         page_tokens: u32,
         /// Row length of the page table.
         pages_max: u32,
-        /// Sliding window, if any.
+        /// The sliding window in tokens, if the layer has one.
         window: Option<u32>,
         /// Dtype of `q` and `out`.
         x: DType,
-        /// Dtype of the pools.
+        /// Dtype of the paged KV.
         kv: DType,
     },
-    /// Attention of one query per sequence over a token range of its pages, un-normalised.
-    /// `q [sequences, heads, head_dim]`, `range [sequences, 2]` (first and one-past-last key; may be
-    /// empty), `pages [sequences, pages_max]` (of the whole sequence, from its token 0), `k_pool`,
-    /// `v_pool`, `acc [sequences, heads, head_dim]` f32 = sum of exp(score - max) * v,
-    /// `stat [sequences, heads, 2]` f32 = (max, sum); an empty range gives acc 0, max -inf, sum 0.
-    /// A window is a range: it needs no word here.
+    /// Attention of one query per sequence over a token range of its pages, un-normalised. `q [sequences,
+    /// heads, head_dim]`, `range [sequences, 2]` (first and one-past-last key; may be empty), `pages
+    /// [sequences, pages_max]` (of the whole sequence, from its token 0), `k_pool`, `v_pool`, `acc
+    /// [sequences, heads, head_dim]` f32 = sum of exp(score - max) * v, `stat [sequences, heads, 2]` f32 =
+    /// (max, sum); an empty range gives acc 0, max -inf, sum 0. A sliding window is expressed by the range.
     AttnDecode {
         /// Sequences.
         sequences: u32,
@@ -210,14 +207,14 @@ pub enum OpSig {
         pages_max: u32,
         /// Dtype of `q`.
         x: DType,
-        /// Dtype of the pools.
+        /// Dtype of the paged KV.
         kv: DType,
     },
     /// Recombines the parts of `AttnDecode` (Dao et al. 2023, flash-decoding) and normalises.
     /// `acc [parts, rows, head_dim]` f32, `stat [parts, rows, 2]` f32, `out [rows, head_dim]`.
     /// A row whose parts are all empty gives 0.
     AttnMerge {
-        /// Parts that the KV was cut into.
+        /// Number of parts that the KV was split into.
         parts: u32,
         /// Sequences times heads.
         rows: u32,
@@ -240,7 +237,7 @@ pub enum OpSig {
         /// Dtype of all three.
         x: DType,
     },
-    /// Index of the largest element of each row; the lowest index wins a tie; NaN never wins.
+    /// Finds the index of the largest element of each row; ties go to the lowest index, and NaN never wins.
     /// `x [rows, cols]` f32, `out [rows]` u32.
     Argmax {
         /// Number of rows.
@@ -248,16 +245,16 @@ pub enum OpSig {
         /// Row length.
         cols: u32,
     },
-    /// `from [bytes]` to `to [bytes]`; no overlap. (Counted as `U32` elements: a multiple of 4 bytes.)
+    /// Copies `from [bytes]` to `to [bytes]`, which must not overlap; sizes are counted in `U32` elements.
     Copy {
-        /// Bytes; a multiple of 4.
+        /// Number of bytes, a multiple of 4.
         bytes: u64,
     },
     /// Sets every 32-bit word of `to [bytes]`.
     Fill {
-        /// Bytes; a multiple of 4.
+        /// Number of bytes, a multiple of 4.
         bytes: u64,
-        /// The word.
+        /// The 32-bit pattern.
         word: u32,
     },
     /// Reads slots into the wire layout.
@@ -271,7 +268,7 @@ pub enum OpSig {
         head_dim: u32,
         /// Tokens in a page.
         page_tokens: u32,
-        /// Dtype of the pools.
+        /// Dtype of the paged KV.
         kv: DType,
         /// Dtype of `out`.
         wire: DType,
@@ -287,7 +284,7 @@ pub enum OpSig {
         head_dim: u32,
         /// Tokens in a page.
         page_tokens: u32,
-        /// Dtype of the pools.
+        /// Dtype of the paged KV.
         kv: DType,
         /// Dtype of the input.
         wire: DType,
@@ -299,7 +296,7 @@ fn product(dims: &[u32]) -> u64 {
 }
 
 impl OpSig {
-    /// Snake-case name of the operation, without shape.
+    /// Returns the operation's name in snake case, without its shape.
     pub const fn name(&self) -> &'static str {
         match self {
             OpSig::Embed { .. } => "embed",
@@ -320,7 +317,7 @@ impl OpSig {
         }
     }
 
-    /// The operands in the order in which a command carries them. This is the contract that every
+    /// Returns the operands in the order in which a command carries them. This is the contract that every
     /// backend implements and [`crate::Cmd::new`] enforces.
     pub fn operands(&self) -> Vec<Operand> {
         use DType::{F32, U32};
@@ -440,7 +437,7 @@ impl OpSig {
         }
     }
 
-    /// Floating-point operations; a multiply-add counts two, exp and division one.
+    /// Counts floating-point operations: two for a multiply-add, one for an exponential or a division.
     pub fn flops(&self) -> f64 {
         match *self {
             OpSig::Gemm { m, n, k, .. } => 2.0 * f64::from(m) * f64::from(n) * f64::from(k),
@@ -468,8 +465,8 @@ impl OpSig {
         }
     }
 
-    /// Bytes that must cross the device's memory at least once: every operand once, but of a table or
-    /// pool only the rows in use.
+    /// Counts the bytes that must cross the device's memory at least once: every operand once, but only the
+    /// rows in use of a table or of paged KV.
     pub fn bytes(&self) -> f64 {
         let dense: u64 = self
             .operands()
@@ -502,7 +499,10 @@ impl OpSig {
         total as f64
     }
 
-    /// Checks what the type cannot: divisibility and evenness. `Err` says what is wrong.
+    /// Checks what the type cannot express, such as divisibility.
+    ///
+    /// # Errors
+    /// A message that says what is wrong.
     pub fn check(&self) -> Result<(), String> {
         let heads_divide = |heads: u32, kv_heads: u32| {
             if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {

@@ -1,4 +1,4 @@
-//! What was measured on a device, and the time that it predicts for any operation.
+//! Measurements of a device, and the time they predict for any operation.
 
 mod kriging;
 mod law;
@@ -19,35 +19,35 @@ use std::collections::HashSet;
 pub struct Point {
     /// The operation.
     pub sig: OpSig,
-    /// Median time without launch cost.
+    /// Median time, excluding launch cost.
     pub time: Seconds,
 }
 
-/// A straight line over sizes: `fixed + bytes * seconds_per_byte`, for `from` bytes on.
+/// One segment of a piecewise linear cost: `fixed + bytes * seconds_per_byte` for sizes of at least `from`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LinearSegment {
-    /// The least size that it holds for; it ends where the next line begins.
+    /// The smallest size that the segment applies to; it ends where the next one begins.
     pub from: Bytes,
-    /// Per transfer.
+    /// Fixed time per transfer.
     pub fixed: Seconds,
     /// Inverse of the bandwidth.
     pub seconds_per_byte: f64,
 }
 
-/// Time over bytes as straight lines by range of size, ascending. Empty: not measured.
+/// Piecewise linear time over size, with segments in ascending order; empty if not measured.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct CopyCost(pub Vec<LinearSegment>);
 
 impl CopyCost {
-    /// Time of one transfer; `None` if nothing was measured.
+    /// Returns the time of one transfer; `None` if nothing was measured.
     pub fn time(&self, bytes: Bytes) -> Option<Seconds> {
         let line = self.0.iter().rev().find(|line| line.from <= bytes).or(self.0.first())?;
         Some((line.fixed + Seconds(bytes.0 * line.seconds_per_byte)).max(Seconds::ZERO))
     }
 }
 
-/// What a bandwidth was measured with.
+/// The memory access pattern of a bandwidth measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Traffic {
@@ -55,79 +55,79 @@ pub enum Traffic {
     Read,
     /// Every byte is written once.
     Write,
-    /// Every byte is read here and written there; counted twice.
+    /// Every byte is read and written elsewhere, and counts twice.
     Copy,
 }
 
-/// Bandwidth over one working set.
+/// Bandwidth over a working set of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Bandwidth {
-    /// What was done.
+    /// The access pattern.
     pub traffic: Traffic,
-    /// Bytes that are touched over and over.
+    /// Size of the working set, which is accessed repeatedly.
     pub working_set: Bytes,
-    /// The rate.
+    /// Bandwidth in bytes per second.
     pub rate: BytesPerSecond,
 }
 
-/// Where a profile comes from.
+/// The origin of a profile.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Provenance {
-    /// Program and version.
+    /// Name and version of the program that measured it.
     pub tool: String,
     /// When it was measured, RFC 3339.
     pub measured_at: String,
-    /// What to beware of: noise, throttling, other load, parts not measured.
+    /// Caveats: noise, throttling, other load, operations not measured.
     pub remarks: Vec<String>,
 }
 
-/// A device as numbers: measured points over a roofline. The scheduler sees this and never a device.
+/// A device as numbers: measured points over a roofline. The scheduler sees this and never the device itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DeviceProfile {
-    /// Name and version of the document.
+    /// Name and version of the document schema.
     pub schema: String,
-    /// The part's name, for people.
+    /// Name of the part, for display.
     #[serde(default)]
     pub name: String,
     /// The fingerprint of the device that was measured.
     pub fingerprint: String,
-    /// Best arithmetic rate seen or claimed per dtype of the operation's input.
+    /// Best arithmetic rate, measured or claimed, per input dtype.
     pub compute: Vec<(DType, FlopPerSecond)>,
-    /// Best memory bandwidth.
+    /// Best memory bandwidth, measured or claimed.
     pub bandwidth: BytesPerSecond,
-    /// Memory for weights and KV.
+    /// Memory available for weights and KV.
     pub memory: Bytes,
-    /// Cost of one batch of commands, whatever is in it.
+    /// Fixed cost of submitting one batch of commands.
     pub launch: Seconds,
-    /// Cost of each command in a batch beyond its own work.
+    /// Cost of each command in a batch in addition to its own work.
     #[serde(default)]
     pub launch_per_command: Seconds,
     /// Bandwidth by working set.
     #[serde(default)]
     pub bandwidths: Vec<Bandwidth>,
-    /// Writing to the device from host memory.
+    /// Cost of writes from host memory to the device.
     #[serde(default)]
     pub host_to_device: CopyCost,
-    /// Reading from the device into host memory.
+    /// Cost of reads from the device into host memory.
     #[serde(default)]
     pub device_to_host: CopyCost,
-    /// Long load over short load, of arithmetic and of bandwidth: below 1 where the part slows down.
+    /// Sustained rates as a share of short-run rates; below 1 if the part throttles.
     #[serde(default)]
     pub sustained: Option<Sustained>,
-    /// Where the numbers come from.
+    /// The origin of the numbers.
     #[serde(default)]
     pub provenance: Provenance,
     /// Measured points.
     pub points: Vec<Point>,
 }
 
-/// Rates under long load as a share of those under short load.
+/// Sustained rates as a share of short-run rates.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sustained {
-    /// Of matrix products.
+    /// Share of the arithmetic rate of matrix products.
     pub compute: f64,
-    /// Of streaming.
+    /// Share of the streaming bandwidth.
     pub bandwidth: f64,
 }
 
@@ -135,7 +135,7 @@ impl DeviceProfile {
     /// The schema that this version reads and writes.
     pub const SCHEMA: &'static str = "mixfleet.device-profile/1";
 
-    /// A profile without points: a roofline, with launches that cost nothing.
+    /// Creates a profile without points: a roofline with zero launch cost.
     pub fn roof(compute: Vec<(DType, FlopPerSecond)>, bandwidth: BytesPerSecond, memory: Bytes) -> Self {
         DeviceProfile {
             schema: Self::SCHEMA.to_owned(),
@@ -155,14 +155,14 @@ impl DeviceProfile {
         }
     }
 
-    /// The least time that the roofline allows: arithmetic or memory, whichever is longer.
-    /// Williams, Waterman & Patterson 2009.
+    /// Returns the lower bound of the roofline: the time of the arithmetic or of the memory traffic,
+    /// whichever is longer (Williams, Waterman & Patterson 2009).
     pub fn roofline(&self, sig: &OpSig) -> Seconds {
         let (arithmetic, memory) = self.floors(sig);
         arithmetic.max(memory)
     }
 
-    /// The least time for the arithmetic alone, and for the traffic alone.
+    /// Returns the lower bounds for the arithmetic alone and for the memory traffic alone.
     fn floors(&self, sig: &OpSig) -> (Seconds, Seconds) {
         let dtype = input_dtype(sig);
         let peak = self
@@ -174,7 +174,7 @@ impl DeviceProfile {
         (Flop(sig.flops()) / peak, Bytes(sig.bytes()) / self.bandwidth)
     }
 
-    /// Everything but the points.
+    /// Returns a copy without the points.
     fn without_points(&self) -> Self {
         DeviceProfile {
             schema: self.schema.clone(),
@@ -190,9 +190,9 @@ impl DeviceProfile {
         }
     }
 
-    /// This device's points and, for every operation that only `others` measured, what
-    /// [`Predictor::borrowing`] makes of it: a profile like any other, for a device of which little was
-    /// measured. Its roofline must be a datasheet ([`crate::catalog`]) if theirs are.
+    /// Extends a sparsely measured device by predictions: its own points plus, for every operation that only
+    /// `others` measured, what [`Predictor::borrowing`] predicts. Its roofline must be a datasheet
+    /// ([`crate::catalog`]) if theirs are.
     pub fn borrowing(&self, others: &[DeviceProfile]) -> DeviceProfile {
         let prepared: Vec<Predictor> = others.iter().map(Predictor::new).collect();
         let predictor = Predictor::borrowing(self, &prepared);
@@ -213,22 +213,23 @@ impl DeviceProfile {
         profile
     }
 
-    /// Predicted time of `sig` without launch cost: the measured point where there is one, else a law of few
-    /// terms fitted to the measured points of the kind, times what the nearest of them needed beyond it (see
-    /// `predict`). A constant-efficiency roofline misses real GEMMs by 13-40 %; this misses them by 5-10 %. For
-    /// many questions, ask a [`Predictor`].
+    /// Predicts the time of `sig`, excluding launch cost: the measured point if there is one, or else a
+    /// fitted law of a few terms, corrected by how far its nearest measured points deviate from it (see
+    /// `predict`). A constant-efficiency roofline misses real GEMMs by 13-40 %; this misses them by 5-10 %.
+    /// Use a [`Predictor`] for many queries.
     pub fn time(&self, sig: &OpSig) -> Seconds {
         predict::time(self, sig)
     }
 
-    /// A batch on an idle queue, from submission to the end of the wait: its launch and all its commands.
+    /// Predicts the time of a batch on an idle queue, from submission to the end of the wait: the launch plus
+    /// all commands.
     pub fn batch_time<'a>(&self, sigs: impl IntoIterator<Item = &'a OpSig>) -> Seconds {
         let each = |sig| self.time(sig) + self.launch_per_command;
         self.launch + sigs.into_iter().map(each).sum()
     }
 }
 
-/// The dtype whose arithmetic rate bounds the operation.
+/// Returns the dtype whose arithmetic rate bounds the operation.
 fn input_dtype(sig: &OpSig) -> DType {
     match *sig {
         OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,

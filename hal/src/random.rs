@@ -1,26 +1,28 @@
-//! A counter-based generator: the value at (seed, index) needs no state, so a token stream can
-//! continue on another machine and a test failure is reproduced by its seed alone.
+//! A counter-based random number generator. The value at (seed, index) needs no state, so a token stream can
+//! continue on another machine, and a test failure is reproduced by its seed alone.
 
-/// The SplitMix64 finaliser (Steele, Lea & Flood 2014) over a mixed (seed, index) pair: 64 bits.
+/// Returns 64 random bits: the SplitMix64 finaliser (Steele, Lea & Flood 2014) over a mixed (seed, index)
+/// pair.
 pub fn bits(seed: u64, index: u64) -> u64 {
     let mut z = seed ^ mix(index.wrapping_add(0x9E37_79B9_7F4A_7C15));
     z = z.wrapping_add(0x9E37_79B9_7F4A_7C15);
     mix(z)
 }
 
-/// Uniform in [0, 1) with 53 bits.
+/// Returns a uniform value in [0, 1) with 53 random bits.
 pub fn unit(seed: u64, index: u64) -> f64 {
     (bits(seed, index) >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// The SplitMix64 finaliser alone: one to one, and spreads whatever it is given (small numbers, say) over all 64 bits.
+/// Applies the SplitMix64 finaliser, a bijection that spreads any input, such as a small number, over all 64
+/// bits.
 pub fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
 }
 
-/// A stream over [`bits`]: the next index is its only state.
+/// A random stream over [`bits`], whose only state is the next index.
 #[derive(Clone, Debug)]
 pub struct Stream {
     seed: u64,
@@ -28,30 +30,33 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// The stream of `seed`, from its start.
+    /// Creates the stream of `seed`, at its start.
     pub fn new(seed: u64) -> Self {
         Stream { seed, index: 0 }
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     pub fn next_u64(&mut self) -> u64 {
         self.index += 1;
         bits(self.seed, self.index - 1)
     }
 
-    /// Uniform in [0, 1).
+    /// Returns the next uniform value in [0, 1).
     pub fn next_unit(&mut self) -> f64 {
         self.index += 1;
         unit(self.seed, self.index - 1)
     }
 
-    /// Uniform in [0, bound). `bound` must not be zero.
+    /// Returns the next uniform value in [0, bound).
+    ///
+    /// # Panics
+    /// If `bound` is zero.
     pub fn below(&mut self, bound: u64) -> u64 {
         assert!(bound > 0, "an empty range has no element");
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
-    /// Standard normal, by Box and Muller.
+    /// Returns the next standard normal value (Box-Muller).
     pub fn next_normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.next_unit()).ln()).sqrt();
         radius * (std::f64::consts::TAU * self.next_unit()).cos()

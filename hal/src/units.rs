@@ -1,4 +1,4 @@
-//! Physical quantities as types, so that seconds are never added to dollars.
+//! Physical quantities as types, so that seconds cannot be added to dollars.
 //!
 //! GB is 1e9 bytes and GiB is 2^30 bytes throughout.
 
@@ -27,7 +27,7 @@ macro_rules! quantity {
         impl Div for $name { type Output = f64; fn div(self, other: Self) -> f64 { self.0 / other.0 } }
         impl std::iter::Sum for $name { fn sum<I: Iterator<Item = Self>>(items: I) -> Self { $name(items.map(|q| q.0).sum()) } }
         impl $name {
-            /// Nothing of it.
+            /// Zero.
             pub const ZERO: Self = $name(0.0);
             /// The larger of the two.
             pub fn max(self, other: Self) -> Self { $name(self.0.max(other.0)) }

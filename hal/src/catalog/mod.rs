@@ -1,8 +1,8 @@
-//! Known parts as data: what their vendors claim, with sources and how far to trust them.
+//! Known parts as data: what their vendors claim, with sources and a confidence.
 //!
-//! Rates are dense (vendors like to print the rate of 2:4 sparse matrices, twice as much) and, for
-//! floating point, with accumulation in f32 (consumer parts run at half the printed rate then). A
-//! price is no property of a part: see [`crate::economics`].
+//! Rates are dense (vendors like to quote 2:4 sparse rates, which are twice as high) and, for floating point,
+//! with f32 accumulation (consumer parts then run at half the quoted rate). Prices are not part of the
+//! catalog; see [`crate::economics`].
 
 mod amd;
 mod geforce;
@@ -23,11 +23,11 @@ use std::sync::LazyLock;
 /// A part as its vendor describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Part {
-    /// What users call it: `RTX-4090`, `H100-SXM-80GB`. Looked up in any case.
+    /// The id that users type, such as `RTX-4090` or `H100-SXM-80GB`; lookups ignore case.
     pub id: &'static str,
     /// The full name.
     pub name: &'static str,
-    /// Who sells it.
+    /// Name of the vendor.
     pub vendor: &'static str,
     /// What sort of part it is.
     pub kind: PartKind,
@@ -35,19 +35,19 @@ pub struct Part {
     pub year: u16,
     /// Arithmetic rates.
     pub rates: Rates,
-    /// Its memory.
+    /// Memory type, size and bandwidth.
     pub memory: MemorySpec,
     /// Power limit of the part, in watts.
     pub power_w: Option<f64>,
-    /// To the host; GB/s in one direction.
+    /// Link to the host, in GB/s per direction.
     pub host_link: Option<LinkSpec>,
-    /// To its peers; GB/s of both directions together, as vendors count it.
+    /// Link to peer devices, in GB/s of both directions together, as vendors quote it.
     pub scale_up: Option<LinkSpec>,
     /// How far to trust the numbers.
     pub confidence: Confidence,
-    /// Where they come from.
+    /// Sources of the numbers.
     pub sources: &'static str,
-    /// What a reader of the numbers should know, or nothing.
+    /// A caveat about the numbers; may be empty.
     pub note: &'static str,
 }
 
@@ -57,11 +57,11 @@ pub struct Part {
 pub enum PartKind {
     /// A graphics processor with its own memory.
     Gpu,
-    /// Graphics that share the processor's memory.
+    /// Integrated graphics that share the processor's memory.
     Shared,
     /// Any other accelerator.
     Accelerator,
-    /// One socket of host cores.
+    /// A processor, counted as one socket.
     Cpu,
 }
 
@@ -76,22 +76,22 @@ pub enum Confidence {
     C,
 }
 
-/// Dense rates in TFLOP/s (TOPS for int8), accumulated in f32. `None`: no such units, or not known.
+/// Dense rates in TFLOP/s (TOPS for int8) with f32 accumulation. `None` means no such units, or unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Rates {
-    /// Vector units, single precision.
+    /// Single precision on vector units.
     pub f32: Option<f64>,
-    /// Matrix units.
+    /// Bf16 on matrix units.
     pub bf16: Option<f64>,
-    /// Matrix units.
+    /// F16 on matrix units.
     pub f16: Option<f64>,
-    /// Matrix units, accumulating in f16; given only where that is faster. Too coarse for long sums.
+    /// F16 on matrix units with f16 accumulation, given only if it is faster; too coarse for long sums.
     pub f16_accumulate_f16: Option<f64>,
-    /// Matrix units.
+    /// Fp8 on matrix units.
     pub fp8: Option<f64>,
-    /// Matrix units.
+    /// Fp4 on matrix units.
     pub fp4: Option<f64>,
-    /// Matrix units, accumulating in int32; TOPS.
+    /// Int8 on matrix units with int32 accumulation, in TOPS.
     pub int8: Option<f64>,
 }
 
@@ -128,7 +128,7 @@ impl Rates {
         Rates { int8: Some(rate), ..self }
     }
 
-    /// The rate for inputs of `dtype`, where the part has units for it.
+    /// Returns the rate for inputs of `dtype`, if the part has units for it.
     pub fn of(&self, dtype: DType) -> Option<FlopPerSecond> {
         let tera = match dtype {
             DType::F32 => self.f32,
@@ -141,12 +141,12 @@ impl Rates {
     }
 }
 
-/// A part's memory.
+/// Memory of a part, according to its datasheet.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct MemorySpec {
-    /// `HBM3`, `GDDR6X`, `DDR5-4800x12`.
+    /// Memory technology, such as `HBM3`, `GDDR6X` or `DDR5-4800x12`.
     pub technology: &'static str,
-    /// Size in GB (1e9 bytes), as far as users can have it.
+    /// Usable size in GB (1e9 bytes).
     pub size_gb: f64,
     /// Bandwidth in GB/s.
     pub bandwidth_gb_s: f64,
@@ -156,12 +156,12 @@ const fn memory(technology: &'static str, size_gb: f64, bandwidth_gb_s: f64) -> 
     MemorySpec { technology, size_gb, bandwidth_gb_s }
 }
 
-/// A link's name and rate.
+/// A link of a part, according to its datasheet.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LinkSpec {
-    /// `PCIe5x16`, `NVLink4`.
+    /// Name of the link, such as `PCIe5x16` or `NVLink4`.
     pub name: &'static str,
-    /// GB/s.
+    /// Bandwidth in GB/s.
     pub gb_s: f64,
 }
 
@@ -169,30 +169,30 @@ const fn link(name: &'static str, gb_s: f64) -> Option<LinkSpec> {
     Some(LinkSpec { name, gb_s })
 }
 
-/// Cost of handing one batch of commands to an accelerator. A datasheet has no such number; this is
-/// the upper end of what Lamina measured (arXiv 2405.01814: at most 20 us).
+/// Cost of submitting one batch of commands to an accelerator. Datasheets do not give it; this is the upper
+/// end of what Lamina measured (arXiv 2405.01814: at most 20 us).
 pub const LAUNCH_ACCELERATOR: Seconds = Seconds(20e-6);
-/// Cost of each further command on an accelerator, as in a recorded graph. Stated, not measured.
+/// Cost of each further command on an accelerator, as in a recorded graph; assumed, not measured.
 pub const LAUNCH_PER_COMMAND_ACCELERATOR: Seconds = Seconds(2e-6);
-/// Cost of waking the threads of a processor. Stated, not measured.
+/// Cost of waking the threads of a processor; assumed, not measured.
 pub const LAUNCH_CPU: Seconds = Seconds(5e-6);
-/// Cost of a barrier between its threads. Stated, not measured.
+/// Cost of a barrier between the threads of a processor; assumed, not measured.
 pub const LAUNCH_PER_COMMAND_CPU: Seconds = Seconds(2e-6);
 
 impl Part {
-    /// Memory bandwidth.
+    /// Returns the memory bandwidth.
     pub fn bandwidth(&self) -> BytesPerSecond {
         BytesPerSecond(self.memory.bandwidth_gb_s * GB)
     }
 
-    /// Memory size.
+    /// Returns the memory size.
     pub fn memory_bytes(&self) -> Bytes {
         Bytes(self.memory.size_gb * GB)
     }
 
-    /// The datasheet as a profile without any measured point: a roofline. It is a claim, not a
-    /// measurement; real kernels reach 40 to 95 % of it. The launch costs are the constants above.
-    /// For a dtype that the part has no units for, the roofline takes the first rate (f32, where known).
+    /// Turns the datasheet into a profile without measured points: a roofline. It is a claim, of which real
+    /// kernels reach 40 to 95 %. The launch costs are the constants above. Dtypes without units of their own
+    /// use the first known rate (f32 if known).
     pub fn profile(&self) -> DeviceProfile {
         let dtypes = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3];
         let compute = dtypes.iter().filter_map(|&dtype| Some((dtype, self.rates.of(dtype)?))).collect();
@@ -220,13 +220,13 @@ impl Part {
         }
     }
 
-    /// What others measured kernels to reach of this datasheet, where somebody published it.
+    /// Returns the shares of this datasheet that published kernels reach, if known.
     pub fn reached(&self) -> Option<&'static MeasuredEfficiency> {
         reached::reached(self.id)
     }
 
-    /// The datasheet, lowered to what others measured kernels to reach of it: the roofline with one
-    /// point for each published share. `None` where nobody published one.
+    /// Turns the datasheet, lowered to what published kernels reach, into a profile: the roofline with one
+    /// point per published share; `None` if nothing was published.
     pub fn reached_profile(&self) -> Option<DeviceProfile> {
         let reached = self.reached()?;
         let mut profile = DeviceProfile { fingerprint: format!("{REACHED}{}", self.id), ..self.profile() };
@@ -242,24 +242,24 @@ impl Part {
 const DATASHEET: &str = "datasheet:";
 const REACHED: &str = "reached:";
 
-/// Whether a profile was made from this catalog instead of from a measurement of one's own.
+/// Whether a profile was made from this catalog instead of from a measurement.
 pub fn is_claim(profile: &DeviceProfile) -> bool {
     [DATASHEET, REACHED].iter().any(|prefix| profile.fingerprint.starts_with(prefix))
 }
 
-/// All parts, by vendor and age.
+/// Returns all parts, ordered by vendor and age.
 pub fn parts() -> &'static [Part] {
     static PARTS: LazyLock<Vec<Part>> =
         LazyLock::new(|| [nvidia::PARTS, geforce::PARTS, amd::PARTS, others::PARTS].concat());
     &PARTS
 }
 
-/// The part of this id, in any case.
+/// Returns the part with this id (case-insensitive).
 pub fn part(id: &str) -> Option<&'static Part> {
     parts().iter().find(|part| part.id.eq_ignore_ascii_case(id))
 }
 
-/// The ids most like `id`, best first, for the message that says it is unknown.
+/// Returns the ids most similar to `id`, best first, for error messages about unknown ids.
 pub fn closest(id: &str) -> Vec<&'static str> {
     closest_names(id, parts().iter().map(|part| part.id))
 }

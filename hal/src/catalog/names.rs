@@ -1,9 +1,9 @@
-//! Which known names a mistyped one may have meant.
+//! Suggests known names for mistyped ones.
 
 const NAMES_MAX: usize = 5;
 
-/// The `candidates` most like `wanted`, best first, at most five; none that is quite unlike it.
-/// Letters' case and what is neither letter nor digit do not count.
+/// Returns the `candidates` most similar to `wanted`, best first and at most five, ignoring case and anything
+/// but letters and digits; candidates that are too different are left out.
 pub fn closest_names<'a>(wanted: &str, candidates: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     let wanted = plain(wanted);
     if wanted.is_empty() {
@@ -15,7 +15,7 @@ pub fn closest_names<'a>(wanted: &str, candidates: impl IntoIterator<Item = &'a 
             let known = plain(name);
             let inside = contains(&known, &wanted) || contains(&wanted, &known);
             let distance = edits(&wanted, &known);
-            // A part of a name is a good guess however much of it is missing.
+            // a part of a name is a good guess however much of it is missing
             let score = if inside { distance.min(1) } else { distance };
             (inside || distance * 2 <= wanted.len().max(known.len())).then_some((score, name))
         })
@@ -33,7 +33,7 @@ fn contains(whole: &[char], piece: &[char]) -> bool {
     !piece.is_empty() && whole.windows(piece.len()).any(|window| window == piece)
 }
 
-/// Insertions, deletions and substitutions between the two (Levenshtein 1966).
+/// Counts insertions, deletions and substitutions between the two (Levenshtein 1966).
 fn edits(a: &[char], b: &[char]) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.iter().enumerate() {

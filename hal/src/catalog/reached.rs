@@ -1,20 +1,21 @@
-//! How much of their datasheets published kernels reach.
+//! The shares of their datasheets that published kernels reach.
 
 use crate::{DType, OpSig};
 use serde::Serialize;
 
-/// Shares of the datasheet's rates that vLLM's kernels were measured to reach, in bf16.
+/// Shares of datasheet rates that vLLM's kernels were measured to reach, in bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct MeasuredEfficiency {
-    /// The part.
+    /// Catalog id of the part.
     pub id: &'static str,
-    /// Of memory bandwidth: decode attention, 64 query and 8 KV heads of 128, context 4096, batch 32 to 64.
+    /// Share of the memory bandwidth in decode attention: 64 query and 8 KV heads of 128, context 4096, batch
+    /// 32 to 64.
     pub attention_decode: f64,
-    /// Of arithmetic: large matrix products.
+    /// Share of the arithmetic rate in large matrix products.
     pub gemm: f64,
-    /// Of memory bandwidth: matrix products of few rows.
+    /// Share of the memory bandwidth in matrix products of few rows.
     pub gemm_few_rows: f64,
-    /// Where the shares come from.
+    /// Source of the shares.
     pub source: &'static str,
 }
 
@@ -46,8 +47,8 @@ pub(super) fn reached(id: &str) -> Option<&'static MeasuredEfficiency> {
 }
 
 impl MeasuredEfficiency {
-    /// Operations of the kind at which the shares were measured, enough of them that a prediction between
-    /// them stays between the shares; in bf16 and, as the kernels are the same, f16.
+    /// Returns the operations at which the shares were measured, enough of them that predictions in between
+    /// stay between the shares; in bf16 and in f16, which uses the same kernels.
     pub(super) fn shares(&self) -> Vec<(OpSig, f64)> {
         [DType::Bf16, DType::F16]
             .into_iter()

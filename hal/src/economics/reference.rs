@@ -3,36 +3,37 @@
 use super::Offer;
 use crate::units::UsdPerHour;
 
-/// A price that was true once.
+/// A dated reference price.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReferenceOffer {
     /// The part's id in the catalog.
     pub id: &'static str,
     /// $/h of one device.
     pub usd_per_hour: f64,
-    /// What it is the price of.
+    /// The offers that the price was derived from.
     pub source: &'static str,
-    /// The day of the newest offer that went into it.
+    /// The date of the newest offer that went into it.
     pub date: &'static str,
 }
 
-/// The median of the offers of providers other than aws, azure and gcp.
+/// Makes an entry from the median of the offers of providers other than aws, azure and gcp.
 const fn others(id: &'static str, usd_per_hour: f64, date: &'static str) -> ReferenceOffer {
     ReferenceOffer { id, usd_per_hour, source: "built-in median of smaller clouds", date }
 }
 
-/// The least offer of aws, azure and gcp, for parts that nobody else was seen to offer.
+/// Makes an entry from the lowest offer of aws, azure and gcp, for parts that nobody else was seen to offer.
 const fn hyperscalers(id: &'static str, usd_per_hour: f64, date: &'static str) -> ReferenceOffer {
     ReferenceOffer { id, usd_per_hour, source: "built-in least of aws, azure and gcp", date }
 }
 
-/// What Step-3's authors reckoned for public clouds (arXiv 2507.19427); no list price was found.
+/// Makes an entry from the estimate of Step-3's authors for public clouds (arXiv 2507.19427), where no list
+/// price was found.
 const fn estimate(id: &'static str, usd_per_hour: f64) -> ReferenceOffer {
     ReferenceOffer { id, usd_per_hour, source: "built-in estimate of Step-3's authors", date: "2025-07-25" }
 }
 
-/// One price per part for which public price lists of May to November 2026 had one (gcosts,
-/// karpenter, gpu-pricing by tardellirs, gpuhunt, providers' pages). Prices change: give your own.
+/// One price for each part that had one in the public price lists of May to November 2026 (gcosts, karpenter,
+/// gpu-pricing by tardellirs, gpuhunt, providers' pages). Prices change, so pass your own.
 pub const REFERENCE_OFFERS: &[ReferenceOffer] = &[
     others("T4", 0.66, "2026-05-24"),
     others("V100-SXM2-16GB", 0.16, "2026-05-24"),
@@ -74,7 +75,7 @@ pub const REFERENCE_OFFERS: &[ReferenceOffer] = &[
     hyperscalers("TRN1", 1.344, "2026-07-20"),
 ];
 
-/// The built-in price of a part (id in any case).
+/// Returns the built-in price of a part (case-insensitive id).
 pub fn reference_offer(id: &str) -> Option<Offer> {
     let found = REFERENCE_OFFERS.iter().find(|offer| offer.id.eq_ignore_ascii_case(id))?;
     Some(Offer {

@@ -1,29 +1,29 @@
-//! Ordinary kriging (Matheron 1963): the best linear guess at a place from values nearby, whose mean is not
-//! known.
+//! Ordinary kriging (Matheron 1963): the best linear estimate at a point from nearby values with unknown
+//! mean.
 
 use super::place::{DIMENSIONS, FeaturePoint, distance};
 
-/// Values that a guess is made from.
+/// Number of values that an estimate uses.
 pub(super) const NEIGHBOURS: usize = 16;
 /// Distance at which the correlation of two values falls to 1/e (covariance `exp(-distance / LENGTH)`).
 const LENGTH: f64 = 4.0;
-/// Variance of a measurement around the surface, relative to the surface's own.
+/// Variance of a measurement around the surface, relative to the surface's own variance.
 const NOISE: f64 = 0.2;
-/// How much a form that differs (adding to the output, say) adds to that variance, by its mismatch.
+/// Variance added per unit of mismatch, for operations that differ in form (accumulating GEMMs, say).
 const NOISE_PER_MISMATCH: f64 = 0.1;
 
-/// A value near the place asked for.
+/// A measured value near the query point.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Near<'a> {
-    /// Where it was measured.
+    /// Coordinates of the measurement.
     pub(super) at: &'a FeaturePoint,
-    /// What was measured.
+    /// The measured value.
     pub(super) value: f64,
-    /// How unlike the operation is beyond its place.
+    /// Difference between the operations beyond their coordinates.
     pub(super) mismatch: f64,
 }
 
-/// The value at `at`; `near` has 1 to [`NEIGHBOURS`] entries.
+/// Estimates the value at `at` from 1 to [`NEIGHBOURS`] nearby values.
 pub(super) fn guess(near: &[Near<'_>], at: &[f64; DIMENSIONS]) -> f64 {
     const N: usize = NEIGHBOURS;
     let n = near.len().min(N);
@@ -63,7 +63,7 @@ mod tests {
     }
 
     proptest! {
-        /// Weights of ordinary kriging sum to 1: what all values share comes out as it went in.
+        /// Kriging weights sum to 1, so a constant offset passes through unchanged.
         #[test]
         fn a_shift_of_all_values_shifts_the_guess(points in places(NEIGHBOURS), shift in -3.0..3.0) {
             let near = |shift: f64| -> Vec<Near<'_>> {
@@ -74,7 +74,7 @@ mod tests {
             prop_assert!((moved - shift).abs() < 1e-9, "{moved}");
         }
 
-        /// The order of the points does not matter.
+        /// The estimate does not depend on the order of the points.
         #[test]
         fn any_order_gives_the_same(points in places(NEIGHBOURS)) {
             let mut near: Vec<Near<'_>> =

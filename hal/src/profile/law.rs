@@ -1,48 +1,50 @@
-//! What a class of operations costs as a sum of few terms, each with a coefficient that is not negative.
+//! The cost of a class of operations as a sum of a few terms with non-negative coefficients.
 //!
-//! `time = sum of coefficient x term`. The terms are the roofline with its kink rounded off (`hypot` of
-//! arithmetic and memory), memory traffic alone, traffic that a cache holds, arithmetic alone, a fixed cost,
-//! a cost per work item (a sequence's KV head in attention), and one per key of a sequence in decode attention
-//! without groups: such kernels walk over a sequence's keys one after the other instead of sharing them out, so
-//! that one sequence takes as long as four. Unlike a surface through the points, such a sum goes on where they
-//! end: fitted to all batches but the largest, it knows what one more sequence costs.
+//! `time = sum of coefficient x term`. The terms are the roofline with its kink smoothed (`hypot` of
+//! arithmetic and memory), memory traffic alone, traffic served by a cache, arithmetic alone, a fixed cost, a
+//! cost per work item (one KV head of one sequence in attention), and a cost per key of a sequence for
+//! ungrouped decode attention: such kernels walk a sequence's keys serially, so that one sequence takes as
+//! long as four. Unlike a surface through the points, such a sum extrapolates: fitted to all batches but the
+//! largest, it predicts the cost of one more sequence.
 
 use super::{DeviceProfile, Point};
 use crate::OpSig;
 
 /// Number of terms.
 const TERMS: usize = 7;
-/// The term of the fixed cost.
+/// Index of the fixed-cost term.
 const FIXED: usize = 4;
-/// Fewer points than this do not determine the coefficients.
+/// Minimum number of points needed to determine the coefficients.
 const POINTS_MIN: usize = 6;
-/// Rounds of reweighting, which make the fit one of least absolute error (Schlossmacher 1973).
+/// Rounds of reweighting, which turn the fit into one of least absolute error (Schlossmacher 1973).
 const ROUNDS: usize = 4;
-/// Relative error below which a point's weight no longer grows.
+/// Relative error below which a point's weight stops growing.
 const ERROR_MIN: f64 = 0.05;
-/// Pull towards where the fit starts, as a share of the points' weight: towards the roofline it only decides
-/// what the points leave open; another device's law counts twice as much as the few points.
+/// Regularisation towards the starting point, as a share of the points' weight. Towards the roofline it only
+/// decides what the points leave open; another device's law counts twice as much as the few points.
 const PULL_ROOFLINE: f64 = 1e-3;
 const PULL_OTHERS: f64 = 2.0;
-/// The fixed cost's pull towards the least time that was measured, which is mostly fixed cost. Where the smallest weights
-/// are already some megabytes and stay in a cache, little else tells a fixed cost from the cache's traffic.
+/// Regularisation of the fixed cost towards the smallest measured time, which is mostly fixed cost. If the
+/// smallest weights are already some megabytes and fit in a cache, little else separates a fixed cost from
+/// cache traffic.
 const PULL_FIXED: f64 = 0.05;
-/// Sweeps of coordinate descent.
+/// Number of coordinate descent sweeps.
 const SWEEPS: usize = 100;
-/// Sizes of the cache that are tried, in bytes: these powers of two.
+/// Cache sizes to try, as powers of two in bytes.
 const CACHE_BITS: std::ops::RangeInclusive<u32> = 20..=29;
-/// Points that sizes are tried on; more are thinned out evenly.
+/// Number of points that cache sizes are tried on; a larger set is thinned out evenly.
 const TRIAL_POINTS: usize = 256;
-/// How much smaller the error has to be for a cache to be believed in.
+/// Error ratio below which a cache is accepted.
 const CACHE_GAIN: f64 = 0.97;
-/// How suddenly a cache ends: it holds half of its own size, and 2 to this times less of twice its size.
+/// Steepness of the cache's edge: the cache holds half of a working set of its own size, and 2 to the power
+/// of this times less of one twice its size.
 const CACHE_EDGE: f64 = 8.0;
-/// Square of a term's share of the time below which it is taken to be absent, and keeps its coefficient.
+/// Squared share of the time below which a term counts as absent and keeps its coefficient.
 const ABSENT: f64 = 1e-3;
-/// Errors count up to this, so that few odd points do not choose the cache.
+/// Cap on errors, so that a few outliers do not choose the cache size.
 const ERROR_MAX: f64 = 1.0;
 
-/// Coefficients of the terms, and the bytes that the cache holds (0: none seen).
+/// The coefficients of the terms, and the size of the cache in bytes (0 if none was detected).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Law {
     coefficients: [f64; TERMS],
@@ -50,18 +52,18 @@ pub(super) struct Law {
 }
 
 impl Law {
-    /// The roofline itself, without its kink.
+    /// The exact roofline, without smoothing.
     pub(super) const ROOFLINE: Law =
         Law { coefficients: [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0], cache_bytes: 0.0 };
 
-    /// Seconds of `sig` on `profile`.
+    /// Evaluates the law for `sig` on `profile`, in seconds.
     pub(super) fn seconds(&self, profile: &DeviceProfile, sig: &OpSig) -> f64 {
         let terms = terms(profile, self.cache_bytes, sig);
         terms.iter().zip(self.coefficients).map(|(term, coefficient)| term * coefficient).sum()
     }
 
-    /// The law of least absolute relative error over `points`, if these are enough; where they leave it open,
-    /// near the roofline.
+    /// Fits the law of least absolute relative error to `points`, staying near the roofline where too few
+    /// points determine it.
     pub(super) fn fit(profile: &DeviceProfile, points: &[&Point]) -> Law {
         if points.len() < POINTS_MIN {
             return Law::ROOFLINE;
@@ -83,8 +85,8 @@ impl Law {
         if trial.len() == points.len() { best } else { fit(points, near(best.cache_bytes)).1 }
     }
 
-    /// The same where `points` are few and `others` are the laws of other devices: that near one of these, or
-    /// near their mean, which has the least error.
+    /// Fits a law to few `points` with the help of `others`, the laws of other devices: regularised towards
+    /// each of them and towards their mean, whichever fit has the smallest error.
     pub(super) fn near_others(profile: &DeviceProfile, points: &[&Point], others: &[Law]) -> Law {
         let starts = std::iter::once(mean(others)).chain(others.iter().copied());
         let fits = starts.map(|near| Fit::new(profile, points, near, [PULL_OTHERS; TERMS]).solve());
@@ -92,19 +94,19 @@ impl Law {
     }
 }
 
-/// The fit of least error.
+/// Returns the fit with the smallest error.
 fn least(fits: impl Iterator<Item = (f64, Law)>) -> Option<(f64, Law)> {
     fits.min_by(|a, b| a.0.total_cmp(&b.0))
 }
 
-/// The mean of each coefficient, without a cache, as their sizes cannot be averaged; `laws` is not empty.
+/// Averages each coefficient, dropping the cache since sizes cannot be averaged; `laws` must not be empty.
 fn mean(laws: &[Law]) -> Law {
     let mean = |i: usize| laws.iter().map(|law| law.coefficients[i]).sum::<f64>() / laws.len() as f64;
     Law { coefficients: std::array::from_fn(mean), cache_bytes: 0.0 }
 }
 
-/// Seconds that each term would take at the roofline's rates, a microsecond, and nanoseconds per
-/// work item and per key walked over.
+/// Returns each term at the roofline's rates, with a microsecond for the fixed cost and a nanosecond per work
+/// item and per key.
 fn terms(profile: &DeviceProfile, cache_bytes: f64, sig: &OpSig) -> [f64; TERMS] {
     let (arithmetic, memory) = profile.floors(sig);
     let items = match *sig {
@@ -125,11 +127,12 @@ fn terms(profile: &DeviceProfile, cache_bytes: f64, sig: &OpSig) -> [f64; TERMS]
     [arithmetic.0.hypot(beyond), beyond, memory.0 * held, arithmetic.0, 1e-6, 1e-9 * items, 1e-9 * walked]
 }
 
-/// One least-squares problem: each row is a point's terms over its time, so that the sum should be 1.
+/// A least-squares problem in which each row holds a point's terms divided by its time, so that the sum
+/// should be 1.
 struct Fit {
     rows: Vec<[f64; TERMS]>,
     near: Law,
-    /// Resistance of each coefficient to leaving the prior.
+    /// Regularisation strength of each coefficient.
     stiffness: [f64; TERMS],
 }
 
@@ -144,7 +147,7 @@ impl Fit {
         Fit { rows, near, stiffness }
     }
 
-    /// The law and its error, by coordinate descent under iteratively reweighted least squares.
+    /// Solves for the law and its error by coordinate descent under iteratively reweighted least squares.
     fn solve(&self) -> (f64, Law) {
         let mut weights = vec![1.0; self.rows.len()];
         let mut coefficients = self.near.coefficients;
@@ -174,12 +177,12 @@ impl Fit {
     }
 }
 
-/// |ln(law / measured)| of a row.
+/// Returns |ln(law / measured)| of a row.
 fn off(row: &[f64; TERMS], coefficients: &[f64; TERMS]) -> f64 {
     row.iter().zip(coefficients).map(|(x, c)| x * c).sum::<f64>().max(1e-12).ln().abs()
 }
 
-/// Minimises `c.normal.c / 2 - right.c` over c >= 0, one coefficient after the other.
+/// Minimises `c.normal.c / 2 - right.c` over c >= 0 by coordinate descent.
 fn descend(normal: &[[f64; TERMS]; TERMS], right: &[f64; TERMS], c: &mut [f64; TERMS]) {
     for _ in 0..SWEEPS {
         let before = *c;
@@ -223,7 +226,8 @@ mod tests {
         DeviceProfile::roof(vec![(DType::Bf16, FlopPerSecond(1e14))], BytesPerSecond(1e12), Bytes(1e10))
     }
 
-    /// 10 us, 20 ns per KV head, traffic at 80 % of the claim and at twice the claim from a cache of 32 MiB.
+    /// A synthetic device: 10 us, 20 ns per KV head, traffic at 80 % of the claim and at twice the claim from
+    /// a 32 MiB cache.
     fn truth(sig: &OpSig) -> f64 {
         let law =
             Law { coefficients: [0.0, 1.25, 0.5, 0.0, 10.0, 20.0, 0.0], cache_bytes: f64::from(1 << 25) };
@@ -242,7 +246,7 @@ mod tests {
         }
     }
 
-    /// One sequence takes as long as four where a kernel walks over each one's keys.
+    /// A kernel that walks each sequence's keys serially takes as long for one sequence as for four.
     #[test]
     fn keys_that_are_walked_over_one_by_one_are_known_beyond_the_points() {
         let ungrouped = |sequences, context| attention(8, sequences, context);

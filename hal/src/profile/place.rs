@@ -1,22 +1,23 @@
-//! Where an operation lies among those of its kind, and how far two of them are apart.
+//! Feature coordinates of operations, and distances between them.
 
 use crate::{DType, OpSig};
 
-/// Coordinates of an operation: log2 of its bytes, then of its shape; unused ones are 0.
+/// Number of coordinates: log2 of the operation's bytes, then of its shape; unused ones are 0.
 pub(super) const DIMENSIONS: usize = 6;
-/// A place among the operations of a class.
+/// An operation's coordinates within its class.
 pub(super) type FeaturePoint = [f64; DIMENSIONS];
 
-/// Weight of bytes in the distance; the others have 1. Caches make efficiency jump along lines of equal
-/// traffic.
+/// Weight of the byte count in the distance, relative to 1 for the others; caches make efficiency jump along
+/// lines of equal traffic.
 const BYTES_WEIGHT: f64 = 2.0;
 
-/// Operations that run the same kernels: the kind, the dtype of the input and that of weights or keys.
+/// Operations that run the same kernels: the kind, the input dtype, and the dtype of weights or keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct KernelClass {
     pub(super) name: &'static str,
     pub(super) dtypes: [DType; 2],
-    /// Decode attention in which several query heads share a KV head: engines have a kernel of its own for it.
+    /// Whether several query heads share a KV head in decode attention, for which engines have a separate
+    /// kernel.
     pub(super) grouped: bool,
 }
 
@@ -31,18 +32,18 @@ impl KernelClass {
     }
 }
 
-/// Euclidean distance, bytes weighted.
+/// Returns the Euclidean distance, with bytes weighted.
 pub(super) fn distance(a: &FeaturePoint, b: &FeaturePoint) -> f64 {
     let bytes = along_bytes(a, b);
     (1..DIMENSIONS).map(|d| (a[d] - b[d]).powi(2)).sum::<f64>().mul_add(1.0, bytes * bytes).sqrt()
 }
 
-/// The part of [`distance`] that bytes alone make.
+/// Returns the part of [`distance`] due to bytes alone.
 pub(super) fn along_bytes(a: &FeaturePoint, b: &FeaturePoint) -> f64 {
     BYTES_WEIGHT * (a[0] - b[0]).abs()
 }
 
-/// Where an operation lies among those of its kind.
+/// Returns the coordinates of an operation within its kind.
 pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
     let log = |value: f64| value.max(0.25).log2();
     let n = |value: u32| log(f64::from(value));
@@ -77,7 +78,7 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
     [log(sig.bytes()), shape[0], shape[1], shape[2], shape[3], shape[4]]
 }
 
-/// Distance between two operations of one class beyond their shapes.
+/// Returns how much two operations of one class differ beyond their shapes.
 pub(super) fn mismatch(a: &OpSig, b: &OpSig) -> f64 {
     let unlike = |differs: bool, distance: f64| if differs { distance } else { 0.0 };
     let pages = |p: u32, q: u32| 0.5 * (f64::from(p.max(1)) / f64::from(q.max(1))).log2().abs();
@@ -104,7 +105,7 @@ fn grouped(sig: &OpSig) -> bool {
     matches!(*sig, OpSig::AttnDecode { heads, kv_heads, .. } if heads > kv_heads)
 }
 
-/// The dtype by which the small operations' kernels differ most.
+/// Returns the dtype by which kernels of the small operations differ most.
 fn narrowest(sig: &OpSig) -> DType {
     match *sig {
         OpSig::Embed { table: a, out: b, .. }

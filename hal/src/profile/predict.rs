@@ -1,11 +1,12 @@
-//! From measured points to the time of any operation.
+//! Predicts the time of any operation from measured points.
 //!
-//! `time = law x exp(shape + rest)`. The law is a sum of few physical terms, fitted to all points of the
-//! class (`law.rs`). The rest is the logarithm of measured over law, kriged from the nearest points
-//! (`kriging.rs`) over the base-2 logarithms of shape and bytes (`place.rs`): it changes slowly where time
-//! changes by magnitudes. But where points of few rows and else the same shape lie near on both sides, these
-//! two decide. The shape is what other devices' points say about the rest, where there are others
-//! ([`Predictor::borrowing`]). Checked on published kernel times of five GPUs in `hal/tests/predict.rs`.
+//! `time = law x exp(shape + residual)`. The law is a sum of a few physical terms, fitted to all points of
+//! the class (`law.rs`). The residual is the logarithm of measured over law, kriged from the nearest points
+//! (`kriging.rs`) over the base-2 logarithms of shape and bytes (`place.rs`), because it varies slowly where
+//! time varies by orders of magnitude. As an exception, two nearby points with few rows that bracket the
+//! query and differ from it only in rows decide alone. The shape is what the points of other devices say
+//! about the residual, if there are any ([`Predictor::borrowing`]). Checked against published kernel times of
+//! five GPUs in `hal/tests/predict.rs`.
 
 use super::kriging::{self, NEIGHBOURS, Near};
 use super::law::Law;
@@ -16,61 +17,61 @@ use crate::units::Seconds;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Neighbours in rows alone decide if one has at most 2 to this times the rows of the other.
+/// Bracketing neighbours decide alone if their row counts differ by at most a factor of 2 to this power.
 const STEP_MAX: f64 = 0.9;
-/// Up to this many rows (log2) they do: beyond 128 the next tile of 8 rows adds less than 7 %, and two points
-/// have more noise than many.
+/// Row count (log2) up to which bracketing neighbours decide alone: beyond 128 the next tile of 8 rows adds
+/// less than 7 %, and two points are noisier than many.
 const STEP_ROWS_MAX: f64 = 7.0;
-/// Mismatch above which two forms of an operation (adding to its output, say) are not the same kernel.
+/// Mismatch above which two forms of an operation (accumulating or not, say) count as different kernels.
 const FORMS_MAX: f64 = 0.3;
-/// Mean square of logarithms below which other devices are hardly told apart: errors of 7 %.
+/// Mean squared log difference below which other devices are indistinguishable: errors of 7 %.
 const LIKENESS: f64 = 0.005;
 
-/// A point prepared for distances.
+/// A point prepared for distance computations.
 #[derive(Clone, Debug)]
 struct Row {
     sig: OpSig,
     at: FeaturePoint,
-    /// ln(time / law) less what other devices say about it.
+    /// ln(time / law) minus what other devices predict for it.
     rest: f64,
 }
 
-/// All points of a class.
+/// All points of one class.
 #[derive(Clone, Debug)]
 struct Group {
     law: Law,
-    /// Ascending by bytes.
+    /// The points, in ascending order of bytes.
     rows: Vec<Row>,
-    /// Places in `rows` by the shape without its row count.
+    /// Indices into `rows`, by shape without the row count.
     series: HashMap<[u64; DIMENSIONS - 2], Vec<usize>>,
-    /// How much each of the other devices counts; they sum to 1, or there are none.
+    /// Weights of the other devices, which sum to 1; empty if there are none.
     weights: Vec<f64>,
 }
 
-/// A profile prepared for many questions: the same answers as [`DeviceProfile::time`], faster.
+/// A profile prepared for many queries: the same answers as [`DeviceProfile::time`], but faster.
 #[derive(Clone, Debug)]
 pub struct Predictor {
-    /// The profile without its points.
+    /// The profile, without its points.
     profile: DeviceProfile,
     groups: HashMap<KernelClass, Group>,
-    /// The class that stands in for those of the same kind without points.
+    /// For each kind, the class that stands in for classes without points.
     largest: HashMap<&'static str, KernelClass>,
     exact: HashMap<OpSig, Seconds>,
     others: Arc<[Predictor]>,
 }
 
 impl Predictor {
-    /// Prepares `profile`.
+    /// Prepares `profile` for queries.
     pub fn new(profile: &DeviceProfile) -> Self {
         Self::prepare(profile, &[])
     }
 
-    /// Prepares a device of which little was measured (32 points over all operations will do, if they are
-    /// [`super::worth_measuring`]), with its datasheet as roofline, beside `others` with many points and
-    /// datasheets as theirs. Coefficients of the laws are shares of the datasheet, and start at the mean of
-    /// the others'; the surface beyond the law is that of the others at the same operation, each weighted by
-    /// the inverse of its mean square difference from the points; what is left over at the points is kriged
-    /// as ever. Operations of which only the others have points are predicted too.
+    /// Prepares a sparsely measured device with the help of `others`. 32 points over all operations suffice
+    /// if they are [`super::worth_measuring`]. Its roofline must be a datasheet, as must theirs. The laws'
+    /// coefficients are shares of the datasheet and start at the mean of the others'. The residual starts at
+    /// that of the others for the same operation, each weighted by the inverse of its mean squared difference
+    /// from the points; what remains at the points is kriged as usual. Operations that only the others
+    /// measured are predicted too.
     pub fn borrowing(profile: &DeviceProfile, others: &[Predictor]) -> Self {
         Self::prepare(profile, others)
     }
@@ -99,7 +100,7 @@ impl Predictor {
         Predictor { profile: profile.without_points(), groups, largest, exact, others: others.into() }
     }
 
-    /// Predicted time of `sig` without launch cost; see [`DeviceProfile::time`].
+    /// Predicts the time of `sig`, excluding launch cost; see [`DeviceProfile::time`].
     pub fn time(&self, sig: &OpSig) -> Seconds {
         if let Some(time) = self.exact.get(sig) {
             return *time;
@@ -115,25 +116,25 @@ impl Predictor {
         }
     }
 
-    /// A batch on an idle queue: its launch and all its commands; see [`DeviceProfile::batch_time`].
+    /// Predicts a batch on an idle queue, including its launch; see [`DeviceProfile::batch_time`].
     pub fn batch_time<'a>(&self, sigs: impl IntoIterator<Item = &'a OpSig>) -> Seconds {
         let each = |sig| self.time(sig) + self.profile.launch_per_command;
         self.profile.launch + sigs.into_iter().map(each).sum()
     }
 
-    /// Everything but the points.
+    /// Returns the profile, without its points.
     pub fn profile(&self) -> &DeviceProfile {
         &self.profile
     }
 
-    /// ln(predicted / law) of `sig`, from points of its own class alone.
+    /// Returns ln(predicted / law) of `sig`, from points of its own class alone.
     fn beyond_law(&self, sig: &OpSig) -> Option<f64> {
         let group = self.groups.get(&KernelClass::of(sig))?;
         Some(group.rest(sig) + group.shape(&self.others, sig))
     }
 }
 
-/// One question to an unprepared profile: only the points of one class matter.
+/// Answers one query on an unprepared profile, using only the points of one class.
 pub(super) fn time(profile: &DeviceProfile, sig: &OpSig) -> Seconds {
     let class = KernelClass::of(sig);
     let (mut same, mut classes) = (Vec::new(), Vec::<(KernelClass, Vec<&Point>)>::new());
@@ -188,13 +189,13 @@ impl Group {
         group
     }
 
-    /// What the others say about `sig` beyond their laws.
+    /// Returns what the other devices say about the residual of `sig`.
     fn shape(&self, others: &[Predictor], sig: &OpSig) -> f64 {
         let share = |(other, weight): (&Predictor, &f64)| Some(weight * other.beyond_law(sig)?);
         others.iter().zip(&self.weights).filter(|(_, weight)| **weight > 0.0).filter_map(share).sum()
     }
 
-    /// What the points say about `sig` beyond law and shape.
+    /// Returns what this device's points say about `sig` beyond law and shape.
     fn rest(&self, sig: &OpSig) -> f64 {
         let at = coordinates(sig);
         self.between(sig, &at).unwrap_or_else(|| {
@@ -203,8 +204,8 @@ impl Group {
         })
     }
 
-    /// The nearest rows, the nearest first. Rows are walked away from `at` on both sides until bytes alone
-    /// make them too far.
+    /// Returns the nearest rows, nearest first, by walking away from `at` in both directions until bytes
+    /// alone put them too far away.
     fn nearest<'a>(&'a self, sig: &OpSig, at: &FeaturePoint) -> Vec<Near<'a>> {
         let mut found: Vec<(f64, &'a Row)> = Vec::with_capacity(NEIGHBOURS + 1);
         let middle = self.rows.partition_point(|row| row.at[0] < at[0]);
@@ -233,8 +234,8 @@ impl Group {
         found.into_iter().map(near).collect()
     }
 
-    /// From the points that differ in their rows alone, next below and next above, if these are near: a
-    /// kernel's time is a staircase over rows, and a surface through more points would smooth the step.
+    /// Interpolates between the next points below and above that differ only in rows, if they are near: a
+    /// kernel's time is a staircase over rows, and a surface through more points would smooth out the step.
     fn between(&self, sig: &OpSig, at: &FeaturePoint) -> Option<f64> {
         if at[1] > STEP_ROWS_MAX {
             return None;
@@ -262,12 +263,12 @@ impl Group {
     }
 }
 
-/// A shape without its row count, and whatever it is that bytes depend on.
+/// Returns the shape without the row count and what depends on it, namely bytes.
 fn series_of(at: &FeaturePoint) -> [u64; DIMENSIONS - 2] {
     std::array::from_fn(|d| at[d + 2].to_bits())
 }
 
-/// How much each of the others counts: by the inverse of its mean square difference over `rows`.
+/// Returns the weight of each of the other devices: the inverse of its mean squared difference over `rows`.
 fn likeness(class: KernelClass, rows: &[Row], others: &[Predictor]) -> Vec<f64> {
     let like = |other: &Predictor| {
         if !other.groups.contains_key(&class) {

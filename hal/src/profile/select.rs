@@ -1,16 +1,16 @@
-//! Which operations are worth measuring.
+//! Selects which operations are worth measuring.
 
 use super::place::{FeaturePoint, KernelClass, coordinates, distance};
 use crate::OpSig;
 use std::collections::HashMap;
 
-/// Candidates that a choice is judged by; more are thinned out evenly.
+/// Number of candidates that a choice is evaluated on; a larger set is thinned out evenly.
 const JUDGES_MAX: usize = 256;
 
-/// The `count` operations among `candidates` (or all of them, if there are fewer) from which the others lie
-/// least far: an equal number of each class (kind and dtypes), and in a class one after the other, each the
-/// one that shortens the way from all candidates to their nearest chosen one most (greedy facility location;
-/// Nemhauser, Wolsey & Fisher 1978: at least 63 % of the best that is possible).
+/// Selects the `count` operations among `candidates` (all, if there are fewer) that best cover the rest. Each
+/// class (kind and dtypes) gets an equal number, chosen greedily: each next one is the one that most shortens
+/// the distances from all candidates to their nearest chosen one (greedy facility location; Nemhauser, Wolsey
+/// & Fisher 1978: at least 63 % of the optimum).
 pub fn worth_measuring(candidates: &[OpSig], count: usize) -> Vec<OpSig> {
     let (mut order, mut classes) = (Vec::new(), HashMap::<KernelClass, Vec<(OpSig, FeaturePoint)>>::new());
     for sig in candidates {
