@@ -1,25 +1,25 @@
-//! What an owner answers to a peer that asks for a region.
+//! The owner's reply to a peer that asks for a region.
 
 use mixfleet_hal::transport::{Descriptor, RemoteAccess};
 use mixfleet_hal::{Error, ErrorKind, Result};
 
-/// One byte on the wire.
+/// The reply, encoded as one byte on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GrantStatus {
-    /// Granted, for as much as the name says.
+    /// Access was granted, as the name says.
     Write = 1,
     Read = 2,
     ReadWrite = 3,
     /// No region has this key and epoch.
     Unknown = 4,
-    /// The question was not understood.
+    /// The request was not understood.
     Version = 5,
-    /// The owner lacks something: descriptors, memory, threads.
+    /// The owner has run out of descriptors, memory or threads.
     Exhausted = 6,
 }
 
 impl GrantStatus {
-    /// The answer to a peer that may have a region for `access`.
+    /// Returns the reply for a peer that may have a region for `access`.
     pub(crate) fn granted(access: RemoteAccess) -> Self {
         match access {
             RemoteAccess::Write => GrantStatus::Write,
@@ -33,10 +33,11 @@ impl GrantStatus {
         [Write, Read, ReadWrite, Unknown, Version, Exhausted].into_iter().find(|&answer| answer as u8 == byte)
     }
 
-    /// What the peer may do.
+    /// Returns the access that was granted.
     ///
     /// # Errors
-    /// `Closed` when there is no such region, `Unsupported` when it speaks otherwise, `OutOfMemory` when it has no room.
+    /// `Closed` if there is no such region, `Unsupported` on a version mismatch, `OutOfMemory` if the owner
+    /// is out of resources.
     pub(crate) fn access(self, region: &Descriptor) -> Result<RemoteAccess> {
         match self {
             GrantStatus::Write => Ok(RemoteAccess::Write),

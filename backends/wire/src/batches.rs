@@ -1,19 +1,19 @@
-//! Batches that are complete when they have begun, and wait to be asked for.
+//! Bookkeeping for endpoints whose batches complete before `write` or `read` returns.
 
 use mixfleet_hal::transport::TransferId;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 
-/// The numbers of an endpoint's batches.
+/// Allocates and tracks the ids of an endpoint's batches.
 #[derive(Default)]
 pub(crate) struct Batches {
     next: u64,
-    /// Done, neither waited for nor given up.
+    /// Completed batches that were neither waited for nor cancelled.
     open: BTreeSet<u64>,
 }
 
 impl Batches {
-    /// A batch that has just been moved.
+    /// Registers a batch that has just completed.
     pub(crate) fn done(&mut self) -> TransferId {
         let id = self.next;
         self.next += 1;
@@ -21,21 +21,21 @@ impl Batches {
         TransferId(id)
     }
 
-    /// Ends a batch.
+    /// Retires a batch.
     ///
     /// # Errors
-    /// As [`Endpoint::wait`](mixfleet_hal::transport::Endpoint::wait).
+    /// As for [`Endpoint::wait`](mixfleet_hal::transport::Endpoint::wait).
     pub(crate) fn wait(&mut self, transfer: TransferId) -> Result<()> {
         if self.open.remove(&transfer.0) { Ok(()) } else { Err(not_open(transfer, self.next)) }
     }
 
-    /// Gives up a batch.
+    /// Cancels a batch.
     pub(crate) fn cancel(&mut self, transfer: TransferId) {
         self.open.remove(&transfer.0);
     }
 }
 
-/// What to say of a batch that is not open, where `next` is the next one's number.
+/// Returns the error for a batch that is not open, where `next` is the next id.
 pub(crate) fn not_open(transfer: TransferId, next: u64) -> Error {
     if transfer.0 < next {
         let detail = format!("transfer {} was given up or waited for before", transfer.0);

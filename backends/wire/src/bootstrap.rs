@@ -1,4 +1,4 @@
-//! Where one process tells another how to reach its memory: one line of text, under the same protection as KV.
+//! Passes a descriptor from one process to another: one line of text, secured like KV itself.
 
 use crate::security::Security;
 use crate::stream::{SecureStream, tune};
@@ -7,22 +7,22 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// For a peer to shake hands and to take or give the line.
+/// Timeout for the handshake and for transferring the line.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// After which a peer's host that says nothing counts as gone.
+/// Time without any packets after which a peer's host counts as gone.
 const SILENCE: Duration = Duration::from_secs(10);
-/// Longest line: some descriptors.
+/// Maximum length of the line, which holds a few descriptors.
 const LINE_BYTES: u64 = 64 << 10;
 
-/// Listens for those who ask.
+/// Listens for peers that fetch the descriptor.
 pub struct DescriptorListener {
     listener: TcpListener,
     security: Security,
 }
 
-/// An answer, and the connection on which it came: the other end sees when this is dropped.
+/// A fetched line with its connection; dropping it tells the other end that the peer is gone.
 pub struct FetchedDescriptor {
-    /// What the other end says.
+    /// The line that the other end sent.
     pub line: String,
     _link: BufReader<SecureStream>,
 }
@@ -35,7 +35,7 @@ impl DescriptorListener {
     /// Listens on `address`.
     ///
     /// # Errors
-    /// `Unsupported` when what is said there would leave this host unprotected, `Other` when it cannot be listened on.
+    /// `Unsupported` if the line would leave this host unprotected, `Other` if the address cannot be bound.
     pub fn open(address: SocketAddr, security: Security) -> Result<Self> {
         security.check(&address)?;
         let listener = TcpListener::bind(address)
@@ -43,18 +43,18 @@ impl DescriptorListener {
         Ok(DescriptorListener { listener, security })
     }
 
-    /// Where it listens, with the port that was really bound.
+    /// Returns the bound address, including the actual port.
     ///
     /// # Errors
-    /// When the operating system does not tell.
+    /// If the operating system does not report it.
     pub fn address(&self) -> Result<SocketAddr> {
         self.listener.local_addr().map_err(|error| Error::new(ErrorKind::Other, error.to_string()))
     }
 
-    /// Waits for somebody, says `line`, and returns when they are gone.
+    /// Accepts one peer, sends it `line`, and returns once it disconnects.
     ///
     /// # Errors
-    /// `Closed` when they are not let in, or break off; the next one may be better.
+    /// `Closed` if the peer is not admitted or disconnects early; the next one may succeed.
     pub fn send_once(&self, line: &str) -> Result<SocketAddr> {
         let accepted = self.listener.accept();
         let (socket, peer) = accepted.map_err(|error| Error::new(ErrorKind::Other, error.to_string()))?;
@@ -65,17 +65,17 @@ impl DescriptorListener {
         told.map_err(|error| failed("say how memory is reached", peer, error))?;
         let silent = link.socket().set_read_timeout(None);
         silent.map_err(|error| failed("set up", peer, error))?;
-        // nothing comes: how it ends makes no difference
+        // nothing is expected, and how the connection ends does not matter
         let _ = link.read(&mut [0]);
         Ok(peer)
     }
 }
 
-/// Asks at `address`.
+/// Fetches the line from `address`.
 ///
 /// # Errors
-/// `Unsupported` when it is beyond this host and nothing protects the way; `Closed` when nobody is there, or certificates
-/// do not fit.
+/// `Unsupported` if the address is beyond this host and the connection is unprotected; `Closed` if nobody
+/// answers or the certificates do not match.
 pub fn fetch_descriptor(address: SocketAddr, security: &Security) -> Result<FetchedDescriptor> {
     security.check(&address)?;
     let socket =

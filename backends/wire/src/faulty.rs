@@ -1,4 +1,4 @@
-//! A transport that obeys a fault plan.
+//! A transport that injects the faults of a plan.
 
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::SharedMemory;
@@ -9,14 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Strikes the batches of `inner` as a [`FaultPlan`] says. Operation n of the plan is the n-th call of
-/// `write` or `read`, counted over all endpoints.
+/// Injects the faults of a [`FaultPlan`] into the batches of `inner`. Operation n of the plan is the n-th
+/// call of `write` or `read`, counted over all endpoints.
 ///
-/// - `BitFlip` changes one bit somewhere in the pieces: of a write in this end's own memory before it is sent,
-///   of a read after it has come. What this end sends again is taken from its device again.
+/// - `BitFlip` flips one bit in the pieces: for a write, in the local memory before it is sent; for a read,
+///   after it has arrived. A retry re-reads the data from the device.
 /// - `Drop` moves nothing and reports success.
 /// - `Fail` moves nothing, and `wait` reports `Other`.
-/// - `Hang` moves nothing, and `wait` reports `Timeout` at once, as if its time had passed.
+/// - `Hang` moves nothing, and `wait` reports `Timeout` at once, as if the time had passed.
 pub struct FaultyTransport<T> {
     inner: T,
     plan: Arc<FaultPlan>,
@@ -24,17 +24,17 @@ pub struct FaultyTransport<T> {
 }
 
 impl<T: Transport> FaultyTransport<T> {
-    /// `inner` with the faults of `plan`.
+    /// Wraps `inner` with the faults of `plan`.
     pub fn new(inner: T, plan: FaultPlan) -> Self {
         FaultyTransport { inner, plan: Arc::new(plan), batches: Arc::default() }
     }
 
-    /// What strikes.
+    /// Returns the plan.
     pub fn plan(&self) -> &FaultPlan {
         &self.plan
     }
 
-    /// Calls of `write` and `read` so far.
+    /// Returns how many batches were started so far.
     pub fn batches(&self) -> u64 {
         self.batches.load(Ordering::Relaxed)
     }
@@ -69,11 +69,11 @@ struct FaultyEndpoint {
     open: BTreeMap<u64, Course>,
 }
 
-/// What becomes of a batch.
+/// The fate of a batch.
 #[derive(Clone)]
 enum Course {
     Sent(TransferId),
-    /// Sent, and damaged on arrival: the byte here and the bit in it.
+    /// Sent, and damaged on arrival at this local byte and bit.
     Struck(TransferId, u64, u8),
     Dropped,
     Failed {
@@ -129,7 +129,7 @@ impl Endpoint for FaultyEndpoint {
     }
 }
 
-/// When a bit flips.
+/// The point in time at which a bit flips.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Moment {
     Before,
@@ -145,7 +145,7 @@ impl FaultyEndpoint {
     ) -> Result<TransferId> {
         let batch = self.batches.fetch_add(1, Ordering::Relaxed);
         let course = match self.plan.at(batch) {
-            // a transport has no clock: what is slow here arrives all the same
+            // a transport has no clock, so a slow batch still arrives
             None | Some(Fault::Slow { .. }) => Course::Sent(start(&mut *self.inner, pieces)?),
             Some(Fault::BitFlip) => match self.bit(batch, pieces) {
                 None => Course::Sent(start(&mut *self.inner, pieces)?),
@@ -155,7 +155,7 @@ impl FaultyEndpoint {
                 }
                 Some((byte, bit)) => Course::Struck(start(&mut *self.inner, pieces)?, byte, bit),
             },
-            // the receiver goes on seeing what was there before
+            // the receiver keeps seeing the previous content
             Some(Fault::Drop | Fault::Stale) => Course::Dropped,
             Some(Fault::Fail) => Course::Failed { batch },
             Some(Fault::Hang) => Course::Hung { batch },
@@ -166,7 +166,7 @@ impl FaultyEndpoint {
         Ok(TransferId(id))
     }
 
-    /// The byte here and the bit in it that batch `batch` loses.
+    /// Returns the local byte and the bit that batch `batch` loses.
     fn bit(&self, batch: u64, pieces: &[Piece]) -> Option<(u64, u8)> {
         let total: u64 = pieces.iter().map(|piece| piece.bytes).sum();
         let bit = self.plan.bit(batch, total);
@@ -198,14 +198,14 @@ mod tests {
         (here, there)
     }
 
-    /// Moves bytes of ones three times, each to 4 bytes of its own in two pieces; the second one is
-    /// struck. Returns what `wait` said of it and what arrived.
+    /// Moves bytes of ones three times, each to 4 bytes of its own in two pieces, with a fault in the second
+    /// batch. Returns what its `wait` reported and what arrived.
     fn three(fault: Fault, reading: bool) -> (Result<()>, Vec<u8>) {
         let wire = FaultyTransport::new(InProcessTransport::new(), FaultPlan::exactly(fault, 1, 2));
         let (ones, zeros) = regions(12);
         let (here, there) = if reading { (zeros.clone(), ones) } else { (ones, zeros.clone()) };
         let descriptor = wire.register(there, RemoteAccess::ReadWrite).unwrap();
-        // The count runs over endpoints: every batch has its own.
+        // batches are counted over endpoints, and each batch here has an endpoint of its own
         let outcomes: Vec<Result<()>> = (0..3u64)
             .map(|i| {
                 let mut way = wire.connect(here.clone(), &descriptor).unwrap();

@@ -1,18 +1,18 @@
-//! Words of the protocols, for those who try them with any bytes.
+//! Entry points for fuzzing the protocols' parsers.
 
 use crate::answer::GrantStatus;
 use crate::key::RegionKey;
 use mixfleet_hal::transport::Descriptor;
 
-/// The first bytes of `bytes`, and zeros where it has fewer.
+/// Returns the first bytes of `bytes`, padded with zeros.
 pub(crate) fn head<const N: usize>(bytes: &[u8]) -> [u8; N] {
     std::array::from_fn(|at| bytes.get(at).copied().unwrap_or(0))
 }
 
-/// Reads `bytes` as every word there is.
+/// Parses `bytes` as every message of the protocols.
 ///
 /// # Panics
-/// When a word that was understood is another one once it is written and read again.
+/// If a message that was parsed differs after a round trip.
 pub fn words(bytes: &[u8]) {
     let answer = bytes.first().and_then(|byte| GrantStatus::decode(*byte));
     assert!(answer.is_none_or(|answer| GrantStatus::decode(answer as u8) == Some(answer)));
@@ -27,7 +27,7 @@ pub fn words(bytes: &[u8]) {
     crate::verbs::check_words(bytes);
 }
 
-/// What a user says first on a stream to `region`; nothing for a region that TCP does not reach.
+/// Returns the first bytes that a client sends on a stream to `region`; empty if TCP does not serve it.
 #[cfg(unix)]
 pub fn tcp_greeting(region: &Descriptor) -> Vec<u8> {
     crate::tcp::greeting(region).unwrap_or_default()

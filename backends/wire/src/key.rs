@@ -1,19 +1,19 @@
-//! The secret that opens a region.
+//! The secret that grants access to a region.
 
 use mixfleet_hal::{Error, ErrorKind, Result};
 
-/// Bytes of a key.
+/// Length of a key in bytes.
 pub(crate) const KEY_BYTES: usize = 16;
 
-/// 128 random bits. No `Debug`: it must not get into logs.
+/// A key of 128 random bits, without `Debug` so that it cannot get into logs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct RegionKey(pub(crate) [u8; KEY_BYTES]);
 
 impl RegionKey {
-    /// A key that nobody can guess.
+    /// Draws an unguessable key.
     ///
     /// # Errors
-    /// `Other` when the operating system has no randomness.
+    /// `Other` if the operating system has no randomness.
     pub(crate) fn random() -> Result<Self> {
         let mut bytes = [0; KEY_BYTES];
         getrandom::fill(&mut bytes)
@@ -21,12 +21,12 @@ impl RegionKey {
         Ok(RegionKey(bytes))
     }
 
-    /// As 32 hexadecimal digits.
+    /// Formats the key as 32 hexadecimal digits.
     pub(crate) fn to_hex(self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// The inverse of [`to_hex`](Self::to_hex).
+    /// Parses the output of [`to_hex`](Self::to_hex).
     pub(crate) fn from_hex(text: &str) -> Option<Self> {
         if text.len() != 2 * KEY_BYTES || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             return None;

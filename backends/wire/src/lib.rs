@@ -1,12 +1,12 @@
-//! Ways for KV between memories.
+//! Transports that move KV between memories.
 //!
-//! [`Memory`] joins two ends in one process, [`Shm`] two processes of one host, [`Tcp`] any two that a
-//! network joins, `verbs` (a feature) those that RDMA joins. [`Faulty`] puts the faults of a
-//! [`FaultPlan`](mixfleet_hal::fault::FaultPlan) in front of any transport, so that whoever relies on
-//! one can be tested against corruption, loss and silence.
+//! [`InProcessTransport`] connects two ends in one process, [`Shm`] two processes on one host, [`Tcp`] any
+//! two hosts on a network, and `verbs` (a feature) hosts with RDMA. [`FaultyTransport`] injects the faults of
+//! a [`FaultPlan`](mixfleet_hal::fault::FaultPlan) into any transport, so that its users can be tested
+//! against corruption, loss and silence.
 //!
-//! What is absent: any check of what arrived (the layer above hashes its blocks), any retry, any choice
-//! of a way, any thread that moves bytes for the active end: they move while it writes, reads or waits.
+//! What is absent: any check of what arrived (the layer above hashes its blocks), any retry, any choice of a
+//! way, any thread that moves bytes for the active end: they move while it writes, reads or waits.
 
 #![allow(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Both ends in one process.
+//! The in-process transport.
 
 use crate::batches::Batches;
 use crate::region::range;
@@ -12,13 +12,13 @@ use std::time::Duration;
 
 const NAME: &str = "memory";
 
-/// Bytes that are copied at a time: they stay in the core's own cache between the two memories.
+/// Bytes copied at a time, few enough to stay in the core's own cache between the two memories.
 const BOUNCE_BYTES: u64 = 64 * 1024;
 
-/// Joins ends that live in one process. A batch copies on the caller's thread and is complete when
-/// `write` or `read` returns; a worker that wants it beside its computing calls from a thread of its own.
+/// Connects ends within one process. A batch is copied on the caller's thread and is complete when `write` or
+/// `read` returns; a worker that wants to overlap it with computation uses a thread of its own.
 pub struct InProcessTransport {
-    /// Tells this value's addresses from those of others, in this process and elsewhere.
+    /// Distinguishes this value's addresses from those of other values, in this process and elsewhere.
     tag: u64,
     regions: Mutex<Regions>,
 }
@@ -37,12 +37,11 @@ struct Regions {
     next_epoch: u64,
 }
 
-/// Registered memory. The grant's lock is held while a batch copies, so that a region that was
-/// deregistered or registered anew is never reached under its old epoch, not even by a batch that
-/// had begun before.
+/// A registered memory. The lock on its grant is held while a batch copies, so that a deregistered or
+/// re-registered region is never accessed under its old epoch, not even by a batch that had begun before.
 struct InProcessRegion {
     memory: Arc<dyn SharedMemory>,
-    /// The epoch under which it may be reached, and for what; none: not at all.
+    /// The current epoch and access; `None` if access was revoked.
     grant: RwLock<Option<(u64, RemoteAccess)>>,
 }
 
@@ -53,7 +52,7 @@ impl InProcessRegion {
 }
 
 impl InProcessTransport {
-    /// No region is registered yet. Only ends of this same value reach each other.
+    /// Creates a transport without regions. Only ends of this same value can connect to each other.
     pub fn new() -> Self {
         Self::default()
     }
@@ -85,8 +84,8 @@ impl Transport for InProcessTransport {
         NAME
     }
 
-    /// Memory that is registered already keeps its address and gets a new epoch: who holds an older
-    /// descriptor can no longer reach it.
+    /// Memory that is already registered keeps its address and gets a new epoch, so that holders of an older
+    /// descriptor lose access.
     fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let mut regions = self.lock();
         let epoch = regions.next_epoch;
@@ -112,7 +111,7 @@ impl Transport for InProcessTransport {
         Ok(Descriptor { transport: NAME.into(), address, epoch, bytes })
     }
 
-    /// Waits for batches that are copying. Under an old epoch it does nothing but report `Closed`.
+    /// Waits for batches that are being copied. Under an old epoch it only reports `Closed`.
     fn deregister(&self, region: &Descriptor) -> Result<()> {
         let mut regions = self.lock();
         let (address, found) = regions.find(self.tag, region)?;
@@ -125,7 +124,7 @@ impl Transport for InProcessTransport {
         Ok(())
     }
 
-    /// `Unsupported` for a region of another value of this type.
+    /// Returns `Unsupported` for a region of another value of this type.
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let (address, found) = self.lock().find(self.tag, region)?;
         let (bounce, batches) = (Vec::new(), Batches::default());
@@ -147,19 +146,19 @@ enum Direction {
     Read,
 }
 
-/// A way to one region under one epoch.
+/// A connection to one region under one epoch.
 struct InProcessEndpoint {
     local: Arc<dyn SharedMemory>,
     address: u64,
     region: Arc<InProcessRegion>,
     epoch: u64,
-    /// Between the two memories, so that no lock is held while another is waited for.
+    /// Intermediate buffer, so that no lock is held while waiting for the other memory's.
     bounce: Vec<u8>,
     batches: Batches,
 }
 
 impl InProcessEndpoint {
-    /// Copies all pieces, or none: they are checked before the first one moves.
+    /// Copies all pieces or none: they are all checked before the first one moves.
     fn copy(&mut self, pieces: &[Piece], direction: Direction) -> Result<()> {
         let grant = self.region.grant.read().unwrap_or_else(PoisonError::into_inner);
         let Some((_, access)) = grant.filter(|(epoch, _)| *epoch == self.epoch) else {
@@ -199,10 +198,10 @@ impl InProcessEndpoint {
     }
 }
 
-/// Whether every piece lies in both memories, of `here` and `there` bytes.
+/// Checks that every piece lies in both memories, of `here` and `there` bytes.
 ///
 /// # Errors
-/// `Invalid` with the first that does not.
+/// `Invalid` for the first piece that does not.
 pub(crate) fn check(pieces: &[Piece], here: u64, there: u64) -> Result<()> {
     for piece in pieces {
         range(piece.local, piece.bytes, here).map_err(|e| e.context("this end"))?;

@@ -1,4 +1,4 @@
-//! Certificates by the names in them: that an authority signed one says nothing of what it is for.
+//! Certificate verification by name: the authority's signature alone does not say what a certificate is for.
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{WebPkiServerVerifier, verify_server_name};
@@ -8,13 +8,13 @@ use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
 use std::sync::Arc;
 
-/// Whether the certificate is of one of these.
+/// Whether the certificate carries one of these names.
 pub(crate) fn has_one(certificate: &CertificateDer<'_>, names: &[ServerName<'static>]) -> bool {
     let Ok(parsed) = ParsedCertificate::try_from(certificate) else { return false };
     names.iter().any(|name| verify_server_name(&parsed, name).is_ok())
 }
 
-/// Lets those in that the authority signed, under one of the names.
+/// Admits clients whose certificate the authority signed for one of the names.
 #[derive(Debug)]
 pub(crate) struct NamedClients {
     pub(crate) inner: Arc<dyn ClientCertVerifier>,
@@ -63,7 +63,7 @@ impl ClientCertVerifier for NamedClients {
     }
 }
 
-/// Believes those that the authority signed, under one of the names, whichever name was asked for.
+/// Trusts servers whose certificate the authority signed for one of the names, whichever name was requested.
 #[derive(Debug)]
 pub(crate) struct NamedServers {
     pub(crate) inner: Arc<WebPkiServerVerifier>,

@@ -1,4 +1,4 @@
-//! Memory by its address, for transports that move bytes by themselves.
+//! Memory by its address, for transports that access it directly.
 
 use crate::region::range;
 use mixfleet_hal::memory::SharedMemory;
@@ -6,14 +6,14 @@ use mixfleet_hal::{Error, Result};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How often each mapped memory of this process, by its address, is in use by a [`Place`].
+/// Use counts of this process's mapped memories by address; each [`PinnedRange`] counts one.
 static IN_USE: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
 fn in_use() -> MutexGuard<'static, BTreeMap<usize, usize>> {
     IN_USE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Mapped memory, kept alive and where it is.
+/// A mapped memory with its address, kept alive.
 pub(crate) struct PinnedRange {
     _memory: Arc<dyn SharedMemory>,
     address: usize,
@@ -21,10 +21,10 @@ pub(crate) struct PinnedRange {
 }
 
 impl PinnedRange {
-    /// Where `memory` lies.
+    /// Resolves the address of `memory`.
     ///
     /// # Errors
-    /// `Unsupported` when it may only be reached by calls.
+    /// `Unsupported` if it can only be accessed through calls.
     pub(crate) fn new(memory: Arc<dyn SharedMemory>) -> Result<Self> {
         let mut in_use = in_use();
         let mapping = memory.mapping().ok_or_else(|| {
@@ -34,15 +34,15 @@ impl PinnedRange {
         Ok(PinnedRange { _memory: memory, address: mapping.address, bytes: mapping.bytes })
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The address of `bytes` bytes from `offset` on. It is valid as long as this place.
+    /// Returns the address of `bytes` bytes at `offset`, valid as long as this value lives.
     ///
     /// # Errors
-    /// `Invalid` when the range leaves the memory.
+    /// `Invalid` if the range exceeds the memory.
     pub(crate) fn address(&self, offset: u64, bytes: u64) -> Result<*mut u8> {
         let range = range(offset, bytes, self.bytes)?;
         Ok((self.address + range.start) as *mut u8)
@@ -61,10 +61,10 @@ impl Drop for PinnedRange {
     }
 }
 
-/// Renews memory unless a [`Place`] is in use, whose bytes could be lost on the way.
+/// Renews memory unless a [`PinnedRange`] uses it, whose bytes in flight could be lost.
 ///
 /// # Errors
-/// As [`SharedMemory::renew`]; `Unsupported` when a place is in use.
+/// As for [`SharedMemory::renew`]; `Unsupported` while a range is in use.
 #[cfg(target_os = "linux")]
 pub(crate) fn renew(memory: &dyn SharedMemory) -> Result<()> {
     let in_use = in_use();

@@ -1,22 +1,22 @@
-//! Waiting for sockets.
+//! Waits for sockets, spinning briefly when that pays.
 
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// An entry that waits for something to read, or for the other end to go away.
+/// Returns an entry that waits for data or for the peer to disconnect.
 pub(crate) fn readable(socket: &impl AsRawFd) -> libc::pollfd {
     libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 }
 }
 
-/// Waits until something is true of one of `entries`, or `timeout` is over; none: for ever.
+/// Waits until one of `entries` is ready or `timeout` has passed; `None` waits forever.
 pub(crate) fn wait(entries: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<()> {
     let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     loop {
         let timeout_ms = match (timeout, deadline) {
             (Some(Duration::ZERO), _) => 0,
-            // rounded up: a wait must not end before its time and be called anew
+            // rounded up, since a wait that ends early would be repeated
             (_, Some(deadline)) => {
                 let left = deadline.saturating_duration_since(Instant::now());
                 left.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32
@@ -35,19 +35,20 @@ pub(crate) fn wait(entries: &mut [libc::pollfd], timeout: Option<Duration>) -> i
     }
 }
 
-/// How long a wait may look again and again before it sleeps. To wake a thread on an idle virtual core took some 40 us
-/// (docs/results/wire.md), more than 64 KiB take from one process to another.
+/// How long a wait may spin before it sleeps. Waking a thread on an idle virtual core took about 40 us
+/// (docs/results/wire.md), which is longer than 64 KiB take from one process to another.
 const SPIN: Duration = Duration::from_micros(50);
-/// Waits in a row that were short before the next spins, at most.
+/// Maximum number of consecutive short waits required before the next spin.
 const SHORT_NEEDED_MAX: u32 = 1024;
 
-/// Waits again and again for the same peer: awake while its answers come quickly, asleep otherwise.
+/// Repeated waits for the same peer, which spin while its answers come quickly and sleep otherwise.
 ///
-/// A wait spins when so many before it were short that it is likely to pay. A spin in vain doubles that number, one that
-/// paid takes one off. In vain it is, too, when others had the core meanwhile, who get it between two looks: on a
-/// busy machine a sleeper is woken sooner than a spinner gets its core back. Where there is but one core nothing spins.
+/// A wait spins once enough previous waits were short that it is likely to pay. A spin in vain doubles that
+/// number, and a successful one lowers it by one. A spin also counts as in vain if other threads needed the
+/// core meanwhile, which they get between two polls: on a busy machine a sleeper is woken sooner than a
+/// spinner gets its core back. On a single core nothing spins.
 pub(crate) struct Patience {
-    /// Short waits since the last spin in vain.
+    /// Number of short waits since the last spin in vain.
     short: u32,
     short_needed: u32,
 }
@@ -57,7 +58,7 @@ impl Patience {
         Patience { short: 0, short_needed: 1 }
     }
 
-    /// As [`wait`].
+    /// Waits as [`wait`] does.
     pub(crate) fn wait(&mut self, entries: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<()> {
         let start = Instant::now();
         entries.iter_mut().for_each(|entry| entry.revents = 0);
@@ -78,9 +79,9 @@ impl Patience {
         Ok(())
     }
 
-    /// Takes into account how long a wait took; none when nothing came.
+    /// Learns from the duration of a wait; `None` if nothing arrived.
     fn learn(&mut self, spun: bool, took: Option<Duration>) {
-        // who slept must be given the time that it took to wake
+        // a sleeper must be allowed the time that waking took
         let limit = if spun { SPIN } else { 2 * SPIN };
         let short = took.is_some_and(|took| took <= limit);
         self.short = if short { self.short.saturating_add(1) } else { 0 };
@@ -131,7 +132,7 @@ mod tests {
         }
     }
 
-    /// Answers by turns quick and slow, as when others have the core now and then.
+    /// Answers alternate between quick and slow, as when others take the core now and then.
     #[test]
     fn spins_less_and_less_when_it_does_not_pay() {
         let mut patience = Patience::new();
@@ -142,7 +143,7 @@ mod tests {
             patience.learn(spins, if spins || wait % 8 == 0 { SLOW } else { QUICK });
         }
         assert!(spun <= 4, "{spun} spins, each in vain");
-        // and more again when it does
+        // and more again when it does pay
         let mut waits = 0;
         while !spins(&patience) {
             patience.learn(false, QUICK);

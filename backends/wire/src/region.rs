@@ -1,12 +1,12 @@
-//! Host memory that both ends of a transport reach.
+//! Host memory that both ends of a transport can access.
 
 use mixfleet_hal::memory::{Mapping, SharedMemory};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::fs::File;
 use std::sync::{PoisonError, RwLock};
 
-/// Zeroed, page-aligned memory; on Linux a file without a name, so that another process can map it.
-/// Calls exclude each other: many may look at a time, one may change.
+/// Zeroed, page-aligned memory; on Linux an anonymous file (memfd), so that another process can map it. Calls
+/// are mutually exclusive: many readers or one writer at a time.
 #[derive(Debug)]
 pub struct HostRegion {
     map: memmap2::MmapRaw,
@@ -17,15 +17,15 @@ pub struct HostRegion {
 }
 
 impl HostRegion {
-    /// `bytes` zero bytes.
+    /// Allocates `bytes` zero bytes.
     ///
     /// # Errors
-    /// `OutOfMemory` when the operating system does not give them.
+    /// `OutOfMemory` if the operating system refuses.
     pub fn new(bytes: usize) -> Result<Self> {
         let refused = |error: std::io::Error| {
             Error::new(ErrorKind::OutOfMemory, format!("{bytes} bytes of shared memory: {error}"))
         };
-        // A mapping of no bytes is refused.
+        // an empty mapping is refused
         let length = bytes.max(1);
         let file = nameless_file(length as u64).map_err(refused)?;
         let options = || {
@@ -42,8 +42,8 @@ impl HostRegion {
     }
 }
 
-/// A file of `bytes` zero bytes that has no name. Its length is sealed: a process that it was passed to cannot
-/// cut it, which would kill whoever touches the pages that are gone.
+/// Creates an anonymous file of `bytes` zero bytes with a sealed length: a process that receives it cannot
+/// truncate it, which would kill whoever touches the lost pages.
 #[cfg(target_os = "linux")]
 pub(crate) fn nameless_file(bytes: u64) -> std::io::Result<Option<File>> {
     use std::os::fd::{AsRawFd, FromRawFd};
@@ -69,7 +69,7 @@ pub(crate) fn nameless_file(_bytes: u64) -> std::io::Result<Option<File>> {
     Ok(None)
 }
 
-/// Huge pages halve the time of a copy that leaves the caches; memory without them is as right, so a refusal is none.
+/// Asks for huge pages, which halve the time of a copy that exceeds the caches. A refusal is harmless.
 #[cfg(target_os = "linux")]
 pub(crate) fn prefer_huge_pages(map: &memmap2::MmapRaw) {
     const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -81,10 +81,10 @@ pub(crate) fn prefer_huge_pages(map: &memmap2::MmapRaw) {
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn prefer_huge_pages(_map: &memmap2::MmapRaw) {}
 
-/// The place of `length` bytes at `offset` in a region of `bytes` bytes.
+/// Returns the range of `length` bytes at `offset` in a region of `bytes` bytes.
 ///
 /// # Errors
-/// `Invalid` when it leaves the region.
+/// `Invalid` if it exceeds the region.
 pub(crate) fn range(offset: u64, length: u64, bytes: u64) -> Result<std::ops::Range<usize>> {
     let end = offset.checked_add(length).filter(|&end| end <= bytes);
     match end {
@@ -102,7 +102,7 @@ impl SharedMemory for HostRegion {
 
     fn view(&self, offset: u64, bytes: u64, look: &mut dyn FnMut(&[u8])) -> Result<()> {
         let range = range(offset, bytes, self.size_bytes())?;
-        // Plain bytes are whole after any panic: a poisoned lock says nothing about them.
+        // plain bytes cannot be left half-updated, so a poisoned lock is harmless
         let _shared = self.lock.read().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the range lies in the mapping, which lives as long as `self`; in this process nobody
         // writes it under the shared lock. A peer that breaks its word changes plain bytes, which are
@@ -144,7 +144,7 @@ impl SharedMemory for HostRegion {
     }
 }
 
-/// Copies the bytes of `map` to a new nameless file and puts that one in the place of `file` and of its pages.
+/// Copies the bytes of `map` to a new anonymous file and replaces `file` and its pages by it.
 #[cfg(target_os = "linux")]
 fn replace_pages(file: &File, map: &memmap2::MmapRaw) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
@@ -162,7 +162,7 @@ fn replace_pages(file: &File, map: &memmap2::MmapRaw) -> std::io::Result<()> {
     if moved == libc::MAP_FAILED {
         return Err(std::io::Error::last_os_error());
     }
-    // what it mapped lies at the old address now, and is unmapped with that
+    // its mapping has moved to the old address and is unmapped with that
     std::mem::forget(fresh);
     // SAFETY: two open descriptors; the old file closes, and its number names the fresh one from here on.
     if unsafe { libc::dup3(fresh_file.as_raw_fd(), file.as_raw_fd(), libc::O_CLOEXEC) } < 0 {

@@ -1,4 +1,4 @@
-//! Who may talk to whom over a socket.
+//! Which peers may connect to each other over a socket, and how the connection is protected.
 
 use crate::stream::SecureStream;
 #[cfg(feature = "tls")]
@@ -10,24 +10,24 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What protects the bytes on their way, and the memory from others.
+/// How bytes in transit, and access to the memory, are protected.
 #[derive(Clone, Debug)]
 pub enum Security {
-    /// In the clear, between addresses that do not leave this host.
+    /// Unencrypted, restricted to loopback addresses.
     LoopbackOnly,
-    /// In the clear, to any address: whoever is on the network reads the KV of all requests, and with it the
-    /// keys that let it write. For measurements on a network of one's own.
+    /// Unencrypted, to any address. Anyone on the network can read the KV of all requests, and with it the
+    /// keys that allow writing it. Intended for measurements on an isolated network.
     Insecure,
-    /// Under TLS 1.3, both ends with certificates of one authority.
+    /// TLS 1.3 with certificates of one authority at both ends.
     #[cfg(feature = "tls")]
     Tls(Arc<TlsIdentity>),
 }
 
 impl Security {
-    /// Whether bytes may go to or come from `address`.
+    /// Checks that bytes may go to or come from `address`.
     ///
     /// # Errors
-    /// `Unsupported` when they would leave this host unprotected.
+    /// `Unsupported` if they would leave this host unprotected.
     pub(crate) fn check(&self, address: &SocketAddr) -> Result<()> {
         match self {
             Security::LoopbackOnly if !address.ip().is_loopback() => Err(Error::unsupported(format!(
@@ -37,7 +37,7 @@ impl Security {
         }
     }
 
-    /// The passive end of a handshake.
+    /// Runs the passive end of a handshake.
     pub(crate) fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
         match self {
             #[cfg(feature = "tls")]
@@ -49,7 +49,7 @@ impl Security {
         }
     }
 
-    /// The active end of a handshake.
+    /// Runs the active end of a handshake.
     pub(crate) fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
         match self {
             #[cfg(feature = "tls")]
@@ -61,8 +61,8 @@ impl Security {
         }
     }
 
-    /// The passive end of a handshake that has only begun: it goes on as the link receives, and what came is only
-    /// seen when it has ended well. Flush after each `receive`.
+    /// Starts the passive end of a handshake, which continues as the stream receives; received data is
+    /// visible only once it has succeeded. Flush after each `receive`.
     #[cfg(all(feature = "verbs", target_os = "linux"))]
     pub(crate) fn begin_accept(&self, socket: TcpStream) -> io::Result<SecureStream> {
         match self {

@@ -1,4 +1,4 @@
-//! One stream: a socket, in the clear or under TLS.
+//! A TCP stream, in the clear or under TLS.
 
 use std::io;
 use std::net::TcpStream;
@@ -9,7 +9,7 @@ use crate::poll::{self, Patience};
 #[cfg(feature = "tls")]
 use crate::tls::TlsSession;
 
-/// A socket and what lies on it. Blocks or not, as the socket does.
+/// A socket with an optional TLS session; it blocks or not, as the socket does.
 pub(crate) struct SecureStream {
     socket: TcpStream,
     patience: Option<Patience>,
@@ -18,7 +18,7 @@ pub(crate) struct SecureStream {
 }
 
 impl SecureStream {
-    /// Bytes go as they are.
+    /// Wraps a socket without encryption.
     pub(crate) fn plain(socket: TcpStream) -> Self {
         SecureStream {
             socket,
@@ -28,7 +28,7 @@ impl SecureStream {
         }
     }
 
-    /// Bytes go encrypted.
+    /// Wraps a socket with a TLS session.
     #[cfg(feature = "tls")]
     pub(crate) fn tls(socket: TcpStream, session: TlsSession) -> Self {
         SecureStream { socket, patience: None, session: Some(Box::new(session)) }
@@ -38,15 +38,15 @@ impl SecureStream {
         &self.socket
     }
 
-    /// Stays awake for a short while when what comes next is likely to come at once. For a socket that blocks.
+    /// Lets reads spin briefly when the next data is likely to come at once. For blocking sockets.
     pub(crate) fn stay_awake(&mut self) {
         self.patience = Some(Patience::new());
     }
 
-    /// Sends some of `parts`, at most as many bytes as it returns.
+    /// Sends some bytes of `parts` and returns how many.
     ///
     /// # Errors
-    /// `WouldBlock` when nothing goes now.
+    /// `WouldBlock` if nothing can be sent now.
     pub(crate) fn send(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
         #[cfg(feature = "tls")]
         if let Some(session) = &mut self.session {
@@ -60,10 +60,10 @@ impl SecureStream {
         counted(|| unsafe { libc::sendmsg(self.socket.as_raw_fd(), &raw const message, NO_SIGNAL) })
     }
 
-    /// Receives into `parts`, in order. Zero bytes: the other end has closed.
+    /// Receives into `parts`, in order; zero bytes mean that the peer has closed.
     ///
     /// # Errors
-    /// `WouldBlock` when nothing has come yet.
+    /// `WouldBlock` if nothing has arrived yet.
     pub(crate) fn receive(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
         let mut awaited = Awaited { socket: &self.socket, patience: self.patience.as_mut() };
         #[cfg(feature = "tls")]
@@ -75,7 +75,7 @@ impl SecureStream {
         counted(|| unsafe { libc::readv(self.socket.as_raw_fd(), parts.as_ptr(), parts.len() as i32) })
     }
 
-    /// Sends what lies encrypted here.
+    /// Sends buffered encrypted bytes.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         #[cfg(feature = "tls")]
         if let Some(session) = &mut self.session {
@@ -145,7 +145,7 @@ fn counted(mut call: impl FnMut() -> isize) -> io::Result<usize> {
     }
 }
 
-/// Sends small frames at once, and gives up a peer whose host has been silent for `silence`.
+/// Disables Nagle's algorithm, and drops a peer whose host has been silent for `silence`.
 pub(crate) fn tune(socket: &TcpStream, silence: Duration) -> io::Result<()> {
     socket.set_nodelay(true)?;
     set_option(socket, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1)?;
@@ -167,12 +167,12 @@ pub(crate) fn tune(socket: &TcpStream, silence: Duration) -> io::Result<()> {
     Ok(())
 }
 
-/// Chooses a congestion control that sends at once what the window allows. BBR, the default of many hosts, paces by
-/// timers, which between two processes of one host only makes them wait: iperf3 lost a third to it (docs/results/wire.md).
-/// Where it cannot be chosen, the host's own stays.
+/// Chooses a congestion control that sends whatever the window allows at once. BBR, the default on many
+/// hosts, paces by timers, which only delays two processes on one host: iperf3 lost a third to it
+/// (docs/results/wire.md). If it cannot be chosen, the host's default stays.
 #[cfg(target_os = "linux")]
 fn unpaced(socket: &TcpStream) {
-    // in every kernel, and for everybody
+    // available in every kernel, to every user
     const NAME: &[u8] = b"reno";
     let length = NAME.len() as libc::socklen_t;
     // SAFETY: an open socket, and a place of the length that is said.
@@ -195,7 +195,7 @@ fn set_option(socket: &TcpStream, level: i32, name: i32, value: i32) -> io::Resu
     if status < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// What is left until `deadline`, at least as much as a socket's timeout takes.
+/// Returns the time left until `deadline`, at least the minimum that a socket timeout accepts.
 pub(crate) fn remaining(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }

@@ -1,4 +1,5 @@
-//! Mutual TLS: who has no certificate of the fleet's authority, with the fleet's name, neither reads nor writes.
+//! Mutual TLS: only holders of a certificate from the fleet's authority that carries the fleet's name may
+//! read or write.
 
 use crate::named::{NamedClients, NamedServers};
 use crate::stream::{SecureStream, remaining};
@@ -16,56 +17,57 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Plaintext that is encrypted before the socket takes it: some records, so that it is still in the cache.
+/// Plaintext encrypted ahead of the socket: a few records, so that it is still in the cache when sent.
 const AHEAD_BYTES: usize = 256 * 1024;
 
-/// Between two looks at the files.
+/// Interval between checks of the certificate files.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// A member's certificates, as text.
+/// A member's certificates, as PEM text.
 #[derive(Clone, Copy)]
 pub struct TlsPem<'a> {
-    /// Of the authority that signed all members.
+    /// Certificates of the authority that signed all members.
     pub authority: &'a str,
-    /// Of this member, and those between it and the authority.
+    /// This member's certificate, and any intermediate ones up to the authority.
     pub certificates: &'a str,
-    /// Of this member.
+    /// This member's private key.
     pub key: &'a str,
-    /// Lists of certificates that are not believed any more, one for each authority; empty: none are.
+    /// Certificate revocation lists, one for each authority; empty if none are used.
     pub revoked: &'a str,
-    /// The fleet's DNS name. A certificate with it is a member's of any kind; one with `worker.` or `router.` before it
-    /// is a member's of that kind. One for the whole fleet: members come and go, and with them their addresses.
+    /// The fleet's DNS name. A certificate with this name is valid for a member of any kind; one with
+    /// `worker.` or `router.` in front is valid for that kind. The whole fleet shares one name because
+    /// members, and with them addresses, come and go.
     pub fleet: &'a str,
 }
 
-/// A member's certificates, as files: looked at now and then, and read anew when they have changed.
+/// A member's certificates, as files that are checked periodically and reloaded when they change.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
-    /// As [`Pem::authority`].
+    /// As for [`TlsPem::authority`].
     pub authority: PathBuf,
-    /// As [`Pem::certificates`].
+    /// As for [`TlsPem::certificates`].
     pub certificates: PathBuf,
-    /// As [`Pem::key`].
+    /// As for [`TlsPem::key`].
     pub key: PathBuf,
-    /// As [`Pem::revoked`].
+    /// As for [`TlsPem::revoked`].
     pub revoked: Option<PathBuf>,
-    /// As [`Pem::fleet`].
+    /// As for [`TlsPem::fleet`].
     pub fleet: String,
 }
 
-/// What a member is.
+/// The kind of a fleet member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsMemberKind {
-    /// It decides.
+    /// A router, which decides.
     Router,
-    /// It has devices.
+    /// A worker, which has devices.
     Worker,
 }
 
-/// Is told of each time that files were read anew, or could not be.
+/// A callback for each time that the files were reloaded, or could not be.
 pub type OnRenewal = dyn Fn(std::result::Result<(), Error>) + Send + Sync;
 
-/// What a member shows to others, and whom it believes.
+/// The identity that a member presents, and whom it trusts.
 pub struct TlsIdentity {
     files: Option<(TlsFiles, Box<OnRenewal>)>,
     fleet: String,
@@ -74,20 +76,20 @@ pub struct TlsIdentity {
 
 struct Current {
     configs: Configs,
-    /// How often the files have been read anew.
+    /// Number of times the files have been reloaded.
     generation: u64,
     stamps: Vec<Stamp>,
     looked: Instant,
-    /// The files could not be used, and it was said.
+    /// Whether the unusable files have been reported.
     is_said: bool,
 }
 
-/// How connections are shaken hands on.
+/// The TLS configurations for each kind of handshake.
 #[derive(Clone)]
 struct Configs {
-    /// Lets workers in, for KV.
+    /// Admits workers, for KV.
     server: Arc<ServerConfig>,
-    /// Lets members of each kind in, for HTTP/2.
+    /// Admits members of either kind, for HTTP/2.
     control_server: Arc<ServerConfig>,
     client: Arc<ClientConfig>,
     control_client: Arc<ClientConfig>,
@@ -95,29 +97,31 @@ struct Configs {
     servers: Arc<NamedServers>,
 }
 
-/// Which end of a connection showed its certificates.
+/// The end of a connection that presented certificates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsEnd {
-    /// The one that called.
+    /// The client.
     Caller,
-    /// The one that was called.
+    /// The server.
     Called,
 }
 
-/// Says whether who showed its certificates when a connection began is believed still: a list of revoked ones may have come.
+/// Tells whether the certificates presented at the start of a connection are still trusted, since a
+/// revocation list may have arrived later.
 pub struct RevocationWatch {
     identity: Arc<TlsIdentity>,
     shown: Vec<CertificateDer<'static>>,
     end: TlsEnd,
-    /// That a certificate ends while its connection lives is no reason to end it.
+    /// Time of the handshake, against which expiry is checked: a certificate that expires while its
+    /// connection is open is no reason to close it.
     began: UnixTime,
-    /// Of the files that it was held to last.
+    /// Generation of the files that it was last checked against.
     generation: Option<u64>,
     is_believed: bool,
 }
 
 impl RevocationWatch {
-    /// As of the files that are there now, looked at once a second at most.
+    /// Whether the peer is trusted according to the current files, which are checked at most once a second.
     pub fn is_believed(&mut self) -> bool {
         if let Some((generation, configs)) = self.identity.newer(self.generation) {
             self.generation = Some(generation);
@@ -127,7 +131,7 @@ impl RevocationWatch {
     }
 }
 
-/// A file's length, time and number: another file is in its place when one differs.
+/// A file's length, modification time and inode; a difference in any means that the file was replaced.
 type Stamp = (u64, Option<SystemTime>, u64);
 
 impl std::fmt::Debug for TlsIdentity {
@@ -187,7 +191,7 @@ impl Configs {
                 .with_client_cert_verifier(Arc::new(clients))
                 .with_single_cert(chain.clone(), key()?)
                 .map_err(failed)?;
-            // streams live long: nobody comes back with a ticket
+            // streams are long-lived, so session tickets are never used
             server.send_tls13_tickets = 0;
             Ok(server)
         };
@@ -259,7 +263,7 @@ impl TlsFiles {
 }
 
 impl TlsIdentity {
-    /// Of certificates that stay as they are.
+    /// Creates an identity from fixed certificates.
     ///
     /// # Errors
     /// `Invalid` with what is wrong with them.
@@ -268,12 +272,12 @@ impl TlsIdentity {
         Ok(TlsIdentity { files: None, fleet: pem.fleet.into(), current: Mutex::new(current) })
     }
 
-    /// Of files: connections that begin later use what stands there then, if it can be used.
+    /// Creates an identity from files; later connections use newer contents if they are valid.
     ///
     /// # Errors
     /// `Invalid` with what is wrong with them now.
     pub fn of_files(files: TlsFiles, on_renewal: Box<OnRenewal>) -> Result<Self> {
-        // Stamps first: what is written meanwhile is read again.
+        // stamps first, so that anything written meanwhile is read again
         let stamps = files.stamps();
         let current = Mutex::new(Current::new(files.read()?, stamps));
         Ok(TlsIdentity { fleet: files.fleet.clone(), files: Some((files, on_renewal)), current })
@@ -283,7 +287,7 @@ impl TlsIdentity {
         self.current().configs.clone()
     }
 
-    /// What has been read since that generation.
+    /// Returns what was loaded since the given generation.
     fn newer(&self, than: Option<u64>) -> Option<(u64, Configs)> {
         let current = self.current();
         (Some(current.generation) != than).then(|| (current.generation, current.configs.clone()))
@@ -299,40 +303,40 @@ impl TlsIdentity {
         current
     }
 
-    /// Watches over who has shown these certificates, its own first, and was accepted.
+    /// Creates a watch over a peer that presented these certificates, its own first, and was admitted.
     pub fn watch(self: &Arc<Self>, shown: &[CertificateDer<'_>], end: TlsEnd) -> RevocationWatch {
         let shown = shown.iter().map(|certificate| certificate.clone().into_owned()).collect();
         let (identity, began) = (self.clone(), UnixTime::now());
         RevocationWatch { identity, shown, end, began, generation: None, is_believed: true }
     }
 
-    /// For who accepts calls of routers and workers by HTTP/2.
+    /// Returns the configuration for accepting calls of routers and workers over HTTP/2.
     pub fn control_server(&self) -> Arc<ServerConfig> {
         self.configs().control_server
     }
 
-    /// For who calls a worker by HTTP/2.
+    /// Returns the configuration for calling a worker over HTTP/2.
     pub fn control_client(&self) -> Arc<ClientConfig> {
         self.configs().control_client
     }
 
-    /// The fleet's name, which is asked for.
+    /// Returns the fleet's name, which certificates are checked against.
     pub fn server_name(&self) -> ServerName<'static> {
         name(&self.fleet).expect("it was one when the configs were made")
     }
 
-    /// Whether a certificate that was accepted is of such a member.
+    /// Whether an admitted certificate is valid for a member of this kind.
     pub fn is_of(&self, certificate: &CertificateDer<'_>, kind: TlsMemberKind) -> bool {
         names(&self.fleet, &[kind]).is_ok_and(|names| crate::named::has_one(certificate, &names))
     }
 
-    /// The passive end of a handshake: when it returns, the peer has shown a certificate.
+    /// Runs the passive end of a handshake; once it returns, the peer has presented a valid certificate.
     pub(crate) fn accept(self: &Arc<Self>, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
         let connection = ServerConnection::new(self.configs().server).map_err(io::Error::other)?;
         shake(self, socket, connection.into(), deadline)
     }
 
-    /// As [`accept`](Self::accept), but the handshake goes on as the link receives.
+    /// Starts [`accept`](Self::accept) without blocking; the handshake continues as the stream receives.
     #[cfg(all(feature = "verbs", target_os = "linux"))]
     pub(crate) fn begin_accept(self: &Arc<Self>, socket: TcpStream) -> io::Result<SecureStream> {
         let mut connection = ServerConnection::new(self.configs().server).map_err(io::Error::other)?;
@@ -340,7 +344,7 @@ impl TlsIdentity {
         Ok(SecureStream::tls(socket, TlsSession::new(connection.into(), self)))
     }
 
-    /// The active end of a handshake.
+    /// Runs the active end of a handshake.
     pub(crate) fn connect(
         self: &Arc<Self>,
         socket: TcpStream,
@@ -356,7 +360,7 @@ impl Current {
         Current { configs, generation: 0, stamps, looked: Instant::now(), is_said: false }
     }
 
-    /// Reads the files if they have changed. Those that cannot be used are tried again: they may be half written.
+    /// Reloads the files if they have changed. Unusable ones are tried again, since they may be half written.
     fn look(&mut self, files: &TlsFiles, on_renewal: &OnRenewal) {
         self.looked = Instant::now();
         let stamps = files.stamps();
@@ -391,7 +395,7 @@ fn shake(
     Ok(SecureStream::tls(socket, TlsSession::new(connection, identity)))
 }
 
-/// A blocking socket until `deadline`, however slowly the peer's bytes come.
+/// A blocking socket with a total deadline, however slowly the peer's bytes trickle in.
 struct Timed<'a> {
     socket: &'a TcpStream,
     deadline: Instant,
@@ -419,7 +423,7 @@ impl Write for Timed<'_> {
 pub(crate) struct TlsSession {
     connection: Connection,
     identity: Arc<TlsIdentity>,
-    /// Of the other end, once it has shown who it is.
+    /// Watches the peer's certificates, once it has presented them.
     watch: Option<RevocationWatch>,
 }
 
@@ -428,7 +432,7 @@ impl TlsSession {
         TlsSession { connection, identity: identity.clone(), watch: None }
     }
 
-    /// Ends what goes on with a member whose certificate was taken back.
+    /// Fails if the peer's certificate was revoked.
     fn check(&mut self) -> io::Result<()> {
         if self.watch.is_none() && !self.connection.is_handshaking() {
             let shown = self.connection.peer_certificates().unwrap_or_default();
@@ -447,7 +451,7 @@ impl TlsSession {
         }
     }
 
-    /// Encrypts some of `parts`, and sends what the socket takes.
+    /// Encrypts some of `parts` and sends what the socket accepts.
     pub(crate) fn send(&mut self, socket: &mut TcpStream, parts: &[libc::iovec]) -> io::Result<usize> {
         self.check()?;
         self.flush(socket)?;
@@ -468,7 +472,7 @@ impl TlsSession {
         }
     }
 
-    /// Sends what is encrypted.
+    /// Sends buffered encrypted data.
     pub(crate) fn flush(&mut self, socket: &mut TcpStream) -> io::Result<()> {
         while self.connection.wants_write() {
             self.connection.write_tls(socket)?;
@@ -494,7 +498,7 @@ impl TlsSession {
         }
     }
 
-    /// Copies what is decrypted to `parts`.
+    /// Copies decrypted data to `parts`.
     fn take(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
         let mut taken = 0;
         for part in parts {

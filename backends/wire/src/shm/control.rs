@@ -1,4 +1,4 @@
-//! The page through which an owner takes back what it lent to another process.
+//! The control page through which an owner revokes memory that it shared with another process.
 
 use crate::region::nameless_file;
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -7,15 +7,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 const PAGE_BYTES: usize = 4096;
 
-/// A page that both processes map: two flags, of which each side writes one and reads the other (Dekker's
-/// way). Either the user sees that the grant is over before it copies, or the owner sees that it copies.
-/// The flags lie in the page, so this holds for a process that is stopped at any instruction and goes on later.
+/// A page mapped by both processes that holds two flags, each written by one side and read by the other
+/// (Dekker's algorithm). Either the user sees the revocation before it copies, or the owner sees that a copy
+/// is in progress. Since the flags live in the page, this holds even for a process that is stopped at any
+/// instruction and resumes later.
 pub(super) struct CopyFlags {
     map: memmap2::MmapRaw,
 }
 
 impl CopyFlags {
-    /// A page in which nothing is revoked, and the file to pass on.
+    /// Creates a page in which nothing is revoked, with the file to pass on.
     pub(super) fn new() -> Result<(Self, File)> {
         let refused = |error| Error::new(ErrorKind::OutOfMemory, format!("a page for a peer: {error}"));
         let file = nameless_file(PAGE_BYTES as u64).map_err(refused)?;
@@ -24,12 +25,12 @@ impl CopyFlags {
         Ok((control, file))
     }
 
-    /// The page that the owner passed on. Its length has been checked.
+    /// Maps the page that the owner passed on, whose length was checked.
     pub(super) fn open(file: &File) -> std::io::Result<Self> {
         Ok(CopyFlags { map: memmap2::MmapOptions::new().len(PAGE_BYTES).map_raw(file)? })
     }
 
-    /// Bytes that the file must have.
+    /// Returns the required length of the file in bytes.
     pub(super) fn bytes() -> u64 {
         PAGE_BYTES as u64
     }
@@ -48,22 +49,22 @@ impl CopyFlags {
         self.flag(16)
     }
 
-    /// The owner: no copy begins from here on.
+    /// Called by the owner: no copy begins from here on.
     pub(super) fn revoke(&self) {
         self.over().store(1, Ordering::SeqCst);
     }
 
-    /// The owner: whether a copy that began before may still write.
+    /// Called by the owner: whether a copy that began earlier may still be writing.
     pub(super) fn is_copying(&self) -> bool {
         self.copying().load(Ordering::SeqCst) != 0
     }
 
-    /// The user: whether the grant is over.
+    /// Called by the user: whether the grant was revoked.
     pub(super) fn is_over(&self) -> bool {
         self.over().load(Ordering::SeqCst) != 0
     }
 
-    /// The user: copies, unless the grant is over. Returns whether it did.
+    /// Called by the user: runs `copy` unless the grant was revoked, and returns whether it ran.
     pub(super) fn copy(&self, copy: impl FnOnce()) -> bool {
         self.copying().store(1, Ordering::SeqCst);
         let granted = !self.is_over();

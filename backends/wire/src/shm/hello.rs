@@ -1,4 +1,4 @@
-//! What two processes say to each other over a unix socket before they share pages.
+//! The exchange between two processes over a Unix socket before they share pages.
 
 use crate::answer::GrantStatus;
 use crate::key::{KEY_BYTES, RegionKey};
@@ -7,17 +7,17 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-/// Changes with every change of what is said, or of what the pages mean.
+/// Magic number and version; changes with the messages or the meaning of the pages.
 const MAGIC: [u8; 8] = *b"mfshm\0\0\x01";
 
-/// The user's first and only word: which region it wants, by its key and epoch.
+/// The user's only message: which region it wants, by key and epoch.
 pub(super) struct ShmHello {
     pub(super) key: RegionKey,
     pub(super) epoch: u64,
 }
 
 impl ShmHello {
-    /// Bytes of a hello.
+    /// Length of the message in bytes.
     pub(super) const BYTES: usize = 8 + KEY_BYTES + 8;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
@@ -36,27 +36,27 @@ impl ShmHello {
     }
 }
 
-/// Reads `bytes` as a hello.
+/// Parses `bytes` as a hello.
 ///
 /// # Panics
-/// When it is another one once it is written.
+/// If the message differs after a round trip.
 pub(crate) fn check_words(bytes: &[u8]) {
     if let Some(hello) = ShmHello::decode(&crate::fuzzed::head(bytes)) {
         assert_eq!(hello.encode(), crate::fuzzed::head(bytes));
     }
 }
 
-/// Files that go along with a granting answer.
+/// Number of files that accompany a grant.
 const FILES: usize = 2;
 
-/// Room for two descriptors beside the message, aligned as the kernel wants it.
+/// Room for two descriptors beside the message, aligned as the kernel requires.
 #[repr(C)]
 union Ancillary {
     _header: libc::cmsghdr,
     bytes: [u8; 64],
 }
 
-/// The other end's user.
+/// Returns the user id of the peer.
 pub(super) fn user_of(socket: &UnixStream) -> io::Result<u32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
@@ -68,7 +68,7 @@ pub(super) fn user_of(socket: &UnixStream) -> io::Result<u32> {
     if status < 0 { Err(io::Error::last_os_error()) } else { Ok(peer.uid) }
 }
 
-/// Sends `answer` with `files`.
+/// Sends `answer` along with `files`.
 pub(super) fn send_answer(socket: &UnixStream, answer: GrantStatus, files: &[RawFd]) -> io::Result<()> {
     assert!(files.len() <= FILES, "the ancillary room is for {FILES} descriptors");
     let mut byte = answer as u8;
@@ -94,7 +94,7 @@ pub(super) fn send_answer(socket: &UnixStream, answer: GrantStatus, files: &[Raw
     if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Receives an answer and the files that came with it.
+/// Receives a reply and the files that came with it.
 pub(super) fn receive_answer(socket: &UnixStream) -> io::Result<(GrantStatus, Vec<File>)> {
     let mut byte = 0u8;
     let mut part = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
@@ -132,7 +132,7 @@ pub(super) fn receive_answer(socket: &UnixStream) -> io::Result<(GrantStatus, Ve
     }
 }
 
-/// Whether `file` has `bytes` bytes that nobody can cut off.
+/// Whether `file` has `bytes` bytes and is sealed against truncation.
 pub(super) fn is_sealed(file: RawFd, bytes: u64) -> io::Result<bool> {
     // SAFETY: plain calls on an open descriptor; the place has the type that is asked for.
     unsafe {

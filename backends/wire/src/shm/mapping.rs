@@ -1,4 +1,4 @@
-//! The active end: the peer's pages, and copies to and from them.
+//! The active end: maps the peer's pages and copies to and from them.
 
 use super::control::CopyFlags;
 use super::hello::{ShmHello, is_sealed, receive_answer};
@@ -15,9 +15,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Bytes that are copied at a time: an owner that takes its memory back waits for no more than that.
+/// Bytes copied at a time, which bounds how long an owner waits when it revokes its memory.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// For the owner's answer: it is one thread that only maps and sends.
+/// Timeout for the owner's reply, which comes from one thread that only maps and sends.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) struct ShmMapping {
@@ -26,12 +26,12 @@ pub(super) struct ShmMapping {
     bytes: u64,
     access: RemoteAccess,
     control: CopyFlags,
-    /// Open as long as the owner is there.
+    /// Stays open as long as the owner lives.
     socket: UnixStream,
     batches: Batches,
 }
 
-/// The peer's memory. Pages that were granted for reading cannot be written, not even by mistake.
+/// The peer's memory; pages granted for reading are mapped read-only.
 enum Pages {
     Write(memmap2::MmapRaw),
     Read(memmap2::MmapRaw),
@@ -80,7 +80,7 @@ impl ShmMapping {
         closed("the region is no longer registered".into())
     }
 
-    /// Whether the owner's process is there: without it the pages are, but nobody reads them.
+    /// Checks that the owner's process is alive; its pages outlive it, but nobody reads them.
     fn check_owner(&self) -> Result<()> {
         let mut byte = 0u8;
         let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
@@ -107,14 +107,14 @@ impl ShmMapping {
                 self.copy(Piece { local: piece.local + at, remote: piece.remote + at, bytes }, direction)?;
             }
         }
-        // what was read after the end of the grant may be somebody else's
+        // data read after the revocation may belong to somebody else
         if self.control.is_over() {
             return Err(self.over());
         }
         Ok(self.batches.done())
     }
 
-    /// Copies one piece that lies in both memories.
+    /// Copies one piece, which lies in both memories.
     fn copy(&self, piece: Piece, direction: Direction) -> Result<()> {
         let Piece { local, remote, bytes } = piece;
         let mut granted = false;

@@ -1,11 +1,12 @@
-//! Both ends on one host, in any two processes of one user.
+//! The shared-memory transport between processes of one user on one host.
 //!
-//! The owner's file without a name is passed over a unix socket; the user maps it, and a write is a copy on
-//! its own thread. The socket's name is abstract, so it is seen in one network namespace only, and ends with
-//! the process.
+//! The owner passes its anonymous file over a Unix socket; the user maps it, and a write is a copy on the
+//! user's own thread. The socket's name is abstract, so it is visible in one network namespace only and
+//! disappears with the process.
 //!
-//! Trust: whoever has the descriptor's key and runs as the same user. Such a process could as well trace the
-//! owner; what is guarded against is a mistake, a crash and a stop at any instruction, not malice.
+//! Trust: access requires the descriptor's key and the same user. Such a process could trace the owner
+//! anyway, so this guards against mistakes, crashes and processes that are stopped at any instruction, not
+//! against malice.
 
 mod control;
 mod hello;
@@ -26,14 +27,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const NAME: &str = "shm";
 
-/// Joins ends on one host through shared pages. A batch copies on the caller's thread and is complete when
-/// `write` or `read` returns.
+/// Connects processes on one host through shared pages. A batch is copied on the caller's thread and is
+/// complete when `write` or `read` returns.
 ///
-/// [`deregister`](Transport::deregister) returns at once unless a peer is in the middle of a copy. One that is
-/// stopped there for 100 ms loses the pages: the memory gets fresh ones ([`SharedMemory::renew`]), and
-/// whatever the peer still writes lands in the old ones, which nobody reads. If the memory cannot be renewed,
-/// `deregister` says so with `Timeout` and may be called again; the memory must not be used for anything else
-/// until it succeeds.
+/// [`deregister`](Transport::deregister) returns at once unless a peer is in the middle of a copy. A peer
+/// that stays stopped there for 100 ms loses the pages: the memory gets fresh ones ([`SharedMemory::renew`]),
+/// and the peer's later writes land in the old pages, which nobody reads. If the memory cannot be renewed,
+/// `deregister` returns `Timeout` and may be called again; the memory must not be reused until it succeeds.
 pub struct Shm {
     server: ShmServer,
     host: String,
@@ -41,10 +41,10 @@ pub struct Shm {
 }
 
 impl Shm {
-    /// Starts the thread that hands out regions.
+    /// Starts the thread that serves regions.
     ///
     /// # Errors
-    /// `Unsupported` where the system lacks what is needed; `Other` with what failed.
+    /// `Unsupported` if the system lacks a required feature; `Other` for any other failure.
     pub fn new() -> Result<Self> {
         let epoch =
             u64::from_le_bytes(RegionKey::random()?.0[..8].try_into().expect("eight of sixteen bytes"));
@@ -52,7 +52,7 @@ impl Shm {
     }
 }
 
-/// What tells this host from others: it lasts until the next boot.
+/// Returns an id of this host that is unique and lasts until the next boot.
 fn host() -> Result<String> {
     const PATH: &str = "/proc/sys/kernel/random/boot_id";
     let text = std::fs::read_to_string(PATH)
@@ -60,7 +60,7 @@ fn host() -> Result<String> {
     Ok(text.trim().to_owned())
 }
 
-/// Where a region is: `host/socket/key`.
+/// Address of a region, written as `host/socket/key`.
 struct Address {
     host: String,
     socket: String,
@@ -98,7 +98,7 @@ impl Transport for Shm {
         NAME
     }
 
-    /// Memory that is registered already is deregistered first.
+    /// Memory that is already registered is deregistered first.
     fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let bytes = memory.size_bytes();
         let file = memory.mapping().and_then(|mapping| mapping.fd);
@@ -119,7 +119,7 @@ impl Transport for Shm {
         self.server.remove(Address::decode(region)?.key, region.epoch)
     }
 
-    /// `Unsupported` for a region of another host.
+    /// Returns `Unsupported` for a region on another host.
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let address = Address::decode(region)?;
         if address.host != self.host {

@@ -1,4 +1,4 @@
-//! The passive end: one thread that hands out regions, and takes them back.
+//! The passive end: one thread that grants and revokes regions.
 
 use super::control::CopyFlags;
 use super::hello::{ShmHello, send_answer, user_of};
@@ -17,14 +17,14 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Peers, and sockets that have not said what they want yet: each costs two descriptors here.
+/// Limit on peers and pending sockets together; each takes two descriptors here.
 const PEERS_MAX: usize = 4096;
-const STRANGERS_MAX: usize = 64;
-/// For a hello: its sender has nothing to do before it.
+const PENDING_MAX: usize = 64;
+/// Timeout for a hello, which its sender has ready at once.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
-/// After an accept that failed.
+/// Pause after a failed accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
-/// For a copy of one chunk, which takes a millisecond: whoever needs longer is stopped.
+/// Timeout for the copy of one chunk, which takes a millisecond; a peer that takes longer is stopped.
 const COPY_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Memory that peers may map.
@@ -37,7 +37,7 @@ pub(super) struct ShmRegion {
 
 #[derive(Default)]
 struct Peers {
-    /// Nobody else gets the region.
+    /// Whether further grants are refused.
     revoked: bool,
     list: Vec<Arc<Peer>>,
 }
@@ -49,8 +49,8 @@ struct Peer {
 }
 
 impl Peer {
-    /// Whether its process has ended or closed the way; it writes nothing any more then, since a socket closes
-    /// after the memory of a process that ends.
+    /// Whether its process has ended or disconnected; either way it writes nothing any more, because a
+    /// process's sockets close after its memory is gone.
     fn is_gone(&self) -> bool {
         let mut entry = poll::readable(&self.socket);
         let asked = poll::wait(std::slice::from_mut(&mut entry), Some(Duration::ZERO));
@@ -67,7 +67,7 @@ impl ShmRegion {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends every grant, and returns when no peer can write any more.
+    /// Revokes every grant, and returns when no peer can write any more.
     fn fence(&self) -> Result<()> {
         let mut peers = self.peers();
         peers.revoked = true;
@@ -94,7 +94,7 @@ impl ShmRegion {
         Ok(())
     }
 
-    /// Files for a new peer: the region's and its control page's.
+    /// Creates the files for a new peer: the region and its control page.
     fn grant(&self, socket: UnixStream) -> std::result::Result<(), GrantStatus> {
         let mut peers = self.peers();
         if peers.revoked {
@@ -121,7 +121,7 @@ impl ShmRegion {
     }
 }
 
-/// Tells a peer why it gets nothing; it may have gone already.
+/// Tells a peer why it was refused; it may have disconnected already.
 fn refuse(socket: &UnixStream, answer: GrantStatus) -> GrantStatus {
     let _ = send_answer(socket, answer, &[]);
     answer
@@ -129,11 +129,11 @@ fn refuse(socket: &UnixStream, answer: GrantStatus) -> GrantStatus {
 
 type Regions = Mutex<BTreeMap<RegionKey, Arc<ShmRegion>>>;
 
-/// The thread, its socket's name, and what it hands out.
+/// The thread, the name of its socket, and the regions it serves.
 pub(super) struct ShmServer {
     name: String,
     regions: Arc<Regions>,
-    /// Wakes the thread, and ends it when it closes.
+    /// Wakes the thread; closing it ends the thread.
     wake: Option<UnixStream>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -150,9 +150,9 @@ impl ShmServer {
         listener.set_nonblocking(true).map_err(failed)?;
         let (wake, woken) = UnixStream::pair().map_err(failed)?;
         let regions = Arc::new(Regions::default());
-        let mut desk = Desk { listener, woken, regions: regions.clone(), strangers: Vec::new() };
+        let mut server = ServerThread { listener, woken, regions: regions.clone(), pending: Vec::new() };
         let thread =
-            std::thread::Builder::new().name("shm".into()).spawn(move || desk.serve()).map_err(failed)?;
+            std::thread::Builder::new().name("shm".into()).spawn(move || server.serve()).map_err(failed)?;
         Ok(ShmServer { name, regions, wake: Some(wake), thread: Some(thread) })
     }
 
@@ -160,7 +160,7 @@ impl ShmServer {
         &self.name
     }
 
-    /// Hands `region` out from now on, and the same memory under no older key.
+    /// Serves `region` from now on, and stops serving the same memory under older keys.
     pub(super) fn add(&self, key: RegionKey, region: ShmRegion) -> Result<()> {
         let mut regions = lock(&self.regions);
         let same =
@@ -174,7 +174,7 @@ impl ShmServer {
         Ok(())
     }
 
-    /// Takes a region back.
+    /// Stops serving a region.
     pub(super) fn remove(&self, key: RegionKey, epoch: u64) -> Result<()> {
         let mut regions = lock(&self.regions);
         let Some(region) = regions.get(&key).filter(|region| region.epoch == epoch) else {
@@ -194,36 +194,36 @@ impl Drop for ShmServer {
             let _ = thread.join();
         }
         for region in lock(&self.regions).values() {
-            // a peer that is stopped keeps the pages; who owns the memory was told to deregister it first
+            // a stopped peer keeps the pages; the memory's owner was told to deregister first
             let _ = region.fence();
         }
     }
 }
 
-/// What the thread works on.
-struct Desk {
+/// State of the server thread.
+struct ServerThread {
     listener: UnixListener,
     woken: UnixStream,
     regions: Arc<Regions>,
-    strangers: Vec<Stranger>,
+    pending: Vec<PendingSocket>,
 }
 
-/// A socket of this user that has not said yet what it wants.
-struct Stranger {
+/// A connected socket that has not sent its hello yet.
+struct PendingSocket {
     socket: UnixStream,
     since: Instant,
     heard: Vec<u8>,
 }
 
-impl Desk {
+impl ServerThread {
     fn serve(&mut self) {
         loop {
             let peers = self.drop_gone_peers();
             let mut entries = vec![poll::readable(&self.woken), poll::readable(&self.listener)];
-            entries.extend(self.strangers.iter().map(|stranger| poll::readable(&stranger.socket)));
+            entries.extend(self.pending.iter().map(|peer| poll::readable(&peer.socket)));
             entries
                 .extend(peers.iter().map(|peer| libc::pollfd { events: 0, ..poll::readable(&peer.socket) }));
-            let timeout = (!self.strangers.is_empty()).then_some(HELLO_TIMEOUT);
+            let timeout = (!self.pending.is_empty()).then_some(HELLO_TIMEOUT);
             let woken = poll::wait(&mut entries, timeout);
             if woken.is_err() || entries[0].revents != 0 {
                 return;
@@ -235,7 +235,7 @@ impl Desk {
         }
     }
 
-    /// Peers that are still there, over all regions.
+    /// Drops peers that are gone, over all regions, and returns the others.
     fn drop_gone_peers(&self) -> Vec<Arc<Peer>> {
         let mut all = Vec::new();
         for region in lock(&self.regions).values() {
@@ -251,34 +251,34 @@ impl Desk {
             let socket = match self.listener.accept() {
                 Ok((socket, _)) => socket,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                // out of descriptors: whoever waits is there still when some have closed
+                // out of descriptors: pending peers can be accepted once some have closed
                 Err(_) => return std::thread::sleep(ACCEPT_PAUSE),
             };
             // SAFETY: asks for a number.
             let user = unsafe { libc::geteuid() };
             let ours = user_of(&socket).is_ok_and(|peer| peer == user);
-            if !ours || self.strangers.len() >= STRANGERS_MAX || peers >= PEERS_MAX {
+            if !ours || self.pending.len() >= PENDING_MAX || peers >= PEERS_MAX {
                 refuse(&socket, if ours { GrantStatus::Exhausted } else { GrantStatus::Unknown });
             } else if socket.set_nonblocking(true).is_ok() {
-                self.strangers.push(Stranger { socket, since: Instant::now(), heard: Vec::new() });
+                self.pending.push(PendingSocket { socket, since: Instant::now(), heard: Vec::new() });
             }
         }
     }
 
-    /// Answers those who have said all, and drops those who take too long.
+    /// Answers sockets that have sent their hello, and drops those that time out.
     fn hear(&mut self) {
-        for mut stranger in std::mem::take(&mut self.strangers) {
+        for mut peer in std::mem::take(&mut self.pending) {
             let mut bytes = [0; ShmHello::BYTES];
-            let room = ShmHello::BYTES - stranger.heard.len();
-            match stranger.socket.read(&mut bytes[..room]) {
+            let room = ShmHello::BYTES - peer.heard.len();
+            match peer.socket.read(&mut bytes[..room]) {
                 Ok(0) => continue,
-                Ok(read) => stranger.heard.extend(&bytes[..read]),
+                Ok(read) => peer.heard.extend(&bytes[..read]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => continue,
             }
-            match <&[u8; ShmHello::BYTES]>::try_from(&stranger.heard[..]) {
-                Ok(hello) => self.answer(stranger.socket, hello),
-                Err(_) if stranger.since.elapsed() < HELLO_TIMEOUT => self.strangers.push(stranger),
+            match <&[u8; ShmHello::BYTES]>::try_from(&peer.heard[..]) {
+                Ok(hello) => self.answer(peer.socket, hello),
+                Err(_) if peer.since.elapsed() < HELLO_TIMEOUT => self.pending.push(peer),
                 Err(_) => {}
             }
         }
@@ -291,7 +291,7 @@ impl Desk {
         };
         let region = lock(&self.regions).get(&hello.key).cloned();
         match region.filter(|region| region.epoch == hello.epoch) {
-            // a refusal has been sent
+            // a refusal was sent
             Some(region) => drop(region.grant(socket)),
             None => drop(refuse(&socket, GrantStatus::Unknown)),
         }

@@ -1,9 +1,10 @@
-//! A way that moves by itself.
+//! A connection that makes progress in the background.
 //!
-//! The user moves what goes at once, and everything while it waits: nobody else has to be woken for that. While it does
-//! something else and not all is on its way yet, a thread waits for the streams and moves what they take and bring.
+//! The user's own calls move what can be moved at once, and everything while the user waits, so that no other
+//! thread has to be woken for that. While the user does something else with bytes left to move, a thread
+//! waits for the streams and moves the rest.
 
-use super::flow::TcpFlow;
+use super::connection::TcpConnection;
 use super::protocol::Verb;
 use crate::poll::{self, Patience};
 use mixfleet_hal::transport::{Endpoint, Piece, TransferId};
@@ -14,18 +15,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The user's end.
+/// The user's end of a background-driven connection.
 pub(super) struct Driven {
     shared: Arc<Mutex<State>>,
-    /// A byte makes the thread look at the streams anew; closing it ends the thread.
+    /// A byte makes the thread re-examine the streams; closing it ends the thread.
     wake: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
     patience: Patience,
 }
 
 struct State {
-    way: TcpFlow,
-    /// The user waits for the streams. What the thread took from them would not wake it, so the thread takes nothing.
+    way: TcpConnection,
+    /// The user is waiting for the streams. The thread moves nothing then, since what it took would not wake
+    /// the user.
     user_waits: bool,
 }
 
@@ -34,11 +36,11 @@ fn lock(shared: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Driven {
-    /// Lets `way` move by itself until the returned end is dropped.
+    /// Drives the connection in the background until the returned end is dropped.
     ///
     /// # Errors
-    /// `OutOfMemory` when there is no thread or descriptor left for it.
-    pub(super) fn start(way: TcpFlow) -> Result<Self> {
+    /// `OutOfMemory` if no thread or descriptor is left for it.
+    pub(super) fn start(way: TcpConnection) -> Result<Self> {
         let failed = |error: io::Error| {
             Error::new(ErrorKind::OutOfMemory, format!("a thread for a way over TCP: {error}"))
         };
@@ -60,7 +62,7 @@ impl Driven {
         begun
     }
 
-    /// Leaves to the thread what is left to move. Where no byte fits, it has enough to wake by.
+    /// Hands the remaining work to the thread. A full pipe is fine, since the thread is about to wake anyway.
     fn leave(&self, state: MutexGuard<'_, State>) {
         let needed = state.way.is_unwatched();
         drop(state);
@@ -70,8 +72,8 @@ impl Driven {
     }
 }
 
-/// Moves what the streams take and bring while the user does something else, until the way breaks or the other end of
-/// `woken` closes.
+/// Moves bytes while the user does something else, until the connection breaks or the other end of `woken`
+/// closes.
 fn drive(shared: &Mutex<State>, mut woken: UnixStream) {
     loop {
         let mut entries = vec![poll::readable(&woken)];
@@ -83,7 +85,8 @@ fn drive(shared: &Mutex<State>, mut woken: UnixStream) {
             let user_waits = state.user_waits;
             entries.extend(state.way.watched(!user_waits));
         }
-        // A way that breaks here closes its sockets: then the numbers say nothing, and the next look ends it.
+        // a connection that breaks here closes its sockets; the stale descriptors are harmless, as the next
+        // check ends the loop
         let polled = poll::wait(&mut entries, None);
         if entries[0].revents != 0 && !matches!(woken.read(&mut [0; 64]), Ok(1..)) {
             return;
@@ -96,7 +99,7 @@ fn drive(shared: &Mutex<State>, mut woken: UnixStream) {
 }
 
 impl State {
-    /// Moves what `entries` say; what breaks the way is kept there for the user.
+    /// Handles the events in `entries`, and keeps any error for the user.
     fn moved(&mut self, polled: io::Result<()>, entries: &[libc::pollfd]) {
         let _ = match polled {
             Ok(()) => self.way.moved(entries),
@@ -115,10 +118,10 @@ impl Endpoint for Driven {
     }
 
     fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
-        // a time too long to be counted is for ever
+        // a timeout too long to add means forever
         let deadline = Instant::now().checked_add(timeout);
         let mut state = lock(&self.shared);
-        // what breaks it shows in the outcome
+        // an error shows up in the outcome
         let _ = state.way.look();
         let outcome = loop {
             if let Some(outcome) = state.way.take_outcome(transfer) {
@@ -157,7 +160,7 @@ impl Drop for Driven {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Address, Tcp, TcpConfig, flow::TcpFlow};
+    use super::super::{Address, Tcp, TcpConfig, connection::TcpConnection};
     use super::*;
     use crate::HostRegion;
     use mixfleet_hal::memory::SharedMemory;
@@ -176,7 +179,7 @@ mod tests {
         let tcp = Tcp::new(TcpConfig::loopback()).unwrap();
         let region = tcp.register(there.clone(), RemoteAccess::ReadWrite).unwrap();
         let address = Address::decode(&region).unwrap();
-        let way = TcpFlow::open(here.clone(), &tcp.config, &address, &region).unwrap();
+        let way = TcpConnection::open(here.clone(), &tcp.config, &address, &region).unwrap();
         (tcp, Driven::start(way).unwrap())
     }
 

@@ -1,4 +1,4 @@
-//! Peers that do not keep to the protocol.
+//! Tests against peers that violate the protocol.
 
 use super::protocol::{Done, Head, RANGES_MAX, Range, TcpHello, Verb, Welcome};
 use super::{Address, Tcp, TcpConfig};
@@ -24,7 +24,7 @@ fn hello(descriptor: &Descriptor) -> TcpHello {
     TcpHello { key: Address::decode(descriptor).unwrap().key, epoch: descriptor.epoch, stream: 0 }
 }
 
-/// Says `words` to the owner, and returns the socket and the answer.
+/// Sends `words` to the owner and returns the socket with the reply.
 fn greet(tcp: &Tcp, words: &[u8]) -> (TcpStream, Option<GrantStatus>) {
     let mut socket = TcpStream::connect(tcp.listens_on()).unwrap();
     socket.write_all(words).unwrap();
@@ -45,10 +45,10 @@ fn is_untouched(memory: &HostRegion) -> bool {
     bytes == [0; BYTES as usize]
 }
 
-/// Whether the owner has closed, after whatever it still said.
+/// Returns what the owner still sends before it closes.
 fn rest(mut socket: TcpStream) -> Vec<u8> {
     let mut said = Vec::new();
-    // a reset is an end too: the owner did not read all before it closed
+    // a reset counts as the end too: the owner closed before it had read everything
     let _ = socket.read_to_end(&mut said);
     said
 }
@@ -68,7 +68,7 @@ fn a_wrong_hello_is_told_why_and_closed() {
         ([b'G'; TcpHello::BYTES], GrantStatus::Version),
     ];
     for (mut words, expected) in wrong.map(|(words, expected)| (words.to_vec(), expected)) {
-        // and a write that would be good, at once behind it
+        // followed at once by a write that would be valid
         words.extend(frame(Verb::Write, &[Range { offset: 0, bytes: 1 }]));
         words.push(9);
         let (socket, answer) = greet(&tcp, &words);
@@ -122,7 +122,7 @@ fn the_fence_does_not_wait_for_the_rest_of_a_frame() {
     let (mut socket, _) = greet(&tcp, &hello(&descriptor).encode());
     socket.write_all(&frame(Verb::Write, &[Range { offset: 0, bytes: BYTES }])).unwrap();
     socket.write_all(&[9; 8]).unwrap();
-    // Half of it lies there when the first byte does.
+    // half of it has arrived once the first byte has
     let mut first = [0];
     while first[0] == 0 {
         memory.load(0, &mut first).unwrap();
@@ -130,7 +130,7 @@ fn the_fence_does_not_wait_for_the_rest_of_a_frame() {
     }
     tcp.deregister(&descriptor).unwrap();
     memory.store(0, &[0; BYTES as usize]).unwrap();
-    // The peer may not have noticed yet.
+    // the peer may not have noticed yet
     let _ = socket.write_all(&[9; BYTES as usize - 8]);
     assert!(rest(socket).is_empty() && is_untouched(&memory));
     assert_eq!(Arc::strong_count(&memory), 1);
@@ -141,7 +141,7 @@ fn silent_strangers_make_room_for_others() {
     let (tcp, _memory, descriptor) = owner(RemoteAccess::Write);
     let strangers: Vec<TcpStream> = (0..200).map(|_| TcpStream::connect(tcp.listens_on()).unwrap()).collect();
     let local = Arc::new(HostRegion::new(1).unwrap());
-    // Ends because strangers are given two seconds each, all at once.
+    // ends because all pending streams time out together after two seconds
     let mut way = loop {
         match tcp.connect(local.clone(), &descriptor) {
             Ok(way) => break way,
@@ -172,7 +172,7 @@ fn streams_beyond_the_limit_are_told_so() {
     let refused = tcp.connect(memory.clone(), &descriptor).err().unwrap();
     assert_eq!(refused.kind, mixfleet_hal::ErrorKind::OutOfMemory);
     drop(ways);
-    // Ends because the streams of ways that are dropped close.
+    // ends because the streams of dropped connections close
     while tcp.connect(memory.clone(), &descriptor).is_err() {
         std::thread::yield_now();
     }

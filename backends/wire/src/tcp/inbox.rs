@@ -1,14 +1,14 @@
-//! What has come on a stream and was not asked for yet: heads, never more of the payload than a head's length.
+//! Buffers what a stream received ahead of demand: at most a few headers, never bulk payload.
 
 use super::parts::Parts;
 use crate::stream::{SecureStream, remaining};
 use std::io;
 use std::time::Instant;
 
-/// Bytes that are received beyond what is wanted: a head and a few ranges. More would be copied twice.
+/// Bytes received beyond those requested: a header and a few ranges. More would be copied twice.
 const SPARE_BYTES: usize = 256;
 
-/// A small buffer in front of a stream.
+/// A small receive buffer in front of a stream.
 pub(super) struct Inbox {
     buffer: Vec<u8>,
     from: usize,
@@ -24,21 +24,23 @@ impl Inbox {
         Inbox { buffer: vec![0; SPARE_BYTES], from: 0, to: 0 }
     }
 
-    /// Room behind what is here, as a part.
+    /// Returns the free space of the buffer.
     fn room(&mut self) -> libc::iovec {
         let room = &mut self.buffer[self.to..];
         libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() }
     }
 
-    /// The next `N` bytes.
+    /// Takes the next `N` bytes.
     ///
     /// # Errors
-    /// `WouldBlock` when they have not come yet; what has is kept. `UnexpectedEof` when they will not.
+    /// `WouldBlock` if they have not all arrived yet, keeping those that have; `UnexpectedEof` if they never
+    /// will.
     pub(super) fn take<const N: usize>(&mut self, link: &mut SecureStream) -> io::Result<[u8; N]> {
         Ok(self.fill(link, N, None)?.try_into().expect("as many bytes as were asked for"))
     }
 
-    /// As [`take`](Self::take) on a blocking stream, but not after `deadline`, however slowly the bytes come.
+    /// Takes the next `N` bytes from a blocking stream, or fails at `deadline`, however slowly the bytes
+    /// trickle in.
     pub(super) fn take_by<const N: usize>(
         &mut self,
         link: &mut SecureStream,
@@ -47,7 +49,7 @@ impl Inbox {
         Ok(self.fill(link, N, Some(deadline))?.try_into().expect("as many bytes as were asked for"))
     }
 
-    /// The next `bytes` bytes, as [`take`](Self::take).
+    /// Takes the next `bytes` bytes, like [`take`](Self::take).
     pub(super) fn fill(
         &mut self,
         link: &mut SecureStream,
@@ -75,10 +77,10 @@ impl Inbox {
         Ok(&self.buffer[at..at + bytes])
     }
 
-    /// Receives `parts`, until none is left. What comes behind them is kept.
+    /// Receives `parts` until none is left, keeping what follows them.
     ///
     /// # Errors
-    /// As [`take`](Self::take).
+    /// As for [`take`](Self::take).
     pub(super) fn receive(&mut self, link: &mut SecureStream, parts: &mut Parts) -> io::Result<()> {
         while self.from < self.to
             && let Some((address, bytes)) = parts.first()
@@ -92,7 +94,7 @@ impl Inbox {
         if parts.bytes() == 0 {
             return Ok(());
         }
-        // nothing is left here: all of the buffer is room
+        // nothing is left here, so the whole buffer is free
         (self.from, self.to) = (0, 0);
         while parts.bytes() > 0 {
             let room = self.room();

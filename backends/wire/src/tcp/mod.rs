@@ -1,15 +1,16 @@
-//! Both ends anywhere that a network joins.
+//! The TCP transport, between any two hosts on a network.
 //!
-//! A way is several streams. The user cuts batches into frames and sends each on the stream that has room,
-//! straight from its memory; the owner has a thread for each stream, which receives straight into the region
-//! and answers when a frame has landed. [`protocol`] is what they say.
+//! A connection consists of several streams. The user cuts batches into frames and sends each on a stream
+//! that has room, straight from its memory. The owner has a thread per stream, which receives straight into
+//! the region and acknowledges each frame once it has landed. [`protocol`] defines the messages.
 //!
-//! Bytes move whatever the user does meanwhile: each open way has a thread for when the user is not waiting
-//! ([`driven`]). One thread for all ways would be fewer, but one core would then encrypt for all peers, and the
-//! owner has a thread for each stream anyway. Whoever wants more than one core to send to a peer opens several ways.
+//! Bytes move in the background: each open connection has a thread that takes over when the user is not
+//! waiting ([`driven`]). A single thread for all connections would need fewer, but one core would then
+//! encrypt for all peers, and the owner has a thread per stream anyway. To send to one peer with more than
+//! one core, open several connections.
 
+mod connection;
 mod driven;
-mod flow;
 #[cfg(test)]
 mod hostile;
 mod inbox;
@@ -36,39 +37,40 @@ use std::time::Duration;
 
 const NAME: &str = "tcp";
 
-/// How a process reaches others over TCP, and is reached.
+/// How a process connects to others over TCP, and accepts them.
 #[derive(Clone, Debug)]
 pub struct TcpConfig {
-    /// Where peers are accepted; port 0 takes any free one.
+    /// Address to listen on; port 0 picks a free port.
     pub listen: SocketAddr,
-    /// How peers reach this process, the best way first; empty: as it listens.
+    /// Addresses under which peers reach this process, best first; empty means the listening address.
     pub advertise: Vec<SocketAddr>,
-    /// Streams of a way that this end opens.
+    /// Number of streams in a connection that this end opens.
     pub streams: u16,
-    /// Longest frame. Longer pieces are cut, and go on several streams at once.
+    /// Maximum length of a frame. Longer pieces are split and sent on several streams at once.
     pub frame_bytes_max: u64,
-    /// What one stream may have under way. More only leaves the caches before it is received, and slows both
-    /// ends; a long fat network needs bandwidth times delay, over all streams.
+    /// Maximum bytes in flight per stream. More would only be evicted from the caches before it is received,
+    /// and slow both ends; a long fat network needs the bandwidth-delay product, over all streams.
     pub window_bytes: u64,
-    /// For one stream to open, its handshake included.
+    /// Timeout for opening one stream, including its handshake.
     pub connect_timeout: Duration,
-    /// After which a peer's host that says nothing counts as gone, or a peer that takes nothing.
+    /// Time after which a peer's host that sends no packets, or a peer that accepts no data, counts as gone.
     pub silence: Duration,
-    /// Streams that this end serves, of all peers together. Each has a thread.
+    /// Maximum number of streams served, over all peers; each has a thread.
     pub streams_max: usize,
-    /// Who may talk to whom.
+    /// Who may connect, and how connections are protected.
     pub security: Security,
 }
 
 impl TcpConfig {
-    /// For peers on this host.
+    /// Returns the configuration for peers on this host.
     pub fn loopback() -> Self {
         TcpConfig::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Security::LoopbackOnly)
     }
 
-    /// With the streams and the length of frames that were fastest where they were measured (docs/results/wire.md).
+    /// Returns a configuration with the stream count and frame length that measured fastest
+    /// (docs/results/wire.md).
     pub fn new(listen: SocketAddr, security: Security) -> Self {
-        // Between processes of one host a second stream only takes a core from the others; but who decrypts needs two.
+        // on one host a second stream only takes a core from the others, but decryption needs two
         let streams = if matches!(security, Security::LoopbackOnly) { 1 } else { 2 };
         TcpConfig {
             listen,
@@ -84,23 +86,23 @@ impl TcpConfig {
     }
 }
 
-/// Joins ends over TCP.
+/// Connects ends over TCP.
 ///
-/// [`deregister`](Transport::deregister) closes every stream to the region and returns when the last of them
-/// has stopped to write.
+/// [`deregister`](Transport::deregister) closes every stream to the region and returns once the last of them
+/// has stopped writing.
 pub struct Tcp {
     config: TcpConfig,
     addresses: Vec<SocketAddr>,
-    desk: TcpServer,
+    server: TcpServer,
     next_epoch: AtomicU64,
 }
 
 impl Tcp {
-    /// Listens for peers.
+    /// Starts listening for peers.
     ///
     /// # Errors
-    /// `Invalid` for a config that cannot be, `Unsupported` for one that is not safe, `Other` when the
-    /// address cannot be listened on.
+    /// `Invalid` for an inconsistent configuration, `Unsupported` for an unsafe one, `Other` if the address
+    /// cannot be bound.
     pub fn new(config: TcpConfig) -> Result<Self> {
         if config.streams == 0 || config.frame_bytes_max == 0 {
             return Err(Error::invalid("a way needs at least one stream and frames of at least one byte"));
@@ -114,21 +116,21 @@ impl Tcp {
         config.security.check(&config.listen)?;
         let epoch =
             u64::from_le_bytes(RegionKey::random()?.0[..8].try_into().expect("eight of sixteen bytes"));
-        let desk = TcpServer::start(&config)?;
+        let server = TcpServer::start(&config)?;
         let mut addresses = config.advertise.clone();
         if addresses.is_empty() {
-            addresses.push(desk.address());
+            addresses.push(server.address());
         }
-        Ok(Tcp { config, addresses, desk, next_epoch: AtomicU64::new(epoch) })
+        Ok(Tcp { config, addresses, server, next_epoch: AtomicU64::new(epoch) })
     }
 
-    /// Where it listens: the port is known, whatever the config said.
+    /// Returns the bound address, including the actual port.
     pub fn listens_on(&self) -> SocketAddr {
-        self.desk.address()
+        self.server.address()
     }
 }
 
-/// Where a region is: `key@address,address`.
+/// Address of a region, written as `key@address,address`.
 struct Address {
     key: RegionKey,
     sockets: Vec<SocketAddr>,
@@ -152,7 +154,7 @@ impl Address {
     }
 }
 
-/// What a user says first on a stream to `region`.
+/// Returns the first message of a stream to `region`.
 pub(crate) fn greeting(region: &Descriptor) -> Option<Vec<u8>> {
     let key = Address::decode(region).ok()?.key;
     Some(protocol::TcpHello { key, epoch: region.epoch, stream: 0 }.encode().to_vec())
@@ -163,22 +165,22 @@ impl Transport for Tcp {
         NAME
     }
 
-    /// Memory that is registered already is deregistered first.
+    /// Memory that is already registered is deregistered first.
     fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let bytes = memory.size_bytes();
         let key = RegionKey::random()?;
         let epoch = self.next_epoch.fetch_add(1, Ordering::Relaxed);
-        self.desk.add(key, TcpRegion::new(memory, access, epoch)?);
+        self.server.add(key, TcpRegion::new(memory, access, epoch)?);
         let address = Address { key, sockets: self.addresses.clone() };
         Ok(Descriptor { transport: NAME.into(), address: address.encode(), epoch, bytes })
     }
 
     fn deregister(&self, region: &Descriptor) -> Result<()> {
-        self.desk.remove(Address::decode(region)?.key, region.epoch)
+        self.server.remove(Address::decode(region)?.key, region.epoch)
     }
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let address = Address::decode(region)?;
-        Ok(Box::new(Driven::start(flow::TcpFlow::open(local, &self.config, &address, region)?)?))
+        Ok(Box::new(Driven::start(connection::TcpConnection::open(local, &self.config, &address, region)?)?))
     }
 }

@@ -1,8 +1,8 @@
-//! Lists of byte ranges by address, for vectored calls.
+//! Lists of byte ranges by address, for vectored I/O.
 
 use std::collections::VecDeque;
 
-/// What is still to be sent or received. Whoever makes one keeps the memory alive as long as it is used.
+/// What remains to be sent or received. Whoever creates one keeps the memory alive while it is in use.
 #[derive(Default)]
 pub(super) struct Parts {
     list: VecDeque<libc::iovec>,
@@ -21,18 +21,18 @@ impl Parts {
         }
     }
 
-    /// Appends `other`.
+    /// Appends all of `other`.
     pub(super) fn append(&mut self, mut other: Parts) {
         self.list.append(&mut other.list);
         self.bytes += other.bytes;
     }
 
-    /// Bytes that are left.
+    /// Returns the number of bytes left.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Takes `bytes` bytes off the front.
+    /// Removes `bytes` bytes from the front.
     pub(super) fn advance(&mut self, bytes: usize) {
         let mut left = bytes;
         self.bytes -= left as u64;
@@ -49,7 +49,7 @@ impl Parts {
         }
     }
 
-    /// Gives `call` the rest as the kernel takes it, followed by `spare`.
+    /// Calls `call` with the remaining ranges as iovecs, followed by `spare`.
     pub(super) fn with<T>(
         &mut self,
         spare: Option<libc::iovec>,
@@ -63,7 +63,7 @@ impl Parts {
         result
     }
 
-    /// The first part's address and length.
+    /// Returns address and length of the first range.
     pub(super) fn first(&self) -> Option<(*mut u8, usize)> {
         self.list.front().map(|part| (part.iov_base.cast(), part.iov_len))
     }

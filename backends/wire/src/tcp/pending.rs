@@ -1,13 +1,13 @@
-//! Streams that have not said yet whom they want.
+//! Accepted streams that have not sent a valid hello yet.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How many there may be. Each has a thread.
+/// Maximum number of pending streams; each has a thread.
 pub(super) const PENDING_MAX: usize = 64;
 
-/// Those who are here, by when they came. Clones are the same.
+/// The pending streams, in order of arrival; clones share one set.
 #[derive(Clone, Default)]
 pub(super) struct PendingStreams(Arc<Mutex<PendingSockets>>);
 
@@ -17,9 +17,9 @@ struct PendingSockets {
     sockets: BTreeMap<u64, (IpAddr, TcpStream)>,
 }
 
-/// One of them, until it is dropped.
+/// A pending stream, until it is dropped.
 pub(super) struct PendingStream {
-    strangers: PendingStreams,
+    streams: PendingStreams,
     number: u64,
 }
 
@@ -28,8 +28,8 @@ impl PendingStreams {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets one in. Of too many the one must leave that has been silent for longest, of those from the address that
-    /// has most: who comes last says whom it wants at once, if it is no stranger.
+    /// Admits a stream. If there are too many, evicts the one that has been pending longest among those of
+    /// the address with the most: a legitimate newcomer sends its hello at once.
     pub(super) fn enter(&self, from: IpAddr, socket: &TcpStream) -> std::io::Result<PendingStream> {
         let socket = socket.try_clone()?;
         let mut here = self.lock();
@@ -47,13 +47,13 @@ impl PendingStreams {
         let number = here.came;
         here.sockets.insert(number, (from, socket));
         drop(here);
-        Ok(PendingStream { strangers: self.clone(), number })
+        Ok(PendingStream { streams: self.clone(), number })
     }
 }
 
 impl Drop for PendingStream {
     fn drop(&mut self) {
-        self.strangers.lock().sockets.remove(&self.number);
+        self.streams.lock().sockets.remove(&self.number);
     }
 }
 
@@ -65,20 +65,20 @@ mod tests {
     #[test]
     fn the_oldest_of_the_address_with_most_makes_room() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let strangers = PendingStreams::default();
+        let streams = PendingStreams::default();
         let address = |last: u8| IpAddr::from([192, 0, 2, last]);
         let enter = |from: u8| {
             let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             let _accepted = listener.accept().unwrap();
-            strangers.enter(address(from), &socket).unwrap()
+            streams.enter(address(from), &socket).unwrap()
         };
         let lonely = enter(1);
         let crowd: Vec<PendingStream> = (1..PENDING_MAX).map(|_| enter(2)).collect();
         let _newcomer = enter(3);
-        let is_here = |stranger: &PendingStream| strangers.lock().sockets.contains_key(&stranger.number);
+        let is_here = |stream: &PendingStream| streams.lock().sockets.contains_key(&stream.number);
         assert!(is_here(&lonely) && !is_here(&crowd[0]) && crowd[1..].iter().all(is_here));
-        assert_eq!(strangers.lock().sockets.len(), PENDING_MAX);
+        assert_eq!(streams.lock().sockets.len(), PENDING_MAX);
         drop(crowd);
-        assert_eq!(strangers.lock().sockets.len(), 2);
+        assert_eq!(streams.lock().sockets.len(), 2);
     }
 }

@@ -1,26 +1,27 @@
-//! What the two ends say to each other, in little-endian numbers.
+//! The messages of the two ends, with little-endian numbers.
 //!
-//! A stream begins with a [`Hello`] and its [`Welcome`]. Then the user sends frames: a [`Head`], its
-//! [`Range`]s of the owner's region, and for a write their bytes. The owner takes them in order and answers
-//! each with a [`Done`], for a read followed by the bytes.
+//! A stream begins with a [`TcpHello`] and its [`Welcome`]. Then the user sends frames: a [`Head`], its
+//! [`Range`]s of the owner's region and, for a write, their bytes. The owner handles them in order and
+//! answers each with a [`Done`], followed by the bytes for a read.
 
 use crate::fuzzed::head;
 use crate::key::{KEY_BYTES, RegionKey};
 
-/// The last byte is the version: it changes with every change of this file.
+/// Magic number; its last byte is the version, which changes with every change of this file.
 const MAGIC: [u8; 8] = *b"mfwire\0\x01";
 
-/// Ranges in a frame. With the head they fit one vectored call (1024 parts on Linux).
+/// Maximum number of ranges in a frame; together with the head they fit one vectored call (1024 parts on
+/// Linux).
 pub(super) const RANGES_MAX: usize = 512;
-/// Bytes of a frame's payload: nobody sends more than some MiB.
+/// Maximum payload of a frame in bytes; real frames have a few MiB.
 pub(super) const PAYLOAD_BYTES_MAX: u64 = 64 << 20;
 
-/// The user's first word on a stream.
+/// The user's first message on a stream.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct TcpHello {
     pub(super) key: RegionKey,
     pub(super) epoch: u64,
-    /// Which of the way's streams this is.
+    /// Index of the stream within its connection.
     pub(super) stream: u16,
 }
 
@@ -36,7 +37,7 @@ impl TcpHello {
         bytes
     }
 
-    /// None for another version, or somebody who speaks something else.
+    /// Decodes a hello; `None` for another version or another protocol.
     pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let key = RegionKey(part::<KEY_BYTES>(bytes, 8));
         let (epoch, stream) = (u64::from_le_bytes(part(bytes, 24)), u16::from_le_bytes(part(bytes, 32)));
@@ -44,12 +45,12 @@ impl TcpHello {
     }
 }
 
-/// The owner's answer to a hello; it closes the stream after a refusal.
+/// The owner's reply to a hello; after a refusal it closes the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Welcome {
-    /// An [`Answer`](crate::answer::Answer).
+    /// The reply, as encoded by [`GrantStatus`](crate::answer::GrantStatus).
     pub(super) answer: u8,
-    /// Length of the region.
+    /// Length of the region in bytes.
     pub(super) bytes: u64,
 }
 
@@ -65,20 +66,20 @@ impl Welcome {
     }
 }
 
-/// What a frame wants.
+/// The operation of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verb {
     Write = 1,
     Read = 2,
 }
 
-/// The start of a frame.
+/// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Head {
     pub(super) verb: Verb,
     /// Number of ranges that follow.
     pub(super) ranges: u16,
-    /// Number of the frame on its stream.
+    /// Sequence number of the frame on its stream.
     pub(super) frame: u64,
 }
 
@@ -89,7 +90,7 @@ impl Head {
         two(self.verb as u64 | u64::from(self.ranges) << 16, self.frame)
     }
 
-    /// None when it is not what a user sends.
+    /// Decodes a header; `None` if it is malformed.
     pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let verb = [Verb::Write, Verb::Read].into_iter().find(|&verb| verb as u8 == bytes[0])?;
         let ranges = u16::from_le_bytes(part(bytes, 2));
@@ -117,7 +118,7 @@ impl Range {
     }
 }
 
-/// The owner's answer to a frame; it closes the stream after a refusal.
+/// The owner's reply to a frame; after a refusal it closes the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Done {
     pub(super) refused: bool,
@@ -141,10 +142,10 @@ impl Done {
     }
 }
 
-/// Reads `bytes` as each word.
+/// Parses `bytes` as each message.
 ///
 /// # Panics
-/// When a word is another one once it is written and read again, or announces more than its reader has room for.
+/// If a message differs after a round trip, or announces more than its reader accepts.
 pub(crate) fn check_words(bytes: &[u8]) {
     if let Some(hello) = TcpHello::decode(&head(bytes)) {
         assert!(TcpHello::decode(&hello.encode()) == Some(hello));
@@ -167,7 +168,7 @@ fn two(first: u64, second: u64) -> [u8; 16] {
     bytes
 }
 
-/// `N` bytes from `at` on.
+/// Returns `N` bytes starting at `at`.
 fn part<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("as many bytes as were cut out")
 }

@@ -7,8 +7,8 @@ use super::server::RegionUser;
 use crate::stream::SecureStream;
 use std::io;
 
-/// Takes frames until the peer closes, breaks the protocol, or the region is fenced.
-pub(super) fn serve(link: &mut SecureStream, inbox: &mut Inbox, guest: &RegionUser) -> io::Result<()> {
+/// Handles frames until the peer closes, the protocol is violated or the region is fenced.
+pub(super) fn serve(link: &mut SecureStream, inbox: &mut Inbox, user: &RegionUser) -> io::Result<()> {
     let mut answer = Vec::new();
     loop {
         let head: [u8; Head::BYTES] = inbox.take(link)?;
@@ -16,7 +16,7 @@ pub(super) fn serve(link: &mut SecureStream, inbox: &mut Inbox, guest: &RegionUs
             return refuse(link, 0);
         };
         let ranges = inbox.fill(link, usize::from(head.ranges) * Range::BYTES, None)?;
-        let Some(mut parts) = place(&head, ranges, guest) else {
+        let Some(mut parts) = place(&head, ranges, user) else {
             return refuse(link, head.frame);
         };
         answer.clear();
@@ -31,9 +31,9 @@ pub(super) fn serve(link: &mut SecureStream, inbox: &mut Inbox, guest: &RegionUs
     }
 }
 
-/// Where the ranges of a frame lie; none if the peer may not do that.
-fn place(head: &Head, ranges: &[u8], guest: &RegionUser) -> Option<Parts> {
-    let access = guest.access();
+/// Resolves the ranges of a frame; `None` if the peer may not access them.
+fn place(head: &Head, ranges: &[u8], user: &RegionUser) -> Option<Parts> {
+    let access = user.access();
     let allowed = match head.verb {
         Verb::Write => access.may_write(),
         Verb::Read => access.may_read(),
@@ -41,7 +41,7 @@ fn place(head: &Head, ranges: &[u8], guest: &RegionUser) -> Option<Parts> {
     let mut parts = Parts::default();
     for range in ranges.as_chunks().0 {
         let Range { offset, bytes } = Range::decode(range);
-        parts.push(guest.address(offset, bytes)?, bytes);
+        parts.push(user.address(offset, bytes)?, bytes);
         if parts.bytes() > PAYLOAD_BYTES_MAX {
             return None;
         }
@@ -49,7 +49,7 @@ fn place(head: &Head, ranges: &[u8], guest: &RegionUser) -> Option<Parts> {
     allowed.then_some(parts)
 }
 
-/// Says so, and ends the stream: a peer that sends such a frame is out of its mind.
+/// Reports a refusal and ends the stream, since only a broken peer sends such a frame.
 fn refuse(link: &mut SecureStream, frame: u64) -> io::Result<()> {
     let mut answer = Done { refused: true, frame }.encode();
     let mut parts = Parts::default();

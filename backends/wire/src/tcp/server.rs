@@ -1,4 +1,4 @@
-//! The passive end: a thread that accepts, a thread for each stream, and the fence around each region.
+//! The passive end: an accepting thread, a thread per stream, and a fence around each region.
 
 use super::TcpConfig;
 use super::inbox::Inbox;
@@ -23,32 +23,32 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// For a TLS handshake and a hello: after that a stranger is gone.
+/// Timeout for a TLS handshake and a hello, after which a pending stream is closed.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
-/// After an accept that failed: out of descriptors, most likely.
+/// Pause after a failed accept, most likely for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 
-/// Memory that peers may reach.
+/// Memory that peers may access.
 pub(super) struct TcpRegion {
-    /// Held until the last guest has left.
+    /// Held until the last user's stream has ended.
     place: Mutex<Option<PinnedRange>>,
     address: usize,
     bytes: u64,
     access: RemoteAccess,
     epoch: u64,
-    guests: Mutex<RegionUsers>,
+    users: Mutex<RegionUsers>,
     left: Condvar,
 }
 
 #[derive(Default)]
 struct RegionUsers {
-    /// Nobody else gets in.
+    /// Whether new streams are refused.
     revoked: bool,
     next: u64,
     sockets: BTreeMap<u64, TcpStream>,
 }
 
-/// A stream that may reach a region. The region's memory stays where it is until the last guest has left.
+/// A stream with access to a region, whose memory stays in place until its last user is gone.
 pub(super) struct RegionUser {
     region: Arc<TcpRegion>,
     number: u64,
@@ -59,7 +59,7 @@ impl RegionUser {
         self.region.access
     }
 
-    /// Where a range lies; none if it leaves the region.
+    /// Returns the address of a range; `None` if it exceeds the region.
     pub(super) fn address(&self, offset: u64, bytes: u64) -> Option<*mut u8> {
         let range = range(offset, bytes, self.region.bytes).ok()?;
         Some((self.region.address + range.start) as *mut u8)
@@ -68,7 +68,7 @@ impl RegionUser {
 
 impl Drop for RegionUser {
     fn drop(&mut self) {
-        self.region.guests().sockets.remove(&self.number);
+        self.region.users().sockets.remove(&self.number);
         self.region.left.notify_all();
     }
 }
@@ -77,55 +77,55 @@ impl TcpRegion {
     pub(super) fn new(memory: Arc<dyn SharedMemory>, access: RemoteAccess, epoch: u64) -> Result<Self> {
         let place = PinnedRange::new(memory)?;
         let (address, bytes) = (place.address(0, 0)? as usize, place.bytes());
-        let (guests, left) = Default::default();
-        Ok(TcpRegion { place: Mutex::new(Some(place)), address, bytes, access, epoch, guests, left })
+        let (users, left) = Default::default();
+        Ok(TcpRegion { place: Mutex::new(Some(place)), address, bytes, access, epoch, users, left })
     }
 
-    fn guests(&self) -> MutexGuard<'_, RegionUsers> {
-        self.guests.lock().unwrap_or_else(PoisonError::into_inner)
+    fn users(&self) -> MutexGuard<'_, RegionUsers> {
+        self.users.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets a stream in; none after the fence.
+    /// Admits a stream; `None` once the region is fenced.
     fn enter(self: Arc<Self>, socket: &TcpStream) -> Option<RegionUser> {
         let number = {
-            let mut guests = self.guests();
-            if guests.revoked {
+            let mut users = self.users();
+            if users.revoked {
                 return None;
             }
-            let number = guests.next;
-            guests.next += 1;
-            guests.sockets.insert(number, socket.try_clone().ok()?);
+            let number = users.next;
+            users.next += 1;
+            users.sockets.insert(number, socket.try_clone().ok()?);
             number
         };
         Some(RegionUser { region: self, number })
     }
 
-    /// Closes every stream, and returns when none can write any more. A closed socket gives what had come
-    /// already and then the end, so nobody is waited for longer than a copy takes.
+    /// Closes every stream and returns when none can write any more. A closed socket still yields what it had
+    /// received, and then the end, so this waits no longer than a copy takes.
     fn fence(&self) {
-        let mut guests = self.guests();
-        guests.revoked = true;
-        for socket in guests.sockets.values() {
+        let mut users = self.users();
+        users.revoked = true;
+        for socket in users.sockets.values() {
             let _ = socket.shutdown(Shutdown::Both);
         }
-        while !guests.sockets.is_empty() {
-            guests = self.left.wait(guests).unwrap_or_else(PoisonError::into_inner);
+        while !users.sockets.is_empty() {
+            users = self.left.wait(users).unwrap_or_else(PoisonError::into_inner);
         }
         *self.place.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
-/// What the threads share.
+/// State shared by the threads.
 struct Shared {
     regions: Mutex<BTreeMap<RegionKey, Arc<TcpRegion>>>,
-    strangers: PendingStreams,
+    pending: PendingStreams,
     streams: AtomicUsize,
     streams_max: usize,
     silence: Duration,
     security: Security,
 }
 
-/// Counts a thread as long as it lives.
+/// Counts a thread for as long as it runs.
 struct Count<'a>(&'a AtomicUsize);
 
 impl<'a> Count<'a> {
@@ -141,11 +141,11 @@ impl Drop for Count<'_> {
     }
 }
 
-/// The thread that accepts, and what it lets peers reach.
+/// The accepting thread, and the regions that peers may access.
 pub(super) struct TcpServer {
     shared: Arc<Shared>,
     address: SocketAddr,
-    /// Ends the thread when it closes.
+    /// Closing it ends the thread.
     wake: Option<UnixStream>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -161,7 +161,7 @@ impl TcpServer {
         let (wake, woken) = UnixStream::pair().map_err(failed)?;
         let shared = Arc::new(Shared {
             regions: Mutex::default(),
-            strangers: PendingStreams::default(),
+            pending: PendingStreams::default(),
             streams: AtomicUsize::new(0),
             streams_max: config.streams_max,
             silence: config.silence,
@@ -175,12 +175,12 @@ impl TcpServer {
         Ok(TcpServer { shared, address, wake: Some(wake), thread: Some(thread) })
     }
 
-    /// Where it listens.
+    /// Returns the bound address.
     pub(super) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Lets peers reach `region` from now on, and the same memory under no older key.
+    /// Serves `region` from now on, and stops serving the same memory under older keys.
     pub(super) fn add(&self, key: RegionKey, region: TcpRegion) {
         let mut regions = self.shared.regions();
         regions.retain(|_, other| {
@@ -224,9 +224,9 @@ impl Shared {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a stream to where it belongs. Nothing that it sends before its key has been found is used for
-    /// anything else.
-    fn receive(&self, socket: TcpStream, stranger: PendingStream) -> io::Result<()> {
+    /// Attaches a stream to the region it asks for. Nothing that it sends before its key has been verified is
+    /// used for anything else.
+    fn receive(&self, socket: TcpStream, pending_stream: PendingStream) -> io::Result<()> {
         let deadline = Instant::now() + HELLO_TIMEOUT;
         tune(&socket, self.silence)?;
         socket.set_write_timeout(Some(HELLO_TIMEOUT))?;
@@ -237,20 +237,20 @@ impl Shared {
             return welcome(&mut link, GrantStatus::Version, 0);
         };
         let region = self.regions().get(&hello.key).filter(|region| region.epoch == hello.epoch).cloned();
-        let guest = region.and_then(|region| region.enter(link.socket()));
-        let Some(guest) = guest else {
+        let user = region.and_then(|region| region.enter(link.socket()));
+        let Some(user) = user else {
             return welcome(&mut link, GrantStatus::Unknown, 0);
         };
         if self.streams.load(Ordering::Relaxed) >= self.streams_max {
             return welcome(&mut link, GrantStatus::Exhausted, 0);
         }
         let _stream = Count::new(&self.streams);
-        drop(stranger);
-        welcome(&mut link, GrantStatus::granted(guest.access()), guest.region.bytes)?;
+        drop(pending_stream);
+        welcome(&mut link, GrantStatus::granted(user.access()), user.region.bytes)?;
         link.socket().set_read_timeout(None)?;
         link.socket().set_write_timeout(None)?;
         link.stay_awake();
-        serve(&mut link, &mut inbox, &guest)
+        serve(&mut link, &mut inbox, &user)
     }
 }
 
@@ -261,7 +261,7 @@ fn welcome(link: &mut SecureStream, answer: GrantStatus, bytes: u64) -> io::Resu
     send(link, &mut parts)
 }
 
-/// Gives every stream a thread, until `woken` closes.
+/// Spawns a thread for every stream, until `woken` closes.
 fn accept(listener: &TcpListener, woken: &UnixStream, shared: &Arc<Shared>) {
     loop {
         let mut entries = [crate::poll::readable(woken), crate::poll::readable(listener)];
@@ -270,11 +270,12 @@ fn accept(listener: &TcpListener, woken: &UnixStream, shared: &Arc<Shared>) {
         }
         match listener.accept() {
             Ok((socket, peer)) => {
-                let Ok(stranger) = shared.strangers.enter(peer.ip(), &socket) else { continue };
+                let Ok(pending_stream) = shared.pending.enter(peer.ip(), &socket) else { continue };
                 let shared = shared.clone();
                 let receive = move || {
-                    // the socket says the rest: how a peer went away is no news here
-                    let _ = socket.set_nonblocking(false).and_then(|()| shared.receive(socket, stranger));
+                    // how a peer disconnected does not matter here
+                    let _ =
+                        socket.set_nonblocking(false).and_then(|()| shared.receive(socket, pending_stream));
                 };
                 let _ = std::thread::Builder::new().name("tcp-stream".into()).spawn(receive);
             }

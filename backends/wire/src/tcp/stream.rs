@@ -7,73 +7,73 @@ use crate::stream::SecureStream;
 use std::collections::VecDeque;
 use std::io;
 
-/// A frame that waits for a stream.
+/// A frame waiting for a stream.
 pub(super) struct Frame {
-    /// The number of the batch that it belongs to.
+    /// Id of the batch that it belongs to.
     pub(super) batch: u64,
-    /// The head and the ranges. The head's frame number is set when it goes.
+    /// The encoded header and ranges; the frame number is filled in when the frame is sent.
     pub(super) words: Vec<u8>,
-    /// Of a write.
+    /// The bytes to send, for a write.
     pub(super) payload: Parts,
-    /// Of a read.
+    /// The destination, for a read.
     pub(super) into: Parts,
 }
 
 impl Frame {
-    /// Of its payload, whichever way it goes.
+    /// Returns the number of payload bytes, in either direction.
     fn bytes(&self) -> u64 {
         self.payload.bytes() + self.into.bytes()
     }
 }
 
-/// A frame that goes.
+/// A frame that is being sent.
 struct Going {
-    /// What `parts` begins with lies here.
+    /// Keeps alive the bytes that `parts` begins with.
     _words: Vec<u8>,
     parts: Parts,
 }
 
-/// A frame whose answer has not come whole.
+/// A frame whose reply has not fully arrived.
 struct Awaited {
     batch: u64,
     frame: u64,
     bytes: u64,
-    /// Of `bytes`, what comes with the answer.
+    /// The part of `bytes` that comes with the reply.
     coming: u64,
     into: Parts,
 }
 
-/// One stream, its frames on the way, and what they wait for.
+/// One stream with its frames in flight.
 pub(super) struct FrameStream {
     link: SecureStream,
     inbox: Inbox,
     going: Option<Going>,
     awaited: VecDeque<Awaited>,
-    /// The first awaited frame's `Done` has come.
+    /// Whether the `Done` of the first awaited frame has arrived.
     answered: bool,
     frames: u64,
-    /// Of all that is awaited.
+    /// Bytes of all awaited frames.
     bytes: u64,
-    /// Of these, what comes with answers.
+    /// The part of `bytes` that comes with replies.
     coming: u64,
     window_bytes: u64,
-    /// It takes nothing more now.
+    /// Whether the socket accepts no more for now.
     full: bool,
-    /// Whoever waits for it knows that.
+    /// Whether the thread that waits for the stream knows this.
     watched: bool,
 }
 
-/// What of a read may lie in a socket until it is waited for: a receive buffer has room for it from the beginning
-/// (128 KiB on Linux, half of it for overhead), so the owner is not held up.
+/// Maximum read data that may be in flight before anyone waits for it. The initial receive buffer holds it
+/// (128 KiB on Linux, half of which is overhead), so the owner is not stalled.
 const COMING_BYTES_MAX: u64 = 64 * 1024;
 
-/// Offset of the frame's number in a head.
+/// Offset of the frame number in a header.
 const FRAME_AT: usize = 8;
-/// Where the bytes of a read go that was given up.
+/// Size of the buffer that receives the data of cancelled reads.
 const DISCARD_BYTES: usize = 64 * 1024;
 
 impl FrameStream {
-    /// `link` no longer blocks; both ends have said hello.
+    /// Wraps `link`, which no longer blocks and has completed its hello.
     pub(super) fn new(link: SecureStream, inbox: Inbox, window_bytes: u64) -> Self {
         let (going, awaited, answered) = (None, VecDeque::new(), false);
         let (full, watched) = (false, false);
@@ -93,33 +93,34 @@ impl FrameStream {
         }
     }
 
-    /// What to wait for.
+    /// Returns what to wait for.
     pub(super) fn poll_entry(&self) -> libc::pollfd {
         let events = if self.full { libc::POLLIN | libc::POLLOUT } else { libc::POLLIN };
         libc::pollfd { events, ..crate::poll::readable(self.link.socket()) }
     }
 
-    /// Somebody is about to wait for [`poll_entry`](Self::poll_entry).
+    /// Notes that a thread is about to wait for [`poll_entry`](Self::poll_entry).
     pub(super) fn watch(&mut self) {
         self.watched = self.full;
     }
 
-    /// It has become full since [`watch`](Self::watch).
+    /// Whether it has become full since [`watch`](Self::watch).
     pub(super) fn is_unwatched(&self) -> bool {
         self.full && !self.watched
     }
 
-    /// Whether something is left to move for whoever began it: not the short answers to what is sent.
+    /// Whether something is left to move, apart from the short replies to writes.
     pub(super) fn goes_on(&self) -> bool {
         self.going.is_some() || self.coming > COMING_BYTES_MAX
     }
 
-    /// The socket takes something again.
+    /// Notes that the socket accepts data again.
     pub(super) fn has_room(&mut self) {
         self.full = false;
     }
 
-    /// Sends frames of `queue` until it is full, or has sent one. Returns whether it could send more.
+    /// Sends frames of `queue` until the socket is full or one frame has been sent, and returns whether it
+    /// could send more.
     pub(super) fn send_one(&mut self, queue: &mut VecDeque<Frame>) -> io::Result<bool> {
         if self.full {
             return Ok(false);
@@ -177,7 +178,7 @@ impl FrameStream {
         self.going = Some(Going { _words: frame.words, parts });
     }
 
-    /// Receives what has come, and calls `landed` with the batch of each frame that is complete.
+    /// Receives what has arrived, and calls `landed` with the batch of each frame that is complete.
     pub(super) fn receive(&mut self, landed: &mut dyn FnMut(u64)) -> io::Result<()> {
         match self.receive_all(landed) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
@@ -206,7 +207,7 @@ impl FrameStream {
         }
     }
 
-    /// Lets what is still to come of a batch go nowhere.
+    /// Discards the data of a batch that is still to arrive.
     pub(super) fn discard(&mut self, batch: u64, nowhere: &mut Vec<u8>) {
         for awaited in self.awaited.iter_mut().filter(|awaited| awaited.batch == batch) {
             nowhere.resize(DISCARD_BYTES, 0);

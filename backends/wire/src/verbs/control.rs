@@ -1,5 +1,5 @@
-//! Carries offers and answers where no other channel does: one line of JSON each way on a TCP connection, which
-//! stays open as long as the way. What protects it is [`Security`], as for KV over TCP.
+//! Carries connection requests and replies where no other channel does: one line of JSON each way on a TCP
+//! connection that stays open as long as the RDMA connection. [`Security`] protects it, as for KV over TCP.
 
 use super::offer::{ConnectReply, ConnectRequest};
 use super::owner::Owner;
@@ -16,12 +16,12 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Longest line: 16 NICs of 64 queue pairs and full address tables are less.
+/// Maximum length of a line; 16 NICs with 64 queue pairs and full address tables need less.
 const LINE_BYTES: usize = 256 * 1024;
-/// Until an answer, or a connection's first line, must have come.
+/// Timeout for a reply, and for the first line of a connection.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Connections that have not said what they want, at most: more are closed at once.
-const STRANGERS: usize = 64;
+/// Maximum number of connections that have not sent their request; further ones are closed at once.
+const PENDING_MAX: usize = 64;
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -29,7 +29,7 @@ enum Reply {
     Answer(ConnectReply),
     /// There is no such region.
     Closed(String),
-    /// It cannot be.
+    /// The request cannot be granted.
     Refused(String),
 }
 
@@ -37,7 +37,7 @@ fn failed(what: &str, peer: SocketAddr, error: impl std::fmt::Display) -> Error 
     Error::new(ErrorKind::Closed, format!("RDMA control connection to {peer}: {what}: {error}"))
 }
 
-/// Sends `offer` to `peer`. The connection that comes back ends when the peer closes the way.
+/// Sends `offer` to `peer`. The returned connection ends when the peer closes the RDMA connection.
 pub(crate) fn ask(
     peer: SocketAddr,
     security: &Security,
@@ -60,7 +60,7 @@ pub(crate) fn ask(
             left.ok_or_else(|| failed("no answer", peer, format!("waited {} s", PATIENCE.as_secs())))?;
         wait_readable(&[stream.socket().as_raw_fd()], left);
         let read = read_some(&mut stream, &mut reply);
-        // a refusal is followed by the end
+        // a refusal is followed by the end of the stream
         if !reply.ends_with(b"\n") {
             read.map_err(|e| failed("no answer", peer, e))?;
         }
@@ -72,10 +72,10 @@ pub(crate) fn ask(
     }
 }
 
-/// Appends what has come on a stream that does not block.
+/// Appends what has arrived on a non-blocking stream.
 ///
 /// # Errors
-/// When the stream has ended or failed, or the line is too long.
+/// If the stream has ended or failed, or the line is too long.
 fn read_some(stream: &mut SecureStream, line: &mut Vec<u8>) -> io::Result<()> {
     let mut some = [0; 4096];
     loop {
@@ -90,10 +90,10 @@ fn read_some(stream: &mut SecureStream, line: &mut Vec<u8>) -> io::Result<()> {
     }
 }
 
-/// Answers offers until it is dropped, on one thread for all peers.
+/// Answers requests until it is dropped, on one thread for all peers.
 pub(crate) struct Listener {
     pub(crate) address: SocketAddr,
-    /// Its end stops the thread.
+    /// Closing it stops the thread.
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
 }
@@ -115,7 +115,7 @@ impl Drop for Listener {
     fn drop(&mut self) {
         self.stop.take();
         if let Some(thread) = self.thread.take() {
-            // it has nothing to say, not even of a panic: that was printed
+            // it returns nothing, and a panic has already been printed
             let _ = thread.join();
         }
     }
@@ -136,9 +136,9 @@ struct Connection {
 }
 
 enum State {
-    /// It has not said what it wants, and must before this.
-    Stranger(Instant),
-    /// It has this way.
+    /// Has not sent its request, which is due at this time.
+    Pending(Instant),
+    /// Has this RDMA connection.
     Open(u64),
     Ended,
 }
@@ -161,25 +161,25 @@ impl Server {
         }
     }
 
-    /// Until the first stranger's time is over.
+    /// Returns the time until the first pending connection is due.
     fn longest_sleep(&self) -> Duration {
         let deadlines = self.connections.iter().filter_map(|connection| match connection.state {
-            State::Stranger(deadline) => Some(deadline),
+            State::Pending(deadline) => Some(deadline),
             _ => None,
         });
         let first = deadlines.min().map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        // a millisecond more, lest it wakes just before
+        // a millisecond more, so that it does not wake just before
         first.map_or(Duration::from_secs(60), |left| left + Duration::from_millis(1))
     }
 
     fn welcome(&mut self) {
         while let Ok((stream, _)) = self.listener.accept() {
-            let strangers = self.connections.iter().filter(|c| matches!(c.state, State::Stranger(_))).count();
-            if strangers >= STRANGERS || stream.set_nonblocking(true).is_err() {
+            let strangers = self.connections.iter().filter(|c| matches!(c.state, State::Pending(_))).count();
+            if strangers >= PENDING_MAX || stream.set_nonblocking(true).is_err() {
                 continue;
             }
             if let Ok(stream) = self.security.begin_accept(stream) {
-                let state = State::Stranger(Instant::now() + PATIENCE);
+                let state = State::Pending(Instant::now() + PATIENCE);
                 self.connections.push(Connection { stream, line: Vec::new(), state });
             }
         }
@@ -189,13 +189,13 @@ impl Server {
 impl Connection {
     fn serve(&mut self, owner: &Owner) {
         let read = read_some(&mut self.stream, &mut self.line);
-        // a handshake's answer, or an alert: it fits the empty buffer of the socket
+        // a handshake message or an alert, which fits the empty socket buffer
         let _ = self.stream.flush();
         match self.state {
-            State::Stranger(_) if self.line.ends_with(b"\n") => {
+            State::Pending(_) if self.line.ends_with(b"\n") => {
                 let (reply, state) = self.reply(owner);
                 let text = serde_json::to_vec(&reply).unwrap_or_default();
-                // fits the empty buffer of the socket; a peer that is gone shows at the next read
+                // fits the empty socket buffer; a peer that is gone shows at the next read
                 let sent = self.stream.write_all(&[&text[..], b"\n"].concat());
                 self.state = state;
                 if let (Err(_), State::Open(way)) = (sent, &self.state) {
@@ -203,7 +203,7 @@ impl Connection {
                     self.state = State::Ended;
                 }
             }
-            State::Stranger(deadline) if read.is_err() || Instant::now() >= deadline => {
+            State::Pending(deadline) if read.is_err() || Instant::now() >= deadline => {
                 self.state = State::Ended;
             }
             State::Open(way) if read.is_err() => {
@@ -211,7 +211,7 @@ impl Connection {
                 self.state = State::Ended;
             }
             State::Open(_) => self.line.clear(),
-            State::Stranger(_) | State::Ended => {}
+            State::Pending(_) | State::Ended => {}
         }
     }
 
@@ -262,7 +262,7 @@ mod tests {
         Security::Tls(Arc::new(TlsIdentity::new(&pem).unwrap()))
     }
 
-    /// What an owner without any region says to `asks`, whose security is its own.
+    /// Returns the reply of an owner without regions to `asks`, which has its own security.
     fn answer(owner: &Security, asks: &Security) -> Error {
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let listener = Listener::new(loopback, owner.clone(), Arc::new(Owner::new(vec![]))).unwrap();

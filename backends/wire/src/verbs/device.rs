@@ -1,4 +1,4 @@
-//! One port of one NIC, opened.
+//! One opened port of one NIC.
 
 use super::offer::{GidKind, Port, PortGid};
 use ibverbs_sys as ffi;
@@ -11,12 +11,12 @@ pub(crate) struct Nic {
     pub(crate) name: String,
     pub(crate) context: *mut ffi::ibv_context,
     pub(crate) domain: *mut ffi::ibv_pd,
-    /// Counted from 1.
+    /// Port number, counted from 1.
     pub(crate) port_number: u8,
     pub(crate) port: Port,
     /// Indices of the port's addresses in the device's table, in the order of `port.gids`.
     gid_indices: Vec<u8>,
-    /// Work requests that a queue holds at most.
+    /// Maximum number of work requests per queue.
     pub(crate) depth_max: u32,
 }
 
@@ -26,8 +26,8 @@ unsafe impl Send for Nic {}
 unsafe impl Sync for Nic {}
 
 impl Nic {
-    /// Opens each named device, in this order; all that there are if no name is given. What could not be used
-    /// comes back with the reason.
+    /// Opens the named devices in this order, or all if no name is given, and returns the reasons for those
+    /// that could not be used.
     pub(crate) fn open_all(names: &[String]) -> (Vec<Nic>, Vec<String>) {
         let list = match List::new() {
             Ok(list) => list,
@@ -48,7 +48,7 @@ impl Nic {
         (nics, reasons)
     }
 
-    /// The index of `gid` in this device's table.
+    /// Returns the index of `gid` in this device's table.
     pub(crate) fn gid_index(&self, gid: &PortGid) -> Option<u8> {
         let at = self.port.gids.iter().position(|ours| ours == gid)?;
         Some(self.gid_indices[at])
@@ -66,7 +66,7 @@ impl Drop for Nic {
     }
 }
 
-/// libibverbs' list of devices, freed on drop.
+/// The device list of libibverbs, freed on drop.
 struct List {
     first: *mut *mut ffi::ibv_device,
     count: usize,
@@ -144,9 +144,9 @@ impl Drop for Context {
     }
 }
 
-/// The result of a call that returns an errno.
+/// Converts the result of a call that returns an errno.
 pub(crate) fn check(code: i32) -> io::Result<()> {
-    // some providers return -1 and set errno, others a negative errno
+    // some providers return -1 and set errno, others return a negative errno
     match code {
         0 => Ok(()),
         -1 => Err(io::Error::last_os_error()),

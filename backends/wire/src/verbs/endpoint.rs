@@ -1,4 +1,4 @@
-//! The active end of a way.
+//! The active end of an RDMA connection.
 
 use super::device::Nic;
 use super::offer::{AcceptedRail, ConnectReply, QueuePairAddress};
@@ -15,11 +15,11 @@ use std::io::Read;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Work requests of one chain: one completion is reported for each.
+/// Number of work requests in a chain, each of which reports one completion.
 const CHAIN: usize = 32;
-/// The active end of an open way over RDMA.
+/// The active end of an open RDMA connection.
 pub struct VerbsEndpoint {
-    // Dropped in this order: the NIC stops before the memory is let go.
+    // dropped in this order: the NIC stops before the memory is released
     rails: Vec<Rail>,
     control: Option<SecureStream>,
     local: Arc<Local>,
@@ -27,10 +27,10 @@ pub struct VerbsEndpoint {
     access: RemoteAccess,
     slice_bytes: u64,
     spin: Duration,
-    /// Batches that were neither waited for nor given up, with the requests that are not done.
+    /// For each batch neither waited for nor cancelled: the number of outstanding requests.
     open: BTreeMap<u64, usize>,
     next: u64,
-    /// Where the next slice goes.
+    /// Index of the queue pair that takes the next slice.
     turn: usize,
     broken: Option<Error>,
 }
@@ -41,28 +41,28 @@ struct Range {
     bytes: u64,
 }
 
-/// What goes over one NIC.
+/// The part of a connection that uses one NIC.
 struct Rail {
     nic: Arc<Nic>,
     lanes: Vec<Lane>,
     channel: Arc<Channel>,
     local: Arc<Registration>,
     remote_key: u32,
-    /// Device, kind of address and MTU.
+    /// Device, kind of address and MTU, for display.
     details: String,
 }
 
-/// One queue pair and what it has to do.
+/// One queue pair with its pending work.
 struct Lane {
     queue_pair: QueuePair,
     waiting: VecDeque<(u64, Request)>,
-    /// Chains under way, in order: the batch and the number of requests.
+    /// Chains in flight, in order: the batch and the number of requests.
     flying: VecDeque<(u64, usize)>,
     in_flight: usize,
     depth: usize,
 }
 
-/// Queue pairs of one NIC that wait for their other ends.
+/// Queue pairs of one NIC that are not yet connected.
 pub(crate) struct HalfRail {
     nic: Arc<Nic>,
     channel: Arc<Channel>,
@@ -75,7 +75,7 @@ impl HalfRail {
     pub(crate) fn new(nic: &Arc<Nic>, local: Arc<Registration>, count: usize, depth: u32) -> Result<Self> {
         let channel = Arc::new(Channel::new(nic)?);
         let one = || {
-            // the flush of a broken queue pair reports every request
+            // flushing a broken queue pair reports every request
             let completions = Arc::new(Completions::new(nic, channel.clone(), depth + 1)?);
             QueuePair::new(nic, completions, depth, 1, ibv_access_flags(0))
         };
@@ -113,7 +113,7 @@ impl HalfRail {
 }
 
 impl Lane {
-    /// Posts what waits, as far as there is room.
+    /// Posts pending work as far as there is room.
     fn pump(&mut self, local_key: u32, remote_key: u32) -> Result<()> {
         while self.in_flight < self.depth {
             let Some(&(batch, _)) = self.waiting.front() else { return Ok(()) };
@@ -164,7 +164,7 @@ impl VerbsEndpoint {
         })
     }
 
-    /// The connection that ends when the peer closes the way.
+    /// Attaches the control connection, which ends when the peer closes.
     pub(crate) fn watch(&mut self, control: SecureStream) -> Result<()> {
         let other = |error| Error::new(ErrorKind::Other, format!("control connection: {error}"));
         control.socket().set_nonblocking(true).map_err(other)?;
@@ -172,16 +172,18 @@ impl VerbsEndpoint {
         Ok(())
     }
 
-    /// Length of the peer's region in bytes.
+    /// Returns the length of the peer's region in bytes.
     pub fn remote_bytes(&self) -> u64 {
         self.there.bytes
     }
 
-    /// Writes all pieces, and then gives `notice` to the peer, who reads it after they have landed. One queue pair
-    /// carries the whole batch, for only there the order holds; batches take turns.
+    /// Writes all pieces and then delivers `notice` to the peer, which sees it after they have landed. One
+    /// queue pair carries the whole batch, since order holds only within a queue pair; batches alternate
+    /// between them.
     ///
     /// # Errors
-    /// As [`Endpoint::write`]. A peer that leaves 64 notices of a queue pair unread breaks the way.
+    /// As for [`Endpoint::write`]. A peer that leaves 64 notices of a queue pair unread breaks the
+    /// connection.
     pub fn write_with_immediate(&mut self, pieces: &[Piece], notice: u32) -> Result<TransferId> {
         if !self.access.may_write() {
             return Err(Error::invalid("the peer's region is only for reading"));
@@ -224,7 +226,7 @@ impl VerbsEndpoint {
         }
     }
 
-    /// The queue pair whose turn it is; the rails take turns first.
+    /// Returns the next queue pair in turn, alternating between rails first.
     fn lane(&mut self) -> &mut Lane {
         let rails = self.rails.len();
         let rail = &mut self.rails[self.turn % rails];
@@ -232,7 +234,7 @@ impl VerbsEndpoint {
         &mut rail.lanes[self.turn / rails % lanes]
     }
 
-    /// Takes what was completed and posts what waits.
+    /// Collects completions and posts pending work; returns whether anything completed.
     fn progress(&mut self) -> bool {
         let mut any = false;
         for rail in &mut self.rails {
@@ -246,7 +248,7 @@ impl VerbsEndpoint {
                             *left -= count;
                         }
                     }
-                    // the first one is the cause; the others are flushed behind it
+                    // the first failure is the cause; the others are flushed behind it
                     Some((code, vendor)) => {
                         let explain = || status::explain(&rail.nic.name, code, vendor);
                         self.broken.get_or_insert_with(explain);
@@ -274,7 +276,7 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Looks whether the peer has closed the way, and says why it is not open.
+    /// Checks whether the peer has closed the connection, and reports why it is not open.
     fn way_is_open(&mut self) -> Result<()> {
         if self.broken.is_none()
             && let Some(control) = &mut self.control
@@ -293,7 +295,7 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Whether a batch is done; `None` while it is under way.
+    /// Returns the outcome of a batch; `None` while it is in flight.
     fn outcome(&mut self, batch: u64) -> Option<Result<()>> {
         match self.open.get(&batch) {
             None => Some(Err(not_open(TransferId(batch), self.next))),
@@ -309,7 +311,7 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Sleeps until something was completed or the peer closed the way.
+    /// Sleeps until something completes or the peer closes the connection.
     fn sleep(&mut self, longest: Duration) -> Result<()> {
         for lane in self.rails.iter().flat_map(|rail| &rail.lanes) {
             lane.queue_pair.completions.arm()?;
@@ -352,7 +354,7 @@ impl Endpoint for VerbsEndpoint {
             if let Some(outcome) = self.outcome(transfer.0) {
                 return outcome;
             }
-            // why it is not open is the batch's outcome, one round on
+            // why it is not open becomes the batch's outcome in the next round
             if self.way_is_open().is_err() {
                 continue;
             }

@@ -1,15 +1,15 @@
 //! One-sided RDMA over reliable connected queue pairs: InfiniBand and RoCE.
 //!
-//! A region is registered on every NIC; an endpoint has some queue pairs on each NIC that both ends can use, and
-//! deals slices to them in turn. What the ends must know of each other are the values of [`offer`]: this
-//! transport carries them itself ([`VerbsOptions::listen`]), or the layer above does, by [`Verbs::open_half`] and
-//! [`Verbs::accept`].
+//! A region is registered on every NIC; an endpoint has some queue pairs on each NIC that both ends can use,
+//! and distributes slices over them in turn. The ends exchange the values of [`offer`], which are carried
+//! either by this transport ([`VerbsOptions::listen`]) or by the layer above, through [`Verbs::open_half`]
+//! and [`Verbs::accept`].
 //!
-//! The NIC moves what was posted whatever the user does: `queue_pairs * depth` slices of each NIC, 16 MiB by default.
-//! What is beyond is posted when the user next writes, reads or waits.
+//! The NIC moves posted work in the background: `queue_pairs * depth` slices per NIC, 16 MiB by default. The
+//! rest is posted when the user next writes, reads or waits.
 //!
-//! Fencing: keys are made anew for each registration and end with it, on the NIC itself. `deregister` first
-//! destroys all queue pairs that lead to the region, then its keys.
+//! Fencing: each registration has keys of its own, which the NIC itself enforces and which end with it.
+//! `deregister` first destroys all queue pairs that lead to the region, then its keys.
 
 mod control;
 mod device;
@@ -43,28 +43,29 @@ use std::time::{Duration, Instant};
 
 const NAME: &str = "verbs";
 
-/// How to open [`Verbs`].
+/// Options for opening [`Verbs`].
 #[derive(Clone, Debug)]
 pub struct VerbsOptions {
-    /// Names of the RDMA devices, the nearest first; empty for all, in libibverbs' order.
+    /// Names of the RDMA devices, nearest first; empty means all, in the order of libibverbs.
     pub devices: Vec<String>,
-    /// Where to answer peers that connect; port 0 picks one. None if the layer above carries offers and answers.
+    /// Address on which to answer connection requests, where port 0 picks a free port; `None` if the layer
+    /// above carries requests and replies.
     pub listen: Option<SocketAddr>,
-    /// What protects this exchange, and with it the keys. RDMA's own bytes go in the clear whatever it says.
+    /// How this exchange, and with it the keys, is protected. RDMA traffic itself is never encrypted.
     pub security: Security,
-    /// Queue pairs of an endpoint on each NIC.
+    /// Number of queue pairs of an endpoint on each NIC.
     pub queue_pairs: usize,
-    /// Work requests under way on each queue pair.
+    /// Maximum number of work requests in flight on each queue pair.
     pub depth: u32,
-    /// Longer pieces are cut into slices of so many bytes, which the queue pairs take in turn.
+    /// Pieces longer than this are cut into slices, which the queue pairs take in turn.
     pub slice_bytes: u32,
-    /// How long a waiter asks the NIC again and again before it sleeps. Sleeping spares a core, and costs a wake-up.
+    /// How long a waiter polls the NIC before it sleeps. Sleeping frees a core but costs a wake-up.
     pub spin: Duration,
 }
 
 impl Default for VerbsOptions {
-    /// All devices, no listener, keys that do not leave this host, 2 queue pairs of depth 128, slices of 64 KiB, 20 us of asking: about what a sleep
-    /// and its end cost.
+    /// Selects all devices, no listener, keys that do not leave this host, 2 queue pairs of depth 128, slices
+    /// of 64 KiB and 20 us of polling, which is about what a sleep and wake-up cost.
     fn default() -> Self {
         VerbsOptions {
             devices: Vec::new(),
@@ -78,23 +79,24 @@ impl Default for VerbsOptions {
     }
 }
 
-/// RDMA through libibverbs.
+/// The RDMA transport, using libibverbs.
 pub struct Verbs {
-    // stops first: it answers for the owner
+    // stops first, since it answers on behalf of the owner
     listener: Option<Listener>,
     owner: Arc<Owner>,
-    /// Memories that endpoints move from: endpoints of one memory share its registrations, by address and length.
+    /// Memories that endpoints send from, by address and length; endpoints of one memory share its
+    /// registrations.
     local: Mutex<BTreeMap<(usize, u64), Weak<Local>>>,
     options: VerbsOptions,
 }
 
-/// Memory that is moved from, and its registration on each NIC.
+/// Local memory, with its registration on each NIC.
 pub(crate) struct Local {
     registrations: Vec<Arc<Registration>>,
     place: Arc<PinnedRange>,
 }
 
-/// The address of a descriptor.
+/// The decoded address of a descriptor.
 #[derive(Serialize, Deserialize)]
 struct Address {
     key: String,
@@ -102,7 +104,7 @@ struct Address {
     listen: Option<SocketAddr>,
 }
 
-/// Queue pairs of an active end that wait for the owner's answer to their offer.
+/// Queue pairs of an active end that wait for the owner's reply to their request.
 pub struct HalfOpen {
     halves: Vec<HalfRail>,
     local: Arc<Local>,
@@ -111,21 +113,21 @@ pub struct HalfOpen {
 }
 
 impl HalfOpen {
-    /// What the owner of the region must get.
+    /// Returns the request to send to the owner of the region.
     pub fn offer(&self) -> &ConnectRequest {
         &self.offer
     }
 
-    /// Joins the queue pairs to the owner's.
+    /// Connects the queue pairs to the owner's.
     ///
     /// # Errors
-    /// `Invalid` if the answer is not one to this offer, `Other` if there is no path.
+    /// `Invalid` if the reply does not match the request, `Other` if there is no path.
     pub fn join(self, answer: &ConnectReply) -> Result<VerbsEndpoint> {
         VerbsEndpoint::join(self.halves, self.local, answer, &self.options)
     }
 }
 
-/// A peer's way into a region. It closes when this is dropped, and with the region.
+/// A peer's accepted connection to a region. It closes on drop, or with the region.
 pub struct Accepted {
     owner: Arc<Owner>,
     way: u64,
@@ -141,7 +143,7 @@ impl Verbs {
     /// Opens the devices.
     ///
     /// # Errors
-    /// Why there is none to use, or why peers cannot be answered.
+    /// Why no device is usable, or why requests cannot be answered.
     pub fn open(options: VerbsOptions) -> std::result::Result<Self, Absent> {
         let range = |value: u64, most: u64| (1..=most).contains(&value);
         let VerbsOptions { queue_pairs, depth, slice_bytes, .. } = options;
@@ -168,15 +170,15 @@ impl Verbs {
         Ok(Verbs { listener, owner, local: Mutex::default(), options })
     }
 
-    /// The devices in use, nearest first: name, and payload of a packet in bytes.
+    /// Returns the devices in use, nearest first, each with its name and packet payload in bytes.
     pub fn devices(&self) -> Vec<(String, u32)> {
         self.owner.nics.iter().map(|nic| (nic.name.clone(), nic.port.mtu_bytes)).collect()
     }
 
-    /// Makes queue pairs for a way between `local` and a peer's region.
+    /// Creates queue pairs for a connection between `local` and a peer's region.
     ///
     /// # Errors
-    /// `Unsupported` if `local` cannot be moved from, `OutOfMemory` if it cannot be pinned.
+    /// `Unsupported` if `local` has no address, `OutOfMemory` if it cannot be pinned.
     pub fn open_half(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<HalfOpen> {
         let address = address(region)?;
         let local = self.local(local)?;
@@ -193,7 +195,7 @@ impl Verbs {
         Ok(HalfOpen { halves, local, offer, options: self.options.clone() })
     }
 
-    /// Makes the other ends of what a peer offers.
+    /// Accepts a peer's request by creating the queue pairs of this end.
     ///
     /// # Errors
     /// `Closed` if there is no such region, `Unsupported` if the ends have no kind of address in common.
@@ -202,10 +204,10 @@ impl Verbs {
         Ok((answer, Accepted { owner: self.owner.clone(), way }))
     }
 
-    /// As [`Transport::connect`], with all that an endpoint over RDMA can do.
+    /// Connects like [`Transport::connect`], but returns the full RDMA endpoint.
     ///
     /// # Errors
-    /// As [`Transport::connect`].
+    /// As for [`Transport::connect`].
     pub fn connect_verbs(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<VerbsEndpoint> {
         let peer = address(region)?.listen.ok_or_else(|| {
             Error::unsupported("the region's owner does not listen; carry its offer and answer another way")
@@ -217,13 +219,13 @@ impl Verbs {
         Ok(endpoint)
     }
 
-    /// The next notice that a peer gave with [`VerbsEndpoint::write_with_immediate`]; none if none comes within
-    /// `timeout`. What was written with it has landed.
+    /// Returns the next notice sent with [`VerbsEndpoint::write_with_immediate`], whose data has landed;
+    /// `None` if none arrives within `timeout`.
     ///
     /// # Errors
-    /// `Closed` when the region is not registered under this epoch.
+    /// `Closed` if the region is not registered under this epoch.
     pub fn notice(&self, region: &Descriptor, timeout: Duration) -> Result<Option<u32>> {
-        /// Until a region that was deregistered meanwhile, or a new peer, is seen.
+        /// Maximum time until a deregistered region or a new peer is noticed.
         const LONGEST_SLEEP: Duration = Duration::from_millis(50);
         let key = key(region)?;
         let begin = Instant::now();
@@ -243,7 +245,7 @@ impl Verbs {
         }
     }
 
-    /// `memory` with its registrations, which are made only if no endpoint has them.
+    /// Returns `memory` with its registrations, which are created unless another endpoint has them.
     fn local(&self, memory: Arc<dyn SharedMemory>) -> Result<Arc<Local>> {
         let place = Arc::new(PinnedRange::new(memory)?);
         let key = (place.address(0, 0)? as usize, place.bytes());
@@ -288,7 +290,8 @@ impl Transport for Verbs {
         NAME
     }
 
-    /// Memory that is registered already gets a new epoch: who holds an older descriptor can no longer reach it.
+    /// Memory that is already registered gets a new epoch, so that holders of an older descriptor lose
+    /// access.
     fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let bytes = memory.size_bytes();
         let (key, epoch) = self.owner.register(memory, access)?;
@@ -307,11 +310,11 @@ impl Transport for Verbs {
     }
 }
 
-/// Reads `bytes` as an offer and as an answer.
+/// Parses `bytes` as a request and as a reply.
 ///
 /// # Panics
-/// When one is another once it is written and read again, when a path is not what both ends can do, or when an owner
-/// without regions takes an offer.
+/// If a message differs after a round trip, if a path exceeds what both ends support, or if an owner without
+/// regions accepts a request.
 pub(crate) fn check_words(bytes: &[u8]) {
     if let Ok(offer) = serde_json::from_slice::<ConnectRequest>(bytes) {
         let text = serde_json::to_vec(&offer).unwrap_or_default();
@@ -331,8 +334,8 @@ pub(crate) fn check_words(bytes: &[u8]) {
     }
 }
 
-/// Sleeps until one of `fds` is readable or has ended, or `longest` is over. An early end is what the callers'
-/// loops expect, so a failure is one.
+/// Sleeps until one of `fds` is readable or closed, or until `longest` has passed. Callers loop, so a failure
+/// just counts as an early return.
 fn wait_readable(fds: &[RawFd], longest: Duration) {
     let mut entries: Vec<libc::pollfd> = fds.iter().map(poll::readable).collect();
     let _ = poll::wait(&mut entries, Some(longest));

@@ -1,25 +1,25 @@
-//! What two ends tell each other before their queue pairs meet, as plain values: any channel may carry them.
+//! The values that two ends exchange before their queue pairs connect; any channel may carry them.
 //!
-//! The active end sends an [`Offer`]; the owner of the region answers with an [`Answer`]. Both hold what opens
-//! the memory, so the channel must be one that nobody else reads or writes.
+//! The active end sends a [`ConnectRequest`] and the owner of the region replies with a [`ConnectReply`].
+//! Both hold what grants access to the memory, so the channel must be private and authenticated.
 
 use mixfleet_hal::transport::RemoteAccess;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::Ipv6Addr;
 
-/// The version of these messages; ends of unlike versions refuse each other.
+/// Version of these messages; ends with different versions refuse each other.
 pub const VERSION: u32 = 1;
 
-/// How packets to an address travel, the preferred kind first.
+/// The kind of an address, in order of preference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GidKind {
-    /// RoCE v2 over IPv4: routed, and what most fabrics are set up for.
+    /// RoCE v2 over IPv4, which is routable and what most fabrics use.
     RoceV2Ipv4,
     /// RoCE v2 over a global IPv6 address.
     RoceV2Ipv6,
-    /// RoCE v2 within one link.
+    /// RoCE v2 over a link-local address.
     RoceV2LinkLocal,
     /// RoCE v1, within one Ethernet segment.
     RoceV1,
@@ -39,31 +39,31 @@ impl fmt::Display for GidKind {
     }
 }
 
-/// One address of a port.
+/// One address (GID) of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PortGid {
-    /// What it is good for.
+    /// The kind of the address.
     pub kind: GidKind,
-    /// The 128 bits, written as IPv6 writes them.
+    /// The 128 bits of the address, in IPv6 notation.
     pub address: Ipv6Addr,
 }
 
-/// One end of a possible path.
+/// What one end of a possible path supports.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Port {
-    /// Local identifier of InfiniBand; 0 on Ethernet.
+    /// InfiniBand local identifier; 0 on Ethernet.
     pub lid: u16,
-    /// Largest payload of a packet, in bytes: 256 to 4096, a power of two.
+    /// Maximum packet payload in bytes: a power of two from 256 to 4096.
     pub mtu_bytes: u32,
-    /// Reads that it may have under way at a peer, for each queue pair.
+    /// Maximum number of reads that it may have in flight at a peer, per queue pair.
     pub reads_out: u8,
-    /// Reads of a peer that it serves at a time, for each queue pair.
+    /// Maximum number of a peer's reads that it serves at a time, per queue pair.
     pub reads_in: u8,
-    /// Its addresses.
+    /// Addresses of the port.
     pub gids: Vec<PortGid>,
 }
 
-/// A queue pair that waits for its other end.
+/// A queue pair that is waiting to be connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueuePairAddress {
     /// Queue pair number, 24 bits.
@@ -75,68 +75,69 @@ pub struct QueuePairAddress {
 /// Queue pairs on one port of the active end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestedRail {
-    /// The port.
+    /// The port that they use.
     pub port: Port,
-    /// Its queue pairs.
+    /// The queue pairs to connect.
     pub queues: Vec<QueuePairAddress>,
 }
 
-/// What the active end asks for.
+/// The active end's connection request.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectRequest {
-    /// [`VERSION`].
+    /// Version of the message, which must equal [`VERSION`].
     pub version: u32,
     /// The region's key, from its descriptor.
     pub key: String,
     /// The region's epoch, from its descriptor.
     pub epoch: u64,
-    /// The nearest NIC first.
+    /// One rail per NIC, nearest first.
     pub rails: Vec<RequestedRail>,
 }
 
-/// What both ends of a rail use.
+/// The parameters that both ends of a rail agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Path {
     /// Address of the active end.
     pub active: PortGid,
     /// Address of the owner's end.
     pub owner: PortGid,
-    /// Payload of a packet in bytes.
+    /// Packet payload in bytes.
     pub mtu_bytes: u32,
-    /// Reads that the active end may have under way, for each queue pair.
+    /// Maximum number of reads that the active end may have in flight, per queue pair.
     pub reads: u8,
 }
 
-/// The other end of an offered rail.
+/// The owner's end of a requested rail.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AcceptedRail {
-    /// Which of the offer's rails.
+    /// Index of the rail in the request.
     pub offered: usize,
-    /// What was agreed.
+    /// The agreed parameters.
     pub path: Path,
     /// The owner's local identifier; 0 on Ethernet.
     pub lid: u16,
-    /// The other ends, in the order of the offer's.
+    /// The owner's queue pairs, in the order of the request.
     pub queues: Vec<QueuePairAddress>,
-    /// What opens the region through these queue pairs.
+    /// The key that grants access to the region through these queue pairs.
     pub remote_key: u32,
 }
 
-/// What the owner of a region gives.
+/// The owner's reply to a connection request.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectReply {
-    /// Where the region begins in its owner's process.
+    /// Address of the region in the owner's process.
     pub address: u64,
-    /// Its length in bytes.
+    /// Length of the region in bytes.
     pub bytes: u64,
-    /// What may be done to it.
+    /// Access that was granted.
     pub access: RemoteAccess,
-    /// At least one.
+    /// The accepted rails, at least one.
     pub rails: Vec<AcceptedRail>,
 }
 
 impl Path {
-    /// What an active and an owning port can both do; none if they have no kind of address in common.
+    /// Negotiates what an active and an owning port both support; `None` if they have no kind of address in
+    /// common.
     pub fn between(active: &Port, owner: &Port) -> Option<Path> {
         let pairs = active.gids.iter().flat_map(|ours| owner.gids.iter().map(move |theirs| (ours, theirs)));
         let (ours, theirs) = pairs.filter(|(a, b)| a.kind == b.kind).min_by_key(|(a, _)| a.kind)?;

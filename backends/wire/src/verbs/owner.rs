@@ -1,4 +1,4 @@
-//! The passive end: registered regions, and the queue pairs through which peers reach them.
+//! The passive end: registered regions, and the queue pairs through which peers access them.
 
 use super::device::Nic;
 use super::offer::{AcceptedRail, ConnectReply, ConnectRequest, Path, QueuePairAddress, VERSION};
@@ -14,9 +14,9 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Notices that a queue pair takes before somebody asks for them.
+/// Number of unread notices that a queue pair buffers.
 const NOTICES: u32 = 64;
-/// Queue pairs that one offer may ask for on one rail.
+/// Maximum number of queue pairs that a request may ask for on one rail.
 const QUEUES_MAX: usize = 64;
 
 /// All regions of a transport, by epoch.
@@ -32,7 +32,7 @@ struct State {
     next_way: u64,
 }
 
-/// The order of the fields is that of their ends: no queue pair outlives the keys, no key the memory.
+/// A registered region. Fields drop in order: no queue pair outlives the keys, and no key the memory.
 struct Region {
     ways: BTreeMap<u64, PeerConnection>,
     registrations: Vec<Registration>,
@@ -45,10 +45,10 @@ struct Region {
     memory: Arc<dyn SharedMemory>,
 }
 
-/// One peer's way in.
+/// A peer's connection to a region.
 struct PeerConnection {
     queue_pairs: Vec<QueuePair>,
-    /// Closed with the way, so that the peer hears of it at once.
+    /// Closed together with the queue pairs, so that the peer notices at once.
     control: Option<TcpStream>,
 }
 
@@ -62,7 +62,7 @@ impl Drop for PeerConnection {
 }
 
 impl Region {
-    /// Ends all ways in, then the keys.
+    /// Ends all connections, then the keys.
     fn end(self) -> Result<()> {
         drop(self.ways);
         self.registrations.into_iter().try_for_each(Registration::end)
@@ -88,8 +88,8 @@ impl Owner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Registers `memory` on all NICs and returns its key and epoch. Memory that is registered already gets new
-    /// ones; the old ones end first.
+    /// Registers `memory` on all NICs and returns its key and epoch. Memory that is already registered gets
+    /// new ones, after the old ones have ended.
     pub(crate) fn register(
         &self,
         memory: Arc<dyn SharedMemory>,
@@ -130,7 +130,7 @@ impl Owner {
         region.ok_or_else(|| closed(epoch))?.end()
     }
 
-    /// Makes the other ends of what a peer offers. The way closes with `close`, or with the region.
+    /// Creates the owner's ends for a peer's request. The connection ends with `close`, or with the region.
     pub(crate) fn accept(
         &self,
         offer: &ConnectRequest,
@@ -151,7 +151,7 @@ impl Owner {
         let mut rails = Vec::new();
         let mut free = offer.rails.iter().enumerate().collect::<VecDeque<_>>();
         for (i, nic) in self.nics.iter().enumerate() {
-            // each NIC of the peer once, the nearest ones of both ends with each other
+            // each of the peer's NICs once, pairing the nearest ones of both ends
             let fits = |(at, &(_, rail)): (usize, &(usize, &super::offer::RequestedRail))| {
                 Some((at, Path::between(&rail.port, &nic.port)?))
             };
@@ -182,7 +182,7 @@ impl Owner {
         Ok((ConnectReply { address, bytes, access, rails }, id))
     }
 
-    /// Ends a way, if its region has not ended it yet.
+    /// Ends a connection, unless its region has ended it already.
     pub(crate) fn close(&self, way: u64) {
         let mut state = self.lock();
         for region in state.regions.values_mut() {
@@ -190,7 +190,7 @@ impl Owner {
         }
     }
 
-    /// The next notice that came for a region; none if none has.
+    /// Returns the next notice for a region, if one has arrived.
     pub(crate) fn notice(&self, key: RegionKey, epoch: u64) -> Result<Option<u32>> {
         let mut state = self.lock();
         let region = state.regions.get_mut(&epoch).filter(|region| region.key == key);
@@ -200,7 +200,8 @@ impl Owner {
             queue_pair.completions.poll(|completion| {
                 let with_immediate = completion.opcode() == ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM;
                 let whole = completion.error().map_or(ibv_wc_status::IBV_WC_SUCCESS, |(status, _)| status);
-                // what was waiting when the peer's end broke comes back with an error, and was no notice
+                // receives that were pending when the peer's end broke complete with an error and are no
+                // notices
                 if whole == ibv_wc_status::IBV_WC_SUCCESS && with_immediate {
                     region.unread.push_back(u32::from_be(completion.imm_data));
                     came += 1;
@@ -213,7 +214,8 @@ impl Owner {
         Ok(region.unread.pop_front())
     }
 
-    /// Makes the next notice show on the descriptors, which come with what keeps them open.
+    /// Arms the completion queues for the next notice, and returns the descriptors to wait for with what
+    /// keeps them open.
     pub(crate) fn arm(&self, epoch: u64) -> Result<(Vec<Arc<Channel>>, Vec<RawFd>)> {
         let state = self.lock();
         let region = state.regions.get(&epoch).ok_or_else(|| closed(epoch))?;
@@ -230,7 +232,8 @@ impl Owner {
     }
 }
 
-/// The other ends of `theirs`. Each has a completion queue of its own, so that one peer cannot fill another's.
+/// Creates and connects the counterparts of `theirs`. Each has its own completion queue, so that one peer
+/// cannot fill another's.
 fn join(
     nic: &Arc<Nic>,
     inbox: &Arc<Channel>,

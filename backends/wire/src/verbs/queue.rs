@@ -1,5 +1,5 @@
-//! What is made on a NIC: registered memory, completion queues, queue pairs. Each ends on drop, and keeps what
-//! it was made from.
+//! Objects on a NIC: registered memory, completion queues and queue pairs. Each is destroyed on drop, and
+//! keeps alive what it depends on.
 
 use super::device::{Nic, check};
 use super::offer::{PortGid, QueuePairAddress};
@@ -10,16 +10,16 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-/// Completions that are taken from a queue at a time.
+/// Number of completions polled at a time.
 const POLL: usize = 16;
-/// 4.096 us * 2^14 = 67 ms until a packet is sent again, ...
+/// Acknowledgement timeout code: 4.096 us * 2^14 = 67 ms until a packet is retransmitted.
 const ACK_TIMEOUT: u8 = 14;
-/// ... 6 times: a dead path is known after about half a second. 7 would be the field's maximum, which Linux' rxe
-/// takes for "without end" (drivers/infiniband/sw/rxe/rxe_comp.c).
+/// Number of retransmissions, so that a dead path is detected after about half a second. The maximum of 7
+/// means "without end" to Linux's rxe driver (drivers/infiniband/sw/rxe/rxe_comp.c).
 const RETRIES: u8 = 6;
-/// Times that a notice is sent again to a peer without room for it; 7 would mean without end.
+/// Number of times that a notice is resent to a peer without a posted receive; 7 would mean without end.
 const NOT_READY_RETRIES: u8 = 6;
-/// Code of 0.64 ms: how long the sender of a notice waits for room.
+/// Receiver-not-ready delay code, 0.64 ms: how long the sender of a notice waits for a posted receive.
 const NOT_READY_TIMER: u8 = 12;
 const HOPS: u8 = 64;
 
@@ -27,7 +27,7 @@ pub(crate) fn failed(nic: &Nic, what: &str, error: io::Error) -> Error {
     Error::new(ErrorKind::Other, format!("RDMA on {}: {what}: {error}", nic.name))
 }
 
-/// Registered memory: pinned, and known to the NIC by keys.
+/// Registered memory, which is pinned and known to the NIC by keys.
 pub(crate) struct Registration {
     raw: *mut ffi::ibv_mr,
     nic: Arc<Nic>,
@@ -40,10 +40,10 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// Registers all of `place` for use by this end and, as `remote` says, by peers.
+    /// Registers all of `place` for local use and, as `remote` says, for peers.
     ///
     /// # Errors
-    /// `OutOfMemory` when it cannot be pinned.
+    /// `OutOfMemory` if it cannot be pinned.
     pub(crate) fn new(
         nic: &Arc<Nic>,
         place: &Arc<PinnedRange>,
@@ -70,10 +70,10 @@ impl Registration {
         unsafe { (*self.raw).rkey }
     }
 
-    /// Takes the keys back.
+    /// Deregisters the keys.
     ///
     /// # Errors
-    /// When the device refuses; then peers may still reach the memory.
+    /// If the device refuses, in which case peers may still access the memory.
     pub(crate) fn end(mut self) -> Result<()> {
         let raw = std::mem::replace(&mut self.raw, std::ptr::null_mut());
         // SAFETY: made by `ibv_reg_mr`, and given up once: `Drop` finds nothing.
@@ -113,7 +113,7 @@ fn not_registered(nic: &Nic, bytes: u64, error: io::Error) -> Error {
     Error::new(ErrorKind::OutOfMemory, format!("RDMA on {name}: {bytes} bytes cannot be pinned: {limit}"))
 }
 
-/// A descriptor that becomes readable when an armed completion queue has something.
+/// A completion channel, whose descriptor becomes readable when an armed completion queue has an entry.
 pub(crate) struct Channel {
     raw: *mut ffi::ibv_comp_channel,
     _nic: Arc<Nic>,
@@ -145,7 +145,7 @@ impl Channel {
         unsafe { (*self.raw).fd }
     }
 
-    /// Takes the events that are there. A queue cannot be destroyed while one of its events is taken and not
+    /// Consumes pending events. A queue cannot be destroyed while an event of it is consumed but not
     /// acknowledged.
     pub(crate) fn drain(&self) {
         loop {
@@ -167,7 +167,7 @@ impl Drop for Channel {
     }
 }
 
-/// A completion queue that tells a [`Channel`].
+/// A completion queue that notifies a [`Channel`].
 pub(crate) struct Completions {
     raw: *mut ffi::ibv_cq,
     _channel: Arc<Channel>,
@@ -180,7 +180,7 @@ unsafe impl Send for Completions {}
 unsafe impl Sync for Completions {}
 
 impl Completions {
-    /// Room for `room` completions. One more would be lost, and the queue with it.
+    /// Creates a queue with space for `room` completions; an overflow would destroy the queue.
     pub(crate) fn new(nic: &Arc<Nic>, channel: Arc<Channel>, room: u32) -> Result<Self> {
         // SAFETY: context and channel are open and of one device.
         let raw = unsafe {
@@ -193,7 +193,7 @@ impl Completions {
         Ok(Completions { raw, _channel: channel, nic: nic.clone() })
     }
 
-    /// Hands all completions that are there to `each`, and says whether there was one.
+    /// Passes all available completions to `each`, and returns whether there were any.
     pub(crate) fn poll(&self, mut each: impl FnMut(&ffi::ibv_wc)) -> Result<bool> {
         let mut found = [ffi::ibv_wc::default(); POLL];
         let mut any = false;
@@ -213,7 +213,8 @@ impl Completions {
         }
     }
 
-    /// Makes the next completion show on the channel. Poll once more before sleeping: one may have come before.
+    /// Requests notification of the next completion. Poll once more before sleeping, since one may have
+    /// arrived before.
     pub(crate) fn arm(&self) -> Result<()> {
         // SAFETY: an open queue, and a function that an open context has.
         let code = unsafe {
@@ -238,7 +239,7 @@ pub(crate) struct Request {
     pub(crate) local: u64,
     pub(crate) remote: u64,
     pub(crate) bytes: u32,
-    /// Delivered to the peer with it, where the opcode says so.
+    /// Value delivered to the peer, if the opcode carries one.
     pub(crate) immediate: u32,
 }
 
@@ -248,7 +249,7 @@ pub(crate) struct Route {
     pub(crate) theirs: PortGid,
     pub(crate) lid: u16,
     pub(crate) mtu_bytes: u32,
-    /// Reads under way at the peer, and served for it.
+    /// Maximum number of reads in flight, in either direction.
     pub(crate) reads: u8,
 }
 
@@ -266,7 +267,8 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// One for `sends` work requests and `receives` notices under way; what peers may do through it is `remote`.
+    /// Creates a queue pair for `sends` work requests and `receives` notices in flight; `remote` says what
+    /// peers may do through it.
     pub(crate) fn new(
         nic: &Arc<Nic>,
         completions: Arc<Completions>,
@@ -318,12 +320,12 @@ impl QueuePair {
         unsafe { (*self.raw).qp_num }
     }
 
-    /// What its other end must know.
+    /// Returns what the other end needs to connect.
     pub(crate) fn here(&self) -> QueuePairAddress {
         QueuePairAddress { number: self.number(), first_packet: self.first_packet }
     }
 
-    /// Joins it to its other end.
+    /// Connects to the other end.
     pub(crate) fn join(&self, there: QueuePairAddress, route: &Route) -> Result<()> {
         use ffi::ibv_qp_attr_mask as mask;
         let sgid_index = self.nic.gid_index(&route.ours).ok_or_else(|| {
@@ -388,7 +390,7 @@ impl QueuePair {
         check(code).map_err(|error| failed(&self.nic, what, error))
     }
 
-    /// Posts `requests` as one chain, of which the last one reports its completion under `id`.
+    /// Posts `requests` as one chain; the last one reports its completion under `id`.
     pub(crate) fn post(&self, requests: &[Request], id: u64, local_key: u32, remote_key: u32) -> Result<()> {
         let places = requests.iter().map(|request| ffi::ibv_sge {
             addr: request.local,
@@ -431,7 +433,7 @@ impl QueuePair {
         check(code).map_err(|error| failed(&self.nic, "work requests are refused", error))
     }
 
-    /// Makes room for one notice.
+    /// Posts a receive for one notice.
     pub(crate) fn expect_notice(&self) -> Result<()> {
         let mut request = ffi::ibv_recv_wr::default();
         let mut refused = std::ptr::null_mut();
@@ -445,14 +447,14 @@ impl QueuePair {
 }
 
 impl Drop for QueuePair {
-    /// When this returns, nothing moves through it any more.
+    /// Once this returns, nothing moves through the queue pair any more.
     fn drop(&mut self) {
         // SAFETY: made by `ibv_create_qp`, and dropped once.
         unsafe { ffi::ibv_destroy_qp(self.raw) };
     }
 }
 
-/// The code of a path's MTU: 1 for 256 bytes to 5 for 4096.
+/// Returns the code of an MTU: from 1 for 256 bytes to 5 for 4096.
 fn mtu_code(bytes: u32) -> ffi::ibv_mtu {
     (bytes.clamp(256, 4096) / 128).ilog2()
 }

@@ -3,7 +3,7 @@
 use ibverbs_sys::ibv_wc_status as status;
 use mixfleet_hal::{Error, ErrorKind};
 
-/// Names of the codes, from 0 on, as the verbs' manual has them without their prefix `IBV_WC_`.
+/// Names of the status codes, from 0 on, as in the verbs manual but without the prefix `IBV_WC_`.
 const NAMES: [&str; 24] = [
     "SUCCESS",
     "LOC_LEN_ERR",
@@ -31,7 +31,7 @@ const NAMES: [&str; 24] = [
     "TM_RNDV_INCOMPLETE",
 ];
 
-/// The error that a completion with `code` stands for; `vendor` is the driver's own code.
+/// Converts a failed completion with `code` into an error; `vendor` is the driver's own code.
 pub(crate) fn explain(device: &str, code: status::Type, vendor: u32) -> Error {
     let name = NAMES.get(code as usize).copied().unwrap_or("unknown status");
     let (kind, meaning) = match code {

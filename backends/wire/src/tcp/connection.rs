@@ -1,4 +1,4 @@
-//! The active end of a way: batches cut into frames, and frames over streams.
+//! The active end of a connection: cuts batches into frames and sends frames over streams.
 
 use super::inbox::Inbox;
 use super::parts::Parts;
@@ -21,16 +21,16 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A way as whoever holds it moves it: nothing in it blocks, but opening.
-pub(super) struct TcpFlow {
-    /// Dropped before `local`: what they hold addresses of.
+/// A connection of several streams to one region; after opening, none of its calls blocks.
+pub(super) struct TcpConnection {
+    /// Dropped before `local`, which the streams hold addresses of.
     streams: Vec<FrameStream>,
     queue: VecDeque<Frame>,
-    /// Of batches neither waited for nor given up: frames that have not landed.
+    /// For each batch neither waited for nor cancelled: the number of frames that have not landed.
     open: BTreeMap<u64, u64>,
     next: u64,
     broken: Option<Error>,
-    /// Its thread waits for the streams.
+    /// Whether the background thread is waiting for the streams.
     watched: bool,
     nowhere: Vec<u8>,
     frame_bytes_max: u64,
@@ -43,7 +43,7 @@ fn closed(detail: String) -> Error {
     Error::new(ErrorKind::Closed, detail)
 }
 
-impl TcpFlow {
+impl TcpConnection {
     pub(super) fn open(
         local: Arc<dyn SharedMemory>,
         config: &TcpConfig,
@@ -60,7 +60,7 @@ impl TcpFlow {
         for number in 1..config.streams {
             streams.push(open_stream(config, &[reached], address, region, number)?.0.0);
         }
-        Ok(TcpFlow {
+        Ok(TcpConnection {
             streams,
             queue: VecDeque::new(),
             open: BTreeMap::new(),
@@ -75,7 +75,7 @@ impl TcpFlow {
         })
     }
 
-    /// Starts a batch, and sends as much of it as the streams take.
+    /// Starts a batch and sends as much of it as the streams accept.
     pub(super) fn begin(&mut self, pieces: &[Piece], verb: Verb) -> Result<TransferId> {
         self.look()?;
         let allowed = match verb {
@@ -118,7 +118,7 @@ impl TcpFlow {
         self.broken.is_some()
     }
 
-    /// Breaks the way, for a reason that every later call repeats.
+    /// Breaks the connection with an error that every later call repeats.
     pub(super) fn broke(&mut self, error: &io::Error) -> Error {
         let error = closed(format!("the way to the region has closed: {error}"));
         self.broken = Some(error.clone());
@@ -127,7 +127,7 @@ impl TcpFlow {
         error
     }
 
-    /// Sends as much as the streams take, one frame on each in turn.
+    /// Sends as much as the streams accept, one frame on each in turn.
     fn send(&mut self) -> Result<()> {
         loop {
             let mut moved = false;
@@ -143,13 +143,13 @@ impl TcpFlow {
         }
     }
 
-    /// What to poll for before [`moved`](Self::moved).
+    /// Returns what to poll for before calling [`moved`](Self::moved).
     pub(super) fn entries(&self) -> Vec<libc::pollfd> {
         self.streams.iter().map(FrameStream::poll_entry).collect()
     }
 
-    /// As [`entries`](Self::entries), for the thread that waits for them now: none when nothing goes on by itself, or
-    /// `moves` says that it is not its turn.
+    /// Returns [`entries`](Self::entries) for the background thread, which is about to wait for them; empty
+    /// if nothing is left to move or `moves` says that it is not the thread's turn.
     pub(super) fn watched(&mut self, moves: bool) -> Vec<libc::pollfd> {
         self.watched = moves && self.goes_on();
         if !self.watched {
@@ -159,17 +159,17 @@ impl TcpFlow {
         self.entries()
     }
 
-    /// Whether something is left to move before all that was begun is on its way, or here.
+    /// Whether work remains that would not progress by itself.
     fn goes_on(&self) -> bool {
         !self.queue.is_empty() || self.streams.iter().any(FrameStream::goes_on)
     }
 
-    /// Whether the thread must look at the streams anew.
+    /// Whether the thread must re-examine the streams.
     pub(super) fn is_unwatched(&self) -> bool {
         self.goes_on() && (!self.watched || self.streams.iter().any(FrameStream::is_unwatched))
     }
 
-    /// Moves what can be moved at once.
+    /// Moves whatever can be moved without waiting.
     pub(super) fn look(&mut self) -> Result<()> {
         let mut entries = self.entries();
         if let Err(error) = poll::wait(&mut entries, Some(Duration::ZERO)) {
@@ -178,7 +178,7 @@ impl TcpFlow {
         self.moved(&entries)
     }
 
-    /// Moves what `entries` say. They may be of before others moved something: then there is less to move.
+    /// Handles the events in `entries`, which may be out of date; there is just less to move then.
     pub(super) fn moved(&mut self, entries: &[libc::pollfd]) -> Result<()> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
@@ -202,25 +202,26 @@ impl TcpFlow {
         self.send()
     }
 
-    /// Whether there is an outcome of a batch to take.
+    /// Whether the outcome of a batch is available.
     pub(super) fn is_over(&self, transfer: TransferId) -> bool {
         self.broken.is_some() || self.open.get(&transfer.0).is_none_or(|&left| left == 0)
     }
 
-    /// Ends a batch that is complete, failed or unknown; none while it is under way.
+    /// Takes the outcome of a batch that completed, failed or is unknown; `None` while it is in flight.
     pub(super) fn take_outcome(&mut self, transfer: TransferId) -> Option<Result<()>> {
         if !self.is_over(transfer) {
             return None;
         }
         Some(match (self.open.remove(&transfer.0), &self.broken) {
             (None, _) => Err(not_open(transfer, self.next)),
-            // what landed before the way broke has landed
+            // what landed before the connection broke has landed
             (Some(0), _) | (Some(_), None) => Ok(()),
             (Some(_), Some(error)) => Err(error.clone()),
         })
     }
 
-    /// Gives up a batch. Frames that have not begun are not sent; what still comes of a read goes nowhere.
+    /// Cancels a batch: frames that have not started are not sent, and read data that still arrives is
+    /// discarded.
     pub(super) fn give_up(&mut self, transfer: TransferId) -> Result<()> {
         if self.open.remove(&transfer.0).is_some() {
             self.queue.retain(|frame| frame.batch != transfer.0);
@@ -235,7 +236,7 @@ impl TcpFlow {
     }
 }
 
-/// Cuts a batch into frames: short pieces share one, long ones are cut.
+/// Cuts a batch into frames, combining short pieces and splitting long ones.
 fn cut(pieces: &[Piece], frame_bytes_max: u64) -> Vec<Vec<Piece>> {
     let mut frames: Vec<Vec<Piece>> = Vec::new();
     let mut room = 0;
@@ -258,7 +259,8 @@ fn cut(pieces: &[Piece], frame_bytes_max: u64) -> Vec<Vec<Piece>> {
     frames
 }
 
-/// Opens stream `number` to the first of `sockets` that answers. Returns it and that one, and what peers may do.
+/// Opens stream `number` to the first address that answers, and returns it with that address and the granted
+/// access.
 fn open_stream(
     config: &TcpConfig,
     sockets: &[SocketAddr],
@@ -326,7 +328,7 @@ mod tests {
                 let bytes: u64 = frame.iter().map(|piece| piece.bytes).sum();
                 prop_assert!(bytes > 0 && bytes <= most && frame.len() <= RANGES_MAX);
             }
-            // joined again where one goes on in the next
+            // adjacent pieces joined again
             let mut joined: Vec<Piece> = Vec::new();
             for piece in frames.into_iter().flatten() {
                 match joined.last_mut() {
