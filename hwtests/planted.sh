@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Plants bugs in a copy of the tree, one at a time: the chaos test must find each within the seeds of CI, or another test where one is
+# Plants bugs in a copy of the tree, one at a time: the chaos test must find each within 1,000 seeds, or another test where one is
 # named.
 #   hwtests/planted.sh [DIRECTORY for the copy and its build; default target/planted]
 set -euo pipefail
@@ -12,10 +12,11 @@ git -C "$root" worktree add --detach --quiet "$work/tree" HEAD
 trap 'git -C "$root" worktree remove --force "$work/tree"' EXIT
 cd "$work/tree"
 export CARGO_TARGET_DIR="$work/build"
+export MIXFLEET_CHAOS_SEEDS=0..1000
 
 missed=0
 
-# plant NAME FILE SED-EXPRESSION [TEST FILTER]
+# plant NAME FILE SED-EXPRESSION [MODULE FILTER]: the tests whose name holds FILTER, of the unit tests where MODULE is lib
 plant() {
     test=${4:-chaos}
     filter=${5:-every_request}
@@ -25,7 +26,7 @@ plant() {
         echo "planted: '$1' no longer applies to $2" >&2
         exit 3
     fi
-    of=(--test "$test")
+    of=(--test all)
     [ "$test" = lib ] && of=(--lib)
     if ! cargo test --quiet -p mixfleet-runtime "${of[@]}" --no-run; then
         echo "planted: '$1' does not compile"

@@ -44,30 +44,46 @@ if [ ! -d "$nvrtc/nvidia" ]; then
 fi
 export MIXFLEET_CUDA_LIBRARIES="$nvrtc/nvidia/cuda_nvrtc/lib"
 
-step() { printf '\n== %s ==\n' "$1"; }
+began=$SECONDS
+# step NAME: says what comes, and how long what came before took
+step() { printf '\n== %s (at %s s) ==\n' "$1" "$((SECONDS - began))"; }
 features=(--workspace --features mixfleet/full)
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+# Every test in a process of its own, as many at a time as there are cores; tests of documentation come apart.
+run_tests() {
+    if cargo nextest --version >/dev/null 2>&1; then
+        cargo nextest run --locked --no-fail-fast "${features[@]}" --success-output immediate --failure-output immediate-final
+        cargo test --locked --no-fail-fast "${features[@]}" --doc -- --show-output
+    else
+        echo "cargo-nextest is missing: one test binary runs after the other, which takes longer"
+        echo "(to have it: cargo install --locked cargo-nextest)"
+        cargo test --locked --no-fail-fast "${features[@]}" -- --show-output
+    fi
+}
 
 step "format"
 cargo fmt --all --check
 step "lints"
 cargo clippy --locked "${features[@]}" --all-targets -- -D warnings
 step "default features build without any system library"
-cargo check --locked -p mixfleet
-step "tests"
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-cargo test --locked --no-fail-fast "${features[@]}" -- --show-output 2>&1 | tee "$log"
-step "RDMA in emulated machines"
-# 3 is a skip with its reason, which the log counts; anything else but 0 fails
-hwtests/rdma.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
-step "deployment files"
-hwtests/deploy.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
+cargo clippy --locked -p mixfleet -- -D warnings
 step "docs"
 RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --locked "${features[@]}" --no-deps --document-private-items
+step "deployment files"
+# 3 is a skip with its reason, which the log counts; anything else but 0 fails
+hwtests/deploy.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
+step "tests"
+run_tests 2>&1 | tee -a "$log"
+step "RDMA in emulated machines"
+hwtests/rdma.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 
 step "skipped"
 grep -o 'SKIPPED: .*' "$log" | sort | uniq -c || echo "nothing was skipped"
-passed=$(awk '/^test result:/ {n += $4} END {print n+0}' "$log")
+# nextest sums its tests up in a line; what the harness of a single test says is indented
+passed=$(awk '/^ *Summary \[/ && match($0, /[0-9]+ passed/) {n += substr($0, RSTART)}
+    /^test result:/ {n += $4} END {print n+0}' "$log")
 skipped=$(grep -c 'SKIPPED: ' "$log" || true)
 echo
-echo "tests: $passed passed, 0 failed, $skipped skipped"
+echo "tests: $passed passed, 0 failed, $skipped skipped, in $((SECONDS - began)) s"

@@ -3,13 +3,11 @@
 
 #![allow(clippy::print_stdout)]
 
-mod published;
-
+use crate::published::{Measured, batch, context, datasheet, decodes, gemms, model_shape, prefills, profile};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::{DeviceProfile, Point, Predictor, worth_measuring};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
-use published::{Measured, batch, context, datasheet, decodes, gemms, model_shape, prefills, profile};
 use std::collections::{BTreeSet, HashMap};
 
 const SEEDS: std::ops::Range<u64> = 20_261_120..20_261_140;

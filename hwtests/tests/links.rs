@@ -1,7 +1,6 @@
 //! Links: what moves right passes, what does not is seen.
 
-mod schema;
-
+use crate::schema;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{RemoteAccess, Transport};

@@ -1,12 +1,10 @@
 //! The profiler against a device whose law is known, the reference device, and broken ones.
 
-mod law;
-mod schema;
-
-use law::{
+use crate::law::{
     BANDWIDTH, CACHE_SPEED, COMMAND_S, COMPUTE, COPY_S, Flaw, LAUNCH_S, LawDevice, TIRED, cached,
     law as law_of,
 };
+use crate::schema;
 use mixfleet_hal::units::Bytes;
 use mixfleet_hwtests::profile::compare::{Comparison, ComparisonVerdict};
 use mixfleet_hwtests::profile::{

@@ -1,8 +1,7 @@
 //! Validation over the reference device and over devices that crash, hang and get lost, in real child
 //! processes: this test's own binary, started again.
 
-mod schema;
-
+use crate::schema;
 use mixfleet_hal::{
     BufferUsage, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Export, Health, HostMemory, OpSig,
     Queue, Result, Slice, Support,
@@ -107,7 +106,9 @@ fn processes() -> Processes {
     Processes {
         command: Box::new(|| {
             let mut command = Command::new(std::env::current_exe().unwrap());
-            command.args(["child_entry", "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+            command
+                .args(["validate::child_entry", "--exact", "--nocapture", "--test-threads=1"])
+                .env(CHILD, "1");
             command
         }),
     }

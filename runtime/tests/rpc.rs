@@ -1,10 +1,8 @@
 //! Sessions over gRPC: what goes through, who is turned away, and how an end is noticed.
 
-mod fleet;
-#[path = "rpc/revoked.rs"]
 mod revoked;
 
-use fleet::{ask, greedy, prompt, request};
+use crate::fleet::{ask, greedy, prompt, request};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::{DType, Device};
 use mixfleet_hwtests::reference::ReferenceDevice;

@@ -356,7 +356,7 @@ impl World {
             Next::Return { instance } if !self.workers[&instance].up => {
                 self.workers.get_mut(&instance).unwrap().up = true;
                 let (_, role) = INSTANCES[instance as usize - 1];
-                self.tell(Event::InstanceUp(crate::instance(instance, role)));
+                self.tell(Event::InstanceUp(self::instance(instance, role)));
                 self.link(instance);
             }
             _ => {}

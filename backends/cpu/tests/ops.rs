@@ -1,8 +1,6 @@
 //! Every operation on every instruction level against f64, element by element within an a-priori bound.
 
-mod common;
-
-use common::{Rig, bound, f64s, levels, reference};
+use crate::common::{Rig, bound, f64s, levels, reference};
 use mixfleet_hal::{DType, OpSig, Scalar};
 
 const FLOATS: [DType; 3] = DType::FLOATS;

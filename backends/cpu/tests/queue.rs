@@ -1,9 +1,7 @@
 //! What a device promises beside arithmetic: order, failures, locks, other devices.
 
-mod common;
-
-use common::reference::bad_decode;
-use common::{LONG, Rig, levels};
+use crate::common::reference::bad_decode;
+use crate::common::{LONG, Rig, levels};
 use mixfleet_cpu::{CpuBackend, isa::Isa};
 use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig, Slice, Ticket};
 use std::sync::Arc;

@@ -74,7 +74,7 @@ fn with_fake_driver(name: &str, test: impl FnOnce(Arc<dyn Device>)) {
         return eprintln!("SKIPPED: the fake driver needs g++ on x86-64 Linux");
     };
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", name, "--nocapture"])
+        .args(["--exact", &format!("driver::{name}"), "--nocapture"])
         .env(INSIDE, directory)
         .env("LD_LIBRARY_PATH", directory)
         .output()

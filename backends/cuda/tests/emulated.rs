@@ -1,9 +1,6 @@
 //! The conformance suite on the CUDA kernels, run on the CPU.
-#![allow(unsafe_code)] // the emulator calls compiled kernels
 
-mod emulator;
-
-use emulator::EmulatedDevice;
+use crate::emulator::EmulatedDevice;
 use mixfleet_hal::{DType, OpSig, Support};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
 use mixfleet_hwtests::{CheckOutcome, Entry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};

@@ -37,7 +37,7 @@ fn without_a_driver_there_is_a_reason_and_no_panic() {
     let empty = std::env::temp_dir().join(format!("mixfleet-no-icd-{}", std::process::id()));
     std::fs::create_dir_all(&empty).unwrap();
     let child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "without_a_driver_there_is_a_reason_and_no_panic", "--nocapture"])
+        .args(["--exact", "absence::without_a_driver_there_is_a_reason_and_no_panic", "--nocapture"])
         .env(INSIDE, "1")
         .env("OCL_ICD_VENDORS", &empty)
         .output()

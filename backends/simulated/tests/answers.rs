@@ -1,9 +1,7 @@
 //! What a time-only device answers follows from the tokens, the model and the KV that it reads, and
 //! from nothing else: not from chunks, pages, batches, dtypes or devices.
 
-mod common;
-
-use common::{Form, PLAIN, Rig, winner};
+use crate::common::{Form, PLAIN, Rig, winner};
 use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
 use mixfleet_runtime::model::Checkpoint;

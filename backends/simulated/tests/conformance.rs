@@ -1,7 +1,6 @@
 //! The conformance suite on the computing kind: its results are the CPU backend's, whatever the clock.
 
-mod common;
-
+use crate::common;
 use mixfleet_hal::{DType, OpSig, Support};
 use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use mixfleet_simulated::{ComputeDevice, VirtualClock};

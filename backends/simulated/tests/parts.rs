@@ -1,7 +1,6 @@
 //! Attention over parts of the KV: any division by tokens recombines to the whole, and to prefill.
 
-mod common;
-
+use crate::common;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Slice};
 use proptest::collection::vec;
 use proptest::prelude::*;

@@ -1,8 +1,7 @@
 //! Time and memory of simulated devices, on a virtual clock: nothing here waits.
 
-mod common;
-
-use common::{TIMEOUT, profile};
+use crate::common;
+use crate::common::{TIMEOUT, profile};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::fault::FaultPlan;
 use mixfleet_hal::profile::{CopyCost, DeviceProfile, LinearSegment};

@@ -24,7 +24,7 @@ fn without_a_driver_there_is_a_reason_and_no_panic() {
     }
     let nowhere = std::env::temp_dir().join(format!("mixfleet-no-driver-{}", std::process::id()));
     let child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "without_a_driver_there_is_a_reason_and_no_panic", "--nocapture"])
+        .args(["--exact", "absence::without_a_driver_there_is_a_reason_and_no_panic", "--nocapture"])
         .env(INSIDE, "1")
         // the loader's names for its list of drivers, before and after its version 1.3.207
         .env("VK_ICD_FILENAMES", &nowhere)

@@ -1,5 +1,7 @@
 //! Published kernel times (vLLM on five GPUs, collected by ai-dynamo/aiconfigurator) as measured points.
 
+#![allow(clippy::print_stdout, reason = "a skip is said aloud")]
+
 use mixfleet_hal::catalog;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};

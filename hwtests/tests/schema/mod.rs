@@ -14,7 +14,7 @@ pub(crate) fn assert_published(file: &str, want: &Value, test: &str) {
     let published: Value = serde_json::from_str(&published).unwrap_or_default();
     let hint = format!(
         "docs/schema/{file} is not what the program writes; write it anew with \
-         MIXFLEET_WRITE_SCHEMA=1 cargo test -p mixfleet-hwtests --test {test}"
+         MIXFLEET_WRITE_SCHEMA=1 cargo test -p mixfleet-hwtests --test all {test}::"
     );
     assert!(published == *want, "{hint}");
 }

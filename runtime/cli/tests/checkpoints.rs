@@ -2,9 +2,8 @@
 
 #![cfg(target_os = "linux")]
 
-mod common;
-
-use common::server::Server;
+use crate::common;
+use crate::common::server::Server;
 use mixfleet_hal::DType;
 use mixfleet_runtime::model::RandomCheckpoint;
 use serde_json::{Value, json};

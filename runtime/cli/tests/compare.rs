@@ -1,7 +1,6 @@
 //! `mixfleet compare` and `mixfleet parts` from outside.
 
-mod common;
-
+use crate::common;
 use mixfleet_hal::DType;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond};

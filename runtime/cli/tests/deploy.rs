@@ -1,7 +1,6 @@
 //! What the deployment files tell `mixfleet` to do, it understands.
 
-mod common;
-
+use crate::common;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 

@@ -2,10 +2,9 @@
 
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
-#[path = "fleet/authority.rs"]
 mod authority;
-mod common;
 
+use crate::common;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};

@@ -3,9 +3,8 @@
 
 #![allow(clippy::print_stdout, reason = "a test says what it saw")]
 
-mod common;
-
-use common::{Generate, devices, fixtures, generate, golden, ids, mixfleet, refused_fixtures};
+use crate::common;
+use crate::common::{Generate, devices, fixtures, generate, golden, ids, mixfleet, refused_fixtures};
 use mixfleet_hal::{Backend, DType, Device};
 use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
@@ -281,7 +280,7 @@ fn bf16_logits_of_the_fixtures_stay_within_the_bound() {
         }
     }
     println!("{decided} steps decided by the bound, largest error / bound {ratio_max:.3}");
-    assert!(fixtures().is_empty() || decided > 100, "the bound decides only {decided} steps");
+    assert!(decided > 100, "the bound decides only {decided} steps");
 }
 
 #[test]

@@ -412,3 +412,44 @@ fn homonyms_are_seen() {
     );
     assert_eq!(homonyms(&sources(&["struct Way;\n", "pub(crate) enum Way {\n"])).len(), 1);
 }
+
+/// Test binaries beside a crate's one, each of which is linked by itself, and why.
+const BINARIES: &[(&str, &str)] = &[
+    ("runtime/tests/memory.rs", "counts what its whole process allocates"),
+    ("backends/wire/tests/verbs.rs", "goes into an emulated machine alone"),
+];
+
+/// Cargo takes no file of `tests/` by itself where a crate has one binary of tests: a file that `main.rs` does not name
+/// would never run.
+#[test]
+fn every_file_of_tests_is_in_its_crates_one_test_binary() {
+    let mut errors = Vec::new();
+    for package in &metadata().packages {
+        let of_crate = directory(package);
+        let tests = root().join(&of_crate).join("tests");
+        let Ok(entries) = std::fs::read_dir(&tests) else { continue };
+        let names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+        let main = std::fs::read_to_string(tests.join("main.rs")).unwrap_or_default();
+        let binaries = package.targets.iter().filter(|target| target.is_test());
+        let alone = |path: &str| BINARIES.iter().any(|(known, reason)| *known == path && !reason.is_empty());
+        let shared = binaries.filter(|target| {
+            let path = target.src_path.as_std_path().strip_prefix(root()).expect("under the root");
+            !alone(&path.to_string_lossy())
+        });
+        if shared.count() > 1 {
+            errors.push(format!(
+                "{of_crate}: more than one binary of tests; make them modules of tests/main.rs"
+            ));
+        }
+        for name in names.iter().filter(|name| !main.is_empty() && *name != "main.rs") {
+            let stem = name.strip_suffix(".rs").unwrap_or(name);
+            let module = tests.join(stem).join("mod.rs").exists() || name.ends_with(".rs");
+            let path = format!("{of_crate}/tests/{name}");
+            if module && !alone(&path) && !main.lines().any(|line| line == format!("mod {stem};")) {
+                errors.push(format!("{path}: tests/main.rs has no 'mod {stem};'"));
+            }
+        }
+    }
+    assert_none(&errors, "tests that never run, or are linked by themselves");
+}

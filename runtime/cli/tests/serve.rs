@@ -2,9 +2,8 @@
 
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
-mod common;
-
-use common::server::Server;
+use crate::common;
+use crate::common::server::Server;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;

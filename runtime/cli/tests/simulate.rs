@@ -1,8 +1,6 @@
 //! `mixfleet simulate` from outside: what it writes beside its table, and what it says of mistakes.
 
-mod common;
-
-use common::{mixfleet, scratch};
+use crate::common::{mixfleet, scratch};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Output;

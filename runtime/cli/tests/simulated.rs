@@ -1,8 +1,6 @@
 //! Simulated parts through the binary.
 
-mod common;
-
-use common::{mixfleet, scratch};
+use crate::common::{mixfleet, scratch};
 use serde_json::Value;
 
 fn generate(devices: &[&str]) -> Result<Value, String> {

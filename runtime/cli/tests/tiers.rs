@@ -1,8 +1,7 @@
 //! KV below a real device: golden answers from host memory, from the disk, and from the disk of the process before.
 
-mod common;
-
-use common::server::Server;
+use crate::common;
+use crate::common::server::Server;
 use serde_json::{Value, json};
 use std::path::Path;
 

@@ -1,8 +1,6 @@
 //! `mixfleet trace` from outside.
 
-mod common;
-
-use common::{mixfleet, scratch};
+use crate::common::{mixfleet, scratch};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Output;

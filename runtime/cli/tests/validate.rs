@@ -1,8 +1,6 @@
 //! `mixfleet validate` from outside: child processes of the real binary, exit codes, the report's folder.
 
-mod common;
-
-use common::{mixfleet, scratch};
+use crate::common::{mixfleet, scratch};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Output;

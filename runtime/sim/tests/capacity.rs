@@ -2,9 +2,7 @@
 
 #![allow(clippy::print_stdout)]
 
-mod common;
-
-use common::{fleet_from, mooncake, shared};
+use crate::common::{fleet_from, mooncake, shared};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::capacity::{PRECISION, Probe, SHARE, search};

@@ -1,8 +1,6 @@
 //! Requests with promises of their own: deadlines, workflows, and that nobody waits for ever.
 
-mod common;
-
-use common::fleet_from;
+use crate::common::fleet_from;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy, Role};
 use mixfleet_sim::fleet_file::{FleetFile, Pool};

@@ -2,9 +2,7 @@
 
 #![allow(clippy::print_stdout)]
 
-mod common;
-
-use common::{mooncake, shared};
+use crate::common::{mooncake, seeds, shared};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::simulate::{Choices, Observer, Results, Sample, Setup, run};
@@ -57,7 +55,7 @@ fn play(path: &Path, admission: Admission, seed: u64) -> (Results, (f64, f64, f6
 #[test]
 fn prediction_answers_most_wastes_least_and_calms_the_pools() {
     let Some(path) = shared("traces/mooncake-conversation.jsonl.zst") else { return };
-    for seed in 1..=3 {
+    for seed in seeds() {
         let play = |admission| {
             let (r, swing) = play(&path, admission, seed);
             println!(

@@ -2,9 +2,7 @@
 
 #![allow(clippy::print_stdout)]
 
-mod common;
-
-use common::fleet_from;
+use crate::common::fleet_from;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};

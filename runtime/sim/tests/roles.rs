@@ -1,8 +1,6 @@
 //! Instances that change between prefill and decode when the load moves from one to the other.
 
-mod common;
-
-use common::fleet_from;
+use crate::common::fleet_from;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Action, Role};

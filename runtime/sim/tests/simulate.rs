@@ -2,15 +2,14 @@
 
 #![allow(clippy::print_stdout)]
 
-mod common;
-
-use common::{fleet_from, mooncake, shared};
+use crate::common::{fleet_from, generated, mooncake, seeds, shared};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::simulate::{Choices, Results, Setup, run};
 use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Preset};
 use mixfleet_sim::trace::{ReadOptions, Request, Requests, Trace};
+use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
 const THRESHOLD: f64 = 1.0;
@@ -52,12 +51,37 @@ fn policies_rank_as_in_figure_5_of_fast_25() {
     assert!(ours <= 1.01 * centric, "{ours} {centric}");
 }
 
+/// The same order on a trace that every clone has, without the paper's numbers.
+#[test]
+fn policies_rank_alike_on_a_generated_conversation() {
+    let (file, lines) = (fleet(80.0), generated(3000, 3.4));
+    let mean = |policy| {
+        let trace = Trace::from_reader("generated", Cursor::new(lines.clone()), ReadOptions::default());
+        let requests = trace.unwrap_or_else(|error| panic!("{error}")).speedup(1.5);
+        let choices = Choices { policy, admission: Admission::None, seed: 1 };
+        let results = run(&Setup::new(&file, choices), requests, &mut ());
+        results.unwrap_or_else(|error| panic!("{error}")).ttft_s.mean
+    };
+    let (random, loaded, aware, centric, ours) = (
+        mean(Policy::Random),
+        mean(Policy::LeastLoaded),
+        mean(Policy::CacheAware),
+        mean(CENTRIC),
+        mean(Policy::PerDollar),
+    );
+    println!(
+        "TTFT: random {random:.3}, least-loaded {loaded:.3}, cache-aware {aware:.3}, Algorithm 1 {centric:.3}, per-dollar {ours:.3} s"
+    );
+    assert!(random > loaded && loaded > aware, "{random} {loaded} {aware}");
+    assert!(ours <= 1.01 * aware.min(centric), "{ours} {aware} {centric}");
+}
+
 #[test]
 fn with_equal_prices_per_dollar_is_at_least_as_good_as_the_better_of_both_at_every_bandwidth() {
     let Some(path) = conversation() else { return };
     for gb_per_s in [0.3, 1.25, 3.1, 6.2, 12.5, 25.0, 80.0] {
         let file = fleet(gb_per_s);
-        for seed in 1..=3 {
+        for seed in seeds() {
             let mean = |policy| play(&path, &file, policy, seed).ttft_s.mean;
             let (aware, centric, ours) = (mean(Policy::CacheAware), mean(CENTRIC), mean(Policy::PerDollar));
             println!(

@@ -1,11 +1,13 @@
-//! The published statistics of a published trace.
+//! The statistics of a published trace, and of a generated one.
 
-mod common;
+#![allow(clippy::print_stdout)]
 
-use common::shared;
+use crate::common::{generated, shared};
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::trace::stats::{ByCapacity, CAPACITIES_BLOCKS, PrefillFit, Stats, StatsOptions, Tally};
-use mixfleet_sim::trace::{ReadOptions, Requests, Trace};
+use mixfleet_sim::trace::{ReadOptions, Request, Requests, Trace};
+use std::collections::HashSet;
+use std::io::Cursor;
 
 fn conversation(rechain: Option<u32>) -> Option<Stats> {
     let path = shared("traces/mooncake-conversation.jsonl.zst")?;
@@ -66,4 +68,66 @@ fn coarser_blocks_hit_less_and_finer_ones_the_same() {
     assert!(token(&coarse) < token(&known) - 0.02, "{} {}", token(&coarse), token(&known));
     // Partial last blocks that are hit count to the prompt's end in both.
     assert!((token(&fine) - token(&known)).abs() < 1e-9, "{} {}", token(&fine), token(&known));
+}
+
+/// Blocks that are held, the least recently used first.
+#[derive(Default)]
+struct NaiveCache(Vec<u64>);
+
+impl NaiveCache {
+    /// Leading blocks of `chain` that are held; from now on all are, as far as `capacity` goes.
+    fn hit_and_hold(&mut self, chain: &[u64], capacity: usize) -> usize {
+        let hit = chain.iter().take_while(|key| self.0.contains(key)).count();
+        self.0.retain(|key| !chain.contains(key));
+        // a block is of use after those before it alone: the deepest goes first
+        self.0.extend(chain.iter().take(capacity).rev());
+        let over = self.0.len().saturating_sub(capacity);
+        self.0.drain(..over);
+        hit
+    }
+}
+
+/// On a trace that every clone has: the counts of a set and a list, a request at a time.
+#[test]
+fn a_generated_conversation_hits_what_a_naive_replay_hits() {
+    const CAPACITIES: [usize; 3] = [500, 2_000, 8_000];
+    let lines = generated(600, 3.4);
+    let read =
+        || Trace::from_reader("t", Cursor::new(lines.clone()), ReadOptions::default()).expect("a trace");
+    let requests: Vec<Request> = read().map(|request| request.expect("a good line")).collect();
+    assert_eq!((requests.len(), read().block_tokens()), (600, Some(512)));
+    let mut tally = Tally::new(StatsOptions {
+        block_tokens: 512,
+        capacities_blocks: CAPACITIES.to_vec(),
+        policies: vec![CachePolicy::Lru],
+        prefill: None,
+    });
+    let (mut held, mut caches) = (HashSet::new(), CAPACITIES.map(|_| NaiveCache::default()));
+    let (mut references, mut tokens, mut infinite, mut infinite_tokens) = (0, 0, 0, 0);
+    let mut hits = CAPACITIES.map(|_| 0);
+    for request in &requests {
+        tally.add(request);
+        let chain: Vec<u64> = request.chain.iter().map(|key| key.0).collect();
+        references += chain.len();
+        tokens += u64::from(request.prompt_tokens);
+        let hit = chain.iter().take_while(|key| held.contains(*key)).count();
+        held.extend(chain.iter().copied());
+        infinite += hit;
+        infinite_tokens += (hit as u64 * 512).min(request.prompt_tokens.into());
+        for ((cache, capacity), hits) in caches.iter_mut().zip(CAPACITIES).zip(&mut hits) {
+            *hits += cache.hit_and_hold(&chain, capacity);
+        }
+    }
+    let stats = tally.finish("mooncake", Default::default());
+    assert_eq!((stats.blocks.references, stats.blocks.distinct), (references as u64, held.len() as u64));
+    let found = stats.prefix_hit.infinite;
+    assert_eq!(found.block, infinite as f64 / references as f64);
+    assert_eq!(found.token, infinite_tokens as f64 / tokens as f64);
+    let lru = stats.prefix_hit.lru.expect("counted").0;
+    for ((capacity, found), hits) in lru.into_iter().zip(hits) {
+        let expected = hits as f64 / references as f64;
+        println!("{capacity} blocks: {} of the blocks hit, {expected} by the naive replay", found.block);
+        assert!((found.block - expected).abs() < 0.005, "{capacity}: {} for {expected}", found.block);
+    }
+    assert!(hits[0] < hits[2], "the capacities make no difference: {hits:?}");
 }

@@ -2,14 +2,13 @@
 
 #![allow(clippy::print_stdout)]
 
-mod common;
-
-use common::{fleet_from, shared};
+use crate::common::{fleet_from, generated, shared};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Action, Admission, Terms};
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_sim::simulate::{Choices, Observer, Results, Setup, run};
 use mixfleet_sim::trace::{ReadOptions, Request, Requests, Trace};
+use std::io::Cursor;
 
 /// One instance of `blocks` blocks; a prompt token takes `per_token` seconds, decoding next to nothing.
 fn setup(blocks: u64, per_token: f64, tiers: &str) -> Setup {
@@ -112,21 +111,21 @@ fn a_load_hides_behind_the_queue() {
     assert!(seen.terms[3].queue_s > 3.0 && seen.ttft_s[3] < seen.terms[3].queue_s + 0.1, "{:?}", seen.ttft_s);
 }
 
-#[test]
-fn a_small_cache_above_a_large_tier_hits_like_one_large_cache() {
-    let Some(path) = shared("traces/mooncake-conversation.jsonl.zst") else { return };
+/// Holds a cache of a fiftieth above tiers of the rest to one of `blocks` blocks, on the requests that `trace` opens.
+fn assert_hits_like_one_large_cache(trace: &dyn Fn() -> Trace, blocks: u64) {
     let hits = |setup: &Setup| {
-        let trace = Trace::open(&path, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
-        run(setup, trace.jitter(Seconds(3.0), 1), &mut ()).unwrap_or_else(|error| panic!("{error}"))
+        run(setup, trace().jitter(Seconds(3.0), 1), &mut ()).unwrap_or_else(|error| panic!("{error}"))
     };
     let free = |tier: &str, blocks: u64| format!("{tier}_tokens = {}\n{tier}_gb_per_s = 1e9", blocks * 512);
-    let whole = hits(&setup(51_000, 1e-12, ""));
-    let alone = hits(&setup(1_000, 1e-12, ""));
-    let dram = hits(&setup(1_000, 1e-12, &free("dram", 50_000)));
-    let three = hits(&setup(1_000, 1e-12, &format!("{}\n{}", free("dram", 10_000), free("ssd", 40_000))));
+    let fiftieth = blocks / 50;
+    let whole = hits(&setup(51 * fiftieth, 1e-12, ""));
+    let alone = hits(&setup(fiftieth, 1e-12, ""));
+    let dram = hits(&setup(fiftieth, 1e-12, &free("dram", blocks)));
+    let both = format!("{}\n{}", free("dram", 10 * fiftieth), free("ssd", 40 * fiftieth));
+    let three = hits(&setup(fiftieth, 1e-12, &both));
     let token = |results: &Results| results.prefix_hit.token;
     println!(
-        "51000 blocks {:.4}, 1000 {:.4}, 1000 + 50000 {:.4}, 1000 + 10000 + 40000 {:.4}",
+        "of {blocks} blocks: all {:.4}, a fiftieth {:.4}, above the rest {:.4}, above a fifth and the rest {:.4}",
         token(&whole),
         token(&alone),
         token(&dram),
@@ -137,4 +136,19 @@ fn a_small_cache_above_a_large_tier_hits_like_one_large_cache() {
     assert!(dram.prefix_hit_from.dram > dram.prefix_hit_from.device);
     let from = three.prefix_hit_from;
     assert!(from.ssd > 0.0 && (from.device + from.dram + from.ssd - token(&three)).abs() < 1e-12);
+}
+
+#[test]
+fn a_small_cache_above_a_large_tier_hits_like_one_large_cache() {
+    let Some(path) = shared("traces/mooncake-conversation.jsonl.zst") else { return };
+    let open = || Trace::open(&path, ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
+    assert_hits_like_one_large_cache(&open, 50_000);
+}
+
+#[test]
+fn tiers_of_a_generated_conversation_hit_like_one_large_cache() {
+    let lines = generated(1500, 3.4);
+    let open =
+        || Trace::from_reader("t", Cursor::new(lines.clone()), ReadOptions::default()).expect("a trace");
+    assert_hits_like_one_large_cache(&open, 5_000);
 }

@@ -1,8 +1,6 @@
 //! What an observer sees of a run, held against the run's own results.
 
-mod common;
-
-use common::fleet_from;
+use crate::common::fleet_from;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Action, Admission, Policy};
 use mixfleet_sim::simulate::{Answer, Choices, Observer, Results, Sample, Setup, run};

@@ -1,8 +1,6 @@
 //! Every reader on a real trace, and on what is wrong with files.
 
-mod common;
-
-use common::shared;
+use crate::common::shared;
 use mixfleet_hal::units::Seconds;
 use mixfleet_sim::trace::{Format, ReadOptions, Repairs, Request, Trace, TraceError, key_of};
 use std::collections::HashMap;

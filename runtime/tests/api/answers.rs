@@ -1,6 +1,6 @@
 //! Whole answers.
 
-use crate::support::{BOS, EOS, MODEL, Play, Setup, request, run};
+use super::support::{BOS, EOS, MODEL, Play, Setup, request, run};
 use mixfleet_runtime::request::{FinishReason, Sampling, ServiceTier};
 use serde_json::json;
 

@@ -1,6 +1,6 @@
 //! Who may hold a connection, and for how long.
 
-use crate::support::{ADDRESS, MODEL, Play, Response, Server, Setup, request, run};
+use super::support::{ADDRESS, MODEL, Play, Response, Server, Setup, request, run};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use mixfleet_runtime::api::{Origins, Shutdown, serve};

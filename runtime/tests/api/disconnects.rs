@@ -1,6 +1,6 @@
 //! A client that leaves takes its requests with it.
 
-use crate::support::{ADDRESS, MODEL, Play, Setup, request, run};
+use super::support::{ADDRESS, MODEL, Play, Setup, request, run};
 use mixfleet_runtime::env::Env;
 use serde_json::json;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Every way to be turned away, in OpenAI's shape.
 
-use crate::support::{MODEL, Play, Setup, request, run};
+use super::support::{MODEL, Play, Setup, request, run};
 use mixfleet_runtime::request::Rejection;
 use serde_json::{Value, json};
 

@@ -1,6 +1,6 @@
 //! Loading, ready, draining, stopped.
 
-use crate::support::{ADDRESS, MODEL, Play, Response, Setup, run};
+use super::support::{ADDRESS, MODEL, Play, Response, Setup, run};
 use mixfleet_runtime::api::Shutdown;
 use mixfleet_runtime::env::Env;
 use serde_json::json;

@@ -1,6 +1,6 @@
 //! What clients can make the server hold is bounded.
 
-use crate::support::{ADDRESS, MODEL, Play, Response, Server, Setup, request, run};
+use super::support::{ADDRESS, MODEL, Play, Response, Server, Setup, request, run};
 use mixfleet_runtime::env::{Connection, Env};
 use serde_json::json;
 use std::time::Duration;

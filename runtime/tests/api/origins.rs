@@ -1,6 +1,6 @@
 //! A browser on the server's machine is no way in for the pages that it shows.
 
-use crate::support::{MODEL, Play, Response, Server, Setup, run};
+use super::support::{MODEL, Play, Response, Server, Setup, run};
 use mixfleet_runtime::api::Origins;
 use serde_json::json;
 

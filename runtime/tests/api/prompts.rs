@@ -1,6 +1,6 @@
 //! What clients write becomes tokens of the model, and nothing else.
 
-use crate::support::{MODEL, Play, Server, Setup, request, run};
+use super::support::{MODEL, Play, Server, Setup, request, run};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::{ChatTemplate, Tokenizer, builtin};
 use mixfleet_runtime::text::LoadedText;

@@ -1,6 +1,6 @@
 //! Server-sent events, byte by byte.
 
-use crate::support::{EOS, MODEL, Play, Response, Setup, run};
+use super::support::{EOS, MODEL, Play, Response, Setup, run};
 use mixfleet_runtime::request::FinishReason;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
 //! Tenants with keys of their own are kept apart.
 
-use crate::support::{MODEL, Play, Response, Server, Setup, request, run};
+use super::support::{MODEL, Play, Response, Server, Setup, request, run};
 use mixfleet_runtime::api::{Access, KeysFile};
 use mixfleet_runtime::env::Env;
 use serde_json::{Value, json};
@@ -63,19 +63,19 @@ fn a_tenant_has_so_many_requests_in_work_and_then_a_429() {
     run(setup(Play::Hang(vec![97])), |server| async move {
         let headers = "authorization: Bearer a-key\r\n";
         let body = json!({"model": MODEL, "prompt": "a", "stream": true}).to_string();
-        let mut running = server.env.connect(crate::support::ADDRESS).unwrap();
+        let mut running = server.env.connect(super::support::ADDRESS).unwrap();
         let first = request("POST", "/v1/completions", headers, body.as_bytes());
         tokio::io::AsyncWriteExt::write_all(&mut running, &first).await.unwrap();
         server.until("submitted", || server.submissions().len() == 1).await;
         let refused = complete(&server, "a-key", json!({})).await;
         assert_eq!((refused.error().0, refused.headers["retry-after"].as_str()), (429, "1"));
-        let mut other = server.env.connect(crate::support::ADDRESS).unwrap();
+        let mut other = server.env.connect(super::support::ADDRESS).unwrap();
         let second = request("POST", "/v1/completions", "authorization: Bearer b-key\r\n", body.as_bytes());
         tokio::io::AsyncWriteExt::write_all(&mut other, &second).await.unwrap();
         server.until("another tenant is served", || server.submissions().len() == 2).await;
         drop(running);
         server.until("cancelled", || server.cancellations() == 1).await;
-        let mut again = server.env.connect(crate::support::ADDRESS).unwrap();
+        let mut again = server.env.connect(super::support::ADDRESS).unwrap();
         tokio::io::AsyncWriteExt::write_all(&mut again, &first).await.unwrap();
         server.until("the place came back", || server.submissions().len() == 3).await;
     });
@@ -87,7 +87,7 @@ fn a_tenant_holds_half_of_what_all_bodies_may_take_from_wherever_it_asks() {
     run(setup, |server| async move {
         let head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer b-key\r\n";
         let half = format!("{head}content-length: 950\r\n\r\n{}", " ".repeat(450));
-        let mut slow = server.env.connect_from([10, 0, 0, 1].into(), crate::support::ADDRESS).unwrap();
+        let mut slow = server.env.connect_from([10, 0, 0, 1].into(), super::support::ADDRESS).unwrap();
         tokio::io::AsyncWriteExt::write_all(&mut slow, half.as_bytes()).await.unwrap();
         server.env.sleep(Duration::from_millis(1)).await;
         let filled = json!({"user": " ".repeat(100)});

@@ -1,6 +1,6 @@
 //! A disk that comes to a pool in use.
 
-use crate::support::{Follower, config, open, put, served, ssd};
+use super::support::{Follower, config, open, put, served, ssd};
 use mixfleet_runtime::pool::disk::{Disk, SimDisk};
 use mixfleet_runtime::pool::{Pool, PoolError, SsdConfig};
 use mixfleet_scheduler::kv::BlockHash;

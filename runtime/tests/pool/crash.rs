@@ -1,6 +1,6 @@
 //! The process dies, or the power fails, in the middle of any change of the disk.
 
-use crate::support::{config, open, put, served, ssd};
+use super::support::{config, open, put, served, ssd};
 use mixfleet_runtime::pool::disk::{Crash, Disk, SimDisk};
 use mixfleet_runtime::pool::{Pool, PoolConfig, SsdConfig};
 use mixfleet_scheduler::kv::BlockHash;

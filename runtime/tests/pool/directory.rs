@@ -1,6 +1,6 @@
 //! Whose directory it is, and who may use it.
 
-use crate::support::{BLOCK_BYTES, Directory, config, open, put, served, ssd, tier as tier_of};
+use super::support::{BLOCK_BYTES, Directory, config, open, put, served, ssd, tier as tier_of};
 use mixfleet_runtime::pool::disk::{Disk, RealDisk, SimDisk};
 use mixfleet_runtime::pool::{PoolConfig, PoolError, SsdConfig};
 

@@ -1,6 +1,6 @@
 //! Before a process ends, what lies in host memory alone goes to the disk.
 
-use crate::support::{Follower, config, open, put, served, ssd};
+use super::support::{Follower, config, open, put, served, ssd};
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::pool::{Pool, WrittenBack};
@@ -78,7 +78,7 @@ fn where_time_is_short_what_was_used_last_is_there() {
 fn what_is_pinned_stays_and_a_disk_that_fails_gets_nothing() {
     let pool = open(config(4, Some(ssd(SimDisk::default(), 8)))).unwrap();
     fill(&pool, 1..=2);
-    let lease = crate::support::lease(&pool, &[2]);
+    let lease = super::support::lease(&pool, &[2]);
     assert_eq!(pool.write_back(&mut || true), WrittenBack { blocks: 1, of: 1 });
     drop(lease);
 

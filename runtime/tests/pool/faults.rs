@@ -1,6 +1,6 @@
 //! Disks that are full, fail, lie and rot while the pool is in use.
 
-use crate::support::{Follower, config, open, put, served, ssd};
+use super::support::{Follower, config, open, put, served, ssd};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::pool::{Pool, PoolStats, Snapshot};

@@ -1,6 +1,6 @@
 //! Disks that do not answer, and those that answer late.
 
-use crate::support::{Follower, config, open, put, served, ssd};
+use super::support::{Follower, config, open, put, served, ssd};
 use futures_util::future::BoxFuture;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::units::Seconds;
@@ -167,7 +167,7 @@ fn a_slow_disk_holds_a_turn_up_for_less_than_twice_its_timeout_and_stays() {
             for _ in 0..2 {
                 pool.begin_turn();
                 let start = env.now();
-                let lease = crate::support::lease(&pool, &chain);
+                let lease = super::support::lease(&pool, &chain);
                 // What goes to the disk in the same turn is dropped.
                 let lost = pool.stats().lost;
                 lens.push(lease.len());

@@ -1,8 +1,8 @@
 //! A process that is killed while it stores blocks on a real disk, again and again in the same directory.
 //!
-//! `MIXFLEET_POOL_KILLS=100 cargo test -p mixfleet-runtime --test pool killed` kills as often as one likes; 20 by default.
+//! `MIXFLEET_POOL_KILLS=100 cargo test -p mixfleet-runtime --test all killed` kills as often as one likes; 20 by default.
 
-use crate::support::{Directory, content, get, keep, load, make_region, tokens};
+use super::support::{Directory, content, get, keep, load, make_region, tokens};
 use mixfleet_hal::random::{self, Stream};
 use mixfleet_runtime::pool::disk::RealDisk;
 use mixfleet_runtime::pool::{Pool, PoolConfig, SSD_TIMEOUT, SsdConfig};
@@ -62,7 +62,7 @@ fn no_bad_block_is_served_after_kill_9() {
     let (mut whole, mut least) = (0, usize::MAX);
     for kill in 0..kills {
         let mut child = Command::new(std::env::current_exe().expect("this program has a file"))
-            .args(["--exact", "--nocapture", "killed::no_bad_block_is_served_after_kill_9"])
+            .args(["--exact", "--nocapture", "pool::killed::no_bad_block_is_served_after_kill_9"])
             .env(CHILD, &directory.0)
             .env(SEED, kill.to_string())
             .stdout(Stdio::piped())

@@ -1,7 +1,7 @@
 //! Any use of the pool does what the lists do.
 
-use crate::naive::Tiers;
-use crate::support::{Follower, check, config, lease, open, put, ssd};
+use super::naive::Tiers;
+use super::support::{Follower, check, config, lease, open, put, ssd};
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::pool::{Kept, Lease, Pool, Snapshot};
 use mixfleet_scheduler::kv::BlockHash;

@@ -1,6 +1,6 @@
 //! What lies on a real disk is its user's alone.
 
-use crate::support::{Directory, config, open, put, ssd};
+use super::support::{Directory, config, open, put, ssd};
 use mixfleet_runtime::pool::PoolError;
 use mixfleet_runtime::pool::disk::{Disk, RealDisk};
 use std::fs::{self, Permissions};
@@ -68,7 +68,7 @@ fn a_directory_and_files_that_others_could_read_are_closed_to_them() {
     FILES.iter().for_each(|file| set_mode(&path.join(file), 0o644));
     let pool = open(config(1, Some(ssd(RealDisk::open(&path).expect("it is ours"), 8)))).expect("a pool's");
     assert!(pool.stats().ssd_blocks > 0);
-    assert!((0..6).any(|key| crate::support::served(&pool, key)));
+    assert!((0..6).any(|key| super::support::served(&pool, key)));
     assert_eq!(mode(&path), 0o700);
     for file in FILES {
         assert_eq!(mode(&path.join(file)), 0o600, "{file}");
@@ -127,7 +127,7 @@ fn a_link_in_place_of_a_file_is_refused_and_what_it_leads_to_is_not_touched() {
             (20..30).for_each(|key| {
                 put(&pool, key);
             });
-            assert!((0..6).all(|key| !crate::support::served(&pool, key)), "{file}");
+            assert!((0..6).all(|key| !super::support::served(&pool, key)), "{file}");
         }
         assert_eq!(fs::read_to_string(&victim).expect("it is there"), "precious", "{file}");
     }

@@ -1,9 +1,10 @@
 //! The blocks of a recorded conversation, through the real pool: the hit rates of the simulator.
 
-use crate::support::{config, keep, load, make_region, ssd};
+use super::support::{config, keep, load, make_region, ssd};
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::pool::{Pool, PoolConfig};
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy};
+use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Preset};
 use mixfleet_sim::trace::{ReadOptions, Trace};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -18,6 +19,13 @@ fn chains() -> Option<Vec<Vec<BlockHash>>> {
     }
     let trace = Trace::open(&path, ReadOptions::default()).expect("a trace");
     Some(trace.map(|request| request.expect("a sound line").chain).collect())
+}
+
+/// The chains of a generated conversation, which every clone has.
+fn generated_chains() -> Vec<Vec<BlockHash>> {
+    let options = GenerateOptions { requests: 1_500, rate: 3.4, seed: 16, arrivals: Arrivals::Poisson };
+    let made = Generator::new(Preset::Conversation.model(), options).expect("a generator");
+    made.map(|request| request.chain).collect()
 }
 
 /// Blocks of one token and 8 bytes, both the key.
@@ -120,4 +128,11 @@ fn host_memory_hits_what_the_simulator_says() {
 fn two_tiers_hit_what_two_caches_would() {
     let Some(chains) = chains() else { return };
     play_both(&chains, 2_000, 30_000);
+}
+
+#[test]
+fn a_generated_conversation_hits_in_the_pool_what_it_hits_in_the_simulators_caches() {
+    let chains = generated_chains();
+    let rates = [(200, 0), (2_000, 0), (200, 4_000)].map(|(dram, ssd)| play_both(&chains, dram, ssd));
+    assert!(rates[0] < rates[1] && rates[0] < rates[2], "{rates:?}");
 }

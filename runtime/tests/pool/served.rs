@@ -1,6 +1,6 @@
 //! What is served to whom, and who waits for whom.
 
-use crate::support::{
+use super::support::{
     BLOCK_BYTES, Follower, config, content, get, keep, lease, load, make_region, open, put, served, ssd,
     tier, tokens,
 };
@@ -203,7 +203,7 @@ fn many_threads_get_right_blocks_and_true_events() {
                     let chain = [start, start + 1, start + 2];
                     let lease = lease(pool, &chain);
                     chain[lease.len()..].iter().for_each(|&key| _ = put(pool, key));
-                    crate::support::check(&lease, &chain);
+                    super::support::check(&lease, &chain);
                     drop(lease);
                     let mut follower = follower.lock().expect("nobody panics with it");
                     follower.follow(&pool.take_events());

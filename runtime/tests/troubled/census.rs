@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// What strikes a fleet in these worlds: each does in at least one seed of twenty.
+/// What strikes a fleet in these worlds: each does in at least one seed of twenty, over a thousand seeds.
 pub(crate) const FAULTS: [&str; 31] = [
     "clocks off",
     "connections cut",
@@ -77,10 +77,10 @@ impl Totals {
         }
     }
 
-    /// What did not happen often enough to show anything.
-    pub(crate) fn rare(&self) -> Vec<&'static str> {
+    /// Faults that struck in fewer than one of so many histories, and effects that never happened.
+    pub(crate) fn rare(&self, histories_per_fault: u64) -> Vec<&'static str> {
         let histories = |what: &'static str| self.counts.get(what).map_or(0, |(_, histories)| *histories);
-        let faults = FAULTS.into_iter().filter(|what| histories(what) * 20 < self.histories);
+        let faults = FAULTS.into_iter().filter(|what| histories(what) * histories_per_fault < self.histories);
         faults.chain(EFFECTS.into_iter().filter(|what| histories(what) == 0)).collect()
     }
 }

@@ -2,6 +2,8 @@
 //! that the real queue runs. It computes what a GPU would, launch geometry and index arithmetic included; it
 //! says nothing of speed, memory order between blocks, or races that its order of threads hides.
 
+#![allow(unsafe_code)] // the emulator calls compiled kernels
+
 use libloading::Library;
 use mixfleet_cuda::kernels::KernelProgram;
 use mixfleet_cuda::plan::{self, DeviceRange, KernelArg, KernelLaunch, PlanStep, PlanTarget};

@@ -4,6 +4,8 @@
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
 use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Preset, write_line};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 /// The fleet that `text` describes, without profiles.
@@ -55,4 +57,23 @@ pub(crate) fn shared(path: &str) -> Option<PathBuf> {
     }
     println!("SKIPPED: no ../shared/data/{path}");
     None
+}
+
+/// A generated conversation as lines of Mooncake's format. It stands in for the published one, which a clone need not have
+/// beside it.
+pub(crate) fn generated(requests: u64, rate: f64) -> Vec<u8> {
+    let options = GenerateOptions { requests, rate, seed: 16, arrivals: Arrivals::Poisson };
+    let made = Generator::new(Preset::Conversation.model(), options);
+    let mut made = made.unwrap_or_else(|error| panic!("{error}"));
+    let (mut lines, mut hash_ids) = (Vec::new(), Vec::new());
+    while let Some(request) = made.advance(&mut hash_ids) {
+        write_line(&mut lines, &request, &hash_ids);
+    }
+    lines
+}
+
+/// Seeds with which a published trace is played: one at every change, as many as `MIXFLEET_SIM_SEEDS` says at night.
+pub(crate) fn seeds() -> RangeInclusive<u64> {
+    let wanted = std::env::var("MIXFLEET_SIM_SEEDS");
+    1..=wanted.map_or(1, |count| count.parse().expect("MIXFLEET_SIM_SEEDS is a number of seeds"))
 }

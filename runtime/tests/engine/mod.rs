@@ -7,8 +7,6 @@ mod contained;
 mod cost_shape;
 mod events;
 mod exposed;
-#[path = "../fleet/mod.rs"]
-mod fleet;
 mod overlap;
 mod pinned;
 mod pulls;

@@ -1,0 +1,7 @@
+//! The CUDA backend from outside, without and with a device.
+
+mod absence;
+mod driver;
+mod emulated;
+mod emulator;
+mod nvrtc;

@@ -1,0 +1,5 @@
+//! The OpenCL backend from outside.
+
+mod absence;
+mod conformance;
+mod queue;

@@ -1,0 +1,6 @@
+//! The wgpu backend from outside.
+
+mod absence;
+mod conformance;
+mod conversions;
+mod queue;

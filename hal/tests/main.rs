@@ -1,0 +1,5 @@
+//! What the crate says from outside: its catalog and its predictions against published data.
+
+mod catalog_data;
+mod predict;
+mod published;

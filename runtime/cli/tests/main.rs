@@ -1,0 +1,19 @@
+//! The binary from outside.
+
+mod checkpoints;
+mod common;
+mod compare;
+mod connections;
+#[cfg(feature = "fleet")]
+mod deploy;
+#[cfg(feature = "fleet")]
+mod fleet;
+mod golden;
+mod house;
+mod serve;
+mod simulate;
+mod simulated;
+mod tiers;
+mod topo;
+mod trace;
+mod validate;

@@ -1,0 +1,16 @@
+//! The simulator from outside.
+
+mod capacity;
+mod classes;
+mod common;
+mod extremes;
+mod fleet_file;
+mod generated;
+mod overload;
+mod replicate;
+mod roles;
+mod simulate;
+mod stats;
+mod tiers;
+mod timeline;
+mod traces;

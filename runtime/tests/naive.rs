@@ -1,0 +1,203 @@
+//! The float64 forward pass that all devices are held to, held to another one that shares nothing with it but the tensors:
+//! one token at a time, from `config.json` as it is written.
+
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::model::{Checkpoint, Oracle};
+use serde_json::{Map, Value};
+use std::f64::consts::TAU;
+
+struct Naive<'a> {
+    config: &'a Map<String, Value>,
+    checkpoint: &'a Checkpoint,
+    /// By layer, a row for each token that was seen.
+    keys: Vec<Vec<Vec<f64>>>,
+    values: Vec<Vec<Vec<f64>>>,
+}
+
+impl<'a> Naive<'a> {
+    fn new(config: &'a Map<String, Value>, checkpoint: &'a Checkpoint) -> Self {
+        let layers = config["num_hidden_layers"].as_u64().unwrap() as usize;
+        Naive { config, checkpoint, keys: vec![Vec::new(); layers], values: vec![Vec::new(); layers] }
+    }
+
+    fn number(&self, field: &str) -> Option<f64> {
+        self.config.get(field).and_then(Value::as_f64)
+    }
+
+    fn count(&self, field: &str) -> usize {
+        self.number(field).unwrap_or_else(|| panic!("{field}")) as usize
+    }
+
+    fn says(&self, field: &str) -> bool {
+        self.config.get(field).and_then(Value::as_bool).unwrap_or(false)
+    }
+
+    fn is(&self, family: &str) -> bool {
+        self.config["model_type"] == family
+    }
+
+    fn heads(&self) -> usize {
+        self.count("num_attention_heads")
+    }
+
+    fn kv_heads(&self) -> usize {
+        self.number("num_key_value_heads").map_or(self.heads(), |heads| heads as usize)
+    }
+
+    fn head_dim(&self) -> usize {
+        self.number("head_dim").map_or(self.count("hidden_size") / self.heads(), |dim| dim as usize)
+    }
+
+    /// `weight x`, plus the bias where `biased`.
+    fn linear(&self, name: &str, x: &[f64], biased: bool) -> Vec<f64> {
+        let weight = self.checkpoint.values(&format!("{name}.weight")).unwrap();
+        let mut out = vec![0.0; weight.len() / x.len()];
+        for (row, sum) in out.iter_mut().enumerate() {
+            for (column, value) in x.iter().enumerate() {
+                *sum += weight[row * x.len() + column] * value;
+            }
+        }
+        if biased {
+            let bias = self.checkpoint.values(&format!("{name}.bias")).unwrap();
+            out.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+        }
+        out
+    }
+
+    /// Each piece as long as the weight is divided by its root mean square.
+    fn norm(&self, name: &str, x: &[f64]) -> Vec<f64> {
+        let weight = self.checkpoint.values(&format!("{name}.weight")).unwrap();
+        let eps = self.number("rms_norm_eps").unwrap();
+        let mut out = Vec::new();
+        for piece in x.chunks(weight.len()) {
+            let squares: f64 = piece.iter().map(|value| value * value).sum();
+            let root = (squares / piece.len() as f64 + eps).sqrt();
+            out.extend(piece.iter().zip(&weight).map(|(value, weight)| value / root * weight));
+        }
+        out
+    }
+
+    /// By how many radians pair `i` of a head turns with each position.
+    fn turn(&self, i: usize) -> f64 {
+        let nested = self.config.get("rope_parameters").or(self.config.get("rope_scaling"));
+        let rope = nested.and_then(Value::as_object).cloned().unwrap_or_default();
+        let given = rope.get("rope_theta").and_then(Value::as_f64).or(self.number("rope_theta"));
+        let plain = given.unwrap_or(10_000.0).powf(-2.0 * i as f64 / self.head_dim() as f64);
+        let of = |field: &str| rope[field].as_f64().unwrap();
+        match rope.get("rope_type").or(rope.get("type")).and_then(Value::as_str) {
+            None | Some("default") => plain,
+            Some("linear") => plain / of("factor"),
+            Some("llama3") => {
+                // turns within the context that the model was first trained on
+                let turns = of("original_max_position_embeddings") * plain / TAU;
+                let (low, high) = (of("low_freq_factor"), of("high_freq_factor"));
+                let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                plain * kept + plain / of("factor") * (1.0 - kept)
+            }
+            Some(other) => panic!("rope of type {other}"),
+        }
+    }
+
+    fn rotate(&self, x: &mut [f64], position: usize) {
+        let half = self.head_dim() / 2;
+        for head in x.chunks_mut(2 * half) {
+            for i in 0..half {
+                let (sin, cos) = (position as f64 * self.turn(i)).sin_cos();
+                let (a, b) = (head[i], head[half + i]);
+                head[i] = a * cos - b * sin;
+                head[half + i] = a * sin + b * cos;
+            }
+        }
+    }
+
+    /// How many tokens a layer looks back on, itself included.
+    fn window(&self, layer: usize) -> usize {
+        let slides = match self.config.get("layer_types") {
+            Some(types) => types[layer] == "sliding_attention",
+            None if self.is("mistral") => true,
+            None => self.says("use_sliding_window") && layer >= self.count("max_window_layers"),
+        };
+        if slides { self.number("sliding_window").map_or(usize::MAX, |w| w as usize) } else { usize::MAX }
+    }
+
+    fn attention(&mut self, layer: usize, x: &[f64]) -> Vec<f64> {
+        let (at, dim) = (format!("model.layers.{layer}.self_attn"), self.head_dim());
+        let all = self.says("attention_bias");
+        let biased = all || self.is("qwen2");
+        let [mut query, mut key, value] =
+            ["q_proj", "k_proj", "v_proj"].map(|part| self.linear(&format!("{at}.{part}"), x, biased));
+        if self.is("qwen3") {
+            query = self.norm(&format!("{at}.q_norm"), &query);
+            key = self.norm(&format!("{at}.k_norm"), &key);
+        }
+        let position = self.keys[layer].len();
+        self.rotate(&mut query, position);
+        self.rotate(&mut key, position);
+        self.keys[layer].push(key);
+        self.values[layer].push(value);
+        let first = (position + 1).saturating_sub(self.window(layer));
+        let group = self.heads() / self.kv_heads();
+        let mut out = Vec::new();
+        for (head, query) in query.chunks(dim).enumerate() {
+            let of_head = (head / group) * dim..(head / group + 1) * dim;
+            let score = |key: &Vec<f64>| {
+                let dot: f64 = key[of_head.clone()].iter().zip(query).map(|(k, q)| k * q).sum();
+                (dot / (dim as f64).sqrt()).exp()
+            };
+            let scores: Vec<f64> = self.keys[layer][first..].iter().map(score).collect();
+            let sum: f64 = scores.iter().sum();
+            out.extend(of_head.clone().map(|i| {
+                let values = self.values[layer][first..].iter();
+                values.zip(&scores).map(|(value, score)| value[i] * score / sum).sum::<f64>()
+            }));
+        }
+        self.linear(&format!("{at}.o_proj"), &out, all && !self.is("qwen2"))
+    }
+
+    /// Takes the next token and gives the logits after it.
+    fn step(&mut self, token: u32) -> Vec<f64> {
+        let hidden = self.count("hidden_size");
+        let embed = self.checkpoint.values("model.embed_tokens.weight").unwrap();
+        let mut x = embed[token as usize * hidden..][..hidden].to_vec();
+        for layer in 0..self.keys.len() {
+            let at = format!("model.layers.{layer}");
+            let normed = self.norm(&format!("{at}.input_layernorm"), &x);
+            let attended = self.attention(layer, &normed);
+            x.iter_mut().zip(attended).for_each(|(x, more)| *x += more);
+            let normed = self.norm(&format!("{at}.post_attention_layernorm"), &x);
+            let biased = self.says("mlp_bias");
+            let part = |part: &str, x: &[f64]| self.linear(&format!("{at}.mlp.{part}"), x, biased);
+            let (gate, up) = (part("gate_proj", &normed), part("up_proj", &normed));
+            let inner: Vec<f64> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+            x.iter_mut().zip(part("down_proj", &inner)).for_each(|(x, more)| *x += more);
+        }
+        let tied = self.says("tie_word_embeddings");
+        let head = if tied { "model.embed_tokens" } else { "lm_head" };
+        self.linear(head, &self.norm("model.norm", &x), false)
+    }
+}
+
+/// What the oracle's rope table in f32 may be off by within so few positions.
+const ERROR_MAX: f64 = 5e-5;
+
+#[test]
+fn the_oracle_agrees_with_a_naive_forward_pass_on_every_family() {
+    let mut compared = 0;
+    for (name, random) in tiny_variants() {
+        if name.contains("yarn") {
+            continue; // its table has tests of its own, by numbers of transformers
+        }
+        let checkpoint = random.load().unwrap();
+        let mut naive = Naive::new(&random.config, &checkpoint);
+        let tokens: Vec<u32> = (0..23).map(|i| (i * 11 + 5) % 256).collect();
+        let logits = Oracle::new(&checkpoint).logits(&tokens);
+        let vocab = checkpoint.config.vocab as usize;
+        for (at, &token) in tokens.iter().enumerate() {
+            let errors = naive.step(token).into_iter().zip(&logits[at * vocab..]).map(|(a, b)| (a - b).abs());
+            let error = errors.fold(0.0, f64::max);
+            assert!(error < ERROR_MAX, "{name}: logits after token {at} are off by {error:e}");
+        }
+        compared += 1;
+    }
+    assert_eq!(compared, 10);
+}

@@ -1,0 +1,5 @@
+//! The two machines and the cost model from outside.
+
+mod collective_data;
+mod fleet_run;
+mod models_data;
