@@ -1,4 +1,4 @@
-//! Puts one operation's operands on a device, runs it between guards, and takes the results out.
+//! Places one operation's operands on a device between guards, runs it, and reads the results.
 
 use crate::inputs::encoded;
 use mixfleet_hal::op::Extent;
@@ -7,19 +7,19 @@ use mixfleet_hal::{
 };
 use std::time::Duration;
 
-/// Least bytes of sentinels before and after every operand.
+/// Minimum size of the guards before and after every operand.
 const GUARD_BYTES: u64 = 256;
 
-/// Why there is no result.
+/// The reason for a missing result.
 #[derive(Debug)]
 pub(crate) enum Trouble {
-    /// The device does not claim to be able to.
+    /// The device does not claim support.
     Unsupported,
-    /// It could not be tried.
+    /// The case could not be tried.
     NotRun(String),
-    /// It was tried and went wrong.
+    /// The case was tried and went wrong.
     Failed(String),
-    /// It never ended: nothing more can be asked of the device.
+    /// The batch never completed; the device cannot be used any further.
     Hung(String),
     /// The device is gone.
     Lost(String),
@@ -36,7 +36,7 @@ impl From<Error> for Trouble {
     }
 }
 
-/// How commands reach the queue.
+/// How commands are submitted to the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SubmitMode {
     /// `submit`.
@@ -48,9 +48,9 @@ pub(crate) enum SubmitMode {
 /// The operands of a finished operation.
 #[derive(Debug)]
 pub(crate) struct Done {
-    /// Decoded, in order; a pool is `[slots, kv_heads, head_dim]`.
+    /// Decoded operands, in order; paged KV is `[slots, kv_heads, head_dim]`.
     pub(crate) operands: Vec<Vec<f64>>,
-    /// Raw bytes of the written operands (a pool's as gathered), for comparing bit by bit.
+    /// Raw bytes of the written operands (paged KV as gathered), for bitwise comparison.
     pub(crate) written: Vec<Vec<u8>>,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct Bench<'a> {
     pub(crate) timeout: Duration,
 }
 
-/// An operand in the middle of a larger allocation whose ends hold a pattern.
+/// An operand in the middle of a larger allocation whose ends hold a known pattern.
 struct Guarded {
     whole: Slice,
     inner: Slice,
@@ -77,7 +77,7 @@ impl Guarded {
         start..start + self.inner.bytes as usize
     }
 
-    /// The operand's bytes, after a look at the guards.
+    /// Returns the operand's bytes after checking the guards.
     fn read(&self, device: &dyn Device, operand: &Operand) -> Result<Vec<u8>, Trouble> {
         let mut now = vec![0; self.image.len()];
         device.read(&self.whole, &mut now)?;
@@ -101,16 +101,16 @@ impl Guarded {
     }
 }
 
-/// Slots of a logical pool that hold a token: those that are not NaN.
+/// Returns the slots of logical KV that hold a token, which are those that are not NaN.
 fn live_slots(pool: &[f64], width: usize) -> Vec<f64> {
     (0..pool.len() / width).filter(|slot| !pool[slot * width].is_nan()).map(|slot| slot as f64).collect()
 }
 
-/// What is needed to reach the contents of an operation's pools.
+/// What is needed to access the contents of an operation's paged KV.
 struct Pools {
-    /// Operand number of `k_pool`; `v_pool` follows.
+    /// Index of the operand `k_pool`; `v_pool` follows it.
     at: usize,
-    /// Elements of a slot.
+    /// Number of elements per slot.
     width: usize,
     live: Vec<f64>,
     scatter: OpSig,
@@ -136,7 +136,7 @@ impl Pools {
         Some(Pools { at, width, live, scatter, gather })
     }
 
-    /// The live slots' contents in the wire layout, `[tokens, 2, width]`.
+    /// Returns the live slots' contents in the wire layout, `[tokens, 2, width]`.
     fn wire(&self, operands: &[Vec<f64>]) -> Vec<f64> {
         let mut wire = Vec::with_capacity(self.live.len() * 2 * self.width);
         for &slot in &self.live {
@@ -147,7 +147,7 @@ impl Pools {
         wire
     }
 
-    /// Puts gathered contents back into the logical pools.
+    /// Writes gathered contents back into the logical KV.
     fn unwire(&self, wire: &[f64], operands: &mut [Vec<f64>]) {
         for (token, &slot) in wire.chunks(2 * self.width).zip(&self.live) {
             let at = slot as usize * self.width;
@@ -158,7 +158,7 @@ impl Pools {
 }
 
 impl Bench<'_> {
-    /// Runs `sig` on `operands` (decoded, pools logical) and returns what it left.
+    /// Runs `sig` on `operands` (decoded, paged KV logical) and returns the resulting operands.
     pub(crate) fn execute(
         &self,
         sig: &OpSig,
@@ -199,8 +199,8 @@ impl Bench<'_> {
         Ok(Done { operands: after, written })
     }
 
-    /// Puts a scatter of the pools' contents before the commands and a gather of them behind; returns
-    /// where the gather will put them.
+    /// Inserts a scatter of the KV contents before the commands and a gather after them, and returns where
+    /// the gather writes.
     fn surround(
         &self,
         pools: &Pools,
@@ -226,12 +226,12 @@ impl Bench<'_> {
         Ok(gathered)
     }
 
-    /// Allocates an operand between guards, at an offset that differs from operand to operand, and
-    /// writes `bytes` into it. An operand that is only written gets bits of NaN instead, which no result
-    /// has, and so does a pool: only operations may touch its contents.
+    /// Allocates an operand between guards, at an offset that varies between operands, and writes `bytes`
+    /// into it. Operands that are only written are filled with a NaN pattern that no result has. So is paged
+    /// KV, whose contents only operations may access.
     fn place(&self, operand: &Operand, bytes: &[u8], shift: u64) -> Result<Guarded, Trouble> {
         let limits = self.device.limits();
-        // alignments and element sizes are powers of two: the larger is a multiple of the other
+        // alignments and element sizes are powers of two, so the larger is a multiple of the other
         let align = limits.alignment_bytes.max(operand.dtype.size_bytes());
         let before = GUARD_BYTES.next_multiple_of(align) + shift % 3 * align;
         let total = before + bytes.len() as u64 + GUARD_BYTES;
@@ -251,7 +251,7 @@ impl Bench<'_> {
         Ok(Guarded { inner: whole.range(before, bytes.len() as u64), whole, image })
     }
 
-    /// Runs a batch to its end on a queue of its own.
+    /// Runs a batch to completion on a queue of its own.
     pub(crate) fn finish(&self, cmds: &[Cmd], way: SubmitMode) -> Result<(), Trouble> {
         let mut queue = self.device.queue()?;
         let ticket = match way {
@@ -271,7 +271,7 @@ impl Bench<'_> {
     }
 }
 
-/// Gives up a failed queue. One that hangs is leaked with its operands: to drop them may wait for it.
+/// Abandons a failed queue. A hanging one is leaked with its operands, since dropping them might block.
 fn abandon(queue: Box<dyn Queue>, cmds: &[Cmd], error: Error) -> Trouble {
     if error.kind == ErrorKind::Timeout {
         std::mem::forget((queue, cmds.to_vec()));

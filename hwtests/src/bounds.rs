@@ -1,45 +1,45 @@
-//! How far a correct device may be from the oracle, element by element, known before it runs.
+//! A-priori bounds on how far a correct device may deviate from the oracle, per element.
 //!
-//! Model: devices compute in f32 with relative error `u = 2^-24` per operation, in any order, fused or
-//! not, flushing results below the least normal f32 to zero, and round once to the output's dtype. A
-//! sum of n terms then errs by at most `gamma(n) * sum |terms|`, `gamma(n) = n u / (1 - n u)` (Higham
-//! 2002, section 3.1). Functions may err as OpenCL's full profile allows: exp 3 ulp, division 2.5 ulp,
-//! square root 3 ulp, with 1 ulp = 2u; the constants below round these up.
+//! Model: devices compute in f32 with relative error `u = 2^-24` per operation, in any order, fused or not,
+//! flushing results below the least normal f32 to zero, and round once to the output's dtype. A sum of n
+//! terms then errs by at most `gamma(n) * sum |terms|`, `gamma(n) = n u / (1 - n u)` (Higham 2002, section
+//! 3.1). Functions may err as OpenCL's full profile allows: exp 3 ulp, division 2.5 ulp, square root 3 ulp,
+//! with 1 ulp = 2u; the constants below round these up.
 
 use crate::oracle;
 use mixfleet_hal::{DType, OpSig, OperandAccess};
 
 /// Unit round-off of the arithmetic.
 const U: f64 = DType::F32.unit_roundoff();
-/// The least normal f32 (and bf16): what one flush to zero may lose.
+/// The smallest normal f32 (and bf16), which is what one flush to zero may lose.
 const FLUSH: f64 = f32::MIN_POSITIVE as f64;
-/// Relative error of an exponential whose argument is exact: 4 ulp.
+/// Relative error of an exponential with an exact argument: 4 ulp.
 const EXP: f64 = 8.0 * U;
 /// Relative error of a division or a square root: 3 ulp.
 const DIVIDE: f64 = 6.0 * U;
 
-/// Error of `n` roundings on the way of a term into a sum.
+/// Returns the error of `n` roundings of a term on its way into a sum.
 fn gamma(n: usize) -> f64 {
     let nu = n as f64 * U;
     nu / (1.0 - nu)
 }
 
-/// Adds the last rounding, of a value that already errs by `error`, to `dtype`.
+/// Adds the final rounding to `dtype` to the error of a value.
 fn rounded(dtype: DType, want: f64, error: f64) -> f64 {
-    // f16 keeps its subnormals (storage conversions do), so it loses half of the least one; the
-    // others may be flushed
+    // f16 keeps subnormals (storage conversions do), so it loses half of the smallest one; the others may be
+    // flushed
     let underflow = if dtype == DType::F16 { f64::powi(2.0, -25) } else { FLUSH };
     error + dtype.unit_roundoff() * (want.abs() + error) + underflow
 }
 
-/// Adds the rounding of a moved value: none between equal dtypes or to f32.
+/// Returns the rounding error of a moved value, which is zero between equal dtypes or to f32.
 fn moved(from: DType, to: DType, want: f64) -> f64 {
     if from == to || to == DType::F32 { 0.0 } else { rounded(to, want, 0.0) }
 }
 
-/// The bound for each element of each written operand of `sig`; `None` for operands that are only
-/// read. `before` and `want` are the operands before and after [`oracle::run`]. A bound of 0 demands
-/// the exact value.
+/// Returns the bound for each element of each written operand of `sig`, and `None` for operands that are only
+/// read. `before` and `want` are the operands before and after [`oracle::run`]. A bound of 0 requires the
+/// exact value.
 pub fn bounds(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Option<Vec<f64>>> {
     let mut written: Vec<Vec<f64>> = match *sig {
         OpSig::AttnPrefill { .. } => vec![prefill(sig, before, &want[6])],
@@ -62,7 +62,7 @@ pub fn bounds(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Option
         .collect()
 }
 
-/// Operations whose bound for element `i` needs no sum over keys.
+/// Returns the bound of element `i` for operations that need no sum over keys.
 fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
     match *sig {
         OpSig::Embed { table, out, .. } => moved(table, out, want),
@@ -122,7 +122,7 @@ fn gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
     want.iter().enumerate().map(bound).collect()
 }
 
-/// Error bounds of one head's un-normalised attention, and the exact sum.
+/// Error bounds of one head's un-normalised attention, with the exact sum.
 struct Attention {
     max_error: f64,
     sum: f64,
@@ -185,7 +185,8 @@ fn decode(sig: &OpSig, before: &[Vec<f64>]) -> Vec<Vec<f64>> {
     vec![acc, stat]
 }
 
-/// A quotient of erring numbers: `(acc_error + |out| sum_error) / (sum - sum_error)`, and the division.
+/// Bounds a quotient of inexact numbers: `(acc_error + |out| sum_error) / (sum - sum_error)`, plus the error
+/// of the division.
 fn prefill(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
     let OpSig::AttnPrefill { heads, head_dim, x, .. } = *sig else { unreachable!("called for attn_prefill") };
     let (heads, dim) = (heads as usize, head_dim as usize);

@@ -1,49 +1,50 @@
-//! What is tried: every operation, every combination of dtypes, and the shapes at which kernels break.
+//! The test cases: every operation, every combination of dtypes, and the shapes at which kernels tend to
+//! break.
 //!
-//! Dimensions are swept over 1, primes, and one below, at and above the tile sizes 8, 16, 32 and 64.
-//! Dtype combinations are crossed with a few shapes, and shapes with a few combinations; the full
-//! product would only repeat itself.
+//! Dimensions are swept over 1, primes, and one below, at and above the tile sizes 8, 16, 32 and 64. Dtype
+//! combinations are crossed with a few shapes, and shapes with a few combinations; the full product would
+//! only repeat itself.
 
 use crate::inputs;
 use mixfleet_hal::{DType, DeviceLimits, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
-/// How much is tried.
+/// How thorough a conformance run is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SuiteLevel {
-    /// Each operation and dtype combination, few shapes: seconds.
+    /// Each operation and dtype combination with a few shapes; takes seconds.
     Quick,
     /// All edge shapes.
     Full,
 }
 
-/// What the signature leaves open: how tokens are spread over sequences.
+/// How tokens are distributed over sequences, which the signature leaves open.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenSpread {
-    /// Nothing is open.
+    /// The signature determines everything.
     Even,
-    /// `AttnPrefill`: (new tokens, context) of each sequence.
+    /// For `AttnPrefill`: (new tokens, context) of each sequence.
     Queries(Vec<(u32, u32)>),
-    /// `AttnDecode`: (first, one past the last) key of each sequence.
+    /// For `AttnDecode`: (first, one past the last) key of each sequence.
     Ranges(Vec<(u32, u32)>),
 }
 
-/// One thing to try. Its operands follow from its fields.
+/// One test case, from whose fields the operands follow.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Case {
-    /// The operation.
+    /// The operation under test.
     pub sig: OpSig,
-    /// How tokens are spread over sequences.
+    /// How tokens are distributed over sequences.
     pub spread: TokenSpread,
-    /// Seed of the operands.
+    /// Seed of the random operands.
     pub seed: u64,
 }
 
 impl Case {
-    /// The operands, decoded, in the order of [`OpSig::operands`]; written ones hold NaN. KV pools are
-    /// `[slots, kv_heads, head_dim]`, with NaN in the slots that hold no token.
+    /// Returns the decoded operands in the order of [`OpSig::operands`]; written ones hold NaN. Paged KV is
+    /// `[slots, kv_heads, head_dim]`, with NaN in slots that hold no token.
     pub fn operands(&self) -> Vec<Vec<f64>> {
         inputs::operands(self)
     }
@@ -58,7 +59,7 @@ struct Builder {
     page_tokens: u32,
 }
 
-/// All cases of a level, for a device with these limits.
+/// Returns all cases of a level for a device with these limits.
 pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     let page_tokens = limits.kv_page_tokens.max(1);
     let mut b = Builder { cases: Vec::new(), full: level == SuiteLevel::Full, page_tokens };
@@ -72,7 +73,7 @@ pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     b.cases
 }
 
-/// Pairs of query and key that are visible in `AttnPrefill`.
+/// Counts the visible query-key pairs of `AttnPrefill`.
 fn pairs(spread: &[(u32, u32)], window: Option<u32>) -> u64 {
     let of = |&(queries, context): &(u32, u32)| {
         (context - queries..context).map(|p| u64::from((p + 1).min(window.unwrap_or(u32::MAX)))).sum::<u64>()
@@ -100,7 +101,7 @@ impl Builder {
         self.push(sig, TokenSpread::Even);
     }
 
-    /// `edges`, or a few of them on the quick level.
+    /// Returns `edges`, or a few of them at the quick level.
     fn sweep(&self) -> &'static [u32] {
         if self.full { &EDGES } else { &[1, 7, 33] }
     }
@@ -202,7 +203,7 @@ impl Builder {
         if self.full { &[8, 12, 16, 32, 64, 80, 128] } else { &[16, 80] }
     }
 
-    /// The device's own page size, and others that a peer may ask for.
+    /// Returns the device's preferred page size and others that a peer may use.
     fn page_sizes(&self) -> Vec<u32> {
         let mut sizes = if self.full { vec![self.page_tokens, 1, 5, 16, 32] } else { vec![self.page_tokens] };
         sizes.sort_unstable();
@@ -280,7 +281,7 @@ impl Builder {
                 }
             }
         }
-        // a window below, at and above the context, and at the edge of a page
+        // windows below, at and above the context, and at the edge of a page
         for window in [1, 2, p, 19, 20, 21] {
             self.attn_prefill(&[(20, 20), (3, 45), (1, 20)], SMALL, p, Some(window), own);
         }

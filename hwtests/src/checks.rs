@@ -1,4 +1,5 @@
-//! What a single operation cannot show: memory, order, recombination, and bad indices.
+//! Checks that involve more than a single operation: memory, ordering, recombination of attention, and bad
+//! indices.
 
 use crate::bench::{Bench, SubmitMode, Trouble};
 use crate::cases::{Case, TokenSpread};
@@ -9,10 +10,10 @@ use mixfleet_hal::random::{self, Stream};
 use mixfleet_hal::{BufferUsage, Cmd, DType, ErrorKind, OpSig, Slice};
 use std::sync::Arc;
 
-/// Runs; `Ok` holds the largest error as a share of what is allowed, where something is compared.
+/// A check, which returns the largest error as a share of its bound if it compares numbers.
 type Check = fn(&Bench<'_>) -> Result<Option<f64>, Trouble>;
 
-/// Every check by name.
+/// All checks by name.
 pub(crate) const ALL: [(&str, Check); 7] = [
     ("memory", memory),
     ("import", import),
@@ -31,7 +32,8 @@ fn fail<T>(reason: impl Into<String>) -> Result<T, Trouble> {
     Err(Trouble::Failed(reason.into()))
 }
 
-/// Bytes written are the bytes read, for every role, whole and in part, with the rest untouched.
+/// Data written is read back unchanged, for every buffer usage, in whole and in part, without touching the
+/// rest.
 fn memory(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     let device = bench.device;
     let align = device.limits().alignment_bytes.max(1);
@@ -65,16 +67,16 @@ fn memory(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     Ok(None)
 }
 
-/// Bytes are the same through memory that the device has pinned, in whole and in part, and when it no longer is.
+/// Copies through pinned memory are correct, in whole and in part, and still work after unpinning.
 fn through_pinned(bench: &Bench<'_>) -> Result<(), Trouble> {
     let device = bench.device;
-    // longer than what copies are commonly cut into
+    // longer than the chunks that copies are commonly split into
     const BYTES: u64 = (9 << 20) + 5;
     let near: Arc<dyn SharedMemory> = Arc::new(Paged::new(BYTES));
     let mut pinned = match device.pin(near.clone()) {
         Ok(Some(pinned)) => Some(pinned),
         Ok(None) => return Ok(()),
-        // a limit of this host's, not an error of the device's
+        // a limit of this host, not an error of the device
         Err(error) if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::OutOfMemory) => return Ok(()),
         Err(error) => return Err(error.into()),
     };
@@ -123,7 +125,7 @@ fn import(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     if got != want { fail("a copy out of imported memory got other bytes") } else { Ok(None) }
 }
 
-/// Commands of one queue see what the earlier ones wrote, across batches that nobody waited for.
+/// Commands of one queue see what earlier ones wrote, across batches that were not waited for.
 fn order(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     const BYTES: u64 = 4096;
     let device = bench.device;
@@ -152,7 +154,7 @@ fn order(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     Ok(None)
 }
 
-/// One part of an attention: which (sequence, head) rows it covers, and its command.
+/// One piece of an attention operation: its command and the (sequence, head) rows that it covers.
 struct Piece {
     rows: Vec<usize>,
     sig: OpSig,
@@ -164,9 +166,9 @@ const HEADS: usize = 6;
 const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 64;
 
-/// Cuts an attention into pieces, runs and merges them, and compares with the whole: within 1e-5 of
-/// the largest element of the row (single elements may cancel). Activations are f32, because a
-/// device may round its weights to them, relative to another maximum in each piece.
+/// Splits an attention operation into pieces, runs and merges them, and compares with the whole, within 1e-5
+/// of the largest element of the row (single elements may cancel). Activations are f32, because a device may
+/// round its weights to them, relative to a different maximum in each piece.
 fn partition(
     bench: &Bench<'_>,
     cut: fn(&OpSig, &[Vec<f64>], &mut Stream) -> Vec<Piece>,
@@ -204,7 +206,7 @@ fn partition(
     }
 }
 
-/// Runs the pieces, lays them into as many layers as some row has pieces, and merges those.
+/// Runs the pieces, arranges them in as many layers as any row has pieces, and merges those.
 fn merged(bench: &Bench<'_>, pieces: Vec<Piece>, rows: usize) -> Result<Vec<f64>, Trouble> {
     let mut layers = vec![0; rows];
     pieces.iter().flat_map(|piece| &piece.rows).for_each(|&row| layers[row] += 1);
@@ -232,7 +234,7 @@ fn merged(bench: &Bench<'_>, pieces: Vec<Piece>, rows: usize) -> Result<Vec<f64>
     Ok(checked(bench, &sig, &[acc, stat, out])?.done.operands.swap_remove(2))
 }
 
-/// An `AttnDecode` of other sequences, heads or ranges than `sig`, with results to be written.
+/// Returns an `AttnDecode` over other sequences, heads or ranges than `sig`, with its result operands.
 fn resized(
     sig: &OpSig,
     heads: usize,
@@ -259,7 +261,7 @@ fn resized(
     (sig, operands)
 }
 
-/// Five token ranges per sequence at random cuts; some are empty.
+/// Splits each sequence into five token ranges at random positions; some are empty.
 fn by_tokens(sig: &OpSig, operands: &[Vec<f64>], stream: &mut Stream) -> Vec<Piece> {
     const PARTS: usize = 5;
     let cuts: Vec<Vec<f64>> = operands[1]
@@ -280,7 +282,7 @@ fn by_tokens(sig: &OpSig, operands: &[Vec<f64>], stream: &mut Stream) -> Vec<Pie
     (0..PARTS).map(piece).collect()
 }
 
-/// One piece per KV head, each with a pool of its own.
+/// Splits by KV head, with separate KV for each piece.
 fn by_heads(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece> {
     let group = HEADS / KV_HEADS;
     let piece = |kv_head: usize| {
@@ -301,7 +303,7 @@ fn by_heads(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece> {
     (0..KV_HEADS).map(piece).collect()
 }
 
-/// One piece per sequence.
+/// Splits by sequence.
 fn by_requests(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece> {
     let piece = |s: usize| {
         let mut operands = operands.to_vec();
@@ -315,8 +317,7 @@ fn by_requests(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece>
     (0..CONTEXTS.len()).map(piece).collect()
 }
 
-/// An index that names nothing is an error, or reads and writes nothing that it should not; afterwards
-/// the device still works.
+/// An out-of-range index is an error or has no effect on other data, and the device still works afterwards.
 fn index_out_of_range(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     let floats = (DType::F32, DType::F32);
     let embed = OpSig::Embed { tokens: 2, vocab: 8, hidden: 16, table: floats.0, out: floats.1 };

@@ -16,24 +16,24 @@
 
 use std::fmt::Write as _;
 
-/// What a cell or a badge wants to say by its colour.
+/// The meaning of a cell's or badge's colour.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tone {
-    /// Nothing.
+    /// Neutral.
     #[default]
     Plain,
-    /// It is well.
+    /// Good.
     Good,
-    /// Look at it.
+    /// Worth a look.
     Warn,
-    /// It is wrong.
+    /// Bad.
     Bad,
-    /// It matters less: not tried, not there.
+    /// Less important, such as not tried or not present.
     Muted,
 }
 
 impl Tone {
-    /// The class in the style sheet.
+    /// Returns the CSS class.
     pub const fn class(self) -> &'static str {
         match self {
             Tone::Plain => "plain",
@@ -55,22 +55,22 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// Words.
+    /// Creates a cell of text.
     pub fn text(text: impl Into<String>) -> Cell {
         Cell { text: text.into(), tone: Tone::Plain, number: false, badge: false }
     }
 
-    /// A number, already formatted: aligned to the right, digits of equal width.
+    /// Creates a cell with a formatted number, right-aligned with tabular digits.
     pub fn number(text: impl Into<String>) -> Cell {
         Cell { number: true, ..Cell::text(text) }
     }
 
-    /// A word in a coloured pill.
+    /// Creates a cell with a coloured badge.
     pub fn badge(text: impl Into<String>, tone: Tone) -> Cell {
         Cell { tone, badge: true, ..Cell::text(text) }
     }
 
-    /// The same cell in another colour.
+    /// Returns the cell in another colour.
     pub fn tone(self, tone: Tone) -> Cell {
         Cell { tone, ..self }
     }
@@ -81,33 +81,33 @@ impl Cell {
 pub struct Html(String);
 
 impl Html {
-    /// Markup as it is: the caller has escaped what needs it.
+    /// Appends markup that the caller has escaped.
     pub fn raw(&mut self, markup: &str) {
         self.0.push_str(markup);
     }
 
-    /// A heading; `level` is 1 to 6, and the page's title has 1.
+    /// Appends a heading of level 1 to 6; level 1 is the page's title.
     pub fn heading(&mut self, level: u8, text: &str) {
         let level = level.clamp(1, 6);
         let _ = writeln!(self.0, "<h{level}>{}</h{level}>", escape(text));
     }
 
-    /// A paragraph of text.
+    /// Appends a paragraph of text.
     pub fn paragraph(&mut self, text: &str) {
         let _ = writeln!(self.0, "<p>{}</p>", escape(text));
     }
 
-    /// A highlighted paragraph.
+    /// Appends a highlighted paragraph.
     pub fn note(&mut self, tone: Tone, text: &str) {
         let _ = writeln!(self.0, "<p class=\"note {}\">{}</p>", tone.class(), escape(text));
     }
 
-    /// A coloured pill of its own.
+    /// Appends a coloured badge.
     pub fn badge(&mut self, tone: Tone, text: &str) {
         let _ = write!(self.0, "<span class=\"badge {}\">{}</span> ", tone.class(), escape(text));
     }
 
-    /// Large figures side by side: (label, value, remark).
+    /// Appends large figures side by side, as (label, value, remark).
     pub fn tiles(&mut self, tiles: &[(String, String, String)]) {
         self.0.push_str("<div class=\"tiles\">\n");
         for (label, value, remark) in tiles {
@@ -118,7 +118,7 @@ impl Html {
         self.0.push_str("</div>\n");
     }
 
-    /// Names and values in two columns.
+    /// Appends names and values in two columns.
     pub fn facts<N: AsRef<str>, V: AsRef<str>>(&mut self, facts: &[(N, V)]) {
         self.0.push_str("<dl>\n");
         for (name, value) in facts {
@@ -127,7 +127,7 @@ impl Html {
         self.0.push_str("</dl>\n");
     }
 
-    /// A table; a row may be shorter than the header.
+    /// Appends a table; rows may be shorter than the header.
     pub fn table(&mut self, header: &[&str], rows: &[Vec<Cell>]) {
         self.0.push_str("<div class=\"scroll\"><table>\n<thead><tr>");
         for (column, name) in header.iter().enumerate() {
@@ -154,30 +154,30 @@ impl Html {
         };
     }
 
-    /// Opens a part that the reader can fold; close it with [`Html::end_details`]. Print shows it open
-    /// only if it is `open`.
+    /// Opens a collapsible section, which [`Html::end_details`] closes. In print it is expanded only if
+    /// `open`.
     pub fn begin_details(&mut self, summary: &str, open: bool) {
         let open = if open { " open" } else { "" };
         let _ = writeln!(self.0, "<details{open}><summary>{}</summary>", escape(summary));
     }
 
-    /// Closes what [`Html::begin_details`] opened.
+    /// Closes the section opened by [`Html::begin_details`].
     pub fn end_details(&mut self) {
         self.0.push_str("</details>\n");
     }
 
-    /// A drawing with its caption. `svg` is markup.
+    /// Appends a drawing, whose `svg` is markup, with its caption.
     pub fn figure(&mut self, svg: &str, caption: &str) {
         let _ = writeln!(self.0, "<figure>{svg}<figcaption>{}</figcaption></figure>", escape(caption));
     }
 
-    /// The markup so far.
+    /// Returns the markup so far.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
-/// Text with the five characters replaced that mean something in markup and in attributes.
+/// Escapes the five characters that have a meaning in markup and attributes.
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -195,7 +195,7 @@ pub fn escape(text: &str) -> String {
     out
 }
 
-/// The whole document: `title` in the tab and on top, `subtitle` under it.
+/// Returns the whole document, with `title` in the tab and at the top, and `subtitle` below it.
 pub fn page(title: &str, subtitle: &str, body: &Html) -> String {
     let (title, subtitle, body) = (escape(title), escape(subtitle), body.as_str());
     format!(
@@ -208,7 +208,8 @@ pub fn page(title: &str, subtitle: &str, body: &Html) -> String {
     )
 }
 
-/// Colours of charts are `--s0` to `--s5`: distinct for red-green blindness too (after Okabe and Ito).
+/// Chart colours are `--s0` to `--s5`, which are distinguishable with red-green blindness too (after Okabe
+/// and Ito).
 const STYLE: &str = "\
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #60646c; --line: #d9dce1; --ground: #ffffff;
   --panel: #f6f7f9; --good: #18794e; --warn: #8a5a00; --bad: #c62a2f; --good-bg: #e3f5ec; --warn-bg: #fff3d6;

@@ -1,11 +1,11 @@
-//! Operands for a case: random values, indices that point at something, and page tables in disorder.
+//! Operands for a case: random values, valid indices, and shuffled page tables.
 
 use crate::cases::{Case, TokenSpread};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{DType, OpSig, Operand, OperandAccess};
 
-/// Pages of a pool that no sequence uses; they hold NaN, as memory that was never written may.
+/// Number of unused pages, which hold NaN as uninitialised memory might.
 const SPARE_PAGES: u32 = 2;
 
 /// Rounds every value to `dtype`.
@@ -13,7 +13,7 @@ pub(crate) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
     dtype.decode(&encoded(dtype, values))
 }
 
-/// The bytes of `values` in `dtype`.
+/// Encodes `values` in `dtype`.
 pub(crate) fn encoded(dtype: DType, values: &[f64]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(values.len() * dtype.size_bytes() as usize);
     values.iter().for_each(|&v| dtype.encode(v, &mut bytes));
@@ -40,11 +40,11 @@ pub(crate) fn operands(case: &Case) -> Vec<Vec<f64>> {
         .collect()
 }
 
-/// Standard normal values, with what an operation is known to trip over mixed in.
+/// Returns standard normal values mixed with ones that are known to break the operation.
 fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<f64> {
     let mut values: Vec<f64> = (0..n).map(|_| stream.next_normal()).collect();
     match (&case.sig, operand.name) {
-        // scores of a spread of some tens, so that maxima move and weights underflow
+        // scores spread over some tens, so that maxima move and weights underflow
         (OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. }, "q") => {
             values.iter_mut().for_each(|v| *v *= 3.0)
         }
@@ -54,7 +54,7 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
                 *v = [100.0, -100.0, 0.0, -30_000.0, -20.0][i / 5 % 5];
             }
         }
-        // angles of real tables, scaled as yarn does
+        // angles of real tables, scaled as YaRN does
         (OpSig::Rope { head_dim, .. }, "cos_sin") => {
             let (dim, half) = (*head_dim as usize, *head_dim as usize / 2);
             for row in values.chunks_mut(dim) {
@@ -77,7 +77,7 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
     values
 }
 
-/// Ties across the row, a NaN, and a row of -inf.
+/// Returns ties across the row, a NaN, and a row of -inf.
 fn argmax_rows(values: &mut [f64], cols: usize, stream: &mut Stream) {
     for (r, row) in values.chunks_mut(cols).enumerate() {
         let mut at = |row: &mut [f64], value| row[stream.below(cols as u64) as usize] = value;
@@ -95,7 +95,7 @@ fn argmax_rows(values: &mut [f64], cols: usize, stream: &mut Stream) {
     }
 }
 
-/// Parts of row 1 are all empty, of the others every third, but for the first.
+/// Whether a part is empty: all parts of row 1, and every third one of the others except the first.
 fn empty_part(part: usize, row: usize) -> bool {
     row == 1 || (part + row) % 3 == 2
 }
@@ -136,11 +136,11 @@ fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut S
     }
 }
 
-/// Where the tokens of a case live.
+/// Where the tokens of a case are stored.
 struct Pages {
-    /// Pages of the pool.
+    /// Number of pages.
     count: u32,
-    /// Page table, `[sequences, pages_max]`; entries past a sequence's context name a page of NaN.
+    /// Page table, `[sequences, pages_max]`; entries beyond a sequence's context refer to a page of NaN.
     table: Vec<f64>,
     /// Every slot that holds a token, in random order.
     slots: Vec<f64>,
@@ -183,7 +183,7 @@ impl Pages {
         Pages { count, table, slots }
     }
 
-    /// A pool with values in the slots that hold a token and NaN elsewhere.
+    /// Returns paged KV with values in the slots that hold a token and NaN elsewhere.
     fn pool(&self, sig: &OpSig, page_elements: u64, stream: &mut Stream) -> Vec<f64> {
         let (OpSig::AttnPrefill { page_tokens, .. }
         | OpSig::AttnDecode { page_tokens, .. }
@@ -202,7 +202,7 @@ impl Pages {
     }
 }
 
-/// 0 .. n in random order (Fisher and Yates).
+/// Returns 0 .. n in random order (Fisher-Yates).
 fn shuffled(n: u32, stream: &mut Stream) -> Vec<u32> {
     let mut items: Vec<u32> = (0..n).collect();
     for i in (1..items.len()).rev() {

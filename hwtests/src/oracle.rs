@@ -1,16 +1,15 @@
-//! What every operation means, in plain float64.
+//! The meaning of every operation, in plain float64.
 //!
-//! Operands come decoded, in the order of [`OpSig::operands`]; written ones are replaced by the exact
-//! result, not rounded to their dtype. A KV pool is the logical array `[slots, kv_heads, head_dim]`:
-//! how a device lays out its pages is its own affair. Nothing here is fast, and nothing here shares a
-//! line with a backend.
+//! Operands are decoded, in the order of [`OpSig::operands`]; written ones are replaced by the exact result,
+//! not rounded to their dtype. Paged KV is the logical array `[slots, kv_heads, head_dim]`, since the layout
+//! of pages is private to a device. Nothing here is fast, and no code is shared with any backend.
 
 use mixfleet_hal::OpSig;
 
-/// Replaces the written operands of `sig` by what they must hold.
+/// Replaces the written operands of `sig` by the correct results.
 ///
 /// # Errors
-/// When an index names no row, slot or page. Operands of the wrong length are the caller's bug.
+/// If an index is out of range. Operands of the wrong length are a bug in the caller.
 pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
     match (*sig, operands) {
         (OpSig::Embed { hidden, .. }, [ids, table, out]) => {
@@ -153,13 +152,13 @@ fn row_mut(table: &mut [f64], index: f64, width: usize) -> Result<&mut [f64], St
     table.get_mut(start..start + width).ok_or_else(|| format!("index {index} is not below {rows}"))
 }
 
-/// One query row of an attention operation, and the slots of the keys that it sees, in order.
+/// One query row of an attention operation, with the slots of the keys that it sees, in order.
 pub(crate) struct Query {
     pub(crate) row: usize,
     pub(crate) slots: Vec<usize>,
 }
 
-/// Who sees what: every query row of `AttnPrefill` or `AttnDecode`.
+/// Returns every query row of `AttnPrefill` or `AttnDecode`.
 pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, String> {
     let index = |operand: usize, at: usize| operands[operand][at] as usize;
     let queries = match *sig {
@@ -197,7 +196,8 @@ pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, 
     }
 }
 
-/// The operand number of an attention's `k_pool` (`v_pool` follows), and the elements of one slot.
+/// Returns the index of an attention operation's `k_pool` (`v_pool` follows) and the number of elements per
+/// slot.
 fn pool_and_width(sig: &OpSig) -> (usize, usize) {
     match *sig {
         OpSig::AttnPrefill { kv_heads, head_dim, .. } => (4, (kv_heads * head_dim) as usize),
@@ -206,7 +206,7 @@ fn pool_and_width(sig: &OpSig) -> (usize, usize) {
     }
 }
 
-/// Slots of a token range of sequence `s`, by its row of the page table.
+/// Returns the slots of a token range of sequence `s`, according to its row of the page table.
 fn slots(
     operands: &[Vec<f64>],
     (table, s, pages_max): (usize, usize, u32),
@@ -224,7 +224,7 @@ fn slots(
         .collect()
 }
 
-/// Attention of one head of one query over its keys, un-normalised.
+/// Un-normalised attention of one head of one query over its keys.
 pub(crate) struct Part {
     /// The largest score; -inf without keys.
     pub(crate) max: f64,
@@ -237,7 +237,7 @@ pub(crate) struct Part {
 /// The operands of one head of one query: `q`, and `(k, v)` of each key that it sees.
 pub(crate) type HeadView<'a> = (&'a [f64], Vec<(&'a [f64], &'a [f64])>);
 
-/// Picks one head of one query out of the operands.
+/// Selects one head of one query from the operands.
 pub(crate) fn head_view<'a>(
     sig: &OpSig,
     operands: &'a [Vec<f64>],
@@ -272,12 +272,12 @@ fn attend(sig: &OpSig, operands: &[Vec<f64>], query: &Query, head: usize) -> Par
     part
 }
 
-/// The factor that takes a part's sums from its own maximum to the common one.
+/// Returns the factor that rescales a part's sums from its own maximum to the common one.
 pub(crate) fn share(part_max: f64, max: f64) -> f64 {
     if part_max == f64::NEG_INFINITY { 0.0 } else { (part_max - max).exp() }
 }
 
-/// Common maximum and sum of row `r` over all parts of `stat [parts, rows, 2]`.
+/// Returns the common maximum and sum of row `r` over all parts of `stat [parts, rows, 2]`.
 pub(crate) fn merged_stat(stat: &[f64], parts: usize, rows: usize, r: usize) -> (f64, f64) {
     let of = |p: usize| (stat[(p * rows + r) * 2], stat[(p * rows + r) * 2 + 1]);
     let max = (0..parts).map(|p| of(p).0).fold(f64::NEG_INFINITY, f64::max);

@@ -1,4 +1,4 @@
-//! Host memory that a device may pin: it has an address, on a page of its own.
+//! Page-aligned host memory that a device can pin.
 
 use mixfleet_hal::memory::{Mapping, SharedMemory};
 use mixfleet_hal::{Error, Result};
@@ -7,15 +7,15 @@ use std::sync::{PoisonError, RwLock};
 
 const PAGE_BYTES: usize = 4096;
 
-/// Bytes of this process.
+/// Bytes owned by this process.
 pub(crate) struct Paged {
     memory: RwLock<Vec<u8>>,
-    /// Of the memory, without the rest of its first and its last page.
+    /// The range in use, which excludes the padding up to page boundaries.
     used: Range<usize>,
 }
 
 impl Paged {
-    /// `bytes` zero bytes.
+    /// Allocates `bytes` zero bytes.
     pub(crate) fn new(bytes: u64) -> Self {
         let pages = (bytes as usize).div_ceil(PAGE_BYTES);
         let memory = vec![0; (pages + 1) * PAGE_BYTES];

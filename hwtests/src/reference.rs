@@ -1,7 +1,7 @@
-//! A device that is nothing but the oracle over plain host memory: slow, safe and right.
+//! A device that runs the oracle over plain host memory: slow, safe and correct.
 //!
-//! It tests the suite without hardware, and it is the smallest complete example of a [`Device`]. Its
-//! pools are laid out `[slots, kv_heads, head_dim]`; work is done in `submit`, before it returns.
+//! It tests the suite without hardware, and it is the smallest complete example of a [`Device`]. Its paged KV
+//! is laid out as `[slots, kv_heads, head_dim]`; `submit` does all work before it returns.
 
 use crate::inputs::encoded;
 use crate::oracle;
@@ -15,7 +15,7 @@ use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes that a [`Memory`] owns, or borrows from the host.
+/// The bytes of a buffer, owned or borrowed from the host.
 #[derive(Debug)]
 enum Memory {
     Owned(Mutex<Vec<u8>>),
@@ -35,7 +35,7 @@ impl Buffer for Memory {
     }
 }
 
-/// A panic elsewhere leaves bytes that are as good as any.
+/// Plain bytes are valid even after a panic elsewhere.
 fn lock(bytes: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
     bytes.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -66,7 +66,7 @@ fn store(slice: &Slice, data: &[u8]) -> Result<()> {
     }
 }
 
-/// The reference device.
+/// A device that computes with the oracle.
 #[derive(Debug)]
 pub struct ReferenceDevice {
     info: DeviceInfo,
@@ -89,7 +89,7 @@ impl Default for ReferenceDevice {
 }
 
 impl ReferenceDevice {
-    /// A reference device under another id, for fleets of several.
+    /// Creates a reference device with another id, for fleets of several.
     pub fn named(id: &str) -> Self {
         let mut device = ReferenceDevice::default();
         device.info.id = id.to_owned();
@@ -157,7 +157,7 @@ impl Device for ReferenceDevice {
 }
 
 struct ReferenceQueue {
-    /// Time of each batch that is done; a ticket is an index into it.
+    /// Times of the completed batches, indexed by ticket.
     times: Vec<Seconds>,
     failed: Option<Error>,
 }
@@ -196,7 +196,7 @@ impl Queue for ReferenceQueue {
             self.times.push(Seconds(start.elapsed().as_secs_f64()));
             return Ok(Ticket(self.times.len() as u64 - 1));
         }
-        // not among the times: waiting for it tells the failure
+        // a ticket without a time, so that waiting for it reports the failure
         Ok(Ticket(self.times.len() as u64))
     }
 

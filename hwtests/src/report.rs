@@ -1,36 +1,36 @@
-//! What came of it.
+//! The results of a conformance run.
 
 use crate::cases::{Case, SuiteLevel};
 use mixfleet_hal::{DeviceInfo, OperandAccess};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// How one check ended. "Could not run" never reads as a pass.
+/// How one check ended; "could not run" never counts as a pass.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "status", rename_all = "kebab-case")]
 pub enum CheckOutcome {
-    /// Tried and right.
+    /// It was tried and is right.
     Pass,
-    /// Tried and wrong.
+    /// It was tried and is wrong.
     Fail {
         /// What was wrong, with the values.
         reason: String,
     },
-    /// The device says that it cannot, and need not.
+    /// The device does not claim support, and need not.
     Unsupported,
     /// It could not be tried.
     NotRun {
-        /// Why.
+        /// Why it could not be tried.
         reason: String,
     },
-    /// It was tried and there was no answer in time: nothing more can be asked of this device.
+    /// It was tried and did not complete in time; the device cannot be used any further.
     Timeout {
-        /// What was waited for.
+        /// What did not complete.
         reason: String,
     },
-    /// The device went away: nothing more can be asked of it.
+    /// The device went away and cannot be used any further.
     DeviceLost {
-        /// What it said.
+        /// The device's error message.
         reason: String,
     },
 }
@@ -44,7 +44,7 @@ impl CheckOutcome {
         )
     }
 
-    /// Why it is no pass, for people; empty for a pass.
+    /// Returns why it is not a pass, for display; empty for a pass.
     pub fn reason(&self) -> &str {
         match self {
             CheckOutcome::Pass => "",
@@ -56,7 +56,7 @@ impl CheckOutcome {
         }
     }
 
-    /// Whether nothing more can be asked of the device, as opened.
+    /// Whether the device cannot be used any further without reopening it.
     pub fn ends_the_device(&self) -> bool {
         matches!(self, CheckOutcome::Timeout { .. } | CheckOutcome::DeviceLost { .. })
     }
@@ -65,43 +65,43 @@ impl CheckOutcome {
 /// The result of one check.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CaseReport {
-    /// The operation's or the check's name.
+    /// Name of the operation or check.
     pub name: String,
-    /// The operation with its shape, spread and seed, to run it again.
+    /// The operation with its shape, distribution and seed, so that it can be repeated.
     pub case: Option<Case>,
-    /// How it ended.
+    /// The outcome.
     pub outcome: CheckOutcome,
-    /// The largest error as a share of its bound; above 1 fails. `None` where nothing was compared.
+    /// The largest error as a share of its bound, where above 1 fails; `None` if nothing was compared.
     pub ratio_max: Option<f64>,
-    /// Whether the first row came out bit by bit the same alone as in the batch. For information.
+    /// Whether the first row alone gives bitwise the same result as in the batch; for information only.
     pub batch_invariant: Option<bool>,
 }
 
-/// Counts of one operation or check.
+/// Counts for one operation or check.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CheckCounts {
-    /// Passed.
+    /// Number of passes.
     pub pass: u32,
-    /// Failed, hung or lost.
+    /// Number of failures, hangs and losses.
     pub fail: u32,
-    /// Declared unsupported.
+    /// Number declared unsupported.
     pub unsupported: u32,
-    /// Could not be tried.
+    /// Number that could not be tried.
     pub not_run: u32,
     /// The largest error as a share of its bound.
     pub ratio_max: f64,
-    /// The same among results in f32. Rounding to a narrow type takes all of its share of a bound; here
-    /// the arithmetic shows.
+    /// The largest error as a share of its bound among f32 results. Rounding to a narrow type uses up its
+    /// share of a bound, so only this shows the arithmetic.
     pub ratio_max_f32: f64,
-    /// How many rows came out the same alone, and of how many that were tried.
+    /// Number of rows with the same result alone as in a batch, and of rows tried.
     pub batch_invariant: (u32, u32),
 }
 
-/// The judgement over a report.
+/// The verdict of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SuiteVerdict {
-    /// Everything that the device claims was tried and is right, and it claims something.
+    /// Everything that the device claims, at least one thing, was tried and is right.
     Pass,
     /// Something is wrong.
     Fail,
@@ -114,11 +114,11 @@ pub enum SuiteVerdict {
 pub struct Report {
     /// Name and version of the document: [`Report::SCHEMA`].
     pub schema: String,
-    /// The device.
+    /// The device under test.
     pub device: DeviceInfo,
-    /// How much was tried.
+    /// How thorough the run was.
     pub level: SuiteLevel,
-    /// Every check, in order.
+    /// Results of all checks, in order.
     pub cases: Vec<CaseReport>,
 }
 
@@ -132,7 +132,7 @@ impl Report {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.conformance/1";
 
-    /// The judgement.
+    /// Returns the verdict.
     pub fn verdict(&self) -> SuiteVerdict {
         let any = |test: fn(&CheckOutcome) -> bool| self.cases.iter().any(|c| test(&c.outcome));
         if any(CheckOutcome::is_wrong) {
@@ -144,7 +144,7 @@ impl Report {
         }
     }
 
-    /// Counts and worst ratio by name.
+    /// Returns counts and worst ratios by name.
     pub fn summary(&self) -> BTreeMap<String, CheckCounts> {
         let mut by_name: BTreeMap<String, CheckCounts> = BTreeMap::new();
         for case in &self.cases {
@@ -172,7 +172,7 @@ impl Report {
 }
 
 impl std::fmt::Display for Report {
-    /// A table by operation, then every failure and everything that could not run.
+    /// Prints a table by operation, then every failure and everything that could not be tried.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(f, "{} ({}): {:?}", self.device.id, self.device.name, self.verdict())?;
         writeln!(

@@ -1,4 +1,4 @@
-//! Runs the cases and the checks on a device.
+//! Runs the conformance cases and checks on a device.
 
 use crate::bench::{Bench, Done, SubmitMode, Trouble};
 use crate::cases::{self, Case, SuiteLevel};
@@ -8,41 +8,41 @@ use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Device, DeviceLimits, OpSig};
 use std::time::Duration;
 
-/// What to run.
+/// What to run, and how.
 #[derive(Clone, Debug)]
 pub struct SuiteOptions {
-    /// How much is tried.
+    /// How thorough the run is.
     pub level: SuiteLevel,
-    /// After this long without an answer a device counts as hung, and nothing more is asked of it.
+    /// Time without an answer after which a device counts as hung and is not used any further.
     pub timeout: Duration,
-    /// Names of the operations and checks to run; empty = all.
+    /// Names of the operations and checks to run; empty means all.
     pub only: Vec<String>,
 }
 
 impl SuiteOptions {
-    /// All of `level`, with 30 s for each batch: some compile kernels on first use.
+    /// Selects all of `level`, with 30 s for each batch because some devices compile kernels on first use.
     pub fn new(level: SuiteLevel) -> Self {
         SuiteOptions { level, timeout: Duration::from_secs(30), only: Vec::new() }
     }
 }
 
-/// One thing to try: an operation's case, or a check by its name.
+/// One entry of the suite: a case of an operation, or a named check.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
-    /// The operation's or the check's name.
+    /// Name of the operation or check.
     pub name: &'static str,
-    /// The operation's case; a check has none.
+    /// The case of the operation; `None` for a check.
     pub case: Option<Case>,
 }
 
-/// Everything that a level tries on a device with these limits, in order.
+/// Returns everything that a level tries on a device with these limits, in order.
 pub fn entries(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Entry> {
     let cases = cases::cases(level, limits);
     let cases = cases.into_iter().map(|case| Entry { name: case.sig.name(), case: Some(case) });
     cases.chain(checks::ALL.iter().map(|&(name, _)| Entry { name, case: None })).collect()
 }
 
-/// Tries one thing. A batch without an answer after `timeout` counts as hung.
+/// Runs one entry; a batch that takes longer than `timeout` counts as hung.
 pub fn attempt(device: &dyn Device, entry: &Entry, timeout: Duration) -> CaseReport {
     let bench = Bench { device, timeout };
     let trial = match &entry.case {
@@ -58,7 +58,7 @@ pub fn attempt(device: &dyn Device, entry: &Entry, timeout: Duration) -> CaseRep
     trial.report(entry)
 }
 
-/// Tries `device` and says what came of it; `observe` sees each result as it comes.
+/// Runs the suite on `device`, passing each result to `observe` as it comes.
 pub fn run(device: &dyn Device, options: &SuiteOptions, observe: &mut dyn FnMut(&CaseReport)) -> Report {
     let mut report = Report {
         schema: Report::SCHEMA.to_owned(),
@@ -85,7 +85,7 @@ pub fn run(device: &dyn Device, options: &SuiteOptions, observe: &mut dyn FnMut(
     report
 }
 
-/// How one check went.
+/// The state of one check in progress.
 struct Trial {
     outcome: CheckOutcome,
     ratio_max: Option<f64>,
@@ -117,7 +117,7 @@ impl From<Trouble> for Trial {
     }
 }
 
-/// Runs a case, and its first row alone where its rows do not depend on each other.
+/// Runs a case, and its first row alone if its rows are independent.
 fn operation(bench: &Bench<'_>, case: &Case) -> Trial {
     let operands = case.operands();
     let checked = match checked(bench, &case.sig, &operands) {
@@ -146,8 +146,7 @@ pub(crate) struct Checked {
     pub(crate) ratio: f64,
 }
 
-/// Runs an operation twice, by submission and by replay: each must be within the bounds, and both
-/// must agree bit by bit.
+/// Runs an operation by submission and by replay; both results must be within the bounds and bitwise equal.
 pub(crate) fn checked(bench: &Bench<'_>, sig: &OpSig, operands: &[Vec<f64>]) -> Result<Checked, Trouble> {
     let done = bench.execute(sig, operands, SubmitMode::Submit)?;
     let mut want = operands.to_vec();
@@ -160,13 +159,13 @@ pub(crate) fn checked(bench: &Bench<'_>, sig: &OpSig, operands: &[Vec<f64>]) -> 
     Ok(Checked { done, ratio })
 }
 
-/// The largest error as a share of its bound, or the first element that is beyond it.
+/// Returns the largest error as a share of its bound, or the first element out of bounds.
 fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]) -> Result<f64, Trouble> {
     let (kinds, mut worst) = (sig.operands(), 0.0f64);
     for (o, bounds) in bounds::bounds(sig, before, want).into_iter().enumerate() {
         for (i, bound) in bounds.into_iter().flatten().enumerate() {
             let (got, want) = (got[o][i], want[o][i]);
-            // slots of a pool that hold no token are NaN, and nobody's concern
+            // slots of paged KV that hold no token are NaN and are not compared
             let dead = want.is_nan() && matches!(kinds[o].extent, Extent::PagesOf(_));
             let ratio = match (got - want).abs() / bound {
                 _ if got == want || dead => 0.0,
@@ -185,7 +184,7 @@ fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]
     Ok(worst)
 }
 
-/// The first row of an operation over independent rows, as an operation of its own.
+/// Extracts the first row of an operation over independent rows, as an operation of its own.
 fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>)> {
     let alone = match *sig {
         OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } if m > 1 => {
@@ -212,7 +211,7 @@ fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>
         }
         _ => return None,
     };
-    // an operand of the single row is a prefix of the batch's; a pool is whole
+    // an operand of the single row is a prefix of the batch's, except paged KV, which is whole
     let first = alone.operands().into_iter().zip(operands).map(|(operand, values)| match operand.extent {
         Extent::Exactly(n) => values[..n as usize].to_vec(),
         Extent::PagesOf(_) => values.clone(),

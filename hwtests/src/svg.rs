@@ -26,72 +26,72 @@ const COLOURS: usize = 6;
 /// How a curve is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mark {
-    /// A line alone.
+    /// A line without markers.
     Line,
-    /// Dots alone.
+    /// Markers without a line.
     Dots,
-    /// A line through dots.
+    /// A line with markers.
     Both,
 }
 
-/// One curve: a name and its (x, y).
+/// One curve of (x, y) points.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Series {
-    /// Stands in the legend.
+    /// Label in the legend.
     pub name: String,
-    /// Along x. What is not finite, and on a logarithmic axis what is not positive, is left out.
+    /// Points in ascending x; non-finite ones, and non-positive ones on a logarithmic axis, are left out.
     pub points: Vec<(f64, f64)>,
-    /// How it is drawn.
+    /// How the curve is drawn.
     pub mark: Mark,
 }
 
-/// How values lie on an axis.
+/// The scale of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// From 0 on, in equal steps.
+    /// Linear, starting at 0.
     Linear,
-    /// Logarithmic, ticks at powers of ten.
+    /// Logarithmic, with ticks at powers of ten.
     Decimal,
-    /// Logarithmic, ticks at powers of two.
+    /// Logarithmic, with ticks at powers of two.
     Binary,
 }
 
-/// An axis: what it shows, and in which unit (with a prefix as it needs; `""`: plain numbers).
+/// The label, unit and scale of an axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Axis {
-    /// What it shows.
+    /// Label of the axis.
     pub label: &'static str,
-    /// Its unit.
+    /// Unit, which gets an SI prefix as needed; `""` means plain numbers.
     pub unit: &'static str,
-    /// How values lie on it.
+    /// Scale of the axis.
     pub scale: Scale,
 }
 
 /// A named line across the chart.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Limit {
-    /// At this x.
+    /// A vertical line at this x.
     X(f64, &'static str),
-    /// At this y.
+    /// A horizontal line at this y.
     Y(f64, &'static str),
 }
 
-/// Curves on a pair of axes, with a legend at the right.
+/// Curves on a pair of axes, with a legend on the right.
 #[derive(Clone, Copy, Debug)]
 pub struct Chart<'a> {
-    /// To the right.
+    /// The horizontal axis.
     pub x: Axis,
-    /// Upwards.
+    /// The vertical axis.
     pub y: Axis,
-    /// The curves, with colours of their own.
+    /// The curves, each with its own colour.
     pub series: &'a [Series],
-    /// A curve under the others, without a colour of its own; may be empty.
+    /// A colourless curve below the others; may be empty.
     pub roof: &'a [(f64, f64)],
-    /// Lines across.
+    /// Lines across the chart.
     pub limits: &'a [Limit],
 }
 
-/// The values that an axis covers (their logarithms, unless linear), and where they lie in the drawing.
+/// The range of an axis (of logarithms unless linear) and its position in the drawing.
 struct Span {
     scale: Scale,
     low: f64,
@@ -101,7 +101,7 @@ struct Span {
 }
 
 impl Span {
-    /// Covers `values` with a little room; `None` without one that can be shown.
+    /// Covers `values` with a small margin; `None` if none can be shown.
     fn over(scale: Scale, values: impl Iterator<Item = f64>, from: f64, to: f64) -> Option<Span> {
         let (low, high) = values
             .filter(|&value| shows(scale, value))
@@ -124,7 +124,7 @@ impl Span {
         (self.low..=self.high).contains(&value)
     }
 
-    /// Round values inside, at most about eight.
+    /// Returns at most about eight round values inside.
     fn ticks(&self) -> Vec<f64> {
         let base: f64 = match self.scale {
             Scale::Linear => return self.linear_ticks(),
@@ -151,13 +151,13 @@ impl Span {
     }
 }
 
-/// Whether a value has a place on such an axis.
+/// Whether a value can be shown on such an axis.
 fn shows(scale: Scale, value: f64) -> bool {
     value.is_finite() && (value > 0.0 || (scale == Scale::Linear && value == 0.0))
 }
 
 impl Chart<'_> {
-    /// The drawing; empty if there is nothing to draw.
+    /// Renders the chart as SVG; empty if there is nothing to draw.
     pub fn svg(&self) -> String {
         let Chart { x, y, series, roof, limits } = *self;
         let shown: Vec<Vec<(f64, f64)>> = series.iter().map(|s| self.shown(&s.points)).collect();
@@ -190,7 +190,7 @@ impl Chart<'_> {
         points.iter().filter(inside).copied().collect()
     }
 
-    /// The `i`th curve, and its line of the legend.
+    /// Draws the `i`th curve and its legend entry.
     fn curve(
         &self,
         svg: &mut String,
@@ -209,7 +209,7 @@ impl Chart<'_> {
                  <title>{name}</title></polyline>"
             );
         }
-        // a lone point is no line
+        // a single point needs a marker
         let dots = if series.mark == Mark::Line && points.len() > 1 { &[] } else { points };
         for p in dots {
             let (cx, cy) = (horizontal.at(p.0), vertical.at(p.1));
@@ -240,7 +240,7 @@ fn path(points: &[(f64, f64)], horizontal: &Span, vertical: &Span) -> String {
     points.iter().map(place).collect::<Vec<_>>().join(" ")
 }
 
-/// A limit, where it is inside.
+/// Draws a limit if it lies inside.
 fn line(svg: &mut String, limit: Limit, horizontal: &Span, vertical: &Span) {
     let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
     let (at, name) = match limit {

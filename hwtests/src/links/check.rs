@@ -1,5 +1,6 @@
-//! What every transport must do, as far as whoever serves relies on it: bytes land where they should and nowhere
-//! else, both ways; what is out of bounds or forbidden is refused; after deregistration nothing lands.
+//! The requirements for every transport that serving relies on: bytes land where they should and nowhere
+//! else, in both directions; out-of-bounds or forbidden accesses are refused; after deregistration nothing
+//! lands.
 
 use super::pattern;
 use crate::validate::case::{CaseResult, CaseStatus};
@@ -9,25 +10,25 @@ use mixfleet_hal::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Makes memory that the transports of this host reach.
+/// Allocates memory that the transports of this host can access.
 pub type MakeMemory<'a> = dyn Fn(u64) -> Result<Arc<dyn SharedMemory>> + 'a;
 
-/// A host that needs longer for these small transfers is stuck.
+/// Timeout for these small transfers; a host that needs longer is stuck.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Of a region: some frames of TCP and slices of RDMA, and no multiple of a page.
+/// Size of a region: several TCP frames and RDMA slices, and not a multiple of a page.
 const BYTES: u64 = (3 << 20) + 123;
 
 /// The two ends of a transport, which may be one value.
 pub struct Ends<'a> {
-    /// Who registers.
+    /// The end that registers memory.
     pub owner: &'a dyn Transport,
-    /// Who connects.
+    /// The end that connects.
     pub user: &'a dyn Transport,
-    /// Makes memory for both.
+    /// Allocates memory for both.
     pub make: &'a MakeMemory<'a>,
 }
 
-/// A demand, and its name in reports.
+/// A requirement and its name in reports.
 type Demand = (&'static str, fn(&Ends<'_>) -> std::result::Result<(), String>);
 
 const DEMANDS: [Demand; 5] = [
@@ -38,12 +39,12 @@ const DEMANDS: [Demand; 5] = [
     ("fence", fence),
 ];
 
-/// The cases of a transport, as in `l4.tcp.reads`.
+/// Returns the cases of a transport, such as `l4.tcp.reads`.
 pub fn cases(group: &str) -> impl Iterator<Item = String> {
     DEMANDS.iter().map(move |(name, _)| format!("{group}.{name}"))
 }
 
-/// Runs the cases of `group` that `wanted` asks for.
+/// Runs the cases of `group` that `wanted` selects.
 pub fn run(ends: &Ends<'_>, group: &str, wanted: &dyn Fn(&str) -> bool, emit: &mut dyn FnMut(CaseResult)) {
     for (id, (_, demand)) in cases(group).zip(DEMANDS).filter(|(id, _)| wanted(id)) {
         emit(match demand(ends) {
@@ -53,7 +54,7 @@ pub fn run(ends: &Ends<'_>, group: &str, wanted: &dyn Fn(&str) -> bool, emit: &m
     }
 }
 
-/// A region of the owner's and a way to it.
+/// A region of the owner and a connection to it.
 struct Joined {
     near: Arc<dyn SharedMemory>,
     far: Arc<dyn SharedMemory>,
@@ -94,7 +95,7 @@ fn holds(memory: &dyn SharedMemory, expected: &[u8], what: &str) -> std::result:
     wrong.map_or(Ok(()), |at| Err(format!("{what}: byte {at} of {} is wrong", expected.len())))
 }
 
-/// Uneven pieces at odd places, that leave gaps at both ends.
+/// Returns pieces of different sizes at odd offsets, with gaps in both memories.
 fn pieces() -> Vec<Piece> {
     let lengths = [1, 4095, 4097, 65_536, 1_048_577, 7];
     let (mut local, mut remote, mut pieces) = (3, 5, Vec::new());
@@ -105,7 +106,7 @@ fn pieces() -> Vec<Piece> {
     pieces
 }
 
-/// `target` after `pieces` of `source` were copied there.
+/// Returns `target` after copying `pieces` of `source` to it.
 fn expected(mut target: Vec<u8>, source: &[u8], copies: impl Iterator<Item = (u64, u64, u64)>) -> Vec<u8> {
     for (from, to, bytes) in copies {
         let (from, to, bytes) = (from as usize, to as usize, bytes as usize);
@@ -134,7 +135,7 @@ fn reads(ends: &Ends<'_>) -> std::result::Result<(), String> {
     ends.owner.deregister(&joined.region).map_err(text)
 }
 
-/// Whether it was refused as `kind`.
+/// Checks that the call was refused with `kind`.
 fn refused(result: Result<()>, kind: ErrorKind, what: &str) -> std::result::Result<(), String> {
     match result {
         Ok(()) => Err(format!("{what} went through")),

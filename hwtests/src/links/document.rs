@@ -1,5 +1,5 @@
-//! `mixfleet.links/1`: what the links of a host, or between two hosts, do. Its JSON Schema is
-//! `docs/schema/links-1.json`. Added fields keep the version, so readers must ignore what they do not know.
+//! `mixfleet.links/1`: measurements of the links of a host or between two hosts. Its JSON Schema is
+//! `docs/schema/links-1.json`. Added fields keep the version, so readers must ignore unknown ones.
 
 use super::tool;
 use crate::profile::{Fact, Tool};
@@ -7,80 +7,80 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Measured links.
+/// Measurements of links.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(title = "mixfleet.links/1")]
 pub struct LinksDocument {
-    /// Name and version of the document: [`Document::SCHEMA`].
+    /// Name and version of the document schema: [`LinksDocument::SCHEMA`].
     pub schema: String,
-    /// What measured them.
+    /// The program that measured them.
     pub tool: Tool,
-    /// When it began, RFC 3339 in UTC.
+    /// Start time, RFC 3339 in UTC.
     pub measured_at: String,
-    /// Kernel, governor, load.
+    /// Conditions such as kernel, governor and load.
     pub conditions: Vec<Fact>,
-    /// Every link that was tried.
+    /// All links that were tried.
     pub links: Vec<MeasuredLink>,
-    /// Links that are not there to be tried.
+    /// Links that could not be tried.
     pub absent: Vec<Absence>,
 }
 
-/// One link, as it was tried. Without `problem` its data came back right before and after the times were taken.
+/// The results for one link. Without a `problem`, its data came back intact before and after the measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct MeasuredLink {
-    /// A transport's name, or `copy`.
+    /// Name of the transport, or `copy`.
     pub link: String,
-    /// The near memory.
+    /// Description of the near memory.
     pub from: String,
-    /// The far one.
+    /// Description of the far memory.
     pub to: String,
-    /// What the ends agreed on, such as RDMA's kind of address and MTU.
+    /// What the ends agreed on, such as the RDMA address kind and MTU.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub details: String,
-    /// Writes: from near to far.
+    /// Rates of writes, from near to far.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub there: Option<LinkRate>,
-    /// Reads: from far to near.
+    /// Rates of reads, from far to near.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub back: Option<LinkRate>,
-    /// Why there are no numbers: an error, or wrong data.
+    /// Why there are no numbers: an error or wrong data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
 
-/// One direction of a link.
+/// Rates in one direction of a link.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LinkRate {
-    /// Of 4 KiB, from the call to its completion.
+    /// Median latency of 4 KiB, from the call to its completion, in microseconds.
     pub latency_us_median: f64,
-    /// The least of them.
+    /// Minimum latency of 4 KiB in microseconds.
     pub latency_us_min: f64,
-    /// How many.
+    /// Number of latency measurements.
     pub latency_tries: usize,
-    /// Of long transfers.
+    /// Median rate of long transfers in bytes per second.
     pub bytes_per_s_median: f64,
-    /// Of the fastest of them.
+    /// Maximum rate of long transfers in bytes per second.
     pub bytes_per_s_max: f64,
-    /// Length of a long transfer.
+    /// Size of a long transfer in bytes.
     pub bytes: u64,
-    /// How many.
+    /// Number of long transfers.
     pub tries: usize,
 }
 
-/// A link that is not there.
+/// A link that could not be tried.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Absence {
-    /// Which.
+    /// Name of the link.
     pub link: String,
-    /// Why.
+    /// Why it could not be tried.
     pub reason: String,
 }
 
 impl LinksDocument {
-    /// The document's name and version.
+    /// Name and version of the document schema.
     pub const SCHEMA: &str = "mixfleet.links/1";
 
-    /// Without links yet.
+    /// Creates a document without links.
     pub fn new(measured_at: String, command: String, conditions: Vec<Fact>) -> Self {
         let (links, absent) = Default::default();
         LinksDocument {
@@ -93,7 +93,7 @@ impl LinksDocument {
         }
     }
 
-    /// The JSON Schema of this document, as in `docs/schema/links-1.json`.
+    /// Returns the JSON Schema of this document, as in `docs/schema/links-1.json`.
     pub fn json_schema() -> serde_json::Value {
         schemars::schema_for!(LinksDocument).to_value()
     }
@@ -104,7 +104,7 @@ fn bytes_per_s(rate: f64) -> String {
 }
 
 impl fmt::Display for LinksDocument {
-    /// A table: medians, both ways.
+    /// Prints a table of medians in both directions.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = |link: &MeasuredLink| format!("{} to {}", link.from, link.to);
         let width = self.links.iter().map(|link| place(link).len()).max().unwrap_or(0).max(4);

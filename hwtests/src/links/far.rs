@@ -1,4 +1,4 @@
-//! The other end of a link.
+//! The far end of a link.
 
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::transport::{Endpoint, Piece};
@@ -6,33 +6,33 @@ use mixfleet_hal::{BufferUsage, Device, Result, Slice};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Memory beyond a link, and the memory on this side that bytes go out of and come in to.
+/// Memory at the far end of a link, paired with the near memory that its transfers use.
 pub trait Far {
-    /// Length of the shorter of both.
+    /// Returns the length of the shorter of the two memories.
     fn bytes(&self) -> u64;
-    /// Puts `data` at the front of the near memory.
+    /// Copies `data` to the start of the near memory.
     ///
     /// # Errors
-    /// When it is longer.
+    /// If it is longer than the memory.
     fn load(&mut self, data: &[u8]) -> Result<()>;
-    /// Shows the first `bytes` of the near memory.
+    /// Calls `look` with the first `bytes` bytes of the near memory.
     ///
     /// # Errors
-    /// When it is shorter.
+    /// If the memory is shorter.
     fn show(&mut self, bytes: u64, look: &mut dyn FnMut(&[u8])) -> Result<()>;
-    /// Moves the first `bytes` there.
+    /// Transfers the first `bytes` bytes to the far end.
     ///
     /// # Errors
-    /// The link's.
+    /// Those of the link.
     fn put(&mut self, bytes: u64) -> Result<()>;
-    /// Moves the first `bytes` back.
+    /// Transfers the first `bytes` bytes back.
     ///
     /// # Errors
-    /// The link's.
+    /// Those of the link.
     fn get(&mut self, bytes: u64) -> Result<()>;
 }
 
-/// A registered region.
+/// A region registered with a transport.
 pub struct OverTransport {
     endpoint: Box<dyn Endpoint>,
     near: Arc<dyn SharedMemory>,
@@ -41,7 +41,8 @@ pub struct OverTransport {
 }
 
 impl OverTransport {
-    /// `endpoint` leads from `near` to a region of `far_bytes`; one transfer takes at most `timeout`.
+    /// Creates a far end from `endpoint`, which connects `near` to a region of `far_bytes` bytes; `timeout`
+    /// bounds one transfer.
     pub fn new(
         endpoint: Box<dyn Endpoint>,
         near: Arc<dyn SharedMemory>,
@@ -51,7 +52,7 @@ impl OverTransport {
         OverTransport { endpoint, near, far_bytes, timeout }
     }
 
-    /// What the way says of itself.
+    /// Returns the connection's details for operators.
     pub fn details(&self) -> String {
         self.endpoint.details()
     }
@@ -85,7 +86,7 @@ impl Far for OverTransport {
     }
 }
 
-/// A device's memory, through its own write and read.
+/// The memory of a device, accessed by its own write and read.
 pub struct OnDevice {
     device: Arc<dyn Device>,
     far: Slice,
@@ -94,19 +95,19 @@ pub struct OnDevice {
 }
 
 impl OnDevice {
-    /// Takes as much of the device's memory as `near` has.
+    /// Allocates as much device memory as `near` has.
     ///
     /// # Errors
-    /// When the device has less.
+    /// If the device has less.
     pub fn new(device: Arc<dyn Device>, near: Arc<dyn SharedMemory>) -> Result<Self> {
         let far = device.alloc(near.size_bytes(), BufferUsage::Kv)?;
         Ok(OnDevice { device, far, near, _pinned: None })
     }
 
-    /// With `near` pinned; none where that means nothing to the device.
+    /// Like `new`, but with `near` pinned; `None` if pinning means nothing to the device.
     ///
     /// # Errors
-    /// When the device has less, or may not pin it.
+    /// If the device has less memory, or cannot pin it.
     pub fn pinned(device: Arc<dyn Device>, near: Arc<dyn SharedMemory>) -> Result<Option<Self>> {
         let Some(pinned) = device.pin(near.clone())? else { return Ok(None) };
         Ok(Some(OnDevice { _pinned: Some(pinned), ..OnDevice::new(device, near)? }))

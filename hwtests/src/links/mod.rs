@@ -1,8 +1,9 @@
-//! Links between memories: whether they move bytes right, and how fast.
+//! Tests and measures links between memories.
 //!
-//! [`measure`] times one link both ways over a [`Far`] end, a transport's or a device's, and looks whether what
-//! comes back is what went out. [`check`] holds a transport to what every transport must do. The caller
-//! brings the transports; [`Document`] is what `mixfleet profile --links` prints.
+//! [`measure`] times one link in both directions over a [`Far`] end, which is a transport's or a device's,
+//! and verifies that data comes back intact. [`check`] tests a transport against the requirements for all
+//! transports. The caller provides the transports; [`LinksDocument`] is what `mixfleet profile --links`
+//! prints.
 
 pub mod check;
 mod document;
@@ -16,40 +17,40 @@ use mixfleet_hal::random;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::time::Instant;
 
-/// What a latency is measured with: a page, which every part of a KV hand-off is longer than.
+/// Transfer size for latency measurements: one page, which is shorter than any part of a KV hand-off.
 pub const SMALL_BYTES: u64 = 4096;
 
-/// How long and how often.
+/// How long and how often to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LinkEffort {
-    /// Bytes of a long transfer.
+    /// Size of a long transfer in bytes.
     pub large_bytes: u64,
-    /// Long transfers each way, at least.
+    /// Minimum number of long transfers per direction.
     pub tries_min: usize,
-    /// Goes on with tries for so many seconds each way, at each length, up to [`TRIES_MAX`].
+    /// Seconds of further transfers per direction and size, up to [`TRIES_MAX`] transfers.
     pub seconds: f64,
 }
 
-/// Tries of one length, one way.
+/// Maximum number of transfers per size and direction.
 pub const TRIES_MAX: usize = 1000;
 
 impl Default for LinkEffort {
-    /// 16 MiB, beyond most second-level caches, half a second each way and length.
+    /// Uses 16 MiB, which exceeds most second-level caches, and half a second per direction and size.
     fn default() -> Self {
         LinkEffort { large_bytes: 16 << 20, tries_min: 5, seconds: 0.5 }
     }
 }
 
-/// Bytes of which every 8 tell their place and `seed`.
+/// Returns bytes in which every group of 8 encodes its position and `seed`.
 pub(crate) fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     let words = (0..bytes.div_ceil(8)).flat_map(|at| random::bits(seed, at).to_le_bytes());
     words.take(bytes as usize).collect()
 }
 
-/// Whether what goes out comes back, byte by byte. The near memory is overwritten in between.
+/// Checks that data sent to the far end comes back byte for byte, overwriting the near memory in between.
 ///
 /// # Errors
-/// The link's; `Other` with the first wrong byte.
+/// Those of the link; `Other` with the first wrong byte.
 pub fn round_trip(far: &mut dyn Far, bytes: u64, seed: u64) -> Result<()> {
     let sent = pattern(bytes, seed);
     far.load(&sent)?;
@@ -64,10 +65,10 @@ pub fn round_trip(far: &mut dyn Far, bytes: u64, seed: u64) -> Result<()> {
     }
 }
 
-/// Times the link to `far` both ways, after a round trip of the long length was right, and before another.
+/// Times the link to `far` in both directions, between two successful round trips of the long size.
 ///
 /// # Errors
-/// The link's, and those of [`round_trip`].
+/// Those of the link and of [`round_trip`].
 pub fn measure(far: &mut dyn Far, effort: &LinkEffort) -> Result<[LinkRate; 2]> {
     let bytes = effort.large_bytes.min(far.bytes());
     round_trip(far, bytes, 1)?;
@@ -96,7 +97,7 @@ fn rate(
     })
 }
 
-/// Sorted times of transfers of `bytes`; the first, which warms up, is not among them.
+/// Returns the sorted times of transfers of `bytes` bytes, excluding the first one as a warm-up.
 fn seconds(effort: &LinkEffort, bytes: u64, transfer: &mut dyn FnMut(u64) -> Result<()>) -> Result<Vec<f64>> {
     transfer(bytes)?;
     let (begin, mut times) = (Instant::now(), Vec::new());
@@ -112,7 +113,7 @@ fn seconds(effort: &LinkEffort, bytes: u64, transfer: &mut dyn FnMut(u64) -> Res
     Ok(times)
 }
 
-/// What made a document.
+/// Returns the description of the program that made a document.
 pub(crate) fn tool(command: String) -> Tool {
     Tool { name: "mixfleet".into(), version: env!("CARGO_PKG_VERSION").into(), command }
 }

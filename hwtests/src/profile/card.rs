@@ -1,4 +1,4 @@
-//! A profile on half a screen.
+//! A profile as a card for the terminal.
 
 use super::document::{Flag, ProfileDocument, ReachedRate, Unit};
 use super::text::{bar, gibibytes, scaled};
@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 const BAR: usize = 20;
 
-/// The card: name, bars for compute, bandwidth and links, and what a dollar buys beside them.
+/// Renders the card: name, bars for compute, bandwidth and links, and what a dollar buys.
 pub fn card(document: &ProfileDocument) -> String {
     let mut card = Card { document, out: String::new() };
     card.head();
@@ -32,7 +32,7 @@ impl Card<'_> {
     fn head(&mut self) {
         let d = &self.document.device;
         let (memory, day) = (gibibytes(d.memory_bytes), self.document.measured_at.get(..10).unwrap_or(""));
-        // a backend that cannot know says 0
+        // 0 means that the backend cannot know
         let units = if d.compute_units == 0 { String::new() } else { format!("{} units, ", d.compute_units) };
         let _ = writeln!(self.out, "  {}, {units}{memory} ({})", d.name, d.id);
         let s = &self.document.summary;
@@ -54,7 +54,7 @@ impl Card<'_> {
         self.line("measured", format!("{day} {text}").trim_start());
     }
 
-    /// A rate with its bar, and what it is per dollar.
+    /// Renders a rate with its bar, and the rate per dollar.
     fn bar_line(&mut self, label: &str, what: &str, reached: &ReachedRate, best: f64, unit: Unit) {
         let name = match unit {
             Unit::Flop => "FLOP/s",
@@ -69,7 +69,7 @@ impl Card<'_> {
         self.line(label, &format!("{what:<7}{rate:>14}  |{bar}|{per_dollar}{doubt}"));
     }
 
-    /// How widely the samples behind a number spread, if that is too much to trust it.
+    /// Returns the spread of the samples behind a number, if it is too wide to trust.
     fn doubt(&self, reached: &ReachedRate) -> String {
         let noisy = self.document.point(&reached.point).filter(|point| point.flags.contains(&Flag::Noisy));
         let spread = noisy.and_then(|point| point.seconds.as_ref());

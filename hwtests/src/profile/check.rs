@@ -1,5 +1,5 @@
-//! No number without a right result: conformance of each class of operations, and a look at single
-//! elements of the very products that were timed.
+//! Verifies before timing: conformance of each class of operations, and spot checks of the very products that
+//! were timed.
 
 use super::document::Check;
 use crate::cases::{Case, SuiteLevel, TokenSpread};
@@ -11,26 +11,26 @@ use mixfleet_hal::{Cmd, DType, Device, OpSig, Slice};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Cases of a class that are tried.
+/// Maximum number of cases tried per class.
 const CASES_MAX: usize = 6;
-/// Elements of a product that are compared.
+/// Number of elements of a product to compare.
 const SPOTS: usize = 6;
 
-/// Classes already checked.
+/// The classes checked so far.
 #[derive(Debug, Default)]
 pub(crate) struct Checks {
     by_class: BTreeMap<String, Check>,
 }
 
-/// Operation and dtypes: what decides which kernels run.
+/// Returns the operation and dtypes, which decide what kernels run.
 pub(crate) fn class(sig: &OpSig) -> String {
     let dtypes: Vec<&str> = sig.operands().iter().map(|operand| operand.dtype.name()).collect();
     format!("{}({})", sig.name(), dtypes.join(","))
 }
 
 impl Checks {
-    /// Whether operations like `sig` are right on `device`; tried at most once for each class. `Err` says
-    /// what is wrong.
+    /// Checks at most once per class that operations like `sig` are right on `device`. `Err` says what is
+    /// wrong.
     pub(crate) fn require(
         &mut self,
         device: &dyn Device,
@@ -76,7 +76,7 @@ fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> 
     result
 }
 
-/// What is wrong with a case, by its name and shape.
+/// Describes what is wrong with a case.
 fn in_words(entry: &Entry, outcome: &CheckOutcome) -> String {
     let name = entry.case.as_ref().map_or_else(|| entry.name.to_owned(), ids::of);
     format!("{name}: {}", outcome.reason())
@@ -86,7 +86,7 @@ fn needs_spread(sig: &OpSig) -> bool {
     matches!(sig, OpSig::AttnDecode { .. } | OpSig::AttnPrefill { .. })
 }
 
-/// The same kind of operation, small enough for the oracle and large enough for blocked kernels.
+/// Returns the same kind of operation, small enough for the oracle and large enough for blocked kernels.
 fn shrunk(sig: &OpSig) -> OpSig {
     match *sig {
         OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
@@ -113,9 +113,9 @@ fn shrunk(sig: &OpSig) -> OpSig {
     }
 }
 
-/// Compares some elements of the product that `cmd` has just left with the float64 dot product of the row
-/// and the column that made them: large shapes run kernels that no conformance case reaches. `Err` names
-/// the first that is off by more than any order of f32 sums allows (`bounds`), or a failed read.
+/// Compares some elements of the product that `cmd` has just computed with the float64 dot product, since
+/// large shapes run kernels that no conformance case reaches. `Err` names the first element that is further
+/// off than any order of f32 sums allows (`bounds`), or a failed read.
 pub(crate) fn spot(device: &dyn Device, cmd: &Cmd) -> Result<(), String> {
     let OpSig::Gemm { m, n, k, x, weight, out, bias: false, accumulate: false } = *cmd.sig() else {
         return Ok(());
@@ -132,7 +132,7 @@ pub(crate) fn spot(device: &dyn Device, cmd: &Cmd) -> Result<(), String> {
     };
     let mut stream = Stream::new(u64::from(m) << 40 ^ u64::from(n) << 20 ^ u64::from(k));
     for spot in 0..SPOTS {
-        // the last element too: what lies behind the last whole tile
+        // always including the last element, behind the last whole tile
         let last = spot == 0;
         let r = if last { m - 1 } else { stream.below(u64::from(m)) as u32 };
         let c = if last { n - 1 } else { stream.below(u64::from(n)) as u32 };
@@ -197,7 +197,7 @@ mod tests {
         let ticket = queue.submit(std::slice::from_ref(&cmd)).unwrap();
         queue.wait(ticket, TIMEOUT).unwrap();
         spot(&device, &cmd).unwrap();
-        // the last element of bf16, one ulp up
+        // the last bf16 element, one ulp up
         let out = &cmd.args()[2];
         let last = out.range(out.bytes - 2, 2);
         let mut bytes = [0; 2];

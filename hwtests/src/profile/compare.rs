@@ -1,4 +1,4 @@
-//! Two profiles, point by point, with the samples' spread taken into account.
+//! Compares two profiles point by point, taking the spread of the samples into account.
 
 use super::control::drift;
 use super::document::{PointResult, ProfileDocument};
@@ -9,80 +9,80 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
-/// What two measurements of one point say.
+/// The verdict on two measurements of one point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ComparisonVerdict {
-    /// The second is faster by more than both spread.
+    /// The second is faster, beyond the spread of both.
     Faster,
-    /// The second is slower by more than both spread.
+    /// The second is slower, beyond the spread of both.
     Slower,
-    /// No difference that the spread does not explain.
+    /// The spread explains the difference.
     Same,
-    /// A difference, but the controls beside the two measurements differ as much.
+    /// They differ, but so do the control measurements next to them.
     Drifted,
 }
 
-/// Differences below this are never called one: clocks and alignment differ by as much between runs.
+/// Smallest difference that counts: clocks and alignment vary by as much between runs.
 const LEAST: f64 = 0.03;
 
-/// One point of both.
+/// One point measured in both profiles.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PointPair {
-    /// Its name.
+    /// Name of the point.
     pub id: String,
     /// Median seconds of the first.
     pub a_s: f64,
     /// Median seconds of the second.
     pub b_s: f64,
-    /// Speed of the second over the first: above 1 is faster.
+    /// Speed of the second over the first; above 1 is faster.
     pub ratio: f64,
-    /// The same per dollar, where both have a price.
+    /// The speed ratio per dollar, if both have a price.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ratio_per_dollar: Option<f64>,
-    /// Ratios between 1 - this and 1 + this are noise.
+    /// Noise, as a share: ratios between 1 - noise and 1 + noise mean nothing.
     pub noise: f64,
-    /// By how much the controls beside the two measurements differ, as a share.
+    /// Difference, as a share, between the controls next to the two measurements.
     pub drift: f64,
-    /// The judgement.
+    /// The verdict.
     pub verdict: ComparisonVerdict,
 }
 
 /// Two profiles side by side.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Comparison {
-    /// Name and version: [`Comparison::SCHEMA`].
+    /// Name and version of the document schema: [`Comparison::SCHEMA`].
     pub schema: String,
-    /// The first device.
+    /// Name of the first device.
     pub a: String,
-    /// The second device.
+    /// Name of the second device.
     pub b: String,
-    /// Whether their fingerprints are equal: the same part, driver and kernels.
+    /// Whether the fingerprints are equal: same part, driver and kernels.
     pub same_fingerprint: bool,
-    /// Points that both have, in the order of the first.
+    /// Points measured in both, in the order of the first.
     pub points: Vec<PointPair>,
-    /// Measured in the first only.
+    /// Names of points measured only in the first.
     pub only_a: Vec<String>,
-    /// Measured in the second only.
+    /// Names of points measured only in the second.
     pub only_b: Vec<String>,
-    /// Geometric mean of the ratios by part of the profile.
+    /// Geometric mean of the ratios by group.
     pub groups: Vec<GroupRatio>,
 }
 
-/// A part of the profile in one number.
+/// A group of points, summarised.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct GroupRatio {
-    /// The part.
+    /// Name of the group.
     pub group: String,
-    /// Points in it.
+    /// Number of points in the group.
     pub points: u32,
-    /// Of them: faster in the second.
+    /// Number of points that are faster in the second.
     pub faster: u32,
-    /// Slower.
+    /// Number of points that are slower in the second.
     pub slower: u32,
-    /// Different, but so are the controls.
+    /// Number of points that differ, but so do the controls.
     pub drifted: u32,
-    /// Within 5 % of each other, whatever the verdict.
+    /// Number of points within 5 % of each other, whatever the verdict.
     pub within_5_percent: u32,
     /// Geometric mean of the ratios.
     pub ratio: f64,
@@ -130,7 +130,7 @@ impl Comparison {
         }
     }
 
-    /// Points of the second that are slower than `ratio` times the first, beyond noise.
+    /// Returns the points of the second that are slower than `ratio` times the first, beyond noise.
     pub fn below(&self, ratio: f64) -> Vec<&PointPair> {
         self.points.iter().filter(|p| p.verdict == ComparisonVerdict::Slower && p.ratio < ratio).collect()
     }
@@ -152,7 +152,7 @@ impl GroupRatio {
     }
 }
 
-/// Half of the range that holds nine tenths of the samples, as a share of the median.
+/// Returns half the width of the central nine tenths of the samples, as a share of the median.
 fn spread(stats: &SampleStats) -> f64 {
     (stats.p95 - stats.p5) / 2.0 / stats.median
 }
@@ -167,7 +167,7 @@ fn pair(
         return None;
     }
     let ratio = a.median / b.median;
-    // independent errors add as squares
+    // independent errors add in squares
     let noise = spread(a).hypot(spread(b)).max(LEAST);
     let beyond = |margin: f64| ratio > 1.0 + margin || ratio < 1.0 / (1.0 + margin);
     let verdict = match ratio {
@@ -190,7 +190,7 @@ fn pair(
 }
 
 impl std::fmt::Display for Comparison {
-    /// A summary by part, then every point with a difference.
+    /// Prints a summary by group, then every point with a difference.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(f, "  a: {}\n  b: {}", self.a, self.b)?;
         if !self.same_fingerprint {

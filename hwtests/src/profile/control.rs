@@ -1,5 +1,5 @@
-//! Two works that are measured again and again through a profile: what changes between two readings is not the
-//! part's doing but its clock's, its neighbours' or its host's.
+//! Control measurements that are repeated throughout a profile: changes between readings stem from clocks,
+//! neighbours or the host, not from the part.
 
 use super::Problem;
 use super::document::ProfileDocument;
@@ -10,34 +10,34 @@ use mixfleet_hal::{DType, OpSig, Support};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Rows, columns and depth of the arithmetic.
+/// Rows, columns and depth of the product.
 const PRODUCT: (u32, u32, u32) = (128, 512, 512);
-/// Rows and length of what is read: 8 MiB in bf16, from memory that no cache holds.
+/// Rows and length of the memory read: 8 MiB in bf16 that no cache holds.
 const READ: (u32, u32) = (4096, 1024);
 const EFFORT: SampleBudget = SampleBudget { samples_min: 3, samples_max: 5, seconds: 0.05 };
 
-/// One reading.
+/// One reading of the controls.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Control {
-    /// When, in seconds since the profile began.
+    /// Time of the reading, in seconds since the profile began.
     pub at_s: f64,
-    /// Time of the arithmetic, if the device has it.
+    /// Seconds that the arithmetic took, if the device supports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute_s: Option<f64>,
-    /// Time of the read, if the device has it.
+    /// Seconds that the read took, if the device supports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_s: Option<f64>,
 }
 
 impl Bench<'_> {
-    /// Reads both.
+    /// Takes a reading.
     pub(crate) fn control(&mut self, at_s: f64) -> Result<Control, Problem> {
         let products = loads_of(PRODUCT, false);
         let reads = [DType::Bf16, DType::F16, DType::F32].map(|x| gemm(x, (1, READ.0, READ.1), false, false));
         Ok(Control { at_s, compute_s: self.reading(&products)?, read_s: self.reading(&reads)? })
     }
 
-    /// Median time of the first that the device has; none is no reason to stop.
+    /// Returns the median time of the first operation that the device supports, if any.
     fn reading(&mut self, sigs: &[OpSig]) -> Result<Option<f64>, Problem> {
         let Some(sig) = sigs.iter().find(|sig| self.device.support(sig) != Support::No) else {
             return Ok(None);
@@ -53,8 +53,9 @@ impl Bench<'_> {
     }
 }
 
-/// By how much the readings around `at_a` of one profile differ from those around `at_b` of another, as a share:
-/// what a difference between two points measured then may owe to the surroundings. 0 without readings.
+/// Returns how much the readings around `at_a` of one profile differ from those around `at_b` of another, as
+/// a share. A difference between points measured at these times may be due to the surroundings by as much. 0
+/// without readings.
 pub(crate) fn drift((a, at_a): (&ProfileDocument, f64), (b, at_b): (&ProfileDocument, f64)) -> f64 {
     let (of_a, of_b) = (around(&a.controls, at_a), around(&b.controls, at_b));
     let mut most = 0.0f64;
@@ -69,7 +70,7 @@ pub(crate) fn drift((a, at_a): (&ProfileDocument, f64), (b, at_b): (&ProfileDocu
     most
 }
 
-/// The last reading before `at_s` and the first after it.
+/// Returns the last reading before `at_s` and the first one after it.
 fn around(controls: &[Control], at_s: f64) -> Vec<Control> {
     let before = controls.iter().rev().find(|control| control.at_s <= at_s);
     let after = controls.iter().find(|control| control.at_s > at_s);

@@ -12,51 +12,51 @@ use mixfleet_hal::{Device, DeviceKind, OpSig};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// A measured device.
+/// The measurements of one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(title = "mixfleet.profile/1")]
 pub struct ProfileDocument {
-    /// Name and version of the document: [`Document::SCHEMA`].
+    /// Name and version of the document schema: [`ProfileDocument::SCHEMA`].
     pub schema: String,
-    /// What measured it.
+    /// The program that measured it.
     pub tool: Tool,
-    /// When it began, RFC 3339 in UTC; empty if the caller did not say.
+    /// Start time, RFC 3339 in UTC; empty if the caller did not provide it.
     #[serde(default)]
     pub measured_at: String,
-    /// How much was asked for.
+    /// The level of detail that was requested.
     pub level: ProfileLevel,
-    /// Whether everything asked for was at least tried. False after an interruption.
+    /// Whether everything requested was at least tried; false after an interruption.
     pub complete: bool,
-    /// Seconds that measuring took.
+    /// Duration of the measurement in seconds.
     pub seconds: f64,
-    /// The device.
+    /// The measured device.
     pub device: DeviceIdentity,
-    /// Under what conditions.
+    /// Conditions before and after the measurement.
     pub conditions: Conditions,
     /// The conformance checks that the numbers rest on.
     pub checks: Vec<Check>,
-    /// Everything measured, in order.
+    /// All points, in order.
     pub points: Vec<PointResult>,
-    /// Readings of the same two works through the profile, every few seconds.
+    /// Readings of the controls, taken every few seconds.
     #[serde(default)]
     pub controls: Vec<Control>,
-    /// Straight lines through the points.
+    /// Lines fitted through the points.
     pub fits: Fits,
-    /// The handful of numbers that the part is known by.
+    /// The headline numbers of the part.
     pub summary: ProfileSummary,
     /// Rent, and what a dollar buys.
     #[serde(default)]
     pub economics: Option<Economics>,
 }
 
-/// The program.
+/// The program that produced a document.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Tool {
-    /// Its name.
+    /// Name of the program.
     pub name: String,
-    /// Its version.
+    /// Version of the program.
     pub version: String,
-    /// The command line, if the caller gave it.
+    /// The command line, if the caller provided it.
     #[serde(default)]
     pub command: String,
 }
@@ -64,63 +64,63 @@ pub struct Tool {
 /// Static facts about the device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DeviceIdentity {
-    /// The selector that opens it.
+    /// The selector that opens the device.
     pub id: String,
-    /// The backend.
+    /// Name of the backend.
     pub backend: String,
-    /// The part's name.
+    /// Name of the part.
     pub name: String,
     /// `cpu`, `gpu`, `accelerator` or `simulated`.
     pub kind: String,
-    /// Memory that buffers may take.
+    /// Memory available to buffers, in bytes.
     pub memory_bytes: f64,
     /// Cores, compute units or multiprocessors.
     pub compute_units: u32,
-    /// Measurements hold only for an equal one.
+    /// The fingerprint; measurements hold only for devices with an equal one.
     pub fingerprint: String,
     /// Further facts.
     pub notes: Vec<Fact>,
-    /// The largest single allocation.
+    /// The largest single allocation in bytes.
     pub allocation_bytes_max: u64,
-    /// Tokens in a KV page, as the device likes it best and as it was measured.
+    /// Tokens in a KV page: the device's preferred size, with which it was measured.
     pub kv_page_tokens: u32,
 }
 
 /// A named fact.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Fact {
-    /// Its name.
+    /// Name of the fact.
     pub name: String,
-    /// Its value.
+    /// Value of the fact.
     pub value: String,
 }
 
 impl Fact {
-    /// From anything.
+    /// Creates a fact.
     pub fn new(name: impl Into<String>, value: impl Into<String>) -> Fact {
         Fact { name: name.into(), value: value.into() }
     }
 }
 
-/// What the device said of its state at one moment; what it did not say is absent.
+/// The device's readings at one moment; readings that it does not provide are absent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct State {
-    /// Degrees Celsius.
+    /// Temperature in degrees Celsius.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub temperature_c: Option<f64>,
-    /// Watts.
+    /// Power in watts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power_w: Option<f64>,
-    /// MHz.
+    /// Clock in MHz.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clock_mhz: Option<f64>,
-    /// Joules since an unknown start.
+    /// Energy in joules since an arbitrary start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub energy_j: Option<f64>,
-    /// Memory errors that were corrected.
+    /// Corrected memory errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub errors_corrected: Option<u64>,
-    /// Memory errors that were not.
+    /// Uncorrected memory errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub errors_uncorrected: Option<u64>,
 }
@@ -141,19 +141,19 @@ impl From<Health> for State {
 /// The conditions of a measurement.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Conditions {
-    /// Before the first point.
+    /// Readings before the first point.
     pub before: State,
-    /// After the last one.
+    /// Readings after the last point.
     pub after: State,
-    /// What the caller knows of the machine: governor, load, other users of the device, kernel.
+    /// What the caller knows about the machine: governor, load, other users of the device, kernel.
     pub facts: Vec<Fact>,
-    /// What to beware of.
+    /// Warnings about the whole measurement.
     pub flags: Vec<Flag>,
-    /// Bytes over which buffers were rotated so that no cache holds them.
+    /// Size in bytes of the memory over which buffers rotate so that no cache holds them.
     pub cold_bytes: u64,
 }
 
-/// Something to beware of, of a point or of the whole.
+/// A warning about a point or a whole measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Flag {
@@ -174,7 +174,7 @@ pub enum Flag {
 }
 
 impl Flag {
-    /// All.
+    /// All flags.
     pub const ALL: [Flag; 7] = [
         Flag::Noisy,
         Flag::Unsteady,
@@ -185,7 +185,7 @@ impl Flag {
         Flag::MemoryErrors,
     ];
 
-    /// As JSON and pages spell it.
+    /// Returns the name used in JSON and on pages.
     pub const fn name(self) -> &'static str {
         match self {
             Flag::Noisy => "noisy",
@@ -199,138 +199,138 @@ impl Flag {
     }
 }
 
-/// The conformance of one class of operations, checked before it was timed.
+/// The result of checking the conformance of one class of operations before timing it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Check {
     /// Operation and dtypes, in the order of its operands.
     pub class: String,
-    /// Cases tried.
+    /// Number of cases tried.
     pub cases: u32,
-    /// Whether all were right.
+    /// Whether all cases passed.
     pub passed: bool,
     /// The largest error as a share of its bound.
     #[serde(default)]
     pub ratio_max: Option<f64>,
-    /// What was wrong.
+    /// What was wrong, if anything.
     #[serde(default)]
     pub reason: Option<String>,
 }
 
-/// How a point ended.
+/// How the measurement of a point ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum PointStatus {
-    /// Measured.
+    /// It was measured.
     Ok,
-    /// The device says that it cannot.
+    /// The device does not support it.
     Unsupported,
-    /// Left out on purpose; the reason says why.
+    /// It was skipped for the given reason.
     Skipped,
-    /// Tried, and it went wrong.
+    /// It was tried and failed.
     Error,
 }
 
-/// Whose clock timed a point.
+/// The clock that timed a point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Timer {
-    /// The device's.
+    /// The device's clock.
     Device,
-    /// The host's.
+    /// The host's clock.
     Host,
 }
 
 /// One measured point.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PointResult {
-    /// Its stable name.
+    /// Stable name of the point.
     pub id: String,
-    /// The part of the profile it belongs to.
+    /// The group it belongs to.
     pub group: Group,
-    /// How it ended.
+    /// How the measurement ended.
     pub status: PointStatus,
-    /// Why, where it is not `ok`.
+    /// Why it is not `ok`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// The operation, for points that are one.
+    /// The operation, if the point is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<std::collections::BTreeMap<String, serde_json::Value>>")]
     pub sig: Option<OpSig>,
-    /// Floating-point operations of one run.
+    /// Floating-point operations per run.
     pub flops: f64,
     /// Bytes that one run must move.
     pub bytes: f64,
-    /// Time of one run, its share of the batch's launch excluded.
+    /// Seconds per run, excluding launch cost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seconds: Option<SampleStats>,
-    /// Runs in one sample.
+    /// Runs per sample.
     #[serde(default)]
     pub runs_per_sample: u32,
-    /// Runs before three samples in a row agreed.
+    /// Warm-up runs before three samples in a row agreed.
     #[serde(default)]
     pub ramp: u32,
-    /// When measuring it ended, in seconds since the profile began.
+    /// Time at which the measurement ended, in seconds since the profile began.
     #[serde(default)]
     pub at_s: f64,
-    /// Whose clock it was.
+    /// The clock that timed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timer: Option<Timer>,
-    /// What to beware of.
+    /// Warnings about the point.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub flags: Vec<Flag>,
-    /// Rate at the beginning and the end of a long run, for points of `sustained`.
+    /// Rates at the beginning and the end of a long run, for points of `sustained`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub long_run: Option<LongRun>,
 }
 
-/// A long run.
+/// The results of a long run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LongRun {
-    /// How long.
+    /// Duration in seconds.
     pub seconds: f64,
-    /// Median time of a run in the first tenth.
+    /// Median seconds per run in the first tenth.
     pub burst_s: f64,
-    /// Median time of a run in the last third.
+    /// Median seconds per run in the last third.
     pub sustained_s: f64,
-    /// Rate at the end over rate at the beginning.
+    /// Rate at the end divided by the rate at the beginning.
     pub ratio: f64,
-    /// Joules per run, where the device counts energy and the run was 10 s or longer.
+    /// Joules per run, if the device counts energy and the run took 10 s or longer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub joules_per_run: Option<f64>,
-    /// The device's state through the run.
+    /// Readings of the device through the run.
     pub states: Vec<State>,
 }
 
-/// `fixed_s + bytes * s_per_byte`, from `from_bytes` on.
+/// A line `fixed_s + bytes * s_per_byte` for sizes of at least `from_bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LineFit {
-    /// The least size it holds for.
+    /// The smallest size that it applies to.
     pub from_bytes: f64,
-    /// Per transfer.
+    /// Fixed seconds per transfer.
     pub fixed_s: f64,
-    /// Per byte.
+    /// Seconds per byte.
     pub s_per_byte: f64,
 }
 
-/// Straight lines through points.
+/// Lines and costs fitted through points.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Fits {
-    /// Host time of a batch beyond its device time: what submitting and waiting cost.
+    /// Cost of submitting and waiting for a batch: host time in excess of device time.
     #[serde(default)]
     pub launch_s: Option<f64>,
-    /// Time of each further command that does next to nothing. Points' times exclude it.
+    /// Time of each further command that does next to nothing; times of points exclude it.
     #[serde(default)]
     pub launch_per_command_s: Option<f64>,
-    /// The same on the host's clock: larger where the host feeds the device too slowly.
+    /// The same time on the host's clock, which is larger if the host feeds the device too slowly.
     #[serde(default)]
     pub launch_per_command_host_s: Option<f64>,
-    /// What each command costs beyond that if it needs the one before it and is of another kind.
+    /// Additional cost of a command that depends on the previous one and is of another kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dependence_s: Option<f64>,
-    /// Host memory to device.
+    /// Cost of copies from host memory to the device.
     #[serde(default)]
     pub host_to_device: Vec<LineFit>,
-    /// Device to host memory.
+    /// Cost of copies from the device to host memory.
     #[serde(default)]
     pub device_to_host: Vec<LineFit>,
 }
@@ -340,31 +340,31 @@ pub struct Fits {
 pub struct ReachedRate {
     /// FLOP/s or bytes/s.
     pub rate: f64,
-    /// The point.
+    /// Name of the point.
     pub point: String,
 }
 
-/// Arithmetic of one dtype.
+/// The best arithmetic rate of one dtype.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Compute {
-    /// The dtype of both inputs.
+    /// Dtype of both inputs.
     pub dtype: String,
-    /// FLOP/s and where.
+    /// The best rate in FLOP/s, and its point.
     pub reached: ReachedRate,
 }
 
-/// The numbers that a part is known by; medians, not bests.
+/// The headline numbers of a part, which are medians, not best values.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ProfileSummary {
-    /// Best product by dtype.
+    /// Best matrix product by dtype.
     pub compute: Vec<Compute>,
-    /// Plain read of the largest working set.
+    /// Read bandwidth over the largest working set.
     #[serde(default)]
     pub memory_read: Option<ReachedRate>,
-    /// Plain write of the largest working set.
+    /// Write bandwidth over the largest working set.
     #[serde(default)]
     pub memory_write: Option<ReachedRate>,
-    /// Copy over the largest working set; both directions counted.
+    /// Copy bandwidth over the largest working set, counting both directions.
     #[serde(default)]
     pub memory_copy: Option<ReachedRate>,
     /// Best rate at which decode attention reads KV.
@@ -373,34 +373,34 @@ pub struct ProfileSummary {
     /// Best arithmetic rate of prefill attention.
     #[serde(default)]
     pub prefill_attention: Option<ReachedRate>,
-    /// Rows at which a bf16 product becomes bound by arithmetic: compute over bandwidth, times bytes per
+    /// Number of rows at which a bf16 product becomes compute-bound: compute over bandwidth, times bytes per
     /// weight over two.
     #[serde(default)]
     pub ridge_rows: Option<f64>,
-    /// Largest transfer from the host.
+    /// Rate of the largest copy from the host.
     #[serde(default)]
     pub host_to_device: Option<ReachedRate>,
-    /// Largest transfer to the host.
+    /// Rate of the largest copy to the host.
     #[serde(default)]
     pub device_to_host: Option<ReachedRate>,
-    /// How many points ended how.
+    /// Number of points that were measured.
     pub ok: u32,
-    /// Points that the device cannot.
+    /// Number of points that the device does not support.
     pub unsupported: u32,
-    /// Points left out.
+    /// Number of points that were skipped.
     pub skipped: u32,
-    /// Points that went wrong.
+    /// Number of points that failed.
     pub error: u32,
-    /// Points with a flag.
+    /// Number of points with a flag.
     pub flagged: u32,
 }
 
-/// Price, and what it buys.
+/// The price of a device, and what it buys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Economics {
-    /// The rent.
+    /// Rent in dollars per hour.
     pub usd_per_hour: f64,
-    /// Where the price comes from.
+    /// Source of the price.
     pub source: String,
     /// Best FLOP/s per $/h.
     #[serde(default)]
@@ -416,10 +416,10 @@ impl ProfileDocument {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.profile/1";
 
-    /// Reads a document of this schema.
+    /// Parses a document of this schema.
     ///
     /// # Errors
-    /// In words, for another schema or text that is no document.
+    /// A message, for another schema or invalid text.
     pub fn from_json(text: &str) -> Result<ProfileDocument, String> {
         let value: serde_json::Value = serde_json::from_str(text).map_err(|e| format!("not JSON: {e}"))?;
         match value.get("schema").and_then(|schema| schema.as_str()) {
@@ -430,20 +430,20 @@ impl ProfileDocument {
         serde_json::from_value(value).map_err(|e| format!("not a document of {}: {e}", Self::SCHEMA))
     }
 
-    /// The point of that name.
+    /// Returns the point with this name.
     pub fn point(&self, id: &str) -> Option<&PointResult> {
         self.points.iter().find(|point| point.id == id)
     }
 
-    /// The JSON Schema of this document, as in `docs/schema/profile-1.json`.
+    /// Returns the JSON Schema of this document, as in `docs/schema/profile-1.json`.
     pub fn json_schema() -> serde_json::Value {
         schemars::schema_for!(ProfileDocument).to_value()
     }
 }
 
 impl PointResult {
-    /// FLOP/s for what is bound by arithmetic, bytes/s for the rest, at the median; `None` without a time
-    /// or without work.
+    /// Returns the median rate: FLOP/s if bound by arithmetic, bytes/s otherwise; `None` without a time or
+    /// without work.
     pub fn rate(&self) -> Option<Rate> {
         let seconds = self.seconds.as_ref()?.median;
         let arithmetic = match self.group {
@@ -462,7 +462,7 @@ impl PointResult {
     }
 }
 
-/// What a rate counts.
+/// The unit that a rate counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Floating-point operations.
@@ -471,12 +471,12 @@ pub enum Unit {
     Byte,
 }
 
-/// An amount per second.
+/// A rate with its unit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rate {
-    /// Per second.
+    /// Amount per second.
     pub value: f64,
-    /// Of what.
+    /// Unit of the amount.
     pub unit: Unit,
 }
 

@@ -1,11 +1,11 @@
-//! What each number of a profile means, how it is measured, what it decides, and what to expect.
+//! Explains each number of a profile: what it means, how it is measured, what it decides, and what to expect.
 
 mod words;
 
-/// One metric in words.
+/// The explanation of one metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Metric {
-    /// Its name, which is also the first part of a point's.
+    /// Name of the metric, which is also the first part of its points' names.
     pub name: &'static str,
     /// What it is.
     pub meaning: &'static str,
@@ -13,17 +13,17 @@ pub struct Metric {
     pub method: &'static str,
     /// What depends on it.
     pub decides: &'static str,
-    /// What good parts show.
+    /// Typical values of good parts.
     pub typical: &'static str,
 }
 
-/// The metric that `name` begins with: `gemm`, or any point of it such as `gemm.bf16.m1.n4096.k4096`.
+/// Returns the metric that `name` begins with: `gemm`, or any point of it such as `gemm.bf16.m1.n4096.k4096`.
 pub fn explain(name: &str) -> Option<&'static Metric> {
     let first = name.split('.').next().unwrap_or(name);
     metrics().find(|metric| metric.name == first)
 }
 
-/// Every metric, part, flag and verdict.
+/// Returns every metric, group, flag and verdict.
 pub fn metrics() -> impl Iterator<Item = &'static Metric> {
     [MEASURED, words::OPERATIONS, words::PARTS, words::FLAGS, words::OTHERS].into_iter().flatten()
 }
@@ -178,7 +178,7 @@ impl std::fmt::Display for Metric {
     }
 }
 
-/// Lines of at most `width` characters where the words allow.
+/// Wraps text at `width` characters where possible.
 fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {

@@ -1,4 +1,4 @@
-//! From points to the few numbers and lines that people and schedulers ask for.
+//! Derives summary numbers and fitted lines from points.
 
 use super::document::{
     Compute, Economics, Flag, LineFit, PointResult, PointStatus, ProfileDocument, ReachedRate,
@@ -10,7 +10,7 @@ use mixfleet_hal::profile::{
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{DType, OpSig};
 
-/// FLOP per byte from which a product counts as arithmetic: about 8 rows of bf16.
+/// Arithmetic intensity in FLOP per byte above which a product counts as arithmetic: about 8 rows of bf16.
 pub(crate) const ARITHMETIC: f64 = 8.0;
 
 /// Fills in what follows from the points.
@@ -20,7 +20,7 @@ pub(crate) fn finish(document: &mut ProfileDocument) {
     summarise(document);
 }
 
-/// Measured points whose name begins so, with their median seconds.
+/// Returns the measured points whose name begins with `prefix`, with their median seconds.
 fn timed<'a>(document: &'a ProfileDocument, prefix: &'a str) -> impl Iterator<Item = (&'a PointResult, f64)> {
     let points = document.points.iter().filter(move |p| p.is_ok() && p.id.starts_with(prefix));
     points.filter_map(|p| p.seconds.as_ref().map(|s| (p, s.median))).filter(|(_, seconds)| *seconds > 0.0)
@@ -30,8 +30,9 @@ fn transfer_lines(document: &ProfileDocument, prefix: &str) -> Vec<LineFit> {
     lines(timed(document, prefix).map(|(p, seconds)| (p.bytes, seconds)).collect())
 }
 
-/// Lines through each two neighbouring sizes; one alone says nothing of the fixed part. One line over
-/// them all would miss most of them: a copy within the caches is several times quicker by the byte.
+/// Fits a line through each pair of neighbouring sizes; a single size says nothing about the fixed part. One
+/// line over all sizes would miss most of them, since a copy within the caches is several times faster per
+/// byte.
 fn lines(mut points: Vec<(f64, f64)>) -> Vec<LineFit> {
     points.sort_by(|a, b| a.0.total_cmp(&b.0));
     points.dedup_by(|a, b| a.0 == b.0);
@@ -48,7 +49,7 @@ fn lines(mut points: Vec<(f64, f64)>) -> Vec<LineFit> {
         })
         .collect();
     let (Some(first), Some(last)) = (lines.first().copied(), lines.last().copied()) else { return lines };
-    // where a line leaves the measured sizes it must stay above zero
+    // beyond the measured sizes a line must stay above zero
     if last.s_per_byte <= 0.0 {
         let end = points[points.len() - 1];
         lines.push(proportional(end.0, end));
@@ -65,7 +66,7 @@ fn summarise(document: &mut ProfileDocument) {
     let mut s = super::document::ProfileSummary::default();
     for dtype in [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3] {
         let prefix = format!("gemm.{dtype}.");
-        // a product of few rows tells of the memory, not of the arithmetic
+        // a product of few rows measures the memory, not the arithmetic
         if let Some(reached) =
             best(document, &prefix, |p| if p.flops > ARITHMETIC * p.bytes { p.flops } else { 0.0 })
         {
@@ -106,7 +107,7 @@ fn largest(document: &ProfileDocument, prefix: &str) -> Option<ReachedRate> {
     Some(ReachedRate { rate: point.bytes / seconds, point: point.id.clone() })
 }
 
-/// The dtype whose arithmetic rate bounds the operation.
+/// Returns the dtype whose arithmetic rate bounds the operation.
 pub(crate) fn input_dtype(sig: &OpSig) -> DType {
     match *sig {
         OpSig::Gemm { x, .. } | OpSig::AttnPrefill { x, .. } | OpSig::AttnDecode { x, .. } => x,
@@ -115,8 +116,8 @@ pub(crate) fn input_dtype(sig: &OpSig) -> DType {
 }
 
 impl ProfileDocument {
-    /// What scheduler and simulated devices take from it. `None` without a measured bandwidth and a measured
-    /// product: there is no roofline then.
+    /// Converts the document into what the scheduler and simulated devices use. `None` without a measured
+    /// bandwidth or a measured product, since there is no roofline then.
     pub fn device_profile(&self) -> Option<DeviceProfile> {
         let rates = [&self.summary.memory_read, &self.summary.memory_write, &self.summary.memory_copy];
         let bandwidth = rates.into_iter().flatten().map(|reached| reached.rate).reduce(f64::max)?;
@@ -136,7 +137,7 @@ impl ProfileDocument {
             name: self.device.name.clone(),
             fingerprint: self.device.fingerprint.clone(),
             launch: Seconds(self.fits.launch_s.unwrap_or(0.0)),
-            // what serving runs are chains of unlike commands
+            // serving runs chains of unlike commands
             launch_per_command: Seconds(
                 self.fits.launch_per_command_s.unwrap_or(0.0) + self.fits.dependence_s.unwrap_or(0.0),
             ),
@@ -198,7 +199,7 @@ fn copy_cost(lines: &[LineFit]) -> CopyCost {
 }
 
 impl Economics {
-    /// What a dollar buys of a measured device.
+    /// Computes what a dollar buys on a measured device.
     pub fn new(document: &ProfileDocument, usd_per_hour: f64, source: &str) -> Economics {
         let s = &document.summary;
         let compute = s.compute.iter().map(|c| c.reached.rate).reduce(f64::max);
@@ -221,7 +222,7 @@ mod tests {
         copy_cost(lines).time(Bytes(bytes)).unwrap().0
     }
 
-    /// A CPU's copies: 42.8 GB/s from the caches, 6 GB/s from memory.
+    /// Copies of a CPU run at 42.8 GB/s from the caches and 6 GB/s from memory.
     #[test]
     fn lines_pass_through_cached_and_uncached_copies() {
         let points = vec![(4096.0, 1.2e-7), (1048576.0, 2.45e-5), (67108864.0, 1.124e-2)];

@@ -1,7 +1,7 @@
-//! Memory to measure on: random data that no cache holds, and commands over it.
+//! Device memory for measurements: random data that no cache holds, and commands over it.
 //!
-//! What the engine streams (weights, tables, KV pools) is taken from *cold* windows, a different one for
-//! each command, over more bytes than the last-level cache holds. What one operation hands to the next
+//! What the engine streams (weights, tables, KV pages) is taken from *cold* windows, a different one for each
+//! command, over more bytes than the last-level cache holds. What one operation passes to the next
 //! (activations) stays in place and may be *warm*, as in the engine.
 
 use super::Problem;
@@ -10,17 +10,18 @@ use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::MIB;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Operand, OperandAccess, Slice};
 
-/// Windows begin at multiples of this, or of the device's own alignment if that is larger.
+/// Alignment of windows, unless the device's own is larger.
 const STRIDE: u64 = 4096;
-/// Most commands that differ only in their windows: small weights need many of them to be out of every cache.
+/// Maximum number of commands that differ only in their windows; small weights need many of them to stay out
+/// of every cache.
 const VARIANTS_MAX: u64 = 2048;
-/// Sets of what stays in place, in turn: a device that keeps what it made of an operand for the next command (a
-/// packed form, say) does so in the engine only where it is the same operand.
+/// Number of operand sets that take turns staying in place. A device may cache what it derives from an
+/// operand (a packed form, say) only as it would in the engine, where the operand is the same.
 const WARM_SETS: u64 = 2;
 const TILE_BYTES: usize = 8 << 20;
 const SEED: u64 = 0x9A0F_11E5;
 
-/// Device memory of a profile.
+/// The device memory of a profile.
 pub(crate) struct Ground<'a> {
     device: &'a dyn Device,
     tile: Vec<u8>,
@@ -30,8 +31,8 @@ pub(crate) struct Ground<'a> {
     bytes_max: u64,
 }
 
-/// Random bytes that are small normal numbers in bf16, f16, f32 and no NaN in f8: no zero page, no
-/// subnormal, nothing to compress. The high byte of each pair is a sign and an exponent of two choices.
+/// Generates random bytes that are small normal numbers in bf16, f16 and f32 and no NaN in f8: no zero pages,
+/// no subnormals, nothing compressible. The high byte of each pair is a sign and one of two exponents.
 pub(crate) fn noise(bytes: usize) -> Vec<u8> {
     let mut stream = Stream::new(SEED);
     let mut out = Vec::with_capacity(bytes + 8);
@@ -46,8 +47,7 @@ pub(crate) fn noise(bytes: usize) -> Vec<u8> {
 }
 
 impl<'a> Ground<'a> {
-    /// Takes `cold_bytes` of the device, in slabs that hold at least `operand_bytes` each, if the device
-    /// allows.
+    /// Allocates `cold_bytes` on the device, in slabs of at least `operand_bytes` if the device allows.
     pub(crate) fn new(
         device: &'a dyn Device,
         cold_bytes: u64,
@@ -67,7 +67,7 @@ impl<'a> Ground<'a> {
         Ok(ground)
     }
 
-    /// The first `bytes` bytes of the cold memory.
+    /// Returns the first `bytes` bytes of the cold memory.
     pub(crate) fn region(&self, bytes: u64) -> Result<Slice, Problem> {
         self.room(bytes)?;
         Ok(self.slabs[0].range(0, bytes))
@@ -81,7 +81,7 @@ impl<'a> Ground<'a> {
         Ok(())
     }
 
-    /// Puts random data back where a measurement wrote something else.
+    /// Restores random data where a measurement wrote something else.
     pub(crate) fn fill(&self, slice: &Slice) -> Result<(), Problem> {
         let mut at = 0;
         while at < slice.bytes {
@@ -96,7 +96,7 @@ impl<'a> Ground<'a> {
         bytes.max(1).next_multiple_of(STRIDE.max(self.device.limits().alignment_bytes))
     }
 
-    /// The `index`th window of `bytes` bytes, round and round.
+    /// Returns the `index`th window of `bytes` bytes, wrapping around.
     fn window(&self, bytes: u64, index: u64) -> Slice {
         let stride = self.stride(bytes);
         let per_slab = (self.slab_bytes / stride).max(1);
@@ -104,12 +104,12 @@ impl<'a> Ground<'a> {
         self.slabs[(index / per_slab) as usize].range(index % per_slab * stride, bytes)
     }
 
-    /// Windows of `bytes` bytes that do not overlap.
+    /// Returns the number of disjoint windows of `bytes` bytes.
     fn windows(&self, bytes: u64) -> u64 {
         (self.slab_bytes / self.stride(bytes)).max(1) * self.slabs.len() as u64
     }
 
-    /// Commands of `sig` over different cold windows, to be run in turn.
+    /// Returns commands of `sig` over different cold windows, to be run in turn.
     pub(crate) fn commands(&mut self, sig: &OpSig) -> Result<Vec<Cmd>, Problem> {
         let operands = sig.operands();
         let bytes: Vec<u64> = operands.iter().map(|operand| extent_bytes(sig, operand)).collect();
@@ -144,7 +144,7 @@ impl<'a> Ground<'a> {
             .collect()
     }
 
-    /// Puts the operands that stay in place into one buffer, with contents, `sets` times.
+    /// Places the warm operands, with contents, in one buffer, `sets` times.
     fn warm_operands(
         &mut self,
         sig: &OpSig,
@@ -196,19 +196,19 @@ impl<'a> Ground<'a> {
     }
 }
 
-/// Bytes of `sig`'s operands that are streamed: of the largest, and of all.
+/// Returns the bytes of `sig`'s streamed operands: of the largest one and of all.
 pub(crate) fn cold_bytes(sig: &OpSig) -> (u64, u64) {
     let operands = sig.operands();
     let cold = operands.iter().filter(|o| is_cold(o)).map(|o| extent_bytes(sig, o).next_multiple_of(STRIDE));
     cold.fold((0, 0), |(largest, sum), bytes| (largest.max(bytes), sum + bytes))
 }
 
-/// Whether the engine would stream it from memory.
+/// Whether the engine would stream the operand from memory.
 fn is_cold(operand: &Operand) -> bool {
     matches!(operand.name, "weight" | "table" | "k_pool" | "v_pool" | "from" | "to")
 }
 
-/// The operand's bytes; a pool has the pages that the operation touches.
+/// Returns the operand's size in bytes; paged KV has the pages that the operation accesses.
 fn extent_bytes(sig: &OpSig, operand: &Operand) -> u64 {
     match operand.extent {
         Extent::Exactly(elements) => elements * operand.dtype.size_bytes(),
@@ -216,7 +216,7 @@ fn extent_bytes(sig: &OpSig, operand: &Operand) -> u64 {
     }
 }
 
-/// Pages of a pool that holds what `sig` touches, every sequence on pages of its own.
+/// Returns the number of KV pages that `sig` accesses, with separate pages for every sequence.
 fn pages(sig: &OpSig) -> u64 {
     let of = |tokens: u64, page_tokens: u32| tokens.div_ceil(u64::from(page_tokens.max(1))).max(1);
     match *sig {
@@ -234,7 +234,7 @@ fn words(values: impl IntoIterator<Item = u32>) -> Vec<u8> {
     values.into_iter().flat_map(u32::to_le_bytes).collect()
 }
 
-/// 0 .. n in random order: pages of a pool lie in disorder.
+/// Returns 0 .. n in random order, as KV pages are in practice.
 fn shuffled(n: u64) -> Vec<u32> {
     let (mut items, mut stream) = ((0..n as u32).collect::<Vec<_>>(), Stream::new(SEED));
     for i in (1..items.len()).rev() {
@@ -243,14 +243,14 @@ fn shuffled(n: u64) -> Vec<u32> {
     items
 }
 
-/// What an operand must hold to mean something; `None`: random numbers will do.
+/// Returns the contents that an operand needs to be valid; `None` if random numbers will do.
 fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
     let mut stream = Stream::new(SEED);
     match (*sig, operand.name) {
         (OpSig::Embed { tokens, vocab, .. }, "ids") => {
             Some(words((0..tokens).map(|_| stream.below(u64::from(vocab)) as u32)))
         }
-        // whole pages in random order, as a prefix cache hands them out
+        // whole pages in random order, as a prefix cache allocates them
         (
             OpSig::KvWrite { tokens, page_tokens, .. }
             | OpSig::KvGather { tokens, page_tokens, .. }
@@ -273,7 +273,7 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
             let context = (kv_tokens / u64::from(sequences.max(1))) as u32;
             Some(words((0..sequences).map(|_| context)))
         }
-        // rotations keep the length of what they turn, however often they are repeated
+        // rotations preserve length, however often they are repeated
         (OpSig::Rope { tokens, head_dim, .. }, "cos_sin") => {
             let mut bytes = Vec::new();
             for _ in 0..tokens {

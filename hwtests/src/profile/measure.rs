@@ -1,4 +1,4 @@
-//! One point: from a [`Work`] to its samples.
+//! Measures one point: from a [`Work`] to its samples.
 
 use super::Problem;
 use super::check::{Checks, spot};
@@ -12,30 +12,30 @@ use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Queue, Scalar, Slice, Support};
 use std::time::Duration;
 
-/// A sample runs at least so long, so that clocks and the batch's own cost do not show.
+/// Minimum duration of a sample, so that clock resolution and the batch's own cost do not show.
 const SAMPLE_SECONDS: f64 = 2e-3;
-/// Most runs in one sample.
+/// Maximum number of runs per sample.
 const RUNS_MAX: f64 = 256.0;
-/// After the launch costs are taken off, at least this share of the measured time is left.
+/// Minimum share of the measured time that remains after subtracting launch costs.
 const OWN_SHARE_MIN: f64 = 0.1;
-/// For one batch; some devices compile kernels on first use.
+/// Timeout for one batch; some devices compile kernels on first use.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
-/// What is written where only the writing matters: 0.0115 in bf16 and f32.
+/// Value written where only the writing matters: 0.0115 in bf16 and f32.
 const WORD: u32 = 0x3C3C_3C3C;
-/// Samples that a long run keeps.
+/// Number of samples that a long run aims for.
 const LONG_SAMPLES: f64 = 100.0;
-/// And at least so many, in up to twice the time.
+/// Minimum number of samples of a long run, in up to twice the time.
 const LONG_SAMPLES_MIN: usize = 10;
-/// Rows, hidden and inner size of the chain of dependent commands: weights that a cache may hold, so that memory
-/// does not hide what dependence costs.
+/// Rows, hidden and inner size of the chain of dependent commands; a cache may hold its weights, so that
+/// memory does not hide the cost of dependence.
 const CHAIN: (u32, u32, u32) = (8, 256, 512);
-/// Its operands, and memory for the largest of them.
+/// Number of operands in the chain, each with memory for the largest one.
 const CHAIN_OPERANDS: u64 = 8;
 const CHAIN_OPERAND_BYTES: u64 = 4 * 256 * 512;
-/// Shorter runs say nothing of energy: sensors average over a good part of a second.
+/// Runs shorter than this yield no energy, since sensors average over a good part of a second.
 const ENERGY_SECONDS_MIN: f64 = 10.0;
 
-/// What launching was found to cost, to be taken off other points.
+/// The launch costs to subtract from other points.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct LaunchCost {
     /// Elapsed time of a batch beyond its commands.
@@ -68,7 +68,7 @@ impl Measured {
         Measured { samples, timer, runs, flags: Vec::new(), long_run: None }
     }
 
-    /// Median seconds of one run.
+    /// Returns the median seconds of one run.
     pub(crate) fn median(&self) -> f64 {
         self.samples.stats.median
     }
@@ -134,7 +134,7 @@ impl Bench<'_> {
         Ok(Measured { flags, ..Measured::new(samples, timer, runs) })
     }
 
-    /// Times `commands` in turn; the seconds are those of one command without launch costs. The first
+    /// Times `commands` in turn and returns the seconds of one command, excluding launch costs. The first
     /// command runs last.
     pub(crate) fn repeat(
         &mut self,
@@ -166,8 +166,8 @@ impl Bench<'_> {
         Ok((samples, timer, runs as u32))
     }
 
-    /// The product of one row that reads `bytes` of weights: the plain read that every backend has and
-    /// cares for, since decoding is made of it. In the first of the dtypes that the device has.
+    /// Returns the single-row product that reads `bytes` of weights, in the first supported dtype. It stands
+    /// for a plain read, since decoding consists of it and every backend optimises it.
     fn read_sig(&self, bytes: u64) -> Option<OpSig> {
         let k: u32 = if bytes >= 4 << 20 { 4096 } else { 1024 };
         [DType::Bf16, DType::F16, DType::F32].into_iter().find_map(|dtype| {
@@ -177,7 +177,7 @@ impl Bench<'_> {
         })
     }
 
-    /// Bandwidth over one working set, touched over and over.
+    /// Measures the bandwidth over one working set that is accessed repeatedly.
     fn memory(&mut self, traffic: Traffic, bytes: u64, effort: SampleBudget) -> Result<Measured, Problem> {
         let region = self.ground.region(bytes)?;
         let (sig, args) = match traffic {
@@ -204,7 +204,7 @@ impl Bench<'_> {
         Ok(Measured { flags, ..Measured::new(samples, timer, runs) })
     }
 
-    /// `Device::write` or `Device::read`, on the host's clock.
+    /// Measures `Device::write` or `Device::read` on the host's clock.
     fn transfer(&mut self, bytes: u64, effort: SampleBudget, to_device: bool) -> Result<Measured, Problem> {
         self.ground.region(bytes)?;
         let slice = self.device.alloc(bytes, BufferUsage::Kv)?;
@@ -225,7 +225,8 @@ impl Bench<'_> {
         Ok(Measured::new(samples, Timer::Host, runs as u32))
     }
 
-    /// Host time from submission to the end of the wait. Also the device's own median time for the batch.
+    /// Measures the host time from submission to the end of the wait, along with the device's own median time
+    /// for the batch.
     pub(crate) fn launch(
         &mut self,
         launch: LaunchCase,
@@ -267,8 +268,8 @@ impl Bench<'_> {
         Ok((Measured::new(samples, Timer::Host, 1), quantile(&own, 0.5)))
     }
 
-    /// The second half of a layer (norm, product, activation, product that adds to what the next norm reads) over
-    /// and over on the same memory: each command needs the one before it.
+    /// Returns the second half of a layer (norm, product, activation, accumulating product) repeated on the
+    /// same memory, so that each command depends on the previous one.
     fn chain(&mut self) -> Result<Vec<Cmd>, Problem> {
         let ground = self.chain_ground()?;
         let (rows, hidden, inner) = CHAIN;
@@ -305,13 +306,13 @@ impl Bench<'_> {
         ])
     }
 
-    /// Where [`Bench::chain`] writes; random numbers belong there otherwise.
+    /// Returns the memory that [`Bench::chain`] writes to, which otherwise holds random numbers.
     fn chain_ground(&self) -> Result<Slice, Problem> {
         self.ground.region(CHAIN_OPERANDS * CHAIN_OPERAND_BYTES)
     }
 
-    /// What a command costs more than alone if it needs the one before it, and that one is of another kind:
-    /// waiting for it, and fetching what it wrote. On the device's clock, launch costs taken off.
+    /// Measures the extra cost of a command that depends on the previous one of another kind: waiting for it
+    /// and fetching what it wrote. On the device's clock, excluding launch costs.
     pub(crate) fn dependence(&mut self, effort: SampleBudget) -> Result<f64, Problem> {
         let cmds = self.chain()?;
         let together = self.repeat(&cmds, effort)?.0.stats.median;
@@ -323,7 +324,7 @@ impl Bench<'_> {
         Ok((together - alone).max(0.0))
     }
 
-    /// A long run of one load.
+    /// Runs one load for long.
     fn sustained(&mut self, load: SustainedLoad, seconds: f64) -> Result<(Measured, OpSig), Problem> {
         let mut why = Problem::Unsupported("no dtype of this load".to_owned());
         for sig in loads(load) {
@@ -353,7 +354,7 @@ impl Bench<'_> {
         };
         while more(self.clock.seconds() - start, each.len()) {
             each.push(self.elapsed(&batch)?.0 / runs as f64);
-            // about a state per twentieth of the run
+            // about one reading per twentieth of the run
             if (self.clock.seconds() - start) * 20.0 > seconds * states.len() as f64 {
                 states.push(state(self.device));
             }
@@ -384,7 +385,7 @@ impl Bench<'_> {
     }
 }
 
-/// The operations that a long run may consist of, the best first.
+/// Returns the operations that a long run may consist of, best first.
 pub(crate) fn loads(load: SustainedLoad) -> Vec<OpSig> {
     match load {
         SustainedLoad::Gemm => loads_of((2048, 4096, 4096), false),
@@ -392,12 +393,12 @@ pub(crate) fn loads(load: SustainedLoad) -> Vec<OpSig> {
     }
 }
 
-/// A product of (m, n, k) in the dtypes that models come in.
+/// Returns a product of (m, n, k) in the dtypes of common models.
 pub(crate) fn loads_of(shape: (u32, u32, u32), accumulate: bool) -> Vec<OpSig> {
     [DType::Bf16, DType::F16, DType::F32].map(|dtype| gemm(dtype, shape, accumulate, false)).to_vec()
 }
 
-/// A point without a number yet.
+/// Returns a point without a number.
 pub(crate) fn empty(work: &Work) -> PointResult {
     let (sig, flops, bytes) = match work {
         Work::Op(sig) => (Some(*sig), sig.flops(), sig.bytes()),

@@ -1,13 +1,13 @@
-//! Reads measured profiles: what a file claims is held to what a clock can show.
+//! Reads measured profiles, and checks their claims against what a clock can show.
 
 use super::{Group, ProfileDocument, Work};
 use mixfleet_hal::catalog::is_claim;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 
-/// The measured profile in the text of a [`Document`], or of a device profile alone.
+/// Parses the text of a [`ProfileDocument`] or of a device profile.
 ///
 /// # Errors
-/// In words, for text that is neither, for a datasheet's claims, and for times that no clock shows.
+/// A message for text that is neither, for a datasheet's claims, and for implausible times.
 pub fn measured(text: &str) -> Result<DeviceProfile, String> {
     let document: serde_json::Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
     let schema = document.get("schema").and_then(serde_json::Value::as_str).unwrap_or_default();
@@ -30,14 +30,15 @@ pub fn measured(text: &str) -> Result<DeviceProfile, String> {
     Ok(profile)
 }
 
-/// A time below the roofline's by more than this is no measurement: caches are 10 to 60 times as fast as memory.
+/// Factor below the roofline's time beyond which a time is implausible; caches are 10 to 60 times as fast as
+/// memory.
 const ABOVE_ROOFLINE_MAX: f64 = 100.0;
 
 fn positive(value: f64) -> bool {
     value.is_finite() && value > 0.0
 }
 
-/// Refuses times that no clock shows, by the point's name.
+/// Rejects implausible times, by the point's name.
 fn timed_sensibly(document: &ProfileDocument) -> Result<(), String> {
     for point in &document.points {
         let Some(stats) = point.seconds.as_ref().filter(|_| point.is_ok()) else { continue };

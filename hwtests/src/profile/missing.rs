@@ -1,10 +1,10 @@
-//! What was asked for by name and did not come.
+//! Reports requested points that were not measured.
 
 use super::document::{PointStatus, ProfileDocument};
 use super::work::{Work, matches};
 
 impl ProfileDocument {
-    /// For each pattern of `only` under which no number came, a line that says why.
+    /// Returns a line for each pattern of `only` that yielded no number, saying why.
     pub fn missing(&self, only: &[String]) -> Vec<String> {
         only.iter().filter_map(|pattern| self.why_missing(pattern)).collect()
     }

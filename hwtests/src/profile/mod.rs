@@ -49,15 +49,15 @@ use mixfleet_hal::{Error, ErrorKind};
 /// Why a point has no number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Problem {
-    /// The device cannot.
+    /// The device does not support it.
     Unsupported(String),
-    /// Left out.
+    /// It is skipped.
     Skip(String),
-    /// Left out for lack of time: tried again if any is left over.
+    /// It is skipped for lack of time, and tried again if any is left over.
     Late(String),
-    /// It went wrong.
+    /// It failed.
     Failed(String),
-    /// The device hangs or is lost: nothing more can be asked of it.
+    /// The device hangs or is lost and cannot be used any further.
     Gone(String),
 }
 

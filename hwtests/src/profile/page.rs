@@ -1,4 +1,4 @@
-//! A profile as one self-contained page.
+//! A profile as one self-contained HTML page.
 
 use super::document::{PointResult, PointStatus, ProfileDocument};
 use super::text::{gibibytes, rate, scaled};
@@ -9,7 +9,7 @@ use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::Traffic;
 use std::collections::BTreeMap;
 
-/// The page.
+/// Renders the page.
 pub fn page(document: &ProfileDocument) -> String {
     let mut body = Html::default();
     tiles(&mut body, document);
@@ -132,7 +132,7 @@ fn measured(document: &ProfileDocument) -> impl Iterator<Item = (&PointResult, f
     ok.filter_map(|p| p.seconds.as_ref().map(|s| (p, s.median))).filter(|(_, seconds)| *seconds > 0.0)
 }
 
-/// Gathers points into curves: `place` names the curve and gives x and y.
+/// Groups points into curves; `place` returns a curve's name with x and y.
 fn gather(
     document: &ProfileDocument,
     place: impl Fn(&PointResult, &Work, f64) -> Option<(String, f64, f64)>,
@@ -149,7 +149,7 @@ fn gather(
     for curve in &mut curves {
         curve.points.sort_by(|a, b| a.0.total_cmp(&b.0));
     }
-    // those that say most; the table has all
+    // the curves with the most points; the table has all
     curves.sort_by_key(|curve| std::cmp::Reverse(curve.points.len()));
     curves.truncate(12);
     curves.sort_by(|a, b| a.name.cmp(&b.name));

@@ -12,19 +12,19 @@ use mixfleet_hal::{DType, OpSig, Scalar};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// How much is measured, and how long that may take.
+/// The level of detail of a profile, which bounds its duration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ProfileLevel {
-    /// Under a minute: enough to place a part.
+    /// Under a minute; enough to classify a part.
     Quick,
-    /// Under five minutes: enough to predict a model on it.
+    /// Under five minutes; enough to predict a model on it.
     Default,
-    /// As long as it takes, within half an hour.
+    /// Everything, within half an hour.
     Full,
 }
 
-/// Shapes of one model family, for its products.
+/// Product shapes of one model family.
 struct Family {
     hidden: u32,
     inner: u32,
@@ -39,31 +39,31 @@ const FAMILIES: [Family; 4] = [
     Family { hidden: 8192, inner: 28_672, kv: 1024, vocab: 128_256 },
 ];
 
-/// Llama 3 8B's heads, and TinyLlama's.
+/// Heads of Llama 3 8B and TinyLlama.
 const WIDE: Heads = Heads { ratio: 4, kv: 8, dim: 128 };
 const NARROW: Heads = Heads { ratio: 8, kv: 4, dim: 64 };
 
-/// A model's own shapes, to be measured on top.
+/// A model's shapes, measured in addition to the standard ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelShapes {
-    /// Length of the residual stream.
+    /// Width of the residual stream.
     pub hidden: u32,
-    /// Length of the MLP's inner layer.
+    /// Width of the MLP's inner layer.
     pub intermediate: u32,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: u32,
-    /// KV heads.
+    /// Number of KV heads.
     pub kv_heads: u32,
     /// Length of a head.
     pub head_dim: u32,
-    /// Rows of the LM head.
+    /// Number of rows of the LM head.
     pub vocab: u32,
     /// Dtype of weights and activations.
     pub dtype: DType,
 }
 
-/// Everything that `level` measures on a device whose pages hold `page_tokens`, each once; with `only`,
-/// what one of its patterns names. A pattern that is itself the name of a work adds it.
+/// Returns what `level` measures on a device with pages of `page_tokens`, without duplicates; with `only`,
+/// just what one of its patterns selects. A pattern that is itself the name of a work item adds it.
 pub fn plan(
     level: ProfileLevel,
     page_tokens: u32,
@@ -204,7 +204,7 @@ impl Plan {
             self.op(OpSig::Embed { tokens, vocab, hidden, table: x, out: DType::F32 });
             let (kv_heads, head_dim, page_tokens) = (of.kv, of.dim, self.page_tokens);
             self.op(OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv: x });
-            // a step has as many rows of logits and of merges as it has sequences
+            // a step has as many rows of logits and of merges as sequences
             if tokens <= 64 {
                 self.op(OpSig::Argmax { rows: tokens, cols: vocab });
                 self.op(OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, out: x });
@@ -224,7 +224,7 @@ impl Plan {
         }
     }
 
-    /// The products of a layer, and the logits, at `rows` rows.
+    /// Adds the products of a layer, and the logits, for the given numbers of rows.
     fn layer(&mut self, dtype: DType, rows: &[u32], family: &Family) {
         let Family { hidden, inner, kv, vocab } = *family;
         for &m in rows {
@@ -233,15 +233,15 @@ impl Plan {
             {
                 self.op(gemm(dtype, (m, n, k), acc, false));
             }
-            // logits are wanted of one row per sequence
+            // logits are needed for one row per sequence
             if m <= 64 {
                 self.op(gemm(dtype, (m, vocab, hidden), false, true));
             }
         }
     }
 
-    /// A kernel's time is a staircase over rows: a row above a multiple of its tile costs a tile. So the row
-    /// after a likely step is measured too.
+    /// Adds products. A kernel's time is a staircase over rows, where one row beyond a multiple of its tile
+    /// costs a whole tile, so the row after a likely step is measured too.
     fn gemms(&mut self) {
         let rows: &[u32] = self.by_level(
             &[1, 8, 9, 64, 512],
@@ -259,7 +259,7 @@ impl Plan {
         for family in families {
             self.layer(DType::Bf16, rows, family);
         }
-        // peaks, and the residual's own shape at 4096
+        // peaks, and the residual stream's own shape at 4096
         let square: &[u32] = self.by_level(&[512], &[1, 512, 2048], &[1, 32, 512, 2048, 8192]);
         for &m in square {
             for dtype in [DType::Bf16, DType::F16, DType::F32, DType::F8E4m3] {

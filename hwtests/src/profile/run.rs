@@ -1,4 +1,4 @@
-//! All points of a level, within its time.
+//! Measures all points of a level within its time budget.
 
 use super::control::Control;
 use super::document::{
@@ -17,42 +17,42 @@ use mixfleet_hal::{DType, Device, OpSig};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Seconds between two readings of the controls: neighbours come and go within minutes.
+/// Interval between control readings; neighbours on a shared machine come and go within minutes.
 const CONTROL_EVERY_S: f64 = 4.0;
 
 /// What to measure, and how.
 #[derive(Clone)]
 pub struct ProfileOptions {
-    /// How much.
+    /// The level of detail.
     pub level: ProfileLevel,
-    /// Names of parts or points, `*` for any characters; empty = all of the level.
+    /// Patterns of groups or points, where `*` matches any characters; empty means all of the level.
     pub only: Vec<String>,
     /// A model whose own shapes are measured too.
     pub model: Option<ModelShapes>,
-    /// Buffers that the engine would stream are rotated over so many bytes: more than the last-level cache.
+    /// Size of the memory over which streamed buffers rotate, larger than the last-level cache.
     pub cold_bytes: u64,
-    /// Memory that may be taken at most; `None`: a share of the device's.
+    /// Maximum memory to use; `None` means a share of the device's.
     pub memory_bytes_max: Option<u64>,
-    /// Seconds that it may take; `None`: the level's.
+    /// Time budget in seconds; `None` means that of the level.
     pub budget_s: Option<f64>,
-    /// Set to stop after the point in work; what was measured is kept.
+    /// Set to stop after the current point; what was measured is kept.
     pub cancelled: Arc<AtomicBool>,
-    /// The host's clock.
+    /// The clock of the host.
     pub clock: Arc<dyn TimeSource>,
-    /// For the document: when, by what command, what is known of the machine.
+    /// Start time for the document.
     pub measured_at: String,
-    /// The command line.
+    /// The command line, for the document.
     pub command: String,
-    /// What the caller knows of the machine.
+    /// What the caller knows about the machine.
     pub facts: Vec<Fact>,
-    /// Something else uses the machine or the device.
+    /// Whether something else uses the machine or the device.
     pub other_load: bool,
-    /// The rent and where it comes from.
+    /// The hourly rent and its source.
     pub price: Option<(f64, String)>,
 }
 
 impl ProfileOptions {
-    /// All of `level`, on the host's clock.
+    /// Selects all of `level`, with the host's clock.
     pub fn new(level: ProfileLevel) -> Self {
         ProfileOptions {
             level,
@@ -79,7 +79,7 @@ impl ProfileOptions {
         })
     }
 
-    /// A long run's seconds.
+    /// Returns the duration of a long run in seconds.
     fn long_s(&self) -> f64 {
         match self.level {
             ProfileLevel::Quick => 2.0,
@@ -88,7 +88,7 @@ impl ProfileOptions {
         }
     }
 
-    /// Samples and seconds of one point, if there is time enough.
+    /// Returns the sample budget of one point, time permitting.
     fn effort(&self, group: Group) -> SampleBudget {
         let (samples_min, samples_max, seconds) = match self.level {
             ProfileLevel::Quick => (3, 10, 0.15),
@@ -99,7 +99,7 @@ impl ProfileOptions {
         SampleBudget { samples_min, samples_max, seconds: if cheap { seconds / 2.0 } else { seconds } }
     }
 
-    /// A point that would take longer is left out.
+    /// Returns the predicted duration beyond which a point is skipped.
     fn point_s_max(&self) -> f64 {
         match self.level {
             ProfileLevel::Quick => 2.0,
@@ -119,24 +119,24 @@ impl ProfileOptions {
     }
 }
 
-/// What happens, for the one who waits.
+/// Progress reports for the user.
 #[derive(Clone, Copy, Debug)]
 pub enum ProfileProgress<'a> {
-    /// Point `index` of `total` begins.
+    /// A point begins.
     Begin {
-        /// Points before it.
+        /// Number of points before it.
         index: usize,
-        /// Points altogether.
+        /// Total number of points.
         total: usize,
-        /// Its name.
+        /// Name of the point.
         id: &'a str,
     },
-    /// A point is done.
+    /// A point is complete.
     Done(&'a PointResult),
 }
 
-/// Measures `device`. Nothing that a device does ends it early but a hang: then the rest is reported as
-/// errors. An interruption leaves a document that says so.
+/// Measures `device`. No device error ends it early except a hang, after which the remaining points are
+/// reported as errors. An interruption leaves a document that says so.
 pub fn run(
     device: &dyn Device,
     options: &ProfileOptions,
@@ -191,8 +191,8 @@ pub fn run(
     document
 }
 
-/// Measures the points of these names on `device`, in the plan's order. A name that is none comes back as
-/// a skipped point, so that nothing asked for is missing.
+/// Measures the named points on `device`, in the plan's order. An invalid name yields a skipped point, so
+/// that nothing requested is missing.
 pub fn measure(device: &dyn Device, ids: &[&str], options: &ProfileOptions) -> Vec<PointResult> {
     let only: Vec<String> = ids.iter().map(|id| (*id).to_owned()).collect();
     let options = ProfileOptions { only, ..options.clone() };
@@ -228,8 +228,8 @@ fn failed(work: &Work, problem: Problem) -> PointResult {
     PointResult { status, reason: Some(reason), ..empty(work) }
 }
 
-/// When each part ends at the latest. The shares are what the parts took on a CPU, with room for prefill, whose
-/// points grow most; a long run takes what it takes.
+/// Returns the latest end of each group. The shares are those measured on a CPU, with extra for prefill,
+/// whose points vary most; a long run takes its own time.
 fn deadlines(works: &[Work], now: f64, budget: f64, long_s: f64) -> Vec<(Group, f64)> {
     let share = |group: Group| match group {
         Group::Launch => 1.0,
@@ -247,7 +247,7 @@ fn deadlines(works: &[Work], now: f64, budget: f64, long_s: f64) -> Vec<(Group, 
     let mut sum = 0.0;
     let deadline = |group: Group| {
         sum += share(group);
-        // the long runs have their time even if the others took more than theirs
+        // long runs get their time even if the others exceeded theirs
         let at = if group == Group::Sustained {
             budget.max(0.0) + long_runs * long_s
         } else {
@@ -258,7 +258,8 @@ fn deadlines(works: &[Work], now: f64, budget: f64, long_s: f64) -> Vec<(Group, 
     present.into_iter().map(deadline).collect()
 }
 
-/// The largest buffer and all buffers that `work` needs to be cold, for each way to do it.
+/// Returns, for each way to keep the buffers of `work` cold, the size of the largest buffer and of all
+/// together.
 fn buffers(work: &Work) -> Vec<(u64, u64)> {
     match work {
         Work::Op(sig) => vec![cold_bytes(sig)],
@@ -274,13 +275,13 @@ fn buffers(work: &Work) -> Vec<(u64, u64)> {
 struct Runner<'a> {
     bench: Bench<'a>,
     options: &'a ProfileOptions,
-    /// When each part must have ended, so that a slow one does not starve those behind it; what one leaves
-    /// over is the next one's.
+    /// The end of each group's time, so that a slow group does not starve later ones; leftover time passes to
+    /// the next.
     deadlines: Vec<(Group, f64)>,
-    /// What is known so far, to foretell what the next point takes.
+    /// Measurements so far, from which the duration of the next point is predicted.
     known: DeviceProfile,
     fits: Fits,
-    /// When everything began.
+    /// Start time of the profile.
     start: f64,
     controls: Vec<Control>,
 }
@@ -306,13 +307,14 @@ impl<'a> Runner<'a> {
         let (fits, controls) = (Fits::default(), Vec::new());
         let mut runner = Runner { bench, options, deadlines: Vec::new(), known, fits, start, controls };
         runner.launches()?;
-        // what is left of the budget after the preparations is shared
+        // the groups share what is left of the budget after the preparations
         let now = options.clock.seconds();
         runner.deadlines = deadlines(works, now, options.budget_s() - (now - start), options.long_s());
         Ok(runner)
     }
 
-    /// What launching costs: taken off every other point, whether it was asked for or not.
+    /// Measures the launch costs that are subtracted from all other points, whether they were requested or
+    /// not.
     fn launches(&mut self) -> Result<(), Problem> {
         const MANY: u32 = 100;
         let effort = self.options.effort(Group::Launch);
@@ -323,7 +325,7 @@ impl<'a> Runner<'a> {
             (Err(Problem::Gone(reason)), _) | (_, Err(Problem::Gone(reason))) => {
                 return Err(Problem::Gone(reason));
             }
-            // without Fill nothing is taken off
+            // nothing can be subtracted without Fill
             _ => return Ok(()),
         };
         let more = f64::from(MANY - 1);
@@ -386,8 +388,8 @@ impl<'a> Runner<'a> {
         (points, complete)
     }
 
-    /// Measures what was left out, as far as the whole budget has time left over; whether the device and the
-    /// user let it.
+    /// Measures the points that were skipped for lack of time while the budget lasts; returns whether the
+    /// device and the user permit going on.
     fn catch_up(
         &mut self,
         works: &[Work],
@@ -428,13 +430,13 @@ impl<'a> Runner<'a> {
         self.options.clock.seconds() - self.start - last
     }
 
-    /// What fails here fails at the next point too, which says so.
+    /// A failure here also shows up in the next point, which reports it.
     fn control(&mut self) {
         let at_s = self.options.clock.seconds() - self.start;
         self.controls.extend(self.bench.control(at_s));
     }
 
-    /// A queue that failed once fails for ever.
+    /// Replaces the queue, since one that failed stays failed.
     fn renew_queue(&mut self) {
         if let Ok(queue) = self.bench.device.queue() {
             self.bench.queue = queue;
@@ -446,7 +448,8 @@ impl<'a> Runner<'a> {
         deadline - self.options.clock.seconds()
     }
 
-    /// Measures `work` if that takes at most `most_s`; so much time and so many points are left, itself included.
+    /// Measures `work` if that takes at most `most_s`, given the remaining time and points (including this
+    /// one).
     fn one(
         &mut self,
         work: &Work,
@@ -456,12 +459,12 @@ impl<'a> Runner<'a> {
     ) -> Result<PointResult, Problem> {
         let long = self.options.long_s();
         let mut effort = self.options.effort(work.group());
-        // ramp and samples, five runs at least
+        // warm-up and samples, at least five runs
         let predicted = match work {
             Work::Sustained(_) => long,
             _ => 5.0 * self.foretell(work),
         };
-        // who names a point wants it, however long it takes
+        // a point requested by name is measured however long it takes
         let named = self.options.only.iter().any(|name| *name == work.id());
         if predicted > most_s && !named && !matches!(work, Work::Sustained(_)) {
             return Err(Problem::Late(format!("would take {predicted:.0} s")));
@@ -472,7 +475,7 @@ impl<'a> Runner<'a> {
                 left.max(0.0)
             )));
         }
-        // later points get their share too
+        // leave a share for later points
         let share = 2.0 * left / points_left as f64;
         effort.seconds = effort.seconds.min(share.max(0.02));
         let mut point = self.bench.point(work, effort, long)?;
@@ -481,7 +484,7 @@ impl<'a> Runner<'a> {
         Ok(point)
     }
 
-    /// Seconds of one run, as far as is known.
+    /// Predicts the seconds of one run from what is known so far.
     fn foretell(&self, work: &Work) -> f64 {
         let bytes = match work {
             Work::Op(sig) => {
@@ -495,7 +498,8 @@ impl<'a> Runner<'a> {
         bytes as f64 / self.known.bandwidth.0
     }
 
-    /// The least rate to expect of a dtype: a quarter of the best known of any until it is known itself.
+    /// Returns a pessimistic rate for a dtype: a quarter of the best known of any dtype until its own is
+    /// known.
     fn rate(&self, dtype: DType) -> f64 {
         let rates = self.known.compute.iter();
         match rates.clone().find(|(known, _)| *known == dtype) {
@@ -507,7 +511,7 @@ impl<'a> Runner<'a> {
     fn learn(&mut self, work: &Work, point: &PointResult) {
         let Some(seconds) = point.seconds.as_ref().map(|s| s.median).filter(|s| *s > 0.0) else { return };
         if let Work::Op(sig) = work {
-            // a norm, or a product of few rows, tells nothing of its dtype's arithmetic
+            // a norm, or a product of few rows, says nothing about its dtype's arithmetic
             if let OpSig::Gemm { x: dtype, .. } = *sig
                 && sig.flops() > fit::ARITHMETIC * sig.bytes()
             {

@@ -1,11 +1,11 @@
-//! When to stop measuring.
+//! Decides how many samples to take.
 
 use super::document::Flag;
 use super::stats::SampleStats;
 
-/// Seconds since some moment; a test gives its own.
+/// A clock, which tests can replace.
 pub trait TimeSource: Send + Sync {
-    /// Now.
+    /// Returns the seconds since an arbitrary start.
     fn seconds(&self) -> f64;
 }
 
@@ -25,39 +25,39 @@ impl TimeSource for HostClock {
     }
 }
 
-/// How much to spend on one point.
+/// The effort to spend on one point.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct SampleBudget {
-    /// Samples wanted at least.
+    /// Minimum number of samples.
     pub(crate) samples_min: usize,
-    /// Samples wanted at most.
+    /// Maximum number of samples.
     pub(crate) samples_max: usize,
-    /// After this long no further sample is begun.
+    /// Seconds after which no further sample starts.
     pub(crate) seconds: f64,
 }
 
-/// Samples that agree within this share of the least are steady.
+/// Samples within this share of the smallest count as steady.
 const STEADY: f64 = 0.03;
-/// So many in a row.
+/// Number of steady samples required in a row.
 const STEADY_RUN: usize = 3;
-/// Ramp runs after which unsteadiness is accepted and flagged.
+/// Number of warm-up runs after which unsteadiness is accepted and flagged.
 const RAMP_MAX: usize = 30;
-/// Share of the time that may go into the ramp.
+/// Share of the time that warming up may take.
 const RAMP_SHARE: f64 = 0.5;
 /// Coefficient of variation above which a point is noisy.
 pub(crate) const NOISE_MAX: f64 = 0.05;
 
-/// Samples of one point.
+/// The samples of one point.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Samples {
     pub(crate) stats: SampleStats,
-    /// Runs before the samples.
+    /// Number of runs before the samples.
     pub(crate) ramp: u32,
     pub(crate) flags: Vec<Flag>,
 }
 
-/// Runs `once` until three in a row agree, which are the first samples, and then for more. `once` gives
-/// the seconds of one run.
+/// Calls `once`, which returns the seconds of one run, until three in a row agree; these are the first
+/// samples. Then takes more.
 pub(crate) fn sample<E>(
     clock: &dyn TimeSource,
     effort: SampleBudget,
@@ -99,7 +99,7 @@ mod tests {
     use std::convert::Infallible;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// Advances by what `advance` is told, in nanoseconds.
+    /// A clock that advances by given numbers of nanoseconds.
     #[derive(Default)]
     struct TestClock(AtomicU64);
 

@@ -3,16 +3,16 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What a point's samples amount to, in seconds for one command (or one transfer).
+/// Statistics of a point's samples, in seconds per command (or transfer).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SampleStats {
-    /// The middle one: what a scheduler should expect.
+    /// Median, which is what a scheduler should expect.
     pub median: f64,
     /// 5th percentile.
     pub p5: f64,
     /// 95th percentile.
     pub p95: f64,
-    /// The least: what the part can do undisturbed.
+    /// Minimum, which is what the part can do undisturbed.
     pub min: f64,
     /// Coefficient of variation: standard deviation over mean.
     pub cv: f64,
@@ -21,7 +21,7 @@ pub struct SampleStats {
 }
 
 impl SampleStats {
-    /// Of samples that are finite; `None` if there are none.
+    /// Computes the statistics of finite samples; `None` if there are none.
     pub fn new(samples: Vec<f64>) -> Option<SampleStats> {
         if samples.is_empty() || samples.iter().any(|s| !s.is_finite()) {
             return None;
@@ -41,8 +41,7 @@ impl SampleStats {
     }
 }
 
-/// Quantile of ascending samples, with linear interpolation between neighbours (type 7 of Hyndman &
-/// Fan 1996).
+/// Returns a quantile of ascending samples, with linear interpolation (type 7 of Hyndman & Fan 1996).
 pub(crate) fn quantile(sorted: &[f64], q: f64) -> f64 {
     let at = q * (sorted.len() - 1) as f64;
     let (low, share) = (at.floor() as usize, at.fract());

@@ -1,8 +1,8 @@
-//! Numbers for people.
+//! Number formatting for people.
 
 use super::document::{Rate, Unit};
 
-/// Three digits and an SI prefix: `41.2 GB/s`, `812 us`.
+/// Formats with three digits and an SI prefix: `41.2 GB/s`, `812 us`.
 pub fn scaled(value: f64, unit: &str) -> String {
     const STEPS: [(f64, &str); 8] =
         [(1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u")];
@@ -23,7 +23,7 @@ pub fn scaled(value: f64, unit: &str) -> String {
     format!("{shown:.digits$} {prefix}{unit}")
 }
 
-/// `41.2 GB/s`, `412 GFLOP/s`.
+/// Formats a rate: `41.2 GB/s`, `412 GFLOP/s`.
 pub fn rate(rate: Rate) -> String {
     let unit = match rate.unit {
         Unit::Flop => "FLOP/s",
@@ -32,12 +32,12 @@ pub fn rate(rate: Rate) -> String {
     scaled(rate.value, unit)
 }
 
-/// `23.5 GiB`.
+/// Formats a size: `23.5 GiB`.
 pub fn gibibytes(bytes: f64) -> String {
     format!("{:.1} GiB", bytes / f64::from(1 << 30))
 }
 
-/// A share of one as a bar of `width` signs.
+/// Draws a share of one as a bar of `width` characters.
 pub fn bar(share: f64, width: usize) -> String {
     let filled = (share.clamp(0.0, 1.0) * width as f64).round() as usize;
     format!("{}{}", "#".repeat(filled), ".".repeat(width - filled))

@@ -11,17 +11,17 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Part of a profile; the words of `--only`.
+/// A group of points; its names are the words of `--only`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Group {
-    /// What a batch of commands costs beyond their work.
+    /// Cost of a batch of commands beyond their work.
     Launch,
     /// Bandwidth by working set.
     Memory,
     /// Copies between host and device, and within the device.
     Links,
-    /// Norms, rope, activation, embedding, argmax, merge.
+    /// Norms, RoPE, activation, embedding, argmax, merge.
     Small,
     /// Writing KV pages, and moving them to and from the wire layout.
     Kv,
@@ -31,12 +31,12 @@ pub enum Group {
     Decode,
     /// Attention of many new tokens.
     Prefill,
-    /// Rates under long load.
+    /// Rates under sustained load.
     Sustained,
 }
 
 impl Group {
-    /// All, in the order in which they are measured.
+    /// All groups, in the order in which they are measured.
     pub const ALL: [Group; 9] = [
         Group::Launch,
         Group::Memory,
@@ -49,7 +49,7 @@ impl Group {
         Group::Sustained,
     ];
 
-    /// The word of `--only`.
+    /// Returns the word of `--only`.
     pub const fn name(self) -> &'static str {
         match self {
             Group::Launch => "launch",
@@ -65,55 +65,55 @@ impl Group {
     }
 }
 
-/// What is launched to time launching.
+/// What is launched to measure launch costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaunchCase {
     /// A batch of no commands.
     Empty,
     /// A batch of this many commands that do next to nothing.
     Commands(u32),
-    /// The same, recorded before.
+    /// The same commands, recorded beforehand.
     Replay(u32),
-    /// A batch of this many commands of two kinds in turn, each of which needs the one before it.
+    /// A batch of this many commands of alternating kinds, each of which depends on the previous one.
     Chain(u32),
 }
 
-/// What runs for long.
+/// The work of a long run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SustainedLoad {
     /// A large matrix product.
     Gemm,
-    /// Copies over the memory.
+    /// Copies within memory.
     Stream,
 }
 
-/// One thing to measure.
+/// One item to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Work {
-    /// An operation. Attention's sequences are all of the same length.
+    /// An operation; in attention, all sequences have the same length.
     Op(OpSig),
-    /// Bandwidth over a working set of so many bytes.
+    /// Bandwidth over a working set of this many bytes.
     Memory(Traffic, u64),
-    /// `Device::write` of so many bytes.
+    /// `Device::write` of this many bytes.
     HostToDevice(u64),
-    /// `Device::read` of so many bytes.
+    /// `Device::read` of this many bytes.
     DeviceToHost(u64),
-    /// `Copy` of so many bytes that no cache holds.
+    /// `Copy` of this many bytes that no cache holds.
     DeviceToDevice(u64),
-    /// A launch.
+    /// A launch without work.
     Launch(LaunchCase),
-    /// A long run.
+    /// A long run under load.
     Sustained(SustainedLoad),
 }
 
-/// KV heads and head length that a name need not say.
+/// Default number of KV heads, which names leave out.
 const KV_HEADS: u32 = 8;
 const HEAD_DIM: u32 = 128;
-/// `eps` of the norms measured; it changes no cost.
+/// The `eps` of measured norms, which affects no cost.
 const EPS: Scalar = Scalar(1e-6);
 
 impl Work {
-    /// The part it belongs to.
+    /// Returns the group it belongs to.
     pub fn group(&self) -> Group {
         match self {
             Work::Memory(..) => Group::Memory,
@@ -130,7 +130,7 @@ impl Work {
         }
     }
 
-    /// Its stable name.
+    /// Returns its stable name.
     pub fn id(&self) -> String {
         match self {
             Work::Op(sig) => op_id(sig),
@@ -149,7 +149,7 @@ impl Work {
         }
     }
 
-    /// The work of that name on a device whose pages hold `page_tokens`; `None` if there is none.
+    /// Parses a name, for a device with pages of `page_tokens`; `None` if it is invalid.
     pub fn parse(id: &str, page_tokens: u32) -> Option<Work> {
         let (kind, rest) = id.split_once('.')?;
         let bytes = || parse_size(rest);
@@ -168,7 +168,7 @@ impl Work {
             }),
             _ => Work::Op(parse_op(kind, rest, page_tokens)?),
         };
-        // another spelling of the same work is not its name
+        // only the canonical spelling is a name
         (work.id() == id).then_some(work)
     }
 }
@@ -187,7 +187,7 @@ fn parse_launch(text: &str) -> Option<LaunchCase> {
     }
 }
 
-/// `64KiB`, `3MiB`, `1000B`.
+/// Formats a size: `64KiB`, `3MiB`, `1000B`.
 pub(crate) fn size(bytes: u64) -> String {
     for (unit, shift) in [("GiB", 30), ("MiB", 20), ("KiB", 10)] {
         if bytes > 0 && bytes.is_multiple_of(1 << shift) {
@@ -210,7 +210,7 @@ fn parse_size(text: &str) -> Option<u64> {
     (bytes > 0 && bytes >> shift == text[..digits].parse::<u64>().ok()?).then_some(bytes)
 }
 
-/// `.kv4.d64` where they are not the usual ones.
+/// Returns `.kv4.d64` and the like if they differ from the defaults.
 fn heads_suffix(kv_heads: u32, head_dim: u32) -> String {
     let kv = if kv_heads == KV_HEADS { String::new() } else { format!(".kv{kv_heads}") };
     let dim = if head_dim == HEAD_DIM { String::new() } else { format!(".d{head_dim}") };
@@ -259,12 +259,12 @@ fn op_id(sig: &OpSig) -> String {
     }
 }
 
-/// Dtype of a product that stays an activation.
+/// Returns the dtype of a product that stays an activation.
 const fn gemm_out(x: DType) -> DType {
     if matches!(x, DType::F8E4m3) { DType::Bf16 } else { x }
 }
 
-/// `m512` and the like of a name, taken one by one; what is left over makes the name wrong.
+/// The fields of a name, such as `m512`, taken one by one; leftover fields make the name invalid.
 struct Fields(BTreeMap<String, u64>);
 
 impl Fields {
@@ -273,7 +273,7 @@ impl Fields {
         for field in text.split('.').filter(|f| !f.is_empty()) {
             let digits = field.find(|c: char| c.is_ascii_digit()).unwrap_or(field.len());
             let value: u64 = if digits == field.len() { 1 } else { field[digits..].parse().ok()? };
-            // only a prompt may begin at token 0
+            // only a context may be 0
             if value == 0 && &field[..digits] != "c" {
                 return None;
             }
@@ -354,25 +354,25 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
     })
 }
 
-/// A product as the engine runs it: activations of one dtype, or added to the f32 residual stream, or
-/// f32 logits.
+/// Returns a product as the engine runs it: activations of one dtype, accumulation into the f32 residual
+/// stream, or f32 logits.
 pub(crate) fn gemm(dtype: DType, (m, n, k): (u32, u32, u32), accumulate: bool, logits: bool) -> OpSig {
     let out = if accumulate || logits { DType::F32 } else { gemm_out(dtype) };
     OpSig::Gemm { m, n, k, x: dtype, weight: dtype, out, bias: false, accumulate }
 }
 
-/// Heads of an attention.
+/// Head configuration of an attention operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Heads {
     /// Query heads per KV head.
     pub(crate) ratio: u32,
-    /// KV heads.
+    /// Number of KV heads.
     pub(crate) kv: u32,
     /// Length of a head.
     pub(crate) dim: u32,
 }
 
-/// `batch` sequences of `context` tokens; `None` where a number would overflow.
+/// Returns decode attention over `batch` sequences of `context` tokens; `None` on overflow.
 pub(crate) fn attn_decode(
     dtype: DType,
     (batch, context): (u32, u32),
@@ -392,7 +392,7 @@ pub(crate) fn attn_decode(
     })
 }
 
-/// `tokens` new tokens of one sequence after `before`.
+/// Returns prefill attention of `tokens` new tokens of one sequence after `before`.
 pub(crate) fn attn_prefill(
     dtype: DType,
     (tokens, before): (u32, u32),
@@ -417,15 +417,15 @@ pub(crate) fn attn_prefill(
     })
 }
 
-/// Whether `pattern` names `work`: a group's name (`attention` is decode and prefill), or the work's name
-/// with `*` for any characters.
+/// Whether `pattern` selects `work`: by the name of its group (`attention` means decode and prefill), or by
+/// its own name with `*` as a wildcard.
 pub fn matches(pattern: &str, work: &Work) -> bool {
     pattern == work.group().name()
         || (pattern == "attention" && matches!(work.group(), Group::Decode | Group::Prefill))
         || glob(pattern, &work.id())
 }
 
-/// Every piece between two stars is taken where it first occurs, which is never worse than later.
+/// Matches each piece between two stars at its first occurrence, which is never worse than a later one.
 fn glob(pattern: &str, text: &str) -> bool {
     let Some((first, rest)) = pattern.split_once('*') else { return pattern == text };
     let Some(mut text) = text.strip_prefix(first) else { return false };

@@ -1,36 +1,36 @@
-//! What came of one case, and how case names are matched.
+//! The result of a case, and patterns of case names.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// How a case ended. Only [`Status::Pass`] reads as passed.
+/// How a case ended; only [`CaseStatus::Pass`] counts as passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum CaseStatus {
-    /// Tried and right.
+    /// It was tried and is right.
     Pass,
-    /// Right, but not as it should be: a link at half its width, throughput that sinks.
+    /// It is right, but not as it should be: a link at half its width, sinking throughput.
     QualityWarning,
-    /// The device says that it cannot, and need not.
+    /// The device does not claim support, and need not.
     Unsupported,
-    /// Wrong, and the vendor's part file says why it is let through until a date.
+    /// It is wrong, and the vendor's part file gives a reason to let it through until a date.
     Waived,
     /// It could not be tried.
     NotRun,
-    /// Tried and wrong.
+    /// It was tried and is wrong.
     Fail,
     /// The process that tried it died.
     Crash,
-    /// No answer in time.
+    /// It did not complete in time.
     Timeout,
     /// The device went away.
     DeviceLost,
 }
 
 impl CaseStatus {
-    /// Every status, the best first.
+    /// Every status, best first.
     pub const ALL: [CaseStatus; 9] = [
         CaseStatus::Pass,
         CaseStatus::QualityWarning,
@@ -43,7 +43,7 @@ impl CaseStatus {
         CaseStatus::DeviceLost,
     ];
 
-    /// The word in reports.
+    /// Returns the word used in reports.
     pub const fn word(self) -> &'static str {
         match self {
             CaseStatus::Pass => "pass",
@@ -58,12 +58,12 @@ impl CaseStatus {
         }
     }
 
-    /// Tried and wrong, in whatever way.
+    /// Whether it was tried and is wrong, in whatever way.
     pub const fn is_wrong(self) -> bool {
         matches!(self, CaseStatus::Fail | CaseStatus::Crash | CaseStatus::Timeout | CaseStatus::DeviceLost)
     }
 
-    /// Nothing more can be asked of the device as opened: its process must end.
+    /// Whether the process must end because the device cannot be used any further.
     pub const fn ends_the_device(self) -> bool {
         matches!(self, CaseStatus::Timeout | CaseStatus::DeviceLost)
     }
@@ -72,13 +72,13 @@ impl CaseStatus {
 /// A waiver that let a wrong case through.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct WaivedBy {
-    /// Which waiver: its pattern in the part file.
+    /// The waiver's pattern in the part file.
     pub waiver: String,
     /// The vendor's reason.
     pub reason: String,
     /// The last day on which it holds, `YYYY-MM-DD`.
     pub until: String,
-    /// What the case was.
+    /// The status before the waiver.
     pub was: CaseStatus,
 }
 
@@ -87,49 +87,49 @@ pub struct WaivedBy {
 pub struct CaseResult {
     /// Dotted name, the level first: `l1.gemm.f32.bf16.f32.m1.n35.k70.bias.accumulate`.
     pub id: String,
-    /// How it ended.
+    /// The status.
     pub status: CaseStatus,
-    /// Why it is not a pass, in words with the values.
+    /// Why it is not a pass, with the values.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// The waiver, where the status is `waived`.
+    /// The waiver, if the status is `waived`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waived_by: Option<WaivedBy>,
-    /// What was measured or found, by name; units are in the names.
+    /// What was measured or found, by name; names include units.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub facts: BTreeMap<String, Value>,
 }
 
 impl CaseResult {
-    /// A result without facts; a pass has no reason.
+    /// Creates a result without facts; a pass has no reason.
     pub fn new(id: impl Into<String>, status: CaseStatus, reason: impl Into<String>) -> Self {
         let reason = Some(reason.into()).filter(|text: &String| !text.is_empty());
         CaseResult { id: id.into(), status, reason, waived_by: None, facts: BTreeMap::new() }
     }
 
-    /// A pass.
+    /// Creates a passing result.
     pub fn pass(id: impl Into<String>) -> Self {
         CaseResult::new(id, CaseStatus::Pass, "")
     }
 
-    /// With one more fact. A value that JSON cannot hold, such as NaN, becomes null.
+    /// Adds a fact. A value that JSON cannot represent, such as NaN, becomes null.
     pub fn fact(mut self, name: &str, value: impl Serialize) -> Self {
         self.facts.insert(name.to_owned(), serde_json::to_value(value).unwrap_or(Value::Null));
         self
     }
 
-    /// The level in its id: 1 for `l1.gemm...`.
+    /// Returns the level in its id: 1 for `l1.gemm...`.
     pub fn level(&self) -> Option<u8> {
         level_of(&self.id)
     }
 }
 
-/// The level in a case's or group's name.
+/// Returns the level in the name of a case or group.
 pub fn level_of(id: &str) -> Option<u8> {
     id.strip_prefix('l')?.split('.').next()?.parse().ok()
 }
 
-/// Whether `pattern` matches all of `id`; `*` stands for any run of characters, dots included.
+/// Whether `pattern` matches all of `id`; `*` matches any characters, including dots.
 pub fn matches(pattern: &str, id: &str) -> bool {
     let mut parts = pattern.split('*');
     let first = parts.next().unwrap_or_default();
@@ -145,7 +145,7 @@ pub fn matches(pattern: &str, id: &str) -> bool {
     rest.ends_with(last)
 }
 
-/// Whether `pattern` names `id` or a group that holds it: `l1.gemm` selects every `l1.gemm.*`.
+/// Whether `pattern` matches `id` or a group that contains it: `l1.gemm` selects every `l1.gemm.*`.
 pub fn selects(pattern: &str, id: &str) -> bool {
     let pattern = pattern.trim_end_matches('.');
     matches(pattern, id) || matches(&format!("{pattern}.*"), id)

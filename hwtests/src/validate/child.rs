@@ -1,4 +1,4 @@
-//! What a child process does: one group, line by line, on a device of its own.
+//! The child process, which runs one group on a device of its own and reports line by line.
 
 use super::case::{CaseResult, CaseStatus, selects};
 use super::protocol::{Assignment, ChildMessage};
@@ -10,13 +10,13 @@ use std::io::{BufRead, Write};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Runs levels that take more than the device: links between memories, and serving. It gets the device, the assignment,
-/// which cases are wanted, and where results go; false for a group that it does not know. Whoever starts children has the
-/// transports and the engine.
+/// Runs levels that involve more than the device, namely links and serving. Given the device, the assignment,
+/// which cases are wanted and where results go, it returns false for an unknown group. The transports and the
+/// engine belong to the caller.
 pub type Beyond<'a> =
     dyn Fn(&Arc<dyn Device>, &Assignment, &dyn Fn(&str) -> bool, &mut dyn FnMut(CaseResult)) -> bool + 'a;
 
-/// Knows no level beyond the device.
+/// Supports no levels beyond the device.
 pub fn nothing_beyond(
     _: &Arc<dyn Device>,
     _: &Assignment,
@@ -26,11 +26,11 @@ pub fn nothing_beyond(
     false
 }
 
-/// Reads an [`Assignment`] from `input`, opens its device, and writes [`Line`]s to `output` until the group is
-/// done or the device is.
+/// Reads an [`Assignment`] from `input`, opens its device, and writes [`ChildMessage`]s to `output` until the
+/// group is complete or the device is gone.
 ///
 /// # Errors
-/// When the assignment cannot be read or a line cannot be written: the parent is gone.
+/// If the assignment cannot be read or a line cannot be written, because the parent is gone.
 pub fn serve(
     input: &mut dyn BufRead,
     output: &mut dyn Write,
@@ -55,7 +55,8 @@ pub fn serve(
     failure.map_or(Ok(()), Err)
 }
 
-/// Runs one group on an open device. Ends early, without [`Line::End`], after a case that ended the device.
+/// Runs one group on an open device. Stops early, without [`ChildMessage::End`], after a case that made the
+/// device unusable.
 pub fn run(
     opened: &Arc<dyn Device>,
     assignment: &Assignment,
@@ -98,7 +99,7 @@ pub fn run(
     }
 }
 
-/// Announces a case, runs it and tells its result; whether the device is still good.
+/// Announces a case, runs it and reports its result; returns whether the device is still usable.
 fn case(
     id: &str,
     emit: &mut dyn FnMut(ChildMessage),
@@ -111,7 +112,7 @@ fn case(
     good
 }
 
-/// Passes on a sign of life at most once per second.
+/// Forwards signs of life at most once per second.
 fn paced<'a>(emit: &'a mut dyn FnMut(ChildMessage)) -> impl FnMut() + 'a {
     let mut spoken = Instant::now();
     move || {

@@ -8,9 +8,9 @@ use crate::suite::{Entry, attempt, entries};
 use crate::{SuiteLevel, cases, checks};
 use mixfleet_hal::{Device, DeviceLimits};
 
-/// Names of the operations and checks, in the order of the suite: a group each.
+/// Returns the names of the operations and checks, one group each, in the order of the suite.
 pub(crate) fn groups() -> Vec<&'static str> {
-    // which operations there are does not depend on the limits
+    // the set of operations does not depend on the limits
     let limits = DeviceLimits {
         allocation_bytes_max: 1 << 30,
         alignment_bytes: 1,
@@ -28,7 +28,7 @@ pub(crate) fn groups() -> Vec<&'static str> {
     names
 }
 
-/// The cases of one group with their ids.
+/// Returns the cases of one group with their ids.
 pub(crate) fn listed(device: &dyn Device, settings: &Settings, name: &str) -> Vec<(String, Entry)> {
     let level = match settings.effort {
         ValidationEffort::Quick => SuiteLevel::Quick,
@@ -60,7 +60,7 @@ fn result(id: &str, report: CaseReport) -> CaseResult {
         result = result.fact("batch_invariant", invariant);
     }
     if status.is_wrong() {
-        // the signature, spread and seed: enough to run it again
+        // signature, distribution and seed are enough to repeat it
         result = result.fact("case", report.case);
     }
     result

@@ -22,39 +22,39 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A device under a plan of faults, and how to ask what became of it.
+/// A device under a fault plan, with access to its counters.
 pub struct FaultyTrial {
-    /// The device.
+    /// The device with injected faults.
     pub device: Arc<dyn Device>,
-    /// Operations seen so far.
+    /// Returns the number of operations so far.
     pub operations: Box<dyn Fn() -> u64>,
-    /// Operations that were struck with an effect.
+    /// Returns the number of operations that were hit with an effect.
     pub struck: Box<dyn Fn() -> u64>,
 }
 
-/// Puts a device under a plan; with `true` the host's reads and writes are operations too. The crate of simulated
-/// devices has one (`FaultyDevice`); this crate may not import it.
+/// Wraps a device with a plan; with `true`, the host's reads and writes count as operations too. The crate of
+/// simulated devices has one (`FaultyDevice`), which this crate may not import.
 pub type Wrap = dyn Fn(Arc<dyn Device>, FaultPlan, bool) -> FaultyTrial;
 
-/// How much to try.
+/// What a trial covers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Trial {
-    /// The levels, of 1, 2, 3 and 5.
+    /// Levels to try, out of 1, 2, 3 and 5.
     pub levels: Vec<u8>,
-    /// The kinds of faults.
+    /// Kinds of faults to inject.
     pub faults: Vec<Fault>,
-    /// Chances per operation.
+    /// Fault probabilities per operation.
     pub rates: Vec<f64>,
-    /// Seeds whose plans are looked at.
+    /// Number of seeds whose plans are examined.
     pub seeds: u64,
-    /// Passes that are run per cell at most.
+    /// Maximum number of passes to run per cell.
     pub passes_max: u64,
-    /// Groups of level 1, without `l1.`; empty = all.
+    /// Groups of level 1, without `l1.`; empty means all.
     pub operations: Vec<String>,
 }
 
 impl Trial {
-    /// Every level and fault at one in a hundred, ten thousand and a million operations.
+    /// Selects every level and fault, at one in a hundred, ten thousand and a million operations.
     pub fn thorough() -> Trial {
         Trial {
             levels: vec![1, 2, 3, 5],
@@ -66,46 +66,46 @@ impl Trial {
         }
     }
 
-    /// Rows of its table.
+    /// Returns the number of rows in the table.
     pub fn rows(&self) -> usize {
         self.levels.len() * (1 + self.faults.len() * self.rates.len())
     }
 }
 
-/// What a level did about a fault.
+/// How well a level detects a fault.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Detection {
-    /// The level.
+    /// The level of validation.
     pub level: u8,
-    /// The fault; none: a pass without any.
+    /// The injected fault; `None` for a pass without faults.
     #[schemars(with = "Option<serde_json::Value>")]
     pub fault: Option<Fault>,
-    /// Its chance per operation.
+    /// Probability of the fault per operation.
     pub rate: f64,
-    /// Operations in a pass without faults.
+    /// Number of operations in a pass without faults.
     pub operations: u64,
-    /// Share of seeded passes in which a fault strikes.
+    /// Share of seeded passes in which a fault occurs.
     pub struck_share: f64,
-    /// Passes run in which a fault had an effect.
+    /// Number of passes run in which a fault had an effect.
     pub passes: u64,
-    /// Of these caught.
+    /// Number of these that were caught.
     pub caught: u64,
-    /// Of these told as a timeout.
+    /// Number of these reported as a timeout.
     pub timeouts: u64,
 }
 
 impl Detection {
-    /// The chance that one pass finds such a fault; none if no pass could be run.
+    /// Returns the probability that one pass finds such a fault; `None` if no pass could be run.
     pub fn chance(&self) -> Option<f64> {
         (self.passes > 0).then(|| self.struck_share * self.caught as f64 / self.passes as f64)
     }
 }
 
-/// Runs the trial on `base`; `observe` sees each row as it comes. The first row of each level is a pass without
-/// faults, which must catch nothing.
+/// Runs the trial on `base`, passing each row to `observe` as it comes. The first row of each level is a pass
+/// without faults, which must catch nothing.
 ///
 /// # Errors
-/// When a level cannot be run on `base` at all, even without faults.
+/// If a level cannot be run on `base` at all, even without faults.
 pub fn detect(
     base: Arc<dyn Device>,
     wrap: &Wrap,
@@ -139,7 +139,7 @@ pub fn detect(
     Ok(rows)
 }
 
-/// A level ready to be passed over and over.
+/// A level that is ready to be run repeatedly.
 struct Bed<'a> {
     level: u8,
     base: Arc<dyn Device>,
@@ -150,7 +150,7 @@ struct Bed<'a> {
     operations: u64,
 }
 
-/// How a pass went.
+/// The outcome of a pass.
 struct Passed {
     operations: u64,
     struck: u64,
@@ -158,9 +158,9 @@ struct Passed {
     timeouts: u64,
 }
 
-/// Points of level 3: small enough for a slow device, one bound by arithmetic and one by bandwidth.
+/// Points of level 3 that are small enough for a slow device, one compute-bound and one bandwidth-bound.
 const POINTS: [&str; 2] = ["gemm.f32.m4.n16.k16", "rms_norm.bf16.t4.h64"];
-/// Seconds of a soak on its own clock, which advances by [`TICK_S`] at each look.
+/// Seconds of a soak on its own clock, which advances by [`TICK_S`] per reading.
 const SOAK_S: f64 = 4.0;
 const TICK_S: f64 = 0.1;
 
@@ -188,7 +188,7 @@ impl<'a> Bed<'a> {
         Ok(bed)
     }
 
-    /// The baseline of a soak without faults.
+    /// Returns the baseline of a soak without faults.
     fn first(&self) -> Result<soak::Baseline, String> {
         let (mut ticks, mut baseline) = (0.0, None);
         let mut clock = || {
@@ -205,7 +205,7 @@ impl<'a> Bed<'a> {
         baseline.ok_or_else(|| "the soak found no baseline".to_owned())
     }
 
-    /// One pass under `plan`.
+    /// Runs one pass under `plan`.
     fn pass(&self, plan: &FaultPlan) -> Passed {
         let faulty = (self.wrap)(self.base.clone(), plan.clone(), self.level == 2);
         let device = faulty.device.clone();
@@ -258,7 +258,7 @@ impl<'a> Bed<'a> {
         };
         let struck: Vec<u64> = (0..trial.seeds).filter(strikes).collect();
         let (mut passes, mut caught, mut timeouts) = (0, 0, 0);
-        // a strike may have no effect; some more seeds make up for that
+        // a hit may have no effect, so try some more seeds
         for &seed in struck.iter().take(2 * trial.passes_max as usize) {
             if passes == trial.passes_max {
                 break;
@@ -283,7 +283,7 @@ impl<'a> Bed<'a> {
     }
 }
 
-/// Claims that the device meets exactly, 80 % of which are asked for.
+/// Returns claims that the device meets exactly, with 80 % required.
 fn claimed(device: &dyn Device) -> Result<Vec<Claim>, String> {
     let claim = |case: &CaseResult| {
         let value = case.facts.get("seconds").and_then(serde_json::Value::as_f64).filter(|s| *s > 0.0);
@@ -297,7 +297,7 @@ fn claimed(device: &dyn Device) -> Result<Vec<Claim>, String> {
     points(device).iter().map(claim).collect()
 }
 
-/// Advances at each look, so that what the host's clock decides is the same each time.
+/// A clock that advances with each reading, so that decisions based on time are reproducible.
 #[derive(Default)]
 struct Ticking(AtomicU64);
 
@@ -328,7 +328,7 @@ impl std::fmt::Display for Detection {
             Some(Fault::Stale) => "stale".to_owned(),
             Some(Fault::Slow { times }) => format!("slow x{times}"),
         };
-        // what is rare must not read as nothing
+        // rare must not be rounded to nothing
         let percent = |share: f64| {
             if share > 0.0 && share < 1e-3 {
                 format!("{share:.0e}")
@@ -347,5 +347,5 @@ impl std::fmt::Display for Detection {
     }
 }
 
-/// The header of the table that rows print themselves into.
+/// Header of the table whose rows implement `Display`.
 pub const TABLE_HEADER: &str = "    fault        rate  ops/pass   struck in     caught  per pass";

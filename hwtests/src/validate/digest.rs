@@ -2,7 +2,7 @@
 
 use sha2::{Digest, Sha256};
 
-/// The digest of `bytes`, 64 hexadecimal digits.
+/// Returns the digest of `bytes` as 64 hexadecimal digits.
 pub(crate) fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,13 +1,13 @@
-//! Level 0: what the device says of itself, and what could not be read.
+//! Level 0: what the device reports about itself, and what could not be read.
 
 use super::case::{CaseResult, CaseStatus};
 use super::protocol::Settings;
 use mixfleet_hal::{Device, DeviceInfo, Health};
 
-/// Cases that need only the device; one more, `l0.facts.<name>`, for every fact that the caller hands in.
+/// Checks that need only the device; the caller's facts add one case each, `l0.facts.<name>`.
 const CHECKS: [fn(&dyn Device) -> CaseResult; 3] = [identity, limits, counters];
 
-/// Every case of the level.
+/// Runs every case of the level.
 pub(crate) fn run(device: &dyn Device, settings: &Settings) -> Vec<CaseResult> {
     let mut results: Vec<CaseResult> = CHECKS.iter().map(|check| check(device)).collect();
     for fact in &settings.facts {
@@ -26,7 +26,7 @@ pub(crate) fn run(device: &dyn Device, settings: &Settings) -> Vec<CaseResult> {
     results
 }
 
-/// Fails with all of `wrong`, if any.
+/// Returns a failure that lists `wrong`, or a pass if it is empty.
 fn judged(id: &str, wrong: &[String]) -> CaseResult {
     if wrong.is_empty() {
         CaseResult::pass(id)
@@ -39,7 +39,7 @@ fn identity(device: &dyn Device) -> CaseResult {
     described(device.info())
 }
 
-/// A count of units is not asked for: some interfaces have none.
+/// Checks the identity; a count of units is not required, since some interfaces have none.
 fn described(info: &DeviceInfo) -> CaseResult {
     let mut wrong = Vec::new();
     for (what, value) in [("id", &info.id), ("name", &info.name), ("fingerprint", &info.fingerprint)] {
@@ -72,7 +72,7 @@ fn limits(device: &dyn Device) -> CaseResult {
         .fact("kv_page_tokens", limits.kv_page_tokens)
 }
 
-/// Counters are optional: what is absent is said. One that reads as nonsense is wrong.
+/// Checks the counters. They are optional, and missing ones are reported; implausible ones are wrong.
 fn counters(device: &dyn Device) -> CaseResult {
     let health = device.health();
     let mut wrong = Vec::new();
@@ -93,7 +93,7 @@ fn counters(device: &dyn Device) -> CaseResult {
     result.fact("health", health).fact("unreadable", absent)
 }
 
-/// The counters that could not be read.
+/// Lists the counters that could not be read.
 fn absent(health: &Health) -> Vec<&'static str> {
     let read = [
         ("temperature", health.temperature_c.is_some()),

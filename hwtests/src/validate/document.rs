@@ -1,5 +1,5 @@
-//! The report: `mixfleet.validation/1`. Its JSON Schema is `docs/schema/validation-1.json`; fields may be added under
-//! the same version, so readers must ignore those they do not know.
+//! The validation report, `mixfleet.validation/1`. Its JSON Schema is `docs/schema/validation-1.json`. Added
+//! fields keep the version, so readers must ignore unknown ones.
 
 use super::case::{CaseResult, CaseStatus, level_of};
 use super::mustpass::{self, Met};
@@ -13,27 +13,27 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The highest level of a whole report; a soak comes on top.
+/// The highest level required of a whole report; a soak is optional.
 const LEVEL_MAX: u8 = 3;
 
-/// The judgement over a report.
+/// The verdict of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ValidationVerdict {
-    /// The whole mandatory list was met, nothing is wrong, every claim was held against a measurement.
+    /// The whole mandatory list was met, nothing is wrong, and every claim was compared with a measurement.
     Pass,
-    /// Something is wrong, and waivers let it through; everything else is as for a pass.
+    /// Something is wrong but waived; everything else is as for a pass.
     PassedWithWaivers,
     /// Something is wrong.
     Fail,
-    /// Nothing unwaived is wrong, but something that was asked for could not run, or a mandatory line has no pass.
+    /// Nothing unwaived is wrong, but something requested could not run, or a mandatory line has no pass.
     Incomplete,
-    /// Nothing unwaived is wrong, but only a part was asked for: no report to publish.
+    /// Nothing unwaived is wrong, but only a part was requested, so the report is not for publication.
     Partial,
 }
 
 impl ValidationVerdict {
-    /// The word in reports.
+    /// Returns the word used in reports.
     pub const fn word(self) -> &'static str {
         match self {
             ValidationVerdict::Pass => "pass",
@@ -44,7 +44,7 @@ impl ValidationVerdict {
         }
     }
 
-    /// The program's exit code: 1 the thing tested failed, 3 could not run.
+    /// Returns the program's exit code: 1 if the thing tested failed, 3 if it could not run.
     pub const fn exit_code(self) -> u8 {
         match self {
             ValidationVerdict::Pass | ValidationVerdict::PassedWithWaivers | ValidationVerdict::Partial => 0,
@@ -54,22 +54,22 @@ impl ValidationVerdict {
     }
 }
 
-/// The device as it describes itself.
+/// The device, as it describes itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DeviceRecord {
     /// The selector that opens it.
     pub id: String,
-    /// The backend's name.
+    /// Name of the backend.
     pub backend: String,
-    /// The part's name.
+    /// Name of the part.
     pub name: String,
     /// `cpu`, `gpu`, `accelerator` or `simulated`.
     pub kind: String,
-    /// Memory for buffers.
+    /// Memory available to buffers, in bytes.
     pub memory_bytes: f64,
     /// Cores, compute units or multiprocessors.
     pub compute_units: u32,
-    /// Part, driver and kernels: results hold for an equal one only.
+    /// The fingerprint of part, driver and kernels; results hold only for devices with an equal one.
     pub fingerprint: String,
     /// Further facts.
     pub notes: BTreeMap<String, String>,
@@ -90,56 +90,56 @@ impl From<&DeviceInfo> for DeviceRecord {
     }
 }
 
-/// What was asked for.
+/// What was requested.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Asked {
     /// The selector of the device.
     #[serde(default)]
     pub device: String,
-    /// The highest level.
+    /// The highest level requested.
     pub level: u8,
-    /// Patterns; empty = all.
+    /// Patterns of groups or cases; empty means all.
     pub only: Vec<String>,
-    /// How thoroughly.
+    /// How thorough the run was.
     pub effort: ValidationEffort,
-    /// Seconds of soak.
+    /// Duration of the soak in seconds.
     pub soak_s: f64,
     /// Seed of the memory patterns.
     pub seed: u64,
 }
 
-/// Statuses of a level, counted.
+/// Case counts of one level.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LevelCounts {
-    /// The level.
+    /// The level of validation.
     pub level: u8,
-    /// Cases by status; those that did not occur are absent.
+    /// Number of cases by status, without those that did not occur.
     pub counts: BTreeMap<String, u64>,
-    /// The largest error of a result as a share of its bound; none where nothing was compared.
+    /// The largest error of a result as a share of its bound; `None` if nothing was compared.
     pub error_of_bound_max: Option<f64>,
 }
 
 /// The mandatory list and how it was met.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Mustpass {
-    /// The list's version.
+    /// Version of the list.
     pub version: String,
-    /// Its SHA-256.
+    /// SHA-256 of the list.
     pub sha256: String,
-    /// All of it was met.
+    /// Whether the whole list was met.
     pub met: bool,
-    /// Line by line.
+    /// The result for each line.
     pub lines: Vec<Met>,
 }
 
-/// A waiver and what it did.
+/// A waiver and its effect.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct WaiverUse {
-    /// The waiver.
+    /// The waiver in the part file.
     pub waiver: Waiver,
-    /// It no longer holds.
+    /// Whether it no longer holds.
     pub expired: bool,
-    /// Cases that it let through.
+    /// Number of cases that it let through.
     pub used: u64,
 }
 
@@ -147,29 +147,29 @@ pub struct WaiverUse {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(title = "mixfleet.validation/1")]
 pub struct Validation {
-    /// Name and version of the document: [`Validation::SCHEMA`].
+    /// Name and version of the document schema: [`Validation::SCHEMA`].
     pub schema: String,
-    /// The judgement.
+    /// The verdict.
     pub verdict: ValidationVerdict,
-    /// Why it is not a pass; on a pass, what to know beside it.
+    /// Why it is not a pass, or what else to know about a pass.
     pub remarks: Vec<String>,
-    /// The day, `YYYY-MM-DD`, by which waivers were judged.
+    /// The day against which waivers were judged, as `YYYY-MM-DD`.
     pub date: String,
-    /// The device; none if it never opened.
+    /// The validated device; `None` if it never opened.
     pub device: Option<DeviceRecord>,
-    /// What was asked for.
+    /// What was requested.
     pub asked: Asked,
-    /// The mandatory list.
+    /// The mandatory list and how it was met.
     pub mustpass: Mustpass,
-    /// By level.
+    /// Case counts by level.
     pub levels: Vec<LevelCounts>,
-    /// The vendor's claims. How each fared stands in its case's facts.
+    /// The vendor's claims; the facts of their cases say how they fared.
     pub claims: Vec<Claim>,
     /// The vendor's waivers.
     pub waivers: Vec<WaiverUse>,
-    /// Every case.
+    /// Results of all cases.
     pub cases: Vec<CaseResult>,
-    /// What the soak saw, phase by phase.
+    /// Readings of the soak, phase by phase.
     pub soak: Vec<SoakSample>,
 }
 
@@ -177,7 +177,8 @@ impl Validation {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.validation/1";
 
-    /// Judges what came of a run: claims, then waivers that hold on `today` (`YYYY-MM-DD`), then the mandatory list.
+    /// Judges the outcome of a run: claims first, then waivers that hold on `today` (`YYYY-MM-DD`), then the
+    /// mandatory list.
     pub fn new(plan: &Plan, outcome: RunOutcome, part: Option<&PartFile>, today: &str) -> Validation {
         let RunOutcome { device, mut cases, samples } = outcome;
         let claims = part.map(|part| part.claims.clone()).unwrap_or_default();
@@ -216,13 +217,13 @@ impl Validation {
         }
     }
 
-    /// The JSON Schema of this document, as in `docs/schema/validation-1.json`.
+    /// Returns the JSON Schema of this document, as in `docs/schema/validation-1.json`.
     pub fn json_schema() -> serde_json::Value {
         schemars::schema_for!(Validation).to_value()
     }
 }
 
-/// An error as a share of its bound, to three decimals, never rounded up to the bound nor down to it.
+/// Formats an error as a share of its bound, to three decimals, never rounded up or down to the bound itself.
 pub fn share_in_words(share: f64) -> String {
     let thousandths = if share < 1.0 { (share * 1e3).floor() } else { (share * 1e3).ceil() };
     format!("{:.3}", thousandths / 1e3)
@@ -282,7 +283,7 @@ fn judged(
     for (line, problem) in unmet.filter(|(line, _)| whole(line) || line.cases > 0) {
         remarks.push(format!("mandatory {}: {problem}", line.pattern));
     }
-    // of a part that was asked for, only what was found there can be missed
+    // if only a part was requested, only what was found there can be missing
     let could_not = |line: &Met| {
         let missed = line.problem.as_deref().is_some_and(|problem| problem.ends_with("could not run"));
         let let_through = line.waived > 0 && line.passed == 0;
@@ -291,7 +292,7 @@ fn judged(
     let waived = count(CaseStatus::Waived) > 0;
     let not_run = |case: &CaseResult| {
         let claimed = claims.iter().any(|claim| case.id == format!("l3.{}", claim.point));
-        // what no list names was asked for nevertheless: the soak, and a device that did not open
+        // requested although no list names it: the soak, and a device that did not open
         let asked_for = claimed || !case.id.starts_with("l3.");
         case.status == CaseStatus::NotRun && asked_for
     };

@@ -1,12 +1,12 @@
-//! Names of conformance cases: short, stable, and unlike for unlike cases.
+//! Ids of conformance cases, which are short, stable and unique.
 
 use crate::cases::{Case, TokenSpread};
 use crate::suite::Entry;
 use mixfleet_hal::OpSig;
 use std::collections::HashMap;
 
-/// The entries with their ids, `l1.` first. Two cases that differ in their seed alone are told apart by
-/// `.again2`, `.again3`.
+/// Returns the entries with their ids, which begin with `l1.`. Cases that differ only in their seed are
+/// distinguished by `.again2`, `.again3`.
 pub(crate) fn with_ids(entries: Vec<Entry>) -> Vec<(String, Entry)> {
     let mut seen: HashMap<String, u32> = HashMap::new();
     let named = entries.into_iter().map(|entry| {
@@ -21,7 +21,7 @@ pub(crate) fn with_ids(entries: Vec<Entry>) -> Vec<(String, Entry)> {
     named.collect()
 }
 
-/// The operation, its dtypes in the order of the signature, then the shape.
+/// Returns the operation, its dtypes in the order of the signature, then the shape.
 pub(crate) fn of(case: &Case) -> String {
     let name = case.sig.name();
     let shape = match case.sig {
@@ -61,7 +61,7 @@ pub(crate) fn of(case: &Case) -> String {
     format!("{name}.{shape}")
 }
 
-/// Sequences as `first-second`, joined by `_`; equal ones are counted.
+/// Formats sequences as `first-second`, joined by `_`, counting equal ones.
 fn spread(spread: &TokenSpread) -> String {
     let (TokenSpread::Queries(pairs) | TokenSpread::Ranges(pairs)) = spread else { return "even".to_owned() };
     let mut words: Vec<(String, u32)> = Vec::new();

@@ -1,8 +1,8 @@
-//! Level 2: patterns over the device's memory, as memory testers use them (Brady, memtest86), in terms of
-//! writes, reads, `Fill` and `Copy`, so that any backend can run them.
+//! Level 2: the patterns of memory testers (Brady, memtest86) over the device's memory, expressed in writes,
+//! reads, `Fill` and `Copy`, so that any backend can run them.
 //!
-//! Words are 64 bits. An address here is the offset in the tested memory, block by block: what is behind
-//! it physically, only the driver knows.
+//! Words are 64 bits. An address is the offset in the tested memory, block by block; only the driver knows
+//! the physical address.
 
 use super::case::{CaseResult, CaseStatus};
 use super::protocol::{MemoryAsked, Settings, ValidationEffort};
@@ -14,12 +14,12 @@ use std::time::Duration;
 
 /// Bytes written, read or filled at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// Largest allocation; smaller ones find more of a fragmented memory.
+/// Maximum allocation size; smaller allocations find more of a fragmented memory.
 const BLOCK_BYTES_MAX: u64 = 64 << 20;
-/// Errors that are kept with their values; the rest is counted.
+/// Number of errors kept with their values; further ones are only counted.
 const ERRORS_KEPT: usize = 16;
 
-/// Name of every pattern, and what runs it.
+/// A pattern, which writes and verifies a region.
 type Pattern = fn(&mut Region<'_>, &Settings) -> Result<(), Trouble>;
 const PATTERNS: [(&str, Pattern); 8] = [
     ("own_address", own_address),
@@ -32,7 +32,7 @@ const PATTERNS: [(&str, Pattern); 8] = [
     ("block_move", block_move),
 ];
 
-/// Names of the patterns: a group each.
+/// Returns the names of the patterns, one group each.
 pub(crate) fn groups() -> impl Iterator<Item = &'static str> {
     PATTERNS.iter().map(|(name, _)| *name)
 }
@@ -46,12 +46,12 @@ struct WrongWord {
     xor: String,
 }
 
-/// What was found wrong.
+/// The errors found.
 #[derive(Debug)]
 struct Errors {
     words: u64,
     first: Vec<WrongWord>,
-    /// How often each bit of a word was wrong.
+    /// Error count per bit of a word.
     bits: [u64; 64],
 }
 
@@ -67,7 +67,7 @@ struct Region<'a> {
     alive: &'a mut dyn FnMut(),
 }
 
-/// Runs the pattern `name`; `alive` is called while it goes on.
+/// Runs the pattern `name`, calling `alive` along the way.
 pub(crate) fn run(
     device: &dyn Device,
     settings: &Settings,
@@ -87,7 +87,7 @@ pub(crate) fn run(
     if let Err(trouble) = pattern(&mut region, settings) {
         let result = troubled(id, trouble);
         if result.status == CaseStatus::Timeout {
-            // to drop a queue that hangs may wait for it
+            // dropping a hanging queue might block
             std::mem::forget(region);
         }
         return result;
@@ -114,7 +114,7 @@ fn bytes_asked(device: &dyn Device, settings: &Settings) -> u64 {
 }
 
 impl<'a> Region<'a> {
-    /// Takes blocks until `asked` bytes are reached or the device has no more.
+    /// Allocates blocks until `asked` bytes are reached or the device has no more.
     fn new(
         device: &'a dyn Device,
         asked: u64,
@@ -141,7 +141,7 @@ impl<'a> Region<'a> {
         Ok(Region { device, queue, blocks, block_bytes, timeout, words_checked: 0, errors, alive })
     }
 
-    /// The chunks in ascending order, each with the address of its first word in words.
+    /// Returns the chunks in ascending order, each with the address of its first word, counted in words.
     fn chunks(&self) -> Vec<(u64, Slice)> {
         let per_block = self.block_bytes / CHUNK_BYTES;
         let chunk = |(b, block): (usize, &Slice)| {
@@ -195,7 +195,7 @@ impl<'a> Region<'a> {
         Ok(())
     }
 
-    /// Whether the device has the operation; the pattern is unsupported otherwise.
+    /// Reports the pattern as unsupported if the device lacks the operation.
     fn needs(&self, sig: OpSig) -> Result<(), Trouble> {
         if self.device.support(&sig) == Support::No { Err(Trouble::Unsupported) } else { Ok(()) }
     }
@@ -210,7 +210,7 @@ impl<'a> Region<'a> {
         Ok(Cmd::new(OpSig::Fill { bytes: chunk.bytes, word }, std::slice::from_ref(chunk))?)
     }
 
-    /// Fills all of the memory by the device itself.
+    /// Fills all of the memory with the device's own `Fill`.
     fn fill_all(&mut self, word: u32) -> Result<(), Trouble> {
         for block in self.blocks.clone() {
             self.run(&[Self::fill(&block, word)?])?;
@@ -277,7 +277,7 @@ impl Errors {
     }
 }
 
-/// Every word holds its own address, then the complement: two addresses that are one are seen.
+/// Writes each word's own address, then the complement, which detects aliased addresses.
 fn own_address(region: &mut Region<'_>, _: &Settings) -> Result<(), Trouble> {
     for flip in [0, !0] {
         region.write(|address| (address * 8) ^ flip)?;
@@ -286,7 +286,7 @@ fn own_address(region: &mut Region<'_>, _: &Settings) -> Result<(), Trouble> {
     Ok(())
 }
 
-/// One bit set, walking with the address, then one bit clear; each pass begins at another bit.
+/// Walks one set bit with the address, then one clear bit; each pass begins at another bit.
 fn walking(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
     let passes: &[u64] = match settings.effort {
         ValidationEffort::Quick => &[0, 37],
@@ -301,8 +301,8 @@ fn walking(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> 
     Ok(())
 }
 
-/// Moving inversions: filled with a word; then upwards every chunk is checked and inverted, then
-/// downwards back. Couplings between neighbours are seen in one direction or the other.
+/// Moving inversions: fills with a word, then checks and inverts every chunk upwards, and then back
+/// downwards. Couplings between neighbours show in one direction or the other.
 fn inversions(region: &mut Region<'_>, word: u32) -> Result<(), Trouble> {
     region.needs(OpSig::Fill { bytes: CHUNK_BYTES, word })?;
     let twice = |word: u32| u64::from(word) << 32 | u64::from(word);
@@ -335,7 +335,7 @@ fn inversions_random(region: &mut Region<'_>, settings: &Settings) -> Result<(),
     (0..rounds).try_for_each(|round| inversions(region, random::bits(settings.seed, round) as u32))
 }
 
-/// Random words by address, then their complement.
+/// Writes random words by address, then their complement.
 fn random_words(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
     let rounds = if settings.effort == ValidationEffort::Quick { 1 } else { 4 };
     for round in 0..rounds {
@@ -348,8 +348,8 @@ fn random_words(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trou
     Ok(())
 }
 
-/// Every twentieth word differs from all the others, which are written after it: write buffers and caches
-/// that mask faults of longer runs are defeated.
+/// Writes every twentieth word differently from all others, which are written afterwards, so that write
+/// buffers and caches cannot mask faults.
 fn modulo_20(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
     let offsets: &[u64] = match settings.effort {
         ValidationEffort::Quick => &[3, 14],
@@ -364,8 +364,8 @@ fn modulo_20(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble
     Ok(())
 }
 
-/// Random words are moved by the device: the lower half of each block to the upper, then back, turned by
-/// some words, as memory testers do to load the memory as copies do.
+/// Lets the device move random words: the lower half of each block to the upper, then back rotated by some
+/// words, to load the memory as copies do.
 fn block_move(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
     let half = region.block_bytes / 2;
     region.needs(OpSig::Copy { bytes: half })?;
@@ -380,7 +380,7 @@ fn block_move(region: &mut Region<'_>, settings: &Settings) -> Result<(), Troubl
         let copy = |from: u64, to: u64, bytes: u64| {
             Cmd::new(OpSig::Copy { bytes }, &[block.range(from, bytes), block.range(to, bytes)])
         };
-        // upper = lower; lower = upper turned by `turn`
+        // upper = lower; lower = upper rotated by `turn`
         region.run(&[
             copy(0, half, half)?,
             copy(half + turn, 0, half - turn)?,

@@ -1,5 +1,5 @@
-//! A device that tells the time its work would take on a part of round numbers, whatever the time it takes:
-//! tests of timing need a clock that nothing disturbs.
+//! A device that reports the time its work would take on a part of round numbers, independently of real time,
+//! for tests that need an undisturbed clock.
 
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
@@ -12,14 +12,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What it pretends to be: so slow that few runs make a sample, and without any cost of its own for a batch,
-/// so that a batch that a fault cuts takes no longer.
+/// Rate of the pretended part, so slow that few runs make a sample. A batch has no cost of its own, so one
+/// cut short by a fault takes no longer.
 const FLOP_PER_S: f64 = 1e7;
 const BYTES_PER_S: f64 = 1e6;
 
-/// A device under another clock.
+/// A device with a computed clock.
 pub struct Metered(
-    /// What computes.
+    /// The device that computes.
     pub Arc<dyn Device>,
 );
 

@@ -1,14 +1,14 @@
-//! The mandatory list: what must have been tried, and passed, before anything is called a pass.
+//! The mandatory list: what must have been tried and passed before anything counts as a pass.
 
 use super::case::{CaseResult, CaseStatus, matches};
 use super::digest::sha256;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The list as it is checked in. A changed list is another version, in another file.
+/// The checked-in list. A changed list is another version, in another file.
 pub const TEXT: &str = include_str!("../../mustpass.v1.txt");
 
-/// Its version.
+/// Version of the list.
 pub const VERSION: &str = "v1";
 
 /// One line of the list.
@@ -16,38 +16,38 @@ pub const VERSION: &str = "v1";
 pub struct MustPassRule {
     /// Pattern of case ids.
     pub pattern: String,
-    /// Cases that it must find, at least.
+    /// Minimum number of cases that match.
     pub cases_min: usize,
-    /// All of them may be unsupported.
+    /// Whether all of them may be unsupported.
     pub optional: bool,
 }
 
 /// How one line of the list was met.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Met {
-    /// The pattern.
+    /// Pattern of the line.
     pub pattern: String,
-    /// Cases found.
+    /// Number of cases found.
     pub cases: usize,
-    /// Of these passed, quality warnings included.
+    /// Number of cases that passed, including quality warnings.
     pub passed: usize,
-    /// Of these wrong and let through by a waiver: not one of them is a pass.
+    /// Number of wrong cases let through by a waiver, which do not count as passes.
     #[serde(default)]
     pub waived: usize,
-    /// Why the line is not met; none if it is.
+    /// Why the line is not met, if it is not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
 
-/// SHA-256 of the list.
+/// Returns the SHA-256 of the list.
 pub fn digest() -> String {
     sha256(TEXT.as_bytes())
 }
 
-/// The lines of a list: `pattern least-number-of-cases [optional]`; `#` begins a remark.
+/// Parses a list of lines `pattern least-number-of-cases [optional]`; `#` begins a comment.
 ///
 /// # Panics
-/// When a line is malformed: the list is part of the program, and a test reads it.
+/// If a line is malformed, since the list is part of the program and covered by a test.
 pub fn lines(text: &str) -> Vec<MustPassRule> {
     let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
     let parse = |line: &str| {
@@ -64,20 +64,20 @@ pub fn lines(text: &str) -> Vec<MustPassRule> {
 }
 
 impl Met {
-    /// Enough of it passed, and what keeps it from being met is a waiver alone.
+    /// Whether only waivers keep the line from being met.
     pub fn only_waived(&self) -> bool {
         self.problem.as_ref().is_some_and(|problem| *problem == waived_only(self.waived))
     }
 }
 
-/// The problem of a line that lacks nothing but what was waived.
+/// Returns the problem of a line that lacks only what was waived.
 fn waived_only(count: usize) -> String {
     format!("{count} wrong and waived")
 }
 
-/// Holds the results against a list. A line is met if enough cases were found, none of them is wrong, waived or could
-/// not run, and, unless the line is optional, at least one passed: a device that declares everything unsupported, or
-/// has everything waived, meets nothing.
+/// Checks the results against a list. A line is met if enough cases were found, none of them is wrong, waived
+/// or could not run, and, unless the line is optional, at least one passed: a device that declares or waives
+/// everything meets nothing.
 pub fn check(lines: &[MustPassRule], cases: &[CaseResult]) -> Vec<Met> {
     let met = |line: &MustPassRule| {
         let found: Vec<&CaseResult> = cases.iter().filter(|case| matches(&line.pattern, &case.id)).collect();
@@ -113,7 +113,7 @@ mod tests {
     use crate::{SuiteLevel, entries};
     use mixfleet_hal::{Device, DeviceLimits};
 
-    /// Ids of levels 1 and 2 on a device with these limits.
+    /// Returns the ids of levels 1 and 2 on a device with these limits.
     fn ids(limits: &DeviceLimits) -> Vec<String> {
         let cases = with_ids(entries(SuiteLevel::Quick, limits)).into_iter().map(|(id, _)| id);
         cases.chain(memory::groups().map(|name| format!("l2.{name}"))).collect()
@@ -134,7 +134,7 @@ mod tests {
             for line in lines.iter().filter(|line| !line.pattern.starts_with("l0")) {
                 let found = ids.iter().filter(|id| matches(&line.pattern, id)).count();
                 assert!(found >= line.cases_min, "{line:?}: {found} at pages of {page}");
-                // a list that asks for much less than there is would not notice what is left out
+                // a list that asks for much less than there is would not notice omissions
                 assert!(
                     found <= line.cases_min + line.cases_min / 4 + 1,
                     "{line:?}: {found} at pages of {page}"

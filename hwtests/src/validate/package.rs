@@ -12,19 +12,19 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::Path;
 
-/// The journal's name in the folder.
+/// Name of the journal in the folder.
 pub const JOURNAL: &str = "log.jsonl";
 
-/// Everything that somebody needs to run the same again, or to doubt the result: `environment.json`.
+/// What somebody needs to repeat the run or question its result: `environment.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Environment {
-    /// `mixfleet.validation-environment/1`.
+    /// Name and version of the document schema: `mixfleet.validation-environment/1`.
     pub schema: String,
     /// Version of the suite.
     pub version: String,
-    /// Commit that it was built from, if that was known.
+    /// Commit that it was built from, if known.
     pub commit: Option<String>,
-    /// Whether files differed from that commit.
+    /// Whether the build had uncommitted changes, if known.
     pub dirty: Option<bool>,
     /// Cargo features of the build.
     pub features: Vec<String>,
@@ -32,17 +32,17 @@ pub struct Environment {
     pub command: Vec<String>,
     /// Seed of everything random.
     pub seed: u64,
-    /// Begin and end, RFC 3339 in UTC.
+    /// Start time, RFC 3339 in UTC.
     pub began_at: String,
-    /// See `began_at`.
+    /// End time, RFC 3339 in UTC.
     pub ended_at: String,
-    /// Processor, system, kernel, governor, load, other users of the device; what could not be read says why.
+    /// Facts about the host: processor, system, kernel, governor, load, other users of the device.
     pub host: Vec<DeviceFact>,
-    /// Driver, clocks, ECC, link.
+    /// Facts about the device: driver, clocks, ECC, link.
     pub device: Vec<DeviceFact>,
     /// Version and SHA-256 of the mandatory list.
     pub mustpass: (String, String),
-    /// Waivers in use with their last days.
+    /// Waivers in use, with their last days.
     pub waivers: Vec<(String, String)>,
 }
 
@@ -50,7 +50,7 @@ impl Environment {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.validation-environment/1";
 
-    /// What the report itself knows; the caller fills in the rest.
+    /// Takes what the report itself knows; the caller fills in the rest.
     pub fn of(report: &Validation) -> Environment {
         let waivers = report.waivers.iter();
         Environment {
@@ -71,10 +71,10 @@ impl Environment {
     }
 }
 
-/// Writes the folder around the journal that is already there, and the checksums last.
+/// Writes the folder around the existing journal, and the checksums last.
 ///
 /// # Errors
-/// What the file system says, with the file's name.
+/// The error of the file system, with the file's name.
 pub fn write(folder: &Path, report: &Validation, environment: &Environment) -> io::Result<()> {
     let named = |name: &str, error: io::Error| {
         io::Error::new(error.kind(), format!("{}: {error}", folder.join(name).display()))
@@ -100,8 +100,8 @@ pub fn write(folder: &Path, report: &Validation, environment: &Environment) -> i
     std::fs::write(folder.join("SHA256SUMS"), sums).map_err(|error| named("SHA256SUMS", error))
 }
 
-/// The report for tools that read JUnit: a suite per level. What could not run is an error there, since those
-/// tools show skipped cases as harmless.
+/// Renders the report for JUnit tools, with a suite per level. What could not run is an error there, since
+/// those tools show skipped cases as harmless.
 fn junit(report: &Validation) -> io::Result<String> {
     let device = report.device.as_ref().map_or("unopened device", |device| &device.id);
     let mut document = Report::new(format!("mixfleet validate {device}"));

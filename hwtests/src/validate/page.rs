@@ -1,4 +1,4 @@
-//! The report as one self-contained page, for people.
+//! The report as one self-contained HTML page.
 
 use super::case::{CaseResult, CaseStatus};
 use super::document::{Validation, ValidationVerdict, share_in_words};
@@ -8,7 +8,7 @@ use crate::html::{Cell, Html, Tone, page as frame};
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Cases that are listed one by one, beyond which the page refers to `results.json`.
+/// Number of cases listed one by one, beyond which the page refers to `results.json`.
 const LISTED_MAX: usize = 200;
 
 fn tone(status: CaseStatus) -> Tone {
@@ -20,7 +20,7 @@ fn tone(status: CaseStatus) -> Tone {
     }
 }
 
-/// The whole page.
+/// Renders the page.
 pub(crate) fn page(report: &Validation, environment: &Environment) -> String {
     let mut body = Html::default();
     verdict(&mut body, report);
@@ -79,7 +79,7 @@ fn levels(body: &mut Html, report: &Validation) {
     body.table(&header, &rows);
 }
 
-/// What a level is about.
+/// Returns what a level is about.
 pub(crate) fn purpose(level: u8) -> &'static str {
     match level {
         0 => "discovery",
@@ -121,7 +121,7 @@ fn claims(body: &mut Html, report: &Validation) {
     body.table(&["point", "status", "measured", "claimed", "of claim", "asked for", "source"], &rows);
 }
 
-/// Every case that is neither a plain pass nor plainly unsupported.
+/// Lists every case that is neither a plain pass nor plainly unsupported.
 fn listed(body: &mut Html, report: &Validation) {
     let worth = |case: &&CaseResult| !matches!(case.status, CaseStatus::Pass | CaseStatus::Unsupported);
     let mut cases: Vec<&CaseResult> = report.cases.iter().filter(worth).collect();

@@ -1,5 +1,5 @@
-//! `part.toml`: what a vendor claims of a part, and what it asks to be let through. Data only: a part
-//! without a file is validated in full, only without claims.
+//! `part.toml`: a vendor's claims and waivers for a part. A part without a file is validated in full, only
+//! without claims.
 
 use super::case::{CaseResult, CaseStatus, WaivedBy, matches};
 use super::performance;
@@ -10,13 +10,13 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-/// A part file that cannot be used: where, why, and what to do.
+/// An error in a part file: where, why, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{place}: {problem}")]
 pub struct PartError {
-    /// The table and key.
+    /// The table and key of the error.
     pub place: String,
-    /// The problem, with a suggestion where there is one.
+    /// The problem, with a suggestion if there is one.
     pub problem: String,
 }
 
@@ -24,7 +24,7 @@ fn wrong<T>(place: impl Into<String>, problem: impl Into<String>) -> Result<T, P
     Err(PartError { place: place.into(), problem: problem.into() })
 }
 
-/// What a number counts.
+/// The quantity that a number measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Quantity {
@@ -37,7 +37,7 @@ pub enum Quantity {
 }
 
 impl Quantity {
-    /// The unit without a prefix.
+    /// Returns the unit without a prefix.
     pub const fn unit(self) -> &'static str {
         match self {
             Quantity::BytesPerSecond => "B/s",
@@ -69,26 +69,27 @@ const UNITS: [(&str, Quantity, f64); 18] = [
     ("ns", Quantity::Seconds, 1e-9),
 ];
 
-/// One number that the vendor stands for.
+/// One number that the vendor claims.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Claim {
-    /// The profile's point.
+    /// The point of the profile.
     pub point: String,
-    /// In units without prefix.
+    /// The claimed value, in the unit without prefix.
     pub value: f64,
-    /// What it counts.
+    /// The quantity of the value.
     pub quantity: Quantity,
-    /// The vendor's own unit, in which people are shown it.
+    /// The vendor's own unit, used for display.
     pub unit: String,
-    /// The share of it that must be reached, above 0 and up to 1. Of a time, the measured one may be longer by
-    /// its inverse.
+    /// The share of the value that must be reached, above 0 and up to 1; a measured time may exceed the claim
+    /// by its inverse.
     pub at_least: f64,
-    /// Where the vendor says so.
+    /// Source of the claim.
     pub source: String,
 }
 
 impl Claim {
-    /// `value`, in the unit without prefix, as people read it: in the vendor's unit, with so many significant digits.
+    /// Formats `value`, given in the unit without prefix, in the vendor's unit with the given number of
+    /// significant digits.
     pub fn in_words(&self, value: f64, digits: usize) -> String {
         let scale = UNITS.iter().find(|(name, ..)| *name == self.unit).map_or(1.0, |(.., scale)| *scale);
         let rounded = format!("{:.*e}", digits.saturating_sub(1), value / scale);
@@ -97,7 +98,7 @@ impl Claim {
     }
 }
 
-/// Whether something that is measured at a point counts `quantity`.
+/// Whether a point measures `quantity`.
 fn counts(work: &Work, quantity: Quantity) -> bool {
     match (work, quantity) {
         (_, Quantity::Seconds) | (Work::Sustained(SustainedLoad::Gemm), _) => true,
@@ -113,30 +114,30 @@ fn counts(work: &Work, quantity: Quantity) -> bool {
 pub struct Waiver {
     /// Pattern of case ids.
     pub case: String,
-    /// Why.
+    /// Reason for the waiver.
     pub reason: String,
-    /// The last day on which it holds, `YYYY-MM-DD`.
+    /// The last day on which it holds, as `YYYY-MM-DD`.
     pub until: String,
 }
 
-/// Which parts the file is about.
+/// The parts that a file is about.
 #[derive(Clone, Debug)]
 struct Match {
     name: Option<Regex>,
     pci: Option<String>,
 }
 
-/// A part file.
+/// A parsed part file.
 #[derive(Clone, Debug)]
 pub struct PartFile {
     of: Match,
-    /// The claims.
+    /// The claims of the vendor.
     pub claims: Vec<Claim>,
-    /// The waivers, those that have expired included.
+    /// All waivers, including expired ones.
     pub waivers: Vec<Waiver>,
 }
 
-/// A table whose keys are looked up one by one; what is left over is an error.
+/// A table whose keys are looked up one by one; leftover keys are an error.
 struct Keys<'a> {
     place: String,
     table: &'a Table,
@@ -182,7 +183,7 @@ impl<'a> Keys<'a> {
         if number.is_finite() && number > 0.0 { Ok(number) } else { wrong(place, "must be above 0") }
     }
 
-    /// The date of `key`: a TOML date, or a text of the same form.
+    /// Reads the date of `key`: a TOML date, or a string of the same form.
     fn date(&mut self, key: &'static str) -> Result<String, PartError> {
         let text = match self.get(key) {
             None => {
@@ -198,7 +199,7 @@ impl<'a> Keys<'a> {
         wrong(format!("{}.{key}", self.place), format!("'{text}' is not a date such as 2027-03-01"))
     }
 
-    /// The tables of an array of tables.
+    /// Reads an array of tables.
     fn tables(&mut self, key: &'static str) -> Result<Vec<&'a Table>, PartError> {
         let problem = || format!("must be tables: write [[{key}]]");
         match self.get(key) {
@@ -222,7 +223,7 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// `: did you mean 'x'?`, if something is near.
+/// Returns `: did you mean 'x'?` if a known word is similar.
 fn nearest(word: &str, known: &[&str]) -> String {
     let distance = |other: &&&str| strsim::damerau_levenshtein(&word.to_lowercase(), &other.to_lowercase());
     match known.iter().min_by_key(distance) {
@@ -231,7 +232,7 @@ fn nearest(word: &str, known: &[&str]) -> String {
     }
 }
 
-/// `YYYY-MM-DD`, of a month that has this day. Such texts compare as dates do.
+/// Whether the text is a valid date of the form `YYYY-MM-DD`, which compares like a date.
 pub(crate) fn is_date(text: &str) -> bool {
     let parts: Vec<&str> = text.split('-').collect();
     let [year, month, day] = parts[..] else { return false };
@@ -253,10 +254,10 @@ pub(crate) fn is_date(text: &str) -> bool {
 }
 
 impl PartFile {
-    /// Reads a part file.
+    /// Parses a part file.
     ///
     /// # Errors
-    /// The first thing wrong with it.
+    /// The first error in it.
     pub fn parse(text: &str) -> Result<PartFile, PartError> {
         let table: Table = match text.parse() {
             Ok(table) => table,
@@ -279,10 +280,11 @@ impl PartFile {
         Ok(PartFile { of, claims, waivers })
     }
 
-    /// Whether the file is about a device of this name and PCI id (`vendor:device` in hexadecimal), where it is known.
+    /// Checks that the file is about a device with this name and PCI id (`vendor:device` in hexadecimal), if
+    /// known.
     ///
     /// # Errors
-    /// Why not.
+    /// Why it is not.
     pub fn is_about(&self, name: &str, pci: Option<&str>) -> Result<(), String> {
         if let Some(regex) = &self.of.name
             && !regex.is_match(name)
@@ -299,8 +301,8 @@ impl PartFile {
         }
     }
 
-    /// Turns wrong cases into waived ones where a waiver holds on `today` (`YYYY-MM-DD`). An expired one does not,
-    /// and the case's reason says so.
+    /// Waives wrong cases for which a waiver holds on `today` (`YYYY-MM-DD`). An expired waiver has no
+    /// effect, and the case's reason says so.
     pub fn waive(&self, cases: &mut [CaseResult], today: &str) {
         for case in cases.iter_mut().filter(|case| case.status.is_wrong()) {
             let mut fitting = self.waivers.iter().filter(|waiver| matches(&waiver.case, &case.id)).peekable();
@@ -356,7 +358,7 @@ fn claim((i, table): (usize, &Table)) -> Result<Claim, PartError> {
         let near = nearest(&unit, &known);
         return wrong(place, format!("unknown unit '{unit}'{near}; known: {}", known.join(", ")));
     };
-    // page sizes are the device's own: no name holds one
+    // page sizes are the device's own, so no name holds one
     let Some(work) = Work::parse(&point, 16) else {
         let problem = "is no point of the profile; 'mixfleet profile --json' lists names such as gemm.bf16.m2048.n8192.k8192 \
                        and memory_read.512MiB";
@@ -379,7 +381,7 @@ fn waiver((i, table): (usize, &Table)) -> Result<Waiver, PartError> {
     let mut keys = Keys::new(format!("waiver {}", i + 1), table);
     let (case, reason, until) = (keys.text("case")?, keys.text("reason")?, keys.date("until")?);
     keys.finish()?;
-    // an id of every level: what fits them all waives the whole validation
+    // a pattern that matches an id of every level would waive the whole validation
     if (0..=9).all(|level| matches(&case, &format!("l{level}.x"))) {
         let problem = format!(
             "'{case}' would waive everything: name the operation or check, as in l1.attn_decode.f16.*"

@@ -1,5 +1,5 @@
-//! Level 3: what the profile measures, held against the vendor's claims. Without a claim a number is recorded
-//! and judges nothing.
+//! Level 3: compares what the profile measures with the vendor's claims. A number without a claim is only
+//! recorded.
 
 use super::case::{CaseResult, CaseStatus};
 use super::part::{Claim, Quantity};
@@ -8,11 +8,11 @@ use crate::profile::{self, PointResult, ProfileProgress};
 use mixfleet_hal::Device;
 use serde_json::{Value, json};
 
-/// A measurement this far beyond its claim is remarked upon: the claim or the clock may be wrong.
+/// Ratio to the claim above which a measurement is remarked upon, since the claim or the clock may be wrong.
 const BEYOND: f64 = 1.25;
 
-/// Measures the points of the profile that are `wanted`, the claimed ones last and longer; false when the
-/// device is no longer good.
+/// Measures the `wanted` points of the profile, with claimed ones last and longer; returns whether the device
+/// is still usable.
 pub(crate) fn run(
     device: &dyn Device,
     settings: &Settings,
@@ -33,7 +33,7 @@ pub(crate) fn run(
     pass(device, level, open, emit) && pass(device, profile::ProfileLevel::Default, points, emit)
 }
 
-/// Measures the points `only`; false when the device is no longer good.
+/// Measures the points `only`; returns whether the device is still usable.
 fn pass(
     device: &dyn Device,
     level: profile::ProfileLevel,
@@ -84,7 +84,7 @@ fn result(point: &PointResult) -> CaseResult {
     CaseResult::new(format!("l3.{}", point.id), status, reason)
 }
 
-/// The result of a measured point: one run takes `seconds`, does `flops` and moves `bytes`.
+/// Returns the result of a measured point, of which one run takes `seconds`, does `flops` and moves `bytes`.
 fn measured(point: &str, seconds: f64, flops: f64, bytes: f64) -> CaseResult {
     let result = CaseResult::pass(format!("l3.{point}")).fact("seconds", seconds);
     let with = |result: CaseResult, name: &str, amount: f64| {
@@ -94,13 +94,13 @@ fn measured(point: &str, seconds: f64, flops: f64, bytes: f64) -> CaseResult {
     with(result, "bytes_per_s", bytes)
 }
 
-/// What a case has to say to a claim.
+/// What a case says about a claim.
 enum Measure {
-    /// In the claim's quantity, without prefix.
+    /// Measured, in the claim's unit without prefix.
     Value(f64),
-    /// It was measured, but does no such thing: a copy has no FLOP/s.
+    /// Measured, but in another quantity: a copy has no FLOP/s.
     OtherQuantity,
-    /// It was not measured.
+    /// Not measured.
     None,
 }
 
@@ -118,7 +118,7 @@ fn in_quantity(case: &CaseResult, quantity: Quantity) -> Measure {
 }
 
 /// Judges the cases of level 3 by the claims. A claimed point that was not measured is not run; one that the
-/// device does not support is a claim that fails.
+/// device does not support is a failed claim.
 pub fn judge(cases: &mut Vec<CaseResult>, claims: &[Claim]) {
     let mut places = Vec::new();
     for claim in claims {
@@ -130,14 +130,14 @@ pub fn judge(cases: &mut Vec<CaseResult>, claims: &[Claim]) {
         });
         places.push(at);
     }
-    // each claim is judged by what was measured, not by what another claim made of it
+    // each claim is judged by the measurement, independently of other claims
     let measured: Vec<CaseStatus> = cases.iter().map(|case| case.status).collect();
     for (claim, at) in claims.iter().zip(places) {
         apply(&mut cases[at], measured[at], claim);
     }
 }
 
-/// The claims of a case that a waiver lets through.
+/// Marks the claims of a waived case.
 pub(crate) fn waived(case: &mut CaseResult) {
     if let Some(Value::Array(claims)) = case.facts.get_mut("claims") {
         let wrong = claims.iter_mut().filter(|claim| claim["status"] != json!(CaseStatus::Pass));
@@ -203,7 +203,7 @@ mod tests {
         Claim { point: "p".to_owned(), value, quantity, unit, at_least: 0.8, source }
     }
 
-    /// A point that takes 2 s, does 10 FLOP and moves 100 bytes.
+    /// Judges claims against a point that takes 2 s, does 10 FLOP and moves 100 bytes.
     fn judged(claims: &[Claim]) -> CaseResult {
         let mut cases = vec![measured("p", 2.0, 10.0, 100.0)];
         judge(&mut cases, claims);

@@ -1,5 +1,4 @@
-//! What the parent tells a child process, and what the child tells back: one JSON document in, JSON lines
-//! out.
+//! Messages between the parent and a child process: one JSON document in, JSON lines out.
 
 use super::case::CaseResult;
 use super::soak::{Baseline, SoakSample};
@@ -8,35 +7,35 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// Something about the device that only its surroundings know: the link, the NUMA node, the driver.
+/// A fact about the device that only its environment knows: the link, the NUMA node, the driver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DeviceFact {
-    /// One word: `link`, `numa`, `driver`.
+    /// Name of the fact in one word: `link`, `numa`, `driver`.
     pub name: String,
-    /// What was read, in words.
+    /// What was read, if anything.
     pub value: Option<String>,
     /// Why it could not be read, or what is wrong with it.
     pub remark: Option<String>,
 }
 
 impl DeviceFact {
-    /// Read and as it should be.
+    /// Creates a fact that is as it should be.
     pub fn known(name: &str, value: impl Into<String>) -> DeviceFact {
         DeviceFact { name: name.to_owned(), value: Some(value.into()), remark: None }
     }
 
-    /// Read, and something is wrong with it.
+    /// Creates a fact with something wrong.
     pub fn suspect(name: &str, value: impl Into<String>, remark: impl Into<String>) -> DeviceFact {
         DeviceFact { name: name.to_owned(), value: Some(value.into()), remark: Some(remark.into()) }
     }
 
-    /// Could not be read.
+    /// Creates a fact that could not be read.
     pub fn unknown(name: &str, why: impl Into<String>) -> DeviceFact {
         DeviceFact { name: name.to_owned(), value: None, remark: Some(why.into()) }
     }
 }
 
-/// How thoroughly.
+/// How thorough a validation is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ValidationEffort {
@@ -46,37 +45,38 @@ pub enum ValidationEffort {
     Full,
 }
 
-/// How much memory the memory level tries.
+/// How much memory the memory level tests.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryAsked {
-    /// So many bytes.
+    /// This many bytes.
     Bytes(u64),
-    /// This share of what the device reports, from 0 to 1.
+    /// This share, from 0 to 1, of what the device reports.
     Share(f64),
 }
 
-/// What every child of a run is told.
+/// Settings for every child of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Settings {
-    /// How thoroughly.
+    /// How thorough the run is.
     pub effort: ValidationEffort,
     /// Seed of the memory patterns.
     pub seed: u64,
-    /// Memory for the memory level.
+    /// How much memory to test.
     pub memory: MemoryAsked,
-    /// A batch without an answer after this many seconds counts as hung.
+    /// Seconds without an answer after which a batch counts as hung.
     pub batch_timeout_s: f64,
     /// Facts that the caller read.
     pub facts: Vec<DeviceFact>,
-    /// Seconds of soak; 0 = none.
+    /// Seconds of soak; 0 for none.
     pub soak_s: f64,
-    /// Points that the part file claims: measured whether the profile's plan has them or not.
+    /// Points that the part file claims, which are measured even if the profile's plan lacks them.
     pub points: Vec<String>,
 }
 
 impl Settings {
-    /// Quick, with 128 MiB of memory and 30 s for each batch: some devices compile kernels on first use.
+    /// Quick settings with 128 MiB of memory and 30 s for each batch, since some devices compile kernels on
+    /// first use.
     pub fn quick() -> Settings {
         Settings {
             effort: ValidationEffort::Quick,
@@ -89,47 +89,47 @@ impl Settings {
         }
     }
 
-    /// The longest wait for one batch.
+    /// Returns the timeout of one batch.
     pub(crate) fn batch_timeout(&self) -> Duration {
         Duration::try_from_secs_f64(self.batch_timeout_s).unwrap_or(Duration::from_secs(30))
     }
 }
 
-/// One child's work.
+/// The work of one child.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Assignment {
-    /// The device's selector.
+    /// Selector of the device.
     pub device: String,
     /// The group to run: `l1.gemm`.
     pub group: String,
-    /// How.
+    /// Settings of the run.
     pub settings: Settings,
-    /// Patterns of the cases to run; empty = all of the group.
+    /// Patterns of the cases to run; empty means all of the group.
     pub only: Vec<String>,
-    /// Cases that an earlier child finished or broke on.
+    /// Cases that an earlier child finished or failed on.
     pub done: Vec<String>,
-    /// What a soak that is carried on began with, and the seconds that it has run.
+    /// For a resumed soak: its baseline, and the seconds that it has run.
     pub soak: Option<(Baseline, f64)>,
 }
 
-/// One line of a child.
+/// A message from a child.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "line", content = "value", rename_all = "snake_case")]
 pub enum ChildMessage {
     /// The device is open.
     Opened(DeviceInfo),
-    /// The device could not be opened, and why.
+    /// The device could not be opened, for this reason.
     CannotOpen(String),
     /// A case begins.
     Begin(String),
-    /// Work goes on.
+    /// Work continues.
     Alive,
     /// A case ended.
     Case(CaseResult),
-    /// What a soak compares with.
+    /// The baseline of a soak.
     Baseline(Baseline),
-    /// What a soak saw.
+    /// A reading of a soak.
     Sample(SoakSample),
-    /// All of the group is done.
+    /// The group is complete.
     End,
 }

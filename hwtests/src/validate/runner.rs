@@ -1,5 +1,4 @@
-//! Runs groups in children, and survives them: a crash, a hang or a lost device costs the case at hand, not
-//! the report.
+//! Runs groups in child processes: a crash, a hang or a lost device costs the current case, not the report.
 
 use super::case::{CaseResult, CaseStatus, selects};
 use super::protocol::{Assignment, ChildMessage, Settings};
@@ -11,7 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// Children that a group may lose before the rest of it is given up.
+/// Number of children that a group may lose before the rest of it is abandoned.
 const LOSSES_MAX: u32 = 3;
 
 /// Groups of level 4: the transports, and the device's own copies.
@@ -20,35 +19,35 @@ pub const LINKS: [&str; 5] = ["memory", "shm", "tcp", "verbs", "copy"];
 /// What to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// The device's selector.
+    /// Selector of the device.
     pub device: String,
-    /// The highest level; a soak comes on top where the settings have one.
+    /// The highest level; a soak is added if the settings have one.
     pub level: u8,
-    /// Patterns of groups or cases; empty = all.
+    /// Patterns of groups or cases; empty means all.
     pub only: Vec<String>,
-    /// For the children.
+    /// Settings for the children.
     pub settings: Settings,
-    /// A child that says nothing for so long is ended. Longer than a batch's timeout.
+    /// Silence after which a child is killed; longer than a batch's timeout.
     pub patience: Duration,
 }
 
 impl Plan {
-    /// Levels 0 to 3 of `device`, quick, without a soak.
+    /// Plans levels 0 to 3 of `device`, quick and without a soak.
     pub fn new(device: &str) -> Plan {
         let settings = Settings::quick();
-        // a case is a handful of batches; memory patterns and profiles give signs of life
+        // a case is a handful of batches; memory patterns and profiles send signs of life
         let patience = Duration::from_secs_f64(settings.batch_timeout_s * 4.0);
         Plan { device: device.to_owned(), level: 3, only: Vec::new(), settings, patience }
     }
 }
 
-/// One line of the journal, `log.jsonl`: enough to carry on a run that was broken off.
+/// One line of the journal `log.jsonl`, which allows an interrupted run to be resumed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Record {
-    /// How the run began: a run is carried on only by one that begins alike.
+    /// The start of the run, which a resumed run must match.
     Run {
-        /// The device's selector.
+        /// Selector of the device.
         device: String,
         /// Version of the suite.
         version: String,
@@ -57,45 +56,45 @@ pub enum Record {
     },
     /// A child begins a group.
     Start {
-        /// The group.
+        /// Name of the group.
         group: String,
-        /// Children before it that were lost.
+        /// Number of children lost before it.
         losses: u32,
     },
-    /// A child said something.
+    /// A child sent a message.
     Line {
-        /// The group.
+        /// Name of the group.
         group: String,
-        /// What.
+        /// The message.
         line: ChildMessage,
     },
-    /// A child was lost, and how.
+    /// A child was lost.
     Lost {
-        /// The group.
+        /// Name of the group.
         group: String,
-        /// In words.
+        /// Description of how it was lost.
         how: String,
     },
-    /// A group is done.
+    /// A group is complete.
     Done {
-        /// The group.
+        /// Name of the group.
         group: String,
     },
 }
 
-/// What came of a run.
+/// The outcome of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RunOutcome {
-    /// The device as it described itself; none if it never opened.
+    /// The device as it described itself; `None` if it never opened.
     #[schemars(with = "Option<super::document::DeviceRecord>")]
     pub device: Option<DeviceInfo>,
-    /// Every case, in order.
+    /// Results of all cases, in order.
     pub cases: Vec<CaseResult>,
-    /// What the soak saw.
+    /// Readings of the soak.
     pub samples: Vec<SoakSample>,
 }
 
-/// The groups of a plan, in order.
+/// Returns the groups of a plan, in order.
 pub fn groups(plan: &Plan) -> Vec<String> {
     let mut all = vec!["l0.discover".to_owned()];
     if plan.level >= 1 {
@@ -120,7 +119,7 @@ pub fn groups(plan: &Plan) -> Vec<String> {
     all
 }
 
-/// Whether a group may hold cases that `pattern` selects. Level 0, 3, 5 and 6 are one group each.
+/// Whether a group may contain cases that `pattern` selects. Levels 0, 3, 5 and 6 have one group each.
 fn may_hold(pattern: &str, group: &str) -> bool {
     let level = group.split('.').next().unwrap_or(group);
     let one_group = matches!(level, "l0" | "l3" | "l5" | "l6");
@@ -129,15 +128,15 @@ fn may_hold(pattern: &str, group: &str) -> bool {
     selects(&head, if one_group { level } else { group })
 }
 
-/// The first line of a journal.
+/// Returns the first line of a journal.
 pub fn header(plan: &Plan) -> Record {
     let settings = Settings { facts: Vec::new(), ..plan.settings.clone() };
     let version = env!("CARGO_PKG_VERSION").to_owned();
     Record::Run { device: plan.device.clone(), version, settings }
 }
 
-/// Runs `plan`; `journal` sees every event as it comes. `earlier` is the journal of a run that was broken off: what it
-/// has is not run again.
+/// Runs `plan`, passing every event to `journal` as it comes. `earlier` is the journal of an interrupted run,
+/// whose results are not repeated.
 pub fn run(
     plan: &Plan,
     start: &dyn Start,
@@ -163,13 +162,13 @@ pub fn run(
     outcome
 }
 
-/// One group under way.
+/// A group in progress.
 struct Group<'a> {
     name: &'a str,
     plan: &'a Plan,
     device: Option<DeviceInfo>,
     cases: Vec<CaseResult>,
-    /// The case that the child is at.
+    /// The child's current case.
     current: Option<String>,
     baseline: Option<Baseline>,
     samples: Vec<SoakSample>,
@@ -179,11 +178,11 @@ struct Group<'a> {
 
 /// How a child ended.
 enum End {
-    /// All is done.
+    /// It completed.
     Complete,
-    /// A case ended the device; the next child goes on behind it.
+    /// A case made the device unusable; the next child continues after it.
     DeviceGone,
-    /// The child died or was ended; whether it had opened the device.
+    /// The child died or was killed; the flag says whether it had opened the device.
     Lost(CaseStatus, String, bool),
 }
 
@@ -203,7 +202,7 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Takes over what an earlier run knew.
+    /// Restores what an earlier run knew.
     fn recall(&mut self, record: &Record) {
         match record {
             Record::Line { group, line } if group == self.name => self.take(line.clone()),
@@ -253,7 +252,7 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Adds a result of the parent's own, in the journal too.
+    /// Adds a result of the parent's own, also to the journal.
     fn settle(&mut self, result: CaseResult, journal: &mut dyn FnMut(&Record)) {
         journal(&Record::Line { group: self.name.to_owned(), line: ChildMessage::Case(result.clone()) });
         self.cases.push(result);
@@ -271,7 +270,7 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Listens to one child until it ends.
+    /// Follows one child until it ends.
     fn child(&mut self, start: &dyn Start, journal: &mut dyn FnMut(&Record)) -> End {
         let mut child = match start.start(&self.assignment()) {
             Ok(child) => child,

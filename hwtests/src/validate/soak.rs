@@ -1,6 +1,6 @@
-//! Level 5: the device under load for minutes to hours. Phases bound by arithmetic and by bandwidth take
-//! turns; between them golden results, which the oracle has checked at the start, are computed again and
-//! must be the same bit by bit. That is how silent corruption shows.
+//! Level 5: the device under load for minutes to hours. Compute-bound and bandwidth-bound phases alternate.
+//! Between them, golden results, which the oracle checked at the start, are recomputed and must be bitwise
+//! equal, which exposes silent corruption.
 
 use super::case::{CaseResult, CaseStatus};
 use super::digest::sha256;
@@ -17,88 +17,88 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// A batch of a load should take this long: long beside a launch, short beside a phase.
+/// Target duration of a batch: long compared with a launch, short compared with a phase.
 const BATCH_S: f64 = 0.02;
-/// Most repetitions of an operation in one batch.
+/// Maximum number of repetitions of an operation in one batch.
 const REPEATS_MAX: u32 = 256;
-/// Rounds (arithmetic, bandwidth, golden) in a soak, before phases reach their longest.
+/// Number of rounds (compute, bandwidth, golden) in a soak before phases reach their maximum length.
 const ROUNDS: f64 = 20.0;
-/// Phases in seconds.
+/// Minimum and maximum length of a phase in seconds.
 const PHASE_S: (f64, f64) = (0.25, 30.0);
-/// Least rounds of a soak, however short it was asked for: a drift shows between quarters of the phases.
+/// Minimum number of rounds, however short the soak; a drift is measured between quarters of the phases.
 const ROUNDS_MIN: usize = 4;
-/// Throughput may sink by this share from the first quarter to the last before it is remarked upon.
+/// Share by which throughput may sink from the first quarter to the last before it is remarked upon.
 const DRIFT_MAX: f64 = 0.10;
 /// Shapes (m, n, k) of the loads, from slow devices to fast ones.
 const COMPUTE: [(u32, u32, u32); 5] =
     [(16, 64, 64), (64, 256, 256), (256, 1024, 1024), (1024, 2048, 2048), (4096, 4096, 4096)];
 const BANDWIDTH: [(u32, u32, u32); 4] = [(1, 256, 256), (1, 1024, 1024), (1, 4096, 4096), (1, 8192, 8192)];
 
-/// What a soak is doing.
+/// A phase of a soak.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum SoakPhase {
-    /// GEMMs of many rows, bound by arithmetic as prefill is.
+    /// GEMMs of many rows, compute-bound as prefill is.
     Compute,
-    /// GEMMs of one row, bound by bandwidth as decode is.
+    /// GEMMs of one row, bandwidth-bound as decode is.
     Bandwidth,
-    /// Golden results again.
+    /// Recomputation of the golden results.
     Golden,
 }
 
-/// One load: a GEMM, and the digest of its result.
+/// A load: a GEMM with the digest of its result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SoakLoad {
     /// Rows, output features, input features.
     pub shape: (u32, u32, u32),
     /// Dtype of all operands.
     pub dtype: String,
-    /// Commands in a batch.
+    /// Number of commands in a batch.
     pub repeats: u32,
     /// SHA-256 of the result.
     pub digest: String,
 }
 
-/// What a soak compares with: found once, kept in the journal.
+/// What a soak compares with, determined once and kept in the journal.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Baseline {
-    /// The load bound by arithmetic.
+    /// The compute-bound load.
     pub compute: SoakLoad,
-    /// The load bound by bandwidth.
+    /// The bandwidth-bound load.
     pub bandwidth: SoakLoad,
     /// SHA-256 of every golden result, by case.
     pub golden: BTreeMap<String, String>,
-    /// Seconds that it took to find all this, which are none of the soak's.
+    /// Seconds that the set-up took, which do not count towards the soak.
     #[serde(default)]
     pub set_up_s: f64,
 }
 
-/// What one phase saw.
+/// Readings of one phase.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SoakSample {
-    /// Seconds since the soak began, at the phase's end.
+    /// Seconds from the start of the soak to the end of the phase.
     pub t_s: f64,
-    /// The phase.
+    /// The phase of the soak.
     pub phase: SoakPhase,
-    /// Batches, or golden cases.
+    /// Number of batches, or of golden cases.
     pub batches: u64,
-    /// Time in which the device worked, by its own report.
+    /// Seconds in which the device worked, by its own report.
     pub busy_s: f64,
-    /// FLOP/s or bytes/s; none for golden results.
+    /// Rate in FLOP/s or bytes/s; `None` for golden results.
     pub rate: Option<f64>,
-    /// Results that were not the same as at the start.
+    /// Cases whose results differ from those at the start.
     pub wrong: Vec<String>,
-    /// Degrees Celsius.
+    /// Temperature in degrees Celsius.
     pub temperature_c: Option<f64>,
-    /// Watts.
+    /// Power in watts.
     pub power_w: Option<f64>,
-    /// MHz.
+    /// Clock in MHz.
     pub clock_mhz: Option<f64>,
 }
 
-/// Soaks `device` for the seconds that the settings ask for, and for [`ROUNDS_MIN`] rounds at least. `clock` counts
-/// seconds from whenever; the soak begins when its baseline is found. `carried` is the baseline of a soak that an
-/// earlier process began, and the seconds that it soaked.
+/// Soaks `device` for the seconds in the settings, and for at least [`ROUNDS_MIN`] rounds. `clock` counts
+/// seconds from an arbitrary start; the soak begins once its baseline is determined. `carried` is the
+/// baseline of a soak that an earlier process began, and the seconds that it ran.
 pub(crate) fn run(
     device: &dyn Device,
     settings: &Settings,
@@ -169,7 +169,7 @@ fn sampled(
     SoakSample { t_s, phase, batches, busy_s, rate, wrong, temperature_c, power_w, clock_mhz }
 }
 
-/// The conformance case of every operation that moves the most bytes.
+/// Returns the conformance case of every operation that moves the most bytes.
 fn golden_cases(device: &dyn Device) -> Vec<(String, Case)> {
     let mut cases: Vec<(String, Case)> = Vec::new();
     for (id, entry) in ids::with_ids(entries(SuiteLevel::Quick, &device.limits())) {
@@ -187,7 +187,7 @@ fn digest(written: &[Vec<u8>]) -> String {
     sha256(&written.concat())
 }
 
-/// Golden results at the start: within their bounds, and the same twice.
+/// Computes the golden results at the start, which must be within bounds and reproducible.
 fn first_golden(
     bench: &Bench<'_>,
     cases: &[(String, Case)],
@@ -209,7 +209,7 @@ fn first_golden(
     Ok(golden)
 }
 
-/// Golden cases whose results are no longer the same.
+/// Returns the golden cases whose results have changed.
 fn again(
     bench: &Bench<'_>,
     cases: &[(String, Case)],
@@ -233,7 +233,7 @@ fn gemm((m, n, k): (u32, u32, u32), dtype: DType) -> OpSig {
     OpSig::Gemm { m, n, k, x: dtype, weight: dtype, out: dtype, bias: false, accumulate: false }
 }
 
-/// The largest shape and repetition whose batch is not far beyond [`BATCH_S`].
+/// Returns the largest shape and repetition count whose batch is not far beyond [`BATCH_S`].
 fn calibrate(
     device: &dyn Device,
     shapes: &[(u32, u32, u32)],
@@ -272,7 +272,7 @@ fn calibrate(
     chosen.ok_or_else(|| Trouble::NotRun("no load fits into an allocation of the device".to_owned()))
 }
 
-/// A load on the device.
+/// A load bound to a device.
 struct SoakRun<'a> {
     device: &'a dyn Device,
     queue: Box<dyn Queue>,
@@ -306,13 +306,13 @@ impl<'a> SoakRun<'a> {
         self.cmds.resize(times as usize, cmd);
     }
 
-    /// Runs one batch and returns the seconds that it took.
+    /// Runs one batch and returns its seconds.
     fn batch(&mut self, timeout: Duration) -> Result<f64, Trouble> {
         let ticket = self.queue.submit(&self.cmds)?;
         Ok(self.queue.wait(ticket, timeout)?.time.0)
     }
 
-    /// The least of a few: somebody else at work must not make the load small.
+    /// Returns the minimum of a few runs, so that other work does not make the load small.
     fn best(&mut self, timeout: Duration) -> Result<f64, Trouble> {
         let mut best = f64::INFINITY;
         for _ in 0..3 {
@@ -355,7 +355,7 @@ impl<'a> SoakRun<'a> {
     }
 }
 
-/// The cases of the level, out of what every process of the soak saw; `set_up_s` is what the baseline took.
+/// Judges the readings of all processes of the soak; `set_up_s` is the time that the baseline took.
 pub(crate) fn judge(samples: &[SoakSample], asked_s: f64, set_up_s: Option<f64>) -> Vec<CaseResult> {
     let ran_s = samples.iter().map(|sample| sample.t_s).fold(0.0, f64::max);
     let mut results = Vec::new();
@@ -425,7 +425,7 @@ fn drift(id: &str, rates: &[f64]) -> CaseResult {
     CaseResult::new(id, status, reason).fact("first_per_s", first).fact("last_per_s", last)
 }
 
-/// How a soak that broke off reads.
+/// Returns the result of a soak that was cut short.
 pub(crate) fn broken(trouble: Trouble) -> CaseResult {
     let (status, reason) = match trouble {
         Trouble::Unsupported => (CaseStatus::NotRun, "the device lacks an operation of the load".to_owned()),
@@ -480,7 +480,7 @@ mod tests {
     #[test]
     fn a_soak_begins_behind_its_baseline_and_is_long_enough_to_judge() {
         let (mut looks, mut now, mut lines) = (0, 0.0, Vec::new());
-        // a set-up of 1000 s; every other look is 0.25 s on
+        // a set-up of 1000 s, then 0.25 s per reading
         let mut clock = || {
             looks += 1;
             now += if looks == 2 { 1000.0 } else { 0.25 };

@@ -1,4 +1,4 @@
-//! How a child is started and listened to: as a process, or in this one for tests.
+//! Starts children and listens to them, as processes or, for tests, within this one.
 
 use super::child;
 use super::protocol::{Assignment, ChildMessage};
@@ -11,17 +11,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Opens the device that a selector names, or says in words why not.
+/// Opens the device that a selector names, or returns why it cannot.
 pub type Open = dyn Fn(&str) -> Result<Arc<dyn Device>, String>;
 
-/// What a listener hears next.
+/// What is heard from a child.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Heard {
-    /// A line of the protocol.
+    /// A message of the protocol.
     Line(Box<ChildMessage>),
-    /// Nothing, for as long as patience lasted.
+    /// Nothing, until the timeout.
     Silence,
-    /// The child is gone; in words how, and what it last said on standard error.
+    /// The child is gone; the text says how, and what it last wrote to standard error.
     Gone(String),
 }
 
@@ -30,28 +30,28 @@ pub trait Start {
     /// Starts a child on `assignment`.
     ///
     /// # Errors
-    /// When no child can be started at all.
+    /// If no child can be started at all.
     fn start(&self, assignment: &Assignment) -> std::io::Result<Box<dyn ChildProcess>>;
 }
 
-/// A child at work. Dropping it ends it.
+/// A running child, which is killed on drop.
 pub trait ChildProcess {
-    /// The next line, waiting for at most `patience`.
+    /// Waits for the next message, for at most `patience`.
     fn next(&mut self, patience: Duration) -> Heard;
 }
 
-/// Children as processes. The command must read an [`Assignment`] from standard input and write lines to
-/// standard output ([`child::serve`]).
+/// Starts children as processes. The command must read an [`Assignment`] from standard input and write
+/// messages to standard output ([`child::serve`]).
 pub struct Processes {
-    /// Makes the command anew for every child.
+    /// Creates the command for each child.
     pub command: Box<dyn Fn() -> Command>,
 }
 
-/// Bytes of a child's standard error that are kept of its beginning, and of its end: a panic tells its cause
+/// Bytes of a child's standard error kept from its beginning and from its end, since a panic prints its cause
 /// before its stack.
 const STDERR_KEPT: usize = 1000;
 
-/// What a child said on standard error.
+/// The standard error of a child.
 #[derive(Default)]
 struct Said {
     first: String,
@@ -92,7 +92,7 @@ impl Start for Processes {
         let mut listeners = Vec::new();
         if let Some(out) = child.stdout.take() {
             listeners.push(std::thread::spawn(move || {
-                // a line that is not UTF-8 is no line of the protocol
+                // a line that is not UTF-8 is not part of the protocol
                 for line in BufReader::new(out).lines().map_while(Result::ok) {
                     if send.send(line).is_err() {
                         break;
@@ -106,7 +106,7 @@ impl Start for Processes {
             listeners.push(std::thread::spawn(move || keep(from, &kept)));
         }
         if let Some(mut input) = child.stdin.take() {
-            // a child that dies before it has read is heard of as gone
+            // a child that dies before it has read is reported as gone
             let _ = writeln!(input, "{}", serde_json::to_string(assignment)?);
         }
         Ok(Box::new(Process { child, lines, stderr, listeners }))
@@ -128,7 +128,7 @@ impl ChildProcess for Process {
         loop {
             match self.lines.recv_timeout(patience) {
                 Ok(text) => {
-                    // a driver may print to standard output what is none of ours
+                    // a driver may print to standard output
                     if let Ok(line) = serde_json::from_str(&text) {
                         return Heard::Line(Box::new(line));
                     }
@@ -183,8 +183,8 @@ fn name_of(signal: i32) -> &'static str {
     }
 }
 
-/// Children in this process, one after the other, each with a device from `open`: for tests, and for a
-/// device that is known to be safe.
+/// Runs children in this process, one after the other, each with a device from `open`; for tests, and for
+/// devices that are known to be safe.
 pub struct StartInProcess {
     /// Opens the device that a selector names.
     pub open: Box<Open>,

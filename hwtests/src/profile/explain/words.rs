@@ -1,4 +1,4 @@
-//! Small operations, parts of a profile, flags, and other words that cards and comparisons print.
+//! Explanations of small operations, groups, flags, and other words that cards and comparisons print.
 
 use super::Metric;
 
