@@ -15,21 +15,21 @@ use mixfleet_hal::{
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, PoisonError};
 
-/// KV page of choice, in tokens: two AVX-512 vectors of keys, 4 KiB per head of 64 in bf16.
+/// Preferred KV page size in tokens: two AVX-512 vectors of keys, or 4 KiB per head of 64 in bf16.
 const KV_PAGE_TOKENS: u32 = 32;
 
-/// Finds and opens sets of cores.
+/// Enumerates and opens sets of cores.
 ///
-/// Selectors: `cpu` (all cores that this process may run on), `cpu@0`, `cpu@1-3`, `cpu@0,2`. The
+/// Selectors: `cpu` (all cores that this process may run on), `cpu@0`, `cpu@1-3`, `cpu@0,2`. The environment
 /// variable `MIXFLEET_CPU_ISA` lowers the instruction level.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuBackend;
 
 impl CpuBackend {
-    /// Opens `selector` at instruction level `isa`, whatever the environment says.
+    /// Opens `selector` at instruction level `isa`, ignoring the environment.
     ///
     /// # Errors
-    /// `Invalid` for a selector that names no core, or a level that this processor lacks.
+    /// `Invalid` for a selector without cores, or an unsupported level.
     pub fn open_at(&self, selector: &str, isa: Isa) -> Result<Arc<dyn Device>> {
         if !Isa::available().contains(&isa) {
             return Err(Error::invalid(format!("this processor has no {isa}")));
@@ -55,7 +55,7 @@ impl Backend for CpuBackend {
     }
 }
 
-/// Static facts of a set of cores; `all` when it is every core there is.
+/// Describes a set of cores; `all` means every core there is.
 fn describe(cores: &[usize], all: bool, isa: Isa) -> DeviceInfo {
     let (name, list, version) = (topology::model_name(), topology::ranges(cores), env!("CARGO_PKG_VERSION"));
     DeviceInfo {
@@ -80,7 +80,7 @@ struct CpuDevice {
 impl CpuDevice {
     fn new(cores: &[usize], all: bool, isa: Isa) -> Result<Self> {
         let info = describe(cores, all, isa);
-        // unknown memory is no limit: the system will refuse
+        // if the memory size is unknown, the system itself will refuse
         let limit = if info.memory.0 > 0.0 { info.memory.0 as u64 } else { u64::MAX };
         let budget = Arc::new(Budget { used: AtomicU64::new(0), limit });
         let health = HealthReader::new("/", cores);

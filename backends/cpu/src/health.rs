@@ -1,25 +1,25 @@
-//! What the kernel tells of the cores' state, through files under a root.
+//! Sensor readings of the cores, from the kernel's files under a root.
 //!
-//! Everything is optional: virtual machines show little of it, and the energy counter is root's alone
-//! (since Linux 5.10, against power side channels). Temperature, power, energy and memory errors are those
-//! of all packages, however few cores a device has.
+//! Every reading is optional: virtual machines expose few of them, and only root may read the energy counter
+//! (since Linux 5.10, against power side channels). Temperature, power, energy and memory errors cover all
+//! packages, however few cores a device has.
 
 use mixfleet_hal::Health;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-/// Drivers of sensors inside processors.
+/// Sensor drivers of processors.
 const SENSORS: [&str; 4] = ["coretemp", "k10temp", "zenpower", "cpu_thermal"];
 
-/// Reads health again and again: the energy counters wrap, so it keeps where they stood.
+/// Reads health repeatedly and remembers the energy counters, which wrap.
 pub(crate) struct HealthReader {
     root: PathBuf,
     cores: Vec<usize>,
     meters: Mutex<Meters>,
 }
 
-/// Where the energy counters stand.
+/// The state of the energy counters.
 #[derive(Default)]
 struct Meters {
     /// Raw counter of each package at the last reading, in microjoules.
@@ -29,13 +29,13 @@ struct Meters {
 }
 
 impl HealthReader {
-    /// For `cores` of the machine under `root`.
+    /// Creates a reader for `cores` of the machine under `root`.
     pub(crate) fn new(root: impl Into<PathBuf>, cores: &[usize]) -> HealthReader {
         HealthReader { root: root.into(), cores: cores.to_vec(), meters: Mutex::default() }
     }
 
-    /// The state now. Power is the mean since the reading before, so the first one has none unless a
-    /// sensor tells.
+    /// Reads the current state. Power is the mean since the previous reading, so the first reading has none
+    /// unless a sensor provides it.
     pub(crate) fn read(&self) -> Health {
         let energy_j = self.energy_j();
         let memory = self.root.join("sys/devices/system/edac/mc");
@@ -49,7 +49,7 @@ impl HealthReader {
         }
     }
 
-    /// Mean clock of the cores, from the clock driver, else from the kernel's own estimate.
+    /// Returns the mean clock of the cores, from the clock driver or else from the kernel's own estimate.
     fn clock_mhz(&self) -> Option<f64> {
         let driver = |core: &usize| {
             let file = format!("sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq");
@@ -75,14 +75,15 @@ impl HealthReader {
         Some(clocks)
     }
 
-    /// Directories of the sensors inside processors.
+    /// Lists the directories of processor sensors.
     fn sensors(&self) -> Vec<PathBuf> {
         let named =
             |at: &PathBuf| text(&at.join("name")).is_some_and(|name| SENSORS.contains(&name.as_str()));
         entries(&self.root.join("sys/class/hwmon"), "hwmon").into_iter().filter(named).collect()
     }
 
-    /// The hottest package. `Tctl` of old AMD parts has an offset for their fans, so that `Tdie` wins.
+    /// Returns the temperature of the hottest package, preferring `Tdie` because `Tctl` of old AMD parts has
+    /// an offset for fan control.
     fn temperature_c(&self) -> Option<f64> {
         let mut die = Vec::new();
         let mut other = Vec::new();
@@ -110,7 +111,7 @@ impl HealthReader {
         (!watts.is_empty()).then(|| watts.iter().sum())
     }
 
-    /// Joules that all packages used since the first reading.
+    /// Returns the joules that all packages used since the first reading.
     fn energy_j(&self) -> Option<f64> {
         let zones = entries(&self.root.join("sys/class/powercap"), "intel-rapl:");
         let package = |at: &PathBuf| text(&at.join("name")).is_some_and(|name| name.starts_with("package"));
@@ -125,7 +126,7 @@ impl HealthReader {
                 Some((_, last)) => {
                     let before = std::mem::replace(last, now);
                     let range = text(&zone.join("max_energy_range_uj")).and_then(|text| text.parse().ok());
-                    // fallen: wrapped once; without a range what was used is not known
+                    // a lower value means one wrap; without a range the use is unknown
                     now.checked_sub(before)
                         .or(range.map(|range: u64| range.saturating_sub(before).saturating_add(now)))
                 }
@@ -139,13 +140,13 @@ impl HealthReader {
         found.then_some(meters.joules)
     }
 
-    /// Mean power since the reading before.
+    /// Returns the mean power since the previous reading.
     fn mean_power_w(&self, energy_j: Option<f64>) -> Option<f64> {
         let (now, joules) = (Instant::now(), energy_j?);
         let mut meters = self.meters.lock().unwrap_or_else(PoisonError::into_inner);
         let (then, before) = meters.read_at.replace((now, joules))?;
         let seconds = (now - then).as_secs_f64();
-        // the counters move every millisecond
+        // the counters update every millisecond
         (seconds > 0.01).then(|| (joules - before) / seconds)
     }
 }
@@ -162,7 +163,7 @@ fn mean(numbers: &[f64]) -> Option<f64> {
     (!numbers.is_empty()).then(|| numbers.iter().sum::<f64>() / numbers.len() as f64)
 }
 
-/// What is in `directory` and begins with `prefix`, in order.
+/// Lists the entries of `directory` that begin with `prefix`, sorted.
 fn entries(directory: &Path, prefix: &str) -> Vec<PathBuf> {
     let found = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let begins = |path: &PathBuf| {
@@ -174,7 +175,7 @@ fn entries(directory: &Path, prefix: &str) -> Vec<PathBuf> {
     paths
 }
 
-/// The sum of `file` over all entries of `directory`, if there is any.
+/// Returns the sum of `file` over all entries of `directory`, if there are any.
 fn sum_of(directory: &Path, prefix: &str, file: &str) -> Option<u64> {
     let counts = entries(directory, prefix).into_iter();
     counts.filter_map(|at| text(&at.join(file))?.parse::<u64>().ok()).reduce(u64::saturating_add)
@@ -184,7 +185,7 @@ fn sum_of(directory: &Path, prefix: &str, file: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// A directory that goes when it is dropped.
+    /// A temporary directory, removed on drop.
     struct Scratch(PathBuf);
 
     impl Scratch {
@@ -263,7 +264,7 @@ mod tests {
                 ("sys/class/powercap/intel-rapl:0/name", "package-0"),
                 ("sys/class/powercap/intel-rapl:0/max_energy_range_uj", "10000000"),
                 ("sys/class/powercap/intel-rapl:0/energy_uj", energy),
-                // a part of the package, which is counted already
+                // part of the package, which is counted already
                 ("sys/class/powercap/intel-rapl:0:0/name", "core"),
                 ("sys/class/powercap/intel-rapl:0:0/energy_uj", "5000000"),
             ]);

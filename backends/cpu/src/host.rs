@@ -12,9 +12,9 @@ use std::time::SystemTime;
 
 /// Maps regular files read-only.
 ///
-/// A mapped file must not change while it is in use: replace a checkpoint by renaming another one over it, which leaves the
-/// mapped one whole. One that is cut or written to all the same costs the process neither its life (on Linux) nor a wrong
-/// result: [`HostMemory::check`] tells.
+/// A mapped file must not change while it is in use: replace a checkpoint by renaming another one over it,
+/// which leaves the mapped file intact. If one is truncated or overwritten anyway, the process survives (on
+/// Linux) and no wrong result is used, since [`HostMemory::check`] reports it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Mapper;
 
@@ -22,11 +22,11 @@ pub struct Mapper;
 struct MappedFile {
     path: PathBuf,
     file: File,
-    /// As it was before anything was read.
+    /// Metadata from before anything was read.
     first: Metadata,
-    /// When it was last written to before its bytes were found to be the first ones.
+    /// Time of the last write before the bytes were verified to be unchanged.
     written: Mutex<Option<SystemTime>>,
-    /// Ends before the mapping does.
+    /// Dropped before the mapping.
     #[cfg(target_os = "linux")]
     watch: Option<MappedFileWatch>,
     map: Option<memmap2::Mmap>,
@@ -91,7 +91,7 @@ impl HostMemory for MappedFile {
 
 impl FileMapper for Mapper {
     fn map(&self, path: &Path) -> io::Result<Arc<dyn HostMemory>> {
-        // To open a FIFO would wait for who writes to it.
+        // opening a FIFO would block until there is a writer
         regular(fs::metadata(path)?.file_type())?;
         let file = File::open(path)?;
         let first = file.metadata()?;
@@ -116,8 +116,8 @@ impl FileMapper for Mapper {
         #[cfg(target_os = "linux")]
         {
             mapped.watch = Some(MappedFileWatch::over(&map));
-            // best effort: huge pages where the file system has them, and all pages mapped now, at
-            // memory speed, instead of one fault at a time under the first prompt
+            // best effort: huge pages if the file system supports them, and all pages mapped now at memory
+            // speed, instead of one fault at a time during the first prompt
             let _ = map.advise(memmap2::Advice::HugePage);
             let _ = map.advise(memmap2::Advice::PopulateRead);
         }
@@ -134,7 +134,7 @@ fn regular(kind: FileType) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is {what}, expected a regular file")))
 }
 
-/// Gives the calling thread what time the cores have left: it does not run where anything else wants to.
+/// Gives the calling thread idle priority.
 pub fn yield_to_others() {
     #[cfg(target_os = "linux")]
     {
@@ -206,7 +206,7 @@ mod tests {
     fn a_file_cut_under_its_mapping_reads_as_zeros_and_is_told() {
         let memory =
             changed("cut", |path| File::options().write(true).open(path).unwrap().set_len(5000).unwrap());
-        // What the file still has, the rest of its page, and what would have ended the process.
+        // what the file still has, the rest of its page, and what would have ended the process
         assert_eq!((memory.as_bytes()[4999], memory.as_bytes()[5000], memory.as_bytes()[1 << 20]), (7, 0, 0));
         assert!(memory.as_bytes()[5000..].iter().all(|byte| *byte == 0));
         let error = memory.check().unwrap_err();

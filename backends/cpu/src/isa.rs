@@ -1,11 +1,11 @@
-//! Instruction levels: what this processor has, and what a run may use.
+//! Instruction levels of this processor.
 
 use mixfleet_hal::Error;
 
-/// An instruction level, lowest first. A device runs only those of [`Isa::available`].
+/// An instruction level, lowest first. A device runs only those in [`Isa::available`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
-    /// Plain Rust.
+    /// Portable Rust code.
     Portable,
     /// AVX2, FMA, F16C.
     #[cfg(target_arch = "x86_64")]
@@ -13,16 +13,16 @@ pub enum Isa {
     /// AVX-512 F, BW, VL, DQ.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// The former and AVX512-BF16.
+    /// AVX-512 with AVX512-BF16.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
 }
 
-/// The variable that lowers the level: `portable`, `avx2`, `avx512` or `avx512bf16`.
+/// Environment variable that lowers the level: `portable`, `avx2`, `avx512` or `avx512bf16`.
 pub const ISA_VARIABLE: &str = "MIXFLEET_CPU_ISA";
 
 impl Isa {
-    /// The levels that this processor has, lowest first.
+    /// Returns the levels that this processor supports, lowest first.
     pub fn available() -> Vec<Isa> {
         #[allow(unused_mut)]
         let mut levels = vec![Isa::Portable];
@@ -38,10 +38,10 @@ impl Isa {
         levels
     }
 
-    /// The highest level present, or the one below it that [`ISA_VARIABLE`] asks for.
+    /// Returns the highest supported level, or the lower one that [`ISA_VARIABLE`] asks for.
     ///
     /// # Errors
-    /// `Invalid` when the variable names a level that does not exist or is not present here.
+    /// `Invalid` if the variable names an unknown or unsupported level.
     pub fn chosen() -> Result<Isa, Error> {
         let levels = Isa::available();
         let Ok(wish) = std::env::var(ISA_VARIABLE) else {
@@ -54,7 +54,7 @@ impl Isa {
         })
     }
 
-    /// f32 lanes of a vector.
+    /// Returns the number of f32 lanes in a vector.
     pub(crate) const fn lanes(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -63,12 +63,12 @@ impl Isa {
         }
     }
 
-    /// Whether the bf16 dot product is one instruction.
+    /// Whether the bf16 dot product is a single instruction.
     pub(crate) fn has_dot_bf16(self) -> bool {
         self.name() == "avx512bf16"
     }
 
-    /// Lower-case name.
+    /// Returns the lower-case name.
     pub const fn name(self) -> &'static str {
         match self {
             Isa::Portable => "portable",

@@ -1,19 +1,21 @@
-//! What becomes of a mapping whose file is cut, or whose disk fails, while it is in use.
+//! Survives a mapped file that is truncated, or whose disk fails, while it is in use.
 //!
-//! The kernel answers an access to a page that the file no longer has by SIGBUS, which ends the process. Here a handler
-//! notes that the mapping lost its bytes, puts zeros in their place and lets the access go on. Whoever computed with the
-//! zeros finds the note before anybody sees the result: it is made before the first zero can be read. Anything that is
-//! not the kernel's word about such a mapping goes where it went before: Rust's own handler, or the end of the process.
+//! The kernel answers an access to a page that the file no longer has by SIGBUS, which ends the process. Here
+//! a handler notes that the mapping lost its bytes, puts zeros in their place and lets the access go on.
+//! Whoever computed with the zeros finds the note before anybody sees the result: it is made before the first
+//! zero can be read. Anything that is not the kernel's word about such a mapping goes where it went before:
+//! Rust's own handler, or the end of the process.
 
 use std::ptr;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 
-/// A mapping that the handler knows. Never freed, since the handler may be looking at it; some 40 bytes a mapped file.
+/// A mapping that the handler knows; about 40 bytes per mapped file, never freed since the handler may be
+/// reading it.
 #[derive(Debug)]
 struct Watched {
     start: usize,
-    /// One past the last byte; zero once nobody has the mapping any more.
+    /// One past the last byte; zero once the mapping is gone.
     end: AtomicUsize,
     lost: AtomicBool,
     next: *const Watched,
@@ -29,12 +31,12 @@ static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 static BEFORE_HANDLER: AtomicUsize = AtomicUsize::new(libc::SIG_DFL);
 static BEFORE_FLAGS: AtomicI32 = AtomicI32::new(0);
 
-/// Keeps the process alive while a mapping may lose its bytes.
+/// Protects the process while a mapping may lose its bytes.
 #[derive(Debug)]
 pub(crate) struct MappedFileWatch(&'static Watched);
 
 impl MappedFileWatch {
-    /// Watches a private, read-only mapping of a file until it is dropped.
+    /// Watches a private, read-only mapping of a file until dropped.
     pub(crate) fn over(mapping: &[u8]) -> MappedFileWatch {
         static INSTALLED: Once = Once::new();
         INSTALLED.call_once(install);
@@ -80,7 +82,7 @@ fn install() {
         BEFORE_FLAGS.store(before.sa_flags, Ordering::SeqCst);
         let mut ours: libc::sigaction = std::mem::zeroed();
         ours.sa_sigaction = on_bus_error as *const () as usize;
-        // The alternative stack is the one on which Rust tells of a stack that ran over.
+        // Rust reports stack overflows on the alternative stack
         ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
         libc::sigaction(libc::SIGBUS, &raw const ours, ptr::null_mut());
     }
@@ -96,7 +98,7 @@ extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mu
     pass_on(signal, info, context);
 }
 
-/// Puts zeros where the lost bytes were, if `address` is in a mapping that is watched.
+/// Maps zeros over the lost bytes if `address` is in a watched mapping.
 fn replace(address: usize) -> bool {
     let mut at: *const Watched = FIRST.load(Ordering::Acquire);
     // SAFETY: nodes are whole before they are linked, and never freed.
@@ -122,7 +124,7 @@ fn replace(address: usize) -> bool {
     false
 }
 
-/// Does what would have been done without us.
+/// Restores the previous handling of the signal.
 fn pass_on(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let handler = BEFORE_HANDLER.load(Ordering::SeqCst);
     let takes_info = BEFORE_FLAGS.load(Ordering::SeqCst) & libc::SA_SIGINFO != 0;

@@ -1,4 +1,4 @@
-//! Buffers: anonymous memory of the host, or host memory in place.
+//! Buffers: anonymous host memory, or imported host memory.
 
 use crate::kernels::Span;
 use mixfleet_hal::{Buffer, Error, ErrorKind, HostMemory, Result, Slice};
@@ -7,24 +7,24 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
-/// Bytes that a device's buffers take together, and how many they may.
+/// The memory budget of a device: bytes in use, and their limit.
 #[derive(Debug)]
 pub(crate) struct Budget {
     pub(crate) used: AtomicU64,
     pub(crate) limit: u64,
 }
 
-/// What a buffer's bytes are.
+/// The storage of a buffer.
 enum Storage {
     /// Anonymous zeroed pages; freed with the buffer.
     Owned { map: memmap2::MmapMut, budget: Arc<Budget>, charged: u64 },
-    /// Somebody else's, read-only.
+    /// Imported memory, which is read-only.
     Imported(Arc<dyn HostMemory>),
 }
 
-/// A buffer of the CPU backend. Devices of this backend can use each other's.
+/// A buffer of the CPU backend, which all devices of this backend can use.
 pub(crate) struct CpuBuffer {
-    /// Held for reading or writing by whoever touches the bytes: a batch that runs, or a copy of the host.
+    /// Held for reading or writing by a running batch or a host copy.
     pub(crate) lock: RwLock<()>,
     start: *mut u8,
     bytes: u64,
@@ -53,7 +53,7 @@ impl Buffer for CpuBuffer {
 }
 
 impl CpuBuffer {
-    /// Zeroed memory, charged to `budget` until it is dropped.
+    /// Allocates zeroed memory, charged to `budget` until it is dropped.
     pub(crate) fn owned(bytes: u64, budget: &Arc<Budget>) -> Result<Self> {
         let full = |used: u64| {
             let message = format!(
@@ -67,7 +67,7 @@ impl CpuBuffer {
         });
         charge.map_err(full)?;
         let refund = || budget.used.fetch_sub(bytes, Ordering::Relaxed);
-        // a slice of no bytes still needs an address
+        // an empty slice still needs an address
         let length = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
         let mut map = memmap2::MmapMut::map_anon(length).map_err(|e| {
             let used = refund() - bytes;
@@ -75,7 +75,7 @@ impl CpuBuffer {
         })?;
         #[cfg(target_os = "linux")]
         if length >= 4 << 20 {
-            // best effort: fewer page-table walks where the kernel has huge pages to give
+            // best effort: fewer page-table walks if the kernel has huge pages available
             let _ = map.advise(memmap2::Advice::HugePage);
         }
         let start = map.as_mut_ptr();
@@ -83,22 +83,22 @@ impl CpuBuffer {
         Ok(CpuBuffer { lock: RwLock::new(()), start, bytes, storage })
     }
 
-    /// Host memory in place.
+    /// Wraps host memory in place.
     pub(crate) fn imported(memory: Arc<dyn HostMemory>) -> Self {
         let bytes = memory.as_bytes();
         let (start, bytes) = (bytes.as_ptr().cast_mut(), bytes.len() as u64);
         CpuBuffer { lock: RwLock::new(()), start, bytes, storage: Storage::Imported(memory) }
     }
 
-    /// Whether commands may only read it.
+    /// Whether commands may only read the buffer.
     pub(crate) fn is_read_only(&self) -> bool {
         matches!(self.storage, Storage::Imported(_))
     }
 
-    /// Whether imported memory is what it was.
+    /// Checks that imported memory is unchanged.
     ///
     /// # Errors
-    /// As [`HostMemory::check`].
+    /// As for [`HostMemory::check`].
     pub(crate) fn check(&self) -> Result<()> {
         match &self.storage {
             Storage::Owned { .. } => Ok(()),
@@ -106,7 +106,7 @@ impl CpuBuffer {
         }
     }
 
-    /// The bytes of a slice of this buffer, which must be inside.
+    /// Returns the bytes of a slice of this buffer, which must lie inside it.
     pub(crate) fn span(&self, slice: &Slice) -> Span {
         Span { start: self.start.wrapping_add(slice.offset as usize), bytes: slice.bytes as usize }
     }
@@ -124,7 +124,7 @@ impl Drop for CpuBuffer {
     }
 }
 
-/// The CPU buffer behind a slice, and a check that the slice is inside it.
+/// Returns the CPU buffer of a slice after checking that the slice lies inside it.
 ///
 /// # Errors
 /// `Invalid` for another backend's buffer or a range outside.

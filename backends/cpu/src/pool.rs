@@ -1,7 +1,7 @@
-//! The worker threads of one device.
+//! The worker threads of a device.
 //!
-//! The first worker leads: it takes a batch, locks its buffers and calls the others; all walk the
-//! batch's steps and meet at its barriers; then the leader settles the ticket.
+//! The first worker leads: it takes a batch, locks its buffers and wakes the others; all walk the batch's
+//! steps and meet at its barriers; then the leader settles the ticket.
 
 use crate::isa::Isa;
 use crate::kernels::{self, Scratch, Worker};
@@ -17,14 +17,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLockReadGuard, R
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// A batch to run, and where to report.
+/// A batch to run, with its ticket.
 pub(crate) struct ThreadJob {
     pub(crate) program: Arc<CpuProgram>,
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) ticket: u64,
 }
 
-/// One run of a program, seen by all workers.
+/// One run of a program, visible to all workers.
 struct Run {
     program: Arc<CpuProgram>,
     claims: Vec<AtomicUsize>,
@@ -41,24 +41,24 @@ unsafe impl Send for SharedScratch {}
 // SAFETY: as above.
 unsafe impl Sync for SharedScratch {}
 
-/// What the workers of a device share.
+/// State shared by the workers of a device.
 struct Shared {
     isa: Isa,
     workers: usize,
     jobs: Mutex<Jobs>,
-    /// Signals the leader: a job, or the end.
+    /// Signals the leader that there is a job, or that it should end.
     wake: Condvar,
-    /// Steps of the others: one per run, or the end.
+    /// Signals the other workers; advances once per run, and to end them.
     call: Epoch,
     current: Mutex<Option<Arc<Run>>>,
     barrier: Barrier,
-    /// Memory that is not the device's own and that its buffers use in place.
+    /// Imported host memory that the device's buffers use in place.
     imports: Mutex<Vec<Weak<dyn HostMemory>>>,
 }
 
 impl Shared {
-    /// Whether what a batch read, and all that later ones may read, is what it was. A device whose weights are lost is of no use,
-    /// whatever a batch is about: it fails as a whole, and does not answer until its imports are gone.
+    /// Checks that everything the batch read, or later ones may read, is unchanged. A device that has lost
+    /// its weights is useless for any batch, so it fails as a whole until its imports are dropped.
     fn check(&self, program: &CpuProgram) -> Result<()> {
         program.buffers().try_for_each(|(buffer, _)| buffer.check())?;
         let mut imports = lock(&self.imports);
@@ -73,7 +73,7 @@ struct Jobs {
     closed: bool,
 }
 
-/// The threads. Dropping it ends them after the jobs that were submitted.
+/// The threads, which end on drop, after the submitted jobs.
 pub(crate) struct ThreadPool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -87,7 +87,7 @@ impl ThreadPool {
     /// Starts one pinned worker per core.
     ///
     /// # Errors
-    /// `Other` when the system refuses a thread.
+    /// `Other` if the system refuses a thread.
     pub(crate) fn new(cores: &[usize], isa: Isa) -> Result<Self> {
         let shared = Arc::new(Shared {
             isa,
@@ -100,7 +100,7 @@ impl ThreadPool {
             imports: Mutex::default(),
         });
         let mut pool = ThreadPool { shared: shared.clone(), threads: Vec::new() };
-        // the leader last: with a thread missing, the others still end by `Drop`
+        // the leader last, so that if a thread is missing, the others still end by `Drop`
         for (index, &core) in cores.iter().enumerate().rev() {
             let shared = shared.clone();
             let body = move || {
@@ -116,23 +116,23 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// Hands over a batch.
+    /// Submits a batch.
     pub(crate) fn submit(&self, job: ThreadJob) {
         lock(&self.shared.jobs).waiting.push_back(job);
         self.shared.wake.notify_one();
     }
 
-    /// Batches fail from when `memory` has lost its bytes.
+    /// Makes batches fail once `memory` has lost its bytes.
     pub(crate) fn depend_on(&self, memory: &Arc<dyn HostMemory>) {
         lock(&self.shared.imports).push(Arc::downgrade(memory));
     }
 
-    /// Workers.
+    /// Returns the number of workers.
     pub(crate) fn workers(&self) -> usize {
         self.shared.workers
     }
 
-    /// The level they run at.
+    /// Returns the instruction level.
     pub(crate) fn isa(&self) -> Isa {
         self.shared.isa
     }
@@ -151,7 +151,7 @@ impl Drop for ThreadPool {
     }
 }
 
-/// The first worker: takes jobs until the pool is closed and none is left.
+/// Runs the first worker, which takes jobs until the pool is closed and none is left.
 fn lead(shared: &Shared) {
     let (mut scratch, mut common) = (Scratch::default(), Scratch::default());
     loop {
@@ -177,13 +177,13 @@ fn lead(shared: &Shared) {
         }
         let result = run_job(shared, &job.program, &mut scratch, &mut common);
         let ThreadJob { program, timeline, ticket } = job;
-        // the buffers may be freed by now, if nobody else holds them
+        // the buffers can be freed now if nobody else holds them
         drop(program);
         timeline.settle(ticket, result);
     }
 }
 
-/// Runs one batch on all workers; the seconds that it took.
+/// Runs one batch on all workers and returns the seconds that it took.
 fn run_job(
     shared: &Shared,
     program: &Arc<CpuProgram>,
@@ -211,13 +211,13 @@ fn run_job(
     }
     let seconds = start.elapsed().as_secs_f64();
     drop(guards);
-    // Before anyone takes the result for what the weights say: they may be zeros by now.
+    // before anyone uses the result, since the weights may read as zeros by now
     shared.check(program)?;
     let error = lock(&run.error).take();
     error.map_or(Ok(seconds), Err)
 }
 
-/// Any other worker: one run per call.
+/// Runs any other worker: one run per call.
 fn follow(shared: &Shared, index: usize) {
     let mut scratch = Scratch::default();
     let mut seen = 0;
@@ -233,7 +233,7 @@ fn follow(shared: &Shared, index: usize) {
     }
 }
 
-/// Does one worker's share of every step.
+/// Executes one worker's share of every step.
 fn walk(shared: &Shared, run: &Run, index: usize, scratch: &mut Scratch) {
     for at in 0..run.program.steps.len() {
         let step = &run.program.steps[at];
@@ -248,7 +248,7 @@ fn walk(shared: &Shared, run: &Run, index: usize, scratch: &mut Scratch) {
     }
 }
 
-/// All steps on the leader alone.
+/// Executes all steps on the leader alone.
 fn walk_alone(shared: &Shared, run: &Run, scratch: &mut Scratch) {
     for at in 0..run.program.steps.len() {
         run.step(at, shared.isa, (0, 1), scratch);
@@ -256,7 +256,7 @@ fn walk_alone(shared: &Shared, run: &Run, scratch: &mut Scratch) {
 }
 
 impl Run {
-    /// Runs a share of one step, unless the run has failed. A failure, or a panic, becomes the run's error.
+    /// Runs a share of one step, unless the run has failed. A failure or panic becomes the run's error.
     fn step(&self, at: usize, isa: Isa, (index, count): (usize, usize), scratch: &mut Scratch) {
         if self.failed.load(Ordering::Relaxed) {
             return;
@@ -292,7 +292,7 @@ enum Guard<'a> {
 struct Guards<'a>(Vec<Guard<'a>>);
 
 impl<'a> Guards<'a> {
-    /// Takes all locks, in the order that every program uses: no two can wait for each other.
+    /// Takes all locks in an order common to all programs, which prevents deadlock.
     fn lock(program: &'a CpuProgram) -> Self {
         let take = |(buffer, write): (&'a crate::memory::CpuBuffer, bool)| {
             if write {

@@ -1,8 +1,8 @@
 //! A batch of commands as steps that all workers walk together.
 //!
-//! A step waits at a barrier only if something since the last barrier conflicts with it and may have run
-//! on another worker. Small operations run on the first worker alone, one after the other, so a chain of
-//! them needs no barrier at all.
+//! A step waits at a barrier only if it conflicts with something since the last barrier that may have run on
+//! another worker. Small operations run on the first worker alone, one after the other, so a chain of them
+//! needs no barrier at all.
 
 use crate::isa::Isa;
 use crate::kernels::{self, Phase, Span};
@@ -10,13 +10,13 @@ use crate::memory::{CpuBuffer, buffer_of};
 use mixfleet_hal::{Buffer, Cmd, DType, Error, OpSig, OperandAccess, Result, Slice};
 use std::sync::Arc;
 
-/// Most operands of any operation.
+/// Maximum number of operands of any operation.
 const OPERANDS_MAX: usize = 8;
 
-/// Bytes below which an operation is not worth waking the others for: about 2 us on one core.
+/// Bytes below which waking the other workers does not pay: about 2 us on one core.
 const SOLO_BYTES: f64 = 48e3;
 
-/// Arithmetic below which likewise.
+/// Arithmetic below which waking the other workers does not pay.
 const SOLO_FLOPS: f64 = 100e3;
 
 /// One operation, or one phase of it.
@@ -25,9 +25,9 @@ pub(crate) struct ProgramStep {
     pub(crate) sig: OpSig,
     pub(crate) args: [Span; OPERANDS_MAX],
     pub(crate) phase: Phase,
-    /// All workers meet before this step.
+    /// Whether all workers meet before this step.
     pub(crate) barrier: bool,
-    /// Only the first worker runs it.
+    /// Whether only the first worker runs it.
     pub(crate) solo: bool,
 }
 
@@ -35,13 +35,13 @@ pub(crate) struct ProgramStep {
 #[derive(Debug)]
 pub(crate) struct CpuProgram {
     pub(crate) steps: Vec<ProgramStep>,
-    /// Buffers to lock, in the order of their addresses, with whether they are written.
+    /// Buffers to lock, ordered by address, and whether each is written.
     buffers: Vec<(Arc<dyn Buffer>, bool)>,
-    /// Words of scratch that the workers share.
+    /// Words of scratch shared by the workers.
     pub(crate) shared_words: usize,
 }
 
-/// What a step does to some memory since the last barrier.
+/// A memory access of a step since the last barrier.
 #[derive(Clone, Copy)]
 struct Touch {
     what: Place,
@@ -67,10 +67,10 @@ impl Touch {
     }
 }
 
-/// The `x` that lies packed in shared scratch, and in which form.
+/// The `x` that is packed in shared scratch, and its form.
 type Packed = (usize, usize, DType, bool);
 
-/// Collects steps and finds where barriers are needed.
+/// Collects steps and determines where barriers are needed.
 struct Builder {
     isa: Isa,
     workers: usize,
@@ -84,8 +84,7 @@ impl CpuProgram {
     /// Checks and prepares `cmds` for a device of `workers` workers.
     ///
     /// # Errors
-    /// `Invalid` for another backend's buffer, a written import, or a shape with a zero where none is
-    /// possible.
+    /// `Invalid` for another backend's buffer, a written import, or a zero dimension where none is allowed.
     pub(crate) fn new(cmds: &[Cmd], isa: Isa, workers: usize) -> Result<Self> {
         let (steps, touched) = (Vec::with_capacity(cmds.len()), Vec::new());
         let mut builder = Builder { isa, workers, steps, touched, packed: None, shared_words: 0 };
@@ -107,13 +106,13 @@ impl CpuProgram {
         Ok(CpuProgram { steps: builder.steps, buffers, shared_words: builder.shared_words })
     }
 
-    /// The buffers to lock, in an order that all programs share, and whether each is written.
+    /// Returns the buffers to lock, in an order common to all programs, and whether each is written.
     pub(crate) fn buffers(&self) -> impl Iterator<Item = (&CpuBuffer, bool)> {
         self.buffers.iter().filter_map(|(buffer, write)| Some((buffer.as_any().downcast_ref()?, *write)))
     }
 }
 
-/// The memory of an operand.
+/// Resolves the memory of an operand.
 fn resolve(slice: &Slice, write: bool) -> Result<Span> {
     let buffer = buffer_of(slice)?;
     if write && buffer.is_read_only() {
@@ -131,10 +130,10 @@ fn note(buffers: &mut Vec<(Arc<dyn Buffer>, bool)>, slice: &Slice, write: bool) 
     }
 }
 
-/// What `OpSig::check` lets pass and no kernel can run.
+/// Rejects what `OpSig::check` allows but no kernel can run.
 ///
 /// # Errors
-/// `Unsupported` for integers where floats belong, `Invalid` for a zero where none is possible.
+/// `Unsupported` for integers in place of floats, `Invalid` for a zero dimension where none is allowed.
 pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
     sig.check().map_err(Error::invalid)?;
     let counted = matches!(sig, OpSig::Argmax { .. } | OpSig::Copy { .. } | OpSig::Fill { .. });
@@ -202,7 +201,7 @@ impl Builder {
             self.touched.clear();
         }
         self.touched.extend(touches);
-        // what is packed is stale once its source is written
+        // packed data is stale once its source is written
         let stale = self.packed.is_some_and(|(x, _)| {
             touches.iter().any(|t| t.write && matches!(t.what, Place::Memory(span) if span.overlaps(x)))
         });
@@ -212,7 +211,7 @@ impl Builder {
         self.steps.push(step);
     }
 
-    /// Whether shared scratch holds this Gemm's `x` already: q, k and v share one packing.
+    /// Whether shared scratch already holds this Gemm's `x`; q, k and v share one packing.
     fn is_packed(&self, sig: &OpSig, x: Span) -> bool {
         self.packed.is_some_and(|(span, form)| {
             span.start == x.start && span.bytes == x.bytes && packed_form(sig, self.isa) == Some(form)
@@ -220,7 +219,7 @@ impl Builder {
     }
 }
 
-/// Whether a phase touches operand `index`.
+/// Whether a phase accesses operand `index`.
 fn touches_operand(phase: Phase, index: usize, access: OperandAccess) -> bool {
     match phase {
         Phase::Whole => true,
@@ -231,7 +230,7 @@ fn touches_operand(phase: Phase, index: usize, access: OperandAccess) -> bool {
     }
 }
 
-/// What decides the bytes of packed `x` besides `x` itself.
+/// Returns what determines the bytes of packed `x` besides `x` itself.
 fn packed_form(sig: &OpSig, isa: Isa) -> Option<Packed> {
     match *sig {
         OpSig::Gemm { m, k, x, weight, .. } => {

@@ -9,10 +9,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Tickets whose times are kept.
+/// Number of tickets whose times are kept.
 const TIMES_KEPT: usize = 1 << 16;
 
-/// What has happened on one queue.
+/// The history of one queue.
 #[derive(Debug, Default)]
 pub(crate) struct Timeline {
     state: Mutex<State>,
@@ -21,11 +21,11 @@ pub(crate) struct Timeline {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Batches that are over, failed ones included.
+    /// Number of completed batches, including failed ones.
     done: u64,
     /// Seconds of the last `TIMES_KEPT` of them.
     times: VecDeque<f64>,
-    /// The first failed batch, and why.
+    /// The first failed batch and its error.
     failure: Option<(u64, Error)>,
 }
 
@@ -34,12 +34,12 @@ impl Timeline {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The failure that every later batch inherits.
+    /// Returns the failure that every later batch inherits.
     pub(crate) fn error(&self) -> Option<Error> {
         self.state().failure.as_ref().map(|(_, error)| error.clone())
     }
 
-    /// Batch `ticket`, the next in order, is over.
+    /// Completes batch `ticket`, the next in order.
     pub(crate) fn settle(&self, ticket: u64, result: Result<f64>) {
         let mut state = self.state();
         state.done = ticket;
@@ -93,7 +93,7 @@ pub(crate) struct CpuQueue {
     submitted: u64,
 }
 
-/// A prepared batch of one queue.
+/// A recorded batch of one queue.
 struct CpuGraph {
     program: Arc<CpuProgram>,
     timeline: Arc<Timeline>,

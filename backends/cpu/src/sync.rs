@@ -3,11 +3,11 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
-/// Pauses before a waiter parks. One pause is some 40-140 cycles, so this is 20-60 us: longer than any
-/// imbalance between workers, short enough to leave the core to other threads between batches.
+/// Number of pauses before a waiter parks. One pause takes 40-140 cycles, so this is 20-60 us: longer than
+/// any imbalance between workers, and short enough to leave the core to other threads between batches.
 const SPINS: u32 = 1500;
 
-/// A counter that can be waited on. Wraps never: 2^64 steps.
+/// A 64-bit counter that can be waited on.
 #[derive(Debug, Default)]
 pub(crate) struct Epoch {
     value: AtomicU64,
@@ -17,7 +17,7 @@ pub(crate) struct Epoch {
 }
 
 impl Epoch {
-    /// The current value; sees everything written before the `advance` that set it.
+    /// Returns the current value, and sees everything written before the `advance` that set it.
     pub(crate) fn now(&self) -> u64 {
         self.value.load(Ordering::SeqCst)
     }
@@ -25,8 +25,8 @@ impl Epoch {
     /// Adds one and wakes all waiters. Only one thread may advance at a time.
     pub(crate) fn advance(&self) {
         self.value.fetch_add(1, Ordering::SeqCst);
-        // SeqCst on both sides: either this load sees the parked waiter, or the waiter's check under
-        // the lock sees the new value
+        // SeqCst on both sides: either this load sees the parked waiter, or the waiter's check under the lock
+        // sees the new value
         if self.parked.load(Ordering::SeqCst) > 0 {
             drop(self.mutex.lock().unwrap_or_else(PoisonError::into_inner));
             self.wake.notify_all();
@@ -59,12 +59,12 @@ pub(crate) struct Barrier {
 }
 
 impl Barrier {
-    /// For `threads` threads.
+    /// Creates a barrier for `threads` threads.
     pub(crate) fn new(threads: usize) -> Self {
         Barrier { threads, arrived: AtomicUsize::new(0), epoch: Epoch::default() }
     }
 
-    /// Blocks until all threads are here. What each wrote before, all see after.
+    /// Blocks until all threads have arrived. What each wrote before is visible to all afterwards.
     pub(crate) fn wait(&self) {
         if self.threads == 1 {
             return;

@@ -1,8 +1,8 @@
-//! The cores, their name and their memory, and how a selector names a set of them.
+//! The host's cores and memory, and selectors of sets of cores.
 
 use mixfleet_hal::{Error, Result};
 
-/// Cores that this process may run on, in ascending order.
+/// Returns the cores that this process may run on, in ascending order.
 pub(crate) fn cores_allowed() -> Vec<usize> {
     #[cfg(target_os = "linux")]
     {
@@ -21,7 +21,7 @@ pub(crate) fn cores_allowed() -> Vec<usize> {
     (0..std::thread::available_parallelism().map_or(1, |n| n.get())).collect()
 }
 
-/// Binds the calling thread to `core`. A refusal is no error: the thread then runs anywhere.
+/// Binds the calling thread to `core`; if that is refused, the thread runs anywhere.
 pub(crate) fn pin(core: usize) {
     #[cfg(target_os = "linux")]
     // SAFETY: an all-zero cpu_set_t is valid; `core` comes from the set that the kernel gave us.
@@ -34,7 +34,7 @@ pub(crate) fn pin(core: usize) {
     let _ = core;
 }
 
-/// `0-2,5` for [0, 1, 2, 5].
+/// Formats [0, 1, 2, 5] as `0-2,5`.
 pub(crate) fn ranges(cores: &[usize]) -> String {
     let mut parts: Vec<(usize, usize)> = Vec::new();
     for &core in cores {
@@ -47,10 +47,10 @@ pub(crate) fn ranges(cores: &[usize]) -> String {
     parts.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
-/// The cores that `selector` names among `allowed`, ascending.
+/// Returns the cores that `selector` names among `allowed`, ascending.
 ///
 /// # Errors
-/// `Invalid`, naming the cores that exist.
+/// `Invalid`, listing the cores that exist.
 pub(crate) fn select(selector: &str, allowed: &[usize]) -> Result<Vec<usize>> {
     let wrong = |why: &str| {
         let have = ranges(allowed);
@@ -73,7 +73,7 @@ pub(crate) fn select(selector: &str, allowed: &[usize]) -> Result<Vec<usize>> {
         if first > last {
             return Err(wrong(&format!("range '{part}' is empty")));
         }
-        // compared before it is expanded: 0-18446744073709551615 must not fill the memory
+        // checked before it is expanded, since 0-18446744073709551615 would exhaust memory
         if !allowed.contains(&first) || !allowed.contains(&last) {
             return Err(wrong(&format!("no core '{part}'")));
         }
@@ -91,7 +91,7 @@ pub(crate) fn select(selector: &str, allowed: &[usize]) -> Result<Vec<usize>> {
     Ok(cores)
 }
 
-/// The processor's name.
+/// Returns the processor's name.
 pub(crate) fn model_name() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |key: &str| {
@@ -107,7 +107,8 @@ pub(crate) fn model_name() -> String {
     }
 }
 
-/// Bytes of memory that this process may use: the machine's, or its control group's limit. 0 = unknown.
+/// Returns the bytes of memory that this process may use, limited by the machine or the control group; 0 if
+/// unknown.
 pub(crate) fn memory_bytes() -> u64 {
     let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let kib = info

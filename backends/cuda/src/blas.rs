@@ -1,5 +1,6 @@
-//! Large products by cuBLASLt. Its matrices are column-major, so it computes the transpose:
-//! `out^T [n, m] = weight [n, k] . x^T [k, m]`, where each of ours, read by columns, is a transpose for free.
+//! Large matrix products with cuBLASLt. Its matrices are column-major, so it computes the transpose: `out^T
+//! [n, m] = weight [n, k] . x^T [k, m]`, where reading each of our matrices by columns transposes it for
+//! free.
 
 use crate::driver::Context;
 use crate::plan::Matmul;
@@ -12,20 +13,20 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What NVIDIA recommends for Hopper; the start of a queue's scratch.
+/// Workspace size that NVIDIA recommends for Hopper; it occupies the start of a queue's scratch.
 pub(crate) const WORKSPACE_BYTES: u64 = 32 << 20;
-/// Sums of a split k may meet in f32 in the workspace; in place they would meet in any order, and in the
-/// output's type they would be rounded once more.
+/// Reductions of a split k may use f32 in the workspace; in place, the order would vary, and in the output's
+/// type, sums would be rounded once more.
 const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;
 
-/// What an algorithm is chosen by: the product without its addresses, but with their alignment.
+/// The cache key of an algorithm: the product without its addresses, but with their alignment.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     shape: (u32, u32, u32),
     dtypes: (DType, DType),
     bias: bool,
     accumulate: bool,
-    /// Of weight, x and out, in bytes; 256 at most.
+    /// Alignment of weight, x and out in bytes, at most 256.
     alignment: [u32; 3],
 }
 
@@ -64,11 +65,11 @@ fn data_type(dtype: DType) -> Result<DataType> {
     }
 }
 
-/// A matrix, column by column.
+/// A column-major matrix layout.
 struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {
-    /// `rows` are its leading dimension.
+    /// Creates a layout with `rows` as the leading dimension.
     fn new(dtype: DType, rows: u32, columns: u32) -> Result<Layout> {
         let created =
             result::create_matrix_layout(data_type(dtype)?, rows.into(), columns.into(), rows.into());
@@ -130,7 +131,7 @@ struct Prepared {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-/// cuBLASLt on one device, with the algorithms that were chosen.
+/// cuBLASLt on one device, with the chosen algorithms.
 pub(crate) struct Blas {
     context: Arc<Context>,
     handle: sys::cublasLtHandle_t,
@@ -149,10 +150,10 @@ impl Blas {
         Ok(Blas { context: context.clone(), handle, prepared: Mutex::default() })
     }
 
-    /// Chooses an algorithm for `product`, unless one was chosen before. To be done before a capture.
+    /// Chooses an algorithm for `product` unless one was chosen before; must precede a capture.
     ///
     /// # Errors
-    /// `Unsupported` when cuBLASLt has none.
+    /// `Unsupported` if cuBLASLt has none.
     pub(crate) fn prepare(&self, product: &Matmul) -> Result<()> {
         let key = Key::of(product);
         let mut prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
@@ -210,8 +211,8 @@ impl Blas {
         Ok(Prepared { description, weight, x, out, algorithm: found.algo })
     }
 
-    /// Puts `product`, which was prepared, on a stream of the bound context. `workspace` is the stream's own,
-    /// `WORKSPACE_BYTES` long.
+    /// Enqueues a prepared `product` on a stream of the bound context. `workspace` belongs to the stream and
+    /// has `WORKSPACE_BYTES`.
     pub(crate) fn run(&self, product: &Matmul, stream: CUstream, workspace: u64) -> Result<()> {
         self.prepare(product)?;
         let prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);

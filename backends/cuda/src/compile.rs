@@ -1,20 +1,20 @@
-//! Kernels' texts to machine code, by NVRTC. Works without a GPU.
+//! Compiles kernels to machine code with NVRTC, which works without a GPU.
 
 use crate::libraries::Library;
 use cudarc::nvrtc::{result, sys};
 use std::ffi::{CString, c_char, c_int};
 use std::sync::OnceLock;
 
-/// What NVRTC makes code for.
+/// The target of a compilation.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Architecture {
-    /// Machine code of one capability, as `sm_90`.
+    /// Machine code for one capability, such as `sm_90`.
     Machine(String),
-    /// PTX, which the driver compiles further, as `compute_90`.
+    /// PTX such as `compute_90`, which the driver compiles further.
     Ptx(String),
 }
 
-/// The capabilities that this NVRTC knows; empty when it does not tell.
+/// Returns the capabilities that this NVRTC knows; empty if it does not say.
 fn known() -> &'static [c_int] {
     static KNOWN: OnceLock<Vec<c_int>> = OnceLock::new();
     KNOWN.get_or_init(|| {
@@ -33,8 +33,8 @@ fn known() -> &'static [c_int] {
     })
 }
 
-/// Machine code where NVRTC knows the device: it needs no second compiler, whose age may not fit NVRTC's. Else
-/// PTX of the nearest older capability.
+/// Selects machine code if NVRTC knows the device, since that needs no second compiler of another version, or
+/// else PTX of the nearest older capability.
 pub fn architecture(capability: u32) -> Architecture {
     let known = known();
     if known.contains(&(capability as c_int)) {
@@ -44,7 +44,7 @@ pub fn architecture(capability: u32) -> Architecture {
     Architecture::Ptx(format!("compute_{}", nearest.unwrap_or(80)))
 }
 
-/// A compiled program; PTX ends in a zero byte.
+/// Compiles a program; PTX ends in a zero byte.
 ///
 /// # Errors
 /// NVRTC's log, or why there is none.

@@ -1,4 +1,4 @@
-//! Finding and opening NVIDIA devices.
+//! Enumerates and opens NVIDIA devices.
 
 use crate::blas::Blas;
 use crate::compile::{self, Architecture};
@@ -21,13 +21,13 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Below this, tensor cores have no bf16 and copies none behind a thread's back.
+/// Minimum capability; older tensor cores have no bf16 and no asynchronous copies.
 const CAPABILITY_MIN: u32 = 80;
 
-/// For the context, kernels, cuBLASLt and the queues' scratch.
+/// Memory reserved for the context, kernels, cuBLASLt and the queues' scratch.
 const RESERVED_BYTES: u64 = 1 << 30;
 
-/// The number behind `cuda:`; the bare name is 0.
+/// Parses the number after `cuda:`; the bare name means 0.
 pub(crate) fn index_of(selector: &str) -> Result<usize> {
     let bad = || Error::invalid(format!("'{selector}' names no CUDA device; use 'cuda' or 'cuda:N'"));
     match selector.strip_prefix("cuda").ok_or_else(bad)? {
@@ -36,7 +36,7 @@ pub(crate) fn index_of(selector: &str) -> Result<usize> {
     }
 }
 
-/// Every device of the driver, in its order.
+/// Lists every device of the driver, in its order.
 pub(crate) fn devices() -> std::result::Result<Vec<DeviceInfo>, Absent> {
     for library in [Library::Driver, Library::Nvrtc] {
         if !library.is_present() {
@@ -57,7 +57,7 @@ pub(crate) fn devices() -> std::result::Result<Vec<DeviceInfo>, Absent> {
     }
 }
 
-/// What the driver tells of a device without opening it.
+/// What the driver reports about a device without opening it.
 struct Facts {
     device: sys::CUdevice,
     name: String,
@@ -124,7 +124,7 @@ impl Facts {
     }
 }
 
-/// As `0000:17:00.0`.
+/// Formats a PCI address as `0000:17:00.0`.
 fn pci(device: sys::CUdevice) -> Result<String> {
     let mut text = [0u8; 32];
     // SAFETY: the call writes at most the given length, its final zero included.
@@ -135,14 +135,14 @@ fn pci(device: sys::CUdevice) -> Result<String> {
     Ok(String::from_utf8_lossy(&text).to_ascii_lowercase())
 }
 
-/// As `nvidia-smi -L` shows it.
+/// Formats a unique id as `nvidia-smi -L` does.
 fn uuid(device: sys::CUdevice) -> Result<String> {
     let bytes = result::device::get_uuid(device).at("cuDeviceGetUuid")?.bytes;
     let hex: String = bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect();
     Ok(format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
 }
 
-/// What a device shares with its queues.
+/// State shared by a device and its queues.
 pub(crate) struct Shared {
     pub(crate) context: Arc<Context>,
     pub(crate) blas: Option<Blas>,
@@ -154,7 +154,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// The loaded module of `program`: compiled on first use, then kept.
+    /// Returns the loaded module of `program`, which is compiled on first use.
     pub(crate) fn module(&self, program: &KernelProgram) -> Result<Arc<Module>> {
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(module) = modules.get(program) {
@@ -175,7 +175,7 @@ impl Shared {
         }
     }
 
-    /// Remembers a failure that is the device's end.
+    /// Records a failure that makes the device unusable.
     pub(crate) fn note<T>(&self, outcome: Result<T>) -> Result<T> {
         if let Err(error) = &outcome
             && error.kind == ErrorKind::DeviceLost
@@ -199,7 +199,8 @@ impl CudaDevice {
     /// Opens device number `index`.
     ///
     /// # Errors
-    /// `Invalid` when there is no such device, `Unsupported` below compute capability 8.0, or what the driver says.
+    /// `Invalid` if there is no such device, `Unsupported` below compute capability 8.0, or the driver's
+    /// error.
     pub(crate) fn open(index: usize) -> Result<CudaDevice> {
         let count = devices().map_err(|absent| Error::invalid(format!("cuda: {absent}")))?.len();
         if index >= count {
@@ -243,7 +244,7 @@ impl CudaDevice {
         })
     }
 
-    /// Runs a transfer between a slice and `len` bytes of the host.
+    /// Runs a transfer between a slice and `len` bytes of host memory.
     fn transfer(
         &self,
         slice: &Slice,
@@ -310,7 +311,7 @@ impl Device for CudaDevice {
 
     fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
         self.shared.enter()?;
-        // not noted: a range that cannot be pinned is not the device's end
+        // not recorded, since a range that cannot be pinned does not make the device unusable
         pinned::pin(&self.shared.context, &self.transfers, memory)
     }
 

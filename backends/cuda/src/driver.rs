@@ -1,4 +1,4 @@
-//! The driver's objects, each freed by its owner, and its errors as ours.
+//! Owned driver objects, and conversion of the driver's errors.
 
 use cudarc::driver::result::{self, DriverError, stream::StreamKind};
 use cudarc::driver::sys::{self, CUresult};
@@ -6,7 +6,8 @@ use mixfleet_hal::{Error, ErrorKind, Result};
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
 
-/// A failure of the driver as one of ours. After those called `DeviceLost` every call fails: the context is gone.
+/// Converts a driver error. After those that become `DeviceLost`, every call fails because the context is
+/// gone.
 pub(crate) fn failure(place: &str, error: DriverError) -> Error {
     use CUresult::*;
     let kind = match error.0 {
@@ -36,7 +37,7 @@ pub(crate) fn failure(place: &str, error: DriverError) -> Error {
     Error::new(kind, format!("cuda: {place}: {:?} ({text})", error.0))
 }
 
-/// Adds the place to a failed call.
+/// Adds the location to a failed call.
 pub(crate) trait At<T> {
     fn at(self, place: &str) -> Result<T>;
 }
@@ -67,7 +68,7 @@ impl Context {
         Ok(context)
     }
 
-    /// Makes it the calling thread's context, as every later call needs.
+    /// Makes it the calling thread's context, which every later call requires.
     pub(crate) fn bind(&self) -> Result<()> {
         // SAFETY: the context is retained until `self` is dropped.
         unsafe { result::ctx::set_current(self.raw) }.at("cuCtxSetCurrent")
@@ -81,7 +82,7 @@ impl Drop for Context {
     }
 }
 
-/// An object of a context with what frees it.
+/// Defines an object of a context that is freed on drop.
 macro_rules! owned {
     ($(#[$doc:meta])* $name:ident, $raw:ty, $free:path) => {
         $(#[$doc])*
@@ -113,7 +114,7 @@ owned!(
     result::stream::destroy
 );
 owned!(
-    /// A point on a stream, with a time.
+    /// A point on a stream, with a timestamp.
     Event,
     sys::CUevent,
     result::event::destroy
@@ -137,14 +138,14 @@ owned!(
     result::free_sync
 );
 owned!(
-    /// Pinned memory of the host.
+    /// Pinned host memory allocated by the driver.
     HostPinned,
     *mut c_void,
     result::free_host
 );
 
 owned!(
-    /// Memory of others on the host, pinned as long as this lives.
+    /// Host memory of others, pinned for as long as this lives.
     HostRegistered,
     *mut c_void,
     sys::cuMemHostUnregister
@@ -157,7 +158,7 @@ impl Stream {
         Ok(Stream { context: context.clone(), raw })
     }
 
-    /// Waits for all that it holds.
+    /// Waits for all work on the stream.
     pub(crate) fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream is alive.
         unsafe { result::stream::synchronize(self.raw) }.at("cuStreamSynchronize")
@@ -165,7 +166,7 @@ impl Stream {
 }
 
 impl Event {
-    /// A new event behind what `stream` holds now.
+    /// Records an event after the work that `stream` holds now.
     pub(crate) fn record(stream: &Stream) -> Result<Event> {
         let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).at("cuEventCreate")?;
         let event = Event { context: stream.context.clone(), raw };
@@ -174,7 +175,7 @@ impl Event {
         Ok(event)
     }
 
-    /// Whether its point was passed. An error is one of the work before it.
+    /// Whether the event has been reached; an error stems from the work before it.
     pub(crate) fn is_done(&self) -> Result<bool> {
         // SAFETY: the event is alive.
         match unsafe { result::event::query(self.raw) } {
@@ -184,14 +185,14 @@ impl Event {
         }
     }
 
-    /// Waits until its point was passed.
+    /// Waits until the event is reached.
     pub(crate) fn synchronize(&self) -> Result<()> {
         self.context.bind()?;
         // SAFETY: the event is alive.
         unsafe { result::event::synchronize(self.raw) }.at("cuEventSynchronize")
     }
 
-    /// Seconds from `start` to `self`, both passed, where the driver can tell: before 12.8 it lacks the call.
+    /// Returns the seconds from `start` to `self`, both reached, if the driver supports it (12.8 or later).
     pub(crate) fn since(&self, start: &Event) -> Option<f64> {
         // SAFETY: both are alive, passed, and record times.
         let milliseconds = unsafe { result::event::elapsed(start.raw, self.raw) }.ok()?;
@@ -207,13 +208,13 @@ impl Module {
         Ok(Module { context: context.clone(), raw })
     }
 
-    /// A kernel of it, allowed `shared_bytes` of dynamic shared memory.
+    /// Returns a kernel of the module, allowed `shared_bytes` of dynamic shared memory.
     pub(crate) fn function(&self, name: &str, shared_bytes: u32) -> Result<sys::CUfunction> {
         let name_text =
             CString::new(name).map_err(|e| Error::new(ErrorKind::Other, format!("cuda: {name}: {e}")))?;
         // SAFETY: the module is alive.
         let function = unsafe { result::module::get_function(self.raw, name_text) }.at(name)?;
-        // with its static shared memory a kernel may pass 48 KiB, for which it must ask
+        // together with its static shared memory, a kernel may exceed 48 KiB, which it must request
         if shared_bytes > 0 {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is that of a live module.
@@ -262,7 +263,7 @@ impl HostPinned {
         Ok(HostPinned { context: context.clone(), raw })
     }
 
-    /// Where kernels find it.
+    /// Returns the address for kernels.
     pub(crate) fn device_address(&self) -> Result<u64> {
         let mut address = 0;
         // SAFETY: the memory was allocated with DEVICEMAP; the call writes one address.

@@ -1,4 +1,4 @@
-//! A device's state by NVML, which comes with the driver. Everything is optional.
+//! Sensor readings from NVML, which comes with the driver; every reading is optional.
 
 use libloading::Library;
 use mixfleet_hal::Health;
@@ -6,7 +6,7 @@ use std::ffi::{CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 type Handle = *mut c_void;
 
-/// NVML's answers for one device.
+/// NVML access to one device.
 pub(crate) struct Monitor {
     library: Library,
     handle: Handle,
@@ -18,16 +18,16 @@ unsafe impl Send for Monitor {}
 unsafe impl Sync for Monitor {}
 
 const SUCCESS: c_int = 0;
-/// `NVML_TEMPERATURE_GPU`, `NVML_CLOCK_SM`, `NVML_VOLATILE_ECC`.
+/// NVML constants for the GPU's temperature sensor, SM clock and volatile ECC counters.
 const TEMPERATURE_GPU: c_int = 0;
 const CLOCK_SM: c_int = 1;
 const VOLATILE_ECC: c_int = 0;
-/// `NVML_MEMORY_ERROR_TYPE_CORRECTED` and `_UNCORRECTED`.
+/// NVML constants for corrected and uncorrected memory errors.
 const CORRECTED: c_int = 0;
 const UNCORRECTED: c_int = 1;
 
 impl Monitor {
-    /// For the device at `pci`; nothing where NVML or the device in it is missing.
+    /// Opens the device at `pci`; `None` if NVML or the device in it is missing.
     pub(crate) fn new(pci: &str) -> Option<Monitor> {
         let names = ["libnvidia-ml.so.1", "libnvidia-ml.so", "nvml.dll"];
         // SAFETY: NVML's initialisers take no part of ours.
@@ -52,7 +52,7 @@ impl Monitor {
         Some(Monitor { library, handle })
     }
 
-    /// A question with an answer of 32 bits.
+    /// Calls a query with a 32-bit result.
     fn number(&self, name: &[u8]) -> Option<f64> {
         let mut value: c_uint = 0;
         // SAFETY: the callers name functions of this type in nvml.h.
@@ -63,7 +63,7 @@ impl Monitor {
         (code == SUCCESS).then(|| f64::from(value))
     }
 
-    /// The same with a choice.
+    /// Calls a query with a 32-bit result and an extra argument.
     fn choice(&self, name: &[u8], which: c_int) -> Option<f64> {
         let mut value: c_uint = 0;
         // SAFETY: as in `number`.
@@ -105,7 +105,7 @@ impl Monitor {
         (code == SUCCESS).then_some(value)
     }
 
-    /// What NVML tells now.
+    /// Reads the current state.
     pub(crate) fn health(&self) -> Health {
         Health {
             temperature_c: self.choice(b"nvmlDeviceGetTemperature\0", TEMPERATURE_GPU),

@@ -30,7 +30,7 @@ pub use libraries::Library;
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Result};
 use std::sync::Arc;
 
-/// Finds and opens NVIDIA devices: `cuda` is the first, `cuda:1` the second.
+/// Enumerates and opens NVIDIA devices: `cuda` is the first, `cuda:1` the second.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CudaBackend;
 

@@ -1,5 +1,5 @@
-//! Which of NVIDIA's libraries this machine has. Every call into an absent one panics in cudarc, so nothing is
-//! called before it was asked for here.
+//! Finds NVIDIA's libraries on this machine. cudarc panics on calls into an absent library, so everything is
+//! checked here before it is called.
 
 use cudarc::{cublaslt, driver, nvrtc};
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Directories to search besides the system's, separated by colons.
+/// Environment variable with directories to search in addition to the system's, separated by colons.
 const SEARCH_VARIABLE: &str = "MIXFLEET_CUDA_LIBRARIES";
 
 /// A library that is loaded at run time.
@@ -15,17 +15,17 @@ const SEARCH_VARIABLE: &str = "MIXFLEET_CUDA_LIBRARIES";
 pub enum Library {
     /// libcuda, which comes with the kernel driver.
     Driver,
-    /// libnvrtc, which compiles kernels.
+    /// libnvrtc, the kernel compiler.
     Nvrtc,
-    /// libcublasLt, for large products.
+    /// libcublasLt, for large matrix products.
     CublasLt,
 }
 
 impl Library {
-    /// Whether it can be loaded; asked once, for the answer costs loads and unloads.
+    /// Whether it can be loaded, which is determined once.
     ///
     /// A library outside the loader's path (a Python wheel, a toolkit without ldconfig) is loaded here by its
-    /// path first; cudarc's look-up by name then finds it by its SONAME.
+    /// path first, so that cudarc's look-up by name finds it by its SONAME.
     pub fn is_present(self) -> bool {
         static ANSWERS: [OnceLock<bool>; 3] = [const { OnceLock::new() }; 3];
         *ANSWERS[self as usize].get_or_init(|| self.loads() || (self.load_by_path() && self.loads()))
@@ -42,10 +42,10 @@ impl Library {
         }
     }
 
-    /// File names before the version, in the order of loading.
+    /// Returns the file name prefixes, in the order of loading.
     fn files(self) -> &'static [&'static str] {
         match self {
-            // it comes with the kernel driver and is in the loader's path, or of no use
+            // it comes with the kernel driver and is either in the loader's path or unusable
             Library::Driver => &[],
             Library::Nvrtc => &["libnvrtc-builtins.so.", "libnvrtc.so."],
             Library::CublasLt => &["libcublasLt.so."],
@@ -62,13 +62,13 @@ impl Library {
             files.into_iter().all(|file| {
                 // SAFETY: as in `loads`.
                 let loaded = unsafe { libloading::Library::new(&file) };
-                // never unloaded: cudarc's look-up needs it to stay
+                // never unloaded, since cudarc's look-up relies on it
                 loaded.map(std::mem::forget).is_ok()
             })
         })
     }
 
-    /// Where to get it.
+    /// Returns where to get it.
     pub fn remedy(self) -> String {
         let what = match self {
             Library::Driver => return "libcuda cannot be loaded: install NVIDIA's driver".to_owned(),
@@ -83,7 +83,7 @@ impl Library {
     }
 }
 
-/// The last file of `directory` whose name begins with `prefix` and a version.
+/// Returns the last file of `directory` whose name begins with `prefix` and a version.
 fn newest(directory: &Path, prefix: &str) -> Option<PathBuf> {
     let entries = std::fs::read_dir(directory).ok()?.flatten().map(|entry| entry.path());
     let versioned = |path: &PathBuf| {
@@ -93,7 +93,7 @@ fn newest(directory: &Path, prefix: &str) -> Option<PathBuf> {
     entries.filter(versioned).max()
 }
 
-/// Where toolkits and Python's wheels put libraries.
+/// Returns the directories where toolkits and Python wheels put libraries.
 fn directories() -> Vec<PathBuf> {
     let variable = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let mut found: Vec<PathBuf> =
@@ -128,7 +128,7 @@ fn directories() -> Vec<PathBuf> {
     found
 }
 
-/// Runs calls into a library that is present but may be too old for one of them, which cudarc tells by a panic.
+/// Runs calls into a library that is present but may be too old for one of them, in which case cudarc panics.
 pub(crate) fn guarded<T>(place: &str, calls: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(calls)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();

@@ -1,4 +1,4 @@
-//! Buffers, the batches that use them, and transfers: direct, or through pinned halves.
+//! Buffers, the batches that use them, and transfers, which are direct or use pinned bounce buffers.
 
 use crate::driver::{At, Context, DeviceMemory, Event, HostPinned, Stream};
 use crate::pinned::Ranges;
@@ -8,19 +8,19 @@ use mixfleet_hal::{Buffer, BufferUsage, Error, Result, Slice};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Where a buffer's bytes are.
+/// The storage of a buffer.
 enum Storage {
     Device(DeviceMemory),
-    /// Pinned, and mapped for the device: `Role::Staging`.
+    /// Pinned host memory mapped for the device: `BufferUsage::Staging`.
     Host(HostPinned),
 }
 
-/// A buffer. Freed after the batches in flight that use it.
+/// A buffer, freed once the batches in flight that use it are done.
 pub(crate) struct Memory {
     storage: Storage,
     address: u64,
     bytes: u64,
-    /// The end of the last batch of each queue that uses the buffer.
+    /// For each queue, the end of its last batch that uses the buffer.
     users: Mutex<Vec<(u64, Arc<Event>)>>,
 }
 
@@ -47,7 +47,7 @@ impl Memory {
         Ok(Memory { storage, address, bytes, users: Mutex::default() })
     }
 
-    /// The memory behind a slice, which must lie inside.
+    /// Returns the memory of a slice, which must lie inside.
     pub(crate) fn of(slice: &Slice) -> Result<&Memory> {
         let memory = slice.buffer.as_any().downcast_ref::<Memory>();
         let memory = memory.ok_or_else(|| Error::invalid("cuda: the slice belongs to another device"))?;
@@ -61,12 +61,12 @@ impl Memory {
         }
     }
 
-    /// A slice as kernels see it.
+    /// Returns a slice as kernels see it.
     pub(crate) fn place(slice: &Slice) -> Result<DeviceRange> {
         Ok(DeviceRange { address: Memory::of(slice)?.address + slice.offset, bytes: slice.bytes })
     }
 
-    /// Whether it lives in `context`.
+    /// Whether it belongs to `context`.
     pub(crate) fn is_in(&self, context: &Arc<Context>) -> bool {
         let own = match &self.storage {
             Storage::Device(memory) => &memory.context,
@@ -75,8 +75,8 @@ impl Memory {
         Arc::ptr_eq(own, context)
     }
 
-    /// Notes that the batch of `queue` that ends in `event` uses the buffer. Batches of a queue end in order, so
-    /// its last one stands for all.
+    /// Records that the batch of `queue` that ends with `event` uses the buffer. Batches of a queue end in
+    /// order, so only the last one matters.
     pub(crate) fn used_by(&self, queue: u64, event: &Arc<Event>) {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         match users.iter_mut().find(|(other, _)| *other == queue) {
@@ -89,7 +89,7 @@ impl Memory {
         }
     }
 
-    /// Waits until no batch in flight uses the buffer. Their failures are their tickets' affair.
+    /// Waits until no batch in flight uses the buffer. Failures of batches are reported by their tickets.
     pub(crate) fn settle(&self) {
         let users = std::mem::take(&mut *self.users.lock().unwrap_or_else(PoisonError::into_inner));
         for (_, event) in users {
@@ -114,11 +114,12 @@ impl Drop for Memory {
     }
 }
 
-/// Bytes of a half: large enough for the link's full rate, small enough to stay in the host's caches.
+/// Size of a bounce buffer: large enough for the link's full rate, small enough to stay in the host's caches.
 const HALF_BYTES: usize = 4 << 20;
 
-/// Copies between the host and device memory. What lies in pinned memory goes directly, all else through two pinned
-/// halves in turn: while one travels, the other is filled or emptied. Of pinned memory none is under way when a call returns.
+/// Copies between host and device memory. Pinned memory is copied directly; everything else goes through two
+/// pinned bounce buffers, of which one is in transit while the other is filled or emptied. No copy of pinned
+/// memory is in flight when a call returns.
 pub(crate) struct Transfers {
     stream: Stream,
     halves: [HostPinned; 2],
@@ -132,7 +133,7 @@ impl Transfers {
         Ok(Transfers { stream, halves, pinned: Ranges::default() })
     }
 
-    /// Copies `data` to `offset` of `memory`, which no batch uses.
+    /// Copies `data` to `offset` of `memory`, which no batch may be using.
     pub(crate) fn write(&self, memory: &Memory, offset: u64, data: &[u8]) -> Result<()> {
         if let Storage::Host(pinned) = &memory.storage {
             // SAFETY: the caller checked the range; no batch uses the buffer.
@@ -167,7 +168,7 @@ impl Transfers {
         self.stream.synchronize()
     }
 
-    /// Copies from `offset` of `memory`, which no batch uses, into `data`.
+    /// Copies from `offset` of `memory`, which no batch may be using, into `data`.
     pub(crate) fn read(&self, memory: &Memory, offset: u64, data: &mut [u8]) -> Result<()> {
         if let Storage::Host(pinned) = &memory.storage {
             // SAFETY: as in `write`.

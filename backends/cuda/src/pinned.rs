@@ -1,4 +1,4 @@
-//! Memory of others on the host that the device copies to and from by itself.
+//! Host memory of others that the device copies directly.
 
 use crate::driver::{Context, HostRegistered};
 use crate::memory::Transfers;
@@ -7,29 +7,29 @@ use mixfleet_hal::memory::{Mapping, Pinned, SharedMemory};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Ranges of pinned host memory: the end of each by its first address. The driver pins no byte twice, so they are
-/// disjoint.
+/// Ranges of pinned host memory, as the end of each by its first address. The driver pins no byte twice, so
+/// they are disjoint.
 #[derive(Default)]
 pub(crate) struct Ranges(BTreeMap<usize, usize>);
 
 impl Ranges {
-    /// Whether all of `data` lies in one of them.
+    /// Whether all of `data` lies in one range.
     pub(crate) fn hold(&self, data: &[u8]) -> bool {
         let (first, end) = (data.as_ptr().addr(), data.as_ptr().addr() + data.len());
         self.0.range(..=first).next_back().is_some_and(|(_, &pinned_end)| end <= pinned_end)
     }
 }
 
-/// Memory that is pinned, as long as this lives.
+/// Memory that is pinned for as long as this lives.
 struct Guard {
     transfers: Arc<Mutex<Transfers>>,
     first: usize,
-    // unpinned before the memory may go
+    // unpinned before the memory can be freed
     _registered: HostRegistered,
     _memory: Arc<dyn SharedMemory>,
 }
 
-/// Pins all of `memory` for the copies of `transfers`. None if it has no address, or no bytes.
+/// Pins all of `memory` for the copies of `transfers`; `None` if it has no address or is empty.
 pub(crate) fn pin(
     context: &Arc<Context>,
     transfers: &Arc<Mutex<Transfers>>,
@@ -48,7 +48,8 @@ pub(crate) fn pin(
 }
 
 impl Drop for Guard {
-    /// Each copy holds the lock until it is done: behind it none uses the range, and later ones go through the halves.
+    /// Each copy holds the lock until it is done, so afterwards none uses the range, and later ones go
+    /// through the bounce buffers.
     fn drop(&mut self) {
         let mut locked = self.transfers.lock().unwrap_or_else(PoisonError::into_inner);
         locked.pinned.0.remove(&self.first);
@@ -63,7 +64,7 @@ mod tests {
     fn a_range_holds_what_lies_in_it_from_its_first_byte_to_its_last() {
         let bytes = [0u8; 100];
         let first = bytes.as_ptr().addr();
-        // two that touch: what lies across both is in neither
+        // two adjacent ranges: what spans both is in neither
         let ranges = Ranges([(first + 10, first + 50), (first + 50, first + 90)].into());
         for (range, held) in [
             (10..50, true),

@@ -1,4 +1,4 @@
-//! An in-order stream: launches, products, copies, and graphs of them.
+//! An in-order queue on a stream: launches, matrix products, copies, and graphs of them.
 
 use crate::blas::WORKSPACE_BYTES;
 use crate::device::Shared;
@@ -16,16 +16,17 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Batches whose times are kept for a late `wait`.
+/// Number of batches whose times are kept for a late `wait`.
 const BATCHES_KEPT: usize = 4096;
-/// cuBLASLt's workspace, and partial results of decode attention: never both at once in one stream.
+/// Scratch for cuBLASLt's workspace or partial results of decode attention, which a stream never needs both
+/// at once.
 const SCRATCH_BYTES: u64 = 2 * WORKSPACE_BYTES;
-/// How long a wait polls before it begins to sleep, and how long it then sleeps: a decode step takes
-/// milliseconds, a thread wakes up in some 50 us.
+/// How long a wait polls before it sleeps, and for how long: a decode step takes milliseconds, and waking a
+/// thread about 50 us.
 const AWAKE: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_micros(50);
 
-/// A step with what the driver needs for it.
+/// A step with its driver objects.
 enum Work {
     Kernel { function: Function, launch: KernelLaunch },
     Matmul(Matmul),
@@ -33,7 +34,7 @@ enum Work {
     Fill(u64, u64, u32),
 }
 
-/// A kernel, and the module that holds it.
+/// A kernel with the module that contains it.
 struct Function {
     raw: sys::CUfunction,
     _module: Arc<Module>,
@@ -44,12 +45,12 @@ unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-/// A batch, resolved; with a graph where the driver could capture it.
+/// A resolved batch, with a graph if the driver could capture it.
 struct Recorded {
     works: Vec<Work>,
     buffers: Vec<Slice>,
     graph: Option<GraphExec>,
-    /// The queue whose scratch and stream it was made for.
+    /// The queue whose scratch and stream it uses.
     queue: u64,
 }
 
@@ -59,9 +60,9 @@ impl Graph for Recorded {
     }
 }
 
-/// A batch that was handed over.
+/// A submitted batch.
 enum Batch {
-    /// Under way: the events around it (none when it had nothing to do), and the graph that it runs.
+    /// In flight: the events around it (none if it had nothing to do), and the graph that it runs.
     Running(
         Option<(Arc<Event>, Arc<Event>)>,
         #[allow(dead_code, reason = "keeps it alive")] Option<Arc<dyn Graph>>,
@@ -79,7 +80,7 @@ pub(crate) struct CudaQueue {
     batches: VecDeque<Batch>,
     /// Ticket of the first batch in `batches`.
     first: u64,
-    /// Set by the first failure: (ticket that failed, why).
+    /// The first failure, as the ticket and its error.
     failed: Option<(u64, Error)>,
 }
 
@@ -101,8 +102,8 @@ impl CudaQueue {
         })
     }
 
-    /// Plans a batch, compiles its kernels and chooses its products' algorithms: nothing is launched if any of
-    /// it fails.
+    /// Plans a batch, compiles its kernels and chooses its products' algorithms; nothing is launched if any
+    /// of this fails.
     fn resolve(&self, cmds: &[Cmd]) -> Result<Recorded> {
         let mut works = Vec::with_capacity(cmds.len());
         let mut buffers: Vec<Slice> = Vec::new();
@@ -124,7 +125,7 @@ impl CudaQueue {
         Ok(Recorded { works, buffers, graph: None, queue: self.number })
     }
 
-    /// The plan, without cuBLASLt where that has no algorithm after all.
+    /// Returns the plan, avoiding cuBLASLt where it turns out to have no algorithm.
     fn steps(&self, cmd: &Cmd, places: &[DeviceRange]) -> Result<Vec<PlanStep>> {
         let steps = plan::plan(cmd.sig(), places, &self.target)?;
         let missing = |step: &PlanStep| match (step, &self.shared.blas) {
@@ -151,7 +152,7 @@ impl CudaQueue {
         })
     }
 
-    /// Puts one step on the stream.
+    /// Enqueues one step on the stream.
     fn enqueue(&self, work: &Work) -> Result<()> {
         match work {
             Work::Kernel { function, launch } => self.launch(function, launch),
@@ -201,9 +202,10 @@ impl CudaQueue {
         .at(launch.kernel)
     }
 
-    /// Captures the works as a graph; an error where the driver cannot.
+    /// Captures the steps as a graph; an error if the driver cannot.
     fn capture(&self, works: &[Work]) -> Result<GraphExec> {
-        // relaxed: cuBLASLt and the driver load kernels at their first launch, which stricter modes refuse
+        // relaxed, since cuBLASLt and the driver load kernels at their first launch, which stricter modes
+        // refuse
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is alive, and this thread captures nothing else.
         unsafe { result::stream::begin_capture(self.stream.raw, mode) }.at("cuStreamBeginCapture")?;
@@ -232,7 +234,7 @@ impl CudaQueue {
         let ends = match self.start(recorded) {
             Ok(ends) => ends,
             Err(error) => {
-                // earlier steps of the batch may run: the queue's state is no longer known
+                // earlier steps of the batch may run, so the queue's state is unknown
                 self.failed = Some((ticket, error.clone()));
                 return self.shared.note(Err(error));
             }
@@ -247,7 +249,7 @@ impl CudaQueue {
         Ok(Ticket(ticket))
     }
 
-    /// Puts a batch on the stream, between two events.
+    /// Enqueues a batch on the stream, between two events.
     fn start(&self, recorded: &Recorded) -> Result<Option<(Arc<Event>, Arc<Event>)>> {
         if recorded.works.is_empty() {
             return Ok(None);
@@ -264,7 +266,7 @@ impl CudaQueue {
         Ok(Some((Arc::new(start), Arc::new(Event::record(&self.stream)?))))
     }
 
-    /// Lets go of old batches that ended well, waited for or not.
+    /// Forgets old batches that succeeded, waited for or not.
     fn forget(&mut self) {
         while self.batches.len() > BATCHES_KEPT {
             let ended = match &self.batches[0] {
@@ -327,7 +329,7 @@ impl Queue for CudaQueue {
         let (start, end) = match batch {
             Batch::Done(elapsed) => return Ok(*elapsed),
             Batch::Running(None, _) => {
-                // nothing of its own to wait for, but all that came before
+                // an empty batch ends with the ones before it
                 let before = (0..index.unwrap_or(0)).rev().find_map(|i| match &self.batches[i] {
                     Batch::Running(Some((_, end)), _) => Some(end.clone()),
                     _ => None,
@@ -357,7 +359,7 @@ impl Queue for CudaQueue {
         if recorded.works.len() > 1 {
             match guarded("capturing a batch", || self.capture(&recorded.works)) {
                 Ok(graph) => recorded.graph = Some(graph),
-                // the resolved list runs as well, launch by launch
+                // the resolved steps work as well, launch by launch
                 Err(error) => tracing::warn!(%error, "a batch is replayed without a CUDA graph"),
             }
         }
@@ -374,7 +376,7 @@ impl Queue for CudaQueue {
 }
 
 impl CudaQueue {
-    /// Whether a recording was made on this device: queue numbers begin anew on each.
+    /// Whether a recording was made on this device, since queue numbers start anew on each.
     fn owns(&self, recorded: &Recorded) -> bool {
         let in_context =
             |context: &Arc<Context>, slice: &Slice| Memory::of(slice).is_ok_and(|m| m.is_in(context));
@@ -383,7 +385,7 @@ impl CudaQueue {
 }
 
 impl Drop for CudaQueue {
-    /// The scratch and the graphs go with the queue: nothing may use them any more.
+    /// Waits for everything that uses the queue's scratch and graphs.
     fn drop(&mut self) {
         if self.shared.context.bind().is_ok() {
             let _ = self.stream.synchronize();

@@ -1,4 +1,4 @@
-//! The state of the host in which something was measured. Without it a number cannot be compared.
+//! The state of the host during a measurement, without which numbers cannot be compared.
 
 use crate::Tree;
 use crate::cores;
@@ -6,48 +6,48 @@ use crate::tree::Reader;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Facts that change what a CPU measurement gives. What the kernel does not tell is absent.
+/// Facts that affect CPU measurements; what the kernel does not report is absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostConditions {
     /// The processor's name.
     pub cpu_model: Option<String>,
-    /// Its microcode.
+    /// Microcode version.
     pub microcode: Option<String>,
-    /// Logical CPUs that are switched on.
+    /// Number of logical CPUs that are online.
     pub cpus: usize,
-    /// The processor says that it is a guest's.
+    /// Whether the processor reports that it is virtualised.
     pub hypervisor: bool,
-    /// The kernel's release.
+    /// Kernel release.
     pub kernel: Option<String>,
-    /// The clock driver's policy, with commas where CPUs differ.
+    /// The frequency governor, with commas if CPUs differ.
     pub governor: Option<String>,
-    /// Lowest clock of any CPU in MHz.
+    /// Lowest current clock of any CPU in MHz.
     pub clock_mhz_min: Option<f64>,
-    /// Highest clock of any CPU in MHz.
+    /// Highest current clock of any CPU in MHz.
     pub clock_mhz_max: Option<f64>,
-    /// Clocks above the nominal one are allowed.
+    /// Whether clocks above nominal are allowed.
     pub turbo: Option<bool>,
-    /// Cores run two threads or more.
+    /// Whether cores run two or more threads.
     pub hyperthreads: Option<bool>,
-    /// Mean number of threads that run or want to, over 1, 5 and 15 minutes.
+    /// Mean number of runnable threads over 1, 5 and 15 minutes.
     pub load_average: Option<[f64; 3]>,
-    /// Threads that ran or wanted to at the moment of reading, without the reader.
+    /// Number of other runnable threads at the moment of reading.
     pub runnable_others: Option<u32>,
-    /// Cores' worth of time that the control group allows; absent without a limit.
+    /// CPU quota of the control group in cores; absent without a limit.
     pub cpu_quota_cores: Option<f64>,
-    /// `always`, `madvise` or `never`.
+    /// Setting of transparent huge pages: `always`, `madvise` or `never`.
     pub transparent_huge_pages: Option<String>,
-    /// The kernel moves pages between NUMA nodes behind the program's back.
+    /// Whether the kernel migrates pages between NUMA nodes by itself.
     pub numa_balancing: Option<bool>,
     /// Power limits in watts, by name.
     pub power_limits_w: Vec<(String, f64)>,
-    /// All memory that the kernel has.
+    /// Total memory in bytes.
     pub memory_bytes: Option<u64>,
-    /// Memory that could be had without swapping.
+    /// Memory available without swapping, in bytes.
     pub memory_available_bytes: Option<u64>,
 }
 
-/// The conditions on the machine under `root`; `/` is this one.
+/// Reads the conditions of the machine under `root`; `/` is this one.
 pub fn conditions(root: &Path) -> HostConditions {
     HostConditions::read(&Tree::at(root))
 }
@@ -57,7 +57,7 @@ const POWERCAP: &str = "sys/class/powercap";
 const CGROUP: &str = "sys/fs/cgroup";
 
 impl HostConditions {
-    /// Reads them.
+    /// Reads the conditions from a tree.
     pub fn read(tree: &Tree) -> HostConditions {
         let mut reader = Reader { tree, notes: Vec::new() };
         let reader = &mut reader;
@@ -90,7 +90,7 @@ impl HostConditions {
         }
     }
 
-    /// The facts that are known, as names and values for people.
+    /// Returns the known facts as names and values for display.
     pub fn pairs(&self) -> Vec<(String, String)> {
         let yes = |on: bool| if on { "on" } else { "off" }.to_owned();
         let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / GIB);
@@ -123,13 +123,13 @@ impl HostConditions {
 
 const GIB: f64 = mixfleet_hal::units::GIB as f64;
 
-/// The word in brackets of `always [madvise] never`.
+/// Returns the word in brackets of `always [madvise] never`.
 fn chosen(text: String) -> Option<String> {
     let (_, rest) = text.split_once('[')?;
     rest.split_once(']').map(|(word, _)| word.to_owned())
 }
 
-/// Lowest and highest clock of all CPUs in MHz, and their governors.
+/// Returns the lowest and highest clock of all CPUs in MHz, and their governors.
 fn clocks(reader: &mut Reader, cpus: &[(u32, String)]) -> (Option<f64>, Option<f64>, Option<String>) {
     let mut governors: Vec<String> = Vec::new();
     let (mut min, mut max) = (None::<f64>, None::<f64>);
@@ -148,7 +148,7 @@ fn clocks(reader: &mut Reader, cpus: &[(u32, String)]) -> (Option<f64>, Option<f
     (min, max, (!governors.is_empty()).then(|| governors.join(",")))
 }
 
-/// The load averages, and the runnable threads beside the one that asks.
+/// Returns the load averages, and the number of other runnable threads.
 fn load(reader: &mut Reader) -> (Option<[f64; 3]>, Option<u32>) {
     // "0.24 0.41 0.95 2/100 22346"
     let parsed = reader.value("proc/loadavg", |text| {
@@ -161,7 +161,7 @@ fn load(reader: &mut Reader) -> (Option<[f64; 3]>, Option<u32>) {
     parsed.unzip()
 }
 
-/// The least CPU quota on the way from this process's control group to the root, in cores.
+/// Returns the lowest CPU quota between this process's control group and the root, in cores.
 fn quota(reader: &mut Reader) -> Option<f64> {
     let groups = reader.tree.text("proc/self/cgroup")?;
     let mut least: Option<f64> = None;
@@ -207,7 +207,7 @@ fn quota_v1(reader: &mut Reader, at: &str) -> Option<f64> {
     Some(quota as f64 / period as f64)
 }
 
-/// The packages' limits: `package-0 long_term`, 240.
+/// Returns the packages' limits, such as `package-0 long_term`, 240.
 fn power_limits(reader: &mut Reader) -> Vec<(String, f64)> {
     let mut limits = Vec::new();
     for zone in reader.tree.list(POWERCAP) {

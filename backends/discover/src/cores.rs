@@ -8,33 +8,34 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A processor package.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Socket {
-    /// The kernel's number of it.
+    /// The kernel's number for it.
     pub id: u32,
     /// Its cores, each as the logical CPUs (threads) that share it.
     pub cores: Vec<CpuList>,
 }
 
 impl Socket {
-    /// Logical CPUs of all its cores.
+    /// Returns the number of logical CPUs of all its cores.
     pub fn threads(&self) -> usize {
         self.cores.iter().map(CpuList::len).sum()
     }
 }
 
-/// Memory and the CPUs near it. Memory without CPUs (CXL, Grace's GPU memory) is a node too.
+/// Memory with the CPUs near it. Memory without CPUs (CXL, Grace's GPU memory) is a node too.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NumaNode {
-    /// The kernel's number of it.
+    /// The kernel's number for it.
     pub id: u32,
     /// Logical CPUs of the node.
     pub cpus: CpuList,
-    /// Its memory.
+    /// Size of its memory in bytes.
     pub memory_bytes: Option<u64>,
-    /// Firmware's relative latency to every node, in the order of the nodes; 10 is local (ACPI SLIT).
+    /// Relative latency to every node according to the firmware (ACPI SLIT), in the order of the nodes; 10 is
+    /// local.
     pub distances: Vec<u32>,
 }
 
-/// What a cache holds.
+/// The contents of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheKind {
@@ -42,33 +43,33 @@ pub enum CacheKind {
     Data,
     /// Instructions only.
     Instruction,
-    /// Both.
+    /// Data and instructions.
     Unified,
 }
 
-/// One cache.
+/// A processor cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cache {
-    /// 1 is nearest to the core.
+    /// Cache level; 1 is nearest to the core.
     pub level: u32,
-    /// What it holds.
+    /// What the cache holds.
     pub kind: CacheKind,
-    /// Its size.
+    /// Size of the cache in bytes.
     pub bytes: Option<u64>,
-    /// Length of a line.
+    /// Length of a cache line in bytes.
     pub line_bytes: Option<u32>,
     /// Logical CPUs that share it.
     pub cpus: CpuList,
 }
 
-/// A pool of huge pages.
+/// Huge pages of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HugePages {
-    /// Bytes in a page.
+    /// Size of a page in bytes.
     pub page_bytes: u64,
-    /// Pages reserved.
+    /// Number of pages reserved.
     pub total: u64,
-    /// Of these, not in use.
+    /// Number of reserved pages not in use.
     pub free: u64,
 }
 
@@ -80,7 +81,7 @@ fn list(reader: &mut Reader, path: &str) -> Option<CpuList> {
     reader.value(path, |text| text.parse().ok())
 }
 
-/// The CPUs that are switched on, ascending.
+/// Returns the online CPUs, ascending.
 fn online(reader: &mut Reader) -> Vec<u32> {
     let present = || reader.tree.numbered(CPU, "cpu").into_iter().map(|(cpu, _)| cpu).collect();
     let all: Vec<u32> = present();
@@ -90,13 +91,13 @@ fn online(reader: &mut Reader) -> Vec<u32> {
     }
 }
 
-/// Sockets by number, and caches by level.
+/// Returns sockets by number, and caches by level.
 pub(crate) fn read(reader: &mut Reader) -> (Vec<Socket>, Vec<Cache>) {
     let mut sockets: BTreeMap<u32, BTreeSet<CpuList>> = BTreeMap::new();
     let mut caches: BTreeMap<(u32, CacheKind, CpuList), Cache> = BTreeMap::new();
     for cpu in online(reader) {
         let at = format!("{CPU}/cpu{cpu}/topology");
-        // -1 where the firmware does not number packages
+        // -1 if the firmware does not number packages
         let package = reader.number::<i64>(&format!("{at}/physical_package_id"));
         let package = package.and_then(|id| u32::try_from(id).ok()).unwrap_or(0);
         let threads = list(reader, &format!("{at}/core_cpus_list"))
@@ -143,7 +144,7 @@ fn read_cache(
     caches.insert(key, Cache { level, kind, bytes, line_bytes, cpus });
 }
 
-/// NUMA nodes by number.
+/// Returns NUMA nodes by number.
 pub(crate) fn read_nodes(reader: &mut Reader) -> Vec<NumaNode> {
     let mut nodes = Vec::new();
     for (id, name) in reader.tree.numbered(NODE, "node") {
@@ -161,18 +162,18 @@ pub(crate) fn read_nodes(reader: &mut Reader) -> Vec<NumaNode> {
     nodes
 }
 
-/// Bytes in `MemTotal: 16 kB`, with or without `Node 0` before it.
+/// Parses the bytes in `MemTotal: 16 kB`, with or without `Node 0` in front.
 fn mem_total(text: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.split_once("MemTotal:"))?.1;
     line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// All memory that the kernel has.
+/// Returns the total memory in bytes.
 pub(crate) fn memory(reader: &mut Reader) -> Option<u64> {
     reader.value("proc/meminfo", mem_total)
 }
 
-/// Pools of huge pages, by ascending page size.
+/// Returns the huge pages, by ascending page size.
 pub(crate) fn huge_pages(reader: &mut Reader) -> Vec<HugePages> {
     let mut found = Vec::new();
     for name in reader.tree.list(HUGE) {
@@ -189,7 +190,7 @@ pub(crate) fn huge_pages(reader: &mut Reader) -> Vec<HugePages> {
     found
 }
 
-/// The value of `key` in `/proc/cpuinfo`, of its first processor.
+/// Returns the value of `key` in `/proc/cpuinfo`, for the first processor.
 pub(crate) fn cpuinfo(reader: &Reader, key: &str) -> Option<String> {
     let info = reader.tree.text("proc/cpuinfo")?;
     let mut fields = info.lines().filter_map(|line| line.split_once(':'));

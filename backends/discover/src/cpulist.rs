@@ -4,39 +4,39 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Above the largest number of CPUs that Linux can be built for (8192 on x86), and small enough that a
-/// damaged list fills no memory.
+/// Larger than the maximum number of CPUs of any Linux build (8192 on x86), and small enough that a corrupt
+/// list does not exhaust memory.
 const CPU_MAX: u32 = 1 << 16;
 
-/// Logical CPUs, ascending and without repeats; written `0-3,8`.
+/// Logical CPUs, ascending and without repeats; written as `0-3,8`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct CpuList(Vec<u32>);
 
 impl CpuList {
-    /// The CPUs in any order.
+    /// Creates a list from CPUs in any order.
     pub fn new(mut cpus: Vec<u32>) -> CpuList {
         cpus.sort_unstable();
         cpus.dedup();
         CpuList(cpus)
     }
 
-    /// The CPUs, ascending.
+    /// Returns the CPUs, ascending.
     pub fn cpus(&self) -> &[u32] {
         &self.0
     }
 
-    /// How many there are.
+    /// Returns the number of CPUs.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether `cpu` is among them.
+    /// Whether the list contains `cpu`.
     pub fn contains(&self, cpu: u32) -> bool {
         self.0.binary_search(&cpu).is_ok()
     }

@@ -1,31 +1,31 @@
-//! How far apart two PCI devices are, and which NIC serves which GPU.
+//! Distances between PCI devices, and which NIC serves which GPU.
 
 use crate::pci::{PciDevice, PciKind};
 use crate::{PciAddress, Topology};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What the path between two devices crosses, nearest first. `nvidia-smi topo` uses the same classes;
-/// [`Distance::term`] gives its words.
+/// What the path between two devices crosses, nearest first. The classes are those of `nvidia-smi topo`;
+/// [`Distance::term`] returns its terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Distance {
-    /// One and the same device.
+    /// The same device.
     Same,
     /// At most one PCI switch.
     Switch,
     /// Several PCI switches, but no host bridge.
     Switches,
-    /// The host bridge that both are under.
+    /// The host bridge above both.
     HostBridge,
     /// Two host bridges of one NUMA node.
     Node,
-    /// The link between NUMA nodes, or it is not known whether that.
+    /// The link between NUMA nodes, or unknown.
     System,
 }
 
 impl Distance {
-    /// `nvidia-smi topo`'s word for it.
+    /// Returns the term used by `nvidia-smi topo`.
     pub const fn term(self) -> &'static str {
         match self {
             Distance::Same => "X",
@@ -37,7 +37,7 @@ impl Distance {
         }
     }
 
-    /// In words.
+    /// Describes the distance in words.
     pub const fn words(self) -> &'static str {
         match self {
             Distance::Same => "the same device",
@@ -50,19 +50,19 @@ impl Distance {
     }
 }
 
-/// The distances between rows and columns of devices.
+/// Distances between two lists of devices.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Matrix {
     /// Devices of the rows.
     pub rows: Vec<PciAddress>,
     /// Devices of the columns.
     pub columns: Vec<PciAddress>,
-    /// `[rows][columns]`
+    /// Distances, indexed as `[row][column]`.
     pub distances: Vec<Vec<Distance>>,
 }
 
 impl Topology {
-    /// How far apart two devices are.
+    /// Returns the distance between two devices.
     pub fn distance(&self, a: &PciDevice, b: &PciDevice) -> Distance {
         if a.address == b.address {
             return Distance::Same;
@@ -83,7 +83,7 @@ impl Topology {
         }
     }
 
-    /// Distances of every GPU to every GPU or NIC, physical ones only.
+    /// Returns the distances from every GPU to every GPU or NIC, physical ones only.
     pub fn matrix(&self, to: PciKind) -> Matrix {
         let of = |kind| self.of_kind(kind).filter(|device| !device.virtual_function).collect::<Vec<_>>();
         let (rows, columns) = (of(PciKind::Gpu), of(to));
@@ -95,14 +95,14 @@ impl Topology {
         }
     }
 
-    /// Firmware's relative latency between two devices' nodes; 10 is local.
+    /// Returns the firmware's relative latency between two devices' nodes; 10 is local.
     fn node_distance(&self, a: &PciDevice, b: &PciDevice) -> u32 {
         let position = |node: Option<u32>| self.nodes.iter().position(|n| Some(n.id) == node);
         let known = position(a.node).zip(position(b.node));
         known.and_then(|(a, b)| self.nodes[a].distances.get(b).copied()).unwrap_or(u32::MAX)
     }
 
-    /// The NICs nearest to `device`: all at the least distance, then with the fastest port.
+    /// Returns the NICs nearest to `device`: all at the least distance, then with the fastest port.
     pub fn nearest_nics(&self, device: &PciDevice) -> Vec<&PciDevice> {
         let rank = |nic: &PciDevice| {
             let mbit = self.gbit_per_s(nic).map_or(0, |gbit| (gbit * 1e3) as u64);
@@ -113,8 +113,8 @@ impl Topology {
         nics.into_iter().filter(|nic| Some(rank(nic)) == best).collect()
     }
 
-    /// A NIC for every GPU: the nearest, shared as evenly as the nearest ones allow. By ascending address,
-    /// so that a machine with a NIC per GPU pairs them in order.
+    /// Assigns a NIC to every GPU: a nearest one, shared as evenly as possible. By ascending address, so that
+    /// a machine with a NIC per GPU pairs them in order.
     pub fn nic_of_gpus(&self) -> BTreeMap<PciAddress, PciAddress> {
         let mut users: BTreeMap<PciAddress, u32> = BTreeMap::new();
         let mut pairs = BTreeMap::new();

@@ -1,14 +1,14 @@
-//! This machine: sysfs, and the libraries of this build as witnesses.
+//! This machine, read from sysfs and cross-checked with the libraries of this build.
 
 use crate::{Topology, Tree};
 use mixfleet_hal::Absent;
 
-/// What was found of this machine, and what was not and why.
+/// What was found on this machine, and what was not.
 #[derive(Clone, Debug)]
 pub struct Here {
-    /// From sysfs; where a library of this build disagrees, there is a note.
+    /// The topology from sysfs, with a note wherever a library disagrees.
     pub topology: Topology,
-    /// Libraries that could not be asked, or found nothing: name and reason.
+    /// Libraries that could not be queried or found nothing, each with the reason.
     pub absent: Vec<(&'static str, Absent)>,
 }
 
@@ -18,7 +18,7 @@ impl Here {
         Here::through(&Tree::at("/"))
     }
 
-    /// The same through a `tree` at `/`, which may keep what it reads.
+    /// Reads this machine through a `tree` at `/`, which may record what is read.
     pub fn through(tree: &Tree) -> Here {
         let mut topology = Topology::read(tree);
         let mut absent = Vec::new();

@@ -1,19 +1,19 @@
-//! What hwloc says of cores and caches, against what sysfs says.
+//! Cross-checks the cores and caches of sysfs with hwloc.
 //!
-//! Of the crate `hwloc2` 2.2 only the walk over normal depths is used. Its table of negative depths is that
-//! of hwloc 1, so that asking for NUMA nodes, bridges or PCI devices panics; those come from sysfs alone.
+//! Only the traversal of normal depths of the crate `hwloc2` 2.2 is used. Its table of negative depths is
+//! that of hwloc 1, so queries for NUMA nodes, bridges or PCI devices panic; those come from sysfs alone.
 
 use crate::{CacheKind, Topology};
 use hwloc2::ObjectType;
 use mixfleet_hal::Absent;
 use std::collections::BTreeMap;
 
-/// How many of each: packages, cores, threads, and caches by level and size.
+/// Number of packages, cores, threads, and caches by level and size.
 type Counts = BTreeMap<String, usize>;
 
-/// What hwloc and sysfs disagree about, one line each; empty when they agree.
+/// Returns what hwloc and sysfs disagree about, one line each.
 ///
-/// hwloc shows what this process may use, sysfs all that the machine has: a control group or a set of
+/// hwloc shows what this process may use and sysfs all that the machine has, so a control group or a set of
 /// allowed CPUs makes them differ too.
 pub(crate) fn disagreements(topology: &Topology) -> Result<Vec<String>, Absent> {
     let told = counts_of_hwloc()?;
@@ -47,7 +47,7 @@ fn counts_of_hwloc() -> Result<Counts, Absent> {
     let mut counts = Counts::new();
     for depth in 0..hwloc.depth() {
         for object in hwloc.objects_at_depth(depth) {
-            // not `==`: that calls into hwloc with the type
+            // not `==`, which calls into hwloc with the type
             let level = match object.object_type() {
                 ObjectType::Package => Err("packages"),
                 ObjectType::Core => Err("cores"),

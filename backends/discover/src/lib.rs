@@ -1,9 +1,9 @@
-//! What a machine is made of, and what state it is in.
+//! The hardware of a machine, and its current state.
 //!
-//! [`Topology`] has sockets, cores, caches, NUMA nodes, PCI devices with their links and paths, network
-//! and RDMA devices; [`Topology::distance`] says how far a GPU is from a NIC. [`same_part`] says which
-//! devices of unlike backends are one part. [`Conditions`] are what a measurement depends on. All are pure
-//! functions of a [`Tree`], live or recorded.
+//! [`Topology`] has sockets, cores, caches, NUMA nodes, PCI devices with their links and paths, network and
+//! RDMA devices; [`Topology::distance`] says how far a GPU is from a NIC. [`same_part`] tells which devices
+//! of different backends are one part. [`HostConditions`] affect measurements. All are pure functions of a
+//! [`Tree`], live or recorded.
 //!
 //! What is absent: any measurement, any device that is opened, any panic over what a file holds.
 

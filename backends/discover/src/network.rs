@@ -8,56 +8,56 @@ use serde::{Deserialize, Serialize};
 /// A network interface with hardware behind it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetDevice {
-    /// `eth0`
+    /// Name of the interface, such as `eth0`.
     pub name: String,
     /// The PCI device behind it.
     pub pci: Option<PciAddress>,
-    /// The kernel's word for its state: `up`, `down`.
+    /// State as the kernel reports it: `up`, `down`.
     pub state: Option<String>,
     /// Link speed in Mbit/s; absent while down, and on most virtual interfaces.
     pub mbit_per_s: Option<u64>,
-    /// Largest packet in bytes.
+    /// MTU in bytes.
     pub mtu_bytes: Option<u32>,
 }
 
 /// A device for remote direct memory access.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RdmaDevice {
-    /// `mlx5_0`
+    /// Name of the device, such as `mlx5_0`.
     pub name: String,
-    /// The PCI device behind it; none for one in software (rxe, siw).
+    /// The PCI device behind it; `None` for a software device (rxe, siw).
     pub pci: Option<PciAddress>,
     /// Firmware version.
     pub firmware: Option<String>,
-    /// Vendor's name of the board.
+    /// The vendor's name for the board.
     pub board: Option<String>,
-    /// Ports, ascending.
+    /// Ports in ascending order.
     pub ports: Vec<RdmaPort>,
 }
 
 /// A port of an RDMA device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RdmaPort {
-    /// From 1 on.
+    /// Port number, counted from 1.
     pub number: u32,
-    /// `ACTIVE`, `DOWN`, ...
+    /// State, such as `ACTIVE` or `DOWN`.
     pub state: Option<String>,
-    /// `InfiniBand` or `Ethernet` (RoCE).
+    /// Link layer: `InfiniBand` or `Ethernet` (RoCE).
     pub link_layer: Option<String>,
     /// Rate in Gbit/s.
     pub gbit_per_s: Option<f64>,
-    /// Addresses.
+    /// Addresses of the port.
     pub gids: Vec<GidEntry>,
 }
 
-/// An address of a port.
+/// An entry of a port's address table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GidEntry {
-    /// Its place in the port's table: what a queue pair is given.
+    /// Index in the port's table, which queue pairs refer to.
     pub index: u32,
-    /// `fe80:0000:...`; ends with the IPv4 address for RoCE over IPv4.
+    /// The address, `fe80:0000:...`; for RoCE over IPv4 it ends with the IPv4 address.
     pub gid: String,
-    /// `IB/RoCE v1`, `RoCE v2`.
+    /// Kind of the address: `IB/RoCE v1` or `RoCE v2`.
     pub kind: Option<String>,
     /// The network interface that it belongs to.
     pub net: Option<String>,
@@ -67,10 +67,10 @@ const NET: &str = "sys/class/net";
 const RDMA: &str = "sys/class/infiniband";
 const NVME: &str = "sys/class/nvme";
 
-/// Tables have 256 entries on mlx5, filled from the start: a run of empty ones this long is the end.
+/// Length of a run of empty entries that ends a table; mlx5 tables have 256 entries, filled from the start.
 const EMPTY_GIDS_MAX: u32 = 8;
 
-/// Interfaces with hardware behind them, by name.
+/// Returns the interfaces with hardware behind them, by name.
 pub(crate) fn interfaces(reader: &mut Reader) -> Vec<NetDevice> {
     let mut found = Vec::new();
     for name in reader.tree.list(NET) {
@@ -81,7 +81,7 @@ pub(crate) fn interfaces(reader: &mut Reader) -> Vec<NetDevice> {
         found.push(NetDevice {
             pci: owner_of(&target),
             state: reader.tree.text(&format!("{at}/operstate")),
-            // -1 is unknown
+            // -1 means unknown
             mbit_per_s: reader.number::<i64>(&format!("{at}/speed")).and_then(|mbit| mbit.try_into().ok()),
             mtu_bytes: reader.number(&format!("{at}/mtu")),
             name,
@@ -90,7 +90,7 @@ pub(crate) fn interfaces(reader: &mut Reader) -> Vec<NetDevice> {
     found
 }
 
-/// RDMA devices, by name.
+/// Returns the RDMA devices, by name.
 pub(crate) fn rdma(reader: &mut Reader) -> Vec<RdmaDevice> {
     let mut found = Vec::new();
     for name in reader.tree.list(RDMA) {
@@ -145,7 +145,7 @@ fn read_gids(reader: &Reader, at: &str) -> Vec<GidEntry> {
     found
 }
 
-/// Gives NVMe drives the names that they tell.
+/// Gives NVMe drives the names that they report.
 pub(crate) fn name_drives(reader: &Reader, devices: &mut [PciDevice]) {
     for name in reader.tree.list(NVME) {
         let at = format!("{NVME}/{name}");

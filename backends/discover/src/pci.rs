@@ -6,15 +6,15 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-/// Where a device sits: `0000:01:00.0`.
+/// A PCI address, such as `0000:01:00.0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct PciAddress {
-    /// Segment; above 0xffff for Intel VMD.
+    /// PCI segment; above 0xffff for Intel VMD.
     pub domain: u32,
-    /// Bus.
+    /// Bus number.
     pub bus: u8,
-    /// Device on the bus, 0 to 31.
+    /// Device number on the bus, 0 to 31.
     pub device: u8,
     /// Function of the device, 0 to 7.
     pub function: u8,
@@ -23,7 +23,8 @@ pub struct PciAddress {
 impl FromStr for PciAddress {
     type Err = String;
 
-    /// Reads `0000:01:00.0`, without the domain (`01:00.0`), or with a long one (NVML's `00000000:01:00.0`).
+    /// Parses `0000:01:00.0`, an address without a domain (`01:00.0`), or one with a long domain (NVML's
+    /// `00000000:01:00.0`).
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || format!("'{text}' is no PCI address such as 0000:01:00.0");
         let (place, function) = text.trim().rsplit_once('.').ok_or_else(wrong)?;
@@ -63,42 +64,43 @@ impl From<PciAddress> for String {
     }
 }
 
-/// A PCI Express link. Unknown numbers are absent: a virtual machine shows no link at all.
+/// A PCI Express link. Unknown numbers are absent; a virtual machine shows no link at all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PcieLink {
-    /// Gigatransfers per second on each lane, now. Idle parts lower it to save power.
+    /// Current gigatransfers per second per lane, which idle parts lower to save power.
     pub gt_per_s: Option<f64>,
-    /// Lanes, now.
+    /// Current number of lanes.
     pub lanes: Option<u32>,
-    /// Gigatransfers per second that the part allows.
+    /// Maximum gigatransfers per second per lane.
     pub gt_per_s_max: Option<f64>,
-    /// Lanes that the part allows.
+    /// Maximum number of lanes.
     pub lanes_max: Option<u32>,
 }
 
 impl PcieLink {
-    /// Bytes per second each way now, after line coding and before packet headers.
+    /// Returns the current bytes per second per direction, after line coding and before packet headers.
     pub fn bytes_per_second(&self) -> Option<f64> {
         Some(lane_bytes_per_second(self.gt_per_s?) * f64::from(self.lanes?))
     }
 
-    /// The same, as far as the part allows.
+    /// Returns the maximum bytes per second per direction.
     pub fn bytes_per_second_max(&self) -> Option<f64> {
         Some(lane_bytes_per_second(self.gt_per_s_max?) * f64::from(self.lanes_max?))
     }
 
-    /// Runs on fewer lanes than the part allows.
+    /// Whether it runs on fewer lanes than the maximum.
     pub fn is_narrow(&self) -> bool {
         self.lanes.zip(self.lanes_max).is_some_and(|(now, max)| now < max)
     }
 
-    /// Runs slower on each lane than the part allows.
+    /// Whether its lanes run slower than the maximum.
     pub fn is_slow(&self) -> bool {
         self.gt_per_s.zip(self.gt_per_s_max).is_some_and(|(now, max)| now < max)
     }
 }
 
-/// PCI Express base specification: 8b/10b up to 5 GT/s, 128b/130b up to 32, then 242 of a flit's 256 bytes.
+/// Line coding of the PCI Express base specification: 8b/10b up to 5 GT/s, 128b/130b up to 32, then 242 of a
+/// flit's 256 bytes.
 fn lane_bytes_per_second(gt_per_s: f64) -> f64 {
     let coding = match gt_per_s {
         slow if slow <= 5.0 => 0.8,
@@ -108,26 +110,26 @@ fn lane_bytes_per_second(gt_per_s: f64) -> f64 {
     gt_per_s * 1e9 / 8.0 * coding
 }
 
-/// What a device is to us.
+/// The function of a PCI device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PciKind {
-    /// Computes: display and 3D controllers, processing accelerators.
+    /// Compute devices: display and 3D controllers, processing accelerators.
     Gpu,
-    /// Moves bytes to other machines: Ethernet and InfiniBand.
+    /// Network devices: Ethernet and InfiniBand.
     Nic,
-    /// Stores.
+    /// Storage devices.
     Nvme,
-    /// A switch between GPUs that is no PCI bridge (NVSwitch).
+    /// A switch between GPUs that is not a PCI bridge (NVSwitch).
     GpuSwitch,
 }
 
 /// A PCI device of interest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PciDevice {
-    /// Where it sits.
+    /// Address of the device.
     pub address: PciAddress,
-    /// What it is to us.
+    /// Function of the device.
     pub kind: PciKind,
     /// Class, subclass and interface, as in the PCI code assignments.
     pub class: u32,
@@ -135,39 +137,39 @@ pub struct PciDevice {
     pub vendor: u16,
     /// Device id.
     pub device: u16,
-    /// What its driver calls it.
+    /// Name according to its driver.
     pub name: Option<String>,
-    /// Its unique id, where the driver tells.
+    /// Unique id, if the driver reports one.
     pub uuid: Option<String>,
     /// The kernel driver in charge.
     pub driver: Option<String>,
-    /// NUMA node; absent where the firmware tells none (most virtual machines).
+    /// NUMA node; absent if the firmware reports none (most virtual machines).
     pub node: Option<u32>,
-    /// Its link.
+    /// PCI Express link of the device.
     pub link: Option<PcieLink>,
-    /// The host bridge: `pci0000:00`.
+    /// The host bridge, such as `pci0000:00`.
     pub host_bridge: String,
-    /// Bridges from the root port down to the device, without it.
+    /// Bridges from the root port down to the device, excluding it.
     pub path: Vec<PciAddress>,
-    /// A virtual function of another device.
+    /// Whether it is a virtual function of another device.
     pub virtual_function: bool,
 }
 
 /// A bridge above a device of interest: a root port, or a port of a switch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Bridge {
-    /// Where it sits.
+    /// Address of the bridge.
     pub address: PciAddress,
     /// Vendor id.
     pub vendor: u16,
     /// Device id.
     pub device: u16,
-    /// The link below it, or for the upper port of a switch the link above.
+    /// The link below it or, for the upper port of a switch, the link above.
     pub link: Option<PcieLink>,
 }
 
-/// Makers of display controllers that compute nothing: management processors and virtual screens
-/// (ASPEED, Matrox, Cirrus, QEMU, Red Hat, VMware, virtio).
+/// Vendors of display controllers that do not compute: management processors and virtual screens (ASPEED,
+/// Matrox, Cirrus, QEMU, Red Hat, VMware, virtio).
 const SCREENS_ONLY: [u16; 7] = [0x1a03, 0x102b, 0x1013, 0x1234, 0x1b36, 0x15ad, 0x1af4];
 const NVIDIA: u16 = 0x10de;
 
@@ -182,8 +184,9 @@ fn kind(class: u32, vendor: u16) -> Option<PciKind> {
     }
 }
 
-/// The PCI addresses in a link target such as `../../../devices/pci0000:00/0000:00:01.0/0000:01:00.0/net/eth0`,
-/// from the root port down, and the host bridge above them.
+/// Returns the PCI addresses in a link target such as
+/// `../../../devices/pci0000:00/0000:00:01.0/0000:01:00.0/net/eth0`, from the root port down, and the host
+/// bridge above them.
 pub(crate) fn path_of(target: &str) -> Option<(String, Vec<PciAddress>)> {
     let host_bridge = target.split('/').find(|part| part.starts_with("pci") && part.contains(':'))?;
     // no chain of bridges is longer than the buses of a domain
@@ -191,14 +194,14 @@ pub(crate) fn path_of(target: &str) -> Option<(String, Vec<PciAddress>)> {
     Some((host_bridge.to_owned(), path))
 }
 
-/// The device that a class entry (`sys/class/net/eth0`) belongs to.
+/// Returns the device that a class entry (`sys/class/net/eth0`) belongs to.
 pub(crate) fn owner_of(target: &str) -> Option<PciAddress> {
     path_of(target)?.1.pop()
 }
 
 const DEVICES: &str = "sys/bus/pci/devices";
 
-/// Devices of interest and the bridges above them, each by ascending address.
+/// Returns the devices of interest and the bridges above them, by ascending address.
 pub(crate) fn read(reader: &mut Reader) -> (Vec<PciDevice>, Vec<Bridge>) {
     let mut devices = Vec::new();
     let mut bridges = BTreeMap::new();
@@ -259,7 +262,7 @@ fn read_bridge(reader: &mut Reader, address: PciAddress) -> Bridge {
     }
 }
 
-/// Name and unique id as NVIDIA's and AMD's drivers tell them.
+/// Returns name and unique id as NVIDIA's and AMD's drivers report them.
 fn names(reader: &Reader, address: PciAddress, at: &str) -> (Option<String>, Option<String>) {
     let told = reader.tree.text(&format!("proc/driver/nvidia/gpus/{address}/information"));
     let field = |key: &str| {
@@ -277,7 +280,7 @@ fn read_link(reader: &mut Reader, at: &str) -> Option<PcieLink> {
         Some(number) => number.parse::<f64>().ok().filter(|gt| *gt > 0.0 && *gt < 1e4).map(Some),
         None => None,
     };
-    // 0 and 255 say that the link is down or the part has none
+    // 0 and 255 mean that the link is down or the part has none
     let lanes =
         |text: &str| text.trim().parse::<u32>().ok().map(|n| Some(n).filter(|n| (1..=32).contains(n)));
     let link = PcieLink {
@@ -324,7 +327,7 @@ mod tests {
             let link = PcieLink { gt_per_s: Some(gt), lanes: Some(lanes), ..PcieLink::default() };
             (link.bytes_per_second().unwrap() / 1e7).round() / 1e2
         };
-        // GB/s each way, as the PCI-SIG's tables have them
+        // GB/s per direction, as in the PCI-SIG's tables
         assert_eq!(
             [rate(2.5, 1), rate(8.0, 16), rate(16.0, 16), rate(32.0, 16)],
             [0.25, 15.75, 31.51, 63.02]

@@ -1,15 +1,15 @@
-//! Which devices of unlike backends are one and the same part.
+//! Identifies devices of different backends that are the same part.
 
 use crate::{PciAddress, Topology};
 use mixfleet_hal::{DeviceInfo, DeviceKind};
 use std::collections::BTreeMap;
 
-/// Devices that are one part, and how that is known.
+/// Devices that are the same part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SamePart {
     /// Indices into the list of devices, ascending; two or more.
     pub devices: Vec<usize>,
-    /// In words.
+    /// How this is known, in words.
     pub reason: String,
 }
 
@@ -31,7 +31,7 @@ impl Identity {
     }
 }
 
-/// `GPU-01ab...`, `01AB-...` and `01ab...` are the same id.
+/// Normalises ids: `GPU-01ab...`, `01AB-...` and `01ab...` are the same.
 fn plain_uuid(text: &str) -> Option<String> {
     let text = text.trim().to_ascii_lowercase();
     let digits: String = text.trim_start_matches("gpu-").chars().filter(|c| *c != '-').collect();
@@ -43,14 +43,14 @@ fn note<'a>(device: &'a DeviceInfo, name: &str) -> Option<&'a str> {
     device.notes.iter().find(|(what, _)| what == name).map(|(_, value)| value.as_str())
 }
 
-/// The PCI address that a device's notes tell.
+/// Returns the PCI address in a device's notes.
 pub fn pci_of(device: &DeviceInfo) -> Option<PciAddress> {
     note(device, "pci")?.parse().ok()
 }
 
 fn identities(device: &DeviceInfo, topology: &Topology) -> Vec<Identity> {
     match device.kind {
-        // whoever shows a CPU (PoCL, llvmpipe) shows the host's
+        // whoever offers a CPU (PoCL, llvmpipe) offers the host's
         DeviceKind::Cpu => return vec![Identity::Host],
         DeviceKind::Simulated => return Vec::new(),
         DeviceKind::Gpu | DeviceKind::Accelerator => {}
@@ -62,10 +62,10 @@ fn identities(device: &DeviceInfo, topology: &Topology) -> Vec<Identity> {
     pci.map(Identity::Pci).into_iter().chain(uuid.map(Identity::Uuid)).collect()
 }
 
-/// Groups the `devices` that are one and the same part: by the PCI address (note `pci`) or the unique id
-/// (note `uuid`) that their backends tell, with the address that `topology` knows for an id. CPUs are all
-/// the host's cores. Devices of one backend with unlike ids stay apart even at one address: slices of a
-/// part (MIG).
+/// Groups the `devices` that are the same part: by the PCI address (note `pci`) or the unique id (note
+/// `uuid`) that their backends report, with the address that `topology` knows for an id. CPUs are the host's
+/// cores. Devices of one backend with different ids stay separate even at one address, since they are slices
+/// of a part (MIG).
 pub fn same_part(devices: &[DeviceInfo], topology: &Topology) -> Vec<SamePart> {
     let mut owners: BTreeMap<Identity, Vec<usize>> = BTreeMap::new();
     for (index, device) in devices.iter().enumerate() {

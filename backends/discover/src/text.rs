@@ -1,4 +1,4 @@
-//! A topology as text for people.
+//! Prints a topology.
 
 use crate::pci::{Bridge, PciDevice, PciKind, PcieLink};
 use crate::{CacheKind, Distance, Matrix, NumaNode, PciAddress, RdmaDevice, Topology};
@@ -6,7 +6,7 @@ use mixfleet_hal::units::GIB;
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
 
-/// Vendors that a server is likely to hold, by PCI id.
+/// Vendors of common server devices, by PCI id.
 const VENDORS: [(u16, &str); 18] = [
     (0x10de, "NVIDIA"),
     (0x1002, "AMD"),
@@ -46,7 +46,7 @@ fn count(number: usize, one: &str) -> String {
 }
 
 impl PcieLink {
-    /// `x16 at 32 GT/s (63.0 GB/s each way)`, with what falls short of what the part allows.
+    /// Formats the link as `x16 at 32 GT/s (63.0 GB/s each way)`, with any shortfall.
     pub fn words(&self) -> String {
         let lanes = self.lanes.map_or("x?".into(), |lanes| format!("x{lanes}"));
         let speed = self.gt_per_s.map_or("? GT/s".into(), |gt| format!("{gt} GT/s"));
@@ -59,7 +59,7 @@ impl PcieLink {
         words
     }
 
-    /// What falls short of what the part allows, each in words.
+    /// Describes in what the link falls short of the maximum.
     pub fn shortfalls(&self) -> Vec<String> {
         let mut flags = Vec::new();
         if let (true, Some(now), Some(max)) = (self.is_narrow(), self.lanes, self.lanes_max) {
@@ -73,7 +73,7 @@ impl PcieLink {
 }
 
 impl Topology {
-    /// A device's names and numbers: `NVIDIA H100 10de:2330, nvidia`.
+    /// Returns a device's names and numbers: `NVIDIA H100 10de:2330, nvidia`.
     pub fn title(&self, device: &PciDevice) -> String {
         let vendor = VENDORS.iter().find(|(id, _)| *id == device.vendor).map_or("", |(_, name)| name);
         let name = device.name.as_deref().unwrap_or(vendor);
@@ -103,7 +103,7 @@ impl Topology {
         Ok(())
     }
 
-    /// `L1 data 32 KiB x 2, L3 32 MiB`, of the caches that serve `cpus`.
+    /// Formats the caches that serve `cpus`: `L1 data 32 KiB x 2, L3 32 MiB`.
     fn caches_of(&self, cpus: &BTreeSet<u32>) -> String {
         let mut parts: Vec<(String, usize)> = Vec::new();
         for cache in &self.caches {
@@ -138,7 +138,7 @@ impl Topology {
         self.write_devices(f, &here, &format!("{indent}  "))
     }
 
-    /// Devices under their host bridges and bridges.
+    /// Prints devices below their host bridges and bridges.
     fn write_devices(&self, f: &mut Formatter, devices: &[&PciDevice], indent: &str) -> fmt::Result {
         let hosts: BTreeSet<&str> = devices.iter().map(|device| device.host_bridge.as_str()).collect();
         for host in hosts {
@@ -261,7 +261,7 @@ fn write_rdma(f: &mut Formatter, rdma: &RdmaDevice, depth: usize) -> fmt::Result
 }
 
 impl Display for Topology {
-    /// Sockets, their NUMA nodes, the PCI paths from each; then the distances of GPUs, and notes.
+    /// Prints sockets, their NUMA nodes and the PCI paths from each, then the distances of GPUs, and notes.
     fn fmt(&self, f: &mut Formatter) -> fmt::Result {
         self.write_head(f)?;
         let mut written = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! What a machine is made of.
+//! The hardware of a machine.
 
 use crate::cores::{self, Cache, HugePages, NumaNode, Socket};
 use crate::network::{self, NetDevice, RdmaDevice};
@@ -7,12 +7,12 @@ use crate::tree::Reader;
 use crate::{PciAddress, Tree};
 use serde::{Deserialize, Serialize};
 
-/// What a machine is made of, as its kernel tells.
+/// The hardware of a machine, as its kernel reports it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Topology {
     /// The processor's name.
     pub cpu_model: Option<String>,
-    /// All memory that the kernel has.
+    /// Total memory in bytes.
     pub memory_bytes: Option<u64>,
     /// Processor packages, by number.
     pub sockets: Vec<Socket>,
@@ -20,22 +20,22 @@ pub struct Topology {
     pub nodes: Vec<NumaNode>,
     /// Caches, by level.
     pub caches: Vec<Cache>,
-    /// Pools of huge pages, by page size.
+    /// Huge pages, by page size.
     pub huge_pages: Vec<HugePages>,
     /// PCI devices of interest, by address.
     pub pci: Vec<PciDevice>,
-    /// Bridges above them, by address.
+    /// Bridges above the devices, by address.
     pub bridges: Vec<Bridge>,
     /// Network interfaces with hardware behind them.
     pub nets: Vec<NetDevice>,
     /// RDMA devices.
     pub rdma: Vec<RdmaDevice>,
-    /// What was there and made no sense, or is otherwise odd.
+    /// Odd or implausible findings.
     pub notes: Vec<String>,
 }
 
 impl Topology {
-    /// Reads a machine. What is absent stays empty; what makes no sense becomes a note.
+    /// Reads a machine. What is absent stays empty, and what is implausible becomes a note.
     pub fn read(tree: &Tree) -> Topology {
         let mut reader = Reader { tree, notes: Vec::new() };
         let (sockets, caches) = cores::read(&mut reader);
@@ -61,17 +61,17 @@ impl Topology {
         topology
     }
 
-    /// Devices of `kind`, by address.
+    /// Returns the devices of `kind`, by address.
     pub fn of_kind(&self, kind: PciKind) -> impl Iterator<Item = &PciDevice> {
         self.pci.iter().filter(move |device| device.kind == kind)
     }
 
-    /// The device at `address`.
+    /// Returns the device at `address`.
     pub fn device(&self, address: PciAddress) -> Option<&PciDevice> {
         self.pci.iter().find(|device| device.address == address)
     }
 
-    /// What people call a device: its RDMA or network or driver's name, else its address.
+    /// Returns a device's common name: its RDMA, network or driver name, or else its address.
     pub fn name_of(&self, device: &PciDevice) -> String {
         let here = Some(device.address);
         let rdma = self.rdma.iter().find(|rdma| rdma.pci == here).map(|rdma| &rdma.name);
@@ -79,7 +79,7 @@ impl Topology {
         rdma.or_else(net).cloned().unwrap_or_else(|| device.address.to_string())
     }
 
-    /// The fastest that a NIC's port says it goes, in Gbit/s.
+    /// Returns the highest rate of a NIC's ports in Gbit/s.
     pub fn gbit_per_s(&self, device: &PciDevice) -> Option<f64> {
         let here = Some(device.address);
         let ports = self.rdma.iter().filter(|rdma| rdma.pci == here).flat_map(|rdma| &rdma.ports);
@@ -88,7 +88,7 @@ impl Topology {
         rates.chain(nets.filter_map(|net| net.mbit_per_s.map(|mbit| mbit as f64 / 1e3))).reduce(f64::max)
     }
 
-    /// The bridge above `device` whose link is slower than the device's own: what limits it.
+    /// Returns the bridge above `device` whose link is slower than the device's own, if any.
     pub fn bottleneck(&self, device: &PciDevice) -> Option<(&Bridge, PcieLink)> {
         let own = device.link?.bytes_per_second()?;
         let above = self.bridges.iter().filter(|bridge| device.path.contains(&bridge.address));

@@ -1,8 +1,8 @@
-//! Where facts come from: the files of a machine, or a recording of them.
+//! The source of facts: the files of a machine, or a recording of them.
 //!
-//! Everything in this crate is a function of a [`Tree`]. A tree is a directory (`/`, or a copied
-//! sysfs) or a [`Recording`]: the files, links and listings that were read, in one document. A
-//! recording answers exactly as the machine did, so that a user's machine becomes a test case.
+//! Everything in this crate is a function of a [`Tree`]. A tree is a directory (`/`, or a copied sysfs) or a
+//! [`Recording`]: the files, links and listings that were read, in one document. A recording answers exactly
+//! as the machine did, so that a user's machine can become a test case.
 
 use mixfleet_hal::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -11,18 +11,18 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Name and version of the recording's form.
+/// Name and version of the recording's schema.
 pub const RECORDING_SCHEMA: &str = "mixfleet.machine/1";
 
-/// The longest file that is read whole; what follows is left out. Files of sysfs have at most a page.
+/// Maximum number of bytes read from a file; sysfs files have at most a page.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
-/// What was read of a machine. Paths are relative to the root, without a leading `/`.
+/// What was read from a machine. Paths are relative to the root, without a leading `/`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recording {
-    /// [`RECORDING_SCHEMA`].
+    /// Name and version of the document schema: [`RECORDING_SCHEMA`].
     pub schema: String,
-    /// Contents of files, without the last line's end.
+    /// Contents of files, without the final line break.
     #[serde(default)]
     pub files: BTreeMap<String, String>,
     /// Targets of symbolic links.
@@ -46,7 +46,7 @@ enum Source {
     Recording(Recording),
 }
 
-/// A machine's files: live or recorded. What is absent reads as absent, never as an error.
+/// A machine's files, live or recorded. What is absent reads as absent, never as an error.
 #[derive(Debug)]
 pub struct Tree {
     source: Source,
@@ -54,15 +54,15 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// The tree under `root`; `/` is this machine.
+    /// Opens the tree under `root`; `/` is this machine.
     pub fn at(root: impl Into<PathBuf>) -> Tree {
         Tree { source: Source::Directory(root.into()), seen: None }
     }
 
-    /// The tree that `recording` holds.
+    /// Opens the tree that `recording` holds.
     ///
     /// # Errors
-    /// `Invalid` when the recording has another schema.
+    /// `Invalid` if the recording has another schema.
     pub fn recorded(recording: Recording) -> Result<Tree> {
         if recording.schema != RECORDING_SCHEMA {
             return Err(Error::invalid(format!(
@@ -73,18 +73,18 @@ impl Tree {
         Ok(Tree { source: Source::Recording(recording), seen: None })
     }
 
-    /// The same tree, which from now on keeps what is read of it.
+    /// Returns the same tree, which records what is read from now on.
     pub fn keeping(mut self) -> Tree {
         self.seen = Some(RefCell::default());
         self
     }
 
-    /// What was read since [`Tree::keeping`].
+    /// Returns what was read since [`Tree::keeping`].
     pub fn kept(&self) -> Recording {
         self.seen.as_ref().map(|seen| seen.borrow().clone()).unwrap_or_default()
     }
 
-    /// The text of the file at `path`, without white space at its end.
+    /// Returns the text of the file at `path`, without trailing white space.
     pub fn text(&self, path: &str) -> Option<String> {
         let text = match &self.source {
             Source::Directory(root) => read_text(&root.join(path)),
@@ -96,7 +96,7 @@ impl Tree {
         Some(text)
     }
 
-    /// The target of the symbolic link at `path`, as it is written there.
+    /// Returns the target of the symbolic link at `path`, as written there.
     pub fn link(&self, path: &str) -> Option<String> {
         let target = match &self.source {
             Source::Directory(root) => {
@@ -110,7 +110,7 @@ impl Tree {
         Some(target)
     }
 
-    /// The names in the directory at `path`, `mlx5_2` before `mlx5_10`; none when it is absent.
+    /// Lists the directory at `path`, with `mlx5_2` before `mlx5_10`; empty if it is absent.
     pub fn list(&self, path: &str) -> Vec<String> {
         let names = match &self.source {
             Source::Directory(root) => read_names(&root.join(path)),
@@ -124,7 +124,7 @@ impl Tree {
         names
     }
 
-    /// The names in `path` that are `prefix` and a number, with the number, ascending.
+    /// Lists the names in `path` that consist of `prefix` and a number, with the number, ascending.
     pub fn numbered(&self, path: &str, prefix: &str) -> Vec<(u32, String)> {
         let numbered = |name: String| Some((name.strip_prefix(prefix)?.parse().ok()?, name));
         let mut found: Vec<(u32, String)> = self.list(path).into_iter().filter_map(numbered).collect();
@@ -144,7 +144,7 @@ fn read_names(path: &Path) -> Option<Vec<String>> {
     Some(entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 
-/// A key by which numbers inside names sort as numbers.
+/// Returns a key that sorts numbers inside names numerically.
 fn natural(name: &str) -> Vec<(String, u64)> {
     let mut parts = vec![(String::new(), 0u64)];
     for character in name.chars() {
@@ -159,14 +159,14 @@ fn natural(name: &str) -> Vec<(String, u64)> {
     parts
 }
 
-/// Reads values out of a tree, and notes what is there but makes no sense.
+/// Reads values from a tree, and notes implausible ones.
 pub(crate) struct Reader<'a> {
     pub(crate) tree: &'a Tree,
     pub(crate) notes: Vec<String>,
 }
 
 impl Reader<'_> {
-    /// What `parse` makes of the file at `path`; a note when it makes nothing of it.
+    /// Parses the file at `path` with `parse`; adds a note if that fails.
     pub(crate) fn value<T>(&mut self, path: &str, parse: impl Fn(&str) -> Option<T>) -> Option<T> {
         let text = self.tree.text(path)?;
         let value = parse(&text);
@@ -176,17 +176,17 @@ impl Reader<'_> {
         value
     }
 
-    /// The number in the file at `path`.
+    /// Reads the number in the file at `path`.
     pub(crate) fn number<T: std::str::FromStr>(&mut self, path: &str) -> Option<T> {
         self.value(path, |text| text.trim().parse().ok())
     }
 
-    /// The hexadecimal number in the file at `path`, with or without `0x`.
+    /// Reads the hexadecimal number in the file at `path`, with or without `0x`.
     pub(crate) fn hex(&mut self, path: &str) -> Option<u32> {
         self.value(path, |text| u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok())
     }
 
-    /// Notes that `text`, at `path`, makes no sense.
+    /// Notes that `text`, at `path`, is implausible.
     pub(crate) fn note(&mut self, path: &str, text: &str) {
         let shown: String = text.chars().take(40).collect();
         self.notes.push(format!("/{path} holds '{}', which is no such value", shown.escape_debug()));

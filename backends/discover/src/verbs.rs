@@ -1,9 +1,9 @@
-//! What libibverbs sees, against what sysfs shows.
+//! Cross-checks the RDMA devices of sysfs with libibverbs.
 
 use crate::Topology;
 use mixfleet_hal::Absent;
 
-/// Names of the RDMA devices that a program can open.
+/// Returns the names of the RDMA devices that a program can open.
 pub(crate) fn names() -> Result<Vec<String>, Absent> {
     let list = ibverbs::devices().map_err(|error| {
         // ENOSYS: the kernel has no RDMA at all, or no module for it is loaded
@@ -19,7 +19,7 @@ pub(crate) fn names() -> Result<Vec<String>, Absent> {
     Ok(names)
 }
 
-/// What libibverbs and sysfs disagree about, one line each.
+/// Returns what libibverbs and sysfs disagree about, one line each.
 pub(crate) fn disagreements(topology: &Topology, names: &[String]) -> Vec<String> {
     let shown: Vec<&String> = topology.rdma.iter().map(|device| &device.name).collect();
     let unusable = shown.iter().filter(|name| !names.contains(name)).map(|name| {

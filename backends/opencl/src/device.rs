@@ -1,4 +1,4 @@
-//! Finding and opening OpenCL devices.
+//! Enumerates and opens OpenCL devices.
 
 use crate::kernels::ProgramKey;
 use crate::memory::Memory;
@@ -17,17 +17,17 @@ use std::ffi::CString;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// Which kernels a device gets.
+/// Which kernels a device uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelTuning {
-    /// Without barriers, a thread per row or block: CPU drivers emulate barriers by loops (PoCL: 55 times
-    /// slower in a tiled GEMM).
+    /// Kernels without barriers, with a thread per row or block, because CPU drivers emulate barriers by
+    /// loops (PoCL: 55 times slower in a tiled GEMM).
     Cpu,
-    /// Groups of threads that share local memory.
+    /// Kernels with groups of threads that share local memory.
     Gpu,
 }
 
-/// An OpenCL failure as one of ours.
+/// Converts an OpenCL error.
 pub(crate) fn failure(place: &str, error: &core::Error) -> Error {
     let kind = match error.api_status() {
         Some(
@@ -42,7 +42,7 @@ pub(crate) fn failure(place: &str, error: &core::Error) -> Error {
     Error::new(kind, format!("opencl: {place}: {error}"))
 }
 
-/// The number behind `opencl:`; the bare name is 0.
+/// Parses the number after `opencl:`; the bare name means 0.
 pub(crate) fn index_of(selector: &str) -> Result<usize> {
     let bad = || Error::invalid(format!("'{selector}' names no OpenCL device; use 'opencl' or 'opencl:N'"));
     match selector.strip_prefix("opencl").ok_or_else(bad)? {
@@ -51,11 +51,11 @@ pub(crate) fn index_of(selector: &str) -> Result<usize> {
     }
 }
 
-/// PoCL sets its devices up in the first call that asks for them and lets a second thread see them
-/// half done (a crash in `clGetDeviceInfo`, PoCL 3.1).
+/// Serialises discovery: PoCL initialises its devices in the first call that asks for them and exposes them
+/// half-initialised to a second thread (a crash in `clGetDeviceInfo`, PoCL 3.1).
 static DISCOVERY: Mutex<()> = Mutex::new(());
 
-/// Every device of every platform, in the order of the loader.
+/// Lists every device of every platform, in the order of the loader.
 pub(crate) fn devices() -> std::result::Result<Vec<(PlatformId, DeviceId)>, Absent> {
     let _alone = DISCOVERY.lock().unwrap_or_else(PoisonError::into_inner);
     let mut count = 0;
@@ -72,7 +72,7 @@ pub(crate) fn devices() -> std::result::Result<Vec<(PlatformId, DeviceId)>, Abse
     let platforms = core::get_platform_ids().map_err(|e| Absent::new(e.to_string()))?;
     let mut found = Vec::new();
     for platform in platforms {
-        // a platform without devices answers with an error
+        // a platform without devices returns an error
         let ids = core::get_device_ids(platform, Some(DeviceType::ALL), None).unwrap_or_default();
         found.extend(ids.into_iter().map(|id| (platform, id)));
     }
@@ -82,12 +82,12 @@ pub(crate) fn devices() -> std::result::Result<Vec<(PlatformId, DeviceId)>, Abse
     Ok(found)
 }
 
-/// An answer of the driver as text, or nothing.
+/// Queries a text; empty if the driver has none.
 fn text(id: DeviceId, question: Ask) -> String {
     core::get_device_info(id, question).map(|told| told.to_string().trim().to_owned()).unwrap_or_default()
 }
 
-/// An answer of the driver as a number; 0 where it has none.
+/// Queries a number; 0 if the driver has none.
 fn number(id: DeviceId, question: Ask) -> u64 {
     match core::get_device_info(id, question) {
         Ok(Told::GlobalMemSize(n) | Told::MaxMemAllocSize(n)) => n,
@@ -106,7 +106,7 @@ fn kind(id: DeviceId) -> DeviceKind {
     }
 }
 
-/// `N` bytes of an answer that `ocl` has no name for, if the driver has it.
+/// Queries `N` bytes by a number that `ocl` has no name for, if the driver knows it.
 fn raw<const N: usize>(id: DeviceId, question: u32) -> Option<[u8; N]> {
     let (mut bytes, mut size) = ([0u8; N], 0);
     let into = bytes.as_mut_ptr().cast();
@@ -115,8 +115,8 @@ fn raw<const N: usize>(id: DeviceId, question: u32) -> Option<[u8; N]> {
     (status == Status::CL_SUCCESS as i32 && size == N).then_some(bytes)
 }
 
-/// Where the device sits on the PCI bus and its unique id, as notes; what the driver has no extension for
-/// is left out. Numbers from `CL/cl_ext.h`, those of NVIDIA from its `cl_nv_device_attribute_query`.
+/// Returns the device's PCI address and unique id as notes, omitting what the driver has no extension for.
+/// Query numbers are from `CL/cl_ext.h` and NVIDIA's `cl_nv_device_attribute_query`.
 fn identity(id: DeviceId) -> Vec<(String, String)> {
     const PCI_BUS_INFO_KHR: u32 = 0x410f;
     const PCI_BUS_ID_NV: u32 = 0x4008;
@@ -140,7 +140,7 @@ fn identity(id: DeviceId) -> Vec<(String, String)> {
     pci.into_iter().chain(uuid).collect()
 }
 
-/// Static facts about device number `index`.
+/// Describes device number `index`.
 pub(crate) fn info(index: usize, platform: PlatformId, id: DeviceId) -> DeviceInfo {
     let name = text(id, Ask::Name);
     let driver = text(id, Ask::DriverVersion);
@@ -168,7 +168,7 @@ pub(crate) fn info(index: usize, platform: PlatformId, id: DeviceId) -> DeviceIn
     }
 }
 
-/// What a device shares with its queues.
+/// State shared by a device and its queues.
 pub(crate) struct Shared {
     pub(crate) context: Context,
     pub(crate) id: DeviceId,
@@ -179,17 +179,17 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Whether the host memory that this device uses in place is what it was: a batch may have computed with it.
+    /// Checks that imported host memory is unchanged, since a batch may have computed with it.
     ///
     /// # Errors
-    /// As [`HostMemory::check`].
+    /// As for [`HostMemory::check`].
     pub(crate) fn check_imports(&self) -> Result<()> {
         let mut imports = self.imports.lock().unwrap_or_else(PoisonError::into_inner);
         imports.retain(|memory| memory.strong_count() > 0);
         imports.iter().filter_map(Weak::upgrade).try_for_each(|memory| memory.check())
     }
 
-    /// The built program of `key`: compiled on first use, then kept.
+    /// Returns the built program of `key`, which is compiled on first use.
     pub(crate) fn program(&self, key: &ProgramKey) -> Result<Program> {
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(program) = programs.get(key) {
@@ -213,16 +213,16 @@ pub struct OpenClDevice {
     info: DeviceInfo,
     limits: DeviceLimits,
     shared: Arc<Shared>,
-    /// For `read` and `write`, which wait for other queues' commands by their events.
+    /// Queue for `read` and `write`, which wait for other queues' commands by their events.
     transfers: Mutex<CommandQueue>,
     queues: AtomicU64,
 }
 
 impl OpenClDevice {
-    /// Opens device number `index`. Without a tuning it gets that of its kind.
+    /// Opens device number `index`; without a tuning it uses that of its kind.
     ///
     /// # Errors
-    /// `Invalid` when there is no such device, `Unsupported` below OpenCL 1.2, or what the driver says.
+    /// `Invalid` if there is no such device, `Unsupported` below OpenCL 1.2, or the driver's error.
     pub fn open(index: usize, tuning: Option<KernelTuning>) -> Result<OpenClDevice> {
         let found = devices().map_err(|absent| Error::invalid(format!("opencl: {absent}")))?;
         let count = found.len();
@@ -242,7 +242,7 @@ impl OpenClDevice {
         let of_kind = if info.kind == DeviceKind::Cpu { KernelTuning::Cpu } else { KernelTuning::Gpu };
         let limits = DeviceLimits {
             allocation_bytes_max: number(id, Ask::MaxMemAllocSize),
-            // kernels address by element and load vectors of elements: the largest element's size
+            // kernels address by element and load vectors of elements, so the largest element's size suffices
             alignment_bytes: 4,
             // elsewhere USE_HOST_PTR is a hidden copy
             imports_host_memory: number(id, Ask::HostUnifiedMemory) != 0,
@@ -266,7 +266,7 @@ impl OpenClDevice {
         })
     }
 
-    /// Runs a blocking transfer between a slice and `len` bytes of the host.
+    /// Runs a blocking transfer between a slice and `len` bytes of host memory.
     fn transfer(
         &self,
         slice: &Slice,
@@ -299,7 +299,7 @@ impl Device for OpenClDevice {
     }
 
     fn support(&self, sig: &OpSig) -> Support {
-        // a head lives in private memory
+        // a head is kept in private memory
         const HEAD_DIM_MAX: u32 = 512;
         match *sig {
             OpSig::AttnPrefill { head_dim, .. } | OpSig::AttnDecode { head_dim, .. }
@@ -359,13 +359,13 @@ impl Device for OpenClDevice {
         Ok(Box::new(OpenClQueue::new(self.shared.clone(), number)?))
     }
 
-    /// OpenCL tells nothing of it.
+    /// OpenCL reports no sensor readings.
     fn health(&self) -> Health {
         Health::default()
     }
 }
 
-/// To wait for nothing, in the types that `ocl` asks for.
+/// An empty wait list, in the types that `ocl` requires.
 pub(crate) const NO_EVENTS: Option<&core::Event> = None;
-/// To ask for no event.
+/// No event requested, in the types that `ocl` requires.
 pub(crate) const NO_EVENT: Option<&mut core::Event> = None;

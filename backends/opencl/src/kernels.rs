@@ -1,34 +1,34 @@
-//! From a command to a kernel: which program with which macros, its arguments and its threads.
+//! Plans a command as a kernel: which program with which macros, arguments and threads.
 
 use crate::device::KernelTuning;
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Cmd, DType, OpSig, Slice};
 
-/// Threads of a group, in kernels with and without barriers; `common.h` has the former too.
+/// Threads per group, in kernels with and without barriers; `common.h` repeats the former.
 const GROUP: usize = 64;
-/// Columns of a thread in the CPU's `gemm`, and rows of a group in `gemv`, as in `gemm.cl` and `gemm.c`.
+/// Columns per thread in the CPU's `gemm`, and rows per group in `gemv`, as in `gemm.cl` and `gemm.c`.
 const COLS: u32 = 4;
 const ROWS: u32 = 4;
-/// Columns of a thread in the CPU's `gemv`.
+/// Columns per thread in the CPU's `gemv`.
 const STRIP: u32 = 16;
 /// Rows that share a second-level cache in the CPU's `gemm`: 32 rows of 4096 f32 are 512 KiB.
 const BAND: u32 = 32;
-/// Edge of a tile in the GPU's `gemm`, and its threads.
+/// Edge length of a tile in the GPU's `gemm`, and its threads.
 const TILE: u32 = 64;
 const TILE_THREADS: usize = 256;
-/// Up to here, reading the weights once per four rows is faster than a tile that is mostly empty.
+/// Rows up to which reading the weights once per four rows is faster than a mostly empty tile.
 const GEMV_ROWS_MAX: u32 = 16;
-/// Elements of a vector in the portable kernels.
+/// Elements per vector in the portable kernels.
 const VEC: u32 = 8;
 
-/// A program: a source file with its macros. The key of the caches.
+/// A program: a source file with its macros, which is the key of the caches.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ProgramKey {
     pub(crate) file: &'static str,
     pub(crate) options: String,
 }
 
-/// A text that several kinds of GPU share.
+/// Includes a source that several kinds of GPU share.
 macro_rules! portable {
     ($file:literal) => {
         include_str!(concat!("../../portable/", $file))
@@ -36,7 +36,7 @@ macro_rules! portable {
 }
 
 impl ProgramKey {
-    /// The whole source text.
+    /// Returns the whole source text.
     pub(crate) fn source(&self) -> String {
         let body: &[&str] = match self.file {
             "elements.c" => &[portable!("elements.c")],
@@ -58,17 +58,17 @@ const WIDE: &str = include_str!("kernels/wide.cl");
 /// One kernel argument.
 #[derive(Clone, Debug)]
 pub(crate) enum Arg {
-    /// A buffer and the offset of its first element: two arguments.
+    /// A buffer and the offset of its first element, which become two arguments.
     Elements(Slice, u64),
     U32(u32),
     U64(u64),
     F32(f32),
 }
 
-/// What a command becomes.
+/// The work that a command becomes.
 #[derive(Clone, Debug)]
 pub(crate) enum Work {
-    /// A kernel over a grid.
+    /// A kernel launch over a grid.
     Launch {
         program: ProgramKey,
         kernel: &'static str,
@@ -82,12 +82,13 @@ pub(crate) enum Work {
     Fill { to: Slice, word: u32 },
 }
 
-/// The widest vector that divides rows of `n` elements.
+/// Returns the widest vector that divides rows of `n` elements.
 fn width(n: u32) -> u32 {
     [16, 8].into_iter().find(|&w| n.is_multiple_of(w)).unwrap_or(1)
 }
 
-/// Elements of a thread in the portable kernels, over rows of `n`. CPU drivers make vectors of threads.
+/// Returns the elements per thread in the portable kernels over rows of `n`; CPU drivers vectorise over
+/// threads.
 fn vector(n: u64, tuning: KernelTuning) -> u64 {
     if tuning == KernelTuning::Gpu && n.is_multiple_of(VEC.into()) { VEC.into() } else { 1 }
 }
@@ -96,14 +97,14 @@ fn options(macros: &[(&str, &dyn std::fmt::Display)]) -> String {
     macros.iter().map(|(name, value)| format!("-D {name}={value} ")).collect()
 }
 
-/// The operands as arguments, in order; the number of pages follows a `k_pool`.
+/// Returns the operands as arguments, in order; the number of pages follows a `k_pool`.
 fn operands(cmd: &Cmd) -> Vec<Arg> {
     let mut args = Vec::new();
     for (operand, slice) in cmd.sig().operands().iter().zip(cmd.args()) {
         let element = operand.dtype.size_bytes();
         args.push(Arg::Elements(slice.clone(), slice.offset / element));
         if let (Extent::PagesOf(page), "k_pool") = (operand.extent, operand.name) {
-            // both pools are indexed alike: the smaller one bounds them
+            // keys and values share their indices, so the smaller one bounds them
             let v_pool = cmd.sig().operands().iter().position(|o| o.name == "v_pool");
             let bytes = v_pool.map_or(slice.bytes, |i| cmd.args()[i].bytes.min(slice.bytes));
             let pages = bytes / (page * element).max(1);
@@ -124,12 +125,12 @@ fn launch(
     Work::Launch { program: ProgramKey { file, options }, kernel, args, global, local }
 }
 
-/// One thread per element.
+/// Returns a grid of one thread per element.
 fn each(count: u64) -> ([usize; 3], [usize; 3]) {
     ([(count as usize).next_multiple_of(GROUP), 1, 1], [GROUP, 1, 1])
 }
 
-/// What `cmd` becomes on a device of this tuning; `None` when there is nothing to do.
+/// Plans `cmd` for a device with this tuning; `None` if there is nothing to do.
 pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Option<Work> {
     let mut args = operands(cmd);
     let work = match *cmd.sig() {
@@ -189,7 +190,7 @@ fn element_options(x: DType, table: DType, vec: u64) -> String {
     options(&[("X", &x), ("TABLE", &table), ("VEC", &vec)])
 }
 
-/// One thread per row, or one group.
+/// Returns a launch of one thread, or one group, per row.
 fn rows_launch(
     kernel: &'static str,
     (x, weight, out): (DType, DType, DType),

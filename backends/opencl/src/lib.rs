@@ -27,7 +27,7 @@ pub use device::{KernelTuning, OpenClDevice};
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Result};
 use std::sync::Arc;
 
-/// Finds and opens OpenCL devices: `opencl` is the first, `opencl:1` the second.
+/// Enumerates and opens OpenCL devices: `opencl` is the first, `opencl:1` the second.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OpenClBackend;
 

@@ -6,13 +6,13 @@ use ocl::core::{self, Context, Event, Mem, MemFlags};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A buffer. The driver frees it after the commands in flight that use it.
+/// A buffer, which the driver frees once the commands in flight that use it are done.
 pub(crate) struct Memory {
     mem: Mem,
     bytes: u64,
-    /// The last batch of each queue that uses the buffer: (queue, its last event).
+    /// For each queue, its number and the last event of its last batch that uses the buffer.
     users: Mutex<Vec<(u64, Event)>>,
-    /// Imported memory, which must outlive `mem`, is read-only, and is not to be freed under a command.
+    /// Imported memory, which must outlive `mem`, is read-only, and must not be freed while commands use it.
     host: Option<Arc<dyn HostMemory>>,
 }
 
@@ -23,9 +23,9 @@ impl std::fmt::Debug for Memory {
 }
 
 impl Memory {
-    /// `bytes` bytes on the device.
+    /// Allocates `bytes` bytes on the device.
     pub(crate) fn new(context: &Context, bytes: u64) -> Result<Memory> {
-        // a buffer of no bytes is an error to OpenCL, and has nothing to say here
+        // OpenCL rejects empty buffers
         let len = bytes.max(1) as usize;
         // SAFETY: no host pointer is passed, so the flags refer to no memory of ours.
         let mem = unsafe { core::create_buffer::<_, u8>(context, MemFlags::READ_WRITE, len, None) };
@@ -33,7 +33,7 @@ impl Memory {
         Ok(Memory { mem, bytes, users: Mutex::default(), host: None })
     }
 
-    /// Host memory, used in place.
+    /// Wraps host memory in place.
     pub(crate) fn imported(context: &Context, host: Arc<dyn HostMemory>) -> Result<Memory> {
         let bytes = host.as_bytes();
         if bytes.is_empty() {
@@ -48,7 +48,7 @@ impl Memory {
         Ok(Memory { mem, bytes: bytes.len() as u64, users: Mutex::default(), host: Some(host) })
     }
 
-    /// The memory behind a slice.
+    /// Returns the memory of a slice.
     pub(crate) fn of(slice: &Slice) -> Result<&Memory> {
         let memory = slice.buffer.as_any().downcast_ref::<Memory>();
         memory.ok_or_else(|| Error::invalid("opencl: the slice belongs to another device"))
@@ -58,7 +58,7 @@ impl Memory {
         &self.mem
     }
 
-    /// An error for memory that is only borrowed.
+    /// Returns an error for imported memory.
     pub(crate) fn writable(&self) -> Result<()> {
         match self.host {
             Some(_) => Err(Error::invalid("opencl: imported memory is read-only")),
@@ -66,8 +66,8 @@ impl Memory {
         }
     }
 
-    /// Notes that the batch of `queue` that ends in `event` uses the buffer. Batches of a queue end in
-    /// order, so its last one stands for all.
+    /// Records that the batch of `queue` that ends with `event` uses the buffer. Batches of a queue end in
+    /// order, so only the last one matters.
     pub(crate) fn used_by(&self, queue: u64, event: &Event) {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         users.retain(|(other, event)| {
@@ -76,7 +76,7 @@ impl Memory {
         users.push((queue, event.clone()));
     }
 
-    /// Waits until no command in flight uses the buffer. Their failures are their tickets' affair.
+    /// Waits until no command in flight uses the buffer. Failures of batches are reported by their tickets.
     pub(crate) fn settle(&self) {
         let users = std::mem::take(&mut *self.users.lock().unwrap_or_else(PoisonError::into_inner));
         for (_, event) in users {

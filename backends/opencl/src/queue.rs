@@ -1,4 +1,4 @@
-//! An in-order OpenCL queue: enqueues, flushes, and waits by asking the last event.
+//! An in-order OpenCL queue, which waits by polling the last event.
 
 use crate::device::{NO_EVENTS, Shared, failure};
 use crate::kernels::{self, Arg, ProgramKey, Work};
@@ -14,16 +14,16 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Batches whose times are kept for a late `wait`.
+/// Number of batches whose times are kept for a late `wait`.
 const BATCHES_KEPT: usize = 4096;
-/// Polls before a wait begins to sleep, and how long it then sleeps: a batch of a small model takes
-/// milliseconds, a thread wakes up in some 50 us.
+/// How often a wait polls before it sleeps, and for how long: a batch of a small model takes milliseconds,
+/// and waking a thread about 50 us.
 const POLLS_AWAKE: u32 = 200;
 const NAP: Duration = Duration::from_micros(50);
 
-/// A batch that was handed over.
+/// A submitted batch.
 enum Batch {
-    /// Under way: its first and last events; none when it had nothing to do.
+    /// In flight: its first and last events; none if it had nothing to do.
     Running(Option<(Event, Event)>),
     Done(Elapsed),
 }
@@ -37,7 +37,7 @@ pub(crate) struct OpenClQueue {
     batches: VecDeque<Batch>,
     /// Ticket of the first batch in `batches`.
     first: u64,
-    /// Set by the first failure: (ticket that failed, why).
+    /// The first failure, as the ticket and its error.
     failed: Option<(u64, Error)>,
 }
 
@@ -69,7 +69,7 @@ impl OpenClQueue {
         })
     }
 
-    /// Checks and resolves a batch, and builds its kernels: nothing is enqueued if any of it fails.
+    /// Checks and resolves a batch and builds its kernels; nothing is enqueued if any of this fails.
     fn resolve(&mut self, cmds: &[Cmd]) -> Result<Recorded> {
         let mut recorded = Recorded { works: Vec::with_capacity(cmds.len()), buffers: Vec::new() };
         for cmd in cmds {
@@ -112,7 +112,7 @@ impl OpenClQueue {
             let mut event = Event::null();
             let asked = (i == 0 || i == last).then_some(&mut event);
             if let Err(error) = self.enqueue(work, asked) {
-                // earlier commands of the batch may run: the queue's state is no longer known
+                // earlier commands of the batch may run, so the queue's state is unknown
                 self.failed = Some((ticket, error.clone()));
                 return Err(error);
             }
@@ -133,7 +133,7 @@ impl OpenClQueue {
         Ok(Ticket(ticket))
     }
 
-    /// Lets go of old batches that ended well, waited for or not.
+    /// Forgets old batches that succeeded, waited for or not.
     fn forget(&mut self) {
         while self.batches.len() > BATCHES_KEPT {
             let ended = match &self.batches[0] {
@@ -160,7 +160,7 @@ impl OpenClQueue {
                 .map_err(|e| failure("copy", &e))
             }
             Work::Fill { to, word } => {
-                // counted in words, as the pattern is
+                // counted in words, like the pattern
                 let (offset, len) = (to.offset as usize / 4, to.bytes as usize / 4);
                 let target = Memory::of(to)?.mem();
                 let version = Some(&self.shared.version);
@@ -182,7 +182,7 @@ impl OpenClQueue {
         }
     }
 
-    /// The state of an event as OpenCL's number: 0 complete, above 0 under way, below 0 failed.
+    /// Returns the state of an event: 0 complete, positive in flight, negative failed.
     fn status(event: &Event) -> Result<i32> {
         let mut status = 0i32;
         // SAFETY: the event is alive, and the call writes one i32 into `status`.
@@ -222,7 +222,7 @@ fn set_args(kernel: &Kernel, args: &[Arg]) -> Result<()> {
     Ok(())
 }
 
-/// Nanoseconds of the device's clock between the start of one command and the end of another.
+/// Returns the device time between the start of one command and the end of another.
 fn device_time(first: &Event, last: &Event) -> Option<Seconds> {
     let nanoseconds = |event, question| match core::get_event_profiling_info(event, question) {
         Ok(ProfilingInfoResult::Start(ns) | ProfilingInfoResult::End(ns)) => Some(ns),
@@ -252,7 +252,7 @@ impl Queue for OpenClQueue {
         let (first, last) = match batch {
             Batch::Done(elapsed) => return Ok(*elapsed),
             Batch::Running(None) => {
-                // nothing of its own to wait for, but all that came before
+                // an empty batch ends with the ones before it
                 let before = (0..index.unwrap_or(0)).rev().find_map(|i| match &self.batches[i] {
                     Batch::Running(Some(ends)) => Some(ends.clone()),
                     _ => None,
@@ -298,8 +298,8 @@ impl OpenClQueue {
             match Self::status(event)? {
                 0 => break,
                 code if code < 0 => {
-                    // a driver ends commands so when it finds no memory for a deferred allocation (-4, -6),
-                    // else when a kernel faults or the device is gone
+                    // drivers fail commands this way if they find no memory for a deferred allocation (-4,
+                    // -6), or else if a kernel faults or the device is gone
                     let kind =
                         if matches!(code, -4 | -6) { ErrorKind::OutOfMemory } else { ErrorKind::DeviceLost };
                     let error =

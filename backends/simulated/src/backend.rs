@@ -1,4 +1,4 @@
-//! Simulated devices by their selectors.
+//! Enumerates and opens simulated devices.
 
 use crate::clock::RealClock;
 use crate::compute::ComputeDevice;
@@ -10,18 +10,18 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Error, Result, catalog};
 use std::sync::Arc;
 
-/// Reads what selectors name by path: this crate touches no file and knows no document.
+/// Reads the files that selectors name, since this crate accesses no files and parses no documents.
 pub trait SelectorFiles: Send + Sync {
-    /// The profile at `path`.
+    /// Reads the profile at `path`.
     ///
     /// # Errors
-    /// `Invalid`, with the cause, when there is none.
+    /// `Invalid`, with the cause, if there is none.
     fn profile(&self, path: &str) -> Result<DeviceProfile>;
 
-    /// The plan of faults at `path`.
+    /// Reads the fault plan at `path`.
     ///
     /// # Errors
-    /// As [`Files::profile`].
+    /// As for [`SelectorFiles::profile`].
     fn faults(&self, path: &str) -> Result<FaultPlan>;
 }
 
@@ -36,7 +36,7 @@ pub struct SimBackend {
 }
 
 impl SimBackend {
-    /// A backend that reads profiles and plans from `files`.
+    /// Creates a backend that reads profiles and plans through `files`.
     pub fn new(files: Box<dyn SelectorFiles>) -> Self {
         SimBackend { files }
     }
@@ -62,7 +62,7 @@ impl Backend for SimBackend {
         "sim"
     }
 
-    /// Nothing is there until somebody asks for it.
+    /// Lists nothing, since simulated devices exist only on request.
     fn probe(&self) -> std::result::Result<Vec<DeviceInfo>, Absent> {
         Err(Absent::new(format!(
             "simulated parts are there when asked for, as --device {USAGE}: any part of the catalog \

@@ -1,26 +1,27 @@
-//! The clock that simulated devices obey.
+//! Clocks of simulated devices.
 
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Sleeping ends late by the kernel's timer slack (50 us on Linux) and the wake-up; the rest is spun.
+/// Final part of a wait that is spun, because sleeping ends late by the kernel's timer slack (50 us on Linux)
+/// and the wake-up.
 const SPIN: Duration = Duration::from_micros(80);
 
-/// Simulated time. Never goes back.
+/// Simulated time, which never goes back.
 pub trait Clock: Send + Sync {
-    /// Simulated time since the clock began.
+    /// Returns the simulated time since the clock began.
     fn now(&self) -> Seconds;
 
-    /// Returns when `time` has come.
+    /// Blocks until `time`.
     fn wait_until(&self, time: Seconds);
 
-    /// Real seconds in a simulated second.
+    /// Returns the number of real seconds per simulated second.
     fn dilation(&self) -> f64;
 }
 
-/// The host's clock, slowed down (or sped up) by a factor.
+/// The host's clock, slowed down or sped up by a factor.
 #[derive(Clone, Copy, Debug)]
 pub struct RealClock {
     start: Instant,
@@ -28,7 +29,7 @@ pub struct RealClock {
 }
 
 impl RealClock {
-    /// A clock on which one second takes `dilation` real seconds.
+    /// Creates a clock on which one second takes `dilation` real seconds.
     ///
     /// # Errors
     /// `Invalid` unless `dilation` is a positive number.
@@ -65,7 +66,7 @@ impl Clock for RealClock {
     }
 }
 
-/// Time that passes only when somebody waits for it. For tests: an hour takes no time.
+/// A clock that advances only when somebody waits for it, for tests in which an hour takes no time.
 #[derive(Debug, Default)]
 pub struct VirtualClock {
     now: Mutex<Seconds>,

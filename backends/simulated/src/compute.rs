@@ -1,4 +1,4 @@
-//! A device whose results are right: the CPU backend computes, the profile says how long it took.
+//! A simulated device with correct results: the CPU backend computes, and the profile determines the time.
 
 use crate::clock::{Clock, RealClock};
 use crate::costs::Costs;
@@ -16,11 +16,11 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A measured dilation is this much larger than what was measured: other work, other shapes.
+/// Safety margin on a measured dilation, for other work and other shapes.
 const MARGIN: f64 = 1.5;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A device that computes on the host's cores and takes the time that its profile says.
+/// A device that computes on the host's cores and takes the time that its profile predicts.
 pub struct ComputeDevice {
     part: SimulatedPart,
     inner: Arc<dyn Device>,
@@ -42,7 +42,7 @@ impl Buffer for Counted {
     }
 }
 
-/// The same bytes for the CPU backend.
+/// Returns the same bytes as a slice of the CPU backend.
 fn unwrapped(slice: &Slice) -> Result<Slice> {
     let counted = slice.buffer.as_any().downcast_ref::<Counted>();
     let inner = &counted.ok_or_else(|| Error::invalid("a slice belongs to another device"))?.inner;
@@ -53,20 +53,20 @@ fn unwrapped(slice: &Slice) -> Result<Slice> {
 }
 
 impl ComputeDevice {
-    /// A device called `id` that obeys `profile` on `clock`, and computes on all of the host's cores.
-    /// The clock must be slow enough for the host to keep up: see [`measured_dilation`].
+    /// Creates a device called `id` that follows `profile` on `clock` and computes on all of the host's
+    /// cores. The clock must be slow enough for the host to keep up; see [`measured_dilation`].
     ///
     /// # Errors
-    /// `Invalid` when the profile's numbers are none that a device can have; those of the CPU backend.
+    /// `Invalid` for an implausible profile; errors of the CPU backend.
     pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
         let part = SimulatedPart::new(id, profile, clock, "computed by the host's cores")?;
         Ok(ComputeDevice { part, inner: CpuBackend.open("cpu")? })
     }
 
-    /// As [`ComputeDevice::new`], on a real clock that is as slow as this host needs, by measurement.
+    /// Like [`ComputeDevice::new`], on a real clock that is as slow as measurements show this host needs.
     ///
     /// # Errors
-    /// As [`ComputeDevice::new`].
+    /// As for [`ComputeDevice::new`].
     pub fn on_measured_clock(id: &str, profile: DeviceProfile) -> Result<Self> {
         let dilation = measured_dilation(&profile)?;
         ComputeDevice::new(id, profile, Arc::new(RealClock::new(dilation)?))
@@ -77,11 +77,11 @@ impl ComputeDevice {
     }
 }
 
-/// How many times longer this host takes than the profile says, at most, over a few operations as
-/// serving has them: large and small `Gemm`, a norm, attention; with a margin of one half, and at least 1.
+/// Measures by what factor this host is slower than the profile, at most, over a few operations as in
+/// serving: large and small `Gemm`, a norm, attention. Includes a margin of one half, and is at least 1.
 ///
 /// # Errors
-/// As [`ComputeDevice::new`].
+/// As for [`ComputeDevice::new`].
 pub fn measured_dilation(profile: &DeviceProfile) -> Result<f64> {
     let costs = Costs::new(profile.clone())?;
     let cpu = CpuBackend.open("cpu")?;
@@ -106,7 +106,7 @@ pub fn measured_dilation(profile: &DeviceProfile) -> Result<f64> {
     Ok((most * MARGIN).ceil())
 }
 
-/// Operations over buffers of zeros, which cost what others do.
+/// Returns operations over buffers of zeros, which cost as much as any others.
 fn probes() -> [OpSig; 4] {
     let gemm = |m| {
         let (n, k, bias, accumulate) = (1024, 1024, false, false);
@@ -170,10 +170,10 @@ impl Device for ComputeDevice {
     }
 }
 
-/// Work that a queue of the CPU backend does.
+/// Runs batches on a queue of the CPU backend.
 struct Cores {
     queue: Box<dyn Queue>,
-    /// Ticket of the first batch: the others follow without gaps.
+    /// Ticket of the first batch; the others follow without gaps.
     first: Option<Ticket>,
 }
 

@@ -1,4 +1,4 @@
-//! The time that batches and copies take by the profile.
+//! The times of batches and copies according to the profile.
 
 use mixfleet_hal::profile::{CopyCost, DeviceProfile, Predictor};
 use mixfleet_hal::units::{Bytes, Seconds};
@@ -6,11 +6,11 @@ use mixfleet_hal::{Cmd, Error, OpSig, Result};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// Signatures whose times are kept. A decode step has one or two that are new.
+/// Maximum number of signatures whose times are cached; a decode step has one or two new ones.
 const KEPT_MAX: usize = 1 << 16;
 
-/// A profile that answers quickly: a prediction looks at all points of its kind, and layers ask the
-/// same again.
+/// A profile with a cache, since a prediction looks at all points of its kind and layers repeat the same
+/// queries.
 #[derive(Debug)]
 pub(crate) struct Costs {
     profile: DeviceProfile,
@@ -20,7 +20,7 @@ pub(crate) struct Costs {
 
 impl Costs {
     /// # Errors
-    /// `Invalid` when the profile's numbers are none that a device can have.
+    /// `Invalid` for an implausible profile.
     pub(crate) fn new(profile: DeviceProfile) -> Result<Self> {
         let wrong = |what: &str, value: f64| {
             Err(Error::invalid(format!("the profile '{}' has a {what} of {value}", profile.fingerprint)))
@@ -59,12 +59,12 @@ impl Costs {
         &self.profile
     }
 
-    /// What launching a batch on an idle queue takes; nothing for an empty one, which asks nothing of a device.
+    /// Returns the cost of launching a batch on an idle queue; zero for an empty one.
     pub(crate) fn launch(&self, cmds: &[Cmd]) -> Seconds {
         if cmds.is_empty() { Seconds::ZERO } else { self.profile.launch }
     }
 
-    /// n launch_per_command + the commands' own times.
+    /// Returns the commands' own times plus n times `launch_per_command`.
     pub(crate) fn work(&self, cmds: &[Cmd]) -> Seconds {
         let between = self.profile.launch_per_command * cmds.len() as f64;
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -83,14 +83,14 @@ impl Costs {
         between + own
     }
 
-    /// One copy between host and device; nothing where the profile does not know.
+    /// Returns the time of one copy between host and device; zero if the profile does not know it.
     pub(crate) fn copy(cost: &CopyCost, bytes: usize) -> Seconds {
         cost.time(Bytes(bytes as f64)).unwrap_or(Seconds::ZERO)
     }
 
-    /// Equal for equal profiles only, but for accidents of 64 bits.
+    /// Returns a digest that is equal only for equal profiles, up to 64-bit collisions.
     pub(crate) fn digest(&self) -> u64 {
-        // Debug prints every field, and floats so that they read back the same
+        // Debug prints every field, and floats so that they read back unchanged
         crate::digest::of_bytes(0, format!("{:?}", self.profile).as_bytes())
     }
 }

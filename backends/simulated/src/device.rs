@@ -1,4 +1,4 @@
-//! What both kinds of simulated device have in common, and the one that only takes time.
+//! The common part of both kinds of simulated device, and the time-only device.
 
 use crate::clock::Clock;
 use crate::costs::Costs;
@@ -13,10 +13,10 @@ use mixfleet_hal::{
 };
 use std::sync::Arc;
 
-/// KV page of choice, in tokens: what most attention kernels like.
+/// Preferred KV page size in tokens, as in most attention kernels.
 const KV_PAGE_TOKENS: u32 = 16;
 
-/// A part that a profile describes.
+/// A part described by a profile.
 pub(crate) struct SimulatedPart {
     pub(crate) info: DeviceInfo,
     pub(crate) budget: Arc<Budget>,
@@ -25,10 +25,10 @@ pub(crate) struct SimulatedPart {
 }
 
 impl SimulatedPart {
-    /// `work` says who does the work.
+    /// Creates a part; `work` says how its work is done.
     ///
     /// # Errors
-    /// `Invalid` when the profile's numbers are none that a device can have.
+    /// `Invalid` for an implausible profile.
     pub(crate) fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>, work: &str) -> Result<Self> {
         let costs = Costs::new(profile)?;
         let profile = costs.profile();
@@ -61,7 +61,7 @@ impl SimulatedPart {
         Ok(SimulatedPart { info, budget: Budget::new(id, memory), costs: Arc::new(costs), schedule })
     }
 
-    /// Copies between host and device, which takes what the profile says.
+    /// Copies between host and device, taking the time that the profile predicts.
     pub(crate) fn copying(
         &self,
         bytes: usize,
@@ -75,7 +75,7 @@ impl SimulatedPart {
         Ok(())
     }
 
-    /// What the profile says of the dtypes, for operations that could run at all.
+    /// Returns what the profile says about the dtypes, for operations that could run at all.
     pub(crate) fn support(&self, sig: &OpSig) -> Support {
         let operands = sig.operands();
         let floats = operands.iter().all(|operand| {
@@ -101,18 +101,18 @@ impl SimulatedPart {
     }
 }
 
-/// A device that takes the time that its profile says and computes no arithmetic. What it answers
-/// is a hash of all that it was asked to read; see the crate's head.
+/// A device that takes the time that its profile predicts without computing. It answers with a hash of
+/// everything that it was asked to read; see the crate documentation.
 pub struct TimeOnlyDevice {
     part: SimulatedPart,
     store: SharedStore,
 }
 
 impl TimeOnlyDevice {
-    /// A device called `id` that obeys `profile` on `clock`.
+    /// Creates a device called `id` that follows `profile` on `clock`.
     ///
     /// # Errors
-    /// `Invalid` when the profile's numbers are none that a device can have.
+    /// `Invalid` for an implausible profile.
     pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
         let part = SimulatedPart::new(id, profile, clock, DeviceInfo::TIME_ONLY)?;
         Ok(TimeOnlyDevice { part, store: SharedStore::default() })
@@ -130,7 +130,7 @@ impl Device for TimeOnlyDevice {
             alignment_bytes: 1,
             imports_host_memory: true,
             kv_page_tokens: KV_PAGE_TOKENS,
-            // recorded steps are evened out to larger ones, which would blur the predicted times
+            // recorded steps are padded to larger ones, which would blur the predicted times
             replay_pays: false,
         }
     }

@@ -12,14 +12,14 @@ use std::sync::LazyLock;
 const KEY: [u64; 4] =
     [0xA076_1D64_78BD_642F, 0xE703_7ED1_A0B4_28DB, 0x8EBC_6AF0_9C88_C6E3, 0x5899_65CC_7537_4CC3];
 
-/// Two words to one: the folded 128-bit product (as in wyhash).
+/// Mixes two words into one: the folded 128-bit product (as in wyhash).
 #[inline]
 pub(crate) fn mix(a: u64, b: u64) -> u64 {
     let product = u128::from(a ^ KEY[0]) * u128::from(b ^ KEY[1]);
     (product as u64) ^ (product >> 64) as u64
 }
 
-/// A digest of any bytes.
+/// Returns a digest of arbitrary bytes.
 pub(crate) fn of_bytes(seed: u64, bytes: &[u8]) -> u64 {
     let (words, rest) = bytes.as_chunks::<8>();
     let mut hash = mix(seed, bytes.len() as u64);
@@ -31,7 +31,8 @@ pub(crate) fn of_bytes(seed: u64, bytes: &[u8]) -> u64 {
     mix(hash, u64::from_le_bytes(last))
 }
 
-/// A digest of the values of a row of any length: the same in every dtype that holds them.
+/// Returns a digest of the values of a row of any length, which is the same in every dtype that can hold
+/// them.
 pub(crate) fn of_values(seed: u64, dtype: DType, row: &[u8]) -> u64 {
     match dtype {
         DType::F32 | DType::U32 => folded(seed, row.as_chunks::<4>().0, u32::from_le_bytes),
@@ -41,7 +42,7 @@ pub(crate) fn of_values(seed: u64, dtype: DType, row: &[u8]) -> u64 {
     }
 }
 
-/// The bits of the f32 that has an element's value.
+/// Returns the bits of the f32 with an element's value.
 pub(crate) fn value_bits(dtype: DType, element: &[u8]) -> u32 {
     match (dtype, element) {
         (DType::Bf16, &[a, b]) => u32::from(u16::from_le_bytes([a, b])) << 16,
@@ -58,17 +59,17 @@ static EIGHT_BITS: LazyLock<[u32; 256]> = LazyLock::new(|| {
     std::array::from_fn(|code| (values[code] as f32).to_bits())
 });
 
-/// Codes of f8e4m3 for 0 to 16.
+/// The f8e4m3 codes of 0 to 16.
 const SMALL_CODES: [u8; 17] =
     [0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E, 0x50, 0x51, 0x52, 0x53, 0x54, 0x55, 0x56, 0x57, 0x58];
 
-/// Four independent chains, so that the multiplier is busy.
+/// Folds with four independent chains, which keep the multiplier busy.
 fn folded<const N: usize>(seed: u64, elements: &[[u8; N]], value: impl Fn([u8; N]) -> u32) -> u64 {
     let word = |pair: &[[u8; N]]| {
         let high = pair.get(1).map_or(0, |&element| value(element));
         u64::from(value(pair[0])) | u64::from(high) << 32
     };
-    // not the keys themselves: `mix` takes those out again and would multiply by zero
+    // not the keys themselves, since `mix` would cancel them and multiply by zero
     let mut chains = KEY.map(|key| key.rotate_left(17) ^ seed);
     let (blocks, rest) = elements.as_chunks::<8>();
     for block in blocks {
@@ -83,7 +84,7 @@ fn folded<const N: usize>(seed: u64, elements: &[[u8; N]], value: impl Fn([u8; N
     mix(sum, elements.len() as u64)
 }
 
-/// How many elements of a row hold its digest, and how many bits each.
+/// Returns how many elements of a row hold its digest, and how many bits each.
 pub(crate) const fn lanes(dtype: DType) -> (usize, u32) {
     match dtype {
         DType::F8E4m3 => (16, 4),
@@ -91,17 +92,17 @@ pub(crate) const fn lanes(dtype: DType) -> (usize, u32) {
     }
 }
 
-/// Bytes of the elements that hold the digest of a row of `row_bytes` bytes.
+/// Returns the bytes of the elements that hold the digest of a row of `row_bytes` bytes.
 pub(crate) fn lane_bytes(dtype: DType, row_bytes: usize) -> usize {
     (lanes(dtype).0 * dtype.size_bytes() as usize).min(row_bytes)
 }
 
-/// The digest in the first elements of `row`.
+/// Reads the digest from the first elements of `row`.
 pub(crate) fn read(dtype: DType, row: &[u8]) -> u64 {
     of_values(0, dtype, &row[..lane_bytes(dtype, row.len())])
 }
 
-/// Puts `digest` into the first elements of `row`.
+/// Writes `digest` to the first elements of `row`.
 #[inline]
 pub(crate) fn write(dtype: DType, row: &mut [u8], digest: u64) {
     let (_, bits) = lanes(dtype);

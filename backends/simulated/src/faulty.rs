@@ -1,7 +1,7 @@
-//! A device with faults on order: it proves that the suite sees what it is there to see.
+//! A device with injected faults, which proves that the suite detects what it should.
 //!
-//! Operations are counted over all queues, and [`FaultPlan`] says which of them suffer. An operation is a
-//! command; after [`FaultyDevice::striking_transfers`] also a `write` or `read` of the host.
+//! Operations are counted over all queues, and a [`FaultPlan`] determines which of them fail. An operation is
+//! a command or, after [`FaultyDevice::striking_transfers`], also a host `write` or `read`.
 
 use crate::shadow::Shadow;
 use mixfleet_hal::fault::{Fault, FaultPlan};
@@ -17,26 +17,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// For the wrapped device to finish before its memory is changed behind its back.
+/// Timeout for the wrapped device to finish before its memory is changed.
 const SETTLE: Duration = Duration::from_secs(60);
 
-/// Struck batches whose pieces are remembered, so that a long run under a plan does not grow for ever.
+/// Maximum number of affected batches whose pieces are remembered, which bounds memory in long runs.
 const BATCHES_MAX: usize = 1024;
 
-/// A device whose operations suffer what a plan says.
+/// A device whose operations suffer the faults of a plan.
 pub struct FaultyDevice {
     inner: Arc<dyn Device>,
     ordered: Arc<Ordered>,
 }
 
-/// What a device and its queues share.
+/// State shared by a device and its queues.
 struct Ordered {
     plan: FaultPlan,
     transfers: bool,
     real_time: bool,
     operations: AtomicU64,
     struck: AtomicU64,
-    /// What memory held before it was last written; kept only for a plan that can ask for it.
+    /// Previous contents of memory, kept only for plans with stale faults.
     shadow: Option<Mutex<Shadow>>,
 }
 
@@ -50,7 +50,7 @@ impl Ordered {
         self.struck.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The error of an operation that fails, or hangs.
+    /// Returns the error of an operation that fails or hangs.
     fn refuse(&self, index: u64, fault: Option<Fault>) -> Error {
         self.strike();
         match fault {
@@ -61,7 +61,7 @@ impl Ordered {
         }
     }
 
-    /// Notes what `slice` holds: it is about to be written.
+    /// Records the contents of `slice`, which is about to be written.
     fn remember(&self, device: &dyn Device, slice: &Slice) -> Result<()> {
         if let Some(shadow) = &self.shadow
             && slice.bytes > 0
@@ -73,7 +73,7 @@ impl Ordered {
         Ok(())
     }
 
-    /// A part of `slice` that held other bytes before it was last written, with those bytes.
+    /// Returns a part of `slice` that changed in its last write, with its previous bytes.
     fn stale(&self, device: &dyn Device, slice: &Slice) -> Result<Option<(Slice, Vec<u8>)>> {
         let Some(shadow) = &self.shadow else { return Ok(None) };
         let candidates = shadow.lock().unwrap_or_else(PoisonError::into_inner).before(slice);
@@ -89,8 +89,8 @@ impl Ordered {
 }
 
 impl FaultyDevice {
-    /// `inner`, under `plan`. A slow command lengthens what its batch reports; a hang reports its timeout at
-    /// once. What a caller learns is the same, and tests stay quick.
+    /// Wraps `inner` with `plan`. A slow command lengthens the time that its batch reports, and a hang
+    /// reports a timeout at once, so that tests are quick.
     pub fn new(inner: Arc<dyn Device>, plan: FaultPlan) -> Self {
         let shadow = plan.mentions(Fault::Stale).then(Mutex::default);
         let (operations, struck) = Default::default();
@@ -103,7 +103,7 @@ impl FaultyDevice {
         self.with(|ordered| ordered.transfers = true)
     }
 
-    /// A slow batch also takes its time.
+    /// Makes slow batches really take their time.
     pub fn in_real_time(self) -> Self {
         self.with(|ordered| ordered.real_time = true)
     }
@@ -115,18 +115,18 @@ impl FaultyDevice {
         self
     }
 
-    /// Operations seen so far: the index of the next one in the plan.
+    /// Returns the number of operations so far, which is the plan's index of the next one.
     pub fn commands(&self) -> u64 {
         self.ordered.operations.load(Ordering::Relaxed)
     }
 
-    /// Operations that a fault has struck so far with an effect: a stale read of bytes that never changed has
-    /// none.
+    /// Returns the number of operations affected so far; a stale read of bytes that never changed does not
+    /// count.
     pub fn struck(&self) -> u64 {
         self.ordered.struck.load(Ordering::Relaxed)
     }
 
-    /// The fault that strikes a transfer of the host, if any.
+    /// Returns the fault that affects a host transfer, if any.
     fn transfer(&self) -> (u64, Option<Fault>) {
         if self.ordered.transfers { self.ordered.next() } else { (0, None) }
     }
@@ -231,13 +231,13 @@ struct FaultyQueue {
     inner: Box<dyn Queue>,
     device: Arc<dyn Device>,
     ordered: Arc<Ordered>,
-    /// Batches that had to be cut: their pieces, each with the factor on its time.
+    /// Batches that had to be split: their pieces, each with the factor on its time.
     batches: BTreeMap<Ticket, Vec<(Ticket, u32)>>,
-    /// From which ticket on every wait fails, and how.
+    /// The first ticket for which every wait fails, and the error.
     broken: Option<(Ticket, Error)>,
 }
 
-/// Replayed command by command, so that each repetition is struck anew.
+/// Replayed command by command, so that each repetition gets its own faults.
 struct Recorded(Vec<Cmd>);
 
 impl Graph for Recorded {
@@ -247,14 +247,14 @@ impl Graph for Recorded {
 }
 
 impl FaultyQueue {
-    /// Runs one command to its end.
+    /// Runs one command to completion.
     fn settle(&mut self, cmd: &Cmd) -> Result<Ticket> {
         let ticket = self.inner.submit(std::slice::from_ref(cmd))?;
         self.inner.wait(ticket, SETTLE)?;
         Ok(ticket)
     }
 
-    /// Changes a bit of the last operand that `cmd` wrote.
+    /// Flips a bit of the last operand that `cmd` wrote.
     fn flip(&self, index: u64, cmd: &Cmd) -> Result<()> {
         let operands = cmd.sig().operands();
         let written = (0..operands.len()).rfind(|&i| operands[i].access != OperandAccess::Read);
@@ -268,8 +268,8 @@ impl FaultyQueue {
         self.device.write(slice, &bytes)
     }
 
-    /// Runs `cmd` while one of its inputs holds what it held before. An input that is only read gets its bytes
-    /// back.
+    /// Runs `cmd` while one of its inputs holds its previous contents. An input that is only read is restored
+    /// afterwards.
     fn run_on_stale_input(&mut self, index: u64, cmd: &Cmd) -> Result<Ticket> {
         let operands = cmd.sig().operands();
         let inputs: Vec<usize> =
@@ -291,12 +291,12 @@ impl FaultyQueue {
         self.settle(cmd)
     }
 
-    /// Runs one command of a batch under `fault`; `Err` is how it ends the batch.
+    /// Runs one command of a batch under `fault`; `Err` says how it ends the batch.
     fn struck(&mut self, index: u64, cmd: &Cmd, fault: Option<Fault>) -> Result<Option<(Ticket, u32)>> {
         let (device, ordered) = (self.device.clone(), self.ordered.clone());
         if ordered.shadow.is_some() && fault != Some(Fault::Drop) {
             for (operand, arg) in cmd.sig().operands().iter().zip(cmd.args()) {
-                // a pool that is read may be imported; what is written never is
+                // paged KV that is read may be imported, but what is written never is
                 if operand.access != OperandAccess::Read {
                     ordered.remember(&*device, arg)?;
                 }

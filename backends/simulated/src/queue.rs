@@ -1,4 +1,4 @@
-//! The queue of both kinds of device: somebody does the work, the profile says how long it takes.
+//! The queue of both kinds of simulated device: one type does the work, and the profile determines the time.
 
 use crate::costs::Costs;
 use crate::kernels;
@@ -10,19 +10,19 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Who does the work of a queue.
+/// Executes the batches of a queue.
 pub(crate) trait BatchRunner: Send {
-    /// Does a batch, or starts to. An error fails its ticket. Tickets count from 1, without gaps
-    /// until the first failure.
+    /// Executes a batch, or starts to. An error fails its ticket. Tickets count from 1, without gaps until
+    /// the first failure.
     fn start(&mut self, cmds: &[Cmd]) -> Result<()>;
 
-    /// Returns when the batch of `ticket` is done, after `timeout` of real time at most: the real
-    /// time that it took, where `start` did not do it all.
+    /// Blocks until the batch of `ticket` is done or `timeout` of real time has passed, and returns the real
+    /// time that it took, if `start` did not do it all.
     fn finish(&mut self, ticket: Ticket, timeout: Duration) -> Result<Option<Seconds>>;
 }
 
-/// Digests, computed before `submit` returns: who reads memory without waiting for a ticket sees
-/// results before their time.
+/// Computes digests before `submit` returns, so whoever reads memory without waiting for a ticket sees
+/// results early.
 pub(crate) struct Digests(pub(crate) SharedStore);
 
 impl BatchRunner for Digests {
@@ -41,14 +41,14 @@ pub(crate) struct SimQueue<W> {
     work: W,
     costs: Arc<Costs>,
     timeline: Timeline,
-    /// Told from other queues by its address.
+    /// Identifies the queue by its address.
     own: Arc<Own>,
 }
 
-/// Not a unit: the addresses of those may be the same.
+/// Not zero-sized, since addresses of such values may coincide.
 struct Own(#[expect(dead_code, reason = "gives it an address")] u8);
 
-/// A batch, and the queue that it belongs to.
+/// A batch with the queue that it belongs to.
 struct Recorded {
     cmds: Vec<Cmd>,
     queue: Arc<Own>,

@@ -2,24 +2,24 @@
 
 use mixfleet_hal::{Error, Result};
 
-/// How selectors are spelt, for messages.
+/// Syntax of selectors, for messages.
 pub(crate) const USAGE: &str = "sim:PART[#NAME][,compute][,dilation:FACTOR][,faults:FILE]";
 
-/// What a selector asks for.
+/// A parsed selector.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Selector {
-    /// A part of the catalog, or the path of a profile.
+    /// A catalog part, or the path of a profile.
     pub(crate) part: String,
-    /// Real results.
+    /// Whether real results are requested.
     pub(crate) compute: bool,
-    /// Real seconds in a simulated one.
+    /// Real seconds per simulated second.
     pub(crate) dilation: Option<f64>,
-    /// The path of a plan of faults.
+    /// Path of a fault plan.
     pub(crate) faults: Option<String>,
 }
 
 impl Selector {
-    /// The name after `#` tells several of one part apart and says nothing else.
+    /// Parses a selector; the name after `#` only distinguishes several devices of one part.
     pub(crate) fn parse(text: &str) -> Result<Self> {
         let wrong = |what: String| Error::invalid(format!("'{text}': {what}; expected {USAGE}"));
         let rest = text.strip_prefix("sim:").ok_or_else(|| wrong("no part is named".into()))?;
@@ -45,7 +45,7 @@ impl Selector {
         Ok(selector)
     }
 
-    /// Whether `part` is a file and not a name of the catalog.
+    /// Whether `part` is a file and not a catalog name.
     pub(crate) fn is_file(&self) -> bool {
         self.part.contains(['/', '\\']) || self.part.to_ascii_lowercase().ends_with(".json")
     }

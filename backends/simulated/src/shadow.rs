@@ -1,22 +1,22 @@
-//! What memory held before it was last written.
+//! Previous contents of memory, for stale faults.
 
 use mixfleet_hal::{Buffer, Slice};
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-/// Old bytes of one range of a buffer.
+/// Previous bytes of one range of a buffer.
 struct Before {
     offset: u64,
     bytes: Vec<u8>,
 }
 
-/// The last overwritten bytes of every live buffer. A later write that overlaps an earlier one replaces it whole: a
-/// few stale bytes are then forgotten, never invented.
+/// The last overwritten bytes of every live buffer. A later write that overlaps an earlier one replaces it
+/// whole, so stale bytes may be forgotten but are never invented.
 #[derive(Default)]
 pub(crate) struct Shadow {
-    /// By address. The `Weak` keeps an address from being given to another buffer.
+    /// Keyed by address; the `Weak` prevents reuse of the address.
     buffers: HashMap<usize, (Weak<dyn Buffer>, Vec<Before>)>,
-    /// Buffers at the last sweep for dead ones.
+    /// Number of buffers at the last sweep for dead ones.
     swept: usize,
 }
 
@@ -25,7 +25,7 @@ fn address(slice: &Slice) -> usize {
 }
 
 impl Shadow {
-    /// Notes that `slice` held `bytes` and is written now.
+    /// Records that `slice` held `bytes` before the write that follows.
     pub(crate) fn remember(&mut self, slice: &Slice, bytes: Vec<u8>) {
         if self.buffers.len() > 2 * self.swept + 16 {
             self.buffers.retain(|_, (buffer, _)| buffer.strong_count() > 0);
@@ -38,7 +38,7 @@ impl Shadow {
         ranges.push(Before { offset: slice.offset, bytes });
     }
 
-    /// The parts of `slice` that were written, the latest first, each with what it held before.
+    /// Returns the parts of `slice` that were written, latest first, each with its previous contents.
     pub(crate) fn before(&self, slice: &Slice) -> Vec<(Slice, Vec<u8>)> {
         let Some((_, ranges)) = self.buffers.get(&address(slice)) else { return Vec::new() };
         let end = slice.offset + slice.bytes;

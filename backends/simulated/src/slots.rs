@@ -1,14 +1,14 @@
-//! Hashes of KV slots: every byte of a slot that attention reads counts, but is read once per write.
+//! Hashes of KV slots, which cover every byte that attention reads but are computed once per write.
 
 use crate::digest::{mix, of_values};
 use mixfleet_hal::{DType, Slice};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How a pool is divided.
+/// How a buffer is divided into pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Division {
-    /// First byte and bytes of the pool in its buffer.
+    /// Offset and length of the KV in its buffer.
     offset: u64,
     bytes: u64,
     row_bytes: u64,
@@ -36,20 +36,20 @@ impl Division {
     }
 }
 
-/// What is known of the slots of one pool. Vectors of zeros cost no memory until they are written.
+/// Cached hashes of the slots of paged KV. Vectors of zeros cost no memory until they are written.
 #[derive(Debug)]
 pub(crate) struct Slots {
     pub(crate) division: Division,
-    /// Unlike that of any other `Slots`.
+    /// A number unique to this value.
     stamp: u64,
-    /// Per slot; 0 = not known.
+    /// Hash per slot; 0 if unknown.
     hashes: Vec<u64>,
-    /// Per page: writes to it.
+    /// Write count per page.
     writes: Vec<u64>,
-    /// The pool of values whose sums follow, by its stamp.
+    /// Stamp of the values that the sums belong to.
     partner: u64,
-    /// Per page: the sum over its slots of the joint hash of key and value, and one more than
-    /// the writes to both pages that it holds for.
+    /// Per page, the sum over its slots of the joint hash of key and value, and one more than the write
+    /// counts of both pages that it is valid for.
     sums: Vec<u64>,
     valid: Vec<[u64; 2]>,
 }
@@ -69,7 +69,7 @@ impl Slots {
         }
     }
 
-    /// Bytes of the buffer were written.
+    /// Invalidates the hashes of a range of the buffer that was written.
     pub(crate) fn forget(&mut self, range: &Range<usize>) {
         let Division { offset, bytes, row_bytes, page_tokens, .. } = self.division;
         let start = (range.start as u64).max(offset);
@@ -84,7 +84,7 @@ impl Slots {
         self.writes[pages.start as usize..pages.end as usize].iter_mut().for_each(|writes| *writes += 1);
     }
 
-    /// The hash of `slot`, out of `buffer` unless it is known.
+    /// Returns the hash of `slot`, computing it from `buffer` unless it is known.
     fn hash(&mut self, buffer: &[u8], slot: u64) -> u64 {
         let known = self.hashes[slot as usize];
         if known != 0 {
@@ -98,21 +98,21 @@ impl Slots {
     }
 }
 
-/// A pool of keys and one of values, with their bytes.
+/// The slots of keys and of values, with their bytes.
 pub(crate) struct SlotPools<'a> {
     pub(crate) keys: (&'a mut Slots, &'a [u8]),
     pub(crate) values: (&'a mut Slots, &'a [u8]),
 }
 
 impl SlotPools<'_> {
-    /// The joint hash of the key and the value in `slot`.
+    /// Returns the joint hash of the key and the value in `slot`.
     pub(crate) fn slot(&mut self, slot: u64) -> u64 {
         let key = self.keys.0.hash(self.keys.1, slot);
         let value = self.values.0.hash(self.values.1, slot);
         mix(key, value.rotate_left(32))
     }
 
-    /// Sum over the slots of `page`.
+    /// Returns the sum over the slots of `page`.
     fn page(&mut self, page: u64) -> u64 {
         let at = page as usize;
         let (keys, values) = (&mut *self.keys.0, &*self.values.0);
@@ -131,13 +131,13 @@ impl SlotPools<'_> {
         self.keys.0.sums[at]
     }
 
-    /// The slot of a sequence's token at `position`.
+    /// Returns the slot of a sequence's token at `position`.
     pub(crate) fn slot_at(&self, pages: &[u32], position: u64) -> u64 {
         let tokens = self.keys.0.division.page_tokens;
         u64::from(pages[(position / tokens) as usize]) * tokens + position % tokens
     }
 
-    /// Sum over a sequence's tokens in `range`. `pages` must cover it and stay inside the pool.
+    /// Returns the sum over a sequence's tokens in `range`. `pages` must cover it and stay inside the KV.
     pub(crate) fn sum(&mut self, pages: &[u32], range: Range<u64>) -> u64 {
         let tokens = self.keys.0.division.page_tokens;
         let mut sum = 0u64;

@@ -1,4 +1,4 @@
-//! When batches start and end in simulated time.
+//! Schedules batches in simulated time.
 
 use crate::clock::Clock;
 use mixfleet_hal::command::ClockKind;
@@ -8,19 +8,19 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Tickets whose times are kept.
+/// Number of tickets whose times are kept.
 const KEPT_MAX: usize = 1 << 16;
-/// By how much the host's work may exceed the simulated time without a warning.
+/// Factor by which the host's work may exceed the simulated time without a warning.
 const SLOWER_MAX: f64 = 1.1;
 /// Simulated time before which the host is not judged.
 const JUDGED_AFTER: Seconds = Seconds(1.0);
 
-/// The work that a device was given, over all its queues: it does one batch at a time.
+/// The work of a device over all its queues, which it does one batch at a time.
 #[derive(Debug, Default)]
 struct BusyTime {
     /// End of the last batch.
     until: Seconds,
-    /// Of the batches that were judged: the simulated time, and what the host took on the same clock.
+    /// Simulated time of the judged batches, and what the host took on the same clock.
     simulated: Seconds,
     host: Seconds,
     warned: bool,
@@ -42,15 +42,16 @@ impl Schedule {
         &*self.clock
     }
 
-    /// Appends a batch that came at `arrived`; returns its end. Launching hides behind the batches before it.
+    /// Appends a batch that arrived at `arrived` and returns its end. Its launch overlaps with the batches
+    /// before it.
     fn append(&self, arrived: Seconds, launch: Seconds, work: Seconds) -> Seconds {
         let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
         load.until = (arrived + launch).max(load.until) + work;
         load.until
     }
 
-    /// The host took `host` of simulated time for a batch of `time`. Where it is too slow for the part,
-    /// clients see times that are not the profile's, and this says so once.
+    /// Records that the host took `host` of simulated time for a batch of `time`, and warns once if the host
+    /// is too slow, because clients then see times other than the profile's.
     fn judge(&self, host: Seconds, time: Seconds) {
         let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
         load.host += host;
@@ -75,7 +76,7 @@ pub(crate) struct Timeline {
     /// Ends and times of the last `KEPT_MAX` batches.
     batches: VecDeque<(Seconds, Seconds)>,
     submitted: u64,
-    /// The first batch that failed, and why.
+    /// The first batch that failed, with its error.
     failure: Option<(u64, Error)>,
 }
 
@@ -88,7 +89,7 @@ impl Timeline {
         &self.schedule
     }
 
-    /// Why the batch of `ticket` failed, or fails because an earlier one did.
+    /// Returns why the batch of `ticket`, or an earlier one, failed.
     pub(crate) fn failure(&self, ticket: Ticket) -> Option<&Error> {
         self.failure.as_ref().filter(|(failed, _)| ticket.0 >= *failed).map(|(_, error)| error)
     }
@@ -97,7 +98,7 @@ impl Timeline {
         self.failure.is_some()
     }
 
-    /// A batch that came at `arrived`: `work` is what its ticket tells as its time.
+    /// Adds a batch that arrived at `arrived`; its ticket reports `work` as its time.
     pub(crate) fn push(&mut self, arrived: Seconds, launch: Seconds, work: Seconds) -> Ticket {
         let end = self.schedule.append(arrived, launch, work);
         self.submitted += 1;
@@ -108,12 +109,12 @@ impl Timeline {
         Ticket(self.submitted)
     }
 
-    /// The batch of `ticket` fails, and with it all later ones.
+    /// Fails the batch of `ticket` and all later ones.
     pub(crate) fn fail(&mut self, ticket: Ticket, error: Error) {
         self.failure.get_or_insert((ticket.0, error));
     }
 
-    /// The host took `host` of simulated time for the batch of `ticket`.
+    /// Records that the host took `host` of simulated time for the batch of `ticket`.
     pub(crate) fn judge(&self, ticket: Ticket, host: Seconds) -> Result<()> {
         let (_, time) = self.batches[self.index(ticket)?];
         self.schedule.judge(host, time);
@@ -126,7 +127,7 @@ impl Timeline {
         self.index(ticket).map(drop)
     }
 
-    /// Where among the kept batches `ticket` is.
+    /// Returns the index of `ticket` among the kept batches.
     fn index(&self, ticket: Ticket) -> Result<usize> {
         if ticket.0 == 0 || ticket.0 > self.submitted {
             return Err(Error::invalid(format!("ticket {} was not issued by this queue", ticket.0)));
@@ -137,7 +138,7 @@ impl Timeline {
         })
     }
 
-    /// Waits for the end of `ticket`'s batch, `timeout` of simulated time at most.
+    /// Waits for the end of `ticket`'s batch, for at most `timeout` of simulated time.
     pub(crate) fn wait(&self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
         let (end, time) = self.batches[self.index(ticket)?];
         let clock = self.schedule.clock();

@@ -1,4 +1,4 @@
-//! The device's own time of a batch, by timestamps at its ends.
+//! The device time of a batch, from timestamps at its beginning and end.
 
 use crate::memory::DeviceQueue;
 use mixfleet_hal::Result;
@@ -10,7 +10,7 @@ use wgpu::{Buffer, BufferUsages, CommandEncoder, MapMode, QuerySet, QuerySetDesc
 /// Two timestamps, of 8 bytes each.
 const BYTES: u64 = 16;
 
-/// What one batch is timed with.
+/// The timestamp queries of one batch.
 pub(crate) struct Clock {
     set: QuerySet,
     resolved: Buffer,
@@ -38,7 +38,7 @@ impl Clock {
         encoder.copy_buffer_to_buffer(&self.resolved, 0, &self.readable, 0, BYTES);
     }
 
-    /// Asks for the times, which come once the batch is over.
+    /// Requests the timestamps, which arrive once the batch is done.
     pub(crate) fn fetch(&self) {
         let mapped = self.mapped.clone();
         self.readable
@@ -46,7 +46,7 @@ impl Clock {
     }
 }
 
-/// Clocks that are not in use.
+/// A pool of unused clocks.
 pub(crate) struct Clocks {
     tick_ns: Option<f64>,
     free: Vec<Clock>,
@@ -57,7 +57,7 @@ impl Clocks {
         Clocks { tick_ns, free: Vec::new() }
     }
 
-    /// A clock, if the device has any.
+    /// Takes a clock, if the device has timestamps.
     pub(crate) fn take(&mut self, link: &DeviceQueue) -> Result<Option<Clock>> {
         match (self.tick_ns, self.free.pop()) {
             (None, _) => Ok(None),
@@ -66,7 +66,7 @@ impl Clocks {
         }
     }
 
-    /// The time of a batch that is over.
+    /// Returns the time of a completed batch.
     pub(crate) fn read(&mut self, link: &DeviceQueue, clock: Clock) -> Result<Option<Seconds>> {
         let (Some(tick_ns), true) = (self.tick_ns, clock.mapped.swap(false, Ordering::AcqRel)) else {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! Finding and opening adapters.
+//! Enumerates and opens adapters.
 
 use crate::kernels;
 use crate::memory::{DeviceQueue, Memory};
@@ -17,28 +17,29 @@ use wgpu::{
     MemoryHints,
 };
 
-/// What a device is held to beside its adapter's own limits. For tests, mostly.
+/// Limits imposed on a device in addition to its adapter's own, mostly for tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdapterOverrides {
-    /// Never uses subgroups, though the adapter has them.
+    /// Whether to avoid subgroups even if the adapter has them.
     pub without_subgroups: bool,
-    /// Binds no more than this many bytes at once, though the adapter would.
+    /// Maximum bytes per binding, if lower than the adapter's limit.
     pub binding_bytes_max: Option<u64>,
 }
 
-/// Storage buffers that a kernel binds: attention's six inputs, a view and two outputs.
+/// Maximum number of storage buffers that a kernel binds: attention's six inputs, a view and two outputs.
 const BINDINGS_MAX: u32 = 9;
-/// Threads of the largest group.
+/// Threads of the largest workgroup.
 const GROUP_MAX: u32 = 256;
-/// Shared memory of the largest group: prefill's tiles of 2 x 8.5 KiB, 4 KiB of scores, and small change;
+/// Shared memory of the largest workgroup: prefill's tiles of 2 x 8.5 KiB, 4 KiB of scores and a little more;
 /// decode's 8 queries of 512, 8 KiB of scores and 1 KiB of addresses.
 const SHARED_BYTES_MAX: u32 = 26 << 10;
-/// The longest head: its queries fill shared memory.
+/// Maximum head length, at which the queries fill shared memory.
 const HEAD_DIM_MAX: u32 = 512;
-/// Kernels count elements in 32 bits, and 2^31 bytes are at most 2^30 elements of 16 bits.
+/// Maximum bytes of a window: kernels count elements in 32 bits, and 2^31 bytes are at most 2^30 elements of
+/// 16 bits.
 const WINDOW_BYTES_MAX: u64 = 1 << 31;
 
-/// The number behind `wgpu:`; the bare name is 0.
+/// Parses the number after `wgpu:`; the bare name means 0.
 pub(crate) fn index_of(selector: &str) -> Result<usize> {
     let bad = || Error::invalid(format!("'{selector}' names no wgpu device; use 'wgpu' or 'wgpu:N'"));
     match selector.strip_prefix("wgpu").ok_or_else(bad)? {
@@ -47,8 +48,8 @@ pub(crate) fn index_of(selector: &str) -> Result<usize> {
     }
 }
 
-/// Every adapter of the first interface that has any: a part seen through Vulkan and through DX12 is the
-/// same part twice.
+/// Lists every adapter of the first API that has any, since a part seen through both Vulkan and DX12 would
+/// appear twice.
 pub(crate) fn adapters() -> std::result::Result<Vec<Adapter>, Absent> {
     // drivers are loaded once per process
     static INSTANCE: OnceLock<Instance> = OnceLock::new();
@@ -74,7 +75,7 @@ pub(crate) fn adapters() -> std::result::Result<Vec<Adapter>, Absent> {
     Ok(found)
 }
 
-/// Bytes of the device's own memory. wgpu does not tell; Vulkan does, by heaps.
+/// Returns the bytes of the device's own memory, which Vulkan reports by heaps but wgpu does not.
 #[cfg(any(target_os = "linux", target_os = "windows"))]
 fn memory_bytes(adapter: &Adapter) -> Option<u64> {
     // SAFETY: the handles are used while `adapter` is held, and are not destroyed.
@@ -100,11 +101,11 @@ fn kind(adapter: DeviceType) -> DeviceKind {
     }
 }
 
-/// Features that are used where they are present.
+/// Features that are used if present.
 const WANTED: Features =
     Features::SUBGROUP.union(Features::TIMESTAMP_QUERY).union(Features::TIMESTAMP_QUERY_INSIDE_ENCODERS);
 
-/// Static facts about adapter number `index`.
+/// Describes adapter number `index`.
 pub(crate) fn info(index: usize, adapter: &Adapter, tuning: AdapterOverrides) -> DeviceInfo {
     let told = adapter.get_info();
     let limits = adapter.limits();
@@ -139,18 +140,18 @@ pub(crate) fn info(index: usize, adapter: &Adapter, tuning: AdapterOverrides) ->
         name: told.name,
         kind: kind(told.device_type),
         memory: Bytes(memory.unwrap_or(limits.max_buffer_size) as f64),
-        // no interface tells it
+        // no API reports it
         compute_units: 0,
         notes,
     }
 }
 
-/// What a device shares with its queues.
+/// State shared by a device and its queues.
 pub(crate) struct Shared {
     pub(crate) link: DeviceQueue,
     pub(crate) pipelines: Pipelines,
     pub(crate) demands: Demands,
-    /// The device has timestamps; nanoseconds of a tick.
+    /// Nanoseconds per timestamp tick, if the device has timestamps.
     pub(crate) tick_ns: Option<f64>,
 }
 
@@ -165,8 +166,8 @@ impl WgpuDevice {
     /// Opens adapter number `index`.
     ///
     /// # Errors
-    /// `Invalid` when there is no such adapter, `Unsupported` when it lacks what the kernels need, or what the
-    /// driver says.
+    /// `Invalid` if there is no such adapter, `Unsupported` if it lacks what the kernels need, or the
+    /// driver's error.
     pub fn open(index: usize, tuning: AdapterOverrides) -> Result<WgpuDevice> {
         let found = adapters().map_err(|absent| Error::invalid(format!("wgpu: {absent}")))?;
         let count = found.len();
@@ -214,8 +215,8 @@ impl WgpuDevice {
         let limits = DeviceLimits {
             // a buffer is padded by up to 31 bytes
             allocation_bytes_max: limits.max_buffer_size.saturating_sub(32),
-            // bindings begin where the adapter likes it, and kernels count words from there: callers need not
-            // know `min_storage_buffer_offset_alignment` (32 to 256), and may slice ids and rows freely
+            // kernels count words from an aligned start of the binding, so callers need not respect
+            // `min_storage_buffer_offset_alignment` (32 to 256) and may slice ids and rows freely
             alignment_bytes: 4,
             imports_host_memory: false,
             kv_page_tokens: 16,
@@ -224,11 +225,11 @@ impl WgpuDevice {
         Ok(WgpuDevice { info, limits, shared: Arc::new(shared) })
     }
 
-    /// Takes the device away, as a driver reset would. For tests.
+    /// Simulates a driver reset, for tests.
     #[doc(hidden)]
     pub fn lose(&self) {
         self.shared.link.device.destroy();
-        // the loss is reported by a poll
+        // a poll reports the loss
         let _ = self.shared.link.guard("losing", || self.shared.link.device.poll(wgpu::PollType::Poll));
     }
 }
@@ -248,7 +249,7 @@ impl Device for WgpuDevice {
         }
         let narrow = |dtype: DType| dtype.size_bytes() < 4;
         let supported = match *sig {
-            // rows of heads in 16 bits begin with a word
+            // rows of 16-bit heads begin at a word
             OpSig::AttnPrefill { head_dim, x, kv, .. } | OpSig::AttnDecode { head_dim, x, kv, .. } => {
                 head_dim <= HEAD_DIM_MAX && (head_dim % 2 == 0 || !(narrow(x) || narrow(kv)))
             }
@@ -297,7 +298,7 @@ impl Device for WgpuDevice {
         Ok(Box::new(WgpuQueue::new(self.shared.clone())))
     }
 
-    /// wgpu tells nothing of it.
+    /// wgpu reports no sensor readings.
     fn health(&self) -> Health {
         Health::default()
     }

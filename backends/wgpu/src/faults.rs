@@ -1,16 +1,16 @@
-//! Failures that wgpu reports by callback or by panic, as values.
+//! Converts failures that wgpu reports by callback or panic into values.
 
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use wgpu::{Device, ErrorFilter};
 
-/// What wgpu told about a device outside of any call of ours.
+/// Errors that wgpu reported outside of our own calls.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
     /// Why the device is gone.
     lost: Mutex<Option<String>>,
-    /// An error that no scope caught: the next call reports it.
+    /// An error that no scope caught, which the next call reports.
     stray: Mutex<Option<Error>>,
 }
 
@@ -23,7 +23,7 @@ fn of_wgpu(place: &str, error: &wgpu::Error) -> Error {
 }
 
 impl Faults {
-    /// Listens to `device`. Without listeners wgpu panics.
+    /// Installs listeners on `device`; without them wgpu panics.
     pub(crate) fn listen(device: &Device) -> Arc<Faults> {
         let faults = Arc::new(Faults::default());
         let on_error = faults.clone();
@@ -41,7 +41,7 @@ impl Faults {
         self.lost.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
     }
 
-    /// `DeviceLost` from the loss on.
+    /// Returns `DeviceLost` once the device is lost.
     pub(crate) fn alive(&self) -> Result<()> {
         match &*self.lost.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(reason) => {
@@ -51,8 +51,8 @@ impl Faults {
         }
     }
 
-    /// Runs calls of wgpu and returns what they came to, or the first failure: their own, one that was
-    /// reported since the last call, or the device's loss, which explains all others.
+    /// Runs calls of wgpu and returns their result or the first failure: their own, one reported since the
+    /// last call, or the loss of the device, which explains all others.
     pub(crate) fn guard<T>(&self, device: &Device, place: &str, run: impl FnOnce() -> T) -> Result<T> {
         self.alive()?;
         let filters = [ErrorFilter::Internal, ErrorFilter::Validation, ErrorFilter::OutOfMemory];
@@ -64,7 +64,7 @@ impl Faults {
             failure = caught.map(|error| of_wgpu(place, &error)).or(failure);
         }
         if done.is_err() {
-            // wgpu-core panics where a driver fails in `poll`: nothing more can be expected of it
+            // wgpu-core panics if a driver fails in `poll`, and is unusable from then on
             self.lose(format!("wgpu panicked in {place}"));
         }
         self.alive()?;

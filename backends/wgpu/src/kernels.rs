@@ -1,4 +1,4 @@
-//! The WGSL texts and their specialisations.
+//! WGSL sources and their specialisations.
 
 use mixfleet_hal::DType;
 use std::fmt::{Display, Write};
@@ -7,7 +7,7 @@ const COMMON: &str = include_str!("kernels/common.wgsl");
 const REDUCE_GROUPS: &str = include_str!("kernels/reduce_groups.wgsl");
 const REDUCE_SUBGROUPS: &str = include_str!("kernels/reduce_subgroups.wgsl");
 
-/// A file of kernels.
+/// A source file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum File {
     Elements,
@@ -32,7 +32,7 @@ impl File {
         }
     }
 
-    /// Constants of its own that a text needs even where the entry point in use does not.
+    /// Constants that a source needs even if the entry point in use does not.
     const fn defaults(self) -> &'static [(&'static str, &'static str)] {
         match self {
             File::Elements => &[("UNIT", "1u")],
@@ -62,14 +62,14 @@ impl Display for Value {
     }
 }
 
-/// A specialised kernel: the key of the pipeline cache.
+/// A specialised kernel, which is the key of the pipeline cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Kernel {
     pub(crate) file: File,
     pub(crate) entry: &'static str,
-    /// Threads of a group.
+    /// Threads per workgroup.
     pub(crate) group: u32,
-    /// Values that are summed over a group at once; 0: none.
+    /// Values that are summed over a workgroup at once; 0 for none.
     pub(crate) sums: u32,
     consts: Vec<(&'static str, Value)>,
 }
@@ -84,17 +84,17 @@ impl Kernel {
         self
     }
 
-    /// With a number of its own.
+    /// Adds a numeric constant.
     pub(crate) fn number(self, name: &'static str, value: u32) -> Kernel {
         self.with(name, Value::Number(value))
     }
 
-    /// With a truth value of its own.
+    /// Adds a boolean constant.
     pub(crate) fn flag(self, name: &'static str, value: bool) -> Kernel {
         self.with(name, Value::Flag(value))
     }
 
-    /// With the dtype of an operand: `D0` .. `D5`, `OUT`.
+    /// Adds the dtype of an operand: `D0` .. `D5`, `OUT`.
     pub(crate) fn dtype(self, name: &'static str, dtype: DType) -> Kernel {
         self.with(name, Value::Type(dtype))
     }
@@ -104,7 +104,7 @@ impl Kernel {
         self
     }
 
-    /// The whole text.
+    /// Returns the whole source text.
     pub(crate) fn source(&self, subgroups: bool) -> String {
         let mut text = String::new();
         let mut constant = |name: &str, value: &dyn Display| {
@@ -127,7 +127,7 @@ impl Kernel {
     }
 }
 
-/// A number that changes when a text does (FNV-1a).
+/// Returns a digest of all sources (FNV-1a).
 pub(crate) fn digest() -> u64 {
     let texts = [COMMON, REDUCE_GROUPS, REDUCE_SUBGROUPS].into_iter().chain(File::ALL.map(File::text));
     let bytes = texts.flat_map(str::bytes);

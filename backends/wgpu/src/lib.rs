@@ -21,7 +21,7 @@
 //!
 //! KV pages are `[kv_heads, page_tokens, head_dim]` inside, preferably of 16 tokens.
 
-// Trusted shaders and Vulkan's memory heaps are behind unsafe calls; each block says why it is sound.
+// trusted shaders and Vulkan's memory heaps need unsafe calls; each block says why it is sound
 #![allow(unsafe_code)]
 
 mod clock;
@@ -38,7 +38,7 @@ pub use device::{AdapterOverrides, WgpuDevice};
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, Result};
 use std::sync::Arc;
 
-/// Finds and opens adapters: `wgpu` is the first, `wgpu:1` the second.
+/// Enumerates and opens adapters: `wgpu` is the first, `wgpu:1` the second.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WgpuBackend;
 

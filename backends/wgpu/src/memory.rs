@@ -1,4 +1,4 @@
-//! Device buffers, and the transfers between them and the host.
+//! Device buffers, and transfers between them and the host.
 
 use crate::faults::Faults;
 use mixfleet_hal::{Buffer, Error, ErrorKind, Result, Slice};
@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use wgpu::{BufferDescriptor, BufferUsages, CommandEncoderDescriptor, MapMode, PollType};
 
-/// Bindings that kernels read 16 bytes at a time end at a multiple of 16, and none may be empty.
+/// Padding of buffers: bindings that kernels read 16 bytes at a time end at a multiple of 16, and none may be
+/// empty.
 const PAD_BYTES: u64 = 16;
-/// Bytes that a transfer moves at once: what it takes of staging memory, twice.
+/// Bytes that a transfer moves at once; it uses twice as much staging memory.
 const STAGE_BYTES: u64 = 16 << 20;
 
-/// A buffer. wgpu frees it after the commands in flight that use it.
+/// A buffer, which wgpu frees once the commands in flight that use it are done.
 #[derive(Debug)]
 pub(crate) struct Memory {
     buffer: wgpu::Buffer,
@@ -20,14 +21,14 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// `bytes` bytes on `link`'s device.
+    /// Allocates `bytes` bytes on `link`'s device.
     pub(crate) fn new(link: &DeviceQueue, bytes: u64) -> Result<Memory> {
         let size = bytes.next_multiple_of(PAD_BYTES) + PAD_BYTES;
         let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
         Ok(Memory { buffer: link.buffer("an allocation", size, usage)?, bytes })
     }
 
-    /// The memory behind a slice.
+    /// Returns the memory of a slice.
     pub(crate) fn of(slice: &Slice) -> Result<&Memory> {
         let memory = slice.buffer.as_any().downcast_ref::<Memory>();
         memory.ok_or_else(|| Error::invalid("wgpu: the slice belongs to another device"))
@@ -48,18 +49,18 @@ impl Buffer for Memory {
     }
 }
 
-/// A wgpu device with its one queue, on which everything is ordered: a transfer follows all that was
-/// submitted before it, and precedes all that comes later.
+/// A wgpu device with its single queue, which orders everything: a transfer follows all earlier submissions
+/// and precedes all later ones.
 pub(crate) struct DeviceQueue {
     pub(crate) device: wgpu::Device,
     pub(crate) queue: wgpu::Queue,
     pub(crate) faults: Arc<Faults>,
-    /// Host-visible memory for `read`; the lock is held for the whole of a transfer, so that two that
-    /// share a word do not mix.
+    /// Host-visible memory for `read`. The lock is held during a whole transfer, so that two transfers that
+    /// share a word do not interleave.
     stage: Mutex<Option<wgpu::Buffer>>,
 }
 
-/// Waits for ever, for this or the last submission.
+/// Waits without a timeout for this or the last submission.
 fn until(submission_index: Option<wgpu::SubmissionIndex>) -> PollType {
     PollType::Wait { submission_index, timeout: None }
 }
@@ -90,7 +91,7 @@ impl DeviceQueue {
         Ok(memory)
     }
 
-    /// Copies `data` to `to`. wgpu moves whole words: those at the ends are read and patched.
+    /// Copies `data` to `to`. wgpu moves whole words, so partial words at the ends are read and patched.
     pub(crate) fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         let memory = DeviceQueue::check(to, data.len())?;
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
@@ -115,13 +116,13 @@ impl DeviceQueue {
         Ok(())
     }
 
-    /// Copies whole words to the device, and starts.
+    /// Starts to copy whole words to the device.
     fn copy_in(&self, memory: &Memory, at: u64, data: &[u8]) -> Result<()> {
         let before = self.guard("write", || {
             self.queue.write_buffer(&memory.buffer, at, data);
             self.queue.submit([])
         })?;
-        // a large upload keeps no more than its last piece in staging memory
+        // bound the staging memory of a large upload to its last piece
         if data.len() as u64 == STAGE_BYTES {
             self.settle(before)?;
         }
@@ -150,7 +151,7 @@ impl DeviceQueue {
         Ok(())
     }
 
-    /// Copies at most a stage from any byte on.
+    /// Copies at most one stage, starting at any byte.
     fn copy_out(
         &self,
         stage: &mut Option<wgpu::Buffer>,
@@ -190,14 +191,14 @@ impl DeviceQueue {
             .map_err(|error: String| Error::new(ErrorKind::Other, format!("wgpu: mapping: {error}")))
         });
         if copied.is_err() {
-            // its state is not known
+            // its state is unknown
             *stage = None;
         }
         copied
     }
 }
 
-/// Operands without a device, for tests of what is made of them.
+/// Operands without a device, for tests of planning.
 #[cfg(test)]
 pub(crate) mod testing {
     use super::*;
@@ -217,8 +218,8 @@ pub(crate) mod testing {
         }
     }
 
-    /// The operands of `sig`, at offsets that suit nobody: each in a buffer of its own, or in one. Pools have
-    /// nine pages.
+    /// Returns the operands of `sig` at awkward offsets, in separate buffers or in one; paged KV has nine
+    /// pages.
     pub(crate) fn slices(sig: &OpSig, together: bool) -> Vec<Slice> {
         let operands = sig.operands();
         let bytes: Vec<u64> = operands

@@ -1,4 +1,4 @@
-//! Compiled kernels, each compiled on first use and then kept.
+//! Compiled kernels, cached after their first use.
 
 use crate::kernels::Kernel;
 use crate::memory::DeviceQueue;
@@ -12,28 +12,28 @@ use wgpu::{
     ShaderRuntimeChecks, ShaderSource, ShaderStages,
 };
 
-/// Bytes of immediates that every kernel may use; Vulkan guarantees as many.
+/// Bytes of immediates available to every kernel; Vulkan guarantees as many.
 pub(crate) const IMMEDIATE_BYTES: u32 = 128;
 
-/// A kernel that can be dispatched.
+/// A compiled kernel.
 pub(crate) struct Pipeline {
     pub(crate) pipeline: ComputePipeline,
     pub(crate) layout: BindGroupLayout,
 }
 
-/// The pipelines of a device.
+/// The pipeline cache of a device.
 pub(crate) struct Pipelines {
     subgroups: bool,
     kept: Mutex<HashMap<Kernel, Arc<Pipeline>>>,
 }
 
 impl Pipelines {
-    /// With kernels that use subgroups, or without.
+    /// Creates a cache of kernels with or without subgroups.
     pub(crate) fn new(subgroups: bool) -> Pipelines {
         Pipelines { subgroups, kept: Mutex::default() }
     }
 
-    /// The pipeline of `kernel` with these binding numbers, which follow from the kernel.
+    /// Returns the pipeline of `kernel` with these binding numbers, which follow from the kernel.
     pub(crate) fn get(&self, link: &DeviceQueue, kernel: &Kernel, numbers: &[u32]) -> Result<Arc<Pipeline>> {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pipeline) = kept.get(kernel) {

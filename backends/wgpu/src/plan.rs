@@ -28,29 +28,29 @@ use crate::kernels::{File, Kernel};
 use mixfleet_hal::{DType, Error, OpSig, OperandAccess, Result, Slice};
 use std::sync::Arc;
 
-/// Threads of a group in kernels without a reason for another number.
+/// Default number of threads per workgroup.
 const GROUP: u32 = 64;
-/// Threads of a group that works on a row.
+/// Threads of a workgroup that processes a row.
 const ROW_GROUP: u32 = 256;
-/// Groups along a dimension of a grid, as every adapter allows.
+/// Maximum number of workgroups in each dimension, as every adapter supports.
 const GRID_MAX: u32 = 65535;
-/// Alignment within scratch memory: no adapter asks for more.
+/// Alignment within scratch memory, the largest that any adapter requires.
 const SCRATCH_ALIGN: u64 = 256;
-/// Bindings: inputs come from 0 on, their views of 16-byte vectors from 8 on, outputs from 16 on.
+/// First binding of views as 16-byte vectors; inputs start at 0, views at 8, outputs at 16.
 const VIEWS: u32 = 8;
-/// The first binding of an output.
+/// First binding of outputs.
 pub(crate) const OUTPUTS: u32 = 16;
-/// NaN, which no constant in WGSL can be.
+/// Bits of NaN, which no WGSL constant can be.
 const NAN: u32 = 0x7FC0_0000;
 
-/// Where an operand lies.
+/// Where an operand is stored.
 #[derive(Clone, Debug)]
 pub(crate) enum OperandLocation {
     /// In a caller's buffer.
     Buffer(Slice),
-    /// In the queue's memory for inputs that were copied aside.
+    /// In the queue's memory for inputs that were copied.
     Aside,
-    /// In the queue's memory for intermediate results.
+    /// In the queue's scratch memory.
     Scratch,
 }
 
@@ -69,7 +69,7 @@ impl OperandLocation {
 #[derive(Clone, Debug)]
 pub(crate) struct Window {
     pub(crate) place: OperandLocation,
-    /// First byte in the buffer.
+    /// Offset of the first byte in the buffer.
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
 }
@@ -82,7 +82,7 @@ struct Operand {
 }
 
 impl Operand {
-    /// `count` elements from element `first` on.
+    /// Returns `count` elements, starting at element `first`.
     fn part(&self, first: u64, count: u64) -> Operand {
         let size = self.dtype.size_bytes();
         let Window { place, offset, .. } = self.window.clone();
@@ -95,38 +95,38 @@ impl Operand {
     }
 }
 
-/// A piece of work for the device.
+/// A unit of work for the device.
 #[derive(Clone, Debug)]
 pub(crate) enum Work {
     Dispatch {
         kernel: Kernel,
-        /// Binding numbers, and what is bound.
+        /// Binding numbers, with what is bound.
         bindings: Vec<(u32, Window)>,
-        /// The immediates.
+        /// The immediates, as words.
         words: Vec<u32>,
-        /// Groups along x and y.
+        /// Number of workgroups along x and y.
         grid: (u32, u32),
     },
-    /// Between ranges of equal length.
+    /// A copy between ranges of equal length.
     Copy { from: Window, to: Window },
 }
 
-/// What the adapter demands.
+/// The adapter's requirements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Demands {
-    /// Largest binding, in bytes.
+    /// Maximum size of a binding in bytes.
     pub(crate) binding_bytes_max: u64,
-    /// A binding begins at a multiple of this.
+    /// Alignment of a binding's start.
     pub(crate) binding_align: u64,
 }
 
-/// Turns commands into work, and notes how much scratch memory that takes.
+/// Plans commands as work, and tracks how much scratch memory that takes.
 pub(crate) struct Planner {
     demands: Demands,
     pub(crate) works: Vec<Work>,
     pub(crate) aside_bytes: u64,
     pub(crate) scratch_bytes: u64,
-    /// Scratch in use by the command in hand.
+    /// Scratch memory used by the current command.
     scratch_used: u64,
 }
 
@@ -135,9 +135,9 @@ impl Planner {
         Planner { demands, works: Vec::new(), aside_bytes: 0, scratch_bytes: 0, scratch_used: 0 }
     }
 
-    /// Whether `sig` can be cut small enough for this adapter.
+    /// Whether `sig` can be split finely enough for this adapter.
     pub(crate) fn supports(demands: Demands, sig: &OpSig) -> bool {
-        // nothing is allocated: any place will do
+        // nothing is allocated, so any location will do
         let operands = sig.operands().into_iter().map(|operand| {
             let elements = match operand.extent {
                 mixfleet_hal::op::Extent::Exactly(n) | mixfleet_hal::op::Extent::PagesOf(n) => n,
@@ -152,7 +152,7 @@ impl Planner {
         Planner::new(demands).plan(sig, &operands).is_ok()
     }
 
-    /// Adds a command.
+    /// Plans a command.
     pub(crate) fn add(&mut self, cmd: &mixfleet_hal::Cmd) -> Result<()> {
         let kinds = cmd.sig().operands();
         let operands = kinds.iter().zip(cmd.args()).map(|(kind, slice)| {
@@ -226,19 +226,19 @@ impl Planner {
         Ok(())
     }
 
-    /// Bytes of an operand that fit into a binding wherever they begin.
+    /// Returns the bytes of an operand that fit into a binding wherever they begin.
     fn window_bytes(&self) -> u64 {
         // a window begins up to an alignment early, and a view ends up to 12 bytes late
         self.demands.binding_bytes_max.saturating_sub(self.demands.binding_align + 12)
     }
 
-    /// Cuts `rows` rows of at most `row_bytes` bytes in any operand into runs (first, count) that fit. Runs
-    /// begin with an even row, so that rows of odd length and 16 bits begin with a word.
+    /// Splits `rows` rows, of at most `row_bytes` bytes in any operand, into runs (first, count) that fit.
+    /// Runs begin at an even row, so that 16-bit rows of odd length begin at a word.
     fn runs(&self, sig: &OpSig, rows: u64, row_bytes: u64) -> Result<Vec<(u64, u64)>> {
         self.runs_of(sig, rows, row_bytes, 2)
     }
 
-    /// The same, with runs that begin at multiples of `unit`.
+    /// Splits as `runs`, but into runs that begin at multiples of `unit`.
     fn runs_of(&self, sig: &OpSig, rows: u64, row_bytes: u64, unit: u64) -> Result<Vec<(u64, u64)>> {
         let fit = (self.window_bytes() / row_bytes.max(1)).min(u64::from(u32::MAX));
         if fit >= rows {
@@ -255,7 +255,7 @@ impl Planner {
         Ok((0..rows.div_ceil(step)).map(|i| (i * step, step.min(rows - i * step))).collect())
     }
 
-    /// Takes scratch memory for this command.
+    /// Allocates scratch memory for the current command.
     fn scratch(&mut self, elements: u64) -> Operand {
         let (offset, bytes) = (self.scratch_used, elements * 4);
         self.scratch_used = (offset + bytes).next_multiple_of(SCRATCH_ALIGN);
@@ -263,8 +263,8 @@ impl Planner {
         Operand { window: Window { place: OperandLocation::Scratch, offset, bytes }, dtype: DType::F32 }
     }
 
-    /// A dispatch of `groups` groups; `inputs` and `outputs` bind in order, and the vector views of a kernel
-    /// that has them are bound beside.
+    /// Adds a dispatch of `groups` workgroups; `inputs` and `outputs` bind in order, and vector views are
+    /// bound in addition if the kernel has them.
     fn dispatch(
         &mut self,
         kernel: &Kernel,
@@ -327,7 +327,7 @@ impl Planner {
             return;
         }
         let (mut from, to) = (from.window.clone(), to.window.clone());
-        // a copy within a buffer is forbidden too
+        // copies within a buffer are forbidden too
         if from.place.shares(&to.place) {
             let aside = Window { place: OperandLocation::Aside, offset: 0, bytes: from.bytes };
             self.aside_bytes = self.aside_bytes.max(from.bytes);
@@ -347,7 +347,7 @@ impl Planner {
         Ok(())
     }
 
-    /// `narrow`: rounds `wide` to `out`, or adds it.
+    /// Adds a kernel that rounds `wide` to `out`, or accumulates it.
     fn narrow(&mut self, wide: &Operand, out: &Operand, accumulate: bool) {
         let kernel = Kernel::new(File::Elements, "narrow", GROUP).dtype("OUT", out.dtype);
         let count = out.elements();
@@ -422,7 +422,8 @@ impl Planner {
         Ok(())
     }
 
-    /// `attn_merge` of `[parts, rows, dim]`; with `stat_out` the result is a part again, else normalised.
+    /// Adds an `attn_merge` of `[parts, rows, dim]`; with `stat_out` the result is a part again, otherwise it
+    /// is normalised.
     fn merge(
         &mut self,
         sig: &OpSig,
@@ -431,25 +432,25 @@ impl Planner {
         out: &Operand,
         stat_out: Option<&Operand>,
     ) -> Result<()> {
-        // parts lie apart: only all of them can be bound
+        // parts are not contiguous, so all of them must fit one binding
         self.runs_of(sig, 1, acc.window.bytes.max(stat.window.bytes), 1)?;
         let kernel = Kernel::new(File::Merge, "attn_merge", GROUP)
             .dtype("OUT", out.dtype)
             .flag("NORMALISED", stat_out.is_none());
         let shape = [parts, rows, dim, rows];
         let groups = words(u64::from(rows) * u64::from(dim), out.dtype).div_ceil(GROUP.into());
-        // a normalising kernel never writes its second output, which is bound all the same
+        // a normalising kernel never writes its second output, which must be bound anyway
         self.dispatch(&kernel, &[acc, stat], &[out, stat_out.unwrap_or(out)], &shape, groups);
         Ok(())
     }
 }
 
-/// Words that `count` elements take.
+/// Returns the number of words that `count` elements take.
 fn words(count: u64, dtype: DType) -> u64 {
     (count * dtype.size_bytes()).div_ceil(4)
 }
 
-/// `Shape` of elements.wgsl.
+/// Returns `Shape` of elements.wgsl.
 fn element_shape(count: u64, width: u32, heads: u32, (first, end): (u32, u32), word: u32) -> [u32; 6] {
     [count as u32, width, heads, first, end, word]
 }

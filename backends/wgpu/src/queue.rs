@@ -1,7 +1,7 @@
-//! An in-order queue: prepares bind groups, encodes a batch, submits, and waits by polling.
+//! An in-order queue: prepares bind groups, encodes a batch, submits it, and waits by polling.
 //!
-//! All queues of a device share wgpu's one queue, which keeps the order of submission and puts the barriers
-//! between dispatches that depend on each other.
+//! All queues of a device share wgpu's single queue, which keeps the order of submission and inserts barriers
+//! between dependent dispatches.
 
 use crate::clock::{Clock, Clocks};
 use crate::device::Shared;
@@ -22,14 +22,14 @@ use wgpu::{
     PollType, SubmissionIndex,
 };
 
-/// Batches whose times are kept for a late `wait`.
+/// Number of batches whose times are kept for a late `wait`.
 const BATCHES_KEPT: usize = 4096;
-/// Batches under way before a `submit` looks whether some are over, to reuse their timestamps.
+/// Number of batches in flight beyond which `submit` checks for completed ones, to reuse their timestamps.
 const BATCHES_UNCHECKED: usize = 32;
-/// The longest wait that wgpu is asked for at once: it counts nanoseconds in 64 bits.
+/// Maximum single wait, since wgpu counts nanoseconds in 64 bits.
 const WAIT_MAX: Duration = Duration::from_secs(1 << 24);
 
-/// A batch that was handed over.
+/// A submitted batch.
 enum Batch {
     /// Under way.
     Running {
@@ -38,12 +38,12 @@ enum Batch {
         over: Arc<AtomicBool>,
         clock: Option<Clock>,
     },
-    /// Had nothing to do: over with the batch before it.
+    /// An empty batch, which ends with the one before it.
     Empty(Option<SubmissionIndex>),
     Done(Elapsed),
 }
 
-/// Work with everything that encoding needs.
+/// A unit of work with everything that encoding needs.
 enum EncoderStep {
     Dispatch { pipeline: Arc<Pipeline>, group: BindGroup, words: Vec<u32>, grid: (u32, u32) },
     Copy { from: (Buffer, u64), to: (Buffer, u64), bytes: u64 },
@@ -64,14 +64,14 @@ impl Graph for Recorded {
 pub(crate) struct WgpuQueue {
     shared: Arc<Shared>,
     clocks: Clocks,
-    /// Inputs copied aside, and intermediate results. Commands run in order, so all share them.
+    /// Copied inputs and intermediate results, which all commands share because they run in order.
     aside: Option<Buffer>,
     scratch: Option<Buffer>,
     batches: VecDeque<Batch>,
     /// Ticket of the first batch in `batches`.
     first: u64,
     last: Option<SubmissionIndex>,
-    /// Set by the first failure: (ticket that failed, why).
+    /// The first failure, as the ticket and its error.
     failed: Option<(u64, Error)>,
 }
 
@@ -89,7 +89,7 @@ impl WgpuQueue {
         }
     }
 
-    /// Checks and prepares a batch: nothing is submitted if any of it fails.
+    /// Checks and prepares a batch; nothing is submitted if any of this fails.
     fn resolve(&mut self, cmds: &[Cmd]) -> Result<Vec<EncoderStep>> {
         for slice in cmds.iter().flat_map(Cmd::args) {
             Memory::of(slice)?;
@@ -157,7 +157,7 @@ impl WgpuQueue {
         }
     }
 
-    /// Encodes and submits; what fails here fails the queue.
+    /// Encodes and submits a batch; a failure here fails the queue.
     fn run(&mut self, steps: &[EncoderStep]) -> Result<Ticket> {
         if let Some((_, error)) = &self.failed {
             return Err(error.clone());
@@ -204,12 +204,12 @@ impl WgpuQueue {
         Ok(Batch::Running { index, since, over, clock })
     }
 
-    /// Notes batches that are over, and lets go of the oldest.
+    /// Notes completed batches, and forgets the oldest.
     fn tidy(&mut self) -> Result<()> {
         let running = |batch: &&Batch| matches!(batch, Batch::Running { .. });
         if self.batches.iter().rev().take_while(running).count() >= BATCHES_UNCHECKED {
             let link = &self.shared.link;
-            // an error of the poll shows in the next wait
+            // an error of the poll shows up in the next wait
             let _ = link.guard("polling", || link.device.poll(PollType::Poll))?;
         }
         for at in 0..self.batches.len() {
@@ -226,7 +226,7 @@ impl WgpuQueue {
         Ok(())
     }
 
-    /// Takes the time of a batch that is over.
+    /// Collects the time of a completed batch.
     fn settle(&mut self, at: usize) -> Result<()> {
         let Some(batch) = self.batches.get_mut(at) else { return Ok(()) };
         let Batch::Running { since, clock, .. } = batch else { return Ok(()) };

@@ -1,20 +1,20 @@
-//! The kernels' texts, and how a program is put together from them.
+//! Kernel sources, and how a program is assembled from them.
 
 use std::fmt::Display;
 
-/// A text that several kinds of GPU share.
+/// Includes a source that several kinds of GPU share.
 macro_rules! portable {
     ($file:literal) => {
         include_str!(concat!("../../../portable/", $file))
     };
 }
 
-/// The instructions that kernels use beyond C; a test replaces this text by functions for the CPU.
+/// Device intrinsics that kernels use beyond C; a test replaces this text by functions for the CPU.
 pub const DEVICE: &str = include_str!("device.h");
 
 const DECODE: &str = concat!(portable!("keys.h"), include_str!("decode.h"));
 
-/// A program's text, without macros and prologue.
+/// A source file, without macros and prologue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum KernelSource {
     /// `add`, `silu_mul`, `rope`, `embed`.
@@ -25,7 +25,7 @@ pub enum KernelSource {
     Merge,
     /// `rms_norm`, `argmax`.
     Rows,
-    /// `gemv`, `gemm` for any dtypes and shapes.
+    /// `gemv` and `gemm` for any dtypes and shapes.
     Gemm,
     /// `gemm_few_rows` on tensor cores.
     FewRows,
@@ -42,7 +42,7 @@ pub enum KernelSource {
 }
 
 impl KernelSource {
-    /// The name of its file, for messages.
+    /// Returns the name of its file, for messages.
     pub fn name(self) -> &'static str {
         match self {
             KernelSource::Elements => "elements.c",
@@ -76,23 +76,23 @@ impl KernelSource {
     }
 }
 
-/// A text with its macros: what is compiled once and kept.
+/// A source file with its macros, which is compiled once and cached.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KernelProgram {
-    /// The text.
+    /// The source file.
     pub body: KernelSource,
-    /// `#define` lines.
+    /// The macros, as `#define` lines.
     pub macros: String,
 }
 
 impl KernelProgram {
-    /// `body` with `macros`, as names and values.
+    /// Combines `body` with `macros`, given as names and values.
     pub(crate) fn new(body: KernelSource, macros: &[(&str, &dyn Display)]) -> KernelProgram {
         let macros = macros.iter().map(|(name, value)| format!("#define {name} {value}\n")).collect();
         KernelProgram { body, macros }
     }
 
-    /// The whole source over `device`: [`DEVICE`], or what stands in for it.
+    /// Returns the whole source on top of `device`, which is [`DEVICE`] or a substitute.
     pub fn source(&self, device: &str) -> String {
         let mut texts = vec![device, &self.macros, portable!("cuda.h"), portable!("common.h")];
         texts.extend(self.body.texts());

@@ -1,25 +1,25 @@
-//! Which attention kernel runs, and how decode attention is cut into parts.
+//! Selects the attention kernel, and how decode attention is split into parts.
 
 use super::{DeviceRange, KernelArg, PlanStep, PlanTarget, VEC_BYTES, launch};
 use crate::kernels::{KernelProgram, KernelSource};
 use mixfleet_hal::{DType, OpSig, Result, Support};
 use std::fmt::Display;
 
-/// Threads of a block: both decode kernels and `attn_prefill_mma` have 4 warps.
+/// Threads per block: both decode kernels and `attn_prefill_mma` have 4 warps.
 const THREADS: u32 = 128;
-/// Threads of a block in the portable `attn_prefill`.
+/// Threads per block in the portable `attn_prefill`.
 const PORTABLE_THREADS: u32 = 64;
-/// Keys of a tile in `attn_prefill_mma`.
+/// Keys per tile in `attn_prefill_mma`.
 const TILE: u32 = 64;
-/// Blocks that a multiprocessor holds at once, by the registers of `attn_decode_mma`.
+/// Blocks resident on a multiprocessor, as limited by the registers of `attn_decode_mma`.
 const RESIDENT: u64 = 3;
-/// Keys of a part: multiples of 64 (4 warps of 16 keys); below this many, partial results and the
-/// start of a block cost more than they bring, once all multiprocessors have work.
+/// Granularity of a part in keys: a multiple of 64 (4 warps of 16 keys). Smaller parts cost more in partial
+/// results and block starts than they gain once all multiprocessors are busy.
 const CHUNK_STEP: u64 = 64;
 const CHUNK_FULL: u64 = 512;
-/// Query heads of a block.
+/// Query heads per block.
 const HEADS_MAX: u32 = 8;
-/// Blocks that may find nothing to do: about a nanosecond each.
+/// Maximum number of blocks that may be idle, at about a nanosecond each.
 const IDLE_BLOCKS_MAX: u64 = 8192;
 
 fn aligned(operands: &[DeviceRange]) -> bool {
@@ -33,7 +33,8 @@ fn on_tensor_cores(x: DType, kv: DType, head_dim: u32, target: &PlanTarget) -> b
         && matches!(kv, DType::Bf16 | DType::F16)
 }
 
-/// Rows of a block and its dynamic shared memory: the queries, and two tiles each of keys and values.
+/// Returns the rows of a block and its dynamic shared memory: the queries, and two tiles each of keys and
+/// values.
 fn prefill_block(row_tiles: u32, head_dim: u32) -> (u32, u32) {
     let rows = 64 * row_tiles;
     (rows, (rows + 4 * TILE) * head_dim * 2)
@@ -70,7 +71,7 @@ pub(super) fn prefill(
     args.extend([tokens, window.unwrap_or(u32::MAX)].map(KernelArg::U32));
     let macros: [(&str, &dyn Display); 3] = [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim)];
     let rows = u64::from(tokens) * u64::from(heads / kv_heads.max(1));
-    // smaller blocks where larger ones would leave multiprocessors idle
+    // smaller blocks if larger ones would leave multiprocessors idle
     let blocks = rows.div_ceil(prefill_block(2, head_dim).0.into()) * u64::from(kv_heads);
     let row_tiles = if blocks >= 2 * u64::from(target.multiprocessors) { 2 } else { 1 };
     let (block_rows, shared_bytes) = prefill_block(row_tiles, head_dim);
@@ -119,7 +120,8 @@ fn cut(sig: &OpSig, blocks_per_part: u64, target: &PlanTarget) -> (u64, u64) {
     (parts.max(1), chunk)
 }
 
-/// Elements of a lane in `attn_decode`: the fewest with which 32 lanes span a head, else what divides it.
+/// Returns the elements per lane in `attn_decode`: the fewest with which 32 lanes span a head, or else a
+/// divisor.
 fn lane_elements(head_dim: u32) -> u32 {
     let divides = |width: &u32| head_dim.is_multiple_of(*width);
     let spans = [1, 2, 4].into_iter().filter(divides).find(|width| head_dim / width <= 32);

@@ -1,6 +1,6 @@
-//! Which way a GEMM goes.
+//! Selects the kernel of a GEMM.
 //!
-//! | way | when |
+//! | kernel | when |
 //! |---|---|
 //! | `gemm_few_rows`, tensor cores | up to 16 rows; bf16 or f16 twice, or f32 rows over bf16 weights |
 //! | cuBLASLt | equal dtypes (bf16, f16, f32; f8 from 8.9 on), narrow or f32 output |
@@ -12,12 +12,12 @@ use crate::kernels::{KernelProgram, KernelSource};
 use mixfleet_hal::{DType, OpSig, Result, Support};
 use std::fmt::Display;
 
-/// Above this the weights' traffic no longer decides, and cuBLASLt's tiles win.
+/// Rows above which the weights' traffic no longer dominates and cuBLASLt's tiles win.
 const FEW_ROWS_MAX: u32 = 16;
-/// Rows of a block in `gemv`, and up to where it reads the weights once.
+/// Rows per block in `gemv`, up to which it reads the weights once.
 const GEMV_ROWS: u32 = 4;
 const GEMV_THREADS: u32 = 128;
-/// Edge of a tile in `gemm`, and its threads.
+/// Edge length of a tile in `gemm`, and its threads.
 const TILE: u32 = 64;
 const TILE_THREADS: u32 = 256;
 
@@ -31,7 +31,7 @@ enum GemmPath {
 
 fn way(sig: &OpSig, aligned: bool, target: &PlanTarget) -> GemmPath {
     let OpSig::Gemm { m, k, x, weight, .. } = *sig else { unreachable!("called for gemm") };
-    // f16 has too small a range to hold what f16 leaves of an f32
+    // f16 cannot represent what remains of an f32 after rounding it to f16
     let split = match (x, weight) {
         (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16) => Some(1),
         (DType::F32, DType::Bf16) => Some(3),
@@ -49,7 +49,7 @@ fn way(sig: &OpSig, aligned: bool, target: &PlanTarget) -> GemmPath {
 }
 
 /// Whether cuBLASLt has kernels for it: equal dtypes, and rows that are whole 16-byte vectors. Its bias has
-/// the output's dtype, ours the weights'; its f8 bias is bf16.
+/// the output's dtype while ours has the weights'; its f8 bias is bf16.
 fn blas_takes(sig: &OpSig, aligned: bool, target: &PlanTarget) -> bool {
     let OpSig::Gemm { n, k, x, weight, out, bias, .. } = *sig else { unreachable!("called for gemm") };
     let vectors = |elements: u32, dtype: DType| {
@@ -58,7 +58,7 @@ fn blas_takes(sig: &OpSig, aligned: bool, target: &PlanTarget) -> bool {
     let dtypes = match x {
         DType::F32 => out == DType::F32,
         DType::Bf16 | DType::F16 => out == x || out == DType::F32,
-        // n too must be a multiple of 16
+        // n must be a multiple of 16 too
         DType::F8E4m3 => target.capability >= 89 && out != DType::F16 && n % 16 == 0,
         DType::U32 => false,
     };
@@ -101,7 +101,7 @@ pub(super) fn plan(
     let step = match way {
         GemmPath::FewRows { split } => few_rows((m, n), split, &dtypes, args, target)?,
         GemmPath::Gemv => {
-            // a last word may be shorter than a vector: only rows need to be whole vectors
+            // the last vector of a row must be whole
             let vec = vector(k.into(), &operands[..2]);
             let macros = [&dtypes[..], &[("VEC", &vec), ("GROUP", &GEMV_THREADS)]].concat();
             let grid = [n.into(), m.div_ceil(GEMV_ROWS).into(), 1];
@@ -116,8 +116,8 @@ pub(super) fn plan(
     Ok(vec![step])
 }
 
-/// Two tiles of weight rows to a block read `x` half as often, where there are blocks enough; few blocks get
-/// more warps to share k.
+/// Blocks with two tiles of weight rows read `x` half as often, if there are enough blocks; with few blocks,
+/// more warps share k.
 fn few_rows(
     (m, n): (u32, u32),
     split: u32,
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(way_of((4, 4096, 4096), (F32, F32, F32), true), GemmPath::Gemv);
         assert_eq!(way_of((5, 4096, 4096), (F32, F32, F32), true), GemmPath::Blas);
         assert_eq!(way_of(large, (F8E4m3, F8E4m3, Bf16), false), GemmPath::Blas);
-        // a bias in another dtype than the output's, unlike dtypes, odd rows
+        // a bias in another dtype than the output's, mixed dtypes, odd rows
         assert_eq!(way_of(large, (Bf16, Bf16, F32), true), GemmPath::Tiles);
         assert_eq!(way_of(large, (F32, F16, F32), false), GemmPath::Tiles);
         assert_eq!(way_of((64, 4096, 4097), (Bf16, Bf16, Bf16), false), GemmPath::Tiles);

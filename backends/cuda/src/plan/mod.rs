@@ -1,7 +1,7 @@
-//! From a command to launches: which kernel with which macros, on which grid, with which arguments.
+//! Plans commands as launches: which kernel with which macros, grid and arguments.
 //!
-//! Pure: it knows addresses, shapes and the target's size, and calls nothing. The queue runs what it says on a
-//! GPU, and a test runs the same on a CPU.
+//! Planning is pure: it knows addresses, shapes and the target's size, and calls nothing. The queue runs a
+//! plan on a GPU, and a test runs the same plan on a CPU.
 
 mod attention;
 mod gemm;
@@ -10,27 +10,27 @@ use crate::kernels::{KernelProgram, KernelSource};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{DType, Error, OpSig, Result, Support};
 
-/// A range of the device's memory.
+/// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceRange {
-    /// Of its first byte.
+    /// Address of its first byte.
     pub address: u64,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
-/// What plans depend on.
+/// The properties of a device that plans depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanTarget {
     /// Compute capability, times ten: 90 for 9.0.
     pub capability: u32,
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: u32,
-    /// Shared memory that a block may have, in bytes.
+    /// Maximum shared memory of a block in bytes.
     pub shared_bytes_max: u32,
-    /// cuBLASLt is there.
+    /// Whether cuBLASLt is available.
     pub blas: bool,
-    /// Memory of the queue for what kernels leave to each other.
+    /// Scratch memory of the queue for intermediate results.
     pub scratch: DeviceRange,
 }
 
@@ -39,39 +39,39 @@ pub struct PlanTarget {
 pub enum KernelArg {
     /// An operand's address.
     Address(u64),
-    /// A number.
+    /// A 32-bit integer.
     U32(u32),
-    /// A number.
+    /// A 64-bit integer.
     U64(u64),
-    /// A number.
+    /// A 32-bit float.
     F32(f32),
 }
 
-/// A kernel over a grid.
+/// A kernel launch over a grid.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelLaunch {
-    /// The program that it is in.
+    /// The program that contains the kernel.
     pub program: KernelProgram,
-    /// Its name.
+    /// Name of the kernel.
     pub kernel: &'static str,
-    /// Blocks.
+    /// Number of blocks in each dimension.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Dynamic shared memory of a block, in bytes.
+    /// Dynamic shared memory per block, in bytes.
     pub shared_bytes: u32,
-    /// In the kernel's order.
+    /// Arguments in the kernel's order.
     pub args: Vec<KernelArg>,
 }
 
-/// A product by cuBLASLt: `out [m, n] = x [m, k] . weight [n, k]^T (+ bias [n]) (+ out)`.
+/// A matrix product with cuBLASLt: `out [m, n] = x [m, k] . weight [n, k]^T (+ bias [n]) (+ out)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Matmul {
-    /// Rows, columns and common length.
+    /// Rows, columns and inner dimension.
     pub shape: (u32, u32, u32),
-    /// Of `x` and `weight`.
+    /// Dtype of `x` and `weight`.
     pub dtype: DType,
-    /// Of `out`, and of `bias`.
+    /// Dtype of `out` and `bias`.
     pub out_dtype: DType,
     /// Address of `x`.
     pub x: u64,
@@ -81,50 +81,50 @@ pub struct Matmul {
     pub bias: Option<u64>,
     /// Address of `out`.
     pub out: u64,
-    /// Adds to `out`.
+    /// Whether the result is added to `out`.
     pub accumulate: bool,
 }
 
-/// A part of what a command becomes.
+/// One step of a planned command.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PlanStep {
-    /// A kernel of ours.
+    /// A launch of one of our kernels.
     Launch(KernelLaunch),
-    /// A kernel of cuBLASLt.
+    /// A matrix product with cuBLASLt.
     Matmul(Matmul),
-    /// A copy by the driver: from, to, bytes.
+    /// A copy by the driver: source, destination, bytes.
     Copy(u64, u64, u64),
-    /// A fill by the driver: to, how many 32-bit words, the word.
+    /// A fill by the driver: destination, number of 32-bit words, the word.
     Fill(u64, u64, u32),
 }
 
-/// Every operand's offset must be a multiple of this: vectors of 16 bytes, and what cuBLASLt likes best.
+/// Alignment of every operand's offset, for vectors of 16 bytes and cuBLASLt's fastest kernels.
 pub const ALIGNMENT_BYTES: u64 = 256;
-/// One tile of decode attention: a warp's 16 keys then lie in one page.
+/// KV page size: one tile of decode attention, so that a warp's 16 keys lie in one page.
 pub const KV_PAGE_TOKENS: u32 = 16;
 
-/// Threads of a block where nothing else decides.
+/// Default number of threads per block.
 const THREADS: u32 = 256;
-/// Elements of a vector in the portable kernels, and the alignment that it needs.
+/// Elements per vector in the portable kernels, and the alignment that it requires.
 const VEC: u64 = 8;
 const VEC_BYTES: u64 = 16;
-/// The limit of a grid's second and third dimension.
+/// Limit of a grid's second and third dimension.
 const GRID_MAX: u64 = 65_535;
 
-/// Elements of a thread over rows of `n`: a vector where rows and operands are aligned to it.
+/// Returns the elements per thread over rows of `n`: a vector if rows and operands are aligned to it.
 fn vector(n: u64, operands: &[DeviceRange]) -> u64 {
     let aligned = operands.iter().all(|place| place.address.is_multiple_of(VEC_BYTES));
     if n.is_multiple_of(VEC) && aligned { VEC } else { 1 }
 }
 
-/// The operands as arguments, in order; the number of pages follows a `k_pool`.
+/// Returns the operands as arguments, in order; the number of pages follows a `k_pool`.
 fn arguments(sig: &OpSig, operands: &[DeviceRange]) -> Vec<KernelArg> {
     let kinds = sig.operands();
     let mut args = Vec::new();
     for (kind, place) in kinds.iter().zip(operands) {
         args.push(KernelArg::Address(place.address));
         if let (Extent::PagesOf(page), "k_pool") = (kind.extent, kind.name) {
-            // both pools are indexed alike: the smaller one bounds them
+            // keys and values share their indices, so the smaller one bounds them
             let v_pool = kinds.iter().position(|kind| kind.name == "v_pool");
             let bytes = v_pool.map_or(place.bytes, |i| operands[i].bytes.min(place.bytes));
             let pages = bytes / (page * kind.dtype.size_bytes()).max(1);
@@ -149,15 +149,15 @@ fn launch(
     Ok(PlanStep::Launch(KernelLaunch { program, kernel, grid, threads, shared_bytes: 0, args }))
 }
 
-/// One thread for each of `count`.
+/// Returns a grid of one thread for each of `count`.
 fn each(count: u64) -> ([u64; 3], u32) {
     ([count.div_ceil(THREADS.into()), 1, 1], THREADS)
 }
 
-/// What `sig` on `operands` becomes, in order; nothing when there is nothing to do.
+/// Plans `sig` on `operands` as steps in order; empty if there is nothing to do.
 ///
 /// # Errors
-/// `Unsupported` when the target cannot run it.
+/// `Unsupported` if the target cannot run it.
 pub fn plan(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Result<Vec<PlanStep>> {
     if support(sig, target) == Support::No {
         return Err(Error::unsupported(format!("cuda: this device cannot run {sig:?}")));
@@ -180,7 +180,7 @@ pub fn plan(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Resul
     Ok(steps.into_iter().filter(|step| !empty(step)).collect())
 }
 
-/// Operations of one portable kernel.
+/// Plans the operations that map to one portable kernel.
 fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Result<PlanStep> {
     match *sig {
         OpSig::Add { elements, x } | OpSig::SiluMul { elements, x } => {
@@ -246,7 +246,7 @@ fn elements_program(x: DType, table: DType, vec: u64) -> KernelProgram {
     )
 }
 
-/// One block per row, as large as the row can use.
+/// Returns a launch of one block per row, as large as the row can use.
 fn rows_launch(
     kernel: &'static str,
     (x, weight, out): (DType, DType, DType),
@@ -261,9 +261,9 @@ fn rows_launch(
     launch(KernelProgram::new(KernelSource::Rows, &macros), kernel, ([rows.into(), 1, 1], threads), args)
 }
 
-/// Whether `target` can run `sig`, and how well.
+/// Returns whether and how well `target` can run `sig`.
 pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
-    // a block holds a head of q and one of sums for each of its warps in shared memory
+    // shared memory holds a head of q and one of sums for each warp of a block
     const HEAD_DIM_MAX: u32 = 512;
     let eight_bits = |operand: &mixfleet_hal::Operand| operand.dtype == DType::F8E4m3;
     match *sig {

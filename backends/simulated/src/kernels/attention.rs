@@ -1,11 +1,11 @@
 //! Attention: the digest of a query and the *sum* of the hashes of the slots that it sees.
 //!
-//! A sum does not care how keys are divided among chunks, pages or parts. `AttnDecode` hands on sum and
-//! query, cut into pieces of 22 bits, which f32 holds exactly, and `AttnMerge` adds the sums of its
-//! parts. A head that is too short for six pieces keeps the lowest of each; prefill drops the same bits.
+//! A sum does not depend on how keys are divided among chunks, pages or parts. `AttnDecode` passes on sum and
+//! query, split into pieces of 22 bits, which f32 represents exactly, and `AttnMerge` adds the sums of its
+//! parts. A head too short for six pieces keeps the lowest of each; prefill drops the same bits.
 //!
-//! A token's digest is that of its first head, and a slot's hash covers all KV heads: parts may be
-//! ranges of tokens or requests, but not heads.
+//! A token's digest is that of its first head, and a slot's hash covers all KV heads: parts may be ranges of
+//! tokens or requests, but not heads.
 
 use super::{Tag, rows};
 use crate::digest::mix;
@@ -16,10 +16,10 @@ use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
 const PIECE_BITS: u32 = 22;
 const PIECES_MAX: u32 = 3;
 
-/// Ways in which one buffer is divided into pools at a time.
+/// Maximum number of ways in which one buffer is divided into pages at a time.
 const DIVISIONS_MAX: usize = 4;
 
-/// Pieces of the sum, and of the query, that a head of `head_dim` elements holds.
+/// Returns the number of pieces of the sum, and of the query, that a head of `head_dim` elements holds.
 fn pieces(head_dim: u32) -> u32 {
     (head_dim / 2).min(PIECES_MAX)
 }
@@ -28,7 +28,7 @@ fn mask(head_dim: u32) -> u64 {
     1u64.checked_shl(pieces(head_dim) * PIECE_BITS).map_or(u64::MAX, |bit| bit - 1)
 }
 
-/// The digest of the attention's result.
+/// Returns the digest of the attention's result.
 fn attended(query: u64, sum: u64, head_dim: u32) -> u64 {
     let mask = mask(head_dim);
     mix(mix(Tag::Attention as u64, query & mask), sum & mask)
@@ -38,7 +38,7 @@ fn short(what: &str) -> Error {
     Error::invalid(format!("attention: {what}"))
 }
 
-/// Runs `body` on two pools, whose hashes it may complete.
+/// Runs `body` on keys and values, whose hashes it may complete.
 fn with_pools<T>(
     store: &mut Store,
     pools: [&Slice; 2],
@@ -66,7 +66,7 @@ fn with_pools<T>(
     result
 }
 
-/// The pages that hold a sequence's tokens up to `end`, all of which are in the pool.
+/// Returns the pages that hold a sequence's tokens up to `end`, after checking that they exist.
 fn covering(row: &[u32], end: u64, page_tokens: u32, pages: u64) -> Result<&[u32]> {
     let count = end.div_ceil(u64::from(page_tokens.max(1))) as usize;
     let used = row.get(..count).ok_or_else(|| short(&format!("{end} tokens in {} pages", row.len())))?;
@@ -115,7 +115,7 @@ pub(super) fn prefill(store: &mut Store, cmd: &Cmd) -> Result<()> {
     put_heads(store, &args[6], x, &results, heads)
 }
 
-/// Every head of a token gets the token's digest.
+/// Writes each token's digest to all of its heads.
 fn put_heads(store: &mut Store, out: &Slice, dtype: DType, digests: &[u64], heads: u32) -> Result<()> {
     let repeated: Vec<u64> =
         digests.iter().flat_map(|&digest| std::iter::repeat_n(digest, heads as usize)).collect();
@@ -162,7 +162,7 @@ pub(super) fn decode(store: &mut Store, cmd: &Cmd) -> Result<()> {
     Ok(())
 }
 
-/// Sum and query of one part in the first elements of a head.
+/// Writes sum and query of one part to the first elements of a head.
 fn put_part(row: &mut [u8], head_dim: u32, (query, sum): (u64, u64)) {
     let count = pieces(head_dim);
     let both = [sum, query].into_iter().flat_map(|word| {
@@ -173,7 +173,7 @@ fn put_part(row: &mut [u8], head_dim: u32, (query, sum): (u64, u64)) {
     }
 }
 
-/// What [`put_part`] put there. A value that it does not write stands for its bits.
+/// Reads what [`put_part`] wrote; other values are taken as their bits.
 fn part(row: &[u8], head_dim: u32) -> (u64, u64) {
     let elements = row.as_chunks::<4>().0;
     let word = |from: usize| {

@@ -1,7 +1,7 @@
-//! KV pools: rows of `[slots, kv_heads, head_dim]`, every element filled.
+//! Paged KV: rows of `[slots, kv_heads, head_dim]` with every element filled.
 //!
-//! The elements are integers from 0 to 15, which all dtypes hold exactly, so that a conversion on the
-//! way to another device keeps them.
+//! The elements are integers from 0 to 15, which all dtypes represent exactly, so that conversion on the way
+//! to another device preserves them.
 
 use super::{Tag, rows};
 use crate::digest::{self, mix};
@@ -9,7 +9,7 @@ use crate::memory::{Edit, Store};
 use half::{bf16, f16};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
 
-/// Elements after which a row repeats itself: 256 bits of its digest.
+/// Number of elements after which a row repeats: 256 bits of its digest.
 const PATTERN: usize = 64;
 
 /// Appends a row of `elements` elements of `N` bytes for each digest.
@@ -94,7 +94,7 @@ pub(super) fn scatter(store: &mut Store, cmd: &Cmd) -> Result<()> {
     store.write_slots(&args[3], &slots, &values)
 }
 
-/// The values of `bytes`, rounded to another dtype.
+/// Converts the values of `bytes` to another dtype.
 fn converted(from: DType, to: DType, bytes: Vec<u8>) -> Vec<u8> {
     let words = || bytes.as_chunks::<2>().0.iter().map(|&pair| u16::from_le_bytes(pair));
     let singles = || bytes.as_chunks::<4>().0.iter().map(|&word| f32::from_le_bytes(word));

@@ -1,28 +1,28 @@
-//! Attention: the shape of a group's work, and the recombination of parts.
+//! Plans attention: the shape of a workgroup's work, and the recombination of parts.
 
 use super::kv::Part;
 use super::{Operand, Planner};
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::{DType, OpSig, Result};
 
-/// Threads of a group.
+/// Threads per workgroup.
 const GROUP: u32 = 128;
-/// Keys of a block in decode, which is also the part of a sequence that a group works on, unless that makes more
-/// parts than scratch memory can bind. The number is fixed so that a sequence's result does not depend on the
-/// batch around it.
+/// Keys per block in decode. This is also the part of a sequence that a workgroup processes, unless that
+/// makes more parts than scratch memory can bind. It is fixed so that a sequence's result does not depend on
+/// the rest of the batch.
 const DECODE_KEYS: u32 = 256;
-/// Query rows of a group of decode; more heads per KV head than this take several groups.
+/// Query rows of a decode workgroup; more heads per KV head take several workgroups.
 const DECODE_ROWS_MAX: u32 = 8;
-/// Elements of the queries, and of the keys, that a group of prefill holds in shared memory: 8 KiB each.
+/// Elements of the queries, and of the keys, that a prefill workgroup keeps in shared memory: 8 KiB each.
 const TILE_ELEMENTS: u32 = 2048;
 const PREFILL_ROWS_MAX: u32 = 16;
 
-/// The largest power of two up to `n`.
+/// Returns the largest power of two up to `n`.
 fn power_below(n: u32) -> u32 {
     1 << n.max(1).ilog2()
 }
 
-/// What both attentions have in common.
+/// The head configuration common to both kinds of attention.
 struct Heads {
     heads: u32,
     kv_heads: u32,
@@ -32,14 +32,14 @@ struct Heads {
     window: u32,
 }
 
-/// A run of queries, bound.
+/// A bound run of queries.
 struct Queries<'a> {
     /// q, query_start or range, context (decode: range again), pages.
     inputs: [&'a Operand; 4],
     sequences: u32,
-    /// First and one past the last query.
+    /// Index of the first query, and one past the last.
     range: (u32, u32),
-    /// Groups per KV head and part, and parts of a sequence.
+    /// Number of workgroups per KV head and part, and of parts per sequence.
     blocks: u64,
     parts: u32,
     part_keys: u32,
@@ -50,17 +50,17 @@ impl Heads {
         self.heads / self.kv_heads
     }
 
-    /// Threads that share a key's value: one for each pair of dimensions.
+    /// Returns the number of threads that share a key's value: one for each pair of dimensions.
     fn lanes(&self) -> u32 {
         self.head_dim.div_ceil(2).next_power_of_two().min(GROUP)
     }
 
-    /// Elements of a page.
+    /// Returns the number of elements in a page.
     fn page(&self) -> u64 {
         u64::from(self.page_tokens) * u64::from(self.kv_heads) * u64::from(self.head_dim)
     }
 
-    /// Elements of a query's heads.
+    /// Returns the number of elements in a query's heads.
     fn row(&self) -> u64 {
         u64::from(self.heads) * u64::from(self.head_dim)
     }
@@ -79,7 +79,7 @@ impl Heads {
             .dtype("D5", pool.dtype)
     }
 
-    /// `Shape` of attention.wgsl.
+    /// Returns `Shape` of attention.wgsl.
     fn shape(&self, queries: &Queries<'_>, part: &Part, number: u32) -> [u32; 16] {
         let scale = 1.0 / (self.head_dim as f32).sqrt();
         [
@@ -138,7 +138,7 @@ impl Planner {
         let tile = power_below(TILE_ELEMENTS / heads.head_dim.max(1));
         let (rows, keys) = (tile.clamp(2, PREFILL_ROWS_MAX), tile.clamp(2, PREFILL_ROWS_MAX));
         let whole = parts.len() == 1;
-        // of several parts, each leaves f32 for all queries
+        // each of several parts leaves f32 results for all queries
         let row_bytes =
             if whole { heads.row() * q.dtype.size_bytes() } else { heads.row() * 4 * parts.len() as u64 };
         for (first, count) in self.runs(sig, tokens.into(), row_bytes)? {
@@ -157,7 +157,7 @@ impl Planner {
             let partials = parts.len() as u64 * lines;
             let partial = (!whole)
                 .then(|| [partials * u64::from(heads.head_dim), partials * 2].map(|n| self.scratch(n)));
-            // a kernel that normalises never writes its second output, which is bound all the same
+            // a normalising kernel never writes its second output, which must be bound anyway
             let target = partial.as_ref().map_or([&out, &out], |[acc, stat]| [acc, stat]);
             for (number, part) in parts.iter().enumerate() {
                 let kernel = heads.kernel(true, rows, keys, q.dtype, &part.pools[0]);
@@ -225,7 +225,7 @@ impl Planner {
         Ok(())
     }
 
-    /// One dispatch: these queries over a part of the pools.
+    /// Adds one dispatch: these queries over a part of the KV.
     fn attend(
         &mut self,
         heads: &Heads,

@@ -4,12 +4,12 @@ use super::{Operand, Planner};
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::{DType, OpSig, Result};
 
-/// Up to here, reading the weights once per four rows is faster than a tile that is mostly empty.
+/// Rows up to which reading the weights once per four rows is faster than a mostly empty tile.
 const FEW_ROWS_MAX: u64 = 16;
-/// Columns of a group in `few_rows`, and its threads.
+/// Columns per workgroup in `few_rows`, and its threads.
 const COLS: u32 = 4;
 const FEW_GROUP: u32 = 64;
-/// Edge of a tile in `many_rows`, and its threads.
+/// Edge length of a tile in `many_rows`, and its threads.
 const TILE: u64 = 64;
 const TILE_GROUP: u32 = 256;
 
@@ -23,7 +23,7 @@ impl Planner {
         };
         let (n64, k64) = (u64::from(n), u64::from(k));
         let wide = out.dtype != DType::F32 && n % 2 == 1;
-        // results in f32, where they go through scratch memory, need the most
+        // f32 results, which go through scratch memory, need the most
         let row_bytes = (k64 * x.dtype.size_bytes()).max(n64 * if wide { 4 } else { out.dtype.size_bytes() });
         let columns = self.runs_of(sig, n64, k64 * weight.dtype.size_bytes(), COLS.into())?;
         for (row, rows) in self.runs(sig, m.into(), row_bytes)? {
@@ -49,7 +49,7 @@ impl Planner {
     }
 }
 
-/// The kernel for `rows` rows and `cols` columns, and its groups.
+/// Returns the kernel for `rows` rows and `cols` columns, and its workgroups.
 fn kernel(x: &Operand, weight: &Operand, out: &Operand, rows: u64, cols: u64, k: u32) -> (Kernel, u64) {
     // rows of eight elements begin at multiples of 16 bytes if the operand does
     let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);

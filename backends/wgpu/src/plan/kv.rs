@@ -1,10 +1,10 @@
-//! Between rows and KV pools.
+//! Plans copies between rows and paged KV.
 
 use super::{GROUP, NAN, Operand, Planner, words};
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::{Error, OpSig, Result};
 
-/// A part of both pools: pages from `first` to `end`.
+/// A part of keys and values: pages from `first` to `end`.
 pub(super) struct Part {
     pub(super) pools: [Operand; 2],
     pub(super) first: u32,
@@ -12,12 +12,12 @@ pub(super) struct Part {
 }
 
 impl Planner {
-    /// Cuts two pools with pages of `page` elements into parts that fit, and counts their pages.
+    /// Splits keys and values with pages of `page` elements into parts that fit, and counts their pages.
     pub(super) fn parts(&self, sig: &OpSig, pools: [&Operand; 2], page: u64) -> Result<(Vec<Part>, u32)> {
         if page == 0 {
             return Err(Error::invalid(format!("wgpu: {}: a page of the pools holds nothing", sig.name())));
         }
-        // both are indexed alike: the smaller one bounds them
+        // keys and values share their indices, so the smaller one bounds them
         let pages = pools.map(|pool| pool.elements() / page);
         let pages = pages[0].min(pages[1]).min(u64::from(u32::MAX));
         let bytes = page * pools[0].dtype.size_bytes();
@@ -37,7 +37,7 @@ impl Planner {
             return Ok(());
         };
         let width = u64::from(kv_heads) * u64::from(head_dim);
-        // elements of a token in what is not a pool, and from its keys to its values
+        // elements per token outside the pages, and the offset from its keys to its values
         let (row, v_at) = if let OpSig::KvWrite { .. } = sig { (width, 0) } else { (2 * width, width) };
         let (rows, slots, pools) = match (sig, operands) {
             (OpSig::KvWrite { .. }, [k, v, slots, k_pool, v_pool]) => ([k, v], slots, [k_pool, v_pool]),

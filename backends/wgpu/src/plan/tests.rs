@@ -1,4 +1,4 @@
-//! Every dispatch is one that an adapter accepts, whatever is cut; no device is needed.
+//! Checks, without a device, that an adapter accepts every dispatch, however it is split.
 
 use super::*;
 use crate::memory::testing::slices;
@@ -13,7 +13,7 @@ const LIMITS: mixfleet_hal::DeviceLimits = mixfleet_hal::DeviceLimits {
     replay_pays: false,
 };
 
-/// What is wrong with a piece of work; `sizes` are those of the scratch memories.
+/// Returns what is wrong with a unit of work; `sizes` are those of the scratch memories.
 fn fault(work: &Work, demands: Demands, planner: &Planner) -> Option<String> {
     let ends_inside = |window: &Window| {
         let size = match &window.place {
@@ -59,7 +59,7 @@ fn whatever_is_cut_every_dispatch_is_within_the_limits() {
                 let cmd = Cmd::new(case.sig, &slices(&case.sig, together)).unwrap();
                 match planner.add(&cmd) {
                     Ok(()) => {}
-                    // the parts of a pool are known only with the pool
+                    // the parts of paged KV are only known together with it
                     Err(error) if error.detail.contains("attn_") => continue,
                     Err(error) => panic!("{:?}: {error}", case.sig),
                 }

@@ -1,8 +1,8 @@
 //! Attention of one query per sequence over a token range, un-normalised.
 //!
-//! A range is cut into chunks of [`CHUNK`] tokens at fixed places, and a unit (sequence, KV head) is the
-//! sum of its chunks in order, whoever computed them. So the bits do not depend on the number of workers
-//! nor on what else is in the batch, and long sequences spread over all workers.
+//! A range is cut into chunks of [`CHUNK`] tokens at fixed positions, and a unit (sequence, KV head) is the
+//! sum of its chunks in order, whichever worker computed them. The result is therefore bitwise independent of
+//! the number of workers and of the rest of the batch, and long sequences spread over all workers.
 
 use super::{ROWS_MAX, Room, Tile, attend, scalar_exp};
 use crate::kernels::kv::PagedKv;
@@ -28,7 +28,7 @@ pub(crate) struct Decode {
     pub(crate) x: DType,
 }
 
-/// Where the results of some query heads go: `[heads, head_dim]` and `[heads, 2]`.
+/// Destination of the results of some query heads: `[heads, head_dim]` and `[heads, 2]`.
 #[derive(Clone, Copy)]
 struct Target {
     acc: *mut f32,
@@ -40,22 +40,22 @@ impl Decode {
         self.sequences * self.pools.kv_heads
     }
 
-    /// Chunks that the longest possible range touches.
+    /// Returns the number of chunks in the longest possible range.
     fn chunks_max(&self) -> usize {
         (self.pages_max * self.pools.page_tokens).div_ceil(CHUNK).max(1)
     }
 
-    /// Whether chunks are shared out among `workers` (in two phases) rather than whole units.
+    /// Whether chunks, in two phases, are distributed over `workers` instead of whole units.
     pub(crate) fn is_split(&self, workers: usize) -> bool {
         self.units() < 4 * workers && self.chunks_max() > 1 && workers > 1
     }
 
-    /// Words of shared scratch for the chunks of a split run.
+    /// Returns the words of shared scratch for the chunks of a split run.
     pub(crate) fn shared_words(&self) -> usize {
         self.chunks_max() * self.sequences * self.heads * (self.pools.head_dim + 2)
     }
 
-    /// Range of a sequence, checked.
+    /// Returns the range of a sequence after checking it.
     fn range(&self, sequence: usize) -> Result<(usize, usize)> {
         // SAFETY: range holds two elements per sequence.
         let (first, end) = unsafe { (self.range.u32(2 * sequence), self.range.u32(2 * sequence + 1)) };
@@ -70,7 +70,7 @@ impl Decode {
         Ok((first, end.max(first)))
     }
 
-    /// Query heads of one unit's final result.
+    /// Returns the destination of one unit's final result.
     fn target(&self, sequence: usize, kv_head: usize) -> Target {
         let head = sequence * self.heads + kv_head * (self.heads / self.pools.kv_heads);
         Target {
@@ -79,14 +79,14 @@ impl Decode {
         }
     }
 
-    /// One chunk's place in shared scratch.
+    /// Returns the place of one chunk in shared scratch.
     fn parked(&self, shared: *mut f32, unit: usize, chunk: usize) -> Target {
         let group = self.heads / self.pools.kv_heads;
         let acc = shared.wrapping_add((unit * self.chunks_max() + chunk) * group * (self.pools.head_dim + 2));
         Target { acc, stat: acc.wrapping_add(group * self.pools.head_dim) }
     }
 
-    /// Whole units, claimed one by one.
+    /// Processes whole units, which workers claim one by one.
     pub(crate) fn run(&self, worker: &mut Worker<'_>) -> Result<()> {
         let group = self.heads / self.pools.kv_heads;
         let words = Room::words(&self.pools);
@@ -111,7 +111,7 @@ impl Decode {
         }
     }
 
-    /// Phase 1 of a split run: all chunks of all units, claimed one by one.
+    /// Phase 1 of a split run: processes all chunks of all units, which workers claim one by one.
     pub(crate) fn run_chunks(&self, worker: &mut Worker<'_>) -> Result<()> {
         let shared = worker.shared;
         let at = worker.scratch.words(Room::words(&self.pools));
@@ -157,7 +157,7 @@ impl Decode {
         Ok(())
     }
 
-    /// Attention of one unit over `range`, to `to`.
+    /// Computes the attention of one unit over `range` into `to`.
     fn chunk(
         &self,
         worker: &Worker<'_>,
@@ -214,12 +214,12 @@ impl Decode {
     }
 }
 
-/// Chunks of a range; an empty range has one, which is empty.
+/// Returns the number of chunks in a range; an empty range has one empty chunk.
 fn chunks((first, end): (usize, usize)) -> usize {
     (end - first).div_ceil(CHUNK).max(1)
 }
 
-/// The tokens of chunk `chunk` of a range.
+/// Returns the tokens of chunk `chunk` of a range.
 fn cut((first, end): (usize, usize), chunk: usize) -> (usize, usize) {
     let from = first + chunk * CHUNK;
     (from, end.min(from + CHUNK))

@@ -1,11 +1,12 @@
-//! Attention over pages: one tile of query rows against a range of keys, with the running maximum and
-//! sum of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
+//! Attention over pages: one tile of query rows against a range of keys, with the running maximum and sum of
+//! the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
 //!
-//! A tile's rows are queries that share a KV head, so each page is read once for all of them. Where
-//! queries and pool are bf16, `q . k` uses the bf16 dot product (its products are exact in f32). So does
-//! `p . v` in prefill, with weights rounded to bf16: each errs by 2^-9 relative, as in matrix units. In
-//! decode the weights stay f32, so that parts recombine to 1e-5. Keys outside a row's range have probability zero, and values outside the
-//! tile's range are never multiplied: what lies in a page's unused slots does not matter, be it NaN.
+//! A tile's rows are queries that share a KV head, so each page is read once for all of them. Where queries
+//! and pool are bf16, `q . k` uses the bf16 dot product (its products are exact in f32). So does `p . v` in
+//! prefill, with weights rounded to bf16: each errs by 2^-9 relative, as in matrix units. In decode the
+//! weights stay f32, so that parts recombine to 1e-5. Keys outside a row's range have probability zero, and
+//! values outside the tile's range are never multiplied, so unused slots of a page may hold anything, even
+//! NaN.
 
 pub(crate) mod decode;
 pub(crate) mod merge;
@@ -26,9 +27,9 @@ use softmax::softmax;
 
 /// Keys per pass of the softmax: scores of 12 rows then take 12 KiB.
 const BLOCK: usize = 256;
-/// Most keys of one page that are handled at a time.
+/// Maximum number of keys of one page handled at a time.
 const SEGMENT: usize = 64;
-/// Most rows of a tile at any level.
+/// Maximum number of rows in a tile, at any level.
 pub(crate) const ROWS_MAX: usize = 12;
 
 /// One tile's work.
@@ -43,13 +44,13 @@ pub(crate) struct Tile<'a> {
     pub(crate) x: DType,
     /// First element of each row's query.
     pub(crate) queries: &'a [*const u8],
-    /// The pages come from memory, not from a cache: ask for the next while one is at work.
+    /// Whether to prefetch the next page, since pages come from memory and not from a cache.
     pub(crate) prefetch: bool,
-    /// Probabilities may be rounded to the queries' dtype.
+    /// Whether probabilities may be rounded to the queries' dtype.
     pub(crate) round_weights: bool,
 }
 
-/// A tile's scratch. All rows have the stride that the name says.
+/// Scratch memory of a tile; all rows have the stride given in the name.
 #[derive(Clone, Copy)]
 pub(crate) struct Room {
     /// Queries, packed: `[head_dim words, rows]`.
@@ -63,13 +64,13 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// Words that a tile needs at any level.
+    /// Returns the number of words that a tile needs at any level.
     pub(crate) fn words(pools: &PagedKv) -> usize {
         let dim = round_up(pools.head_dim, 16);
         ROWS_MAX * (2 * dim + BLOCK) + 3 * SEGMENT * dim
     }
 
-    /// Lays out `at`, which has [`Room::words`] words.
+    /// Lays out the memory at `at`, which has [`Room::words`] words.
     pub(crate) fn new(at: *mut f32, pools: &PagedKv) -> Self {
         let dim = round_up(pools.head_dim, 16);
         let scores = at.wrapping_add(ROWS_MAX * dim);
@@ -95,7 +96,7 @@ pub(crate) unsafe fn attend(isa: Isa, tile: &Tile<'_>, room: Room) -> Result<Sof
     unsafe { isa.run(Attend { tile, room }) }
 }
 
-/// [`attend`] as a task: compiled once per level for both kinds of attention.
+/// [`attend`] as a task, compiled once per level for both kinds of attention.
 struct Attend<'a> {
     tile: &'a Tile<'a>,
     room: Room,
@@ -106,7 +107,7 @@ impl Task for Attend<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) -> Result<SoftmaxStats> {
         let (task, room, pools) = (self.tile, self.room, self.tile.pools);
-        // the panels of a page can be used in place when whole vectors fit its rows
+        // the panels of a page can be used in place if whole vectors fit its rows
         let direct = pools.page_tokens.is_multiple_of(16) && pools.head_dim.is_multiple_of(16);
         let dot = direct && S::DOT_BF16 && task.x == DType::Bf16 && pools.dtype == DType::Bf16;
         let rows = tile_rows::<S>(task.ranges.len());
@@ -130,7 +131,7 @@ impl Task for Attend<'_> {
     }
 }
 
-/// Queries as words `[head_dim words, rows]`; rows that do not exist are zero.
+/// Packs queries as words `[head_dim words, rows]`, with zeros for rows that do not exist.
 #[inline(always)]
 unsafe fn pack_queries<S: Simd>(task: &Tile<'_>, to: *mut f32, rows: usize, dot: bool) {
     let dim = task.pools.head_dim;
@@ -162,7 +163,7 @@ unsafe fn pack_queries<S: Simd>(task: &Tile<'_>, to: *mut f32, rows: usize, dot:
     }
 }
 
-/// All blocks of keys in order.
+/// Processes all blocks of keys in order.
 #[inline(always)]
 unsafe fn run<S: Simd, K: Panel<S>, V: Panel<S>, const M: usize>(
     task: &Tile<'_>,
@@ -205,7 +206,7 @@ unsafe fn run<S: Simd, K: Panel<S>, V: Panel<S>, const M: usize>(
     Ok(stats)
 }
 
-/// The keys that any row sees.
+/// Returns the range of keys that any row sees.
 fn union(ranges: &[(usize, usize)]) -> (usize, usize) {
     let visible = ranges.iter().filter(|(a, b)| a < b);
     let low = visible.clone().map(|r| r.0).min().unwrap_or(0);

@@ -1,4 +1,4 @@
-//! Keys and values of one page as panels: in place where whole vectors fit, else as a copy.
+//! Keys and values of one page as panels: in place if whole vectors fit, or else as a copy.
 
 use super::{SEGMENT, Tile};
 use crate::kernels::kv::PagedKv;
@@ -18,7 +18,7 @@ pub(super) struct Segment {
     pub(super) tokens: usize,
 }
 
-/// The keys of one page from `token` on. Values outside `low..high` become zeros in a copy.
+/// Returns the keys of one page from `token` on. Values outside `low..high` become zeros in a copy.
 #[inline(always)]
 pub(super) unsafe fn segment<S: Simd>(
     task: &Tile<'_>,
@@ -65,7 +65,7 @@ pub(super) unsafe fn segment<S: Simd>(
     }
 }
 
-/// Asks for the keys and values of the page of `token`, if that begins one.
+/// Prefetches the keys and values of the page that begins at `token`, if one does.
 #[inline(always)]
 pub(super) unsafe fn prefetch<S: Simd>(task: &Tile<'_>, token: usize, high: usize) {
     let pools = task.pools;

@@ -5,8 +5,8 @@ use crate::kernels::panel::Panel;
 use crate::kernels::round_up;
 use crate::kernels::simd::{Simd, exp};
 
-/// Turns scores of `count` keys from `first` on into probabilities relative to the rows' new maxima;
-/// returns the factors that bring what was summed before to the same base.
+/// Turns the scores of `count` keys, starting at `first`, into probabilities relative to the rows' new
+/// maxima, and returns the factors that rescale earlier sums to the same base.
 #[inline(always)]
 pub(super) unsafe fn softmax<S: Simd, V: Panel<S>, const M: usize>(
     task: &Tile<'_>,
@@ -34,7 +34,7 @@ pub(super) unsafe fn softmax<S: Simd, V: Panel<S>, const M: usize>(
             }
             let old = stats.max[row];
             let new = row_max::<S>(row_scores, columns, scale, old);
-            // all scores are -inf: nothing to see, and no base to subtract
+            // all scores are -inf, so there is no base to subtract
             let base = if new == f32::NEG_INFINITY { 0.0 } else { new };
             let sum = row_exp::<S, V>(row_scores, columns, scale, base);
             let factor = if old == f32::NEG_INFINITY { 0.0 } else { scalar_exp::<S>(old - base) };
@@ -73,7 +73,7 @@ unsafe fn row_exp<S: Simd, V: Panel<S>>(scores: *mut f32, columns: usize, scale:
         while i < columns {
             let p = exp::<S>(S::fma(S::load(scores.add(i)), scale, base));
             if V::STEPS < V::PER_WORD {
-                // pairs of bf16, behind the place that was just read
+                // pairs of bf16, behind the position just read
                 S::store_bf16_flushing(scores.cast::<u16>().add(i), p);
             } else {
                 S::store(scores.add(i), p);
@@ -85,7 +85,7 @@ unsafe fn row_exp<S: Simd, V: Panel<S>>(scores: *mut f32, columns: usize, scale:
     }
 }
 
-/// `e^x` by the vector function, so that every path rounds alike.
+/// Computes `e^x` with the vector function, so that every path rounds alike.
 #[inline(always)]
 pub(crate) unsafe fn scalar_exp<S: Simd>(x: f32) -> f32 {
     // SAFETY: the level is present by the caller's promise; the array holds LANES lanes.

@@ -23,8 +23,8 @@ pub(crate) struct Shape {
     pub(crate) accumulate: bool,
 }
 
-/// Most rows of `x` that stream the weight: beyond them packing pays. Measured on Zen 4; f32 packs twice
-/// the bytes for half the arithmetic rate, so it pays later.
+/// Maximum number of rows of `x` for which streaming the weight beats packing. Measured on Zen 4; f32 packs
+/// twice the bytes for half the arithmetic rate, so packing pays later.
 const STREAMED_ROWS_DOT: usize = 24;
 const STREAMED_ROWS_F32: usize = 48;
 
