@@ -26,36 +26,36 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// List the devices of this machine, and what was not found and why
+    /// List the devices of this machine, and why others were not found
     Devices(DevicesArgs),
-    /// Show sockets, memory, PCI links, and how far each GPU is from each NIC
+    /// Show sockets, memory, PCI links, and the distance from each GPU to each NIC
     Topo(TopoArgs),
-    /// Measure what a device really does: products, attention, memory, copies, launches, long runs
+    /// Measure a device: matrix products, attention, memory, copies, launches, long runs
     Profile(ProfileArgs),
-    /// Say what a measured number means, how it is measured and what it decides
+    /// Explain a measured number: meaning, method and what depends on it
     Explain(ExplainArgs),
-    /// Test a part: conformance, memory, performance against the vendor's claims, soak; with a report
+    /// Test a device for conformance, memory, vendor claims and soak, and write a report
     Validate(ValidateArgs),
-    /// What a dollar buys on parts, what each is cheapest at, and the price at which that changes
+    /// Compare parts: what a dollar buys, what each is cheapest at, and break-even prices
     Compare(CompareArgs),
     /// List the parts of the catalog
     Parts(PartsArgs),
-    /// Look into a trace of requests, or generate one
+    /// Analyse a request trace, or generate one
     Trace(TraceArgs),
-    /// Play a trace on a fleet that need not exist: latencies, hits, dollars
+    /// Simulate a trace on a fleet: latencies, hits, cost
     Simulate(SimulateArgs),
-    /// Serve a model over HTTP with the OpenAI API
+    /// Serve a model over the OpenAI HTTP API
     Serve(ServeArgs),
-    /// Serve a model with the workers of a fleet: the part that clients call and that decides
+    /// Run a router of a fleet, which serves clients and places their requests on workers
     #[cfg(feature = "fleet")]
     Router(crate::fleet::RouterArgs),
-    /// Lend this machine's devices to the routers of a fleet
+    /// Run a worker of a fleet, which serves routers with this machine's devices
     #[cfg(feature = "fleet")]
     Worker(crate::fleet::WorkerArgs),
-    /// Look at a fleet
+    /// Inspect a fleet
     #[cfg(feature = "fleet")]
     Fleet(crate::fleet::FleetArgs),
-    /// Check that a log of 'serve --events' gives the same decisions again, and explain one
+    /// Replay a log of 'serve --events' and compare the decisions, or explain one
     Replay(ReplayLogArgs),
     /// Complete one prompt on standard output
     Generate(GenerateArgs),
@@ -73,7 +73,7 @@ pub(crate) struct TopoArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Keep what was read of /sys and /proc in a file that --from reads on any machine
+    /// Record what was read of /sys and /proc in a file for --from
     #[arg(long, value_name = "FILE")]
     pub(crate) record: Option<PathBuf>,
     /// Read a recording, or a directory with a copy of /sys and /proc, instead of this machine
@@ -86,21 +86,21 @@ pub(crate) struct ModelArgs {
     /// Checkpoint directory [default: a small built-in random model]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Between operations: f32, bf16 or f16 [default: the weights' own]
+    /// Dtype of activations: f32, bf16, f16 [default: as weights]
     #[arg(long, value_name = "DTYPE")]
     pub(crate) activations: Option<DType>,
-    /// Of the KV cache: f32, bf16 or f16 [default: as activations]
+    /// Dtype of KV: f32, bf16, f16 [default: as activations]
     #[arg(long, value_name = "DTYPE")]
     pub(crate) kv_dtype: Option<DType>,
     /// Memory for KV on each device
     #[arg(long, value_name = "GIB", default_value_t = 1.0, value_parser = gib)]
     pub(crate) kv_memory: f64,
-    /// Prompt tokens in one step [default: 512]
+    /// Maximum prompt tokens per step [default: 512]
     #[arg(long, value_name = "TOKENS", default_value_t = 512, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=CHUNK_MAX))]
     pub(crate) chunk: u32,
 }
 
-/// `DEV[=prefill|decode|auto]`
+/// A device and its role, written as `DEV[=prefill|decode|auto]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceRole {
     pub(crate) device: String,
@@ -108,7 +108,7 @@ pub(crate) struct DeviceRole {
 }
 
 impl DeviceRole {
-    /// What does prefill and what decodes, which may be one.
+    /// Assigns prefill and decode to devices, which may be the same.
     pub(crate) fn pair(prefill: &str, decode: &str) -> Vec<Self> {
         let one = |device: &str, role| DeviceRole { device: device.to_owned(), role };
         match prefill == decode {
@@ -131,7 +131,7 @@ impl std::str::FromStr for DeviceRole {
     }
 }
 
-/// Reads a role.
+/// Parses a role.
 pub(crate) fn role(text: &str) -> Result<Role, String> {
     match text {
         "prefill" => Ok(Role::Prefill),
@@ -141,10 +141,10 @@ pub(crate) fn role(text: &str) -> Result<Role, String> {
     }
 }
 
-/// The least price that is not a slip: what it buys must stay a number.
+/// Minimum plausible price; what a dollar buys must stay finite.
 pub(crate) const USD_PER_HOUR_MIN: f64 = 1e-6;
 
-/// `DEV=USD`
+/// The rent of a device, written as `DEV=USD`.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DevicePrice {
     pub(crate) device: String,
@@ -183,10 +183,10 @@ pub(crate) struct InstanceArgs {
     /// A device, or DEV=prefill, DEV=decode; repeatable [default: auto]
     #[arg(long, value_name = "DEV[=ROLE]")]
     pub(crate) device: Vec<DeviceRole>,
-    /// Rent of a device; with all, placement weighs dollars
+    /// Rent of a device; if all have one, dollars count
     #[arg(long, value_name = "DEV=USD")]
     pub(crate) usd_per_hour: Vec<DevicePrice>,
-    /// Sequences in work on a device at a time [default: 64]
+    /// Maximum sequences per device [default: 64]
     #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=SEQUENCES_MAX))]
     pub(crate) sequences: u32,
     #[command(flatten)]
@@ -194,63 +194,63 @@ pub(crate) struct InstanceArgs {
     /// Predict a device by its profile; repeatable [default: calibrate]
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Vec<PathBuf>,
-    /// Measure the devices anew despite a kept calibration
+    /// Repeat the calibration of devices
     #[arg(long)]
     pub(crate) recalibrate: bool,
 }
 
-/// Where KV goes that a device's memory gives up.
+/// Options of the tiers below device memory.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct TierArgs {
-    /// Host memory for KV that a device's memory gives up, each
+    /// Host memory per device for KV evicted from the device
     #[arg(long, value_name = "GIB", value_parser = gib)]
     pub(crate) kv_dram: Option<f64>,
-    /// Directory for KV that host memory gives up; kept between runs
+    /// Directory for KV evicted from host memory; persistent
     #[arg(long, value_name = "DIR", requires_all = ["kv_dram", "kv_ssd_gib"])]
     pub(crate) kv_ssd: Option<PathBuf>,
-    /// Room there, for each device
+    /// Space in --kv-ssd per device
     #[arg(long, value_name = "GIB", requires = "kv_ssd", value_parser = gib)]
     pub(crate) kv_ssd_gib: Option<f64>,
 }
 
-/// What clients meet, and what decides about their requests.
+/// Options of the HTTP front end and the scheduler.
 #[derive(Debug, Args)]
 pub(crate) struct FrontArgs {
     /// Address to listen on
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: String,
-    /// What clients call the model [default: the directory's name]
+    /// Model name for clients [default: the directory's name]
     #[arg(long)]
     pub(crate) name: Option<String>,
-    /// Key that all clients must send [env: MIXFLEET_API_KEY]
+    /// Key required of all clients [env: MIXFLEET_API_KEY]
     #[arg(long, value_name = "KEY", env = "MIXFLEET_API_KEY", hide_env = true)]
     pub(crate) api_key: Option<String>,
-    /// Keys of several tenants, each kept apart; read again on change
+    /// Keys of isolated tenants; reloaded on change
     #[arg(long, value_name = "FILE.toml", conflicts_with = "api_key")]
     pub(crate) api_keys: Option<PathBuf>,
-    /// Tell no client how much of its prompt was cached
+    /// Omit cached tokens from usage
     #[arg(long)]
     pub(crate) hide_cached_tokens: bool,
     #[command(flatten)]
     pub(crate) connections: ConnectionArgs,
-    /// Turn away requests whose first token would come later
+    /// Reject requests whose predicted TTFT is longer
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) ttft_slo: Option<f64>,
-    /// Turn away requests whose tokens would come slower
+    /// Reject requests whose predicted TBT is longer
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) tbt_slo: Option<f64>,
-    /// Time for answers of service_tier flex [default: 600]
+    /// Deadline of service_tier flex [default: 600]
     #[arg(long, value_name = "SECONDS", default_value_t = 600.0, hide_default_value = true, value_parser = seconds)]
     pub(crate) flex_deadline_s: f64,
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
-    /// Compute what other devices hold, even where sending is faster
+    /// Never pull prefixes from other devices
     #[arg(long)]
     pub(crate) no_pull: bool,
-    /// Requests in work, at most [default: 512]
+    /// Maximum requests in progress [default: 512]
     #[arg(long, value_name = "N", default_value = "512", hide_default_value = true, value_parser = requests)]
     pub(crate) requests: std::num::NonZeroUsize,
-    /// Log what the scheduler decides, for 'mixfleet replay'
+    /// Log scheduler events for 'mixfleet replay'
     #[arg(long, value_name = "FILE.jsonl")]
     pub(crate) events: Option<PathBuf>,
     /// Log as JSON lines
@@ -268,13 +268,13 @@ pub(crate) struct GenerateArgs {
     /// The prompt as token ids
     #[arg(long, value_name = "1,2,3", value_delimiter = ',')]
     pub(crate) prompt_ids: Vec<u32>,
-    /// Tokens to generate at most
+    /// Maximum tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_tokens: u32,
-    /// 0 is greedy
+    /// Sampling temperature; 0 is greedy
     #[arg(long, default_value_t = 0.0, value_parser = temperature)]
     pub(crate) temperature: f32,
-    /// Key of the random draws
+    /// Seed of the sampling
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
     /// Do not stop at an end token
@@ -308,7 +308,7 @@ mod tests {
         Cli::try_parse_from(["mixfleet"].iter().chain(words)).unwrap_err().to_string()
     }
 
-    /// With the width that clap takes where there is no terminal.
+    /// Checks at the width that clap uses without a terminal.
     #[test]
     fn help_fits_a_screen() {
         let mut names = vec!["serve", "generate", "profile", "compare", "parts", "explain"];

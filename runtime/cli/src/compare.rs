@@ -38,10 +38,10 @@ pub(crate) struct CompareArgs {
     /// Measured profile of a part; repeatable
     #[arg(long, value_name = "PART=FILE", value_parser = part_file)]
     profile: Vec<(String, PathBuf)>,
-    /// Count spot offers instead of those that stay
+    /// Use spot offers instead of on-demand ones
     #[arg(long)]
     spot: bool,
-    /// Count the least offer instead of the median of providers
+    /// Use the lowest offer instead of the median of providers
     #[arg(long)]
     least: bool,
     /// Length of a prompt
@@ -50,10 +50,10 @@ pub(crate) struct CompareArgs {
     /// Context of a sequence while it decodes
     #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     context: u32,
-    /// Sequences in a decode step, at most
+    /// Maximum sequences per decode step
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4096))]
     batch: u32,
-    /// Parts that one copy of the model may be cut over, at most
+    /// Maximum number of parts that share one copy of the model
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     devices: u32,
     /// Print JSON

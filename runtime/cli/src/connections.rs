@@ -11,28 +11,28 @@ use std::net::ToSocketAddrs;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// More descriptors than that are of no use here.
+/// Number of descriptors beyond which more are useless.
 const DESCRIPTORS_MAX: u64 = 1 << 20;
 
-/// Of a process that clients connect to.
+/// Options of processes that clients connect to.
 #[derive(Debug, Args)]
 pub(crate) struct ConnectionArgs {
-    /// A thread of its own answers /live, /health, /metrics there too
+    /// Also serve /live, /health, /metrics here, on a separate thread
     #[arg(long, value_name = "HOST:PORT")]
     health_listen: Option<String>,
-    /// A name that clients may call this server by; repeatable
+    /// Host name that clients may use; repeatable
     #[arg(long, value_name = "HOST")]
     allow_host: Vec<String>,
-    /// A page whose browsers may ask: https://HOST; repeatable
+    /// Allowed web origin: https://HOST; repeatable
     #[arg(long, value_name = "ORIGIN")]
     allow_origin: Vec<String>,
-    /// After a signal, for what still runs [default: 30]
+    /// Time to finish requests at shutdown [default: 30]
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0, hide_default_value = true)]
     drain_s: f64,
 }
 
 impl ConnectionArgs {
-    /// Refuses what cannot be meant.
+    /// Rejects implausible values.
     pub(crate) fn check(&self) -> Result<()> {
         if Duration::try_from_secs_f64(self.drain_s).is_err() {
             return Err(Usage(format!("--drain-s {} is not a number of seconds", self.drain_s)).into());
@@ -43,24 +43,24 @@ impl ConnectionArgs {
         self.origins("--listen", "127.0.0.1:0").map(drop)
     }
 
-    /// Seconds from a signal to the end.
+    /// Returns the seconds from a signal to the end.
     pub(crate) fn drain_s(&self) -> f64 {
         self.drain_s
     }
 
-    /// The bounds on connections and their end.
+    /// Returns the limits on connections and their shutdown.
     pub(crate) fn limits(&self, descriptors: u64) -> Limits {
         let drain_timeout = Duration::try_from_secs_f64(self.drain_s).unwrap_or_default();
         Limits { connections: Connections::within(descriptors), drain_timeout, ..Limits::default() }
     }
 
-    /// Who may ask a server that listens at the address that a flag gives.
+    /// Returns the allowed hosts and origins of a server that listens at the address of a flag.
     pub(crate) fn origins(&self, flag: &str, address: &str) -> Result<Origins> {
         let origins = Origins::new(is_loopback(flag, address)?, &self.allow_host, &self.allow_origin);
         origins.map_err(|error| Usage(format!("--allow-host, --allow-origin: {error}")).into())
     }
 
-    /// Starts what answers those who watch, if it was asked for.
+    /// Starts the health server, if requested.
     pub(crate) async fn watch(
         &self,
         serve: impl FnOnce(Box<dyn Listener>, SharedEnv, Origins) -> Task,
@@ -71,7 +71,7 @@ impl ConnectionArgs {
     }
 }
 
-/// Answers those who watch on a thread of its own: whatever the others do, it says that the process lives.
+/// Serves health checks on a separate thread, which responds whatever the others do.
 pub(crate) async fn watch(
     flag: &str,
     address: &str,
@@ -86,7 +86,7 @@ pub(crate) async fn watch(
     Ok(())
 }
 
-/// Whether only this machine reaches who listens at the address that a flag gives.
+/// Whether the address of a flag is reachable from this machine only.
 pub(crate) fn is_loopback(flag: &str, address: &str) -> Result<bool> {
     let mut addresses = address
         .to_socket_addrs()

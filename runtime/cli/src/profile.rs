@@ -30,7 +30,7 @@ pub(crate) struct ProfileArgs {
 
 #[derive(Debug, Subcommand)]
 enum ProfileCommand {
-    /// Compare two profiles point by point, noise taken into account
+    /// Compare two profiles point by point, accounting for noise
     Compare(CompareArgs),
 }
 
@@ -39,13 +39,13 @@ struct MeasureArgs {
     /// The device ('mixfleet devices' lists them) [default: the first that would serve]
     #[arg(long, value_name = "DEV")]
     device: Option<String>,
-    /// Less, in under a minute [default: under five minutes]
+    /// Measure less, in under a minute [default: under five minutes]
     #[arg(long, conflicts_with = "full")]
     quick: bool,
-    /// Everything, in up to half an hour
+    /// Measure everything, in up to half an hour
     #[arg(long)]
     full: bool,
-    /// Parts (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points (* for any text)
+    /// Groups (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points (* matches any text)
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
     /// Measure this checkpoint's own shapes too
@@ -57,13 +57,13 @@ struct MeasureArgs {
     /// Print the JSON document instead of the card
     #[arg(long)]
     json: bool,
-    /// Write the JSON document here
+    /// Write the JSON document to a file
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Write what the scheduler and simulated devices take from it here, as JSON
+    /// Write the device profile for the scheduler and simulated devices, as JSON
     #[arg(long, value_name = "FILE")]
     device_profile: Option<PathBuf>,
-    /// Write a self-contained page with curves here
+    /// Write a self-contained HTML page
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]

@@ -12,10 +12,10 @@ use std::path::PathBuf;
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayLogArgs {
-    /// What 'mixfleet serve --events' wrote
+    /// Log written by 'mixfleet serve --events'
     #[arg(value_name = "FILE.jsonl")]
     log: PathBuf,
-    /// Show how this request was decided: 'request' in the log and in /debug/placement
+    /// Explain the decision on this request, the number 'request' in the log
     #[arg(long, value_name = "ID")]
     request: Option<RequestId>,
     /// Print JSON

@@ -8,16 +8,16 @@ use mixfleet_sim::simulate::Choices;
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct SchedulingArgs {
-    /// How requests are placed
+    /// Placement policy
     #[arg(long, value_name = "NAME", default_value = "per-dollar", hide_possible_values = true)]
     policy: PolicyName,
-    /// kvcache-centric pulls a prefix longer by more than this factor
+    /// kvcache-centric pulls prefixes longer by this factor
     #[arg(long, value_name = "X", default_value_t = 1.0, hide_default_value = true)]
     threshold: f64,
-    /// What is turned away: none, early or prediction
+    /// Admission: none, early or prediction
     #[arg(long, value_name = "NAME", default_value = "prediction", hide_possible_values = true)]
     admit: AdmitName,
-    /// Of everything that is drawn
+    /// Seed of all random choices
     #[arg(long, default_value_t = 0, hide_default_value = true)]
     pub(crate) seed: u64,
 }
@@ -40,7 +40,7 @@ enum AdmitName {
 }
 
 impl SchedulingArgs {
-    /// What the flags say.
+    /// Returns the parsed flags.
     pub(crate) fn choices(&self) -> Result<Choices> {
         if !(self.threshold.is_finite() && self.threshold >= 0.0) {
             return Err(Usage(format!("--threshold {} is not a factor", self.threshold)).into());

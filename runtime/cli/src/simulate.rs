@@ -32,17 +32,17 @@ const INTERVAL_S_MIN: f64 = 1e-3;
 
 #[derive(Debug, Args)]
 pub(crate) struct SimulateArgs {
-    /// The requests: any format of 'mixfleet trace stats'
+    /// Request trace, in any format of 'mixfleet trace stats'
     #[arg(long, value_name = "FILE")]
     trace: PathBuf,
-    /// The fleet: docs/fleet-file.md
+    /// Fleet file (docs/fleet-file.md)
     #[arg(long, value_name = "FLEET.toml")]
     fleet: PathBuf,
     #[command(flatten)]
     scheduling: SchedulingArgs,
     #[command(flatten)]
     replay: ReplayArgs,
-    /// Give up a request after its prefill if its decode instance is too busy by then
+    /// Drop a request after prefill if its decode instance is too busy
     #[arg(long)]
     drop_late: bool,
     /// Find the highest --speedup that meets the SLO for this share of requests [default: 0.99]
@@ -52,10 +52,10 @@ pub(crate) struct SimulateArgs {
     /// Write the load of each pool over time as CSV
     #[arg(long, value_name = "FILE.csv")]
     timeline: Option<PathBuf>,
-    /// Between samples of that, and of the page [default: 10; 1 for the page alone]
+    /// Interval of --timeline and --html samples [default: 10; 1 with --html alone]
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     timeline_interval_s: Option<f64>,
-    /// Write a report page
+    /// Write an HTML report
     #[arg(long, value_name = "FILE.html")]
     html: Option<PathBuf>,
     /// Print JSON

@@ -19,9 +19,9 @@ pub(crate) struct TraceArgs {
 
 #[derive(Debug, Subcommand)]
 enum TraceCommand {
-    /// Say what is in a trace: lengths, arrivals, prefix hits by cache size and policy
+    /// Analyse a trace: lengths, arrivals, prefix hits by cache size and policy
     Stats(stats::StatsArgs),
-    /// Make up requests after published statistics, in Mooncake's format
+    /// Generate requests from published statistics, in Mooncake's format
     Generate(generate::GenerateArgs),
 }
 
@@ -32,22 +32,22 @@ pub(crate) fn run(args: &TraceArgs) -> Result<()> {
     }
 }
 
-/// How a trace file is played.
+/// Options for replaying a trace file.
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
-    /// Arrivals this many times as fast; think times stay
+    /// Speed up arrivals by this factor, leaving think times
     #[arg(long, value_name = "F", default_value_t = 1.0, hide_default_value = true, value_parser = positive)]
     speedup: f64,
-    /// Spread requests of equal arrival over this long [default when given without a value: 3]
+    /// Spread requests of equal arrival over this time [default without a value: 3]
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "3", value_parser = positive)]
     jitter: Option<f64>,
     /// Stop after this many requests
     #[arg(long, value_name = "N")]
     limit: Option<u64>,
-    /// Tokens that an id of Mooncake's format stands for [default: 512]
+    /// Tokens per block id in Mooncake's format [default: 512]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     block_tokens: Option<u32>,
-    /// Start an agentic session every so often; the format does not say when [default: 60]
+    /// Interval between agentic session starts, which the format lacks [default: 60]
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, hide_default_value = true, value_parser = positive)]
     session_every: f64,
 }

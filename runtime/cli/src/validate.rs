@@ -36,13 +36,13 @@ pub(crate) struct ValidateArgs {
     /// All edge shapes and memory passes, 80 % of the memory, the longer profile
     #[arg(long)]
     full: bool,
-    /// Groups or cases, as in l1.gemm or l2.*; the report is then a partial one
+    /// Only these groups or cases, such as l1.gemm or l2.*; the report is then partial
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
-    /// Memory that the patterns try, as in 4GiB or 80% [default: 128MiB; 80% with --full]
+    /// Memory to test, such as 4GiB or 80% [default: 128MiB; 80% with --full]
     #[arg(long, value_name = "SIZE|PERCENT%", value_parser = options::memory)]
     memory: Option<MemoryAsked>,
-    /// Load the device for so long, as in 10m, with golden results checked again and again
+    /// Soak the device for this long, such as 10m, verifying golden results
     #[arg(long, value_name = "TIME", value_parser = options::seconds)]
     soak: Option<f64>,
     /// The vendor's claims and waivers
@@ -51,16 +51,16 @@ pub(crate) struct ValidateArgs {
     /// Folder for the report: JSON, JUnit, HTML, environment, log, checksums
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Carry on the run whose log is in --out
+    /// Resume the run whose log is in --out
     #[arg(long, requires = "out")]
     resume: bool,
-    /// A batch without an answer for so long counts as hung
+    /// Time without an answer after which a batch counts as hung
     #[arg(long, value_name = "TIME", value_parser = options::seconds, default_value = "30s", hide_short_help = true)]
     timeout: f64,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
-    /// Put faults on a device in this process and show which level sees how many [default: the oracle itself]
+    /// Inject faults into a device and show how many each level catches [default: the oracle]
     #[arg(long, conflicts_with_all = ["out", "part", "soak", "only", "full", "resume"])]
     self_test: bool,
     /// Be a child: an assignment comes on standard input

@@ -13,19 +13,19 @@ use clap::{Args, Subcommand, ValueEnum};
 pub(crate) use process::{router, worker};
 pub(crate) use status::look;
 
-/// Where the fleet is, and how its members know each other.
+/// Options for joining a fleet.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct JoinArgs {
-    /// Where etcd is; several with commas
+    /// URLs of etcd, separated by commas
     #[arg(long, value_name = "URL,URL", value_delimiter = ',', required = true)]
     etcd: Vec<String>,
-    /// Name of the fleet: all its members serve one model
+    /// Name of the fleet; all members serve one model
     #[arg(long, value_name = "NAME", default_value = "default", hide_default_value = true)]
     fleet: String,
-    /// A member that says nothing for so long is lost [default: 5]
+    /// Silence after which a member counts as lost [default: 5]
     #[arg(long, value_name = "SECONDS", default_value_t = 5, hide_default_value = true, value_parser = clap::value_parser!(u64).range(2..=300))]
     lease_s: u64,
-    /// Secret of all processes of this host, without certificates [default: one of this user]
+    /// Shared secret of processes on this host [default: one per user]
     #[arg(long, value_name = "FILE", conflicts_with = "tls_ca", hide = true)]
     token_file: Option<std::path::PathBuf>,
     #[command(flatten)]
@@ -50,16 +50,16 @@ pub(crate) struct WorkerArgs {
     model: ModelArgs,
     #[command(flatten)]
     instances: InstanceArgs,
-    /// auto, prefill or decode: for devices without a role of their own
+    /// Default role of devices: auto, prefill or decode
     #[arg(long, value_name = "ROLE", default_value = "auto", value_parser = crate::args::role)]
     role: mixfleet_scheduler::fleet::Role,
-    /// Where routers and other workers reach this process; port 0 takes a free one
+    /// Address for routers and other workers; port 0 picks a free port
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
     listen_control: String,
-    /// Where KV comes in [default: a free port of the same address]
+    /// Address for KV [default: a free port of the same address]
     #[arg(long, value_name = "HOST:PORT")]
     listen_data: Option<String>,
-    /// How KV may travel, best first: without one that is broken here [default: memory,shm,verbs,tcp]
+    /// Transports for KV, best first [default: memory,shm,verbs,tcp]
     #[arg(
         long,
         value_name = "NAME,NAME",
@@ -69,13 +69,13 @@ pub(crate) struct WorkerArgs {
         hide_possible_values = true
     )]
     transports: Vec<TransportName>,
-    /// Where /live, /health and /metrics are answered [default: nowhere]
+    /// Address for /live, /health and /metrics [default: none]
     #[arg(long, value_name = "HOST:PORT")]
     listen_http: Option<String>,
-    /// KV may go over RDMA, in the clear: nobody else can read or send on its network
+    /// Allow unencrypted RDMA: nobody else can use its network
     #[arg(long)]
     trusted_fabric: bool,
-    /// NICs for RDMA, the nearest first [default: all]
+    /// NICs for RDMA, nearest first [default: all]
     #[arg(long, value_name = "NAME,NAME", value_delimiter = ',', requires = "trusted_fabric")]
     rdma_devices: Vec<String>,
     /// Log as JSON lines

@@ -22,16 +22,16 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Args)]
 pub(crate) struct LinksArgs {
-    /// Measure links instead: of this host's memory, devices and NICs, or to another host
+    /// Measure links: of this host's memory, devices and NICs, or to another host
     #[arg(long)]
     pub(super) links: bool,
-    /// With --links: lend memory at this address to whoever measures, until interrupted
+    /// With --links: share memory at this address until interrupted
     #[arg(long, value_name = "HOST:PORT", requires = "links", conflicts_with = "to")]
     listen: Option<String>,
-    /// With --links: measure the links to a host that listens so
+    /// With --links: measure the links to a host that runs --listen
     #[arg(long, value_name = "HOST:PORT", requires = "links")]
     to: Option<String>,
-    /// With --links: between hosts use RDMA too, in the clear
+    /// With --links: also use unencrypted RDMA between hosts
     #[arg(long, requires = "links")]
     trusted_fabric: bool,
     #[command(flatten)]

@@ -13,22 +13,22 @@ pub(crate) struct GenerateArgs {
     /// Kind of load
     #[arg(long, value_enum, default_value_t = Kind::Conversation)]
     preset: Kind,
-    /// Requests in all
+    /// Total number of requests
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     requests: u64,
-    /// Requests per second in the long run [default: conversation 3.4, agentic 1, batch 1]
+    /// Mean requests per second [default: conversation 3.4, agentic 1, batch 1]
     #[arg(long, value_name = "R", value_parser = positive)]
     rate: Option<f64>,
-    /// How sessions arrive: poisson, or in bursts under a load that drifts
+    /// Arrival of sessions: poisson, or bursty with a drifting load
     #[arg(long, value_enum, default_value_t = Process::Poisson)]
     arrivals: Process,
-    /// Share of prompt tokens that an infinite cache hits, 0 to 1; sessions get longer or shorter to reach it
+    /// Target hit rate of an infinite cache, 0 to 1, reached by the length of sessions
     #[arg(long, value_name = "SHARE")]
     hit_target: Option<f64>,
     /// Equal seeds give equal files
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Where to; compressed if the name ends in .zst or .gz [default: standard output]
+    /// Output file, compressed if named .zst or .gz [default: standard output]
     #[arg(long, short, value_name = "FILE")]
     out: Option<PathBuf>,
 }
@@ -37,9 +37,9 @@ pub(crate) struct GenerateArgs {
 enum Kind {
     /// Chats and questions about documents (Mooncake's conversation trace)
     Conversation,
-    /// Coding agents: long sessions, long prompts, nearly all of it seen before
+    /// Coding agents: long sessions and prompts with high prefix reuse
     Agentic,
-    /// Summaries of documents, each on its own
+    /// Independent document summaries
     Batch,
 }
 
