@@ -79,7 +79,10 @@ fn policies_rank_alike_on_a_generated_conversation() {
 #[test]
 fn with_equal_prices_per_dollar_is_at_least_as_good_as_the_better_of_both_at_every_bandwidth() {
     let Some(path) = conversation() else { return };
-    for gb_per_s in [0.3, 1.25, 3.1, 6.2, 12.5, 25.0, 80.0] {
+    let all = [0.3, 80.0, 6.2, 1.25, 3.1, 12.5, 25.0];
+    // both ends and the middle; all of them where more seeds than one are asked for
+    let some = if seeds().count() > 1 { &all[..] } else { &all[..3] };
+    for &gb_per_s in some {
         let file = fleet(gb_per_s);
         for seed in seeds() {
             let mean = |policy| play(&path, &file, policy, seed).ttft_s.mean;

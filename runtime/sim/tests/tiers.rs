@@ -150,5 +150,5 @@ fn tiers_of_a_generated_conversation_hit_like_one_large_cache() {
     let lines = generated(1500, 3.4);
     let open =
         || Trace::from_reader("t", Cursor::new(lines.clone()), ReadOptions::default()).expect("a trace");
-    assert_hits_like_one_large_cache(&open, 5_000);
+    assert_hits_like_one_large_cache(&open, 20_000);
 }
