@@ -49,7 +49,7 @@ plant "a failure of a link leaves undone what else a step does" runtime/src/engi
 plant "an instance that is opened again keeps the sessions of its earlier life" runtime/src/fleet/hub.rs \
     's/if std::mem::take(&mut known.failed) {/if std::mem::take(\&mut known.failed) \&\& false {/'
 plant "a transport writes under epochs that have ended" backends/wire/src/memory.rs \
-    's/grant.filter(|(epoch, _)| \*epoch == self.epoch)/grant.or(Some((0, Access::ReadWrite)))/'
+    's/grant.filter(|(epoch, _)| \*epoch == self.epoch)/grant.or(Some((0, RemoteAccess::ReadWrite)))/'
 plant "the pool serves a block from disk without comparing its checksum" runtime/src/pool/check.rs \
     's/if digest != actual.to_le_bytes() {/if digest.is_empty() {/'
 plant "nobody tells senders that a receiver is gone" runtime/src/engine/told.rs \

@@ -5,11 +5,11 @@
 //! twice, bit by bit the same. [`reference::ReferenceDevice`] tests the suite without hardware.
 //!
 //! ```
-//! use mixfleet_hwtests::{Level, Options, Verdict, reference::ReferenceDevice, run};
-//! let mut options = Options::new(Level::Quick);
+//! use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, reference::ReferenceDevice, run};
+//! let mut options = SuiteOptions::new(SuiteLevel::Quick);
 //! options.only = vec!["rms_norm".to_owned()];
 //! let report = run(&ReferenceDevice::default(), &options, &mut |_| {});
-//! assert_eq!(report.verdict(), Verdict::Pass, "{report}");
+//! assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
 //! ```
 //!
 //! What is absent: any backend, any clock in a verdict, any tolerance that was fitted to a device.

@@ -224,7 +224,7 @@ impl Checks {
                 begin,
                 write(&mut late, ONE),
                 ErrorKind::Closed,
-                &["the peer closed the way", "RETRY_EXC_ERR"],
+                &["the peer closed the connection", "RETRY_EXC_ERR"],
             ),
         );
         let begin = Instant::now();
@@ -284,7 +284,7 @@ impl Checks {
                 begin,
                 way.wait(transfer, PATIENCE),
                 ErrorKind::Closed,
-                &["closed the way", "RETRY_EXC_ERR"],
+                &["closed the connection", "RETRY_EXC_ERR"],
             ),
         );
         let begin = Instant::now();
@@ -304,7 +304,7 @@ impl Checks {
         if !status.success() {
             return Err(format!("{} failed: {status}", command.join(" ")));
         }
-        let words = ["RETRY_EXC_ERR", "LOC_QP_OP_ERR", "closed the way"];
+        let words = ["RETRY_EXC_ERR", "LOC_QP_OP_ERR", "closed the connection"];
         // what cuts the link may take a moment
         let cut = Instant::now();
         let (begin, result) = loop {

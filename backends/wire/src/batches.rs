@@ -38,7 +38,7 @@ impl Batches {
 /// Returns the error for a batch that is not open, where `next` is the next id.
 pub(crate) fn not_open(transfer: TransferId, next: u64) -> Error {
     if transfer.0 < next {
-        let detail = format!("transfer {} was given up or waited for before", transfer.0);
+        let detail = format!("transfer {} was already cancelled or waited for", transfer.0);
         return Error::new(ErrorKind::Closed, detail);
     }
     Error::invalid(format!("transfer {} never began on this endpoint", transfer.0))

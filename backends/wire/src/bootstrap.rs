@@ -92,7 +92,7 @@ pub fn fetch_descriptor(address: SocketAddr, security: &Security) -> Result<Fetc
         .read_line(&mut line)
         .map_err(|error| failed("no answer", address, error))?;
     if !line.ends_with('\n') {
-        return Err(failed("no answer", address, "the connection ended, or somebody else listens there"));
+        return Err(failed("no answer", address, "the connection ended, or another service listens there"));
     }
     Ok(FetchedDescriptor { line: line.trim_end().to_owned(), _link: reader })
 }

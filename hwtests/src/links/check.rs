@@ -156,7 +156,7 @@ fn bounds(ends: &Ends<'_>) -> std::result::Result<(), String> {
         refused(joined.read(&[good, bad]), ErrorKind::Invalid, "a read out of bounds")?;
     }
     holds(&*joined.far, &pattern(BYTES, 2), "the owner's memory after refusals")?;
-    joined.write(&[good]).map_err(|error| format!("the way after refusals: {error}"))?;
+    joined.write(&[good]).map_err(|error| format!("the connection after refusals: {error}"))?;
     ends.owner.deregister(&joined.region).map_err(text)
 }
 
@@ -180,5 +180,5 @@ fn fence(ends: &Ends<'_>) -> std::result::Result<(), String> {
     }
     holds(&*joined.far, &pattern(BYTES, 2), "the owner's memory after a late write")?;
     let again = ends.user.connect(joined.near.clone(), &joined.region).map(drop);
-    refused(again, ErrorKind::Closed, "a way to a region that is not there")
+    refused(again, ErrorKind::Closed, "a connection to a region that is not there")
 }

@@ -1,13 +1,13 @@
 //! Measures what a device really does: serving-shaped operations, bandwidth by working set, copies,
 //! launches, long runs; and says how far each number can be trusted.
 //!
-//! [`run()`] makes a [`Document`]; [`Document::device_profile`] is what the scheduler and simulated devices
+//! [`run()`] makes a [`ProfileDocument`]; [`ProfileDocument::device_profile`] is what the scheduler and simulated devices
 //! take from it. [`measure()`] runs single points by name, for those who check a claim.
 //!
 //! ```
-//! use mixfleet_hwtests::profile::{Level, Options, measure};
+//! use mixfleet_hwtests::profile::{ProfileLevel, ProfileOptions, measure};
 //! use mixfleet_hwtests::reference::ReferenceDevice;
-//! let options = Options { cold_bytes: 1 << 20, ..Options::new(Level::Quick) };
+//! let options = ProfileOptions { cold_bytes: 1 << 20, ..ProfileOptions::new(ProfileLevel::Quick) };
 //! let points = measure(&ReferenceDevice::default(), &["rms_norm.bf16.t1.h64"], &options);
 //! assert!(points[0].is_ok() && points[0].seconds.as_ref().unwrap().median > 0.0);
 //! ```

@@ -5,13 +5,13 @@
 //!
 //! ```
 //! use mixfleet_hwtests::reference::ReferenceDevice;
-//! use mixfleet_hwtests::validate::{InProcess, Plan, Settings, Validation, Verdict, runner};
+//! use mixfleet_hwtests::validate::{Plan, StartInProcess, Validation, ValidationVerdict, runner};
 //! use std::sync::Arc;
 //! let plan = Plan { only: vec!["l0".to_owned(), "l1.fill".to_owned()], ..Plan::new("reference") };
-//! let start = InProcess { open: Box::new(|_| Ok(Arc::new(ReferenceDevice::default()))) };
+//! let start = StartInProcess { open: Box::new(|_| Ok(Arc::new(ReferenceDevice::default()))) };
 //! let outcome = runner::run(&plan, &start, &[], &mut |_| {});
 //! let report = Validation::new(&plan, outcome, None, "2026-11-20");
-//! assert_eq!(report.verdict, Verdict::Partial, "{:?}", report.remarks);
+//! assert_eq!(report.verdict, ValidationVerdict::Partial, "{:?}", report.remarks);
 //! ```
 //!
 //! What is absent: any backend, any network, any opinion on what a part should cost.

@@ -244,7 +244,7 @@ impl<'a> Group<'a> {
             }
             self.losses += 1;
             if self.losses >= LOSSES_MAX {
-                let reason = format!("the rest was given up after {LOSSES_MAX} lost processes");
+                let reason = format!("the rest was abandoned after {LOSSES_MAX} lost processes");
                 let id = format!("{}.rest", self.name);
                 self.settle(CaseResult::new(id, CaseStatus::NotRun, reason), journal);
                 return;

@@ -124,7 +124,7 @@ impl Transport for Shm {
         let address = Address::decode(region)?;
         if address.host != self.host {
             return Err(Error::unsupported(
-                "the region is on another host, or this one was started anew; use a transport that reaches it",
+                "the region is on another host, or this host has rebooted; use another transport",
             ));
         }
         Ok(Box::new(mapping::ShmMapping::open(local, &address, region)?))

@@ -120,7 +120,7 @@ impl TcpConnection {
 
     /// Breaks the connection with an error that every later call repeats.
     pub(super) fn broke(&mut self, error: &io::Error) -> Error {
-        let error = closed(format!("the way to the region has closed: {error}"));
+        let error = closed(format!("the connection to the region has closed: {error}"));
         self.broken = Some(error.clone());
         self.streams.clear();
         self.queue.clear();

@@ -42,14 +42,14 @@ impl Driven {
     /// `OutOfMemory` if no thread or descriptor is left for it.
     pub(super) fn start(way: TcpConnection) -> Result<Self> {
         let failed = |error: io::Error| {
-            Error::new(ErrorKind::OutOfMemory, format!("a thread for a way over TCP: {error}"))
+            Error::new(ErrorKind::OutOfMemory, format!("a thread for a TCP connection: {error}"))
         };
         let (wake, woken) = UnixStream::pair().map_err(failed)?;
         wake.set_nonblocking(true).map_err(failed)?;
         let shared = Arc::new(Mutex::new(State { way, user_waits: false }));
         let driven = shared.clone();
         let thread = std::thread::Builder::new()
-            .name("tcp-way".into())
+            .name("tcp-connection".into())
             .spawn(move || drive(&driven, woken))
             .map_err(failed)?;
         Ok(Driven { shared, wake: Some(wake), thread: Some(thread), patience: Patience::new() })
@@ -129,7 +129,7 @@ impl Endpoint for Driven {
             }
             let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
             if timeout.is_zero() || left.is_some_and(|left| left.is_zero()) {
-                let detail = format!("transfer {} is under way after {timeout:?}", transfer.0);
+                let detail = format!("transfer {} is still in flight after {timeout:?}", transfer.0);
                 break Err(Error::new(ErrorKind::Timeout, detail));
             }
             let mut entries = state.way.entries();

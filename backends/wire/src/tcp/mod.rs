@@ -105,7 +105,9 @@ impl Tcp {
     /// cannot be bound.
     pub fn new(config: TcpConfig) -> Result<Self> {
         if config.streams == 0 || config.frame_bytes_max == 0 {
-            return Err(Error::invalid("a way needs at least one stream and frames of at least one byte"));
+            return Err(Error::invalid(
+                "a connection needs at least one stream and frames of at least one byte",
+            ));
         }
         if config.listen.ip().is_unspecified() && config.advertise.is_empty() {
             return Err(Error::invalid(format!(

@@ -285,12 +285,14 @@ impl VerbsEndpoint {
             let still =
                 matches!(control.read(&mut byte), Err(e) if e.kind() == std::io::ErrorKind::WouldBlock);
             if !still {
-                let detail = "the peer closed the way: it ended, or deregistered the region";
+                let detail = "the peer closed the connection: it ended, or deregistered the region";
                 self.broken = Some(Error::new(ErrorKind::Closed, detail));
             }
         }
         match &self.broken {
-            Some(error) => Err(Error::new(ErrorKind::Closed, format!("the way is broken: {}", error.detail))),
+            Some(error) => {
+                Err(Error::new(ErrorKind::Closed, format!("the connection is broken: {}", error.detail)))
+            }
             None => Ok(()),
         }
     }

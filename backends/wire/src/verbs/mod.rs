@@ -210,7 +210,9 @@ impl Verbs {
     /// As for [`Transport::connect`].
     pub fn connect_verbs(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<VerbsEndpoint> {
         let peer = address(region)?.listen.ok_or_else(|| {
-            Error::unsupported("the region's owner does not listen; carry its offer and answer another way")
+            Error::unsupported(
+                "the region's owner does not listen; exchange request and reply over another channel",
+            )
         })?;
         let half = self.open_half(local, region)?;
         let (answer, control) = control::ask(peer, &self.options.security, half.offer())?;

@@ -56,12 +56,12 @@ pub(crate) fn explain(device: &str, code: status::Type, vendor: u32) -> Error {
             "the peer does not take its notices: its program must call for them, or is stuck",
         ),
         status::IBV_WC_REM_OP_ERR | status::IBV_WC_REM_INV_REQ_ERR => {
-            (ErrorKind::Closed, "the peer's queue pair failed or refuses such requests; connect anew")
+            (ErrorKind::Closed, "the peer's queue pair failed or refuses such requests; reconnect")
         }
         status::IBV_WC_LOC_PROT_ERR | status::IBV_WC_LOC_LEN_ERR => {
             (ErrorKind::Other, "memory of this end is not registered for this; this is a bug of the program")
         }
-        _ => (ErrorKind::Other, "the device failed; connect anew, and look into the kernel's log"),
+        _ => (ErrorKind::Other, "the device failed; reconnect, and check the kernel's log"),
     };
     Error::new(kind, format!("RDMA on {device}: {name} (vendor code {vendor}): {meaning}"))
 }
