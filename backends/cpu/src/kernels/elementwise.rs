@@ -1,5 +1,5 @@
-//! Operations that treat rows or elements one by one. They run in f32 on cache-resident pieces, so one
-//! body serves every combination of dtypes.
+//! Operations on independent rows or elements. They run in f32 on cache-resident pieces, so one body serves
+//! every combination of dtypes.
 
 use super::convert::{load, load_part, narrow, store, store_part, widen};
 use super::simd::{Simd, Task, exp};
@@ -7,10 +7,10 @@ use super::{Span, Worker, round_up};
 use mixfleet_hal::{DType, Error, Result};
 use std::ops::Range;
 
-/// Widest vector of any level, in elements: scratch rows are padded to it.
+/// Elements in the widest vector of any level, to which scratch rows are padded.
 const PAD: usize = 16;
 
-/// Rows of a table by index.
+/// Copies rows of a table by index.
 pub(crate) fn embed(
     worker: &mut Worker<'_>,
     args: &[Span],
@@ -32,7 +32,7 @@ pub(crate) fn embed(
     Ok(())
 }
 
-/// Copies `count` elements, converted.
+/// Copies `count` elements with conversion.
 pub(crate) fn convert_row(
     worker: &mut Worker<'_>,
     from: *const u8,
@@ -81,7 +81,7 @@ pub(crate) struct RmsNorm {
     pub(crate) cols: usize,
     pub(crate) eps: f32,
     pub(crate) dtypes: [DType; 3],
-    /// Room for two padded rows.
+    /// Memory for two padded rows.
     pub(crate) scratch: *mut f32,
 }
 
@@ -158,12 +158,12 @@ impl Task for Rope {
     }
 }
 
-/// Which function of two equal-shaped operands.
+/// A function of two operands of equal shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Binary {
-    /// `a / (1 + exp(-a)) * b`
+    /// Computes `a / (1 + exp(-a)) * b`.
     SiluMul,
-    /// `a + b`
+    /// Computes `a + b`.
     Add,
 }
 
@@ -201,7 +201,7 @@ impl Task for Elements {
     }
 }
 
-/// Index of the largest element of each row; the lowest wins a tie, NaN never wins.
+/// Finds the index of the largest element of each row; ties go to the lowest index, and NaN never wins.
 pub(crate) struct Argmax {
     pub(crate) x: Span,
     pub(crate) out: Span,
@@ -221,7 +221,7 @@ impl Task for Argmax {
                 let whole = self.cols - self.cols % S::LANES;
                 let mut i = 0;
                 while i < whole {
-                    // `best` second: it stays when the element is NaN
+                    // `best` comes second, so that it stays if the element is NaN
                     best = S::max(S::load(x.add(i)), best);
                     i += S::LANES;
                 }

@@ -13,7 +13,7 @@ use super::elementwise::convert_row;
 use super::{Span, Worker};
 use mixfleet_hal::{DType, Error, Result};
 
-/// Shape and place of a K and a V pool.
+/// Shape and memory of a layer's keys and values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PagedKv {
     pub(crate) k: Span,
@@ -29,12 +29,12 @@ impl PagedKv {
         self.dtype.size_bytes() as usize
     }
 
-    /// Bytes of one head's part of a page.
+    /// Returns the bytes of one head's part of a page.
     pub(crate) fn block_bytes(&self) -> usize {
         self.page_tokens * self.head_dim * self.size()
     }
 
-    /// Pages that both pools have.
+    /// Returns the number of pages that both keys and values have.
     pub(crate) fn pages(&self) -> usize {
         let page_bytes = self.block_bytes() * self.kv_heads;
         self.k.bytes.min(self.v.bytes).checked_div(page_bytes).unwrap_or(0)
@@ -50,7 +50,7 @@ impl PagedKv {
         self.size() == 2 && self.page_tokens.is_multiple_of(2)
     }
 
-    /// Index within a head's block of the key element (token, dim).
+    /// Returns the index of key element (token, dim) within a head's block.
     pub(crate) fn k_index(&self, token: usize, dim: usize) -> usize {
         if self.k_paired() {
             (dim / 2 * self.page_tokens + token) * 2 + dim % 2
@@ -59,7 +59,7 @@ impl PagedKv {
         }
     }
 
-    /// Index within a head's block of the value element (token, dim).
+    /// Returns the index of value element (token, dim) within a head's block.
     pub(crate) fn v_index(&self, token: usize, dim: usize) -> usize {
         if self.v_paired() {
             (token / 2 * self.head_dim + dim) * 2 + token % 2
@@ -68,7 +68,7 @@ impl PagedKv {
         }
     }
 
-    /// Page and offset of a slot.
+    /// Returns page and offset of a slot.
     fn place(&self, slot: u32) -> Result<(usize, usize)> {
         let (page, offset) = (slot as usize / self.page_tokens, slot as usize % self.page_tokens);
         if page >= self.pages() {
@@ -92,7 +92,7 @@ unsafe fn strided<T: Copy>(from: *const u8, from_stride: usize, to: *mut u8, to_
     }
 }
 
-/// Which way rows move.
+/// The direction in which rows are copied.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CopyDirection {
     IntoPool,
@@ -100,12 +100,11 @@ enum CopyDirection {
 }
 
 impl PagedKv {
-    /// Moves one head's key or value of one token between its place in the pool and a dense row of the
-    /// pool's dtype.
+    /// Copies one head's key or value of one token between its page and a dense row of the same dtype.
     ///
     /// # Safety
-    /// The pool is locked as `way` needs, `page`, `offset` and `head` are inside, and `row` holds
-    /// `head_dim` elements.
+    /// The pages are locked as `way` needs; `page`, `offset` and `head` are in range; `row` holds `head_dim`
+    /// elements.
     unsafe fn move_row(
         &self,
         keys: bool,
@@ -161,8 +160,8 @@ impl Dense {
     }
 }
 
-/// Stores dense rows at their slots. Work is split by head, so that two tokens with one slot meet on one
-/// worker: the later token wins.
+/// Stores dense rows at their slots. Work is split by head, so that two tokens with the same slot are handled
+/// by one worker and the later token wins.
 pub(crate) fn store(
     worker: &mut Worker<'_>,
     pools: &PagedKv,
@@ -171,7 +170,7 @@ pub(crate) fn store(
     tokens: usize,
 ) -> Result<()> {
     let head_dim = pools.head_dim;
-    // a row of the pool's dtype, behind the words that `convert_row` may use
+    // a row in the KV dtype, behind the words that `convert_row` may use
     let mut row = vec![0u8; head_dim * pools.size()];
     for unit in worker.share(2 * pools.kv_heads) {
         let (keys, head) = (unit % 2 == 0, unit / 2);
@@ -187,7 +186,7 @@ pub(crate) fn store(
     Ok(())
 }
 
-/// Reads slots into dense rows.
+/// Gathers slots into dense rows.
 pub(crate) fn gather(
     worker: &mut Worker<'_>,
     pools: &PagedKv,

@@ -1,4 +1,4 @@
-//! What runs on a worker: one step of a batch, or its share of it.
+//! Runs one step of a batch, or a worker's share of it.
 
 pub(crate) mod attention;
 pub(crate) mod convert;
@@ -24,57 +24,57 @@ use mixfleet_hal::{DType, OpSig, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// `n` rounded up to a multiple of `to`.
+/// Rounds `n` up to a multiple of `to`.
 #[inline(always)]
 pub(crate) const fn round_up(n: usize, to: usize) -> usize {
     n.div_ceil(to) * to
 }
 
-/// What a kernel sees of the worker that runs it.
+/// The worker that runs a kernel, as the kernel sees it.
 pub(crate) struct Worker<'a> {
-    /// Which of the step's workers this is.
+    /// Index of the worker within the step.
     pub(crate) index: usize,
-    /// Workers that run the step.
+    /// Number of workers that run the step.
     pub(crate) count: usize,
     pub(crate) isa: Isa,
-    /// The worker's own memory.
+    /// Scratch memory of the worker.
     pub(crate) scratch: &'a mut Scratch,
-    /// Memory of all workers of the device.
+    /// Scratch memory shared by all workers of the device.
     pub(crate) shared: *mut f32,
-    /// The step's counter of claimed pieces.
+    /// Counter of the step's claimed pieces.
     pub(crate) claims: &'a AtomicUsize,
 }
 
 impl Worker<'_> {
-    /// This worker's even share of `items`, one contiguous range.
+    /// Returns this worker's even, contiguous share of `items`.
     pub(crate) fn share(&self, items: usize) -> Range<usize> {
         items * self.index / self.count..items * (self.index + 1) / self.count
     }
 
-    /// As [`Worker::share`], cut at multiples of `unit` only.
+    /// Returns a share as [`Worker::share`] does, but split only at multiples of `unit`.
     fn share_in(&self, items: usize, unit: usize) -> Range<usize> {
         let units = self.share(items.div_ceil(unit));
         (units.start * unit).min(items)..(units.end * unit).min(items)
     }
 
-    /// The next unclaimed piece of the step.
+    /// Claims the next piece of the step.
     pub(crate) fn claim(&self) -> usize {
         self.claims.fetch_add(1, Ordering::Relaxed)
     }
 }
 
-/// Which part of an operation a step is.
+/// The part of an operation that a step executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// All of it.
+    /// The whole operation.
     Whole,
-    /// Packs a Gemm's `x` into shared scratch.
+    /// Packing a Gemm's `x` into shared scratch.
     PackX,
-    /// Multiplies with packed `x`.
+    /// Multiplication with packed `x`.
     MultiplyPacked,
     /// Attention over chunks, into shared scratch.
     Chunks,
-    /// Sums the chunks.
+    /// Summation of the chunks.
     Sums,
 }
 
@@ -275,13 +275,13 @@ fn move_kv(sig: &OpSig, args: &[Span], worker: &mut Worker<'_>) -> Result<()> {
     }
 }
 
-/// The wire layout: per token all keys, then all values.
+/// Describes the wire layout: per token all keys, then all values.
 fn wire_rows(wire: Span, dtype: DType, kv_heads: u32) -> Dense {
     let kv_heads = kv_heads as usize;
     Dense { k: wire, v: wire, dtype, per_token: 2 * kv_heads, v_first: kv_heads }
 }
 
-/// The phases of an operation, in order, and the words of shared scratch that they need.
+/// Returns the phases of an operation in order, and the words of shared scratch that they need.
 pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&'static [Phase], usize) {
     match sig {
         OpSig::Gemm { .. } => {

@@ -5,18 +5,18 @@
 
 use super::simd::Simd;
 
-/// How a panel's words enter the sum.
+/// How the words of a panel enter a sum.
 pub(crate) trait Panel<S: Simd>: Copy {
     /// Words of the left-hand operand per word of the panel.
     const STEPS: usize;
     /// Elements of the contraction per word of the panel.
     const PER_WORD: usize;
-    /// The panel's part of step `step` from its words.
+    /// Returns the panel's operand for step `step`.
     ///
     /// # Safety
     /// As for [`Simd`].
     unsafe fn part(words: S::V, step: usize) -> S::V;
-    /// `acc + a * b`.
+    /// Computes `acc + a * b`.
     ///
     /// # Safety
     /// As for [`Simd`].
@@ -143,13 +143,14 @@ pub(crate) unsafe fn tile<S: Simd, P: Panel<S>, const M: usize, const N: usize>(
     }
 }
 
-/// Rows of the largest tile: accumulators of two columns fill the registers (16 or 32 of them).
+/// Returns the rows of the largest tile, whose accumulators of two columns fill the registers (16 or 32 of
+/// them).
 #[inline(always)]
 pub(crate) const fn tile_rows_max<S: Simd>() -> usize {
     if S::LANES == 16 { 12 } else { 6 }
 }
 
-/// The smallest tile height that holds `rows <= tile_rows_max` rows: 1, 4, 6 (8 lanes), 8 or 12 (16).
+/// Returns the smallest tile height for `rows <= tile_rows_max` rows: 1, 4, 6 (8 lanes), 8 or 12 (16).
 #[inline(always)]
 pub(crate) const fn tile_rows<S: Simd>(rows: usize) -> usize {
     match (rows, S::LANES == 16) {

@@ -2,13 +2,13 @@
 
 use mixfleet_hal::DType;
 
-/// The bytes of one operand. Who makes one answers for its memory: valid, locked for as long as the
-/// run lasts, and written by at most one worker per byte between two barriers. No alignment is promised.
+/// The bytes of one operand. Its creator guarantees that they are valid, locked during the run, and written
+/// by at most one worker per byte between two barriers. Alignment is not guaranteed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
-    /// First byte.
+    /// Address of the first byte.
     pub(crate) start: *mut u8,
-    /// Length.
+    /// Length in bytes.
     pub(crate) bytes: usize,
 }
 
@@ -18,20 +18,20 @@ unsafe impl Send for Span {}
 unsafe impl Sync for Span {}
 
 impl Span {
-    /// No memory.
+    /// An empty span.
     pub(crate) const EMPTY: Span = Span { start: std::ptr::null_mut(), bytes: 0 };
 
-    /// The address of element `index` of `dtype`.
+    /// Returns the address of element `index` of `dtype`.
     #[inline(always)]
     pub(crate) fn at(self, dtype: DType, index: usize) -> *mut u8 {
         debug_assert!(index * dtype.size_bytes() as usize <= self.bytes);
         self.start.wrapping_add(index * dtype.size_bytes() as usize)
     }
 
-    /// Element `index` of a span of u32.
+    /// Returns element `index` of a span of u32.
     ///
     /// # Safety
-    /// The span holds initialised memory that nobody writes meanwhile, and more than `index` elements.
+    /// The span holds initialised memory that nobody writes concurrently, and more than `index` elements.
     #[inline(always)]
     pub(crate) unsafe fn u32(self, index: usize) -> u32 {
         debug_assert!(index * 4 + 4 <= self.bytes);
@@ -39,14 +39,14 @@ impl Span {
         unsafe { self.start.cast::<u32>().add(index).read_unaligned() }
     }
 
-    /// Whether both hold some byte.
+    /// Whether the spans share a byte.
     pub(crate) fn overlaps(self, other: Span) -> bool {
         let (a, b) = (self.start as usize, other.start as usize);
         a < b + other.bytes && b < a + self.bytes
     }
 }
 
-/// Memory of 64-byte alignment that a worker or a device owns for intermediate results. It only grows.
+/// Scratch memory of a worker or a device, aligned to 64 bytes. It only grows.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     lines: Vec<CacheLine>,
@@ -57,7 +57,8 @@ pub(crate) struct Scratch {
 struct CacheLine(#[allow(dead_code, reason = "read through pointers")] [u8; 64]);
 
 impl Scratch {
-    /// At least `words` words of 32 bits, of any content. The pointer is valid until the next call.
+    /// Returns at least `words` words of 32 bits with arbitrary content. The pointer is valid until the next
+    /// call.
     pub(crate) fn words(&mut self, words: usize) -> *mut f32 {
         let lines = words.div_ceil(16);
         if self.lines.len() < lines {

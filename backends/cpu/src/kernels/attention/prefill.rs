@@ -25,19 +25,19 @@ pub(crate) struct Prefill {
     pub(crate) x: DType,
 }
 
-/// One sequence of the step, checked.
+/// One checked sequence of the step.
 #[derive(Clone, Copy, Debug)]
 struct Sequence {
     index: usize,
     first_row: usize,
     queries: usize,
     context: usize,
-    /// Tiles of one KV head.
+    /// Number of tiles per KV head.
     tiles: usize,
 }
 
 impl Prefill {
-    /// Heads that share a KV head.
+    /// Returns the number of heads that share a KV head.
     fn group(&self) -> usize {
         self.heads / self.pools.kv_heads
     }
@@ -77,7 +77,7 @@ impl Prefill {
         Ok(sequences)
     }
 
-    /// Runs this worker's share: tiles are claimed one by one, those with the most keys first.
+    /// Runs this worker's share; tiles are claimed one by one, those with the most keys first.
     pub(crate) fn run(&self, worker: &mut Worker<'_>) -> Result<()> {
         let tile_rows = if worker.isa.lanes() == 16 { 12 } else { 6 };
         let sequences = self.sequences(tile_rows)?;

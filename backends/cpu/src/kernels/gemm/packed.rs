@@ -17,12 +17,12 @@ const DEPTH: usize = 2048;
 /// Elements widened at a time on the way into a panel.
 const CHUNK: usize = 256;
 
-/// Words of k for elements of `dtype` (the packed one).
+/// Returns the words of k for elements of `dtype` (the packed one).
 pub(crate) fn words(dtype: DType, elements: usize) -> usize {
     if dtype == DType::Bf16 { elements.div_ceil(2) } else { elements }
 }
 
-/// Rows of `x` rounded up to whole tiles.
+/// Rounds the rows of `x` up to whole tiles.
 #[inline(always)]
 fn padded_rows<S: Simd>(m: usize) -> usize {
     let most = tile_rows_max::<S>();
@@ -30,24 +30,24 @@ fn padded_rows<S: Simd>(m: usize) -> usize {
     m - rest + if rest > 0 { tile_rows::<S>(rest) } else { 0 }
 }
 
-/// Words that packed `x` takes at any level: tiles add at most 3 rows.
+/// Returns the words that packed `x` takes at any level; tiles add at most 3 rows.
 pub(crate) fn packed_words(shape: &Shape, dtype: DType) -> usize {
     (shape.m + 4) * words(dtype, shape.k) + 16
 }
 
-/// Tiles of `x`, at any level.
+/// Returns the number of tiles of `x` at any level.
 pub(crate) fn tiles(m: usize, lanes: usize) -> usize {
     m.div_ceil(if lanes == 16 { 12 } else { 6 })
 }
 
-/// Rows of words in memory to transpose: f32 or pairs, directly or widened first.
+/// Rows of words to transpose: f32 or pairs, direct or widened first.
 struct Source {
     start: *const u8,
     row_bytes: usize,
     dtype: DType,
-    /// Elements per row that exist.
+    /// Number of elements per row.
     elements: usize,
-    /// The dtype of the words.
+    /// Dtype of the words.
     word: DType,
 }
 
@@ -116,7 +116,7 @@ unsafe fn transpose<S: Simd>(
     }
 }
 
-/// One row's words from element `element` on, `count` of them, zero-padded to whole vectors.
+/// Stages `count` words of one row from element `element` on, zero-padded to whole vectors.
 #[inline(always)]
 unsafe fn stage<S: Simd>(source: &Source, from: *const u8, element: usize, to: *mut f32, count: usize) {
     // SAFETY: `to` holds CHUNK words, count <= CHUNK, and reads stop at the row's last element.
@@ -138,19 +138,19 @@ unsafe fn stage<S: Simd>(source: &Source, from: *const u8, element: usize, to: *
 /// Words of scratch that [`transpose`] needs at any level.
 const TRANSPOSE_WORDS: usize = 16 * CHUNK + 256;
 
-/// Packs tiles `tiles` of `x`.
+/// A task that packs the tiles `tiles` of `x`.
 pub(crate) struct PackX {
     pub(crate) shape: Shape,
     pub(crate) operands: Operands,
     pub(crate) dtype: DType,
     pub(crate) tiles: Range<usize>,
     pub(crate) packed: *mut f32,
-    /// `PackX::SCRATCH_WORDS` words.
+    /// Scratch memory of [`PackX::SCRATCH_WORDS`] words.
     pub(crate) scratch: *mut f32,
 }
 
 impl PackX {
-    /// Words of scratch.
+    /// Number of scratch words required.
     pub(crate) const SCRATCH_WORDS: usize = TRANSPOSE_WORDS;
 }
 
@@ -180,19 +180,19 @@ impl Task for PackX {
     }
 }
 
-/// One panel of output columns for all rows.
+/// A task that computes one panel of output columns for all rows.
 pub(crate) struct PanelOut {
     pub(crate) shape: Shape,
     pub(crate) operands: Operands,
     pub(crate) dtype: DType,
     pub(crate) panel: usize,
     pub(crate) packed: *const f32,
-    /// [`PanelOut::scratch_words`] words.
+    /// Scratch memory of [`PanelOut::scratch_words`] words.
     pub(crate) scratch: *mut f32,
 }
 
 impl PanelOut {
-    /// Words of scratch at any level: the panel, the sums, and room to transpose.
+    /// Returns the scratch words required at any level: the panel, the sums, and room to transpose.
     pub(crate) fn scratch_words(shape: &Shape, dtype: DType) -> usize {
         32 * (DEPTH.min(words(dtype, shape.k)) + shape.m + 12) + TRANSPOSE_WORDS
     }
@@ -241,7 +241,7 @@ impl Task for PanelOut {
     }
 }
 
-/// Adds one panel's words to the sums of all tiles of `x`.
+/// Adds one panel's contribution to the sums of all tiles of `x`.
 #[inline(always)]
 unsafe fn all_tiles<S: Simd, P: Panel<S>>(
     task: &PanelOut,

@@ -1,5 +1,5 @@
-//! Few rows of `x`: every weight row is read once, straight from where it lies, and meets all rows of
-//! `x` while it is in the cache. Bound by memory.
+//! GEMM with few rows of `x`, bound by memory: every weight row is read once, in place, and meets all rows of
+//! `x` while it is in the cache.
 
 use super::{Operands, Shape, finish};
 use crate::kernels::convert::{load, load_part, widen};
@@ -8,28 +8,28 @@ use crate::kernels::simd::{Simd, Task};
 use mixfleet_hal::DType;
 use std::ops::Range;
 
-/// Weight rows read side by side: enough streams to keep the memory busy.
+/// Number of weight rows read side by side, enough streams to keep the memory busy.
 const STREAMS: usize = 8;
-/// Weight rows per call of the epilogue.
+/// Number of weight rows per call of the epilogue.
 const BLOCK: usize = 64;
 
-/// Output columns `columns` of all rows.
+/// A task that computes the output columns `columns` of all rows.
 pub(crate) struct Rows {
     pub(crate) shape: Shape,
     pub(crate) operands: Operands,
     pub(crate) columns: Range<usize>,
-    /// [`Rows::scratch_words`] words.
+    /// Scratch memory of [`Rows::scratch_words`] words.
     pub(crate) scratch: *mut f32,
 }
 
 impl Rows {
-    /// Words of scratch: sums `[m, BLOCK]` and `x` in f32.
+    /// Returns the scratch words required: sums `[m, BLOCK]`, and `x` in f32.
     pub(crate) fn scratch_words(shape: &Shape) -> usize {
         shape.m * (BLOCK + round_up(shape.k, 16))
     }
 }
 
-/// How `x` and the weight become vectors to multiply.
+/// How `x` and the weight are loaded as vectors.
 trait LoadVectors<S: Simd> {
     /// Elements of k per vector.
     const ELEMENTS: usize;
@@ -88,7 +88,7 @@ widened!(FromF16, DType::F16);
 /// Pairs of bf16 on both sides.
 struct Pairs;
 
-/// The first `count < 2 * LANES` bf16, then zeros.
+/// Loads the first `count < 2 * LANES` bf16, followed by zeros.
 ///
 /// # Safety
 /// `from` holds them.
@@ -157,7 +157,7 @@ impl Task for Rows {
 }
 
 impl Rows {
-    /// `x` as dense f32 rows: itself, or widened into scratch.
+    /// Returns `x` as dense f32 rows, in place or widened into scratch.
     #[inline(always)]
     unsafe fn x_in_f32<S: Simd>(&self) -> *const u8 {
         let Shape { m, k, x, .. } = self.shape;
@@ -173,7 +173,7 @@ impl Rows {
     }
 }
 
-/// All columns of the task, block by block.
+/// Computes all columns of the task, block by block.
 #[inline(always)]
 unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
     let Rows { shape, operands, columns, scratch: sums, .. } = task;
@@ -208,16 +208,16 @@ unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
     }
 }
 
-/// What a call of [`dot`] should ask the memory for meanwhile.
+/// What a call of [`dot`] should prefetch.
 #[derive(Clone, Copy)]
 struct Ahead {
     at: *const u8,
-    /// Cache lines per vector of k.
+    /// Number of cache lines per vector of k.
     lines: usize,
 }
 
-/// Eight weight rows against all rows of `x`. Meanwhile the next eight come to the L2, an equal part of
-/// them in each call of [`dot`]: arithmetic and memory then overlap also where several calls share rows.
+/// Multiplies eight weight rows with all rows of `x`, while prefetching the next eight into the L2 in equal
+/// parts per call of [`dot`], so that arithmetic and memory overlap even if several calls share rows.
 #[inline(always)]
 unsafe fn octet<S: Simd, L: LoadVectors<S>>(
     shape: &Shape,
@@ -231,7 +231,7 @@ unsafe fn octet<S: Simd, L: LoadVectors<S>>(
     let wide = if S::LANES == 16 { 4 } else { 2 };
     let calls = if shape.m == 1 { 1 } else { 2 * shape.m.div_ceil(wide) };
     let lines = (STREAMS * L::ELEMENTS * L::W_BYTES / 64 / calls).max(1);
-    // behind the last whole octet lies nobody's memory
+    // nothing belongs to this weight behind the last whole octet
     let lines = if next.wrapping_add(STREAMS * w_row) <= end { lines } else { 0 };
     let mut ahead = Ahead { at: next, lines };
     let part = lines * 64 * (shape.k / L::ELEMENTS);
