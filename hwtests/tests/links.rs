@@ -1,4 +1,4 @@
-//! Links: what moves right passes, what does not is seen.
+//! Links: correct transfers pass, and incorrect ones are detected.
 
 use crate::schema;
 use mixfleet_hal::fault::{Fault, FaultPlan};

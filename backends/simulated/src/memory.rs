@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Memory of a simulated part.
+/// The memory of a simulated part.
 #[derive(Debug)]
 pub(crate) struct Budget {
     id: String,
@@ -21,7 +21,7 @@ pub(crate) struct Budget {
     limit: u64,
 }
 
-/// Bytes taken of a budget, until it is dropped.
+/// Bytes charged to a budget, until dropped.
 #[derive(Debug)]
 pub(crate) struct Charge {
     budget: Arc<Budget>,
@@ -38,7 +38,7 @@ impl Budget {
     }
 
     /// # Errors
-    /// `OutOfMemory` when the part has less left.
+    /// `OutOfMemory` if the part has less left.
     pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge> {
         let taken = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
             used.checked_add(bytes).filter(|&total| total <= self.limit)
@@ -61,7 +61,7 @@ impl Drop for Charge {
     }
 }
 
-/// A buffer of a time-only device: a key to its [`Store`].
+/// A buffer of a time-only device, which is a key to its [`Store`].
 pub(crate) struct SimBuffer {
     key: u64,
     bytes: u64,
@@ -87,7 +87,7 @@ impl Buffer for SimBuffer {
 impl Drop for SimBuffer {
     fn drop(&mut self) {
         let content = lock(&self.store).contents.remove(&self.key);
-        // unmapping gigabytes takes a while; not under the lock
+        // unmapping gigabytes takes a while, so not under the lock
         drop(content);
     }
 }
@@ -95,12 +95,12 @@ impl Drop for SimBuffer {
 /// All buffers of a device.
 pub(crate) type SharedStore = Arc<Mutex<Store>>;
 
-/// A panic elsewhere leaves bytes that are as good as any.
+/// Bytes are valid even after a panic elsewhere.
 pub(crate) fn lock(store: &SharedStore) -> MutexGuard<'_, Store> {
     store.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Contents of a device's buffers.
+/// The contents of a device's buffers.
 #[derive(Debug, Default)]
 pub(crate) struct Store {
     contents: HashMap<u64, Content>,
@@ -112,18 +112,18 @@ enum Bytes {
     Imported(Arc<dyn HostMemory>),
 }
 
-/// Which elements of a buffer can be other than zero.
+/// Which elements of a buffer may be non-zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Live {
-    /// None yet.
+    /// None.
     None,
     /// Only the lanes of rows (see [`crate::digest`]), and peaks.
     Rows(Rows),
-    /// Any.
+    /// Any element.
     All,
 }
 
-/// Rows that lie `stride` bytes apart; the first at `phase`.
+/// Rows that are `stride` bytes apart, the first one at `phase`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Rows {
     pub(crate) stride: u64,
@@ -136,7 +136,7 @@ pub(crate) struct Content {
     bytes: Bytes,
     role: BufferUsage,
     pub(crate) live: Live,
-    /// Offsets of elements that logits have as their largest; complete unless `live` is `All`.
+    /// Offsets of the largest elements of logits; complete unless `live` is `All`.
     pub(crate) peaks: BTreeSet<u64>,
     pub(crate) slots: Vec<Slots>,
 }
@@ -157,7 +157,7 @@ impl Content {
         self.role == BufferUsage::Weights || matches!(self.bytes, Bytes::Imported(_))
     }
 
-    /// For bytes whose place in the notes the caller keeps true.
+    /// Returns the bytes mutably, for callers that keep the bookkeeping correct.
     pub(crate) fn as_bytes_mut(&mut self) -> Result<&mut [u8]> {
         match &mut self.bytes {
             Bytes::Owned(map) => Ok(map),
@@ -168,20 +168,20 @@ impl Content {
     }
 }
 
-/// What a write leaves behind.
+/// The effect of a write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Edit {
-    /// Anything.
+    /// Any bytes may change.
     Any,
-    /// Lanes of rows of this many bytes, the first at the slice's start.
+    /// Only lanes of rows of this many bytes change, the first row at the slice's start.
     Rows(u64, DType),
 }
 
 impl Store {
     pub(crate) fn alloc(store: &SharedStore, bytes: u64, role: BufferUsage, charge: Charge) -> Result<Slice> {
-        // a slice of no bytes still needs an address
+        // an empty slice still needs an address
         let length = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
-        // never reserved: most of it will not be touched
+        // never reserved, since most of it will not be touched
         let map = memmap2::MmapOptions::new().len(length).no_reserve_swap().map_anon().map_err(|error| {
             let message = format!("the host has no address space for {bytes} simulated bytes: {error}");
             Error::new(ErrorKind::OutOfMemory, message)
@@ -200,7 +200,7 @@ impl Store {
     }
 
     fn insert(store: &SharedStore, content: Content, bytes: u64, charge: Charge) -> Slice {
-        // unique over all devices, so that a buffer of another one is noticed
+        // unique over all devices, so that a buffer of another one is detected
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let key = NEXT.fetch_add(1, Ordering::Relaxed);
         lock(store).contents.insert(key, content);
@@ -211,7 +211,7 @@ impl Store {
         slice.buffer.as_any().downcast_ref::<SimBuffer>().map(|buffer| buffer.key)
     }
 
-    /// The buffer behind `slice`, and where in it the slice lies.
+    /// Returns the buffer of `slice`, and the range of the slice in it.
     pub(crate) fn content(&self, slice: &Slice) -> Result<(&Content, Range<usize>)> {
         let content = Store::key(slice).and_then(|key| self.contents.get(&key)).ok_or_else(foreign)?;
         let range = inside(content, slice)?;
@@ -234,7 +234,7 @@ impl Store {
         Ok(self.bytes(slice)?.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word)).collect())
     }
 
-    /// The bytes of `slice`, to be changed as `edit` says.
+    /// Returns the bytes of `slice` for a change described by `edit`.
     pub(crate) fn edit(&mut self, slice: &Slice, edit: Edit) -> Result<&mut [u8]> {
         let (content, range) = self.content_mut(slice)?;
         content.as_bytes_mut()?;
@@ -257,8 +257,8 @@ impl Store {
         Ok(&mut content.as_bytes_mut()?[range])
     }
 
-    /// Zeroes `slice` so that only lanes and peaks of f32 rows of `stride` bytes remain, cheaply where
-    /// nothing else can be there.
+    /// Zeroes `slice` so that only lanes and peaks of f32 rows of `stride` bytes remain, cheaply if nothing
+    /// else can be there.
     pub(crate) fn clear_rows(&mut self, slice: &Slice, stride: u64) -> Result<()> {
         let (content, range) = self.content_mut(slice)?;
         let rows = Live::Rows(Rows { stride, phase: slice.offset % stride.max(1), dtype: DType::F32 });
@@ -277,7 +277,7 @@ impl Store {
         Ok(())
     }
 
-    /// Writes row `i` of `rows` to slot `slots[i]` of a pool. All slots are checked first.
+    /// Writes row `i` of `rows` to slot `slots[i]`, after checking all slots.
     pub(crate) fn write_slots(&mut self, pool: &Slice, slots: &[u32], rows: &[u8]) -> Result<()> {
         let row_bytes = rows.len() / slots.len().max(1);
         let (content, range) = self.content_mut(pool)?;

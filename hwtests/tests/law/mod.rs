@@ -1,5 +1,5 @@
-//! A device whose times follow a known law, on a clock that only it moves: whatever the profiler finds can
-//! be compared with the law. Its results come from the oracle.
+//! A device whose times follow a known law, on a clock that only it advances, so that the profiler's results
+//! can be compared with the law. Its results come from the oracle.
 
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
@@ -14,23 +14,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// FLOP/s.
+/// Arithmetic rate in FLOP/s.
 pub(crate) const COMPUTE: f64 = 2e12;
-/// Bytes/s beyond the cache.
+/// Bandwidth beyond the cache in bytes/s.
 pub(crate) const BANDWIDTH: f64 = 100e9;
-/// How much faster what was just touched is touched again, if it fits.
+/// Speed-up of cached data.
 pub(crate) const CACHE_SPEED: f64 = 4.0;
-/// Bytes that the cache holds.
+/// Size of the cache in bytes.
 pub(crate) const CACHE_BYTES: f64 = 1.0 * 1024.0 * 1024.0;
-/// Floor of every command, on the device's clock.
+/// Minimum time of a command on the device's clock.
 pub(crate) const COMMAND_S: f64 = 2e-6;
-/// Of every batch, on the host's clock.
+/// Time of a batch on the host's clock, in addition to its commands.
 pub(crate) const LAUNCH_S: f64 = 30e-6;
-/// Host copies: per transfer, and per byte.
+/// Time of a host copy: per transfer, and per byte.
 pub(crate) const COPY_S: (f64, f64) = (5e-6, 1.0 / 10e9);
-/// Long loads slow down to this share of their speed.
+/// Share of the speed that remains under sustained load.
 pub(crate) const TIRED: f64 = 0.8;
-/// Seconds of work after which they do.
+/// Seconds of work after which the device slows down.
 pub(crate) const TIRED_AFTER_S: f64 = 1.0;
 /// Batches with more commands are only timed: the oracle is slow.
 const COMPUTED_MAX: usize = 3;
@@ -51,15 +51,15 @@ impl TestClock {
     }
 }
 
-/// What is wrong with a [`LawDevice`].
+/// The flaw of a [`LawDevice`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Flaw {
-    /// Nothing.
+    /// No flaw.
     #[default]
     None,
-    /// Has no such operation.
+    /// Lacks this operation.
     Lacks(&'static str),
-    /// Computes nothing for it.
+    /// Returns wrong results for this operation.
     Wrong(&'static str),
     /// Every other batch takes twice as long.
     Noisy,

@@ -14,7 +14,7 @@ use mixfleet_hal::{DType, Result, Slice};
 const PEAK: f32 = 1024.0;
 const ELEMENT_BYTES: usize = DType::F32.size_bytes() as usize;
 
-/// The element that wins in a row of `cols` with this digest.
+/// Returns the winning element in a row of `cols` with this digest.
 fn winner(digest: u64, cols: u64) -> u64 {
     let lanes = digest::lanes(DType::F32).0 as u64;
     match cols.checked_sub(lanes) {
@@ -23,7 +23,7 @@ fn winner(digest: u64, cols: u64) -> u64 {
     }
 }
 
-/// Gives each row of `slice` its digest and its peak.
+/// Writes each row's digest and peak to `slice`.
 pub(super) fn put(store: &mut Store, slice: &Slice, digests: &[u64]) -> Result<()> {
     let row_bytes = slice.bytes / digests.len().max(1) as u64;
     if row_bytes == 0 {
@@ -47,7 +47,7 @@ pub(super) fn put(store: &mut Store, slice: &Slice, digests: &[u64]) -> Result<(
     Ok(())
 }
 
-/// The lowest index of the largest element of each row. A row whose one peak is known is not read.
+/// Returns the lowest index of the largest element of each row. A row whose single peak is known is not read.
 pub(super) fn argmax(store: &mut Store, args: &[Slice], cols: u32) -> Result<()> {
     let (content, range) = store.content(&args[0])?;
     let row_bytes = cols as usize * ELEMENT_BYTES;
@@ -64,7 +64,7 @@ pub(super) fn argmax(store: &mut Store, args: &[Slice], cols: u32) -> Result<()>
     Ok(())
 }
 
-/// NaN never wins.
+/// Returns the index of the largest element; NaN never wins.
 fn largest(row: &[u8]) -> u32 {
     let mut best = (f32::NEG_INFINITY, 0);
     let mut none = true;

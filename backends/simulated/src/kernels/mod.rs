@@ -1,4 +1,5 @@
-//! What each operation does to digests. No arithmetic: the time is the profile's, the answer a hash.
+//! What each operation does to digests. There is no arithmetic: the profile determines the time, and the
+//! answer is a hash.
 
 mod attention;
 mod kv;
@@ -8,7 +9,7 @@ mod rows;
 use crate::memory::{Edit, Store};
 use mixfleet_hal::{Cmd, OpSig, Result};
 
-/// Names the operation that mixes, so that no two mix alike.
+/// Identifies the operation in a mix, so that no two operations mix alike.
 #[derive(Clone, Copy)]
 enum Tag {
     Embed = 1,
@@ -26,7 +27,7 @@ enum Tag {
 /// Runs one command.
 ///
 /// # Errors
-/// `Invalid` for another device's buffers and for indices that name nothing.
+/// `Invalid` for another device's buffers and for out-of-range indices.
 pub(crate) fn run(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let args = cmd.args();
     match *cmd.sig() {

@@ -7,21 +7,21 @@ use crate::memory::{Content, Edit, Live, Store};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
 use std::ops::Range;
 
-/// What is read of a weight: enough to tell models apart, without reading gigabytes.
+/// Bytes read of a weight: enough to distinguish models without reading gigabytes.
 const WEIGHT_BYTES: usize = 64;
 
 fn head(bytes: &[u8]) -> &[u8] {
     &bytes[..bytes.len().min(WEIGHT_BYTES)]
 }
 
-/// The digest of each of `rows` rows of `slice`.
+/// Returns the digest of each of `rows` rows of `slice`.
 pub(super) fn digests(store: &Store, slice: &Slice, rows: u32, dtype: DType) -> Result<Vec<u64>> {
     let bytes = store.bytes(slice)?;
     let row_bytes = bytes.len() / rows.max(1) as usize;
     Ok((0..rows as usize).map(|row| digest::read(dtype, &bytes[row * row_bytes..][..row_bytes])).collect())
 }
 
-/// Gives each row of `slice` its digest.
+/// Writes each row's digest to `slice`.
 pub(super) fn put(store: &mut Store, slice: &Slice, dtype: DType, digests: &[u64]) -> Result<()> {
     let row_bytes = slice.bytes as usize / digests.len().max(1);
     let bytes = store.edit(slice, Edit::Rows(row_bytes as u64, dtype))?;
@@ -31,7 +31,7 @@ pub(super) fn put(store: &mut Store, slice: &Slice, dtype: DType, digests: &[u64
     Ok(())
 }
 
-/// Rows of weights are mixed with their ids. Rows of activations are picked, and stay what they are.
+/// Mixes rows of weights with their ids; selected rows of activations stay unchanged.
 pub(super) fn embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let OpSig::Embed { vocab, hidden, table, out, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
@@ -90,7 +90,7 @@ pub(super) fn gemm(store: &mut Store, cmd: &Cmd) -> Result<()> {
         return put(store, target, out, &results);
     }
     if out == DType::F32 {
-        // may be logits: nothing in the signature tells
+        // may be logits, which the signature does not reveal
         return logits::put(store, target, &results);
     }
     put(store, target, out, &results)
@@ -109,8 +109,8 @@ pub(super) fn rope(store: &mut Store, cmd: &Cmd) -> Result<()> {
     put(store, &args[0], x, &digests)
 }
 
-/// Element by element, so that rows, whose length the signature does not tell, stay rows; two zeros
-/// give zero. Where both inputs are known to hold but the lanes of equal rows, only those are touched.
+/// Works element by element, since the signature does not give the length of rows; two zeros give zero. If
+/// both inputs hold only the lanes of equal rows, only those are processed.
 pub(super) fn elementwise(store: &mut Store, tag: Tag, args: &[Slice], dtype: DType) -> Result<()> {
     let stride = match (lanes_alone(store, &args[0], dtype)?, lanes_alone(store, &args[1], dtype)?) {
         (a, b) if a == b => a,
@@ -152,7 +152,7 @@ fn combined(tag: Tag, a: u32, b: u32, bits: u32) -> u8 {
     (mix(tag as u64, u64::from(a) | u64::from(b) << 32) & ((1 << bits) - 1)) as u8
 }
 
-/// The bytes of a row, if `slice` starts with one and holds nothing but lanes of such rows.
+/// Returns the bytes of a row, if `slice` starts with one and holds only lanes of such rows.
 fn lanes_alone(store: &Store, slice: &Slice, dtype: DType) -> Result<Option<u64>> {
     let (content, range): (&Content, _) = store.content(slice)?;
     let Live::Rows(rows) = content.live else { return Ok(None) };

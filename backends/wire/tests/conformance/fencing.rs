@@ -1,4 +1,4 @@
-//! Who may no longer reach a region does not.
+//! Access that was revoked stays revoked.
 
 use super::{LONG, Pair, content, noise, piece, read, region, write};
 use mixfleet_hal::ErrorKind;

@@ -1,5 +1,5 @@
-//! What every transport has to do. `conformance!(name, make)` makes a module of tests of the transports that
-//! `make` gives: the owner's and the user's, which may be two or twice the same.
+//! The requirements for every transport. `conformance!(name, make)` creates a module of tests for the
+//! transports that `make` returns: the owner's and the user's, which may be two or the same one twice.
 
 pub(crate) mod fencing;
 pub(crate) mod landing;
@@ -14,10 +14,10 @@ use mixfleet_wire::HostRegion;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// For what must happen: a machine that needs longer is stuck.
+/// Timeout for what must happen; a machine that needs longer is stuck.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// The two ends of a way.
+/// The two ends of a connection.
 pub(crate) struct Pair {
     pub(crate) owner: Arc<dyn Transport>,
     pub(crate) user: Arc<dyn Transport>,
@@ -55,7 +55,7 @@ pub(crate) fn content(region: &HostRegion) -> Vec<u8> {
     bytes
 }
 
-/// Bytes that are unlike wherever they are cut.
+/// Returns bytes that differ wherever they are split.
 pub(crate) fn noise(bytes: usize, seed: u64) -> Vec<u8> {
     let words = (0..bytes.div_ceil(8) as u64).flat_map(|at| random::bits(seed, at).to_le_bytes());
     words.take(bytes).collect()
@@ -77,7 +77,7 @@ pub(crate) fn read(way: &mut dyn Endpoint, pieces: &[Piece]) -> Result<()> {
     way.wait(transfer, LONG)
 }
 
-/// One test for each demand.
+/// Generates one test per requirement.
 #[macro_export]
 macro_rules! conformance {
     ($name:ident, $make:expr) => {

@@ -1,4 +1,4 @@
-//! Random batches against two plain arrays.
+//! Random batches compared with two plain arrays.
 
 use super::{Pair, content, noise, piece, read, region, write};
 use mixfleet_hal::transport::{Piece, RemoteAccess};
@@ -7,7 +7,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 const HERE: u64 = 40_000;
 const THERE: u64 = 70_000;
-/// Of a piece: twice over a page, and often none.
+/// Maximum size of a piece: more than two pages, and often zero.
 const PIECE_MAX: u64 = 9000;
 
 /// One batch: whether it reads, and its pieces.

@@ -1,4 +1,4 @@
-//! What the number of a batch means, and for how long.
+//! The meaning and the lifetime of batch ids.
 
 use super::{LONG, Pair, content, noise, piece, region, write};
 use mixfleet_hal::ErrorKind;

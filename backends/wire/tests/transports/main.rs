@@ -1,4 +1,4 @@
-//! Every transport against the same demands.
+//! Runs every transport against the same requirements.
 
 #[path = "../conformance/mod.rs"]
 mod conformance;

@@ -1,4 +1,4 @@
-//! Two processes on one way, and what happens when one of them ends or stops in the middle.
+//! Two connected processes, and what happens when one of them ends or stops midway.
 
 use crate::conformance::{LONG, content, noise, piece, read, region, write};
 use mixfleet_hal::ErrorKind;
@@ -31,7 +31,8 @@ fn say(text: &str) {
     writeln!(out, "\n{MARK}{text}").and_then(|()| out.flush()).unwrap();
 }
 
-/// This binary again, in another role, which `be_the_other_process` plays. It ends with this process: its stdin does.
+/// This binary started as another process, which `be_the_other_process` runs. It ends with this process,
+/// because its stdin closes.
 struct Other {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,

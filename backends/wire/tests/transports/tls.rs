@@ -1,4 +1,4 @@
-//! Who is not of the fleet neither reads nor writes.
+//! Only members of the fleet can read and write.
 
 use crate::conformance::{content, piece, read, region, write};
 use mixfleet_hal::ErrorKind;
@@ -27,7 +27,7 @@ impl Fleet {
         Fleet { authority: CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap() }
     }
 
-    /// What a member has whose certificate is of `name`.
+    /// Returns the identity of a member with a certificate for `name`.
     fn identity(&self, name: &str) -> Arc<TlsIdentity> {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
@@ -94,7 +94,7 @@ fn transport(security: Security) -> Arc<dyn Transport> {
     Arc::new(Tcp::new(TcpConfig { streams: 2, ..TcpConfig::new(listen, security) }).unwrap())
 }
 
-/// Tries all that a stranger could with a descriptor that it should not have.
+/// Tries everything that a non-member could do with a leaked descriptor.
 fn is_refused(stranger: &dyn Transport, descriptor: &Descriptor) {
     let here = region(&[9; 4]);
     match stranger.connect(here.clone(), descriptor) {
