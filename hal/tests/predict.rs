@@ -1,5 +1,6 @@
-//! Prediction of kernels that were not measured, against published kernel times: points held out at random, whole
-//! shapes, the largest batch and context, and whole devices. docs/results/predictor.md has the numbers that these tests print.
+//! Prediction of kernels that were not measured, against published kernel times: points held out at random,
+//! whole shapes, the largest batch and context, and whole devices. docs/results/predictor.md has the numbers
+//! that these tests print.
 
 #![allow(clippy::print_stdout)]
 
@@ -47,8 +48,8 @@ fn error_at_random(points: &[Point], counted: impl Fn(&Point) -> bool) -> f64 {
     }))
 }
 
-/// Weights of 8192 x 1024 and 1024 x 8192 with few rows: the L40S finds them in its cache or not by chance, and
-/// takes 29, 10 and 26 us with 8, 16 and 32 rows of the first.
+/// Weights of 8192 x 1024 and 1024 x 8192 with few rows: the L40S finds them in its cache or not by chance,
+/// and takes 29, 10 and 26 us with 8, 16 and 32 rows of the first.
 fn cached_by_chance(point: &Point) -> bool {
     matches!(model_shape(&point.sig), (8192, 1024) | (1024, 8192)) && batch(&point.sig) <= 128
 }

@@ -161,8 +161,8 @@ fn a_panic_costs_one_case_and_its_words_are_kept() {
     assert!(reason.contains("exit status") && reason.contains("as asked for"), "{reason}");
 }
 
-/// The hanging child never speaks again, so the outcome does not depend on how long that is waited for; the others must
-/// speak within it.
+/// The hanging child never speaks again, so the outcome does not depend on how long that is waited for; the
+/// others must speak within it.
 #[test]
 fn a_hang_costs_one_case() {
     let (statuses, reason) = trapped("hang", Duration::from_secs(8));

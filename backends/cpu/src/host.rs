@@ -138,7 +138,8 @@ fn regular(kind: FileType) -> io::Result<()> {
 pub fn yield_to_others() {
     #[cfg(target_os = "linux")]
     {
-        // SAFETY: zeroed parameters are what SCHED_IDLE asks for; 0 is the calling thread. A refusal changes nothing.
+        // SAFETY: zeroed parameters are what SCHED_IDLE asks for; 0 is the calling thread. A refusal changes
+        // nothing.
         unsafe {
             let parameters: libc::sched_param = std::mem::zeroed();
             libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters);

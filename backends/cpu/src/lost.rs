@@ -70,8 +70,9 @@ impl Drop for MappedFileWatch {
 }
 
 fn install() {
-    // SAFETY: `sysconf` has no preconditions. A zeroed `sigaction` is a valid one, both calls get valid pointers, and the
-    // handler has the signature that SA_SIGINFO asks for and does only what is safe in a signal handler.
+    // SAFETY: `sysconf` has no preconditions. A zeroed `sigaction` is a valid one, both calls get valid
+    // pointers, and the handler has the signature that SA_SIGINFO asks for and does only what is safe in a
+    // signal handler.
     unsafe {
         PAGE_BYTES.store(libc::sysconf(libc::_SC_PAGESIZE).max(4096) as usize, Ordering::SeqCst);
         let mut before: libc::sigaction = std::mem::zeroed();
@@ -89,8 +90,8 @@ fn install() {
 }
 
 extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid `info` under SA_SIGINFO. With a positive code the signal is the kernel's own word
-    // about an access, so that `si_addr` is the address.
+    // SAFETY: the kernel passes a valid `info` under SA_SIGINFO. With a positive code the signal is the
+    // kernel's own word about an access, so that `si_addr` is the address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
     if code > 0 && replace(address) {
         return;
@@ -107,9 +108,10 @@ fn replace(address: usize) -> bool {
         if (node.start..end).contains(&address) {
             node.lost.store(true, Ordering::SeqCst);
             let page = address & !(PAGE_BYTES.load(Ordering::SeqCst) - 1);
-            // SAFETY: the range lies in a read-only mapping that its owner has and unmaps as a whole; it stays mapped and
-            // readable, and its bytes, which nobody can have any more, become zeros. To the end, since what follows is lost
-            // with it: one signal for a file, not one a page. `mmap` is a bare system call; `errno` is put back.
+            // SAFETY: the range lies in a read-only mapping that its owner has and unmaps as a whole; it
+            // stays mapped and readable, and its bytes, which nobody can have any more, become zeros. To the
+            // end, since what follows is lost with it: one signal for a file, not one a page. `mmap` is a
+            // bare system call; `errno` is put back.
             return unsafe {
                 let errno = libc::__errno_location();
                 let before = *errno;
@@ -130,7 +132,8 @@ fn pass_on(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) 
     let takes_info = BEFORE_FLAGS.load(Ordering::SeqCst) & libc::SA_SIGINFO != 0;
     match handler {
         libc::SIG_IGN => {}
-        // SAFETY: the default action is put back, and the signal raised again for when this handler returns: it ends the process.
+        // SAFETY: the default action is put back, and the signal raised again for when this handler returns:
+        // it ends the process.
         libc::SIG_DFL => unsafe {
             libc::signal(signal, libc::SIG_DFL);
             libc::raise(signal);

@@ -138,7 +138,8 @@ pub(crate) struct Blas {
     prepared: Mutex<HashMap<Key, Prepared>>,
 }
 
-// SAFETY: the handle may be used by any thread that bound the context; descriptions are changed under the lock.
+// SAFETY: the handle may be used by any thread that bound the context; descriptions are changed under the
+// lock.
 unsafe impl Send for Blas {}
 // SAFETY: as above.
 unsafe impl Sync for Blas {}

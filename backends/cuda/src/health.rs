@@ -12,7 +12,8 @@ pub(crate) struct Monitor {
     handle: Handle,
 }
 
-// SAFETY: NVML may be called by any thread (its manual, section "Thread safety"); the handle is only passed back.
+// SAFETY: NVML may be called by any thread (its manual, section "Thread safety"); the handle is only passed
+// back.
 unsafe impl Send for Monitor {}
 // SAFETY: as above.
 unsafe impl Sync for Monitor {}

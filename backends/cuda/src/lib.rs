@@ -1,12 +1,12 @@
 //! NVIDIA devices from compute capability 8.0 on, by the driver, NVRTC and cuBLASLt, all loaded at run time:
 //! the crate builds without a toolkit, and where a library is absent the backend says so.
 //!
-//! A command becomes launches in [`plan`], which is pure; [`kernels`] holds the texts, half of them shared with
-//! the other GPUs; the queue only launches. A test runs plans and kernels on the CPU.
+//! A command becomes launches in [`plan`], which is pure; [`kernels`] holds the texts, half of them shared
+//! with the other GPUs; the queue only launches. A test runs plans and kernels on the CPU.
 //!
-//! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside its table
-//! is never followed. What is written then is NaN (`embed`, `kv_gather`), nothing (`kv_write`, `kv_scatter`), or
-//! attention without the missing keys.
+//! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside its
+//! table is never followed. What is written then is NaN (`embed`, `kv_gather`), nothing (`kv_write`,
+//! `kv_scatter`), or attention without the missing keys.
 //!
 //! KV pages are `[kv_heads, page_tokens, head_dim]` inside, preferably of 16 tokens.
 

@@ -156,8 +156,8 @@ impl Transfers {
             }
             let half = self.halves[i % 2].raw.cast::<u8>();
             let to = memory.address + offset + (i * HALF_BYTES) as u64;
-            // SAFETY: the half is HALF_BYTES long and no copy uses it any more; the target is inside `memory`,
-            // and `synchronize` below keeps both until the copy is done.
+            // SAFETY: the half is HALF_BYTES long and no copy uses it any more; the target is inside
+            // `memory`, and `synchronize` below keeps both until the copy is done.
             unsafe {
                 half.copy_from_nonoverlapping(piece.as_ptr(), piece.len());
                 let from = std::slice::from_raw_parts(half, piece.len());

@@ -186,9 +186,10 @@ impl CudaQueue {
         // little endian: a 32-bit argument is the first half of its word
         let mut args: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
         let [x, y, z] = launch.grid;
-        // SAFETY: the arguments match the kernel's signature (the plan and the kernels are written side by side,
-        // and a test runs the same plans through the kernels' own types); `Cmd` checked that each operand lies
-        // inside its buffer, kernels check every index that they load, and buffers outlive the batch.
+        // SAFETY: the arguments match the kernel's signature (the plan and the kernels are written side by
+        // side, and a test runs the same plans through the kernels' own types); `Cmd` checked that each
+        // operand lies inside its buffer, kernels check every index that they load, and buffers outlive the
+        // batch.
         unsafe {
             result::launch_kernel(
                 function.raw,

@@ -1,4 +1,5 @@
-//! What the backend says where there is no NVIDIA device; the rest of the conformance suite runs where there is.
+//! What the backend says where there is no NVIDIA device; the rest of the conformance suite runs where there
+//! is.
 
 use mixfleet_cuda::CudaBackend;
 use mixfleet_hal::{Backend, ErrorKind};

@@ -1,6 +1,8 @@
-//! The whole backend over a driver that is a library of this test: loading, queues, graphs, transfers, errors.
+//! The whole backend over a driver that is a library of this test: loading, queues, graphs, transfers,
+//! errors.
 //!
-//! Libraries are found by the loader's path, which a process reads once: each test runs in a child of its own.
+//! Libraries are found by the loader's path, which a process reads once: each test runs in a child of its
+//! own.
 
 #![allow(unsafe_code)] // one call asks the fake driver what it counted
 
@@ -157,7 +159,8 @@ fn transfers_of_any_length_arrive() {
     });
 }
 
-/// Copies to and from pinned memory of others and of the driver's own, since the last call; ranges of others that are pinned.
+/// Copies to and from pinned memory of others and of the driver's own, since the last call; ranges of others
+/// that are pinned.
 fn counted() -> [u64; 3] {
     static BEFORE: Mutex<[u64; 2]> = Mutex::new([0; 2]);
     let mut counts = [0; 3];
@@ -211,7 +214,8 @@ fn copies_of_pinned_memory_are_direct_until_it_is_unpinned() {
     });
 }
 
-/// The first half of a region is pinned: what lies across its end goes through the halves, and so does what is beside it.
+/// The first half of a region is pinned: what lies across its end goes through the halves, and so does what
+/// is beside it.
 #[test]
 fn copies_across_the_end_of_pinned_memory_are_right() {
     struct Part(Arc<HostRegion>, u64);

@@ -1,7 +1,8 @@
-//! What a time-only device costs the host, for the shapes of Llama 3.1 8B in bf16:
-//! `cargo run --release -p mixfleet-simulated --example host_cost`
+//! What a time-only device costs the host, for the shapes of Llama 3.1 8B in bf16: `cargo run --release -p
+//! mixfleet-simulated --example host_cost`
 //!
-//! Takes 2.2 GB of host memory for KV. A part is simulated at its own speed where its steps take longer than these.
+//! Takes 2.2 GB of host memory for KV. A part is simulated at its own speed where its steps take longer than
+//! these.
 
 #![allow(clippy::print_stdout, reason = "its purpose")]
 

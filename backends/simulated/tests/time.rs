@@ -215,7 +215,8 @@ fn calibration_finds_the_profiles_own_predictions() {
     let cost = calibrate::measure(&*rig.device, &rig.forward).unwrap();
     let again = calibrate::measure(&*rig.device, &rig.forward).unwrap();
     assert_eq!(cost, again, "simulated time has no noise");
-    // launches alone: per layer one of 10 us and 1 us for each of 15 to 16 commands, embedding and head likewise
+    // launches alone: per layer one of 10 us and 1 us for each of 15 to 16 commands, embedding and head
+    // likewise
     let layers = f64::from(checkpoint.config.layers);
     let least = (layers + 1.0) * 10e-6;
     assert!((least..least + layers * 30e-6).contains(&cost.decode_s.base), "{cost:?}");

@@ -5,19 +5,19 @@
 //!
 //! **What wgpu cannot do.** It has no tensor cores (cooperative matrices are experimental), no copies between
 //! devices, no pinned or imported host memory, no export of a buffer, and no counters of health: weights are
-//! copied in, KV crosses a link through the host, arithmetic runs on the vector units. It serves GPUs that have
-//! nothing better, and shows on one machine what a mixed fleet does. One queue carries all of a device's
+//! copied in, KV crosses a link through the host, arithmetic runs on the vector units. It serves GPUs that
+//! have nothing better, and shows on one machine what a mixed fleet does. One queue carries all of a device's
 //! commands and transfers, in the order of submission.
 //!
 //! **Limits.** A buffer holds at most what the adapter allows (often 2 to 4 GiB), and a kernel sees at most
-//! `max_storage_buffer_binding_size` of it; `plan.rs` says how larger weights and pools are cut. Heads have at
-//! most 512 elements, and an even number of them where they are stored in 16 bits. Eight-bit floats are not
-//! supported. A selector counts the adapters of one interface: Vulkan, else Metal, else DX12.
+//! `max_storage_buffer_binding_size` of it; `plan.rs` says how larger weights and pools are cut. Heads have
+//! at most 512 elements, and an even number of them where they are stored in 16 bits. Eight-bit floats are
+//! not supported. A selector counts the adapters of one interface: Vulkan, else Metal, else DX12.
 //!
-//! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside its table
-//! is never followed. What is written then is NaN (`embed`, `kv_gather`), nothing (`kv_write`, `kv_scatter`), or
-//! attention without the missing keys; where `query_start` or `context` make no sense, queries are left out and
-//! their rows of the output stay as they are.
+//! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside its
+//! table is never followed. What is written then is NaN (`embed`, `kv_gather`), nothing (`kv_write`,
+//! `kv_scatter`), or attention without the missing keys; where `query_start` or `context` make no sense,
+//! queries are left out and their rows of the output stay as they are.
 //!
 //! KV pages are `[kv_heads, page_tokens, head_dim]` inside, preferably of 16 tokens.
 

@@ -86,7 +86,8 @@ fn queues_on_several_threads_do_not_disturb_each_other() {
     std::thread::scope(|scope| (1..=4).for_each(|word| drop(scope.spawn(move || work(word)))));
 }
 
-/// wgpu forbids to read and write one buffer in one dispatch, and to copy within one: the backend copies aside.
+/// wgpu forbids to read and write one buffer in one dispatch, and to copy within one: the backend copies
+/// aside.
 #[test]
 fn operands_that_share_a_buffer_give_the_same_bits() {
     let Some(device) = device() else { return };

@@ -1,17 +1,16 @@
-//! How fast a transport moves blocks between two processes, and what it costs both.
+//! Measures how fast a transport moves blocks between two processes, and the cost to both.
 //!
 //! ```text
 //! wire_bench run --transport tcp --bytes 1048576 --depth 16       target and initiator, here
-//! wire_bench target --transport tcp --listen 10.0.0.1:0           prints how to reach it; ends with its stdin
+//! wire_bench target --transport tcp --listen 10.0.0.1:0           prints its descriptor; ends with its stdin
 //! wire_bench run --descriptor FILE --bytes 1048576                initiator of a target elsewhere
-//! wire_bench memcpy --bytes 1048576 [--regions]                   what a copy in one process does
+//! wire_bench memcpy --bytes 1048576 [--regions]                   a copy within one process
 //! ```
 //!
-//! Each `run` and `memcpy` prints one line of JSON. Options: `--op write|read`, `--batch N` pieces of `--bytes`
-//! each, `--depth N` batches under way, `--seconds S`, `--streams N`, `--frame BYTES`, `--window BYTES`,
-//! `--memory BYTES` that each end has (256 MiB), `--verify` (xxh3 of
-//! each piece before it goes and after it came), `--tls` (with certificates made for this run), `--warm BYTES` moved
-//! before (all).
+//! Each `run` and `memcpy` prints one line of JSON. Options: `--op write|read`, `--batch N` pieces of
+//! `--bytes` each, `--depth N` batches in flight, `--seconds S`, `--streams N`, `--frame BYTES`, `--window BYTES`,
+//! `--memory BYTES` at each end (256 MiB), `--verify` (xxh3 of each piece before and after the transfer),
+//! `--tls` (with certificates made for this run), `--warm BYTES` moved beforehand (all).
 
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};

@@ -153,8 +153,9 @@ fn replace_pages(file: &File, map: &memmap2::MmapRaw) -> std::io::Result<()> {
     let fresh = memmap2::MmapOptions::new().len(length).map_raw(&fresh_file)?;
     prefer_huge_pages(&fresh);
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    // SAFETY: both mappings have `length` bytes and do not overlap; the caller holds the region's lock, so that
-    // nobody in this process writes. `mremap` replaces the old pages at once: the address is never without any.
+    // SAFETY: both mappings have `length` bytes and do not overlap; the caller holds the region's lock, so
+    // that nobody in this process writes. `mremap` replaces the old pages at once: the address is never
+    // without any.
     let moved = unsafe {
         std::ptr::copy_nonoverlapping(map.as_ptr(), fresh.as_mut_ptr(), length);
         libc::mremap(fresh.as_mut_ptr().cast(), length, length, flags, map.as_mut_ptr())

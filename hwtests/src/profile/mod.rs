@@ -1,8 +1,8 @@
 //! Measures what a device really does: serving-shaped operations, bandwidth by working set, copies,
 //! launches, long runs; and says how far each number can be trusted.
 //!
-//! [`run()`] makes a [`ProfileDocument`]; [`ProfileDocument::device_profile`] is what the scheduler and simulated devices
-//! take from it. [`measure()`] runs single points by name, for those who check a claim.
+//! [`run()`] makes a [`ProfileDocument`]; [`ProfileDocument::device_profile`] is what the scheduler and
+//! simulated devices take from it. [`measure()`] runs single points by name, to check a claim.
 //!
 //! ```
 //! use mixfleet_hwtests::profile::{ProfileLevel, ProfileOptions, measure};

@@ -1,9 +1,9 @@
 //! Tests the tester: faults of known kind and rate against every level, and how often each is seen.
 //!
-//! A *pass* is one run of a level. Under a rate of one in a million most passes meet no fault at all, so a cell
-//! tells two numbers: in how many of many seeded passes a fault strikes, which follows from the plan without
-//! running them, and how many of the passes that were run with an effective strike the level caught. Their
-//! product is the chance that one pass of the level finds such a fault.
+//! A *pass* is one run of a level. Under a rate of one in a million most passes meet no fault at all, so a
+//! cell tells two numbers: in how many of many seeded passes a fault strikes, which follows from the plan
+//! without running them, and how many of the passes that were run with an effective strike the level caught.
+//! Their product is the chance that one pass of the level finds such a fault.
 
 use super::case::{CaseResult, CaseStatus};
 use super::metered::Metered;

@@ -1,7 +1,7 @@
 //! Validation of a part: levels of cases in child processes, the vendor's claims, a mandatory list, a report.
 //!
-//! [`groups`] lists what a [`Plan`] runs; [`runner::run`] runs it in children that a [`Start`] starts, each of which
-//! calls [`child::serve`]; [`Validation::new`] judges the outcome; [`package::write`] makes the folder.
+//! [`groups`] lists what a [`Plan`] runs; [`runner::run`] runs it in children of a [`Start`], each of which
+//! calls [`child::serve`]; [`Validation::new`] judges the outcome; [`package::write`] writes the folder.
 //!
 //! ```
 //! use mixfleet_hwtests::reference::ReferenceDevice;

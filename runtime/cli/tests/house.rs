@@ -453,3 +453,27 @@ fn every_file_of_tests_is_in_its_crates_one_test_binary() {
     }
     assert_none(&errors, "tests that never run, or are linked by themselves");
 }
+
+/// Comments of these crates wrap at `COLUMNS_MAX`; those of the others are still to be wrapped.
+const WRAPPED: &[&str] = &["backends/", "hal/", "hwtests/"];
+const COLUMNS_MAX: usize = 110;
+
+/// The numbers of the lines of prose in a source file that are too long.
+fn long_comments(text: &str) -> Vec<usize> {
+    let lines = text.lines().enumerate();
+    let long = lines.filter(|(_, line)| line.chars().count() > COLUMNS_MAX);
+    long.filter(|(_, line)| line.trim_start().starts_with("//")).map(|(i, _)| i + 1).collect()
+}
+
+#[test]
+fn comments_wrap() {
+    let mut errors = Vec::new();
+    for (path, text) in sources() {
+        if WRAPPED.iter().any(|directory| path.starts_with(directory)) {
+            errors.extend(long_comments(&text).iter().map(|line| format!("{path}:{line}")));
+        }
+    }
+    assert_none(&errors, "comments beyond 110 columns");
+    let long = format!("let x = 1;\n    // {}\n", "x".repeat(COLUMNS_MAX));
+    assert_eq!(long_comments(&long), [2]);
+}

@@ -98,9 +98,9 @@ pub(super) fn prefill(
 
 /// How many parts a sequence may have, and keys of a part.
 ///
-/// Enough parts for one wave of blocks over the device; once that needs `CHUNK_FULL` keys or more, up to eight
-/// waves, so that the last one weighs little. The sizes are those that the host expects; a kernel makes parts
-/// longer where a sequence has more keys than `parts` of them hold.
+/// Enough parts for one wave of blocks over the device; once that needs `CHUNK_FULL` keys or more, up to
+/// eight waves, so that the last one weighs little. The sizes are those that the host expects; a kernel makes
+/// parts longer where a sequence has more keys than `parts` of them hold.
 fn cut(sig: &OpSig, blocks_per_part: u64, target: &PlanTarget) -> (u64, u64) {
     let OpSig::AttnDecode { sequences, kv_tokens, heads, head_dim, page_tokens, pages_max, .. } = *sig else {
         unreachable!("called for attn_decode")

@@ -117,8 +117,8 @@ impl Programs {
         // a library is loaded once for all devices of the process, and has static state
         static ALONE: Mutex<()> = Mutex::new(());
         let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: `emulate` has this type (shim.h). The arguments are those of the kernel's plan, as on a GPU;
-        // the operands they point to are alive, for the command holds them.
+        // SAFETY: `emulate` has this type (shim.h). The arguments are those of the kernel's plan, as on a
+        // GPU; the operands they point to are alive, for the command holds them.
         let error = unsafe {
             let emulate = library
                 .get::<Emulate>(format!("emulate_{}", launch.kernel).as_bytes())
@@ -173,8 +173,8 @@ pub(crate) struct EmulatedDevice {
 }
 
 impl EmulatedDevice {
-    /// A device of `multiprocessors`, which decides between variants of kernels. `None` where there is no g++,
-    /// or the shim does not know the processor.
+    /// A device of `multiprocessors`, which decides between variants of kernels. `None` where there is no
+    /// g++, or the shim does not know the processor.
     pub(crate) fn new(multiprocessors: u32) -> Option<EmulatedDevice> {
         if !cfg!(all(target_arch = "x86_64", target_os = "linux"))
             || Command::new("g++").arg("-v").output().is_err()

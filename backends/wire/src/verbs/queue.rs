@@ -424,8 +424,8 @@ impl QueuePair {
             unsafe { (*first.add(i - 1)).next = first.add(i) };
         }
         let mut refused = std::ptr::null_mut();
-        // SAFETY: the chain and its places live through the call, which copies them; the memory that they name
-        // is registered under these keys and kept by the endpoint until the queue pair is gone.
+        // SAFETY: the chain and its places live through the call, which copies them; the memory that they
+        // name is registered under these keys and kept by the endpoint until the queue pair is gone.
         let code = unsafe {
             let post = (*self.nic.context).ops.post_send;
             post.map_or(libc::ENOSYS, |post| post(self.raw, first, &mut refused))

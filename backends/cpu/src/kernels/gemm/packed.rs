@@ -171,7 +171,8 @@ impl Task for PackX {
                 elements: k,
                 word: self.dtype,
             };
-            // SAFETY: tiles lie one behind the other, each `depth` words deep; x has rows first..first + rows.
+            // SAFETY: tiles lie one behind the other, each `depth` words deep; x has rows first..first +
+            // rows.
             unsafe {
                 let to = self.packed.add(first * depth);
                 transpose::<S>(&source, rows, tile_rows::<S>(rows), 0..depth, to, self.scratch);
