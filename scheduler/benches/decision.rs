@@ -67,6 +67,7 @@ impl World {
                 kv_capacity_tokens: 1_000_000,
                 kv_block_tokens: BLOCK,
                 prefill_tokens_beside_decode_max: 2048,
+                step_tokens_max: 2048,
             };
             fleet.step(Seconds::ZERO, Event::InstanceUp(spec), &mut actions);
         }

@@ -1,6 +1,5 @@
 //! Tables by number: a request's id, a block's key.
 
-use mixfleet_hal::random::mix;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -10,13 +9,14 @@ pub struct Spread(u64);
 
 impl Hasher for Spread {
     fn finish(&self) -> u64 {
-        self.0
+        // Where a product is well spread: its high bits.
+        self.0.rotate_left(26)
     }
     fn write(&mut self, bytes: &[u8]) {
         bytes.iter().for_each(|&byte| self.write_u64(u64::from(byte)));
     }
     fn write_u64(&mut self, value: u64) {
-        self.0 = mix(self.0 ^ value);
+        self.0 = (self.0 ^ value).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     }
 }
 

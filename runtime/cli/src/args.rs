@@ -13,6 +13,7 @@ use crate::trace::TraceArgs;
 use crate::validate::ValidateArgs;
 use clap::{Args, Parser, Subcommand};
 use mixfleet_hal::DType;
+use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::fleet::Role;
 use std::path::PathBuf;
 
@@ -96,7 +97,7 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_name = "GIB", default_value_t = 1.0, value_parser = gib)]
     pub(crate) kv_memory: f64,
     /// Maximum prompt tokens per step [default: 512]
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=CHUNK_MAX))]
+    #[arg(long, value_name = "TOKENS", default_value_t = BatchLimits::STEP_TOKENS_MAX, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=CHUNK_MAX))]
     pub(crate) chunk: u32,
 }
 
@@ -187,7 +188,7 @@ pub(crate) struct InstanceArgs {
     #[arg(long, value_name = "DEV=USD")]
     pub(crate) usd_per_hour: Vec<DevicePrice>,
     /// Maximum sequences per device [default: 64]
-    #[arg(long, value_name = "N", default_value_t = 64, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=SEQUENCES_MAX))]
+    #[arg(long, value_name = "N", default_value_t = BatchLimits::SEQUENCES_MAX, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..=SEQUENCES_MAX))]
     pub(crate) sequences: u32,
     #[command(flatten)]
     pub(crate) tiers: TierArgs,

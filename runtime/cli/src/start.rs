@@ -21,16 +21,13 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;
+use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::{Coefficients, CostModel};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-
-/// Prompt tokens of a step that also decodes: at a few hundred tokens per second of prefill, about
-/// a quarter of a second between two tokens of the others.
-const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
 
 /// Which devices serve, and how.
 pub(crate) struct Instances {
@@ -154,7 +151,7 @@ pub(crate) fn instances(
             kv: model.kv,
             kv_bytes: (args.kv_memory * GIB as f64) as u64,
             step_tokens_max: args.chunk,
-            prefill_tokens_beside_decode_max: PREFILL_TOKENS_BESIDE_DECODE_MAX.min(args.chunk),
+            prefill_tokens_beside_decode_max: BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX.min(args.chunk),
             sequences_max: choice.sequences_max,
             block_tokens: None,
         };

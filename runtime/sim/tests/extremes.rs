@@ -29,6 +29,7 @@ block_tokens = 512
 replicate_gb_per_s = 1.0
 [engine]
 max_batched_tokens = 8192
+max_prefill_tokens_beside_decode = 8192
 max_sequences = 256
 [rebalance]
 high = 0.9

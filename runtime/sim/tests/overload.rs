@@ -75,7 +75,7 @@ fn prediction_answers_most_wastes_least_and_calms_the_pools() {
             "{seed}"
         );
         // by the load of now the pools swing against one another
-        assert!(swings.2 < -0.15 && calm.2 > swings.2 + 0.1, "{swings:?} {calm:?}");
+        assert!(swings.2 < -0.10 && calm.2 > swings.2 + 0.1, "{swings:?} {calm:?}");
         assert!(calm.0 <= 0.5 * swings.0, "{swings:?} {calm:?}");
         assert!(calm.1 < swings.1, "{swings:?} {calm:?}");
     }

@@ -23,7 +23,12 @@ version = 1
 layers = 32
 kv_bytes_per_token = 131072
 [kv]
+block_tokens = 512
 {kv}
+[engine]
+max_batched_tokens = 8192
+max_prefill_tokens_beside_decode = 8192
+max_sequences = 256
 [[pool]]
 name = "all"
 count = 8

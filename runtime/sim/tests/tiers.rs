@@ -18,6 +18,12 @@ version = 1
 [model]
 layers = 32
 kv_bytes_per_token = 131072
+[kv]
+block_tokens = 512
+[engine]
+max_batched_tokens = 8192
+max_prefill_tokens_beside_decode = 8192
+max_sequences = 256
 [[pool]]
 name = "one"
 usd_per_hour = 1.0
@@ -100,15 +106,16 @@ fn what_the_devices_gave_up_is_loaded_and_the_load_is_predicted() {
 }
 
 #[test]
-fn a_load_hides_behind_the_queue() {
+fn a_load_comes_after_the_queue_as_predicted() {
     let dram = setup(40, 1e-3, "dram_tokens = 51200\ndram_gb_per_s = 1.0");
-    // 3 fills the device and sinks 1; while 4 is computed, what 5 needs is loaded
+    // 3 fills the device and sinks 1; nothing else runs while what 5 needs is loaded
     let requests =
         vec![prompt(1, 0.0, 1, 4), prompt(3, 10.0, 3, 38), prompt(4, 40.0, 4, 8), prompt(5, 40.1, 1, 4)];
     let (results, seen) = play(&dram, requests);
     assert!(results.prefix_hit_from.dram > 0.0, "{results:?}");
-    assert_eq!((seen.terms[3].cached_tokens, seen.terms[3].pull_s), (2048, 0.0));
-    assert!(seen.terms[3].queue_s > 3.0 && seen.ttft_s[3] < seen.terms[3].queue_s + 0.1, "{:?}", seen.ttft_s);
+    assert_eq!(seen.terms[3].cached_tokens, 2048);
+    assert!(seen.terms[3].queue_s > 3.0 && seen.terms[3].pull_s > 0.1, "{:?}", seen.terms[3]);
+    close(seen.ttft_s[3], seen.terms[3].ttft_s);
 }
 
 /// Holds a cache of a fiftieth above tiers of the rest to one of `blocks` blocks, on the requests that `trace` opens.

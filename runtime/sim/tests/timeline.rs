@@ -13,6 +13,12 @@ version = 1
 [model]
 layers = 32
 kv_bytes_per_token = 131072
+[kv]
+block_tokens = 512
+[engine]
+max_batched_tokens = 8192
+max_prefill_tokens_beside_decode = 8192
+max_sequences = 256
 [slo]
 ttft_s = 5.0
 tbt_s = 0.1
@@ -94,7 +100,9 @@ fn a_request_alone_is_seen_where_it_is() {
     assert!((p[0].prefill_load - 1.5 / 5.0).abs() < 1e-9, "{:?}", p[0]);
     assert!((p[0].prefill_utilisation - 0.5).abs() < 1e-9, "{:?}", p[0]);
     assert!((p[1].prefill_load - 0.5 / 5.0).abs() < 1e-9 && (p[1].prefill_utilisation - 1.0).abs() < 1e-9);
-    assert_eq!((p[1].used_tokens, d[1].used_tokens, d[1].decoding), (2048, 0, 0));
+    // its room is kept where it will decode
+    assert_eq!((p[1].used_tokens, d[1].used_tokens), (2048, 2048));
+    assert_eq!((d[1].receiving, d[1].decoding), (1, 0));
     let decoding = d[3];
     assert_eq!((decoding.time_s, decoding.decoding), (4.0, 1));
     // some 37 of its steps are over, of a context of 2000

@@ -10,13 +10,13 @@
 use super::courier::{SENDS_MAX, Sent};
 use super::lend::Prefix;
 use super::messages::{HandOff, Parcel, PieceId, ToWorker};
-use super::worker::Worker;
+use super::worker::{Event, Worker};
 use crate::env::Task;
 use crate::model::ModelConfig;
 use crate::model::graph::{self, StepShape};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Slice};
-use mixfleet_scheduler::batch::{Event, RequestId, Step};
+use mixfleet_scheduler::batch::{RequestId, Step};
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -118,6 +118,8 @@ pub(super) struct Outgoing {
     /// Pieces without a verdict: tokens by first token and layer.
     open: BTreeMap<(u32, u32), u32>,
     handed_over: bool,
+    /// The receiver goes on with it.
+    taken_over: bool,
     /// When the first piece left.
     started: Option<Seconds>,
     /// What is still to be sent of a prefix; none for a hand-off, whose pieces are made as they are computed.
@@ -127,7 +129,15 @@ pub(super) struct Outgoing {
 impl Outgoing {
     /// Of a prompt that is computed here, or of `prefix`, of which the first tokens lie in `pages`.
     pub(super) fn new(to: HandOff, pages: Vec<u32>, prefix: Option<Prefix>) -> Self {
-        Outgoing { to: Arc::new(to), pages, open: BTreeMap::new(), handed_over: false, started: None, prefix }
+        Outgoing {
+            to: Arc::new(to),
+            pages,
+            open: BTreeMap::new(),
+            handed_over: false,
+            taken_over: false,
+            started: None,
+            prefix,
+        }
     }
 
     /// The prompt is computed and `next` drawn: whom to tell, and what.
@@ -152,8 +162,7 @@ impl Outgoing {
 
     /// Nothing of it is read here any more.
     pub(super) fn complete(&self) -> bool {
-        let all_sent = self.prefix.as_ref().map_or(self.handed_over, Prefix::is_sent);
-        all_sent && self.open.is_empty()
+        self.prefix.as_ref().map_or(self.taken_over, |prefix| prefix.is_sent() && self.open.is_empty())
     }
 
     /// A piece is on its way that nobody has given a verdict on. False for others: a receiver that has lost count asks in vain.
@@ -172,9 +181,8 @@ impl Worker {
         let mut row = 0;
         let mut leaving = Vec::new();
         for part in &step.sequences {
-            let (start, tokens) = (part.start, part.tokens.len() as u32);
+            let (start, tokens) = (part.start, part.tokens);
             if let Some(outgoing) = self.hand_off(part.request) {
-                outgoing.pages.clone_from(&part.pages);
                 let first = outgoing.to.from.clamp(start, start + tokens);
                 if first < start + tokens {
                     let tokens = start + tokens - first;
@@ -250,14 +258,8 @@ impl Worker {
     }
 
     /// Sends the KV that the prefix cache already had and the receiver lacks.
-    pub(super) async fn send_cached(
-        &mut self,
-        request: RequestId,
-        tokens_cached: u32,
-        pages: &[u32],
-    ) -> Result<()> {
+    pub(super) async fn send_cached(&mut self, request: RequestId, tokens_cached: u32) -> Result<()> {
         let Some(outgoing) = self.hand_off(request) else { return Ok(()) };
-        outgoing.pages = pages.to_vec();
         let from = outgoing.to.from;
         for layer in 0..self.forward.config().layers {
             for (first, tokens) in self.pieces(request, from, tokens_cached.saturating_sub(from)) {
@@ -272,8 +274,8 @@ impl Worker {
     /// Gathers one piece from the pages and sends it.
     async fn gather_and_send(&mut self, request: RequestId, piece: PieceId) -> Result<()> {
         let Some(outgoing) = self.outgoing.get(&request) else { return Ok(()) };
-        let (wire, slots) =
-            (outgoing.to.wire, self.upload_slots(&outgoing.pages, piece.first, piece.tokens)?);
+        let pages = self.machine.pages(request);
+        let (wire, slots) = (outgoing.to.wire, self.upload_slots(pages, piece.first, piece.tokens)?);
         let from = self.gather(&piece, wire, slots)?;
         self.send_piece(request, piece, &from).await
     }
@@ -441,7 +443,16 @@ impl Worker {
         Ok(())
     }
 
-    /// A sender's blocks are released when the receiver has confirmed all pieces.
+    /// The receiver goes on with what was handed over to it.
+    pub(super) fn taken_over(&mut self, receiver: InstanceId, request: RequestId, attempt: u32) {
+        let is_meant = |o: &&mut Outgoing| o.handed_over && o.to.to == receiver && o.to.attempt == attempt;
+        if let Some(outgoing) = self.hand_off(request).filter(is_meant) {
+            outgoing.taken_over = true;
+            self.settle_outgoing(request);
+        }
+    }
+
+    /// A sender's blocks are released when its receiver goes on with the sequence, or has confirmed all pieces of a prefix.
     pub(super) fn settle_outgoing(&mut self, request: RequestId) {
         let Some(outgoing) = self.outgoing.get(&request).filter(|o| o.complete()) else { return };
         if let Some(started) = outgoing.started() {

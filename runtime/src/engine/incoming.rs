@@ -4,9 +4,9 @@
 use super::fault::{Fault, Outcome};
 use super::handoff::Staging;
 use super::messages::{FromWorker, Parcel, PieceId, Source, ToWorker};
-use super::worker::Worker;
+use super::worker::{Action, Event, Worker};
 use mixfleet_hal::{Cmd, DType, Error, ErrorKind, OpSig, Result};
-use mixfleet_scheduler::batch::{Action, Event, RequestId};
+use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
 use std::collections::BTreeSet;
@@ -33,7 +33,6 @@ pub(super) struct Incoming {
     sender: InstanceId,
     /// The rest of the prompt is computed here; else the sequence decodes here.
     lent: bool,
-    pages: Vec<u32>,
     from: u32,
     length: u32,
     layers: u32,
@@ -47,11 +46,11 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    fn new(sender: Sender, pages: Vec<u32>, from: u32, layers: u32) -> Self {
+    fn new(sender: Sender, from: u32, layers: u32) -> Self {
         let lent = matches!(sender, Sender::Lends(_));
         let Source { holder: sender, until: length } = sender.source();
         let (seen, valid) = (BTreeSet::new(), length);
-        Incoming { sender, lent, pages, from, length, layers, seen, settled: 0, valid, next: None }
+        Incoming { sender, lent, from, length, layers, seen, settled: 0, valid, next: None }
     }
 
     /// `sender` lends no more than `until` tokens. It says so before it sends; what came before that is not used.
@@ -119,17 +118,12 @@ impl Worker {
     ///
     /// # Errors
     /// Of the link, where there is no memory for what would land: descriptors or bytes are used up.
-    pub(super) async fn await_kv(
-        &mut self,
-        request: RequestId,
-        tokens_cached: u32,
-        pages: Vec<u32>,
-    ) -> Outcome<()> {
+    pub(super) async fn await_kv(&mut self, request: RequestId, tokens_cached: u32) -> Outcome<()> {
         let layers = self.forward.config().layers;
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
         let Some(sender) = active.sender else { return Ok(()) };
         let attempt = active.job.attempt;
-        let mut incoming = Incoming::new(sender, pages, tokens_cached, layers);
+        let mut incoming = Incoming::new(sender, tokens_cached, layers);
         let holder = sender.source().holder;
         match (self.courier.landing(holder), sender) {
             (Ok(landing), _) => {
@@ -201,8 +195,7 @@ impl Worker {
     fn scatter(&mut self, request: RequestId, piece: PieceId, wire: DType, bytes: u64) -> Result<()> {
         let PieceId { layer, first, tokens, .. } = piece;
         let landed = self.staging.landing.range(0, bytes);
-        let incoming = self.active.get(&request).and_then(|a| a.incoming.as_ref());
-        let slots = self.upload_slots(&incoming.expect("checked by the caller").pages, first, tokens)?;
+        let slots = self.upload_slots(self.machine.pages(request), first, tokens)?;
         let Staging { kv_heads, head_dim, page_tokens, kv, .. } = self.staging;
         let sig = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire };
         let (k_pool, v_pool) = self.forward.pools(layer as usize);
@@ -224,18 +217,22 @@ impl Worker {
         if incoming.lent {
             self.metrics.kv_pulled_tokens.inc_by(u64::from(tokens_valid.saturating_sub(incoming.from)));
         }
+        let (sender, attempt) = (incoming.sender, active.job.attempt);
         active.incoming = None;
-        active.tokens.extend(next);
         let mut actions = Vec::new();
-        self.machine.step(Event::Landed { request, tokens_valid, next }, &mut actions);
+        if let (Some(text), Some(next)) = (self.machine.text_mut(request), next) {
+            text.push(next);
+        }
+        self.machine.step(Event::Landed { request, tokens_valid, next: next.is_some() }, &mut actions);
         if next.is_some() {
+            self.directory.tell(sender, ToWorker::TakenOver { receiver: self.id, request, attempt });
             self.report(FromWorker::Joined { request });
         }
         for action in actions {
             match action {
                 Action::Stored(hashes) => self.report(FromWorker::Stored { tier: Tier::Device, hashes }),
-                Action::Admitted { request, tokens_cached, pages } => {
-                    self.admitted(request, tokens_cached, &pages).await?;
+                Action::Admitted { request, tokens_cached } => {
+                    self.admitted(request, tokens_cached).await?;
                 }
                 other => unreachable!("KV that lands asks for nothing else: {other:?}"),
             }

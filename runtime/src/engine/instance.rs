@@ -20,6 +20,7 @@ use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, Prefill, ProfileCost};
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
+use mixfleet_scheduler::kv::CachePolicy;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -119,9 +120,9 @@ impl Loaded {
             step_tokens_max: shape.tokens_max,
             prefill_tokens_beside_decode_max: limits.prefill_tokens_beside_decode_max,
             sequences_max: limits.sequences_max as usize,
-            // Room for every running sequence to begin a block, up to a hundredth of the memory.
-            spare_blocks: (blocks as usize / 100).min(limits.sequences_max as usize),
+            spare_blocks: BatchLimits::spare_blocks(blocks, limits.sequences_max as usize),
             lower_tiers: false,
+            cache_policy: CachePolicy::Lru,
         };
         Ok(Loaded { spec_device: device, forward, role, price, batch, below: None, disk_below: None })
     }
@@ -175,6 +176,7 @@ impl Loaded {
             kv_capacity_tokens: self.kv_capacity_tokens(),
             kv_block_tokens: self.batch.block_tokens,
             prefill_tokens_beside_decode_max: self.batch.prefill_tokens_beside_decode_max,
+            step_tokens_max: self.batch.step_tokens_max,
         }
     }
 

@@ -6,10 +6,10 @@
 
 use super::handoff::Outgoing;
 use super::messages::{HandOff, Job, PieceId, ToWorker};
-use super::worker::Worker;
+use super::worker::{Action, Event, Worker};
 use crate::pool::Lease;
 use mixfleet_hal::Result;
-use mixfleet_scheduler::batch::{Action, Event, RequestId};
+use mixfleet_scheduler::batch::{RequestId, TokenIds};
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -90,7 +90,8 @@ impl Worker {
         tokens.truncate(until as usize);
         let mut actions = Vec::new();
         self.stop_outgoing(request);
-        self.machine.step(Event::Lend { request, tokens: tokens.clone(), hasher: job.hasher }, &mut actions);
+        let text = TokenIds::new(tokens.clone(), job.hasher, self.limits.block_tokens);
+        self.machine.step(Event::Lend { request, text }, &mut actions);
         let Some(Action::Lent { pages, .. }) = actions.pop() else {
             unreachable!("what is asked for is lent")
         };

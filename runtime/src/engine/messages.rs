@@ -214,6 +214,15 @@ pub(crate) enum ToWorker {
         /// The token that was drawn after the prompt.
         next: u32,
     },
+    /// The sequence decodes where its KV went: nothing of it is read from the sender any more.
+    TakenOver {
+        /// Who decodes it.
+        receiver: InstanceId,
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+    },
     /// The receiver's verdict on a piece.
     Verdict {
         /// Who received it.

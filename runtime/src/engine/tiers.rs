@@ -10,7 +10,7 @@
 
 use super::MakeRegion;
 use super::pinning::Pinner;
-use super::worker::{COPY_TIMEOUT, Worker};
+use super::worker::{Action, COPY_TIMEOUT, Worker};
 use crate::engine::messages::FromWorker;
 use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
@@ -20,10 +20,11 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use mixfleet_hal::memory::Pinned;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, OpSig, Queue, Result, Slice};
-use mixfleet_scheduler::batch::{Action, Evicted};
+use mixfleet_scheduler::batch::{Evicted, RequestId};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::future::{pending, ready};
+use std::ops::Range;
 
 /// The disk's cost is told anew when it is off by more than this factor.
 const COST_DRIFT: f64 = 1.25;
@@ -169,7 +170,7 @@ impl Below {
         device: &dyn Device,
         queue: &mut dyn Queue,
         forward: &Forward,
-        Evicted { hash, tokens, page }: &Evicted,
+        Evicted { hash, tokens, page }: &Evicted<Box<[u32]>>,
     ) -> Result<Kept> {
         self.pool.keep(*hash, tokens, &mut |place| {
             let list = self.copies(device, forward, *page, Way::Down)?;
@@ -277,7 +278,10 @@ impl Worker {
             below.pool.begin_turn();
         }
         actions.iter().find_map(|action| match action {
-            Action::Load { chain, tokens, .. } => self.lease(chain, tokens),
+            Action::Load { request, blocks, chain } => {
+                let tokens = self.machine.text(*request)?.of_blocks(blocks.clone()).to_vec();
+                self.lease(chain, &tokens)
+            }
             _ => None,
         })
     }
@@ -317,15 +321,18 @@ impl Worker {
         Ok(())
     }
 
-    /// Fills `pages` with the blocks of `chain`, of which `lease` has the first if it is there. Returns how many came.
+    /// Fills blocks of a sequence, whose keys are `chain` and of which `lease` has the first if it is there. Returns how many came.
     pub(super) fn bring(
         &mut self,
+        request: RequestId,
         mut lease: Option<Lease>,
+        blocks: Range<u32>,
         chain: &[BlockHash],
-        tokens: &[u32],
-        pages: &[u32],
     ) -> Result<u32> {
-        lease = lease.or_else(|| self.lease(chain, tokens));
+        let Some(text) = self.machine.text(request) else { return Ok(0) };
+        let tokens = text.of_blocks(blocks.clone()).to_vec();
+        let pages = self.machine.pages(request)[blocks.start as usize..blocks.end as usize].to_vec();
+        lease = lease.or_else(|| self.lease(chain, &tokens));
         let mut done = 0;
         while let Some(held) = lease.take() {
             let mut came = 0;

@@ -5,11 +5,11 @@ use super::handoff::Outgoing;
 use super::incoming::Sender;
 use super::messages::{FromWorker, HandOff, Job, Source, ToWorker};
 use super::tiers::Below;
-use super::worker::{Active, Worker};
+use super::worker::{Active, Event, Worker};
 use crate::fleet::RouterId;
 use crate::request::Failure;
 use mixfleet_hal::{Error, ErrorKind, Result};
-use mixfleet_scheduler::batch::{After, Event, RequestId};
+use mixfleet_scheduler::batch::{After, RequestId, TokenIds};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
 use std::collections::BTreeSet;
@@ -113,6 +113,9 @@ impl Worker {
                 self.verdict(receiver, request, attempt, (piece, intact)).await?;
                 self.settle_outgoing(request);
             }
+            ToWorker::TakenOver { receiver, request, attempt } => {
+                self.taken_over(receiver, request, attempt);
+            }
             ToWorker::Settle { request } => self.settle_incoming(request).await?,
             ToWorker::Cancel { request } => self.cancel(request),
             ToWorker::Inspect(answer) => {
@@ -165,26 +168,30 @@ impl Worker {
             return;
         }
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
-        let Job { request, due, hasher, .. } = job;
-        let (gives_way, tokens) = (job.gives_way(), job.tokens());
+        let Job { request, due, .. } = job;
+        let (gives_way, text) = (job.gives_way(), self.text(&job));
         if let Some(to) = hand_off {
             self.begin_outgoing(request, Outgoing::new(to, Vec::new(), None));
         }
-        let source = pull.map(|source| source.capped(tokens.len(), self.staging.page_tokens));
+        let source = pull.map(|source| source.capped(text.ids().len(), self.staging.page_tokens));
         let pulls = source.map_or(0, |source| source.until);
         let sender = source.map(Sender::Lends);
-        self.active.insert(request, Active { job, tokens: tokens.clone(), incoming: None, sender });
-        self.machine_step(Event::Add { request, due, gives_way, tokens, hasher, pulls, after });
+        self.active.insert(request, Active { job, incoming: None, sender });
+        self.machine_step(Event::Add { request, due, gives_way, text, pulls, after });
     }
 
     fn reserve(&mut self, job: Job, sender: InstanceId) {
         if !self.supersedes(&job) {
             return;
         }
-        let Job { request, due, hasher, .. } = job;
-        let (gives_way, tokens) = (job.gives_way(), job.tokens());
-        let sender = Some(Sender::HandsOff(Source { holder: sender, until: tokens.len() as u32 }));
-        self.active.insert(request, Active { job, tokens: tokens.clone(), incoming: None, sender });
-        self.machine_step(Event::Reserve { request, due, gives_way, tokens, hasher });
+        let Job { request, due, .. } = job;
+        let (gives_way, text) = (job.gives_way(), self.text(&job));
+        let sender = Some(Sender::HandsOff(Source { holder: sender, until: text.ids().len() as u32 }));
+        self.active.insert(request, Active { job, incoming: None, sender });
+        self.machine_step(Event::Reserve { request, due, gives_way, text });
+    }
+
+    fn text(&self, job: &Job) -> TokenIds {
+        TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens)
     }
 }

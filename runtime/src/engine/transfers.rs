@@ -9,11 +9,9 @@ use super::messages::{HandOff, Landing, Source, ToWorker};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Event, Explanation, InstanceId, Pull};
 
-/// What a placement says of a pull: the tokens that it takes follow those that the prefill instance has itself.
+/// What a placement says of a pull.
 pub(super) fn source(pull: Option<Pull>, explanation: &Explanation) -> Option<Source> {
-    let Pull { from: holder, tokens } = pull?;
-    let own = explanation.chosen()?.terms.as_ref()?.cached_tokens;
-    Some(Source { holder, until: own + tokens })
+    Some(Source { holder: pull?.from, until: explanation.pulled_until()? })
 }
 
 impl Running {

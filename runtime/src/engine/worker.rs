@@ -19,7 +19,7 @@ use crate::request::{Failure, FinishReason, Logprobs};
 use crate::sampling::{self, History, SamplingError};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
-use mixfleet_scheduler::batch::{Action, BatchLimits, Event, Instance, RequestId, Sampled, Step};
+use mixfleet_scheduler::batch::{BatchLimits, Instance, RequestId, Sampled, Step, StepSequence, TokenIds};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
 use std::cell::Cell;
@@ -37,19 +37,17 @@ const SIGN_OF_LIFE: Seconds = Seconds(10.0);
 /// Recordings that are kept: of 64 batch sizes and a few lengths of the block table each.
 const RECORDINGS_MAX: usize = 256;
 
-/// A request on this instance.
+/// What the instance's machine is told.
+pub(super) type Event = mixfleet_scheduler::batch::Event<TokenIds>;
+
+/// What it answers.
+pub(super) type Action = mixfleet_scheduler::batch::Action<Box<[u32]>>;
+
+/// A request on this instance. Its tokens are the machine's.
 pub(super) struct Active {
     pub(super) job: Job,
-    /// Prompt and output so far.
-    pub(super) tokens: Vec<u32>,
     pub(super) incoming: Option<Incoming>,
     pub(super) sender: Option<Sender>,
-}
-
-impl Active {
-    fn generated(&self) -> &[u32] {
-        &self.tokens[self.job.wanted.prompt_ids.len()..]
-    }
 }
 
 /// The instance's worker.
@@ -59,7 +57,7 @@ pub(super) struct Worker {
     pub(super) device: Arc<dyn Device>,
     pub(super) queue: Box<dyn Queue>,
     pub(super) forward: Forward,
-    pub(super) machine: Instance,
+    pub(super) machine: Instance<TokenIds>,
     /// Decode steps by their key, with and without the choice of the best tokens.
     pub(super) recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
     pub(super) limits: BatchLimits,
@@ -232,24 +230,24 @@ impl Worker {
         while let Some(action) = actions.pop_front() {
             match action {
                 Action::Run(step) => {
-                    let tokens = step.sequences.iter().map(|s| s.tokens.len() as u64).sum();
+                    let tokens = step.sequences.iter().map(|s| u64::from(s.tokens)).sum();
                     self.compute(step).await?;
                     self.health.stepped(tokens, self.env.now(), || self.device.health());
                     ran = true;
                 }
-                Action::Load { request, chain, tokens, pages, .. } => {
-                    let blocks = self.bring(lease.take(), &chain, &tokens, &pages)?;
+                Action::Load { request, blocks, chain } => {
+                    let blocks = self.bring(request, lease.take(), blocks, &chain)?;
                     let mut more = Vec::new();
                     self.machine.step(Event::Loaded { request, blocks }, &mut more);
                     actions.extend(more);
                     ran = true;
                 }
-                Action::Admitted { request, tokens_cached, pages } => {
-                    self.admitted(request, tokens_cached, &pages).await?;
+                Action::Admitted { request, tokens_cached } => {
+                    self.admitted(request, tokens_cached).await?;
                 }
-                Action::Reserved { request, tokens_cached, pages } => {
+                Action::Reserved { request, tokens_cached } => {
                     // Here: what else is to be done must be done.
-                    let awaited = self.await_kv(request, tokens_cached, pages).await;
+                    let awaited = self.await_kv(request, tokens_cached).await;
                     self.contain(awaited)?;
                 }
                 Action::Lent { .. } | Action::Refused { .. } => {
@@ -278,16 +276,11 @@ impl Worker {
     }
 
     /// A sequence has its blocks and is computed from `tokens_cached` on.
-    pub(super) async fn admitted(
-        &mut self,
-        request: RequestId,
-        tokens_cached: u32,
-        pages: &[u32],
-    ) -> Result<()> {
+    pub(super) async fn admitted(&mut self, request: RequestId, tokens_cached: u32) -> Result<()> {
         if let Some(active) = self.active.get(&request) {
             self.report(FromWorker::Admitted { request, attempt: active.job.attempt, tokens_cached });
         }
-        self.send_cached(request, tokens_cached, pages).await
+        self.send_cached(request, tokens_cached).await
     }
 
     /// Runs a step. If the device cannot do what is asked of it, each sequence is tried alone, so that those end which it cannot do
@@ -305,7 +298,7 @@ impl Worker {
         let mut drawn = Vec::new();
         self.renew_queue()?;
         for sequence in &step.sequences {
-            let alone = Step { sequences: vec![sequence.clone()] };
+            let alone = Step { sequences: vec![*sequence] };
             match self.run_step(&alone).await {
                 Ok(more) => drawn.extend(more),
                 Err(error) if fault::is_about_what_was_asked(&error) => {
@@ -322,11 +315,7 @@ impl Worker {
 
     /// Runs one forward pass and draws; the KV of handed-off prompts leaves layer by layer meanwhile.
     async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
-        let parts: Vec<Part<'_>> = step
-            .sequences
-            .iter()
-            .map(|s| Part { start: s.start, tokens: &s.tokens, pages: &s.pages, sample: s.sample })
-            .collect();
+        let parts: Vec<Part<'_>> = step.sequences.iter().map(|part| self.part(part)).collect();
         let pass = self.forward.begin(&*self.device, &parts)?;
         let leaving = self.leaving(step);
         if let (Some(key), true) = (pass.key(), leaving.is_empty()) {
@@ -358,6 +347,18 @@ impl Worker {
         }
         self.queue.wait(last, self.step_timeout)?;
         self.draw(step, self.forward.logits(&pass), best)
+    }
+
+    /// What the device computes of a sequence.
+    fn part(&self, &StepSequence { request, start, tokens, sample }: &StepSequence) -> Part<'_> {
+        let end = start + tokens;
+        let pages = &self.machine.pages(request)[..end.div_ceil(self.limits.block_tokens) as usize];
+        Part { start, tokens: &self.ids(request)[start as usize..end as usize], pages, sample }
+    }
+
+    /// Prompt and output so far of a request whose sequence is here.
+    fn ids(&self, request: RequestId) -> &[u32] {
+        self.machine.text(request).map_or(&[], TokenIds::ids)
     }
 
     /// Runs a step that only decodes from its recording, which the first of its kind makes.
@@ -427,7 +428,10 @@ impl Worker {
         let draws = rows.map(|(s, logits)| {
             let Some(active) = self.active.get(&s.request) else { return (s.request, Ok((0, None))) };
             let wanted = &active.job.wanted;
-            let history = History { prompt: &wanted.prompt_ids, output: active.generated() };
+            let history = History {
+                prompt: &wanted.prompt_ids,
+                output: &self.ids(s.request)[wanted.prompt_ids.len()..],
+            };
             let drawn = sampling::sample(logits, &wanted.sampling, history, wanted.logprobs);
             (s.request, drawn.map(|d| (d.id, d.logprobs)).map_err(|error| error.to_string()))
         });
@@ -453,13 +457,13 @@ impl Worker {
         let mut after = Vec::new();
         for (request, result) in drawn {
             let Some(active) = self.active.get_mut(&request) else {
-                sampled.push(Sampled { request, token: 0, finished: true });
+                sampled.push(Sampled { request, finished: true });
                 continue;
             };
             let (token, logprobs) = match result {
                 Ok(drawn) => drawn,
                 Err(message) => {
-                    sampled.push(Sampled { request, token: 0, finished: true });
+                    sampled.push(Sampled { request, finished: true });
                     after.push((request, None));
                     let attempt = active.job.attempt;
                     self.active.remove(&request);
@@ -468,21 +472,21 @@ impl Worker {
                     continue;
                 }
             };
-            let index = active.generated().len() as u32;
-            active.tokens.push(token);
-            let wanted = &active.job.wanted;
+            let (attempt, wanted) = (active.job.attempt, &active.job.wanted);
+            let Some(text) = self.machine.text_mut(request) else { continue };
+            let index = (text.ids().len() - wanted.prompt_ids.len()) as u32;
+            text.push(token);
             let finish = if wanted.eos_ids.contains(&token) {
                 Some(FinishReason::Stop)
             } else {
                 (index + 1 >= wanted.max_tokens).then_some(FinishReason::Length)
             };
-            let attempt = active.job.attempt;
-            sampled.push(Sampled { request, token, finished: finish.is_some() });
+            sampled.push(Sampled { request, finished: finish.is_some() });
             after.push((request, finish.is_none().then_some(token)));
             self.report(FromWorker::Drawn { request, attempt, index, token, logprobs, finish });
         }
-        for part in step.sequences.iter().filter(|s| !s.sample || s.tokens.len() > 1) {
-            let tokens = part.start + part.tokens.len() as u32;
+        for part in step.sequences.iter().filter(|s| !s.sample || s.tokens > 1) {
+            let tokens = part.start + part.tokens;
             self.report(FromWorker::Progress { request: part.request, tokens });
         }
         self.machine_step(Event::StepDone { sampled });

@@ -91,6 +91,7 @@ impl ToWorker {
             | ToWorker::Credit { .. }
             | ToWorker::Lost { .. }
             | ToWorker::HandedOver { .. }
+            | ToWorker::TakenOver { .. }
             | ToWorker::Verdict { .. }
             | ToWorker::Settle { .. }
             | ToWorker::Abandon { .. }
@@ -107,9 +108,9 @@ impl ToWorker {
             | ToWorker::Lost { sender, .. }
             | ToWorker::Lent { sender, .. }
             | ToWorker::HandedOver { sender, .. } => instances.contains(sender),
-            ToWorker::Credit { receiver, .. } | ToWorker::Verdict { receiver, .. } => {
-                instances.contains(receiver)
-            }
+            ToWorker::Credit { receiver, .. }
+            | ToWorker::TakenOver { receiver, .. }
+            | ToWorker::Verdict { receiver, .. } => instances.contains(receiver),
             ToWorker::PeerDown { peer } => instances.contains(peer),
             ToWorker::Add { .. }
             | ToWorker::Reserve { .. }
@@ -158,6 +159,7 @@ mod tests {
             ToWorker::Credit { receiver: peer, slot: 0 },
             ToWorker::Lost { sender: peer, request, attempt, piece: PIECE },
             ToWorker::HandedOver { sender: peer, request, attempt, next: 1 },
+            ToWorker::TakenOver { receiver: peer, request, attempt },
             ToWorker::Verdict { receiver: peer, request, attempt, piece: PIECE, intact: false },
             ToWorker::PeerDown { peer },
         ]

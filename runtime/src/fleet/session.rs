@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 
 /// Version of everything below. Processes of different ones do not work together.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// Bits of a request's id that are the router's own count.
 const COUNT_BITS: u32 = 48;

@@ -18,6 +18,7 @@ use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, ModelConfig};
 use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling, ServiceTier};
+use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Objective, Policy, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::{Class, Members, Promise, TbtMetric};
@@ -25,13 +26,16 @@ use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::{HostRegion, InProcessTransport};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const BLOCK_TOKENS: u32 = 16;
+/// Times are the same within this: a thousandth of a step. The cost model interpolates what attention takes.
+const SAME_S: f64 = 1e-5;
 const STEP_TOKENS_MAX: u32 = 192;
-const SEQUENCES_MAX: u32 = 32;
+const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
 const REQUESTS: usize = 200;
 
 /// No way between instances.
@@ -90,6 +94,10 @@ struct Scene {
     joined: bool,
     /// Two of three requests are flex.
     flex: bool,
+    /// Sequences that an instance holds at a time.
+    sequences_max: u32,
+    /// Prefixes come from where they are.
+    pull: bool,
     policy: Policy,
     requests: usize,
     requests_per_s: f64,
@@ -175,8 +183,8 @@ fn start(
             kv: DType::Bf16,
             kv_bytes: 24_000 * config.kv_bytes_per_token(DType::Bf16),
             step_tokens_max: STEP_TOKENS_MAX,
-            prefill_tokens_beside_decode_max: STEP_TOKENS_MAX,
-            sequences_max: SEQUENCES_MAX,
+            prefill_tokens_beside_decode_max: PREFILL_TOKENS_BESIDE_DECODE_MAX,
+            sequences_max: scene.sequences_max,
             block_tokens: Some(BLOCK_TOKENS),
         };
         let price = Some(UsdPerHour(part.usd_per_hour));
@@ -206,8 +214,7 @@ fn start(
             ttft_slo: Some(Seconds(1.5)),
             tbt_slo: Some(Seconds(0.03)),
             policy: scene.policy,
-            // The simulator lets a prefix travel while its request waits; an engine's request has blocks for it by then.
-            pull: false,
+            pull: scene.pull,
             seed: scene.seed,
             hand_off: HandOffLimits { slot_bytes: 1 << 18, slots: 64, ..HandOffLimits::default() },
             ..EngineConfig::default()
@@ -258,17 +265,53 @@ fn served(scene: &Scene) -> (Vec<serde_json::Value>, u64) {
     (text.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), preemptions)
 }
 
+/// What happened: decisions, and when each request got its first token and its last.
 #[derive(Default)]
-struct Seen(Vec<(f64, Decision)>);
+struct Seen {
+    decisions: Vec<(f64, Decision)>,
+    firsts: BTreeMap<u64, f64>,
+    ends: BTreeMap<u64, f64>,
+}
+
+impl Seen {
+    fn saw(&mut self, now_s: f64, event: &Event) {
+        match event {
+            Event::PrefillDone { request, .. } => _ = self.firsts.entry(*request).or_insert(now_s),
+            Event::Finished { request } => _ = self.ends.insert(*request, now_s),
+            _ => {}
+        }
+        if std::env::var_os("MIXFLEET_AGREE_EVENTS").is_some() && !matches!(event, Event::Arrived(_)) {
+            println!("    {now_s:.9} {event:?}");
+        }
+    }
+
+    /// Times of `self` that are none of `other`'s, within [`SAME_S`].
+    fn unlike(&self, other: &Seen) -> usize {
+        let off = |a: &BTreeMap<u64, f64>, b: &BTreeMap<u64, f64>| {
+            let is = |request, at_s: f64| b.get(request).is_some_and(|other| (at_s - other).abs() < SAME_S);
+            a.iter().filter(|&(request, &at_s)| !is(request, at_s)).count()
+        };
+        off(&self.firsts, &other.firsts) + off(&self.ends, &other.ends)
+    }
+}
 
 impl Observer for Seen {
     fn decided(&mut self, now_s: f64, action: &Action) {
-        self.0.extend(decision(action).map(|decision| (now_s, decision)));
+        if let (Action::Place { request, pull, .. }, true) =
+            (action, std::env::var_os("MIXFLEET_AGREE_EVENTS").is_some())
+        {
+            println!("    {now_s:.9} Placed {request} {pull:?}");
+        }
+        self.decisions.extend(decision(action).map(|decision| (now_s, decision)));
+    }
+
+    fn told(&mut self, now_s: f64, event: &Event) {
+        self.saw(now_s, event);
     }
 }
 
 /// The fleet and the requests of `log`, through the simulator.
-fn simulated(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
+fn simulated(scene: &Scene, log: &[serde_json::Value]) -> Seen {
     let fleet: FleetConfig = serde_json::from_value(log[0]["fleet"].clone()).unwrap();
     let (mut instances, mut pool_links, mut requests) = (Vec::new(), Vec::new(), Vec::new());
     for step in log[1..].iter().filter(|step| step.get("event").is_some()) {
@@ -279,14 +322,25 @@ fn simulated(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
                 role: up.role,
                 cost: up.cost,
                 price: up.price,
-                cache_tokens: up.kv_capacity_tokens,
+                limits: BatchLimits {
+                    blocks_total: (up.kv_capacity_tokens / u64::from(BLOCK_TOKENS)) as u32,
+                    block_tokens: BLOCK_TOKENS,
+                    step_tokens_max: STEP_TOKENS_MAX,
+                    prefill_tokens_beside_decode_max: up.prefill_tokens_beside_decode_max,
+                    sequences_max: scene.sequences_max as usize,
+                    spare_blocks: BatchLimits::spare_blocks(
+                        (up.kv_capacity_tokens / u64::from(BLOCK_TOKENS)) as u32,
+                        scene.sequences_max as usize,
+                    ),
+                    lower_tiers: false,
+                    cache_policy: CachePolicy::Lru,
+                },
                 tiers: Vec::new(),
                 nic: None,
-                step_tokens_max: STEP_TOKENS_MAX,
-                sequences_max: SEQUENCES_MAX,
             }),
             Event::LinkUp(link) => pool_links.push((link.from.0, link.to.0, link.cost)),
-            Event::Arrived(arrival) => requests.push(Ok(Request {
+            // The simulator places anew by itself.
+            Event::Arrived(arrival) if arrival.replay.is_none() => requests.push(Ok(Request {
                 id: arrival.request,
                 at: serde_json::from_value(step["now"].clone()).unwrap(),
                 prompt_tokens: arrival.prompt_tokens,
@@ -308,54 +362,85 @@ fn simulated(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
         fleet,
         max_tokens: 1,
         block_tokens: BLOCK_TOKENS,
-        cache_policy: CachePolicy::Lru,
         pools: instances.iter().map(|i: &InstanceSetup| i.device.to_string()).collect(),
         instances,
         pool_links,
     };
     let mut seen = Seen::default();
     run(&setup, requests.into_iter(), &mut seen).unwrap();
-    seen.0
+    seen
 }
 
-fn decided(log: &[serde_json::Value]) -> Vec<(f64, Decision)> {
-    let steps = log[1..].iter().filter(|step| step["event"]["event"] == "arrived");
-    let decided = steps.flat_map(|step| {
-        let actions: Vec<Action> = serde_json::from_value(step["actions"].clone()).unwrap();
+fn seen(log: &[serde_json::Value]) -> Seen {
+    let mut seen = Seen::default();
+    for step in log[1..].iter().filter(|step| step.get("event").is_some()) {
         let now_s = step["now"].as_f64().unwrap();
-        actions.iter().filter_map(decision).map(|decision| (now_s, decision)).collect::<Vec<_>>()
-    });
-    decided.collect()
+        let event: Event = serde_json::from_value(step["event"].clone()).unwrap();
+        seen.saw(now_s, &event);
+        if matches!(event, Event::Arrived(_)) {
+            let actions: Vec<Action> = serde_json::from_value(step["actions"].clone()).unwrap();
+            actions.iter().for_each(|action| seen.decided(now_s, action));
+        }
+    }
+    seen
 }
 
-/// Requests on which the two disagree, requests that were turned away, and sequences that lost their blocks.
+/// Placements and times on which the two disagree, requests that were turned away, and sequences that lost their blocks.
 fn compare(scene: &Scene) -> (usize, usize, u64) {
     let (log, preemptions) = served(scene);
-    let (served, simulated) = (decided(&log), simulated(&log));
-    assert_eq!((served.len(), simulated.len()), (scene.requests, scene.requests));
-    let mut unlike = served.iter().zip(&simulated).filter(|(a, b)| a != b);
+    if std::env::var_os("MIXFLEET_AGREE_EVENTS").is_some() {
+        println!("  served:");
+    }
+    let served = seen(&log);
+    if std::env::var_os("MIXFLEET_AGREE_EVENTS").is_some() {
+        println!("  simulated:");
+    }
+    let simulated = simulated(scene, &log);
+    assert!(served.decisions.len() >= scene.requests && !served.ends.is_empty());
+    let same = |a: &(f64, Decision), b: &(f64, Decision)| (a.0 - b.0).abs() < SAME_S && a.1 == b.1;
+    let mut unlike = served.decisions.iter().zip(&simulated.decisions).filter(|(a, b)| !same(a, b));
     let first = unlike.next();
-    let count = first.iter().count() + unlike.count();
-    let rejected = served.iter().filter(|(_, (_, what))| what.is_err()).count();
+    let longer = served.decisions.len().abs_diff(simulated.decisions.len());
+    let places = first.iter().count() + unlike.count() + longer;
+    let times = served.unlike(&simulated).max(simulated.unlike(&served));
+    let rejected = served.decisions.iter().filter(|(_, (_, what))| what.is_err()).count();
     let Scene { name, policy, requests, requests_per_s, .. } = scene;
     println!(
-        "{name}, {policy:?}, {requests_per_s} requests/s: {count} of {requests} differ, {rejected} turned away, \
-         {preemptions} preempted"
+        "{name}, {policy:?}, {requests_per_s} requests/s: {places} places and {times} times of {requests} requests differ, \
+         {rejected} turned away, {preemptions} preempted"
     );
     if let Some((served, simulated)) = first {
         println!("  the first: served {served:?}, simulated {simulated:?}");
     }
-    (count, rejected, preemptions)
+    (places + times, rejected, preemptions)
 }
 
-const POLICIES: [Policy; 4] = [Policy::PerDollar, Policy::CacheAware, Policy::Random, Policy::LeastLoaded];
+const POLICIES: [Policy; 6] = [
+    Policy::PerDollar,
+    Policy::CacheAware,
+    Policy::Random,
+    Policy::LeastLoaded,
+    Policy::RoundRobin,
+    Policy::KvcacheCentric { threshold: 1.2 },
+];
 
 /// A load that leaves the instances idle half of the time, one with queues, and one beyond what they can do.
 const LOADS: [(u64, f64); 3] = [(1, 2.0), (2, 12.0), (3, 18.0)];
 
 fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, load: (u64, f64)) -> Scene {
     let (seed, requests_per_s) = load;
-    Scene { name, parts, joined, flex: false, policy, requests: REQUESTS, requests_per_s, seed }
+    Scene {
+        name,
+        parts,
+        joined,
+        flex: false,
+        sequences_max: 32,
+        pull: false,
+        policy,
+        requests: REQUESTS,
+        requests_per_s,
+        seed,
+    }
 }
 
 #[test]
@@ -399,13 +484,42 @@ fn joined_instances_that_do_both_agree_on_every_placement() {
 }
 
 #[test]
+fn pulled_prefixes_agree_on_every_placement() {
+    for policy in [Policy::PerDollar, Policy::KvcacheCentric { threshold: 1.2 }] {
+        for load in LOADS {
+            let scene = scene("pulls", vec![DEAR, CHEAP, CHEAP], true, policy, load);
+            let (unlike, ..) = compare(&Scene { pull: true, ..scene });
+            assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
+        }
+    }
+}
+
+/// Split and joint roles, and requests with deadlines beside others: the first policy and one seed, or all policies and as many seeds as
+/// `MIXFLEET_AGREE_SEEDS` says.
+#[test]
+fn sixteen_instances_agree_on_every_placement() {
+    let seeds: Option<u64> =
+        std::env::var("MIXFLEET_AGREE_SEEDS").ok().map(|seeds| seeds.parse().expect("a number"));
+    let of = |role| [DEAR, CHEAP, CHEAP, CHEAP].map(|part| Part { role, ..part });
+    let parts = [of(Role::Prefill), of(Role::Decode), of(Role::Auto), of(Role::Auto)].concat();
+    let policies = if seeds.is_some() { &POLICIES[..] } else { &POLICIES[..1] };
+    for &policy in policies {
+        for seed in 1..=seeds.unwrap_or(1) {
+            let scene = scene("sixteen instances", parts.clone(), true, policy, (seed, 80.0));
+            let (unlike, ..) = compare(&Scene { flex: true, sequences_max: 8, requests: 600, ..scene });
+            assert_eq!(unlike, 0, "{policy:?} with seed {seed}");
+        }
+    }
+}
+
+#[test]
 fn flexible_requests_that_give_way_agree_on_every_placement() {
     let mut preempted = 0;
     for policy in [Policy::PerDollar, Policy::CacheAware] {
-        for load in [(4, 18.0), (6, 26.0), (5, 40.0)] {
+        for load in [(4, 18.0), (6, 26.0), (5, 70.0)] {
             for joined in [false, true] {
                 let scene = scene("flex and not", vec![DEAR, CHEAP], joined, policy, load);
-                let (unlike, _, preemptions) = compare(&Scene { flex: true, ..scene });
+                let (unlike, _, preemptions) = compare(&Scene { flex: true, sequences_max: 8, ..scene });
                 assert_eq!(unlike, 0, "{policy:?} at {} requests/s, joined: {joined}", load.1);
                 preempted += preemptions;
             }

@@ -1,6 +1,6 @@
 //! Who gets blocks, and who gives way for it.
 
-use super::{Action, Evicted, Instance, Phase, Place, RequestId, Sequence, order};
+use super::{Action, Evicted, Instance, Phase, Place, RequestId, Sequence, Text, order};
 
 /// What the next step has left for prompts, as one goes through them in their order.
 struct Room {
@@ -30,17 +30,15 @@ struct Need {
     /// Others.
     fresh: usize,
     /// Leading blocks that could be cached: one token at least is computed, to draw the next one.
-    reusable: usize,
+    reusable: u32,
 }
 
-impl Instance {
+impl<T: Text> Instance<T> {
     /// A step decodes first; what that leaves goes to the prompts in their order.
     fn room(&self) -> Room {
-        let running = self.sequences.values().filter(|s| s.phase == Phase::Running);
-        let (decodes, prompts): (Vec<_>, Vec<_>) =
-            running.map(|s| (s.place, s.pending())).partition(|(_, pending)| *pending == 1);
-        let mut prompts = prompts;
-        prompts.sort_unstable_by_key(|(place, _)| std::cmp::Reverse(*place));
+        let running = self.places.of(Phase::Running).iter().rev();
+        let running = running.map(|&place| (place, self.sequence(place.request).pending()));
+        let (decodes, prompts): (Vec<_>, Vec<_>) = running.partition(|(_, pending)| *pending == 1);
         let beside = if decodes.is_empty() { u32::MAX } else { self.limits.prefill_tokens_beside_decode_max };
         let tokens = self.limits.step_tokens_max.saturating_sub(decodes.len() as u32).min(beside);
         Room { tokens, prompts }
@@ -49,19 +47,23 @@ impl Instance {
     /// Gives blocks to those who wait, in their order, until one does not fit even if flexible ones due later give way. A prompt that
     /// the next step has no room for waits on: when its turn comes, it finds the prefixes that were computed meanwhile.
     /// True: blocks are to be loaded first.
-    pub(super) fn admit(&mut self, evicted: &mut Vec<Evicted>, actions: &mut Vec<Action>) -> bool {
+    pub(super) fn admit(
+        &mut self,
+        evicted: &mut Vec<Evicted<T::Block>>,
+        actions: &mut Vec<Action<T::Block>>,
+    ) -> bool {
+        if self.places.of(Phase::Queued).is_empty() && self.places.of(Phase::Asking).is_empty() {
+            return false;
+        }
         let mut room = self.room();
         let mut seen = None;
-        while let Some(place) = order::next(&self.waiting, seen) {
+        loop {
+            let next_of = |phase| order::next(self.places.of(phase), seen);
+            // What one prompt does not find, no later one does.
+            let prompt = next_of(Phase::Queued).filter(|&place| room.left_for(place) > 0);
+            let next = [prompt, next_of(Phase::Asking)].into_iter().flatten().min();
+            let Some(place) = next.filter(|&place| self.has_place_for(place)) else { return false };
             seen = Some(place);
-            let sequence = &self.sequences[&place.request];
-            let computes = sequence.after.is_some() && sequence.pulls == 0;
-            if computes && room.left_for(place) == 0 {
-                continue;
-            }
-            if !self.has_place_for(place) {
-                return false;
-            }
             let need = self.need(place.request);
             let Some(losers) = self.who_gives_way(place, &need) else { return false };
             for &loser in &losers {
@@ -72,20 +74,21 @@ impl Instance {
             }
             if !losers.is_empty() {
                 room = self.room();
-            } else if self.sequences[&place.request].phase == Phase::Running {
-                room.take(self.sequences[&place.request].pending());
+            } else if self.sequence(place.request).phase == Phase::Running {
+                room.take(self.sequence(place.request).pending());
             }
         }
-        false
     }
 
-    fn holding(&self) -> usize {
-        self.sequences.len() - self.waiting.len()
+    pub(super) fn holding(&self) -> usize {
+        let waiting = self.places.of(Phase::Queued).len() + self.places.of(Phase::Asking).len();
+        self.sequences.len() - waiting
     }
 
-    /// Those that give way to `place`. Someone who reads along would see his answer stand still: he keeps what he has.
-    fn later(&self, place: Place) -> impl Iterator<Item = &Sequence> {
-        self.sequences.values().filter(move |s| s.gives_way && s.preemptable() && s.place > place)
+    /// Those that give way to `place`, the last first. Someone who reads along would see his answer stand still: he keeps what he has.
+    fn later(&self, place: Place) -> impl Iterator<Item = &Sequence<T>> {
+        let later = self.places.of(Phase::Running).iter().rev().take_while(move |&&other| other > place);
+        later.map(|other| self.sequence(other.request)).filter(|s| s.gives_way && s.preemptable())
     }
 
     /// Beside others, or instead of one. Looked at before prefixes are.
@@ -94,12 +97,10 @@ impl Instance {
     }
 
     fn need(&mut self, request: RequestId) -> Need {
-        let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
-        let length = sequence.tokens.len() as u32;
-        let reusable = ((length - 1) / self.limits.block_tokens) as usize;
-        sequence.hash_blocks(reusable);
-        let hits = self.blocks.longest_prefix(&sequence.chain.hashes()[..reusable], &sequence.tokens);
-        let fresh = self.blocks.blocks_for(length) - hits.len();
+        let sequence = self.sequences.get_mut(request).expect("a waiting sequence is known");
+        let reusable = (sequence.length - 1) / self.limits.block_tokens;
+        let hits = self.blocks.longest_prefix(&mut sequence.text, reusable);
+        let fresh = self.blocks.blocks_for(sequence.length) - hits.len();
         Need { hits, fresh, reusable }
     }
 
@@ -117,9 +118,7 @@ impl Instance {
         if fits(holding, available) {
             return Some(losers);
         }
-        let mut later: Vec<&Sequence> = self.later(place).collect();
-        later.sort_unstable_by_key(|s| s.place);
-        while let Some(last) = later.pop() {
+        for last in self.later(place) {
             losers.push(last.place.request);
             holding -= 1;
             let own = |page: &&u32| self.blocks.has_one_user(**page) && !need.hits.contains(page);
@@ -136,55 +135,48 @@ impl Instance {
         &mut self,
         place: Place,
         need: Need,
-        evicted: &mut Vec<Evicted>,
-        actions: &mut Vec<Action>,
+        evicted: &mut Vec<Evicted<T::Block>>,
+        actions: &mut Vec<Action<T::Block>>,
     ) -> bool {
         let request = place.request;
-        self.waiting.remove(&place);
         let Need { hits: mut pages, fresh, reusable } = need;
-        let cached = pages.len();
+        let cached = pages.len() as u32;
         pages.iter().for_each(|&page| self.blocks.acquire(page));
         let fresh = (0..fresh).map(|_| self.blocks.allocate(evicted).expect("counted before"));
         pages.extend(fresh);
-        let sequence = self.sequences.get_mut(&request).expect("a waiting sequence is known");
-        sequence.computed = cached as u32 * self.limits.block_tokens;
+        let sequence = self.sequences.get_mut(request).expect("a waiting sequence is known");
+        sequence.computed = cached * self.limits.block_tokens;
         sequence.published = cached;
         sequence.pages = pages;
         if !self.limits.lower_tiers || cached == reusable {
             self.begin(request, actions);
             return false;
         }
-        sequence.phase = Phase::Loading;
-        let block_tokens = self.limits.block_tokens as usize;
-        actions.push(Action::Load {
-            request,
-            blocks_cached: cached as u32,
-            chain: sequence.chain.hashes()[cached..reusable].to_vec(),
-            tokens: sequence.tokens[cached * block_tokens..reusable * block_tokens].to_vec(),
-            pages: sequence.pages[cached..reusable].to_vec(),
-        });
+        let chain = (cached..reusable).map(|block| sequence.text.hash(block)).collect();
+        self.enter(request, Phase::Loading);
+        actions.push(Action::Load { request, blocks: cached..reusable, chain });
         true
     }
 
     /// A sequence has its blocks, and in them what was to be found of its prefix.
-    fn begin(&mut self, request: RequestId, actions: &mut Vec<Action>) {
-        let sequence = self.sequences.get_mut(&request).expect("known");
-        let (tokens_cached, pages) = (sequence.computed, sequence.pages.clone());
+    fn begin(&mut self, request: RequestId, actions: &mut Vec<Action<T::Block>>) {
+        let sequence = self.sequence_mut(request);
+        let tokens_cached = sequence.computed;
         if sequence.after.is_some() && sequence.pulls <= tokens_cached {
-            sequence.phase = Phase::Running;
             sequence.pulls = 0;
-            actions.push(Action::Admitted { request, tokens_cached, pages });
+            self.enter(request, Phase::Running);
+            actions.push(Action::Admitted { request, tokens_cached });
         } else {
-            sequence.phase = Phase::Receiving;
-            actions.push(Action::Reserved { request, tokens_cached, pages });
+            self.enter(request, Phase::Receiving);
+            actions.push(Action::Reserved { request, tokens_cached });
         }
     }
 
-    pub(super) fn loaded(&mut self, request: RequestId, blocks: u32, actions: &mut Vec<Action>) {
-        let Some(sequence) = self.sequences.get_mut(&request) else { return };
+    pub(super) fn loaded(&mut self, request: RequestId, blocks: u32, actions: &mut Vec<Action<T::Block>>) {
+        let Some(sequence) = self.sequences.get_mut(request) else { return };
         assert_eq!(sequence.phase, Phase::Loading, "request {request} was not loading");
         sequence.computed += blocks * self.limits.block_tokens;
-        assert!(sequence.computed < sequence.tokens.len() as u32, "more blocks came than were asked for");
+        assert!(sequence.computed < sequence.length, "more blocks came than were asked for");
         self.begin(request, actions);
         self.publish(request, actions);
     }

@@ -2,7 +2,7 @@
 //! who is preempted.
 //!
 //! The instance's worker feeds it events and carries out its actions; `Event::Idle` asks for the next
-//! step. A sequence is a list of tokens of which `computed` have their KV in blocks; whatever is
+//! step. A sequence is a number of tokens of which `computed` have their KV in blocks (what the tokens are only its [`Text`] knows); whatever is
 //! missing is computed next, so a prompt, a chunk of it, a single decode token, a recomputed sequence
 //! after preemption and a transfer that came incomplete are all the same case.
 //!
@@ -19,16 +19,21 @@ mod admit;
 mod blocks;
 mod order;
 mod refusal;
+mod steady;
+mod text;
 mod travel;
 
 pub use blocks::{BlockCounts, BlockPool, Evicted};
 pub use order::Place;
 pub use refusal::Refusal;
+pub use text::{Text, TokenIds};
 
-use crate::kv::hash::{BlockHash, Chain, PrefixHasher};
+use crate::kv::{BlockHash, CachePolicy};
+use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
+use order::Places;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// Identifies a request; smaller is older.
 pub type RequestId = u64;
@@ -50,6 +55,26 @@ pub struct BatchLimits {
     pub spare_blocks: usize,
     /// What blocks hold that are given up is kept elsewhere: whoever gets blocks asks there for more of his prefix.
     pub lower_tiers: bool,
+    /// Which cached block is given up first.
+    pub cache_policy: CachePolicy,
+}
+
+/// What holds where nobody says otherwise, in `serve` as in a simulation.
+impl BatchLimits {
+    /// Tokens in a block of KV, where a device asks for no other number.
+    pub const BLOCK_TOKENS: u32 = 16;
+    /// New tokens in one step.
+    pub const STEP_TOKENS_MAX: u32 = 512;
+    /// Prompt tokens in a step that also decodes: at a few hundred tokens per second of prefill, about a quarter of a second between
+    /// two tokens of the others.
+    pub const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
+    /// Sequences that hold blocks at a time.
+    pub const SEQUENCES_MAX: u32 = 64;
+
+    /// Room for each of `sequences_max` sequences to begin a block, up to a hundredth of the memory.
+    pub fn spare_blocks(blocks_total: u32, sequences_max: usize) -> usize {
+        (blocks_total as usize / 100).min(sequences_max)
+    }
 }
 
 /// What happens to a sequence once its prompt is computed.
@@ -59,11 +84,14 @@ pub enum After {
     Decode,
     /// Its KV goes to another instance; the blocks are kept until `Event::Release`.
     HandOff,
+    /// It is a prefix that nobody has asked for yet, whose KV comes from elsewhere: what lands stays in the cache, and nothing is computed. All of its
+    /// tokens are to be pulled.
+    Keep,
 }
 
 /// What the worker tells the machine.
 #[derive(Debug)]
-pub enum Event {
+pub enum Event<T> {
     /// Compute this sequence.
     Add {
         /// Its id.
@@ -73,9 +101,7 @@ pub enum Event {
         /// Nobody reads along: those due earlier may take its place and its blocks.
         gives_way: bool,
         /// Prompt, and what was generated before if it continues.
-        tokens: Vec<u32>,
-        /// Hashes its blocks, in its tenant's namespace.
-        hasher: PrefixHasher,
+        text: T,
         /// Leading tokens whose KV another instance can send: what is not here of them is waited for once.
         pulls: u32,
         /// What then.
@@ -90,9 +116,7 @@ pub enum Event {
         /// Nobody reads along: those due earlier may take its place and its blocks.
         gives_way: bool,
         /// Prompt, and what was generated before if it continues.
-        tokens: Vec<u32>,
-        /// Hashes its blocks, in its tenant's namespace.
-        hasher: PrefixHasher,
+        text: T,
     },
     /// The KV of the first `tokens_valid` tokens of a sequence that waits for it is in its blocks. Missing ones are
     /// recomputed here.
@@ -101,17 +125,15 @@ pub enum Event {
         request: RequestId,
         /// Leading tokens whose KV arrived and was verified.
         tokens_valid: u32,
-        /// The token that the other instance drew after the last one, if all went well there.
-        next: Option<u32>,
+        /// The other instance drew the token after the last one; the sequence's text has it.
+        next: bool,
     },
     /// Another instance wants the KV of these tokens, as far as it is here. The blocks are kept until `Event::Unlend`.
     Lend {
         /// For whom: there may be a sequence of the same request here, of which this is independent.
         request: RequestId,
         /// Leading tokens of its prompt.
-        tokens: Vec<u32>,
-        /// Hashes its blocks, in its tenant's namespace.
-        hasher: PrefixHasher,
+        text: T,
     },
     /// Lent blocks are no longer read.
     Unlend {
@@ -125,9 +147,9 @@ pub enum Event {
         /// Leading blocks of those asked for whose KV is in its pages now. The rest is computed.
         blocks: u32,
     },
-    /// The step is done.
+    /// The step is done. Texts have the tokens that were drawn.
     StepDone {
-        /// For each sequence whose step had `sample` set.
+        /// For each sequence whose part had `sample` set, in the step's order.
         sampled: Vec<Sampled>,
     },
     /// A handed-off sequence's blocks are no longer read.
@@ -149,15 +171,13 @@ pub enum Event {
 pub struct Sampled {
     /// Whose.
     pub request: RequestId,
-    /// Its id.
-    pub token: u32,
     /// The answer ends with it.
     pub finished: bool,
 }
 
-/// What the worker must do. What `Evicted` names can be read before anything else is done.
+/// What the worker must do. What `Evicted` names can be read before anything else is done; where a sequence's blocks lie, [`Instance::pages`] says.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Action {
+pub enum Action<B> {
     /// Run this; then `Event::StepDone`.
     Run(Step),
     /// Bring these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. Nothing runs beside it: what
@@ -165,14 +185,10 @@ pub enum Action {
     Load {
         /// For whom.
         request: RequestId,
-        /// Blocks of its prefix before these.
-        blocks_cached: u32,
-        /// The keys of what follows,
+        /// Their numbers in its text and among its pages.
+        blocks: Range<u32>,
+        /// Their keys.
         chain: Vec<BlockHash>,
-        /// the tokens,
-        tokens: Vec<u32>,
-        /// and where they go.
-        pages: Vec<u32>,
     },
     /// An added sequence got its blocks.
     Admitted {
@@ -180,8 +196,6 @@ pub enum Action {
         request: RequestId,
         /// Leading tokens whose KV was here already.
         tokens_cached: u32,
-        /// Its block table.
-        pages: Vec<u32>,
     },
     /// A sequence whose KV comes from elsewhere got its blocks: send it from `tokens_cached` on.
     Reserved {
@@ -189,8 +203,6 @@ pub enum Action {
         request: RequestId,
         /// Leading tokens whose KV is here already.
         tokens_cached: u32,
-        /// Its block table.
-        pages: Vec<u32>,
     },
     /// The leading blocks that `Event::Lend` asked for and that are here.
     Lent {
@@ -219,7 +231,7 @@ pub enum Action {
     /// These prefixes are in the cache now.
     Stored(Vec<BlockHash>),
     /// These are not any more.
-    Evicted(Vec<Evicted>),
+    Evicted(Vec<Evicted<B>>),
 }
 
 /// One forward pass over several sequences.
@@ -230,24 +242,24 @@ pub struct Step {
 }
 
 /// A sequence's part in a step.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepSequence {
     /// Whose.
     pub request: RequestId,
-    /// Tokens before the new ones; their KV is in `pages`.
+    /// Tokens before the new ones; their KV is in its pages.
     pub start: u32,
     /// New tokens.
-    pub tokens: Vec<u32>,
-    /// Block table that covers `start` + `tokens`.
-    pub pages: Vec<u32>,
+    pub tokens: u32,
     /// The last new token is the sequence's last: draw the next.
     pub sample: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// In the queue, without blocks.
-    Waiting,
+    /// In the queue, without blocks, to be computed here.
+    Queued,
+    /// In the queue, without blocks, for KV from elsewhere.
+    Asking,
     /// Being computed: prompt or decode.
     Running,
     /// Its blocks are being filled from the lower tiers.
@@ -259,16 +271,16 @@ enum Phase {
 }
 
 #[derive(Debug)]
-struct Sequence {
+struct Sequence<T> {
     place: Place,
     gives_way: bool,
-    tokens: Vec<u32>,
+    text: T,
+    /// Tokens of prompt and answer so far.
+    length: u32,
     computed: u32,
     pages: Vec<u32>,
-    /// Keys of the full blocks of `tokens`, as far as needed so far.
-    chain: Chain,
     /// Leading blocks that are in the prefix index, or were found to be there already.
-    published: usize,
+    published: u32,
     phase: Phase,
     /// None: its KV comes from elsewhere.
     after: Option<After>,
@@ -277,9 +289,9 @@ struct Sequence {
     cancelled: bool,
 }
 
-impl Sequence {
+impl<T> Sequence<T> {
     fn pending(&self) -> u32 {
-        self.tokens.len() as u32 - self.computed
+        self.length - self.computed
     }
 
     /// It can lose its blocks and be computed again here. What goes elsewhere is being read, or soon will be.
@@ -287,13 +299,35 @@ impl Sequence {
         self.phase == Phase::Running && self.after == Some(After::Decode)
     }
 
-    /// Extends the chain over the first `blocks` blocks.
-    fn hash_blocks(&mut self, blocks: usize) {
-        let block_tokens = self.chain.block_tokens() as usize;
-        let hashed = self.chain.hashes().len();
-        if hashed < blocks {
-            self.chain.extend(&self.tokens[hashed * block_tokens..blocks * block_tokens]);
+    /// Its part in a step.
+    fn part(&self, tokens: u32) -> StepSequence {
+        let (request, start) = (self.place.request, self.computed);
+        StepSequence { request, start, tokens, sample: start + tokens == self.length }
+    }
+
+    /// Where it waits for blocks.
+    fn in_queue(&self) -> Phase {
+        if self.after.is_some() && self.pulls == 0 { Phase::Queued } else { Phase::Asking }
+    }
+}
+
+/// Publishes the full blocks of `sequence` that were computed since the last time.
+fn publish<T: Text>(
+    blocks: &mut BlockPool<T::Block>,
+    sequence: &mut Sequence<T>,
+    actions: &mut Vec<Action<T::Block>>,
+) {
+    let full = sequence.computed / blocks.block_tokens();
+    let mut stored = Vec::new();
+    for block in sequence.published..full {
+        let (hash, text) = (sequence.text.hash(block), &sequence.text);
+        if blocks.publish(sequence.pages[block as usize], hash, block, || text.block(block)) {
+            stored.push(hash);
         }
+    }
+    sequence.published = full;
+    if !stored.is_empty() {
+        actions.push(Action::Stored(stored));
     }
 }
 
@@ -308,37 +342,76 @@ pub struct Load {
     pub blocks: BlockCounts,
 }
 
-/// The machine.
-#[derive(Debug)]
-pub struct Instance {
-    limits: BatchLimits,
-    blocks: BlockPool,
-    sequences: BTreeMap<RequestId, Sequence>,
-    waiting: BTreeSet<Place>,
-    /// Blocks that others read, by the request for which they do.
-    lent: BTreeMap<RequestId, Vec<u32>>,
-    /// Sequences of the step that the device runs, with their new tokens.
-    in_step: Vec<(RequestId, u32)>,
+/// How many sequences are at what.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Phases {
+    /// Prompts that wait to be computed here.
+    pub queued: usize,
+    /// Sequences that wait for room for KV from elsewhere.
+    pub asking: usize,
+    /// Sequences that have that room, and wait for the KV.
+    pub receiving: usize,
+    /// Prompts in computation.
+    pub prefilling: usize,
+    /// Sequences that decode.
+    pub decoding: usize,
+    /// Tokens of those that decode.
+    pub decoding_tokens: u64,
+    /// Computed prompts whose KV is read by others.
+    pub handed_off: usize,
 }
 
-impl Instance {
+/// The machine.
+#[derive(Debug)]
+pub struct Instance<T: Text> {
+    limits: BatchLimits,
+    blocks: BlockPool<T::Block>,
+    sequences: IdMap<Sequence<T>>,
+    /// All of them, by phase.
+    places: Places,
+    /// Blocks that others read, by the request for which they do.
+    lent: IdMap<Vec<u32>>,
+    /// The step that the device runs.
+    in_step: Vec<StepSequence>,
+    /// Something came, or blocks came back, after those who wait were looked at last.
+    news: bool,
+}
+
+impl<T: Text> Instance<T> {
     /// An empty instance.
     pub fn new(limits: BatchLimits) -> Self {
         assert!(limits.step_tokens_max > 0 && limits.sequences_max > 0, "an instance that can do nothing");
         Instance {
             limits,
-            blocks: BlockPool::new(limits.blocks_total, limits.block_tokens),
-            sequences: BTreeMap::new(),
-            waiting: BTreeSet::new(),
-            lent: BTreeMap::new(),
+            blocks: BlockPool::new(limits.blocks_total, limits.block_tokens, limits.cache_policy),
+            sequences: IdMap::default(),
+            places: Places::default(),
+            lent: IdMap::default(),
             in_step: Vec::new(),
+            news: false,
         }
     }
 
     /// What the router and the metrics see.
     pub fn load(&self) -> Load {
-        let waiting = self.waiting.len();
-        Load { waiting, running: self.sequences.len() - waiting, blocks: self.blocks.counts() }
+        let (waiting, running) = (self.sequences.len() - self.holding(), self.holding());
+        Load { waiting, running, blocks: self.blocks.counts() }
+    }
+
+    /// How many sequences are at what.
+    pub fn phases(&self) -> Phases {
+        let count = |phase| self.places.of(phase).len();
+        let running = || self.places.of(Phase::Running).iter().map(|place| self.sequence(place.request));
+        let decoding = || running().filter(|sequence| sequence.pending() == 1);
+        Phases {
+            queued: count(Phase::Queued),
+            asking: count(Phase::Asking),
+            receiving: count(Phase::Receiving),
+            prefilling: count(Phase::Running) - decoding().count(),
+            decoding: decoding().count(),
+            decoding_tokens: decoding().map(|sequence| u64::from(sequence.length)).sum(),
+            handed_off: count(Phase::HandedOff),
+        }
     }
 
     /// The prefixes that its blocks hold, in order.
@@ -346,22 +419,37 @@ impl Instance {
         self.blocks.hashes()
     }
 
+    /// The tokens of a sequence that is here.
+    pub fn text(&self, request: RequestId) -> Option<&T> {
+        self.sequences.get(request).map(|sequence| &sequence.text)
+    }
+
+    /// The same, to append what is drawn.
+    pub fn text_mut(&mut self, request: RequestId) -> Option<&mut T> {
+        self.sequences.get_mut(request).map(|sequence| &mut sequence.text)
+    }
+
+    /// The block table of a sequence; empty where it has none.
+    pub fn pages(&self, request: RequestId) -> &[u32] {
+        self.sequences.get(request).map_or(&[], |sequence| &sequence.pages)
+    }
+
     /// Takes in an event and says what to do.
-    pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
+    pub fn step(&mut self, event: Event<T>, actions: &mut Vec<Action<T::Block>>) {
+        self.news = true;
         match event {
-            Event::Add { request, due, gives_way, tokens, hasher, pulls, after } => {
-                let place = Place { due, request };
-                self.take_in(place, gives_way, tokens, hasher, (pulls, Some(after)), actions);
+            Event::Add { request, due, gives_way, text, pulls, after } => {
+                self.take_in(Place { due, request }, gives_way, text, (pulls, Some(after)), actions);
             }
-            Event::Reserve { request, due, gives_way, tokens, hasher } => {
-                self.take_in(Place { due, request }, gives_way, tokens, hasher, (0, None), actions);
+            Event::Reserve { request, due, gives_way, text } => {
+                self.take_in(Place { due, request }, gives_way, text, (0, None), actions);
             }
             Event::Landed { request, tokens_valid, next } => {
                 self.landed(request, tokens_valid, next, actions);
             }
             Event::Loaded { request, blocks } => self.loaded(request, blocks, actions),
             Event::StepDone { sampled } => self.step_done(&sampled, actions),
-            Event::Lend { request, tokens, hasher } => self.lend(request, &tokens, hasher, actions),
+            Event::Lend { request, text } => self.lend(request, text, actions),
             Event::Unlend { request } => self.unlend(request),
             Event::Release { request } => self.drop_request(request),
             Event::Cancel { request } => {
@@ -372,75 +460,75 @@ impl Instance {
         }
     }
 
-    fn step_done(&mut self, sampled: &[Sampled], actions: &mut Vec<Action>) {
-        for (request, new_tokens) in std::mem::take(&mut self.in_step) {
-            let sequence =
-                self.sequences.get_mut(&request).expect("a sequence in a step stays until its end");
-            sequence.computed += new_tokens;
+    fn sequence(&self, request: RequestId) -> &Sequence<T> {
+        self.sequences.get(request).expect("whoever has a place is known")
+    }
+
+    fn sequence_mut(&mut self, request: RequestId) -> &mut Sequence<T> {
+        self.sequences.get_mut(request).expect("whoever has a place is known")
+    }
+
+    fn enter(&mut self, request: RequestId, phase: Phase) {
+        let sequence = self.sequences.get_mut(request).expect("whoever has a place is known");
+        self.places.of_mut(sequence.phase).remove(&sequence.place);
+        self.places.of_mut(phase).insert(sequence.place);
+        sequence.phase = phase;
+    }
+
+    fn step_done(&mut self, sampled: &[Sampled], actions: &mut Vec<Action<T::Block>>) {
+        let mut sampled = sampled.iter().peekable();
+        let mut in_step = std::mem::take(&mut self.in_step);
+        for StepSequence { request, tokens, .. } in in_step.drain(..) {
+            let drawn = sampled.next_if(|s| s.request == request);
+            let sequence = self.sequences.get_mut(request).expect("what runs is known");
+            sequence.computed += tokens;
             if sequence.cancelled {
                 self.drop_request(request);
                 continue;
             }
-            self.publish(request, actions);
-            let sequence = self.sequences.get_mut(&request).expect("still there");
+            publish(&mut self.blocks, sequence, actions);
             if sequence.pending() > 0 {
                 continue;
             }
-            let drawn = sampled.iter().find(|s| s.request == request);
             let drawn = drawn.unwrap_or_else(|| panic!("request {request} drew no token"));
             if sequence.after == Some(After::HandOff) {
-                sequence.phase = Phase::HandedOff;
+                self.enter(request, Phase::HandedOff);
             } else if drawn.finished {
                 self.drop_request(request);
             } else {
-                sequence.tokens.push(drawn.token);
+                sequence.length += 1;
             }
         }
+        self.in_step = in_step;
     }
 
-    /// Publishes the full blocks that were computed since the last time.
-    fn publish(&mut self, request: RequestId, actions: &mut Vec<Action>) {
-        let sequence = self.sequences.get_mut(&request).expect("known");
-        let block_tokens = self.limits.block_tokens;
-        let full = (sequence.computed / block_tokens) as usize;
-        sequence.hash_blocks(full);
-        let mut stored = Vec::new();
-        let blocks = sequence.tokens.chunks_exact(block_tokens as usize);
-        for (at, block) in blocks.enumerate().take(full).skip(sequence.published) {
-            let hash = sequence.chain.hashes()[at];
-            if self.blocks.publish(sequence.pages[at], hash, block) {
-                stored.push(hash);
-            }
-        }
-        sequence.published = full;
-        if !stored.is_empty() {
-            actions.push(Action::Stored(stored));
-        }
+    fn publish(&mut self, request: RequestId, actions: &mut Vec<Action<T::Block>>) {
+        let sequence = self.sequences.get_mut(request).expect("known");
+        publish(&mut self.blocks, sequence, actions);
     }
 
     fn drop_request(&mut self, request: RequestId) {
-        if let Some(sequence) = self.sequences.get_mut(&request) {
-            if self.in_step.iter().any(|(id, _)| *id == request) {
-                sequence.cancelled = true;
-                return;
-            }
-            let place = sequence.place;
-            self.release_pages(request);
-            self.waiting.remove(&place);
-            self.sequences.remove(&request);
+        let Some(sequence) = self.sequences.get_mut(request) else { return };
+        if self.in_step.iter().any(|part| part.request == request) {
+            sequence.cancelled = true;
+            return;
+        }
+        self.release_pages(request);
+        if let Some(Sequence { phase, place, .. }) = self.sequences.remove(request) {
+            self.places.of_mut(phase).remove(&place);
         }
     }
 
     /// Deepest blocks first: a prefix is worth more than what follows it.
     fn release_pages(&mut self, request: RequestId) {
-        let sequence = self.sequences.get_mut(&request).expect("known");
-        for page in std::mem::take(&mut sequence.pages).into_iter().rev() {
+        for page in std::mem::take(&mut self.sequence_mut(request).pages).into_iter().rev() {
             self.blocks.release(page);
         }
     }
 
-    fn idle(&mut self, actions: &mut Vec<Action>) {
+    fn idle(&mut self, actions: &mut Vec<Action<T::Block>>) {
         assert!(self.in_step.is_empty(), "idle while a step runs");
+        self.news = false;
         let mut evicted = Vec::new();
         let step = loop {
             if self.admit(&mut evicted, actions) {
@@ -456,67 +544,70 @@ impl Instance {
             actions.push(Action::Evicted(evicted));
         }
         if !step.sequences.is_empty() {
-            self.in_step = step.sequences.iter().map(|s| (s.request, s.tokens.len() as u32)).collect();
+            self.in_step.extend_from_slice(&step.sequences);
             actions.push(Action::Run(step));
         }
     }
 
-    /// Those that run, in their order.
-    fn running(&self) -> Vec<RequestId> {
-        let running = self.sequences.values().filter(|s| s.phase == Phase::Running);
-        let mut places: Vec<Place> = running.map(|s| s.place).collect();
-        places.sort_unstable();
-        places.into_iter().map(|place| place.request).collect()
-    }
-
-    fn form_step(&mut self, evicted: &mut Vec<Evicted>, actions: &mut Vec<Action>) -> Step {
-        let mut step = Step::default();
+    fn form_step(
+        &mut self,
+        evicted: &mut Vec<Evicted<T::Block>>,
+        actions: &mut Vec<Action<T::Block>>,
+    ) -> Step {
+        let running = self.places.of(Phase::Running).iter().map(|place| self.sequence(place.request));
+        let parts = running.filter(|sequence| sequence.pending() == 1).map(|sequence| sequence.part(1));
+        let mut step = Step { sequences: parts.collect() };
         let mut budget = self.limits.step_tokens_max;
-        for request in self.running() {
-            if budget == 0 || !self.decodes(request) || !self.grow(request, evicted, actions) {
-                continue;
-            }
-            budget -= 1;
-            step.sequences.push(self.part(request, 1));
-        }
+        // Earlier ones may preempt later ones.
+        step.sequences.retain(|part| {
+            let runs = budget > 0 && self.decodes(part.request) && self.grow(part.request, evicted, actions);
+            budget -= u32::from(runs);
+            runs
+        });
         if !step.sequences.is_empty() {
             budget = budget.min(self.limits.prefill_tokens_beside_decode_max);
         }
-        for request in self.running() {
-            let pending = self.sequences[&request].pending();
+        for place in self.places.of(Phase::Running) {
+            let sequence = self.sequence(place.request);
+            let pending = sequence.pending();
             if budget == 0 || pending <= 1 {
                 continue;
             }
             // A sequence that landed incomplete may have one token beyond its blocks: it decodes next.
-            let sequence = &self.sequences[&request];
             let covered = sequence.pages.len() as u32 * self.limits.block_tokens - sequence.computed;
             let new_tokens = pending.min(budget).min(covered);
             budget -= new_tokens;
-            step.sequences.push(self.part(request, new_tokens));
+            step.sequences.push(sequence.part(new_tokens));
         }
         step
     }
 
     /// Still running (an earlier one may have preempted it) with one token to go.
     fn decodes(&self, request: RequestId) -> bool {
-        let sequence = &self.sequences[&request];
+        let sequence = self.sequence(request);
         sequence.phase == Phase::Running && sequence.pending() == 1
     }
 
     /// Makes sure that there is a block for the sequence's next token. If none is to be had, later
     /// sequences are preempted, the last first; if there are none, it waits or is preempted itself.
-    fn grow(&mut self, request: RequestId, evicted: &mut Vec<Evicted>, actions: &mut Vec<Action>) -> bool {
-        let sequence = &self.sequences[&request];
-        if sequence.pages.len() * self.limits.block_tokens as usize >= sequence.tokens.len() {
+    fn grow(
+        &mut self,
+        request: RequestId,
+        evicted: &mut Vec<Evicted<T::Block>>,
+        actions: &mut Vec<Action<T::Block>>,
+    ) -> bool {
+        let sequence = self.sequence(request);
+        if sequence.pages.len() as u64 * u64::from(self.limits.block_tokens) >= u64::from(sequence.length) {
             return true;
         }
         loop {
             if let Some(page) = self.blocks.allocate(evicted) {
-                self.sequences.get_mut(&request).expect("known").pages.push(page);
+                self.sequence_mut(request).pages.push(page);
                 return true;
             }
-            let places = self.sequences.values().filter(|s| s.preemptable()).map(|s| s.place);
-            let last = places.max().expect("the sequence itself is preemptable").request;
+            let mut last_first = self.places.of(Phase::Running).iter().rev().map(|place| place.request);
+            let last = last_first.find(|&request| self.sequence(request).preemptable());
+            let last = last.expect("the sequence itself is preemptable");
             if last == request && self.others_will_release(request) {
                 return false;
             }
@@ -529,48 +620,36 @@ impl Instance {
 
     /// Blocks will come back without this sequence's doing.
     fn others_will_release(&self, request: RequestId) -> bool {
-        let mut others = self.sequences.iter().filter(|(id, _)| **id != request);
-        others.any(|(_, s)| s.after == Some(After::HandOff) && s.phase != Phase::Waiting)
+        let holding = [Phase::Running, Phase::Loading, Phase::Receiving, Phase::HandedOff];
+        let mut others = holding.into_iter().flat_map(|phase| self.places.of(phase));
+        others.any(|place| {
+            place.request != request && self.sequence(place.request).after == Some(After::HandOff)
+        })
     }
 
-    fn preempt(&mut self, request: RequestId, actions: &mut Vec<Action>) {
+    fn preempt(&mut self, request: RequestId, actions: &mut Vec<Action<T::Block>>) {
+        self.news = true;
         self.release_pages(request);
-        let sequence = self.sequences.get_mut(&request).expect("known");
-        sequence.phase = Phase::Waiting;
+        let sequence = self.sequence_mut(request);
         sequence.computed = 0;
-        self.waiting.insert(sequence.place);
+        let queue = sequence.in_queue();
+        self.enter(request, queue);
         actions.push(Action::Preempted { request });
-    }
-
-    fn part(&self, request: RequestId, new_tokens: u32) -> StepSequence {
-        let sequence = &self.sequences[&request];
-        let end = sequence.computed + new_tokens;
-        StepSequence {
-            request,
-            start: sequence.computed,
-            tokens: sequence.tokens[sequence.computed as usize..end as usize].to_vec(),
-            pages: sequence.pages[..self.blocks.blocks_for(end)].to_vec(),
-            sample: end == sequence.tokens.len() as u32,
-        }
     }
 
     /// Nothing can run here: if the first that wants to comes before a reservation, it takes its
     /// blocks. True if there was one.
-    fn revoke(&mut self, actions: &mut Vec<Action>) -> bool {
-        let sequences = || self.sequences.values();
-        let wants = |s: &&Sequence| matches!(s.phase, Phase::Waiting | Phase::Running);
-        let Some(first) = sequences().filter(wants).map(|s| s.place).min() else { return false };
-        let handing_off = sequences().any(|s| s.phase == Phase::HandedOff);
-        let last = sequences().filter(|s| s.phase == Phase::Receiving).map(|s| s.place).max();
-        if let Some(last) = last
-            && last > first
-            && !handing_off
-        {
-            self.drop_request(last.request);
-            actions.push(Action::Revoked { request: last.request });
-            return true;
+    fn revoke(&mut self, actions: &mut Vec<Action<T::Block>>) -> bool {
+        let first_of = |phase: Phase| self.places.of(phase).first().copied();
+        let first = [Phase::Queued, Phase::Asking, Phase::Running].into_iter().filter_map(first_of).min();
+        let last = self.places.of(Phase::Receiving).last().copied();
+        let (Some(first), Some(last)) = (first, last) else { return false };
+        if last < first || !self.places.of(Phase::HandedOff).is_empty() {
+            return false;
         }
-        false
+        self.drop_request(last.request);
+        actions.push(Action::Revoked { request: last.request });
+        true
     }
 }
 

@@ -1,6 +1,6 @@
 //! The order of requests: the same on every instance.
 
-use super::RequestId;
+use super::{Phase, RequestId};
 use mixfleet_hal::units::Seconds;
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
@@ -34,6 +34,20 @@ impl PartialEq for Place {
 }
 
 impl Eq for Place {}
+
+/// Who is in which phase, in order.
+#[derive(Debug, Default)]
+pub(super) struct Places([BTreeSet<Place>; 6]);
+
+impl Places {
+    pub(super) fn of(&self, phase: Phase) -> &BTreeSet<Place> {
+        &self.0[phase as usize]
+    }
+
+    pub(super) fn of_mut(&mut self, phase: Phase) -> &mut BTreeSet<Place> {
+        &mut self.0[phase as usize]
+    }
+}
 
 /// The first of `places` after `after`, or of all.
 pub(super) fn next(places: &BTreeSet<Place>, after: Option<Place>) -> Option<Place> {

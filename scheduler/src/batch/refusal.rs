@@ -1,6 +1,6 @@
 //! Sequences that are taken in, and those that are not.
 
-use super::{Action, After, Instance, Phase, Place, PrefixHasher, Sequence};
+use super::{Action, After, Instance, Phase, Place, Sequence, Text};
 
 /// Why a sequence is not taken. Whoever asks is in another process, so that no mistake of his may stop this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -19,15 +19,15 @@ pub enum Refusal {
     NoTime,
 }
 
-impl Instance {
+impl<T: Text> Instance<T> {
     /// Why no sequence of `tokens` tokens can stand at `place`.
-    fn refusal(&self, place: Place, tokens: usize) -> Option<Refusal> {
+    fn refusal(&self, place: Place, tokens: u32) -> Option<Refusal> {
         let room = u64::from(self.limits.blocks_total) * u64::from(self.limits.block_tokens);
         if tokens == 0 {
             Some(Refusal::Empty)
-        } else if self.sequences.contains_key(&place.request) {
+        } else if self.sequences.contains(place.request) {
             Some(Refusal::Known)
-        } else if tokens as u64 > room {
+        } else if u64::from(tokens) > room {
             Some(Refusal::TooLong)
         } else {
             (!place.due.0.is_finite()).then_some(Refusal::NoTime)
@@ -38,30 +38,30 @@ impl Instance {
         &mut self,
         place: Place,
         gives_way: bool,
-        tokens: Vec<u32>,
-        hasher: PrefixHasher,
+        text: T,
         (pulls, after): (u32, Option<After>),
-        actions: &mut Vec<Action>,
+        actions: &mut Vec<Action<T::Block>>,
     ) {
-        let request = place.request;
-        if let Some(reason) = self.refusal(place, tokens.len()) {
+        let (request, length) = (place.request, text.length());
+        if let Some(reason) = self.refusal(place, length) {
             actions.push(Action::Refused { request, reason });
             return;
         }
-        let sequence = Sequence {
+        let mut sequence = Sequence {
             place,
             gives_way,
-            tokens,
+            text,
+            length,
             computed: 0,
             pages: Vec::new(),
-            chain: hasher.start(self.limits.block_tokens),
             published: 0,
-            phase: Phase::Waiting,
+            phase: Phase::Queued,
             after,
             pulls,
             cancelled: false,
         };
+        sequence.phase = sequence.in_queue();
+        self.places.of_mut(sequence.phase).insert(place);
         self.sequences.insert(request, sequence);
-        self.waiting.insert(place);
     }
 }

@@ -1,7 +1,7 @@
 //! What comes from outside and cannot be: refused, and whatever else runs goes on.
 
 use super::*;
-use crate::kv::hash::Namespace;
+use crate::kv::{Namespace, PrefixHasher};
 use mixfleet_hal::DType;
 
 const LIMITS: BatchLimits = BatchLimits {
@@ -12,28 +12,32 @@ const LIMITS: BatchLimits = BatchLimits {
     sequences_max: 6,
     spare_blocks: 0,
     lower_tiers: false,
+    cache_policy: CachePolicy::Lru,
 };
 
-fn hasher() -> PrefixHasher {
+type Event = super::Event<TokenIds>;
+type Action = super::Action<Box<[u32]>>;
+
+fn text(tokens: usize) -> TokenIds {
     let namespace = Namespace {
         model_digest: "m".into(),
         tokenizer_digest: "t".into(),
         kv_dtype: DType::F32,
         cache_salt: None,
     };
-    PrefixHasher::new(b"secret", &namespace)
+    TokenIds::new(vec![1; tokens], PrefixHasher::new(b"secret", &namespace), LIMITS.block_tokens)
 }
 
 fn add(request: RequestId, tokens: usize, due: f64) -> Event {
-    let (due, tokens, after) = (Seconds(due), vec![1; tokens], After::Decode);
-    Event::Add { request, due, gives_way: false, tokens, hasher: hasher(), pulls: 0, after }
+    let (due, text, after) = (Seconds(due), text(tokens), After::Decode);
+    Event::Add { request, due, gives_way: false, text, pulls: 0, after }
 }
 
 fn reserve(request: RequestId, tokens: usize, due: f64) -> Event {
-    Event::Reserve { request, due: Seconds(due), gives_way: false, tokens: vec![1; tokens], hasher: hasher() }
+    Event::Reserve { request, due: Seconds(due), gives_way: false, text: text(tokens) }
 }
 
-fn answer(machine: &mut Instance, event: Event) -> Vec<Action> {
+fn answer(machine: &mut Instance<TokenIds>, event: Event) -> Vec<Action> {
     let mut actions = Vec::new();
     machine.step(event, &mut actions);
     actions
@@ -51,7 +55,7 @@ fn refused(
     assert_eq!((named, machine.load().waiting), (request, 1));
     let ran = answer(&mut machine, Event::Idle);
     assert!(matches!(&ran[..], [Action::Admitted { request: 1, .. }, Action::Run(_)]), "{ran:?}");
-    answer(&mut machine, Event::StepDone { sampled: vec![Sampled { request: 1, token: 3, finished: true }] });
+    answer(&mut machine, Event::StepDone { sampled: vec![Sampled { request: 1, finished: true }] });
     assert_eq!(machine.load().blocks.used, 0);
     reason
 }
@@ -85,13 +89,13 @@ fn a_due_time_that_is_no_number_is_refused() {
 fn kv_that_lands_for_who_does_not_wait_for_it_changes_nothing() {
     let mut machine = Instance::new(LIMITS);
     answer(&mut machine, add(1, 5, 0.0));
-    let landed = |request, tokens_valid| Event::Landed { request, tokens_valid, next: Some(4) };
+    let landed = |request, tokens_valid| Event::Landed { request, tokens_valid, next: true };
     // Waiting, running, unknown.
     assert_eq!(answer(&mut machine, landed(1, 5)), []);
     answer(&mut machine, Event::Idle);
     assert_eq!(answer(&mut machine, landed(1, 5)), []);
     assert_eq!(answer(&mut machine, landed(7, 5)), []);
-    answer(&mut machine, Event::StepDone { sampled: vec![Sampled { request: 1, token: 3, finished: true }] });
+    answer(&mut machine, Event::StepDone { sampled: vec![Sampled { request: 1, finished: true }] });
     // More than the sequence is long.
     answer(&mut machine, reserve(2, 6, 0.0));
     answer(&mut machine, Event::Idle);

@@ -1,10 +1,10 @@
 //! The machine under a driver that plays the worker: it carries out steps at once.
 
 use super::*;
-use crate::kv::hash::Namespace;
+use crate::kv::{Namespace, PrefixHasher};
 use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 const LIMITS: BatchLimits = BatchLimits {
     blocks_total: 16,
@@ -14,6 +14,7 @@ const LIMITS: BatchLimits = BatchLimits {
     sequences_max: 6,
     spare_blocks: 1,
     lower_tiers: false,
+    cache_policy: CachePolicy::Lru,
 };
 
 /// Who is due then, or later, gives way.
@@ -29,10 +30,16 @@ fn hasher() -> PrefixHasher {
     PrefixHasher::new(b"secret", &namespace)
 }
 
+fn text(ids: Vec<u32>) -> TokenIds {
+    TokenIds::new(ids, hasher(), LIMITS.block_tokens)
+}
+
+type Action = super::Action<Box<[u32]>>;
+
 /// Plays the worker. The "model" draws `sum of all tokens so far mod 997`, which it can only do if
 /// every token's KV is where the block table says.
 struct Driver {
-    machine: Instance,
+    machine: Instance<TokenIds>,
     /// (page, offset) -> token whose KV lies there.
     memory: HashMap<(u32, u32), u32>,
     /// Prompt and output so far, and how long it may become.
@@ -46,8 +53,8 @@ struct Driver {
     blocks_loaded: u32,
     /// Leading tokens that what is added next is to wait for.
     pulls: u32,
-    /// Who waits: its tokens cached, and its pages.
-    pulling: BTreeMap<RequestId, (u32, Vec<u32>)>,
+    /// Who waits, and its tokens cached.
+    pulling: BTreeMap<RequestId, u32>,
     tokens_pulled: u32,
     revoked: Vec<RequestId>,
 }
@@ -73,7 +80,8 @@ impl Driver {
 
     /// The first of those that wait gets the KV of its first `valid` tokens, or what it has if that is more.
     fn land(&mut self, valid: u32) {
-        let Some((request, (cached, pages))) = self.pulling.pop_first() else { return };
+        let Some((request, cached)) = self.pulling.pop_first() else { return };
+        let pages = self.machine.pages(request);
         let tokens = &self.requests[&request].0;
         let valid = valid.clamp(cached, tokens.len() as u32);
         for i in cached..valid {
@@ -83,19 +91,19 @@ impl Driver {
             );
         }
         self.tokens_pulled += valid - cached;
-        let event = Event::Landed { request, tokens_valid: valid, next: None };
+        let event = Event::Landed { request, tokens_valid: valid, next: false };
         let mut actions = Vec::new();
         self.machine.step(event, &mut actions);
         let admitted =
             |action: &Action| matches!(action, Action::Admitted { request: r, .. } if *r == request);
-        let known = self.machine.sequences.contains_key(&request);
+        let known = self.machine.sequences.contains(request);
         assert_eq!(actions.iter().any(admitted), known, "{actions:?}");
     }
 
     /// Lends the KV of `tokens`; where it lies, and whose it is.
     fn lend(&mut self, request: RequestId, tokens: &[u32]) -> Vec<(u32, Vec<u32>)> {
         let mut actions = Vec::new();
-        self.machine.step(Event::Lend { request, tokens: tokens.to_vec(), hasher: hasher() }, &mut actions);
+        self.machine.step(Event::Lend { request, text: text(tokens.to_vec()) }, &mut actions);
         let [Action::Lent { request: lent, pages }] = &actions[..] else { panic!("{actions:?}") };
         assert_eq!(*lent, request);
         let blocks = tokens.chunks_exact(LIMITS.block_tokens as usize);
@@ -114,7 +122,9 @@ impl Driver {
     }
 
     /// Fills pages from below, up to the first block that is not there.
-    fn load(&mut self, chain: &[BlockHash], tokens: &[u32], pages: &[u32]) -> u32 {
+    fn load(&mut self, request: RequestId, of: Range<u32>, chain: &[BlockHash]) -> u32 {
+        let tokens = self.machine.text(request).unwrap().of_blocks(of.clone());
+        let pages = &self.machine.pages(request)[of.start as usize..of.end as usize];
         let (kept, rng) = self.below.as_mut().expect("nothing is loaded without lower tiers");
         let mut blocks = 0;
         for ((hash, &page), tokens) in chain.iter().zip(pages).zip(tokens.chunks_exact(4)) {
@@ -135,16 +145,18 @@ impl Driver {
         self.requests.insert(request, (prompt.clone(), prompt.len() + output));
         let gives_way = due >= FLEXIBLE;
         let pulls = self.pulls;
-        let event = Event::Add { request, due, gives_way, tokens: prompt, hasher: hasher(), pulls, after };
+        let event = Event::Add { request, due, gives_way, text: text(prompt), pulls, after };
         self.machine.step(event, &mut Vec::new());
     }
 
     fn forward(&mut self, part: &StepSequence) -> Option<u32> {
-        let slot = |i: u32| (part.pages[(i / LIMITS.block_tokens) as usize], i % LIMITS.block_tokens);
-        for (i, &token) in part.tokens.iter().enumerate() {
-            self.memory.insert(slot(part.start + i as u32), token);
+        let pages = self.machine.pages(part.request);
+        let slot = |i: u32| (pages[(i / LIMITS.block_tokens) as usize], i % LIMITS.block_tokens);
+        let length = part.start + part.tokens;
+        let ids = self.machine.text(part.request).unwrap().ids();
+        for i in part.start..length {
+            self.memory.insert(slot(i), ids[i as usize]);
         }
-        let length = part.start + part.tokens.len() as u32;
         part.sample.then(|| (0..length).map(|i| self.memory[&slot(i)]).sum::<u32>() % 997)
     }
 
@@ -169,16 +181,16 @@ impl Driver {
                     ran = true;
                     self.run(&step);
                 }
-                Action::Load { request, chain, tokens, pages, .. } => {
+                Action::Load { request, blocks, chain } => {
                     ran = true;
-                    let blocks = self.load(&chain, &tokens, &pages);
+                    let blocks = self.load(request, blocks, &chain);
                     let mut more = Vec::new();
                     self.machine.step(Event::Loaded { request, blocks }, &mut more);
                     actions.extend(more);
                 }
                 Action::Preempted { .. } => self.preemptions += 1,
-                Action::Reserved { request, tokens_cached, pages } => {
-                    self.pulling.insert(request, (tokens_cached, pages));
+                Action::Reserved { request, tokens_cached } => {
+                    self.pulling.insert(request, tokens_cached);
                 }
                 Action::Revoked { request } => {
                     self.pulling.remove(&request);
@@ -194,8 +206,8 @@ impl Driver {
     }
 
     fn run(&mut self, step: &Step) {
-        let tokens: usize = step.sequences.iter().map(|s| s.tokens.len()).sum();
-        assert!(tokens <= LIMITS.step_tokens_max as usize, "{tokens} tokens in a step");
+        let tokens: u32 = step.sequences.iter().map(|s| s.tokens).sum();
+        assert!(tokens <= LIMITS.step_tokens_max, "{tokens} tokens in a step");
         let mut sampled = Vec::new();
         for part in &step.sequences {
             let Some(token) = self.forward(part) else { continue };
@@ -206,7 +218,8 @@ impl Driver {
             if finished {
                 self.finished.push(part.request);
             }
-            sampled.push(Sampled { request: part.request, token, finished });
+            self.machine.text_mut(part.request).unwrap().push(token);
+            sampled.push(Sampled { request: part.request, finished });
         }
         let before: Vec<_> = self.handed_off_now();
         self.machine.step(Event::StepDone { sampled }, &mut Vec::new());
@@ -215,8 +228,7 @@ impl Driver {
     }
 
     fn handed_off_now(&self) -> Vec<RequestId> {
-        let all = self.machine.sequences.iter();
-        all.filter(|(_, s)| s.phase == Phase::HandedOff).map(|(&id, _)| id).collect()
+        self.machine.sequences.ids_where(|s| s.phase == Phase::HandedOff)
     }
 }
 
@@ -321,13 +333,11 @@ fn what_is_loaded_counts_as_cached_and_what_does_not_come_is_computed() {
         driver.add(1, long(0), 1, After::Decode);
         let mut actions = Vec::new();
         driver.machine.step(Event::Idle, &mut actions);
-        let Some(Action::Load { request: 1, blocks_cached, chain, pages, .. }) = actions.first() else {
-            panic!("{actions:?}")
-        };
+        let Some(Action::Load { request: 1, blocks, chain }) = actions.first() else { panic!("{actions:?}") };
         // the deepest blocks went first; one token is left to be computed
-        assert_eq!((*blocks_cached as usize + chain.len(), chain.len()), (9, pages.len()));
+        assert_eq!((blocks.end, blocks.len()), (9, chain.len()));
         assert!(!actions.iter().any(|action| matches!(action, Action::Run(_))), "{actions:?}");
-        let (cached, blocks) = (*blocks_cached, chain.len() as u32 - lost.min(chain.len() as u32));
+        let (cached, blocks) = (blocks.start, chain.len() as u32 - lost.min(chain.len() as u32));
         actions.clear();
         driver.machine.step(Event::Loaded { request: 1, blocks }, &mut actions);
         let tokens = (cached + blocks) * LIMITS.block_tokens;
@@ -352,7 +362,7 @@ fn a_long_prompt_runs_in_chunks_beside_decodes() {
     let mut actions = Vec::new();
     driver.machine.step(Event::Idle, &mut actions);
     let Some(Action::Run(step)) = actions.last() else { panic!("{actions:?}") };
-    let parts: Vec<_> = step.sequences.iter().map(|s| (s.request, s.tokens.len(), s.sample)).collect();
+    let parts: Vec<_> = step.sequences.iter().map(|s| (s.request, s.tokens, s.sample)).collect();
     assert_eq!(parts, [(1, 1, true), (2, 6, false)]);
 }
 
@@ -363,22 +373,19 @@ fn a_reserved_sequence_joins_when_its_kv_has_landed_and_recomputes_what_is_missi
         let mut driver = Driver::new(LIMITS);
         let prompt: Vec<u32> = (1..=length).collect();
         let next = prompt.iter().sum();
-        let event = Event::Reserve {
-            request: 1,
-            due: Seconds::ZERO,
-            gives_way: false,
-            tokens: prompt.clone(),
-            hasher: hasher(),
-        };
+        let event =
+            Event::Reserve { request: 1, due: Seconds::ZERO, gives_way: false, text: text(prompt.clone()) };
         driver.machine.step(event, &mut Vec::new());
         let mut actions = Vec::new();
         driver.machine.step(Event::Idle, &mut actions);
-        let [Action::Reserved { pages, tokens_cached: 0, .. }] = &actions[..] else { panic!("{actions:?}") };
+        let [Action::Reserved { tokens_cached: 0, .. }] = &actions[..] else { panic!("{actions:?}") };
+        let pages = driver.machine.pages(1);
         for (i, &token) in prompt.iter().enumerate().take(valid) {
             driver.memory.insert((pages[i / 4], i as u32 % 4), token);
         }
         driver.requests.insert(1, ([&prompt[..], &[next]].concat(), 16));
-        let event = Event::Landed { request: 1, tokens_valid: valid as u32, next: Some(next) };
+        driver.machine.text_mut(1).unwrap().push(next);
+        let event = Event::Landed { request: 1, tokens_valid: valid as u32, next: true };
         driver.machine.step(event, &mut Vec::new());
         while driver.turn() {}
         assert_eq!(driver.finished, [1], "{valid} of {length} tokens landed");
@@ -435,14 +442,14 @@ fn a_request_is_overtaken_only_by_those_that_come_before_it_is_due() {
 }
 
 /// Tokens of each sequence in the next step, which is carried out.
-fn next_step(driver: &mut Driver) -> Vec<(RequestId, usize)> {
+fn next_step(driver: &mut Driver) -> Vec<(RequestId, u32)> {
     let mut actions = Vec::new();
     driver.machine.step(Event::Idle, &mut actions);
     let preempted = actions.iter().filter(|action| matches!(action, Action::Preempted { .. }));
     driver.preemptions += preempted.count();
     let Some(Action::Run(step)) = actions.pop() else { return Vec::new() };
     driver.run(&step);
-    step.sequences.iter().map(|part| (part.request, part.tokens.len())).collect()
+    step.sequences.iter().map(|part| (part.request, part.tokens)).collect()
 }
 
 #[test]
@@ -560,9 +567,11 @@ fn who_is_due_last_gives_way_and_comes_back_in_its_place() {
 #[test]
 fn an_earlier_request_takes_a_later_ones_reservation_when_nothing_else_runs() {
     let mut driver = Driver::new(LIMITS);
-    let reserve = |request, due| {
-        let (due, tokens) = (Seconds(due), vec![0; 40]);
-        Event::Reserve { request, due, gives_way: false, tokens, hasher: hasher() }
+    let reserve = |request, due| Event::Reserve {
+        request,
+        due: Seconds(due),
+        gives_way: false,
+        text: text(vec![0; 40]),
     };
     driver.machine.step(reserve(3, 2.0), &mut Vec::new());
     driver.machine.step(Event::Idle, &mut Vec::new());
@@ -576,4 +585,104 @@ fn an_earlier_request_takes_a_later_ones_reservation_when_nothing_else_runs() {
     let [Action::Revoked { request: 3 }, Action::Reserved { request: 9, .. }] = &actions[..] else {
         panic!("{actions:?}")
     };
+}
+
+/// Prompts without tokens: the machine needs none.
+#[derive(Debug)]
+struct Counted {
+    request: RequestId,
+    length: u32,
+}
+
+impl Text for Counted {
+    type Block = ();
+
+    fn length(&self) -> u32 {
+        self.length
+    }
+
+    fn hash(&mut self, block: u32) -> BlockHash {
+        BlockHash(self.request << 32 | u64::from(block))
+    }
+
+    fn block(&self, _: u32) {}
+
+    fn has(&self, _: u32, _: &()) -> bool {
+        true
+    }
+}
+
+/// Runs the step that is under way and those that follow until somebody has all that it wants, or one that was begun before somebody came; one by one or
+/// in one go. How many, and what the machine said.
+fn run_until_somebody_ends(
+    machine: &mut Instance<Counted>,
+    left: &mut BTreeMap<RequestId, u32>,
+    at_once: bool,
+) -> (u32, Vec<super::Action<()>>) {
+    let (mut actions, mut steps, news) = (Vec::new(), 0, machine.news);
+    if at_once {
+        let most = machine.in_step.iter().map(|part| left[&part.request] - 1).min().unwrap();
+        steps = machine.steady_steps(most);
+        machine.advance(steps, &mut actions);
+        machine.in_step.iter().for_each(|part| *left.get_mut(&part.request).unwrap() -= steps);
+    }
+    loop {
+        let parts = machine.in_step.clone();
+        let sampled = parts.iter().filter(|part| part.sample).map(|&StepSequence { request, .. }| {
+            let left = left.get_mut(&request).unwrap();
+            *left -= 1;
+            Sampled { request, finished: *left == 0 }
+        });
+        let sampled: Vec<Sampled> = sampled.collect();
+        let ended = sampled.iter().any(|s| s.finished);
+        machine.step(Event::StepDone { sampled }, &mut actions);
+        machine.step(Event::Idle, &mut actions);
+        steps += 1;
+        if news || ended || machine.in_step.is_empty() || parts.iter().any(|part| part.tokens > 1) {
+            return (steps, actions);
+        }
+    }
+}
+
+#[test]
+fn steps_in_one_go_are_what_single_steps_are() {
+    let (mut compared, mut evicted) = (0, 0);
+    for seed in 0..100 {
+        let mut machines = [Instance::new(LIMITS), Instance::new(LIMITS)];
+        let mut left = [BTreeMap::new(), BTreeMap::new()];
+        let mut rng = Stream::new(seed);
+        for request in 0..20 {
+            let (length, output) = (1 + rng.below(20) as u32, 1 + rng.below(30) as u32);
+            let (due, gives_way) = (Seconds(rng.below(5) as f64), rng.below(2) == 0);
+            let mut done = Vec::new();
+            for (at, machine) in machines.iter_mut().enumerate() {
+                left[at].insert(request, output);
+                let (text, after) = (Counted { request, length }, After::Decode);
+                machine.step(Event::Add { request, due, gives_way, text, pulls: 0, after }, &mut Vec::new());
+                if machine.in_step.is_empty() {
+                    machine.step(Event::Idle, &mut Vec::new());
+                }
+            }
+            for _ in 0..rng.below(4) {
+                for (at, machine) in machines.iter_mut().enumerate() {
+                    if !machine.in_step.is_empty() {
+                        let (steps, actions) = run_until_somebody_ends(machine, &mut left[at], at == 1);
+                        let gone = |action: &super::Action<()>| match action {
+                            super::Action::Evicted(gone) => gone.clone(),
+                            _ => Vec::new(),
+                        };
+                        let gone: Vec<Evicted<()>> = actions.iter().flat_map(gone).collect();
+                        evicted += gone.len();
+                        let stored = machine.stored();
+                        done.push((steps, gone, stored, machine.in_step.clone(), machine.load()));
+                    }
+                }
+                let [single, at_once] = &done[..] else { break };
+                assert_eq!(single, at_once, "seed {seed}");
+                compared += single.0;
+                done.clear();
+            }
+        }
+    }
+    assert!(compared > 5000 && evicted > 1000, "{compared} steps, {evicted} blocks given up");
 }

@@ -41,6 +41,13 @@ impl Explanation {
     pub fn chosen(&self) -> Option<&Candidate> {
         self.candidates.iter().find(|candidate| candidate.outcome == Outcome::Chosen)
     }
+
+    /// Leading tokens of the prompt that the chosen prefill instance holds once what it pulls is there; `None` where it pulls nothing.
+    pub fn pulled_until(&self) -> Option<u32> {
+        let Candidate { pull, terms, .. } = self.chosen()?;
+        let (Some(_), Some(terms)) = (pull, terms) else { return None };
+        Some(terms.cached_tokens + terms.pulled_tokens)
+    }
 }
 
 /// One possible placement.
@@ -74,9 +81,9 @@ pub struct Terms {
     pub transfer_tokens: u32,
     /// Prefill work ahead of it.
     pub queue_s: f64,
-    /// What the pull, or loading from lower tiers, delays beyond the queue.
+    /// Loading from lower tiers, beside which nothing runs, and what the pull delays beyond the queue.
     pub pull_s: f64,
-    /// Until the decode instance has room for its KV, beyond the queue; 0 where prompts are computed without.
+    /// Until the decode instance has room for its KV, beyond the queue.
     pub kv_wait_s: f64,
     /// Decode steps of others that run between its own and the queue's prefill chunks.
     pub interleave_s: f64,
@@ -84,8 +91,6 @@ pub struct Terms {
     pub prefill_s: f64,
     /// KV transfer that does not hide behind the prefill, behind what the links still have to move.
     pub transfer_s: f64,
-    /// Where no room is reserved: how long its KV waits for room on the decode instance.
-    pub gap_s: f64,
     /// What counts of the way to the decode instance: the transfer that would show if nothing of the prompt were cached and the links
     /// were free, and the wait for room there that the queue hides.
     pub hand_off_s: f64,

@@ -87,6 +87,10 @@ impl PromptQueue {
     }
 }
 
+fn half_step(spec: &Instance) -> Seconds {
+    spec.cost.prefill_s(0, spec.step_tokens_max) * 0.5
+}
+
 /// An instance that is up, with its work.
 #[derive(Clone, Debug)]
 pub(super) struct Load {
@@ -114,11 +118,14 @@ pub(super) struct Load {
     pub(super) ingress_until: Seconds,
     /// What loading from its tiers takes, in the order of [`Tier::ALL`](crate::kv::Tier::ALL).
     pub(super) tiers: [LinkCost; 3],
+    /// Half of a full step of prompts.
+    half_step: Seconds,
 }
 
 impl Load {
     pub(super) fn new(spec: Instance) -> Self {
         Load {
+            half_step: half_step(&spec),
             spec,
             prefilling: VecDeque::new(),
             backlog: Backlog::default(),
@@ -137,6 +144,7 @@ impl Load {
 
     /// Its role, cost or bounds change; its work stays.
     pub(super) fn respec(&mut self, spec: Instance, works: &Works) {
+        self.half_step = half_step(&spec);
         self.spec = spec;
         let left = |id: &RequestId| match works.get(*id) {
             Some(Work { prompt_tokens, phase: Phase::Prefill { done, .. }, .. }) => prompt_tokens - done,
@@ -313,6 +321,12 @@ impl Load {
             moved_at: self.moved_at,
             last_due: self.prefilling.back().map_or(Seconds(f64::NEG_INFINITY), |&(due, _)| due),
         }
+    }
+
+    /// The expected time until what is lent from here can leave: until the step ends that runs now.
+    pub(super) fn lends_after(&self, now: Seconds) -> Seconds {
+        let left = self.prompt_queue().left(now);
+        if left < self.half_step { left.max(Seconds::ZERO) } else { self.half_step }
     }
 
     /// Those who decode here or will.

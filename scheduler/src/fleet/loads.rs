@@ -56,6 +56,7 @@ pub(super) struct PromptRow {
     pub(super) sequences: u32,
     pub(super) queue: PromptQueue,
     pub(super) ingress_until: Seconds,
+    pub(super) kv_block_tokens: u32,
 }
 
 /// An instance as ranked by those who decode.
@@ -92,6 +93,11 @@ impl Loads {
     /// The instances of `kind`, by position.
     pub(super) fn answer_rows(&self, kind: &Kind) -> &[AnswerRow] {
         &self.answers[kind.rows.clone()]
+    }
+
+    /// Tokens in a KV block of the instance at `at`.
+    pub(super) fn kv_block_tokens(&self, at: usize) -> u32 {
+        self.prompts[self.rows[at]].kv_block_tokens
     }
 
     /// Changes the work, or the ways, of the instance at `at`.
@@ -160,6 +166,7 @@ impl PromptRow {
             sequences: load.batch().sequences,
             queue: load.prompt_queue(),
             ingress_until: load.ingress_until,
+            kv_block_tokens: load.spec.kv_block_tokens,
         }
     }
 }

@@ -39,18 +39,6 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// When an instance makes room for a prompt that another one computes for it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum HandOff {
-    /// As `mixfleet serve` does it, between two of its steps, before the prompt is computed in chunks, beside others. What it holds of
-    /// the prompt is not sent, and what was sent is there for later ones.
-    #[default]
-    Reserved,
-    /// As in Mooncake: the prompt is computed at once, alone and in one go where nothing decodes, and finds room when it has come.
-    Streamed,
-}
-
 /// Mooncake's metric (v3, section 8.1): the longest tenth of a request's gaps.
 fn longest_tenth() -> f64 {
     0.1
@@ -75,9 +63,6 @@ pub struct FleetConfig {
     /// A request's time between tokens is the mean of so many of its gaps, the longest ones: 1 is all of them.
     #[serde(default = "longest_tenth")]
     pub tbt_share: f64,
-    /// How a prompt that was computed elsewhere finds room.
-    #[serde(default)]
-    pub hand_off: HandOff,
     /// Dollars that a second of waiting is worth; by default a second of the average instance. Means
     /// nothing while an instance has no price.
     pub wait_usd_per_s: Option<f64>,
@@ -116,7 +101,6 @@ impl FleetConfig {
             ttft_slo: None,
             tbt_slo: None,
             tbt_share: longest_tenth(),
-            hand_off: HandOff::default(),
             wait_usd_per_s: None,
             policy: Policy::default(),
             admission: Admission::default(),
@@ -313,7 +297,7 @@ impl Fleet {
         };
         let seat = Seat {
             request: arrival.request,
-            ready_at: now + Seconds(terms.ttft_s + terms.transfer_s + terms.gap_s),
+            ready_at: now + Seconds(terms.ttft_s + terms.transfer_s),
             prompt_tokens: arrival.prompt_tokens,
             max_tokens: arrival.max_tokens,
             output_tokens: self.output_tokens(arrival),

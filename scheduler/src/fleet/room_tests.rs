@@ -1,21 +1,18 @@
-//! Decoders without room: who reserves it waits before the prompt, who streams leaves a gap between its tokens.
+//! Decoders without room: whoever shall decode there waits for it before the prompt is computed.
 
 use super::tests::{act, arrival, arrive, config, fleet, instance};
 use super::*;
 use crate::kv::Tier;
 use proptest::prelude::*;
 
-/// A prefill instance, a cheap decoder with room for 400 tokens, and one ten times as dear with room for all; `slo` on the time between
-/// tokens. The cheap one has taken on a prompt of 300 tokens.
-fn crowded(hand_off: HandOff, slo: Option<f64>) -> Fleet {
+/// A prefill instance, a cheap decoder with room for 400 tokens, and one ten times as dear with room for all. The cheap one has taken on a prompt of 300 tokens.
+fn crowded() -> Fleet {
     let with_price = |spec: Instance, price| Instance { price: Some(UsdPerHour(price)), ..spec };
     let mut cheap = with_price(instance(2, Role::Decode, 1e-3, 1e-2), 1.0);
     cheap.kv_capacity_tokens = 400;
     let dear = with_price(instance(3, Role::Decode, 1e-3, 1e-2), 10.0);
     let prefill = with_price(instance(1, Role::Prefill, 1e-3, 1e-2), 1.0);
     let config = FleetConfig {
-        hand_off,
-        tbt_slo: slo.map(Seconds),
         // dollars decide
         wait_usd_per_s: Some(1e-9),
         ..config()
@@ -36,59 +33,20 @@ fn on_cheap(action: &Action) -> Terms {
 
 #[test]
 fn a_wait_for_reserved_room_comes_before_the_first_token() {
-    let mut fleet = crowded(HandOff::Reserved, None);
+    let mut fleet = crowded();
     let terms = on_cheap(&arrive(&mut fleet, 0.4, arrival(2, 200, 2)));
     // 49 tokens more of 10.1 ms
     assert!((terms.kv_wait_s - 49.0 * 1.01e-2).abs() < 0.02, "{terms:?}");
-    assert_eq!(terms.gap_s, 0.0);
 }
 
 #[test]
-fn a_wait_for_room_that_is_not_reserved_is_a_gap_between_tokens() {
-    let mut fleet = crowded(HandOff::Streamed, None);
-    let terms = on_cheap(&arrive(&mut fleet, 0.4, arrival(2, 200, 2)));
-    assert_eq!(terms.kv_wait_s, 0.0);
-    let landed = terms.ttft_s + terms.transfer_s;
-    assert!((terms.gap_s - (49.0 * 1.01e-2 - landed)).abs() < 0.02, "{terms:?}");
-    // with the transfer one of the five longest of its 50 gaps
-    assert!(
-        (terms.tbt_peak_s - (terms.tbt_s + (terms.transfer_s + terms.gap_s) / 5.0)).abs() < 1e-9,
-        "{terms:?}"
-    );
-}
-
-#[test]
-fn a_gap_that_breaks_the_objective_is_worth_a_dearer_decoder() {
-    for (slo, decode) in [(None, 2), (Some(0.2), 2), (Some(0.06), 3)] {
-        let mut fleet = crowded(HandOff::Streamed, slo);
-        let action = arrive(&mut fleet, 0.4, arrival(2, 200, 2));
-        let Action::Place { decode: chosen, .. } = action else { panic!("not placed: {action:?}") };
-        assert_eq!(chosen, InstanceId(decode), "objective {slo:?} s");
-    }
-}
-
-#[test]
-fn a_streamed_hand_off_sends_what_the_decoder_holds_too() {
-    for (hand_off, sent) in [(HandOff::Reserved, 150), (HandOff::Streamed, 200)] {
-        let instances = vec![instance(1, Role::Prefill, 1e-3, 1e-2), instance(2, Role::Decode, 1e-3, 1e-2)];
-        let mut fleet = fleet(FleetConfig { hand_off, ..config() }, instances);
-        let arrival = arrival(1, 200, 1);
-        let hashes = arrival.chains[0].hashes[..5].to_vec();
-        act(&mut fleet, 0.0, Event::KvStored { instance: InstanceId(2), hashes, tier: Tier::Device });
-        assert_eq!(on_cheap(&arrive(&mut fleet, 0.0, arrival)).transfer_tokens, sent, "{hand_off:?}");
-    }
-}
-
-#[test]
-fn a_slow_candidate_waits_for_room_only_from_when_it_lands() {
-    let mut fleet = crowded(HandOff::Streamed, None);
-    // ten times as slow, so that its KV lands when there is room
-    act(&mut fleet, 0.4, Event::InstanceUp(instance(4, Role::Prefill, 1e-2, 1e-2)));
-    let cost = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-6, usd_per_byte: 0.0 };
-    act(&mut fleet, 0.4, Event::LinkUp(Link { from: InstanceId(4), to: InstanceId(2), cost }));
-    act(&mut fleet, 0.4, Event::InstanceDown { instance: InstanceId(1) });
-    let terms = on_cheap(&arrive(&mut fleet, 0.4, arrival(2, 200, 2)));
-    assert!(terms.ttft_s >= 2.0 && terms.gap_s == 0.0, "{terms:?}");
+fn a_hand_off_sends_what_the_decoder_does_not_hold() {
+    let instances = vec![instance(1, Role::Prefill, 1e-3, 1e-2), instance(2, Role::Decode, 1e-3, 1e-2)];
+    let mut fleet = fleet(config(), instances);
+    let arrival = arrival(1, 200, 1);
+    let hashes = arrival.chains[0].hashes[..5].to_vec();
+    act(&mut fleet, 0.0, Event::KvStored { instance: InstanceId(2), hashes, tier: Tier::Device });
+    assert_eq!(on_cheap(&arrive(&mut fleet, 0.0, arrival)).transfer_tokens, 150);
 }
 
 #[test]

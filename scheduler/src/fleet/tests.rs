@@ -22,6 +22,7 @@ pub(super) fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instan
         kv_capacity_tokens: 10_000,
         kv_block_tokens: BLOCK,
         prefill_tokens_beside_decode_max: 100,
+        step_tokens_max: 0,
     }
 }
 
@@ -583,14 +584,14 @@ fn a_prefix_in_a_lower_tier_counts_and_has_to_be_loaded_first() {
     close(terms.pull_s, 0.1);
     close(terms.prefill_s, 0.1);
     close(terms.ttft_s, 0.2);
-    // behind the first one's 0.2 s nothing shows of it; what has left the disk must be computed
+    // the queue hides nothing of it: a step loads, and nothing runs beside that; what has left the disk must be computed
     let gone =
-        Event::KvEvicted { instance: InstanceId(2), hashes: hashes(7, 400)[40..].to_vec(), tier: Tier::Ssd };
+        Event::KvEvicted { instance: InstanceId(2), hashes: hashes(7, 400)[20..].to_vec(), tier: Tier::Ssd };
     act(&mut f, 0.0, gone);
     let action = arrive(&mut f, 0.0, arrival(2, 500, 7));
     let on_two = |c: &&Candidate| c.prefill == InstanceId(2);
     let terms = placed(&action).2.candidates.iter().find(on_two).and_then(|c| c.terms).unwrap();
-    assert_eq!(terms.cached_tokens, hashes(7, 400)[..40].len() as u32 * BLOCK);
+    assert_eq!(terms.cached_tokens, 200);
     close(terms.queue_s, 0.2);
-    close(terms.pull_s, 0.0);
+    close(terms.pull_s, 0.01);
 }

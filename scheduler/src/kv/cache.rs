@@ -22,6 +22,9 @@ pub enum CachePolicy {
 
 const NONE: u32 = u32::MAX;
 
+/// Depth of a block without a key.
+const NAMELESS: u32 = u32::MAX;
+
 /// A block that is held: 28 bytes beside the table's 8 to 9.
 #[derive(Clone, Copy)]
 struct Entry {
@@ -59,6 +62,8 @@ pub struct BlockCache {
     shelves: BTreeMap<(u32, u32), Shelf>,
     /// Blocks without pins.
     idle: usize,
+    /// Blocks without a key.
+    nameless: usize,
     /// The entries of the chain at hand; kept for its memory.
     chain: Vec<u32>,
 }
@@ -80,8 +85,67 @@ impl BlockCache {
             free: NONE,
             shelves: BTreeMap::new(),
             idle: 0,
+            nameless: 0,
             chain: Vec::new(),
         }
+    }
+
+    /// Takes a place for a block that has no key yet, pinned once. Where none is free, the block of least worth is given up: the second value is
+    /// its key. None if all are pinned.
+    ///
+    /// Places are numbers below the capacity; a block keeps its place while it is held.
+    pub fn take(&mut self) -> Option<(u32, Option<BlockHash>)> {
+        let given_up = if self.has_room() { None } else { Some(self.evict()?) };
+        self.nameless += 1;
+        Some((self.create(BlockHash(0), NAMELESS), given_up))
+    }
+
+    /// Gives the block at `place`, `depth` blocks behind its chain's first, a key. False, and nothing happens, if it has one, or if another
+    /// block has this one.
+    pub fn name(&mut self, place: u32, key: BlockHash, depth: u32) -> bool {
+        let entries = &self.entries;
+        let is_it = |id: u32| entries[id as usize - 1].key() == key;
+        let named = entries[place as usize].depth != NAMELESS;
+        if named || !self.table.insert_new(spread(key), place + 1, is_it) {
+            return false;
+        }
+        let entry = &mut self.entries[place as usize];
+        (entry.hash, entry.depth) = (halves(key), depth);
+        self.nameless -= 1;
+        true
+    }
+
+    /// Where the block of `key` is.
+    pub fn place(&self, key: BlockHash) -> Option<u32> {
+        self.entry(key)
+    }
+
+    /// How often the block at `place` is pinned.
+    pub fn pins_at(&self, place: u32) -> u32 {
+        self.entries[place as usize].pins
+    }
+
+    /// Uses the block at `place`, and pins it once.
+    pub fn pin_at(&mut self, place: u32) {
+        self.hold(place);
+        let uses = &mut self.entries[place as usize].uses;
+        *uses = uses.saturating_add(1);
+    }
+
+    /// Takes back one pin of the block at `place`. Without pins left it may be evicted, as if it had just been used; one without a key is
+    /// given up at once.
+    ///
+    /// # Panics
+    /// When it is not pinned.
+    pub fn unpin_at(&mut self, place: u32) {
+        let entry = &mut self.entries[place as usize];
+        assert!(entry.pins > 0, "block {place} is released more often than taken");
+        if entry.pins > 1 || entry.depth != NAMELESS {
+            return self.release(place);
+        }
+        entry.pins = 0;
+        self.nameless -= 1;
+        self.set_free(place);
     }
 
     /// Leading blocks of `chain` that are held.
@@ -171,7 +235,7 @@ impl BlockCache {
 
     /// Blocks held.
     pub fn len(&self) -> usize {
-        self.table.len()
+        self.table.len() + self.nameless
     }
 
     /// Whether no block is held.
@@ -205,7 +269,7 @@ impl BlockCache {
     pub fn set_capacity(&mut self, capacity_blocks: usize, evicted: &mut Vec<BlockHash>) {
         self.capacity = capacity_blocks;
         while self.len() > capacity_blocks && self.idle > 0 {
-            self.evict(evicted);
+            evicted.extend(self.evict());
         }
     }
 
@@ -216,7 +280,8 @@ impl BlockCache {
 
     /// The blocks held, in no useful order (but the same for the same history).
     pub fn iter(&self) -> impl Iterator<Item = BlockHash> {
-        self.entries.iter().filter(|entry| entry.uses > 0).map(|entry| entry.key())
+        let named = |entry: &&Entry| entry.uses > 0 && entry.depth != NAMELESS;
+        self.entries.iter().filter(named).map(|entry| entry.key())
     }
 
     fn entry(&self, key: BlockHash) -> Option<u32> {
@@ -247,38 +312,43 @@ impl BlockCache {
         }
     }
 
-    fn make_room(&mut self, evicted: &mut Vec<BlockHash>) -> bool {
-        if self.len() < self.capacity.min(NONE as usize - 1) {
-            return true;
-        }
-        self.evict(evicted)
+    fn has_room(&self) -> bool {
+        self.len() < self.capacity.min(NONE as usize - 1)
     }
 
-    /// Gives up the block of least worth. False if all are pinned.
-    fn evict(&mut self, evicted: &mut Vec<BlockHash>) -> bool {
-        let Some(victim) = self.shelves.first_key_value().map(|(_, shelf)| shelf.oldest) else {
-            return false;
-        };
+    fn make_room(&mut self, evicted: &mut Vec<BlockHash>) -> bool {
+        if self.has_room() {
+            return true;
+        }
+        let given_up = self.evict();
+        evicted.extend(given_up);
+        given_up.is_some()
+    }
+
+    /// Gives up the block of least worth. None if all are pinned.
+    fn evict(&mut self) -> Option<BlockHash> {
+        let victim = self.shelves.first_key_value().map(|(_, shelf)| shelf.oldest)?;
         self.take_off(victim);
-        evicted.push(self.entries[victim as usize].key());
-        self.forget(victim);
-        true
+        Some(self.forget(victim))
     }
 
     /// Frees an entry that stands on no shelf.
-    fn forget(&mut self, id: u32) {
-        let entry = &mut self.entries[id as usize];
-        let key = entry.key();
-        entry.uses = 0;
-        entry.newer = self.free;
-        self.free = id;
+    fn forget(&mut self, id: u32) -> BlockHash {
+        let key = self.entries[id as usize].key();
         self.table.remove(spread(key), id + 1);
+        self.set_free(id);
+        key
+    }
+
+    fn set_free(&mut self, id: u32) {
+        let entry = &mut self.entries[id as usize];
+        (entry.uses, entry.newer) = (0, self.free);
+        self.free = id;
     }
 
     /// A new entry, used and pinned once.
     fn create(&mut self, key: BlockHash, depth: u32) -> u32 {
-        let hash = [(key.0 >> 32) as u32, key.0 as u32];
-        let entry = Entry { hash, older: NONE, newer: NONE, uses: 1, depth, pins: 1 };
+        let entry = Entry { hash: halves(key), older: NONE, newer: NONE, uses: 1, depth, pins: 1 };
         let id = if self.free == NONE {
             if self.entries.len() == self.entries.capacity() {
                 self.entries.reserve_exact(8 + self.entries.len() / 8);
@@ -291,7 +361,9 @@ impl BlockCache {
             self.entries[id as usize] = entry;
             id
         };
-        self.table.insert(spread(key), id + 1);
+        if depth != NAMELESS {
+            self.table.insert(spread(key), id + 1);
+        }
         id
     }
 
@@ -343,6 +415,10 @@ impl BlockCache {
             }
         }
     }
+}
+
+fn halves(key: BlockHash) -> [u32; 2] {
+    [(key.0 >> 32) as u32, key.0 as u32]
 }
 
 impl Entry {

@@ -32,7 +32,7 @@ impl TimelineFile {
 
     fn write(&mut self, s: &Sample) -> Result<()> {
         write!(self.out, "{:.3},{},", s.time_s, self.pools[s.pool as usize])?;
-        for count in [s.queued, s.prefilling, s.landed, s.decoding, s.used_tokens, s.cached_tokens] {
+        for count in [s.queued, s.prefilling, s.receiving, s.decoding, s.used_tokens, s.cached_tokens] {
             write!(self.out, "{count},")?;
         }
         for share in [s.prefill_utilisation, s.decode_utilisation, s.prefill_load, s.decode_load] {

@@ -14,7 +14,7 @@ const INSTANCES_MAX: u64 = 10_000;
 pub(super) const TIER_TOKENS_MAX: u64 = 1_000_000_000_000;
 
 /// The greatest value of a key, whatever table it stands in: counts, bytes, seconds, rates and dollars.
-const GREATEST: [(&str, f64); 37] = [
+const GREATEST: [(&str, f64); 38] = [
     ("layers", 4096.0),
     ("hidden", 1_048_576.0),
     ("heads", 16_384.0),
@@ -26,6 +26,7 @@ const GREATEST: [(&str, f64); 37] = [
     ("weight_bytes", 1e18),
     ("block_tokens", 1_048_576.0),
     ("max_batched_tokens", 1_048_576.0),
+    ("max_prefill_tokens_beside_decode", 1_048_576.0),
     ("max_sequences", 65_536.0),
     ("pipeline_chunk_tokens", 1_048_576.0),
     ("pipeline_stages", 4096.0),

@@ -115,6 +115,8 @@ pub struct Kv {
 pub struct Engine {
     /// Rows of a step: prompt tokens, and one for each decoding sequence.
     pub max_batched_tokens: u32,
+    /// Rows of prompts in a step that decodes too.
+    pub max_prefill_tokens_beside_decode: u32,
     /// Sequences that run at a time.
     pub max_sequences: u32,
 }

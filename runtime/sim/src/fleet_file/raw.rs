@@ -92,6 +92,7 @@ pub(super) struct Kv {
 #[serde(deny_unknown_fields)]
 pub(super) struct Engine {
     pub(super) max_batched_tokens: Option<u32>,
+    pub(super) max_prefill_tokens_beside_decode: Option<u32>,
     pub(super) max_sequences: Option<u32>,
 }
 
@@ -123,6 +124,7 @@ pub(super) struct Pool {
     pub(super) ssd_gb_per_s: Option<f64>,
     pub(super) nic_gb_per_s: Option<f64>,
     pub(super) max_batched_tokens: Option<u32>,
+    pub(super) max_prefill_tokens_beside_decode: Option<u32>,
     pub(super) max_sequences: Option<u32>,
 }
 

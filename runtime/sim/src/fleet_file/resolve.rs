@@ -9,14 +9,12 @@ use super::{
 };
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
+use mixfleet_scheduler::batch::BatchLimits;
 use std::path::Path;
 
 /// Share of a device's memory that weights and KV may fill, as serving engines do by default.
 const MEMORY_SHARE: f64 = 0.9;
 /// Tokens of a block in the traces of Mooncake.
-const BLOCK_TOKENS: u32 = 512;
-const MAX_BATCHED_TOKENS: u32 = 8192;
-const MAX_SEQUENCES: u32 = 256;
 /// A network of 100 Gbit/s.
 const NIC_GB_PER_S: f64 = 12.5;
 /// PCIe 4 with 16 lanes, where the device's own link is not known.
@@ -49,7 +47,7 @@ pub(super) fn file(
         Source::Engine(engine) => engine.meta.kv_cache.block_size,
         _ => None,
     });
-    let block_tokens = raw.kv.block_tokens.or(measured).unwrap_or(BLOCK_TOKENS);
+    let block_tokens = raw.kv.block_tokens.or(measured).unwrap_or(BatchLimits::BLOCK_TOKENS);
     at_least_one("[kv] block_tokens", block_tokens)?;
     let replicate_gb_per_s = raw.kv.replicate_gb_per_s;
     if let Some(rate) = replicate_gb_per_s {
@@ -86,6 +84,7 @@ fn pool(
     at_least_one(&key("devices_per_instance"), raw.devices_per_instance)?;
     let engine = engine(raw, shared, hardware);
     at_least_one(&key("max_batched_tokens"), engine.max_batched_tokens)?;
+    at_least_one(&key("max_prefill_tokens_beside_decode"), engine.max_prefill_tokens_beside_decode)?;
     at_least_one(&key("max_sequences"), engine.max_sequences)?;
     let pipeline = pipeline::check(raw, model, engine)?;
     let (cost, cost_basis) = hardware
@@ -132,12 +131,20 @@ fn engine(raw: &raw::Pool, shared: &raw::Engine, hardware: &Hardware) -> Engine 
         _ => None,
     };
     let tokens = raw.max_batched_tokens.or(shared.max_batched_tokens);
+    let beside = raw.max_prefill_tokens_beside_decode.or(shared.max_prefill_tokens_beside_decode);
     let sequences = raw.max_sequences.or(shared.max_sequences);
+    let max_batched_tokens = tokens
+        .or(measured.and_then(|engine| engine.max_num_batched_tokens))
+        .unwrap_or(BatchLimits::STEP_TOKENS_MAX);
+    // Other engines fill a step up with prompts whoever decodes in it.
+    let beside_default =
+        measured.map_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX, |_| max_batched_tokens);
     Engine {
-        max_batched_tokens: tokens
-            .or(measured.and_then(|engine| engine.max_num_batched_tokens))
-            .unwrap_or(MAX_BATCHED_TOKENS),
-        max_sequences: sequences.or(measured.and_then(|engine| engine.max_num_seqs)).unwrap_or(MAX_SEQUENCES),
+        max_batched_tokens,
+        max_prefill_tokens_beside_decode: beside.unwrap_or(beside_default).min(max_batched_tokens),
+        max_sequences: sequences
+            .or(measured.and_then(|engine| engine.max_num_seqs))
+            .unwrap_or(BatchLimits::SEQUENCES_MAX),
     }
 }
 

@@ -1,16 +1,22 @@
-//! Prefixes on their way to where requests to come will want them.
+//! Prefixes on their way from instances that hold them: for prompts, and ahead of demand for those to come.
 
+use super::engine::{Job, Message};
 use super::{Next, World};
+use mixfleet_scheduler::batch::After;
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::table::IdMap;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// Tells the numbers of copies from those of requests.
+const COPY: u64 = 1 << 63;
 
 /// What was copied ahead of demand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Replicated {
     /// Prefixes that were sent.
     pub copies: u64,
-    /// Of them, those that found no room, or not the beginning any more that they were to follow.
+    /// Prefixes that were to be copied, and found no room, or nothing left to be sent.
     pub dropped: u64,
     /// Bytes that were sent; `kv_bytes_moved` has them too.
     pub bytes: f64,
@@ -21,14 +27,15 @@ pub(super) struct Copy {
     pub(super) from: u32,
     pub(super) to: u32,
     /// The whole prefix.
-    pub(super) chain: Vec<BlockHash>,
-    /// At its end.
-    pub(super) tokens: u32,
+    pub(super) chain: Arc<[BlockHash]>,
+    /// Tokens of it that are there.
+    pub(super) held_tokens: u32,
 }
 
 #[derive(Default)]
 pub(super) struct Copies {
-    on_their_way: IdMap<Copy>,
+    under_way: IdMap<Copy>,
+    asked: u64,
     sent: Replicated,
 }
 
@@ -36,29 +43,109 @@ impl Copies {
     pub(super) fn sent(&self) -> Replicated {
         self.sent
     }
+
+    /// A copy lost its room; false if it is none.
+    pub(super) fn revoked(&mut self, request: u64) -> bool {
+        let copy = self.under_way.remove(request).is_some();
+        self.sent.dropped += u64::from(copy);
+        copy
+    }
 }
 
 impl World<'_> {
-    /// Puts a copy on the wire, behind what is there.
-    pub(super) fn send_copy(&mut self, copy: Copy) {
-        let bytes = f64::from(copy.tokens) * self.setup.fleet.kv_bytes_per_token as f64;
-        let arrives_s = self.network.send(self.now_s, self.now_s, copy.from, copy.to, bytes);
-        let sent = &mut self.copies.sent;
-        sent.copies += 1;
-        sent.bytes += bytes;
-        let number = sent.copies;
-        self.copies.on_their_way.insert(number, copy);
-        self.schedule(arrives_s, Next::Copied { number });
+    /// An instance has room for KV from elsewhere, of which it holds some.
+    pub(super) fn has_room(&mut self, instance: u32, request: u64, held_tokens: u32) {
+        if let Some(flight) = self.flights.get_mut(request)
+            && flight.decode == instance
+            && flight.prefill != instance
+        {
+            flight.held_tokens = held_tokens;
+            let attempt = flight.attempt;
+            self.schedule(self.now_s, Next::Reserved { request, attempt });
+        } else {
+            let attempt = self.attempt(request);
+            self.schedule(self.now_s, Next::Pull { request, attempt, held_tokens });
+        }
     }
 
-    /// A copy is there: the instance holds it from now on, if it can.
-    pub(super) fn copied(&mut self, number: u64) {
-        let Some(copy) = self.copies.on_their_way.remove(number) else { return };
-        let blocks = copy.tokens.div_ceil(self.setup.block_tokens.max(1)) as usize;
-        let engine = &mut self.engines[copy.to as usize];
-        if !engine.take_copy(&copy.chain, blocks, &mut self.outcomes) {
+    /// Has a prefix sent to an instance that has room for it.
+    pub(super) fn pull(&mut self, request: u64, held_tokens: u32) {
+        let (from, tokens, chain) = match (self.flights.get(request), self.copies.under_way.get(request)) {
+            (Some(flight), _) => {
+                let Some((from, until)) = flight.pull else { return };
+                let tokens = self.pulled_tokens(until, flight.prompt_tokens);
+                (from, tokens, flight.chain.clone())
+            }
+            (None, Some(copy)) => {
+                let all = copy.chain.len() as u32 * self.setup.block_tokens;
+                (copy.from, all, copy.chain.clone())
+            }
+            (None, None) => return,
+        };
+        if let Some(flight) = self.flights.get_mut(request) {
+            flight.pull_held_tokens = held_tokens;
+        } else if let Some(copy) = self.copies.under_way.get_mut(request) {
+            copy.held_tokens = held_tokens;
+        }
+        self.send(from, Message::Lend { request, tokens, chain });
+    }
+
+    /// An instance lends the first `tokens` tokens of a prefix: they leave from `ready_s` on.
+    pub(super) fn lent(&mut self, from: u32, request: u64, tokens: u32, ready_s: f64) {
+        let copy = self.copies.under_way.get(request).map(|copy| (copy.to, copy.held_tokens));
+        let flight = self.flights.get(request).filter(|flight| flight.pull.is_some());
+        let Some((to, held_tokens)) = flight.map(|flight| (flight.prefill, flight.pull_held_tokens)).or(copy)
+        else {
+            return self.schedule(self.now_s, Next::Pulled { request, attempt: u32::MAX, from, tokens });
+        };
+        let sent = tokens.saturating_sub(held_tokens);
+        let mut arrives_s = self.now_s;
+        if sent > 0 {
+            let bytes = f64::from(sent) * self.setup.fleet.kv_bytes_per_token as f64;
+            arrives_s = self.network.send(self.now_s, ready_s, from, to, bytes);
+            if copy.is_some() {
+                self.copies.sent.copies += 1;
+                self.copies.sent.bytes += bytes;
+            }
+        } else if copy.is_some() {
             self.copies.sent.dropped += 1;
         }
-        self.settle(copy.to);
+        let (tokens, attempt) = (tokens.max(held_tokens), self.attempt(request));
+        self.schedule(arrives_s, Next::Pulled { request, attempt, from, tokens });
+    }
+
+    /// The first `tokens` tokens of a prefix are where they are wanted; none: nobody waits for them there any more.
+    pub(super) fn pulled(&mut self, request: u64, from: u32, tokens: Option<u32>) {
+        self.send(from, Message::Unlend { request });
+        let Some(tokens) = tokens else { return };
+        let to = match self.flights.get_mut(request) {
+            Some(flight) => {
+                flight.pull = None;
+                flight.prefill
+            }
+            None => {
+                let Some(copy) = self.copies.under_way.remove(request) else { return };
+                copy.to
+            }
+        };
+        self.send(to, Message::Landed { request, tokens_valid: tokens, since_s: None });
+    }
+
+    /// Begins to copy a prefix ahead of demand: it waits for its room among the requests.
+    pub(super) fn send_copy(&mut self, copy: Copy) {
+        self.copies.asked += 1;
+        let request = COPY | self.copies.asked;
+        let tokens = copy.chain.len() as u32 * self.setup.block_tokens;
+        let job = Job {
+            request,
+            prompt_tokens: tokens,
+            output_tokens: 0,
+            chain: copy.chain.clone(),
+            due_s: self.now_s,
+            gives_way: true,
+        };
+        let to = copy.to;
+        self.copies.under_way.insert(request, copy);
+        self.send(to, Message::Add { job, pulls: tokens, after: After::Keep });
     }
 }

@@ -27,13 +27,14 @@ use crate::fleet_file::{Class, TbtMetric};
 use crate::trace::{Request, Session, TraceError};
 use classes::{Classes, Promised};
 use copies::{Copies, Copy};
-use engine::{Engine, Gaps, Job, Outcome};
+use engine::{Engine, Gaps, Job, Message, Outcome};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
+use mixfleet_scheduler::batch::{After, BatchLimits};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, HandOff, Instance, InstanceId, PromptChain, Pull, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PromptChain, Role,
 };
-use mixfleet_scheduler::kv::CachePolicy;
+use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use results::Ledger;
@@ -59,16 +60,19 @@ pub struct InstanceSetup {
     pub cost: Arc<CostModel>,
     /// Its rent.
     pub price: Option<UsdPerHour>,
-    /// KV tokens that it holds, in use or cached.
-    pub cache_tokens: u64,
+    /// Bounds of its batches, and its KV blocks.
+    pub limits: BatchLimits,
     /// What it holds below its devices.
     pub tiers: Vec<TierSetup>,
     /// Its network card, each direction.
     pub nic: Option<LinkCost>,
-    /// New tokens of a step.
-    pub step_tokens_max: u32,
-    /// Sequences at a time.
-    pub sequences_max: u32,
+}
+
+impl InstanceSetup {
+    /// KV tokens that it holds, in use or cached.
+    pub fn kv_tokens(&self) -> u64 {
+        u64::from(self.limits.blocks_total) * u64::from(self.limits.block_tokens)
+    }
 }
 
 /// A fleet to be simulated.
@@ -80,8 +84,6 @@ pub struct Setup {
     pub max_tokens: u32,
     /// Tokens in a KV block.
     pub block_tokens: u32,
-    /// What goes first from an instance's cache.
-    pub cache_policy: CachePolicy,
     /// Names of the pools.
     pub pools: Vec<String>,
     /// All instances.
@@ -110,14 +112,22 @@ pub struct Objectives {
 enum Next {
     /// The instance's steps end, if it is still at its `plan`th.
     StepsEnd { instance: u32, plan: u64 },
-    /// There may be something to begin: a prefix that was pulled, or loaded from a lower tier, is there, or a request came.
+    /// There may be something to begin: a request came.
     Wake { instance: u32 },
     /// A prompt's KV has arrived where it decodes.
-    Landed { request: u64 },
+    Landed { request: u64, attempt: u32 },
     /// There is room for a prompt where it decodes: whoever computes it hears of it, after those who were told things directly.
-    Reserved { request: u64 },
-    /// A copy ahead of demand has arrived.
-    Copied { number: u64 },
+    Reserved { request: u64, attempt: u32 },
+    /// It decodes where its KV went: whoever computed the prompt hears of it.
+    TakenOver { request: u64, attempt: u32 },
+    /// That room was needed for others.
+    Revoked { request: u64, attempt: u32 },
+    /// There is room for a prefix that another instance holds.
+    Pull { request: u64, attempt: u32, held_tokens: u32 },
+    /// An instance has taken in what it was told, and sends what it lends of a prefix as soon as that is on its devices.
+    Lent { from: u32, request: u64, tokens: u32, ready: At },
+    /// A prefix that another instance held has arrived: of a prompt, or a copy ahead of demand.
+    Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },
     /// A request comes later than in the trace: it follows an answer that took longer.
     Arrive { request: u64 },
 }
@@ -144,21 +154,46 @@ impl Ord for At {
 struct Flight {
     class: u32,
     promised: Promised,
+    objective: Objective,
     session: Option<Session>,
     prompt_tokens: u32,
     output_tokens: u32,
+    chain: Arc<[BlockHash]>,
     prefill: u32,
     decode: u32,
+    /// Places that it has lost.
+    attempt: u32,
+    /// Where a part of its prefix shall come from, and up to which token,
+    pull: Option<(u32, u32)>,
+    /// and what of that is where it is computed.
+    pull_held_tokens: u32,
     arrived_s: f64,
     /// Tokens of the prompt that its decode instance holds.
     held_tokens: u32,
-    /// Where the prompt is computed, once there is room where it decodes.
-    waits: Option<(u32, Job)>,
     /// Its place in the order.
     due_s: f64,
+    /// Tokens of the prompt that were not computed.
+    known_tokens: u32,
     /// When its prefill began; its layers leave from then on.
     prefill_began_s: f64,
     first_token_s: f64,
+    last_token_s: f64,
+    /// Tokens that it had got when it lost its last place, and the times between them.
+    drawn: u32,
+    gaps: Vec<Gaps>,
+}
+
+impl Flight {
+    fn job(&self, request: u64) -> Job {
+        Job {
+            request,
+            prompt_tokens: self.prompt_tokens + self.drawn,
+            output_tokens: self.output_tokens - self.drawn,
+            chain: self.chain.clone(),
+            due_s: self.due_s,
+            gives_way: self.promised.is_flexible(),
+        }
+    }
 }
 
 /// Runs `requests` through the fleet until the last is done, under the eyes of `observer`.
@@ -230,9 +265,10 @@ impl<'a> World<'a> {
                 cost: instance.cost.clone(),
                 price: instance.price,
                 nic: instance.nic,
-                kv_capacity_tokens: instance.cache_tokens,
-                kv_block_tokens: setup.block_tokens,
-                prefill_tokens_beside_decode_max: instance.step_tokens_max,
+                kv_capacity_tokens: instance.kv_tokens(),
+                kv_block_tokens: instance.limits.block_tokens,
+                prefill_tokens_beside_decode_max: instance.limits.prefill_tokens_beside_decode_max,
+                step_tokens_max: instance.limits.step_tokens_max,
             };
             fleet.step(Seconds::ZERO, Event::InstanceUp(spec), &mut actions);
             for &TierSetup { tier, cost, .. } in &instance.tiers {
@@ -277,6 +313,7 @@ impl<'a> World<'a> {
     }
 
     fn tell(&mut self, event: Event) {
+        self.observer.told(self.now_s, &event);
         self.fleet.step(Seconds(self.now_s), event, &mut self.actions);
     }
 
@@ -290,15 +327,42 @@ impl<'a> World<'a> {
                 }
             }
             Next::Wake { instance } => self.turn(instance),
-            Next::Landed { request } => self.landed(request),
-            Next::Copied { number } => self.copied(number),
-            Next::Reserved { request } => self.reserved(request),
+            Next::Landed { request, attempt } if self.is_current(request, attempt) => self.landed(request),
+            Next::Pull { request, attempt, held_tokens } if self.is_current(request, attempt) => {
+                self.pull(request, held_tokens);
+            }
+            Next::Lent { from, request, tokens, ready } => self.lent(from, request, tokens, ready.0),
+            Next::Pulled { request, attempt, from, tokens } => {
+                self.pulled(request, from, self.is_current(request, attempt).then_some(tokens));
+            }
+            Next::Reserved { request, attempt } if self.is_current(request, attempt) => self.compute(request),
+            Next::TakenOver { request, attempt } if self.is_current(request, attempt) => {
+                if let Some(prefill) = self.flights.get(request).map(|flight| flight.prefill) {
+                    self.give_up(request, [prefill]);
+                }
+            }
+            Next::Revoked { request, attempt } if self.is_current(request, attempt) => self.replay(request),
+            // Of a place that the request has lost since.
+            Next::Landed { .. }
+            | Next::Pull { .. }
+            | Next::Reserved { .. }
+            | Next::Revoked { .. }
+            | Next::TakenOver { .. } => {}
             Next::Arrive { request } => {
                 if let Some(request) = self.coming.remove(request) {
                     self.arrive(request);
                 }
             }
         }
+    }
+
+    /// Grows with every placement of a request.
+    fn attempt(&self, request: u64) -> u32 {
+        self.flights.get(request).map_or(0, |flight| flight.attempt)
+    }
+
+    fn is_current(&self, request: u64, attempt: u32) -> bool {
+        self.attempt(request) == attempt
     }
 
     /// A request whose time in the trace has come.
@@ -326,116 +390,124 @@ impl<'a> World<'a> {
         self.ledger.arrived(&request, class);
         self.timeline.arrived();
         self.observer.arrived(self.now_s, self.ledger.requests);
+        let Request { id, prompt_tokens, output_tokens, chain, session, .. } = request;
+        let flight = Flight {
+            class,
+            promised,
+            objective,
+            session,
+            prompt_tokens,
+            output_tokens,
+            chain: chain.into_iter().map(engine::public).collect(),
+            prefill: 0,
+            decode: 0,
+            attempt: 0,
+            pull: None,
+            pull_held_tokens: 0,
+            arrived_s: self.now_s,
+            held_tokens: 0,
+            due_s: 0.0,
+            known_tokens: 0,
+            prefill_began_s: self.now_s,
+            first_token_s: f64::INFINITY,
+            last_token_s: f64::INFINITY,
+            drawn: 0,
+            gaps: Vec::new(),
+        };
+        self.flights.insert(id, flight);
+        self.ask_fleet(id, None);
+    }
+
+    /// Asks where a request shall go, for the first time or, with when it was due, again.
+    fn ask_fleet(&mut self, request: u64, replay: Option<Seconds>) {
+        let Some(flight) = self.flights.get(request) else { return };
         let arrival = Arrival {
-            request: request.id,
-            prompt_tokens: request.prompt_tokens,
-            max_tokens: self.setup.max_tokens.max(request.output_tokens),
+            request,
+            prompt_tokens: flight.prompt_tokens + flight.drawn,
+            max_tokens: self.setup.max_tokens.max(flight.output_tokens) - flight.drawn,
             output_tokens_hint: None,
             chains: vec![PromptChain {
                 block_tokens: self.setup.block_tokens,
-                hashes: request.chain.clone(),
+                hashes: flight.chain.to_vec(),
             }],
-            replay: None,
-            class,
-            objective,
+            replay,
+            class: flight.class,
+            objective: flight.objective,
         };
         if self.engines.len() <= TOLD_OF_EACH_STEP_MAX {
             (0..self.engines.len() as u32).for_each(|instance| self.catch_up(instance));
         }
         self.tell(Event::Arrived(arrival));
         let mut copies = Vec::new();
-        for action in std::mem::take(&mut self.actions) {
+        let mut actions = std::mem::take(&mut self.actions);
+        for action in actions.drain(..) {
             self.observer.decided(self.now_s, &action);
             match action {
-                Action::Place { prefill, decode, pull, due, .. } => {
-                    let at = (prefill.0, decode.0);
-                    self.placed(request, (class, promised), at, pull, due);
-                    return copies.into_iter().for_each(|copy| self.send_copy(copy));
+                Action::Place { prefill, decode, pull, due, explanation, .. } => {
+                    if let Some(flight) = self.flights.get_mut(request) {
+                        (flight.prefill, flight.decode) = (prefill.0, decode.0);
+                        flight.pull = pull.map(|pull| pull.from.0).zip(explanation.pulled_until());
+                        flight.due_s = due.0;
+                    }
+                    self.placed(request);
                 }
                 Action::Reject { reason, .. } => {
                     self.ledger.rejected(&reason);
                     self.timeline.rejected();
-                    self.goes_on(request.session, request.id);
+                    let session = self.flights.remove(request).and_then(|flight| flight.session);
+                    self.goes_on(session, request);
                 }
-                Action::SetRole { instance, role } => self.engines[instance.0 as usize].set_role(role),
-                Action::Replicate { from, to, hashes, tokens } => {
-                    copies.push(Copy { from: from.0, to: to.0, chain: hashes, tokens });
+                Action::Replicate { from, to, hashes, .. } => {
+                    copies.push(Copy { from: from.0, to: to.0, chain: hashes.into(), held_tokens: 0 });
                 }
-                Action::Drop { .. } | Action::Replay { .. } => {}
+                // An instance does what it is given; who is given what is the fleet's view alone.
+                Action::SetRole { .. } | Action::Drop { .. } | Action::Replay { .. } => {}
             }
         }
+        actions.append(&mut self.actions);
+        self.actions = actions;
+        copies.into_iter().for_each(|copy| self.send_copy(copy));
     }
 
-    fn placed(
-        &mut self,
-        request: Request,
-        (class, promised): (u32, Promised),
-        (prefill, decode): (u32, u32),
-        pull: Option<Pull>,
-        due: Seconds,
-    ) {
-        let mut ready_at_s = self.now_s;
-        if let Some(Pull { from, tokens }) = pull {
-            let bytes = f64::from(tokens) * self.setup.fleet.kv_bytes_per_token as f64;
-            ready_at_s = self.network.send(self.now_s, self.now_s, from.0, prefill, bytes);
-            self.schedule(ready_at_s, Next::Wake { instance: prefill });
+    fn placed(&mut self, request: u64) {
+        let Some(flight) = self.flights.get(request) else { return };
+        let (prefill, decode, job) = (flight.prefill, flight.decode, flight.job(request));
+        if prefill == decode {
+            return self.compute(request);
         }
-        let Request { id, prompt_tokens, output_tokens, chain, session, .. } = request;
-        let mut flight = Flight {
-            class,
-            promised,
-            session,
-            prompt_tokens,
-            output_tokens,
-            prefill,
-            decode,
-            arrived_s: self.now_s,
-            held_tokens: 0,
-            waits: None,
-            due_s: due.0,
-            prefill_began_s: self.now_s,
-            first_token_s: f64::INFINITY,
-        };
-        let job = Job {
-            request: id,
-            prompt_tokens,
-            output_tokens,
-            chain,
-            pulled_tokens: pull.map_or(0, |pull| pull.tokens),
-            ready_at_s,
-            stays: prefill == decode,
-            due_s: due.0,
-            gives_way: promised.is_flexible(),
-        };
-        if self.setup.fleet.hand_off == HandOff::Reserved && !job.stays {
-            self.engines[decode as usize].reserve(Job { stays: true, ..job.clone() });
-            flight.waits = Some((prefill, job));
-            self.flights.insert(id, flight);
-            self.turn(decode);
+        self.send(decode, Message::Reserve { job });
+        self.turn(decode);
+    }
+
+    /// Tells an instance something; what follows from it happens when it has its turn.
+    fn send(&mut self, instance: u32, message: Message) {
+        self.engines[instance as usize].send(self.now_s, message, &mut self.outcomes);
+        self.settle(instance);
+        if self.engines[instance as usize].is_idle() {
+            self.wake(instance);
         } else {
-            self.flights.insert(id, flight);
-            self.enqueue(prefill, job);
+            self.schedule_end(instance);
         }
     }
 
-    fn enqueue(&mut self, instance: u32, job: Job) {
-        if let Some(loaded_s) = self.engines[instance as usize].enqueue(self.now_s, job) {
-            self.schedule(loaded_s, Next::Wake { instance });
-        }
-        self.wake(instance);
+    /// Gives a prompt to the instance that shall compute it.
+    fn compute(&mut self, request: u64) {
+        let Some(flight) = self.flights.get(request) else { return };
+        let (prefill, decode, job) = (flight.prefill, flight.decode, flight.job(request));
+        let after = if prefill == decode { After::Decode } else { After::HandOff };
+        let pulls = flight.pull.map_or(0, |(_, until)| self.pulled_tokens(until, flight.prompt_tokens));
+        self.send(prefill, Message::Add { job, pulls, after });
+    }
+
+    /// Whole blocks of a prompt that can come from elsewhere: one token at least is computed.
+    fn pulled_tokens(&self, until: u32, prompt_tokens: u32) -> u32 {
+        let block_tokens = self.setup.block_tokens;
+        until.min(prompt_tokens.saturating_sub(1)) / block_tokens * block_tokens
     }
 
     /// Lets an instance begin what it can once all that happens now has happened: it takes it in together.
     fn wake(&mut self, instance: u32) {
         self.schedule(self.now_s, Next::Wake { instance });
-    }
-
-    /// There is room for a prompt where it decodes: it can be computed.
-    fn reserved(&mut self, request: u64) {
-        let Some(flight) = self.flights.get_mut(request) else { return };
-        if let Some((prefill, job)) = flight.waits.take() {
-            self.enqueue(prefill, job);
-        }
     }
 
     /// Whoever decides next knows of every step that is done.
@@ -446,18 +518,25 @@ impl<'a> World<'a> {
 
     /// Lets an instance begin what it can; steps that run are cut short after the one in progress.
     fn turn(&mut self, instance: u32) {
-        let engine = &mut self.engines[instance as usize];
-        if let Some(ends_at_s) = engine.turn(self.now_s, &mut self.outcomes) {
-            let plan = engine.plan();
-            self.schedule(ends_at_s, Next::StepsEnd { instance, plan });
-        }
+        self.engines[instance as usize].turn(self.now_s, &mut self.outcomes);
+        self.schedule_end(instance);
         self.settle(instance);
+    }
+
+    /// What an instance is at ends some day: it may have begun, or been cut short.
+    fn schedule_end(&mut self, instance: u32) {
+        let engine = &mut self.engines[instance as usize];
+        if let Some(ends_s) = engine.ends_s() {
+            let plan = engine.plan();
+            self.schedule(ends_s, Next::StepsEnd { instance, plan });
+        }
     }
 
     fn steps_end(&mut self, instance: u32) {
         self.engines[instance as usize].steps_end(self.now_s, &mut self.outcomes);
         self.settle(instance);
-        self.turn(instance);
+        // Before its next step it hears what others answer at once.
+        self.wake(instance);
     }
 
     /// Tells the fleet, and the ledger, what an instance's steps brought.
@@ -470,23 +549,29 @@ impl<'a> World<'a> {
                     self.ledger.began(reused);
                     if let Some(flight) = self.flights.get_mut(request) {
                         flight.prefill_began_s = self.now_s;
+                        flight.known_tokens = reused.tokens(self.setup.block_tokens);
                     }
                 }
                 Outcome::Stored(tier, hashes) => self.tell(Event::KvStored { instance: id, hashes, tier }),
                 Outcome::Evicted(tier, hashes) => self.tell(Event::KvEvicted { instance: id, hashes, tier }),
-                Outcome::Loads { until_s } => self.schedule(until_s, Next::Wake { instance }),
                 Outcome::Progress { request, tokens } => {
                     self.tell(Event::PrefillProgress { request, instance: id, tokens });
                 }
-                Outcome::Reserved { request, held_tokens } => {
-                    if let Some(flight) = self.flights.get_mut(request) {
-                        flight.held_tokens = held_tokens;
-                    }
-                    self.schedule(self.now_s, Next::Reserved { request });
+                Outcome::Reserved { request, held_tokens } => self.has_room(instance, request, held_tokens),
+                Outcome::Revoked { request } => {
+                    let attempt = self.attempt(request);
+                    self.schedule(self.now_s, Next::Revoked { request, attempt });
+                }
+                Outcome::Lent { request, tokens, ready_s } => {
+                    self.schedule(
+                        self.now_s,
+                        Next::Lent { from: instance, request, tokens, ready: At(ready_s) },
+                    );
                 }
                 Outcome::Joined { request } => {
                     self.tell(Event::TransferDone { request, instance: id });
-                    self.taken_in(request);
+                    let attempt = self.attempt(request);
+                    self.schedule(self.now_s, Next::TakenOver { request, attempt });
                 }
                 Outcome::Prefilled { request } => self.prefilled(instance, request),
                 Outcome::Decoded { requests, tokens } => {
@@ -495,48 +580,60 @@ impl<'a> World<'a> {
                 Outcome::Busy { prefill_s, decode_s } => {
                     self.ledger.busy(self.engines[instance as usize].pool(), prefill_s, decode_s);
                 }
-                Outcome::Finished { request, gaps } => self.end(request, &gaps),
+                Outcome::Finished { request, gaps } => self.end(request, gaps),
             }
         }
         self.outcomes = outcomes;
     }
 
+    /// A prompt is computed, and the token after it drawn.
     fn prefilled(&mut self, instance: u32, request: u64) {
+        let now_s = self.now_s;
         let Some(flight) = self.flights.get_mut(request) else { return };
-        flight.first_token_s = self.now_s;
-        let Flight { output_tokens, decode, prefill_began_s: began_s, .. } = *flight;
-        let sent_tokens = flight.prompt_tokens - flight.held_tokens;
+        if flight.drawn == 0 {
+            flight.first_token_s = now_s;
+        } else {
+            let gap_s = now_s - flight.last_token_s;
+            flight.gaps.push(Gaps { count: 1, first_s: gap_s, last_s: gap_s });
+        }
+        flight.last_token_s = now_s;
+        flight.drawn += 1;
+        let Flight { prompt_tokens, known_tokens, held_tokens, decode, attempt, .. } = *flight;
+        let began_s = flight.prefill_began_s;
+        let sent_tokens = prompt_tokens + flight.drawn - 1 - held_tokens;
+        let complete = flight.drawn == flight.output_tokens;
         if self.setup.fleet.drop_at_decode && decode != instance {
             self.catch_up(decode);
         }
         self.tell(Event::PrefillDone { request, instance: InstanceId(instance) });
         if self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. })) {
-            self.ledger.dropped(self.now_s - began_s);
+            let cost = &self.setup.instances[instance as usize].cost;
+            self.ledger.dropped(cost.prefill_s(known_tokens, prompt_tokens - known_tokens).0);
             self.timeline.dropped(self.engines[decode as usize].pool());
             let session = self.flights.remove(request).and_then(|flight| flight.session);
             self.goes_on(session, request);
-            self.engines[instance as usize].drop_request(request);
-            self.engines[decode as usize].drop_request(request);
-        } else if decode != instance && output_tokens == 1 {
-            // an answer of one token ends with its prefill
-            self.engines[instance as usize].drop_request(request);
-            self.engines[decode as usize].drop_request(request);
-            self.end(request, &[]);
+            self.give_up(request, [instance, decode]);
+        } else if decode != instance && complete {
+            // An answer of one token ends with its prefill.
+            self.give_up(request, [instance, decode]);
+            self.end(request, Vec::new());
         } else if decode != instance {
             let bytes = f64::from(sent_tokens) * self.setup.fleet.kv_bytes_per_token as f64;
             let layers = self.setup.fleet.layers;
-            let landed_s = self.network.hand_off(began_s, self.now_s, (instance, decode), bytes, layers);
-            if landed_s > self.now_s {
-                self.schedule(landed_s, Next::Landed { request });
+            let landed_s = self.network.hand_off(began_s, now_s, (instance, decode), bytes, layers);
+            if landed_s > now_s {
+                self.schedule(landed_s, Next::Landed { request, attempt });
             } else {
                 self.landed(request);
             }
         }
     }
 
-    fn end(&mut self, request: u64, gaps: &[Gaps]) {
-        if let Some(flight) = self.flights.remove(request) {
-            let answer = self.ledger.finished(&flight, self.now_s, gaps);
+    /// An answer is complete, with the times between its tokens since it got its last place.
+    fn end(&mut self, request: u64, gaps: Vec<Gaps>) {
+        if let Some(mut flight) = self.flights.remove(request) {
+            let gaps = [std::mem::take(&mut flight.gaps), gaps].concat();
+            let answer = self.ledger.finished(&flight, self.now_s, &gaps);
             self.timeline.completed(self.engines[flight.decode as usize].pool());
             self.observer.finished(self.now_s, &answer);
             self.goes_on(flight.session, request);
@@ -544,35 +641,31 @@ impl<'a> World<'a> {
         self.tell(Event::Finished { request });
     }
 
+    /// The KV of a prompt, and the token after it, are where it decodes.
     fn landed(&mut self, request: u64) {
         let Some(flight) = self.flights.get(request) else { return };
-        let Flight { prompt_tokens, output_tokens, decode, due_s, first_token_s, promised, .. } = *flight;
-        let job = Job {
-            request,
-            prompt_tokens,
-            output_tokens,
-            chain: Vec::new(),
-            pulled_tokens: 0,
-            ready_at_s: 0.0,
-            stays: true,
-            due_s,
-            gives_way: promised.is_flexible(),
-        };
-        if self.setup.fleet.hand_off == HandOff::Streamed {
-            self.tell(Event::TransferDone { request, instance: InstanceId(decode) });
-        }
-        self.engines[decode as usize].join(job, first_token_s);
-        self.wake(decode);
-        if self.setup.fleet.hand_off == HandOff::Reserved && self.engines[decode as usize].is_idle() {
-            self.taken_in(request);
+        let Flight { prompt_tokens, decode, last_token_s, drawn, .. } = *flight;
+        let tokens_valid = prompt_tokens + drawn - 1;
+        self.send(decode, Message::Landed { request, tokens_valid, since_s: Some(last_token_s) });
+    }
+
+    /// Instances let a request go.
+    fn give_up<const N: usize>(&mut self, request: u64, instances: [u32; N]) {
+        for instance in instances {
+            self.send(instance, Message::LetGo { request });
         }
     }
 
-    /// The KV of a prompt is where it decodes: who computed it needs it no more.
-    fn taken_in(&mut self, request: u64) {
-        let Some(flight) = self.flights.get(request) else { return };
-        let sender = flight.prefill;
-        self.engines[sender as usize].let_go(request);
-        self.wake(sender);
+    /// A request has lost its place: it gets another one.
+    fn replay(&mut self, request: u64) {
+        if self.copies.revoked(request) {
+            return;
+        }
+        let Some(flight) = self.flights.get_mut(request) else { return };
+        flight.attempt += 1;
+        let (prefill, decode, due_s) = (flight.prefill, flight.decode, flight.due_s);
+        self.tell(Event::Cancelled { request });
+        self.give_up(request, [prefill, decode]);
+        self.ask_fleet(request, Some(Seconds(due_s)));
     }
 }

@@ -1,6 +1,6 @@
 //! Watching a run while it goes on.
 
-use mixfleet_scheduler::fleet::Action;
+use mixfleet_scheduler::fleet::{Action, Event};
 
 /// Is told of a run what it wants to know; whatever it leaves out is not looked at. `()` wants nothing.
 pub trait Observer {
@@ -12,6 +12,11 @@ pub trait Observer {
     /// What the fleet's machine answers to an arrival.
     fn decided(&mut self, now_s: f64, action: &Action) {
         let _ = (now_s, action);
+    }
+
+    /// What the fleet's machine is told.
+    fn told(&mut self, now_s: f64, event: &Event) {
+        let _ = (now_s, event);
     }
 
     /// An answer is complete.
@@ -57,8 +62,8 @@ pub struct Sample {
     pub queued: u64,
     /// Prompts in computation.
     pub prefilling: u64,
-    /// Sequences whose KV has come from elsewhere and that find no room yet.
-    pub landed: u64,
+    /// Sequences that wait for KV from elsewhere, or for room for it.
+    pub receiving: u64,
     /// Sequences that decode.
     pub decoding: u64,
     /// KV memory, in tokens, of all that run; a shared prefix counts once.

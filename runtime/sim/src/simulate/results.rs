@@ -72,6 +72,11 @@ impl Reused {
         Reused { tiers: [hits.min(known), lower - ssd, ssd], pulled: staged - lower }
     }
 
+    /// Their tokens.
+    pub(super) fn tokens(&self, block_tokens: u32) -> u32 {
+        self.blocks() as u32 * block_tokens
+    }
+
     fn blocks(&self) -> u64 {
         (self.tiers.iter().sum::<usize>() + self.pulled) as u64
     }

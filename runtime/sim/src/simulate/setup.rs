@@ -3,8 +3,9 @@
 use super::{InstanceSetup, Objectives, Setup, TierSetup};
 use crate::fleet_file::{FleetFile, Pool, Tier as Store};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
+use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::LinkCost;
-use mixfleet_scheduler::fleet::{Admission, FleetConfig, HandOff, Policy, Replicate};
+use mixfleet_scheduler::fleet::{Admission, FleetConfig, Policy, Replicate};
 use mixfleet_scheduler::kv::Tier;
 use std::sync::Arc;
 
@@ -30,6 +31,21 @@ fn tiers(pool: &Pool) -> Vec<TierSetup> {
     [of(Tier::Dram, &pool.dram), of(Tier::Ssd, &pool.ssd)].into_iter().flatten().collect()
 }
 
+fn limits(file: &FleetFile, pool: &Pool) -> BatchLimits {
+    let (block_tokens, sequences_max) = (file.kv.block_tokens, pool.engine.max_sequences as usize);
+    let blocks_total = u32::try_from(pool.cache_tokens / u64::from(block_tokens)).unwrap_or(u32::MAX);
+    BatchLimits {
+        blocks_total,
+        block_tokens,
+        step_tokens_max: pool.engine.max_batched_tokens,
+        prefill_tokens_beside_decode_max: pool.engine.max_prefill_tokens_beside_decode,
+        sequences_max,
+        spare_blocks: BatchLimits::spare_blocks(blocks_total, sequences_max),
+        lower_tiers: !tiers(pool).is_empty(),
+        cache_policy: file.kv.policy,
+    }
+}
+
 impl Setup {
     /// The fleet of `file`.
     pub fn new(file: &FleetFile, choices: Choices) -> Self {
@@ -42,11 +58,9 @@ impl Setup {
                 role: pool.role,
                 cost: Arc::new(pool.cost.clone()),
                 price: pool.usd_per_hour.map(UsdPerHour),
-                cache_tokens: pool.cache_tokens,
+                limits: limits(file, pool),
                 tiers: tiers(pool),
                 nic: Some(nic),
-                step_tokens_max: pool.engine.max_batched_tokens,
-                sequences_max: pool.engine.max_sequences,
             };
             instances.extend(std::iter::repeat_n(instance, pool.count as usize));
         }
@@ -66,7 +80,6 @@ impl Setup {
             ttft_slo: Some(Seconds(file.slo.ttft_s)),
             tbt_slo: Some(Seconds(file.slo.tbt_s)),
             tbt_share: file.slo.tbt_metric.share(),
-            hand_off: HandOff::Streamed,
             policy: choices.policy,
             admission: choices.admission,
             pull: true,
@@ -79,7 +92,6 @@ impl Setup {
             fleet: config,
             max_tokens: MAX_TOKENS,
             block_tokens: file.kv.block_tokens,
-            cache_policy: file.kv.policy,
             pools: file.pools.iter().map(|pool| pool.name.clone()).collect(),
             instances,
             pool_links,

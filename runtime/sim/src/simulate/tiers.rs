@@ -56,10 +56,6 @@ impl Tiers {
         Tiers { stores, block_bytes }
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.stores.is_empty()
-    }
-
     /// Takes in what the devices' cache gave up, in that order: the deepest block of a chain comes first, and so goes first here.
     pub(super) fn take_in(&mut self, evicted: &[BlockHash], outcomes: &mut Vec<Outcome>) {
         let mut coming = evicted.to_vec();

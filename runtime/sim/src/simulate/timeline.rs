@@ -4,15 +4,13 @@ use super::World;
 use super::observe::Sample;
 use crate::trace::TraceError;
 use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::batch::Phases;
 use mixfleet_scheduler::fleet::InstanceId;
 
 /// What an instance is at.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Occupation {
-    pub(super) queued: u64,
-    pub(super) prefilling: u64,
-    pub(super) landed: u64,
-    pub(super) decoding: u64,
+    pub(super) phases: Phases,
     pub(super) used_tokens: u64,
     pub(super) cached_tokens: u64,
     /// Of the decode step; 0 where nothing decodes.
@@ -144,10 +142,10 @@ impl World<'_> {
         for (at, engine) in self.engines.iter().enumerate().filter(|(_, engine)| engine.pool() == pool) {
             let now = engine.occupation(time_s);
             instances += 1;
-            sample.queued += now.queued;
-            sample.prefilling += now.prefilling;
-            sample.landed += now.landed;
-            sample.decoding += now.decoding;
+            sample.queued += now.phases.queued as u64;
+            sample.prefilling += now.phases.prefilling as u64;
+            sample.receiving += (now.phases.asking + now.phases.receiving) as u64;
+            sample.decoding += now.phases.decoding as u64;
             sample.used_tokens += now.used_tokens;
             sample.cached_tokens += now.cached_tokens;
             step_s += now.step_s;

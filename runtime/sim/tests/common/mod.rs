@@ -26,6 +26,10 @@ name = "llama-3.1-70b"
 {slo}
 [kv]
 block_tokens = 512
+[engine]
+max_batched_tokens = 8192
+max_prefill_tokens_beside_decode = 8192
+max_sequences = 256
 [[pool]]
 name = "prefill"
 role = "prefill"

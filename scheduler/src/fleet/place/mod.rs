@@ -26,7 +26,7 @@ use super::admit::{Admission, Objectives};
 use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
 use super::forecast::Forecast;
 use super::load::{Backlog, Batch, Load};
-use super::{Arrival, Fleet, HandOff, InstanceId, Pull, RejectReason};
+use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
 use crate::cost::LinkCost;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
 use serde::{Deserialize, Serialize};
@@ -116,7 +116,7 @@ pub(super) struct PrefillSide {
     cached_tokens: u32,
     pulled_tokens: u32,
     queue: Seconds,
-    /// What the pull, or loading from lower tiers, delays beyond the queue.
+    /// Loading from lower tiers, and what the pull delays beyond the queue.
     pull: Seconds,
     pull_price: Usd,
     interleave: Seconds,
@@ -241,7 +241,7 @@ impl Fleet {
             self.index.lookup(&chain.hashes, &mut self.prefixes);
             for prefix in self.prefixes.as_slice() {
                 let Some(at) = self.position(prefix.instance) else { continue };
-                if self.loads[at].spec.kv_block_tokens == chain.block_tokens {
+                if self.loads.kv_block_tokens(at) == chain.block_tokens {
                     cached[at] = prefix.total().saturating_mul(block).min(most);
                     if prefix.blocks[0] < prefix.total() {
                         loading.resize(self.loads.len(), Seconds::ZERO);
@@ -320,8 +320,7 @@ impl Fleet {
     }
 
     /// Works out what steps will take once the prompt is done; true if that is within the objectives. `soonest` is when the KV of the
-    /// fastest candidate would land. Waits for room count from then on: were each asked for its own, slow prefills would look good,
-    /// because they hide the wait. Of the load only those who are all taken anyway are judged so; a request that may be turned
+    /// fastest candidate would land. Of the load then only those who are all taken anyway are judged so; a request that may be turned
     /// away had better come late, when the load is gone, than never.
     fn look_ahead<'a>(
         &'a self,
@@ -333,12 +332,7 @@ impl Fleet {
         let Some(terms) = &mut candidate.terms else { return false };
         let d = &self.loads[decoder.at];
         let (prompt, output_tokens) = (u64::from(question.arrival.prompt_tokens), question.output_tokens);
-        let reserved = candidate.prefill == candidate.decode || self.config.hand_off == HandOff::Reserved;
-        let gap_after =
-            |landed| if reserved { Seconds::ZERO } else { (decoder.room - landed).max(Seconds::ZERO) };
-        let landed = Seconds(terms.ttft_s + terms.transfer_s);
-        let gap = gap_after(landed);
-        let decodes_after = landed + gap;
+        let decodes_after = Seconds(terms.ttft_s + terms.transfer_s);
         let forecast = decoder.forecast.get_or_init(|| self.forecast(question, decoder.at));
         let step = |batch: Batch| d.step(batch.with(prompt + 1));
         let then = forecast.likely(question.now + decodes_after);
@@ -351,10 +345,8 @@ impl Fleet {
         let gaps_counted = (self.config.tbt_share * f64::from(output_tokens)).max(1.0);
         // where nobody is turned away, a late second token is better than a late first one on a slower prefill
         let transfer_s = if takes_all { 0.0 } else { terms.transfer_s };
-        terms.gap_s = gap.0;
         terms.tbt_s = tbt.0;
-        terms.tbt_peak_s = peak.map_or(tbt, |peak| step(peak).max(tbt)).0
-            + (gap_after(soonest).0 + transfer_s) / gaps_counted;
+        terms.tbt_peak_s = peak.map_or(tbt, |peak| step(peak).max(tbt)).0 + transfer_s / gaps_counted;
         terms.ends_s = decodes_after.0 + tbt.0 * f64::from(output_tokens);
         question.objectives.missed(terms).is_none()
     }
@@ -394,7 +386,7 @@ impl Fleet {
             cached_tokens,
             pulled_tokens,
             queue: backlog.time,
-            pull: (question.loading_on(at) - backlog.time).max(Seconds::ZERO),
+            pull: question.loading_on(at),
             pull_price: Usd::ZERO,
             interleave: load.step(batch) * (backlog.chunks + load.chunks(uncached)) as f64,
             prefill,
@@ -402,7 +394,7 @@ impl Fleet {
         };
         if let Some((from, tokens)) = pull {
             let arrives = self.pull_time(question.now, from, at, tokens);
-            side.pull = side.pull.max(arrives - side.queue);
+            side.pull += (arrives - side.queue).max(Seconds::ZERO);
             let link = self.link(&self.loads[from], load);
             side.pull_price = link.map_or(Usd::ZERO, |link| link.price(self.kv_bytes(tokens)));
         }
@@ -413,12 +405,12 @@ impl Fleet {
         Bytes(f64::from(tokens) * self.config.kv_bytes_per_token as f64)
     }
 
-    /// When `tokens` tokens of KV are there, from `now` on: after whatever the two ends still have to move. Infinite
-    /// without a link.
+    /// When `tokens` tokens of KV are there, from `now` on: after whatever the two ends still have to move, and the source's step.
+    /// Infinite without a link.
     pub(super) fn pull_time(&self, now: Seconds, from: usize, to: usize, tokens: u32) -> Seconds {
         let (source, target) = (&self.loads[from], &self.loads[to]);
         let Some(link) = self.link(source, target) else { return Seconds(f64::INFINITY) };
-        ways_free(now, source, target) + link.time(self.kv_bytes(tokens))
+        ways_free(now, source, target).max(source.lends_after(now)) + link.time(self.kv_bytes(tokens))
     }
 
     /// What decoding on instance `at` means, wherever the prompt is computed.
@@ -457,10 +449,8 @@ impl Fleet {
         let (p, d) = (&self.loads[side.at], &self.loads[decoder.at]);
         let room = decoder.room;
         let link = self.link(p, d);
-        let waits = link.is_none() || self.config.hand_off == HandOff::Reserved;
-        let kv_wait = if waits { (room - side.queue).max(Seconds::ZERO) } else { Seconds::ZERO };
-        let held = if waits { question.cached_on(decoder.at) } else { 0 };
-        let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - held);
+        let kv_wait = (room - side.queue).max(Seconds::ZERO);
+        let transfer_tokens = link.map_or(0, |_| arrival.prompt_tokens - question.cached_on(decoder.at));
         let bytes = self.kv_bytes(transfer_tokens);
         let shows = |prefill| link.map_or(Seconds::ZERO, |l| l.exposed(bytes, self.config.layers, prefill));
         let transfer = shows(side.prefill);
@@ -480,7 +470,7 @@ impl Fleet {
         let transfer = transfer + blocked;
         let traffic = side.pull_price + link.map_or(Usd::ZERO, |l| l.price(bytes));
 
-        let delay = side.prefill * f64::from(side.delayed) + decoder.delay;
+        let delay = (side.prefill + question.loading_on(side.at)) * f64::from(side.delayed) + decoder.delay;
 
         let busy = match (question.score_unit, p.spec.price, d.spec.price) {
             (ScoreUnit::Usd, Some(prefill), Some(decode)) => {
@@ -498,7 +488,6 @@ impl Fleet {
             interleave_s: side.interleave.0,
             prefill_s: side.prefill.0,
             transfer_s: transfer.0,
-            gap_s: 0.0,
             hand_off_s: hand_off.0,
             ttft_s: ttft.0,
             ends_s: (ttft + transfer + decoder.tbt_now * f64::from(question.output_tokens)).0,

@@ -123,7 +123,8 @@ impl<'a> Prefills<'a> {
                 prefills.way = link.time(fleet.kv_bytes(tokens));
             }
             prefills.rest = Costs::of(kind, question, tokens);
-            prefills.egress_until = *egress_until;
+            prefills.egress_until =
+                egress_until.max(question.now + fleet.loads[holder].lends_after(question.now));
         }
         prefills
     }

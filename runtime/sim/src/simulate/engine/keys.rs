@@ -1,0 +1,61 @@
+//! What a sequence's tokens are in a simulation: the keys of its blocks.
+
+use mixfleet_hal::random::bits;
+use mixfleet_scheduler::batch::Text;
+use mixfleet_scheduler::kv::BlockHash;
+use std::sync::Arc;
+
+/// Draws the keys of generated blocks.
+const OWN: u64 = 0x5EED_0F0E_17B1_0C45;
+
+/// Set in the keys of generated blocks, and in no others.
+const GENERATED: u64 = 1 << 63;
+
+/// A key of a trace, as it is used here.
+pub(in crate::simulate) fn public(key: BlockHash) -> BlockHash {
+    BlockHash(key.0 & !GENERATED)
+}
+
+/// Whether another request can have this block: what the fleet need not know of is not told.
+pub(super) fn is_public(key: &BlockHash) -> bool {
+    key.0 & GENERATED == 0
+}
+
+/// The keys of a prompt's full blocks, and of those that it generates, which no other request has.
+#[derive(Debug)]
+pub(super) struct Keys {
+    request: u64,
+    tokens: u32,
+    /// Full blocks of the prompt whose keys are known.
+    public: u32,
+    chain: Arc<[BlockHash]>,
+}
+
+impl Keys {
+    pub(super) fn new(request: u64, tokens: u32, chain: Arc<[BlockHash]>, block_tokens: u32) -> Self {
+        let public = (tokens / block_tokens).min(chain.len() as u32);
+        Keys { request, tokens, public, chain }
+    }
+}
+
+impl Text for Keys {
+    type Block = ();
+
+    fn length(&self) -> u32 {
+        self.tokens
+    }
+
+    fn hash(&mut self, block: u32) -> BlockHash {
+        if block < self.public {
+            self.chain[block as usize]
+        } else {
+            BlockHash(bits(self.request ^ OWN, u64::from(block)) | GENERATED)
+        }
+    }
+
+    fn block(&self, _: u32) {}
+
+    fn has(&self, _: u32, _: &()) -> bool {
+        true
+    }
+}

@@ -1,0 +1,116 @@
+//! Equal decode steps, one after the other, as one event.
+
+use super::{Engine, Gaps, Outcome};
+use mixfleet_scheduler::batch::StepSequence;
+use mixfleet_scheduler::cost::CostModel;
+
+/// Steps in which everyone gets one token.
+pub(super) struct Run {
+    /// Of the first step.
+    pub(super) parts: Vec<StepSequence>,
+    began_s: f64,
+    /// Tokens that the first step attends to.
+    kv_tokens: u64,
+    /// Steps that the machine knows of, and the fleet,
+    pub(super) done: u32,
+    /// when they ended,
+    pub(super) done_s: f64,
+    /// and all.
+    pub(super) steps: u32,
+}
+
+impl Run {
+    /// Time of the first `steps` steps: each one's KV grows by a token a sequence.
+    fn time_s(&self, cost: &CostModel, steps: u32) -> f64 {
+        // A step's time is a straight line in its KV tokens.
+        let ends = self.step_s(cost, 1) + self.step_s(cost, steps.max(1));
+        f64::from(steps) * 0.5 * ends
+    }
+
+    /// Time of a step, counted from 1.
+    fn step_s(&self, cost: &CostModel, number: u32) -> f64 {
+        let sequences = self.parts.len() as u32;
+        let kv_tokens = self.kv_tokens + u64::from(sequences) * u64::from(number - 1);
+        cost.decode_step_s(sequences, kv_tokens).0
+    }
+
+    /// Steps that are done, or in progress, at `now_s`.
+    pub(super) fn steps_by(&self, cost: &CostModel, now_s: f64) -> u32 {
+        let elapsed_s = now_s - self.began_s;
+        let (mut less, mut enough) = (0, self.steps);
+        while less + 1 < enough {
+            let middle = less + (enough - less) / 2;
+            if self.time_s(cost, middle) >= elapsed_s { enough = middle } else { less = middle }
+        }
+        enough
+    }
+
+    pub(super) fn ends_s(&self, cost: &CostModel) -> f64 {
+        self.began_s + self.time_s(cost, self.steps)
+    }
+
+    /// Tokens that everyone together got, and blocks that they took, which the machine does not know of at `now_s`.
+    pub(super) fn since_told(&self, cost: &CostModel, now_s: f64, block_tokens: u32) -> (u64, usize) {
+        let (known, is) = (self.done, self.steps_by(cost, now_s).max(self.done + 1) - 1);
+        let blocks = |steps: u32| {
+            self.parts
+                .iter()
+                .map(|part| (part.start + 1 + steps).div_ceil(block_tokens) as usize)
+                .sum::<usize>()
+        };
+        (u64::from(is - known) * self.parts.len() as u64, blocks(is) - blocks(known))
+    }
+}
+
+impl Engine {
+    /// The step that has just begun and those that are sure to follow it. None if it does more than decode.
+    pub(super) fn run(&self, began_s: f64, parts: &[StepSequence]) -> Option<Run> {
+        let left = |part: &StepSequence| {
+            let active = self.active.get(part.request).filter(|active| active.started && part.sample)?;
+            (part.tokens == 1).then(|| active.output_tokens - active.generated)
+        };
+        let left = parts.iter().map(left).try_fold(u32::MAX, |least, left| Some(least.min(left?)))?;
+        let steps = 1 + self.machine.steady_steps(left.max(1) - 1);
+        let kv_tokens = parts.iter().map(|part| u64::from(part.start) + 1).sum();
+        Some(Run { parts: parts.to_vec(), began_s, kv_tokens, done: 0, done_s: began_s, steps })
+    }
+
+    /// Tells of the steps of a run that are done by `now_s`: a serving engine tells of each at once.
+    pub(in crate::simulate) fn catch_up(&mut self, now_s: f64, outcomes: &mut Vec<Outcome>) {
+        let Some(super::Plan::Run(run)) = &self.at else { return };
+        let begun = run.steps_by(&self.cost, now_s);
+        let all = run.began_s + run.time_s(&self.cost, begun) <= now_s;
+        // The end of the last one is an event of its own.
+        let done = (if all { begun } else { begun - 1 }).min(run.steps - 1);
+        self.advance_to(done, outcomes);
+    }
+
+    /// So many steps of the run are done, and one more has begun.
+    pub(super) fn advance_to(&mut self, done: u32, outcomes: &mut Vec<Outcome>) {
+        let Some(super::Plan::Run(run)) = &self.at else { return };
+        if done > run.done {
+            let more = done - run.done;
+            self.ran(done, outcomes);
+            self.machine.advance(more, &mut self.actions);
+            self.carry_out(0.0, outcomes);
+        }
+    }
+
+    /// So many steps of the run are done: everyone got its tokens.
+    pub(super) fn ran(&mut self, done: u32, outcomes: &mut Vec<Outcome>) {
+        let Some(super::Plan::Run(run)) = &mut self.at else { return };
+        let count = done - run.done;
+        let (began_s, ended_s) = (run.done_s, run.began_s + run.time_s(&self.cost, done));
+        let first_s = run.step_s(&self.cost, run.done + 1);
+        let gaps = Gaps { count, first_s, last_s: run.step_s(&self.cost, done) };
+        (run.done, run.done_s) = (done, ended_s);
+        for part in &run.parts {
+            if let Some(active) = self.active.get_mut(part.request) {
+                active.advance(ended_s, began_s, gaps);
+            }
+        }
+        let requests = run.parts.iter().map(|part| part.request).collect();
+        outcomes.push(Outcome::Busy { prefill_s: 0.0, decode_s: ended_s - began_s });
+        outcomes.push(Outcome::Decoded { requests, tokens: count });
+    }
+}

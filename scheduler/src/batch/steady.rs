@@ -1,0 +1,68 @@
+//! Runs of equal steps, in one go: whoever has no device, but a clock, need not ask for each of them.
+
+use super::{Action, Instance, Phase, Text, publish};
+
+impl<T: Text> Instance<T> {
+    /// How many steps, `most` at most, would follow the one that runs with the same sequences, one token each, if nothing came between and nobody ended.
+    /// Blocks may be taken between them. Exact as long as nobody who waits has a prefix that is only now generated.
+    pub fn steady_steps(&self, most: u32) -> u32 {
+        let all_decode = self.in_step.iter().all(|part| part.sample && part.tokens == 1);
+        if self.news || !all_decode || self.in_step.len() != self.places.of(Phase::Running).len() {
+            return 0;
+        }
+        let sequences = || self.in_step.iter().map(|part| self.sequence(part.request));
+        if sequences().any(|s| s.cancelled || !s.preemptable()) {
+            return 0;
+        }
+        let available = self.blocks.available();
+        let suffice = |steps: u32| {
+            let wanted = |length: u32, pages: usize| self.blocks.blocks_for(length + steps) - pages;
+            sequences().map(|s| wanted(s.length, s.pages.len())).sum::<usize>() <= available
+        };
+        if suffice(most) {
+            return most;
+        }
+        let (mut enough, mut too_many) = (0, most);
+        while enough + 1 < too_many {
+            let middle = enough + (too_many - enough) / 2;
+            if suffice(middle) { enough = middle } else { too_many = middle }
+        }
+        enough
+    }
+
+    /// The step that runs is done and so are those that follow it but the last of `steps` more, which runs now: what `Event::StepDone` and `Event::Idle` do, `steps`
+    /// times, where everyone draws a token and nobody ends. `steps` is no more than [`Instance::steady_steps`].
+    pub fn advance(&mut self, steps: u32, actions: &mut Vec<Action<T::Block>>) {
+        if steps == 0 {
+            return;
+        }
+        let block_tokens = self.limits.block_tokens;
+        let mut in_step = std::mem::take(&mut self.in_step);
+        let mut evicted = Vec::new();
+        let mut left = steps;
+        while left > 0 {
+            // Up to the next step that ends a block of somebody.
+            let to_edge = |computed: u32| block_tokens - computed % block_tokens;
+            let edges = in_step.iter().map(|part| to_edge(self.sequence(part.request).computed));
+            let now = edges.min().unwrap_or(left).min(left);
+            left -= now;
+            for part in &in_step {
+                let sequence = self.sequences.get_mut(part.request).expect("what runs is known");
+                sequence.computed += now;
+                sequence.length += now;
+                publish(&mut self.blocks, sequence, actions);
+            }
+            for part in &in_step {
+                let grown = self.grow(part.request, &mut evicted, actions);
+                assert!(grown, "more steps than there are blocks for");
+            }
+            if !evicted.is_empty() {
+                actions.push(Action::Evicted(std::mem::take(&mut evicted)));
+            }
+        }
+        for part in &mut in_step {
+            *part = self.sequence(part.request).part(1);
+        }
+        self.in_step = in_step;
+    }
+}
