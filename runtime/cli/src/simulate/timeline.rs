@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{BufWriter, Result, Write};
 use std::path::Path;
 
-const HEADER: &str = "time_s,pool,queued,prefilling,landed,decoding,used_tokens,cached_tokens,prefill_utilisation,\
+const HEADER: &str = "time_s,pool,queued,prefilling,receiving,decoding,used_tokens,cached_tokens,prefill_utilisation,\
                       decode_utilisation,prefill_load,decode_load,fleet_arrived,fleet_rejected,dropped,completed";
 
 /// A CSV file that grows with the run.

@@ -1,7 +1,8 @@
 //! Prefixes on their way from instances that hold them: for prompts, and ahead of demand for those to come.
 
+use super::World;
+use super::agenda::Next;
 use super::engine::{Job, Message};
-use super::{Next, World};
 use mixfleet_scheduler::batch::After;
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::table::IdMap;

@@ -5,9 +5,11 @@
 //! [`engine`], what the wires between them do is [`network`]. One thread, no randomness but the seeds: equal input
 //! gives equal output, byte by byte. What is modelled and what is not: docs/simulator.md.
 
+mod agenda;
 mod classes;
 mod copies;
 mod engine;
+mod flight;
 mod network;
 mod observe;
 mod quantiles;
@@ -25,21 +27,20 @@ pub use tiers::TierSetup;
 
 use crate::fleet_file::{Class, TbtMetric};
 use crate::trace::{Request, Session, TraceError};
-use classes::{Classes, Promised};
+use agenda::{Agenda, At, Next};
+use classes::Classes;
 use copies::{Copies, Copy};
-use engine::{Engine, Gaps, Job, Message, Outcome};
+use engine::{Engine, Gaps, Message, Outcome};
+use flight::Flight;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::{After, BatchLimits};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, Objective, PromptChain, Role,
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, PromptChain, Role,
 };
-use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use results::Ledger;
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use std::sync::Arc;
 use timeline::Timeline;
 
@@ -107,95 +108,6 @@ pub struct Objectives {
     pub metric: TbtMetric,
 }
 
-/// Something that will happen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Next {
-    /// The instance's steps end, if it is still at its `plan`th.
-    StepsEnd { instance: u32, plan: u64 },
-    /// There may be something to begin: a request came.
-    Wake { instance: u32 },
-    /// A prompt's KV has arrived where it decodes.
-    Landed { request: u64, attempt: u32 },
-    /// There is room for a prompt where it decodes: whoever computes it hears of it, after those who were told things directly.
-    Reserved { request: u64, attempt: u32 },
-    /// It decodes where its KV went: whoever computed the prompt hears of it.
-    TakenOver { request: u64, attempt: u32 },
-    /// That room was needed for others.
-    Revoked { request: u64, attempt: u32 },
-    /// There is room for a prefix that another instance holds.
-    Pull { request: u64, attempt: u32, held_tokens: u32 },
-    /// An instance has taken in what it was told, and sends what it lends of a prefix as soon as that is on its devices.
-    Lent { from: u32, request: u64, tokens: u32, ready: At },
-    /// A prefix that another instance held has arrived: of a prompt, or a copy ahead of demand.
-    Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },
-    /// A request comes later than in the trace: it follows an answer that took longer.
-    Arrive { request: u64 },
-}
-
-/// A time that orders.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct At(f64);
-
-impl Eq for At {}
-
-impl PartialOrd for At {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for At {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
-    }
-}
-
-/// A request in the fleet.
-struct Flight {
-    class: u32,
-    promised: Promised,
-    objective: Objective,
-    session: Option<Session>,
-    prompt_tokens: u32,
-    output_tokens: u32,
-    chain: Arc<[BlockHash]>,
-    prefill: u32,
-    decode: u32,
-    /// Places that it has lost.
-    attempt: u32,
-    /// Where a part of its prefix shall come from, and up to which token,
-    pull: Option<(u32, u32)>,
-    /// and what of that is where it is computed.
-    pull_held_tokens: u32,
-    arrived_s: f64,
-    /// Tokens of the prompt that its decode instance holds.
-    held_tokens: u32,
-    /// Its place in the order.
-    due_s: f64,
-    /// Tokens of the prompt that were not computed.
-    known_tokens: u32,
-    /// When its prefill began; its layers leave from then on.
-    prefill_began_s: f64,
-    first_token_s: f64,
-    last_token_s: f64,
-    /// Tokens that it had got when it lost its last place, and the times between them.
-    drawn: u32,
-    gaps: Vec<Gaps>,
-}
-
-impl Flight {
-    fn job(&self, request: u64) -> Job {
-        Job {
-            request,
-            prompt_tokens: self.prompt_tokens + self.drawn,
-            output_tokens: self.output_tokens - self.drawn,
-            chain: self.chain.clone(),
-            due_s: self.due_s,
-            gives_way: self.promised.is_flexible(),
-        }
-    }
-}
-
 /// Runs `requests` through the fleet until the last is done, under the eyes of `observer`.
 ///
 /// # Errors
@@ -237,8 +149,7 @@ struct World<'a> {
     classes: Classes<'a>,
     /// Requests that arrive later.
     coming: IdMap<Request>,
-    agenda: BinaryHeap<Reverse<(At, u64, Next)>>,
-    scheduled: u64,
+    agenda: Agenda,
     ledger: Ledger,
     timeline: Timeline,
     observer: &'a mut dyn Observer,
@@ -289,8 +200,7 @@ impl<'a> World<'a> {
             flights: IdMap::default(),
             classes: Classes::new(setup),
             coming: IdMap::default(),
-            agenda: BinaryHeap::new(),
-            scheduled: 0,
+            agenda: Agenda::default(),
             ledger: Ledger::new(setup),
             timeline: Timeline::new(observer.interval_s(), setup.pools.len()),
             observer,
@@ -304,12 +214,11 @@ impl<'a> World<'a> {
     }
 
     fn next_at(&self) -> Option<f64> {
-        self.agenda.peek().map(|Reverse((at, ..))| at.0)
+        self.agenda.next_at()
     }
 
     fn schedule(&mut self, at_s: f64, next: Next) {
-        self.scheduled += 1;
-        self.agenda.push(Reverse((At(at_s), self.scheduled, next)));
+        self.agenda.schedule(at_s, next);
     }
 
     fn tell(&mut self, event: Event) {
@@ -318,8 +227,8 @@ impl<'a> World<'a> {
     }
 
     fn advance(&mut self) {
-        let Some(Reverse((at, _, next))) = self.agenda.pop() else { return };
-        self.move_to(at.0);
+        let Some((at_s, next)) = self.agenda.pop() else { return };
+        self.move_to(at_s);
         match next {
             Next::StepsEnd { instance, plan } => {
                 if self.engines[instance as usize].plan() == plan {

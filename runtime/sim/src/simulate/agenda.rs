@@ -1,0 +1,69 @@
+//! What will happen, in order of time; at one time in the order in which it was scheduled.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// Something that will happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Next {
+    /// The instance's steps end, if it is still at its `plan`th.
+    StepsEnd { instance: u32, plan: u64 },
+    /// There may be something to begin: a request came.
+    Wake { instance: u32 },
+    /// A prompt's KV has arrived where it decodes.
+    Landed { request: u64, attempt: u32 },
+    /// There is room for a prompt where it decodes: whoever computes it hears of it, after those who were told things directly.
+    Reserved { request: u64, attempt: u32 },
+    /// It decodes where its KV went: whoever computed the prompt hears of it.
+    TakenOver { request: u64, attempt: u32 },
+    /// That room was needed for others.
+    Revoked { request: u64, attempt: u32 },
+    /// There is room for a prefix that another instance holds.
+    Pull { request: u64, attempt: u32, held_tokens: u32 },
+    /// An instance has taken in what it was told, and sends what it lends of a prefix as soon as that is on its devices.
+    Lent { from: u32, request: u64, tokens: u32, ready: At },
+    /// A prefix that another instance held has arrived: of a prompt, or a copy ahead of demand.
+    Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },
+    /// A request comes later than in the trace: it follows an answer that took longer.
+    Arrive { request: u64 },
+}
+
+/// A time that orders.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct At(pub(super) f64);
+
+impl Eq for At {}
+
+impl PartialOrd for At {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for At {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+/// What will happen.
+#[derive(Default)]
+pub(super) struct Agenda {
+    heap: BinaryHeap<Reverse<(At, u64, Next)>>,
+    scheduled: u64,
+}
+
+impl Agenda {
+    pub(super) fn next_at(&self) -> Option<f64> {
+        self.heap.peek().map(|Reverse((at, ..))| at.0)
+    }
+
+    pub(super) fn schedule(&mut self, at_s: f64, next: Next) {
+        self.scheduled += 1;
+        self.heap.push(Reverse((At(at_s), self.scheduled, next)));
+    }
+
+    pub(super) fn pop(&mut self) -> Option<(f64, Next)> {
+        self.heap.pop().map(|Reverse((at, _, next))| (at.0, next))
+    }
+}
