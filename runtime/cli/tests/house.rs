@@ -145,7 +145,6 @@ const HOMONYMS: &[(&str, &str)] = &[
     ("Class", "to be renamed: a class of requests in FLEET.toml, and one of devices"),
     ("Error", "each crate has one; it is written with its crate or module"),
     ("Event", "the two machines of the scheduler have one form; it is written with its module"),
-    ("HandOff", "to be renamed: the engine's order, and the scheduler's way to move KV"),
     ("Instance", "the two machines of the scheduler each describe one; it is written with its module"),
     ("Line", "to be renamed: rows of tables and of trace files"),
     ("Link", "to be renamed: links of FLEET.toml, of the scheduler and of the simulated registry"),

@@ -200,9 +200,9 @@ mod tests {
     fn a_peer_speaks_of_its_own_transfers_alone() {
         let theirs = BTreeSet::from([InstanceId(1)]);
         let (told, refused) = carried(of_peers(InstanceId(1), 0), |m| m.may_come_from_peer(&theirs));
-        assert_eq!((told.len(), refused), (6, 0));
+        assert_eq!((told.len(), refused), (7, 0));
         let (told, refused) = carried(of_peers(InstanceId(2), 0), |m| m.may_come_from_peer(&theirs));
-        assert_eq!((told.len(), refused), (0, 6));
+        assert_eq!((told.len(), refused), (0, 7));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use super::*;
 use crate::kv::{Namespace, PrefixHasher};
 use mixfleet_hal::DType;
+use mixfleet_hal::units::Seconds;
 
 const LIMITS: BatchLimits = BatchLimits {
     blocks_total: 8,

@@ -70,7 +70,8 @@ pub struct Instance {
     pub kv_block_tokens: u32,
     /// Prompt tokens of a step that also decodes: how often decode steps interrupt a prefill.
     pub prefill_tokens_beside_decode_max: u32,
-    /// New tokens in one of its steps, at most. What it lends to others it sends between two steps.
+    /// New tokens in one of its steps, at most: what it lends to others it sends between two steps. 0 where that is not known.
+    #[serde(default)]
     pub step_tokens_max: u32,
 }
 
