@@ -103,7 +103,7 @@ pub struct Sampled {
     pub finished: bool,
 }
 
-/// What the worker must do. What `Evicted` names can be read before anything else is done; where a sequence's blocks lie, [`Instance::pages`] says.
+/// What the worker must do. What `Evicted` names can be read before anything else is done; where a sequence's blocks lie, [`Instance::pages`](super::Instance::pages) says.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action<B> {
     /// Run this; then `Event::StepDone`.
