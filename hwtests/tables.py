@@ -78,8 +78,10 @@ def spread(values, digits):
 
 
 def table(heads, rows):
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+    def line(cells):
+        return "|" + "".join(f" {cell} |" if cell != "" else " |" for cell in cells)
+
+    return "\n".join([line(heads), "|" + "---|" * len(heads)] + [line(row) for row in rows])
 
 
 def named(policy):
@@ -326,7 +328,7 @@ def main(words):
         old, after = rest.split(end, 1)
         new = make() + "\n"
         lines = [line for line in new.splitlines() if line not in old.splitlines()]
-        print(f"{name}: {len(lines)} of {len(new.splitlines()) - 2} rows changed", flush=True)
+        print(f"{name}: {len(lines)} of {len(new.splitlines())} lines changed", flush=True)
         for line in lines:
             print(f"  {line}", flush=True)
         changed += len(lines)

@@ -32,8 +32,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const BLOCK_TOKENS: u32 = 16;
-/// Times are the same within this: a thousandth of a step. The cost model interpolates what attention takes.
-const SAME_S: f64 = 1e-5;
+/// Times are the same within this, a twentieth of the shortest step: the cost model interpolates what attention takes.
+const SAME_S: f64 = 5e-5;
 const STEP_TOKENS_MAX: u32 = 192;
 const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
 const REQUESTS: usize = 200;
