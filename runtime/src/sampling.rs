@@ -37,7 +37,7 @@ pub struct History<'a> {
 
 /// A drawn token.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sampled {
+pub struct SampledToken {
     /// Its id: the index of its logit.
     pub id: u32,
     /// Where asked for.
@@ -54,7 +54,7 @@ pub fn sample(
     sampling: &Sampling,
     history: History<'_>,
     logprobs: Option<u32>,
-) -> Result<Sampled, SamplingError> {
+) -> Result<SampledToken, SamplingError> {
     let best = argmax(logits)?;
     let penalised = penalise(logits, sampling, history);
     let id = match &penalised {
@@ -66,7 +66,7 @@ pub fn sample(
         }
     };
     let logprobs = logprobs.map(|top| raw_logprobs(logits, logits[best as usize], id, top as usize));
-    Ok(Sampled { id, logprobs })
+    Ok(SampledToken { id, logprobs })
 }
 
 /// The largest logit's id; the lowest one on a tie.

@@ -29,7 +29,8 @@ fn weights(checkpoint: &Path) -> PathBuf {
     checkpoint.join("model.safetensors")
 }
 
-/// Gives the weights another time of change: two writes may be closer together than the file system's clock tells.
+/// Gives the weights another time of change: two writes may be closer together than the file system's clock
+/// tells.
 fn touch(checkpoint: &Path, seconds: u64) {
     let file = File::options().write(true).open(weights(checkpoint)).unwrap();
     file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)).unwrap();

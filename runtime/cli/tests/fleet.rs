@@ -3,81 +3,15 @@
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
 mod authority;
+mod process;
 
 use crate::common;
+use process::{LONG, Process, etcd, etcd_anywhere};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
-use std::time::Duration;
-
-/// Only ends a test that fails.
-const LONG: Duration = Duration::from_secs(60);
-
-/// A process whose log is read line by line.
-struct Process {
-    child: Child,
-    log: mpsc::Receiver<String>,
-    seen: String,
-}
-
-impl Process {
-    fn start(command: &mut Command) -> Self {
-        let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let (line, log) = mpsc::channel();
-        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        std::thread::spawn(move || lines.map_while(Result::ok).all(|text| line.send(text).is_ok()));
-        Process { child, log, seen: String::new() }
-    }
-
-    /// The first line with `text`, seen already or yet to come.
-    fn has_said(&mut self, text: &str) -> String {
-        let seen = self.seen.lines().find(|line| line.contains(text)).map(str::to_owned);
-        seen.unwrap_or_else(|| self.says(text))
-    }
-
-    /// The next line with `text`.
-    fn says(&mut self, text: &str) -> String {
-        loop {
-            let line =
-                self.log.recv_timeout(LONG).unwrap_or_else(|_| panic!("'{text}' not in {}", self.seen));
-            self.seen.push_str(&line);
-            self.seen.push('\n');
-            if line.contains(text) {
-                return line;
-            }
-        }
-    }
-
-    /// Lines with each of `texts`, in any order.
-    fn says_all(&mut self, texts: &[&str]) {
-        let mut missing = texts.to_vec();
-        while !missing.is_empty() {
-            let line = self.says("");
-            missing.retain(|text| !line.contains(text));
-        }
-    }
-
-    fn signal(&self, name: &str) {
-        let status = Command::new("kill").args([name, &self.child.id().to_string()]).status();
-        assert!(status.unwrap().success());
-    }
-
-    /// As `kill -9` and a crash do.
-    fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
+use std::process::Command;
 
 /// etcd with data of its own, and the fixture that is served.
 struct Fleet {
@@ -89,33 +23,17 @@ struct Fleet {
     flags: Vec<String>,
 }
 
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
-fn etcd(data: &Path, port: u16) -> Process {
-    let (client, peer) = (format!("http://127.0.0.1:{port}"), format!("http://127.0.0.1:{}", free_port()));
-    let mut command = Command::new("etcd");
-    command.arg("--data-dir").arg(data);
-    command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
-    command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
-    command.args(["--initial-cluster", &format!("default={peer}"), "--unsafe-no-fsync", "--logger", "zap"]);
-    Process::start(&mut command)
-}
-
 impl Fleet {
     /// None, said aloud, without etcd or fixtures.
     fn new(name: &str) -> Option<Self> {
-        let Some(model) = common::fixtures().into_iter().find(|path| path.ends_with("llama-gqa-f32")) else {
-            println!("SKIPPED: no fixture to serve");
-            return None;
-        };
+        let model = common::fixture("llama-gqa-f32");
         if Command::new("etcd").arg("--version").output().is_err() {
             println!("SKIPPED: no etcd on PATH (Debian: etcd-server)");
             return None;
         }
-        let (data, port) = (common::scratch(name), free_port());
-        Some(Fleet { etcd: etcd(&data, port), port, data, model, flags: Vec::new() })
+        let data = common::scratch(name);
+        let (etcd, port) = etcd_anywhere(&data);
+        Some(Fleet { etcd, port, data, model, flags: Vec::new() })
     }
 
     fn command(&self, model: &Path, name: &str, arguments: &[&str]) -> Command {

@@ -45,8 +45,8 @@ fn open(directory: &Path) -> Checkpoint {
 /// In f32 a logit is off by less than this on every device.
 const LOGIT_ERROR_MAX: f64 = 5e-5;
 
-/// Whether every case is to run on every placement, as at night. Otherwise the cases share the placements out, so that each
-/// fixture meets each placement once: every case starts a process for every placement.
+/// Whether every case is to run on every placement, as at night. Otherwise the cases share the placements
+/// out, so that each fixture meets each placement once: every case starts a process for every placement.
 fn all_pairs() -> bool {
     std::env::var("MIXFLEET_GOLDEN").is_ok_and(|level| level == "full")
 }

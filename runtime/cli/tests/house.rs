@@ -159,9 +159,7 @@ const HOMONYMS: &[(&str, &str)] = &[
     ("Refusal", "to be renamed: a session's, and a batch's"),
     ("Result", "each crate has one; it is written with its crate or module"),
     ("Running", "to be renamed: requests, sessions and generators at work"),
-    ("Sampled", "to be renamed: a token with its log probability, and an event of a batch"),
     ("Session", "to be renamed: a conversation of a trace, and a connection between processes"),
-    ("Step", "to be renamed: steps of a batch, of a graph, of a log and of an agent"),
     ("Tier", "to be renamed: a tier of FLEET.toml, and the kind of memory of the index"),
     ("Way", "to be renamed: a route of a transfer, and the direction of a tier's copy"),
 ];
@@ -418,8 +416,8 @@ const BINARIES: &[(&str, &str)] = &[
     ("backends/wire/tests/verbs.rs", "goes into an emulated machine alone"),
 ];
 
-/// Cargo takes no file of `tests/` by itself where a crate has one binary of tests: a file that `main.rs` does not name
-/// would never run.
+/// Cargo takes no file of `tests/` by itself where a crate has one binary of tests: a file that `main.rs`
+/// does not name would never run.
 #[test]
 fn every_file_of_tests_is_in_its_crates_one_test_binary() {
     let mut errors = Vec::new();

@@ -1,4 +1,5 @@
-//! KV below a real device: golden answers from host memory, from the disk, and from the disk of the process before.
+//! KV below a real device: golden answers from host memory, from the disk, and from the disk of the process
+//! before.
 
 use crate::common;
 use crate::common::server::Server;
@@ -10,7 +11,8 @@ const GIB: f64 = (1u64 << 30) as f64;
 const BLOCK_GIB: f64 = 768.0 * 32.0 / GIB;
 
 fn start(model: &str, directory: &str) -> Server {
-    // 6 blocks hold one answer of 132 + 48 tokens; host memory 3, so that a half of it goes to the disk at once.
+    // 6 blocks hold one answer of 132 + 48 tokens; host memory 3, so that a half of it goes to the disk at
+    // once.
     let [device, dram] = [6.0, 3.0].map(|blocks| (blocks * BLOCK_GIB * 1.001).to_string());
     Server::with(&[
         "--model",
@@ -60,9 +62,7 @@ fn golden(model: &Path, case: &Value) -> String {
 
 #[test]
 fn golden_answers_come_from_host_memory_and_disk_and_outlive_the_process() {
-    let Some(model) = common::fixtures().into_iter().find(|path| path.ends_with("llama-gqa-f32")) else {
-        return;
-    };
+    let model = common::fixture("llama-gqa-f32");
     let case = &common::golden(&model)["cases"][5];
     let expected = golden(&model, case);
     let prompt = common::ids(&case["prompt_ids"]);

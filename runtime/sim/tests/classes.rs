@@ -78,7 +78,8 @@ fn people_go_first_and_a_batch_is_done_by_its_deadline() {
     let (people, night) = (class(&results, "default"), class(&results, "night"));
     assert_eq!((people.requests, night.requests), (120, 80));
     assert!(night.slo_attainment > 0.99, "{night:?}");
-    // nobody waits longer than for the prompt that runs, but for the few who come when the rest of the batch falls due
+    // nobody waits longer than for the prompt that runs, but for the few who come when the rest of the batch
+    // falls due
     assert!(people.slo_attainment > 0.95, "{people:?}");
     assert!(people.ttft_s.p50 < 1.5, "{people:?}");
     let without = play(&fleet(""), Admission::None, day_and_night(120));
@@ -91,7 +92,8 @@ fn a_long_prompt_stops_after_the_step_in_progress_for_who_is_due_earlier() {
     let decode = file.pools[0].clone();
     file.pools[0].role = Role::Prefill;
     file.pools.push(Pool { name: "two".into(), role: Role::Decode, ..decode });
-    // 50 s of steps, for people who come while it runs: each waits for a step of 0.55 s at most, and has one as long
+    // 50 s of steps, for people who come while it runs: each waits for a step of 0.55 s at most, and has one
+    // as long
     let long = Request { prompt_tokens: 50_000, ..request(0, 0.0, "batch", None) };
     let people = (1..20).map(|id| request(id, id as f64 * 2.03, "chat", None));
     let results = play(&file, Admission::None, std::iter::once(long).chain(people).collect());
@@ -104,13 +106,15 @@ fn a_long_prompt_stops_after_the_step_in_progress_for_who_is_due_earlier() {
 
 #[test]
 fn nobody_starves_under_any_load() {
-    // three times what the instance can compute, for ten minutes, all of it more urgent than the batch on arrival
+    // three times what the instance can compute, for ten minutes, all of it more urgent than the batch on
+    // arrival
     let mut requests = vec![request(0, 0.0, "batch", None)];
     requests.extend((1..3600).map(|id| request(id, id as f64 / 6.0, "chat", None)));
     let results = play(&fleet(BATCH), Admission::None, requests);
     assert_eq!(results.completed, 3600);
     let night = class(&results, "night");
-    // due after three quarters of its time; those who came before, in order of their objectives, are as far as the instance then is
+    // due after three quarters of its time; those who came before, in order of their objectives, are as far
+    // as the instance then is
     let overtaken_until_s = 75.0;
     let bound_s = 3.0 * overtaken_until_s + 1.0;
     assert!(night.e2e_s.mean <= bound_s, "{} s, after {bound_s} s", night.e2e_s.mean);

@@ -1,5 +1,5 @@
-//! Numbers beyond all sense, in a fleet file, in a trace and in what is asked of them: an error or a finite result, after a bounded
-//! time.
+//! Numbers beyond all sense, in a fleet file, in a trace and in what is asked of them: an error or a finite
+//! result, after a bounded time.
 
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;

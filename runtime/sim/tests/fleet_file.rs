@@ -14,8 +14,8 @@ fn fleet(directory: &Path, keys: &str) -> Result<FleetFile, FleetFileError> {
     FleetFile::parse(&format!("{model}{keys}"), directory, &none)
 }
 
-/// A directory of tables that follow a law: a step of `rows` takes 1 ms + 10 us a row, attention 1 us for each
-/// 1000 pairs or keys of one layer.
+/// A directory of tables that follow a law: a step of `rows` takes 1 ms + 10 us a row, attention 1 us for
+/// each 1000 pairs or keys of one layer.
 fn made(name: &str) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let engine = directory.join("engine");

@@ -9,7 +9,8 @@ use mixfleet_sim::simulate::{Choices, Observer, Results, Sample, Setup, run};
 use mixfleet_sim::trace::{ReadOptions, Requests, Trace};
 use std::path::Path;
 
-/// Gaps between tokens of which three quarters are a step's fixed time: with 3 decode instances these bind before prefill does.
+/// Gaps between tokens of which three quarters are a step's fixed time: with 3 decode instances these bind
+/// before prefill does.
 const SLO: &str = "ttft_s = 30.0\ntbt_s = 0.035\ntbt_metric = \"mean\"";
 
 /// Load of the prefill and of the decode pool, every 5 s.

@@ -42,8 +42,8 @@ calibration = {{ prefill_s = {{ overhead = 0.0, per_token = 5e-4, per_token_squa
     Setup::new(&fleet_from(&text), choices)
 }
 
-/// Short questions that come at random for 20 minutes, each behind the system prompt in fashion: one every five seconds while it is new, then
-/// 15 a second, which is work for one instance and a half.
+/// Short questions that come at random for 20 minutes, each behind the system prompt in fashion: one every
+/// five seconds while it is new, then 15 a second, which is work for one instance and a half.
 fn questions() -> Vec<Request> {
     let mut random = Stream::new(9);
     let mut requests = Vec::new();

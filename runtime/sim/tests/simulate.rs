@@ -30,21 +30,23 @@ fn play(path: &Path, file: &FleetFile, policy: Policy, seed: u64) -> Results {
     run(&Setup::new(file, choices), requests, &mut ()).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// Mean TTFT under random, least-loaded, cache-aware, Algorithm 1 and per-dollar, in seconds.
+fn mean_ttfts(mean: impl FnMut(Policy) -> f64) -> [f64; 5] {
+    let policies =
+        [Policy::Random, Policy::LeastLoaded, Policy::CacheAware, CENTRIC, Policy::PerDollar].map(mean);
+    let [random, loaded, aware, centric, ours] = policies;
+    println!(
+        "TTFT: random {random:.3}, least-loaded {loaded:.3}, cache-aware {aware:.3}, Algorithm 1 {centric:.3}, per-dollar {ours:.3} s"
+    );
+    policies
+}
+
 #[test]
 fn policies_rank_as_in_figure_5_of_fast_25() {
     let Some(path) = conversation() else { return };
     let file = fleet(80.0);
     let mean = |policy| play(&path, &file, policy, 1).ttft_s.mean;
-    let (random, loaded, aware, centric, ours) = (
-        mean(Policy::Random),
-        mean(Policy::LeastLoaded),
-        mean(Policy::CacheAware),
-        mean(CENTRIC),
-        mean(Policy::PerDollar),
-    );
-    println!(
-        "TTFT: random {random:.3}, least-loaded {loaded:.3}, cache-aware {aware:.3}, Algorithm 1 {centric:.3}, per-dollar {ours:.3} s"
-    );
+    let [random, loaded, aware, centric, ours] = mean_ttfts(mean);
     assert!(random > 3.0 * loaded && loaded > 1.2 * aware, "{random} {loaded} {aware}");
     // 14 % there; here a holder sends a prefix between its steps, of 8,192 tokens each
     assert!((0.90..=0.99).contains(&(centric / aware)), "{centric} {aware}");
@@ -62,16 +64,7 @@ fn policies_rank_alike_on_a_generated_conversation() {
         let results = run(&Setup::new(&file, choices), requests, &mut ());
         results.unwrap_or_else(|error| panic!("{error}")).ttft_s.mean
     };
-    let (random, loaded, aware, centric, ours) = (
-        mean(Policy::Random),
-        mean(Policy::LeastLoaded),
-        mean(Policy::CacheAware),
-        mean(CENTRIC),
-        mean(Policy::PerDollar),
-    );
-    println!(
-        "TTFT: random {random:.3}, least-loaded {loaded:.3}, cache-aware {aware:.3}, Algorithm 1 {centric:.3}, per-dollar {ours:.3} s"
-    );
+    let [random, loaded, aware, centric, ours] = mean_ttfts(mean);
     assert!(random > loaded && loaded > aware, "{random} {loaded} {aware}");
     assert!(ours <= 1.01 * aware.min(centric), "{ours} {aware} {centric}");
 }
@@ -148,7 +141,8 @@ fn nothing_is_lost_and_equal_runs_are_equal() {
     }
 }
 
-/// 64 blocks; the first request's answer will need 51 of them, and has a few when the second comes, which needs 20.
+/// 64 blocks; the first request's answer will need 51 of them, and has a few when the second comes, which
+/// needs 20.
 #[test]
 fn an_answer_holds_blocks_only_for_the_tokens_that_it_has() {
     let fleet = fleet_from(
@@ -201,8 +195,8 @@ fn fleet_of(directory: &Path) -> FleetFile {
     ))
 }
 
-/// Every run that lies there with its profile, predicted from the engine's own kernel times alone: one of vLLM 0.19 on an
-/// RTX 4090 (LLMServingSim's), and what else is put beside it.
+/// Every run that lies there with its profile, predicted from the engine's own kernel times alone: one of
+/// vLLM 0.19 on an RTX 4090 (LLMServingSim's), and what else is put beside it.
 #[test]
 fn real_runs_are_predicted_within_5_percent() {
     let Some(known) = shared("measured/rtx4090-llama-3.1-8b/requests.jsonl") else { return };

@@ -118,7 +118,8 @@ fn a_load_comes_after_the_queue_as_predicted() {
     close(seen.ttft_s[3], seen.terms[3].ttft_s);
 }
 
-/// Holds a cache of a fiftieth above tiers of the rest to one of `blocks` blocks, on the requests that `trace` opens.
+/// Holds a cache of a fiftieth above tiers of the rest to one of `blocks` blocks, on the requests that
+/// `trace` opens.
 fn assert_hits_like_one_large_cache(trace: &dyn Fn() -> Trace, blocks: u64) {
     let hits = |setup: &Setup| {
         run(setup, trace().jitter(Seconds(3.0), 1), &mut ()).unwrap_or_else(|error| panic!("{error}"))

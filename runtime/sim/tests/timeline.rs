@@ -7,7 +7,8 @@ use mixfleet_sim::simulate::{Answer, Choices, Observer, Results, Sample, Setup, 
 use mixfleet_sim::trace::Request;
 use mixfleet_sim::trace::generate::{Arrivals, GenerateOptions, Generator, Preset};
 
-/// One prefill and one decode instance: 1 ms per prompt token, 20 ms per step and 10 us more per KV token in it.
+/// One prefill and one decode instance: 1 ms per prompt token, 20 ms per step and 10 us more per KV token in
+/// it.
 const SPLIT: &str = r#"
 version = 1
 [model]

@@ -42,8 +42,8 @@ pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
 
 /// An instance's device memory for pieces that leave and come, and how KV lies in its pages.
 pub(super) struct Staging {
-    /// For `tokens_max` tokens in the wire layout each, on the device. A read waits for all that uses a buffer, so each layer has
-    /// its own.
+    /// For `tokens_max` tokens in the wire layout each, on the device. A read waits for all that uses a
+    /// buffer, so each layer has its own.
     gathered: [Slice; LAYERS_IN_FLIGHT],
     /// One piece on its way in, on the device.
     pub(super) landing: Slice,
@@ -118,8 +118,6 @@ pub(super) struct Outgoing {
     /// Pieces without a verdict: tokens by first token and layer.
     open: BTreeMap<(u32, u32), u32>,
     handed_over: bool,
-    /// The receiver goes on with it.
-    taken_over: bool,
     /// When the first piece left.
     started: Option<Seconds>,
     /// What is still to be sent of a prefix; none for a hand-off, whose pieces are made as they are computed.
@@ -129,15 +127,7 @@ pub(super) struct Outgoing {
 impl Outgoing {
     /// Of a prompt that is computed here, or of `prefix`, of which the first tokens lie in `pages`.
     pub(super) fn new(to: HandOff, pages: Vec<u32>, prefix: Option<Prefix>) -> Self {
-        Outgoing {
-            to: Arc::new(to),
-            pages,
-            open: BTreeMap::new(),
-            handed_over: false,
-            taken_over: false,
-            started: None,
-            prefix,
-        }
+        Outgoing { to: Arc::new(to), pages, open: BTreeMap::new(), handed_over: false, started: None, prefix }
     }
 
     /// The prompt is computed and `next` drawn: whom to tell, and what.
@@ -156,16 +146,17 @@ impl Outgoing {
         self.to.to == peer && (self.handed_over || self.prefix.is_some())
     }
 
-    pub(super) fn started(&self) -> Option<Seconds> {
+    fn started(&self) -> Option<Seconds> {
         self.started
     }
 
-    /// Nothing of it is read here any more.
-    pub(super) fn complete(&self) -> bool {
-        self.prefix.as_ref().map_or(self.taken_over, |prefix| prefix.is_sent() && self.open.is_empty())
+    /// A prefix of which the receiver has confirmed every piece.
+    fn is_confirmed(&self) -> bool {
+        self.prefix.as_ref().is_some_and(|prefix| prefix.is_sent() && self.open.is_empty())
     }
 
-    /// A piece is on its way that nobody has given a verdict on. False for others: a receiver that has lost count asks in vain.
+    /// A piece is on its way that nobody has given a verdict on. False for others: a receiver that has lost
+    /// count asks in vain.
     fn is_open(&self, piece: &PieceId) -> bool {
         self.open.get(&(piece.first, piece.layer)) == Some(&piece.tokens)
     }
@@ -204,7 +195,7 @@ impl Worker {
     }
 
     /// Commands that gather what leaves of `layer`.
-    pub(super) fn gathers(&self, layer: usize, pass: &graph::Step, leaving: &[Leaving]) -> Result<Vec<Cmd>> {
+    pub(super) fn gathers(&self, layer: usize, pass: &graph::Pass, leaving: &[Leaving]) -> Result<Vec<Cmd>> {
         let mut at = 0;
         let mut list = Vec::new();
         for part in leaving {
@@ -347,7 +338,7 @@ impl Worker {
                 self.courier.give_slot(to, slot);
             }
             self.give_up(request, attempt, piece);
-            self.settle_outgoing(request);
+            self.settle_lent(request);
         }
     }
 
@@ -443,19 +434,23 @@ impl Worker {
         Ok(())
     }
 
-    /// The receiver goes on with what was handed over to it.
+    /// The receiver goes on with the sequence that was handed over to it: its blocks here are released.
     pub(super) fn taken_over(&mut self, receiver: InstanceId, request: RequestId, attempt: u32) {
         let is_meant = |o: &&mut Outgoing| o.handed_over && o.to.to == receiver && o.to.attempt == attempt;
-        if let Some(outgoing) = self.hand_off(request).filter(is_meant) {
-            outgoing.taken_over = true;
-            self.settle_outgoing(request);
+        if self.hand_off(request).filter(is_meant).is_some() {
+            self.complete_outgoing(request);
         }
     }
 
-    /// A sender's blocks are released when its receiver goes on with the sequence, or has confirmed all pieces of a prefix.
-    pub(super) fn settle_outgoing(&mut self, request: RequestId) {
-        let Some(outgoing) = self.outgoing.get(&request).filter(|o| o.complete()) else { return };
-        if let Some(started) = outgoing.started() {
+    /// Blocks of a lent prefix are released when the receiver has confirmed every piece.
+    pub(super) fn settle_lent(&mut self, request: RequestId) {
+        if self.outgoing.get(&request).is_some_and(Outgoing::is_confirmed) {
+            self.complete_outgoing(request);
+        }
+    }
+
+    fn complete_outgoing(&mut self, request: RequestId) {
+        if let Some(started) = self.outgoing.get(&request).and_then(Outgoing::started) {
             self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
         }
         self.end_outgoing(request);

@@ -1,8 +1,9 @@
-//! A prefix that this instance holds and another one wants: sent from the device's pages, and where those end from the lower tiers.
+//! A prefix that this instance holds and another one wants: sent from the device's pages, and where those end
+//! from the lower tiers.
 //!
-//! The holder is asked because the fleet's machine expects the transfer to be faster than computing, but what the machine knows is late:
-//! the holder says first how much it sends. It serves others meanwhile, so a piece leaves whenever a slot is free, and nothing waits
-//! for one.
+//! The holder is asked because the fleet's machine expects the transfer to be faster than computing, but what
+//! the machine knows is late: the holder says first how much it sends. It serves others meanwhile, so a piece
+//! leaves whenever a slot is free, and nothing waits for one.
 
 use super::handoff::Outgoing;
 use super::messages::{HandOff, Job, PieceId, ToWorker};
@@ -70,7 +71,8 @@ fn digests(lease: &Lease, layers: usize) -> Vec<Vec<u64>> {
 }
 
 impl Worker {
-    /// Begins to send the KV of the first `until` tokens, as far as it is here, from where the receiver's ends.
+    /// Begins to send the KV of the first `until` tokens, as far as it is here, from where the receiver's
+    /// ends.
     pub(super) fn lend(&mut self, job: &Job, until: u32, to: HandOff) {
         let Job { request, attempt, .. } = *job;
         let (sender, peer) = (self.id, to.to);
@@ -80,7 +82,7 @@ impl Worker {
             None => self.begin_to_lend(job, until, to),
         };
         self.directory.tell(peer, ToWorker::Lent { sender, request, attempt, until });
-        self.settle_outgoing(request);
+        self.settle_lent(request);
     }
 
     /// Returns how many leading tokens the receiver will have.
@@ -132,7 +134,7 @@ impl Worker {
         its.sort_unstable();
         for request in its {
             while self.send_next_of(request)? {}
-            self.settle_outgoing(request);
+            self.settle_lent(request);
         }
         Ok(())
     }
@@ -215,8 +217,8 @@ impl Worker {
         Ok(Place::Below(payload))
     }
 
-    /// Brings blocks of a prefix that is lent to host memory. All lent ones together take half of it: the device goes on giving up blocks to
-    /// the rest.
+    /// Brings blocks of a prefix that is lent to host memory. All lent ones together take half of it: the
+    /// device goes on giving up blocks to the rest.
     fn lease_to_lend(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
         let leases = self.outgoing.values().filter_map(|outgoing| outgoing.prefix.as_ref()?.below.as_ref());
         let lent: usize = leases.map(|lent| lent.lease.len()).sum();

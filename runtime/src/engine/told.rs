@@ -111,7 +111,7 @@ impl Worker {
             }
             ToWorker::Verdict { receiver, request, attempt, piece, intact } => {
                 self.verdict(receiver, request, attempt, (piece, intact)).await?;
-                self.settle_outgoing(request);
+                self.settle_lent(request);
             }
             ToWorker::TakenOver { receiver, request, attempt } => {
                 self.taken_over(receiver, request, attempt);

@@ -14,7 +14,7 @@ use super::messages::{FromWorker, Job, Report, ToWorker};
 use super::tiers::Below;
 use crate::env::{SharedEnv, yield_now};
 use crate::metrics::{DeviceLabels, Metrics};
-use crate::model::graph::{Forward, Part, Step as Pass, StepKey};
+use crate::model::graph::{Forward, Part, Pass, StepKey};
 use crate::request::{Failure, FinishReason, Logprobs};
 use crate::sampling::{self, History, SamplingError};
 use mixfleet_hal::units::Seconds;
@@ -154,7 +154,8 @@ impl Worker {
         let _ = self.reports.send((self.id, message));
     }
 
-    /// Says that this instance lives, if it has said nothing for a while: a step may have to wait for its receivers.
+    /// Says that this instance lives, if it has said nothing for a while: a step may have to wait for its
+    /// receivers.
     pub(super) fn show_life(&self) {
         if (self.env.now() - self.said_at.get()).0 > SIGN_OF_LIFE.0 {
             self.report(FromWorker::Load(self.machine.load()));
@@ -165,7 +166,8 @@ impl Worker {
     pub(super) async fn serve(&mut self) -> Result<()> {
         self.begin_below()?;
         loop {
-            // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from running.
+            // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from
+            // running.
             for _ in 0..self.deferred.len() + self.inbox.len() {
                 let Some(message) = self.deferred.pop_front().or_else(|| self.inbox.try_recv().ok()) else {
                     break;
@@ -283,8 +285,8 @@ impl Worker {
         self.send_cached(request, tokens_cached).await
     }
 
-    /// Runs a step. If the device cannot do what is asked of it, each sequence is tried alone, so that those end which it cannot do
-    /// and no others.
+    /// Runs a step. If the device cannot do what is asked of it, each sequence is tried alone, so that those
+    /// end which it cannot do and no others.
     async fn compute(&mut self, step: Step) -> Result<()> {
         let error = match self.run_step(&step).await {
             Ok(drawn) => {
@@ -502,7 +504,6 @@ impl Worker {
             (Some(outgoing), Some(next)) => {
                 let (to, message) = outgoing.hand_over(own, request, next);
                 self.directory.tell(to, message);
-                self.settle_outgoing(request);
             }
             (handed_off, None) => {
                 if handed_off.is_some() {
@@ -516,8 +517,8 @@ impl Worker {
         }
     }
 
-    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed anew. What it lends does not
-    /// come.
+    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed
+    /// anew. What it lends does not come.
     pub(super) async fn peer_down(&mut self, peer: InstanceId) -> Result<()> {
         self.courier.forget(peer);
         let its = self.outgoing.iter().filter(|(_, o)| o.ends_with(peer)).map(|(&request, _)| request);

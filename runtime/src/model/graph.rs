@@ -43,7 +43,7 @@ pub struct Part<'a> {
 }
 
 /// A step whose inputs are on the device; its commands are built list by list.
-pub struct Step {
+pub struct Pass {
     sizes: Sizes,
     inputs: Inputs,
     key: Option<StepKey>,
@@ -58,7 +58,7 @@ pub struct StepKey {
     pages_max: u32,
 }
 
-impl Step {
+impl Pass {
     /// Parts whose next token is wanted: rows of the logits.
     pub fn rows(&self) -> u32 {
         self.sizes.picks.len() as u32
@@ -156,11 +156,11 @@ impl Forward {
 
     /// Uploads the inputs of a step. Parts with one token come first. No earlier step may be under
     /// way: it reads the same buffers.
-    pub fn begin(&self, device: &dyn Device, parts: &[Part<'_>]) -> Result<Step> {
+    pub fn begin(&self, device: &dyn Device, parts: &[Part<'_>]) -> Result<Pass> {
         let mut sizes = self.sizes(parts);
         let key = self.replay_pays.then(|| self.evened(&mut sizes)).flatten();
         let inputs = self.upload(device, parts, &sizes)?;
-        Ok(Step { sizes, inputs, key })
+        Ok(Pass { sizes, inputs, key })
     }
 
     /// Rounds the sizes of a step that only decodes up to what later steps will have too: block tables
@@ -182,17 +182,17 @@ impl Forward {
     }
 
     /// The logits of a step: `[rows, vocab]` f32, one row per part with `sample`, in order.
-    pub fn logits(&self, step: &Step) -> Slice {
+    pub fn logits(&self, step: &Pass) -> Slice {
         rows_of(&self.arena.logits, step.rows(), self.config.vocab, DType::F32)
     }
 
     /// The KV slots of `tokens` rows of a step, from `row` on.
-    pub fn slots(&self, step: &Step, row: u32, tokens: u32) -> Slice {
+    pub fn slots(&self, step: &Pass, row: u32, tokens: u32) -> Slice {
         step.inputs.slots.range(u64::from(row) * 4, u64::from(tokens) * 4)
     }
 
     /// A command that takes the best token of each row of logits, and where it puts them.
-    pub fn argmax(&self, step: &Step) -> Result<(Cmd, Slice)> {
+    pub fn argmax(&self, step: &Pass) -> Result<(Cmd, Slice)> {
         let (rows, cols) = (step.rows(), self.config.vocab);
         let best = rows_of(&self.arena.best, rows, 1, DType::U32);
         Ok((Cmd::new(OpSig::Argmax { rows, cols }, &[self.logits(step), best.clone()])?, best))
@@ -277,7 +277,7 @@ impl Forward {
     }
 
     /// Token embedding.
-    pub fn embed(&self, Step { sizes, inputs, .. }: &Step) -> Result<Cmd> {
+    pub fn embed(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Cmd> {
         let (vocab, hidden) = (self.config.vocab, self.config.hidden);
         let table = &self.weights.embed;
         let sig = OpSig::Embed { tokens: sizes.tokens, vocab, hidden, table: table.dtype, out: DType::F32 };
@@ -289,7 +289,7 @@ impl Forward {
     }
 
     /// Decoder layer `at`.
-    pub fn layer(&self, at: usize, Step { sizes, inputs, .. }: &Step) -> Result<Vec<Cmd>> {
+    pub fn layer(&self, at: usize, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let w = &self.weights.layers[at];
         let mut list = Vec::with_capacity(20);
         self.attention_inputs(w, sizes, inputs, &mut list)?;
@@ -430,7 +430,7 @@ impl Forward {
     }
 
     /// Final norm and LM head over the rows that are sampled; empty if none is.
-    pub fn head(&self, Step { sizes, inputs, .. }: &Step) -> Result<Vec<Cmd>> {
+    pub fn head(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (c, arena, rows) = (&self.config, &self.arena, sizes.picks.len() as u32);
         if rows == 0 {
             return Ok(Vec::new());

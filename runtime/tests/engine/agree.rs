@@ -1,5 +1,5 @@
-//! What `serve` does and what `simulate` predicts are one: the real engine on simulated devices in virtual time, and the
-//! simulator's driver of the same machine, place and turn away the same requests.
+//! What `serve` does and what `simulate` predicts are one: the real engine on simulated devices in virtual
+//! time, and the simulator's driver of the same machine, place and turn away the same requests.
 
 use crate::fleet::clock::WorldClock;
 use mixfleet_hal::memory::SharedMemory;
@@ -32,7 +32,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const BLOCK_TOKENS: u32 = 16;
-/// Times are the same within this, a twentieth of the shortest step: the cost model interpolates what attention takes.
+/// Times are the same within this, a twentieth of the shortest step: the cost model interpolates what
+/// attention takes.
 const SAME_S: f64 = 5e-5;
 const STEP_TOKENS_MAX: u32 = 192;
 const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
@@ -82,8 +83,9 @@ struct Part {
     usd_per_hour: f64,
 }
 
-/// Quick and dear. On both parts attention is bound by arithmetic: the cost model gives all sequences of a step the mean length, and the
-/// width of the block table, which is that of the longest, would show in what attention reads.
+/// Quick and dear. On both parts attention is bound by arithmetic: the cost model gives all sequences of a
+/// step the mean length, and the width of the block table, which is that of the longest, would show in what
+/// attention reads.
 const DEAR: Part = Part { role: Role::Auto, flops: 4e8, bandwidth: 2e8, usd_per_hour: 4.0 };
 /// Slow and cheap.
 const CHEAP: Part = Part { role: Role::Auto, flops: 1.6e8, bandwidth: 7e7, usd_per_hour: 1.0 };
@@ -147,8 +149,8 @@ fn trace(scene: &Scene, checkpoint: &Checkpoint) -> Vec<Wanted> {
     (0..scene.requests).map(wanted).collect()
 }
 
-/// KV leaves and lands in no time: what the wires between instances take is the transport's, and copies in memory take none
-/// of the virtual time.
+/// KV leaves and lands in no time: what the wires between instances take is the transport's, and copies in
+/// memory take none of the virtual time.
 fn copies_of_kv(config: &ModelConfig) -> Vec<Point> {
     let (kv_heads, head_dim, page_tokens, kv) = (config.kv_heads, config.head_dim, BLOCK_TOKENS, DType::Bf16);
     let sigs = [
@@ -385,7 +387,8 @@ fn seen(log: &[serde_json::Value]) -> Seen {
     seen
 }
 
-/// Placements and times on which the two disagree, requests that were turned away, and sequences that lost their blocks.
+/// Placements and times on which the two disagree, requests that were turned away, and sequences that lost
+/// their blocks.
 fn compare(scene: &Scene) -> (usize, usize, u64) {
     let (log, preemptions) = served(scene);
     if std::env::var_os("MIXFLEET_AGREE_EVENTS").is_some() {
@@ -494,8 +497,8 @@ fn pulled_prefixes_agree_on_every_placement() {
     }
 }
 
-/// Split and joint roles, and requests with deadlines beside others: the first policy and one seed, or all policies and as many seeds as
-/// `MIXFLEET_AGREE_SEEDS` says.
+/// Split and joint roles, and requests with deadlines beside others: the first policy and one seed, or all
+/// policies and as many seeds as `MIXFLEET_AGREE_SEEDS` says.
 #[test]
 fn sixteen_instances_agree_on_every_placement() {
     let seeds: Option<u64> =

@@ -51,7 +51,8 @@ fn dies_of(id: &str, token: u32, kind: ErrorKind) -> (Arc<dyn Device>, Arc<Atomi
     (Arc::new(device), deaths)
 }
 
-/// One poisoned request among sound ones, all at once, then after `pause` a sound one; the sound ones' answers must be right. The poisoned one's.
+/// One poisoned request among sound ones, all at once, then after `pause` a sound one; the sound ones'
+/// answers must be right. The poisoned one's.
 fn one_among_others(fleet: &Fleet, checkpoint: &Checkpoint, poisoned: Vec<u32>, pause: Duration) -> Answer {
     let env = SeededEnv::new(11);
     let handle = fleet.start(Arc::new(env.clone()));
@@ -246,8 +247,8 @@ impl SharedMemory for Watched {
     }
 }
 
-/// A piece that was checked and is read again for the device could have changed in between: what the device is given must lie where no
-/// peer can write.
+/// A piece that was checked and is read again for the device could have changed in between: what the device
+/// is given must lie where no peer can write.
 #[test]
 fn what_the_device_gets_of_a_peers_kv_is_the_copy_that_was_checked() {
     let checkpoint = checkpoint();

@@ -23,8 +23,8 @@ const LAYERS: u32 = 12;
 /// Five chunks of the 24 tokens that the fleet's steps have.
 const PROMPT_TOKENS: u32 = 120;
 
-/// Ways that take their time, whatever the sender does meanwhile. What is sent is there before its time; nobody looks
-/// before the sender says so.
+/// Ways that take their time, whatever the sender does meanwhile. What is sent is there before its time;
+/// nobody looks before the sender says so.
 struct Paced {
     memory: InProcessTransport,
     env: SeededEnv,
@@ -175,7 +175,8 @@ fn a_link_of_twice_the_need_hides_all_but_the_last_layer_and_one_of_half_shows_w
     }
 }
 
-/// Three pieces are under way at a time: the last of them takes three times as long as the link needs for one.
+/// Three pieces are under way at a time: the last of them takes three times as long as the link needs for
+/// one.
 #[test]
 fn a_slow_link_is_not_taken_for_a_lost_one() {
     let checkpoint = checkpoint();

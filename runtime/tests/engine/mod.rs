@@ -1,4 +1,5 @@
-//! The engine in one process, most of it in the seeded environment: what requests get, and what instances do for them.
+//! The engine in one process, most of it in the seeded environment: what requests get, and what instances do
+//! for them.
 
 #![allow(clippy::print_stdout, reason = "the numbers of some tests")]
 

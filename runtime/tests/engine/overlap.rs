@@ -45,7 +45,8 @@ impl Book {
     }
 }
 
-/// A queue that runs batches on a thread; where it is `gated`, it holds every layer back until the one before has landed.
+/// A queue that runs batches on a thread; where it is `gated`, it holds every layer back until the one before
+/// has landed.
 fn threaded(mut inner: Box<dyn Queue>, book: Arc<Book>, gated: bool) -> ThreadQueue {
     let (batches, incoming) = mpsc::channel::<Vec<Cmd>>();
     let (done, results) = mpsc::channel();

@@ -1,5 +1,5 @@
-//! KV goes between a device and pinned memory of the host wherever the device can pin it, and memory is pinned once and
-//! unpinned before it is fenced.
+//! KV goes between a device and pinned memory of the host wherever the device can pin it, and memory is
+//! pinned once and unpinned before it is fenced.
 
 use crate::fleet::{Fleet, pressure};
 use mixfleet_hal::fault::{Fault, FaultPlan};

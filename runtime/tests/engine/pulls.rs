@@ -1,5 +1,6 @@
-//! Prefixes that one instance holds and another one needs, in the seeded environment: they are pulled, and whatever becomes of the bytes,
-//! answers have the tokens of the float64 forward pass and no block stays in use.
+//! Prefixes that one instance holds and another one needs, in the seeded environment: they are pulled, and
+//! whatever becomes of the bytes, answers have the tokens of the float64 forward pass and no block stays in
+//! use.
 
 use crate::fleet::{Answer, Case, Fleet, ask, greedy, prompt, request};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
@@ -18,7 +19,8 @@ fn checkpoint() -> Checkpoint {
     tiny_variants().remove(0).1.load().unwrap()
 }
 
-/// A conversation: prompts of 24, 47 and 70 tokens, each all that was said before and some more, with the answers.
+/// A conversation: prompts of 24, 47 and 70 tokens, each all that was said before and some more, with the
+/// answers.
 fn conversation(checkpoint: &Checkpoint, seed: u64) -> Vec<Case> {
     let mut said = Vec::new();
     let turn = |turn: u64| {

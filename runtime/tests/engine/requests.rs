@@ -144,7 +144,8 @@ fn a_repeated_prompt_is_reused_but_not_across_tenants() {
     }
 }
 
-/// Steps between the last arrival and its first token, by the log: each gives a sequence that decodes one token.
+/// Steps between the last arrival and its first token, by the log: each gives a sequence that decodes one
+/// token.
 fn steps_to_the_last_ones_first_token(log: &str) -> usize {
     let events = log.lines().skip(1).map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
     let events: Vec<_> = events.map(|line| line["event"].clone()).collect();

@@ -1,5 +1,5 @@
-//! KV that a device's memory gives up, in the seeded environment: conversations that come back are served from host memory and
-//! from disk, in the tokens of the float64 forward pass, whatever becomes of the bytes.
+//! KV that a device's memory gives up, in the seeded environment: conversations that come back are served
+//! from host memory and from disk, in the tokens of the float64 forward pass, whatever becomes of the bytes.
 
 use crate::fleet::{Answer, Fleet, ask, greedy, pressure, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
@@ -104,7 +104,8 @@ fn left_on_disk(checkpoint: &Checkpoint) -> (Vec<Vec<u32>>, SimDisk) {
     (prompts, disk.restart())
 }
 
-/// Asks for the first conversation now, a second one, and the first one again when it is known whose the blocks on the disk are.
+/// Asks for the first conversation now, a second one, and the first one again when it is known whose the
+/// blocks on the disk are.
 fn ask_until_known(checkpoint: &Checkpoint, namespace: u64) -> (Vec<u32>, u64, Vec<Vec<u32>>) {
     let (prompts, disk) = left_on_disk(checkpoint);
     let (tell, told) = tokio::sync::oneshot::channel();

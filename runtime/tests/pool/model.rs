@@ -21,7 +21,7 @@ fn chain() -> impl Strategy<Value = Vec<u64>> {
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum Operation {
     /// A prompt takes a lease.
     Use(Vec<u64>),
     /// Ends the lease in this place.
@@ -32,12 +32,12 @@ enum Step {
     Reopen,
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = Operation> {
     prop_oneof![
-        4 => chain().prop_map(Step::Use),
-        3 => any::<usize>().prop_map(Step::Release),
-        10 => chain().prop_map(Step::Keep),
-        1 => Just(Step::Reopen),
+        4 => chain().prop_map(Operation::Use),
+        3 => any::<usize>().prop_map(Operation::Release),
+        10 => chain().prop_map(Operation::Keep),
+        1 => Just(Operation::Reopen),
     ]
 }
 
@@ -75,7 +75,7 @@ impl Pair {
     }
 }
 
-fn run(dram: usize, on_disk: usize, steps: Vec<Step>) {
+fn run(dram: usize, on_disk: usize, steps: Vec<Operation>) {
     let disk = SimDisk::default();
     let tier = || (on_disk > 0).then(|| ssd(disk.clone(), on_disk as u64));
     let start = || open(config(dram as u64, tier())).expect("a sound disk");
@@ -87,16 +87,16 @@ fn run(dram: usize, on_disk: usize, steps: Vec<Step>) {
     };
     for step in steps {
         match step {
-            Step::Use(chain) => {
+            Operation::Use(chain) => {
                 let lease = lease(&pair.pool, &chain);
                 let (held, ahead) = pair.model.lease(&chain);
                 assert_eq!(lease.len(), held);
                 pair.leases.push((lease, chain, ahead));
             }
-            Step::Release(at) if !pair.leases.is_empty() => pair.release(at % pair.leases.len()),
-            Step::Release(_) => {}
-            Step::Keep(chain) => chain.last().into_iter().for_each(|&key| pair.keep(key)),
-            Step::Reopen => {
+            Operation::Release(at) if !pair.leases.is_empty() => pair.release(at % pair.leases.len()),
+            Operation::Release(_) => {}
+            Operation::Keep(chain) => chain.last().into_iter().for_each(|&key| pair.keep(key)),
+            Operation::Reopen => {
                 while !pair.leases.is_empty() {
                     pair.release(0);
                 }

@@ -44,9 +44,9 @@ impl<T: Text> Instance<T> {
         Room { tokens, prompts }
     }
 
-    /// Gives blocks to those who wait, in their order, until one does not fit even if flexible ones due later give way. A prompt that
-    /// the next step has no room for waits on: when its turn comes, it finds the prefixes that were computed meanwhile.
-    /// True: blocks are to be loaded first.
+    /// Gives blocks to those who wait, in their order, until one does not fit even if flexible ones due later
+    /// give way. A prompt that the next step has no room for waits on: when its turn comes, it finds the
+    /// prefixes that were computed meanwhile. True: blocks are to be loaded first.
     pub(super) fn admit(
         &mut self,
         evicted: &mut Vec<Evicted<T::Block>>,
@@ -85,7 +85,8 @@ impl<T: Text> Instance<T> {
         self.sequences.len() - waiting
     }
 
-    /// Those that give way to `place`, the last first. Someone who reads along would see his answer stand still: he keeps what he has.
+    /// Those that give way to `place`, the last first. Someone who reads along would see his answer stand
+    /// still: he keeps what he has.
     fn later(&self, place: Place) -> impl Iterator<Item = &Sequence<T>> {
         let later = self.places.of(Phase::Running).iter().rev().take_while(move |&&other| other > place);
         later.map(|other| self.sequence(other.request)).filter(|s| s.gives_way && s.preemptable())
@@ -104,8 +105,8 @@ impl<T: Text> Instance<T> {
         Need { hits, fresh, reusable }
     }
 
-    /// The fewest of those that can give way, the last first, whose places and blocks make room for a waiting sequence. None if all of
-    /// them do not.
+    /// The fewest of those that can give way, the last first, whose places and blocks make room for a waiting
+    /// sequence. None if all of them do not.
     fn who_gives_way(&self, place: Place, need: &Need) -> Option<Vec<RequestId>> {
         let mut holding = self.holding();
         let mut available = self.blocks.available();

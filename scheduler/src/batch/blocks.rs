@@ -30,8 +30,8 @@ pub struct Evicted<B> {
     pub page: u32,
 }
 
-/// Blocks with reference counts, a prefix index and eviction; `B` tells the tokens of a block from those of another one with
-/// the same key.
+/// Blocks with reference counts, a prefix index and eviction; `B` tells the tokens of a block from those of
+/// another one with the same key.
 #[derive(Debug)]
 pub struct BlockPool<B> {
     block_tokens: u32,
@@ -113,8 +113,8 @@ impl<B> BlockPool<B> {
         Some(page)
     }
 
-    /// Declares that `page`, in use, now holds the KV of `tokens`, the block at `depth`, at the end of the prefix `hash`.
-    /// False if another block already holds it: then this one stays private.
+    /// Declares that `page`, in use, now holds the KV of `tokens`, the block at `depth`, at the end of the
+    /// prefix `hash`. False if another block already holds it: then this one stays private.
     pub fn publish(&mut self, page: u32, hash: BlockHash, depth: u32, tokens: impl FnOnce() -> B) -> bool {
         assert!(self.cache.pins_at(page) > 0, "only a user publishes");
         let new = self.cache.name(page, hash, depth);

@@ -12,8 +12,8 @@ pub enum After {
     Decode,
     /// Its KV goes to another instance; the blocks are kept until `Event::Release`.
     HandOff,
-    /// It is a prefix that nobody has asked for yet, whose KV comes from elsewhere: what lands stays in the cache, and nothing is computed. All of its
-    /// tokens are to be pulled.
+    /// It is a prefix that nobody has asked for yet, whose KV comes from elsewhere: what lands stays in the
+    /// cache, and nothing is computed. All of its tokens are to be pulled.
     Keep,
 }
 
@@ -46,8 +46,8 @@ pub enum Event<T> {
         /// Prompt, and what was generated before if it continues.
         text: T,
     },
-    /// The KV of the first `tokens_valid` tokens of a sequence that waits for it is in its blocks. Missing ones are
-    /// recomputed here.
+    /// The KV of the first `tokens_valid` tokens of a sequence that waits for it is in its blocks. Missing
+    /// ones are recomputed here.
     Landed {
         /// Its id.
         request: RequestId,
@@ -56,7 +56,8 @@ pub enum Event<T> {
         /// The other instance drew the token after the last one; the sequence's text has it.
         next: bool,
     },
-    /// Another instance wants the KV of these tokens, as far as it is here. The blocks are kept until `Event::Unlend`.
+    /// Another instance wants the KV of these tokens, as far as it is here. The blocks are kept until
+    /// `Event::Unlend`.
     Lend {
         /// For whom: there may be a sequence of the same request here, of which this is independent.
         request: RequestId,
@@ -103,13 +104,14 @@ pub struct Sampled {
     pub finished: bool,
 }
 
-/// What the worker must do. What `Evicted` names can be read before anything else is done; where a sequence's blocks lie, [`Instance::pages`](super::Instance::pages) says.
+/// What the worker must do. What `Evicted` names can be read before anything else is done; where a sequence's
+/// blocks lie, [`Instance::pages`](super::Instance::pages) says.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action<B> {
     /// Run this; then `Event::StepDone`.
     Run(Step),
-    /// Bring these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. Nothing runs beside it: what
-    /// comes takes part in the next step, and the next in the queue finds it in the cache.
+    /// Bring these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. Nothing runs
+    /// beside it: what comes takes part in the next step, and the next in the queue finds it in the cache.
     Load {
         /// For whom.
         request: RequestId,

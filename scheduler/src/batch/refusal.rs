@@ -2,7 +2,8 @@
 
 use super::{Action, After, Instance, Phase, Place, Sequence, Text};
 
-/// Why a sequence is not taken. Whoever asks is in another process, so that no mistake of his may stop this machine.
+/// Why a sequence is not taken. Whoever asks is in another process, so that no mistake of his may stop this
+/// machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// It has no tokens.

@@ -3,8 +3,9 @@
 use super::{Action, Instance, Phase, Text, publish};
 
 impl<T: Text> Instance<T> {
-    /// How many steps, `most` at most, would follow the one that runs with the same sequences, one token each, if nothing came between and nobody ended.
-    /// Blocks may be taken between them. Exact as long as nobody who waits has a prefix that is only now generated.
+    /// How many steps, `most` at most, would follow the one that runs with the same sequences, one token
+    /// each, if nothing came between and nobody ended. Blocks may be taken between them. Exact as long as
+    /// nobody who waits has a prefix that is only now generated.
     pub fn steady_steps(&self, most: u32) -> u32 {
         let all_decode = self.in_step.iter().all(|part| part.sample && part.tokens == 1);
         if self.news || !all_decode || self.in_step.len() != self.places.of(Phase::Running).len() {
@@ -30,8 +31,9 @@ impl<T: Text> Instance<T> {
         enough
     }
 
-    /// The step that runs is done and so are those that follow it but the last of `steps` more, which runs now: what `Event::StepDone` and `Event::Idle` do, `steps`
-    /// times, where everyone draws a token and nobody ends. `steps` is no more than [`Instance::steady_steps`].
+    /// The step that runs is done and so are those that follow it but the last of `steps` more, which runs
+    /// now: what `Event::StepDone` and `Event::Idle` do, `steps` times, where everyone draws a token and
+    /// nobody ends. `steps` is no more than [`Instance::steady_steps`].
     pub fn advance(&mut self, steps: u32, actions: &mut Vec<Action<T::Block>>) {
         if steps == 0 {
             return;

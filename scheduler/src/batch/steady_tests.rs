@@ -31,8 +31,8 @@ impl Text for Counted {
     }
 }
 
-/// Runs the step that is under way and those that follow until somebody has all that it wants, or one that was begun before somebody came; one by one or
-/// in one go. How many, and what the machine said.
+/// Runs the step that is under way and those that follow until somebody has all that it wants, or one that
+/// was begun before somebody came; one by one or in one go. How many, and what the machine said.
 fn run_until_somebody_ends(
     machine: &mut Instance<Counted>,
     left: &mut BTreeMap<RequestId, u32>,

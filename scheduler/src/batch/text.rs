@@ -18,7 +18,8 @@ pub trait Text: Debug {
     /// The tokens of a full block, given its number.
     fn block(&self, block: u32) -> Self::Block;
 
-    /// Whether a full block, given its number, has these tokens. Prompts choose what is hashed, so that equal keys are not enough.
+    /// Whether a full block, given its number, has these tokens. Prompts choose what is hashed, so that equal
+    /// keys are not enough.
     fn has(&self, block: u32, tokens: &Self::Block) -> bool;
 }
 

@@ -21,6 +21,12 @@ pub(crate) fn fixtures() -> Vec<PathBuf> {
     all_fixtures().into_iter().filter(|path| ModelConfig::open(path).is_ok()).collect()
 }
 
+/// The fixture checkpoint of this name, which is one of those that are served.
+pub(crate) fn fixture(name: &str) -> PathBuf {
+    let mut served = all_fixtures().into_iter();
+    served.find(|path| path.ends_with(name)).unwrap_or_else(|| panic!("there is no fixture '{name}'"))
+}
+
 /// The fixture checkpoints that are not served, and why.
 pub(crate) fn refused_fixtures() -> Vec<(PathBuf, String)> {
     let refused = |path: PathBuf| {
@@ -30,8 +36,8 @@ pub(crate) fn refused_fixtures() -> Vec<(PathBuf, String)> {
     all_fixtures().into_iter().filter_map(refused).collect()
 }
 
-/// The fixtures beside this clone, or generated checkpoints where it has none. `MIXFLEET_FIXTURES` names another directory;
-/// one that is not there shows what a clone without fixtures tests.
+/// The fixtures beside this clone, or generated checkpoints where it has none. `MIXFLEET_FIXTURES` names
+/// another directory; one that is not there shows what a clone without fixtures tests.
 fn all_fixtures() -> Vec<PathBuf> {
     static ROOT: OnceLock<PathBuf> = OnceLock::new();
     let root = ROOT.get_or_init(|| {

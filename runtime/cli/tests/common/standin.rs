@@ -1,5 +1,6 @@
-//! Checkpoints that stand in for the fixtures where a clone has none beside it: generated, of the same shapes, with what
-//! the float64 forward pass says of them as golden outputs. `runtime/tests/naive.rs` holds that pass to another one.
+//! Checkpoints that stand in for the fixtures where a clone has none beside it: generated, of the same
+//! shapes, with what the float64 forward pass says of them as golden outputs. `runtime/tests/naive.rs` holds
+//! that pass to another one.
 
 use mixfleet_hal::DType;
 use mixfleet_runtime::model::{Checkpoint, Oracle, RandomCheckpoint};

@@ -3,7 +3,8 @@
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use std::path::Path;
 
-/// Writes a new authority's certificate and a member's to `directory`, under names with `whose`; the flags that name them.
+/// Writes a new authority's certificate and a member's to `directory`, under names with `whose`; the flags
+/// that name them.
 pub(crate) fn member(directory: &Path, whose: &str) -> Vec<String> {
     let mut params = CertificateParams::new(vec![]).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -6,7 +6,8 @@ use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Measured attention of one layer in microseconds, by prompt chunk, then by `[context, sequences, keys of each]`.
+/// Measured attention of one layer in microseconds, by prompt chunk, then by `[context, sequences, keys of
+/// each]`.
 #[derive(Debug)]
 pub(super) struct AttentionTable {
     by_chunk: BTreeMap<u32, BTreeMap<[u32; 3], f64>>,
@@ -85,8 +86,8 @@ impl AttentionTable {
             .map_err(|_| "attention.csv has no chunk of a prompt alone".into())
     }
 
-    /// Attention of a chunk beside decoding sequences: `[tokens, context before, sequences, context of each]`, where
-    /// it was measured.
+    /// Attention of a chunk beside decoding sequences: `[tokens, context before, sequences, context of
+    /// each]`, where it was measured.
     ///
     /// # Errors
     /// In words: what was not measured.

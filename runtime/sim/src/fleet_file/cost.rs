@@ -236,8 +236,8 @@ fn check(calibration: &raw::Calibration) -> Result<(), Refusal> {
     }
 }
 
-/// Coefficients that meet `cost` at prompts of 512, 8192 and 65536 tokens, and at steps of 1 and 64 sequences with
-/// little and much context.
+/// Coefficients that meet `cost` at prompts of 512, 8192 and 65536 tokens, and at steps of 1 and 64 sequences
+/// with little and much context.
 fn fit(cost: &CostModel) -> Coefficients {
     let prompt = |tokens: u32| (f64::from(tokens), cost.prefill_s(0, tokens).0);
     let [(x0, y0), (x1, y1), (x2, y2)] = [512, 8192, 65_536].map(prompt);

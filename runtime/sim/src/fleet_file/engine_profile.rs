@@ -1,5 +1,5 @@
-//! The profile of a serving engine as a directory of tables (the format of LLMServingSim 2.0): what an engine's
-//! own kernels took, by what is in a step.
+//! The profile of a serving engine as a directory of tables (the format of LLMServingSim 2.0): what an
+//! engine's own kernels took, by what is in a step.
 //!
 //! - `dense.csv [layer, tokens, time_us]`: the operations over all rows of a step;
 //! - `per_sequence.csv [layer, sequences, time_us]`: those over the rows that draw a token;
@@ -8,8 +8,8 @@
 //!   context of each);
 //! - `meta.json`, where it is there: what the engine ran with.
 //!
-//! Newer files tell a chunk's context as `prefill_key`, the mean number of keys that its queries see. Tables of a model
-//! that is cut over k devices may stand in `tpk/`.
+//! Newer files tell a chunk's context as `prefill_key`, the mean number of keys that its queries see. Tables
+//! of a model that is cut over k devices may stand in `tpk/`.
 //!
 //! Every number is of one layer; the embedding, the last norm, the head and the sampler run once.
 

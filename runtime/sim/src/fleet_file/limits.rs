@@ -1,5 +1,6 @@
-//! How large and how small the numbers of a fleet file may be: well beyond any fleet, and so that nothing that is computed from them
-//! runs over, goes under or asks for memory without end. What a number must be besides stands where it is used.
+//! How large and how small the numbers of a fleet file may be: well beyond any fleet, and so that nothing
+//! that is computed from them runs over, goes under or asks for memory without end. What a number must be
+//! besides stands where it is used.
 
 use super::FleetFileError;
 use toml::{Table, Value};

@@ -1,5 +1,5 @@
-//! FLEET.toml: a model, what is promised, and pools of instances, with everything resolved. Every key stands in
-//! docs/fleet-file.md.
+//! FLEET.toml: a model, what is promised, and pools of instances, with everything resolved. Every key stands
+//! in docs/fleet-file.md.
 
 mod attention_table;
 mod class;

@@ -254,8 +254,8 @@ fn link(raw: raw::Link, pools: &[Pool]) -> Result<Link, FleetFileError> {
     Ok(Link { from, to, gb_per_s, latency_s, usd_per_gb })
 }
 
-/// Whether `name` fits `pattern`, in which `*` stands for any characters. Between two stars the leftmost fit leaves
-/// most for the rest, so that none is ever taken back.
+/// Whether `name` fits `pattern`, in which `*` stands for any characters. Between two stars the leftmost fit
+/// leaves most for the rest, so that none is ever taken back.
 pub(super) fn fits(pattern: &str, name: &str) -> bool {
     let mut pieces = pattern.split('*');
     let first = pieces.next().unwrap_or("");

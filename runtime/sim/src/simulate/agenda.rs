@@ -12,7 +12,8 @@ pub(super) enum Next {
     Wake { instance: u32 },
     /// A prompt's KV has arrived where it decodes.
     Landed { request: u64, attempt: u32 },
-    /// There is room for a prompt where it decodes: whoever computes it hears of it, after those who were told things directly.
+    /// There is room for a prompt where it decodes: whoever computes it hears of it, after those who were
+    /// told things directly.
     Reserved { request: u64, attempt: u32 },
     /// It decodes where its KV went: whoever computed the prompt hears of it.
     TakenOver { request: u64, attempt: u32 },
@@ -20,7 +21,8 @@ pub(super) enum Next {
     Revoked { request: u64, attempt: u32 },
     /// There is room for a prefix that another instance holds.
     Pull { request: u64, attempt: u32, held_tokens: u32 },
-    /// An instance has taken in what it was told, and sends what it lends of a prefix as soon as that is on its devices.
+    /// An instance has taken in what it was told, and sends what it lends of a prefix as soon as that is on
+    /// its devices.
     Lent { from: u32, request: u64, tokens: u32, ready: At },
     /// A prefix that another instance held has arrived: of a prompt, or a copy ahead of demand.
     Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },

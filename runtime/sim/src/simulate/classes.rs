@@ -1,4 +1,5 @@
-//! Which class a request is of, and what that promises it; conversations, whose requests wait for one another.
+//! Which class a request is of, and what that promises it; conversations, whose requests wait for one
+//! another.
 
 use super::{Objectives, Setup};
 use crate::fleet_file::{Class, Members, Promise};
@@ -88,7 +89,8 @@ impl<'a> Classes<'a> {
         (number as u32, objective, promised)
     }
 
-    /// When a request of the trace can arrive: none while the answer that it follows is not there; it is kept until then.
+    /// When a request of the trace can arrive: none while the answer that it follows is not there; it is kept
+    /// until then.
     pub(super) fn arrives(&mut self, request: Request, now_s: f64) -> Option<(f64, Request)> {
         let Some(Session { id, after, think, .. }) = request.session else { return Some((now_s, request)) };
         if self.conversations.get(id).is_none() {

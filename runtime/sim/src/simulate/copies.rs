@@ -115,7 +115,8 @@ impl World<'_> {
         self.schedule(arrives_s, Next::Pulled { request, attempt, from, tokens });
     }
 
-    /// The first `tokens` tokens of a prefix are where they are wanted; none: nobody waits for them there any more.
+    /// The first `tokens` tokens of a prefix are where they are wanted; none: nobody waits for them there any
+    /// more.
     pub(super) fn pulled(&mut self, request: u64, from: u32, tokens: Option<u32>) {
         self.send(from, Message::Unlend { request });
         let Some(tokens) = tokens else { return };

@@ -1,7 +1,8 @@
-//! One instance: the scheduler's own machine ([`mixfleet_scheduler::batch`]), whose steps take as long as the cost model says.
+//! One instance: the scheduler's own machine ([`mixfleet_scheduler::batch`]), whose steps take as long as the
+//! cost model says.
 //!
-//! A run of equal decode steps is one event, however long; whatever comes meanwhile is told to the machine at the step that is under way then,
-//! and ends the run with it.
+//! A run of equal decode steps is one event, however long; whatever comes meanwhile is told to the machine at
+//! the step that is under way then, and ends the run with it.
 
 mod keys;
 mod run;
@@ -48,9 +49,11 @@ pub(super) enum Message {
     Add { job: Job, pulls: u32, after: After },
     /// A prompt shall be computed elsewhere as soon as there is room for its KV here.
     Reserve { job: Job },
-    /// The KV of the first `tokens_valid` tokens is here, and where the prompt was computed elsewhere, the token after it, since `since_s`.
+    /// The KV of the first `tokens_valid` tokens is here, and where the prompt was computed elsewhere, the
+    /// token after it, since `since_s`.
     Landed { request: u64, tokens_valid: u32, since_s: Option<f64> },
-    /// Another instance wants the first `tokens` tokens of a prompt. What of them is on the devices is kept for it.
+    /// Another instance wants the first `tokens` tokens of a prompt. What of them is on the devices is kept
+    /// for it.
     Lend { request: u64, tokens: u32, chain: Arc<[BlockHash]> },
     /// What was lent has been read.
     Unlend { request: u64 },
@@ -444,7 +447,8 @@ impl Engine {
         let mut pieces = Vec::new();
         let (mut sequences, mut kv_tokens) = (0, 0);
         for &StepSequence { start, tokens, sample, .. } in &parts {
-            // A prompt's single last token is computed as a token that decodes, where it is known what those take.
+            // A prompt's single last token is computed as a token that decodes, where it is known what those
+            // take.
             let context = u64::from(start) + 1;
             if sample && tokens == 1 && self.cost.decode_step_s(1, context).0 > 0.0 {
                 sequences += 1;
@@ -460,7 +464,8 @@ impl Engine {
 }
 
 impl Active {
-    /// More tokens, in steps from `began_s` to `now_s`; what lay between the last token and them belongs to the first gap.
+    /// More tokens, in steps from `began_s` to `now_s`; what lay between the last token and them belongs to
+    /// the first gap.
     fn advance(&mut self, now_s: f64, began_s: f64, gaps: Gaps) {
         let waited_s = (began_s - self.last_token_s).max(0.0);
         if waited_s > 0.0 {

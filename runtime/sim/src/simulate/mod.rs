@@ -1,9 +1,9 @@
-//! What a fleet would do with a trace: the scheduler's own machine, driven by events whose times the cost models
-//! tell instead of a clock.
+//! What a fleet would do with a trace: the scheduler's own machine, driven by events whose times the cost
+//! models tell instead of a clock.
 //!
-//! Everything that decides is `mixfleet_scheduler::fleet`; what an instance does with the requests that it was given is
-//! [`engine`], what the wires between them do is [`network`]. One thread, no randomness but the seeds: equal input
-//! gives equal output, byte by byte. What is modelled and what is not: docs/simulator.md.
+//! Everything that decides is `mixfleet_scheduler::fleet`; what an instance does with the requests that it
+//! was given is [`engine`], what the wires between them do is [`network`]. One thread, no randomness but the
+//! seeds: equal input gives equal output, byte by byte. What is modelled and what is not: docs/simulator.md.
 
 mod agenda;
 mod classes;
@@ -44,8 +44,9 @@ use results::Ledger;
 use std::sync::Arc;
 use timeline::Timeline;
 
-/// In larger fleets a decision is made with what instances told when they last began something else: newcomers interrupt a run
-/// of decode steps every second or two, and to ask a thousand instances for each decision would take most of the time.
+/// In larger fleets a decision is made with what instances told when they last began something else:
+/// newcomers interrupt a run of decode steps every second or two, and to ask a thousand instances for each
+/// decision would take most of the time.
 const TOLD_OF_EACH_STEP_MAX: usize = 64;
 
 /// An instance to be simulated.

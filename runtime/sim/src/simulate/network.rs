@@ -39,8 +39,8 @@ impl Network {
     pub(super) fn send(&mut self, now_s: f64, ready_s: f64, from: u32, to: u32, bytes: f64) -> f64 {
         let link = self.link(from, to);
         let takes_s = bytes * link.seconds_per_byte;
-        // Each end serves its own transfers in turn. One that waits for the other end leaves the way to those behind it: cards
-        // share their bandwidth among many streams.
+        // Each end serves its own transfers in turn. One that waits for the other end leaves the way to those
+        // behind it: cards share their bandwidth among many streams.
         let out = &mut self.cards[from as usize].out_free_s;
         *out = out.max(ready_s) + takes_s;
         let out_s = *out;

@@ -29,8 +29,8 @@ pub trait Observer {
         None
     }
 
-    /// The load of a pool, each pool in turn, at the end of every interval and of the run. Of a time without any request
-    /// only the first and the last sample come.
+    /// The load of a pool, each pool in turn, at the end of every interval and of the run. Of a time without
+    /// any request only the first and the last sample come.
     fn sampled(&mut self, sample: &Sample) {
         let _ = sample;
     }
@@ -74,8 +74,8 @@ pub struct Sample {
     pub prefill_utilisation: f64,
     /// and decoding.
     pub decode_utilisation: f64,
-    /// Predicted time of the prompts that wait or run over the objective for TTFT, mean of the instances: Mooncake's load
-    /// (v3, section 7). 1: a new prompt without length would just meet it.
+    /// Predicted time of the prompts that wait or run over the objective for TTFT, mean of the instances:
+    /// Mooncake's load (v3, section 7). 1: a new prompt without length would just meet it.
     pub prefill_load: f64,
     /// Time of the decode step over the objective for TBT, mean of the instances; 0 where nothing decodes.
     pub decode_load: f64,

@@ -64,7 +64,8 @@ pub(super) struct Reused {
 }
 
 impl Reused {
-    /// Of `known` leading blocks the devices held `hits`; then come those that were loaded, then those that were pulled.
+    /// Of `known` leading blocks the devices held `hits`; then come those that were loaded, then those that
+    /// were pulled.
     pub(super) fn new(hits: usize, known: usize, loaded: ByTier) -> Self {
         let staged = known.saturating_sub(hits);
         let lower = loaded[1..].iter().sum::<usize>().min(staged);

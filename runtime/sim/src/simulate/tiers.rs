@@ -1,5 +1,6 @@
-//! What an instance holds below its devices: what the devices' cache gives up goes to host memory, and what that gives
-//! up to the disk. A block that is loaded keeps its place below, so that it need not be written again.
+//! What an instance holds below its devices: what the devices' cache gives up goes to host memory, and what
+//! that gives up to the disk. A block that is loaded keeps its place below, so that it need not be written
+//! again.
 
 use super::engine::Outcome;
 use mixfleet_hal::units::Bytes;
@@ -56,7 +57,8 @@ impl Tiers {
         Tiers { stores, block_bytes }
     }
 
-    /// Takes in what the devices' cache gave up, in that order: the deepest block of a chain comes first, and so goes first here.
+    /// Takes in what the devices' cache gave up, in that order: the deepest block of a chain comes first, and
+    /// so goes first here.
     pub(super) fn take_in(&mut self, evicted: &[BlockHash], outcomes: &mut Vec<Outcome>) {
         let mut coming = evicted.to_vec();
         for Store { tier, cache, .. } in &mut self.stores {
@@ -92,7 +94,8 @@ impl Tiers {
         blocks
     }
 
-    /// Loads the leading `blocks` of `chain`: when all are there. Tiers load at the same time, each one load after the other.
+    /// Loads the leading `blocks` of `chain`: when all are there. Tiers load at the same time, each one load
+    /// after the other.
     pub(super) fn load(&mut self, now_s: f64, chain: &[BlockHash], blocks: ByTier) -> f64 {
         let mut ready_s = now_s;
         for store in &mut self.stores {

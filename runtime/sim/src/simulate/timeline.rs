@@ -1,4 +1,5 @@
-//! Samples of the pools' load at equal intervals of virtual time. Nothing is kept but the present interval's counts.
+//! Samples of the pools' load at equal intervals of virtual time. Nothing is kept but the present interval's
+//! counts.
 
 use super::World;
 use super::observe::Sample;
@@ -77,7 +78,8 @@ impl Timeline {
         self.pools[pool as usize].completed += 1;
     }
 
-    /// When the next sample is to be taken, if that is before `then_s`. Of a time without requests it is the last one.
+    /// When the next sample is to be taken, if that is before `then_s`. Of a time without requests it is the
+    /// last one.
     fn due(&mut self, then_s: f64, idle: bool) -> Option<f64> {
         let interval_s = self.interval_s?;
         if idle && self.idle {

@@ -43,7 +43,7 @@ struct Entry {
 }
 
 /// A call, placed in its session.
-struct Step {
+struct AgentStep {
     /// From the session's start.
     at: Seconds,
     lengths: Lengths,
@@ -58,7 +58,7 @@ struct Running {
     number: u64,
     start: Seconds,
     model: Option<Arc<str>>,
-    steps: Vec<Step>,
+    steps: Vec<AgentStep>,
     /// Steps in order of time, and how many of them are done.
     order: Vec<usize>,
     done: usize,
@@ -149,7 +149,7 @@ impl Agentic {
         }
     }
 
-    fn steps(&self, line: &Line, repairs: &mut Repairs) -> Result<Vec<Step>, String> {
+    fn steps(&self, line: &Line, repairs: &mut Repairs) -> Result<Vec<AgentStep>, String> {
         if line.block_size != self.block_tokens {
             return Err(format!(
                 "blocks of {} tokens in a trace with blocks of {}",
@@ -167,7 +167,7 @@ impl Agentic {
         entries: &[Entry],
         start: Seconds,
         parent: Option<Answer>,
-        steps: &mut Vec<Step>,
+        steps: &mut Vec<AgentStep>,
         repairs: &mut Repairs,
     ) -> Result<(), String> {
         let mut before = parent;
@@ -191,7 +191,7 @@ impl Agentic {
             let took = entry.api.map(|api| checked("api", api)).transpose()?.map(Seconds);
             let after = before.map(|before| before.step);
             before = Some(Answer { step: steps.len(), took, same_agent: true });
-            steps.push(Step { at, lengths, runs: entry.h.as_slice().into(), after, think });
+            steps.push(AgentStep { at, lengths, runs: entry.h.as_slice().into(), after, think });
         }
         Ok(())
     }

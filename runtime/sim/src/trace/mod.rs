@@ -33,7 +33,8 @@ use std::sync::Arc;
 /// line ask for any amount of memory.
 pub const TOKENS_MAX: u32 = 1 << 24;
 
-/// The last time of a trace, and of a simulation, in seconds: 317 years. Later ones are a mistake, and f64 tells them apart by microseconds no more.
+/// The last time of a trace, and of a simulation, in seconds: 317 years. Later ones are a mistake, and f64
+/// tells them apart by microseconds no more.
 pub const TIME_S_MAX: f64 = 1e10;
 
 /// One request of a trace.

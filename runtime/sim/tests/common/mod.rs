@@ -14,8 +14,8 @@ pub(crate) fn fleet_from(text: &str) -> FleetFile {
     FleetFile::parse(text, Path::new(""), &none).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// So many prefill and decode instances of LLaMA3-70B on 8 A800 each, by the fit of FAST'25 figure 14, with network
-/// cards of `nic_gb_per_s` and the keys `slo` of the table of that name.
+/// So many prefill and decode instances of LLaMA3-70B on 8 A800 each, by the fit of FAST'25 figure 14, with
+/// network cards of `nic_gb_per_s` and the keys `slo` of the table of that name.
 pub(crate) fn mooncake((prefill, decode): (u32, u32), nic_gb_per_s: f64, slo: &str) -> FleetFile {
     fleet_from(&format!(
         r#"
@@ -63,8 +63,8 @@ pub(crate) fn shared(path: &str) -> Option<PathBuf> {
     None
 }
 
-/// A generated conversation as lines of Mooncake's format. It stands in for the published one, which a clone need not have
-/// beside it.
+/// A generated conversation as lines of Mooncake's format. It stands in for the published one, which a clone
+/// need not have beside it.
 pub(crate) fn generated(requests: u64, rate: f64) -> Vec<u8> {
     let options = GenerateOptions { requests, rate, seed: 16, arrivals: Arrivals::Poisson };
     let made = Generator::new(Preset::Conversation.model(), options);
@@ -76,7 +76,8 @@ pub(crate) fn generated(requests: u64, rate: f64) -> Vec<u8> {
     lines
 }
 
-/// Seeds with which a published trace is played: one at every change, as many as `MIXFLEET_SIM_SEEDS` says at night.
+/// Seeds with which a published trace is played: one at every change, as many as `MIXFLEET_SIM_SEEDS` says at
+/// night.
 pub(crate) fn seeds() -> RangeInclusive<u64> {
     let wanted = std::env::var("MIXFLEET_SIM_SEEDS");
     1..=wanted.map_or(1, |count| count.parse().expect("MIXFLEET_SIM_SEEDS is a number of seeds"))

@@ -1,4 +1,5 @@
-//! Finds numbers that JSON cannot hold: serde_json writes them as null, and an optional one would read back as absent.
+//! Finds numbers that JSON cannot hold: serde_json writes them as null, and an optional one would read back
+//! as absent.
 
 use serde::ser::{self, Serialize, Serializer};
 use std::fmt::Display;

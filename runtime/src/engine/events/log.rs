@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::{mpsc, oneshot};
 
-/// Bytes that may wait for the disk: seconds of a busy fleet, and a bound on the memory that a dead disk takes.
+/// Bytes that may wait for the disk: seconds of a busy fleet, and a bound on the memory that a dead disk
+/// takes.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
 
 enum Message {

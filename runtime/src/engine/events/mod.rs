@@ -33,7 +33,7 @@ struct Head<'a> {
 }
 
 #[derive(Serialize)]
-struct Step<'a> {
+struct LoggedStep<'a> {
     now: Seconds,
     event: &'a Event,
     actions: &'a [Action],
@@ -82,7 +82,7 @@ impl LoggedFleet {
         };
         let told = event.clone();
         self.machine.step(now, event, &mut actions);
-        log.write(&Step { now, event: &told, actions: &actions });
+        log.write(&LoggedStep { now, event: &told, actions: &actions });
         actions
     }
 }

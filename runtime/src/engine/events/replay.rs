@@ -1,6 +1,6 @@
 //! Feeding a log to a fresh machine.
 
-use super::{End, Head, SCHEMA, Step, json};
+use super::{End, Head, LoggedStep, SCHEMA, json};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Action, Event, Explanation, Fleet, RejectReason};
@@ -81,7 +81,8 @@ struct Lines<R> {
 }
 
 impl<R: BufRead> Lines<R> {
-    /// The next line without its end; `None` at the end of the log. The flag tells that the end of line is missing.
+    /// The next line without its end; `None` at the end of the log. The flag tells that the end of line is
+    /// missing.
     fn next(&mut self) -> Result<Option<(&[u8], bool)>, ReplayError> {
         self.number += 1;
         self.line.clear();
@@ -102,8 +103,8 @@ fn parse<'a, T: Deserialize<'a>>(line: &'a [u8], number: u64) -> Result<T, Repla
 }
 
 impl Replay {
-    /// Feeds the events of `log` at their times to a fresh machine, and compares what it answers byte by byte. Keeps the
-    /// decisions on `wanted`.
+    /// Feeds the events of `log` at their times to a fresh machine, and compares what it answers byte by
+    /// byte. Keeps the decisions on `wanted`.
     ///
     /// # Errors
     /// When the log cannot be read, or a line but the last is no step.
@@ -151,7 +152,7 @@ impl Replay {
         self.steps += 1;
         self.actions += actions.len() as u64;
         self.arrivals += u64::from(matches!(event, Event::Arrived(_)));
-        let replayed = json(&Step { now, event: &event, actions: &actions });
+        let replayed = json(&LoggedStep { now, event: &event, actions: &actions });
         if replayed != line {
             self.differing += 1;
             self.first.get_or_insert_with(|| Difference::between(number, line, &replayed));

@@ -49,7 +49,8 @@ impl Run {
         self.began_s + self.time_s(cost, self.steps)
     }
 
-    /// Tokens that everyone together got, and blocks that they took, which the machine does not know of at `now_s`.
+    /// Tokens that everyone together got, and blocks that they took, which the machine does not know of at
+    /// `now_s`.
     pub(super) fn since_told(&self, cost: &CostModel, now_s: f64, block_tokens: u32) -> (u64, usize) {
         let (known, is) = (self.done, self.steps_by(cost, now_s).max(self.done + 1) - 1);
         let blocks = |steps: u32| {
