@@ -129,6 +129,9 @@ pub trait Backend: Send + Sync {
 }
 
 /// An open device.
+///
+/// It has no default methods, so that a device that wraps another one (see [`forward_device`](crate::forward_device)) cannot lose a
+/// method unnoticed.
 pub trait Device: Send + Sync {
     /// Returns static facts about the device.
     fn info(&self) -> &DeviceInfo;
@@ -163,14 +166,78 @@ pub trait Device: Send + Sync {
     /// # Errors
     /// The driver or the operating system refused, because of a limit on locked memory or because the memory
     /// is pinned already. Copies still work.
-    fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
-        drop(memory);
-        Ok(None)
-    }
+    fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>>;
 
     /// Creates a queue.
     fn queue(&self) -> Result<Box<dyn Queue>>;
 
     /// Reads the device's current health.
     fn health(&self) -> Health;
+}
+
+/// The methods of a [`Device`] that are those of a device inside it, for use in an `impl Device`:
+/// `forward_device!(self => self.inner; info, limits, pin)`. What is neither named here nor written does not compile.
+#[macro_export]
+macro_rules! forward_device {
+    ($this:ident => $inner:expr; $($method:ident),+) => {
+        $($crate::forward_device!(@ $method $this $inner);)+
+    };
+    (@ info $this:ident $inner:expr) => {
+        fn info(&$this) -> &$crate::DeviceInfo {
+            $inner.info()
+        }
+    };
+    (@ limits $this:ident $inner:expr) => {
+        fn limits(&$this) -> $crate::DeviceLimits {
+            $inner.limits()
+        }
+    };
+    (@ support $this:ident $inner:expr) => {
+        fn support(&$this, sig: &$crate::OpSig) -> $crate::Support {
+            $inner.support(sig)
+        }
+    };
+    (@ alloc $this:ident $inner:expr) => {
+        fn alloc(&$this, bytes: u64, role: $crate::BufferUsage) -> $crate::Result<$crate::Slice> {
+            $inner.alloc(bytes, role)
+        }
+    };
+    (@ import $this:ident $inner:expr) => {
+        fn import(&$this, memory: std::sync::Arc<dyn $crate::HostMemory>) -> $crate::Result<$crate::Slice> {
+            $inner.import(memory)
+        }
+    };
+    (@ export $this:ident $inner:expr) => {
+        fn export(&$this, slice: &$crate::Slice) -> Option<$crate::Export> {
+            $inner.export(slice)
+        }
+    };
+    (@ write $this:ident $inner:expr) => {
+        fn write(&$this, to: &$crate::Slice, data: &[u8]) -> $crate::Result<()> {
+            $inner.write(to, data)
+        }
+    };
+    (@ read $this:ident $inner:expr) => {
+        fn read(&$this, from: &$crate::Slice, data: &mut [u8]) -> $crate::Result<()> {
+            $inner.read(from, data)
+        }
+    };
+    (@ pin $this:ident $inner:expr) => {
+        fn pin(
+            &$this,
+            memory: std::sync::Arc<dyn $crate::memory::SharedMemory>,
+        ) -> $crate::Result<Option<$crate::memory::Pinned>> {
+            $inner.pin(memory)
+        }
+    };
+    (@ queue $this:ident $inner:expr) => {
+        fn queue(&$this) -> $crate::Result<Box<dyn $crate::Queue>> {
+            $inner.queue()
+        }
+    };
+    (@ health $this:ident $inner:expr) => {
+        fn health(&$this) -> $crate::Health {
+            $inner.health()
+        }
+    };
 }

@@ -3,6 +3,7 @@
 //! GB is 1e9 bytes and GiB is 2^30 bytes throughout.
 
 use serde::{Deserialize, Serialize};
+use std::cmp::Ordering;
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
 /// 1e9 bytes.
@@ -45,6 +46,30 @@ quantity!(/** Bandwidth. */ BytesPerSecond);
 quantity!(/** Money. */ Usd);
 quantity!(/** The rent of a device. */ UsdPerHour);
 
+/// A number in the total order of [`f64::total_cmp`], for keys of maps and heaps.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Ordered(pub f64);
+
+impl Ord for Ordered {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+impl PartialOrd for Ordered {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Ordered {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Ordered {}
+
 impl Div<BytesPerSecond> for Bytes {
     type Output = Seconds;
     fn div(self, rate: BytesPerSecond) -> Seconds {
@@ -75,5 +100,13 @@ mod tests {
         assert_eq!(Bytes(100e9) / BytesPerSecond(50e9), Seconds(2.0));
         assert_eq!(Flop(4e12) / FlopPerSecond(2e12), Seconds(2.0));
         assert_eq!(UsdPerHour(3600.0) * Seconds(2.0), Usd(2.0));
+    }
+
+    #[test]
+    fn any_two_numbers_are_ordered() {
+        let mut numbers = [f64::NAN, 1.0, f64::INFINITY, -0.0, 0.0, -3.0].map(Ordered);
+        numbers.sort();
+        assert_eq!(numbers[..5], [-3.0, -0.0, 0.0, 1.0, f64::INFINITY].map(Ordered));
+        assert!(numbers[5].0.is_nan() && numbers[5] == numbers[5] && Ordered(0.0) != Ordered(-0.0));
     }
 }

@@ -1,5 +1,6 @@
 //! What the crate says from outside: its catalog and its predictions against published data.
 
 mod catalog_data;
+mod forward;
 mod predict;
 mod published;

@@ -6,6 +6,7 @@
 use crate::inputs::encoded;
 use crate::oracle;
 use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{
     Buffer, BufferUsage, Cmd, Device, DeviceInfo, DeviceKind, DeviceLimits, Elapsed, Error, Export, Graph,
@@ -145,6 +146,10 @@ impl Device for ReferenceDevice {
         }
         data.copy_from_slice(&load(from)?);
         Ok(())
+    }
+
+    fn pin(&self, _: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        Ok(None)
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

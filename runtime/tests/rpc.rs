@@ -1,7 +1,10 @@
 //! Sessions over gRPC: what goes through, who is turned away, and how an end is noticed.
 
+#[path = "../../backends/wire/tests/authority/mod.rs"]
+mod authority;
 mod revoked;
 
+use self::authority::{Authority, SERIAL};
 use crate::fleet::{ask, greedy, prompt, request};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::{DType, Device};
@@ -25,10 +28,6 @@ use mixfleet_runtime::request::EngineHandle;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_wire::{HostRegion, Shm, TlsFiles, TlsPem};
-use rcgen::{
-    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, IsCa, KeyPair,
-    RevokedCertParams, SerialNumber,
-};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use std::collections::BTreeMap;
@@ -43,27 +42,17 @@ const NAME: &str = "mixfleet";
 /// An end is noticed long before; this only ends a test that fails.
 const LONG: Duration = Duration::from_secs(60);
 
-struct Authority(CertifiedIssuer<'static, KeyPair>);
+/// An authority, and what its members believe.
+struct Fleet(Authority);
 
-impl Authority {
+impl Fleet {
     fn new() -> Self {
-        let mut params = CertificateParams::new(vec![]).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        Authority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
-    }
-
-    /// Certificate and key with this name.
-    fn signs(&self, name: &str) -> (String, String) {
-        let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
-        params.serial_number = Some(SerialNumber::from(77));
-        (params.signed_by(&key, &self.0).unwrap().pem(), key.serialize_pem())
+        Fleet(Authority::new())
     }
 
     /// Who has a certificate with this name, and believes `authority`.
-    fn believing(&self, authority: &Authority, name: &str) -> Trust {
-        let (certificates, key) = self.signs(name);
-        let authority = authority.0.as_ref().pem();
+    fn believing(&self, authority: &Fleet, name: &str) -> Trust {
+        let (authority, (certificates, key)) = (authority.0.pem(), self.0.signs(&[name]));
         let pem = TlsPem {
             authority: &authority,
             certificates: &certificates,
@@ -80,26 +69,6 @@ impl Authority {
 
     fn member(&self) -> Trust {
         self.named(NAME)
-    }
-
-    /// Which certificates are not believed any more.
-    fn revoked(&self, serials: &[u64]) -> String {
-        let day = |day| rcgen::date_time_ymd(2020, 1, day);
-        let revoked = serials.iter().map(|&serial| RevokedCertParams {
-            serial_number: SerialNumber::from(serial),
-            revocation_time: day(1),
-            reason_code: None,
-            invalidity_date: None,
-        });
-        let list = CertificateRevocationListParams {
-            this_update: day(1),
-            next_update: day(2),
-            crl_number: SerialNumber::from(1),
-            issuing_distribution_point: None,
-            revoked_certs: revoked.collect(),
-            key_identifier_method: rcgen::KeyIdMethod::Sha256,
-        };
-        list.signed_by(&self.0).unwrap().pem().unwrap()
     }
 }
 
@@ -235,7 +204,7 @@ fn members(workers: &[&Worker]) -> Members {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn prefill_on_one_process_and_decode_on_another_under_tls() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
     let config = || config(authority.member());
     let prefill = worker(&env, &checkpoint, 3, Role::Prefill, config());
     let decode = worker(&env, &checkpoint, 5, Role::Decode, config());
@@ -264,7 +233,7 @@ async fn prefill_on_one_process_and_decode_on_another_under_tls() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn who_is_not_of_the_fleet_is_turned_away() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.member()));
     let (_handle, router) = router(&env, &checkpoint, model());
     let call = async |config: &RpcConfig| {
@@ -273,10 +242,10 @@ async fn who_is_not_of_the_fleet_is_turned_away() {
     };
     assert_eq!(call(&config(authority.member())).await, Ok(()));
     let anonymous = |versions: &[&'static rustls::SupportedProtocolVersion], with_certificate: bool| {
-        let (certificate, key) = authority.signs(NAME);
+        let (certificate, key) = authority.0.signs(&[NAME]);
         let der = |text: &str| CertificateDer::from_pem_slice(text.as_bytes()).unwrap();
         let mut roots = rustls::RootCertStore::empty();
-        roots.add(der(&authority.0.as_ref().pem())).unwrap();
+        roots.add(der(&authority.0.pem())).unwrap();
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let client = rustls::ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(versions)
@@ -290,14 +259,14 @@ async fn who_is_not_of_the_fleet_is_turned_away() {
             false => client.with_no_client_auth(),
         };
         client.alpn_protocols = vec![b"h2".to_vec()];
-        let (certificates, key, ca) = (&certificate, &key, &authority.0.as_ref().pem());
+        let (certificates, key, ca) = (&certificate, &key, &authority.0.pem());
         let pem = TlsPem { authority: ca, certificates, key, revoked: "", fleet: NAME };
         let identity = mixfleet_wire::TlsIdentity::new(&pem).unwrap();
         Trust::Tls(Arc::new(Known { identity: Arc::new(identity), client: Some(Arc::new(client)) }))
     };
     let (new, old) = (&rustls::version::TLS13, &rustls::version::TLS12);
     assert_eq!(call(&config(anonymous(&[new], true))).await, Ok(()));
-    let foreign = Authority::new();
+    let foreign = Fleet::new();
     for stranger in [
         token(),
         foreign.member(),
@@ -385,7 +354,7 @@ async fn proxy(address: String) -> (SocketAddr, watch::Sender<Fate>) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_ends_with_its_connection_and_when_nothing_comes_any_more() {
     let (env, checkpoint) = (real_env(), checkpoint());
-    let authority = Authority::new();
+    let authority = Fleet::new();
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.member()));
     let (_handle, router) = router(&env, &checkpoint, model());
     // By the token a caller means an address, and the network is not there.
@@ -446,7 +415,7 @@ async fn a_call_that_was_proved_to_another_address_is_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_callers_certificate_says_what_it_may_call() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(authority.named("worker.mixfleet")));
     let (_handle, router) = router(&env, &checkpoint, model());
     let hello = router.hello();
@@ -482,7 +451,7 @@ async fn a_callers_certificate_says_what_it_may_call() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn certificates_are_renewed_and_taken_back_without_a_new_start() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
     let directory = std::env::temp_dir().join(format!("mixfleet-rpc-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
     let write = |name: &str, text: String| {
@@ -490,16 +459,16 @@ async fn certificates_are_renewed_and_taken_back_without_a_new_start() {
         directory.join(name)
     };
     let member = |name: &str| {
-        let (certificate, key) = authority.signs(name);
+        let (certificate, key) = authority.0.signs(&[name]);
         (write("member.pem", certificate), write("member.key", key))
     };
     // A router's, by mistake.
     let (certificates, key) = member("router.mixfleet");
     let files = TlsFiles {
-        authority: write("ca.pem", authority.0.as_ref().pem()),
+        authority: write("ca.pem", authority.0.pem()),
         certificates,
         key,
-        revoked: Some(write("crl.pem", authority.revoked(&[]))),
+        revoked: Some(write("crl.pem", authority.0.revokes(&[]))),
         fleet: NAME.into(),
     };
     let trust = known(mixfleet_wire::TlsIdentity::of_files(files, Box::new(|_| {})).unwrap());
@@ -520,9 +489,9 @@ async fn certificates_are_renewed_and_taken_back_without_a_new_start() {
     assert!(call().await.is_err());
     member(NAME);
     until(true).await;
-    write("crl.pem", authority.revoked(&[77]));
+    write("crl.pem", authority.0.revokes(&[SERIAL]));
     until(false).await;
-    write("crl.pem", authority.revoked(&[78]));
+    write("crl.pem", authority.0.revokes(&[SERIAL + 1]));
     until(true).await;
     std::fs::remove_dir_all(directory).unwrap();
 }
@@ -578,7 +547,7 @@ async fn who_takes_a_call_and_never_answers_is_given_up() {
             taken.push(socket);
         }
     });
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
     let (_handle, router) = router(&env, &checkpoint, model());
     for trust in [token(), authority.member()] {
         let impatient = RpcConfig { silence: Duration::from_secs(1), trust };

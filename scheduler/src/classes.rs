@@ -20,7 +20,7 @@
 
 use crate::cost::{CostModel, ModelShape, ProfileCost};
 use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::units::{Bytes, BytesPerSecond, GB, Seconds, Usd, UsdPerHour};
+use mixfleet_hal::units::{Bytes, GB, Seconds, Usd, UsdPerHour};
 use mixfleet_hal::{DType, OpSig};
 use serde::Serialize;
 
@@ -333,16 +333,6 @@ pub fn classify(demand: &Demand, candidates: &[Candidate]) -> Vec<Classified> {
             classified
         })
         .collect()
-}
-
-/// The rent below which a device's bytes per second are cheaper than a rival's: both rates as reached by
-/// decode attention. `p_X < p_A (share_X B_X) / (share_A B_A)`.
-pub fn bandwidth_break_even(
-    reached: BytesPerSecond,
-    rival_reached: BytesPerSecond,
-    rival_price: UsdPerHour,
-) -> UsdPerHour {
-    rival_price * (reached.0 / rival_reached.0)
 }
 
 /// `cost = rent x time`, solved for the rent.

@@ -7,6 +7,7 @@ use crate::pool::ThreadPool;
 use crate::program::check_sig;
 use crate::queue::CpuQueue;
 use crate::topology;
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
     Absent, Backend, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Export, Health,
@@ -145,6 +146,10 @@ impl Device for CpuDevice {
         unsafe { std::ptr::copy_nonoverlapping(buffer.span(from).start, data.as_mut_ptr(), data.len()) };
         drop(guard);
         Ok(())
+    }
+
+    fn pin(&self, _: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        Ok(None)
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

@@ -83,11 +83,6 @@ impl PcieLink {
         Some(lane_bytes_per_second(self.gt_per_s?) * f64::from(self.lanes?))
     }
 
-    /// Returns the maximum bytes per second per direction.
-    pub fn bytes_per_second_max(&self) -> Option<f64> {
-        Some(lane_bytes_per_second(self.gt_per_s_max?) * f64::from(self.lanes_max?))
-    }
-
     /// Whether it runs on fewer lanes than the maximum.
     pub fn is_narrow(&self) -> bool {
         self.lanes.zip(self.lanes_max).is_some_and(|(now, max)| now < max)

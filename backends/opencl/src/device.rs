@@ -3,6 +3,7 @@
 use crate::kernels::ProgramKey;
 use crate::memory::Memory;
 use crate::queue::OpenClQueue;
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
     Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export,
@@ -352,6 +353,10 @@ impl Device for OpenClDevice {
             // SAFETY: the call blocks until `data` is written, and the range is inside the buffer.
             unsafe { core::enqueue_read_buffer(queue, memory.mem(), true, offset, data, NO_EVENTS, NO_EVENT) }
         })
+    }
+
+    fn pin(&self, _: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        Ok(None)
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

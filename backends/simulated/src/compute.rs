@@ -118,6 +118,8 @@ fn probes() -> [OpSig; 4] {
 }
 
 impl Device for ComputeDevice {
+    mixfleet_hal::forward_device!(self => self.inner; pin);
+
     fn info(&self) -> &DeviceInfo {
         &self.part.info
     }

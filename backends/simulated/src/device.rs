@@ -5,6 +5,7 @@ use crate::costs::Costs;
 use crate::memory::{Budget, Edit, SharedStore, Store, lock};
 use crate::queue::{Digests, SimQueue};
 use crate::timeline::Schedule;
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
 use mixfleet_hal::{
@@ -180,6 +181,10 @@ impl Device for TimeOnlyDevice {
                 Ok(())
             },
         )
+    }
+
+    fn pin(&self, _: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        Ok(None)
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

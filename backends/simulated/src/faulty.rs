@@ -133,29 +133,7 @@ impl FaultyDevice {
 }
 
 impl Device for FaultyDevice {
-    fn info(&self) -> &DeviceInfo {
-        self.inner.info()
-    }
-
-    fn limits(&self) -> DeviceLimits {
-        self.inner.limits()
-    }
-
-    fn support(&self, sig: &OpSig) -> Support {
-        self.inner.support(sig)
-    }
-
-    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
-        self.inner.alloc(bytes, role)
-    }
-
-    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        self.inner.import(memory)
-    }
-
-    fn export(&self, slice: &Slice) -> Option<Export> {
-        self.inner.export(slice)
-    }
+    mixfleet_hal::forward_device!(self => self.inner; info, limits, support, alloc, import, export, pin, health);
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         self.ordered.remember(&*self.inner, to)?;
@@ -203,10 +181,6 @@ impl Device for FaultyDevice {
         Ok(())
     }
 
-    fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
-        self.inner.pin(memory)
-    }
-
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(FaultyQueue {
             inner: self.inner.queue()?,
@@ -215,10 +189,6 @@ impl Device for FaultyDevice {
             batches: BTreeMap::new(),
             broken: None,
         }))
-    }
-
-    fn health(&self) -> Health {
-        self.inner.health()
     }
 }
 

@@ -163,35 +163,10 @@ impl Queue for MetronomeQueue {
 }
 
 impl Device for Metronome {
-    fn info(&self) -> &DeviceInfo {
-        self.0.info()
-    }
-    fn limits(&self) -> DeviceLimits {
-        self.0.limits()
-    }
-    fn support(&self, sig: &OpSig) -> Support {
-        self.0.support(sig)
-    }
-    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
-        self.0.alloc(bytes, role)
-    }
-    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        self.0.import(memory)
-    }
-    fn export(&self, slice: &Slice) -> Option<Export> {
-        self.0.export(slice)
-    }
-    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        self.0.write(to, data)
-    }
-    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        self.0.read(from, data)
-    }
+    mixfleet_hal::forward_device!(self => self.0; info, limits, support, alloc, import, export, write, read, pin, health);
+
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(MetronomeQueue { inner: self.0.queue()?, commands: Vec::new() }))
-    }
-    fn health(&self) -> Health {
-        self.0.health()
     }
 }
 
@@ -252,27 +227,14 @@ enum Bug {
 }
 
 impl Device for Buggy {
-    fn info(&self) -> &DeviceInfo {
-        self.inner.info()
-    }
-    fn limits(&self) -> DeviceLimits {
-        self.inner.limits()
-    }
+    mixfleet_hal::forward_device!(self => self.inner; info, limits, alloc, import, export, health);
+
     fn support(&self, sig: &OpSig) -> Support {
         match self.bug {
             Bug::Useless => Support::No,
             Bug::NoScatter if sig.name() == "kv_scatter" => Support::No,
             _ => self.inner.support(sig),
         }
-    }
-    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
-        self.inner.alloc(bytes, role)
-    }
-    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        self.inner.import(memory)
-    }
-    fn export(&self, slice: &Slice) -> Option<Export> {
-        self.inner.export(slice)
     }
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         self.inner.write(to, data)?;
@@ -307,9 +269,6 @@ impl Device for Buggy {
             Bug::Confused(change) => Box::new(ConfusedQueue { inner, change }),
             _ => inner,
         })
-    }
-    fn health(&self) -> Health {
-        self.inner.health()
     }
 }
 

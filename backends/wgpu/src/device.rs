@@ -5,6 +5,7 @@ use crate::memory::{DeviceQueue, Memory};
 use crate::pipelines::{IMMEDIATE_BYTES, Pipelines};
 use crate::plan::{Demands, Planner};
 use crate::queue::WgpuQueue;
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
     Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export,
@@ -291,6 +292,10 @@ impl Device for WgpuDevice {
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
         self.shared.link.read(from, data)
+    }
+
+    fn pin(&self, _: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        Ok(None)
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

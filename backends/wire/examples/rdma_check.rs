@@ -5,12 +5,15 @@
 
 #![allow(clippy::print_stdout)]
 
+#[path = "../tests/authority/mod.rs"]
+mod authority;
+
+use authority::Authority;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, Transport};
 use mixfleet_hal::{Error, ErrorKind};
 use mixfleet_wire::verbs::{Verbs, VerbsOptions};
 use mixfleet_wire::{HostRegion, Security};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
 use std::path::Path;
@@ -435,20 +438,9 @@ fn bench(descriptor: &Descriptor, numbers: Vec<u32>) -> Result<bool, String> {
 
 /// `ca.pem`, `member.pem` and `member.key`, for processes that find each other under TLS.
 fn certificates(folder: &Path, names: &[&str]) -> Result<bool, String> {
-    let text = |error: rcgen::Error| error.to_string();
-    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-    let mut authority = CertificateParams::new(vec![]).map_err(text)?;
-    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let key = KeyPair::generate().map_err(text)?;
-    let authority = CertifiedIssuer::self_signed(authority, key).map_err(text)?;
-    let key = KeyPair::generate().map_err(text)?;
-    let member = CertificateParams::new(names).and_then(|params| params.signed_by(&key, &authority));
-    let files = [
-        ("ca.pem", authority.as_ref().pem()),
-        ("member.pem", member.map_err(text)?.pem()),
-        ("member.key", key.serialize_pem()),
-    ];
-    for (name, pem) in files {
+    let authority = Authority::new();
+    let (certificate, key) = authority.signs(names);
+    for (name, pem) in [("ca.pem", authority.pem()), ("member.pem", certificate), ("member.key", key)] {
         let file = folder.join(name);
         std::fs::write(&file, pem).map_err(|error| format!("{}: {error}", file.display()))?;
     }

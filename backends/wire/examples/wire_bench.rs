@@ -12,6 +12,10 @@
 //! `--memory BYTES` at each end (256 MiB), `--verify` (xxh3 of each piece before and after the transfer),
 //! `--tls` (with certificates made for this run), `--warm BYTES` moved beforehand (all).
 
+#[cfg(feature = "tls")]
+#[path = "../tests/authority/mod.rs"]
+mod authority;
+
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_wire::{HostRegion, Security, Tcp, TcpConfig};
@@ -91,18 +95,14 @@ impl Drop for Certificates {
 /// An authority, and one member's certificate that both ends show.
 #[cfg(feature = "tls")]
 fn make_certificates() -> Outcome<Certificates> {
-    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
     let folder = std::env::temp_dir().join(format!("mixfleet-wire-bench-{}", std::process::id()));
     std::fs::create_dir(&folder)?;
     let made = Certificates(folder);
-    let mut params = CertificateParams::new(vec![])?;
-    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
-    let key = KeyPair::generate()?;
-    let member = CertificateParams::new(vec!["mixfleet".to_owned()])?.signed_by(&key, &authority)?;
-    std::fs::write(made.0.join("authority.pem"), authority.as_ref().pem())?;
-    std::fs::write(made.0.join("member.pem"), member.pem())?;
-    std::fs::write(made.0.join("key.pem"), key.serialize_pem())?;
+    let authority = authority::Authority::new();
+    let (certificate, key) = authority.signs(&["mixfleet"]);
+    std::fs::write(made.0.join("authority.pem"), authority.pem())?;
+    std::fs::write(made.0.join("member.pem"), certificate)?;
+    std::fs::write(made.0.join("key.pem"), key)?;
     Ok(made)
 }
 

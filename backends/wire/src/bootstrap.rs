@@ -1,10 +1,10 @@
 //! Passes a descriptor from one process to another: one line of text, secured like KV itself.
 
 use crate::security::Security;
-use crate::stream::{SecureStream, tune};
+use crate::stream::SecureStream;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 /// Timeout for the handshake and for transferring the line.
@@ -58,9 +58,8 @@ impl DescriptorListener {
     pub fn send_once(&self, line: &str) -> Result<SocketAddr> {
         let accepted = self.listener.accept();
         let (socket, peer) = accepted.map_err(|error| Error::new(ErrorKind::Other, error.to_string()))?;
-        tune(&socket, SILENCE).map_err(|error| failed("set up", peer, error))?;
-        let link = self.security.accept(socket, Instant::now() + PATIENCE);
-        let mut link = link.map_err(|error| failed("the handshake", peer, error))?;
+        let link = self.security.welcome(socket, SILENCE, Instant::now() + PATIENCE);
+        let mut link = link.map_err(|error| failed("no connection", peer, error))?;
         let told = link.socket().set_write_timeout(Some(PATIENCE)).and_then(|()| writeln!(link, "{line}"));
         told.map_err(|error| failed("say how memory is reached", peer, error))?;
         let silent = link.socket().set_read_timeout(None);
@@ -78,11 +77,8 @@ impl DescriptorListener {
 /// answers or the certificates do not match.
 pub fn fetch_descriptor(address: SocketAddr, security: &Security) -> Result<FetchedDescriptor> {
     security.check(&address)?;
-    let socket =
-        TcpStream::connect_timeout(&address, PATIENCE).map_err(|error| failed("connect", address, error))?;
-    tune(&socket, SILENCE).map_err(|error| failed("set up", address, error))?;
-    let link = security.connect(socket, Instant::now() + PATIENCE);
-    let link = link.map_err(|error| failed("the handshake", address, error))?;
+    let link = security.call(address, SILENCE, Instant::now() + PATIENCE);
+    let link = link.map_err(|error| failed("no connection", address, error))?;
     let patient = link.socket().set_read_timeout(Some(PATIENCE));
     patient.map_err(|error| failed("set up", address, error))?;
     let (mut reader, mut line) = (BufReader::new(link), String::new());

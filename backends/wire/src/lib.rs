@@ -5,8 +5,10 @@
 //! a [`FaultPlan`](mixfleet_hal::fault::FaultPlan) into any transport, so that its users can be tested
 //! against corruption, loss and silence.
 //!
-//! What is absent: any check of what arrived (the layer above hashes its blocks), any retry, any choice of a
-//! way, any thread that moves bytes for the active end: they move while it writes, reads or waits.
+//! Bytes move while the active end writes, reads or waits. A transfer that has begun continues while it does something else over TCP, where each
+//! connection has a thread for that, and over RDMA, where the NIC moves the bytes.
+//!
+//! What is absent: any check of what arrived (the layer above hashes its blocks), any retry, any choice of a transport.
 
 #![allow(unsafe_code)]
 
@@ -19,8 +21,6 @@ mod faulty;
 pub mod fuzzed;
 mod key;
 mod memory;
-#[cfg(all(feature = "tls", unix))]
-mod named;
 #[cfg(unix)]
 mod pinned;
 #[cfg(unix)]

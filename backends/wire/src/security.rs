@@ -1,6 +1,6 @@
 //! Which peers may connect to each other over a socket, and how the connection is protected.
 
-use crate::stream::SecureStream;
+use crate::stream::{SecureStream, remaining, tune};
 #[cfg(feature = "tls")]
 use crate::tls::TlsIdentity;
 use mixfleet_hal::{Error, Result};
@@ -8,7 +8,20 @@ use std::io;
 use std::net::{SocketAddr, TcpStream};
 #[cfg(feature = "tls")]
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+fn during(what: &'static str) -> impl Fn(io::Error) -> io::Error {
+    move |error| io::Error::new(error.kind(), format!("{what}: {error}"))
+}
+
+fn set_up(socket: TcpStream, silence: Duration, deadline: Instant) -> io::Result<TcpStream> {
+    let set = || {
+        tune(&socket, silence)?;
+        socket.set_write_timeout(Some(remaining(deadline)?))
+    };
+    set().map_err(during("set up"))?;
+    Ok(socket)
+}
 
 /// How bytes in transit, and access to the memory, are protected.
 #[derive(Clone, Debug)]
@@ -37,8 +50,29 @@ impl Security {
         }
     }
 
+    /// Connects to `address` and completes the handshake before `deadline`. A peer's host without any packets for `silence` counts as gone.
+    pub(crate) fn call(
+        &self,
+        address: SocketAddr,
+        silence: Duration,
+        deadline: Instant,
+    ) -> io::Result<SecureStream> {
+        let socket = TcpStream::connect_timeout(&address, remaining(deadline)?).map_err(during("connect"))?;
+        self.connect(set_up(socket, silence, deadline)?, deadline).map_err(during("the handshake"))
+    }
+
+    /// Completes the handshake with a peer that connected on `socket`, as [`call`](Self::call) does at the other end.
+    pub(crate) fn welcome(
+        &self,
+        socket: TcpStream,
+        silence: Duration,
+        deadline: Instant,
+    ) -> io::Result<SecureStream> {
+        self.accept(set_up(socket, silence, deadline)?, deadline).map_err(during("the handshake"))
+    }
+
     /// Runs the passive end of a handshake.
-    pub(crate) fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
+    fn accept(&self, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
         match self {
             #[cfg(feature = "tls")]
             Security::Tls(identity) => identity.accept(socket, deadline),
@@ -50,7 +84,7 @@ impl Security {
     }
 
     /// Runs the active end of a handshake.
-    pub(crate) fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
+    fn connect(&self, socket: TcpStream, deadline: Instant) -> io::Result<SecureStream> {
         match self {
             #[cfg(feature = "tls")]
             Security::Tls(identity) => identity.connect(socket, deadline),

@@ -43,15 +43,6 @@ impl ValidationVerdict {
             ValidationVerdict::Partial => "partial",
         }
     }
-
-    /// Returns the program's exit code: 1 if the thing tested failed, 3 if it could not run.
-    pub const fn exit_code(self) -> u8 {
-        match self {
-            ValidationVerdict::Pass | ValidationVerdict::PassedWithWaivers | ValidationVerdict::Partial => 0,
-            ValidationVerdict::Fail => 1,
-            ValidationVerdict::Incomplete => 3,
-        }
-    }
 }
 
 /// The device, as it describes itself.

@@ -37,35 +37,10 @@ impl Graph for Recorded {
 }
 
 impl Device for Metered {
-    fn info(&self) -> &DeviceInfo {
-        self.0.info()
-    }
-    fn limits(&self) -> DeviceLimits {
-        self.0.limits()
-    }
-    fn support(&self, sig: &OpSig) -> Support {
-        self.0.support(sig)
-    }
-    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
-        self.0.alloc(bytes, role)
-    }
-    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        self.0.import(memory)
-    }
-    fn export(&self, slice: &Slice) -> Option<Export> {
-        self.0.export(slice)
-    }
-    fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        self.0.write(to, data)
-    }
-    fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        self.0.read(from, data)
-    }
+    mixfleet_hal::forward_device!(self => self.0; info, limits, support, alloc, import, export, write, read, pin, health);
+
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(MeteredQueue { inner: self.0.queue()?, times: BTreeMap::new() }))
-    }
-    fn health(&self) -> Health {
-        self.0.health()
     }
 }
 

@@ -96,23 +96,13 @@ pub(crate) fn cached(sig: &OpSig) -> f64 {
 }
 
 impl Device for LawDevice {
+    mixfleet_hal::forward_device!(self => self.inner; limits, alloc, import, export, pin);
+
     fn info(&self) -> &DeviceInfo {
         &self.info
     }
-    fn limits(&self) -> DeviceLimits {
-        self.inner.limits()
-    }
     fn support(&self, sig: &OpSig) -> Support {
         if self.flaw == Flaw::Lacks(sig.name()) { Support::No } else { Support::Native }
-    }
-    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
-        self.inner.alloc(bytes, role)
-    }
-    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        self.inner.import(memory)
-    }
-    fn export(&self, slice: &Slice) -> Option<Export> {
-        self.inner.export(slice)
     }
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         self.clock.advance(COPY_S.0 + COPY_S.1 * data.len() as f64);

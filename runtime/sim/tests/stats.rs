@@ -18,7 +18,8 @@ fn conversation(rechain: Option<u32>) -> Option<Stats> {
         block_tokens: to,
         capacities_blocks: if rechain.is_none() { CAPACITIES_BLOCKS.to_vec() } else { vec![] },
         policies: vec![CachePolicy::Lru, CachePolicy::Lfu],
-        prefill: Some(PrefillFit::LLAMA3_70B),
+        // LLaMA3-70B on 8 A800 (FAST'25, figure 14a), without the overhead of a request
+        prefill: Some(PrefillFit { per_token: 1.19e-4, per_token_squared: 7.467e-10 }),
     });
     for request in trace.rechain(block_tokens, to) {
         tally.add(&request.expect("a good line"));

@@ -4,7 +4,7 @@ use super::baton::{Turn, WorkerThread};
 use super::{Connection, Env, Listener, Task};
 use futures_util::future::BoxFuture;
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::units::{Ordered, Seconds};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::future::Future;
 use std::io;
@@ -24,43 +24,25 @@ type Incoming = mpsc::UnboundedSender<(Box<dyn Connection>, SocketAddr)>;
 
 #[derive(Default)]
 struct World {
-    now: Moment,
+    now: Ordered,
     tasks: BTreeMap<u64, Task>,
     workers: BTreeMap<u64, Worker>,
     /// Tasks in the middle of a turn, and whether somebody woke them meanwhile.
     polled: BTreeMap<u64, bool>,
     spawned: u64,
     /// Deadline and order of creation.
-    timers: BTreeMap<(Moment, u64), Waker>,
+    timers: BTreeMap<(Ordered, u64), Waker>,
     timers_made: u64,
     listeners: HashMap<String, Incoming>,
     /// Nobody gets a new thread.
     threads_refused: bool,
 }
 
-/// A time that orders. Devices tell theirs as floats, and rounding them would make steps drift.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Moment(f64);
-
-impl Eq for Moment {}
-
-impl PartialOrd for Moment {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Moment {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
-    }
-}
-
 /// A task with a thread of its own.
 struct Worker {
     thread: WorkerThread,
     /// In the middle of its work it waits for this time,
-    blocked_until: Option<Moment>,
+    blocked_until: Option<Ordered>,
     /// or until somebody wakes it.
     or_woken: bool,
     /// Somebody woke it meanwhile.
@@ -144,7 +126,7 @@ impl SeededEnv {
             return;
         }
         let mut world = lock(&self.world);
-        world.now = world.now.max(Moment(time.0));
+        world.now = world.now.max(Ordered(time.0));
     }
 
     /// Runs all tasks until `main` is done.
@@ -250,7 +232,7 @@ impl SeededEnv {
                 world.workers.remove(&task);
             }
             Turn::Blocked { until, or_woken } => {
-                let until = Moment(until.0);
+                let until = Ordered(until.0);
                 if let Some(worker) = world.workers.get_mut(&task) {
                     (worker.blocked_until, worker.or_woken) = (Some(until), or_woken);
                 }
@@ -290,7 +272,7 @@ impl SeededEnv {
 }
 
 impl World {
-    fn timer(&mut self, deadline: Moment, waker: Waker) -> u64 {
+    fn timer(&mut self, deadline: Ordered, waker: Waker) -> u64 {
         let order = self.timers_made;
         self.timers.insert((deadline, order), waker);
         self.timers_made += 1;
@@ -309,7 +291,7 @@ impl Env for SeededEnv {
     }
 
     fn sleep(&self, span: Duration) -> Task {
-        let deadline = Moment(lock(&self.world).now.0 + span.as_secs_f64());
+        let deadline = Ordered(lock(&self.world).now.0 + span.as_secs_f64());
         Box::pin(Sleep { deadline, timer: None, world: self.world.clone() })
     }
 
@@ -376,7 +358,7 @@ impl Env for SeededEnv {
 }
 
 struct Sleep {
-    deadline: Moment,
+    deadline: Ordered,
     /// The order of its one timer: a sleep that is polled for other reasons must not wake its task as often.
     timer: Option<u64>,
     world: Arc<Mutex<World>>,

@@ -1,5 +1,6 @@
 //! What the unit tests of this room share.
 
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
     Buffer, BufferUsage, Device, DeviceInfo, DeviceKind, DeviceLimits, Export, FileMapper, Health,
@@ -162,6 +163,10 @@ impl Device for MemoryDevice {
         let (bytes, range) = bytes_of(from);
         data.copy_from_slice(&bytes.lock().expect("a lock")[range]);
         Ok(())
+    }
+
+    fn pin(&self, _: Arc<dyn SharedMemory>) -> mixfleet_hal::Result<Option<Pinned>> {
+        Ok(None)
     }
 
     fn queue(&self) -> mixfleet_hal::Result<Box<dyn Queue>> {

@@ -66,27 +66,14 @@ impl Pinning {
 }
 
 impl Device for Pinning {
-    fn info(&self) -> &DeviceInfo {
-        self.inner.info()
-    }
-    fn limits(&self) -> DeviceLimits {
-        self.inner.limits()
-    }
-    fn support(&self, sig: &OpSig) -> Support {
-        self.inner.support(sig)
-    }
+    mixfleet_hal::forward_device!(self => self.inner; info, limits, support, import, export, queue, health);
+
     fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         let slice = self.inner.alloc(bytes, role)?;
         if role == BufferUsage::Kv {
             self.kv.lock().unwrap().push(slice.clone());
         }
         Ok(slice)
-    }
-    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        self.inner.import(memory)
-    }
-    fn export(&self, slice: &Slice) -> Option<Export> {
-        self.inner.export(slice)
     }
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         self.note(to, data);
@@ -106,12 +93,6 @@ impl Device for Pinning {
         assert_eq!(twice, None, "pinned already");
         host.pins += 1;
         Ok(Some(Box::new(Guard(self.host.clone(), mapping.address, memory))))
-    }
-    fn queue(&self) -> Result<Box<dyn Queue>> {
-        self.inner.queue()
-    }
-    fn health(&self) -> Health {
-        self.inner.health()
     }
 }
 

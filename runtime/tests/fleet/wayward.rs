@@ -68,23 +68,10 @@ impl Wayward {
 }
 
 impl Device for Wayward {
-    fn info(&self) -> &DeviceInfo {
-        self.inner.info()
-    }
+    mixfleet_hal::forward_device!(self => self.inner; info, support, alloc, import, export, pin, health);
+
     fn limits(&self) -> DeviceLimits {
         self.limits
-    }
-    fn support(&self, sig: &OpSig) -> Support {
-        self.inner.support(sig)
-    }
-    fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
-        self.inner.alloc(bytes, role)
-    }
-    fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        self.inner.import(memory)
-    }
-    fn export(&self, slice: &Slice) -> Option<Export> {
-        self.inner.export(slice)
     }
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         (self.write)(to, data)?;
@@ -94,13 +81,7 @@ impl Device for Wayward {
         self.inner.read(from, data)?;
         (self.read)(from, data)
     }
-    fn pin(&self, memory: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
-        self.inner.pin(memory)
-    }
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok((self.queue)(self.inner.queue()?))
-    }
-    fn health(&self) -> Health {
-        self.inner.health()
     }
 }

@@ -4,12 +4,12 @@ use super::*;
 
 /// A member of files of its own, the only ones that believe what `revoked.pem` says.
 struct OfFiles<'a> {
-    authority: &'a Authority,
+    authority: &'a Fleet,
     directory: std::path::PathBuf,
 }
 
 impl<'a> OfFiles<'a> {
-    fn new(authority: &'a Authority, name: &str) -> Self {
+    fn new(authority: &'a Fleet, name: &str) -> Self {
         let directory = std::env::temp_dir().join(format!("mixfleet-rpc-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
         OfFiles { authority, directory }
@@ -21,12 +21,12 @@ impl<'a> OfFiles<'a> {
     }
 
     fn trust(&self) -> Trust {
-        let (certificate, key) = self.authority.signs(NAME);
+        let (certificate, key) = self.authority.0.signs(&[NAME]);
         let files = TlsFiles {
-            authority: self.write("ca.pem", self.authority.0.as_ref().pem()),
+            authority: self.write("ca.pem", self.authority.0.pem()),
             certificates: self.write("member.pem", certificate),
             key: self.write("member.key", key),
-            revoked: Some(self.write("crl.pem", self.authority.revoked(&[]))),
+            revoked: Some(self.write("crl.pem", self.authority.0.revokes(&[]))),
             fleet: NAME.into(),
         };
         known(mixfleet_wire::TlsIdentity::of_files(files, Box::new(|_| {})).unwrap())
@@ -41,7 +41,7 @@ impl Drop for OfFiles<'_> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_session_ends_when_a_list_names_the_certificate_of_either_end() {
-    let (env, checkpoint, authority) = (real_env(), checkpoint(), Authority::new());
+    let (env, checkpoint, authority) = (real_env(), checkpoint(), Fleet::new());
     for of_caller in [true, false] {
         let files = OfFiles::new(&authority, if of_caller { "caller" } else { "called" });
         let quick = |trust| RpcConfig { silence: Duration::from_secs(4), trust };
@@ -54,10 +54,10 @@ async fn a_session_ends_when_a_list_names_the_certificate_of_either_end() {
         let remote = Remote::connect(&env, &worker.member.address, &quick(router_trust)).await.unwrap();
         let mut session = remote.router(&router.hello(), router.id()).await.unwrap();
         // Another certificate on the list is no reason.
-        files.write("crl.pem", authority.revoked(&[78]));
+        files.write("crl.pem", authority.0.revokes(&[SERIAL + 1]));
         tokio::time::sleep(Duration::from_secs(5)).await;
         assert!(!session.out.is_closed(), "several pings went by");
-        files.write("crl.pem", authority.revoked(&[77]));
+        files.write("crl.pem", authority.0.revokes(&[SERIAL]));
         let ended = async { while session.incoming.recv().await.is_some() {} };
         tokio::time::timeout(LONG, ended).await.expect("the session ends");
     }

@@ -265,13 +265,6 @@ impl PrefixIndex {
         alive.iter().for_each(|alive| alive.count(found, blocks));
     }
 
-    /// [`lookup`](Self::lookup) for those who are in no hurry: blocks in any tier, by instance.
-    pub fn longest_prefixes(&self, chain: &[BlockHash]) -> BTreeMap<InstanceId, u32> {
-        let mut answer = Prefixes::default();
-        self.lookup(chain, &mut answer);
-        answer.found.iter().map(|prefix| (prefix.instance, prefix.total())).collect()
-    }
-
     /// Everything that `instance` holds, tier by tier, in order. Looks at every block there is: for checks.
     pub fn held_by(&self, instance: InstanceId) -> Vec<(Tier, BlockHash)> {
         let mut held = Vec::new();

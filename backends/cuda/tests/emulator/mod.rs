@@ -8,6 +8,7 @@ use libloading::Library;
 use mixfleet_cuda::kernels::KernelProgram;
 use mixfleet_cuda::plan::{self, DeviceRange, KernelArg, KernelLaunch, PlanStep, PlanTarget};
 use mixfleet_hal::command::ClockKind;
+use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{
     Buffer, BufferUsage, Cmd, Device, DeviceInfo, DeviceKind, DeviceLimits, Elapsed, Error, ErrorKind,
@@ -253,6 +254,10 @@ impl Device for EmulatedDevice {
             std::ptr::copy_nonoverlapping(place.address as *const u8, data.as_mut_ptr(), place.bytes as usize)
         };
         Ok(())
+    }
+
+    fn pin(&self, _: Arc<dyn SharedMemory>) -> Result<Option<Pinned>> {
+        Ok(None)
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

@@ -3,7 +3,7 @@
 use super::inbox::Inbox;
 use super::parts::Parts;
 use super::protocol::{Head, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, TcpHello, Verb, Welcome};
-use super::serve::send;
+use super::serve::say;
 use super::stream::{Frame, FrameStream};
 use super::{Address, TcpConfig};
 use crate::answer::GrantStatus;
@@ -11,13 +11,13 @@ use crate::batches::not_open;
 use crate::memory::check;
 use crate::pinned::PinnedRange;
 use crate::poll;
-use crate::stream::{SecureStream, remaining, tune};
+use crate::stream::SecureStream;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Piece, RemoteAccess, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -271,8 +271,7 @@ fn open_stream(
     let mut last = closed("the descriptor has no address".into());
     for &socket in sockets {
         let deadline = Instant::now() + config.connect_timeout;
-        let hello = TcpHello { key: address.key, epoch: region.epoch, stream: number };
-        match greet(config, socket, &hello, deadline) {
+        match greet(config, socket, &address.hello(region, number), deadline) {
             Ok((link, inbox, welcome)) => {
                 let refused = || closed(format!("{socket} answers what this end does not know"));
                 let access = GrantStatus::decode(welcome.answer).ok_or_else(refused)?.access(region)?;
@@ -296,14 +295,8 @@ fn greet(
     hello: &TcpHello,
     deadline: Instant,
 ) -> io::Result<(SecureStream, Inbox, Welcome)> {
-    let stream = TcpStream::connect_timeout(&socket, remaining(deadline)?)?;
-    tune(&stream, config.silence)?;
-    stream.set_write_timeout(Some(remaining(deadline)?))?;
-    let mut link = config.security.connect(stream, deadline)?;
-    let mut words = hello.encode();
-    let mut parts = Parts::default();
-    parts.push(words.as_mut_ptr(), words.len() as u64);
-    send(&mut link, &mut parts)?;
+    let mut link = config.security.call(socket, config.silence, deadline)?;
+    say(&mut link, &hello.encode())?;
     let mut inbox = Inbox::new();
     let welcome = Welcome::decode(&inbox.take_by(&mut link, deadline)?);
     link.socket().set_nonblocking(true)?;

@@ -21,7 +21,7 @@ fn owner(access: RemoteAccess) -> (Tcp, Arc<HostRegion>, Descriptor) {
 }
 
 fn hello(descriptor: &Descriptor) -> TcpHello {
-    TcpHello { key: Address::decode(descriptor).unwrap().key, epoch: descriptor.epoch, stream: 0 }
+    Address::decode(descriptor).unwrap().hello(descriptor, 0)
 }
 
 /// Sends `words` to the owner and returns the socket with the reply.

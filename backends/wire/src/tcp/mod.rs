@@ -139,6 +139,11 @@ struct Address {
 }
 
 impl Address {
+    /// Returns the first message of stream number `stream` to the region.
+    fn hello(&self, region: &Descriptor, stream: u16) -> protocol::TcpHello {
+        protocol::TcpHello { key: self.key, epoch: region.epoch, stream }
+    }
+
     fn encode(&self) -> String {
         let sockets: Vec<String> = self.sockets.iter().map(SocketAddr::to_string).collect();
         format!("{}@{}", self.key.to_hex(), sockets.join(","))
@@ -158,8 +163,7 @@ impl Address {
 
 /// Returns the first message of a stream to `region`.
 pub(crate) fn greeting(region: &Descriptor) -> Option<Vec<u8>> {
-    let key = Address::decode(region).ok()?.key;
-    Some(protocol::TcpHello { key, epoch: region.epoch, stream: 0 }.encode().to_vec())
+    Some(Address::decode(region).ok()?.hello(region, 0).encode().to_vec())
 }
 
 impl Transport for Tcp {

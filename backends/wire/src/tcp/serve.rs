@@ -5,7 +5,7 @@ use super::parts::Parts;
 use super::protocol::{Done, Head, PAYLOAD_BYTES_MAX, Range, Verb};
 use super::server::RegionUser;
 use crate::stream::SecureStream;
-use std::io;
+use std::io::{self, Write};
 
 /// Handles frames until the peer closes, the protocol is violated or the region is fenced.
 pub(super) fn serve(link: &mut SecureStream, inbox: &mut Inbox, user: &RegionUser) -> io::Result<()> {
@@ -51,14 +51,17 @@ fn place(head: &Head, ranges: &[u8], user: &RegionUser) -> Option<Parts> {
 
 /// Reports a refusal and ends the stream, since only a broken peer sends such a frame.
 fn refuse(link: &mut SecureStream, frame: u64) -> io::Result<()> {
-    let mut answer = Done { refused: true, frame }.encode();
-    let mut parts = Parts::default();
-    parts.push(answer.as_mut_ptr(), answer.len() as u64);
-    send(link, &mut parts)
+    say(link, &Done { refused: true, frame }.encode())
+}
+
+/// Sends all of `words` on a blocking stream.
+pub(super) fn say(link: &mut SecureStream, words: &[u8]) -> io::Result<()> {
+    link.write_all(words)?;
+    link.flush()
 }
 
 /// Sends all of `parts` on a blocking stream.
-pub(super) fn send(link: &mut SecureStream, parts: &mut Parts) -> io::Result<()> {
+fn send(link: &mut SecureStream, parts: &mut Parts) -> io::Result<()> {
     while parts.bytes() > 0 {
         let sent = parts.with(None, |parts| link.send(parts))?;
         parts.advance(sent);

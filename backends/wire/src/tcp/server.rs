@@ -2,16 +2,15 @@
 
 use super::TcpConfig;
 use super::inbox::Inbox;
-use super::parts::Parts;
 use super::pending::{PendingStream, PendingStreams};
 use super::protocol::{TcpHello, Welcome};
-use super::serve::{send, serve};
+use super::serve::{say, serve};
 use crate::answer::GrantStatus;
 use crate::key::RegionKey;
 use crate::pinned::PinnedRange;
 use crate::region::range;
 use crate::security::Security;
-use crate::stream::{SecureStream, tune};
+use crate::stream::SecureStream;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::RemoteAccess;
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -228,9 +227,7 @@ impl Shared {
     /// used for anything else.
     fn receive(&self, socket: TcpStream, pending_stream: PendingStream) -> io::Result<()> {
         let deadline = Instant::now() + HELLO_TIMEOUT;
-        tune(&socket, self.silence)?;
-        socket.set_write_timeout(Some(HELLO_TIMEOUT))?;
-        let mut link = self.security.accept(socket, deadline)?;
+        let mut link = self.security.welcome(socket, self.silence, deadline)?;
         let mut inbox = Inbox::new();
         let hello: [u8; TcpHello::BYTES] = inbox.take_by(&mut link, deadline)?;
         let Some(hello) = TcpHello::decode(&hello) else {
@@ -255,10 +252,7 @@ impl Shared {
 }
 
 fn welcome(link: &mut SecureStream, answer: GrantStatus, bytes: u64) -> io::Result<()> {
-    let mut words = Welcome { answer: answer as u8, bytes }.encode();
-    let mut parts = Parts::default();
-    parts.push(words.as_mut_ptr(), words.len() as u64);
-    send(link, &mut parts)
+    say(link, &Welcome { answer: answer as u8, bytes }.encode())
 }
 
 /// Spawns a thread for every stream, until `woken` closes.

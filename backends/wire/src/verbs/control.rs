@@ -1,6 +1,10 @@
 //! Carries connection requests and replies where no other channel does: one line of JSON each way on a TCP
 //! connection that stays open as long as the RDMA connection. [`Security`] protects it, as for KV over TCP.
 
+#[cfg(all(test, feature = "tls"))]
+#[path = "../../tests/authority/mod.rs"]
+mod authority;
+
 use super::offer::{ConnectReply, ConnectRequest};
 use super::owner::Owner;
 use super::wait_readable;
@@ -9,7 +13,7 @@ use crate::stream::SecureStream;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind::WouldBlock, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -20,6 +24,8 @@ use std::time::{Duration, Instant};
 const LINE_BYTES: usize = 256 * 1024;
 /// Timeout for a reply, and for the first line of a connection.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Time without any packets after which a peer's host counts as gone.
+const SILENCE: Duration = Duration::from_secs(10);
 /// Maximum number of connections that have not sent their request; further ones are closed at once.
 const PENDING_MAX: usize = 64;
 
@@ -45,9 +51,8 @@ pub(crate) fn ask(
 ) -> Result<(ConnectReply, SecureStream)> {
     let begin = Instant::now();
     security.check(&peer)?;
-    let socket = TcpStream::connect_timeout(&peer, PATIENCE).map_err(|e| failed("connect", peer, e))?;
     let mut stream =
-        security.connect(socket, begin + PATIENCE).map_err(|e| failed("the handshake", peer, e))?;
+        security.call(peer, SILENCE, begin + PATIENCE).map_err(|e| failed("no connection", peer, e))?;
     let mut line = serde_json::to_vec(offer).map_err(|e| failed("offer", peer, e))?;
     line.push(b'\n');
     stream.socket().set_write_timeout(Some(PATIENCE)).map_err(|e| failed("set up", peer, e))?;
@@ -236,26 +241,22 @@ impl Connection {
 
 #[cfg(all(test, feature = "tls"))]
 mod tests {
+    use super::authority::Authority;
     use super::*;
     use crate::tls::{TlsIdentity, TlsPem};
     use crate::verbs::offer::VERSION;
-    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
     use std::net::Ipv4Addr;
 
     const FLEET: &str = "mixfleet";
 
     /// Members of a new authority.
     fn fleet() -> Security {
-        let mut params = CertificateParams::new(vec![]).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
-        let key = KeyPair::generate().unwrap();
-        let certificate =
-            CertificateParams::new(vec![FLEET.to_owned()]).unwrap().signed_by(&key, &authority).unwrap();
+        let authority = Authority::new();
+        let (certificates, key) = authority.signs(&[FLEET]);
         let pem = TlsPem {
-            authority: &authority.as_ref().pem(),
-            certificates: &certificate.pem(),
-            key: &key.serialize_pem(),
+            authority: &authority.pem(),
+            certificates: &certificates,
+            key: &key,
             revoked: "",
             fleet: FLEET,
         };

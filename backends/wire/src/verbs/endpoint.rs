@@ -172,11 +172,6 @@ impl VerbsEndpoint {
         Ok(())
     }
 
-    /// Returns the length of the peer's region in bytes.
-    pub fn remote_bytes(&self) -> u64 {
-        self.there.bytes
-    }
-
     /// Writes all pieces and then delivers `notice` to the peer, which sees it after they have landed. One
     /// queue pair carries the whole batch, since order holds only within a queue pair; batches alternate
     /// between them.

@@ -1,5 +1,8 @@
 //! Runs every transport against the same requirements.
 
+#[cfg(feature = "tls")]
+#[path = "../authority/mod.rs"]
+mod authority;
 #[path = "../conformance/mod.rs"]
 mod conformance;
 #[cfg(target_os = "linux")]

@@ -1,13 +1,10 @@
 //! Only members of the fleet can read and write.
 
+use crate::authority::{Authority, SERIAL};
 use crate::conformance::{content, piece, read, region, write};
 use mixfleet_hal::ErrorKind;
 use mixfleet_hal::transport::{Descriptor, RemoteAccess, Transport};
 use mixfleet_wire::{Security, Tcp, TcpConfig, TlsFiles, TlsIdentity, TlsPem};
-use rcgen::{
-    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, IsCa, KeyPair,
-    RevokedCertParams, SerialNumber,
-};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,27 +12,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const FLEET: &str = "mixfleet";
 
-/// An authority.
-pub(crate) struct Fleet {
-    authority: CertifiedIssuer<'static, KeyPair>,
-}
+/// An authority, and what it gives to members.
+pub(crate) struct Fleet(Authority);
 
 impl Fleet {
     pub(crate) fn new() -> Self {
-        let mut params = CertificateParams::new(vec![]).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        Fleet { authority: CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap() }
+        Fleet(Authority::new())
     }
 
     /// Returns the identity of a member with a certificate for `name`.
     fn identity(&self, name: &str) -> Arc<TlsIdentity> {
-        let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
-        let certificate = params.signed_by(&key, &self.authority).unwrap();
+        let (authority, (certificates, key)) = (self.0.pem(), self.0.signs(&[name]));
         let pem = TlsPem {
-            authority: &self.authority.as_ref().pem(),
-            certificates: &certificate.pem(),
-            key: &key.serialize_pem(),
+            authority: &authority,
+            certificates: &certificates,
+            key: &key,
             revoked: "",
             fleet: FLEET,
         };
@@ -43,45 +34,21 @@ impl Fleet {
     }
 
     /// Certificate and key of `names`, and what the authority takes back.
-    fn files(&self, directory: &Path, names: &[&str], revoked: &[SerialNumber]) -> TlsFiles {
+    fn files(&self, directory: &Path, names: &[&str], revoked: &[u64]) -> TlsFiles {
         std::fs::create_dir_all(directory).unwrap();
-        let key = KeyPair::generate().unwrap();
-        let mut params =
-            CertificateParams::new(names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>()).unwrap();
-        params.serial_number = Some(SerialNumber::from(77));
-        let certificate = params.signed_by(&key, &self.authority).unwrap();
+        let (certificate, key) = self.0.signs(names);
         let write = |name: &str, text: String| {
             let path = directory.join(name);
             std::fs::write(&path, text).unwrap();
             path
         };
         TlsFiles {
-            authority: write("ca.pem", self.authority.as_ref().pem()),
-            certificates: write("member.pem", certificate.pem()),
-            key: write("member.key", key.serialize_pem()),
-            revoked: Some(write("crl.pem", self.list(revoked))),
+            authority: write("ca.pem", self.0.pem()),
+            certificates: write("member.pem", certificate),
+            key: write("member.key", key),
+            revoked: Some(write("crl.pem", self.0.revokes(revoked))),
             fleet: FLEET.into(),
         }
-    }
-
-    /// What the authority takes back.
-    fn list(&self, revoked: &[SerialNumber]) -> String {
-        let day = |day| rcgen::date_time_ymd(2020, 1, day);
-        let revoked = revoked.iter().map(|serial| RevokedCertParams {
-            serial_number: serial.clone(),
-            revocation_time: day(1),
-            reason_code: None,
-            invalidity_date: None,
-        });
-        let list = CertificateRevocationListParams {
-            this_update: day(1),
-            next_update: day(2),
-            crl_number: SerialNumber::from(1),
-            issuing_distribution_point: None,
-            revoked_certs: revoked.collect(),
-            key_identifier_method: rcgen::KeyIdMethod::Sha256,
-        };
-        list.signed_by(&self.authority).unwrap().pem().unwrap()
     }
 
     pub(crate) fn member(&self, name: &str) -> Arc<dyn Transport> {
@@ -136,14 +103,13 @@ fn a_member_gives_nothing_to_an_owner_that_is_none() {
 #[test]
 fn certificates_that_do_not_fit_are_named() {
     let (fleet, others) = (Fleet::new(), Fleet::new());
-    let authority = fleet.authority.as_ref().pem();
-    let key = others.authority.key().serialize_pem();
+    let (authority, key) = (fleet.0.pem(), others.0.key());
     let good =
         TlsPem { authority: &authority, certificates: &authority, key: &key, revoked: "", fleet: FLEET };
     let wrong = [
         ("certificate and key", TlsPem { ..good }),
         ("member's key", TlsPem { key: "nothing", ..good }),
-        ("fleet's name", TlsPem { fleet: "no name!", key: &fleet.authority.key().serialize_pem(), ..good }),
+        ("fleet's name", TlsPem { fleet: "no name!", key: &fleet.0.key(), ..good }),
         ("authority's certificate", TlsPem { authority: "", ..good }),
     ];
     for (what, pem) in wrong {
@@ -246,7 +212,7 @@ fn a_certificate_that_was_taken_back_is_refused_without_a_new_start() {
     assert!(peer.connect(region(&[9; 4]), &descriptor).is_ok());
     let own = std::fs::read(ours.join("member.pem")).unwrap();
     let key = std::fs::read(ours.join("member.key")).unwrap();
-    fleet.files(&ours, &[FLEET], &[SerialNumber::from(77)]);
+    fleet.files(&ours, &[FLEET], &[SERIAL]);
     std::fs::write(ours.join("member.pem"), own).unwrap();
     std::fs::write(ours.join("member.key"), key).unwrap();
     until(|| peer.connect(region(&[9; 4]), &descriptor).is_err());
@@ -267,7 +233,7 @@ fn kv_goes_no_further_when_a_list_names_the_certificate_of_either_end() {
         write(&mut *way, &[piece(0, 0, 4)]).unwrap();
         assert_eq!(content(&there), [9; 4]);
         let doubting = if of_caller { &ours } else { &theirs };
-        std::fs::write(doubting.join("crl.pem"), fleet.list(&[SerialNumber::from(77)])).unwrap();
+        std::fs::write(doubting.join("crl.pem"), fleet.0.revokes(&[SERIAL])).unwrap();
         until(|| write(&mut *way, &[piece(0, 0, 4)]).is_err());
         for directory in [ours, theirs] {
             std::fs::remove_dir_all(directory).unwrap();

@@ -6,10 +6,9 @@ use super::mooncake::{self, Mooncake};
 use super::request_log::RequestLog;
 use super::table::{Clock, Table};
 use super::{Format, Progress, Request, TOKENS_MAX, TraceError};
-use mixfleet_hal::units::Seconds;
+use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_scheduler::kv::BlockHash;
-use std::cmp::Ordering;
-use std::collections::BinaryHeap;
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
@@ -220,7 +219,8 @@ struct Window {
     format: Format,
     parser: Box<dyn LineParser>,
     block_tokens: Option<u32>,
-    waiting: BinaryHeap<Waiting>,
+    /// By time, and in the file's order among equals.
+    waiting: BTreeMap<(Ordered, u64), Draft>,
     /// Lines read, to keep equal times in the file's order.
     count: u64,
     latest: Seconds,
@@ -243,7 +243,7 @@ impl Window {
             format,
             parser: Box::new(parser),
             block_tokens,
-            waiting: BinaryHeap::new(),
+            waiting: BTreeMap::new(),
             count: 0,
             latest: Seconds(f64::NEG_INFINITY),
             foreign_clock,
@@ -266,7 +266,7 @@ impl Window {
                 Err(error) => self.end = Some(Some(error)),
             }
         }
-        let Some(Waiting { draft, .. }) = self.waiting.pop() else {
+        let Some((_, draft)) = self.waiting.pop_first() else {
             return self.end.take().flatten().map_or(Ok(None), Err);
         };
         self.emitted = Some(draft.at);
@@ -297,34 +297,8 @@ impl Window {
         }
         repairs.reordered += u64::from(draft.at < self.latest);
         self.latest = self.latest.max(draft.at);
-        self.waiting.push(Waiting { place: self.count, draft });
+        self.waiting.insert((Ordered(draft.at.0), self.count), draft);
         self.count += 1;
         Ok(true)
     }
 }
-
-/// Ordered so that the heap's greatest is the earliest, the file's order among equals.
-struct Waiting {
-    place: u64,
-    draft: Draft,
-}
-
-impl Ord for Waiting {
-    fn cmp(&self, other: &Self) -> Ordering {
-        other.draft.at.0.total_cmp(&self.draft.at.0).then(other.place.cmp(&self.place))
-    }
-}
-
-impl PartialOrd for Waiting {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Waiting {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Waiting {}

@@ -21,9 +21,6 @@ pub struct PrefillFit {
 }
 
 impl PrefillFit {
-    /// LLaMA3-70B on 8 A800 (FAST'25, figure 14a), without the overhead of a request.
-    pub const LLAMA3_70B: PrefillFit = PrefillFit { per_token: 1.19e-4, per_token_squared: 7.467e-10 };
-
     /// Time of a prompt of `prompt` tokens whose first `reused` need no work.
     pub fn time(self, prompt: u32, reused: u32) -> Seconds {
         let (n, p) = (f64::from(prompt), f64::from(reused));

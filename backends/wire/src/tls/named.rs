@@ -9,16 +9,43 @@ use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, 
 use std::sync::Arc;
 
 /// Whether the certificate carries one of these names.
-pub(crate) fn has_one(certificate: &CertificateDer<'_>, names: &[ServerName<'static>]) -> bool {
+pub(super) fn has_one(certificate: &CertificateDer<'_>, names: &[ServerName<'static>]) -> bool {
     let Ok(parsed) = ParsedCertificate::try_from(certificate) else { return false };
     names.iter().any(|name| verify_server_name(&parsed, name).is_ok())
 }
 
+/// Delegates to the inner verifier the check that the peer holds the key of its certificate.
+macro_rules! signatures_of_inner {
+    ($this:ident) => {
+        fn verify_tls12_signature(
+            &$this,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signed: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            $this.inner.verify_tls12_signature(message, certificate, signed)
+        }
+
+        fn verify_tls13_signature(
+            &$this,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signed: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            $this.inner.verify_tls13_signature(message, certificate, signed)
+        }
+
+        fn supported_verify_schemes(&$this) -> Vec<SignatureScheme> {
+            $this.inner.supported_verify_schemes()
+        }
+    };
+}
+
 /// Admits clients whose certificate the authority signed for one of the names.
 #[derive(Debug)]
-pub(crate) struct NamedClients {
-    pub(crate) inner: Arc<dyn ClientCertVerifier>,
-    pub(crate) names: Vec<ServerName<'static>>,
+pub(super) struct NamedClients {
+    pub(super) inner: Arc<dyn ClientCertVerifier>,
+    pub(super) names: Vec<ServerName<'static>>,
 }
 
 impl ClientCertVerifier for NamedClients {
@@ -40,34 +67,14 @@ impl ClientCertVerifier for NamedClients {
         }
     }
 
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls12_signature(message, certificate, signed)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls13_signature(message, certificate, signed)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.inner.supported_verify_schemes()
-    }
+    signatures_of_inner!(self);
 }
 
 /// Trusts servers whose certificate the authority signed for one of the names, whichever name was requested.
 #[derive(Debug)]
-pub(crate) struct NamedServers {
-    pub(crate) inner: Arc<WebPkiServerVerifier>,
-    pub(crate) names: Vec<ServerName<'static>>,
+pub(super) struct NamedServers {
+    pub(super) inner: Arc<WebPkiServerVerifier>,
+    pub(super) names: Vec<ServerName<'static>>,
 }
 
 impl ServerCertVerifier for NamedServers {
@@ -89,25 +96,5 @@ impl ServerCertVerifier for NamedServers {
         outcome
     }
 
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls12_signature(message, certificate, signed)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls13_signature(message, certificate, signed)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.inner.supported_verify_schemes()
-    }
+    signatures_of_inner!(self);
 }
