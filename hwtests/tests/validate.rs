@@ -2,10 +2,7 @@
 //! processes: this test's own binary, started again.
 
 use crate::schema;
-use mixfleet_hal::{
-    BufferUsage, Device, DeviceInfo, DeviceLimits, Error, ErrorKind, Export, Health, HostMemory, OpSig,
-    Queue, Result, Slice, Support,
-};
+use mixfleet_hal::{BufferUsage, Device, Error, ErrorKind, OpSig, Result, Slice, Support};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::document::DeviceRecord;
 use mixfleet_hwtests::validate::{

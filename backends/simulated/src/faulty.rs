@@ -5,11 +5,9 @@
 
 use crate::shadow::Shadow;
 use mixfleet_hal::fault::{Fault, FaultPlan};
-use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
-    BufferUsage, Cmd, Device, DeviceInfo, DeviceLimits, Elapsed, Error, ErrorKind, Export, Graph, Health,
-    HostMemory, OpSig, OperandAccess, Queue, Result, Slice, Support, Ticket,
+    Cmd, Device, Elapsed, Error, ErrorKind, Graph, OperandAccess, Queue, Result, Slice, Ticket,
 };
 use std::any::Any;
 use std::collections::BTreeMap;

@@ -4,8 +4,7 @@ use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
-    BufferUsage, Cmd, DType, Device, DeviceInfo, DeviceLimits, Elapsed, Export, Graph, Health, HostMemory,
-    OpSig, Queue, Result, Scalar, Slice, Support, Ticket,
+    BufferUsage, Cmd, DType, Device, Elapsed, Graph, OpSig, Queue, Result, Scalar, Slice, Support, Ticket,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::{CheckOutcome, Report, SuiteLevel, SuiteOptions, SuiteVerdict, run};

@@ -3,10 +3,7 @@
 
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{
-    BufferUsage, Cmd, Device, DeviceInfo, DeviceLimits, Elapsed, Error, Export, Graph, Health, HostMemory,
-    OpSig, Queue, Result, Slice, Support, Ticket,
-};
+use mixfleet_hal::{Cmd, Device, Elapsed, Error, Graph, OpSig, Queue, Result, Ticket};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::Arc;

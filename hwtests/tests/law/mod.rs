@@ -4,8 +4,7 @@
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
-    BufferUsage, Cmd, Device, DeviceInfo, DeviceLimits, Elapsed, Export, Graph, Health, HostMemory, OpSig,
-    Queue, Result, Slice, Support, Ticket,
+    Cmd, Device, DeviceInfo, Elapsed, Graph, Health, OpSig, Queue, Result, Slice, Support, Ticket,
 };
 use mixfleet_hwtests::profile::TimeSource;
 use mixfleet_hwtests::reference::ReferenceDevice;

@@ -5,10 +5,7 @@ use crate::fleet::{Fleet, pressure};
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
-use mixfleet_hal::{
-    BufferUsage, Device, DeviceInfo, DeviceLimits, Error, Export, Health, HostMemory, OpSig, Queue, Result,
-    Slice, Support,
-};
+use mixfleet_hal::{BufferUsage, Device, Error, Result, Slice};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::random::tiny_variants;

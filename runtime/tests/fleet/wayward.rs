@@ -1,10 +1,6 @@
 //! A device with a will of its own.
 
-use mixfleet_hal::memory::{Pinned, SharedMemory};
-use mixfleet_hal::{
-    BufferUsage, Device, DeviceInfo, DeviceLimits, Export, Health, HostMemory, OpSig, Queue, Result, Slice,
-    Support,
-};
+use mixfleet_hal::{Device, DeviceLimits, Queue, Result, Slice};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use std::sync::Arc;
 
