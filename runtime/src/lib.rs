@@ -14,6 +14,7 @@ pub mod budget;
 pub mod engine;
 pub mod env;
 pub mod fleet;
+pub mod mailbox;
 pub mod metrics;
 pub mod model;
 pub mod pool;

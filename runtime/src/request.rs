@@ -118,7 +118,7 @@ pub struct Logprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// What the engine says about a request, in order: `Placed` (again after a replay), `Started`, tokens,
+/// What the engine says about a request, in order: `Placed` (again after a replay, to a client that keeps up), `Started`, tokens,
 /// then `Finished` or `Failed`, after which the channel closes.
 #[derive(Clone, Debug)]
 pub enum Update {
@@ -203,13 +203,16 @@ pub enum Rejection {
     Unavailable(String),
 }
 
+/// Updates of a request beside its tokens that are told once: where it is, that it began, and how it ended.
+pub const UPDATES_BESIDE_TOKENS: usize = 3;
+
 /// A submission on its way to the engine.
 #[derive(Debug)]
 pub struct Submission {
     /// What to do.
     pub request: GenerateRequest,
     /// Where updates go. The engine cancels the request when the receiver is gone.
-    pub updates: mpsc::UnboundedSender<Update>,
+    pub updates: mpsc::Sender<Update>,
     /// Told once: accepted, or why not.
     pub admitted: tokio::sync::oneshot::Sender<Result<(), Rejection>>,
 }
@@ -227,16 +230,13 @@ impl EngineHandle {
         (EngineHandle { submissions }, receiver)
     }
 
-    /// Submits a request. Dropping the receiver cancels it. The channel of updates holds at most
-    /// `max_tokens` + 3 entries over the request's life.
+    /// Submits a request. Dropping the receiver cancels it. The channel of updates has room for all
+    /// tokens and [`UPDATES_BESIDE_TOKENS`], so that the engine never waits for a client.
     ///
     /// # Errors
     /// A [`Rejection`], before any work was done.
-    pub async fn submit(
-        &self,
-        request: GenerateRequest,
-    ) -> Result<mpsc::UnboundedReceiver<Update>, Rejection> {
-        let (updates, receiver) = mpsc::unbounded_channel();
+    pub async fn submit(&self, request: GenerateRequest) -> Result<mpsc::Receiver<Update>, Rejection> {
+        let (updates, receiver) = mpsc::channel(request.max_tokens as usize + UPDATES_BESIDE_TOKENS);
         let (admitted, verdict) = tokio::sync::oneshot::channel();
         let gone = || Rejection::Unavailable("the engine has stopped".into());
         let submission = Submission { request, updates, admitted };

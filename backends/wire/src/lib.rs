@@ -5,8 +5,9 @@
 //! a [`FaultPlan`](mixfleet_hal::fault::FaultPlan) into any transport, so that its users can be tested
 //! against corruption, loss and silence.
 //!
-//! Bytes move while the active end writes, reads or waits. A transfer that has begun continues while it does something else over TCP, where each
-//! connection has a thread for that, and over RDMA, where the NIC moves the bytes.
+//! Bytes move while the active end writes, reads or waits. A transfer that has begun continues while the
+//! active end does something else over TCP, where each connection has a thread for that, and over RDMA, where
+//! the NIC moves what has been posted to it.
 //!
 //! What is absent: any check of what arrived (the layer above hashes its blocks), any retry, any choice of a transport.
 

@@ -3,7 +3,7 @@
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::Receiver;
 
 use super::Seat;
 use super::stop::StopFilter;
@@ -105,7 +105,7 @@ pub(crate) struct Usage {
 
 /// All choices of a response, running. Dropping it cancels them in the engine.
 pub(crate) struct Answer {
-    running: Vec<(Choice, Option<UnboundedReceiver<Update>>)>,
+    running: Vec<(Choice, Option<Receiver<Update>>)>,
     /// Where the next poll starts, so that no choice starves the others.
     next: usize,
     prompt_tokens: u32,
@@ -117,7 +117,7 @@ pub(crate) struct Answer {
 impl Answer {
     /// `running` holds `choices_per_prompt` choices of the first prompt, then of the second, ...
     pub(crate) fn new(
-        running: Vec<(Choice, UnboundedReceiver<Update>)>,
+        running: Vec<(Choice, Receiver<Update>)>,
         prompt_tokens: u32,
         choices_per_prompt: usize,
         tally: Tally,

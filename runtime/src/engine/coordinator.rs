@@ -9,9 +9,11 @@ use super::transfers;
 use super::watch::Ways;
 use crate::api::Placements;
 use crate::env::SharedEnv;
+use crate::mailbox::MessageReceiver;
 use crate::metrics::Metrics;
 use crate::request::{
-    Failure, FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission, Update,
+    Failure, FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission,
+    UPDATES_BESIDE_TOKENS, Update,
 };
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, ErrorKind};
@@ -22,7 +24,11 @@ use mixfleet_scheduler::fleet::{
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
+
+/// Clients that are gone and not looked at yet; the watchers of others wait.
+const LEAVING_MAX: usize = 64;
 
 /// An instance as the coordinator reaches it.
 #[derive(Clone, Debug)]
@@ -48,7 +54,7 @@ impl InstanceHandle {
 
 pub(super) struct Tracked {
     pub(super) wanted: Arc<GenerateRequest>,
-    updates: mpsc::UnboundedSender<Update>,
+    updates: mpsc::Sender<Update>,
     /// What the client has got.
     pub(super) generated: Vec<u32>,
     pub(super) attempt: u32,
@@ -76,6 +82,25 @@ pub(super) struct Tracked {
     _watched: oneshot::Sender<()>,
 }
 
+impl Tracked {
+    /// Tells the client, whose channel has room for all that comes once. One that is gone is noticed by its watcher.
+    fn tell(&self, update: Update) {
+        if let Err(TrySendError::Full(update)) = self.updates.try_send(update) {
+            debug_assert!(false, "request {}: no room for {update:?}", self.wanted.id);
+            tracing::error!(id = %self.wanted.id, "a client's channel is full: please report this");
+        }
+    }
+
+    /// Tells where it is now, unless the client has not taken what it was told and there is only room for that which must come.
+    fn tell_place(&self, prefill: String, decode: String) {
+        let still_to_come =
+            self.wanted.max_tokens as usize - self.generated.len() + UPDATES_BESIDE_TOKENS - 1;
+        if self.updates.capacity() > still_to_come {
+            self.tell(Update::Placed { prefill, decode });
+        }
+    }
+}
+
 /// The coordinator's parts.
 pub(super) struct Coordinator {
     /// The world.
@@ -99,7 +124,7 @@ pub(super) struct Coordinator {
     /// For so long a request that lost its place waits for another one.
     pub(super) patience: Seconds,
     /// From the workers.
-    pub(super) reports: mpsc::UnboundedReceiver<Report>,
+    pub(super) reports: MessageReceiver<Report>,
     /// Where decisions are kept for `/debug/placement`.
     pub(super) placements: Arc<Placements>,
     /// Where it counts.
@@ -117,23 +142,23 @@ pub(super) struct Running {
     next: RequestId,
     /// The environment's beginning in seconds since 1970: instances order the requests of all routers by one clock.
     began: Seconds,
-    left: mpsc::UnboundedReceiver<RequestId>,
-    leave: mpsc::UnboundedSender<RequestId>,
+    left: mpsc::Receiver<RequestId>,
+    leave: mpsc::Sender<RequestId>,
     /// A tick is on its way.
     pub(super) watching: bool,
-    pub(super) tick: mpsc::UnboundedSender<()>,
-    ticks: mpsc::UnboundedReceiver<()>,
+    pub(super) tick: mpsc::Sender<()>,
+    ticks: mpsc::Receiver<()>,
 }
 
 impl Coordinator {
     /// Serves until every handle to the engine is gone and the last request is done.
     pub(super) async fn run(self) {
-        let (leave, left) = mpsc::unbounded_channel();
+        let (leave, left) = mpsc::channel(LEAVING_MAX);
         let next = self.first_request;
         // Read once: a wall clock that is set later reorders nothing.
         let began = self.env.unix_time() - self.env.now();
         let (requests, homeless, ways) = Default::default();
-        let (tick, ticks) = mpsc::unbounded_channel();
+        let (tick, ticks) = mpsc::channel(1);
         let watching = false;
         let running = Running {
             parts: self,
@@ -291,7 +316,7 @@ impl Running {
 
     /// Tells when the client is gone. Ends, and with it the last hold on the channel, when the returned
     /// end is dropped: when the request is done.
-    fn watch(&self, request: RequestId, updates: mpsc::UnboundedSender<Update>) -> oneshot::Sender<()> {
+    fn watch(&self, request: RequestId, updates: mpsc::Sender<Update>) -> oneshot::Sender<()> {
         let leave = self.leave.clone();
         let (watched, done) = oneshot::channel();
         self.parts.env.spawn(Box::pin(async move {
@@ -299,7 +324,7 @@ impl Running {
                 biased;
                 _ = done => {}
                 () = updates.closed() => {
-                    let _ = leave.send(request);
+                    let _ = leave.send(request).await;
                 }
             }
         }));
@@ -337,7 +362,7 @@ impl Running {
         let tracked = &self.requests[&request];
         let devices = [tracked.prefill, tracked.decode].map(|id| self.parts.instances[&id].device.clone());
         let [prefill, decode] = devices;
-        let _ = tracked.updates.send(Update::Placed { prefill, decode });
+        tracked.tell_place(prefill, decode);
         if tracked.prefill == tracked.decode {
             let (job, pull) = (self.job(request, tracked.prefill), tracked.pull);
             self.send(tracked.prefill, ToWorker::Add { job, hand_off: None, pull });
@@ -371,7 +396,7 @@ impl Running {
         match message {
             FromWorker::Up { instance, kv, silence_max } => self.up(*instance, kv, silence_max),
             FromWorker::Inspect(answer) => {
-                let _ = answer.send(self.parts.fleet.held());
+                let _ = answer.try_send(self.parts.fleet.held());
             }
             // What comes after the word that it is down is of its earlier life.
             _ if !self.parts.instances.contains_key(&instance) => {}
@@ -446,7 +471,7 @@ impl Running {
         tracked.pull = None;
         if !tracked.started {
             tracked.started = true;
-            let _ = tracked.updates.send(Update::Started { cached_tokens: tokens_cached });
+            tracked.tell(Update::Started { cached_tokens: tokens_cached });
             self.parts.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
         }
     }
@@ -479,19 +504,21 @@ impl Running {
             (true, true) => self.parts.metrics.kv_exposed_s.observe(0.0),
             (false, _) => {}
         }
-        // A client that is gone is noticed by its watcher.
-        let _ = tracked.updates.send(Update::Token { id: token, logprobs });
+        tracked.tell(Update::Token { id: token, logprobs });
         let event = if first || instance != tracked.decode {
             Event::PrefillDone { request, instance }
         } else {
             Event::DecodeStep { instance, requests: vec![request], tokens: 1 }
         };
         self.fleet_step(event);
-        let Some(reason) = finish else { return };
+        let tracked = &self.requests[&request];
+        let is_whole = tracked.generated.len() >= tracked.wanted.max_tokens as usize;
+        // A worker that would go on is stopped.
+        let Some(reason) = finish.or(is_whole.then_some(FinishReason::Length)) else { return };
         let tracked = self.requests.remove(&request).expect("still there");
-        let _ = tracked.updates.send(Update::Finished { reason });
+        tracked.tell(Update::Finished { reason });
         self.fleet_step(Event::Finished { request });
-        if instance != tracked.decode {
+        if instance != tracked.decode || finish.is_none() {
             self.send(tracked.decode, ToWorker::Cancel { request });
         }
     }
@@ -507,7 +534,7 @@ impl Running {
     pub(super) fn fail(&mut self, request: RequestId, failure: Failure) {
         self.homeless.remove(&request);
         if let Some(tracked) = self.requests.remove(&request) {
-            let _ = tracked.updates.send(Update::Failed(failure));
+            tracked.tell(Update::Failed(failure));
             self.cancel_everywhere(request, &tracked);
             self.fleet_step(Event::Cancelled { request });
         }

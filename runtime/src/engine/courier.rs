@@ -196,7 +196,8 @@ impl Courier {
     /// `peer` has read a slot.
     pub(super) fn give_slot(&mut self, peer: InstanceId, slot: u32) {
         let Some(way) = self.ways.get_mut(&peer) else { return };
-        if slot < way.landing.slots && !way.free.contains(&slot) {
+        // What is still on its way was not read.
+        if slot < way.landing.slots && !way.free.contains(&slot) && !way.sends_from(slot) {
             way.free.push(slot);
         }
     }
@@ -223,7 +224,14 @@ impl Courier {
     /// Begins to send what `fill` put into a slot.
     pub(super) fn send(&mut self, peer: InstanceId, parcel: Parcel, now: Seconds) {
         if let Some(way) = self.ways.get_mut(&peer) {
+            let slot = parcel.slot;
+            debug_assert!(
+                !way.free.contains(&slot) && !way.sends_from(slot),
+                "slot {slot} is not the sender's"
+            );
             way.sends.push_back(Sending { parcel, transfer: None, since: now });
+            let (free, sends) = (way.free.len(), way.sends.len());
+            debug_assert!(free + sends <= way.landing.slots as usize, "{free} free and {sends} on their way");
             way.start(&self.links.transports, now);
         }
     }
@@ -276,6 +284,11 @@ impl Way {
         let free = (0..landing.slots).rev().collect();
         let sends = VecDeque::new();
         Way { landing, outbox, _pinned: pinned, free, region: 0, endpoint: None, sends }
+    }
+
+    /// Whether a piece in this slot is on its way.
+    fn sends_from(&self, slot: u32) -> bool {
+        self.sends.iter().any(|send| send.parcel.slot == slot)
     }
 
     /// Begins the sends that have not begun.
@@ -562,5 +575,29 @@ mod tests {
         );
         assert!(there.look(HERE, 2, 8, &mut |_| unreachable!()).is_err());
         assert!(there.look(HERE, 0, 9, &mut |_| unreachable!()).is_err());
+    }
+
+    #[test]
+    fn a_slot_whose_piece_is_on_its_way_is_not_given_back() {
+        let links = links(vec![("a", FaultPlan::at_rate(Fault::Hang, 1.0, 1))]);
+        let [mut here, mut there] = [(); 2].map(|()| courier(links.clone()));
+        assert!(send(&mut here, &mut there, [1; 8], 0.0).0.is_empty());
+        here.give_slot(THERE, 0);
+        let landing = there.landing(HERE).unwrap().clone();
+        let taken = [(); 2].map(|()| here.take_slot(THERE, &landing).unwrap());
+        assert_eq!(taken, [Some(1), None]);
+    }
+
+    #[test]
+    #[cfg_attr(not(debug_assertions), ignore = "asserted in debug builds")]
+    #[should_panic(expected = "slot 1 is not the sender's")]
+    fn sending_from_a_slot_that_was_not_taken_is_a_bug() {
+        let links = links(vec![("a", FaultPlan::default())]);
+        let [mut here, mut there] = [(); 2].map(|()| courier(links.clone()));
+        let landing = there.landing(HERE).unwrap().clone();
+        assert_eq!(here.take_slot(THERE, &landing).unwrap(), Some(0));
+        let piece = PieceId { layer: 0, first: 0, tokens: 1, retries: 0 };
+        let parcel = Parcel { request: 7, attempt: 0, piece, slot: 1, bytes: 8, hash: 0, wire: DType::F32 };
+        here.send(THERE, parcel, Seconds(0.0));
     }
 }

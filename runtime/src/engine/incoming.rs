@@ -1,6 +1,7 @@
 //! The receiver's side of a hand-off, and of a prefix that another instance lends: pieces are waited for, checked and put into the
 //! sequence's pages.
 
+use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
 use super::handoff::Staging;
 use super::messages::{FromWorker, Parcel, PieceId, Source, ToWorker};
@@ -9,7 +10,6 @@ use mixfleet_hal::{Cmd, DType, Error, ErrorKind, OpSig, Result};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
-use std::collections::BTreeSet;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Who will send KV of a prompt.
@@ -36,10 +36,8 @@ pub(super) struct Incoming {
     from: u32,
     length: u32,
     layers: u32,
-    /// First tokens and layers of the pieces that landed or were given up.
-    seen: BTreeSet<(u32, u32)>,
-    /// Token-layers in them.
-    settled: u64,
+    /// What landed or was given up.
+    settled: Coverage,
     /// Leading tokens of which nothing was given up.
     valid: u32,
     next: Option<u32>,
@@ -49,14 +47,14 @@ impl Incoming {
     fn new(sender: Sender, from: u32, layers: u32) -> Self {
         let lent = matches!(sender, Sender::Lends(_));
         let Source { holder: sender, until: length } = sender.source();
-        let (seen, valid) = (BTreeSet::new(), length);
-        Incoming { sender, lent, from, length, layers, seen, settled: 0, valid, next: None }
+        let (settled, valid) = (Coverage::new(layers), length);
+        Incoming { sender, lent, from, length, layers, settled, valid, next: None }
     }
 
     /// `sender` lends no more than `until` tokens. It says so before it sends; what came before that is not used.
     pub(super) fn shorten(&mut self, sender: InstanceId, until: u32) {
         if self.is_lent_by(sender) {
-            let until = if self.seen.is_empty() { until } else { 0 };
+            let until = if self.settled.token_layers() == 0 { until } else { 0 };
             self.length = self.length.min(until).max(self.from);
             self.valid = self.valid.min(self.length);
         }
@@ -82,12 +80,22 @@ impl Incoming {
             && first >= self.from
             && tokens > 0
             && first.checked_add(tokens).is_some_and(|end| end <= self.length)
-            && !self.seen.contains(&(first, layer))
+            && !self.settled.has(layer, &(first..first + tokens))
     }
 
     fn settle(&mut self, piece: &PieceId) {
-        self.seen.insert((piece.first, piece.layer));
-        self.settled += u64::from(piece.tokens);
+        self.settled.add(piece.layer, piece.first..piece.first + piece.tokens);
+        debug_assert!(
+            self.settled.token_layers() <= self.expected(),
+            "{} of {} token-layers landed",
+            self.settled.token_layers(),
+            self.expected()
+        );
+    }
+
+    /// Token-layers that are promised.
+    fn expected(&self) -> u64 {
+        u64::from(self.length - self.from) * u64::from(self.layers)
     }
 
     /// `sender` has computed the prompt. False if it is not the one who was to.
@@ -108,8 +116,8 @@ impl Incoming {
 
     /// The leading tokens whose KV is here, and the next token of a hand-off, once nothing more will come.
     fn complete(&self) -> Option<(u32, Option<u32>)> {
-        let expected = u64::from(self.length - self.from) * u64::from(self.layers);
-        (self.settled >= expected && (self.lent || self.next.is_some())).then_some((self.valid, self.next))
+        (self.settled.token_layers() >= self.expected() && (self.lent || self.next.is_some()))
+            .then_some((self.valid, self.next))
     }
 }
 
@@ -258,5 +266,44 @@ impl Worker {
     pub(super) fn incoming(&mut self, request: RequestId, attempt: u32) -> Option<&mut Incoming> {
         let active = self.active.get_mut(&request)?;
         if active.job.attempt != attempt { None } else { active.incoming.as_mut() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SENDER: InstanceId = InstanceId(1);
+
+    fn piece(layer: u32, first: u32, tokens: u32) -> PieceId {
+        PieceId { layer, first, tokens, retries: 0 }
+    }
+
+    fn handed_off() -> Incoming {
+        let sender = Sender::HandsOff(Source { holder: SENDER, until: 16 });
+        let mut incoming = Incoming::new(sender, vec![0, 1], 0, 1);
+        assert!(incoming.hand_over(SENDER, 7));
+        incoming
+    }
+
+    #[test]
+    fn pieces_that_overlap_do_not_stand_for_tokens_that_never_came() {
+        let mut incoming = handed_off();
+        for (first, tokens) in [(0, 8), (2, 8)] {
+            assert!(incoming.awaits(SENDER, &piece(0, first, tokens)));
+            incoming.settle(&piece(0, first, tokens));
+        }
+        // Sixteen tokens came, but six of them twice.
+        assert_eq!(incoming.complete(), None);
+        assert!(!incoming.awaits(SENDER, &piece(0, 2, 8)));
+        incoming.settle(&piece(0, 10, 6));
+        assert_eq!(incoming.complete(), Some((16, Some(7))));
+    }
+
+    #[test]
+    #[cfg_attr(not(debug_assertions), ignore = "asserted in debug builds")]
+    #[should_panic(expected = "24 of 16 token-layers landed")]
+    fn more_than_was_promised_is_a_bug() {
+        handed_off().settle(&piece(0, 0, 24));
     }
 }

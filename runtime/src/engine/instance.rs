@@ -10,6 +10,7 @@ use super::pinning::Pinner;
 use super::tiers::{Below, DiskBelow, LowerTiers};
 use super::worker::{Worker, WorkerParts};
 use crate::env::{SharedEnv, no_thread};
+use crate::mailbox::{INBOX_MAX, MessageSender, mailbox};
 use crate::metrics::Metrics;
 use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
@@ -23,7 +24,6 @@ use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::mpsc;
 
 /// How many times longer than predicted a step may take, and how long at least and at most.
 const STEP_TIMEOUT_FACTOR: f64 = 20.0;
@@ -83,7 +83,7 @@ pub(crate) struct Surroundings {
     pub(crate) links: Links,
     pub(crate) hand_off: HandOffLimits,
     pub(crate) directory: Directory,
-    pub(crate) reports: mpsc::UnboundedSender<Report>,
+    pub(crate) reports: MessageSender<Report>,
     pub(crate) metrics: Metrics,
 }
 
@@ -199,7 +199,7 @@ impl Loaded {
             disk.attend(pool, &device.info().id, env);
         }
         let below = below.map(|pool| Below::new(pool, &*device, &forward, &pinner)).transpose()?;
-        let (address, inbox) = mpsc::unbounded_channel();
+        let (address, inbox) = mailbox("inbox", INBOX_MAX);
         let worker = Worker::new(WorkerParts {
             id,
             env: env.clone(),

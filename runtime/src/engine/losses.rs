@@ -139,7 +139,7 @@ impl Running {
         let (env, tick) = (self.parts.env.clone(), self.tick.clone());
         self.parts.env.spawn(Box::pin(async move {
             env.sleep(WATCH_EVERY).await;
-            let _ = tick.send(());
+            let _ = tick.send(()).await;
         }));
     }
 

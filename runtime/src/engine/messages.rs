@@ -253,7 +253,7 @@ pub(crate) enum ToWorker {
     },
     /// (From its own process.) Say what all tiers hold.
     #[serde(skip)]
-    Inspect(mpsc::UnboundedSender<Held>),
+    Inspect(mpsc::Sender<Held>),
     /// An instance was lost: nothing more is sent to it or taken from it.
     PeerDown {
         /// Which.
@@ -384,7 +384,7 @@ pub(crate) enum FromWorker {
     Load(Load),
     /// (From the coordinator's own process.) Say what the fleet's machine thinks that tiers hold.
     #[serde(skip)]
-    Inspect(mpsc::UnboundedSender<Held>),
+    Inspect(mpsc::Sender<Held>),
     /// The device failed; the instance is gone.
     Down(mixfleet_hal::Error),
     /// (From the router itself.) Its process is not reached any more from here. Others may reach it, and their requests go on.

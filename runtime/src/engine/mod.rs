@@ -12,6 +12,7 @@ pub mod calibrate;
 mod check;
 mod coordinator;
 mod courier;
+mod coverage;
 pub(crate) mod directory;
 pub mod events;
 mod fault;
@@ -41,6 +42,7 @@ pub use tiers::LowerTiers;
 
 use crate::api::Placements;
 use crate::env::SharedEnv;
+use crate::mailbox::{MessageReceiver, REPORTS_MAX, mailbox};
 use crate::metrics::Metrics;
 use crate::model::ModelConfig;
 use crate::request::EngineHandle;
@@ -58,7 +60,6 @@ use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{Admission, FleetConfig, InstanceId, Policy};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use tokio::sync::mpsc;
 
 /// The fleet's bounds.
 #[derive(Clone, Debug, PartialEq)]
@@ -135,7 +136,7 @@ impl EngineParts {
     pub fn start(self) -> Result<EngineHandle> {
         let EngineParts { env, config, identity, instances, links, limits, .. } = self;
         let metrics = self.metrics;
-        let (reports, incoming) = mpsc::unbounded_channel();
+        let (reports, incoming) = mailbox("reports", REPORTS_MAX);
         let widest = instances.iter().map(|(i, _)| i.kv()).max_by_key(|d| d.size_bytes());
         let directory = Directory::default();
         let surroundings = Surroundings {
@@ -178,7 +179,7 @@ pub(crate) struct CoordinatorParts<'a> {
     /// Ids of requests count from here.
     pub(crate) first_request: RequestId,
     pub(crate) directory: Directory,
-    pub(crate) reports: mpsc::UnboundedReceiver<Report>,
+    pub(crate) reports: MessageReceiver<Report>,
     pub(crate) limits: EngineConfig,
     pub(crate) events: Option<EventLog>,
     pub(crate) placements: Arc<Placements>,

@@ -121,7 +121,7 @@ impl Worker {
             ToWorker::Inspect(answer) => {
                 let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
                 let below = self.below.iter().flat_map(Below::held);
-                let _ = answer.send([(self.id, device.chain(below).collect())].into());
+                let _ = answer.try_send([(self.id, device.chain(below).collect())].into());
             }
             ToWorker::Abandon { router } => {
                 let all = self.active.keys().chain(self.outgoing.keys()).copied();

@@ -13,6 +13,7 @@ use super::incoming::{Incoming, Sender};
 use super::messages::{FromWorker, Job, Report, ToWorker};
 use super::tiers::Below;
 use crate::env::{SharedEnv, yield_now};
+use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::graph::{Forward, Part, Pass, StepKey};
 use crate::request::{Failure, FinishReason, Logprobs};
@@ -26,7 +27,6 @@ use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::mpsc;
 
 /// A copy of KV between a device and its host that takes longer means that the device hangs.
 pub(super) const COPY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -73,10 +73,10 @@ pub(super) struct Worker {
     pub(super) below: Option<Below>,
     pub(super) courier: Courier,
     pub(super) directory: Directory,
-    pub(super) inbox: mpsc::UnboundedReceiver<ToWorker>,
+    pub(super) inbox: MessageReceiver<ToWorker>,
     /// Messages that came while the worker waited for a credit.
     pub(super) deferred: VecDeque<ToWorker>,
-    pub(super) reports: mpsc::UnboundedSender<Report>,
+    pub(super) reports: MessageSender<Report>,
     /// When it last reported anything.
     said_at: Cell<Seconds>,
     pub(super) metrics: Metrics,
@@ -108,9 +108,9 @@ pub(super) struct WorkerParts {
     /// How it speaks to them.
     pub(super) directory: Directory,
     /// What it is told.
-    pub(super) inbox: mpsc::UnboundedReceiver<ToWorker>,
+    pub(super) inbox: MessageReceiver<ToWorker>,
     /// The coordinator.
-    pub(super) reports: mpsc::UnboundedSender<Report>,
+    pub(super) reports: MessageSender<Report>,
     /// Where it counts.
     pub(super) metrics: Metrics,
 }
@@ -166,8 +166,9 @@ impl Worker {
     pub(super) async fn serve(&mut self) -> Result<()> {
         self.begin_below()?;
         loop {
-            // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from
-            // running.
+            // The coordinator waits for no worker, so it makes room.
+            self.reports.room().await;
+            // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from running.
             for _ in 0..self.deferred.len() + self.inbox.len() {
                 let Some(message) = self.deferred.pop_front().or_else(|| self.inbox.try_recv().ok()) else {
                     break;

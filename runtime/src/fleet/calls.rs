@@ -12,6 +12,8 @@ use tokio::sync::{mpsc, watch};
 /// Between two calls to a member: it is in the registry, so it is there or ended a moment ago.
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
+/// Members that ended and are not counted off yet; whoever comes next waits.
+const ENDED_MAX: usize = 16;
 
 /// Calls a member, and returns when the session is over, or why there was none.
 pub type Dial<E> = Arc<dyn Fn(Member) -> BoxFuture<'static, Result<(), E>> + Send + Sync>;
@@ -23,7 +25,7 @@ pub async fn call_members<E: Display + PartialEq + Send + 'static>(
     wanted: impl Fn(&Member) -> bool,
     dial: Dial<E>,
 ) {
-    let (over, mut ended) = mpsc::unbounded_channel::<String>();
+    let (over, mut ended) = mpsc::channel::<String>(ENDED_MAX);
     let mut called = BTreeSet::new();
     loop {
         let now: Members = members.borrow_and_update().clone();
@@ -34,7 +36,7 @@ pub async fn call_members<E: Display + PartialEq + Send + 'static>(
                 let name = name.clone();
                 let task: Task = Box::pin(async move {
                     call.await;
-                    let _ = over.send(name);
+                    let _ = over.send(name).await;
                 });
                 env.spawn(task);
             }

@@ -8,6 +8,7 @@ use crate::engine::instance::Surroundings;
 use crate::engine::messages::{FromWorker, Report, ToWorker};
 use crate::engine::{HandOffLimits, Held, Links, Loaded};
 use crate::env::SharedEnv;
+use crate::mailbox::{INBOX_MAX, MessageReceiver, MessageSender, REPORTS_MAX, mailbox};
 use crate::metrics::Metrics;
 use mixfleet_hal::Result;
 use mixfleet_hal::units::Seconds;
@@ -15,7 +16,11 @@ use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use std::collections::{BTreeMap, BTreeSet};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
+
+/// Sessions that begin or end and are not looked at yet: more that would begin are refused.
+const EVENTS_MAX: usize = 1024;
 
 /// A process with devices, to be.
 pub struct WorkerProcess {
@@ -39,7 +44,7 @@ pub struct Hub {
     model: Model,
     caller: Caller,
     instances: Vec<InstanceId>,
-    events: mpsc::UnboundedSender<Event>,
+    events: mpsc::Sender<Event>,
     router_seats: Seats<RouterId>,
     peer_seats: Seats<InstanceId>,
 }
@@ -47,7 +52,7 @@ pub struct Hub {
 enum Event {
     Router { seat: Seat<RouterId>, session: Session<Word, Command>, clock: Option<Seconds> },
     Peer { instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>, seats: PeerSeats },
-    Inspect(mpsc::UnboundedSender<Held>),
+    Inspect(mpsc::Sender<Held>),
     RouterGone { router: RouterId, session: u64 },
     PeerGone { instances: Vec<InstanceId>, session: u64 },
 }
@@ -62,7 +67,7 @@ impl WorkerProcess {
     /// When a device gives no queue or no staging memory.
     pub fn start(self) -> Result<Hub> {
         let WorkerProcess { env, model, instances, links, hand_off, metrics } = self;
-        let (reports, incoming) = mpsc::unbounded_channel();
+        let (reports, incoming) = mailbox("reports", REPORTS_MAX);
         let directory = Directory::default();
         let surroundings = Surroundings {
             env: env.clone(),
@@ -78,7 +83,7 @@ impl WorkerProcess {
         }
         crate::engine::join(&ids, &surroundings);
         drop(surroundings);
-        let (events, told) = mpsc::unbounded_channel();
+        let (events, told) = mpsc::channel(EVENTS_MAX);
         let running = Running {
             env: env.clone(),
             directory,
@@ -112,6 +117,13 @@ impl Hub {
         self.events.closed().await;
     }
 
+    fn tell(&self, event: Event) -> std::result::Result<(), Refusal> {
+        self.events.try_send(event).map_err(|error| match error {
+            TrySendError::Full(_) => Refusal::Busy,
+            TrySendError::Closed(_) => Refusal::Ending,
+        })
+    }
+
     /// Whether a caller belongs to the same fleet, and means this process.
     pub(super) fn check(&self, hello: &Hello) -> std::result::Result<(), Refusal> {
         hello.check(&self.model)?;
@@ -135,7 +147,7 @@ impl Hub {
         let seat = self.router_seats.take(router, hello.caller).ok_or(Refusal::RouterTaken(router))?;
         let (theirs, ours) = Session::pair();
         let event = Event::Router { seat, session: ours, clock: hello.clock };
-        self.events.send(event).map_err(|_| Refusal::Ending)?;
+        self.tell(event)?;
         Ok(theirs)
     }
 
@@ -159,14 +171,14 @@ impl Hub {
         let seats = instances.iter().map(seat).collect::<std::result::Result<PeerSeats, Refusal>>()?;
         let (theirs, ours) = Session::pair();
         let event = Event::Peer { instances, cost, session: ours, seats };
-        self.events.send(event).map_err(|_| Refusal::Ending)?;
+        self.tell(event)?;
         Ok(theirs)
     }
 
     /// What each instance holds, once it is done with its step: for checks of what routers think. Fewer answer where some are down.
     pub async fn held(&self) -> Held {
-        let (answer, mut answers) = mpsc::unbounded_channel();
-        let _ = self.events.send(Event::Inspect(answer));
+        let (answer, mut answers) = mpsc::channel(self.instances.len().max(1));
+        let _ = self.events.send(Event::Inspect(answer)).await;
         let mut held = Held::new();
         while let Some(mut more) = answers.recv().await {
             held.append(&mut more);
@@ -176,7 +188,8 @@ impl Hub {
 
     /// Exchanges KV with a process with `instances`, which has accepted the other end of `session`.
     pub fn meet(&self, instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>) {
-        let _ = self.events.send(Event::Peer { instances, cost, session, seats: PeerSeats::new() });
+        // One that finds no room ends, and its other end calls again.
+        let _ = self.tell(Event::Peer { instances, cost, session, seats: PeerSeats::new() });
     }
 }
 
@@ -196,7 +209,7 @@ struct Running {
     env: SharedEnv,
     directory: Directory,
     known: BTreeMap<InstanceId, Known>,
-    routers: BTreeMap<RouterId, (u64, mpsc::UnboundedSender<Word>)>,
+    routers: BTreeMap<RouterId, (u64, MessageSender<Word>)>,
     /// Sessions to peers, by each of their instances.
     peers: BTreeMap<InstanceId, u64>,
     /// How many sessions there were.
@@ -204,15 +217,11 @@ struct Running {
     /// Those that are open: each ends when this is dropped.
     open: BTreeMap<u64, oneshot::Sender<()>>,
     metrics: Metrics,
-    events: mpsc::WeakUnboundedSender<Event>,
+    events: mpsc::WeakSender<Event>,
 }
 
 impl Running {
-    async fn serve(
-        mut self,
-        mut reports: mpsc::UnboundedReceiver<Report>,
-        mut told: mpsc::UnboundedReceiver<Event>,
-    ) {
+    async fn serve(mut self, mut reports: MessageReceiver<Report>, mut told: mpsc::Receiver<Event>) {
         loop {
             tokio::select! {
                 biased;
@@ -363,7 +372,7 @@ impl Running {
     fn listen(
         &mut self,
         number: u64,
-        incoming: mpsc::UnboundedReceiver<Command>,
+        incoming: MessageReceiver<Command>,
         (allowed, clock_behind): (impl Fn(&ToWorker) -> bool + Send + 'static, Seconds),
         seat: impl Send + 'static,
         end: Event,
@@ -382,7 +391,7 @@ impl Running {
             }
             drop(seat);
             if let Some(events) = events.upgrade() {
-                let _ = events.send(end);
+                let _ = events.send(end).await;
             }
         }));
     }
@@ -402,7 +411,7 @@ impl Running {
         old.into_iter().for_each(|(peer, session)| self.peer_gone(&[peer], session));
         for &peer in &instances {
             self.peers.insert(peer, number);
-            let (inbox, messages) = mpsc::unbounded_channel();
+            let (inbox, messages) = mailbox("relay", INBOX_MAX);
             self.directory.enter(peer, inbox);
             self.env.spawn(Box::pin(relay(peer, messages, session.out.clone(), |_| true)));
         }

@@ -3,11 +3,11 @@
 use super::session::{Command, RouterId};
 use crate::engine::directory::Directory;
 use crate::engine::messages::ToWorker;
+use crate::mailbox::{MessageReceiver, MessageSender};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::InstanceId;
 use prometheus_client::metrics::counter::Counter;
 use std::collections::BTreeSet;
-use tokio::sync::mpsc;
 
 /// Commands of a session that are refused before it ends: a peer that is a moment behind says one or two for an
 /// instance that is gone, and no more.
@@ -26,13 +26,14 @@ impl Listening {
     /// Until the session ends, or has said too much that is not the other end's to say.
     pub(super) async fn carry(
         self,
-        mut incoming: mpsc::UnboundedReceiver<Command>,
+        mut incoming: MessageReceiver<Command>,
         allowed: impl Fn(&ToWorker) -> bool,
     ) {
         let mut refused = 0;
         while let Some(Command { instance, mut message }) = incoming.recv().await {
             message.due_later(self.clock_behind);
             if self.own.contains(&instance) && allowed(&message) {
+                self.directory.room(instance).await;
                 self.directory.tell(instance, message);
                 continue;
             }
@@ -54,8 +55,8 @@ impl Listening {
 /// whoever waits for it notices. What the other end would refuse is left out: it learns that by itself.
 pub(super) async fn relay(
     instance: InstanceId,
-    mut messages: mpsc::UnboundedReceiver<ToWorker>,
-    out: mpsc::UnboundedSender<Command>,
+    mut messages: MessageReceiver<ToWorker>,
+    out: MessageSender<Command>,
     carries: impl Fn(&ToWorker) -> bool + Send,
 ) {
     loop {
@@ -65,6 +66,7 @@ pub(super) async fn relay(
             message = messages.recv() => message,
         };
         let Some(message) = message else { return };
+        out.room().await;
         if carries(&message) && out.send(Command { instance, message }).is_err() {
             return;
         }
@@ -128,6 +130,7 @@ impl ToWorker {
 mod tests {
     use super::*;
     use crate::engine::messages::PieceId;
+    use crate::mailbox::mailbox;
     use futures_util::FutureExt;
 
     const PIECE: PieceId = PieceId { layer: 0, first: 0, tokens: 1, retries: 0 };
@@ -138,9 +141,9 @@ mod tests {
         allowed: impl Fn(&ToWorker) -> bool,
     ) -> (Vec<ToWorker>, u64) {
         let (directory, own) = (Directory::default(), InstanceId(3));
-        let (inbox, mut told) = mpsc::unbounded_channel();
+        let (inbox, mut told) = mailbox("test", 100);
         directory.enter(own, inbox);
-        let (session, incoming) = mpsc::unbounded_channel();
+        let (session, incoming) = mailbox("test", 100);
         for message in messages {
             session.send(Command { instance: own, message }).unwrap();
         }

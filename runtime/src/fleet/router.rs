@@ -8,6 +8,7 @@ use crate::engine::events::EventLog;
 use crate::engine::messages::{FromWorker, Report, ToWorker};
 use crate::engine::{CoordinatorParts, EngineConfig, Held, Identity};
 use crate::env::SharedEnv;
+use crate::mailbox::{INBOX_MAX, MessageSender, REPORTS_MAX, mailbox};
 use crate::metrics::Metrics;
 use crate::model::ModelConfig;
 use crate::request::EngineHandle;
@@ -46,7 +47,7 @@ pub struct Router {
     id: RouterId,
     hello: Hello,
     directory: Directory,
-    reports: mpsc::UnboundedSender<Report>,
+    reports: MessageSender<Report>,
 }
 
 impl RouterParts {
@@ -57,7 +58,7 @@ impl RouterParts {
             digest: identity.model_digest.clone(),
             tokenizer_digest: identity.tokenizer_digest.clone(),
         };
-        let (directory, (reports, incoming)) = (Directory::default(), mpsc::unbounded_channel());
+        let (directory, (reports, incoming)) = (Directory::default(), mailbox("reports", REPORTS_MAX));
         let hello = Hello::new(model, Caller::new(&*env));
         let router = Router { env: env.clone(), id, hello, directory: directory.clone(), reports };
         let first_request = id.first_request();
@@ -91,7 +92,7 @@ impl Router {
 
     /// What it thinks that instances hold: for checks. Nothing once it has ended.
     pub async fn held(&self) -> Held {
-        let (answer, mut answers) = mpsc::unbounded_channel();
+        let (answer, mut answers) = mpsc::channel(1);
         let nobody = InstanceId(u32::MAX);
         let _ = self.reports.send((nobody, FromWorker::Inspect(answer)));
         answers.recv().await.unwrap_or_default()
@@ -102,8 +103,9 @@ impl Router {
         let Session { out, mut incoming } = session;
         let (mut instances, id) = (BTreeSet::new(), self.id);
         while let Some(Word { instance, message }) = incoming.recv().await {
+            self.reports.room().await;
             if matches!(&message, FromWorker::Up { .. }) && instances.insert(instance) {
-                let (inbox, messages) = mpsc::unbounded_channel();
+                let (inbox, messages) = mailbox("relay", INBOX_MAX);
                 self.directory.enter(instance, inbox);
                 let is_ours = move |message: &ToWorker| message.may_come_from_router(id);
                 self.env.spawn(Box::pin(relay(instance, messages, out.clone(), is_ours)));
@@ -126,7 +128,7 @@ mod tests {
     use super::*;
     use crate::env::{Env, Listener, SeededEnv, Task};
     use crate::model::random::tiny_variants;
-    use crate::request::{GenerateRequest, Sampling, ServiceTier, Update};
+    use crate::request::{FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
     use futures_util::future::BoxFuture;
     use mixfleet_hal::units::Seconds;
     use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
@@ -195,27 +197,34 @@ mod tests {
         }
     }
 
+    /// A router in `env`, and the worker's end of its session with one that is up.
+    fn attended(env: &SharedEnv, metrics: &Metrics) -> (EngineHandle, Session<Word, Command>) {
+        let parts = RouterParts {
+            env: env.clone(),
+            config: Arc::new(tiny_variants().remove(0).1.load().unwrap().config),
+            identity: Identity::new("model".into(), "tokenizer".into(), [0; 2]),
+            id: RouterId(0),
+            kv: DType::F32,
+            limits: EngineConfig::default(),
+            events: None,
+            placements: Arc::new(Placements::new(1)),
+            metrics: metrics.clone(),
+        };
+        let (engine, router) = parts.start();
+        let (session, worker) = Session::pair();
+        env.spawn(Box::pin(async move { router.attend(session).await }));
+        worker.out.send(Word { instance: InstanceId(0), message: up() }).unwrap();
+        (engine, worker)
+    }
+
     /// When an instance is told that a request is due that comes at 1000 s to a router that was started at `started_s`.
     fn due(started_s: f64) -> f64 {
         let world = SeededEnv::new(1);
         let env = world.clone();
         world.run(async move {
             env.sleep(Duration::from_secs_f64(started_s)).await;
-            let parts = RouterParts {
-                env: Arc::new(Started(env.clone(), Seconds(started_s))),
-                config: Arc::new(tiny_variants().remove(0).1.load().unwrap().config),
-                identity: Identity::new("model".into(), "tokenizer".into(), [0; 2]),
-                id: RouterId(0),
-                kv: DType::F32,
-                limits: EngineConfig::default(),
-                events: None,
-                placements: Arc::new(Placements::new(1)),
-                metrics: Metrics::new(),
-            };
-            let (engine, router) = parts.start();
-            let (session, mut worker) = Session::pair();
-            env.spawn(Box::pin(async move { router.attend(session).await }));
-            worker.out.send(Word { instance: InstanceId(0), message: up() }).unwrap();
+            let started: SharedEnv = Arc::new(Started(env.clone(), Seconds(started_s)));
+            let (engine, mut worker) = attended(&started, &Metrics::new());
             env.sleep(Duration::from_secs_f64(1000.0 - started_s)).await;
             let _updates = engine.submit(request()).await.unwrap();
             loop {
@@ -234,21 +243,8 @@ mod tests {
         let env = world.clone();
         let (failure, waited_s, silent) = world.run(async move {
             let metrics = Metrics::new();
-            let parts = RouterParts {
-                env: Arc::new(env.clone()),
-                config: Arc::new(tiny_variants().remove(0).1.load().unwrap().config),
-                identity: Identity::new("model".into(), "tokenizer".into(), [0; 2]),
-                id: RouterId(0),
-                kv: DType::F32,
-                limits: EngineConfig::default(),
-                events: None,
-                placements: Arc::new(Placements::new(1)),
-                metrics: metrics.clone(),
-            };
-            let (engine, router) = parts.start();
-            let (session, mut worker) = Session::pair();
-            env.spawn(Box::pin(async move { router.attend(session).await }));
-            worker.out.send(Word { instance: InstanceId(0), message: up() }).unwrap();
+            let shared: SharedEnv = Arc::new(env.clone());
+            let (engine, mut worker) = attended(&shared, &metrics);
             env.sleep(Duration::from_secs(1)).await;
             let began = env.now();
             let mut updates = engine.submit(request()).await.unwrap();
@@ -264,6 +260,38 @@ mod tests {
         });
         assert!(failure.message.contains("no other place"), "{failure}");
         assert!((60.0..90.0).contains(&waited_s) && silent == 1, "{waited_s} s");
+    }
+
+    #[test]
+    fn a_worker_that_draws_more_than_was_asked_for_is_stopped_and_the_answer_ends() {
+        let world = SeededEnv::new(4);
+        let env = world.clone();
+        world.run(async move {
+            let shared: SharedEnv = Arc::new(env.clone());
+            let (engine, mut worker) = attended(&shared, &Metrics::new());
+            env.sleep(Duration::from_secs(1)).await;
+            let mut updates = engine.submit(request()).await.unwrap();
+            let Some(Command { message: ToWorker::Add { job, .. }, .. }) = worker.incoming.recv().await
+            else {
+                panic!("it was given nothing")
+            };
+            for index in 0..10 {
+                let (request, attempt) = (job.request, job.attempt);
+                let message =
+                    FromWorker::Drawn { request, attempt, index, token: 1, logprobs: None, finish: None };
+                worker.out.send(Word { instance: InstanceId(0), message }).unwrap();
+            }
+            let mut told = Vec::new();
+            while let Some(update) = updates.recv().await {
+                told.push(update);
+            }
+            let [Update::Placed { .. }, Update::Token { id: 1, .. }, end] = &told[..] else {
+                panic!("{told:?}")
+            };
+            assert!(matches!(end, Update::Finished { reason: FinishReason::Length }), "{end:?}");
+            let next = worker.incoming.recv().await.map(|command| command.message);
+            assert!(matches!(next, Some(ToWorker::Cancel { request }) if request == job.request));
+        });
     }
 
     #[test]

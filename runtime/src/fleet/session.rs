@@ -2,11 +2,11 @@
 
 use crate::engine::messages::{FromWorker, ToWorker};
 use crate::env::Env;
+use crate::mailbox::{MessageReceiver, MessageSender, SESSION_MAX, mailbox};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
-use tokio::sync::mpsc;
 
 /// Version of everything below. Processes of different ones do not work together.
 pub const PROTOCOL: u32 = 5;
@@ -112,7 +112,7 @@ pub enum Refusal {
     )]
     InstanceTaken(InstanceId),
     /// As many are at it as may be.
-    #[error("as many processes measure links to this one as may at once: the caller tries again")]
+    #[error("this process is asked for as much as it takes at once: the caller tries again")]
     Busy,
     /// It is ending.
     #[error("this process is ending")]
@@ -167,16 +167,16 @@ pub struct Word {
 #[derive(Debug)]
 pub struct Session<Out, In> {
     /// To the other end.
-    pub out: mpsc::UnboundedSender<Out>,
+    pub out: MessageSender<Out>,
     /// From it.
-    pub incoming: mpsc::UnboundedReceiver<In>,
+    pub incoming: MessageReceiver<In>,
 }
 
 impl<Out, In> Session<Out, In> {
     /// Both ends of a session within one process.
     pub fn pair() -> (Session<Out, In>, Session<In, Out>) {
-        let (out, theirs) = mpsc::unbounded_channel();
-        let (back, incoming) = mpsc::unbounded_channel();
+        let (out, theirs) = mailbox("session", SESSION_MAX);
+        let (back, incoming) = mailbox("session", SESSION_MAX);
         (Session { out, incoming }, Session { out: back, incoming: theirs })
     }
 }

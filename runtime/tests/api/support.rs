@@ -261,9 +261,9 @@ async fn generate(
     server: &Server,
     request: &GenerateRequest,
     play: Play,
-    updates: &mpsc::UnboundedSender<Update>,
+    updates: &mpsc::Sender<Update>,
 ) -> Option<()> {
-    updates.send(Update::Started { cached_tokens: 3 }).ok()?;
+    updates.send(Update::Started { cached_tokens: 3 }).await.ok()?;
     let (tokens, end) = match play {
         Play::Reply(tokens, reason) => (tokens, Some(Update::Finished { reason })),
         Play::Fail(tokens, message) => (tokens, Some(Update::Failed(Failure::engine(message)))),
@@ -284,13 +284,16 @@ async fn generate(
         Play::Reject(_) => unreachable!("rejected before"),
     };
     send(server, request, updates, &tokens).await?;
-    end.map_or(Some(()), |end| updates.send(end).ok())
+    match end {
+        Some(end) => updates.send(end).await.ok(),
+        None => Some(()),
+    }
 }
 
 async fn send(
     server: &Server,
     request: &GenerateRequest,
-    updates: &mpsc::UnboundedSender<Update>,
+    updates: &mpsc::Sender<Update>,
     tokens: &[u32],
 ) -> Option<()> {
     for &id in tokens {
@@ -298,7 +301,7 @@ async fn send(
         let top = |count| vec![(id, -0.5), (u32::from(b'~'), f32::NEG_INFINITY)].into_iter().take(count);
         let logprobs =
             request.logprobs.map(|count| Logprobs { chosen: -0.5, top: top(count as usize).collect() });
-        updates.send(Update::Token { id, logprobs }).ok()?;
+        updates.send(Update::Token { id, logprobs }).await.ok()?;
     }
     Some(())
 }

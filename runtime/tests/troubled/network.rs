@@ -3,11 +3,12 @@
 use super::World;
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::fleet::Session;
+use mixfleet_runtime::mailbox::{MessageReceiver, MessageSender};
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::Notify;
 
 /// Who hears nothing for so long ends the connection, and how often that is looked at.
 const SILENCE_MAX: Duration = Duration::from_secs(2);
@@ -143,12 +144,7 @@ impl World {
         }
     }
 
-    fn carry<T: Send + 'static>(
-        &self,
-        mut from: mpsc::UnboundedReceiver<T>,
-        to: mpsc::UnboundedSender<T>,
-        way: Way,
-    ) {
+    fn carry<T: Send + 'static>(&self, mut from: MessageReceiver<T>, to: MessageSender<T>, way: Way) {
         let world = self.clone();
         self.env.spawn(Box::pin(async move {
             let end = way.end.clone();

@@ -172,6 +172,7 @@ impl FrameStream {
         self.bytes += bytes;
         self.coming += coming;
         self.frames += 1;
+        self.assert_window();
         let mut parts = Parts::default();
         parts.push(frame.words.as_mut_ptr(), frame.words.len() as u64);
         parts.append(frame.payload);
@@ -204,7 +205,18 @@ impl FrameStream {
             self.coming -= first.coming;
             self.awaited.pop_front();
             self.answered = false;
+            self.assert_window();
         }
+    }
+
+    /// Asserts that what is under way fits into the window, unless it is one long frame, and that all of it is answered in the end.
+    fn assert_window(&self) {
+        let Self { bytes, coming, window_bytes, awaited, .. } = self;
+        debug_assert!(
+            bytes <= window_bytes || awaited.len() == 1,
+            "{bytes} bytes under way in a window of {window_bytes}"
+        );
+        debug_assert!(!awaited.is_empty() || (*bytes, *coming) == (0, 0), "{bytes} bytes have no answer");
     }
 
     /// Discards the data of a batch that is still to arrive.

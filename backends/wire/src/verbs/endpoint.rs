@@ -123,8 +123,16 @@ impl Lane {
             self.queue_pair.post(&chain, batch, local_key, remote_key)?;
             self.in_flight += of_batch;
             self.flying.push_back((batch, of_batch));
+            self.assert_depth();
         }
         Ok(())
+    }
+
+    /// Asserts that the posted work fits into the queue pair and is completed in the end.
+    fn assert_depth(&self) {
+        let Self { in_flight, depth, flying, .. } = self;
+        debug_assert!(in_flight <= depth, "{in_flight} requests in a queue pair of depth {depth}");
+        debug_assert_eq!(*in_flight, flying.iter().map(|(_, count)| count).sum::<usize>());
     }
 }
 

@@ -100,7 +100,10 @@ async fn until_it_ends<Out: Serialize, In>(
                 Some(message) => encode(&message).map_err(Ended::Broken).and_then(|bytes| outlet.put(bytes)),
                 None => Err(Ended::Quietly),
             },
-            message = stream.message() => match message {
+            message = async {
+                session.out.room().await;
+                stream.message().await
+            } => match message {
                 Ok(Some(message)) => session.out.send(message).map_err(|_| Ended::Quietly),
                 Ok(None) => Err(Ended::Quietly),
                 Err(status) => Err(Ended::Broken(status)),
