@@ -130,8 +130,8 @@ pub trait Backend: Send + Sync {
 
 /// An open device.
 ///
-/// It has no default methods, so that a device that wraps another one (see [`forward_device`](crate::forward_device)) cannot lose a
-/// method unnoticed.
+/// It has no default methods, so that a device that wraps another one (see
+/// [`forward_device`](crate::forward_device)) cannot lose a method unnoticed.
 pub trait Device: Send + Sync {
     /// Returns static facts about the device.
     fn info(&self) -> &DeviceInfo;
@@ -176,7 +176,8 @@ pub trait Device: Send + Sync {
 }
 
 /// The methods of a [`Device`] that are those of a device inside it, for use in an `impl Device`:
-/// `forward_device!(self => self.inner; info, limits, pin)`. What is neither named here nor written does not compile.
+/// `forward_device!(self => self.inner; info, limits, pin)`. What is neither named here nor written does not
+/// compile.
 #[macro_export]
 macro_rules! forward_device {
     ($this:ident => $inner:expr; $($method:ident),+) => {

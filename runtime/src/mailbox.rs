@@ -1,8 +1,9 @@
 //! Queues between tasks whose senders may not wait: a worker's inbox, its reports, what a session carries.
 //!
-//! [`MessageSender::send`] never waits and loses nothing, so that two who send to each other cannot block each other. What bounds a queue is that
-//! whoever takes messages from outside, or makes many, first waits for [`room`](MessageSender::room); what comes without that is bounded by
-//! the requests in the fleet, and may be as much again. More than twice the bound is a bug, which debug builds assert.
+//! [`MessageSender::send`] never waits and loses nothing, so that two who send to each other cannot block
+//! each other. What bounds a queue is that whoever takes messages from outside, or makes many, first waits
+//! for [`room`](MessageSender::room); what comes without that is bounded by the requests in the fleet, and
+//! may be as much again. More than twice the bound is a bug, which debug builds assert.
 
 use std::fmt::{Debug, Formatter};
 use std::sync::Arc;

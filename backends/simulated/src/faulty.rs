@@ -131,7 +131,8 @@ impl FaultyDevice {
 }
 
 impl Device for FaultyDevice {
-    mixfleet_hal::forward_device!(self => self.inner; info, limits, support, alloc, import, export, pin, health);
+    mixfleet_hal::forward_device!(self => self.inner;
+        info, limits, support, alloc, import, export, pin, health);
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         self.ordered.remember(&*self.inner, to)?;

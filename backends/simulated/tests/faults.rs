@@ -162,7 +162,8 @@ impl Queue for MetronomeQueue {
 }
 
 impl Device for Metronome {
-    mixfleet_hal::forward_device!(self => self.0; info, limits, support, alloc, import, export, write, read, pin, health);
+    mixfleet_hal::forward_device!(self => self.0;
+        info, limits, support, alloc, import, export, write, read, pin, health);
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(MetronomeQueue { inner: self.0.queue()?, commands: Vec::new() }))

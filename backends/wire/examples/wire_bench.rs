@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Each `run` and `memcpy` prints one line of JSON. Options: `--op write|read`, `--batch N` pieces of
-//! `--bytes` each, `--depth N` in flight, `--seconds S`, `--streams N`, `--frame BYTES`, `--window B`,
-//! `--memory BYTES` at each end (256 MiB), `--verify` (xxh3 of each piece before and after the transfer),
-//! `--tls` (with certificates made for this run), `--warm BYTES` moved beforehand (all).
+//! `--bytes` each, `--depth N` batches in flight, `--seconds S`, `--streams N`, `--frame BYTES`, `--window
+//! BYTES`, `--memory BYTES` at each end (256 MiB), `--verify` (xxh3 of each piece before and after the
+//! transfer), `--tls` (with certificates made for this run), `--warm BYTES` moved beforehand (all).
 
 #[cfg(feature = "tls")]
 #[path = "../tests/authority/mod.rs"]

@@ -50,7 +50,8 @@ impl Security {
         }
     }
 
-    /// Connects to `address` and completes the handshake before `deadline`. A peer's host without any packets for `silence` counts as gone.
+    /// Connects to `address` and completes the handshake before `deadline`. A peer's host without any packets
+    /// for `silence` counts as gone.
     pub(crate) fn call(
         &self,
         address: SocketAddr,
@@ -61,7 +62,8 @@ impl Security {
         self.connect(set_up(socket, silence, deadline)?, deadline).map_err(during("the handshake"))
     }
 
-    /// Completes the handshake with a peer that connected on `socket`, as [`call`](Self::call) does at the other end.
+    /// Completes the handshake with a peer that connected on `socket`, as [`call`](Self::call) does at the
+    /// other end.
     pub(crate) fn welcome(
         &self,
         socket: TcpStream,

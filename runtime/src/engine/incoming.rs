@@ -281,7 +281,7 @@ mod tests {
 
     fn handed_off() -> Incoming {
         let sender = Sender::HandsOff(Source { holder: SENDER, until: 16 });
-        let mut incoming = Incoming::new(sender, vec![0, 1], 0, 1);
+        let mut incoming = Incoming::new(sender, 0, 1);
         assert!(incoming.hand_over(SENDER, 7));
         incoming
     }

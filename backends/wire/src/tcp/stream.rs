@@ -209,7 +209,8 @@ impl FrameStream {
         }
     }
 
-    /// Asserts that what is under way fits into the window, unless it is one long frame, and that all of it is answered in the end.
+    /// Asserts that what is under way fits into the window, unless it is one long frame, and that all of it
+    /// is answered in the end.
     fn assert_window(&self) {
         let Self { bytes, coming, window_bytes, awaited, .. } = self;
         debug_assert!(

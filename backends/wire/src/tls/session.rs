@@ -94,8 +94,8 @@ impl TlsSession {
         self.flush(socket)?;
         let mut taken = 0;
         for part in parts {
-            // SAFETY: the part is valid as whoever made it said, and its owner does not write it meanwhile; if it
-            // does, other plain bytes are encrypted.
+            // SAFETY: the part is valid as whoever made it said, and its owner does not write it meanwhile;
+            // if it does, other plain bytes are encrypted.
             let bytes = unsafe { std::slice::from_raw_parts(part.iov_base.cast::<u8>(), part.iov_len) };
             let written = self.connection.writer().write(bytes)?;
             taken += written;
