@@ -4,6 +4,7 @@
 //! fields are handles on the same numbers. Reading a clock is the recorder's business.
 
 use mixfleet_scheduler::batch::Load;
+use mixfleet_scheduler::fleet::Corrections;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -88,6 +89,15 @@ pub struct TierLabels {
     pub tier: &'static str,
 }
 
+/// Labels of metrics of what is predicted of a device.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct PredictionLabels {
+    /// The device's id.
+    pub device: String,
+    /// `prefill`, `step` or `transfer`.
+    pub kind: &'static str,
+}
+
 /// A gauge with fractions.
 pub type FractionGauge = Gauge<f64, AtomicU64>;
 
@@ -145,6 +155,11 @@ pub struct Metrics {
     pub device_tokens: Family<DeviceLabels, Counter>,
     /// `mixfleet_device_steps_total{device}`: forward passes there, by the engine.
     pub device_steps: Family<DeviceLabels, Counter>,
+    /// `mixfleet_prediction_correction_ratios{device,kind}`: what predictions are multiplied by, as learnt from what was measured, by
+    /// the engine; 1 where they are right within 5 %.
+    pub prediction_correction: Family<PredictionLabels, FractionGauge>,
+    /// `mixfleet_prediction_error_ratios{device,kind}`: moving mean of |predicted - measured| / measured with that correction, by the engine.
+    pub prediction_error: Family<PredictionLabels, FractionGauge>,
     /// `mixfleet_device_energy_joules{device}`: energy counter, where the device has one; its growth over that of
     /// `device_tokens` is the energy of a token. By the engine, once a second at most.
     pub device_energy_j: Family<DeviceLabels, FractionGauge>,
@@ -226,6 +241,18 @@ impl Metrics {
             preemptions: plain(to, "preemptions", "Sequences that lost their KV pages"),
             device_tokens: plain(to, "device_tokens", "Tokens that went through the model"),
             device_steps: plain(to, "device_steps", "Forward passes"),
+            prediction_correction: with_unit(
+                to,
+                "prediction_correction",
+                Unit::Ratios,
+                "What predictions of a device are multiplied by",
+            ),
+            prediction_error: with_unit(
+                to,
+                "prediction_error",
+                Unit::Ratios,
+                "Error of predictions that is left, over what was measured",
+            ),
             device_energy_j: with_unit(to, "device_energy", Unit::Joules, "Energy counter of the device"),
             device_power_w: with_unit(to, "device_power", Unit::Other("watts".into()), "Power draw"),
             device_temperature_c: with_unit(to, "device_temperature", Unit::Celsius, "Temperature"),
@@ -268,6 +295,22 @@ impl Metrics {
         let blocks = load.blocks;
         let total = (blocks.used + blocks.cached + blocks.free).max(1);
         self.kv_cache_usage.get_or_create(&labels).set(blocks.used as f64 / total as f64);
+    }
+}
+
+impl Metrics {
+    /// How well a device is predicted.
+    pub(crate) fn learned(&self, device: &str, corrections: Corrections, errors: Corrections) {
+        let kinds = [
+            ("prefill", corrections.prefill, errors.prefill),
+            ("step", corrections.step, errors.step),
+            ("transfer", corrections.transfer, errors.transfer),
+        ];
+        for (kind, correction, error) in kinds {
+            let labels = PredictionLabels { device: device.into(), kind };
+            self.prediction_correction.get_or_create(&labels).set(correction);
+            self.prediction_error.get_or_create(&labels).set(error);
+        }
     }
 }
 

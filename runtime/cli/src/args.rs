@@ -245,6 +245,9 @@ pub(crate) struct FrontArgs {
     pub(crate) flex_deadline_s: f64,
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
+    /// Let devices with a role change it with the load
+    #[arg(long)]
+    pub(crate) flexible: bool,
     /// Never pull prefixes from other devices
     #[arg(long)]
     pub(crate) no_pull: bool,

@@ -17,9 +17,20 @@ pub(crate) struct SchedulingArgs {
     /// Admission: none, early or prediction
     #[arg(long, value_name = "NAME", default_value = "prediction", hide_possible_values = true)]
     admit: AdmitName,
+    /// Drop a request after prefill if its decode device is too busy
+    #[arg(long)]
+    pub(crate) drop_late: bool,
+    /// Worth of a second of waiting [default: the mean rent]
+    #[arg(long, value_name = "USD", value_parser = usd)]
+    pub(crate) wait_usd_per_s: Option<f64>,
     /// Seed of all random choices
     #[arg(long, default_value_t = 0, hide_default_value = true)]
     pub(crate) seed: u64,
+}
+
+fn usd(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|usd: &f64| usd.is_finite() && *usd >= 0.0);
+    value.ok_or_else(|| "expected dollars, 0 or more".into())
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

@@ -14,7 +14,7 @@ use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{EngineHandle, Sampling};
-use mixfleet_scheduler::fleet::Role;
+use mixfleet_scheduler::fleet::{Rebalance, Role};
 use mixfleet_sim::simulate::Choices;
 use std::fs::File;
 use std::io::{BufWriter, IsTerminal};
@@ -258,6 +258,10 @@ pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
         policy,
         pull: !args.no_pull,
         admission,
+        drop_at_decode: args.scheduling.drop_late,
+        wait_usd_per_s: args.scheduling.wait_usd_per_s,
+        // all devices of a fleet are of one pool here
+        rebalance: args.flexible.then(|| Rebalance::new(vec![0])),
         seed,
         ..EngineConfig::default()
     })

@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use history::History;
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::simulate::{Distribution, Results, Setup, run as simulate};
+use mixfleet_sim::simulate::{Distribution, Results, Routing, Setup, run as simulate};
 use mixfleet_sim::trace::Requests;
 use page::{Subject, page};
 use serde_json::json;
@@ -42,9 +42,9 @@ pub(crate) struct SimulateArgs {
     scheduling: SchedulingArgs,
     #[command(flatten)]
     replay: ReplayArgs,
-    /// Drop a request after prefill if its decode instance is too busy
-    #[arg(long)]
-    drop_late: bool,
+    /// Routers that share the requests [default: the fleet file's, or 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(Routing::COUNT_MAX)))]
+    routers: Option<u32>,
     /// Find the highest --speedup that meets the SLO for this share of requests [default: 0.99]
     #[arg(long, value_name = "SHARE", num_args = 0..=1, require_equals = true, default_missing_value = "0.99")]
     #[arg(value_parser = share, conflicts_with_all = ["speedup", "timeline", "html"])]
@@ -137,7 +137,9 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let read = |path: &std::path::Path| profiles::read(path).map_err(|error| format!("{error:#}"));
     let fleet = FleetFile::read(&args.fleet, &read)?;
     let mut setup = Setup::new(&fleet, choices);
-    setup.fleet.drop_at_decode = args.drop_late;
+    setup.fleet.drop_at_decode = args.scheduling.drop_late;
+    setup.fleet.wait_usd_per_s = args.scheduling.wait_usd_per_s;
+    setup.routers.count = args.routers.unwrap_or(setup.routers.count);
     if let Some(share) = args.capacity {
         return capacity::run(args, &fleet, &setup, share);
     }

@@ -62,6 +62,8 @@ pub(super) struct Tracked {
     pub(super) objective: Objective,
     /// its place in the order: both stay when it loses its instance.
     pub(super) due: Seconds,
+    /// When its KV is thought to be where it decodes.
+    pub(super) ready: Seconds,
     pub(super) prefill: InstanceId,
     pub(super) decode: InstanceId,
     /// Who is to lend the prefill instance a part of the prefix; none once that is there.
@@ -202,9 +204,11 @@ impl Running {
     pub(super) fn fleet_step(&mut self, event: Event) -> Vec<Action> {
         let actions = self.parts.fleet.step(self.parts.env.now(), event);
         for action in &actions {
-            match action {
-                // workers do both, whatever they are given: the fleet's own view is all that changes
-                Action::SetRole { instance, role } => tracing::info!(%instance, ?role, "role changed"),
+            match *action {
+                Action::SetRole { instance, role } => {
+                    tracing::info!(%instance, ?role, "role changed");
+                    self.send(instance, ToWorker::SetRole { role });
+                }
                 // KV goes between workers for requests only; the fleet forgets a copy that does not arrive
                 Action::Replicate { from, to, tokens, .. } => {
                     tracing::info!(%from, %to, tokens, "prefix not copied: no request asks for it");
@@ -290,6 +294,7 @@ impl Running {
                     attempt: 0,
                     objective,
                     due,
+                    ready: self.parts.env.now() + transfers::ready_in(&explanation),
                     prefill,
                     decode,
                     pull: transfers::source(pull, &explanation),
@@ -373,10 +378,11 @@ impl Running {
     }
 
     pub(super) fn job(&self, request: RequestId, on: InstanceId) -> Job {
-        let Tracked { wanted, generated, attempt, due, .. } = &self.requests[&request];
+        let Tracked { wanted, generated, attempt, due, ready, .. } = &self.requests[&request];
         Job {
             request,
             due: self.began + *due,
+            ready: self.began + *ready,
             attempt: *attempt,
             wanted: wanted.clone(),
             generated: generated.clone(),
@@ -453,6 +459,8 @@ impl Running {
                 self.fleet_step(Event::TierUp { instance, tier, cost });
             }
             FromWorker::Load(load) => self.gauge(instance, &load),
+            FromWorker::Ran(steps) => self.ran(instance, steps),
+            FromWorker::Others(works) => self.others(instance, works),
             FromWorker::Down(error) => self.failed(instance, &error),
             FromWorker::Unreachable(error) => self.down(instance, &error, false),
         }
@@ -510,11 +518,21 @@ impl Running {
         } else {
             Event::DecodeStep { instance, requests: vec![request], tokens: 1 }
         };
-        self.fleet_step(event);
+        let dropped = self.fleet_step(event).into_iter().find_map(|action| match action {
+            Action::Drop { reason, .. } => Some(reason),
+            _ => None,
+        });
         let tracked = &self.requests[&request];
         let is_whole = tracked.generated.len() >= tracked.wanted.max_tokens as usize;
         // A worker that would go on is stopped.
-        let Some(reason) = finish.or(is_whole.then_some(FinishReason::Length)) else { return };
+        let Some(reason) = finish.or(is_whole.then_some(FinishReason::Length)) else {
+            if let Some(reason) = dropped {
+                let message =
+                    format!("its prompt is done, and its decode instance is too busy by now: {reason}");
+                self.fail(request, Failure::exhausted(message));
+            }
+            return;
+        };
         let tracked = self.requests.remove(&request).expect("still there");
         tracked.tell(Update::Finished { reason });
         self.fleet_step(Event::Finished { request });

@@ -295,7 +295,10 @@ impl Worker {
         let Some(to) = self.outgoing.get(&request).map(|outgoing| outgoing.to.clone()) else {
             return Ok(());
         };
-        let Some(slot) = self.credit(&to).await? else {
+        let began = self.env.now();
+        let slot = self.credit(&to).await?;
+        self.waited += self.env.now() - began;
+        let Some(slot) = slot else {
             self.give_up(request, to.attempt, piece);
             return Ok(());
         };

@@ -79,6 +79,7 @@ impl Running {
         self.end_rests();
         let Some(tracked) = self.requests.get(&request) else { return };
         self.cancel_everywhere(request, tracked);
+        let now = self.parts.env.now();
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
         (tracked.joined, tracked.computed_at, tracked.pull) = (false, None, None);
@@ -99,6 +100,7 @@ impl Running {
             Some(Action::Place { prefill, decode, pull, explanation, .. }) => {
                 let tracked = self.requests.get_mut(&request).expect("just found");
                 (tracked.prefill, tracked.decode) = (prefill, decode);
+                tracked.ready = now + transfers::ready_in(&explanation);
                 tracked.pull = transfers::source(pull, &explanation);
                 self.homeless.remove(&request);
                 self.explain(request, &explanation);

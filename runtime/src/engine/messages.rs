@@ -7,7 +7,7 @@ use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{Load, RequestId};
 use mixfleet_scheduler::cost::LinkCost;
-use mixfleet_scheduler::fleet::{Instance, InstanceId};
+use mixfleet_scheduler::fleet::{Instance, InstanceId, MeasuredSteps, OthersWork, Role};
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use serde::{Deserialize, Serialize};
@@ -25,6 +25,8 @@ pub(crate) struct Job {
     pub(crate) request: RequestId,
     /// Instances begin prompts in this order: seconds since 1970 by the sender's clock, since those of several routers meet.
     pub(crate) due: Seconds,
+    /// When its KV is thought to be where it decodes, likewise.
+    pub(crate) ready: Seconds,
     /// Grows with every placement of the request: messages of an earlier one are ignored.
     pub(crate) attempt: u32,
     /// What the client asked for.
@@ -241,6 +243,11 @@ pub(crate) enum ToWorker {
         /// Which.
         request: RequestId,
     },
+    /// (From a router.) The instance gets work of this role from now on, from all routers: it tells them.
+    SetRole {
+        /// Prefill or decode.
+        role: Role,
+    },
     /// Drop the request, whatever its state.
     Cancel {
         /// Which.
@@ -382,6 +389,10 @@ pub(crate) enum FromWorker {
     },
     /// After each step and whenever the instance becomes idle.
     Load(Load),
+    /// What a step took that the instance has run, without the time in which it waited for others.
+    Ran(MeasuredSteps),
+    /// (From its process.) What is new of the work that the instance does for other routers.
+    Others(Vec<OthersWork>),
     /// (From the coordinator's own process.) Say what the fleet's machine thinks that tiers hold.
     #[serde(skip)]
     Inspect(mpsc::Sender<Held>),
@@ -413,6 +424,8 @@ impl FromWorker {
             | FromWorker::Evicted { .. }
             | FromWorker::Tier { .. }
             | FromWorker::Load(_)
+            | FromWorker::Ran(_)
+            | FromWorker::Others(_)
             | FromWorker::Inspect(_)
             | FromWorker::Down(_)
             | FromWorker::Unreachable(_) => None,

@@ -57,7 +57,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Result};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::CostModel;
-use mixfleet_scheduler::fleet::{Admission, FleetConfig, InstanceId, Policy};
+use mixfleet_scheduler::fleet::{Admission, FleetConfig, InstanceId, Policy, Rebalance};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -78,6 +78,12 @@ pub struct EngineConfig {
     pub pull: bool,
     /// What is turned away on arrival.
     pub admission: Admission,
+    /// Whether a request is given up after its prefill if its decode instance is too busy for the objective by then.
+    pub drop_at_decode: bool,
+    /// Dollars that a second of waiting is worth; by default a second of the average instance.
+    pub wait_usd_per_s: Option<f64>,
+    /// When instances change between prefill and decode; none: never.
+    pub rebalance: Option<Rebalance>,
     /// Of policies that draw.
     pub seed: u64,
     /// For so long a request that lost its instance waits for another one, where one may come; then it fails.
@@ -96,6 +102,9 @@ impl Default for EngineConfig {
             policy: Policy::default(),
             pull: true,
             admission: Admission::default(),
+            drop_at_decode: false,
+            wait_usd_per_s: None,
+            rebalance: None,
             seed: 0,
             patience: Seconds::ZERO,
             hand_off: HandOffLimits::default(),
@@ -198,6 +207,9 @@ impl CoordinatorParts<'_> {
             admission: limits.admission,
             seed: limits.seed,
             pull: limits.pull,
+            drop_at_decode: limits.drop_at_decode,
+            wait_usd_per_s: limits.wait_usd_per_s,
+            rebalance: limits.rebalance,
             ..FleetConfig::new(self.config.kv_bytes_per_token(self.kv), self.config.layers)
         };
         let (handle, submissions) = EngineHandle::channel(limits.requests_max.max(1));

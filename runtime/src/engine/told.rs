@@ -10,7 +10,7 @@ use crate::fleet::RouterId;
 use crate::request::Failure;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::{After, RequestId, TokenIds};
-use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_scheduler::kv::Tier;
 use std::collections::BTreeSet;
 
@@ -117,6 +117,7 @@ impl Worker {
                 self.taken_over(receiver, request, attempt);
             }
             ToWorker::Settle { request } => self.settle_incoming(request).await?,
+            ToWorker::SetRole { role } => self.set_role(role),
             ToWorker::Cancel { request } => self.cancel(request),
             ToWorker::Inspect(answer) => {
                 let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
@@ -130,6 +131,16 @@ impl Worker {
             }
         }
         Ok(())
+    }
+
+    /// What it is told of the load is not its to judge: it does what it is given, and tells all who give.
+    fn set_role(&mut self, role: Role) {
+        let FromWorker::Up { instance, .. } = &mut self.up else { return };
+        if instance.role != role {
+            tracing::info!(device = %instance.device, ?role, "role changed");
+            instance.role = role;
+            self.report(self.up.clone());
+        }
     }
 
     /// Tells who asked that this instance does not do it. A request with the same id that is here goes on.

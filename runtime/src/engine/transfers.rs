@@ -6,12 +6,19 @@
 use super::coordinator::{Running, Tracked};
 use super::handoff::wire_dtype;
 use super::messages::{HandOff, Landing, Source, ToWorker};
+use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Event, Explanation, InstanceId, Pull};
 
 /// What a placement says of a pull.
 pub(super) fn source(pull: Option<Pull>, explanation: &Explanation) -> Option<Source> {
     Some(Source { holder: pull?.from, until: explanation.pulled_until()? })
+}
+
+/// Until the KV of a placement is thought to be where it decodes.
+pub(super) fn ready_in(explanation: &Explanation) -> Seconds {
+    let terms = explanation.chosen().and_then(|chosen| chosen.terms);
+    terms.map_or(Seconds::ZERO, |terms| Seconds(terms.ttft_s + terms.transfer_s))
 }
 
 impl Running {

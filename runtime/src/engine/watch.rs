@@ -8,8 +8,8 @@ use crate::request::Failure;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind};
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::cost::LinkCost;
-use mixfleet_scheduler::fleet::{Event, Instance, InstanceId, Link};
+use mixfleet_scheduler::cost::{LinkCost, Prefill};
+use mixfleet_scheduler::fleet::{Event, Instance, InstanceId, Link, MeasuredSteps, OthersWork};
 use std::collections::BTreeMap;
 
 /// How long a way rests after a receiver refused what would come by it.
@@ -21,6 +21,10 @@ const REFUSALS_MAX: u32 = 3;
 /// The longest silence that an instance may claim for its steps, and the largest KV block.
 const SILENCE_MAX: Seconds = Seconds(3600.0);
 const BLOCK_TOKENS_MAX: u32 = 1 << 16;
+
+/// The longest prompt, and the largest batch, that a step may claim to have run.
+const TOKENS_MAX: u32 = 1 << 26;
+const SEQUENCES_MAX: usize = 1 << 16;
 
 /// From and to.
 type Pair = (InstanceId, InstanceId);
@@ -116,6 +120,65 @@ impl Running {
         }
         busy
     }
+}
+
+impl Running {
+    /// An instance has run a step: the predictions of the next ones learn from what it took.
+    pub(super) fn ran(&mut self, instance: InstanceId, steps: MeasuredSteps) {
+        let Some(handle) = self.parts.instances.get(&instance) else { return };
+        if let Err(reason) = check_steps(&steps) {
+            tracing::warn!(%instance, reason, "what a step took is not believed");
+            return;
+        }
+        let device = handle.device.clone();
+        self.fleet_step(Event::Measured { instance, steps });
+        if let Some((corrections, errors)) = self.parts.fleet.learned(instance) {
+            self.parts.metrics.learned(&device, corrections, errors);
+        }
+    }
+}
+
+impl Running {
+    /// An instance works for other routers too.
+    pub(super) fn others(&mut self, instance: InstanceId, mut works: Vec<OthersWork>) {
+        works.retain(is_sensible);
+        if self.parts.instances.contains_key(&instance) && !works.is_empty() {
+            self.fleet_step(Event::Others { instance, works });
+        }
+    }
+}
+
+/// Whether work can be so long, and due then.
+fn is_sensible(work: &OthersWork) -> bool {
+    match *work {
+        OthersWork::Prompt { prompt_tokens, due_in, .. } => {
+            prompt_tokens <= TOKENS_MAX && due_in.0.is_finite()
+        }
+        OthersWork::Answer { prompt_tokens, max_tokens, ready_in, generated, .. } => {
+            prompt_tokens.max(max_tokens).max(generated) <= TOKENS_MAX && ready_in.0.is_finite()
+        }
+        OthersWork::AnswerGone { length, .. } => length.is_none_or(|length| length <= TOKENS_MAX),
+        OthersWork::PromptGone { .. } => true,
+    }
+}
+
+/// Whether a step can have been what an instance says.
+fn check_steps(steps: &MeasuredSteps) -> Result<(), &'static str> {
+    let MeasuredSteps { parts, sequences, kv_tokens, time, .. } = steps;
+    let is_long = |part: &Prefill| part.context.checked_add(part.tokens).is_none_or(|end| end > TOKENS_MAX);
+    if parts.len() > SEQUENCES_MAX || *sequences as usize > SEQUENCES_MAX {
+        return Err("it has more sequences than any device runs");
+    }
+    if parts.iter().any(|part| part.tokens == 0 || is_long(part)) {
+        return Err("a piece of a prompt in it has no sensible length");
+    }
+    if *kv_tokens > u64::from(TOKENS_MAX) * SEQUENCES_MAX as u64 {
+        return Err("it attends to more tokens than there are");
+    }
+    if !(time.0.is_finite() && time.0 <= SILENCE_MAX.0) {
+        return Err("its time is none");
+    }
+    Ok(())
 }
 
 /// Whether what an instance says of itself can be reckoned with.

@@ -21,7 +21,8 @@ use crate::sampling::{self, History, SamplingError};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{BatchLimits, Instance, RequestId, Sampled, Step, StepSequence, TokenIds};
-use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::cost::Prefill;
+use mixfleet_scheduler::fleet::{InstanceId, MeasuredSteps};
 use mixfleet_scheduler::kv::Tier;
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -79,6 +80,8 @@ pub(super) struct Worker {
     pub(super) reports: MessageSender<Report>,
     /// When it last reported anything.
     said_at: Cell<Seconds>,
+    /// Time in the present step in which it waited for others.
+    pub(super) waited: Seconds,
     pub(super) metrics: Metrics,
     health: HealthWatch,
 }
@@ -143,6 +146,7 @@ impl Worker {
             deferred: VecDeque::new(),
             reports: parts.reports,
             said_at: Cell::new(Seconds::ZERO),
+            waited: Seconds::ZERO,
             metrics: parts.metrics,
             health,
         })
@@ -289,8 +293,11 @@ impl Worker {
     /// Runs a step. If the device cannot do what is asked of it, each sequence is tried alone, so that those
     /// end which it cannot do and no others.
     async fn compute(&mut self, step: Step) -> Result<()> {
+        self.waited = Seconds::ZERO;
+        let began = self.env.now();
         let error = match self.run_step(&step).await {
             Ok(drawn) => {
+                self.report_time(&step, self.env.now() - began - self.waited);
                 self.finish_step(&step, drawn);
                 return Ok(());
             }
@@ -314,6 +321,20 @@ impl Worker {
         }
         self.finish_step(&step, drawn);
         Ok(())
+    }
+
+    /// Says what a step took: whoever predicts it learns from that.
+    fn report_time(&self, step: &Step, time: Seconds) {
+        let (mut parts, mut sequences, mut kv_tokens) = (Vec::new(), 0, 0);
+        for &StepSequence { start, tokens, sample, .. } in &step.sequences {
+            if sample && tokens == 1 {
+                sequences += 1;
+                kv_tokens += u64::from(start) + 1;
+            } else {
+                parts.push(Prefill { context: start, tokens, last: sample });
+            }
+        }
+        self.report(FromWorker::Ran(MeasuredSteps { parts, sequences, kv_tokens, steps: 1, time }));
     }
 
     /// Runs one forward pass and draws; the KV of handed-off prompts leaves layer by layer meanwhile.

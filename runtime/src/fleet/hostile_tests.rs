@@ -87,6 +87,7 @@ impl Rogue {
         Job {
             request: ROUTER.first_request() + number,
             due: Seconds(1.0),
+            ready: Seconds(1.0),
             attempt: 1,
             wanted: Arc::new(wanted),
             generated: Vec::new(),

@@ -1,5 +1,6 @@
 //! A worker process among several routers and peers.
 
+use super::ledger::{BEAT, Given, Ledger, News};
 use super::rights::{Listening, relay};
 use super::seats::{Seat, Seats};
 use super::session::{Caller, Command, Hello, Model, Refusal, RouterId, Session, Word};
@@ -53,6 +54,10 @@ enum Event {
     Router { seat: Seat<RouterId>, session: Session<Word, Command>, clock: Option<Seconds> },
     Peer { instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>, seats: PeerSeats },
     Inspect(mpsc::Sender<Held>),
+    /// A router has given an instance of this process something to do.
+    Given { instance: InstanceId, given: Given },
+    /// It is time to say how far answers have got.
+    Beat,
     RouterGone { router: RouterId, session: u64 },
     PeerGone { instances: Vec<InstanceId>, session: u64 },
 }
@@ -89,6 +94,8 @@ impl WorkerProcess {
             directory,
             known: ids.iter().map(|&id| (id, Known::default())).collect(),
             routers: BTreeMap::new(),
+            ledger: Ledger::default(),
+            beating: false,
             peers: BTreeMap::new(),
             sessions: 0,
             open: BTreeMap::new(),
@@ -210,6 +217,10 @@ struct Running {
     directory: Directory,
     known: BTreeMap<InstanceId, Known>,
     routers: BTreeMap<RouterId, (u64, MessageSender<Word>)>,
+    /// What they gave to the instances.
+    ledger: Ledger,
+    /// The next beat is on its way.
+    beating: bool,
     /// Sessions to peers, by each of their instances.
     peers: BTreeMap<InstanceId, u64>,
     /// How many sessions there were.
@@ -225,12 +236,13 @@ impl Running {
         loop {
             tokio::select! {
                 biased;
-                report = reports.recv() => match report {
-                    Some((instance, message)) => self.report(instance, message),
-                    None => return,
-                },
+                // what was given before what became of it
                 event = told.recv() => match event {
                     Some(event) => self.event(event),
+                    None => return,
+                },
+                report = reports.recv() => match report {
+                    Some((instance, message)) => self.report(instance, message),
                     None => return,
                 },
             }
@@ -240,6 +252,8 @@ impl Running {
     /// To the router whose request it is about; to all, if it is about the instance.
     fn report(&mut self, instance: InstanceId, message: FromWorker) {
         if let Some(request) = message.request() {
+            let news = self.ledger.reported(instance, &message, self.env.unix_time());
+            self.spread(news);
             self.tell(RouterId::of(request), instance, message);
             return;
         }
@@ -272,6 +286,7 @@ impl Running {
             }
             FromWorker::Down(_) => {
                 *known = Known { failed: true, ..Known::default() };
+                self.ledger.down(instance);
                 // This process lives on, and so do the ways of others to it.
                 let others = self.known.keys().chain(self.peers.keys()).filter(|&&other| other != instance);
                 for &other in others {
@@ -294,6 +309,26 @@ impl Running {
         }
     }
 
+    /// Tells each router of the others' work.
+    fn spread(&mut self, news: Vec<News>) {
+        if self.routers.len() > 1 {
+            for News { of, instance, work } in news {
+                for &router in self.routers.keys().filter(|&&router| router != of) {
+                    self.tell(router, instance, FromWorker::Others(vec![work]));
+                }
+            }
+        }
+        if self.ledger.has_grown() && !std::mem::replace(&mut self.beating, true) {
+            let (env, events) = (self.env.clone(), self.events.clone());
+            self.env.spawn(Box::pin(async move {
+                env.sleep(BEAT).await;
+                if let Some(events) = events.upgrade() {
+                    let _ = events.send(Event::Beat);
+                }
+            }));
+        }
+    }
+
     fn event(&mut self, event: Event) {
         match event {
             Event::Router { seat, session, clock } => self.router(seat, session, clock),
@@ -302,6 +337,15 @@ impl Running {
                 for &instance in self.known.keys() {
                     self.directory.tell(instance, ToWorker::Inspect(answer.clone()));
                 }
+            }
+            Event::Given { instance, given } => {
+                let news = self.ledger.commanded(instance, &given, self.env.unix_time());
+                self.spread(news);
+            }
+            Event::Beat => {
+                self.beating = false;
+                let news = self.ledger.beat(self.env.unix_time());
+                self.spread(news);
             }
             Event::RouterGone { router, session } => {
                 self.open.remove(&session);
@@ -334,7 +378,9 @@ impl Running {
         self.open.clear();
     }
 
-    fn abandon(&self, router: RouterId) {
+    fn abandon(&mut self, router: RouterId) {
+        let news = self.ledger.abandon(router);
+        self.spread(news);
         for &instance in self.known.keys() {
             self.directory.tell(instance, ToWorker::Abandon { router });
         }
@@ -358,6 +404,9 @@ impl Running {
                 .map(|(&tier, blocks)| FromWorker::Stored { tier, hashes: blocks.iter().copied().collect() });
             links.chain(tiers).chain(stored).for_each(|message| self.tell(router, instance, message));
         }
+        for News { instance, work, .. } in self.ledger.all(now) {
+            self.tell(router, instance, FromWorker::Others(vec![work]));
+        }
         let allowed = move |message: &ToWorker| message.may_come_from_router(router);
         self.listen(
             number,
@@ -380,7 +429,13 @@ impl Running {
         let (directory, events) = (self.directory.clone(), self.events.clone());
         let own: BTreeSet<InstanceId> = self.known.keys().copied().collect();
         let refused = self.metrics.commands_refused.clone();
-        let listening = Listening { own, directory, clock_behind, refused };
+        let given = self.events.clone();
+        let note = move |instance, command: &ToWorker| {
+            if let (Some(given), Some(events)) = (Given::of(instance, command), given.upgrade()) {
+                let _ = events.send(Event::Given { instance, given });
+            }
+        };
+        let listening = Listening { own, directory, clock_behind, refused, note: Box::new(note) };
         let (open, parted) = oneshot::channel();
         self.open.insert(number, open);
         self.env.spawn(Box::pin(async move {

@@ -22,6 +22,7 @@ mod hostile_tests;
 mod hub;
 #[cfg(feature = "fleet")]
 mod join;
+mod ledger;
 pub mod registry;
 mod rights;
 mod router;

@@ -20,6 +20,8 @@ pub(super) struct Listening {
     /// How far the caller's clock is behind this process's.
     pub(super) clock_behind: Seconds,
     pub(super) refused: Counter,
+    /// Told of every command before the instance is.
+    pub(super) note: Box<dyn Fn(InstanceId, &ToWorker) + Send>,
 }
 
 impl Listening {
@@ -34,6 +36,7 @@ impl Listening {
             message.due_later(self.clock_behind);
             if self.own.contains(&instance) && allowed(&message) {
                 self.directory.room(instance).await;
+                (self.note)(instance, &message);
                 self.directory.tell(instance, message);
                 continue;
             }
@@ -78,12 +81,15 @@ impl ToWorker {
     fn due_later(&mut self, span: Seconds) {
         if let ToWorker::Add { job, .. } | ToWorker::Reserve { job, .. } | ToWorker::Lend { job, .. } = self {
             job.due += span;
+            job.ready += span;
         }
     }
 
     /// Whether `router` may say it: it is about a request of its own.
     pub(super) fn may_come_from_router(&self, router: RouterId) -> bool {
         let request = match self {
+            // what it does for others it goes on with
+            ToWorker::SetRole { .. } => return true,
             ToWorker::Add { job, .. } | ToWorker::Reserve { job, .. } | ToWorker::Lend { job, .. } => {
                 job.request
             }
@@ -118,6 +124,7 @@ impl ToWorker {
             | ToWorker::Reserve { .. }
             | ToWorker::Lend { .. }
             | ToWorker::NotLent { .. }
+            | ToWorker::SetRole { .. }
             | ToWorker::Settle { .. }
             | ToWorker::Cancel { .. }
             | ToWorker::Abandon { .. }
@@ -150,7 +157,8 @@ mod tests {
         drop(session);
         let refused = Counter::default();
         let (own, clock_behind) = ([own].into(), Seconds::ZERO);
-        let listening = Listening { own, directory, clock_behind, refused: refused.clone() };
+        let listening =
+            Listening { own, directory, clock_behind, refused: refused.clone(), note: Box::new(|_, _| {}) };
         listening.carry(incoming, allowed).now_or_never().expect("nothing is waited for");
         (std::iter::from_fn(|| told.try_recv().ok()).collect(), refused.get())
     }

@@ -22,7 +22,7 @@ use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Objective, Policy, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::{Class, Members, Promise, TbtMetric};
-use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
+use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Routing, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::{HostRegion, InProcessTransport};
@@ -361,6 +361,8 @@ fn simulated(scene: &Scene, log: &[serde_json::Value]) -> Seen {
             members: Members::Label("flex".into()),
             promise: Promise::Deadline(EngineConfig::default().flex_deadline.0),
         }],
+        slowdowns: Vec::new(),
+        routers: Routing::default(),
         fleet,
         max_tokens: 1,
         block_tokens: BLOCK_TOKENS,

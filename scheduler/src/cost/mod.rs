@@ -31,6 +31,8 @@ pub enum CostModel {
     Tables(Arc<StepTables>),
     /// Stages of layers, through which prompts run in chunks.
     Pipeline(Arc<PipelineCost>),
+    /// Another one's answers, so many times as long.
+    Scaled(f64, Arc<CostModel>),
 }
 
 /// A piece of a prompt in a step.
@@ -100,6 +102,7 @@ impl CostModel {
             }
             CostModel::Tables(tables) => tables.prefill_s(context_before, new_tokens),
             CostModel::Pipeline(cost) => cost.prefill_s(context_before, new_tokens),
+            CostModel::Scaled(times, cost) => cost.prefill_s(context_before, new_tokens) * *times,
         }
     }
 
@@ -127,6 +130,7 @@ impl CostModel {
             CostModel::Coefficients(cost) => cost.step_s(parts, batch, kv_tokens),
             CostModel::Tables(tables) => tables.step_s(parts, batch, kv_tokens),
             CostModel::Pipeline(cost) => cost.step_s(parts, batch, kv_tokens),
+            CostModel::Scaled(times, cost) => cost.step_s(parts, batch, kv_tokens) * *times,
         }
     }
 
@@ -139,6 +143,7 @@ impl CostModel {
                 let whole = cost.whole.compiled();
                 CostModel::Pipeline(Arc::new(PipelineCost { whole, ..PipelineCost::clone(cost) }))
             }
+            CostModel::Scaled(times, cost) => CostModel::Scaled(*times, Arc::new(cost.compiled())),
             other => other.clone(),
         }
     }

@@ -1,6 +1,8 @@
 //! What the fleet's machine is told, and what it decides.
 
 use super::explain::Explanation;
+use super::learn::MeasuredSteps;
+use super::others::OthersWork;
 use crate::batch::RequestId;
 use crate::cost::{CostModel, LinkCost};
 use crate::kv::{BlockHash, Tier};
@@ -190,6 +192,20 @@ pub enum Event {
         requests: Vec<RequestId>,
         /// How many each.
         tokens: u32,
+    },
+    /// An instance works for other routers too: what is new of that.
+    Others {
+        /// Where.
+        instance: InstanceId,
+        /// What.
+        works: Vec<OthersWork>,
+    },
+    /// What steps took that an instance ran.
+    Measured {
+        /// Where.
+        instance: InstanceId,
+        /// Which, and how long.
+        steps: MeasuredSteps,
     },
     /// The answer is complete.
     Finished {

@@ -1,6 +1,6 @@
 //! A decision, taken apart: every candidate with its terms, and why it lost.
 
-use super::{InstanceId, Pull, RequestId};
+use super::{Corrections, InstanceId, Pull, RequestId};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -112,6 +112,10 @@ pub struct Terms {
     pub delay_s: f64,
     /// Price of the device time and the traffic that it uses; 0 without prices.
     pub busy_usd: f64,
+    /// What the prediction was multiplied by: prefill and transfers of the one who computes the prompt, steps of the one who decodes, as
+    /// learnt from what was measured there.
+    #[serde(default)]
+    pub corrections: Corrections,
     /// `busy_usd + wait_weight * (own * (ttft_s + hand_off_s) + delay_s)`, where `own` is 1, or 0.1 of a request with a deadline;
     /// the lowest wins.
     pub score: f64,

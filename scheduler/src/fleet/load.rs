@@ -4,6 +4,7 @@
 //! in the end are asked for their forecast ([`super::forecast`]), which walks their requests.
 
 use super::forecast::{DEVIATIONS, Seat};
+use super::learn::{Learner, OnItsWay};
 use super::{Instance, InstanceId, RequestId};
 use crate::cost::LinkCost;
 use crate::table::IdMap;
@@ -23,7 +24,21 @@ pub(super) struct Work {
     pub(super) due: Seconds,
     /// Between its tokens.
     pub(super) tbt_slo: Option<Seconds>,
+    /// Prompt tokens that its decode instance was thought to lack, and what its own prefill was thought to take, without any correction.
+    pub(super) transfer_tokens: u32,
+    pub(super) prefill_time: Seconds,
+    /// Another router's: only its prompt is of interest here.
+    pub(super) is_others: bool,
     pub(super) phase: Phase,
+}
+
+impl Work {
+    /// The rest of its prompt takes `factor` times as long as was thought.
+    pub(super) fn stretch(&mut self, factor: f64) {
+        if let Phase::Prefill { remaining, .. } = &mut self.phase {
+            *remaining = *remaining * factor;
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +48,8 @@ pub(super) enum Phase {
         done: u32,
         remaining: Seconds,
     },
-    Transfer,
+    /// What its KV was thought to take on ways that were free.
+    Transfer(Option<OnItsWay>),
     Decode,
 }
 
@@ -120,6 +136,8 @@ pub(super) struct Load {
     pub(super) tiers: [LinkCost; 3],
     /// Half of a full step of prompts.
     half_step: Seconds,
+    /// What its predictions are corrected by.
+    pub(super) learner: Learner,
 }
 
 impl Load {
@@ -139,6 +157,7 @@ impl Load {
             egress_until: Seconds::ZERO,
             ingress_until: Seconds::ZERO,
             tiers: [LinkCost::default(); 3],
+            learner: Learner::default(),
         }
     }
 
@@ -260,6 +279,20 @@ impl Load {
         }
     }
 
+    /// A request of another router will decode here, or has got `generated` tokens by now.
+    pub(super) fn seat_of_others(&mut self, seat: Seat, generated: u32) {
+        let request = seat.request;
+        self.commit(seat);
+        let Ok(place) = self.seat(request) else { return };
+        if generated > 0 && !self.seats[place].decodes() {
+            self.join(request);
+        }
+        let more = generated.saturating_sub(self.seats[place].generated);
+        if more > 0 {
+            self.grow(&[request], more);
+        }
+    }
+
     /// Those of `requests` that decode here got `tokens` tokens each.
     pub(super) fn grow(&mut self, requests: &[RequestId], tokens: u32) {
         for &request in requests {
@@ -308,6 +341,17 @@ impl Load {
         (ahead, behind)
     }
 
+    /// Prompts that wait or run here, in their order.
+    pub(super) fn queued(&self) -> impl Iterator<Item = RequestId> + use<'_> {
+        self.prefilling.iter().map(|&(_, id)| id)
+    }
+
+    /// Its queue takes `factor` times as long as was thought.
+    pub(super) fn stretch_backlog(&mut self, factor: f64) {
+        self.backlog.time = self.backlog.time * factor;
+        self.first_remaining = self.first_remaining * factor;
+    }
+
     /// Prompts that wait or run here.
     pub(super) fn prompts(&self) -> usize {
         self.prefilling.len()
@@ -326,7 +370,8 @@ impl Load {
     /// The expected time until what is lent from here can leave: until the step ends that runs now.
     pub(super) fn lends_after(&self, now: Seconds) -> Seconds {
         let left = self.prompt_queue().left(now);
-        if left < self.half_step { left.max(Seconds::ZERO) } else { self.half_step }
+        let half_step = self.half_step * self.learner.corrections().prefill;
+        if left < half_step { left.max(Seconds::ZERO) } else { half_step }
     }
 
     /// Those who decode here or will.
@@ -365,6 +410,6 @@ impl Load {
     }
 
     pub(super) fn step(&self, batch: Batch) -> Seconds {
-        self.spec.cost.decode_step_s(batch.sequences, batch.kv_tokens)
+        self.spec.cost.decode_step_s(batch.sequences, batch.kv_tokens) * self.learner.step_factor()
     }
 }

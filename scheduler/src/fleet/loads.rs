@@ -3,6 +3,7 @@
 //! A decision in a large fleet looks at every instance. A [`Load`] lies on half a dozen lines of the processor's cache, of which
 //! ranking would touch most; a row lies on one.
 
+use super::learn::Corrections;
 use super::load::{Load, PromptQueue, Works};
 use super::{Instance, Role};
 use crate::cost::{CostModel, LinkCost};
@@ -31,19 +32,28 @@ pub(super) struct Kind {
     pub(super) cost: Arc<CostModel>,
     pub(super) price: Option<UsdPerHour>,
     pub(super) nic: Option<LinkCost>,
+    pub(super) corrections: Corrections,
     rows: Range<usize>,
 }
 
 impl Kind {
-    fn of(spec: &Instance) -> Self {
-        let Instance { role, pool, ref cost, price, nic, .. } = *spec;
-        Kind { role, pool, cost: cost.clone(), price, nic, rows: 0..0 }
+    fn of(load: &Load) -> Self {
+        let Instance { role, pool, ref cost, price, nic, .. } = load.spec;
+        let corrections = load.learner.corrections();
+        Kind { role, pool, cost: cost.clone(), price, nic, corrections, rows: 0..0 }
     }
 
-    fn is_of(&self, spec: &Instance) -> bool {
+    /// Time of a step of so many sequences.
+    pub(super) fn step(&self, sequences: u32, kv_tokens: u64) -> Seconds {
+        self.cost.decode_step_s(sequences, kv_tokens) * self.corrections.step
+    }
+
+    fn is_of(&self, load: &Load) -> bool {
+        let spec = &load.spec;
         Arc::ptr_eq(&self.cost, &spec.cost)
             && (self.role, self.pool) == (spec.role, spec.pool)
             && (self.price, self.nic) == (spec.price, spec.nic)
+            && self.corrections == load.learner.corrections()
     }
 }
 
@@ -123,6 +133,21 @@ impl Loads {
         self.make_rows();
     }
 
+    /// An instance's predictions may change, and with them what its prompts still take.
+    pub(super) fn learn(&mut self, at: usize, learn: impl FnOnce(&mut Load), works: &mut Works) {
+        let load = &mut self.all[at];
+        let before = load.learner.corrections();
+        learn(load);
+        let after = load.learner.corrections();
+        if after == before {
+            return;
+        }
+        if after.prefill != before.prefill {
+            load.stretch(after.prefill / before.prefill, works);
+        }
+        self.make_rows();
+    }
+
     /// An instance is gone.
     pub(super) fn remove(&mut self, at: usize) {
         self.all.remove(at);
@@ -138,9 +163,9 @@ impl Loads {
     fn make_rows(&mut self) {
         self.kinds.clear();
         let mut kind_of = |load: &Load| {
-            let known = self.kinds.iter().position(|kind| kind.is_of(&load.spec));
+            let known = self.kinds.iter().position(|kind| kind.is_of(load));
             known.unwrap_or_else(|| {
-                self.kinds.push(Kind::of(&load.spec));
+                self.kinds.push(Kind::of(load));
                 self.kinds.len() - 1
             })
         };

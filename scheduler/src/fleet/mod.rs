@@ -9,9 +9,11 @@ mod admit;
 mod event;
 mod explain;
 mod forecast;
+mod learn;
 mod lengths;
 mod load;
 mod loads;
+mod others;
 mod place;
 mod replicate;
 mod roles;
@@ -22,6 +24,8 @@ pub use event::{
     Action, Arrival, Event, Instance, InstanceId, Link, Objective, PromptChain, Pull, RejectReason, Role,
 };
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
+pub use learn::{Corrections, MeasuredSteps};
+pub use others::OthersWork;
 pub use place::Policy;
 pub use replicate::Replicate;
 pub use roles::Rebalance;
@@ -128,6 +132,8 @@ pub struct Fleet {
     /// Of pairs of pools.
     pool_links: BTreeMap<(u32, u32), LinkCost>,
     works: Works,
+    /// Those of `works` that are other routers'.
+    others_prompts: usize,
     lengths: Lengths,
     window: roles::Window,
     /// Time between tokens, as predicted for the last few requests.
@@ -138,6 +144,8 @@ pub struct Fleet {
     /// None: nothing is copied.
     replicas: Option<replicate::Replicas>,
     random: Stream,
+    /// When corrections are looked after next.
+    fade_at: Seconds,
     /// Requests placed one after the other.
     turns: u64,
     /// Of all instances, if each has a price.
@@ -158,17 +166,19 @@ impl Fleet {
             links: BTreeMap::new(),
             pool_links: BTreeMap::new(),
             works: Works::default(),
+            others_prompts: 0,
             window: roles::Window::default(),
             index: PrefixIndex::default(),
             prefixes: Prefixes::default(),
             turns: 0,
+            fade_at: Seconds::ZERO,
             mean_price: None,
         }
     }
 
-    /// Requests in work.
+    /// Requests in work, without those of other routers.
     pub fn requests(&self) -> usize {
-        self.works.len()
+        self.works.len() - self.others_prompts
     }
 
     /// Time that the prompts placed on `instance` will probably take from `now` on; 0 of one that is not up.
@@ -204,10 +214,12 @@ impl Fleet {
                 self.prefill_progress(now, request, instance, tokens);
             }
             Event::PrefillDone { request, instance } => self.prefill_done(now, request, instance, actions),
-            Event::TransferDone { request, instance } => self.transfer_done(request, instance),
+            Event::TransferDone { request, instance } => self.transfer_done(now, request, instance),
             Event::DecodeStep { instance, requests, tokens } => {
                 self.change(instance, |load| load.grow(&requests, tokens));
             }
+            Event::Others { instance, works } => self.others(now, instance, &works),
+            Event::Measured { instance, steps } => self.measured(now, instance, &steps),
             Event::Finished { request } => {
                 if let Some((_, Some(seat))) = self.forget(now, request) {
                     // the first token counts as generated where the prompt is done
@@ -255,6 +267,7 @@ impl Fleet {
     fn arrived(&mut self, now: Seconds, arrival: &Arrival, actions: &mut Vec<Action>) {
         let request = arrival.request;
         self.rebalance(now, actions);
+        self.fade_corrections(now);
         let (explanation, verdict) = self.decide(now, arrival);
         let explanation = Box::new(explanation);
         match verdict {
@@ -293,6 +306,9 @@ impl Fleet {
             prompt_tokens: arrival.prompt_tokens,
             prefill,
             decode,
+            transfer_tokens: terms.transfer_tokens,
+            prefill_time: Seconds(terms.prefill_s),
+            is_others: false,
             phase: Phase::Prefill { done, remaining },
         };
         let seat = Seat {
@@ -332,7 +348,7 @@ impl Fleet {
         let before = work.phase;
         if work.prefill == instance && matches!(before, Phase::Prefill { .. }) {
             let done = tokens.min(work.prompt_tokens);
-            let remaining = self.loads[at].spec.cost.prefill_s(done, work.prompt_tokens - done);
+            let remaining = self.loads[at].prefill_s(done, work.prompt_tokens - done);
             work.phase = Phase::Prefill { done, remaining };
             self.loads.change(at, |load| load.progress(request, work.prompt_tokens, before, work.phase, now));
         }
@@ -359,13 +375,16 @@ impl Fleet {
             return;
         }
         let together = work.prefill == work.decode;
-        let phase = if together { Phase::Decode } else { Phase::Transfer };
+        let ends = self.position(instance).zip(self.position(work.decode));
+        let way = ends.filter(|_| !together);
+        let leaves = way.and_then(|way| self.leaves(now, way, work.transfer_tokens, work.prefill_time));
+        let phase = if together { Phase::Decode } else { Phase::Transfer(leaves) };
         if let Some(work) = self.works.get_mut(request) {
             work.phase = phase;
         }
         if !together {
             // its layers have begun to leave by now
-            if let (Some(from), Some(to)) = (self.position(instance), self.position(work.decode)) {
+            if let Some((from, to)) = way {
                 self.occupy(now, from, to, work.prompt_tokens);
             }
         } else {
@@ -381,10 +400,15 @@ impl Fleet {
         (tbt > slo).then_some(RejectReason::TbtSlo { tbt_s: tbt.0, slo_s: slo.0 })
     }
 
-    fn transfer_done(&mut self, request: RequestId, instance: InstanceId) {
+    fn transfer_done(&mut self, now: Seconds, request: RequestId, instance: InstanceId) {
         let Some(work) = self.works.get_mut(request) else { return };
-        if work.decode == instance && matches!(work.phase, Phase::Transfer) {
+        let Phase::Transfer(on_its_way) = work.phase else { return };
+        if work.decode == instance {
             work.phase = Phase::Decode;
+            let from = work.prefill;
+            if let Some(kv) = on_its_way {
+                self.arrived_at(now, from, instance, kv);
+            }
             self.change(instance, |load| load.join(request));
         }
     }
@@ -416,16 +440,17 @@ impl Fleet {
         self.fleet_changed();
         self.index.remove(instance);
         self.links.retain(|&(from, _), _| from != instance);
+        self.others_down(instance);
         let lost = self.works.ids_where(|work| {
             let decodes = matches!(work.phase, Phase::Decode);
-            work.decode == instance || (work.prefill == instance && !decodes)
+            !work.is_others && (work.decode == instance || (work.prefill == instance && !decodes))
         });
         for request in lost {
             let Some((work, _)) = self.forget(now, request) else { continue };
             let other = if work.prefill == instance { work.decode } else { work.prefill };
             let works_on_it = match work.phase {
                 Phase::Decode => false,
-                Phase::Prefill { .. } | Phase::Transfer => other != instance,
+                Phase::Prefill { .. } | Phase::Transfer(_) => other != instance,
             };
             actions.push(Action::Replay { request, drop_on: works_on_it.then_some(other) });
         }

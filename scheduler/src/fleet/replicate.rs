@@ -208,7 +208,7 @@ impl Fleet {
     ) -> Option<Loss> {
         let (terms, at) = (chosen.terms.as_ref()?, self.position(chosen.prefill)?);
         let rest = question.arrival.prompt_tokens - shared.tokens;
-        let with_it = |at: usize| self.loads[at].spec.cost.prefill_s(shared.tokens, rest);
+        let with_it = |at: usize| self.loads[at].prefill_s(shared.tokens, rest);
         if question.cached_on(at) < shared.tokens {
             let lost = Seconds(terms.pull_s + terms.prefill_s) - with_it(at);
             return (lost > Seconds::ZERO).then_some(Loss::Miss(lost));

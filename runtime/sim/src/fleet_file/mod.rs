@@ -12,10 +12,13 @@ mod pipeline;
 mod raw;
 mod rebalance;
 mod resolve;
+mod slowdown;
 
 pub use class::{Class, Members, Promise};
 pub use error::FleetFileError;
+pub use slowdown::PoolSlowdown;
 
+use crate::simulate::Routing;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Bytes;
 use mixfleet_scheduler::cost::{CostModel, ModelShape};
@@ -47,6 +50,10 @@ pub struct FleetFile {
     pub classes: Vec<Class>,
     /// When instances change their role; none: never.
     pub rebalance: Option<Rebalance>,
+    /// Instances that become slower on the way.
+    pub slowdowns: Vec<PoolSlowdown>,
+    /// Who decides.
+    pub routers: Routing,
 }
 
 /// A model as far as costs depend on it.

@@ -23,6 +23,28 @@ pub(super) struct File {
     #[serde(default)]
     pub(super) class: Vec<Class>,
     pub(super) rebalance: Option<Rebalance>,
+    #[serde(default)]
+    pub(super) slowdown: Vec<Slowdown>,
+    #[serde(default)]
+    pub(super) routers: Routers,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Routers {
+    pub(super) count: Option<u32>,
+    pub(super) delay_s: Option<f64>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Slowdown {
+    pub(super) pool: String,
+    pub(super) instance: Option<u32>,
+    pub(super) from_s: f64,
+    pub(super) times: f64,
+    #[serde(default)]
+    pub(super) told: bool,
 }
 
 #[derive(Debug, Deserialize)]

@@ -5,8 +5,9 @@ use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
 use super::{
     Engine, FleetFile, FleetFileError, Kv, Link, Model, Pool, ReadProfile, Slo, Tier, VERSION, class, model,
-    pipeline, raw, rebalance,
+    pipeline, raw, rebalance, slowdown,
 };
+use crate::simulate::Routing;
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
 use mixfleet_scheduler::batch::BatchLimits;
@@ -68,7 +69,10 @@ pub(super) fn file(
     for raw in raw.class {
         classes.push(class::resolve(raw, &slo, &classes)?);
     }
-    Ok(FleetFile { model, slo, kv, pools, links, classes, rebalance })
+    let slowdowns =
+        raw.slowdown.iter().map(|raw| slowdown::resolve(raw, &pools)).collect::<Result<_, _>>()?;
+    let routers = routers(&raw.routers)?;
+    Ok(FleetFile { model, slo, kv, pools, links, classes, rebalance, slowdowns, routers })
 }
 
 fn pool(
@@ -232,6 +236,23 @@ fn tokens_or_bytes(
             }
         }
     }
+}
+
+fn routers(raw: &raw::Routers) -> Result<Routing, FleetFileError> {
+    let usual = Routing::default();
+    let count = raw.count.unwrap_or(usual.count);
+    let delay_s = raw.delay_s.unwrap_or(usual.delay_s);
+    at_least_one("[routers] count", count)?;
+    if count > Routing::COUNT_MAX {
+        return Err(wrong(
+            "[routers] count",
+            format!("is {count}; it must be at most {}", Routing::COUNT_MAX),
+        ));
+    }
+    if !(delay_s.is_finite() && delay_s >= 0.0) {
+        return Err(wrong("[routers] delay_s", format!("is {delay_s}; it must be 0 or more")));
+    }
+    Ok(Routing { count, delay_s })
 }
 
 fn link(raw: raw::Link, pools: &[Pool]) -> Result<Link, FleetFileError> {

@@ -353,3 +353,26 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn slowdowns_and_routers_are_read_and_wrong_ones_say_why() {
+    let slow = |keys: &str| parse(&format!("{EXAMPLE}[[slowdown]]\n{keys}\n"));
+    let pool = parse(EXAMPLE).unwrap().pools[0].name.clone();
+    let read = slow(&format!("pool = \"{pool}\"\nfrom_s = 10.0\ntimes = 2.0")).unwrap().slowdowns;
+    let expected = PoolSlowdown { pool: 0, instance: None, from_s: 10.0, times: 2.0, told: false };
+    assert_eq!(read, [expected]);
+    says(
+        slow("pool = \"nobody\"\nfrom_s = 1.0\ntimes = 2.0"),
+        &["[[slowdown]]", "no pool is called 'nobody'"],
+    );
+    let wrong = |keys: &str| slow(&format!("pool = \"{pool}\"\n{keys}"));
+    says(wrong("instance = 999\nfrom_s = 1.0\ntimes = 2.0"), &["instance: is 999", "counted from 0"]);
+    says(wrong("from_s = -1.0\ntimes = 2.0"), &["from_s: is -1", "0 or more"]);
+    says(wrong("from_s = 1.0\ntimes = 0.0"), &["times: is 0", "positive"]);
+    let routers = |keys: &str| parse(&format!("{EXAMPLE}[routers]\n{keys}\n"));
+    assert_eq!(parse(EXAMPLE).unwrap().routers, Routing::default());
+    assert_eq!(routers("count = 4\ndelay_s = 0.01").unwrap().routers, Routing { count: 4, delay_s: 0.01 });
+    says(routers("count = 0"), &["[routers] count", "at least 1"]);
+    says(routers("count = 65"), &["[routers] count: is 65", "at most 64"]);
+    says(routers("delay_s = -1.0"), &["[routers] delay_s: is -1", "0 or more"]);
+}

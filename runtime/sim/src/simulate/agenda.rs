@@ -26,6 +26,8 @@ pub(super) enum Next {
     Lent { from: u32, request: u64, tokens: u32, ready: At },
     /// A prefix that another instance held has arrived: of a prompt, or a copy ahead of demand.
     Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },
+    /// An instance becomes slower: the `index`th of the setup's slowdowns.
+    SlowsDown { index: u32 },
     /// A request comes later than in the trace: it follows an answer that took longer.
     Arrive { request: u64 },
 }

@@ -17,6 +17,7 @@ use keys::Keys;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{Action, After, Event, Instance, Sampled, StepSequence};
 use mixfleet_scheduler::cost::{CostModel, Prefill};
+use mixfleet_scheduler::fleet::MeasuredSteps;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use mixfleet_scheduler::table::IdMap;
 use run::Run;
@@ -57,6 +58,8 @@ pub(super) enum Message {
     Lend { request: u64, tokens: u32, chain: Arc<[BlockHash]> },
     /// What was lent has been read.
     Unlend { request: u64 },
+    /// From the next step on, steps take so long.
+    Cost(Arc<CostModel>),
     /// A prompt's KV is taken in elsewhere, or the request is given up.
     LetGo { request: u64 },
 }
@@ -85,6 +88,8 @@ pub(super) enum Outcome {
     Stored(Tier, Vec<BlockHash>),
     /// These are not any more.
     Evicted(Tier, Vec<BlockHash>),
+    /// What steps took, where that may be news.
+    Ran(MeasuredSteps),
     /// The device worked so long.
     Busy { prefill_s: f64, decode_s: f64 },
 }
@@ -117,6 +122,8 @@ struct Active {
 pub(super) struct Engine {
     pool: u32,
     cost: Arc<CostModel>,
+    /// Steps may take other than what was said of them.
+    measures: bool,
     block_tokens: u32,
     machine: Instance<Keys>,
     active: IdMap<Active>,
@@ -136,6 +143,7 @@ impl Engine {
         Engine {
             pool: instance.pool,
             cost: instance.cost.clone(),
+            measures: !setup.slowdowns.is_empty(),
             block_tokens,
             machine: Instance::new(instance.limits),
             active: IdMap::default(),
@@ -232,6 +240,7 @@ impl Engine {
             }
             Message::Lend { request, tokens, chain } => self.lend(now_s, request, tokens, &chain, outcomes),
             Message::Unlend { request } => self.tell(Event::Unlend { request }),
+            Message::Cost(cost) => self.cost = cost,
             Message::LetGo { request } => {
                 if self.active.remove(request).is_some() {
                     self.tell(Event::Cancel { request });
@@ -317,6 +326,17 @@ impl Engine {
             }
             Some(Plan::Step { parts, began_s, time_s, decode_s }) => {
                 outcomes.push(Outcome::Busy { prefill_s: time_s - decode_s, decode_s });
+                if self.measures {
+                    let (parts, sequences, kv_tokens) = self.shape(&parts);
+                    let time = Seconds(time_s);
+                    outcomes.push(Outcome::Ran(MeasuredSteps {
+                        parts,
+                        sequences,
+                        kv_tokens,
+                        steps: 1,
+                        time,
+                    }));
+                }
                 self.decoded(now_s, began_s, time_s, &parts, outcomes);
                 self.step_done(now_s, &parts, outcomes);
             }
@@ -444,11 +464,18 @@ impl Engine {
             self.at = Some(Plan::Run(run));
             return;
         }
+        let (pieces, sequences, kv_tokens) = self.shape(&parts);
+        let decode_s = if sequences == 0 { 0.0 } else { self.cost.decode_step_s(sequences, kv_tokens).0 };
+        let time_s = self.cost.step_s(&pieces, sequences, kv_tokens).0;
+        self.at = Some(Plan::Step { parts, began_s, time_s, decode_s: decode_s.min(time_s) });
+    }
+
+    /// A step as the cost model is asked of it: pieces of prompts, sequences that decode and their tokens.
+    fn shape(&self, parts: &[StepSequence]) -> (Vec<Prefill>, u32, u64) {
         let mut pieces = Vec::new();
         let (mut sequences, mut kv_tokens) = (0, 0);
-        for &StepSequence { start, tokens, sample, .. } in &parts {
-            // A prompt's single last token is computed as a token that decodes, where it is known what those
-            // take.
+        for &StepSequence { start, tokens, sample, .. } in parts {
+            // A prompt's single last token is computed as a token that decodes, where it is known what those take.
             let context = u64::from(start) + 1;
             if sample && tokens == 1 && self.cost.decode_step_s(1, context).0 > 0.0 {
                 sequences += 1;
@@ -457,9 +484,7 @@ impl Engine {
                 pieces.push(Prefill { context: start, tokens, last: sample });
             }
         }
-        let decode_s = if sequences == 0 { 0.0 } else { self.cost.decode_step_s(sequences, kv_tokens).0 };
-        let time_s = self.cost.step_s(&pieces, sequences, kv_tokens).0;
-        self.at = Some(Plan::Step { parts, began_s, time_s, decode_s: decode_s.min(time_s) });
+        (pieces, sequences, kv_tokens)
     }
 }
 

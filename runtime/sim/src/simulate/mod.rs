@@ -14,7 +14,9 @@ mod network;
 mod observe;
 mod quantiles;
 mod results;
+mod routers;
 mod setup;
+mod slowdown;
 mod tiers;
 mod timeline;
 
@@ -22,7 +24,9 @@ pub use copies::Replicated;
 pub use observe::{Answer, Observer, Sample};
 pub use quantiles::Quantiles;
 pub use results::{ClassResult, Distribution, HitBySource, PoolResult, Results};
+pub use routers::Routing;
 pub use setup::Choices;
+pub use slowdown::Slowdown;
 pub use tiers::TierSetup;
 
 use crate::fleet_file::{Class, TbtMetric};
@@ -36,11 +40,12 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::{After, BatchLimits};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, PromptChain, Role,
+    Action, Arrival, Event, FleetConfig, Instance, InstanceId, PromptChain, Role,
 };
 use mixfleet_scheduler::table::IdMap;
 use network::Network;
 use results::Ledger;
+use routers::Routers;
 use std::sync::Arc;
 use timeline::Timeline;
 
@@ -96,6 +101,10 @@ pub struct Setup {
     pub slo: Objectives,
     /// Requests with promises of their own.
     pub classes: Vec<Class>,
+    /// Instances that become slower on the way.
+    pub slowdowns: Vec<Slowdown>,
+    /// Who decides.
+    pub routers: Routing,
 }
 
 /// What a good answer is.
@@ -142,7 +151,7 @@ pub fn run(
 struct World<'a> {
     setup: &'a Setup,
     now_s: f64,
-    fleet: Fleet,
+    routers: Routers,
     engines: Vec<Engine>,
     network: Network,
     copies: Copies,
@@ -166,7 +175,7 @@ impl<'a> World<'a> {
     }
 
     fn new(setup: &'a Setup, observer: &'a mut dyn Observer) -> Self {
-        let mut fleet = Fleet::new(setup.fleet.clone());
+        let mut routers = Routers::new(&setup.fleet, setup.routers);
         let mut actions = Vec::new();
         for (at, instance) in setup.instances.iter().enumerate() {
             let spec = Instance {
@@ -182,19 +191,19 @@ impl<'a> World<'a> {
                 prefill_tokens_beside_decode_max: instance.limits.prefill_tokens_beside_decode_max,
                 step_tokens_max: instance.limits.step_tokens_max,
             };
-            fleet.step(Seconds::ZERO, Event::InstanceUp(spec), &mut actions);
+            routers.tell(0.0, Event::InstanceUp(spec), &mut actions);
             for &TierSetup { tier, cost, .. } in &instance.tiers {
                 let up = Event::TierUp { instance: InstanceId(at as u32), tier, cost };
-                fleet.step(Seconds::ZERO, up, &mut actions);
+                routers.tell(0.0, up, &mut actions);
             }
         }
         for &(from, to, cost) in &setup.pool_links {
-            fleet.step(Seconds::ZERO, Event::PoolsJoined { from, to, cost }, &mut actions);
+            routers.tell(0.0, Event::PoolsJoined { from, to, cost }, &mut actions);
         }
-        World {
+        let mut world = World {
             setup,
             now_s: 0.0,
-            fleet,
+            routers,
             engines: setup.instances.iter().map(|instance| Engine::new(instance, setup)).collect(),
             network: Network::new(setup),
             copies: Copies::default(),
@@ -207,7 +216,9 @@ impl<'a> World<'a> {
             observer,
             actions,
             outcomes: Vec::new(),
-        }
+        };
+        world.schedule_slowdowns();
+        world
     }
 
     fn has_requests(&self) -> bool {
@@ -224,7 +235,7 @@ impl<'a> World<'a> {
 
     fn tell(&mut self, event: Event) {
         self.observer.told(self.now_s, &event);
-        self.fleet.step(Seconds(self.now_s), event, &mut self.actions);
+        self.routers.tell(self.now_s, event, &mut self.actions);
     }
 
     fn advance(&mut self) {
@@ -258,6 +269,7 @@ impl<'a> World<'a> {
             | Next::Reserved { .. }
             | Next::Revoked { .. }
             | Next::TakenOver { .. } => {}
+            Next::SlowsDown { index } => self.slows_down(index),
             Next::Arrive { request } => {
                 if let Some(request) = self.coming.remove(request) {
                     self.arrive(request);
@@ -490,6 +502,7 @@ impl<'a> World<'a> {
                 Outcome::Busy { prefill_s, decode_s } => {
                     self.ledger.busy(self.engines[instance as usize].pool(), prefill_s, decode_s);
                 }
+                Outcome::Ran(steps) => self.tell(Event::Measured { instance: id, steps }),
                 Outcome::Finished { request, gaps } => self.end(request, gaps),
             }
         }

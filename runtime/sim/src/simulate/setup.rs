@@ -97,6 +97,8 @@ impl Setup {
             pool_links,
             slo: Objectives { ttft_s: file.slo.ttft_s, tbt_s: file.slo.tbt_s, metric: file.slo.tbt_metric },
             classes: file.classes.clone(),
+            routers: file.routers,
+            slowdowns: file.slowdowns.iter().flat_map(|slowdown| slowdown.of_each(file)).collect(),
         }
     }
 }

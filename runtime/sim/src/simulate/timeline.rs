@@ -151,7 +151,7 @@ impl World<'_> {
             sample.used_tokens += now.used_tokens;
             sample.cached_tokens += now.cached_tokens;
             step_s += now.step_s;
-            queue_s += self.fleet.queued_prefill(InstanceId(at as u32), Seconds(time_s)).0;
+            queue_s += self.routers.first().queued_prefill(InstanceId(at as u32), Seconds(time_s)).0;
             worked_s.0 += now.worked_s.0;
             worked_s.1 += now.worked_s.1;
         }

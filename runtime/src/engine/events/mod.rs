@@ -17,7 +17,7 @@ pub use replay::{Difference, Replay, ReplayError};
 
 use super::messages::Held;
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::fleet::{Action, Event, Fleet, FleetConfig};
+use mixfleet_scheduler::fleet::{Action, Corrections, Event, Fleet, FleetConfig, InstanceId};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
@@ -66,6 +66,11 @@ impl LoggedFleet {
     /// Whether somebody can prefill and decode.
     pub(super) fn can_serve(&self) -> bool {
         self.machine.can_serve()
+    }
+
+    /// What predictions of `instance` are multiplied by, and the mean errors that are left.
+    pub(super) fn learned(&self, instance: InstanceId) -> Option<(Corrections, Corrections)> {
+        self.machine.learned(instance)
     }
 
     /// What it thinks that instances hold.

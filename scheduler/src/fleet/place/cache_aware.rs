@@ -8,7 +8,7 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
     let mut best: Option<(usize, f64)> = None;
     for (at, load) in fleet.able(Role::prefills) {
         let cached = question.cached_on(at);
-        let prefill = load.spec.cost.prefill_s(cached, question.arrival.prompt_tokens - cached);
+        let prefill = load.prefill_s(cached, question.arrival.prompt_tokens - cached);
         let begins = fleet.ahead(load, question).0.time.max(question.loading_on(at));
         let ttft_s = (begins + prefill).0;
         if best.is_none_or(|(_, least)| ttft_s < least) {

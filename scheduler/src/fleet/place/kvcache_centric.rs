@@ -27,7 +27,7 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>, threshold: f64) -> V
             pull.map_or(Seconds::ZERO, |(from, tokens)| fleet.pull_time(question.now, from, at, tokens));
         let transfer = transfer.max(question.loading_on(at));
         let known = own + pull.map_or(0, |(_, tokens)| tokens);
-        let prefill = load.spec.cost.prefill_s(known, question.arrival.prompt_tokens - known);
+        let prefill = load.prefill_s(known, question.arrival.prompt_tokens - known);
         let ttft_s = (transfer + fleet.ahead(load, question).0.time + prefill).0;
         if best.is_none_or(|(least, ..)| ttft_s < least) {
             best = Some((ttft_s, at, pull));

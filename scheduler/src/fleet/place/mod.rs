@@ -25,6 +25,7 @@ mod round_robin;
 use super::admit::{Admission, Objectives};
 use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
 use super::forecast::Forecast;
+use super::learn::Corrections;
 use super::load::{Backlog, Batch, Load};
 use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
 use crate::cost::LinkCost;
@@ -160,7 +161,7 @@ impl Fleet {
             instances: self.loads.len() as u32,
             candidates: Vec::new(),
         };
-        let (requests, requests_max) = (self.works.len(), self.config.requests_max);
+        let (requests, requests_max) = (self.requests(), self.config.requests_max);
         if self.works.contains(request) {
             return (explanation, Err(RejectReason::Duplicate { request }));
         }
@@ -380,7 +381,7 @@ impl Fleet {
         let uncached = prompt_tokens - known;
         let (backlog, behind) = self.ahead(load, question);
         let batch = load.batch();
-        let prefill = load.spec.cost.prefill_s(known, uncached);
+        let prefill = load.prefill_s(known, uncached);
         let mut side = PrefillSide {
             at,
             cached_tokens,
@@ -464,7 +465,7 @@ impl Fleet {
         let hand_off = if side.cached_tokens + side.pulled_tokens == 0 || transfer == Seconds::ZERO {
             transfer
         } else {
-            shows(p.spec.cost.prefill_s(0, arrival.prompt_tokens))
+            shows(p.prefill_s(0, arrival.prompt_tokens))
         };
         let hand_off = hand_off + (room - kv_wait);
         let transfer = transfer + blocked;
@@ -496,6 +497,11 @@ impl Fleet {
             tbt_now_s: decoder.tbt_now.0,
             delay_s: delay.0,
             busy_usd: busy.0,
+            corrections: Corrections {
+                prefill: p.learner.corrections().prefill,
+                step: d.learner.corrections().step,
+                transfer: p.learner.corrections().transfer,
+            },
             score: busy.0 + question.own_weight() * (ttft + hand_off).0 + question.wait_weight * delay.0,
         }
     }
@@ -503,6 +509,11 @@ impl Fleet {
     /// The way from one instance to another; none within one. A measured link of the two, else what joins their pools,
     /// else what their network cards give.
     pub(super) fn link(&self, from: &Load, to: &Load) -> Option<LinkCost> {
+        self.uncorrected_link(from, to).map(|link| from.corrected(link))
+    }
+
+    /// The same, as if transfers took what they were thought to take.
+    pub(super) fn uncorrected_link(&self, from: &Load, to: &Load) -> Option<LinkCost> {
         if from.spec.id == to.spec.id {
             return None;
         }

@@ -94,7 +94,8 @@ struct Costs {
 
 impl Costs {
     fn of(kind: &Kind, question: &Question<'_>, known: u32) -> Self {
-        let time = kind.cost.prefill_s(known, question.arrival.prompt_tokens - known);
+        let tokens = question.arrival.prompt_tokens - known;
+        let time = kind.cost.prefill_s(known, tokens) * kind.corrections.prefill;
         let price = kind.price.filter(|_| question.score_unit == ScoreUnit::Usd);
         Costs { time, paid: price.map_or(Usd::ZERO, |price| price * time) }
     }
@@ -117,10 +118,10 @@ impl<'a> Prefills<'a> {
             held: Vec::new(),
         };
         if let Some((holder, tokens)) = longest {
-            let Load { spec, egress_until, .. } = &fleet.loads[holder];
+            let source @ Load { spec, egress_until, .. } = &fleet.loads[holder];
             let pools = fleet.pool_links.get(&(spec.pool, kind.pool)).copied();
             if let Some(link) = LinkCost::between(spec.nic, kind.nic, pools) {
-                prefills.way = link.time(fleet.kv_bytes(tokens));
+                prefills.way = source.corrected(link).time(fleet.kv_bytes(tokens));
             }
             prefills.rest = Costs::of(kind, question, tokens);
             prefills.egress_until =
@@ -197,7 +198,7 @@ fn decode_key(row: &AnswerRow, kind: &Kind, question: &Question<'_>) -> f64 {
     let sequences = row.sequences + 1;
     let kv_tokens =
         row.kv_tokens + u64::from(question.arrival.prompt_tokens) + u64::from(question.output_tokens);
-    let step = kind.cost.decode_step_s(sequences, kv_tokens);
+    let step = kind.step(sequences, kv_tokens);
     let slowdown = (step - row.step).max(Seconds::ZERO) * (output * f64::from(row.sequences));
     // more than it holds: wait for as large a share of all its answers
     let over = match kv_tokens.saturating_sub(row.capacity_tokens) {

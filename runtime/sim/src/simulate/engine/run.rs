@@ -1,8 +1,10 @@
 //! Equal decode steps, one after the other, as one event.
 
 use super::{Engine, Gaps, Outcome};
+use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::StepSequence;
 use mixfleet_scheduler::cost::CostModel;
+use mixfleet_scheduler::fleet::MeasuredSteps;
 
 /// Steps in which everyone gets one token.
 pub(super) struct Run {
@@ -109,6 +111,13 @@ impl Engine {
             if let Some(active) = self.active.get_mut(part.request) {
                 active.advance(ended_s, began_s, gaps);
             }
+        }
+        if self.measures {
+            let sequences = run.parts.len() as u32;
+            let kv_tokens = run.kv_tokens + u64::from(sequences) * u64::from(done - count + (count - 1) / 2);
+            let time = Seconds(ended_s - began_s);
+            let parts = Vec::new();
+            outcomes.push(Outcome::Ran(MeasuredSteps { parts, sequences, kv_tokens, steps: count, time }));
         }
         let requests = run.parts.iter().map(|part| part.request).collect();
         outcomes.push(Outcome::Busy { prefill_s: 0.0, decode_s: ended_s - began_s });

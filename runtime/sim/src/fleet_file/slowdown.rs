@@ -1,0 +1,51 @@
+//! Instances that become slower on the way, for what-if runs.
+
+use super::error::suggestion;
+use super::resolve::positive;
+use super::{FleetFile, FleetFileError, Pool, raw};
+use crate::simulate::Slowdown;
+
+/// Instances of a pool that become slower on the way.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PoolSlowdown {
+    /// Position of the pool.
+    pub pool: usize,
+    /// Which of the pool's instances, counted from 0; none: all.
+    pub instance: Option<u32>,
+    /// From when on, in seconds of the trace.
+    pub from_s: f64,
+    /// How many times as long steps take then.
+    pub times: f64,
+    /// Whether the fleet is told.
+    pub told: bool,
+}
+
+impl PoolSlowdown {
+    /// The same, of each instance by its position in the whole fleet.
+    pub(crate) fn of_each(&self, file: &FleetFile) -> impl Iterator<Item = Slowdown> + use<> {
+        let PoolSlowdown { pool, instance, from_s, times, told } = *self;
+        let first: u32 = file.pools[..pool].iter().map(|pool| pool.count).sum();
+        let those = instance.map_or(0..file.pools[pool].count, |one| one..one + 1);
+        those.map(move |one| Slowdown { instance: first + one, from_s, times, told })
+    }
+}
+
+pub(super) fn resolve(raw: &raw::Slowdown, pools: &[Pool]) -> Result<PoolSlowdown, FleetFileError> {
+    let place = format!("[[slowdown]] of pool '{}'", raw.pool);
+    let Some(pool) = pools.iter().position(|pool| pool.name == raw.pool) else {
+        let near = suggestion(&raw.pool, pools.iter().map(|pool| pool.name.as_str()));
+        return Err(FleetFileError::value(place, format!("no pool is called '{}'{near}", raw.pool)));
+    };
+    let count = pools[pool].count;
+    if let Some(instance) = raw.instance.filter(|&instance| instance >= count) {
+        let cause = format!("is {instance}; the pool has {count} instances, counted from 0");
+        return Err(FleetFileError::value(format!("{place}: instance"), cause));
+    }
+    if !(raw.from_s.is_finite() && raw.from_s >= 0.0) {
+        let cause = format!("is {}; it must be 0 or more", raw.from_s);
+        return Err(FleetFileError::value(format!("{place}: from_s"), cause));
+    }
+    positive(&format!("{place}: times"), raw.times)?;
+    let raw::Slowdown { instance, from_s, times, told, .. } = *raw;
+    Ok(PoolSlowdown { pool, instance, from_s, times, told })
+}

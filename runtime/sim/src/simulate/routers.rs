@@ -1,0 +1,246 @@
+//! Several routers before the same instances: each has a machine of its own, and hears a moment later what the others gave to them.
+//!
+//! As between `mixfleet router`s: instances tell at once who else's prompts and answers come, get on and go, and every
+//! [`BEAT_S`] how far answers have got. Requests are dealt to the routers in turn, by their numbers.
+
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::fleet::{
+    Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, OthersWork, Role,
+};
+use mixfleet_scheduler::table::IdMap;
+use std::collections::{BTreeSet, VecDeque};
+
+/// How often instances tell how far answers have got, as in `serve`.
+const BEAT_S: f64 = 0.1;
+
+/// The routers before a fleet.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Routing {
+    /// How many; at least one.
+    pub count: u32,
+    /// From a router's word to an instance until the other routers know of it, in seconds.
+    pub delay_s: f64,
+}
+
+impl Routing {
+    /// More would each have next to nothing to decide.
+    pub const COUNT_MAX: u32 = 64;
+}
+
+impl Default for Routing {
+    /// One router; word of another would take two ways through a data centre's network.
+    fn default() -> Self {
+        Routing { count: 1, delay_s: 1e-3 }
+    }
+}
+
+/// What others must know of a request that has its place.
+struct Entry {
+    prompt_tokens: u32,
+    max_tokens: u32,
+    class: u32,
+    due_s: f64,
+    ready_s: f64,
+    prefill: InstanceId,
+    decode: InstanceId,
+    generated: u32,
+}
+
+/// The routers' machines.
+pub(super) struct Routers {
+    fleets: Vec<Fleet>,
+    delay_s: f64,
+    entries: IdMap<Entry>,
+    /// What each will hear of others, and when.
+    coming: Vec<VecDeque<(f64, InstanceId, OthersWork)>>,
+    /// Requests whose answers have grown since the last beat, and when the next one is.
+    grown: BTreeSet<u64>,
+    beat_s: f64,
+}
+
+impl Routers {
+    pub(super) fn new(config: &FleetConfig, Routing { count, delay_s }: Routing) -> Self {
+        let count = count.max(1) as usize;
+        Routers {
+            fleets: (0..count).map(|_| Fleet::new(config.clone())).collect(),
+            delay_s,
+            entries: IdMap::default(),
+            coming: vec![VecDeque::new(); count],
+            grown: BTreeSet::new(),
+            beat_s: BEAT_S,
+        }
+    }
+
+    /// The first router's view.
+    pub(super) fn first(&self) -> &Fleet {
+        &self.fleets[0]
+    }
+
+    fn owner(&self, request: u64) -> usize {
+        (request % self.fleets.len() as u64) as usize
+    }
+
+    /// Tells the router whose request it is about, or all, and the others in time.
+    pub(super) fn tell(&mut self, now_s: f64, event: Event, actions: &mut Vec<Action>) {
+        if let [fleet] = &mut self.fleets[..] {
+            return fleet.step(Seconds(now_s), event, actions);
+        }
+        while self.beat_s <= now_s {
+            self.beat();
+        }
+        match event {
+            Event::Arrived(arrival) => self.arrived(now_s, arrival, actions),
+            Event::DecodeStep { instance, requests, tokens } => {
+                for router in 0..self.fleets.len() {
+                    let own = requests.iter().copied().filter(|&request| self.owner(request) == router);
+                    let requests: Vec<u64> = own.collect();
+                    if requests.is_empty() {
+                        continue;
+                    }
+                    for &request in &requests {
+                        if let Some(entry) = self.entries.get_mut(request) {
+                            entry.generated += tokens;
+                            self.grown.insert(request);
+                        }
+                    }
+                    self.step(router, now_s, Event::DecodeStep { instance, requests, tokens }, actions);
+                }
+            }
+            Event::PrefillProgress { request, tokens, .. } => {
+                self.step(self.owner(request), now_s, event, actions);
+                self.spread(now_s, request, |entry, now_s| {
+                    (entry.prefill, entry.prompt(request, now_s, tokens))
+                });
+            }
+            Event::PrefillDone { request, .. } => {
+                self.step(self.owner(request), now_s, event, actions);
+                let gone = OthersWork::PromptGone { request, done: true };
+                self.spread(now_s, request, |entry, _| (entry.prefill, gone));
+                if actions.iter().any(|action| matches!(action, Action::Drop { .. })) {
+                    self.ended(now_s, request, false);
+                } else if self.entries.get(request).is_some_and(|entry| entry.prefill == entry.decode) {
+                    self.joined(now_s, request);
+                }
+            }
+            Event::TransferDone { request, .. } => {
+                self.step(self.owner(request), now_s, event, actions);
+                self.joined(now_s, request);
+            }
+            Event::Finished { request } | Event::Cancelled { request } => {
+                let is_complete = matches!(event, Event::Finished { .. });
+                self.step(self.owner(request), now_s, event, actions);
+                self.ended(now_s, request, is_complete);
+            }
+            of_all => {
+                for router in 0..self.fleets.len() {
+                    self.step(router, now_s, of_all.clone(), actions);
+                }
+            }
+        }
+    }
+
+    /// A router hears what it was to hear by now, and then `event`.
+    fn step(&mut self, router: usize, now_s: f64, event: Event, actions: &mut Vec<Action>) {
+        let (fleet, coming) = (&mut self.fleets[router], &mut self.coming[router]);
+        while coming.front().is_some_and(|(at_s, ..)| *at_s <= now_s) {
+            let Some((at_s, instance, work)) = coming.pop_front() else { break };
+            fleet.step(Seconds(at_s), Event::Others { instance, works: vec![work] }, actions);
+        }
+        fleet.step(Seconds(now_s), event, actions);
+    }
+
+    fn arrived(&mut self, now_s: f64, arrival: Arrival, actions: &mut Vec<Action>) {
+        let Arrival { request, prompt_tokens, max_tokens, class, .. } = arrival;
+        self.step(self.owner(request), now_s, Event::Arrived(arrival), actions);
+        for at in 0..actions.len() {
+            if let Action::SetRole { instance, role } = actions[at] {
+                self.role_set(now_s, self.owner(request), instance, role);
+            }
+        }
+        let place = actions.iter().find_map(|action| match *action {
+            Action::Place { prefill, decode, due, ref explanation, .. } => {
+                let terms = explanation.chosen().and_then(|chosen| chosen.terms);
+                Some((
+                    prefill,
+                    decode,
+                    due.0,
+                    now_s + terms.map_or(0.0, |terms| terms.ttft_s + terms.transfer_s),
+                ))
+            }
+            _ => None,
+        });
+        let Some((prefill, decode, due_s, ready_s)) = place else { return };
+        let entry = Entry { prompt_tokens, max_tokens, class, due_s, ready_s, prefill, decode, generated: 0 };
+        self.entries.insert(request, entry);
+        self.spread(now_s, request, |entry, now_s| (prefill, entry.prompt(request, now_s, 0)));
+        self.spread(now_s, request, |entry, now_s| (decode, entry.answer(request, now_s)));
+    }
+
+    /// A router has changed a role: the instance tells all.
+    fn role_set(&mut self, now_s: f64, by: usize, instance: InstanceId, role: Role) {
+        let known = self.fleets[by].instances().find(|known| known.id == instance).cloned();
+        let Some(spec) = known else { return };
+        for router in (0..self.fleets.len()).filter(|&router| router != by) {
+            let spec = Instance { role, ..spec.clone() };
+            self.step(router, now_s, Event::InstanceUp(spec), &mut Vec::new());
+        }
+    }
+
+    fn joined(&mut self, now_s: f64, request: u64) {
+        if let Some(entry) = self.entries.get_mut(request) {
+            entry.generated = 1;
+        }
+        self.spread(now_s, request, |entry, now_s| (entry.decode, entry.answer(request, now_s)));
+    }
+
+    fn ended(&mut self, now_s: f64, request: u64, is_complete: bool) {
+        let gone = OthersWork::PromptGone { request, done: false };
+        self.spread(now_s, request, |entry, _| (entry.prefill, gone));
+        self.spread(now_s, request, |entry, _| {
+            let length = is_complete.then_some(entry.generated.max(1));
+            (entry.decode, OthersWork::AnswerGone { request, length })
+        });
+        self.entries.remove(request);
+        self.grown.remove(&request);
+    }
+
+    /// How far answers have got.
+    fn beat(&mut self) {
+        let at_s = self.beat_s;
+        for request in std::mem::take(&mut self.grown) {
+            self.spread(at_s, request, |entry, now_s| (entry.decode, entry.answer(request, now_s)));
+        }
+        self.beat_s += BEAT_S;
+    }
+
+    /// The other routers will hear of it.
+    fn spread(
+        &mut self,
+        now_s: f64,
+        request: u64,
+        work: impl FnOnce(&Entry, f64) -> (InstanceId, OthersWork),
+    ) {
+        let Some(entry) = self.entries.get(request) else { return };
+        let at_s = now_s + self.delay_s;
+        let (instance, work) = work(entry, at_s);
+        let owner = self.owner(request);
+        for (_, coming) in self.coming.iter_mut().enumerate().filter(|(router, _)| *router != owner) {
+            // the beat's news may come behind those of a later moment
+            let behind = coming.iter().rev().take_while(|(other_s, ..)| *other_s > at_s).count();
+            coming.insert(coming.len() - behind, (at_s, instance, work));
+        }
+    }
+}
+
+impl Entry {
+    fn prompt(&self, request: u64, at_s: f64, done: u32) -> OthersWork {
+        let Entry { prompt_tokens, due_s, prefill, decode, .. } = *self;
+        OthersWork::Prompt { request, prefill, due_in: Seconds(due_s - at_s), prompt_tokens, done, decode }
+    }
+
+    fn answer(&self, request: u64, at_s: f64) -> OthersWork {
+        let Entry { prompt_tokens, max_tokens, class, ready_s, generated, .. } = *self;
+        let ready_in = Seconds(ready_s - at_s);
+        OthersWork::Answer { request, prompt_tokens, max_tokens, ready_in, class, generated }
+    }
+}

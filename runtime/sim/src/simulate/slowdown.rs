@@ -1,0 +1,40 @@
+//! Instances that become slower on the way: by heat, by a neighbour, by a fault.
+
+use super::engine::Message;
+use super::{Next, World};
+use mixfleet_scheduler::cost::CostModel;
+use mixfleet_scheduler::fleet::{Event, InstanceId};
+use std::sync::Arc;
+
+/// An instance whose steps take longer from a time on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Slowdown {
+    /// Its position among the setup's instances.
+    pub instance: u32,
+    /// From the step after this on, in seconds of the trace,
+    pub from_s: f64,
+    /// steps take so many times as long as by its cost model.
+    pub times: f64,
+    /// The fleet is told at once; else it has to find out by what steps take.
+    pub told: bool,
+}
+
+impl World<'_> {
+    pub(super) fn schedule_slowdowns(&mut self) {
+        for (index, slowdown) in (0..).zip(&self.setup.slowdowns) {
+            self.schedule(slowdown.from_s, Next::SlowsDown { index });
+        }
+    }
+
+    pub(super) fn slows_down(&mut self, index: u32) {
+        let Slowdown { instance, times, told, .. } = self.setup.slowdowns[index as usize];
+        let usual = self.setup.instances[instance as usize].cost.clone();
+        let cost = Arc::new(CostModel::Scaled(times, usual));
+        self.send(instance, Message::Cost(cost.clone()));
+        let known = self.routers.first().instances().find(|known| known.id == InstanceId(instance)).cloned();
+        if let Some(mut known) = known.filter(|_| told) {
+            known.cost = cost;
+            self.tell(Event::InstanceUp(known));
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Several routers before the same instances: what they know of each other's work keeps the promises of one.
+
+#![allow(clippy::print_stdout)]
+
+use crate::common::fleet_from;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::fleet::{Admission, Policy};
+use mixfleet_sim::simulate::{Choices, Results, Setup, run};
+use mixfleet_sim::trace::Request;
+
+/// From one router to the others.
+const WORD_S: f64 = 1e-3;
+
+/// Six unlike instances.
+fn fleet(routers: u32, delay_s: f64, admission: Admission) -> Setup {
+    let pool = |name: &str, count: u32, usd: f64, slower: f64| {
+        format!(
+            r#"
+[[pool]]
+name = "{name}"
+count = {count}
+usd_per_hour = {usd}
+cache_tokens = 60_000
+calibration = {{ prefill_s = {{ overhead = 0.0, per_token = {}, per_token_squared = 0.0 }}, decode_s = {{ base = {}, per_sequence = {}, per_kv_token = 1e-7 }} }}
+"#,
+            1e-4 * slower,
+            0.01 * slower,
+            3e-4 * slower
+        )
+    };
+    let text = format!(
+        "version = 1\n[model]\nlayers = 32\nkv_bytes_per_token = 131072\n[slo]\nttft_s = 1.0\ntbt_s = 0.05\n[routers]\ncount = {routers}\ndelay_s = {delay_s:?}\n{}{}",
+        pool("quick", 4, 4.0, 1.0),
+        pool("slow", 2, 1.5, 2.0)
+    );
+    Setup::new(&fleet_from(&text), Choices { policy: Policy::PerDollar, admission, seed: 1 })
+}
+
+/// A little more than the six can do at times.
+fn requests(seed: u64) -> Vec<Request> {
+    let mut random = Stream::new(seed);
+    let (mut at_s, mut requests) = (0.0f64, Vec::new());
+    while at_s < 120.0 {
+        requests.push(Request {
+            id: requests.len() as u64,
+            at: Seconds(at_s),
+            prompt_tokens: 200 + random.below(2400) as u32,
+            output_tokens: 20 + random.below(300) as u32,
+            chain: Vec::new(),
+            session: None,
+            class: None,
+        });
+        at_s -= (1.0 - random.next_unit()).ln() / 18.0;
+    }
+    requests
+}
+
+fn play(routers: u32, delay_s: f64, admission: Admission, seed: u64) -> Results {
+    let requests = requests(seed);
+    run(&fleet(routers, delay_s, admission), requests.into_iter().map(Ok), &mut ())
+        .unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn the_same_arrivals_through_one_router_two_and_four_keep_as_many_promises() {
+    for seed in 1..=3 {
+        for admission in [Admission::None, Admission::Prediction] {
+            let kept = [1, 2, 4].map(|count| play(count, WORD_S, admission, seed).slo_attainment);
+            let blind = play(4, 1e6, admission, seed).slo_attainment;
+            println!(
+                "seed {seed}, {admission:?}: 1, 2 and 4 routers keep {kept:.4?}, 4 blind ones {blind:.4}"
+            );
+            let (least, most) = kept.iter().fold((1.0f64, 0.0f64), |(a, b), &x| (a.min(x), b.max(x)));
+            assert!(most - least <= 0.02, "seed {seed}, {admission:?}: {kept:?}");
+            assert!(blind < least - 0.05, "seed {seed}, {admission:?}: {kept:?} {blind}");
+        }
+    }
+}
+
+#[test]
+fn equal_runs_of_several_routers_are_equal() {
+    let [a, b] = [(); 2].map(|()| serde_json::to_string(&play(3, WORD_S, Admission::Prediction, 5)).unwrap());
+    assert_eq!(a, b);
+}

@@ -1,0 +1,301 @@
+//! What each router gave to the instances of a process, so that the others can be told of it.
+//!
+//! Commands say what comes, reports how it gets on. What comes and goes is told at once, and so are prompts that get on, once a step; how far
+//! answers have got is told on a beat.
+
+use super::session::RouterId;
+use crate::engine::messages::{FromWorker, Job, ToWorker};
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::fleet::{InstanceId, OthersWork};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// How often routers are told how far the answers of others have got.
+pub(super) const BEAT: Duration = Duration::from_millis(100);
+
+/// An instance and a request there.
+type Place = (InstanceId, RequestId);
+
+/// Work of one router, which the others are to hear of.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct News {
+    pub(super) of: RouterId,
+    pub(super) instance: InstanceId,
+    pub(super) work: OthersWork,
+}
+
+/// A prompt that is to be computed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Prompt {
+    /// Seconds since 1970, by the clock of this process.
+    due: Seconds,
+    prefill: InstanceId,
+    tokens: u32,
+    done: u32,
+    decode: InstanceId,
+}
+
+/// An answer that is to be generated.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Answer {
+    prompt_tokens: u32,
+    max_tokens: u32,
+    /// As `due`.
+    ready: Seconds,
+    class: u32,
+    generated: u32,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Entry {
+    prompt: Option<Prompt>,
+    answer: Option<Answer>,
+}
+
+/// All work of all routers on the instances of a process.
+#[derive(Debug, Default)]
+pub(super) struct Ledger {
+    entries: BTreeMap<Place, Entry>,
+    /// Answers that have grown since the last beat.
+    grown: BTreeSet<Place>,
+}
+
+impl Ledger {
+    /// A router gives `instance` a command at `now`, in seconds since 1970.
+    pub(super) fn commanded(&mut self, instance: InstanceId, command: &Given, now: Seconds) -> Vec<News> {
+        match *command {
+            Given::Work { request, prompt, answer } => {
+                self.entries.insert((instance, request), Entry { prompt, answer });
+                self.news((instance, request), now)
+            }
+            Given::Cancel { request } => self.gone((instance, request), None),
+        }
+    }
+
+    /// `instance` reports on a request.
+    pub(super) fn reported(&mut self, instance: InstanceId, report: &FromWorker, now: Seconds) -> Vec<News> {
+        let Some(request) = report.request() else { return Vec::new() };
+        let place = (instance, request);
+        let Some(entry) = self.entries.get_mut(&place) else { return Vec::new() };
+        match report {
+            FromWorker::Admitted { tokens_cached: tokens, .. } | FromWorker::Progress { tokens, .. } => {
+                let Some(prompt) = entry.prompt.as_mut().filter(|prompt| *tokens > prompt.done) else {
+                    return Vec::new();
+                };
+                prompt.done = *tokens;
+                self.prompt_news(place, now).into_iter().collect()
+            }
+            FromWorker::Joined { .. } => {
+                // whoever computed it has told of that
+                entry.prompt = None;
+                if let Some(answer) = &mut entry.answer {
+                    answer.generated = answer.generated.max(1);
+                }
+                self.answer_news(place, now).into_iter().collect()
+            }
+            FromWorker::Drawn { index, finish, .. } => {
+                let mut news = Vec::new();
+                if entry.prompt.take().is_some() {
+                    let work = OthersWork::PromptGone { request, done: true };
+                    news.push(News { of: RouterId::of(request), instance, work });
+                }
+                let began = entry.answer.as_mut().is_some_and(|answer| {
+                    answer.generated = answer.generated.saturating_add(1);
+                    answer.generated == 1
+                });
+                if finish.is_some() || entry.answer.is_none() {
+                    news.extend(self.gone(place, finish.map(|_| index.saturating_add(1))));
+                } else if began {
+                    news.extend(self.answer_news(place, now));
+                } else {
+                    self.grown.insert(place);
+                }
+                news
+            }
+            FromWorker::RequestFailed { .. } | FromWorker::Revoked { .. } | FromWorker::Refused { .. } => {
+                self.gone(place, None)
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Answers that have grown; whether there were any is known without looking.
+    pub(super) fn beat(&mut self, now: Seconds) -> Vec<News> {
+        let grown = std::mem::take(&mut self.grown);
+        grown.into_iter().filter_map(|place| self.answer_news(place, now)).collect()
+    }
+
+    /// Whether some answer has grown since the last beat.
+    pub(super) fn has_grown(&self) -> bool {
+        !self.grown.is_empty()
+    }
+
+    /// A router is gone, and its work with it.
+    pub(super) fn abandon(&mut self, router: RouterId) -> Vec<News> {
+        let all = self.entries.keys().copied();
+        let its: Vec<Place> = all.filter(|&(_, request)| RouterId::of(request) == router).collect();
+        its.into_iter().flat_map(|place| self.gone(place, None)).collect()
+    }
+
+    /// An instance is down; whoever hears of that forgets its work.
+    pub(super) fn down(&mut self, instance: InstanceId) {
+        self.entries.retain(|(at, _), _| *at != instance);
+        self.grown.retain(|(at, _)| *at != instance);
+    }
+
+    /// All work, for a router that comes late.
+    pub(super) fn all(&self, now: Seconds) -> Vec<News> {
+        self.entries.keys().flat_map(|&place| self.news(place, now)).collect()
+    }
+
+    fn news(&self, place: Place, now: Seconds) -> Vec<News> {
+        self.prompt_news(place, now).into_iter().chain(self.answer_news(place, now)).collect()
+    }
+
+    fn prompt_news(&self, (instance, request): Place, now: Seconds) -> Option<News> {
+        let Prompt { due, prefill, tokens, done, decode } = self.entries.get(&(instance, request))?.prompt?;
+        let due_in = due - now;
+        let work = OthersWork::Prompt { request, prefill, due_in, prompt_tokens: tokens, done, decode };
+        Some(News { of: RouterId::of(request), instance, work })
+    }
+
+    fn answer_news(&self, (instance, request): Place, now: Seconds) -> Option<News> {
+        let Answer { prompt_tokens, max_tokens, ready, class, generated } =
+            self.entries.get(&(instance, request))?.answer?;
+        let ready_in = ready - now;
+        let work = OthersWork::Answer { request, prompt_tokens, max_tokens, ready_in, class, generated };
+        Some(News { of: RouterId::of(request), instance, work })
+    }
+
+    fn gone(&mut self, place: Place, length: Option<u32>) -> Vec<News> {
+        self.grown.remove(&place);
+        let Some(Entry { prompt, answer }) = self.entries.remove(&place) else { return Vec::new() };
+        let (instance, request) = place;
+        let prompt = prompt.map(|_| OthersWork::PromptGone { request, done: false });
+        let answer = answer.map(|_| OthersWork::AnswerGone { request, length });
+        let works = prompt.into_iter().chain(answer);
+        works.map(|work| News { of: RouterId::of(request), instance, work }).collect()
+    }
+}
+
+/// What of a router's command others must know.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Given {
+    /// There is something to do.
+    Work { request: RequestId, prompt: Option<Prompt>, answer: Option<Answer> },
+    /// There is not any more.
+    Cancel { request: RequestId },
+}
+
+impl Given {
+    /// None: it takes neither time nor memory that counts.
+    pub(super) fn of(instance: InstanceId, command: &ToWorker) -> Option<Given> {
+        let prompt = |job: &Job, prefill, decode| Prompt {
+            due: job.due,
+            prefill,
+            tokens: job.length() as u32,
+            done: 0,
+            decode,
+        };
+        let answer = |job: &Job| Answer {
+            prompt_tokens: job.length() as u32,
+            max_tokens: job.wanted.max_tokens.saturating_sub(job.generated.len() as u32),
+            ready: job.ready,
+            class: job.wanted.tier as u32,
+            generated: 0,
+        };
+        Some(match command {
+            ToWorker::Add { job, hand_off: None, .. } => Given::Work {
+                request: job.request,
+                prompt: Some(prompt(job, instance, instance)),
+                answer: Some(answer(job)),
+            },
+            ToWorker::Add { job, hand_off: Some(to), .. } => {
+                Given::Work { request: job.request, prompt: Some(prompt(job, instance, to.to)), answer: None }
+            }
+            // the prompt is not asked for before there is room, but it will be
+            ToWorker::Reserve { job, sender } => Given::Work {
+                request: job.request,
+                prompt: Some(prompt(job, *sender, instance)),
+                answer: Some(answer(job)),
+            },
+            ToWorker::Cancel { request } => Given::Cancel { request: *request },
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::request::FinishReason;
+
+    const PREFILL: InstanceId = InstanceId(1);
+    const DECODE: InstanceId = InstanceId(2);
+    const REQUEST: RequestId = 7;
+
+    fn given(prefill: InstanceId, answers: bool) -> Given {
+        let due = Seconds(10.0);
+        let prompt = Prompt { due, prefill, tokens: 100, done: 0, decode: DECODE };
+        let answer =
+            Answer { prompt_tokens: 100, max_tokens: 20, ready: Seconds(12.0), class: 0, generated: 0 };
+        Given::Work { request: REQUEST, prompt: Some(prompt), answer: answers.then_some(answer) }
+    }
+
+    fn drawn(index: u32, finish: Option<FinishReason>) -> FromWorker {
+        FromWorker::Drawn { request: REQUEST, attempt: 0, index, token: 1, logprobs: None, finish }
+    }
+
+    fn works(news: Vec<News>) -> Vec<OthersWork> {
+        news.into_iter().map(|news| news.work).collect()
+    }
+
+    #[test]
+    fn of_a_split_request_others_hear_when_it_comes_gets_on_and_goes() {
+        let mut ledger = Ledger::default();
+        let now = Seconds(9.0);
+        // who decodes makes room first, and tells of the prompt that will be computed elsewhere
+        let told = works(ledger.commanded(DECODE, &given(PREFILL, true), now));
+        assert!(matches!(
+            told[..],
+            [
+                OthersWork::Prompt { prefill: PREFILL, due_in: Seconds(1.0), done: 0, .. },
+                OthersWork::Answer { generated: 0, ready_in: Seconds(3.0), .. }
+            ]
+        ));
+        ledger.commanded(PREFILL, &given(PREFILL, false), now);
+        let told =
+            works(ledger.reported(PREFILL, &FromWorker::Progress { request: REQUEST, tokens: 64 }, now));
+        assert!(matches!(told[..], [OthersWork::Prompt { done: 64, .. }]));
+        let told = works(ledger.reported(PREFILL, &drawn(0, None), now));
+        assert_eq!(told, [OthersWork::PromptGone { request: REQUEST, done: true }]);
+        let told = works(ledger.reported(DECODE, &FromWorker::Joined { request: REQUEST }, now));
+        assert!(matches!(told[..], [OthersWork::Answer { generated: 1, .. }]));
+        assert!(ledger.reported(DECODE, &drawn(1, None), now).is_empty() && ledger.has_grown());
+        assert!(matches!(works(ledger.beat(now))[..], [OthersWork::Answer { generated: 2, .. }]));
+        assert!(!ledger.has_grown());
+        let told = works(ledger.reported(DECODE, &drawn(2, Some(FinishReason::Stop)), now));
+        assert_eq!(told, [OthersWork::AnswerGone { request: REQUEST, length: Some(3) }]);
+        assert!(ledger.all(now).is_empty(), "{ledger:?}");
+    }
+
+    #[test]
+    fn nothing_is_left_of_what_is_cancelled_abandoned_or_lost() {
+        let now = Seconds(9.0);
+        let mut ledger = Ledger::default();
+        let begin = |ledger: &mut Ledger| ledger.commanded(DECODE, &given(DECODE, true), now);
+        begin(&mut ledger);
+        let gone = [
+            OthersWork::PromptGone { request: REQUEST, done: false },
+            OthersWork::AnswerGone { request: REQUEST, length: None },
+        ];
+        assert_eq!(works(ledger.commanded(DECODE, &Given::Cancel { request: REQUEST }, now)), gone);
+        begin(&mut ledger);
+        assert!(ledger.abandon(RouterId(9)).is_empty());
+        assert_eq!(works(ledger.abandon(RouterId::of(REQUEST))), gone);
+        begin(&mut ledger);
+        ledger.down(DECODE);
+        assert!(ledger.all(now).is_empty());
+    }
+}

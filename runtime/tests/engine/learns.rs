@@ -1,0 +1,140 @@
+//! The engine on devices that are slower than their cost models say: what steps take is measured, and predictions follow.
+
+use crate::fleet::Log;
+use crate::fleet::clock::WorldClock;
+use mixfleet_hal::profile::DeviceProfile;
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
+use mixfleet_hal::{DType, Device};
+use mixfleet_runtime::api::Placements;
+use mixfleet_runtime::engine::events::EventLog;
+use mixfleet_runtime::engine::{
+    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+};
+use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
+use mixfleet_runtime::metrics::Metrics;
+use mixfleet_runtime::model::Checkpoint;
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::request::EngineHandle;
+use mixfleet_scheduler::fleet::Role;
+use mixfleet_simulated::TimeOnlyDevice;
+use mixfleet_wire::{HostRegion, InProcessTransport};
+use std::sync::Arc;
+use std::time::Duration;
+
+fn profile(speed: f64) -> DeviceProfile {
+    let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(2e8 * speed)));
+    let roof = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(1e8 * speed), Bytes(1e9));
+    let (launch, launch_per_command) = (Seconds(2e-4 / speed), Seconds(1e-6 / speed));
+    DeviceProfile { launch, launch_per_command, ..roof }
+}
+
+/// Equal devices, of which the first is believed to be so many times as quick as it is.
+fn start(
+    checkpoint: &Checkpoint,
+    env: &SeededEnv,
+    believed: f64,
+    metrics: Metrics,
+    log: Log,
+) -> EngineHandle {
+    let config = Arc::new(checkpoint.config.clone());
+    let instance = |at: u32| {
+        let clock = Arc::new(WorldClock(env.clone()));
+        let device = TimeOnlyDevice::new(&format!("part{at}"), profile(1.0), clock).unwrap();
+        let device: Arc<dyn Device> = Arc::new(device);
+        let weights = checkpoint.place(&*device, &mut |_, _| {}).unwrap();
+        let limits = InstanceLimits {
+            activations: DType::F32,
+            kv: DType::Bf16,
+            kv_bytes: 24_000 * config.kv_bytes_per_token(DType::Bf16),
+            step_tokens_max: 192,
+            prefill_tokens_beside_decode_max: 64,
+            sequences_max: 32,
+            block_tokens: Some(16),
+        };
+        let spec = InstanceSpec { device, weights, role: Role::Auto, price: None, limits };
+        let loaded = Loaded::new(&config, spec).unwrap();
+        let cost = loaded.predicted_by(profile(if at == 0 { believed } else { 1.0 }));
+        (loaded, cost)
+    };
+    let instances = (0..2).map(instance).collect();
+    let shared: SharedEnv = Arc::new(env.clone());
+    let parts = EngineParts {
+        identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
+        events: Some(EventLog::start(&shared, Box::new(log)).0),
+        env: shared,
+        config,
+        instances,
+        links: Links {
+            transports: vec![Arc::new(InProcessTransport::new())],
+            make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
+        },
+        limits: EngineConfig {
+            hand_off: HandOffLimits { slot_bytes: 1 << 18, slots: 64, ..HandOffLimits::default() },
+            ..EngineConfig::default()
+        },
+        placements: Arc::new(Placements::new(1)),
+        metrics,
+    };
+    parts.start().unwrap()
+}
+
+/// Plays requests for a minute; the corrections and the errors of prefill and step of both devices, and the last explanation.
+fn play(believed: f64) -> ([[(f64, f64); 2]; 2], serde_json::Value) {
+    let checkpoint = tiny_variants().remove(1).1.load().unwrap();
+    let env = SeededEnv::with_blocking_workers(7);
+    let (metrics, log) = (Metrics::new(), Log::default());
+    let handle = start(&checkpoint, &env, believed, metrics.clone(), log.clone());
+    let (world, vocabulary) = (env.clone(), u64::from(checkpoint.config.vocab));
+    env.run(async move {
+        let mut random = Stream::new(3);
+        let mut ends = Vec::new();
+        for at in 0..240 {
+            world.sleep(Duration::from_millis(random.below(500))).await;
+            let prompt = (0..20 + random.below(300)).map(|_| random.below(vocabulary) as u32).collect();
+            let request = crate::fleet::request(at.to_string(), prompt, 2 + random.below(40) as u32, None);
+            let mut updates = handle.submit(request).await.unwrap();
+            let (sender, end) = tokio::sync::oneshot::channel();
+            world.spawn(Box::pin(async move {
+                while updates.recv().await.is_some() {}
+                let _ = sender.send(());
+            }));
+            ends.push(end);
+        }
+        for end in ends {
+            end.await.unwrap();
+        }
+    });
+    let text = metrics.encode();
+    let value = |what: &str, device: &str, kind: &str| -> f64 {
+        let name = format!("mixfleet_prediction_{what}_ratios{{device=\"{device}\",kind=\"{kind}\"}} ");
+        let line = text.lines().find_map(|line| line.strip_prefix(&name));
+        line.unwrap_or_else(|| panic!("{name} is not in\n{text}")).parse().unwrap()
+    };
+    let of = |device, kind| (value("correction", device, kind), value("error", device, kind));
+    let learned = ["part0", "part1"].map(|device| ["prefill", "step"].map(|kind| of(device, kind)));
+    let steps = log.text();
+    let last = steps.lines().rfind(|step| step.contains("\"candidates\"")).expect("requests were placed");
+    let step: serde_json::Value = serde_json::from_str(last).unwrap();
+    (learned, step["actions"][0]["explanation"].clone())
+}
+
+#[test]
+fn a_device_slower_than_believed_is_corrected_and_the_placement_says_by_how_much() {
+    let (learned, explanation) = play(2.0);
+    let [[prefill, step], other] = learned;
+    println!("{learned:?}");
+    for (correction, error) in [prefill, step] {
+        assert!((1.7..=2.2).contains(&correction) && error < 0.2, "{learned:?}");
+    }
+    assert!(other.iter().all(|(correction, error)| *correction == 1.0 && *error < 0.05), "{learned:?}");
+    let of_first = explanation["candidates"][0]["terms"]["corrections"]["prefill"].as_f64().unwrap();
+    assert!((1.8..=2.2).contains(&of_first), "{explanation:#}");
+}
+
+#[test]
+fn devices_as_quick_as_believed_are_not_corrected() {
+    let (learned, _) = play(1.0);
+    let right = learned.as_flattened().iter().all(|(correction, error)| *correction == 1.0 && *error < 0.05);
+    assert!(right, "{learned:?}");
+}

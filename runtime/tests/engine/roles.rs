@@ -1,0 +1,120 @@
+//! What the fleet's machine decides beside placements, carried out by routers and workers.
+
+use super::routers::{router, workers};
+use crate::fleet::{Log, request};
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::Seconds;
+use mixfleet_runtime::engine::EngineConfig;
+use mixfleet_runtime::env::{Env, SeededEnv};
+use mixfleet_runtime::model::random::tiny_variants;
+use mixfleet_runtime::request::{FailureKind, Update};
+use mixfleet_scheduler::fleet::{Action, Admission, Event, Rebalance, Role};
+use std::time::Duration;
+
+/// The steps of a log, with what was told and answered.
+fn steps(log: &Log) -> Vec<(Event, Vec<Action>)> {
+    let text = log.text();
+    let steps = text.lines().skip(1).map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let told = steps.filter(|step| step.get("event").is_some());
+    let read = |step: serde_json::Value| {
+        let event = serde_json::from_value(step["event"].clone()).unwrap();
+        (event, serde_json::from_value(step["actions"].clone()).unwrap())
+    };
+    told.map(read).collect()
+}
+
+#[test]
+fn a_role_that_one_router_changes_is_known_to_all_and_what_was_begun_is_finished() {
+    let checkpoint = tiny_variants().remove(1).1.load().unwrap();
+    let env = SeededEnv::with_blocking_workers(5);
+    let hub = workers(&checkpoint, &env, &[(Role::Prefill, 1.0), (Role::Decode, 1.0), (Role::Decode, 1.0)]);
+    let limits = EngineConfig {
+        rebalance: Some(Rebalance { hold: Seconds(5.0), ..Rebalance::new(vec![0]) }),
+        ..EngineConfig::default()
+    };
+    let logs = [Log::default(), Log::default()];
+    let handles: Vec<_> = (0..)
+        .zip(&logs)
+        .map(|(id, log)| router(id, &checkpoint, &env, &hub, limits.clone(), Some(log.clone())))
+        .collect();
+    let (world, vocabulary) = (env.clone(), u64::from(checkpoint.config.vocab));
+    let finished = env.run(async move {
+        world.sleep(Duration::from_secs(1)).await;
+        let mut random = Stream::new(5);
+        let mut ends = Vec::new();
+        // long prompts and short answers, all through the first router
+        for at in 0..160 {
+            world.sleep(Duration::from_millis(100)).await;
+            let prompt = (0..300).map(|_| random.below(vocabulary) as u32).collect();
+            let mut updates = handles[0].submit(request(at.to_string(), prompt, 3, None)).await.unwrap();
+            let (sender, end) = tokio::sync::oneshot::channel();
+            world.spawn(Box::pin(async move {
+                let mut finished = false;
+                while let Some(update) = updates.recv().await {
+                    finished |= matches!(update, Update::Finished { .. });
+                }
+                let _ = sender.send(finished);
+            }));
+            ends.push(end);
+        }
+        let mut finished = 0;
+        for end in ends {
+            finished += u32::from(end.await.unwrap());
+        }
+        drop(hub);
+        finished
+    });
+    let [first, second] = logs.map(|log| steps(&log));
+    let changed = first.iter().flat_map(|(_, actions)| actions).find_map(|action| match action {
+        Action::SetRole { instance, role } => Some((*instance, *role)),
+        _ => None,
+    });
+    let (instance, role) = changed.expect("prompts for more than one device change a role");
+    assert_eq!(role, Role::Prefill);
+    let heard = second.iter().any(|(event, _)| match event {
+        Event::InstanceUp(spec) => (spec.id, spec.role) == (instance, role),
+        _ => false,
+    });
+    assert!(heard, "the second router does not know that {instance} computes prompts now");
+    let prefills_there =
+        |action: &Action| matches!(action, Action::Place { prefill, .. } if *prefill == instance);
+    assert!(first.iter().flat_map(|(_, actions)| actions).any(prefills_there));
+    assert_eq!(finished, 160);
+}
+
+#[test]
+fn a_request_whose_decode_device_is_too_busy_once_its_prompt_is_done_is_given_up_with_the_reason() {
+    let checkpoint = tiny_variants().remove(1).1.load().unwrap();
+    for drop_at_decode in [true, false] {
+        let env = SeededEnv::with_blocking_workers(6);
+        let hub = workers(&checkpoint, &env, &[(Role::Auto, 1.0)]);
+        let limits = EngineConfig {
+            // no step is as quick
+            tbt_slo: Some(Seconds(1e-6)),
+            admission: Admission::None,
+            drop_at_decode,
+            ..EngineConfig::default()
+        };
+        let handle = router(0, &checkpoint, &env, &hub, limits, None);
+        let world = env.clone();
+        let failure = env.run(async move {
+            world.sleep(Duration::from_secs(1)).await;
+            let mut updates = handle.submit(request("one".into(), vec![1, 2, 3, 4], 5, None)).await.unwrap();
+            let mut failure = None;
+            while let Some(update) = updates.recv().await {
+                if let Update::Failed(why) = update {
+                    failure = Some(why);
+                }
+            }
+            drop(hub);
+            failure
+        });
+        match failure {
+            Some(failure) if drop_at_decode => {
+                assert_eq!(failure.kind, FailureKind::Exhausted);
+                assert!(failure.message.contains("too busy"), "{failure}");
+            }
+            other => assert!(other.is_none() && !drop_at_decode, "{other:?}"),
+        }
+    }
+}
