@@ -5,7 +5,6 @@
 //! combinations are crossed with a few shapes, and shapes with a few combinations; the full product would
 //! only repeat itself.
 
-use crate::inputs;
 use mixfleet_hal::{DType, DeviceLimits, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
@@ -40,14 +39,6 @@ pub struct Case {
     pub spread: TokenSpread,
     /// Seed of the random operands.
     pub seed: u64,
-}
-
-impl Case {
-    /// Returns the decoded operands in the order of [`OpSig::operands`]; written ones hold NaN. Paged KV is
-    /// `[slots, kv_heads, head_dim]`, with NaN in slots that hold no token.
-    pub fn operands(&self) -> Vec<Vec<f64>> {
-        inputs::operands(self)
-    }
 }
 
 const EDGES: [u32; 18] = [1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 61, 63, 64, 65];

@@ -3,8 +3,8 @@
 
 use crate::bench::{Bench, SubmitMode, Trouble};
 use crate::cases::{Case, TokenSpread};
+use crate::checked::checked;
 use crate::paged::Paged;
-use crate::suite::checked;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::{self, Stream};
 use mixfleet_hal::{BufferUsage, Cmd, DType, ErrorKind, OpSig, Slice};

@@ -20,7 +20,15 @@ pub(crate) fn encoded(dtype: DType, values: &[f64]) -> Vec<u8> {
     bytes
 }
 
-pub(crate) fn operands(case: &Case) -> Vec<Vec<f64>> {
+impl Case {
+    /// Returns the decoded operands in the order of [`OpSig::operands`]; written ones hold NaN. Paged KV is
+    /// `[slots, kv_heads, head_dim]`, with NaN in slots that hold no token.
+    pub fn operands(&self) -> Vec<Vec<f64>> {
+        operands(self)
+    }
+}
+
+fn operands(case: &Case) -> Vec<Vec<f64>> {
     let mut stream = Stream::new(case.seed);
     let pages = Pages::new(case, &mut stream);
     case.sig

@@ -19,10 +19,13 @@
 mod bench;
 pub mod bounds;
 pub mod cases;
+mod checked;
 mod checks;
 pub mod html;
+mod ids;
 mod inputs;
 pub mod links;
+pub mod numbers;
 pub mod oracle;
 mod paged;
 pub mod profile;

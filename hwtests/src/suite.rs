@@ -1,9 +1,10 @@
 //! Runs the conformance cases and checks on a device.
 
-use crate::bench::{Bench, Done, SubmitMode, Trouble};
+use crate::bench::{Bench, Trouble};
 use crate::cases::{self, Case, SuiteLevel};
+use crate::checked::checked;
+use crate::checks;
 use crate::report::{CaseReport, CheckOutcome, Report};
-use crate::{bounds, checks, oracle};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Device, DeviceLimits, OpSig};
 use std::time::Duration;
@@ -137,51 +138,6 @@ fn operation(bench: &Bench<'_>, case: &Case) -> Trial {
         }
     }
     trial
-}
-
-/// A result within its bounds.
-pub(crate) struct Checked {
-    pub(crate) done: Done,
-    /// The largest error as a share of its bound.
-    pub(crate) ratio: f64,
-}
-
-/// Runs an operation by submission and by replay; both results must be within the bounds and bitwise equal.
-pub(crate) fn checked(bench: &Bench<'_>, sig: &OpSig, operands: &[Vec<f64>]) -> Result<Checked, Trouble> {
-    let done = bench.execute(sig, operands, SubmitMode::Submit)?;
-    let mut want = operands.to_vec();
-    oracle::run(sig, &mut want).map_err(|e| Trouble::NotRun(format!("the oracle refuses the case: {e}")))?;
-    let ratio = compare(sig, operands, &done.operands, &want)?;
-    let again = bench.execute(sig, operands, SubmitMode::Replay)?;
-    if again.written != done.written {
-        return Err(Trouble::Failed("two runs of the same command differ".to_owned()));
-    }
-    Ok(Checked { done, ratio })
-}
-
-/// Returns the largest error as a share of its bound, or the first element out of bounds.
-fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]) -> Result<f64, Trouble> {
-    let (kinds, mut worst) = (sig.operands(), 0.0f64);
-    for (o, bounds) in bounds::bounds(sig, before, want).into_iter().enumerate() {
-        for (i, bound) in bounds.into_iter().flatten().enumerate() {
-            let (got, want) = (got[o][i], want[o][i]);
-            // slots of paged KV that hold no token are NaN and are not compared
-            let dead = want.is_nan() && matches!(kinds[o].extent, Extent::PagesOf(_));
-            let ratio = match (got - want).abs() / bound {
-                _ if got == want || dead => 0.0,
-                ratio if ratio.is_nan() => f64::INFINITY,
-                ratio => ratio,
-            };
-            if ratio > 1.0 {
-                let name = kinds[o].name;
-                return Err(Trouble::Failed(format!(
-                    "{name}[{i}] is {got:e}, must be {want:e} within {bound:.2e}: {ratio:.3} times that"
-                )));
-            }
-            worst = worst.max(ratio);
-        }
-    }
-    Ok(worst)
 }
 
 /// Extracts the first row of an operation over independent rows, as an operation of its own.

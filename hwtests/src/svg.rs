@@ -10,8 +10,7 @@
 //! ```
 
 use crate::html::escape;
-use crate::profile::text::scaled;
-use crate::profile::work::size;
+use crate::numbers::{scaled, size};
 use std::fmt::Write as _;
 
 const WIDTH: f64 = 860.0;

@@ -1,8 +1,29 @@
 //! What the API asks of the engine, and what comes back.
 
+use mixfleet_scheduler::batch::RequestId;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tokio::sync::mpsc;
+
+/// Bits of a request's id that are the router's own count.
+const COUNT_BITS: u32 = 48;
+
+/// A router among those of a fleet. Ids of requests begin with it, so that every report finds its way back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct RouterId(pub u16);
+
+impl RouterId {
+    /// The id of this router's first request.
+    pub(crate) fn first_request(self) -> RequestId {
+        u64::from(self.0) << COUNT_BITS
+    }
+
+    /// Whose request this is.
+    pub(crate) fn of(request: RequestId) -> Self {
+        RouterId((request >> COUNT_BITS) as u16)
+    }
+}
 
 /// One sequence to complete. (A client's `n` choices are n of these; they share the prefix cache.)
 #[derive(Clone, Debug, Serialize, Deserialize)]

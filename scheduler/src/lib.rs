@@ -12,6 +12,7 @@ pub mod batch;
 pub mod classes;
 pub mod cost;
 pub mod fleet;
+mod ids;
 pub mod kv;
 pub mod models;
 pub mod table;

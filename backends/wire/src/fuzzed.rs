@@ -4,11 +4,6 @@ use crate::answer::GrantStatus;
 use crate::key::RegionKey;
 use mixfleet_hal::transport::Descriptor;
 
-/// Returns the first bytes of `bytes`, padded with zeros.
-pub(crate) fn head<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    std::array::from_fn(|at| bytes.get(at).copied().unwrap_or(0))
-}
-
 /// Parses `bytes` as every message of the protocols.
 ///
 /// # Panics

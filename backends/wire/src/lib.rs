@@ -23,6 +23,7 @@ mod faulty;
 pub mod fuzzed;
 mod key;
 mod memory;
+mod padded;
 #[cfg(unix)]
 mod pinned;
 #[cfg(unix)]

@@ -1,7 +1,8 @@
 //! A profile as a card for the terminal.
 
 use super::document::{Flag, ProfileDocument, ReachedRate, Unit};
-use super::text::{bar, gibibytes, scaled};
+use super::text::{bar, gibibytes};
+use crate::numbers::scaled;
 use std::fmt::Write as _;
 
 const BAR: usize = 20;

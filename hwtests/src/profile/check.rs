@@ -3,8 +3,8 @@
 
 use super::document::Check;
 use crate::cases::{Case, SuiteLevel, TokenSpread};
+use crate::ids;
 use crate::suite::{Entry, attempt, entries};
-use crate::validate::ids;
 use crate::{CaseReport, CheckOutcome};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Slice};

@@ -3,7 +3,7 @@
 use super::control::drift;
 use super::document::{PointResult, ProfileDocument};
 use super::stats::SampleStats;
-use super::text::scaled;
+use crate::numbers::scaled;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;

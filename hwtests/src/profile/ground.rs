@@ -75,7 +75,7 @@ impl<'a> Ground<'a> {
 
     fn room(&self, bytes: u64) -> Result<(), Problem> {
         if bytes > self.slab_bytes {
-            let (want, have) = (super::work::size(bytes), super::work::size(self.slab_bytes));
+            let (want, have) = (crate::numbers::size(bytes), crate::numbers::size(self.slab_bytes));
             return Err(Problem::Skip(format!("needs a buffer of {want}, the profiler may use {have}")));
         }
         Ok(())
@@ -121,7 +121,7 @@ impl<'a> Ground<'a> {
         let needed = cold_each.len() as u64;
         let variants = self.windows(largest).checked_div(needed).unwrap_or(1);
         if variants == 0 {
-            let want = super::work::size(cold_each.iter().sum());
+            let want = crate::numbers::size(cold_each.iter().sum());
             return Err(Problem::Skip(format!("needs {want} of buffers, more than the profiler may use")));
         }
         let variants = variants.min(VARIANTS_MAX);
@@ -183,7 +183,7 @@ impl<'a> Ground<'a> {
         let bytes = bytes.max(STRIDE);
         let limit = self.device.limits().allocation_bytes_max.min(self.bytes_max);
         if bytes > limit {
-            let (want, have) = (super::work::size(bytes), super::work::size(limit));
+            let (want, have) = (crate::numbers::size(bytes), crate::numbers::size(limit));
             return Err(Problem::Skip(format!("needs {want} for activations, the profiler may use {have}")));
         }
         if let Some(warm) = self.warm.as_ref().filter(|warm| warm.bytes >= bytes) {

@@ -1,9 +1,10 @@
 //! A profile as one self-contained HTML page.
 
 use super::document::{PointResult, PointStatus, ProfileDocument};
-use super::text::{gibibytes, rate, scaled};
+use super::text::{gibibytes, rate};
 use super::work::{Group, Work};
 use crate::html::{Cell, Html, Tone};
+use crate::numbers::scaled;
 use crate::svg::{Axis, Chart, Mark, Scale, Series};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::Traffic;

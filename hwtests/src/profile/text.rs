@@ -1,27 +1,7 @@
 //! Number formatting for people.
 
 use super::document::{Rate, Unit};
-
-/// Formats with three digits and an SI prefix: `41.2 GB/s`, `812 us`.
-pub fn scaled(value: f64, unit: &str) -> String {
-    const STEPS: [(f64, &str); 8] =
-        [(1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u")];
-    let magnitude = value.abs();
-    // rounding to three digits may carry into the next prefix
-    let step = STEPS.iter().find(|(scale, _)| magnitude >= scale * 0.9995);
-    let &(scale, prefix) = match (step, magnitude) {
-        (_, 0.0) => &(1.0, ""),
-        (Some(step), _) => step,
-        (None, _) => &(1e-9, "n"),
-    };
-    let shown = value / scale;
-    let digits = match shown.abs() {
-        s if s >= 99.95 => 0,
-        s if s >= 9.995 => 1,
-        _ => 2,
-    };
-    format!("{shown:.digits$} {prefix}{unit}")
-}
+use crate::numbers::scaled;
 
 /// Formats a rate: `41.2 GB/s`, `412 GFLOP/s`.
 pub fn rate(rate: Rate) -> String {
@@ -48,18 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_have_three_digits() {
-        for (value, want) in [
-            (41.23e9, "41.2 GB/s"),
-            (999.96e9, "1.00 TB/s"),
-            (412e9, "412 GB/s"),
-            (0.0, "0.00 B/s"),
-            (1.5e-6, "1.50 uB/s"),
-            (3e-11, "0.03 nB/s"),
-            (-2500.0, "-2.50 kB/s"),
-        ] {
-            assert_eq!(scaled(value, "B/s"), want);
-        }
+    fn a_bar_shows_a_share_of_one() {
         assert_eq!(bar(0.5, 10), "#####.....");
         assert_eq!(bar(7.0, 3), "###");
     }

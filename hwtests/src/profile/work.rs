@@ -5,6 +5,7 @@
 //! can be compared point by point and a vendor can claim a point. [`Work::parse`] is the inverse of
 //! [`Work::id`]: any well-formed name can be measured, whether a level includes it or not.
 
+use crate::numbers::size;
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::{DType, OpSig, Scalar};
 use schemars::JsonSchema;
@@ -185,16 +186,6 @@ fn parse_launch(text: &str) -> Option<LaunchCase> {
         "chain" => Some(LaunchCase::Chain(count)),
         _ => None,
     }
-}
-
-/// Formats a size: `64KiB`, `3MiB`, `1000B`.
-pub(crate) fn size(bytes: u64) -> String {
-    for (unit, shift) in [("GiB", 30), ("MiB", 20), ("KiB", 10)] {
-        if bytes > 0 && bytes.is_multiple_of(1 << shift) {
-            return format!("{}{unit}", bytes >> shift);
-        }
-    }
-    format!("{bytes}B")
 }
 
 fn parse_size(text: &str) -> Option<u64> {

@@ -1,8 +1,8 @@
 //! Level 1: every operation against the float64 oracle.
 
 use super::case::{CaseResult, CaseStatus};
-use super::ids;
 use super::protocol::{Settings, ValidationEffort};
+use crate::ids;
 use crate::report::{CaseReport, CheckOutcome};
 use crate::suite::{Entry, attempt, entries};
 use crate::{SuiteLevel, cases, checks};

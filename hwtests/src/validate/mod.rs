@@ -23,7 +23,6 @@ pub mod detect;
 mod digest;
 mod discover;
 pub mod document;
-pub(crate) mod ids;
 mod memory;
 pub mod metered;
 pub mod mustpass;

@@ -106,9 +106,9 @@ pub fn check(lines: &[MustPassRule], cases: &[CaseResult]) -> Vec<Met> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ids::with_ids;
     use super::super::{conformance, memory};
     use super::*;
+    use crate::ids::with_ids;
     use crate::reference::ReferenceDevice;
     use crate::{SuiteLevel, entries};
     use mixfleet_hal::{Device, DeviceLimits};

@@ -4,13 +4,14 @@
 
 use super::case::{CaseResult, CaseStatus};
 use super::digest::sha256;
-use super::ids;
 use super::protocol::{ChildMessage, Settings};
 use crate::SuiteLevel;
 use crate::bench::{Bench, SubmitMode, Trouble};
 use crate::cases::{Case, TokenSpread};
+use crate::checked::checked;
+use crate::ids;
 use crate::inputs::encoded;
-use crate::suite::{checked, entries};
+use crate::suite::entries;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, OperandAccess, Queue, Slice, Support};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,66 +1,13 @@
 //! The command line.
 
-use crate::compare::CompareArgs;
 use crate::connections::ConnectionArgs;
-use crate::explain::ExplainArgs;
 use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, gib, requests, seconds};
-use crate::parts::PartsArgs;
-use crate::profile::ProfileArgs;
-use crate::replay::ReplayLogArgs;
 use crate::scheduling::SchedulingArgs;
-use crate::simulate::SimulateArgs;
-use crate::trace::TraceArgs;
-use crate::validate::ValidateArgs;
-use clap::{Args, Parser, Subcommand};
+use clap::Args;
 use mixfleet_hal::DType;
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::fleet::Role;
 use std::path::PathBuf;
-
-/// Serve large language models on the cheapest mix of hardware.
-#[derive(Debug, Parser)]
-#[command(version, max_term_width = 100)]
-pub(crate) struct Cli {
-    #[command(subcommand)]
-    pub(crate) command: Command,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum Command {
-    /// List the devices of this machine, and why others were not found
-    Devices(DevicesArgs),
-    /// Show sockets, memory, PCI links, and the distance from each GPU to each NIC
-    Topo(TopoArgs),
-    /// Measure a device: matrix products, attention, memory, copies, launches, long runs
-    Profile(ProfileArgs),
-    /// Explain a measured number: meaning, method and what depends on it
-    Explain(ExplainArgs),
-    /// Test a device for conformance, memory, vendor claims and soak, and write a report
-    Validate(ValidateArgs),
-    /// Compare parts: what a dollar buys, what each is cheapest at, and break-even prices
-    Compare(CompareArgs),
-    /// List the parts of the catalog
-    Parts(PartsArgs),
-    /// Analyse a request trace, or generate one
-    Trace(TraceArgs),
-    /// Simulate a trace on a fleet: latencies, hits, cost
-    Simulate(SimulateArgs),
-    /// Serve a model over the OpenAI HTTP API
-    Serve(ServeArgs),
-    /// Run a router of a fleet, which serves clients and places their requests on workers
-    #[cfg(feature = "fleet")]
-    Router(crate::fleet::RouterArgs),
-    /// Run a worker of a fleet, which serves routers with this machine's devices
-    #[cfg(feature = "fleet")]
-    Worker(crate::fleet::WorkerArgs),
-    /// Inspect a fleet
-    #[cfg(feature = "fleet")]
-    Fleet(crate::fleet::FleetArgs),
-    /// Replay a log of 'serve --events' and compare the decisions, or explain one
-    Replay(ReplayLogArgs),
-    /// Complete one prompt on standard output
-    Generate(GenerateArgs),
-}
 
 #[derive(Debug, Args)]
 pub(crate) struct DevicesArgs {
@@ -246,7 +193,7 @@ pub(crate) struct FrontArgs {
     #[command(flatten)]
     pub(crate) scheduling: SchedulingArgs,
     /// Let devices with a role change it with the load
-    #[arg(long)]
+    #[arg(long, hide = true)]
     pub(crate) flexible: bool,
     /// Never pull prefixes from other devices
     #[arg(long)]
@@ -301,51 +248,4 @@ pub(crate) struct GenerateArgs {
 fn temperature(text: &str) -> Result<f32, String> {
     let value = text.parse().ok().filter(|t: &f32| t.is_finite() && *t >= 0.0);
     value.ok_or_else(|| "expected a number from 0 on".into())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use clap::Parser;
-
-    fn error(words: &[&str]) -> String {
-        Cli::try_parse_from(["mixfleet"].iter().chain(words)).unwrap_err().to_string()
-    }
-
-    /// Checks at the width that clap uses without a terminal.
-    #[test]
-    fn help_fits_a_screen() {
-        let mut names = vec!["serve", "generate", "profile", "compare", "parts", "explain"];
-        if cfg!(feature = "fleet") {
-            names.extend(["router", "worker", "fleet"]);
-        }
-        for name in names {
-            for flag in ["-h", "--help"] {
-                let help = error(&[name, flag]);
-                assert!(help.lines().count() <= 40, "{name} {flag}: {} lines\n{help}", help.lines().count());
-            }
-        }
-        let generate = error(&["generate", "--help"]);
-        assert!(generate.contains("schema") && generate.contains("joules_per_token"), "{generate}");
-    }
-
-    #[test]
-    fn a_ratio_that_decides_nothing_is_a_usage_error() {
-        for ratio in ["nan", "inf", "-inf", "-0.5", "0"] {
-            let error = error(&["profile", "compare", "a", "b", "--fail-below", ratio]);
-            assert!(error.contains("expected a ratio above 0"), "{ratio}: {error}");
-        }
-        assert!(
-            Cli::try_parse_from(["mixfleet", "profile", "compare", "a", "b", "--fail-below", "0.9"]).is_ok()
-        );
-    }
-
-    #[test]
-    fn prices_are_refused_in_their_own_words() {
-        let compare = |price| error(&["compare", "--model", "m", "--usd-per-hour", price]);
-        assert!(compare("0.3").contains("expected PART=USD"), "{}", compare("0.3"));
-        assert!(compare("L4=1e-300").contains("below 0.000001 $/h"), "{}", compare("L4=1e-300"));
-        // what is no price is told by the command, not as an unknown flag
-        assert!(Cli::try_parse_from(["mixfleet", "profile", "--usd-per-hour", "-1"]).is_ok());
-    }
 }

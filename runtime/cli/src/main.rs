@@ -8,6 +8,7 @@ mod args;
 mod backends;
 mod cache;
 mod calibration;
+mod command_line;
 mod compare;
 mod connections;
 mod devices;
@@ -35,8 +36,8 @@ mod trace;
 mod validate;
 
 use anyhow::Context;
-use args::{Cli, Command};
 use clap::Parser;
+use command_line::{Cli, Command};
 use std::process::ExitCode;
 
 /// A mistake on the command line that only the program can see.

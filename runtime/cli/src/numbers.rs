@@ -31,7 +31,7 @@ pub(crate) fn requests(text: &str) -> Result<NonZeroUsize, String> {
 
 #[cfg(test)]
 mod tests {
-    use crate::args::Cli;
+    use crate::command_line::Cli;
     use clap::Parser;
 
     fn error(words: &[&str]) -> Option<String> {

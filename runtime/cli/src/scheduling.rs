@@ -8,23 +8,23 @@ use mixfleet_sim::simulate::Choices;
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct SchedulingArgs {
-    /// Placement policy
+    /// Placement policy; more flags in docs/scheduling.md
     #[arg(long, value_name = "NAME", default_value = "per-dollar", hide_possible_values = true)]
     policy: PolicyName,
     /// kvcache-centric pulls prefixes longer by this factor
-    #[arg(long, value_name = "X", default_value_t = 1.0, hide_default_value = true)]
+    #[arg(long, value_name = "X", default_value_t = 1.0, hide = true)]
     threshold: f64,
     /// Admission: none, early or prediction
     #[arg(long, value_name = "NAME", default_value = "prediction", hide_possible_values = true)]
     admit: AdmitName,
     /// Drop a request after prefill if its decode device is too busy
-    #[arg(long)]
+    #[arg(long, hide = true)]
     pub(crate) drop_late: bool,
     /// Worth of a second of waiting [default: the mean rent]
-    #[arg(long, value_name = "USD", value_parser = usd)]
+    #[arg(long, value_name = "USD", value_parser = usd, hide = true)]
     pub(crate) wait_usd_per_s: Option<f64>,
     /// Seed of all random choices
-    #[arg(long, default_value_t = 0, hide_default_value = true)]
+    #[arg(long, default_value_t = 0, hide = true)]
     pub(crate) seed: u64,
 }
 

@@ -5,9 +5,9 @@
 //! still write can be fenced off without touching others. The sender's outbox mirrors it: slot i there is
 //! sent to slot i here. A sender without a free slot waits, so what is on its way is bounded.
 
-use super::MakeRegion;
 use super::messages::{Landing, Parcel};
 use super::pinning::Pinner;
+use crate::pool::MakeRegion;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::transport::{Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_hal::units::Seconds;

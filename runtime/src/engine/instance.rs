@@ -1,6 +1,5 @@
 //! A device with the model on it: what becomes an instance of the fleet.
 
-use super::MakeRegion;
 use super::calibrate;
 use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::Directory;
@@ -14,7 +13,7 @@ use crate::mailbox::{INBOX_MAX, MessageSender, mailbox};
 use crate::metrics::Metrics;
 use crate::model::graph::{Forward, StepShape};
 use crate::model::{ModelConfig, Weights};
-use crate::pool::Pool;
+use crate::pool::{MakeRegion, Pool};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};

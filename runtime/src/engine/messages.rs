@@ -1,6 +1,6 @@
 //! What the coordinator and the instances' workers tell each other.
 
-use crate::fleet::RouterId;
+use crate::request::RouterId;
 use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs, ServiceTier};
 use mixfleet_hal::DType;
 use mixfleet_hal::transport::Descriptor;

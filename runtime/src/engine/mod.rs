@@ -52,7 +52,6 @@ use events::{EventLog, LoggedFleet};
 use instance::Surroundings;
 use measure::measure_link;
 use messages::{FromWorker, Report};
-use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Result};
 use mixfleet_scheduler::batch::RequestId;
@@ -111,9 +110,6 @@ impl Default for EngineConfig {
         }
     }
 }
-
-/// Makes so many bytes of staging memory.
-pub type MakeRegion = dyn Fn(u64) -> Result<Arc<dyn SharedMemory>> + Send + Sync;
 
 /// What an engine is made of.
 pub struct EngineParts {

@@ -8,14 +8,15 @@
 //! read from a disk of 1 GB/s in 0.5 ms, in which a part would have to compute 30,000 tokens a second to be as fast. The instance's step waits
 //! meanwhile; nothing is loaded beside it.
 
-use super::MakeRegion;
 use super::pinning::Pinner;
 use super::worker::{Action, COPY_TIMEOUT, Worker};
 use crate::engine::messages::FromWorker;
 use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
 use crate::model::graph::Forward;
-use crate::pool::{Kept, Lease, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Snapshot, SsdConfig};
+use crate::pool::{
+    Kept, Lease, MakeRegion, Pool, PoolConfig, PoolError, PoolEvent, PoolStats, Snapshot, SsdConfig,
+};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use mixfleet_hal::memory::Pinned;

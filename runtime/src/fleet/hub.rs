@@ -3,7 +3,7 @@
 use super::ledger::{BEAT, Given, Ledger, News};
 use super::rights::{Listening, relay};
 use super::seats::{Seat, Seats};
-use super::session::{Caller, Command, Hello, Model, Refusal, RouterId, Session, Word};
+use super::session::{Caller, Command, Hello, Model, Refusal, Session, Word};
 use crate::engine::directory::Directory;
 use crate::engine::instance::Surroundings;
 use crate::engine::messages::{FromWorker, Report, ToWorker};
@@ -11,6 +11,7 @@ use crate::engine::{HandOffLimits, Held, Links, Loaded};
 use crate::env::SharedEnv;
 use crate::mailbox::{INBOX_MAX, MessageReceiver, MessageSender, REPORTS_MAX, mailbox};
 use crate::metrics::Metrics;
+use crate::request::RouterId;
 use mixfleet_hal::Result;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
@@ -51,15 +52,33 @@ pub struct Hub {
 }
 
 enum Event {
-    Router { seat: Seat<RouterId>, session: Session<Word, Command>, clock: Option<Seconds> },
-    Peer { instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>, seats: PeerSeats },
+    Router {
+        seat: Seat<RouterId>,
+        session: Session<Word, Command>,
+        clock: Option<Seconds>,
+    },
+    Peer {
+        instances: Vec<InstanceId>,
+        cost: LinkCost,
+        session: Session<Command, Command>,
+        seats: PeerSeats,
+    },
     Inspect(mpsc::Sender<Held>),
     /// A router has given an instance of this process something to do.
-    Given { instance: InstanceId, given: Given },
+    Given {
+        instance: InstanceId,
+        given: Given,
+    },
     /// It is time to say how far answers have got.
     Beat,
-    RouterGone { router: RouterId, session: u64 },
-    PeerGone { instances: Vec<InstanceId>, session: u64 },
+    RouterGone {
+        router: RouterId,
+        session: u64,
+    },
+    PeerGone {
+        instances: Vec<InstanceId>,
+        session: u64,
+    },
 }
 
 /// The seats of those who called; none of those who were called.

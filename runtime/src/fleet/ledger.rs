@@ -3,8 +3,8 @@
 //! Commands say what comes, reports how it gets on. What comes and goes is told at once, and so are prompts that get on, once a step; how far
 //! answers have got is told on a beat.
 
-use super::session::RouterId;
 use crate::engine::messages::{FromWorker, Job, ToWorker};
+use crate::request::RouterId;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{InstanceId, OthersWork};

@@ -31,9 +31,10 @@ pub mod rpc;
 mod seats;
 mod session;
 
+pub use crate::request::RouterId;
 pub use calls::{Dial, call_members};
 pub use hub::{Hub, WorkerProcess};
 #[cfg(feature = "fleet")]
 pub use join::{attend_members, meet_members};
 pub use router::{Router, RouterParts};
-pub use session::{Caller, Command, Hello, Model, PROTOCOL, Refusal, RouterId, Session, Word};
+pub use session::{Caller, Command, Hello, Model, PROTOCOL, Refusal, Session, Word};

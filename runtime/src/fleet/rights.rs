@@ -1,9 +1,10 @@
 //! Who may say what to an instance: a router speaks of its own requests, a peer of its own transfers.
 
-use super::session::{Command, RouterId};
+use super::session::Command;
 use crate::engine::directory::Directory;
 use crate::engine::messages::ToWorker;
 use crate::mailbox::{MessageReceiver, MessageSender};
+use crate::request::RouterId;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::InstanceId;
 use prometheus_client::metrics::counter::Counter;

@@ -1,7 +1,7 @@
 //! A coordinator whose instances live in other processes.
 
 use super::rights::relay;
-use super::session::{Caller, Command, Hello, Model, RouterId, Session, Word};
+use super::session::{Caller, Command, Hello, Model, Session, Word};
 use crate::api::Placements;
 use crate::engine::directory::Directory;
 use crate::engine::events::EventLog;
@@ -12,6 +12,7 @@ use crate::mailbox::{INBOX_MAX, MessageSender, REPORTS_MAX, mailbox};
 use crate::metrics::Metrics;
 use crate::model::ModelConfig;
 use crate::request::EngineHandle;
+use crate::request::RouterId;
 use mixfleet_hal::{DType, Error, ErrorKind};
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::BTreeSet;

@@ -3,33 +3,13 @@
 use crate::engine::messages::{FromWorker, ToWorker};
 use crate::env::Env;
 use crate::mailbox::{MessageReceiver, MessageSender, SESSION_MAX, mailbox};
+use crate::request::RouterId;
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
 
 /// Version of everything below. Processes of different ones do not work together.
 pub const PROTOCOL: u32 = 5;
-
-/// Bits of a request's id that are the router's own count.
-const COUNT_BITS: u32 = 48;
-
-/// A router among those of a fleet. Ids of requests begin with it, so that every report finds its way back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct RouterId(pub u16);
-
-impl RouterId {
-    /// The id of this router's first request.
-    pub(crate) fn first_request(self) -> RequestId {
-        u64::from(self.0) << COUNT_BITS
-    }
-
-    /// Whose request this is.
-    pub(crate) fn of(request: RequestId) -> Self {
-        RouterId((request >> COUNT_BITS) as u16)
-    }
-}
 
 /// A process, by random bits that it tells nobody but those whom it calls: an id belongs to who came with it first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

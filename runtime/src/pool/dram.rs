@@ -1,7 +1,7 @@
 //! Blocks in host memory: slots of equal size in regions that a transport can register.
 
+use super::MakeRegion;
 use super::check::Layout;
-use crate::engine::MakeRegion;
 use mixfleet_hal::Result;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy};

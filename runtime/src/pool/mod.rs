@@ -24,7 +24,6 @@ pub use events::{PoolEvent, Snapshot};
 pub use lease::Lease;
 pub use traffic::Kept;
 
-use crate::engine::MakeRegion;
 use crate::env::SharedEnv;
 use check::Layout;
 use disk::Disk;
@@ -205,6 +204,9 @@ impl std::fmt::Debug for Pool {
         write!(f, "Pool({} blocks in DRAM, {} on SSD)", stats.dram_blocks, stats.ssd_blocks)
     }
 }
+
+/// Makes so many bytes of memory that transports can reach.
+pub type MakeRegion = dyn Fn(u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> + Send + Sync;
 
 impl Pool {
     /// Allocates host memory with `make_region`, and opens or creates the disk's files. Reads no payload: every block is checked when it is

@@ -21,8 +21,9 @@ use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling, Service
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Objective, Policy, Role};
 use mixfleet_scheduler::kv::CachePolicy;
+use mixfleet_sim::fleet_file::Routing;
 use mixfleet_sim::fleet_file::{Class, Members, Promise, TbtMetric};
-use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Routing, Setup, run};
+use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_simulated::TimeOnlyDevice;
 use mixfleet_wire::{HostRegion, InProcessTransport};

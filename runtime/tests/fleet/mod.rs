@@ -16,13 +16,13 @@ use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
     EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
-    LowerTiers, MakeRegion,
+    LowerTiers,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics, TierLabels};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::pool::disk::SimDisk;
-use mixfleet_runtime::pool::{SSD_TIMEOUT, SsdConfig};
+use mixfleet_runtime::pool::{MakeRegion, SSD_TIMEOUT, SsdConfig};
 use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{Policy, Role};

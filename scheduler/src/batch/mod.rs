@@ -32,13 +32,12 @@ pub use order::Place;
 pub use refusal::Refusal;
 pub use text::{Text, TokenIds};
 
+pub use crate::ids::RequestId;
+
 use crate::kv::{BlockHash, CachePolicy};
 use crate::table::IdMap;
 use order::Places;
 use serde::{Deserialize, Serialize};
-
-/// Identifies a request; smaller is older.
-pub type RequestId = u64;
 
 /// Bounds of one instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

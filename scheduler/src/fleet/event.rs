@@ -3,23 +3,12 @@
 use super::explain::Explanation;
 use super::learn::MeasuredSteps;
 use super::others::OthersWork;
-use crate::batch::RequestId;
 use crate::cost::{CostModel, LinkCost};
+use crate::ids::{InstanceId, RequestId};
 use crate::kv::{BlockHash, Tier};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-
-/// Identifies an instance; the smaller id wins a tie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct InstanceId(pub u32);
-
-impl std::fmt::Display for InstanceId {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.0)
-    }
-}
 
 /// What an instance may do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -18,11 +18,9 @@ mod place;
 mod replicate;
 mod roles;
 
-pub use crate::batch::RequestId;
+pub use crate::ids::{InstanceId, RequestId};
 pub use admit::Admission;
-pub use event::{
-    Action, Arrival, Event, Instance, InstanceId, Link, Objective, PromptChain, Pull, RejectReason, Role,
-};
+pub use event::{Action, Arrival, Event, Instance, Link, Objective, PromptChain, Pull, RejectReason, Role};
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 pub use learn::{Corrections, MeasuredSteps};
 pub use others::OthersWork;

@@ -8,7 +8,7 @@
 use super::BlockHash;
 use super::blocks::Blocks;
 use super::sets::{EMPTY, Edit, Member, Sets};
-use crate::fleet::InstanceId;
+use crate::ids::InstanceId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 

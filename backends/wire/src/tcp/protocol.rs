@@ -4,8 +4,8 @@
 //! [`Range`]s of the owner's region and, for a write, their bytes. The owner handles them in order and
 //! answers each with a [`Done`], followed by the bytes for a read.
 
-use crate::fuzzed::head;
 use crate::key::{KEY_BYTES, RegionKey};
+use crate::padded::padded;
 
 /// Magic number; its last byte is the version, which changes with every change of this file.
 const MAGIC: [u8; 8] = *b"mfwire\0\x01";
@@ -147,18 +147,18 @@ impl Done {
 /// # Panics
 /// If a message differs after a round trip, or announces more than its reader accepts.
 pub(crate) fn check_words(bytes: &[u8]) {
-    if let Some(hello) = TcpHello::decode(&head(bytes)) {
+    if let Some(hello) = TcpHello::decode(&padded(bytes)) {
         assert!(TcpHello::decode(&hello.encode()) == Some(hello));
     }
-    if let Some(frame) = Head::decode(&head(bytes)) {
+    if let Some(frame) = Head::decode(&padded(bytes)) {
         assert!(usize::from(frame.ranges) <= RANGES_MAX && Head::decode(&frame.encode()) == Some(frame));
     }
-    if let Some(done) = Done::decode(&head(bytes)) {
+    if let Some(done) = Done::decode(&padded(bytes)) {
         assert_eq!(Done::decode(&done.encode()), Some(done));
     }
-    let welcome = Welcome::decode(&head(bytes));
+    let welcome = Welcome::decode(&padded(bytes));
     assert_eq!(Welcome::decode(&welcome.encode()), welcome);
-    assert_eq!(Range::decode(&head(bytes)).encode(), head(bytes));
+    assert_eq!(Range::decode(&padded(bytes)).encode(), padded(bytes));
 }
 
 fn two(first: u64, second: u64) -> [u8; 16] {

@@ -12,13 +12,14 @@ mod pipeline;
 mod raw;
 mod rebalance;
 mod resolve;
+mod routing;
 mod slowdown;
 
 pub use class::{Class, Members, Promise};
 pub use error::FleetFileError;
+pub use routing::Routing;
 pub use slowdown::PoolSlowdown;
 
-use crate::simulate::Routing;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Bytes;
 use mixfleet_scheduler::cost::{CostModel, ModelShape};

@@ -1,5 +1,6 @@
 //! From the file as written to the fleet as meant.
 
+use super::Routing;
 use super::cost::{Hardware, Source};
 use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
@@ -7,7 +8,6 @@ use super::{
     Engine, FleetFile, FleetFileError, Kv, Link, Model, Pool, ReadProfile, Slo, Tier, VERSION, class, model,
     pipeline, raw, rebalance, slowdown,
 };
-use crate::simulate::Routing;
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
 use mixfleet_scheduler::batch::BatchLimits;

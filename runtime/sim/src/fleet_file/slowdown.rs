@@ -2,8 +2,7 @@
 
 use super::error::suggestion;
 use super::resolve::positive;
-use super::{FleetFile, FleetFileError, Pool, raw};
-use crate::simulate::Slowdown;
+use super::{FleetFileError, Pool, raw};
 
 /// Instances of a pool that become slower on the way.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,16 +17,6 @@ pub struct PoolSlowdown {
     pub times: f64,
     /// Whether the fleet is told.
     pub told: bool,
-}
-
-impl PoolSlowdown {
-    /// The same, of each instance by its position in the whole fleet.
-    pub(crate) fn of_each(&self, file: &FleetFile) -> impl Iterator<Item = Slowdown> + use<> {
-        let PoolSlowdown { pool, instance, from_s, times, told } = *self;
-        let first: u32 = file.pools[..pool].iter().map(|pool| pool.count).sum();
-        let those = instance.map_or(0..file.pools[pool].count, |one| one..one + 1);
-        those.map(move |one| Slowdown { instance: first + one, from_s, times, told })
-    }
 }
 
 pub(super) fn resolve(raw: &raw::Slowdown, pools: &[Pool]) -> Result<PoolSlowdown, FleetFileError> {

@@ -24,12 +24,11 @@ pub use copies::Replicated;
 pub use observe::{Answer, Observer, Sample};
 pub use quantiles::Quantiles;
 pub use results::{ClassResult, Distribution, HitBySource, PoolResult, Results};
-pub use routers::Routing;
 pub use setup::Choices;
 pub use slowdown::Slowdown;
 pub use tiers::TierSetup;
 
-use crate::fleet_file::{Class, TbtMetric};
+use crate::fleet_file::{Class, Routing, TbtMetric};
 use crate::trace::{Request, Session, TraceError};
 use agenda::{Agenda, At, Next};
 use classes::Classes;

@@ -3,6 +3,7 @@
 //! As between `mixfleet router`s: instances tell at once who else's prompts and answers come, get on and go, and every
 //! [`BEAT_S`] how far answers have got. Requests are dealt to the routers in turn, by their numbers.
 
+use crate::fleet_file::Routing;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Fleet, FleetConfig, Instance, InstanceId, OthersWork, Role,
@@ -12,27 +13,6 @@ use std::collections::{BTreeSet, VecDeque};
 
 /// How often instances tell how far answers have got, as in `serve`.
 const BEAT_S: f64 = 0.1;
-
-/// The routers before a fleet.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Routing {
-    /// How many; at least one.
-    pub count: u32,
-    /// From a router's word to an instance until the other routers know of it, in seconds.
-    pub delay_s: f64,
-}
-
-impl Routing {
-    /// More would each have next to nothing to decide.
-    pub const COUNT_MAX: u32 = 64;
-}
-
-impl Default for Routing {
-    /// One router; word of another would take two ways through a data centre's network.
-    fn default() -> Self {
-        Routing { count: 1, delay_s: 1e-3 }
-    }
-}
 
 /// What others must know of a request that has its place.
 struct Entry {

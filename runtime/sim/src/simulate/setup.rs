@@ -1,6 +1,6 @@
 //! From a fleet file to a fleet that can be simulated.
 
-use super::{InstanceSetup, Objectives, Setup, TierSetup};
+use super::{InstanceSetup, Objectives, Setup, Slowdown, TierSetup};
 use crate::fleet_file::{FleetFile, Pool, Tier as Store};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::BatchLimits;
@@ -98,7 +98,7 @@ impl Setup {
             slo: Objectives { ttft_s: file.slo.ttft_s, tbt_s: file.slo.tbt_s, metric: file.slo.tbt_metric },
             classes: file.classes.clone(),
             routers: file.routers,
-            slowdowns: file.slowdowns.iter().flat_map(|slowdown| slowdown.of_each(file)).collect(),
+            slowdowns: file.slowdowns.iter().flat_map(|slowdown| Slowdown::of_each(slowdown, file)).collect(),
         }
     }
 }

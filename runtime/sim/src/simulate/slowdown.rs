@@ -2,6 +2,7 @@
 
 use super::engine::Message;
 use super::{Next, World};
+use crate::fleet_file::{FleetFile, PoolSlowdown};
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{Event, InstanceId};
 use std::sync::Arc;
@@ -17,6 +18,19 @@ pub struct Slowdown {
     pub times: f64,
     /// The fleet is told at once; else it has to find out by what steps take.
     pub told: bool,
+}
+
+impl Slowdown {
+    /// The slowdown of each instance that `slowdown` of a fleet file means.
+    pub(super) fn of_each(
+        slowdown: &PoolSlowdown,
+        file: &FleetFile,
+    ) -> impl Iterator<Item = Slowdown> + use<> {
+        let PoolSlowdown { pool, instance, from_s, times, told } = *slowdown;
+        let first: u32 = file.pools[..pool].iter().map(|pool| pool.count).sum();
+        let those = instance.map_or(0..file.pools[pool].count, |one| one..one + 1);
+        those.map(move |one| Slowdown { instance: first + one, from_s, times, told })
+    }
 }
 
 impl World<'_> {

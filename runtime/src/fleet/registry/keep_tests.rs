@@ -1,9 +1,10 @@
 //! Memberships in a world where everything goes wrong.
 
-use super::super::session::{Model, RouterId};
+use super::super::session::Model;
 use super::sim::{Link, SimClient, SimFaults, SimRegistry};
 use super::{InstanceRecord, Member, Membership, Registry, RegistryError, Seat};
 use crate::env::{SeededEnv, SharedEnv};
+use crate::request::RouterId;
 use futures_util::FutureExt;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use std::sync::{Arc, Mutex};

@@ -27,7 +27,8 @@ pub use etcd::RegistryConfig;
 pub use keep::Membership;
 pub use records::Registry;
 
-use super::session::{Model, PROTOCOL, Refusal, RouterId, check};
+use super::session::{Model, PROTOCOL, Refusal, check};
+use crate::request::RouterId;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

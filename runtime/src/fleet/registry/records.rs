@@ -1,10 +1,11 @@
 //! What a fleet writes into its store, and reads there.
 
-use super::super::session::{Model, PROTOCOL, RouterId};
+use super::super::session::{Model, PROTOCOL};
 use super::keep::Membership;
 use super::store::{Answer, Condition, Lease, Store};
 use super::{Charter, Member, Members, RegistryError};
 use crate::env::SharedEnv;
+use crate::request::RouterId;
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::BTreeMap;
 use std::sync::Arc;

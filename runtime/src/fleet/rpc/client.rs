@@ -1,6 +1,6 @@
 //! Calls to a worker process.
 
-use super::super::session::{Command, Hello, RouterId, Session, Word};
+use super::super::session::{Command, Hello, Session, Word};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, encode, with_causes};
 use super::guests::Wire;
@@ -8,6 +8,7 @@ use super::{
     CallError, GREETING, MESSAGE_BYTES_MAX, PEER, PROBE, PROOF, ROUTER, RpcConfig, Trust, WINDOW_BYTES,
 };
 use crate::env::SharedEnv;
+use crate::request::RouterId;
 use axum::http::Uri;
 use axum::http::uri::PathAndQuery;
 use bytes::Bytes;

@@ -1,7 +1,7 @@
 //! The service of a worker process.
 
 use super::super::hub::Hub;
-use super::super::session::{Command, Hello, Refusal, RouterId, Session};
+use super::super::session::{Command, Hello, Refusal, Session};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, decode, encode, with_causes};
 use super::guests::{Standing, accept};
@@ -10,6 +10,7 @@ use super::{
     COMMAND_BYTES_MAX, CallError, GREETING, Kind, PEER, PROBE, PROOF, ROUTER, RpcConfig, Trust, WINDOW_BYTES,
 };
 use crate::env::SharedEnv;
+use crate::request::RouterId;
 use axum::http;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;

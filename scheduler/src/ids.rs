@@ -1,0 +1,17 @@
+//! What names an instance and a request, in either machine and in what they know of KV.
+
+use serde::{Deserialize, Serialize};
+
+/// Identifies a request; smaller is older.
+pub type RequestId = u64;
+
+/// Identifies an instance; the smaller id wins a tie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct InstanceId(pub u32);
+
+impl std::fmt::Display for InstanceId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
