@@ -24,6 +24,9 @@ use tokio::sync::{mpsc, oneshot};
 /// Sessions that begin or end and are not looked at yet: more that would begin are refused.
 const EVENTS_MAX: usize = 1024;
 
+/// Commands of routers that the ledger has not seen yet: sessions wait while there are more.
+const GIVEN_MAX: usize = 1024;
+
 /// A process with devices, to be.
 pub struct WorkerProcess {
     /// The world.
@@ -64,11 +67,6 @@ enum Event {
         seats: PeerSeats,
     },
     Inspect(mpsc::Sender<Held>),
-    /// A router has given an instance of this process something to do.
-    Given {
-        instance: InstanceId,
-        given: Given,
-    },
     /// It is time to say how far answers have got.
     Beat,
     RouterGone {
@@ -108,6 +106,7 @@ impl WorkerProcess {
         crate::engine::join(&ids, &surroundings);
         drop(surroundings);
         let (events, told) = mpsc::channel(EVENTS_MAX);
+        let (given, commands) = mpsc::channel(GIVEN_MAX);
         let running = Running {
             env: env.clone(),
             directory,
@@ -120,8 +119,9 @@ impl WorkerProcess {
             open: BTreeMap::new(),
             metrics: metrics.clone(),
             events: events.downgrade(),
+            given,
         };
-        env.spawn(Box::pin(running.serve(incoming, told)));
+        env.spawn(Box::pin(running.serve(incoming, told, commands)));
         let (router_seats, peer_seats) = (Seats::default(), Seats::default());
         Ok(Hub { model, caller: Caller::new(&*env), instances: ids, events, router_seats, peer_seats })
     }
@@ -248,18 +248,29 @@ struct Running {
     open: BTreeMap<u64, oneshot::Sender<()>>,
     metrics: Metrics,
     events: mpsc::WeakSender<Event>,
+    /// Takes what routers give to the instances, for the ledger.
+    given: mpsc::Sender<(InstanceId, Given)>,
 }
 
 impl Running {
-    async fn serve(mut self, mut reports: MessageReceiver<Report>, mut told: mpsc::Receiver<Event>) {
+    async fn serve(
+        mut self,
+        mut reports: MessageReceiver<Report>,
+        mut told: mpsc::Receiver<Event>,
+        mut commands: mpsc::Receiver<(InstanceId, Given)>,
+    ) {
         loop {
             tokio::select! {
                 biased;
-                // what was given before what became of it
                 event = told.recv() => match event {
                     Some(event) => self.event(event),
                     None => return,
                 },
+                // A command is known before the instance can report on it.
+                Some((instance, given)) = commands.recv() => {
+                    let news = self.ledger.commanded(instance, &given, self.env.unix_time());
+                    self.spread(news);
+                }
                 report = reports.recv() => match report {
                     Some((instance, message)) => self.report(instance, message),
                     None => return,
@@ -342,7 +353,7 @@ impl Running {
             self.env.spawn(Box::pin(async move {
                 env.sleep(BEAT).await;
                 if let Some(events) = events.upgrade() {
-                    let _ = events.send(Event::Beat);
+                    let _ = events.send(Event::Beat).await;
                 }
             }));
         }
@@ -356,10 +367,6 @@ impl Running {
                 for &instance in self.known.keys() {
                     self.directory.tell(instance, ToWorker::Inspect(answer.clone()));
                 }
-            }
-            Event::Given { instance, given } => {
-                let news = self.ledger.commanded(instance, &given, self.env.unix_time());
-                self.spread(news);
             }
             Event::Beat => {
                 self.beating = false;
@@ -448,13 +455,8 @@ impl Running {
         let (directory, events) = (self.directory.clone(), self.events.clone());
         let own: BTreeSet<InstanceId> = self.known.keys().copied().collect();
         let refused = self.metrics.commands_refused.clone();
-        let given = self.events.clone();
-        let note = move |instance, command: &ToWorker| {
-            if let (Some(given), Some(events)) = (Given::of(instance, command), given.upgrade()) {
-                let _ = events.send(Event::Given { instance, given });
-            }
-        };
-        let listening = Listening { own, directory, clock_behind, refused, note: Box::new(note) };
+        let given = self.given.clone();
+        let listening = Listening { own, directory, clock_behind, refused, given };
         let (open, parted) = oneshot::channel();
         self.open.insert(number, open);
         self.env.spawn(Box::pin(async move {

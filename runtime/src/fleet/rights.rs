@@ -1,5 +1,6 @@
 //! Who may say what to an instance: a router speaks of its own requests, a peer of its own transfers.
 
+use super::ledger::Given;
 use super::session::Command;
 use crate::engine::directory::Directory;
 use crate::engine::messages::ToWorker;
@@ -9,6 +10,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::InstanceId;
 use prometheus_client::metrics::counter::Counter;
 use std::collections::BTreeSet;
+use tokio::sync::mpsc;
 
 /// Commands of a session that are refused before it ends: a peer that is a moment behind says one or two for an
 /// instance that is gone, and no more.
@@ -21,8 +23,8 @@ pub(super) struct Listening {
     /// How far the caller's clock is behind this process's.
     pub(super) clock_behind: Seconds,
     pub(super) refused: Counter,
-    /// Told of every command before the instance is.
-    pub(super) note: Box<dyn Fn(InstanceId, &ToWorker) + Send>,
+    /// Told of work before the instance is.
+    pub(super) given: mpsc::Sender<(InstanceId, Given)>,
 }
 
 impl Listening {
@@ -37,7 +39,9 @@ impl Listening {
             message.due_later(self.clock_behind);
             if self.own.contains(&instance) && allowed(&message) {
                 self.directory.room(instance).await;
-                (self.note)(instance, &message);
+                if let Some(given) = Given::of(instance, &message) {
+                    let _ = self.given.send((instance, given)).await;
+                }
                 self.directory.tell(instance, message);
                 continue;
             }
@@ -159,7 +163,7 @@ mod tests {
         let refused = Counter::default();
         let (own, clock_behind) = ([own].into(), Seconds::ZERO);
         let listening =
-            Listening { own, directory, clock_behind, refused: refused.clone(), note: Box::new(|_, _| {}) };
+            Listening { own, directory, clock_behind, refused: refused.clone(), given: mpsc::channel(100).0 };
         listening.carry(incoming, allowed).now_or_never().expect("nothing is waited for");
         (std::iter::from_fn(|| told.try_recv().ok()).collect(), refused.get())
     }

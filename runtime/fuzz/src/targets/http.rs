@@ -104,14 +104,14 @@ async fn answer(mut submissions: mpsc::Receiver<Submission>) {
     while let Some(Submission { request, updates, admitted }) = submissions.recv().await {
         check(&request);
         let _ = admitted.send(Ok(()));
-        let _ = updates.send(Update::Started { cached_tokens: 3 });
+        let _ = updates.send(Update::Started { cached_tokens: 3 }).await;
         let ids = request.prompt_ids.iter().rev().chain(&[1]).take(request.max_tokens.min(6) as usize);
         for &id in ids {
             let top = |count| (0..count).map(|other| (other, -0.5)).collect();
             let logprobs = request.logprobs.map(|count| Logprobs { chosen: -0.5, top: top(count) });
-            let _ = updates.send(Update::Token { id, logprobs });
+            let _ = updates.send(Update::Token { id, logprobs }).await;
         }
-        let _ = updates.send(Update::Finished { reason: FinishReason::Length });
+        let _ = updates.send(Update::Finished { reason: FinishReason::Length }).await;
     }
 }
 

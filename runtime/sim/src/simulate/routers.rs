@@ -132,8 +132,8 @@ impl Routers {
     fn arrived(&mut self, now_s: f64, arrival: Arrival, actions: &mut Vec<Action>) {
         let Arrival { request, prompt_tokens, max_tokens, class, .. } = arrival;
         self.step(self.owner(request), now_s, Event::Arrived(arrival), actions);
-        for at in 0..actions.len() {
-            if let Action::SetRole { instance, role } = actions[at] {
+        for action in &*actions {
+            if let Action::SetRole { instance, role } = *action {
                 self.role_set(now_s, self.owner(request), instance, role);
             }
         }
