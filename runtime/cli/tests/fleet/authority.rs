@@ -1,9 +1,9 @@
 //! Certificates for the members of a fleet.
 
 #[path = "../../../../backends/wire/tests/authority/mod.rs"]
-mod authority;
+mod issuer;
 
-use authority::Authority;
+use issuer::Authority;
 use std::path::Path;
 
 /// Writes a new authority's certificate and a member's to `directory`, under names with `whose`; the flags
