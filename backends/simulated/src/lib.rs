@@ -1,7 +1,7 @@
 //! Devices that obey a profile or a plan of faults instead of being hardware.
 //!
 //! A [`TimeOnlyDevice`] takes the time that a [`mixfleet_hal::profile::DeviceProfile`] predicts and
-//! computes no arithmetic. Its answers are hashes ([`digest`]): each activation row carries one, which
+//! computes no arithmetic. Its answers are hashes (`digest.rs`): each activation row carries one, which
 //! follows from the row's inputs, the weights' first bytes, the position, and every byte of every KV
 //! slot that attention reads. So the answers are the same however a prompt is cut into chunks, pages,
 //! batches and devices, and another when KV is stale, missing or foreign. Whether logits mean anything
