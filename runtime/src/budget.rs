@@ -1,44 +1,49 @@
-//! What a process has, and how it is shared out: the one place that knows.
+//! Limits of the resources that a process shares among its clients: memory of request bodies, threads and
+//! connections.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes of request bodies in work, over all requests: some eight of the largest.
+/// Bytes of request bodies in work over all requests: about eight bodies of the largest size.
 pub const BODY_BYTES_MAX: usize = 64 << 20;
-/// Threads that parse, render and tokenise, at least.
+/// Minimum number of threads that parse, render and tokenise.
 pub const WORK_THREADS_MIN: usize = 2;
-/// Requests that wait for one of those threads: as many as may be in work, for many of some kilobytes may come at once.
+/// Requests that may wait for one of those threads. It equals the number of requests that may be in work,
+/// since many small ones may arrive at once.
 pub const WORK_WAITING_MAX: usize = 512;
 
-/// Descriptors that are never given to clients: regions of KV, files of the disk tier, links, etcd, the log.
+/// Descriptors that are never given to clients: KV regions, files of the disk tier, links, etcd, the log.
 const DESCRIPTORS_KEPT: u64 = 256;
-/// Connections of clients beyond which more descriptors are no reason to hold more: each has buffers too.
+/// Connections of clients beyond which more descriptors do not raise the limit, since each connection also
+/// has buffers.
 const CONNECTIONS_MAX: u64 = 4096;
-/// Connections beside the others, for those who watch.
+/// Additional connections that are reserved for monitoring.
 const ASIDE_MAX: u64 = 32;
 
-/// Threads that parse, render and tokenise on this machine: half its cores, the others serve.
+/// Number of threads that parse, render and tokenise on this machine: half its cores, so that the other half
+/// serves.
 pub fn work_threads() -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     (cores / 2).max(WORK_THREADS_MIN)
 }
 
-/// Who uses what all share.
+/// A user of a shared budget.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Party {
-    /// Whoever has this tenant's key.
+    /// The tenant that owns an API key.
     Tenant(String),
-    /// Where keys tell nobody apart: whoever asks from this address.
+    /// A client's address, where API keys do not tell clients apart.
     Address(IpAddr),
 }
 
-/// What one party may have of so much at a time: half, so that another one always finds something.
+/// The share of `of` that one party may hold at a time: half, so that another party always finds some left.
 pub fn share(of: usize) -> usize {
     of.div_ceil(2)
 }
 
-/// Bytes that may be held at a time, by all holders together; half of them by one party. Clones are one budget.
+/// A limit on the bytes held at a time by all holders together, half of it for one party. Clones share one
+/// budget.
 #[derive(Clone, Debug)]
 pub struct ByteBudget {
     bytes_max: usize,
@@ -48,26 +53,26 @@ pub struct ByteBudget {
 #[derive(Debug, Default)]
 struct Held {
     bytes: usize,
-    /// Those who hold nothing are not here.
+    /// Bytes held by each party; parties that hold nothing have no entry.
     of: HashMap<Party, usize>,
 }
 
-/// Why no more bytes are given.
+/// Why a budget gives no more bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spent {
-    /// All are held.
+    /// All bytes of the budget are held.
     Budget,
-    /// The party has its share.
+    /// The party already holds its share.
     Share,
 }
 
 impl ByteBudget {
-    /// A budget of so many bytes.
+    /// A budget of `bytes_max` bytes.
     pub fn new(bytes_max: usize) -> Self {
         ByteBudget { bytes_max, held: Arc::default() }
     }
 
-    /// A holder of nothing yet, on a party's account.
+    /// A holder for `party` that holds nothing yet.
     pub fn holder(&self, party: Party) -> HeldBytes {
         HeldBytes { budget: self.clone(), party, bytes: 0 }
     }
@@ -82,7 +87,7 @@ impl ByteBudget {
     }
 }
 
-/// A part of a budget; it goes back when this is dropped.
+/// Bytes held from a budget; they are returned on drop.
 #[derive(Debug)]
 pub struct HeldBytes {
     budget: ByteBudget,
@@ -91,10 +96,10 @@ pub struct HeldBytes {
 }
 
 impl HeldBytes {
-    /// Holds so many bytes more.
+    /// Holds `bytes` more bytes.
     ///
     /// # Errors
-    /// When there are not so many left, for all or for this party; then nothing has changed.
+    /// When that many are not left, in all or for this party; nothing has changed then.
     pub fn grow(&mut self, bytes: usize) -> Result<(), Spent> {
         let bytes_max = self.budget.bytes_max;
         let mut held = self.budget.lock();
@@ -111,7 +116,7 @@ impl HeldBytes {
         Ok(())
     }
 
-    /// What is held.
+    /// Bytes held.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -130,20 +135,21 @@ impl Drop for HeldBytes {
     }
 }
 
-/// How many connections clients may hold.
+/// Limits on clients' connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Connections {
-    /// Those that may ask for anything.
+    /// Connections that may send any request.
     pub max: usize,
-    /// Of these, from one address.
+    /// Connections of these from one address.
     pub per_address_max: usize,
-    /// Beside these: they are answered `/live`, `/health` and `/metrics`, and 503 for anything else. As many again may be
-    /// on their way out.
+    /// Connections beyond `max`, which are answered only on `/live`, `/health` and `/metrics`, and with 503
+    /// elsewhere. As many again may be closing.
     pub aside_max: usize,
 }
 
 impl Connections {
-    /// What a process that may open so many descriptors can give to clients: three quarters of a thousand, for example, of 1,024.
+    /// The limits of a process that may open `descriptors` descriptors; of 1,024, for example, clients get
+    /// three quarters of a thousand.
     pub fn within(descriptors: u64) -> Self {
         let clients = descriptors.saturating_sub(DESCRIPTORS_KEPT.min(descriptors / 2));
         let aside = ASIDE_MAX.min(clients / 8).max(1);
@@ -151,12 +157,12 @@ impl Connections {
         Connections { max, per_address_max: share(max), aside_max: aside as usize }
     }
 
-    /// A few, of those that are kept back: for an address that only those who watch are told.
+    /// A few connections out of the descriptors kept back, for an address used only for monitoring.
     pub fn to_watch() -> Self {
         Connections { max: 32, per_address_max: 32, aside_max: 16 }
     }
 
-    /// Connections that are open at a time, with those on their way out.
+    /// Connections that may be open at a time, including those that are closing.
     pub(crate) fn open_max(self) -> usize {
         self.max.saturating_add(2 * self.aside_max)
     }

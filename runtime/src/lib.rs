@@ -1,11 +1,11 @@
 //! Carries decisions to devices and answers to clients.
 //!
-//! A request's way: [`api`] parses and tokenises it, the [`engine`] asks the scheduler where it goes,
-//! runs prefill and decode on the devices and streams tokens back. [`model`] turns a checkpoint into
-//! commands. Time, spawning, network and randomness come from [`mod@env`] alone.
+//! [`api`] parses and tokenises a request, and the [`engine`] asks the scheduler where to place it, runs
+//! prefill and decode on the devices and streams tokens back. [`model`] turns a checkpoint into commands.
+//! Time, spawning, network and randomness come from [`mod@env`] alone.
 //!
-//! What is absent: any choice of placement or batch (the scheduler's), any backend's name (devices and
-//! transports come in as hal traits), any clock or thread that `env` did not hand out.
+//! Absent: choices of placement or batch (those are the scheduler's), backend names (devices and transports
+//! come in as hal traits), clocks or threads that `env` did not provide.
 
 #![forbid(unsafe_code)]
 

@@ -1,9 +1,10 @@
-//! Queues between tasks whose senders may not wait: a worker's inbox, its reports, what a session carries.
+//! Queues between tasks whose senders may not wait: a worker's inbox, its reports, a session's messages.
 //!
-//! [`MessageSender::send`] never waits and loses nothing, so that two who send to each other cannot block
-//! each other. What bounds a queue is that whoever takes messages from outside, or makes many, first waits
-//! for [`room`](MessageSender::room); what comes without that is bounded by the requests in the fleet, and
-//! may be as much again. More than twice the bound is a bug, which debug builds assert.
+//! [`MessageSender::send`] never waits and loses nothing, so that two tasks that send to each other cannot
+//! block each other. A queue is bounded because every task that takes messages from outside, or that makes
+//! many, first waits for [`room`](MessageSender::room). Messages sent without waiting are bounded by the
+//! requests in the fleet, and may be as many again. More than twice the bound is a bug, which debug builds
+//! assert.
 
 use std::fmt::{Debug, Formatter};
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use tokio::sync::{Notify, mpsc};
 pub const INBOX_MAX: usize = 1 << 16;
 /// Reports that may wait for the coordinator or the hub, from all of its instances.
 pub const REPORTS_MAX: usize = 1 << 18;
-/// Messages of a session that may wait for what carries them, in each direction.
+/// Messages of a session that may wait for the connection, in each direction.
 pub const SESSION_MAX: usize = 1 << 16;
 
 struct Gauge {
@@ -25,7 +26,7 @@ struct Gauge {
     room: Notify,
 }
 
-/// The end of a queue that gives. Clones are the same.
+/// The sending end of a queue. Clones send to the same queue.
 pub struct MessageSender<T> {
     queue: mpsc::UnboundedSender<T>,
     gauge: Arc<Gauge>,
@@ -37,11 +38,11 @@ pub struct MessageReceiver<T> {
     gauge: Arc<Gauge>,
 }
 
-/// The other end of a queue is gone.
+/// The receiving end of a queue no longer exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReceiverGone;
 
-/// Both ends of a queue in which about `messages_max` messages may wait.
+/// Creates both ends of a queue in which about `messages_max` messages may wait.
 pub fn mailbox<T>(name: &'static str, messages_max: usize) -> (MessageSender<T>, MessageReceiver<T>) {
     let (sender, receiver) = mpsc::unbounded_channel();
     let gauge = Arc::new(Gauge { name, messages_max, waiting: AtomicUsize::new(0), room: Notify::new() });
@@ -49,13 +50,13 @@ pub fn mailbox<T>(name: &'static str, messages_max: usize) -> (MessageSender<T>,
 }
 
 impl<T> MessageSender<T> {
-    /// Gives a message.
+    /// Appends a message to the queue.
     ///
     /// # Errors
-    /// [`ReceiverGone`]: nobody takes it.
+    /// [`ReceiverGone`] if the receiving end no longer exists.
     pub fn send(&self, message: T) -> Result<(), ReceiverGone> {
         let Gauge { name, messages_max, waiting, .. } = &*self.gauge;
-        // Counted first: who takes it counts it off.
+        // Counted before it is sent, since the receiver subtracts it.
         let before = waiting.fetch_add(1, Ordering::Relaxed);
         if self.queue.send(message).is_err() {
             waiting.fetch_sub(1, Ordering::Relaxed);
@@ -68,13 +69,13 @@ impl<T> MessageSender<T> {
         Ok(())
     }
 
-    /// Completes when there is room for more, or nobody takes any.
+    /// Completes when there is room for more messages, or the receiver is gone.
     pub async fn room(&self) {
         while self.gauge.waiting.load(Ordering::Relaxed) >= self.gauge.messages_max {
             let roomier = self.gauge.room.notified();
             let mut roomier = std::pin::pin!(roomier);
             roomier.as_mut().enable();
-            // Somebody may have made room before this was listened for.
+            // Room may have been made before the listener was registered.
             if self.gauge.waiting.load(Ordering::Relaxed) < self.gauge.messages_max {
                 return;
             }
@@ -86,36 +87,36 @@ impl<T> MessageSender<T> {
         }
     }
 
-    /// Completes when nobody takes messages any more.
+    /// Completes when the receiver is gone.
     pub async fn closed(&self) {
         self.queue.closed().await;
     }
 
-    /// Whether nobody takes messages any more.
+    /// Whether the receiver is gone.
     pub fn is_closed(&self) -> bool {
         self.queue.is_closed()
     }
 }
 
 impl<T> MessageReceiver<T> {
-    /// The next message; none when all senders are gone.
+    /// The next message, or none when all senders are gone.
     pub async fn recv(&mut self) -> Option<T> {
         let message = self.queue.recv().await;
         self.taken(message.is_some());
         message
     }
 
-    /// The next message, if one is there.
+    /// The next message, if one is waiting.
     ///
     /// # Errors
-    /// None is there, or all senders are gone too.
+    /// When no message is waiting, or all senders are gone too.
     pub fn try_recv(&mut self) -> Result<T, TryRecvError> {
         let message = self.queue.try_recv();
         self.taken(message.is_ok());
         message
     }
 
-    /// Messages that wait.
+    /// Number of waiting messages.
     pub fn len(&self) -> usize {
         self.queue.len()
     }
@@ -169,7 +170,8 @@ mod tests {
         sender.send(2).unwrap();
         let mut room = std::pin::pin!(sender.room());
         assert_eq!((first, room.as_mut().now_or_never(), receiver.len()), (Some(()), None, 2));
-        // What may not wait is taken in nevertheless, and there is room when fewer than two wait.
+        // A message sent without room is accepted all the same, and there is room again when fewer than two
+        // wait.
         sender.send(3).unwrap();
         assert_eq!((receiver.recv().now_or_never(), room.as_mut().now_or_never()), (Some(Some(1)), None));
         assert_eq!((receiver.try_recv(), room.now_or_never()), (Ok(2), Some(())));

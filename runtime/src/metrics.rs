@@ -1,7 +1,7 @@
-//! Prometheus metrics: `mixfleet_<what>_<unit>`, seconds and bytes, counters ending in `_total`.
+//! Prometheus metrics: `mixfleet_<what>_<unit>`, in seconds and bytes, counters ending in `_total`.
 //!
-//! The API records what a client sees, the engine what happens inside; both hold a [`Metrics`], whose
-//! fields are handles on the same numbers. Reading a clock is the recorder's business.
+//! The API records what a client observes, the engine what happens inside. Both hold a [`Metrics`], whose
+//! fields are handles on the same numbers. Callers read the clock.
 
 use mixfleet_scheduler::batch::Load;
 use mixfleet_scheduler::fleet::Corrections;
@@ -38,11 +38,11 @@ pub struct RefusedLabels {
 pub struct RequestLabels {
     /// `completions` or `chat_completions`.
     pub endpoint: &'static str,
-    /// How it ended.
+    /// How the request ended.
     pub outcome: Outcome,
 }
 
-/// How a request ended that passed validation.
+/// How a request that passed validation ended.
 #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
 pub enum Outcome {
     /// `success`: answered in full.
@@ -80,7 +80,7 @@ pub struct DeviceLabels {
     pub device: String,
 }
 
-/// Labels of metrics of the tiers below a device.
+/// Labels of per-tier metrics of a device.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct TierLabels {
     /// The device's id.
@@ -89,7 +89,7 @@ pub struct TierLabels {
     pub tier: &'static str,
 }
 
-/// Labels of metrics of what is predicted of a device.
+/// Labels of the metrics of predictions for a device.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct PredictionLabels {
     /// The device's id.
@@ -98,7 +98,7 @@ pub struct PredictionLabels {
     pub kind: &'static str,
 }
 
-/// A gauge with fractions.
+/// A gauge with a fractional value.
 pub type FractionGauge = Gauge<f64, AtomicU64>;
 
 /// Handles on all metrics of this process; clones share the numbers.
@@ -107,7 +107,8 @@ pub struct Metrics {
     registry: Arc<Registry>,
     /// `mixfleet_http_responses_total{route,status}`: responses begun, by the API.
     pub http_responses: Family<HttpLabels, Counter>,
-    /// `mixfleet_http_refused_total{code}`: requests refused for who asks, before they came to any route, by the server.
+    /// `mixfleet_http_refused_total{code}`: requests refused by the server for their origin or connection,
+    /// before routing.
     pub http_refused: Family<RefusedLabels, Counter>,
     /// `mixfleet_connections_evicted_total`: connections closed to make room for others, by the server.
     pub connections_evicted: Counter,
@@ -116,7 +117,7 @@ pub struct Metrics {
     /// `mixfleet_time_to_first_token_seconds`: request received to first token out of the engine, per
     /// choice, by the API.
     pub time_to_first_token_s: Histogram,
-    /// `mixfleet_inter_token_latency_seconds` (TBT): between two tokens of a choice, by the API.
+    /// `mixfleet_inter_token_latency_seconds` (TBT): time between two tokens of a choice, by the API.
     pub inter_token_latency_s: Histogram,
     /// `mixfleet_e2e_request_latency_seconds`: request received to answer complete, successes only, by
     /// the API.
@@ -134,86 +135,94 @@ pub struct Metrics {
     pub request_generation_tokens: Histogram,
     /// `mixfleet_request_queue_time_seconds`: engine request accepted to first scheduled, by the engine.
     pub request_queue_time_s: Histogram,
-    /// `mixfleet_instances`: instances that take requests, by the engine.
+    /// `mixfleet_instances`: instances that accept requests, by the engine.
     pub instances: Gauge,
     /// `mixfleet_serves`: 1 while some pair of instances can prefill and decode, else 0, by the engine.
     pub serves: Gauge,
-    /// `mixfleet_instances_silent_total`: instances that were lost because they had work and said nothing of it, by the engine.
+    /// `mixfleet_instances_silent_total`: instances lost because they had work and reported no progress, by
+    /// the engine.
     pub instances_silent: Counter,
-    /// `mixfleet_worker_panics_total`: instances that were lost to a mistake in this program, by the engine.
+    /// `mixfleet_worker_panics_total`: instances lost to a panic of their worker, by the engine.
     pub worker_panics: Counter,
     /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
     pub requests_running: Family<DeviceLabels, Gauge>,
-    /// `mixfleet_requests_waiting{device}`: sequences accepted and not running, by the engine.
+    /// `mixfleet_requests_waiting{device}`: sequences accepted but not running, by the engine.
     pub requests_waiting: Family<DeviceLabels, Gauge>,
     /// `mixfleet_kv_cache_usage_ratios{device}`: KV pages referenced / all pages, by the engine.
     pub kv_cache_usage: Family<DeviceLabels, FractionGauge>,
     /// `mixfleet_preemptions_total{device}`: sequences that lost their KV pages, by the engine.
     pub preemptions: Family<DeviceLabels, Counter>,
-    /// `mixfleet_device_tokens_total{device}`: tokens that went through the model there, of prompts and answers, by
-    /// the engine.
+    /// `mixfleet_device_tokens_total{device}`: tokens of prompts and answers that the model computed on the
+    /// device, by the engine.
     pub device_tokens: Family<DeviceLabels, Counter>,
-    /// `mixfleet_device_steps_total{device}`: forward passes there, by the engine.
+    /// `mixfleet_device_steps_total{device}`: forward passes on the device, by the engine.
     pub device_steps: Family<DeviceLabels, Counter>,
-    /// `mixfleet_prediction_correction_ratios{device,kind}`: what predictions are multiplied by, as learnt from what was measured, by
-    /// the engine; 1 where they are right within 5 %.
+    /// `mixfleet_prediction_correction_ratios{device,kind}`: factor applied to predictions, learned from
+    /// measured times, by the engine; 1 while predictions are within 5 %.
     pub prediction_correction: Family<PredictionLabels, FractionGauge>,
-    /// `mixfleet_prediction_error_ratios{device,kind}`: moving mean of |predicted - measured| / measured with that correction, by the engine.
+    /// `mixfleet_prediction_error_ratios{device,kind}`: moving mean of |predicted - measured| / measured
+    /// after that correction, by the engine.
     pub prediction_error: Family<PredictionLabels, FractionGauge>,
-    /// `mixfleet_device_energy_joules{device}`: energy counter, where the device has one; its growth over that of
-    /// `device_tokens` is the energy of a token. By the engine, once a second at most.
+    /// `mixfleet_device_energy_joules{device}`: energy counter, where the device has one, read by the engine
+    /// at most once a second. Its growth divided by that of `device_tokens` is the energy per token.
     pub device_energy_j: Family<DeviceLabels, FractionGauge>,
-    /// `mixfleet_device_power_watts{device}`: power draw, likewise.
+    /// `mixfleet_device_power_watts{device}`: power draw, where the device reports it, read at most once a
+    /// second.
     pub device_power_w: Family<DeviceLabels, FractionGauge>,
-    /// `mixfleet_device_temperature_celsius{device}`: likewise.
+    /// `mixfleet_device_temperature_celsius{device}`: temperature, where the device reports it, read at most
+    /// once a second.
     pub device_temperature_c: Family<DeviceLabels, FractionGauge>,
     /// `mixfleet_kv_transfer_seconds`: first block sent to last block checked, per request, by the engine.
     pub kv_transfer_s: Histogram,
-    /// `mixfleet_kv_exposed_seconds`: prompt computed and first token drawn on one instance to all of its KV on the other,
-    /// per request that has two, by the engine: the part of the transfer that no computing hid.
+    /// `mixfleet_kv_exposed_seconds`: time from the first token drawn on the prefill instance to all of its
+    /// KV on the decode instance, per split request, by the engine: the part of the transfer that computation
+    /// did not hide.
     pub kv_exposed_s: Histogram,
     /// `mixfleet_kv_transfer_bytes_total`: KV payload that arrived and passed its check, by the engine.
     pub kv_transfer_bytes: Counter,
-    /// `mixfleet_kv_sent_bytes_total`: KV payload that was written to other instances' memory, by the engine.
+    /// `mixfleet_kv_sent_bytes_total`: KV payload written to other instances' memory, by the engine.
     pub kv_sent_bytes: Counter,
-    /// `mixfleet_kv_pulled_tokens_total`: prompt tokens whose KV another instance lent, by the engine.
+    /// `mixfleet_kv_pulled_tokens_total`: prompt tokens whose KV was pulled from another instance, by the
+    /// engine.
     pub kv_pulled_tokens: Counter,
     /// `mixfleet_kv_transfer_retries_total`: blocks sent again after a failed check, by the engine.
     pub kv_transfer_retries: Counter,
-    /// `mixfleet_commands_refused_total`: commands of routers and peers that were not theirs to give, by a worker process.
+    /// `mixfleet_commands_refused_total`: commands that a worker process refused because the router or peer
+    /// had no right to give them.
     pub commands_refused: Counter,
     /// `mixfleet_kv_transfer_recomputes_total`: requests whose KV was recomputed after retries failed, by
     /// the engine.
     pub kv_transfer_recomputes: Counter,
     /// `mixfleet_kv_tier_hits_total{device,tier}`: blocks found below the device and loaded, by the engine.
     pub kv_tier_hits: Family<TierLabels, Counter>,
-    /// `mixfleet_kv_tier_blocks{device,tier}`: blocks held there, by the engine.
+    /// `mixfleet_kv_tier_blocks{device,tier}`: blocks held in the tier, by the engine.
     pub kv_tier_blocks: Family<TierLabels, Gauge>,
-    /// `mixfleet_kv_tier_out{device,tier}`: 1 while a disk does not answer or cannot be opened, so that nothing there is used, by the engine.
+    /// `mixfleet_kv_tier_out{device,tier}`: 1 while a disk does not answer or cannot be opened and its blocks
+    /// are not used, by the engine.
     pub kv_tier_out: Family<TierLabels, Gauge>,
-    /// `mixfleet_kv_tier_outages_total{device,tier}`: how often that began, by the engine.
+    /// `mixfleet_kv_tier_outages_total{device,tier}`: number of such outages, by the engine.
     pub kv_tier_outages: Family<TierLabels, Counter>,
-    /// `mixfleet_kv_tier_bad_total{device}`: blocks that could not be read or did not match their checksum, dropped and
-    /// computed again, by the engine.
+    /// `mixfleet_kv_tier_bad_total{device}`: blocks that could not be read or did not match their checksum,
+    /// and were dropped and recomputed, by the engine.
     pub kv_tier_bad: Family<DeviceLabels, Counter>,
 }
 
-/// 1 ms to 2 min, finer where SLOs lie.
+/// Histogram bounds from 1 ms to 2 min, finer where SLOs lie.
 const LATENCY_S: [f64; 22] = [
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5,
     10.0, 30.0, 60.0, 120.0,
 ];
-/// A token: 0.1 ms (tiny models) to 2.5 s (a CPU under load).
+/// Histogram bounds for one token, from 0.1 ms (tiny models) to 2.5 s (a loaded CPU).
 const TOKEN_S: [f64; 15] =
     [0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5];
-/// Tokens of a prompt or an answer.
+/// Histogram bounds for the tokens of a prompt or an answer.
 const LENGTH_TOKENS: [f64; 18] = [
     1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
     32768.0, 65536.0, 131072.0,
 ];
 
 impl Metrics {
-    /// Registers everything under the prefix `mixfleet`.
+    /// Registers all metrics under the prefix `mixfleet`.
     pub fn new() -> Self {
         let mut registry = Registry::with_prefix("mixfleet");
         let to = &mut registry;
@@ -287,7 +296,7 @@ impl Metrics {
 }
 
 impl Metrics {
-    /// How full a device is.
+    /// Records the load of a device.
     pub(crate) fn load(&self, device: &str, load: &Load) {
         let labels = DeviceLabels { device: device.into() };
         self.requests_running.get_or_create(&labels).set(load.running as i64);
@@ -299,7 +308,7 @@ impl Metrics {
 }
 
 impl Metrics {
-    /// How well a device is predicted.
+    /// Records the corrections and errors of the predictions for a device.
     pub(crate) fn learned(&self, device: &str, corrections: Corrections, errors: Corrections) {
         let kinds = [
             ("prefill", corrections.prefill, errors.prefill),
@@ -315,7 +324,7 @@ impl Metrics {
 }
 
 impl Metrics {
-    /// Nothing runs on a device that is not reached.
+    /// Records that nothing runs on a device, because it cannot be reached.
     pub(crate) fn unload(&self, device: &str) {
         let labels = DeviceLabels { device: device.into() };
         self.requests_running.get_or_create(&labels).set(0);

@@ -1,14 +1,14 @@
-//! What the API asks of the engine, and what comes back.
+//! What the API submits to the engine, and what the engine reports back.
 
 use mixfleet_scheduler::batch::RequestId;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 
-/// Bits of a request's id that are the router's own count.
+/// Bits of a request's id that count the requests of its router.
 const COUNT_BITS: u32 = 48;
 
-/// A router among those of a fleet. Ids of requests begin with it, so that every report finds its way back.
+/// A router's number in its fleet. Request ids begin with it, so that reports are returned to the right router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RouterId(pub u16);
@@ -19,48 +19,48 @@ impl RouterId {
         u64::from(self.0) << COUNT_BITS
     }
 
-    /// Whose request this is.
+    /// The router of a request.
     pub(crate) fn of(request: RequestId) -> Self {
         RouterId((request >> COUNT_BITS) as u16)
     }
 }
 
-/// One sequence to complete. (A client's `n` choices are n of these; they share the prefix cache.)
+/// One sequence to complete. A client's `n` choices are `n` requests, which share the prefix cache.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GenerateRequest {
-    /// Chosen by the API, unique in this process; keys `/debug/placement/{id}` and the log.
+    /// Chosen by the API and unique in this process; the key of `/debug/placement/{id}` and of the log.
     pub id: String,
-    /// The prompt, at least one token.
+    /// The prompt's token ids, at least one.
     pub prompt_ids: Arc<[u32]>,
-    /// Tokens to generate at most; prompt and output together fit the model's context.
+    /// Maximum number of tokens to generate; prompt and output together fit the model's context.
     pub max_tokens: u32,
     /// Tokens that end the answer; empty with `ignore_eos`.
     pub eos_ids: Arc<[u32]>,
     /// How tokens are drawn.
     pub sampling: Sampling,
-    /// With log-probabilities: of the chosen token and this many best others.
+    /// Whether to report log-probabilities, and of how many best tokens besides the chosen one.
     pub logprobs: Option<u32>,
     /// Separates tenants in the prefix cache.
     pub cache_salt: Option<String>,
-    /// How soon the answer is wanted.
+    /// Service tier, which decides the request's objectives or deadline.
     pub tier: ServiceTier,
 }
 
-/// How soon an answer is wanted, by OpenAI's names.
+/// How soon an answer is wanted, under OpenAI's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ServiceTier {
-    /// As the fleet's objectives say: someone reads along.
+    /// The fleet's TTFT and TBT objectives apply: the answer is read as it streams.
     #[default]
     Default,
-    /// Complete by a deadline; until then others go first.
+    /// The answer must be complete by a deadline; until then other requests go first.
     Flex,
 }
 
-/// How a token is drawn from the logits. `Default` is OpenAI's default: temperature 1, nothing else.
+/// How a token is drawn from the logits. The default is OpenAI's: temperature 1 and no truncation or penalty.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
-    /// 0 = greedy.
+    /// Temperature; 0 means greedy.
     pub temperature: f32,
     /// Keep the smallest set of tokens whose probability reaches this; 1 = all.
     pub top_p: f32,
@@ -94,7 +94,7 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Every parameter is a number, and none is infinite.
+    /// Whether every parameter is a finite number.
     pub(crate) fn is_finite(&self) -> bool {
         let Sampling {
             temperature,
@@ -110,7 +110,7 @@ impl Sampling {
             .all(|parameter| parameter.is_finite())
     }
 
-    /// The token is the one with the largest logit, whatever came before.
+    /// Whether the token is always the one with the largest logit, whatever came before.
     pub fn is_plain_greedy(&self) -> bool {
         self.temperature <= 0.0
             && self.repetition_penalty == 1.0
@@ -123,9 +123,9 @@ impl Sampling {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
-    /// An end token, or (set by the API) a stop string.
+    /// An end token was drawn, or (set by the API) a stop string was found.
     Stop,
-    /// `max_tokens` reached.
+    /// `max_tokens` was reached.
     Length,
 }
 
@@ -133,41 +133,41 @@ pub enum FinishReason {
 /// (before temperature, penalties and truncation).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Logprobs {
-    /// Of the chosen token.
+    /// Log-probability of the chosen token.
     pub chosen: f32,
-    /// The best tokens, best first.
+    /// The best tokens with their log-probabilities, best first.
     pub top: Vec<(u32, f32)>,
 }
 
-/// What the engine says about a request, in order: `Placed` (again after a replay, to a client that keeps up), `Started`, tokens,
-/// then `Finished` or `Failed`, after which the channel closes.
+/// What the engine reports about a request, in order: `Placed` (again after a replay, if the client keeps
+/// up), `Started`, tokens, then `Finished` or `Failed`, after which the channel closes.
 #[derive(Clone, Debug)]
 pub enum Update {
-    /// Device ids of the instances that will work on it.
+    /// The request was placed on the instances of these device ids.
     Placed {
-        /// Where the prompt is processed.
+        /// Device id of the instance that processes the prompt.
         prefill: String,
-        /// Where tokens are generated.
+        /// Device id of the instance that generates tokens.
         decode: String,
     },
-    /// Its prompt is being computed. Once, however often it is placed.
+    /// Its prompt is being computed. This is reported once, however often the request is placed.
     Started {
         /// Prompt tokens whose KV was reused instead of computed.
         cached_tokens: u32,
     },
-    /// A generated token. An end token is reported too, right before `Finished`.
+    /// A token was generated. An end token is reported too, right before `Finished`.
     Token {
-        /// Its id.
+        /// The token's id.
         id: u32,
-        /// With `GenerateRequest::logprobs`.
+        /// Log-probabilities, if [`GenerateRequest::logprobs`] asked for them.
         logprobs: Option<Logprobs>,
     },
     /// The answer is complete.
     Finished {
-        /// Why it ended.
+        /// Why the answer ended.
         reason: FinishReason,
     },
-    /// It cannot be completed.
+    /// The answer cannot be completed.
     Failed(Failure),
 }
 
@@ -175,31 +175,31 @@ pub enum Update {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// Whose fault it is.
+    /// What is at fault.
     pub kind: FailureKind,
-    /// For the client.
+    /// A message for the client.
     pub message: String,
 }
 
-/// Whose fault it is that an answer is not completed.
+/// What is at fault when an answer is not completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureKind {
-    /// The request's own: it must not be sent again as it is.
+    /// The request itself: it must not be sent again unchanged.
     Request,
-    /// Something that requests share is used up: it may be sent again later.
+    /// A shared resource is used up: the request may be sent again later.
     Exhausted,
-    /// The engine's.
+    /// The engine.
     Engine,
 }
 
 impl Failure {
-    /// The engine could not do it.
+    /// A failure of the engine.
     pub fn engine(message: impl Into<String>) -> Self {
         Failure { kind: FailureKind::Engine, message: message.into() }
     }
 
-    /// What it needs is used up for now.
+    /// A failure because a shared resource is used up for now.
     pub fn exhausted(message: impl Into<String>) -> Self {
         Failure { kind: FailureKind::Exhausted, message: message.into() }
     }
@@ -208,50 +208,50 @@ impl Failure {
 /// Why a request was turned away before any work.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Rejection {
-    /// Too much work is queued, or what is predicted breaks the SLO or the deadline: 429.
+    /// Too much work is queued, or the prediction violates the SLO or the deadline: status 429.
     #[error("{reason}")]
     Overloaded {
-        /// In words, with the numbers.
+        /// The reason in words, with the numbers.
         reason: String,
-        /// When a retry may succeed, in whole seconds, at least 1.
+        /// Whole seconds after which a retry may succeed, at least 1.
         retry_after_s: u64,
     },
-    /// It can never fit: 400.
+    /// The request can never fit: status 400.
     #[error("{0}")]
     TooLarge(String),
-    /// The engine is draining or not ready: 503.
+    /// The engine is draining or not ready: status 503.
     #[error("{0}")]
     Unavailable(String),
 }
 
-/// Updates of a request beside its tokens that are told once: where it is, that it began, and how it ended.
+/// Updates of a request that are sent once each, besides its tokens: its placement, its start and its end.
 pub const UPDATES_BESIDE_TOKENS: usize = 3;
 
-/// A submission on its way to the engine.
+/// A request submitted to the engine, with the channels for the answer.
 #[derive(Debug)]
 pub struct Submission {
-    /// What to do.
+    /// The request.
     pub request: GenerateRequest,
-    /// Where updates go. The engine cancels the request when the receiver is gone.
+    /// Channel for updates. The engine cancels the request when the receiver is gone.
     pub updates: mpsc::Sender<Update>,
-    /// Told once: accepted, or why not.
+    /// Receives one message: accepted, or why not.
     pub admitted: tokio::sync::oneshot::Sender<Result<(), Rejection>>,
 }
 
-/// The API's way to the engine.
+/// The API's end of the queue of submissions to the engine.
 #[derive(Clone, Debug)]
 pub struct EngineHandle {
     submissions: mpsc::Sender<Submission>,
 }
 
 impl EngineHandle {
-    /// A handle and the end that the engine reads. `bound` submissions may wait to be looked at.
+    /// Creates a handle and the engine's end of its queue, in which `bound` submissions may wait.
     pub fn channel(bound: usize) -> (Self, mpsc::Receiver<Submission>) {
         let (submissions, receiver) = mpsc::channel(bound);
         (EngineHandle { submissions }, receiver)
     }
 
-    /// Submits a request. Dropping the receiver cancels it. The channel of updates has room for all
+    /// Submits a request. Dropping the returned receiver cancels it. The channel of updates has room for all
     /// tokens and [`UPDATES_BESIDE_TOKENS`], so that the engine never waits for a client.
     ///
     /// # Errors

@@ -15,7 +15,7 @@ use mixfleet_hal::random::unit;
 use std::cmp::Ordering;
 use std::collections::HashMap;
 
-/// Why there is no token.
+/// Why no token can be drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SamplingError {
     /// A logit is NaN or +infinity: the model's output is garbage.
@@ -26,21 +26,21 @@ pub enum SamplingError {
     Empty,
 }
 
-/// The tokens before the one to draw.
+/// The tokens that precede the one to draw.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct History<'a> {
-    /// Of the client.
+    /// The prompt's tokens.
     pub prompt: &'a [u32],
-    /// Drawn so far. Its length is the index of the draw.
+    /// The tokens drawn so far. Their number is the index of the draw.
     pub output: &'a [u32],
 }
 
 /// A drawn token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampledToken {
-    /// Its id: the index of its logit.
+    /// The token's id, which is the index of its logit.
     pub id: u32,
-    /// Where asked for.
+    /// Log-probabilities, where asked for.
     pub logprobs: Option<Logprobs>,
 }
 
@@ -83,7 +83,7 @@ fn argmax(logits: &[f32]) -> Result<u32, SamplingError> {
     best.map(|(id, _)| id as u32).ok_or(SamplingError::Empty)
 }
 
-/// The logits after penalties; `None` where there is nothing to change.
+/// The logits after penalties, or `None` if the penalties change nothing.
 fn penalise(logits: &[f32], sampling: &Sampling, history: History<'_>) -> Option<Vec<f32>> {
     let repetition = sampling.repetition_penalty;
     let (presence, frequency) = (sampling.presence_penalty, sampling.frequency_penalty);
@@ -109,7 +109,7 @@ fn penalise(logits: &[f32], sampling: &Sampling, history: History<'_>) -> Option
     Some(penalised)
 }
 
-/// A token with its logit. Better ones come first.
+/// A token with its logit, ordered with better tokens first.
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
     logit: f32,
@@ -134,7 +134,7 @@ fn draw(logits: &[f32], sampling: &Sampling, uniform: f64) -> Result<u32, Sampli
         kept = best_tokens(logits, sampling.top_k as usize);
         keep_top_p(&mut kept, f64::from(sampling.top_p), weight);
     }
-    // The kept tokens are those not after the last one in the order.
+    // The kept tokens are all those up to the last one in the order.
     let last = kept.iter().copied().max_by(Candidate::order);
     let keeps = |candidate: Candidate| last.is_none_or(|last| candidate.order(&last).is_le());
     let weight_min = f64::from(sampling.min_p).min(1.0); // the best token weighs 1
@@ -149,13 +149,13 @@ fn draw(logits: &[f32], sampling: &Sampling, uniform: f64) -> Result<u32, Sampli
     let cumulated: Vec<f64> = cumulated.collect(); // [vocab]
     let target = uniform * sum;
     let id = match cumulated.partition_point(|c| *c <= target) {
-        past_all if past_all == logits.len() => cumulated.partition_point(|c| *c < sum), // by rounding
+        past_all if past_all == logits.len() => cumulated.partition_point(|c| *c < sum), // by rounding only
         id => id,
     };
     u32::try_from(id).ok().filter(|_| sum > 0.0).ok_or(SamplingError::Empty)
 }
 
-/// The `k` best tokens in no order; all where `k` is 0.
+/// The `k` best tokens in no particular order; all of them if `k` is 0.
 fn best_tokens(logits: &[f32], k: usize) -> Vec<Candidate> {
     let all = logits.iter().zip(0..).map(|(&logit, id)| Candidate { logit, id });
     if k == 0 || k >= logits.len() {
@@ -183,8 +183,8 @@ fn best_tokens(logits: &[f32], k: usize) -> Vec<Candidate> {
     kept
 }
 
-/// Keeps the shortest run of best tokens whose weight reaches `p` of the whole, and one at least. A
-/// quickselect by weight: each round halves the part where the end of the run may lie.
+/// Keeps the shortest run of best tokens whose weight reaches `p` of the whole, and at least one. This is a
+/// quickselect by weight: each round halves the range in which the end of the run may lie.
 fn keep_top_p(kept: &mut Vec<Candidate>, p: f64, weight: impl Fn(f32) -> f64) {
     if p >= 1.0 {
         return;

@@ -15,7 +15,7 @@ fn id(logits: &[f32], sampling: &Sampling, output: &[u32]) -> u32 {
     sample(logits, sampling, History { prompt: &[], output }, None).expect("a token").id
 }
 
-/// The rules as they are written, with a sort and whole distributions: the probability of each token.
+/// The probability of each token by the documented rules, with a sort and whole distributions.
 fn naive(logits: &[f32], s: &Sampling, history: History) -> Vec<f64> {
     let mut l: Vec<f64> = logits.iter().map(|l| f64::from(*l)).collect();
     for (id, logit) in l.iter_mut().enumerate() {
@@ -180,7 +180,7 @@ fn frequencies_are_those_of_the_softmax() {
         counts[id(&logits, &Sampling { seed, ..Sampling::default() }, &[]) as usize] += 1.0;
     }
     for (count, weight) in counts.iter().zip(weights) {
-        // Five standard deviations of a binomial share.
+        // Five standard deviations of a binomial proportion.
         let p = weight / sum;
         assert!((count / 20_000.0 - p).abs() <= 5.0 * (p * (1.0 - p) / 20_000.0).sqrt() + 1e-9);
     }

@@ -1,19 +1,19 @@
-//! A checkpoint's tokenizer and chat template as the API wants them.
+//! Adapts a checkpoint's tokenizer and chat template to the API.
 
 use crate::api::{Marked, TextDecoder, TextModel};
 use crate::env::SharedEnv;
 use crate::model::{ChatMessage, ChatTemplate, TokenStream, Tokenizer};
 use serde_json::{Map, Value};
 
-/// The text side of a loaded model.
+/// The tokenizer and chat template of a loaded model.
 pub struct LoadedText {
-    /// From text to ids and back.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// None: the checkpoint has no chat template, and chats are refused.
+    /// The chat template, or none if the checkpoint has none; chats are refused then.
     pub template: Option<ChatTemplate>,
-    /// Tells templates what day it is.
+    /// The environment, which gives templates the date.
     pub env: SharedEnv,
-    /// Ids below this are tokens of the model.
+    /// The size of the model's vocabulary: every token id is below it.
     pub vocab: u32,
 }
 
@@ -64,7 +64,7 @@ impl TextModel for LoadedText {
     }
 }
 
-/// Empty once finished.
+/// An incremental decoder, empty once finished.
 struct Decoder(Option<TokenStream>);
 
 impl TextDecoder for Decoder {

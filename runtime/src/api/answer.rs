@@ -1,4 +1,4 @@
-//! From the engine's updates to the text of each choice.
+//! Turns the engine's updates into the text of each choice.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::tally::Tally;
 use super::text::TextDecoder;
 use crate::request::{FinishReason, Logprobs, Update};
 
-/// A generated token with what `logprobs` asks for.
+/// A generated token with the values that `logprobs` asks for.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TokenLogprobs {
     pub(crate) id: u32,
@@ -23,19 +23,19 @@ pub(crate) struct TokenLogprobs {
 /// How one update changes a choice.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
-    /// Text to be shown; often empty while a character or a stop string may still be completed.
+    /// Text to send; often empty while a character or a stop string may still be completed.
     pub(crate) text: String,
-    /// At most one entry, and none without `logprobs`.
+    /// Log-probabilities of the token, if the request asked for them and the update carries a token.
     pub(crate) logprobs: Option<TokenLogprobs>,
     /// Set once, on the last delta.
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// One choice: decodes tokens, watches for stop strings, counts.
+/// One choice: decodes its tokens, matches stop strings, counts.
 pub(crate) struct Choice {
     decoder: Box<dyn TextDecoder>,
     filter: StopFilter,
-    /// Tokens that end the answer and give no text.
+    /// Tokens that end the answer and produce no text.
     end_ids: Arc<[u32]>,
     with_logprobs: bool,
     characters: usize,
@@ -54,7 +54,7 @@ impl Choice {
         Choice { decoder, filter, end_ids, with_logprobs, characters: 0, generated: 0, cached: None }
     }
 
-    /// Takes the next update. The error is the message for the client; the answer is over then.
+    /// Applies the next update. The error is a message for the client, and ends the answer.
     fn take(&mut self, update: Update) -> Result<Delta, String> {
         match update {
             Update::Placed { .. } => Ok(Delta::default()),
@@ -94,19 +94,20 @@ impl Choice {
     }
 }
 
-/// What `usage` reports.
+/// Token counts that `usage` reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: u32,
     pub(crate) completion_tokens: u32,
-    /// Unknown where the tenant is not told, and when a stop string cut the answer before the engine had reported it.
+    /// Reused prompt tokens; unknown if the tenant may not see them, or if a stop string ended the answer
+    /// before the engine had reported them.
     pub(crate) cached_tokens: Option<u32>,
 }
 
-/// All choices of a response, running. Dropping it cancels them in the engine.
+/// All choices of a response while they are generated. Dropping it cancels them in the engine.
 pub(crate) struct Answer {
     running: Vec<(Choice, Option<Receiver<Update>>)>,
-    /// Where the next poll starts, so that no choice starves the others.
+    /// Index of the choice that is polled first next time, so that no choice starves the others.
     next: usize,
     prompt_tokens: u32,
     choices_per_prompt: usize,
@@ -115,7 +116,8 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// `running` holds `choices_per_prompt` choices of the first prompt, then of the second, ...
+    /// Creates an answer from `running`, which holds `choices_per_prompt` choices of the first prompt, then
+    /// of the second, and so on.
     pub(crate) fn new(
         running: Vec<(Choice, Receiver<Update>)>,
         prompt_tokens: u32,
@@ -127,7 +129,7 @@ impl Answer {
         Answer { running, next: 0, prompt_tokens, choices_per_prompt, tally, seat }
     }
 
-    /// Choices in the response.
+    /// Number of choices in the response.
     pub(crate) fn len(&self) -> usize {
         self.running.len()
     }
@@ -137,8 +139,8 @@ impl Answer {
         self.running[index].0.generated
     }
 
-    /// The next change of any choice, by its index; `None` when all have finished. After an error
-    /// everything is cancelled.
+    /// The next change of any choice, with the choice's index, or `None` when all have finished. After an
+    /// error everything is cancelled.
     pub(crate) async fn next(&mut self) -> Option<Result<(usize, Delta), String>> {
         if self.running.iter().all(|(_, updates)| updates.is_none()) {
             return None;
@@ -169,7 +171,7 @@ impl Answer {
         Some(delta.map(|delta| (index, delta)))
     }
 
-    /// An update of some choice; its inner `None` says that the engine hung up.
+    /// An update of some choice; its inner `None` means that the engine has closed the channel.
     fn poll_any(&mut self, context: &mut Context<'_>) -> Poll<(usize, Option<Update>)> {
         let count = self.running.len();
         for index in (self.next..count).chain(0..self.next) {
@@ -182,7 +184,7 @@ impl Answer {
         Poll::Pending
     }
 
-    /// Tokens so far. A prompt counts once, however many choices it has; so does its cached part.
+    /// Token counts so far. A prompt and its cached part count once, however many choices it has.
     pub(crate) fn usage(&self) -> Usage {
         let choices = || self.running.iter().map(|(choice, _)| choice);
         Usage {

@@ -1,4 +1,4 @@
-//! Who asks: keys, and the tenants behind them.
+//! Authentication: API keys, and the tenants that own them.
 
 use axum::http::{HeaderMap, header};
 use serde::Deserialize;
@@ -12,28 +12,28 @@ use std::sync::{Arc, PoisonError, RwLock};
 use super::errors::ApiError;
 use crate::budget::Party;
 
-/// Tenants that one file may name.
+/// Maximum number of tenants in one file.
 const TENANTS_MAX: usize = 10_000;
 
-/// What of `/debug` a tenant sees.
+/// Which requests a tenant may see under `/debug`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Debug {
     /// Nothing.
     None,
-    /// Its own requests.
+    /// Only its own requests.
     #[default]
     Own,
-    /// Everyone's.
+    /// All requests.
     All,
 }
 
-/// Someone with a key of its own.
+/// The owner of an API key.
 #[derive(Clone, Debug)]
 pub(crate) struct Tenant {
-    /// Empty where there is only one, or none.
+    /// Empty if there is only one key, or none.
     pub(crate) name: String,
-    /// Kept apart from all others in the prefix cache; none where there is only one.
+    /// Separates this tenant's blocks in the prefix cache; none if there is only one tenant.
     salt: Option<String>,
     requests_max: Option<usize>,
     pub(crate) max_tokens: Option<u32>,
@@ -42,7 +42,7 @@ pub(crate) struct Tenant {
     in_work: Arc<AtomicUsize>,
 }
 
-/// A tenant's request in work, until this is dropped.
+/// Counts a tenant's request in work until it is dropped.
 pub(crate) struct Seat(Arc<AtomicUsize>);
 
 impl Drop for Seat {
@@ -52,7 +52,7 @@ impl Drop for Seat {
 }
 
 impl Tenant {
-    /// Whoever asks where there is no list of tenants.
+    /// The tenant of all requests where there is no list of tenants.
     fn anyone() -> Self {
         Tenant {
             name: String::new(),
@@ -65,7 +65,8 @@ impl Tenant {
         }
     }
 
-    /// On whose account its requests are, from this address: an unnamed one's key is everyone's, or there is none.
+    /// The party that a request from `address` is accounted to. Without named tenants that is the address,
+    /// since one key may serve everyone.
     pub(crate) fn party(&self, address: IpAddr) -> Party {
         match self.name.is_empty() {
             true => Party::Address(address),
@@ -85,7 +86,7 @@ impl Tenant {
         }
     }
 
-    /// What keeps a request's KV apart: the tenant's salt, and within it the request's own.
+    /// The cache salt of a request: the tenant's salt, and within it the request's own.
     pub(crate) fn salted(&self, own: Option<&str>) -> Option<String> {
         match (&self.salt, own) {
             (None, own) => own.map(str::to_string),
@@ -93,7 +94,7 @@ impl Tenant {
         }
     }
 
-    /// Whether a request of `owner` is shown under `/debug`.
+    /// Whether a request of `owner` is shown to this tenant under `/debug`.
     pub(crate) fn sees(&self, owner: Option<&str>) -> bool {
         match self.debug {
             Debug::None => false,
@@ -103,17 +104,17 @@ impl Tenant {
     }
 }
 
-/// A key, as its SHA-256: the key itself is in nobody's memory, and comparing takes the same time for all.
+/// The SHA-256 of a key: the key itself is not kept in memory, and every comparison takes the same time.
 type Hash = [u8; 32];
 
-/// A key and whose it is.
+/// A key's hash and its tenant.
 type Known = (Hash, Arc<Tenant>);
 
 fn hash(key: &[u8]) -> Hash {
     Sha256::digest(key).into()
 }
 
-/// A file of tenants, as text.
+/// The structure of a file of tenants.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -141,7 +142,7 @@ impl Entry {
         let name = &self.name;
         match (&self.key, &self.key_sha256) {
             (Some(key), None) if key.trim().is_empty() => Err(format!("tenant '{name}': 'key' is empty")),
-            // What a header brings is trimmed, too.
+            // Trimmed, since the key in a header is trimmed too.
             (Some(key), None) => Ok(hash(key.trim().as_bytes())),
             (None, Some(text)) => from_hexadecimal(text)
                 .ok_or_else(|| format!("tenant '{name}': 'key_sha256' is not 64 hexadecimal digits")),
@@ -161,12 +162,12 @@ fn from_hexadecimal(text: &str) -> Option<Hash> {
     Some(bytes)
 }
 
-/// The keys that are let in.
+/// The keys that are accepted.
 #[derive(Default)]
 pub struct Access {
-    /// None: no key is asked for.
+    /// None if no key is required.
     keys: Option<RwLock<Vec<Known>>>,
-    /// Cached tokens are shown to nobody.
+    /// Whether cached tokens are hidden from all tenants.
     hide_cached_tokens: bool,
 }
 
@@ -177,7 +178,7 @@ impl fmt::Debug for Access {
 }
 
 impl From<Option<String>> for Access {
-    /// The one key, or none.
+    /// Accepts one key, or requires none.
     fn from(key: Option<String>) -> Self {
         let keys = key.map(|key| RwLock::new(vec![(hash(key.as_bytes()), Arc::new(Tenant::anyone()))]));
         Access { keys, hide_cached_tokens: false }
@@ -185,26 +186,27 @@ impl From<Option<String>> for Access {
 }
 
 impl Access {
-    /// The tenants of a file's text, in TOML.
+    /// Reads tenants from the TOML text of a file.
     ///
     /// # Errors
-    /// What is wrong with it, without any key.
+    /// A description of the problem that contains no key.
     pub fn tenants(text: &str) -> Result<Self, String> {
         let access = Access { keys: Some(RwLock::default()), hide_cached_tokens: false };
         access.replace(text)?;
         Ok(access)
     }
 
-    /// Shows cached tokens to nobody.
+    /// Sets whether cached tokens are hidden from all tenants.
     #[must_use]
     pub fn hiding_cached_tokens(self, hide: bool) -> Self {
         Access { hide_cached_tokens: hide, ..self }
     }
 
-    /// Takes the tenants of a changed file instead; who is in work stays counted. Returns how many they are.
+    /// Replaces the tenants by those of a changed file, keeping the counts of requests in work. Returns the
+    /// number of tenants.
     ///
     /// # Errors
-    /// What is wrong with it, without any key; then the old tenants stay.
+    /// A description of the problem that contains no key; the old tenants stay in place.
     pub fn replace(&self, text: &str) -> Result<usize, String> {
         let Some(keys) = &self.keys else { return Err("no keys are asked for".into()) };
         let file: File = toml::from_str(text).map_err(|error| told(&error, text))?;
@@ -216,14 +218,14 @@ impl Access {
         Ok(count)
     }
 
-    /// Who sends a request; `None` for who has no key.
+    /// The tenant that sends a request, or `None` without a valid key.
     pub(crate) fn tenant(&self, headers: &HeaderMap) -> Option<Arc<Tenant>> {
         let tenant = match &self.keys {
             None => Arc::new(Tenant::anyone()),
             Some(keys) => {
                 let presented = hash(bearer(headers)?);
                 let keys = keys.read().unwrap_or_else(PoisonError::into_inner);
-                // Every key is looked at, so that the time tells nothing.
+                // Every key is compared, so that the time reveals nothing.
                 let same = keys.iter().filter(|(hash, _)| same(hash, &presented));
                 same.fold(None, |_, (_, tenant)| Some(tenant.clone()))?
             }
@@ -235,13 +237,13 @@ impl Access {
     }
 }
 
-/// The key in the headers.
+/// The key in the `Authorization` header.
 fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let (scheme, key) = headers.get(header::AUTHORIZATION)?.as_bytes().split_at_checked(7)?;
     scheme.eq_ignore_ascii_case(b"Bearer ").then_some(key.trim_ascii())
 }
 
-/// Checks a file's entries. A tenant that was there before keeps its count.
+/// Checks a file's entries. A tenant that was there before keeps its count of requests in work.
 fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<Known>, String> {
     if file.tenant.is_empty() || file.tenant.len() > TENANTS_MAX {
         return Err(format!("it names {} tenants; expected 1 to {TENANTS_MAX}", file.tenant.len()));
@@ -260,7 +262,7 @@ fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<Known>, String> {
         if requests == Some(0) || max_tokens == Some(0) {
             return Err(format!("tenant '{name}': 'requests' and 'max_tokens' are at least 1"));
         }
-        // Two tenants share a cache only where both name the same salt.
+        // Two tenants share a cache only if both name the same salt.
         let salt = Some(cache_salt.map_or_else(|| format!("tenant {name}"), |salt| format!("salt {salt}")));
         let before = known.iter().find(|tenant| tenant.name == name);
         let in_work = before.map_or_else(Arc::default, |tenant| tenant.in_work.clone());
@@ -271,7 +273,7 @@ fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<Known>, String> {
     Ok(tenants)
 }
 
-/// The error without the line that it is about, which may hold a key.
+/// The error without the line it refers to, which may hold a key.
 fn told(error: &toml::de::Error, text: &str) -> String {
     let line = error.span().map(|span| text.get(..span.start).unwrap_or_default().matches('\n').count() + 1);
     let kind = match error.message() {
@@ -282,7 +284,7 @@ fn told(error: &toml::de::Error, text: &str) -> String {
     line.map_or_else(|| kind.to_string(), |line| format!("line {line}: {kind}"))
 }
 
-/// Compares in a time that depends on nothing.
+/// Compares two hashes in constant time.
 fn same(left: &Hash, right: &Hash) -> bool {
     left.iter().zip(right).fold(0, |sum, (a, b)| std::hint::black_box(sum | (a ^ b))) == 0
 }

@@ -10,11 +10,11 @@ use super::Api;
 use super::errors::ApiError;
 use crate::budget::{HeldBytes, Party, Spent};
 
-/// Bytes of an oversized body that are read and thrown away, as a multiple of the limit: a client that
-/// is still sending when the connection closes loses the error that explains it.
+/// Bytes of an oversized body that are read and discarded, as a multiple of the limit: a client that is still
+/// sending when the connection closes would lose the error that explains it.
 const DISCARD_FACTOR: usize = 4;
 
-/// The JSON body of a request, and its share of what all bodies may take.
+/// Reads the JSON body of a request, with its share of the memory for all bodies.
 pub(crate) async fn read_json(
     api: &Api,
     party: Party,

@@ -14,7 +14,8 @@ use super::shapes::Endpoint;
 use super::text::{Marked, mark};
 use crate::model::ChatMessage;
 
-/// Messages of a chat, and parts of one message, at most: what a template sees of one takes a kilobyte and a half.
+/// Maximum number of messages in a chat, and of parts in one message: a template's view of a message takes
+/// 1.5 KB.
 const MESSAGES_MAX: usize = 16 << 10;
 
 /// Reads a request, renders the chat template and tokenises the result.
@@ -57,8 +58,8 @@ pub(crate) fn plan(
     })
 }
 
-/// All text that the client wrote and a template can print. (Roles are of a few words; names of variables are not
-/// printed.)
+/// All text that the client wrote and that a template can print. Roles are a few fixed words; names of
+/// variables are not printed.
 #[derive(Default)]
 struct Said<'a> {
     strings: Vec<&'a mut String>,
@@ -91,7 +92,7 @@ impl<'a> Said<'a> {
     }
 }
 
-/// No more messages are built than can be used: a template makes at least a token of each.
+/// Reads the messages, but no more than can be used: a template makes at least one token of each.
 fn messages(fields: &mut Fields<'_>, encoder: &Encoder<'_>) -> Result<Vec<ChatMessage>, ApiError> {
     let Some(raw) = fields.take("messages") else {
         return Err(ApiError::field("messages", "missing_parameter", "'messages' is missing"));
@@ -115,7 +116,7 @@ fn messages(fields: &mut Fields<'_>, encoder: &Encoder<'_>) -> Result<Vec<ChatMe
     Ok(messages)
 }
 
-/// The message as the template sees it: known role, content as one string.
+/// Converts a message for the template: a known role, and its content as one string.
 fn message(index: usize, raw: &RawValue) -> Result<ChatMessage, ApiError> {
     let name = |field: &str| format!("messages[{index}]{field}");
     let mut fields = Fields::within(raw)?.ok_or_else(|| wrong_type(&name(""), "an object", raw))?;
@@ -130,7 +131,7 @@ fn message(index: usize, raw: &RawValue) -> Result<ChatMessage, ApiError> {
     let role =
         match fields.take("role").map(|raw| text(&name(".role"), raw)).transpose()?.flatten().as_deref() {
             Some(role @ ("system" | "user" | "assistant")) => role.to_string(),
-            // OpenAI's later name of the same thing; templates know only the older one.
+            // OpenAI's later name for the same role; templates know only the older one.
             Some("developer") => "system".into(),
             Some(other) => {
                 let other: String = other.chars().take(32).collect();
@@ -154,7 +155,7 @@ fn message(index: usize, raw: &RawValue) -> Result<ChatMessage, ApiError> {
     }
 }
 
-/// A string, or the text parts of an array joined by newlines.
+/// Reads message content: a string, or the text parts of an array joined by newlines.
 fn content(name: &str, raw: Option<&RawValue>) -> Result<String, ApiError> {
     let wanted = "a string or an array of text parts";
     let Some(raw) = raw else {

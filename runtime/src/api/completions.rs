@@ -13,7 +13,7 @@ use super::refused;
 use super::shapes::Endpoint;
 use super::text::{Marked, mark};
 
-/// OpenAI's default.
+/// OpenAI's default for `max_tokens`.
 const MAX_TOKENS: u32 = 16;
 
 const PROMPT: &str = "a string, an array of strings, an array of token ids or an array of such arrays";
@@ -72,7 +72,7 @@ fn prompts(
         |count| ApiError::value("prompt", format!("'prompt' holds 1 to {prompts_max} prompts, not {count}"));
     let (mut prompts, mut single) = (Vec::new(), Vec::new());
     let take = |item: &RawValue| {
-        // The first element says whether the array is one prompt of ids.
+        // The first element decides whether the array is one prompt of ids.
         if !single.is_empty() || (prompts.is_empty() && kind(item) == "a number") {
             return take_id(&mut single, item, encoder);
         }
@@ -93,7 +93,7 @@ fn prompts(
     }
 }
 
-/// A string or an array of token ids.
+/// Reads a prompt: a string or an array of token ids.
 fn prompt(raw: &RawValue, encoder: &Encoder<'_>) -> Result<Prompt, ApiError> {
     if let Some(text) = text("prompt", raw)? {
         return Ok(Prompt::Text(text));
@@ -103,7 +103,7 @@ fn prompt(raw: &RawValue, encoder: &Encoder<'_>) -> Result<Prompt, ApiError> {
     Ok(Prompt::Ids(ids))
 }
 
-/// One id more of a prompt, unless the context holds no more.
+/// Appends one id to a prompt, unless the prompt already fills the context.
 fn take_id(ids: &mut Vec<u32>, item: &RawValue, encoder: &Encoder<'_>) -> Result<(), ApiError> {
     let context = encoder.model.context as usize;
     if ids.len() == context {

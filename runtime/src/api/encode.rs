@@ -1,24 +1,25 @@
-//! From text to token ids that the model has, without work on what cannot fit.
+//! Converts text to token ids of the model, and refuses text that cannot fit before it is tokenised in full.
 
 use super::ServedModel;
 use super::errors::ApiError;
 use super::text::Marked;
 
-/// Text up to this long is tokenised in one go; longer ones are counted in pieces first, of so many bytes.
+/// Text up to this length is tokenised at once; longer text is first counted in pieces of this length.
 const PIECE_BYTES: usize = 64 << 10;
-/// Bytes for a token below which a long text may not fit, and is counted first.
+/// Bytes per token below which a long text may not fit, and is counted first.
 const BYTES_PER_TOKEN: usize = 4;
-/// A text is refused by its pieces when they have so many times the tokens that would fit: cut elsewhere, it has fewer.
+/// A text is refused when its pieces have this many times the tokens that would fit, since cutting it
+/// elsewhere could give fewer.
 const PIECES_MARGIN: usize = 2;
 
-/// Says when nobody waits for the result any more.
+/// Tells whether nothing waits for the result any more.
 pub(crate) type Stopped<'a> = &'a dyn Fn() -> bool;
 
-/// Tokenises what one field of a request says.
+/// Tokenises one field of a request.
 #[derive(Clone, Copy)]
 pub(crate) struct Encoder<'a> {
     pub(crate) model: &'a ServedModel,
-    /// For messages.
+    /// The field's name, for error messages.
     pub(crate) field: &'static str,
     pub(crate) stopped: Stopped<'a>,
 }
@@ -39,13 +40,13 @@ impl Encoder<'_> {
         }
     }
 
-    /// An error of tokenizer or template, for the client.
+    /// Converts an error of the tokenizer or template for the client.
     pub(crate) fn failed(&self, error: &str) -> ApiError {
         let field = self.field;
         ApiError::value(field, format!("'{field}' cannot be turned into a prompt: {error}"))
     }
 
-    /// Ends work for a client that has left; nobody reads the error.
+    /// Ends work for a client that has left, by an error that is not sent.
     pub(crate) fn go_on(&self) -> Result<(), ApiError> {
         match (self.stopped)() {
             true => Err(ApiError::server("the client has left")),
@@ -53,7 +54,7 @@ impl Encoder<'_> {
         }
     }
 
-    /// Refuses a text that has more tokens than the context, where that can be told for less than tokenising it.
+    /// Refuses a text that has more tokens than the context, where that costs less than tokenising it.
     fn check_length(&self, text: &str) -> Result<(), ApiError> {
         let context = self.model.context as usize;
         let longest = self.model.text.token_bytes_max();
@@ -81,7 +82,7 @@ impl Encoder<'_> {
         Ok(())
     }
 
-    /// The error for what has at least so many tokens.
+    /// The error for a prompt that has at least `tokens_min` tokens.
     pub(crate) fn too_long(&self, tokens_min: usize) -> ApiError {
         let context = self.model.context;
         let message = format!(
@@ -103,7 +104,7 @@ mod tests {
 
     const CONTEXT: usize = 1000;
 
-    /// A token for each run of equal bytes.
+    /// A tokenizer that makes one token of each run of equal bytes.
     struct Runs {
         token_bytes_max: Option<usize>,
         encoded_bytes: AtomicUsize,
@@ -148,7 +149,7 @@ mod tests {
         }
     }
 
-    /// The tokens of `text`, or the error; and the bytes that were tokenised for it.
+    /// The tokens of `text`, or the error; and the number of bytes that were tokenised for it.
     fn encode(
         token_bytes_max: Option<usize>,
         text: &str,
@@ -176,7 +177,8 @@ mod tests {
         let error = refused.unwrap_err();
         assert!(error.contains("context_length_exceeded") && error.contains("at least 1001"), "{error}");
         assert_eq!(encoded, 0);
-        // As many bytes as the context could just hold are tokenised, and counted by whoever asks.
+        // At most as many bytes as the context could hold are tokenised; the result's length is checked by
+        // the caller.
         let (fits, _) = encode(Some(4), &"a".repeat(4 * CONTEXT), &|| false);
         assert_eq!(fits, Ok(1));
     }

@@ -37,123 +37,123 @@ impl ApiError {
         ApiError { status, kind, message, param: None, code, retry_after_s: None }
     }
 
-    /// 400 without a particular field: the body itself is wrong.
+    /// Status 400 without a particular field: the body itself is invalid.
     pub(crate) fn body(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", "invalid_body", message)
     }
 
-    /// 400: the address itself cannot be read.
+    /// Status 400: the URL cannot be parsed.
     pub(crate) fn address(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", "invalid_address", message)
     }
 
-    /// 400 about a field.
+    /// Status 400 for a field.
     pub(crate) fn field(param: impl Into<String>, code: &'static str, message: impl Into<String>) -> Self {
         let error = Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", code, message);
         ApiError { param: Some(param.into()), ..error }
     }
 
-    /// 400: the field has the right type and a wrong value.
+    /// Status 400: the field has the right type and an invalid value.
     pub(crate) fn value(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self::field(param, "invalid_value", message)
     }
 
-    /// 400: the field would change the output in a way that this server cannot.
+    /// Status 400: the field would change the output in a way that this server does not support.
     pub(crate) fn unsupported(param: &str, hint: &str) -> Self {
         Self::field(param, "unsupported_parameter", format!("'{param}' is not supported: {hint}"))
     }
 
-    /// 400: prompt and output do not fit the model.
+    /// Status 400: prompt and output do not fit the model's context.
     pub(crate) fn context_length(param: &'static str, message: impl Into<String>) -> Self {
         Self::field(param, "context_length_exceeded", message)
     }
 
-    /// 401.
+    /// Status 401: no valid API key.
     pub(crate) fn unauthorized() -> Self {
         let message = "missing or wrong API key: send it as 'Authorization: Bearer KEY'";
         Self::new(StatusCode::UNAUTHORIZED, "invalid_request_error", "invalid_api_key", message)
     }
 
-    /// 403: asked by a name that is not this server's.
+    /// Status 403: the `Host` header is not a name of this server.
     pub(crate) fn foreign_host(host: &str) -> Self {
         let message =
             format!("this server is not asked as '{host}': its operator can allow that by --allow-host");
         Self::new(StatusCode::FORBIDDEN, "invalid_request_error", "host_not_allowed", message)
     }
 
-    /// 403: asked by a page in a browser.
+    /// Status 403: the request comes from a web page of an origin that is not allowed.
     pub(crate) fn foreign_origin() -> Self {
         let message =
             "pages of this origin may not ask here: the server's operator can allow that by --allow-origin";
         Self::new(StatusCode::FORBIDDEN, "invalid_request_error", "origin_not_allowed", message)
     }
 
-    /// 404: another model than the one served.
+    /// Status 404: another model than the one served.
     pub(crate) fn unknown_model(wanted: &str, served: &str) -> Self {
         let message = format!("the model '{wanted}' does not exist here; this server has '{served}'");
         let error = Self::new(StatusCode::NOT_FOUND, "invalid_request_error", "model_not_found", message);
         ApiError { param: Some("model".into()), ..error }
     }
 
-    /// 404: nothing at this address.
+    /// Status 404: there is nothing at this URL.
     pub(crate) fn not_found(message: impl Into<String>) -> Self {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", "not_found", message)
     }
 
-    /// 405.
+    /// Status 405: the method is not allowed here.
     pub(crate) fn method() -> Self {
         let message = "this address does not take that method";
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", "method_not_allowed", message)
     }
 
-    /// 408.
+    /// Status 408: the body took too long.
     pub(crate) fn slow_body() -> Self {
         let message = "the request body did not arrive in time";
         Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", "body_timeout", message)
     }
 
-    /// 413.
+    /// Status 413: the body is too large.
     pub(crate) fn body_too_large(limit_bytes: usize) -> Self {
         let message = format!("the request body is larger than {limit_bytes} bytes");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", "body_too_large", message)
     }
 
-    /// 415.
+    /// Status 415: the body is not JSON.
     pub(crate) fn media_type(message: &str) -> Self {
         let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
         Self::new(status, "invalid_request_error", "unsupported_media_type", message)
     }
 
-    /// 429.
+    /// Status 429: try again later.
     pub(crate) fn overloaded(message: impl Into<String>, retry_after_s: u64) -> Self {
         let status = StatusCode::TOO_MANY_REQUESTS;
         let error = Self::new(status, "rate_limit_error", "rate_limit_exceeded", message);
         ApiError { retry_after_s: Some(retry_after_s.max(1)), ..error }
     }
 
-    /// 500.
+    /// Status 500: the server failed.
     pub(crate) fn server(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", "internal_error", message)
     }
 
-    /// 503.
+    /// Status 503: the service is unavailable for now.
     pub(crate) fn unavailable(code: &'static str, message: impl Into<String>, retry_after_s: u64) -> Self {
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", code, message);
         ApiError { retry_after_s: Some(retry_after_s), ..error }
     }
 
-    /// The code, which a client's program may look at.
+    /// The error's code, which programs may check.
     pub(crate) fn code(&self) -> &'static str {
         self.code
     }
 
-    /// When to come back, if there is a use in it.
+    /// Seconds after which a retry makes sense, if it does.
     #[cfg(test)]
     pub(crate) fn retry_after_s(&self) -> Option<u64> {
         self.retry_after_s
     }
 
-    /// The JSON document.
+    /// The error as a JSON document.
     pub(crate) fn to_json(&self) -> String {
         let ApiError { message, kind, param, code, .. } = self;
         let body = Body { message, kind, param: param.as_deref(), code };

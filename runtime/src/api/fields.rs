@@ -1,5 +1,5 @@
-//! Reads typed, range-checked fields out of a JSON object. Null is the same as absent. Each field is parsed when it is
-//! read; what nobody reads stays text.
+//! Reads typed, range-checked fields from a JSON object. Null is the same as absent. Each field is parsed
+//! when it is read; fields that are not read stay text.
 
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
@@ -10,9 +10,9 @@ use std::ops::{ControlFlow, RangeInclusive};
 use super::errors::ApiError;
 use super::json::{self, is_null, kind};
 
-/// Fields of an object, at most: known ones are fewer than a hundred.
+/// Maximum number of fields of an object; fewer than a hundred are known.
 const FIELDS_MAX: usize = 1024;
-/// Text of a field that is read as a whole, at most: parsed, it takes up to 30 times as much memory.
+/// Maximum length of a field that is parsed as a whole: parsed, it takes up to 30 times as much memory.
 const VALUE_BYTES_MAX: usize = 256 << 10;
 
 /// The fields of an object that have not been read yet.
@@ -20,7 +20,7 @@ const VALUE_BYTES_MAX: usize = 256 << 10;
 pub(crate) struct Fields<'a>(BTreeMap<Cow<'a, str>, &'a RawValue>);
 
 impl<'a> Fields<'a> {
-    /// Finds the fields of a body.
+    /// Finds the fields of a request body.
     pub(crate) fn parse(body: &'a [u8]) -> Result<Self, ApiError> {
         let text = json::text(body).map_err(not_json)?;
         let other = match text.trim_start().as_bytes().first() {
@@ -32,7 +32,8 @@ impl<'a> Fields<'a> {
         Err(ApiError::body(format!("the body must be a JSON object, not {other}")))
     }
 
-    /// The outer error is about the text, the inner one about the number of fields.
+    /// Finds the fields of an object. The outer error concerns the JSON text, the inner one the number of
+    /// fields.
     fn of(text: &'a str) -> serde_json::Result<Result<Self, ApiError>> {
         let mut fields = BTreeMap::new();
         let mut too_many = false;
@@ -48,7 +49,7 @@ impl<'a> Fields<'a> {
         Ok(if too_many { Err(message()) } else { Ok(Fields(fields)) })
     }
 
-    /// The fields of a value; `None` for what is no object.
+    /// The fields of a value, or `None` if it is not an object.
     pub(crate) fn within(raw: &'a RawValue) -> Result<Option<Self>, ApiError> {
         if kind(raw) != "an object" {
             return Ok(None);
@@ -56,7 +57,7 @@ impl<'a> Fields<'a> {
         Self::of(raw.get()).map_err(not_json)?.map(Some)
     }
 
-    /// Removes and returns a field's text.
+    /// Removes a field and returns its text.
     pub(crate) fn take(&mut self, name: &str) -> Option<&'a RawValue> {
         self.0.remove(name)
     }
@@ -66,12 +67,12 @@ impl<'a> Fields<'a> {
         self.0.get(name).copied()
     }
 
-    /// Names that nobody has read.
+    /// Names of the fields that have not been read.
     pub(crate) fn unread(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(Cow::as_ref)
     }
 
-    /// A number in `range`.
+    /// Reads a number in `range`.
     pub(crate) fn number(&mut self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f64>, ApiError> {
         let Some(raw) = self.take(name) else { return Ok(None) };
         let number = value(name, raw)?.as_f64().ok_or_else(|| wrong_type(name, "a number", raw))?;
@@ -79,7 +80,7 @@ impl<'a> Fields<'a> {
         Ok(Some(number))
     }
 
-    /// An integer in `range`; 5.0 counts as 5.
+    /// Reads an integer in `range`; 5.0 counts as 5.
     pub(crate) fn integer(
         &mut self,
         name: &str,
@@ -91,7 +92,7 @@ impl<'a> Fields<'a> {
         Ok(Some(integer))
     }
 
-    /// 64 bits given as a signed or an unsigned integer.
+    /// Reads 64 bits, given as a signed or an unsigned integer.
     pub(crate) fn bits(&mut self, name: &str) -> Result<Option<u64>, ApiError> {
         let Some(raw) = self.take(name) else { return Ok(None) };
         let value = value(name, raw)?;
@@ -99,13 +100,13 @@ impl<'a> Fields<'a> {
         bits.map(Some).ok_or_else(|| wrong_type(name, "a 64-bit integer", raw))
     }
 
-    /// True or false.
+    /// Reads a boolean.
     pub(crate) fn boolean(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
         let Some(raw) = self.take(name) else { return Ok(None) };
         value(name, raw)?.as_bool().map(Some).ok_or_else(|| wrong_type(name, "true or false", raw))
     }
 
-    /// A string.
+    /// Reads a string.
     pub(crate) fn string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
         let Some(raw) = self.take(name) else { return Ok(None) };
         match value(name, raw)? {
@@ -114,7 +115,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// An object.
+    /// Reads an object.
     pub(crate) fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, ApiError> {
         let Some(raw) = self.take(name) else { return Ok(None) };
         match value(name, raw)? {
@@ -123,14 +124,14 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// An object of which some fields are read.
+    /// Reads an object of which only some fields are parsed.
     pub(crate) fn fields(&mut self, name: &str) -> Result<Option<Fields<'a>>, ApiError> {
         let Some(raw) = self.take(name) else { return Ok(None) };
         Fields::within(raw)?.map(Some).ok_or_else(|| wrong_type(name, "an object", raw))
     }
 }
 
-/// A value of bounded size.
+/// Parses a value of bounded size.
 pub(crate) fn value(name: &str, raw: &RawValue) -> Result<Value, ApiError> {
     if raw.get().len() > VALUE_BYTES_MAX {
         let message = format!("'{name}' is larger than {VALUE_BYTES_MAX} bytes");
@@ -139,7 +140,7 @@ pub(crate) fn value(name: &str, raw: &RawValue) -> Result<Value, ApiError> {
     serde_json::from_str(raw.get()).map_err(|error| malformed(name, &error))
 }
 
-/// A string of any size; `None` for what is no string.
+/// Parses a string of any size; `None` if the value is not a string.
 pub(crate) fn text(name: &str, raw: &RawValue) -> Result<Option<String>, ApiError> {
     let is_text = raw.get().starts_with('"');
     is_text.then(|| serde_json::from_str(raw.get()).map_err(|error| malformed(name, &error))).transpose()
@@ -149,12 +150,13 @@ fn not_json(error: serde_json::Error) -> ApiError {
     ApiError::body(format!("the body is not valid JSON: {error}"))
 }
 
-/// The error for what is found to be no JSON only when it is read: a lone surrogate, a number beyond all bounds.
+/// The error for JSON that turns out to be invalid only when it is parsed: a lone surrogate, or a number out
+/// of range.
 fn malformed(name: &str, error: &serde_json::Error) -> ApiError {
     ApiError::value(name, format!("'{name}' is not valid JSON: {error}"))
 }
 
-/// A token id.
+/// Parses a token id.
 pub(crate) fn token_id(name: &str, raw: &RawValue, vocabulary_size: u32) -> Result<u32, ApiError> {
     let id = match kind(raw) {
         "a number" => integer_of(&value(name, raw)?),
@@ -170,7 +172,7 @@ pub(crate) fn token_id(name: &str, raw: &RawValue, vocabulary_size: u32) -> Resu
     }
 }
 
-/// Calls `each` with every element of an array; its first error counts. `None` for what is no array.
+/// Calls `each` with every element of an array, up to its first error. `None` if the value is not an array.
 pub(crate) fn each<'a>(
     raw: &'a RawValue,
     mut each: impl FnMut(&'a RawValue) -> Result<(), ApiError>,
@@ -186,7 +188,7 @@ pub(crate) fn each<'a>(
     Some(result.and(walked.map_err(not_json)))
 }
 
-/// The error for a field of another type than `wanted`.
+/// The error for a field whose type is not `wanted`.
 pub(crate) fn wrong_type(name: &str, wanted: &str, got: &RawValue) -> ApiError {
     let message = format!("'{name}' must be {wanted}, not {}", kind(got));
     ApiError::field(name, "invalid_type", message)
@@ -207,7 +209,7 @@ fn check_range<T: PartialOrd + std::fmt::Display>(
 fn integer_of(value: &Value) -> Option<i64> {
     value.as_i64().or_else(|| {
         let number = value.as_f64()?;
-        // Above 2^53 a float no longer names one integer.
+        // Above 2^53 a float no longer identifies one integer.
         (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i64)
     })
 }

@@ -1,4 +1,4 @@
-//! From a validated request to the engine and back to a response.
+//! Submits a validated request to the engine and builds the response.
 
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
@@ -15,20 +15,20 @@ use super::tally::Tally;
 use super::{Api, Seat, ServedModel};
 use crate::request::GenerateRequest;
 
-/// A request whose fields are checked and whose prompts are tokens.
+/// A request whose fields are checked and whose prompts are tokenised.
 pub(crate) struct Plan {
     pub(crate) endpoint: Endpoint,
     pub(crate) prompts: Vec<Vec<u32>>,
-    /// The field that a prompt came from, for messages.
+    /// The field that a prompt came from, for error messages.
     pub(crate) prompt_field: &'static str,
-    /// None: what the context leaves.
+    /// The default for `max_tokens`; none means all that the context leaves.
     pub(crate) max_tokens_default: Option<u32>,
     pub(crate) logprobs: Option<u32>,
     pub(crate) parameters: Parameters,
 }
 
-/// Runs a plan: the answer's headers (and for a stream its first byte) come after the engine has
-/// accepted every choice. `arrived_s` is when the request came, by the environment's clock.
+/// Runs a plan. The response's headers, and a stream's first byte, are sent after the engine has accepted
+/// every choice. `arrived_s` is the time of arrival by the environment's clock.
 pub(crate) async fn respond(
     api: &Api,
     model: Arc<ServedModel>,
@@ -58,7 +58,7 @@ pub(crate) async fn respond(
     Ok(response)
 }
 
-/// The engine requests: all choices of the first prompt, then of the second, ...
+/// The engine requests: all choices of the first prompt, then of the second, and so on.
 fn requests(
     api: &Api,
     model: &ServedModel,
@@ -105,7 +105,8 @@ fn end_ids(model: &ServedModel, parameters: &Parameters) -> Arc<[u32]> {
     eos_ids.iter().chain(&parameters.stop_token_ids).copied().collect()
 }
 
-/// Tokens that may be generated after a prompt of `prompt_tokens`, by a tenant who is given so many at most.
+/// Tokens that may be generated after a prompt of `prompt_tokens` tokens, by a tenant with the limit
+/// `granted`.
 fn max_tokens(
     plan: &Plan,
     prompt_tokens: usize,
@@ -142,7 +143,7 @@ async fn submit(
 ) -> Result<Answer, ApiError> {
     let parameters = &plan.parameters;
     let end_ids = end_ids(model, parameters);
-    // If one choice is turned away the receivers of the others are dropped, which cancels them.
+    // If one choice is rejected, the receivers of the others are dropped, which cancels them.
     let receivers = match try_join_all(requests.into_iter().map(|request| model.engine.submit(request))).await
     {
         Ok(receivers) => receivers,

@@ -1,9 +1,10 @@
-//! Who may hold the connections, and who goes when there are more than may be.
+//! Limits on open connections, and which connection is closed when there are too many.
 //!
-//! It takes no key to hold a connection. So one is worth no more than what it has asked: of those that are too many, one
-//! that never asked anything goes first, then one whose answer anybody may have, then one that rests between two
-//! requests, the oldest first; one whose request is in work never. What is beyond an address's share goes at that address's
-//! cost. A newcomer for whom nobody can go stands aside, where only those who watch the process are answered.
+//! Opening a connection requires no key, so a connection ranks by what it has done. Over the limit, idle
+//! connections that never sent a request are closed first, then those whose answer needs no key, then those
+//! that are idle between two requests, the oldest first; a connection whose request is in work is never
+//! closed. An address over its share loses one of its own connections. If none can be closed, a new
+//! connection is set aside, where only monitoring routes are answered.
 
 use prometheus_client::metrics::counter::Counter;
 use std::collections::{BTreeSet, HashMap};
@@ -14,20 +15,20 @@ use tokio::sync::oneshot;
 
 use crate::budget::Connections;
 
-/// What a connection's life has been worth, the least first.
+/// What a connection has done so far; the lowest rank is closed first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Worth {
-    /// It has asked nothing yet.
+    /// It has sent no request yet.
     Silent,
-    /// It is answered what anybody may ask, or that it asked wrongly.
+    /// Its answer needs no key, or is an error.
     Open,
-    /// It rests after an answer.
+    /// It is idle after an answer.
     Resting,
     /// Its request is in work.
     Working,
 }
 
-/// The connections that a listener has let in.
+/// The connections that a listener has admitted.
 #[derive(Debug)]
 pub(super) struct Guests {
     bounds: Connections,
@@ -37,10 +38,10 @@ pub(super) struct Guests {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Counts whatever orders: arrivals and changes of worth.
+    /// Numbers arrivals and changes of rank in order.
     clock: u64,
     known: HashMap<u64, Known>,
-    /// Guests that are not aside, by worth and by when they came to it.
+    /// Connections that are not aside, by rank and by when they reached it.
     order: BTreeSet<(Worth, u64, u64)>,
     held: HashMap<IpAddr, usize>,
     aside: BTreeSet<u64>,
@@ -52,31 +53,31 @@ struct Known {
     worth: Worth,
     since: u64,
     aside: bool,
-    /// Dropped to tell the connection to go.
+    /// Dropped to tell the connection to close.
     _stay: oneshot::Sender<()>,
 }
 
-/// A connection that was let in; its place is free when this is dropped.
+/// An admitted connection; its place is free when this is dropped.
 #[derive(Debug)]
 pub(super) struct Guest {
     guests: Arc<Guests>,
     number: u64,
     holder: IpAddr,
     aside: bool,
-    /// The response is complete, but for what the connection still buffers.
+    /// Whether the response is complete, except for what the connection still buffers.
     answered: AtomicBool,
 }
 
-/// Completes when the connection has to go for another's sake.
+/// Completes when the connection must close to make room.
 pub(super) type Evicted = oneshot::Receiver<()>;
 
 impl Guests {
-    /// `evictions` counts those that had to go.
+    /// A limit of `bounds`; `evictions` counts the connections that were closed for it.
     pub(super) fn new(bounds: Connections, evictions: Counter) -> Arc<Self> {
         Arc::new(Guests { bounds, evictions, state: Mutex::default() })
     }
 
-    /// Lets a newcomer in, at another's cost if there is no free place.
+    /// Admits a new connection, and closes another one if there is no free place.
     pub(super) fn admit(self: &Arc<Self>, address: IpAddr) -> (Guest, Evicted) {
         let holder = holder(address);
         let mut state = self.lock();
@@ -101,12 +102,12 @@ impl Guests {
         (Guest { guests: self.clone(), number, holder, aside, answered: AtomicBool::new(false) }, evicted)
     }
 
-    /// Gives up one connection that is worth nothing, if there is one.
+    /// Closes one connection that may be closed, if there is one.
     pub(super) fn make_room(&self) {
         self.evict(&mut self.lock(), None);
     }
 
-    /// Turns out the one that is worth least, if its request is not in work; of one holder or of all.
+    /// Closes the lowest-ranked connection whose request is not in work, of one holder or of all.
     fn evict(&self, state: &mut State, of: Option<IpAddr>) -> bool {
         let Some(number) = state.worth_least(of) else { return false };
         state.remove(number);
@@ -150,7 +151,7 @@ impl State {
         }
     }
 
-    /// The one whose request is not in work and that is worth least, of one holder or of all.
+    /// The lowest-ranked connection whose request is not in work, of one holder or of all.
     fn worth_least(&self, of: Option<IpAddr>) -> Option<u64> {
         let candidates = self.order.range(..(Worth::Working, 0, 0));
         let mut theirs =
@@ -173,35 +174,35 @@ impl State {
 }
 
 impl Guest {
-    /// Only those who watch are answered here.
+    /// Whether only monitoring routes are answered on this connection.
     pub(super) fn is_aside(&self) -> bool {
         self.aside
     }
 
-    /// Whose it is.
+    /// The holder of the connection.
     pub(super) fn holder(&self) -> IpAddr {
         self.holder
     }
 
-    /// Its connection has come to this.
+    /// Sets the connection's rank.
     pub(super) fn set(&self, worth: Worth) {
         self.answered.store(false, Ordering::Relaxed);
         self.guests.lock().change(self.number, worth);
     }
 
-    /// Nothing more of the response will come.
+    /// Records that the response is complete.
     pub(super) fn answered(&self) {
         self.answered.store(true, Ordering::Relaxed);
     }
 
-    /// What the connection was given is with the client.
+    /// Records that all buffered bytes were sent to the client.
     pub(super) fn flushed(&self) {
         if self.answered.load(Ordering::Relaxed) {
             self.set(Worth::Resting);
         }
     }
 
-    /// What it is worth; none once it has to go.
+    /// The connection's rank; none once it must close.
     pub(super) fn worth(&self) -> Option<Worth> {
         self.guests.lock().known.get(&self.number).map(|known| known.worth)
     }
@@ -213,7 +214,8 @@ impl Drop for Guest {
     }
 }
 
-/// Who is behind an address. A network of IPv6 is one holder: it has as many addresses as it wants.
+/// The holder that an address is accounted to. An IPv6 network is one holder, since it has as many addresses
+/// as it wants.
 fn holder(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) if !address.is_loopback() => {
@@ -262,7 +264,7 @@ mod tests {
             all.push(taken);
             assert!(is_gone(&mut all[goes]), "{goes}");
         }
-        // all are at work: the next are seated aside, the oldest there goes for the next
+        // All are at work: the next ones are set aside, and the oldest of those is closed for the next.
         let mut aside = guests.admit(ip(60));
         assert!(aside.0.is_aside() && !is_gone(&mut aside));
         let mut next = guests.admit(ip(61));

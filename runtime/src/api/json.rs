@@ -1,4 +1,4 @@
-//! Walks through JSON without building it: what nobody asks for is skipped, not kept.
+//! Scans JSON without building it: values that are not requested are skipped.
 
 use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::ops::ControlFlow;
 
-/// What a value is, from its first byte.
+/// The type of a value, from its first byte.
 pub(crate) fn kind(raw: &RawValue) -> &'static str {
     match raw.get().as_bytes().first() {
         Some(b'n') => "null",
@@ -18,7 +18,7 @@ pub(crate) fn kind(raw: &RawValue) -> &'static str {
     }
 }
 
-/// Whether a value is null, which stands for absence.
+/// Whether a value is null, which means absent.
 pub(crate) fn is_null(raw: &RawValue) -> bool {
     raw.get() == "null"
 }
@@ -26,7 +26,7 @@ pub(crate) fn is_null(raw: &RawValue) -> bool {
 /// Calls `each` with every element of an array until it breaks.
 ///
 /// # Errors
-/// When the text is no array.
+/// When the text is not an array.
 pub(crate) fn elements<'a>(
     text: &'a str,
     each: impl FnMut(&'a RawValue) -> ControlFlow<()>,
@@ -39,7 +39,7 @@ pub(crate) fn elements<'a>(
 /// Calls `each` with every field of an object until it breaks.
 ///
 /// # Errors
-/// When the text is no object.
+/// When the text is not an object.
 pub(crate) fn entries<'a>(
     text: &'a str,
     each: impl FnMut(Cow<'a, str>, &'a RawValue) -> ControlFlow<()>,
@@ -97,7 +97,7 @@ impl<'a, F: FnMut(Cow<'a, str>, &'a RawValue) -> ControlFlow<()>> Visitor<'a> fo
 /// A body as text.
 ///
 /// # Errors
-/// When it is no UTF-8, as all JSON is.
+/// When it is not UTF-8, which JSON must be.
 pub(crate) fn text(body: &[u8]) -> serde_json::Result<&str> {
     std::str::from_utf8(body).map_err(serde_json::Error::custom)
 }
@@ -121,7 +121,7 @@ mod tests {
         for broken in ["", "{", "[1,]", "[1] 2", "{}", "[tru]", "[1 2]"] {
             assert!(elements(broken, |_| ControlFlow::Break(())).is_err(), "{broken}");
         }
-        // Depth costs no stack where nobody looks.
+        // Nesting costs no stack where values are skipped.
         let deep = format!("[{}{}]", "[".repeat(100_000), "]".repeat(100_000));
         let mut count = 0;
         elements(&deep, |_| {

@@ -10,18 +10,18 @@ use std::time::Duration;
 use super::Api;
 use super::auth::Access;
 
-/// Between two looks at the file.
+/// Interval between two checks of the file.
 const PERIOD: Duration = Duration::from_secs(2);
 const BYTES_MAX: u64 = 4 << 20;
 
-/// What tells one content of a file from another without reading it.
+/// File metadata that changes with the content, so that the file need not be read to detect a change.
 type Stamp = [i64; 7];
 
 /// A file of tenants that has been read.
 #[derive(Debug)]
 pub struct KeysFile {
     path: PathBuf,
-    /// None where the last look found nothing to read.
+    /// None if the last check found no readable file.
     stamp: Option<Stamp>,
 }
 
@@ -29,14 +29,14 @@ impl KeysFile {
     /// Reads a file of tenants.
     ///
     /// # Errors
-    /// Why it cannot be read, or what is wrong with it; never a key.
+    /// Why it cannot be read, or what is wrong with it; the message contains no key.
     pub fn open(path: &Path) -> Result<(Self, Access), String> {
         let (stamp, text) = read(path)?;
         let access = Access::tenants(&text)?;
         Ok((KeysFile { path: path.to_path_buf(), stamp: Some(stamp) }, access))
     }
 
-    /// Takes what the file says now, if it has changed.
+    /// Reads the file again if it has changed.
     fn look(&mut self, access: &Access) {
         let stamp = fs::metadata(&self.path).ok().map(|metadata| stamp(&metadata));
         if stamp == self.stamp {
@@ -57,7 +57,7 @@ impl KeysFile {
 }
 
 impl Api {
-    /// Lets the keys follow the file, while there is this interface.
+    /// Updates the keys from the file for as long as this interface exists.
     ///
     /// # Errors
     /// When the environment has no thread for it.
@@ -71,7 +71,7 @@ impl Api {
                 file.look(&api.access);
             }
         };
-        // On a thread of its own, for a disk may hang.
+        // On a thread of its own, since a disk may hang.
         self.env.spawn_worker("keys", Box::pin(task))
     }
 }

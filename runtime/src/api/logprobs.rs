@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 use super::answer::TokenLogprobs;
 use super::text::TextModel;
 
-/// JSON has no infinity; OpenAI sends this for impossible tokens.
+/// JSON has no infinity; OpenAI sends this value for impossible tokens.
 const IMPOSSIBLE: f32 = -9999.0;
 
 /// `logprobs` of a completion's choice.
@@ -39,7 +39,7 @@ impl TopMap {
         let chosen = (entry.id, entry.logprobs.chosen);
         for &(id, value) in entry.logprobs.top.iter().chain([&chosen]) {
             let name = text(model, id);
-            // Parts of a character look alike; the likeliest one keeps the name.
+            // Parts of a character decode to the same text; the likeliest one keeps the name.
             if !map.iter().any(|(known, _)| *known == name) {
                 map.push((name, finite(value)));
             }

@@ -1,14 +1,14 @@
 //! The OpenAI-compatible HTTP interface.
 //!
-//! A request passes [`Api::router`]: the key is checked, the body read within its limits, every field
-//! checked (nothing that would change the output is ignored), the prompt tokenised and one
-//! [`GenerateRequest`](crate::request::GenerateRequest) per choice submitted. Tokens come back as
-//! text, held back while a character or a stop string may still be completed, as one document or as
-//! server-sent events. When the client leaves, hyper drops the response and with it the receivers of
-//! the engine's updates, which is how the engine learns of it.
+//! A request passes [`Api::router`]: the key is checked, the body is read within its limits, every field is
+//! checked (nothing that would change the output is ignored), the prompt is tokenised and one
+//! [`GenerateRequest`](crate::request::GenerateRequest) per choice is submitted. Tokens are returned as text,
+//! held back while a character or a stop string may still be completed, as one document or as server-sent
+//! events. When the client leaves, hyper drops the response and with it the receivers of the engine's
+//! updates, which is how the engine learns of it.
 //!
-//! What is absent: any scheduling, any knowledge of devices, any model but through [`TextModel`], any
-//! clock, socket, thread or randomness but the environment's.
+//! Absent: scheduling, knowledge of devices, access to the model except through [`TextModel`], clocks,
+//! sockets, threads or randomness that the environment did not provide.
 
 mod answer;
 mod auth;
@@ -58,40 +58,41 @@ use auth::Tenant;
 use errors::ApiError;
 use work::Pool;
 
-/// Seconds that clients are asked to wait while the model loads or the process ends.
+/// Seconds that clients are told to wait while the model loads or the process ends.
 const RETRY_AFTER_S: u64 = 5;
 
-/// Bounds on what clients can make the server hold.
+/// Limits on what clients can make the server hold.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Larger bodies are a 413.
+    /// Maximum size of a body; larger ones get 413.
     pub body_bytes_max: usize,
-    /// Bytes of bodies in work, over all requests, from their arrival until they are tokens; beyond it a 429. Half of them
-    /// are one tenant's at most, or one address's where tenants have no keys of their own.
+    /// Bytes of bodies in work over all requests, from arrival until they are tokenised; beyond that 429.
+    /// Half of them is the limit of one tenant, or of one address where tenants have no keys of their own.
     pub bodies_bytes_max: usize,
-    /// Threads that parse, render and tokenise.
+    /// Number of threads that parse, render and tokenise.
     pub readers_max: usize,
-    /// Requests that wait for one of these threads, half of them of one party, which have turns; further ones are a 429.
+    /// Requests that may wait for one of these threads, half of them of one party; parties take turns.
+    /// Further requests get 429.
     pub readers_waiting_max: usize,
-    /// A body that takes longer is a 408.
+    /// Time for reading a body; a slower one gets 408.
     pub body_read_timeout: Duration,
-    /// Request line and headers; beyond it a 431.
+    /// Size of request line and headers; beyond that 431.
     pub header_bytes_max: usize,
-    /// Header fields; beyond it a 431.
+    /// Number of header fields; beyond that 431.
     pub headers_max: usize,
-    /// From a connection's start to the end of its first request's headers.
+    /// Time from a connection's start to the end of its first request's headers.
     pub first_request_timeout: Duration,
-    /// From a response to the end of the next request's headers.
+    /// Time from a response to the end of the next request's headers.
     pub header_read_timeout: Duration,
-    /// A connection whose client takes no byte of a waiting response for so long is closed.
+    /// Time after which a connection is closed whose client accepts no byte of a pending response.
     pub write_stall_timeout: Duration,
-    /// Open connections. Beyond them, those go that ask nothing, or newcomers are answered 503.
+    /// Limits on open connections. Beyond them, idle connections are closed or new ones are answered 503.
     pub connections: Connections,
-    /// From [`Shutdown::Drain`] to the end of what still runs then.
+    /// Time from [`Shutdown::Drain`] until requests that still run are cut off.
     pub drain_timeout: Duration,
-    /// Generation requests read, queued or answered at a time; further ones are a 429.
+    /// Generation requests read, queued or answered at a time; further ones get 429.
     pub requests_max: usize,
-    /// Prompts times `n` of one request.
+    /// Maximum of prompts times `n` in one request.
     pub choices_max: usize,
 }
 
@@ -118,19 +119,19 @@ impl Default for Limits {
 
 /// A model that is ready to answer.
 pub struct ServedModel {
-    /// What clients call it.
+    /// Name of the model in the API.
     pub name: String,
     /// Seconds since 1970-01-01, for `/v1/models`.
     pub created: u64,
-    /// Where requests go.
+    /// The engine that requests are submitted to.
     pub engine: EngineHandle,
-    /// Its tokenizer and chat template.
+    /// The model's tokenizer and chat template.
     pub text: Arc<dyn TextModel>,
-    /// Tokens of prompt and answer together, at most.
+    /// Maximum number of tokens of prompt and answer together.
     pub context: u32,
     /// Tokens that end an answer.
     pub eos_ids: Arc<[u32]>,
-    /// Sampling where the request says nothing; the seed is not used.
+    /// Sampling parameters where the request gives none; the seed is not used.
     pub defaults: Sampling,
 }
 
@@ -147,7 +148,7 @@ enum Phase {
     Draining,
 }
 
-/// The state behind the routes. Starts loading: `/v1` answers 503 until [`Api::ready`].
+/// The state behind the routes. It starts in the loading state: `/v1` answers 503 until [`Api::ready`].
 pub struct Api {
     env: SharedEnv,
     metrics: Metrics,
@@ -160,7 +161,7 @@ pub struct Api {
     readers: Pool,
 }
 
-/// A request's place among those in work, its tenant's and everyone's.
+/// A request's place among those in work, its tenant's and in all.
 struct Seat {
     tenant: Arc<Tenant>,
     _tenants: auth::Seat,
@@ -180,7 +181,8 @@ impl std::fmt::Debug for Api {
 }
 
 impl Api {
-    /// An interface without a model yet. With keys, all but `/live`, `/health` and `/metrics` needs one.
+    /// An interface without a model yet. With keys, all routes but `/live`, `/health` and `/metrics` require
+    /// one.
     pub fn new(
         env: SharedEnv,
         metrics: Metrics,
@@ -201,7 +203,7 @@ impl Api {
         })
     }
 
-    /// Starts answering with `model`; without effect once draining.
+    /// Starts to answer with `model`; without effect once draining.
     pub fn ready(&self, model: ServedModel) {
         let mut phase = self.lock();
         if !matches!(*phase, Phase::Draining) {
@@ -209,7 +211,8 @@ impl Api {
         }
     }
 
-    /// Turns new requests away with 503; those running go on. [`serve`] calls it when told to drain.
+    /// Turns new requests away with 503, while running requests continue. [`serve`] calls it when told to
+    /// drain.
     pub fn drain(&self) {
         *self.lock() = Phase::Draining;
     }
@@ -230,7 +233,7 @@ impl Api {
         }
     }
 
-    /// A place for a request of `tenant`.
+    /// Takes a place for a request of `tenant`.
     fn seat(&self, tenant: Arc<Tenant>) -> Result<Seat, ApiError> {
         let full = |_| {
             let message = format!("{} requests are being answered already", self.limits.requests_max);

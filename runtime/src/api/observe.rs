@@ -1,4 +1,4 @@
-//! What is asked of a process by those who watch it: is it alive, can it serve, what did it count.
+//! Monitoring routes of a process: whether it is alive, whether it can serve, and its metrics.
 
 use axum::Router;
 use axum::extract::State;
@@ -21,8 +21,8 @@ struct Watched {
     ready: watch::Receiver<bool>,
 }
 
-/// Answers `/live`, `/health` (200 once `ready`, while an instance is up) and `/metrics` of a process that serves
-/// nothing else over HTTP.
+/// Answers `/live`, `/health` (200 once `ready`, while an instance is up) and `/metrics` of a process that
+/// serves nothing else over HTTP.
 pub async fn observe(
     listener: Box<dyn Listener>,
     env: SharedEnv,
@@ -38,12 +38,12 @@ pub async fn observe(
     until_the_end(listener, env, routes, origins, &metrics).await;
 }
 
-/// Answers the same of a server that has an interface elsewhere, as that one does.
+/// Answers the same routes for a process whose API has another address, from that API's state.
 pub async fn observe_api(listener: Box<dyn Listener>, env: SharedEnv, api: Arc<Api>, origins: Origins) {
     until_the_end(listener, env, api.watched(), origins, &api.metrics).await;
 }
 
-/// The process may end in the middle of an answer, and answers until then.
+/// Serves until the process ends, which may be in the middle of an answer.
 async fn until_the_end(
     listener: Box<dyn Listener>,
     env: SharedEnv,
@@ -57,12 +57,12 @@ async fn until_the_end(
     serve_routes(listener, house, told, || {}).await;
 }
 
-/// Whether an address is for those who watch: answered to anybody, whoever else is served.
+/// Whether a path is a monitoring route, which needs no key.
 pub(super) fn is_open(path: &str) -> bool {
     matches!(path, "/live" | "/health" | "/metrics")
 }
 
-/// The process answers, whatever else it can.
+/// Answers whether the process is alive, whatever else it can do.
 pub(super) async fn live() -> Response {
     document(StatusCode::OK, &json!({ "status": "ok" }))
 }
@@ -86,7 +86,7 @@ pub(super) fn exposition(metrics: &Metrics) -> Response {
     (headers, metrics.encode()).into_response()
 }
 
-/// A JSON document.
+/// A response with a JSON document.
 pub(super) fn document(status: StatusCode, value: &Value) -> Response {
     let headers = [(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))];
     (status, headers, value.to_string()).into_response()

@@ -1,8 +1,9 @@
-//! By which names this server may be asked, and by whose pages.
+//! Under which host names this server may be requested, and by web pages of which origins.
 //!
-//! A browser sends what a stranger's page tells it to, from inside the network that keeps strangers out. Two of its
-//! headers a page cannot choose: `Host` says by which name the server was looked up, so that a name that a stranger
-//! lets point here (DNS rebinding) is seen; `Origin` says whose page asks. Programs that are no browsers send no `Origin`.
+//! A browser inside a private network sends whatever a page from outside tells it to send. A page cannot
+//! choose two of its headers: `Host` is the name under which the server was looked up, which exposes a name
+//! that an attacker resolves to this address (DNS rebinding); `Origin` is the origin of the page. Programs
+//! other than browsers send no `Origin`.
 
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, Method, Request, StatusCode, header};
@@ -11,25 +12,26 @@ use std::net::IpAddr;
 
 use super::errors::ApiError;
 
-/// Stands for all.
+/// Wildcard for all names or origins.
 const ANY: &str = "*";
-/// Seconds for which a browser need not ask again whether it may ask.
+/// Seconds for which a browser may cache the answer to a preflight request.
 const PREFLIGHT_S: u32 = 600;
 
-/// Names and pages that may ask. By default any name, and no page.
+/// The host names and origins that are allowed. The default allows any name, and no page.
 #[derive(Clone, Debug, Default)]
 pub struct Origins {
-    /// Beside the names of this machine; none: any name.
+    /// Allowed host names besides this machine's own; none allows any name.
     hosts: Option<Vec<String>>,
     pages: Vec<String>,
 }
 
 impl Origins {
-    /// A server that only this machine reaches is asked by this machine's names and `hosts`; any other by `hosts` too, or by
-    /// any name if there are none. Pages ask from `origins`. `*` stands for all.
+    /// A server reachable only from this machine is requested by this machine's names and `hosts`; any other
+    /// by `hosts` too, or by any name if there are none. Web pages of `origins` are allowed. `*` stands for
+    /// all.
     ///
     /// # Errors
-    /// When one is no name or no origin, with the reason.
+    /// The reason, when an entry is not a valid name or origin.
     pub fn new(is_loopback: bool, hosts: &[String], origins: &[String]) -> Result<Self, String> {
         let hosts = hosts.iter().map(|host| checked_host(host)).collect::<Result<Vec<_>, _>>()?;
         let pages = origins.iter().map(|origin| checked_origin(origin)).collect::<Result<_, _>>()?;
@@ -37,14 +39,14 @@ impl Origins {
         Ok(Origins { hosts: (!any).then_some(hosts), pages })
     }
 
-    /// What is answered instead of the request, if anything is.
+    /// The response to a preflight request; none for other requests, which proceed.
     ///
     /// # Errors
-    /// When it is not asked by a name of this server, or by a page that may not ask.
+    /// When the request's host name or origin is not allowed.
     pub(super) fn check<B>(&self, request: &Request<B>) -> Result<Option<Response>, ApiError> {
         let asked = request.headers().get_all(header::HOST).into_iter();
         let asked = asked.map(|host| host.to_str().unwrap_or(""));
-        // A client without either header is no browser.
+        // A client that sends neither header is not a browser.
         let absolute = request.uri().authority().map(Authority::as_str);
         if let Some(host) = asked.chain(absolute).find(|host| !self.admits_host(host)) {
             return Err(ApiError::foreign_host(&host.chars().take(128).collect::<String>()));
@@ -57,7 +59,7 @@ impl Origins {
         Ok((asks && request.method() == Method::OPTIONS).then(preflight))
     }
 
-    /// Lets the page read the response.
+    /// Allows the page to read the response.
     pub(super) fn share(&self, origin: Option<&HeaderValue>, headers: &mut HeaderMap) {
         let Some(origin) = origin.filter(|origin| self.admits_page(origin)) else { return };
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
@@ -89,13 +91,13 @@ fn preflight() -> Response {
     (StatusCode::NO_CONTENT, headers).into_response()
 }
 
-/// A host as it is compared.
+/// A host name, normalised for comparison.
 fn bare(host: &str) -> String {
     let name = host.trim_start_matches('[').trim_end_matches(']').trim_end_matches('.');
     name.to_ascii_lowercase()
 }
 
-/// Whether a name is always of the machine that uses it.
+/// Whether a name always means the machine itself.
 fn is_own(name: &str) -> bool {
     name == "localhost"
         || name.ends_with(".localhost")

@@ -6,41 +6,42 @@ use super::errors::ApiError;
 use super::fields::{Fields, each, text, token_id, wrong_type};
 use crate::request::{Sampling, ServiceTier};
 
-/// Alternatives per position that a client may ask for; OpenAI's bound for chat.
+/// Maximum of alternatives per position; OpenAI's limit for chat.
 const LOGPROBS_MAX: i64 = 20;
-/// OpenAI takes 4 stop strings; some clients send more.
+/// OpenAI accepts 4 stop strings; some clients send more.
 const STOPS_MAX: usize = 16;
-/// Matching holds back up to one stop string of text, so its length is bounded.
+/// Maximum length of a stop string: matching holds back up to one stop string of text.
 const STOP_BYTES_MAX: usize = 1024;
 const STOP_TOKENS_MAX: usize = 64;
 const CACHE_SALT_BYTES_MAX: usize = 256;
-/// OpenAI's bound on choices per prompt.
+/// OpenAI's limit on choices per prompt.
 const CHOICES_MAX: i64 = 128;
 
-/// How to generate, whatever the prompt is.
+/// Generation parameters, independent of the prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Parameters {
-    /// Without the seed, which is drawn later if the client gave none.
+    /// Sampling parameters without the seed, which is drawn later if the client gave none.
     pub(crate) sampling: Sampling,
     pub(crate) seed: Option<u64>,
-    /// Choices per prompt.
+    /// Number of choices per prompt.
     pub(crate) choices: u32,
     pub(crate) stops: Vec<String>,
     pub(crate) stop_token_ids: Vec<u32>,
     pub(crate) ignore_eos: bool,
-    /// As given by the client; the default depends on the endpoint.
+    /// The client's value; the default depends on the endpoint.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) add_special_tokens: Option<bool>,
-    /// Whether the text of special tokens in what the client wrote stays text; the default depends on the endpoint.
+    /// Whether the names of special tokens in the client's text are treated as text; the default depends on
+    /// the endpoint.
     pub(crate) split_special_tokens: Option<bool>,
     pub(crate) cache_salt: Option<String>,
-    /// The one that the request is served as, if the client named any.
+    /// The tier that the request is served as, if the client named one.
     pub(crate) tier: Option<ServiceTier>,
-    /// None: one document at the end.
+    /// Options of a stream; none for one document at the end.
     pub(crate) stream: Option<StreamOptions>,
 }
 
-/// What a stream carries besides text.
+/// What a stream contains besides text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StreamOptions {
     pub(crate) include_usage: bool,
@@ -48,7 +49,7 @@ pub(crate) struct StreamOptions {
 }
 
 impl Parameters {
-    /// Reads the shared fields. What the client leaves open comes from `defaults`.
+    /// Reads the shared fields. Values that the client leaves open come from `defaults`.
     pub(crate) fn parse(
         fields: &mut Fields<'_>,
         defaults: &Sampling,
@@ -82,7 +83,7 @@ fn sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, Ap
         Ok(fields.number(name, low..=high)?.map_or(default, |value| value as f32))
     };
     let temperature = number("temperature", 0.0, 2.0, defaults.temperature)?;
-    // OpenAI accepts 0: the smallest set of at least one token.
+    // OpenAI accepts 0, which means the smallest set of at least one token.
     let top_p = number("top_p", 0.0, 1.0, defaults.top_p)?.max(f32::MIN_POSITIVE);
     let min_p = number("min_p", 0.0, 1.0, defaults.min_p)?;
     // The bounds keep logits finite.
@@ -106,12 +107,12 @@ fn sampling(fields: &mut Fields<'_>, defaults: &Sampling) -> Result<Sampling, Ap
     })
 }
 
-/// The alternatives per position of a completion.
+/// Reads the number of alternatives per position of a completion.
 pub(crate) fn completion_logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     Ok(fields.integer("logprobs", 0..=LOGPROBS_MAX)?.map(|count| count as u32))
 }
 
-/// The alternatives per position of a chat.
+/// Reads the number of alternatives per position of a chat.
 pub(crate) fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     let wanted = fields.boolean("logprobs")?.unwrap_or(false);
     let top = fields.integer("top_logprobs", 0..=LOGPROBS_MAX)?;
@@ -177,8 +178,8 @@ fn max_tokens(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     Ok(new.or(old).map(|count| count as u32))
 }
 
-/// `min_tokens` is not implemented, but benchmark clients send it with `ignore_eos`, where nothing
-/// ends an answer before `max_tokens` and it is met by itself.
+/// Checks `min_tokens`, which is not implemented. Benchmark clients send it with `ignore_eos`; then nothing
+/// ends an answer before `max_tokens`, so that it is satisfied anyway.
 fn check_min_tokens(
     fields: &mut Fields<'_>,
     ends_at_max_only: bool,
@@ -201,7 +202,8 @@ fn cache_salt(fields: &mut Fields<'_>) -> Result<Option<String>, ApiError> {
     Ok(salt)
 }
 
-/// Nobody is served before the fleet's objectives ask for it, so `priority` is what everyone gets.
+/// Reads the service tier. `priority` means the default tier, since no request is served ahead of the fleet's
+/// objectives.
 fn tier(fields: &mut Fields<'_>) -> Result<Option<ServiceTier>, ApiError> {
     let Some(name) = fields.string("service_tier")? else { return Ok(None) };
     match name.as_str() {

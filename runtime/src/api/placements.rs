@@ -1,10 +1,10 @@
-//! What `/debug/placement` shows: the last decisions, each explained.
+//! The most recent placement decisions with their explanations, for `/debug/placement`.
 
 use serde_json::Value;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Explanations of placements by request id, the newest `capacity` of them.
+/// Explanations of placements by request id; the newest `capacity` are kept.
 #[derive(Debug)]
 pub struct Placements {
     capacity: usize,
@@ -15,7 +15,7 @@ pub struct Placements {
 struct Entry {
     id: String,
     owner: Option<String>,
-    /// None until it is placed.
+    /// None until the request is placed.
     explanation: Option<Value>,
 }
 
@@ -25,7 +25,7 @@ impl Placements {
         Placements { capacity, entries: Mutex::default() }
     }
 
-    /// Says whose an engine request will be.
+    /// Sets the owner of a future engine request.
     pub(crate) fn claim(&self, id: &str, owner: &str) {
         self.put(Entry { id: id.to_string(), owner: Some(owner.to_string()), explanation: None });
     }
@@ -48,7 +48,7 @@ impl Placements {
         }
     }
 
-    /// The explanation of an engine request, or of the first choice of a response, if `shown` allows its owner's.
+    /// The explanation of an engine request, or of a response's first choice, if `shown` allows its owner.
     pub(crate) fn explain(&self, id: &str, shown: impl Fn(Option<&str>) -> bool) -> Option<Value> {
         let entries = self.lock();
         let find = |id: &str| entries.iter().find(|known| known.id == id && shown(known.owner.as_deref()));

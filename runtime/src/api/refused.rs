@@ -1,23 +1,23 @@
-//! Fields that would change the output and are not supported: never ignored.
+//! Fields that would change the output and are not supported: they are refused, never ignored.
 //!
-//! A field that is in neither this list nor read by a parser (`user`, `metadata`, `store`, tracing
-//! hints of clients) is accepted: benchmark clients and gateways send many such, and none of them
-//! changes what is generated.
+//! A field that is neither in this list nor read by a parser (`user`, `metadata`, `store`, tracing hints of
+//! clients) is accepted: benchmark clients and gateways send many such fields, and none of them changes what
+//! is generated.
 
 use serde_json::Value;
 
 use super::errors::ApiError;
 use super::fields::{Fields, value};
 
-/// The value with which a refused field asks for nothing.
+/// The value with which an unsupported field has no effect.
 enum Neutral {
-    /// Any value asks for something.
+    /// No value: the field always has an effect.
     None,
     /// `false`, 0, and empty strings, arrays and objects.
     Empty,
-    /// This number.
+    /// The given number.
     Number(f64),
-    /// This word.
+    /// The given string.
     Word(&'static str),
     /// `true`.
     True,
@@ -91,9 +91,9 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
     ("verbosity", Neutral::None, TEMPLATE),
 ];
 
-/// Checks what the parsers did not read: 400 for a field that asks for something unsupported.
+/// Checks the fields that the parsers did not read: 400 for a field that asks for something unsupported.
 pub(crate) fn check(fields: &Fields<'_>) -> Result<(), ApiError> {
-    // What is too large to look at asks for something.
+    // A value too large to parse counts as having an effect.
     let look = |name: &str, fine: &dyn Fn(&Value) -> bool| {
         fields.get(name).is_none_or(|raw| value(name, raw).is_ok_and(|value| fine(&value)))
     };

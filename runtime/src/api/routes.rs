@@ -1,4 +1,4 @@
-//! Which address does what.
+//! Maps URLs to handlers.
 
 use axum::Router;
 use axum::body::Body;
@@ -27,7 +27,8 @@ const REQUEST_ID: &str = "x-request-id";
 const REQUEST_ID_BYTES_MAX: usize = 128;
 
 impl Api {
-    /// The service. `/live`, `/health` and `/metrics` are open, everything else needs the API key if one is set.
+    /// The service. `/live`, `/health` and `/metrics` are open; everything else requires the API key if one
+    /// is set.
     pub fn router(self: &Arc<Self>) -> Router {
         open()
             .route("/v1/models", get(models))
@@ -42,7 +43,7 @@ impl Api {
             .with_state(self.clone())
     }
 
-    /// The part of it that is for those who watch.
+    /// The routes for monitoring.
     pub(super) fn watched(self: &Arc<Self>) -> Router {
         let nothing = async || ApiError::not_found("only /live, /health and /metrics are answered here");
         open().fallback(nothing).with_state(self.clone())
@@ -53,18 +54,18 @@ fn open() -> Router<Arc<Api>> {
     Router::new().route("/live", get(live)).route("/health", get(health)).route("/metrics", get(metrics))
 }
 
-/// The address that a request came from.
+/// The holder of the connection that a request came over.
 #[derive(Clone, Copy)]
 pub(super) struct Holder(pub(super) IpAddr);
 
-/// Who asks, and on whose account.
+/// A request's tenant, and the party it is accounted to.
 #[derive(Clone)]
 struct Caller {
     tenant: Arc<Tenant>,
     party: Party,
 }
 
-/// What every request passes: the key, the request id, the count of responses.
+/// Wraps every request: checks the key, sets the request id, counts the response.
 async fn around(State(api): State<Arc<Api>>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_string());
     let own_id = request.headers().get(REQUEST_ID).filter(|id| is_sane(id)).cloned();
@@ -93,7 +94,7 @@ async fn around(State(api): State<Arc<Api>>, mut request: Request, next: Next) -
     response
 }
 
-/// Printable ASCII of a bearable length: it goes into the client's logs as it came.
+/// Whether a client's request id is printable ASCII of limited length: it is copied into logs unchanged.
 fn is_sane(id: &HeaderValue) -> bool {
     (1..=REQUEST_ID_BYTES_MAX).contains(&id.len()) && id.as_bytes().iter().all(u8::is_ascii_graphic)
 }
@@ -125,7 +126,7 @@ async fn model(State(api): State<Arc<Api>>, name: Segment) -> Result<Response, A
     Ok(document(StatusCode::OK, &describe(&model)))
 }
 
-/// What stands in the address for a name.
+/// A path segment that holds a name.
 type Segment = Result<Path<String>, PathRejection>;
 
 fn one(segment: Segment) -> Result<String, ApiError> {
@@ -195,7 +196,7 @@ async fn answer(
     generate::respond(api, model, plan?, seat, arrived_s).await
 }
 
-/// Reads a body and makes tokens of it.
+/// Reads a body and tokenises it.
 fn plan(
     body: &[u8],
     endpoint: Endpoint,

@@ -1,4 +1,4 @@
-//! The HTTP/1 server: connections in, [`Api`] behind, an orderly end.
+//! The HTTP/1 server: accepts connections, passes requests to [`Api`], and shuts down in order.
 
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, Request, header};
@@ -28,24 +28,24 @@ use super::{Api, Limits, Origins};
 use crate::env::{Connection, Listener, SharedEnv, Task};
 use crate::metrics::{Metrics, RefusedLabels};
 
-/// How far the end has come. A dropped sender counts as [`Shutdown::Stop`].
+/// The stage of shutdown. A dropped sender counts as [`Shutdown::Stop`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Shutdown {
     /// Serve.
     No,
-    /// Accept nothing more, finish the requests that are running.
+    /// Accept no further connections, finish the running requests.
     Drain,
-    /// Cut what still runs.
+    /// Cut off requests that still run.
     Stop,
 }
 
-/// After a failed accept (no file descriptors left, usually) before the next one.
+/// Pause after a failed accept, which usually means that no file descriptors are left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Seconds after which clients whose connection was not let in may try again.
+/// Seconds after which clients whose connection was not admitted may try again.
 const FULL_RETRY_AFTER_S: u64 = 1;
 
-/// Serves until told otherwise; returns when the last connection is closed, which after [`Shutdown::Drain`] takes no longer
-/// than [`Limits::drain_timeout`].
+/// Serves until told to stop. It returns when the last connection is closed, which after [`Shutdown::Drain`]
+/// takes at most [`Limits::drain_timeout`].
 pub async fn serve(
     listener: Box<dyn Listener>,
     api: Arc<Api>,
@@ -57,7 +57,7 @@ pub async fn serve(
     serve_routes(listener, house, shutdown, || api.drain()).await;
 }
 
-/// What is served, to whom, and within what.
+/// The routes, metrics and limits of a server.
 pub(super) struct House<'a> {
     pub(super) routes: axum::Router,
     pub(super) limits: &'a Limits,
@@ -66,7 +66,7 @@ pub(super) struct House<'a> {
     pub(super) metrics: &'a Metrics,
 }
 
-/// Serves any routes likewise; `drain` is called when nothing more is accepted.
+/// Serves any routes in the same way; `drain` is called when no more connections are accepted.
 pub(super) async fn serve_routes(
     mut listener: Box<dyn Listener>,
     house: House<'_>,
@@ -80,7 +80,7 @@ pub(super) async fn serve_routes(
     let builder = builder(limits, env);
     let origins = Arc::new(origins);
     loop {
-        // Room is made at once; here those are waited for that have to go and have not yet.
+        // Room is made at once; this waits for the connections that were told to close and are still open.
         let permit = tokio::select! { biased;
             () = at_least(&mut shutdown, Shutdown::Drain) => break,
             permit = open.clone().acquire_owned() => permit.expect("the semaphore is never closed"),
@@ -135,13 +135,13 @@ fn builder(limits: &Limits, env: &SharedEnv) -> http1::Builder {
 }
 
 async fn at_least(shutdown: &mut watch::Receiver<Shutdown>, stage: Shutdown) {
-    // An error is a dropped sender.
+    // An error means that the sender was dropped.
     let _ = shutdown.wait_for(|now| *now >= stage).await;
 }
 
 type HttpConnection = http1::Connection<TokioIo<StallGuard<Box<dyn Connection>>>, GuestRoutes>;
 
-/// How long a connection may stay.
+/// How long a connection may stay open.
 struct Stay {
     env: SharedEnv,
     first_request: Task,
@@ -152,7 +152,7 @@ struct Stay {
 }
 
 impl Stay {
-    /// Serves the connection until it ends or has to go.
+    /// Serves the connection until it ends or must close.
     async fn drive(mut self, connection: HttpConnection) -> hyper::Result<()> {
         let mut connection = pin!(connection);
         let mut stop = self.shutdown.clone();
@@ -231,7 +231,7 @@ fn full_house() -> ApiError {
     ApiError::unavailable("connections_exhausted", message, FULL_RETRY_AFTER_S)
 }
 
-/// A response's body, which says when it is over.
+/// A response's body, which reports its end.
 struct Answer {
     body: Body,
     guest: Arc<Guest>,
@@ -263,7 +263,7 @@ impl Drop for Answer {
     }
 }
 
-/// hyper's timers from the environment's clock. hyper speaks in `Instant`s and uses differences only:
+/// hyper's timers on the environment's clock. hyper computes with `Instant`s and uses only differences:
 /// `origin` stands for the environment's time `began_s`.
 struct EnvTimer {
     env: SharedEnv,
@@ -285,7 +285,7 @@ impl Timer for EnvTimer {
     }
 }
 
-/// The mutex is never locked; it makes the task `Sync`, which hyper asks for.
+/// The mutex is never locked; it makes the task `Sync`, which hyper requires.
 struct EnvSleep(Mutex<Task>);
 
 impl Future for EnvSleep {

@@ -1,4 +1,4 @@
-//! The JSON documents of answers, whole and in chunks, field by field as OpenAI sends them.
+//! The JSON documents of responses, whole and in chunks, with OpenAI's fields.
 
 use serde::Serialize;
 
@@ -7,17 +7,17 @@ use super::logprobs::{ChatLogprobs, TextLogprobs};
 use super::text::TextModel;
 use crate::request::{FinishReason, ServiceTier};
 
-/// Which of the two generation endpoints answers.
+/// One of the two generation endpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
-    /// `/v1/completions`
+    /// The route `/v1/completions`.
     Completions,
-    /// `/v1/chat/completions`
+    /// The route `/v1/chat/completions`.
     Chat,
 }
 
 impl Endpoint {
-    /// Its name in metrics and log.
+    /// The endpoint's name in metrics and log.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Endpoint::Completions => "completions",
@@ -25,7 +25,7 @@ impl Endpoint {
         }
     }
 
-    /// What response ids start with.
+    /// The prefix of response ids.
     pub(crate) fn id_prefix(self) -> &'static str {
         match self {
             Endpoint::Completions => "cmpl-",
@@ -34,7 +34,7 @@ impl Endpoint {
     }
 }
 
-/// What all documents of one response share.
+/// Fields that all documents of one response share.
 #[derive(Clone, Debug)]
 pub(crate) struct Head {
     pub(crate) endpoint: Endpoint,
@@ -42,11 +42,11 @@ pub(crate) struct Head {
     /// Seconds since 1970-01-01.
     pub(crate) created: u64,
     pub(crate) model: String,
-    /// As which it is served; only where the client asked.
+    /// The tier that the request is served as; only where the client asked.
     pub(crate) tier: Option<ServiceTier>,
 }
 
-/// A whole choice.
+/// A complete choice.
 #[derive(Debug, Default)]
 pub(crate) struct Collected {
     pub(crate) text: String,

@@ -12,13 +12,13 @@ use super::parameters::StreamOptions;
 use super::shapes::Head;
 use super::text::TextModel;
 
-/// A response on its way out. Dropping it (hyper does when the client leaves) cancels the answer.
+/// A response that is being streamed. Dropping it, as hyper does when the client leaves, cancels the answer.
 pub(crate) struct Stream {
     answer: Answer,
     head: Head,
     options: StreamOptions,
     model: Arc<dyn TextModel>,
-    /// Per choice, whether its first chunk is out.
+    /// Whether the first chunk of each choice was sent.
     opened: Vec<bool>,
     ended: bool,
 }
@@ -57,7 +57,7 @@ impl Stream {
     fn add_delta(&mut self, index: usize, delta: &Delta, events: &mut String) {
         let usage = self.usage();
         let generated = self.answer.generated(index) > 0;
-        // The role waits for the first token: clients take the first chunk for the time to it.
+        // The role is sent with the first token, since clients take the first chunk's time as TTFT.
         if (generated || delta.finish.is_some())
             && !std::mem::replace(&mut self.opened[index], true)
             && let Some(opening) = self.head.opening(index, usage)
@@ -93,7 +93,7 @@ pub(crate) fn response(stream: Stream) -> Response {
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8")),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
-        // nginx would otherwise collect the stream before passing it on.
+        // Without this, nginx buffers the stream before passing it on.
         (header::HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
     ];
     (headers, Body::from_stream(events)).into_response()

@@ -1,4 +1,4 @@
-//! Closes connections whose client has stopped reading, and sees when it has all.
+//! Closes connections whose client has stopped reading, and reports when all bytes were sent.
 
 use std::io;
 use std::pin::Pin;
@@ -15,7 +15,7 @@ pub(super) struct StallGuard<C> {
     connection: C,
     env: SharedEnv,
     timeout: Duration,
-    /// Set while a write waits.
+    /// Set while a write is pending.
     alarm: Option<Task>,
     guest: Arc<Guest>,
 }
@@ -25,7 +25,7 @@ impl<C> StallGuard<C> {
         StallGuard { connection, env, timeout, alarm: None, guest }
     }
 
-    /// Passes a write's outcome on, unless it has waited too long.
+    /// Passes on a write's result, unless the write has been pending too long.
     fn watch<T>(&mut self, written: Poll<io::Result<T>>, context: &mut Context<'_>) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.alarm = None;

@@ -1,7 +1,7 @@
-//! Stop strings: cuts an answer before the first one, and shows no part of it on the way.
+//! Stop strings: cuts an answer before the first one, and sends no part of it.
 
-/// Passes text through until a stop string is complete. What could still become one is held back, so
-/// the text that comes out does not depend on how the text that went in was cut into pieces.
+/// Passes text through until a stop string is complete. Text that could still become one is held back, so the
+/// output does not depend on how the input was divided into pieces.
 #[derive(Debug)]
 pub(crate) struct StopFilter {
     stops: Vec<String>,
@@ -9,23 +9,23 @@ pub(crate) struct StopFilter {
     held: String,
 }
 
-/// What a piece of text became.
+/// The result of adding a piece of text.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Passed {
-    /// To be shown.
+    /// Text that can be sent.
     pub(crate) text: String,
-    /// A stop string followed: the answer is over.
+    /// Whether a stop string followed, which ends the answer.
     pub(crate) stopped: bool,
 }
 
 impl StopFilter {
-    /// `stops` are not empty strings.
+    /// A filter for `stops`, none of which is empty.
     pub(crate) fn new(stops: Vec<String>) -> Self {
         StopFilter { stops, held: String::new() }
     }
 
-    /// Takes the next piece. The stop string that is complete first wins; of those complete at the
-    /// same character, the longest.
+    /// Adds the next piece. The stop string that is complete first wins; of those complete at the same
+    /// character, the longest.
     pub(crate) fn push(&mut self, piece: &str) -> Passed {
         let mut text = std::mem::take(&mut self.held);
         text.push_str(piece);
@@ -39,13 +39,13 @@ impl StopFilter {
         Passed { text, stopped: false }
     }
 
-    /// The end of the text: what was held back is no stop string after all.
+    /// Ends the text and returns what was held back, which is not a stop string after all.
     pub(crate) fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Bytes of the longest suffix of `text` that is a proper prefix of `stop`.
+/// Length in bytes of the longest suffix of `text` that is a proper prefix of `stop`.
 fn overlap(text: &str, stop: &str) -> usize {
     let longest = text.len().min(stop.len() - 1);
     let fits = |bytes: &usize| text.as_bytes().ends_with(&stop.as_bytes()[..*bytes]);
@@ -73,7 +73,7 @@ mod tests {
         (shown, false)
     }
 
-    /// Looks at every prefix of the text for a stop string at its end.
+    /// Checks every prefix of the text for a stop string at its end.
     fn oracle(stops: &[String], text: &str) -> (String, bool) {
         let ends = text.char_indices().map(|(start, character)| start + character.len_utf8());
         for end in ends {

@@ -1,17 +1,17 @@
-//! Counts and times one request for the metrics and the log.
+//! Counts and times one request for metrics and log.
 
 use super::shapes::Endpoint;
 use crate::env::SharedEnv;
 use crate::metrics::{Metrics, Outcome, RequestLabels};
 
-/// The running account of a request. Dropped before an outcome is known, the client has left.
+/// Counts and times of a request so far. If it is dropped before an outcome is known, the client has left.
 pub(crate) struct Tally {
     metrics: Metrics,
     env: SharedEnv,
     endpoint: Endpoint,
     id: String,
     arrived_s: f64,
-    /// Per choice, the time of its last token.
+    /// The time of the last token of each choice.
     last_token_s: Vec<Option<f64>>,
     first_token_s: Option<f64>,
     tokens: u64,
@@ -41,7 +41,7 @@ impl Tally {
         }
     }
 
-    /// The engine has taken the request.
+    /// Records that the engine accepted the request.
     pub(crate) fn accepted(&mut self, prompt_tokens: impl Iterator<Item = u32>, choices: usize) {
         self.last_token_s = vec![None; choices];
         for tokens in prompt_tokens {
@@ -50,12 +50,12 @@ impl Tally {
         }
     }
 
-    /// The engine has turned the request away.
+    /// Records that the engine rejected the request.
     pub(crate) fn rejected(&mut self) {
         self.outcome = Outcome::Rejected;
     }
 
-    /// A token of a choice has come.
+    /// Records a token of a choice.
     pub(crate) fn token(&mut self, choice: usize) {
         let now_s = self.env.now().0;
         match self.last_token_s[choice].replace(now_s) {
@@ -67,18 +67,18 @@ impl Tally {
         self.metrics.generation_tokens.inc();
     }
 
-    /// A choice is complete.
+    /// Records that a choice is complete.
     pub(crate) fn choice_done(&mut self, generated: u32, cached: Option<u32>) {
         self.metrics.request_generation_tokens.observe(generated.into());
         self.metrics.cached_tokens.inc_by(cached.unwrap_or(0).into());
     }
 
-    /// All choices are complete.
+    /// Records that all choices are complete.
     pub(crate) fn succeeded(&mut self) {
         self.outcome = Outcome::Success;
     }
 
-    /// The engine could not complete it.
+    /// Records that the engine could not complete the request.
     pub(crate) fn failed(&mut self, reason: &str) {
         self.outcome = Outcome::Failed;
         tracing::warn!(id = %self.id, reason, "request failed");

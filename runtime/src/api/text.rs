@@ -1,28 +1,29 @@
-//! What the API needs from a tokenizer and chat template.
+//! The interface to a tokenizer and chat template.
 
 use crate::model::ChatMessage;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
-/// Characters that stand for nothing in Unicode, and hence seldom in a text.
+/// Unicode noncharacters, which hardly occur in text.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
 /// Text to be tokenised.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Marked {
-    /// The text, with marks.
+    /// The text, including marks.
     pub text: String,
-    /// This character is no part of the text: it interrupts what would be a special token and must stay text.
+    /// A character that is not part of the text: it interrupts text that would become a special token and
+    /// must stay text.
     pub mark: Option<char>,
 }
 
 impl Marked {
-    /// Text in which special tokens are special.
+    /// Text in which the names of special tokens become special tokens.
     pub fn plain(text: String) -> Self {
         Marked { text, mark: None }
     }
 
-    /// The text itself.
+    /// The text without marks.
     pub fn unmarked(&self) -> Cow<'_, str> {
         match self.mark {
             Some(mark) => Cow::Owned(self.text.replace(mark, "")),
@@ -31,8 +32,8 @@ impl Marked {
     }
 }
 
-/// Interrupts all that would become special tokens in `strings`, each by itself or beside others. The mark for it, or none
-/// where there is nothing to interrupt.
+/// Interrupts everything in `strings` that would become a special token, within one string or together with
+/// its neighbours. Returns the mark used, or none if there is nothing to interrupt.
 pub(super) fn mark(strings: &mut [&mut String], model: &dyn TextModel) -> Result<Option<char>, String> {
     let places: Vec<Vec<usize>> = strings.iter().map(|text| model.special_places(text)).collect();
     if places.iter().all(Vec::is_empty) {
@@ -55,7 +56,7 @@ pub(super) fn mark(strings: &mut [&mut String], model: &dyn TextModel) -> Result
     Ok(Some(mark))
 }
 
-/// From text to tokens and back. Errors are messages for the client.
+/// Converts text to tokens and back. Errors are messages for the client.
 pub trait TextModel: Send + Sync {
     /// The tokens of `prompt`, with the tokenizer's own begin/end tokens if `add_special`.
     ///
@@ -63,18 +64,19 @@ pub trait TextModel: Send + Sync {
     /// Why the text cannot be tokenised.
     fn encode(&self, prompt: &Marked, add_special: bool) -> Result<Vec<u32>, String>;
 
-    /// Places in `text`, in order, where a mark keeps it from becoming special tokens, by itself or with what is put
-    /// before or behind it.
+    /// Positions in `text`, in order, at which a mark prevents special tokens, in the text alone or together
+    /// with text before or after it.
     fn special_places(&self, text: &str) -> Vec<usize>;
 
-    /// The most bytes of text that one token can stand for, if there is such a bound.
+    /// The maximum number of bytes of text that one token can stand for, if there is such a limit.
     fn token_bytes_max(&self) -> Option<usize>;
 
-    /// The prompt text of a conversation. `arguments` are extra variables of the template. The text carries its own
-    /// special tokens: encode it without `add_special`. Ends early, with any error, once `stopped`.
+    /// The prompt text of a conversation. `arguments` are extra variables of the template. The text contains
+    /// its own special tokens, so it is encoded without `add_special`. Ends early, with any error, once
+    /// `stopped`.
     ///
     /// # Errors
-    /// The model has no template, or the template refuses the conversation.
+    /// The model has no template, or the template rejects the conversation.
     fn render_chat(
         &self,
         messages: &[ChatMessage],
@@ -86,23 +88,22 @@ pub trait TextModel: Send + Sync {
     /// A decoder for one answer. It skips special tokens.
     fn decoder(&self) -> Box<dyn TextDecoder>;
 
-    /// The bytes that one token stands for, for `logprobs` (a special token: its name); empty for an unknown
-    /// id.
+    /// The bytes that one token stands for, for `logprobs` (a special token's name); empty for an unknown id.
     fn token_bytes(&self, id: u32) -> Vec<u8>;
 
-    /// Ids below this have a row in the model's embedding; others in a prompt are a 400.
+    /// Number of rows of the model's embedding; token ids in a prompt from there on get 400.
     fn vocabulary_size(&self) -> u32;
 }
 
-/// Turns the tokens of one answer into text, bit by bit.
+/// Turns the tokens of one answer into text incrementally.
 pub trait TextDecoder: Send {
-    /// The text that has become complete with this token; empty while a character is unfinished.
+    /// The text that is complete with this token; empty while a character is unfinished.
     ///
     /// # Errors
     /// The tokenizer's error.
     fn push(&mut self, id: u32) -> Result<String, String>;
 
-    /// What is left at the end; an unfinished character becomes U+FFFD. Called once, last.
+    /// The remaining text at the end; an unfinished character becomes U+FFFD. Called once, last.
     ///
     /// # Errors
     /// The tokenizer's error.

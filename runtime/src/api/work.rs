@@ -1,4 +1,5 @@
-//! Work that would hold up other requests if it ran where they are served: a few threads do it, and few wait for them.
+//! A small thread pool for parsing and tokenising, which would delay other requests on the threads that serve
+//! them.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,12 +12,13 @@ use super::errors::ApiError;
 use crate::budget::{Party, share};
 use crate::env::SharedEnv;
 
-/// A body up to this long is read in place: at 5 MB/s its text is tokenised in less than a millisecond.
+/// A body up to this length is processed in place: at 5 MB/s its text is tokenised in less than a
+/// millisecond.
 const IN_PLACE_BYTES_MAX: usize = 4 << 10;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Threads that read requests, started when they are first needed, and those who wait for one.
+/// Threads that parse requests, started when they are first needed, and the jobs that wait for them.
 pub(crate) struct Pool {
     env: SharedEnv,
     waiting: Arc<Waiting>,
@@ -32,10 +34,10 @@ struct Waiting {
     jobs: Semaphore,
 }
 
-/// Each party waits in a queue of its own, and each queue in turn gives a job: whoever sends many waits longer, nobody else.
+/// One queue per party; queues take turns, so that a party with many jobs delays only itself.
 #[derive(Default)]
 struct Queues {
-    /// Those that are empty are not here.
+    /// The queues that are not empty.
     of: HashMap<Party, VecDeque<Job>>,
     turns: VecDeque<Party>,
     jobs: usize,
@@ -102,9 +104,9 @@ impl Pool {
         }
     }
 
-    /// The result of `work` on a body of so many bytes, which this party sent. `held` is what the request holds meanwhile: it comes back with the
-    /// result, and is let go only when the work has really ended, whether or not somebody still waits for it. Work whose
-    /// client has left does not begin, and is told so when it has begun.
+    /// Runs `work` on a body of `bytes` bytes that `party` sent. `held` is returned with the result; it is
+    /// released only when the work has really ended, whether or not a caller still waits. Work whose client
+    /// has left does not begin; work that has begun is told.
     pub(crate) async fn run<T: Send + 'static, H: Send + 'static>(
         &self,
         bytes: usize,
@@ -123,7 +125,7 @@ impl Pool {
             if sender.is_closed() {
                 return;
             }
-            // A library that panics must not take the thread with it; the client gets a 500.
+            // A library that panics must not end the thread; the client gets a 500.
             let result = catch_unwind(AssertUnwindSafe(|| work(&|| sender.is_closed())));
             if let Ok(result) = result {
                 drop(sender.send((result, held)));
@@ -133,7 +135,7 @@ impl Pool {
         receiver.await.map_err(|_| failed())
     }
 
-    /// One more thread, unless there are enough.
+    /// Starts one more thread, unless there are enough.
     fn start_thread(&self) -> Result<(), ApiError> {
         let more = |threads| (threads < self.threads_max).then_some(threads + 1);
         let Ok(threads) = self.threads.fetch_update(Ordering::AcqRel, Ordering::Acquire, more) else {
@@ -147,7 +149,7 @@ impl Pool {
         };
         if let Err(error) = self.env.spawn_worker(&format!("reader-{threads}"), Box::pin(work)) {
             tracing::warn!(%error, "no thread could be started to read a request");
-            // Another thread will do, if there is one.
+            // Another thread will do the work, if there is one.
             if self.threads.fetch_sub(1, Ordering::AcqRel) == 1 {
                 return Err(ApiError::unavailable("no_thread", "no thread is free to read the request", 1));
             }

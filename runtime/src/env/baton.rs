@@ -1,8 +1,9 @@
-//! Workers of the seeded environment that block: each has a thread, and one runs at a time.
+//! Blocking workers of the seeded environment: each has a thread, and one runs at a time.
 //!
-//! A device's queue is waited for by a call that does not return before. In one thread nobody else could run meanwhile, and
-//! virtual time would have to jump ahead of everyone else's. So a worker gets a thread of its own, and a baton goes between it
-//! and the loop that owns the time: whoever lacks it sleeps. Equal runs stay equal.
+//! Waiting for a device's queue blocks the caller. On a single thread no other task could run meanwhile, and
+//! virtual time would have to jump ahead for all of them. So each worker has a thread of its own, and a baton
+//! passes between it and the event loop that owns the time; whichever lacks the baton sleeps. Runs with equal
+//! seeds stay equal.
 
 use super::Task;
 use mixfleet_hal::units::Seconds;
@@ -12,13 +13,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// What a worker did with its turn.
+/// How a worker's turn ended.
 pub(super) enum Turn {
     /// It waits for messages.
     Pending,
-    /// It ended.
+    /// Its task ended.
     Done,
-    /// It waits for this time, in the middle of its work, or until it is woken.
+    /// In the middle of its work it waits until this time, or until it is woken.
     Blocked { until: Seconds, or_woken: bool },
     /// It panicked.
     Panicked(Box<dyn Any + Send>),
@@ -34,17 +35,17 @@ struct Baton {
     turn: Turn,
 }
 
-/// A worker's thread, as its loop sees it.
+/// A worker's thread, as the event loop sees it.
 #[derive(Clone)]
 pub(super) struct WorkerThread(Arc<(Mutex<Baton>, Condvar)>);
 
 thread_local! {
-    /// What wakes this worker too.
+    /// The worker whose thread this is, and its waker.
     static OWN: RefCell<Option<(WorkerThread, Waker)>> = const { RefCell::new(None) };
 }
 
 impl WorkerThread {
-    /// A thread that polls `task` at its turns. It ends with the task, or else with the process.
+    /// Starts a thread that polls `task` at its turns, and that ends with the task or with the process.
     ///
     /// # Errors
     /// When the operating system has no thread left.
@@ -68,7 +69,8 @@ impl WorkerThread {
                 };
                 let ends = matches!(turn, Turn::Done | Turn::Panicked(_));
                 if ends {
-                    // What goes with it wakes others: in this turn, not at some time in the next one's.
+                    // Dropping the task wakes others; that must happen in this turn, not at some time in the
+                    // next one's.
                     task = None;
                 }
                 thread.hand_back(turn);
@@ -90,12 +92,13 @@ impl WorkerThread {
         std::mem::replace(&mut baton.turn, Turn::Pending)
     }
 
-    /// What wakes the worker whose thread this is, if it is one's.
+    /// The waker of the worker whose thread this is, if it is a worker's.
     pub(super) fn own_waker() -> Option<Waker> {
         OWN.with_borrow(|own| own.as_ref().map(|(_, waker)| waker.clone()))
     }
 
-    /// Called on a worker's thread: others run until that time, or until it is woken. False on any other thread.
+    /// Lets others run until `until`, or until this worker is woken. Returns false on a thread that is not a
+    /// worker's.
     pub(super) fn block_own(until: Seconds, or_woken: bool) -> bool {
         let Some((own, _)) = OWN.with_borrow(Option::clone) else { return false };
         own.hand_back(Turn::Blocked { until, or_woken });

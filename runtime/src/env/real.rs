@@ -1,4 +1,4 @@
-//! tokio and the operating system.
+//! The environment of tokio and the operating system.
 
 use super::{Connection, Env, Listener, Task};
 use futures_util::future::BoxFuture;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 
-/// The real world. Needs a running tokio runtime.
+/// The real environment. It needs a running tokio runtime.
 #[derive(Debug)]
 pub struct RealEnv {
     start: Instant,
@@ -21,13 +21,13 @@ pub struct RealEnv {
 }
 
 impl RealEnv {
-    /// On the given tokio runtime.
+    /// An environment on the given tokio runtime.
     pub fn new(handle: Handle) -> Self {
         RealEnv { start: Instant::now(), handle }
     }
 
-    /// On a thread of its own, which the process takes with it when it ends: what runs there goes on whatever other
-    /// threads do.
+    /// An environment on a thread of its own, which ends with the process and whose tasks continue whatever
+    /// other threads do.
     ///
     /// # Errors
     /// When the operating system has no thread or no descriptors for it.
@@ -40,7 +40,7 @@ impl RealEnv {
     }
 }
 
-/// Wakes a thread that is parked.
+/// Wakes a parked thread.
 struct Unpark(Thread);
 
 impl Wake for Unpark {
@@ -97,7 +97,7 @@ impl Env for RealEnv {
 
     fn listen(&self, address: &str) -> BoxFuture<'static, io::Result<Box<dyn Listener>>> {
         let address = address.to_string();
-        // Whoever asks may run elsewhere; the socket belongs to this environment's runtime.
+        // The caller may run elsewhere; the socket must belong to this environment's runtime.
         let bound = self.handle.spawn(async move { TcpListener::bind(&address).await });
         Box::pin(async move {
             let listener: Box<dyn Listener> = Box::new(bound.await.map_err(io::Error::other)??);
@@ -110,8 +110,8 @@ impl Listener for TcpListener {
     fn accept(&mut self) -> BoxFuture<'_, io::Result<(Box<dyn Connection>, SocketAddr)>> {
         Box::pin(async move {
             let (stream, peer) = TcpListener::accept(self).await?;
-            // A token is one small write: it must not wait for the previous one's acknowledgement.
-            // A client that is gone already refuses the option, and is noticed later.
+            // A token is one small write, which must not wait for the acknowledgement of the previous one. A
+            // client that is already gone refuses the option, and is noticed later.
             let _ = stream.set_nodelay(true);
             let connection: Box<dyn Connection> = Box::new(stream);
             Ok((connection, peer))

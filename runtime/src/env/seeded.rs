@@ -1,4 +1,4 @@
-//! One thread, virtual time, one seed.
+//! The deterministic environment: one thread, virtual time, one seed.
 
 use super::baton::{Turn, WorkerThread};
 use super::{Connection, Env, Listener, Task};
@@ -15,9 +15,9 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Bytes that an in-memory connection holds in each direction.
+/// Bytes that an in-memory connection buffers in each direction.
 const CONNECTION_BYTES: usize = 64 * 1024;
-/// Polls without virtual time passing after which a run is taken for a livelock.
+/// Polls without progress of virtual time after which a run counts as a livelock.
 const POLLS_MAX: u64 = 50_000_000;
 
 type Incoming = mpsc::UnboundedSender<(Box<dyn Connection>, SocketAddr)>;
@@ -27,25 +27,25 @@ struct World {
     now: Ordered,
     tasks: BTreeMap<u64, Task>,
     workers: BTreeMap<u64, Worker>,
-    /// Tasks in the middle of a turn, and whether somebody woke them meanwhile.
+    /// Tasks that are being polled, and whether they were woken meanwhile.
     polled: BTreeMap<u64, bool>,
     spawned: u64,
-    /// Deadline and order of creation.
+    /// Timers, by deadline and order of creation.
     timers: BTreeMap<(Ordered, u64), Waker>,
     timers_made: u64,
     listeners: HashMap<String, Incoming>,
-    /// Nobody gets a new thread.
+    /// Whether new threads are refused.
     threads_refused: bool,
 }
 
 /// A task with a thread of its own.
 struct Worker {
     thread: WorkerThread,
-    /// In the middle of its work it waits for this time,
+    /// The time until which it blocks in the middle of its work.
     blocked_until: Option<Ordered>,
-    /// or until somebody wakes it.
+    /// Whether waking it also ends the block.
     or_woken: bool,
-    /// Somebody woke it meanwhile.
+    /// Whether it was woken while it blocked.
     woken: bool,
 }
 
@@ -81,7 +81,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Clone)]
 pub struct SeededEnv {
     seed: u64,
-    /// Workers have threads of their own.
+    /// Whether workers have threads of their own.
     threads: bool,
     world: Arc<Mutex<World>>,
     ready: Arc<Ready>,
@@ -96,7 +96,7 @@ impl std::fmt::Debug for SeededEnv {
 }
 
 impl SeededEnv {
-    /// A world that `seed` decides.
+    /// An environment that is determined by `seed`.
     pub fn new(seed: u64) -> Self {
         SeededEnv {
             seed,
@@ -108,19 +108,21 @@ impl SeededEnv {
         }
     }
 
-    /// A world in which workers may wait for a time by [`SeededEnv::block_until`], as they do for devices; slower, since
-    /// they take turns by threads. Times count here, and messages take none: so that what goes through fewer hands arrives first,
-    /// as it would if they took some, tasks run in the order in which they were woken. The seed decides what is random.
+    /// An environment in which workers may block until a time by [`SeededEnv::block_until`], as they do for
+    /// devices. It is slower, since workers take turns by threads. Messages take no virtual time, so tasks
+    /// run in the order in which they were woken: a message that passes through fewer tasks arrives first, as
+    /// it would if each took some time. The seed decides only random values.
     pub fn with_blocking_workers(seed: u64) -> Self {
         SeededEnv { threads: true, ..SeededEnv::new(seed) }
     }
 
-    /// From now on new workers are refused, as when a host has no thread left; or no longer.
+    /// Refuses new workers from now on, as a host without threads left would, or stops refusing them.
     pub fn refuse_threads(&self, refused: bool) {
         lock(&self.world).threads_refused = refused;
     }
 
-    /// Returns at `time`; called by a worker, others run meanwhile. Elsewhere, as before anything runs, time just passes.
+    /// Returns at virtual time `time`. On a worker's thread others run meanwhile; elsewhere, as before
+    /// anything runs, time just passes.
     pub fn block_until(&self, time: Seconds) {
         if time <= self.now() || WorkerThread::block_own(time, false) {
             return;
@@ -132,8 +134,8 @@ impl SeededEnv {
     /// Runs all tasks until `main` is done.
     ///
     /// # Panics
-    /// When nothing can run any more and no timer is set (a deadlock), or time stands still for ever:
-    /// with the seed in the message.
+    /// When nothing can run any more and no timer is set (a deadlock), or time does not advance (a livelock).
+    /// The message holds the seed.
     pub fn run<T: Send + 'static>(&self, main: impl Future<Output = T> + Send + 'static) -> T {
         let result = Arc::new(Mutex::new(None));
         let slot = result.clone();
@@ -156,18 +158,19 @@ impl SeededEnv {
         }
     }
 
-    /// Ends the world: drops every task that has no thread, and every timer. Tasks hold their world and the world them,
-    /// so that one which is not ended stays in memory.
+    /// Ends the environment: drops every task that has no thread, and every timer. Tasks and environment
+    /// refer to each other, so without this call they stay in memory.
     pub fn end(&self) {
         let (tasks, timers) = {
             let mut world = lock(&self.world);
             (std::mem::take(&mut world.tasks), std::mem::take(&mut world.timers))
         };
-        // Outside the lock: what they hold may look at the world when it goes.
+        // Dropped outside the lock, since they may access the environment.
         drop((tasks, timers));
     }
 
-    /// Polls one ready task: the seed's choice, or the first one woken where workers block. False if none is ready.
+    /// Polls one ready task: the seed's choice, or the first one woken where workers block. False if none is
+    /// ready.
     fn poll_one(&self) -> bool {
         let task = {
             let mut ready = lock(&self.ready.0);
@@ -200,12 +203,12 @@ impl SeededEnv {
         Waker::from(Arc::new(TaskWaker { task, ready: self.ready.clone() }))
     }
 
-    /// A turn of a worker with a thread, unless it is blocked or gone.
+    /// Gives a turn to a worker with a thread, unless it is blocked or gone.
     fn run_worker(&self, task: u64) {
         let thread = {
             let mut world = lock(&self.world);
             let now = world.now;
-            // One that blocks without a thread is in the middle of its own turn.
+            // A worker that blocks without a thread is in the middle of its own turn.
             if let Some(woken) = world.polled.get_mut(&task) {
                 *woken = true;
             }
@@ -245,7 +248,7 @@ impl SeededEnv {
         }
     }
 
-    /// Jumps to the next timer. False if there is none.
+    /// Advances time to the next timer. False if there is none.
     fn advance(&self) -> bool {
         let mut world = lock(&self.world);
         let Some(((deadline, _), waker)) = world.timers.pop_first() else { return false };
@@ -255,12 +258,12 @@ impl SeededEnv {
         true
     }
 
-    /// Opens an in-memory connection to a listener of this world.
+    /// Opens an in-memory connection to a listener of this environment.
     pub fn connect(&self, address: &str) -> io::Result<Box<dyn Connection>> {
         self.connect_from(Ipv4Addr::LOCALHOST.into(), address)
     }
 
-    /// The same, of a party that has another address.
+    /// Opens an in-memory connection from the address `party`.
     pub fn connect_from(&self, party: IpAddr, address: &str) -> io::Result<Box<dyn Connection>> {
         let (ours, theirs) = tokio::io::duplex(CONNECTION_BYTES);
         let world = lock(&self.world);
@@ -286,7 +289,7 @@ impl Env for SeededEnv {
     }
 
     fn unix_time(&self) -> Seconds {
-        // A fixed day, so that runs are equal: 2026-01-01.
+        // A fixed day, 2026-01-01, so that runs are equal.
         self.now() + Seconds(1_767_225_600.0)
     }
 
@@ -323,7 +326,7 @@ impl Env for SeededEnv {
     fn block_on(&self, mut done: BoxFuture<'_, ()>, limit: Duration) -> bool {
         let deadline = self.now() + Seconds(limit.as_secs_f64());
         let own = WorkerThread::own_waker();
-        // Without a thread of its own it lets the others take their turns itself, and looks after each.
+        // Without a thread of its own, the worker runs the other tasks itself and polls `done` after each.
         let waker = own.clone().unwrap_or_else(|| Waker::noop().clone());
         let mut alarm = self.sleep(limit);
         if own.is_none() {
@@ -359,7 +362,8 @@ impl Env for SeededEnv {
 
 struct Sleep {
     deadline: Ordered,
-    /// The order of its one timer: a sleep that is polled for other reasons must not wake its task as often.
+    /// The creation order of its one timer: polling a sleep for other reasons must not add timers that wake
+    /// its task.
     timer: Option<u64>,
     world: Arc<Mutex<World>>,
 }
@@ -440,7 +444,7 @@ mod tests {
         assert!((2..10).any(|seed| interleaving(seed) != interleaving(1)));
     }
 
-    /// Two workers whose devices take 3 s and 2 s for a piece of work, side by side.
+    /// Runs two workers side by side whose devices take 3 s and 2 s for a piece of work.
     fn side_by_side(seed: u64) -> Vec<(&'static str, f64)> {
         let env = SeededEnv::with_blocking_workers(seed);
         let seen = Arc::new(Mutex::new(Vec::new()));
@@ -464,7 +468,7 @@ mod tests {
         env.run(async move {
             for at in 0..2 {
                 env2.sleep(Duration::from_secs(at)).await;
-                // the second comes while both are blocked, and must not be lost
+                // The second message comes while both are blocked, and must not be lost.
                 ends.iter().for_each(|end| end.send(()).unwrap());
             }
             env2.sleep(Duration::from_secs(10)).await;
@@ -482,7 +486,8 @@ mod tests {
         }
     }
 
-    /// Whether a worker saw an answer that comes after `answer_s`, waiting for at most 2 s, when, and whether another ran meanwhile.
+    /// Has a worker wait for at most 2 s for an answer that comes after `answer_s`; returns whether it came,
+    /// when the wait ended, and whether another task ran meanwhile.
     fn waited(env: &SeededEnv, answer_s: u64) -> (bool, f64, bool) {
         let (tell, told) = tokio::sync::oneshot::channel::<()>();
         let (result, seen) = tokio::sync::oneshot::channel();
@@ -490,7 +495,7 @@ mod tests {
         let (env2, other, ran2) = (env.clone(), env.clone(), ran.clone());
         let (wake, mut woken) = mpsc::unbounded_channel::<()>();
         let waits = async move {
-            // Woken while it waits for something else: it must not miss it afterwards.
+            // It is woken while it waits for something else, and must not miss that afterwards.
             let mut both = Box::pin(async {
                 let came = env2.block_on(Box::pin(async { _ = told.await }), Duration::from_secs(2));
                 (came, env2.now().0)

@@ -1,8 +1,9 @@
-//! How a block lies on the disk, and the one place that decides whether bytes may be served as a block.
+//! The format of a block on the disk, and the only code that decides whether bytes may be served as a block.
 //!
-//! A frame is the payload, then a trailer of 48 bytes and 4 a token, little endian: magic (8), version (4), tokens (4), namespace (8),
-//! block hash (8), XXH3-64 of the payload (8), token ids (4 each), XXH3-64 of the trailer so far (8). The trailer comes last, so that
-//! a write that was cut short has none, or an old one that names another block or other bytes.
+//! A frame is the payload, then a trailer of 48 bytes plus 4 per token, little endian: magic (8), version
+//! (4), tokens (4), namespace (8), block hash (8), XXH3-64 of the payload (8), token ids (4 each), XXH3-64 of
+//! the trailer so far (8). The trailer comes last, so that a write that was cut short has none, or an old one
+//! that names another block or other bytes.
 
 use mixfleet_scheduler::kv::BlockHash;
 use xxhash_rust::xxh3::xxh3_64;
@@ -25,13 +26,14 @@ pub(super) struct Layout {
 /// Why bytes may not be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// They are not what was stored: torn, rotten, or another block's. The block is to be dropped.
+    /// They are not what was stored: torn, corrupted, or another block's. The block must be dropped.
     Damaged(&'static str),
-    /// They are sound, but another prompt's: two prompts share a hash.
+    /// They are intact but belong to another prompt with the same hash.
     OtherTokens,
 }
 
-/// Whether a block that was stored for `held` tokens may be served to a prompt with `asked` in its place.
+/// Checks whether a block that was stored for the tokens `held` may be served to a prompt with the tokens
+/// `asked` in its place.
 ///
 /// # Errors
 /// [`Refusal::OtherTokens`].
@@ -44,7 +46,7 @@ impl Layout {
         self.block_bytes + FIXED_BYTES + 4 * self.block_tokens + DIGEST_BYTES
     }
 
-    /// Appends what follows the payload, whose XXH3-64 is `digest`.
+    /// Appends the trailer to a payload whose XXH3-64 is `digest`.
     pub(super) fn add_trailer(&self, frame: &mut Vec<u8>, hash: BlockHash, tokens: &[u32], digest: u64) {
         let start = frame.len();
         frame.extend_from_slice(MAGIC);
@@ -58,10 +60,12 @@ impl Layout {
         frame.extend_from_slice(&trailer.to_le_bytes());
     }
 
-    /// Whether the payload in `frame` is the block `hash` of a prompt with `tokens` in this place. Returns the XXH3-64 of the payload.
+    /// Checks whether the payload in `frame` is the block `hash` of a prompt with `tokens` in this place, and
+    /// returns the XXH3-64 of the payload.
     ///
     /// # Errors
-    /// Why it is not. Damage wins over other tokens: what damaged bytes say of tokens means nothing.
+    /// A [`Refusal`]. Damage takes precedence over other tokens, since the token ids of damaged bytes mean
+    /// nothing.
     pub(super) fn check(&self, frame: &[u8], hash: BlockHash, tokens: &[u32]) -> Result<u64, Refusal> {
         if frame.len() != self.frame_bytes() {
             return Err(Refusal::Damaged("shorter than a block"));
@@ -136,7 +140,7 @@ mod tests {
             let new = frame(&[5; 24], BlockHash(9), &[1, 2, 3]);
             for before in [vec![0; new.len()], frame(&old, BlockHash(4), &[7, 8, 9])] {
                 let torn = [&new[..cut], &before[cut..]].concat();
-                // The same bytes may have lain there.
+                // The old bytes may have been the same.
                 prop_assume!(torn != new);
                 prop_assert!(matches!(LAYOUT.check(&torn, BlockHash(9), &[1, 2, 3]), Err(Refusal::Damaged(_))));
             }

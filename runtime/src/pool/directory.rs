@@ -1,4 +1,4 @@
-//! Whose directory this is: a file that says which pools may use it.
+//! The file that says which pools may use a directory.
 
 use super::check::{Layout, VERSION};
 use super::disk::Disk;
@@ -11,7 +11,8 @@ const NEW_FILE: &str = "meta.new";
 const MAGIC: &[u8; 16] = b"mixfleet-kv-pool";
 const OURS: [&str; 5] = [FILE, NEW_FILE, journal::FILE, journal::NEW_FILE, ssd::FILE];
 
-/// Bytes of the file: magic (16), version (4), tokens of a block (4), bytes of a block (8), namespace (8), XXH3-64 of those (8).
+/// Bytes of the file: magic (16), version (4), tokens per block (4), bytes per block (8), namespace (8),
+/// XXH3-64 of those (8).
 pub(super) const META_BYTES: u64 = 48;
 
 fn encode(layout: &Layout) -> Vec<u8> {
@@ -29,7 +30,7 @@ fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
 }
 
-/// What keeps a pool of `layout` from using a directory with this file.
+/// Why a pool of `layout` may not use a directory with this file, if so.
 fn difference(meta: &[u8], layout: &Layout) -> Option<String> {
     let ours = encode(layout);
     if meta == ours {
@@ -60,7 +61,8 @@ fn failed(doing: &str) -> impl FnOnce(io::Error) -> PoolError {
     move |source| PoolError::Io { doing, source }
 }
 
-/// What the directory says of the pools that may use it; none if nothing is there. What is not a pool's is refused.
+/// Reads the file of a directory; none if the directory is empty. A directory that is not a pool's is
+/// refused.
 pub(super) fn look(disk: &dyn Disk) -> Result<Option<Vec<u8>>, PoolError> {
     let names = disk.names().map_err(failed("list the pool's directory"))?;
     if let Some(other) = names.iter().find(|name| !OURS.contains(&name.as_str())) {
@@ -76,13 +78,13 @@ pub(super) fn look(disk: &dyn Disk) -> Result<Option<Vec<u8>>, PoolError> {
         return Ok(Some(meta));
     }
     match names.iter().find(|name| *name != NEW_FILE) {
-        // The very first start may have ended early, or a wipe; then nothing else is left.
+        // The first start, or a wipe, may have ended early; then nothing else is left.
         Some(other) => Err(PoolError::Foreign(format!("it has `{other}` without `{FILE}`"))),
         None => Ok(None),
     }
 }
 
-/// Makes sure that the directory belongs to pools of this layout.
+/// Ensures that the directory belongs to pools of this layout.
 pub(super) fn prepare(disk: &dyn Disk, layout: &Layout, wipe: bool) -> Result<(), PoolError> {
     if let Some(meta) = look(disk)? {
         match difference(&meta, layout) {
@@ -91,7 +93,8 @@ pub(super) fn prepare(disk: &dyn Disk, layout: &Layout, wipe: bool) -> Result<()
             Some(difference) => tracing::warn!("the KV pool's directory is wiped: {difference}"),
         }
     }
-    // The file that says whose it is goes last, also if power is lost: a directory that is wiped halfway is still ours.
+    // The file that identifies the pool is removed last, also if power is lost, so that a directory that is
+    // wiped halfway is still recognised.
     let wipe = || {
         for name in [journal::NEW_FILE, journal::FILE, ssd::FILE] {
             disk.remove(name)?;

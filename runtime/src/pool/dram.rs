@@ -8,7 +8,8 @@ use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy};
 use mixfleet_scheduler::table::IdMap;
 use std::sync::Arc;
 
-/// Calls on one region exclude each other, so there are several; each is registered and mapped apart, so not too many.
+/// Bytes of one region. Calls on a region exclude each other, so there are several; each is registered and
+/// mapped separately, so there are not many.
 const REGION_BYTES: u64 = 256 << 20;
 
 /// The memory of all slots.
@@ -32,7 +33,7 @@ impl Slab {
         &self.regions
     }
 
-    /// (region, offset in bytes)
+    /// The region of a slot, and its offset in bytes.
     fn place(&self, slot: u32) -> (usize, u64) {
         let offset = u64::from(slot % self.slots_per_region) * self.block_bytes;
         ((slot / self.slots_per_region) as usize, offset)
@@ -56,20 +57,21 @@ pub(super) struct Held {
     /// XXH3-64 of the payload.
     pub(super) digest: u64,
     pub(super) tokens: Box<[u32]>,
-    /// Its bytes have arrived. Until then only the one that stores it knows of it, and holds its one pin.
+    /// Whether its bytes have arrived. Until then only the task that stores it uses it, and holds its one
+    /// pin.
     ready: bool,
-    /// Its bytes are not what was stored. It goes with its last pin.
+    /// Whether its bytes were found not to be what was stored. It is removed with its last pin.
     bad: bool,
 }
 
-/// Which block lies in which slot.
+/// Which block is in which slot.
 pub(super) struct Dram {
     pub(super) brain: BlockCache,
     held: IdMap<Held>,
     free: Vec<u32>,
 }
 
-/// A slot for a block that comes, and the block that has to leave it first.
+/// A slot for a new block, and the block that must leave it first.
 pub(super) struct Admitted {
     pub(super) slot: u32,
     pub(super) leaves: Option<(BlockHash, Held)>,
@@ -81,12 +83,12 @@ impl Dram {
         Dram { brain, held: IdMap::default(), free: (0..slots).rev().collect() }
     }
 
-    /// A block that can be served.
+    /// Looks up a block that can be served.
     pub(super) fn get(&self, hash: BlockHash) -> Option<&Held> {
         self.held.get(hash.0).filter(|held| held.ready)
     }
 
-    /// Whether the block has a slot, though it may not have arrived.
+    /// Whether the block has a slot, though its bytes may not have arrived.
     pub(super) fn has_slot(&self, hash: BlockHash) -> bool {
         self.held.contains(hash.0)
     }
@@ -96,7 +98,7 @@ impl Dram {
         self.brain.pin(&[hash]);
     }
 
-    /// Makes room for a block without a slot, which is pinned once and not ready. None if all blocks are pinned.
+    /// Assigns a slot to a new block, which is pinned once and not ready. None if all blocks are pinned.
     pub(super) fn admit(&mut self, hash: BlockHash, tokens: &[u32]) -> Option<Admitted> {
         let mut evicted = Vec::new();
         if !self.brain.insert_pinned(hash, 0, &mut evicted) {
@@ -108,7 +110,7 @@ impl Dram {
         Some(Admitted { slot, leaves })
     }
 
-    /// An admitted block has arrived.
+    /// Marks an admitted block as arrived.
     pub(super) fn arrived(&mut self, hash: BlockHash, digest: u64) {
         if let Some(held) = self.held.get_mut(hash.0) {
             held.digest = digest;
@@ -116,7 +118,7 @@ impl Dram {
         }
     }
 
-    /// A block that is pinned turns out to be bad. False if it is known, or another one by now.
+    /// Marks a pinned block as bad. False if it already is, or if the slot holds another block by now.
     pub(super) fn spoil(&mut self, hash: BlockHash, slot: u32) -> bool {
         match self.held.get_mut(hash.0) {
             Some(held) if held.ready && held.slot == slot => {
@@ -127,7 +129,7 @@ impl Dram {
         }
     }
 
-    /// Takes back one pin of each block.
+    /// Removes one pin from each block.
     pub(super) fn unpin(&mut self, blocks: &[BlockHash]) {
         self.brain.unpin(blocks);
         for &hash in blocks {
@@ -138,7 +140,7 @@ impl Dram {
         }
     }
 
-    /// An admitted block did not arrive.
+    /// Removes an admitted block whose bytes did not arrive.
     pub(super) fn cancel(&mut self, hash: BlockHash) {
         self.brain.remove(hash);
         self.free.extend(self.held.remove(hash.0).map(|held| held.slot));
@@ -150,8 +152,8 @@ impl Dram {
     }
 }
 
-/// Slots that `bytes` bytes give.
+/// Number of slots that fit into `bytes` bytes.
 pub(super) fn slots(layout: &Layout, bytes: u64) -> u32 {
-    // The brain counts up to 2^32 - 2.
+    // `BlockCache` counts up to 2^32 - 2.
     (bytes / layout.block_bytes as u64).min(u64::from(u32::MAX) - 2) as u32
 }

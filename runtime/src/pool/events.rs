@@ -1,15 +1,15 @@
-//! What a pool tells of its tiers.
+//! Events by which a pool reports what its tiers hold.
 
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 
 /// A block came to a tier, or left it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolEvent {
-    /// Which block.
+    /// The block's hash.
     pub hash: BlockHash,
-    /// Where: DRAM or SSD.
+    /// The tier: DRAM or SSD.
     pub tier: Tier,
-    /// Whether it came.
+    /// Whether the block came to the tier; false if it left.
     pub stored: bool,
 }
 
@@ -22,7 +22,7 @@ pub struct Snapshot {
     pub ssd: Vec<BlockHash>,
 }
 
-/// Events that nobody took yet.
+/// Events that were not taken yet.
 #[derive(Debug, Default)]
 pub(super) struct Events(Vec<PoolEvent>);
 

@@ -1,8 +1,9 @@
 //! Which slot of the disk holds which block, as an append-only file, so that opening a pool reads no payload.
 //!
-//! A record is 32 bytes, little endian: kind (4), slot (4), hash (8), zeros (8), XXH3-64 of those seeded with the record's place and
-//! the namespace (8). Nothing depends on it but how much is found again: a record that is lost, late or stale names a slot
-//! whose frame says otherwise when it is read. So it is never waited for, and damaged records are skipped.
+//! A record is 32 bytes, little endian: kind (4), slot (4), hash (8), zeros (8), XXH3-64 of those seeded with
+//! the record's position and the namespace (8). The journal only decides how many blocks are found again: a
+//! record that is lost, late or stale names a slot whose frame says otherwise when it is read. So writes to
+//! it are never synced, and damaged records are skipped.
 
 use super::disk::Disk;
 use super::lane::Access;
@@ -15,7 +16,8 @@ pub(super) const FILE: &str = "journal";
 pub(super) const NEW_FILE: &str = "journal.new";
 
 pub(super) const RECORD_BYTES: u64 = 32;
-/// Records of a full journal by slot: it is written anew at three, and the new one has at most one beside it.
+/// Records of a full journal per slot. It is rewritten at three per slot, and the new one has at most one per
+/// slot to which one is being added.
 pub(super) const RECORDS_PER_SLOT_MAX: u64 = 4;
 
 const STORED: u32 = 1;
@@ -29,27 +31,27 @@ pub(super) struct Stored {
     pub(super) hash: BlockHash,
 }
 
-/// The open end of the journal.
+/// The open journal.
 #[derive(Debug)]
 pub(super) struct Journal {
     namespace: u64,
-    /// Where the next record goes. A record that was cut short is written over.
+    /// Position of the next record. A record that was cut short is overwritten.
     records: u64,
     rewrite_at: u64,
     slots: u32,
 }
 
-/// What a journal says.
+/// What a journal contained when it was opened.
 #[derive(Debug, Default)]
 pub(super) struct Replayed {
     /// The block that each slot holds at the end, the longest stored first; each hash once.
     pub(super) blocks: Vec<Stored>,
-    /// Records that were damaged.
+    /// Number of damaged records.
     pub(super) damaged: u64,
 }
 
 impl Journal {
-    /// Reads what is there; none is an empty one. Slots from `slots` on count as freed.
+    /// Reads the journal; a missing file is an empty one. Slots from `slots` on count as freed.
     pub(super) fn open(disk: &dyn Disk, namespace: u64, slots: u32) -> Result<(Self, Replayed)> {
         let bytes = disk.len(FILE)?.unwrap_or(0);
         let mut replay = Replay::default();
@@ -79,15 +81,15 @@ impl Journal {
         self.append(disk, FREED, Stored { slot, hash: BlockHash(0) })
     }
 
-    /// Whether most of it is past.
+    /// Whether most of its records are obsolete.
     pub(super) fn is_long(&self) -> bool {
         self.records >= self.rewrite_at
     }
 
-    /// Writes a new journal of `blocks` alone, in this order, in place of the old one. With `sync` it, and the names of all files, outlive a loss of
-    /// power. After an error the old one goes on.
+    /// Replaces the journal by a new one of `blocks` alone, in this order. With `sync`, the journal and the
+    /// names of all files are durable when this returns. After an error the old journal stays in use.
     pub(super) fn rewrite(&mut self, disk: &Access, blocks: &[Stored], sync: bool) -> Result<()> {
-        // Also after an error: not every record is to try again.
+        // Also after an error, so that not every record tries again.
         self.rewrite_later();
         let records =
             (0..).zip(blocks).flat_map(|(place, &block)| encode(STORED, block, place, self.namespace));
@@ -171,7 +173,7 @@ fn encode(kind: u32, block: Stored, place: u64, namespace: u64) -> [u8; RECORD_B
     record
 }
 
-/// None: damaged.
+/// Decodes a record; none if it is damaged.
 fn decode(record: &[u8], place: u64, namespace: u64) -> Option<(u32, Stored)> {
     let (fields, sum) = record.split_at_checked(24)?;
     if sum != checksum(fields, place, namespace).to_le_bytes() {
@@ -227,7 +229,7 @@ mod tests {
             let (_, foreign) = Journal::open(&disk, 4, 6).unwrap();
             prop_assert!(foreign.blocks.is_empty());
 
-            // Cut short, what is whole is read, and what comes then is read too.
+            // After a cut, whole records are read, and so are records that are appended then.
             let length = disk.len(FILE).unwrap().unwrap_or(0).saturating_sub(cut);
             disk.cut(FILE, length).unwrap();
             let (mut journal, replayed) = Journal::open(&disk, 3, 6).unwrap();

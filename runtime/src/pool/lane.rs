@@ -1,8 +1,8 @@
-//! A disk's own thread: whoever uses the disk waits for it only so long.
+//! A thread per disk, so that users of the disk wait for it only for a bounded time.
 //!
-//! A disk that does not answer in time is *out*: the pool forgets what lies there, and nobody waits for it again. Its thread may hang in
-//! the operating system for good; there is one a disk, and it is not replaced. Once it answers, the disk is opened anew, after a pause that
-//! doubles as long as the disk goes out again.
+//! A disk that does not answer in time is *out*: the pool forgets its blocks and stops waiting for it. Its
+//! thread may hang in the operating system for good; there is one per disk, and it is not replaced. Once the
+//! disk answers, it is opened again, after a pause that doubles as long as the disk goes out again.
 
 use super::disk::Disk;
 use super::{Pool, SsdConfig, WeakPool};
@@ -13,22 +13,22 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
-/// Pieces of work that wait for the thread: who uses a disk waits for one at a time, and few do.
+/// Jobs that may wait for the thread: each user of a disk waits for one at a time, and there are few users.
 const QUEUE: usize = 8;
-/// Syncing writes out whatever the operating system has collected.
+/// Timeout of a sync, which writes out whatever the operating system has cached.
 pub(super) const SYNC_TIMEOUT: Duration = Duration::from_secs(20);
-/// A disk that was out is tried again after so many timeouts,
+/// Timeouts after which a disk that was out is tried again for the first time.
 const PAUSE_MIN: u32 = 4;
-/// and after so many if it goes out again and again.
+/// Maximum of that number, for a disk that goes out again and again.
 const PAUSE_MAX: u32 = 256;
 
-/// A piece of work. False: nobody waits for its result any more.
+/// A job for the disk's thread. It returns false if its caller has stopped waiting.
 type Work = Box<dyn FnOnce(&dyn Disk) -> bool + Send>;
 
-/// The way to a disk.
+/// Access to a disk, through its thread if it has one.
 pub(super) struct Access {
     disk: Arc<dyn Disk>,
-    /// None: the caller's own thread, for as long as it takes.
+    /// The disk's thread; without one, calls run on the caller's thread for as long as they take.
     lane: OnceLock<Lane>,
 }
 
@@ -41,7 +41,7 @@ struct Lane {
 
 #[derive(Default)]
 struct State {
-    /// What the disk was waited for in this turn.
+    /// Time for which the disk was waited for in this turn.
     waited: Duration,
     out: Option<String>,
 }
@@ -82,7 +82,7 @@ impl Access {
         Access { disk, lane: OnceLock::new() }
     }
 
-    /// Works on the disk, in this turn's time.
+    /// Runs `work` on the disk, within this turn's time.
     ///
     /// # Errors
     /// Those of `work`; `TimedOut` where the disk is out.
@@ -95,7 +95,7 @@ impl Access {
         lane.run(lane.timeout.min(left), work)
     }
 
-    /// Works on the disk for as long as a sync may take.
+    /// Runs `work` on the disk for at most the timeout of a sync.
     ///
     /// # Errors
     /// As [`run`](Self::run).
@@ -109,12 +109,12 @@ impl Access {
         }
     }
 
-    /// Whether more may be asked of the disk in this turn.
+    /// Whether this turn has time left for the disk.
     pub(super) fn has_time(&self) -> bool {
         self.lane.get().is_none_or(|lane| lane.state().waited < lane.timeout)
     }
 
-    /// A turn begins, in which the disk may be waited for anew.
+    /// Begins a turn, with new time for the disk.
     pub(super) fn begin_turn(&self) {
         if let Some(lane) = self.lane.get() {
             lane.state().waited = Duration::ZERO;
@@ -126,7 +126,7 @@ impl Access {
         self.lane.get()?.state().out.clone()
     }
 
-    /// From now on a thread does the work. Returns what it is to do.
+    /// Makes a thread do the work from now on, and returns the queue of its jobs.
     fn begin_lane(&self, env: &SharedEnv, timeout: Duration) -> mpsc::Receiver<Work> {
         let (work, todo) = mpsc::channel(QUEUE);
         _ = self.lane.set(Lane { env: env.clone(), timeout, work, state: Mutex::default() });
@@ -134,7 +134,7 @@ impl Access {
     }
 }
 
-/// The disk of a pool, and the task of the thread that it has.
+/// The task of a disk's thread.
 pub(super) struct Attendant {
     pub(super) pool: WeakPool,
     pub(super) ssd: SsdConfig,
@@ -143,7 +143,7 @@ pub(super) struct Attendant {
 }
 
 impl Attendant {
-    /// Works for as long as there is the pool.
+    /// Runs jobs for as long as the pool exists.
     pub(super) async fn attend(self, namespace: BoxFuture<'static, Option<u64>>) {
         let Some(namespace) = namespace.await else { return };
         let Attendant { pool, ssd, env, name } = self;
@@ -173,7 +173,7 @@ impl Attendant {
     }
 }
 
-/// Opens the disk for the pool, unless it has it already. None: there is no pool any more.
+/// Opens the disk for the pool, unless that is done already. None if the pool no longer exists.
 fn take_up(
     pool: &WeakPool,
     ssd: &SsdConfig,
@@ -192,7 +192,7 @@ fn take_up(
     Some(todo)
 }
 
-/// Until the disk answered too late, or is not used any more.
+/// Runs jobs until the disk answers too late, or is no longer used.
 async fn work_off(disk: &dyn Disk, mut todo: mpsc::Receiver<Work>) {
     while let Some(work) = todo.recv().await {
         if !work(disk) {

@@ -1,4 +1,4 @@
-//! A prompt's hold on its blocks.
+//! A prompt's pins on its blocks.
 
 use super::Shared;
 use super::traffic::{Arrival, Wanted};
@@ -8,14 +8,16 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The leading blocks of a prompt, pinned in host memory until this is dropped: one use of each.
+/// The leading blocks of a prompt, pinned in host memory until this is dropped. A lease counts as one use of
+/// each.
 pub struct Lease {
     shared: Arc<Shared>,
     chain: Vec<BlockHash>,
     tokens: Vec<u32>,
     /// Slots and payload digests of the leading blocks, all pinned once.
     held: Vec<(u32, u64)>,
-    /// Blocks behind those that are in host memory already: pinned once too, so that they do not go for what comes before them.
+    /// Later blocks that are in host memory already, pinned once so that they are not evicted for earlier
+    /// ones.
     ahead: BTreeSet<usize>,
 }
 
@@ -27,7 +29,7 @@ impl std::fmt::Debug for Lease {
 
 impl Lease {
     pub(super) fn open(shared: Arc<Shared>, chain: &[BlockHash], tokens: &[u32]) -> Self {
-        // A block of which the tokens are not known cannot be compared.
+        // A block whose tokens are not known cannot be compared.
         let known = chain.len().min(tokens.len() / shared.layout.block_tokens);
         let tokens = tokens[..known * shared.layout.block_tokens].to_vec();
         let chain = chain[..known].to_vec();
@@ -38,7 +40,7 @@ impl Lease {
         lease
     }
 
-    /// Leading blocks that are pinned.
+    /// Number of leading blocks that are pinned.
     pub fn len(&self) -> usize {
         self.held.len()
     }
@@ -48,10 +50,11 @@ impl Lease {
         self.held.is_empty()
     }
 
-    /// Shows the bytes of a pinned block, if they are what was stored; else the block is dropped, and false.
+    /// Passes the bytes of a pinned block to `look` if they are what was stored; otherwise drops the block
+    /// and returns false.
     ///
     /// # Errors
-    /// `Invalid` where it is not pinned.
+    /// `Invalid` if the block is not pinned.
     pub fn view(&self, block: usize, look: &mut dyn FnMut(&[u8])) -> Result<bool> {
         let (slot, digest) = self.pinned(block)?;
         let mut intact = false;
@@ -67,7 +70,7 @@ impl Lease {
         Ok(intact)
     }
 
-    /// Shows the bytes of a pinned block, whatever they are: for one who checks them.
+    /// Passes the bytes of a pinned block to `look` unchecked, for a caller that checks them.
     ///
     /// # Errors
     /// As [`view`](Self::view).
@@ -75,7 +78,7 @@ impl Lease {
         self.shared.slab.view(self.pinned(block)?.0, look)
     }
 
-    /// A pinned block was found not to be what was stored: it is dropped.
+    /// Drops a pinned block whose bytes were found not to be what was stored.
     ///
     /// # Errors
     /// As [`view`](Self::view).
@@ -95,7 +98,8 @@ impl Lease {
         Wanted { hash: self.chain[at], tokens }
     }
 
-    /// Pins what is in host memory. Says of the leading blocks where they are: none, it may be on the disk.
+    /// Pins the blocks that are in host memory. Returns for each leading block how it is there, or none if it
+    /// may be on the disk.
     fn pin_present(&mut self) -> Vec<Option<Arrival>> {
         let shared = self.shared.clone();
         let mut state = shared.state();
@@ -111,7 +115,7 @@ impl Lease {
             }
             leading &= arrivals.len() == at + 1 && matches!(arrival, None | Some(Arrival::Held));
         }
-        // The disk counts a use by prompts that need it; host memory keeps the others from it.
+        // The disk counts a use by prompts that read from it; host memory hides the other uses from it.
         if arrivals.contains(&None)
             && let Some(ssd) = &mut state.ssd
         {
@@ -120,7 +124,7 @@ impl Lease {
         arrivals
     }
 
-    /// Brings what is on the disk, up to the first block that does not come.
+    /// Loads blocks from the disk, up to the first that cannot be loaded.
     fn bring(&mut self, arrivals: &[Option<Arrival>]) {
         for (at, &arrival) in arrivals.iter().enumerate() {
             let result = match arrival {
@@ -142,7 +146,7 @@ impl Lease {
         }
     }
 
-    /// Takes the next block in, if it is pinned.
+    /// Adds the next block to the lease if it is pinned.
     fn note(&mut self, arrival: Arrival) -> bool {
         if !matches!(arrival, Arrival::Stored | Arrival::Held) {
             return false;

@@ -1,13 +1,15 @@
 //! The lower tiers of a worker's KV cache: whole blocks as bytes in host memory and on a disk.
 //!
-//! A block is the KV of `block_tokens` tokens in all layers, in the neutral wire layout, under its chained hash. Prompts choose what is hashed,
-//! so a block's token ids are kept and compared: a hash alone serves nothing. A prompt opens a [`Lease`] on its chain of blocks: what lies on
-//! the disk is brought to host memory, and what is held is pinned until the lease is dropped. What the device gives up is
-//! [kept](Pool::keep), and what host memory gives up goes to the disk: what was used least recently. That is decided by the scheduler's own [`BlockCache`](mixfleet_scheduler::kv::BlockCache), one a
-//! tier, so that a simulated pool and a real one decide alike.
+//! A block is the KV of `block_tokens` tokens in all layers, in the wire layout, under its chained hash.
+//! Prompts determine the hashes, so a block's token ids are stored and compared: a hash alone serves nothing.
+//! A prompt opens a [`Lease`] on its chain of blocks: blocks on the disk are loaded to host memory, and
+//! blocks in host memory are pinned until the lease is dropped. Blocks evicted from the device are
+//! [kept](Pool::keep) in host memory, and those evicted there go to the disk, least recently used first. The
+//! scheduler's own [`BlockCache`](mixfleet_scheduler::kv::BlockCache), one per tier, decides that, so that a
+//! simulated pool and a real one make equal decisions.
 //!
-//! Calls block for as long as the disk takes, and overlap: no lock is held while payloads are read, written or copied. A journal's record
-//! (32 bytes) is written under the lock.
+//! Calls block for as long as the disk takes, and may overlap: no lock is held while payloads are read,
+//! written or copied. A journal record (32 bytes) is written under the lock.
 
 mod check;
 mod directory;
@@ -39,87 +41,88 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::Notify;
 
-/// How long a disk may take for a read or a write: a sound one takes a hundredth of that when it is busy.
+/// Default timeout of a read or write of the disk: a hundred times what an intact, busy disk takes.
 pub const SSD_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The disk of a pool.
+/// Configuration of a pool's disk.
 #[derive(Clone)]
 pub struct SsdConfig {
     /// A directory of its own.
     pub disk: Arc<dyn Disk>,
-    /// Bytes that all its files may have together.
+    /// Maximum bytes of all its files together.
     pub bytes: u64,
-    /// Whether a pool that is there already and belongs to another model, block size or format may be deleted. What is not a pool
-    /// is never deleted.
+    /// Whether an existing pool of another model, block size or format may be deleted. Files that are not a
+    /// pool's are never deleted.
     pub wipe: bool,
-    /// A disk that takes longer for a read or a write is out until it answers, if it has a thread of its own ([`Pool::attend`]). In one turn
-    /// it is waited for less than twice that.
+    /// Timeout of a read or write after which a disk with a thread of its own ([`Pool::attend`]) is out until
+    /// it answers. In one turn it is waited for less than twice as long.
     pub timeout: Duration,
 }
 
-/// What a pool holds, and how much of it.
+/// Configuration of a pool.
 pub struct PoolConfig {
     /// Bytes of a block: all layers of `block_tokens` tokens in the wire layout.
     pub block_bytes: u64,
     /// Tokens of a block.
     pub block_tokens: u32,
-    /// Digest of all that must be equal before blocks may be shared: the fleet's secret, weights, tokenizer, KV dtype.
+    /// Digest of everything that must be equal before blocks may be shared: the fleet's secret, weights,
+    /// tokenizer, KV dtype.
     pub namespace: u64,
     /// Bytes of host memory, at least one block.
     pub dram_bytes: u64,
-    /// The disk, if one is known yet: see [`Pool::attach`].
+    /// The disk, if it is known yet; see [`Pool::attach`].
     pub ssd: Option<SsdConfig>,
 }
 
 /// Why a pool cannot be opened or used.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    /// Host memory was refused, or a call broke the contract.
+    /// Host memory was refused, or a call violated its contract.
     #[error(transparent)]
     Hal(#[from] mixfleet_hal::Error),
-    /// A tier that holds nothing.
+    /// A tier is too small for one block.
     #[error(
         "the pool's {tier} tier has {bytes} bytes and needs {needed} for one block: give it more, or leave it out"
     )]
     TooSmall {
-        /// Which tier.
+        /// The tier's name.
         tier: &'static str,
-        /// What it was given.
+        /// Bytes that it was given.
         bytes: u64,
-        /// What one block needs.
+        /// Bytes that one block needs.
         needed: u64,
     },
-    /// Another process, or another pool of this one, has the directory.
+    /// Another process, or another pool of this one, uses the directory.
     #[error("the directory {} is in use by another pool: give each worker a directory of its own", .0.display())]
     InUse(PathBuf),
-    /// Others may read or change what lies there, or lead elsewhere who looks for it.
+    /// Other users could read or change the files, or redirect their names.
     #[error("{} is not used for KV, which tells what was asked: {why}; give it to this user alone (chown, chmod 700), or name another directory (one that is not there is made)", .path.display())]
     Exposed {
-        /// What is exposed.
+        /// The exposed path.
         path: PathBuf,
-        /// To whom, and how.
+        /// Who has access to it, and how.
         why: String,
     },
-    /// The directory holds something else.
+    /// The directory holds files that are not a pool's.
     #[error("the directory is not a KV pool's ({0}): name an empty or a new one")]
     Foreign(String),
     /// The directory holds blocks that this pool may not serve.
     #[error("the directory holds another KV pool: {0}; name another directory, or allow it to be wiped")]
     Mismatch(String),
-    /// A second disk.
+    /// The pool already has a disk.
     #[error("the pool has a disk already")]
     Attached,
-    /// The operating system refused.
+    /// The operating system refused an operation.
     #[error("cannot {doing}: {source}")]
     Io {
-        /// What was tried.
+        /// What was attempted.
         doing: String,
         /// The cause.
         source: std::io::Error,
     },
 }
 
-/// What a pool did since it was opened, and holds now.
+/// Counters of a pool since it was opened, and what it holds now.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
     /// Blocks in host memory now.
@@ -128,39 +131,39 @@ pub struct PoolStats {
     pub ssd_blocks: u64,
     /// Blocks that leases found in host memory.
     pub hits_dram: u64,
-    /// Blocks that leases brought from the disk.
+    /// Blocks that leases loaded from the disk.
     pub hits_ssd: u64,
     /// Blocks written to the disk.
     pub demoted: u64,
     /// Blocks that left host memory and could not be stored on the disk.
     pub lost: u64,
-    /// Blocks found torn, rotten or unreadable on the disk, and dropped.
+    /// Blocks found torn, corrupted or unreadable on the disk, and dropped.
     pub bad: u64,
-    /// Blocks that were there under the hash of another prompt, and were not served to it.
+    /// Blocks that another prompt had stored under the same hash, and that were not served.
     pub collisions: u64,
-    /// Records of the journal that were damaged when the pool was opened.
+    /// Journal records that were damaged when the pool was opened.
     pub journal_damaged: u64,
-    /// Why the disk takes no blocks at present, if so.
+    /// Why the disk stores no blocks at present, if so.
     pub ssd_paused: Option<String>,
-    /// Why the disk is out at present, if it is: what lies there is unknown.
+    /// Why the disk is out at present, if it is: what it holds is unknown.
     pub ssd_out: Option<String>,
     /// How often the disk went out, or could not be opened.
     pub ssd_outages: u64,
 }
 
-/// What [`Pool::write_back`] did.
+/// The result of [`Pool::write_back`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WrittenBack {
-    /// Blocks that lie in host memory and on the disk now,
+    /// Blocks that are in host memory and on the disk now.
     pub blocks: u64,
-    /// of those in host memory that the disk has room for.
+    /// Blocks in host memory that the disk has room for.
     pub of: u64,
 }
 
 struct State {
     dram: Dram,
     ssd: Option<Ssd>,
-    /// What nobody has taken yet.
+    /// Events that were not taken yet.
     events: Events,
     counts: PoolStats,
 }
@@ -169,14 +172,14 @@ struct Shared {
     layout: Layout,
     slab: Slab,
     state: Mutex<State>,
-    /// The disk came or went.
+    /// Notified when the disk is opened or goes out.
     disk_changed: Notify,
 }
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        // Here, so that nobody finds a disk that is out.
+        // Checked here, so that every user of the state sees that the disk is out.
         if state.give_up_disk() {
             self.disk_changed.notify_one();
         }
@@ -184,11 +187,11 @@ impl Shared {
     }
 }
 
-/// A pool that lives no longer for it.
+/// A pool, without keeping it alive.
 pub struct WeakPool(Weak<Shared>);
 
 impl WeakPool {
-    /// The pool, while anyone else has it.
+    /// The pool, if it still exists.
     pub fn upgrade(&self) -> Option<Pool> {
         self.0.upgrade().map(Pool)
     }
@@ -209,8 +212,8 @@ impl std::fmt::Debug for Pool {
 pub type MakeRegion = dyn Fn(u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> + Send + Sync;
 
 impl Pool {
-    /// Allocates host memory with `make_region`, and opens or creates the disk's files. Reads no payload: every block is checked when it is
-    /// asked for.
+    /// Allocates host memory with `make_region`, and opens or creates the disk's files. No payload is read:
+    /// every block is checked when it is used.
     ///
     /// # Errors
     /// See [`PoolError`].
@@ -242,16 +245,17 @@ impl Pool {
         Ok(Pool(Arc::new(Shared { layout, slab, state, disk_changed })))
     }
 
-    /// Opens or creates the files of a disk for a pool without one, while it is in use: what lies there for `namespace` is told as stored. What
-    /// lies there for another one is refused or deleted, as `ssd` says.
+    /// Opens or creates the files of a disk for a pool without one, while the pool is in use. Blocks found
+    /// there for `namespace` are reported as stored. Blocks of another namespace are refused or deleted, as
+    /// `ssd` says.
     ///
     /// # Errors
-    /// See [`PoolError`]. The pool goes on with host memory alone.
+    /// See [`PoolError`]. The pool continues with host memory alone.
     pub fn attach(&self, ssd: SsdConfig, namespace: u64) -> Result<(), PoolError> {
         self.attach_by(ssd, namespace, |_| ())
     }
 
-    /// Refuses a disk that cannot be attached, whoever's blocks lie there. Changes nothing.
+    /// Checks that a disk can be attached, whatever blocks it holds. Changes nothing.
     ///
     /// # Errors
     /// See [`PoolError`].
@@ -259,7 +263,8 @@ impl Pool {
         ssd::check(ssd, &self.0.layout)
     }
 
-    /// As [`attach`](Self::attach), and has `begin` prepare the way to the disk before anyone uses it.
+    /// Attaches a disk as [`attach`](Self::attach) does, and calls `begin` on its access before anything uses
+    /// it.
     fn attach_by<T>(
         &self,
         ssd: SsdConfig,
@@ -284,12 +289,13 @@ impl Pool {
         Ok(begun)
     }
 
-    /// Lets a thread of its own work on the disk: opened already, or to be opened by [`attach`](Self::attach) once `namespace` is known (never if
-    /// that is none). From then on a disk that does not answer in time is out: its blocks are told as evicted, and nobody waits for it. When it
-    /// answers, it is opened anew after a pause.
+    /// Starts a thread for the disk, which is opened already or is to be opened by [`attach`](Self::attach)
+    /// once `namespace` is known (never if that is none). From then on a disk that does not answer in time is
+    /// out: its blocks are reported as evicted, and nothing waits for it. When it answers, it is opened again
+    /// after a pause.
     ///
     /// # Errors
-    /// The operating system refuses a thread.
+    /// When the operating system refuses a thread.
     pub fn attend(
         &self,
         ssd: SsdConfig,
@@ -301,7 +307,7 @@ impl Pool {
         env.spawn_worker(name, Box::pin(attendant.attend(namespace)))
     }
 
-    /// A turn of the one who uses the pool begins, in which the disk may be waited for anew.
+    /// Begins a turn of the pool's user, with new time for the disk.
     pub fn begin_turn(&self) {
         if let Some(ssd) = &self.0.state().ssd {
             ssd.frames.access.begin_turn();
@@ -320,28 +326,30 @@ impl Pool {
         self.0.disk_changed.notify_one();
     }
 
-    /// Completes when a disk came or went since the last time that it did: there are events, and [`has_disk`](Self::has_disk) says
-    /// something new.
+    /// Completes when a disk was opened or went out since this last completed: there are events, and
+    /// [`has_disk`](Self::has_disk) may have changed.
     pub async fn disk_changed(&self) {
         self.0.disk_changed.notified().await;
     }
 
-    /// A hold on it that does not keep it.
+    /// A reference to the pool that does not keep it alive.
     pub fn downgrade(&self) -> WeakPool {
         WeakPool(Arc::downgrade(&self.0))
     }
 
-    /// Uses the blocks of a prompt: `chain` has the keys of its blocks, `tokens` its token ids from the first on. Leading blocks that are held are
-    /// brought to host memory and pinned, up to the first that is not held, is bad, is another prompt's, or finds no room.
+    /// Uses the blocks of a prompt: `chain` has the hashes of its blocks, `tokens` its token ids from the
+    /// first on. The leading blocks that are held are loaded to host memory and pinned, up to the first that
+    /// is not held, is bad, is another prompt's, or finds no room.
     pub fn lease(&self, chain: &[BlockHash], tokens: &[u32]) -> Lease {
         Lease::open(self.0.clone(), chain, tokens)
     }
 
-    /// Takes in a block that somebody gives up: one use of it. `fill` is asked to put its KV into a slot only where host memory
-    /// lacks it and has room; a copy on the disk is neither read nor written for it.
+    /// Stores a block that is evicted from a device, which counts as one use of it. `fill` is called to put
+    /// its KV into a slot only if host memory lacks the block and has room; a copy on the disk is neither
+    /// read nor written.
     ///
     /// # Errors
-    /// Those of `fill`, after which the block is not held; `Invalid` where `tokens` is no block.
+    /// Those of `fill`, after which the block is not held; `Invalid` if `tokens` is not one block.
     pub fn keep(
         &self,
         hash: BlockHash,
@@ -362,7 +370,8 @@ impl Pool {
         self.0.state().ssd.is_some()
     }
 
-    /// The events since the last call, in order. They wait in memory until then: a caller takes them after each use of the pool.
+    /// The events since the last call, in order. They accumulate until then, so a caller takes them after
+    /// each use of the pool.
     pub fn take_events(&self) -> Vec<PoolEvent> {
         self.0.state().events.take()
     }
@@ -372,14 +381,14 @@ impl Pool {
         self.0.state().snapshot()
     }
 
-    /// What both tiers hold now, for one who takes the events that come after it.
+    /// What both tiers hold now, for a caller that then follows the events after it.
     pub fn begin_to_follow(&self) -> Snapshot {
         let mut state = self.0.state();
         state.events.take();
         state.snapshot()
     }
 
-    /// What was done, and is held.
+    /// The pool's counters.
     pub fn stats(&self) -> PoolStats {
         let state = self.0.state();
         let mut stats = state.counts.clone();
@@ -391,16 +400,19 @@ impl Pool {
         stats
     }
 
-    /// Before an end: copies what host memory holds to the disk, in place of what lies there alone, for as long as `go_on`, which is asked before
-    /// each block. What host memory would give up last comes first, and is what the disk gives up last afterwards. Blocks that are pinned are left out.
+    /// Copies the blocks of host memory to the disk before the process ends, in place of blocks that are on
+    /// the disk alone, for as long as `go_on`, which is called before each block, returns true. The block
+    /// that host memory would evict last is copied first, and will be the last that the disk evicts. Pinned
+    /// blocks are skipped.
     pub fn write_back(&self, go_on: &mut dyn FnMut() -> bool) -> WrittenBack {
         self.0.write_back(go_on)
     }
 
-    /// Waits until what is on the disk would survive a loss of power, and writes down in which order it would be evicted. Others wait meanwhile.
+    /// Waits until the blocks on the disk would survive a loss of power, and writes down the order in which
+    /// they would be evicted. Other users of the disk wait meanwhile.
     ///
     /// # Errors
-    /// As the disk fails.
+    /// When the disk fails.
     pub fn sync(&self) -> Result<(), PoolError> {
         let synced = self.0.state().ssd.as_mut().map_or(Ok(()), Ssd::sync);
         synced.map_err(|source| PoolError::Io { doing: "sync the pool's files".into(), source })
@@ -413,7 +425,7 @@ impl Pool {
 }
 
 impl State {
-    /// Forgets a disk that does not answer. True if there was one.
+    /// Drops a disk that does not answer. True if there was one.
     fn give_up_disk(&mut self) -> bool {
         let Some(why) = self.ssd.as_ref().and_then(|ssd| ssd.frames.access.out()) else { return false };
         let Some(ssd) = self.ssd.take() else { return false };

@@ -1,7 +1,7 @@
-//! Blocks on a disk: frames in slots of equal size in one file, and a journal that says which lies where.
+//! Blocks on a disk: frames in slots of equal size in one file, and a journal that says which block is where.
 //!
-//! Nothing is waited for: no write is followed by a sync. What a crash or a loss of power leaves is whatever it is, and
-//! every frame is checked when it is read.
+//! Writes are not synced. Whatever a crash or a loss of power leaves behind, every frame is checked when it
+//! is read.
 
 use super::check::{Layout, Refusal};
 use super::directory;
@@ -16,11 +16,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 pub(super) const FILE: &str = "blocks";
 
-/// Frames of at least this size start at a multiple of it: a page of the operating system's cache.
+/// Frames of at least this size start at a multiple of it, the operating system's page size.
 const PAGE_BYTES: u64 = 4096;
-/// While nothing can be stored, one block of so many is tried.
+/// While nothing can be stored, one block in this many is tried.
 const TRY_EVERY: u32 = 64;
-/// Frames' memory that is kept for the next ones.
+/// Buffers for frames that are kept for reuse.
 const BUFFERS_MAX: usize = 8;
 
 /// The file of frames: reading and writing, outside any lock.
@@ -48,7 +48,7 @@ impl std::fmt::Display for ReadError {
 }
 
 impl Frames {
-    /// Memory for a frame, with whatever is in it; to be given back.
+    /// Memory for a frame, with arbitrary content; to be returned after use.
     pub(super) fn buffer(&self) -> Vec<u8> {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
     }
@@ -60,8 +60,8 @@ impl Frames {
         }
     }
 
-    /// Reads the frame in `slot` and checks that it is this block of this prompt. Returns it, to be given back, with the XXH3-64 of its
-    /// payload.
+    /// Reads the frame in `slot` and checks that it is this block of this prompt. Returns its buffer, to be
+    /// returned after use, and the XXH3-64 of its payload.
     pub(super) fn read(
         &self,
         slot: u32,
@@ -84,7 +84,7 @@ impl Frames {
         }
     }
 
-    /// Appends what follows the payload of the block `hash`, whose XXH3-64 is `digest`.
+    /// Appends the trailer of the block `hash` to a payload whose XXH3-64 is `digest`.
     pub(super) fn add_trailer(&self, frame: &mut Vec<u8>, hash: BlockHash, tokens: &[u32], digest: u64) {
         self.layout.add_trailer(frame, hash, tokens, digest);
     }
@@ -102,11 +102,11 @@ impl Frames {
 
 struct Held {
     slot: u32,
-    /// Its frame is written. Until then only the one that writes it knows of it.
+    /// Whether its frame is written. Until then only the task that writes it uses it.
     ready: bool,
 }
 
-/// Which block lies in which slot.
+/// Which block is in which slot.
 pub(super) struct Ssd {
     pub(super) frames: Arc<Frames>,
     pub(super) brain: BlockCache,
@@ -117,25 +117,25 @@ pub(super) struct Ssd {
     skipped: u32,
 }
 
-/// What becomes of a block that leaves host memory.
+/// What happens to a block that leaves host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Begun {
-    /// It lies here already.
+    /// The disk holds it already.
     Known,
     /// Its frame is to be written into this slot.
     Write(u32),
-    /// It is lost: nothing can be stored now.
+    /// It is lost, since nothing can be stored now.
     Lost,
 }
 
-/// The bytes from one frame to the next, and the frames that `bytes` bytes give.
+/// The distance between frames in bytes, and the number of frames that fit into `bytes` bytes.
 fn room(layout: &Layout, bytes: u64) -> Result<(u64, u32), PoolError> {
     let stride = match layout.frame_bytes() as u64 {
         small if small < PAGE_BYTES => small,
         large => large.next_multiple_of(PAGE_BYTES),
     };
     let slot_bytes = stride + journal::RECORDS_PER_SLOT_MAX * journal::RECORD_BYTES;
-    // The brain counts up to 2^32 - 2.
+    // `BlockCache` counts up to 2^32 - 2.
     let slots =
         (bytes.saturating_sub(directory::META_BYTES) / slot_bytes).min(u64::from(u32::MAX) - 2) as u32;
     if slots == 0 {
@@ -144,13 +144,13 @@ fn room(layout: &Layout, bytes: u64) -> Result<(u64, u32), PoolError> {
     Ok((stride, slots))
 }
 
-/// Refuses what cannot become the tier, whoever's blocks lie there. Changes nothing.
+/// Checks that a disk can become the tier, whatever blocks it holds. Changes nothing.
 pub(super) fn check(config: &SsdConfig, layout: &Layout) -> Result<(), PoolError> {
     room(layout, config.bytes)?;
     directory::look(&*config.disk).map(drop)
 }
 
-/// Opens or creates the tier. Returns it with the journal's damaged records.
+/// Opens or creates the tier. Returns it with the number of damaged journal records.
 pub(super) fn open(config: SsdConfig, layout: Layout) -> Result<(Ssd, u64), PoolError> {
     let (stride, slots) = room(&layout, config.bytes)?;
     let SsdConfig { disk, wipe, .. } = config;
@@ -193,7 +193,8 @@ impl Ssd {
         self.held.get(hash.0).filter(|held| held.ready).map(|held| held.slot)
     }
 
-    /// A block comes. What has to go for it is told at once; its slot counts as free before it is written.
+    /// Assigns a slot to a new block. The eviction of the block in it is reported at once, and recorded in
+    /// the journal before the slot is written.
     pub(super) fn begin(&mut self, hash: BlockHash, events: &mut Events) -> Begun {
         if self.held.contains(hash.0) {
             self.brain.touch(&[hash]);
@@ -230,7 +231,7 @@ impl Ssd {
         Begun::Write(slot)
     }
 
-    /// What became of the write that [`begin`](Self::begin) asked for. True: the block is stored.
+    /// Records the result of the write that [`begin`](Self::begin) asked for. True if the block is stored.
     pub(super) fn finish(&mut self, hash: BlockHash, written: io::Result<()>, events: &mut Events) -> bool {
         let Some(&Held { slot, .. }) = self.held.get(hash.0) else { return false };
         let told = written.and_then(|()| self.journal.stored(&self.frames.access, Stored { slot, hash }));
@@ -250,7 +251,7 @@ impl Ssd {
         true
     }
 
-    /// Gives up a block whose frame in `slot` could not be read. True if it was still there.
+    /// Drops a block whose frame in `slot` could not be read. True if it was still there.
     pub(super) fn drop_bad(&mut self, hash: BlockHash, slot: u32, events: &mut Events) -> bool {
         if self.slot(hash) != Some(slot) {
             return false;
@@ -264,7 +265,7 @@ impl Ssd {
         true
     }
 
-    /// Why nothing is stored at present.
+    /// Why nothing is stored at present, if so.
     pub(super) fn paused(&self) -> Option<&str> {
         self.paused.as_deref()
     }
@@ -274,7 +275,7 @@ impl Ssd {
         self.held.ids_where(|held| held.ready).into_iter().map(BlockHash).collect()
     }
 
-    /// Writes the journal anew, in the order of the blocks' worth.
+    /// Rewrites the journal, in the order of the blocks' worth.
     pub(super) fn compact(&mut self, sync: bool) -> io::Result<()> {
         let block = |hash: BlockHash| {
             let &Held { slot, ready } = self.held.get(hash.0)?;
@@ -284,7 +285,7 @@ impl Ssd {
         self.journal.rewrite(&self.frames.access, &blocks, sync)
     }
 
-    /// Everything that is stored lies safe on the medium when this returns.
+    /// Makes everything that is stored durable.
     pub(super) fn sync(&mut self) -> io::Result<()> {
         self.frames.access.run_long(|disk| match disk.len(FILE)? {
             Some(_) => disk.sync(FILE),

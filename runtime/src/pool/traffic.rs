@@ -1,4 +1,4 @@
-//! Blocks on their way: into host memory, from there to the disk, and back.
+//! Movement of blocks: into host memory, from there to the disk, and back.
 
 use super::check::{Refusal, check_tokens};
 use super::dram::Held;
@@ -17,16 +17,16 @@ pub(super) struct Wanted<'a> {
     pub(super) tokens: &'a [u32],
 }
 
-/// What came of bringing a block to host memory.
+/// The result of bringing a block to host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Arrival {
-    /// It is there now, and pinned once.
+    /// It was loaded, and is pinned once.
     Stored,
-    /// It was there, and is pinned once.
+    /// It was there already, and is pinned once.
     Held,
     /// All of host memory is pinned.
     Full,
-    /// Somebody else is bringing it.
+    /// Another caller is loading it.
     Busy,
     /// Another prompt's block has this hash.
     Collision,
@@ -34,18 +34,18 @@ pub(super) enum Arrival {
     Missing,
 }
 
-/// What became of a block that was to be kept.
+/// The result of [`Pool::keep`](super::Pool::keep).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kept {
-    /// It is stored.
+    /// The block is stored.
     Stored,
-    /// It was there already.
+    /// The block was there already.
     Held,
-    /// It is not stored: all of host memory is in use by leases.
+    /// The block is not stored: all of host memory is pinned by leases.
     Full,
-    /// It is not stored: somebody else is storing it right now.
+    /// The block is not stored: another caller is storing it.
     Busy,
-    /// It is not stored: another prompt's block has its hash.
+    /// The block is not stored: another prompt's block has its hash.
     Collision,
 }
 
@@ -80,16 +80,16 @@ impl State {
         Some(Arrival::Held)
     }
 
-    /// What became of a write to the disk that `frames` is of. True: the block is stored there.
+    /// Records the result of a write to the file `frames`. True if the block is stored there.
     fn finish(&mut self, frames: &Arc<Frames>, hash: BlockHash, written: io::Result<()>) -> bool {
-        // The disk may have gone meanwhile, and have come back.
+        // The disk may have been replaced meanwhile.
         let its = self.ssd.as_mut().filter(|ssd| Arc::ptr_eq(&ssd.frames, frames));
         its.is_some_and(|ssd| ssd.finish(hash, written, &mut self.events))
     }
 }
 
 impl Shared {
-    /// Stores what `fill` puts into a slot as this block. It returns the XXH3-64 of that.
+    /// Stores what `fill` puts into a slot as this block. `fill` returns the XXH3-64 of its bytes.
     fn store(&self, wanted: Wanted, fill: &mut dyn FnMut(&mut [u8]) -> Result<u64>) -> Result<Arrival> {
         let slot = match self.make_room(wanted)? {
             Room::Slot(slot) => slot,
@@ -110,7 +110,7 @@ impl Shared {
         Ok(Arrival::Stored)
     }
 
-    /// Stores what somebody gives up, if it is not here, and pins nothing.
+    /// Stores an evicted block if it is not here, and pins nothing.
     pub(super) fn keep(&self, wanted: Wanted, fill: &mut dyn FnMut(&mut [u8]) -> Result<()>) -> Result<Kept> {
         let arrival = self.store(wanted, &mut |place| {
             fill(place)?;
@@ -122,7 +122,8 @@ impl Shared {
         Ok(arrival.into())
     }
 
-    /// A block of host memory is not what was stored there: it is served to nobody any more, and goes when nobody has it pinned.
+    /// Drops a block of host memory whose bytes are not what was stored: it is no longer served, and is
+    /// removed with its last pin.
     pub(super) fn drop_rotten(&self, hash: BlockHash, slot: u32) {
         let State { dram, events, counts, .. } = &mut *self.state();
         if dram.spoil(hash, slot) {
@@ -136,7 +137,7 @@ impl Shared {
         }
     }
 
-    /// Brings a block from the disk.
+    /// Loads a block from the disk.
     pub(super) fn promote(&self, wanted: Wanted) -> Result<Arrival> {
         let place =
             self.state().ssd.as_ref().and_then(|ssd| Some((ssd.slot(wanted.hash)?, ssd.frames.clone())));
@@ -165,14 +166,14 @@ impl Shared {
 
     fn drop_bad(&self, hash: BlockHash, slot: u32, error: &ReadError) {
         let State { ssd, events, counts, .. } = &mut *self.state();
-        // Where the slot was given to another block meanwhile, the one that was asked for is merely gone.
+        // If the slot was given to another block meanwhile, the requested one is merely gone.
         if ssd.as_mut().is_some_and(|ssd| ssd.drop_bad(hash, slot, events)) {
             counts.bad += 1;
             tracing::warn!(hash = hash.0, slot, %error, "a KV block on the disk is bad, and dropped");
         }
     }
 
-    /// A slot for a block that comes. What lies in it goes to the disk first.
+    /// Assigns a slot of host memory to a new block. The block in it is copied to the disk first.
     fn make_room(&self, wanted: Wanted) -> Result<Room> {
         let mut state = self.state();
         if let Some(there) = state.pin(wanted) {
@@ -183,7 +184,7 @@ impl Shared {
         };
         let Some((victim, held)) = admitted.leaves else { return Ok(Room::Slot(admitted.slot)) };
         let State { ssd, events, .. } = &mut *state;
-        // Told now: while the copy is written, somebody else may store the block here again.
+        // Reported now, since another caller may store the block here again while the copy is written.
         events.add(victim, Tier::Dram, false);
         let begun = ssd.as_mut().map(|ssd| (ssd.begin(victim, events), ssd.frames.clone()));
         let mut kept = matches!(begun, Some((Begun::Known, _)));
@@ -199,7 +200,8 @@ impl Shared {
         Ok(Room::Slot(admitted.slot))
     }
 
-    /// Writes a block of host memory, in whose slot nothing else may come meanwhile, to a slot of the disk.
+    /// Writes a block of host memory to a slot of the disk. Nothing else may be stored in its host slot
+    /// meanwhile.
     fn write_frame(&self, frames: &Frames, slot: u32, hash: BlockHash, held: &Held) -> io::Result<()> {
         let mut frame = frames.buffer();
         frame.clear();
@@ -210,7 +212,8 @@ impl Shared {
         frames.write(slot, frame)
     }
 
-    /// Writes to the disk what lies in host memory alone, the block first that would go last, while `go_on`.
+    /// Copies the blocks that are in host memory alone to the disk, the one to be evicted last first, while
+    /// `go_on` returns true.
     pub(super) fn write_back(&self, go_on: &mut dyn FnMut() -> bool) -> WrittenBack {
         let worth: Vec<BlockHash> = {
             let State { dram, ssd, .. } = &mut *self.state();
@@ -218,7 +221,7 @@ impl Shared {
             let mut worth: Vec<BlockHash> =
                 dram.brain.by_worth().filter(|&hash| dram.get(hash).is_some()).collect();
             let kept = worth.split_off(worth.len().saturating_sub(ssd.brain.capacity()));
-            // What lies there already must not go for what comes.
+            // Blocks that are there already must not be evicted for new ones.
             kept.iter().for_each(|&hash| ssd.brain.touch(&[hash]));
             kept
         };
@@ -227,17 +230,17 @@ impl Shared {
         }
         let State { ssd, .. } = &mut *self.state();
         let Some(ssd) = ssd else { return WrittenBack::default() };
-        // The first that came is the last that is to go.
+        // The block that came first is to be evicted last.
         worth.iter().for_each(|&hash| ssd.brain.touch(&[hash]));
         let there = worth.iter().filter(|&&hash| ssd.slot(hash).is_some());
         WrittenBack { blocks: there.count() as u64, of: worth.len() as u64 }
     }
 
-    /// Copies a block of host memory to the disk, unless it lies there.
+    /// Copies a block of host memory to the disk, unless the disk holds it.
     fn copy_down(&self, hash: BlockHash) {
         let mut state = self.state();
         let State { dram, ssd: Some(ssd), events, .. } = &mut *state else { return };
-        // Nobody's step waits for it.
+        // No step waits for this copy, so it may use a whole turn's time.
         ssd.frames.access.begin_turn();
         let Some(held) = dram.get(hash).cloned() else { return };
         let Begun::Write(slot) = ssd.begin(hash, events) else { return };

@@ -1,7 +1,8 @@
-//! A directory that belongs to this process's user alone.
+//! A directory that only this process's user can access.
 //!
-//! KV and the token ids beside it tell what was asked. So nobody else may read a file, put one there, or lead a name elsewhere: everything is
-//! opened in the open directory, no symbolic link is followed, and each file's owner is looked at.
+//! KV and the token ids beside it reveal prompts. So no other user may read a file, put one there, or
+//! redirect a name: every file is opened relative to the open directory, symbolic links are not followed, and
+//! each file's owner is checked.
 
 use crate::pool::PoolError;
 use rustix::fs::{CWD, Dir, FileType, Mode, OFlags, Stat};
@@ -26,22 +27,22 @@ pub struct PrivateDirectory {
 /// How a file is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Opening {
-    /// It is there.
+    /// It must exist.
     Existing,
-    /// It is made if it is not there.
+    /// It is created if it does not exist.
     Any,
-    /// It must not be there.
+    /// It must not exist, and is created.
     New,
 }
 
 impl PrivateDirectory {
-    /// Opens a directory, which is made if need be. One that others may look into is closed to them.
+    /// Opens a directory, and creates it if necessary. If others may read it, its permissions are tightened.
     ///
     /// # Errors
-    /// [`PoolError::Exposed`] where it is a symbolic link, another user's, or others may write to it; [`PoolError::Io`] where it cannot be
-    /// opened.
+    /// [`PoolError::Exposed`] if it is a symbolic link, another user's, or writable by others;
+    /// [`PoolError::Io`] if it cannot be opened.
     pub fn open(path: &Path) -> std::result::Result<Self, PoolError> {
-        // A slash at the end would follow a link.
+        // A trailing slash would follow a link.
         let path: PathBuf = path.components().collect();
         let failed = |doing: &str| {
             let doing = format!("{doing} {}", path.display());
@@ -71,15 +72,17 @@ impl PrivateDirectory {
         Ok(PrivateDirectory { path, open })
     }
 
-    /// Where it is.
+    /// The directory's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Opens a file of it for reading and writing. One that others may look into is closed to them.
+    /// Opens a file of the directory for reading and writing. If others may read it, its permissions are
+    /// tightened.
     ///
     /// # Errors
-    /// `PermissionDenied` where it is no plain file, another user's, or others may write to it; otherwise as the system refuses.
+    /// `PermissionDenied` if it is not a regular file, is another user's, or is writable by others; otherwise
+    /// the operating system's error.
     pub fn file(&self, name: &str, opening: Opening) -> Result<File> {
         let create = match opening {
             Opening::Existing => OFlags::empty(),
@@ -110,10 +113,10 @@ impl PrivateDirectory {
         Ok(file)
     }
 
-    /// Names of all that it has, in order.
+    /// Names of all files, in order.
     ///
     /// # Errors
-    /// As the system refuses.
+    /// The operating system's error.
     pub fn names(&self) -> Result<Vec<String>> {
         let mut names = Vec::new();
         for entry in Dir::read_from(&self.open)? {
@@ -124,10 +127,10 @@ impl PrivateDirectory {
         Ok(names)
     }
 
-    /// Gives a file another name.
+    /// Renames a file.
     ///
     /// # Errors
-    /// As the system refuses.
+    /// The operating system's error.
     pub fn rename(&self, from: &str, to: &str) -> Result<()> {
         Ok(rustix::fs::renameat(&self.open, from, &self.open, to)?)
     }
@@ -135,15 +138,15 @@ impl PrivateDirectory {
     /// Removes a file.
     ///
     /// # Errors
-    /// As the system refuses; `NotFound` if there is none.
+    /// The operating system's error; `NotFound` if there is no such file.
     pub fn remove(&self, name: &str) -> Result<()> {
         Ok(rustix::fs::unlinkat(&self.open, name, rustix::fs::AtFlags::empty())?)
     }
 
-    /// Returns when what was made, renamed and removed outlives a loss of power.
+    /// Returns when creations, renames and removals so far would survive a loss of power.
     ///
     /// # Errors
-    /// As the medium fails.
+    /// When the medium fails.
     pub fn sync_names(&self) -> Result<()> {
         self.open.sync_all()
     }
@@ -153,7 +156,7 @@ fn exposed(path: &Path, why: &str) -> PoolError {
     PoolError::Exposed { path: path.to_path_buf(), why: why.into() }
 }
 
-/// Why what is there is not this user's alone, and cannot be made so by closing it to others.
+/// Why other users have access that tightening the permissions cannot take back, if so.
 fn fault(looked: &Stat) -> Option<String> {
     let (owner, own) = (looked.st_uid, rustix::process::geteuid().as_raw());
     if owner != own {

@@ -12,22 +12,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 const LOCK: &str = "lock";
 
-/// A directory that this process alone uses, as long as this lives, and that its user alone may look into.
+/// A directory that this process uses alone while this value lives, and that only its user may read.
 #[derive(Debug)]
 pub struct RealDisk {
     directory: PrivateDirectory,
     /// Open files by name.
     files: Mutex<HashMap<String, Arc<File>>>,
-    /// Holds the lock.
+    /// The file that holds the lock.
     _lock: File,
 }
 
 impl RealDisk {
-    /// Takes `directory` for this process; it is created if need be.
+    /// Locks `directory` for this process, and creates it if necessary.
     ///
     /// # Errors
-    /// [`PoolError::InUse`] while another pool has it; [`PoolError::Exposed`] where it is not this user's alone; [`PoolError::Io`] where
-    /// it cannot be created or written.
+    /// [`PoolError::InUse`] while another pool uses it; [`PoolError::Exposed`] if other users can access it;
+    /// [`PoolError::Io`] if it cannot be created or written.
     pub fn open(directory: &Path) -> std::result::Result<Self, PoolError> {
         let failed = |doing: &str| {
             let doing = format!("{doing} {}", directory.display());

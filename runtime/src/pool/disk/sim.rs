@@ -1,4 +1,4 @@
-//! A disk in memory that obeys a plan of faults, loses power and crashes in the middle of a write.
+//! A disk in memory that follows a fault plan, loses power, and crashes in the middle of a write.
 
 use super::Disk;
 use mixfleet_hal::fault::{Fault, FaultPlan};
@@ -9,12 +9,12 @@ use std::mem::{Discriminant, discriminant};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Where the process that uses the disk dies.
+/// The point at which the process that uses the disk dies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Crash {
-    /// The change (a write, a cut, a renaming, a removal) in which it dies, counted from 0.
+    /// The change (a write, a truncation, a rename or a removal) in which it dies, counted from 0.
     pub change: u64,
-    /// Of a write, the leading bytes that still arrive; any other change is done where this is not 0.
+    /// Leading bytes of a write that still arrive; any other change is carried out if this is not 0.
     pub bytes: u64,
 }
 
@@ -26,7 +26,7 @@ struct Write {
 #[derive(Clone, Default)]
 struct File {
     now: Vec<u8>,
-    /// What survives a loss of power for sure, and what was written since, in order.
+    /// Content that certainly survives a loss of power, followed by the writes since, in order.
     safe: Vec<u8>,
     unsafe_since: Vec<Arc<Write>>,
 }
@@ -34,7 +34,7 @@ struct File {
 /// Files by name.
 type Names = BTreeMap<String, u64>;
 
-/// What operations take, in a world that has time.
+/// How long operations take, in an environment that has time.
 #[derive(Clone)]
 struct Time {
     operation: Duration,
@@ -47,7 +47,7 @@ struct State {
     files: BTreeMap<u64, File>,
     files_made: u64,
     names: Names,
-    /// What names survive a loss of power for sure, and what they were after each change since, in order.
+    /// Names that certainly survive a loss of power, followed by the names after each change since, in order.
     safe_names: Names,
     names_since: Vec<Names>,
     time: Option<Time>,
@@ -61,10 +61,11 @@ struct State {
     remembers: bool,
 }
 
-/// Files in memory; clones share them. Operations are counted as they come: all reads and writes, for the [`FaultPlan`].
+/// Files in memory, shared by clones. Reads and writes are numbered as they come, for the [`FaultPlan`].
 ///
-/// `BitFlip` rots a bit for good (of what is read, before it is read; of what is written, after), `Drop` and `Stale` lose a write (a read
-/// is not struck), `Fail` is an error. Where the disk [has time](Self::takes), `Slow` and `Hang` are late; else `Slow` does nothing, and `Hang` is an error.
+/// `BitFlip` corrupts a bit permanently (before a read, after a write). `Drop` and `Stale` lose a write and
+/// do not affect a read. `Fail` is an error. Where the disk [has time](Self::takes), `Slow` and `Hang` are
+/// late; otherwise `Slow` does nothing, and `Hang` is an error.
 #[derive(Clone, Default)]
 pub struct SimDisk(Arc<Mutex<State>>);
 
@@ -76,41 +77,42 @@ impl std::fmt::Debug for SimDisk {
 }
 
 impl SimDisk {
-    /// An empty disk whose operations suffer `plan`.
+    /// An empty disk whose operations are subject to `plan`.
     pub fn new(plan: FaultPlan) -> Self {
         let disk = SimDisk::default();
         disk.set_plan(plan);
         disk
     }
 
-    /// An empty disk that can [lose power](Self::lose_power): it remembers every write since a file's last sync.
+    /// An empty disk that can [lose power](Self::lose_power): it records every write since a file's last
+    /// sync.
     pub fn with_power_losses() -> Self {
         let disk = SimDisk::default();
         disk.state().remembers = true;
         disk
     }
 
-    /// From now on operations suffer `plan`, counted on.
+    /// Applies `plan` to operations from now on, without resetting their numbers.
     pub fn set_plan(&self, plan: FaultPlan) {
         self.state().plan = plan;
     }
 
-    /// Bytes that all files together may have from now on; none: any.
+    /// Limits the bytes of all files together from now on; none removes the limit.
     pub fn set_room(&self, bytes: Option<u64>) {
         self.state().room_bytes = bytes;
     }
 
-    /// The process will die there: every operation after it fails, until [`restart`](Self::restart).
+    /// Makes the process die at `crash`: every operation after it fails, until [`restart`](Self::restart).
     pub fn crash_at(&self, crash: Crash) {
         self.state().crash = Some(crash);
     }
 
-    /// Changes so far: where a [`Crash`] can be.
+    /// Number of changes so far, which a [`Crash`] counts.
     pub fn changes(&self) -> u64 {
         self.state().changes
     }
 
-    /// Operations so far: where a fault can strike.
+    /// Number of operations so far, which a fault plan counts.
     pub fn operations(&self) -> u64 {
         self.state().operations
     }
@@ -125,7 +127,8 @@ impl SimDisk {
         used(&self.state())
     }
 
-    /// What a process finds that starts after the crash: everything written, since the system lived on.
+    /// The disk as a process finds it that starts after the crash: all writes are there, since the system
+    /// survived.
     pub fn restart(&self) -> SimDisk {
         let state = self.state();
         let after = State {
@@ -141,8 +144,9 @@ impl SimDisk {
         SimDisk(Arc::new(Mutex::new(after)))
     }
 
-    /// What a process finds after a loss of power: of the writes after a file's last sync each arrived whole, in part or not at all, and of
-    /// the changes of names after their last sync the first ones, as `seed` decides. A disk that does not remember loses all of them.
+    /// The disk as a process finds it after a loss of power. As `seed` decides, each write after a file's
+    /// last sync arrived whole, in part or not at all, and so did a leading part of the changes of names
+    /// after their last sync. A disk that does not record writes loses all of them.
     pub fn lose_power(&self, seed: u64) -> SimDisk {
         let after = self.restart();
         let mut index = 0;
@@ -172,14 +176,15 @@ impl SimDisk {
         after
     }
 
-    /// Changes one bit of a file, if it is that long.
+    /// Flips one bit of a file, if the file is that long.
     pub fn rot(&self, file: &str, bit: u64) {
         if let Some(byte) = self.state().file(file).and_then(|file| file.now.get_mut((bit / 8) as usize)) {
             *byte ^= 1 << (bit % 8);
         }
     }
 
-    /// From now on a read or a write takes `operation`, and `hang` where it hangs, in the caller's `wait`. It is carried out then.
+    /// Makes each read or write take `operation`, or `hang` where it hangs, in the caller's `wait`; the
+    /// operation is carried out afterwards.
     pub fn takes(
         &self,
         operation: Duration,
@@ -189,7 +194,7 @@ impl SimDisk {
         self.state().time = Some(Time { operation, hang, wait: Arc::new(wait) });
     }
 
-    /// How many operations suffered a fault of this kind.
+    /// Number of operations that suffered a fault of this kind.
     pub fn struck(&self, fault: Fault) -> u64 {
         self.state().struck.get(&discriminant(&fault)).copied().unwrap_or(0)
     }
@@ -198,7 +203,7 @@ impl SimDisk {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Carries out a change that is no write, unless the process dies of it.
+    /// Carries out a change that is not a write, unless the process dies of it.
     fn change(&self, change: impl FnOnce(&mut State) -> Result<()>) -> Result<()> {
         let mut state = self.state();
         match state.start_change()? {
@@ -226,7 +231,7 @@ impl State {
         self.forget_nameless();
     }
 
-    /// Forgets what no name leads to, nor could after a loss of power.
+    /// Deletes content that no name refers to, nor could after a loss of power.
     fn forget_nameless(&mut self) {
         let State { files, names, safe_names, names_since, .. } = self;
         let possible = || names_since.iter().chain([&*names, &*safe_names]).flat_map(Names::values);
@@ -237,7 +242,7 @@ impl State {
         if self.dead { Err(died()) } else { Ok(()) }
     }
 
-    /// The bytes that arrive if the process dies of this change.
+    /// Number of bytes that arrive if the process dies of this change.
     fn start_change(&mut self) -> Result<Option<u64>> {
         self.living()?;
         let change = self.changes;
@@ -247,7 +252,7 @@ impl State {
         Ok(crash.map(|crash| crash.bytes))
     }
 
-    /// The number of an operation and what strikes it.
+    /// The number of an operation and the fault that strikes it, if any.
     fn strike(&mut self) -> (u64, Option<Fault>) {
         let operation = self.operations;
         self.operations += 1;
@@ -282,7 +287,7 @@ fn used(state: &State) -> u64 {
     state.names.keys().filter_map(|name| state.length(name)).sum()
 }
 
-/// Lets the time of an operation pass, if the disk has time, while others use it.
+/// Lets the time of an operation pass, if the disk has time, while others use the disk.
 fn pass<'a>(
     disk: &'a SimDisk,
     mut state: MutexGuard<'a, State>,
@@ -368,7 +373,7 @@ impl Disk for SimDisk {
         if let Some(room) = state.room_bytes {
             let left = room.saturating_sub(used(&state));
             if grows > left {
-                // What fits arrives, as on a real disk.
+                // The part that fits is written, as on a real disk.
                 let fits = (data.len() as u64).saturating_sub(grows - left);
                 state.write(file, offset, &data[..fits as usize]);
                 return Err(ErrorKind::StorageFull.into());
