@@ -1,4 +1,4 @@
-//! Where the activations and inputs of a step lie on the device.
+//! The device memory for the activations and inputs of a step.
 
 use super::ModelConfig;
 use super::graph::StepShape;
@@ -7,7 +7,7 @@ use mixfleet_hal::{BufferUsage, DType, Device, Result, Slice};
 /// Activation buffers, allocated once for the largest step.
 #[derive(Debug)]
 pub(super) struct Arena {
-    /// Token ids, slots, ranges, block tables, rope tables: one upload per step.
+    /// Token ids, slots, ranges, block tables and rope tables, in one upload per step.
     pub(super) inputs: Slice,
     pub(super) residual: Slice, // [tokens, hidden] f32
     pub(super) normed: Slice,   // [tokens, hidden]
@@ -63,7 +63,7 @@ impl Arena {
     }
 }
 
-/// The longest row of a block table.
+/// Length of the longest row of a block table.
 pub(super) fn table_row(config: &ModelConfig, shape: &StepShape) -> u32 {
     shape.blocks.min(config.context_max.div_ceil(shape.block_tokens) + 1)
 }
@@ -73,7 +73,7 @@ pub(super) fn rows_of(slice: &Slice, rows: u32, cols: u32, dtype: DType) -> Slic
     slice.range(0, u64::from(rows) * u64::from(cols) * dtype.size_bytes())
 }
 
-/// Lays a step's inputs end to end in one upload.
+/// Packs a step's inputs end to end into one upload.
 pub(super) struct Packer<'a> {
     pub(super) bytes: Vec<u8>,
     pub(super) alignment: u64,

@@ -1,5 +1,5 @@
-//! The model that stands in when there is no checkpoint at hand: a small Llama with random weights and
-//! one token per byte. It shows that the machine works; its text means nothing.
+//! The built-in model, used when there is no checkpoint at hand: a small Llama with random weights and one
+//! token per byte. It demonstrates that everything runs; its text means nothing.
 
 use super::chat::ChatTemplate;
 use super::error::{Error, Result};
@@ -10,23 +10,23 @@ use super::tokenizer::{Tokenizer, byte_symbol};
 use mixfleet_hal::DType;
 use serde_json::{Map, Value, json};
 
-/// The name under which the API lists it.
+/// The model's name in the API.
 pub const NAME: &str = "mixfleet-random";
 
-/// Special tokens, at the ids of their place; byte b has the id `SPECIALS.len() + b`.
+/// Special tokens, whose ids are their indices; byte b has the id `SPECIALS.len() + b`.
 const SPECIALS: [&str; 5] = ["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"];
 pub(super) const BOS: u32 = 0;
 pub(super) const EOS: u32 = 1;
 pub(super) const VOCAB: u32 = SPECIALS.len() as u32 + 256;
 
-/// Role marker, content, end marker.
+/// The chat template: role marker, content, end marker.
 const TEMPLATE: &str = "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\
     {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
 
-/// Its weights: 5 million parameters in bf16, context 4096.
+/// The weights: 5 million parameters in bf16, context 4096.
 ///
 /// # Errors
-/// None in practice: its configuration is a constant that the tests load.
+/// None in practice: the configuration is a constant that the tests load.
 pub fn checkpoint() -> Result<Checkpoint> {
     let config = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
@@ -45,8 +45,8 @@ pub fn checkpoint() -> Result<Checkpoint> {
     Checkpoint::from_parts(random.model_config()?, tensors)
 }
 
-/// Zeroes the head's rows of all tokens but printable ASCII, so that their logits are 0 while a
-/// printable one nearly always has more: what a terminal shows stays readable.
+/// Zeroes the rows of the LM head of all tokens but printable ASCII. Their logits are 0 then, and a printable
+/// token nearly always has a larger one, so that the text stays readable.
 fn favour_readable_text(head: &mut [u8]) {
     let row_bytes = head.len() / VOCAB as usize;
     for (id, row) in head.chunks_mut(row_bytes).enumerate() {
@@ -57,7 +57,7 @@ fn favour_readable_text(head: &mut [u8]) {
     }
 }
 
-/// Its tokenizer: one token per byte of UTF-8, and a bos in front of plain prompts.
+/// The tokenizer: one token per byte of UTF-8, and a bos in front of plain prompts.
 ///
 /// # Errors
 /// None in practice: it is a constant that the tests load.
@@ -86,12 +86,12 @@ pub fn tokenizer() -> Result<Tokenizer> {
     Tokenizer::new(inner.map_err(|e| Error::Tokenizer(e.to_string()))?)
 }
 
-/// The object of its `tokenizer_config.json`.
+/// The content of its `tokenizer_config.json`.
 pub(super) fn tokenizer_config() -> Value {
     json!({"bos_token": SPECIALS[0], "eos_token": SPECIALS[1], "chat_template": TEMPLATE})
 }
 
-/// Its chat template.
+/// The chat template.
 ///
 /// # Errors
 /// None in practice: it is a constant that the tests render.

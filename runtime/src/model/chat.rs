@@ -1,5 +1,5 @@
-//! Messages to a prompt, by the checkpoint's Jinja template, in the environment that transformers'
-//! `apply_chat_template` gives it.
+//! Renders messages to a prompt by the checkpoint's Jinja template, in the environment that transformers'
+//! `apply_chat_template` provides.
 
 use super::error::{Error, Result};
 use super::fields::{Fields, read_object_if_present};
@@ -13,16 +13,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Steps of a template that any chat may take, those for each message, and those for all messages together: real
-/// templates take some hundred for a message, and a million in some tens of milliseconds.
+/// Steps of a template for any chat; further constants limit those per message and those for all messages
+/// together. Real templates take a few hundred per message, and a million take some tens of milliseconds.
 const FUEL: u64 = 200_000;
 const FUEL_PER_MESSAGE: u64 = 1000;
 const FUEL_MAX: u64 = 50_000_000;
 
-/// Bytes that a template may print.
+/// Maximum number of bytes that a template may print.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;
 
-/// Words and signs in one tag, and branches in all: real templates have less than a fifth of it.
+/// Limit on the words and symbols in one tag, and on all branches: real templates have less than a fifth of
+/// it.
 const TAG_WORDS_MAX: usize = 500;
 const BRANCHES_MAX: usize = 200;
 
@@ -33,11 +34,12 @@ const CONFIG_FILE: &str = "tokenizer_config.json";
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Map<String, Json>")]
 pub struct ChatMessage {
-    /// `system`, `user`, `assistant`, or what the template knows.
+    /// The role: `system`, `user`, `assistant`, or another one that the template knows.
     pub role: String,
-    /// The text. In JSON also a list of `{"type": "text", "text": ...}`, joined by newlines.
+    /// The text. In JSON it may also be a list of `{"type": "text", "text": ...}`, which are joined by
+    /// newlines.
     pub content: String,
-    /// `name` and `reasoning_content`, which some templates print.
+    /// Further fields such as `name` and `reasoning_content`, which some templates print.
     #[serde(flatten)]
     pub extra: Map<String, Json>,
 }
@@ -95,12 +97,12 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Reads the template of a checkpoint directory: `chat_template.jinja`, else `chat_template` of
-    /// `tokenizer_config.json` (a string, or a list of named ones, of which `default` counts). `None`
-    /// where there is neither: such a model completes text but does not chat.
+    /// Reads the template of a checkpoint directory: `chat_template.jinja`, or else `chat_template` of
+    /// `tokenizer_config.json` (a string, or a list of named ones, of which `default` counts). `None` if
+    /// there is neither: such a model completes text but does not chat.
     ///
     /// # Errors
-    /// When a file cannot be read, or the template is no valid Jinja.
+    /// When a file cannot be read, or the template is not valid Jinja.
     pub fn open(directory: &Path) -> Result<Option<Self>> {
         let config_file = directory.join(CONFIG_FILE);
         let object = read_object_if_present(&config_file)?.unwrap_or_default();
@@ -118,7 +120,7 @@ impl ChatTemplate {
     /// Compiles a template.
     ///
     /// # Errors
-    /// When it is no valid Jinja; names the line.
+    /// When it is not valid Jinja; the error names the line.
     pub fn new(source: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
         let mut environment = Environment::new();
         let syntax = minijinja::syntax::SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
@@ -133,9 +135,9 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment: Arc::new(environment), bos_token, eos_token })
     }
 
-    /// Renders `messages`. With `add_generation_prompt` the text ends where the assistant's answer
-    /// begins. `arguments` are further variables (`chat_template_kwargs`: `enable_thinking`, ...).
-    /// `now_s` is what `strftime_now` tells: seconds since 1970, shown in UTC.
+    /// Renders `messages`. With `add_generation_prompt` the text ends where the assistant's answer begins.
+    /// `arguments` are further variables (`chat_template_kwargs`: `enable_thinking`, ...). `now_s` is the
+    /// time for `strftime_now`: seconds since 1970, shown in UTC.
     ///
     /// # Errors
     /// When the template rejects the messages (`raise_exception`) or fails on them.
@@ -149,7 +151,8 @@ impl ChatTemplate {
         self.render_until(messages, add_generation_prompt, arguments, now_s, &|| false)
     }
 
-    /// As [`render`](Self::render); fails as soon as the template prints something after `stopped` came true.
+    /// Renders `messages` as [`render`](Self::render) does, and fails as soon as the template prints
+    /// something after `stopped` became true.
     ///
     /// # Errors
     /// As [`render`](Self::render), and when it is stopped.
@@ -191,10 +194,10 @@ impl ChatTemplate {
     }
 }
 
-/// What a template has printed.
+/// The text that a template has printed.
 struct Page<'a> {
     text: Vec<u8>,
-    /// Bytes that still fit; none once too many came.
+    /// Number of bytes that still fit; none once too many were printed.
     left: usize,
     stopped: &'a dyn Fn() -> bool,
 }
@@ -230,7 +233,7 @@ fn raise_exception(message: String) -> std::result::Result<String, minijinja::Er
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// The library's, with a width that its memory has room for.
+/// The library's filter, with its width limited to what fits into memory.
 fn indent(
     text: StringInput<'_>,
     width: Option<usize>,
@@ -307,14 +310,14 @@ fn named_default(fields: &Fields) -> Result<Option<String>> {
     }
 }
 
-/// A special token is a string or an object with the string in `content`.
+/// Reads a special token: a string, or an object with the string in `content`.
 fn special_token(fields: &Fields, field: &str) -> Option<String> {
     let value = fields.get(field)?;
     value.as_str().or(value["content"].as_str()).map(str::to_owned)
 }
 
-/// The template's parser calls itself for every operator and every `elif`, without a bound: thousands of them overflow a stack, which
-/// ends the process.
+/// Limits the nesting of a template. The library's parser recurses for every operator and every `elif`,
+/// without a bound: thousands of them overflow the stack, which ends the process.
 fn check_depth(source: &str) -> Result<()> {
     let (mut rest, mut branches) = (source, 0);
     while let Some(start) = rest.find("{{").into_iter().chain(rest.find("{%")).min() {
@@ -331,7 +334,7 @@ fn check_depth(source: &str) -> Result<()> {
     Ok(())
 }
 
-/// Bytes of a tag up to its end, and its words and signs; what is quoted is one.
+/// Length of a tag in bytes, and its number of words and symbols; a quoted string counts as one.
 fn tag_size(tag: &str) -> (usize, usize) {
     let (mut words, mut quote, mut in_word, mut escaped) = (0, None, false, false);
     for (at, character) in tag.char_indices() {
@@ -352,8 +355,8 @@ fn tag_size(tag: &str) -> (usize, usize) {
     (tag.len(), words)
 }
 
-/// `{% generation %}` marks what the assistant said, for training. It renders its body, and minijinja
-/// does not know it: an `if true` in its place does the same.
+/// Replaces `{% generation %}`, which marks the assistant's text for training. It renders its body, and
+/// minijinja does not know it: an `if true` in its place has the same effect.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

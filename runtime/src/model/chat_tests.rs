@@ -2,7 +2,7 @@ use super::super::testing::{fixtures, golden, scratch};
 use super::*;
 use serde_json::json;
 
-/// In the manner of Llama 3: dates, system prompt first, `trim`, error on a bad role.
+/// A template in the style of Llama 3: dates, system prompt first, `trim`, error on an invalid role.
 const LLAMA: &str = "\
 {{- bos_token }}
 {%- if not date_string is defined %}
@@ -31,7 +31,8 @@ const LLAMA: &str = "\
 {%- endif %}
 ";
 
-/// In the manner of Qwen 3: namespaces, reversed lists, string methods, loop controls, block trimming.
+/// A template in the style of Qwen 3: namespaces, reversed lists, string methods, loop controls, block
+/// trimming.
 const QWEN: &str = "\
 {% set ns = namespace(last=messages|length - 1) %}
 {% for message in messages[::-1] %}

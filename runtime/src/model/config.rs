@@ -7,7 +7,7 @@ use mixfleet_scheduler::cost::ModelShape;
 /// differences between Llama, Mistral, Qwen2 and Qwen3 as fields.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// `model_type` of the checkpoint, for people.
+    /// `model_type` of the checkpoint, for display.
     pub family: String,
     /// Length of the residual stream.
     pub hidden: u32,
@@ -25,17 +25,17 @@ pub struct ModelConfig {
     pub vocab: u32,
     /// Longest sequence, prompt and output together.
     pub context_max: u32,
-    /// Of every RMS norm.
+    /// Epsilon of every RMS norm.
     pub norm_eps: f32,
-    /// q, k, v have biases (Qwen2).
+    /// Whether q, k, v have biases (Qwen2).
     pub qkv_bias: bool,
-    /// The attention output has a bias (Llama with `attention_bias`).
+    /// Whether the attention output has a bias (Llama with `attention_bias`).
     pub o_bias: bool,
-    /// gate, up, down have biases (Llama with `mlp_bias`).
+    /// Whether gate, up, down have biases (Llama with `mlp_bias`).
     pub mlp_bias: bool,
-    /// q and k are normalised per head before rope (Qwen3).
+    /// Whether q and k are normalised per head before rope (Qwen3).
     pub qk_norm: bool,
-    /// The LM head is the embedding.
+    /// Whether the LM head is the embedding.
     pub tied_embeddings: bool,
     /// Sliding window of each layer; `layers` entries.
     pub windows: Vec<Option<u32>>,
@@ -45,7 +45,7 @@ pub struct ModelConfig {
     pub dtype: DType,
     /// Ids that end an answer (`generation_config.json`, else `config.json`).
     pub eos_ids: Vec<u32>,
-    /// Id put in front of a prompt by the tokenizer's own rules, if the checkpoint names one.
+    /// Id that the tokenizer's own rules put in front of a prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,
 }
 
@@ -55,7 +55,7 @@ impl ModelConfig {
         2 * u64::from(self.layers) * u64::from(self.kv_heads) * u64::from(self.head_dim) * kv.size_bytes()
     }
 
-    /// What the model costs, in these dtypes and with this page size.
+    /// The model's shape for cost prediction, with these dtypes and this page size.
     pub fn cost_shape(&self, activation: DType, kv: DType, page_tokens: u32) -> ModelShape {
         ModelShape {
             hidden: self.hidden,

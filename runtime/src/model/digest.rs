@@ -1,7 +1,7 @@
-//! A digest of all that decides a model's KV: its configuration and every byte of its weights.
+//! A digest of everything that determines a model's KV: its configuration and every byte of its weights.
 //!
-//! Tensors are cut into pieces that are hashed each for itself, so that any number of threads may share the work without a trace
-//! in the result. How tensors are spread over files leaves none either.
+//! Tensors are divided into pieces that are hashed independently, so that any number of threads can share the
+//! work without affecting the result. The distribution of tensors over files does not affect it either.
 
 use super::config::ModelConfig;
 use super::error::Result;
@@ -11,10 +11,10 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
-/// Bytes that are hashed as one: some 0.3 ms of one core.
+/// Bytes that are hashed as one piece, in about 0.3 ms of one core.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// A digest under way.
+/// A digest that is being computed.
 pub struct Digesting<'a> {
     checkpoint: &'a Checkpoint,
     pieces: Vec<Piece<'a>>,
@@ -27,27 +27,26 @@ struct Piece<'a> {
 }
 
 impl Checkpoint {
-    /// Whether the files are what they were when they were mapped.
+    /// Checks that the files are unchanged since they were mapped.
     ///
     /// # Errors
-    /// Names the file that is not.
+    /// Names a file that changed.
     pub fn check(&self) -> Result<()> {
         self.shards.iter().try_for_each(|shard| shard.check()).map_err(Into::into)
     }
 
-    /// Which files the weights are, and when each last changed; none where some are no files.
+    /// Which files the weights are in, and when each last changed; none where some are not in files.
     pub fn stamps(&self) -> Option<Vec<FileStamp>> {
         self.shards.iter().map(|shard| shard.stamp()).collect()
     }
 
-    /// All bytes were found to be what they were at first, while the files had these stamps: that they were written to before
-    /// is forgotten.
+    /// Accepts files with these stamps as unchanged, since all bytes were found to be the original ones.
     pub fn accept(&self, stamps: &[FileStamp]) {
         self.shards.iter().zip(stamps).for_each(|(shard, stamp)| shard.accept(stamp));
     }
 
-    /// A digest of the configuration, and of all tensors' names, dtypes and shapes: what decides how long the model takes, but not
-    /// what it says.
+    /// A digest of the configuration and of all tensors' names, dtypes and shapes: these determine how long
+    /// the model takes, but not its output.
     pub fn shape_digest(&self) -> String {
         format!("{:032x}", self.shape().digest128())
     }
@@ -61,7 +60,7 @@ impl Checkpoint {
         hash
     }
 
-    /// Begins a digest of everything.
+    /// Begins a digest of configuration and weights.
     pub fn digesting(&self) -> Digesting<'_> {
         let tensors = self.directory().into_iter().filter_map(|(name, ..)| self.bytes(name));
         let pieces = tensors.flat_map(|tensor| tensor.chunks(PIECE_BYTES));
@@ -75,7 +74,8 @@ fn add_config(hash: &mut Xxh3, config: &ModelConfig) {
 }
 
 impl Digesting<'_> {
-    /// Hashes pieces until none is left; for as many threads as like. Each piece's bytes are told when it is done.
+    /// Hashes pieces until none is left; any number of threads may call it. `done` gets the bytes of each
+    /// finished piece.
     pub fn work(&self, done: &dyn Fn(u64)) {
         while let Some(piece) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             let _ = piece.digest.set(xxh3_128(piece.bytes));
@@ -83,17 +83,18 @@ impl Digesting<'_> {
         }
     }
 
-    /// The digest, once all threads are done; what they left is done here.
+    /// Returns the digest, once all threads are done; pieces that are left are hashed here.
     ///
     /// # Errors
-    /// When a file was written to or cut meanwhile: then there is no telling of what this would be the digest.
+    /// When a file was written to or truncated meanwhile, so that the digest would be meaningless.
     pub fn finish(self) -> Result<String> {
         let digest = self.value();
         self.checkpoint.check()?;
         Ok(digest)
     }
 
-    /// Whether everything has this digest now, whatever has become of the files since they were mapped.
+    /// Whether configuration and weights have this digest now, whatever happened to the files since they were
+    /// mapped.
     pub fn is(self, digest: &str) -> bool {
         self.value() == digest
     }
@@ -131,7 +132,8 @@ mod tests {
         digesting.finish().expect("unchanged")
     }
 
-    /// A model of which one tensor has several pieces, the last one not whole, with `change` done to its tensors.
+    /// A model one of whose tensors has several pieces, the last one incomplete, with `change` applied to its
+    /// tensors.
     fn large(change: impl FnOnce(&mut Vec<HostTensor>)) -> Checkpoint {
         let mut config = tiny_variants().remove(0).1.model_config().expect("good");
         config.vocab = 3 * PIECE_BYTES as u32 / (2 * config.hidden) + 1;

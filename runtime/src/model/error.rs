@@ -1,8 +1,8 @@
-//! What can be wrong with a checkpoint, in words that name the file and the thing in it.
+//! Errors in a checkpoint, with messages that name the file and the item in it.
 
 use std::path::{Path, PathBuf};
 
-/// Result of loading or using a model.
+/// The result of loading or using a model.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Why a model cannot be loaded or used.
@@ -13,10 +13,10 @@ pub enum Error {
     Read {
         /// The file.
         file: PathBuf,
-        /// The operating system's word.
+        /// The operating system's error.
         cause: std::io::Error,
     },
-    /// A file is not what its format says.
+    /// A file does not conform to its format.
     #[error("{}: {problem}", file.display())]
     File {
         /// The file.
@@ -24,7 +24,7 @@ pub enum Error {
         /// What is wrong, and what was expected.
         problem: String,
     },
-    /// A field of a JSON file has a value that is wrong or unsupported.
+    /// A field of a JSON file has an invalid or unsupported value.
     #[error("{}: field '{field}': {problem}", file.display())]
     Field {
         /// The file.
@@ -34,12 +34,12 @@ pub enum Error {
         /// What is wrong, and what is supported.
         problem: String,
     },
-    /// A tensor is missing, misshapen or cut off.
+    /// A tensor is missing, misshapen or truncated.
     #[error("{}: tensor '{tensor}': {problem}", file.display())]
     Tensor {
-        /// The file (or directory, where no file has it).
+        /// The file, or the directory if no file has the tensor.
         file: PathBuf,
-        /// The tensor.
+        /// The tensor's name.
         tensor: String,
         /// What is wrong, and what was expected.
         problem: String,
@@ -47,7 +47,7 @@ pub enum Error {
     /// Text could not be turned into tokens, or back.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
-    /// The chat template rejected the messages or is itself wrong.
+    /// The chat template rejected the messages or is itself invalid.
     #[error("chat template: {0}")]
     Template(String),
     /// The device refused the weights.

@@ -4,19 +4,19 @@ use super::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// The largest JSON file that is read, in bytes: real configurations and shard indices stay under 1 MB.
+/// Maximum size of a JSON file in bytes: real configurations and shard indices stay below 1 MB.
 const JSON_BYTES_MAX: u64 = 64 << 20;
 
-/// A JSON object and where it came from. A field that is `null` counts as absent.
+/// A JSON object and the file it came from. A field that is `null` counts as absent.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
     pub(super) file: &'a Path,
     pub(super) object: &'a Map<String, Value>,
-    /// Put before a field's name in messages: `rope_scaling.`
+    /// Prefix of field names in messages, such as `rope_scaling.`
     pub(super) prefix: &'a str,
 }
 
-/// Refuses what is there and is no regular file: to open a FIFO would wait for who writes to it.
+/// Refuses a path that exists and is not a regular file: opening a FIFO would wait for a writer.
 pub(super) fn check_regular(file: &Path) -> Result<()> {
     match std::fs::metadata(file) {
         Ok(found) if !found.is_file() => {
@@ -37,7 +37,7 @@ pub(super) fn read_object(file: &Path) -> Result<Map<String, Value>> {
     serde_json::from_slice(&text).map_err(|e| Error::file(file, format!("not a JSON object: {e}")))
 }
 
-/// As [`read_object`]; `None` where the file does not exist.
+/// Reads the JSON object in `file`; `None` if the file does not exist.
 pub(super) fn read_object_if_present(file: &Path) -> Result<Option<Map<String, Value>>> {
     match read_object(file) {
         Err(Error::Read { cause, .. }) if cause.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -67,12 +67,12 @@ impl<'a> Fields<'a> {
         self.object.get(field).filter(|value| !value.is_null())
     }
 
-    /// Whether the field is there at all, be it `null`.
+    /// Whether the field exists, even as `null`.
     pub(super) fn has(&self, field: &str) -> bool {
         self.object.contains_key(field)
     }
 
-    /// A whole number in `1..=max`.
+    /// Reads a whole number in `1..=max`.
     pub(super) fn count(&self, field: &str, max: u32) -> Result<Option<u32>> {
         let Some(value) = self.get(field) else { return Ok(None) };
         match value.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=max).contains(n)) {
@@ -86,7 +86,7 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.error(field, format!("missing, expected a whole number from 1 to {max}")))
     }
 
-    /// A finite number above zero.
+    /// Reads a finite number above zero.
     pub(super) fn positive(&self, field: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(field) else { return Ok(None) };
         match value.as_f64().filter(|x| x.is_finite() && *x > 0.0) {
@@ -121,7 +121,7 @@ impl<'a> Fields<'a> {
         list.map(Some).ok_or_else(|| self.wrong(field, value, "a list of strings"))
     }
 
-    /// A token id, or a list of them.
+    /// Reads a token id, or a list of them.
     pub(super) fn token_ids(&self, field: &str) -> Result<Option<Vec<u32>>> {
         let Some(value) = self.get(field) else { return Ok(None) };
         let one = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());

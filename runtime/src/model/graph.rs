@@ -1,29 +1,29 @@
-//! The forward pass as commands: one list per layer, so that the KV of a layer can leave while later
-//! layers still run.
+//! The forward pass as commands: one list per layer, so that the KV of a layer can be sent while later layers
+//! still run.
 //!
-//! The residual stream is f32 whatever the activations' dtype is: it is read and written once per
-//! block, and rounding it would cost more accuracy than all other roundings together.
+//! The residual stream is f32 whatever the dtype of activations: it is read and written once per block, and
+//! rounding it would cost more accuracy than all other roundings together.
 
 use super::arena::{Arena, Packer, rows_of, table_row};
 use super::{LayerWeights, ModelConfig, Tensor, Weights};
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Scalar, Slice};
 use std::sync::Arc;
 
-/// Least row length of the block table in a step that is recorded: short sequences share a recording.
+/// Minimum row length of the block table in a recorded step, so that short sequences share a recording.
 const PAGES_MIN: u32 = 8;
 
-/// How large a step may be, and in which dtypes it runs.
+/// The maximum size of a step, and its dtypes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
-    /// New tokens in a step.
+    /// Maximum number of new tokens in a step.
     pub tokens_max: u32,
-    /// Sequences in a step.
+    /// Maximum number of sequences in a step.
     pub sequences_max: u32,
-    /// KV blocks of the instance.
+    /// Number of KV blocks of the instance.
     pub blocks: u32,
     /// Tokens in a block.
     pub block_tokens: u32,
-    /// Dtype of what flows between operations.
+    /// Dtype of activations.
     pub activations: DType,
     /// Dtype of the KV pools.
     pub kv: DType,
@@ -32,13 +32,13 @@ pub struct StepShape {
 /// One sequence's part in a step.
 #[derive(Clone, Debug)]
 pub struct Part<'a> {
-    /// Tokens whose KV is in place.
+    /// Number of tokens whose KV is computed already.
     pub start: u32,
     /// New tokens.
     pub tokens: &'a [u32],
-    /// Block table over `start` + `tokens`.
+    /// Block table for `start` and `tokens` together.
     pub pages: &'a [u32],
-    /// Logits of the last new token are wanted.
+    /// Whether the logits of the last new token are needed.
     pub sample: bool,
 }
 
@@ -52,19 +52,19 @@ pub struct Pass {
 /// Steps of equal keys on one [`Forward`] have equal commands, so that one recording serves all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StepKey {
-    /// Sequences, each of which decodes one token.
+    /// Number of sequences, each of which decodes one token.
     decodes: u32,
     /// Row length of the block table.
     pages_max: u32,
 }
 
 impl Pass {
-    /// Parts whose next token is wanted: rows of the logits.
+    /// Number of rows of the logits: one per part whose next token is needed.
     pub fn rows(&self) -> u32 {
         self.sizes.picks.len() as u32
     }
 
-    /// What a recording of this step is known by; none for steps that hardly come again.
+    /// The key of a recording of this step; none for steps that are unlikely to recur.
     pub fn key(&self) -> Option<StepKey> {
         self.key
     }
@@ -83,12 +83,12 @@ pub struct Forward {
     windows: Vec<Option<u32>>,
 }
 
-/// Where a step's inputs lie.
+/// The device memory of a step's inputs.
 struct Inputs {
     ids: Slice,
     slots: Slice,
     cos_sin: Slice,
-    /// Per distinct window.
+    /// Ranges per distinct window.
     ranges: Vec<Slice>,
     decode_pages: Slice,
     query_start: Slice,
@@ -97,14 +97,14 @@ struct Inputs {
     picks: Slice,
 }
 
-/// Sizes of a step.
+/// The sizes of a step.
 struct Sizes {
     tokens: u32,
     decodes: u32,
     prefills: u32,
     decode_pages_max: u32,
     prefill_pages_max: u32,
-    /// Per distinct window: keys read by decodes; and pairs and keys of prefills.
+    /// Per distinct window: keys read by decodes, and pairs and keys of prefills.
     kv: Vec<KvSizes>,
     picks: Vec<u32>,
 }
@@ -138,12 +138,12 @@ impl Forward {
         Ok(Forward { config, weights, shape, pools, arena, alignment, replay_pays, windows })
     }
 
-    /// The model.
+    /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// The step's bounds.
+    /// The limits of a step.
     pub fn shape(&self) -> &StepShape {
         &self.shape
     }
@@ -154,8 +154,8 @@ impl Forward {
         (k, v)
     }
 
-    /// Uploads the inputs of a step. Parts with one token come first. No earlier step may be under
-    /// way: it reads the same buffers.
+    /// Uploads the inputs of a step. Parts with one token come first. No earlier step may still run, since it
+    /// reads the same buffers.
     pub fn begin(&self, device: &dyn Device, parts: &[Part<'_>]) -> Result<Pass> {
         let mut sizes = self.sizes(parts);
         let key = self.replay_pays.then(|| self.evened(&mut sizes)).flatten();
@@ -163,9 +163,9 @@ impl Forward {
         Ok(Pass { sizes, inputs, key })
     }
 
-    /// Rounds the sizes of a step that only decodes up to what later steps will have too: block tables
-    /// of a power of two of blocks, all of them full. That changes no result (the ranges say what is
-    /// read), only what a device expects to read.
+    /// Rounds the sizes of a step that only decodes up to sizes that later steps will share: block tables
+    /// whose length is a power of two, all blocks full. That changes only what a device expects to read, not
+    /// the result, since the ranges define what is read.
     fn evened(&self, sizes: &mut Sizes) -> Option<StepKey> {
         let decodes = sizes.decodes;
         if decodes == 0 || sizes.tokens != decodes || sizes.picks.len() != decodes as usize {
@@ -191,7 +191,7 @@ impl Forward {
         step.inputs.slots.range(u64::from(row) * 4, u64::from(tokens) * 4)
     }
 
-    /// A command that takes the best token of each row of logits, and where it puts them.
+    /// A command that selects the best token of each row of logits, and the slice that receives them.
     pub fn argmax(&self, step: &Pass) -> Result<(Cmd, Slice)> {
         let (rows, cols) = (step.rows(), self.config.vocab);
         let best = rows_of(&self.arena.best, rows, 1, DType::U32);
@@ -276,7 +276,7 @@ impl Forward {
         Ok(inputs)
     }
 
-    /// Token embedding.
+    /// The command for the token embedding.
     pub fn embed(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Cmd> {
         let (vocab, hidden) = (self.config.vocab, self.config.hidden);
         let table = &self.weights.embed;
@@ -288,7 +288,7 @@ impl Forward {
         rows_of(&self.arena.residual, rows, self.config.hidden, DType::F32)
     }
 
-    /// Decoder layer `at`.
+    /// The commands of decoder layer `at`.
     pub fn layer(&self, at: usize, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let w = &self.weights.layers[at];
         let mut list = Vec::with_capacity(20);
@@ -322,7 +322,7 @@ impl Forward {
         Ok(list)
     }
 
-    /// Norm, projections, per-head norms, rope.
+    /// Appends norm, projections, per-head norms and rope.
     fn attention_inputs(
         &self,
         w: &LayerWeights,
@@ -366,7 +366,7 @@ impl Forward {
         Ok(())
     }
 
-    /// KV write and attention: decodes first, then prefills.
+    /// Appends KV write and attention: decodes first, then prefills.
     fn attention(&self, at: usize, sizes: &Sizes, inputs: &Inputs, list: &mut Vec<Cmd>) -> Result<()> {
         let (c, arena) = (&self.config, &self.arena);
         let StepShape { activations: x, kv, block_tokens: page_tokens, .. } = self.shape;
@@ -429,7 +429,7 @@ impl Forward {
         Ok(())
     }
 
-    /// Final norm and LM head over the rows that are sampled; empty if none is.
+    /// The commands of final norm and LM head over the sampled rows; empty if no row is sampled.
     pub fn head(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
         let (c, arena, rows) = (&self.config, &self.arena, sizes.picks.len() as u32);
         if rows == 0 {
@@ -473,7 +473,7 @@ impl Forward {
     }
 }
 
-/// Keys that the query at `position` sees.
+/// Number of keys that the query at `position` attends to.
 fn visible(position: u32, window: Option<u32>) -> u64 {
     u64::from(window.unwrap_or(u32::MAX).min(position + 1))
 }
@@ -481,7 +481,7 @@ fn visible(position: u32, window: Option<u32>) -> u64 {
 /// What a Gemm does with its output.
 enum Out<'a> {
     Set(&'a Slice, DType),
-    /// Adds to the f32 residual.
+    /// Adds it to the f32 residual.
     Add(&'a Slice),
 }
 

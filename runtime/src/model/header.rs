@@ -1,7 +1,7 @@
 //! The header of a safetensors file: eight bytes of length, a JSON object, then the tensors' bytes.
 //!
-//! Read here and not by the `safetensors` crate because a damaged file must be blamed by tensor: the
-//! crate names neither the tensor whose bytes are cut off nor one that stands there twice.
+//! It is parsed here and not by the `safetensors` crate because an error must name the tensor: the crate
+//! names neither a tensor whose bytes are cut off nor one that occurs twice.
 
 use super::error::{Error, Result};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
@@ -9,17 +9,17 @@ use serde_json::Value;
 use std::ops::Range;
 use std::path::Path;
 
-/// The format's own bound.
+/// The format's own limit on the header.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 const LENGTH_BYTES: usize = 8;
 
-/// Where a tensor lies in its file, as the header says and the file's length allows.
+/// The position of a tensor in its file, checked against the file's length.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Entry {
     /// The format's name of the element type: `BF16`.
     pub(super) dtype: String,
     pub(super) shape: Vec<u64>,
-    /// Bytes of the file.
+    /// Its range of bytes in the file.
     pub(super) range: Range<usize>,
 }
 
@@ -33,8 +33,8 @@ struct RawEntry {
 /// Reads and checks the header of `file`, whose content is `bytes`.
 ///
 /// # Errors
-/// When the header is too long, is no JSON or names a tensor twice; when a tensor leaves the file,
-/// overlaps another, leaves a gap (the format forbids it) or has another size than its shape asks for.
+/// When the header is too long, is not JSON or names a tensor twice; when a tensor exceeds the file, overlaps
+/// another, leaves a gap (which the format forbids) or has another size than its shape requires.
 pub(super) fn read(file: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>> {
     let start = header_end(file, bytes)?;
     let pairs: Pairs = serde_json::from_slice(&bytes[LENGTH_BYTES..start])
@@ -87,7 +87,7 @@ fn header_end(file: &Path, bytes: &[u8]) -> Result<usize> {
     Ok(end)
 }
 
-/// Compares the bytes that a tensor has with those that its shape needs, where the dtype is known.
+/// Compares the bytes of a tensor with those that its shape requires, where the dtype is known.
 fn check_size(file: &Path, name: &str, raw: &RawEntry) -> Result<()> {
     let element_bytes = match raw.dtype.as_str() {
         "F32" => 4,
@@ -104,7 +104,7 @@ fn check_size(file: &Path, name: &str, raw: &RawEntry) -> Result<()> {
     Err(Error::tensor(file, name, problem))
 }
 
-/// The tensors must lie back to back from the header's end to the file's end.
+/// Checks that the tensors are contiguous from the header's end to the file's end.
 fn check_cover(file: &Path, entries: &[(String, Entry)], start: usize, end: usize) -> Result<()> {
     let mut by_place: Vec<_> = entries.iter().collect();
     by_place.sort_by_key(|(_, entry)| (entry.range.start, entry.range.end));
@@ -133,7 +133,7 @@ fn check_unique(file: &Path, entries: &[(String, Entry)]) -> Result<()> {
     }
 }
 
-/// A JSON object as a list, so that a repeated key is seen.
+/// A JSON object as a list, so that a repeated key is detected.
 struct Pairs(Vec<(String, Value)>);
 
 impl<'de> Deserialize<'de> for Pairs {

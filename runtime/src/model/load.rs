@@ -1,4 +1,4 @@
-//! A checkpoint on the host: configuration, mapped safetensors and where each tensor lies in them.
+//! A checkpoint on the host: configuration, mapped safetensors and the positions of tensors in them.
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// What others read of a checkpoint.
+/// Files of a checkpoint that other modules read.
 const OTHER_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
 /// A loaded checkpoint. Its files are mapped once; [`place`](Self::place) gives them to any number of
@@ -25,7 +25,7 @@ pub struct Checkpoint {
     pub(super) tensors: HashMap<String, Location>,
 }
 
-/// Where a tensor lies.
+/// The position of a tensor.
 #[derive(Clone, Debug)]
 pub(super) struct Location {
     pub(super) dtype: DType,
@@ -34,10 +34,10 @@ pub(super) struct Location {
     pub(super) range: Range<usize>,
 }
 
-/// A tensor on the host, by value.
+/// A tensor in host memory, by value.
 #[derive(Clone, Debug)]
 pub struct HostTensor {
-    /// Its name in a checkpoint: `model.norm.weight`.
+    /// The tensor's name in a checkpoint, such as `model.norm.weight`.
     pub name: String,
     /// Element type.
     pub dtype: DType,
@@ -59,7 +59,7 @@ impl Checkpoint {
     /// `model.safetensors` or the shards of `model.safetensors.index.json`. Nothing is copied.
     ///
     /// # Errors
-    /// Names the file, and the field or tensor, that is missing, damaged or unsupported.
+    /// The error names the file, and the field or tensor, that is missing, damaged or unsupported.
     pub fn open(directory: &Path, mapper: &dyn FileMapper) -> Result<Self> {
         OTHER_FILES.iter().try_for_each(|name| check_regular(&directory.join(name)))?;
         let mut config = ModelConfig::open(directory)?;
@@ -92,7 +92,7 @@ impl Checkpoint {
     /// A checkpoint of tensors in memory.
     ///
     /// # Errors
-    /// Names the tensor that is missing or has another shape or size than `config` asks for.
+    /// The error names the tensor that is missing or has another shape or size than `config` requires.
     pub fn from_parts(config: ModelConfig, parts: Vec<HostTensor>) -> Result<Self> {
         let place = Path::new("(memory)");
         let mut parts: HashMap<String, HostTensor> =
@@ -210,7 +210,7 @@ fn most_common_dtype(tensors: &HashMap<String, Location>) -> Option<DType> {
     DType::FLOATS.into_iter().max_by_key(|dtype| bytes_of(*dtype))
 }
 
-/// Host memory whose start is aligned to a cache line, and every piece in it too.
+/// Host memory in which the start of every piece is aligned to a cache line.
 #[derive(Debug, Default)]
 struct AlignedBytes(Vec<Line>);
 
@@ -219,7 +219,7 @@ struct AlignedBytes(Vec<Line>);
 struct Line([u8; 64]);
 
 impl AlignedBytes {
-    /// Copies `bytes` to the next free line and says where they are.
+    /// Copies `bytes` to the next free cache line and returns their range.
     fn append(&mut self, bytes: &[u8]) -> Range<usize> {
         let line_bytes = size_of::<Line>();
         let first = self.0.len();

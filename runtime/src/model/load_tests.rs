@@ -10,7 +10,7 @@ fn variant(name: &str) -> RandomCheckpoint {
     tiny_variants().into_iter().find(|(other, _)| *other == name).expect("a variant").1
 }
 
-/// The error that `damage`, done to a written checkpoint, makes of loading it.
+/// The error of loading a checkpoint to which `damage` was done after it was written.
 fn error_after(name: &str, shards: usize, damage: impl FnOnce(&Path)) -> String {
     let directory = scratch(&format!("load-{name}"));
     variant("llama2").write(&directory, shards).expect("a checkpoint");
@@ -19,7 +19,7 @@ fn error_after(name: &str, shards: usize, damage: impl FnOnce(&Path)) -> String 
     Checkpoint::open(&directory, &ReadFiles).expect_err("damaged").to_string()
 }
 
-/// Rewrites the header of a safetensors file; the data stays.
+/// Rewrites the header of a safetensors file, and leaves the data unchanged.
 fn edit_header(file: &Path, edit: impl FnOnce(&mut Map<String, Value>)) {
     let bytes = std::fs::read(file).expect("a file");
     let end = 8 + u64::from_le_bytes(*bytes.first_chunk().expect("a length")) as usize;
@@ -287,8 +287,8 @@ fn parts_that_do_not_fit_the_config_are_refused() {
     assert_says(&error, &["model.embed_tokens.weight", "missing"]);
 }
 
-/// Truncates or flips bits of one file of a checkpoint, `count` times over; loading (tokenizer and
-/// template too) must end in a value or an error. Returns how often it was an error.
+/// Truncates one file of a checkpoint or flips bits in it, `count` times over; loading (including tokenizer
+/// and template) must end in a value or an error. Returns the number of errors.
 fn errors_after_random_damage(source: &Path, name: &str, count: u64) -> u64 {
     let directory = scratch(name);
     let mut files: Vec<PathBuf> = std::fs::read_dir(source)

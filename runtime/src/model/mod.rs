@@ -1,4 +1,4 @@
-//! From a checkpoint directory to commands: configuration, weights, tokens and the forward pass.
+//! Turns a checkpoint directory into commands: configuration, weights, tokens and the forward pass.
 
 mod arena;
 pub mod builtin;

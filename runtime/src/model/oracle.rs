@@ -1,5 +1,5 @@
-//! The slow reference: a forward pass in `f64` over a whole sequence, with no cache, no device and no
-//! code in common with the engine but the loader and the rope table. What the tests believe.
+//! The slow reference for tests: a forward pass in `f64` over a whole sequence, with no cache, no device and
+//! no code in common with the engine but the loader and the rope table.
 
 use super::config::ModelConfig;
 use super::load::Checkpoint;
@@ -14,7 +14,7 @@ pub struct Oracle {
 }
 
 impl Oracle {
-    /// Decodes all parameters: eight bytes each.
+    /// Converts all parameters, to eight bytes each.
     pub fn new(checkpoint: &Checkpoint) -> Self {
         let names = names::shapes(&checkpoint.config).into_iter().map(|(name, _)| name);
         let weights = names.map(|name| {
@@ -27,17 +27,17 @@ impl Oracle {
     /// Logits after each token: `[tokens, vocab]`.
     ///
     /// # Panics
-    /// When an id is not below the vocabulary.
+    /// When an id is not below the vocabulary size.
     pub fn logits(&self, ids: &[u32]) -> Vec<f64> {
         let head = if self.config.tied_embeddings { names::EMBED } else { names::LM_HEAD };
         let normed = self.norm(&self.hidden(ids), names::NORM); // [tokens, hidden]
         matmul(&normed, &self.weights[head], self.config.hidden as usize)
     }
 
-    /// Logits after the last token: `[vocab]`. Much cheaper than all of them where the vocabulary is large.
+    /// Logits after the last token: `[vocab]`. Much cheaper than all of them if the vocabulary is large.
     ///
     /// # Panics
-    /// When there is no token, or an id is not below the vocabulary.
+    /// When there is no token, or an id is not below the vocabulary size.
     pub fn last_logits(&self, ids: &[u32]) -> Vec<f64> {
         let head = if self.config.tied_embeddings { names::EMBED } else { names::LM_HEAD };
         let hidden = self.config.hidden as usize;
@@ -60,7 +60,7 @@ impl Oracle {
         x
     }
 
-    /// `x . weight^T + bias` with the layer's parameters `{part}.weight` and, where there, `{part}.bias`.
+    /// `x . weight^T + bias` with the layer's parameters `{part}.weight` and, if present, `{part}.bias`.
     fn linear(&self, layer: usize, part: &str, x: &[f64], inputs: usize) -> Vec<f64> {
         let name = names::in_layer(layer, part);
         let mut out = matmul(x, &self.weights[&format!("{name}.weight")], inputs);
@@ -70,7 +70,7 @@ impl Oracle {
         out
     }
 
-    /// RMS norm over rows as long as the weight.
+    /// RMS norm over rows of the weight's length.
     fn norm(&self, x: &[f64], name: &str) -> Vec<f64> {
         let weight = &self.weights[name];
         let eps = f64::from(self.config.norm_eps);
@@ -126,7 +126,7 @@ impl Oracle {
         self.linear(layer, "self_attn.o_proj", &out, heads * head_dim)
     }
 
-    /// Rotary embedding of `x [tokens, heads, head_dim]`, token t at position t.
+    /// Rotary embedding of `x [tokens, heads, head_dim]`, with token t at position t.
     fn rotate(&self, x: &mut [f64], heads: usize) {
         let half = self.config.head_dim as usize / 2;
         for (position, token) in x.chunks_mut(heads * 2 * half).enumerate() {

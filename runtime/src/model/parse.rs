@@ -1,4 +1,5 @@
-//! `config.json` and `generation_config.json` to [`ModelConfig`], in the spellings of transformers 4 and 5.
+//! Parses `config.json` and `generation_config.json` into [`ModelConfig`], in the spellings of transformers 4
+//! and 5.
 //!
 //! Defaults of absent fields are those of transformers' configuration classes.
 
@@ -10,8 +11,8 @@ use mixfleet_hal::DType;
 use serde_json::{Map, Value};
 use std::path::Path;
 
-// Bounds well above any real model; with them no product of two dimensions and an element size
-// leaves 64 bits, and none of heads and head length leaves 32.
+// Bounds well above any real model; with them no product of two dimensions and an element size exceeds 64
+// bits, and none of heads and head length exceeds 32.
 const HIDDEN_MAX: u32 = 1 << 20;
 const LAYERS_MAX: u32 = 1 << 12;
 const HEADS_MAX: u32 = 1 << 14;
@@ -19,15 +20,15 @@ const HEAD_DIM_MAX: u32 = 1 << 12;
 const VOCAB_MAX: u32 = 1 << 24;
 const CONTEXT_MAX: u32 = 1 << 30;
 
-/// A supported `model_type` and what its configuration class defaults to.
+/// A supported `model_type` and the defaults of its configuration class.
 #[derive(Debug)]
 struct Family {
     model_type: &'static str,
     architecture: &'static str,
     context_max: u32,
-    /// `None`: as many as query heads.
+    /// `None` means as many as query heads.
     kv_heads: Option<u32>,
-    /// `None`: hidden / heads.
+    /// `None` means hidden / heads.
     head_dim: Option<u32>,
 }
 
@@ -63,10 +64,10 @@ const FAMILIES: [Family; 4] = [
 ];
 
 impl ModelConfig {
-    /// Reads `config.json` and, where it is there, `generation_config.json` of a checkpoint directory.
+    /// Reads `config.json` and, if present, `generation_config.json` of a checkpoint directory.
     ///
     /// # Errors
-    /// Names the file and the field, and says what is supported.
+    /// The error names the file and the field, and says what is supported.
     pub fn open(directory: &Path) -> Result<Self> {
         let file = directory.join("config.json");
         if !file.exists() && holds_gguf(directory) {
@@ -85,7 +86,7 @@ impl ModelConfig {
     /// Reads the object of a `config.json`; `file` is for messages only.
     ///
     /// # Errors
-    /// Names the field, and says what is supported.
+    /// The error names the field, and says what is supported.
     pub fn parse(file: &Path, object: &Map<String, Value>) -> Result<Self> {
         let fields = Fields::new(file, object);
         let family = family(&fields)?;
@@ -125,7 +126,7 @@ impl ModelConfig {
     }
 }
 
-/// Whether it is a GGUF file, or has one in it.
+/// Whether the path is a GGUF file, or a directory that contains one.
 fn holds_gguf(path: &Path) -> bool {
     let is_gguf = |path: &Path| path.extension().is_some_and(|kind| kind == "gguf");
     let mut inside = std::fs::read_dir(path).into_iter().flatten().flatten();
@@ -155,7 +156,7 @@ fn family(fields: &Fields) -> Result<&'static Family> {
     }
 }
 
-/// Fields that would change the result and that nothing here obeys.
+/// Rejects fields that would change the result and that are not supported.
 fn reject_unsupported(fields: &Fields) -> Result<()> {
     if let Some(activation) = fields.text("hidden_act")?.filter(|name| *name != "silu" && *name != "swish") {
         return Err(fields.error("hidden_act", format!("'{activation}' is not supported; supported: silu")));
@@ -169,7 +170,7 @@ fn reject_unsupported(fields: &Fields) -> Result<()> {
 
 fn norm_eps(fields: &Fields) -> Result<f32> {
     let eps = fields.positive("rms_norm_eps")?.unwrap_or(1e-6);
-    // In f32, in which norms are computed, it must still be there.
+    // It must remain above zero in f32, in which norms are computed.
     if eps as f32 > 0.0 && eps <= 1.0 {
         return Ok(eps as f32);
     }
@@ -217,7 +218,7 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
     let window = fields.count("sliding_window", CONTEXT_MAX)?;
     let window = if fields.has("sliding_window") { window } else { Some(4096) };
     match family.model_type {
-        // Llama has no window, whatever the fields say; Mistral slides in every layer.
+        // Llama has no window, whatever the fields say; Mistral has one in every layer.
         "llama" => Ok(vec![None; layers as usize]),
         "mistral" => {
             let uniform = if window.is_some() { "sliding_attention" } else { "full_attention" };

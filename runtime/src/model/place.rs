@@ -1,4 +1,4 @@
-//! Putting a checkpoint's tensors into a device's memory.
+//! Placement of a checkpoint's tensors in a device's memory.
 
 use super::error::{Error, Result};
 use super::load::{Checkpoint, Location};
@@ -9,16 +9,16 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Bytes per write of an upload: large enough for full copy speed, small enough for a smooth bar.
+/// Bytes per write of an upload: large enough for full copy speed, small enough for a smooth progress bar.
 const CHUNK_BYTES: usize = 16 << 20;
 
 impl Checkpoint {
-    /// Puts all parameters into `device`'s memory. Where the device imports host memory, each mapped
-    /// file is imported whole and its tensors are ranges of it, but for those at an offset that the
-    /// device cannot address; these, and everything on other devices, are copied, one buffer each.
-    /// A bias whose dtype differs from its matrix's is converted to it, as `Gemm` asks.
+    /// Places all parameters in `device`'s memory. If the device imports host memory, each mapped file is
+    /// imported whole and its tensors are ranges of it, except those at an offset that the device cannot
+    /// address; these, and everything on other devices, are copied into one buffer each. A bias whose dtype
+    /// differs from its matrix's is converted to it, as `Gemm` requires.
     ///
-    /// `progress` is told (bytes placed, bytes in all) now and then, at the end with both equal.
+    /// `progress` is called with (bytes placed, bytes in all) at intervals, and at the end with both equal.
     ///
     /// # Errors
     /// When the device has too little memory or fails.
@@ -41,7 +41,7 @@ impl Checkpoint {
             progress(done, total);
             placed.insert(name, Tensor { slice, dtype });
         }
-        // What was copied may have been zeros by then.
+        // Tensors copied after a file was truncated may be zeros.
         self.check()?;
         self.assemble(&mut placed)
     }
@@ -62,8 +62,8 @@ impl Checkpoint {
         self.shards.iter().map(import).collect()
     }
 
-    /// Whether the device can use the tensor where it lies. A header whose length is no multiple of
-    /// eight makes every tensor of its file odd.
+    /// Whether the device can use the tensor in the mapped file. A header whose length is not a multiple of
+    /// eight misaligns every tensor of its file.
     fn is_addressable(&self, import: &Slice, location: &Location, limits: &DeviceLimits) -> bool {
         let element_bytes = location.dtype.size_bytes();
         let offset = import.offset + location.range.start as u64;
@@ -72,7 +72,7 @@ impl Checkpoint {
             && (address as u64).is_multiple_of(element_bytes)
     }
 
-    /// A bias takes its matrix's dtype; everything else keeps its own.
+    /// The dtype of a tensor on the device: a bias takes its matrix's, everything else keeps its own.
     fn dtype_on_device(&self, name: &str, location: &Location) -> DType {
         let matrix = name.strip_suffix(".bias").and_then(|stem| self.tensors.get(&format!("{stem}.weight")));
         matrix.map_or(location.dtype, |matrix| matrix.dtype)

@@ -1,4 +1,4 @@
-//! Checkpoints with random weights: for tests, and for trying the program without a download.
+//! Checkpoints with random weights, for tests and for trying the program without a download.
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
@@ -11,33 +11,33 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A checkpoint whose weights follow from a seed. What comes out of it means nothing.
+/// A checkpoint whose weights are derived from a seed. Its output means nothing.
 #[derive(Clone, Debug)]
 pub struct RandomCheckpoint {
-    /// The object of its `config.json`, in either spelling.
+    /// The content of its `config.json`, in either spelling.
     pub config: Map<String, Value>,
     /// Stored dtype of all tensors.
     pub dtype: DType,
-    /// Key of the generator.
+    /// Seed of the generator.
     pub seed: u64,
 }
 
 impl RandomCheckpoint {
-    /// Its shape.
+    /// The model's shape.
     ///
     /// # Errors
-    /// When `config` is wrong; names the field.
+    /// When `config` is invalid; the error names the field.
     pub fn model_config(&self) -> Result<ModelConfig> {
         let mut config = ModelConfig::parse(Path::new("config.json"), &self.config)?;
         config.dtype = self.dtype;
         Ok(config)
     }
 
-    /// The tensors. Matrices are uniform with the variance that keeps the size of activations, biases
-    /// are small, norms lie around 1.
+    /// The tensors. Matrices are uniform with the variance that preserves the magnitude of activations,
+    /// biases are small, norms are around 1.
     ///
     /// # Errors
-    /// When `config` is wrong.
+    /// When `config` is invalid.
     pub fn tensors(&self) -> Result<Vec<HostTensor>> {
         let config = self.model_config()?;
         let one = |(i, (name, shape)): (usize, (String, Vec<u64>))| {
@@ -51,16 +51,16 @@ impl RandomCheckpoint {
     /// The checkpoint in memory.
     ///
     /// # Errors
-    /// When `config` is wrong.
+    /// When `config` is invalid.
     pub fn load(&self) -> Result<Checkpoint> {
         Checkpoint::from_parts(self.model_config()?, self.tensors()?)
     }
 
-    /// Writes the checkpoint as transformers would: `config.json`, safetensors (with an index, where
-    /// `shards` is above 1), and the byte-level tokenizer and chat template of the built-in model.
+    /// Writes the checkpoint as transformers would: `config.json`, safetensors (with an index if `shards` is
+    /// above 1), and the byte-level tokenizer and chat template of the built-in model.
     ///
     /// # Errors
-    /// When `config` is wrong or a file cannot be written.
+    /// When `config` is invalid or a file cannot be written.
     pub fn write(&self, directory: &Path, shards: usize) -> Result<()> {
         let save = |name: &str, text: &[u8]| {
             let file = directory.join(name);
@@ -125,8 +125,8 @@ fn serialize(tensors: &[HostTensor]) -> std::result::Result<Vec<u8>, safetensors
     safetensors::serialize(views, None)
 }
 
-/// Small checkpoints (10 to 40 thousand parameters) that together use every variant of every family
-/// that the loader knows: the name says which.
+/// Small checkpoints (10 to 40 thousand parameters) that together use every variant of every family that the
+/// loader supports, each with its name.
 pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     let common = |model_type: &str, architecture: &str| {
         json!({

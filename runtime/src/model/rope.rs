@@ -11,8 +11,8 @@ use serde_json::{Map, Value};
 const SUPPORTED: &str = "supported: default, linear, llama3, yarn";
 const CONTEXT_MAX: u32 = 1 << 30;
 
-/// Reads the rope of a configuration: flat `rope_parameters` (transformers 5), the same nested by layer
-/// type where all types agree, or `rope_scaling` and `rope_theta` (transformers 4).
+/// Reads the rope of a configuration: flat `rope_parameters` (transformers 5), the same nested by layer type
+/// if all types agree, or `rope_scaling` and `rope_theta` (transformers 4).
 pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<Rope> {
     let field = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
     let empty = Map::new();
@@ -26,7 +26,7 @@ pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<
             return Err(place.error("partial_rotary_factor", "unsupported; supported: 1"));
         }
     }
-    // Both are looked at: where one is wrong, nobody knows which of them was meant.
+    // Both are checked: if one is invalid, it is unclear which of them was meant.
     let (outer, inner) = (config.positive("rope_theta")?, rope.positive("rope_theta")?);
     let theta = inner.or(outer).unwrap_or(10_000.0);
     let kind = match rope.text("rope_type")? {
@@ -49,7 +49,7 @@ pub(super) fn parse(config: &Fields, head_dim: u32, context_max: u32) -> Result<
         }
         other => Err(rope.error("rope_type", format!("'{other}' is not supported; {SUPPORTED}"))),
     }?;
-    // Numbers that f64 holds may be zero or infinite in f32.
+    // Numbers that are valid in f64 may be zero or infinite in f32.
     let is_sound = |number: &f32| number.is_finite() && *number > 0.0;
     if !resolved.inv_freq.iter().chain([&resolved.scale]).all(is_sound) {
         let problem = format!("{theta} with these parameters gives frequencies that are zero or infinite");
@@ -75,7 +75,7 @@ fn flatten<'a>(
     }
 }
 
-/// `theta ^ (2i / head_dim)`.
+/// The frequencies `theta ^ (2i / head_dim)`.
 fn powers(theta: f64, head_dim: u32) -> Vec<f32> {
     (0..head_dim / 2).map(|i| (theta as f32).powf((2 * i) as f32 / head_dim as f32)).collect()
 }
@@ -90,7 +90,7 @@ fn original_context(config: &Fields, rope: &Fields, context_max: u32) -> Result<
     Ok(f64::from(original))
 }
 
-/// Llama 3.1: long wavelengths are stretched, short ones kept, those between are blended.
+/// Llama 3.1 scaling: long wavelengths are stretched, short ones kept, those between are blended.
 fn llama3(rope: &Fields, original: f64, base: Vec<f32>) -> Result<Vec<f32>> {
     let factor = rope.positive_required("factor")? as f32;
     let low = rope.positive_required("low_freq_factor")?;
@@ -113,7 +113,7 @@ fn llama3(rope: &Fields, original: f64, base: Vec<f32>) -> Result<Vec<f32>> {
     Ok(base.into_iter().map(stretch).collect())
 }
 
-/// YaRN (Peng et al. 2023): interpolates slow dimensions, keeps fast ones, ramps between.
+/// YaRN scaling (Peng et al. 2023): interpolates slow dimensions, keeps fast ones, ramps between them.
 fn yarn(rope: &Fields, theta: f64, original: f64, context_max: u32, powers: &[f32]) -> Result<Rope> {
     if theta <= 1.0 {
         return Err(rope.error("rope_theta", format!("{theta}, expected more than 1 with yarn")));
@@ -138,7 +138,7 @@ fn yarn(rope: &Fields, theta: f64, original: f64, context_max: u32, powers: &[f3
     }
     (low, high) = (low.max(0.0), high.min(head_dim - 1.0));
     if low == high {
-        high += 0.001; // transformers does the same, against 0/0
+        high += 0.001; // transformers does the same, to avoid 0/0
     }
     let blend = |(i, power): (usize, &f32)| {
         let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
@@ -148,7 +148,7 @@ fn yarn(rope: &Fields, theta: f64, original: f64, context_max: u32, powers: &[f3
     Ok(Rope { inv_freq: powers.iter().enumerate().map(blend).collect(), scale: scale as f32 })
 }
 
-/// A yarn magnitude; zero counts as absent.
+/// A YaRN magnitude scale; zero counts as absent.
 fn mscale(rope: &Fields, field: &str) -> Result<Option<f64>> {
     if rope.get(field).and_then(Value::as_f64) == Some(0.0) { Ok(None) } else { rope.positive(field) }
 }

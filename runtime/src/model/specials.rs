@@ -1,16 +1,17 @@
-//! Finds the text of special tokens in what must stay text.
+//! Finds the names of special tokens in text that must stay text.
 
 use super::error::{Error, Result};
 use aho_corasick::AhoCorasick;
 use std::collections::HashSet;
 
-/// The special tokens of a tokenizer, by their text; case does not count, since templates may change it.
+/// The names of a tokenizer's special tokens, without regard to case, since templates may change it.
 #[derive(Debug)]
 pub(super) struct Specials {
     whole: AhoCorasick,
-    /// Beginnings, in lower case: text that ends with one may be completed by what a template puts behind it.
+    /// Beginnings of names, in lower case: text that ends with one may be completed by what a template
+    /// appends.
     beginnings: HashSet<Box<[u8]>>,
-    /// Ends likewise.
+    /// Ends of names, in lower case: text that starts with one may complete what a template prepends.
     ends: HashSet<Box<[u8]>>,
     bytes_max: usize,
 }
@@ -34,9 +35,9 @@ impl Specials {
         Ok(Specials { whole, beginnings, ends, bytes_max })
     }
 
-    /// Places in `text`, in order, where something in between keeps it and its neighbours from becoming special
-    /// tokens: inside each of their names, and inside the part of a name at either end. None is at an end of
-    /// the text or of what is left of it without surrounding white space.
+    /// Positions in `text` at which a mark keeps it and its neighbours from becoming special tokens: inside
+    /// each name in it, and inside the part of a name at either end. No position is at an end of the text,
+    /// with or without surrounding white space.
     pub(super) fn places(&self, text: &str) -> Vec<usize> {
         let inside = |start: usize| start + text[start..].chars().next().map_or(0, char::len_utf8);
         let mut places: Vec<usize> =

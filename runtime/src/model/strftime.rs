@@ -1,4 +1,4 @@
-//! Dates for chat templates.
+//! Date formatting for chat templates.
 
 const MONTHS: [&str; 12] = [
     "January",
@@ -17,8 +17,8 @@ const MONTHS: [&str; 12] = [
 const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
 const DAY_S: u64 = 86_400;
 
-/// `format` at `now_s` seconds since 1970 in UTC, with the codes that Python shares with C: Y y m d e j
-/// H I M S p B b h A a F T D Z z % and `-` for no leading zero. Unknown codes stay as they are.
+/// Formats `now_s` seconds since 1970 in UTC, with the codes that Python shares with C: Y y m d e j H I M S p
+/// B b h A a F T D Z z % and `-` for no leading zero. Unknown codes are left as they are.
 pub(super) fn strftime(format: &str, now_s: u64) -> String {
     let (year, month, day) = civil(now_s / DAY_S);
     let second = now_s % DAY_S;
@@ -68,8 +68,8 @@ pub(super) fn strftime(format: &str, now_s: u64) -> String {
     out
 }
 
-/// Year, month and day of a day counted from 1970-01-01, in the Gregorian calendar.
-/// Howard Hinnant's `civil_from_days`.
+/// Year, month and day of a day counted from 1970-01-01, in the Gregorian calendar, by Howard Hinnant's
+/// `civil_from_days`.
 fn civil(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468; // from 0000-03-01
     let (era, of_era) = (days / 146_097, days % 146_097);

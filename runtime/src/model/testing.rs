@@ -1,4 +1,4 @@
-//! What the unit tests of this room share.
+//! Helpers for the unit tests of this module.
 
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
@@ -12,7 +12,7 @@ use std::any::Any;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// Reads instead of mapping: the same bytes, without `unsafe`.
+/// Reads files instead of mapping them: the same bytes, without `unsafe`.
 pub(super) struct ReadFiles;
 
 impl FileMapper for ReadFiles {
@@ -21,7 +21,7 @@ impl FileMapper for ReadFiles {
     }
 }
 
-/// The fixture checkpoints, or nothing (said aloud) where this clone has none beside it.
+/// The fixture checkpoints, or none, with a message, if this clone has none beside it.
 pub(super) fn fixtures() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/fixtures");
     let names = ["llama-gqa-f32", "llama3-rope-bf16-sharded", "qwen3-qknorm-tied-bf16"];
@@ -45,7 +45,7 @@ pub(super) fn floats(value: &Value) -> Vec<f64> {
     value.as_array().expect("floats").iter().map(|x| x.as_f64().expect("float")).collect()
 }
 
-/// A directory of its own for a test, empty at first and removed at its end.
+/// A directory for one test, empty at first and removed at its end.
 pub(super) struct Scratch(PathBuf);
 
 pub(super) fn scratch(name: &str) -> Scratch {
@@ -68,7 +68,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Fixed seed, `cases` cases: a failure is the same failure everywhere.
+/// A configuration with a fixed seed and `cases` cases, so that a failure is the same everywhere.
 pub(super) fn property(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases,
@@ -78,7 +78,7 @@ pub(super) fn property(cases: u32) -> ProptestConfig {
     }
 }
 
-/// A device with memory and nothing else, that counts what it was asked for.
+/// A device that has only memory, and counts its calls.
 pub(super) struct MemoryDevice {
     pub(super) info: DeviceInfo,
     pub(super) limits: DeviceLimits,

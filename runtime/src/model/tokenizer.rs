@@ -1,4 +1,4 @@
-//! Text to token ids and back, by the checkpoint's `tokenizer.json`.
+//! Converts text to token ids and back, by the checkpoint's `tokenizer.json`.
 
 use super::error::{Error, Result};
 use super::specials::Specials;
@@ -6,18 +6,18 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use tokenizers::{Model, NormalizedString, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
 
-/// What stands for bytes that are no UTF-8, also those of a character that is not complete yet.
+/// Replaces bytes that are not UTF-8, including those of an incomplete character.
 const REPLACEMENT: char = '\u{FFFD}';
 
-/// Tokens that a stream holds back at most while their text may still change. A character takes four
-/// byte tokens; longer runs come from models that emit bytes without meaning.
+/// Maximum number of tokens that a stream holds back while their text may still change. A character takes
+/// four byte tokens; longer runs come from models that emit meaningless bytes.
 const HELD_TOKENS_MAX: usize = 64;
 
-/// A tokenizer. Cheap to clone.
+/// A tokenizer that is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: Arc<tokenizers::Tokenizer>,
-    /// Its vocabulary spells bytes as printable characters (GPT-2, Llama 3, Qwen).
+    /// Whether its vocabulary spells bytes as printable characters (GPT-2, Llama 3, Qwen).
     byte_level: bool,
     specials: Arc<Specials>,
     bytes_max: Arc<OnceLock<Option<usize>>>,
@@ -27,7 +27,7 @@ impl Tokenizer {
     /// Reads `tokenizer.json` of a checkpoint directory.
     ///
     /// # Errors
-    /// When the file is missing or no tokenizer.
+    /// When the file is missing or not a tokenizer.
     pub fn open(directory: &Path) -> Result<Self> {
         let file = directory.join("tokenizer.json");
         let bytes = std::fs::read(&file).map_err(|e| Error::read(&file, e))?;
@@ -35,7 +35,7 @@ impl Tokenizer {
         Self::new(inner)
     }
 
-    /// Wraps a tokenizer. Its truncation and padding are turned off: a prompt is never cut silently.
+    /// Wraps a tokenizer. Its truncation and padding are turned off, so that a prompt is never cut silently.
     ///
     /// # Errors
     /// None in practice; the library's setter is fallible.
@@ -58,7 +58,7 @@ impl Tokenizer {
         self.encode_with(text, true)
     }
 
-    /// Token ids of a rendered chat, which spells out all its special tokens: none is added.
+    /// Token ids of a rendered chat. No special token is added, since the chat contains them all.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -71,21 +71,22 @@ impl Tokenizer {
         Ok(encoding.map_err(|e| Error::Tokenizer(e.to_string()))?.get_ids().to_vec())
     }
 
-    /// Places in `text` where a mark must go for [`encode_marked`](Self::encode_marked) to make no special token of it,
-    /// nor of it and what is put before or behind it.
+    /// Positions in `text` where [`encode_marked`](Self::encode_marked) needs a mark to make no special token
+    /// of it, alone or together with text before or after it.
     pub fn special_places(&self, text: &str) -> Vec<usize> {
         self.specials.places(text)
     }
 
-    /// Token ids of `text` without the character `mark`: as [`encode`](Self::encode) gives them, but that what `mark`
-    /// interrupts is no special token.
+    /// Token ids of `text` without the character `mark`, as [`encode`](Self::encode) gives them, except that
+    /// names interrupted by `mark` do not become special tokens.
     ///
     /// # Errors
-    /// As [`encode`](Self::encode), and when the tokenizer's normaliser swallows the mark.
+    /// As [`encode`](Self::encode), and when the tokenizer's normaliser removes the mark.
     pub fn encode_marked(&self, text: &str, mark: char, add_special_tokens: bool) -> Result<Vec<u32>> {
         let encode = || -> tokenizers::Result<Vec<u32>> {
             let inner = &self.inner;
-            // As the library does it, with the marks taken out once it has looked for special tokens.
+            // This follows the library's own steps, with the marks removed after it has searched for special
+            // tokens.
             let mut pieces: PreTokenizedString =
                 inner.get_added_vocabulary().extract_and_normalize(inner.get_normalizer(), text);
             let kept = pieces.get_splits(OffsetReferential::Normalized, OffsetType::None);
@@ -107,8 +108,8 @@ impl Tokenizer {
         encode().map_err(|error| Error::Tokenizer(error.to_string()))
     }
 
-    /// The most bytes of text that one token can stand for; none where that has no bound, as where unknown text of any
-    /// length becomes one token.
+    /// The maximum number of bytes of text that one token can stand for; none if there is no limit, as where
+    /// unknown text of any length becomes one token.
     pub fn token_bytes_max(&self) -> Option<usize> {
         *self.bytes_max.get_or_init(|| self.find_bytes_max())
     }
@@ -121,7 +122,7 @@ impl Tokenizer {
             return None;
         }
         let shrinks = shrinks_by(&parts["normalizer"])?;
-        // Where a byte has no token, text may vanish or be one unknown token, however long it is.
+        // If a byte has no token, text may vanish or be one unknown token, however long it is.
         let spelled = |byte: u8| match self.byte_level {
             true => Some(byte_symbol(byte).to_string()),
             false => (parts["byte_fallback"] == true).then(|| format!("<0x{byte:02X}>")),
@@ -138,7 +139,7 @@ impl Tokenizer {
         Some(words.max(names).max(1).saturating_mul(shrinks))
     }
 
-    /// Text of `ids` without special tokens. Ids that the tokenizer does not know give nothing.
+    /// Text of `ids` without special tokens. Unknown ids are skipped.
     ///
     /// # Errors
     /// When the tokenizer's decoder fails.
@@ -146,8 +147,8 @@ impl Tokenizer {
         self.inner.decode(ids, true).map_err(|e| Error::Tokenizer(e.to_string()))
     }
 
-    /// What one token stands for by itself, special ones included: what `logprobs` shows. Maybe only a
-    /// part of a character; a word keeps the space before it. Empty for an unknown id.
+    /// The bytes that one token stands for by itself, including special tokens, as `logprobs` shows them.
+    /// They may be only a part of a character; a word keeps the space before it. Empty for an unknown id.
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
         let Some(token) = self.inner.id_to_token(id) else { return Vec::new() };
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder().contains_key(&id);
@@ -178,7 +179,7 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
-    /// Tokens in the vocabulary, added ones included. (A model may have more rows than that.)
+    /// Number of tokens in the vocabulary, including added ones. A model may have more rows.
     pub fn vocab(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
@@ -191,37 +192,38 @@ impl Tokenizer {
         self.inner.to_string(false).map_err(|e| Error::Tokenizer(e.to_string()))
     }
 
-    /// The token as the vocabulary spells it, if it stands for text: known and not special.
+    /// The token as the vocabulary spells it, if it stands for text, which means that it is known and not
+    /// special.
     fn visible_token(&self, id: u32) -> Option<String> {
         let token = self.inner.id_to_token(id)?;
         let special = self.inner.get_added_vocabulary().is_special_token(&token);
         (!special).then_some(token)
     }
 
-    /// A new stream of text.
+    /// Starts a new stream of text.
     pub fn stream(&self) -> TokenStream {
         TokenStream { tokenizer: self.clone(), ids: Vec::new(), read: 0, emitted: String::new() }
     }
 }
 
-/// Turns tokens into text one by one. It emits only what later tokens cannot change: whole characters,
-/// each with the space that its place in the sequence gives it. All increments together are the text
+/// Turns tokens into text one by one. It emits only text that later tokens cannot change: whole characters,
+/// each with the space that its position in the sequence gives it. The concatenated increments are the text
 /// that [`Tokenizer::decode`] gives for the whole sequence.
 #[derive(Clone, Debug)]
 pub struct TokenStream {
     tokenizer: Tokenizer,
-    /// The tokens behind `emitted`, then those held back. The former are decoded along with the latter
-    /// because sentencepiece decoders drop the space before the first token of what they are given.
+    /// The tokens of `emitted`, then those held back. The former are decoded along with the latter because
+    /// sentencepiece decoders drop the space before the first token they are given.
     ids: Vec<u32>,
-    /// How many of `ids` are behind `emitted`.
+    /// Number of `ids` that belong to `emitted`.
     read: usize,
     /// Text of `ids[..read]`.
     emitted: String,
 }
 
 impl TokenStream {
-    /// Takes the next token and returns the text that is now certain; often one token's, sometimes
-    /// none, sometimes that of several.
+    /// Adds the next token and returns the text that is now certain: often one token's, sometimes none,
+    /// sometimes that of several.
     ///
     /// # Errors
     /// When the tokenizer's decoder fails.
@@ -243,7 +245,7 @@ impl TokenStream {
         Ok(new)
     }
 
-    /// Ends the stream: the text held back so far.
+    /// Ends the stream and returns the text held back so far.
     ///
     /// # Errors
     /// When the tokenizer's decoder fails.
@@ -260,7 +262,7 @@ impl TokenStream {
     }
 }
 
-/// What happens to text before it is cut into tokens, as `tokenizer.json` spells it.
+/// The steps before text is divided into tokens, as `tokenizer.json` spells them.
 struct PartsOf<'a>(&'a tokenizers::Tokenizer);
 
 impl serde::Serialize for PartsOf<'_> {
@@ -279,11 +281,11 @@ impl serde::Serialize for PartsOf<'_> {
     }
 }
 
-/// How many times fewer bytes a normaliser may leave; none where that has no bound that is known here.
+/// The factor by which a normaliser can shorten text at most, in bytes; none if no bound is known.
 fn shrinks_by(normalizer: &serde_json::Value) -> Option<usize> {
     match normalizer["type"].as_str() {
         None => Some(1),
-        // Three letters of three bytes become a syllable of three; the longest others become a third, too.
+        // Three letters of three bytes become one syllable of three bytes; no other sequence shrinks by more.
         Some("NFC" | "NFD") => Some(3),
         Some("Prepend") => Some(1),
         Some("Replace") => {
@@ -311,9 +313,9 @@ fn keeps_all(pre_tokenizer: &serde_json::Value) -> bool {
     }
 }
 
-/// Parses a `tokenizer.json`. The library panics on some malformed files (0.23: a decoder of unknown
-/// shape, a template that names a missing token), at once or when first used: so it is used once here,
-/// where a panic can become an error.
+/// Parses a `tokenizer.json`. The library panics on some malformed files (0.23: a decoder of unknown shape, a
+/// template that names a missing token), at once or on first use, so it is used once here, where a panic can
+/// become an error.
 fn parse(bytes: &[u8]) -> std::result::Result<tokenizers::Tokenizer, String> {
     serde_json::from_slice::<serde::de::IgnoredAny>(bytes).map_err(|e| e.to_string())?;
     let parse_and_try = || {
@@ -328,8 +330,8 @@ fn parse(bytes: &[u8]) -> std::result::Result<tokenizers::Tokenizer, String> {
     }
 }
 
-/// The printable character that stands for a byte in byte-level vocabularies: GPT-2 keeps printable
-/// Latin-1 as it is and moves the other 68 bytes to U+0100 and up, in order.
+/// The printable character that stands for a byte in byte-level vocabularies: GPT-2 keeps printable Latin-1
+/// as it is and maps the other 68 bytes to U+0100 and up, in order.
 pub(super) fn byte_symbol(byte: u8) -> char {
     let stays = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if stays(byte) {
@@ -339,7 +341,7 @@ pub(super) fn byte_symbol(byte: u8) -> char {
     char::from_u32(0x100 + moved_before).unwrap_or(REPLACEMENT)
 }
 
-/// The byte behind a [`byte_symbol`]; a character that is none stands for itself.
+/// The byte of a [`byte_symbol`]; any other character stands for itself.
 fn symbol_bytes(symbol: char) -> Vec<u8> {
     match (0..=255).find(|byte| byte_symbol(*byte) == symbol) {
         Some(byte) => vec![byte],
@@ -347,8 +349,8 @@ fn symbol_bytes(symbol: char) -> Vec<u8> {
     }
 }
 
-/// Whether a token is a byte of sentencepiece's byte fallback, `<0x0A>`. Its decoder judges a run of
-/// them as a whole: the text of a run may change until the run has ended.
+/// Whether a token is a byte of sentencepiece's byte fallback, such as `<0x0A>`. Its decoder processes a run
+/// of them as a whole: the text of a run may change until the run has ended.
 fn is_byte(token: &str) -> bool {
     token.len() == 6 && token.starts_with("<0x") && token.ends_with('>')
 }

@@ -124,7 +124,8 @@ fn truncation_of_the_file_is_not_obeyed() {
     assert_eq!(tokenizer.encode_chat("a long prompt").expect("encodes").len(), 13);
 }
 
-/// Runs of bytes longer than a stream holds back may come out otherwise; no real text has them.
+/// Truncates runs of bytes that are longer than a stream holds back, which may decode differently; no real
+/// text has them.
 fn with_short_byte_runs(ids: Vec<u32>) -> Vec<u32> {
     ids.chunks(HELD_TOKENS_MAX / 2).flat_map(|chunk| chunk.iter().copied().chain([3])).collect()
 }
@@ -187,7 +188,7 @@ fn a_mark_keeps_special_tokens_text_and_changes_nothing_else() {
             assert!(!plain.iter().any(|id| special.contains(id)), "{name}: {plain:?}");
             assert_eq!(tokenizer.decode(&plain).expect("decodes"), text);
         }
-        // Where a mark has nothing to keep apart the tokens are the same, wherever it stands.
+        // Where a mark separates nothing the tokens are the same, wherever it is.
         let text = "Hello, world of 1 and 角";
         let encoded = tokenizer.encode(text).expect("encodes");
         for (at, _) in text.char_indices() {
@@ -212,7 +213,7 @@ fn no_token_stands_for_more_bytes_than_are_told() {
             assert!(tokens * bytes_max >= text.len(), "{text}: {tokens} tokens of {bytes_max} bytes at most");
         }
     }
-    // Some words are unknown, however long they are: there is no bound.
+    // Some words are unknown, however long they are, so there is no bound.
     let words = serde_json::json!({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
         "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}});
     let inner = tokenizers::Tokenizer::from_bytes(words.to_string()).expect("a tokenizer");

@@ -5,7 +5,7 @@ use mixfleet_hal::{DType, Slice};
 /// A matrix or vector on a device.
 #[derive(Clone, Debug)]
 pub struct Tensor {
-    /// Where it lies.
+    /// The elements on the device.
     pub slice: Slice,
     /// Stored dtype.
     pub dtype: DType,
@@ -14,53 +14,53 @@ pub struct Tensor {
 /// One decoder layer. Matrices are `[out features, in features]`, as stored.
 #[derive(Clone, Debug)]
 pub struct LayerWeights {
-    /// `[hidden]`
+    /// RMS norm before attention, `[hidden]`.
     pub attn_norm: Tensor,
-    /// `[heads * head_dim, hidden]`
+    /// Query projection, `[heads * head_dim, hidden]`.
     pub q: Tensor,
-    /// `[kv_heads * head_dim, hidden]`
+    /// Key projection, `[kv_heads * head_dim, hidden]`.
     pub k: Tensor,
-    /// `[kv_heads * head_dim, hidden]`
+    /// Value projection, `[kv_heads * head_dim, hidden]`.
     pub v: Tensor,
-    /// `[hidden, heads * head_dim]`
+    /// Output projection of attention, `[hidden, heads * head_dim]`.
     pub o: Tensor,
-    /// `[heads * head_dim]`, with `qkv_bias`
+    /// Query bias, `[heads * head_dim]`, with `qkv_bias`.
     pub q_bias: Option<Tensor>,
-    /// `[kv_heads * head_dim]`, with `qkv_bias`
+    /// Key bias, `[kv_heads * head_dim]`, with `qkv_bias`.
     pub k_bias: Option<Tensor>,
-    /// `[kv_heads * head_dim]`, with `qkv_bias`
+    /// Value bias, `[kv_heads * head_dim]`, with `qkv_bias`.
     pub v_bias: Option<Tensor>,
-    /// `[hidden]`, with `o_bias`
+    /// Output bias of attention, `[hidden]`, with `o_bias`.
     pub o_bias: Option<Tensor>,
-    /// `[head_dim]`, with `qk_norm`
+    /// Per-head norm of queries, `[head_dim]`, with `qk_norm`.
     pub q_norm: Option<Tensor>,
-    /// `[head_dim]`, with `qk_norm`
+    /// Per-head norm of keys, `[head_dim]`, with `qk_norm`.
     pub k_norm: Option<Tensor>,
-    /// `[hidden]`
+    /// RMS norm before the MLP, `[hidden]`.
     pub mlp_norm: Tensor,
-    /// `[intermediate, hidden]`
+    /// Gate projection, `[intermediate, hidden]`.
     pub gate: Tensor,
-    /// `[intermediate, hidden]`
+    /// Up projection, `[intermediate, hidden]`.
     pub up: Tensor,
-    /// `[hidden, intermediate]`
+    /// Down projection, `[hidden, intermediate]`.
     pub down: Tensor,
-    /// `[intermediate]`, with `mlp_bias`
+    /// Gate bias, `[intermediate]`, with `mlp_bias`.
     pub gate_bias: Option<Tensor>,
-    /// `[intermediate]`, with `mlp_bias`
+    /// Up bias, `[intermediate]`, with `mlp_bias`.
     pub up_bias: Option<Tensor>,
-    /// `[hidden]`, with `mlp_bias`
+    /// Down bias, `[hidden]`, with `mlp_bias`.
     pub down_bias: Option<Tensor>,
 }
 
 /// All parameters of a model on one device.
 #[derive(Clone, Debug)]
 pub struct Weights {
-    /// `[vocab, hidden]`
+    /// Token embedding, `[vocab, hidden]`.
     pub embed: Tensor,
     /// Decoder layers, in order.
     pub layers: Vec<LayerWeights>,
-    /// `[hidden]`
+    /// Final RMS norm, `[hidden]`.
     pub norm: Tensor,
-    /// `[vocab, hidden]`; the embedding itself where tied.
+    /// LM head, `[vocab, hidden]`; the embedding itself if tied.
     pub lm_head: Tensor,
 }
