@@ -89,7 +89,7 @@ pub(crate) fn role(text: &str) -> Result<Role, String> {
     }
 }
 
-/// Minimum plausible price; what a dollar buys must stay finite.
+/// Minimum plausible price, so that what a dollar buys stays finite.
 pub(crate) const USD_PER_HOUR_MIN: f64 = 1e-6;
 
 /// The rent of a device, written as `DEV=USD`.

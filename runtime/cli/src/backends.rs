@@ -1,4 +1,4 @@
-//! The only place that knows which backends there are.
+//! The only module that names backends.
 
 mod files;
 
@@ -20,12 +20,12 @@ pub(crate) fn all() -> Vec<Box<dyn Backend>> {
     ]
 }
 
-/// What every backend found, or why it found nothing.
+/// The devices that each backend found, or why it found none.
 pub(crate) fn probe() -> Vec<(&'static str, Result<Vec<DeviceInfo>, Absent>)> {
     all().iter().map(|backend| (backend.name(), backend.probe())).collect()
 }
 
-/// Opens the device that `selector` names.
+/// Opens the device of `selector`.
 pub(crate) fn open(selector: &str) -> Result<Arc<dyn Device>> {
     let name = selector.split([':', '@']).next().unwrap_or(selector);
     let backends = all();
@@ -36,7 +36,7 @@ pub(crate) fn open(selector: &str) -> Result<Arc<dyn Device>> {
     backend.open(selector).with_context(|| format!("cannot open device '{selector}'"))
 }
 
-/// Refuses a device that computes nothing, for what looks at results.
+/// Refuses a device that computes nothing, for commands that use its results.
 pub(crate) fn must_compute(info: &DeviceInfo) -> Result<()> {
     if info.computes() {
         return Ok(());
@@ -44,7 +44,7 @@ pub(crate) fn must_compute(info: &DeviceInfo) -> Result<()> {
     bail!(Usage(format!("{0} takes time only and computes nothing; add ',compute': {0},compute", info.id)))
 }
 
-/// `auto` stands for every device that would serve by default.
+/// Expands `auto` to every device that would serve by default.
 pub(crate) fn expand(wanted: &DeviceRole) -> Vec<DeviceRole> {
     if wanted.device != "auto" {
         return vec![wanted.clone()];
@@ -52,12 +52,12 @@ pub(crate) fn expand(wanted: &DeviceRole) -> Vec<DeviceRole> {
     default_selectors().into_iter().map(|device| DeviceRole { device, role: wanted.role }).collect()
 }
 
-/// Of the backends that show one part, the first here serves it: what is made for the part before what is
-/// portable.
+/// Backends by preference: if several show the same part, the first of them serves it. A backend made for the
+/// part comes before a portable one.
 const PREFERRED: [&str; 4] = ["cpu", "cuda", "wgpu", "opencl"];
 
-/// The devices that serve when none is named: every part once. That a CPU is shown by another backend, or
-/// a GPU by several, makes no second part of it.
+/// The devices that serve when none is named: every part once, even if a CPU is shown by another backend or a
+/// GPU by several.
 pub(crate) fn default_selectors() -> Vec<String> {
     let found: Vec<DeviceInfo> =
         probe().into_iter().filter_map(|(_, devices)| devices.ok()).flatten().collect();

@@ -1,4 +1,5 @@
-//! What is kept between runs, and can be made anew: a file for each thing, named by the hash of what it holds for.
+//! A cache between runs of things that can be recomputed: one file each, named by the hash of the key that it
+//! is valid for.
 
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -7,7 +8,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Where what `key` names is kept; none where this user has no such place.
+/// The file for `key`; none if this user has no cache directory.
 pub(crate) fn file(kind: &str, key: &impl Serialize) -> Option<PathBuf> {
     let base = std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)
@@ -16,7 +17,7 @@ pub(crate) fn file(kind: &str, key: &impl Serialize) -> Option<PathBuf> {
     Some(base.join("mixfleet").join(format!("{kind}-{name:032x}.json")))
 }
 
-/// What is there, if this user wrote it and nobody else can.
+/// The content of a file, if this user wrote it and no other user could have.
 pub(crate) fn read(file: &Path) -> Option<Vec<u8>> {
     is_ours(file).then(|| fs::read(file).ok()).flatten()
 }
@@ -33,7 +34,8 @@ fn is_ours(file: &Path) -> bool {
     fs::symlink_metadata(file).is_ok_and(|found| found.is_file())
 }
 
-/// Keeps `content`, for this user alone. Whoever reads meanwhile sees all of the old or all of the new.
+/// Writes `content`, readable by this user alone. Concurrent readers see all of the old or all of the new
+/// content.
 pub(crate) fn write(file: &Path, content: &[u8]) -> Result<()> {
     fs::create_dir_all(file.parent().context("a file in a directory")?)?;
     let partial = file.with_extension(format!("{}.partial", std::process::id()));

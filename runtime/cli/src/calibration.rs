@@ -1,4 +1,4 @@
-//! Calibrations kept between runs, so that only the first start measures.
+//! Calibrations cached between runs, so that only the first start measures.
 
 use crate::cache;
 use anyhow::{Context, Result};
@@ -7,12 +7,12 @@ use mixfleet_scheduler::cost::Coefficients;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// What a calibration holds for.
+/// What a calibration is valid for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Key {
-    /// Device, its driver and its kernels.
+    /// The device, its driver and its kernels.
     pub(crate) fingerprint: String,
-    /// Digest of the model's shape: what the weights are does not change what a step takes.
+    /// Digest of the model's shape, since the values of weights do not affect a step's time.
     pub(crate) model: String,
     pub(crate) dtypes: String,
     pub(crate) chunk: u32,
@@ -25,7 +25,7 @@ struct Document {
     coefficients: Coefficients,
 }
 
-/// The kept calibration, or a new one, which is kept. True if it was measured now.
+/// The cached calibration, or a new one, which is cached. True if it was measured now.
 pub(crate) fn get(key: Key, loaded: &Loaded, recalibrate: bool) -> Result<(Coefficients, bool)> {
     let file = cache::file("calibration", &key);
     if !recalibrate && let Some(kept) = file.as_ref().and_then(|file| read(file, &key)) {

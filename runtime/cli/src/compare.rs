@@ -18,7 +18,7 @@ use mixfleet_scheduler::models::{find, matrix_parameters};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// KV page of a checkpoint's shape; only a page table's size depends on it.
+/// Tokens per KV page assumed for a checkpoint; only the size of a page table depends on it.
 const PAGE_TOKENS: u32 = 16;
 
 #[derive(Debug, Args)]
@@ -76,18 +76,18 @@ fn part_price(text: &str) -> Result<DevicePrice, String> {
     text.parse()
 }
 
-/// Whose times the classes rest on.
+/// The kind of evidence that all times of a comparison use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Basis {
     Datasheet,
     Published,
     Measured,
-    /// Each device on the best that is known of it.
+    /// For each device the best evidence that exists.
     Mixed,
 }
 
 impl Basis {
-    /// The strongest evidence that all of `devices` have: unlike evidence would decide the comparison.
+    /// The strongest evidence that all of `devices` have, since unlike evidence would decide the comparison.
     fn of(devices: &[Compared]) -> Self {
         let all = |has: &dyn Fn(&Compared) -> bool| devices.iter().all(has);
         if all(&|device| device.measured.is_some()) {
@@ -120,7 +120,7 @@ impl Basis {
     }
 }
 
-/// Everything that is shown.
+/// Everything that the command prints.
 pub(crate) struct Comparison {
     pub(crate) model: String,
     pub(crate) demand: Demand,
@@ -128,7 +128,7 @@ pub(crate) struct Comparison {
     pub(crate) devices: Vec<Compared>,
     /// In the order of `devices`.
     pub(crate) classified: Vec<Classified>,
-    /// What of the input has no effect, or looks wrong.
+    /// Input that has no effect, or looks wrong.
     pub(crate) warnings: Vec<String>,
 }
 
@@ -168,7 +168,7 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
     Ok(Comparison { model: args.model.clone(), demand, basis, devices, classified, warnings })
 }
 
-/// A known model, or the shape in a directory's `config.json`.
+/// The demand of a known model, or of the shape in a directory's `config.json`.
 fn model_demand(name: &str) -> Result<Demand> {
     let directory = Path::new(name);
     if !directory.is_dir() {

@@ -1,4 +1,4 @@
-//! Who may connect, by which names, and where those who watch are answered.
+//! Options for allowed connections, host names and the address for monitoring.
 
 use crate::Usage;
 use anyhow::{Context, Result};
@@ -94,8 +94,8 @@ pub(crate) fn is_loopback(flag: &str, address: &str) -> Result<bool> {
     Ok(addresses.all(|address| address.ip().is_loopback()))
 }
 
-/// Lets this process open as many descriptors as it may, and says how many. What starts a process sets the soft limit low for
-/// the sake of old programs.
+/// Raises this process's limit on open descriptors to its maximum, and returns it. The soft limit is usually
+/// low for the sake of old programs.
 pub(crate) fn raise_descriptors() -> u64 {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let current = current.unwrap_or(DESCRIPTORS_MAX);

@@ -1,4 +1,4 @@
-//! `mixfleet devices`
+//! Implements `mixfleet devices`.
 
 use crate::args::DevicesArgs;
 use crate::backends;
@@ -47,7 +47,7 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
     Ok(())
 }
 
-/// The PCI device behind a device, where its backend tells and the machine shows it.
+/// The PCI device behind a device, if its backend reports it and the topology contains it.
 fn part<'a>(device: &DeviceInfo, topology: &'a Topology) -> Option<&'a PciDevice> {
     topology.device(pci_of(device)?)
 }
@@ -56,7 +56,7 @@ fn nearest(part: &PciDevice, topology: &Topology) -> Vec<String> {
     topology.nearest_nics(part).into_iter().map(|nic| topology.name_of(nic)).collect()
 }
 
-/// A device with where it sits.
+/// A device and its location as JSON.
 fn document(device: &DeviceInfo, topology: &Topology) -> Value {
     let mut document = json!(device);
     if let Some(part) = part(device, topology) {

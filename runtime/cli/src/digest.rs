@@ -1,7 +1,8 @@
-//! The digest of a model's weights: computed once, kept until a file changes, and waited for by nobody who serves.
+//! The digest of a model's weights: computed once, cached until a file changes, and computed beside serving.
 //!
-//! `serve` needs it only to know whose KV lies on a disk. It computes the digest on a thread that gets what time the cores have
-//! left, and uses the disk from then on. Members of a fleet have nothing to do before they know it, and take all cores.
+//! `serve` needs it only to know whose KV is on a disk. It computes the digest on a thread that gets the
+//! cores' spare time, and uses the disk from then on. Members of a fleet cannot proceed without it, and use
+//! all cores.
 
 use crate::cache;
 use anyhow::{Context, Result};
@@ -15,20 +16,20 @@ use tokio::sync::watch;
 
 const SCHEMA: &str = "mixfleet.digest/1";
 
-/// File systems tell times apart that lie so far from each other: of a file that changed less long ago, a later change may leave
-/// no trace in its stamp.
+/// Resolution of file times: if a file changed less than this long ago, a later change may leave its stamp as
+/// it is.
 const STAMP_STEP: Duration = Duration::from_millis(100);
 
-/// Between two looks at the files of a checkpoint in use.
+/// Interval between two checks of the files of a checkpoint in use.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// How often progress is said.
+/// Interval between two progress messages.
 const SAID_EVERY: Duration = Duration::from_secs(5);
 
-/// What a kept digest holds for.
+/// What a cached digest is valid for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Key {
-    /// Configuration, and all tensors' names, dtypes and shapes.
+    /// The configuration, and all tensors' names, dtypes and shapes.
     shape: String,
     files: Vec<FileStamp>,
 }
@@ -43,17 +44,18 @@ struct Document {
 /// A digest that is known, or will be.
 pub(crate) struct Digest {
     known: watch::Receiver<Option<String>>,
-    /// Where it is told.
+    /// Receives the digest when it is known.
     tell: watch::Sender<Option<String>>,
 }
 
 impl Digest {
-    /// The digest that an earlier run kept, if the files have not changed since; else one that nobody computes yet.
+    /// The digest that an earlier run cached, if the files have not changed since; otherwise one that is not
+    /// being computed yet.
     pub(crate) fn kept(checkpoint: &Checkpoint) -> Self {
         Digest::from(key(checkpoint).and_then(|key| read(&key)))
     }
 
-    /// The digest that an earlier run kept, or one that is computed now, by all cores. Blocks.
+    /// The digest that an earlier run cached, or one that is computed now, on all cores. Blocks.
     ///
     /// # Errors
     /// When a file changes meanwhile.
@@ -72,18 +74,18 @@ impl Digest {
         Digest { known, tell }
     }
 
-    /// What it is, if that is known by now.
+    /// The digest, if it is known by now.
     pub(crate) fn known(&self) -> Option<String> {
         self.known.borrow().clone()
     }
 
-    /// Completes when it is known; with none if it never will be.
+    /// Completes when the digest is known; with none if it never will be.
     pub(crate) fn wait(&self) -> impl Future<Output = Option<String>> + Send + use<> {
         let mut known = self.known.clone();
         async move { known.wait_for(Option::is_some).await.ok()?.clone() }
     }
 
-    /// Computes it beside those who serve, unless it is known.
+    /// Computes the digest in the background, unless it is known.
     pub(crate) fn begin(self, checkpoint: Checkpoint) {
         if self.known().is_some() {
             return;
@@ -104,9 +106,9 @@ impl Digest {
 }
 
 impl Digest {
-    /// Sees to it that a file to which the same bytes were written, or that was only touched, is used on: whoever computes with its bytes
-    /// stops when it was written to. Once the digest is known all bytes are hashed again then, and if they are the same, that it was
-    /// written to is forgotten.
+    /// Watches the checkpoint's files, so that a file that was only touched, or rewritten with the same
+    /// bytes, remains usable: readers of a file stop once it was written to. If the digest is known, all
+    /// bytes are hashed again after a write, and if they are the same the write is ignored.
     pub(crate) fn watch_over(&self, checkpoint: Checkpoint) {
         let known = self.known.clone();
         let body = move || {
@@ -143,7 +145,7 @@ impl Digest {
     }
 }
 
-/// Computes the digest on `threads` threads, this one among them, and keeps it.
+/// Computes the digest on `threads` threads, including this one, and caches it.
 fn compute(checkpoint: &Checkpoint, threads: usize) -> Result<String> {
     let (start, since_epoch) =
         (Instant::now(), SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default());
@@ -162,7 +164,7 @@ fn compute(checkpoint: &Checkpoint, threads: usize) -> Result<String> {
     let digesting = checkpoint.digesting();
     std::thread::scope(|scope| {
         for _ in 1..threads {
-            // Without a thread the others do its part.
+            // If no thread is available, the others do its share.
             let _ = std::thread::Builder::new().spawn_scoped(scope, || digesting.work(&done));
         }
         digesting.work(&done);
@@ -182,7 +184,7 @@ fn key(checkpoint: &Checkpoint) -> Option<Key> {
     Some(Key { shape: checkpoint.shape_digest(), files: checkpoint.stamps()? })
 }
 
-/// Whether every change from `now` on shows in the stamps.
+/// Whether every change from `now` on will show in the stamps.
 fn is_settled(files: &[FileStamp], now: Duration) -> bool {
     let settled = |file: &FileStamp| {
         let (seconds, nanoseconds) = file.changed;

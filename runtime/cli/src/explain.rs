@@ -1,4 +1,4 @@
-//! `mixfleet explain`
+//! Implements `mixfleet explain`.
 
 use crate::Usage;
 use anyhow::Result;

@@ -1,4 +1,4 @@
-//! `mixfleet generate`
+//! Implements `mixfleet generate`.
 
 use crate::args::{DeviceRole, GenerateArgs};
 use crate::model::Model;
@@ -101,7 +101,7 @@ async fn generate(args: GenerateArgs) -> Result<()> {
     Ok(())
 }
 
-/// Text goes to the terminal as it comes, or into the document at the end.
+/// Prints text to the terminal as it comes, or collects it for the document at the end.
 fn print(args: &GenerateArgs, printed: &mut String, part: &str) -> Result<()> {
     printed.push_str(part);
     if !args.json {

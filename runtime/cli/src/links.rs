@@ -1,4 +1,4 @@
-//! The transports of this host, each of which reaches itself, for whoever tries or measures them.
+//! The transports of this host, each connected to itself, for tests and measurements.
 
 use mixfleet_hal::Result;
 use mixfleet_hal::memory::SharedMemory;
@@ -21,7 +21,7 @@ pub(crate) fn open(name: &str) -> std::result::Result<Arc<dyn Transport>, String
     }
 }
 
-/// RDMA whose peers come to `address`.
+/// RDMA with `address` for its peers to connect to.
 #[cfg(all(feature = "verbs", target_os = "linux"))]
 pub(crate) fn verbs_at(
     address: SocketAddr,
@@ -32,7 +32,7 @@ pub(crate) fn verbs_at(
     opened.map(|verbs| Arc::new(verbs) as _).map_err(|absent| absent.reason)
 }
 
-/// A NIC's name, and RDMA over it alone.
+/// A NIC's name, and a transport that uses it alone.
 pub(crate) type Nic = (String, Arc<dyn Transport>);
 
 /// Each NIC by itself, looped back.
@@ -48,13 +48,13 @@ pub(crate) fn nics() -> std::result::Result<Vec<Nic>, String> {
     Ok(all.devices().into_iter().filter_map(one).collect())
 }
 
-/// There is none.
+/// Reports that this build has no RDMA.
 #[cfg(not(all(feature = "verbs", target_os = "linux")))]
 pub(crate) fn nics() -> std::result::Result<Vec<Nic>, String> {
     verbs_at(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Security::LoopbackOnly).map(|_| Vec::new())
 }
 
-/// There is none.
+/// Reports that this build has no RDMA.
 #[cfg(not(all(feature = "verbs", target_os = "linux")))]
 pub(crate) fn verbs_at(_: SocketAddr, _: Security) -> std::result::Result<Arc<dyn Transport>, String> {
     Err("this build cannot use RDMA: build with the feature verbs, on Linux".into())
@@ -65,7 +65,7 @@ pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     LINKS.into_iter().filter(|name| *name != "copy")
 }
 
-/// Memory that all transports reach.
+/// Memory that all transports can access.
 pub(crate) fn memory(bytes: u64) -> Result<Arc<dyn SharedMemory>> {
     Ok(Arc::new(HostRegion::new(bytes as usize)?))
 }

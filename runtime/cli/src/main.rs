@@ -40,7 +40,7 @@ use clap::Parser;
 use command_line::{Cli, Command};
 use std::process::ExitCode;
 
-/// A mistake on the command line that only the program can see.
+/// A mistake on the command line that clap cannot detect.
 #[derive(Debug)]
 pub(crate) struct Usage(pub(crate) String);
 
@@ -64,13 +64,13 @@ impl std::fmt::Display for Failed {
 
 impl std::error::Error for Failed {}
 
-/// Finds out before long work whether a file can be written; one that is there keeps its content.
+/// Checks before long work that a file can be written; an existing file keeps its content.
 pub(crate) fn writable(file: &std::path::Path) -> anyhow::Result<()> {
     let opened = std::fs::OpenOptions::new().create(true).append(true).open(file);
     opened.map(drop).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// An error and its causes, each said once: many a message holds its cause already.
+/// An error and its causes, each printed once: many messages contain their cause already.
 fn with_causes(error: &anyhow::Error) -> String {
     error.chain().skip(1).fold(error.to_string(), |text, cause| {
         let cause = cause.to_string();
@@ -103,7 +103,7 @@ fn main() -> ExitCode {
     let broken_pipe =
         error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
     if broken_pipe {
-        // Whoever read the output has seen enough.
+        // The reader of the output has closed it.
         return ExitCode::SUCCESS;
     }
     eprintln!("mixfleet: {}", with_causes(&error));

@@ -1,4 +1,4 @@
-//! The model to serve: a checkpoint directory, or the built-in stand-in.
+//! The model to serve: a checkpoint directory, or the built-in random model.
 
 use crate::args::ModelArgs;
 use anyhow::{Context, Result};
@@ -10,14 +10,14 @@ use std::path::Path;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// A checkpoint with its text side and the dtypes to run it in.
+/// A checkpoint with its tokenizer and chat template, and the dtypes to run it in.
 pub(crate) struct Model {
     pub(crate) name: String,
     pub(crate) checkpoint: Checkpoint,
     pub(crate) text: Arc<LoadedText>,
     pub(crate) activations: DType,
     pub(crate) kv: DType,
-    /// Names the configuration and the tensors' shapes, but not what is in them.
+    /// Digest of the configuration and the tensors' shapes, but not of their content.
     pub(crate) shape_digest: String,
     pub(crate) tokenizer_digest: String,
 }

@@ -1,29 +1,29 @@
-//! Numbers on the command line: what cannot be meant is refused before anything is loaded.
+//! Parsers for numbers on the command line: implausible values are refused before anything is loaded.
 
 use std::num::NonZeroUsize;
 
-/// Prompt tokens of one step, at most: the longest context of any model. So for the other bounds: well above what is of use, and so low that
-/// nothing that is computed from them runs over.
+/// Maximum prompt tokens of one step: the longest context of any model. Like the other limits it is well
+/// above useful values, and low enough that nothing computed from it overflows.
 pub(crate) const CHUNK_MAX: i64 = 1 << 20;
-/// Sequences in work on a device, at most.
+/// Maximum sequences in work on a device.
 pub(crate) const SEQUENCES_MAX: i64 = 1 << 16;
 const REQUESTS_MAX: usize = 1 << 20;
 const GIB_MAX: f64 = 1e6;
 const SECONDS_MAX: f64 = 1e9;
 
-/// An amount of memory.
+/// Parses an amount of memory in GiB.
 pub(crate) fn gib(text: &str) -> Result<f64, String> {
     let gib = text.parse().ok().filter(|gib: &f64| *gib > 0.0 && *gib <= GIB_MAX);
     gib.ok_or_else(|| format!("it is not an amount of memory: expected GiB above 0 and up to {GIB_MAX}"))
 }
 
-/// A span of time that is to be kept to.
+/// Parses a duration in seconds.
 pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     let seconds = text.parse().ok().filter(|seconds: &f64| *seconds > 0.0 && *seconds <= SECONDS_MAX);
     seconds.ok_or_else(|| format!("expected a positive number of seconds, up to {SECONDS_MAX}"))
 }
 
-/// Requests in work.
+/// Parses a number of requests in work.
 pub(crate) fn requests(text: &str) -> Result<NonZeroUsize, String> {
     let requests = text.parse().ok().filter(|requests: &NonZeroUsize| requests.get() <= REQUESTS_MAX);
     requests.ok_or_else(|| format!("expected a whole number from 1 to {REQUESTS_MAX}"))
@@ -38,7 +38,7 @@ mod tests {
         Cli::try_parse_from(["mixfleet"].iter().chain(words)).err().map(|error| error.to_string())
     }
 
-    /// What can be given to whoever loads a model.
+    /// Checks that every command that loads a model refuses these values.
     fn refused_everywhere(flag: &str, values: &[&str], said: &str) {
         for command in commands(flag) {
             for value in values {

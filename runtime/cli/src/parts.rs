@@ -1,4 +1,4 @@
-//! `mixfleet parts`: the catalog.
+//! Implements `mixfleet parts`: the catalog.
 
 use anyhow::Result;
 use clap::Args;

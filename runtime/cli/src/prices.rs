@@ -10,7 +10,7 @@ use std::path::Path;
 const COLUMNS: &str = "device_id, price_hourly and/or spot_hourly; optional: gpu_count, cloud, region, \
                        instance, tier, date, source";
 
-/// The offers of a file, and which line named which device.
+/// The offers of a file, and the line at which each device was first named.
 #[derive(Debug, Default)]
 pub(crate) struct PriceList {
     pub(crate) offers: Vec<Offer>,
@@ -19,8 +19,8 @@ pub(crate) struct PriceList {
 }
 
 impl PriceList {
-    /// What of the file has no effect: a file without offers, and rows whose device is neither a part of
-    /// the catalog nor one of `others`. A device is told once, with its first line.
+    /// Warnings about rows without effect: a file without offers, and rows whose device is neither a part of
+    /// the catalog nor one of `others`. A device is reported once, with its first line.
     pub(crate) fn warnings(&self, others: &[&str]) -> Vec<String> {
         let file = &self.file;
         if self.rows.is_empty() && !file.is_empty() {
@@ -52,7 +52,7 @@ impl PriceList {
     }
 }
 
-/// Reads a file. Rows without a device id (machines without accelerators) are no offers.
+/// Reads a file. Rows without a device id (machines without accelerators) are skipped.
 pub(crate) fn read(path: &Path) -> Result<PriceList> {
     let file = path.display().to_string();
     let bytes = std::fs::read(path).with_context(|| format!("cannot read the prices in {file}"))?;
@@ -85,8 +85,8 @@ fn parse(file: &str, bytes: &[u8]) -> Result<PriceList> {
     Ok(list)
 }
 
-/// Whether a field that begins with a quote on the row at `start` runs to the end of the file: the row's
-/// quotes are odd, and so are all from there on.
+/// Whether a field that begins with a quote on the row at `start` extends to the end of the file: the row has
+/// an odd number of quotes, and so has the file from there on.
 fn swallows_the_rest(bytes: &[u8], start: &csv::Position) -> bool {
     let odd = |text: &[u8]| text.iter().filter(|byte| **byte == b'"').count() % 2 == 1;
     let rest = bytes.get(start.byte() as usize..).unwrap_or_default();
@@ -122,7 +122,7 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
-    /// One offer that stays, one spot offer, both, or none.
+    /// The offers of a row: one on-demand offer, one spot offer, both, or none.
     fn offers(&self) -> Result<Vec<Offer>> {
         let device = self.text("device_id");
         if device.is_empty() {
@@ -162,7 +162,7 @@ impl Row<'_> {
         }
     }
 
-    /// A row's price is of the whole machine.
+    /// Number of devices of a row, whose price is that of the whole machine.
     fn devices(&self) -> Result<f64> {
         match self.text("gpu_count") {
             "" => Ok(1.0),
@@ -294,8 +294,8 @@ mod tests {
         assert_eq!(PriceList::default().warnings(&[]), Vec::<String>::new());
     }
 
-    /// The built-in prices are what the stated rule makes of the collection they come from, up to how
-    /// that collection weighed several offers of one provider.
+    /// The built-in prices follow from the documented rule and their source collection, up to how that
+    /// collection weighed several offers of one provider.
     #[test]
     fn the_rule_reproduces_the_built_in_prices() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/gpu-prices.csv");

@@ -1,4 +1,4 @@
-//! `mixfleet profile` and `mixfleet profile compare`
+//! Implements `mixfleet profile` and `mixfleet profile compare`.
 
 mod links;
 pub(crate) mod machine;
@@ -145,7 +145,7 @@ fn write_files(args: &MeasureArgs, document: &ProfileDocument) -> Result<()> {
     }
     if let Some(file) = &args.device_profile {
         let Some(profile) = document.device_profile() else {
-            // what `writable` made for it
+            // Removes the empty file that `writable` made.
             if std::fs::metadata(file).is_ok_and(|metadata| metadata.len() == 0) {
                 std::fs::remove_file(file)?;
             }
@@ -156,7 +156,8 @@ fn write_files(args: &MeasureArgs, document: &ProfileDocument) -> Result<()> {
     Ok(())
 }
 
-/// An interruption could not run to its end; a wrong or failed point is a failure of the device.
+/// The exit status: an interrupted run could not complete; a wrong or failed point is a failure of the
+/// device.
 fn verdict(document: &ProfileDocument) -> Result<()> {
     let wrong: Vec<&PointResult> =
         document.points.iter().filter(|p| p.status == PointStatus::Error).collect();
@@ -191,7 +192,7 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
         price: args.usd_per_hour.map(|usd| (usd, "--usd-per-hour".to_owned())),
         ..ProfileOptions::new(level)
     };
-    // page size does not matter to whether a name is known
+    // The page size does not affect whether a name is known.
     for name in &options.only {
         let one = std::slice::from_ref(name);
         if mixfleet_hwtests::profile::plan(ProfileLevel::Full, 16, options.model.as_ref(), one).is_empty() {
@@ -205,7 +206,7 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
     Ok(options)
 }
 
-/// The shapes in a checkpoint's config.json.
+/// The shapes in a checkpoint's `config.json`.
 fn shapes(directory: &Path) -> Result<ModelShapes> {
     let file = directory.join("config.json");
     let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
@@ -232,8 +233,8 @@ fn shapes(directory: &Path) -> Result<ModelShapes> {
     })
 }
 
-/// Measures with a bar on a terminal, or a line for each part elsewhere. The first Ctrl-C ends it after the
-/// point in work, the second at once.
+/// Measures with a progress bar on a terminal, or a line per part elsewhere. The first Ctrl-C ends the run
+/// after the current point, the second at once.
 fn with_progress(device: &dyn Device, options: &ProfileOptions) -> ProfileDocument {
     stop_on_interrupt(options.cancelled.clone());
     let terminal = std::io::stderr().is_terminal();

@@ -5,7 +5,7 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hwtests::profile::measured;
 use std::path::Path;
 
-/// The measured profile in a file: what `mixfleet profile --json` writes, or a device profile alone.
+/// The measured profile in a file: the output of `mixfleet profile --json`, or a device profile alone.
 pub(crate) fn read(path: &Path) -> Result<DeviceProfile> {
     let file = path.display();
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read the profile {file}"))?;

@@ -1,4 +1,4 @@
-//! `mixfleet replay`: the events that `mixfleet serve` logged, through a fresh machine.
+//! Implements `mixfleet replay`: runs the events that `mixfleet serve` logged through a new fleet machine.
 
 use crate::Failed;
 use anyhow::{Context, Result};

@@ -1,4 +1,4 @@
-//! The scheduler's flags, the same wherever its machine runs: under `serve`, and under `simulate`.
+//! The scheduler's flags, the same for `serve` and `simulate`.
 
 use crate::Usage;
 use anyhow::Result;

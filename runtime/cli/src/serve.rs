@@ -1,4 +1,4 @@
-//! `mixfleet serve`
+//! Implements `mixfleet serve`.
 
 use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
 use crate::connections::{is_loopback, raise_descriptors};
@@ -39,7 +39,7 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     })
 }
 
-/// Threads that serve connections, at least: one that is busy must not be half of them.
+/// Minimum number of threads that serve connections, so that a busy one is less than half of them.
 const SERVING_THREADS_MIN: usize = 4;
 
 /// Runs a server until its process ends.
@@ -47,13 +47,13 @@ pub(crate) fn to_the_end(main: impl Future<Output = Result<()>>) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).max(SERVING_THREADS_MIN);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
     let ended = runtime.block_on(main);
-    // It goes with the process: threads of their own still wait by its clock, and what blocks one of its threads must
-    // not hold up the end.
+    // It ends with the process: other threads still wait by its clock, and a blocked thread must not delay
+    // the exit.
     std::mem::forget(runtime);
     ended
 }
 
-/// What tells a process to end.
+/// The signals that end a process.
 pub(crate) struct Signals {
     interrupt: Signal,
     terminate: Signal,
@@ -74,7 +74,7 @@ impl Signals {
         }
     }
 
-    /// Does the last work of a process; a further signal ends it at once.
+    /// Runs the last work of a process; a further signal ends it at once.
     pub(crate) async fn or_until_next(&mut self, last: impl Future<Output = ()>) {
         tokio::select! {
             () = last => {}
@@ -83,7 +83,7 @@ impl Signals {
     }
 }
 
-/// What a server gives to whoever makes its model ready.
+/// What a server provides to the function that loads its model.
 pub(crate) struct Around {
     pub(crate) env: SharedEnv,
     pub(crate) metrics: Metrics,
@@ -114,7 +114,7 @@ pub(crate) fn check(args: &FrontArgs) -> Result<()> {
     Ok(())
 }
 
-/// Listens, answers once `load` is done, and ends at a signal. What `load` keeps beside the model comes back then.
+/// Listens, answers once `load` is done, and ends at a signal. Returns what `load` keeps beside the model.
 pub(crate) async fn front<K: Send + 'static>(
     args: FrontArgs,
     signals: &mut Signals,
@@ -162,7 +162,7 @@ pub(crate) async fn front<K: Send + 'static>(
             () = signals.next() => stop(&shutdown, drain_s),
             _ = &mut server => {
                 if let Some(writer) = writer.take() {
-                    // An error was said when it happened; clients got their answers all the same.
+                    // An error was reported when it occurred, and clients got their answers all the same.
                     let _ = writer.close().await;
                 }
                 return Ok(kept);
@@ -175,7 +175,7 @@ pub(crate) async fn front<K: Send + 'static>(
     }
 }
 
-/// Whom the flags let in, and the file that says so.
+/// The API keys that the flags give, and the file that contains them, if any.
 fn access(args: &FrontArgs) -> Result<(Option<KeysFile>, Access)> {
     let (file, access) = match &args.api_keys {
         None => (None, Access::from(args.api_key.clone())),
@@ -188,14 +188,14 @@ fn access(args: &FrontArgs) -> Result<(Option<KeysFile>, Access)> {
     Ok((file, access.hiding_cached_tokens(args.hide_cached_tokens)))
 }
 
-/// The log that --events asks for.
+/// The event log of `--events`.
 fn event_log(args: &FrontArgs, env: &SharedEnv) -> Result<Option<(EventLog, Writer)>> {
     let Some(path) = &args.events else { return Ok(None) };
     let file = File::create(path).with_context(|| format!("--events: cannot create {}", path.display()))?;
     Ok(Some(EventLog::start(env, Box::new(BufWriter::new(file)))))
 }
 
-/// The first signal drains for a bounded time, the second one cuts.
+/// The first signal drains for a bounded time, the second one stops at once.
 fn stop(shutdown: &watch::Sender<Shutdown>, drain_s: f64) {
     let next = if *shutdown.borrow() == Shutdown::No { Shutdown::Drain } else { Shutdown::Stop };
     if next == Shutdown::Drain {
@@ -247,7 +247,7 @@ pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
     }
 }
 
-/// The bounds that the flags set.
+/// The limits that the flags set.
 pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
     let Choices { policy, admission, seed } = args.scheduling.choices()?;
     Ok(EngineConfig {
@@ -260,7 +260,7 @@ pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
         admission,
         drop_at_decode: args.scheduling.drop_late,
         wait_usd_per_s: args.scheduling.wait_usd_per_s,
-        // all devices of a fleet are of one pool here
+        // All devices of this process are in one pool.
         rebalance: args.flexible.then(|| Rebalance::new(vec![0])),
         seed,
         ..EngineConfig::default()

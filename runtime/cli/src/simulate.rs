@@ -1,4 +1,4 @@
-//! `mixfleet simulate`: a trace on a fleet that need not exist.
+//! Implements `mixfleet simulate`: a trace on a fleet that need not exist.
 
 mod capacity;
 mod history;
@@ -23,11 +23,11 @@ use std::path::{Path, PathBuf};
 use timeline::TimelineFile;
 use watch::Watch;
 
-/// Seconds between samples of a table, which keeps them all,
+/// Seconds between samples of a table, which keeps them all.
 const TABLE_INTERVAL_S: f64 = 10.0;
-/// and of a page alone, which averages them.
+/// Seconds between samples of a page alone, which averages them.
 const PAGE_INTERVAL_S: f64 = 1.0;
-/// Traces may span centuries, so samples must not lie too close.
+/// Minimum interval of samples, since traces may span centuries.
 const INTERVAL_S_MIN: f64 = 1e-3;
 
 #[derive(Debug, Args)]
@@ -77,7 +77,7 @@ impl SimulateArgs {
         }
     }
 
-    /// Finds out before the run whether what it writes can be written, and is no other of its files.
+    /// Checks before the run that its output files can be written, and that none is one of its other files.
     fn check_files(&self) -> Result<()> {
         let mut others = vec![(&self.trace, "--trace"), (&self.fleet, "--fleet")];
         for (file, flag) in [(&self.timeline, "--timeline"), (&self.html, "--html")] {
@@ -90,12 +90,12 @@ impl SimulateArgs {
         [&self.timeline, &self.html].into_iter().flatten().try_for_each(|file| writable(file))
     }
 
-    /// Of a run that failed: takes away what [`writable`] made.
+    /// Removes the empty file that [`writable`] made, after a run that failed.
     fn leave_no_empty_page(&self) {
         if let Some(file) = &self.html
             && std::fs::metadata(file).is_ok_and(|metadata| metadata.is_file() && metadata.len() == 0)
         {
-            // the run's own error is the one to tell
+            // The error to report is the run's own.
             let _ = std::fs::remove_file(file);
         }
     }
@@ -122,7 +122,7 @@ fn share(text: &str) -> Result<f64, String> {
     value.ok_or_else(|| "expected a share above 0, at most 1".into())
 }
 
-/// Where a file is or will be, by whatever name it was given.
+/// The path of an existing or future file, independent of how it was spelled.
 fn place(file: &Path) -> PathBuf {
     let in_parent = || {
         let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -173,7 +173,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let mut out = std::io::stdout().lock();
     if args.json {
         let mut document = serde_json::to_value(&results)?;
-        // whole seconds, rounded up: documents of equal runs can be compared
+        // Whole seconds, rounded up, so that documents of equal runs can be compared.
         document["wall_s"] = json!(start.elapsed().as_secs_f64().ceil());
         writeln!(out, "{document:#}")?;
     } else {

@@ -1,4 +1,4 @@
-//! From arguments to a running engine: open devices, place weights, calibrate, start.
+//! Starts an engine from arguments: opens devices, places weights, calibrates.
 
 use crate::Usage;
 use crate::args::{DeviceRole, ModelArgs, TierArgs};
@@ -29,7 +29,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Which devices serve, and how.
+/// The devices that serve, and their configuration.
 pub(crate) struct Instances {
     pub(crate) devices: Vec<DeviceRole>,
     pub(crate) prices: BTreeMap<String, f64>,
@@ -40,7 +40,7 @@ pub(crate) struct Instances {
 }
 
 impl Instances {
-    /// One sequence at a time on `devices`, with nothing below them.
+    /// One sequence at a time on `devices`, without lower tiers.
     pub(crate) fn plain(devices: Vec<DeviceRole>) -> Self {
         Instances {
             devices,
@@ -53,14 +53,14 @@ impl Instances {
     }
 }
 
-/// What the caller decides beyond the model.
+/// The caller's choices besides the model.
 pub(crate) struct Choice {
     pub(crate) instances: Instances,
     pub(crate) engine: EngineConfig,
     pub(crate) events: Option<EventLog>,
 }
 
-/// A running engine and the longest sequence that it can hold.
+/// A running engine, and the longest sequence that it can hold.
 pub(crate) struct Started {
     pub(crate) handle: EngineHandle,
     pub(crate) context: u32,
@@ -69,13 +69,13 @@ pub(crate) struct Started {
 }
 
 impl Started {
-    /// What the energy counters of all devices show together; none if one device has none.
+    /// The sum of all devices' energy counters; none if one device has none.
     pub(crate) fn energy_j(&self) -> Option<f64> {
         self.devices.iter().map(|device| device.health().energy_j).sum()
     }
 }
 
-/// Loads `model` on the chosen devices and starts the engine. Blocks; run it off the async threads.
+/// Loads `model` on the chosen devices and starts the engine. Blocks, so it must not run on an async thread.
 pub(crate) fn engine(
     model: &Model,
     args: &ModelArgs,
@@ -85,7 +85,7 @@ pub(crate) fn engine(
     placements: Arc<Placements>,
 ) -> Result<Started> {
     check_roles(&choice.instances.devices)?;
-    // Block hashes hold for one shape and secret; whose weights they are of, a disk's namespace says.
+    // Block hashes are valid for one shape and secret; the namespace of a disk identifies the weights.
     let (model_digest, tokenizer_digest) = (model.shape_digest.clone(), model.tokenizer_digest.clone());
     let identity = match tiers::secret(&mut choice.instances.tiers, env)? {
         Some(secret) => Identity { model_digest, tokenizer_digest, secret },
@@ -115,7 +115,7 @@ pub(crate) fn engine(
     Ok(Started { handle, context, pools, devices })
 }
 
-/// Ways between memories that all of `transports` reach.
+/// Links over memory that all of `transports` can access.
 pub(crate) fn links(transports: Vec<Arc<dyn Transport>>) -> Links {
     Links { transports, make_region: Arc::new(region) }
 }
@@ -124,7 +124,7 @@ fn region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
     Ok(Arc::new(HostRegion::new(bytes as usize)?))
 }
 
-/// Loads `model` on the chosen devices, and learns what steps take there. Blocks.
+/// Loads `model` on the chosen devices, and measures the time of their steps. Blocks.
 pub(crate) fn instances(
     model: &Model,
     args: &ModelArgs,
@@ -160,7 +160,8 @@ pub(crate) fn instances(
         let loaded = Loaded::new(&config, spec)?;
         let (identity, kv, digest) = (identity.clone(), model.kv, digest.wait());
         let namespace = async move {
-            // Not known at once, so that a disk is opened on its own thread, which may hang.
+            // The digest is not available at once, so that a disk is opened on its own thread, which may
+            // hang.
             tokio::task::yield_now().await;
             Some(Identity { model_digest: digest.await?, ..identity }.namespace(kv))
         };
@@ -225,8 +226,8 @@ fn place(
     weights.with_context(|| format!("cannot place the model on {selector}"))
 }
 
-/// What steps take on each instance: by its device's profile if one was given, else by calibration. With
-/// one device there is nothing to choose, but early rejection still predicts by it.
+/// The cost model of each instance: from its device's profile if one was given, otherwise by calibration.
+/// With one device there is nothing to choose, but early rejection still needs predictions.
 fn predicted(
     model: &Model,
     args: &ModelArgs,
@@ -258,7 +259,7 @@ fn predicted(
     Ok(predicted)
 }
 
-/// What the model's own first layer takes on the device, measured now or kept from before.
+/// The time of the model's own first layer on the device, measured now or cached from before.
 fn calibrated(model: &Model, args: &ModelArgs, loaded: &Loaded, again: bool) -> Result<Coefficients> {
     let key = calibration::Key {
         fingerprint: loaded.device().info().fingerprint.clone(),

@@ -1,4 +1,4 @@
-//! From flags to the tiers below the devices.
+//! Opens the tiers below the devices as the flags say.
 
 use crate::args::TierArgs;
 use anyhow::{Context, Result};
@@ -19,15 +19,18 @@ use {
     std::io::{ErrorKind, Read, Write},
 };
 
-/// For the blocks that host memory alone has when the process ends,
+/// Time for writing the blocks that only host memory holds to the disk when the process ends.
 const WRITE_BACK: Duration = Duration::from_secs(10);
-/// and until the disk has them safe: a disk that hangs holds up no end. (Kubernetes waits 30 s for all of it.)
+/// Time until the disk must have made them durable, so that a hanging disk does not delay the exit.
+/// (Kubernetes waits 30 s for everything.)
 const SAFE: Duration = Duration::from_secs(20);
 
-/// A directory that has not opened by then does not answer: a mount that hangs holds up no start.
+/// Time after which a directory that has not opened is given up, so that a hanging mount does not delay the
+/// start.
 const OPENED: Duration = Duration::from_secs(10);
 
-/// Keys the hashes of the blocks in a directory. Only its owner may read it: who knows it can aim at hashes.
+/// The file with the key of the block hashes in a directory. Only its owner may read it: with the key one can
+/// construct colliding prompts.
 #[cfg(unix)]
 const SECRET: &str = "secret";
 
@@ -43,7 +46,7 @@ impl Pools {
         Pools(instances.iter().filter_map(own).collect())
     }
 
-    /// Nobody uses them any more: what host memory holds goes to the disks, for a bounded time.
+    /// Writes the blocks of host memory to the disks, for a bounded time, once nothing uses the pools.
     pub(crate) async fn write_back(self) {
         let disks: Vec<_> = self.0.into_iter().filter(|(_, pool)| pool.has_disk()).collect();
         if disks.is_empty() {
@@ -54,7 +57,7 @@ impl Pools {
         let left = Arc::new(done);
         for (device, pool) in disks {
             let left = left.clone();
-            // A thread of its own, for which nobody waits when the process ends.
+            // On a thread of its own, which the exit of the process does not wait for.
             let write_back = move || {
                 write_back(&device, &pool, until);
                 drop(left);
@@ -82,7 +85,8 @@ fn bytes(gib: f64) -> u64 {
     (gib * GIB as f64) as u64
 }
 
-/// What `work` finds in a directory; none, said aloud, where that takes longer than `limit`. Then its thread hangs on, and nobody waits.
+/// Runs `work` on a directory; returns none, with a warning, if that takes longer than `limit`. Its thread
+/// then keeps hanging, and nothing waits for it.
 fn in_time<T: Send + 'static>(
     directory: &Path,
     limit: Duration,
@@ -104,10 +108,10 @@ fn in_time<T: Send + 'static>(
     }
 }
 
-/// What must be equal before blocks of earlier processes may be used, once it is known.
+/// The digest of what must be equal before blocks of earlier processes may be used, once it is known.
 type Namespace = std::pin::Pin<Box<dyn Future<Output = Option<u64>> + Send>>;
 
-/// What lies below the device that `selector` names, if anything shall; blocks there belong to `namespace`.
+/// The tiers below the device `selector`, if configured; their blocks belong to `namespace`.
 pub(crate) fn of(args: &TierArgs, selector: &str, namespace: Namespace) -> Result<Option<LowerTiers>> {
     let Some(dram) = args.kv_dram else { return Ok(None) };
     let ssd = match args.kv_ssd.as_deref().zip(args.kv_ssd_gib) {
@@ -122,13 +126,13 @@ pub(crate) fn of(args: &TierArgs, selector: &str, namespace: Namespace) -> Resul
 
 #[cfg(unix)]
 fn disk(directory: &Path, selector: &str, bytes: u64) -> Result<SsdConfig> {
-    // A device's name may have what a file's must not.
+    // A device's name may contain characters that a file name must not.
     let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
     let own = private(directory)?.path().join(selector.chars().map(plain).collect::<String>());
     let disk = mixfleet_runtime::pool::disk::RealDisk::open(&own).context("--kv-ssd")?;
-    // What the start asks of it later it has answered once.
+    // The disk has answered once everything that the start will ask of it later.
     disk.names().context("--kv-ssd")?;
-    // It is a cache: what another model left there is of no use to this one.
+    // This is a cache: blocks of another model are useless here.
     Ok(SsdConfig { disk: Arc::new(disk), bytes, wipe: true, timeout: SSD_TIMEOUT })
 }
 
@@ -140,12 +144,12 @@ fn disk(_: &Path, _: &str, _: u64) -> Result<SsdConfig> {
 #[cfg(not(unix))]
 const UNIX_ONLY: &str = "--kv-ssd: a disk below the device works on Unix only; leave it out";
 
-/// The directory that the operator names; a link there is the operator's.
+/// Opens the directory that the operator names, following a link there, since it is the operator's.
 #[cfg(unix)]
 fn private(directory: &Path) -> Result<PrivateDirectory> {
     let resolved = match directory.canonicalize() {
         Ok(resolved) => resolved,
-        // It is made.
+        // It will be created.
         Err(error) if error.kind() == ErrorKind::NotFound => directory.to_path_buf(),
         Err(error) => {
             return Err(error)
@@ -155,11 +159,11 @@ fn private(directory: &Path) -> Result<PrivateDirectory> {
     PrivateDirectory::open(&resolved).context("--kv-ssd")
 }
 
-/// The secret of the directory, which keeps blocks from run to run: made if there is none. None without a directory; one that does not
-/// answer is left out.
+/// The secret of the directory, which makes blocks valid from run to run; created if there is none. None
+/// without a directory; one that does not answer is left out of `args`.
 ///
 /// # Errors
-/// When it cannot be read or made.
+/// When it cannot be read or created.
 #[cfg(unix)]
 pub(crate) fn secret(args: &mut TierArgs, env: &SharedEnv) -> Result<Option<[u8; 16]>> {
     let Some(directory) = args.kv_ssd.clone() else { return Ok(None) };
@@ -179,7 +183,7 @@ fn secret_of(directory: &Path, env: &SharedEnv) -> Result<[u8; 16]> {
     match directory.file(SECRET, Opening::Existing) {
         Ok(file) => {
             let mut bytes = Vec::new();
-            // Not more than can be meant.
+            // No more than a valid secret has, and one byte to detect longer files.
             file.take(17)
                 .read_to_end(&mut bytes)
                 .with_context(|| format!("--kv-ssd: cannot read {shown}"))?;
@@ -204,7 +208,7 @@ fn secret_of(directory: &Path, env: &SharedEnv) -> Result<[u8; 16]> {
     }
 }
 
-/// There is no directory to keep one in.
+/// This build has no directory to keep a secret in.
 #[cfg(not(unix))]
 pub(crate) fn secret(args: &mut TierArgs, _: &SharedEnv) -> Result<Option<[u8; 16]>> {
     anyhow::ensure!(args.kv_ssd.is_none(), "{UNIX_ONLY}");

@@ -7,7 +7,7 @@ use clap::Args;
 use mixfleet_wire::Security;
 use std::path::{Path, PathBuf};
 
-/// How processes know each other.
+/// Options for authentication between processes.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct TlsArgs {
     /// Certificate of the authority that signed all members'
@@ -27,7 +27,7 @@ pub(crate) struct TlsArgs {
     tls_name: String,
 }
 
-/// What the files hold, as text.
+/// The content of the files.
 #[cfg(feature = "fleet")]
 pub(crate) struct Files {
     pub(crate) authority: String,
@@ -37,13 +37,13 @@ pub(crate) struct Files {
 }
 
 impl TlsArgs {
-    /// Whether certificates are named.
+    /// Whether certificates are given.
     #[cfg(feature = "fleet")]
     pub(crate) fn are_given(&self) -> bool {
         self.tls_ca.is_some()
     }
 
-    /// The files' content; none if none are named.
+    /// Reads the files; none if none are given.
     #[cfg(feature = "fleet")]
     pub(crate) fn read(&self) -> Result<Option<Files>> {
         let (Some(ca), Some(cert), Some(key)) = (&self.tls_ca, &self.tls_cert, &self.tls_key) else {
@@ -57,7 +57,7 @@ impl TlsArgs {
         Ok(Some(Files { authority, certificates, key, name }))
     }
 
-    /// How bytes travel between processes.
+    /// The security of connections between processes.
     pub(crate) fn security(&self) -> Result<Security> {
         let (Some(ca), Some(cert), Some(key)) = (&self.tls_ca, &self.tls_cert, &self.tls_key) else {
             return Ok(Security::LoopbackOnly);

@@ -1,4 +1,4 @@
-//! `mixfleet topo`
+//! Implements `mixfleet topo`.
 
 use crate::args::TopoArgs;
 use anyhow::{Context, Result};
@@ -13,7 +13,7 @@ pub(crate) fn run(args: &TopoArgs) -> Result<()> {
         None => Tree::at("/"),
     };
     let tree = if args.record.is_some() { tree.keeping() } else { tree };
-    // libraries know this machine only, not a recorded one
+    // Libraries describe only this machine, not a recorded one.
     let topology = match &args.from {
         Some(_) => Topology::read(&tree),
         None => Here::through(&tree).topology,
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &TopoArgs) -> Result<()> {
     Ok(())
 }
 
-/// The tree of a recording, or of a directory that holds a copy of `/sys` and `/proc`.
+/// The tree of a recording, or of a directory with a copy of `/sys` and `/proc`.
 fn open(path: &Path) -> Result<Tree> {
     if path.is_dir() {
         return Ok(Tree::at(path));

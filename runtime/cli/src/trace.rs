@@ -1,4 +1,4 @@
-//! `mixfleet trace`: what is in a trace, and traces that nobody recorded.
+//! Implements `mixfleet trace`: statistics of traces, and synthetic traces.
 
 mod generate;
 mod stats;
@@ -59,7 +59,7 @@ impl ReplayArgs {
         Trace::open(path, ReadOptions { block_tokens: self.block_tokens, session_every })
     }
 
-    /// The requests of `trace` as they are to be played, with jitter drawn by `seed`.
+    /// The requests of `trace` to be replayed, with jitter drawn by `seed`.
     pub(crate) fn play<'a>(
         &self,
         trace: &'a mut Trace,
@@ -68,7 +68,7 @@ impl ReplayArgs {
         self.play_at(trace, seed, self.speedup)
     }
 
-    /// The same with arrivals `speedup` times as fast, whatever the flag says.
+    /// The requests of `trace` with arrivals `speedup` times as fast, whatever the flag says.
     pub(crate) fn play_at<'a>(
         &self,
         trace: &'a mut Trace,
@@ -83,16 +83,16 @@ impl ReplayArgs {
     }
 }
 
-/// A factor or a time; beyond these bounds no trace has use for one.
+/// Parses a factor or a time; values outside these bounds are useless for any trace.
 pub(crate) fn positive(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|value: &f64| (1e-9..=1e9).contains(value));
     value.ok_or_else(|| "expected a number above 0, from 1e-9 to 1e9".into())
 }
 
-/// Requests between two looks at the bar.
+/// Requests between two updates of the progress bar.
 const EVERY: u64 = 1024;
 
-/// A bar over the bytes of a trace file, on standard error if that is a terminal.
+/// A progress bar over the bytes of a trace file, on standard error if that is a terminal.
 pub(crate) struct FileBar {
     bar: ProgressBar,
     progress: Progress,
@@ -112,14 +112,14 @@ impl FileBar {
         FileBar { bar, progress, requests: 0 }
     }
 
-    /// One request more was read.
+    /// Counts one more request.
     pub(crate) fn tick(&mut self) {
         self.count("");
     }
 
-    /// One request more was read, and arrives at `now_s` of virtual time.
+    /// Counts one more request, which arrives at `now_s` of virtual time.
     pub(crate) fn tick_at(&mut self, now_s: f64) {
-        // a clock that is not shown is not made
+        // The clock's text is not built if it is not shown.
         let due = (self.requests + 1).is_multiple_of(EVERY);
         let clock = if due { format!(", {} simulated", clock(now_s)) } else { String::new() };
         self.count(&clock);
@@ -135,7 +135,7 @@ impl FileBar {
     }
 }
 
-/// `1:02:03`
+/// A time as `1:02:03`.
 pub(crate) fn clock(time_s: f64) -> String {
     let seconds = time_s as u64;
     format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
@@ -147,7 +147,7 @@ impl Drop for FileBar {
     }
 }
 
-/// A mistake in numbers that only the program can see.
+/// A mistake in numbers that clap cannot detect.
 fn usage(error: impl std::fmt::Display) -> anyhow::Error {
     Usage(error.to_string()).into()
 }

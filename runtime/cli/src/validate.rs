@@ -1,4 +1,4 @@
-//! `mixfleet validate`
+//! Implements `mixfleet validate`.
 
 mod beyond;
 mod facts;
@@ -87,7 +87,7 @@ fn validate(args: &ValidateArgs) -> Result<()> {
     let mut plan = plan(args, part.as_ref())?;
     let earlier = earlier(args, &plan)?;
     let start = Processes { command: Box::new(child_command) };
-    // a child looks first, so that a driver that crashes does not take this process with it
+    // A child opens the device first, so that a driver that crashes does not end this process.
     let identity = Plan { level: 0, only: vec!["l0.identity".to_owned()], ..plan.clone() };
     let looked = runner::run(&identity, &start, &[], &mut |_| {}).device;
     let here = facts::Here::read();
@@ -152,7 +152,7 @@ fn plan(args: &ValidateArgs, part: Option<&PartFile>) -> Result<Plan> {
             .unwrap_or_default(),
         ..Settings::quick()
     };
-    // a case is a handful of batches
+    // A case is a few batches.
     let patience = Duration::from_secs_f64(4.0 * args.timeout);
     let plan = Plan { level: args.level, only: args.only.clone(), settings, patience, ..Plan::new(&device) };
     if groups(&plan).is_empty() {
@@ -167,16 +167,16 @@ fn plan(args: &ValidateArgs, part: Option<&PartFile>) -> Result<Plan> {
     Ok(plan)
 }
 
-/// This program again, as a child.
+/// The command that runs this program as a child.
 fn child_command() -> Command {
-    // without a path of its own it is looked for by name
+    // If its own path is unknown, it is found by name.
     let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("mixfleet"));
     let mut command = Command::new(program);
     command.args(["validate", "--child"]);
     command
 }
 
-/// The log that is carried on; empty for a new run.
+/// The log of the run that is resumed; empty for a new run.
 fn earlier(args: &ValidateArgs, plan: &Plan) -> Result<Vec<Record>> {
     let Some(folder) = &args.out else { return Ok(Vec::new()) };
     let file = folder.join(JOURNAL);
@@ -195,7 +195,7 @@ fn earlier(args: &ValidateArgs, plan: &Plan) -> Result<Vec<Record>> {
     for line in text.lines() {
         match serde_json::from_str(line) {
             Ok(record) => records.push(record),
-            // the last line may be torn
+            // The last line may be incomplete.
             Err(_) => break,
         }
     }
@@ -209,7 +209,7 @@ fn earlier(args: &ValidateArgs, plan: &Plan) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// The log on disk, line by line, so that a crash of the machine loses one line.
+/// The log on disk, written line by line, so that a crash of the machine loses one line.
 struct Journal {
     file: Option<std::fs::File>,
     error: Option<std::io::Error>,
@@ -226,7 +226,7 @@ impl Journal {
         if fresh {
             journal.add(&header(plan));
         } else {
-            // ends a torn line
+            // This ends an incomplete line.
             journal.write("");
         }
         Ok(journal)
@@ -252,7 +252,7 @@ impl Journal {
     }
 }
 
-/// What is going on, on standard error.
+/// The progress of a run, on standard error.
 struct Bar {
     bar: ProgressBar,
     terminal: bool,

@@ -1,4 +1,4 @@
-//! What selectors of simulated devices name by path.
+//! Files that selectors of simulated devices name.
 
 use crate::profiles;
 use anyhow::Context;
@@ -7,7 +7,7 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::{Error, Result};
 use std::path::Path;
 
-/// Reads profiles and plans of faults.
+/// Reads profiles and fault plans from disk.
 pub(super) struct FromDisk;
 
 impl mixfleet_simulated::SelectorFiles for FromDisk {

@@ -1,4 +1,4 @@
-//! From words on the command line to devices.
+//! Resolves names on the command line to devices.
 
 use super::Basis;
 use crate::Usage;
@@ -23,7 +23,8 @@ pub(crate) struct Compared {
 }
 
 impl Compared {
-    /// The device as the classes see it. A device that lacks `basis` counts by the best there is.
+    /// The device as input of the comparison. A device without evidence of kind `basis` uses its best
+    /// evidence.
     pub(super) fn candidate(&self, basis: Basis) -> Candidate {
         let claimed = || self.part.map(Part::profile);
         let reached = || self.part.and_then(Part::reached_profile);
@@ -42,8 +43,8 @@ impl Compared {
 }
 
 impl Compared {
-    /// A doubt, if the profile given for a part names another one. The part's number decides: vendors and
-    /// drivers spell the rest in many ways.
+    /// A warning, if the profile given for a part names another one. Only the part's number is compared,
+    /// since vendors and drivers spell the rest in many ways.
     pub(super) fn misnamed(&self) -> Option<String> {
         let (part, profile) = (self.part?, self.measured.as_ref()?);
         let plain = |text: &str| -> String {
@@ -55,7 +56,7 @@ impl Compared {
     }
 }
 
-/// One line of the per-dollar table: all its numbers are of one origin.
+/// One line of the per-dollar table, whose numbers all have one origin.
 pub(super) struct Line {
     pub(super) origin: &'static str,
     pub(super) flop_per_second: Vec<(DType, f64)>,
@@ -71,7 +72,7 @@ impl<P: Origin> From<PerDollar<P>> for Line {
 }
 
 impl Compared {
-    /// What a dollar buys on it, once for each origin of its numbers. Nothing without a price.
+    /// What a dollar buys on the device, once per origin of its numbers. Empty without a price.
     pub(super) fn per_dollar(&self) -> Vec<Line> {
         let Some(Price { usd_per_hour: price, .. }) = self.price else { return Vec::new() };
         let claimed = self.part.and_then(|part| Ability::claimed(part).per_dollar(price));
@@ -85,7 +86,7 @@ impl Compared {
     }
 }
 
-/// Parts and profiles that the user named, without repetition; without any, all parts with a price.
+/// The parts and profiles that the user named, without repetition, or else all parts with a price.
 pub(super) fn resolve(
     words: &[String],
     profiles: &[(String, PathBuf)],
@@ -121,7 +122,7 @@ pub(super) fn resolve(
     Ok(devices)
 }
 
-/// A device of that name; if there is one already, it gains the measurement.
+/// Adds a device of that name; if it exists already, the measurement is added to it.
 fn add(devices: &mut Vec<Compared>, name: &str, measured: Option<DeviceProfile>) {
     let part = catalog::part(name);
     let name = part.map_or(name, |part| part.id);
@@ -141,7 +142,7 @@ fn unknown(word: &str) -> Usage {
     Usage(format!("no part and no file is called '{word}'; {hint}"))
 }
 
-/// Prices from the command line win over all others.
+/// Applies prices from the command line, which take precedence over all others.
 pub(super) fn state_prices(devices: &mut [Compared], stated: &[DevicePrice]) -> Result<()> {
     for (at, DevicePrice { device: name, usd_per_hour }) in stated.iter().enumerate() {
         if stated[..at].iter().any(|before| before.device.eq_ignore_ascii_case(name)) {

@@ -55,7 +55,7 @@ fn device(device: &Compared, classified: &Classified) -> Value {
     })
 }
 
-/// `unit` is a token, or a GB for an hour.
+/// One job as JSON. The unit of `unit` fields is a token, or a GB for an hour.
 fn job(device: &Classified, standing: &Standing) -> Value {
     let cheapest = device.price.map(|price| device.cheapest_at(standing.job, price));
     let (effort, unable) = match &standing.effort {

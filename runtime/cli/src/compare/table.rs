@@ -1,4 +1,4 @@
-//! The comparison in words and columns.
+//! The comparison as text and tables.
 
 use super::Comparison;
 use super::devices::{Compared, Line};
@@ -8,7 +8,7 @@ use mixfleet_hal::units::{GB, UsdPerHour};
 use mixfleet_scheduler::classes::{Class, Classified, Job, Standing};
 use std::io::Write;
 
-/// Devices beyond which only those that are cheapest at something are put into words.
+/// Number of devices beyond which only those that are cheapest at something are described in words.
 const WORDS_MAX: usize = 8;
 
 pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
@@ -30,7 +30,7 @@ pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()>
     let priced = classified.iter().filter(|device| device.price.is_some()).count();
     let mut untold = 0;
     for device in classified {
-        // an unpriced device is compared with the priced ones, and is no rival to them
+        // An unpriced device is compared with the priced ones, and does not compete with them.
         let compared = priced + usize::from(device.price.is_none());
         if told(device, compared) {
             words(out, device, compared)?;
@@ -84,7 +84,7 @@ fn rate(line: &Line, dtype: DType) -> String {
     found.map_or_else(|| "-".into(), |(_, rate)| significant(rate / 1e12))
 }
 
-/// About three digits that matter.
+/// A number with about three significant digits.
 fn significant(value: f64) -> String {
     if value > 0.0 && value < 0.01 {
         return format!("{value:.1e}");
@@ -98,7 +98,7 @@ fn significant(value: f64) -> String {
     format!("{value:.decimals$}")
 }
 
-/// A price with cents, or more digits where cents say little.
+/// A price with cents, or with more digits if it is small.
 fn dollars(price: UsdPerHour) -> String {
     if price.0 < 0.1 { format!("${:.4}/h", price.0) } else { format!("${:.2}/h", price.0) }
 }
@@ -138,12 +138,12 @@ fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Resul
     Ok(())
 }
 
-/// Whether the device, one of `all`, is put into words.
+/// Whether the device, one of `all`, is described in words.
 fn told(device: &Classified, all: usize) -> bool {
     all <= WORDS_MAX || !matches!(device.class, None | Some(Class::Neither))
 }
 
-/// What the device is cheapest at, would be, and cannot do.
+/// Writes what the device is cheapest at, what it would be cheapest at, and what it cannot do.
 fn words(out: &mut impl Write, device: &Classified, all: usize) -> Result<()> {
     let sentences: Vec<String> =
         device.standings.iter().filter_map(|standing| sentence(device, standing, all)).collect();

@@ -1,4 +1,4 @@
-//! From flags to a place in a fleet.
+//! Joins a fleet as the flags say.
 
 use super::{JoinArgs, token};
 use crate::Usage;
@@ -13,24 +13,24 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Says which flags are missing.
+/// The end of an error message that names the missing flags.
 const NEEDS_TLS: &str = "is not on this host, and members talk between hosts only under TLS: give --tls-ca, --tls-cert and --tls-key";
 
-/// How this process joins.
+/// How this process joins a fleet.
 pub(super) struct Join {
     pub(super) rpc: RpcConfig,
-    /// Of KV.
+    /// Security of KV connections.
     pub(super) security: Security,
     pub(super) registry: Registry,
 }
 
 impl JoinArgs {
-    /// A lease's time.
+    /// The time-to-live of a lease.
     pub(super) fn lease(&self) -> Duration {
         Duration::from_secs(self.lease_s)
     }
 
-    /// Reads the certificates or the token; does not wait for etcd.
+    /// Reads the certificates or the token, without waiting for etcd.
     pub(super) async fn open(&self, env: &SharedEnv) -> Result<Join> {
         let registry = self.registry(env).await?;
         let security = self.tls.security()?;
@@ -41,7 +41,7 @@ impl JoinArgs {
         Ok(Join { rpc: RpcConfig { silence: self.lease(), trust }, security, registry })
     }
 
-    /// Where the members stand; does not wait for etcd.
+    /// Opens the registry of members, without waiting for etcd.
     pub(super) async fn registry(&self, env: &SharedEnv) -> Result<Registry> {
         let tls = self.pem()?;
         for url in &self.etcd {
@@ -62,7 +62,8 @@ impl JoinArgs {
         }))
     }
 
-    /// The secret of block hashes stands in etcd, and who writes there is a member.
+    /// Checks that etcd is local or under TLS: it holds the secret of block hashes, and whoever can write to
+    /// it is a member.
     fn check_url(&self, url: &str) -> Result<()> {
         let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
         let host = rest.trim_end_matches('/');
@@ -85,7 +86,7 @@ impl JoinArgs {
         }
     }
 
-    /// The address that a flag gives, if it may be listened on.
+    /// Parses the address of a flag, and checks that this process may listen on it.
     pub(super) fn listen(&self, flag: &str, text: &str) -> Result<SocketAddr> {
         let mut found = text
             .to_socket_addrs()
@@ -102,7 +103,7 @@ impl JoinArgs {
     }
 }
 
-/// The certificates that KV uses too.
+/// The certificates, which KV connections use too.
 #[derive(Debug)]
 struct Known(Arc<TlsIdentity>);
 

@@ -1,4 +1,4 @@
-//! Many processes as one fleet: `mixfleet router`, `mixfleet worker`, `mixfleet fleet`.
+//! Several processes as one fleet: `mixfleet router`, `mixfleet worker`, `mixfleet fleet`.
 
 mod join;
 mod process;

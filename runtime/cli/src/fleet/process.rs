@@ -1,4 +1,4 @@
-//! `mixfleet router` and `mixfleet worker`
+//! Implements `mixfleet router` and `mixfleet worker`.
 
 use super::join::Join;
 use super::transports::{self, Offered, PIECE_TIMEOUT};
@@ -24,10 +24,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// For etcd to hear that a process leaves.
+/// Timeout for telling etcd that a process leaves.
 const LEAVE: Duration = Duration::from_secs(5);
 
-/// `mixfleet router`
+/// Runs `mixfleet router`.
 pub(crate) fn router(args: RouterArgs) -> Result<()> {
     serve::log(args.front.json);
     serve::check(&args.front)?;
@@ -45,7 +45,7 @@ pub(crate) fn router(args: RouterArgs) -> Result<()> {
     })
 }
 
-/// Takes the record back; where etcd is away, its lease ends by itself.
+/// Removes this member's record; if etcd is away, the lease ends by itself.
 async fn leave(membership: Membership) {
     if tokio::time::timeout(LEAVE, membership.leave()).await.is_err() {
         tracing::warn!("etcd does not answer; this process's record there ends with its lease");
@@ -64,7 +64,8 @@ async fn join_as_router(
     let (charter, own, _) = charter(&join, &model, &env).await?;
     let id = join.registry.router_id().await?;
     let limits = EngineConfig {
-        // A lost worker is back, or missed by everyone, within two leases; a third until all have met who was cut off.
+        // Within two leases a lost worker is back, or all members know that it is lost; a third one lets all
+        // reconnect to a member that was cut off.
         patience: Seconds(3.0 * args.lease().as_secs_f64()),
         ..serve::engine_config(front)?
     };
@@ -92,7 +93,7 @@ async fn join_as_router(
     Ok((serve::served(model, front, engine, context, &env), membership))
 }
 
-/// Under an id that another process has too, this one would take its requests: it ends at once.
+/// Ends the process at once if another one has the same id, since this one would receive its requests.
 fn end_if_taken(membership: &mut Membership, env: &SharedEnv) {
     let taken = membership.taken();
     env.spawn(Box::pin(async move {
@@ -110,10 +111,10 @@ fn identity(charter: &Charter, own: &Model) -> Identity {
     }
 }
 
-/// What the fleet has in common, and what this process serves.
+/// What all members of the fleet share, and what this process serves.
 ///
 /// # Errors
-/// Where the weights change while their digest is computed, or the fleet serves something else.
+/// When the weights change while their digest is computed, or the fleet serves something else.
 async fn charter(
     join: &Join,
     model: &crate::model::Model,
@@ -129,7 +130,7 @@ async fn charter(
     Ok((charter, own, digest))
 }
 
-/// `mixfleet worker`
+/// Runs `mixfleet worker`.
 pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
     serve::log(args.json);
     if let Some((_, name)) =
@@ -174,7 +175,7 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
         }
         () = signals.next() => {}
     }
-    // Routers see the connection close and place this process's requests elsewhere.
+    // Routers notice that the connection closes, and place this process's requests elsewhere.
     tracing::info!("leaving");
     let last = async {
         leave(membership).await;
@@ -184,7 +185,7 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
     Ok(())
 }
 
-/// A worker process at work.
+/// A worker process that has joined its fleet.
 struct Joined {
     membership: Membership,
     serving: tokio::task::JoinHandle<Result<(), mixfleet_runtime::fleet::rpc::CallError>>,
@@ -235,7 +236,7 @@ async fn join_as_worker(
     Ok(Joined { membership, serving, hub, pools })
 }
 
-/// The model on the devices, and their rents. Blocks a thread of its own.
+/// Loads the model on the devices, and returns them with their rents. Blocks its thread.
 async fn load(
     args: &WorkerArgs,
     model: crate::model::Model,

@@ -1,4 +1,4 @@
-//! `mixfleet fleet status`
+//! Implements `mixfleet fleet status`.
 
 #![allow(clippy::print_stdout, reason = "it is what the command is for")]
 
@@ -10,7 +10,7 @@ use serde_json::json;
 use std::fmt::Write;
 use std::sync::Arc;
 
-/// `mixfleet fleet`
+/// Runs `mixfleet fleet`.
 pub(crate) fn look(args: FleetArgs) -> Result<()> {
     let FleetCommand::Status(StatusArgs { join, json }) = args.command;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -54,7 +54,7 @@ fn table(members: &Members) -> String {
     }
     let links =
         members.iter().flat_map(|(from, member)| member.links.iter().map(move |(to, l)| (from, to, l)));
-    // A member that left stands in the records of those that knew it.
+    // The records of other members may still list a member that left.
     for (from, to, link) in links.filter(|(_, to, _)| members.contains_key(*to)) {
         let state = match link {
             LinkState::Up { transport, latency_s, bytes_per_s, details, broken } => {

@@ -1,4 +1,4 @@
-//! The secret by which the processes of one host know each other without certificates.
+//! The secret by which the processes of one host authenticate each other without certificates.
 
 use anyhow::{Context, Result, bail};
 use mixfleet_runtime::fleet::rpc::Token;
@@ -7,10 +7,10 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// More than a token and white space around it.
+/// More than the length of a token with white space around it.
 const BYTES_MAX: u64 = 1024;
 
-/// What stands in `file`, or in the one that all processes of this user share. Makes it if it is not there.
+/// The token in `file`, or in the one that all processes of this user share. A missing file is created.
 pub(super) fn load(file: Option<&Path>) -> Result<Token> {
     let file = match file {
         Some(file) => file.to_owned(),
@@ -29,7 +29,7 @@ fn of_this_user() -> Option<PathBuf> {
     Some(base.join("mixfleet").join("token"))
 }
 
-/// Reads what nobody else can read or could have written. What is looked at is the file that was opened.
+/// Reads a file that no other user can read or could have written. The checks apply to the open file.
 fn read(file: &Path) -> Result<Token> {
     let named = fs::symlink_metadata(file)?;
     if !named.is_file() {
@@ -52,12 +52,12 @@ fn read(file: &Path) -> Result<Token> {
         .context("expected 64 hexadecimal digits: remove it, and the next process makes another")
 }
 
-/// Of whom this process makes files.
+/// The user id of the files that this process creates.
 fn own_uid() -> Result<u32> {
     Ok(fs::metadata("/proc/self").context("whose process this is cannot be known without /proc")?.uid())
 }
 
-/// Makes a token, unless another process does so first: all of it is there when its name is.
+/// Creates a token, unless another process does so first: the file is complete as soon as its name exists.
 fn make(file: &Path) -> Result<()> {
     let directory = file.parent().filter(|parent| !parent.as_os_str().is_empty());
     if let Some(directory) = directory {

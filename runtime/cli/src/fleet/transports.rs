@@ -1,4 +1,4 @@
-//! By which transports a worker process exchanges KV.
+//! The transports by which a worker process exchanges KV.
 
 use super::join::Join;
 use super::{TransportName, WorkerArgs};
@@ -10,21 +10,22 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// KV that has not arrived by then is sent another way, or computed again.
+/// Timeout of a piece of KV, which is then sent over another transport, or recomputed.
 pub(super) const PIECE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A worker stands still while it calls a peer whose host is away. A call that takes longer had its first packet lost.
+/// Timeout for connecting to a peer. A worker stands still while it connects to a host that is away; a longer
+/// connect lost its first packet.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a process offers its peers.
+/// Transports that a process offers its peers.
 pub(super) struct Offered {
-    /// Best first.
+    /// The transports, best first.
     pub(super) transports: Vec<Arc<dyn Transport>>,
-    /// What it could have and does not offer, each with the reason.
+    /// Transports that exist and are not offered, each with the reason.
     pub(super) not_offered: Vec<String>,
 }
 
-/// Opens what `args` name, RDMA only if the fabric is trusted.
+/// Opens the transports that `args` name, RDMA only if the fabric is trusted.
 pub(super) fn open(
     args: &WorkerArgs,
     join: &Join,
@@ -68,8 +69,8 @@ mod rdma {
     use mixfleet_wire::verbs::{Verbs, VerbsOptions};
     use mixfleet_wire::{HostRegion, Security};
 
-    /// RDMA, if it may be used and staging memory can be registered. Nobody is told that hardware is missing which
-    /// was not asked for.
+    /// Opens RDMA, if it is allowed and staging memory can be registered. A default that is missing its
+    /// hardware is not reported.
     pub(super) fn open(
         security: Security,
         data: SocketAddr,
@@ -77,7 +78,7 @@ mod rdma {
         hand_off: &HandOffLimits,
     ) -> Result<Arc<dyn Transport>, Option<String>> {
         let (trusted, devices) = (args.trusted_fabric, args.rdma_devices.clone());
-        // The keys travel where KV over TCP would, under the same certificates.
+        // The keys travel under the same certificates as KV over TCP would.
         let listen = trusted.then(|| SocketAddr::new(data.ip(), 0));
         let verbs = Verbs::open(VerbsOptions { listen, security, devices, ..VerbsOptions::default() });
         let verbs = verbs.map_err(|absent| trusted.then_some(absent.reason))?;
@@ -96,7 +97,7 @@ mod rdma {
         Ok(Arc::new(verbs))
     }
 
-    /// What a pair of instances registers at each end.
+    /// Bytes that a pair of instances registers at each end.
     fn staging_bytes(hand_off: &HandOffLimits) -> u64 {
         hand_off.slot_bytes * u64::from(hand_off.slots)
     }
@@ -113,10 +114,10 @@ mod rdma {
     use super::{Arc, HandOffLimits, SocketAddr, Transport, WorkerArgs};
     use mixfleet_wire::Security;
 
-    /// Where the kernel lists RDMA devices.
+    /// The directory in which the kernel lists RDMA devices.
     const DEVICES: &str = "/sys/class/infiniband";
 
-    /// This build has no RDMA; says so where there is hardware for it, or somebody asks.
+    /// Reports that this build has no RDMA, if there is hardware for it or the user asked for it.
     pub(super) fn open(
         _: Security,
         _: SocketAddr,

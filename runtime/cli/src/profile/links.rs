@@ -1,4 +1,4 @@
-//! `mixfleet profile --links`: the links of this host, or those to another.
+//! Implements `mixfleet profile --links`: the links of this host, or those to another host.
 
 use super::machine;
 use crate::tls::TlsArgs;
@@ -17,7 +17,7 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// One transfer that takes longer is stuck.
+/// Time after which a single transfer counts as stuck.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Args)]
@@ -75,7 +75,7 @@ fn parse(flag: &str, text: &str) -> Result<SocketAddr> {
     Ok(found.next().ok_or_else(|| wrong("no such address"))?)
 }
 
-/// Memory to itself by every transport, and to the devices that would serve.
+/// Measures host memory to itself by every transport, and to the devices that would serve.
 fn of_this_host(effort: &LinkEffort, document: &mut LinksDocument) {
     for name in links::names().filter(|name| *name != "verbs") {
         match links::open(name) {
@@ -102,7 +102,7 @@ fn of_this_host(effort: &LinkEffort, document: &mut LinksDocument) {
     }
 }
 
-/// With ordinary memory, and with pinned memory where that is another thing to the device.
+/// Measures copies with ordinary memory, and with pinned memory if the device distinguishes the two.
 fn copies(selector: &str, device: Arc<dyn Device>, effort: &LinkEffort, document: &mut LinksDocument) {
     let near = || links::memory(effort.large_bytes);
     let link = Tried { link: "copy", from: "host memory", to: selector };
@@ -135,7 +135,7 @@ fn to_itself(transport: &dyn Transport, through: &str, effort: &LinkEffort) -> M
     link
 }
 
-/// Which link is tried.
+/// The link that is being measured.
 struct Tried<'a> {
     link: &'a str,
     from: &'a str,
@@ -188,7 +188,7 @@ impl Tried<'_> {
     }
 }
 
-/// What goes from this host to others, with a place to be reached at.
+/// The transports from this host to others, with an address to be reached at.
 fn between_hosts(args: &LinksArgs, security: &Security, here: SocketAddr) -> Result<Vec<Arc<dyn Transport>>> {
     let config = TcpConfig { connect_timeout: TIMEOUT, ..TcpConfig::new(here, security.clone()) };
     let mut transports: Vec<Arc<dyn Transport>> = Vec::new();
@@ -246,7 +246,7 @@ fn to(
     let told = bootstrap::fetch_descriptor(address, &security).map_err(needs_tls)?;
     let regions: Vec<Descriptor> = serde_json::from_str(&told.line)
         .with_context(|| format!("{address} is not a mixfleet of this version"))?;
-    // Nobody connects here: memory is only lent by the other end.
+    // Nothing connects here: the other end only shares its memory.
     let here = SocketAddr::from((std::net::Ipv4Addr::LOCALHOST, 0));
     let transports = between_hosts(args, &security, here)?;
     let far = address.to_string();

@@ -1,4 +1,5 @@
-//! What the system says of the machine that a profile is taken on. What it does not say is left out.
+//! What the operating system reports about the machine on which a profile is measured. Facts that it does not
+//! report are left out.
 
 use mixfleet_hal::units::MIB;
 use mixfleet_hwtests::profile::Fact;
@@ -6,19 +7,19 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Buffers rotate over so many times the last-level cache.
+/// Buffers rotate over this many times the last-level cache.
 const CACHES: u64 = 8;
-/// A machine this busy before the measurement begins is not quiet.
+/// Share of busy time before a measurement above which a machine is not quiet.
 const BUSY_SHARE: f64 = 0.1;
 const LOOK: Duration = Duration::from_millis(300);
 
-/// The time in UTC, RFC 3339.
+/// The current time in UTC, RFC 3339.
 pub(crate) fn now() -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     rfc3339(seconds)
 }
 
-/// Days to a date as in Hinnant, "chrono-compatible low-level date algorithms" (2013).
+/// Converts days to a date as in Hinnant, "chrono-compatible low-level date algorithms" (2013).
 fn rfc3339(seconds: u64) -> String {
     let (days, second) = (seconds / 86_400, seconds % 86_400);
     let shifted = days + 719_468; // days since 0000-03-01
@@ -38,24 +39,24 @@ fn line(path: &str) -> Option<String> {
     Some(text.lines().next()?.trim().to_owned()).filter(|line| !line.is_empty())
 }
 
-/// Kernel, governor, load: the conditions of a measurement.
+/// Kernel, governor and load: the conditions of a measurement.
 pub(crate) fn facts() -> Vec<Fact> {
     let known = mixfleet_discover::conditions(Path::new("/")).pairs();
     known.into_iter().map(|(name, value)| Fact::new(name, value)).collect()
 }
 
-/// Bytes beyond the caches of this machine's cores, at least `least`.
+/// Bytes that exceed the caches of this machine's cores, at least `least`.
 pub(crate) fn cold_bytes(least: u64) -> u64 {
     let size = |index: usize| {
         let text = line(&format!("/sys/devices/system/cpu/cpu0/cache/index{index}/size"))?;
         text.strip_suffix('K').and_then(|kib| kib.parse::<u64>().ok()).map(|kib| kib << 10)
     };
     let largest = (0..8).filter_map(size).max().unwrap_or(0);
-    // what a virtual machine is told of its caches may be a part of the truth: never below the default
+    // A virtual machine may report only part of its caches, so this never goes below the default.
     (CACHES * largest).max(least).min(least.max(4096 * MIB))
 }
 
-/// Whether somebody else computes on this machine's cores now.
+/// Whether other processes use this machine's cores now.
 pub(crate) fn busy() -> bool {
     let ticks = || {
         let text = line("/proc/stat")?;

@@ -1,4 +1,5 @@
-//! `--capacity`: the highest speed-up at which a fleet keeps its promises, and what a dollar of rent serves then.
+//! Implements `--capacity`: the highest speed-up at which a fleet meets its SLO, and what a dollar of rent
+//! serves then.
 
 use super::SimulateArgs;
 use super::watch::Watch;
@@ -13,7 +14,7 @@ use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{IsTerminal, Write};
 
-/// What one pool costs.
+/// The rent of one pool.
 #[derive(Serialize)]
 struct Rent {
     pool: String,
@@ -25,15 +26,15 @@ struct Rent {
 #[derive(Serialize)]
 struct Document<'a> {
     schema: &'static str,
-    /// Asked for.
+    /// The share of requests that must meet the SLO.
     share: f64,
     speedup: f64,
-    /// The speed-up that failed is at most this many times the one that passed.
+    /// Maximum ratio of the speed-up that failed to the one that passed.
     precision: f64,
-    /// Whether any probe failed; if not, all is a bound from below.
+    /// Whether any probe failed; if not, all numbers are lower bounds.
     bounded: bool,
     requests_per_s: f64,
-    /// Of them within the SLO.
+    /// Requests per second that meet the SLO.
     good_requests_per_s: f64,
     slo_attainment: f64,
     usd_per_hour: Option<f64>,

@@ -1,11 +1,11 @@
-//! What the page shows of a run: as few points as a chart can show, however long the run.
+//! The history of a run for the page: as few points as a chart can show, however long the run.
 
 use mixfleet_sim::simulate::{Answer, Quantiles, Sample};
 
-/// Points of a curve, at most.
+/// Maximum number of points of a curve.
 const POINTS_MAX: usize = 400;
 
-/// What is kept of a sample; counts of an interval as rates, so that all of it can be averaged.
+/// The values kept of a sample; counts of an interval are kept as rates, so that all values can be averaged.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Quantity {
     PrefillLoad,
@@ -55,7 +55,7 @@ impl Point {
         self.values[quantity as usize]
     }
 
-    /// The mean of both, by time.
+    /// The mean of both points, weighted by time.
     fn merge(&mut self, later: &Point) {
         let interval_s = self.interval_s + later.interval_s;
         let share = if interval_s > 0.0 { later.interval_s / interval_s } else { 1.0 };
@@ -66,13 +66,13 @@ impl Point {
     }
 }
 
-/// One pool. Where its points become too many, each two become one.
+/// The history of one pool. Where its points become too many, each pair is merged into one.
 #[derive(Clone, Debug)]
 pub(super) struct Course {
     points: Vec<Point>,
-    /// Samples in a point.
+    /// Number of samples in a point.
     stride: u32,
-    /// Samples in the last point.
+    /// Number of samples in the last point.
     filled: u32,
 }
 
@@ -105,7 +105,7 @@ impl Course {
     }
 }
 
-/// All pools, and how the requests fared.
+/// The history of all pools, and of the requests' outcomes.
 pub(super) struct History {
     pub(super) pools: Vec<Course>,
     pub(super) ttft_s: Quantiles,

@@ -1,16 +1,16 @@
-//! A run as one self-contained page.
+//! A run as one self-contained HTML page.
 
 use super::history::{History, Point, Quantity};
 use mixfleet_hwtests::html::{Cell, Html, Tone};
 use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
 use mixfleet_sim::simulate::{Distribution, Quantiles, Results, Setup};
 
-/// Curves that a legend has room for.
+/// Number of curves that fit into a legend.
 const CURVES_MAX: usize = 12;
-/// Letters of a name that a legend has room for.
+/// Number of characters of a name that fit into a legend.
 const NAME_MAX: usize = 24;
 
-/// What a page is about.
+/// The content of a page.
 pub(super) struct Subject<'a> {
     pub(super) setup: &'a Setup,
     pub(super) results: &'a Results,
@@ -19,7 +19,7 @@ pub(super) struct Subject<'a> {
     pub(super) facts: Vec<(&'static str, String)>,
 }
 
-/// The page.
+/// Renders the page.
 pub(super) fn page(subject: &Subject<'_>) -> String {
     let mut body = Html::default();
     tiles(&mut body, subject.results);
@@ -59,7 +59,7 @@ fn tiles(body: &mut Html, r: &Results) {
     body.tiles(&tiles);
 }
 
-/// A unit in which a run's times are short numbers: its seconds, and the axis.
+/// A unit in which a run's times are short numbers: its length in seconds, and the axis.
 fn time_axis(ended_s: f64) -> (f64, Axis) {
     let (unit_s, label) = match ended_s {
         s if s <= 600.0 => (1.0, "time in s"),
@@ -76,7 +76,7 @@ fn short(name: &str) -> String {
     name.chars().take(NAME_MAX - 1).chain(['…']).collect()
 }
 
-/// What of each pool a curve shows: a word before the pool's name, and the value.
+/// What a curve shows of each pool: a word before the pool's name, and the value.
 type Reading<'a> = (&'a str, &'a dyn Fn(&Point) -> f64);
 
 fn over_time(body: &mut Html, subject: &Subject<'_>) {
@@ -121,7 +121,7 @@ fn over_time(body: &mut Html, subject: &Subject<'_>) {
     rates(body, subject);
 }
 
-/// A curve for each pool and reading that is ever above zero; the largest where there are too many.
+/// Draws a curve for each pool and reading that is ever above zero; only the largest if there are too many.
 fn figure(
     body: &mut Html,
     subject: &Subject<'_>,
@@ -164,11 +164,11 @@ fn draw(body: &mut Html, chart: Chart<'_>, caption: &str) {
     }
 }
 
-/// Requests per second, of all pools together.
+/// Draws requests per second of all pools together.
 fn rates(body: &mut Html, subject: &Subject<'_>) {
     let (unit_s, x) = time_axis(subject.results.simulated_s);
     let pools = &subject.history.pools;
-    // pools are sampled at the same times
+    // All pools are sampled at the same times.
     let at = |i: usize| pools.iter().filter_map(move |pool| pool.points().get(i));
     let count = pools.first().map_or(0, |pool| pool.points().len());
     let curve = |name: &str, value: &dyn Fn(usize) -> f64| {

@@ -1,4 +1,4 @@
-//! The pools' load over time as a table.
+//! The pools' load over time as a CSV table.
 
 use mixfleet_sim::simulate::Sample;
 use std::fs::File;
@@ -12,7 +12,7 @@ const HEADER: &str = "time_s,pool,queued,prefilling,receiving,decoding,used_toke
 pub(super) struct TimelineFile {
     out: BufWriter<File>,
     pools: Vec<String>,
-    /// What stopped the writing.
+    /// The error that stopped the writing, if any.
     written: Result<()>,
 }
 
@@ -41,7 +41,7 @@ impl TimelineFile {
         writeln!(self.out, "{},{},{},{}", s.fleet_arrived, s.fleet_rejected, s.dropped, s.completed)
     }
 
-    /// Whether all of it lies in the file.
+    /// Finishes the file, and returns an error if not all of it was written.
     pub(super) fn finish(mut self) -> Result<()> {
         self.written?;
         self.out.flush()

@@ -1,4 +1,4 @@
-//! Who watches a run: the bar on the terminal, the table and the page.
+//! Observers of a run: the progress bar, the table and the page.
 
 use super::history::History;
 use super::timeline::TimelineFile;

@@ -1,4 +1,4 @@
-//! `mixfleet trace generate`
+//! Implements `mixfleet trace generate`.
 
 use super::{positive, usage};
 use anyhow::{Context, Result};

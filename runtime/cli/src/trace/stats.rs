@@ -1,4 +1,4 @@
-//! `mixfleet trace stats`
+//! Implements `mixfleet trace stats`.
 
 use super::{FileBar, ReplayArgs};
 use anyhow::Result;

@@ -1,4 +1,4 @@
-//! Levels that take more than a device: links between memories (4), and serving (6).
+//! Levels that test more than a device: links between memories (4), and serving (6).
 
 use super::serving;
 use crate::links;
@@ -11,12 +11,12 @@ use mixfleet_hwtests::validate::{CaseResult, CaseStatus};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Least rate of a link that works as it should: a tenth of gigabit Ethernet, which every path within a host exceeds a
-/// hundredfold. It is told as a warning: a clock decides no verdict on correctness.
+/// Minimum rate of an intact link: a tenth of gigabit Ethernet, which every path within a host exceeds a
+/// hundredfold. A lower rate is a warning, since time decides no verdict on correctness.
 const BYTES_PER_S_MIN: f64 = 12.5e6;
-/// A transfer of [`BYTES`] that takes longer is stuck.
+/// Time after which a transfer of [`BYTES`] counts as stuck.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Of a long transfer.
+/// Bytes of a long transfer.
 const BYTES: u64 = 16 << 20;
 
 /// Runs a group of these levels: [`mixfleet_hwtests::validate::child::Beyond`].
@@ -75,7 +75,7 @@ fn times(far: &mut dyn Far) -> mixfleet_hal::Result<[LinkRate; 2]> {
     measure(far, &LinkEffort { large_bytes: BYTES, tries_min: 5, seconds: 0.2 })
 }
 
-/// Wrong data fails; a rate below what a link of its kind has warns.
+/// The verdict on a link: wrong data fails; a rate below the minimum warns.
 fn judged(id: String, rates: impl FnOnce() -> mixfleet_hal::Result<[LinkRate; 2]>) -> CaseResult {
     let rates = match rates() {
         Ok(rates) => rates,
@@ -102,7 +102,7 @@ mod tests {
     use mixfleet_hwtests::reference::ReferenceDevice;
     use mixfleet_hwtests::validate::Settings;
 
-    /// Every case of a group, on the slow oracle device.
+    /// Runs every case of a group on the slow oracle device.
     fn cases(group: &str) -> Vec<CaseResult> {
         let mut results = Vec::new();
         assert!(taken(group, &mut |result| results.push(result)));

@@ -1,4 +1,4 @@
-//! What the system says of a device and its host: the link, the driver, who else is at work.
+//! What the operating system reports about a device and its host: the link, the driver, other load.
 
 use mixfleet_discover::{PciDevice, Topology, Tree, conditions, pci_of};
 use mixfleet_hal::{DeviceInfo, DeviceKind};
@@ -20,7 +20,7 @@ impl Here {
         self.topology.device(pci_of(info)?)
     }
 
-    /// `vendor:device` in hexadecimal.
+    /// The PCI id as `vendor:device` in hexadecimal.
     pub(crate) fn pci_id(&self, info: &DeviceInfo) -> Option<String> {
         self.pci(info).map(|pci| format!("{:04x}:{:04x}", pci.vendor, pci.device))
     }
@@ -43,7 +43,7 @@ impl Here {
         };
         let link = match &pci.link {
             None => DeviceFact::unknown("link", "the system tells no link; most virtual machines do not"),
-            // an idle part lowers its speed; lanes that are missing stay missing
+            // An idle part lowers its link speed; missing lanes stay missing.
             Some(link) if link.is_narrow() => {
                 DeviceFact::suspect("link", link.words(), link.shortfalls().join("; "))
             }
@@ -59,7 +59,7 @@ impl Here {
         ]
     }
 
-    /// Somebody else at work spoils measurements, not results.
+    /// Other load on the machine, which affects measurements but not results.
     fn other_load(&self) -> DeviceFact {
         match self.conditions.runnable_others {
             None => DeviceFact::unknown("other_load", "the system does not tell"),

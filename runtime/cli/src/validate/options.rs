@@ -1,9 +1,9 @@
-//! Values on the command line.
+//! Parsers for values on the command line.
 
 use mixfleet_hal::units::{GIB, MIB};
 use mixfleet_hwtests::validate::MemoryAsked;
 
-/// `512MiB`, `4GiB` or `80%`.
+/// Parses an amount of memory: `512MiB`, `4GiB` or `80%`.
 pub(crate) fn memory(text: &str) -> Result<MemoryAsked, String> {
     let wrong = || format!("'{text}' is not an amount of memory such as 512MiB, 4GiB or 80%");
     let number =
@@ -20,7 +20,7 @@ pub(crate) fn memory(text: &str) -> Result<MemoryAsked, String> {
     Ok(MemoryAsked::Bytes(bytes as u64))
 }
 
-/// `90s`, `10m` or `24h`, in seconds.
+/// Parses a duration, `90s`, `10m` or `24h`, into seconds.
 pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     let wrong = || format!("'{text}' is not a time such as 30s, 10m or 24h");
     let at = text.find(|c: char| c.is_ascii_alphabetic()).ok_or_else(wrong)?;
@@ -31,12 +31,12 @@ pub(crate) fn seconds(text: &str) -> Result<f64, String> {
         _ => return Err(wrong()),
     };
     let number = text[..at].parse::<f64>().map_err(|_| wrong())?;
-    // a month is longer than anybody soaks
+    // A month is longer than any soak.
     let seconds = number * unit;
     if seconds.is_finite() && seconds > 0.0 && seconds < 31.0 * 86_400.0 { Ok(seconds) } else { Err(wrong()) }
 }
 
-/// `4` or `L4`.
+/// Parses a level: `4` or `L4`.
 pub(crate) fn level(text: &str) -> Result<u8, String> {
     let digits = text.strip_prefix(['L', 'l']).unwrap_or(text);
     let known = digits.parse().ok().filter(|level| *level <= 6);

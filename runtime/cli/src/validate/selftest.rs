@@ -1,4 +1,4 @@
-//! `mixfleet validate --self-test`: what the suite sees of faults that are put into a device on purpose.
+//! Implements `mixfleet validate --self-test`: which injected faults the suite detects.
 
 use crate::{Failed, backends};
 use anyhow::{Result, bail};
@@ -61,7 +61,7 @@ pub(crate) fn run(device: Option<&str>, json: bool) -> Result<()> {
     Ok(())
 }
 
-/// How far it is, on standard error: a bar on a terminal, else a line per level.
+/// Progress on standard error: a bar on a terminal, otherwise a line per level.
 struct Progress {
     bar: ProgressBar,
     rows: usize,
@@ -69,7 +69,7 @@ struct Progress {
 
 impl Progress {
     fn new(rows: usize) -> Progress {
-        // 40 s of one core for the oracle in a release build (AMD EPYC)
+        // The oracle takes 40 s of one core in a release build (AMD EPYC).
         eprintln!(
             "self-test: {rows} rows; about a minute on the oracle in a release build, longer on a slow device"
         );
@@ -80,11 +80,11 @@ impl Progress {
         Progress { bar, rows }
     }
 
-    /// Shows that `row` is there, around what `write` does with it.
+    /// Reports `row` around its output by `write`.
     fn see(&self, row: &Detection, write: impl FnOnce() -> std::io::Result<()>) -> std::io::Result<()> {
         self.bar.set_message(format!("level {}", row.level));
         let written = self.bar.suspend(write);
-        // the first row of a level is the one without a fault
+        // The first row of a level is the one without a fault.
         if self.bar.is_hidden() && row.fault.is_none() {
             eprintln!("self-test: level {}, row {} of {}", row.level, self.bar.position() + 1, self.rows);
         }
@@ -104,7 +104,7 @@ fn wrap(base: Arc<dyn Device>, plan: FaultPlan, transfers: bool) -> FaultyTrial 
     }
 }
 
-/// Levels that must see a fault at the highest rate.
+/// Levels that must detect a fault at the highest rate.
 fn must_see(fault: Fault) -> &'static [u8] {
     match fault {
         Fault::BitFlip | Fault::Drop | Fault::Stale | Fault::Fail => &[1, 2, 5],

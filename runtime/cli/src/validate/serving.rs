@@ -13,14 +13,14 @@ use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{GenerateRequest, Sampling, ServiceTier, Update};
 use std::sync::Arc;
 
-/// Some chunks and some pages.
+/// A prompt of several chunks and several pages.
 const PROMPT_TOKENS: u32 = 150;
 const TOKENS: u32 = 32;
 
-/// All on the device, the prompt there and the tokens on the CPU, and the other way: the tokens of each against those
-/// of the CPU alone.
+/// Compares the tokens of three placements with those of the CPU alone: all on the device, the prompt on the
+/// device and the tokens on the CPU, and the reverse.
 pub(super) fn run(device: &str, wanted: &dyn Fn(&str) -> bool, emit: &mut dyn FnMut(CaseResult)) {
-    // a device does not hand off to itself
+    // A device does not hand off to itself.
     let other = if device == "cpu" { "cpu@0" } else { "cpu" };
     let placements = [
         ("l6.serving.alone", device, device),
@@ -56,7 +56,7 @@ fn is_unsupported(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Error>().is_some_and(|error| error.kind == ErrorKind::Unsupported)
 }
 
-/// Greedy tokens of the built-in model in f32, of which a device computes so much that roundings change no token.
+/// Greedy tokens of the built-in model in f32, in which rounding differences of devices change no token.
 fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     runtime.block_on(async {

@@ -5,12 +5,12 @@ use mixfleet_hwtests::validate::{CaseResult, CaseStatus, Validation};
 use std::fmt::Write;
 use std::path::Path;
 
-/// Cases that are shown with their reasons.
+/// Maximum number of cases that are listed with their reasons.
 const SHOWN_MAX: usize = 20;
 
 pub(crate) fn text(report: &Validation, folder: Option<&Path>) -> String {
     let mut text = String::new();
-    // writing to a string does not fail
+    // Writing to a string does not fail.
     let _ = write_all(&mut text, report, folder);
     text
 }
