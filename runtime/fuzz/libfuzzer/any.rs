@@ -1,4 +1,4 @@
-//! The target that MIXFLEET_FUZZ_TARGET names, under libFuzzer.
+//! The target that MIXFLEET_FUZZ_TARGET selects, under libFuzzer.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Tries a target with its corpus and with mutations of it.
+//! Runs a target on its corpus and on mutations of it.
 
 use crate::Target;
 use crate::mutate::Mutator;
@@ -9,18 +9,19 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// No parser needs a thousandth of it.
+/// Timeout of one input; no parser needs a thousandth of it.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
 
-/// Libraries that are compiled without optimisation take ten times the stack of a release, where threads have 2 MiB.
+/// Stack of the thread: libraries compiled without optimisation take ten times the stack of a release, where
+/// threads have 2 MiB.
 const STACK_BYTES: usize = 20 << 20;
 
-/// Where the inputs of a target lie.
+/// The directory of a target's corpus.
 pub fn corpus_directory(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target)
 }
 
-/// The inputs of a target with their names, by name.
+/// The inputs of a target with their names, sorted by name.
 ///
 /// # Errors
 /// When they cannot be read.
@@ -34,11 +35,12 @@ pub fn corpus(target: &str) -> std::io::Result<Vec<(String, Vec<u8>)>> {
     Ok(inputs)
 }
 
-/// Tries `target` with its corpus, then with `cases` mutations that follow from `seed`. How many inputs the parser took.
+/// Runs `target` on its corpus, then on `cases` mutations derived from `seed`. Returns the number of inputs
+/// that the parser accepted.
 ///
 /// # Panics
-/// With the first input of which something does not hold, which is kept as a file; and when nothing of the corpus is
-/// taken: such inputs lead nowhere.
+/// On the first input for which a property does not hold, which is kept as a file; and if no input of the
+/// corpus is accepted, since its mutations would be useless.
 pub fn run(target: &Target, corpus: Vec<(String, Vec<u8>)>, cases: u64, seed: u64) -> u64 {
     let trying = std::thread::Builder::new().name(target.name.into()).stack_size(STACK_BYTES);
     std::thread::scope(|scope| {
@@ -63,10 +65,10 @@ fn all(target: &Target, corpus: Vec<(String, Vec<u8>)>, cases: u64, seed: u64) -
     taken
 }
 
-/// What is being tried, and since when.
+/// The input that is being run, and its start time.
 type Trying = Arc<Mutex<Option<(Instant, Vec<u8>)>>>;
 
-/// Notices what does not end, and keeps inputs that show something.
+/// Detects inputs that do not terminate, and keeps failing inputs.
 struct Watch {
     target: &'static str,
     trying: Trying,
@@ -101,7 +103,7 @@ impl Watch {
 
     fn tried(&self, input: &[u8], check: fn(&[u8]) -> bool, origin: &str) -> bool {
         self.set(Some((Instant::now(), input.to_vec())));
-        // What ends the whole process, as an overflown stack does, leaves this behind.
+        // Left behind if the whole process ends, as on a stack overflow.
         let trying = directory().join(format!("{}-trying", self.target));
         let _ = std::fs::write(&trying, input);
         let taken = catch_unwind(AssertUnwindSafe(|| check(input)));
@@ -116,13 +118,13 @@ impl Watch {
     }
 }
 
-/// Where inputs that show something are kept.
+/// The directory of failing inputs.
 fn directory() -> PathBuf {
     let own = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target");
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(own, PathBuf::from).join("fuzz")
 }
 
-/// Writes an input there. Where it is, and its first bytes.
+/// Writes an input there. Returns its path and its first bytes.
 fn keep(target: &str, input: &[u8]) -> String {
     const SHOWN_BYTES: usize = 64;
     let hash = input.iter().fold(0, |hash, byte| random::mix(hash ^ u64::from(*byte)));

@@ -1,13 +1,14 @@
-//! Changes inputs: by bits, bytes, pieces, numbers and words of other inputs. The same ones for the same seed.
+//! Mutates inputs: by bits, bytes, pieces, numbers and words of other inputs. Equal seeds give equal
+//! mutations.
 
 use mixfleet_hal::random::Stream;
 
-/// Longer inputs are cut: what goes wrong with long ones goes wrong with short ones, sooner.
+/// Longer inputs are truncated, since errors with long inputs also occur with short ones, and sooner.
 const BYTES_MAX: usize = 16 << 10;
 const CHANGES_MAX: u64 = 6;
 const WORD_BYTES_MAX: usize = 40;
 
-/// Numbers at the edges of what types and formats hold.
+/// Numbers at the limits of types and formats.
 const EXTREMES: &[&str] = &[
     "0",
     "-0.0",
@@ -44,10 +45,10 @@ const EXTREMES: &[&str] = &[
 
 const BYTES: &[u8] = &[0, 1, 7, b'\n', b' ', b'"', b'%', b'[', b'{', b'}', b']', 0x7f, 0x80, 0xc0, 0xff];
 
-/// Makes inputs of those of a corpus.
+/// Derives inputs from a corpus.
 pub(crate) struct Mutator<'a> {
     corpus: &'a [Vec<u8>],
-    /// Runs of letters and digits of the corpus.
+    /// Runs of letters and digits in the corpus.
     words: Vec<&'a [u8]>,
 }
 
@@ -61,11 +62,11 @@ impl<'a> Mutator<'a> {
         Mutator { corpus, words }
     }
 
-    /// An input that follows from `seed`.
+    /// An input derived from `seed`.
     pub(crate) fn input(&self, seed: u64) -> Vec<u8> {
         let mut random = Stream::new(seed);
         let mut bytes = pick(&mut random, self.corpus).cloned().unwrap_or_default();
-        // Most inputs stay near to what is taken.
+        // Most inputs stay close to accepted ones.
         let changes_max = 1 + random.below(2) * random.below(CHANGES_MAX);
         for _ in 0..1 + random.below(changes_max) {
             self.change(&mut bytes, &mut random);
@@ -98,7 +99,7 @@ impl<'a> Mutator<'a> {
             }
             7 => drop(bytes.splice(at..at, random.next_u64().to_le_bytes())),
             8 => {
-                // The head of this one, the tail of another.
+                // The head of this input, and the tail of another.
                 if let Some(other) = pick(random, self.corpus) {
                     let from = random.below(other.len() as u64 + 1) as usize;
                     bytes.truncate(at);
@@ -128,7 +129,7 @@ impl<'a> Mutator<'a> {
     }
 }
 
-/// The first run of such bytes from `at` on.
+/// The first run of such bytes at or after `at`.
 fn word_at(bytes: &[u8], at: usize, is_part: fn(u8) -> bool) -> std::ops::Range<usize> {
     let start = bytes[at..].iter().position(|byte| is_part(*byte)).map_or(bytes.len(), |step| at + step);
     let end = bytes[start..].iter().position(|byte| !is_part(*byte)).map_or(bytes.len(), |step| start + step);

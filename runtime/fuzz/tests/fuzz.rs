@@ -1,13 +1,13 @@
-//! Every parser of outside bytes, with the inputs of its corpus and a bounded number of mutations of them.
+//! Runs every parser of outside bytes on the inputs of its corpus and a bounded number of mutations of them.
 //!
-//! `MIXFLEET_FUZZ_CASES` says how many mutations instead of what each target does for every change of the program, and
-//! `MIXFLEET_FUZZ_SEED` which ones.
+//! `MIXFLEET_FUZZ_CASES` sets the number of mutations, in place of each target's own, and
+//! `MIXFLEET_FUZZ_SEED` selects them.
 
 #![allow(clippy::print_stdout, reason = "the numbers")]
 
 use mixfleet_fuzz::{TARGETS, campaign, target};
 
-/// What every change of the program is tried with.
+/// Default seed of the mutations.
 const SEED: u64 = 20_261_122;
 
 fn number(name: &str) -> Option<u64> {
@@ -24,7 +24,7 @@ fn run(name: &str) {
     println!("{name}: {inputs} inputs, of which {taken} were taken");
 }
 
-/// A test for each target, so that a failure has its name.
+/// Defines a test for each target, so that a failure shows the target's name.
 macro_rules! tests {
     ($($name:ident)*) => {
         const TESTED: &[&str] = &[$(stringify!($name)),*];

@@ -1,53 +1,57 @@
-//! How fast a trace may be played on a fleet: the highest speed-up at which enough requests are answered as promised.
+//! Searches for the load that a fleet sustains: the highest speed-up of a trace at which enough requests meet
+//! the SLO.
 
 use serde::Serialize;
 
-/// The share of requests that is asked for where nobody says otherwise.
+/// Default share of requests that must meet the SLO.
 pub const SHARE: f64 = 0.99;
-/// The speed-up that failed is at most this many times the one that passed.
+/// Maximum ratio of the speed-up that failed to the one that passed.
 pub const PRECISION: f64 = 1.02;
-/// Slower than this no request meets another, for any trace worth the name.
+/// Minimum speed-up; at lower speeds no two requests of any realistic trace overlap.
 pub const SPEEDUP_MIN: f64 = 1.0 / 4096.0;
-/// A trace that is played faster comes at once.
+/// Maximum speed-up; at higher speeds all requests of a trace arrive at once.
 pub const SPEEDUP_MAX: f64 = 1_048_576.0;
 
-/// What a run at one speed-up brought.
+/// The result of a run at one speed-up.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Probe {
-    /// Arrivals so many times as fast as recorded.
+    /// Factor by which arrivals are faster than recorded.
     pub speedup: f64,
-    /// Requests that arrived, per second from the trace's start to the last arrival.
+    /// Requests per second from the trace's start to the last arrival.
     pub requests_per_s: f64,
-    /// Requests that were answered as promised, of all: 0 to 1.
+    /// Share of all requests that met the SLO, 0 to 1.
     pub slo_attainment: f64,
-    /// Whether that is enough.
+    /// Whether that share suffices.
     pub passed: bool,
 }
 
 impl Probe {
-    /// A run at `speedup`, which was asked for `share`: `requests` arrived, the last `last_at_s` after the trace's start.
+    /// A run at `speedup` with the goal `share`: `requests` arrived, the last one `last_at_s` after the
+    /// trace's start.
     pub fn new(speedup: f64, share: f64, requests: u64, last_at_s: f64, slo_attainment: f64) -> Self {
         let requests_per_s = if last_at_s > 0.0 { requests as f64 / last_at_s } else { f64::INFINITY };
         Probe { speedup, requests_per_s, slo_attainment, passed: slo_attainment >= share }
     }
 }
 
-/// What a search found.
+/// The result of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Capacity {
-    /// The highest that passed below the lowest that failed. `None`: all failed, down to [`SPEEDUP_MIN`].
+    /// The highest speed-up that passed below the lowest that failed. `None` if all failed, down to
+    /// [`SPEEDUP_MIN`].
     pub best: Option<Probe>,
-    /// Whether any failed; if not, `best` is only a bound from below.
+    /// Whether any speed-up failed; if not, `best` is only a lower bound.
     pub bounded: bool,
-    /// In the order of the search.
+    /// All probes, in the order of the search.
     pub probes: Vec<Probe>,
 }
 
-/// Doubles or halves from 1 until one speed-up passes and the next fails, then halves their ratio until it is within
-/// [`PRECISION`]. Attainment need not fall evenly with load: a speed-up beyond the lowest that failed is not looked at.
+/// Doubles or halves from 1 until one speed-up passes and the next fails, then halves their ratio until it is
+/// within [`PRECISION`]. Attainment need not decrease monotonically with load: speed-ups beyond the lowest
+/// that failed are not tried.
 ///
 /// # Errors
-/// What `probe` says; the search ends there.
+/// An error of `probe`, which ends the search.
 pub fn search<E>(mut probe: impl FnMut(f64) -> Result<Probe, E>) -> Result<Capacity, E> {
     let mut probes = vec![probe(1.0)?];
     let (mut best, mut failed) = match probes[0] {
@@ -100,7 +104,7 @@ mod tests {
 
         #[test]
         fn all_that_passed_lies_below_all_that_failed(bits in any::<u64>()) {
-            // passes or fails by chance, in steps of a fifth of a doubling
+            // It passes or fails at random, in steps of a fifth of a doubling.
             let capacity = found(|speedup| (bits >> ((5.0 * (speedup.log2() + 12.0)) as u64 % 64)) & 1 == 1);
             let of = |passed| capacity.probes.iter().filter(move |p| p.passed == passed).map(|p| p.speedup);
             let (highest, lowest) = (of(true).fold(0.0, f64::max), of(false).fold(f64::INFINITY, f64::min));

@@ -1,4 +1,4 @@
-//! Traces of requests, and what a fleet would do with them.
+//! Traces of requests, and simulations of fleets that serve them.
 
 #![forbid(unsafe_code)]
 

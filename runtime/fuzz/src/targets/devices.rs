@@ -1,4 +1,4 @@
-//! What is measured of a device, and what its vendor claims.
+//! Parsers of device profiles and of vendors' claims.
 
 use super::refused;
 use mixfleet_hal::op::OpSig;
@@ -21,7 +21,7 @@ static OPERATIONS: LazyLock<Vec<OpSig>> = LazyLock::new(|| {
     names.map(operation).into()
 });
 
-/// A profile that is taken predicts times that a clock can show.
+/// Checks that an accepted profile predicts plausible times.
 pub(super) fn device_profile(bytes: &[u8]) -> bool {
     let profile = match measured(&String::from_utf8_lossy(bytes)) {
         Ok(profile) => profile,

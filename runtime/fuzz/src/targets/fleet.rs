@@ -1,4 +1,4 @@
-//! What the processes of a fleet tell each other, and what they write down.
+//! Parsers of the messages between processes of a fleet, and of the records that they write.
 
 use super::refused;
 use mixfleet_runtime::engine::events::Replay;
@@ -7,7 +7,8 @@ use mixfleet_runtime::fleet::{Command, Hello, Refusal, Word};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// What is taken and written is taken again, as the same: by its bytes, for some messages hold what is no number.
+/// Checks that an accepted message is accepted again, unchanged, after it is written: compared by bytes,
+/// since some messages contain NaN.
 fn check_message<T: Serialize + DeserializeOwned>(bytes: &[u8]) -> bool {
     let message: T = match rmp_serde::from_read(bytes) {
         Ok(message) => message,
@@ -19,14 +20,14 @@ fn check_message<T: Serialize + DeserializeOwned>(bytes: &[u8]) -> bool {
     true
 }
 
-/// A message of any kind that travels by gRPC.
+/// Parses a message of any kind that is sent over gRPC.
 pub(super) fn rpc_message(bytes: &[u8]) -> bool {
     let taken =
         [check_message::<Command>, check_message::<Word>, check_message::<Hello>, check_message::<Refusal>];
     taken.map(|check| check(bytes)).contains(&true)
 }
 
-/// A record of a member, or a fleet's charter.
+/// Parses a record of a member, or a fleet's charter.
 pub(super) fn registry_record(bytes: &[u8]) -> bool {
     fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> Option<T> {
         let record: T = serde_json::from_slice(bytes).map_err(|error| refused(&error)).ok()?;
@@ -44,7 +45,7 @@ pub(super) fn registry_record(bytes: &[u8]) -> bool {
     charter.is_some() || member.is_some()
 }
 
-/// A log of what a fleet's machine was told: it is replayed, or refused by its line.
+/// Parses a log of a fleet machine's events, which is replayed or refused with the line number.
 pub(super) fn event_log(bytes: &[u8]) -> bool {
     Replay::of(bytes, Some(1)).map_or_else(|error| refused(&error), |_| true)
 }

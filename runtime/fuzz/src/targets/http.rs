@@ -1,4 +1,4 @@
-//! What clients send: connections, addresses, bodies; and the file of their keys.
+//! Parsers of clients' input: connections, URLs and bodies; and of the file of their keys.
 
 use super::refused;
 use mixfleet_runtime::api::{
@@ -19,7 +19,7 @@ const CONTEXT: u32 = 256;
 const ADDRESS: &str = "api:80";
 const MODEL: &str = "m";
 
-/// The model that needs no checkpoint.
+/// The built-in model, which needs no checkpoint.
 struct Text {
     tokenizer: Tokenizer,
     template: ChatTemplate,
@@ -87,7 +87,7 @@ impl TextDecoder for Decoder {
     }
 }
 
-/// What the engine relies on.
+/// Checks the properties of a request that the engine relies on.
 fn check(request: &GenerateRequest) {
     let Sampling { temperature, top_p, min_p, repetition_penalty, .. } = request.sampling;
     let Sampling { presence_penalty, frequency_penalty, .. } = request.sampling;
@@ -115,7 +115,8 @@ async fn answer(mut submissions: mpsc::Receiver<Submission>) {
     }
 }
 
-/// What a new server answers on a connection that brings `bytes`, and no more if it `ends`; then it must still be alive.
+/// The answer of a new server on a connection that receives `bytes` and is then closed if it `ends`.
+/// Afterwards the server must still be alive.
 fn exchange(bytes: &[u8], ends: bool) -> Vec<u8> {
     let env = SeededEnv::new(1);
     let (engine, submissions) = EngineHandle::channel(1024);
@@ -140,7 +141,7 @@ fn exchange(bytes: &[u8], ends: bool) -> Vec<u8> {
         world.spawn(Box::pin(serve(listener, api, Origins::default(), watching)));
         let say = async |bytes: &[u8], ends: bool| {
             let mut connection = world.connect(ADDRESS).expect("it listens");
-            // It may have closed before it read all.
+            // It may have closed before it read everything.
             let _ = connection.write_all(bytes).await;
             if ends {
                 let _ = connection.shutdown().await;
@@ -166,7 +167,7 @@ fn split(answer: &[u8]) -> (u16, String) {
     (status.unwrap_or_else(|| panic!("no status: {head}")), body.to_string())
 }
 
-/// An answer, or an error in OpenAI's shape that is the client's fault.
+/// Checks that the response is an answer, or an error in OpenAI's shape with a client error status.
 fn check_answer(answer: &[u8]) -> u16 {
     let (status, body) = split(answer);
     match status {
@@ -199,19 +200,20 @@ pub(super) fn chat_body(bytes: &[u8]) -> bool {
     post("/v1/chat/completions", bytes)
 }
 
-/// What can stand in a request line is asked for.
+/// Requests a path, if it can be part of a request line.
 pub(super) fn address(bytes: &[u8]) -> bool {
     let address: Vec<u8> = bytes.iter().copied().filter(u8::is_ascii_graphic).collect();
     let request = [b"GET /", &address[..], b" HTTP/1.1\r\nhost: api\r\nconnection: close\r\n\r\n"].concat();
     let answer = exchange(&request, false);
-    // What is no address at all is refused without a document, by who reads the request line.
+    // A path that is not a valid URI is refused without a document when the request line is parsed.
     match split(&answer) {
         (400 | 414, body) if body.is_empty() => false,
         _ => check_answer(&answer) == 200,
     }
 }
 
-/// Half of the connections end with what they bring; the others are waited for until their time is over.
+/// Sends bytes on a connection. Half of the connections are closed after them; the others stay open until
+/// their timeout.
 pub(super) fn connection(bytes: &[u8]) -> bool {
     let answer = exchange(bytes, bytes.len().is_multiple_of(2));
     assert!(answer.is_empty() || answer.starts_with(b"HTTP/1."), "{}", String::from_utf8_lossy(&answer));
@@ -219,7 +221,7 @@ pub(super) fn connection(bytes: &[u8]) -> bool {
     answer.starts_with(b"HTTP/1.1 200 ")
 }
 
-/// What is wrong with a file of keys is told without the keys.
+/// Checks that errors about a file of keys do not contain the keys.
 pub(super) fn api_keys(bytes: &[u8]) -> bool {
     let text = String::from_utf8_lossy(bytes);
     match Access::tenants(&text) {
@@ -237,7 +239,7 @@ pub(super) fn api_keys(bytes: &[u8]) -> bool {
                 .into_iter()
                 .flatten()
                 .flat_map(|tenant| [tenant.get("key"), tenant.get("key_sha256")]);
-            // A short one, or one that is also a name, may stand there for another reason.
+            // A short key, or one that is also a name, may occur in the message for another reason.
             let secret = |key: &&str| key.len() > 7 && text.matches(key).count() == 1;
             for key in keys.flatten().filter_map(toml::Value::as_str).filter(secret) {
                 assert!(!error.contains(key), "{error}");

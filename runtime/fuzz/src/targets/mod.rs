@@ -1,4 +1,4 @@
-//! A function for each parser.
+//! One function per parser.
 
 mod devices;
 mod fleet;
@@ -42,22 +42,22 @@ pub(crate) const ALL: &[Target] = &[
     of("wire_words", wire::words, 5000),
 ];
 
-/// What is between the parts of an input that has several.
+/// The separator between the parts of an input that has several.
 const SEPARATOR: &str = "\n=====\n";
 
-/// The parts of an input, `N` of them; those that it lacks are empty.
+/// The `N` parts of an input; missing ones are empty.
 fn parts<const N: usize>(text: &str) -> [&str; N] {
     let mut parts = text.splitn(N, SEPARATOR);
     std::array::from_fn(|_| parts.next().unwrap_or_default())
 }
 
-/// That it was not taken, for a reason that is said.
+/// Reports that the parser refused the input, and checks that the error has a message.
 fn refused(error: &dyn std::fmt::Display) -> bool {
     assert!(!error.to_string().trim().is_empty(), "an error without words");
     false
 }
 
-/// A directory with files, until it is dropped.
+/// A directory with files that is removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {

@@ -1,4 +1,4 @@
-//! What lies in a checkpoint's directory.
+//! Parsers of the files in a checkpoint directory.
 
 use super::{Scratch, parts, refused};
 use mixfleet_hal::{DType, FileMapper, HostMemory};
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Gives the same bytes for whatever file is asked for.
+/// Returns the same bytes for every file.
 #[derive(Debug)]
 struct Bytes(Vec<u8>);
 
@@ -17,11 +17,11 @@ impl FileMapper for Bytes {
     }
 }
 
-/// The smallest Llama.
+/// The smallest Llama configuration.
 const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 2, "intermediate_size": 2, "num_hidden_layers": 1,
     "num_attention_heads": 1, "vocab_size": 4, "max_position_embeddings": 16, "tie_word_embeddings": true}"#;
 
-/// Every tensor of a checkpoint that was taken has the bytes that its shape needs.
+/// Checks that every tensor of an accepted checkpoint has the bytes that its shape requires.
 fn check(checkpoint: &Checkpoint) -> bool {
     for (name, dtype, shape) in checkpoint.directory() {
         let elements: u64 = shape.iter().product();
@@ -40,7 +40,7 @@ pub(super) fn safetensors(bytes: &[u8]) -> bool {
     }
 }
 
-/// The shards' index, before a shard that has all tensors.
+/// Parses the index of shards, with a shard that has all tensors.
 pub(super) fn safetensors_index(bytes: &[u8]) -> bool {
     let whole = include_bytes!("../../corpus/safetensors/whole");
     let directory =
@@ -83,7 +83,7 @@ const TEXTS: [&str; 5] = [
     "%%%% 12345 \n\n\t x",
 ];
 
-/// One that is taken never panics, whatever it is asked afterwards.
+/// Checks that an accepted tokenizer never panics in use.
 pub(super) fn tokenizer_json(bytes: &[u8]) -> bool {
     let directory = Scratch::with(&[("tokenizer.json", bytes)]);
     let tokenizer = match Tokenizer::open(directory.path()) {
@@ -129,7 +129,7 @@ fn render(template: &ChatTemplate, messages: &[ChatMessage], arguments: &Map<Str
     true
 }
 
-/// A template, then messages, then variables.
+/// Parses a template, then messages, then variables.
 pub(super) fn chat_template(bytes: &[u8]) -> bool {
     let text = String::from_utf8_lossy(bytes);
     let [source, messages, arguments] = parts(&text);
@@ -143,7 +143,7 @@ pub(super) fn chat_template(bytes: &[u8]) -> bool {
     }
 }
 
-/// The template in a tokenizer's configuration, and its special tokens.
+/// Parses the template in a tokenizer's configuration, and its special tokens.
 pub(super) fn tokenizer_config(bytes: &[u8]) -> bool {
     let directory = Scratch::with(&[("tokenizer_config.json", bytes)]);
     match ChatTemplate::open(directory.path()) {

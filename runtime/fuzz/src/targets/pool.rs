@@ -1,4 +1,4 @@
-//! What a pool of KV finds on its disk.
+//! Parsers of the files of a KV pool on a disk.
 
 use super::refused;
 use mixfleet_hal::memory::SharedMemory;
@@ -45,7 +45,7 @@ fn keep(pool: &Pool, key: u64) {
     kept.expect("a block of the right size");
 }
 
-/// What a prompt with `tokens` gets of the block `key`.
+/// The bytes that a prompt with `tokens` gets for the block `key`.
 fn served(pool: &Pool, key: u64, tokens: &[u32]) -> Option<Vec<u8>> {
     let (lease, mut bytes) = (pool.lease(&[BlockHash(key)], tokens), Vec::new());
     lease.view(0, &mut |payload| bytes.extend_from_slice(payload)).is_ok_and(|intact| intact).then_some(bytes)
@@ -67,7 +67,7 @@ static DISK: LazyLock<SimDisk> = LazyLock::new(|| {
     disk
 });
 
-/// Changes files as the input says: which one, how, where (2 bytes), how many bytes, and these.
+/// Changes files as the input says: which file, how, where (2 bytes), how many bytes, and the new bytes.
 fn change(disk: &SimDisk, mut script: &[u8]) -> std::io::Result<()> {
     while let Some((head, rest)) = script.split_first_chunk::<5>() {
         let [file, how, low, high, bytes] = *head;
@@ -87,7 +87,7 @@ fn change(disk: &SimDisk, mut script: &[u8]) -> std::io::Result<()> {
     Ok(())
 }
 
-/// What is served is what was stored, whatever became of the files; and the pool goes on.
+/// Checks that only stored bytes are served, whatever the files contain, and that the pool keeps working.
 pub(super) fn files(bytes: &[u8]) -> bool {
     let disk = DISK.restart();
     change(&disk, bytes).expect("a disk in memory");

@@ -1,4 +1,4 @@
-//! What the simulator reads.
+//! Parsers of the simulator's input files.
 
 use super::refused;
 use mixfleet_hal::DType;
@@ -16,7 +16,7 @@ use std::io::Cursor;
 use std::path::Path;
 use std::sync::LazyLock;
 
-/// Requests of a trace that are looked at.
+/// Maximum number of a trace's requests that are checked.
 const REQUESTS_MAX: usize = 2000;
 
 fn parse(text: &str) -> Result<FleetFile, mixfleet_sim::fleet_file::FleetFileError> {
@@ -33,7 +33,7 @@ fn play(
     run(&Setup::new(file, choices), requests, &mut ())
 }
 
-/// Null is what stands where JSON has no number.
+/// Whether a document has only finite numbers; JSON has null in place of others.
 fn is_finite(value: &Value) -> bool {
     match value {
         Value::Array(values) => values.iter().all(is_finite),
@@ -44,7 +44,7 @@ fn is_finite(value: &Value) -> bool {
     }
 }
 
-/// Finite, and with times that can be told from none.
+/// Checks that results are finite, with plausible times.
 fn check(results: &Results) -> bool {
     assert!(is_finite(&serde_json::to_value(results).expect("results are JSON")), "{results:?}");
     for time in [&results.ttft_s, &results.e2e_s] {
@@ -54,7 +54,7 @@ fn check(results: &Results) -> bool {
     true
 }
 
-/// A fleet that is taken can be simulated, with finite results or an error.
+/// Checks that an accepted fleet can be simulated, with finite results or an error.
 pub(super) fn fleet_file(bytes: &[u8]) -> bool {
     let file = match parse(&String::from_utf8_lossy(bytes)) {
         Ok(file) => file,
@@ -77,7 +77,8 @@ fn open(bytes: Vec<u8>) -> Result<Trace, TraceError> {
     Trace::from_reader("trace", Cursor::new(bytes), ReadOptions::default())
 }
 
-/// Requests come in order, with believable lengths and times; what is written of them reads as the same.
+/// Checks that requests are in order, with plausible lengths and times, and are unchanged after they are
+/// written and read.
 pub(super) fn trace(bytes: &[u8]) -> bool {
     let mut trace = match open(bytes.to_vec()) {
         Ok(trace) => trace,

@@ -1,4 +1,4 @@
-//! What peers say before and while they move KV, and what shows who they are.
+//! Parsers of the messages that peers exchange around KV transfers, and of their certificates.
 
 use super::{parts, refused};
 use mixfleet_hal::memory::SharedMemory;
@@ -35,7 +35,7 @@ static OWNER: LazyLock<Owner> = LazyLock::new(|| {
     Owner { tcp, written, read_only, constant }
 });
 
-/// A stream to an owner. The first byte says how it begins: with a greeting for either region, or with what comes.
+/// Sends a stream to an owner. Its first byte selects the beginning: a greeting for either region, or none.
 pub(super) fn tcp_stream(bytes: &[u8]) -> bool {
     let Some((begin, rest)) = bytes.split_first() else { return false };
     let owner = &*OWNER;
@@ -43,12 +43,12 @@ pub(super) fn tcp_stream(bytes: &[u8]) -> bool {
     let mut socket = TcpStream::connect(owner.tcp.listens_on()).expect("the owner listens");
     socket.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout above zero");
     let greeting = region.map(fuzzed::tcp_greeting).unwrap_or_default();
-    // It may close before it has read all.
+    // It may close before it has read everything.
     let _ = socket.write_all(&[&greeting, rest].concat());
     let _ = socket.shutdown(Shutdown::Write);
     let mut said = Vec::new();
     if let Err(error) = socket.read_to_end(&mut said) {
-        // A reset is an end too: the owner did not read all before it closed.
+        // A reset is an end too: the owner closed before it had read everything.
         assert!(error.kind() == std::io::ErrorKind::ConnectionReset, "the owner does not close: {error}");
     }
     let mut left = [1; REGION_BYTES];
@@ -60,7 +60,7 @@ pub(super) fn tcp_stream(bytes: &[u8]) -> bool {
     said.first().is_some_and(|answer| *answer < 4)
 }
 
-/// Where a peer says that its memory is. Nobody is called who is not on this host.
+/// Parses a descriptor of a peer's memory. Connections are attempted only within this process.
 pub(super) fn descriptor(bytes: &[u8]) -> bool {
     let Ok(region) = serde_json::from_slice::<Descriptor>(bytes) else { return false };
     let text = serde_json::to_vec(&region).expect("a descriptor is JSON");
@@ -77,7 +77,7 @@ pub(super) fn descriptor(bytes: &[u8]) -> bool {
     true
 }
 
-/// An authority, a member's certificates, its key and what is revoked.
+/// Parses an authority, a member's certificates, its key and its revocation list.
 pub(super) fn certificates(bytes: &[u8]) -> bool {
     let text = String::from_utf8_lossy(bytes);
     let [authority, certificates, key, revoked] = parts(&text);

@@ -1,4 +1,4 @@
-//! `attention.csv` of an engine's profile: from scattered measurements to rectangular tables.
+//! Turns the scattered measurements in `attention.csv` of an engine's profile into rectangular tables.
 
 use super::engine_profile::{floats, positive, rows};
 use mixfleet_scheduler::cost::Grid;
@@ -11,21 +11,22 @@ use std::path::Path;
 #[derive(Debug)]
 pub(super) struct AttentionTable {
     by_chunk: BTreeMap<u32, BTreeMap<[u32; 3], f64>>,
-    /// The context is given as the mean number of keys that a query of the chunk sees: context + chunk / 2.
+    /// Whether the context is given as the mean number of keys that a query of the chunk attends to: context
+    /// + chunk / 2.
     mean_keys: bool,
 }
 
 #[derive(Deserialize)]
 struct Row {
-    /// Only in newer files, which may have other layers' attention too.
+    /// The layer's name; only in newer files, which may contain other layers' attention too.
     layer: Option<String>,
     prefill_chunk: u32,
     kv_prefill: Option<f64>,
-    /// In newer files, instead of `kv_prefill`.
+    /// The mean number of keys; in newer files, instead of `kv_prefill`.
     prefill_key: Option<f64>,
     n_decode: u32,
     kv_decode: u32,
-    /// In newer files: tokens of a decoding sequence, more than one where they are guessed ahead.
+    /// Tokens per decoding sequence, in newer files; more than one with speculative decoding.
     decode_q_len: Option<u32>,
     time_us: f64,
 }
@@ -33,8 +34,10 @@ struct Row {
 const NAMES: [&str; 3] = ["context", "n_decode", "kv_decode"];
 
 impl AttentionTable {
+    /// Reads the file at `path`.
+    ///
     /// # Errors
-    /// In words: what does not have the format.
+    /// A description of what does not conform to the format.
     pub(super) fn read(path: &Path) -> Result<Self, String> {
         let mut table = AttentionTable { by_chunk: BTreeMap::new(), mean_keys: false };
         for row in rows::<Row>(path)? {
@@ -54,10 +57,10 @@ impl AttentionTable {
         Ok(table)
     }
 
-    /// Attention of sequences that get one token each: `[sequences, context of each]`.
+    /// Attention of sequences that decode one token each: `[sequences, context of each]`.
     ///
     /// # Errors
-    /// In words: what was not measured.
+    /// A description of the missing measurement.
     pub(super) fn decode(&self, scale: f64) -> Result<Grid, String> {
         let rows = self.by_chunk.get(&0);
         let known: BTreeMap<[u32; 2], f64> = rows
@@ -72,7 +75,7 @@ impl AttentionTable {
     /// Attention of one chunk alone: `[tokens, context before]`.
     ///
     /// # Errors
-    /// In words: what was not measured.
+    /// A description of the missing measurement.
     pub(super) fn prefill(&self, scale: f64) -> Result<Grid, String> {
         let (chunks, contexts) = (self.chunks(|[_, sequences, _]| sequences == 0), self.contexts());
         let mut values = Vec::new();
@@ -87,10 +90,10 @@ impl AttentionTable {
     }
 
     /// Attention of a chunk beside decoding sequences: `[tokens, context before, sequences, context of
-    /// each]`, where it was measured.
+    /// each]`, if it was measured.
     ///
     /// # Errors
-    /// In words: what was not measured.
+    /// A description of the missing measurement.
     pub(super) fn mixed(&self, scale: f64) -> Result<Option<Grid>, String> {
         let (chunks, contexts) = (self.chunks(|[_, sequences, _]| sequences > 0), self.contexts());
         if chunks.is_empty() {
@@ -119,14 +122,14 @@ impl AttentionTable {
         Grid::new(axes, values).map(Some)
     }
 
-    /// Chunks with a row of this kind.
+    /// Chunks with a row that satisfies `kind`.
     fn chunks(&self, kind: impl Fn([u32; 3]) -> bool) -> Vec<u32> {
         let of_kind =
             self.by_chunk.iter().filter(|(chunk, rows)| **chunk > 0 && rows.keys().any(|key| kind(*key)));
         of_kind.map(|(chunk, _)| *chunk).collect()
     }
 
-    /// The contexts that tables are made for: those that were measured, where these are told as such.
+    /// The contexts of the tables: the measured ones, if the file states contexts as such.
     fn contexts(&self) -> Vec<u32> {
         let rows = self.by_chunk.iter().filter(|(chunk, _)| **chunk > 0).flat_map(|(_, rows)| rows.keys());
         let mut contexts: BTreeSet<u32> = rows.map(|key| key[0]).collect();
@@ -134,13 +137,13 @@ impl AttentionTable {
         contexts.into_iter().collect()
     }
 
-    /// Where a chunk after `context` stands among the rows of its size.
+    /// The coordinate of a chunk after `context` among the rows of its size.
     fn coordinate(&self, chunk: u32, context: u32) -> f64 {
         f64::from(context) + if self.mean_keys { 0.5 * f64::from(chunk) } else { 0.0 }
     }
 }
 
-/// All knots of `known`, with what was not measured filled in.
+/// A grid over all knots of `known`, with missing values filled in.
 fn grid<const D: usize>(known: &BTreeMap<[u32; D], f64>, names: [&str; D], of: &str) -> Result<Grid, String> {
     if known.is_empty() {
         return Err(format!("attention.csv has no rows of {of} with {} alone", names.join(" and ")));
@@ -157,8 +160,8 @@ fn grid<const D: usize>(known: &BTreeMap<[u32; D], f64>, names: [&str; D], of: &
     Grid::new(axes.iter().map(|axis| floats(axis)).collect(), values)
 }
 
-/// Every knot's value, the last axis fastest. A value that was not measured (for want of memory, as a rule)
-/// goes on straight from the two before it along some axis.
+/// Every knot's value, with the last axis fastest. A missing value (usually for lack of memory) is
+/// extrapolated linearly from the two before it along some axis.
 ///
 /// # Errors
 /// The first knot for which there are no two.

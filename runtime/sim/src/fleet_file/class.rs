@@ -1,44 +1,44 @@
-//! Requests with promises of their own.
+//! Requests with objectives or a deadline of their own.
 
 use super::error::FleetFileError;
 use super::{Slo, raw, resolve};
 use serde::Serialize;
 
-/// Requests to whom something else is promised than the fleet's SLO.
+/// Requests to which the fleet's SLO does not apply.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Class {
-    /// Its name, unique.
+    /// The class's name, unique.
     pub name: String,
-    /// Who is of it. The first class that takes a request has it.
+    /// The requests of the class. A request belongs to the first class that contains it.
     pub members: Members,
-    /// What they are promised.
+    /// The objectives or deadline of its requests.
     pub promise: Promise,
 }
 
-/// Who is of a class.
+/// Which requests belong to a class.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Members {
-    /// So many of the requests, drawn; those of one conversation together.
+    /// A random share of the requests; those of one conversation stay together.
     Share(f64),
-    /// Those whose client, model or other label in the trace fits; `*` stands for any characters.
+    /// Requests whose client, model or other label in the trace matches; `*` stands for any characters.
     Label(String),
 }
 
-/// What a class is promised.
+/// The objectives or deadline of a class.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Promise {
-    /// Someone reads along.
+    /// Objectives of streamed answers.
     Interactive {
-        /// Until the first token, in seconds.
+        /// TTFT in seconds.
         ttft_s: f64,
-        /// Between tokens, in seconds.
+        /// TBT in seconds.
         tbt_s: f64,
     },
-    /// The whole answer, so many seconds after its request came.
+    /// Seconds from a request's arrival until its whole answer is due.
     Deadline(f64),
-    /// All answers of a conversation, so many seconds after its first request came.
+    /// Seconds from the arrival of a conversation's first request until all its answers are due.
     Workflow(f64),
 }
 
@@ -80,10 +80,10 @@ pub(super) fn resolve(raw: raw::Class, slo: &Slo, others: &[Class]) -> Result<Cl
 }
 
 impl Class {
-    /// The name of those who are of no class.
+    /// The name of requests without a class.
     pub const DEFAULT: &'static str = "default";
 
-    /// Whether a label of the trace is one of it.
+    /// Whether a label of the trace belongs to the class.
     pub fn takes_label(&self, label: &str) -> bool {
         matches!(&self.members, Members::Label(pattern) if resolve::fits(pattern, label))
     }

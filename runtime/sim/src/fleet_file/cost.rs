@@ -1,4 +1,4 @@
-//! From a pool's device, profile or calibration to what its steps take.
+//! Derives the time of steps from a pool's device, profile or calibration.
 
 use super::engine_profile::EngineProfile;
 use super::error::suggestion;
@@ -15,23 +15,23 @@ use mixfleet_scheduler::cost::{
 use std::path::Path;
 use std::sync::Arc;
 
-/// The key that is wrong, and why.
+/// The key that is invalid, and why.
 pub(super) type Refusal = (&'static str, String);
 
-/// What is known of a pool's devices.
+/// The known properties of a pool's devices.
 pub(super) struct Hardware {
     pub(super) part: Option<&'static Part>,
     pub(super) source: Source,
 }
 
-/// Where times come from.
+/// The origin of times.
 pub(super) enum Source {
     Engine(Box<EngineProfile>),
     Device {
         profile: Box<DeviceProfile>,
         basis: String,
     },
-    /// Only a calibration.
+    /// A calibration alone.
     Nothing,
 }
 
@@ -71,7 +71,7 @@ impl Hardware {
         Ok(Hardware { part, source })
     }
 
-    /// Memory of one device, where known.
+    /// Memory of one device, if known.
     pub(super) fn memory(&self) -> Option<Bytes> {
         match &self.source {
             Source::Device { profile, .. } => Some(profile.memory),
@@ -79,10 +79,10 @@ impl Hardware {
         }
     }
 
-    /// What steps take, and where that comes from.
+    /// The cost model of an instance, and its origin.
     ///
     /// # Errors
-    /// [`Refusal`].
+    /// A [`Refusal`].
     pub(super) fn cost(
         &self,
         pool: &raw::Pool,
@@ -154,7 +154,7 @@ impl Hardware {
     }
 }
 
-/// The part of this full name.
+/// The catalog's part with this full name.
 fn called(name: &str) -> Option<&'static Part> {
     catalog::parts().iter().find(|part| !name.is_empty() && part.name.eq_ignore_ascii_case(name))
 }
@@ -171,7 +171,7 @@ fn datasheet(part: &'static Part) -> Source {
     Source::Device { profile: Box::new(profile), basis }
 }
 
-/// A part without bf16 units runs a bf16 model in f16.
+/// The model's shape on a device: a part without bf16 units runs a bf16 model in f16.
 fn on(shape: &ModelShape, profile: &DeviceProfile) -> ModelShape {
     let has = |dtype| profile.compute.iter().any(|(known, _)| *known == dtype);
     let instead = |dtype| match dtype {
@@ -186,7 +186,7 @@ fn on(shape: &ModelShape, profile: &DeviceProfile) -> ModelShape {
     }
 }
 
-/// An engine's tables hold for one model on so many devices.
+/// The cost model of an engine's tables, which hold for one model on a fixed number of devices.
 fn of_engine(
     engine: &EngineProfile,
     devices: u32,
@@ -236,12 +236,12 @@ fn check(calibration: &raw::Calibration) -> Result<(), Refusal> {
     }
 }
 
-/// Coefficients that meet `cost` at prompts of 512, 8192 and 65536 tokens, and at steps of 1 and 64 sequences
-/// with little and much context.
+/// Coefficients that match `cost` at prompts of 512, 8192 and 65536 tokens, and at steps of 1 and 64
+/// sequences with little and much context.
 fn fit(cost: &CostModel) -> Coefficients {
     let prompt = |tokens: u32| (f64::from(tokens), cost.prefill_s(0, tokens).0);
     let [(x0, y0), (x1, y1), (x2, y2)] = [512, 8192, 65_536].map(prompt);
-    // Newton's divided differences
+    // Newton's divided differences.
     let (first, second) = ((y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1));
     let per_token_squared = ((second - first) / (x2 - x0)).max(0.0);
     let per_token = (first - per_token_squared * (x0 + x1)).max(0.0);

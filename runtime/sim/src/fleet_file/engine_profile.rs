@@ -1,17 +1,17 @@
-//! The profile of a serving engine as a directory of tables (the format of LLMServingSim 2.0): what an
-//! engine's own kernels took, by what is in a step.
+//! The profile of a serving engine as a directory of tables (the format of LLMServingSim 2.0): the measured
+//! time of an engine's own kernels by the composition of a step.
 //!
 //! - `dense.csv [layer, tokens, time_us]`: the operations over all rows of a step;
 //! - `per_sequence.csv [layer, sequences, time_us]`: those over the rows that draw a token;
 //! - `attention.csv [prefill_chunk, kv_prefill, n_decode, kv_decode, time_us]`: attention of one layer in a
-//!   step of one prompt chunk (its tokens, the context before it) and decoding sequences (how many, the
+//!   step of one prompt chunk (its tokens, the context before it) and decoding sequences (their number, the
 //!   context of each);
-//! - `meta.json`, where it is there: what the engine ran with.
+//! - `meta.json`, if present: the engine's configuration.
 //!
-//! Newer files tell a chunk's context as `prefill_key`, the mean number of keys that its queries see. Tables
-//! of a model that is cut over k devices may stand in `tpk/`.
+//! Newer files give a chunk's context as `prefill_key`, the mean number of keys that its queries attend to.
+//! Tables of a model that is split over k devices may be in `tpk/`.
 //!
-//! Every number is of one layer; the embedding, the last norm, the head and the sampler run once.
+//! Every number is for one layer; the embedding, the last norm, the head and the sampler run once.
 
 use super::attention_table::AttentionTable;
 use mixfleet_scheduler::cost::{Grid, StepParts, StepTables};
@@ -19,7 +19,7 @@ use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// What a directory says.
+/// The content of a profile directory.
 #[derive(Debug)]
 pub(super) struct EngineProfile {
     dense: BTreeMap<String, BTreeMap<u32, f64>>,
@@ -28,7 +28,7 @@ pub(super) struct EngineProfile {
     pub(super) meta: Meta,
 }
 
-/// What of `meta.json` is used.
+/// The fields of `meta.json` that are used.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct Meta {
@@ -73,15 +73,19 @@ struct SequenceRow {
     time_us: f64,
 }
 
-/// Operations that run once in a step; the others once in each layer, but the norm between them twice.
+/// Operations that run once in a step; the others run once in each layer, except the norm between them, which
+/// runs twice.
 const ONCE: [&str; 2] = ["embedding", "final_layernorm"];
 const TWICE_PER_LAYER: &str = "layernorm";
-/// Tables of models with experts or with linear attention: without them a step would seem too short.
+/// Tables of models with experts or with linear attention, which are refused: without their times a step
+/// would seem too short.
 const NOT_READ: [&str; 2] = ["moe.csv", "linear_attention.csv"];
 
 impl EngineProfile {
+    /// Reads a profile directory.
+    ///
     /// # Errors
-    /// In words: a file that is missing or does not have the format above.
+    /// A description of the file that is missing or does not conform to the format above.
     pub(super) fn read(directory: &Path, devices: u32) -> Result<Self, String> {
         let cut = directory.join(format!("tp{devices}"));
         let whole = directory.join("dense.csv").exists() || !cut.exists();
@@ -106,15 +110,15 @@ impl EngineProfile {
         Ok(EngineProfile { dense, per_sequence, attention, meta })
     }
 
-    /// Tokens of KV that the engine had room for.
+    /// Tokens of KV that the engine had memory for.
     pub(super) fn cache_tokens(&self) -> Option<u64> {
         self.meta.kv_cache.num_gpu_blocks?.checked_mul(u64::from(self.meta.kv_cache.block_size?))
     }
 
-    /// The tables of a model of `layers`, whose dense operations take `more_s(rows)` besides.
+    /// The tables of a model with `layers` layers, whose dense operations take an additional `more_s(rows)`.
     ///
     /// # Errors
-    /// In words: what the tables lack.
+    /// A description of what the tables lack.
     pub(super) fn tables(
         &self,
         layers: u32,
@@ -176,7 +180,7 @@ pub(super) fn rows<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>
     reader.deserialize().map(|row| row.map_err(failed)).collect()
 }
 
-/// Absence is allowed: the tables alone say what a step takes.
+/// Reads `meta.json`, which may be absent: the tables alone determine a step's time.
 fn meta(path: &Path) -> Result<Meta, String> {
     match std::fs::read(path) {
         Ok(text) => serde_json::from_slice(&text).map_err(|error| format!("{}: {error}", path.display())),

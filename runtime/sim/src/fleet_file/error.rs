@@ -1,4 +1,4 @@
-//! What can be wrong with a fleet file.
+//! Errors in a fleet file.
 
 use mixfleet_hal::catalog::closest_names;
 use std::path::PathBuf;
@@ -11,18 +11,19 @@ pub enum FleetFileError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// It is no TOML, lacks a key, has one too many, or one of another type; the text shows the line.
+    /// The text is not valid TOML, lacks a key, or has a key that is unknown or of another type; the message
+    /// shows the line.
     #[error("{0}")]
     Syntax(String),
-    /// A value is not allowed, or does not go with others.
+    /// A value is not allowed, or contradicts others.
     #[error("{place}: {cause}")]
     Value {
-        /// Table and key.
+        /// The table and key.
         place: String,
-        /// What it is, and what is allowed.
+        /// The value, and what is allowed.
         cause: String,
     },
 }
@@ -32,7 +33,7 @@ impl FleetFileError {
         FleetFileError::Value { place: place.into(), cause: cause.into() }
     }
 
-    /// The parser's message, and the known name that a misspelt one is nearest to.
+    /// The parser's message, and the known name closest to a misspelt one.
     pub(super) fn syntax(error: &toml::de::Error) -> Self {
         let text = error.to_string();
         let mut names = error.message().split('`').skip(1).step_by(2);
@@ -45,7 +46,7 @@ impl FleetFileError {
     }
 }
 
-/// `: did you mean a, b?`, or nothing where nothing is like `wanted`.
+/// Returns `: did you mean a, b?`, or nothing if no known name is similar to `wanted`.
 pub(super) fn suggestion<'a>(wanted: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     let closest = closest_names(wanted, known);
     if closest.is_empty() { String::new() } else { format!("; closest: {}", closest.join(", ")) }

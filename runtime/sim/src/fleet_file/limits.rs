@@ -1,20 +1,20 @@
-//! How large and how small the numbers of a fleet file may be: well beyond any fleet, and so that nothing
-//! that is computed from them runs over, goes under or asks for memory without end. What a number must be
-//! besides stands where it is used.
+//! Limits on the numbers of a fleet file: well beyond any real fleet, and such that nothing computed from
+//! them overflows, underflows or requires unbounded memory. Further conditions are checked where a number is
+//! used.
 
 use super::FleetFileError;
 use toml::{Table, Value};
 
-/// Of keys that are not named below: no size at all, or between these.
+/// Minimum of a nonzero value whose key is not named below.
 const LEAST: f64 = 1e-15;
 const MOST: f64 = 1e15;
 
-/// Instances of all pools together.
+/// Maximum number of instances of all pools together.
 const INSTANCES_MAX: u64 = 10_000;
-/// Tokens that a tier of an instance may hold, stated or counted from bytes.
+/// Maximum number of tokens in a tier of an instance, stated or derived from bytes.
 pub(super) const TIER_TOKENS_MAX: u64 = 1_000_000_000_000;
 
-/// The greatest value of a key, whatever table it stands in: counts, bytes, seconds, rates and dollars.
+/// The maximum value of a key, in whatever table it is: counts, bytes, seconds, rates and dollars.
 const GREATEST: [(&str, f64); 38] = [
     ("layers", 4096.0),
     ("hidden", 1_048_576.0),
@@ -56,7 +56,7 @@ const GREATEST: [(&str, f64); 38] = [
     ("per_token", 1e3),
 ];
 
-/// The least value of a key that is not zero.
+/// The minimum nonzero value of a key.
 const SMALLEST: [(&str, f64); 9] = [
     ("kv_bytes_per_token", 1.0),
     ("gb_per_s", 1e-6),
@@ -69,7 +69,7 @@ const SMALLEST: [(&str, f64); 9] = [
     ("hold_s", 1e-3),
 ];
 
-/// Refuses numbers beyond all bounds, before anything is made of them.
+/// Refuses numbers outside the limits, before anything is computed from them.
 pub(super) fn check(file: &Table) -> Result<(), FleetFileError> {
     for (key, value) in file {
         match value {

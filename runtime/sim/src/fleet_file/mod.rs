@@ -1,5 +1,5 @@
-//! FLEET.toml: a model, what is promised, and pools of instances, with everything resolved. Every key stands
-//! in docs/fleet-file.md.
+//! FLEET.toml: a model, an SLO and pools of instances, with all defaults resolved. Every key is documented in
+//! docs/fleet-file.md.
 
 mod attention_table;
 mod class;
@@ -28,76 +28,77 @@ use mixfleet_scheduler::kv::CachePolicy;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// The version of the format that is read here.
+/// The version of the format.
 pub const VERSION: u32 = 1;
 
-/// Reads the JSON file of a measured device. The binary gives it, for it knows all its schemas.
+/// A function that reads the JSON file of a measured device. The binary provides it, since it knows all
+/// schemas.
 pub type ReadProfile<'a> = &'a dyn Fn(&Path) -> Result<DeviceProfile, String>;
 
 /// A fleet as a file describes it.
 #[derive(Clone, Debug)]
 pub struct FleetFile {
-    /// What it serves.
+    /// The model that the fleet serves.
     pub model: Model,
-    /// What it promises.
+    /// The objectives of requests without a class.
     pub slo: Slo,
     /// How KV is kept.
     pub kv: Kv,
-    /// At least one.
+    /// The pools, at least one.
     pub pools: Vec<Pool>,
-    /// In the file's order; see [`FleetFile::link`].
+    /// The links in the file's order; see [`FleetFile::link`].
     pub links: Vec<Link>,
-    /// Requests with promises of their own, in the file's order.
+    /// Requests with objectives or a deadline of their own, in the file's order.
     pub classes: Vec<Class>,
-    /// When instances change their role; none: never.
+    /// When instances change their role; none means never.
     pub rebalance: Option<Rebalance>,
-    /// Instances that become slower on the way.
+    /// Instances that become slower during the run.
     pub slowdowns: Vec<PoolSlowdown>,
-    /// Who decides.
+    /// The routers that place requests.
     pub routers: Routing,
 }
 
-/// A model as far as costs depend on it.
+/// The properties of a model that affect costs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Model {
-    /// The catalog's name, or the file's.
+    /// The model's name in the catalog or in the file.
     pub name: String,
-    /// Decoder layers: the pieces in which KV is sent.
+    /// Number of decoder layers, which are the pieces in which KV is sent.
     pub layers: u32,
-    /// KV of one token over all layers, kept once.
+    /// Bytes of the KV of one token over all layers, stored once.
     pub kv_bytes_per_token: f64,
     /// Memory for the weights.
     pub weights: Bytes,
-    /// `None`: only the numbers above were given, and every pool has a calibration.
+    /// The model's shape. `None` if only the numbers above were given; every pool then has a calibration.
     pub shape: Option<ModelShape>,
 }
 
-/// What is promised to each request.
+/// The objectives of each request.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Slo {
-    /// Until the first token, in seconds.
+    /// TTFT in seconds.
     pub ttft_s: f64,
-    /// Between tokens, in seconds.
+    /// TBT in seconds.
     pub tbt_s: f64,
-    /// Which of a request's gaps count.
+    /// How a request's TBT is measured.
     pub tbt_metric: TbtMetric,
 }
 
-/// The number that stands for a request's gaps between tokens.
+/// The statistic of a request's gaps between tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TbtMetric {
-    /// Mean of the longest tenth of them.
+    /// Mean of the longest tenth of the gaps.
     #[default]
     Longest10,
-    /// Mean of all.
+    /// Mean of all gaps.
     Mean,
-    /// The 99th of a hundred.
+    /// The 99th percentile of the gaps.
     P99,
 }
 
 impl TbtMetric {
-    /// So large a part of a request's gaps counts, the longest ones.
+    /// The share of a request's gaps that counts, the longest ones.
     pub fn share(self) -> f64 {
         match self {
             TbtMetric::Longest10 => 0.1,
@@ -112,94 +113,94 @@ impl TbtMetric {
 pub struct Kv {
     /// Tokens in a block.
     pub block_tokens: u32,
-    /// Who goes first when a cache is full.
+    /// Eviction policy of the caches.
     pub policy: CachePolicy,
-    /// Bytes that copies of hot prefixes may take, GB/s; none are made without.
+    /// Bandwidth that copies of hot prefixes may use, GB/s; without it none are made.
     pub replicate_gb_per_s: Option<f64>,
 }
 
-/// Bounds of an instance's steps.
+/// Limits of an instance's steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Engine {
-    /// Rows of a step: prompt tokens, and one for each decoding sequence.
+    /// Maximum rows of a step: prompt tokens, and one for each decoding sequence.
     pub max_batched_tokens: u32,
-    /// Rows of prompts in a step that decodes too.
+    /// Maximum prompt rows in a step that also decodes.
     pub max_prefill_tokens_beside_decode: u32,
-    /// Sequences that run at a time.
+    /// Maximum number of running sequences.
     pub max_sequences: u32,
 }
 
-/// Instances that are alike.
+/// A group of identical instances.
 #[derive(Clone, Debug)]
 pub struct Pool {
-    /// Its name, unique.
+    /// The pool's name, unique.
     pub name: String,
-    /// What its instances may do.
+    /// The role of its instances.
     pub role: Role,
-    /// Instances.
+    /// Number of instances.
     pub count: u32,
-    /// The catalog's id of the device, where it is known.
+    /// The catalog's id of the device, if known.
     pub device: Option<String>,
     /// Devices that share one copy of the model, or of a stage's layers.
     pub devices_per_instance: u32,
-    /// Stages of layers, each on so many devices; 1: all layers are together.
+    /// Number of pipeline stages, each on that many devices; 1 means that all layers are together.
     pub pipeline_stages: u32,
-    /// What steps take; quick to ask and cheap to clone.
+    /// The time of steps; fast to evaluate and cheap to clone.
     pub cost: CostModel,
-    /// Where that comes from, for people.
+    /// The origin of those times, for display.
     pub cost_basis: String,
-    /// Rent of an instance, where it is known.
+    /// Rent of an instance in USD per hour, if known.
     pub usd_per_hour: Option<f64>,
-    /// Where that comes from and of when it is, for people.
+    /// The origin and date of the rent, for display.
     pub price_basis: String,
     /// Tokens of KV that an instance holds.
     pub cache_tokens: u64,
-    /// Tokens of KV in host memory.
+    /// Tier of KV in host memory.
     pub dram: Tier,
-    /// Tokens of KV on disk.
+    /// Tier of KV on disk.
     pub ssd: Tier,
-    /// Network of an instance, GB/s each direction.
+    /// Network bandwidth of an instance in each direction, GB/s.
     pub nic_gb_per_s: f64,
-    /// Bounds of its steps.
+    /// Limits of its steps.
     pub engine: Engine,
 }
 
-/// A store of an instance beside its devices.
+/// A tier of KV below an instance's devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Tier {
-    /// Its size; 0: there is none.
+    /// Its size in tokens; 0 means that there is none.
     pub tokens: u64,
-    /// To and from the devices, GB/s.
+    /// Bandwidth to and from the devices, GB/s.
     pub gb_per_s: f64,
 }
 
-/// What lies between pools beyond their networks.
+/// A link between pools, in addition to their network interfaces.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Link {
-    /// Pools it leads from; `*` stands for any characters.
+    /// Name of the source pools; `*` stands for any characters.
     pub from: String,
-    /// Pools it leads to.
+    /// Name of the destination pools; `*` stands for any characters.
     pub to: String,
-    /// Shared by all its transfers, GB/s; `None`: the networks are the bound.
+    /// Bandwidth shared by all its transfers, GB/s; `None` if only the network interfaces limit them.
     pub gb_per_s: Option<f64>,
-    /// Of each message, in seconds.
+    /// Latency of each message in seconds.
     pub latency_s: f64,
-    /// Of the traffic, $ per 1e9 bytes.
+    /// Cost of traffic in USD per 1e9 bytes.
     pub usd_per_gb: f64,
 }
 
 impl FleetFile {
-    /// Reads `path`; profiles are looked for beside it.
+    /// Reads `path`; paths of profiles are relative to its directory.
     ///
     /// # Errors
-    /// [`FleetFileError`], with the place, the value and what is allowed.
+    /// A [`FleetFileError`] with the place, the value and what is allowed.
     pub fn read(path: &Path, read_profile: ReadProfile) -> Result<Self, FleetFileError> {
         let failed = |source| FleetFileError::Read { path: path.to_owned(), source };
         let text = std::fs::read_to_string(path).map_err(failed)?;
         Self::parse(&text, path.parent().unwrap_or(Path::new("")), read_profile)
     }
 
-    /// Parses the text of a file that stands in `directory`.
+    /// Parses the text of a file in `directory`.
     ///
     /// # Errors
     /// As [`FleetFile::read`].
@@ -210,12 +211,13 @@ impl FleetFile {
         resolve::file(file, directory, read_profile)
     }
 
-    /// What lies between two pools: the first link in the file that fits. `None`: nothing but their networks.
+    /// The first link in the file that matches two pools. `None` if only their network interfaces limit
+    /// transfers.
     pub fn link(&self, from: &str, to: &str) -> Option<&Link> {
         self.links.iter().find(|link| resolve::fits(&link.from, from) && resolve::fits(&link.to, to))
     }
 
-    /// Rent of the whole fleet, where every pool's is known.
+    /// Rent of the whole fleet in USD per hour, if every pool's is known.
     pub fn usd_per_hour(&self) -> Option<f64> {
         self.pools.iter().map(|pool| Some(pool.usd_per_hour? * f64::from(pool.count))).sum()
     }

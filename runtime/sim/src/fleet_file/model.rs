@@ -6,10 +6,10 @@ use mixfleet_hal::units::Bytes;
 use mixfleet_scheduler::cost::ModelShape;
 use mixfleet_scheduler::models;
 
-/// Tokens in a page of an engine's KV; it changes what a page table costs, and little else.
+/// Tokens per page of an engine's KV; it affects little but the cost of a page table.
 const PAGE_TOKENS: u32 = 16;
 
-/// What a model without a name is called.
+/// The name of a model without one.
 pub(super) const INLINE: &str = "inline";
 
 fn wrong(key: &str, cause: impl Into<String>) -> FleetFileError {

@@ -1,4 +1,4 @@
-//! The fleet file as it is written. What the keys mean stands in docs/fleet-file.md.
+//! The fleet file as written. The keys are documented in docs/fleet-file.md.
 
 use super::TbtMetric;
 use mixfleet_scheduler::cost::{DecodeCoefficients, PrefillCoefficients};
@@ -86,7 +86,7 @@ pub(super) struct Model {
     pub(super) weight_bytes: Option<f64>,
 }
 
-/// The SLO of FAST'25's evaluation.
+/// The objectives, by default those of FAST'25's evaluation.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Slo {

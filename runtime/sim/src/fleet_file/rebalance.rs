@@ -5,7 +5,7 @@ use super::{FleetFileError, raw};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Rebalance, Role};
 
-/// None: every instance keeps its role.
+/// Resolves the `[rebalance]` table. None if every instance keeps its role.
 pub(super) fn resolve(
     raw: Option<&raw::Rebalance>,
     pools: &[raw::Pool],

@@ -1,4 +1,4 @@
-//! From the file as written to the fleet as meant.
+//! Resolves the file as written to a fleet with all defaults.
 
 use super::Routing;
 use super::cost::{Hardware, Source};
@@ -13,14 +13,13 @@ use mixfleet_hal::units::GB;
 use mixfleet_scheduler::batch::BatchLimits;
 use std::path::Path;
 
-/// Share of a device's memory that weights and KV may fill, as serving engines do by default.
+/// Share of a device's memory for weights and KV, as in the defaults of serving engines.
 const MEMORY_SHARE: f64 = 0.9;
-/// Tokens of a block in the traces of Mooncake.
-/// A network of 100 Gbit/s.
+/// Default bandwidth of the network: 100 Gbit/s.
 const NIC_GB_PER_S: f64 = 12.5;
-/// PCIe 4 with 16 lanes, where the device's own link is not known.
+/// Default bandwidth of host memory: PCIe 4 with 16 lanes, if the device's own link is unknown.
 const DRAM_GB_PER_S: f64 = 32.0;
-/// One NVMe disk on PCIe 4.
+/// Default bandwidth of a disk: one NVMe disk on PCIe 4.
 const SSD_GB_PER_S: f64 = 5.0;
 
 fn wrong(place: impl Into<String>, cause: impl Into<String>) -> FleetFileError {
@@ -128,7 +127,7 @@ fn pool(
     })
 }
 
-/// The pool's word, else the file's, else what the measured engine ran with.
+/// The engine's limits: the pool's, or else the file's, or else those of the measured engine.
 fn engine(raw: &raw::Pool, shared: &raw::Engine, hardware: &Hardware) -> Engine {
     let measured = match &hardware.source {
         Source::Engine(engine) => Some(&engine.meta.engine_kwargs),
@@ -140,7 +139,7 @@ fn engine(raw: &raw::Pool, shared: &raw::Engine, hardware: &Hardware) -> Engine 
     let max_batched_tokens = tokens
         .or(measured.and_then(|engine| engine.max_num_batched_tokens))
         .unwrap_or(BatchLimits::STEP_TOKENS_MAX);
-    // Other engines fill a step up with prompts whoever decodes in it.
+    // Other engines fill a step up with prompts even beside decodes.
     let beside_default =
         measured.map_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX, |_| max_batched_tokens);
     Engine {
@@ -152,7 +151,7 @@ fn engine(raw: &raw::Pool, shared: &raw::Engine, hardware: &Hardware) -> Engine 
     }
 }
 
-/// What an instance has room for beside the weights, unless the file says it.
+/// Tokens of KV that fit beside the weights, unless the file states them.
 fn cache_tokens(
     raw: &raw::Pool,
     hardware: &Hardware,
@@ -179,7 +178,7 @@ fn cache_tokens(
         Source::Engine(engine) => engine.cache_tokens(),
         _ => None,
     };
-    // Beyond as many devices as KV heads, each keeps a copy of its head.
+    // With more devices than KV heads, each device keeps a copy of its head.
     let copies = model
         .shape
         .as_ref()
@@ -275,8 +274,8 @@ fn link(raw: raw::Link, pools: &[Pool]) -> Result<Link, FleetFileError> {
     Ok(Link { from, to, gb_per_s, latency_s, usd_per_gb })
 }
 
-/// Whether `name` fits `pattern`, in which `*` stands for any characters. Between two stars the leftmost fit
-/// leaves most for the rest, so that none is ever taken back.
+/// Whether `name` matches `pattern`, in which `*` stands for any characters. Between two stars the leftmost
+/// match leaves most for the rest, so backtracking is unnecessary.
 pub(super) fn fits(pattern: &str, name: &str) -> bool {
     let mut pieces = pattern.split('*');
     let first = pieces.next().unwrap_or("");

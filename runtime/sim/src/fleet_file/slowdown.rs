@@ -1,21 +1,21 @@
-//! Instances that become slower on the way, for what-if runs.
+//! Instances that become slower during a run, for what-if questions.
 
 use super::error::suggestion;
 use super::resolve::positive;
 use super::{FleetFileError, Pool, raw};
 
-/// Instances of a pool that become slower on the way.
+/// Instances of a pool that become slower during a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PoolSlowdown {
-    /// Position of the pool.
+    /// Index of the pool.
     pub pool: usize,
-    /// Which of the pool's instances, counted from 0; none: all.
+    /// Index of the instance in the pool; none means all.
     pub instance: Option<u32>,
-    /// From when on, in seconds of the trace.
+    /// Start of the slowdown in seconds of the trace.
     pub from_s: f64,
-    /// How many times as long steps take then.
+    /// Factor by which steps take longer.
     pub times: f64,
-    /// Whether the fleet is told.
+    /// Whether the fleet machine's cost model changes too.
     pub told: bool,
 }
 

@@ -51,7 +51,7 @@ fn parse(text: &str) -> Result<FleetFile, FleetFileError> {
     FleetFile::parse(text, Path::new(""), &no_profile)
 }
 
-/// The fleet of one pool with these keys.
+/// Parses a fleet of one pool with these keys.
 fn pool(keys: &str) -> Result<FleetFile, FleetFileError> {
     parse(&format!("version = 1\n[model]\nname = \"llama-3.1-8b\"\n[[pool]]\nname = \"a\"\n{keys}"))
 }
@@ -60,7 +60,7 @@ fn message(result: Result<FleetFile, FleetFileError>) -> String {
     result.unwrap_err().to_string()
 }
 
-/// The message has each of these words.
+/// Checks that the error message contains each of these words.
 fn says(result: Result<FleetFile, FleetFileError>, words: &[&str]) {
     let message = message(result);
     assert!(words.iter().all(|word| message.contains(word)), "{words:?} not all in: {message}");
@@ -128,7 +128,7 @@ fn unknown_keys_are_told_with_their_place_and_the_nearest_known() {
         parse(&EXAMPLE.replace("role = \"prefill\"", "role = \"prefil\"")),
         &["line 16", "did you mean `prefill`?"],
     );
-    // Nothing is like it: the parser's list alone.
+    // No known name is similar: the message has only the parser's list.
     let strange = message(parse(&EXAMPLE.replace("[kv]", "[kv]\nzzz = 1")));
     assert!(strange.contains("zzz") && !strange.contains("did you mean"), "{strange}");
 }
@@ -203,7 +203,7 @@ fn a_pool_of_a_device_alone_gets_the_rest_from_the_catalog() {
     assert_eq!((a.dram.tokens, a.ssd.tokens), (10_000, 0));
     // 24 GB x 0.9 less 16.06 GB, at 131072 bytes.
     assert!((42_000..43_000).contains(&a.cache_tokens), "{}", a.cache_tokens);
-    // At least the time of the weights.
+    // A step takes at least the time of reading the weights.
     let step = a.cost.decode_step_s(1, 100).0;
     assert!((0.015..0.022).contains(&step), "{step}");
     let alone = [Prefill { context: 0, tokens: 512, last: true }];
@@ -321,7 +321,7 @@ fn the_first_link_that_fits_counts() {
     assert_eq!(fleet.link("decode", "prefill").unwrap().latency_s, 2.0);
 }
 
-/// Tries every length for every star.
+/// A naive matcher that tries every length for every star.
 fn naive(pattern: &[u8], name: &[u8]) -> bool {
     match (pattern.split_first(), name.split_first()) {
         (None, rest) => rest.is_none(),

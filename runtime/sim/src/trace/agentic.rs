@@ -1,8 +1,9 @@
-//! Agents' sessions, one a line: `{block_size, reqs: [{t, in, out, api, think, h: [[first, len], ...]}]}`.
+//! Sessions of agents, one per line: `{block_size, reqs: [{t, in, out, api, think, h: [[first, len],
+//! ...]}]}`.
 //!
-//! Times and block ids are local to a session, so sessions are started one after another at a fixed
-//! interval and their ids are keyed by the session's number. Sessions overlap: those that run are held,
-//! as runs of ids, and merged by time.
+//! Times and block ids are local to a session, so sessions are started one after another at a fixed interval
+//! and their ids are keyed by the session's number. Sessions overlap: the running ones are kept in memory, as
+//! runs of ids, and merged by time.
 
 use super::lines::Lines;
 use super::read::{Lengths, Repairs};
@@ -14,7 +15,7 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Only tells these keys from those of other origins.
+/// Distinguishes these keys from those of other sources.
 const KEY_SEED: u64 = 0x61_6765_6e74_6963;
 
 #[derive(Deserialize)]
@@ -32,48 +33,48 @@ struct Entry {
     #[serde(rename = "in")]
     prompt: Option<u64>,
     out: Option<u64>,
-    /// How long the answer took, where known.
+    /// Duration of the answer, if known.
     api: Option<f64>,
-    /// From the last answer whose end is known to this call.
+    /// Time from the last answer whose end is known to this call.
     think: Option<f64>,
     #[serde(default)]
     h: Vec<(u64, u64)>,
-    /// Calls with times from the sub-agent's start.
+    /// Calls of the sub-agent, with times from its start.
     sub: Option<Vec<Entry>>,
 }
 
-/// A call, placed in its session.
+/// A call at its position in the session.
 struct AgentStep {
-    /// From the session's start.
+    /// Time from the session's start.
     at: Seconds,
     lengths: Lengths,
     runs: Box<[(u64, u64)]>,
-    /// The call that must end before.
+    /// The call that must end before this one.
     after: Option<usize>,
     think: Seconds,
 }
 
-/// A session that runs.
+/// A session in progress.
 struct Running {
     number: u64,
     start: Seconds,
     model: Option<Arc<str>>,
     steps: Vec<AgentStep>,
-    /// Steps in order of time, and how many of them are done.
+    /// Steps in order of time, and the number of steps that are done.
     order: Vec<usize>,
     done: usize,
-    /// Ids that the done steps got.
+    /// Request ids of the steps that are done.
     ids: Vec<u64>,
 }
 
 pub(super) struct Agentic {
     block_tokens: u32,
     every: Seconds,
-    /// Sessions started.
+    /// Number of sessions started.
     count: u64,
-    /// By the time of the next step (see [`ordered`]), then by number.
+    /// Sessions in progress, by the time of the next step (see [`ordered`]), then by number.
     running: BTreeMap<(u64, u64), Running>,
-    /// The end of the file, or the error that comes after the sessions that run.
+    /// The end of the file, or the error that follows the sessions in progress.
     end: Option<Option<TraceError>>,
 }
 
@@ -182,7 +183,7 @@ impl Agentic {
             };
             let lengths = Lengths::new(prompt, out)?;
             self.check_runs(entry, lengths.prompt)?;
-            // A call cannot come before the one that it follows.
+            // A call cannot come before the one it follows.
             let at = before.map_or(at, |before| at.max(steps[before.step].at));
             let think = match before {
                 Some(before) => before.think(entry, at - steps[before.step].at, repairs)?,
@@ -216,7 +217,7 @@ impl Agentic {
 struct Answer {
     step: usize,
     took: Option<Seconds>,
-    /// Whether the caller is the one who made the call before, and not a sub-agent that starts.
+    /// Whether the caller is the agent that made the previous call, and not a sub-agent that starts.
     same_agent: bool,
 }
 
@@ -225,9 +226,9 @@ impl Answer {
         Answer { same_agent: false, ..self }
     }
 
-    /// Think time of `entry`, which arrives `gap` after the call of this answer. The file's counts from the
-    /// last answer of the agent whose end is known; where that is not this one, the gap tells: all of it
-    /// where the end of this answer is unknown, which is no less than the think time.
+    /// Think time of `entry`, which arrives `gap` after the call of this answer. The file counts it from the
+    /// agent's last answer whose end is known. If that is another answer, the think time follows from the
+    /// gap; where the end of this answer is unknown it is the whole gap, an upper bound.
     fn think(self, entry: &Entry, gap: Seconds, repairs: &mut Repairs) -> Result<Seconds, String> {
         let told = entry.think.map(|think| checked("think", think)).transpose()?;
         match (told, self.took) {
@@ -245,7 +246,7 @@ impl Running {
         self.order.get(self.done).map(|&step| self.start + self.steps[step].at)
     }
 
-    /// Takes the next step, as the request `id`.
+    /// Takes the next step, as the request with id `id`.
     fn step(&mut self, id: u64, repairs: &mut Repairs) -> Request {
         let index = self.order[self.done];
         self.done += 1;
@@ -276,7 +277,7 @@ fn checked(what: &str, seconds: f64) -> Result<f64, String> {
     right.then_some(seconds).ok_or_else(|| format!("{what} = {seconds} is not a time in seconds"))
 }
 
-/// Times from 0 on sort like their bits.
+/// The bits of a time, which sort like the time from 0 on.
 fn ordered(at: Seconds) -> u64 {
     at.0.to_bits()
 }

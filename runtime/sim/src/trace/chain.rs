@@ -1,9 +1,10 @@
-//! Block keys in blocks of another size.
+//! Converts block keys to another block size.
 
 use mixfleet_hal::random::bits;
 use mixfleet_scheduler::kv::BlockHash;
 
-/// The chain of a prompt of `prompt_tokens` in blocks of `to` tokens, from that in blocks of `from`.
+/// The chain of a prompt of `prompt_tokens` in blocks of `to` tokens, from the chain in blocks of `from`
+/// tokens.
 pub(super) fn rechain(chain: &[BlockHash], prompt_tokens: u32, from: u32, to: u32) -> Vec<BlockHash> {
     assert!(from > 0 && to > 0, "a block has at least one token");
     if from == to || chain.is_empty() {
@@ -11,7 +12,7 @@ pub(super) fn rechain(chain: &[BlockHash], prompt_tokens: u32, from: u32, to: u3
     }
     let step = greatest_common_divisor(from, to);
     let (pieces, group) = ((from / step) as usize, (to / step) as usize);
-    // Whether the last key is that of the prompt's end; a partial block counts then.
+    // Whether the last key covers the prompt's end; a partial block counts then.
     let to_the_end = chain.len() as u64 * u64::from(from) >= u64::from(prompt_tokens);
     let fine_count = match to_the_end {
         true => prompt_tokens.div_ceil(step) as usize,
@@ -27,7 +28,7 @@ pub(super) fn rechain(chain: &[BlockHash], prompt_tokens: u32, from: u32, to: u3
     (0..coarse_count).map(key).collect()
 }
 
-/// Key of the `piece`-th of `pieces` parts of the block of `key`. The last part keeps the block's own key,
+/// Key of the part `piece` of `pieces` parts of the block `key`. The last part keeps the block's own key,
 /// since both stand for the prefix up to there.
 fn derive(key: BlockHash, piece: usize, pieces: usize) -> BlockHash {
     if piece + 1 == pieces { key } else { BlockHash(bits(key.0, piece as u64)) }
@@ -42,11 +43,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The chain of `tokens`, the partial last block included: each key folds all tokens before it.
+    /// The chain of `tokens`, including a partial last block if `tail`: each key covers all tokens before it.
     fn chain(tokens: &[u8], block: u32, tail: bool) -> Vec<BlockHash> {
         let ends = (1..=tokens.len())
             .filter(|end| end.is_multiple_of(block as usize) || (tail && *end == tokens.len()));
-        // The length separates a partial block from the start of a full one.
+        // The length distinguishes a partial block from the start of a full one.
         let key = |end: usize| tokens[..end].iter().fold(end as u64, |key, &token| bits(key, token.into()));
         ends.map(|end| BlockHash(key(end))).collect()
     }
@@ -97,7 +98,7 @@ mod tests {
         assert_eq!(rechain(&keys, 1100, 512, 1024).len(), 2);
         assert_eq!(rechain(&keys, 1100, 512, 16).len(), 69);
         assert_eq!(rechain(&keys, 1100, 512, 768).len(), 2);
-        // The same keys of a longer prompt say nothing of its end.
+        // The same keys of a longer prompt contain no information about its end.
         assert_eq!(rechain(&keys, 5000, 512, 1024).len(), 1);
         assert_eq!(rechain(&[], 5000, 512, 1024), []);
     }

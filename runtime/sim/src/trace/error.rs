@@ -1,4 +1,4 @@
-//! What can be wrong with a trace.
+//! Errors in a trace.
 
 use super::{Format, TIME_S_MAX};
 
@@ -8,58 +8,58 @@ pub enum TraceError {
     /// The file cannot be opened, read or decompressed.
     #[error("cannot read {name}{}: {cause}", after(*line))]
     Read {
-        /// The trace.
+        /// The trace's name.
         name: String,
-        /// Lines that were read before.
+        /// Number of lines that were read before.
         line: u64,
-        /// What the system or the decompressor says.
+        /// The error of the operating system or the decompressor.
         #[source]
         cause: std::io::Error,
     },
-    /// A line does not say what a line of this format must say.
+    /// A line does not conform to the format.
     #[error("{name}, line {line}: {cause}; a line of {format} is {}", .format.example())]
     Line {
-        /// The trace.
+        /// The trace's name.
         name: String,
-        /// From 1, blank lines and the header counted.
+        /// Line number from 1, including blank lines and the header.
         line: u64,
-        /// What is wrong with it.
+        /// What is wrong with the line.
         cause: String,
-        /// What the file was recognised as.
+        /// The detected format of the file.
         format: Format,
     },
-    /// The first line is of no known format.
+    /// The first line matches no known format.
     #[error(
         "{name} is not a trace of a known format ({cause}); supported, also as .zst and .gz:\n{}",
         Format::list()
     )]
     UnknownFormat {
-        /// The trace.
+        /// The trace's name.
         name: String,
-        /// What was seen.
+        /// A description of the line.
         cause: String,
     },
-    /// Something happens later than times can be told apart.
+    /// A time is so late that times can no longer be told apart.
     #[error("{what} {at_s:e} s after the trace's start; times up to {TIME_S_MAX:e} s can be told apart")]
     Late {
-        /// What happens.
+        /// The event.
         what: &'static str,
-        /// When.
+        /// Its time in seconds.
         at_s: f64,
     },
-    /// A timeline without end.
+    /// A timeline with too many samples.
     #[error("the timeline has more than {0} samples; a longer --timeline-interval-s takes fewer")]
     Samples(u64),
-    /// There is no request in it.
+    /// The trace contains no requests.
     #[error("{name} holds no request")]
     Empty {
-        /// The trace.
+        /// The trace's name.
         name: String,
     },
 }
 
 impl TraceError {
-    /// An error unless `at_s` is a time that can be told apart from others.
+    /// Returns an error if `at_s` is too late to be told apart from other times.
     pub(crate) fn unless_late(what: &'static str, at_s: f64) -> Result<(), TraceError> {
         if at_s <= TIME_S_MAX { Ok(()) } else { Err(TraceError::Late { what, at_s }) }
     }

@@ -1,8 +1,8 @@
-//! Which format a file has, told from its first line.
+//! Detection of a file's format from its first line.
 
 use serde_json::Value;
 
-/// The formats that are read.
+/// The supported formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// Mooncake's JSONL, with prefix hashes.
@@ -13,16 +13,16 @@ pub enum Format {
     ServeGen,
     /// Sessions of agents, JSONL.
     Agentic,
-    /// What vLLM or LLMServingSim logged of each request, JSONL.
+    /// Per-request logs of vLLM or LLMServingSim, JSONL.
     RequestLog,
 }
 
 impl Format {
-    /// All of them.
+    /// All formats.
     pub const ALL: [Format; 5] =
         [Format::Mooncake, Format::Azure, Format::ServeGen, Format::Agentic, Format::RequestLog];
 
-    /// A word for documents.
+    /// The format's name in documents.
     pub const fn name(self) -> &'static str {
         match self {
             Format::Mooncake => "mooncake",
@@ -33,7 +33,7 @@ impl Format {
         }
     }
 
-    /// What a line looks like.
+    /// An example line.
     pub const fn example(self) -> &'static str {
         match self {
             Format::Mooncake => {
@@ -52,13 +52,13 @@ impl Format {
         }
     }
 
-    /// All formats, one a line.
+    /// All formats, one per line.
     pub(super) fn list() -> String {
         let lines = Format::ALL.map(|format| format!("  {:<12} {}", format.name(), format.example()));
         lines.join("\n")
     }
 
-    /// The format of a file that starts with `line`, or what is odd about it.
+    /// The format of a file that starts with `line`, or what does not match.
     pub(super) fn detect(line: &[u8]) -> Result<Format, String> {
         if line.first() == Some(&b'{') {
             return Format::detect_json(line);

@@ -1,17 +1,17 @@
-//! Lines of a file that may be compressed, without ever holding more than one.
+//! Lines of a file that may be compressed, with at most one line in memory.
 
 use super::{Format, TraceError};
 use std::io::{BufRead, BufReader, Read};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A longer line is refused: a file without newlines would otherwise fill the memory.
+/// Maximum length of a line: a file without newlines would otherwise fill the memory.
 const LINE_BYTES_MAX: u64 = 64 << 20;
 
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTANDARD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
-/// How far a file has been read; may be asked from another thread.
+/// The position in a file being read, which other threads may query.
 #[derive(Clone, Debug, Default)]
 pub struct Progress {
     bytes: Arc<AtomicU64>,
@@ -19,12 +19,12 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Bytes of the file read so far, compressed as they are.
+    /// Bytes of the file read so far, in compressed form.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Size of the file in bytes; unknown of a pipe.
+    /// Size of the file in bytes; unknown for a pipe.
     pub fn total(&self) -> Option<u64> {
         self.total
     }
@@ -43,11 +43,11 @@ impl<R: Read> Read for Counted<R> {
     }
 }
 
-/// The lines of a trace, decompressed, with their numbers.
+/// The decompressed lines of a trace, with their numbers.
 pub(super) struct Lines {
     input: Box<dyn BufRead + Send>,
     name: String,
-    /// Lines read so far, blank ones included.
+    /// Number of lines read so far, including blank ones.
     number: u64,
     line: Vec<u8>,
     peeked: bool,
@@ -69,7 +69,7 @@ impl Lines {
         Ok(Lines { input, name, number, line: Vec::new(), peeked: false, progress })
     }
 
-    /// The next line that is not blank, without its end; none at the end of the file.
+    /// The next line that is not blank, without its line end; none at the end of the file.
     pub(super) fn next(&mut self) -> Result<Option<&[u8]>, TraceError> {
         if self.peeked {
             self.peeked = false;
@@ -83,7 +83,7 @@ impl Lines {
         Ok(None)
     }
 
-    /// The next line, which stays the next.
+    /// The next line, without consuming it.
     pub(super) fn peek(&mut self) -> Result<Option<&[u8]>, TraceError> {
         self.peeked = self.next()?.is_some();
         Ok(self.peeked.then_some(&self.line))
@@ -110,7 +110,7 @@ impl Lines {
         Ok(count > 0)
     }
 
-    /// The error that the last line is wrong.
+    /// The error for an invalid last line.
     pub(super) fn error(&self, format: Format, cause: String) -> TraceError {
         TraceError::Line { name: self.name.clone(), line: self.number, cause, format }
     }
@@ -124,7 +124,7 @@ impl Lines {
     }
 }
 
-/// What the first bytes of `raw` say it is: the name of a file decides nothing.
+/// Decompresses `raw` as its first bytes require, whatever the file's name is.
 fn decompressed(raw: impl Read + Send + 'static) -> std::io::Result<Box<dyn BufRead + Send>> {
     let mut raw = BufReader::with_capacity(1 << 16, raw);
     // A pipe may deliver fewer bytes at first than the magic number has.

@@ -6,19 +6,19 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
 use serde::Deserialize;
 
-/// Blocks of the published traces (FAST'25, appendix A).
+/// Block size of the published traces (FAST'25, appendix A).
 pub(super) const BLOCK_TOKENS: u32 = 512;
 
-/// Only tells these keys from those of other origins.
+/// Distinguishes these keys from those of other sources.
 const KEY_SEED: u64 = 0x6d6f_6f6e_6361_6b65;
 
-/// The key of a `hash_ids` entry. Entries are small consecutive numbers; tables take keys for hashes, so
-/// they are spread over 64 bits, one to one.
+/// The key of a `hash_ids` entry. Entries are small consecutive numbers; hash tables expect keys to be
+/// hashes, so they are spread one-to-one over 64 bits.
 pub fn key_of(hash_id: u64) -> BlockHash {
     BlockHash(bits(KEY_SEED, hash_id))
 }
 
-/// Other keys of a line, which some producers add, say nothing of arrival, lengths or prefixes.
+/// The fields of a line that are used; some producers add others.
 #[derive(Deserialize)]
 struct Line {
     timestamp: f64,

@@ -13,16 +13,16 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Lines that may stand between a request and its place in time. Logs that are written as answers end
-/// are a little out of order; more than this is another kind of file, or a broken one.
+/// Lines over which requests are sorted by time. Logs that are written as answers end are slightly out of
+/// order; more than this is another kind of file, or a broken one.
 const WINDOW_LINES: usize = 1024;
 
-/// What the files do not say.
+/// Options for what files do not contain.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadOptions {
-    /// Tokens that a Mooncake `hash_ids` entry stands for; other formats say it themselves, or have none.
+    /// Tokens per Mooncake `hash_ids` entry; other formats state them, or have none.
     pub block_tokens: Option<u32>,
-    /// Agentic sessions have no common clock: the k-th starts k times this after the first.
+    /// Interval between the starts of agentic sessions, which have no common clock.
     pub session_every: Seconds,
 }
 
@@ -32,22 +32,22 @@ impl Default for ReadOptions {
     }
 }
 
-/// What was put right on the way, so that nothing is changed in silence.
+/// Counts of repairs, so that nothing is changed silently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Repairs {
-    /// Requests that arrived before an earlier line's, and were put into order.
+    /// Requests that arrived before an earlier line's, and were sorted.
     pub reordered: u64,
-    /// Answers of no token, which count as one: a request has at least a first token.
+    /// Answers of no token, which count as one, since a request has at least a first token.
     pub empty_outputs: u64,
-    /// Agentic requests whose think time the file does not tell: taken from the gap between arrivals.
+    /// Agentic requests whose think time is not in the file, and is taken from the gap between arrivals.
     pub unknown_thinks: u64,
 }
 
-/// A prompt and an answer of believable lengths.
+/// Plausible lengths of a prompt and an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Lengths {
     pub(super) prompt: u32,
-    /// 0 is repaired by whoever counts repairs.
+    /// Tokens of the answer; 0 is repaired later, where repairs are counted.
     pub(super) output: u32,
 }
 
@@ -70,23 +70,23 @@ impl Lengths {
     }
 }
 
-/// What one line says of one request.
+/// The request on one line.
 pub(super) struct Draft {
-    /// On the file's clock.
+    /// Arrival time on the file's clock.
     pub(super) at: Seconds,
     pub(super) lengths: Lengths,
     pub(super) chain: Vec<BlockHash>,
     pub(super) class: Option<Arc<str>>,
 }
 
-/// Reads lines that stand for one request each.
+/// Parses lines of one request each.
 pub(super) trait LineParser: Send {
     /// The request of `line`, or what is wrong with it.
     fn parse(&mut self, line: &[u8]) -> Result<Draft, String>;
 }
 
-/// The requests of a file in order of time, with ids counted from 0. Holds a window of lines, or the
-/// sessions that overlap, never the file. After an error nothing follows.
+/// The requests of a file in order of time, with ids counted from 0. It keeps a window of lines, or the
+/// overlapping sessions, in memory, never the whole file. After an error nothing follows.
 pub struct Trace {
     lines: Lines,
     format: Format,
@@ -102,7 +102,7 @@ enum Source {
 }
 
 impl Trace {
-    /// Opens the file at `path`. Format and compression are told from its content.
+    /// Opens the file at `path`. Format and compression are detected from its content.
     pub fn open(path: &Path, options: ReadOptions) -> Result<Self, TraceError> {
         let name = path.display().to_string();
         let error = |cause| TraceError::Read { name: name.clone(), line: 0, cause };
@@ -112,7 +112,7 @@ impl Trace {
         Trace::with_total(name, file, total, options)
     }
 
-    /// Reads from `raw`, which errors call `name`.
+    /// Reads from `raw`, which error messages call `name`.
     pub fn from_reader(
         name: impl Into<String>,
         raw: impl Read + Send + 'static,
@@ -139,12 +139,12 @@ impl Trace {
         Ok(Trace { lines, format, source, repairs: Repairs::default(), next_id: 0, ended: false })
     }
 
-    /// What the file was recognised as.
+    /// The detected format.
     pub fn format(&self) -> Format {
         self.format
     }
 
-    /// Tokens in a block of the chains; none where the format knows nothing of prefixes.
+    /// Tokens per block of the chains; none if the format has no information about prefixes.
     pub fn block_tokens(&self) -> Option<u32> {
         match &self.source {
             Source::Window(window) => window.block_tokens,
@@ -152,12 +152,12 @@ impl Trace {
         }
     }
 
-    /// What was repaired so far.
+    /// The repairs so far.
     pub fn repairs(&self) -> Repairs {
         self.repairs
     }
 
-    /// How far the file has been read.
+    /// The progress of reading the file.
     pub fn progress(&self) -> Progress {
         self.lines.progress()
     }
@@ -214,21 +214,21 @@ impl Source {
     }
 }
 
-/// Puts the requests of some thousand lines into order.
+/// Sorts the requests of about a thousand lines.
 struct Window {
     format: Format,
     parser: Box<dyn LineParser>,
     block_tokens: Option<u32>,
-    /// By time, and in the file's order among equals.
+    /// Requests by time, and in the file's order among equal times.
     waiting: BTreeMap<(Ordered, u64), Draft>,
-    /// Lines read, to keep equal times in the file's order.
+    /// Number of lines read, which keeps equal times in the file's order.
     count: u64,
     latest: Seconds,
-    /// Whether the file's clock is some other one than the trace's.
+    /// Whether the file's clock differs from the trace's.
     foreign_clock: bool,
     origin: Option<Seconds>,
     emitted: Option<Seconds>,
-    /// The end of the file, or the error that comes after what is waiting.
+    /// The end of the file, or the error that follows the waiting requests.
     end: Option<Option<TraceError>>,
 }
 

@@ -1,4 +1,4 @@
-//! What vLLM's and LLMServingSim's benchmarks log of each request.
+//! The per-request logs of vLLM's and LLMServingSim's benchmarks.
 
 use super::read::{Draft, Lengths, LineParser};
 use mixfleet_hal::units::Seconds;
@@ -8,7 +8,7 @@ use serde::Deserialize;
 struct Line {
     input_toks: u64,
     output_toks: u64,
-    /// On any clock: the reader counts from the first arrival.
+    /// Arrival time on any clock: the reader counts from the first arrival.
     arrival_time: Option<f64>,
     arrival_time_ns: Option<f64>,
 }

@@ -1,4 +1,4 @@
-//! What is in a trace: lengths, arrivals, and what caches of several sizes would hit.
+//! Statistics of a trace: lengths, arrivals, and hit rates of caches of several sizes.
 
 use super::{Repairs, Request};
 use mixfleet_hal::units::Seconds;
@@ -11,17 +11,17 @@ use std::collections::BTreeMap;
 /// Capacities of Mooncake's table 1 (arXiv v3), in blocks of the trace.
 pub const CAPACITIES_BLOCKS: [usize; 5] = [1_000, 10_000, 30_000, 50_000, 100_000];
 
-/// Prefill seconds of n tokens of which p are reused: `a (n - p) + b (n^2 - p^2)`.
+/// Coefficients of the prefill time of n tokens of which p are reused: `a (n - p) + b (n^2 - p^2)` seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PrefillFit {
-    /// a, in seconds.
+    /// The coefficient a, in seconds.
     pub per_token: f64,
-    /// b, in seconds.
+    /// The coefficient b, in seconds.
     pub per_token_squared: f64,
 }
 
 impl PrefillFit {
-    /// Time of a prompt of `prompt` tokens whose first `reused` need no work.
+    /// Time of a prompt of `prompt` tokens whose first `reused` are reused.
     pub fn time(self, prompt: u32, reused: u32) -> Seconds {
         let (n, p) = (f64::from(prompt), f64::from(reused));
         Seconds(self.per_token * (n - p) + self.per_token_squared * (n * n - p * p))
@@ -31,18 +31,18 @@ impl PrefillFit {
 /// What is counted.
 #[derive(Clone, Debug)]
 pub struct StatsOptions {
-    /// Tokens in a block of the chains; 0 where the trace has no chains.
+    /// Tokens per block of the chains; 0 if the trace has no chains.
     pub block_tokens: u32,
     /// Cache sizes in blocks.
     pub capacities_blocks: Vec<usize>,
-    /// Which block leaves a full cache.
+    /// Eviction policies.
     pub policies: Vec<CachePolicy>,
-    /// Adds the mean time of a prompt without cache and with an infinite one.
+    /// Adds the mean time of a prompt without a cache and with an infinite one.
     pub prefill: Option<PrefillFit>,
 }
 
-/// Counts requests one by one. Memory: the caches, a count for each distinct length, and a key for each
-/// distinct block (9 to 18 bytes), which an infinite cache takes.
+/// Counts requests one by one. It needs memory for the caches, a count per distinct length, and a key per
+/// distinct block (9 to 18 bytes) for the infinite cache.
 pub struct Tally {
     options: StatsOptions,
     requests: u64,
@@ -58,7 +58,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Nothing counted yet.
+    /// An empty tally.
     pub fn new(options: StatsOptions) -> Self {
         let pairs = options
             .policies
@@ -81,7 +81,7 @@ impl Tally {
         }
     }
 
-    /// Counts one request. Each cache first says what it holds of the prompt, then holds all of it.
+    /// Counts one request. Each cache first reports its hits on the prompt, then stores all of it.
     pub fn add(&mut self, request: &Request) {
         if self.requests == 0 {
             self.first = request.at;
@@ -106,7 +106,7 @@ impl Tally {
         }
     }
 
-    /// What was counted, with what the reader repaired.
+    /// The statistics, including the reader's repairs.
     pub fn finish(self, format: &'static str, repairs: Repairs) -> Stats {
         let tokens = self.prompts.sum();
         let rates = |hits: Hits| HitRates {
@@ -146,7 +146,7 @@ impl Tally {
     }
 }
 
-/// Holds every block that it ever saw.
+/// A cache that keeps every block.
 #[derive(Default)]
 struct Infinite {
     held: IdMap<()>,
@@ -154,7 +154,7 @@ struct Infinite {
 }
 
 impl Infinite {
-    /// Leading blocks of `chain` that are held; from now on all are.
+    /// Number of leading blocks of `chain` that are cached; from now on all are.
     fn hit_and_hold(&mut self, chain: &[BlockHash]) -> usize {
         let hit = chain.iter().take_while(|key| self.held.contains(key.0)).count();
         for key in &chain[hit..] {
@@ -177,7 +177,7 @@ impl Hits {
     }
 }
 
-/// Counts by length: exact quantiles in memory that depends on the distinct lengths alone.
+/// Counts by length: exact quantiles in memory that depends only on the number of distinct lengths.
 #[derive(Default)]
 struct Histogram {
     counts: BTreeMap<u32, u64>,
@@ -222,33 +222,33 @@ fn ratio(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
 
-/// What is in a trace.
+/// Statistics of a trace.
 #[derive(Clone, Debug, Serialize)]
 pub struct Stats {
     /// Name and version of this document.
     pub schema: &'static str,
-    /// What the file was recognised as.
+    /// The detected format of the file.
     pub format: &'static str,
-    /// Requests in all.
+    /// Number of requests.
     pub requests: u64,
-    /// From the first arrival to the last.
+    /// Time from the first arrival to the last.
     pub duration_s: f64,
-    /// Requests over the duration; none where all arrive at once, or as good as that.
+    /// Requests divided by the duration; none if all arrive nearly at once.
     pub requests_per_s: Option<f64>,
     /// Lengths of prompts.
     pub input_tokens: Lengths,
     /// Lengths of answers.
     pub output_tokens: Lengths,
-    /// Tokens in a block; none where the trace knows nothing of prefixes, and all hits are 0.
+    /// Tokens per block; none if the trace has no information about prefixes, and all hits are 0.
     pub block_tokens: Option<u32>,
     /// Blocks of all prompts.
     pub blocks: Blocks,
-    /// What one pool for all would hit.
+    /// Hit rates of one cache for all requests.
     pub prefix_hit: PrefixHit,
-    /// Mean time of a prompt, where a fit was asked for.
+    /// Mean prefill time of a prompt, if a fit was given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill_s: Option<Prefill>,
-    /// What the reader put right.
+    /// The reader's repairs.
     pub repairs: Repairs,
 }
 
@@ -266,33 +266,33 @@ pub struct Lengths {
 /// Blocks of all prompts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Blocks {
-    /// Each as often as it occurs.
+    /// Number of blocks, each counted as often as it occurs.
     pub references: u64,
-    /// Each once.
+    /// Number of distinct blocks.
     pub distinct: u64,
 }
 
-/// Shares that a cache saves.
+/// Shares of the work that a cache saves.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct HitRates {
-    /// Of all block references.
+    /// Share of all block references.
     pub block: f64,
-    /// Of all prompt tokens: hit blocks times the block, at most the prompt.
+    /// Share of all prompt tokens: hit blocks times the block size, at most the prompt.
     pub token: f64,
 }
 
 /// Hit rates by policy and capacity.
 #[derive(Clone, Debug, Serialize)]
 pub struct PrefixHit {
-    /// A cache that never evicts.
+    /// Hit rates of a cache that never evicts.
     pub infinite: HitRates,
-    /// Least recently used.
+    /// Hit rates of LRU eviction.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lru: Option<ByCapacity>,
-    /// Least often used while held.
+    /// Hit rates of LFU eviction, with counts of cached blocks only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lfu: Option<ByCapacity>,
-    /// See [`CachePolicy::LengthAware`].
+    /// Hit rates of [`CachePolicy::LengthAware`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub length_aware: Option<ByCapacity>,
 }
@@ -314,12 +314,12 @@ impl Serialize for ByCapacity {
 /// Mean prefill time of a prompt, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Prefill {
-    /// The time of a prompt by its length.
+    /// The coefficients of a prompt's time.
     #[serde(flatten)]
     pub fit: PrefillFit,
-    /// Every token computed.
+    /// Mean time without a cache.
     pub no_cache: f64,
-    /// Every token computed that no earlier prompt had in a whole block.
+    /// Mean time with an infinite cache of whole blocks.
     pub infinite_cache: f64,
 }
 
@@ -356,13 +356,13 @@ mod tests {
             policies: vec![CachePolicy::Lru],
             prefill: Some(PrefillFit { per_token: 1.0, per_token_squared: 0.0 }),
         });
-        // 25 tokens miss; the same 25 hit all; then 2 of 4 blocks.
+        // 25 tokens miss; the same 25 all hit; then 2 of 4 blocks hit.
         tally.add(&request(25, &[1, 2, 3]));
         tally.add(&request(25, &[1, 2, 3]));
         tally.add(&request(40, &[1, 2, 4, 5]));
         let stats = tally.finish("test", Repairs::default());
         assert_eq!(stats.prefix_hit.infinite, HitRates { block: 5.0 / 10.0, token: 45.0 / 90.0 });
-        // The small cache keeps the first two.
+        // The small cache keeps the first two blocks.
         let lru = stats.prefix_hit.lru.expect("asked for");
         assert_eq!(lru.0, [(2, HitRates { block: 4.0 / 10.0, token: 40.0 / 90.0 })]);
         let prefill = stats.prefill_s.expect("asked for");

@@ -1,20 +1,20 @@
-//! CSV traces: Azure's and ServeGen's. Columns are found by name, in any order; others are left alone.
+//! CSV traces of Azure and ServeGen. Columns are found by name, in any order; others are ignored.
 
 use super::read::{Draft, Lengths, LineParser};
 use super::time::utc_nanoseconds;
 use mixfleet_hal::units::Seconds;
 
-/// The names in a header, in lower case.
+/// The column names of a header, in lower case.
 pub(super) fn columns(header: &str) -> Vec<String> {
     fields(header).map(str::to_ascii_lowercase).collect()
 }
 
-/// None of these formats has a comma inside a field.
+/// The fields of a line; none of these formats has a comma inside a field.
 fn fields(line: &str) -> impl Iterator<Item = &str> {
     line.split(',').map(|field| field.trim().trim_matches('"'))
 }
 
-/// What the time column holds.
+/// The format of the time column.
 #[derive(Clone, Copy)]
 pub(super) enum Clock {
     /// Seconds from the trace's start.
@@ -30,12 +30,13 @@ pub(super) struct Table {
     output: usize,
     client: Option<usize>,
     clock: Clock,
-    /// Nanoseconds of the first row's date: a double of a whole date would lose microseconds.
+    /// The first row's date in nanoseconds, which is subtracted: an f64 of a whole date would lose
+    /// microseconds.
     origin_ns: Option<i64>,
 }
 
 impl Table {
-    /// A table under `header`, which has the columns of `names`: time, prompt, output.
+    /// A table under `header`, which contains the columns `names`: time, prompt, output.
     pub(super) fn new(header: &[u8], names: [&str; 3], clock: Clock) -> Result<Self, String> {
         let columns = columns(&String::from_utf8_lossy(header));
         let place = |name: &str| columns.iter().position(|column| column == name);
@@ -61,7 +62,7 @@ impl Table {
                 let now = utc_nanoseconds(field).ok_or_else(|| {
                     format!("'{field}' is not a date and time as in 2023-11-16 18:15:46.6805900")
                 })?;
-                // Two dates may be farther apart than 64 bits of nanoseconds.
+                // The difference of two dates may exceed 64 bits of nanoseconds.
                 let origin = i128::from(*self.origin_ns.get_or_insert(now));
                 Ok(Seconds((i128::from(now) - origin) as f64 / 1e9))
             }

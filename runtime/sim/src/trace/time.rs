@@ -1,6 +1,6 @@
-//! Dates, as far as logs need them.
+//! Parsing of the dates in logs.
 
-/// Nanoseconds since 1970 of `2023-11-16 18:15:46.6805900`, UTC unless an offset such as `+02:00` follows.
+/// Nanoseconds since 1970 of `2023-11-16 18:15:46.6805900`, in UTC unless an offset such as `+02:00` follows.
 pub(super) fn utc_nanoseconds(text: &str) -> Option<i64> {
     let (date, rest) = text.split_once([' ', 'T'])?;
     let (clock, offset_s) = split_offset(rest)?;
@@ -10,7 +10,7 @@ pub(super) fn utc_nanoseconds(text: &str) -> Option<i64> {
     let mut clock = clock.splitn(3, ':');
     let (hour, minute) = (number(clock.next()?, 2)?, number(clock.next()?, 2)?);
     let second = number(clock.next()?, 2)?;
-    // 60 is a leap second.
+    // A second of 60 is a leap second.
     if hour > 23 || minute > 59 || second > 60 {
         return None;
     }
@@ -18,7 +18,7 @@ pub(super) fn utc_nanoseconds(text: &str) -> Option<i64> {
     seconds.checked_mul(1_000_000_000)?.checked_add(nanoseconds(fraction)?)
 }
 
-/// Of `18:15:46.68+02:00`, the clock and the offset in seconds.
+/// Splits `18:15:46.68+02:00` into the time and the offset in seconds.
 fn split_offset(text: &str) -> Option<(&str, i64)> {
     if let Some(clock) = text.strip_suffix('Z') {
         return Some((clock, 0));
@@ -35,7 +35,7 @@ fn number(text: &str, digits: usize) -> Option<i64> {
     right.then(|| text.parse().ok()).flatten()
 }
 
-/// Nanoseconds of the digits behind the point; those beyond the ninth are dropped.
+/// Nanoseconds of the digits after the decimal point; those beyond the ninth are dropped.
 fn nanoseconds(fraction: &str) -> Option<i64> {
     if !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn known_dates() {
-        // From `date -u -d ... +%s`.
+        // The expected values come from `date -u -d ... +%s`.
         for (text, seconds) in [
             ("1970-01-01 00:00:00", 0),
             ("2000-02-29 23:59:59", 951_868_799),

@@ -1,13 +1,13 @@
-//! Changes to a stream of requests on its way.
+//! Transformations of a stream of requests.
 
 use super::{Request, TraceError};
 use mixfleet_hal::random::{Stream, bits};
 use mixfleet_hal::units::Seconds;
 use std::collections::VecDeque;
 
-/// A stream of requests in order of time, and what can be done to it. `take(n)` limits it.
+/// A stream of requests in order of time, and its transformations. `take(n)` limits it.
 pub trait Requests: Iterator<Item = Result<Request, TraceError>> + Sized {
-    /// Arrivals `factor` times as fast. Think times stay: users do not think faster.
+    /// Makes arrivals `factor` times as fast. Think times stay, since users do not think faster.
     ///
     /// # Panics
     /// When `factor` is not a positive number.
@@ -20,17 +20,17 @@ pub trait Requests: Iterator<Item = Result<Request, TraceError>> + Sized {
         })
     }
 
-    /// Spreads requests of equal arrival evenly at random over what follows: at most `bin`, at most up to
-    /// the next arrival, so that the order stays. Mooncake's timestamps lie in bins of 3 s. Holds the
-    /// requests of one arrival in memory.
+    /// Spreads requests of equal arrival uniformly at random over the following time: at most `bin`, and at
+    /// most up to the next arrival, so that the order stays. Mooncake's timestamps are in bins of 3 s. Keeps
+    /// the requests of one arrival in memory.
     fn jitter(self, bin: Seconds, seed: u64) -> Jitter<Self> {
         Jitter { inner: self, bin, seed, group: 0, ready: VecDeque::new(), next: None, last: None }
     }
 
-    /// Chains in blocks of `to` tokens instead of `from`: see [`Request::rechain`].
+    /// Converts chains to blocks of `to` tokens from `from`; see [`Request::rechain`].
     ///
     /// # Panics
-    /// When a block is empty.
+    /// When a block size is zero.
     fn rechain(self, from: u32, to: u32) -> impl Iterator<Item = Self::Item> {
         assert!(from > 0 && to > 0, "a block has at least one token");
         self.map(move |item| item.map(|request| request.rechain(from, to)))
@@ -39,17 +39,17 @@ pub trait Requests: Iterator<Item = Result<Request, TraceError>> + Sized {
 
 impl<I: Iterator<Item = Result<Request, TraceError>>> Requests for I {}
 
-/// See [`Requests::jitter`].
+/// The stream of [`Requests::jitter`].
 pub struct Jitter<I> {
     inner: I,
     bin: Seconds,
     seed: u64,
-    /// Groups so far: each has random numbers of its own.
+    /// Number of groups so far: each has random numbers of its own.
     group: u64,
     ready: VecDeque<Request>,
     /// The first request of the next group.
     next: Option<Request>,
-    /// The error or the end that follows what is ready.
+    /// The error or the end that follows the requests that are ready.
     last: Option<Option<TraceError>>,
 }
 

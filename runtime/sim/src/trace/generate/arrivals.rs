@@ -1,26 +1,26 @@
-//! When sessions start.
+//! Arrival times of sessions.
 
 use mixfleet_hal::random::{Stream, bits};
 
 /// How sessions arrive.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Arrivals {
-    /// Independently of each other.
+    /// Independently of each other, as a Poisson process.
     Poisson,
-    /// In bursts, as the users of a large model do.
+    /// In bursts, as observed for users of a large model.
     Bursty(Burst),
 }
 
-/// Gaps drawn from a gamma distribution, under a load that drifts.
+/// Gaps drawn from a gamma distribution, under a drifting load.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Burst {
     /// Coefficient of variation of the gaps between arrivals; 1 is Poisson.
     pub gap_cv: f64,
-    /// The load is constant for this long.
+    /// Time for which the load is constant.
     pub window_s: f64,
     /// Standard deviation of the load's logarithm.
     pub load_sigma: f64,
-    /// Correlation of the logarithms of two windows in sequence.
+    /// Correlation of the logarithms of the load in two consecutive windows.
     pub load_correlation: f64,
 }
 
@@ -31,14 +31,14 @@ impl Arrivals {
         Arrivals::Bursty(Burst { gap_cv: 1.52, window_s: 600.0, load_sigma: 0.407, load_correlation: 0.916 });
 }
 
-/// The times at which sessions start.
+/// A generator of the times at which sessions start.
 pub(super) struct Starts {
     burst: Burst,
     rate: f64,
     random: Stream,
     now: f64,
     window_end: f64,
-    /// Standard normal: the load's logarithm in deviations.
+    /// The load's logarithm in standard deviations.
     state: f64,
 }
 
@@ -56,14 +56,13 @@ impl Starts {
         Starts { burst, rate, random, now: 0.0, window_end: burst.window_s, state }
     }
 
-    /// The next start, in seconds. Gaps are drawn in units of their mean, and pass the faster the higher
-    /// the load is.
+    /// The next start in seconds. Gaps are drawn in units of their mean, and pass faster at a higher load.
     pub(super) fn next(&mut self) -> f64 {
         let shape = self.burst.gap_cv.powi(-2);
         let mut gap = gamma(&mut self.random, shape) / shape;
         loop {
             let sigma = self.burst.load_sigma;
-            // Log-normal of mean 1.
+            // A log-normal factor of mean 1.
             let rate = self.rate * (sigma * self.state - sigma * sigma / 2.0).exp();
             let left = (self.window_end - self.now) * rate;
             if gap <= left {
@@ -80,7 +79,8 @@ impl Starts {
     }
 }
 
-/// Gamma of this shape and scale 1 (Marsaglia & Tsang 2000; under shape 1 by their power of a uniform).
+/// A gamma variate of this shape and scale 1 (Marsaglia & Tsang 2000; below shape 1 by their power of a
+/// uniform).
 fn gamma(random: &mut Stream, shape: f64) -> f64 {
     if shape == 1.0 {
         return -(1.0 - random.next_unit()).ln();
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn the_load_drifts_as_published() {
-        // 2,000 windows of some 600 arrivals.
+        // 2,000 windows of about 600 arrivals.
         let mut starts = Starts::new(Arrivals::BURSTY, 1.0, 3);
         let mut counts = vec![0.0; 2_000];
         while let Some(count) = counts.get_mut((starts.next() / 600.0) as usize) {

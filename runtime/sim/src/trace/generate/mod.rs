@@ -1,9 +1,9 @@
-//! Requests that nobody made: sessions with turns, after published statistics.
+//! Synthetic requests: sessions with turns, after published statistics.
 //!
-//! Sessions start by a renewal process ([`Arrivals`]). A session's first prompt begins with a system prompt
-//! that others share; each further prompt is the one before, its answer, and some new tokens, after a time
-//! to think. A context that would outgrow its maximum starts over, as agents do that compact theirs.
-//! Numbers and their sources: [`Preset::model`].
+//! Sessions start by a renewal process ([`Arrivals`]). A session's first prompt begins with a shared system
+//! prompt; each further prompt is the previous one, its answer, and some new tokens, after a think time. A
+//! context that would exceed its maximum starts over, as agents do that compact theirs. Numbers and their
+//! sources: [`Preset::model`].
 
 mod arrivals;
 mod model;
@@ -19,36 +19,39 @@ use mixfleet_hal::random::{Stream, bits};
 use mixfleet_hal::units::Seconds;
 use std::collections::BTreeMap;
 
-/// An answer's time by its length: the median of the answers in the agentic trace (docs/traces.md). Only
-/// the arrival of the next turn depends on it.
+/// Time per token of an answer: the median in the agentic trace (docs/traces.md). Only the arrival of the
+/// next turn depends on it.
 const ANSWER_S_PER_TOKEN: f64 = 0.0257;
 
-/// Mean sessions that pass before the first request is kept, so that the rate is steady from the start.
+/// Mean number of sessions that pass before the first request is kept, so that the rate is steady from the
+/// start.
 const WARM_UP_SESSIONS: f64 = 3.0;
 
-/// Requests per second: one in two weeks,
+/// Minimum requests per second: one in two weeks.
 const RATE_MIN: f64 = 1e-6;
-/// and what a trace of some hours still fits on a disk with.
+/// Maximum requests per second, with which a trace of some hours still fits on a disk.
 const RATE_MAX: f64 = 1e4;
-/// Requests before the first that is kept: half a minute of work.
+/// Maximum requests before the first that is kept: half a minute of work.
 const REQUESTS_BEFORE_MAX: f64 = 3e7;
 
-/// What to generate.
+/// Options of a generated trace.
 #[derive(Clone, Copy, Debug)]
 pub struct GenerateOptions {
-    /// Requests in all.
+    /// Number of requests in all.
     pub requests: u64,
     /// Requests per second in the long run.
     pub rate: f64,
-    /// Equal seeds give equal requests.
+    /// Seed; equal seeds give equal requests.
     pub seed: u64,
-    /// How sessions arrive.
+    /// Arrival process of sessions.
     pub arrivals: Arrivals,
 }
 
 impl GenerateOptions {
+    /// Checks the options.
+    ///
     /// # Errors
-    /// When a rate or the trace's length is beyond what anybody has.
+    /// When a rate or the trace's length is unrealistic.
     fn check(&self) -> Result<(), GenerateError> {
         if !(RATE_MIN..=RATE_MAX).contains(&self.rate) {
             return Err(GenerateError::Rate(self.rate));
@@ -57,8 +60,8 @@ impl GenerateOptions {
         if duration_s > TIME_S_MAX { Err(GenerateError::Duration(duration_s)) } else { Ok(()) }
     }
 
-    /// A load of the same duration with fewer requests: how much of a session a trace shows depends on its
-    /// duration, and on nothing else.
+    /// A load of the same duration with fewer requests: how much of a session a trace contains depends only
+    /// on its duration.
     fn pilot(self) -> Self {
         const REQUESTS: u64 = 20_000;
         let requests = self.requests.min(REQUESTS);
@@ -66,72 +69,73 @@ impl GenerateOptions {
     }
 }
 
-/// What is wrong with the options.
+/// An error in the options.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GenerateError {
     /// The rate is not a positive number.
     #[error("{0:e} requests per second: the rate must lie between {RATE_MIN:e} and {RATE_MAX:e}")]
     Rate(f64),
-    /// So many requests at this rate take too long.
+    /// This many requests at this rate take too long.
     #[error(
         "the trace would last {0:e} s, and {TIME_S_MAX:e} s are the longest: fewer requests, or a higher rate"
     )]
     Duration(f64),
-    /// It takes too long to get to the trace's start.
+    /// Reaching the trace's start takes too long.
     #[error(
         "{0:e} requests of sessions that began before the trace would be played first, and {REQUESTS_BEFORE_MAX:e} \
          are the most: a lower rate"
     )]
     Before(f64),
-    /// The hit rate is no share.
+    /// The hit rate is not between 0 and 1.
     #[error("a hit rate of {0}: it must lie between 0 and 1")]
     Share(f64),
-    /// No number of turns gives this share.
+    /// No number of turns gives this hit rate.
     #[error(
         "a hit rate of {target} is out of reach: in a trace of {duration_s:.0} s, sessions of {turns} turns in \
          the mean give {reached:.3}; a longer trace (more requests, a lower rate) has more of each session"
     )]
     Hits {
-        /// What was asked for.
+        /// The requested hit rate.
         target: f64,
-        /// Length of the trace.
+        /// Duration of the trace.
         duration_s: f64,
-        /// The turns that come closest.
+        /// The number of turns that comes closest.
         turns: f64,
-        /// What they give.
+        /// The hit rate that it gives.
         reached: f64,
     },
 }
 
-/// Longest mean session that a hit rate is looked for with.
+/// Maximum mean number of turns in the search for a hit rate.
 const TURNS_MAX: f64 = 1024.0;
 
-/// Requests in order of time. Holds the sessions that run, and nothing of what was.
+/// Generates requests in order of time. It keeps the sessions in progress in memory, and nothing of earlier
+/// ones.
 pub struct Generator {
     model: Model,
     options: GenerateOptions,
     starts: Starts,
-    /// When the next session starts.
+    /// Time of the next session's start.
     next_start: f64,
-    /// By the time of the next request, then by number.
+    /// Sessions in progress, by the time of the next request, then by number.
     running: BTreeMap<(u64, u64), Running>,
     warm_up_s: f64,
     sessions: u64,
     emitted: u64,
     next_hash_id: u64,
-    /// System prompts that were sent.
+    /// Whether each system prompt was sent already.
     seen: Vec<bool>,
     hits: Hits,
 }
 
-/// What an infinite cache would have hit of the requests so far.
+/// Hits that an infinite cache would have had on the requests so far.
 #[derive(Clone, Copy, Debug, Default)]
 struct Hits {
     reused_tokens: u64,
     prompt_tokens: u64,
 }
 
-/// A session that runs.
+/// A session in progress.
 struct Running {
     number: u64,
     random: Stream,
@@ -140,15 +144,15 @@ struct Running {
     think: Seconds,
     prompt_tokens: u32,
     output_tokens: u32,
-    /// Which system prompt, and how many of its blocks the prompt starts with.
+    /// The system prompt, and the number of its blocks that the prompt starts with.
     system: u32,
     system_blocks: u32,
     /// Full blocks of its own, as (first id, count).
     runs: Vec<(u64, u32)>,
     own_blocks: u32,
-    /// Of these, how many an earlier request that was kept had too.
+    /// Number of these blocks that an earlier, kept request contained too.
     known_blocks: u32,
-    /// The request before, if it was kept.
+    /// The previous request, if it was kept.
     before: Option<u64>,
 }
 
@@ -182,8 +186,9 @@ impl Generator {
         })
     }
 
-    /// The same with the number of turns at which an infinite cache hits a share `target` of the tokens, to
-    /// 0.001 in a trace of the same duration with 20,000 requests. Longer sessions have longer prompts, so lengths follow.
+    /// A generator whose number of turns makes an infinite cache hit a share `target` of the tokens, to 0.001
+    /// in a trace of the same duration with 20,000 requests. Longer sessions have longer prompts, so lengths
+    /// follow.
     pub fn with_hit_target(
         model: Model,
         options: GenerateOptions,
@@ -214,7 +219,7 @@ impl Generator {
             if more >= target {
                 break;
             }
-            // Sessions that outlast the trace show few of their turns in it: longer ones hit less again.
+            // Sessions that outlast the trace show few of their turns in it, so longer ones hit less again.
             if more <= reached || high >= TURNS_MAX {
                 return out_of_reach(if more > reached { high } else { low }, more.max(reached));
             }
@@ -232,7 +237,7 @@ impl Generator {
         Generator::new(model.with_turns(turns), options)
     }
 
-    /// The next request, its chain left empty; `hash_ids` becomes what Mooncake's format calls so.
+    /// The next request, with an empty chain; `hash_ids` becomes what Mooncake's format calls by that name.
     pub fn advance(&mut self, hash_ids: &mut Vec<u64>) -> Option<Request> {
         if self.emitted >= self.options.requests {
             return None;
@@ -245,7 +250,7 @@ impl Generator {
             }
             let ((_, number), mut session) = self.running.pop_first()?;
             session.output_tokens = self.model.output.draw(&mut session.random);
-            // What comes before the trace begins gets no ids: its blocks are new when they are met again.
+            // Requests before the trace begins get no ids: their blocks are new when they occur again.
             let kept = session.at >= self.warm_up_s;
             let request = kept.then(|| self.request(&mut session, hash_ids));
             if session.turn_over(&self.model) {
@@ -294,7 +299,7 @@ impl Generator {
         hash_ids.extend(system_first..system_first + u64::from(session.system_blocks));
         hash_ids.extend(session.runs.iter().flat_map(|&(first, count)| first..first + u64::from(count)));
         if !session.prompt_tokens.is_multiple_of(BLOCK_TOKENS) {
-            // The partial block is another one when the prompt grows.
+            // The partial block becomes another one when the prompt grows.
             hash_ids.push(self.next_hash_id);
             self.next_hash_id += 1;
         }
@@ -303,7 +308,7 @@ impl Generator {
         let think = if after.is_some() { session.think } else { Seconds::ZERO };
         Request {
             id,
-            // Whole milliseconds are all that the format can say.
+            // The format has whole milliseconds only.
             at: Seconds(((session.at - self.warm_up_s) * 1e3).floor() / 1e3),
             prompt_tokens: session.prompt_tokens,
             output_tokens: session.output_tokens,
@@ -326,7 +331,7 @@ impl Generator {
 }
 
 impl Running {
-    /// Gives the full blocks that have none yet their ids.
+    /// Assigns ids to the full blocks that have none yet.
     fn extend(&mut self, next_hash_id: &mut u64) {
         let fresh = self.prompt_tokens / BLOCK_TOKENS - self.system_blocks - self.own_blocks;
         if fresh == 0 {
@@ -340,7 +345,7 @@ impl Running {
         *next_hash_id += u64::from(fresh);
     }
 
-    /// Prepares the next turn; false: the session is over.
+    /// Prepares the next turn; false if the session is over.
     fn turn_over(&mut self, model: &Model) -> bool {
         if self.random.next_unit() >= model.turns.go_on(self.turn) {
             return false;

@@ -1,13 +1,13 @@
-//! Lengths, turns and pauses of sessions, with where their numbers come from.
+//! Lengths, turns and think times of sessions, with the sources of their numbers.
 
 use mixfleet_hal::random::Stream;
 
-/// A distribution by points (share, value) of its inverse, which is geometric between them.
+/// A distribution given by points (share, value) of its quantile function, which is geometric between them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Quantiles(pub &'static [(f64, u32)]);
 
 impl Quantiles {
-    /// One value, from 1 on.
+    /// Draws one value, at least 1.
     pub(super) fn draw(self, random: &mut Stream) -> u32 {
         let share = random.next_unit();
         let above = self.0.partition_point(|&(p, _)| p <= share).clamp(1, self.0.len() - 1);
@@ -29,17 +29,18 @@ impl Quantiles {
     }
 }
 
-/// How many turns sessions have: each goes on with a probability of its own, which is Beta distributed
-/// over the sessions, so that those that went on are likely to go on (beta-geometric).
+/// The number of turns of sessions. Each session continues with a probability of its own, which is Beta
+/// distributed over the sessions, so that sessions that continued are likely to continue (beta-geometric).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Turns {
     mean: f64,
-    /// First parameter of the Beta: large is geometric, towards 1 ever more unequal.
+    /// First parameter of the Beta distribution: large values approach a geometric distribution, values
+    /// towards 1 are ever more unequal.
     evenness: f64,
 }
 
 impl Turns {
-    /// `mean` turns from 1 on; `evenness` above 1.
+    /// A mean of `mean` turns, at least 1; `evenness` is above 1.
     ///
     /// # Panics
     /// When either is out of range.
@@ -48,12 +49,12 @@ impl Turns {
         Turns { mean, evenness }
     }
 
-    /// Turns of a session in the mean.
+    /// Mean number of turns of a session.
     pub fn mean(self) -> f64 {
         self.mean
     }
 
-    /// Probability that a session goes on after its `turn`-th turn, from 1.
+    /// Probability that a session continues after turn `turn`, counted from 1.
     pub(super) fn go_on(self, turn: u32) -> f64 {
         let beta = (self.mean - 1.0) * (self.evenness - 1.0);
         let survived = f64::from(turn - 1) + beta;
@@ -61,34 +62,34 @@ impl Turns {
     }
 }
 
-/// What sessions look like. Lengths in tokens.
+/// The statistics of sessions; lengths are in tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Model {
-    /// Turns of a session.
+    /// Number of turns of a session.
     pub turns: Turns,
-    /// The first prompt, the system prompt included.
+    /// Length of the first prompt, including the system prompt.
     pub first: Quantiles,
-    /// What a further prompt has beyond the one before and its answer.
+    /// Length that a further prompt adds to the previous one and its answer.
     pub growth: Quantiles,
-    /// Answers.
+    /// Length of answers.
     pub output: Quantiles,
-    /// From the end of an answer to the next prompt, in milliseconds.
+    /// Time from the end of an answer to the next prompt, in milliseconds.
     pub think_ms: Quantiles,
     /// Length of a system prompt.
     pub system_tokens: u32,
-    /// Kinds of system prompt, equally likely; 0: none is shared.
+    /// Number of different system prompts, equally likely; 0 means that none is shared.
     pub system_prompts: u32,
     /// A context that would be longer starts over.
     pub prompt_tokens_max: u32,
 }
 
 impl Model {
-    /// The same with other turns in the mean.
+    /// The same statistics with another mean number of turns.
     pub fn with_turns(self, mean: f64) -> Self {
         Model { turns: Turns::new(mean, self.turns.evenness), ..self }
     }
 
-    /// How long a session takes in the mean, in seconds.
+    /// Mean duration of a session in seconds.
     pub(super) fn session_s(&self, answer_s_per_token: f64) -> f64 {
         let turn_s = self.think_ms.mean() / 1e3 + self.output.mean() * answer_s_per_token;
         (self.turns.mean - 1.0) * turn_s
@@ -102,12 +103,12 @@ pub enum Preset {
     Conversation,
     /// Coding agents.
     Agentic,
-    /// Summaries of documents, each on its own.
+    /// Independent summaries of documents.
     Batch,
 }
 
 impl Preset {
-    /// Requests per second of the source, or a like number where it has none.
+    /// Requests per second of the source, or a similar number if it has none.
     pub const fn rate(self) -> f64 {
         match self {
             Preset::Conversation => 3.4,
@@ -115,7 +116,7 @@ impl Preset {
         }
     }
 
-    /// The numbers of this kind of load, all measured on the published traces that docs/traces.md names.
+    /// The statistics of this kind of load, all measured on the published traces that docs/traces.md names.
     pub fn model(self) -> Model {
         match self {
             Preset::Conversation => conversation(),
@@ -125,10 +126,10 @@ impl Preset {
     }
 }
 
-/// Mooncake's conversation trace (FAST'25). Sessions from its hashes: a request that hits more than the
-/// system prompt's block goes on where the last one with that block ended. 7,373 of 12,031 start a session;
-/// 31, 42, 51, 59, 59 and 68 % of those with 1, 2, ... 6 turns go on. Thinking: its gaps between turns
-/// less 9 s of answer. The system prompt: the 882 tokens of FAST'25.
+/// Mooncake's conversation trace (FAST'25). Sessions are derived from its hashes: a request that hits more
+/// than the system prompt's block continues the last one that ended with the hit block. 7,373 of 12,031 start
+/// a session; 31, 42, 51, 59, 59 and 68 % of those with 1, 2, ... 6 turns continue. Think times are its gaps
+/// between turns less 9 s of answer. The system prompt has the 882 tokens of FAST'25.
 fn conversation() -> Model {
     Model {
         turns: Turns::new(1.63, 3.55),
@@ -187,9 +188,10 @@ fn conversation() -> Model {
 }
 
 /// 397 sessions of coding agents (callanjfox/kv-cache-tester). Turns are close to geometric (mean 65, median
-/// 43). System prompt and tools: 15,104 tokens in the median, in 235 variants of unequal frequency that
-/// collide as often as 118 equal ones. Growth beyond the 99th percentile is left out, and contexts start over
-/// at 300,000 tokens, near the 95th percentile of its prompts: the source has longer windows, and compactions.
+/// 43). System prompt and tools have a median of 15,104 tokens, in 235 variants of unequal frequency that
+/// collide as often as 118 equally frequent ones. Growth beyond the 99th percentile is left out, and contexts
+/// start over at 300,000 tokens, near the 95th percentile of its prompts: the source has longer windows, and
+/// compactions.
 fn agentic() -> Model {
     Model {
         turns: Turns::new(64.9, 1e3),
@@ -251,7 +253,7 @@ fn agentic() -> Model {
     }
 }
 
-/// The 28,257 arXiv summaries of Vidur; they share no prefix.
+/// The 28,257 arXiv summaries of Vidur, which share no prefix.
 fn batch() -> Model {
     Model {
         turns: Turns::new(1.0, 2.0),

@@ -1,4 +1,4 @@
-//! Requests as lines of Mooncake's format.
+//! Writes requests as lines of Mooncake's format.
 
 use crate::trace::Request;
 use std::io::{BufWriter, Write};
@@ -22,7 +22,7 @@ pub fn write_line(line: &mut Vec<u8>, request: &Request, hash_ids: &[u64]) {
     line.extend_from_slice(b"]}\n");
 }
 
-/// `format!` takes three times as long, and a trace has some hundred numbers a line.
+/// Appends a number. `format!` takes three times as long, and a trace has about a hundred numbers per line.
 fn number(line: &mut Vec<u8>, mut value: u64) {
     let mut digits = [0; 20];
     let mut start = digits.len();
@@ -37,9 +37,9 @@ fn number(line: &mut Vec<u8>, mut value: u64) {
     line.extend_from_slice(&digits[start..]);
 }
 
-/// A file that is compressed as its name says: `.zst`, `.gz`, or not.
+/// A file that is compressed as its name says: `.zst`, `.gz`, or not at all.
 pub enum Output<W: Write> {
-    /// As it is.
+    /// Uncompressed.
     Plain(BufWriter<W>),
     /// Zstandard.
     Zstandard(zstd::Encoder<'static, W>),
@@ -48,7 +48,7 @@ pub enum Output<W: Write> {
 }
 
 impl<W: Write> Output<W> {
-    /// Writes to `inner` as the ending of `name` says.
+    /// Writes to `inner`, compressed as the extension of `name` says.
     pub fn new(inner: W, name: &Path) -> std::io::Result<Self> {
         Ok(match name.extension().and_then(|ending| ending.to_str()) {
             Some("zst") => Output::Zstandard(zstd::Encoder::new(inner, 0)?),
