@@ -1,4 +1,4 @@
-//! What a question to a cost model takes: to the profile, to its tables, and making those.
+//! The time of a query to a cost model: from a profile, from its tables, and of building those.
 //!
 //! `cargo bench -p mixfleet-scheduler --bench cost`
 
@@ -12,7 +12,7 @@ use mixfleet_scheduler::cost::{CostModel, Prefill, ProfileCost};
 use mixfleet_scheduler::models;
 use std::hint::black_box;
 
-/// Questions in a round: different ones, so that nothing is remembered.
+/// Queries per round, all different, so that no cache helps.
 const QUESTIONS: u64 = 1024;
 
 fn model() -> CostModel {
@@ -21,7 +21,7 @@ fn model() -> CostModel {
     CostModel::Profile(Box::new(ProfileCost { profile, shape, chunk_tokens: 2048, all_reduce: None }))
 }
 
-/// Sequences, their context together, context before a chunk, and its tokens.
+/// Number of sequences, their total context, context before a chunk, and the chunk's tokens.
 fn questions() -> Vec<(u32, u64, u32, u32)> {
     let below = |seed, index, most: u64| bits(seed, index) % most;
     let question = |index| {

@@ -1,4 +1,4 @@
-//! What a placement takes: one `Event::Arrived` with 100 blocks in a fleet at work, by the number of instances.
+//! The time of a placement: one `Event::Arrived` with 100 blocks in a busy fleet, by the number of instances.
 //!
 //! `cargo bench -p mixfleet-scheduler --bench decision`: criterion's mean, and quantiles of single decisions.
 
@@ -18,11 +18,13 @@ use std::time::{Duration, Instant};
 
 const BLOCK: u32 = 16;
 const BLOCKS: u32 = 100;
-/// Documents that prompts begin with, and how much of a prompt is of its document.
+/// Number of documents that prompts begin with.
 const DOCUMENTS: u64 = 5000;
+/// Blocks of a prompt that belong to its document.
 const SHARED: u32 = 60;
-/// Prompts that wait for each prefill instance, and answers that each decode instance is at.
+/// Prompts waiting for each prefill instance.
 const WAITING: usize = 2;
+/// Answers in work at each decode instance.
 const DECODING: usize = 32;
 
 struct World {
@@ -37,7 +39,8 @@ struct World {
 }
 
 impl World {
-    /// Half of the instances compute prompts, half decode; two speeds of each, at two prices.
+    /// A fleet in which half of the instances prefill and half decode, with two speeds of each, at two
+    /// prices.
     fn new(instances: u32) -> Self {
         let config = FleetConfig {
             ttft_slo: Some(Seconds(30.0)),
@@ -110,20 +113,20 @@ impl World {
         })
     }
 
-    /// What is measured.
+    /// The measured operation.
     fn decide(&mut self, arrival: Event) {
         self.actions.clear();
         self.tell(arrival);
     }
 
-    /// What else a request means to the fleet, and whatever others it takes to keep as many at work.
+    /// Plays the rest of a request's events, and enough other requests to keep the fleet equally busy.
     fn go_on(&mut self) {
         let Some(Action::Place { request, prefill, decode, .. }) = self.actions.first() else {
             panic!("not placed: {:?}", self.actions)
         };
         let (request, prefill, decode) = (*request, *prefill, *decode);
         self.waiting.push_back((request, prefill, decode));
-        // as fast as the fleet computes prompts
+        // Time advances as fast as the fleet computes prompts.
         self.now += 0.1 / (self.instances as f64 / 2.0);
         while self.waiting.len() > self.instances / 2 * WAITING {
             let Some((request, prefill, decode)) = self.waiting.pop_front() else { break };

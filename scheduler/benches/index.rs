@@ -1,4 +1,4 @@
-//! What single operations of the prefix index and the block caches cost.
+//! The time of single operations of the prefix index and of the block caches.
 //!
 //! `cargo bench -p mixfleet-scheduler --bench index`
 
@@ -14,7 +14,7 @@ fn chain(seed: u64, blocks: u64) -> Vec<BlockHash> {
     (0..blocks).map(|block| BlockHash(bits(seed, block))).collect()
 }
 
-/// A chain of 100 blocks whose block i is held by instances `0..holders(i)`.
+/// A chain of 100 blocks in which instances `0..holders(i)` hold block i.
 fn held_by(holders: impl Fn(u32) -> u32) -> (PrefixIndex, Vec<BlockHash>) {
     let mut index = PrefixIndex::default();
     let blocks = chain(1, 100);
@@ -70,7 +70,7 @@ fn caches(criterion: &mut Criterion) {
             bencher.iter(|| {
                 seed += 1;
                 evicted.clear();
-                // Every second chain is one of a hundred that come again.
+                // Every second chain is one of a hundred that recur.
                 let which = if seed % 2 == 0 { seed } else { bits(9, seed) % 100 };
                 cache.insert(&chain(which, 24), &mut evicted);
             });

@@ -1,8 +1,8 @@
 //! The prefix index under a steady load: rates, lookup times, resident size.
 //!
-//! `cargo bench -p mixfleet-scheduler --bench index_load -- [name=value ...]` with `blocks`, `instances`, `replication`,
-//! `rate` (block operations per second), `turns`, and `holders=scattered`, which gives each block holders of its own
-//! and measures the size alone.
+//! `cargo bench -p mixfleet-scheduler --bench index_load -- [name=value ...]` with `blocks`, `instances`,
+//! `replication`, `rate` (block operations per second), `turns`, and `holders=scattered`, which gives each
+//! block its own holders and measures only the size.
 
 #[allow(dead_code, missing_docs)]
 mod load;
@@ -12,7 +12,7 @@ use mixfleet_hal::random::bits;
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::{BlockHash, PrefixIndex, Tier};
 
-/// Bytes per pair where hardly two blocks have the same holders in the same tiers.
+/// Bytes per pair if hardly any two blocks have the same holders in the same tiers.
 fn scattered_bytes_per_pair(settings: &Settings) -> Option<f64> {
     let before = load::resident_bytes()?;
     let mut index = PrefixIndex::default();

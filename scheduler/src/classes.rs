@@ -1,22 +1,22 @@
-//! What each device is cheapest at, relative to the devices at hand.
+//! Determines what each device is cheapest at, relative to the available devices.
 //!
-//! A role is no property of a chip: it follows from seconds per token times price, compared over the
-//! fleet (Ricardo's comparative advantage). So every class here comes with the price at which it
-//! changes. The arithmetic:
+//! A role is not a property of a chip: it follows from seconds per token times price, compared over the fleet
+//! (Ricardo's comparative advantage). So every class comes with the price at which it changes. The
+//! arithmetic:
 //!
-//! - A model that one device cannot hold is cut by layers over `k` = 1, 2, 4, ... devices, each of which
-//!   works on another batch at a time. Device seconds per token are those of one device that could hold
-//!   it all. Handing on a token's activations is not counted: 16 kB per token and cut at most.
+//! - A model that does not fit on one device is divided by layers over `k` = 1, 2, 4, ... devices, each of
+//!   which works on another batch at a time. Device seconds per token are those of one device that could hold
+//!   it all. Passing on a token's activations is not counted: at most 16 kB per token and cut.
 //! - prefill: `T_prefill(n) / n` for a prompt of n tokens, where `weights / k + n kv <= share memory`.
-//! - decode: `T_step(b, b s) / b` at context s, for the largest batch up to `b_max` with
-//!   `weights / k + b s kv <= share memory`. Little memory means small batches, and those pay for the
-//!   weights' bytes: this is where memory per dollar counts.
+//! - decode: `T_step(b, b s) / b` at context s, for the largest batch up to `b_max` with `weights / k + b s
+//!   kv <= share memory`. Little memory means small batches, which pay for reading the weights: this is where
+//!   memory per dollar counts.
 //! - attention: the attention operations of that step alone, on a device that holds KV and no weights
-//!   (attention offload, Lamina, arXiv 2405.01814). Network not counted.
+//!   (attention offload, Lamina, arXiv 2405.01814). The network is not counted.
 //! - memory: a GB for an hour.
 //!
-//! cost = price x device seconds. A device is cheapest at a job up to its *break-even*: the least cost
-//! of any rival divided by its own device seconds.
+//! cost = price x device seconds. A device is cheapest at a job up to its *break-even*: the least cost of any
+//! rival divided by its own device seconds.
 
 use crate::cost::{CostModel, ModelShape, ProfileCost};
 use mixfleet_hal::profile::DeviceProfile;
@@ -24,31 +24,31 @@ use mixfleet_hal::units::{Bytes, GB, Seconds, Usd, UsdPerHour};
 use mixfleet_hal::{DType, OpSig};
 use serde::Serialize;
 
-/// Costs that differ by less count as equal.
+/// Relative difference below which costs count as equal.
 const TIE: f64 = 1e-9;
 
-/// The model and the load that devices are compared at.
+/// The model and the load for which devices are compared.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Demand {
-    /// The model. Where a device has no bf16 units but has f16 units, it runs in f16 there.
+    /// The model's shape. A device that has f16 units but no bf16 units runs it in f16.
     pub shape: ModelShape,
-    /// Memory for its weights.
+    /// Memory for the model's weights.
     pub weights: Bytes,
     /// Length of a prompt.
     pub prompt_tokens: u32,
     /// Context of each sequence while it decodes.
     pub context_tokens: u32,
-    /// Sequences in a decode step, at most.
+    /// Maximum sequences in a decode step.
     pub batch_max: u32,
-    /// Devices that one copy of the model may be cut over, at most.
+    /// Maximum number of devices over which one copy of the model may be divided.
     pub devices_max: u32,
     /// Share of a device's memory that weights and KV may fill.
     pub memory_share: f64,
 }
 
 impl Demand {
-    /// Prompts of 2048 tokens, decoding at 4096 tokens of context, batches up to 32 (where published
-    /// kernel measurements are), at most 8 devices (a server), 90 % of memory.
+    /// Prompts of 2048 tokens, decoding at 4096 tokens of context, batches up to 32 (the range of published
+    /// kernel measurements), at most 8 devices (a server), 90 % of memory.
     pub fn new(shape: ModelShape, weights: Bytes) -> Self {
         Demand {
             shape,
@@ -61,7 +61,7 @@ impl Demand {
         }
     }
 
-    /// KV of one sequence of `tokens`; a layer with a sliding window keeps no more than that.
+    /// KV of one sequence of `tokens` tokens; a layer with a sliding window keeps only the window.
     fn kv_bytes(&self, tokens: u32) -> f64 {
         let shape = &self.shape;
         let per_layer = 2 * u64::from(shape.kv_heads) * u64::from(shape.head_dim) * shape.kv.size_bytes();
@@ -69,7 +69,7 @@ impl Demand {
         (per_layer * kept.sum::<u64>()) as f64
     }
 
-    /// 1, 2, 4, ... up to `devices_max`.
+    /// The numbers of devices 1, 2, 4, ... up to `devices_max`.
     fn cuts(&self) -> impl Iterator<Item = u32> + use<> {
         let most = self.devices_max.max(1);
         std::iter::successors(Some(1u32), |k| k.checked_mul(2)).take_while(move |k| *k <= most)
@@ -89,13 +89,13 @@ impl Demand {
     }
 }
 
-/// What a device can be rented for.
+/// A job for which a device can be rented.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Job {
     /// Computing prompts; the unit is a token.
     Prefill,
-    /// Generating; the unit is a token.
+    /// Generating tokens; the unit is a token.
     Decode,
     /// Decode attention alone, for other devices; the unit is a token.
     Attention,
@@ -104,10 +104,10 @@ pub enum Job {
 }
 
 impl Job {
-    /// All of them.
+    /// All jobs.
     pub const ALL: [Job; 4] = [Job::Prefill, Job::Decode, Job::Attention, Job::Memory];
 
-    /// For people.
+    /// The job's name, for display.
     pub const fn name(self) -> &'static str {
         match self {
             Job::Prefill => "prefill",
@@ -118,23 +118,23 @@ impl Job {
     }
 }
 
-/// What a unit of a job takes on a device.
+/// The resources that a unit of a job takes on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Effort {
     /// Device time per unit.
     pub time: Seconds,
-    /// Devices that share the model.
+    /// Number of devices that share the model.
     pub devices: u32,
-    /// Sequences together.
+    /// Number of sequences in a batch.
     pub batch: u32,
-    /// From the start of the prompt or step to its end.
+    /// Time from the start of the prompt or step to its end.
     pub latency: Seconds,
 }
 
-/// What a unit of `job` takes on the device of `profile`.
+/// The resources that a unit of `job` takes on the device of `profile`.
 ///
 /// # Errors
-/// In words: the devices cannot hold what the job needs.
+/// Why the devices cannot hold what the job needs.
 pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effort, String> {
     let room = |k: u32| profile.memory.0 * demand.memory_share - demand.weights.0 / f64::from(k);
     let whole = |latency: Seconds, units: f64, devices, batch| Effort {
@@ -196,34 +196,34 @@ fn too_large(demand: &Demand, profile: &DeviceProfile) -> String {
 /// A device that may be rented.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// What the user calls it.
+    /// The user's name for the device.
     pub name: String,
-    /// Its speed.
+    /// The device's measured or published performance.
     pub profile: DeviceProfile,
-    /// Its rent, where known. Without, it is no rival, and only its break-even prices are told.
+    /// Its rent, if known. Without a rent it does not compete, and only its break-even prices are reported.
     pub price: Option<UsdPerHour>,
 }
 
-/// What a device is for, given its rivals.
+/// What a device is cheapest at, compared with its rivals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Class {
-    /// Cheapest at prefill and at decode: no mix is needed.
+    /// Cheapest at prefill and at decode, so that no mix is needed.
     Both,
     /// Cheapest at prefill.
     Prefill,
     /// Cheapest at decode.
     Decode,
-    /// Cheapest at neither, but at decode attention.
+    /// Cheapest at decode attention, but not at prefill or decode.
     Attention,
-    /// Cheapest only at holding bytes.
+    /// Cheapest only at holding KV.
     Memory,
-    /// Others do everything for less.
+    /// Others do every job for less.
     Neither,
 }
 
 impl Class {
-    /// For people.
+    /// The class's name, for display.
     pub const fn name(self) -> &'static str {
         match self {
             Class::Both => "both",
@@ -236,48 +236,48 @@ impl Class {
     }
 }
 
-/// A device at one job among its rivals.
+/// A device's result for one job, compared with its rivals.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Standing {
     /// The job.
     pub job: Job,
-    /// What a unit takes, or why the device cannot do it.
+    /// The resources that a unit takes, or why the device cannot do the job.
     pub effort: Result<Effort, String>,
-    /// Cost of a unit, where the price is known.
+    /// Cost of a unit, if the price is known.
     pub cost: Option<Usd>,
     /// The cheapest rival that can do it.
     pub rival: Option<String>,
-    /// The rent up to which no rival is cheaper. `None`: it cannot do the job, or nobody else can.
+    /// The rent up to which no rival is cheaper. `None` if the device cannot do the job, or no other can.
     pub break_even: Option<UsdPerHour>,
 }
 
-/// A device among its rivals.
+/// A device's results, compared with its rivals.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Classified {
-    /// What the user calls it.
+    /// The user's name for the device.
     pub name: String,
-    /// Its rent.
+    /// The device's rent, if known.
     pub price: Option<UsdPerHour>,
-    /// One for each of [`Job::ALL`], in that order.
+    /// One standing for each of [`Job::ALL`], in that order.
     pub standings: Vec<Standing>,
-    /// What it is for at its price.
+    /// Its class at its price.
     pub class: Option<Class>,
 }
 
 impl Classified {
-    /// Its standing at `job`.
+    /// The standing at `job`.
     pub fn standing(&self, job: Job) -> Option<&Standing> {
         self.standings.iter().find(|standing| standing.job == job)
     }
 
-    /// Whether no rival does `job` for less, if this device's rent were `price`.
+    /// Whether no rival does `job` for less, at a rent of `price`.
     pub fn cheapest_at(&self, job: Job, price: UsdPerHour) -> bool {
         self.standing(job).is_some_and(|standing| {
             standing.effort.is_ok() && standing.break_even.is_none_or(|most| price.0 <= most.0 * (1.0 + TIE))
         })
     }
 
-    /// Its class, if its rent were `price` and its rivals' stayed.
+    /// The device's class at a rent of `price`, with its rivals' rents unchanged.
     pub fn class_at(&self, price: UsdPerHour) -> Class {
         let cheapest = |job| self.cheapest_at(job, price);
         match (cheapest(Job::Prefill), cheapest(Job::Decode)) {
@@ -290,8 +290,8 @@ impl Classified {
         }
     }
 
-    /// Of prefill and decode the one that it could do at the higher rent: its comparative advantage,
-    /// even where others are cheaper at both. `None` if it has no rival at one of them.
+    /// The job, prefill or decode, that it could do at the higher rent: its comparative advantage, even if
+    /// others are cheaper at both. `None` if it has no rival at one of them.
     pub fn leans_to(&self) -> Option<Job> {
         let break_even = |job| self.standing(job).and_then(|standing| standing.break_even);
         let (prefill, decode) = (break_even(Job::Prefill)?, break_even(Job::Decode)?);
@@ -335,7 +335,7 @@ pub fn classify(demand: &Demand, candidates: &[Candidate]) -> Vec<Classified> {
         .collect()
 }
 
-/// `cost = rent x time`, solved for the rent.
+/// Solves `cost = rent x time` for the rent.
 trait RentFor {
     fn rent_for(self, time: Seconds) -> UsdPerHour;
 }

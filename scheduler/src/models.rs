@@ -1,17 +1,17 @@
 //! Shapes of well-known models, so that devices can be compared without a checkpoint.
 //!
-//! Dense models only: a [`ModelShape`] has no experts yet, and a mixture counted as dense would be
-//! wrong by its ratio of all to active parameters. [`find`] says so for the mixtures it knows by name.
+//! Dense models only: a [`ModelShape`] has no experts yet, and a mixture of experts counted as dense would be
+//! wrong by its ratio of all to active parameters. [`find`] reports the mixtures that it knows by name.
 
 use crate::cost::ModelShape;
 use mixfleet_hal::DType;
 use mixfleet_hal::catalog::closest_names;
 use mixfleet_hal::units::Bytes;
 
-/// A dense decoder-only transformer, as its published configuration has it.
+/// A dense decoder-only transformer, with its published configuration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KnownModel {
-    /// What users call it; looked up in any case.
+    /// The model's name, matched without regard to case.
     pub name: &'static str,
     /// Published number of parameters, in billions.
     pub parameters_b: f64,
@@ -29,26 +29,26 @@ pub struct KnownModel {
     pub head_dim: u32,
     /// Rows of the embedding and of the LM head.
     pub vocab: u32,
-    /// Sliding windows, where it has them.
+    /// Sliding windows, if it has them.
     pub windows: Option<Windows>,
-    /// The LM head is the embedding.
+    /// Whether the LM head is the embedding.
     pub tied_embeddings: bool,
-    /// q, k and v have biases.
+    /// Whether q, k and v have biases.
     pub qkv_bias: bool,
-    /// q and k are normalised per head.
+    /// Whether q and k are normalised per head.
     pub qk_norm: bool,
 }
 
 /// Layers with a sliding window among layers without.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Windows {
-    /// Keys that a query sees.
+    /// Keys that a query attends to.
     pub tokens: u32,
-    /// Of so many consecutive layers the last sees everything; 0: none does.
+    /// The last of this many consecutive layers has no window; 0 means that every layer has one.
     pub period: u32,
 }
 
-/// A name and `[layers, hidden, intermediate, heads, kv_heads, head_dim, vocab]`.
+/// A dense model from its name and `[layers, hidden, intermediate, heads, kv_heads, head_dim, vocab]`.
 const fn dense(name: &'static str, parameters_b: f64, numbers: [u32; 7]) -> KnownModel {
     let [layers, hidden, intermediate, heads, kv_heads, head_dim, vocab] = numbers;
     KnownModel {
@@ -115,7 +115,7 @@ const MODELS: &[KnownModel] = &[
     dense("phi-4", 14.66, [40, 5120, 17920, 40, 10, 128, 100_352]),
 ];
 
-/// Mixtures of experts and hybrids that users may ask for.
+/// Names of mixtures of experts and hybrids, which are not supported.
 const NOT_DENSE: &[&str] = &[
     "deepseek-r1",
     "deepseek-v2-lite",
@@ -138,11 +138,11 @@ const NOT_DENSE: &[&str] = &[
     "qwen3.5-35b-a3b",
 ];
 
-/// Tokens in a KV page of the shapes made here; it changes what a page table costs, and little else.
+/// Tokens per KV page of these shapes; it affects little but the cost of a page table.
 const PAGE_TOKENS: u32 = 16;
 
 impl KnownModel {
-    /// Parameters of the matrices.
+    /// Number of parameters of the matrices.
     pub fn parameters(&self) -> u64 {
         matrix_parameters(&self.shape(DType::Bf16), self.tied_embeddings)
     }
@@ -152,7 +152,7 @@ impl KnownModel {
         Bytes((self.parameters() * weight.size_bytes()) as f64)
     }
 
-    /// What it costs with weights, activations and KV in `dtype`.
+    /// The model's shape with weights, activations and KV in `dtype`.
     pub fn shape(&self, dtype: DType) -> ModelShape {
         let window = |layer: u32| {
             let Windows { tokens, period } = self.windows?;
@@ -178,7 +178,7 @@ impl KnownModel {
     }
 }
 
-/// Parameters of a model's matrices; norms and biases are less than a thousandth of them.
+/// Number of parameters of a model's matrices; norms and biases are less than a thousandth of them.
 pub fn matrix_parameters(shape: &ModelShape, tied_embeddings: bool) -> u64 {
     let [layers, hidden, intermediate, heads, kv_heads, head_dim, vocab] = [
         shape.layers(),
@@ -200,10 +200,10 @@ pub fn models() -> &'static [KnownModel] {
     MODELS
 }
 
-/// The model of this name, in any case.
+/// The model of this name, without regard to case.
 ///
 /// # Errors
-/// [`UnknownModel`], with what the caller may have meant.
+/// [`UnknownModel`], with similar names.
 pub fn find(name: &str) -> Result<&'static KnownModel, UnknownModel> {
     if let Some(model) = MODELS.iter().find(|model| model.name.eq_ignore_ascii_case(name)) {
         return Ok(model);
@@ -218,23 +218,23 @@ pub fn find(name: &str) -> Result<&'static KnownModel, UnknownModel> {
     Err(UnknownModel::Closest { name: name.into(), closest: closest.join(", ") })
 }
 
-/// Why a name gives no shape.
+/// Why a name has no shape.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnknownModel {
-    /// It is known not to be a dense transformer.
+    /// The model is known not to be a dense transformer.
     #[error(
         "'{0}' is no dense transformer (it has experts or other attention); costs are of dense ones so far"
     )]
     NotDense(String),
-    /// Others have similar names.
+    /// Other models have similar names.
     #[error("no model is called '{name}'; closest: {closest}")]
     Closest {
-        /// What was asked for.
+        /// The requested name.
         name: String,
-        /// Names, with commas.
+        /// Similar names, separated by commas.
         closest: String,
     },
-    /// Nothing is like it.
+    /// No known name is similar.
     #[error("no model is called '{0}'; give a name such as llama-3.1-8b or a checkpoint directory")]
     Nothing(String),
 }

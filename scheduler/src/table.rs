@@ -1,15 +1,16 @@
-//! Tables by number: a request's id, a block's key.
+//! Hash tables with numeric keys, such as a request's id or a block's hash.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// Spreads consecutive numbers, the same in every run, unlike the standard hasher, which draws a seed from the system.
+/// A hasher that spreads consecutive numbers, equally in every run, unlike the standard hasher, which is
+/// seeded by the operating system.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Spread(u64);
 
 impl Hasher for Spread {
     fn finish(&self) -> u64 {
-        // Where a product is well spread: its high bits.
+        // The high bits of a product are well spread.
         self.0.rotate_left(26)
     }
     fn write(&mut self, bytes: &[u8]) {
@@ -20,7 +21,7 @@ impl Hasher for Spread {
     }
 }
 
-/// A table by id. What it iterates over comes in no order that may decide anything.
+/// A hash table by id. Its iteration order is arbitrary, so no decision may depend on it.
 #[derive(Clone, Debug)]
 pub struct IdMap<V>(HashMap<u64, V, BuildHasherDefault<Spread>>);
 
@@ -37,12 +38,12 @@ impl<V> FromIterator<(u64, V)> for IdMap<V> {
 }
 
 impl<V> IdMap<V> {
-    /// How many.
+    /// Number of entries.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no entries.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -52,7 +53,7 @@ impl<V> IdMap<V> {
         self.0.get(&id)
     }
 
-    /// The value of `id`, to be changed.
+    /// The value of `id`, mutably.
     pub fn get_mut(&mut self, id: u64) -> Option<&mut V> {
         self.0.get_mut(&id)
     }
@@ -62,12 +63,12 @@ impl<V> IdMap<V> {
         self.0.contains_key(&id)
     }
 
-    /// Puts a value in; returns the one that was there.
+    /// Inserts a value; returns the previous one.
     pub fn insert(&mut self, id: u64, value: V) -> Option<V> {
         self.0.insert(id, value)
     }
 
-    /// Takes the value of `id` out.
+    /// Removes and returns the value of `id`.
     pub fn remove(&mut self, id: u64) -> Option<V> {
         self.0.remove(&id)
     }

@@ -1,4 +1,4 @@
-//! The restated all-reduce times against the measurements that they were taken from.
+//! Compares the restated all-reduce times with the measurements they were taken from.
 
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::units::Bytes;

@@ -1,6 +1,6 @@
-//! The fleet's machine under a small simulated fleet: queues, batches, transfers, failing instances,
-//! leaving clients. Nothing may be lost, doubled or placed on an instance that is down, and a log of
-//! events gives the same actions again.
+//! Runs the fleet machine under a small simulated fleet with queues, batches, transfers, failing instances
+//! and leaving clients. No request may be lost, duplicated or placed on an instance that is down, and
+//! replaying a log of events gives the same actions.
 
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
@@ -21,13 +21,13 @@ struct Setup {
     requests: u64,
     /// Mean seconds between arrivals.
     gap_s: f64,
-    /// Instances fail, clients leave, and work takes up to half longer than predicted.
+    /// Whether instances fail, clients leave, and work takes up to half longer than predicted.
     rough: bool,
     ttft_slo_s: Option<f64>,
     requests_max: usize,
 }
 
-/// What the world does next. `attempt` and `life` tell what belongs to a lost placement.
+/// A future event of the environment. `attempt` and `life` identify events of a lost placement.
 #[derive(Clone, Copy, Debug)]
 enum Next {
     Arrive { request: u64 },
@@ -54,7 +54,7 @@ struct Request {
     arrived_s: f64,
     produced: u32,
     attempt: u32,
-    /// Since it was placed first.
+    /// The deadline, set at the first placement.
     due: Option<Seconds>,
     placed: Option<(u32, u32)>,
     prefill_s: f64,
@@ -78,7 +78,7 @@ struct World {
     random: Stream,
     fleet: Fleet,
     now_s: f64,
-    /// By time in nanoseconds, then in order of insertion.
+    /// Events by time in nanoseconds, then in order of insertion.
     agenda: BTreeMap<(u64, u64), Next>,
     inserted: u64,
     requests: BTreeMap<u64, Request>,
@@ -141,7 +141,7 @@ impl World {
         world
     }
 
-    /// An instance tells of its ways to all.
+    /// Reports the links of an instance to all others.
     fn link(&mut self, from: u32) {
         let cost = LinkCost { latency: Seconds(1e-4), seconds_per_byte: 2e-7, usd_per_byte: 0.0 };
         for (to, _) in INSTANCES {
@@ -149,7 +149,7 @@ impl World {
         }
     }
 
-    /// Arrivals, departures and failures, drawn beforehand.
+    /// Draws arrivals, departures and failures beforehand.
     fn plan(&mut self) {
         let mut time = 0.0;
         for request in 0..self.setup.requests {
@@ -185,7 +185,7 @@ impl World {
         self.at(self.now_s + predicted_s * factor, next);
     }
 
-    /// Gives the fleet an event and carries out its answer.
+    /// Gives the fleet machine an event and carries out its actions.
     fn tell(&mut self, event: Event) {
         self.log.push((self.now_s, serde_json::to_string(&event).unwrap()));
         let mut actions = Vec::new();
@@ -218,7 +218,7 @@ impl World {
             Action::Reject { request, retry_after, .. } => {
                 assert!(retry_after.is_none_or(|s| s.0 >= 0.0 && s.0.is_finite()));
                 if self.requests[&request].attempt > 0 {
-                    // Accepted once: it tries until an instance is back.
+                    // It was accepted once, so it is retried until an instance is back.
                     self.at(self.now_s + 0.1, Next::Arrive { request });
                 } else {
                     self.requests.get_mut(&request).unwrap().ends.push(End::Rejected);
@@ -418,7 +418,7 @@ fn every_request_ends_exactly_once_whatever_fails() {
         rejected += world.count(End::Rejected);
         left += world.count(End::Left);
     }
-    // The runs did meet what they are about.
+    // The runs covered the intended cases.
     assert!(replays > 20 && rejected > 20 && left > 20, "{replays} {rejected} {left}");
 }
 

@@ -1,4 +1,4 @@
-//! The two machines and the cost model from outside.
+//! Tests of the two machines and the cost model through their public interface.
 
 mod collective_data;
 mod fleet_run;

@@ -1,4 +1,4 @@
-//! The restated model shapes against the collection they were taken from, where it is at hand.
+//! Compares the restated model shapes with the collection they were taken from, where it is available.
 
 use mixfleet_scheduler::models;
 use serde_json::Value;

@@ -13,18 +13,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Steps of a template for any chat; further constants limit those per message and those for all messages
-/// together. Real templates take a few hundred per message, and a million take some tens of milliseconds.
+/// Steps that a template may take for any chat: real ones take a few hundred per message.
 const FUEL: u64 = 200_000;
+/// Additional steps that a template may take for each message.
 const FUEL_PER_MESSAGE: u64 = 1000;
+/// Maximum steps for all messages together; a million take some tens of milliseconds.
 const FUEL_MAX: u64 = 50_000_000;
 
 /// Maximum number of bytes that a template may print.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;
 
-/// Limit on the words and symbols in one tag, and on all branches: real templates have less than a fifth of
-/// it.
+/// Maximum words and symbols in one tag: real templates have less than a fifth of that.
 const TAG_WORDS_MAX: usize = 500;
+/// Maximum number of branches: real templates have less than a fifth of that.
 const BRANCHES_MAX: usize = 200;
 
 const TEMPLATE_FILE: &str = "chat_template.jinja";

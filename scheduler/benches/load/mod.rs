@@ -1,10 +1,10 @@
-//! A workload for prefix indexes, and what is measured of one under it. Shared with `peers/`.
+//! A workload for prefix indexes, and the measurements of an index under it. Shared with `peers/`.
 //!
-//! Conversations have as many blocks as the requests of Mooncake's conversation trace (mean 24, at most 250), of
-//! which the first two are one of 16 system prompts. Each is held by `replication` instances. In the steady state a
-//! turn looks up a conversation that is held, stores a new one at its holders, and evicts one from its holders, the
-//! deepest block first. Both are drawn at random: harder on an index than evicting the oldest, since what is freed
-//! lies scattered.
+//! Conversations have as many blocks as the requests of Mooncake's conversation trace (mean 24, at most 250),
+//! of which the first two are one of 16 system prompts. Each is held by `replication` instances. In the
+//! steady state a turn looks up a conversation that is held, stores a new one at its holders, and evicts one
+//! from its holders, the deepest block first. Both are drawn at random, which is harder for an index than
+//! evicting the oldest, since freed blocks are scattered.
 
 use mixfleet_hal::random::{Stream, bits};
 use mixfleet_scheduler::fleet::InstanceId;
@@ -12,7 +12,7 @@ use mixfleet_scheduler::kv::{BlockHash, PrefixIndex, Prefixes, Tier};
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// A prompt's blocks: hashes of their contents, and of each with all before it.
+/// A prompt's blocks: hashes of their content, and hashes of each block with all before it.
 #[derive(Default)]
 pub(crate) struct Chain {
     pub(crate) contents: Vec<u64>,
@@ -22,9 +22,9 @@ pub(crate) struct Chain {
 /// An index under test.
 pub(crate) trait Subject {
     fn store(&mut self, instance: u32, chain: &Chain);
-    /// Evicts the blocks from `from` on, the deepest first.
+    /// Evicts the blocks starting at index `from`, the deepest first.
     fn evict(&mut self, instance: u32, chain: &Chain, from: usize);
-    /// Finds all holders; returns the longest prefix, in blocks.
+    /// Finds all holders; returns the length of the longest prefix in blocks.
     fn lookup(&mut self, chain: &Chain) -> usize;
 }
 
@@ -61,23 +61,24 @@ pub(crate) struct Settings {
     pub(crate) blocks: usize,
     pub(crate) instances: u32,
     pub(crate) replication: u32,
-    /// Block operations per second that are offered in the open loop.
+    /// Block operations per second offered in the open loop.
     pub(crate) rate: f64,
     pub(crate) turns: u64,
 }
 
 #[derive(Debug)]
 pub(crate) struct Figures {
-    /// Per second of a core's time; so is `closed_ops_per_s`.
+    /// Operations per second of CPU time; so is `closed_ops_per_s`.
     pub(crate) fill_ops_per_s: f64,
-    /// Growth of the resident size over pairs of block and holder: after filling, and at the end.
+    /// Growth of the resident size per pair of block and holder: after filling, and at the end.
     pub(crate) bytes_per_pair: [f64; 2],
     pub(crate) closed_ops_per_s: f64,
-    /// Per second that passed: what was offered, if the subject keeps up and the machine has nothing else to do.
+    /// Operations per second of wall time: the offered rate, if the index keeps up and the machine is
+    /// otherwise idle.
     pub(crate) open_ops_per_s: f64,
-    /// p50, p99, p99.9 and the longest, of the lookups of the open loop by themselves, in microseconds.
+    /// p50, p99, p99.9 and maximum of the lookups of the open loop without waiting, in microseconds.
     pub(crate) lookup_us: [f64; 4],
-    /// The same, from the time when the lookup was due.
+    /// The same quantiles from the time at which a lookup was due.
     pub(crate) lookup_late_us: [f64; 4],
 }
 
@@ -125,14 +126,14 @@ pub(crate) fn holders(conversation: u64, settings: &Settings) -> impl Iterator<I
     (0..settings.replication).map(move |copy| (first as u32 + copy * (instances / 4 + 1)) % instances)
 }
 
-/// Seconds that this thread ran; without /proc, those that passed. Others' load on the machine leaves the former alone.
+/// CPU time of this thread in seconds, which other load does not affect; elapsed time if there is no /proc.
 fn seconds(start: Instant) -> f64 {
     let running = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
     let nanoseconds = running.and_then(|text| text.split_whitespace().next()?.parse::<f64>().ok());
     nanoseconds.map_or(start.elapsed().as_secs_f64(), |nanoseconds| nanoseconds / 1e9)
 }
 
-/// Resident bytes of this process; none where there is no /proc.
+/// Resident bytes of this process; none if there is no /proc.
 pub(crate) fn resident_bytes() -> Option<f64> {
     let pages = std::fs::read_to_string("/proc/self/statm").ok()?;
     Some(pages.split_whitespace().nth(1)?.parse::<f64>().ok()? * 4096.0)
@@ -143,17 +144,17 @@ struct Run<'a, S> {
     settings: &'a Settings,
     chain: Chain,
     random: Stream,
-    /// Conversations that are held. Memory of the measurement itself is touched before anything is measured.
+    /// Conversations that are held. The measurement's own memory is touched before anything is measured.
     live: Vec<u32>,
     next: u32,
     pairs: i64,
     ops: u64,
-    /// Lookups of the open loop: by themselves, and from the time when they were due, in nanoseconds.
+    /// Lookups of the open loop in nanoseconds: without waiting, and from the time at which they were due.
     alone: Vec<u32>,
     late: Vec<u32>,
 }
 
-/// Measures `subject`, which is empty.
+/// Measures `subject`, which is empty at first.
 pub(crate) fn measure(subject: &mut impl Subject, settings: &Settings) -> Figures {
     let random = Stream::new(3);
     let mut live = vec![1; settings.blocks / 16 + 16];
@@ -213,7 +214,7 @@ fn quantiles(times: &mut [u32]) -> [f64; 4] {
 }
 
 impl<S: Subject> Run<'_, S> {
-    /// Work is due at a steady pace, whether or not the work before it is done.
+    /// Runs operations due at a steady pace, whether or not earlier ones are done.
     fn open_loop(&mut self) -> f64 {
         let nanoseconds = |time: Duration| time.as_nanos().min(u128::from(u32::MAX)) as u32;
         let (start, first) = (Instant::now(), self.ops);

@@ -1,5 +1,5 @@
-//! The prefix index beside two others under the same load, each in a process of its own: rates, lookup times and
-//! resident size, and ours over theirs.
+//! The prefix index and two others under the same load, each in a process of its own: rates, lookup times and
+//! resident size, and the ratios of ours to theirs.
 //!
 //! `cargo run --release --manifest-path scheduler/peers/Cargo.toml -- [blocks] [replication] [rate]`
 
@@ -18,7 +18,7 @@ use kv_index::{ChainBlockMap, ChainIndex, ContentHash, SequenceHash, StoredBlock
 use load::{Chain, Figures, Ours, Settings, Subject};
 use std::process::Command;
 
-/// `kv-index`: a compressed tree over contents, and one map per instance. Called without its lanes: one thread.
+/// `kv-index`: a compressed tree over content, and one map per instance, without its worker threads.
 struct KvIndex {
     index: ChainIndex,
     maps: Vec<ChainBlockMap>,
@@ -65,7 +65,7 @@ impl Subject for KvIndex {
     }
 }
 
-/// `dynamo-kv-router`: its tree for one thread.
+/// `dynamo-kv-router`: its single-threaded tree.
 #[derive(Default)]
 struct Dynamo {
     tree: RadixTree,
@@ -115,7 +115,7 @@ fn run(subject: &str, blocks: usize, replication: u32, rate: f64) -> Figures {
     }
 }
 
-/// The figures that are compared: (what, whether more is better).
+/// The figures that are compared: (name, whether more is better).
 const COLUMNS: [(&str, bool); 7] = [
     ("fill ops/s", true),
     ("bytes/pair filled", false),

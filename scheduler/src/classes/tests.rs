@@ -42,7 +42,7 @@ fn published_break_even_prices_for_attention_come_out() {
         let break_even = classified[0].standing(Job::Attention).unwrap().break_even.unwrap();
         assert!(near(break_even.0, published, 0.05), "{id}: {break_even:?}");
     }
-    // nobody published what the H20 reaches; with the claims of both, 2.69 x 4000 / 3350
+    // No measurement of the H20 is published; with the claims of both, 2.69 x 4000 / 3350.
     let classified = classify(&demand, &[claimed("H20-96GB", 0.8), claimed("H100-SXM-80GB", 2.69)]);
     let break_even = classified[0].standing(Job::Attention).unwrap().break_even.unwrap();
     assert!(near(break_even.0, 3.21, 0.01), "{break_even:?}");
@@ -98,7 +98,7 @@ fn a_device_without_a_price_is_no_rival_and_has_no_class_but_a_break_even() {
 fn a_part_without_bf16_runs_in_f16() {
     let demand = demand("llama-3.1-8b");
     let time = |id: &str| effort(&demand, &part(id).profile(), Job::Prefill).unwrap().time;
-    // 2 x 7.5e9 / 125e12 is 0.12 ms; at the f32 rate it would be eight times as long
+    // 2 x 7.5e9 / 125e12 is 0.12 ms; at the f32 rate it would be eight times as long.
     assert!((0.12e-3..0.14e-3).contains(&time("V100-SXM2-32GB").0), "{:?}", time("V100-SXM2-32GB"));
 }
 

@@ -5,7 +5,7 @@ use mixfleet_hal::catalog::Part;
 use mixfleet_hal::units::{Bytes, Seconds};
 use serde::{Deserialize, Serialize};
 
-/// How the devices of a server reach each other: the classes for which all-reduce times were published.
+/// The interconnect of a server's devices: the classes for which all-reduce times were published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fabric {
@@ -19,7 +19,7 @@ pub enum Fabric {
     Pcie5,
 }
 
-/// Sizes of the columns of [`Fabric::times_us`].
+/// Message sizes of the columns of [`Fabric::times_us`].
 const BYTES: [f64; 10] = [
     512.0,
     8192.0,
@@ -32,7 +32,7 @@ const BYTES: [f64; 10] = [
     134_217_728.0,
     536_870_912.0,
 ];
-/// Devices of the rows of [`Fabric::times_us`].
+/// Numbers of devices of the rows of [`Fabric::times_us`].
 const DEVICES: [f64; 3] = [2.0, 4.0, 8.0];
 
 impl Fabric {
@@ -63,8 +63,8 @@ impl Fabric {
         }
     }
 
-    /// Rate of the link that the times were measured over, as catalogs count it: NVLink both directions
-    /// together, PCIe one.
+    /// Rate of the link over which the times were measured, as catalogs state it: NVLink in both directions
+    /// together, PCIe in one.
     const fn gb_per_s(self) -> f64 {
         match self {
             Fabric::NvLink3 => 600.0,
@@ -75,29 +75,30 @@ impl Fabric {
     }
 }
 
-/// The most devices whose all-reduce was measured: a server.
+/// The maximum number of devices whose all-reduce was measured: a server.
 pub const DEVICES_MAX: u32 = 8;
 
-/// All-reduces among so many devices.
+/// All-reduces among a number of devices.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AllReduce {
-    /// What they reach each other by.
+    /// The devices' interconnect.
     pub fabric: Fabric,
-    /// How many, from 2 to [`DEVICES_MAX`].
+    /// Number of devices, from 2 to [`DEVICES_MAX`].
     pub devices: u32,
-    /// The rate of the fabric's measurement over that of the link at hand. It stretches what goes beyond the time of the smallest message.
+    /// Rate of the measured interconnect divided by that of the actual link. It scales the time beyond that
+    /// of the smallest message.
     pub slowdown: f64,
 }
 
 impl AllReduce {
-    /// Among `devices` of a part, over the nearest measured class of its links: the scale-up link where the
-    /// catalog knows one, else the host's. `None` for one device, and for more than were measured.
+    /// All-reduces among `devices` of a part, over the measured class closest to its links: the scale-up link
+    /// if the catalog has one, otherwise the host's. `None` for one device, and for more than were measured.
     pub fn of(part: &Part, devices: u32) -> Option<Self> {
         if !(2..=DEVICES_MAX).contains(&devices) {
             return None;
         }
-        // A bridge joins pairs; larger groups meet on the host's bus.
+        // A bridge joins pairs; larger groups communicate over the host's bus.
         let peer = part.scale_up.filter(|link| devices == 2 || !link.name.contains("bridge"));
         let is_bus = |name: &str| name.starts_with("PCIe") || name == "host";
         let (fabric, gb_per_s) = match (peer, part.host_link) {
@@ -112,16 +113,16 @@ impl AllReduce {
         Some(AllReduce { fabric, devices, slowdown: fabric.gb_per_s() / gb_per_s })
     }
 
-    /// What a step of `rows` pays: the partial sums of all rows after attention and after the MLP of each
-    /// layer. Sums of 8-bit products travel in 16 bits.
+    /// Time of the all-reduces in a step of `rows`: the partial sums of all rows after attention and after
+    /// the MLP of each layer. Sums of 8-bit products are sent in 16 bits.
     pub fn of_step(&self, shape: &ModelShape, rows: u32) -> Seconds {
         let elements = u64::from(rows) * u64::from(shape.hidden);
         let bytes = elements * shape.activation.size_bytes().max(2);
         self.time(Bytes(bytes as f64)) * (2.0 * f64::from(shape.layers()))
     }
 
-    /// Time to sum `bytes` over all devices: between the measured sizes by logarithms, beyond them at the
-    /// rate of the largest.
+    /// Time to sum `bytes` over all devices: interpolated between the measured sizes in log space, beyond
+    /// them at the rate of the largest.
     pub fn time(&self, bytes: Bytes) -> Seconds {
         let rows = self.fabric.times_us();
         let devices = f64::from(self.devices).clamp(2.0, f64::from(DEVICES_MAX));

@@ -1,14 +1,14 @@
-//! Where a table of times needs its knots.
+//! Chooses the knots of a table of times.
 
 use super::tables::Grid;
 use std::collections::BTreeMap;
 
-/// Error of a straight line between knots that needs no further knot.
+/// Relative error of linear interpolation that needs no further knot.
 const TOLERANCE: f64 = 2e-3;
-/// Knots stand no closer than this share of their place, so that noise costs no more than so many knots.
+/// Knots are at least this share of their position apart, so that noise adds only a limited number of knots.
 const CLOSEST: u32 = 1024;
 
-/// 1 to `most`, `per_octave` knots for each power of two (or every number, where those are fewer).
+/// Knots from 1 to `most`, `per_octave` for each power of two (or every number, where those are fewer).
 pub(super) fn geometric(most: u32, per_octave: u32) -> Vec<u32> {
     let octaves = (0..32u32).map(|power| 1u64 << power).take_while(|low| *low <= u64::from(most));
     let inside = octaves
@@ -19,7 +19,8 @@ pub(super) fn geometric(most: u32, per_octave: u32) -> Vec<u32> {
     knots
 }
 
-/// `time` from 1 to `most`: powers of two, and between them whatever a straight line would miss.
+/// A table of `time` from 1 to `most`: powers of two, and knots between them where linear interpolation is
+/// too inaccurate.
 pub(super) fn adaptive(most: u32, time: impl Fn(u32) -> f64) -> Grid {
     let mut known: BTreeMap<u32, f64> =
         geometric(most, 1).into_iter().map(|knot| (knot, time(knot))).collect();
@@ -32,7 +33,7 @@ pub(super) fn adaptive(most: u32, time: impl Fn(u32) -> f64) -> Grid {
         }
         let (first, last) = (known[&low], known[&high]);
         let middle = low + width / 2;
-        // Kernels work on tiles of rows, so that their times jump right behind round numbers.
+        // Kernels work on tiles of rows, so their times jump just after round numbers.
         let probes = [low + 1, low + width / 4, middle, low + width / 4 * 3, high - 1];
         let straight = probes.into_iter().all(|at| {
             let line = first + (last - first) * f64::from(at - low) / f64::from(width);

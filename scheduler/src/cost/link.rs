@@ -3,15 +3,15 @@
 use mixfleet_hal::units::{Bytes, Seconds, Usd};
 use serde::{Deserialize, Serialize};
 
-/// A link as a straight line: `latency + bytes * seconds_per_byte` for each message.
+/// A linear cost of a link: `latency + bytes * seconds_per_byte` for each message.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinkCost {
-    /// Per message.
+    /// Latency per message.
     pub latency: Seconds,
     /// Inverse of the bandwidth.
     pub seconds_per_byte: f64,
-    /// What the traffic costs.
+    /// Cost of traffic.
     #[serde(default)]
     pub usd_per_byte: f64,
 }
@@ -27,7 +27,8 @@ impl LinkCost {
         Usd(bytes.0 * self.usd_per_byte)
     }
 
-    /// The way out of one network card and into another, and what lies between: whatever of them is known.
+    /// The path out of one network interface, over a link and into another interface; unknown parts are left
+    /// out.
     pub fn between(
         from: Option<LinkCost>,
         to: Option<LinkCost>,
@@ -40,7 +41,8 @@ impl LinkCost {
         }
     }
 
-    /// This way and then `next`, as one: the slower of the two bounds the bandwidth, latencies and prices add up.
+    /// This path followed by `next`, as one: the slower of the two limits the bandwidth; latencies and prices
+    /// add up.
     fn joined(self, next: LinkCost) -> LinkCost {
         LinkCost {
             latency: self.latency + next.latency,
@@ -49,10 +51,10 @@ impl LinkCost {
         }
     }
 
-    /// The part of a KV transfer that does not hide behind prefill, when each of `layers` layers is
-    /// sent as soon as it is computed. With layer times c (computing) and x (sending), the two-stage
-    /// pipeline ends at c + (layers - 1) max(c, x) + x: on a link faster than prefill only the last
-    /// layer's share shows. No bytes take no time.
+    /// The part of a KV transfer that prefill does not hide, when each of `layers` layers is sent as soon as
+    /// it is computed. With layer times c (computing) and x (sending), the two-stage pipeline ends at c +
+    /// (layers - 1) max(c, x) + x: on a link faster than prefill only the last layer's share is exposed. No
+    /// bytes take no time.
     pub fn exposed(&self, bytes: Bytes, layers: u32, prefill: Seconds) -> Seconds {
         if bytes.0 <= 0.0 {
             return Seconds::ZERO;
@@ -74,11 +76,11 @@ mod tests {
     #[test]
     fn a_fast_link_shows_one_layer_and_a_slow_one_all_but_the_overlap() {
         let close = |a: Seconds, b: f64| assert!((a.0 - b).abs() < 1e-9, "{a:?} {b}");
-        // 10 layers of 0.1 s computing; 0.05 s each to send.
+        // 10 layers of 0.1 s computing and 0.05 s sending each.
         close(GIGABYTE_PER_SECOND.exposed(Bytes(0.5e9), 10, Seconds(1.0)), 0.05);
-        // 0.2 s each to send: they start after 0.1 s and end at 2.1 s.
+        // 0.2 s sending each: sending starts after 0.1 s and ends at 2.1 s.
         close(GIGABYTE_PER_SECOND.exposed(Bytes(2e9), 10, Seconds(1.0)), 1.1);
-        // One layer overlaps nothing.
+        // A single layer overlaps nothing.
         close(GIGABYTE_PER_SECOND.exposed(Bytes(2e9), 1, Seconds(1.0)), 2.0);
         close(GIGABYTE_PER_SECOND.exposed(Bytes(0.0), 10, Seconds(1.0)), 0.0);
     }

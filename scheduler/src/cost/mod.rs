@@ -1,4 +1,4 @@
-//! What a step and a transfer take, in seconds, from numbers alone.
+//! Predicts the time of steps and transfers, from numbers alone.
 
 mod collective;
 mod knots;
@@ -23,26 +23,27 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CostModel {
-    /// Operation by operation from a device's profile.
+    /// Computes each operation's time from a device's profile.
     Profile(Box<ProfileCost>),
-    /// From coefficients fitted to a whole serving engine; they know what a profile cannot.
+    /// Uses coefficients fitted to a whole serving engine, which include effects that a profile cannot.
     Coefficients(Coefficients),
-    /// From tables: those measured of a serving engine, or a profile's answers ([`CostModel::compiled`]).
+    /// Interpolates in tables: those measured of a serving engine, or computed from a profile
+    /// ([`CostModel::compiled`]).
     Tables(Arc<StepTables>),
     /// Stages of layers, through which prompts run in chunks.
     Pipeline(Arc<PipelineCost>),
-    /// Another one's answers, so many times as long.
+    /// Multiplies another model's times by a factor.
     Scaled(f64, Arc<CostModel>),
 }
 
 /// A piece of a prompt in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prefill {
-    /// Tokens before it, whose KV is there.
+    /// Tokens before it, whose KV is already computed.
     pub context: u32,
-    /// Tokens to compute.
+    /// Number of tokens to compute.
     pub tokens: u32,
-    /// The prompt ends with it: its last row goes through the LM head and draws a token.
+    /// Whether the prompt ends with it: its last row goes through the LM head and draws a token.
     pub last: bool,
 }
 
@@ -50,39 +51,39 @@ pub struct Prefill {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Coefficients {
-    /// Of a prompt.
+    /// Coefficients of a prompt's time.
     pub prefill_s: PrefillCoefficients,
-    /// Of a decode step.
+    /// Coefficients of a decode step's time.
     pub decode_s: DecodeCoefficients,
 }
 
-/// prefill of n tokens with p reused = overhead + per_token (n - p) + per_token_squared (n² - p²)
+/// Prefill of n tokens with p reused takes overhead + per_token (n - p) + per_token_squared (n² - p²).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PrefillCoefficients {
-    /// Per request.
+    /// Time per request.
     pub overhead: f64,
-    /// Per computed token.
+    /// Time per computed token.
     pub per_token: f64,
-    /// Per computed pair of tokens, causality not discounted.
+    /// Time per computed pair of tokens, without discount for causality.
     pub per_token_squared: f64,
 }
 
-/// step = base + per_sequence * batch + per_kv_token * KV tokens of the whole batch
+/// A step takes base + per_sequence * batch + per_kv_token * KV tokens of the whole batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DecodeCoefficients {
-    /// Per step.
+    /// Time per step.
     pub base: f64,
-    /// Per sequence in it.
+    /// Time per sequence in the step.
     pub per_sequence: f64,
-    /// Per token of context that the step reads.
+    /// Time per token of context that the step reads.
     pub per_kv_token: f64,
 }
 
 impl CostModel {
-    /// Time to compute `new_tokens` of a prompt after `context_before` tokens whose KV is there, alone and
-    /// in chunks. No tokens take no time.
+    /// Time to compute `new_tokens` of a prompt after `context_before` tokens whose KV is already computed,
+    /// alone and in chunks. No tokens take no time.
     pub fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
         if new_tokens == 0 {
             return Seconds::ZERO;
@@ -106,21 +107,21 @@ impl CostModel {
         }
     }
 
-    /// Time of one decode step of `batch` sequences with `kv_tokens` tokens of context together.
-    /// An empty batch takes no time.
+    /// Time of one decode step of `batch` sequences with `kv_tokens` tokens of context in total. An empty
+    /// batch takes no time.
     #[inline]
     pub fn decode_step_s(&self, batch: u32, kv_tokens: u64) -> Seconds {
         match self {
-            // a placement asks a thousand of them
+            // A placement evaluates a thousand of these.
             CostModel::Coefficients(cost) if batch > 0 => cost.step_s(&[], batch, kv_tokens),
             _ => self.step_s(&[], batch, kv_tokens),
         }
     }
 
-    /// Time of one mixed step, as engines with chunked prefill run them: the rows of all `parts`, and one of each
-    /// of `batch` sequences that have `kv_tokens` tokens of context together, go through the dense
-    /// operations at once; attention is each one's own; the LM head sees those rows that draw a token.
-    /// Empty parts must not be given; a step of nothing takes no time.
+    /// Time of one mixed step, as in engines with chunked prefill: the rows of all `parts`, and one row of
+    /// each of `batch` sequences with `kv_tokens` tokens of context in total, go through the dense operations
+    /// together; attention is computed per sequence; the LM head processes the rows that draw a token. Parts
+    /// must not be empty; an empty step takes no time.
     pub fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         if parts.is_empty() && batch == 0 {
             return Seconds::ZERO;
@@ -134,8 +135,8 @@ impl CostModel {
         }
     }
 
-    /// The same answers within 1 %, in tens of nanoseconds: a profile is asked in advance and its answers are
-    /// kept as tables. The others are quick as they are.
+    /// A model with the same results within 1 %, in tens of nanoseconds: the times of a profile are computed
+    /// in advance and stored in tables. The other models are fast as they are.
     pub fn compiled(&self) -> CostModel {
         match self {
             CostModel::Profile(cost) => CostModel::Tables(Arc::new(cost.tables())),
@@ -150,9 +151,9 @@ impl CostModel {
 }
 
 impl Coefficients {
-    /// In a mixed step the weights are read once: `base` hides behind the arithmetic of prompt tokens, or
-    /// that behind `base`. `overhead` is paid with a prompt's last piece, so that the pieces of a prompt
-    /// take together what the whole takes.
+    /// Time of a mixed step. The weights are read once: `base` overlaps with the arithmetic of prompt tokens,
+    /// and the longer of the two counts. `overhead` is paid with a prompt's last chunk, so that the chunks of
+    /// a prompt together take the time of the whole.
     #[inline]
     fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         let Coefficients { prefill_s: prefill, decode_s: decode } = self;

@@ -1,32 +1,35 @@
-//! Chunked pipeline parallelism (Mooncake, FAST'25, section 5.1): an instance whose devices stand in stages, each with an equal
-//! share of the layers. A long prompt runs through them in chunks, several of which are at work at a time.
+//! Chunked pipeline parallelism (Mooncake, FAST'25, section 5.1): an instance whose devices form stages, each
+//! with an equal share of the layers. A long prompt runs through them in chunks, several of which are in
+//! flight at a time.
 //!
-//! Chunks in their order through stages that take the same time c_i for chunk i are a permutation flow shop of equal machines: the
-//! last chunk leaves the last stage after `sum c_i + (stages - 1) max c_i`. A hop of activations to the next stage is
-//! overlapped by the chunks around it; only those of the chunk that all wait for show:
+//! Chunks that pass in order through stages with the same time c_i for chunk i are a permutation flow shop of
+//! identical machines: the last chunk leaves the last stage after `sum c_i + (stages - 1) max c_i`. A hop of
+//! activations to the next stage overlaps with neighbouring chunks, except for the hops of the bottleneck
+//! chunk:
 //!
 //! ```text
 //! prefill = sum c_i + (stages - 1) max (c_i + h_i)
 //! ```
 //!
-//! with the hop h_i of chunk i. It is what the simulated flow shop takes while no hop outlasts its chunk's computing; where one
-//! does, the longer of the two counts in the sum, and the formula is an upper bound.
+//! with the hop h_i of chunk i. This equals the simulated flow shop as long as no hop takes longer than its
+//! chunk's computation; otherwise the longer of the two counts in the sum, and the formula is an upper bound.
 
 use super::{CostModel, LinkCost, Prefill};
 use mixfleet_hal::units::{Bytes, Seconds};
 use serde::{Deserialize, Serialize};
 
-/// Equal stages of a model's layers in a row.
+/// Consecutive pipeline stages with equal shares of a model's layers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PipelineCost {
-    /// What steps would take if one stage had all layers.
+    /// The cost of steps if one stage had all layers.
     pub whole: CostModel,
-    /// How many, at least 1. Each has the same share of the layers; what only the first or the last does counts as spread over all.
+    /// Number of stages, at least 1. Each has the same share of the layers; the work of only the first or the
+    /// last counts as spread over all.
     pub stages: u32,
     /// Prompt tokens of a chunk, at least 1.
     pub chunk_tokens: u32,
-    /// From one stage to the next.
+    /// Bytes of a token's activations between layers.
     pub hop: LinkCost,
     /// Activations of a token between layers.
     pub bytes_per_token: f64,
@@ -45,8 +48,8 @@ impl PipelineCost {
         through(self.stages, chunks)
     }
 
-    /// Time of a step that goes through the stages alone: each waits for the one before it, so nothing is gained over one stage, and
-    /// the hops are lost.
+    /// Time of a step that passes through the stages alone: each stage waits for the previous one, so nothing
+    /// is gained over one stage, and the hops are added.
     pub(super) fn step_s(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> Seconds {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         self.whole.step_s(parts, batch, kv_tokens) + self.hop_s(rows) * f64::from(self.stages.max(1) - 1)
@@ -61,7 +64,7 @@ impl PipelineCost {
     }
 }
 
-/// When the last chunk is through: chunks by their time in a stage and on a hop.
+/// The time at which the last chunk is done, from the chunks' times in a stage and on a hop.
 fn through(stages: u32, chunks: impl Iterator<Item = (Seconds, Seconds)>) -> Seconds {
     let (mut sum, mut longest) = (Seconds::ZERO, Seconds::ZERO);
     for (stage, hop) in chunks {
@@ -77,7 +80,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every stage and every way between two serves one chunk after the other.
+    /// A simulation in which every stage and every hop serves one chunk after the other.
     fn simulated(stages: u32, chunks: &[(f64, f64)]) -> f64 {
         let mut ready = vec![0.0; chunks.len()];
         for machine in 0..2 * stages - 1 {
@@ -140,7 +143,7 @@ mod tests {
 
     #[test]
     fn hops_show_once_per_stage_and_a_decode_step_passes_all() {
-        // 1000 tokens of 10 kB at 1 GB/s: 10 ms
+        // 1000 tokens of 10 kB at 1 GB/s take 10 ms.
         let more = cost(4, 1e-9).prefill_s(0, 8000) - cost(4, 0.0).prefill_s(0, 8000);
         assert!((more.0 - 0.03).abs() < 1e-9, "{more:?}");
         let model = CostModel::Pipeline(cost(4, 1e-9).into());

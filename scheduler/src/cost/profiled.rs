@@ -1,4 +1,4 @@
-//! A model on a profiled device, operation by operation.
+//! Predicts a model's time on a profiled device, operation by operation.
 
 use super::tables::{Grid, StepParts, StepTables};
 use super::{AllReduce, ModelShape, OpCounts, Prefill, knots};
@@ -7,25 +7,26 @@ use mixfleet_hal::profile::{DeviceProfile, Predictor};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
-/// A model on a profiled device, or cut over several.
+/// A model on a profiled device, or split over several.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProfileCost {
-    /// The device.
+    /// The device's profile.
     pub profile: DeviceProfile,
-    /// The model.
+    /// The model's shape.
     pub shape: ModelShape,
-    /// Prompt tokens of one step; longer prompts run in chunks, each of which pays the launch cost
-    /// and reads the weights again.
+    /// Prompt tokens of one step; longer prompts run in chunks, each of which pays the launch cost and reads
+    /// the weights again.
     pub chunk_tokens: u32,
-    /// Tensor parallelism: so many devices share the model and sum activations twice per layer. Gathering
-    /// the logits is not counted. `None`: one device.
+    /// Tensor parallelism: the devices share the model and sum activations twice per layer. Gathering the
+    /// logits is not counted. `None` for one device.
     #[serde(default)]
     pub all_reduce: Option<AllReduce>,
 }
 
-/// Sequences in a step, and tokens of context, up to which tables are made; beyond them they go on straight.
+/// Sequences in a step up to which tables are made; beyond that times are extrapolated linearly.
 const SEQUENCES_MAX: u32 = 1024;
+/// Tokens of context up to which tables are made; beyond that times are extrapolated linearly.
 const CONTEXT_MAX: u32 = 131_072;
 
 impl ProfileCost {
@@ -37,7 +38,7 @@ impl ProfileCost {
         self.profile.launch + sum(&ops, each) + self.all_reduces(rows)
     }
 
-    /// What each device has of the model.
+    /// The part of the model on each device.
     fn own_shape(&self) -> ModelShape {
         self.all_reduce.map_or_else(|| self.shape.clone(), |all_reduce| self.shape.split(all_reduce.devices))
     }
@@ -46,7 +47,7 @@ impl ProfileCost {
         self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.of_step(&self.shape, rows))
     }
 
-    /// The same as tables: see [`super::CostModel::compiled`].
+    /// The model's times as tables; see [`super::CostModel::compiled`].
     pub(super) fn tables(&self) -> StepTables {
         let predictor = Predictor::new(&self.profile);
         let each = |sig: &OpSig| predictor.time(sig) + self.profile.launch_per_command;

@@ -1,10 +1,10 @@
-//! A model's shape, and the operations that a step of it consists of.
+//! A model's shape, and the operations of a step.
 
 use super::Prefill;
 use mixfleet_hal::{DType, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
-/// The numbers of a decoder-only transformer that its cost depends on.
+/// The properties of a decoder-only transformer that determine its cost.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelShape {
@@ -30,28 +30,28 @@ pub struct ModelShape {
     pub kv: DType,
     /// Tokens in a KV page.
     pub page_tokens: u32,
-    /// q, k and v have biases (Qwen2).
+    /// Whether q, k and v have biases (Qwen2).
     #[serde(default)]
     pub qkv_bias: bool,
-    /// The attention output has a bias.
+    /// Whether the attention output has a bias.
     #[serde(default)]
     pub o_bias: bool,
-    /// The MLP's projections have biases.
+    /// Whether the MLP's projections have biases.
     #[serde(default)]
     pub mlp_bias: bool,
-    /// q and k are normalised per head before rope (Qwen3).
+    /// Whether q and k are normalised per head before rope (Qwen3).
     #[serde(default)]
     pub qk_norm: bool,
 }
 
-/// Its value changes no cost.
+/// The epsilon of norms, which affects no cost.
 const EPS: Scalar = Scalar(1e-6);
 
-/// Operations of one step with how often each runs; equal ones are merged.
+/// Operations of one step and how often each runs; equal ones are merged.
 pub type OpCounts = Vec<(OpSig, u64)>;
 
 impl ModelShape {
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub fn layers(&self) -> u32 {
         self.windows.len() as u32
     }
@@ -62,19 +62,19 @@ impl ModelShape {
         2 * u64::from(self.layers()) * elements * self.kv.size_bytes()
     }
 
-    /// One chunk of a prompt: `new_tokens` of one sequence after `context_before`. With `head`, the
-    /// last row also goes through the LM head, which only a prompt's last chunk needs.
+    /// Operations of one chunk of a prompt: `new_tokens` of one sequence after `context_before`. With `head`,
+    /// the last row also goes through the LM head, which only a prompt's last chunk needs.
     pub fn prefill_ops(&self, context_before: u32, new_tokens: u32, head: bool) -> OpCounts {
         self.step_ops(&[Prefill { context: context_before, tokens: new_tokens, last: head }], 0, 0)
     }
 
-    /// One token for each of `batch` sequences that have `kv_tokens` keys together.
+    /// Operations of a decode step: one token for each of `batch` sequences with `kv_tokens` keys in total.
     pub fn decode_ops(&self, batch: u32, kv_tokens: u64) -> OpCounts {
         self.step_ops(&[], batch, kv_tokens)
     }
 
-    /// A mixed step: chunks of prompts and one token for each of `batch` sequences that have `kv_tokens`
-    /// keys together. All rows go through the dense operations at once.
+    /// Operations of a mixed step: chunks of prompts and one token for each of `batch` sequences with
+    /// `kv_tokens` keys in total. All rows go through the dense operations together.
     pub fn step_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         let drawn = parts.iter().filter(|part| part.last).count() as u32 + batch;
@@ -87,7 +87,7 @@ impl ModelShape {
         ops
     }
 
-    /// The attention of a mixed step.
+    /// The attention operations of a mixed step.
     pub(super) fn attention_ops(&self, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
         let mut ops = Vec::new();
         if !parts.is_empty() {
@@ -99,9 +99,9 @@ impl ModelShape {
         ops
     }
 
-    /// The share of one of `devices` in tensor parallelism (Megatron-LM, arXiv 1909.08053): heads, MLP
-    /// and vocabulary are cut; a device has one KV head at least, so that beyond `kv_heads` devices KV is
-    /// kept several times.
+    /// The share of one of `devices` in tensor parallelism (Megatron-LM, arXiv 1909.08053): heads, MLP and
+    /// vocabulary are split; a device has at least one KV head, so with more than `kv_heads` devices KV is
+    /// stored several times.
     pub fn split(&self, devices: u32) -> ModelShape {
         ModelShape {
             heads: self.heads / devices,
@@ -112,7 +112,7 @@ impl ModelShape {
         }
     }
 
-    /// Whether [`ModelShape::split`] is even; `Err` says what is not.
+    /// Checks that [`ModelShape::split`] is even; the error names what is not.
     pub fn check_split(&self, devices: u32) -> Result<(), String> {
         let even = |name: &str, count: u32| {
             if devices > 0 && count.is_multiple_of(devices) {
@@ -172,8 +172,8 @@ impl ModelShape {
         }
     }
 
-    /// All but attention and head: `tokens` rows through the layers. The residual stream is f32, as in the
-    /// runtime's forward pass, whose commands these are (a test there compares).
+    /// All operations but attention and head: `tokens` rows through the layers. The residual stream is f32,
+    /// as in the runtime's forward pass, with whose commands a test there compares these.
     pub(super) fn dense_ops(&self, tokens: u32) -> OpCounts {
         let (x, weight) = (self.activation, self.weight);
         let layers = u64::from(self.layers());
@@ -211,7 +211,8 @@ impl ModelShape {
         ops
     }
 
-    /// The last norm and the LM head over `rows` rows, which were picked out of `tokens` if these are more.
+    /// The last norm and the LM head over `rows` rows, which are first selected from `tokens` if these are
+    /// more.
     pub(super) fn head_ops(&self, rows: u32, tokens: u32) -> OpCounts {
         let mut ops = Vec::new();
         if rows == 0 {
@@ -261,10 +262,10 @@ pub(super) fn push(ops: &mut OpCounts, sig: OpSig, count: u64) {
     }
 }
 
-/// Query-key pairs of a causal chunk: the query at position p sees min(p + 1, window) keys.
+/// Query-key pairs of a causal chunk: the query at position p attends to min(p + 1, window) keys.
 fn visible_pairs(context_before: u32, new_tokens: u32, window: Option<u32>) -> u64 {
     let (before, new) = (u64::from(context_before), u64::from(new_tokens));
-    // Sum of p + 1 over the positions below the window's length, and `window` for each of the rest.
+    // The sum of p + 1 over the positions below the window's length, plus `window` for each further position.
     let window = window.map_or(u64::MAX, u64::from);
     let growing = window.saturating_sub(before).min(new);
     let pairs = growing * before + growing * (growing + 1) / 2;

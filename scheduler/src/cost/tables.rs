@@ -1,24 +1,23 @@
-//! A step's time as tables, for questions that are asked millions of times, and for engines whose tables
-//! were measured as such.
+//! A step's time as tables, for frequent queries, and for engines whose tables were measured.
 
 use super::Prefill;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
-/// Entries of the running sum over a long prompt's chunks.
+/// Maximum length of the prefix sums over a long prompt's chunks.
 const CHUNKS_MAX: u32 = 4096;
 
-/// Values at the knots of a rectangular grid. Between knots straight lines along each axis; below the first
-/// knot its value (a kernel's least time), beyond the last one straight on.
+/// Values at the knots of a rectangular grid. They are interpolated linearly along each axis; below the first
+/// knot its value applies (a kernel's minimum time), beyond the last one they are extrapolated.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "GridParts")]
 pub struct Grid {
     axes: Vec<Axis>,
-    /// The last axis runs fastest.
+    /// Values at the knots, with the last axis fastest.
     values: Vec<f64>,
 }
 
-/// A grid before it is checked.
+/// A grid before validation.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct GridParts {
@@ -35,10 +34,10 @@ impl TryFrom<GridParts> for Grid {
 }
 
 impl Grid {
-    /// Ascending knots of each axis, and their values, of which the last axis runs fastest.
+    /// Creates a grid from the ascending knots of each axis and the values, with the last axis fastest.
     ///
     /// # Errors
-    /// In words: an axis is empty or does not rise, or values are too few, too many or not finite.
+    /// A description: an axis is empty or not ascending, or values are too few, too many or not finite.
     pub fn new(axes: Vec<Vec<f64>>, values: Vec<f64>) -> Result<Self, String> {
         let rises = |axis: &Vec<f64>| !axis.is_empty() && axis.windows(2).all(|pair| pair[0] < pair[1]);
         if axes.is_empty() || !axes.iter().all(rises) {
@@ -54,7 +53,7 @@ impl Grid {
         }
     }
 
-    /// For tables made here.
+    /// Creates a grid from valid parts.
     pub(super) fn checked(axes: Vec<Vec<f64>>, values: Vec<f64>) -> Self {
         debug_assert_eq!(axes.iter().map(Vec::len).product::<usize>(), values.len());
         Grid { axes: axes.into_iter().map(Axis::from).collect(), values }
@@ -73,12 +72,12 @@ impl Grid {
         self.values.len()
     }
 
-    /// Whether there is no knot, which cannot be.
+    /// Whether there is no knot; never true.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
 
-    /// The value at `point`, one coordinate for each axis.
+    /// The value at `point`, which has one coordinate per axis.
     pub fn at<const D: usize>(&self, point: [f64; D]) -> f64 {
         debug_assert_eq!(D, self.axes.len());
         let (mut first, mut share, mut stride) = (0, [0.0; D], [0; D]);
@@ -113,11 +112,11 @@ impl Grid {
 #[serde(into = "Vec<f64>")]
 struct Axis {
     knots: Vec<f64>,
-    /// For each bucket the cell that its least number lies in.
+    /// For each bucket the cell that contains its least number.
     starts: Vec<u32>,
 }
 
-/// A bucket is 1/16 of an octave: exponent and four bits of fraction, from 1 on.
+/// A bucket is 1/16 of an octave: exponent and four bits of fraction, starting at 1.
 const BUCKET_BITS: u32 = 48;
 
 fn bucket(at: f64) -> usize {
@@ -145,7 +144,7 @@ impl From<Axis> for Vec<f64> {
 }
 
 impl Axis {
-    /// The cell that `at` lies in, and where in it: 0 to 1, more beyond the last knot.
+    /// The cell that contains `at`, and the position in it: 0 to 1, and more beyond the last knot.
     fn cell(&self, at: f64) -> (usize, f64) {
         let knots = self.knots.as_slice();
         if knots.len() < 2 {
@@ -159,24 +158,24 @@ impl Axis {
     }
 }
 
-/// What a step is made of, each part as a table of seconds.
+/// The components of a step, each as a table of seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepParts {
-    /// Of every step.
+    /// Seconds of every step.
     pub overhead_s: f64,
-    /// `[tokens]`: everything but attention and LM head over the rows of a step.
+    /// `[tokens]`: all operations but attention and LM head over the rows of a step.
     pub dense: Grid,
-    /// `[rows]`: LM head and drawing of tokens.
+    /// `[rows]`: LM head and sampling.
     pub head: Grid,
     /// `[tokens, context before]`: attention of one chunk, all layers.
     pub prefill: Grid,
-    /// `[sequences, mean context]`: attention of sequences that get one token each.
+    /// `[sequences, mean context]`: attention of sequences that decode one token each.
     pub decode: Grid,
-    /// `[tokens, context before, sequences, mean context]`: attention of both in one kernel, where the engine
-    /// has such; otherwise they run one after the other.
+    /// `[tokens, context before, sequences, mean context]`: attention of both in one kernel, if the engine
+    /// has one; otherwise they run one after the other.
     pub mixed: Option<Grid>,
-    /// Prompts that are asked for as a whole run in chunks of so many.
+    /// Chunk size assumed for whole prompts.
     pub chunk_tokens: u32,
 }
 
@@ -204,8 +203,10 @@ impl From<StepTables> for StepParts {
 }
 
 impl StepTables {
+    /// Checks the tables' axes.
+    ///
     /// # Errors
-    /// In words: a table has too few or too many axes, or chunks have no tokens.
+    /// A description: a table has too few or too many axes, or chunks have no tokens.
     pub fn new(parts: StepParts) -> Result<Self, String> {
         let StepParts { dense, head, prefill, decode, mixed, .. } = &parts;
         let axes = [("dense", dense, 1), ("head", head, 1), ("prefill", prefill, 2), ("decode", decode, 2)];
@@ -221,7 +222,7 @@ impl StepTables {
         Ok(Self::of(parts))
     }
 
-    /// Of tables made here.
+    /// Step tables from valid parts.
     pub(super) fn of(parts: StepParts) -> Self {
         let chunk = f64::from(parts.chunk_tokens);
         let contexts = parts.prefill.axes[1].knots.last().copied().unwrap_or(0.0);
@@ -256,7 +257,7 @@ impl StepTables {
         last + Seconds(each * f64::from(full) + self.full_chunks(context_before, full))
     }
 
-    /// Attention of `count` full chunks from `context` on.
+    /// Attention of `count` full chunks starting at `context`.
     fn full_chunks(&self, context: u32, count: u32) -> f64 {
         let chunk = f64::from(self.parts.chunk_tokens);
         let (first, share) = (
@@ -278,8 +279,8 @@ impl StepTables {
         let work = |part: &Prefill| {
             f64::from(part.tokens) * (f64::from(part.context) + 0.5 * f64::from(part.tokens))
         };
-        // The chunk with most work runs beside decode; the others add what they take beyond the least time
-        // of a kernel, for all chunks share one.
+        // The chunk with the most work runs beside decode; the others add the time beyond a kernel's minimum,
+        // since all chunks share one kernel.
         let Some(largest) = parts.iter().reduce(|a, b| if work(b) > work(a) { b } else { a }) else {
             return if batch == 0 { 0.0 } else { self.parts.decode.at([f64::from(batch), mean]) };
         };

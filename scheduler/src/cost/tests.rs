@@ -11,7 +11,7 @@ fn llama_8b_on(profile: DeviceProfile, chunk_tokens: u32, all_reduce: Option<All
     CostModel::Profile(Box::new(ProfileCost { profile, shape, chunk_tokens, all_reduce }))
 }
 
-/// Kernels with a least time and staircases over rows, as real ones have.
+/// Kernels with a minimum time and staircases over rows, as real ones have.
 fn measured() -> DeviceProfile {
     let mut profile = part("L40S").unwrap().profile();
     let shape = models::find("llama-3.1-8b").unwrap().shape(DType::Bf16);
@@ -56,7 +56,7 @@ fn tables_answer_like_the_profile_that_they_were_made_of() {
         let mut state = 7u64;
         let mut draw = |most: f64| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            // log-uniform from 1 to `most`
+            // Log-uniform from 1 to `most`.
             (most.ln() * (state >> 11) as f64 / (1u64 << 53) as f64).exp() as u32
         };
         for _ in 0..60 {
@@ -92,7 +92,7 @@ fn tensor_parallelism_divides_the_work_and_pays_for_sums() {
     let prefill = |cost: &CostModel| cost.prefill_s(0, 2048);
     assert!((2.0..4.0).contains(&speedup(h100, decode)), "{}", speedup(h100, decode));
     assert!((2.0..4.0).contains(&speedup(h100, prefill)), "{}", speedup(h100, prefill));
-    // Over PCIe the sums of a chunk take longer than all its arithmetic on one device.
+    // Over PCIe the all-reduces of a chunk take longer than all its arithmetic on one device.
     assert!(speedup(l40s, prefill) < 1.0, "{}", speedup(l40s, prefill));
 }
 
@@ -150,7 +150,7 @@ fn with_endless_arithmetic_a_small_decode_step_is_weight_bytes_over_bandwidth() 
     let layer = 64 * 64 * 2 + 64 * 32 * 2 + 64 * 160 * 3;
     let weight_bytes = f64::from(2 * (3 * layer + 64 * 1000));
     let step = cost.decode_step_s(1, 1).0 - 1e-5;
-    // Activations and norms come on top: 11 % at this toy size.
+    // Activations and norms add 11 % at this small size.
     assert!(step > weight_bytes / 1e9 && step < 1.15 * weight_bytes / 1e9, "{step}");
 }
 

@@ -1,31 +1,35 @@
-//! The blocks that anyone holds, each with the set of its holders, so laid out that a chain's blocks lie side by side.
+//! All blocks that some instance holds, each with the set of its holders, stored so that a chain's blocks are
+//! adjacent.
 //!
-//! A lookup tries the places beside the block before, and asks the table only where the chain goes on elsewhere:
-//! two misses of the processor's cache for each such place, and one for five blocks in a row. To keep chains together, new
-//! blocks fill a chunk in the order of its places, and a chunk is filled again only when a sixteenth of it is free.
+//! A lookup tries the positions next to the previous block, and uses the hash table only where the chain
+//! continues elsewhere: two cache misses for each such position, and one for five adjacent blocks. To keep
+//! chains together, new blocks fill a chunk in order, and a chunk is refilled only when a sixteenth of it is
+//! free.
 
 use super::BlockHash;
 use super::sets::EMPTY;
 use super::table::{Table, spread};
 
-/// Bits of the number of table segments: at 10 M blocks one has 2,400, and rebuilding it takes microseconds.
+/// Bits of the number of table segments: with 10 M blocks a segment has 2,400, and rebuilding it takes
+/// microseconds.
 const SEGMENT_BITS: u32 = 12;
-/// Places of a chunk. 384 KiB: allocators ask the system for as much separately, so that chunks, which stay, and
+/// Positions per chunk. With 384 KiB allocators map each chunk separately, so that chunks, which stay, and
 /// table segments, which come and go, do not fragment each other's memory.
 const CHUNK: usize = 1 << 15;
-/// Places of a piece, which [`Blocks::update_piece`] does in microseconds.
+/// Positions per piece, which [`Blocks::update_piece`] processes in microseconds.
 const PIECE: usize = 1 << 10;
-/// Free places that make it worth to fill a chunk again.
+/// Free positions from which a chunk is refilled.
 const CHUNK_FREE: u32 = CHUNK as u32 / 16;
-/// Blocks that are looked up in the table together, so that their cache misses overlap.
+/// Blocks looked up in the table together, so that their cache misses overlap.
 const AHEAD: usize = 8;
-/// Places after a block that are searched for the next.
+/// Positions after a block that are searched for the next block.
 const BESIDE: usize = 3;
 
-/// No place.
+/// Stands for no position.
 const NONE: u32 = u32::MAX;
 
-/// A block: its key's high and low half (8-byte alignment would make it 16 bytes) and its set; EMPTY: the place is free.
+/// The key's high and low half (8-byte alignment would take 16 bytes) and the set; EMPTY marks a free
+/// position.
 type Block = [u32; 3];
 
 fn key(&[high, low, _]: &Block) -> BlockHash {
@@ -44,17 +48,17 @@ fn is(block: &Block, searched: BlockHash) -> bool {
 struct Chunk {
     blocks: Box<[Block]>,
     free: u32,
-    /// Among those to be filled again.
+    /// Whether it is queued to be refilled.
     waits: bool,
 }
 
 /// Blocks and their sets, by key.
 #[derive(Clone)]
 pub(super) struct Blocks {
-    /// Keys to places + 1.
+    /// Maps keys to positions + 1.
     table: Table,
     chunks: Vec<Chunk>,
-    /// The place from which on the next free one is searched, within its chunk.
+    /// The position from which the next free one is searched, within its chunk.
     fill: u32,
     refill: Vec<u32>,
 }
@@ -66,12 +70,12 @@ impl Default for Blocks {
 }
 
 impl Blocks {
-    /// Blocks that have a set.
+    /// Number of blocks that have a set.
     pub(super) fn len(&self) -> usize {
         self.table.len()
     }
 
-    /// Pieces, for [`Blocks::update_piece`].
+    /// Number of pieces, for [`Blocks::update_piece`].
     pub(super) fn pieces(&self) -> usize {
         self.chunks.len() * (CHUNK / PIECE)
     }
@@ -84,7 +88,8 @@ impl Blocks {
         is(&self.at(place), key)
     }
 
-    /// Where `key` is, if it is beside `near`: behind it in a chain, or before it when a chain is taken from its end.
+    /// The position of `key` if it is adjacent to `near`: after it in a chain, or before it when a chain is
+    /// processed from its end.
     fn beside(&self, near: u32, key: BlockHash) -> Option<u32> {
         let chunk = &self.chunks.get(near as usize / CHUNK)?.blocks[..];
         let at = near as usize % CHUNK;
@@ -104,7 +109,7 @@ impl Blocks {
         let (mut near, mut stray, mut touched) = (NONE, 0, 0);
         for (i, &key) in keys.iter().enumerate() {
             let place = self.beside(near, key).or_else(|| {
-                // Where one block was not beside the other, the next ones hardly are.
+                // Where one block was not adjacent to the previous, the next ones rarely are.
                 if i > 0 && i <= stray + 2 && i >= touched {
                     touched = keys.len().min(i + AHEAD);
                     self.touch(&keys[i..touched]);
@@ -120,19 +125,20 @@ impl Blocks {
         }
     }
 
-    /// Reads what searches for `keys` are going to read, without waiting for one before the next.
+    /// Reads the memory that searches for `keys` start with, without waiting for one read before the next.
     fn touch(&self, keys: &[BlockHash]) {
         let first = keys.iter().fold(0, |sum, &key| sum ^ self.table.touch(spread(key)));
-        // Keeps the reads, whose only purpose is to have their misses overlap.
+        // Keeps the compiler from removing the reads, which only make cache misses overlap.
         std::hint::black_box(first);
     }
 
-    /// Gives each of `keys` the set that `change` makes of the one it has; EMPTY stands for absence on both sides.
-    /// `removes` tells that most will be absent then.
+    /// Replaces the set of each of `keys` by the result of `change`; EMPTY stands for absence on both sides.
+    /// `removes` means that most will be absent afterwards.
     pub(super) fn update(&mut self, keys: &[BlockHash], removes: bool, mut change: impl FnMut(u32) -> u32) {
         let mut near = NONE;
         for keys in keys.chunks(AHEAD) {
-            // The table is asked for blocks that are not beside each other, and told of those that come or go.
+            // The table is queried only for blocks that are not adjacent, and updated for those that come or
+            // go.
             if removes || self.beside(near, keys[0]).is_none() {
                 self.touch(keys);
             }
@@ -142,7 +148,7 @@ impl Blocks {
         }
     }
 
-    /// Updates `key`, which may lie beside `near`; returns where it is.
+    /// Updates `key`, which may be adjacent to `near`; returns its position.
     fn update_one(&mut self, key: BlockHash, near: u32, mut change: impl FnMut(u32) -> u32) -> u32 {
         match self.beside(near, key).or_else(|| self.find(key)) {
             Some(place) => {
@@ -163,7 +169,7 @@ impl Blocks {
         blocks.filter(|block| set(block) != EMPTY).for_each(|block| visit(key(block), set(block)));
     }
 
-    /// Gives each block in one piece the set that `change` makes of the one it has.
+    /// Replaces the set of each block in one piece by the result of `change`.
     pub(super) fn update_piece(&mut self, piece: usize, mut change: impl FnMut(u32) -> u32) {
         for place in piece * PIECE..(piece + 1) * PIECE {
             let place = place as u32;
@@ -201,7 +207,7 @@ impl Blocks {
         place
     }
 
-    /// The first free place from `fill` on in its chunk, or the first one of another chunk.
+    /// The first free position from `fill` on in its chunk, or the first one of another chunk.
     fn next_free(&mut self) -> u32 {
         let mut from = self.fill as usize % CHUNK;
         let mut number = self.fill as usize / CHUNK;
@@ -226,7 +232,7 @@ impl Blocks {
                 }
             };
             self.fill = (number * CHUNK) as u32;
-            // What was freed behind the place where it was filled.
+            // Positions freed behind the fill position.
             if let Some(chunk) = self.chunks.get_mut(left)
                 && chunk.free >= CHUNK_FREE
                 && !chunk.waits

@@ -1,22 +1,22 @@
-//! A block cache of bounded size: which blocks an instance, or a pool, holds.
+//! A block cache of bounded size: the blocks that an instance, or a pool, holds.
 
 use super::BlockHash;
 use super::table::{Table, spread};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Which block goes first when room is needed. Blocks in use are never evicted. A block's prefix is worth at least
-/// as much as the block under every policy, so that it never goes before it.
+/// Which block is evicted first when room is needed. Blocks in use are never evicted. Under every policy a
+/// block's prefix is worth at least as much as the block, so that it is never evicted before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CachePolicy {
-    /// The one whose last use is longest ago; of one chain, the deepest.
+    /// The least recently used block; within a chain, the deepest.
     #[default]
     Lru,
-    /// The one used least often while it was held; of those, as [`CachePolicy::Lru`].
+    /// The block used least often while it was cached; among equals, as [`CachePolicy::Lru`].
     Lfu,
-    /// The one used least often while it was held; of those, the one deepest in its chain; of those, the one
-    /// whose last use is longest ago. (Mooncake's `LengthAwareCache`, read lexicographically.)
+    /// The block used least often while it was cached; among equals, the one deepest in its chain; among
+    /// those, the least recently used. (Mooncake's `LengthAwareCache`, interpreted lexicographically.)
     LengthAware,
 }
 
@@ -25,17 +25,17 @@ const NONE: u32 = u32::MAX;
 /// Depth of a block without a key.
 const NAMELESS: u32 = u32::MAX;
 
-/// A block that is held: 28 bytes beside the table's 8 to 9.
+/// A cached block: 28 bytes plus the table's 8 to 9.
 #[derive(Clone, Copy)]
 struct Entry {
-    /// The key in halves: no padding.
+    /// The key in halves, to avoid padding.
     hash: [u32; 2],
-    /// Neighbours on the shelf; on the list of free entries, `newer` is the next one.
+    /// Neighbours on the shelf; in the list of free entries, `newer` is the next one.
     older: u32,
     newer: u32,
     uses: u32,
     depth: u32,
-    /// How often the block is pinned; while it is, it stands on no shelf.
+    /// Number of pins; a pinned block is on no shelf.
     pins: u32,
 }
 
@@ -46,25 +46,25 @@ struct Shelf {
     newest: u32,
 }
 
-/// Holds blocks up to a capacity, and says which it gave up. Every operation costs O(1) a block, plus the search
-/// for a shelf: one for LRU, one per count for LFU, one per count and depth for LengthAware.
+/// A set of blocks up to a capacity that reports what it evicts. Every operation costs O(1) per block, plus
+/// the search for a shelf: one for LRU, one per count for LFU, one per count and depth for LengthAware.
 ///
-/// A chain is a prompt's block keys from the first; that a block's prefix outlives it depends on this.
+/// A chain is a prompt's block keys from the first on, so that a block's prefix outlives it.
 #[derive(Clone)]
 pub struct BlockCache {
     capacity: usize,
     policy: CachePolicy,
-    /// Keys to entries + 1.
+    /// Maps keys to entries + 1.
     table: Table,
     entries: Vec<Entry>,
     free: u32,
-    /// By worth: the victim is the oldest of the first.
+    /// Shelves by worth: the victim is the oldest block of the first.
     shelves: BTreeMap<(u32, u32), Shelf>,
-    /// Blocks without pins.
+    /// Number of blocks without pins.
     idle: usize,
-    /// Blocks without a key.
+    /// Number of blocks without a key.
     nameless: usize,
-    /// The entries of the chain at hand; kept for its memory.
+    /// The entries of the current chain; kept to reuse its memory.
     chain: Vec<u32>,
 }
 
@@ -75,7 +75,8 @@ impl std::fmt::Debug for BlockCache {
 }
 
 impl BlockCache {
-    /// An empty cache of `capacity_blocks`; 0 holds nothing, `usize::MAX` whatever comes (up to 2^32 - 2 blocks).
+    /// An empty cache of `capacity_blocks`; 0 holds nothing, `usize::MAX` holds everything (up to 2^32 - 2
+    /// blocks).
     pub fn new(capacity_blocks: usize, policy: CachePolicy) -> Self {
         BlockCache {
             capacity: capacity_blocks,
@@ -90,18 +91,18 @@ impl BlockCache {
         }
     }
 
-    /// Takes a place for a block that has no key yet, pinned once. Where none is free, the block of least worth is given up: the second value is
-    /// its key. None if all are pinned.
+    /// Allocates a place for a block that has no key yet, pinned once. If none is free, the block of least
+    /// worth is evicted, whose key is the second value. None if all blocks are pinned.
     ///
-    /// Places are numbers below the capacity; a block keeps its place while it is held.
+    /// Places are numbers below the capacity; a block keeps its place while it is cached.
     pub fn take(&mut self) -> Option<(u32, Option<BlockHash>)> {
         let given_up = if self.has_room() { None } else { Some(self.evict()?) };
         self.nameless += 1;
         Some((self.create(BlockHash(0), NAMELESS), given_up))
     }
 
-    /// Gives the block at `place`, `depth` blocks behind its chain's first, a key. False, and nothing happens, if it has one, or if another
-    /// block has this one.
+    /// Gives the block at `place`, `depth` blocks after its chain's first, a key. Returns false, and changes
+    /// nothing, if it has one, or if another block has this one.
     pub fn name(&mut self, place: u32, key: BlockHash, depth: u32) -> bool {
         let entries = &self.entries;
         let is_it = |id: u32| entries[id as usize - 1].key() == key;
@@ -115,12 +116,12 @@ impl BlockCache {
         true
     }
 
-    /// Where the block of `key` is.
+    /// The place of the block `key`.
     pub fn place(&self, key: BlockHash) -> Option<u32> {
         self.entry(key)
     }
 
-    /// How often the block at `place` is pinned.
+    /// Number of pins of the block at `place`.
     pub fn pins_at(&self, place: u32) -> u32 {
         self.entries[place as usize].pins
     }
@@ -132,8 +133,8 @@ impl BlockCache {
         *uses = uses.saturating_add(1);
     }
 
-    /// Takes back one pin of the block at `place`. Without pins left it may be evicted, as if it had just been used; one without a key is
-    /// given up at once.
+    /// Removes one pin of the block at `place`. Without pins it may be evicted, as if it had just been used;
+    /// a block without a key is removed at once.
     ///
     /// # Panics
     /// When it is not pinned.
@@ -148,23 +149,24 @@ impl BlockCache {
         self.set_free(place);
     }
 
-    /// Leading blocks of `chain` that are held.
+    /// Number of leading blocks of `chain` that are cached.
     pub fn longest_prefix(&self, chain: &[BlockHash]) -> usize {
         chain.iter().take_while(|&&key| self.contains(key)).count()
     }
 
-    /// Uses those blocks of `chain` that are held.
+    /// Uses those blocks of `chain` that are cached.
     pub fn touch(&mut self, chain: &[BlockHash]) {
         self.start_use(chain);
         self.end_use();
     }
 
-    /// Uses `chain`, and holds it as far as room allows: what is held counts as used, the rest is taken in from the
-    /// front, and what had to go is appended to `evicted`. Nothing of `chain` itself is given up for it.
+    /// Uses `chain`, and caches it as far as there is room: cached blocks count as used, the others are added
+    /// from the front, and evicted ones are appended to `evicted`. No block of `chain` itself is evicted for
+    /// it.
     pub fn insert(&mut self, chain: &[BlockHash], evicted: &mut Vec<BlockHash>) {
         self.start_use(chain);
         for (depth, &key) in chain.iter().enumerate() {
-            // Looked up again: a malformed chain may hold a key twice.
+            // Looked up again, since a malformed chain may contain a key twice.
             if self.chain[depth] != NONE || self.contains(key) {
                 continue;
             }
@@ -176,8 +178,8 @@ impl BlockCache {
         self.end_use();
     }
 
-    /// Keeps the leading blocks of `chain` that are held from being evicted, and returns how many they are: exactly
-    /// those are to be unpinned. Pins are counted.
+    /// Pins the leading blocks of `chain` that are cached, which keeps them from being evicted, and returns
+    /// their number: exactly those must be unpinned. Pins are counted.
     pub fn pin(&mut self, chain: &[BlockHash]) -> usize {
         let pinned = self.longest_prefix(chain);
         for &key in &chain[..pinned] {
@@ -188,7 +190,8 @@ impl BlockCache {
         pinned
     }
 
-    /// Takes back one pin of each block of `chain`. A block without pins left may be evicted, as if it had just been used.
+    /// Removes one pin of each block of `chain`. A block without pins may be evicted, as if it had just been
+    /// used.
     pub fn unpin(&mut self, chain: &[BlockHash]) {
         for &key in chain.iter().rev() {
             if let Some(id) = self.entry(key)
@@ -199,9 +202,10 @@ impl BlockCache {
         }
     }
 
-    /// Uses `key`, the block at `depth` of its chain, and pins it once; it is taken in where it is not held, and what had to go
-    /// is appended to `evicted`. False, and nothing happens, if there is no room. A chain pinned so from the front and then
-    /// [unpinned](Self::unpin) leaves what [`insert`](Self::insert) leaves.
+    /// Uses `key`, the block at `depth` of its chain, and pins it once; it is added if it is not cached, and
+    /// evicted blocks are appended to `evicted`. Returns false, and changes nothing, if there is no room. A
+    /// chain pinned this way from the front and then [unpinned](Self::unpin) has the same effect as
+    /// [`insert`](Self::insert).
     pub fn insert_pinned(&mut self, key: BlockHash, depth: u32, evicted: &mut Vec<BlockHash>) -> bool {
         if let Some(id) = self.entry(key) {
             self.hold(id);
@@ -216,7 +220,7 @@ impl BlockCache {
         room
     }
 
-    /// Gives up `key` whether it is pinned or not: its bytes are lost. False if it was not held.
+    /// Removes `key` whether it is pinned or not, since its bytes are lost. False if it was not cached.
     pub fn remove(&mut self, key: BlockHash) -> bool {
         let Some(id) = self.entry(key) else { return false };
         if self.entries[id as usize].pins == 0 {
@@ -233,39 +237,39 @@ impl BlockCache {
         self.shelves.values().flat_map(shelf).map(|id| self.entries[id as usize].key())
     }
 
-    /// Blocks held.
+    /// Number of cached blocks.
     pub fn len(&self) -> usize {
         self.table.len() + self.nameless
     }
 
-    /// Whether no block is held.
+    /// Whether no block is cached.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Blocks that can be held.
+    /// Maximum number of cached blocks.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Blocks that are pinned, and so cannot be evicted.
+    /// Number of pinned blocks, which cannot be evicted.
     pub fn pinned(&self) -> usize {
         self.len() - self.idle
     }
 
-    /// How often a block is pinned; 0 too where it is not held.
+    /// Number of pins of a block; 0 if it is not cached.
     pub fn pins(&self, key: BlockHash) -> u32 {
         self.entry(key).map_or(0, |id| self.entries[id as usize].pins)
     }
 
-    /// Of `chain`, the blocks that one pin keeps from being evicted.
+    /// Number of blocks of `chain` that have exactly one pin.
     pub fn pinned_once(&self, chain: &[BlockHash]) -> usize {
         let once = |id: u32| self.entries[id as usize].pins == 1;
         chain.iter().filter(|&&key| self.entry(key).is_some_and(once)).count()
     }
 
-    /// Changes how many blocks can be held; what has to go is appended to `evicted`. Pinned blocks stay even where they
-    /// are more.
+    /// Changes the capacity; evicted blocks are appended to `evicted`. Pinned blocks stay even if they exceed
+    /// it.
     pub fn set_capacity(&mut self, capacity_blocks: usize, evicted: &mut Vec<BlockHash>) {
         self.capacity = capacity_blocks;
         while self.len() > capacity_blocks && self.idle > 0 {
@@ -273,12 +277,12 @@ impl BlockCache {
         }
     }
 
-    /// Whether this block is held.
+    /// Whether this block is cached.
     pub fn contains(&self, key: BlockHash) -> bool {
         self.entry(key).is_some()
     }
 
-    /// The blocks held, in no useful order (but the same for the same history).
+    /// The cached blocks, in an arbitrary order that depends only on the history.
     pub fn iter(&self) -> impl Iterator<Item = BlockHash> {
         let named = |entry: &&Entry| entry.uses > 0 && entry.depth != NAMELESS;
         self.entries.iter().filter(named).map(|entry| entry.key())
@@ -289,7 +293,7 @@ impl BlockCache {
         self.table.get(spread(key), is_it).map(|id| id - 1)
     }
 
-    /// Counts a use of the held blocks of `chain`, takes them off their shelves and notes their entries.
+    /// Counts a use of the cached blocks of `chain`, takes them off their shelves and records their entries.
     fn start_use(&mut self, chain: &[BlockHash]) {
         self.chain.clear();
         for &key in chain {
@@ -303,7 +307,7 @@ impl BlockCache {
         }
     }
 
-    /// Puts the noted entries back on their shelves, the deepest first: it is the oldest of them then.
+    /// Puts the recorded entries back on their shelves, the deepest first, so that it is the oldest of them.
     fn end_use(&mut self) {
         while let Some(id) = self.chain.pop() {
             if id != NONE {
@@ -325,14 +329,14 @@ impl BlockCache {
         given_up.is_some()
     }
 
-    /// Gives up the block of least worth. None if all are pinned.
+    /// Evicts the block of least worth. None if all are pinned.
     fn evict(&mut self) -> Option<BlockHash> {
         let victim = self.shelves.first_key_value().map(|(_, shelf)| shelf.oldest)?;
         self.take_off(victim);
         Some(self.forget(victim))
     }
 
-    /// Frees an entry that stands on no shelf.
+    /// Frees an entry that is on no shelf.
     fn forget(&mut self, id: u32) -> BlockHash {
         let key = self.entries[id as usize].key();
         self.table.remove(spread(key), id + 1);
@@ -346,7 +350,7 @@ impl BlockCache {
         self.free = id;
     }
 
-    /// A new entry, used and pinned once.
+    /// Creates an entry, used and pinned once.
     fn create(&mut self, key: BlockHash, depth: u32) -> u32 {
         let entry = Entry { hash: halves(key), older: NONE, newer: NONE, uses: 1, depth, pins: 1 };
         let id = if self.free == NONE {

@@ -1,11 +1,11 @@
 //! The prefix hash chain: equal keys mean equal prefixes.
 //!
-//! With S the seed, `local[i] = XXH3-64(token ids of block i as u32 LE, S)`, `key[0] = local[0]` and
-//! `key[i] = XXH3-64(key[i-1] LE, local[i] LE, S)`: the form that public KV event indexers use, so that
-//! theirs and ours can be compared. S is derived from the fleet's secret and the namespace.
+//! With S the seed, `local[i] = XXH3-64(token ids of block i as u32 LE, S)`, `key[0] = local[0]` and `key[i]
+//! = XXH3-64(key[i-1] LE, local[i] LE, S)`: the form that public KV event indexers use, so that theirs and
+//! ours can be compared. S is derived from the fleet's secret and the namespace.
 //!
 //! XXH3 is not cryptographic and prompts choose what is hashed. The secret makes collisions hard to
-//! aim; whoever reuses KV on a hit compares the token ids as well.
+//! construct; code that reuses KV on a hit compares the token ids as well.
 
 use mixfleet_hal::DType;
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 #[serde(transparent)]
 pub struct BlockHash(pub u64);
 
-/// What must be equal before KV may be shared at all.
+/// Everything that must be equal before KV may be shared.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Namespace {
     /// Digest of the weights and the configuration.
@@ -25,7 +25,7 @@ pub struct Namespace {
     pub tokenizer_digest: String,
     /// Dtype in which KV is stored.
     pub kv_dtype: DType,
-    /// Separates tenants; from the request.
+    /// Separates tenants; taken from the request.
     pub cache_salt: Option<String>,
 }
 
@@ -36,10 +36,10 @@ pub struct PrefixHasher {
 }
 
 impl PrefixHasher {
-    /// The hasher of `namespace` under the fleet's `secret` (any length; 16 random bytes are plenty).
+    /// The hasher of `namespace` under the fleet's `secret` (any length; 16 random bytes suffice).
     pub fn new(secret: &[u8], namespace: &Namespace) -> Self {
         let mut framed = Vec::new();
-        // The lengths in front keep ("ab", "c") apart from ("a", "bc").
+        // The length prefixes distinguish ("ab", "c") from ("a", "bc").
         let mut frame = |field: &[u8]| {
             framed.extend((field.len() as u64).to_le_bytes());
             framed.extend(field);
@@ -68,7 +68,7 @@ impl PrefixHasher {
         chain.hashes
     }
 
-    /// An empty chain, to be extended as tokens come.
+    /// An empty chain, to be extended as tokens are generated.
     ///
     /// # Panics
     /// When `block_tokens` is 0.
@@ -77,7 +77,7 @@ impl PrefixHasher {
         Chain { hasher: *self, block_tokens, hashes: Vec::new(), tail: Vec::new() }
     }
 
-    /// The key of a full block that follows the block with key `before` (none: it is the first).
+    /// The key of a full block that follows the block with key `before` (none for the first block).
     pub fn next(&self, before: Option<BlockHash>, block: &[u32]) -> BlockHash {
         let bytes: Vec<u8> = block.iter().flat_map(|token| token.to_le_bytes()).collect();
         let local = xxh3_64_with_seed(&bytes, self.seed);
@@ -91,7 +91,7 @@ impl PrefixHasher {
     }
 }
 
-/// The keys of a sequence that still grows.
+/// The keys of a growing sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain {
     hasher: PrefixHasher,
@@ -101,7 +101,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Appends tokens; their blocks get keys as they fill up.
+    /// Appends tokens; blocks get keys as they fill up.
     pub fn extend(&mut self, mut tokens: &[u32]) {
         while !tokens.is_empty() {
             let missing = self.block_tokens as usize - self.tail.len();
@@ -185,7 +185,7 @@ mod tests {
     proptest! {
         #[test]
         fn keys_are_equal_exactly_where_prefixes_are(
-            // Few distinct tokens, so that equal blocks at unequal places are common.
+            // Few distinct tokens, so that equal blocks at different positions are common.
             a in proptest::collection::vec(0u32..3, 0..64),
             b in proptest::collection::vec(0u32..3, 0..64),
             shared in 0usize..64,

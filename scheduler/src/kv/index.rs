@@ -1,9 +1,9 @@
 //! Which instance holds which prefix, and in which tier.
 //!
-//! A block has one entry: its key and the set of those that hold it. Sets are shared between blocks, so that a
-//! lookup works only where the set changes along the chain, and a block that everyone holds costs as little as one
-//! that a single instance holds. An instance that is cleared gets a new number, in O(1); what is left
-//! of the old one is swept out piece by piece with later changes.
+//! A block has one entry: its key and the set of its holders. Sets are shared between blocks, so that a
+//! lookup does work only where the set changes along the chain, and a block that all instances hold costs as
+//! little as one that a single instance holds. An instance that is cleared gets a new number, in O(1);
+//! entries of the old number are removed piece by piece during later changes.
 
 use super::BlockHash;
 use super::blocks::Blocks;
@@ -12,21 +12,21 @@ use crate::ids::InstanceId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Where an instance keeps a block, the fastest first.
+/// The tier in which an instance holds a block, fastest first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tier {
-    /// In the memory of the device that computes.
+    /// The memory of the device that computes.
     #[default]
     Device,
-    /// In the host's memory.
+    /// The host's memory.
     Dram,
-    /// On the host's disk.
+    /// The host's disk.
     Ssd,
 }
 
 impl Tier {
-    /// All tiers, as [`Prefix::blocks`] counts them.
+    /// All tiers, in the order of [`Prefix::blocks`].
     pub const ALL: [Tier; 3] = [Tier::Device, Tier::Dram, Tier::Ssd];
 
     pub(super) fn bit(self) -> u32 {
@@ -34,10 +34,10 @@ impl Tier {
     }
 }
 
-/// What an instance reports of its cache.
+/// A change of its cache that an instance reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change<'a> {
-    /// It holds these blocks in this tier now.
+    /// It now holds these blocks in this tier.
     Store(Tier, &'a [BlockHash]),
     /// It no longer holds these blocks in this tier.
     Evict(Tier, &'a [BlockHash]),
@@ -45,51 +45,51 @@ pub enum Change<'a> {
     Clear,
 }
 
-/// What became of a numbered change.
+/// The result of applying a numbered change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Applied {
-    /// The index says what the instance said.
+    /// The index is up to date with the instance.
     Done,
-    /// It was known already; nothing changed.
+    /// The change was known already; nothing changed.
     Late,
-    /// Changes before it are missing, so it was left out. The instance counts as holding nothing until the
+    /// Earlier changes are missing, so it was not applied. The instance counts as holding nothing until the
     /// changes from `expected` on were applied in order, or a snapshot was.
     Gap {
-        /// The first change that is missing.
+        /// The number of the first missing change.
         expected: u64,
     },
 }
 
-/// How much of a chain an instance holds from the start without a gap.
+/// The leading blocks of a chain that an instance holds without a gap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prefix {
-    /// Who.
+    /// The instance.
     pub instance: InstanceId,
-    /// Blocks of the prefix by the fastest tier in which they lie, in the order of [`Tier::ALL`].
+    /// Number of blocks of the prefix by the fastest tier that holds them, in the order of [`Tier::ALL`].
     pub blocks: [u32; 3],
 }
 
 impl Prefix {
-    /// Blocks from the start without a gap, in any tier.
+    /// Number of leading blocks without a gap, in any tier.
     pub fn total(&self) -> u32 {
         self.blocks.iter().sum()
     }
 }
 
-/// The answer to a lookup, and the memory that it needs; to be used again.
+/// The result of a lookup, and its working memory, for reuse.
 #[derive(Clone, Debug, Default)]
 pub struct Prefixes {
     found: Vec<Prefix>,
     alive: Vec<Alive>,
 }
 
-/// One who holds all blocks so far, with the tiers of the last one.
+/// A holder of all blocks so far, with the tiers of the last one.
 #[derive(Clone, Copy, Debug)]
 struct Alive {
     member: Member,
-    /// In `found`.
+    /// Its index in `found`.
     place: u32,
-    /// The first block of those that lie in its fastest tier and are not counted yet.
+    /// The first of its blocks in its current fastest tier that are not counted yet.
     since: u32,
 }
 
@@ -100,7 +100,7 @@ impl Alive {
 }
 
 impl Prefixes {
-    /// Each instance that holds the first block, in no useful order (but the same for the same history).
+    /// Each instance that holds the first block, in an arbitrary order that depends only on the history.
     pub fn as_slice(&self) -> &[Prefix] {
         &self.found
     }
@@ -109,9 +109,9 @@ impl Prefixes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holder {
     Counts(InstanceId),
-    /// Changes of it are missing.
+    /// Changes of this instance are missing.
     Unsure(InstanceId),
-    /// Cleared; blocks may still name it.
+    /// The number was cleared; blocks may still refer to it.
     Gone,
 }
 
@@ -120,14 +120,14 @@ struct Known {
     holder: u32,
     /// The number of the next change.
     next: u64,
-    /// One more than the largest number seen.
+    /// One more than the largest number received.
     seen: u64,
 }
 
-/// Which instances hold which blocks, from what they report. Storing twice is storing once; evicting what is
-/// not held does nothing.
+/// Which instances hold which blocks, from their reports. Storing twice has the effect of storing once;
+/// evicting a block that is not held does nothing.
 ///
-/// Changes that cannot get lost on their way go through [`store`](Self::store), [`evict`](Self::evict) and
+/// Changes over a reliable channel go through [`store`](Self::store), [`evict`](Self::evict) and
 /// [`clear`](Self::clear); numbered ones, counted from 0 by each instance, through [`apply`](Self::apply) and
 /// [`resync`](Self::resync). An instance uses one of the two.
 #[derive(Clone, Default)]
@@ -140,7 +140,7 @@ pub struct PrefixIndex {
     sweep: Sweep,
 }
 
-/// One pass over all blocks at a time, for those who were gone when it began.
+/// One pass over all blocks at a time, for the numbers that were cleared when it began.
 #[derive(Clone, Default)]
 struct Sweep {
     piece: usize,
@@ -155,14 +155,14 @@ impl std::fmt::Debug for PrefixIndex {
 }
 
 impl PrefixIndex {
-    /// `instance` holds these blocks in `tier` now.
+    /// Records that `instance` now holds these blocks in `tier`.
     pub fn store(&mut self, instance: InstanceId, tier: Tier, hashes: &[BlockHash]) {
         let holder = self.known(instance).holder;
         self.edit(hashes, Edit::Add(holder, tier));
         self.sweep_some();
     }
 
-    /// `instance` no longer holds these blocks in `tier`.
+    /// Records that `instance` no longer holds these blocks in `tier`.
     pub fn evict(&mut self, instance: InstanceId, tier: Tier, hashes: &[BlockHash]) {
         if let Some(&Known { holder, .. }) = self.instances.get(&instance) {
             self.edit(hashes, Edit::Remove(holder, tier));
@@ -170,7 +170,7 @@ impl PrefixIndex {
         }
     }
 
-    /// `instance` holds nothing any more. O(1); the memory comes back with later changes.
+    /// Records that `instance` holds nothing any more, in O(1); the memory is freed during later changes.
     pub fn clear(&mut self, instance: InstanceId) {
         if let Some(&Known { holder, .. }) = self.instances.get(&instance) {
             self.known(instance).holder = self.new_holder(self.holders[holder as usize]);
@@ -179,7 +179,8 @@ impl PrefixIndex {
         }
     }
 
-    /// Forgets `instance`, its blocks and the number of its last change: it left, or starts anew from 0.
+    /// Removes `instance`, its blocks and the number of its last change, because it left or starts again from
+    /// 0.
     pub fn remove(&mut self, instance: InstanceId) {
         if let Some(known) = self.instances.remove(&instance) {
             self.retire(known.holder);
@@ -187,7 +188,8 @@ impl PrefixIndex {
         }
     }
 
-    /// Takes the change that `instance` numbered `sequence`. After a clear nothing that was missing before matters.
+    /// Applies the change that `instance` numbered `sequence`. After a clear, earlier missing changes no
+    /// longer matter.
     pub fn apply(&mut self, instance: InstanceId, sequence: u64, change: Change) -> Applied {
         let known = self.known(instance);
         if sequence < known.next {
@@ -213,8 +215,9 @@ impl PrefixIndex {
         Applied::Done
     }
 
-    /// `instance` held exactly `snapshot` after its change `sequence`. A snapshot older than what was applied
-    /// already is [`Applied::Late`]; one that is older than a change that was left out closes only a part of the gap.
+    /// Replaces the blocks of `instance` by `snapshot`, which it held after its change `sequence`. A snapshot
+    /// older than the last applied change is [`Applied::Late`]; one that is older than a change that was left
+    /// out closes only a part of the gap.
     pub fn resync(
         &mut self,
         instance: InstanceId,
@@ -239,14 +242,14 @@ impl PrefixIndex {
         }
     }
 
-    /// The number of the first change of `instance` that is missing; it counts as holding nothing meanwhile.
+    /// The number of the first missing change of `instance`, which counts as holding nothing meanwhile.
     pub fn missing(&self, instance: InstanceId) -> Option<u64> {
         let known = self.instances.get(&instance)?;
         (known.next < known.seen).then_some(known.next)
     }
 
-    /// Finds who holds how much of `chain` from the start without a gap. Costs O(1) a block, and O(1) for each
-    /// holder where the holders of neighbouring blocks differ.
+    /// Finds the holders of leading blocks of `chain` without a gap. Costs O(1) per block, and O(1) per
+    /// holder where the holders of adjacent blocks differ.
     pub fn lookup(&self, chain: &[BlockHash], answer: &mut Prefixes) {
         let Prefixes { found, alive } = answer;
         found.clear();
@@ -265,7 +268,7 @@ impl PrefixIndex {
         alive.iter().for_each(|alive| alive.count(found, blocks));
     }
 
-    /// Everything that `instance` holds, tier by tier, in order. Looks at every block there is: for checks.
+    /// Everything that `instance` holds, tier by tier, in order. Scans all blocks, so it is for checks.
     pub fn held_by(&self, instance: InstanceId) -> Vec<(Tier, BlockHash)> {
         let mut held = Vec::new();
         let Some(&Known { holder, .. }) = self.instances.get(&instance) else { return held };
@@ -278,12 +281,12 @@ impl PrefixIndex {
         held
     }
 
-    /// Distinct blocks known, among them those of cleared instances that are not swept out yet.
+    /// Number of distinct blocks, including those of cleared instances that are not removed yet.
     pub fn blocks(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Sweeps out all that cleared instances left, at once.
+    /// Removes everything that cleared instances left, at once.
     pub fn sweep(&mut self) {
         while !self.sweep.now.is_empty() {
             self.sweep_some();
@@ -327,7 +330,7 @@ impl PrefixIndex {
         self.blocks.update(hashes, removes, |set| self.sets.move_block(set, edit));
     }
 
-    /// Rids one piece of the blocks of those who are gone, where there are any.
+    /// Removes cleared instances from the blocks of one piece, if there are any.
     fn sweep_some(&mut self) {
         if self.sweep.now.is_empty() {
             return;
@@ -356,7 +359,8 @@ impl PrefixIndex {
     }
 }
 
-/// Keeps those alive who are among `members`, with their tiers there, after `blocks` blocks. Both are ordered by holder.
+/// Keeps those in `alive` that are among `members`, with their tiers there, after `blocks` blocks. Both are
+/// ordered by holder.
 fn intersect(alive: &mut Vec<Alive>, mut members: &[Member], found: &mut [Prefix], blocks: u32) {
     alive.retain_mut(|alive| {
         let holder = alive.member.holder();
@@ -379,7 +383,8 @@ fn intersect(alive: &mut Vec<Alive>, mut members: &[Member], found: &mut [Prefix
     });
 }
 
-/// `members` from `holder` on: mostly the first; far away if few are searched for among many, so in doubling steps.
+/// The `members` from `holder` on: usually the first; far away if few are searched among many, so the steps
+/// double.
 fn from_holder(members: &[Member], holder: u32) -> &[Member] {
     let mut step = 1;
     if members.first().is_none_or(|first| first.holder() >= holder) {

@@ -1,4 +1,4 @@
-//! What identifies a piece of KV cache, who holds it, and what goes when room is needed.
+//! Keys of KV blocks, the index of their holders, and the cache that decides evictions.
 
 mod blocks;
 pub mod cache;

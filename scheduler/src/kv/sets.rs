@@ -1,12 +1,12 @@
-//! Sets of holders, each stored once: blocks that were stored together are held by the same instances.
+//! Sets of holders, each stored once: blocks that were stored together have the same holders.
 
 use super::table::{Table, spread};
 use super::{BlockHash, Tier};
 
-/// Edits of sets that are remembered while a change is carried out.
+/// Number of edits of sets that are memoised while a change is applied.
 const EDITED: usize = 64;
 
-/// The set without members. It is never counted.
+/// The set without members, which has no block count.
 pub(super) const EMPTY: u32 = 0;
 
 /// A holder (by number) and its tiers.
@@ -14,7 +14,7 @@ pub(super) const EMPTY: u32 = 0;
 pub(super) struct Member(u32);
 
 impl Member {
-    /// Holders have smaller numbers than this.
+    /// Upper limit of holders' numbers.
     pub(super) const HOLDERS_MAX: usize = 1 << 29;
 
     fn new(holder: u32, tiers: u32) -> Self {
@@ -29,13 +29,13 @@ impl Member {
     pub(super) fn is_in(self, tier: Tier) -> bool {
         self.tiers() & tier.bit() != 0
     }
-    /// The fastest tier in which it holds a copy, as an index.
+    /// The index of the fastest tier in which it holds a copy.
     pub(super) fn fastest(self) -> usize {
         self.tiers().trailing_zeros() as usize
     }
 }
 
-/// Up to five members need no memory of their own; the enum has 24 bytes either way.
+/// The members of a set. Up to five need no heap memory; the enum has 24 bytes either way.
 #[derive(Clone, Debug)]
 enum Members {
     Few { len: u8, members: [Member; 5] },
@@ -44,19 +44,20 @@ enum Members {
 
 #[derive(Clone, Debug)]
 struct Set {
-    /// Blocks that have it. A free place has none, and names the next free one as its only member.
+    /// Number of blocks with this set. A free entry has none, and refers to the next free one by its only
+    /// member.
     blocks: u32,
     members: Members,
 }
 
-/// How a set is changed.
+/// A change of a set.
 #[derive(Clone, Copy)]
 pub(super) enum Edit<'a> {
-    /// This holder has it in this tier too.
+    /// The holder also holds the block in this tier.
     Add(u32, Tier),
-    /// This holder has it no longer in this tier.
+    /// The holder no longer holds the block in this tier.
     Remove(u32, Tier),
-    /// These holders (by number) are gone.
+    /// The holders (by number) that satisfy this are removed.
     Purge(&'a dyn Fn(u32) -> bool),
 }
 
@@ -67,8 +68,8 @@ pub(super) struct Sets {
     free: u32,
     /// Sets by the hash of their members.
     known: Table,
-    /// (set, set after the edit) at the set's number: neighbours in a chain mostly change alike. A pair holds until
-    /// the latter has no blocks any more.
+    /// (set, set after the edit) at an index derived from the set's number, since adjacent blocks of a chain
+    /// mostly change alike. A pair is valid as long as the latter set has blocks.
     edited: [(u32, u32); EDITED],
     scratch: Vec<Member>,
 }
@@ -127,17 +128,17 @@ impl Edit<'_> {
 }
 
 impl Sets {
-    /// Members in the order of their numbers.
+    /// The members in the order of their numbers.
     pub(super) fn members(&self, set: u32) -> &[Member] {
         self.sets[set as usize].members.as_slice()
     }
 
-    /// To be called before the first block of another edit.
+    /// Must be called before the first block of another edit.
     pub(super) fn start_edit(&mut self) {
         self.edited.fill((EMPTY, EMPTY));
     }
 
-    /// Takes a block from `set` to what `edit` makes of it.
+    /// Moves a block from `set` to the result of `edit` on it.
     pub(super) fn move_block(&mut self, set: u32, edit: Edit) -> u32 {
         let at = set as usize % EDITED;
         let (before, mut after) = self.edited[at];
@@ -159,13 +160,13 @@ impl Sets {
         after
     }
 
-    /// Sets that some block has.
+    /// Number of sets that some block has.
     #[cfg(test)]
     pub(super) fn live(&self) -> usize {
         self.sets.iter().filter(|set| set.blocks > 0).count()
     }
 
-    /// Places for sets, in use or free.
+    /// Number of entries for sets, in use or free.
     #[cfg(test)]
     pub(super) fn places(&self) -> usize {
         self.sets.len()
@@ -190,7 +191,7 @@ impl Sets {
             let set = self.free;
             self.free = self.members(set)[0].0;
             self.sets[set as usize] = new;
-            // The number has another meaning now.
+            // The number refers to another set now.
             self.start_edit();
             set
         };
@@ -198,7 +199,7 @@ impl Sets {
         set
     }
 
-    /// One block less has `set`.
+    /// Removes one block from `set`.
     fn give_up(&mut self, set: u32) {
         if set == EMPTY {
             return;

@@ -1,11 +1,11 @@
 //! Finds numbers by hash, in few bytes: an ordered open-addressing table in segments.
 //!
-//! An entry is 24 bits of the hash and a number; what the number stands for (a block, a set) lies elsewhere and says
-//! whether it is the one that is looked for. A segment is an array in the order of those bits, with gaps: an entry
-//! stands at its home (its share of the segment's range) or behind it with no gap between. Order ends a
-//! search for what is absent as early as one for what is present, and lets a segment grow by an eighth in one pass over its
-//! memory. Segments are between 80 and 90 % full, so that an entry of 7 bytes costs 7.8 to 8.8; a table that
-//! doubles costs up to twice that.
+//! An entry is 24 bits of the hash and a number; the caller stores what the number refers to (a block, a
+//! set), and decides whether it is the one searched for. A segment is an array in the order of those bits,
+//! with gaps: an entry is at its home (its share of the segment's range) or after it with no gap between. The
+//! order ends a search for an absent entry as early as one for a present entry, and lets a segment grow by an
+//! eighth in one pass over its memory. Segments are between 80 and 90 % full, so that an entry of 7 bytes
+//! costs 7.8 to 8.8; a table that doubles costs up to twice that.
 
 use super::BlockHash;
 use mixfleet_hal::random::mix;
@@ -15,7 +15,7 @@ pub(super) fn spread(key: BlockHash) -> u64 {
     mix(key.0)
 }
 
-/// Low to high: the number (4 bytes, 0 is a gap) and 24 bits of the hash.
+/// From low to high: the number (4 bytes, 0 for a gap) and 24 bits of the hash.
 #[derive(Clone, Copy, Default)]
 struct Entry([u8; 7]);
 
@@ -41,12 +41,12 @@ impl Entry {
 #[derive(Clone, Default)]
 struct Segment {
     slots: Vec<Entry>,
-    /// Slots that are somebody's home; those beyond them take what the last entries spill.
+    /// Number of slots that are homes; further slots take what the last entries spill.
     homes: u32,
     entries: u32,
 }
 
-/// A multimap from hashes to non-zero numbers, each of which is held once.
+/// A multimap from hashes to nonzero numbers, each of which occurs once.
 #[derive(Clone)]
 pub(super) struct Table {
     segments: Vec<Segment>,
@@ -55,44 +55,44 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// An empty table of `2^segment_bits` segments: more segments make the longest pause of an insertion
-    /// shorter, and cost 32 bytes each.
+    /// An empty table of `2^segment_bits` segments: more segments shorten the longest pause of an insertion,
+    /// and cost 32 bytes each.
     pub(super) fn new(segment_bits: u32) -> Self {
         Table { segments: vec![Segment::default(); 1 << segment_bits], segment_bits, entries: 0 }
     }
 
-    /// Numbers held.
+    /// Number of entries.
     pub(super) fn len(&self) -> usize {
         self.entries
     }
 
-    /// (segment, place in its order): the hash's first bits and the 24 after them.
+    /// The segment (from the hash's first bits) and the order in it (the 24 bits after them).
     fn locate(&self, hash: u64) -> (usize, u32) {
         ((hash >> 1 >> (63 - self.segment_bits)) as usize, (hash << self.segment_bits >> 40) as u32)
     }
 
-    /// The number at `hash` that `is_it`.
+    /// The number at `hash` for which `is_it` returns true.
     pub(super) fn get(&self, hash: u64, is_it: impl Fn(u32) -> bool) -> Option<u32> {
         let (segment, place) = self.locate(hash);
         let segment = &self.segments[segment];
         segment.find(place, is_it).map(|slot| segment.slots[slot].number())
     }
 
-    /// Reads the memory in which a search for `hash` begins. The answer has no meaning.
+    /// Reads the memory in which a search for `hash` begins. The result has no meaning.
     pub(super) fn touch(&self, hash: u64) -> u32 {
         let (segment, place) = self.locate(hash);
         let segment = &self.segments[segment];
         segment.slots.get(segment.home(place)).map_or(0, |entry| entry.number())
     }
 
-    /// Adds `number` at `hash`, where it is not yet.
+    /// Adds `number` at `hash`; it must not be there yet.
     pub(super) fn insert(&mut self, hash: u64, number: u32) {
         let (segment, place) = self.locate(hash);
         self.segments[segment].insert(Entry::new(place, number));
         self.entries += 1;
     }
 
-    /// Adds `number` at `hash` unless there is one that `is_it`; whether it did.
+    /// Adds `number` at `hash` unless `is_it` returns true for one there; returns whether it did.
     pub(super) fn insert_new(&mut self, hash: u64, number: u32, is_it: impl Fn(u32) -> bool) -> bool {
         let (segment, place) = self.locate(hash);
         let segment = &mut self.segments[segment];
@@ -104,7 +104,7 @@ impl Table {
         new
     }
 
-    /// Removes `number` at `hash`, where it is.
+    /// Removes `number` at `hash`, where it must be.
     pub(super) fn remove(&mut self, hash: u64, number: u32) {
         let (segment, place) = self.locate(hash);
         let segment = &mut self.segments[segment];
@@ -162,11 +162,11 @@ impl Segment {
         }
     }
 
-    /// Spreads the entries over as many homes as make it 80 % full.
+    /// Spreads the entries over a number of homes that makes it 80 % full.
     fn rebuild(&mut self) {
         let old = std::mem::take(&mut self.slots);
         self.homes = (u64::from(self.entries) * 5 / 4 + 2).min(u64::from(u32::MAX)) as u32;
-        // Room for what the last entries mostly spill; more of it reallocates.
+        // Room for what the last entries usually spill; more than that reallocates.
         self.slots.reserve_exact(self.homes as usize + 8);
         self.slots.resize(self.homes as usize, Entry::default());
         let mut next = 0;
@@ -196,8 +196,8 @@ mod tests {
 
         #[test]
         fn it_agrees_with_a_set_of_pairs(
-            // Raw keys all fall into the first segment's first place, so both kinds of crowd are met. A number stands
-            // at one hash only.
+            // Raw keys all hash to the first position of the first segment, so both kinds of crowding occur.
+            // A number occurs at one hash only.
             writes in proptest::collection::vec((any::<bool>(), 0u32..60, any::<bool>(), 1u32..4), 0..600),
             segment_bits in 0u32..4,
         ) {

@@ -13,7 +13,7 @@ struct Block {
     pins: u32,
 }
 
-/// The same, as a list that is searched.
+/// A reference implementation as a list that is searched.
 struct Naive {
     capacity: usize,
     policy: CachePolicy,
@@ -65,7 +65,7 @@ impl Naive {
     }
 }
 
-/// Prompts in a tree of fan-out 3: key = path, so that equal keys have equal prefixes.
+/// Prompts in a tree of fan-out 3 with key = path, so that equal keys have equal prefixes.
 fn chain() -> impl Strategy<Value = Vec<u64>> {
     proptest::collection::vec(0u64..3, 0..7).prop_map(|path| {
         path.iter()
@@ -172,7 +172,7 @@ proptest! {
         capacity in 0usize..6,
         chains in proptest::collection::vec(proptest::collection::vec(0u64..8, 0..8), 0..40),
     ) {
-        // Keys twice in a chain, at other depths than before, and unpinned though nobody pinned them.
+        // Keys that occur twice in a chain, at other depths than before, and unpinned without a pin.
         let mut cache = BlockCache::new(capacity, policy);
         let mut held = BTreeSet::new();
         for chain in chains {

@@ -3,14 +3,14 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use std::collections::BTreeSet;
 
-/// What an instance says, and how it arrives.
+/// A report of an instance, and how it arrives.
 #[derive(Clone, Debug)]
 enum Report {
     Numbered {
         sequence: Sequence,
         change: Told,
     },
-    /// Not numbered, and never lost.
+    /// A change without a number, which is never lost.
     Told(Told),
     Resync {
         sequence: Sequence,
@@ -20,7 +20,7 @@ enum Report {
     Sweep,
 }
 
-/// A number, beside the one that is expected.
+/// A number relative to the expected one.
 #[derive(Clone, Copy, Debug)]
 enum Sequence {
     Next,
@@ -107,7 +107,7 @@ fn tier() -> impl Strategy<Value = Tier> {
 
 fn blocks() -> impl Strategy<Value = Vec<u64>> {
     prop_oneof![
-        // A prefix of the one chain, so that long answers are common; or anything.
+        // Usually a prefix of the one chain, so that long matches are common.
         3 => (0u64..13).prop_map(|end| (0..end).collect::<Vec<_>>()),
         2 => proptest::collection::vec(0u64..13, 0..8),
     ]
@@ -194,7 +194,7 @@ proptest! {
 
     #[test]
     fn it_agrees_with_sets_of_pairs(
-        // Nine instances: more than a set holds without memory of its own.
+        // Nine instances: more than a set stores inline.
         reports in proptest::collection::vec((0u32..9, report()), 0..120),
         chains in proptest::collection::vec(blocks(), 1..4),
     ) {
