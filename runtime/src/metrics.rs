@@ -3,7 +3,7 @@
 //! The API records what a client observes, the engine what happens inside. Both hold a [`Metrics`], whose
 //! fields are handles on the same numbers. Callers read the clock.
 
-use mixfleet_scheduler::batch::Load;
+use mixfleet_scheduler::batch::BatchLoad;
 use mixfleet_scheduler::fleet::Corrections;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
@@ -39,12 +39,12 @@ pub struct RequestLabels {
     /// `completions` or `chat_completions`.
     pub endpoint: &'static str,
     /// How the request ended.
-    pub outcome: Outcome,
+    pub outcome: RequestOutcome,
 }
 
 /// How a request that passed validation ended.
 #[derive(Clone, Copy, Debug, Hash, PartialEq, Eq)]
-pub enum Outcome {
+pub enum RequestOutcome {
     /// `success`: answered in full.
     Success,
     /// `cancelled`: the client left first.
@@ -55,19 +55,19 @@ pub enum Outcome {
     Failed,
 }
 
-impl Outcome {
+impl RequestOutcome {
     /// The label's value.
     pub fn name(self) -> &'static str {
         match self {
-            Outcome::Success => "success",
-            Outcome::Cancelled => "cancelled",
-            Outcome::Rejected => "rejected",
-            Outcome::Failed => "failed",
+            RequestOutcome::Success => "success",
+            RequestOutcome::Cancelled => "cancelled",
+            RequestOutcome::Rejected => "rejected",
+            RequestOutcome::Failed => "failed",
         }
     }
 }
 
-impl EncodeLabelValue for Outcome {
+impl EncodeLabelValue for RequestOutcome {
     fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
         EncodeLabelValue::encode(&self.name(), encoder)
     }
@@ -297,7 +297,7 @@ impl Metrics {
 
 impl Metrics {
     /// Records the load of a device.
-    pub(crate) fn load(&self, device: &str, load: &Load) {
+    pub(crate) fn load(&self, device: &str, load: &BatchLoad) {
         let labels = DeviceLabels { device: device.into() };
         self.requests_running.get_or_create(&labels).set(load.running as i64);
         self.requests_waiting.get_or_create(&labels).set(load.waiting as i64);
@@ -375,7 +375,7 @@ mod tests {
         metrics.kv_cache_usage.get_or_create(&DeviceLabels { device: "cpu@0".into() }).set(0.25);
         metrics
             .requests
-            .get_or_create(&RequestLabels { endpoint: "completions", outcome: Outcome::Success })
+            .get_or_create(&RequestLabels { endpoint: "completions", outcome: RequestOutcome::Success })
             .inc();
         let text = metrics.encode();
         for line in [

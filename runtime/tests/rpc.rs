@@ -19,7 +19,8 @@ use mixfleet_runtime::fleet::rpc::{
     self, CallError, Certificates, Door, End, Kind, Remote, RpcConfig, Token, Trust, Ways,
 };
 use mixfleet_runtime::fleet::{
-    Hub, Model, Refusal, Router, RouterId, RouterParts, WorkerProcess, attend_members, meet_members,
+    Hub, ModelIdentity, Router, RouterId, RouterParts, SessionRefusal, WorkerProcess, attend_members,
+    meet_members,
 };
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
@@ -120,8 +121,8 @@ fn config(trust: Trust) -> RpcConfig {
     RpcConfig { silence: LONG, trust }
 }
 
-fn model() -> Model {
-    Model { digest: "model".into(), tokenizer_digest: "tokenizer".into() }
+fn model() -> ModelIdentity {
+    ModelIdentity { digest: "model".into(), tokenizer_digest: "tokenizer".into() }
 }
 
 fn checkpoint() -> Checkpoint {
@@ -183,7 +184,7 @@ fn worker(env: &SharedEnv, checkpoint: &Checkpoint, id: u32, role: Role, config:
     Worker { hub, ways, member }
 }
 
-fn router(env: &SharedEnv, checkpoint: &Checkpoint, model: Model) -> (EngineHandle, Router) {
+fn router(env: &SharedEnv, checkpoint: &Checkpoint, model: ModelIdentity) -> (EngineHandle, Router) {
     let parts = RouterParts {
         env: env.clone(),
         config: Arc::new(checkpoint.config.clone()),
@@ -284,10 +285,10 @@ async fn another_model_is_refused_with_the_reason() {
     let (env, checkpoint) = (real_env(), checkpoint());
     let worker = worker(&env, &checkpoint, 1, Role::Auto, config(token()));
     let remote = Remote::connect(&env, &worker.member.address, &config(token())).await.unwrap();
-    let other = Model { digest: "another".into(), ..model() };
+    let other = ModelIdentity { digest: "another".into(), ..model() };
     let (_handle, router) = router(&env, &checkpoint, other);
     let refused = remote.router(&router.hello(), router.id()).await.unwrap_err();
-    assert_eq!(refused, CallError::Refused(Refusal::Model { what: "model".into() }));
+    assert_eq!(refused, CallError::Refused(SessionRefusal::Model { what: "model".into() }));
     let refused = remote.peer(&router.hello(), &[InstanceId(9)], Default::default()).await.unwrap_err();
     assert!(refused.to_string().contains("--model"), "{refused}");
 }
@@ -300,11 +301,11 @@ async fn who_means_a_process_that_is_gone_or_has_its_ids_is_refused() {
     let (_handle, router) = router(&env, &checkpoint, model());
     // As one that was started again calls the record of its earlier life, which outlives it by a lease.
     let earlier = router.hello().to(Some(InstanceId(0)));
-    let gone = CallError::Refused(Refusal::Elsewhere(InstanceId(0)));
+    let gone = CallError::Refused(SessionRefusal::Elsewhere(InstanceId(0)));
     assert_eq!(remote.router(&earlier, router.id()).await.unwrap_err(), gone);
     assert_eq!(remote.peer(&earlier, &[InstanceId(1)], Default::default()).await.unwrap_err(), gone);
     let itself = remote.peer(&router.hello(), &[InstanceId(1)], Default::default()).await.unwrap_err();
-    assert_eq!(itself, CallError::Refused(Refusal::Twice(InstanceId(1))));
+    assert_eq!(itself, CallError::Refused(SessionRefusal::Twice(InstanceId(1))));
     let meant = router.hello().to(Some(InstanceId(1)));
     assert!(remote.router(&meant, router.id()).await.is_ok());
 }
@@ -504,7 +505,7 @@ async fn a_router_that_another_process_is_already_is_refused() {
     let (_one, one) = router(&env, &checkpoint, model());
     let (_other, other) = router(&env, &checkpoint, model());
     let first = remote.router(&one.hello(), RouterId(7)).await.unwrap();
-    let taken = CallError::Refused(Refusal::RouterTaken(RouterId(7)));
+    let taken = CallError::Refused(SessionRefusal::RouterTaken(RouterId(7)));
     assert_eq!(remote.router(&other.hello(), RouterId(7)).await.map(drop), Err(taken));
     assert!(remote.router(&one.hello(), RouterId(7)).await.is_ok());
     drop(first);

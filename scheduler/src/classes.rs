@@ -195,7 +195,7 @@ fn too_large(demand: &Demand, profile: &DeviceProfile) -> String {
 
 /// A device that may be rented.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Candidate {
+pub struct PricedDevice {
     /// The user's name for the device.
     pub name: String,
     /// The device's measured or published performance.
@@ -207,7 +207,7 @@ pub struct Candidate {
 /// What a device is cheapest at, compared with its rivals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Class {
+pub enum DeviceClass {
     /// Cheapest at prefill and at decode, so that no mix is needed.
     Both,
     /// Cheapest at prefill.
@@ -222,16 +222,16 @@ pub enum Class {
     Neither,
 }
 
-impl Class {
+impl DeviceClass {
     /// The class's name, for display.
     pub const fn name(self) -> &'static str {
         match self {
-            Class::Both => "both",
-            Class::Prefill => "prefill",
-            Class::Decode => "decode",
-            Class::Attention => "attention",
-            Class::Memory => "memory",
-            Class::Neither => "neither",
+            DeviceClass::Both => "both",
+            DeviceClass::Prefill => "prefill",
+            DeviceClass::Decode => "decode",
+            DeviceClass::Attention => "attention",
+            DeviceClass::Memory => "memory",
+            DeviceClass::Neither => "neither",
         }
     }
 }
@@ -261,7 +261,7 @@ pub struct Classified {
     /// One standing for each of [`Job::ALL`], in that order.
     pub standings: Vec<Standing>,
     /// Its class at its price.
-    pub class: Option<Class>,
+    pub class: Option<DeviceClass>,
 }
 
 impl Classified {
@@ -278,15 +278,15 @@ impl Classified {
     }
 
     /// The device's class at a rent of `price`, with its rivals' rents unchanged.
-    pub fn class_at(&self, price: UsdPerHour) -> Class {
+    pub fn class_at(&self, price: UsdPerHour) -> DeviceClass {
         let cheapest = |job| self.cheapest_at(job, price);
         match (cheapest(Job::Prefill), cheapest(Job::Decode)) {
-            (true, true) => Class::Both,
-            (true, false) => Class::Prefill,
-            (false, true) => Class::Decode,
-            _ if cheapest(Job::Attention) => Class::Attention,
-            _ if cheapest(Job::Memory) => Class::Memory,
-            _ => Class::Neither,
+            (true, true) => DeviceClass::Both,
+            (true, false) => DeviceClass::Prefill,
+            (false, true) => DeviceClass::Decode,
+            _ if cheapest(Job::Attention) => DeviceClass::Attention,
+            _ if cheapest(Job::Memory) => DeviceClass::Memory,
+            _ => DeviceClass::Neither,
         }
     }
 
@@ -300,7 +300,7 @@ impl Classified {
 }
 
 /// Compares `candidates` with each other, in their order.
-pub fn classify(demand: &Demand, candidates: &[Candidate]) -> Vec<Classified> {
+pub fn classify(demand: &Demand, candidates: &[PricedDevice]) -> Vec<Classified> {
     let efforts: Vec<Vec<Result<Effort, String>>> = candidates
         .iter()
         .map(|candidate| Job::ALL.iter().map(|&job| effort(demand, &candidate.profile, job)).collect())
@@ -326,7 +326,7 @@ pub fn classify(demand: &Demand, candidates: &[Candidate]) -> Vec<Classified> {
     candidates
         .iter()
         .enumerate()
-        .map(|(device, Candidate { name, price, .. })| {
+        .map(|(device, PricedDevice { name, price, .. })| {
             let standings = (0..Job::ALL.len()).map(|at| standing(device, at)).collect();
             let mut classified = Classified { name: name.clone(), price: *price, standings, class: None };
             classified.class = price.map(|price| classified.class_at(price));

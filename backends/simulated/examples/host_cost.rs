@@ -8,7 +8,7 @@
 
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::{BufferUsage, DType, Device, Result};
-use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
+use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::{LayerWeights, ModelConfig, RandomCheckpoint, Tensor, Weights};
 use mixfleet_simulated::{Clock, TimeOnlyDevice, VirtualClock};
 use std::sync::Arc;
@@ -81,7 +81,7 @@ fn main() -> Result<()> {
     };
     let forward = Forward::new(&device, config.clone(), weights(&device, &config)?, shape)?;
     let mut queue = device.queue()?;
-    let mut step = |parts: &[Part<'_>]| -> Result<(f64, f64)> {
+    let mut step = |parts: &[StepInput<'_>]| -> Result<(f64, f64)> {
         let (start, simulated) = (Instant::now(), clock.now());
         let pass = forward.begin(&device, parts)?;
         let mut list = vec![forward.embed(&pass)?];
@@ -103,7 +103,7 @@ fn main() -> Result<()> {
     println!("host ms, simulated ms");
     for (sequence, pages) in pages.iter().enumerate() {
         for start in [0, 512] {
-            let (host, simulated) = step(&[Part { start, tokens: &ids, pages, sample: start > 0 }])?;
+            let (host, simulated) = step(&[StepInput { start, tokens: &ids, pages, sample: start > 0 }])?;
             if sequence % 8 == 0 {
                 println!("prefill of 512 after {start:>4}: {host:7.1} {simulated:7.1}");
             }
@@ -111,8 +111,8 @@ fn main() -> Result<()> {
     }
     for batch in [1, 4, 16] {
         for round in 0..2 {
-            let part = |pages| Part { start: CONTEXT + round, tokens: &ids[..1], pages, sample: true };
-            let parts: Vec<Part<'_>> = pages[..batch].iter().map(|pages| part(pages)).collect();
+            let part = |pages| StepInput { start: CONTEXT + round, tokens: &ids[..1], pages, sample: true };
+            let parts: Vec<StepInput<'_>> = pages[..batch].iter().map(|pages| part(pages)).collect();
             let (host, simulated) = step(&parts)?;
             println!("decode of {batch:>2} after {}: {host:7.1} {simulated:7.1}", CONTEXT + round);
         }

@@ -13,7 +13,7 @@ use devices::Compared;
 use mixfleet_hal::economics::{Pick, Selection};
 use mixfleet_hal::units::Bytes;
 use mixfleet_runtime::model::ModelConfig;
-use mixfleet_scheduler::classes::{Candidate, Classified, Demand, classify};
+use mixfleet_scheduler::classes::{Classified, Demand, PricedDevice, classify};
 use mixfleet_scheduler::models::{find, matrix_parameters};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -160,7 +160,7 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
     })?;
     devices::state_prices(&mut devices, &args.usd_per_hour)?;
     let basis = Basis::of(&devices);
-    let candidates: Vec<Candidate> = devices.iter().map(|device| device.candidate(basis)).collect();
+    let candidates: Vec<PricedDevice> = devices.iter().map(|device| device.candidate(basis)).collect();
     let classified = classify(&demand, &candidates);
     let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
     let mut warnings = list.warnings(&names);

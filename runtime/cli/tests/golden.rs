@@ -6,7 +6,7 @@
 use crate::common;
 use crate::common::{Generate, devices, fixtures, generate, golden, ids, mixfleet, refused_fixtures};
 use mixfleet_hal::{Backend, DType, Device};
-use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
+use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{ChatMessage, ChatTemplate, Checkpoint, Oracle, Tokenizer};
 use serde_json::Value;
@@ -188,7 +188,8 @@ fn logits(
     let pages: Vec<u32> = (0..blocks).rev().collect();
     let mut queue = device.queue().unwrap();
     let mut run = |start: usize, end: usize| {
-        let part = Part { start: start as u32, tokens: &sequence[start..end], pages: &pages, sample: true };
+        let part =
+            StepInput { start: start as u32, tokens: &sequence[start..end], pages: &pages, sample: true };
         let pass = forward.begin(device, &[part]).unwrap();
         let mut list = vec![forward.embed(&pass).unwrap()];
         for layer in 0..config.layers as usize {

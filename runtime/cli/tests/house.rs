@@ -161,28 +161,11 @@ const OVERLOADED: &[&str] =
 
 /// Names that more than one type has, each with the reason.
 const HOMONYMS: &[(&str, &str)] = &[
-    ("Access", "to be renamed: a request's permissions, and a log record of the pool"),
     ("Action", "the two machines of the scheduler have one form; it is written with its module"),
-    ("Candidate", "to be renamed: a device class, and a placement that was compared"),
-    ("Class", "to be renamed: a class of requests in FLEET.toml, and one of devices"),
     ("Error", "each crate has one; it is written with its crate or module"),
     ("Event", "the two machines of the scheduler have one form; it is written with its module"),
     ("Instance", "the two machines of the scheduler each describe one; it is written with its module"),
-    ("Line", "to be renamed: rows of tables and of trace files"),
-    ("Link", "to be renamed: links of FLEET.toml, of the scheduler and of the simulated registry"),
-    ("Load", "to be renamed: an instance's load in either machine of the scheduler"),
-    ("Members", "to be renamed: members of a class, and members of a fleet"),
-    ("Model", "to be renamed: the model of FLEET.toml, of a trace and of a session"),
-    ("Outcome", "to be renamed: how a request ended, and how a decision did"),
-    ("Part", "to be renamed: a piece of hardware, and a piece of a model's graph"),
-    ("Pool", "to be renamed: the KV pool, a [[pool]] of FLEET.toml, and threads of the API"),
-    ("Prefill", "to be renamed: a cost, and a statistic of a trace"),
-    ("Quantiles", "to be renamed: of a simulation's results, and of a generated trace"),
-    ("Refusal", "to be renamed: a session's, and a batch's"),
     ("Result", "each crate has one; it is written with its crate or module"),
-    ("Running", "to be renamed: requests, sessions and generators at work"),
-    ("Session", "to be renamed: a conversation of a trace, and a connection between processes"),
-    ("Tier", "to be renamed: a tier of FLEET.toml, and the kind of memory of the index"),
     ("Way", "to be renamed: a route of a transfer, and the direction of a tier's copy"),
 ];
 

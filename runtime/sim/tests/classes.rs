@@ -3,9 +3,9 @@
 use crate::common::fleet_from;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::{Admission, Policy, Role};
-use mixfleet_sim::fleet_file::{FleetFile, Pool};
+use mixfleet_sim::fleet_file::{FleetFile, InstancePool};
 use mixfleet_sim::simulate::{Choices, ClassResult, Results, Setup, run};
-use mixfleet_sim::trace::{Request, Session, TraceError};
+use mixfleet_sim::trace::{ConversationTurn, Request, TraceError};
 use std::path::Path;
 
 /// One instance that computes 1000 tokens a second, and the classes of `classes`.
@@ -35,7 +35,7 @@ calibration.decode_s = {{ base = 1e-3, per_sequence = 0.0, per_kv_token = 0.0 }}
     fleet_from(&text)
 }
 
-fn request(id: u64, at_s: f64, label: &str, session: Option<Session>) -> Request {
+fn request(id: u64, at_s: f64, label: &str, session: Option<ConversationTurn>) -> Request {
     Request {
         id,
         at: Seconds(at_s),
@@ -91,7 +91,7 @@ fn a_long_prompt_stops_after_the_step_in_progress_for_who_is_due_earlier() {
     let mut file = fleet(BATCH);
     let decode = file.pools[0].clone();
     file.pools[0].role = Role::Prefill;
-    file.pools.push(Pool { name: "two".into(), role: Role::Decode, ..decode });
+    file.pools.push(InstancePool { name: "two".into(), role: Role::Decode, ..decode });
     // 50 s of steps, for people who come while it runs: each waits for a step of 0.55 s at most, and has one
     // as long
     let long = Request { prompt_tokens: 50_000, ..request(0, 0.0, "batch", None) };
@@ -137,8 +137,9 @@ fn a_hopeless_deadline_is_refused_at_once() {
 #[test]
 fn a_conversation_waits_for_its_answers_and_shares_one_deadline() {
     let classes = "[[class]]\nname = \"agent\"\nlabel = \"ag*\"\ndeadline_s = 3.6\nworkflow = true\n";
-    let session =
-        |after: Option<u64>, left| Some(Session { id: 7, after, think: Seconds(0.5), left: Some(left) });
+    let session = |after: Option<u64>, left| {
+        Some(ConversationTurn { id: 7, after, think: Seconds(0.5), left: Some(left) })
+    };
     // in the trace the second came 0.1 s after the first, the third 10 s later
     let requests = vec![
         request(0, 0.0, "agent", session(None, 2)),

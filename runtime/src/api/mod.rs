@@ -56,7 +56,7 @@ use crate::metrics::Metrics;
 use crate::request::{EngineHandle, Sampling};
 use auth::Tenant;
 use errors::ApiError;
-use work::Pool;
+use work::WorkPool;
 
 /// Seconds that clients are told to wait while the model loads or the process ends.
 const RETRY_AFTER_S: u64 = 5;
@@ -158,7 +158,7 @@ pub struct Api {
     phase: Mutex<Phase>,
     requests: Arc<Semaphore>,
     bodies: ByteBudget,
-    readers: Pool,
+    readers: WorkPool,
 }
 
 /// A request's place among those in work, its tenant's and in all.
@@ -193,7 +193,7 @@ impl Api {
         Arc::new(Api {
             requests: Arc::new(Semaphore::new(limits.requests_max)),
             bodies: ByteBudget::new(limits.bodies_bytes_max),
-            readers: Pool::new(env.clone(), limits.readers_max, limits.readers_waiting_max),
+            readers: WorkPool::new(env.clone(), limits.readers_max, limits.readers_waiting_max),
             access: access.into(),
             phase: Mutex::new(Phase::Loading),
             env,

@@ -2,7 +2,7 @@
 
 use super::shapes::Endpoint;
 use crate::env::SharedEnv;
-use crate::metrics::{Metrics, Outcome, RequestLabels};
+use crate::metrics::{Metrics, RequestLabels, RequestOutcome};
 
 /// Counts and times of a request so far. If it is dropped before an outcome is known, the client has left.
 pub(crate) struct Tally {
@@ -15,7 +15,7 @@ pub(crate) struct Tally {
     last_token_s: Vec<Option<f64>>,
     first_token_s: Option<f64>,
     tokens: u64,
-    outcome: Outcome,
+    outcome: RequestOutcome,
 }
 
 impl Tally {
@@ -27,7 +27,7 @@ impl Tally {
         id: String,
         arrived_s: f64,
     ) -> Self {
-        let outcome = Outcome::Cancelled;
+        let outcome = RequestOutcome::Cancelled;
         Tally {
             metrics,
             env,
@@ -52,7 +52,7 @@ impl Tally {
 
     /// Records that the engine rejected the request.
     pub(crate) fn rejected(&mut self) {
-        self.outcome = Outcome::Rejected;
+        self.outcome = RequestOutcome::Rejected;
     }
 
     /// Records a token of a choice.
@@ -75,12 +75,12 @@ impl Tally {
 
     /// Records that all choices are complete.
     pub(crate) fn succeeded(&mut self) {
-        self.outcome = Outcome::Success;
+        self.outcome = RequestOutcome::Success;
     }
 
     /// Records that the engine could not complete the request.
     pub(crate) fn failed(&mut self, reason: &str) {
-        self.outcome = Outcome::Failed;
+        self.outcome = RequestOutcome::Failed;
         tracing::warn!(id = %self.id, reason, "request failed");
     }
 }
@@ -88,7 +88,7 @@ impl Tally {
 impl Drop for Tally {
     fn drop(&mut self) {
         let took_s = self.env.now().0 - self.arrived_s;
-        if self.outcome == Outcome::Success {
+        if self.outcome == RequestOutcome::Success {
             self.metrics.e2e_request_latency_s.observe(took_s);
         }
         let labels = RequestLabels { endpoint: self.endpoint.name(), outcome: self.outcome };

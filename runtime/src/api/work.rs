@@ -19,7 +19,7 @@ const IN_PLACE_BYTES_MAX: usize = 4 << 10;
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Threads that parse requests, started when they are first needed, and the jobs that wait for them.
-pub(crate) struct Pool {
+pub(crate) struct WorkPool {
     env: SharedEnv,
     waiting: Arc<Waiting>,
     threads: AtomicUsize,
@@ -86,17 +86,17 @@ impl Waiting {
     }
 }
 
-impl Drop for Pool {
+impl Drop for WorkPool {
     fn drop(&mut self) {
         self.waiting.jobs.close();
     }
 }
 
-impl Pool {
+impl WorkPool {
     pub(crate) fn new(env: SharedEnv, threads_max: usize, waiting_max: usize) -> Self {
         let waiting =
             Waiting { jobs_max: waiting_max.max(1), queues: Mutex::default(), jobs: Semaphore::new(0) };
-        Pool {
+        WorkPool {
             env,
             waiting: Arc::new(waiting),
             threads: AtomicUsize::new(0),
@@ -176,17 +176,17 @@ mod tests {
     fn seeded<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
         threads: usize,
         waiting: usize,
-        test: impl FnOnce(SeededEnv, Arc<Pool>) -> F + Send + 'static,
+        test: impl FnOnce(SeededEnv, Arc<WorkPool>) -> F + Send + 'static,
     ) -> T {
         let env = SeededEnv::new(1);
-        let pool = Arc::new(Pool::new(Arc::new(env.clone()), threads, waiting));
+        let pool = Arc::new(WorkPool::new(Arc::new(env.clone()), threads, waiting));
         env.clone().run(async move { test(env, pool).await })
     }
 
-    fn on_threads<T>(threads: usize, test: impl AsyncFnOnce(Arc<Pool>) -> T) -> T {
+    fn on_threads<T>(threads: usize, test: impl AsyncFnOnce(Arc<WorkPool>) -> T) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let env = Arc::new(RealEnv::new(runtime.handle().clone()));
-        runtime.block_on(test(Arc::new(Pool::new(env, threads, 128))))
+        runtime.block_on(test(Arc::new(WorkPool::new(env, threads, 128))))
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! timed with it. Three prefill and three decode points decide the three coefficients of each: a
 //! second or two, kept under a key of device and model so that the next start needs none.
 
-use crate::model::graph::{Forward, Part};
+use crate::model::graph::{Forward, StepInput};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Queue, Result};
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
@@ -63,7 +63,7 @@ impl Bench<'_> {
         let blocks = (start + tokens).div_ceil(shape.block_tokens);
         let pages: Vec<u32> = (0..blocks).collect();
         let ids = vec![0; tokens as usize];
-        let part = Part { start, tokens: &ids, pages: &pages, sample: true };
+        let part = StepInput { start, tokens: &ids, pages: &pages, sample: true };
         let pass = self.forward.begin(self.device, &vec![part; batch as usize])?;
         let mut ends = vec![self.forward.embed(&pass)?];
         ends.extend(self.forward.head(&pass)?);

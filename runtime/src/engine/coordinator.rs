@@ -17,7 +17,7 @@ use crate::request::{
 };
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, ErrorKind};
-use mixfleet_scheduler::batch::{Load, RequestId};
+use mixfleet_scheduler::batch::{BatchLoad, RequestId};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
 };
@@ -569,7 +569,7 @@ impl Running {
         }
     }
 
-    fn gauge(&self, instance: InstanceId, load: &Load) {
+    fn gauge(&self, instance: InstanceId, load: &BatchLoad) {
         self.parts.metrics.load(&self.parts.instances[&instance].device, load);
     }
 }

@@ -5,7 +5,7 @@ use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs, ServiceTi
 use mixfleet_hal::DType;
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::batch::{Load, RequestId};
+use mixfleet_scheduler::batch::{BatchLoad, RequestId};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{Instance, InstanceId, MeasuredSteps, OthersWork, Role};
 use mixfleet_scheduler::kv::hash::PrefixHasher;
@@ -388,7 +388,7 @@ pub(crate) enum FromWorker {
         cost: LinkCost,
     },
     /// After each step and whenever the instance becomes idle.
-    Load(Load),
+    Load(BatchLoad),
     /// What a step took that the instance has run, without the time in which it waited for others.
     Ran(MeasuredSteps),
     /// (From its process.) What is new of the work that the instance does for other routers.

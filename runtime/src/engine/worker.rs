@@ -15,7 +15,7 @@ use super::tiers::Below;
 use crate::env::{SharedEnv, yield_now};
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
-use crate::model::graph::{Forward, Part, Pass, StepKey};
+use crate::model::graph::{Forward, Pass, StepInput, StepKey};
 use crate::request::{Failure, FinishReason, Logprobs};
 use crate::sampling::{self, History, SamplingError};
 use mixfleet_hal::units::Seconds;
@@ -339,7 +339,7 @@ impl Worker {
 
     /// Runs one forward pass and draws; the KV of handed-off prompts leaves layer by layer meanwhile.
     async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
-        let parts: Vec<Part<'_>> = step.sequences.iter().map(|part| self.part(part)).collect();
+        let parts: Vec<StepInput<'_>> = step.sequences.iter().map(|part| self.part(part)).collect();
         let pass = self.forward.begin(&*self.device, &parts)?;
         let leaving = self.leaving(step);
         if let (Some(key), true) = (pass.key(), leaving.is_empty()) {
@@ -374,10 +374,10 @@ impl Worker {
     }
 
     /// What the device computes of a sequence.
-    fn part(&self, &StepSequence { request, start, tokens, sample }: &StepSequence) -> Part<'_> {
+    fn part(&self, &StepSequence { request, start, tokens, sample }: &StepSequence) -> StepInput<'_> {
         let end = start + tokens;
         let pages = &self.machine.pages(request)[..end.div_ceil(self.limits.block_tokens) as usize];
-        Part { start, tokens: &self.ids(request)[start as usize..end as usize], pages, sample }
+        StepInput { start, tokens: &self.ids(request)[start as usize..end as usize], pages, sample }
     }
 
     /// Prompt and output so far of a request whose sequence is here.

@@ -1,6 +1,6 @@
 //! A worker process and a router that means it ill: each thing that it says ends at most what it is about.
 
-use super::{Caller, Command, Hello, Hub, Model, RouterId, Session, Word, WorkerProcess};
+use super::{Caller, Command, Hello, Hub, ModelIdentity, RouterId, Session, Word, WorkerProcess};
 use crate::engine::messages::{FromWorker, HandOff, Job, Landing, Source, ToWorker};
 use crate::engine::{HandOffLimits, InstanceLimits, InstanceSpec, Links, Loaded};
 use crate::env::{Env, SeededEnv};
@@ -23,8 +23,8 @@ const OWN: InstanceId = InstanceId(3);
 const ELSEWHERE: InstanceId = InstanceId(9);
 const ROUTER: RouterId = RouterId(7);
 
-fn model() -> Model {
-    Model { digest: "model".into(), tokenizer_digest: "tokenizer".into() }
+fn model() -> ModelIdentity {
+    ModelIdentity { digest: "model".into(), tokenizer_digest: "tokenizer".into() }
 }
 
 fn process(env: &SeededEnv, checkpoint: &Checkpoint, metrics: &Metrics) -> mixfleet_hal::Result<Hub> {

@@ -3,7 +3,7 @@
 use super::ledger::{BEAT, Given, Ledger, News};
 use super::rights::{Listening, relay};
 use super::seats::{Seat, Seats};
-use super::session::{Caller, Command, Hello, Model, Refusal, Session, Word};
+use super::session::{Caller, Command, Hello, ModelIdentity, Session, SessionRefusal, Word};
 use crate::engine::directory::Directory;
 use crate::engine::instance::Surroundings;
 use crate::engine::messages::{FromWorker, Report, ToWorker};
@@ -32,7 +32,7 @@ pub struct WorkerProcess {
     /// The world.
     pub env: SharedEnv,
     /// What it serves.
-    pub model: Model,
+    pub model: ModelIdentity,
     /// Its instances, by ids that nobody else in the fleet has.
     pub instances: Vec<(InstanceId, Loaded, CostModel)>,
     /// Its ways to other memories.
@@ -46,7 +46,7 @@ pub struct WorkerProcess {
 /// A running worker process. It ends when the last clone is gone.
 #[derive(Clone, Debug)]
 pub struct Hub {
-    model: Model,
+    model: ModelIdentity,
     caller: Caller,
     instances: Vec<InstanceId>,
     events: mpsc::Sender<Event>,
@@ -107,7 +107,7 @@ impl WorkerProcess {
         drop(surroundings);
         let (events, told) = mpsc::channel(EVENTS_MAX);
         let (given, commands) = mpsc::channel(GIVEN_MAX);
-        let running = Running {
+        let running = HubTask {
             env: env.clone(),
             directory,
             known: ids.iter().map(|&id| (id, Known::default())).collect(),
@@ -143,18 +143,18 @@ impl Hub {
         self.events.closed().await;
     }
 
-    fn tell(&self, event: Event) -> std::result::Result<(), Refusal> {
+    fn tell(&self, event: Event) -> std::result::Result<(), SessionRefusal> {
         self.events.try_send(event).map_err(|error| match error {
-            TrySendError::Full(_) => Refusal::Busy,
-            TrySendError::Closed(_) => Refusal::Ending,
+            TrySendError::Full(_) => SessionRefusal::Busy,
+            TrySendError::Closed(_) => SessionRefusal::Ending,
         })
     }
 
     /// Whether a caller belongs to the same fleet, and means this process.
-    pub(super) fn check(&self, hello: &Hello) -> std::result::Result<(), Refusal> {
+    pub(super) fn check(&self, hello: &Hello) -> std::result::Result<(), SessionRefusal> {
         hello.check(&self.model)?;
         match hello.callee.filter(|callee| !self.instances.contains(callee)) {
-            Some(callee) => Err(Refusal::Elsewhere(callee)),
+            Some(callee) => Err(SessionRefusal::Elsewhere(callee)),
             None => Ok(()),
         }
     }
@@ -168,9 +168,9 @@ impl Hub {
         &self,
         hello: &Hello,
         router: RouterId,
-    ) -> std::result::Result<Session<Command, Word>, Refusal> {
+    ) -> std::result::Result<Session<Command, Word>, SessionRefusal> {
         self.check(hello)?;
-        let seat = self.router_seats.take(router, hello.caller).ok_or(Refusal::RouterTaken(router))?;
+        let seat = self.router_seats.take(router, hello.caller).ok_or(SessionRefusal::RouterTaken(router))?;
         let (theirs, ours) = Session::pair();
         let event = Event::Router { seat, session: ours, clock: hello.clock };
         self.tell(event)?;
@@ -187,14 +187,15 @@ impl Hub {
         hello: &Hello,
         instances: Vec<InstanceId>,
         cost: LinkCost,
-    ) -> std::result::Result<Session<Command, Command>, Refusal> {
+    ) -> std::result::Result<Session<Command, Command>, SessionRefusal> {
         self.check(hello)?;
         if let Some(&twice) = instances.iter().find(|&instance| self.instances.contains(instance)) {
-            return Err(Refusal::Twice(twice));
+            return Err(SessionRefusal::Twice(twice));
         }
-        let seat =
-            |&id: &InstanceId| self.peer_seats.take(id, hello.caller).ok_or(Refusal::InstanceTaken(id));
-        let seats = instances.iter().map(seat).collect::<std::result::Result<PeerSeats, Refusal>>()?;
+        let seat = |&id: &InstanceId| {
+            self.peer_seats.take(id, hello.caller).ok_or(SessionRefusal::InstanceTaken(id))
+        };
+        let seats = instances.iter().map(seat).collect::<std::result::Result<PeerSeats, SessionRefusal>>()?;
         let (theirs, ours) = Session::pair();
         let event = Event::Peer { instances, cost, session: ours, seats };
         self.tell(event)?;
@@ -231,7 +232,7 @@ struct Known {
     links: BTreeMap<InstanceId, LinkCost>,
 }
 
-struct Running {
+struct HubTask {
     env: SharedEnv,
     directory: Directory,
     known: BTreeMap<InstanceId, Known>,
@@ -252,7 +253,7 @@ struct Running {
     given: mpsc::Sender<(InstanceId, Given)>,
 }
 
-impl Running {
+impl HubTask {
     async fn serve(
         mut self,
         mut reports: MessageReceiver<Report>,

@@ -1,7 +1,7 @@
 //! A coordinator whose instances live in other processes.
 
 use super::rights::relay;
-use super::session::{Caller, Command, Hello, Model, Session, Word};
+use super::session::{Caller, Command, Hello, ModelIdentity, Session, Word};
 use crate::api::Placements;
 use crate::engine::directory::Directory;
 use crate::engine::events::EventLog;
@@ -55,7 +55,7 @@ impl RouterParts {
     /// Starts the coordinator; it turns requests away until the first worker is attended.
     pub fn start(self) -> (EngineHandle, Router) {
         let RouterParts { env, config, identity, id, kv, limits, events, placements, metrics } = self;
-        let model = Model {
+        let model = ModelIdentity {
             digest: identity.model_digest.clone(),
             tokenizer_digest: identity.tokenizer_digest.clone(),
         };

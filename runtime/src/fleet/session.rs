@@ -31,7 +31,7 @@ impl std::fmt::Debug for Caller {
 
 /// What must be equal in all processes of a fleet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Model {
+pub struct ModelIdentity {
     /// Digest of configuration and weights.
     pub digest: String,
     /// Digest of the tokenizer.
@@ -44,7 +44,7 @@ pub struct Hello {
     /// [`PROTOCOL`].
     pub protocol: u32,
     /// What it serves.
-    pub model: Model,
+    pub model: ModelIdentity,
     /// The process that calls.
     pub caller: Caller,
     /// An instance of the process that it means: another may have the same address by now. None means any.
@@ -58,7 +58,7 @@ pub struct Hello {
 /// Why a session was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Refusal {
+pub enum SessionRefusal {
     /// Another version of the protocol.
     #[error(
         "this process speaks protocol {ours}, the caller {theirs}: run one version of mixfleet in the whole fleet"
@@ -101,7 +101,7 @@ pub enum Refusal {
 
 impl Hello {
     /// Of a process that serves `model`.
-    pub(crate) fn new(model: Model, caller: Caller) -> Self {
+    pub(crate) fn new(model: ModelIdentity, caller: Caller) -> Self {
         Hello { protocol: PROTOCOL, model, caller, callee: None, clock: None }
     }
 
@@ -111,22 +111,26 @@ impl Hello {
     }
 
     /// Whether the caller and who serves `model` belong together.
-    pub(crate) fn check(&self, model: &Model) -> Result<(), Refusal> {
+    pub(crate) fn check(&self, model: &ModelIdentity) -> Result<(), SessionRefusal> {
         check(self.protocol, &self.model, model)
     }
 }
 
 /// Whether those who speak `protocol` and serve `theirs` belong together with who serves `ours`.
-pub(super) fn check(protocol: u32, theirs: &Model, ours: &Model) -> Result<(), Refusal> {
+pub(super) fn check(
+    protocol: u32,
+    theirs: &ModelIdentity,
+    ours: &ModelIdentity,
+) -> Result<(), SessionRefusal> {
     if protocol != PROTOCOL {
-        return Err(Refusal::Protocol { ours: PROTOCOL, theirs: protocol });
+        return Err(SessionRefusal::Protocol { ours: PROTOCOL, theirs: protocol });
     }
     let what = match theirs {
         other if other.digest != ours.digest => "model",
         other if other.tokenizer_digest != ours.tokenizer_digest => "tokenizer",
         _ => return Ok(()),
     };
-    Err(Refusal::Model { what: what.into() })
+    Err(SessionRefusal::Model { what: what.into() })
 }
 
 /// To an instance.
@@ -178,13 +182,13 @@ mod tests {
 
     #[test]
     fn unlike_processes_are_told_what_differs() {
-        let model = |digest: &str| Model { digest: digest.into(), tokenizer_digest: "t".into() };
+        let model = |digest: &str| ModelIdentity { digest: digest.into(), tokenizer_digest: "t".into() };
         let hello = Hello::new(model("a"), Caller([1, 2]));
         assert_eq!(hello.check(&model("a")), Ok(()));
         assert!(hello.check(&model("b")).unwrap_err().to_string().contains("--model"));
         let old = Hello { protocol: 0, ..hello.clone() };
         assert!(old.check(&model("a")).unwrap_err().to_string().contains("protocol"));
-        let other = Model { tokenizer_digest: "u".into(), ..model("a") };
+        let other = ModelIdentity { tokenizer_digest: "u".into(), ..model("a") };
         assert!(hello.check(&other).unwrap_err().to_string().contains("tokenizer"));
     }
 }

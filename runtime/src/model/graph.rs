@@ -31,7 +31,7 @@ pub struct StepShape {
 
 /// One sequence's part in a step.
 #[derive(Clone, Debug)]
-pub struct Part<'a> {
+pub struct StepInput<'a> {
     /// Number of tokens whose KV is computed already.
     pub start: u32,
     /// New tokens.
@@ -156,7 +156,7 @@ impl Forward {
 
     /// Uploads the inputs of a step. Parts with one token come first. No earlier step may still run, since it
     /// reads the same buffers.
-    pub fn begin(&self, device: &dyn Device, parts: &[Part<'_>]) -> Result<Pass> {
+    pub fn begin(&self, device: &dyn Device, parts: &[StepInput<'_>]) -> Result<Pass> {
         let mut sizes = self.sizes(parts);
         let key = self.replay_pays.then(|| self.evened(&mut sizes)).flatten();
         let inputs = self.upload(device, parts, &sizes)?;
@@ -198,7 +198,7 @@ impl Forward {
         Ok((Cmd::new(OpSig::Argmax { rows, cols }, &[self.logits(step), best.clone()])?, best))
     }
 
-    fn sizes(&self, parts: &[Part<'_>]) -> Sizes {
+    fn sizes(&self, parts: &[StepInput<'_>]) -> Sizes {
         let decodes = parts.iter().take_while(|p| p.tokens.len() == 1).count();
         let (decode, prefill) = parts.split_at(decodes);
         let kv = self.windows.iter().map(|&window| {
@@ -213,7 +213,8 @@ impl Forward {
             }
             kv
         });
-        let pages_max = |parts: &[Part<'_>]| parts.iter().map(|p| p.pages.len() as u32).max().unwrap_or(0);
+        let pages_max =
+            |parts: &[StepInput<'_>]| parts.iter().map(|p| p.pages.len() as u32).max().unwrap_or(0);
         let mut picks = Vec::new();
         let mut row = 0;
         for part in parts {
@@ -233,18 +234,18 @@ impl Forward {
         }
     }
 
-    fn upload(&self, device: &dyn Device, parts: &[Part<'_>], sizes: &Sizes) -> Result<Inputs> {
+    fn upload(&self, device: &dyn Device, parts: &[StepInput<'_>], sizes: &Sizes) -> Result<Inputs> {
         let (decode, prefill) = parts.split_at(sizes.decodes as usize);
         let block = self.shape.block_tokens;
         let mut packer = Packer { bytes: Vec::new(), alignment: self.alignment, target: &self.arena.inputs };
         let ids: Vec<u32> = parts.iter().flat_map(|p| p.tokens.iter().copied()).collect();
-        let at = |p: &Part<'_>| p.start..p.start + p.tokens.len() as u32;
+        let at = |p: &StepInput<'_>| p.start..p.start + p.tokens.len() as u32;
         let positions: Vec<u32> = parts.iter().flat_map(at).collect();
         let slots: Vec<u32> = parts
             .iter()
             .flat_map(|p| at(p).map(|i| p.pages[(i / block) as usize] * block + i % block))
             .collect();
-        let table = |parts: &[Part<'_>], pages_max: u32| -> Vec<u32> {
+        let table = |parts: &[StepInput<'_>], pages_max: u32| -> Vec<u32> {
             let rows = parts.iter().map(|p| p.pages.iter().copied().chain(std::iter::repeat(0)));
             rows.flat_map(|row| row.take(pages_max as usize)).collect()
         };

@@ -212,18 +212,18 @@ fn most_common_dtype(tensors: &HashMap<String, Location>) -> Option<DType> {
 
 /// Host memory in which the start of every piece is aligned to a cache line.
 #[derive(Debug, Default)]
-struct AlignedBytes(Vec<Line>);
+struct AlignedBytes(Vec<CacheLine>);
 
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-struct Line([u8; 64]);
+struct CacheLine([u8; 64]);
 
 impl AlignedBytes {
     /// Copies `bytes` to the next free cache line and returns their range.
     fn append(&mut self, bytes: &[u8]) -> Range<usize> {
-        let line_bytes = size_of::<Line>();
+        let line_bytes = size_of::<CacheLine>();
         let first = self.0.len();
-        self.0.resize(first + bytes.len().div_ceil(line_bytes), Line([0; 64]));
+        self.0.resize(first + bytes.len().div_ceil(line_bytes), CacheLine([0; 64]));
         bytemuck::cast_slice_mut(&mut self.0[first..])[..bytes.len()].copy_from_slice(bytes);
         first * line_bytes..first * line_bytes + bytes.len()
     }

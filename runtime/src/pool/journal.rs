@@ -6,7 +6,7 @@
 //! it are never synced, and damaged records are skipped.
 
 use super::disk::Disk;
-use super::lane::Access;
+use super::lane::DiskAccess;
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::HashMap;
 use std::io::{ErrorKind, Result};
@@ -73,11 +73,11 @@ impl Journal {
         Ok((journal, replay.finish()))
     }
 
-    pub(super) fn stored(&mut self, disk: &Access, block: Stored) -> Result<()> {
+    pub(super) fn stored(&mut self, disk: &DiskAccess, block: Stored) -> Result<()> {
         self.append(disk, STORED, block)
     }
 
-    pub(super) fn freed(&mut self, disk: &Access, slot: u32) -> Result<()> {
+    pub(super) fn freed(&mut self, disk: &DiskAccess, slot: u32) -> Result<()> {
         self.append(disk, FREED, Stored { slot, hash: BlockHash(0) })
     }
 
@@ -88,7 +88,7 @@ impl Journal {
 
     /// Replaces the journal by a new one of `blocks` alone, in this order. With `sync`, the journal and the
     /// names of all files are durable when this returns. After an error the old journal stays in use.
-    pub(super) fn rewrite(&mut self, disk: &Access, blocks: &[Stored], sync: bool) -> Result<()> {
+    pub(super) fn rewrite(&mut self, disk: &DiskAccess, blocks: &[Stored], sync: bool) -> Result<()> {
         // Also after an error, so that not every record tries again.
         self.rewrite_later();
         let records =
@@ -117,7 +117,7 @@ impl Journal {
         self.rewrite_at = (self.records + slots).max(slots * (RECORDS_PER_SLOT_MAX - 1));
     }
 
-    fn append(&mut self, disk: &Access, kind: u32, block: Stored) -> Result<()> {
+    fn append(&mut self, disk: &DiskAccess, kind: u32, block: Stored) -> Result<()> {
         let record = encode(kind, block, self.records, self.namespace);
         let offset = self.records * RECORD_BYTES;
         disk.run(move |disk| disk.write_at(FILE, offset, &record))?;
@@ -205,7 +205,7 @@ mod tests {
             cut in 0u64..64,
         ) {
             let disk = SimDisk::default();
-            let access = Access::new(std::sync::Arc::new(disk.clone()));
+            let access = DiskAccess::new(std::sync::Arc::new(disk.clone()));
             let (mut journal, _) = Journal::open(&disk, 3, 6).unwrap();
             let mut naive: BTreeMap<u32, u64> = BTreeMap::new();
             for (step, &(store, slot, hash)) in told.iter().enumerate() {

@@ -26,7 +26,7 @@ const PAUSE_MAX: u32 = 256;
 type Work = Box<dyn FnOnce(&dyn Disk) -> bool + Send>;
 
 /// Access to a disk, through its thread if it has one.
-pub(super) struct Access {
+pub(super) struct DiskAccess {
     disk: Arc<dyn Disk>,
     /// The disk's thread; without one, calls run on the caller's thread for as long as they take.
     lane: OnceLock<Lane>,
@@ -77,9 +77,9 @@ impl Lane {
     }
 }
 
-impl Access {
+impl DiskAccess {
     pub(super) fn new(disk: Arc<dyn Disk>) -> Self {
-        Access { disk, lane: OnceLock::new() }
+        DiskAccess { disk, lane: OnceLock::new() }
     }
 
     /// Runs `work` on the disk, within this turn's time.
@@ -181,7 +181,7 @@ fn take_up(
     env: &SharedEnv,
 ) -> Option<std::result::Result<mpsc::Receiver<Work>, super::PoolError>> {
     let pool: Pool = pool.upgrade()?;
-    let begin = |access: &Access| access.begin_lane(env, ssd.timeout);
+    let begin = |access: &DiskAccess| access.begin_lane(env, ssd.timeout);
     if let Some(frames) = pool.frames() {
         return Some(Ok(begin(&frames.access)));
     }

@@ -32,7 +32,7 @@ use disk::Disk;
 use dram::{Dram, Slab};
 use events::Events;
 use futures_util::future::BoxFuture;
-use lane::{Access, Attendant};
+use lane::{Attendant, DiskAccess};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use ssd::{Frames, Ssd};
@@ -269,7 +269,7 @@ impl Pool {
         &self,
         ssd: SsdConfig,
         namespace: u64,
-        begin: impl FnOnce(&Access) -> T,
+        begin: impl FnOnce(&DiskAccess) -> T,
     ) -> Result<T, PoolError> {
         if self.has_disk() {
             return Err(PoolError::Attached);

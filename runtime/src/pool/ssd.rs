@@ -7,7 +7,7 @@ use super::check::{Layout, Refusal};
 use super::directory;
 use super::events::Events;
 use super::journal::{self, Journal, Stored};
-use super::lane::Access;
+use super::lane::DiskAccess;
 use super::{PoolError, SsdConfig};
 use mixfleet_scheduler::kv::{BlockCache, BlockHash, CachePolicy, Tier};
 use mixfleet_scheduler::table::IdMap;
@@ -25,7 +25,7 @@ const BUFFERS_MAX: usize = 8;
 
 /// The file of frames: reading and writing, outside any lock.
 pub(super) struct Frames {
-    pub(super) access: Access,
+    pub(super) access: DiskAccess,
     layout: Layout,
     stride: u64,
     buffers: Mutex<Vec<Vec<u8>>>,
@@ -157,7 +157,7 @@ pub(super) fn open(config: SsdConfig, layout: Layout) -> Result<(Ssd, u64), Pool
     directory::prepare(&*disk, &layout, wipe)?;
     let failed = |source| PoolError::Io { doing: "read the pool's journal".into(), source };
     let (journal, replayed) = Journal::open(&*disk, layout.namespace, slots).map_err(failed)?;
-    let access = Access::new(disk.clone());
+    let access = DiskAccess::new(disk.clone());
     let frames = Frames { access, layout, stride, buffers: Mutex::default() };
     let mut ssd = Ssd {
         frames: Arc::new(frames),

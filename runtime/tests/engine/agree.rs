@@ -22,7 +22,7 @@ use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Objective, Policy, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::Routing;
-use mixfleet_sim::fleet_file::{Class, Members, Promise, TbtMetric};
+use mixfleet_sim::fleet_file::{Class, ClassMembers, Promise, TbtMetric};
 use mixfleet_sim::simulate::{InstanceSetup, Objectives, Observer, Setup, run};
 use mixfleet_sim::trace::Request;
 use mixfleet_simulated::TimeOnlyDevice;
@@ -359,7 +359,7 @@ fn simulated(scene: &Scene, log: &[serde_json::Value]) -> Seen {
         slo: Objectives { ttft_s: 1.5, tbt_s: 0.03, metric: TbtMetric::Mean },
         classes: vec![Class {
             name: "flex".into(),
-            members: Members::Label("flex".into()),
+            members: ClassMembers::Label("flex".into()),
             promise: Promise::Deadline(EngineConfig::default().flex_deadline.0),
         }],
         slowdowns: Vec::new(),

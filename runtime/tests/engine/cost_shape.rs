@@ -2,7 +2,7 @@
 
 use mixfleet_hal::{Cmd, DType, OpSig, Scalar};
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
+use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_scheduler::cost::OpCounts;
 use std::collections::HashMap;
@@ -43,7 +43,7 @@ fn counted(sigs: impl Iterator<Item = (OpSig, u64)>) -> HashMap<OpSig, u64> {
 }
 
 /// What the forward pass submits for `parts`.
-fn submitted(device: &ReferenceDevice, forward: &Forward, parts: &[Part<'_>]) -> HashMap<OpSig, u64> {
+fn submitted(device: &ReferenceDevice, forward: &Forward, parts: &[StepInput<'_>]) -> HashMap<OpSig, u64> {
     let step = forward.begin(device, parts).unwrap();
     let mut list: Vec<Cmd> = vec![forward.embed(&step).unwrap()];
     for layer in 0..forward.config().layers as usize {
@@ -71,13 +71,13 @@ fn every_family_costs_what_it_runs() {
         };
         let forward = Forward::new(&device, config.clone(), weights, shape).unwrap();
         let cost = config.cost_shape(DType::F32, DType::F32, BLOCK_TOKENS);
-        let same = |ops: OpCounts, parts: &[Part<'_>], what: &str| {
+        let same = |ops: OpCounts, parts: &[StepInput<'_>], what: &str| {
             assert_eq!(counted(ops.into_iter()), submitted(&device, &forward, parts), "{name}: {what}");
         };
         let (pages, ids) = (Vec::from_iter(0..16u32), [1u32; 12]);
-        let prompt = Part { start: 9, tokens: &ids, pages: &pages[..3], sample: true };
+        let prompt = StepInput { start: 9, tokens: &ids, pages: &pages[..3], sample: true };
         same(cost.prefill_ops(9, 12, true), &[prompt], "prefill");
-        let decode = Part { start: 20, tokens: &ids[..1], pages: &pages[..3], sample: true };
+        let decode = StepInput { start: 20, tokens: &ids[..1], pages: &pages[..3], sample: true };
         same(cost.decode_ops(3, 3 * 21), &vec![decode; 3], "decode");
     }
 }

@@ -12,7 +12,7 @@ use mixfleet_runtime::engine::{
     EngineConfig, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
-use mixfleet_runtime::fleet::{Hub, Model, RouterId, RouterParts, WorkerProcess};
+use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, RouterParts, WorkerProcess};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
@@ -62,7 +62,7 @@ pub(super) fn workers(checkpoint: &Checkpoint, env: &SeededEnv, parts: &[(Role, 
     let instances = (0..).zip(parts).map(|(at, &part)| loaded(at, part, checkpoint, env)).collect();
     let process = WorkerProcess {
         env: shared,
-        model: Model { digest: "model".into(), tokenizer_digest: "tokenizer".into() },
+        model: ModelIdentity { digest: "model".into(), tokenizer_digest: "tokenizer".into() },
         instances,
         links: Links {
             transports: vec![Arc::new(InProcessTransport::new())],

@@ -146,7 +146,9 @@ impl World {
             let workers = state.workers.values().map(|worker| worker.client.clone());
             workers.chain(state.routers.values().map(|router| router.client.clone())).collect::<Vec<_>>()
         };
-        clients.iter().for_each(|client| client.set_link(mixfleet_runtime::fleet::registry::sim::Link::Up));
+        clients
+            .iter()
+            .for_each(|client| client.set_link(mixfleet_runtime::fleet::registry::sim::Reachability::Up));
         self.registry.set_faults(false);
         self.registry.start();
     }

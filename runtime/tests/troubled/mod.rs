@@ -22,7 +22,7 @@ use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv, yield_now};
 use mixfleet_runtime::fleet::registry::Membership;
 use mixfleet_runtime::fleet::registry::sim::{SimClient, SimRegistry};
-use mixfleet_runtime::fleet::{Hub, Model, PROTOCOL, Router};
+use mixfleet_runtime::fleet::{Hub, ModelIdentity, PROTOCOL, Router};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
@@ -44,7 +44,7 @@ pub(crate) use workload::Workload;
 #[derive(Clone)]
 pub(crate) struct Kind {
     checkpoint: Arc<Checkpoint>,
-    model: Model,
+    model: ModelIdentity,
     protocol: u32,
     /// Whose blocks on disks are its own.
     namespace: u64,
@@ -58,7 +58,7 @@ pub(crate) fn kinds() -> Vec<Kind> {
         checkpoint.seed += seed;
         let checkpoint = checkpoint.load().unwrap();
         let digest = format!("weights {seed}");
-        let model = Model { digest, tokenizer_digest: "tokenizer".into() };
+        let model = ModelIdentity { digest, tokenizer_digest: "tokenizer".into() };
         let talks = talks(&checkpoint, 40).into();
         Kind { checkpoint: Arc::new(checkpoint), model, protocol, namespace: 7 + seed, talks }
     };

@@ -7,7 +7,7 @@ use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, Transfe
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_runtime::env::Env;
-use mixfleet_runtime::fleet::registry::sim::Link;
+use mixfleet_runtime::fleet::registry::sim::Reachability;
 use mixfleet_wire::{FaultyTransport, InProcessTransport};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -78,11 +78,11 @@ impl World {
     /// The registry does not answer a host for so long.
     fn silence_registry(&self, host: &str, span: Duration) {
         let Some(client) = self.registry_client(host) else { return };
-        client.set_link(Link::Silent);
+        client.set_link(Reachability::Silent);
         let world = self.clone();
         self.env.spawn(Box::pin(async move {
             world.env.sleep(span).await;
-            client.set_link(Link::Up);
+            client.set_link(Reachability::Up);
         }));
     }
 }

@@ -13,7 +13,7 @@ use mixfleet_runtime::engine::{
 };
 use mixfleet_runtime::env::{Env, SharedEnv};
 use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Registry, RegistryError, Seat};
-use mixfleet_runtime::fleet::{Hello, PROTOCOL, Refusal, RouterParts, WorkerProcess, call_members};
+use mixfleet_runtime::fleet::{Hello, PROTOCOL, RouterParts, SessionRefusal, WorkerProcess, call_members};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
@@ -252,11 +252,11 @@ impl World {
     }
 
     /// Only one's own kind may be let in.
-    fn judge<T>(&self, from: usize, to: usize, answer: Result<T, Refusal>) -> Result<T, String> {
+    fn judge<T>(&self, from: usize, to: usize, answer: Result<T, SessionRefusal>) -> Result<T, String> {
         match &answer {
             Ok(_) => assert_eq!(from, to, "{:?}: a stranger was let in", self.env),
-            Err(Refusal::Model { .. }) => self.count("strangers of another model", 1),
-            Err(Refusal::Protocol { .. }) => self.count("strangers of another protocol", 1),
+            Err(SessionRefusal::Model { .. }) => self.count("strangers of another model", 1),
+            Err(SessionRefusal::Protocol { .. }) => self.count("strangers of another protocol", 1),
             Err(_) => {}
         }
         answer.map_err(|refusal| refusal.to_string())

@@ -158,7 +158,7 @@ fn publish<T: Text>(
 
 /// What the router and the metrics see of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Load {
+pub struct BatchLoad {
     /// Requests without blocks yet.
     pub waiting: usize,
     /// Requests with blocks.
@@ -218,9 +218,9 @@ impl<T: Text> Instance<T> {
     }
 
     /// What the router and the metrics see.
-    pub fn load(&self) -> Load {
+    pub fn load(&self) -> BatchLoad {
         let (waiting, running) = (self.sequences.len() - self.holding(), self.holding());
-        Load { waiting, running, blocks: self.blocks.counts() }
+        BatchLoad { waiting, running, blocks: self.blocks.counts() }
     }
 
     /// How many sequences are at what.

@@ -12,13 +12,13 @@ fn part(id: &str) -> &'static Part {
     catalog::part(id).unwrap()
 }
 
-fn claimed(id: &str, price: f64) -> Candidate {
-    Candidate { name: id.into(), profile: part(id).profile(), price: Some(UsdPerHour(price)) }
+fn claimed(id: &str, price: f64) -> PricedDevice {
+    PricedDevice { name: id.into(), profile: part(id).profile(), price: Some(UsdPerHour(price)) }
 }
 
-fn reached(id: &str, price: f64) -> Candidate {
+fn reached(id: &str, price: f64) -> PricedDevice {
     let profile = part(id).reached_profile().unwrap();
-    Candidate { name: id.into(), profile, price: Some(UsdPerHour(price)) }
+    PricedDevice { name: id.into(), profile, price: Some(UsdPerHour(price)) }
 }
 
 fn near(got: f64, wanted: f64, tolerance: f64) -> bool {
@@ -28,7 +28,7 @@ fn near(got: f64, wanted: f64, tolerance: f64) -> bool {
 #[test]
 fn a_single_device_is_both() {
     let classified = classify(&demand("llama-3.1-8b"), &[claimed("L4", 0.44)]);
-    assert_eq!(classified[0].class, Some(Class::Both));
+    assert_eq!(classified[0].class, Some(DeviceClass::Both));
     assert!(classified[0].standings.iter().all(|standing| standing.break_even.is_none()));
 }
 
@@ -55,7 +55,7 @@ fn an_h20_decodes_and_an_h100_prefills() {
     let classified =
         classify(&demand("llama-3.1-70b"), &[claimed("H100-SXM-80GB", 2.69), claimed("H20-96GB", 0.80)]);
     let classes: Vec<_> = classified.iter().map(|device| device.class.unwrap()).collect();
-    assert_eq!(classes, [Class::Prefill, Class::Decode]);
+    assert_eq!(classes, [DeviceClass::Prefill, DeviceClass::Decode]);
     assert_eq!(classified[0].leans_to(), Some(Job::Prefill));
     assert_eq!(classified[1].leans_to(), Some(Job::Decode));
 }
@@ -88,9 +88,9 @@ fn little_memory_means_more_devices_then_small_batches_then_none() {
 
 #[test]
 fn a_device_without_a_price_is_no_rival_and_has_no_class_but_a_break_even() {
-    let unpriced = Candidate { price: None, ..claimed("RTX-5090", 0.0) };
+    let unpriced = PricedDevice { price: None, ..claimed("RTX-5090", 0.0) };
     let classified = classify(&demand("llama-3.1-8b"), &[unpriced, claimed("L4", 0.44)]);
-    assert_eq!((classified[0].class, classified[1].class), (None, Some(Class::Both)));
+    assert_eq!((classified[0].class, classified[1].class), (None, Some(DeviceClass::Both)));
     assert!(classified[0].standings.iter().all(|standing| standing.break_even.is_some_and(|p| p.0 > 0.0)));
 }
 
@@ -102,7 +102,7 @@ fn a_part_without_bf16_runs_in_f16() {
     assert!((0.12e-3..0.14e-3).contains(&time("V100-SXM2-32GB").0), "{:?}", time("V100-SXM2-32GB"));
 }
 
-fn pool() -> impl Strategy<Value = Vec<Candidate>> {
+fn pool() -> impl Strategy<Value = Vec<PricedDevice>> {
     let ids = ["L4", "L40S", "RTX-4090", "H100-SXM-80GB", "H20-96GB", "MI300X", "A100-SXM-80GB"];
     proptest::sample::subsequence(ids.to_vec(), 2..=ids.len()).prop_flat_map(|ids| {
         proptest::collection::vec(0.1f64..5.0, ids.len())
@@ -116,9 +116,9 @@ proptest! {
     #[test]
     fn classes_do_not_change_when_all_prices_are_scaled(pool in pool(), factor in 0.01f64..100.0) {
         let demand = demand("llama-3.1-8b");
-        let scaled: Vec<Candidate> = pool
+        let scaled: Vec<PricedDevice> = pool
             .iter()
-            .map(|c| Candidate { price: c.price.map(|price| price * factor), ..c.clone() })
+            .map(|c| PricedDevice { price: c.price.map(|price| price * factor), ..c.clone() })
             .collect();
         for (before, after) in classify(&demand, &pool).iter().zip(classify(&demand, &scaled)) {
             prop_assert_eq!(before.class, after.class);

@@ -6,7 +6,7 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Queue, Slice};
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::graph::{Forward, Part, StepShape};
+use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
@@ -89,7 +89,7 @@ impl Rig {
     }
 
     /// One forward pass; the logits of each sampled part. Argmax must agree with them.
-    pub(crate) fn step(&mut self, parts: &[Part<'_>]) -> Vec<Vec<f32>> {
+    pub(crate) fn step(&mut self, parts: &[StepInput<'_>]) -> Vec<Vec<f32>> {
         let pass = self.forward.begin(&*self.device, parts).unwrap();
         let mut list = vec![self.forward.embed(&pass).unwrap()];
         for layer in 0..self.forward.config().layers as usize {
@@ -124,7 +124,7 @@ impl Rig {
             let chunk = &tokens[at..at + size];
             let last = size == left;
             let mut logits =
-                self.step(&[Part { start: start + at as u32, tokens: chunk, pages, sample: last }]);
+                self.step(&[StepInput { start: start + at as u32, tokens: chunk, pages, sample: last }]);
             if last {
                 return logits.remove(0);
             }
@@ -138,7 +138,7 @@ impl Rig {
         for step in 1..count {
             let token = tokens[tokens.len() - 1];
             let start = length + step - 1;
-            let logits = self.step(&[Part { start, tokens: &[token], pages, sample: true }]);
+            let logits = self.step(&[StepInput { start, tokens: &[token], pages, sample: true }]);
             tokens.push(winner(&logits[0]));
         }
         tokens

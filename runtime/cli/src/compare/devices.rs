@@ -10,7 +10,7 @@ use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::economics::{Ability, Origin, PerDollar, Price};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::UsdPerHour;
-use mixfleet_scheduler::classes::Candidate;
+use mixfleet_scheduler::classes::PricedDevice;
 use std::path::{Path, PathBuf};
 
 /// A device to compare: in the catalog, measured, or both.
@@ -25,7 +25,7 @@ pub(crate) struct Compared {
 impl Compared {
     /// The device as input of the comparison. A device without evidence of kind `basis` uses its best
     /// evidence.
-    pub(super) fn candidate(&self, basis: Basis) -> Candidate {
+    pub(super) fn candidate(&self, basis: Basis) -> PricedDevice {
         let claimed = || self.part.map(Part::profile);
         let reached = || self.part.and_then(Part::reached_profile);
         let profile = match basis {
@@ -34,7 +34,7 @@ impl Compared {
             Basis::Measured | Basis::Mixed => self.measured.clone().or_else(reached),
         };
         let profile = profile.or_else(claimed).or_else(|| self.measured.clone());
-        Candidate {
+        PricedDevice {
             name: self.name.clone(),
             profile: profile.expect("`resolve` makes no device with neither part nor profile"),
             price: self.price.as_ref().map(|price| price.usd_per_hour),
@@ -57,29 +57,29 @@ impl Compared {
 }
 
 /// One line of the per-dollar table, whose numbers all have one origin.
-pub(super) struct Line {
+pub(super) struct PerDollarRow {
     pub(super) origin: &'static str,
     pub(super) flop_per_second: Vec<(DType, f64)>,
     pub(super) bytes_per_second: f64,
     pub(super) bytes: f64,
 }
 
-impl<P: Origin> From<PerDollar<P>> for Line {
+impl<P: Origin> From<PerDollar<P>> for PerDollarRow {
     fn from(per: PerDollar<P>) -> Self {
         let (origin, bytes_per_second, bytes) = (per.origin(), per.bytes_per_second, per.bytes);
-        Line { origin, flop_per_second: per.flop_per_second, bytes_per_second, bytes }
+        PerDollarRow { origin, flop_per_second: per.flop_per_second, bytes_per_second, bytes }
     }
 }
 
 impl Compared {
     /// What a dollar buys on the device, once per origin of its numbers. Empty without a price.
-    pub(super) fn per_dollar(&self) -> Vec<Line> {
+    pub(super) fn per_dollar(&self) -> Vec<PerDollarRow> {
         let Some(Price { usd_per_hour: price, .. }) = self.price else { return Vec::new() };
         let claimed = self.part.and_then(|part| Ability::claimed(part).per_dollar(price));
         let published = self.part.and_then(Ability::published).and_then(|able| able.per_dollar(price));
         let measured = self.measured.as_ref().and_then(|profile| Ability::measured(profile).ok());
         let measured = measured.and_then(|able| able.per_dollar(price));
-        [claimed.map(Line::from), published.map(Line::from), measured.map(Line::from)]
+        [claimed.map(PerDollarRow::from), published.map(PerDollarRow::from), measured.map(PerDollarRow::from)]
             .into_iter()
             .flatten()
             .collect()

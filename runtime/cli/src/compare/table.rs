@@ -1,11 +1,11 @@
 //! The comparison as text and tables.
 
 use super::Comparison;
-use super::devices::{Compared, Line};
+use super::devices::{Compared, PerDollarRow};
 use anyhow::Result;
 use mixfleet_hal::DType;
 use mixfleet_hal::units::{GB, UsdPerHour};
-use mixfleet_scheduler::classes::{Class, Classified, Job, Standing};
+use mixfleet_scheduler::classes::{Classified, DeviceClass, Job, Standing};
 use std::io::Write;
 
 /// Number of devices beyond which only those that are cheapest at something are described in words.
@@ -79,7 +79,7 @@ fn per_dollar(out: &mut impl Write, width: usize, devices: &[Compared]) -> Resul
     Ok(())
 }
 
-fn rate(line: &Line, dtype: DType) -> String {
+fn rate(line: &PerDollarRow, dtype: DType) -> String {
     let found = line.flop_per_second.iter().find(|(known, _)| *known == dtype);
     found.map_or_else(|| "-".into(), |(_, rate)| significant(rate / 1e12))
 }
@@ -115,7 +115,7 @@ fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Resul
         "", "", "$/Mtoken", "$/Mtoken", "", "", "", "$/Mtoken", "$/TB/h"
     )?;
     for device in classified {
-        let class = device.class.map_or("-", Class::name);
+        let class = device.class.map_or("-", DeviceClass::name);
         let cost = |job, unit: f64| {
             let cost = device.standing(job).and_then(|standing| standing.cost);
             cost.map_or_else(|| "-".into(), |cost| significant(cost.0 * unit))
@@ -140,7 +140,7 @@ fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Resul
 
 /// Whether the device, one of `all`, is described in words.
 fn told(device: &Classified, all: usize) -> bool {
-    all <= WORDS_MAX || !matches!(device.class, None | Some(Class::Neither))
+    all <= WORDS_MAX || !matches!(device.class, None | Some(DeviceClass::Neither))
 }
 
 /// Writes what the device is cheapest at, what it would be cheapest at, and what it cannot do.
@@ -151,7 +151,7 @@ fn words(out: &mut impl Write, device: &Classified, all: usize) -> Result<()> {
     for sentence in sentences {
         writeln!(out, "  {sentence}")?;
     }
-    if let (Some(Class::Neither), Some(job)) = (device.class, device.leans_to()) {
+    if let (Some(DeviceClass::Neither), Some(job)) = (device.class, device.leans_to()) {
         writeln!(out, "  better at {} than at the other, but others do both for less", job.name())?;
     }
     Ok(())
@@ -192,13 +192,13 @@ pub(super) fn sentence(device: &Classified, standing: &Standing, all: usize) -> 
 mod tests {
     use super::*;
     use mixfleet_hal::catalog::part;
-    use mixfleet_scheduler::classes::{Candidate, Demand, classify};
+    use mixfleet_scheduler::classes::{Demand, PricedDevice, classify};
     use mixfleet_scheduler::models::find;
 
     fn compared(priced: &[(&str, Option<f64>)], model: &str) -> Vec<Classified> {
         let model = find(model).unwrap();
         let demand = Demand::new(model.shape(DType::Bf16), model.weight_bytes(DType::Bf16));
-        let candidate = |(id, price): &(&str, Option<f64>)| Candidate {
+        let candidate = |(id, price): &(&str, Option<f64>)| PricedDevice {
             name: (*id).into(),
             profile: part(id).unwrap().reached_profile().unwrap(),
             price: price.map(UsdPerHour),

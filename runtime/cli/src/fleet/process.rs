@@ -16,7 +16,7 @@ use mixfleet_runtime::engine::{EngineConfig, HandOffLimits, Identity, Loaded};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Membership, Seat};
 use mixfleet_runtime::fleet::rpc::{Door, Ways};
-use mixfleet_runtime::fleet::{Hub, Model, RouterParts, WorkerProcess, attend_members, meet_members};
+use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterParts, WorkerProcess, attend_members, meet_members};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
@@ -103,7 +103,7 @@ fn end_if_taken(membership: &mut Membership, env: &SharedEnv) {
     }));
 }
 
-fn identity(charter: &Charter, own: &Model) -> Identity {
+fn identity(charter: &Charter, own: &ModelIdentity) -> Identity {
     Identity {
         model_digest: own.digest.clone(),
         tokenizer_digest: own.tokenizer_digest.clone(),
@@ -119,12 +119,12 @@ async fn charter(
     join: &Join,
     model: &crate::model::Model,
     env: &SharedEnv,
-) -> Result<(Charter, Model, Digest)> {
+) -> Result<(Charter, ModelIdentity, Digest)> {
     let checkpoint = model.checkpoint.clone();
     let computing = tokio::task::spawn_blocking(move || Digest::now(&checkpoint));
     let digest = computing.await.context("the digest was cut short")??;
     let known = digest.known().context("the weights have no digest")?;
-    let own = Model { digest: known, tokenizer_digest: model.tokenizer_digest.clone() };
+    let own = ModelIdentity { digest: known, tokenizer_digest: model.tokenizer_digest.clone() };
     let secret = Identity::new(String::new(), String::new(), [env.random(), env.random()]).secret;
     let charter = join.registry.charter(&own, secret).await.context("cannot join the fleet")?;
     Ok((charter, own, digest))

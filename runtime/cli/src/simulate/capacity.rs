@@ -56,7 +56,7 @@ pub(super) fn run(args: &SimulateArgs, fleet: &FleetFile, setup: &Setup, share: 
     })?;
     let Some(best) = capacity.best else { return Err(Failed(no_capacity(&capacity, share)).into()) };
     let usd_per_hour = fleet.usd_per_hour().filter(|&usd| usd > 0.0);
-    let rent = |pool: &mixfleet_sim::fleet_file::Pool| Rent {
+    let rent = |pool: &mixfleet_sim::fleet_file::InstancePool| Rent {
         pool: pool.name.clone(),
         instances: pool.count,
         usd_per_hour_of_instance: pool.usd_per_hour,

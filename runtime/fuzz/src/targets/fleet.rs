@@ -3,7 +3,7 @@
 use super::refused;
 use mixfleet_runtime::engine::events::Replay;
 use mixfleet_runtime::fleet::registry::{Charter, Member};
-use mixfleet_runtime::fleet::{Command, Hello, Refusal, Word};
+use mixfleet_runtime::fleet::{Command, Hello, SessionRefusal, Word};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -22,8 +22,12 @@ fn check_message<T: Serialize + DeserializeOwned>(bytes: &[u8]) -> bool {
 
 /// Parses a message of any kind that is sent over gRPC.
 pub(super) fn rpc_message(bytes: &[u8]) -> bool {
-    let taken =
-        [check_message::<Command>, check_message::<Word>, check_message::<Hello>, check_message::<Refusal>];
+    let taken = [
+        check_message::<Command>,
+        check_message::<Word>,
+        check_message::<Hello>,
+        check_message::<SessionRefusal>,
+    ];
     taken.map(|check| check(bytes)).contains(&true)
 }
 

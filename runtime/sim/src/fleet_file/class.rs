@@ -10,7 +10,7 @@ pub struct Class {
     /// The class's name, unique.
     pub name: String,
     /// The requests of the class. A request belongs to the first class that contains it.
-    pub members: Members,
+    pub members: ClassMembers,
     /// The objectives or deadline of its requests.
     pub promise: Promise,
 }
@@ -18,7 +18,7 @@ pub struct Class {
 /// Which requests belong to a class.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Members {
+pub enum ClassMembers {
     /// A random share of the requests; those of one conversation stay together.
     Share(f64),
     /// Requests whose client, model or other label in the trace matches; `*` stands for any characters.
@@ -51,12 +51,12 @@ pub(super) fn resolve(raw: raw::Class, slo: &Slo, others: &[Class]) -> Result<Cl
         return Err(wrong("classes have names, no two the same, and 'default' is the name of the rest"));
     }
     let members = match (raw.share, raw.label) {
-        (Some(share), None) if share > 0.0 && share <= 1.0 => Members::Share(share),
+        (Some(share), None) if share > 0.0 && share <= 1.0 => ClassMembers::Share(share),
         (Some(share), None) => {
             let cause = format!("is {share}; it must be above 0 and at most 1");
             return Err(FleetFileError::value(key("share"), cause));
         }
-        (None, Some(label)) => Members::Label(label),
+        (None, Some(label)) => ClassMembers::Label(label),
         _ => return Err(wrong("needs either share or label, to say who is of it")),
     };
     let promise = match (raw.deadline_s, raw.ttft_s.or(raw.tbt_s)) {
@@ -85,6 +85,6 @@ impl Class {
 
     /// Whether a label of the trace belongs to the class.
     pub fn takes_label(&self, label: &str) -> bool {
-        matches!(&self.members, Members::Label(pattern) if resolve::fits(pattern, label))
+        matches!(&self.members, ClassMembers::Label(pattern) if resolve::fits(pattern, label))
     }
 }

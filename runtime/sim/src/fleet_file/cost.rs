@@ -37,7 +37,7 @@ pub(super) enum Source {
 
 impl Hardware {
     pub(super) fn of(
-        pool: &raw::Pool,
+        pool: &raw::RawPool,
         directory: &Path,
         read_profile: ReadProfile,
     ) -> Result<Self, FleetFileError> {
@@ -85,7 +85,7 @@ impl Hardware {
     /// A [`Refusal`].
     pub(super) fn cost(
         &self,
-        pool: &raw::Pool,
+        pool: &raw::RawPool,
         model: &Model,
         chunk_tokens: u32,
     ) -> Result<(CostModel, String), Refusal> {

@@ -15,7 +15,7 @@ mod resolve;
 mod routing;
 mod slowdown;
 
-pub use class::{Class, Members, Promise};
+pub use class::{Class, ClassMembers, Promise};
 pub use error::FleetFileError;
 pub use routing::Routing;
 pub use slowdown::PoolSlowdown;
@@ -45,9 +45,9 @@ pub struct FleetFile {
     /// How KV is kept.
     pub kv: Kv,
     /// The pools, at least one.
-    pub pools: Vec<Pool>,
+    pub pools: Vec<InstancePool>,
     /// The links in the file's order; see [`FleetFile::link`].
-    pub links: Vec<Link>,
+    pub links: Vec<PoolLink>,
     /// Requests with objectives or a deadline of their own, in the file's order.
     pub classes: Vec<Class>,
     /// When instances change their role; none means never.
@@ -132,7 +132,7 @@ pub struct Engine {
 
 /// A group of identical instances.
 #[derive(Clone, Debug)]
-pub struct Pool {
+pub struct InstancePool {
     /// The pool's name, unique.
     pub name: String,
     /// The role of its instances.
@@ -156,9 +156,9 @@ pub struct Pool {
     /// Tokens of KV that an instance holds.
     pub cache_tokens: u64,
     /// Tier of KV in host memory.
-    pub dram: Tier,
+    pub dram: TierSize,
     /// Tier of KV on disk.
-    pub ssd: Tier,
+    pub ssd: TierSize,
     /// Network bandwidth of an instance in each direction, GB/s.
     pub nic_gb_per_s: f64,
     /// Limits of its steps.
@@ -167,7 +167,7 @@ pub struct Pool {
 
 /// A tier of KV below an instance's devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Tier {
+pub struct TierSize {
     /// Its size in tokens; 0 means that there is none.
     pub tokens: u64,
     /// Bandwidth to and from the devices, GB/s.
@@ -176,7 +176,7 @@ pub struct Tier {
 
 /// A link between pools, in addition to their network interfaces.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Link {
+pub struct PoolLink {
     /// Name of the source pools; `*` stands for any characters.
     pub from: String,
     /// Name of the destination pools; `*` stands for any characters.
@@ -213,7 +213,7 @@ impl FleetFile {
 
     /// The first link in the file that matches two pools. `None` if only their network interfaces limit
     /// transfers.
-    pub fn link(&self, from: &str, to: &str) -> Option<&Link> {
+    pub fn link(&self, from: &str, to: &str) -> Option<&PoolLink> {
         self.links.iter().find(|link| resolve::fits(&link.from, from) && resolve::fits(&link.to, to))
     }
 

@@ -17,7 +17,7 @@ pub(super) struct Pipeline {
     bytes_per_token: f64,
 }
 
-impl raw::Pool {
+impl raw::RawPool {
     pub(super) fn stages(&self) -> u32 {
         self.pipeline_stages.unwrap_or(1).max(1)
     }
@@ -30,7 +30,7 @@ impl raw::Pool {
 
 /// Checks the keys of a pool. None if it has no stages.
 pub(super) fn check(
-    pool: &raw::Pool,
+    pool: &raw::RawPool,
     model: &Model,
     engine: Engine,
 ) -> Result<Option<Pipeline>, FleetFileError> {

@@ -17,9 +17,9 @@ pub(super) struct File {
     pub(super) kv: Kv,
     #[serde(default)]
     pub(super) engine: Engine,
-    pub(super) pool: Vec<Pool>,
+    pub(super) pool: Vec<RawPool>,
     #[serde(default)]
-    pub(super) link: Vec<Link>,
+    pub(super) link: Vec<RawLink>,
     #[serde(default)]
     pub(super) class: Vec<Class>,
     pub(super) rebalance: Option<Rebalance>,
@@ -120,7 +120,7 @@ pub(super) struct Engine {
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Pool {
+pub(super) struct RawPool {
     pub(super) name: String,
     #[serde(default)]
     pub(super) role: Role,
@@ -163,7 +163,7 @@ pub(super) struct Calibration {
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Link {
+pub(super) struct RawLink {
     #[serde(default = "everyone")]
     pub(super) from: String,
     #[serde(default = "everyone")]

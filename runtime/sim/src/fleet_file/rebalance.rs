@@ -8,7 +8,7 @@ use mixfleet_scheduler::fleet::{Rebalance, Role};
 /// Resolves the `[rebalance]` table. None if every instance keeps its role.
 pub(super) fn resolve(
     raw: Option<&raw::Rebalance>,
-    pools: &[raw::Pool],
+    pools: &[raw::RawPool],
 ) -> Result<Option<Rebalance>, FleetFileError> {
     if let Some(pool) = pools.iter().find(|pool| pool.flexible && pool.role == Role::Auto) {
         let cause = "is true, but the role is auto, which does both already; give prefill or decode";

@@ -5,8 +5,8 @@ use super::cost::{Hardware, Source};
 use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
 use super::{
-    Engine, FleetFile, FleetFileError, Kv, Link, Model, Pool, ReadProfile, Slo, Tier, VERSION, class, model,
-    pipeline, raw, rebalance, slowdown,
+    Engine, FleetFile, FleetFileError, InstancePool, Kv, Model, PoolLink, ReadProfile, Slo, TierSize,
+    VERSION, class, model, pipeline, raw, rebalance, slowdown,
 };
 use mixfleet_hal::economics::Selection;
 use mixfleet_hal::units::GB;
@@ -54,7 +54,7 @@ pub(super) fn file(
         positive("[kv] replicate_gb_per_s", rate)?;
     }
     let kv = Kv { block_tokens, policy: raw.kv.policy, replicate_gb_per_s };
-    let mut pools: Vec<Pool> = Vec::new();
+    let mut pools: Vec<InstancePool> = Vec::new();
     for (pool, hardware) in raw.pool.iter().zip(&hardware) {
         let place = format!("pool '{}'", pool.name);
         if pool.name.is_empty() || pools.iter().any(|other| other.name == pool.name) {
@@ -75,13 +75,13 @@ pub(super) fn file(
 }
 
 fn pool(
-    raw: &raw::Pool,
+    raw: &raw::RawPool,
     hardware: &Hardware,
     shared: &raw::Engine,
     model: &Model,
     kv: Kv,
     place: &str,
-) -> Result<Pool, FleetFileError> {
+) -> Result<InstancePool, FleetFileError> {
     let key = |key: &str| format!("{place}: {key}");
     at_least_one(&key("count"), raw.count)?;
     at_least_one(&key("devices_per_instance"), raw.devices_per_instance)?;
@@ -100,7 +100,7 @@ fn pool(
         let tokens = tokens_or_bytes(place, name, tokens, bytes, model)?.unwrap_or(0);
         let gb_per_s = gb_per_s.unwrap_or(usual);
         positive(&key(&format!("{name}_gb_per_s")), gb_per_s)?;
-        Ok(Tier { tokens, gb_per_s })
+        Ok(TierSize { tokens, gb_per_s })
     };
     let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(NIC_GB_PER_S);
     positive(&key("nic_gb_per_s"), nic_gb_per_s)?;
@@ -108,7 +108,7 @@ fn pool(
         Some(pipeline) => pipeline.of(cost, &cost_basis, nic_gb_per_s),
         None => (cost, cost_basis),
     };
-    Ok(Pool {
+    Ok(InstancePool {
         name: raw.name.clone(),
         role: raw.role,
         count: raw.count,
@@ -128,7 +128,7 @@ fn pool(
 }
 
 /// The engine's limits: the pool's, or else the file's, or else those of the measured engine.
-fn engine(raw: &raw::Pool, shared: &raw::Engine, hardware: &Hardware) -> Engine {
+fn engine(raw: &raw::RawPool, shared: &raw::Engine, hardware: &Hardware) -> Engine {
     let measured = match &hardware.source {
         Source::Engine(engine) => Some(&engine.meta.engine_kwargs),
         _ => None,
@@ -153,7 +153,7 @@ fn engine(raw: &raw::Pool, shared: &raw::Engine, hardware: &Hardware) -> Engine 
 
 /// Tokens of KV that fit beside the weights, unless the file states them.
 fn cache_tokens(
-    raw: &raw::Pool,
+    raw: &raw::RawPool,
     hardware: &Hardware,
     model: &Model,
     kv: Kv,
@@ -195,7 +195,11 @@ fn cache_tokens(
     Ok(tokens)
 }
 
-fn price(raw: &raw::Pool, hardware: &Hardware, place: &str) -> Result<(Option<f64>, String), FleetFileError> {
+fn price(
+    raw: &raw::RawPool,
+    hardware: &Hardware,
+    place: &str,
+) -> Result<(Option<f64>, String), FleetFileError> {
     if let Some(usd_per_hour) = raw.usd_per_hour {
         if !(usd_per_hour.is_finite() && usd_per_hour >= 0.0) {
             let cause = format!("is {usd_per_hour}; it must be 0 or more");
@@ -254,7 +258,7 @@ fn routers(raw: &raw::Routers) -> Result<Routing, FleetFileError> {
     Ok(Routing { count, delay_s })
 }
 
-fn link(raw: raw::Link, pools: &[Pool]) -> Result<Link, FleetFileError> {
+fn link(raw: raw::RawLink, pools: &[InstancePool]) -> Result<PoolLink, FleetFileError> {
     let place = format!("link from '{}' to '{}'", raw.from, raw.to);
     for pattern in [&raw.from, &raw.to] {
         if !pools.iter().any(|pool| fits(pattern, &pool.name)) {
@@ -270,8 +274,8 @@ fn link(raw: raw::Link, pools: &[Pool]) -> Result<Link, FleetFileError> {
             return Err(wrong(format!("{place}: {key}"), format!("is {value}; it must be 0 or more")));
         }
     }
-    let raw::Link { from, to, gb_per_s, latency_s, usd_per_gb } = raw;
-    Ok(Link { from, to, gb_per_s, latency_s, usd_per_gb })
+    let raw::RawLink { from, to, gb_per_s, latency_s, usd_per_gb } = raw;
+    Ok(PoolLink { from, to, gb_per_s, latency_s, usd_per_gb })
 }
 
 /// Whether `name` matches `pattern`, in which `*` stands for any characters. Between two stars the leftmost

@@ -2,7 +2,7 @@
 
 use super::error::suggestion;
 use super::resolve::positive;
-use super::{FleetFileError, Pool, raw};
+use super::{FleetFileError, InstancePool, raw};
 
 /// Instances of a pool that become slower during a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,7 +19,7 @@ pub struct PoolSlowdown {
     pub told: bool,
 }
 
-pub(super) fn resolve(raw: &raw::Slowdown, pools: &[Pool]) -> Result<PoolSlowdown, FleetFileError> {
+pub(super) fn resolve(raw: &raw::Slowdown, pools: &[InstancePool]) -> Result<PoolSlowdown, FleetFileError> {
     let place = format!("[[slowdown]] of pool '{}'", raw.pool);
     let Some(pool) = pools.iter().position(|pool| pool.name == raw.pool) else {
         let near = suggestion(&raw.pool, pools.iter().map(|pool| pool.name.as_str()));

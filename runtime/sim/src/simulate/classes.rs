@@ -2,8 +2,8 @@
 //! another.
 
 use super::{Objectives, Setup};
-use crate::fleet_file::{Class, Members, Promise};
-use crate::trace::{Request, Session};
+use crate::fleet_file::{Class, ClassMembers, Promise};
+use crate::trace::{ConversationTurn, Request};
 use mixfleet_hal::random::{bits, unit};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::fleet::Objective;
@@ -53,12 +53,12 @@ impl<'a> Classes<'a> {
         let drawn = unit(bits(self.setup.fleet.seed, DRAW), key);
         let mut shares = 0.0;
         let takes = |class: &Class| match class.members {
-            Members::Share(share) => {
+            ClassMembers::Share(share) => {
                 let before = shares;
                 shares += share;
                 before <= drawn && drawn < shares
             }
-            Members::Label(_) => request.class.as_deref().is_some_and(|label| class.takes_label(label)),
+            ClassMembers::Label(_) => request.class.as_deref().is_some_and(|label| class.takes_label(label)),
         };
         self.setup.classes.iter().position(takes).map_or(0, |at| at + 1)
     }
@@ -92,7 +92,9 @@ impl<'a> Classes<'a> {
     /// When a request of the trace can arrive: none while the answer that it follows is not there; it is kept
     /// until then.
     pub(super) fn arrives(&mut self, request: Request, now_s: f64) -> Option<(f64, Request)> {
-        let Some(Session { id, after, think, .. }) = request.session else { return Some((now_s, request)) };
+        let Some(ConversationTurn { id, after, think, .. }) = request.session else {
+            return Some((now_s, request));
+        };
         if self.conversations.get(id).is_none() {
             let conversation = Conversation { began_s: now_s, ended: Vec::new(), early: Vec::new() };
             self.conversations.insert(id, conversation);
@@ -110,7 +112,12 @@ impl<'a> Classes<'a> {
     }
 
     /// A request of a conversation has ended, in whatever way: those that waited for it, with their times.
-    pub(super) fn ended(&mut self, session: Session, request: u64, now_s: f64) -> Vec<(f64, Request)> {
+    pub(super) fn ended(
+        &mut self,
+        session: ConversationTurn,
+        request: u64,
+        now_s: f64,
+    ) -> Vec<(f64, Request)> {
         let Some(conversation) = self.conversations.get_mut(session.id) else { return Vec::new() };
         conversation.ended.push((request, now_s));
         let follows = |early: &mut Request| early.session.is_some_and(|s| s.after == Some(request));

@@ -2,7 +2,7 @@
 
 use super::classes::Promised;
 use super::engine::{Gaps, Job};
-use crate::trace::Session;
+use crate::trace::ConversationTurn;
 use mixfleet_scheduler::fleet::Objective;
 use mixfleet_scheduler::kv::BlockHash;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ pub(super) struct Flight {
     pub(super) class: u32,
     pub(super) promised: Promised,
     pub(super) objective: Objective,
-    pub(super) session: Option<Session>,
+    pub(super) session: Option<ConversationTurn>,
     pub(super) prompt_tokens: u32,
     pub(super) output_tokens: u32,
     pub(super) chain: Arc<[BlockHash]>,

@@ -29,7 +29,7 @@ pub use slowdown::Slowdown;
 pub use tiers::TierSetup;
 
 use crate::fleet_file::{Class, Routing, TbtMetric};
-use crate::trace::{Request, Session, TraceError};
+use crate::trace::{ConversationTurn, Request, TraceError};
 use agenda::{Agenda, At, Next};
 use classes::Classes;
 use copies::{Copies, Copy};
@@ -299,7 +299,7 @@ impl<'a> World<'a> {
     }
 
     /// A request has ended, in whatever way: whoever follows comes.
-    fn goes_on(&mut self, session: Option<Session>, request: u64) {
+    fn goes_on(&mut self, session: Option<ConversationTurn>, request: u64) {
         let Some(session) = session else { return };
         for (at_s, next) in self.classes.ended(session, request, self.now_s) {
             self.comes_at(at_s.max(next.at.0), next);

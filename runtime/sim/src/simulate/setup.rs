@@ -1,7 +1,7 @@
 //! From a fleet file to a fleet that can be simulated.
 
 use super::{InstanceSetup, Objectives, Setup, Slowdown, TierSetup};
-use crate::fleet_file::{FleetFile, Pool, Tier as Store};
+use crate::fleet_file::{FleetFile, InstancePool, TierSize};
 use mixfleet_hal::units::{GB, Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::LinkCost;
@@ -23,15 +23,15 @@ pub struct Choices {
     pub seed: u64,
 }
 
-fn tiers(pool: &Pool) -> Vec<TierSetup> {
-    let of = |tier, store: &Store| {
+fn tiers(pool: &InstancePool) -> Vec<TierSetup> {
+    let of = |tier, store: &TierSize| {
         let cost = LinkCost { seconds_per_byte: 1e-9 / store.gb_per_s, ..LinkCost::default() };
         (store.tokens > 0).then_some(TierSetup { tier, tokens: store.tokens, cost })
     };
     [of(Tier::Dram, &pool.dram), of(Tier::Ssd, &pool.ssd)].into_iter().flatten().collect()
 }
 
-fn limits(file: &FleetFile, pool: &Pool) -> BatchLimits {
+fn limits(file: &FleetFile, pool: &InstancePool) -> BatchLimits {
     let (block_tokens, sequences_max) = (file.kv.block_tokens, pool.engine.max_sequences as usize);
     let blocks_total = u32::try_from(pool.cache_tokens / u64::from(block_tokens)).unwrap_or(u32::MAX);
     BatchLimits {

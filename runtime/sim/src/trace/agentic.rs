@@ -7,7 +7,7 @@
 
 use super::lines::Lines;
 use super::read::{Lengths, Repairs};
-use super::{Format, Request, Session, TIME_S_MAX, TraceError};
+use super::{ConversationTurn, Format, Request, TIME_S_MAX, TraceError};
 use mixfleet_hal::random::bits;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 const KEY_SEED: u64 = 0x61_6765_6e74_6963;
 
 #[derive(Deserialize)]
-struct Line {
+struct SessionLine {
     block_size: u32,
     #[serde(default)]
     model: Option<Arc<str>>,
@@ -55,7 +55,7 @@ struct AgentStep {
 }
 
 /// A session in progress.
-struct Running {
+struct AgentSession {
     number: u64,
     start: Seconds,
     model: Option<Arc<str>>,
@@ -73,7 +73,7 @@ pub(super) struct Agentic {
     /// Number of sessions started.
     count: u64,
     /// Sessions in progress, by the time of the next step (see [`ordered`]), then by number.
-    running: BTreeMap<(u64, u64), Running>,
+    running: BTreeMap<(u64, u64), AgentSession>,
     /// The end of the file, or the error that follows the sessions in progress.
     end: Option<Option<TraceError>>,
 }
@@ -81,7 +81,7 @@ pub(super) struct Agentic {
 impl Agentic {
     pub(super) fn new(lines: &mut Lines, every: Seconds) -> Result<Self, TraceError> {
         let first = lines.peek()?.unwrap_or_default();
-        let line: Result<Line, _> = serde_json::from_slice(first);
+        let line: Result<SessionLine, _> = serde_json::from_slice(first);
         let mut agentic = Agentic { block_tokens: 0, every, count: 0, running: BTreeMap::new(), end: None };
         match line {
             Ok(line) if line.block_size > 0 => agentic.block_tokens = line.block_size,
@@ -133,24 +133,24 @@ impl Agentic {
     ) -> Result<bool, TraceError> {
         let Some(line) = lines.next()? else { return Ok(false) };
         let parsed = serde_json::from_slice(line).map_err(|cause| cause.to_string());
-        let steps = parsed.and_then(|line: Line| Ok((self.steps(&line, repairs)?, line.model)));
+        let steps = parsed.and_then(|line: SessionLine| Ok((self.steps(&line, repairs)?, line.model)));
         let (steps, model) = steps.map_err(|cause| lines.error(Format::Agentic, cause))?;
         let mut order: Vec<usize> = (0..steps.len()).collect();
         order.sort_by(|&a, &b| steps[a].at.0.total_cmp(&steps[b].at.0));
         let ids = vec![0; steps.len()];
-        let running = Running { number: self.count, start, model, steps, order, done: 0, ids };
+        let running = AgentSession { number: self.count, start, model, steps, order, done: 0, ids };
         self.count += 1;
         self.put(running);
         Ok(true)
     }
 
-    fn put(&mut self, running: Running) {
+    fn put(&mut self, running: AgentSession) {
         if let Some(at) = running.next_at() {
             self.running.insert((ordered(at), running.number), running);
         }
     }
 
-    fn steps(&self, line: &Line, repairs: &mut Repairs) -> Result<Vec<AgentStep>, String> {
+    fn steps(&self, line: &SessionLine, repairs: &mut Repairs) -> Result<Vec<AgentStep>, String> {
         if line.block_size != self.block_tokens {
             return Err(format!(
                 "blocks of {} tokens in a trace with blocks of {}",
@@ -241,7 +241,7 @@ impl Answer {
     }
 }
 
-impl Running {
+impl AgentSession {
     fn next_at(&self) -> Option<Seconds> {
         self.order.get(self.done).map(|&step| self.start + self.steps[step].at)
     }
@@ -261,7 +261,7 @@ impl Running {
             prompt_tokens: step.lengths.prompt,
             output_tokens: step.lengths.repaired_output(repairs),
             chain: blocks.map(|block| BlockHash(bits(key, block))).collect(),
-            session: Some(Session {
+            session: Some(ConversationTurn {
                 id: self.number,
                 after: step.after.map(|after| self.ids[after]),
                 think: step.think,

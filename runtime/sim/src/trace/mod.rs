@@ -52,14 +52,14 @@ pub struct Request {
     /// that the last may be that of a partial block. Empty if the trace has no information about prefixes.
     pub chain: Vec<BlockHash>,
     /// The conversation that it belongs to, if known.
-    pub session: Option<Session>,
+    pub session: Option<ConversationTurn>,
     /// Client, model or other label, if the trace has one.
     pub class: Option<Arc<str>>,
 }
 
 /// A request's place in a conversation.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Session {
+pub struct ConversationTurn {
     /// Id of the conversation, equal for all its requests.
     pub id: u64,
     /// The request whose answer must end first; it comes earlier in the trace. None for the first.

@@ -20,7 +20,7 @@ pub fn key_of(hash_id: u64) -> BlockHash {
 
 /// The fields of a line that are used; some producers add others.
 #[derive(Deserialize)]
-struct Line {
+struct MooncakeRequest {
     timestamp: f64,
     input_length: u64,
     output_length: u64,
@@ -34,7 +34,7 @@ pub(super) struct Mooncake {
 
 impl LineParser for Mooncake {
     fn parse(&mut self, line: &[u8]) -> Result<Draft, String> {
-        let line: Line = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
+        let line: MooncakeRequest = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
         let lengths = Lengths::new(line.input_length, line.output_length)?;
         let blocks_max = lengths.prompt.div_ceil(self.block_tokens) as usize;
         if line.hash_ids.len() > blocks_max {

@@ -5,7 +5,7 @@ use mixfleet_hal::units::Seconds;
 use serde::Deserialize;
 
 #[derive(Deserialize)]
-struct Line {
+struct LoggedRequest {
     input_toks: u64,
     output_toks: u64,
     /// Arrival time on any clock: the reader counts from the first arrival.
@@ -17,7 +17,7 @@ pub(super) struct RequestLog;
 
 impl LineParser for RequestLog {
     fn parse(&mut self, line: &[u8]) -> Result<Draft, String> {
-        let line: Line = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
+        let line: LoggedRequest = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
         let at = match (line.arrival_time, line.arrival_time_ns) {
             (Some(seconds), _) => seconds,
             (None, Some(nanoseconds)) => nanoseconds / 1e9,

@@ -136,7 +136,7 @@ impl Tally {
                 lfu: wanted(CachePolicy::Lfu),
                 length_aware: wanted(CachePolicy::LengthAware),
             },
-            prefill_s: self.options.prefill.map(|fit| Prefill {
+            prefill_s: self.options.prefill.map(|fit| PrefillTimes {
                 fit,
                 no_cache: self.prefill[0].0 / requests.max(1.0),
                 infinite_cache: self.prefill[1].0 / requests.max(1.0),
@@ -247,7 +247,7 @@ pub struct Stats {
     pub prefix_hit: PrefixHit,
     /// Mean prefill time of a prompt, if a fit was given.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub prefill_s: Option<Prefill>,
+    pub prefill_s: Option<PrefillTimes>,
     /// The reader's repairs.
     pub repairs: Repairs,
 }
@@ -313,7 +313,7 @@ impl Serialize for ByCapacity {
 
 /// Mean prefill time of a prompt, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Prefill {
+pub struct PrefillTimes {
     /// The coefficients of a prompt's time.
     #[serde(flatten)]
     pub fit: PrefillFit,

@@ -1,7 +1,7 @@
 //! Memberships in a world where everything goes wrong.
 
-use super::super::session::Model;
-use super::sim::{Link, SimClient, SimFaults, SimRegistry};
+use super::super::session::ModelIdentity;
+use super::sim::{Reachability, SimClient, SimFaults, SimRegistry};
 use super::{InstanceRecord, Member, Membership, Registry, RegistryError, Seat};
 use crate::env::{SeededEnv, SharedEnv};
 use crate::request::RouterId;
@@ -22,8 +22,8 @@ const TROUBLE: SimFaults = SimFaults {
     silent_watches: 200,
 };
 
-fn model() -> Model {
-    Model { digest: "model".into(), tokenizer_digest: "tokenizer".into() }
+fn model() -> ModelIdentity {
+    ModelIdentity { digest: "model".into(), tokenizer_digest: "tokenizer".into() }
 }
 
 fn worker(address: &str, ids: &[InstanceId]) -> Member {
@@ -119,14 +119,14 @@ fn two_with_one_id(seed: u64, patience: Duration) -> Result<(), String> {
         let (cut, registry) = scene.process();
         let old = Process::join_with(&scene.env, &registry, patience, "old", Some(vec![0])).await;
         scene.a_while(3.0).await;
-        cut.set_link(Link::Silent);
+        cut.set_link(Reachability::Silent);
         scene.store.stop();
         scene.store.lose_data();
         scene.store.start();
         let (_, registry) = scene.process();
         let new = Process::join(&scene.env, &registry, "new", Some(vec![0])).await;
         scene.a_while(4.0).await;
-        cut.set_link(Link::Up);
+        cut.set_link(Reachability::Up);
         scene.a_while(10.0).await;
         scene.store.set_faults(false);
         scene.env.sleep(SETTLED).await;
@@ -249,12 +249,12 @@ fn nobody_has_joined_before_the_record_is_written() {
         let scene = Scene::new(&env, SimFaults { latency_s_max: 0.1, ..SimFaults::default() });
         let (client, registry) = scene.process();
         let charter = registry.charter(&model(), [0; 16]).await.unwrap();
-        client.set_link(Link::Silent);
+        client.set_link(Reachability::Silent);
         let membership =
             registry.join(charter, Member::new(model(), "r".into(), Seat::Router { id: RouterId(3) }));
         scene.env.sleep(SETTLED).await;
         assert!(membership.joined().now_or_never().is_none());
-        client.set_link(Link::Up);
+        client.set_link(Reachability::Up);
         membership.joined().await;
         assert!(scene.store.records().contains_key("mixfleet/test/members/router-3"));
         membership.leave().await;
@@ -271,7 +271,7 @@ fn of_two_models_that_come_first_at_once_the_one_that_is_a_member_first_stays_an
         let (registry, others) = (scene.process().1, scene.process().1);
         let charter = registry.charter(&model(), [0; 16]).await.unwrap();
         // No record stands yet, so the charter is nobody's.
-        let other = Model { digest: "other".into(), ..model() };
+        let other = ModelIdentity { digest: "other".into(), ..model() };
         let theirs = others.charter(&other, [1; 16]).await.unwrap();
         let first = others.join(theirs, Member { model: other, ..worker("first", &[InstanceId(1)]) });
         first.joined().await;

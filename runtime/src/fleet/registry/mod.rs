@@ -27,7 +27,7 @@ pub use etcd::RegistryConfig;
 pub use keep::Membership;
 pub use records::Registry;
 
-use super::session::{Model, PROTOCOL, Refusal, check};
+use super::session::{ModelIdentity, PROTOCOL, SessionRefusal, check};
 use crate::request::RouterId;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use serde::{Deserialize, Serialize};
@@ -46,14 +46,14 @@ pub struct Charter {
     /// Version of what they say to each other.
     pub protocol: u32,
     /// What they serve.
-    pub model: Model,
+    pub model: ModelIdentity,
     /// Of block hashes, so that routers know each other's caches.
     pub secret: [u8; 16],
 }
 
 impl Charter {
     /// Whether who serves `model` may join.
-    pub(crate) fn check(&self, model: &Model) -> Result<(), Refusal> {
+    pub(crate) fn check(&self, model: &ModelIdentity) -> Result<(), SessionRefusal> {
         check(self.protocol, &self.model, model)
     }
 }
@@ -68,7 +68,7 @@ pub struct Member {
     /// Of what it says to others.
     pub protocol: u32,
     /// What it serves.
-    pub model: Model,
+    pub model: ModelIdentity,
     /// Where it is reached: a worker process by members, a router by clients.
     pub address: String,
     /// What it does.
@@ -141,7 +141,7 @@ pub enum LinkState {
 
 impl Member {
     /// A member of this version.
-    pub fn new(model: Model, address: String, seat: Seat) -> Self {
+    pub fn new(model: ModelIdentity, address: String, seat: Seat) -> Self {
         let version = env!("CARGO_PKG_VERSION").into();
         Member {
             schema: SCHEMA.into(),
@@ -186,7 +186,7 @@ impl Member {
 pub enum RegistryError {
     /// The fleet serves something else.
     #[error("{0}; fleets that serve different models have different names (--fleet)")]
-    Refused(#[from] Refusal),
+    Refused(#[from] SessionRefusal),
     /// etcd was not reached, or failed.
     #[error("etcd: {0}")]
     Etcd(String),
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn a_members_record_is_json_that_comes_back() {
-        let model = Model { digest: "d".into(), tokenizer_digest: "t".into() };
+        let model = ModelIdentity { digest: "d".into(), tokenizer_digest: "t".into() };
         let instance = |id| InstanceRecord {
             id: InstanceId(id),
             device: "cpu".into(),

@@ -1,6 +1,6 @@
 //! What a fleet writes into its store, and reads there.
 
-use super::super::session::{Model, PROTOCOL};
+use super::super::session::{ModelIdentity, PROTOCOL};
 use super::keep::Membership;
 use super::store::{Answer, Condition, Lease, Store};
 use super::{Charter, Member, Members, RegistryError};
@@ -79,7 +79,7 @@ impl Registry {
     ///
     /// # Errors
     /// `Refused` when the members serve something else.
-    pub async fn charter(&self, model: &Model, secret: [u8; 16]) -> Result<Charter, RegistryError> {
+    pub async fn charter(&self, model: &ModelIdentity, secret: [u8; 16]) -> Result<Charter, RegistryError> {
         let own = Charter { protocol: PROTOCOL, model: model.clone(), secret };
         self.patiently("joining the fleet", || Box::pin(self.agree(&own))).await
     }

@@ -31,7 +31,7 @@ pub struct SimFaults {
 
 /// A process's way to the store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Link {
+pub enum Reachability {
     /// It works.
     #[default]
     Up,
@@ -75,7 +75,7 @@ struct State {
     leases: BTreeMap<Lease, Held>,
     /// Never given twice, whatever is lost: etcd makes them from the time.
     leases_given: i64,
-    links: Vec<Link>,
+    links: Vec<Reachability>,
     watches: Vec<Watcher>,
     is_stopped: bool,
     faults_now: bool,
@@ -109,7 +109,7 @@ impl SimRegistry {
     /// The way of another process.
     pub fn client(&self) -> SimClient {
         let mut state = self.0.state();
-        state.links.push(Link::Up);
+        state.links.push(Reachability::Up);
         SimClient { world: self.0.clone(), number: state.links.len() - 1 }
     }
 
@@ -169,13 +169,13 @@ impl SimClient {
     }
 
     /// What becomes of all that is asked from now on, and of what is under way.
-    pub fn set_link(&self, link: Link) {
+    pub fn set_link(&self, link: Reachability) {
         let mut state = self.world.state();
         state.links[self.number] = link;
         match link {
-            Link::Up => {}
-            Link::Refused => state.watches.retain(|watcher| watcher.client != self.number),
-            Link::Silent => {
+            Reachability::Up => {}
+            Reachability::Refused => state.watches.retain(|watcher| watcher.client != self.number),
+            Reachability::Silent => {
                 let its = state.watches.iter_mut().filter(|watcher| watcher.client == self.number);
                 its.for_each(|watcher| watcher.is_silent = true);
             }
@@ -191,10 +191,10 @@ impl SimClient {
             let state = world.state();
             (state.links[self.number], state.is_stopped)
         };
-        if link == Link::Silent || world.happens(lost) {
+        if link == Reachability::Silent || world.happens(lost) {
             return std::future::pending().await;
         }
-        if link == Link::Refused || is_stopped { Err(away()) } else { Ok(()) }
+        if link == Reachability::Refused || is_stopped { Err(away()) } else { Ok(()) }
     }
 
     fn ask<T: Send + 'static>(

@@ -1,6 +1,6 @@
 //! Messages as bytes.
 
-use super::super::session::Refusal;
+use super::super::session::SessionRefusal;
 use super::CallError;
 use bytes::{Buf, BufMut, Bytes};
 use serde::Serialize;
@@ -65,8 +65,8 @@ pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Status> {
     rmp_serde::from_slice(bytes).map_err(|error| Status::invalid_argument(format!("not a greeting: {error}")))
 }
 
-impl From<Refusal> for Status {
-    fn from(refusal: Refusal) -> Self {
+impl From<SessionRefusal> for Status {
+    fn from(refusal: SessionRefusal) -> Self {
         let details = encode(&refusal).unwrap_or_default();
         Status::with_details(Code::FailedPrecondition, refusal.to_string(), details)
     }

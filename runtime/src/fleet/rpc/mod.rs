@@ -22,7 +22,7 @@ pub use probe::{Measured, Ways};
 pub use server::Door;
 pub use token::Token;
 
-use super::session::Refusal;
+use super::session::SessionRefusal;
 use rustls::pki_types::{CertificateDer, ServerName};
 use std::fmt;
 use std::net::SocketAddr;
@@ -154,7 +154,7 @@ impl Trust {
 pub enum CallError {
     /// The other end does not want one.
     #[error(transparent)]
-    Refused(#[from] Refusal),
+    Refused(#[from] SessionRefusal),
     /// It was not reached, or does not understand.
     #[error("{0}")]
     Failed(String),

@@ -1,7 +1,7 @@
 //! The service of a worker process.
 
 use super::super::hub::Hub;
-use super::super::session::{Command, Hello, Refusal, Session};
+use super::super::session::{Command, Hello, Session, SessionRefusal};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, decode, encode, with_causes};
 use super::guests::{Standing, accept};
@@ -203,7 +203,7 @@ impl Service {
     fn probe(&self, call: Request<Streaming<()>>) -> Result<Answers, Status> {
         let hello: Hello = greeting(&call)?;
         self.hub.check(&hello)?;
-        let probe = self.probes.begin(hello.caller).ok_or(Refusal::Busy)?;
+        let probe = self.probes.begin(hello.caller).ok_or(SessionRefusal::Busy)?;
         let lent = self.ways.lend(&self.env).map_err(|error| Status::unavailable(error.to_string()))?;
         let regions = encode(&lent.regions)?;
         let time_is_up = self.env.sleep(PROBE_TIME);

@@ -10,10 +10,10 @@ mod model;
 mod write;
 
 pub use arrivals::Arrivals;
-pub use model::{Model, Preset, Quantiles, Turns};
+pub use model::{Preset, QuantileCurve, SessionModel, Turns};
 pub use write::{Output, write_line};
 
-use super::{Request, Session, TIME_S_MAX, TOKENS_MAX, key_of, mooncake::BLOCK_TOKENS};
+use super::{ConversationTurn, Request, TIME_S_MAX, TOKENS_MAX, key_of, mooncake::BLOCK_TOKENS};
 use arrivals::Starts;
 use mixfleet_hal::random::{Stream, bits};
 use mixfleet_hal::units::Seconds;
@@ -112,13 +112,13 @@ const TURNS_MAX: f64 = 1024.0;
 /// Generates requests in order of time. It keeps the sessions in progress in memory, and nothing of earlier
 /// ones.
 pub struct Generator {
-    model: Model,
+    model: SessionModel,
     options: GenerateOptions,
     starts: Starts,
     /// Time of the next session's start.
     next_start: f64,
     /// Sessions in progress, by the time of the next request, then by number.
-    running: BTreeMap<(u64, u64), Running>,
+    running: BTreeMap<(u64, u64), GeneratedSession>,
     warm_up_s: f64,
     sessions: u64,
     emitted: u64,
@@ -136,7 +136,7 @@ struct Hits {
 }
 
 /// A session in progress.
-struct Running {
+struct GeneratedSession {
     number: u64,
     random: Stream,
     turn: u32,
@@ -158,12 +158,12 @@ struct Running {
 
 impl Generator {
     /// A generator of `model`'s requests.
-    pub fn new(model: Model, options: GenerateOptions) -> Result<Self, GenerateError> {
+    pub fn new(model: SessionModel, options: GenerateOptions) -> Result<Self, GenerateError> {
         options.check()?;
         Self::of(model, options)
     }
 
-    fn of(model: Model, options: GenerateOptions) -> Result<Self, GenerateError> {
+    fn of(model: SessionModel, options: GenerateOptions) -> Result<Self, GenerateError> {
         let warm_up_s = WARM_UP_SESSIONS * model.session_s(ANSWER_S_PER_TOKEN);
         if warm_up_s * options.rate > REQUESTS_BEFORE_MAX {
             return Err(GenerateError::Before(warm_up_s * options.rate));
@@ -190,7 +190,7 @@ impl Generator {
     /// in a trace of the same duration with 20,000 requests. Longer sessions have longer prompts, so lengths
     /// follow.
     pub fn with_hit_target(
-        model: Model,
+        model: SessionModel,
         options: GenerateOptions,
         target: f64,
     ) -> Result<Self, GenerateError> {
@@ -271,7 +271,7 @@ impl Generator {
             kinds => random.below(u64::from(kinds)) as u32,
         };
         let prompt_tokens = self.model.first.draw(&mut random).min(self.model.prompt_tokens_max);
-        let session = Running {
+        let session = GeneratedSession {
             number,
             random,
             turn: 1,
@@ -291,7 +291,7 @@ impl Generator {
     }
 
     /// The request that `session` makes now.
-    fn request(&mut self, session: &mut Running, hash_ids: &mut Vec<u64>) -> Request {
+    fn request(&mut self, session: &mut GeneratedSession, hash_ids: &mut Vec<u64>) -> Request {
         session.extend(&mut self.next_hash_id);
         self.count_hits(session);
         let system_first = u64::from(session.system) * u64::from(self.model.system_tokens / BLOCK_TOKENS);
@@ -313,12 +313,12 @@ impl Generator {
             prompt_tokens: session.prompt_tokens,
             output_tokens: session.output_tokens,
             chain: Vec::new(),
-            session: Some(Session { id: session.number, after, think, left: None }),
+            session: Some(ConversationTurn { id: session.number, after, think, left: None }),
             class: None,
         }
     }
 
-    fn count_hits(&mut self, session: &mut Running) {
+    fn count_hits(&mut self, session: &mut GeneratedSession) {
         let system_seen =
             self.seen.get_mut(session.system as usize).map(|seen| std::mem::replace(seen, true));
         let system_hit = if system_seen == Some(true) { session.system_blocks } else { 0 };
@@ -330,7 +330,7 @@ impl Generator {
     }
 }
 
-impl Running {
+impl GeneratedSession {
     /// Assigns ids to the full blocks that have none yet.
     fn extend(&mut self, next_hash_id: &mut u64) {
         let fresh = self.prompt_tokens / BLOCK_TOKENS - self.system_blocks - self.own_blocks;
@@ -346,7 +346,7 @@ impl Running {
     }
 
     /// Prepares the next turn; false if the session is over.
-    fn turn_over(&mut self, model: &Model) -> bool {
+    fn turn_over(&mut self, model: &SessionModel) -> bool {
         if self.random.next_unit() >= model.turns.go_on(self.turn) {
             return false;
         }

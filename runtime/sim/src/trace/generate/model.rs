@@ -4,9 +4,9 @@ use mixfleet_hal::random::Stream;
 
 /// A distribution given by points (share, value) of its quantile function, which is geometric between them.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Quantiles(pub &'static [(f64, u32)]);
+pub struct QuantileCurve(pub &'static [(f64, u32)]);
 
-impl Quantiles {
+impl QuantileCurve {
     /// Draws one value, at least 1.
     pub(super) fn draw(self, random: &mut Stream) -> u32 {
         let share = random.next_unit();
@@ -64,17 +64,17 @@ impl Turns {
 
 /// The statistics of sessions; lengths are in tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Model {
+pub struct SessionModel {
     /// Number of turns of a session.
     pub turns: Turns,
     /// Length of the first prompt, including the system prompt.
-    pub first: Quantiles,
+    pub first: QuantileCurve,
     /// Length that a further prompt adds to the previous one and its answer.
-    pub growth: Quantiles,
+    pub growth: QuantileCurve,
     /// Length of answers.
-    pub output: Quantiles,
+    pub output: QuantileCurve,
     /// Time from the end of an answer to the next prompt, in milliseconds.
-    pub think_ms: Quantiles,
+    pub think_ms: QuantileCurve,
     /// Length of a system prompt.
     pub system_tokens: u32,
     /// Number of different system prompts, equally likely; 0 means that none is shared.
@@ -83,10 +83,10 @@ pub struct Model {
     pub prompt_tokens_max: u32,
 }
 
-impl Model {
+impl SessionModel {
     /// The same statistics with another mean number of turns.
     pub fn with_turns(self, mean: f64) -> Self {
-        Model { turns: Turns::new(mean, self.turns.evenness), ..self }
+        SessionModel { turns: Turns::new(mean, self.turns.evenness), ..self }
     }
 
     /// Mean duration of a session in seconds.
@@ -117,7 +117,7 @@ impl Preset {
     }
 
     /// The statistics of this kind of load, all measured on the published traces that docs/traces.md names.
-    pub fn model(self) -> Model {
+    pub fn model(self) -> SessionModel {
         match self {
             Preset::Conversation => conversation(),
             Preset::Agentic => agentic(),
@@ -130,10 +130,10 @@ impl Preset {
 /// than the system prompt's block continues the last one that ended with the hit block. 7,373 of 12,031 start
 /// a session; 31, 42, 51, 59, 59 and 68 % of those with 1, 2, ... 6 turns continue. Think times are its gaps
 /// between turns less 9 s of answer. The system prompt has the 882 tokens of FAST'25.
-fn conversation() -> Model {
-    Model {
+fn conversation() -> SessionModel {
+    SessionModel {
         turns: Turns::new(1.63, 3.55),
-        first: Quantiles(&[
+        first: QuantileCurve(&[
             (0.0, 891),
             (0.05, 897),
             (0.1, 905),
@@ -145,7 +145,7 @@ fn conversation() -> Model {
             (0.99, 89_869),
             (1.0, 126_195),
         ]),
-        growth: Quantiles(&[
+        growth: QuantileCurve(&[
             (0.0, 1),
             (0.1, 1),
             (0.25, 7),
@@ -156,7 +156,7 @@ fn conversation() -> Model {
             (0.99, 17_091),
             (1.0, 91_467),
         ]),
-        output: Quantiles(&[
+        output: QuantileCurve(&[
             (0.0, 1),
             (0.01, 3),
             (0.05, 10),
@@ -169,7 +169,7 @@ fn conversation() -> Model {
             (0.99, 1_120),
             (1.0, 2_000),
         ]),
-        think_ms: Quantiles(&[
+        think_ms: QuantileCurve(&[
             (0.0, 1_000),
             (0.05, 21_000),
             (0.1, 33_000),
@@ -192,10 +192,10 @@ fn conversation() -> Model {
 /// collide as often as 118 equally frequent ones. Growth beyond the 99th percentile is left out, and contexts
 /// start over at 300,000 tokens, near the 95th percentile of its prompts: the source has longer windows, and
 /// compactions.
-fn agentic() -> Model {
-    Model {
+fn agentic() -> SessionModel {
+    SessionModel {
         turns: Turns::new(64.9, 1e3),
-        first: Quantiles(&[
+        first: QuantileCurve(&[
             (0.0, 6_343),
             (0.01, 9_691),
             (0.05, 12_563),
@@ -208,7 +208,7 @@ fn agentic() -> Model {
             (0.99, 538_710),
             (1.0, 720_472),
         ]),
-        growth: Quantiles(&[
+        growth: QuantileCurve(&[
             (0.0, 1),
             (0.1, 1),
             (0.25, 45),
@@ -219,7 +219,7 @@ fn agentic() -> Model {
             (0.99, 16_208),
             (1.0, 16_208),
         ]),
-        output: Quantiles(&[
+        output: QuantileCurve(&[
             (0.0, 1),
             (0.01, 57),
             (0.05, 88),
@@ -233,7 +233,7 @@ fn agentic() -> Model {
             (0.999, 7_787),
             (1.0, 18_195),
         ]),
-        think_ms: Quantiles(&[
+        think_ms: QuantileCurve(&[
             (0.0, 500),
             (0.01, 1_000),
             (0.05, 3_000),
@@ -254,10 +254,10 @@ fn agentic() -> Model {
 }
 
 /// The 28,257 arXiv summaries of Vidur, which share no prefix.
-fn batch() -> Model {
-    Model {
+fn batch() -> SessionModel {
+    SessionModel {
         turns: Turns::new(1.0, 2.0),
-        first: Quantiles(&[
+        first: QuantileCurve(&[
             (0.0, 1),
             (0.01, 73),
             (0.05, 747),
@@ -270,8 +270,8 @@ fn batch() -> Model {
             (0.99, 3_934),
             (1.0, 4_054),
         ]),
-        growth: Quantiles(&[(0.0, 1), (1.0, 1)]),
-        output: Quantiles(&[
+        growth: QuantileCurve(&[(0.0, 1), (1.0, 1)]),
+        output: QuantileCurve(&[
             (0.0, 5),
             (0.01, 36),
             (0.05, 60),
@@ -285,7 +285,7 @@ fn batch() -> Model {
             (0.999, 3_845),
             (1.0, 4_056),
         ]),
-        think_ms: Quantiles(&[(0.0, 1_000), (1.0, 1_000)]),
+        think_ms: QuantileCurve(&[(0.0, 1_000), (1.0, 1_000)]),
         system_tokens: 0,
         system_prompts: 0,
         prompt_tokens_max: 4_096,
