@@ -7,8 +7,13 @@
 //!
 //! Absent from this crate: backend-specific terms, threads, clocks, files and sockets.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![forbid(unsafe_code)]
 
+pub mod cast;
 pub mod catalog;
 pub mod command;
 pub mod device;

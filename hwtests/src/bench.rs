@@ -1,6 +1,7 @@
 //! Places one operation's operands on a device between guards, runs it, and reads the results.
 
 use crate::inputs::encoded;
+use mixfleet_hal::cast::{low_u8, to_i64, to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{
     BufferUsage, Cmd, Device, Error, ErrorKind, OpSig, Operand, OperandAccess, Queue, Slice, Support,
@@ -68,13 +69,13 @@ struct Guarded {
 }
 
 fn pattern(i: u64) -> u8 {
-    (i.wrapping_mul(31) ^ 0xA5) as u8
+    low_u8(i.wrapping_mul(31) ^ 0xA5)
 }
 
 impl Guarded {
     fn range(&self) -> std::ops::Range<usize> {
-        let start = (self.inner.offset - self.whole.offset) as usize;
-        start..start + self.inner.bytes as usize
+        let start = to_usize(self.inner.offset - self.whole.offset);
+        start..start + to_usize(self.inner.bytes)
     }
 
     /// Returns the operand's bytes after checking the guards.
@@ -84,7 +85,7 @@ impl Guarded {
         let inner = self.range();
         let touched = (0..now.len()).find(|i| !inner.contains(i) && now[*i] != self.image[*i]);
         if let Some(i) = touched {
-            let distance = i as i64 - inner.start as i64;
+            let distance = to_i64(i) - to_i64(inner.start);
             let message = format!(
                 "wrote outside operand '{}': byte {distance} of its {}",
                 operand.name, self.inner.bytes
@@ -130,7 +131,7 @@ impl Pools {
         };
         let width = (kv_heads * head_dim) as usize;
         let live = live_slots(&operands[at], width);
-        let tokens = live.len() as u32;
+        let tokens = to_u32(live.len());
         let scatter = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv };
         let gather = OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv };
         Some(Pools { at, width, live, scatter, gather })
@@ -141,7 +142,7 @@ impl Pools {
         let mut wire = Vec::with_capacity(self.live.len() * 2 * self.width);
         for &slot in &self.live {
             for pool in [self.at, self.at + 1] {
-                wire.extend_from_slice(&operands[pool][slot as usize * self.width..][..self.width]);
+                wire.extend_from_slice(&operands[pool][to_usize(slot) * self.width..][..self.width]);
             }
         }
         wire
@@ -150,7 +151,7 @@ impl Pools {
     /// Writes gathered contents back into the logical KV.
     fn unwire(&self, wire: &[f64], operands: &mut [Vec<f64>]) {
         for (token, &slot) in wire.chunks(2 * self.width).zip(&self.live) {
-            let at = slot as usize * self.width;
+            let at = to_usize(slot) * self.width;
             operands[self.at][at..][..self.width].copy_from_slice(&token[..self.width]);
             operands[self.at + 1][at..][..self.width].copy_from_slice(&token[self.width..]);
         }
@@ -218,7 +219,7 @@ impl Bench<'_> {
         let wire = self.place(wire, &encoded(wire.dtype, &pools.wire(operands)), 1)?;
         let slots = self.place(slots, &encoded(slots.dtype, &pools.live), 2)?;
         let out = &pools.gather.operands()[3];
-        let gathered = self.place(out, &vec![0xFF; wire.inner.bytes as usize], 0)?;
+        let gathered = self.place(out, &vec![0xFF; to_usize(wire.inner.bytes)], 0)?;
         let scatter = [wire.inner, slots.inner.clone(), k_pool.clone(), v_pool.clone()];
         let gather = [slots.inner, k_pool.clone(), v_pool.clone(), gathered.inner.clone()];
         cmds.insert(0, Cmd::new(pools.scatter, &scatter)?);
@@ -242,7 +243,7 @@ impl Bench<'_> {
             if let Extent::PagesOf(_) = operand.extent { BufferUsage::Kv } else { BufferUsage::Activations };
         let whole = self.device.alloc(total, role)?;
         let mut image: Vec<u8> = (0..total).map(pattern).collect();
-        let inner = &mut image[before as usize..][..bytes.len()];
+        let inner = &mut image[to_usize(before)..][..bytes.len()];
         match (operand.extent, operand.access) {
             (Extent::PagesOf(_), _) | (_, OperandAccess::Write) => inner.fill(0xFF),
             _ => inner.copy_from_slice(bytes),

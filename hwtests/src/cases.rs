@@ -5,6 +5,7 @@
 //! combinations are crossed with a few shapes, and shapes with a few combinations; the full product would
 //! only repeat itself.
 
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, DeviceLimits, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
@@ -233,7 +234,7 @@ impl Builder {
         let longest = spread.iter().map(|s| s.1).max().unwrap_or(0);
         let sig = OpSig::AttnPrefill {
             tokens: spread.iter().map(|s| s.0).sum(),
-            sequences: spread.len() as u32,
+            sequences: to_u32(spread.len()),
             pairs: pairs(spread, window),
             kv_tokens: spread.iter().map(|s| u64::from(s.1)).sum(),
             heads: shape.ratio * shape.kv_heads,
@@ -292,7 +293,7 @@ impl Builder {
     ) {
         let longest = ranges.iter().map(|r| r.1).max().unwrap_or(0);
         let sig = OpSig::AttnDecode {
-            sequences: ranges.len() as u32,
+            sequences: to_u32(ranges.len()),
             kv_tokens: ranges.iter().map(|r| u64::from(r.1 - r.0)).sum(),
             heads: shape.ratio * shape.kv_heads,
             kv_heads: shape.kv_heads,

@@ -5,6 +5,7 @@ use crate::bench::{Bench, SubmitMode, Trouble};
 use crate::cases::{Case, TokenSpread};
 use crate::checked::checked;
 use crate::paged::Paged;
+use mixfleet_hal::cast::{low_u8, to_u32, to_u64, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::{self, Stream};
 use mixfleet_hal::{BufferUsage, Cmd, DType, ErrorKind, OpSig, Slice};
@@ -25,7 +26,7 @@ pub(crate) const ALL: [(&str, Check); 7] = [
 ];
 
 fn noise(seed: u64, bytes: u64) -> Vec<u8> {
-    (0..bytes).map(|i| random::bits(seed, i) as u8).collect()
+    (0..bytes).map(|i| low_u8(random::bits(seed, i))).collect()
 }
 
 fn fail<T>(reason: impl Into<String>) -> Result<T, Trouble> {
@@ -48,7 +49,7 @@ fn memory(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
         device.write(&slice, &want)?;
         let part = noise(99, 2 * align + 1);
         device.write(&slice.range(align, part.len() as u64), &part)?;
-        want[align as usize..][..part.len()].copy_from_slice(&part);
+        want[to_usize(align)..][..part.len()].copy_from_slice(&part);
         let mut got = vec![0; want.len()];
         device.read(&slice, &mut got)?;
         if let Some(i) = (0..want.len()).find(|&i| want[i] != got[i]) {
@@ -59,7 +60,7 @@ fn memory(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
         }
         let mut inside = vec![0; 7];
         device.read(&slice.range(2 * align, 7), &mut inside)?;
-        if inside != want[2 * align as usize..][..7] {
+        if inside != want[2 * to_usize(align)..][..7] {
             return fail(format!("{role:?}: a read from byte {} got other bytes", 2 * align));
         }
     }
@@ -96,7 +97,7 @@ fn through_pinned(bench: &Bench<'_>) -> Result<(), Trouble> {
         near.store(0, &want)?;
         near.update(offset, bytes, &mut |data| outcome = device.read(&part, data))?;
         outcome?;
-        want[offset as usize..][..bytes as usize].copy_from_slice(&sent);
+        want[to_usize(offset)..][..to_usize(bytes)].copy_from_slice(&sent);
         let mut wrong = None;
         near.view(0, BYTES, &mut |got| wrong = (0..want.len()).find(|&i| want[i] != got[i]))?;
         if let Some(at) = wrong {
@@ -136,7 +137,7 @@ fn order(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     let mut tickets = Vec::new();
     for (word, out) in outs.iter().enumerate() {
         let fill =
-            Cmd::new(OpSig::Fill { bytes: BYTES, word: word as u32 + 1 }, std::slice::from_ref(&scratch))?;
+            Cmd::new(OpSig::Fill { bytes: BYTES, word: to_u32(word) + 1 }, std::slice::from_ref(&scratch))?;
         let copy = Cmd::new(OpSig::Copy { bytes: BYTES }, &[scratch.clone(), out.clone()])?;
         tickets.push(queue.submit(&[fill, copy])?);
     }
@@ -145,9 +146,9 @@ fn order(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
         queue.wait(tickets[at], bench.timeout)?;
     }
     for (word, out) in outs.iter().enumerate() {
-        let mut got = vec![0; BYTES as usize];
+        let mut got = vec![0; to_usize(BYTES)];
         device.read(out, &mut got)?;
-        if got != (word as u32 + 1).to_le_bytes().repeat(BYTES as usize / 4) {
+        if got != (to_u32(word) + 1).to_le_bytes().repeat(to_usize(BYTES) / 4) {
             return fail(format!("batch {word} of 16 saw what a batch before or after it wrote"));
         }
     }
@@ -178,11 +179,11 @@ fn partition(
     let mut worst = 0.0f64;
     for (seed, kv) in DType::FLOATS.into_iter().enumerate() {
         let sig = OpSig::AttnDecode {
-            sequences: CONTEXTS.len() as u32,
+            sequences: to_u32(CONTEXTS.len()),
             kv_tokens: CONTEXTS.iter().map(|r| u64::from(r.1 - r.0)).sum(),
-            heads: HEADS as u32,
-            kv_heads: KV_HEADS as u32,
-            head_dim: HEAD_DIM as u32,
+            heads: to_u32(HEADS),
+            kv_heads: to_u32(KV_HEADS),
+            head_dim: to_u32(HEAD_DIM),
             page_tokens,
             pages_max: 70u32.div_ceil(page_tokens),
             x: DType::F32,
@@ -225,9 +226,9 @@ fn merged(bench: &Bench<'_>, pieces: Vec<Piece>, rows: usize) -> Result<Vec<f64>
         }
     }
     let sig = OpSig::AttnMerge {
-        parts: parts as u32,
-        rows: rows as u32,
-        head_dim: HEAD_DIM as u32,
+        parts: to_u32(parts),
+        rows: to_u32(rows),
+        head_dim: to_u32(HEAD_DIM),
         out: DType::F32,
     };
     let out = vec![f64::NAN; rows * HEAD_DIM];
@@ -248,10 +249,10 @@ fn resized(
     operands[5] = vec![f64::NAN; sequences * heads * HEAD_DIM];
     operands[6] = vec![f64::NAN; sequences * heads * 2];
     let sig = OpSig::AttnDecode {
-        sequences: sequences as u32,
-        kv_tokens: operands[1].chunks(2).map(|r| (r[1] - r[0]) as u64).sum(),
-        heads: heads as u32,
-        kv_heads: kv_heads as u32,
+        sequences: to_u32(sequences),
+        kv_tokens: operands[1].chunks(2).map(|r| to_u64(r[1] - r[0])).sum(),
+        heads: to_u32(heads),
+        kv_heads: to_u32(kv_heads),
         head_dim,
         page_tokens,
         pages_max,
@@ -267,7 +268,7 @@ fn by_tokens(sig: &OpSig, operands: &[Vec<f64>], stream: &mut Stream) -> Vec<Pie
     let cuts: Vec<Vec<f64>> = operands[1]
         .chunks(2)
         .map(|range| {
-            let inside = |_| range[0] + stream.below((range[1] - range[0]) as u64 + 1) as f64;
+            let inside = |_| range[0] + stream.below(to_u64(range[1] - range[0]) + 1) as f64;
             let mut cuts: Vec<f64> = (1..PARTS).map(inside).chain(range.iter().copied()).collect();
             cuts.sort_by(f64::total_cmp);
             cuts

@@ -1,6 +1,7 @@
 //! Operands for a case: random values, valid indices, and shuffled page tables.
 
 use crate::cases::{Case, TokenSpread};
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{DType, OpSig, Operand, OperandAccess};
@@ -15,7 +16,7 @@ pub(crate) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
 
 /// Encodes `values` in `dtype`.
 pub(crate) fn encoded(dtype: DType, values: &[f64]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(values.len() * dtype.size_bytes() as usize);
+    let mut bytes = Vec::with_capacity(values.len() * to_usize(dtype.size_bytes()));
     values.iter().for_each(|&v| dtype.encode(v, &mut bytes));
     bytes
 }
@@ -37,11 +38,11 @@ fn operands(case: &Case) -> Vec<Vec<f64>> {
         .map(|operand| {
             let values = match operand.extent {
                 Extent::PagesOf(page) => pages.pool(&case.sig, page, &mut stream),
-                Extent::Exactly(n) if operand.access == OperandAccess::Write => vec![f64::NAN; n as usize],
+                Extent::Exactly(n) if operand.access == OperandAccess::Write => vec![f64::NAN; to_usize(n)],
                 Extent::Exactly(n) if operand.dtype == DType::U32 => {
                     indices(case, operand, &pages, n, &mut stream)
                 }
-                Extent::Exactly(n) => floats(case, operand, n as usize, &mut stream),
+                Extent::Exactly(n) => floats(case, operand, to_usize(n), &mut stream),
             };
             rounded(operand.dtype, &values)
         })
@@ -88,7 +89,7 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
 /// Returns ties across the row, a NaN, and a row of -inf.
 fn argmax_rows(values: &mut [f64], cols: usize, stream: &mut Stream) {
     for (r, row) in values.chunks_mut(cols).enumerate() {
-        let mut at = |row: &mut [f64], value| row[stream.below(cols as u64) as usize] = value;
+        let mut at = |row: &mut [f64], value| row[to_usize(stream.below(cols as u64))] = value;
         match r % 3 {
             0 => (0..3).for_each(|_| at(row, 9.0)),
             1 if cols > 1 => {
@@ -125,9 +126,9 @@ fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut S
         }
         // reading a slot twice is allowed, writing it twice is not
         (OpSig::KvGather { .. }, ..) => {
-            (0..n).map(|_| pages.slots[stream.below(pages.slots.len() as u64) as usize]).collect()
+            (0..n).map(|_| pages.slots[to_usize(stream.below(pages.slots.len() as u64))]).collect()
         }
-        (.., "slots") => pages.slots[..n as usize].to_vec(),
+        (.., "slots") => pages.slots[..to_usize(n)].to_vec(),
         (.., "pages") => pages.table.clone(),
         (_, TokenSpread::Queries(spread), "query_start") => {
             let ends = spread.iter().scan(0, |row, (queries, _)| {
@@ -183,10 +184,10 @@ impl Pages {
                 slots.push(f64::from(page * page_tokens + token % page_tokens));
             }
             let mut row: Vec<f64> = own.iter().map(|&p| f64::from(p)).collect();
-            row.resize(pages_max.max(row.len() as u32) as usize, spare);
+            row.resize(pages_max.max(to_u32(row.len())) as usize, spare);
             table.extend(row);
         }
-        let order = shuffled(slots.len() as u32, stream);
+        let order = shuffled(to_u32(slots.len()), stream);
         let slots = order.iter().map(|&i| slots[i as usize]).collect();
         Pages { count, table, slots }
     }
@@ -201,10 +202,10 @@ impl Pages {
         else {
             unreachable!("{} has no pool", sig.name())
         };
-        let width = (page_elements / u64::from(page_tokens)) as usize;
-        let mut pool = vec![f64::NAN; self.count as usize * page_elements as usize]; // [slots, width]
+        let width = to_usize(page_elements / u64::from(page_tokens));
+        let mut pool = vec![f64::NAN; self.count as usize * to_usize(page_elements)]; // [slots, width]
         for &slot in &self.slots {
-            pool[slot as usize * width..][..width].fill_with(|| stream.next_normal());
+            pool[to_usize(slot) * width..][..width].fill_with(|| stream.next_normal());
         }
         pool
     }
@@ -214,7 +215,7 @@ impl Pages {
 fn shuffled(n: u32, stream: &mut Stream) -> Vec<u32> {
     let mut items: Vec<u32> = (0..n).collect();
     for i in (1..items.len()).rev() {
-        items.swap(i, stream.below(i as u64 + 1) as usize);
+        items.swap(i, to_usize(stream.below(i as u64 + 1)));
     }
     items
 }

@@ -14,6 +14,10 @@
 //!
 //! What is absent: any backend, any clock in a verdict, any tolerance that was fitted to a device.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![forbid(unsafe_code)]
 
 mod bench;

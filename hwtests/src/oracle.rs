@@ -5,6 +5,7 @@
 //! of pages is private to a device. Nothing here is fast, and no code is shared with any backend.
 
 use mixfleet_hal::OpSig;
+use mixfleet_hal::cast::to_usize;
 
 /// Replaces the written operands of `sig` by the correct results.
 ///
@@ -141,14 +142,14 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 }
 
 fn row(table: &[f64], index: f64, width: usize) -> Result<&[f64], String> {
-    let start = index as usize * width;
+    let start = to_usize(index) * width;
     table
         .get(start..start + width)
         .ok_or_else(|| format!("index {index} is not below {}", table.len() / width))
 }
 
 fn row_mut(table: &mut [f64], index: f64, width: usize) -> Result<&mut [f64], String> {
-    let (start, rows) = (index as usize * width, table.len() / width);
+    let (start, rows) = (to_usize(index) * width, table.len() / width);
     table.get_mut(start..start + width).ok_or_else(|| format!("index {index} is not below {rows}"))
 }
 
@@ -160,7 +161,7 @@ pub(crate) struct Query {
 
 /// Returns every query row of `AttnPrefill` or `AttnDecode`.
 pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, String> {
-    let index = |operand: usize, at: usize| operands[operand][at] as usize;
+    let index = |operand: usize, at: usize| to_usize(operands[operand][at]);
     let queries = match *sig {
         OpSig::AttnPrefill { tokens, sequences, page_tokens, pages_max, window, .. } => {
             let mut queries = Vec::new();
@@ -219,7 +220,7 @@ fn slots(
         .map(|t| {
             let page =
                 *pages.get(t / page_tokens).ok_or_else(|| format!("token {t} is past the page table"))?;
-            Ok(page as usize * page_tokens + t % page_tokens)
+            Ok(to_usize(page) * page_tokens + t % page_tokens)
         })
         .collect()
 }

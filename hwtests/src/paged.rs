@@ -1,5 +1,6 @@
 //! Page-aligned host memory that a device can pin.
 
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::{Mapping, SharedMemory};
 use mixfleet_hal::{Error, Result};
 use std::ops::Range;
@@ -17,15 +18,15 @@ pub(crate) struct Paged {
 impl Paged {
     /// Allocates `bytes` zero bytes.
     pub(crate) fn new(bytes: u64) -> Self {
-        let pages = (bytes as usize).div_ceil(PAGE_BYTES);
+        let pages = to_usize(bytes).div_ceil(PAGE_BYTES);
         let memory = vec![0; (pages + 1) * PAGE_BYTES];
         let first = memory.as_ptr().addr().next_multiple_of(PAGE_BYTES) - memory.as_ptr().addr();
-        Paged { memory: RwLock::new(memory), used: first..first + bytes as usize }
+        Paged { memory: RwLock::new(memory), used: first..first + to_usize(bytes) }
     }
 
     fn range(&self, offset: u64, bytes: u64) -> Result<Range<usize>> {
         match offset.checked_add(bytes).filter(|&end| end <= self.used.len() as u64) {
-            Some(end) => Ok(self.used.start + offset as usize..self.used.start + end as usize),
+            Some(end) => Ok(self.used.start + to_usize(offset)..self.used.start + to_usize(end)),
             None => Err(Error::invalid(format!("{bytes} bytes at {offset} leave {} bytes", self.used.len()))),
         }
     }

@@ -5,6 +5,7 @@
 
 use crate::inputs::encoded;
 use crate::oracle;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::{Bytes, Seconds};
@@ -47,7 +48,7 @@ fn memory(slice: &Slice) -> Result<&Memory> {
 }
 
 fn range(slice: &Slice) -> std::ops::Range<usize> {
-    slice.offset as usize..(slice.offset + slice.bytes) as usize
+    to_usize(slice.offset)..to_usize(slice.offset + slice.bytes)
 }
 
 fn load(slice: &Slice) -> Result<Vec<u8>> {
@@ -118,7 +119,7 @@ impl Device for ReferenceDevice {
     }
 
     fn alloc(&self, bytes: u64, _: BufferUsage) -> Result<Slice> {
-        Ok(Slice::whole(Arc::new(Memory::Owned(Mutex::new(vec![0; bytes as usize])))))
+        Ok(Slice::whole(Arc::new(Memory::Owned(Mutex::new(vec![0; to_usize(bytes)])))))
     }
 
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
@@ -206,7 +207,7 @@ impl Queue for ReferenceQueue {
     }
 
     fn wait(&mut self, ticket: Ticket, _: Duration) -> Result<Elapsed> {
-        match (self.times.get(ticket.0 as usize), &self.failed) {
+        match (self.times.get(to_usize(ticket.0)), &self.failed) {
             (Some(&time), _) => Ok(Elapsed { time, clock: ClockKind::Host }),
             (None, Some(error)) => Err(error.clone()),
             (None, None) => Err(Error::invalid(format!("{ticket:?} was not given out by this queue"))),

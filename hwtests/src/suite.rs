@@ -5,6 +5,7 @@ use crate::cases::{self, Case, SuiteLevel};
 use crate::checked::checked;
 use crate::checks;
 use crate::report::{CaseReport, CheckOutcome, Report};
+use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Device, DeviceLimits, OpSig};
 use std::time::Duration;
@@ -152,7 +153,7 @@ fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>
         OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. }
             if sequences > 1 =>
         {
-            let kv_tokens = (operands[1][1] - operands[1][0]) as u64;
+            let kv_tokens = to_u64(operands[1][1] - operands[1][0]);
             OpSig::AttnDecode {
                 sequences: 1,
                 kv_tokens,
@@ -169,7 +170,7 @@ fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>
     };
     // an operand of the single row is a prefix of the batch's, except paged KV, which is whole
     let first = alone.operands().into_iter().zip(operands).map(|(operand, values)| match operand.extent {
-        Extent::Exactly(n) => values[..n as usize].to_vec(),
+        Extent::Exactly(n) => values[..to_usize(n)].to_vec(),
         Extent::PagesOf(_) => values.clone(),
     });
     Some((alone, first.collect()))

@@ -11,6 +11,7 @@
 
 use crate::html::escape;
 use crate::numbers::{scaled, size};
+use mixfleet_hal::cast::{to_i32, to_u32, to_u64, to_usize};
 use std::fmt::Write as _;
 
 const WIDTH: f64 = 860.0;
@@ -131,9 +132,9 @@ impl Span {
             Scale::Binary => 2.0,
         };
         let power = |value: f64| value / base.ln();
-        let (first, last) = (power(self.low).ceil() as i32, power(self.high).floor() as i32);
+        let (first, last) = (to_i32(power(self.low).ceil()), to_i32(power(self.high).floor()));
         let step = ((last - first) / 8 + 1).max(1);
-        let mut ticks: Vec<f64> = (first..=last).step_by(step as usize).map(|e| base.powi(e)).collect();
+        let mut ticks: Vec<f64> = (first..=last).step_by(to_usize(step)).map(|e| base.powi(e)).collect();
         if self.scale == Scale::Decimal && ticks.len() < 3 {
             let halves = (first - 1..=last).flat_map(|e| [1.0, 2.0, 5.0].map(|m| m * base.powi(e)));
             ticks = halves.filter(|&tick| self.contains(tick)).collect();
@@ -146,7 +147,7 @@ impl Span {
         let power = 10f64.powf(least.log10().floor());
         let step = [1.0, 2.0, 5.0].map(|m| m * power).into_iter().find(|step| *step >= least);
         let step = step.unwrap_or(10.0 * power);
-        (0..=(self.high / step) as u32).map(|i| f64::from(i) * step).collect()
+        (0..=to_u32(self.high / step)).map(|i| f64::from(i) * step).collect()
     }
 }
 
@@ -295,7 +296,7 @@ fn axes(svg: &mut String, (x, horizontal): (Axis, &Span), (y, vertical): (Axis, 
 
 fn tick_text(axis: Axis, value: f64) -> String {
     if axis.scale == Scale::Binary && axis.unit == "B" {
-        return size(value.round() as u64);
+        return size(to_u64(value.round()));
     }
     if axis.unit.is_empty() {
         return format!("{}", (value * 1e4).round() / 1e4);

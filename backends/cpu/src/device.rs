@@ -7,6 +7,7 @@ use crate::pool::ThreadPool;
 use crate::program::check_sig;
 use crate::queue::CpuQueue;
 use crate::topology;
+use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
@@ -64,7 +65,7 @@ fn describe(cores: &[usize], all: bool, isa: Isa) -> DeviceInfo {
         backend: "cpu".into(),
         kind: DeviceKind::Cpu,
         memory: Bytes(topology::memory_bytes() as f64),
-        compute_units: cores.len() as u32,
+        compute_units: to_u32(cores.len()),
         fingerprint: format!("cpu {version}; {name}; {} cores; {isa}", cores.len()),
         name,
         notes: vec![("instructions".into(), isa.to_string()), ("cores".into(), list)],
@@ -82,7 +83,7 @@ impl CpuDevice {
     fn new(cores: &[usize], all: bool, isa: Isa) -> Result<Self> {
         let info = describe(cores, all, isa);
         // if the memory size is unknown, the system itself will refuse
-        let limit = if info.memory.0 > 0.0 { info.memory.0 as u64 } else { u64::MAX };
+        let limit = if info.memory.0 > 0.0 { to_u64(info.memory.0) } else { u64::MAX };
         let budget = Arc::new(Budget { used: AtomicU64::new(0), limit });
         let health = HealthReader::new("/", cores);
         Ok(CpuDevice { info, health, budget, pool: Arc::new(ThreadPool::new(cores, isa)?) })

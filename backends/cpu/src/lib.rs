@@ -9,6 +9,10 @@
 //! What is absent: any decision about what to run, any clock but the one around a batch and the one
 //! between two readings of energy, any copy of a weight.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![allow(unsafe_code)]
 
 mod device;

@@ -6,6 +6,7 @@
 //! zero can be read. Anything that is not the kernel's word about such a mapping goes where it went before:
 //! Rust's own handler, or the end of the process.
 
+use mixfleet_hal::cast::to_usize;
 use std::ptr;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering};
@@ -74,7 +75,7 @@ fn install() {
     // pointers, and the handler has the signature that SA_SIGINFO asks for and does only what is safe in a
     // signal handler.
     unsafe {
-        PAGE_BYTES.store(libc::sysconf(libc::_SC_PAGESIZE).max(4096) as usize, Ordering::SeqCst);
+        PAGE_BYTES.store(to_usize(libc::sysconf(libc::_SC_PAGESIZE).max(4096)), Ordering::SeqCst);
         let mut before: libc::sigaction = std::mem::zeroed();
         if libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut before) != 0 {
             return;

@@ -1,6 +1,7 @@
 //! Buffers: anonymous host memory, or imported host memory.
 
 use crate::kernels::Span;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{Buffer, Error, ErrorKind, HostMemory, Result, Slice};
 use std::any::Any;
 use std::fmt;
@@ -108,7 +109,7 @@ impl CpuBuffer {
 
     /// Returns the bytes of a slice of this buffer, which must lie inside it.
     pub(crate) fn span(&self, slice: &Slice) -> Span {
-        Span { start: self.start.wrapping_add(slice.offset as usize), bytes: slice.bytes as usize }
+        Span { start: self.start.wrapping_add(to_usize(slice.offset)), bytes: to_usize(slice.bytes) }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::pool::{ThreadJob, ThreadPool};
 use crate::program::CpuProgram;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket, command::ClockKind};
 use std::any::Any;
@@ -75,7 +76,7 @@ impl Timeline {
         {
             return Err(error.clone());
         }
-        let age = (state.done - ticket) as usize;
+        let age = to_usize(state.done - ticket);
         let index = state.times.len().checked_sub(age + 1);
         let seconds = index.and_then(|i| state.times.get(i)).copied().ok_or_else(|| {
             Error::invalid(format!(

@@ -8,6 +8,7 @@ use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{self, cublasLtMatmulDescAttributes_t as Desc};
 use cudarc::cublaslt::sys::{cublasLtMatmulPreferenceAttributes_t as Preference, cudaDataType_t as DataType};
 use cudarc::driver::sys::CUstream;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Error, ErrorKind, Result};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -184,7 +185,7 @@ impl Blas {
         let preferences = result::create_matmul_pref()
             .map(Preferences)
             .map_err(|e| failure("cublasLtMatmulPreferenceCreate", e))?;
-        preferences.set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(WORKSPACE_BYTES as usize))?;
+        preferences.set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &to_usize(WORKSPACE_BYTES))?;
         preferences
             .set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &REDUCTION_IN_COMPUTE_TYPE)?;
         let [of_weight, of_x, of_out] = key.alignment;
@@ -243,7 +244,7 @@ impl Blas {
                 chosen.out.0,
                 &chosen.algorithm,
                 workspace as *mut c_void,
-                WORKSPACE_BYTES as usize,
+                to_usize(WORKSPACE_BYTES),
                 stream.cast(),
             )
         }

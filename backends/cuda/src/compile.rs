@@ -2,6 +2,7 @@
 
 use crate::libraries::Library;
 use cudarc::nvrtc::{result, sys};
+use mixfleet_hal::cast::{to_i32, to_usize};
 use std::ffi::{CString, c_char, c_int};
 use std::sync::OnceLock;
 
@@ -24,7 +25,7 @@ fn known() -> &'static [c_int] {
             if sys::nvrtcGetNumSupportedArchs(&mut count).result().is_err() || count <= 0 {
                 return Vec::new();
             }
-            let mut list = vec![0; count as usize];
+            let mut list = vec![0; to_usize(count)];
             match sys::nvrtcGetSupportedArchs(list.as_mut_ptr()).result() {
                 Ok(()) => list,
                 Err(_) => Vec::new(),
@@ -37,10 +38,10 @@ fn known() -> &'static [c_int] {
 /// else PTX of the nearest older capability.
 pub fn architecture(capability: u32) -> Architecture {
     let known = known();
-    if known.contains(&(capability as c_int)) {
+    if known.contains(&to_i32(capability)) {
         return Architecture::Machine(format!("sm_{capability}"));
     }
-    let nearest = known.iter().copied().filter(|&c| c <= capability as c_int).max();
+    let nearest = known.iter().copied().filter(|&c| c <= to_i32(capability)).max();
     Architecture::Ptx(format!("compute_{}", nearest.unwrap_or(80)))
 }
 
@@ -72,7 +73,7 @@ pub fn compile(name: &str, source: &str, architecture: &Architecture) -> Result<
 unsafe fn log(program: sys::nvrtcProgram) -> String {
     // SAFETY: the caller's promise.
     let log = unsafe { result::get_program_log(program) }.unwrap_or_default();
-    let bytes: Vec<u8> = log.into_iter().map(|c| c as u8).take_while(|&c| c != 0).collect();
+    let bytes: Vec<u8> = log.into_iter().map(i8::cast_unsigned).take_while(|&c| c != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 

@@ -11,6 +11,7 @@ use crate::pinned;
 use crate::plan::{self, DeviceRange, PlanTarget};
 use crate::queue::CudaQueue;
 use cudarc::driver::{result, sys};
+use mixfleet_hal::cast::{to_i32, to_u64, to_usize};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
@@ -46,7 +47,7 @@ pub(crate) fn devices() -> std::result::Result<Vec<DeviceInfo>, Absent> {
     let found = guarded("looking for devices", || {
         result::init().at("cuInit")?;
         let count = result::device::get_count().at("cuDeviceGetCount")?;
-        (0..count.max(0) as usize)
+        (0..to_usize(count.max(0)))
             .map(|index| Facts::of(index).map(|facts| facts.info(index)))
             .collect::<Result<_>>()
     });
@@ -73,7 +74,7 @@ struct Facts {
 impl Facts {
     fn of(index: usize) -> Result<Facts> {
         use sys::CUdevice_attribute_enum::*;
-        let device = result::device::get(index as i32).at("cuDeviceGet")?;
+        let device = result::device::get(to_i32(index)).at("cuDeviceGet")?;
         // SAFETY: the device came from the driver.
         let ask = |what| unsafe { result::device::get_attribute(device, what) }.at("cuDeviceGetAttribute");
         let number = |what| ask(what).map(|value| u32::try_from(value).unwrap_or(0));
@@ -128,7 +129,7 @@ impl Facts {
 fn pci(device: sys::CUdevice) -> Result<String> {
     let mut text = [0u8; 32];
     // SAFETY: the call writes at most the given length, its final zero included.
-    unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), text.len() as i32, device) }
+    unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), to_i32(text.len()), device) }
         .result()
         .at("cuDeviceGetPCIBusId")?;
     let text: Vec<u8> = text.into_iter().take_while(|&byte| byte != 0).collect();
@@ -138,7 +139,7 @@ fn pci(device: sys::CUdevice) -> Result<String> {
 /// Formats a unique id as `nvidia-smi -L` does.
 fn uuid(device: sys::CUdevice) -> Result<String> {
     let bytes = result::device::get_uuid(device).at("cuDeviceGetUuid")?.bytes;
-    let hex: String = bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect();
+    let hex: String = bytes.iter().map(|&byte| format!("{:02x}", byte.cast_unsigned())).collect();
     Ok(format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
 }
 
@@ -275,7 +276,7 @@ impl Device for CudaDevice {
 
     fn limits(&self) -> DeviceLimits {
         DeviceLimits {
-            allocation_bytes_max: self.info.memory.0 as u64,
+            allocation_bytes_max: to_u64(self.info.memory.0),
             alignment_bytes: plan::ALIGNMENT_BYTES,
             imports_host_memory: false,
             kv_page_tokens: plan::KV_PAGE_TOKENS,

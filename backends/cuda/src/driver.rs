@@ -2,6 +2,7 @@
 
 use cudarc::driver::result::{self, DriverError, stream::StreamKind};
 use cudarc::driver::sys::{self, CUresult};
+use mixfleet_hal::cast::{to_i32, to_usize};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
@@ -218,7 +219,7 @@ impl Module {
         if shared_bytes > 0 {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is that of a live module.
-            unsafe { result::function::set_function_attribute(function, attribute, shared_bytes as i32) }
+            unsafe { result::function::set_function_attribute(function, attribute, to_i32(shared_bytes)) }
                 .at(name)?;
         }
         Ok(function)
@@ -229,7 +230,7 @@ impl DeviceMemory {
     pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<DeviceMemory> {
         context.bind()?;
         // SAFETY: the memory is freed once, in `drop`. The driver hands out zeroed pages to a process.
-        let raw = unsafe { result::malloc_sync(bytes.max(1) as usize) };
+        let raw = unsafe { result::malloc_sync(to_usize(bytes.max(1))) };
         let raw = raw.map_err(|error| failure(&format!("{bytes} bytes of device memory"), error))?;
         Ok(DeviceMemory { context: context.clone(), raw })
     }
@@ -244,7 +245,7 @@ impl HostRegistered {
         context.bind()?;
         let raw = address as *mut c_void;
         // SAFETY: the caller's promise; the range is unpinned once, in `drop`.
-        unsafe { sys::cuMemHostRegister_v2(raw, bytes as usize, sys::CU_MEMHOSTREGISTER_PORTABLE) }
+        unsafe { sys::cuMemHostRegister_v2(raw, to_usize(bytes), sys::CU_MEMHOSTREGISTER_PORTABLE) }
             .result()
             .map_err(|error| failure(&format!("pinning {bytes} bytes of host memory"), error))?;
         Ok(HostRegistered { context: context.clone(), raw })
@@ -256,10 +257,10 @@ impl HostPinned {
         context.bind()?;
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the memory is freed once, in `drop`.
-        let raw = unsafe { result::malloc_host(bytes.max(1) as usize, flags) };
+        let raw = unsafe { result::malloc_host(to_usize(bytes.max(1)), flags) };
         let raw = raw.map_err(|error| failure(&format!("{bytes} bytes of pinned host memory"), error))?;
         // SAFETY: the range was just allocated and is at least `bytes` long.
-        unsafe { raw.cast::<u8>().write_bytes(0, bytes as usize) };
+        unsafe { raw.cast::<u8>().write_bytes(0, to_usize(bytes)) };
         Ok(HostPinned { context: context.clone(), raw })
     }
 

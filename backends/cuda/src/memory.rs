@@ -4,6 +4,7 @@ use crate::driver::{At, Context, DeviceMemory, Event, HostPinned, Stream};
 use crate::pinned::Ranges;
 use crate::plan::DeviceRange;
 use cudarc::driver::result;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{Buffer, BufferUsage, Error, Result, Slice};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -138,7 +139,7 @@ impl Transfers {
         if let Storage::Host(pinned) = &memory.storage {
             // SAFETY: the caller checked the range; no batch uses the buffer.
             let to = unsafe {
-                std::slice::from_raw_parts_mut(pinned.raw.cast::<u8>().add(offset as usize), data.len())
+                std::slice::from_raw_parts_mut(pinned.raw.cast::<u8>().add(to_usize(offset)), data.len())
             };
             to.copy_from_slice(data);
             return Ok(());
@@ -173,7 +174,7 @@ impl Transfers {
         if let Storage::Host(pinned) = &memory.storage {
             // SAFETY: as in `write`.
             let from = unsafe {
-                std::slice::from_raw_parts(pinned.raw.cast::<u8>().add(offset as usize), data.len())
+                std::slice::from_raw_parts(pinned.raw.cast::<u8>().add(to_usize(offset)), data.len())
             };
             data.copy_from_slice(from);
             return Ok(());

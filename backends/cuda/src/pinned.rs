@@ -3,6 +3,7 @@
 use crate::driver::{Context, HostRegistered};
 use crate::memory::Transfers;
 use mixfleet_hal::Result;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::{Mapping, Pinned, SharedMemory};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -41,7 +42,7 @@ pub(crate) fn pin(
     // SAFETY: the mapping is valid as long as the memory that gave it, which the guard holds.
     let registered = unsafe { HostRegistered::new(context, address, bytes)? };
     let mut locked = transfers.lock().unwrap_or_else(PoisonError::into_inner);
-    locked.pinned.0.insert(address, address + bytes as usize);
+    locked.pinned.0.insert(address, address + to_usize(bytes));
     drop(locked);
     let transfers = transfers.clone();
     Ok(Some(Box::new(Guard { transfers, first: address, _registered: registered, _memory: memory })))

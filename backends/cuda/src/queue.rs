@@ -7,6 +7,7 @@ use crate::libraries::guarded;
 use crate::memory::Memory;
 use crate::plan::{self, DeviceRange, KernelArg, KernelLaunch, Matmul, PlanStep, PlanTarget};
 use cudarc::driver::{result, sys};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
@@ -162,11 +163,11 @@ impl CudaQueue {
             },
             Work::Copy(from, to, bytes) => {
                 // SAFETY: both ranges are operands that `Cmd` checked; their buffers outlive the batch.
-                unsafe { result::memcpy_dtod_async(*to, *from, *bytes as usize, self.stream.raw) }.at("copy")
+                unsafe { result::memcpy_dtod_async(*to, *from, to_usize(*bytes), self.stream.raw) }.at("copy")
             }
             Work::Fill(to, words, word) => {
                 // SAFETY: the range is an operand that `Cmd` checked; its buffer outlives the batch.
-                unsafe { sys::cuMemsetD32Async(*to, *word, *words as usize, self.stream.raw) }
+                unsafe { sys::cuMemsetD32Async(*to, *word, to_usize(*words), self.stream.raw) }
                     .result()
                     .at("fill")
             }
@@ -322,7 +323,7 @@ impl Queue for CudaQueue {
             return Err(error.clone());
         }
         self.shared.enter()?;
-        let index = ticket.0.checked_sub(self.first).map(|i| i as usize);
+        let index = ticket.0.checked_sub(self.first).map(|i| to_usize(i));
         let Some(batch) = index.and_then(|i| self.batches.get(i)) else {
             let message = format!("cuda: {ticket:?} is not one of this queue's last {BATCHES_KEPT}");
             return Err(Error::invalid(message));

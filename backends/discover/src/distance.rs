@@ -2,6 +2,7 @@
 
 use crate::pci::{PciDevice, PciKind};
 use crate::{PciAddress, Topology};
+use mixfleet_hal::cast::to_u64;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -105,7 +106,7 @@ impl Topology {
     /// Returns the NICs nearest to `device`: all at the least distance, then with the fastest port.
     pub fn nearest_nics(&self, device: &PciDevice) -> Vec<&PciDevice> {
         let rank = |nic: &PciDevice| {
-            let mbit = self.gbit_per_s(nic).map_or(0, |gbit| (gbit * 1e3) as u64);
+            let mbit = self.gbit_per_s(nic).map_or(0, |gbit| to_u64(gbit * 1e3));
             (self.distance(device, nic), self.node_distance(device, nic), u64::MAX - mbit)
         };
         let nics: Vec<_> = self.of_kind(PciKind::Nic).filter(|nic| !nic.virtual_function).collect();

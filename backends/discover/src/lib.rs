@@ -7,6 +7,10 @@
 //!
 //! What is absent: any measurement, any device that is opened, any panic over what a file holds.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![forbid(unsafe_code)]
 
 mod conditions;

@@ -1,6 +1,7 @@
 //! PCI devices, their links, and the bridges above them.
 
 use crate::tree::Reader;
+use mixfleet_hal::cast::to_u8;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -41,7 +42,7 @@ impl FromStr for PciAddress {
             return Err(wrong());
         }
         let function = function.ok_or_else(wrong)?;
-        Ok(PciAddress { domain, bus: bus as u8, device: device as u8, function })
+        Ok(PciAddress { domain, bus: to_u8(bus), device: to_u8(device), function })
     }
 }
 
@@ -218,9 +219,9 @@ pub(crate) fn read(reader: &mut Reader) -> (Vec<PciDevice>, Vec<Bridge>) {
 fn read_device(reader: &mut Reader, address: PciAddress, name: &str) -> Option<PciDevice> {
     let at = |file: &str| format!("{DEVICES}/{name}/{file}");
     let class = reader.hex(&at("class"))?;
-    let vendor = reader.hex(&at("vendor"))? as u16;
+    let vendor = reader.id(&at("vendor"))?;
     let kind = kind(class, vendor)?;
-    let device = reader.hex(&at("device"))? as u16;
+    let device = reader.id(&at("device"))?;
     let target = reader.tree.link(&format!("{DEVICES}/{name}")).unwrap_or_default();
     let (host_bridge, mut path) = path_of(&target).unwrap_or_else(|| {
         let root = format!("pci{:04x}:{:02x}", address.domain, address.bus);
@@ -251,8 +252,8 @@ fn read_bridge(reader: &mut Reader, address: PciAddress) -> Bridge {
     let at = |file: &str| format!("{DEVICES}/{address}/{file}");
     Bridge {
         address,
-        vendor: reader.hex(&at("vendor")).unwrap_or(0) as u16,
-        device: reader.hex(&at("device")).unwrap_or(0) as u16,
+        vendor: reader.id(&at("vendor")).unwrap_or(0),
+        device: reader.id(&at("device")).unwrap_or(0),
         link: read_link(reader, &at("")),
     }
 }

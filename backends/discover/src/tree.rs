@@ -186,6 +186,11 @@ impl Reader<'_> {
         self.value(path, |text| u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok())
     }
 
+    /// A vendor's or a device's id, of 16 bits.
+    pub(crate) fn id(&mut self, path: &str) -> Option<u16> {
+        self.hex(path).and_then(|id| u16::try_from(id).ok())
+    }
+
     /// Notes that `text`, at `path`, is implausible.
     pub(crate) fn note(&mut self, path: &str, text: &str) {
         let shown: String = text.chars().take(40).collect();

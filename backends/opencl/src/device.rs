@@ -3,6 +3,7 @@
 use crate::kernels::ProgramKey;
 use crate::memory::Memory;
 use crate::queue::OpenClQueue;
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
@@ -145,7 +146,7 @@ fn identity(id: DeviceId) -> Vec<(String, String)> {
 pub(crate) fn info(index: usize, platform: PlatformId, id: DeviceId) -> DeviceInfo {
     let name = text(id, Ask::Name);
     let driver = text(id, Ask::DriverVersion);
-    let compute_units = number(id, Ask::MaxComputeUnits) as u32;
+    let compute_units = to_u32(number(id, Ask::MaxComputeUnits));
     let platform = core::get_platform_info(platform, core::PlatformInfo::Name)
         .map(|told| told.to_string())
         .unwrap_or_default();
@@ -338,7 +339,7 @@ impl Device for OpenClDevice {
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         Memory::of(to)?.writable()?;
-        let offset = to.offset as usize;
+        let offset = to_usize(to.offset);
         self.transfer(to, data.len(), |queue, memory| {
             // SAFETY: the call blocks until `data` is read, and the range is inside the buffer.
             unsafe {
@@ -348,7 +349,7 @@ impl Device for OpenClDevice {
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
-        let offset = from.offset as usize;
+        let offset = to_usize(from.offset);
         self.transfer(from, data.len(), |queue, memory| {
             // SAFETY: the call blocks until `data` is written, and the range is inside the buffer.
             unsafe { core::enqueue_read_buffer(queue, memory.mem(), true, offset, data, NO_EVENTS, NO_EVENT) }

@@ -1,6 +1,7 @@
 //! Plans a command as a kernel: which program with which macros, arguments and threads.
 
 use crate::device::KernelTuning;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Cmd, DType, OpSig, Slice};
 
@@ -127,7 +128,7 @@ fn launch(
 
 /// Returns a grid of one thread per element.
 fn each(count: u64) -> ([usize; 3], [usize; 3]) {
-    ([(count as usize).next_multiple_of(GROUP), 1, 1], [GROUP, 1, 1])
+    ([to_usize(count).next_multiple_of(GROUP), 1, 1], [GROUP, 1, 1])
 }
 
 /// Plans `cmd` for a device with this tuning; `None` if there is nothing to do.

@@ -9,6 +9,10 @@
 //!
 //! KV pages are `[kv_heads, page_tokens, head_dim]` inside, preferably of 16 tokens.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 // the driver's calls are unsafe; each block says why it is sound
 #![allow(unsafe_code)]
 

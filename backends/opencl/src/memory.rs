@@ -1,6 +1,7 @@
 //! Device buffers, and the events of the commands that use them.
 
 use crate::device::failure;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{Buffer, Error, HostMemory, Result, Slice};
 use ocl::core::{self, Context, Event, Mem, MemFlags};
 use std::any::Any;
@@ -26,7 +27,7 @@ impl Memory {
     /// Allocates `bytes` bytes on the device.
     pub(crate) fn new(context: &Context, bytes: u64) -> Result<Memory> {
         // OpenCL rejects empty buffers
-        let len = bytes.max(1) as usize;
+        let len = to_usize(bytes.max(1));
         // SAFETY: no host pointer is passed, so the flags refer to no memory of ours.
         let mem = unsafe { core::create_buffer::<_, u8>(context, MemFlags::READ_WRITE, len, None) };
         let mem = mem.map_err(|e| failure("clCreateBuffer", &e))?;

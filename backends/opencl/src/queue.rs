@@ -3,6 +3,7 @@
 use crate::device::{NO_EVENTS, Shared, failure};
 use crate::kernels::{self, Arg, ProgramKey, Work};
 use crate::memory::Memory;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, OperandAccess, Queue, Result, Slice, Ticket};
@@ -153,7 +154,7 @@ impl OpenClQueue {
         match work {
             Work::Copy { from, to } => {
                 let (source, target) = (Memory::of(from)?.mem(), Memory::of(to)?.mem());
-                let (start, end, len) = (from.offset as usize, to.offset as usize, to.bytes as usize);
+                let (start, end, len) = (to_usize(from.offset), to_usize(to.offset), to_usize(to.bytes));
                 core::enqueue_copy_buffer::<u8, _, _, _>(
                     &commands, source, target, start, end, len, NO_EVENTS, event,
                 )
@@ -161,7 +162,7 @@ impl OpenClQueue {
             }
             Work::Fill { to, word } => {
                 // counted in words, like the pattern
-                let (offset, len) = (to.offset as usize / 4, to.bytes as usize / 4);
+                let (offset, len) = (to_usize(to.offset) / 4, to_usize(to.bytes) / 4);
                 let target = Memory::of(to)?.mem();
                 let version = Some(&self.shared.version);
                 core::enqueue_fill_buffer(&commands, target, *word, offset, len, NO_EVENTS, event, version)
@@ -244,7 +245,7 @@ impl Queue for OpenClQueue {
         {
             return Err(error.clone());
         }
-        let index = ticket.0.checked_sub(self.first).map(|i| i as usize);
+        let index = ticket.0.checked_sub(self.first).map(|i| to_usize(i));
         let Some(batch) = index.and_then(|i| self.batches.get_mut(i)) else {
             let message = format!("opencl: {ticket:?} is not one of this queue's last {BATCHES_KEPT}");
             return Err(Error::invalid(message));

@@ -5,6 +5,7 @@ use crate::costs::Costs;
 use crate::memory::{Budget, Edit, SharedStore, Store, lock};
 use crate::queue::{Digests, SimQueue};
 use crate::timeline::Schedule;
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
@@ -33,7 +34,7 @@ impl SimulatedPart {
     pub(crate) fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>, work: &str) -> Result<Self> {
         let costs = Costs::new(profile)?;
         let profile = costs.profile();
-        let (version, memory) = (env!("CARGO_PKG_VERSION"), profile.memory.0 as u64);
+        let (version, memory) = (env!("CARGO_PKG_VERSION"), to_u64(profile.memory.0));
         let rate = |(dtype, rate): &(DType, FlopPerSecond)| format!("{dtype} {:.1}", rate.0 / 1e12);
         let rates: Vec<String> = profile.compute.iter().map(rate).collect();
         let dilation = clock.dilation();

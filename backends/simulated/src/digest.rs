@@ -7,12 +7,14 @@
 
 use half::f16;
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::{to_u8, to_usize};
 use std::sync::LazyLock;
 
 const KEY: [u64; 4] =
     [0xA076_1D64_78BD_642F, 0xE703_7ED1_A0B4_28DB, 0x8EBC_6AF0_9C88_C6E3, 0x5899_65CC_7537_4CC3];
 
 /// Mixes two words into one: the folded 128-bit product (as in wyhash).
+#[expect(clippy::cast_possible_truncation, reason = "the low half is meant")]
 #[inline]
 pub(crate) fn mix(a: u64, b: u64) -> u64 {
     let product = u128::from(a ^ KEY[0]) * u128::from(b ^ KEY[1]);
@@ -55,8 +57,8 @@ pub(crate) fn value_bits(dtype: DType, element: &[u8]) -> u32 {
 
 /// Bits of the f32 that each code of f8e4m3 stands for.
 static EIGHT_BITS: LazyLock<[u32; 256]> = LazyLock::new(|| {
-    let values = DType::F8E4m3.decode(&std::array::from_fn::<u8, 256, _>(|code| code as u8));
-    std::array::from_fn(|code| (values[code] as f32).to_bits())
+    let values = DType::F8E4m3.decode(&std::array::from_fn::<u8, 256, _>(to_u8));
+    std::array::from_fn(|code| half::f16::from_f64(values[code]).to_f32().to_bits())
 });
 
 /// The f8e4m3 codes of 0 to 16.
@@ -94,7 +96,7 @@ pub(crate) const fn lanes(dtype: DType) -> (usize, u32) {
 
 /// Returns the bytes of the elements that hold the digest of a row of `row_bytes` bytes.
 pub(crate) fn lane_bytes(dtype: DType, row_bytes: usize) -> usize {
-    (lanes(dtype).0 * dtype.size_bytes() as usize).min(row_bytes)
+    (lanes(dtype).0 * to_usize(dtype.size_bytes())).min(row_bytes)
 }
 
 /// Reads the digest from the first elements of `row`.
@@ -108,8 +110,8 @@ pub(crate) fn write(dtype: DType, row: &mut [u8], digest: u64) {
     let (_, bits) = lanes(dtype);
     let lanes = lane_bytes(dtype, row.len());
     let mut left = digest;
-    for element in row[..lanes].chunks_exact_mut(dtype.size_bytes() as usize) {
-        put_small(dtype, element, (left & ((1 << bits) - 1)) as u8);
+    for element in row[..lanes].chunks_exact_mut(to_usize(dtype.size_bytes())) {
+        put_small(dtype, element, to_u8(left & ((1 << bits) - 1)));
         left >>= bits;
     }
 }

@@ -4,6 +4,7 @@
 //! a command or, after [`FaultyDevice::striking_transfers`], also a host `write` or `read`.
 
 use crate::shadow::Shadow;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{
@@ -64,7 +65,7 @@ impl Ordered {
         if let Some(shadow) = &self.shadow
             && slice.bytes > 0
         {
-            let mut old = vec![0; slice.bytes as usize];
+            let mut old = vec![0; to_usize(slice.bytes)];
             device.read(slice, &mut old)?;
             shadow.lock().unwrap_or_else(PoisonError::into_inner).remember(slice, old);
         }
@@ -172,7 +173,7 @@ impl Device for FaultyDevice {
             Some(Fault::Stale) => {
                 if let Some((part, old)) = self.ordered.stale(&*self.inner, from)? {
                     self.ordered.strike();
-                    data[(part.offset - from.offset) as usize..][..old.len()].copy_from_slice(&old);
+                    data[to_usize(part.offset - from.offset)..][..old.len()].copy_from_slice(&old);
                 }
             }
             _ => {}
@@ -230,7 +231,7 @@ impl FaultyQueue {
         let Some(slice) = written.map(|i| &cmd.args()[i]).filter(|slice| slice.bytes > 0) else {
             return Ok(());
         };
-        let mut bytes = vec![0; slice.bytes as usize];
+        let mut bytes = vec![0; to_usize(slice.bytes)];
         self.device.read(slice, &mut bytes)?;
         flip(&self.ordered.plan, index, &mut bytes);
         self.ordered.strike();
@@ -243,7 +244,7 @@ impl FaultyQueue {
         let operands = cmd.sig().operands();
         let inputs: Vec<usize> =
             (0..operands.len()).filter(|&i| operands[i].access != OperandAccess::Write).collect();
-        let first = self.ordered.plan.pick(index, inputs.len() as u64) as usize;
+        let first = to_usize(self.ordered.plan.pick(index, inputs.len() as u64));
         for turn in 0..inputs.len() {
             let i = inputs[(first + turn) % inputs.len()];
             let Some((part, old)) = self.ordered.stale(&*self.device, &cmd.args()[i])? else { continue };

@@ -13,6 +13,10 @@
 //! What is absent: files (the binary reads profiles and plans), real time in any result, copies and
 //! commands at once (a copy does not wait for the queue, nor the queue for it).
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![forbid(unsafe_code)]
 
 mod backend;

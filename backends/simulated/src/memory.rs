@@ -5,6 +5,7 @@
 //! of KV slots. Every write goes through [`Store::edit`] or [`Store::write_slots`], which keep that true.
 
 use crate::slots::Slots;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{Buffer, BufferUsage, DType, Error, ErrorKind, HostMemory, Result, Slice};
 use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
@@ -272,7 +273,7 @@ impl Store {
         let offsets: Vec<u64> = content.peaks.range(range.start as u64..range.end as u64).copied().collect();
         for offset in offsets {
             content.peaks.remove(&offset);
-            content.as_bytes_mut()?[offset as usize..][..4].fill(0);
+            content.as_bytes_mut()?[to_usize(offset)..][..4].fill(0);
         }
         Ok(())
     }
@@ -304,5 +305,5 @@ fn foreign() -> Error {
 fn inside(content: &Content, slice: &Slice) -> Result<Range<usize>> {
     let end = slice.offset.checked_add(slice.bytes).filter(|&end| end <= content.as_bytes().len() as u64);
     let end = end.ok_or_else(|| Error::invalid("a slice leaves its buffer"))?;
-    Ok(slice.offset as usize..end as usize)
+    Ok(to_usize(slice.offset)..to_usize(end))
 }

@@ -1,5 +1,6 @@
 //! Previous contents of memory, for stale faults.
 
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{Buffer, Slice};
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -46,7 +47,7 @@ impl Shadow {
             let from = r.offset.max(slice.offset);
             let to = (r.offset + r.bytes.len() as u64).min(end);
             (from < to).then(|| {
-                let old = r.bytes[(from - r.offset) as usize..(to - r.offset) as usize].to_vec();
+                let old = r.bytes[to_usize(from - r.offset)..to_usize(to - r.offset)].to_vec();
                 (slice.range(from - slice.offset, to - from), old)
             })
         };

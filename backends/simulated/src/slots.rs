@@ -1,6 +1,7 @@
 //! Hashes of KV slots, which cover every byte that attention reads but are computed once per write.
 
 use crate::digest::{mix, of_values};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Slice};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -57,7 +58,7 @@ pub(crate) struct Slots {
 impl Slots {
     pub(crate) fn new(division: Division) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let (slots, pages) = (division.slots() as usize, division.pages() as usize);
+        let (slots, pages) = (to_usize(division.slots()), to_usize(division.pages()));
         Slots {
             division,
             stamp: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -79,21 +80,21 @@ impl Slots {
         }
         let first = (start - offset) / row_bytes;
         let last = ((end - offset).div_ceil(row_bytes)).min(self.hashes.len() as u64);
-        self.hashes[first as usize..last as usize].fill(0);
+        self.hashes[to_usize(first)..to_usize(last)].fill(0);
         let pages = first / page_tokens..last.div_ceil(page_tokens);
-        self.writes[pages.start as usize..pages.end as usize].iter_mut().for_each(|writes| *writes += 1);
+        self.writes[to_usize(pages.start)..to_usize(pages.end)].iter_mut().for_each(|writes| *writes += 1);
     }
 
     /// Returns the hash of `slot`, computing it from `buffer` unless it is known.
     fn hash(&mut self, buffer: &[u8], slot: u64) -> u64 {
-        let known = self.hashes[slot as usize];
+        let known = self.hashes[to_usize(slot)];
         if known != 0 {
             return known;
         }
         let Division { offset, row_bytes, dtype, .. } = self.division;
-        let at = (offset + slot * row_bytes) as usize;
-        let hash = of_values(0, dtype, &buffer[at..at + row_bytes as usize]).max(1);
-        self.hashes[slot as usize] = hash;
+        let at = to_usize(offset + slot * row_bytes);
+        let hash = of_values(0, dtype, &buffer[at..at + to_usize(row_bytes)]).max(1);
+        self.hashes[to_usize(slot)] = hash;
         hash
     }
 }
@@ -114,7 +115,7 @@ impl SlotPools<'_> {
 
     /// Returns the sum over the slots of `page`.
     fn page(&mut self, page: u64) -> u64 {
-        let at = page as usize;
+        let at = to_usize(page);
         let (keys, values) = (&mut *self.keys.0, &*self.values.0);
         if keys.partner != values.stamp {
             keys.partner = values.stamp;
@@ -134,7 +135,7 @@ impl SlotPools<'_> {
     /// Returns the slot of a sequence's token at `position`.
     pub(crate) fn slot_at(&self, pages: &[u32], position: u64) -> u64 {
         let tokens = self.keys.0.division.page_tokens;
-        u64::from(pages[(position / tokens) as usize]) * tokens + position % tokens
+        u64::from(pages[to_usize(position / tokens)]) * tokens + position % tokens
     }
 
     /// Returns the sum over a sequence's tokens in `range`. `pages` must cover it and stay inside the KV.
@@ -144,7 +145,7 @@ impl SlotPools<'_> {
         let mut at = range.start;
         while at < range.end {
             let term = if at.is_multiple_of(tokens) && at + tokens <= range.end {
-                let page = u64::from(pages[(at / tokens) as usize]);
+                let page = u64::from(pages[to_usize(at / tokens)]);
                 at += tokens;
                 self.page(page)
             } else {

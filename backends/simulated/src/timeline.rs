@@ -1,6 +1,7 @@
 //! Schedules batches in simulated time.
 
 use crate::clock::Clock;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Elapsed, Error, ErrorKind, Result, Ticket};
@@ -132,7 +133,7 @@ impl Timeline {
         if ticket.0 == 0 || ticket.0 > self.submitted {
             return Err(Error::invalid(format!("ticket {} was not issued by this queue", ticket.0)));
         }
-        let age = (self.submitted - ticket.0) as usize;
+        let age = to_usize(self.submitted - ticket.0);
         self.batches.len().checked_sub(age + 1).ok_or_else(|| {
             Error::invalid(format!("ticket {}: only the last {KEPT_MAX} batches are kept", ticket.0))
         })

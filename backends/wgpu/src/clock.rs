@@ -2,6 +2,7 @@
 
 use crate::memory::DeviceQueue;
 use mixfleet_hal::Result;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::units::Seconds;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -73,7 +74,7 @@ impl Clocks {
         };
         let ticks = link.guard("reading timestamps", || {
             let range = clock.readable.get_mapped_range(..).ok()?;
-            let words: [u64; 2] = bytemuck::pod_read_unaligned(range.get(..BYTES as usize)?);
+            let words: [u64; 2] = bytemuck::pod_read_unaligned(range.get(..to_usize(BYTES))?);
             drop(range);
             clock.readable.unmap();
             words[1].checked_sub(words[0])

@@ -1,6 +1,7 @@
 //! Device buffers, and transfers between them and the host.
 
 use crate::faults::Faults;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{Buffer, Error, ErrorKind, Result, Slice};
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -106,7 +107,7 @@ impl DeviceQueue {
                 self.copy_in(memory, at - inside as u64, &word)?;
                 rest.split_at(word_end)
             } else {
-                let whole = rest.split_at(rest.len().min(STAGE_BYTES as usize) & !3);
+                let whole = rest.split_at(rest.len().min(to_usize(STAGE_BYTES)) & !3);
                 self.copy_in(memory, at, whole.0)?;
                 whole
             };
@@ -142,7 +143,7 @@ impl DeviceQueue {
         let mut at = from.offset;
         let mut rest = data;
         while !rest.is_empty() {
-            let piece = rest.len().min((STAGE_BYTES - 4) as usize);
+            let piece = rest.len().min(to_usize(STAGE_BYTES - 4));
             let (now, later) = rest.split_at_mut(piece);
             self.copy_out(&mut stage, memory, at, now)?;
             at += now.len() as u64;
@@ -183,7 +184,7 @@ impl DeviceQueue {
             self.settle(index)?;
             self.guard("mapping", || {
                 let range = staged.get_mapped_range(0..bytes).map_err(|error| error.to_string())?;
-                data.copy_from_slice(&range[(at - first) as usize..][..data.len()]);
+                data.copy_from_slice(&range[to_usize(at - first)..][..data.len()]);
                 drop(range);
                 staged.unmap();
                 Ok(())

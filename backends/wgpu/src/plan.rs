@@ -25,6 +25,7 @@ mod kv;
 mod tests;
 
 use crate::kernels::{File, Kernel};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, Error, OpSig, OperandAccess, Result, Slice};
 use std::sync::Arc;
 
@@ -209,7 +210,7 @@ impl Planner {
                 let kernel = Kernel::new(File::Rows, "argmax", ROW_GROUP);
                 for (first, count) in self.runs(sig, rows.into(), u64::from(cols) * 4)? {
                     let x = x.part(first * u64::from(cols), count * u64::from(cols));
-                    let shape = [count as u32, cols, 0];
+                    let shape = [to_u32(count), cols, 0];
                     self.dispatch(&kernel, &[&x], &[&out.part(first, count)], &shape, count);
                 }
             }
@@ -297,7 +298,7 @@ impl Planner {
                 self.works.push(Work::Copy { from: window, to: to.clone() });
                 window = to;
             }
-            let number = i as u32;
+            let number = to_u32(i);
             params[i] = self.bind(&mut bindings, number, &window, input.dtype);
             if views.contains(&number) {
                 self.bind(&mut bindings, VIEWS + number, &window, input.dtype);
@@ -305,7 +306,7 @@ impl Planner {
         }
         self.aside_bytes = self.aside_bytes.max(aside);
         for (i, output) in outputs.iter().enumerate() {
-            params[6 + i] = self.bind(&mut bindings, OUTPUTS + i as u32, &output.window, output.dtype);
+            params[6 + i] = self.bind(&mut bindings, OUTPUTS + to_u32(i), &output.window, output.dtype);
         }
         let groups = u32::try_from(groups).unwrap_or(u32::MAX);
         let grid = if groups <= GRID_MAX { (groups, 1) } else { (1 << 15, groups.div_ceil(1 << 15)) };
@@ -319,7 +320,7 @@ impl Planner {
         let bytes = (before + window.bytes).next_multiple_of(16).max(16);
         let bound = Window { place: window.place.clone(), offset: window.offset - before, bytes };
         bindings.push((number, bound));
-        (before / dtype.size_bytes()) as u32
+        to_u32(before / dtype.size_bytes())
     }
 
     fn copy(&mut self, from: &Operand, to: &Operand) {
@@ -391,8 +392,8 @@ impl Planner {
             let (ids, out) = (ids.part(row, rows), out.part(row * hidden, rows * hidden));
             for &(first, count) in &parts {
                 let table = table.part(first * hidden, count * hidden);
-                let range = (first as u32, (first + count) as u32);
-                let shape = element_shape(rows * hidden, hidden as u32, vocab, range, NAN);
+                let range = (to_u32(first), to_u32(first + count));
+                let shape = element_shape(rows * hidden, to_u32(hidden), vocab, range, NAN);
                 let groups = words(rows * hidden, out.dtype).div_ceil(GROUP.into());
                 self.dispatch(&kernel, &[&ids, &table], &[&out], &shape, groups);
             }
@@ -413,7 +414,7 @@ impl Planner {
             self.scratch_used = 0;
             let [x, out] = [x, out].map(|operand| operand.part(first * cols64, count * cols64));
             let target = if wide { self.scratch(count * cols64) } else { out.clone() };
-            let shape = [count as u32, cols, eps.0.to_bits()];
+            let shape = [to_u32(count), cols, eps.0.to_bits()];
             self.dispatch(&kernel, &[&x, weight], &[&target], &shape, count);
             if wide {
                 self.narrow(&target, &out, false);
@@ -452,5 +453,5 @@ fn words(count: u64, dtype: DType) -> u64 {
 
 /// Returns `Shape` of elements.wgsl.
 fn element_shape(count: u64, width: u32, heads: u32, (first, end): (u32, u32), word: u32) -> [u32; 6] {
-    [count as u32, width, heads, first, end, word]
+    [to_u32(count), width, heads, first, end, word]
 }

@@ -8,6 +8,7 @@ use crate::device::Shared;
 use crate::memory::Memory;
 use crate::pipelines::Pipeline;
 use crate::plan::{OperandLocation, Planner, Window, Work};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, ErrorKind, Graph, Queue, Result, Ticket};
@@ -297,7 +298,7 @@ impl Queue for WgpuQueue {
             return Err(error.clone());
         }
         self.shared.link.faults.alive()?;
-        let at = ticket.0.checked_sub(self.first).map(|at| at as usize);
+        let at = ticket.0.checked_sub(self.first).map(|at| to_usize(at));
         let Some((at, batch)) = at.and_then(|at| Some((at, self.batches.get(at)?))) else {
             let message = format!("wgpu: {ticket:?} is not one of this queue's last {BATCHES_KEPT}");
             return Err(Error::invalid(message));

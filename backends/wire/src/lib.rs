@@ -12,6 +12,10 @@
 //! What is absent: any check of what arrived (the layer above hashes its blocks), any retry, any choice of a
 //! transport.
 
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
 #![allow(unsafe_code)]
 
 mod answer;

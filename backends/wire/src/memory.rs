@@ -2,6 +2,7 @@
 
 use crate::batches::Batches;
 use crate::region::range;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -174,8 +175,8 @@ impl InProcessEndpoint {
         check(pieces, self.local.size_bytes(), self.region.memory.size_bytes())?;
         let (here, there) = (&*self.local, &*self.region.memory);
         for piece in pieces {
-            for at in (0..piece.bytes).step_by(BOUNCE_BYTES as usize) {
-                self.bounce.resize(BOUNCE_BYTES.min(piece.bytes - at) as usize, 0);
+            for at in (0..piece.bytes).step_by(to_usize(BOUNCE_BYTES)) {
+                self.bounce.resize(to_usize(BOUNCE_BYTES.min(piece.bytes - at)), 0);
                 let (local, remote) = (piece.local + at, piece.remote + at);
                 match direction {
                     Direction::Write => {

@@ -1,5 +1,6 @@
 //! Waits for sockets, spinning briefly when that pays.
 
+use mixfleet_hal::cast::to_i32;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
@@ -19,7 +20,7 @@ pub(crate) fn wait(entries: &mut [libc::pollfd], timeout: Option<Duration>) -> i
             // rounded up, since a wait that ends early would be repeated
             (_, Some(deadline)) => {
                 let left = deadline.saturating_duration_since(Instant::now());
-                left.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32
+                to_i32(left.as_micros().div_ceil(1000).min(i32::MAX as u128))
             }
             (_, None) => -1,
         };

@@ -1,5 +1,6 @@
 //! Host memory that both ends of a transport can access.
 
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::{Mapping, SharedMemory};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::fs::File;
@@ -88,7 +89,7 @@ pub(crate) fn prefer_huge_pages(_map: &memmap2::MmapRaw) {}
 pub(crate) fn range(offset: u64, length: u64, bytes: u64) -> Result<std::ops::Range<usize>> {
     let end = offset.checked_add(length).filter(|&end| end <= bytes);
     match end {
-        Some(end) => Ok(offset as usize..end as usize),
+        Some(end) => Ok(to_usize(offset)..to_usize(end)),
         None => {
             Err(Error::invalid(format!("{length} bytes at offset {offset} leave a region of {bytes} bytes")))
         }

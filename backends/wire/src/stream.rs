@@ -1,5 +1,6 @@
 //! A TCP stream, in the clear or under TLS.
 
+use mixfleet_hal::cast::{to_i32, to_u32, to_usize};
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
@@ -72,7 +73,7 @@ impl SecureStream {
         }
         awaited.wait()?;
         // SAFETY: as in `send`; the kernel writes plain bytes there.
-        counted(|| unsafe { libc::readv(self.socket.as_raw_fd(), parts.as_ptr(), parts.len() as i32) })
+        counted(|| unsafe { libc::readv(self.socket.as_raw_fd(), parts.as_ptr(), to_i32(parts.len())) })
     }
 
     /// Sends buffered encrypted bytes.
@@ -134,7 +135,7 @@ const NO_SIGNAL: i32 = 0;
 fn counted(mut call: impl FnMut() -> isize) -> io::Result<usize> {
     loop {
         match call() {
-            count if count >= 0 => return Ok(count as usize),
+            count if count >= 0 => return Ok(to_usize(count)),
             _ => {
                 let error = io::Error::last_os_error();
                 if error.kind() != io::ErrorKind::Interrupted {
@@ -174,7 +175,7 @@ pub(crate) fn tune(socket: &TcpStream, silence: Duration) -> io::Result<()> {
 fn unpaced(socket: &TcpStream) {
     // available in every kernel, to every user
     const NAME: &[u8] = b"reno";
-    let length = NAME.len() as libc::socklen_t;
+    let length = to_u32(NAME.len());
     // SAFETY: an open socket, and a place of the length that is said.
     let _status = unsafe {
         libc::setsockopt(
@@ -188,7 +189,7 @@ fn unpaced(socket: &TcpStream) {
 }
 
 fn set_option(socket: &TcpStream, level: i32, name: i32, value: i32) -> io::Result<()> {
-    let length = size_of::<i32>() as libc::socklen_t;
+    let length = to_u32(size_of::<i32>());
     // SAFETY: an open socket, and a place of the length that is said.
     let status =
         unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const value).cast(), length) };

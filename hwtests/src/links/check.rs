@@ -4,6 +4,7 @@
 
 use super::pattern;
 use crate::validate::case::{CaseResult, CaseStatus};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -109,7 +110,7 @@ fn pieces() -> Vec<Piece> {
 /// Returns `target` after copying `pieces` of `source` to it.
 fn expected(mut target: Vec<u8>, source: &[u8], copies: impl Iterator<Item = (u64, u64, u64)>) -> Vec<u8> {
     for (from, to, bytes) in copies {
-        let (from, to, bytes) = (from as usize, to as usize, bytes as usize);
+        let (from, to, bytes) = (to_usize(from), to_usize(to), to_usize(bytes));
         target[to..to + bytes].copy_from_slice(&source[from..from + bytes]);
     }
     target

@@ -13,6 +13,7 @@ pub use document::{Absence, LinkRate, LinksDocument, MeasuredLink};
 pub use far::{Far, OnDevice, OverTransport};
 
 use crate::profile::Tool;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::random;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::time::Instant;
@@ -44,7 +45,7 @@ impl Default for LinkEffort {
 /// Returns bytes in which every group of 8 encodes its position and `seed`.
 pub(crate) fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     let words = (0..bytes.div_ceil(8)).flat_map(|at| random::bits(seed, at).to_le_bytes());
-    words.take(bytes as usize).collect()
+    words.take(to_usize(bytes)).collect()
 }
 
 /// Checks that data sent to the far end comes back byte for byte, overwriting the near memory in between.

@@ -6,6 +6,7 @@ use crate::cases::{Case, SuiteLevel, TokenSpread};
 use crate::ids;
 use crate::suite::{Entry, attempt, entries};
 use crate::{CaseReport, CheckOutcome};
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Slice};
 use std::collections::BTreeMap;
@@ -61,7 +62,7 @@ fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> 
     if matches!(sig, OpSig::Gemm { .. }) || tried.is_empty() && !needs_spread(sig) {
         tried.push(Entry { name: sig.name(), case: Some(small) });
     }
-    let mut result = Check { class, cases: tried.len() as u32, passed: true, ratio_max: None, reason: None };
+    let mut result = Check { class, cases: to_u32(tried.len()), passed: true, ratio_max: None, reason: None };
     if tried.is_empty() {
         (result.passed, result.reason) = (false, Some("the suite has no case of these dtypes".to_owned()));
     }
@@ -125,17 +126,17 @@ pub(crate) fn spot(device: &dyn Device, cmd: &Cmd) -> Result<(), String> {
         let bytes = u64::from(cols) * dtype.size_bytes();
         let start = u64::from(row) * bytes;
         let aligned = start - start % device.limits().alignment_bytes.max(4);
-        let mut data = vec![0; (start + bytes - aligned) as usize];
+        let mut data = vec![0; to_usize(start + bytes - aligned)];
         let part = slice.range(aligned, data.len() as u64);
         device.read(&part, &mut data).map_err(|e| format!("reading the result back: {e}"))?;
-        Ok(dtype.decode(&data[(start - aligned) as usize..]))
+        Ok(dtype.decode(&data[to_usize(start - aligned)..]))
     };
     let mut stream = Stream::new(u64::from(m) << 40 ^ u64::from(n) << 20 ^ u64::from(k));
     for spot in 0..SPOTS {
         // always including the last element, behind the last whole tile
         let last = spot == 0;
-        let r = if last { m - 1 } else { stream.below(u64::from(m)) as u32 };
-        let c = if last { n - 1 } else { stream.below(u64::from(n)) as u32 };
+        let r = if last { m - 1 } else { to_u32(stream.below(u64::from(m))) };
+        let c = if last { n - 1 } else { to_u32(stream.below(u64::from(n))) };
         let got = row(out_at, r, n, out)?[c as usize];
         let (a, b) = (row(x_at, r, k, x)?, row(weight_at, c, k, weight)?);
         let want: f64 = a.iter().zip(&b).map(|(a, b)| a * b).sum();

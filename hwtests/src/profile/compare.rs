@@ -4,6 +4,7 @@ use super::control::drift;
 use super::document::{PointResult, ProfileDocument};
 use super::stats::SampleStats;
 use crate::numbers::scaled;
+use mixfleet_hal::cast::to_u32;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -138,15 +139,15 @@ impl Comparison {
 
 impl GroupRatio {
     fn new(group: &str, ratios: &[(f64, ComparisonVerdict)]) -> GroupRatio {
-        let count = |verdict| ratios.iter().filter(|(_, v)| *v == verdict).count() as u32;
+        let count = |verdict| to_u32(ratios.iter().filter(|(_, v)| *v == verdict).count());
         let mean = ratios.iter().map(|(ratio, _)| ratio.ln()).sum::<f64>() / ratios.len() as f64;
         GroupRatio {
             group: group.to_owned(),
-            points: ratios.len() as u32,
+            points: to_u32(ratios.len()),
             faster: count(ComparisonVerdict::Faster),
             slower: count(ComparisonVerdict::Slower),
             drifted: count(ComparisonVerdict::Drifted),
-            within_5_percent: ratios.iter().filter(|(r, _)| (1.0 / 1.05..=1.05).contains(r)).count() as u32,
+            within_5_percent: to_u32(ratios.iter().filter(|(r, _)| (1.0 / 1.05..=1.05).contains(r)).count()),
             ratio: mean.exp(),
         }
     }

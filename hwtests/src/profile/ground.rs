@@ -5,6 +5,7 @@
 //! (activations) stays in place and may be *warm*, as in the engine.
 
 use super::Problem;
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::MIB;
@@ -57,7 +58,7 @@ impl<'a> Ground<'a> {
         let limit = device.limits().allocation_bytes_max;
         let total = cold_bytes.max(operand_bytes).max(STRIDE);
         let slab_bytes = operand_bytes.max(total.min(256 * MIB)).clamp(STRIDE, limit.max(STRIDE));
-        let tile = noise(TILE_BYTES.min(total as usize));
+        let tile = noise(TILE_BYTES.min(to_usize(total)));
         let mut ground = Ground { device, tile, slabs: Vec::new(), slab_bytes, warm: None, bytes_max };
         for _ in 0..total.div_ceil(slab_bytes) {
             let slab = device.alloc(slab_bytes, BufferUsage::Weights)?;
@@ -85,7 +86,7 @@ impl<'a> Ground<'a> {
     pub(crate) fn fill(&self, slice: &Slice) -> Result<(), Problem> {
         let mut at = 0;
         while at < slice.bytes {
-            let piece = self.tile.len().min((slice.bytes - at) as usize);
+            let piece = self.tile.len().min(to_usize(slice.bytes - at));
             self.device.write(&slice.range(at, piece as u64), &self.tile[..piece])?;
             at += piece as u64;
         }
@@ -101,7 +102,7 @@ impl<'a> Ground<'a> {
         let stride = self.stride(bytes);
         let per_slab = (self.slab_bytes / stride).max(1);
         let index = index % (per_slab * self.slabs.len() as u64);
-        self.slabs[(index / per_slab) as usize].range(index % per_slab * stride, bytes)
+        self.slabs[to_usize(index / per_slab)].range(index % per_slab * stride, bytes)
     }
 
     /// Returns the number of disjoint windows of `bytes` bytes.
@@ -156,7 +157,7 @@ impl<'a> Ground<'a> {
         let warm = |i: usize| if cold[i] { 0 } else { self.stride(bytes[i]) };
         let set_bytes: u64 = (0..operands.len()).map(warm).sum();
         let buffer = self.warm_buffer(sets * set_bytes)?;
-        let mut all = Vec::with_capacity(sets as usize);
+        let mut all = Vec::with_capacity(to_usize(sets));
         let mut at = 0;
         for _ in 0..sets {
             let mut slices = Vec::with_capacity(operands.len());
@@ -236,9 +237,9 @@ fn words(values: impl IntoIterator<Item = u32>) -> Vec<u8> {
 
 /// Returns 0 .. n in random order, as KV pages are in practice.
 fn shuffled(n: u64) -> Vec<u32> {
-    let (mut items, mut stream) = ((0..n as u32).collect::<Vec<_>>(), Stream::new(SEED));
+    let (mut items, mut stream) = ((0..to_u32(n)).collect::<Vec<_>>(), Stream::new(SEED));
     for i in (1..items.len()).rev() {
-        items.swap(i, stream.below(i as u64 + 1) as usize);
+        items.swap(i, to_usize(stream.below(i as u64 + 1)));
     }
     items
 }
@@ -248,7 +249,7 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
     let mut stream = Stream::new(SEED);
     match (*sig, operand.name) {
         (OpSig::Embed { tokens, vocab, .. }, "ids") => {
-            Some(words((0..tokens).map(|_| stream.below(u64::from(vocab)) as u32)))
+            Some(words((0..tokens).map(|_| to_u32(stream.below(u64::from(vocab))))))
         }
         // whole pages in random order, as a prefix cache allocates them
         (
@@ -263,14 +264,14 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
         }
         (_, "pages") => Some(words(shuffled(pages(sig)))),
         (OpSig::AttnDecode { sequences, kv_tokens, .. }, "range") => {
-            let context = (kv_tokens / u64::from(sequences.max(1))) as u32;
+            let context = to_u32(kv_tokens / u64::from(sequences.max(1)));
             Some(words((0..sequences).flat_map(|_| [0, context])))
         }
         (OpSig::AttnPrefill { tokens, sequences, .. }, "query_start") => {
             Some(words((0..=sequences).map(|i| i * (tokens / sequences.max(1)))))
         }
         (OpSig::AttnPrefill { sequences, kv_tokens, .. }, "context") => {
-            let context = (kv_tokens / u64::from(sequences.max(1))) as u32;
+            let context = to_u32(kv_tokens / u64::from(sequences.max(1)));
             Some(words((0..sequences).map(|_| context)))
         }
         // rotations preserve length, however often they are repeated

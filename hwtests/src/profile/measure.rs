@@ -7,6 +7,7 @@ use super::ground::{Ground, noise};
 use super::sampler::{NOISE_MAX, SampleBudget, Samples, TimeSource, sample};
 use super::stats::{SampleStats, quantile};
 use super::work::{LaunchCase, SustainedLoad, Work, gemm};
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Queue, Scalar, Slice, Support};
@@ -148,7 +149,7 @@ impl Bench<'_> {
             let (seconds, by) = self.elapsed(std::slice::from_ref(cmd))?;
             (once, timer) = (once.min(seconds), by);
         }
-        let runs = (SAMPLE_SECONDS / once.max(1e-9)).ceil().clamp(1.0, RUNS_MAX) as usize;
+        let runs = to_usize((SAMPLE_SECONDS / once.max(1e-9)).ceil().clamp(1.0, RUNS_MAX));
         let batches: Vec<Vec<Cmd>> = (0..commands.len().div_ceil(runs))
             .map(|batch| commands.iter().cycle().skip(batch * runs).take(runs).cloned().collect())
             .collect();
@@ -163,7 +164,7 @@ impl Bench<'_> {
         })?;
         self.elapsed(&commands[..1])?;
         let samples = samples.ok_or_else(|| Problem::Failed("the device tells no finite time".to_owned()))?;
-        Ok((samples, timer, runs as u32))
+        Ok((samples, timer, to_u32(runs)))
     }
 
     /// Returns the single-row product that reads `bytes` of weights, in the first supported dtype. It stands
@@ -208,7 +209,7 @@ impl Bench<'_> {
     fn transfer(&mut self, bytes: u64, effort: SampleBudget, to_device: bool) -> Result<Measured, Problem> {
         self.ground.region(bytes)?;
         let slice = self.device.alloc(bytes, BufferUsage::Kv)?;
-        let mut host = noise(bytes as usize);
+        let mut host = noise(to_usize(bytes));
         self.device.write(&slice, &host)?;
         let (device, clock) = (self.device, self.clock);
         let mut once = |runs: usize| {
@@ -219,10 +220,10 @@ impl Bench<'_> {
             Ok::<f64, Problem>((clock.seconds() - start) / runs as f64)
         };
         let first = once(1)?;
-        let runs = (SAMPLE_SECONDS / 10.0 / first.max(1e-9)).ceil().clamp(1.0, RUNS_MAX) as usize;
+        let runs = to_usize((SAMPLE_SECONDS / 10.0 / first.max(1e-9)).ceil().clamp(1.0, RUNS_MAX));
         let samples = sample(clock, effort, || once(runs))?;
         let samples = samples.ok_or_else(|| Problem::Failed("the clock stands still".to_owned()))?;
-        Ok(Measured::new(samples, Timer::Host, runs as u32))
+        Ok(Measured::new(samples, Timer::Host, to_u32(runs)))
     }
 
     /// Measures the host time from submission to the end of the wait, along with the device's own median time
@@ -344,7 +345,7 @@ impl Bench<'_> {
     fn long_run(&mut self, commands: &[Cmd], seconds: f64) -> Result<Measured, Problem> {
         self.elapsed(&commands[..1])?;
         let (once, timer) = self.elapsed(&commands[..1])?;
-        let runs = (seconds / LONG_SAMPLES / once.max(1e-9)).clamp(1.0, 4.0 * RUNS_MAX) as usize;
+        let runs = to_usize((seconds / LONG_SAMPLES / once.max(1e-9)).clamp(1.0, 4.0 * RUNS_MAX));
         let batch: Vec<Cmd> = commands.iter().cycle().take(runs).cloned().collect();
         let state = |device: &dyn Device| State::from(device.health());
         let (start, first) = (self.clock.seconds(), state(self.device));
@@ -381,7 +382,7 @@ impl Bench<'_> {
         let stats = SampleStats::new(each).ok_or_else(none)?;
         let flags = if stats.cv > NOISE_MAX { vec![Flag::Noisy] } else { Vec::new() };
         let samples = Samples { stats, ramp: 0, flags };
-        Ok(Measured { long_run: Some(long_run), ..Measured::new(samples, timer, runs as u32) })
+        Ok(Measured { long_run: Some(long_run), ..Measured::new(samples, timer, to_u32(runs)) })
     }
 }
 

@@ -11,6 +11,7 @@ use super::plan::{ModelShapes, ProfileLevel, plan};
 use super::sampler::{HostClock, SampleBudget, TimeSource};
 use super::work::{Group, LaunchCase, SustainedLoad, Work};
 use super::{Problem, check::Checks, fit};
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, GIB, MIB, Seconds};
 use mixfleet_hal::{DType, Device, OpSig};
@@ -109,7 +110,7 @@ impl ProfileOptions {
     }
 
     fn memory_max(&self, device: &dyn Device) -> u64 {
-        let memory = device.info().memory.0 as u64;
+        let memory = to_u64(device.info().memory.0);
         let (share, most) = match self.level {
             ProfileLevel::Quick => (8, GIB),
             ProfileLevel::Default => (8, 8 * GIB),

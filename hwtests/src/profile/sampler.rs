@@ -2,6 +2,7 @@
 
 use super::document::Flag;
 use super::stats::SampleStats;
+use mixfleet_hal::cast::to_u32;
 
 /// A clock, which tests can replace.
 pub trait TimeSource: Send + Sync {
@@ -85,7 +86,7 @@ pub(crate) fn sample<E>(
     let flag = |set: bool, flag| set.then_some(flag);
     let flags =
         [flag(!steady, Flag::Unsteady), flag(stats.cv > NOISE_MAX, Flag::Noisy), flag(few, Flag::FewSamples)];
-    Ok(Some(Samples { stats, ramp: ramp as u32, flags: flags.into_iter().flatten().collect() }))
+    Ok(Some(Samples { stats, ramp: to_u32(ramp), flags: flags.into_iter().flatten().collect() }))
 }
 
 fn agree(runs: &[f64]) -> bool {

@@ -1,5 +1,6 @@
 //! Statistics of a few samples.
 
+use mixfleet_hal::cast::to_usize;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -44,7 +45,7 @@ impl SampleStats {
 /// Returns a quantile of ascending samples, with linear interpolation (type 7 of Hyndman & Fan 1996).
 pub(crate) fn quantile(sorted: &[f64], q: f64) -> f64 {
     let at = q * (sorted.len() - 1) as f64;
-    let (low, share) = (at.floor() as usize, at.fract());
+    let (low, share) = (to_usize(at.floor()), at.fract());
     let high = (low + 1).min(sorted.len() - 1);
     sorted[low] + share * (sorted[high] - sorted[low])
 }

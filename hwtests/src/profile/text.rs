@@ -2,6 +2,7 @@
 
 use super::document::{Rate, Unit};
 use crate::numbers::scaled;
+use mixfleet_hal::cast::to_usize;
 
 /// Formats a rate: `41.2 GB/s`, `412 GFLOP/s`.
 pub fn rate(rate: Rate) -> String {
@@ -19,7 +20,7 @@ pub fn gibibytes(bytes: f64) -> String {
 
 /// Draws a share of one as a bar of `width` characters.
 pub fn bar(share: f64, width: usize) -> String {
-    let filled = (share.clamp(0.0, 1.0) * width as f64).round() as usize;
+    let filled = to_usize((share.clamp(0.0, 1.0) * width as f64).round());
     format!("{}{}", "#".repeat(filled), ".".repeat(width - filled))
 }
 

@@ -16,6 +16,7 @@ use super::start::StartInProcess;
 use crate::bench::Trouble;
 use crate::profile::{ProfileLevel, ProfileOptions, TimeSource};
 use mixfleet_hal::Device;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -259,7 +260,7 @@ impl<'a> Bed<'a> {
         let struck: Vec<u64> = (0..trial.seeds).filter(strikes).collect();
         let (mut passes, mut caught, mut timeouts) = (0, 0, 0);
         // a hit may have no effect, so try some more seeds
-        for &seed in struck.iter().take(2 * trial.passes_max as usize) {
+        for &seed in struck.iter().take(2 * to_usize(trial.passes_max)) {
             if passes == trial.passes_max {
                 break;
             }

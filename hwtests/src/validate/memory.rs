@@ -7,6 +7,7 @@
 use super::case::{CaseResult, CaseStatus};
 use super::protocol::{MemoryAsked, Settings, ValidationEffort};
 use crate::bench::Trouble;
+use mixfleet_hal::cast::{low_u32, to_u64, to_usize};
 use mixfleet_hal::random;
 use mixfleet_hal::{BufferUsage, Cmd, Device, ErrorKind, Health, OpSig, Queue, Slice, Support};
 use serde::Serialize;
@@ -108,7 +109,7 @@ fn troubled(id: String, trouble: Trouble) -> CaseResult {
 fn bytes_asked(device: &dyn Device, settings: &Settings) -> u64 {
     let bytes = match settings.memory {
         MemoryAsked::Bytes(bytes) => bytes,
-        MemoryAsked::Share(share) => (device.info().memory.0 * share.clamp(0.0, 1.0)) as u64,
+        MemoryAsked::Share(share) => to_u64(device.info().memory.0 * share.clamp(0.0, 1.0)),
     };
     bytes.next_multiple_of(CHUNK_BYTES).max(CHUNK_BYTES)
 }
@@ -156,7 +157,7 @@ impl<'a> Region<'a> {
 
     /// Writes `word(address)` to every word.
     fn write(&mut self, word: impl Fn(u64) -> u64) -> Result<(), Trouble> {
-        let mut bytes = vec![0; CHUNK_BYTES as usize];
+        let mut bytes = vec![0; to_usize(CHUNK_BYTES)];
         for (address, chunk) in self.chunks() {
             for (i, place) in (address..).zip(bytes.chunks_exact_mut(8)) {
                 place.copy_from_slice(&word(i).to_le_bytes());
@@ -181,7 +182,7 @@ impl<'a> Region<'a> {
         chunk: &Slice,
         word: &impl Fn(u64) -> u64,
     ) -> Result<(), Trouble> {
-        let mut bytes = vec![0; chunk.bytes as usize];
+        let mut bytes = vec![0; to_usize(chunk.bytes)];
         self.device.read(chunk, &mut bytes)?;
         let (words, _) = bytes.as_chunks::<8>();
         for (i, got) in (address..).zip(words) {
@@ -332,7 +333,7 @@ fn inversions_byte(region: &mut Region<'_>, settings: &Settings) -> Result<(), T
 
 fn inversions_random(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
     let rounds = if settings.effort == ValidationEffort::Quick { 1 } else { 6 };
-    (0..rounds).try_for_each(|round| inversions(region, random::bits(settings.seed, round) as u32))
+    (0..rounds).try_for_each(|round| inversions(region, low_u32(random::bits(settings.seed, round))))
 }
 
 /// Writes random words by address, then their complement.

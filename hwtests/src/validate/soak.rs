@@ -12,6 +12,7 @@ use crate::checked::checked;
 use crate::ids;
 use crate::inputs::encoded;
 use crate::suite::entries;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, OperandAccess, Queue, Slice, Support};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -323,7 +324,7 @@ impl<'a> SoakRun<'a> {
     }
 
     fn digest(&self) -> Result<String, Trouble> {
-        let mut bytes = vec![0; self.out.bytes as usize];
+        let mut bytes = vec![0; to_usize(self.out.bytes)];
         self.device.read(&self.out, &mut bytes)?;
         Ok(sha256(&bytes))
     }

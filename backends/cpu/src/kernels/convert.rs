@@ -2,6 +2,7 @@
 
 use super::simd::Simd;
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_usize;
 
 /// Loads one vector of `dtype`, widened.
 ///
@@ -44,7 +45,7 @@ pub(crate) unsafe fn load_part<S: Simd>(dtype: DType, from: *const u8, count: us
     let mut padded = [0u8; 64];
     // SAFETY: count < LANES elements of at most 4 bytes fit 64 bytes.
     unsafe {
-        std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), count * dtype.size_bytes() as usize);
+        std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), count * to_usize(dtype.size_bytes()));
         load::<S>(dtype, padded.as_ptr())
     }
 }
@@ -59,7 +60,7 @@ pub(crate) unsafe fn store_part<S: Simd>(dtype: DType, to: *mut u8, v: S::V, cou
     // SAFETY: LANES elements of at most 4 bytes fit 64 bytes.
     unsafe {
         store::<S>(dtype, padded.as_mut_ptr(), v);
-        std::ptr::copy_nonoverlapping(padded.as_ptr(), to, count * dtype.size_bytes() as usize);
+        std::ptr::copy_nonoverlapping(padded.as_ptr(), to, count * to_usize(dtype.size_bytes()));
     }
 }
 
@@ -69,7 +70,7 @@ pub(crate) unsafe fn store_part<S: Simd>(dtype: DType, to: *mut u8, v: S::V, cou
 /// `from` holds `count` elements; `to` has room for `count` rounded up to `LANES`; no overlap.
 #[inline(always)]
 pub(crate) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, count: usize) {
-    let size = dtype.size_bytes() as usize;
+    let size = to_usize(dtype.size_bytes());
     let whole = count - count % S::LANES;
     let mut i = 0;
     // SAFETY: the caller's promise.
@@ -90,7 +91,7 @@ pub(crate) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32,
 /// `from` holds `count` rounded up to `LANES`; `to` has room for `count` elements; no overlap.
 #[inline(always)]
 pub(crate) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8, count: usize) {
-    let size = dtype.size_bytes() as usize;
+    let size = to_usize(dtype.size_bytes());
     let whole = count - count % S::LANES;
     let mut i = 0;
     // SAFETY: the caller's promise.

@@ -4,6 +4,7 @@
 use super::convert::{load, load_part, narrow, store, store_part, widen};
 use super::simd::{Simd, Task, exp};
 use super::{Span, Worker, round_up};
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::{DType, Error, Result};
 use std::ops::Range;
 
@@ -45,7 +46,7 @@ pub(crate) fn convert_row(
     // has checked not to overlap.
     unsafe {
         if from_dtype == to_dtype {
-            std::ptr::copy_nonoverlapping(from, to, count * to_dtype.size_bytes() as usize);
+            std::ptr::copy_nonoverlapping(from, to, count * to_usize(to_dtype.size_bytes()));
             return;
         }
         let row = worker.scratch.words(round_up(count, PAD));
@@ -134,7 +135,7 @@ impl Task for Rope {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Rope { x, cos_sin, heads, head_dim, dtype, .. } = self;
-        let (half, size) = (head_dim / 2, dtype.size_bytes() as usize);
+        let (half, size) = (head_dim / 2, to_usize(dtype.size_bytes()));
         for token in self.tokens {
             let cos = cos_sin.at(DType::F32, token * head_dim);
             for head in 0..heads {
@@ -230,7 +231,7 @@ impl Task for Argmax {
                     largest = largest.max(x.add(i).read_unaligned());
                 }
                 let index = (0..self.cols).find(|&i| x.add(i).read_unaligned() == largest).unwrap_or(0);
-                self.out.at(DType::U32, row).cast::<u32>().write_unaligned(index as u32);
+                self.out.at(DType::U32, row).cast::<u32>().write_unaligned(to_u32(index));
             }
         }
     }

@@ -11,6 +11,7 @@
 
 use super::elementwise::convert_row;
 use super::{Span, Worker};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Error, Result};
 
 /// Shape and memory of a layer's keys and values.
@@ -26,7 +27,7 @@ pub(crate) struct PagedKv {
 
 impl PagedKv {
     fn size(&self) -> usize {
-        self.dtype.size_bytes() as usize
+        to_usize(self.dtype.size_bytes())
     }
 
     /// Returns the bytes of one head's part of a page.

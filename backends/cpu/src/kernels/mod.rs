@@ -20,6 +20,7 @@ use gemm::packed::{PackX, PanelOut};
 use gemm::rows::Rows;
 use gemm::{Operands, Shape};
 use kv::{Dense, PagedKv};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, OpSig, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -132,14 +133,14 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             unsafe { isa.run(Argmax { x: args[0], out: args[1], rows, cols }) };
         }
         OpSig::Copy { bytes } => {
-            let range = worker.share_in(bytes as usize, 4096);
+            let range = worker.share_in(to_usize(bytes), 4096);
             let (from, to) =
                 (args[0].start.wrapping_add(range.start), args[1].start.wrapping_add(range.start));
             // SAFETY: the caller's promise; `Cmd::new` refuses overlap.
             unsafe { std::ptr::copy_nonoverlapping(from, to, range.len()) };
         }
         OpSig::Fill { bytes, word } => {
-            for i in worker.share_in(bytes as usize / 4, 1024) {
+            for i in worker.share_in(to_usize(bytes) / 4, 1024) {
                 // SAFETY: the caller's promise.
                 unsafe { args[0].at(DType::U32, i).cast::<u32>().write_unaligned(word) };
             }
@@ -152,7 +153,7 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
 }
 
 fn elements_of(function: Binary, args: &[Span], elements: u64, dtype: DType, worker: &Worker<'_>) {
-    let range = worker.share_in(elements as usize, 1024);
+    let range = worker.share_in(to_usize(elements), 1024);
     let args = [args[0], args[1], args[2]];
     // SAFETY: the promise of `run`'s caller.
     unsafe { worker.isa.run(Elements { function, args, range, dtype }) };

@@ -1,6 +1,7 @@
 //! Operand memory as the kernels see it.
 
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_usize;
 
 /// The bytes of one operand. Its creator guarantees that they are valid, locked during the run, and written
 /// by at most one worker per byte between two barriers. Alignment is not guaranteed.
@@ -24,8 +25,8 @@ impl Span {
     /// Returns the address of element `index` of `dtype`.
     #[inline(always)]
     pub(crate) fn at(self, dtype: DType, index: usize) -> *mut u8 {
-        debug_assert!(index * dtype.size_bytes() as usize <= self.bytes);
-        self.start.wrapping_add(index * dtype.size_bytes() as usize)
+        debug_assert!(index * to_usize(dtype.size_bytes()) <= self.bytes);
+        self.start.wrapping_add(index * to_usize(dtype.size_bytes()))
     }
 
     /// Returns element `index` of a span of u32.

@@ -2,6 +2,7 @@
 
 use super::{DeviceRange, KernelArg, PlanStep, PlanTarget, VEC_BYTES, launch};
 use crate::kernels::{KernelProgram, KernelSource};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, OpSig, Result, Support};
 use std::fmt::Display;
 
@@ -148,7 +149,7 @@ pub(super) fn decode(
     let block_heads = ratio.div_ceil(groups).max(1);
     let blocks_per_part = u64::from(kv_heads) * u64::from(groups);
     let (parts, chunk) = cut(sig, blocks_per_part, target);
-    let (parts, chunk) = (parts as u32, u32::try_from(chunk).unwrap_or(u32::MAX / 2).next_multiple_of(64));
+    let (parts, chunk) = (to_u32(parts), u32::try_from(chunk).unwrap_or(u32::MAX / 2).next_multiple_of(64));
     let part_acc = target.scratch.address;
     let part_stat =
         part_acc + u64::from(sequences) * u64::from(heads) * u64::from(parts) * u64::from(head_dim) * 4;

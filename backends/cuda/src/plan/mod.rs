@@ -7,6 +7,7 @@ mod attention;
 mod gemm;
 
 use crate::kernels::{KernelProgram, KernelSource};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{DType, Error, OpSig, Result, Support};
 
@@ -145,7 +146,7 @@ fn launch(
         let message = format!("cuda: {kernel} over a grid of {grid:?} blocks; split the batch");
         return Err(Error::unsupported(message));
     }
-    let grid = grid.map(|blocks| blocks as u32);
+    let grid = grid.map(|blocks| to_u32(blocks));
     Ok(PlanStep::Launch(KernelLaunch { program, kernel, grid, threads, shared_bytes: 0, args }))
 }
 
@@ -255,7 +256,7 @@ fn rows_launch(
     threads_max: u64,
     args: Vec<KernelArg>,
 ) -> Result<PlanStep> {
-    let threads = u64::from(cols).div_ceil(vec).next_power_of_two().clamp(32, threads_max) as u32;
+    let threads = to_u32(u64::from(cols).div_ceil(vec).next_power_of_two().clamp(32, threads_max));
     let macros: [(&str, &dyn std::fmt::Display); 5] =
         [("X", &x), ("WEIGHT", &weight), ("OUT", &out), ("VEC", &vec), ("GROUP", &threads)];
     launch(KernelProgram::new(KernelSource::Rows, &macros), kernel, ([rows.into(), 1, 1], threads), args)

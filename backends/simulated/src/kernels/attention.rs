@@ -11,6 +11,7 @@ use super::{Tag, rows};
 use crate::digest::mix;
 use crate::memory::{Edit, Store};
 use crate::slots::{Division, SlotPools, Slots};
+use mixfleet_hal::cast::{low_u32, to_u32, to_usize};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
 
 const PIECE_BITS: u32 = 22;
@@ -68,7 +69,7 @@ fn with_pools<T>(
 
 /// Returns the pages that hold a sequence's tokens up to `end`, after checking that they exist.
 fn covering(row: &[u32], end: u64, page_tokens: u32, pages: u64) -> Result<&[u32]> {
-    let count = end.div_ceil(u64::from(page_tokens.max(1))) as usize;
+    let count = to_usize(end.div_ceil(u64::from(page_tokens.max(1))));
     let used = row.get(..count).ok_or_else(|| short(&format!("{end} tokens in {} pages", row.len())))?;
     match used.iter().find(|&&page| u64::from(page) >= pages) {
         Some(page) => Err(short(&format!("page {page} is outside a pool of {pages}"))),
@@ -166,7 +167,7 @@ pub(super) fn decode(store: &mut Store, cmd: &Cmd) -> Result<()> {
 fn put_part(row: &mut [u8], head_dim: u32, (query, sum): (u64, u64)) {
     let count = pieces(head_dim);
     let both = [sum, query].into_iter().flat_map(|word| {
-        (0..count).map(move |piece| (word >> (piece * PIECE_BITS)) as u32 & ((1 << PIECE_BITS) - 1))
+        (0..count).map(move |piece| low_u32(word >> (piece * PIECE_BITS)) & ((1 << PIECE_BITS) - 1))
     });
     for (element, piece) in row.as_chunks_mut::<4>().0.iter_mut().zip(both) {
         *element = (piece as f32).to_le_bytes();
@@ -179,7 +180,7 @@ fn part(row: &[u8], head_dim: u32) -> (u64, u64) {
     let word = |from: usize| {
         (0..pieces(head_dim)).fold(0u64, |word, piece| {
             let value = f32::from_le_bytes(elements[from + piece as usize]);
-            let whole = value as u32;
+            let whole = to_u32(value);
             let plain = (whole as f32).to_bits() == value.to_bits() && whole < 1 << PIECE_BITS;
             let bits =
                 if plain { u64::from(whole) } else { mix(Tag::Attention as u64, u64::from(value.to_bits())) };

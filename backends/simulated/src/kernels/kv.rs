@@ -7,6 +7,7 @@ use super::{Tag, rows};
 use crate::digest::{self, mix};
 use crate::memory::{Edit, Store};
 use half::{bf16, f16};
+use mixfleet_hal::cast::{to_u8, to_usize};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
 
 /// Number of elements after which a row repeats: 256 bits of its digest.
@@ -16,7 +17,7 @@ const PATTERN: usize = 64;
 fn filled<const N: usize>(dtype: DType, elements: usize, digests: &[u64], out: &mut Vec<u8>) {
     let codes: [[u8; N]; 16] = std::array::from_fn(|value| {
         let mut code = [0; N];
-        digest::put_small(dtype, &mut code, value as u8);
+        digest::put_small(dtype, &mut code, to_u8(value));
         code
     });
     for &digest in digests {
@@ -46,7 +47,7 @@ pub(super) fn write(store: &mut Store, cmd: &Cmd) -> Result<()> {
     for (tag, from, pool) in [(Tag::Key, &args[0], &args[3]), (Tag::Value, &args[1], &args[4])] {
         let mut digests = rows::digests(store, from, tokens, x)?;
         digests.iter_mut().for_each(|digest| *digest = mix(tag as u64, *digest));
-        let mut rows = Vec::with_capacity(slots.len() * elements * kv.size_bytes() as usize);
+        let mut rows = Vec::with_capacity(slots.len() * elements * to_usize(kv.size_bytes()));
         match kv.size_bytes() {
             1 => filled::<1>(kv, elements, &digests, &mut rows),
             2 => filled::<2>(kv, elements, &digests, &mut rows),
@@ -63,7 +64,7 @@ pub(super) fn gather(store: &mut Store, cmd: &Cmd) -> Result<()> {
     };
     let args = cmd.args();
     let slots = store.words(&args[0])?;
-    let row_bytes = (kv_heads * head_dim) as usize * kv.size_bytes() as usize;
+    let row_bytes = (kv_heads * head_dim) as usize * to_usize(kv.size_bytes());
     let mut rows = Vec::with_capacity(2 * row_bytes * tokens as usize); // [tokens, 2, kv_heads, head_dim]
     for &slot in &slots {
         for pool in &args[1..3] {

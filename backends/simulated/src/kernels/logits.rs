@@ -9,10 +9,11 @@
 use super::rows;
 use crate::digest;
 use crate::memory::{Edit, Live, Store};
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::{DType, Result, Slice};
 
 const PEAK: f32 = 1024.0;
-const ELEMENT_BYTES: usize = DType::F32.size_bytes() as usize;
+const ELEMENT_BYTES: usize = size_of::<f32>();
 
 /// Returns the winning element in a row of `cols` with this digest.
 fn winner(digest: u64, cols: u64) -> u64 {
@@ -42,7 +43,7 @@ pub(super) fn put(store: &mut Store, slice: &Slice, digests: &[u64]) -> Result<(
     }
     let bytes = content.as_bytes_mut()?;
     for offset in offsets {
-        bytes[offset as usize..][..ELEMENT_BYTES].copy_from_slice(&PEAK.to_le_bytes());
+        bytes[to_usize(offset)..][..ELEMENT_BYTES].copy_from_slice(&PEAK.to_le_bytes());
     }
     Ok(())
 }
@@ -55,7 +56,7 @@ pub(super) fn argmax(store: &mut Store, args: &[Slice], cols: u32) -> Result<()>
     let best = range.clone().step_by(row_bytes.max(1)).map(|start| {
         let mut peaks = content.peaks.range(start as u64..(start + row_bytes) as u64);
         match (known, peaks.next(), peaks.next()) {
-            (true, Some(&peak), None) => ((peak as usize - start) / ELEMENT_BYTES) as u32,
+            (true, Some(&peak), None) => to_u32((to_usize(peak) - start) / ELEMENT_BYTES),
             _ => largest(&content.as_bytes()[start..][..row_bytes]),
         }
     });
@@ -71,7 +72,7 @@ fn largest(row: &[u8]) -> u32 {
     for (at, &element) in row.as_chunks::<ELEMENT_BYTES>().0.iter().enumerate() {
         let value = f32::from_le_bytes(element);
         if value > best.0 || (none && !value.is_nan()) {
-            (best, none) = ((value, at as u32), false);
+            (best, none) = ((value, to_u32(at)), false);
         }
     }
     best.1

@@ -4,6 +4,7 @@
 use super::{Tag, logits};
 use crate::digest::{self, mix, of_bytes};
 use crate::memory::{Content, Edit, Live, Store};
+use mixfleet_hal::cast::{to_u8, to_usize};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
 use std::ops::Range;
 
@@ -23,7 +24,7 @@ pub(super) fn digests(store: &Store, slice: &Slice, rows: u32, dtype: DType) -> 
 
 /// Writes each row's digest to `slice`.
 pub(super) fn put(store: &mut Store, slice: &Slice, dtype: DType, digests: &[u64]) -> Result<()> {
-    let row_bytes = slice.bytes as usize / digests.len().max(1);
+    let row_bytes = to_usize(slice.bytes) / digests.len().max(1);
     let bytes = store.edit(slice, Edit::Rows(row_bytes as u64, dtype))?;
     for (row, &digest) in digests.iter().enumerate() {
         digest::write(dtype, &mut bytes[row * row_bytes..][..row_bytes], digest);
@@ -41,7 +42,7 @@ pub(super) fn embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
     if let Some(id) = ids.iter().find(|&&id| id >= vocab) {
         return Err(Error::invalid(format!("embed: id {id} is outside a table of {vocab} rows")));
     }
-    let row_bytes = hidden as usize * table.size_bytes() as usize;
+    let row_bytes = hidden as usize * to_usize(table.size_bytes());
     let (content, range) = store.content(&args[1])?;
     let row = |id: u32| &content.as_bytes()[range.clone()][id as usize * row_bytes..][..row_bytes];
     if content.is_weights() {
@@ -51,7 +52,7 @@ pub(super) fn embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
     }
     let picked: Vec<Vec<f64>> =
         ids.iter().map(|&id| table.decode(&row(id)[..digest::lane_bytes(table, row_bytes)])).collect();
-    let out_bytes = hidden as usize * out.size_bytes() as usize;
+    let out_bytes = hidden as usize * to_usize(out.size_bytes());
     let target = store.edit(&args[2], Edit::Rows(out_bytes as u64, out))?;
     for (at, values) in picked.iter().enumerate() {
         let mut lanes = Vec::with_capacity(64);
@@ -116,9 +117,9 @@ pub(super) fn elementwise(store: &mut Store, tag: Tag, args: &[Slice], dtype: DT
         (a, b) if a == b => a,
         _ => None,
     };
-    let bytes = args[0].bytes as usize;
+    let bytes = to_usize(args[0].bytes);
     let (stride, edit) = match stride {
-        Some(stride) => (stride as usize, Edit::Rows(stride, dtype)),
+        Some(stride) => (to_usize(stride), Edit::Rows(stride, dtype)),
         None => (bytes, Edit::Any),
     };
     let live = match edit {
@@ -127,7 +128,7 @@ pub(super) fn elementwise(store: &mut Store, tag: Tag, args: &[Slice], dtype: DT
     };
     let spans: Vec<Range<usize>> =
         (0..bytes).step_by(stride.max(1)).map(|start| start..(start + live).min(bytes)).collect();
-    let (size, bits) = (dtype.size_bytes() as usize, digest::lanes(dtype).1);
+    let (size, bits) = (to_usize(dtype.size_bytes()), digest::lanes(dtype).1);
     let mut results = Vec::with_capacity(spans.len() * live);
     let (a, b) = (store.bytes(&args[0])?, store.bytes(&args[1])?);
     for span in spans.iter().cloned() {
@@ -149,7 +150,7 @@ fn combined(tag: Tag, a: u32, b: u32, bits: u32) -> u8 {
     if a == 0 && b == 0 {
         return 0;
     }
-    (mix(tag as u64, u64::from(a) | u64::from(b) << 32) & ((1 << bits) - 1)) as u8
+    to_u8(mix(tag as u64, u64::from(a) | u64::from(b) << 32) & ((1 << bits) - 1))
 }
 
 /// Returns the bytes of a row, if `slice` starts with one and holds only lanes of such rows.

@@ -3,6 +3,7 @@
 use super::kv::Part;
 use super::{Operand, Planner};
 use crate::kernels::{File, Kernel};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, OpSig, Result};
 
 /// Threads per workgroup.
@@ -90,7 +91,7 @@ impl Heads {
             self.pages_max,
             part.first,
             part.end,
-            queries.blocks as u32,
+            to_u32(queries.blocks),
             self.window,
             queries.range.0,
             queries.range.1,
@@ -149,7 +150,7 @@ impl Planner {
             let queries = Queries {
                 inputs: [&q, query_start, context, pages],
                 sequences,
-                range: (first as u32, (first + count) as u32),
+                range: (to_u32(first), to_u32(first + count)),
                 blocks,
                 parts: 1,
                 part_keys: u32::MAX,
@@ -162,10 +163,10 @@ impl Planner {
             for (number, part) in parts.iter().enumerate() {
                 let kernel = heads.kernel(true, rows, keys, q.dtype, &part.pools[0]);
                 let kernel = kernel.flag("NORMALISED", whole).dtype("OUT", target[0].dtype);
-                self.attend(heads, &kernel, &queries, part, number as u32, target);
+                self.attend(heads, &kernel, &queries, part, to_u32(number), target);
             }
             if let Some([acc, stat]) = &partial {
-                let shape = (parts.len() as u32, lines as u32, heads.head_dim);
+                let shape = (to_u32(parts.len()), to_u32(lines), heads.head_dim);
                 self.merge(sig, shape, [acc, stat], &out, None)?;
             }
         }
@@ -201,10 +202,10 @@ impl Planner {
             let lines = count * u64::from(heads.heads);
             let queries = Queries {
                 inputs: [&q, &range, &range, &pages],
-                sequences: count as u32,
-                range: (0, count as u32),
+                sequences: to_u32(count),
+                range: (0, to_u32(count)),
                 blocks: count * u64::from(heads.ratio().div_ceil(rows)),
-                parts: cuts as u32,
+                parts: to_u32(cuts),
                 part_keys,
             };
             let whole = partials == 1;
@@ -215,10 +216,10 @@ impl Planner {
             for (number, part) in parts.iter().enumerate() {
                 let kernel = heads.kernel(false, rows, DECODE_KEYS, q.dtype, &part.pools[0]);
                 let kernel = kernel.flag("NORMALISED", false).dtype("OUT", DType::F32);
-                self.attend(heads, &kernel, &queries, part, number as u32, target);
+                self.attend(heads, &kernel, &queries, part, to_u32(number), target);
             }
             if let Some([acc_parts, stat_parts]) = &partial {
-                let shape = (partials as u32, lines as u32, heads.head_dim);
+                let shape = (to_u32(partials), to_u32(lines), heads.head_dim);
                 self.merge(sig, shape, [acc_parts, stat_parts], &acc, Some(&stat))?;
             }
         }

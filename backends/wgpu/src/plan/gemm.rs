@@ -2,6 +2,7 @@
 
 use super::{Operand, Planner};
 use crate::kernels::{File, Kernel};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, OpSig, Result};
 
 /// Rows up to which reading the weights once per four rows is faster than a mostly empty tile.
@@ -38,7 +39,7 @@ impl Planner {
                 let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(col, cols));
                 let (kernel, groups) = kernel(&x, &weight, &target, rows, cols, k);
                 let flags = [u32::from(bias.is_some()), u32::from(adds)];
-                let shape = [rows as u32, cols as u32, k, n, col as u32, flags[0], flags[1]];
+                let shape = [to_u32(rows), to_u32(cols), k, n, to_u32(col), flags[0], flags[1]];
                 self.dispatch(&kernel, &[&x, &weight, &bias_part], &[&target], &shape, groups);
             }
             if wide {

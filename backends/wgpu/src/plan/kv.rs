@@ -2,6 +2,7 @@
 
 use super::{GROUP, NAN, Operand, Planner, words};
 use crate::kernels::{File, Kernel};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Error, OpSig, Result};
 
 /// A part of keys and values: pages from `first` to `end`.
@@ -23,10 +24,10 @@ impl Planner {
         let bytes = page * pools[0].dtype.size_bytes();
         let parts = self.runs_of(sig, pages, bytes, 1)?.into_iter().map(|(first, count)| Part {
             pools: pools.map(|pool| pool.part(first * page, count * page)),
-            first: first as u32,
-            end: (first + count) as u32,
+            first: to_u32(first),
+            end: to_u32(first + count),
         });
-        Ok((parts.collect(), pages as u32))
+        Ok((parts.collect(), to_u32(pages)))
     }
 
     pub(super) fn kv(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
@@ -58,8 +59,9 @@ impl Planner {
             let rows = rows.map(|operand| operand.part(token * row, count * row));
             let slots = slots.part(token, count);
             for part in &parts {
-                let shape = [count as u32, kv_heads, head_dim, page_tokens, part.first, part.end, pages, NAN];
-                let shape = [&shape[..], &[row as u32, v_at as u32]].concat();
+                let shape =
+                    [to_u32(count), kv_heads, head_dim, page_tokens, part.first, part.end, pages, NAN];
+                let shape = [&shape[..], &[to_u32(row), to_u32(v_at)]].concat();
                 let [k_pool, v_pool] = &part.pools;
                 if gather {
                     let groups = words(count * row, other).div_ceil(GROUP.into());

@@ -2,6 +2,7 @@
 
 use crate::answer::GrantStatus;
 use crate::key::{KEY_BYTES, RegionKey};
+use mixfleet_hal::cast::{to_u32, to_u64};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
@@ -59,7 +60,7 @@ union Ancillary {
 /// Returns the user id of the peer.
 pub(super) fn user_of(socket: &UnixStream) -> io::Result<u32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    let mut length = to_u32(size_of::<libc::ucred>());
     // SAFETY: an open socket, and a place of the length that is said.
     let status = unsafe {
         let place = (&raw mut peer).cast();
@@ -77,7 +78,7 @@ pub(super) fn send_answer(socket: &UnixStream, answer: GrantStatus, files: &[Raw
     // SAFETY: all zero is an empty message.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
-    let data_bytes = size_of_val(files) as u32;
+    let data_bytes = to_u32(size_of_val(files));
     // SAFETY: `CMSG_SPACE` of two descriptors is 24 bytes of the 64; the header is written before the data.
     let sent = unsafe {
         if !files.is_empty() {
@@ -141,7 +142,7 @@ pub(super) fn is_sealed(file: RawFd, bytes: u64) -> io::Result<bool> {
         if seals < 0 || libc::fstat(file, &raw mut about) < 0 {
             return Err(io::Error::last_os_error());
         }
-        Ok(seals & libc::F_SEAL_SHRINK != 0 && about.st_size as u64 >= bytes)
+        Ok(seals & libc::F_SEAL_SHRINK != 0 && to_u64(about.st_size) >= bytes)
     }
 }
 

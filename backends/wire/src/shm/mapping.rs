@@ -5,6 +5,7 @@ use super::hello::{ShmHello, is_sealed, receive_answer};
 use super::{Address, socket_address};
 use crate::batches::Batches;
 use crate::memory::check;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -102,7 +103,7 @@ impl ShmMapping {
         }
         check(pieces, self.local.size_bytes(), self.bytes)?;
         for piece in pieces {
-            for at in (0..piece.bytes).step_by(CHUNK_BYTES as usize) {
+            for at in (0..piece.bytes).step_by(to_usize(CHUNK_BYTES)) {
                 let bytes = CHUNK_BYTES.min(piece.bytes - at);
                 self.copy(Piece { local: piece.local + at, remote: piece.remote + at, bytes }, direction)?;
             }
@@ -123,7 +124,7 @@ impl ShmMapping {
                 // SAFETY: the piece lies in the mapping. The owner does not use these bytes meanwhile, or
                 // checks them; a copy that another process sees half done is bytes like any other.
                 granted = self.control.copy(|| unsafe {
-                    let to = map.as_mut_ptr().add(remote as usize);
+                    let to = map.as_mut_ptr().add(to_usize(remote));
                     std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
                 });
             })?,
@@ -131,7 +132,7 @@ impl ShmMapping {
                 self.local.update(local, bytes, &mut |to| {
                     // SAFETY: as above.
                     granted = self.control.copy(|| unsafe {
-                        let from = map.as_ptr().add(remote as usize);
+                        let from = map.as_ptr().add(to_usize(remote));
                         std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len());
                     });
                 })?;
@@ -145,7 +146,7 @@ impl ShmMapping {
 impl Pages {
     fn map(file: &File, bytes: u64, access: RemoteAccess) -> std::io::Result<Self> {
         let mut options = memmap2::MmapOptions::new();
-        options.len(bytes.max(1) as usize);
+        options.len(to_usize(bytes.max(1)));
         if access.may_write() {
             let map = options.map_raw(file)?;
             crate::region::prefer_huge_pages(&map);

@@ -12,6 +12,7 @@ use crate::memory::check;
 use crate::pinned::PinnedRange;
 use crate::poll;
 use crate::stream::SecureStream;
+use mixfleet_hal::cast::to_u16;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Piece, RemoteAccess, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
@@ -99,7 +100,7 @@ impl TcpConnection {
     }
 
     fn frame(&self, batch: u64, verb: Verb, pieces: &[Piece]) -> Result<Frame> {
-        let head = Head { verb, ranges: pieces.len() as u16, frame: 0 };
+        let head = Head { verb, ranges: to_u16(pieces.len()), frame: 0 };
         let mut words = Vec::with_capacity(Head::BYTES + pieces.len() * Range::BYTES);
         words.extend(head.encode());
         let mut parts = Parts::default();

@@ -2,6 +2,7 @@
 
 use super::parts::Parts;
 use crate::stream::{SecureStream, remaining};
+use mixfleet_hal::cast::to_usize;
 use std::io;
 use std::time::Instant;
 
@@ -102,7 +103,7 @@ impl Inbox {
             if received == 0 {
                 return Err(ended());
             }
-            let wanted = received.min(parts.bytes() as usize);
+            let wanted = received.min(to_usize(parts.bytes()));
             parts.advance(wanted);
             self.to = received - wanted;
         }

@@ -1,5 +1,6 @@
 //! Lists of byte ranges by address, for vectored I/O.
 
+use mixfleet_hal::cast::to_usize;
 use std::collections::VecDeque;
 
 /// What remains to be sent or received. Whoever creates one keeps the memory alive while it is in use.
@@ -16,7 +17,7 @@ impl Parts {
     /// Appends `bytes` bytes at `address`.
     pub(super) fn push(&mut self, address: *mut u8, bytes: u64) {
         if bytes > 0 {
-            self.list.push_back(libc::iovec { iov_base: address.cast(), iov_len: bytes as usize });
+            self.list.push_back(libc::iovec { iov_base: address.cast(), iov_len: to_usize(bytes) });
             self.bytes += bytes;
         }
     }

@@ -8,6 +8,7 @@ use crate::batches::not_open;
 use crate::memory::check;
 use crate::stream::SecureStream;
 use ibverbs_sys::{ibv_access_flags, ibv_wr_opcode as opcode};
+use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::transport::{Endpoint, Piece, RemoteAccess, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, VecDeque};
@@ -203,8 +204,8 @@ impl VerbsEndpoint {
         self.next += 1;
         let mut count = 0;
         for piece in pieces {
-            for at in (0..piece.bytes).step_by(self.slice_bytes as usize) {
-                let bytes = self.slice_bytes.min(piece.bytes - at) as u32;
+            for at in (0..piece.bytes).step_by(to_usize(self.slice_bytes)) {
+                let bytes = to_u32(self.slice_bytes.min(piece.bytes - at));
                 let local = here + piece.local + at;
                 let remote = self.there.address + piece.remote + at;
                 self.lane()

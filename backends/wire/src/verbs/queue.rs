@@ -5,6 +5,7 @@ use super::device::{Nic, check};
 use super::offer::{PortGid, QueuePairAddress};
 use crate::pinned::PinnedRange;
 use ibverbs_sys as ffi;
+use mixfleet_hal::cast::{to_i32, to_usize};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io;
 use std::os::fd::RawFd;
@@ -53,7 +54,7 @@ impl Registration {
         let bytes = place.bytes();
         let address = place.address(0, bytes)?.cast();
         // SAFETY: this process' memory, which the place keeps where it is until this is dropped.
-        let raw = unsafe { ffi::ibv_reg_mr(nic.domain, address, bytes as usize, access.0.cast_signed()) };
+        let raw = unsafe { ffi::ibv_reg_mr(nic.domain, address, to_usize(bytes), access.0.cast_signed()) };
         if raw.is_null() {
             return Err(not_registered(nic, bytes, io::Error::last_os_error()));
         }
@@ -201,7 +202,7 @@ impl Completions {
             // SAFETY: `found` has room for POLL entries; an open context has this function.
             let count = unsafe {
                 let poll = (*self.nic.context).ops.poll_cq;
-                poll.map_or(-1, |poll| poll(self.raw, POLL as i32, found.as_mut_ptr()))
+                poll.map_or(-1, |poll| poll(self.raw, to_i32(POLL), found.as_mut_ptr()))
             };
             let count = usize::try_from(count)
                 .map_err(|_| failed(&self.nic, "completion queue", io::Error::last_os_error()))?;

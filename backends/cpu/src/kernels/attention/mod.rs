@@ -20,6 +20,7 @@ use super::panel::{DotBf16, Left, PairBf16, PairF16, Panel, WordF32, tile, tile_
 use super::simd::{Simd, Task};
 use super::{Span, round_up};
 use crate::isa::Isa;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Result};
 use page::{Segment, prefetch, segment};
 pub(crate) use softmax::scalar_exp;
@@ -136,7 +137,7 @@ impl Task for Attend<'_> {
 unsafe fn pack_queries<S: Simd>(task: &Tile<'_>, to: *mut f32, rows: usize, dot: bool) {
     let dim = task.pools.head_dim;
     let words = if dot { dim / 2 } else { dim };
-    let size = task.x.size_bytes() as usize;
+    let size = to_usize(task.x.size_bytes());
     // SAFETY: queries hold head_dim elements; `to` holds words * rows words.
     unsafe {
         std::ptr::write_bytes(to, 0, words * rows);

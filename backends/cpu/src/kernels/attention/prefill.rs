@@ -6,6 +6,7 @@ use crate::kernels::convert::{store, store_part};
 use crate::kernels::kv::PagedKv;
 use crate::kernels::simd::{Simd, Task};
 use crate::kernels::{Span, Worker, round_up};
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Error, Result};
 
 /// Shape and operands of an `AttnPrefill`.
@@ -160,7 +161,7 @@ impl Task for Normalise<'_> {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let (dim, dtype, size) = (self.dim, self.dtype, self.dtype.size_bytes() as usize);
+        let (dim, dtype, size) = (self.dim, self.dtype, to_usize(self.dtype.size_bytes()));
         for (row, &out) in self.outputs.iter().enumerate() {
             let sum = self.stats.sum[row];
             // SAFETY: the maker's promise: outputs hold `dim` elements, the room's rows whole vectors.

@@ -9,6 +9,7 @@ use super::convert::{load, load_part, store, store_part};
 use super::simd::Simd;
 use crate::isa::Isa;
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_usize;
 
 /// A Gemm's shape and dtypes.
 #[derive(Clone, Copy, Debug)]
@@ -78,7 +79,7 @@ pub(crate) unsafe fn finish<S: Simd>(
     count: usize,
 ) {
     let out = operands.out.at(shape.out, row * shape.n + column);
-    let out_size = shape.out.size_bytes() as usize;
+    let out_size = to_usize(shape.out.size_bytes());
     let mut i = 0;
     while i < count {
         let n = (count - i).min(S::LANES);

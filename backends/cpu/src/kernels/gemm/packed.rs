@@ -10,6 +10,7 @@ use crate::kernels::panel::{DotBf16, Left, Panel, WordF32, tile, tile_rows, tile
 use crate::kernels::round_up;
 use crate::kernels::simd::{Simd, Task};
 use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_usize;
 use std::ops::Range;
 
 /// Words of k per pass: a panel of 32 columns then takes 256 KiB, a quarter of a common L2.
@@ -63,7 +64,7 @@ unsafe fn transpose<S: Simd>(
     scratch: *mut f32,
 ) {
     let per_word = if source.word == DType::Bf16 { 2 } else { 1 };
-    let size = source.dtype.size_bytes() as usize;
+    let size = to_usize(source.dtype.size_bytes());
     let direct = source.word == source.dtype;
     // scratch: LANES rows of CHUNK words, then one block of LANES * LANES
     let (staged, block) = (scratch, scratch.wrapping_add(S::LANES * CHUNK));
@@ -159,7 +160,7 @@ impl Task for PackX {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Shape { m, k, x, .. } = self.shape;
-        let size = x.size_bytes() as usize;
+        let size = to_usize(x.size_bytes());
         let depth = words(self.dtype, k);
         for t in self.tiles {
             let first = t * tile_rows_max::<S>();
@@ -210,7 +211,7 @@ impl Task for PanelOut {
         let depth = words(self.dtype, k);
         let source = Source {
             start: self.operands.weight.at(weight, column * k),
-            row_bytes: k * weight.size_bytes() as usize,
+            row_bytes: k * to_usize(weight.size_bytes()),
             dtype: weight,
             elements: k,
             word: self.dtype,

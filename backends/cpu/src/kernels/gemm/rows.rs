@@ -52,6 +52,7 @@ macro_rules! widened {
         impl<S: Simd> LoadVectors<S> for $name {
             const ELEMENTS: usize = S::LANES;
             const X_BYTES: usize = 4;
+            #[expect(clippy::cast_possible_truncation, reason = "a constant, 4 at most")]
             const W_BYTES: usize = $dtype.size_bytes() as usize;
             #[inline(always)]
             unsafe fn x(from: *const u8) -> S::V {

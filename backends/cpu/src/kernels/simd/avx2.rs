@@ -159,7 +159,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn bf16_high(words: __m256) -> __m256 {
         // SAFETY: see above.
-        unsafe { _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32(0xFFFF_0000_u32 as i32))) }
+        unsafe { _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32(0xFFFF_0000_u32.cast_signed()))) }
     }
     #[inline(always)]
     unsafe fn f16_low(words: __m256) -> __m256 {

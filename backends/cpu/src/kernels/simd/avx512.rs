@@ -164,7 +164,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     unsafe fn bf16_high(words: __m512) -> __m512 {
         // SAFETY: see above.
-        unsafe { _mm512_and_ps(words, _mm512_castsi512_ps(_mm512_set1_epi32(0xFFFF_0000_u32 as i32))) }
+        unsafe { _mm512_and_ps(words, _mm512_castsi512_ps(_mm512_set1_epi32(0xFFFF_0000_u32.cast_signed()))) }
     }
     #[inline(always)]
     unsafe fn f16_low(words: __m512) -> __m512 {

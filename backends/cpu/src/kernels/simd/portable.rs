@@ -22,7 +22,7 @@ fn each(f: impl Fn(usize) -> f32) -> V {
 /// 2^n for n in -126..=127.
 #[inline(always)]
 fn power(n: i32) -> f32 {
-    f32::from_bits(((n + 127) as u32) << 23)
+    f32::from_bits((n + 127).cast_unsigned() << 23)
 }
 
 // SAFETY (all blocks below): pointers are valid for LANES elements, by the trait's contract.
@@ -119,6 +119,7 @@ impl Simd for Portable {
         each(|i| (v[i] + MAGIC) - MAGIC)
     }
     #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "a whole number")]
     unsafe fn scale(v: V, n: V) -> V {
         // in two factors, because 2^-150 and 2^128 are no normal numbers
         each(|i| {
@@ -135,6 +136,7 @@ impl Simd for Portable {
         each(|i| f32::from_bits(words[i].to_bits() & 0xFFFF_0000))
     }
     #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "the low half is meant")]
     unsafe fn f16_low(words: V) -> V {
         each(|i| f16::from_bits(words[i].to_bits() as u16).to_f32())
     }
