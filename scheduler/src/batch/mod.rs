@@ -124,6 +124,11 @@ impl<T> Sequence<T> {
         self.phase == Phase::Running && self.after == Some(After::Decode)
     }
 
+    /// It has blocks for all its tokens.
+    fn has_blocks(&self, block_tokens: u32) -> bool {
+        self.pages.len() as u64 * u64::from(block_tokens) >= u64::from(self.length)
+    }
+
     /// Its part in a step.
     fn part(&self, tokens: u32) -> StepSequence {
         let (request, start) = (self.place.request, self.computed);
@@ -142,8 +147,14 @@ fn publish<T: Text>(
     sequence: &mut Sequence<T>,
     actions: &mut Vec<Action<T::Block>>,
 ) {
+    let is_full = |block: u32| {
+        u64::from(sequence.computed) >= (u64::from(block) + 1) * u64::from(blocks.block_tokens())
+    };
+    if !is_full(sequence.published) {
+        return;
+    }
     let full = sequence.computed / blocks.block_tokens();
-    let mut stored = Vec::new();
+    let mut stored = Vec::with_capacity((full - sequence.published) as usize);
     for block in sequence.published..full {
         let (hash, text) = (sequence.text.hash(block), &sequence.text);
         if blocks.publish(sequence.pages[block as usize], hash, block, || text.block(block)) {
@@ -379,23 +390,45 @@ impl<T: Text> Instance<T> {
         evicted: &mut Vec<Evicted<T::Block>>,
         actions: &mut Vec<Action<T::Block>>,
     ) -> Step {
-        let running = self.places.of(Phase::Running).iter().map(|place| self.sequence(place.request));
-        let parts = running.filter(|sequence| sequence.pending() == 1).map(|sequence| sequence.part(1));
-        let mut step = Step { sequences: parts.collect() };
+        let (mut step, mut prompts) = (Step::default(), Vec::new());
+        // of those who decode, who needs a block first, in their order
+        let mut short = Vec::new();
+        for place in self.places.of(Phase::Running) {
+            let sequence = self.sequence(place.request);
+            match sequence.pending() {
+                0 => {}
+                1 => {
+                    step.sequences.push(sequence.part(1));
+                    if !sequence.has_blocks(self.limits.block_tokens) {
+                        short.push(place.request);
+                    }
+                }
+                _ => prompts.push(place.request),
+            }
+        }
         let mut budget = self.limits.step_tokens_max;
-        // Earlier ones may preempt later ones.
-        step.sequences.retain(|part| {
-            let runs = budget > 0 && self.decodes(part.request) && self.grow(part.request, evicted, actions);
-            budget -= u32::from(runs);
-            runs
-        });
+        if !short.is_empty() || step.sequences.len() > budget as usize {
+            // Earlier ones may preempt later ones.
+            let mut short = short.into_iter().peekable();
+            step.sequences.retain(|part| {
+                let is_short = short.next_if_eq(&part.request).is_some();
+                let runs = budget > 0
+                    && self.decodes(part.request)
+                    && (!is_short || self.grow(part.request, evicted, actions));
+                budget -= u32::from(runs);
+                runs
+            });
+        } else {
+            budget -= step.sequences.len() as u32;
+        }
         if !step.sequences.is_empty() {
             budget = budget.min(self.limits.prefill_tokens_beside_decode_max);
         }
-        for place in self.places.of(Phase::Running) {
-            let sequence = self.sequence(place.request);
+        for request in prompts {
+            let sequence = self.sequence(request);
             let pending = sequence.pending();
-            if budget == 0 || pending <= 1 {
+            // one that was preempted above has lost its blocks
+            if budget == 0 || sequence.phase != Phase::Running {
                 continue;
             }
             // A sequence that landed incomplete may have one token beyond its blocks: it decodes next.
@@ -421,8 +454,7 @@ impl<T: Text> Instance<T> {
         evicted: &mut Vec<Evicted<T::Block>>,
         actions: &mut Vec<Action<T::Block>>,
     ) -> bool {
-        let sequence = self.sequence(request);
-        if sequence.pages.len() as u64 * u64::from(self.limits.block_tokens) >= u64::from(sequence.length) {
+        if self.sequence(request).has_blocks(self.limits.block_tokens) {
             return true;
         }
         loop {

@@ -1,6 +1,6 @@
 //! Runs of equal steps, in one go: whoever has no device, but a clock, need not ask for each of them.
 
-use super::{Action, Instance, Phase, Text, publish};
+use super::{Action, Instance, Phase, StepSequence, Text, publish};
 
 impl<T: Text> Instance<T> {
     /// How many steps, `most` at most, would follow the one that runs with the same sequences, one token
@@ -16,6 +16,10 @@ impl<T: Text> Instance<T> {
             return 0;
         }
         let available = self.blocks.available();
+        // each has blocks for the token of this step
+        if self.in_step.len() * self.blocks.blocks_for(most) <= available {
+            return most;
+        }
         let suffice = |steps: u32| {
             let wanted = |length: u32, pages: usize| self.blocks.blocks_for(length + steps) - pages;
             sequences().map(|s| wanted(s.length, s.pages.len())).sum::<usize>() <= available
@@ -44,26 +48,27 @@ impl<T: Text> Instance<T> {
         let mut left = steps;
         while left > 0 {
             // Up to the next step that ends a block of somebody.
-            let to_edge = |computed: u32| block_tokens - computed % block_tokens;
-            let edges = in_step.iter().map(|part| to_edge(self.sequence(part.request).computed));
-            let now = edges.min().unwrap_or(left).min(left);
+            let to_edge = |part: &StepSequence| block_tokens - part.start % block_tokens;
+            let now = in_step.iter().map(to_edge).min().unwrap_or(left).min(left);
             left -= now;
-            for part in &in_step {
+            let mut short = Vec::new();
+            for part in &mut in_step {
                 let sequence = self.sequences.get_mut(part.request).expect("what runs is known");
                 sequence.computed += now;
                 sequence.length += now;
+                part.start += now;
                 publish(&mut self.blocks, sequence, actions);
+                if !sequence.has_blocks(block_tokens) {
+                    short.push(part.request);
+                }
             }
-            for part in &in_step {
-                let grown = self.grow(part.request, &mut evicted, actions);
+            for request in short {
+                let grown = self.grow(request, &mut evicted, actions);
                 assert!(grown, "more steps than there are blocks for");
             }
             if !evicted.is_empty() {
                 actions.push(Action::Evicted(std::mem::take(&mut evicted)));
             }
-        }
-        for part in &mut in_step {
-            *part = self.sequence(part.request).part(1);
         }
         self.in_step = in_step;
     }

@@ -5,7 +5,7 @@
 
 use super::learn::Corrections;
 use super::load::{Load, PromptQueue, Works};
-use super::{Instance, Role};
+use super::{Instance, RequestId, Role};
 use crate::cost::{CostModel, LinkCost};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use std::ops::{Deref, Range};
@@ -22,6 +22,8 @@ pub(super) struct Loads {
     answers: Vec<AnswerRow>,
     /// Where an instance's rows are, by position.
     rows: Vec<usize>,
+    /// Tokens in a KV block, by position.
+    block_tokens: Vec<u32>,
 }
 
 /// What instances have in common.
@@ -66,7 +68,6 @@ pub(super) struct PromptRow {
     pub(super) sequences: u32,
     pub(super) queue: PromptQueue,
     pub(super) ingress_until: Seconds,
-    pub(super) kv_block_tokens: u32,
 }
 
 /// An instance as ranked by those who decode.
@@ -107,7 +108,7 @@ impl Loads {
 
     /// Tokens in a KV block of the instance at `at`.
     pub(super) fn kv_block_tokens(&self, at: usize) -> u32 {
-        self.prompts[self.rows[at]].kv_block_tokens
+        self.block_tokens[at]
     }
 
     /// Changes the work, or the ways, of the instance at `at`.
@@ -122,6 +123,11 @@ impl Loads {
             answers.step = load.step(committed);
         }
         answer
+    }
+
+    /// Those of `requests` that decode on the instance at `at` got `tokens` tokens each: rows do not tell of it.
+    pub(super) fn grow(&mut self, at: usize, requests: &[RequestId], tokens: u32) {
+        self.all[at].grow(requests, tokens);
     }
 
     /// An instance joins, or changes; its work stays.
@@ -174,6 +180,8 @@ impl Loads {
         self.prompts.clear();
         self.answers.clear();
         self.rows.resize(self.all.len(), 0);
+        self.block_tokens.clear();
+        self.block_tokens.extend(self.all.iter().map(|load| load.spec.kv_block_tokens));
         for (row, (kind, at)) in order.into_iter().enumerate() {
             let rows = &mut self.kinds[kind].rows;
             *rows = if rows.end == 0 { row..row + 1 } else { rows.start..row + 1 };
@@ -191,7 +199,6 @@ impl PromptRow {
             sequences: load.batch().sequences,
             queue: load.prompt_queue(),
             ingress_until: load.ingress_until,
-            kv_block_tokens: load.spec.kv_block_tokens,
         }
     }
 }

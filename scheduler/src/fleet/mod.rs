@@ -30,7 +30,6 @@ pub use roles::Rebalance;
 
 use crate::cost::LinkCost;
 use crate::kv::{BlockHash, PrefixIndex, Prefixes, Tier};
-use crate::table::IdMap;
 use admit::Objectives;
 use forecast::Seat;
 use lengths::Lengths;
@@ -123,8 +122,8 @@ const PACE_FOLLOWS: f64 = 0.1;
 pub struct Fleet {
     config: FleetConfig,
     loads: Loads,
-    /// Where each one is among them.
-    positions: IdMap<usize>,
+    /// Of each, by position: in order.
+    ids: Vec<InstanceId>,
     /// Of pairs of instances.
     links: BTreeMap<(InstanceId, InstanceId), LinkCost>,
     /// Of pairs of pools.
@@ -139,6 +138,8 @@ pub struct Fleet {
     index: PrefixIndex,
     /// The last answer of the index, for its memory.
     prefixes: Prefixes,
+    /// What the last arrival could reuse, for its memory.
+    cached: Vec<u32>,
     /// None: nothing is copied.
     replicas: Option<replicate::Replicas>,
     random: Stream,
@@ -160,7 +161,7 @@ impl Fleet {
             replicas: config.replicate.map(replicate::Replicas::new),
             config,
             loads: Loads::default(),
-            positions: IdMap::default(),
+            ids: Vec::new(),
             links: BTreeMap::new(),
             pool_links: BTreeMap::new(),
             works: Works::default(),
@@ -168,6 +169,7 @@ impl Fleet {
             window: roles::Window::default(),
             index: PrefixIndex::default(),
             prefixes: Prefixes::default(),
+            cached: Vec::new(),
             turns: 0,
             fade_at: Seconds::ZERO,
             mean_price: None,
@@ -214,7 +216,9 @@ impl Fleet {
             Event::PrefillDone { request, instance } => self.prefill_done(now, request, instance, actions),
             Event::TransferDone { request, instance } => self.transfer_done(now, request, instance),
             Event::DecodeStep { instance, requests, tokens } => {
-                self.change(instance, |load| load.grow(&requests, tokens));
+                if let Some(at) = self.position(instance) {
+                    self.loads.grow(at, &requests, tokens);
+                }
             }
             Event::Others { instance, works } => self.others(now, instance, &works),
             Event::Measured { instance, steps } => self.measured(now, instance, &steps),
@@ -428,8 +432,7 @@ impl Fleet {
     /// Works out anew what depends on who is up.
     fn fleet_changed(&mut self) {
         self.mean_price = self.average_price();
-        let ids = self.loads.iter().map(|load| u64::from(load.spec.id.0));
-        self.positions = ids.zip(0..).collect();
+        self.ids = self.loads.iter().map(|load| load.spec.id).collect();
     }
 
     fn instance_down(&mut self, now: Seconds, instance: InstanceId, actions: &mut Vec<Action>) {

@@ -194,8 +194,7 @@ impl Fleet {
         let block = self.loads[holder].spec.kv_block_tokens.max(1);
         let chain = question.arrival.chains.iter().find(|chain| chain.block_tokens == block)?;
         let key = *chain.hashes.get((tokens / block).checked_sub(1)? as usize)?;
-        let holders = question.holders.iter().filter(|&&(_, held)| held >= tokens).count();
-        Some(Shared { key, tokens, block, holders })
+        Some(Shared { key, tokens, block, holders: question.longest_holders.len() })
     }
 
     /// What the request loses where it goes, since not every instance holds what it shares.
@@ -264,13 +263,12 @@ impl Fleet {
     /// The holder whose way out is free first, and how long the copy takes from now on.
     fn sender(&self, question: &Question<'_>, shared: Shared, to: usize) -> Option<(usize, Seconds)> {
         let free = |at: usize| self.loads[at].egress_until.max(question.now);
-        let holders = question.holders.iter().filter(|&&(at, held)| {
-            held >= shared.tokens
-                && self.loads[at].spec.kv_block_tokens == shared.block
+        let holders = question.longest_holders.iter().copied().filter(|&at| {
+            self.loads[at].spec.kv_block_tokens == shared.block
                 && self.link(&self.loads[at], &self.loads[to]).is_some()
         });
         let least = |best: usize, next: usize| if free(next) < free(best) { next } else { best };
-        let from = holders.map(|&(at, _)| at).reduce(least)?;
+        let from = holders.reduce(least)?;
         Some((from, self.pull_time(question.now, from, to, shared.tokens - question.cached_on(to))))
     }
 }

@@ -254,17 +254,24 @@ impl PrefixIndex {
         let Prefixes { found, alive } = answer;
         found.clear();
         alive.clear();
-        let (mut set, mut blocks) = (EMPTY, 0);
+        // `first` is the set of the first block, until another one comes: most of its members end there
+        let (mut first, mut set, mut blocks) = (EMPTY, EMPTY, 0);
         self.blocks.walk(chain, |next| {
             if set == EMPTY {
-                self.first_holders(next, found, alive);
+                first = next;
+            } else if next != set && first != EMPTY {
+                self.first_holders(first, Some(self.sets.members(next)), blocks, found, alive);
+                first = EMPTY;
             } else if next != set {
                 intersect(alive, self.sets.members(next), found, blocks);
             }
             set = next;
             blocks += 1;
-            !alive.is_empty()
+            first != EMPTY || !alive.is_empty()
         });
+        if first != EMPTY {
+            self.first_holders(first, None, blocks, found, alive);
+        }
         alive.iter().for_each(|alive| alive.count(found, blocks));
     }
 
@@ -349,12 +356,27 @@ impl PrefixIndex {
         }
     }
 
-    fn first_holders(&self, set: u32, found: &mut Vec<Prefix>, alive: &mut Vec<Alive>) {
-        for &member in self.sets.members(set) {
-            if let Holder::Counts(instance) = self.holders[member.holder() as usize] {
-                alive.push(Alive { member, place: found.len() as u32, since: 0 });
-                found.push(Prefix { instance, blocks: [0; 3] });
+    /// Those who hold the first `blocks` blocks, which have the set `first`. Alive are those of them who are among `next`.
+    fn first_holders(
+        &self,
+        first: u32,
+        next: Option<&[Member]>,
+        blocks: u32,
+        found: &mut Vec<Prefix>,
+        alive: &mut Vec<Alive>,
+    ) {
+        let members = self.sets.members(first);
+        found.reserve(members.len());
+        let mut next = next.unwrap_or_default();
+        for &member in members {
+            let Holder::Counts(instance) = self.holders[member.holder() as usize] else { continue };
+            let mut prefix = Prefix { instance, blocks: [0; 3] };
+            prefix.blocks[member.fastest()] = blocks;
+            next = from_holder(next, member.holder());
+            if let Some(&same) = next.first().filter(|same| same.holder() == member.holder()) {
+                alive.push(Alive { member: same, place: found.len() as u32, since: blocks });
             }
+            found.push(prefix);
         }
     }
 }

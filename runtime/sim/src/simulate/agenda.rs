@@ -1,7 +1,7 @@
 //! What will happen, in order of time; at one time in the order in which it was scheduled.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, VecDeque};
 
 /// Something that will happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -54,20 +54,65 @@ impl Ord for At {
 #[derive(Default)]
 pub(super) struct Agenda {
     heap: BinaryHeap<Reverse<(At, u64, Next)>>,
+    /// What happens at one time, which was the present one when it was scheduled: half of everything, and a queue costs less.
+    soon: VecDeque<(u64, Next)>,
+    soon_s: f64,
     scheduled: u64,
 }
 
 impl Agenda {
     pub(super) fn next_at(&self) -> Option<f64> {
-        self.heap.peek().map(|Reverse((at, ..))| at.0)
+        if self.soon_is_next() { Some(self.soon_s) } else { self.heap.peek().map(|Reverse((at, ..))| at.0) }
     }
 
-    pub(super) fn schedule(&mut self, at_s: f64, next: Next) {
+    pub(super) fn schedule(&mut self, now_s: f64, at_s: f64, next: Next) {
         self.scheduled += 1;
-        self.heap.push(Reverse((At(at_s), self.scheduled, next)));
+        if at_s == now_s && (self.soon.is_empty() || self.soon_s == at_s) {
+            self.soon_s = at_s;
+            self.soon.push_back((self.scheduled, next));
+        } else {
+            self.heap.push(Reverse((At(at_s), self.scheduled, next)));
+        }
     }
 
     pub(super) fn pop(&mut self) -> Option<(f64, Next)> {
+        if self.soon_is_next() {
+            return self.soon.pop_front().map(|(_, next)| (self.soon_s, next));
+        }
         self.heap.pop().map(|Reverse((at, _, next))| (at.0, next))
+    }
+
+    fn soon_is_next(&self) -> bool {
+        let Some(&(number, _)) = self.soon.front() else { return false };
+        self.heap.peek().is_none_or(|Reverse((at, other, _))| (At(self.soon_s), number) < (*at, *other))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mixfleet_hal::random::Stream;
+
+    #[test]
+    fn what_is_scheduled_happens_in_order_of_time_and_at_one_time_as_scheduled() {
+        for seed in 0..50 {
+            let mut random = Stream::new(seed);
+            let (mut agenda, mut naive, mut now_s, mut number) = (Agenda::default(), Vec::new(), 0.0, 0);
+            for _ in 0..400 {
+                if random.below(5) > 1 {
+                    let at_s = now_s + random.below(3) as f64;
+                    agenda.schedule(now_s, at_s, Next::Arrive { request: number });
+                    naive.push((at_s, number));
+                    number += 1;
+                    continue;
+                }
+                let first = naive.iter().copied().min_by(|a, b| a.partial_cmp(b).expect("times order"));
+                assert_eq!(agenda.next_at(), first.map(|(at_s, _)| at_s), "seed {seed}");
+                let popped = agenda.pop();
+                assert_eq!(popped, first.map(|(at_s, request)| (at_s, Next::Arrive { request })), "seed {seed}");
+                naive.retain(|&other| Some(other) != first);
+                now_s = first.map_or(now_s, |(at_s, _)| at_s);
+            }
+        }
     }
 }

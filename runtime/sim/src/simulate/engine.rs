@@ -321,7 +321,7 @@ impl Engine {
                 self.advance_to(steps - 1, outcomes);
                 self.ran(steps, outcomes);
                 if let Some(Plan::Run(run)) = self.at.take() {
-                    self.step_done(now_s, &run.parts, outcomes);
+                    self.step_done(now_s, &run.parts, run.done >= run.left, outcomes);
                 }
             }
             Some(Plan::Step { parts, began_s, time_s, decode_s }) => {
@@ -338,7 +338,7 @@ impl Engine {
                     }));
                 }
                 self.decoded(now_s, began_s, time_s, &parts, outcomes);
-                self.step_done(now_s, &parts, outcomes);
+                self.step_done(now_s, &parts, true, outcomes);
             }
         }
         self.carry_out(now_s, outcomes);
@@ -377,14 +377,15 @@ impl Engine {
         }
     }
 
-    /// Tells the machine that a step is done, and whose answers are complete with it.
-    fn step_done(&mut self, now_s: f64, parts: &[StepSequence], outcomes: &mut Vec<Outcome>) {
-        let mut sampled = Vec::new();
-        for part in parts.iter().filter(|part| part.sample) {
-            let request = part.request;
-            let finished = self.active.get(request).is_none_or(|a| a.generated >= a.output_tokens);
-            sampled.push(Sampled { request, finished });
-        }
+    /// Tells the machine that a step is done, and whose answers are complete with it; nobody's unless `some_end`.
+    fn step_done(&mut self, now_s: f64, parts: &[StepSequence], some_end: bool, outcomes: &mut Vec<Outcome>) {
+        let is_complete =
+            |request| self.active.get(request).is_none_or(|active| active.generated >= active.output_tokens);
+        let sampled = parts.iter().filter(|part| part.sample).map(|&StepSequence { request, .. }| Sampled {
+            request,
+            finished: some_end && is_complete(request),
+        });
+        let sampled: Vec<Sampled> = sampled.collect();
         let ended: Vec<u64> = sampled.iter().filter(|s| s.finished).map(|s| s.request).collect();
         self.tell(Event::StepDone { sampled });
         self.carry_out(now_s, outcomes);
@@ -460,10 +461,10 @@ impl Engine {
     /// A step begins, and with it those that are sure to follow it.
     fn begin(&mut self, began_s: f64, parts: Vec<StepSequence>) {
         self.plans += 1;
-        if let Some(run) = self.run(began_s, &parts) {
-            self.at = Some(Plan::Run(run));
-            return;
-        }
+        let parts = match self.run(began_s, parts) {
+            Ok(run) => return self.at = Some(Plan::Run(run)),
+            Err(parts) => parts,
+        };
         let (pieces, sequences, kv_tokens) = self.shape(&parts);
         let decode_s = if sequences == 0 { 0.0 } else { self.cost.decode_step_s(sequences, kv_tokens).0 };
         let time_s = self.cost.step_s(&pieces, sequences, kv_tokens).0;

@@ -229,7 +229,7 @@ impl<'a> World<'a> {
     }
 
     fn schedule(&mut self, at_s: f64, next: Next) {
-        self.agenda.schedule(at_s, next);
+        self.agenda.schedule(self.now_s, at_s, next);
     }
 
     fn tell(&mut self, event: Event) {

@@ -80,11 +80,13 @@ pub(super) struct Question<'a> {
     pub(super) score_unit: ScoreUnit,
     pub(super) wait_weight: f64,
     pub(super) objectives: Objectives,
-    /// Instances that hold a part of the prompt, in order, with the tokens that they can reuse,
-    pub(super) holders: Vec<Part>,
-    /// and the same of every instance, by position.
+    /// Leading prompt tokens that each instance can reuse, by position.
     pub(super) cached: Vec<u32>,
-    /// Until that is loaded from lower tiers; empty where nothing has to be.
+    /// The most of them.
+    pub(super) longest_tokens: u32,
+    /// Instances that hold so many, in order; none where nobody holds anything.
+    pub(super) longest_holders: Vec<usize>,
+    /// Until what is cached is loaded from lower tiers, by position; empty where nothing has to be.
     pub(super) loading: Vec<Seconds>,
 }
 
@@ -106,8 +108,7 @@ impl Question<'_> {
 
     /// The longest reusable prefix anywhere, and who holds it; the first of equals.
     pub(super) fn longest(&self) -> Option<Part> {
-        let longer = |best: Part, next: Part| if next.1 > best.1 { next } else { best };
-        self.holders.iter().copied().reduce(longer)
+        self.longest_holders.first().map(|&at| (at, self.longest_tokens))
     }
 }
 
@@ -169,7 +170,11 @@ impl Fleet {
             return (explanation, Err(RejectReason::QueueFull { requests, requests_max }));
         }
         let (cached, loading) = self.reusable(arrival);
-        let holders = cached.iter().copied().enumerate().filter(|&(_, tokens)| tokens > 0).collect();
+        let longest_tokens = cached.iter().copied().max().unwrap_or(0);
+        let longest_holders = match longest_tokens {
+            0 => Vec::new(),
+            _ => (0..cached.len()).filter(|&at| cached[at] == longest_tokens).collect(),
+        };
         let question = Question {
             now,
             arrival,
@@ -177,8 +182,9 @@ impl Fleet {
             score_unit,
             wait_weight,
             objectives,
-            holders,
             cached,
+            longest_tokens,
+            longest_holders,
             loading,
         };
         let picks = match self.config.policy {
@@ -196,6 +202,7 @@ impl Fleet {
         {
             self.weigh_copy(&question, &explanation.candidates[chosen]);
         }
+        self.cached = question.cached;
         (explanation, verdict)
     }
 
@@ -228,13 +235,17 @@ impl Fleet {
 
     /// Position of an instance.
     pub(super) fn position(&self, id: InstanceId) -> Option<usize> {
-        self.positions.get(u64::from(id.0)).copied()
+        // mostly ids are positions
+        let at = id.0 as usize;
+        if self.ids.get(at) == Some(&id) { Some(at) } else { self.ids.binary_search(&id).ok() }
     }
 
     /// Leading prompt tokens that instances hold and can reuse, and what loading them from lower tiers takes where it takes
     /// anything; by position. The last token is always computed: its logits give the first token.
     fn reusable(&mut self, arrival: &Arrival) -> (Vec<u32>, Vec<Seconds>) {
-        let mut cached = vec![0; self.loads.len()];
+        let mut cached = std::mem::take(&mut self.cached);
+        cached.clear();
+        cached.resize(self.loads.len(), 0);
         let mut loading = Vec::new();
         for chain in &arrival.chains {
             let block = chain.block_tokens.max(1);

@@ -57,8 +57,8 @@ fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> 
     }
     // of several holders of the same prefix, the one whose way out is free first
     let free = |at: usize| fleet.loads[at].egress_until.max(question.now).0;
-    let equals = question.holders.iter().filter(|&&(other, length)| other != at && length == tokens);
-    let holder = equals.fold(holder, |best, &(other, _)| if free(other) < free(best) { other } else { best });
+    let equals = question.longest_holders.iter().filter(|&&other| other != at);
+    let holder = equals.fold(holder, |best, &other| if free(other) < free(best) { other } else { best });
 
     let gap = tokens - own;
     let block = fleet.loads[at].spec.kv_block_tokens.max(1);

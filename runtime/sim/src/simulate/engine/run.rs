@@ -19,6 +19,8 @@ pub(super) struct Run {
     pub(super) done_s: f64,
     /// and all.
     pub(super) steps: u32,
+    /// Steps until the first answer is complete.
+    pub(super) left: u32,
 }
 
 impl Run {
@@ -66,16 +68,17 @@ impl Run {
 }
 
 impl Engine {
-    /// The step that has just begun and those that are sure to follow it. None if it does more than decode.
-    pub(super) fn run(&self, began_s: f64, parts: &[StepSequence]) -> Option<Run> {
+    /// The step that has just begun and those that are sure to follow it. Gives `parts` back if it does more than decode.
+    pub(super) fn run(&self, began_s: f64, parts: Vec<StepSequence>) -> Result<Run, Vec<StepSequence>> {
         let left = |part: &StepSequence| {
             let active = self.active.get(part.request).filter(|active| active.started && part.sample)?;
             (part.tokens == 1).then(|| active.output_tokens - active.generated)
         };
-        let left = parts.iter().map(left).try_fold(u32::MAX, |least, left| Some(least.min(left?)))?;
+        let least = parts.iter().map(left).try_fold(u32::MAX, |least, left| Some(least.min(left?)));
+        let Some(left) = least else { return Err(parts) };
         let steps = 1 + self.machine.steady_steps(left.max(1) - 1);
         let kv_tokens = parts.iter().map(|part| u64::from(part.start) + 1).sum();
-        Some(Run { parts: parts.to_vec(), began_s, kv_tokens, done: 0, done_s: began_s, steps })
+        Ok(Run { parts, began_s, kv_tokens, done: 0, done_s: began_s, steps, left })
     }
 
     /// Tells of the steps of a run that are done by `now_s`: a serving engine tells of each at once.
