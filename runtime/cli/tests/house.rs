@@ -70,7 +70,7 @@ const ROOMS: &[Room] = &[
         name: SCHEDULER,
         directory: "scheduler",
         rooms: &[HAL],
-        outside: Some(&["serde", "thiserror", "xxhash-rust"]),
+        outside: Some(&["hashbrown", "serde", "thiserror", "xxhash-rust"]),
     },
     Room {
         name: "mixfleet-sim",

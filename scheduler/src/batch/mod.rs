@@ -390,7 +390,8 @@ impl<T: Text> Instance<T> {
         evicted: &mut Vec<Evicted<T::Block>>,
         actions: &mut Vec<Action<T::Block>>,
     ) -> Step {
-        let (mut step, mut prompts) = (Step::default(), Vec::new());
+        let sequences = Vec::with_capacity(self.places.of(Phase::Running).len());
+        let (mut step, mut prompts) = (Step { sequences }, Vec::new());
         // of those who decode, who needs a block first, in their order
         let mut short = Vec::new();
         for place in self.places.of(Phase::Running) {

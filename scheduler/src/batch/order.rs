@@ -3,8 +3,8 @@
 use super::{Phase, RequestId};
 use mixfleet_hal::units::Seconds;
 use std::cmp::Ordering;
-use std::collections::BTreeSet;
-use std::ops::Bound;
+use std::collections::VecDeque;
+use std::collections::vec_deque::Iter;
 
 /// A request's place in the order: by when it is due, equal ones as they came.
 #[derive(Clone, Copy, Debug)]
@@ -35,22 +35,71 @@ impl PartialEq for Place {
 
 impl Eq for Place {}
 
+/// Places in order. Whoever comes is mostly the last and whoever goes the first, so that a queue does, and keeps its memory.
+#[derive(Debug, Default)]
+pub(super) struct InOrder(VecDeque<Place>);
+
+impl InOrder {
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn first(&self) -> Option<&Place> {
+        self.0.front()
+    }
+
+    pub(super) fn last(&self) -> Option<&Place> {
+        self.0.back()
+    }
+
+    pub(super) fn iter(&self) -> Iter<'_, Place> {
+        self.0.iter()
+    }
+
+    pub(super) fn insert(&mut self, place: Place) {
+        if self.0.back().is_none_or(|last| *last < place) {
+            self.0.push_back(place);
+        } else if let Err(at) = self.0.binary_search(&place) {
+            self.0.insert(at, place);
+        }
+    }
+
+    pub(super) fn remove(&mut self, place: &Place) {
+        if let Ok(at) = self.0.binary_search(place) {
+            self.0.remove(at);
+        }
+    }
+}
+
+impl<'a> IntoIterator for &'a InOrder {
+    type Item = &'a Place;
+    type IntoIter = Iter<'a, Place>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.iter()
+    }
+}
+
 /// Who is in which phase, in order.
 #[derive(Debug, Default)]
-pub(super) struct Places([BTreeSet<Place>; 6]);
+pub(super) struct Places([InOrder; 6]);
 
 impl Places {
-    pub(super) fn of(&self, phase: Phase) -> &BTreeSet<Place> {
+    pub(super) fn of(&self, phase: Phase) -> &InOrder {
         &self.0[phase as usize]
     }
 
-    pub(super) fn of_mut(&mut self, phase: Phase) -> &mut BTreeSet<Place> {
+    pub(super) fn of_mut(&mut self, phase: Phase) -> &mut InOrder {
         &mut self.0[phase as usize]
     }
 }
 
 /// The first of `places` after `after`, or of all.
-pub(super) fn next(places: &BTreeSet<Place>, after: Option<Place>) -> Option<Place> {
-    let from = after.map_or(Bound::Unbounded, Bound::Excluded);
-    places.range((from, Bound::Unbounded)).next().copied()
+pub(super) fn next(places: &InOrder, after: Option<Place>) -> Option<Place> {
+    let from = after.map_or(0, |after| places.0.partition_point(|place| *place <= after));
+    places.0.get(from).copied()
 }

@@ -92,19 +92,6 @@ impl Table {
         self.entries += 1;
     }
 
-    /// Adds `number` at `hash` unless `is_it` returns true for one there; returns whether it did.
-    pub(super) fn insert_new(&mut self, hash: u64, number: u32, is_it: impl Fn(u32) -> bool) -> bool {
-        let (segment, place) = self.locate(hash);
-        let segment = &mut self.segments[segment];
-        let new = segment.find(place, is_it).is_none();
-        if new {
-            segment.insert(Entry::new(place, number));
-            self.entries += 1;
-        }
-        new
-    }
-
-    /// Removes `number` at `hash`, where it must be.
     pub(super) fn remove(&mut self, hash: u64, number: u32) {
         let (segment, place) = self.locate(hash);
         let segment = &mut self.segments[segment];

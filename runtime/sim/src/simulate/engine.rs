@@ -342,9 +342,11 @@ impl Engine {
             }
         }
         self.carry_out(now_s, outcomes);
-        for message in std::mem::take(&mut self.inbox) {
+        let mut inbox = std::mem::take(&mut self.inbox);
+        for message in inbox.drain(..) {
             self.handle(now_s, message, outcomes);
         }
+        self.inbox = inbox;
     }
 
     /// Tokens of one step for those that decode, and the first ones of prompts.

@@ -554,7 +554,10 @@ impl<'a> World<'a> {
     /// An answer is complete, with the times between its tokens since it got its last place.
     fn end(&mut self, request: u64, gaps: Vec<Gaps>) {
         if let Some(mut flight) = self.flights.remove(request) {
-            let gaps = [std::mem::take(&mut flight.gaps), gaps].concat();
+            let mut gaps = gaps;
+            if !flight.gaps.is_empty() {
+                gaps.splice(..0, std::mem::take(&mut flight.gaps));
+            }
             let answer = self.ledger.finished(&flight, self.now_s, &gaps);
             self.timeline.completed(self.engines[flight.decode as usize].pool());
             self.observer.finished(self.now_s, &answer);
