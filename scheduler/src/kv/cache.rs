@@ -23,21 +23,23 @@ pub enum CachePolicy {
 
 const NONE: u32 = u32::MAX;
 
+/// In place of the next one: it is on no shelf, since somebody uses it.
+const IN_USE: u32 = u32::MAX - 1;
+
 /// Depth of a block without a key.
 const NAMELESS: u32 = u32::MAX;
 
-/// A cached block: 28 bytes plus the table's 6 to 12.
+/// A cached block: 24 bytes plus the table's 6 to 12.
 #[derive(Clone, Copy)]
 struct Entry {
     /// The key in halves, to avoid padding.
     hash: [u32; 2],
-    /// Neighbours on the shelf; in the list of free entries, `newer` is the next one.
+    /// Neighbours on the shelf. Of a pinned block, which is on no shelf, `older` is the number of pins, and `newer` is
+    /// `IN_USE`; in the list of free entries, `newer` is the next one.
     older: u32,
     newer: u32,
     uses: u32,
     depth: u32,
-    /// Number of pins; a pinned block is on no shelf.
-    pins: u32,
 }
 
 /// Blocks of equal worth, ordered by their last use.
@@ -128,7 +130,7 @@ impl BlockCache {
 
     /// Number of pins of the block at `place`.
     pub fn pins_at(&self, place: u32) -> u32 {
-        self.entries[place as usize].pins
+        self.entries[place as usize].pins()
     }
 
     /// Uses the block at `place`, and pins it once.
@@ -145,11 +147,10 @@ impl BlockCache {
     /// When it is not pinned.
     pub fn unpin_at(&mut self, place: u32) {
         let entry = &mut self.entries[place as usize];
-        assert!(entry.pins > 0, "block {place} is released more often than taken");
-        if entry.pins > 1 || entry.depth != NAMELESS {
+        assert!(entry.pins() > 0, "block {place} is released more often than taken");
+        if entry.pins() > 1 || entry.depth != NAMELESS {
             return self.release(place);
         }
-        entry.pins = 0;
         self.nameless -= 1;
         self.set_free(place);
     }
@@ -200,7 +201,7 @@ impl BlockCache {
     pub fn unpin(&mut self, chain: &[BlockHash]) {
         for &key in chain.iter().rev() {
             if let Some(id) = self.entry(key)
-                && self.entries[id as usize].pins > 0
+                && self.entries[id as usize].pins() > 0
             {
                 self.release(id);
             }
@@ -228,7 +229,7 @@ impl BlockCache {
     /// Removes `key` whether it is pinned or not, since its bytes are lost. False if it was not cached.
     pub fn remove(&mut self, key: BlockHash) -> bool {
         let Some(id) = self.entry(key) else { return false };
-        if self.entries[id as usize].pins == 0 {
+        if self.entries[id as usize].pins() == 0 {
             self.take_off(id);
         }
         self.forget(id);
@@ -264,12 +265,12 @@ impl BlockCache {
 
     /// Number of pins of a block; 0 if it is not cached.
     pub fn pins(&self, key: BlockHash) -> u32 {
-        self.entry(key).map_or(0, |id| self.entries[id as usize].pins)
+        self.entry(key).map_or(0, |id| self.entries[id as usize].pins())
     }
 
     /// Number of blocks of `chain` that have exactly one pin.
     pub fn pinned_once(&self, chain: &[BlockHash]) -> usize {
-        let once = |id: u32| self.entries[id as usize].pins == 1;
+        let once = |id: u32| self.entries[id as usize].pins() == 1;
         chain.iter().filter(|&&key| self.entry(key).is_some_and(once)).count()
     }
 
@@ -321,7 +322,7 @@ impl BlockCache {
     }
 
     fn has_room(&self) -> bool {
-        self.len() < self.capacity.min(NONE as usize - 1)
+        self.len() < self.capacity.min(IN_USE as usize)
     }
 
     fn make_room(&mut self, evicted: &mut Vec<BlockHash>) -> bool {
@@ -358,7 +359,7 @@ impl BlockCache {
 
     /// Creates an entry, used and pinned once.
     fn create(&mut self, key: BlockHash, depth: u32) -> u32 {
-        let entry = Entry { hash: halves(key), older: NONE, newer: NONE, uses: 1, depth, pins: 1 };
+        let entry = Entry { hash: halves(key), older: 1, newer: IN_USE, uses: 1, depth };
         let id = if self.free == NONE {
             if self.entries.len() == self.entries.capacity() {
                 self.entries.reserve_exact(8 + self.entries.len() / 8);
@@ -378,16 +379,19 @@ impl BlockCache {
     }
 
     fn hold(&mut self, id: u32) {
-        if self.entries[id as usize].pins == 0 {
+        let pins = self.entries[id as usize].pins();
+        if pins == 0 {
             self.take_off(id);
         }
-        self.entries[id as usize].pins += 1;
+        let entry = &mut self.entries[id as usize];
+        (entry.older, entry.newer) = (pins + 1, IN_USE);
     }
 
     fn release(&mut self, id: u32) {
         let entry = &mut self.entries[id as usize];
-        entry.pins -= 1;
-        if entry.pins > 0 {
+        debug_assert!(entry.pins() > 0, "block {id} is released more often than taken");
+        if entry.older > 1 {
+            entry.older -= 1;
             return;
         }
         self.idle += 1;
@@ -434,6 +438,11 @@ fn halves(key: BlockHash) -> [u32; 2] {
 impl Entry {
     fn key(&self) -> BlockHash {
         BlockHash(u64::from(self.hash[0]) << 32 | u64::from(self.hash[1]))
+    }
+
+    /// Users.
+    fn pins(&self) -> u32 {
+        if self.newer == IN_USE { self.older } else { 0 }
     }
 
     fn spread(&self) -> u64 {

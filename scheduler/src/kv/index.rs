@@ -260,7 +260,7 @@ impl PrefixIndex {
             if set == EMPTY {
                 first = next;
             } else if next != set && first != EMPTY {
-                self.first_holders(first, Some(self.sets.members(next)), blocks, found, alive);
+                self.first_holders(first, self.sets.members(next), blocks, found, alive);
                 first = EMPTY;
             } else if next != set {
                 intersect(alive, self.sets.members(next), found, blocks);
@@ -270,7 +270,7 @@ impl PrefixIndex {
             first != EMPTY || !alive.is_empty()
         });
         if first != EMPTY {
-            self.first_holders(first, None, blocks, found, alive);
+            self.first_holders(first, &[], blocks, found, alive);
         }
         alive.iter().for_each(|alive| alive.count(found, blocks));
     }
@@ -360,23 +360,34 @@ impl PrefixIndex {
     fn first_holders(
         &self,
         first: u32,
-        next: Option<&[Member]>,
+        next: &[Member],
         blocks: u32,
         found: &mut Vec<Prefix>,
         alive: &mut Vec<Alive>,
     ) {
         let members = self.sets.members(first);
         found.reserve(members.len());
-        let mut next = next.unwrap_or_default();
-        for &member in members {
-            let Holder::Counts(instance) = self.holders[member.holder() as usize] else { continue };
-            let mut prefix = Prefix { instance, blocks: [0; 3] };
-            prefix.blocks[member.fastest()] = blocks;
-            next = from_holder(next, member.holder());
-            if let Some(&same) = next.first().filter(|same| same.holder() == member.holder()) {
-                alive.push(Alive { member: same, place: found.len() as u32, since: blocks });
+        for member in members {
+            if let Holder::Counts(instance) = self.holders[member.holder() as usize] {
+                let fastest = member.fastest();
+                // in one piece: what is written in parts and then read as a whole waits
+                let blocks = [0, 1, 2].map(|tier| if tier == fastest { blocks } else { 0 });
+                found.push(Prefix { instance, blocks });
             }
-            found.push(prefix);
+        }
+        let mut rest = members;
+        for &same in next {
+            rest = from_holder(rest, same.holder());
+            let Some(member) = rest.first() else { return };
+            let Holder::Counts(instance) = self.holders[same.holder() as usize] else { continue };
+            if member.holder() == same.holder() {
+                // where everyone counts, members and what is found lie alike
+                let at = members.len() - rest.len();
+                let is_it = |prefix: &Prefix| prefix.instance == instance;
+                let place =
+                    if found.get(at).is_some_and(is_it) { Some(at) } else { found.iter().position(is_it) };
+                alive.extend(place.map(|place| Alive { member: same, place: place as u32, since: blocks }));
+            }
         }
     }
 }

@@ -109,7 +109,11 @@ mod tests {
                 let first = naive.iter().copied().min_by(|a, b| a.partial_cmp(b).expect("times order"));
                 assert_eq!(agenda.next_at(), first.map(|(at_s, _)| at_s), "seed {seed}");
                 let popped = agenda.pop();
-                assert_eq!(popped, first.map(|(at_s, request)| (at_s, Next::Arrive { request })), "seed {seed}");
+                assert_eq!(
+                    popped,
+                    first.map(|(at_s, request)| (at_s, Next::Arrive { request })),
+                    "seed {seed}"
+                );
                 naive.retain(|&other| Some(other) != first);
                 now_s = first.map_or(now_s, |(at_s, _)| at_s);
             }

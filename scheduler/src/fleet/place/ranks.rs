@@ -26,7 +26,9 @@ pub(super) fn best_decoders(fleet: &Fleet, question: &Question<'_>, count: usize
     let mut best = Shortlist::new(count);
     for kind in fleet.loads.kinds().iter().filter(|kind| kind.role.decodes()) {
         for row in fleet.loads.answer_rows(kind) {
-            best.offer(row.at as usize, decode_key(row, kind, question));
+            if let Some(key) = decode_key(row, kind, question, best.worst.0) {
+                best.offer(row.at as usize, key);
+            }
         }
     }
     best.positions()
@@ -193,13 +195,20 @@ fn later(a: Seconds, b: Seconds) -> Seconds {
     if a > b { a } else { b }
 }
 
-fn decode_key(row: &AnswerRow, kind: &Kind, question: &Question<'_>) -> f64 {
+/// None where it is known to be more than `worst`.
+#[inline]
+fn decode_key(row: &AnswerRow, kind: &Kind, question: &Question<'_>, worst: f64) -> Option<f64> {
     let output = f64::from(question.output_tokens);
     let sequences = row.sequences + 1;
     let kv_tokens =
         row.kv_tokens + u64::from(question.arrival.prompt_tokens) + u64::from(question.output_tokens);
     let step = kind.step(sequences, kv_tokens);
     let slowdown = (step - row.step).max(Seconds::ZERO) * (output * f64::from(row.sequences));
+    let delay = question.wait_weight * slowdown.0;
+    // what follows only adds to it
+    if delay + question.own_weight() * step.0 > worst {
+        return None;
+    }
     // more than it holds: wait for as large a share of all its answers
     let over = match kv_tokens.saturating_sub(row.capacity_tokens) {
         0 => 0.0,
@@ -210,5 +219,5 @@ fn decode_key(row: &AnswerRow, kind: &Kind, question: &Question<'_>) -> f64 {
     let price = kind.price.filter(|_| question.score_unit == ScoreUnit::Usd);
     let paid = price.map_or(Usd::ZERO, |price| price * share);
     // the step itself too: it decides whether the objective is met
-    paid.0 + question.wait_weight * slowdown.0 + question.own_weight() * (wait + step).0
+    Some(paid.0 + delay + question.own_weight() * (wait + step).0)
 }
