@@ -92,6 +92,7 @@ impl Table {
         self.entries += 1;
     }
 
+    /// Removes `number` at `hash`, where it must be.
     pub(super) fn remove(&mut self, hash: u64, number: u32) {
         let (segment, place) = self.locate(hash);
         let segment = &mut self.segments[segment];
