@@ -59,7 +59,7 @@ struct Held {
 
 /// Why a budget gives no more bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Spent {
+pub enum BudgetError {
     /// All bytes of the budget are held.
     Budget,
     /// The party already holds its share.
@@ -100,15 +100,15 @@ impl HeldBytes {
     ///
     /// # Errors
     /// When that many are not left, in all or for this party; nothing has changed then.
-    pub fn grow(&mut self, bytes: usize) -> Result<(), Spent> {
+    pub fn grow(&mut self, bytes: usize) -> Result<(), BudgetError> {
         let bytes_max = self.budget.bytes_max;
         let mut held = self.budget.lock();
         let own = held.of.get(&self.party).copied().unwrap_or(0);
         if bytes > bytes_max - held.bytes {
-            return Err(Spent::Budget);
+            return Err(BudgetError::Budget);
         }
         if bytes > share(bytes_max).saturating_sub(own) {
-            return Err(Spent::Share);
+            return Err(BudgetError::Share);
         }
         held.bytes += bytes;
         held.of.insert(self.party.clone(), own + bytes);
@@ -158,7 +158,7 @@ impl Connections {
     }
 
     /// A few connections out of the descriptors kept back, for an address used only for monitoring.
-    pub fn to_watch() -> Self {
+    pub fn for_monitoring() -> Self {
         Connections { max: 32, per_address_max: 32, aside_max: 16 }
     }
 
@@ -181,10 +181,10 @@ mod tests {
         let budget = ByteBudget::new(10);
         let (mut one, mut other) = (budget.holder(tenant("a")), budget.holder(tenant("b")));
         assert_eq!((one.grow(4), other.grow(5), one.grow(1)), (Ok(()), Ok(()), Ok(())));
-        assert_eq!((one.grow(1), budget.left()), (Err(Spent::Budget), 0));
+        assert_eq!((one.grow(1), budget.left()), (Err(BudgetError::Budget), 0));
         drop(one);
         let mut third = budget.holder(tenant("c"));
-        assert_eq!((third.grow(5), third.grow(usize::MAX)), (Ok(()), Err(Spent::Budget)));
+        assert_eq!((third.grow(5), third.grow(usize::MAX)), (Ok(()), Err(BudgetError::Budget)));
         drop((other, third));
         assert_eq!(budget.left(), 10);
         assert!(budget.lock().of.is_empty(), "nothing is kept of who holds nothing");
@@ -194,12 +194,15 @@ mod tests {
     fn one_party_holds_half_of_a_budget_over_all_its_holders() {
         let budget = ByteBudget::new(10);
         let (mut first, mut second) = (budget.holder(tenant("a")), budget.holder(tenant("a")));
-        assert_eq!((first.grow(3), second.grow(2), second.grow(1)), (Ok(()), Ok(()), Err(Spent::Share)));
+        assert_eq!(
+            (first.grow(3), second.grow(2), second.grow(1)),
+            (Ok(()), Ok(()), Err(BudgetError::Share))
+        );
         let address = |last| Party::Address([10, 0, 0, last].into());
         let mut other = budget.holder(address(1));
         assert_eq!((other.grow(5), other.grow(0)), (Ok(()), Ok(())));
         drop(first);
-        assert_eq!((second.grow(3), budget.holder(address(2)).grow(1)), (Ok(()), Err(Spent::Budget)));
+        assert_eq!((second.grow(3), budget.holder(address(2)).grow(1)), (Ok(()), Err(BudgetError::Budget)));
     }
 
     #[test]

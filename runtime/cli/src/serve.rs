@@ -30,7 +30,7 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     check(&args.front)?;
     let ServeArgs { model, instances, front: options } = args;
     let load = move |around: Around, options: &FrontArgs| load(&model, &instances, options, around);
-    to_the_end(async {
+    run_server(async {
         let mut signals = Signals::new()?;
         if let Some(pools) = front(options, &mut signals, load).await? {
             signals.or_until_next(pools.write_back()).await;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
 const SERVING_THREADS_MIN: usize = 4;
 
 /// Runs a server until its process ends.
-pub(crate) fn to_the_end(main: impl Future<Output = Result<()>>) -> Result<()> {
+pub(crate) fn run_server(main: impl Future<Output = Result<()>>) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).max(SERVING_THREADS_MIN);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
     let ended = runtime.block_on(main);

@@ -95,7 +95,7 @@ impl Tenant {
     }
 
     /// Whether a request of `owner` is shown to this tenant under `/debug`.
-    pub(crate) fn sees(&self, owner: Option<&str>) -> bool {
+    pub(crate) fn may_see(&self, owner: Option<&str>) -> bool {
         match self.debug {
             Debug::None => false,
             Debug::Own => owner == Some(&self.name),
@@ -209,7 +209,7 @@ impl Access {
     /// A description of the problem that contains no key; the old tenants stay in place.
     pub fn replace(&self, text: &str) -> Result<usize, String> {
         let Some(keys) = &self.keys else { return Err("no keys are asked for".into()) };
-        let file: File = toml::from_str(text).map_err(|error| told(&error, text))?;
+        let file: File = toml::from_str(text).map_err(|error| without_line(&error, text))?;
         let known: Vec<Arc<Tenant>> =
             keys.read().unwrap_or_else(PoisonError::into_inner).iter().map(|(_, t)| t.clone()).collect();
         let tenants = read(file, &known)?;
@@ -274,7 +274,7 @@ fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<Known>, String> {
 }
 
 /// The error without the line it refers to, which may hold a key.
-fn told(error: &toml::de::Error, text: &str) -> String {
+fn without_line(error: &toml::de::Error, text: &str) -> String {
     let line = error.span().map(|span| text.get(..span.start).unwrap_or_default().matches('\n').count() + 1);
     let kind = match error.message() {
         message if message.contains("unknown field") || message.contains("missing field") => message,

@@ -8,7 +8,7 @@ use std::pin::pin;
 
 use super::Api;
 use super::errors::ApiError;
-use crate::budget::{HeldBytes, Party, Spent};
+use crate::budget::{BudgetError, HeldBytes, Party};
 
 /// Bytes of an oversized body that are read and discarded, as a multiple of the limit: a client that is still
 /// sending when the connection closes would lose the error that explains it.
@@ -61,10 +61,10 @@ async fn read(
     Ok((collected.into(), held))
 }
 
-fn too_many_bytes(spent: Spent) -> ApiError {
+fn too_many_bytes(spent: BudgetError) -> ApiError {
     let whose = match spent {
-        Spent::Budget => "the requests in work",
-        Spent::Share => "the requests of this key or address that are in work",
+        BudgetError::Budget => "the requests in work",
+        BudgetError::Share => "the requests of this key or address that are in work",
     };
     ApiError::overloaded(format!("{whose} have too large bodies together"), 1)
 }

@@ -34,7 +34,7 @@ pub(crate) fn plan(
     let failed = |error: String| encoder.failed(&error);
     let mark = match parameters.split_special_tokens.unwrap_or(true) {
         true => {
-            let mut said = Said::of(&mut messages, &mut arguments);
+            let mut said = ClientText::of(&mut messages, &mut arguments);
             if said.keys.iter().any(|key| !model.text.special_places(key).is_empty()) {
                 let message = "a key in 'chat_template_kwargs' holds the text of a special token";
                 return Err(ApiError::value("chat_template_kwargs", message));
@@ -43,7 +43,7 @@ pub(crate) fn plan(
         }
         false => None,
     };
-    encoder.go_on()?;
+    encoder.check_stopped()?;
     let rendered = model.text.render_chat(&messages, add_generation_prompt, &arguments, stopped);
     let prompt = Marked { text: rendered.map_err(failed)?, mark };
     drop((messages, arguments));
@@ -61,14 +61,14 @@ pub(crate) fn plan(
 /// All text that the client wrote and that a template can print. Roles are a few fixed words; names of
 /// variables are not printed.
 #[derive(Default)]
-struct Said<'a> {
+struct ClientText<'a> {
     strings: Vec<&'a mut String>,
     keys: Vec<&'a String>,
 }
 
-impl<'a> Said<'a> {
+impl<'a> ClientText<'a> {
     fn of(messages: &'a mut [ChatMessage], arguments: &'a mut Map<String, Value>) -> Self {
-        let mut said = Said::default();
+        let mut said = ClientText::default();
         for message in messages {
             said.strings.push(&mut message.content);
             message.extra.values_mut().for_each(|value| said.add(value));

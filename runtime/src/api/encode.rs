@@ -28,7 +28,7 @@ impl Encoder<'_> {
     /// The ids of `prompt`, each of which has a row in the model's embedding.
     pub(crate) fn encode(&self, prompt: &Marked, add_special: bool) -> Result<Vec<u32>, ApiError> {
         self.check_length(&prompt.unmarked())?;
-        self.go_on()?;
+        self.check_stopped()?;
         let text = &self.model.text;
         let ids = text.encode(prompt, add_special).map_err(|error| self.failed(&error))?;
         let vocabulary = text.vocabulary_size();
@@ -47,7 +47,7 @@ impl Encoder<'_> {
     }
 
     /// Ends work for a client that has left, by an error that is not sent.
-    pub(crate) fn go_on(&self) -> Result<(), ApiError> {
+    pub(crate) fn check_stopped(&self) -> Result<(), ApiError> {
         match (self.stopped)() {
             true => Err(ApiError::server("the client has left")),
             false => Ok(()),
@@ -69,7 +69,7 @@ impl Encoder<'_> {
         }
         let (mut rest, mut tokens) = (text, 0);
         while !rest.is_empty() {
-            self.go_on()?;
+            self.check_stopped()?;
             let whole = (PIECE_BYTES..rest.len()).find(|at| rest.is_char_boundary(*at));
             let (piece, after) = rest.split_at(whole.unwrap_or(rest.len()));
             let prompt = Marked::plain(piece.to_string());

@@ -10,6 +10,7 @@
 //! Absent: scheduling, knowledge of devices, access to the model except through [`TextModel`], clocks,
 //! sockets, threads or randomness that the environment did not provide.
 
+mod admitted;
 mod answer;
 mod auth;
 mod body;
@@ -19,7 +20,6 @@ mod encode;
 mod errors;
 mod fields;
 mod generate;
-mod guests;
 mod json;
 mod keys;
 mod logprobs;

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use tokio::sync::watch;
 
-use super::server::{House, Shutdown, serve_routes};
+use super::server::{ServedRoutes, Shutdown, serve_routes};
 use super::{Api, Limits, Origins};
 use crate::budget::Connections;
 use crate::env::{Listener, SharedEnv};
@@ -35,26 +35,26 @@ pub async fn observe(
         .route("/health", get(health))
         .route("/metrics", get(all))
         .with_state(Watched { metrics: metrics.clone(), ready });
-    until_the_end(listener, env, routes, origins, &metrics).await;
+    serve_until_exit(listener, env, routes, origins, &metrics).await;
 }
 
 /// Answers the same routes for a process whose API has another address, from that API's state.
 pub async fn observe_api(listener: Box<dyn Listener>, env: SharedEnv, api: Arc<Api>, origins: Origins) {
-    until_the_end(listener, env, api.watched(), origins, &api.metrics).await;
+    serve_until_exit(listener, env, api.monitoring_routes(), origins, &api.metrics).await;
 }
 
 /// Serves until the process ends, which may be in the middle of an answer.
-async fn until_the_end(
+async fn serve_until_exit(
     listener: Box<dyn Listener>,
     env: SharedEnv,
     routes: Router,
     origins: Origins,
     metrics: &Metrics,
 ) {
-    let limits = Limits { connections: Connections::to_watch(), ..Limits::default() };
+    let limits = Limits { connections: Connections::for_monitoring(), ..Limits::default() };
     let (_never, told) = watch::channel(Shutdown::No);
-    let house = House { routes, limits: &limits, origins, env: &env, metrics };
-    serve_routes(listener, house, told, || {}).await;
+    let served = ServedRoutes { routes, limits: &limits, origins, env: &env, metrics };
+    serve_routes(listener, served, told, || {}).await;
 }
 
 /// Whether a path is a monitoring route, which needs no key.

@@ -44,7 +44,7 @@ impl Api {
     }
 
     /// The routes for monitoring.
-    pub(super) fn watched(self: &Arc<Self>) -> Router {
+    pub(super) fn monitoring_routes(self: &Arc<Self>) -> Router {
         let nothing = async || ApiError::not_found("only /live, /health and /metrics are answered here");
         open().fallback(nothing).with_state(self.clone())
     }
@@ -145,7 +145,7 @@ fn describe(model: &ServedModel) -> Value {
 }
 
 async fn placements(State(api): State<Arc<Api>>, Extension(caller): Extension<Caller>) -> Response {
-    let ids = api.placements.recent(|owner| caller.tenant.sees(owner));
+    let ids = api.placements.recent(|owner| caller.tenant.may_see(owner));
     document(StatusCode::OK, &json!({ "object": "list", "data": ids }))
 }
 
@@ -155,7 +155,7 @@ async fn placement(
     id: Segment,
 ) -> Result<Response, ApiError> {
     let gone = || ApiError::not_found("no placement of that request is remembered");
-    let explanation = api.placements.explain(&one(id)?, |owner| caller.tenant.sees(owner));
+    let explanation = api.placements.explain(&one(id)?, |owner| caller.tenant.may_see(owner));
     Ok(document(StatusCode::OK, &explanation.ok_or_else(gone)?))
 }
 

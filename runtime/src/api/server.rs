@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, watch};
 use tower::ServiceExt;
 
+use super::admitted::{AdmittedConnection, AdmittedConnections, ConnectionRank, Evicted};
 use super::errors::ApiError;
-use super::guests::{Evicted, Guest, Guests, Worth};
 use super::observe::is_open;
 use super::routes::Holder;
 use super::stall::StallGuard;
@@ -52,13 +52,18 @@ pub async fn serve(
     origins: Origins,
     shutdown: watch::Receiver<Shutdown>,
 ) {
-    let house =
-        House { routes: api.router(), limits: &api.limits, origins, env: &api.env, metrics: &api.metrics };
-    serve_routes(listener, house, shutdown, || api.drain()).await;
+    let served = ServedRoutes {
+        routes: api.router(),
+        limits: &api.limits,
+        origins,
+        env: &api.env,
+        metrics: &api.metrics,
+    };
+    serve_routes(listener, served, shutdown, || api.drain()).await;
 }
 
 /// The routes, metrics and limits of a server.
-pub(super) struct House<'a> {
+pub(super) struct ServedRoutes<'a> {
     pub(super) routes: axum::Router,
     pub(super) limits: &'a Limits,
     pub(super) origins: Origins,
@@ -69,14 +74,14 @@ pub(super) struct House<'a> {
 /// Serves any routes in the same way; `drain` is called when no more connections are accepted.
 pub(super) async fn serve_routes(
     mut listener: Box<dyn Listener>,
-    house: House<'_>,
+    served: ServedRoutes<'_>,
     mut shutdown: watch::Receiver<Shutdown>,
     drain: impl FnOnce(),
 ) {
-    let House { routes, limits, origins, env, metrics } = house;
+    let ServedRoutes { routes, limits, origins, env, metrics } = served;
     let open_max = u32::try_from(limits.connections.open_max()).unwrap_or(u32::MAX);
     let open = Arc::new(Semaphore::new(open_max as usize));
-    let guests = Guests::new(limits.connections, metrics.connections_evicted.clone());
+    let admitted = AdmittedConnections::new(limits.connections, metrics.connections_evicted.clone());
     let builder = builder(limits, env);
     let origins = Arc::new(origins);
     loop {
@@ -93,24 +98,28 @@ pub(super) async fn serve_routes(
             Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
-                guests.make_room();
+                admitted.make_room();
                 env.sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
-        let (guest, evicted) = guests.admit(peer.ip());
-        let guest = Arc::new(guest);
-        let io = StallGuard::new(io, env.clone(), limits.write_stall_timeout, guest.clone());
+        let (admitted, evicted) = admitted.admit(peer.ip());
+        let admitted = Arc::new(admitted);
+        let io = StallGuard::new(io, env.clone(), limits.write_stall_timeout, admitted.clone());
         let refused = metrics.http_refused.clone();
-        let service =
-            GuestRoutes { routes: routes.clone(), origins: origins.clone(), refused, guest: guest.clone() };
-        let stay = Stay {
+        let service = ConnectionRoutes {
+            routes: routes.clone(),
+            origins: origins.clone(),
+            refused,
+            admitted: admitted.clone(),
+        };
+        let stay = ConnectionTimeouts {
             env: env.clone(),
             first_request: env.sleep(limits.first_request_timeout),
             drain_timeout: limits.drain_timeout,
             evicted,
             shutdown: shutdown.clone(),
-            guest,
+            admitted,
         };
         let connection = builder.serve_connection(TokioIo::new(io), service);
         env.spawn(Box::pin(async move {
@@ -139,19 +148,19 @@ async fn at_least(shutdown: &mut watch::Receiver<Shutdown>, stage: Shutdown) {
     let _ = shutdown.wait_for(|now| *now >= stage).await;
 }
 
-type HttpConnection = http1::Connection<TokioIo<StallGuard<Box<dyn Connection>>>, GuestRoutes>;
+type HttpConnection = http1::Connection<TokioIo<StallGuard<Box<dyn Connection>>>, ConnectionRoutes>;
 
 /// How long a connection may stay open.
-struct Stay {
+struct ConnectionTimeouts {
     env: SharedEnv,
     first_request: Task,
     drain_timeout: Duration,
     evicted: Evicted,
     shutdown: watch::Receiver<Shutdown>,
-    guest: Arc<Guest>,
+    admitted: Arc<AdmittedConnection>,
 }
 
-impl Stay {
+impl ConnectionTimeouts {
     /// Serves the connection until it ends or must close.
     async fn drive(mut self, connection: HttpConnection) -> hyper::Result<()> {
         let mut connection = pin!(connection);
@@ -164,14 +173,14 @@ impl Stay {
                 _ = &mut self.evicted => return Ok(()),
                 ended = connection.as_mut() => return ended,
                 () = &mut self.first_request, if new => {
-                    if self.guest.worth() == Some(Worth::Silent) {
+                    if self.admitted.rank() == Some(ConnectionRank::Silent) {
                         return Ok(());
                     }
                     new = false;
                 }
             }
         }
-        if matches!(self.guest.worth(), None | Some(Worth::Silent | Worth::Resting)) {
+        if matches!(self.admitted.rank(), None | Some(ConnectionRank::Silent | ConnectionRank::Resting)) {
             return Ok(());
         }
         connection.as_mut().graceful_shutdown();
@@ -184,24 +193,24 @@ impl Stay {
 }
 
 /// The routes as one connection sees them.
-struct GuestRoutes {
+struct ConnectionRoutes {
     routes: axum::Router,
     origins: Arc<Origins>,
     refused: Family<RefusedLabels, Counter>,
-    guest: Arc<Guest>,
+    admitted: Arc<AdmittedConnection>,
 }
 
-impl hyper::service::Service<Request<Incoming>> for GuestRoutes {
+impl hyper::service::Service<Request<Incoming>> for ConnectionRoutes {
     type Response = Response;
     type Error = Infallible;
     type Future = BoxFuture<'static, Result<Response, Infallible>>;
 
     fn call(&self, mut request: Request<Incoming>) -> Self::Future {
         let open = is_open(request.uri().path());
-        let guest = self.guest.clone();
-        guest.set(if open { Worth::Open } else { Worth::Working });
+        let admitted = self.admitted.clone();
+        admitted.set(if open { ConnectionRank::Open } else { ConnectionRank::Working });
         let (routes, origins, refused) = (self.routes.clone(), self.origins.clone(), self.refused.clone());
-        request.extensions_mut().insert(Holder(guest.holder()));
+        request.extensions_mut().insert(Holder(admitted.holder()));
         Box::pin(async move {
             let origin = request.headers().get(header::ORIGIN).cloned();
             let refuse = |error: ApiError| {
@@ -211,22 +220,22 @@ impl hyper::service::Service<Request<Incoming>> for GuestRoutes {
             let mut response = match origins.check(&request) {
                 Err(foreign) => refuse(foreign),
                 Ok(Some(preflight)) => preflight,
-                Ok(None) if guest.is_aside() && !open => refuse(full_house()),
+                Ok(None) if admitted.is_aside() && !open => refuse(too_many_connections()),
                 Ok(None) => routes.oneshot(request).await?,
             };
             origins.share(origin.as_ref(), response.headers_mut());
-            if guest.is_aside() {
+            if admitted.is_aside() {
                 response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
             if response.status().is_client_error() {
-                guest.set(Worth::Open);
+                admitted.set(ConnectionRank::Open);
             }
-            Ok(response.map(|body| Body::new(Answer { body, guest })))
+            Ok(response.map(|body| Body::new(Answer { body, admitted })))
         })
     }
 }
 
-fn full_house() -> ApiError {
+fn too_many_connections() -> ApiError {
     let message = "all connections that this server or your address may have are at work";
     ApiError::unavailable("connections_exhausted", message, FULL_RETRY_AFTER_S)
 }
@@ -234,7 +243,7 @@ fn full_house() -> ApiError {
 /// A response's body, which reports its end.
 struct Answer {
     body: Body,
-    guest: Arc<Guest>,
+    admitted: Arc<AdmittedConnection>,
 }
 
 impl hyper::body::Body for Answer {
@@ -259,7 +268,7 @@ impl hyper::body::Body for Answer {
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        self.guest.answered();
+        self.admitted.answered();
     }
 }
 

@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::guests::Guest;
+use super::admitted::AdmittedConnection;
 use crate::env::{SharedEnv, Task};
 
 /// A connection whose writes fail when none has made progress for `timeout`.
@@ -17,12 +17,17 @@ pub(super) struct StallGuard<C> {
     timeout: Duration,
     /// Set while a write is pending.
     alarm: Option<Task>,
-    guest: Arc<Guest>,
+    admitted: Arc<AdmittedConnection>,
 }
 
 impl<C> StallGuard<C> {
-    pub(super) fn new(connection: C, env: SharedEnv, timeout: Duration, guest: Arc<Guest>) -> Self {
-        StallGuard { connection, env, timeout, alarm: None, guest }
+    pub(super) fn new(
+        connection: C,
+        env: SharedEnv,
+        timeout: Duration,
+        admitted: Arc<AdmittedConnection>,
+    ) -> Self {
+        StallGuard { connection, env, timeout, alarm: None, admitted }
     }
 
     /// Passes on a write's result, unless the write has been pending too long.
@@ -73,7 +78,7 @@ impl<C: AsyncWrite + Unpin> AsyncWrite for StallGuard<C> {
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.connection).poll_flush(context);
         if flushed.is_ready() {
-            self.guest.flushed();
+            self.admitted.flushed();
         }
         self.watch(flushed, context)
     }

@@ -63,7 +63,7 @@ fn failed(doing: &str) -> impl FnOnce(io::Error) -> PoolError {
 
 /// Reads the file of a directory; none if the directory is empty. A directory that is not a pool's is
 /// refused.
-pub(super) fn look(disk: &dyn Disk) -> Result<Option<Vec<u8>>, PoolError> {
+pub(super) fn read_identity(disk: &dyn Disk) -> Result<Option<Vec<u8>>, PoolError> {
     let names = disk.names().map_err(failed("list the pool's directory"))?;
     if let Some(other) = names.iter().find(|name| !OURS.contains(&name.as_str())) {
         return Err(PoolError::Foreign(format!("`{other}` is not a pool's file")));
@@ -86,7 +86,7 @@ pub(super) fn look(disk: &dyn Disk) -> Result<Option<Vec<u8>>, PoolError> {
 
 /// Ensures that the directory belongs to pools of this layout.
 pub(super) fn prepare(disk: &dyn Disk, layout: &Layout, wipe: bool) -> Result<(), PoolError> {
-    if let Some(meta) = look(disk)? {
+    if let Some(meta) = read_identity(disk)? {
         match difference(&meta, layout) {
             None => return Ok(()),
             Some(difference) if !wipe => return Err(PoolError::Mismatch(difference)),

@@ -66,7 +66,7 @@ pub(super) struct Held {
 
 /// Which block is in which slot.
 pub(super) struct Dram {
-    pub(super) brain: BlockCache,
+    pub(super) cache: BlockCache,
     held: IdMap<Held>,
     free: Vec<u32>,
 }
@@ -79,8 +79,8 @@ pub(super) struct Admitted {
 
 impl Dram {
     pub(super) fn new(slots: u32) -> Self {
-        let brain = BlockCache::new(slots as usize, CachePolicy::Lru);
-        Dram { brain, held: IdMap::default(), free: (0..slots).rev().collect() }
+        let cache = BlockCache::new(slots as usize, CachePolicy::Lru);
+        Dram { cache, held: IdMap::default(), free: (0..slots).rev().collect() }
     }
 
     /// Looks up a block that can be served.
@@ -95,13 +95,13 @@ impl Dram {
 
     /// Counts a use of a block that can be served, and pins it.
     pub(super) fn pin(&mut self, hash: BlockHash) {
-        self.brain.pin(&[hash]);
+        self.cache.pin(&[hash]);
     }
 
     /// Assigns a slot to a new block, which is pinned once and not ready. None if all blocks are pinned.
     pub(super) fn admit(&mut self, hash: BlockHash, tokens: &[u32]) -> Option<Admitted> {
         let mut evicted = Vec::new();
-        if !self.brain.insert_pinned(hash, 0, &mut evicted) {
+        if !self.cache.insert_pinned(hash, 0, &mut evicted) {
             return None;
         }
         let leaves = evicted.pop().and_then(|victim| Some((victim, self.held.remove(victim.0)?)));
@@ -119,7 +119,7 @@ impl Dram {
     }
 
     /// Marks a pinned block as bad. False if it already is, or if the slot holds another block by now.
-    pub(super) fn spoil(&mut self, hash: BlockHash, slot: u32) -> bool {
+    pub(super) fn mark_bad(&mut self, hash: BlockHash, slot: u32) -> bool {
         match self.held.get_mut(hash.0) {
             Some(held) if held.ready && held.slot == slot => {
                 (held.ready, held.bad) = (false, true);
@@ -131,10 +131,10 @@ impl Dram {
 
     /// Removes one pin from each block.
     pub(super) fn unpin(&mut self, blocks: &[BlockHash]) {
-        self.brain.unpin(blocks);
+        self.cache.unpin(blocks);
         for &hash in blocks {
             let bad = self.held.get(hash.0).is_some_and(|held| held.bad);
-            if bad && self.brain.pins(hash) == 0 {
+            if bad && self.cache.pins(hash) == 0 {
                 self.cancel(hash);
             }
         }
@@ -142,7 +142,7 @@ impl Dram {
 
     /// Removes an admitted block whose bytes did not arrive.
     pub(super) fn cancel(&mut self, hash: BlockHash) {
-        self.brain.remove(hash);
+        self.cache.remove(hash);
         self.free.extend(self.held.remove(hash.0).map(|held| held.slot));
     }
 

@@ -135,27 +135,27 @@ impl DiskAccess {
 }
 
 /// The task of a disk's thread.
-pub(super) struct Attendant {
+pub(super) struct DiskTask {
     pub(super) pool: WeakPool,
     pub(super) ssd: SsdConfig,
     pub(super) env: SharedEnv,
     pub(super) name: String,
 }
 
-impl Attendant {
+impl DiskTask {
     /// Runs jobs for as long as the pool exists.
     pub(super) async fn attend(self, namespace: BoxFuture<'static, Option<u64>>) {
         let Some(namespace) = namespace.await else { return };
-        let Attendant { pool, ssd, env, name } = self;
+        let DiskTask { pool, ssd, env, name } = self;
         let (least, most) = (ssd.timeout * PAUSE_MIN, ssd.timeout * PAUSE_MAX);
         let mut pause = least;
         loop {
             let start = env.now();
-            match take_up(&pool, &ssd, namespace, &env) {
+            match open_disk(&pool, &ssd, namespace, &env) {
                 None => return,
                 Some(Ok(todo)) => {
                     tracing::info!(name, "the KV pool's disk is in use");
-                    work_off(&*ssd.disk, todo).await;
+                    run_jobs(&*ssd.disk, todo).await;
                 }
                 Some(Err(error)) => {
                     tracing::warn!(name, %error, "the KV pool's disk cannot be used; it goes on without and tries again");
@@ -174,7 +174,7 @@ impl Attendant {
 }
 
 /// Opens the disk for the pool, unless that is done already. None if the pool no longer exists.
-fn take_up(
+fn open_disk(
     pool: &WeakPool,
     ssd: &SsdConfig,
     namespace: u64,
@@ -193,7 +193,7 @@ fn take_up(
 }
 
 /// Runs jobs until the disk answers too late, or is no longer used.
-async fn work_off(disk: &dyn Disk, mut todo: mpsc::Receiver<Work>) {
+async fn run_jobs(disk: &dyn Disk, mut todo: mpsc::Receiver<Work>) {
     while let Some(work) = todo.recv().await {
         if !work(disk) {
             return;

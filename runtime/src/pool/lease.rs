@@ -119,7 +119,7 @@ impl Lease {
         if arrivals.contains(&None)
             && let Some(ssd) = &mut state.ssd
         {
-            ssd.brain.touch(&self.chain);
+            ssd.cache.touch(&self.chain);
         }
         arrivals
     }

@@ -32,7 +32,7 @@ use disk::Disk;
 use dram::{Dram, Slab};
 use events::Events;
 use futures_util::future::BoxFuture;
-use lane::{Attendant, DiskAccess};
+use lane::{DiskAccess, DiskTask};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use ssd::{Frames, Ssd};
@@ -303,7 +303,7 @@ impl Pool {
         name: &str,
         env: &SharedEnv,
     ) -> std::io::Result<()> {
-        let attendant = Attendant { pool: self.downgrade(), ssd, env: env.clone(), name: name.into() };
+        let attendant = DiskTask { pool: self.downgrade(), ssd, env: env.clone(), name: name.into() };
         env.spawn_worker(name, Box::pin(attendant.attend(namespace)))
     }
 
@@ -392,9 +392,9 @@ impl Pool {
     pub fn stats(&self) -> PoolStats {
         let state = self.0.state();
         let mut stats = state.counts.clone();
-        stats.dram_blocks = state.dram.brain.len() as u64;
+        stats.dram_blocks = state.dram.cache.len() as u64;
         if let Some(ssd) = &state.ssd {
-            stats.ssd_blocks = ssd.brain.len() as u64;
+            stats.ssd_blocks = ssd.cache.len() as u64;
             stats.ssd_paused = ssd.paused().map(str::to_string);
         }
         stats

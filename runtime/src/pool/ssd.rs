@@ -109,7 +109,7 @@ struct Held {
 /// Which block is in which slot.
 pub(super) struct Ssd {
     pub(super) frames: Arc<Frames>,
-    pub(super) brain: BlockCache,
+    pub(super) cache: BlockCache,
     held: IdMap<Held>,
     free: Vec<u32>,
     journal: Journal,
@@ -119,7 +119,7 @@ pub(super) struct Ssd {
 
 /// What happens to a block that leaves host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Begun {
+pub(super) enum SlotDecision {
     /// The disk holds it already.
     Known,
     /// Its frame is to be written into this slot.
@@ -147,7 +147,7 @@ fn room(layout: &Layout, bytes: u64) -> Result<(u64, u32), PoolError> {
 /// Checks that a disk can become the tier, whatever blocks it holds. Changes nothing.
 pub(super) fn check(config: &SsdConfig, layout: &Layout) -> Result<(), PoolError> {
     room(layout, config.bytes)?;
-    directory::look(&*config.disk).map(drop)
+    directory::read_identity(&*config.disk).map(drop)
 }
 
 /// Opens or creates the tier. Returns it with the number of damaged journal records.
@@ -161,7 +161,7 @@ pub(super) fn open(config: SsdConfig, layout: Layout) -> Result<(Ssd, u64), Pool
     let frames = Frames { access, layout, stride, buffers: Mutex::default() };
     let mut ssd = Ssd {
         frames: Arc::new(frames),
-        brain: BlockCache::new(slots as usize, CachePolicy::Lru),
+        cache: BlockCache::new(slots as usize, CachePolicy::Lru),
         held: IdMap::default(),
         free: Vec::new(),
         journal,
@@ -181,8 +181,8 @@ impl Ssd {
         let mut used = vec![false; slots as usize];
         for &Stored { slot, hash } in blocks {
             used[slot as usize] = true;
-            self.brain.insert_pinned(hash, 0, &mut Vec::new());
-            self.brain.unpin(&[hash]);
+            self.cache.insert_pinned(hash, 0, &mut Vec::new());
+            self.cache.unpin(&[hash]);
             self.held.insert(hash.0, Held { slot, ready: true });
         }
         self.free = (0..slots).rev().filter(|&slot| !used[slot as usize]).collect();
@@ -195,40 +195,40 @@ impl Ssd {
 
     /// Assigns a slot to a new block. The eviction of the block in it is reported at once, and recorded in
     /// the journal before the slot is written.
-    pub(super) fn begin(&mut self, hash: BlockHash, events: &mut Events) -> Begun {
+    pub(super) fn begin(&mut self, hash: BlockHash, events: &mut Events) -> SlotDecision {
         if self.held.contains(hash.0) {
-            self.brain.touch(&[hash]);
-            return Begun::Known;
+            self.cache.touch(&[hash]);
+            return SlotDecision::Known;
         }
         if !self.frames.access.has_time() {
-            return Begun::Lost;
+            return SlotDecision::Lost;
         }
         if self.paused.is_some() {
             self.skipped += 1;
             if !self.skipped.is_multiple_of(TRY_EVERY) {
-                return Begun::Lost;
+                return SlotDecision::Lost;
             }
         }
         let mut evicted = Vec::new();
-        if !self.brain.insert_pinned(hash, 0, &mut evicted) {
-            return Begun::Lost;
+        if !self.cache.insert_pinned(hash, 0, &mut evicted) {
+            return SlotDecision::Lost;
         }
         let left = evicted.pop().and_then(|victim| {
             events.add(victim, Tier::Ssd, false);
             self.held.remove(victim.0).map(|held| held.slot)
         });
         let Some(slot) = left.or_else(|| self.free.pop()) else {
-            self.brain.remove(hash);
-            return Begun::Lost;
+            self.cache.remove(hash);
+            return SlotDecision::Lost;
         };
         self.held.insert(hash.0, Held { slot, ready: false });
         if left.is_some()
             && let Err(error) = self.journal.freed(&self.frames.access, slot)
         {
             self.fail(hash, &error);
-            return Begun::Lost;
+            return SlotDecision::Lost;
         }
-        Begun::Write(slot)
+        SlotDecision::Write(slot)
     }
 
     /// Records the result of the write that [`begin`](Self::begin) asked for. True if the block is stored.
@@ -242,7 +242,7 @@ impl Ssd {
         if let Some(held) = self.held.get_mut(hash.0) {
             held.ready = true;
         }
-        self.brain.unpin(&[hash]);
+        self.cache.unpin(&[hash]);
         events.add(hash, Tier::Ssd, true);
         if self.paused.take().is_some() {
             tracing::info!("the KV pool's disk takes blocks again");
@@ -281,7 +281,7 @@ impl Ssd {
             let &Held { slot, ready } = self.held.get(hash.0)?;
             ready.then_some(Stored { slot, hash })
         };
-        let blocks: Vec<Stored> = self.brain.by_worth().filter_map(block).collect();
+        let blocks: Vec<Stored> = self.cache.by_worth().filter_map(block).collect();
         self.journal.rewrite(&self.frames.access, &blocks, sync)
     }
 
@@ -303,7 +303,7 @@ impl Ssd {
     }
 
     fn release(&mut self, hash: BlockHash) {
-        self.brain.remove(hash);
+        self.cache.remove(hash);
         self.free.extend(self.held.remove(hash.0).map(|held| held.slot));
     }
 

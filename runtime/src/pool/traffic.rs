@@ -2,7 +2,7 @@
 
 use super::check::{Refusal, check_tokens};
 use super::dram::Held;
-use super::ssd::{Begun, Frames, ReadError};
+use super::ssd::{Frames, ReadError, SlotDecision};
 use super::{Shared, State, WrittenBack};
 use mixfleet_hal::Result;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
@@ -126,7 +126,7 @@ impl Shared {
     /// removed with its last pin.
     pub(super) fn drop_rotten(&self, hash: BlockHash, slot: u32) {
         let State { dram, events, counts, .. } = &mut *self.state();
-        if dram.spoil(hash, slot) {
+        if dram.mark_bad(hash, slot) {
             events.add(hash, Tier::Dram, false);
             counts.bad += 1;
             tracing::warn!(
@@ -187,8 +187,8 @@ impl Shared {
         // Reported now, since another caller may store the block here again while the copy is written.
         events.add(victim, Tier::Dram, false);
         let begun = ssd.as_mut().map(|ssd| (ssd.begin(victim, events), ssd.frames.clone()));
-        let mut kept = matches!(begun, Some((Begun::Known, _)));
-        if let Some((Begun::Write(slot), frames)) = begun {
+        let mut kept = matches!(begun, Some((SlotDecision::Known, _)));
+        if let Some((SlotDecision::Write(slot), frames)) = begun {
             drop(state);
             let written = self.write_frame(&frames, slot, victim, &held);
             state = self.state();
@@ -219,10 +219,10 @@ impl Shared {
             let State { dram, ssd, .. } = &mut *self.state();
             let Some(ssd) = ssd else { return WrittenBack::default() };
             let mut worth: Vec<BlockHash> =
-                dram.brain.by_worth().filter(|&hash| dram.get(hash).is_some()).collect();
-            let kept = worth.split_off(worth.len().saturating_sub(ssd.brain.capacity()));
+                dram.cache.by_worth().filter(|&hash| dram.get(hash).is_some()).collect();
+            let kept = worth.split_off(worth.len().saturating_sub(ssd.cache.capacity()));
             // Blocks that are there already must not be evicted for new ones.
-            kept.iter().for_each(|&hash| ssd.brain.touch(&[hash]));
+            kept.iter().for_each(|&hash| ssd.cache.touch(&[hash]));
             kept
         };
         for &hash in worth.iter().rev().take_while(|_| go_on()) {
@@ -231,7 +231,7 @@ impl Shared {
         let State { ssd, .. } = &mut *self.state();
         let Some(ssd) = ssd else { return WrittenBack::default() };
         // The block that came first is to be evicted last.
-        worth.iter().for_each(|&hash| ssd.brain.touch(&[hash]));
+        worth.iter().for_each(|&hash| ssd.cache.touch(&[hash]));
         let there = worth.iter().filter(|&&hash| ssd.slot(hash).is_some());
         WrittenBack { blocks: there.count() as u64, of: worth.len() as u64 }
     }
@@ -243,8 +243,8 @@ impl Shared {
         // No step waits for this copy, so it may use a whole turn's time.
         ssd.frames.access.begin_turn();
         let Some(held) = dram.get(hash).cloned() else { return };
-        let Begun::Write(slot) = ssd.begin(hash, events) else { return };
-        dram.brain.pin(&[hash]);
+        let SlotDecision::Write(slot) = ssd.begin(hash, events) else { return };
+        dram.cache.pin(&[hash]);
         let frames = ssd.frames.clone();
         drop(state);
         let written = self.write_frame(&frames, slot, hash, &held);

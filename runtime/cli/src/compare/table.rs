@@ -32,7 +32,7 @@ pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()>
     for device in classified {
         // An unpriced device is compared with the priced ones, and does not compete with them.
         let compared = priced + usize::from(device.price.is_none());
-        if told(device, compared) {
+        if is_described(device, compared) {
             words(out, device, compared)?;
         } else {
             untold += 1;
@@ -139,7 +139,7 @@ fn costs(out: &mut impl Write, width: usize, classified: &[Classified]) -> Resul
 }
 
 /// Whether the device, one of `all`, is described in words.
-fn told(device: &Classified, all: usize) -> bool {
+fn is_described(device: &Classified, all: usize) -> bool {
     all <= WORDS_MAX || !matches!(device.class, None | Some(DeviceClass::Neither))
 }
 

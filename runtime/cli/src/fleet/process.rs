@@ -32,7 +32,7 @@ pub(crate) fn router(args: RouterArgs) -> Result<()> {
     serve::log(args.front.json);
     serve::check(&args.front)?;
     let RouterArgs { join, model, front } = args;
-    serve::to_the_end(async {
+    serve::run_server(async {
         let mut signals = Signals::new()?;
         let handle = tokio::runtime::Handle::current();
         let load = move |around: Around, front: &crate::args::FrontArgs| {
@@ -144,7 +144,7 @@ pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
         Some(text) => args.join.listen("--listen-data", text)?,
         None => SocketAddr::new(control.ip(), 0),
     };
-    serve::to_the_end(work(args, control, data))
+    serve::run_server(work(args, control, data))
 }
 
 async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result<()> {

@@ -1,9 +1,9 @@
-//! What a fleet would do with a trace: the scheduler's own machine, driven by events whose times the cost
-//! models tell instead of a clock.
+//! Plays a trace against the scheduler's own machines, driven by events whose times the cost models predict
+//! instead of a clock.
 //!
-//! Everything that decides is `mixfleet_scheduler::fleet`; what an instance does with the requests that it
-//! was given is [`engine`], what the wires between them do is [`network`]. One thread, no randomness but the
-//! seeds: equal input gives equal output, byte by byte. What is modelled and what is not: docs/simulator.md.
+//! All decisions are made by `mixfleet_scheduler::fleet`; `engine` runs the batch machine of each instance, and
+//! `network` models the links between them. It uses one thread and only seeded randomness: equal inputs give
+//! equal outputs, byte by byte. What is modelled and what is not is described in docs/simulator.md.
 
 mod agenda;
 mod classes;

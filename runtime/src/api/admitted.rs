@@ -17,7 +17,7 @@ use crate::budget::Connections;
 
 /// What a connection has done so far; the lowest rank is closed first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Worth {
+pub(super) enum ConnectionRank {
     /// It has sent no request yet.
     Silent,
     /// Its answer needs no key, or is an error.
@@ -30,7 +30,7 @@ pub(super) enum Worth {
 
 /// The connections that a listener has admitted.
 #[derive(Debug)]
-pub(super) struct Guests {
+pub(super) struct AdmittedConnections {
     bounds: Connections,
     evictions: Counter,
     state: Mutex<State>,
@@ -42,7 +42,7 @@ struct State {
     clock: u64,
     known: HashMap<u64, Known>,
     /// Connections that are not aside, by rank and by when they reached it.
-    order: BTreeSet<(Worth, u64, u64)>,
+    order: BTreeSet<(ConnectionRank, u64, u64)>,
     held: HashMap<IpAddr, usize>,
     aside: BTreeSet<u64>,
 }
@@ -50,7 +50,7 @@ struct State {
 #[derive(Debug)]
 struct Known {
     holder: IpAddr,
-    worth: Worth,
+    rank: ConnectionRank,
     since: u64,
     aside: bool,
     /// Dropped to tell the connection to close.
@@ -59,8 +59,8 @@ struct Known {
 
 /// An admitted connection; its place is free when this is dropped.
 #[derive(Debug)]
-pub(super) struct Guest {
-    guests: Arc<Guests>,
+pub(super) struct AdmittedConnection {
+    admitted: Arc<AdmittedConnections>,
     number: u64,
     holder: IpAddr,
     aside: bool,
@@ -71,14 +71,14 @@ pub(super) struct Guest {
 /// Completes when the connection must close to make room.
 pub(super) type Evicted = oneshot::Receiver<()>;
 
-impl Guests {
+impl AdmittedConnections {
     /// A limit of `bounds`; `evictions` counts the connections that were closed for it.
     pub(super) fn new(bounds: Connections, evictions: Counter) -> Arc<Self> {
-        Arc::new(Guests { bounds, evictions, state: Mutex::default() })
+        Arc::new(AdmittedConnections { bounds, evictions, state: Mutex::default() })
     }
 
     /// Admits a new connection, and closes another one if there is no free place.
-    pub(super) fn admit(self: &Arc<Self>, address: IpAddr) -> (Guest, Evicted) {
+    pub(super) fn admit(self: &Arc<Self>, address: IpAddr) -> (AdmittedConnection, Evicted) {
         let holder = holder(address);
         let mut state = self.lock();
         let own = state.held.get(&holder).copied().unwrap_or(0);
@@ -96,10 +96,19 @@ impl Guests {
         }
         let number = state.tick();
         let (stay, evicted) = oneshot::channel();
-        let taken = Known { holder, worth: Worth::Silent, since: number, aside, _stay: stay };
+        let taken = Known { holder, rank: ConnectionRank::Silent, since: number, aside, _stay: stay };
         state.add(number, taken);
         drop(state);
-        (Guest { guests: self.clone(), number, holder, aside, answered: AtomicBool::new(false) }, evicted)
+        (
+            AdmittedConnection {
+                admitted: self.clone(),
+                number,
+                holder,
+                aside,
+                answered: AtomicBool::new(false),
+            },
+            evicted,
+        )
     }
 
     /// Closes one connection that may be closed, if there is one.
@@ -109,7 +118,7 @@ impl Guests {
 
     /// Closes the lowest-ranked connection whose request is not in work, of one holder or of all.
     fn evict(&self, state: &mut State, of: Option<IpAddr>) -> bool {
-        let Some(number) = state.worth_least(of) else { return false };
+        let Some(number) = state.lowest_ranked(of) else { return false };
         state.remove(number);
         self.evictions.inc();
         true
@@ -130,7 +139,7 @@ impl State {
         if taken.aside {
             self.aside.insert(number);
         } else {
-            self.order.insert((taken.worth, taken.since, number));
+            self.order.insert((taken.rank, taken.since, number));
             *self.held.entry(taken.holder).or_default() += 1;
         }
         self.known.insert(number, taken);
@@ -142,7 +151,7 @@ impl State {
             self.aside.remove(&number);
             return;
         }
-        self.order.remove(&(taken.worth, taken.since, number));
+        self.order.remove(&(taken.rank, taken.since, number));
         if let Some(held) = self.held.get_mut(&taken.holder) {
             *held -= 1;
             if *held == 0 {
@@ -152,28 +161,28 @@ impl State {
     }
 
     /// The lowest-ranked connection whose request is not in work, of one holder or of all.
-    fn worth_least(&self, of: Option<IpAddr>) -> Option<u64> {
-        let candidates = self.order.range(..(Worth::Working, 0, 0));
+    fn lowest_ranked(&self, of: Option<IpAddr>) -> Option<u64> {
+        let candidates = self.order.range(..(ConnectionRank::Working, 0, 0));
         let mut theirs =
             candidates.filter(|(_, _, number)| of.is_none_or(|holder| self.known[number].holder == holder));
         theirs.next().map(|(_, _, number)| *number)
     }
 
-    fn change(&mut self, number: u64, worth: Worth) {
+    fn change(&mut self, number: u64, rank: ConnectionRank) {
         if let Some(taken) = self.known.remove(&number) {
             if !taken.aside {
-                self.order.remove(&(taken.worth, taken.since, number));
+                self.order.remove(&(taken.rank, taken.since, number));
                 let since = self.tick();
-                self.order.insert((worth, since, number));
-                self.known.insert(number, Known { worth, since, ..taken });
+                self.order.insert((rank, since, number));
+                self.known.insert(number, Known { rank, since, ..taken });
             } else {
-                self.known.insert(number, Known { worth, ..taken });
+                self.known.insert(number, Known { rank, ..taken });
             }
         }
     }
 }
 
-impl Guest {
+impl AdmittedConnection {
     /// Whether only monitoring routes are answered on this connection.
     pub(super) fn is_aside(&self) -> bool {
         self.aside
@@ -185,9 +194,9 @@ impl Guest {
     }
 
     /// Sets the connection's rank.
-    pub(super) fn set(&self, worth: Worth) {
+    pub(super) fn set(&self, rank: ConnectionRank) {
         self.answered.store(false, Ordering::Relaxed);
-        self.guests.lock().change(self.number, worth);
+        self.admitted.lock().change(self.number, rank);
     }
 
     /// Records that the response is complete.
@@ -198,19 +207,19 @@ impl Guest {
     /// Records that all buffered bytes were sent to the client.
     pub(super) fn flushed(&self) {
         if self.answered.load(Ordering::Relaxed) {
-            self.set(Worth::Resting);
+            self.set(ConnectionRank::Resting);
         }
     }
 
     /// The connection's rank; none once it must close.
-    pub(super) fn worth(&self) -> Option<Worth> {
-        self.guests.lock().known.get(&self.number).map(|known| known.worth)
+    pub(super) fn rank(&self) -> Option<ConnectionRank> {
+        self.admitted.lock().known.get(&self.number).map(|known| known.rank)
     }
 }
 
-impl Drop for Guest {
+impl Drop for AdmittedConnection {
     fn drop(&mut self) {
-        self.guests.lock().remove(self.number);
+        self.admitted.lock().remove(self.number);
     }
 }
 
@@ -229,63 +238,63 @@ fn holder(address: IpAddr) -> IpAddr {
 mod tests {
     use super::*;
 
-    fn guests(max: usize, per_address_max: usize, aside_max: usize) -> Arc<Guests> {
-        Guests::new(Connections { max, per_address_max, aside_max }, Counter::default())
+    fn admitted(max: usize, per_address_max: usize, aside_max: usize) -> Arc<AdmittedConnections> {
+        AdmittedConnections::new(Connections { max, per_address_max, aside_max }, Counter::default())
     }
 
     fn ip(last: u8) -> IpAddr {
         [10, 0, 0, last].into()
     }
 
-    fn is_gone((guest, evicted): &mut (Guest, Evicted)) -> bool {
+    fn is_gone((guest, evicted): &mut (AdmittedConnection, Evicted)) -> bool {
         let told = evicted.try_recv() == Err(oneshot::error::TryRecvError::Closed);
-        assert_eq!(told, guest.worth().is_none());
+        assert_eq!(told, guest.rank().is_none());
         told
     }
 
     #[test]
     fn the_one_worth_least_makes_room_and_of_equals_the_oldest() {
-        let guests = guests(4, 4, 1);
-        let mut all: Vec<_> = (0..4).map(|last| guests.admit(ip(last))).collect();
-        all[0].0.set(Worth::Resting);
-        all[1].0.set(Worth::Open);
+        let admitted = admitted(4, 4, 1);
+        let mut all: Vec<_> = (0..4).map(|last| admitted.admit(ip(last))).collect();
+        all[0].0.set(ConnectionRank::Resting);
+        all[1].0.set(ConnectionRank::Open);
         for (newcomer, goes) in [2, 3, 4, 5].into_iter().enumerate() {
-            let taken = guests.admit(ip(100 + newcomer as u8));
+            let taken = admitted.admit(ip(100 + newcomer as u8));
             assert!(!taken.0.is_aside());
             all.push(taken);
             assert!(is_gone(&mut all[goes]), "{goes}");
         }
         assert!(!is_gone(&mut all[0]) && !is_gone(&mut all[1]));
-        all[6].0.set(Worth::Working);
-        all[7].0.set(Worth::Working);
+        all[6].0.set(ConnectionRank::Working);
+        all[7].0.set(ConnectionRank::Working);
         for goes in [1, 0] {
-            let taken = guests.admit(ip(50));
-            taken.0.set(Worth::Working);
+            let taken = admitted.admit(ip(50));
+            taken.0.set(ConnectionRank::Working);
             all.push(taken);
             assert!(is_gone(&mut all[goes]), "{goes}");
         }
         // All are at work: the next ones are set aside, and the oldest of those is closed for the next.
-        let mut aside = guests.admit(ip(60));
+        let mut aside = admitted.admit(ip(60));
         assert!(aside.0.is_aside() && !is_gone(&mut aside));
-        let mut next = guests.admit(ip(61));
+        let mut next = admitted.admit(ip(61));
         assert!(next.0.is_aside() && is_gone(&mut aside) && !is_gone(&mut next));
-        assert_eq!(guests.evictions.get(), 7, "each of them is counted");
+        assert_eq!(admitted.evictions.get(), 7, "each of them is counted");
         drop(all.pop());
-        assert!(!guests.admit(ip(62)).0.is_aside(), "a place that was left is free");
+        assert!(!admitted.admit(ip(62)).0.is_aside(), "a place that was left is free");
     }
 
     #[test]
     fn an_address_beyond_its_share_pays_itself() {
-        let guests = guests(6, 3, 2);
-        let mut other = guests.admit(ip(1));
-        let mut greedy: Vec<_> = (0..3).map(|_| guests.admit(ip(2))).collect();
-        greedy[0].0.set(Worth::Working);
-        let fourth = guests.admit(ip(2));
+        let admitted = admitted(6, 3, 2);
+        let mut other = admitted.admit(ip(1));
+        let mut greedy: Vec<_> = (0..3).map(|_| admitted.admit(ip(2))).collect();
+        greedy[0].0.set(ConnectionRank::Working);
+        let fourth = admitted.admit(ip(2));
         assert!(!fourth.0.is_aside() && is_gone(&mut greedy[1]), "its own oldest goes");
-        fourth.0.set(Worth::Working);
-        greedy[2].0.set(Worth::Working);
-        assert!(guests.admit(ip(2)).0.is_aside(), "beside guests that are free");
-        assert!(!is_gone(&mut other) && !guests.admit(ip(3)).0.is_aside());
+        fourth.0.set(ConnectionRank::Working);
+        greedy[2].0.set(ConnectionRank::Working);
+        assert!(admitted.admit(ip(2)).0.is_aside(), "beside guests that are free");
+        assert!(!is_gone(&mut other) && !admitted.admit(ip(3)).0.is_aside());
     }
 
     #[test]
@@ -299,12 +308,12 @@ mod tests {
 
     #[test]
     fn nothing_is_kept_of_who_left() {
-        let guests = guests(3, 2, 1);
+        let admitted = admitted(3, 2, 1);
         for round in 0..40 {
-            let all: Vec<_> = (0..7).map(|n| guests.admit(ip(n * round % 5))).collect();
-            all.iter().step_by(2).for_each(|(guest, _)| guest.set(Worth::Working));
+            let all: Vec<_> = (0..7).map(|n| admitted.admit(ip(n * round % 5))).collect();
+            all.iter().step_by(2).for_each(|(guest, _)| guest.set(ConnectionRank::Working));
         }
-        let state = guests.lock();
+        let state = admitted.lock();
         assert!(
             state.known.is_empty()
                 && state.order.is_empty()
