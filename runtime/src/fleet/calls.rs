@@ -1,4 +1,4 @@
-//! Calls members of a fleet, and again when a session ends.
+//! Calls members of a fleet, and calls again when a session ends.
 
 use super::registry::{Member, Members};
 use crate::env::{SharedEnv, Task};
@@ -9,16 +9,16 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 
-/// Between two calls to a member: it is in the registry, so it is there or ended a moment ago.
+/// Minimum pause between two calls to a member: a member in the registry is there, or ended a moment ago.
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
-/// Members that ended and are not counted off yet; whoever comes next waits.
+/// Ended calls that may wait to be counted; further ones block.
 const ENDED_MAX: usize = 16;
 
-/// Calls a member, and returns when the session is over, or why there was none.
+/// A function that calls a member, and returns when the session is over, or why there was none.
 pub type Dial<E> = Arc<dyn Fn(Member) -> BoxFuture<'static, Result<(), E>> + Send + Sync>;
 
-/// Calls every member that is wanted for as long as it is one, one task for each. Ends when the membership does.
+/// Calls every wanted member for as long as it is one, in one task each. Ends when the membership does.
 pub async fn call_members<E: Display + PartialEq + Send + 'static>(
     env: SharedEnv,
     mut members: watch::Receiver<Members>,
@@ -53,7 +53,7 @@ pub async fn call_members<E: Display + PartialEq + Send + 'static>(
     }
 }
 
-/// Calls a member for as long as it is one; says what is wrong once.
+/// Calls a member for as long as it is one; each error is logged once.
 async fn keep_calling<E: Display + PartialEq>(
     env: SharedEnv,
     name: String,

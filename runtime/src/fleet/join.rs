@@ -1,4 +1,4 @@
-//! Calls the members that the registry knows, and again when a session ends.
+//! Connects to the members in the registry.
 
 use super::calls::{Dial, call_members};
 use super::hub::Hub;
@@ -33,8 +33,8 @@ pub async fn attend_members(
     call_members(env, members, wanted, dial).await;
 }
 
-/// Exchanges KV with every worker process that joined before this one: of two, the later calls the earlier, so that
-/// there is one session. Links are measured before, and `own` says what was found.
+/// Exchanges KV with every worker process that joined before this one: of two processes the later calls the
+/// earlier, so that there is one session. Links are measured first, and recorded in `own`.
 pub async fn meet_members(
     env: SharedEnv,
     hub: Hub,
@@ -110,7 +110,7 @@ impl Caller {
 
 fn up(measured: Measured) -> LinkState {
     let Measured { transport, cost, details, broken } = measured;
-    // What is faster than can be measured is as fast as a byte in a femtosecond.
+    // A link too fast to measure is recorded as a byte per femtosecond.
     let bytes_per_s = 1.0 / cost.seconds_per_byte.max(1e-15);
     LinkState::Up { transport, latency_s: cost.latency.0, bytes_per_s, details, broken }
 }

@@ -1,10 +1,10 @@
-//! Ids that live sessions have.
+//! The ids that are in use by live sessions.
 
 use super::session::Caller;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Who has which id, by sessions. Clones are the same.
+/// Which caller uses which id, and in how many sessions. Clones share the table.
 #[derive(Clone, Debug)]
 pub(super) struct Seats<Id>(Arc<Mutex<BTreeMap<Id, (Caller, usize)>>>);
 
@@ -14,7 +14,7 @@ impl<Id> Default for Seats<Id> {
     }
 }
 
-/// An id's, for as long as a session lives.
+/// A session's use of an id; it ends on drop.
 pub(super) struct Seat<Id: Ord + Copy> {
     id: Id,
     seats: Seats<Id>,
@@ -25,7 +25,7 @@ impl<Id: Ord + Copy> Seats<Id> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The id for a session of `caller`; none while another process has one under it.
+    /// Takes the id for a session of `caller`; none while another process uses it.
     pub(super) fn take(&self, id: Id, caller: Caller) -> Option<Seat<Id>> {
         let mut seats = self.lock();
         let (owner, sessions) = seats.entry(id).or_insert((caller, 0));

@@ -27,7 +27,7 @@ impl Quantiles {
         self.max = self.max.max(value);
     }
 
-    /// How many.
+    /// Number of values.
     pub fn count(&self) -> u64 {
         self.count
     }

@@ -1,4 +1,4 @@
-//! The store that a fleet of processes has: etcd.
+//! The store of a fleet of processes: etcd.
 
 use super::super::rpc::Pem;
 use super::RegistryError;
@@ -12,24 +12,24 @@ use etcd_client::{
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Where etcd is, and which fleet is meant.
+/// The address of etcd and the fleet's name.
 #[derive(Clone, Debug)]
 pub struct RegistryConfig {
-    /// `http://host:port` or `https://host:port`.
+    /// URLs such as `http://host:port` or `https://host:port`.
     pub urls: Vec<String>,
     /// The fleet's name.
     pub fleet: String,
-    /// A member that says nothing for so long is none; whole seconds count.
+    /// Silence after which a member counts as lost, in whole seconds.
     pub lease: Duration,
-    /// For https.
+    /// Certificates for https.
     pub tls: Option<Pem>,
 }
 
 impl Registry {
-    /// Does not wait for etcd to be there.
+    /// Creates a registry without waiting for etcd.
     ///
     /// # Errors
-    /// For addresses or certificates that cannot be.
+    /// When addresses or certificates are invalid.
     pub async fn new(env: &SharedEnv, config: &RegistryConfig) -> Result<Self, RegistryError> {
         let part = config.lease / 3;
         let mut options = ConnectOptions::new()
@@ -51,7 +51,7 @@ impl Registry {
 struct Etcd(Client);
 
 impl Etcd {
-    /// Clones share a connection.
+    /// A client; clones share a connection.
     fn client(&self) -> Client {
         self.0.clone()
     }
@@ -84,7 +84,7 @@ impl Store for Etcd {
             let conditions = conditions.into_iter().map(|condition| match condition {
                 Condition::Revision(key, revision) => Compare::mod_revision(key, CompareOp::Equal, revision),
                 Condition::Lease(key, lease) => Compare::lease(key, CompareOp::Equal, lease),
-                // It holds for all keys with the prefix, if there are any.
+                // The condition applies to all keys with the prefix, if there are any.
                 Condition::NoneBelow(prefix) => {
                     Compare::create_revision(prefix, CompareOp::Equal, 0).with_prefix()
                 }
@@ -103,7 +103,7 @@ impl Store for Etcd {
     fn keep_alive(&self, lease: Lease) -> Answer<'_, bool> {
         Box::pin(async move {
             match self.client().lease_keep_alive(lease).await {
-                // Its stream has given the first answer, and is not needed for more.
+                // The stream has given the first answer, which is all that is needed.
                 Ok(_kept) => Ok(true),
                 Err(etcd_client::Error::LeaseKeepAliveError(_)) => Ok(false),
                 Err(error) => Err(error.into()),
@@ -132,7 +132,7 @@ impl Watch for Watching {
             let response = self.0.message().await?;
             let response = response.ok_or_else(|| RegistryError::Etcd("the watch ended".into()))?;
             if response.canceled() {
-                // The events since were compacted away: attaching reads all members anew.
+                // Later events were compacted away; attaching again reads all members.
                 let reason = response.cancel_reason();
                 return Err(RegistryError::Etcd(format!("the watch ended ({reason})")));
             }

@@ -1,4 +1,4 @@
-//! Stays a member, and knows the others.
+//! Maintains a process's membership, and its view of the other members.
 
 use super::records::{BACKOFF_MAX, BACKOFF_MIN, Registry, Roll};
 use super::store::{Change, Lease, Watch};
@@ -7,10 +7,10 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use tokio::sync::{oneshot, watch};
 
-/// Beats between two readings of all members: what a watch that has fallen silent did not tell is known by then.
+/// Beats between two complete reads of the members, after which changes missed by a silent watch are known.
 const BEATS_BETWEEN_ROLLS: u32 = 12;
 
-/// A process's place in the fleet. Dropping it leaves the record to its lease.
+/// A process's membership in the fleet. If it is dropped, the record ends with its lease.
 pub struct Membership {
     members: watch::Receiver<Members>,
     record: watch::Sender<Member>,
@@ -36,7 +36,7 @@ impl Membership {
         Membership { members, record, written: is_written, taken: Some(taken), leave: Some(leave) }
     }
 
-    /// The last members that were known; this process is one.
+    /// The latest known members, including this process.
     pub fn members(&self) -> watch::Receiver<Members> {
         self.members.clone()
     }
@@ -46,8 +46,8 @@ impl Membership {
         self.record.clone()
     }
 
-    /// Completes when the record stands in the registry for the first time: before, another process may yet be
-    /// given its ids. Pending for ever if one has them.
+    /// Completes when the record is in the registry for the first time: before that, another process may
+    /// still be given its ids. Never completes if another process has one of them.
     pub fn joined(&self) -> impl Future<Output = ()> + Send + 'static {
         let mut written = self.written.clone();
         async move {
@@ -57,8 +57,9 @@ impl Membership {
         }
     }
 
-    /// Completes, with why, when another process has this one's ids, or the fleet became another model's before this one
-    /// was in it: it must end before it serves. Pending for ever if that does not happen, and from the second call on.
+    /// Completes with the reason when another process has this one's ids, or the fleet became another model's
+    /// before this process joined; it must then end before it serves. Otherwise, and from the second call on,
+    /// it never completes.
     pub fn taken(&mut self) -> impl Future<Output = RegistryError> + Send + 'static {
         let taken = self.taken.take();
         async move {
@@ -72,7 +73,7 @@ impl Membership {
         }
     }
 
-    /// Takes the record out of the registry, if etcd is reached.
+    /// Removes the record from the registry, if etcd can be reached.
     pub async fn leave(mut self) {
         let (done, left) = oneshot::channel();
         if self.leave.take().is_some_and(|leave| leave.send(done).is_ok()) {
@@ -87,20 +88,20 @@ struct Keeper {
     own: watch::Receiver<Member>,
     known: watch::Sender<Members>,
     written: watch::Sender<bool>,
-    /// The one that the record is under.
+    /// The lease of the record.
     lease: Option<Lease>,
 }
 
-/// How a time of being attached to etcd ended.
+/// How an attachment to etcd ended.
 enum End {
-    /// It was, for a while.
+    /// It was attached for a while.
     After(RegistryError),
-    /// It never was.
+    /// It was never attached.
     Before(RegistryError),
 }
 
 impl Keeper {
-    /// Until this process leaves, or must: then why.
+    /// Runs until this process leaves, or must leave; then returns why.
     async fn run(mut self, mut leaving: oneshot::Receiver<oneshot::Sender<()>>) -> Option<RegistryError> {
         let (mut backoff, mut said) = (BACKOFF_MIN, false);
         loop {
@@ -119,7 +120,7 @@ impl Keeper {
                     (backoff, said) = (BACKOFF_MIN, false);
                     error
                 }
-                // Another charter was made before this process was a member: it serves nobody yet.
+                // Another charter was made before this process was a member, so it serves nothing yet.
                 End::Before(error @ RegistryError::Refused(_)) if !*self.written.borrow() => {
                     return Some(error);
                 }
@@ -154,7 +155,7 @@ impl Keeper {
         }
     }
 
-    /// Until something fails.
+    /// Maintains the record until something fails.
     async fn attached(&mut self, was_lost: bool) -> End {
         let (watching, lease) = match self.attach().await {
             Ok(parts) => parts,
@@ -171,7 +172,7 @@ impl Keeper {
     }
 
     async fn attach(&mut self) -> Result<(Box<dyn Watch>, Lease), RegistryError> {
-        // An etcd that lost its data is given back what all members know.
+        // An etcd that lost its data is restored from what the members know.
         self.registry.agree(&self.charter).await?;
         let own = self.own.borrow_and_update().clone();
         match (&own.seat, own.instances().map(|instance| instance.id.0).max()) {
@@ -189,8 +190,8 @@ impl Keeper {
         Ok((watching, lease))
     }
 
-    /// The old lease while it lives, else a new one. Whether it lives only etcd can say: a new one because there was
-    /// no answer would find the name taken, by this process itself.
+    /// The old lease while it lives, or else a new one. Only etcd knows whether it lives: a new lease after a
+    /// lost answer would find the name taken by this process itself.
     async fn living_lease(&mut self) -> Result<Lease, RegistryError> {
         let store = self.registry.store.clone();
         if let Some(lease) = self.lease {
@@ -211,7 +212,7 @@ impl Keeper {
         lease: Lease,
     ) -> Result<Infallible, RegistryError> {
         let (mut beats, mut may_change) = (0, true);
-        // Not begun anew by what else happens: a fleet where much changes must not starve its leases.
+        // Not restarted by other events, since frequent changes in the fleet must not starve its leases.
         let mut beat = self.registry.env.sleep(self.registry.lease / 3);
         loop {
             tokio::select! {
@@ -231,7 +232,7 @@ impl Keeper {
         }
     }
 
-    /// Keeps the lease alive, and looks whether the record is still there: who emptied etcd may have left the lease.
+    /// Keeps the lease alive, and checks that the record is still there: emptying etcd may leave the lease.
     async fn beat(&self, lease: Lease, whole_roll: bool) -> Result<(), RegistryError> {
         if !self.registry.in_time(self.registry.store.keep_alive(lease)).await? {
             return Err(RegistryError::LeaseEnded);
@@ -266,8 +267,8 @@ impl Keeper {
     }
 }
 
-/// Of two members with an id in common the one ends whose record is younger: each writes its own before it reads the
-/// other's, so that the younger sees the older.
+/// Of two members with a common id the one with the younger record ends: each writes its own record before it
+/// reads the other's, so that the younger sees the older.
 fn check_ids(own: &Member, roll: &Roll) -> Result<(), RegistryError> {
     let own_name = own.name();
     let since = roll.created.get(&own_name).copied().unwrap_or(i64::MAX);

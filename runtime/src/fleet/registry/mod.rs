@@ -1,17 +1,19 @@
-//! Who is a member of the fleet: records in etcd, each under a lease that its process keeps alive.
+//! Fleet membership: records in etcd, each under a lease that its process keeps alive.
 //!
 //! ```text
 //!   mixfleet/<fleet>/charter            what all members have in common; made by the first
 //!   mixfleet/<fleet>/next/instance      counters, so that an id is never given twice
 //!   mixfleet/<fleet>/next/router
-//!   mixfleet/<fleet>/members/<name>     a member; gone when its lease is
+//!   mixfleet/<fleet>/members/<name>     a member; removed with its lease
 //! ```
 //!
-//! The registry says whom to call, not who is alive: a session that works is kept though its record is gone.
-//! While etcd is not reached, the fleet is the last that was known, and who wants to join waits.
+//! The registry says which members to call, not which are alive: a working session is kept even if its record
+//! is gone. While etcd cannot be reached the last known members stay in place, and new processes wait to
+//! join.
 //!
-//! [`Registry`] knows the records, [`Membership`] keeps one; both see etcd as a few operations that each have a
-//! deadline. [`sim`] is a store of the same operations with which everything can go wrong, in a seeded world.
+//! [`Registry`] reads and writes the records, [`Membership`] maintains one; both use etcd through a few
+//! operations with deadlines. [`sim`] is a store with the same operations that injects faults, in a seeded
+//! environment.
 
 #[cfg(feature = "fleet")]
 mod etcd;
@@ -43,16 +45,16 @@ pub type Members = Arc<BTreeMap<String, Member>>;
 /// What all members of a fleet have in common.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Charter {
-    /// Version of what they say to each other.
+    /// The protocol version.
     pub protocol: u32,
-    /// What they serve.
+    /// The model that they serve.
     pub model: ModelIdentity,
-    /// Of block hashes, so that routers know each other's caches.
+    /// Secret of the block hashes, so that routers know each other's caches.
     pub secret: [u8; 16],
 }
 
 impl Charter {
-    /// Whether who serves `model` may join.
+    /// Checks that a process that serves `model` may join.
     pub(crate) fn check(&self, model: &ModelIdentity) -> Result<(), SessionRefusal> {
         check(self.protocol, &self.model, model)
     }
@@ -61,19 +63,19 @@ impl Charter {
 /// A process of the fleet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Member {
-    /// `mixfleet.member/1`.
+    /// The record's version, `mixfleet.member/1`.
     pub schema: String,
-    /// Of mixfleet.
+    /// The version of mixfleet.
     pub version: String,
-    /// Of what it says to others.
+    /// The protocol version.
     pub protocol: u32,
-    /// What it serves.
+    /// The model that it serves.
     pub model: ModelIdentity,
-    /// Where it is reached: a worker process by members, a router by clients.
+    /// Its address: for members if it is a worker process, for clients if it is a router.
     pub address: String,
-    /// What it does.
+    /// What the process does.
     pub seat: Seat,
-    /// What it measured of its links, by the names of the members that it called.
+    /// Measured links, by the names of the members that it called.
     #[serde(default)]
     pub links: BTreeMap<String, LinkState>,
 }
@@ -82,18 +84,18 @@ pub struct Member {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum Seat {
-    /// Decides.
+    /// It places requests.
     Router {
-        /// Its id.
+        /// The router's id.
         id: RouterId,
     },
-    /// Has devices.
+    /// It has devices.
     Worker {
-        /// One for each device, by rising ids.
+        /// One instance per device, by ascending ids.
         instances: Vec<InstanceRecord>,
         /// Its transports for KV, best first.
         transports: Vec<String>,
-        /// Transports that this process could have and does not offer, with the reason.
+        /// Transports that exist and are not offered, with the reason.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         not_offered: Vec<String>,
     },
@@ -102,39 +104,39 @@ pub enum Seat {
 /// An instance of a worker process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct InstanceRecord {
-    /// Its id.
+    /// The instance's id.
     pub id: InstanceId,
-    /// Its device, in its process.
+    /// The device's selector in its process.
     pub device: String,
-    /// What it may do.
+    /// The instance's role.
     pub role: Role,
-    /// Its rent, if it is known.
+    /// Rent in USD per hour, if known.
     pub usd_per_hour: Option<f64>,
     /// Tokens that its KV memory holds.
     pub kv_capacity_tokens: u64,
 }
 
-/// A link as it was measured when two processes met.
+/// A link as measured when two processes connected.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "state")]
 pub enum LinkState {
-    /// KV goes this way.
+    /// KV uses this link.
     Up {
         /// The best transport that works.
         transport: String,
-        /// Of a write of 4 KiB.
+        /// Latency of a write of 4 KiB.
         latency_s: f64,
-        /// Of long ones.
+        /// Bandwidth of long writes.
         bytes_per_s: f64,
-        /// Of RDMA: the NIC, the kind of address and the MTU.
+        /// For RDMA: the NIC, the kind of address and the MTU.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         details: String,
-        /// What better transports said.
+        /// Errors of better transports.
         broken: Vec<String>,
     },
-    /// No transport works, or the member is not reached.
+    /// No transport works, or the member cannot be reached.
     Down {
-        /// What they said.
+        /// The errors of the transports.
         reason: String,
     },
 }
@@ -154,7 +156,7 @@ impl Member {
         }
     }
 
-    /// Its name in the registry: no other member has it.
+    /// The unique name of the member in the registry.
     pub fn name(&self) -> String {
         match &self.seat {
             Seat::Router { id } => format!("router-{}", id.0),
@@ -162,12 +164,12 @@ impl Member {
         }
     }
 
-    /// Whether another has an id of this one.
+    /// Whether the members have an id in common.
     fn shares_an_id_with(&self, other: &Member) -> bool {
         other.instances().any(|theirs| self.instances().any(|instance| instance.id == theirs.id))
     }
 
-    /// The smallest id of its instances; none of a router.
+    /// The smallest id of its instances; none for a router.
     pub fn first_instance(&self) -> Option<InstanceId> {
         self.instances().map(|instance| instance.id).min()
     }
@@ -181,7 +183,7 @@ impl Member {
     }
 }
 
-/// Why the registry did not do what was asked.
+/// Why a registry operation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
     /// The fleet serves something else.
@@ -198,12 +200,12 @@ pub enum RegistryError {
         "another process is in the fleet as '{0}': etcd has lost its data; start this one again, for a new id"
     )]
     Taken(String),
-    /// Something else is written where the registry keeps its own.
+    /// A key of the registry has foreign content.
     #[error("etcd holds something else under '{key}': {reason}; give the fleet another name")]
     Foreign {
-        /// Where.
+        /// The key.
         key: String,
-        /// What is wrong with it.
+        /// What is wrong with its content.
         reason: String,
     },
 }

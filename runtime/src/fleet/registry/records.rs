@@ -1,4 +1,4 @@
-//! What a fleet writes into its store, and reads there.
+//! The records of a fleet in its store.
 
 use super::super::session::{ModelIdentity, PROTOCOL};
 use super::keep::Membership;
@@ -18,31 +18,31 @@ pub struct Registry {
     pub(super) store: Arc<dyn Store>,
     pub(super) prefix: String,
     pub(super) lease: Duration,
-    /// What is not answered by then counts as failed. A third of a lease, so that a second try is in time.
+    /// Timeout of a store operation: a third of a lease, so that a second try is in time.
     pub(super) patience: Duration,
 }
 
-/// Between two tries to reach etcd.
+/// Minimum pause between two attempts to reach etcd.
 pub(super) const BACKOFF_MIN: Duration = Duration::from_millis(100);
 pub(super) const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
-/// All members as they were read.
+/// All members as read at one time.
 pub(super) struct Roll {
     pub(super) members: Members,
-    /// The store's revision when each record came to be.
+    /// The store's revision at which each record was created.
     pub(super) created: BTreeMap<String, i64>,
-    /// The store's, at that time.
+    /// The store's revision at that time.
     pub(super) revision: i64,
 }
 
 impl Registry {
-    /// What `fleet` writes to `store`.
+    /// The registry of `fleet` in `store`.
     pub(super) fn over(env: &SharedEnv, store: Arc<dyn Store>, fleet: &str, lease: Duration) -> Self {
         let prefix = format!("mixfleet/{fleet}/");
         Registry { env: env.clone(), store, prefix, lease, patience: lease / 3 }
     }
 
-    /// What the store answers, if it does so in time: a connection may live on which nothing comes any more.
+    /// The store's answer, if it comes in time: a connection may stay open while nothing arrives.
     pub(super) async fn in_time<T>(&self, answer: Answer<'_, T>) -> Result<T, RegistryError> {
         tokio::select! {
             biased;
@@ -53,7 +53,8 @@ impl Registry {
         }
     }
 
-    /// Repeats what fails because etcd is not reached, for ever; says so once.
+    /// Repeats an operation that fails because etcd cannot be reached, without limit; the error is logged
+    /// once.
     async fn patiently<'a, T>(
         &self,
         what: &str,
@@ -74,8 +75,8 @@ impl Registry {
         }
     }
 
-    /// The fleet's charter, for who serves `model`; made with `secret` if there is none, or if nobody is left who
-    /// goes by it. Waits for etcd.
+    /// The fleet's charter for a process that serves `model`; created with `secret` if there is none, or if
+    /// no member uses it. Waits for etcd.
     ///
     /// # Errors
     /// `Refused` when the members serve something else.
@@ -84,7 +85,7 @@ impl Registry {
         self.patiently("joining the fleet", || Box::pin(self.agree(&own))).await
     }
 
-    /// The charter that holds: `own`, unless there is another that fits.
+    /// The charter in force: `own`, unless there is another that fits.
     pub(super) async fn agree(&self, own: &Charter) -> Result<Charter, RegistryError> {
         let (key, members) = (format!("{}charter", self.prefix), self.members_prefix());
         loop {
@@ -108,10 +109,10 @@ impl Registry {
         }
     }
 
-    /// Ids for so many instances, never given before. Waits for etcd.
+    /// Ids for `count` instances that were never given before. Waits for etcd.
     ///
     /// # Errors
-    /// `Foreign` if the counter is none.
+    /// `Foreign` if the counter's content is invalid.
     pub async fn instance_ids(&self, count: u32) -> Result<Vec<InstanceId>, RegistryError> {
         let ask = || -> Answer<'_, u64> { Box::pin(self.count("instance", count.into())) };
         let first = self.patiently("joining the fleet", ask).await?;
@@ -121,14 +122,14 @@ impl Registry {
     /// An id that no router has. Waits for etcd.
     ///
     /// # Errors
-    /// `Foreign` if the counter is none.
+    /// `Foreign` if the counter's content is invalid.
     pub async fn router_id(&self) -> Result<RouterId, RegistryError> {
         self.patiently("joining the fleet", || Box::pin(self.free_router_id())).await
     }
 
     async fn free_router_id(&self) -> Result<RouterId, RegistryError> {
         loop {
-            // After 65,536 routers ids come again, except those that are in use.
+            // After 65,536 routers ids repeat, except those that are in use.
             let id = RouterId((self.count("router", 1).await? % (1 << 16)) as u16);
             let key = format!("{}router-{}", self.members_prefix(), id.0);
             if self.in_time(self.store.get(key)).await?.is_none() {
@@ -137,7 +138,7 @@ impl Registry {
         }
     }
 
-    /// Takes `count` numbers from a counter; the first of them.
+    /// Takes `count` numbers from a counter, and returns the first.
     async fn count(&self, name: &str, count: u64) -> Result<u64, RegistryError> {
         loop {
             let (first, revision) = self.counter(name).await?;
@@ -147,7 +148,7 @@ impl Registry {
         }
     }
 
-    /// A counter is at least `least`: an etcd that lost its data must not give an id again.
+    /// Raises a counter to at least `least`: an etcd that lost its data must not give an id again.
     pub(super) async fn count_past(&self, name: &str, least: u64) -> Result<(), RegistryError> {
         loop {
             let (next, revision) = self.counter(name).await?;
@@ -165,7 +166,7 @@ impl Registry {
         }
     }
 
-    /// Whether it still had `revision`.
+    /// Sets a counter if it still has `revision`, and returns whether it did.
     async fn set_counter(&self, name: &str, value: u64, revision: i64) -> Result<bool, RegistryError> {
         let key = format!("{}next/{name}", self.prefix);
         let unchanged = vec![Condition::Revision(key.clone(), revision)];
@@ -192,7 +193,7 @@ impl Registry {
         Ok(Roll { members: Arc::new(members), created, revision })
     }
 
-    /// A member by its key and record; a record of another version is left out, and said.
+    /// Parses a member's record; a record of another version is skipped with a warning.
     pub(super) fn member(&self, key: &str, value: &[u8]) -> Option<(String, Member)> {
         let name = self.member_name(key)?;
         match serde_json::from_slice(value) {
@@ -208,7 +209,7 @@ impl Registry {
         Some(key.strip_prefix(&self.members_prefix())?.to_owned())
     }
 
-    /// Writes the record under `lease`, unless another process has the name: one with another lease.
+    /// Writes the record under `lease`, unless another process has the name under another lease.
     pub(super) async fn claim(&self, member: &Member, lease: Lease) -> Result<(), RegistryError> {
         let key = self.key_of(member);
         for condition in [Condition::Lease(key.clone(), lease), Condition::Revision(key.clone(), 0)] {
@@ -220,7 +221,7 @@ impl Registry {
         Err(RegistryError::Taken(member.name()))
     }
 
-    /// Whether the record is there, under `lease`.
+    /// Whether the record exists under `lease`.
     pub(super) async fn holds(&self, member: &Member, lease: Lease) -> Result<bool, RegistryError> {
         match self.in_time(self.store.get(self.key_of(member))).await? {
             None => Ok(false),
@@ -237,7 +238,7 @@ impl Registry {
         format!("{}members/", self.prefix)
     }
 
-    /// Writes the record of a new member, and keeps it and the members known in the background.
+    /// Writes the record of a new member, and maintains it and the known members in the background.
     pub fn join(&self, charter: Charter, member: Member) -> Membership {
         Membership::begin(self.clone(), charter, member)
     }

@@ -1,8 +1,8 @@
-//! A store in a seeded world, with which everything can go wrong that can with etcd.
+//! A store in a seeded environment that injects the faults of etcd.
 //!
-//! Leases end by the world's time. The store can be stopped, start again, and lose its data; what a process
-//! asks can be lost on the way there or back (then its write has happened), take long, or never be answered;
-//! streams end, or fall silent without an end. All of it follows from the world's seed.
+//! Leases end by virtual time. The store can be stopped, restarted, and lose its data; requests of a process
+//! can be lost on the way there or back (then the write has happened), take long, or never be answered;
+//! streams end, or become silent without an end. All of it is determined by the seed.
 
 use super::RegistryError;
 use super::records::Registry;
@@ -14,47 +14,47 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// What becomes of what a process asks.
+/// Faults of requests to the store.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SimFaults {
-    /// The longest way there or back, in seconds of the world.
+    /// Maximum latency in each direction, in seconds of virtual time.
     pub latency_s_max: f64,
-    /// Asks of a thousand that get lost on their way there, and are never answered.
+    /// Requests per thousand that are lost, and never answered.
     pub lost_asks: u64,
-    /// Asks of a thousand whose answer gets lost, and never comes.
+    /// Requests per thousand whose answer is lost.
     pub lost_answers: u64,
-    /// Asks of a thousand that fail, though what was asked is done.
+    /// Requests per thousand that fail although they are carried out.
     pub failed_answers: u64,
-    /// Changes of a thousand after which a watch says nothing more, and does not end.
+    /// Changes per thousand after which a watch is silent, but does not end.
     pub silent_watches: u64,
 }
 
-/// A process's way to the store.
+/// Whether a process can reach the store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reachability {
-    /// It works.
+    /// It can.
     #[default]
     Up,
-    /// Asks fail at once, and streams have ended.
+    /// Requests fail at once, and streams have ended.
     Refused,
-    /// Nothing comes, and nobody says so.
+    /// Requests are not answered, without any error.
     Silent,
 }
 
-/// A record as checks see it.
+/// A record, for checks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimRecord {
-    /// What was written.
+    /// The written value.
     pub value: String,
     /// Whether it ends with a lease.
     pub is_leased: bool,
 }
 
-/// The store. Clones are the same.
+/// The store. Clones share it.
 #[derive(Clone)]
 pub struct SimRegistry(Arc<World>);
 
-/// A process's way to a [`SimRegistry`].
+/// A process's client of a [`SimRegistry`].
 #[derive(Clone)]
 pub struct SimClient {
     world: Arc<World>,
@@ -73,7 +73,7 @@ struct State {
     revision: i64,
     history: Vec<(i64, Change)>,
     leases: BTreeMap<Lease, Held>,
-    /// Never given twice, whatever is lost: etcd makes them from the time.
+    /// Never given twice, whatever is lost, since etcd derives lease ids from the time.
     leases_given: i64,
     links: Vec<Reachability>,
     watches: Vec<Watcher>,
@@ -90,7 +90,7 @@ struct Watcher {
     client: usize,
     prefix: String,
     from: i64,
-    /// It is never told anything again.
+    /// Whether it receives no further changes.
     is_silent: bool,
     told: mpsc::UnboundedSender<Vec<Change>>,
 }
@@ -106,26 +106,26 @@ impl SimRegistry {
         SimRegistry(Arc::new(World { env: env.clone(), faults, state }))
     }
 
-    /// The way of another process.
+    /// A client for another process.
     pub fn client(&self) -> SimClient {
         let mut state = self.0.state();
         state.links.push(Reachability::Up);
         SimClient { world: self.0.clone(), number: state.links.len() - 1 }
     }
 
-    /// From now on nothing goes wrong by itself, or does again.
+    /// Turns faults on or off.
     pub fn set_faults(&self, on: bool) {
         self.0.state().faults_now = on;
     }
 
-    /// It answers nobody, until [`start`](Self::start).
+    /// Stops answering until [`start`](Self::start).
     pub fn stop(&self) {
         let mut state = self.0.state();
         state.is_stopped = true;
         state.watches.clear();
     }
 
-    /// It answers again. Leases begin anew, as etcd's do.
+    /// Answers again. The time of leases begins anew, as in etcd.
     pub fn start(&self) {
         let now = self.0.env.now();
         let mut state = self.0.state();
@@ -133,7 +133,7 @@ impl SimRegistry {
         state.leases.values_mut().for_each(|lease| lease.ends = now + Seconds(lease.span.as_secs_f64()));
     }
 
-    /// All that it held is gone, and all streams have ended.
+    /// Deletes all data and ends all streams.
     pub fn lose_data(&self) {
         let mut state = self.0.state();
         state.watches.clear();
@@ -143,7 +143,7 @@ impl SimRegistry {
         state.revision = 0;
     }
 
-    /// Somebody removes all keys; leases stay.
+    /// Removes all keys; leases stay.
     pub fn remove_keys(&self) {
         let mut state = self.0.state();
         let keys: Vec<String> = state.keys.keys().cloned().collect();
@@ -163,12 +163,12 @@ impl SimRegistry {
 }
 
 impl SimClient {
-    /// The registry of `fleet`, as this process sees it.
+    /// The registry of `fleet` for this process.
     pub fn registry(&self, fleet: &str, lease: Duration) -> Registry {
         Registry::over(&self.world.env, Arc::new(self.clone()), fleet, lease)
     }
 
-    /// What becomes of all that is asked from now on, and of what is under way.
+    /// Sets whether this process reaches the store, for later and pending requests.
     pub fn set_link(&self, link: Reachability) {
         let mut state = self.world.state();
         state.links[self.number] = link;
@@ -182,7 +182,7 @@ impl SimClient {
         }
     }
 
-    /// A way between this process and the store, one direction of it.
+    /// One direction of a request between this process and the store.
     async fn travel(&self, lost: u64) -> Result<(), RegistryError> {
         let world = &self.world;
         let share = world.env.random() as f64 / u64::MAX as f64;
@@ -264,7 +264,7 @@ impl World {
         its.collect::<Vec<String>>().into_iter().for_each(|key| self.remove(state, key));
     }
 
-    /// Those who watch learn of a lease's end when it happens.
+    /// Watchers learn of a lease's end when it happens.
     async fn await_end(world: Weak<World>, lease: Lease, span: Duration) {
         loop {
             let Some(env) = world.upgrade().map(|world| world.env.clone()) else { return };

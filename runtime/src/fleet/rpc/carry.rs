@@ -12,27 +12,27 @@ use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
-/// What may wait for a peer that does not take it: a second of tokens of a thousand sequences is 100 kB, and
-/// all blocks of a large cache, told to a new router, some 10 MB.
+/// Maximum bytes that wait for a slow peer: a second of tokens of a thousand sequences is 100 kB, and all
+/// blocks of a large cache, for a new router, about 10 MB.
 pub(super) const BACKLOG_BYTES_MAX: usize = 64 << 20;
 
-/// What a waiting message takes beside its content.
+/// Overhead of a waiting message.
 const MESSAGE_BYTES: usize = 64;
 
-/// The end of a stream's queue that never waits: what does not fit ends the session.
+/// The sending end of a stream's queue, which never waits: a message that does not fit ends the session.
 pub(super) struct Outlet {
     queue: mpsc::UnboundedSender<Bytes>,
     waiting_bytes: Arc<AtomicUsize>,
     bytes_max: usize,
 }
 
-/// The stream that the network takes from.
+/// The stream of outgoing messages.
 pub(super) struct Outflow {
     queue: mpsc::UnboundedReceiver<Bytes>,
     waiting_bytes: Arc<AtomicUsize>,
 }
 
-/// Both ends of a queue that holds `bytes_max`.
+/// Both ends of a queue that holds `bytes_max` bytes.
 pub(super) fn outflow(bytes_max: usize) -> (Outlet, Outflow) {
     let (queue, taken) = mpsc::unbounded_channel();
     let waiting_bytes = Arc::new(AtomicUsize::new(0));
@@ -43,7 +43,7 @@ pub(super) fn outflow(bytes_max: usize) -> (Outlet, Outflow) {
 }
 
 impl Outlet {
-    /// Whether the message could be put.
+    /// Appends a message.
     fn put(&self, message: Bytes) -> Result<(), Ended> {
         let bytes = message.len() + MESSAGE_BYTES;
         let waiting = self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
@@ -73,7 +73,7 @@ enum Ended {
     Backlog(usize),
 }
 
-/// Until either end is dropped or the streams end. `peer` names the other end in the log.
+/// Carries a session until either end is dropped or the streams end. `peer` names the other end in the log.
 pub(super) async fn carry<Out: Serialize, In>(
     peer: String,
     session: Session<In, Out>,

@@ -1,4 +1,4 @@
-//! Messages as bytes.
+//! Serialisation of messages.
 
 use super::super::session::SessionRefusal;
 use super::CallError;
@@ -9,7 +9,8 @@ use std::marker::PhantomData;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::{Code, Status};
 
-/// Takes `In` from the other end; what goes there is encoded before, so that what waits can be counted in bytes.
+/// Decodes `In` from the other end; outgoing messages are encoded earlier, so that waiting ones can be
+/// counted in bytes.
 pub(super) struct Words<In>(PhantomData<fn() -> In>);
 
 impl<In> Default for Words<In> {
@@ -55,7 +56,7 @@ impl<In: DeserializeOwned> Decoder for Words<In> {
     }
 }
 
-/// With field names: the types leave fields out, and tag their variants.
+/// Encodes with field names, since the types omit fields and tag their variants.
 pub(super) fn encode(message: &impl Serialize) -> Result<Bytes, Status> {
     let bytes = rmp_serde::to_vec_named(message);
     bytes.map(Bytes::from).map_err(|error| Status::internal(format!("a message cannot be written: {error}")))
@@ -84,7 +85,7 @@ impl From<Status> for CallError {
     }
 }
 
-/// tonic's own texts leave out what happened: it stands in the causes.
+/// An error with its causes, since tonic's own messages leave out what happened.
 pub(super) fn with_causes(error: &dyn std::error::Error, mut text: String) -> String {
     let mut next = error.source();
     while let Some(cause) = next {

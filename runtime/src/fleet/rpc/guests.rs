@@ -1,4 +1,4 @@
-//! Connections to a worker process: how many there are, and how long one may say nothing.
+//! Limits on connections to a worker process, and on their silence.
 
 use super::{CallError, Certificates, End, Trust, Watch};
 use crate::env::{SharedEnv, Task};
@@ -18,22 +18,23 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 use tonic::transport::server::Connected;
 
-/// Connections of members: several of each of a thousand.
+/// Maximum connections of members: several for each of a thousand members.
 const MEMBERS_MAX: usize = 4096;
-/// Connections that have not made a call that is welcome.
+/// Maximum connections without an accepted call.
 const STRANGERS_MAX: usize = 64;
-/// For a handshake and a welcome call, at most.
+/// Timeout of a handshake and the first accepted call.
 const GREETING_MAX: Duration = Duration::from_secs(10);
-/// After an accept that failed: out of descriptors, most likely.
+/// Pause after a failed accept, which usually means that no descriptors are left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
-/// Bytes in the clear or under TLS.
+/// A connection in plain text or under TLS.
 pub(super) enum Wire {
     Plain(TcpStream),
     Tls(Box<Watched>),
 }
 
-/// A connection under TLS that ends when the other end is not believed any more. Pings see to it that something is read.
+/// A connection under TLS that ends when the other end's certificate is revoked. Pings ensure that it is
+/// read.
 pub(super) struct Watched {
     stream: TlsStream<TcpStream>,
     is_believed: Watch,
@@ -56,7 +57,7 @@ impl Watched {
 }
 
 impl Wire {
-    /// Calls `address`; with whom it speaks now.
+    /// Connects to `address`, and returns the peer's address too.
     pub(super) async fn dial(address: &str, trust: &Trust) -> Result<(Self, SocketAddr), CallError> {
         let failed = |error: io::Error| CallError::Failed(format!("{address} is not reached: {error}"));
         for address in tokio::net::lookup_host(address).await.map_err(failed)? {
@@ -136,7 +137,7 @@ impl AsyncWrite for Wire {
 struct Crowd {
     came: u64,
     members: usize,
-    /// Dropping a sender ends the connection.
+    /// Dropping a sender ends its connection.
     strangers: BTreeMap<u64, (IpAddr, oneshot::Sender<()>)>,
 }
 
@@ -146,7 +147,7 @@ fn lock(crowd: &SharedCrowd) -> MutexGuard<'_, Crowd> {
     crowd.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is known of who is at the other end.
+/// The standing of a connection.
 pub(super) struct Standing {
     crowd: SharedCrowd,
     number: u64,
@@ -155,7 +156,7 @@ pub(super) struct Standing {
 }
 
 impl Standing {
-    /// A call of it is welcome: it may stay. False when as many members are here as may be.
+    /// Records an accepted call, so that the connection may stay. False if the limit of members is reached.
     pub(super) fn welcome(&self) -> bool {
         let mut crowd = lock(&self.crowd);
         if self.is_member.load(Ordering::Relaxed) {
@@ -179,8 +180,8 @@ impl Drop for Standing {
     }
 }
 
-/// Lets a connection in. Of too many strangers the one must leave that has been here for longest, of those from the
-/// address that has most.
+/// Admits a connection. If there are too many unknown ones, the oldest one from the address with the most is
+/// closed.
 fn enter(crowd: &SharedCrowd, from: IpAddr) -> (Standing, oneshot::Receiver<()>) {
     let (stays, leaves) = oneshot::channel();
     let mut here = lock(crowd);
@@ -199,7 +200,7 @@ fn enter(crowd: &SharedCrowd, from: IpAddr) -> (Standing, oneshot::Receiver<()>)
     (Standing { crowd: crowd.clone(), number, is_member, certificate: None }, leaves)
 }
 
-/// A connection to this process.
+/// An accepted connection.
 pub(super) struct Guest {
     wire: Wire,
     standing: Arc<Standing>,
@@ -246,7 +247,7 @@ impl AsyncWrite for Guest {
     }
 }
 
-/// Accepts until nobody takes guests any more.
+/// Accepts connections until the receiver is gone.
 pub(super) async fn accept(
     env: SharedEnv,
     listener: TcpListener,
@@ -301,7 +302,7 @@ mod tests {
             matches!(leaves.try_recv(), Err(oneshot::error::TryRecvError::Closed))
         };
         assert!(!gone(&mut lonely_leaves) && gone(&mut loud[0].1) && !gone(&mut loud[1].1));
-        // A member's end is not watched any more.
+        // A member's connection is not closed for others.
         assert!(gone(&mut member_leaves) && member.is_member.load(Ordering::Relaxed));
         drop((lonely, member, loud));
         let left = lock(&crowd);

@@ -1,13 +1,14 @@
 //! Sessions over gRPC, between processes and hosts.
 //!
-//! Three calls of a worker process's service, each a stream both ways: `Router` (commands in, words out), `Peer`
-//! (commands both ways), and `Probe`, which lends memory to measure a link with. Who calls stands in the call's
-//! metadata; response headers mean that it is welcome, a status that it is not, and why. What proves it is a certificate of
-//! the right kind, or between processes of one host a token; nothing that a stranger sends is read before.
+//! A worker process's service has three calls, each a stream in both directions: `Router` (commands in,
+//! reports out), `Peer` (commands in both directions), and `Probe`, which provides memory to measure a link.
+//! The call's metadata identifies the caller; response headers mean that it is accepted, a status that it is
+//! not, and why. The proof is a certificate of the right kind, or a token between processes of one host;
+//! nothing from an unknown caller is read before that.
 //!
-//! Messages are the types that the engine uses, as MessagePack with field names: there is no second definition
-//! of them to keep in step. A session ends when either end drops it, when the connection breaks, and when the
-//! peer answers no HTTP/2 ping.
+//! Messages are the engine's own types, as MessagePack with field names, so there is no second definition to
+//! keep in sync. A session ends when either end drops it, when the connection breaks, and when the peer
+//! answers no HTTP/2 ping.
 
 mod carry;
 mod client;
@@ -34,82 +35,84 @@ const ROUTER: &str = "/mixfleet.Fleet/Router";
 const PEER: &str = "/mixfleet.Fleet/Peer";
 const PROBE: &str = "/mixfleet.Fleet/Probe";
 
-/// Metadata: who calls.
+/// Metadata key of the caller's greeting.
 const GREETING: &str = "mixfleet-greeting-bin";
 
-/// Metadata, where there are no certificates: that the caller knows the token, and then that the process does.
+/// Metadata key of the proof, without certificates, that the caller and then the process know the token.
 const PROOF: &str = "mixfleet-proof-bin";
 
-/// What a worker process takes in one message: a prompt of three million tokens.
+/// Maximum size of a message to a worker process: a prompt of three million tokens.
 const COMMAND_BYTES_MAX: usize = 16 << 20;
 
-/// The longest message to a router: all blocks that an instance holds, for a router that comes late; 18 bytes each.
+/// Maximum size of a message to a router: all blocks that an instance holds, at 18 bytes each, for a router
+/// that connects later.
 const MESSAGE_BYTES_MAX: usize = 256 << 20;
 
-/// What a stream may have under way: a long prompt, without waiting for the receiver's leave.
+/// Window of a stream: a long prompt, without waiting for the receiver.
 const WINDOW_BYTES: u32 = 4 << 20;
 
-/// How the processes of a fleet reach each other.
+/// How the processes of a fleet connect.
 #[derive(Clone, Debug)]
 pub struct RpcConfig {
-    /// A peer that says nothing for so long is gone.
+    /// Silence after which a peer counts as gone.
     pub silence: Duration,
-    /// How they know each other.
+    /// How they authenticate each other.
     pub trust: Trust,
 }
 
-/// How the processes of a fleet know each other.
+/// How the processes of a fleet authenticate each other.
 #[derive(Clone, Debug)]
 pub enum Trust {
-    /// In the clear, between addresses of this host only: all have the token.
+    /// Plain text between addresses of this host only, with a shared token.
     Token(Token),
-    /// By certificates.
+    /// Certificates.
     Tls(Arc<dyn Certificates>),
 }
 
-/// A member's certificates, and whom it believes. Asked anew for each connection: they may have been renewed.
+/// A member's certificates, and those that it trusts. Read for each connection, since they may have been
+/// renewed.
 pub trait Certificates: fmt::Debug + Send + Sync {
-    /// For who is called: TLS 1.3, with callers' certificates, for HTTP/2.
+    /// Configuration of the called end: TLS 1.3 for HTTP/2, with callers' certificates.
     fn server(&self) -> Arc<rustls::ServerConfig>;
-    /// For who calls, likewise.
+    /// Configuration of the calling end.
     fn client(&self) -> Arc<rustls::ClientConfig>;
-    /// Whom a caller asks for.
+    /// The name that a caller expects in the certificate.
     fn name(&self) -> ServerName<'static>;
-    /// Whether a certificate that was accepted is of such a member.
+    /// Whether an accepted certificate is of such a member.
     fn is_of(&self, certificate: &CertificateDer<'_>, kind: Kind) -> bool;
-    /// Watches over who has shown these certificates, its own first, and was accepted.
+    /// A function that checks whether these accepted certificates, the peer's own first, are still trusted.
     fn watch(&self, shown: &[CertificateDer<'_>], end: End) -> Watch;
 }
 
-/// Says whether the other end of a connection is believed still: its certificate may have been taken back since.
+/// Tells whether the other end of a connection is still trusted: its certificate may have been revoked.
 pub type Watch = Box<dyn FnMut() -> bool + Send + Sync>;
 
-/// Which end of a connection showed its certificates.
+/// The end of a connection that presented certificates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// The one that called.
+    /// The calling end.
     Caller,
-    /// The one that was called.
+    /// The called end.
     Called,
 }
 
-/// What a member is.
+/// The kind of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It decides.
+    /// A process that places requests.
     Router,
-    /// It has devices.
+    /// A process with devices.
     Worker,
 }
 
-/// A member's certificates, as text: for etcd.
+/// A member's certificates as text, for etcd.
 #[derive(Clone)]
 pub struct Pem {
-    /// Of the authority that signed all members.
+    /// Certificate of the authority that signed all members'.
     pub authority: String,
-    /// Of this member, and those between it and the authority.
+    /// Certificate of this member, and those between it and the authority.
     pub certificates: String,
-    /// Of this member.
+    /// Key of this member.
     pub key: String,
     /// The DNS name in every member's certificate.
     pub name: String,
@@ -122,7 +125,7 @@ impl fmt::Debug for Pem {
 }
 
 impl Pem {
-    /// For a server whose certificate names its host, as etcd's does.
+    /// The TLS configuration for a server whose certificate names its host, as etcd's does.
     pub(super) fn client_of_any_host(&self) -> ClientTlsConfig {
         ClientTlsConfig::new()
             .ca_certificate(Certificate::from_pem(&self.authority))
@@ -131,14 +134,14 @@ impl Pem {
 }
 
 impl RpcConfig {
-    /// Half of [`silence`](Self::silence) until a ping is sent, half for its answer.
+    /// Half of [`silence`](Self::silence): a ping is sent after it, and its answer may take as long.
     fn half(&self) -> Duration {
         self.silence / 2
     }
 }
 
 impl Trust {
-    /// What is in the clear does not leave this host.
+    /// Checks that plain text does not leave this host.
     fn check(&self, address: &SocketAddr) -> Result<(), CallError> {
         if matches!(self, Trust::Tls(_)) || address.ip().is_loopback() {
             return Ok(());
@@ -152,10 +155,10 @@ impl Trust {
 /// Why there is no session.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallError {
-    /// The other end does not want one.
+    /// The other end refused the session.
     #[error(transparent)]
     Refused(#[from] SessionRefusal),
-    /// It was not reached, or does not understand.
+    /// The other end was not reached, or does not speak the protocol.
     #[error("{0}")]
     Failed(String),
 }

@@ -1,4 +1,4 @@
-//! What a link between two processes takes, over the first transport that works.
+//! Measures a link between two processes, over the first transport that works.
 
 use super::super::session::Caller;
 use super::client::Lent;
@@ -15,25 +15,25 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::oneshot;
 
-/// Memory that is lent at once: each is as large as where KV lands.
+/// Maximum concurrent probes: each uses as much memory as a landing region.
 const PROBES_MAX: usize = 8;
-/// Of one caller: the one that it gave up, and the next.
+/// Maximum concurrent probes of one caller: one that it gave up, and the next.
 const PROBES_OF_A_CALLER_MAX: usize = 2;
-/// A link of 0.1 GB/s is measured in a tenth of it.
+/// Maximum time of a probe; measuring a link of 0.1 GB/s takes a tenth of it.
 pub(super) const PROBE_TIME: Duration = Duration::from_secs(30);
 
-/// Who measures a link to this process, and how often at once. Clones are the same.
+/// The callers that measure links to this process now. Clones share the table.
 #[derive(Clone, Default)]
 pub(super) struct Probes(Arc<Mutex<BTreeMap<Caller, usize>>>);
 
-/// A measurement under way.
+/// A measurement in progress.
 pub(super) struct Probe {
     probes: Probes,
     caller: Caller,
 }
 
 impl Probes {
-    /// None when as many are at it as may be, of all callers or of this one.
+    /// Begins a probe; none if the limit is reached, in all or for this caller.
     pub(super) fn begin(&self, caller: Caller) -> Option<Probe> {
         let mut probes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let own = probes.get(&caller).copied().unwrap_or(0);
@@ -57,25 +57,25 @@ impl Drop for Probe {
     }
 }
 
-/// The ways of a process to others.
+/// The transports of a process.
 #[derive(Clone)]
 pub struct Ways {
-    /// The same that its instances use.
+    /// The transports that its instances use.
     pub links: Links,
-    /// Staging of KV: links are measured with such pieces.
+    /// Limits of KV staging: links are measured with such pieces.
     pub hand_off: HandOffLimits,
 }
 
-/// A link, as it was measured.
+/// A measured link.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
     /// The first transport that worked.
     pub transport: String,
-    /// What it takes.
+    /// The measured cost.
     pub cost: LinkCost,
-    /// What the way says of itself: [`Endpoint::details`].
+    /// The connection's own description: [`Endpoint::details`].
     pub details: String,
-    /// What better transports said, of those that should have worked.
+    /// Errors of better transports that should have worked.
     pub broken: Vec<String>,
 }
 
@@ -106,7 +106,7 @@ impl Drop for Lending {
 }
 
 impl Ways {
-    /// Memory as large as where KV lands, reachable over every transport that can.
+    /// Provides memory of the size of a landing region, over every transport that can reach it.
     pub(super) fn lend(&self, env: &SharedEnv) -> Result<Lending> {
         let memory = (self.links.make_region)(self.hand_off.region_bytes())?;
         let mut lending = Lending { regions: Vec::new(), links: self.links.clone(), env: env.clone() };
@@ -124,7 +124,7 @@ impl Ways {
         Ok(lending)
     }
 
-    /// Writes to what a peer has lent.
+    /// Measures the link by writing to a peer's memory.
     pub(crate) async fn measure(&self, env: &SharedEnv, lent: Lent) -> Result<Measured> {
         let (ways, env2) = (self.clone(), env.clone());
         let (done, measured) = oneshot::channel();
@@ -150,7 +150,7 @@ impl Ways {
                 Ok((cost, details)) => {
                     return Ok(Measured { transport: region.transport.clone(), cost, details, broken });
                 }
-                // It says itself that it is not for this peer.
+                // The descriptor itself says that it is not for this peer.
                 Err(error) if error.kind == ErrorKind::Unsupported => {}
                 Err(error) => broken.push(format!("{}: {error}", region.transport)),
             }

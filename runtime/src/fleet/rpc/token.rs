@@ -1,8 +1,8 @@
-//! How processes of one host know each other without certificates.
+//! Authentication between processes of one host without certificates.
 //!
-//! All have a token, which never travels: a caller shows a keyed hash of what it says and of the address that it
-//! called, the process there answers with another. Who reads etcd, or listens at the address of a process that ended,
-//! learns nothing that helps elsewhere.
+//! All processes share a token, which is never sent: a caller presents a keyed hash of its greeting and of
+//! the address it called, and the process answers with another. Reading etcd, or listening at the address of
+//! a process that ended, reveals nothing that is useful elsewhere.
 
 use ring::hmac::{HMAC_SHA256, Key, sign, verify};
 use ring::rand::{SecureRandom, SystemRandom};
@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 const NONCE_BYTES: usize = 16;
 const TOKEN_BYTES: usize = 32;
 
-/// A secret of the processes that one user runs on one host.
+/// The secret shared by the processes that one user runs on one host.
 #[derive(Clone)]
 pub struct Token(Key);
 
@@ -21,14 +21,14 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// What a caller shows, and the answer that it waits for.
+/// The proof that a caller presents, and the answer that it expects.
 pub(super) struct Proof {
     pub(super) shown: Vec<u8>,
     answer: Vec<u8>,
 }
 
 impl Token {
-    /// 64 hexadecimal digits, with white space around them.
+    /// Parses 64 hexadecimal digits, with white space around them.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
         if text.len() != 2 * TOKEN_BYTES || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
@@ -39,14 +39,14 @@ impl Token {
         Some(Token(Key::new(HMAC_SHA256, &bytes)))
     }
 
-    /// The text of a token that nobody can guess; none where the operating system has no randomness.
+    /// The text of a random token; none if the operating system has no randomness.
     pub fn random_text() -> Option<String> {
         let mut bytes = [0; TOKEN_BYTES];
         SystemRandom::new().fill(&mut bytes).ok()?;
         Some(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// For a call of `path` at `address` that says `greeting`.
+    /// The proof for a call of `path` at `address` with `greeting`.
     pub(super) fn prove(&self, path: &str, address: &SocketAddr, greeting: &[u8]) -> Option<Proof> {
         let mut nonce = [0; NONCE_BYTES];
         SystemRandom::new().fill(&mut nonce).ok()?;
@@ -55,7 +55,7 @@ impl Token {
         Some(Proof { shown, answer: words(b"answer", path, address, greeting, &nonce) })
     }
 
-    /// What the process at `address` answers to who has shown that it knows the token; none to others.
+    /// The answer of the process at `address` to a caller that knows the token; none for others.
     pub(super) fn admit(
         &self,
         shown: &[u8],
@@ -68,13 +68,13 @@ impl Token {
         Some(sign(&self.0, &words(b"answer", path, address, greeting, nonce)).as_ref().to_vec())
     }
 
-    /// Whether who was called knows the token too.
+    /// Whether the called process knows the token too.
     pub(super) fn is_answered(&self, proof: &Proof, answer: &[u8]) -> bool {
         verify(&self.0, &proof.answer, answer).is_ok()
     }
 }
 
-/// Each part after its length, so that none runs into the next.
+/// Concatenates the parts, each after its length, so that they are unambiguous.
 fn words(what: &[u8], path: &str, address: &SocketAddr, greeting: &[u8], nonce: &[u8]) -> Vec<u8> {
     let address = address.to_string();
     let parts = [b"mixfleet", what, path.as_bytes(), address.as_bytes(), greeting, nonce];
