@@ -4,7 +4,7 @@
 use super::directory::Directory;
 use super::events::LoggedFleet;
 use super::identity::Identity;
-use super::messages::{FromWorker, Job, Report, Source, ToWorker};
+use super::messages::{FromWorker, Job, Order, Report, Source};
 use super::transfers;
 use super::watch::Ways;
 use crate::api::Placements;
@@ -207,7 +207,7 @@ impl Running {
             match *action {
                 Action::SetRole { instance, role } => {
                     tracing::info!(%instance, ?role, "role changed");
-                    self.send(instance, ToWorker::SetRole { role });
+                    self.send(instance, Order::SetRole { role });
                 }
                 // KV goes between workers for requests only; the fleet forgets a copy that does not arrive
                 Action::Replicate { from, to, tokens, .. } => {
@@ -370,10 +370,10 @@ impl Running {
         tracked.tell_place(prefill, decode);
         if tracked.prefill == tracked.decode {
             let (job, pull) = (self.job(request, tracked.prefill), tracked.pull);
-            self.send(tracked.prefill, ToWorker::Add { job, hand_off: None, pull });
+            self.send(tracked.prefill, Order::Add { job, hand_off: None, pull });
         } else {
             let job = self.job(request, tracked.decode);
-            self.send(tracked.decode, ToWorker::Reserve { job, sender: tracked.prefill });
+            self.send(tracked.decode, Order::Reserve { job, sender: tracked.prefill });
         }
     }
 
@@ -390,8 +390,8 @@ impl Running {
         }
     }
 
-    pub(super) fn send(&self, instance: InstanceId, message: ToWorker) {
-        self.parts.directory.tell(instance, message);
+    pub(super) fn send(&self, instance: InstanceId, order: Order) {
+        self.parts.directory.order(instance, order);
     }
 
     fn report(&mut self, instance: InstanceId, message: FromWorker) {
@@ -537,7 +537,7 @@ impl Running {
         tracked.tell(Update::Finished { reason });
         self.fleet_step(Event::Finished { request });
         if instance != tracked.decode || finish.is_none() {
-            self.send(tracked.decode, ToWorker::Cancel { request });
+            self.send(tracked.decode, Order::Cancel { request });
         }
     }
 
@@ -565,7 +565,7 @@ impl Running {
             .flatten()
             .collect::<BTreeSet<_>>()
         {
-            self.send(instance, ToWorker::Cancel { request });
+            self.send(instance, Order::Cancel { request });
         }
     }
 

@@ -1,30 +1,34 @@
-//! The KV of a prompt on its way from the instance that computes it to the one that decodes it.
+//! KV on its way from the instance that has it to one that needs it: a prompt that is computed here and decoded there, or a prefix
+//! that is lent.
 //!
 //! A layer's KV of the tokens just computed is gathered on the device into the wire layout, read to
 //! the host, written to a staging slot of the receiver over a transport, checked there (XXH3-64 of
 //! the payload), and scattered into the receiver's own pages. The wire layout is neutral, so unlike
 //! page sizes and dtypes meet without a special case. While layer k travels, layers k+1.. compute:
-//! the sender keeps `depth` layers in its queue. A piece that arrives corrupt, or does not arrive, is
+//! the sender keeps `depth` layers in its queue. What is there already (a cached prefix, a lent one) waits in a queue of pieces,
+//! of which one leaves between steps whenever a slot is free. A piece that arrives corrupt, or does not arrive, is
 //! sent again a few times, then given up; the receiver recomputes what is missing.
 
 use super::courier::{SENDS_MAX, Sent};
-use super::lend::Prefix;
-use super::messages::{HandOff, Parcel, PieceId, ToWorker};
+use super::lend::{Lent, Place};
+use super::messages::{HandOff, Parcel, PeerWord, PieceId, Transfer};
+use super::pages::Pages;
 use super::worker::{Event, Worker};
 use crate::env::Task;
 use crate::model::ModelConfig;
 use crate::model::graph::{self, StepShape};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Result, Slice};
 use mixfleet_scheduler::batch::{RequestId, Step};
 use mixfleet_scheduler::fleet::InstanceId;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Layers in the queue of an instance that hands KV off: one that runs, one that waits behind it so
 /// that the device never idles, and two whose KV may be on its way to the host.
-const LAYERS_IN_FLIGHT: usize = 4;
+pub(super) const LAYERS_IN_FLIGHT: usize = 4;
 
 /// While nothing else happens, what is on its way is looked after so often at most.
 pub(super) const LOOK_AFTER_SENDS: Duration = Duration::from_micros(500);
@@ -40,119 +44,99 @@ pub fn wire_dtype(sender: DType, receiver: DType) -> DType {
     }
 }
 
-/// An instance's device memory for pieces that leave and come, and how KV lies in its pages.
+/// An instance's device memory for pieces that leave and come.
 pub(super) struct Staging {
     /// For `tokens_max` tokens in the wire layout each, on the device. A read waits for all that uses a
     /// buffer, so each layer has its own.
     gathered: [Slice; LAYERS_IN_FLIGHT],
     /// One piece on its way in, on the device.
     pub(super) landing: Slice,
-    /// Slot numbers of a piece, on the device.
-    slot_ids: Slice,
-    pub(super) page_tokens: u32,
-    pub(super) kv_heads: u32,
-    pub(super) head_dim: u32,
-    pub(super) kv: DType,
     tokens_max: u32,
 }
 
 /// Tokens of a prompt that leave during a step.
 pub(super) struct Leaving {
     request: RequestId,
-    first: u32,
-    tokens: u32,
+    to: Arc<HandOff>,
+    tokens: Range<u32>,
     /// Row of the first token in the step.
     row: u32,
+    /// Where the KV of the first one is gathered.
+    offset: u64,
 }
 
 impl Staging {
-    /// Allocates on the device, for pieces of up to `slot_bytes`.
+    /// Allocates on the device, for pieces of up to `slot_bytes`; with the pages that they are copied from and to.
     pub(super) fn new(
         device: &dyn Device,
         config: &ModelConfig,
         shape: &StepShape,
         slot_bytes: u64,
-    ) -> Result<Self> {
+    ) -> Result<(Self, Pages)> {
         let widest = 2 * u64::from(config.kv_heads * config.head_dim) * 4;
-        let piece_tokens = (slot_bytes / (widest / 2)).max(u64::from(shape.tokens_max));
+        let piece_tokens =
+            (slot_bytes / (widest / 2)).max(u64::from(shape.tokens_max.max(shape.block_tokens)));
         let gathered = || device.alloc(u64::from(shape.tokens_max) * widest, BufferUsage::Kv);
-        Ok(Staging {
+        let staging = Staging {
             gathered: [gathered()?, gathered()?, gathered()?, gathered()?],
             landing: device.alloc(slot_bytes.max(widest), BufferUsage::Kv)?,
-            slot_ids: device.alloc(piece_tokens * 4, BufferUsage::Staging)?,
-            page_tokens: shape.block_tokens,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            kv: shape.kv,
             tokens_max: shape.tokens_max,
-        })
+        };
+        Ok((staging, Pages::new(device, config, shape, piece_tokens)?))
     }
 
-    /// Layers that may be in the queue at a time.
-    pub(super) fn depth(&self) -> usize {
-        LAYERS_IN_FLIGHT
-    }
-
-    /// Bytes of one token of one layer on the wire.
-    pub(super) fn token_bytes(&self, wire: DType) -> u64 {
-        2 * u64::from(self.kv_heads * self.head_dim) * wire.size_bytes()
-    }
-
-    fn gather_sig(&self, tokens: u32, wire: DType) -> OpSig {
-        let Staging { kv_heads, head_dim, page_tokens, kv, .. } = *self;
-        OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire }
-    }
-
-    /// Where the gathered KV of `layer` lies, from row `at` of those that leave.
-    fn gathered_at(&self, layer: usize, at: u32, tokens: u32, wire: DType) -> Slice {
-        let token_bytes = self.token_bytes(wire);
-        let part = &self.gathered[layer % LAYERS_IN_FLIGHT];
-        part.range(u64::from(at) * token_bytes, u64::from(tokens) * token_bytes)
+    /// Where the gathered KV of `layer` lies.
+    fn gathered(&self, layer: usize, offset: u64, bytes: u64) -> Slice {
+        self.gathered[layer % LAYERS_IN_FLIGHT].range(offset, bytes)
     }
 }
 
-/// The sender's side of a hand-off, or of a prefix that it lends.
+/// The sender's side of a transfer.
 pub(super) struct Outgoing {
+    pub(super) transfer: Transfer,
     pub(super) to: Arc<HandOff>,
+    /// Where a prefix lies on the device; a prompt lies in its sequence's pages.
     pub(super) pages: Vec<u32>,
-    /// Pieces without a verdict: tokens by first token and layer.
+    /// What of a prefix lies in the lower tiers.
+    pub(super) below: Option<Lent>,
+    /// Pieces that leave when there are slots for them.
+    pub(super) waiting: VecDeque<PieceId>,
+    /// Pieces that left and have no verdict: tokens by first token and layer.
     open: BTreeMap<(u32, u32), u32>,
     handed_over: bool,
     /// When the first piece left.
     started: Option<Seconds>,
-    /// What is still to be sent of a prefix; none for a hand-off, whose pieces are made as they are computed.
-    pub(super) prefix: Option<Prefix>,
 }
 
 impl Outgoing {
-    /// Of a prompt that is computed here, or of `prefix`, of which the first tokens lie in `pages`.
-    pub(super) fn new(to: HandOff, pages: Vec<u32>, prefix: Option<Prefix>) -> Self {
-        Outgoing { to: Arc::new(to), pages, open: BTreeMap::new(), handed_over: false, started: None, prefix }
+    pub(super) fn new(transfer: Transfer, to: HandOff) -> Self {
+        let (pages, below, waiting, open) = Default::default();
+        Outgoing {
+            transfer,
+            to: Arc::new(to),
+            pages,
+            below,
+            waiting,
+            open,
+            handed_over: false,
+            started: None,
+        }
     }
 
-    /// The prompt is computed and `next` drawn: whom to tell, and what.
-    pub(super) fn hand_over(
-        &mut self,
-        sender: InstanceId,
-        request: RequestId,
-        next: u32,
-    ) -> (InstanceId, ToWorker) {
+    /// The prompt is computed, and the rest is the receiver's.
+    pub(super) fn hand_over(&mut self) -> Arc<HandOff> {
         self.handed_over = true;
-        (self.to.to, ToWorker::HandedOver { sender, request, attempt: self.to.attempt, next })
+        self.to.clone()
     }
 
     /// Nothing but the word of `peer` on what was sent is missing, or it is the only one who wants it.
-    pub(super) fn ends_with(&self, peer: InstanceId) -> bool {
-        self.to.to == peer && (self.handed_over || self.prefix.is_some())
+    fn ends_with(&self, peer: InstanceId) -> bool {
+        self.to.to == peer && (self.handed_over || self.transfer == Transfer::Prefix)
     }
 
-    fn started(&self) -> Option<Seconds> {
-        self.started
-    }
-
-    /// A prefix of which the receiver has confirmed every piece.
-    fn is_confirmed(&self) -> bool {
-        self.prefix.as_ref().is_some_and(|prefix| prefix.is_sent() && self.open.is_empty())
+    /// A prefix of which the receiver has a word on every piece.
+    fn is_settled(&self) -> bool {
+        self.transfer == Transfer::Prefix && self.waiting.is_empty() && self.open.is_empty()
     }
 
     /// A piece is on its way that nobody has given a verdict on. False for others: a receiver that has lost
@@ -166,148 +150,157 @@ impl Outgoing {
     }
 }
 
+/// Cuts a token range of one layer into pieces.
+pub(super) fn pieces(layer: u32, tokens: Range<u32>, tokens_max: u32) -> impl Iterator<Item = PieceId> {
+    let end = tokens.end;
+    let piece = move |first| PieceId { layer, first, tokens: tokens_max.min(end - first), retries: 0 };
+    tokens.step_by(tokens_max as usize).map(piece)
+}
+
 impl Worker {
     /// The tokens of handed-off prompts that this step computes and the receiver lacks.
     pub(super) fn leaving(&mut self, step: &Step) -> Vec<Leaving> {
-        let mut row = 0;
+        let (mut row, mut offset) = (0, 0);
         let mut leaving = Vec::new();
         for part in &step.sequences {
-            let (start, tokens) = (part.start, part.tokens);
-            if let Some(outgoing) = self.hand_off(part.request) {
-                let first = outgoing.to.from.clamp(start, start + tokens);
-                if first < start + tokens {
-                    let tokens = start + tokens - first;
-                    leaving.push(Leaving { request: part.request, first, tokens, row: row + first - start });
+            let (start, end, request) = (part.start, part.start + part.tokens, part.request);
+            if let Some(to) = self.hand_off(request).map(|outgoing| outgoing.to.clone()) {
+                let first = to.from.clamp(start, end);
+                if first < end {
+                    let bytes = u64::from(end - first) * self.pages.token_bytes(to.wire);
+                    let (tokens, row) = (first..end, row + first - start);
+                    leaving.push(Leaving { request, to, tokens, row, offset });
+                    offset += bytes;
                 }
             }
-            row += tokens;
+            row += part.tokens;
         }
         leaving
     }
 
     /// What goes on elsewhere once it is computed here.
     pub(super) fn hand_off(&mut self, request: RequestId) -> Option<&mut Outgoing> {
-        self.outgoing.get_mut(&request).filter(|outgoing| outgoing.prefix.is_none())
-    }
-
-    fn wire_of(&self, request: RequestId) -> Option<DType> {
-        Some(self.outgoing.get(&request)?.to.wire)
+        self.outgoing.get_mut(&request).filter(|outgoing| outgoing.transfer == Transfer::HandOff)
     }
 
     /// Commands that gather what leaves of `layer`.
     pub(super) fn gathers(&self, layer: usize, pass: &graph::Pass, leaving: &[Leaving]) -> Result<Vec<Cmd>> {
-        let mut at = 0;
-        let mut list = Vec::new();
-        for part in leaving {
-            let Some(wire) = self.wire_of(part.request) else { continue };
-            let (k_pool, v_pool) = self.forward.pools(layer);
-            let slots = self.forward.slots(pass, part.row, part.tokens);
-            let out = self.staging.gathered_at(layer, at, part.tokens, wire);
-            let sig = self.staging.gather_sig(part.tokens, wire);
-            list.push(Cmd::new(sig, &[slots, k_pool.clone(), v_pool.clone(), out])?);
-            at += part.tokens;
-        }
-        Ok(list)
+        let gather = |part: &Leaving| {
+            let (tokens, wire) = (part.tokens.len() as u32, part.to.wire);
+            let bytes = u64::from(tokens) * self.pages.token_bytes(wire);
+            let slots = self.forward.slots(pass, part.row, tokens);
+            let to = self.staging.gathered(layer, part.offset, bytes);
+            self.pages.gather(&self.forward, layer, slots, (to, wire))
+        };
+        leaving.iter().map(gather).collect()
     }
 
     /// Sends what was gathered of `layer`.
     pub(super) async fn deliver(&mut self, layer: usize, leaving: &[Leaving]) -> Result<()> {
-        let mut at = 0;
-        for part in leaving {
-            let Some(wire) = self.wire_of(part.request) else { continue };
-            for (first, tokens) in self.pieces(part.request, part.first, part.tokens) {
-                let row = at + first - part.first;
-                let from = self.staging.gathered_at(layer, row, tokens, wire);
-                let piece = PieceId { layer: layer as u32, first, tokens, retries: 0 };
-                self.open_piece(part.request, &piece);
-                self.send_piece(part.request, piece, &from).await?;
+        for Leaving { request, to, tokens, offset, .. } in leaving {
+            let token_bytes = self.pages.token_bytes(to.wire);
+            for piece in pieces(layer as u32, tokens.clone(), self.piece_tokens_max(to)) {
+                let offset = offset + u64::from(piece.first - tokens.start) * token_bytes;
+                let from = self.staging.gathered(layer, offset, u64::from(piece.tokens) * token_bytes);
+                let began = self.env.now();
+                let slot = self.credit(to).await?;
+                self.waited += self.env.now() - began;
+                // It may have ended meanwhile.
+                if !self.outgoing.get(request).is_some_and(|outgoing| Arc::ptr_eq(&outgoing.to, to)) {
+                    slot.inspect(|&slot| self.courier.give_slot(to.to, slot));
+                    break;
+                }
+                match slot {
+                    Some(slot) => self.send_gathered(*request, piece, to, (slot, from))?,
+                    None => self.lose(*request, to, piece),
+                }
             }
-            at += part.tokens;
         }
         Ok(())
-    }
-
-    /// Cuts a token range into pieces that fit the receiver's slots.
-    fn pieces(&self, request: RequestId, first: u32, tokens: u32) -> Vec<(u32, u32)> {
-        let Some(outgoing) = self.outgoing.get(&request) else { return Vec::new() };
-        let most = self.piece_tokens_max(&outgoing.to);
-        (first..first + tokens).step_by(most as usize).map(|at| (at, most.min(first + tokens - at))).collect()
     }
 
     /// Tokens of the largest piece that fits a slot there and the staging here.
     pub(super) fn piece_tokens_max(&self, to: &HandOff) -> u32 {
-        let token_bytes = self.staging.token_bytes(to.wire);
+        let token_bytes = self.pages.token_bytes(to.wire);
         let most = (to.landing.slot_bytes / token_bytes).max(1);
         most.min(u64::from(self.staging.tokens_max)) as u32
     }
 
-    pub(super) fn open_piece(&mut self, request: RequestId, piece: &PieceId) {
-        if let Some(outgoing) = self.outgoing.get_mut(&request) {
-            outgoing.open.insert((piece.first, piece.layer), piece.tokens);
-            outgoing.started.get_or_insert(self.env.now());
-        }
+    /// The KV that the prefix cache already had and the receiver lacks is to be sent.
+    pub(super) fn queue_cached(&mut self, request: RequestId, tokens_cached: u32) {
+        let Some(to) = self.hand_off(request).map(|outgoing| outgoing.to.clone()) else { return };
+        let (layers, most) = (self.forward.config().layers, self.piece_tokens_max(&to));
+        let cached = (0..layers).flat_map(|layer| pieces(layer, to.from..tokens_cached, most));
+        self.hand_off(request).expect("just found").waiting.extend(cached);
     }
 
-    /// Sends the KV that the prefix cache already had and the receiver lacks.
-    pub(super) async fn send_cached(&mut self, request: RequestId, tokens_cached: u32) -> Result<()> {
-        let Some(outgoing) = self.hand_off(request) else { return Ok(()) };
-        let from = outgoing.to.from;
-        for layer in 0..self.forward.config().layers {
-            for (first, tokens) in self.pieces(request, from, tokens_cached.saturating_sub(from)) {
-                let piece = PieceId { layer, first, tokens, retries: 0 };
-                self.open_piece(request, &piece);
-                self.gather_and_send(request, piece).await?;
-            }
+    /// Sends what waits, as far as there are free slots.
+    pub(super) fn send_waiting(&mut self) -> Result<()> {
+        let unsent = self.outgoing.iter().filter(|(_, outgoing)| !outgoing.waiting.is_empty());
+        let mut its: Vec<RequestId> = unsent.map(|(&request, _)| request).collect();
+        its.sort_unstable();
+        for request in its {
+            while self.send_next_of(request)? {}
+            self.settle_outgoing(request)?;
         }
         Ok(())
     }
 
-    /// Gathers one piece from the pages and sends it.
-    async fn gather_and_send(&mut self, request: RequestId, piece: PieceId) -> Result<()> {
-        let Some(outgoing) = self.outgoing.get(&request) else { return Ok(()) };
-        let pages = self.machine.pages(request);
-        let (wire, slots) = (outgoing.to.wire, self.upload_slots(pages, piece.first, piece.tokens)?);
-        let from = self.gather(&piece, wire, slots)?;
-        self.send_piece(request, piece, &from).await
-    }
-
-    /// One piece from its slots in the pages, on the device.
-    pub(super) fn gather(&mut self, piece: &PieceId, wire: DType, slots: Slice) -> Result<Slice> {
-        let (k_pool, v_pool) = self.forward.pools(piece.layer as usize);
-        let from = self.staging.gathered_at(0, 0, piece.tokens, wire);
-        let sig = self.staging.gather_sig(piece.tokens, wire);
-        let command = Cmd::new(sig, &[slots, k_pool.clone(), v_pool.clone(), from.clone()])?;
-        self.run_now(&[command])?;
-        Ok(from)
-    }
-
-    pub(super) fn upload_slots(&self, pages: &[u32], first: u32, tokens: u32) -> Result<Slice> {
-        let page_tokens = self.staging.page_tokens;
-        let slot = |i: u32| pages[(i / page_tokens) as usize] * page_tokens + i % page_tokens;
-        let slots: Vec<u32> = (first..first + tokens).map(slot).collect();
-        let target = self.staging.slot_ids.range(0, u64::from(tokens) * 4);
-        self.device.write(&target, bytemuck::cast_slice(&slots))?;
-        Ok(target)
-    }
-
-    /// Reads a piece from the device and begins to send it.
-    async fn send_piece(&mut self, request: RequestId, piece: PieceId, from: &Slice) -> Result<()> {
-        let Some(to) = self.outgoing.get(&request).map(|outgoing| outgoing.to.clone()) else {
-            return Ok(());
+    /// Sends one piece that waits. False if there is none, or no slot for it.
+    fn send_next_of(&mut self, request: RequestId) -> Result<bool> {
+        let Some(outgoing) = self.outgoing.get_mut(&request) else { return Ok(false) };
+        let Some(&piece) = outgoing.waiting.front() else { return Ok(false) };
+        let to = outgoing.to.clone();
+        let slot = match self.courier.take_slot(to.to, &to.landing) {
+            Ok(Some(slot)) => slot,
+            Ok(None) => return Ok(false),
+            Err(error) => {
+                tracing::warn!(request, to = %to.to, %error, "KV is not sent");
+                outgoing.waiting.pop_front();
+                self.lose(request, &to, piece);
+                return Ok(true);
+            }
         };
-        let began = self.env.now();
-        let slot = self.credit(&to).await?;
-        self.waited += self.env.now() - began;
-        let Some(slot) = slot else {
-            self.give_up(request, to.attempt, piece);
-            return Ok(());
-        };
+        outgoing.waiting.pop_front();
+        match self.place(request, &piece)? {
+            Place::Below(payload) => {
+                let bytes = payload.len() as u64;
+                self.send_from(request, piece, &to, (slot, bytes), &mut |place| {
+                    place.copy_from_slice(&payload);
+                    Ok(())
+                })?;
+            }
+            Place::Rotten => {
+                self.courier.give_slot(to.to, slot);
+                self.stop_outgoing(request)?;
+                self.tell_tiers();
+            }
+            Place::Device(slots) => {
+                let bytes = u64::from(piece.tokens) * self.pages.token_bytes(to.wire);
+                let from = self.staging.gathered(0, 0, bytes);
+                let layer = piece.layer as usize;
+                let copy = self.pages.gather(&self.forward, layer, slots, (from.clone(), to.wire))?;
+                self.run_now(&[copy])?;
+                self.send_gathered(request, piece, &to, (slot, from))?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Reads a piece from the device into a free slot, and begins to send it.
+    fn send_gathered(
+        &mut self,
+        request: RequestId,
+        piece: PieceId,
+        to: &HandOff,
+        (slot, from): (u32, Slice),
+    ) -> Result<()> {
         let device = self.device.clone();
-        self.send_from(request, piece, &to, (slot, from.bytes), &mut |place| device.read(from, place))
+        self.send_from(request, piece, to, (slot, from.bytes), &mut |place| device.read(&from, place))
     }
 
     /// Has `read` fill a free slot, and begins to send it.
-    pub(super) fn send_from(
+    fn send_from(
         &mut self,
         request: RequestId,
         piece: PieceId,
@@ -315,16 +308,19 @@ impl Worker {
         (slot, bytes): (u32, u64),
         read: &mut dyn FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
+        let now = self.env.now();
         let hash = self.courier.fill(to.to, slot, bytes, read)?;
         let HandOff { attempt, wire, .. } = *to;
-        let parcel = Parcel { request, attempt, piece, slot, bytes, hash, wire };
-        self.courier.send(to.to, parcel, self.env.now());
-        self.settle_sends(Duration::ZERO);
-        Ok(())
+        if let Some(outgoing) = self.outgoing.get_mut(&request) {
+            outgoing.open.insert((piece.first, piece.layer), piece.tokens);
+            outgoing.started.get_or_insert(now);
+        }
+        self.courier.send(to.to, Parcel { request, attempt, piece, slot, bytes, hash, wire }, now);
+        self.settle_sends(Duration::ZERO)
     }
 
     /// Tells receivers what has landed with them; waits for up to `patience` for something that has.
-    pub(super) fn settle_sends(&mut self, patience: Duration) {
+    pub(super) fn settle_sends(&mut self, patience: Duration) -> Result<()> {
         for (to, sent) in self.courier.settle(self.env.now(), patience) {
             let (landed, parcel) = match sent {
                 Sent::Landed(parcel) => (true, parcel),
@@ -332,7 +328,7 @@ impl Worker {
             };
             let Parcel { request, attempt, piece, slot, bytes, .. } = parcel;
             self.metrics.kv_transfer_retries.inc_by(u64::from(piece.retries));
-            if landed && self.directory.tell(to, ToWorker::Landed { sender: self.id, parcel }) {
+            if landed && self.directory.tell(to, self.id, PeerWord::Landed(parcel)) {
                 self.metrics.kv_sent_bytes.inc_by(bytes);
                 continue;
             }
@@ -340,9 +336,14 @@ impl Worker {
                 // A receiver that was not told gives no slot back, and may be met again.
                 self.courier.give_slot(to, slot);
             }
-            self.give_up(request, attempt, piece);
-            self.settle_lent(request);
+            if let Some(outgoing) = self.open(request, to, attempt, &piece) {
+                outgoing.close(&piece);
+                let to = outgoing.to.clone();
+                self.lose(request, &to, piece);
+                self.settle_outgoing(request)?;
+            }
         }
+        Ok(())
     }
 
     /// Completes when it is time to `settle_sends` again; never if nothing is on its way. What is slow is
@@ -356,18 +357,26 @@ impl Worker {
         }
     }
 
-    fn give_up(&mut self, request: RequestId, attempt: u32, piece: PieceId) {
-        let outgoing =
-            self.outgoing.get_mut(&request).filter(|o| o.to.attempt == attempt && o.is_open(&piece));
-        let Some(outgoing) = outgoing else { return };
-        outgoing.close(&piece);
-        let sender = self.id;
-        self.directory.tell(outgoing.to.to, ToWorker::Lost { sender, request, attempt, piece });
+    /// The transfer of which `piece` went to `peer` and waits for its verdict.
+    fn open(
+        &mut self,
+        request: RequestId,
+        peer: InstanceId,
+        attempt: u32,
+        piece: &PieceId,
+    ) -> Option<&mut Outgoing> {
+        let is_meant = |o: &&mut Outgoing| o.to.to == peer && o.to.attempt == attempt && o.is_open(piece);
+        self.outgoing.get_mut(&request).filter(is_meant)
+    }
+
+    /// A piece is sent no more.
+    fn lose(&self, request: RequestId, to: &HandOff, piece: PieceId) {
+        self.directory.tell(to.to, self.id, PeerWord::Lost { request, attempt: to.attempt, piece });
         tracing::warn!(request, layer = piece.layer, first = piece.first, "KV is recomputed by the receiver");
     }
 
-    /// Waits for a free slot of a receiver; none if it is gone. KV that arrives here meanwhile is taken
-    /// in at once: two instances that send to each other would wait for ever otherwise.
+    /// Waits for a free slot of a receiver; none if it is gone. What peers say meanwhile is heard: two instances that send to each other
+    /// would wait for ever otherwise.
     async fn credit(&mut self, to: &HandOff) -> Result<Option<u32>> {
         loop {
             match self.courier.take_slot(to.to, &to.landing) {
@@ -378,119 +387,117 @@ impl Worker {
                     return Ok(None);
                 }
             }
-            self.settle_sends(LOOK_AFTER_SENDS);
+            self.settle_sends(LOOK_AFTER_SENDS)?;
             self.show_life();
             let due = self.sends_due();
-            let message = tokio::select! {
+            tokio::select! {
                 biased;
-                Some(message) = self.inbox.recv() => message,
-                () = self.directory.gone(to.to) => return Ok(None),
-                () = due => continue,
-            };
-            match message {
-                ToWorker::Credit { receiver, slot } => self.courier.give_slot(receiver, slot),
-                ToWorker::Landed { sender, parcel } => {
-                    if let Some(request) = self.receive(sender, parcel)? {
-                        // Joins the batch between steps.
-                        self.deferred.push_back(ToWorker::Settle { request });
-                    }
-                }
-                ToWorker::PeerDown { peer } => {
-                    self.courier.forget(peer);
-                    self.deferred.push_back(ToWorker::PeerDown { peer });
-                    if peer == to.to {
+                Some((peer, word)) = self.words.recv() => {
+                    let lost = peer == to.to && matches!(word, PeerWord::Down);
+                    self.hear(peer, word)?;
+                    if lost {
                         return Ok(None);
                     }
                 }
-                other => self.deferred.push_back(other),
+                () = self.directory.gone(to.to) => return Ok(None),
+                () = due => {}
             }
         }
     }
 
     /// The receiver's word on a piece: done, or once more.
-    pub(super) async fn verdict(
+    pub(super) fn verdict(
+        &mut self,
+        receiver: InstanceId,
+        (request, attempt): (RequestId, u32),
+        (piece, intact): (PieceId, bool),
+    ) -> Result<()> {
+        let Some(outgoing) = self.open(request, receiver, attempt, &piece) else { return Ok(()) };
+        outgoing.close(&piece);
+        if !intact {
+            let retries = piece.retries.saturating_add(1);
+            let to = outgoing.to.clone();
+            if retries < SENDS_MAX {
+                outgoing.waiting.push_front(PieceId { retries, ..piece });
+            } else {
+                self.lose(request, &to, piece);
+            }
+            self.metrics.kv_transfer_retries.inc();
+        }
+        self.settle_outgoing(request)
+    }
+
+    /// The receiver goes on with the sequence that was handed over to it: its blocks here are released.
+    pub(super) fn taken_over(
         &mut self,
         receiver: InstanceId,
         request: RequestId,
         attempt: u32,
-        (piece, intact): (PieceId, bool),
     ) -> Result<()> {
-        let is_meant =
-            |o: &&mut Outgoing| o.to.to == receiver && o.to.attempt == attempt && o.is_open(&piece);
-        let outgoing = self.outgoing.get_mut(&request).filter(is_meant);
-        let Some(outgoing) = outgoing else { return Ok(()) };
-        if intact {
-            outgoing.close(&piece);
-            return Ok(());
-        }
-        self.metrics.kv_transfer_retries.inc();
-        let retries = piece.retries.saturating_add(1);
-        if retries >= SENDS_MAX {
-            self.give_up(request, attempt, piece);
-            return Ok(());
-        }
-        let piece = PieceId { retries, ..piece };
-        match &mut outgoing.prefix {
-            Some(prefix) => prefix.again(piece),
-            None => self.gather_and_send(request, piece).await?,
-        }
-        Ok(())
-    }
-
-    /// The receiver goes on with the sequence that was handed over to it: its blocks here are released.
-    pub(super) fn taken_over(&mut self, receiver: InstanceId, request: RequestId, attempt: u32) {
         let is_meant = |o: &&mut Outgoing| o.handed_over && o.to.to == receiver && o.to.attempt == attempt;
-        if self.hand_off(request).filter(is_meant).is_some() {
-            self.complete_outgoing(request);
+        match self.hand_off(request).filter(is_meant) {
+            Some(_) => self.complete_outgoing(request),
+            None => Ok(()),
         }
     }
 
-    /// Blocks of a lent prefix are released when the receiver has confirmed every piece.
-    pub(super) fn settle_lent(&mut self, request: RequestId) {
-        if self.outgoing.get(&request).is_some_and(Outgoing::is_confirmed) {
-            self.complete_outgoing(request);
+    /// Blocks of a lent prefix are released when the receiver has a word on every piece.
+    pub(super) fn settle_outgoing(&mut self, request: RequestId) -> Result<()> {
+        match self.outgoing.get(&request).is_some_and(Outgoing::is_settled) {
+            true => self.complete_outgoing(request),
+            false => Ok(()),
         }
     }
 
-    fn complete_outgoing(&mut self, request: RequestId) {
-        if let Some(started) = self.outgoing.get(&request).and_then(Outgoing::started) {
+    fn complete_outgoing(&mut self, request: RequestId) -> Result<()> {
+        if let Some(started) = self.outgoing.get(&request).and_then(|outgoing| outgoing.started) {
             self.metrics.kv_transfer_s.observe((self.env.now() - started).0);
         }
-        self.end_outgoing(request);
+        self.end_outgoing(request)
     }
 
     /// Nothing of it is sent any more.
-    pub(super) fn end_outgoing(&mut self, request: RequestId) {
-        let Some(outgoing) = self.outgoing.remove(&request) else { return };
-        if outgoing.prefix.is_some() {
-            self.machine_step(Event::Unlend { request });
-        } else {
-            self.active.remove(&request);
-            self.machine_step(Event::Release { request });
+    fn end_outgoing(&mut self, request: RequestId) -> Result<()> {
+        match self.outgoing.remove(&request).map(|outgoing| outgoing.transfer) {
+            Some(Transfer::Prefix) => self.machine_step(Event::Unlend { request }),
+            Some(Transfer::HandOff) => {
+                self.active.remove(&request);
+                self.machine_step(Event::Release { request })
+            }
+            None => Ok(()),
         }
     }
 
-    /// From now on KV goes to `outgoing.to`.
-    pub(super) fn begin_outgoing(&mut self, request: RequestId, outgoing: Outgoing) {
+    /// From now on KV of `request` goes elsewhere.
+    pub(super) fn begin_outgoing(&mut self, request: RequestId, outgoing: Outgoing) -> Result<()> {
         // One of an earlier placement, which was not cancelled because it was thought to be over.
-        self.stop_outgoing(request);
+        self.stop_outgoing(request)?;
         // The receiver has fenced off the slots that it gave away before.
         let to = outgoing.to.clone();
-        let fenced = |o: &Outgoing| o.prefix.is_some() && o.to.to == to.to && o.to.landing != to.landing;
-        let its = self.outgoing.iter().filter(|(_, o)| fenced(o)).map(|(&request, _)| request);
+        self.stop_all(|o| o.transfer == Transfer::Prefix && o.to.to == to.to && o.to.landing != to.landing)?;
+        self.outgoing.insert(request, outgoing);
+        Ok(())
+    }
+
+    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed anew.
+    pub(super) fn stop_all_to(&mut self, peer: InstanceId) -> Result<()> {
+        self.stop_all(|outgoing| outgoing.ends_with(peer))
+    }
+
+    fn stop_all(&mut self, which: impl Fn(&Outgoing) -> bool) -> Result<()> {
+        let its = self.outgoing.iter().filter(|(_, outgoing)| which(outgoing)).map(|(&request, _)| request);
         let mut its: Vec<RequestId> = its.collect();
         its.sort_unstable();
-        its.into_iter().for_each(|request| self.stop_outgoing(request));
-        self.outgoing.insert(request, outgoing);
+        its.into_iter().try_for_each(|request| self.stop_outgoing(request))
     }
 
     /// It ends here before its receiver has all: whoever still waits for a prefix is told not to.
-    pub(super) fn stop_outgoing(&mut self, request: RequestId) {
-        let Some(outgoing) = self.outgoing.get(&request) else { return };
-        if outgoing.prefix.is_some() {
-            let HandOff { to, attempt, .. } = *outgoing.to;
-            self.directory.tell(to, ToWorker::Lent { sender: self.id, request, attempt, until: 0 });
+    pub(super) fn stop_outgoing(&mut self, request: RequestId) -> Result<()> {
+        let Some(Outgoing { transfer, to, .. }) = self.outgoing.get(&request) else { return Ok(()) };
+        if *transfer == Transfer::Prefix {
+            let word = PeerWord::Lent { request, attempt: to.attempt, until: 0 };
+            self.directory.tell(to.to, self.id, word);
         }
-        self.end_outgoing(request);
+        self.end_outgoing(request)
     }
 }

@@ -3,36 +3,17 @@
 
 use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
-use super::handoff::Staging;
-use super::messages::{FromWorker, Parcel, PieceId, Source, ToWorker};
-use super::worker::{Action, Event, Worker};
-use mixfleet_hal::{Cmd, DType, Error, ErrorKind, OpSig, Result};
+use super::messages::{FromWorker, Parcel, PeerWord, PieceId, Source, Transfer};
+use super::worker::{Event, Worker};
+use mixfleet_hal::{DType, Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::InstanceId;
-use mixfleet_scheduler::kv::Tier;
 use xxhash_rust::xxh3::xxh3_64;
-
-/// Who will send KV of a prompt.
-#[derive(Clone, Copy)]
-pub(super) enum Sender {
-    /// All of it, and the sequence decodes here.
-    HandsOff(Source),
-    /// A prefix, and the rest is computed here.
-    Lends(Source),
-}
-
-impl Sender {
-    fn source(self) -> Source {
-        let (Sender::HandsOff(source) | Sender::Lends(source)) = self;
-        source
-    }
-}
 
 /// KV that is waited for.
 pub(super) struct Incoming {
     sender: InstanceId,
-    /// The rest of the prompt is computed here; else the sequence decodes here.
-    lent: bool,
+    transfer: Transfer,
     from: u32,
     length: u32,
     layers: u32,
@@ -44,11 +25,10 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    fn new(sender: Sender, from: u32, layers: u32) -> Self {
-        let lent = matches!(sender, Sender::Lends(_));
-        let Source { holder: sender, until: length } = sender.source();
+    fn new((transfer, source): (Transfer, Source), from: u32, layers: u32) -> Self {
+        let Source { holder: sender, until: length } = source;
         let (settled, valid) = (Coverage::new(layers), length);
-        Incoming { sender, lent, from, length, layers, settled, valid, next: None }
+        Incoming { sender, transfer, from, length, layers, settled, valid, next: None }
     }
 
     /// `sender` lends no more than `until` tokens. It says so before it sends; what came before that is not used.
@@ -62,14 +42,14 @@ impl Incoming {
 
     /// Nothing more of a prefix is waited for, and nothing that came is used.
     pub(super) fn abandon(&mut self) {
-        if self.lent {
+        if self.transfer == Transfer::Prefix {
             (self.length, self.valid) = (self.from, self.from);
         }
     }
 
     /// A prefix that `peer` lends.
     pub(super) fn is_lent_by(&self, peer: InstanceId) -> bool {
-        self.lent && self.sender == peer
+        self.transfer == Transfer::Prefix && self.sender == peer
     }
 
     /// Whether this piece is waited for: a sender that has lost count must not disturb the pages.
@@ -100,7 +80,7 @@ impl Incoming {
 
     /// `sender` has computed the prompt. False if it is not the one who was to.
     pub(super) fn hand_over(&mut self, sender: InstanceId, next: u32) -> bool {
-        let expected = !self.lent && sender == self.sender;
+        let expected = self.transfer == Transfer::HandOff && sender == self.sender;
         if expected {
             self.next = Some(next);
         }
@@ -116,8 +96,8 @@ impl Incoming {
 
     /// The leading tokens whose KV is here, and the next token of a hand-off, once nothing more will come.
     fn complete(&self) -> Option<(u32, Option<u32>)> {
-        (self.settled.token_layers() >= self.expected() && (self.lent || self.next.is_some()))
-            .then_some((self.valid, self.next))
+        let drawn = self.transfer == Transfer::Prefix || self.next.is_some();
+        (self.settled.token_layers() >= self.expected() && drawn).then_some((self.valid, self.next))
     }
 }
 
@@ -126,39 +106,38 @@ impl Worker {
     ///
     /// # Errors
     /// Of the link, where there is no memory for what would land: descriptors or bytes are used up.
-    pub(super) async fn await_kv(&mut self, request: RequestId, tokens_cached: u32) -> Outcome<()> {
+    pub(super) fn await_kv(&mut self, request: RequestId, tokens_cached: u32) -> Outcome<()> {
         let layers = self.forward.config().layers;
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
-        let Some(sender) = active.sender else { return Ok(()) };
-        let attempt = active.job.attempt;
-        let mut incoming = Incoming::new(sender, tokens_cached, layers);
-        let holder = sender.source().holder;
-        match (self.courier.landing(holder), sender) {
+        let Some((transfer, source)) = active.sender else { return Ok(()) };
+        let (attempt, holder) = (active.job.attempt, source.holder);
+        match (self.courier.landing(holder), transfer) {
             (Ok(landing), _) => {
                 let landing = landing.clone();
-                active.incoming = Some(incoming);
+                active.incoming = Some(Incoming::new((transfer, source), tokens_cached, layers));
                 self.report(FromWorker::Reserved { request, attempt, tokens_cached, landing });
                 Ok(())
             }
-            (Err(error), Sender::HandsOff(_)) => Err(Fault::of_link(request, holder, error)),
-            (Err(error), Sender::Lends(_)) => {
+            (Err(error), Transfer::HandOff) => Err(Fault::of_link(request, holder, error)),
+            (Err(error), Transfer::Prefix) => {
                 tracing::warn!(request, %holder, %error, "a prefix is computed: it has nowhere to land");
+                let mut incoming = Incoming::new((transfer, source), tokens_cached, layers);
                 incoming.abandon();
                 active.incoming = Some(incoming);
-                Ok(self.settle_incoming(request).await?)
+                Ok(self.settle_incoming(request)?)
             }
         }
     }
 
     /// Takes a piece out of its slot, checks it and puts it into the sequence's pages. What is checked is a copy, and the copy is
-    /// what the device gets: a sender may write to its slot at any time. Returns the request if it still waits for KV.
-    pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<Option<RequestId>> {
+    /// what the device gets: a sender may write to its slot at any time.
+    pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<()> {
         let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
         let active = self.active.get(&request).filter(|a| a.job.attempt == attempt);
         let awaited = active.and_then(|a| a.incoming.as_ref()).is_some_and(|incoming| {
             incoming.awaits(sender, &piece)
                 && DType::FLOATS.contains(&wire)
-                && bytes == u64::from(piece.tokens) * self.staging.token_bytes(wire)
+                && bytes == u64::from(piece.tokens) * self.pages.token_bytes(wire)
                 && bytes <= self.courier.slot_bytes()
         });
         let private = self.courier.private();
@@ -171,7 +150,7 @@ impl Worker {
                 copied = private.store(0, payload);
             }
         });
-        self.directory.tell(sender, ToWorker::Credit { receiver: self.id, slot });
+        self.directory.tell(sender, self.id, PeerWord::Credit { slot });
         let looked = looked.and(copied);
         let mut intact = false;
         let mut written = Ok(());
@@ -187,27 +166,24 @@ impl Worker {
         if let Err(error) = looked {
             tracing::warn!(request, %sender, %error, "a piece cannot be taken out of its slot");
         }
+        if !intact {
+            tracing::warn!(request, layer = piece.layer, first = piece.first, "KV arrived corrupt");
+        }
         if awaited && intact {
             self.scatter(request, piece, wire, bytes)?;
             self.metrics.kv_transfer_bytes.inc_by(bytes);
         }
-        if !intact {
-            tracing::warn!(request, layer = piece.layer, first = piece.first, "KV arrived corrupt");
-        }
-        let receiver = self.id;
-        self.directory.tell(sender, ToWorker::Verdict { receiver, request, attempt, piece, intact });
-        Ok((awaited && intact).then_some(request))
+        let verdict = PeerWord::Verdict { request, attempt, piece, intact };
+        self.directory.tell(sender, self.id, verdict);
+        if awaited && intact { self.settle_incoming(request) } else { Ok(()) }
     }
 
     /// From the landing buffer into the sequence's pages.
     fn scatter(&mut self, request: RequestId, piece: PieceId, wire: DType, bytes: u64) -> Result<()> {
         let PieceId { layer, first, tokens, .. } = piece;
+        let slots = self.pages.slots(&*self.device, self.machine.pages(request), first..first + tokens)?;
         let landed = self.staging.landing.range(0, bytes);
-        let slots = self.upload_slots(self.machine.pages(request), first, tokens)?;
-        let Staging { kv_heads, head_dim, page_tokens, kv, .. } = self.staging;
-        let sig = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire };
-        let (k_pool, v_pool) = self.forward.pools(layer as usize);
-        let command = Cmd::new(sig, &[landed, slots, k_pool.clone(), v_pool.clone()])?;
+        let command = self.pages.scatter(&self.forward, layer as usize, slots, (landed, wire))?;
         self.run_now(&[command])?;
         let incoming = self.active.get_mut(&request).and_then(|a| a.incoming.as_mut());
         incoming.expect("still there").settle(&piece);
@@ -215,41 +191,30 @@ impl Worker {
     }
 
     /// A sequence joins the batch when all of its KV is there that will come.
-    pub(super) async fn settle_incoming(&mut self, request: RequestId) -> Result<()> {
+    pub(super) fn settle_incoming(&mut self, request: RequestId) -> Result<()> {
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
         let Some(incoming) = &active.incoming else { return Ok(()) };
         let Some((tokens_valid, next)) = incoming.complete() else { return Ok(()) };
         if tokens_valid < incoming.length {
             self.metrics.kv_transfer_recomputes.inc();
         }
-        if incoming.lent {
+        if incoming.transfer == Transfer::Prefix {
             self.metrics.kv_pulled_tokens.inc_by(u64::from(tokens_valid.saturating_sub(incoming.from)));
         }
         let (sender, attempt) = (incoming.sender, active.job.attempt);
         active.incoming = None;
-        let mut actions = Vec::new();
         if let (Some(text), Some(next)) = (self.machine.text_mut(request), next) {
             text.push(next);
         }
-        self.machine.step(Event::Landed { request, tokens_valid, next: next.is_some() }, &mut actions);
         if next.is_some() {
-            self.directory.tell(sender, ToWorker::TakenOver { receiver: self.id, request, attempt });
+            self.directory.tell(sender, self.id, PeerWord::TakenOver { request, attempt });
             self.report(FromWorker::Joined { request });
         }
-        for action in actions {
-            match action {
-                Action::Stored(hashes) => self.report(FromWorker::Stored { tier: Tier::Device, hashes }),
-                Action::Admitted { request, tokens_cached } => {
-                    self.admitted(request, tokens_cached).await?;
-                }
-                other => unreachable!("KV that lands asks for nothing else: {other:?}"),
-            }
-        }
-        Ok(())
+        self.machine_step(Event::Landed { request, tokens_valid, next: next.is_some() })
     }
 
     /// Nothing more comes of prefixes that `peer` lends.
-    pub(super) async fn lender_down(&mut self, peer: InstanceId) -> Result<()> {
+    pub(super) fn lender_down(&mut self, peer: InstanceId) -> Result<()> {
         let lent = self.active.iter_mut().filter_map(|(&request, active)| {
             let incoming = active.incoming.as_mut().filter(|incoming| incoming.is_lent_by(peer))?;
             incoming.abandon();
@@ -257,10 +222,7 @@ impl Worker {
         });
         let mut its: Vec<RequestId> = lent.collect();
         its.sort_unstable();
-        for request in its {
-            self.settle_incoming(request).await?;
-        }
-        Ok(())
+        its.into_iter().try_for_each(|request| self.settle_incoming(request))
     }
 
     pub(super) fn incoming(&mut self, request: RequestId, attempt: u32) -> Option<&mut Incoming> {
@@ -280,8 +242,8 @@ mod tests {
     }
 
     fn handed_off() -> Incoming {
-        let sender = Sender::HandsOff(Source { holder: SENDER, until: 16 });
-        let mut incoming = Incoming::new(sender, 0, 1);
+        let source = Source { holder: SENDER, until: 16 };
+        let mut incoming = Incoming::new((Transfer::HandOff, source), 0, 1);
         assert!(incoming.hand_over(SENDER, 7));
         incoming
     }

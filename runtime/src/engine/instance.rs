@@ -2,12 +2,13 @@
 
 use super::calibrate;
 use super::courier::{Courier, HandOffLimits, Links};
-use super::directory::Directory;
+use super::directory::{Directory, Inboxes};
 use super::handoff::Staging;
+use super::health::HealthWatch;
 use super::messages::{FromWorker, Report};
 use super::pinning::Pinner;
 use super::tiers::{Below, DiskBelow, LowerTiers};
-use super::worker::{Worker, WorkerParts};
+use super::worker::Worker;
 use crate::env::{SharedEnv, no_thread};
 use crate::mailbox::{INBOX_MAX, MessageSender, mailbox};
 use crate::metrics::Metrics;
@@ -17,10 +18,12 @@ use crate::pool::{MakeRegion, Pool};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_hal::{DType, Device, Error, OpSig, Result, Scalar, Support};
-use mixfleet_scheduler::batch::BatchLimits;
+use mixfleet_scheduler::batch::{BatchLimits, Instance as BatchMachine};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, Prefill, ProfileCost};
 use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
 use mixfleet_scheduler::kv::CachePolicy;
+use std::cell::Cell;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -192,30 +195,42 @@ impl Loaded {
         let up = FromWorker::Up { instance: Box::new(self.describe(id, cost)), kv: self.kv(), silence_max };
         let Loaded { spec_device: device, forward, batch, below, disk_below, .. } = self;
         let name = format!("worker {}", device.info().id);
-        let staging = Staging::new(&*device, forward.config(), forward.shape(), hand_off.slot_bytes)?;
+        let (staging, pages) =
+            Staging::new(&*device, forward.config(), forward.shape(), hand_off.slot_bytes)?;
         let pinner = Arc::new(Pinner::new(device.clone()));
         if let (Some(pool), Some(disk)) = (&below, disk_below) {
             disk.attend(pool, &device.info().id, env);
         }
         let below = below.map(|pool| Below::new(pool, &*device, &forward, &pinner)).transpose()?;
-        let (address, inbox) = mailbox("inbox", INBOX_MAX);
-        let worker = Worker::new(WorkerParts {
+        let (orders_sender, orders) = mailbox("orders", INBOX_MAX);
+        let (words_sender, words) = mailbox("words of peers", INBOX_MAX);
+        let worker = Worker {
             id,
             env: env.clone(),
+            queue: device.queue()?,
+            health: HealthWatch::new(device.info().id.clone(), metrics.clone()),
             device,
             forward,
+            machine: BatchMachine::new(batch),
             limits: batch,
             up: up.clone(),
             step_timeout,
+            recorded: HashMap::new(),
+            active: HashMap::new(),
+            outgoing: HashMap::new(),
             staging,
+            pages,
             below,
             courier: Courier::new(links.clone(), *hand_off, pinner),
             directory: directory.clone(),
-            inbox,
+            orders,
+            words,
             reports: reports.clone(),
+            said_at: Cell::new(Seconds::ZERO),
+            waited: Seconds::ZERO,
             metrics: metrics.clone(),
-        })?;
-        directory.enter(id, address);
+        };
+        directory.enter(id, Inboxes { orders: Some(orders_sender), words: Some(words_sender) });
         // Before it works, so that who comes then finds it. Nobody is left to be told only when nobody wants the worker any more.
         let _ = reports.send((id, up));
         env.spawn_worker(&name, Box::pin(worker.run())).map_err(no_thread)

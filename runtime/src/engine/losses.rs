@@ -2,7 +2,7 @@
 //! for a place where one may come, or ends.
 
 use super::coordinator::{InstanceHandle, Running};
-use super::messages::ToWorker;
+use super::messages::PeerWord;
 use super::transfers;
 use super::watch::check_instance;
 use crate::env::Task;
@@ -27,7 +27,7 @@ impl Running {
     pub(super) fn failed(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
         // Its process may live on, and the ways of others to it.
         for &other in self.parts.instances.keys().filter(|&&other| other != instance) {
-            self.send(other, ToWorker::PeerDown { peer: instance });
+            self.parts.directory.tell(other, instance, PeerWord::Down);
         }
         self.down(instance, error, true);
     }

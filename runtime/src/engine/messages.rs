@@ -85,6 +85,15 @@ pub(crate) struct HandOff {
     pub(crate) wire: DType,
 }
 
+/// Which KV of a request one instance sends to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Transfer {
+    /// All of its prompt's: the sequence decodes where it goes.
+    HandOff,
+    /// That of a prefix: the rest is computed where it goes.
+    Prefix,
+}
+
 /// Who sends a part of a prompt's KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Source {
@@ -134,9 +143,9 @@ pub(crate) struct Parcel {
     pub(crate) wire: DType,
 }
 
-/// To an instance's worker.
+/// What a coordinator has an instance do.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum ToWorker {
+pub(crate) enum Order {
     /// Compute this prompt, then decode it here or hand it off.
     Add {
         /// The request.
@@ -162,88 +171,14 @@ pub(crate) enum ToWorker {
         /// Who wants it, and from where on.
         to: HandOff,
     },
-    /// What is sent of a prefix: nothing beyond `until` is waited for.
-    Lent {
-        /// By whom.
-        sender: InstanceId,
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// Leading tokens.
-        until: u32,
-    },
-    /// (From a router.) Nothing comes of the prefix that this prompt waits for.
+    /// Nothing comes of the prefix that this prompt waits for.
     NotLent {
         /// Whose.
         request: RequestId,
         /// Of which placement.
         attempt: u32,
     },
-    /// KV has arrived in a staging slot.
-    Landed {
-        /// From whom.
-        sender: InstanceId,
-        /// What.
-        parcel: Parcel,
-    },
-    /// A slot has been read and may be written again.
-    Credit {
-        /// Whose slot.
-        receiver: InstanceId,
-        /// Which.
-        slot: u32,
-    },
-    /// KV will not arrive: every try failed.
-    Lost {
-        /// From whom.
-        sender: InstanceId,
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// What.
-        piece: PieceId,
-    },
-    /// The prompt is computed; with the last piece the sequence can decode.
-    HandedOver {
-        /// Who computed it.
-        sender: InstanceId,
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// The token that was drawn after the prompt.
-        next: u32,
-    },
-    /// The sequence decodes where its KV went: nothing of it is read from the sender any more.
-    TakenOver {
-        /// Who decodes it.
-        receiver: InstanceId,
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-    },
-    /// The receiver's verdict on a piece.
-    Verdict {
-        /// Who received it.
-        receiver: InstanceId,
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// Which piece.
-        piece: PieceId,
-        /// It arrived as it was sent.
-        intact: bool,
-    },
-    /// (To itself.) A sequence that waits for KV may be complete.
-    Settle {
-        /// Which.
-        request: RequestId,
-    },
-    /// (From a router.) The instance gets work of this role from now on, from all routers: it tells them.
+    /// The instance gets work of this role from now on, from all routers: it tells them.
     SetRole {
         /// Prefill or decode.
         role: Role,
@@ -253,19 +188,82 @@ pub(crate) enum ToWorker {
         /// Which.
         request: RequestId,
     },
+}
+
+/// What an instance says to another one about KV that goes from one of them to the other.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum PeerWord {
+    /// (The sender.) What is sent of a prefix: nothing beyond `until` is waited for.
+    Lent {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// Leading tokens.
+        until: u32,
+    },
+    /// (The sender.) KV has arrived in a staging slot.
+    Landed(Parcel),
+    /// (The receiver.) A slot has been read and may be written again.
+    Credit {
+        /// Which.
+        slot: u32,
+    },
+    /// (The sender.) KV will not arrive: every try failed.
+    Lost {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// What.
+        piece: PieceId,
+    },
+    /// (The sender.) The prompt is computed; with the last piece the sequence can decode.
+    HandedOver {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// The token that was drawn after the prompt.
+        next: u32,
+    },
+    /// (The receiver.) The sequence decodes where its KV went: nothing of it is read from the sender any more.
+    TakenOver {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+    },
+    /// (The receiver.) Its verdict on a piece.
+    Verdict {
+        /// Whose.
+        request: RequestId,
+        /// Of which placement.
+        attempt: u32,
+        /// Which piece.
+        piece: PieceId,
+        /// It arrived as it was sent.
+        intact: bool,
+    },
+    /// The instance is lost: nothing more is sent to it or taken from it.
+    Down,
+}
+
+/// A peer's word, with the instance that it comes from.
+pub(crate) type FromPeer = (InstanceId, PeerWord);
+
+/// To an instance's worker, from its coordinators and its own process.
+#[derive(Debug)]
+pub(crate) enum ToWorker {
+    /// From a coordinator.
+    Order(Order),
     /// A router is gone: drop all of its requests.
     Abandon {
         /// Which.
         router: RouterId,
     },
-    /// (From its own process.) Say what all tiers hold.
-    #[serde(skip)]
+    /// Say what all tiers hold.
     Inspect(mpsc::Sender<Held>),
-    /// An instance was lost: nothing more is sent to it or taken from it.
-    PeerDown {
-        /// Which.
-        peer: InstanceId,
-    },
 }
 
 /// From an instance's worker.

@@ -25,6 +25,7 @@ mod lend;
 mod losses;
 pub(crate) mod measure;
 pub(crate) mod messages;
+mod pages;
 mod pinning;
 mod renew;
 mod tiers;

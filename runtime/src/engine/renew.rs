@@ -1,6 +1,6 @@
 //! The life of an instance: it ends with its device, and begins again when that answers.
 
-use super::messages::{FromWorker, ToWorker};
+use super::messages::FromWorker;
 use super::worker::Worker;
 use futures_util::FutureExt;
 use mixfleet_hal::units::Seconds;
@@ -66,10 +66,9 @@ impl Worker {
             }
             *backoff = (2 * *backoff).min(BACKOFF_MAX);
             // What came meanwhile is of the life that ended: whoever sent it hears so.
-            while let Ok(message) = self.inbox.try_recv() {
-                drop::<ToWorker>(message);
-            }
-            if self.inbox.is_closed() {
+            while self.orders.try_recv().is_ok() {}
+            while self.words.try_recv().is_ok() {}
+            if self.orders.is_closed() {
                 return false;
             }
             let Err(error) = self.renew() else { return true };
@@ -117,7 +116,6 @@ impl Worker {
         self.probe()?;
         self.active.clear();
         self.outgoing.clear();
-        self.deferred.clear();
         self.courier.forget_all();
         self.machine = Instance::new(self.limits);
         Ok(())

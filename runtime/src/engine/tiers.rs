@@ -8,6 +8,7 @@
 //! read from a disk of 1 GB/s in 0.5 ms, in which a part would have to compute 30,000 tokens a second to be as fast. The instance's step waits
 //! meanwhile; nothing is loaded beside it.
 
+use super::pages::Pages;
 use super::pinning::Pinner;
 use super::worker::{Action, COPY_TIMEOUT, Worker};
 use crate::engine::messages::FromWorker;
@@ -20,7 +21,7 @@ use crate::pool::{
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use mixfleet_hal::memory::Pinned;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, OpSig, Queue, Result, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, Device, Error, Result, Slice};
 use mixfleet_scheduler::batch::{Evicted, RequestId};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
@@ -92,13 +93,8 @@ pub(super) struct Below {
     _pinned: Vec<Pinned>,
     /// All layers in the wire layout.
     block: Slice, // [layers, page_tokens, 2, kv_heads, head_dim]
-    slot_ids: Slice, // [page_tokens]
     /// Blocks that host memory holds.
     dram_blocks: usize,
-    page_tokens: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    kv: DType,
     layers: usize,
     /// The fleet knows what it takes to load from the disk.
     told_disk: bool,
@@ -119,18 +115,12 @@ impl Below {
     /// Pins the pool's host memory, and allocates on the device.
     pub(super) fn new(pool: Pool, device: &dyn Device, forward: &Forward, pinner: &Pinner) -> Result<Self> {
         let (config, shape) = (forward.config(), forward.shape());
-        let page_tokens = shape.block_tokens;
-        let block_bytes = u64::from(page_tokens) * config.kv_bytes_per_token(shape.kv);
+        let block_bytes = u64::from(shape.block_tokens) * config.kv_bytes_per_token(shape.kv);
         let dram_bytes: u64 = pool.regions().iter().map(|region| region.size_bytes()).sum();
         Ok(Below {
             _pinned: pool.regions().iter().filter_map(|region| pinner.pin(region)).collect(),
             block: device.alloc(block_bytes, BufferUsage::Kv)?,
-            slot_ids: device.alloc(u64::from(page_tokens) * 4, BufferUsage::Staging)?,
             dram_blocks: (dram_bytes / block_bytes) as usize,
-            page_tokens,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            kv: shape.kv,
             layers: config.layers as usize,
             told_disk: false,
             pool,
@@ -140,45 +130,30 @@ impl Below {
         })
     }
 
+    /// A turn of the worker begins, in which the disk may be waited for anew.
+    pub(super) fn begin_turn(&self) {
+        self.pool.begin_turn();
+    }
+
     /// Copies between the staged block and `page`, in all layers.
-    fn copies(&self, device: &dyn Device, forward: &Forward, page: u32, way: Way) -> Result<Vec<Cmd>> {
-        let Below { page_tokens, kv_heads, head_dim, kv, .. } = *self;
-        let slots: Vec<u32> = (page * page_tokens..(page + 1) * page_tokens).collect();
-        device.write(&self.slot_ids, bytemuck::cast_slice(&slots))?;
-        let (tokens, wire) = (page_tokens, kv);
+    fn copies(
+        &self,
+        device: &dyn Device,
+        forward: &Forward,
+        pages: &Pages,
+        page: u32,
+        way: Way,
+    ) -> Result<Vec<Cmd>> {
+        let slots = pages.slots(device, &[page], 0..pages.page_tokens)?;
         let layer_bytes = self.block.bytes / self.layers as u64;
         let copy = |layer: usize| {
-            let (k, v) = forward.pools(layer);
-            let staged = self.block.range(layer as u64 * layer_bytes, layer_bytes);
-            let slots = self.slot_ids.clone();
+            let staged = (self.block.range(layer as u64 * layer_bytes, layer_bytes), pages.kv);
             match way {
-                Way::Down => {
-                    let sig = OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire };
-                    Cmd::new(sig, &[slots, k.clone(), v.clone(), staged])
-                }
-                Way::Up => {
-                    let sig = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire };
-                    Cmd::new(sig, &[staged, slots, k.clone(), v.clone()])
-                }
+                Way::Down => pages.gather(forward, layer, slots.clone(), staged),
+                Way::Up => pages.scatter(forward, layer, slots.clone(), staged),
             }
         };
         (0..self.layers).map(copy).collect()
-    }
-
-    /// Takes in one block that the device gives up.
-    fn keep(
-        &self,
-        device: &dyn Device,
-        queue: &mut dyn Queue,
-        forward: &Forward,
-        Evicted { hash, tokens, page }: &Evicted<Box<[u32]>>,
-    ) -> Result<Kept> {
-        self.pool.keep(*hash, tokens, &mut |place| {
-            let list = self.copies(device, forward, *page, Way::Down)?;
-            let ticket = queue.submit(&list)?;
-            queue.wait(ticket, COPY_TIMEOUT)?;
-            device.read(&self.block, place)
-        })
     }
 
     /// Blocks that host memory holds.
@@ -257,7 +232,7 @@ impl Worker {
             let mut written = Ok(());
             slot.view(0, bytes, &mut |payload| written = self.device.write(&below.block, payload))?;
             written?;
-            let list = below.copies(&*self.device, &self.forward, 0, Way::Up)?;
+            let list = below.copies(&*self.device, &self.forward, &self.pages, 0, Way::Up)?;
             let ticket = self.queue.submit(&list)?;
             self.queue.wait(ticket, COPY_TIMEOUT)?;
             least = least.min((self.env.now() - start).0);
@@ -275,9 +250,6 @@ impl Worker {
 
     /// Pins what the lower tiers hold of the blocks that are to be loaded, if any are.
     pub(super) fn lease_wanted(&mut self, actions: &[Action]) -> Option<Lease> {
-        if let Some(below) = &self.below {
-            below.pool.begin_turn();
-        }
         actions.iter().find_map(|action| match action {
             Action::Load { request, blocks, chain } => {
                 let tokens = self.machine.text(*request)?.of_blocks(blocks.clone()).to_vec();
@@ -305,17 +277,23 @@ impl Worker {
     /// Takes in what the device's memory gives up, before anything is written over it. Where `lease` leaves no room for that, it is
     /// given up: the disk keeps what it had.
     pub(super) fn keep_evicted(&mut self, actions: &[Action], lease: &mut Option<Lease>) -> Result<()> {
-        let Some(below) = &self.below else { return Ok(()) };
+        let Worker { below: Some(below), device, queue, forward, pages, .. } = self else { return Ok(()) };
         let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
         let mut evicted = evicted.flatten().peekable();
         if evicted.peek().is_none() {
             return Ok(());
         }
+        let mut keep = |Evicted { hash, tokens, page }: &Evicted<Box<[u32]>>| {
+            below.pool.keep(*hash, tokens, &mut |place| {
+                let list = below.copies(&**device, forward, pages, *page, Way::Down)?;
+                let ticket = queue.submit(&list)?;
+                queue.wait(ticket, COPY_TIMEOUT)?;
+                device.read(&below.block, place)
+            })
+        };
         for block in evicted {
-            let (device, forward) = (&*self.device, &self.forward);
-            let kept = below.keep(device, &mut *self.queue, forward, block)?;
-            if kept == Kept::Full && below.pool.has_disk() && lease.take().is_some() {
-                below.keep(device, &mut *self.queue, forward, block)?;
+            if keep(block)? == Kept::Full && below.pool.has_disk() && lease.take().is_some() {
+                keep(block)?;
             }
         }
         self.tell_tiers();
@@ -344,7 +322,7 @@ impl Worker {
                     break;
                 }
                 written?;
-                let list = below.copies(&*self.device, &self.forward, page, Way::Up)?;
+                let list = below.copies(&*self.device, &self.forward, &self.pages, page, Way::Up)?;
                 self.run_now(&list)?;
                 came += 1;
             }

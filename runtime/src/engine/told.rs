@@ -2,8 +2,7 @@
 
 use super::fault::{self, Fault, Outcome, Scope};
 use super::handoff::Outgoing;
-use super::incoming::Sender;
-use super::messages::{FromWorker, HandOff, Job, Source, ToWorker};
+use super::messages::{FromWorker, HandOff, Job, Order, PeerWord, Source, ToWorker, Transfer};
 use super::tiers::Below;
 use super::worker::{Active, Event, Worker};
 use crate::request::Failure;
@@ -15,110 +14,70 @@ use mixfleet_scheduler::kv::Tier;
 use std::collections::BTreeSet;
 
 impl Worker {
-    /// Ends what a failure concerns, and nothing else. None if there was one.
+    /// Ends what a failure concerns, and nothing else.
     ///
     /// # Errors
     /// What concerns the whole instance.
-    pub(super) fn contain<T>(&mut self, outcome: Outcome<T>) -> Result<Option<T>> {
-        let Fault { scope, error } = match outcome {
-            Ok(value) => return Ok(Some(value)),
-            Err(fault) => fault,
-        };
+    pub(super) fn contain(&mut self, outcome: Outcome<()>) -> Result<()> {
+        let Err(Fault { scope, error }) = outcome else { return Ok(()) };
         match scope {
             Scope::Request(request) => {
                 tracing::warn!(request, device = %self.device.info().id, %error, "a request cannot be done");
-                self.fail_request(request, fault::failure(&error));
+                self.fail_request(request, fault::failure(&error))
             }
             Scope::Link(request, sender) => {
                 tracing::warn!(request, %sender, %error, "no KV can come from there now");
                 let attempt = self.active.get(&request).map_or(0, |active| active.job.attempt);
                 let reason = error.to_string();
                 self.report(FromWorker::Refused { request, attempt, sender, reason });
-                self.cancel(request);
+                self.cancel(request)
             }
-            Scope::Instance => return Err(error),
+            Scope::Instance => Err(error),
         }
-        Ok(None)
     }
 
     /// Ends one request with an error.
-    pub(super) fn fail_request(&mut self, request: RequestId, failure: Failure) {
+    pub(super) fn fail_request(&mut self, request: RequestId, failure: Failure) -> Result<()> {
         if let Some(active) = self.active.get(&request) {
             let attempt = active.job.attempt;
             self.report(FromWorker::RequestFailed { request, attempt, failure });
         }
-        self.cancel(request);
+        self.cancel(request)
     }
 
-    pub(super) async fn handle(&mut self, message: ToWorker) -> Outcome<()> {
+    /// Does what a coordinator or its own process wants.
+    pub(super) fn obey(&mut self, message: ToWorker) -> Result<()> {
         match message {
-            ToWorker::Add { job, hand_off, pull } => match self.check_add(&job, hand_off.as_ref(), pull) {
-                Ok(()) => self.add(job, hand_off, pull),
-                Err(error) => self.refuse(&job, &error),
-            },
-            ToWorker::Lend { job, until, to } => {
-                match self.check_job(&job, 0).and_then(|()| self.check_hand_off(&job, &to)) {
-                    Ok(()) => self.lend(&job, until, to),
-                    Err(error) => {
-                        tracing::warn!(request = job.request, %error, "a prefix is not lent");
-                        let (sender, Job { request, attempt, .. }) = (self.id, job);
-                        self.directory.tell(to.to, ToWorker::Lent { sender, request, attempt, until: 0 });
-                    }
-                }
-            }
-            ToWorker::Lent { sender, request, attempt, until } => {
-                if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.shorten(sender, until);
-                    self.settle_incoming(request).await?;
-                }
-            }
-            ToWorker::NotLent { request, attempt } => {
-                if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.abandon();
-                    self.settle_incoming(request).await?;
-                }
-            }
-            ToWorker::Reserve { job, sender } => {
-                match self.check_job(&job, job.length_max()).and_then(|()| self.check_source(sender)) {
-                    Ok(()) => self.reserve(job, sender),
+            ToWorker::Order(Order::Add { job, hand_off, pull }) => {
+                match self.check_add(&job, hand_off.as_ref(), pull) {
+                    Ok(()) => self.add(job, hand_off, pull)?,
                     Err(error) => self.refuse(&job, &error),
                 }
             }
-            ToWorker::Landed { sender, parcel } => {
-                if let Some(request) = self.receive(sender, parcel)? {
-                    self.settle_incoming(request).await?;
+            ToWorker::Order(Order::Reserve { job, sender }) => {
+                match self.check_job(&job, job.length_max()).and_then(|()| self.check_source(sender)) {
+                    Ok(()) => self.reserve(job, sender)?,
+                    Err(error) => self.refuse(&job, &error),
                 }
             }
-            ToWorker::Credit { receiver, slot } => self.courier.give_slot(receiver, slot),
-            ToWorker::PeerDown { peer } => self.peer_down(peer).await?,
-            ToWorker::Lost { sender, request, attempt, piece } => {
+            ToWorker::Order(Order::Lend { job, until, to }) => {
+                match self.check_job(&job, 0).and_then(|()| self.check_hand_off(&job, &to)) {
+                    Ok(()) => self.lend(&job, until, to)?,
+                    Err(error) => {
+                        let Job { request, attempt, .. } = job;
+                        tracing::warn!(request, %error, "a prefix is not lent");
+                        self.directory.tell(to.to, self.id, PeerWord::Lent { request, attempt, until: 0 });
+                    }
+                }
+            }
+            ToWorker::Order(Order::NotLent { request, attempt }) => {
                 if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.lose(sender, piece);
-                    self.settle_incoming(request).await?;
+                    incoming.abandon();
+                    self.settle_incoming(request)?;
                 }
             }
-            ToWorker::HandedOver { sender, request, attempt, next } => {
-                let vocabulary = self.forward.config().vocab;
-                let Some(incoming) = self.incoming(request, attempt) else { return Ok(()) };
-                if !incoming.hand_over(sender, next) {
-                    return Ok(());
-                }
-                if next >= vocabulary {
-                    let detail = format!("{sender} drew token {next} of a vocabulary of {vocabulary}");
-                    return Err(Fault::of_request(request, Error::new(ErrorKind::Corrupt, detail)));
-                }
-                self.settle_incoming(request).await?;
-            }
-            ToWorker::Verdict { receiver, request, attempt, piece, intact } => {
-                self.verdict(receiver, request, attempt, (piece, intact)).await?;
-                self.settle_lent(request);
-            }
-            ToWorker::TakenOver { receiver, request, attempt } => {
-                self.taken_over(receiver, request, attempt);
-            }
-            ToWorker::Settle { request } => self.settle_incoming(request).await?,
-            ToWorker::SetRole { role } => self.set_role(role),
-            ToWorker::Cancel { request } => self.cancel(request),
+            ToWorker::Order(Order::SetRole { role }) => self.set_role(role),
+            ToWorker::Order(Order::Cancel { request }) => self.cancel(request)?,
             ToWorker::Inspect(answer) => {
                 let device = self.machine.stored().into_iter().map(|hash| (Tier::Device, hash));
                 let below = self.below.iter().flat_map(Below::held);
@@ -127,8 +86,47 @@ impl Worker {
             ToWorker::Abandon { router } => {
                 let all = self.active.keys().chain(self.outgoing.keys()).copied();
                 let its: BTreeSet<RequestId> = all.filter(|&id| RouterId::of(id) == router).collect();
-                its.into_iter().for_each(|request| self.cancel(request));
+                its.into_iter().try_for_each(|request| self.cancel(request))?;
             }
+        }
+        Ok(())
+    }
+
+    /// Takes in what an instance says of KV.
+    pub(super) fn hear(&mut self, peer: InstanceId, word: PeerWord) -> Result<()> {
+        match word {
+            PeerWord::Lent { request, attempt, until } => {
+                if let Some(incoming) = self.incoming(request, attempt) {
+                    incoming.shorten(peer, until);
+                    self.settle_incoming(request)?;
+                }
+            }
+            PeerWord::Landed(parcel) => self.receive(peer, parcel)?,
+            PeerWord::Credit { slot } => self.courier.give_slot(peer, slot),
+            PeerWord::Lost { request, attempt, piece } => {
+                if let Some(incoming) = self.incoming(request, attempt) {
+                    incoming.lose(peer, piece);
+                    self.settle_incoming(request)?;
+                }
+            }
+            PeerWord::HandedOver { request, attempt, next } => {
+                let vocabulary = self.forward.config().vocab;
+                let Some(incoming) = self.incoming(request, attempt) else { return Ok(()) };
+                if !incoming.hand_over(peer, next) {
+                    return Ok(());
+                }
+                if next >= vocabulary {
+                    let detail = format!("{peer} drew token {next} of a vocabulary of {vocabulary}");
+                    let fault = Fault::of_request(request, Error::new(ErrorKind::Corrupt, detail));
+                    return self.contain(Err(fault));
+                }
+                self.settle_incoming(request)?;
+            }
+            PeerWord::Verdict { request, attempt, piece, intact } => {
+                self.verdict(peer, (request, attempt), (piece, intact))?;
+            }
+            PeerWord::TakenOver { request, attempt } => self.taken_over(peer, request, attempt)?,
+            PeerWord::Down => self.peer_down(peer)?,
         }
         Ok(())
     }
@@ -154,52 +152,50 @@ impl Worker {
     }
 
     /// Makes way for a newer placement of a request. False if what is here is as new.
-    fn supersedes(&mut self, job: &Job) -> bool {
+    fn supersedes(&mut self, job: &Job) -> Result<bool> {
         match self.active.get(&job.request) {
-            None => true,
-            Some(active) if active.job.attempt < job.attempt => {
-                self.cancel(job.request);
-                true
-            }
+            None => Ok(true),
+            Some(active) if active.job.attempt < job.attempt => self.cancel(job.request).map(|()| true),
             Some(_) => {
                 tracing::warn!(request = job.request, "a job that is here already is ignored");
-                false
+                Ok(false)
             }
         }
     }
 
-    pub(super) fn cancel(&mut self, request: RequestId) {
+    pub(super) fn cancel(&mut self, request: RequestId) -> Result<()> {
         self.active.remove(&request);
         self.outgoing.remove(&request);
-        self.machine_step(Event::Cancel { request });
+        self.machine_step(Event::Cancel { request })
     }
 
-    fn add(&mut self, job: Job, hand_off: Option<HandOff>, pull: Option<Source>) {
-        if !self.supersedes(&job) {
-            return;
+    fn add(&mut self, job: Job, hand_off: Option<HandOff>, pull: Option<Source>) -> Result<()> {
+        if !self.supersedes(&job)? {
+            return Ok(());
         }
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         let Job { request, due, .. } = job;
         let (gives_way, text) = (job.gives_way(), self.text(&job));
         if let Some(to) = hand_off {
-            self.begin_outgoing(request, Outgoing::new(to, Vec::new(), None));
+            self.begin_outgoing(request, Outgoing::new(Transfer::HandOff, to))?;
         }
-        let source = pull.map(|source| source.capped(text.ids().len(), self.staging.page_tokens));
+        let source = pull.map(|source| source.capped(text.ids().len(), self.pages.page_tokens));
         let pulls = source.map_or(0, |source| source.until);
-        let sender = source.map(Sender::Lends);
+        let sender = source.map(|source| (Transfer::Prefix, source));
         self.active.insert(request, Active { job, incoming: None, sender });
-        self.machine_step(Event::Add { request, due, gives_way, text, pulls, after });
+        self.machine_step(Event::Add { request, due, gives_way, text, pulls, after })
     }
 
-    fn reserve(&mut self, job: Job, sender: InstanceId) {
-        if !self.supersedes(&job) {
-            return;
+    fn reserve(&mut self, job: Job, holder: InstanceId) -> Result<()> {
+        if !self.supersedes(&job)? {
+            return Ok(());
         }
         let Job { request, due, .. } = job;
         let (gives_way, text) = (job.gives_way(), self.text(&job));
-        let sender = Some(Sender::HandsOff(Source { holder: sender, until: text.ids().len() as u32 }));
-        self.active.insert(request, Active { job, incoming: None, sender });
-        self.machine_step(Event::Reserve { request, due, gives_way, text });
+        let source = Source { holder, until: text.ids().len() as u32 };
+        self.active
+            .insert(request, Active { job, incoming: None, sender: Some((Transfer::HandOff, source)) });
+        self.machine_step(Event::Reserve { request, due, gives_way, text })
     }
 
     fn text(&self, job: &Job) -> TokenIds {

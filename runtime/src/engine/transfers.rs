@@ -5,7 +5,7 @@
 
 use super::coordinator::{Running, Tracked};
 use super::handoff::wire_dtype;
-use super::messages::{HandOff, Landing, Source, ToWorker};
+use super::messages::{HandOff, Landing, Order, Source};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Event, Explanation, InstanceId, Pull};
@@ -47,7 +47,7 @@ impl Running {
             wire: wire_dtype(sender.kv, receiver.kv),
         };
         let (job, pull) = (self.job(request, tracked.prefill), tracked.pull);
-        self.send(tracked.prefill, ToWorker::Add { job, hand_off: Some(hand_off), pull });
+        self.send(tracked.prefill, Order::Add { job, hand_off: Some(hand_off), pull });
     }
 
     /// What was on its way there is placed anew.
@@ -71,13 +71,13 @@ impl Running {
         let (Some(sender), Some(receiver)) = (kv(holder), kv(prefill)) else { return self.end_pull(request) };
         let wire = wire_dtype(sender, receiver);
         let to = HandOff { attempt, from, to: prefill, landing, wire };
-        self.send(holder, ToWorker::Lend { job: self.job(request, holder), until, to });
+        self.send(holder, Order::Lend { job: self.job(request, holder), until, to });
     }
 
     /// Nothing will come: the prefill instance need not wait.
     fn end_pull(&self, request: RequestId) {
         let Tracked { prefill, attempt, .. } = self.requests[&request];
-        self.send(prefill, ToWorker::NotLent { request, attempt });
+        self.send(prefill, Order::NotLent { request, attempt });
     }
 
     /// Pulls that `lost` names by holder and receiver will not end by themselves.

@@ -2,15 +2,16 @@
 //!
 //! The worker carries out what the machine decides and makes no choice of its own. It is a task that
 //! may block (on its device), so it lives on a thread of its own; everything it shares goes through
-//! its inbox.
+//! its two inboxes: orders are carried out between steps, and what peers say of KV whenever it waits for anyone.
 
 use super::courier::Courier;
 use super::directory::Directory;
 use super::fault;
-use super::handoff::{LOOK_AFTER_SENDS, Outgoing, Staging};
+use super::handoff::{LAYERS_IN_FLIGHT, LOOK_AFTER_SENDS, Outgoing, Staging};
 use super::health::HealthWatch;
-use super::incoming::{Incoming, Sender};
-use super::messages::{FromWorker, Job, Report, ToWorker};
+use super::incoming::Incoming;
+use super::messages::{FromPeer, FromWorker, Job, PeerWord, Report, Source, ToWorker, Transfer};
+use super::pages::Pages;
 use super::tiers::Below;
 use crate::env::{SharedEnv, yield_now};
 use crate::mailbox::{MessageReceiver, MessageSender};
@@ -48,7 +49,8 @@ pub(super) type Action = mixfleet_scheduler::batch::Action<Box<[u32]>>;
 pub(super) struct Active {
     pub(super) job: Job,
     pub(super) incoming: Option<Incoming>,
-    pub(super) sender: Option<Sender>,
+    /// Who will send KV of it.
+    pub(super) sender: Option<(Transfer, Source)>,
 }
 
 /// The instance's worker.
@@ -70,88 +72,23 @@ pub(super) struct Worker {
     /// KV that goes to others, by the request that it is for: at most one each.
     pub(super) outgoing: HashMap<RequestId, Outgoing>,
     pub(super) staging: Staging,
+    pub(super) pages: Pages,
     /// What keeps the KV that the device gives up.
     pub(super) below: Option<Below>,
     pub(super) courier: Courier,
     pub(super) directory: Directory,
-    pub(super) inbox: MessageReceiver<ToWorker>,
-    /// Messages that came while the worker waited for a credit.
-    pub(super) deferred: VecDeque<ToWorker>,
+    pub(super) orders: MessageReceiver<ToWorker>,
+    pub(super) words: MessageReceiver<FromPeer>,
     pub(super) reports: MessageSender<Report>,
     /// When it last reported anything.
-    said_at: Cell<Seconds>,
+    pub(super) said_at: Cell<Seconds>,
     /// Time in the present step in which it waited for others.
     pub(super) waited: Seconds,
     pub(super) metrics: Metrics,
-    health: HealthWatch,
-}
-
-/// What a worker is made of.
-pub(super) struct WorkerParts {
-    /// The instance.
-    pub(super) id: InstanceId,
-    /// The world.
-    pub(super) env: SharedEnv,
-    /// Its device.
-    pub(super) device: Arc<dyn Device>,
-    /// Its model.
-    pub(super) forward: Forward,
-    /// Its bounds.
-    pub(super) limits: BatchLimits,
-    /// What the coordinator is told when it begins to work.
-    pub(super) up: FromWorker,
-    /// A step that takes longer means that the device hangs.
-    pub(super) step_timeout: Duration,
-    /// Its device's part in hand-offs.
-    pub(super) staging: Staging,
-    /// Its lower tiers.
-    pub(super) below: Option<Below>,
-    /// Its way to other instances.
-    pub(super) courier: Courier,
-    /// How it speaks to them.
-    pub(super) directory: Directory,
-    /// What it is told.
-    pub(super) inbox: MessageReceiver<ToWorker>,
-    /// The coordinator.
-    pub(super) reports: MessageSender<Report>,
-    /// Where it counts.
-    pub(super) metrics: Metrics,
+    pub(super) health: HealthWatch,
 }
 
 impl Worker {
-    /// A worker that waits for messages once it runs.
-    ///
-    /// # Errors
-    /// When the device gives no queue.
-    pub(super) fn new(parts: WorkerParts) -> Result<Self> {
-        let health = HealthWatch::new(parts.device.info().id.clone(), parts.metrics.clone());
-        Ok(Worker {
-            id: parts.id,
-            env: parts.env,
-            queue: parts.device.queue()?,
-            device: parts.device,
-            forward: parts.forward,
-            machine: Instance::new(parts.limits),
-            limits: parts.limits,
-            up: parts.up,
-            step_timeout: parts.step_timeout,
-            recorded: HashMap::new(),
-            active: HashMap::new(),
-            outgoing: HashMap::new(),
-            staging: parts.staging,
-            below: parts.below,
-            courier: parts.courier,
-            directory: parts.directory,
-            inbox: parts.inbox,
-            deferred: VecDeque::new(),
-            reports: parts.reports,
-            said_at: Cell::new(Seconds::ZERO),
-            waited: Seconds::ZERO,
-            metrics: parts.metrics,
-            health,
-        })
-    }
-
     pub(super) fn report(&self, message: FromWorker) {
         self.said_at.set(self.env.now());
         // Without a coordinator nobody is left to tell; `serve` ends by itself then.
@@ -173,17 +110,16 @@ impl Worker {
             // The coordinator waits for no worker, so it makes room.
             self.reports.room().await;
             // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from running.
-            for _ in 0..self.deferred.len() + self.inbox.len() {
-                let Some(message) = self.deferred.pop_front().or_else(|| self.inbox.try_recv().ok()) else {
-                    break;
-                };
-                let done = self.handle(message).await;
-                self.contain(done)?;
+            for _ in 0..self.words.len() {
+                let Ok((peer, word)) = self.words.try_recv() else { break };
+                self.hear(peer, word)?;
             }
-            self.settle_sends(Duration::ZERO);
-            self.send_lent()?;
-            let ran = self.turn().await?;
-            if ran || !self.deferred.is_empty() {
+            for _ in 0..self.orders.len() {
+                let Ok(message) = self.orders.try_recv() else { break };
+                self.obey(message)?;
+            }
+            self.settle_sends(Duration::ZERO)?;
+            if self.turn().await? {
                 yield_now().await;
                 continue;
             }
@@ -191,81 +127,88 @@ impl Worker {
             let disk_changed = Below::changed(self.below.as_ref());
             tokio::select! {
                 biased;
-                message = self.inbox.recv() => match message {
-                    Some(message) => {
-                        let done = self.handle(message).await;
-                        self.contain(done)?;
-                    }
+                Some((peer, word)) = self.words.recv() => self.hear(peer, word)?,
+                message = self.orders.recv() => match message {
+                    Some(message) => self.obey(message)?,
                     None => return Ok(()),
                 },
                 () = self.reports.closed() => return Ok(()),
-                () = due => self.settle_sends(LOOK_AFTER_SENDS),
+                () = due => self.settle_sends(LOOK_AFTER_SENDS)?,
                 () = disk_changed => self.tell_tiers(),
-            }
-        }
-    }
-
-    /// For events that change state but never ask for work.
-    pub(super) fn machine_step(&mut self, event: Event) {
-        let mut actions = Vec::new();
-        self.machine.step(event, &mut actions);
-        for action in actions {
-            match action {
-                Action::Stored(hashes) => self.report(FromWorker::Stored { tier: Tier::Device, hashes }),
-                Action::Refused { request, reason } => {
-                    let failure = Failure::engine(reason.to_string());
-                    if let Some(active) = self.active.remove(&request) {
-                        self.outgoing.remove(&request);
-                        let attempt = active.job.attempt;
-                        self.report(FromWorker::RequestFailed { request, attempt, failure });
-                    }
-                }
-                _ => {}
             }
         }
     }
 
     /// Asks the machine for work and does it. False if there is none.
     async fn turn(&mut self) -> Result<bool> {
-        let mut actions = Vec::new();
-        self.machine.step(Event::Idle, &mut actions);
+        if let Some(below) = &self.below {
+            below.begin_turn();
+        }
+        let step = self.carry_out(Event::Idle)?;
+        // What is cached leaves before what is computed.
+        self.send_waiting()?;
+        let has_work = step.is_some();
+        if let Some(step) = step.filter(|step| !step.sequences.is_empty()) {
+            let tokens = step.sequences.iter().map(|s| u64::from(s.tokens)).sum();
+            self.compute(step).await?;
+            self.health.stepped(tokens, self.env.now(), || self.device.health());
+        }
+        self.report(FromWorker::Load(self.machine.load()));
+        Ok(has_work)
+    }
+
+    /// Tells the machine what happened where it has nothing to compute for it.
+    pub(super) fn machine_step(&mut self, event: Event) -> Result<()> {
+        let step = self.carry_out(event)?;
+        debug_assert!(step.is_none(), "an idle device is given a step, and no other");
+        Ok(())
+    }
+
+    /// Tells the machine what happened, and carries out what it answers but for the step that is to run; that is empty where blocks were loaded
+    /// instead of one.
+    fn carry_out(&mut self, event: Event) -> Result<Option<Step>> {
+        let (mut actions, mut run) = (Vec::new(), None);
+        self.machine.step(event, &mut actions);
         // Pinned before room is made below for what was given up.
         let mut lease = self.lease_wanted(&actions);
         self.keep_evicted(&actions, &mut lease)?;
-        let mut ran = false;
         let mut actions = VecDeque::from(actions);
         while let Some(action) = actions.pop_front() {
             match action {
-                Action::Run(step) => {
-                    let tokens = step.sequences.iter().map(|s| u64::from(s.tokens)).sum();
-                    self.compute(step).await?;
-                    self.health.stepped(tokens, self.env.now(), || self.device.health());
-                    ran = true;
-                }
+                Action::Run(step) => run = Some(step),
                 Action::Load { request, blocks, chain } => {
                     let blocks = self.bring(request, lease.take(), blocks, &chain)?;
                     let mut more = Vec::new();
                     self.machine.step(Event::Loaded { request, blocks }, &mut more);
                     actions.extend(more);
-                    ran = true;
+                    run = Some(Step::default());
                 }
                 Action::Admitted { request, tokens_cached } => {
-                    self.admitted(request, tokens_cached).await?;
+                    if let Some(active) = self.active.get(&request) {
+                        let attempt = active.job.attempt;
+                        self.report(FromWorker::Admitted { request, attempt, tokens_cached });
+                    }
+                    self.queue_cached(request, tokens_cached);
                 }
                 Action::Reserved { request, tokens_cached } => {
                     // Here: what else is to be done must be done.
-                    let awaited = self.await_kv(request, tokens_cached).await;
+                    let awaited = self.await_kv(request, tokens_cached);
                     self.contain(awaited)?;
                 }
-                Action::Lent { .. } | Action::Refused { .. } => {
-                    unreachable!("an answer to what others ask, not to what the device may do")
+                Action::Lent { request, pages } => {
+                    if let Some(outgoing) = self.outgoing.get_mut(&request) {
+                        outgoing.pages = pages;
+                    }
                 }
                 Action::Revoked { request } => {
-                    if self.hand_off(request).is_some() {
-                        self.outgoing.remove(&request);
-                    }
-                    let attempt = self.active.remove(&request).map_or(0, |active| active.job.attempt);
+                    let attempt = self.forget(request).map_or(0, |active| active.job.attempt);
                     self.report(FromWorker::Revoked { request, attempt });
+                }
+                Action::Refused { request, reason } => {
+                    if let Some(active) = self.forget(request) {
+                        let (attempt, failure) = (active.job.attempt, Failure::engine(reason.to_string()));
+                        self.report(FromWorker::RequestFailed { request, attempt, failure });
+                    }
                 }
                 Action::Preempted { .. } => {
                     let device = self.device.info().id.clone();
@@ -278,16 +221,15 @@ impl Worker {
                 }
             }
         }
-        self.report(FromWorker::Load(self.machine.load()));
-        Ok(ran)
+        Ok(run)
     }
 
-    /// A sequence has its blocks and is computed from `tokens_cached` on.
-    pub(super) async fn admitted(&mut self, request: RequestId, tokens_cached: u32) -> Result<()> {
-        if let Some(active) = self.active.get(&request) {
-            self.report(FromWorker::Admitted { request, attempt: active.job.attempt, tokens_cached });
+    /// Nothing more is done of a request here, and its prompt goes nowhere; a prefix of it that is lent does.
+    pub(super) fn forget(&mut self, request: RequestId) -> Option<Active> {
+        if self.hand_off(request).is_some() {
+            self.outgoing.remove(&request);
         }
-        self.send_cached(request, tokens_cached).await
+        self.active.remove(&request)
     }
 
     /// Runs a step. If the device cannot do what is asked of it, each sequence is tried alone, so that those
@@ -298,8 +240,7 @@ impl Worker {
         let error = match self.run_step(&step).await {
             Ok(drawn) => {
                 self.report_time(&step, self.env.now() - began - self.waited);
-                self.finish_step(&step, drawn);
-                return Ok(());
+                return self.finish_step(&step, drawn);
             }
             Err(error) if fault::is_about_what_was_asked(&error) => error,
             Err(error) => return Err(error),
@@ -313,14 +254,13 @@ impl Worker {
                 Ok(more) => drawn.extend(more),
                 Err(error) if fault::is_about_what_was_asked(&error) => {
                     // It is dropped with the step, and nothing of it is published.
-                    self.fail_request(sequence.request, fault::failure(&error));
+                    self.fail_request(sequence.request, fault::failure(&error))?;
                     self.renew_queue()?;
                 }
                 Err(error) => return Err(error),
             }
         }
-        self.finish_step(&step, drawn);
-        Ok(())
+        self.finish_step(&step, drawn)
     }
 
     /// Says what a step took: whoever predicts it learns from that.
@@ -346,7 +286,7 @@ impl Worker {
             return self.run_recorded(step, &pass, key);
         }
         let layers = self.forward.config().layers as usize;
-        let depth = self.staging.depth();
+        let depth = LAYERS_IN_FLIGHT;
         let mut tickets: Vec<Ticket> = Vec::with_capacity(layers);
         for layer in 0..layers {
             let mut list = if layer == 0 { vec![self.forward.embed(&pass)?] } else { Vec::new() };
@@ -476,7 +416,7 @@ impl Worker {
         Ok(if logit[0].is_finite() { Ok((token, None)) } else { Err(error()) })
     }
 
-    fn finish_step(&mut self, step: &Step, drawn: Vec<Draw>) {
+    fn finish_step(&mut self, step: &Step, drawn: Vec<Draw>) -> Result<()> {
         let mut sampled = Vec::new();
         let mut after = Vec::new();
         for (request, result) in drawn {
@@ -513,41 +453,29 @@ impl Worker {
             let tokens = part.start + part.tokens;
             self.report(FromWorker::Progress { request: part.request, tokens });
         }
-        self.machine_step(Event::StepDone { sampled });
-        for (request, next) in after {
-            self.after_draw(request, next);
-        }
+        self.machine_step(Event::StepDone { sampled })?;
+        after.into_iter().try_for_each(|(request, next)| self.after_draw(request, next))
     }
 
     /// A finished request leaves; a handed-off one goes on at its receiver.
-    fn after_draw(&mut self, request: RequestId, next: Option<u32>) {
-        let own = self.id;
-        match (self.hand_off(request), next) {
-            (Some(outgoing), Some(next)) => {
-                let (to, message) = outgoing.hand_over(own, request, next);
-                self.directory.tell(to, message);
-            }
-            (handed_off, None) => {
-                if handed_off.is_some() {
-                    self.outgoing.remove(&request);
-                }
-                self.active.remove(&request);
-                // Frees the blocks of a hand-off that ended with its first token.
-                self.machine_step(Event::Release { request });
-            }
-            (None, Some(_)) => {}
+    fn after_draw(&mut self, request: RequestId, next: Option<u32>) -> Result<()> {
+        let Some(next) = next else {
+            self.forget(request);
+            // Frees the blocks of a hand-off that ended with its first token.
+            return self.machine_step(Event::Release { request });
+        };
+        if let Some(to) = self.hand_off(request).map(Outgoing::hand_over) {
+            let word = PeerWord::HandedOver { request, attempt: to.attempt, next };
+            self.directory.tell(to.to, self.id, word);
         }
+        Ok(())
     }
 
-    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed
-    /// anew. What it lends does not come.
-    pub(super) async fn peer_down(&mut self, peer: InstanceId) -> Result<()> {
+    /// Nobody confirms what went to a lost peer, and what it lends does not come.
+    pub(super) fn peer_down(&mut self, peer: InstanceId) -> Result<()> {
         self.courier.forget(peer);
-        let its = self.outgoing.iter().filter(|(_, o)| o.ends_with(peer)).map(|(&request, _)| request);
-        let mut its: Vec<RequestId> = its.collect();
-        its.sort_unstable();
-        its.into_iter().for_each(|request| self.stop_outgoing(request));
-        self.lender_down(peer).await
+        self.stop_all_to(peer)?;
+        self.lender_down(peer)
     }
 
     /// Waits for a command list of its own; for copies outside a step.

@@ -1,7 +1,7 @@
 //! A worker process and a router that means it ill: each thing that it says ends at most what it is about.
 
 use super::{Caller, Command, Hello, Hub, ModelIdentity, RouterId, Session, Word, WorkerProcess};
-use crate::engine::messages::{FromWorker, HandOff, Job, Landing, Source, ToWorker};
+use crate::engine::messages::{FromWorker, HandOff, Job, Landing, Order, Source};
 use crate::engine::{HandOffLimits, InstanceLimits, InstanceSpec, Links, Loaded};
 use crate::env::{Env, SeededEnv};
 use crate::metrics::Metrics;
@@ -106,12 +106,12 @@ impl Rogue {
         HandOff { attempt: 1, from: 0, to, landing, wire: DType::F32 }
     }
 
-    fn say(&self, message: ToWorker) {
-        self.session.out.send(Command { instance: OWN, message }).expect("the session is open");
+    fn say(&self, order: Order) {
+        self.session.out.send(Command { instance: OWN, order }).expect("the session is open");
     }
 
     fn add(&self, job: Job) {
-        self.say(ToWorker::Add { job, hand_off: None, pull: None });
+        self.say(Order::Add { job, hand_off: None, pull: None });
     }
 
     /// What the instance says of these requests within a virtual second: tokens drawn, and failures.
@@ -138,8 +138,8 @@ impl Rogue {
     }
 
     /// A job that is told why it cannot be, while the instance works on.
-    async fn is_refused(&mut self, message: ToWorker, why: &str) {
-        self.say(message);
+    async fn is_refused(&mut self, order: Order, why: &str) {
+        self.say(order);
         let (drawn, failed) = self.heard().await;
         assert!(drawn.is_empty(), "{why}: {drawn:?}");
         assert!(failed.len() == 1 && failed[0].1.contains(why), "{why}: {failed:?}");
@@ -170,7 +170,7 @@ where
 fn an_empty_prompt_ends_at_the_worker() {
     with_a_rogue(async |mut rogue| {
         let job = rogue.wanting(1, |wanted| wanted.prompt_ids = [].into());
-        rogue.is_refused(ToWorker::Add { job, hand_off: None, pull: None }, "no tokens").await;
+        rogue.is_refused(Order::Add { job, hand_off: None, pull: None }, "no tokens").await;
     });
 }
 
@@ -179,9 +179,9 @@ fn an_id_out_of_range_ends_its_request_at_the_worker() {
     with_a_rogue(async |mut rogue| {
         let vocab = rogue.vocab;
         let job = rogue.wanting(1, |wanted| wanted.prompt_ids = [1, vocab].into());
-        rogue.is_refused(ToWorker::Add { job, hand_off: None, pull: None }, "embedding").await;
+        rogue.is_refused(Order::Add { job, hand_off: None, pull: None }, "embedding").await;
         let job = Job { generated: vec![u32::MAX], ..rogue.job(2) };
-        rogue.is_refused(ToWorker::Reserve { job, sender: ELSEWHERE }, "embedding").await;
+        rogue.is_refused(Order::Reserve { job, sender: ELSEWHERE }, "embedding").await;
     });
 }
 
@@ -190,7 +190,7 @@ fn a_repeated_request_id_is_refused_and_the_first_request_goes_on() {
     with_a_rogue(async |mut rogue| {
         rogue.add(rogue.job(1));
         rogue.add(rogue.job(1));
-        rogue.say(ToWorker::Reserve { job: rogue.job(1), sender: ELSEWHERE });
+        rogue.say(Order::Reserve { job: rogue.job(1), sender: ELSEWHERE });
         let (drawn, failed) = rogue.heard().await;
         assert_eq!(drawn, [1, 1]);
         assert!(failed.iter().all(|(request, _)| *request == 1), "{failed:?}");
@@ -202,13 +202,13 @@ fn a_repeated_request_id_is_refused_and_the_first_request_goes_on() {
 fn a_hand_off_that_names_no_memory_ends_its_request_at_the_worker() {
     with_a_rogue(async |mut rogue| {
         let to = rogue.hand_off(ELSEWHERE);
-        let add = ToWorker::Add { job: rogue.job(1), hand_off: Some(to), pull: None };
+        let add = Order::Add { job: rogue.job(1), hand_off: Some(to), pull: None };
         rogue.is_refused(add, "names no memory").await;
         let to = rogue.hand_off(OWN);
-        let add = ToWorker::Add { job: rogue.job(2), hand_off: Some(to), pull: None };
+        let add = Order::Add { job: rogue.job(2), hand_off: Some(to), pull: None };
         rogue.is_refused(add, "sent to where it is").await;
         let pull = Some(Source { holder: OWN, until: 8 });
-        let add = ToWorker::Add { job: rogue.job(3), hand_off: None, pull };
+        let add = Order::Add { job: rogue.job(3), hand_off: None, pull };
         rogue.is_refused(add, "come from where it is wanted").await;
     });
 }
@@ -216,7 +216,7 @@ fn a_hand_off_that_names_no_memory_ends_its_request_at_the_worker() {
 #[test]
 fn numbers_that_are_none_end_their_request_at_the_worker() {
     with_a_rogue(async |mut rogue| {
-        let add = |job| ToWorker::Add { job, hand_off: None, pull: None };
+        let add = |job| Order::Add { job, hand_off: None, pull: None };
         let job = Job { due: Seconds(f64::NAN), ..rogue.job(1) };
         rogue.is_refused(add(job), "due is no number").await;
         let job = rogue.wanting(2, |wanted| wanted.sampling.top_p = f32::INFINITY);
@@ -232,9 +232,7 @@ fn numbers_that_are_none_end_their_request_at_the_worker() {
 fn no_other_routers_requests_are_abandoned_or_cancelled() {
     with_a_rogue(async |mut rogue| {
         rogue.add(rogue.job(1));
-        rogue.say(ToWorker::Abandon { router: RouterId(0) });
-        rogue.say(ToWorker::Abandon { router: ROUTER });
-        rogue.say(ToWorker::Cancel { request: RouterId(0).first_request() });
+        rogue.say(Order::Cancel { request: RouterId(0).first_request() });
         assert_eq!(rogue.heard().await, (vec![1, 1], vec![]));
         rogue.is_served(2).await;
     });

@@ -1,12 +1,12 @@
 //! A worker process among several routers and peers.
 
 use super::ledger::{BEAT, Given, Ledger, News};
-use super::rights::{Listening, relay};
+use super::rights::{Giver, Listening, relay};
 use super::seats::{Seat, Seats};
-use super::session::{Caller, Command, Hello, ModelIdentity, Session, SessionRefusal, Word};
-use crate::engine::directory::Directory;
+use super::session::{Caller, Command, Hello, ModelIdentity, PeerMessage, SessionRefusal, Session, Word};
+use crate::engine::directory::{Directory, Inboxes};
 use crate::engine::instance::Surroundings;
-use crate::engine::messages::{FromWorker, Report, ToWorker};
+use crate::engine::messages::{FromWorker, PeerWord, Report, ToWorker};
 use crate::engine::{HandOffLimits, Held, Links, Loaded};
 use crate::env::SharedEnv;
 use crate::mailbox::{INBOX_MAX, MessageReceiver, MessageSender, REPORTS_MAX, mailbox};
@@ -63,7 +63,7 @@ enum Event {
     Peer {
         instances: Vec<InstanceId>,
         cost: LinkCost,
-        session: Session<Command, Command>,
+        session: Session<PeerMessage, PeerMessage>,
         seats: PeerSeats,
     },
     Inspect(mpsc::Sender<Held>),
@@ -187,7 +187,7 @@ impl Hub {
         hello: &Hello,
         instances: Vec<InstanceId>,
         cost: LinkCost,
-    ) -> std::result::Result<Session<Command, Command>, SessionRefusal> {
+    ) -> std::result::Result<Session<PeerMessage, PeerMessage>, SessionRefusal> {
         self.check(hello)?;
         if let Some(&twice) = instances.iter().find(|&instance| self.instances.contains(instance)) {
             return Err(SessionRefusal::Twice(twice));
@@ -214,7 +214,12 @@ impl Hub {
     }
 
     /// Exchanges KV with a process with `instances`, which has accepted the other end of `session`.
-    pub fn meet(&self, instances: Vec<InstanceId>, cost: LinkCost, session: Session<Command, Command>) {
+    pub fn meet(
+        &self,
+        instances: Vec<InstanceId>,
+        cost: LinkCost,
+        session: Session<PeerMessage, PeerMessage>,
+    ) {
         // One that finds no room ends, and its other end calls again.
         let _ = self.tell(Event::Peer { instances, cost, session, seats: PeerSeats::new() });
     }
@@ -321,7 +326,7 @@ impl HubTask {
                 // This process lives on, and so do the ways of others to it.
                 let others = self.known.keys().chain(self.peers.keys()).filter(|&&other| other != instance);
                 for &other in others {
-                    self.directory.tell(other, ToWorker::PeerDown { peer: instance });
+                    self.directory.tell(other, instance, PeerWord::Down);
                 }
             }
             _ => {}
@@ -366,7 +371,7 @@ impl HubTask {
             Event::Peer { instances, cost, session, seats } => self.peer(instances, cost, session, seats),
             Event::Inspect(answer) => {
                 for &instance in self.known.keys() {
-                    self.directory.tell(instance, ToWorker::Inspect(answer.clone()));
+                    self.directory.manage(instance, ToWorker::Inspect(answer.clone()));
                 }
             }
             Event::Beat => {
@@ -409,7 +414,7 @@ impl HubTask {
         let news = self.ledger.abandon(router);
         self.spread(news);
         for &instance in self.known.keys() {
-            self.directory.tell(instance, ToWorker::Abandon { router });
+            self.directory.manage(instance, ToWorker::Abandon { router });
         }
     }
 
@@ -434,37 +439,32 @@ impl HubTask {
         for News { instance, work, .. } in self.ledger.all(now) {
             self.tell(router, instance, FromWorker::Others(vec![work]));
         }
-        let allowed = move |message: &ToWorker| message.may_come_from_router(router);
-        self.listen(
-            number,
-            session.incoming,
-            (allowed, behind),
-            seat,
-            Event::RouterGone { router, session: number },
-        );
+        let giver = Giver { router, clock_behind: behind, given: self.given.clone() };
+        let carried = self.listening().carry_orders(session.incoming, giver);
+        self.listen(number, carried, seat, Event::RouterGone { router, session: number });
     }
 
-    /// Carries commands to this process's instances until the session ends.
+    fn listening(&self) -> Listening {
+        let (own, directory) = (self.known.keys().copied().collect(), self.directory.clone());
+        Listening { own, directory, refused: self.metrics.commands_refused.clone() }
+    }
+
+    /// Lets a session be carried until it ends, or this process ends it.
     fn listen(
         &mut self,
         number: u64,
-        incoming: MessageReceiver<Command>,
-        (allowed, clock_behind): (impl Fn(&ToWorker) -> bool + Send + 'static, Seconds),
+        carried: impl Future<Output = ()> + Send + 'static,
         seat: impl Send + 'static,
         end: Event,
     ) {
-        let (directory, events) = (self.directory.clone(), self.events.clone());
-        let own: BTreeSet<InstanceId> = self.known.keys().copied().collect();
-        let refused = self.metrics.commands_refused.clone();
-        let given = self.given.clone();
-        let listening = Listening { own, directory, clock_behind, refused, given };
+        let events = self.events.clone();
         let (open, parted) = oneshot::channel();
         self.open.insert(number, open);
         self.env.spawn(Box::pin(async move {
             tokio::select! {
                 biased;
                 _ = parted => {}
-                () = listening.carry(incoming, allowed) => {}
+                () = carried => {}
             }
             drop(seat);
             if let Some(events) = events.upgrade() {
@@ -478,7 +478,7 @@ impl HubTask {
         &mut self,
         instances: Vec<InstanceId>,
         cost: LinkCost,
-        session: Session<Command, Command>,
+        session: Session<PeerMessage, PeerMessage>,
         seats: PeerSeats,
     ) {
         let number = self.next_session();
@@ -488,23 +488,19 @@ impl HubTask {
         old.into_iter().for_each(|(peer, session)| self.peer_gone(&[peer], session));
         for &peer in &instances {
             self.peers.insert(peer, number);
-            let (inbox, messages) = mailbox("relay", INBOX_MAX);
-            self.directory.enter(peer, inbox);
-            self.env.spawn(Box::pin(relay(peer, messages, session.out.clone(), |_| true)));
+            let (words, messages) = mailbox("relay", INBOX_MAX);
+            self.directory.enter(peer, Inboxes { orders: None, words: Some(words) });
+            let to_peer = move |(from, word)| Some(PeerMessage { instance: peer, from, word });
+            self.env.spawn(Box::pin(relay(messages, session.out.clone(), to_peer)));
         }
         let own: Vec<InstanceId> = self.known.keys().copied().collect();
         for (instance, &to) in own.into_iter().flat_map(|own| instances.iter().map(move |to| (own, to))) {
             self.report(instance, FromWorker::Link { to, cost });
         }
         let theirs: BTreeSet<InstanceId> = instances.iter().copied().collect();
-        let allowed = move |message: &ToWorker| message.may_come_from_peer(&theirs);
-        self.listen(
-            number,
-            session.incoming,
-            (allowed, Seconds::ZERO),
-            seats,
-            Event::PeerGone { instances, session: number },
-        );
+        let (listening, incoming) = (self.listening(), session.incoming);
+        let carried = async move { listening.carry_words(incoming, &theirs).await };
+        self.listen(number, carried, seats, Event::PeerGone { instances, session: number });
     }
 
     fn peer_gone(&mut self, instances: &[InstanceId], session: u64) {
@@ -516,7 +512,7 @@ impl HubTask {
             self.peers.remove(&peer);
             self.directory.leave(peer);
             for &instance in &own {
-                self.directory.tell(instance, ToWorker::PeerDown { peer });
+                self.directory.tell(instance, peer, PeerWord::Down);
                 self.report(instance, FromWorker::LinkDown { to: peer });
             }
         }

@@ -3,7 +3,7 @@
 //! Commands say what comes, reports how it gets on. What comes and goes is told at once, and so are prompts that get on, once a step; how far
 //! answers have got is told on a beat.
 
-use crate::engine::messages::{FromWorker, Job, ToWorker};
+use crate::engine::messages::{FromWorker, Job, Order};
 use crate::request::RouterId;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
@@ -190,7 +190,7 @@ pub(super) enum Given {
 
 impl Given {
     /// None: it takes neither time nor memory that counts.
-    pub(super) fn of(instance: InstanceId, command: &ToWorker) -> Option<Given> {
+    pub(super) fn of(instance: InstanceId, command: &Order) -> Option<Given> {
         let prompt = |job: &Job, prefill, decode| Prompt {
             due: job.due,
             prefill,
@@ -206,21 +206,21 @@ impl Given {
             generated: 0,
         };
         Some(match command {
-            ToWorker::Add { job, hand_off: None, .. } => Given::Work {
+            Order::Add { job, hand_off: None, .. } => Given::Work {
                 request: job.request,
                 prompt: Some(prompt(job, instance, instance)),
                 answer: Some(answer(job)),
             },
-            ToWorker::Add { job, hand_off: Some(to), .. } => {
+            Order::Add { job, hand_off: Some(to), .. } => {
                 Given::Work { request: job.request, prompt: Some(prompt(job, instance, to.to)), answer: None }
             }
             // the prompt is not asked for before there is room, but it will be
-            ToWorker::Reserve { job, sender } => Given::Work {
+            Order::Reserve { job, sender } => Given::Work {
                 request: job.request,
                 prompt: Some(prompt(job, *sender, instance)),
                 answer: Some(answer(job)),
             },
-            ToWorker::Cancel { request } => Given::Cancel { request: *request },
+            Order::Cancel { request } => Given::Cancel { request: *request },
             _ => return None,
         })
     }

@@ -37,4 +37,4 @@ pub use hub::{Hub, WorkerProcess};
 #[cfg(feature = "fleet")]
 pub use join::{attend_members, meet_members};
 pub use router::{Router, RouterParts};
-pub use session::{Caller, Command, Hello, ModelIdentity, PROTOCOL, Session, SessionRefusal, Word};
+pub use session::{Caller, Command, Hello, ModelIdentity, PROTOCOL, PeerMessage, SessionRefusal, Session, Word};

@@ -3,7 +3,7 @@
 use super::rights::relay;
 use super::session::{Caller, Command, Hello, ModelIdentity, Session, Word};
 use crate::api::Placements;
-use crate::engine::directory::Directory;
+use crate::engine::directory::{Directory, Inboxes};
 use crate::engine::events::EventLog;
 use crate::engine::messages::{FromWorker, Report, ToWorker};
 use crate::engine::{CoordinatorParts, EngineConfig, Held, Identity};
@@ -102,14 +102,18 @@ impl Router {
     /// Uses the instances of a worker process until the session ends; then they are lost.
     pub async fn attend(&self, session: Session<Command, Word>) {
         let Session { out, mut incoming } = session;
-        let (mut instances, id) = (BTreeSet::new(), self.id);
+        let mut instances = BTreeSet::new();
         while let Some(Word { instance, message }) = incoming.recv().await {
             self.reports.room().await;
             if matches!(&message, FromWorker::Up { .. }) && instances.insert(instance) {
-                let (inbox, messages) = mailbox("relay", INBOX_MAX);
-                self.directory.enter(instance, inbox);
-                let is_ours = move |message: &ToWorker| message.may_come_from_router(id);
-                self.env.spawn(Box::pin(relay(instance, messages, out.clone(), is_ours)));
+                let (orders, messages) = mailbox("relay", INBOX_MAX);
+                self.directory.enter(instance, Inboxes { orders: Some(orders), words: None });
+                let command = move |message| match message {
+                    ToWorker::Order(order) => Some(Command { instance, order }),
+                    // Of its own process.
+                    ToWorker::Abandon { .. } | ToWorker::Inspect(_) => None,
+                };
+                self.env.spawn(Box::pin(relay(messages, out.clone(), command)));
             }
             // A process speaks for the instances that it has announced, and for no others.
             if instances.contains(&instance) && self.reports.send((instance, message)).is_err() {
@@ -127,6 +131,7 @@ impl Router {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::messages::Order;
     use crate::env::{Env, Listener, SeededEnv, Task};
     use crate::model::random::tiny_variants;
     use crate::request::{FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
@@ -229,8 +234,8 @@ mod tests {
             env.sleep(Duration::from_secs_f64(1000.0 - started_s)).await;
             let _updates = engine.submit(request()).await.unwrap();
             loop {
-                let Command { message, .. } = worker.incoming.recv().await.unwrap();
-                if let ToWorker::Add { job, .. } = message {
+                let Command { order, .. } = worker.incoming.recv().await.unwrap();
+                if let Order::Add { job, .. } = order {
                     return job.due.0;
                 }
             }
@@ -254,7 +259,7 @@ mod tests {
                     break failure;
                 }
             };
-            let Some(Command { message: ToWorker::Add { .. }, .. }) = worker.incoming.recv().await else {
+            let Some(Command { order: Order::Add { .. }, .. }) = worker.incoming.recv().await else {
                 panic!("it was given nothing")
             };
             (failure, (env.now() - began).0, metrics.instances_silent.get())
@@ -272,8 +277,7 @@ mod tests {
             let (engine, mut worker) = attended(&shared, &Metrics::new());
             env.sleep(Duration::from_secs(1)).await;
             let mut updates = engine.submit(request()).await.unwrap();
-            let Some(Command { message: ToWorker::Add { job, .. }, .. }) = worker.incoming.recv().await
-            else {
+            let Some(Command { order: Order::Add { job, .. }, .. }) = worker.incoming.recv().await else {
                 panic!("it was given nothing")
             };
             for index in 0..10 {
@@ -290,8 +294,8 @@ mod tests {
                 panic!("{told:?}")
             };
             assert!(matches!(end, Update::Finished { reason: FinishReason::Length }), "{end:?}");
-            let next = worker.incoming.recv().await.map(|command| command.message);
-            assert!(matches!(next, Some(ToWorker::Cancel { request }) if request == job.request));
+            let next = worker.incoming.recv().await.map(|command| command.order);
+            assert!(matches!(next, Some(Order::Cancel { request }) if request == job.request));
         });
     }
 

@@ -1,6 +1,6 @@
 //! What the processes of a fleet say to each other, and in what it travels.
 
-use crate::engine::messages::{FromWorker, ToWorker};
+use crate::engine::messages::{FromWorker, Order, PeerWord};
 use crate::env::Env;
 use crate::mailbox::{MessageReceiver, MessageSender, SESSION_MAX, mailbox};
 use crate::request::RouterId;
@@ -9,7 +9,7 @@ use mixfleet_scheduler::fleet::InstanceId;
 use serde::{Deserialize, Serialize};
 
 /// Version of everything below. Processes of different ones do not work together.
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 
 /// A process, by random bits that it tells nobody but those whom it calls: an id belongs to who came with it first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -133,14 +133,22 @@ pub(super) fn check(
     Err(SessionRefusal::Model { what: what.into() })
 }
 
-/// To an instance.
+/// From a router to an instance.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Command {
     pub(crate) instance: InstanceId,
-    pub(crate) message: ToWorker,
+    pub(crate) order: Order,
 }
 
-/// From an instance.
+/// From an instance to another one.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct PeerMessage {
+    pub(crate) instance: InstanceId,
+    pub(crate) from: InstanceId,
+    pub(crate) word: PeerWord,
+}
+
+/// From an instance to a router.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Word {
     pub(crate) instance: InstanceId,

@@ -1,6 +1,6 @@
 //! Calls to a worker process.
 
-use super::super::session::{Command, Hello, Session, Word};
+use super::super::session::{Command, Hello, PeerMessage, Session, Word};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, encode, with_causes};
 use super::guests::Wire;
@@ -107,7 +107,7 @@ impl Remote {
         hello: &Hello,
         instances: &[InstanceId],
         cost: LinkCost,
-    ) -> Result<(Session<Command, Command>, oneshot::Receiver<()>), CallError> {
+    ) -> Result<(Session<PeerMessage, PeerMessage>, oneshot::Receiver<()>), CallError> {
         self.session(PEER, &(hello, instances, cost)).await
     }
 

@@ -1,7 +1,7 @@
 //! The service of a worker process.
 
 use super::super::hub::Hub;
-use super::super::session::{Command, Hello, Session, SessionRefusal};
+use super::super::session::{Command, Hello, PeerMessage, SessionRefusal, Session};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, decode, encode, with_causes};
 use super::guests::{Standing, accept};
@@ -190,7 +190,7 @@ impl Service {
         Ok(self.begin(format!("router {}", router.0), session, call))
     }
 
-    fn peer(&self, call: Request<Streaming<Command>>) -> Result<Answers, Status> {
+    fn peer(&self, call: Request<Streaming<PeerMessage>>) -> Result<Answers, Status> {
         let (hello, instances, cost): (Hello, Vec<InstanceId>, LinkCost) = greeting(&call)?;
         let name =
             format!("process of instance {}", instances.iter().map(|id| id.0).min().unwrap_or_default());
