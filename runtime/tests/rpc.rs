@@ -11,7 +11,7 @@ use mixfleet_hal::{DType, Device};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::{
-    EngineConfig, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
 };
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::fleet::registry::{InstanceRecord, LinkState, Member, Members, Seat};
@@ -19,8 +19,7 @@ use mixfleet_runtime::fleet::rpc::{
     self, CallError, Certificates, Door, End, Kind, Remote, RpcConfig, Token, Trust, Ways,
 };
 use mixfleet_runtime::fleet::{
-    Hub, ModelIdentity, Router, RouterId, RouterParts, SessionRefusal, WorkerProcess, attend_members,
-    meet_members,
+    Hub, ModelIdentity, SessionRefusal, Router, RouterId, WorkerProcess, attend_members, meet_members,
 };
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
@@ -185,18 +184,16 @@ fn worker(env: &SharedEnv, checkpoint: &Checkpoint, id: u32, role: Role, config:
 }
 
 fn router(env: &SharedEnv, checkpoint: &Checkpoint, model: ModelIdentity) -> (EngineHandle, Router) {
-    let parts = RouterParts {
+    let parts = EngineParts {
         env: env.clone(),
         config: Arc::new(checkpoint.config.clone()),
         identity: Identity::new(model.digest, model.tokenizer_digest, [1, 2]),
-        id: RouterId(7),
-        kv: DType::F32,
         limits: EngineConfig::default(),
         events: None,
         placements: Arc::new(Placements::new(1)),
         metrics: Metrics::new(),
     };
-    parts.start()
+    parts.start_router(RouterId(7), DType::F32)
 }
 
 fn members(workers: &[&Worker]) -> Members {

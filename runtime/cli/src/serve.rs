@@ -14,7 +14,7 @@ use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{EngineHandle, Sampling};
-use mixfleet_scheduler::fleet::{Rebalance, Role};
+use mixfleet_scheduler::fleet::{FleetConfig, Rebalance, Role};
 use mixfleet_sim::simulate::Choices;
 use std::fs::File;
 use std::io::{BufWriter, IsTerminal};
@@ -250,11 +250,11 @@ pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
 /// The limits that the flags set.
 pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
     let Choices { policy, admission, seed } = args.scheduling.choices()?;
-    Ok(EngineConfig {
+    let default = EngineConfig::default();
+    let fleet = FleetConfig {
         requests_max: args.requests.get(),
         ttft_slo: args.ttft_slo.map(Seconds),
         tbt_slo: args.tbt_slo.map(Seconds),
-        flex_deadline: Seconds(args.flex_deadline_s),
         policy,
         pull: !args.no_pull,
         admission,
@@ -263,8 +263,9 @@ pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
         // All devices of this process are in one pool.
         rebalance: args.flexible.then(|| Rebalance::new(vec![0])),
         seed,
-        ..EngineConfig::default()
-    })
+        ..default.fleet
+    };
+    Ok(EngineConfig { fleet, flex_deadline: Seconds(args.flex_deadline_s), ..default })
 }
 
 pub(crate) fn served(

@@ -101,14 +101,12 @@ pub(crate) fn engine(
         env: env.clone(),
         identity,
         config: Arc::new(model.checkpoint.config.clone()),
-        instances,
-        links: links(vec![Arc::new(InProcessTransport::new())]),
         limits: choice.engine,
         events: choice.events,
         placements,
         metrics,
     };
-    let handle = parts.start()?;
+    let handle = parts.start(instances, links(vec![Arc::new(InProcessTransport::new())]))?;
     if has_disk {
         digest.begin(model.checkpoint.clone());
     }

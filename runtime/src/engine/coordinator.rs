@@ -28,7 +28,7 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
 /// Clients that are gone and not looked at yet; the watchers of others wait.
-const LEAVING_MAX: usize = 64;
+pub(super) const LEAVING_MAX: usize = 64;
 
 /// An instance as the coordinator reaches it.
 #[derive(Clone, Debug)]
@@ -103,9 +103,8 @@ impl Tracked {
     }
 }
 
-/// The coordinator's parts.
+/// The coordinator.
 pub(super) struct Coordinator {
-    /// The world.
     pub(super) env: SharedEnv,
     /// The machine that decides.
     pub(super) fleet: LoggedFleet,
@@ -115,8 +114,6 @@ pub(super) struct Coordinator {
     pub(super) directory: Directory,
     /// Names the model in block hashes.
     pub(super) identity: Identity,
-    /// Ids of requests count from here.
-    pub(super) first_request: RequestId,
     /// Ids of tokens are below it.
     pub(super) vocabulary: u32,
     /// From the API.
@@ -129,69 +126,38 @@ pub(super) struct Coordinator {
     pub(super) reports: MessageReceiver<Report>,
     /// Where decisions are kept for `/debug/placement`.
     pub(super) placements: Arc<Placements>,
-    /// Where it counts.
     pub(super) metrics: Metrics,
-}
-
-/// The coordinator at work.
-pub(super) struct Running {
-    pub(super) parts: Coordinator,
     /// In the order of their ids: what ends with a coordinator ends in that order.
     pub(super) requests: BTreeMap<RequestId, Tracked>,
     /// Those that lost their place and found no other yet, with when they give up.
     pub(super) homeless: BTreeMap<RequestId, Seconds>,
     pub(super) ways: Ways,
-    next: RequestId,
+    /// The next request's id.
+    pub(super) next: RequestId,
     /// The environment's beginning in seconds since 1970: instances order the requests of all routers by one clock.
-    began: Seconds,
-    left: mpsc::Receiver<RequestId>,
-    leave: mpsc::Sender<RequestId>,
+    pub(super) began: Seconds,
+    pub(super) left: mpsc::Receiver<RequestId>,
+    pub(super) leave: mpsc::Sender<RequestId>,
     /// A tick is on its way.
     pub(super) watching: bool,
     pub(super) tick: mpsc::Sender<()>,
-    ticks: mpsc::Receiver<()>,
+    pub(super) ticks: mpsc::Receiver<()>,
 }
 
 impl Coordinator {
     /// Serves until every handle to the engine is gone and the last request is done.
-    pub(super) async fn run(self) {
-        let (leave, left) = mpsc::channel(LEAVING_MAX);
-        let next = self.first_request;
-        // Read once: a wall clock that is set later reorders nothing.
-        let began = self.env.unix_time() - self.env.now();
-        let (requests, homeless, ways) = Default::default();
-        let (tick, ticks) = mpsc::channel(1);
-        let watching = false;
-        let running = Running {
-            parts: self,
-            requests,
-            homeless,
-            ways,
-            next,
-            began,
-            left,
-            leave,
-            watching,
-            tick,
-            ticks,
-        };
-        running.serve().await;
-    }
-}
-
-impl Running {
-    async fn serve(mut self) {
+    pub(super) async fn serve(mut self) {
         let mut open = true;
         while open || !self.requests.is_empty() {
             let look_again = self.look_again();
             tokio::select! {
                 biased;
-                report = self.parts.reports.recv() => match report {
+                report = self.reports.recv() => match report {
                     Some((instance, message)) => self.report(instance, message),
                     None => return,
                 },
                 Some(request) = self.left.recv() => self.client_left(request),
-                submission = self.parts.submissions.recv(), if open => match submission {
+                submission = self.submissions.recv(), if open => match submission {
                     Some(submission) => self.submit(submission),
                     None => open = false,
                 },
@@ -202,7 +168,7 @@ impl Running {
     }
 
     pub(super) fn fleet_step(&mut self, event: Event) -> Vec<Action> {
-        let actions = self.parts.fleet.step(self.parts.env.now(), event);
+        let actions = self.fleet.step(self.env.now(), event);
         for action in &actions {
             match *action {
                 Action::SetRole { instance, role } => {
@@ -220,7 +186,7 @@ impl Running {
     }
 
     fn hasher(&self, wanted: &GenerateRequest, kv: DType) -> PrefixHasher {
-        let Identity { model_digest, tokenizer_digest, secret } = &self.parts.identity;
+        let Identity { model_digest, tokenizer_digest, secret } = &self.identity;
         let namespace = Namespace {
             model_digest: model_digest.clone(),
             tokenizer_digest: tokenizer_digest.clone(),
@@ -235,7 +201,7 @@ impl Running {
         match wanted.tier {
             ServiceTier::Default => Objective::Fleet,
             ServiceTier::Flex => {
-                Objective::Deadline { at: self.parts.env.now() + self.parts.flex_deadline, requests_left: 1 }
+                Objective::Deadline { at: self.env.now() + self.flex_deadline, requests_left: 1 }
             }
         }
     }
@@ -251,7 +217,7 @@ impl Running {
     ) -> Arrival {
         let generated = tokens.len() - wanted.prompt_ids.len();
         let mut sizes = BTreeSet::new();
-        let instances = self.parts.instances.values().filter(|i| sizes.insert(i.block_tokens));
+        let instances = self.instances.values().filter(|i| sizes.insert(i.block_tokens));
         let chains = instances.map(|i| PromptChain {
             block_tokens: i.block_tokens,
             hashes: self.hasher(wanted, i.kv).chain(tokens, i.block_tokens),
@@ -294,15 +260,15 @@ impl Running {
                     attempt: 0,
                     objective,
                     due,
-                    ready: self.parts.env.now() + transfers::ready_in(&explanation),
+                    ready: self.env.now() + transfers::ready_in(&explanation),
                     prefill,
                     decode,
                     pull: transfers::source(pull, &explanation),
                     started: false,
                     joined: false,
                     computed_at: None,
-                    placed_at: self.parts.env.now(),
-                    asked_at: self.parts.env.now(),
+                    placed_at: self.env.now(),
+                    asked_at: self.env.now(),
                     losses: Vec::new(),
                     refusals: 0,
                     _watched,
@@ -324,7 +290,7 @@ impl Running {
     fn watch(&self, request: RequestId, updates: mpsc::Sender<Update>) -> oneshot::Sender<()> {
         let leave = self.leave.clone();
         let (watched, done) = oneshot::channel();
-        self.parts.env.spawn(Box::pin(async move {
+        self.env.spawn(Box::pin(async move {
             tokio::select! {
                 biased;
                 _ = done => {}
@@ -355,17 +321,17 @@ impl Running {
 
     fn record(&self, id: &str, explanation: &Explanation) {
         let value = serde_json::to_value(explanation).expect("an explanation is plain data");
-        self.parts.placements.record(id, value);
+        self.placements.record(id, value);
     }
 
     /// Sends a placed request to its instances: for a split one, room is made at the receiver first.
     pub(super) fn start(&mut self, request: RequestId) {
-        let now = self.parts.env.now();
+        let now = self.env.now();
         let tracked = self.requests.get_mut(&request).expect("placed by the caller");
         tracked.asked_at = now;
         self.begin_watch();
         let tracked = &self.requests[&request];
-        let devices = [tracked.prefill, tracked.decode].map(|id| self.parts.instances[&id].device.clone());
+        let devices = [tracked.prefill, tracked.decode].map(|id| self.instances[&id].device.clone());
         let [prefill, decode] = devices;
         tracked.tell_place(prefill, decode);
         if tracked.prefill == tracked.decode {
@@ -386,26 +352,26 @@ impl Running {
             attempt: *attempt,
             wanted: wanted.clone(),
             generated: generated.clone(),
-            hasher: self.hasher(wanted, self.parts.instances[&on].kv),
+            hasher: self.hasher(wanted, self.instances[&on].kv),
         }
     }
 
     pub(super) fn send(&self, instance: InstanceId, order: Order) {
-        self.parts.directory.order(instance, order);
+        self.directory.order(instance, order);
     }
 
     fn report(&mut self, instance: InstanceId, message: FromWorker) {
-        let now = self.parts.env.now();
-        if let Some(handle) = self.parts.instances.get_mut(&instance) {
+        let now = self.env.now();
+        if let Some(handle) = self.instances.get_mut(&instance) {
             handle.heard_at = now;
         }
         match message {
             FromWorker::Up { instance, kv, silence_max } => self.up(*instance, kv, silence_max),
             FromWorker::Inspect(answer) => {
-                let _ = answer.try_send(self.parts.fleet.held());
+                let _ = answer.try_send(self.fleet.held());
             }
             // What comes after the word that it is down is of its earlier life.
-            _ if !self.parts.instances.contains_key(&instance) => {}
+            _ if !self.instances.contains_key(&instance) => {}
             FromWorker::Link { to, cost } => self.link_up(instance, to, cost),
             FromWorker::Admitted { request, attempt, tokens_cached } => {
                 if self.is_current(instance, request, attempt) {
@@ -434,7 +400,7 @@ impl Running {
                 if let Some(tracked) = self.requests.get_mut(&request).filter(|t| t.decode == instance) {
                     tracked.joined = true;
                     if let Some(computed_at) = tracked.computed_at.take() {
-                        self.parts.metrics.kv_exposed_s.observe((self.parts.env.now() - computed_at).0);
+                        self.metrics.kv_exposed_s.observe((self.env.now() - computed_at).0);
                     }
                 }
                 self.fleet_step(Event::TransferDone { request, instance });
@@ -474,13 +440,13 @@ impl Running {
     }
 
     fn admitted(&mut self, request: RequestId, tokens_cached: u32) {
-        let now = self.parts.env.now();
+        let now = self.env.now();
         let tracked = self.requests.get_mut(&request).expect("checked by the caller");
         tracked.pull = None;
         if !tracked.started {
             tracked.started = true;
             tracked.tell(Update::Started { cached_tokens: tokens_cached });
-            self.parts.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
+            self.metrics.request_queue_time_s.observe((now - tracked.placed_at).0);
         }
     }
 
@@ -494,7 +460,7 @@ impl Running {
         finish: Option<FinishReason>,
     ) {
         let tracked = self.requests.get_mut(&request).expect("checked by the caller");
-        if token >= self.parts.vocabulary {
+        if token >= self.vocabulary {
             let detail = format!("request {request}: it drew token {token}, which the model does not have");
             return self.failed(instance, &mixfleet_hal::Error::new(ErrorKind::Corrupt, detail));
         }
@@ -507,9 +473,9 @@ impl Running {
         let first = tracked.generated.is_empty();
         tracked.generated.push(token);
         match (instance != tracked.decode, tracked.joined) {
-            (true, false) => tracked.computed_at = Some(self.parts.env.now()),
+            (true, false) => tracked.computed_at = Some(self.env.now()),
             // the two words came by ways of their own
-            (true, true) => self.parts.metrics.kv_exposed_s.observe(0.0),
+            (true, true) => self.metrics.kv_exposed_s.observe(0.0),
             (false, _) => {}
         }
         tracked.tell(Update::Token { id: token, logprobs });
@@ -570,7 +536,7 @@ impl Running {
     }
 
     fn gauge(&self, instance: InstanceId, load: &BatchLoad) {
-        self.parts.metrics.load(&self.parts.instances[&instance].device, load);
+        self.metrics.load(&self.instances[&instance].device, load);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Instances that come and go, and what becomes of their requests: each is placed anew from its prompt and the tokens that the client has, waits
 //! for a place where one may come, or ends.
 
-use super::coordinator::{InstanceHandle, Running};
+use super::coordinator::{Coordinator, InstanceHandle};
 use super::messages::PeerWord;
 use super::transfers;
 use super::watch::check_instance;
@@ -22,12 +22,12 @@ const WATCH_EVERY: Duration = Duration::from_secs(10);
 /// How often a request that lost its place looks for another one.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-impl Running {
+impl Coordinator {
     /// Its device failed, or it does what no sound instance does.
     pub(super) fn failed(&mut self, instance: InstanceId, error: &mixfleet_hal::Error) {
         // Its process may live on, and the ways of others to it.
-        for &other in self.parts.instances.keys().filter(|&&other| other != instance) {
-            self.parts.directory.tell(other, instance, PeerWord::Down);
+        for &other in self.instances.keys().filter(|&&other| other != instance) {
+            self.directory.tell(other, instance, PeerWord::Down);
         }
         self.down(instance, error, true);
     }
@@ -38,28 +38,28 @@ impl Running {
             tracing::error!(instance = %instance.id, device, reason, "an instance is not used");
             return;
         }
-        let (id, heard_at) = (instance.id, self.parts.env.now());
+        let (id, heard_at) = (instance.id, self.env.now());
         // It was out of reach only: what was lost with it was not its doing.
         for tracked in self.requests.values_mut() {
             tracked.losses.retain(|(lost, certain)| *certain || *lost != id);
         }
         tracing::debug!(instance = %instance.id, %device, "instance up");
         let handle = InstanceHandle { device, kv, block_tokens, silence_max, heard_at };
-        self.parts.instances.insert(instance.id, handle);
+        self.instances.insert(instance.id, handle);
         self.fleet_step(Event::InstanceUp(instance));
         self.count_instances();
     }
 
     /// Says who is there, and whether they can serve.
     pub(super) fn count_instances(&self) {
-        self.parts.metrics.instances.set(self.parts.instances.len() as i64);
-        self.parts.metrics.serves.set(self.parts.fleet.can_serve().into());
+        self.metrics.instances.set(self.instances.len() as i64);
+        self.metrics.serves.set(self.fleet.can_serve().into());
     }
 
     /// The instance is lost; `certain` if it was not merely the way to it.
     pub(super) fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error, certain: bool) {
-        let Some(InstanceHandle { device, .. }) = self.parts.instances.remove(&instance) else { return };
-        self.parts.metrics.unload(&device);
+        let Some(InstanceHandle { device, .. }) = self.instances.remove(&instance) else { return };
+        self.metrics.unload(&device);
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
         self.pulls_lost(|holder, _| holder == instance);
         self.ways.forget(instance);
@@ -79,7 +79,7 @@ impl Running {
         self.end_rests();
         let Some(tracked) = self.requests.get(&request) else { return };
         self.cancel_everywhere(request, tracked);
-        let now = self.parts.env.now();
+        let now = self.env.now();
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
         (tracked.joined, tracked.computed_at, tracked.pull) = (false, None, None);
@@ -116,9 +116,8 @@ impl Running {
 
     /// A request without a place fails for this reason once it has waited long enough.
     fn wait_for_a_place(&mut self, request: RequestId, failure: Failure) {
-        let now = self.parts.env.now();
-        let until =
-            *self.homeless.entry(request).or_insert(now + self.parts.patience.max(self.ways.resting(now)));
+        let now = self.env.now();
+        let until = *self.homeless.entry(request).or_insert(now + self.patience.max(self.ways.resting(now)));
         if now.0 >= until.0 {
             self.fail(request, failure);
         }
@@ -126,11 +125,7 @@ impl Running {
 
     /// Completes when it is time to `look` again; never if all have a place.
     pub(super) fn look_again(&self) -> Task {
-        if self.homeless.is_empty() {
-            Box::pin(std::future::pending())
-        } else {
-            self.parts.env.sleep(LOOK_AGAIN)
-        }
+        if self.homeless.is_empty() { Box::pin(std::future::pending()) } else { self.env.sleep(LOOK_AGAIN) }
     }
 
     /// There is work: until there is none, it is looked after now and then.
@@ -138,8 +133,8 @@ impl Running {
         if std::mem::replace(&mut self.watching, true) {
             return;
         }
-        let (env, tick) = (self.parts.env.clone(), self.tick.clone());
-        self.parts.env.spawn(Box::pin(async move {
+        let (env, tick) = (self.env.clone(), self.tick.clone());
+        self.env.spawn(Box::pin(async move {
             env.sleep(WATCH_EVERY).await;
             let _ = tick.send(()).await;
         }));

@@ -47,7 +47,7 @@ use crate::mailbox::{MessageReceiver, REPORTS_MAX, mailbox};
 use crate::metrics::Metrics;
 use crate::model::ModelConfig;
 use crate::request::EngineHandle;
-use coordinator::Coordinator;
+use coordinator::{Coordinator, LEAVING_MAX};
 use directory::Directory;
 use events::{EventLog, LoggedFleet};
 use instance::Surroundings;
@@ -57,35 +57,20 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Result};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::CostModel;
-use mixfleet_scheduler::fleet::{Admission, FleetConfig, InstanceId, Policy, Rebalance};
+use mixfleet_scheduler::fleet::{FleetConfig, InstanceId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use tokio::sync::mpsc;
+use watch::Ways;
 
 /// The fleet's bounds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineConfig {
-    /// Requests in work.
-    pub requests_max: usize,
-    /// Requests predicted to get their first token later than this are turned away.
-    pub ttft_slo: Option<Seconds>,
-    /// Requests predicted to get their tokens slower than this are turned away.
-    pub tbt_slo: Option<Seconds>,
-    /// Answers of [`ServiceTier::Flex`](crate::request::ServiceTier) are complete so long after their request came, or it is turned away.
+    /// What the fleet's machine is told. What it says of the model is set when the engine starts.
+    pub fleet: FleetConfig,
+    /// Answers of [`ServiceTier::Flex`](crate::request::ServiceTier) are complete so long after their request
+    /// came, or it is turned away.
     pub flex_deadline: Seconds,
-    /// How placements are picked.
-    pub policy: Policy,
-    /// Whether an instance may pull a prefix that another one holds, where that is expected to be faster than computing it.
-    pub pull: bool,
-    /// What is turned away on arrival.
-    pub admission: Admission,
-    /// Whether a request is given up after its prefill if its decode instance is too busy for the objective by then.
-    pub drop_at_decode: bool,
-    /// Dollars that a second of waiting is worth; by default a second of the average instance.
-    pub wait_usd_per_s: Option<f64>,
-    /// When instances change between prefill and decode; none: never.
-    pub rebalance: Option<Rebalance>,
-    /// Of policies that draw.
-    pub seed: u64,
     /// For so long a request that lost its instance waits for another one, where one may come; then it fails.
     pub patience: Seconds,
     /// Staging of KV between instances.
@@ -95,35 +80,22 @@ pub struct EngineConfig {
 impl Default for EngineConfig {
     fn default() -> Self {
         EngineConfig {
-            requests_max: 1024,
-            ttft_slo: None,
-            tbt_slo: None,
+            fleet: FleetConfig { requests_max: 1024, pull: true, ..FleetConfig::new(0, 0) },
             flex_deadline: Seconds(600.0),
-            policy: Policy::default(),
-            pull: true,
-            admission: Admission::default(),
-            drop_at_decode: false,
-            wait_usd_per_s: None,
-            rebalance: None,
-            seed: 0,
             patience: Seconds::ZERO,
             hand_off: HandOffLimits::default(),
         }
     }
 }
 
-/// What an engine is made of.
+/// What engines and routers are made of, beside their instances.
 pub struct EngineParts {
     /// The world.
     pub env: SharedEnv,
     /// The model.
     pub config: Arc<ModelConfig>,
-    /// Names the model in block hashes.
+    /// Names it in block hashes. Routers that share caches share its secret.
     pub identity: Identity,
-    /// Instances with what steps take on them.
-    pub instances: Vec<(Loaded, CostModel)>,
-    /// The ways between instances.
-    pub links: Links,
     /// The fleet's bounds.
     pub limits: EngineConfig,
     /// Where all that the fleet's machine is told and answers goes, if it is wanted.
@@ -135,97 +107,71 @@ pub struct EngineParts {
 }
 
 impl EngineParts {
-    /// Starts the workers and the coordinator; they end when the last handle and request are gone.
+    /// Starts a worker on each of `instances`, given with what steps take there, and the coordinator; they end when the last
+    /// handle and request are gone.
     ///
     /// # Errors
     /// When a device gives no queue or no staging memory.
-    pub fn start(self) -> Result<EngineHandle> {
-        let EngineParts { env, config, identity, instances, links, limits, .. } = self;
-        let metrics = self.metrics;
+    pub fn start(self, instances: Vec<(Loaded, CostModel)>, links: Links) -> Result<EngineHandle> {
         let (reports, incoming) = mailbox("reports", REPORTS_MAX);
         let widest = instances.iter().map(|(i, _)| i.kv()).max_by_key(|d| d.size_bytes());
-        let directory = Directory::default();
         let surroundings = Surroundings {
-            env: env.clone(),
+            env: self.env.clone(),
             links,
-            hand_off: limits.hand_off,
-            directory: directory.clone(),
+            hand_off: self.limits.hand_off,
+            directory: Directory::default(),
             reports,
-            metrics: metrics.clone(),
+            metrics: self.metrics.clone(),
         };
         let ids: Vec<InstanceId> = (0..instances.len() as u32).map(InstanceId).collect();
         for (&id, (loaded, cost)) in ids.iter().zip(instances) {
             loaded.start(id, cost, &surroundings)?;
         }
         join(&ids, &surroundings);
-        let parts = CoordinatorParts {
-            env,
-            config: &config,
-            identity,
-            kv: widest.unwrap_or(DType::F32),
-            first_request: 0,
-            directory,
-            reports: incoming,
-            limits,
-            events: self.events,
-            placements: self.placements,
-            metrics,
-        };
-        Ok(parts.start())
+        Ok(self.coordinate(widest.unwrap_or(DType::F32), 0, surroundings.directory, incoming))
     }
-}
 
-/// What a coordinator is made of, wherever its instances are.
-pub(crate) struct CoordinatorParts<'a> {
-    pub(crate) env: SharedEnv,
-    pub(crate) config: &'a ModelConfig,
-    pub(crate) identity: Identity,
-    /// The widest dtype of KV.
-    pub(crate) kv: DType,
-    /// Ids of requests count from here.
-    pub(crate) first_request: RequestId,
-    pub(crate) directory: Directory,
-    pub(crate) reports: MessageReceiver<Report>,
-    pub(crate) limits: EngineConfig,
-    pub(crate) events: Option<EventLog>,
-    pub(crate) placements: Arc<Placements>,
-    pub(crate) metrics: Metrics,
-}
-
-impl CoordinatorParts<'_> {
-    /// Starts it; it ends with the last handle and request.
-    pub(crate) fn start(self) -> EngineHandle {
-        let limits = self.limits;
-        let fleet = FleetConfig {
-            requests_max: limits.requests_max,
-            ttft_slo: limits.ttft_slo,
-            tbt_slo: limits.tbt_slo,
-            policy: limits.policy,
-            admission: limits.admission,
-            seed: limits.seed,
-            pull: limits.pull,
-            drop_at_decode: limits.drop_at_decode,
-            wait_usd_per_s: limits.wait_usd_per_s,
-            rebalance: limits.rebalance,
-            ..FleetConfig::new(self.config.kv_bytes_per_token(self.kv), self.config.layers)
-        };
-        let (handle, submissions) = EngineHandle::channel(limits.requests_max.max(1));
+    /// Starts a coordinator of instances that are reached by `directory`, the widest KV of which is `kv`. Ids of requests count from
+    /// `first_request`. It ends with the last handle and request.
+    pub(crate) fn coordinate(
+        self,
+        kv: DType,
+        first_request: RequestId,
+        directory: Directory,
+        reports: MessageReceiver<Report>,
+    ) -> EngineHandle {
+        let EngineParts { env, config, identity, limits, events, placements, metrics } = self;
+        let (handle, submissions) = EngineHandle::channel(limits.fleet.requests_max.max(1));
+        let (kv_bytes_per_token, layers) = (config.kv_bytes_per_token(kv), config.layers);
+        let fleet = FleetConfig { kv_bytes_per_token, layers, ..limits.fleet };
+        let (leave, left) = mpsc::channel(LEAVING_MAX);
+        let (tick, ticks) = mpsc::channel(1);
         let coordinator = Coordinator {
-            env: self.env.clone(),
-            fleet: LoggedFleet::new(fleet, self.events),
+            fleet: LoggedFleet::new(fleet, events),
             instances: BTreeMap::new(),
-            directory: self.directory,
-            identity: self.identity,
-            first_request: self.first_request,
-            vocabulary: self.config.vocab,
+            directory,
+            identity,
+            vocabulary: config.vocab,
             submissions,
             flex_deadline: limits.flex_deadline,
             patience: limits.patience,
-            reports: self.reports,
-            placements: self.placements,
-            metrics: self.metrics,
+            reports,
+            placements,
+            metrics,
+            requests: BTreeMap::new(),
+            homeless: BTreeMap::new(),
+            ways: Ways::default(),
+            next: first_request,
+            // Read once: a wall clock that is set later reorders nothing.
+            began: env.unix_time() - env.now(),
+            left,
+            leave,
+            watching: false,
+            tick,
+            ticks,
+            env: env.clone(),
         };
-        self.env.spawn(Box::pin(coordinator.run()));
+        env.spawn(Box::pin(coordinator.serve()));
         handle
     }
 }

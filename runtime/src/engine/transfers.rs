@@ -3,7 +3,7 @@
 //! A hand-off: the decode instance has made room, and the prompt begins. A pull: the prefill instance has made room, and what another one holds of
 //! the prefix is asked for; whatever goes wrong on the way, the prefill instance is told not to wait and computes the rest.
 
-use super::coordinator::{Running, Tracked};
+use super::coordinator::{Coordinator, Tracked};
 use super::handoff::wire_dtype;
 use super::messages::{HandOff, Landing, Order, Source};
 use mixfleet_hal::units::Seconds;
@@ -21,7 +21,7 @@ pub(super) fn ready_in(explanation: &Explanation) -> Seconds {
     terms.map_or(Seconds::ZERO, |terms| Seconds(terms.ttft_s + terms.transfer_s))
 }
 
-impl Running {
+impl Coordinator {
     /// `instance` has room for a request, and its own KV ends at `tokens_cached`.
     pub(super) fn reserved(
         &mut self,
@@ -35,7 +35,7 @@ impl Running {
         if instance == tracked.prefill {
             return self.ask_holder(request, tokens_cached, landing);
         }
-        let known = |id| self.parts.instances.get(id);
+        let known = |id| self.instances.get(id);
         let (Some(sender), Some(receiver)) = (known(&tracked.prefill), known(&tracked.decode)) else {
             return;
         };
@@ -67,7 +67,7 @@ impl Running {
     fn ask_holder(&self, request: RequestId, from: u32, landing: Landing) {
         let Tracked { pull, prefill, attempt, .. } = self.requests[&request];
         let Some(Source { holder, until }) = pull else { return self.end_pull(request) };
-        let kv = |id| self.parts.instances.get(&id).map(|instance| instance.kv);
+        let kv = |id| self.instances.get(&id).map(|instance| instance.kv);
         let (Some(sender), Some(receiver)) = (kv(holder), kv(prefill)) else { return self.end_pull(request) };
         let wire = wire_dtype(sender, receiver);
         let to = HandOff { attempt, from, to: prefill, landing, wire };

@@ -3,7 +3,7 @@
 //! A receiver that has no memory for what would land refuses one reservation. The way to it rests for a moment, so that requests go
 //! elsewhere while others wait for it to be freed, and is tried again then.
 
-use super::coordinator::{Running, Tracked};
+use super::coordinator::{Coordinator, Tracked};
 use crate::request::Failure;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind};
@@ -52,7 +52,7 @@ impl Ways {
     }
 }
 
-impl Running {
+impl Coordinator {
     pub(super) fn link_up(&mut self, from: InstanceId, to: InstanceId, cost: LinkCost) {
         self.ways.costs.insert((from, to), cost);
         if !self.ways.rests.contains_key(&(from, to)) {
@@ -69,7 +69,7 @@ impl Running {
         if tracked.refusals >= REFUSALS_MAX {
             self.fail(request, Failure::exhausted(format!("its KV has nowhere to go: {reason}")));
         }
-        self.ways.rests.insert((from, to), self.parts.env.now() + REST);
+        self.ways.rests.insert((from, to), self.env.now() + REST);
         self.unlink(from, to);
     }
 
@@ -83,7 +83,7 @@ impl Running {
 
     /// Ways that have rested are used again.
     pub(super) fn end_rests(&mut self) {
-        let now = self.parts.env.now();
+        let now = self.env.now();
         let rested = self.ways.rests.iter().filter(|(_, until)| until.0 <= now.0).map(|(&pair, _)| pair);
         for (from, to) in rested.collect::<Vec<Pair>>() {
             self.ways.rests.remove(&(from, to));
@@ -95,14 +95,14 @@ impl Running {
 
     /// Loses the instances that have had work for too long without a word of it.
     pub(super) fn give_up_silent(&mut self) {
-        let now = self.parts.env.now();
+        let now = self.env.now();
         for (instance, since) in self.busy() {
-            let Some(handle) = self.parts.instances.get(&instance) else { continue };
+            let Some(handle) = self.instances.get(&instance) else { continue };
             if handle.silent_after(since).0 > now.0 {
                 continue;
             }
             let detail = format!("it has work and has said nothing of it for {:.0} s", (now - since).0);
-            self.parts.metrics.instances_silent.inc();
+            self.metrics.instances_silent.inc();
             self.failed(instance, &Error::new(ErrorKind::Timeout, detail));
         }
     }
@@ -112,7 +112,7 @@ impl Running {
         let mut busy = BTreeMap::new();
         for Tracked { prefill, decode, asked_at, .. } in self.requests.values() {
             for instance in [prefill, decode] {
-                if self.parts.instances.contains_key(instance) {
+                if self.instances.contains_key(instance) {
                     let since = busy.entry(*instance).or_insert(*asked_at);
                     *since = since.min(*asked_at);
                 }
@@ -122,27 +122,27 @@ impl Running {
     }
 }
 
-impl Running {
+impl Coordinator {
     /// An instance has run a step: the predictions of the next ones learn from what it took.
     pub(super) fn ran(&mut self, instance: InstanceId, steps: MeasuredSteps) {
-        let Some(handle) = self.parts.instances.get(&instance) else { return };
+        let Some(handle) = self.instances.get(&instance) else { return };
         if let Err(reason) = check_steps(&steps) {
             tracing::warn!(%instance, reason, "what a step took is not believed");
             return;
         }
         let device = handle.device.clone();
         self.fleet_step(Event::Measured { instance, steps });
-        if let Some((corrections, errors)) = self.parts.fleet.learned(instance) {
-            self.parts.metrics.learned(&device, corrections, errors);
+        if let Some((corrections, errors)) = self.fleet.learned(instance) {
+            self.metrics.learned(&device, corrections, errors);
         }
     }
 }
 
-impl Running {
+impl Coordinator {
     /// An instance works for other routers too.
     pub(super) fn others(&mut self, instance: InstanceId, mut works: Vec<OthersWork>) {
         works.retain(is_sensible);
-        if self.parts.instances.contains_key(&instance) && !works.is_empty() {
+        if self.instances.contains_key(&instance) && !works.is_empty() {
             self.fleet_step(Event::Others { instance, works });
         }
     }

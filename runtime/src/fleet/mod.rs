@@ -36,5 +36,5 @@ pub use calls::{Dial, call_members};
 pub use hub::{Hub, WorkerProcess};
 #[cfg(feature = "fleet")]
 pub use join::{attend_members, meet_members};
-pub use router::{Router, RouterParts};
+pub use router::Router;
 pub use session::{Caller, Command, Hello, ModelIdentity, PROTOCOL, PeerMessage, SessionRefusal, Session, Word};

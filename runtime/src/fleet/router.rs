@@ -2,44 +2,17 @@
 
 use super::rights::relay;
 use super::session::{Caller, Command, Hello, ModelIdentity, Session, Word};
-use crate::api::Placements;
 use crate::engine::directory::{Directory, Inboxes};
-use crate::engine::events::EventLog;
 use crate::engine::messages::{FromWorker, Report, ToWorker};
-use crate::engine::{CoordinatorParts, EngineConfig, Held, Identity};
+use crate::engine::{EngineParts, Held};
 use crate::env::SharedEnv;
 use crate::mailbox::{INBOX_MAX, MessageSender, REPORTS_MAX, mailbox};
-use crate::metrics::Metrics;
-use crate::model::ModelConfig;
 use crate::request::EngineHandle;
 use crate::request::RouterId;
 use mixfleet_hal::{DType, Error, ErrorKind};
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use tokio::sync::mpsc;
-
-/// What a router is made of.
-pub struct RouterParts {
-    /// The world.
-    pub env: SharedEnv,
-    /// The model that all members serve.
-    pub config: Arc<ModelConfig>,
-    /// Names it in block hashes. Routers that share caches share its secret.
-    pub identity: Identity,
-    /// The router's own id.
-    pub id: RouterId,
-    /// The widest dtype of KV in the fleet, for what transfers cost.
-    pub kv: DType,
-    /// The fleet's bounds.
-    pub limits: EngineConfig,
-    /// Where all that the fleet's machine is told and answers goes, if it is wanted.
-    pub events: Option<EventLog>,
-    /// Where decisions are kept for people.
-    pub placements: Arc<Placements>,
-    /// Where everyone counts.
-    pub metrics: Metrics,
-}
 
 /// A running router, as its connections reach it.
 #[derive(Clone)]
@@ -51,32 +24,18 @@ pub struct Router {
     reports: MessageSender<Report>,
 }
 
-impl RouterParts {
-    /// Starts the coordinator; it turns requests away until the first worker is attended.
-    pub fn start(self) -> (EngineHandle, Router) {
-        let RouterParts { env, config, identity, id, kv, limits, events, placements, metrics } = self;
+impl EngineParts {
+    /// Starts a router with its own `id`; the widest KV in its fleet is of dtype `kv`. It turns requests away until the first worker is
+    /// attended.
+    pub fn start_router(self, id: RouterId, kv: DType) -> (EngineHandle, Router) {
         let model = ModelIdentity {
-            digest: identity.model_digest.clone(),
-            tokenizer_digest: identity.tokenizer_digest.clone(),
+            digest: self.identity.model_digest.clone(),
+            tokenizer_digest: self.identity.tokenizer_digest.clone(),
         };
         let (directory, (reports, incoming)) = (Directory::default(), mailbox("reports", REPORTS_MAX));
-        let hello = Hello::new(model, Caller::new(&*env));
-        let router = Router { env: env.clone(), id, hello, directory: directory.clone(), reports };
-        let first_request = id.first_request();
-        let parts = CoordinatorParts {
-            env,
-            config: &config,
-            identity,
-            kv,
-            first_request,
-            directory,
-            reports: incoming,
-            limits,
-            events,
-            placements,
-            metrics,
-        };
-        (parts.start(), router)
+        let hello = Hello::new(model, Caller::new(&*self.env));
+        let router = Router { env: self.env.clone(), id, hello, directory: directory.clone(), reports };
+        (self.coordinate(kv, id.first_request(), directory, incoming), router)
     }
 }
 
@@ -131,14 +90,18 @@ impl Router {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::Placements;
     use crate::engine::messages::Order;
+    use crate::engine::{EngineConfig, Identity};
     use crate::env::{Env, Listener, SeededEnv, Task};
+    use crate::metrics::Metrics;
     use crate::model::random::tiny_variants;
     use crate::request::{FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
     use futures_util::future::BoxFuture;
     use mixfleet_hal::units::Seconds;
     use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
     use mixfleet_scheduler::fleet::{Instance, InstanceId, Role};
+    use std::sync::Arc;
     use std::time::Duration;
 
     /// A process that was started so many seconds after the world.
@@ -205,18 +168,16 @@ mod tests {
 
     /// A router in `env`, and the worker's end of its session with one that is up.
     fn attended(env: &SharedEnv, metrics: &Metrics) -> (EngineHandle, Session<Word, Command>) {
-        let parts = RouterParts {
+        let parts = EngineParts {
             env: env.clone(),
             config: Arc::new(tiny_variants().remove(0).1.load().unwrap().config),
             identity: Identity::new("model".into(), "tokenizer".into(), [0; 2]),
-            id: RouterId(0),
-            kv: DType::F32,
             limits: EngineConfig::default(),
             events: None,
             placements: Arc::new(Placements::new(1)),
             metrics: metrics.clone(),
         };
-        let (engine, router) = parts.start();
+        let (engine, router) = parts.start_router(RouterId(0), DType::F32);
         let (session, worker) = Session::pair();
         env.spawn(Box::pin(async move { router.attend(session).await }));
         worker.out.send(Word { instance: InstanceId(0), message: up() }).unwrap();

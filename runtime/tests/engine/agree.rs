@@ -208,24 +208,26 @@ fn start(
         events: Some(EventLog::start(&shared, Box::new(log)).0),
         env: shared,
         config,
-        instances,
-        links: Links {
-            transports: vec![transport],
-            make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
-        },
         limits: EngineConfig {
-            ttft_slo: Some(Seconds(1.5)),
-            tbt_slo: Some(Seconds(0.03)),
-            policy: scene.policy,
-            pull: scene.pull,
-            seed: scene.seed,
+            fleet: FleetConfig {
+                ttft_slo: Some(Seconds(1.5)),
+                tbt_slo: Some(Seconds(0.03)),
+                policy: scene.policy,
+                pull: scene.pull,
+                seed: scene.seed,
+                ..EngineConfig::default().fleet
+            },
             hand_off: HandOffLimits { slot_bytes: 1 << 18, slots: 64, ..HandOffLimits::default() },
             ..EngineConfig::default()
         },
         placements: Arc::new(Placements::new(1)),
         metrics,
     };
-    parts.start().unwrap()
+    let links = Links {
+        transports: vec![transport],
+        make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
+    };
+    parts.start(instances, links).unwrap()
 }
 
 /// The log of the real engine, and how often a sequence lost its blocks.

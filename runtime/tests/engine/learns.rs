@@ -64,11 +64,6 @@ fn start(
         events: Some(EventLog::start(&shared, Box::new(log)).0),
         env: shared,
         config,
-        instances,
-        links: Links {
-            transports: vec![Arc::new(InProcessTransport::new())],
-            make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
-        },
         limits: EngineConfig {
             hand_off: HandOffLimits { slot_bytes: 1 << 18, slots: 64, ..HandOffLimits::default() },
             ..EngineConfig::default()
@@ -76,7 +71,11 @@ fn start(
         placements: Arc::new(Placements::new(1)),
         metrics,
     };
-    parts.start().unwrap()
+    let links = Links {
+        transports: vec![Arc::new(InProcessTransport::new())],
+        make_region: Arc::new(|bytes| Ok(Arc::new(HostRegion::new(bytes as usize)?))),
+    };
+    parts.start(instances, links).unwrap()
 }
 
 /// Plays requests for a minute; the corrections and the errors of prefill and step of both devices, and the last explanation.

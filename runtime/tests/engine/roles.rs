@@ -28,10 +28,8 @@ fn a_role_that_one_router_changes_is_known_to_all_and_what_was_begun_is_finished
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(5);
     let hub = workers(&checkpoint, &env, &[(Role::Prefill, 1.0), (Role::Decode, 1.0), (Role::Decode, 1.0)]);
-    let limits = EngineConfig {
-        rebalance: Some(Rebalance { hold: Seconds(5.0), ..Rebalance::new(vec![0]) }),
-        ..EngineConfig::default()
-    };
+    let mut limits = EngineConfig::default();
+    limits.fleet.rebalance = Some(Rebalance { hold: Seconds(5.0), ..Rebalance::new(vec![0]) });
     let logs = [Log::default(), Log::default()];
     let handles: Vec<_> = (0..)
         .zip(&logs)
@@ -88,13 +86,10 @@ fn a_request_whose_decode_device_is_too_busy_once_its_prompt_is_done_is_given_up
     for drop_at_decode in [true, false] {
         let env = SeededEnv::with_blocking_workers(6);
         let hub = workers(&checkpoint, &env, &[(Role::Auto, 1.0)]);
-        let limits = EngineConfig {
-            // no step is as quick
-            tbt_slo: Some(Seconds(1e-6)),
-            admission: Admission::None,
-            drop_at_decode,
-            ..EngineConfig::default()
-        };
+        let mut limits = EngineConfig::default();
+        // no step is as quick
+        limits.fleet.tbt_slo = Some(Seconds(1e-6));
+        (limits.fleet.admission, limits.fleet.drop_at_decode) = (Admission::None, drop_at_decode);
         let handle = router(0, &checkpoint, &env, &hub, limits, None);
         let world = env.clone();
         let failure = env.run(async move {

@@ -9,10 +9,10 @@ use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::events::EventLog;
 use mixfleet_runtime::engine::{
-    EngineConfig, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
 };
 use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
-use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, RouterParts, WorkerProcess};
+use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, WorkerProcess};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
@@ -84,18 +84,16 @@ pub(super) fn router(
     log: Option<Log>,
 ) -> EngineHandle {
     let shared: SharedEnv = Arc::new(env.clone());
-    let parts = RouterParts {
+    let parts = EngineParts {
         env: Arc::new(env.clone()),
         config: Arc::new(checkpoint.config.clone()),
         identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
-        id: RouterId(id),
-        kv: DType::Bf16,
         limits,
         events: log.map(|log| EventLog::start(&shared, Box::new(log)).0),
         placements: Arc::new(Placements::new(1)),
         metrics: Metrics::new(),
     };
-    let (handle, router) = parts.start();
+    let (handle, router) = parts.start_router(RouterId(id), DType::Bf16);
     let session = hub.accept_router(&router.hello(), router.id()).unwrap();
     env.spawn(Box::pin(async move { router.attend(session).await }));
     handle
@@ -108,11 +106,9 @@ fn play(routers: u16, slo: bool, seed: u64, per_s: f64) -> Fared {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(seed);
     let hub = workers(&checkpoint, &env, &[(Role::Auto, 1.0), (Role::Auto, 1.0), (Role::Auto, 0.5)]);
-    let limits = EngineConfig {
-        ttft_slo: slo.then_some(Seconds(TTFT_S)),
-        tbt_slo: slo.then_some(Seconds(TBT_S)),
-        ..EngineConfig::default()
-    };
+    let mut limits = EngineConfig::default();
+    limits.fleet.ttft_slo = slo.then_some(Seconds(TTFT_S));
+    limits.fleet.tbt_slo = slo.then_some(Seconds(TBT_S));
     let handles: Vec<EngineHandle> =
         (0..routers).map(|id| router(id, &checkpoint, &env, &hub, limits.clone(), None)).collect();
     let (world, vocabulary) = (env.clone(), u64::from(checkpoint.config.vocab));

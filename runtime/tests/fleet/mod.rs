@@ -25,7 +25,7 @@ use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::pool::{MakeRegion, SSD_TIMEOUT, SsdConfig};
 use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
-use mixfleet_scheduler::fleet::{Policy, Role};
+use mixfleet_scheduler::fleet::{FleetConfig, Policy, Role};
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
 use std::future::ready;
@@ -370,19 +370,18 @@ impl Fleet {
             // The same in every engine: they may find each other's blocks.
             identity: Identity::new("model".into(), "tokenizer".into(), [1, 2]),
             env,
-            instances: instances.collect(),
             config,
-            links: Links { transports: vec![self.transport.clone()], make_region: self.regions.clone() },
             limits: EngineConfig {
                 hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, timeout: self.hand_off_timeout },
-                policy: self.policy,
+                fleet: FleetConfig { policy: self.policy, ..EngineConfig::default().fleet },
                 ..EngineConfig::default()
             },
             events,
             placements: Arc::new(Placements::new(100)),
             metrics: self.metrics.clone(),
         };
-        parts.start().unwrap()
+        let links = Links { transports: vec![self.transport.clone()], make_region: self.regions.clone() };
+        parts.start(instances.collect(), links).unwrap()
     }
 
     /// Largest share of blocks in use on any instance, once every worker had time to notice.

@@ -9,11 +9,12 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Error, ErrorKind};
 use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::{
-    EngineConfig, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded, LowerTiers,
+    EngineConfig, EngineParts, HandOffLimits, Identity, InstanceLimits, InstanceSpec, Links, Loaded,
+    LowerTiers,
 };
 use mixfleet_runtime::env::{Env, SharedEnv};
 use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Registry, RegistryError, Seat};
-use mixfleet_runtime::fleet::{Hello, PROTOCOL, RouterParts, SessionRefusal, WorkerProcess, call_members};
+use mixfleet_runtime::fleet::{Hello, PROTOCOL, SessionRefusal, WorkerProcess, call_members};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
@@ -162,23 +163,18 @@ impl World {
         let id = registry.router_id().await.unwrap();
         let metrics = Metrics::new();
         let digests = its.model.clone();
-        let limits = EngineConfig {
-            patience: PATIENCE,
-            requests_max: self.workload.requests_max,
-            ..EngineConfig::default()
-        };
-        let parts = RouterParts {
+        let mut limits = EngineConfig { patience: PATIENCE, ..EngineConfig::default() };
+        limits.fleet.requests_max = self.workload.requests_max;
+        let parts = EngineParts {
             env: env.clone(),
             config: Arc::new(its.checkpoint.config.clone()),
             identity: Identity::new(digests.digest, digests.tokenizer_digest, [1, 2]),
-            id,
-            kv: DType::F32,
             limits,
             events: None,
             placements: Arc::new(Placements::new(1)),
             metrics: metrics.clone(),
         };
-        let (handle, router) = parts.start();
+        let (handle, router) = parts.start_router(id, DType::F32);
         let address = format!("router{number}");
         let mut membership = registry.join(charter, self.member(kind, address, Seat::Router { id }));
         let (members, taken, joined) = (membership.members(), membership.taken(), membership.joined());

@@ -12,11 +12,11 @@ use crate::tiers::Pools;
 use anyhow::{Context, Result};
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::api::{Origins, ServedModel, observe};
-use mixfleet_runtime::engine::{EngineConfig, HandOffLimits, Identity, Loaded};
+use mixfleet_runtime::engine::{EngineConfig, EngineParts, HandOffLimits, Identity, Loaded};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::fleet::registry::{Charter, InstanceRecord, Member, Membership, Seat};
 use mixfleet_runtime::fleet::rpc::{Door, Ways};
-use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterParts, WorkerProcess, attend_members, meet_members};
+use mixfleet_runtime::fleet::{Hub, ModelIdentity, WorkerProcess, attend_members, meet_members};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
@@ -70,18 +70,16 @@ async fn join_as_router(
         ..serve::engine_config(front)?
     };
     let identity = identity(&charter, &own);
-    let parts = RouterParts {
+    let parts = EngineParts {
         env: env.clone(),
         config: Arc::new(model.checkpoint.config.clone()),
         identity,
-        id,
-        kv: model.kv,
         limits,
         events,
         placements,
         metrics,
     };
-    let (engine, router) = parts.start();
+    let (engine, router) = parts.start_router(id, model.kv);
     let member = Member::new(own, front.listen.clone(), Seat::Router { id });
     let name = member.name();
     let mut membership = join.registry.join(charter, member);
