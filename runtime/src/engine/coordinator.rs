@@ -52,6 +52,18 @@ impl InstanceHandle {
     }
 }
 
+/// How far a placement has got.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Stage {
+    /// Its prompt is to be computed, or it decodes where that was done.
+    Placed,
+    /// Its prompt was computed where it does not decode.
+    Computed { at: Seconds },
+    /// All of its KV is where it decodes, and was not before.
+    Joined,
+}
+
+/// A request in work.
 pub(super) struct Tracked {
     pub(super) wanted: Arc<GenerateRequest>,
     updates: mpsc::Sender<Update>,
@@ -70,10 +82,7 @@ pub(super) struct Tracked {
     pub(super) pull: Option<Source>,
     /// The client was told that work on it began.
     started: bool,
-    /// All of its KV is where it decodes.
-    pub(super) joined: bool,
-    /// The prompt was computed where it does not decode.
-    pub(super) computed_at: Option<Seconds>,
+    pub(super) stage: Stage,
     placed_at: Seconds,
     /// When its instances were last given something to do.
     pub(super) asked_at: Seconds,
@@ -265,8 +274,7 @@ impl Coordinator {
                     decode,
                     pull: transfers::source(pull, &explanation),
                     started: false,
-                    joined: false,
-                    computed_at: None,
+                    stage: Stage::Placed,
                     placed_at: self.env.now(),
                     asked_at: self.env.now(),
                     losses: Vec::new(),
@@ -398,9 +406,8 @@ impl Coordinator {
             FromWorker::LinkDown { to } => self.link_down(instance, to),
             FromWorker::Joined { request } => {
                 if let Some(tracked) = self.requests.get_mut(&request).filter(|t| t.decode == instance) {
-                    tracked.joined = true;
-                    if let Some(computed_at) = tracked.computed_at.take() {
-                        self.metrics.kv_exposed_s.observe((self.env.now() - computed_at).0);
+                    if let Stage::Computed { at } = std::mem::replace(&mut tracked.stage, Stage::Joined) {
+                        self.metrics.kv_exposed_s.observe((self.env.now() - at).0);
                     }
                 }
                 self.fleet_step(Event::TransferDone { request, instance });
@@ -472,11 +479,11 @@ impl Coordinator {
         }
         let first = tracked.generated.is_empty();
         tracked.generated.push(token);
-        match (instance != tracked.decode, tracked.joined) {
-            (true, false) => tracked.computed_at = Some(self.env.now()),
+        match tracked.stage {
+            _ if instance == tracked.decode => {}
             // the two words came by ways of their own
-            (true, true) => self.metrics.kv_exposed_s.observe(0.0),
-            (false, _) => {}
+            Stage::Joined => self.metrics.kv_exposed_s.observe(0.0),
+            _ => tracked.stage = Stage::Computed { at: self.env.now() },
         }
         tracked.tell(Update::Token { id: token, logprobs });
         let event = if first || instance != tracked.decode {

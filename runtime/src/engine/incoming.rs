@@ -110,7 +110,7 @@ impl Worker {
         let layers = self.forward.config().layers;
         let Some(active) = self.active.get_mut(&request) else { return Ok(()) };
         let Some((transfer, source)) = active.sender else { return Ok(()) };
-        let (attempt, holder) = (active.job.attempt, source.holder);
+        let (attempt, holder) = (active.attempt, source.holder);
         match (self.courier.landing(holder), transfer) {
             (Ok(landing), _) => {
                 let landing = landing.clone();
@@ -133,7 +133,7 @@ impl Worker {
     /// what the device gets: a sender may write to its slot at any time.
     pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<()> {
         let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
-        let active = self.active.get(&request).filter(|a| a.job.attempt == attempt);
+        let active = self.active.get(&request).filter(|a| a.attempt == attempt);
         let awaited = active.and_then(|a| a.incoming.as_ref()).is_some_and(|incoming| {
             incoming.awaits(sender, &piece)
                 && DType::FLOATS.contains(&wire)
@@ -201,7 +201,7 @@ impl Worker {
         if incoming.transfer == Transfer::Prefix {
             self.metrics.kv_pulled_tokens.inc_by(u64::from(tokens_valid.saturating_sub(incoming.from)));
         }
-        let (sender, attempt) = (incoming.sender, active.job.attempt);
+        let (sender, attempt) = (incoming.sender, active.attempt);
         active.incoming = None;
         if let (Some(text), Some(next)) = (self.machine.text_mut(request), next) {
             text.push(next);
@@ -227,7 +227,7 @@ impl Worker {
 
     pub(super) fn incoming(&mut self, request: RequestId, attempt: u32) -> Option<&mut Incoming> {
         let active = self.active.get_mut(&request)?;
-        if active.job.attempt != attempt { None } else { active.incoming.as_mut() }
+        if active.attempt != attempt { None } else { active.incoming.as_mut() }
     }
 }
 

@@ -10,7 +10,7 @@ use super::messages::{HandOff, Job, PeerWord, PieceId, Transfer};
 use super::worker::{Event, Worker};
 use crate::pool::Lease;
 use mixfleet_hal::{Result, Slice};
-use mixfleet_scheduler::batch::{RequestId, TokenIds};
+use mixfleet_scheduler::batch::{RequestId, Text, TokenIds};
 use mixfleet_scheduler::kv::BlockHash;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -67,7 +67,9 @@ impl Worker {
         tokens.truncate(until as usize);
         let (from, wire, most) = (to.from, to.wire, self.piece_tokens_max(&to));
         self.begin_outgoing(request, Outgoing::new(Transfer::Prefix, to))?;
-        let text = TokenIds::new(tokens.clone(), job.hasher, self.limits.block_tokens);
+        let mut text = TokenIds::new(tokens.clone(), job.hasher, self.limits.block_tokens);
+        let blocks = tokens.len() as u32 / self.limits.block_tokens;
+        let chain: Vec<BlockHash> = (0..blocks).map(|block| text.hash(block)).collect();
         self.machine_step(Event::Lend { request, text })?;
 
         let page_tokens = self.pages.page_tokens;
@@ -77,9 +79,8 @@ impl Worker {
         let mut below = None;
         // Below lies what the device gave up, in its dtype.
         if wire == self.pages.kv && below_from < tokens.len() as u32 {
-            let chain = job.hasher.chain(&tokens, page_tokens);
-            let wanted = (below_from / page_tokens) as usize..chain.len();
-            below = self.lease_to_lend(&chain[wanted], &tokens[below_from as usize..]);
+            let wanted = &chain[(below_from / page_tokens) as usize..];
+            below = self.lease_to_lend(wanted, &tokens[below_from as usize..]);
         }
         let layers = self.forward.config().layers;
         let below =

@@ -1,7 +1,7 @@
 //! Instances that come and go, and what becomes of their requests: each is placed anew from its prompt and the tokens that the client has, waits
 //! for a place where one may come, or ends.
 
-use super::coordinator::{Coordinator, InstanceHandle};
+use super::coordinator::{Coordinator, InstanceHandle, Stage};
 use super::messages::PeerWord;
 use super::transfers;
 use super::watch::check_instance;
@@ -82,7 +82,7 @@ impl Coordinator {
         let now = self.env.now();
         let tracked = self.requests.get_mut(&request).expect("just found");
         tracked.attempt += 1;
-        (tracked.joined, tracked.computed_at, tracked.pull) = (false, None, None);
+        (tracked.stage, tracked.pull) = (Stage::Placed, None);
         if tracked.losses.len() >= LOSSES_MAX {
             let certain = tracked.losses.iter().filter(|(_, certain)| *certain).count() >= LOSSES_MAX;
             let failure = Failure::engine("two instances were lost while they worked on this request");

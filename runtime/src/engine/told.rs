@@ -27,7 +27,7 @@ impl Worker {
             }
             Scope::Link(request, sender) => {
                 tracing::warn!(request, %sender, %error, "no KV can come from there now");
-                let attempt = self.active.get(&request).map_or(0, |active| active.job.attempt);
+                let attempt = self.active.get(&request).map_or(0, |active| active.attempt);
                 let reason = error.to_string();
                 self.report(FromWorker::Refused { request, attempt, sender, reason });
                 self.cancel(request)
@@ -39,7 +39,7 @@ impl Worker {
     /// Ends one request with an error.
     pub(super) fn fail_request(&mut self, request: RequestId, failure: Failure) -> Result<()> {
         if let Some(active) = self.active.get(&request) {
-            let attempt = active.job.attempt;
+            let attempt = active.attempt;
             self.report(FromWorker::RequestFailed { request, attempt, failure });
         }
         self.cancel(request)
@@ -155,7 +155,7 @@ impl Worker {
     fn supersedes(&mut self, job: &Job) -> Result<bool> {
         match self.active.get(&job.request) {
             None => Ok(true),
-            Some(active) if active.job.attempt < job.attempt => self.cancel(job.request).map(|()| true),
+            Some(active) if active.attempt < job.attempt => self.cancel(job.request).map(|()| true),
             Some(_) => {
                 tracing::warn!(request = job.request, "a job that is here already is ignored");
                 Ok(false)
@@ -173,16 +173,14 @@ impl Worker {
         if !self.supersedes(&job)? {
             return Ok(());
         }
-        let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         let Job { request, due, .. } = job;
-        let (gives_way, text) = (job.gives_way(), self.text(&job));
+        let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         if let Some(to) = hand_off {
             self.begin_outgoing(request, Outgoing::new(Transfer::HandOff, to))?;
         }
-        let source = pull.map(|source| source.capped(text.ids().len(), self.pages.page_tokens));
+        let source = pull.map(|source| source.capped(job.length(), self.pages.page_tokens));
         let pulls = source.map_or(0, |source| source.until);
-        let sender = source.map(|source| (Transfer::Prefix, source));
-        self.active.insert(request, Active { job, incoming: None, sender });
+        let (gives_way, text) = self.begin(job, source.map(|source| (Transfer::Prefix, source)));
         self.machine_step(Event::Add { request, due, gives_way, text, pulls, after })
     }
 
@@ -191,14 +189,17 @@ impl Worker {
             return Ok(());
         }
         let Job { request, due, .. } = job;
-        let (gives_way, text) = (job.gives_way(), self.text(&job));
-        let source = Source { holder, until: text.ids().len() as u32 };
-        self.active
-            .insert(request, Active { job, incoming: None, sender: Some((Transfer::HandOff, source)) });
+        let source = Source { holder, until: job.length() as u32 };
+        let (gives_way, text) = self.begin(job, Some((Transfer::HandOff, source)));
         self.machine_step(Event::Reserve { request, due, gives_way, text })
     }
 
-    fn text(&self, job: &Job) -> TokenIds {
-        TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens)
+    /// Takes in a request, whose tokens become the machine's.
+    fn begin(&mut self, job: Job, sender: Option<(Transfer, Source)>) -> (bool, TokenIds) {
+        let gives_way = job.gives_way();
+        let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
+        let Job { request, attempt, wanted, .. } = job;
+        self.active.insert(request, Active { attempt, wanted, incoming: None, sender });
+        (gives_way, text)
     }
 }

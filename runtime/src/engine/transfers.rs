@@ -3,7 +3,7 @@
 //! A hand-off: the decode instance has made room, and the prompt begins. A pull: the prefill instance has made room, and what another one holds of
 //! the prefix is asked for; whatever goes wrong on the way, the prefill instance is told not to wait and computes the rest.
 
-use super::coordinator::{Coordinator, Tracked};
+use super::coordinator::{Coordinator, Stage, Tracked};
 use super::handoff::wire_dtype;
 use super::messages::{HandOff, Landing, Order, Source};
 use mixfleet_hal::units::Seconds;
@@ -55,7 +55,7 @@ impl Coordinator {
         self.fleet_step(Event::LinkDown { from, to });
         // A lender without a way back gets no slot.
         self.pulls_lost(|holder, prefill| (holder, prefill) == (from, to) || (prefill, holder) == (from, to));
-        let under_way = |t: &Tracked| t.prefill == from && t.decode == to && !t.joined;
+        let under_way = |t: &Tracked| t.prefill == from && t.decode == to && t.stage != Stage::Joined;
         let its = self.requests.iter().filter(|(_, t)| under_way(t)).map(|(&request, _)| request);
         for request in its.collect::<Vec<RequestId>>() {
             self.fleet_step(Event::Cancelled { request });

@@ -10,14 +10,14 @@ use super::fault;
 use super::handoff::{LAYERS_IN_FLIGHT, LOOK_AFTER_SENDS, Outgoing, Staging};
 use super::health::HealthWatch;
 use super::incoming::Incoming;
-use super::messages::{FromPeer, FromWorker, Job, PeerWord, Report, Source, ToWorker, Transfer};
+use super::messages::{FromPeer, FromWorker, PeerWord, Report, Source, ToWorker, Transfer};
 use super::pages::Pages;
 use super::tiers::Below;
 use crate::env::{SharedEnv, yield_now};
 use crate::mailbox::{MessageReceiver, MessageSender};
 use crate::metrics::{DeviceLabels, Metrics};
 use crate::model::graph::{Forward, Pass, StepInput, StepKey};
-use crate::request::{Failure, FinishReason, Logprobs};
+use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs};
 use crate::sampling::{self, History, SamplingError};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
@@ -47,7 +47,8 @@ pub(super) type Action = mixfleet_scheduler::batch::Action<Box<[u32]>>;
 
 /// A request on this instance. Its tokens are the machine's.
 pub(super) struct Active {
-    pub(super) job: Job,
+    pub(super) attempt: u32,
+    pub(super) wanted: Arc<GenerateRequest>,
     pub(super) incoming: Option<Incoming>,
     /// Who will send KV of it.
     pub(super) sender: Option<(Transfer, Source)>,
@@ -185,7 +186,7 @@ impl Worker {
                 }
                 Action::Admitted { request, tokens_cached } => {
                     if let Some(active) = self.active.get(&request) {
-                        let attempt = active.job.attempt;
+                        let attempt = active.attempt;
                         self.report(FromWorker::Admitted { request, attempt, tokens_cached });
                     }
                     self.queue_cached(request, tokens_cached);
@@ -201,12 +202,12 @@ impl Worker {
                     }
                 }
                 Action::Revoked { request } => {
-                    let attempt = self.forget(request).map_or(0, |active| active.job.attempt);
+                    let attempt = self.forget(request).map_or(0, |active| active.attempt);
                     self.report(FromWorker::Revoked { request, attempt });
                 }
                 Action::Refused { request, reason } => {
                     if let Some(active) = self.forget(request) {
-                        let (attempt, failure) = (active.job.attempt, Failure::engine(reason.to_string()));
+                        let (attempt, failure) = (active.attempt, Failure::engine(reason.to_string()));
                         self.report(FromWorker::RequestFailed { request, attempt, failure });
                     }
                 }
@@ -361,7 +362,7 @@ impl Worker {
     fn greedy(&self, step: &Step, pass: &Pass, list: &mut Vec<Cmd>) -> Result<Option<Slice>> {
         let mut sampled = step.sequences.iter().filter(|s| s.sample).peekable();
         let plain = |request: RequestId| {
-            let wanted = &self.active.get(&request)?.job.wanted;
+            let wanted = &self.active.get(&request)?.wanted;
             (wanted.logprobs.is_none() && wanted.sampling.is_plain_greedy()).then_some(())
         };
         // A cancelled request has no wishes: its token is drawn and thrown away.
@@ -391,11 +392,9 @@ impl Worker {
         let rows = sampled.iter().zip(values.chunks_exact(vocab));
         let draws = rows.map(|(s, logits)| {
             let Some(active) = self.active.get(&s.request) else { return (s.request, Ok((0, None))) };
-            let wanted = &active.job.wanted;
-            let history = History {
-                prompt: &wanted.prompt_ids,
-                output: &self.ids(s.request)[wanted.prompt_ids.len()..],
-            };
+            let wanted = &active.wanted;
+            let (prompt, output) = self.ids(s.request).split_at(wanted.prompt_ids.len());
+            let history = History { prompt, output };
             let drawn = sampling::sample(logits, &wanted.sampling, history, wanted.logprobs);
             (s.request, drawn.map(|d| (d.id, d.logprobs)).map_err(|error| error.to_string()))
         });
@@ -429,14 +428,14 @@ impl Worker {
                 Err(message) => {
                     sampled.push(Sampled { request, finished: true });
                     after.push((request, None));
-                    let attempt = active.job.attempt;
+                    let attempt = active.attempt;
                     self.active.remove(&request);
                     let failure = Failure::engine(message);
                     self.report(FromWorker::RequestFailed { request, attempt, failure });
                     continue;
                 }
             };
-            let (attempt, wanted) = (active.job.attempt, &active.job.wanted);
+            let (attempt, wanted) = (active.attempt, &active.wanted);
             let Some(text) = self.machine.text_mut(request) else { continue };
             let index = (text.ids().len() - wanted.prompt_ids.len()) as u32;
             text.push(token);
