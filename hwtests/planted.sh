@@ -53,7 +53,7 @@ plant "a transport writes under epochs that have ended" backends/wire/src/memory
 plant "the pool serves a block from disk without comparing its checksum" runtime/src/pool/check.rs \
     's/if digest != actual.to_le_bytes() {/if digest.is_empty() {/'
 plant "nobody tells senders that a receiver is gone" runtime/src/engine/told.rs \
-    's/ToWorker::PeerDown { peer } => self.peer_down(peer).await?,/ToWorker::PeerDown { .. } => {}/'
+    's/PeerWord::Down => self.peer_down(peer)?,/PeerWord::Down => {}/'
 plant "KV of host memory is used without comparing its digest" runtime/src/pool/lease.rs \
     's/intact = xxh3_64(payload) == digest;/let _ = digest; intact = true;/'
 plant "a disk that hangs is waited for" runtime/src/pool/lane.rs \
@@ -68,7 +68,7 @@ plant "the end of a peer's old session ends its new one" runtime/src/fleet/hub.r
     's/if self.peers.get(&peer) != Some(&session) {/if !self.peers.contains_key(\&peer) {/' \
     lib old_session
 plant "requests are due by the clocks of their routers" runtime/src/fleet/rights.rs \
-    's/job.due += span;/let _ = (job, span);/' chaos take_turns
+    's/job.due += span;/let _ = (\&job, span);/' chaos take_turns
 plant "a request with which instances are lost goes on for ever" runtime/src/engine/losses.rs \
     's/const LOSSES_MAX: usize = 2;/const LOSSES_MAX: usize = 1000;/'
 plant "an instance out of reach counts as one that a request took with it" runtime/src/engine/losses.rs \

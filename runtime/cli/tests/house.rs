@@ -413,6 +413,38 @@ fn cycles_are_seen() {
     assert_eq!(cycles(&sources), expected);
 }
 
+/// The functions that a walk of docs/ARCHITECTURE.md names, by file: "`file.rs: function, function`".
+fn walked(text: &str) -> Vec<(&str, Vec<&str>)> {
+    let quoted = text.split('`').skip(1).step_by(2);
+    quoted
+        .filter_map(|name| name.split_once(".rs: "))
+        .map(|(file, names)| (file, names.split(", ").collect()))
+        .collect()
+}
+
+#[test]
+fn the_walks_through_the_runtime_are_short_and_name_functions_that_exist() {
+    let root = root();
+    let text = std::fs::read_to_string(root.join("docs/ARCHITECTURE.md")).unwrap();
+    let section = text.split("\n## ").find(|section| section.starts_with("Two walks")).expect("it is there");
+    let mut errors = Vec::new();
+    for walk in section.split("\n### ").skip(1) {
+        let steps =
+            walk.lines().filter(|line| line.split_once(". ").is_some_and(|(n, _)| n.parse::<u32>().is_ok()));
+        let (title, steps) = (walk.lines().next().unwrap(), steps.count());
+        if !(1..=12).contains(&steps) {
+            errors.push(format!("{title}: {steps} steps"));
+        }
+        for (file, names) in walked(walk) {
+            let path = root.join("runtime/src").join(file).with_extension("rs");
+            let source = std::fs::read_to_string(&path).unwrap_or_default();
+            let missing = names.iter().filter(|name| !source.contains(&format!("fn {name}(")));
+            errors.extend(missing.map(|name| format!("{title}: no function {name} in {file}.rs")));
+        }
+    }
+    assert_none(&errors, "walks in docs/ARCHITECTURE.md");
+}
+
 /// The visibility and the name of the type that a line declares, if it declares one.
 fn declared_type(line: &str) -> Option<(bool, &str)> {
     let line = line.trim_start();

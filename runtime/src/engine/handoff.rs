@@ -139,14 +139,25 @@ impl Outgoing {
         self.transfer == Transfer::Prefix && self.waiting.is_empty() && self.open.is_empty()
     }
 
+    fn sent(&mut self, piece: &PieceId, now: Seconds) {
+        self.open.insert((piece.first, piece.layer), piece.tokens);
+        self.started.get_or_insert(now);
+    }
+
     /// A piece is on its way that nobody has given a verdict on. False for others: a receiver that has lost
     /// count asks in vain.
     fn is_open(&self, piece: &PieceId) -> bool {
         self.open.get(&(piece.first, piece.layer)) == Some(&piece.tokens)
     }
 
-    fn close(&mut self, piece: &PieceId) {
+    /// A piece that was open has this verdict. It leaves again, unless it has done so too often: false then.
+    fn judge(&mut self, piece: PieceId, intact: bool) -> bool {
         self.open.remove(&(piece.first, piece.layer));
+        let retries = piece.retries.saturating_add(1);
+        if !intact && retries < SENDS_MAX {
+            self.waiting.push_front(PieceId { retries, ..piece });
+        }
+        intact || retries < SENDS_MAX
     }
 }
 
@@ -312,8 +323,7 @@ impl Worker {
         let hash = self.courier.fill(to.to, slot, bytes, read)?;
         let HandOff { attempt, wire, .. } = *to;
         if let Some(outgoing) = self.outgoing.get_mut(&request) {
-            outgoing.open.insert((piece.first, piece.layer), piece.tokens);
-            outgoing.started.get_or_insert(now);
+            outgoing.sent(&piece, now);
         }
         self.courier.send(to.to, Parcel { request, attempt, piece, slot, bytes, hash, wire }, now);
         self.settle_sends(Duration::ZERO)
@@ -337,7 +347,7 @@ impl Worker {
                 self.courier.give_slot(to, slot);
             }
             if let Some(outgoing) = self.open(request, to, attempt, &piece) {
-                outgoing.close(&piece);
+                outgoing.open.remove(&(piece.first, piece.layer));
                 let to = outgoing.to.clone();
                 self.lose(request, &to, piece);
                 self.settle_outgoing(request)?;
@@ -413,16 +423,10 @@ impl Worker {
         (piece, intact): (PieceId, bool),
     ) -> Result<()> {
         let Some(outgoing) = self.open(request, receiver, attempt, &piece) else { return Ok(()) };
-        outgoing.close(&piece);
-        if !intact {
-            let retries = piece.retries.saturating_add(1);
-            let to = outgoing.to.clone();
-            if retries < SENDS_MAX {
-                outgoing.waiting.push_front(PieceId { retries, ..piece });
-            } else {
-                self.lose(request, &to, piece);
-            }
-            self.metrics.kv_transfer_retries.inc();
+        let (is_over, to) = (!outgoing.judge(piece, intact), outgoing.to.clone());
+        self.metrics.kv_transfer_retries.inc_by(u64::from(!intact));
+        if is_over {
+            self.lose(request, &to, piece);
         }
         self.settle_outgoing(request)
     }
@@ -499,5 +503,42 @@ impl Worker {
             self.directory.tell(to.to, self.id, word);
         }
         self.end_outgoing(request)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::messages::Landing;
+
+    fn outgoing(transfer: Transfer) -> Outgoing {
+        let landing = Landing { regions: Vec::new(), slots: 1, slot_bytes: 64 };
+        Outgoing::new(transfer, HandOff { attempt: 0, from: 0, to: InstanceId(1), landing, wire: DType::F32 })
+    }
+
+    #[test]
+    fn tokens_are_cut_into_pieces_that_fit_and_none_into_none() {
+        let cut = |tokens| pieces(3, tokens, 8).map(|piece| (piece.first, piece.tokens)).collect::<Vec<_>>();
+        assert_eq!(cut(5..22), [(5, 8), (13, 8), (21, 1)]);
+        // What the receiver has may end behind what is cached here.
+        assert_eq!((cut(7..7), cut(9..7)), (vec![], vec![]));
+    }
+
+    #[test]
+    fn a_piece_leaves_again_once_for_each_time_that_it_left_and_not_for_ever() {
+        for transfer in [Transfer::HandOff, Transfer::Prefix] {
+            let mut outgoing = outgoing(transfer);
+            let mut piece = pieces(0, 0..4, 4).next().unwrap();
+            for _ in 1..SENDS_MAX {
+                outgoing.sent(&piece, Seconds::ZERO);
+                assert!(outgoing.is_open(&piece) && outgoing.judge(piece, false));
+                // A receiver that says it twice is not listened to.
+                assert!(!outgoing.is_open(&piece) && outgoing.waiting.len() == 1 && !outgoing.is_settled());
+                piece = outgoing.waiting.pop_front().unwrap();
+            }
+            outgoing.sent(&piece, Seconds::ZERO);
+            assert!(!outgoing.judge(piece, false) && outgoing.waiting.is_empty());
+            assert_eq!(outgoing.is_settled(), transfer == Transfer::Prefix);
+        }
     }
 }

@@ -18,18 +18,18 @@ use tokio::sync::mpsc;
 /// What instances hold, tier by tier, in order.
 pub type Held = BTreeMap<InstanceId, Vec<(Tier, BlockHash)>>;
 
-/// A request in the engine.
+/// A request, as one instance gets it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Job {
-    /// Its id; smaller is older.
+    /// A smaller id is older.
     pub(crate) request: RequestId,
-    /// Instances begin prompts in this order: seconds since 1970 by the sender's clock, since those of several routers meet.
+    /// Instances begin prompts in this order: seconds since 1970 by the sender's clock, since requests of several
+    /// routers meet.
     pub(crate) due: Seconds,
     /// When its KV is thought to be where it decodes, likewise.
     pub(crate) ready: Seconds,
     /// Grows with every placement of the request: messages of an earlier one are ignored.
     pub(crate) attempt: u32,
-    /// What the client asked for.
     pub(crate) wanted: Arc<GenerateRequest>,
     /// The tokens that the client already has.
     pub(crate) generated: Vec<u32>,
@@ -64,24 +64,21 @@ impl Job {
 pub(crate) struct Landing {
     /// The region by every transport that reaches it, best first.
     pub(crate) regions: Vec<Descriptor>,
-    /// Slots.
     pub(crate) slots: u32,
-    /// Bytes of a slot: the largest piece.
+    /// The largest piece.
     pub(crate) slot_bytes: u64,
 }
 
 /// Where a prompt's KV goes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct HandOff {
-    /// The placement that it belongs to.
     pub(crate) attempt: u32,
     /// The first token whose KV the receiver lacks.
     pub(crate) from: u32,
-    /// The receiver.
     pub(crate) to: InstanceId,
-    /// Its slots for this sender.
+    /// The receiver's slots for this sender.
     pub(crate) landing: Landing,
-    /// Dtype that both agreed on.
+    /// The dtype that suits both.
     pub(crate) wire: DType,
 }
 
@@ -111,14 +108,12 @@ impl Source {
     }
 }
 
-/// Which KV of a request a piece is.
+/// A piece of a request's KV: one layer of some tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PieceId {
-    /// Which layer.
     pub(crate) layer: u32,
-    /// First token.
+    /// The first token.
     pub(crate) first: u32,
-    /// Tokens.
     pub(crate) tokens: u32,
     /// How often it was sent before.
     pub(crate) retries: u32,
@@ -127,13 +122,9 @@ pub(crate) struct PieceId {
 /// A piece of KV in a receiver's slot, or on its way there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Parcel {
-    /// Whose.
     pub(crate) request: RequestId,
-    /// Of which placement.
     pub(crate) attempt: u32,
-    /// Which part.
     pub(crate) piece: PieceId,
-    /// Where it lies.
     pub(crate) slot: u32,
     /// Length of the payload.
     pub(crate) bytes: u64,
@@ -146,105 +137,38 @@ pub(crate) struct Parcel {
 /// What a coordinator has an instance do.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Compute this prompt, then decode it here or hand it off.
-    Add {
-        /// The request.
-        job: Job,
-        /// Where its KV goes, if it is decoded elsewhere.
-        hand_off: Option<HandOff>,
-        /// Who has more of its prefix, and was chosen to send it.
-        pull: Option<Source>,
-    },
-    /// Make room for this prompt's KV.
-    Reserve {
-        /// The request.
-        job: Job,
-        /// Who will send it.
-        sender: InstanceId,
-    },
-    /// Send the KV of this prompt's first tokens to another instance, as far as it is here.
-    Lend {
-        /// The request.
-        job: Job,
-        /// How many tokens, from the first.
-        until: u32,
-        /// Who wants it, and from where on.
-        to: HandOff,
-    },
+    /// Compute this prompt, then decode it here or hand it off. `pull` is who was chosen to send more of its
+    /// prefix.
+    Add { job: Job, hand_off: Option<HandOff>, pull: Option<Source> },
+    /// Make room for this prompt's KV, which `sender` will send.
+    Reserve { job: Job, sender: InstanceId },
+    /// Send the KV of this prompt's first `until` tokens to another instance, as far as it is here.
+    Lend { job: Job, until: u32, to: HandOff },
     /// Nothing comes of the prefix that this prompt waits for.
-    NotLent {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-    },
+    NotLent { request: RequestId, attempt: u32 },
     /// The instance gets work of this role from now on, from all routers: it tells them.
-    SetRole {
-        /// Prefill or decode.
-        role: Role,
-    },
+    SetRole { role: Role },
     /// Drop the request, whatever its state.
-    Cancel {
-        /// Which.
-        request: RequestId,
-    },
+    Cancel { request: RequestId },
 }
 
 /// What an instance says to another one about KV that goes from one of them to the other.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum PeerWord {
-    /// (The sender.) What is sent of a prefix: nothing beyond `until` is waited for.
-    Lent {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// Leading tokens.
-        until: u32,
-    },
-    /// (The sender.) KV has arrived in a staging slot.
+    /// The sender sends the first `until` tokens of a prefix: nothing beyond is waited for.
+    Lent { request: RequestId, attempt: u32, until: u32 },
+    /// The sender's KV has arrived in a staging slot.
     Landed(Parcel),
-    /// (The receiver.) A slot has been read and may be written again.
-    Credit {
-        /// Which.
-        slot: u32,
-    },
-    /// (The sender.) KV will not arrive: every try failed.
-    Lost {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// What.
-        piece: PieceId,
-    },
-    /// (The sender.) The prompt is computed; with the last piece the sequence can decode.
-    HandedOver {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// The token that was drawn after the prompt.
-        next: u32,
-    },
-    /// (The receiver.) The sequence decodes where its KV went: nothing of it is read from the sender any more.
-    TakenOver {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-    },
-    /// (The receiver.) Its verdict on a piece.
-    Verdict {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// Which piece.
-        piece: PieceId,
-        /// It arrived as it was sent.
-        intact: bool,
-    },
+    /// The receiver has read a slot, which may be written again.
+    Credit { slot: u32 },
+    /// The sender gives a piece up: every try failed.
+    Lost { request: RequestId, attempt: u32, piece: PieceId },
+    /// The sender has computed the prompt and drawn `next`; with the last piece the sequence can decode.
+    HandedOver { request: RequestId, attempt: u32, next: u32 },
+    /// The receiver decodes the sequence: nothing of it is read from the sender any more.
+    TakenOver { request: RequestId, attempt: u32 },
+    /// The receiver has compared a piece with its hash.
+    Verdict { request: RequestId, attempt: u32, piece: PieceId, intact: bool },
     /// The instance is lost: nothing more is sent to it or taken from it.
     Down,
 }
@@ -258,10 +182,7 @@ pub(crate) enum ToWorker {
     /// From a coordinator.
     Order(Order),
     /// A router is gone: drop all of its requests.
-    Abandon {
-        /// Which.
-        router: RouterId,
-    },
+    Abandon { router: RouterId },
     /// Say what all tiers hold.
     Inspect(mpsc::Sender<Held>),
 }
@@ -269,122 +190,44 @@ pub(crate) enum ToWorker {
 /// From an instance's worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
-    /// The instance takes requests from now on.
-    Up {
-        /// What the fleet's machine knows of it.
-        instance: Box<Instance>,
-        /// Dtype of its KV.
-        kv: DType,
-        /// It says something at least so often while it has work.
-        silence_max: Seconds,
-    },
+    /// The instance takes requests from now on, with KV of this dtype, and says something at least every
+    /// `silence_max` while it has work.
+    Up { instance: Box<Instance>, kv: DType, silence_max: Seconds },
     /// KV can go from here to another instance.
-    Link {
-        /// Where to.
-        to: InstanceId,
-        /// What it costs.
-        cost: LinkCost,
-    },
+    Link { to: InstanceId, cost: LinkCost },
     /// It cannot any more.
-    LinkDown {
-        /// Where to.
-        to: InstanceId,
-    },
-    /// A prompt got its blocks, and what others lent of it.
-    Admitted {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// Tokens reused from the cache.
-        tokens_cached: u32,
-    },
+    LinkDown { to: InstanceId },
+    /// A prompt got its blocks, with the KV of `tokens_cached` tokens from the cache and from others.
+    Admitted { request: RequestId, attempt: u32, tokens_cached: u32 },
     /// Room was made; KV is wanted from `tokens_cached` on.
-    Reserved {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// Tokens whose KV is here already.
-        tokens_cached: u32,
-        /// Where the rest is to land.
-        landing: Landing,
-    },
+    Reserved { request: RequestId, attempt: u32, tokens_cached: u32, landing: Landing },
     /// A reservation was taken back: place the request anew.
-    Revoked {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-    },
-    /// Room was made, but no KV can come from there now: place the request anew.
-    Refused {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// Who was to send it.
-        sender: InstanceId,
-        /// Why, for the log.
-        reason: String,
-    },
-    /// Prompt tokens are computed.
-    Progress {
-        /// Whose.
-        request: RequestId,
-        /// Leading tokens done.
-        tokens: u32,
-    },
+    Revoked { request: RequestId, attempt: u32 },
+    /// Room was made, but no KV can come from `sender` now: place the request anew.
+    Refused { request: RequestId, attempt: u32, sender: InstanceId, reason: String },
+    /// So many leading tokens of a prompt are computed.
+    Progress { request: RequestId, tokens: u32 },
     /// All KV has arrived; the request decodes here now.
-    Joined {
-        /// Whose.
-        request: RequestId,
-    },
+    Joined { request: RequestId },
     /// A token was drawn.
     Drawn {
-        /// Whose.
         request: RequestId,
-        /// Of which placement.
         attempt: u32,
         /// Position in the answer, from 0.
         index: u32,
-        /// The token.
         token: u32,
-        /// If wanted.
         logprobs: Option<Logprobs>,
         /// The answer ends with it.
         finish: Option<FinishReason>,
     },
     /// The request cannot be completed.
-    RequestFailed {
-        /// Whose.
-        request: RequestId,
-        /// Of which placement.
-        attempt: u32,
-        /// Why.
-        failure: Failure,
-    },
+    RequestFailed { request: RequestId, attempt: u32, failure: Failure },
     /// Blocks of prefixes that a tier holds now.
-    Stored {
-        /// Where.
-        tier: Tier,
-        /// Which.
-        hashes: Vec<BlockHash>,
-    },
+    Stored { tier: Tier, hashes: Vec<BlockHash> },
     /// Blocks that a tier holds no longer.
-    Evicted {
-        /// Where.
-        tier: Tier,
-        /// Which.
-        hashes: Vec<BlockHash>,
-    },
+    Evicted { tier: Tier, hashes: Vec<BlockHash> },
     /// What it takes to bring blocks from a lower tier to the device.
-    Tier {
-        /// From where.
-        tier: Tier,
-        /// What it costs.
-        cost: LinkCost,
-    },
+    Tier { tier: Tier, cost: LinkCost },
     /// After each step and whenever the instance becomes idle.
     Load(BatchLoad),
     /// What a step took that the instance has run, without the time in which it waited for others.
@@ -396,7 +239,8 @@ pub(crate) enum FromWorker {
     Inspect(mpsc::Sender<Held>),
     /// The device failed; the instance is gone.
     Down(mixfleet_hal::Error),
-    /// (From the router itself.) Its process is not reached any more from here. Others may reach it, and their requests go on.
+    /// (From the router itself.) Its process is not reached any more from here. Others may reach it, and their
+    /// requests go on.
     Unreachable(mixfleet_hal::Error),
 }
 
