@@ -5,7 +5,7 @@
 use mixfleet_hal::profile::{DeviceProfile, Point, Predictor};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
-use mixfleet_hal::{DType, OpSig};
+use mixfleet_hal::{DType, KvShape, OpSig};
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -22,12 +22,9 @@ fn decode(stream: &mut Stream) -> OpSig {
         sequences,
         kv_tokens: u64::from(sequences) * context,
         heads: 8 * kv_heads,
-        kv_heads,
-        head_dim: 128,
-        page_tokens: 16,
         pages_max: context.div_ceil(16) as u32,
         x: DType::Bf16,
-        kv: DType::Bf16,
+        kv: KvShape { kv_heads, head_dim: 128, page_tokens: 16, dtype: DType::Bf16 },
     }
 }
 

@@ -33,4 +33,4 @@ pub use device::{Absent, Backend, Device, DeviceInfo, DeviceKind, DeviceLimits, 
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use memory::{Buffer, BufferUsage, Export, FileMapper, HostMemory, Slice};
-pub use op::{OpSig, Operand, OperandAccess, Scalar};
+pub use op::{KvShape, OpSig, Operand, OperandAccess, Scalar};

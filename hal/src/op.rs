@@ -71,6 +71,32 @@ pub struct Operand {
     pub extent: Extent,
 }
 
+/// The shape of paged KV: what the pages of one layer hold, however a backend lays them out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct KvShape {
+    /// KV heads.
+    pub kv_heads: u32,
+    /// Length of a head.
+    pub head_dim: u32,
+    /// Tokens in a page.
+    pub page_tokens: u32,
+    /// Dtype of the paged KV.
+    #[serde(rename = "kv")]
+    pub dtype: DType,
+}
+
+impl KvShape {
+    /// Elements of a token's keys, or of its values.
+    pub fn row(&self) -> u64 {
+        product(&[self.kv_heads, self.head_dim])
+    }
+
+    /// Bytes of a token's keys and values of one layer, in the wire layout of this dtype.
+    pub fn wire_token_bytes(&self, wire: DType) -> u64 {
+        2 * self.row() * wire.size_bytes()
+    }
+}
+
 /// An operation: its kind, shape and dtypes. The [module](self) documentation lists the conventions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
@@ -143,16 +169,11 @@ pub enum OpSig {
     KvWrite {
         /// New tokens.
         tokens: u32,
-        /// KV heads.
-        kv_heads: u32,
-        /// Length of a head.
-        head_dim: u32,
-        /// Tokens in a page.
-        page_tokens: u32,
         /// Dtype of `k` and `v`.
         x: DType,
-        /// Dtype of the paged KV.
-        kv: DType,
+        /// The paged KV.
+        #[serde(flatten)]
+        kv: KvShape,
     },
     /// Causal attention of many new tokens per sequence over their sequences' pages. `q [tokens, heads,
     /// head_dim]`, `query_start [sequences + 1]` (row of each sequence's first query; the last entry is
@@ -170,20 +191,15 @@ pub enum OpSig {
         kv_tokens: u64,
         /// Query heads.
         heads: u32,
-        /// KV heads; divides `heads`.
-        kv_heads: u32,
-        /// Length of a head.
-        head_dim: u32,
-        /// Tokens in a page.
-        page_tokens: u32,
         /// Row length of the page table.
         pages_max: u32,
         /// The sliding window in tokens, if the layer has one.
         window: Option<u32>,
         /// Dtype of `q` and `out`.
         x: DType,
-        /// Dtype of the paged KV.
-        kv: DType,
+        /// The paged KV.
+        #[serde(flatten)]
+        kv: KvShape,
     },
     /// Attention of one query per sequence over a token range of its pages, un-normalised. `q [sequences,
     /// heads, head_dim]`, `range [sequences, 2]` (first and one-past-last key; may be empty), `pages
@@ -197,18 +213,13 @@ pub enum OpSig {
         kv_tokens: u64,
         /// Query heads.
         heads: u32,
-        /// KV heads; divides `heads`.
-        kv_heads: u32,
-        /// Length of a head.
-        head_dim: u32,
-        /// Tokens in a page.
-        page_tokens: u32,
         /// Row length of the page table.
         pages_max: u32,
         /// Dtype of `q`.
         x: DType,
-        /// Dtype of the paged KV.
-        kv: DType,
+        /// The paged KV.
+        #[serde(flatten)]
+        kv: KvShape,
     },
     /// Recombines the parts of `AttnDecode` (Dao et al. 2023, flash-decoding) and normalises.
     /// `acc [parts, rows, head_dim]` f32, `stat [parts, rows, 2]` f32, `out [rows, head_dim]`.
@@ -262,14 +273,9 @@ pub enum OpSig {
     KvGather {
         /// Slots to read.
         tokens: u32,
-        /// KV heads.
-        kv_heads: u32,
-        /// Length of a head.
-        head_dim: u32,
-        /// Tokens in a page.
-        page_tokens: u32,
-        /// Dtype of the paged KV.
-        kv: DType,
+        /// The paged KV.
+        #[serde(flatten)]
+        kv: KvShape,
         /// Dtype of `out`.
         wire: DType,
     },
@@ -278,14 +284,9 @@ pub enum OpSig {
     KvScatter {
         /// Slots to write.
         tokens: u32,
-        /// KV heads.
-        kv_heads: u32,
-        /// Length of a head.
-        head_dim: u32,
-        /// Tokens in a page.
-        page_tokens: u32,
-        /// Dtype of the paged KV.
-        kv: DType,
+        /// The paged KV.
+        #[serde(flatten)]
+        kv: KvShape,
         /// Dtype of the input.
         wire: DType,
     },
@@ -328,7 +329,7 @@ impl OpSig {
             dtype,
             extent: Extent::Exactly(elements),
         };
-        let pool = |name, access, dtype, page_tokens: u32, kv_heads: u32, head_dim: u32| Operand {
+        let pool = |name, access, KvShape { kv_heads, head_dim, page_tokens, dtype }: KvShape| Operand {
             name,
             access,
             dtype,
@@ -361,42 +362,29 @@ impl OpSig {
                 exactly("x", ReadWrite, x, product(&[tokens, heads, head_dim])),
                 exactly("cos_sin", Read, F32, product(&[tokens, head_dim])),
             ],
-            OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv } => vec![
-                exactly("k", Read, x, product(&[tokens, kv_heads, head_dim])),
-                exactly("v", Read, x, product(&[tokens, kv_heads, head_dim])),
+            OpSig::KvWrite { tokens, x, kv } => vec![
+                exactly("k", Read, x, product(&[tokens, kv.kv_heads, kv.head_dim])),
+                exactly("v", Read, x, product(&[tokens, kv.kv_heads, kv.head_dim])),
                 exactly("slots", Read, U32, u64::from(tokens)),
-                pool("k_pool", ReadWrite, kv, page_tokens, kv_heads, head_dim),
-                pool("v_pool", ReadWrite, kv, page_tokens, kv_heads, head_dim),
+                pool("k_pool", ReadWrite, kv),
+                pool("v_pool", ReadWrite, kv),
             ],
-            OpSig::AttnPrefill {
-                tokens,
-                sequences,
-                heads,
-                kv_heads,
-                head_dim,
-                page_tokens,
-                pages_max,
-                x,
-                kv,
-                ..
-            } => vec![
-                exactly("q", Read, x, product(&[tokens, heads, head_dim])),
+            OpSig::AttnPrefill { tokens, sequences, heads, pages_max, x, kv, .. } => vec![
+                exactly("q", Read, x, product(&[tokens, heads, kv.head_dim])),
                 exactly("query_start", Read, U32, u64::from(sequences) + 1),
                 exactly("context", Read, U32, u64::from(sequences)),
                 exactly("pages", Read, U32, product(&[sequences, pages_max])),
-                pool("k_pool", Read, kv, page_tokens, kv_heads, head_dim),
-                pool("v_pool", Read, kv, page_tokens, kv_heads, head_dim),
-                exactly("out", Write, x, product(&[tokens, heads, head_dim])),
+                pool("k_pool", Read, kv),
+                pool("v_pool", Read, kv),
+                exactly("out", Write, x, product(&[tokens, heads, kv.head_dim])),
             ],
-            OpSig::AttnDecode {
-                sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, ..
-            } => vec![
-                exactly("q", Read, x, product(&[sequences, heads, head_dim])),
+            OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } => vec![
+                exactly("q", Read, x, product(&[sequences, heads, kv.head_dim])),
                 exactly("range", Read, U32, product(&[sequences, 2])),
                 exactly("pages", Read, U32, product(&[sequences, pages_max])),
-                pool("k_pool", Read, kv, page_tokens, kv_heads, head_dim),
-                pool("v_pool", Read, kv, page_tokens, kv_heads, head_dim),
-                exactly("acc", Write, F32, product(&[sequences, heads, head_dim])),
+                pool("k_pool", Read, kv),
+                pool("v_pool", Read, kv),
+                exactly("acc", Write, F32, product(&[sequences, heads, kv.head_dim])),
                 exactly("stat", Write, F32, product(&[sequences, heads, 2])),
             ],
             OpSig::AttnMerge { parts, rows, head_dim, out } => vec![
@@ -422,18 +410,30 @@ impl OpSig {
                 vec![exactly("from", Read, U32, bytes / 4), exactly("to", Write, U32, bytes / 4)]
             }
             OpSig::Fill { bytes, .. } => vec![exactly("to", Write, U32, bytes / 4)],
-            OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire } => vec![
+            OpSig::KvGather { tokens, kv, wire } => vec![
                 exactly("slots", Read, U32, u64::from(tokens)),
-                pool("k_pool", Read, kv, page_tokens, kv_heads, head_dim),
-                pool("v_pool", Read, kv, page_tokens, kv_heads, head_dim),
-                exactly("out", Write, wire, product(&[tokens, 2, kv_heads, head_dim])),
+                pool("k_pool", Read, kv),
+                pool("v_pool", Read, kv),
+                exactly("out", Write, wire, product(&[tokens, 2, kv.kv_heads, kv.head_dim])),
             ],
-            OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire } => vec![
-                exactly("wire", Read, wire, product(&[tokens, 2, kv_heads, head_dim])),
+            OpSig::KvScatter { tokens, kv, wire } => vec![
+                exactly("wire", Read, wire, product(&[tokens, 2, kv.kv_heads, kv.head_dim])),
                 exactly("slots", Read, U32, u64::from(tokens)),
-                pool("k_pool", ReadWrite, kv, page_tokens, kv_heads, head_dim),
-                pool("v_pool", ReadWrite, kv, page_tokens, kv_heads, head_dim),
+                pool("k_pool", ReadWrite, kv),
+                pool("v_pool", ReadWrite, kv),
             ],
+        }
+    }
+
+    /// The paged KV that it reads or writes; none for other operations.
+    pub fn kv(&self) -> Option<KvShape> {
+        match *self {
+            OpSig::KvWrite { kv, .. }
+            | OpSig::AttnPrefill { kv, .. }
+            | OpSig::AttnDecode { kv, .. }
+            | OpSig::KvGather { kv, .. }
+            | OpSig::KvScatter { kv, .. } => Some(kv),
+            _ => None,
         }
     }
 
@@ -442,11 +442,11 @@ impl OpSig {
         match *self {
             OpSig::Gemm { m, n, k, .. } => 2.0 * f64::from(m) * f64::from(n) * f64::from(k),
             // q.k and p.v for each visible pair and head, and the exponential
-            OpSig::AttnPrefill { pairs, heads, head_dim, .. } => {
-                pairs as f64 * f64::from(heads) * (4.0 * f64::from(head_dim) + 1.0)
+            OpSig::AttnPrefill { pairs, heads, kv, .. } => {
+                pairs as f64 * f64::from(heads) * (4.0 * f64::from(kv.head_dim) + 1.0)
             }
-            OpSig::AttnDecode { kv_tokens, heads, head_dim, .. } => {
-                kv_tokens as f64 * f64::from(heads) * (4.0 * f64::from(head_dim) + 1.0)
+            OpSig::AttnDecode { kv_tokens, heads, kv, .. } => {
+                kv_tokens as f64 * f64::from(heads) * (4.0 * f64::from(kv.head_dim) + 1.0)
             }
             OpSig::AttnMerge { parts, rows, head_dim, .. } => {
                 2.0 * f64::from(parts) * f64::from(rows) * f64::from(head_dim)
@@ -477,22 +477,17 @@ impl OpSig {
                 (Extent::PagesOf(_), _) => 0,
             })
             .sum();
-        let rows = |tokens: u64, kv_heads: u32, head_dim: u32, kv: DType| {
-            2 * tokens * product(&[kv_heads, head_dim]) * kv.size_bytes()
-        };
+        let rows = |tokens: u64, kv: KvShape| 2 * tokens * kv.row() * kv.dtype.size_bytes();
         let total = match *self {
             OpSig::Embed { tokens, vocab, hidden, table, .. } => {
                 dense
                     - (product(&[vocab, hidden]) - product(&[tokens.min(vocab), hidden])) * table.size_bytes()
             }
-            OpSig::KvWrite { tokens, kv_heads, head_dim, kv, .. }
-            | OpSig::KvGather { tokens, kv_heads, head_dim, kv, .. }
-            | OpSig::KvScatter { tokens, kv_heads, head_dim, kv, .. } => {
-                dense + rows(u64::from(tokens), kv_heads, head_dim, kv)
-            }
-            OpSig::AttnPrefill { kv_tokens, kv_heads, head_dim, kv, .. }
-            | OpSig::AttnDecode { kv_tokens, kv_heads, head_dim, kv, .. } => {
-                dense + rows(kv_tokens, kv_heads, head_dim, kv)
+            OpSig::KvWrite { tokens, kv, .. }
+            | OpSig::KvGather { tokens, kv, .. }
+            | OpSig::KvScatter { tokens, kv, .. } => dense + rows(u64::from(tokens), kv),
+            OpSig::AttnPrefill { kv_tokens, kv, .. } | OpSig::AttnDecode { kv_tokens, kv, .. } => {
+                dense + rows(kv_tokens, kv)
             }
             _ => dense,
         };
@@ -514,8 +509,8 @@ impl OpSig {
             OpSig::Rope { head_dim, .. } if head_dim % 2 != 0 => {
                 Err(format!("rope: head_dim {head_dim} is odd"))
             }
-            OpSig::AttnPrefill { heads, kv_heads, .. } | OpSig::AttnDecode { heads, kv_heads, .. } => {
-                heads_divide(heads, kv_heads)
+            OpSig::AttnPrefill { heads, kv, .. } | OpSig::AttnDecode { heads, kv, .. } => {
+                heads_divide(heads, kv.kv_heads)
             }
             OpSig::Copy { bytes } | OpSig::Fill { bytes, .. } if bytes % 4 != 0 => {
                 Err(format!("{}: {bytes} bytes are not a multiple of 4", self.name()))

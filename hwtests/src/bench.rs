@@ -121,19 +121,11 @@ struct Pools {
 impl Pools {
     fn of(sig: &OpSig, operands: &[Vec<f64>]) -> Option<Pools> {
         let at = sig.operands().iter().position(|operand| operand.name == "k_pool")?;
-        let (OpSig::AttnPrefill { kv_heads, head_dim, page_tokens, kv, .. }
-        | OpSig::AttnDecode { kv_heads, head_dim, page_tokens, kv, .. }
-        | OpSig::KvWrite { kv_heads, head_dim, page_tokens, kv, .. }
-        | OpSig::KvGather { kv_heads, head_dim, page_tokens, kv, .. }
-        | OpSig::KvScatter { kv_heads, head_dim, page_tokens, kv, .. }) = *sig
-        else {
-            return None;
-        };
-        let width = (kv_heads * head_dim) as usize;
+        let (kv, wire) = sig.kv().map(|kv| (kv, kv.dtype))?;
+        let width = to_usize(kv.row());
         let live = live_slots(&operands[at], width);
         let tokens = to_u32(live.len());
-        let scatter = OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv };
-        let gather = OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv };
+        let (scatter, gather) = (OpSig::KvScatter { tokens, wire, kv }, OpSig::KvGather { tokens, wire, kv });
         Some(Pools { at, width, live, scatter, gather })
     }
 

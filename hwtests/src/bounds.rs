@@ -7,7 +7,7 @@
 //! with 1 ulp = 2u; the constants below round these up.
 
 use crate::oracle;
-use mixfleet_hal::{DType, OpSig, OperandAccess};
+use mixfleet_hal::{DType, KvShape, OpSig, OperandAccess};
 
 /// Unit round-off of the arithmetic.
 const U: f64 = DType::F32.unit_roundoff();
@@ -66,9 +66,9 @@ pub fn bounds(sig: &OpSig, before: &[Vec<f64>], want: &[Vec<f64>]) -> Vec<Option
 fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
     match *sig {
         OpSig::Embed { table, out, .. } => moved(table, out, want),
-        OpSig::KvWrite { x, kv, .. } => moved(x, kv, want),
-        OpSig::KvGather { kv, wire, .. } => moved(kv, wire, want),
-        OpSig::KvScatter { kv, wire, .. } => moved(wire, kv, want),
+        OpSig::KvWrite { x, kv: KvShape { dtype: kv, .. }, .. } => moved(x, kv, want),
+        OpSig::KvGather { wire, kv: KvShape { dtype: kv, .. }, .. } => moved(kv, wire, want),
+        OpSig::KvScatter { wire, kv: KvShape { dtype: kv, .. }, .. } => moved(wire, kv, want),
         // the mean of `cols` positive squares, plus eps, errs by gamma(cols + 3) and its root by half
         // of that; then a root, a division and two products
         OpSig::RmsNorm { cols, out, .. } => {
@@ -188,7 +188,9 @@ fn decode(sig: &OpSig, before: &[Vec<f64>]) -> Vec<Vec<f64>> {
 /// Bounds a quotient of inexact numbers: `(acc_error + |out| sum_error) / (sum - sum_error)`, plus the error
 /// of the division.
 fn prefill(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
-    let OpSig::AttnPrefill { heads, head_dim, x, .. } = *sig else { unreachable!("called for attn_prefill") };
+    let OpSig::AttnPrefill { heads, x, kv: KvShape { head_dim, .. }, .. } = *sig else {
+        unreachable!("called for attn_prefill")
+    };
     let (heads, dim) = (heads as usize, head_dim as usize);
     let mut bounds = vec![0.0; want.len()]; // [tokens, heads, head_dim]
     for query in oracle::queries(sig, before).expect("the oracle ran on these operands") {

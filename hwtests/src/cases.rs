@@ -6,7 +6,7 @@
 //! only repeat itself.
 
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, DeviceLimits, OpSig, Scalar};
+use mixfleet_hal::{DType, DeviceLimits, KvShape, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
 /// How thorough a conformance run is.
@@ -208,17 +208,37 @@ impl Builder {
             for (kv, other) in two_dtypes() {
                 let (kv_heads, head_dim) = (2, 16);
                 for tokens in [1, page_tokens + 1] {
-                    self.even(OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x: other, kv });
-                    self.even(OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: other });
-                    self.even(OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: other });
+                    self.even(OpSig::KvWrite {
+                        tokens,
+                        x: other,
+                        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                    });
+                    self.even(OpSig::KvGather {
+                        tokens,
+                        wire: other,
+                        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                    });
+                    self.even(OpSig::KvScatter {
+                        tokens,
+                        wire: other,
+                        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                    });
                 }
             }
         }
         for &head_dim in self.head_dims() {
             for kv_heads in [1, 3, 8] {
                 let (tokens, page_tokens) = (7, self.page_tokens);
-                self.even(OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x: F32, kv: Bf16 });
-                self.even(OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv: F16, wire: F32 });
+                self.even(OpSig::KvWrite {
+                    tokens,
+                    x: F32,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16 },
+                });
+                self.even(OpSig::KvGather {
+                    tokens,
+                    wire: F32,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: F16 },
+                });
             }
         }
     }
@@ -238,13 +258,10 @@ impl Builder {
             pairs: pairs(spread, window),
             kv_tokens: spread.iter().map(|s| u64::from(s.1)).sum(),
             heads: shape.ratio * shape.kv_heads,
-            kv_heads: shape.kv_heads,
-            head_dim: shape.head_dim,
-            page_tokens,
             pages_max: longest.div_ceil(page_tokens) + 1,
             window,
             x,
-            kv,
+            kv: KvShape { kv_heads: shape.kv_heads, head_dim: shape.head_dim, page_tokens, dtype: kv },
         };
         self.push(sig, TokenSpread::Queries(spread.to_vec()));
     }
@@ -296,12 +313,9 @@ impl Builder {
             sequences: to_u32(ranges.len()),
             kv_tokens: ranges.iter().map(|r| u64::from(r.1 - r.0)).sum(),
             heads: shape.ratio * shape.kv_heads,
-            kv_heads: shape.kv_heads,
-            head_dim: shape.head_dim,
-            page_tokens,
             pages_max: longest.div_ceil(page_tokens) + 1,
             x,
-            kv,
+            kv: KvShape { kv_heads: shape.kv_heads, head_dim: shape.head_dim, page_tokens, dtype: kv },
         };
         self.push(sig, TokenSpread::Ranges(ranges.to_vec()));
     }

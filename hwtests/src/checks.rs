@@ -8,7 +8,7 @@ use crate::paged::Paged;
 use mixfleet_hal::cast::{low_u8, to_u32, to_u64, to_usize};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::random::{self, Stream};
-use mixfleet_hal::{BufferUsage, Cmd, DType, ErrorKind, OpSig, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, ErrorKind, KvShape, OpSig, Slice};
 use std::sync::Arc;
 
 /// A check, which returns the largest error as a share of its bound if it compares numbers.
@@ -182,12 +182,9 @@ fn partition(
             sequences: to_u32(CONTEXTS.len()),
             kv_tokens: CONTEXTS.iter().map(|r| u64::from(r.1 - r.0)).sum(),
             heads: to_u32(HEADS),
-            kv_heads: to_u32(KV_HEADS),
-            head_dim: to_u32(HEAD_DIM),
-            page_tokens,
             pages_max: 70u32.div_ceil(page_tokens),
             x: DType::F32,
-            kv,
+            kv: KvShape { kv_heads: to_u32(KV_HEADS), head_dim: to_u32(HEAD_DIM), page_tokens, dtype: kv },
         };
         let case = Case { sig, spread: TokenSpread::Ranges(CONTEXTS.to_vec()), seed: 1000 + seed as u64 };
         let operands = case.operands();
@@ -242,7 +239,8 @@ fn resized(
     kv_heads: usize,
     mut operands: Vec<Vec<f64>>,
 ) -> (OpSig, Vec<Vec<f64>>) {
-    let OpSig::AttnDecode { page_tokens, pages_max, x, kv, head_dim, .. } = *sig else {
+    let OpSig::AttnDecode { pages_max, x, kv: KvShape { page_tokens, dtype: kv, head_dim, .. }, .. } = *sig
+    else {
         unreachable!("only attn_decode is cut")
     };
     let sequences = operands[1].len() / 2;
@@ -252,12 +250,9 @@ fn resized(
         sequences: to_u32(sequences),
         kv_tokens: operands[1].chunks(2).map(|r| to_u64(r[1] - r[0])).sum(),
         heads: to_u32(heads),
-        kv_heads: to_u32(kv_heads),
-        head_dim,
-        page_tokens,
         pages_max,
         x,
-        kv,
+        kv: KvShape { kv_heads: to_u32(kv_heads), head_dim, page_tokens, dtype: kv },
     };
     (sig, operands)
 }
@@ -324,7 +319,11 @@ fn index_out_of_range(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
     let embed = OpSig::Embed { tokens: 2, vocab: 8, hidden: 16, table: floats.0, out: floats.1 };
     let wrong = Case { sig: embed, spread: TokenSpread::Even, seed: 1 };
     let (kv_heads, head_dim, page_tokens) = (1, 8, bench.device.limits().kv_page_tokens.max(1));
-    let write = OpSig::KvWrite { tokens: 2, kv_heads, head_dim, page_tokens, x: floats.0, kv: floats.1 };
+    let write = OpSig::KvWrite {
+        tokens: 2,
+        x: floats.0,
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: floats.1 },
+    };
     let written = Case { sig: write, spread: TokenSpread::Even, seed: 2 };
     for (case, operand) in [(&wrong, 0), (&written, 2)] {
         for far in [1e3, 4e6, f64::from(u32::MAX)] {

@@ -2,7 +2,7 @@
 
 use crate::cases::{Case, TokenSpread};
 use crate::suite::Entry;
-use mixfleet_hal::OpSig;
+use mixfleet_hal::{KvShape, OpSig};
 use std::collections::HashMap;
 
 /// Returns the entries with their ids, which begin with `l1.`. Cases that differ only in their seed are
@@ -37,19 +37,35 @@ pub(crate) fn of(case: &Case) -> String {
             format!("{x}.{weight}.{out}.m{m}.n{n}.k{k}{bias}{accumulate}")
         }
         OpSig::Rope { tokens, heads, head_dim, x } => format!("{x}.t{tokens}.h{heads}.d{head_dim}"),
-        OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x: other, kv }
-        | OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, wire: other, kv }
-        | OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, wire: other, kv } => {
+        OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
+        | OpSig::KvGather {
+            tokens,
+            wire: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        }
+        | OpSig::KvScatter {
+            tokens,
+            wire: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        } => {
             format!("{other}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}.p{page_tokens}")
         }
-        OpSig::AttnPrefill { heads, kv_heads, head_dim, page_tokens, window, x, kv, .. } => {
+        OpSig::AttnPrefill {
+            heads,
+            window,
+            x,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            ..
+        } => {
             let window = window.map(|w| format!(".w{w}")).unwrap_or_default();
             format!(
                 "{x}.{kv}.h{heads}.kv{kv_heads}.d{head_dim}.p{page_tokens}{window}.{}",
                 spread(&case.spread)
             )
         }
-        OpSig::AttnDecode { heads, kv_heads, head_dim, page_tokens, x, kv, .. } => {
+        OpSig::AttnDecode {
+            heads, x, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv }, ..
+        } => {
             format!("{x}.{kv}.h{heads}.kv{kv_heads}.d{head_dim}.p{page_tokens}.{}", spread(&case.spread))
         }
         OpSig::AttnMerge { parts, rows, head_dim, out } => format!("{out}.parts{parts}.r{rows}.d{head_dim}"),

@@ -4,7 +4,7 @@ use crate::cases::{Case, TokenSpread};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::{DType, OpSig, Operand, OperandAccess};
+use mixfleet_hal::{DType, KvShape, OpSig, Operand, OperandAccess};
 
 /// Number of unused pages, which hold NaN as uninitialised memory might.
 const SPARE_PAGES: u32 = 2;
@@ -158,16 +158,18 @@ struct Pages {
 impl Pages {
     fn new(case: &Case, stream: &mut Stream) -> Pages {
         let (page_tokens, pages_max, contexts): (u32, u32, Vec<u32>) = match (&case.sig, &case.spread) {
-            (OpSig::AttnPrefill { page_tokens, pages_max, .. }, TokenSpread::Queries(spread)) => {
-                (*page_tokens, *pages_max, spread.iter().map(|s| s.1).collect())
-            }
-            (OpSig::AttnDecode { page_tokens, pages_max, .. }, TokenSpread::Ranges(ranges)) => {
-                (*page_tokens, *pages_max, ranges.iter().map(|r| r.1).collect())
-            }
             (
-                OpSig::KvWrite { tokens, page_tokens, .. }
-                | OpSig::KvGather { tokens, page_tokens, .. }
-                | OpSig::KvScatter { tokens, page_tokens, .. },
+                OpSig::AttnPrefill { pages_max, kv: KvShape { page_tokens, .. }, .. },
+                TokenSpread::Queries(spread),
+            ) => (*page_tokens, *pages_max, spread.iter().map(|s| s.1).collect()),
+            (
+                OpSig::AttnDecode { pages_max, kv: KvShape { page_tokens, .. }, .. },
+                TokenSpread::Ranges(ranges),
+            ) => (*page_tokens, *pages_max, ranges.iter().map(|r| r.1).collect()),
+            (
+                OpSig::KvWrite { tokens, kv: KvShape { page_tokens, .. }, .. }
+                | OpSig::KvGather { tokens, kv: KvShape { page_tokens, .. }, .. }
+                | OpSig::KvScatter { tokens, kv: KvShape { page_tokens, .. }, .. },
                 _,
             ) => (*page_tokens, 0, vec![tokens + page_tokens]),
             _ => return Pages { count: 0, table: Vec::new(), slots: Vec::new() },
@@ -194,14 +196,7 @@ impl Pages {
 
     /// Returns paged KV with values in the slots that hold a token and NaN elsewhere.
     fn pool(&self, sig: &OpSig, page_elements: u64, stream: &mut Stream) -> Vec<f64> {
-        let (OpSig::AttnPrefill { page_tokens, .. }
-        | OpSig::AttnDecode { page_tokens, .. }
-        | OpSig::KvWrite { page_tokens, .. }
-        | OpSig::KvGather { page_tokens, .. }
-        | OpSig::KvScatter { page_tokens, .. }) = *sig
-        else {
-            unreachable!("{} has no pool", sig.name())
-        };
+        let page_tokens = sig.kv().unwrap_or_else(|| unreachable!("{} has no pool", sig.name())).page_tokens;
         let width = to_usize(page_elements / u64::from(page_tokens));
         let mut pool = vec![f64::NAN; self.count as usize * to_usize(page_elements)]; // [slots, width]
         for &slot in &self.slots {

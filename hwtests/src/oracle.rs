@@ -4,8 +4,8 @@
 //! not rounded to their dtype. Paged KV is the logical array `[slots, kv_heads, head_dim]`, since the layout
 //! of pages is private to a device. Nothing here is fast, and no code is shared with any backend.
 
-use mixfleet_hal::OpSig;
 use mixfleet_hal::cast::to_usize;
+use mixfleet_hal::{KvShape, OpSig};
 
 /// Replaces the written operands of `sig` by the correct results.
 ///
@@ -55,28 +55,28 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
                 }
             }
         }
-        (OpSig::KvWrite { kv_heads, head_dim, .. }, [k, v, slots, k_pool, v_pool]) => {
+        (OpSig::KvWrite { kv: KvShape { kv_heads, head_dim, .. }, .. }, [k, v, slots, k_pool, v_pool]) => {
             let width = (kv_heads * head_dim) as usize;
             for (t, &slot) in slots.iter().enumerate() {
                 row_mut(k_pool, slot, width)?.copy_from_slice(&k[t * width..][..width]);
                 row_mut(v_pool, slot, width)?.copy_from_slice(&v[t * width..][..width]);
             }
         }
-        (OpSig::KvScatter { kv_heads, head_dim, .. }, [wire, slots, k_pool, v_pool]) => {
+        (OpSig::KvScatter { kv: KvShape { kv_heads, head_dim, .. }, .. }, [wire, slots, k_pool, v_pool]) => {
             let width = (kv_heads * head_dim) as usize;
             for (token, &slot) in wire.chunks(2 * width).zip(slots.iter()) {
                 row_mut(k_pool, slot, width)?.copy_from_slice(&token[..width]);
                 row_mut(v_pool, slot, width)?.copy_from_slice(&token[width..]);
             }
         }
-        (OpSig::KvGather { kv_heads, head_dim, .. }, [slots, k_pool, v_pool, out]) => {
+        (OpSig::KvGather { kv: KvShape { kv_heads, head_dim, .. }, .. }, [slots, k_pool, v_pool, out]) => {
             let width = (kv_heads * head_dim) as usize;
             for (token, &slot) in out.chunks_mut(2 * width).zip(slots.iter()) {
                 token[..width].copy_from_slice(row(k_pool, slot, width)?);
                 token[width..].copy_from_slice(row(v_pool, slot, width)?);
             }
         }
-        (OpSig::AttnPrefill { heads, head_dim, .. }, operands) => {
+        (OpSig::AttnPrefill { heads, kv: KvShape { head_dim, .. }, .. }, operands) => {
             let mut out = vec![0.0; operands[6].len()]; // [tokens, heads, head_dim]
             for query in queries(sig, operands)? {
                 for head in 0..heads as usize {
@@ -163,7 +163,9 @@ pub(crate) struct Query {
 pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, String> {
     let index = |operand: usize, at: usize| to_usize(operands[operand][at]);
     let queries = match *sig {
-        OpSig::AttnPrefill { tokens, sequences, page_tokens, pages_max, window, .. } => {
+        OpSig::AttnPrefill {
+            tokens, sequences, pages_max, window, kv: KvShape { page_tokens, .. }, ..
+        } => {
             let mut queries = Vec::new();
             for s in 0..sequences as usize {
                 let (first, end, context) = (index(1, s), index(1, s + 1), index(2, s));
@@ -181,7 +183,8 @@ pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, 
             }
             queries
         }
-        OpSig::AttnDecode { sequences, page_tokens, pages_max, .. } => (0..sequences as usize)
+        OpSig::AttnDecode { sequences, pages_max, kv: KvShape { page_tokens, .. }, .. } => (0..sequences
+            as usize)
             .map(|s| {
                 let range = index(1, 2 * s)..index(1, 2 * s + 1);
                 Ok(Query { row: s, slots: slots(operands, (2, s, pages_max), page_tokens, range)? })
@@ -201,8 +204,12 @@ pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, 
 /// slot.
 fn pool_and_width(sig: &OpSig) -> (usize, usize) {
     match *sig {
-        OpSig::AttnPrefill { kv_heads, head_dim, .. } => (4, (kv_heads * head_dim) as usize),
-        OpSig::AttnDecode { kv_heads, head_dim, .. } => (3, (kv_heads * head_dim) as usize),
+        OpSig::AttnPrefill { kv: KvShape { kv_heads, head_dim, .. }, .. } => {
+            (4, (kv_heads * head_dim) as usize)
+        }
+        OpSig::AttnDecode { kv: KvShape { kv_heads, head_dim, .. }, .. } => {
+            (3, (kv_heads * head_dim) as usize)
+        }
         _ => unreachable!("only attention has queries over a pool"),
     }
 }
@@ -246,8 +253,10 @@ pub(crate) fn head_view<'a>(
     head: usize,
 ) -> HeadView<'a> {
     let (heads, kv_heads, dim) = match *sig {
-        OpSig::AttnPrefill { heads, kv_heads, head_dim, .. }
-        | OpSig::AttnDecode { heads, kv_heads, head_dim, .. } => (heads, kv_heads, head_dim as usize),
+        OpSig::AttnPrefill { heads, kv: KvShape { kv_heads, head_dim, .. }, .. }
+        | OpSig::AttnDecode { heads, kv: KvShape { kv_heads, head_dim, .. }, .. } => {
+            (heads, kv_heads, head_dim as usize)
+        }
         _ => unreachable!("only attention has heads over a pool"),
     };
     let (pool, width) = pool_and_width(sig);

@@ -2,7 +2,7 @@
 //! enough and arithmetic that is not.
 
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::{DType, OpSig, Scalar};
+use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
 use mixfleet_hwtests::{bounds::bounds, oracle};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
@@ -52,13 +52,10 @@ fn prefill_sees_pages_window_and_groups() {
         pairs: 4,
         kv_tokens: 3,
         heads: 2,
-        kv_heads: 1,
-        head_dim: 1,
-        page_tokens: 2,
         pages_max: 2,
         window: Some(2),
         x: F32,
-        kv: F32,
+        kv: KvShape { kv_heads: 1, head_dim: 1, page_tokens: 2, dtype: F32 },
     };
     // all keys 0: each output is the mean of the two values seen; token t is at slot [2, 3, 0][t]
     let v_pool = [4.0, f64::NAN, 1.0, 2.0];
@@ -86,13 +83,10 @@ fn decode_over_any_cut_merges_to_prefill() {
             pairs: u64::from(context),
             kv_tokens: u64::from(context),
             heads,
-            kv_heads,
-            head_dim: dim,
-            page_tokens,
             pages_max,
             window: None,
             x: F32,
-            kv: F32,
+            kv: KvShape { kv_heads, head_dim: dim, page_tokens, dtype: F32 },
         };
         let out = vec![0.0; q.len()];
         let whole = run(prefill, &[&q, &[0.0, 1.0], &[f64::from(context)], &pages, &k, &v, &out]);
@@ -101,12 +95,9 @@ fn decode_over_any_cut_merges_to_prefill() {
                 sequences: 1,
                 kv_tokens: u64::from(end - first),
                 heads,
-                kv_heads,
-                head_dim: dim,
-                page_tokens,
                 pages_max,
                 x: F32,
-                kv: F32,
+                kv: KvShape { kv_heads, head_dim: dim, page_tokens, dtype: F32 },
             };
             run(sig, &[&q, &[f64::from(first), f64::from(end)], &pages, &k, &v, &out, &[0.0; 8]])
         };

@@ -1,6 +1,6 @@
 //! The suite over the reference device: everything is tried and passes, and the report says so.
 
-use mixfleet_hal::{DType, Device, OpSig};
+use mixfleet_hal::{DType, Device, KvShape, OpSig};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::{CheckOutcome, Report, SuiteLevel, SuiteOptions, SuiteVerdict, cases, run};
 use std::collections::BTreeSet;
@@ -36,7 +36,7 @@ fn both_levels_hold_every_operation_and_dtype() {
         let attention: BTreeSet<(DType, DType)> = cases
             .iter()
             .filter_map(|case| match case.sig {
-                OpSig::AttnDecode { x, kv, .. } => Some((x, kv)),
+                OpSig::AttnDecode { x, kv: KvShape { dtype: kv, .. }, .. } => Some((x, kv)),
                 _ => None,
             })
             .collect();

@@ -19,7 +19,7 @@ use mixfleet_runtime::fleet::rpc::{
     self, CallError, Certificates, Door, End, Kind, Remote, RpcConfig, Token, Trust, Ways,
 };
 use mixfleet_runtime::fleet::{
-    Hub, ModelIdentity, SessionRefusal, Router, RouterId, WorkerProcess, attend_members, meet_members,
+    Hub, ModelIdentity, Router, RouterId, SessionRefusal, WorkerProcess, attend_members, meet_members,
 };
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;

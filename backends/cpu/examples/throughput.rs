@@ -7,7 +7,7 @@
 #![allow(unsafe_code, clippy::print_stdout)]
 
 use mixfleet_cpu::CpuBackend;
-use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, OpSig, Queue, Scalar, Slice};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, KvShape, OpSig, Queue, Scalar, Slice};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -149,12 +149,9 @@ impl Bench {
                 sequences,
                 kv_tokens,
                 heads,
-                kv_heads,
-                head_dim,
-                page_tokens,
                 pages_max,
                 x,
-                kv,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
             };
             bytes += kv_tokens as f64 * 1024.0;
             batch.push(Cmd::new(sig, &[q.clone(), range.clone(), pages, k, v, acc.clone(), stat.clone()])?);
@@ -183,13 +180,10 @@ impl Bench {
             pairs,
             kv_tokens,
             heads,
-            kv_heads,
-            head_dim,
-            page_tokens,
             pages_max,
             window,
             x,
-            kv,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
         };
         let cmd = Cmd::new(sig, &[q, start, context, pages, k, v, out])?;
         let seconds = self.best(&[vec![cmd]])?;
@@ -262,19 +256,17 @@ impl Bench {
             }
             add(rope(heads), &[&q, &table])?;
             add(rope(kv_heads), &[&k, &table])?;
-            let write = OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv };
+            let write =
+                OpSig::KvWrite { tokens, x, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } };
             add(write, &[&k, &v, &slots, &k_pool, &v_pool])?;
             if decode {
                 let sig = OpSig::AttnDecode {
                     sequences,
                     kv_tokens,
                     heads,
-                    kv_heads,
-                    head_dim,
-                    page_tokens,
                     pages_max,
                     x,
-                    kv,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
                 };
                 add(sig, &[&q, &range, &pages, &k_pool, &v_pool, &acc, &stat])?;
                 let merge = OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, out: x };
@@ -287,13 +279,10 @@ impl Bench {
                     pairs,
                     kv_tokens,
                     heads,
-                    kv_heads,
-                    head_dim,
-                    page_tokens,
                     pages_max,
                     window: None,
                     x,
-                    kv,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
                 };
                 add(sig, &[&q, &start, &contexts, &pages, &k_pool, &v_pool, &attended])?;
             }

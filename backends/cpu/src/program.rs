@@ -7,7 +7,7 @@
 use crate::isa::Isa;
 use crate::kernels::{self, Phase, Span};
 use crate::memory::{CpuBuffer, buffer_of};
-use mixfleet_hal::{Buffer, Cmd, DType, Error, OpSig, OperandAccess, Result, Slice};
+use mixfleet_hal::{Buffer, Cmd, DType, Error, KvShape, OpSig, OperandAccess, Result, Slice};
 use std::sync::Arc;
 
 /// Maximum number of operands of any operation.
@@ -145,14 +145,7 @@ pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
             return Err(Error::unsupported(message));
         }
     }
-    let (page_tokens, kv_heads, head_dim) = match *sig {
-        OpSig::KvWrite { page_tokens, kv_heads, head_dim, .. }
-        | OpSig::KvGather { page_tokens, kv_heads, head_dim, .. }
-        | OpSig::KvScatter { page_tokens, kv_heads, head_dim, .. }
-        | OpSig::AttnPrefill { page_tokens, kv_heads, head_dim, .. }
-        | OpSig::AttnDecode { page_tokens, kv_heads, head_dim, .. } => (page_tokens, kv_heads, head_dim),
-        _ => return Ok(()),
-    };
+    let Some(KvShape { kv_heads, head_dim, page_tokens, .. }) = sig.kv() else { return Ok(()) };
     if page_tokens == 0 || kv_heads == 0 || head_dim == 0 {
         let message = format!(
             "{}: page_tokens {page_tokens}, kv_heads {kv_heads} and head_dim {head_dim} must not be zero",

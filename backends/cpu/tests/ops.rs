@@ -1,7 +1,7 @@
 //! Every operation on every instruction level against f64, element by element within an a-priori bound.
 
 use crate::common::{Rig, bound, f64s, levels, reference};
-use mixfleet_hal::{DType, OpSig, Scalar};
+use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
 
 const FLOATS: [DType; 3] = DType::FLOATS;
 
@@ -189,7 +189,8 @@ fn kv_rows_come_back_as_they_went_in() {
                 let last = pages * page_tokens - 1;
                 let slots = rig.u32s(&[last, 0, last / 2, 1.min(last), last / 3]);
                 let pool = vec![0u8; (pages * page_tokens * row) as usize * kv.size_bytes() as usize];
-                let write = OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv };
+                let write =
+                    OpSig::KvWrite { tokens, x, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } };
                 let inputs = [
                     rig.random(x, tokens * row),
                     rig.random(x, tokens * row),
@@ -198,8 +199,11 @@ fn kv_rows_come_back_as_they_went_in() {
                     pool.clone(),
                 ];
                 let pools = rig.run(&write, &inputs).unwrap();
-                let gather =
-                    OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: DType::F32 };
+                let gather = OpSig::KvGather {
+                    tokens,
+                    wire: DType::F32,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                };
                 let wire = vec![0u8; (tokens * 2 * row * 4) as usize];
                 let got =
                     rig.run(&gather, &[slots.clone(), pools[3].clone(), pools[4].clone(), wire]).unwrap();
@@ -217,8 +221,11 @@ fn kv_rows_come_back_as_they_went_in() {
                         rig.isa
                     );
                 }
-                let scatter =
-                    OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: DType::F32 };
+                let scatter = OpSig::KvScatter {
+                    tokens,
+                    wire: DType::F32,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                };
                 let again = rig.run(&scatter, &[got[3].clone(), slots, pool.clone(), pool]).unwrap();
                 assert_eq!((&again[2], &again[3]), (&pools[3], &pools[4]), "{}: {scatter:?}", rig.isa);
             }

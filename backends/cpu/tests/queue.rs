@@ -3,7 +3,7 @@
 use crate::common::reference::bad_decode;
 use crate::common::{LONG, Rig, levels};
 use mixfleet_cpu::{CpuBackend, isa::Isa};
-use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, OpSig, Slice, Ticket};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, ErrorKind, KvShape, OpSig, Slice, Ticket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -119,11 +119,8 @@ fn indices_out_of_range_fail_the_ticket_and_all_later_ones() {
         let embed = OpSig::Embed { tokens: 1, vocab: 3, hidden: 4, table: DType::F32, out: DType::F32 };
         let write = OpSig::KvWrite {
             tokens: 1,
-            kv_heads: 1,
-            head_dim: 4,
-            page_tokens: 2,
             x: DType::F32,
-            kv: DType::F32,
+            kv: KvShape { kv_heads: 1, head_dim: 4, page_tokens: 2, dtype: DType::F32 },
         };
         let prefill = |start: [u32; 2], context: u32, page: u32| {
             let sig = OpSig::AttnPrefill {
@@ -132,13 +129,10 @@ fn indices_out_of_range_fail_the_ticket_and_all_later_ones() {
                 pairs: 1,
                 kv_tokens: 1,
                 heads: 1,
-                kv_heads: 1,
-                head_dim: 4,
-                page_tokens: 2,
                 pages_max: 2,
                 window: None,
                 x: DType::F32,
-                kv: DType::F32,
+                kv: KvShape { kv_heads: 1, head_dim: 4, page_tokens: 2, dtype: DType::F32 },
             };
             let start = rig.upload(DType::U32, &rig.u32s(&start));
             let pages = rig.upload(DType::U32, &rig.u32s(&[page; 2]));

@@ -1,7 +1,7 @@
 //! The conformance suite on the CUDA kernels, run on the CPU.
 
 use crate::emulator::EmulatedDevice;
-use mixfleet_hal::{DType, OpSig, Support};
+use mixfleet_hal::{DType, KvShape, OpSig, Support};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
 use mixfleet_hwtests::{CheckOutcome, Entry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
 use std::time::Duration;
@@ -37,12 +37,9 @@ fn decode(ranges: &[(u32, u32)], (ratio, kv_heads, head_dim): (u32, u32, u32), x
         sequences: ranges.len() as u32,
         kv_tokens: ranges.iter().map(|r| u64::from(r.1 - r.0)).sum(),
         heads: ratio * kv_heads,
-        kv_heads,
-        head_dim,
-        page_tokens: 16,
         pages_max: longest.div_ceil(16) + 1,
         x,
-        kv,
+        kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype: kv },
     }
 }
 
@@ -81,13 +78,10 @@ fn prefill(
         pairs: spread.iter().map(pairs).sum(),
         kv_tokens: spread.iter().map(|s| u64::from(s.1)).sum(),
         heads: ratio * kv_heads,
-        kv_heads,
-        head_dim,
-        page_tokens: 16,
         pages_max: spread.iter().map(|s| s.1).max().unwrap_or(0).div_ceil(16) + 1,
         window,
         x: dtype,
-        kv: dtype,
+        kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype: dtype },
     }
 }
 

@@ -6,7 +6,7 @@ use mixfleet_cuda::compile::{Architecture, compile};
 use mixfleet_cuda::kernels::{DEVICE, KernelProgram};
 use mixfleet_cuda::plan::{ALIGNMENT_BYTES, DeviceRange, KV_PAGE_TOKENS, PlanStep, PlanTarget, plan};
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{DType, DeviceLimits, OpSig};
+use mixfleet_hal::{DType, DeviceLimits, KvShape, OpSig};
 use mixfleet_hwtests::{SuiteLevel, entries};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
@@ -63,12 +63,9 @@ fn models() -> Vec<OpSig> {
                 sequences,
                 kv_tokens,
                 heads,
-                kv_heads,
-                head_dim,
-                page_tokens,
                 pages_max,
                 x,
-                kv,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
             });
             sigs.push(OpSig::AttnPrefill {
                 tokens: 1000,
@@ -76,13 +73,10 @@ fn models() -> Vec<OpSig> {
                 pairs: 0,
                 kv_tokens,
                 heads,
-                kv_heads,
-                head_dim,
-                page_tokens,
                 pages_max,
                 window: None,
                 x,
-                kv,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
             });
         }
     }

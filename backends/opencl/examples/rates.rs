@@ -5,7 +5,7 @@
 #![allow(clippy::print_stdout, reason = "its purpose")]
 
 use mixfleet_hal::random::Stream;
-use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, OpSig, Result};
+use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result};
 use mixfleet_opencl::OpenClBackend;
 use std::time::Duration;
 
@@ -85,25 +85,19 @@ fn main() -> Result<()> {
             pairs: n * (n + 1) / 2,
             kv_tokens: n,
             heads,
-            kv_heads,
-            head_dim,
-            page_tokens,
             pages_max,
             window: None,
             x: F32,
-            kv: Bf16,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16 },
         };
         measure(device, &format!("attn_prefill of {tokens}"), sig)?;
         let sig = OpSig::AttnDecode {
             sequences: 8,
             kv_tokens: 8 * n,
             heads,
-            kv_heads,
-            head_dim,
-            page_tokens,
             pages_max,
             x: F32,
-            kv: Bf16,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16 },
         };
         measure(device, &format!("attn_decode of 8 x {tokens}"), sig)?;
     }

@@ -8,7 +8,7 @@ use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
     Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export,
-    Health, HostMemory, OpSig, Queue, Result, Slice, Support,
+    Health, HostMemory, KvShape, OpSig, Queue, Result, Slice, Support,
 };
 use ocl::core::{
     self, CommandQueue, CommandQueueProperties, Context, ContextProperties, DeviceId, DeviceInfo as Ask,
@@ -304,7 +304,8 @@ impl Device for OpenClDevice {
         // a head is kept in private memory
         const HEAD_DIM_MAX: u32 = 512;
         match *sig {
-            OpSig::AttnPrefill { head_dim, .. } | OpSig::AttnDecode { head_dim, .. }
+            OpSig::AttnPrefill { kv: KvShape { head_dim, .. }, .. }
+            | OpSig::AttnDecode { kv: KvShape { head_dim, .. }, .. }
                 if head_dim > HEAD_DIM_MAX =>
             {
                 Support::No

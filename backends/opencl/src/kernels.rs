@@ -3,7 +3,7 @@
 use crate::device::KernelTuning;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{Cmd, DType, OpSig, Slice};
+use mixfleet_hal::{Cmd, DType, KvShape, OpSig, Slice};
 
 /// Threads per group, in kernels with and without barriers; `common.h` repeats the former.
 const GROUP: usize = 64;
@@ -162,9 +162,17 @@ pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Option<Work> {
             args.extend([Arg::U32(rows), Arg::U32(cols)]);
             rows_launch("argmax", (DType::F32, DType::F32, DType::F32), (rows, cols), args, tuning)
         }
-        OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, kv, x: other }
-        | OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: other }
-        | OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: other } => {
+        OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
+        | OpSig::KvGather {
+            tokens,
+            wire: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        }
+        | OpSig::KvScatter {
+            tokens,
+            wire: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        } => {
             let vec = vector(head_dim.into(), tuning);
             let count = u64::from(tokens) * u64::from(kv_heads) * u64::from(head_dim) / vec;
             args.extend([Arg::U32(page_tokens), Arg::U32(kv_heads), Arg::U32(head_dim), Arg::U64(count)]);
@@ -244,20 +252,24 @@ fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
             tokens,
             sequences,
             heads,
-            kv_heads,
-            head_dim,
-            page_tokens,
             pages_max,
             window,
             x,
-            kv,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
             ..
         } => {
             args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
             args.extend([tokens, window.unwrap_or(u32::MAX)].map(Arg::U32));
             ("attn_prefill", tokens, heads, head_dim, x, kv)
         }
-        OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. } => {
+        OpSig::AttnDecode {
+            sequences,
+            heads,
+            pages_max,
+            x,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+            ..
+        } => {
             args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(Arg::U32));
             ("attn_decode", sequences, heads, head_dim, x, kv)
         }

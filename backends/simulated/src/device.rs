@@ -11,7 +11,7 @@ use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, FlopPerSecond, GB};
 use mixfleet_hal::{
     BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, Export, Health, HostMemory,
-    OpSig, Queue, Result, Slice, Support,
+    KvShape, OpSig, Queue, Result, Slice, Support,
 };
 use std::sync::Arc;
 
@@ -140,7 +140,10 @@ impl Device for TimeOnlyDevice {
     fn support(&self, sig: &OpSig) -> Support {
         match *sig {
             // a sum and a query need an element each
-            OpSig::AttnPrefill { head_dim, .. } | OpSig::AttnDecode { head_dim, .. } if head_dim < 2 => {
+            OpSig::AttnPrefill { kv: KvShape { head_dim, .. }, .. }
+            | OpSig::AttnDecode { kv: KvShape { head_dim, .. }, .. }
+                if head_dim < 2 =>
+            {
                 Support::No
             }
             _ => self.part.support(sig),

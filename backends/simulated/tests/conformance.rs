@@ -1,7 +1,7 @@
 //! The conformance suite on the computing kind: its results are the CPU backend's, whatever the clock.
 
 use crate::common;
-use mixfleet_hal::{DType, OpSig, Support};
+use mixfleet_hal::{DType, KvShape, OpSig, Support};
 use mixfleet_hwtests::{SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use mixfleet_simulated::{ComputeDevice, VirtualClock};
 use std::sync::Arc;
@@ -23,7 +23,14 @@ fn support_follows_the_profile_and_the_shape() {
     let attention = |heads, head_dim| {
         let (sequences, kv_tokens, kv_heads, page_tokens, pages_max) = (1, 4, 2, 4, 1);
         let (x, kv) = (DType::F32, DType::Bf16);
-        OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv }
+        OpSig::AttnDecode {
+            sequences,
+            kv_tokens,
+            heads,
+            pages_max,
+            x,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        }
     };
     let device = common::device("sim:test");
     // the profile has f32 and bf16

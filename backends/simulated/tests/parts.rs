@@ -1,7 +1,7 @@
 //! Attention over parts of the KV: any division by tokens recombines to the whole, and to prefill.
 
 use crate::common;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Slice};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -80,12 +80,9 @@ impl Bench {
                 sequences: 1,
                 kv_tokens: u64::from(end.saturating_sub(first)),
                 heads: HEADS,
-                kv_heads: KV_HEADS,
-                head_dim,
-                page_tokens: PAGE,
                 pages_max: PAGES,
                 x: DType::F32,
-                kv: self.kv,
+                kv: KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: self.kv },
             };
             let (acc_bytes, stat_bytes) = (u64::from(HEADS * head_dim * 4), u64::from(HEADS * 8));
             let [k, v] = self.pools.clone();
@@ -109,13 +106,10 @@ impl Bench {
             pairs: u64::from(end - first),
             kv_tokens: u64::from(end - first),
             heads: HEADS,
-            kv_heads: KV_HEADS,
-            head_dim,
-            page_tokens: PAGE,
             pages_max: PAGES,
             window: Some(end - first),
             x: DType::F32,
-            kv: self.kv,
+            kv: KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: self.kv },
         };
         let out = self.alloc(HEADS * head_dim);
         let [k, v] = self.pools.clone();

@@ -9,7 +9,7 @@ use mixfleet_hal::memory::{Pinned, SharedMemory};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{
     Absent, BufferUsage, DType, Device, DeviceInfo, DeviceKind, DeviceLimits, Error, ErrorKind, Export,
-    Health, HostMemory, OpSig, Queue, Result, Slice, Support,
+    Health, HostMemory, KvShape, OpSig, Queue, Result, Slice, Support,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
@@ -251,12 +251,15 @@ impl Device for WgpuDevice {
         let narrow = |dtype: DType| dtype.size_bytes() < 4;
         let supported = match *sig {
             // rows of 16-bit heads begin at a word
-            OpSig::AttnPrefill { head_dim, x, kv, .. } | OpSig::AttnDecode { head_dim, x, kv, .. } => {
+            OpSig::AttnPrefill { x, kv: KvShape { head_dim, dtype: kv, .. }, .. }
+            | OpSig::AttnDecode { x, kv: KvShape { head_dim, dtype: kv, .. }, .. } => {
                 head_dim <= HEAD_DIM_MAX && (head_dim % 2 == 0 || !(narrow(x) || narrow(kv)))
             }
-            OpSig::KvWrite { head_dim, kv, .. }
-            | OpSig::KvGather { head_dim, kv, .. }
-            | OpSig::KvScatter { head_dim, kv, .. } => head_dim % 2 == 0 || !narrow(kv),
+            OpSig::KvWrite { kv: KvShape { head_dim, dtype: kv, .. }, .. }
+            | OpSig::KvGather { kv: KvShape { head_dim, dtype: kv, .. }, .. }
+            | OpSig::KvScatter { kv: KvShape { head_dim, dtype: kv, .. }, .. } => {
+                head_dim % 2 == 0 || !narrow(kv)
+            }
             _ => true,
         };
         let known = sig.operands().iter().all(|operand| operand.dtype != DType::F8E4m3);

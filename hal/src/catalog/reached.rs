@@ -1,6 +1,6 @@
 //! The shares of their datasheets that published kernels reach.
 
-use crate::{DType, OpSig};
+use crate::{DType, KvShape, OpSig};
 use serde::Serialize;
 
 /// Shares of datasheet rates that vLLM's kernels were measured to reach, in bf16.
@@ -66,12 +66,9 @@ impl MeasuredEfficiency {
                     sequences: 32,
                     kv_tokens: 32 * 4096,
                     heads: 64,
-                    kv_heads: 8,
-                    head_dim: 128,
-                    page_tokens: 16,
                     pages_max: 4096 / 16,
                     x,
-                    kv: x,
+                    kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: x },
                 };
                 gemms.chain([(attention, self.attention_decode)])
             })

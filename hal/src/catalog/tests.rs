@@ -1,5 +1,5 @@
 use super::*;
-use crate::OpSig;
+use crate::{KvShape, OpSig};
 
 #[test]
 fn ids_are_unique_and_found_in_any_case() {
@@ -64,12 +64,9 @@ fn the_reached_profile_is_slower_by_the_published_share() {
         sequences: 48,
         kv_tokens: 48 * 4096,
         heads: 64,
-        kv_heads: 8,
-        head_dim: 128,
-        page_tokens: 16,
         pages_max: 256,
         x: DType::Bf16,
-        kv: DType::Bf16,
+        kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: DType::Bf16 },
     };
     let share = claimed.time(&attention) / reached.time(&attention);
     assert!((share - 0.74).abs() < 0.01, "{share}");

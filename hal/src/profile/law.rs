@@ -8,7 +8,7 @@
 //! largest, it predicts the cost of one more sequence.
 
 use super::{DeviceProfile, Point};
-use crate::OpSig;
+use crate::{KvShape, OpSig};
 
 /// Number of terms.
 const TERMS: usize = 7;
@@ -110,7 +110,8 @@ fn mean(laws: &[Law]) -> Law {
 fn terms(profile: &DeviceProfile, cache_bytes: f64, sig: &OpSig) -> [f64; TERMS] {
     let (arithmetic, memory) = profile.floors(sig);
     let items = match *sig {
-        OpSig::AttnDecode { sequences, kv_heads, .. } | OpSig::AttnPrefill { sequences, kv_heads, .. } => {
+        OpSig::AttnDecode { sequences, kv: KvShape { kv_heads, .. }, .. }
+        | OpSig::AttnPrefill { sequences, kv: KvShape { kv_heads, .. }, .. } => {
             f64::from(sequences) * f64::from(kv_heads)
         }
         _ => 0.0,
@@ -119,7 +120,9 @@ fn terms(profile: &DeviceProfile, cache_bytes: f64, sig: &OpSig) -> [f64; TERMS]
         if cache_bytes > 0.0 { 1.0 / (1.0 + (sig.bytes() / cache_bytes).powf(CACHE_EDGE)) } else { 0.0 };
     let beyond = memory.0 * (1.0 - held);
     let walked = match *sig {
-        OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, .. } if heads == kv_heads => {
+        OpSig::AttnDecode { sequences, kv_tokens, heads, kv: KvShape { kv_heads, .. }, .. }
+            if heads == kv_heads =>
+        {
             kv_tokens as f64 / f64::from(sequences.max(1))
         }
         _ => 0.0,
@@ -213,12 +216,9 @@ mod tests {
             sequences,
             kv_tokens: u64::from(sequences) * u64::from(context),
             heads,
-            kv_heads: 8,
-            head_dim: 128,
-            page_tokens: 16,
             pages_max: context.div_ceil(16),
             x: DType::Bf16,
-            kv: DType::Bf16,
+            kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: DType::Bf16 },
         }
     }
 

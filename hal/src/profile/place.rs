@@ -1,6 +1,6 @@
 //! Feature coordinates of operations, and distances between them.
 
-use crate::{DType, OpSig};
+use crate::{DType, KvShape, OpSig};
 
 /// Number of coordinates: log2 of the operation's bytes, then of its shape; unused ones are 0.
 pub(super) const DIMENSIONS: usize = 6;
@@ -25,7 +25,8 @@ impl KernelClass {
     pub(super) fn of(sig: &OpSig) -> Self {
         let dtypes = match *sig {
             OpSig::Gemm { x, weight, .. } => [x, weight],
-            OpSig::AttnPrefill { x, kv, .. } | OpSig::AttnDecode { x, kv, .. } => [x, kv],
+            OpSig::AttnPrefill { x, kv: KvShape { dtype: kv, .. }, .. }
+            | OpSig::AttnDecode { x, kv: KvShape { dtype: kv, .. }, .. } => [x, kv],
             _ => [narrowest(sig); 2],
         };
         KernelClass { name: sig.name(), dtypes, grouped: grouped(sig) }
@@ -50,14 +51,21 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
     let per = |a: u64, b: u32| log(a as f64 / f64::from(b.max(1)));
     let shape: [f64; 5] = match *sig {
         OpSig::Gemm { m, n: columns, k, .. } => [n(m), n(columns), n(k), 0.0, 0.0],
-        OpSig::AttnPrefill { tokens, sequences, pairs, heads, kv_heads, head_dim, .. } => [
+        OpSig::AttnPrefill {
+            tokens,
+            sequences,
+            pairs,
+            heads,
+            kv: KvShape { kv_heads, head_dim, .. },
+            ..
+        } => [
             per(u64::from(tokens), sequences),
             per(pairs, tokens),
             n(sequences),
             per(u64::from(heads), kv_heads),
             n(kv_heads) + n(head_dim),
         ],
-        OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, head_dim, .. } => [
+        OpSig::AttnDecode { sequences, kv_tokens, heads, kv: KvShape { kv_heads, head_dim, .. }, .. } => [
             n(sequences),
             per(kv_tokens, sequences),
             per(u64::from(heads), kv_heads),
@@ -67,9 +75,9 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
         OpSig::Embed { tokens, hidden, .. } => [n(tokens), n(hidden), 0.0, 0.0, 0.0],
         OpSig::RmsNorm { rows, cols, .. } | OpSig::Argmax { rows, cols } => [n(rows), n(cols), 0.0, 0.0, 0.0],
         OpSig::Rope { tokens, heads, head_dim, .. } => [n(tokens), n(heads), n(head_dim), 0.0, 0.0],
-        OpSig::KvWrite { tokens, kv_heads, head_dim, .. }
-        | OpSig::KvGather { tokens, kv_heads, head_dim, .. }
-        | OpSig::KvScatter { tokens, kv_heads, head_dim, .. } => {
+        OpSig::KvWrite { tokens, kv: KvShape { kv_heads, head_dim, .. }, .. }
+        | OpSig::KvGather { tokens, kv: KvShape { kv_heads, head_dim, .. }, .. }
+        | OpSig::KvScatter { tokens, kv: KvShape { kv_heads, head_dim, .. }, .. } => {
             [n(tokens), n(kv_heads), n(head_dim), 0.0, 0.0]
         }
         OpSig::AttnMerge { parts, rows, head_dim, .. } => [n(parts), n(rows), n(head_dim), 0.0, 0.0],
@@ -90,19 +98,20 @@ pub(super) fn mismatch(a: &OpSig, b: &OpSig) -> f64 {
             unlike(out != out2, 0.25) + unlike(accumulate != accumulate2, 0.25) + unlike(bias != bias2, 0.25)
         }
         (
-            OpSig::AttnPrefill { page_tokens, window, .. },
-            OpSig::AttnPrefill { page_tokens: page2, window: window2, .. },
+            OpSig::AttnPrefill { window, kv: KvShape { page_tokens, .. }, .. },
+            OpSig::AttnPrefill { window: window2, kv: KvShape { page_tokens: page2, .. }, .. },
         ) => unlike(window.is_some() != window2.is_some(), 1.0) + pages(page_tokens, page2),
-        (OpSig::AttnDecode { page_tokens, .. }, OpSig::AttnDecode { page_tokens: page2, .. }) => {
-            pages(page_tokens, page2)
-        }
+        (
+            OpSig::AttnDecode { kv: KvShape { page_tokens, .. }, .. },
+            OpSig::AttnDecode { kv: KvShape { page_tokens: page2, .. }, .. },
+        ) => pages(page_tokens, page2),
         _ => 0.0,
     }
 }
 
 /// Whether several query heads share a KV head.
 fn grouped(sig: &OpSig) -> bool {
-    matches!(*sig, OpSig::AttnDecode { heads, kv_heads, .. } if heads > kv_heads)
+    matches!(*sig, OpSig::AttnDecode { heads, kv: KvShape { kv_heads, .. }, .. } if heads > kv_heads)
 }
 
 /// Returns the dtype by which kernels of the small operations differ most.
@@ -110,14 +119,10 @@ fn narrowest(sig: &OpSig) -> DType {
     match *sig {
         OpSig::Embed { table: a, out: b, .. }
         | OpSig::RmsNorm { x: a, out: b, .. }
-        | OpSig::KvWrite { x: a, kv: b, .. }
-        | OpSig::KvGather { kv: a, wire: b, .. }
-        | OpSig::KvScatter { wire: a, kv: b, .. } => {
-            if a.size_bytes() <= b.size_bytes() {
-                a
-            } else {
-                b
-            }
+        | OpSig::KvWrite { x: a, kv: KvShape { dtype: b, .. }, .. }
+        | OpSig::KvGather { wire: b, kv: KvShape { dtype: a, .. }, .. }
+        | OpSig::KvScatter { wire: a, kv: KvShape { dtype: b, .. }, .. } => {
+            if a.size_bytes() <= b.size_bytes() { a } else { b }
         }
         OpSig::Rope { x, .. }
         | OpSig::SiluMul { x, .. }

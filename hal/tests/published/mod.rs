@@ -5,7 +5,7 @@
 use mixfleet_hal::catalog;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
-use mixfleet_hal::{DType, OpSig};
+use mixfleet_hal::{DType, KvShape, OpSig};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
@@ -80,12 +80,9 @@ pub(crate) fn decodes() -> Option<Measured> {
             sequences,
             kv_tokens: u64::from(sequences) * u64::from(context),
             heads,
-            kv_heads,
-            head_dim: 128,
-            page_tokens: 16,
             pages_max: context.div_ceil(16),
             x: DType::Bf16,
-            kv: DType::Bf16,
+            kv: KvShape { kv_heads, head_dim: 128, page_tokens: 16, dtype: DType::Bf16 },
         }
     }))
 }
@@ -102,13 +99,10 @@ pub(crate) fn prefills() -> Option<Measured> {
             pairs: u64::from(tokens) * (u64::from(context) + 1) / 2,
             kv_tokens: u64::from(tokens),
             heads,
-            kv_heads,
-            head_dim: 128,
-            page_tokens: 16,
             pages_max: context.div_ceil(16),
             window: None,
             x: DType::Bf16,
-            kv: DType::Bf16,
+            kv: KvShape { kv_heads, head_dim: 128, page_tokens: 16, dtype: DType::Bf16 },
         }
     }))
 }
@@ -140,9 +134,8 @@ pub(crate) fn datasheet(device: &str) -> DeviceProfile {
 pub(crate) fn model_shape(sig: &OpSig) -> (u32, u32) {
     match *sig {
         OpSig::Gemm { n, k, .. } => (n, k),
-        OpSig::AttnDecode { heads, kv_heads, .. } | OpSig::AttnPrefill { heads, kv_heads, .. } => {
-            (heads, kv_heads)
-        }
+        OpSig::AttnDecode { heads, kv: KvShape { kv_heads, .. }, .. }
+        | OpSig::AttnPrefill { heads, kv: KvShape { kv_heads, .. }, .. } => (heads, kv_heads),
         _ => panic!("{} is not in the tables", sig.name()),
     }
 }

@@ -9,7 +9,7 @@ use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::MIB;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Operand, OperandAccess, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Operand, OperandAccess, Slice};
 
 /// Alignment of windows, unless the device's own is larger.
 const STRIDE: u64 = 4096;
@@ -224,9 +224,11 @@ fn pages(sig: &OpSig) -> u64 {
         OpSig::AttnPrefill { sequences, pages_max, .. } | OpSig::AttnDecode { sequences, pages_max, .. } => {
             (u64::from(sequences) * u64::from(pages_max)).max(1)
         }
-        OpSig::KvWrite { tokens, page_tokens, .. }
-        | OpSig::KvGather { tokens, page_tokens, .. }
-        | OpSig::KvScatter { tokens, page_tokens, .. } => of(u64::from(tokens), page_tokens),
+        OpSig::KvWrite { tokens, kv: KvShape { page_tokens, .. }, .. }
+        | OpSig::KvGather { tokens, kv: KvShape { page_tokens, .. }, .. }
+        | OpSig::KvScatter { tokens, kv: KvShape { page_tokens, .. }, .. } => {
+            of(u64::from(tokens), page_tokens)
+        }
         _ => 0,
     }
 }
@@ -253,9 +255,9 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
         }
         // whole pages in random order, as a prefix cache allocates them
         (
-            OpSig::KvWrite { tokens, page_tokens, .. }
-            | OpSig::KvGather { tokens, page_tokens, .. }
-            | OpSig::KvScatter { tokens, page_tokens, .. },
+            OpSig::KvWrite { tokens, kv: KvShape { page_tokens, .. }, .. }
+            | OpSig::KvGather { tokens, kv: KvShape { page_tokens, .. }, .. }
+            | OpSig::KvScatter { tokens, kv: KvShape { page_tokens, .. }, .. },
             "slots",
         ) => {
             let order = shuffled(pages(sig));

@@ -6,8 +6,8 @@ use super::work::{Group, Work};
 use crate::html::{Cell, Html, Tone};
 use crate::numbers::scaled;
 use crate::svg::{Axis, Chart, Mark, Scale, Series};
-use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::Traffic;
+use mixfleet_hal::{KvShape, OpSig};
 use std::collections::BTreeMap;
 
 /// Renders the page.
@@ -189,7 +189,13 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
         "Matrix products by rows: streaming weights at the left, arithmetic at the right.",
     );
     let decode = gather(document, |p, work, seconds| match work {
-        Work::Op(OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, head_dim, kv, .. }) => {
+        Work::Op(OpSig::AttnDecode {
+            sequences,
+            kv_tokens,
+            heads,
+            kv: KvShape { kv_heads, head_dim, dtype: kv, .. },
+            ..
+        }) => {
             let context = *kv_tokens as f64 / f64::from(*sequences);
             let ratio = heads / kv_heads;
             Some((format!("{kv} batch {sequences} gqa {ratio} d {head_dim}"), context, p.bytes / seconds))
@@ -198,7 +204,9 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
     });
     figure(body, tokens, bandwidth, &decode, "Decode attention: KV bytes per second by context.");
     let prefill = gather(document, |p, work, seconds| match work {
-        Work::Op(OpSig::AttnPrefill { tokens, kv_tokens, head_dim, kv, .. }) => {
+        Work::Op(OpSig::AttnPrefill {
+            tokens, kv_tokens, kv: KvShape { head_dim, dtype: kv, .. }, ..
+        }) => {
             let before = kv_tokens - u64::from(*tokens);
             Some((format!("{kv} after {before} d {head_dim}"), f64::from(*tokens), p.flops / seconds))
         }

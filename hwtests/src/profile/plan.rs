@@ -8,7 +8,7 @@
 use super::work::{Heads, LaunchCase, SustainedLoad, Work, attn_decode, attn_prefill, gemm, matches};
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::units::{GIB, MIB};
-use mixfleet_hal::{DType, OpSig, Scalar};
+use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -203,7 +203,7 @@ impl Plan {
             self.op(OpSig::Add { elements: u64::from(tokens) * u64::from(hidden), x });
             self.op(OpSig::Embed { tokens, vocab, hidden, table: x, out: DType::F32 });
             let (kv_heads, head_dim, page_tokens) = (of.kv, of.dim, self.page_tokens);
-            self.op(OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv: x });
+            self.op(OpSig::KvWrite { tokens, x, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: x } });
             // a step has as many rows of logits and of merges as sequences
             if tokens <= 64 {
                 self.op(OpSig::Argmax { rows: tokens, cols: vocab });
@@ -218,8 +218,16 @@ impl Plan {
         let (kv, page_tokens) = (DType::Bf16, self.page_tokens);
         for &tokens in tokens {
             for Heads { kv: kv_heads, dim: head_dim, .. } in [WIDE, NARROW] {
-                self.op(OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv });
-                self.op(OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: kv });
+                self.op(OpSig::KvGather {
+                    tokens,
+                    wire: kv,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                });
+                self.op(OpSig::KvScatter {
+                    tokens,
+                    wire: kv,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+                });
             }
         }
     }

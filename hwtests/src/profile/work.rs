@@ -7,7 +7,7 @@
 
 use crate::numbers::size;
 use mixfleet_hal::profile::Traffic;
-use mixfleet_hal::{DType, OpSig, Scalar};
+use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -219,12 +219,24 @@ fn op_id(sig: &OpSig) -> String {
             };
             format!("gemm.{x}.m{m}.n{n}.k{k}{kind}")
         }
-        OpSig::AttnDecode { sequences, kv_tokens, heads, kv_heads, head_dim, kv, .. } => {
+        OpSig::AttnDecode {
+            sequences,
+            kv_tokens,
+            heads,
+            kv: KvShape { kv_heads, head_dim, dtype: kv, .. },
+            ..
+        } => {
             let context = kv_tokens / u64::from(sequences.max(1));
             let suffix = heads_suffix(kv_heads, head_dim);
             format!("{name}.{kv}.b{sequences}.c{context}.gqa{}{suffix}", heads / kv_heads.max(1))
         }
-        OpSig::AttnPrefill { tokens, kv_tokens, heads, kv_heads, head_dim, kv, .. } => {
+        OpSig::AttnPrefill {
+            tokens,
+            kv_tokens,
+            heads,
+            kv: KvShape { kv_heads, head_dim, dtype: kv, .. },
+            ..
+        } => {
             let before = kv_tokens - u64::from(tokens);
             let suffix = heads_suffix(kv_heads, head_dim);
             format!("{name}.{kv}.t{tokens}.c{before}.gqa{}{suffix}", heads / kv_heads.max(1))
@@ -236,9 +248,9 @@ fn op_id(sig: &OpSig) -> String {
         OpSig::Rope { tokens, heads, head_dim, x } => {
             format!("{name}.{x}.t{tokens}.heads{heads}.d{head_dim}")
         }
-        OpSig::KvWrite { tokens, kv_heads, head_dim, kv, .. }
-        | OpSig::KvGather { tokens, kv_heads, head_dim, kv, .. }
-        | OpSig::KvScatter { tokens, kv_heads, head_dim, kv, .. } => {
+        OpSig::KvWrite { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. }
+        | OpSig::KvGather { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. }
+        | OpSig::KvScatter { tokens, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. } => {
             format!("{name}.{kv}.t{tokens}.kv{kv_heads}.d{head_dim}")
         }
         OpSig::AttnMerge { parts, rows, head_dim, out } => {
@@ -325,15 +337,23 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
         }
         "kv_write" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x: dtype, kv: dtype }
+            OpSig::KvWrite { tokens, x: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: dtype } }
         }
         "kv_gather" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv: dtype, wire: dtype }
+            OpSig::KvGather {
+                tokens,
+                wire: dtype,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: dtype },
+            }
         }
         "kv_scatter" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv: dtype, wire: dtype }
+            OpSig::KvScatter {
+                tokens,
+                wire: dtype,
+                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: dtype },
+            }
         }
         "attn_merge" => {
             OpSig::AttnMerge { parts: f.take("p")?, rows: f.take("t")?, head_dim: f.take("d")?, out: dtype }
@@ -374,12 +394,9 @@ pub(crate) fn attn_decode(
         sequences: batch,
         kv_tokens: u64::from(batch) * u64::from(context),
         heads: heads.ratio.checked_mul(heads.kv)?,
-        kv_heads: heads.kv,
-        head_dim: heads.dim,
-        page_tokens,
         pages_max: context.div_ceil(page_tokens.max(1)),
         x: dtype,
-        kv: dtype,
+        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype: dtype },
     })
 }
 
@@ -398,13 +415,10 @@ pub(crate) fn attn_prefill(
         pairs: new * u64::from(before) + new * (new + 1) / 2,
         kv_tokens: u64::from(context),
         heads: heads.ratio.checked_mul(heads.kv)?,
-        kv_heads: heads.kv,
-        head_dim: heads.dim,
-        page_tokens,
         pages_max: context.div_ceil(page_tokens.max(1)),
         window: None,
         x: dtype,
-        kv: dtype,
+        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype: dtype },
     })
 }
 

@@ -79,7 +79,7 @@ impl Worker {
         }
         let (slots, slot_bytes) = (landing.slots, landing.slot_bytes);
         let all_bytes = slot_bytes.checked_mul(slots.into()).filter(|&all| all <= LANDING_BYTES_MAX);
-        let token_bytes = self.pages.token_bytes(to.wire);
+        let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
         if slots == 0 || slots > SLOTS_MAX || slot_bytes < token_bytes || all_bytes.is_none() {
             return Err(Error::invalid(format!("{slots} staging slots of {slot_bytes} bytes are of no use")));
         }

@@ -15,10 +15,9 @@ use super::messages::{HandOff, Parcel, PeerWord, PieceId, Transfer};
 use super::pages::Pages;
 use super::worker::{Event, Worker};
 use crate::env::Task;
-use crate::model::ModelConfig;
 use crate::model::graph::{self, StepShape};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Result, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, Result, Slice};
 use mixfleet_scheduler::batch::{RequestId, Step};
 use mixfleet_scheduler::fleet::InstanceId;
 use std::collections::{BTreeMap, VecDeque};
@@ -69,20 +68,20 @@ impl Staging {
     /// Allocates on the device, for pieces of up to `slot_bytes`; with the pages that they are copied from and to.
     pub(super) fn new(
         device: &dyn Device,
-        config: &ModelConfig,
+        kv: KvShape,
         shape: &StepShape,
         slot_bytes: u64,
     ) -> Result<(Self, Pages)> {
-        let widest = 2 * u64::from(config.kv_heads * config.head_dim) * 4;
-        let piece_tokens =
-            (slot_bytes / (widest / 2)).max(u64::from(shape.tokens_max.max(shape.block_tokens)));
+        let widest = kv.wire_token_bytes(DType::F32);
+        let tokens_max = shape.tokens_max.max(shape.block_tokens);
+        let piece_tokens = (slot_bytes / (widest / 2)).max(u64::from(tokens_max));
         let gathered = || device.alloc(u64::from(shape.tokens_max) * widest, BufferUsage::Kv);
         let staging = Staging {
             gathered: [gathered()?, gathered()?, gathered()?, gathered()?],
             landing: device.alloc(slot_bytes.max(widest), BufferUsage::Kv)?,
             tokens_max: shape.tokens_max,
         };
-        Ok((staging, Pages::new(device, config, shape, piece_tokens)?))
+        Ok((staging, Pages::new(device, kv, piece_tokens)?))
     }
 
     /// Where the gathered KV of `layer` lies.
@@ -178,7 +177,7 @@ impl Worker {
             if let Some(to) = self.hand_off(request).map(|outgoing| outgoing.to.clone()) {
                 let first = to.from.clamp(start, end);
                 if first < end {
-                    let bytes = u64::from(end - first) * self.pages.token_bytes(to.wire);
+                    let bytes = u64::from(end - first) * self.pages.shape.wire_token_bytes(to.wire);
                     let (tokens, row) = (first..end, row + first - start);
                     leaving.push(Leaving { request, to, tokens, row, offset });
                     offset += bytes;
@@ -198,7 +197,7 @@ impl Worker {
     pub(super) fn gathers(&self, layer: usize, pass: &graph::Pass, leaving: &[Leaving]) -> Result<Vec<Cmd>> {
         let gather = |part: &Leaving| {
             let (tokens, wire) = (part.tokens.len() as u32, part.to.wire);
-            let bytes = u64::from(tokens) * self.pages.token_bytes(wire);
+            let bytes = u64::from(tokens) * self.pages.shape.wire_token_bytes(wire);
             let slots = self.forward.slots(pass, part.row, tokens);
             let to = self.staging.gathered(layer, part.offset, bytes);
             self.pages.gather(&self.forward, layer, slots, (to, wire))
@@ -209,7 +208,7 @@ impl Worker {
     /// Sends what was gathered of `layer`.
     pub(super) async fn deliver(&mut self, layer: usize, leaving: &[Leaving]) -> Result<()> {
         for Leaving { request, to, tokens, offset, .. } in leaving {
-            let token_bytes = self.pages.token_bytes(to.wire);
+            let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
             for piece in pieces(layer as u32, tokens.clone(), self.piece_tokens_max(to)) {
                 let offset = offset + u64::from(piece.first - tokens.start) * token_bytes;
                 let from = self.staging.gathered(layer, offset, u64::from(piece.tokens) * token_bytes);
@@ -232,7 +231,7 @@ impl Worker {
 
     /// Tokens of the largest piece that fits a slot there and the staging here.
     pub(super) fn piece_tokens_max(&self, to: &HandOff) -> u32 {
-        let token_bytes = self.pages.token_bytes(to.wire);
+        let token_bytes = self.pages.shape.wire_token_bytes(to.wire);
         let most = (to.landing.slot_bytes / token_bytes).max(1);
         most.min(u64::from(self.staging.tokens_max)) as u32
     }
@@ -287,7 +286,7 @@ impl Worker {
                 self.tell_tiers();
             }
             Place::Device(slots) => {
-                let bytes = u64::from(piece.tokens) * self.pages.token_bytes(to.wire);
+                let bytes = u64::from(piece.tokens) * self.pages.shape.wire_token_bytes(to.wire);
                 let from = self.staging.gathered(0, 0, bytes);
                 let layer = piece.layer as usize;
                 let copy = self.pages.gather(&self.forward, layer, slots, (from.clone(), to.wire))?;

@@ -137,7 +137,7 @@ impl Worker {
         let awaited = active.and_then(|a| a.incoming.as_ref()).is_some_and(|incoming| {
             incoming.awaits(sender, &piece)
                 && DType::FLOATS.contains(&wire)
-                && bytes == u64::from(piece.tokens) * self.pages.token_bytes(wire)
+                && bytes == u64::from(piece.tokens) * self.pages.shape.wire_token_bytes(wire)
                 && bytes <= self.courier.slot_bytes()
         });
         let private = self.courier.private();

@@ -195,8 +195,8 @@ impl Loaded {
         let up = FromWorker::Up { instance: Box::new(self.describe(id, cost)), kv: self.kv(), silence_max };
         let Loaded { spec_device: device, forward, batch, below, disk_below, .. } = self;
         let name = format!("worker {}", device.info().id);
-        let (staging, pages) =
-            Staging::new(&*device, forward.config(), forward.shape(), hand_off.slot_bytes)?;
+        let kv = forward.shape().kv_shape(forward.config());
+        let (staging, pages) = Staging::new(&*device, kv, forward.shape(), hand_off.slot_bytes)?;
         let pinner = Arc::new(Pinner::new(device.clone()));
         if let (Some(pool), Some(disk)) = (&below, disk_below) {
             disk.attend(pool, &device.info().id, env);
@@ -267,8 +267,8 @@ impl Loaded {
 
 /// Asks the device about the operations that differ between models.
 fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape: &StepShape) -> Result<()> {
-    let StepShape { activations: x, kv, block_tokens: page_tokens, .. } = *shape;
-    let (heads, kv_heads, head_dim) = (c.heads, c.kv_heads, c.head_dim);
+    let (x, kv) = (shape.activations, shape.kv_shape(c));
+    let (heads, head_dim, wire) = (c.heads, c.head_dim, kv.dtype);
     let gemm = |weight, out| {
         let (m, n, k) = (1, c.hidden, c.hidden);
         OpSig::Gemm { m, n, k, x, weight, out, bias: c.qkv_bias, accumulate: false }
@@ -294,34 +294,21 @@ fn check_support(device: &dyn Device, c: &ModelConfig, weights: &Weights, shape:
         OpSig::Rope { tokens: 1, heads, head_dim, x },
         OpSig::SiluMul { elements: 1, x },
         OpSig::Argmax { rows: 1, cols: c.vocab },
-        OpSig::KvGather { tokens: 1, kv_heads, head_dim, page_tokens, kv, wire: kv },
-        OpSig::KvScatter { tokens: 1, kv_heads, head_dim, page_tokens, kv, wire: kv },
-        OpSig::KvWrite { tokens: 1, kv_heads, head_dim, page_tokens, x, kv },
+        OpSig::KvGather { tokens: 1, wire, kv },
+        OpSig::KvScatter { tokens: 1, wire, kv },
+        OpSig::KvWrite { tokens: 1, x, kv },
         OpSig::AttnPrefill {
             tokens: 1,
             sequences: 1,
             pairs: 1,
             kv_tokens: 1,
             heads,
-            kv_heads,
-            head_dim,
-            page_tokens,
             pages_max: 1,
             window: c.windows.iter().flatten().next().copied(),
             x,
             kv,
         },
-        OpSig::AttnDecode {
-            sequences: 1,
-            kv_tokens: 1,
-            heads,
-            kv_heads,
-            head_dim,
-            page_tokens,
-            pages_max: 1,
-            x,
-            kv,
-        },
+        OpSig::AttnDecode { sequences: 1, kv_tokens: 1, heads, pages_max: 1, x, kv },
     ];
     match needed.iter().find(|sig| device.support(sig) == Support::No) {
         None => Ok(()),

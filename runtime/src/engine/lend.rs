@@ -72,13 +72,13 @@ impl Worker {
         let chain: Vec<BlockHash> = (0..blocks).map(|block| text.hash(block)).collect();
         self.machine_step(Event::Lend { request, text })?;
 
-        let page_tokens = self.pages.page_tokens;
+        let page_tokens = self.pages.shape.page_tokens;
         let on_device = self.outgoing[&request].pages.len() as u32 * page_tokens;
         // What the receiver has already is not brought.
         let below_from = on_device.max(from / page_tokens * page_tokens);
         let mut below = None;
         // Below lies what the device gave up, in its dtype.
-        if wire == self.pages.kv && below_from < tokens.len() as u32 {
+        if wire == self.pages.shape.dtype && below_from < tokens.len() as u32 {
             let wanted = &chain[(below_from / page_tokens) as usize..];
             below = self.lease_to_lend(wanted, &tokens[below_from as usize..]);
         }
@@ -100,7 +100,7 @@ impl Worker {
 
     /// Where the bytes of a piece are: a copy, which is checked, of what lies in the lower tiers.
     pub(super) fn place(&self, request: RequestId, piece: &PieceId) -> Result<Place> {
-        let (outgoing, page_tokens) = (&self.outgoing[&request], self.pages.page_tokens);
+        let (outgoing, page_tokens) = (&self.outgoing[&request], self.pages.shape.page_tokens);
         let (first, tokens) = (piece.first, piece.first..piece.first + piece.tokens);
         let lent = outgoing.below.as_ref().filter(|_| first >= outgoing.pages.len() as u32 * page_tokens);
         let Some(Lent { from, lease, digests }) = lent else {
@@ -110,7 +110,7 @@ impl Worker {
             };
             return Ok(Place::Device(self.pages.slots(&*self.device, pages, tokens)?));
         };
-        let token_bytes = self.pages.token_bytes(self.pages.kv) as usize;
+        let token_bytes = self.pages.shape.wire_token_bytes(self.pages.shape.dtype) as usize;
         let mut payload = Vec::with_capacity(piece.tokens as usize * token_bytes);
         let (mut at, end) = (first - *from, tokens.end - *from);
         while at < end {
@@ -136,7 +136,7 @@ impl Worker {
     fn lease_to_lend(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
         let lent: usize = self.outgoing.values().filter_map(|o| Some(o.below.as_ref()?.lease.len())).sum();
         let most = (self.below.as_ref()?.dram_blocks() / 2).saturating_sub(lent).min(chain.len());
-        let lease = self.lease(&chain[..most], &tokens[..most * self.pages.page_tokens as usize]);
+        let lease = self.lease(&chain[..most], &tokens[..most * self.pages.shape.page_tokens as usize]);
         self.tell_tiers();
         lease
     }

@@ -144,10 +144,10 @@ impl Below {
         page: u32,
         way: Way,
     ) -> Result<Vec<Cmd>> {
-        let slots = pages.slots(device, &[page], 0..pages.page_tokens)?;
+        let slots = pages.slots(device, &[page], 0..pages.shape.page_tokens)?;
         let layer_bytes = self.block.bytes / self.layers as u64;
         let copy = |layer: usize| {
-            let staged = (self.block.range(layer as u64 * layer_bytes, layer_bytes), pages.kv);
+            let staged = (self.block.range(layer as u64 * layer_bytes, layer_bytes), pages.shape.dtype);
             match way {
                 Way::Down => pages.gather(forward, layer, slots.clone(), staged),
                 Way::Up => pages.scatter(forward, layer, slots.clone(), staged),

@@ -178,7 +178,7 @@ impl Worker {
         if let Some(to) = hand_off {
             self.begin_outgoing(request, Outgoing::new(Transfer::HandOff, to))?;
         }
-        let source = pull.map(|source| source.capped(job.length(), self.pages.page_tokens));
+        let source = pull.map(|source| source.capped(job.length(), self.pages.shape.page_tokens));
         let pulls = source.map_or(0, |source| source.until);
         let (gives_way, text) = self.begin(job, source.map(|source| (Transfer::Prefix, source)));
         self.machine_step(Event::Add { request, due, gives_way, text, pulls, after })

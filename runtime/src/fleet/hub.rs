@@ -3,7 +3,7 @@
 use super::ledger::{BEAT, Given, Ledger, News};
 use super::rights::{Giver, Listening, relay};
 use super::seats::{Seat, Seats};
-use super::session::{Caller, Command, Hello, ModelIdentity, PeerMessage, SessionRefusal, Session, Word};
+use super::session::{Caller, Command, Hello, ModelIdentity, PeerMessage, Session, SessionRefusal, Word};
 use crate::engine::directory::{Directory, Inboxes};
 use crate::engine::instance::Surroundings;
 use crate::engine::messages::{FromWorker, PeerWord, Report, ToWorker};

@@ -37,4 +37,6 @@ pub use hub::{Hub, WorkerProcess};
 #[cfg(feature = "fleet")]
 pub use join::{attend_members, meet_members};
 pub use router::Router;
-pub use session::{Caller, Command, Hello, ModelIdentity, PROTOCOL, PeerMessage, SessionRefusal, Session, Word};
+pub use session::{
+    Caller, Command, Hello, ModelIdentity, PROTOCOL, PeerMessage, Session, SessionRefusal, Word,
+};

@@ -1,6 +1,6 @@
 //! The shape of a decoder-only transformer, whatever family it comes from.
 
-use mixfleet_hal::DType;
+use mixfleet_hal::{DType, KvShape};
 use mixfleet_scheduler::cost::ModelShape;
 
 /// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
@@ -50,9 +50,14 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
+    /// Its KV in pages of so many tokens.
+    pub fn kv_shape(&self, page_tokens: u32, dtype: DType) -> KvShape {
+        KvShape { kv_heads: self.kv_heads, head_dim: self.head_dim, page_tokens, dtype }
+    }
+
     /// KV bytes of one token over all layers.
     pub fn kv_bytes_per_token(&self, kv: DType) -> u64 {
-        2 * u64::from(self.layers) * u64::from(self.kv_heads) * u64::from(self.head_dim) * kv.size_bytes()
+        u64::from(self.layers) * self.kv_shape(1, kv).wire_token_bytes(kv)
     }
 
     /// The model's shape for cost prediction, with these dtypes and this page size.

@@ -6,7 +6,7 @@
 
 use super::arena::{Arena, Packer, rows_of, table_row};
 use super::{LayerWeights, ModelConfig, Tensor, Weights};
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Scalar, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Scalar, Slice};
 use std::sync::Arc;
 
 /// Minimum row length of the block table in a recorded step, so that short sequences share a recording.
@@ -27,6 +27,13 @@ pub struct StepShape {
     pub activations: DType,
     /// Dtype of the KV pools.
     pub kv: DType,
+}
+
+impl StepShape {
+    /// The KV of a model in such pages.
+    pub fn kv_shape(&self, config: &ModelConfig) -> KvShape {
+        config.kv_shape(self.block_tokens, self.kv)
+    }
 }
 
 /// One sequence's part in a step.
@@ -370,12 +377,12 @@ impl Forward {
     /// Appends KV write and attention: decodes first, then prefills.
     fn attention(&self, at: usize, sizes: &Sizes, inputs: &Inputs, list: &mut Vec<Cmd>) -> Result<()> {
         let (c, arena) = (&self.config, &self.arena);
-        let StepShape { activations: x, kv, block_tokens: page_tokens, .. } = self.shape;
-        let (heads, kv_heads, head_dim, tokens) = (c.heads, c.kv_heads, c.head_dim, sizes.tokens);
+        let (x, kv) = (self.shape.activations, self.shape.kv_shape(c));
+        let (heads, head_dim, tokens) = (c.heads, c.head_dim, sizes.tokens);
         let (k_pool, v_pool) = self.pools[at].clone();
-        let k = rows_of(&arena.k, tokens, kv_heads * head_dim, x);
-        let v = rows_of(&arena.v, tokens, kv_heads * head_dim, x);
-        let sig = OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv };
+        let k = rows_of(&arena.k, tokens, c.kv_heads * head_dim, x);
+        let v = rows_of(&arena.v, tokens, c.kv_heads * head_dim, x);
+        let sig = OpSig::KvWrite { tokens, x, kv };
         list.push(Cmd::new(sig, &[k, v, inputs.slots.clone(), k_pool.clone(), v_pool.clone()])?);
 
         let window = c.windows[at];
@@ -389,17 +396,7 @@ impl Forward {
             let acc = rows_of(&arena.acc, rows, head_dim, DType::F32);
             let stat = rows_of(&arena.stat, rows, 2, DType::F32);
             let (kv_tokens, pages_max) = (kv_sizes.decode_tokens, sizes.decode_pages_max);
-            let sig = OpSig::AttnDecode {
-                sequences,
-                kv_tokens,
-                heads,
-                kv_heads,
-                head_dim,
-                page_tokens,
-                pages_max,
-                x,
-                kv,
-            };
+            let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv };
             let (range, pages) = (inputs.ranges[which].clone(), inputs.decode_pages.clone());
             let q = arena.q.range(0, split);
             let (k_pool, v_pool) = (k_pool.clone(), v_pool.clone());
@@ -414,9 +411,6 @@ impl Forward {
                 pairs: kv_sizes.prefill_pairs,
                 kv_tokens: kv_sizes.prefill_tokens,
                 heads,
-                kv_heads,
-                head_dim,
-                page_tokens,
                 pages_max: sizes.prefill_pages_max,
                 window,
                 x,

@@ -153,11 +153,8 @@ fn trace(scene: &Scene, checkpoint: &Checkpoint) -> Vec<Wanted> {
 /// KV leaves and lands in no time: what the wires between instances take is the transport's, and copies in
 /// memory take none of the virtual time.
 fn copies_of_kv(config: &ModelConfig) -> Vec<Point> {
-    let (kv_heads, head_dim, page_tokens, kv) = (config.kv_heads, config.head_dim, BLOCK_TOKENS, DType::Bf16);
-    let sigs = [
-        OpSig::KvGather { tokens: 64, kv_heads, head_dim, page_tokens, kv, wire: kv },
-        OpSig::KvScatter { tokens: 64, kv_heads, head_dim, page_tokens, kv, wire: kv },
-    ];
+    let (kv, wire) = (config.kv_shape(BLOCK_TOKENS, DType::Bf16), DType::Bf16);
+    let sigs = [OpSig::KvGather { tokens: 64, wire, kv }, OpSig::KvScatter { tokens: 64, wire, kv }];
     sigs.map(|sig| Point { sig, time: Seconds(1e-15) }).to_vec()
 }
 

@@ -16,19 +16,9 @@ fn key(sig: OpSig) -> OpSig {
         OpSig::RmsNorm { rows, cols, x, weight, out, .. } => {
             OpSig::RmsNorm { rows, cols, eps: Scalar(0.0), x, weight, out }
         }
-        OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, x, kv, .. } => {
+        OpSig::AttnDecode { sequences, heads, x, kv, .. } => {
             let (kv_tokens, pages_max) = (0, 0);
-            OpSig::AttnDecode {
-                sequences,
-                kv_tokens,
-                heads,
-                kv_heads,
-                head_dim,
-                page_tokens,
-                pages_max,
-                x,
-                kv,
-            }
+            OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv }
         }
         sig => sig,
     }

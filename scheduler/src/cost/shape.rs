@@ -1,7 +1,7 @@
 //! A model's shape, and the operations of a step.
 
 use super::Prefill;
-use mixfleet_hal::{DType, OpSig, Scalar};
+use mixfleet_hal::{DType, KvShape, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 
 /// The properties of a decoder-only transformer that determine its cost.
@@ -54,6 +54,12 @@ impl ModelShape {
     /// Number of decoder layers.
     pub fn layers(&self) -> u32 {
         self.windows.len() as u32
+    }
+
+    /// Its KV.
+    pub fn kv_shape(&self) -> KvShape {
+        let ModelShape { kv_heads, head_dim, page_tokens, kv: dtype, .. } = *self;
+        KvShape { kv_heads, head_dim, page_tokens, dtype }
     }
 
     /// KV bytes of one token over all layers: K and V.
@@ -138,13 +144,10 @@ impl ModelShape {
                 pairs: parts.iter().map(|part| visible_pairs(part.context, part.tokens, window)).sum(),
                 kv_tokens: parts.iter().map(reach).sum(),
                 heads: self.heads,
-                kv_heads: self.kv_heads,
-                head_dim: self.head_dim,
-                page_tokens: self.page_tokens,
                 pages_max: parts.iter().map(|part| self.pages(context(part))).max().unwrap_or(0),
                 window,
                 x: self.activation,
-                kv: self.kv,
+                kv: self.kv_shape(),
             };
             push(ops, sig, layers);
         }
@@ -158,12 +161,9 @@ impl ModelShape {
                 sequences: batch,
                 kv_tokens: kv_tokens.min(reach),
                 heads: self.heads,
-                kv_heads: self.kv_heads,
-                head_dim: self.head_dim,
-                page_tokens: self.page_tokens,
                 pages_max: self.pages(longest),
                 x: self.activation,
-                kv: self.kv,
+                kv: self.kv_shape(),
             };
             push(ops, sig, layers);
             let rows = batch * self.heads;
@@ -188,8 +188,7 @@ impl ModelShape {
             OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }
         };
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let (kv_heads, head_dim, page_tokens) = (self.kv_heads, self.head_dim, self.page_tokens);
-        let rope = |heads| OpSig::Rope { tokens, heads, head_dim, x };
+        let rope = |heads| OpSig::Rope { tokens, heads, head_dim: self.head_dim, x };
 
         let mut ops = Vec::new();
         push(&mut ops, self.pick(tokens, self.vocab, weight), 1);
@@ -202,7 +201,7 @@ impl ModelShape {
         }
         push(&mut ops, rope(self.heads), layers);
         push(&mut ops, rope(self.kv_heads), layers);
-        push(&mut ops, OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv: self.kv }, layers);
+        push(&mut ops, OpSig::KvWrite { tokens, x, kv: self.kv_shape() }, layers);
         push(&mut ops, add(self.hidden, q, self.o_bias), layers);
         push(&mut ops, gemm(self.intermediate, self.hidden, self.mlp_bias), 2 * layers);
         let elements = u64::from(tokens) * u64::from(self.intermediate);

@@ -21,7 +21,7 @@ use gemm::rows::Rows;
 use gemm::{Operands, Shape};
 use kv::{Dense, PagedKv};
 use mixfleet_hal::cast::to_usize;
-use mixfleet_hal::{DType, OpSig, Result};
+use mixfleet_hal::{DType, KvShape, OpSig, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -200,26 +200,14 @@ unsafe fn run_gemm(shape: Shape, operands: Operands, phase: Phase, worker: &mut 
     }
 }
 
-fn pools(k: Span, v: Span, dtype: DType, page_tokens: u32, kv_heads: u32, head_dim: u32) -> PagedKv {
+fn pools(k: Span, v: Span, shape: KvShape) -> PagedKv {
+    let KvShape { kv_heads, head_dim, page_tokens, dtype } = shape;
     let (page_tokens, kv_heads, head_dim) = (page_tokens as usize, kv_heads as usize, head_dim as usize);
     PagedKv { k, v, dtype, page_tokens, kv_heads, head_dim }
 }
 
 fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {
-    let OpSig::AttnPrefill {
-        tokens,
-        sequences,
-        heads,
-        kv_heads,
-        head_dim,
-        page_tokens,
-        pages_max,
-        window,
-        x,
-        kv,
-        ..
-    } = *sig
-    else {
+    let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, x, kv, .. } = *sig else {
         unreachable!("only called for AttnPrefill");
     };
     Prefill {
@@ -227,7 +215,7 @@ fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {
         query_start: args[1],
         context: args[2],
         pages: args[3],
-        pools: pools(args[4], args[5], kv, page_tokens, kv_heads, head_dim),
+        pools: pools(args[4], args[5], kv),
         out: args[6],
         tokens: tokens as usize,
         sequences: sequences as usize,
@@ -239,15 +227,14 @@ fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {
 }
 
 fn decode(sig: &OpSig, args: &[Span]) -> Decode {
-    let OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. } = *sig
-    else {
+    let OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } = *sig else {
         unreachable!("only called for AttnDecode");
     };
     Decode {
         q: args[0],
         range: args[1],
         pages: args[2],
-        pools: pools(args[3], args[4], kv, page_tokens, kv_heads, head_dim),
+        pools: pools(args[3], args[4], kv),
         acc: args[5],
         stat: args[6],
         sequences: sequences as usize,
@@ -259,18 +246,19 @@ fn decode(sig: &OpSig, args: &[Span]) -> Decode {
 
 fn move_kv(sig: &OpSig, args: &[Span], worker: &mut Worker<'_>) -> Result<()> {
     match *sig {
-        OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, x, kv } => {
-            let pools = pools(args[3], args[4], kv, page_tokens, kv_heads, head_dim);
-            let dense = Dense { k: args[0], v: args[1], dtype: x, per_token: kv_heads as usize, v_first: 0 };
+        OpSig::KvWrite { tokens, x, kv } => {
+            let pools = pools(args[3], args[4], kv);
+            let dense =
+                Dense { k: args[0], v: args[1], dtype: x, per_token: kv.kv_heads as usize, v_first: 0 };
             kv::store(worker, &pools, &dense, args[2], tokens as usize)
         }
-        OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire } => {
-            let pools = pools(args[2], args[3], kv, page_tokens, kv_heads, head_dim);
-            kv::store(worker, &pools, &wire_rows(args[0], wire, kv_heads), args[1], tokens as usize)
+        OpSig::KvScatter { tokens, wire, kv } => {
+            let pools = pools(args[2], args[3], kv);
+            kv::store(worker, &pools, &wire_rows(args[0], wire, kv.kv_heads), args[1], tokens as usize)
         }
-        OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire } => {
-            let pools = pools(args[1], args[2], kv, page_tokens, kv_heads, head_dim);
-            kv::gather(worker, &pools, &wire_rows(args[3], wire, kv_heads), args[0], tokens as usize)
+        OpSig::KvGather { tokens, wire, kv } => {
+            let pools = pools(args[1], args[2], kv);
+            kv::gather(worker, &pools, &wire_rows(args[3], wire, kv.kv_heads), args[0], tokens as usize)
         }
         _ => unreachable!("only called for KV moves"),
     }

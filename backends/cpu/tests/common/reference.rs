@@ -1,7 +1,7 @@
 //! Attention in f64.
 
 use super::{Rig, f64s};
-use mixfleet_hal::{Cmd, DType, OpSig};
+use mixfleet_hal::{Cmd, DType, KvShape, OpSig};
 
 /// Shape and dtypes of a case.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +49,11 @@ fn fill(rig: &Rig, case: &Case, lengths: &[u32]) -> Filled {
             (rig.random(kv, length * kv_heads * head_dim), rig.random(kv, length * kv_heads * head_dim));
         all_k.push(f64s(kv, &k));
         all_v.push(f64s(kv, &v));
-        let sig = OpSig::KvWrite { tokens: length, kv_heads, head_dim, page_tokens, x: kv, kv };
+        let sig = OpSig::KvWrite {
+            tokens: length,
+            x: kv,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        };
         let [k_pool, v_pool] = pools;
         let mut after = rig.run(&sig, &[k, v, rig.u32s(&slots), k_pool, v_pool]).unwrap();
         let v_pool = after.pop().unwrap();
@@ -114,13 +118,10 @@ pub fn prefill(rig: &Rig, case: &Case, sequences: &[(u32, u32)], window: Option<
         pairs: 1,
         kv_tokens: 1,
         heads,
-        kv_heads,
-        head_dim,
-        page_tokens,
         pages_max: filled.pages_max,
         window,
         x,
-        kv,
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
     };
     let q = rig.random(x, tokens * heads * head_dim);
     let [k_pool, v_pool] = filled.pools.clone();
@@ -216,12 +217,9 @@ fn run_decode(rig: &Rig, case: &Case, filled: &Filled, q: &[u8], ranges: &[(u32,
         sequences,
         kv_tokens: 1,
         heads,
-        kv_heads,
-        head_dim,
-        page_tokens,
         pages_max: filled.pages_max,
         x,
-        kv,
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
     };
     let flat: Vec<u32> = ranges.iter().flat_map(|r| [r.0, r.1]).collect();
     let rows = (sequences * heads) as usize;
@@ -272,12 +270,9 @@ pub fn bad_decode(rig: &Rig, range: [u32; 2], page: u32) -> Cmd {
         sequences: 1,
         kv_tokens: 1,
         heads: 1,
-        kv_heads: 1,
-        head_dim: 16,
-        page_tokens: 16,
         pages_max: 1,
         x: DType::F32,
-        kv: DType::F32,
+        kv: KvShape { kv_heads: 1, head_dim: 16, page_tokens: 16, dtype: DType::F32 },
     };
     let zeros = |o: &mixfleet_hal::Operand| match o.extent {
         mixfleet_hal::op::Extent::Exactly(n) | mixfleet_hal::op::Extent::PagesOf(n) => {

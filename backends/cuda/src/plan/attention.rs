@@ -3,7 +3,7 @@
 use super::{DeviceRange, KernelArg, PlanStep, PlanTarget, VEC_BYTES, launch};
 use crate::kernels::{KernelProgram, KernelSource};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, OpSig, Result, Support};
+use mixfleet_hal::{DType, KvShape, OpSig, Result, Support};
 use std::fmt::Display;
 
 /// Threads per block: both decode kernels and `attn_prefill_mma` have 4 warps.
@@ -42,7 +42,9 @@ fn prefill_block(row_tiles: u32, head_dim: u32) -> (u32, u32) {
 }
 
 pub(super) fn prefill_support(sig: &OpSig, target: &PlanTarget) -> Support {
-    let OpSig::AttnPrefill { head_dim, x, kv, .. } = *sig else { unreachable!("called for attn_prefill") };
+    let OpSig::AttnPrefill { x, kv: KvShape { head_dim, dtype: kv, .. }, .. } = *sig else {
+        unreachable!("called for attn_prefill")
+    };
     if on_tensor_cores(x, kv, head_dim, target) { Support::Native } else { Support::Emulated }
 }
 
@@ -56,13 +58,10 @@ pub(super) fn prefill(
         tokens,
         sequences,
         heads,
-        kv_heads,
-        head_dim,
-        page_tokens,
         pages_max,
         window,
         x,
-        kv,
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
         ..
     } = *sig
     else {
@@ -103,7 +102,15 @@ pub(super) fn prefill(
 /// eight waves, so that the last one weighs little. The sizes are those that the host expects; a kernel makes
 /// parts longer where a sequence has more keys than `parts` of them hold.
 fn cut(sig: &OpSig, blocks_per_part: u64, target: &PlanTarget) -> (u64, u64) {
-    let OpSig::AttnDecode { sequences, kv_tokens, heads, head_dim, page_tokens, pages_max, .. } = *sig else {
+    let OpSig::AttnDecode {
+        sequences,
+        kv_tokens,
+        heads,
+        pages_max,
+        kv: KvShape { head_dim, page_tokens, .. },
+        ..
+    } = *sig
+    else {
         unreachable!("called for attn_decode")
     };
     let wave = u64::from(target.multiprocessors) * RESIDENT;
@@ -135,7 +142,14 @@ pub(super) fn decode(
     mut args: Vec<KernelArg>,
     target: &PlanTarget,
 ) -> Result<Vec<PlanStep>> {
-    let OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. } = *sig
+    let OpSig::AttnDecode {
+        sequences,
+        heads,
+        pages_max,
+        x,
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        ..
+    } = *sig
     else {
         unreachable!("called for attn_decode")
     };
@@ -206,12 +220,9 @@ mod tests {
             sequences,
             kv_tokens: u64::from(sequences) * u64::from(context),
             heads: 32,
-            kv_heads: 8,
-            head_dim: 128,
-            page_tokens: 16,
             pages_max: context.div_ceil(16),
             x: DType::Bf16,
-            kv: DType::Bf16,
+            kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: DType::Bf16 },
         }
     }
 

@@ -9,7 +9,7 @@ mod gemm;
 use crate::kernels::{KernelProgram, KernelSource};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::op::Extent;
-use mixfleet_hal::{DType, Error, OpSig, Result, Support};
+use mixfleet_hal::{DType, Error, KvShape, OpSig, Result, Support};
 
 /// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,9 +213,17 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             let vec = vector(cols.into(), &operands[..1]);
             rows_launch("argmax", (DType::F32, DType::F32, DType::F32), (rows, cols), vec, 1024, args)
         }
-        OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, kv, x: other }
-        | OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: other }
-        | OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: other } => {
+        OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
+        | OpSig::KvGather {
+            tokens,
+            wire: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        }
+        | OpSig::KvScatter {
+            tokens,
+            wire: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        } => {
             let vec = vector(head_dim.into(), operands);
             let count = u64::from(tokens) * u64::from(kv_heads) * u64::from(head_dim) / vec;
             args.extend([
@@ -276,7 +284,8 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
             gemm::support(sig, target)
         }
         _ if sig.operands().iter().any(eight_bits) => Support::No,
-        OpSig::AttnPrefill { head_dim, .. } | OpSig::AttnDecode { head_dim, .. }
+        OpSig::AttnPrefill { kv: KvShape { head_dim, .. }, .. }
+        | OpSig::AttnDecode { kv: KvShape { head_dim, .. }, .. }
             if head_dim > HEAD_DIM_MAX || head_dim == 0 =>
         {
             Support::No

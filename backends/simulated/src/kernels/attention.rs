@@ -12,7 +12,7 @@ use crate::digest::mix;
 use crate::memory::{Edit, Store};
 use crate::slots::{Division, SlotPools, Slots};
 use mixfleet_hal::cast::{low_u32, to_u32, to_usize};
-use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
+use mixfleet_hal::{Cmd, DType, Error, KvShape, OpSig, Result, Slice};
 
 const PIECE_BITS: u32 = 22;
 const PIECES_MAX: u32 = 3;
@@ -79,7 +79,13 @@ fn covering(row: &[u32], end: u64, page_tokens: u32, pages: u64) -> Result<&[u32
 
 pub(super) fn prefill(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let OpSig::AttnPrefill {
-        tokens, heads, kv_heads, head_dim, page_tokens, pages_max, window, x, kv, ..
+        tokens,
+        heads,
+        pages_max,
+        window,
+        x,
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        ..
     } = *cmd.sig()
     else {
         unreachable!("dispatched by kind")
@@ -124,8 +130,14 @@ fn put_heads(store: &mut Store, out: &Slice, dtype: DType, digests: &[u64], head
 }
 
 pub(super) fn decode(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::AttnDecode { sequences, heads, kv_heads, head_dim, page_tokens, pages_max, x, kv, .. } =
-        *cmd.sig()
+    let OpSig::AttnDecode {
+        sequences,
+        heads,
+        pages_max,
+        x,
+        kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        ..
+    } = *cmd.sig()
     else {
         unreachable!("dispatched by kind")
     };

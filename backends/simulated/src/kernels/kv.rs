@@ -8,7 +8,7 @@ use crate::digest::{self, mix};
 use crate::memory::{Edit, Store};
 use half::{bf16, f16};
 use mixfleet_hal::cast::{to_u8, to_usize};
-use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
+use mixfleet_hal::{Cmd, DType, Error, KvShape, OpSig, Result, Slice};
 
 /// Number of elements after which a row repeats: 256 bits of its digest.
 const PATTERN: usize = 64;
@@ -38,7 +38,8 @@ fn filled<const N: usize>(dtype: DType, elements: usize, digests: &[u64], out: &
 }
 
 pub(super) fn write(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::KvWrite { tokens, kv_heads, head_dim, x, kv, .. } = *cmd.sig() else {
+    let OpSig::KvWrite { tokens, x, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. } = *cmd.sig()
+    else {
         unreachable!("dispatched by kind")
     };
     let args = cmd.args();
@@ -59,7 +60,8 @@ pub(super) fn write(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 pub(super) fn gather(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::KvGather { tokens, kv_heads, head_dim, kv, wire, .. } = *cmd.sig() else {
+    let OpSig::KvGather { tokens, wire, kv: KvShape { kv_heads, head_dim, dtype: kv, .. }, .. } = *cmd.sig()
+    else {
         unreachable!("dispatched by kind")
     };
     let args = cmd.args();
@@ -80,7 +82,9 @@ pub(super) fn gather(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 pub(super) fn scatter(store: &mut Store, cmd: &Cmd) -> Result<()> {
-    let OpSig::KvScatter { kv, wire, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
+    let OpSig::KvScatter { wire, kv: KvShape { dtype: kv, .. }, .. } = *cmd.sig() else {
+        unreachable!("dispatched by kind")
+    };
     let args: &[Slice] = cmd.args();
     let slots = store.words(&args[1])?;
     let rows = converted(wire, kv, store.bytes(&args[0])?.to_vec());

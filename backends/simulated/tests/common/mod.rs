@@ -4,7 +4,7 @@
 
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Queue, Slice};
+use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Queue, Slice};
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
 use mixfleet_simulated::{TimeOnlyDevice, VirtualClock};
@@ -155,11 +155,8 @@ impl Rig {
         let (tokens, (kv_heads, head_dim)) = (slots.len() as u32, self.kv_shape());
         let sig = OpSig::KvGather {
             tokens,
-            kv_heads,
-            head_dim,
-            page_tokens: self.form.block_tokens,
-            kv: self.form.kv,
             wire,
+            kv: KvShape { kv_heads, head_dim, page_tokens: self.form.block_tokens, dtype: self.form.kv },
         };
         let bytes = u64::from(2 * tokens * kv_heads * head_dim) * wire.size_bytes();
         let out = self.device.alloc(bytes, BufferUsage::Staging).unwrap();
@@ -174,11 +171,8 @@ impl Rig {
         let (tokens, (kv_heads, head_dim)) = (slots.len() as u32, self.kv_shape());
         let sig = OpSig::KvScatter {
             tokens,
-            kv_heads,
-            head_dim,
-            page_tokens: self.form.block_tokens,
-            kv: self.form.kv,
             wire,
+            kv: KvShape { kv_heads, head_dim, page_tokens: self.form.block_tokens, dtype: self.form.kv },
         };
         let from = self.device.alloc(data.len() as u64, BufferUsage::Staging).unwrap();
         self.device.write(&from, data).unwrap();

@@ -4,7 +4,7 @@ use super::kv::Part;
 use super::{Operand, Planner};
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, OpSig, Result};
+use mixfleet_hal::{DType, KvShape, OpSig, Result};
 
 /// Threads per workgroup.
 const GROUP: u32 = 128;
@@ -108,7 +108,13 @@ impl Planner {
     pub(super) fn attention(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
         match (*sig, operands) {
             (
-                OpSig::AttnPrefill { heads, kv_heads, head_dim, page_tokens, pages_max, window, .. },
+                OpSig::AttnPrefill {
+                    heads,
+                    pages_max,
+                    window,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, .. },
+                    ..
+                },
                 [q, query_start, context, pages, k_pool, v_pool, out],
             ) => {
                 let window = window.unwrap_or(u32::MAX);
@@ -116,7 +122,12 @@ impl Planner {
                 self.prefill(sig, &heads, [q, query_start, context, pages], [k_pool, v_pool], out)
             }
             (
-                OpSig::AttnDecode { heads, kv_heads, head_dim, page_tokens, pages_max, .. },
+                OpSig::AttnDecode {
+                    heads,
+                    pages_max,
+                    kv: KvShape { kv_heads, head_dim, page_tokens, .. },
+                    ..
+                },
                 [q, range, pages, k_pool, v_pool, acc, stat],
             ) => {
                 let heads = Heads { heads, kv_heads, head_dim, page_tokens, pages_max, window: u32::MAX };

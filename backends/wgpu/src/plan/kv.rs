@@ -3,7 +3,7 @@
 use super::{GROUP, NAN, Operand, Planner, words};
 use crate::kernels::{File, Kernel};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{Error, OpSig, Result};
+use mixfleet_hal::{Error, KvShape, OpSig, Result};
 
 /// A part of keys and values: pages from `first` to `end`.
 pub(super) struct Part {
@@ -31,9 +31,17 @@ impl Planner {
     }
 
     pub(super) fn kv(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
-        let (OpSig::KvWrite { tokens, kv_heads, head_dim, page_tokens, kv, x: other }
-        | OpSig::KvGather { tokens, kv_heads, head_dim, page_tokens, kv, wire: other }
-        | OpSig::KvScatter { tokens, kv_heads, head_dim, page_tokens, kv, wire: other }) = *sig
+        let (OpSig::KvWrite { tokens, x: other, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv } }
+        | OpSig::KvGather {
+            tokens,
+            wire: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        }
+        | OpSig::KvScatter {
+            tokens,
+            wire: other,
+            kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv },
+        }) = *sig
         else {
             return Ok(());
         };

@@ -1,7 +1,7 @@
 //! The service of a worker process.
 
 use super::super::hub::Hub;
-use super::super::session::{Command, Hello, PeerMessage, SessionRefusal, Session};
+use super::super::session::{Command, Hello, PeerMessage, Session, SessionRefusal};
 use super::carry::{BACKLOG_BYTES_MAX, carry, outflow};
 use super::codec::{Words, decode, encode, with_causes};
 use super::guests::{Standing, accept};
