@@ -544,6 +544,19 @@ mod tests {
     }
 
     #[test]
+    fn the_shape_of_paged_kv_is_written_as_fields_of_its_operation() {
+        let kv = KvShape { kv_heads: 2, head_dim: 16, page_tokens: 8, dtype: DType::Bf16 };
+        let sig = OpSig::KvGather { tokens: 3, kv, wire: DType::F32 };
+        let json = serde_json::json!({
+            "op": "kv_gather", "tokens": 3, "kv_heads": 2, "head_dim": 16, "page_tokens": 8, "kv": "bf16",
+            "wire": "f32",
+        });
+        assert_eq!(serde_json::to_value(sig).unwrap(), json);
+        assert_eq!(serde_json::from_value::<OpSig>(json).unwrap(), sig);
+        assert_eq!((sig.kv(), GEMM.kv(), kv.wire_token_bytes(DType::F32)), (Some(kv), None, 2 * 2 * 16 * 4));
+    }
+
+    #[test]
     fn only_rows_in_use_of_a_table_are_counted() {
         let sig = OpSig::Embed { tokens: 4, vocab: 1000, hidden: 8, table: DType::Bf16, out: DType::F32 };
         assert_eq!(sig.bytes(), f64::from(4 * 4 + 4 * 8 * 2 + 4 * 8 * 4));

@@ -1,6 +1,7 @@
 //! What others ask of an instance, held to what it can do before anything acts on it.
 //!
-//! Routers and peers are other processes, of which one may be broken or hostile: whatever they send ends with a refusal at worst.
+//! Routers and peers are other processes, of which one may be broken or hostile: whatever they send ends with
+//! a refusal at worst.
 
 use super::messages::{HandOff, Job, Source};
 use super::worker::Worker;

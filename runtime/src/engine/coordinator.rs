@@ -86,7 +86,8 @@ pub(super) struct Tracked {
     placed_at: Seconds,
     /// When its instances were last given something to do.
     pub(super) asked_at: Seconds,
-    /// Instances that were lost with it in work, and whether that is certain: one that is only out of reach may be seen again.
+    /// Instances that were lost with it in work, and whether that is certain: one that is only out of reach
+    /// may be seen again.
     pub(super) losses: Vec<(InstanceId, bool)>,
     /// How often there was no memory for its KV.
     pub(super) refusals: u32,
@@ -94,7 +95,8 @@ pub(super) struct Tracked {
 }
 
 impl Tracked {
-    /// Tells the client, whose channel has room for all that comes once. One that is gone is noticed by its watcher.
+    /// Tells the client, whose channel has room for all that comes once. One that is gone is noticed by its
+    /// watcher.
     fn tell(&self, update: Update) {
         if let Err(TrySendError::Full(update)) = self.updates.try_send(update) {
             debug_assert!(false, "request {}: no room for {update:?}", self.wanted.id);
@@ -102,7 +104,8 @@ impl Tracked {
         }
     }
 
-    /// Tells where it is now, unless the client has not taken what it was told and there is only room for that which must come.
+    /// Tells where it is now, unless the client has not taken what it was told and there is only room for
+    /// that which must come.
     fn tell_place(&self, prefill: String, decode: String) {
         let still_to_come =
             self.wanted.max_tokens as usize - self.generated.len() + UPDATES_BESIDE_TOKENS - 1;
@@ -143,7 +146,8 @@ pub(super) struct Coordinator {
     pub(super) ways: Ways,
     /// The next request's id.
     pub(super) next: RequestId,
-    /// The environment's beginning in seconds since 1970: instances order the requests of all routers by one clock.
+    /// The environment's beginning in seconds since 1970: instances order the requests of all routers by one
+    /// clock.
     pub(super) began: Seconds,
     pub(super) left: mpsc::Receiver<RequestId>,
     pub(super) leave: mpsc::Sender<RequestId>,
@@ -439,7 +443,8 @@ impl Coordinator {
         }
     }
 
-    /// Reports of an earlier placement come late when an instance was lost meanwhile, and nobody else speaks for a request.
+    /// Reports of an earlier placement come late when an instance was lost meanwhile, and nobody else speaks
+    /// for a request.
     fn is_current(&self, instance: InstanceId, request: RequestId, attempt: u32) -> bool {
         self.requests.get(&request).is_some_and(|tracked| {
             tracked.attempt == attempt && [tracked.prefill, tracked.decode].contains(&instance)

@@ -1,13 +1,13 @@
-//! KV on its way from the instance that has it to one that needs it: a prompt that is computed here and decoded there, or a prefix
-//! that is lent.
+//! KV on its way from the instance that has it to one that needs it: a prompt that is computed here and
+//! decoded there, or a prefix that is lent.
 //!
-//! A layer's KV of the tokens just computed is gathered on the device into the wire layout, read to
-//! the host, written to a staging slot of the receiver over a transport, checked there (XXH3-64 of
-//! the payload), and scattered into the receiver's own pages. The wire layout is neutral, so unlike
-//! page sizes and dtypes meet without a special case. While layer k travels, layers k+1.. compute:
-//! the sender keeps `depth` layers in its queue. What is there already (a cached prefix, a lent one) waits in a queue of pieces,
-//! of which one leaves between steps whenever a slot is free. A piece that arrives corrupt, or does not arrive, is
-//! sent again a few times, then given up; the receiver recomputes what is missing.
+//! A layer's KV of the tokens just computed is gathered on the device into the wire layout, read to the host,
+//! written to a staging slot of the receiver over a transport, checked there (XXH3-64 of the payload), and
+//! scattered into the receiver's own pages. The wire layout is neutral, so unlike page sizes and dtypes meet
+//! without a special case. While layer k travels, layers k+1.. compute: the sender keeps a few layers in its
+//! queue. What is there already (a cached prefix, a lent one) waits in a queue of pieces: between steps,
+//! pieces leave while there are slots for them. A piece that arrives corrupt, or does not arrive, is sent
+//! again a few times, then given up; the receiver recomputes what is missing.
 
 use super::courier::{SENDS_MAX, Sent};
 use super::lend::{Lent, Place};
@@ -65,7 +65,8 @@ pub(super) struct Leaving {
 }
 
 impl Staging {
-    /// Allocates on the device, for pieces of up to `slot_bytes`; with the pages that they are copied from and to.
+    /// Allocates on the device, for pieces of up to `slot_bytes`; with the pages that they are copied from
+    /// and to.
     pub(super) fn new(
         device: &dyn Device,
         kv: KvShape,
@@ -384,8 +385,8 @@ impl Worker {
         tracing::warn!(request, layer = piece.layer, first = piece.first, "KV is recomputed by the receiver");
     }
 
-    /// Waits for a free slot of a receiver; none if it is gone. What peers say meanwhile is heard: two instances that send to each other
-    /// would wait for ever otherwise.
+    /// Waits for a free slot of a receiver; none if it is gone. What peers say meanwhile is heard: two
+    /// instances that send to each other would wait for ever otherwise.
     async fn credit(&mut self, to: &HandOff) -> Result<Option<u32>> {
         loop {
             match self.courier.take_slot(to.to, &to.landing) {
@@ -482,7 +483,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed anew.
+    /// Nobody confirms what went to a lost peer: whatever was handed over to it is its own, or is placed
+    /// anew.
     pub(super) fn stop_all_to(&mut self, peer: InstanceId) -> Result<()> {
         self.stop_all(|outgoing| outgoing.ends_with(peer))
     }

@@ -1,5 +1,4 @@
-//! The receiver's side of a hand-off, and of a prefix that another instance lends: pieces are waited for, checked and put into the
-//! sequence's pages.
+//! The receiver's side of a transfer: pieces are waited for, checked and put into the sequence's pages.
 
 use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
@@ -31,7 +30,8 @@ impl Incoming {
         Incoming { sender, transfer, from, length, layers, settled, valid, next: None }
     }
 
-    /// `sender` lends no more than `until` tokens. It says so before it sends; what came before that is not used.
+    /// `sender` lends no more than `until` tokens. It says so before it sends; what came before that is not
+    /// used.
     pub(super) fn shorten(&mut self, sender: InstanceId, until: u32) {
         if self.is_lent_by(sender) {
             let until = if self.settled.token_layers() == 0 { until } else { 0 };
@@ -129,8 +129,8 @@ impl Worker {
         }
     }
 
-    /// Takes a piece out of its slot, checks it and puts it into the sequence's pages. What is checked is a copy, and the copy is
-    /// what the device gets: a sender may write to its slot at any time.
+    /// Takes a piece out of its slot, checks it and puts it into the sequence's pages. What is checked is a
+    /// copy, and the copy is what the device gets: a sender may write to its slot at any time.
     pub(super) fn receive(&mut self, sender: InstanceId, parcel: Parcel) -> Result<()> {
         let Parcel { request, attempt, piece, slot, bytes, hash, wire } = parcel;
         let active = self.active.get(&request).filter(|a| a.attempt == attempt);

@@ -231,12 +231,14 @@ impl Loaded {
             metrics: metrics.clone(),
         };
         directory.enter(id, Inboxes { orders: Some(orders_sender), words: Some(words_sender) });
-        // Before it works, so that who comes then finds it. Nobody is left to be told only when nobody wants the worker any more.
+        // Before it works, so that who comes then finds it. Nobody is left to be told only when nobody wants
+        // the worker any more.
         let _ = reports.send((id, up));
         env.spawn_worker(&name, Box::pin(worker.run())).map_err(no_thread)
     }
 
-    /// A step that takes longer means that the device hangs: many times what the largest one is predicted to take.
+    /// A step that takes longer means that the device hangs: many times what the largest one is predicted to
+    /// take.
     fn step_timeout(&self, cost: &CostModel) -> Duration {
         let shape = self.forward.shape();
         let context = self.forward.config().context_max.saturating_sub(shape.tokens_max);

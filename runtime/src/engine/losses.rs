@@ -1,5 +1,5 @@
-//! Instances that come and go, and what becomes of their requests: each is placed anew from its prompt and the tokens that the client has, waits
-//! for a place where one may come, or ends.
+//! Instances that come and go, and what becomes of their requests: each is placed anew from its prompt and
+//! the tokens that the client has, waits for a place where one may come, or ends.
 
 use super::coordinator::{Coordinator, InstanceHandle, Stage};
 use super::messages::PeerWord;

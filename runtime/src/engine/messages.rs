@@ -23,8 +23,8 @@ pub type Held = BTreeMap<InstanceId, Vec<(Tier, BlockHash)>>;
 pub(crate) struct Job {
     /// A smaller id is older.
     pub(crate) request: RequestId,
-    /// Instances begin prompts in this order: seconds since 1970 by the sender's clock, since requests of several
-    /// routers meet.
+    /// Instances begin prompts in this order: seconds since 1970 by the sender's clock, since requests of
+    /// several routers meet.
     pub(crate) due: Seconds,
     /// When its KV is thought to be where it decodes, likewise.
     pub(crate) ready: Seconds,
@@ -101,7 +101,8 @@ pub(crate) struct Source {
 }
 
 impl Source {
-    /// As far as a prompt of `tokens` tokens can be taken from others: in whole blocks, and one token is computed.
+    /// As far as a prompt of `tokens` tokens can be taken from others: in whole blocks, and one token is
+    /// computed.
     pub(crate) fn capped(self, tokens: usize, block_tokens: u32) -> Self {
         let most = (tokens as u32).saturating_sub(1) / block_tokens * block_tokens;
         Source { until: self.until.min(most), ..self }
@@ -239,8 +240,8 @@ pub(crate) enum FromWorker {
     Inspect(mpsc::Sender<Held>),
     /// The device failed; the instance is gone.
     Down(mixfleet_hal::Error),
-    /// (From the router itself.) Its process is not reached any more from here. Others may reach it, and their
-    /// requests go on.
+    /// (From the router itself.) Its process is not reached any more from here. Others may reach it, and
+    /// their requests go on.
     Unreachable(mixfleet_hal::Error),
 }
 

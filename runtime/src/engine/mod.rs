@@ -1,8 +1,8 @@
 //! Runs requests on devices: one coordinator, one worker per instance.
 //!
 //! ```text
-//!   API --Submission--> coordinator --ToWorker--> worker (device A: prefill) --KV--> worker (device B: decode)
-//!    ^-----Update-----------'  ^--------FromWorker-------'--------------------------------'
+//!   API --Submission--> coordinator --Order--> worker (device A: prefill) --KV--> worker (device B: decode)
+//!    ^-----Update-----------'  ^-------FromWorker-----'-------------------------------'
 //! ```
 //!
 //! All choices are the scheduler's: the coordinator carries the fleet machine's, each worker its own
@@ -107,8 +107,8 @@ pub struct EngineParts {
 }
 
 impl EngineParts {
-    /// Starts a worker on each of `instances`, given with what steps take there, and the coordinator; they end when the last
-    /// handle and request are gone.
+    /// Starts a worker on each of `instances`, given with what steps take there, and the coordinator; they
+    /// end when the last handle and request are gone.
     ///
     /// # Errors
     /// When a device gives no queue or no staging memory.
@@ -131,8 +131,8 @@ impl EngineParts {
         Ok(self.coordinate(widest.unwrap_or(DType::F32), 0, surroundings.directory, incoming))
     }
 
-    /// Starts a coordinator of instances that are reached by `directory`, the widest KV of which is `kv`. Ids of requests count from
-    /// `first_request`. It ends with the last handle and request.
+    /// Starts a coordinator of instances that are reached by `directory`, the widest KV of which is `kv`. Ids
+    /// of requests count from `first_request`. It ends with the last handle and request.
     pub(crate) fn coordinate(
         self,
         kv: DType,

@@ -1,4 +1,5 @@
-//! KV in a device's pages: where tokens lie in them, and the commands that copy it from there to the wire layout and back.
+//! KV in a device's pages: where tokens lie in them, and the commands that copy it from there to the wire
+//! layout and back.
 
 use crate::model::graph::Forward;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Result, Slice};

@@ -25,8 +25,8 @@ const PROBE_BYTES: usize = 64;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Worker {
-    /// Works until nobody wants it any more. If its device fails, so does the instance; it is opened again, with back-off, where the device
-    /// answers.
+    /// Works until nobody wants it any more. If its device fails, so does the instance; it is opened again,
+    /// with back-off, where the device answers.
     pub(super) async fn run(mut self) {
         let mut backoff = BACKOFF_MIN;
         loop {

@@ -1,12 +1,13 @@
-//! What an instance has below its device: KV that the device's memory gives up goes to a [`Pool`], and comes back from there.
+//! What an instance has below its device: KV that the device's memory gives up goes to a [`Pool`], and comes
+//! back from there.
 //!
-//! A block is kept when it is given up, not when it is computed: its KV still lies in its page then, because the worker sees to this
-//! before it does anything else, and what is used again while it is on the device costs no traffic. What a lost device held
-//! alone is lost with it, and is computed again.
+//! A block is kept when it is given up, not when it is computed: its KV still lies in its page then, because
+//! the worker sees to this before it does anything else, and what is used again while it is on the device
+//! costs no traffic. What a lost device held alone is lost with it, and is computed again.
 //!
-//! What is there is always loaded, never weighed against computing it: a block of a 1b model in bf16 (16 tokens, 512 KiB) is
-//! read from a disk of 1 GB/s in 0.5 ms, in which a part would have to compute 30,000 tokens a second to be as fast. The instance's step waits
-//! meanwhile; nothing is loaded beside it.
+//! What is there is always loaded, never weighed against computing it: a block of a 1b model in bf16 (16
+//! tokens, 512 KiB) is read from a disk of 1 GB/s in 0.5 ms, in which a part would have to compute 30,000
+//! tokens a second to be as fast. The instance's step waits meanwhile; nothing is loaded beside it.
 
 use super::pages::Pages;
 use super::pinning::Pinner;
@@ -37,8 +38,8 @@ pub struct LowerTiers {
     pub dram_bytes: u64,
     /// A disk for what host memory gives up.
     pub ssd: Option<SsdConfig>,
-    /// Digest of all that must be equal before blocks of earlier processes may be used. The disk is used once it is known; if it never is (none),
-    /// never.
+    /// Digest of all that must be equal before blocks of earlier processes may be used. The disk is used once
+    /// it is known; if it never is (none), never.
     pub namespace: BoxFuture<'static, Option<u64>>,
 }
 
@@ -274,8 +275,8 @@ impl Worker {
         Some(lease)
     }
 
-    /// Takes in what the device's memory gives up, before anything is written over it. Where `lease` leaves no room for that, it is
-    /// given up: the disk keeps what it had.
+    /// Takes in what the device's memory gives up, before anything is written over it. Where `lease` leaves
+    /// no room for that, it is given up: the disk keeps what it had.
     pub(super) fn keep_evicted(&mut self, actions: &[Action], lease: &mut Option<Lease>) -> Result<()> {
         let Worker { below: Some(below), device, queue, forward, pages, .. } = self else { return Ok(()) };
         let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
@@ -300,7 +301,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Fills blocks of a sequence, whose keys are `chain` and of which `lease` has the first if it is there. Returns how many came.
+    /// Fills blocks of a sequence, whose keys are `chain` and of which `lease` has the first if it is there.
+    /// Returns how many came.
     pub(super) fn bring(
         &mut self,
         request: RequestId,

@@ -1,7 +1,8 @@
 //! The coordinator's part in KV that goes from one instance to another.
 //!
-//! A hand-off: the decode instance has made room, and the prompt begins. A pull: the prefill instance has made room, and what another one holds of
-//! the prefix is asked for; whatever goes wrong on the way, the prefill instance is told not to wait and computes the rest.
+//! A hand-off: the decode instance has made room, and the prompt begins. A pull: the prefill instance has
+//! made room, and what another one holds of the prefix is asked for; whatever goes wrong on the way, the
+//! prefill instance is told not to wait and computes the rest.
 
 use super::coordinator::{Coordinator, Stage, Tracked};
 use super::handoff::wire_dtype;

@@ -1,7 +1,7 @@
 //! What the coordinator looks after by the clock: ways for KV that rest, and instances that say nothing.
 //!
-//! A receiver that has no memory for what would land refuses one reservation. The way to it rests for a moment, so that requests go
-//! elsewhere while others wait for it to be freed, and is tried again then.
+//! A receiver that has no memory for what would land refuses one reservation. The way to it rests for a
+//! moment, so that requests go elsewhere while others wait for it to be freed, and is tried again then.
 
 use super::coordinator::{Coordinator, Tracked};
 use crate::request::Failure;
@@ -61,7 +61,8 @@ impl Coordinator {
         self.count_instances();
     }
 
-    /// A receiver has no memory for KV of a request. No KV goes that way for a moment, and what was to is placed anew.
+    /// A receiver has no memory for KV of a request. No KV goes that way for a moment, and what was to is
+    /// placed anew.
     pub(super) fn refused(&mut self, request: RequestId, (from, to): Pair, reason: String) {
         tracing::warn!(request, %from, %to, reason, "a way for KV rests");
         let Some(tracked) = self.requests.get_mut(&request) else { return };

@@ -1,8 +1,8 @@
 //! One instance: a device, a copy of the model and the machine that forms its batches.
 //!
-//! The worker carries out what the machine decides and makes no choice of its own. It is a task that
-//! may block (on its device), so it lives on a thread of its own; everything it shares goes through
-//! its two inboxes: orders are carried out between steps, and what peers say of KV whenever it waits for anyone.
+//! The worker carries out what the machine decides and makes no choice of its own. It is a task that may
+//! block (on its device), so it lives on a thread of its own; everything it shares goes through its two
+//! inboxes: orders are carried out between steps, and what peers say of KV also while it waits for them.
 
 use super::courier::Courier;
 use super::directory::Directory;
@@ -110,7 +110,8 @@ impl Worker {
         loop {
             // The coordinator waits for no worker, so it makes room.
             self.reports.room().await;
-            // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from running.
+            // Those that come meanwhile wait for the next step, or whoever sends fast would keep it from
+            // running.
             for _ in 0..self.words.len() {
                 let Ok((peer, word)) = self.words.try_recv() else { break };
                 self.hear(peer, word)?;
@@ -165,8 +166,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Tells the machine what happened, and carries out what it answers but for the step that is to run; that is empty where blocks were loaded
-    /// instead of one.
+    /// Tells the machine what happened, and carries out what it answers but for the step that is to run; that
+    /// is empty where blocks were loaded instead.
     fn carry_out(&mut self, event: Event) -> Result<Option<Step>> {
         let (mut actions, mut run) = (Vec::new(), None);
         self.machine.step(event, &mut actions);

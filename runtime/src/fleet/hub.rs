@@ -162,8 +162,8 @@ impl Hub {
     /// Lets a router use the instances; the router's end of the session.
     ///
     /// # Errors
-    /// When the caller is of another version, serves another model, means another process or comes as a router that
-    /// another process is, or this one ends.
+    /// When the caller is of another version, serves another model, means another process or comes as a
+    /// router that another process is, or this one ends.
     pub fn accept_router(
         &self,
         hello: &Hello,
@@ -177,11 +177,12 @@ impl Hub {
         Ok(theirs)
     }
 
-    /// Lets a process with `instances` exchange KV with this one, which costs so much; the caller's end of the session.
+    /// Lets a process with `instances` exchange KV with this one, which costs so much; the caller's end of
+    /// the session.
     ///
     /// # Errors
-    /// When the caller is of another version, serves another model, means another process, has an id of this one or of
-    /// another that exchanges KV with it, or this one ends.
+    /// When the caller is of another version, serves another model, means another process, has an id of this
+    /// one or of another that exchanges KV with it, or this one ends.
     pub fn accept_peer(
         &self,
         hello: &Hello,
@@ -202,7 +203,8 @@ impl Hub {
         Ok(theirs)
     }
 
-    /// What each instance holds, once it is done with its step: for checks of what routers think. Fewer answer where some are down.
+    /// What each instance holds, once it is done with its step: for checks of what routers think. Fewer
+    /// answer where some are down.
     pub async fn held(&self) -> Held {
         let (answer, mut answers) = mpsc::channel(self.instances.len().max(1));
         let _ = self.events.send(Event::Inspect(answer)).await;
@@ -398,8 +400,8 @@ impl HubTask {
         self.sessions
     }
 
-    /// An instance works again that failed: what others still say to it, or of it, is of its earlier life. All sessions end, and who
-    /// was in one calls again.
+    /// An instance works again that failed: what others still say to it, or of it, is of its earlier life.
+    /// All sessions end, and who was in one calls again.
     fn part(&mut self) {
         for router in std::mem::take(&mut self.routers).into_keys() {
             self.abandon(router);

@@ -1,7 +1,7 @@
 //! What each router gave to the instances of a process, so that the others can be told of it.
 //!
-//! Commands say what comes, reports how it gets on. What comes and goes is told at once, and so are prompts that get on, once a step; how far
-//! answers have got is told on a beat.
+//! Commands say what comes, reports how it gets on. What comes and goes is told at once, and so are prompts
+//! that get on, once a step; how far answers have got is told on a beat.
 
 use crate::engine::messages::{FromWorker, Job, Order};
 use crate::request::RouterId;

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A [`Router`] is a coordinator whose instances live elsewhere; a [`Hub`] lets several routers use the
-//! instances of one process. They speak by [`Session`]s, whatever carries them: this module knows no
-//! network, and runs in the seeded environment. Who is a member is told from outside too: [`registry`] knows it from a
+//! instances of one process. They speak by [`Session`]s, whatever carries them: this module knows no network,
+//! and runs in the seeded environment. Who is a member is told from outside too: [`registry`] knows it from a
 //! store, which with the feature `fleet` is etcd; then `rpc` carries sessions between hosts.
 //!
 //! What a session that ends means is the whole of the failure semantics here: at a router its instances

@@ -1,7 +1,7 @@
 //! Who may say what to an instance: a router speaks of its own requests, a peer of its own transfers.
 //!
-//! What a router says is an [`Order`] and what a peer says is a word on KV, each in a session that carries nothing else: what is looked at
-//! here is whose it is.
+//! What a router says is an [`Order`] and what a peer says is a word on KV, each in a session that carries
+//! nothing else: what is looked at here is whose it is.
 
 use super::ledger::Given;
 use super::session::{Command, PeerMessage};
@@ -16,8 +16,8 @@ use prometheus_client::metrics::counter::Counter;
 use std::collections::BTreeSet;
 use tokio::sync::mpsc;
 
-/// Messages of a session that are refused before it ends: a peer that is a moment behind says one or two for an
-/// instance that is gone, and no more.
+/// Messages of a session that are refused before it ends: a peer that is a moment behind says one or two for
+/// an instance that is gone, and no more.
 const REFUSED_MAX: usize = 32;
 
 /// What takes a session's messages to the instances of this process.
@@ -85,8 +85,8 @@ impl Listening {
     }
 }
 
-/// Carries messages, as `into` has them, until their receiver leaves the directory or the session ends. Then its inbox is closed, which
-/// whoever waits for it notices.
+/// Carries messages, as `into` has them, until their receiver leaves the directory or the session ends. Then
+/// its inbox is closed, which whoever waits for it notices.
 pub(super) async fn relay<M, C>(
     mut messages: MessageReceiver<M>,
     out: MessageSender<C>,
@@ -164,7 +164,8 @@ mod tests {
         (taken.collect(), refused.get())
     }
 
-    /// What reaches `instance` of words in the name of `from` that a process with instance 1 says, and how many were refused.
+    /// What reaches `instance` of words in the name of `from` that a process with instance 1 says, and how
+    /// many were refused.
     fn told(instance: InstanceId, from: InstanceId) -> (usize, u64) {
         let (request, attempt) = (0, 0);
         let words = [

@@ -25,8 +25,8 @@ pub struct Router {
 }
 
 impl EngineParts {
-    /// Starts a router with its own `id`; the widest KV in its fleet is of dtype `kv`. It turns requests away until the first worker is
-    /// attended.
+    /// Starts a router with its own `id`; the widest KV in its fleet is of dtype `kv`. It turns requests away
+    /// until the first worker is attended.
     pub fn start_router(self, id: RouterId, kv: DType) -> (EngineHandle, Router) {
         let model = ModelIdentity {
             digest: self.identity.model_digest.clone(),
@@ -184,7 +184,8 @@ mod tests {
         (engine, worker)
     }
 
-    /// When an instance is told that a request is due that comes at 1000 s to a router that was started at `started_s`.
+    /// When an instance is told that a request is due that comes at 1000 s to a router that was started at
+    /// `started_s`.
     fn due(started_s: f64) -> f64 {
         let world = SeededEnv::new(1);
         let env = world.clone();

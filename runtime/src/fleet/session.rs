@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 /// Version of everything below. Processes of different ones do not work together.
 pub const PROTOCOL: u32 = 6;
 
-/// A process, by random bits that it tells nobody but those whom it calls: an id belongs to who came with it first.
+/// A process, by random bits that it tells nobody but those whom it calls: an id belongs to who came with it
+/// first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Caller([u64; 2]);
@@ -155,7 +156,8 @@ pub struct Word {
     pub(crate) message: FromWorker,
 }
 
-/// One end of an open session: what it is told comes in order, and nothing comes after an end. Dropping it ends the session.
+/// One end of an open session: what it is told comes in order, and nothing comes after an end. Dropping it
+/// ends the session.
 #[derive(Debug)]
 pub struct Session<Out, In> {
     /// To the other end.
