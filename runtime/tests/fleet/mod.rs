@@ -365,6 +365,7 @@ impl Fleet {
             };
             (loaded, CostModel::Coefficients(cost))
         });
+        let instances: Vec<_> = instances.collect();
         let events = self.log.clone().map(|log| EventLog::start(&env, Box::new(log)).0);
         let parts = EngineParts {
             // The same in every engine: they may find each other's blocks.
@@ -381,7 +382,7 @@ impl Fleet {
             metrics: self.metrics.clone(),
         };
         let links = Links { transports: vec![self.transport.clone()], make_region: self.regions.clone() };
-        parts.start(instances.collect(), links).unwrap()
+        parts.start(instances, links).unwrap()
     }
 
     /// Largest share of blocks in use on any instance, once every worker had time to notice.
