@@ -1,6 +1,6 @@
-//! A whole fleet under one seed: routers, worker processes on simulated parts, the network between them, the registry,
-//! and everything that happens to them. Simulated parts answer with hashes of every KV byte that they
-//! read, so an answer that is right was never computed from KV that is stale, foreign or damaged.
+//! A whole fleet under one seed: routers, worker processes on simulated parts, the network between them, the
+//! registry, and everything that happens to them. Simulated parts answer with hashes of every KV byte that
+//! they read, so an answer that is right was never computed from KV that is stale, foreign or damaged.
 //!
 //! `MIXFLEET_CHAOS_SEEDS=from..until` runs other seeds than those of CI; a failure names its own.
 

@@ -1,5 +1,5 @@
-//! The float64 forward pass that all devices are held to, held to another one that shares nothing with it but the tensors:
-//! one token at a time, from `config.json` as it is written.
+//! The float64 forward pass that all devices are held to, held to another one that shares nothing with it but
+//! the tensors: one token at a time, from `config.json` as it is written.
 
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, Oracle};

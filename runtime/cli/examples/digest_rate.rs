@@ -1,4 +1,5 @@
-//! How fast weights are hashed beside how fast they are read: `cargo run --release -p mixfleet --example digest_rate -- MODEL [THREADS]`.
+//! How fast weights are hashed beside how fast they are read: `cargo run --release -p mixfleet --example
+//! digest_rate -- MODEL [THREADS]`.
 
 #![allow(clippy::print_stdout, reason = "an example says what it measured")]
 

@@ -29,7 +29,8 @@ pub(crate) struct CompareArgs {
     /// A known model (llama-3.1-8b) or a checkpoint directory
     #[arg(long, value_name = "NAME|DIR")]
     model: String,
-    /// Offers that replace the built-in prices; columns device_id, price_hourly, ... (docs/comparing-parts.md)
+    /// Offers that replace the built-in prices; columns device_id, price_hourly, ...
+    /// (docs/comparing-parts.md)
     #[arg(long, value_name = "CSV")]
     prices: Option<PathBuf>,
     /// Rent of a part; repeatable

@@ -45,7 +45,8 @@ struct MeasureArgs {
     /// Measure everything, in up to half an hour
     #[arg(long)]
     full: bool,
-    /// Groups (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points (* matches any text)
+    /// Groups (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points (*
+    /// matches any text)
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
     /// Measure this checkpoint's own shapes too

@@ -16,7 +16,8 @@ const PER_S: f64 = 12.0;
 const TTFT_S: f64 = 2.0;
 const TBT_S: f64 = 0.045;
 
-/// Four instances: 0.25 ms per prompt token, 15 ms per step and 0.5 ms more per sequence in it. `slowdown` becomes of the first.
+/// Four instances: 0.25 ms per prompt token, 15 ms per step and 0.5 ms more per sequence in it. `slowdown`
+/// becomes of the first.
 fn fleet(slowdown: &str) -> Setup {
     let text = format!(
         r#"
@@ -108,8 +109,8 @@ impl Seen {
         f64::from(fine) / f64::from(count)
     }
 
-    /// Share of the work of requests between two times that the first instance got: 0.25 ms for a token of a prompt, 1 ms for one
-    /// of an answer.
+    /// Share of the work of requests between two times that the first instance got: 0.25 ms for a token of a
+    /// prompt, 1 ms for one of an answer.
     fn share_of_first(&self, requests: &[Request], from_s: f64, until_s: f64) -> f64 {
         let (mut first, mut all) = (0.0, 0.0);
         for (&request, &(came_s, at)) in &self.came {

@@ -123,7 +123,8 @@ impl Courier {
         Ok(&self.landings[&peer].landing)
     }
 
-    /// Memory for one piece that no peer reaches, for what is checked and then used; none if there is no memory left.
+    /// Memory for one piece that no peer reaches, for what is checked and then used; none if there is no
+    /// memory left.
     pub(super) fn private(&mut self) -> Option<Arc<dyn SharedMemory>> {
         if self.private.is_none() {
             let memory = (self.links.make_region)(self.limits.slot_bytes).ok()?;

@@ -1,4 +1,5 @@
-//! What a device tells of its state while it serves: power and energy, beside the tokens that they were spent on.
+//! What a device tells of its state while it serves: power and energy, beside the tokens that they were spent
+//! on.
 
 use crate::metrics::{DeviceLabels, Metrics};
 use mixfleet_hal::Health;

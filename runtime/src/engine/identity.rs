@@ -23,7 +23,8 @@ impl Identity {
         Identity { model_digest, tokenizer_digest, secret }
     }
 
-    /// Digest of all that two processes must have in common before one may use KV that the other left, of dtype `kv`.
+    /// Digest of all that two processes must have in common before one may use KV that the other left, of
+    /// dtype `kv`.
     pub fn namespace(&self, kv: DType) -> u64 {
         let kv = kv.to_string();
         let fields =

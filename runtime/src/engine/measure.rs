@@ -30,9 +30,10 @@ pub(super) fn measure_link(env: &SharedEnv, links: &Links, limits: HandOffLimits
     measured
 }
 
-/// `a + b * bytes` of a staged write: the least time of a small one, and the median of one that fills a slot. The slots
-/// of `outbox`, which `endpoint` leads from, and of what it leads to take turns, and each piece is put there just
-/// before, as when KV goes that way: one piece alone stays in the caches, and is written at several times the speed.
+/// `a + b * bytes` of a staged write: the least time of a small one, and the median of one that fills a slot.
+/// The slots of `outbox`, which `endpoint` leads from, and of what it leads to take turns, and each piece is
+/// put there just before, as when KV goes that way: one piece alone stays in the caches, and is written at
+/// several times the speed.
 pub(crate) fn time_writes(
     now: &dyn Fn() -> Seconds,
     endpoint: &mut dyn Endpoint,
@@ -91,7 +92,8 @@ mod tests {
 
     const MEMORY_BYTES_PER_S: f64 = 10e9;
 
-    /// Between memories behind a cache that holds half of the slots, which get their pages when they are written to.
+    /// Between memories behind a cache that holds half of the slots, which get their pages when they are
+    /// written to.
     struct Slow {
         bytes_per_s: f64,
         clock: Mutex<f64>,

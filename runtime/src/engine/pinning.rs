@@ -16,7 +16,8 @@ impl Pinner {
         Pinner { device, said: AtomicBool::new(false) }
     }
 
-    /// Pins `memory` where that helps and is allowed. It may not be deregistered while the guard lives: fencing renews it.
+    /// Pins `memory` where that helps and is allowed. It may not be deregistered while the guard lives:
+    /// fencing renews it.
     pub(super) fn pin(&self, memory: &Arc<dyn SharedMemory>) -> Option<Pinned> {
         self.device.pin(memory.clone()).unwrap_or_else(|error| {
             if !self.said.swap(true, Ordering::Relaxed) {

@@ -8,8 +8,8 @@ type Write = dyn Fn(&Slice, &[u8]) -> Result<()> + Send + Sync;
 type Read = dyn Fn(&Slice, &mut [u8]) -> Result<()> + Send + Sync;
 type Around = dyn Fn(Box<dyn Queue>) -> Box<dyn Queue> + Send + Sync;
 
-/// What a test makes of what passes between host and device: an error stands for the device's own, and is told before anything is
-/// written, or after it was read.
+/// What a test makes of what passes between host and device: an error stands for the device's own, and is
+/// told before anything is written, or after it was read.
 pub(crate) struct Wayward {
     inner: Arc<dyn Device>,
     limits: DeviceLimits,

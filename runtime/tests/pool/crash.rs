@@ -10,7 +10,8 @@ const DRAM_BLOCKS: u64 = 2;
 const SSD_BLOCKS: u64 = 5;
 const KEYS: u64 = 12;
 
-/// How much of the write arrives in which the process dies: parts of a record (32 bytes), of a payload (32), of a trailer (56), all.
+/// How much of the write arrives in which the process dies: parts of a record (32 bytes), of a payload (32),
+/// of a trailer (56), all.
 const ARRIVES: [u64; 9] = [0, 1, 20, 31, 32, 47, 80, 87, u64::MAX];
 
 /// Fills the disk several times over, hits it, and has the journal written anew.
@@ -36,7 +37,8 @@ fn reopened(disk: SimDisk) -> (Pool, BTreeSet<u64>) {
 
 /// Blocks that are served after all; each is checked.
 fn survivors(pool: &Pool, known: &BTreeSet<u64>) -> BTreeSet<u64> {
-    // A block that is served takes no room on the disk from another: leases bring it to host memory, which gives back what the disk has.
+    // A block that is served takes no room on the disk from another: leases bring it to host memory, which
+    // gives back what the disk has.
     known.iter().copied().filter(|&key| served(pool, key)).collect()
 }
 

@@ -54,7 +54,8 @@ fn a_small_disk_gets_what_was_used_last_and_gives_it_up_last() {
 fn what_is_on_the_disk_already_does_not_go_for_what_comes() {
     let pool = open(config(4, Some(ssd(SimDisk::default(), 3)))).unwrap();
     fill(&pool, 1..=5);
-    // Both 1, on the disk, and 2, for which it leaves host memory again, are in both places or on the disk then.
+    // Both 1, on the disk, and 2, for which it leaves host memory again, are in both places or on the disk
+    // then.
     assert!(served(&pool, 1));
     assert_eq!(on_disk(&pool), [1, 2]);
     assert_eq!(pool.write_back(&mut || true), WrittenBack { blocks: 3, of: 3 });

@@ -1,6 +1,7 @@
 //! A process that is killed while it stores blocks on a real disk, again and again in the same directory.
 //!
-//! `MIXFLEET_POOL_KILLS=100 cargo test -p mixfleet-runtime --test all killed` kills as often as one likes; 20 by default.
+//! `MIXFLEET_POOL_KILLS=100 cargo test -p mixfleet-runtime --test all killed` kills as often as one likes; 20
+//! by default.
 
 use super::support::{Directory, content, get, keep, load, make_region, tokens};
 use mixfleet_hal::random::{self, Stream};

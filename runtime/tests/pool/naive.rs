@@ -85,7 +85,8 @@ impl Tiers {
         Tiers { dram: Naive::new(dram), ssd: Naive::new(ssd) }
     }
 
-    /// Leading blocks that can be pinned in host memory, and are then; and the places of those behind that are pinned too.
+    /// Leading blocks that can be pinned in host memory, and are then; and the places of those behind that
+    /// are pinned too.
     pub(crate) fn lease(&mut self, chain: &[u64]) -> (usize, Vec<usize>) {
         let known = chain.iter().take_while(|&&key| self.dram.has(key) || self.ssd.has(key)).count();
         let present: Vec<usize> = (0..chain.len()).filter(|&at| self.dram.has(chain[at])).collect();

@@ -116,7 +116,8 @@ fn play_both(chains: &[Vec<BlockHash>], dram_blocks: u64, ssd_blocks: u64) -> f6
 #[test]
 fn host_memory_hits_what_the_simulator_says() {
     let Some(chains) = chains() else { return };
-    // An independent replay of the trace, which orders the blocks of one request otherwise: hence the tolerance.
+    // An independent replay of the trace, which orders the blocks of one request otherwise: hence the
+    // tolerance.
     let known = [(100_000, 0.3637), (50_000, 0.3546), (30_000, 0.3257), (10_000, 0.2112), (1_000, 0.0445)];
     for (blocks, rate) in known {
         let is = play_both(&chains, blocks, 0);

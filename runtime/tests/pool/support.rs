@@ -15,7 +15,8 @@ use std::sync::Arc;
 
 pub(crate) const BLOCK_BYTES: u64 = 32;
 pub(crate) const BLOCK_TOKENS: u32 = 2;
-/// A frame of such a block (32 + 48 + 4 a token) and its records (4 of 32), and the file that says whose the directory is.
+/// A frame of such a block (32 + 48 + 4 a token) and its records (4 of 32), and the file that says whose the
+/// directory is.
 const SLOT_BYTES: u64 = 88 + 128;
 const META_BYTES: u64 = 48;
 

@@ -96,7 +96,8 @@ impl Disks {
             (SLOW, self.slow),
             (Fault::Hang, self.hang),
         ];
-        // Opening a pool that cannot read who owns the directory is an error for its operator: it comes first.
+        // Opening a pool that cannot read who owns the directory is an error for its operator: it comes
+        // first.
         let rule = |(fault, probability)| Rule { fault, probability, from: 12, until: None };
         FaultPlan { seed, rules: rates.map(rule).to_vec() }
     }

@@ -8,7 +8,8 @@ use mixfleet_simulated::Clock;
 use std::io;
 use std::time::Duration;
 
-/// What a clock is ahead of the world's by, at most, and by what factor it is faster or slower: ten times what quartz does.
+/// What a clock is ahead of the world's by, at most, and by what factor it is faster or slower: ten times
+/// what quartz does.
 const AHEAD_S_MAX: f64 = 7200.0;
 const DRIFT_MAX: f64 = 1e-3;
 

@@ -70,7 +70,8 @@ pub(crate) fn kinds() -> Vec<Kind> {
 /// What one client asks in turn: each prompt is all that was said before and some more.
 pub(crate) type Talk = Arc<[Case]>;
 
-/// Requests of mixed lengths, some with common prefixes, every other one with a second turn, and what they must give.
+/// Requests of mixed lengths, some with common prefixes, every other one with a second turn, and what they
+/// must give.
 pub(crate) fn talks(checkpoint: &Checkpoint, count: usize) -> Vec<Talk> {
     let mut rng = Stream::new(5);
     let family = prompt(60, 2000, &checkpoint.config);
@@ -310,7 +311,8 @@ impl World {
     }
 }
 
-/// Two routers whose clocks differ give one worker as many requests each, in turn: whose were answered, in order.
+/// Two routers whose clocks differ give one worker as many requests each, in turn: whose were answered, in
+/// order.
 pub(crate) fn turns(workload: &Workload, kinds: &[Kind], seed: u64) -> Vec<u64> {
     let (env, world) = World::new(workload, &kinds[..1], seed);
     let turns = env.run(async move {

@@ -16,7 +16,8 @@ const LOOK: Duration = Duration::from_millis(250);
 /// Until a message is sent again of which nothing was heard.
 const RESEND: Duration = Duration::from_millis(50);
 
-/// Cuts whatever it was given to, once. (Not a `watch` channel: that one wakes in an order of its own chance.)
+/// Cuts whatever it was given to, once. (Not a `watch` channel: that one wakes in an order of its own
+/// chance.)
 #[derive(Clone, Default)]
 pub(crate) struct Cut(Arc<(AtomicBool, Notify)>);
 
@@ -65,8 +66,9 @@ struct Way {
 }
 
 impl World {
-    /// Puts a network in front of an accepted session: messages take their time and keep their order, until an end is cut. The
-    /// other end may learn of that late, and gets what was under way meanwhile. Also tells when the near end is cut.
+    /// Puts a network in front of an accepted session: messages take their time and keep their order, until
+    /// an end is cut. The other end may learn of that late, and gets what was under way meanwhile. Also tells
+    /// when the near end is cut.
     pub(super) fn splice<A, B>(
         &self,
         far: Session<A, B>,

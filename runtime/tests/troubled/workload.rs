@@ -126,8 +126,8 @@ impl Workload {
         FaultPlan { seed, rules: rates.map(rule).to_vec() }
     }
 
-    /// Whether instances are lost with what they work on, or out of reach for longer than anybody waits, or nothing can be
-    /// staged: two of them end a request.
+    /// Whether instances are lost with what they work on, or out of reach for longer than anybody waits, or
+    /// nothing can be staged: two of them end a request.
     pub(super) fn may_fail(&self) -> bool {
         let lost = self.kill_worker_every_s + self.partition_every_s;
         lost + self.device_fail + self.device_hang + self.lies + self.regions_refused > 0.0 || self.poison > 0

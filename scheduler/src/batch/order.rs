@@ -35,7 +35,8 @@ impl PartialEq for Place {
 
 impl Eq for Place {}
 
-/// Places in order. Whoever comes is mostly the last and whoever goes the first, so that a queue does, and keeps its memory.
+/// Places in order. Whoever comes is mostly the last and whoever goes the first, so that a queue does, and
+/// keeps its memory.
 #[derive(Debug, Default)]
 pub(super) struct InOrder(VecDeque<Place>);
 

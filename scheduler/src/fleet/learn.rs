@@ -1,14 +1,15 @@
-//! Predictions that follow what is measured: each instance has a factor for its prefills, its decode steps and its transfers.
+//! Online correction of predictions: each instance has a factor for its prefills, its decode steps and its
+//! transfers.
 //!
 //! ```text
 //! ratio   = moving mean of (measured / predicted), each value clamped to [1/4, 4], over 2 s of predicted time
 //! applied = the ratio in whole steps of 5 %, once it is more than such a step from what is applied
 //! ```
 //!
-//! The mean is over time that was predicted, so that a single hiccup counts as little as the step that it struck, and an idle
-//! instance learns nothing. The steps of 5 % keep an instance whose predictions are right exactly at 1, and instances of a kind
-//! alike, by which a large fleet is ranked quickly. What has not been measured for a minute fades: whoever gets no work because
-//! it was slow is tried again.
+//! The mean is over predicted time, so that a single outlier counts only as much as the step it affects, and
+//! an idle instance learns nothing. Steps of 5 % keep an instance whose predictions are right exactly at 1,
+//! and instances of a kind equal, which lets a large fleet be ranked quickly. Corrections that were not
+//! measured for a minute fade, so that an instance that gets no work because it was slow is tried again.
 
 use super::load::{Load, Works};
 use super::{Fleet, InstanceId};
@@ -16,44 +17,44 @@ use crate::cost::{CostModel, LinkCost, Prefill};
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
-/// The bounds of a correction.
+/// The lower bound of a correction; the upper bound follows.
 const LEAST: f64 = 0.25;
 const MOST: f64 = 4.0;
 
-/// Predicted time in which all but a third of an error is learnt.
+/// Predicted time after which two thirds of an error are learned.
 const MEMORY: Seconds = Seconds(2.0);
 
-/// A correction is a power of this.
+/// Corrections are powers of this.
 const STEP: f64 = 1.05;
 
-/// A correction that was not measured for so long loses half of its logarithm, and again after as long.
+/// Time after which a correction without measurements loses half of its logarithm, repeatedly.
 const FADES_AFTER: Seconds = Seconds(60.0);
 
-/// Work of an instance whose time was measured.
+/// Equal steps of an instance, with their measured time.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MeasuredSteps {
-    /// Pieces of prompts in each step.
+    /// Prompt chunks in each step.
     pub parts: Vec<Prefill>,
-    /// Sequences that decode in it, and the tokens that it attends to for them.
+    /// Number of sequences that decode in each step.
     pub sequences: u32,
-    /// Tokens of context of those sequences together, in the middle one of the steps.
+    /// Total context of those sequences in tokens, in the middle step.
     pub kv_tokens: u64,
-    /// Equal steps, one after the other.
+    /// Number of equal steps, one after the other.
     pub steps: u32,
-    /// What all of them took.
+    /// Measured time of all these steps.
     pub time: Seconds,
 }
 
-/// Factors by which an instance's predictions are multiplied, since they were measured to be wrong; 1 where they were right.
+/// Learned factors by which an instance's predictions are multiplied; 1 where they are right.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Corrections {
-    /// Of the time that prompts take.
+    /// Factor for the time of prompts.
     pub prefill: f64,
-    /// Of the time that a decode step takes.
+    /// Factor for the time of decode steps.
     pub step: f64,
-    /// Of the time that KV takes out of the instance.
+    /// Factor for the time of KV transfers out of the instance.
     pub transfer: f64,
 }
 
@@ -63,14 +64,14 @@ impl Default for Corrections {
     }
 }
 
-/// What was learnt of one kind of work on one instance.
+/// The learned correction of one kind of work on one instance.
 #[derive(Clone, Copy, Debug)]
 struct Learned {
-    /// Measured over predicted.
+    /// Mean of measured divided by predicted time.
     ratio: f64,
-    /// What predictions are multiplied by.
+    /// The factor applied to predictions.
     applied: f64,
-    /// Mean of the error that is left with the correction, as a share of what is measured.
+    /// Mean remaining error, relative to the measured time.
     error: f64,
     measured_at: Seconds,
 }
@@ -82,7 +83,7 @@ impl Default for Learned {
 }
 
 impl Learned {
-    /// `predicted` without any correction; a part `share` of it is this kind's.
+    /// Adds a measurement; `predicted` is uncorrected, and the part `share` of it is of this kind.
     fn observe(&mut self, now: Seconds, predicted: Seconds, share: f64, measured: Seconds) {
         let ratio = (measured / predicted).clamp(LEAST, MOST);
         let weight = 1.0 - (-(predicted.0 * share) / MEMORY.0).exp();
@@ -115,7 +116,7 @@ impl Learned {
     }
 }
 
-/// What was learnt of an instance.
+/// The learned corrections of an instance.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Learner {
     prefill: Learned,
@@ -129,24 +130,25 @@ impl Learner {
         Corrections { prefill: prefill.applied, step: step.applied, transfer: transfer.applied }
     }
 
-    /// The correction of a decode step alone, which a decision asks for a thousand times.
+    /// The correction of decode steps, which a decision uses a thousand times.
     #[inline]
     pub(super) fn step_factor(&self) -> f64 {
         self.step.applied
     }
 
-    /// Means of the errors that are left, as shares of what is measured.
+    /// Mean remaining errors, relative to measured times.
     fn errors(&self) -> Corrections {
         let Learner { prefill, step, transfer } = self;
         Corrections { prefill: prefill.error, step: step.error, transfer: transfer.error }
     }
 
-    /// Steps of prompts and of decodes may be one: what decoding alone would take of the time is the step's.
+    /// Adds measured steps. A step may contain prompts and decodes: the predicted time of decoding alone
+    /// counts as decode.
     fn observe_steps(&mut self, now: Seconds, cost: &CostModel, measured: &MeasuredSteps) {
         let MeasuredSteps { parts, sequences, kv_tokens, steps, time } = measured;
         let step = cost.step_s(parts, *sequences, *kv_tokens);
         let predicted = step * f64::from(*steps);
-        // a clock that stands still has measured nothing
+        // A clock that stands still has measured nothing.
         let is_time = |time: Seconds| time.0 > 0.0 && time.0.is_finite();
         if !is_time(predicted) || !is_time(*time) {
             return;
@@ -165,24 +167,24 @@ impl Learner {
     }
 }
 
-/// KV on its way from where the prompt was computed, on ways that were free.
+/// A KV transfer from the prefill instance over idle links.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OnItsWay {
     left_at: Seconds,
-    /// What it takes in all, without any correction,
+    /// Its total time, uncorrected.
     whole: Seconds,
-    /// and what of it was to show behind the prefill.
+    /// The predicted exposed part, after the prefill.
     shows: Seconds,
 }
 
 impl Fleet {
-    /// What predictions of `instance` are multiplied by, and the mean errors that are left; none of one that is not up.
+    /// The corrections of `instance` and the mean remaining errors; none if it is not up.
     pub fn learned(&self, instance: InstanceId) -> Option<(Corrections, Corrections)> {
         let learner = &self.loads[self.position(instance)?].learner;
         Some((learner.corrections(), learner.errors()))
     }
 
-    /// Instances took so long for what they did.
+    /// Learns from measured steps of an instance.
     pub(super) fn measured(&mut self, now: Seconds, instance: InstanceId, steps: &MeasuredSteps) {
         self.learn(instance, |load| {
             let cost = load.spec.cost.clone();
@@ -190,7 +192,8 @@ impl Fleet {
         });
     }
 
-    /// KV of a prompt begins to leave `from` for `to`, beside a prefill that took `prefill`; none where others are in its way.
+    /// Begins a measured transfer of a prompt's KV beside a prefill that took `prefill`; none if other
+    /// transfers precede it.
     pub(super) fn leaves(
         &self,
         now: Seconds,
@@ -207,7 +210,8 @@ impl Fleet {
         free.then_some(OnItsWay { left_at: now, whole, shows })
     }
 
-    /// That KV has arrived at `to`. A receiver looks between its steps, so one of those is no fault of the way.
+    /// Learns from a transfer that has arrived at `to`. The receiver checks between its steps, so one step is
+    /// subtracted.
     pub(super) fn arrived_at(&mut self, now: Seconds, from: InstanceId, to: InstanceId, kv: OnItsWay) {
         let Some(receiver) = self.position(to).map(|at| &self.loads[at]) else { return };
         let took = now - kv.left_at;
@@ -217,7 +221,7 @@ impl Fleet {
         self.learn(from, |load| load.learner.transfer.observe(now, kv.whole, 1.0, measured));
     }
 
-    /// What nobody has measured for long is forgotten, little by little.
+    /// Fades the corrections that were not measured for long.
     pub(super) fn fade_corrections(&mut self, now: Seconds) {
         if now.0 < self.fade_at.0 {
             return;
@@ -236,12 +240,12 @@ impl Fleet {
 }
 
 impl Load {
-    /// Time to compute `new_tokens` of a prompt after `context_before` tokens, as corrected.
+    /// Corrected time to compute `new_tokens` of a prompt after `context_before` tokens.
     pub(super) fn prefill_s(&self, context_before: u32, new_tokens: u32) -> Seconds {
         self.spec.cost.prefill_s(context_before, new_tokens) * self.learner.prefill.applied
     }
 
-    /// A way out of it, as corrected.
+    /// The corrected cost of a link out of the instance.
     pub(super) fn corrected(&self, link: LinkCost) -> LinkCost {
         let factor = self.learner.transfer.applied;
         LinkCost {
@@ -251,7 +255,7 @@ impl Load {
         }
     }
 
-    /// The prompts of its queue take `factor` times as long as was thought.
+    /// Multiplies the remaining time of queued prompts by `factor`.
     pub(super) fn stretch(&mut self, factor: f64, works: &mut Works) {
         for request in self.queued() {
             if let Some(work) = works.get_mut(request) {

@@ -1,9 +1,9 @@
 //! How long answers get, learned from those that ended.
 //!
-//! Each class of requests has a histogram over logarithmic buckets (8 to the octave) of the lengths of its last thousand or two
-//! answers. From it follow the expected rest of an answer that has got so far, and the chance that it is still being
-//! generated so many tokens later. One uniform decode time for everybody (Mooncake v3, section 7.4, assumes one t_d) would tell
-//! neither.
+//! Each class of requests has a histogram over logarithmic buckets (8 to the octave) of the lengths of its
+//! last thousand or two answers. From it follow the expected rest of an answer that has got so far, and the
+//! chance that it is still being generated so many tokens later. One uniform decode time for everybody
+//! (Mooncake v3, section 7.4, assumes one t_d) would tell neither.
 
 /// Eight buckets to the octave: a bucket is at most an eighth wide.
 const PER_OCTAVE_LOG2: u32 = 3;
@@ -109,8 +109,8 @@ impl Histogram {
         (knot.tokens + more).clamp(tokens, lower(bucket + 1).max(tokens))
     }
 
-    /// Expected further tokens of an answer that has `generated`: at least one, and as many again where none of those seen was
-    /// so long.
+    /// Expected further tokens of an answer that has `generated`: at least one, and as many again where none
+    /// of those seen was so long.
     pub(super) fn rest(&self, generated: u32) -> f64 {
         self.rest_and_beyond(generated).0
     }
@@ -142,8 +142,8 @@ fn bucket(tokens: u32) -> usize {
     ((octave << PER_OCTAVE_LOG2) + (tokens >> octave)) as usize
 }
 
-/// The bucket of a length that need not be whole; the last one of all beyond. From 8 on the exponent tells the octave and the first
-/// bits of the fraction the eighth of it: two cycles where integers take ten.
+/// The bucket of a length that need not be whole; the last one of all beyond. From 8 on the exponent tells
+/// the octave and the first bits of the fraction the eighth of it: two cycles where integers take ten.
 fn bucket_at(tokens: f64) -> usize {
     const FRACTION_BITS: u32 = f64::MANTISSA_DIGITS - 1;
     const STEPS: u64 = 1 << PER_OCTAVE_LOG2;

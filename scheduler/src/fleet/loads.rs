@@ -1,7 +1,7 @@
-//! The instances with their work, and beside each the little that ranking reads of it.
+//! All instances with their work, and a compact row of each for ranking.
 //!
-//! A decision in a large fleet looks at every instance. A [`Load`] lies on half a dozen lines of the processor's cache, of which
-//! ranking would touch most; a row lies on one.
+//! A decision in a large fleet scans all instances. A [`Load`] spans half a dozen cache lines, most of which
+//! ranking would touch; a row fits in one.
 
 use super::learn::Corrections;
 use super::load::{Load, PromptQueue, Works};
@@ -11,22 +11,23 @@ use mixfleet_hal::units::{Seconds, UsdPerHour};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-/// Instances, sorted by id. Read as a slice; what changes one goes through [`Loads::change`], which keeps its rows.
+/// Instances, sorted by id. Readable as a slice; changes go through [`Loads::change`], which updates the
+/// rows.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
     all: Vec<Load>,
     kinds: Vec<Kind>,
-    /// By kind, then by position.
+    /// Rows for prefill, by kind, then by position.
     prompts: Vec<PromptRow>,
-    /// In the same order.
+    /// Rows for decode, in the same order.
     answers: Vec<AnswerRow>,
-    /// Where an instance's rows are, by position.
+    /// Index of each instance's rows, by position.
     rows: Vec<usize>,
-    /// Tokens in a KV block, by position.
+    /// Tokens per KV block, by position.
     block_tokens: Vec<u32>,
 }
 
-/// What instances have in common.
+/// The properties that instances of one kind share.
 #[derive(Clone, Debug)]
 pub(super) struct Kind {
     pub(super) role: Role,
@@ -45,7 +46,7 @@ impl Kind {
         Kind { role, pool, cost: cost.clone(), price, nic, corrections, rows: 0..0 }
     }
 
-    /// Time of a step of so many sequences.
+    /// Time of a step of `sequences` sequences.
     pub(super) fn step(&self, sequences: u32, kv_tokens: u64) -> Seconds {
         self.cost.decode_step_s(sequences, kv_tokens) * self.corrections.step
     }
@@ -59,23 +60,23 @@ impl Kind {
     }
 }
 
-/// An instance as ranked by those who compute prompts.
+/// An instance's row in the ranking for prefill.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PromptRow {
-    /// Its position.
+    /// The instance's position.
     pub(super) at: u32,
-    /// Sequences that decode there.
+    /// Number of sequences that decode there.
     pub(super) sequences: u32,
     pub(super) queue: PromptQueue,
     pub(super) ingress_until: Seconds,
 }
 
-/// An instance as ranked by those who decode.
+/// An instance's row in the ranking for decode.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AnswerRow {
-    /// Its position.
+    /// The instance's position.
     pub(super) at: u32,
-    /// Sequences that it has taken on, with their tokens in the end, and a step of them all.
+    /// Number of accepted sequences; then their final tokens, and the time of a step of them all.
     pub(super) sequences: u32,
     pub(super) kv_tokens: u64,
     pub(super) step: Seconds,
@@ -111,7 +112,7 @@ impl Loads {
         self.block_tokens[at]
     }
 
-    /// Changes the work, or the ways, of the instance at `at`.
+    /// Changes the work, or the links, of the instance at `at`.
     pub(super) fn change<T>(&mut self, at: usize, change: impl FnOnce(&mut Load) -> T) -> T {
         let load = &mut self.all[at];
         let answer = change(load);
@@ -125,12 +126,12 @@ impl Loads {
         answer
     }
 
-    /// Those of `requests` that decode on the instance at `at` got `tokens` tokens each: rows do not tell of it.
+    /// Adds `tokens` tokens to each of `requests` that decodes on the instance at `at`; rows do not change.
     pub(super) fn grow(&mut self, at: usize, requests: &[RequestId], tokens: u32) {
         self.all[at].grow(requests, tokens);
     }
 
-    /// An instance joins, or changes; its work stays.
+    /// Adds an instance, or changes its properties; its work stays.
     pub(super) fn up(&mut self, spec: Instance, works: &Works) {
         match self.all.binary_search_by_key(&spec.id, |load| load.spec.id) {
             Ok(at) => self.all[at].respec(spec, works),
@@ -139,7 +140,7 @@ impl Loads {
         self.make_rows();
     }
 
-    /// An instance's predictions may change, and with them what its prompts still take.
+    /// Changes an instance's corrections, and the predicted time of its prompts accordingly.
     pub(super) fn learn(&mut self, at: usize, learn: impl FnOnce(&mut Load), works: &mut Works) {
         let load = &mut self.all[at];
         let before = load.learner.corrections();
@@ -154,13 +155,13 @@ impl Loads {
         self.make_rows();
     }
 
-    /// An instance is gone.
+    /// Removes an instance.
     pub(super) fn remove(&mut self, at: usize) {
         self.all.remove(at);
         self.make_rows();
     }
 
-    /// What it may do changes; its work stays.
+    /// Changes an instance's role; its work stays.
     pub(super) fn set_role(&mut self, at: usize, role: Role) {
         self.all[at].spec.role = role;
         self.make_rows();

@@ -1,4 +1,5 @@
-//! Roles that follow the load: a side that is short of instances gets one from the other, if that can spare it.
+//! Roles that follow the load: a side that is short of instances gets one from the other, if that can spare
+//! it.
 //!
 //! ```text
 //! load of prefill = max(mean wait of a prompt / TTFT objective, share of instances with a prompt)
@@ -7,13 +8,13 @@
 //!
 //! Both are means over a window of time, looked at whenever a request arrives. At a window's end
 //!
-//! - prefill gets an instance if its load was above `high` and decode's would stay below `low` with one instance less, which
-//!   gets the requests of one prefill instance more;
-//! - decode gets one if its load was above `high`. Prefill may be short then too: it turns requests away at the door, while full
-//!   decoders break the promise to those who were let in.
+//! - prefill gets an instance if its load was above `high` and decode's would stay below `low` with one
+//!   instance less, which gets the requests of one prefill instance more;
+//! - decode gets one if its load was above `high`. Prefill may be short then too: it turns requests away at
+//!   the door, while full decoders break the promise to those who were let in.
 //!
-//! Since decode gives none up that would bring it near `high`, it does not want it back while the load is as it is; that, and
-//! the window, is the hysteresis.
+//! Since decode gives none up that would bring it near `high`, it does not want it back while the load is as
+//! it is; that, and the window, is the hysteresis.
 
 use super::load::{Batch, Load};
 use super::{Action, Fleet, InstanceId, Role};
@@ -35,7 +36,8 @@ pub struct Rebalance {
 }
 
 impl Rebalance {
-    /// For instances of `pools`: a side above 0.9 gets one, prefill if decode stays below 0.7 without it, at most every 30 s.
+    /// For instances of `pools`: a side above 0.9 gets one, prefill if decode stays below 0.7 without it, at
+    /// most every 30 s.
     pub fn new(pools: Vec<u32>) -> Self {
         Rebalance { high: 0.9, low: 0.7, hold: Seconds(30.0), pools }
     }
@@ -143,7 +145,8 @@ impl Fleet {
         }
     }
 
-    /// Of the other side's instances that may change to the role `to`, the one with the least to do; the first of equals.
+    /// Of the other side's instances that may change to the role `to`, the one with the least to do; the
+    /// first of equals.
     fn least_busy(&self, to: Role, now: Seconds) -> Option<InstanceId> {
         let rule = self.config.rebalance.as_ref()?;
         let from = if to == Role::Prefill { Role::Decode } else { Role::Prefill };

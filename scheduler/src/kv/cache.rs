@@ -34,8 +34,8 @@ const NAMELESS: u32 = u32::MAX;
 struct Entry {
     /// The key in halves, to avoid padding.
     hash: [u32; 2],
-    /// Neighbours on the shelf. Of a pinned block, which is on no shelf, `older` is the number of pins, and `newer` is
-    /// `IN_USE`; in the list of free entries, `newer` is the next one.
+    /// Neighbours on the shelf. Of a pinned block, which is on no shelf, `older` is the number of pins, and
+    /// `newer` is `IN_USE`; in the list of free entries, `newer` is the next one.
     older: u32,
     newer: u32,
     uses: u32,

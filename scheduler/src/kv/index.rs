@@ -356,7 +356,8 @@ impl PrefixIndex {
         }
     }
 
-    /// Those who hold the first `blocks` blocks, which have the set `first`. Alive are those of them who are among `next`.
+    /// Those who hold the first `blocks` blocks, which have the set `first`. Alive are those of them who are
+    /// among `next`.
     fn first_holders(
         &self,
         first: u32,

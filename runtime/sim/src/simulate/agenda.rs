@@ -54,7 +54,8 @@ impl Ord for At {
 #[derive(Default)]
 pub(super) struct Agenda {
     heap: BinaryHeap<Reverse<(At, u64, Next)>>,
-    /// What happens at one time, which was the present one when it was scheduled: half of everything, and a queue costs less.
+    /// What happens at one time, which was the present one when it was scheduled: half of everything, and a
+    /// queue costs less.
     soon: VecDeque<(u64, Next)>,
     soon_s: f64,
     scheduled: u64,

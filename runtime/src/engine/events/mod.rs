@@ -1,4 +1,5 @@
-//! The log of all that the fleet's machine was told and answered, as JSON lines that a fresh machine can be fed with.
+//! The log of all that the fleet's machine was told and answered, as JSON lines that a fresh machine can be
+//! fed with.
 //!
 //! ```text
 //! {"schema":"mixfleet.events/1","version":...,"fleet":FleetConfig}
@@ -6,7 +7,8 @@
 //! {"end":null}                                          or the reason why the log ends before the serving does
 //! ```
 //!
-//! Floats are written so that they read back the same. A log without its last line was cut: whoever wrote it was killed.
+//! Floats are written so that they read back the same. A log without its last line was cut: whoever wrote it
+//! was killed.
 
 mod finite;
 mod log;

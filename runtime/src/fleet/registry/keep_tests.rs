@@ -109,8 +109,8 @@ impl Scene {
     }
 }
 
-/// A process is cut off anywhere in its joining or after it, the store loses its data, and another is given its id.
-/// What is wrong when all works again.
+/// A process is cut off anywhere in its joining or after it, the store loses its data, and another is given
+/// its id. What is wrong when all works again.
 fn two_with_one_id(seed: u64, patience: Duration) -> Result<(), String> {
     let world = SeededEnv::new(seed);
     let env = world.clone();

@@ -1,5 +1,5 @@
-//! The least queue and prefill with what each instance holds itself (Mooncake's "cache-aware" baseline): Algorithm 1
-//! without its branch that pulls.
+//! Picks the least queue and prefill with each instance's own prefix (Mooncake's "cache-aware" baseline):
+//! Algorithm 1 without its branch that pulls.
 
 use super::super::{Fleet, Role};
 use super::{Pick, Question};

@@ -1,4 +1,4 @@
-//! The shortest queue of prefill seconds, whatever is cached where.
+//! Picks the shortest queue in prefill seconds, regardless of caches.
 
 use super::super::{Fleet, Role};
 use super::{Pick, Question};

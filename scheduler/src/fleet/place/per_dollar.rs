@@ -1,23 +1,26 @@
-//! The least cost of what a request uses and of the waiting that it means (design: `busy dollars + w * seconds`).
+//! The least cost of what a request uses and of the waiting that it means (design: `busy dollars + w *
+//! seconds`).
 //!
-//! Small fleets are compared pair by pair. In large ones every instance is ranked alone first ([`super::ranks`]); the best of
-//! each side is paired with the best few of the other: a decision's time grows with the number of instances, not with its square.
+//! Small fleets are compared pair by pair. In large ones every instance is ranked alone first
+//! ([`super::ranks`]); the best of each side is paired with the best few of the other: a decision's time
+//! grows with the number of instances, not with its square.
 
 use super::super::{Fleet, Role};
 use super::ranks::{best_decoders, best_prefills};
 use super::{Part, Pick, PrefillSide, Question};
 use mixfleet_hal::units::Seconds;
 
-/// As many pairs are compared without a shortlist.
+/// Maximum number of pairs that are compared without a shortlist.
 pub(super) const PAIRS_MAX: usize = 64;
-/// Otherwise so many of each side.
+/// Number of candidates of each side in larger fleets.
 const SHORTLIST: usize = 4;
-/// Halvings in the search for the part of a prefix that takes as long to pull as the rest to compute: within 2 % of it.
+/// Halvings in the search for the part of a prefix that takes as long to pull as the rest to compute, within
+/// 2 %.
 const HALVINGS: u32 = 6;
 
 pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
     let able = |can| fleet.able(can).map(|(at, _)| at);
-    // more instances make more pairs, however they are divided
+    // More instances make more pairs, however they are divided.
     let few = fleet.loads.len() <= PAIRS_MAX + 1
         && able(Role::prefills).count() * able(Role::decodes).count() <= PAIRS_MAX;
     let (prefills, decodes): (Vec<usize>, Vec<usize>);
@@ -48,7 +51,8 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
     picks
 }
 
-/// Recompute, pull the longest prefix that anyone holds, or pull a part of it: what costs least on instance `at`.
+/// The cheapest of recomputing, pulling the longest prefix that any instance holds, or pulling a part of it,
+/// on instance `at`.
 fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> {
     let own = question.cached_on(at);
     let (holder, tokens) = question.longest().filter(|_| fleet.config.pull)?;

@@ -1,4 +1,4 @@
-//! Any instance: what every other policy has to beat.
+//! Picks any instance: the baseline that every other policy must beat.
 
 use super::super::{Fleet, Role};
 use super::Pick;

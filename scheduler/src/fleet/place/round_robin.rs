@@ -1,4 +1,4 @@
-//! One instance after the other, prefill and decode each in their own order.
+//! Picks instances in turn, prefill and decode each in their own order.
 
 use super::super::{Fleet, Role};
 use super::Pick;

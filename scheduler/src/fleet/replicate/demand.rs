@@ -1,15 +1,16 @@
 //! How much each shared prefix is asked for, and what is lost since not every instance holds it.
 //!
-//! Counts fade: after `memory` without news they are 1/e of what they were. The table is bounded (Space-Saving; Metwally et al.,
-//! 2005): a newcomer takes the place of the prefix asked for least, and its rank with it. A prefix asked for by more
-//! than 1 of [`ENTRIES`] requests is always in it.
+//! Counts fade: after `memory` without news they are 1/e of what they were. The table is bounded
+//! (Space-Saving; Metwally et al., 2005): a newcomer takes the place of the prefix asked for least, and its
+//! rank with it. A prefix asked for by more than 1 of [`ENTRIES`] requests is always in it.
 
 use crate::kv::BlockHash;
 use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
 
 const ENTRIES: usize = 512;
-/// Faded counts are kept in units that grow instead; here they are brought back, far from the largest float (e^709).
+/// Faded counts are kept in units that grow instead; here they are brought back, far from the largest float
+/// (e^709).
 const UNITS_EXPONENT_MAX: f64 = 64.0;
 
 /// What is known of a prefix, faded as of now.
@@ -56,7 +57,8 @@ pub(super) struct Demand {
     /// When a faded count was worth its unit.
     began: Seconds,
     entries: Vec<Entry>,
-    /// Faded uses of each entry, with those of the one whose place it took: apart, since they are searched for the least.
+    /// Faded uses of each entry, with those of the one whose place it took: apart, since they are searched
+    /// for the least.
     ranks: Vec<f64>,
     places: IdMap<usize>,
 }
@@ -72,7 +74,8 @@ impl Demand {
         }
     }
 
-    /// Counts a request that used the prefix `key` at `now`, with what it lost; what is known of the prefix then.
+    /// Counts a request that used the prefix `key` at `now`, with what it lost; what is known of the prefix
+    /// then.
     pub(super) fn used(&mut self, now: Seconds, key: BlockHash, loss: Option<Loss>) -> Need {
         let unit = self.unit(now);
         let at = self.place(key);

@@ -14,7 +14,8 @@ fn rebalancing(roles: &[Role]) -> Fleet {
     fleet(config, (1..).zip(roles).map(|(id, &role)| flexible(id, role)).collect())
 }
 
-/// Keeps prompts of a second coming on each of `busy` instances for `seconds`; the roles that change, with the time.
+/// Keeps prompts of a second coming on each of `busy` instances for `seconds`; the roles that change, with
+/// the time.
 fn prompts(f: &mut Fleet, busy: u32, from_s: u32, seconds: u32) -> Vec<(u32, InstanceId, Role)> {
     let mut changes = Vec::new();
     for at_s in from_s..from_s + seconds {

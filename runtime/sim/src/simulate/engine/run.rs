@@ -68,7 +68,8 @@ impl Run {
 }
 
 impl Engine {
-    /// The step that has just begun and those that are sure to follow it. Gives `parts` back if it does more than decode.
+    /// The step that has just begun and those that are sure to follow it. Gives `parts` back if it does more
+    /// than decode.
     pub(super) fn run(&self, began_s: f64, parts: Vec<StepSequence>) -> Result<Run, Vec<StepSequence>> {
         let left = |part: &StepSequence| {
             let active = self.active.get(part.request).filter(|active| active.started && part.sample)?;
