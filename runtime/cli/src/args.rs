@@ -123,6 +123,12 @@ pub(crate) struct ServeArgs {
     pub(crate) instances: InstanceArgs,
     #[command(flatten)]
     pub(crate) front: FrontArgs,
+    /// Fleet file with any of these settings; flags override it
+    #[arg(long, value_name = "FLEET.toml")]
+    pub(crate) fleet: Option<PathBuf>,
+    /// Print every setting in force and its origin, and exit
+    #[arg(long)]
+    pub(crate) dry_run: bool,
 }
 
 /// The devices that serve.
@@ -195,6 +201,15 @@ pub(crate) struct FrontArgs {
     /// Let devices with a role change it with the load
     #[arg(long, hide = true)]
     pub(crate) flexible: bool,
+    /// Load above which a side gets a device [default: 0.9]
+    #[arg(long, hide = true, value_name = "LOAD", value_parser = above_zero)]
+    pub(crate) rebalance_high: Option<f64>,
+    /// Load below which prefill may lend a device to decode [default: 0.7]
+    #[arg(long, hide = true, value_name = "LOAD", value_parser = above_zero)]
+    pub(crate) rebalance_low: Option<f64>,
+    /// Time over which loads are averaged [default: 30]
+    #[arg(long, hide = true, value_name = "SECONDS", value_parser = above_zero)]
+    pub(crate) rebalance_hold_s: Option<f64>,
     /// Never pull prefixes from other devices
     #[arg(long)]
     pub(crate) no_pull: bool,
@@ -243,6 +258,11 @@ pub(crate) struct GenerateArgs {
     /// Print schema, prompt_ids, ids, text, placement, ttft_s, tbt_s, energy_j, joules_per_token
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+fn above_zero(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
+    value.ok_or_else(|| "expected a number above 0".into())
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

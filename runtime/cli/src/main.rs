@@ -27,6 +27,7 @@ mod profiles;
 mod replay;
 mod scheduling;
 mod serve;
+mod settings;
 mod simulate;
 mod start;
 mod tiers;
@@ -36,7 +37,6 @@ mod trace;
 mod validate;
 
 use anyhow::Context;
-use clap::Parser;
 use command_line::{Cli, Command};
 use std::process::ExitCode;
 
@@ -78,8 +78,8 @@ fn with_causes(error: &anyhow::Error) -> String {
     })
 }
 
-fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+fn run(cli: Cli, settings: &settings::Settings) -> anyhow::Result<()> {
+    match cli.command {
         Command::Devices(args) => devices::run(&args),
         Command::Topo(args) => topo::run(&args),
         Command::Profile(args) => profile::run(&args),
@@ -89,7 +89,7 @@ fn main() -> ExitCode {
         Command::Parts(args) => parts::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Simulate(args) => simulate::run(&args),
-        Command::Serve(args) => serve::run(args),
+        Command::Serve(args) => serve::run(args, settings),
         #[cfg(feature = "fleet")]
         Command::Router(args) => fleet::router(args),
         #[cfg(feature = "fleet")]
@@ -98,7 +98,12 @@ fn main() -> ExitCode {
         Command::Fleet(args) => fleet::look(args),
         Command::Replay(args) => replay::run(&args),
         Command::Generate(args) => generate::run(args),
-    };
+    }
+}
+
+fn main() -> ExitCode {
+    let parsed = settings::parse(std::env::args_os().collect());
+    let result = parsed.and_then(|(cli, settings)| run(cli, &settings));
     let Err(error) = result else { return ExitCode::SUCCESS };
     let broken_pipe =
         error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);

@@ -3,6 +3,7 @@
 use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
 use crate::connections::{is_loopback, raise_descriptors};
 use crate::model::Model;
+use crate::settings::Settings;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
 use crate::{Usage, backends};
@@ -25,10 +26,15 @@ use tokio::sync::watch;
 /// Decisions kept for `/debug/placement`.
 const PLACEMENTS_KEPT: usize = 1000;
 
-pub(crate) fn run(args: ServeArgs) -> Result<()> {
+pub(crate) fn run(args: ServeArgs, settings: &Settings) -> Result<()> {
+    if args.dry_run {
+        check(&args.front)?;
+        return settings.print(args.front.json);
+    }
     log(args.front.json);
     check(&args.front)?;
-    let ServeArgs { model, instances, front: options } = args;
+    settings.say_unused();
+    let ServeArgs { model, instances, front: options, .. } = args;
     let load = move |around: Around, options: &FrontArgs| load(&model, &instances, options, around);
     run_server(async {
         let mut signals = Signals::new()?;
@@ -111,6 +117,7 @@ pub(crate) fn check(args: &FrontArgs) -> Result<()> {
     }
     args.connections.check()?;
     args.scheduling.choices()?;
+    rebalance(args)?;
     Ok(())
 }
 
@@ -260,12 +267,31 @@ pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
         admission,
         drop_at_decode: args.scheduling.drop_late,
         wait_usd_per_s: args.scheduling.wait_usd_per_s,
-        // All devices of this process are in one pool.
-        rebalance: args.flexible.then(|| Rebalance::new(vec![0])),
+        rebalance: rebalance(args)?,
         seed,
         ..default.fleet
     };
     Ok(EngineConfig { fleet, flex_deadline: Seconds(args.flex_deadline_s), ..default })
+}
+
+/// When devices with a role change it.
+fn rebalance(args: &FrontArgs) -> Result<Option<Rebalance>> {
+    if !args.flexible {
+        return Ok(None);
+    }
+    // All devices of this process are in one pool.
+    let usual = Rebalance::new(vec![0]);
+    let rule = Rebalance {
+        high: args.rebalance_high.unwrap_or(usual.high),
+        low: args.rebalance_low.unwrap_or(usual.low),
+        hold: args.rebalance_hold_s.map_or(usual.hold, Seconds),
+        pools: usual.pools,
+    };
+    if rule.low >= rule.high {
+        let (low, high) = (rule.low, rule.high);
+        return Err(Usage(format!("--rebalance-low {low} must be less than --rebalance-high {high}")).into());
+    }
+    Ok(Some(rule))
 }
 
 pub(crate) fn served(

@@ -39,7 +39,7 @@ pub(crate) struct SimulateArgs {
     #[arg(long, value_name = "FLEET.toml")]
     fleet: PathBuf,
     #[command(flatten)]
-    scheduling: SchedulingArgs,
+    pub(crate) scheduling: SchedulingArgs,
     #[command(flatten)]
     replay: ReplayArgs,
     /// Routers that share the requests [default: the fleet file's, or 1]

@@ -27,6 +27,11 @@ pub(super) struct File {
     pub(super) slowdown: Vec<Slowdown>,
     #[serde(default)]
     pub(super) routers: Routers,
+    /// Flags of commands, which the binary reads.
+    #[serde(rename = "scheduling")]
+    pub(super) _scheduling: Option<toml::Table>,
+    #[serde(rename = "serve")]
+    pub(super) _serve: Option<toml::Table>,
 }
 
 #[derive(Debug, Default, Deserialize)]
