@@ -1,6 +1,7 @@
 //! Between the clients, the fleet's machine and the workers: carries decisions one way, events the
 //! other, and is the only one who writes to a client, so that every token reaches it exactly once.
 
+use super::copies::CopyUnderWay;
 use super::directory::Directory;
 use super::events::LoggedFleet;
 use super::identity::Identity;
@@ -141,6 +142,8 @@ pub(super) struct Coordinator {
     pub(super) metrics: Metrics,
     /// In the order of their ids: what ends with a coordinator ends in that order.
     pub(super) requests: BTreeMap<RequestId, Tracked>,
+    /// Prefixes on their way to instances ahead of demand.
+    pub(super) copies: BTreeMap<RequestId, CopyUnderWay>,
     /// Those that lost their place and found no other yet, with when they give up.
     pub(super) homeless: BTreeMap<RequestId, Seconds>,
     pub(super) ways: Ways,
@@ -188,17 +191,13 @@ impl Coordinator {
                     tracing::info!(%instance, ?role, "role changed");
                     self.send(instance, Order::SetRole { role });
                 }
-                // KV goes between workers for requests only; the fleet forgets a copy that does not arrive
-                Action::Replicate { from, to, tokens, .. } => {
-                    tracing::info!(%from, %to, tokens, "prefix not copied: no request asks for it");
-                }
                 _ => {}
             }
         }
         actions
     }
 
-    fn hasher(&self, wanted: &GenerateRequest, kv: DType) -> PrefixHasher {
+    pub(super) fn hasher(&self, wanted: &GenerateRequest, kv: DType) -> PrefixHasher {
         let Identity { model_digest, tokenizer_digest, secret } = &self.identity;
         let namespace = Namespace {
             model_digest: model_digest.clone(),
@@ -259,7 +258,10 @@ impl Coordinator {
         let wanted = Arc::new(wanted);
         let objective = self.objective(&wanted);
         let arrival = self.arrival(request, &wanted, objective, &wanted.prompt_ids, None);
-        match self.fleet_step(Event::Arrived(arrival)).pop() {
+        let mut actions = self.fleet_step(Event::Arrived(arrival));
+        let decided = actions.pop();
+        self.begin_copies(&actions, &wanted);
+        match decided {
             Some(Action::Place { prefill, decode, pull, due, explanation, .. }) => {
                 if admitted.send(Ok(())).is_err() {
                     self.fleet_step(Event::Cancelled { request });
@@ -393,14 +395,17 @@ impl Coordinator {
             FromWorker::Reserved { request, attempt, tokens_cached, landing } => {
                 self.reserved(instance, request, attempt, tokens_cached, landing);
             }
+            FromWorker::Kept { request } => {
+                self.end_copy(request, true);
+            }
             FromWorker::Revoked { request, attempt } => {
-                if self.is_current(instance, request, attempt) {
+                if !self.end_copy(request, false) && self.is_current(instance, request, attempt) {
                     self.fleet_step(Event::Cancelled { request });
                     self.replay(request);
                 }
             }
             FromWorker::Refused { request, attempt, sender, reason } => {
-                if self.is_current(instance, request, attempt) {
+                if !self.end_copy(request, false) && self.is_current(instance, request, attempt) {
                     self.refused(request, (sender, instance), reason);
                 }
             }
@@ -422,7 +427,7 @@ impl Coordinator {
                 }
             }
             FromWorker::RequestFailed { request, attempt, failure } => {
-                if self.is_current(instance, request, attempt) {
+                if !self.end_copy(request, false) && self.is_current(instance, request, attempt) {
                     self.fail(request, failure);
                 }
             }

@@ -62,6 +62,7 @@ impl Coordinator {
         self.metrics.unload(&device);
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
         self.pulls_lost(|holder, _| holder == instance);
+        self.drop_copies(|holder, receiver| [holder, receiver].contains(&instance));
         self.ways.forget(instance);
         let lost = self.fleet_step(Event::InstanceDown { instance });
         self.count_instances();
@@ -96,7 +97,10 @@ impl Coordinator {
         let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.due);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
         let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
-        match self.fleet_step(Event::Arrived(arrival)).pop() {
+        let mut actions = self.fleet_step(Event::Arrived(arrival));
+        let decided = actions.pop();
+        self.begin_copies(&actions, &wanted);
+        match decided {
             Some(Action::Place { prefill, decode, pull, explanation, .. }) => {
                 let tracked = self.requests.get_mut(&request).expect("just found");
                 (tracked.prefill, tracked.decode) = (prefill, decode);

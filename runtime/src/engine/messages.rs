@@ -145,6 +145,8 @@ pub(crate) enum Order {
     Reserve { job: Job, sender: InstanceId },
     /// Send the KV of this prompt's first `until` tokens to another instance, as far as it is here.
     Lend { job: Job, until: u32, to: HandOff },
+    /// Have this prompt's KV sent here and keep it in the cache: nobody waits for it, and nothing is computed.
+    Copy { job: Job, holder: InstanceId },
     /// Nothing comes of the prefix that this prompt waits for.
     NotLent { request: RequestId, attempt: u32 },
     /// The instance gets work of this role from now on, from all routers: it tells them.
@@ -206,6 +208,8 @@ pub(crate) enum FromWorker {
     Revoked { request: RequestId, attempt: u32 },
     /// Room was made, but no KV can come from `sender` now: place the request anew.
     Refused { request: RequestId, attempt: u32, sender: InstanceId, reason: String },
+    /// A copy has come as far as it will, and is in the cache.
+    Kept { request: RequestId },
     /// So many leading tokens of a prompt are computed.
     Progress { request: RequestId, tokens: u32 },
     /// All KV has arrived; the request decodes here now.
@@ -258,6 +262,7 @@ impl FromWorker {
             | FromWorker::Refused { request, .. }
             | FromWorker::Progress { request, .. }
             | FromWorker::Joined { request }
+            | FromWorker::Kept { request }
             | FromWorker::Drawn { request, .. }
             | FromWorker::RequestFailed { request, .. } => Some(*request),
             FromWorker::Up { .. }

@@ -11,6 +11,7 @@
 pub mod calibrate;
 mod check;
 mod coordinator;
+mod copies;
 mod courier;
 mod coverage;
 pub(crate) mod directory;
@@ -159,6 +160,7 @@ impl EngineParts {
             placements,
             metrics,
             requests: BTreeMap::new(),
+            copies: BTreeMap::new(),
             homeless: BTreeMap::new(),
             ways: Ways::default(),
             next: first_request,

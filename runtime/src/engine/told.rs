@@ -60,6 +60,12 @@ impl Worker {
                     Err(error) => self.refuse(&job, &error),
                 }
             }
+            ToWorker::Order(Order::Copy { job, holder }) => {
+                match self.check_job(&job, job.length() as u64).and_then(|()| self.check_source(holder)) {
+                    Ok(()) => self.copy(job, holder)?,
+                    Err(error) => self.refuse(&job, &error),
+                }
+            }
             ToWorker::Order(Order::Lend { job, until, to }) => {
                 match self.check_job(&job, 0).and_then(|()| self.check_hand_off(&job, &to)) {
                     Ok(()) => self.lend(&job, until, to)?,
@@ -182,6 +188,16 @@ impl Worker {
         let pulls = source.map_or(0, |source| source.until);
         let (gives_way, text) = self.begin(job, source.map(|source| (Transfer::Prefix, source)));
         self.machine_step(Event::Add { request, due, gives_way, text, pulls, after })
+    }
+
+    fn copy(&mut self, job: Job, holder: InstanceId) -> Result<()> {
+        if !self.supersedes(&job)? {
+            return Ok(());
+        }
+        let Job { request, due, .. } = job;
+        let until = job.length() as u32;
+        let (gives_way, text) = self.begin(job, Some((Transfer::Prefix, Source { holder, until })));
+        self.machine_step(Event::Add { request, due, gives_way, text, pulls: until, after: After::Keep })
     }
 
     fn reserve(&mut self, job: Job, holder: InstanceId) -> Result<()> {

@@ -32,7 +32,9 @@ impl Coordinator {
         tokens_cached: u32,
         landing: Landing,
     ) {
-        let Some(tracked) = self.requests.get(&request).filter(|t| t.attempt == attempt) else { return };
+        let Some(tracked) = self.requests.get(&request).filter(|t| t.attempt == attempt) else {
+            return self.ask_for_copy(request, tokens_cached, landing);
+        };
         if instance == tracked.prefill {
             return self.ask_holder(request, tokens_cached, landing);
         }
@@ -56,6 +58,9 @@ impl Coordinator {
         self.fleet_step(Event::LinkDown { from, to });
         // A lender without a way back gets no slot.
         self.pulls_lost(|holder, prefill| (holder, prefill) == (from, to) || (prefill, holder) == (from, to));
+        self.drop_copies(|holder, receiver| {
+            (holder, receiver) == (from, to) || (receiver, holder) == (from, to)
+        });
         let under_way = |t: &Tracked| t.prefill == from && t.decode == to && t.stage != Stage::Joined;
         let its = self.requests.iter().filter(|(_, t)| under_way(t)).map(|(&request, _)| request);
         for request in its.collect::<Vec<RequestId>>() {

@@ -212,6 +212,10 @@ impl Worker {
                         self.report(FromWorker::RequestFailed { request, attempt, failure });
                     }
                 }
+                Action::Kept { request } => {
+                    self.active.remove(&request);
+                    self.report(FromWorker::Kept { request });
+                }
                 Action::Preempted { .. } => {
                     let device = self.device.info().id.clone();
                     self.metrics.preemptions.get_or_create(&DeviceLabels { device }).inc();

@@ -110,9 +110,10 @@ impl Order {
     /// The request that it is about; none for what concerns the instance.
     fn request(&self) -> Option<RequestId> {
         match self {
-            Order::Add { job, .. } | Order::Reserve { job, .. } | Order::Lend { job, .. } => {
-                Some(job.request)
-            }
+            Order::Add { job, .. }
+            | Order::Reserve { job, .. }
+            | Order::Lend { job, .. }
+            | Order::Copy { job, .. } => Some(job.request),
             Order::NotLent { request, .. } | Order::Cancel { request } => Some(*request),
             Order::SetRole { .. } => None,
         }
@@ -120,7 +121,11 @@ impl Order {
 
     /// Whatever it is about is due so much later.
     fn due_later(&mut self, span: Seconds) {
-        if let Order::Add { job, .. } | Order::Reserve { job, .. } | Order::Lend { job, .. } = self {
+        if let Order::Add { job, .. }
+        | Order::Reserve { job, .. }
+        | Order::Lend { job, .. }
+        | Order::Copy { job, .. } = self
+        {
             job.due += span;
             job.ready += span;
         }

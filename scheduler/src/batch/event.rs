@@ -153,6 +153,11 @@ pub enum Action<B> {
         /// Why.
         reason: Refusal,
     },
+    /// What came of a prefix that was to be kept is in the cache: nothing more is done of it here.
+    Kept {
+        /// Its id.
+        request: RequestId,
+    },
     /// A sequence lost its blocks and will be recomputed here. For the metrics.
     Preempted {
         /// Its id.

@@ -23,7 +23,8 @@ impl<T: Text> Instance<T> {
         if sequence.after == Some(After::Keep) {
             sequence.computed = valid;
             self.publish(request, actions);
-            return self.drop_request(request);
+            self.drop_request(request);
+            return actions.push(Action::Kept { request });
         }
         if sequence.after.is_some() {
             let tokens_cached = sequence.computed;

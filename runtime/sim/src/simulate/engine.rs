@@ -443,6 +443,9 @@ impl Engine {
                 Action::Refused { request, reason } => {
                     unreachable!("request {request} was placed where it fits: {reason}")
                 }
+                Action::Kept { request } => {
+                    self.active.remove(request);
+                }
                 Action::Lent { .. } | Action::Preempted { .. } => {}
             }
         }

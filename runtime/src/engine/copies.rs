@@ -1,0 +1,81 @@
+//! Copies of hot prefixes ahead of demand, which go the way of a pull.
+//!
+//! The fleet's machine asks for a copy when a request with the prefix arrives. The receiver makes room for it as
+//! for flexible work, the holder sends what it still has, and what lands stays in the receiver's cache. A copy
+//! that fails is dropped and never repeated: the fleet's machine forgets one that does not arrive.
+
+use super::coordinator::Coordinator;
+use super::handoff::wire_dtype;
+use super::messages::{HandOff, Job, Landing, Order};
+use crate::request::{GenerateRequest, ServiceTier};
+use mixfleet_scheduler::batch::RequestId;
+use mixfleet_scheduler::fleet::{Action, InstanceId};
+use std::sync::Arc;
+
+/// A copy that is under way.
+pub(super) struct CopyUnderWay {
+    from: InstanceId,
+    to: InstanceId,
+    /// The prefix as a prompt.
+    wanted: Arc<GenerateRequest>,
+}
+
+impl Coordinator {
+    /// Begins the copies that were decided with the placement of `wanted`.
+    pub(super) fn begin_copies(&mut self, actions: &[Action], wanted: &GenerateRequest) {
+        for action in actions {
+            let Action::Replicate { from, to, tokens, .. } = *action else { continue };
+            let Some(prefix) = wanted.prompt_ids.get(..tokens as usize) else { continue };
+            let request = self.next;
+            self.next += 1;
+            let wanted = Arc::new(GenerateRequest {
+                prompt_ids: prefix.into(),
+                max_tokens: 1,
+                logprobs: None,
+                tier: ServiceTier::Flex,
+                ..wanted.clone()
+            });
+            let job = self.copy_job(request, &wanted, to);
+            tracing::info!(%from, %to, tokens, "a prefix is copied");
+            self.copies.insert(request, CopyUnderWay { from, to, wanted });
+            self.send(to, Order::Copy { job, holder: from });
+        }
+    }
+
+    fn copy_job(&self, request: RequestId, wanted: &Arc<GenerateRequest>, on: InstanceId) -> Job {
+        let now = self.began + self.env.now();
+        let hasher = self.hasher(wanted, self.instances[&on].kv);
+        let (wanted, generated) = (wanted.clone(), Vec::new());
+        Job { request, due: now, ready: now, attempt: 0, wanted, generated, hasher }
+    }
+
+    /// The receiver has room for a copy, and its own KV ends at `from_token`.
+    pub(super) fn ask_for_copy(&self, request: RequestId, from_token: u32, landing: Landing) {
+        let Some(CopyUnderWay { from, to, wanted }) = self.copies.get(&request) else { return };
+        let kv = |id| self.instances.get(id).map(|instance| instance.kv);
+        if let (Some(sender), Some(receiver)) = (kv(from), kv(to)) {
+            let until = wanted.prompt_ids.len() as u32;
+            let wire = wire_dtype(sender, receiver);
+            let to = HandOff { attempt: 0, from: from_token, to: *to, landing, wire };
+            self.send(*from, Order::Lend { job: self.copy_job(request, wanted, *from), until, to });
+        }
+    }
+
+    /// Forgets a copy that is complete or that its receiver gave up. False if `request` is none.
+    pub(super) fn end_copy(&mut self, request: RequestId, is_complete: bool) -> bool {
+        let Some(CopyUnderWay { from, .. }) = self.copies.remove(&request) else { return false };
+        if !is_complete {
+            self.send(from, Order::Cancel { request });
+        }
+        true
+    }
+
+    /// Drops the copies that `lost` names by holder and receiver.
+    pub(super) fn drop_copies(&mut self, lost: impl Fn(InstanceId, InstanceId) -> bool) {
+        let its = self.copies.extract_if(.., |_, copy| lost(copy.from, copy.to));
+        for (request, CopyUnderWay { from, to, .. }) in its.collect::<Vec<_>>() {
+            self.send(from, Order::Cancel { request });
+            self.send(to, Order::Cancel { request });
+        }
+    }
+}
