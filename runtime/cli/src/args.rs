@@ -210,6 +210,9 @@ pub(crate) struct FrontArgs {
     /// Time over which loads are averaged [default: 30]
     #[arg(long, hide = true, value_name = "SECONDS", value_parser = above_zero)]
     pub(crate) rebalance_hold_s: Option<f64>,
+    /// Copy hot prefixes between devices ahead of demand, with at most so many GB/s
+    #[arg(long, value_name = "GB", value_parser = above_zero, hide = true)]
+    pub(crate) replicate_gb_per_s: Option<f64>,
     /// Never pull prefixes from other devices
     #[arg(long)]
     pub(crate) no_pull: bool,

@@ -15,7 +15,7 @@ use mixfleet_runtime::engine::events::{EventLog, Writer};
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::{EngineHandle, Sampling};
-use mixfleet_scheduler::fleet::{FleetConfig, Rebalance, Role};
+use mixfleet_scheduler::fleet::{FleetConfig, Rebalance, Replicate, Role};
 use mixfleet_sim::simulate::Choices;
 use std::fs::File;
 use std::io::{BufWriter, IsTerminal};
@@ -267,6 +267,7 @@ pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
         admission,
         drop_at_decode: args.scheduling.drop_late,
         wait_usd_per_s: args.scheduling.wait_usd_per_s,
+        replicate: args.replicate_gb_per_s.map(|rate| Replicate::new(rate * 1e9)),
         rebalance: rebalance(args)?,
         seed,
         ..default.fleet

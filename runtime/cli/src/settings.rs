@@ -16,11 +16,12 @@ use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 /// Keys that `simulate` reads itself, with the flags of `serve` that they set.
-const SHARED: [(&str, &str, &str); 7] = [
+const SHARED: [(&str, &str, &str); 8] = [
     ("slo", "ttft_s", "ttft-slo"),
     ("slo", "tbt_s", "tbt-slo"),
     ("engine", "max_batched_tokens", "chunk"),
     ("engine", "max_sequences", "sequences"),
+    ("kv", "replicate_gb_per_s", "replicate-gb-per-s"),
     ("rebalance", "high", "rebalance-high"),
     ("rebalance", "low", "rebalance-low"),
     ("rebalance", "hold_s", "rebalance-hold-s"),
@@ -68,7 +69,7 @@ const WITHOUT_KEY: [(&str, &str); 5] = [
 ];
 
 /// Tables that describe hardware, clients and events of a simulation.
-const SIMULATED: [&str; 7] = ["model", "kv", "pool", "link", "class", "routers", "slowdown"];
+const SIMULATED: [&str; 6] = ["model", "pool", "link", "class", "routers", "slowdown"];
 
 /// The table and key of a flag of `serve`.
 fn key_of(flag: &str) -> Option<(&'static str, String)> {
@@ -160,8 +161,8 @@ fn from_file(text: &str, path: &Path, command: &str, given: &ArgMatches) -> Resu
             ("version", _) => {
                 return Err(wrong(format!("version is not {VERSION}, which this program reads")).into());
             }
-            ("slo" | "engine" | "rebalance", _) if command == "simulate" => {}
-            ("slo" | "engine" | "rebalance" | "scheduling" | "serve", Value::Table(keys)) => {
+            ("slo" | "engine" | "kv" | "rebalance", _) if command == "simulate" => {}
+            ("slo" | "engine" | "kv" | "rebalance" | "scheduling" | "serve", Value::Table(keys)) => {
                 for (key, value) in keys {
                     match flag_of(table, key) {
                         Some(_) if command == "simulate" && table == "serve" => {}

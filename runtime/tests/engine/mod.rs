@@ -5,6 +5,7 @@
 
 mod agree;
 mod contained;
+mod copies;
 mod cost_shape;
 mod events;
 mod exposed;

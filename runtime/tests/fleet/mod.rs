@@ -25,7 +25,7 @@ use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::pool::{MakeRegion, SSD_TIMEOUT, SsdConfig};
 use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
-use mixfleet_scheduler::fleet::{FleetConfig, Policy, Role};
+use mixfleet_scheduler::fleet::{FleetConfig, Policy, Replicate, Role};
 use mixfleet_simulated::FaultyDevice;
 use mixfleet_wire::{FaultyTransport, HostRegion, InProcessTransport};
 use std::future::ready;
@@ -129,6 +129,8 @@ pub(crate) struct Fleet {
     hand_off_timeout: Duration,
     metrics: Metrics,
     policy: Policy,
+    /// Copies hot prefixes with so many bytes per second, and pulls none for requests.
+    copies: Option<f64>,
     log: Option<Log>,
     /// Blocks in host memory, and the disk with bytes.
     lower: Option<(u64, Option<(SimDisk, u64)>)>,
@@ -174,6 +176,7 @@ impl Fleet {
             hand_off_timeout: HandOffLimits::default().timeout,
             metrics: Metrics::new(),
             policy: Policy::default(),
+            copies: None,
             log: None,
             lower: None,
             rots: Arc::default(),
@@ -188,6 +191,12 @@ impl Fleet {
         make: impl Fn(u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> + Send + Sync + 'static,
     ) -> Self {
         self.regions = Arc::new(make);
+        self
+    }
+
+    /// Prefixes come to instances by copies ahead of demand alone.
+    pub(crate) fn copies(mut self, bytes_per_s: f64) -> Self {
+        self.copies = Some(bytes_per_s);
         self
     }
 
@@ -374,7 +383,12 @@ impl Fleet {
             config,
             limits: EngineConfig {
                 hand_off: HandOffLimits { slot_bytes: 2048, slots: 3, timeout: self.hand_off_timeout },
-                fleet: FleetConfig { policy: self.policy, ..EngineConfig::default().fleet },
+                fleet: FleetConfig {
+                    policy: self.policy,
+                    pull: self.copies.is_none(),
+                    replicate: self.copies.map(Replicate::new),
+                    ..EngineConfig::default().fleet
+                },
                 ..EngineConfig::default()
             },
             events,
