@@ -81,7 +81,7 @@ fn prefill(
         pages_max: spread.iter().map(|s| s.1).max().unwrap_or(0).div_ceil(16) + 1,
         window,
         x: dtype,
-        kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype: dtype },
+        kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype },
     }
 }
 

@@ -337,23 +337,15 @@ fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Optio
         }
         "kv_write" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvWrite { tokens, x: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype: dtype } }
+            OpSig::KvWrite { tokens, x: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
         }
         "kv_gather" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvGather {
-                tokens,
-                wire: dtype,
-                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: dtype },
-            }
+            OpSig::KvGather { tokens, wire: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
         }
         "kv_scatter" => {
             let (tokens, kv_heads, head_dim) = kv_op(f)?;
-            OpSig::KvScatter {
-                tokens,
-                wire: dtype,
-                kv: KvShape { kv_heads, head_dim, page_tokens, dtype: dtype },
-            }
+            OpSig::KvScatter { tokens, wire: dtype, kv: KvShape { kv_heads, head_dim, page_tokens, dtype } }
         }
         "attn_merge" => {
             OpSig::AttnMerge { parts: f.take("p")?, rows: f.take("t")?, head_dim: f.take("d")?, out: dtype }
@@ -396,7 +388,7 @@ pub(crate) fn attn_decode(
         heads: heads.ratio.checked_mul(heads.kv)?,
         pages_max: context.div_ceil(page_tokens.max(1)),
         x: dtype,
-        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype: dtype },
+        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype },
     })
 }
 
@@ -418,7 +410,7 @@ pub(crate) fn attn_prefill(
         pages_max: context.div_ceil(page_tokens.max(1)),
         window: None,
         x: dtype,
-        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype: dtype },
+        kv: KvShape { kv_heads: heads.kv, head_dim: heads.dim, page_tokens, dtype },
     })
 }
 

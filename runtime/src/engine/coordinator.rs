@@ -186,12 +186,9 @@ impl Coordinator {
     pub(super) fn fleet_step(&mut self, event: Event) -> Vec<Action> {
         let actions = self.fleet.step(self.env.now(), event);
         for action in &actions {
-            match *action {
-                Action::SetRole { instance, role } => {
-                    tracing::info!(%instance, ?role, "role changed");
-                    self.send(instance, Order::SetRole { role });
-                }
-                _ => {}
+            if let Action::SetRole { instance, role } = *action {
+                tracing::info!(%instance, ?role, "role changed");
+                self.send(instance, Order::SetRole { role });
             }
         }
         actions
@@ -414,10 +411,11 @@ impl Coordinator {
             }
             FromWorker::LinkDown { to } => self.link_down(instance, to),
             FromWorker::Joined { request } => {
-                if let Some(tracked) = self.requests.get_mut(&request).filter(|t| t.decode == instance) {
-                    if let Stage::Computed { at } = std::mem::replace(&mut tracked.stage, Stage::Joined) {
-                        self.metrics.kv_exposed_s.observe((self.env.now() - at).0);
-                    }
+                let tracked = self.requests.get_mut(&request).filter(|t| t.decode == instance);
+                if let Some(tracked) = tracked
+                    && let Stage::Computed { at } = std::mem::replace(&mut tracked.stage, Stage::Joined)
+                {
+                    self.metrics.kv_exposed_s.observe((self.env.now() - at).0);
                 }
                 self.fleet_step(Event::TransferDone { request, instance });
             }

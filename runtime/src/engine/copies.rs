@@ -72,10 +72,13 @@ impl Coordinator {
 
     /// Drops the copies that `lost` names by holder and receiver.
     pub(super) fn drop_copies(&mut self, lost: impl Fn(InstanceId, InstanceId) -> bool) {
-        let its = self.copies.extract_if(.., |_, copy| lost(copy.from, copy.to));
-        for (request, CopyUnderWay { from, to, .. }) in its.collect::<Vec<_>>() {
-            self.send(from, Order::Cancel { request });
-            self.send(to, Order::Cancel { request });
-        }
+        let directory = &self.directory;
+        self.copies.retain(|&request, CopyUnderWay { from, to, .. }| {
+            let is_lost = lost(*from, *to);
+            for end in [*from, *to].into_iter().filter(|_| is_lost) {
+                directory.order(end, Order::Cancel { request });
+            }
+            !is_lost
+        });
     }
 }
