@@ -147,7 +147,7 @@ fn worker(env: &SharedEnv, checkpoint: &Checkpoint, id: u32, role: Role, config:
         kv: DType::F32,
         kv_bytes: 512 * checkpoint.config.kv_bytes_per_token(DType::F32),
         step_tokens_max: 24,
-        prefill_tokens_beside_decode_max: 12,
+        prefill_tokens_beside_decode_max: Some(12),
         sequences_max: 8,
         block_tokens: Some(8),
     };

@@ -69,7 +69,7 @@ impl World {
                 nic: Some(LinkCost { seconds_per_byte: 1e-11, ..LinkCost::default() }),
                 kv_capacity_tokens: 1_000_000,
                 kv_block_tokens: BLOCK,
-                prefill_tokens_beside_decode_max: 2048,
+                prefill_tokens_beside_decode_max: Some(2048),
                 step_tokens_max: 2048,
             };
             fleet.step(Seconds::ZERO, Event::InstanceUp(spec), &mut actions);

@@ -111,7 +111,7 @@ fn instance(id: u32, role: Role) -> Instance {
         nic: None,
         kv_capacity_tokens: 20_000,
         kv_block_tokens: BLOCK,
-        prefill_tokens_beside_decode_max: 128,
+        prefill_tokens_beside_decode_max: Some(128),
         step_tokens_max: 0,
     }
 }

@@ -21,7 +21,6 @@ use mixfleet_runtime::engine::{
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::request::EngineHandle;
-use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::{Coefficients, CostModel};
 use mixfleet_scheduler::fleet::Role;
 use mixfleet_wire::{HostRegion, InProcessTransport};
@@ -149,7 +148,7 @@ pub(crate) fn instances(
             kv: model.kv,
             kv_bytes: (args.kv_memory * GIB as f64) as u64,
             step_tokens_max: args.chunk,
-            prefill_tokens_beside_decode_max: BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX.min(args.chunk),
+            prefill_tokens_beside_decode_max: None,
             sequences_max: choice.sequences_max,
             block_tokens: None,
         };

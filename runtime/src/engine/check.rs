@@ -54,6 +54,9 @@ impl Worker {
         if !job.due.0.is_finite() {
             return Err(Error::invalid("the time at which the request is due is no number"));
         }
+        if job.tbt_slo.is_some_and(|slo| slo.0.is_nan()) {
+            return Err(Error::invalid("the objective for the time between tokens is no number"));
+        }
         if !wanted.sampling.is_finite() {
             return Err(Error::invalid("a parameter of sampling is no number"));
         }

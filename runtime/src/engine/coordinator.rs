@@ -75,6 +75,8 @@ pub(super) struct Tracked {
     pub(super) objective: Objective,
     /// its place in the order: both stay when it loses its instance.
     pub(super) due: Seconds,
+    /// Objective for the time between its tokens.
+    pub(super) tbt_slo: Option<Seconds>,
     /// When its KV is thought to be where it decodes.
     pub(super) ready: Seconds,
     pub(super) prefill: InstanceId,
@@ -259,7 +261,7 @@ impl Coordinator {
         let decided = actions.pop();
         self.begin_copies(&actions, &wanted);
         match decided {
-            Some(Action::Place { prefill, decode, pull, due, explanation, .. }) => {
+            Some(Action::Place { prefill, decode, pull, due, tbt_slo, explanation, .. }) => {
                 if admitted.send(Ok(())).is_err() {
                     self.fleet_step(Event::Cancelled { request });
                     return;
@@ -272,6 +274,7 @@ impl Coordinator {
                     attempt: 0,
                     objective,
                     due,
+                    tbt_slo,
                     ready: self.env.now() + transfers::ready_in(&explanation),
                     prefill,
                     decode,
@@ -355,10 +358,11 @@ impl Coordinator {
     }
 
     pub(super) fn job(&self, request: RequestId, on: InstanceId) -> Job {
-        let Tracked { wanted, generated, attempt, due, ready, .. } = &self.requests[&request];
+        let Tracked { wanted, generated, attempt, due, tbt_slo, ready, .. } = &self.requests[&request];
         Job {
             request,
             due: self.began + *due,
+            tbt_slo: *tbt_slo,
             ready: self.began + *ready,
             attempt: *attempt,
             wanted: wanted.clone(),

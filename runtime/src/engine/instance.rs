@@ -46,8 +46,8 @@ pub struct InstanceLimits {
     pub kv_bytes: u64,
     /// New tokens in a step.
     pub step_tokens_max: u32,
-    /// Prompt tokens in a step that also decodes.
-    pub prefill_tokens_beside_decode_max: u32,
+    /// Prompt tokens in a step that also decodes; as many as TBT objectives allow if none.
+    pub prefill_tokens_beside_decode_max: Option<u32>,
     /// Sequences at a time.
     pub sequences_max: u32,
     /// Tokens in a KV block; the device's preference if none.
@@ -192,7 +192,9 @@ impl Loaded {
         let step_timeout = self.step_timeout(&cost);
         // Twice: a step may have begun when the first word of a request came.
         let silence_max = Seconds(2.0 * step_timeout.as_secs_f64()) + SILENCE_SPARE;
-        let up = FromWorker::Up { instance: Box::new(self.describe(id, cost)), kv: self.kv(), silence_max };
+        let instance = self.describe(id, cost);
+        let cost = instance.cost.clone();
+        let up = FromWorker::Up { instance: Box::new(instance), kv: self.kv(), silence_max };
         let Loaded { spec_device: device, forward, batch, below, disk_below, .. } = self;
         let name = format!("worker {}", device.info().id);
         let kv = forward.shape().kv_shape(forward.config());
@@ -211,8 +213,9 @@ impl Loaded {
             health: HealthWatch::new(device.info().id.clone(), metrics.clone()),
             device,
             forward,
-            machine: BatchMachine::new(batch),
+            machine: BatchMachine::new(batch).predicted_by(cost.clone()),
             limits: batch,
+            cost,
             up: up.clone(),
             step_timeout,
             recorded: HashMap::new(),

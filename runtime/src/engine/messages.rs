@@ -5,7 +5,7 @@ use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs, ServiceTi
 use mixfleet_hal::DType;
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::batch::{BatchLoad, RequestId};
+use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{Instance, InstanceId, MeasuredSteps, OthersWork, Role};
 use mixfleet_scheduler::kv::hash::PrefixHasher;
@@ -26,6 +26,8 @@ pub(crate) struct Job {
     /// Instances begin prompts in this order: seconds since 1970 by the sender's clock, since requests of
     /// several routers meet.
     pub(crate) due: Seconds,
+    /// Objective for the time between its tokens.
+    pub(crate) tbt_slo: Option<Seconds>,
     /// When its KV is thought to be where it decodes, likewise.
     pub(crate) ready: Seconds,
     /// Grows with every placement of the request: messages of an earlier one are ignored.
@@ -38,9 +40,10 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// Nobody reads along.
-    pub(crate) fn gives_way(&self) -> bool {
-        self.wanted.tier == ServiceTier::Flex
+    /// When it is wanted; nobody reads a flex answer along.
+    pub(crate) fn urgency(&self) -> Urgency {
+        let gives_way = self.wanted.tier == ServiceTier::Flex;
+        Urgency { due: self.due, gives_way, tbt_slo: self.tbt_slo }
     }
 
     /// Tokens of prompt and answer so far.

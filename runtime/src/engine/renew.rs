@@ -117,7 +117,7 @@ impl Worker {
         self.active.clear();
         self.outgoing.clear();
         self.courier.forget_all();
-        self.machine = Instance::new(self.limits);
+        self.machine = Instance::new(self.limits).predicted_by(self.cost.clone());
         Ok(())
     }
 }

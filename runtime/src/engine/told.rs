@@ -8,7 +8,7 @@ use super::worker::{Active, Event, Worker};
 use crate::request::Failure;
 use crate::request::RouterId;
 use mixfleet_hal::{Error, ErrorKind, Result};
-use mixfleet_scheduler::batch::{After, RequestId, TokenIds};
+use mixfleet_scheduler::batch::{After, RequestId, TokenIds, Urgency};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_scheduler::kv::Tier;
 use std::collections::BTreeSet;
@@ -179,15 +179,15 @@ impl Worker {
         if !self.supersedes(&job)? {
             return Ok(());
         }
-        let Job { request, due, .. } = job;
+        let request = job.request;
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         if let Some(to) = hand_off {
             self.begin_outgoing(request, Outgoing::new(Transfer::HandOff, to))?;
         }
         let source = pull.map(|source| source.capped(job.length(), self.pages.shape.page_tokens));
         let pulls = source.map_or(0, |source| source.until);
-        let (gives_way, text) = self.begin(job, source.map(|source| (Transfer::Prefix, source)));
-        self.machine_step(Event::Add { request, due, gives_way, text, pulls, after })
+        let (urgency, text) = self.begin(job, source.map(|source| (Transfer::Prefix, source)));
+        self.machine_step(Event::Add { request, urgency, text, pulls, after })
     }
 
     fn copy(&mut self, job: Job, holder: InstanceId) -> Result<()> {
@@ -204,18 +204,18 @@ impl Worker {
         if !self.supersedes(&job)? {
             return Ok(());
         }
-        let Job { request, due, .. } = job;
+        let request = job.request;
         let source = Source { holder, until: job.length() as u32 };
-        let (gives_way, text) = self.begin(job, Some((Transfer::HandOff, source)));
-        self.machine_step(Event::Reserve { request, due, gives_way, text })
+        let (urgency, text) = self.begin(job, Some((Transfer::HandOff, source)));
+        self.machine_step(Event::Reserve { request, urgency, text })
     }
 
     /// Takes in a request, whose tokens become the machine's.
-    fn begin(&mut self, job: Job, sender: Option<(Transfer, Source)>) -> (bool, TokenIds) {
-        let gives_way = job.gives_way();
+    fn begin(&mut self, job: Job, sender: Option<(Transfer, Source)>) -> (Urgency, TokenIds) {
+        let urgency = job.urgency();
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
         let Job { request, attempt, wanted, .. } = job;
         self.active.insert(request, Active { attempt, wanted, incoming: None, sender });
-        (gives_way, text)
+        (urgency, text)
     }
 }

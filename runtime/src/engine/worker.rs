@@ -22,7 +22,7 @@ use crate::sampling::{self, History, SamplingError};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Device, Error, ErrorKind, Graph, Queue, Result, Slice, Ticket};
 use mixfleet_scheduler::batch::{BatchLimits, Instance, RequestId, Sampled, Step, StepSequence, TokenIds};
-use mixfleet_scheduler::cost::Prefill;
+use mixfleet_scheduler::cost::{CostModel, Prefill};
 use mixfleet_scheduler::fleet::{InstanceId, MeasuredSteps};
 use mixfleet_scheduler::kv::Tier;
 use std::cell::Cell;
@@ -65,6 +65,8 @@ pub(super) struct Worker {
     /// Decode steps by their key, with and without the choice of the best tokens.
     pub(super) recorded: HashMap<(StepKey, bool), Arc<dyn Graph>>,
     pub(super) limits: BatchLimits,
+    /// What its steps are predicted to take.
+    pub(super) cost: Arc<CostModel>,
     /// What the coordinator was told when it began to work.
     pub(super) up: FromWorker,
     /// A step that takes longer means that the device hangs.

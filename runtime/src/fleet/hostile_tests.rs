@@ -35,7 +35,7 @@ fn process(env: &SeededEnv, checkpoint: &Checkpoint, metrics: &Metrics) -> mixfl
         kv: DType::F32,
         kv_bytes: 512 * checkpoint.config.kv_bytes_per_token(DType::F32),
         step_tokens_max: 24,
-        prefill_tokens_beside_decode_max: 12,
+        prefill_tokens_beside_decode_max: Some(12),
         sequences_max: 8,
         block_tokens: Some(8),
     };
@@ -87,6 +87,7 @@ impl Rogue {
         Job {
             request: ROUTER.first_request() + number,
             due: Seconds(1.0),
+            tbt_slo: None,
             ready: Seconds(1.0),
             attempt: 1,
             wanted: Arc::new(wanted),
@@ -219,6 +220,8 @@ fn numbers_that_are_none_end_their_request_at_the_worker() {
         let add = |job| Order::Add { job, hand_off: None, pull: None };
         let job = Job { due: Seconds(f64::NAN), ..rogue.job(1) };
         rogue.is_refused(add(job), "due is no number").await;
+        let job = Job { tbt_slo: Some(Seconds(f64::NAN)), ..rogue.job(1) };
+        rogue.is_refused(add(job), "between tokens is no number").await;
         let job = rogue.wanting(2, |wanted| wanted.sampling.top_p = f32::INFINITY);
         rogue.is_refused(add(job), "sampling is no number").await;
         let job = rogue.wanting(3, |wanted| wanted.max_tokens = u32::MAX);

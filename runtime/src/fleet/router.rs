@@ -147,7 +147,7 @@ mod tests {
             nic: None,
             kv_capacity_tokens: 10_000,
             kv_block_tokens: 8,
-            prefill_tokens_beside_decode_max: 16,
+            prefill_tokens_beside_decode_max: Some(16),
             step_tokens_max: 16,
         };
         FromWorker::Up { instance: Box::new(instance), kv: DType::F32, silence_max: Seconds(60.0) }

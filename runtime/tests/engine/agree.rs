@@ -37,7 +37,6 @@ const BLOCK_TOKENS: u32 = 16;
 /// attention takes.
 const SAME_S: f64 = 5e-5;
 const STEP_TOKENS_MAX: u32 = 192;
-const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
 const REQUESTS: usize = 200;
 
 /// No way between instances.
@@ -99,6 +98,8 @@ struct Scene {
     flex: bool,
     /// Sequences that an instance holds at a time.
     sequences_max: u32,
+    /// Prompt tokens in a step that also decodes; as many as the TBT objective allows if none.
+    beside_decode_max: Option<u32>,
     /// Prefixes come from where they are.
     pull: bool,
     policy: Policy,
@@ -183,7 +184,7 @@ fn start(
             kv: DType::Bf16,
             kv_bytes: 24_000 * config.kv_bytes_per_token(DType::Bf16),
             step_tokens_max: STEP_TOKENS_MAX,
-            prefill_tokens_beside_decode_max: PREFILL_TOKENS_BESIDE_DECODE_MAX,
+            prefill_tokens_beside_decode_max: scene.beside_decode_max,
             sequences_max: scene.sequences_max,
             block_tokens: Some(BLOCK_TOKENS),
         };
@@ -440,6 +441,7 @@ fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, loa
         joined,
         flex: false,
         sequences_max: 32,
+        beside_decode_max: Some(64),
         pull: false,
         policy,
         requests: REQUESTS,
@@ -484,6 +486,20 @@ fn joined_instances_that_do_both_agree_on_every_placement() {
         for load in LOADS.into_iter().chain([(4, 26.0)]) {
             let (unlike, ..) = compare(&scene("two joined instances", vec![DEAR, CHEAP], true, policy, load));
             assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
+        }
+    }
+}
+
+/// Both size the prompt rows beside decodes by the TBT objective, of which flex requests have none.
+#[test]
+fn steps_sized_by_the_tbt_objective_agree_on_every_placement() {
+    for policy in [Policy::PerDollar, Policy::CacheAware] {
+        for load in LOADS {
+            for flex in [false, true] {
+                let scene = scene("sized steps", vec![DEAR, CHEAP], true, policy, load);
+                let (unlike, ..) = compare(&Scene { flex, beside_decode_max: None, ..scene });
+                assert_eq!(unlike, 0, "{policy:?} at {} requests/s, flex: {flex}", load.1);
+            }
         }
     }
 }

@@ -47,7 +47,7 @@ fn loaded(
         kv: DType::Bf16,
         kv_bytes: 24_000 * config.kv_bytes_per_token(DType::Bf16),
         step_tokens_max: 192,
-        prefill_tokens_beside_decode_max: 64,
+        prefill_tokens_beside_decode_max: Some(64),
         sequences_max: 32,
         block_tokens: Some(16),
     };

@@ -341,7 +341,7 @@ impl Fleet {
                 kv: DType::F32,
                 kv_bytes: block_bytes * u64::from(self.blocks * 8 / member.block_tokens),
                 step_tokens_max: 24,
-                prefill_tokens_beside_decode_max: 12,
+                prefill_tokens_beside_decode_max: Some(12),
                 sequences_max: 8,
                 block_tokens: Some(member.block_tokens),
             };

@@ -83,7 +83,7 @@ impl World {
             kv: DType::F32,
             kv_bytes: u64::from(self.workload.device_blocks) * block_bytes,
             step_tokens_max: 24,
-            prefill_tokens_beside_decode_max: 12,
+            prefill_tokens_beside_decode_max: Some(12),
             sequences_max: 8,
             block_tokens: Some(BLOCK_TOKENS),
         };

@@ -1,27 +1,7 @@
 //! Who gets blocks, and who gives way for it.
 
+use super::rows::{Decodes, Room, Rows};
 use super::{Action, Evicted, Instance, Phase, Place, RequestId, Sequence, Text, order};
-
-/// What the next step has left for prompts, as one goes through them in their order.
-struct Room {
-    tokens: u32,
-    /// Prompts that run with what is left of them, not gone past yet, the last first.
-    prompts: Vec<(Place, u32)>,
-}
-
-impl Room {
-    /// Tokens that those before `place` leave. Places are asked for in their order.
-    fn left_for(&mut self, place: Place) -> u32 {
-        while let Some((_, pending)) = self.prompts.pop_if(|(earlier, _)| *earlier < place) {
-            self.take(pending);
-        }
-        self.tokens
-    }
-
-    fn take(&mut self, tokens: u32) {
-        self.tokens = self.tokens.saturating_sub(tokens);
-    }
-}
 
 /// What a waiting sequence needs.
 struct Need {
@@ -36,12 +16,15 @@ struct Need {
 impl<T: Text> Instance<T> {
     /// A step decodes first; what that leaves goes to the prompts in their order.
     fn room(&self) -> Room {
-        let running = self.places.of(Phase::Running).iter().rev();
-        let running = running.map(|&place| (place, self.sequence(place.request).pending()));
-        let (decodes, prompts): (Vec<_>, Vec<_>) = running.partition(|(_, pending)| *pending == 1);
-        let beside = if decodes.is_empty() { u32::MAX } else { self.limits.prefill_tokens_beside_decode_max };
-        let tokens = self.limits.step_tokens_max.saturating_sub(decodes.len() as u32).min(beside);
-        Room { tokens, prompts }
+        let (mut decodes, mut prompts) = (Decodes::default(), Vec::new());
+        for &place in self.places.of(Phase::Running).iter().rev() {
+            let sequence = self.sequence(place.request);
+            match sequence.pending() {
+                1 => decodes.add(sequence),
+                pending => prompts.push((place, (sequence.computed, pending))),
+            }
+        }
+        Room::new(Rows::new(&self.limits, self.cost.as_ref(), decodes), prompts)
     }
 
     /// Gives blocks to those who wait, in their order, until one does not fit even if flexible ones due later
@@ -60,7 +43,7 @@ impl<T: Text> Instance<T> {
         loop {
             let next_of = |phase| order::next(self.places.of(phase), seen);
             // What one prompt does not find, no later one does.
-            let prompt = next_of(Phase::Queued).filter(|&place| room.left_for(place) > 0);
+            let prompt = next_of(Phase::Queued).filter(|&place| room.is_left_for(place));
             let next = [prompt, next_of(Phase::Asking)].into_iter().flatten().min();
             let Some(place) = next.filter(|&place| self.has_place_for(place)) else { return false };
             seen = Some(place);
@@ -75,7 +58,8 @@ impl<T: Text> Instance<T> {
             if !losers.is_empty() {
                 room = self.room();
             } else if self.sequence(place.request).phase == Phase::Running {
-                room.take(self.sequence(place.request).pending());
+                let sequence = self.sequence(place.request);
+                room.take(sequence.computed, sequence.pending());
             }
         }
     }
@@ -89,7 +73,7 @@ impl<T: Text> Instance<T> {
     /// still: he keeps what he has.
     fn later(&self, place: Place) -> impl Iterator<Item = &Sequence<T>> {
         let later = self.places.of(Phase::Running).iter().rev().take_while(move |&&other| other > place);
-        later.map(|other| self.sequence(other.request)).filter(|s| s.gives_way && s.preemptable())
+        later.map(|other| self.sequence(other.request)).filter(|s| s.urgency.gives_way && s.preemptable())
     }
 
     /// Beside others, or instead of one. Looked at before prefixes are.

@@ -1,8 +1,7 @@
 //! What an instance's machine is told, and what it answers.
 
-use super::{Evicted, Refusal, RequestId};
+use super::{Evicted, Refusal, RequestId, Urgency};
 use crate::kv::BlockHash;
-use mixfleet_hal::units::Seconds;
 use std::ops::Range;
 
 /// What happens to a sequence once its prompt is computed.
@@ -24,10 +23,8 @@ pub enum Event<T> {
     Add {
         /// Its id.
         request: RequestId,
-        /// Its place in the order, on the fleet's clock.
-        due: Seconds,
-        /// Nobody reads along: those due earlier may take its place and its blocks.
-        gives_way: bool,
+        /// When it is wanted.
+        urgency: Urgency,
         /// Prompt, and what was generated before if it continues.
         text: T,
         /// Leading tokens whose KV another instance can send: what is not here of them is waited for once.
@@ -39,10 +36,8 @@ pub enum Event<T> {
     Reserve {
         /// Its id.
         request: RequestId,
-        /// Its place in the order, on the fleet's clock.
-        due: Seconds,
-        /// Nobody reads along: those due earlier may take its place and its blocks.
-        gives_way: bool,
+        /// When it is wanted.
+        urgency: Urgency,
         /// Prompt, and what was generated before if it continues.
         text: T,
     },

@@ -22,6 +22,7 @@ mod blocks;
 mod event;
 mod order;
 mod refusal;
+mod rows;
 mod steady;
 mod text;
 mod travel;
@@ -30,14 +31,19 @@ pub use blocks::{BlockCounts, BlockPool, Evicted};
 pub use event::{Action, After, Event, Sampled, Step, StepSequence};
 pub use order::Place;
 pub use refusal::Refusal;
+pub use rows::Urgency;
+pub(crate) use rows::rows_beside;
 pub use text::{Text, TokenIds};
 
 pub use crate::ids::RequestId;
 
+use crate::cost::CostModel;
 use crate::kv::{BlockHash, CachePolicy};
 use crate::table::IdMap;
 use order::Places;
+use rows::{Decodes, Rows};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// Bounds of one instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,8 +54,10 @@ pub struct BatchLimits {
     pub block_tokens: u32,
     /// New tokens in one step, all sequences together.
     pub step_tokens_max: u32,
-    /// Prompt tokens in a step that also decodes: bounds the TBT of those who decode.
-    pub prefill_tokens_beside_decode_max: u32,
+    /// Prompt tokens in a step that also decodes. None: as many as the tightest TBT objective of those who decode
+    /// allows by the instance's own prediction, and [`BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX`] where none of them
+    /// has an objective.
+    pub prefill_tokens_beside_decode_max: Option<u32>,
     /// Sequences that hold blocks at a time.
     pub sequences_max: usize,
     /// Blocks that admission leaves available for those who already decode.
@@ -67,7 +75,7 @@ impl BatchLimits {
     pub const BLOCK_TOKENS: u32 = 16;
     /// New tokens in one step.
     pub const STEP_TOKENS_MAX: u32 = 512;
-    /// Prompt tokens in a step that also decodes: at a few hundred tokens per second of prefill, about a
+    /// Prompt tokens in a step that also decodes where nobody has a TBT objective: at a few hundred tokens per second of prefill, about a
     /// quarter of a second between two tokens of the others.
     pub const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
     /// Sequences that hold blocks at a time.
@@ -98,7 +106,7 @@ enum Phase {
 #[derive(Debug)]
 struct Sequence<T> {
     place: Place,
-    gives_way: bool,
+    urgency: Urgency,
     text: T,
     /// Tokens of prompt and answer so far.
     length: u32,
@@ -201,6 +209,8 @@ pub struct Phases {
 #[derive(Debug)]
 pub struct Instance<T: Text> {
     limits: BatchLimits,
+    /// Predicts its steps; without it none is sized by an objective.
+    cost: Option<Arc<CostModel>>,
     blocks: BlockPool<T::Block>,
     sequences: IdMap<Sequence<T>>,
     /// All of them, by phase.
@@ -219,6 +229,7 @@ impl<T: Text> Instance<T> {
         assert!(limits.step_tokens_max > 0 && limits.sequences_max > 0, "an instance that can do nothing");
         Instance {
             limits,
+            cost: None,
             blocks: BlockPool::new(limits.blocks_total, limits.block_tokens, limits.cache_policy),
             sequences: IdMap::default(),
             places: Places::default(),
@@ -226,6 +237,13 @@ impl<T: Text> Instance<T> {
             in_step: Vec::new(),
             news: false,
         }
+    }
+
+    /// With a prediction of its steps, by which prompts are kept to what the TBT objectives of others allow.
+    #[must_use]
+    pub fn predicted_by(mut self, cost: Arc<CostModel>) -> Self {
+        self.cost = Some(cost);
+        self
     }
 
     /// What the router and the metrics see.
@@ -274,11 +292,11 @@ impl<T: Text> Instance<T> {
     pub fn step(&mut self, event: Event<T>, actions: &mut Vec<Action<T::Block>>) {
         self.news = true;
         match event {
-            Event::Add { request, due, gives_way, text, pulls, after } => {
-                self.take_in(Place { due, request }, gives_way, text, (pulls, Some(after)), actions);
+            Event::Add { request, urgency, text, pulls, after } => {
+                self.take_in(request, urgency, text, (pulls, Some(after)), actions);
             }
-            Event::Reserve { request, due, gives_way, text } => {
-                self.take_in(Place { due, request }, gives_way, text, (0, None), actions);
+            Event::Reserve { request, urgency, text } => {
+                self.take_in(request, urgency, text, (0, None), actions);
             }
             Event::Landed { request, tokens_valid, next } => {
                 self.landed(request, tokens_valid, next, actions);
@@ -419,24 +437,27 @@ impl<T: Text> Instance<T> {
                 budget -= u32::from(runs);
                 runs
             });
-        } else {
-            budget -= step.sequences.len() as u32;
         }
-        if !step.sequences.is_empty() {
-            budget = budget.min(self.limits.prefill_tokens_beside_decode_max);
+        if prompts.is_empty() {
+            return step;
         }
+        let mut decodes = Decodes::default();
+        step.sequences.iter().for_each(|part| decodes.add(self.sequence(part.request)));
+        let mut rows = Rows::new(&self.limits, self.cost.as_ref(), decodes);
         for request in prompts {
             let sequence = self.sequence(request);
             let pending = sequence.pending();
             // one that was preempted above has lost its blocks
-            if budget == 0 || sequence.phase != Phase::Running {
+            if !rows.are_left() || sequence.phase != Phase::Running {
                 continue;
             }
             // A sequence that landed incomplete may have one token beyond its blocks: it decodes next.
             let covered = sequence.pages.len() as u32 * self.limits.block_tokens - sequence.computed;
-            let new_tokens = pending.min(budget).min(covered);
-            budget -= new_tokens;
-            step.sequences.push(sequence.part(new_tokens));
+            let wanted = pending.min(covered);
+            let new_tokens = rows.take(sequence.computed, wanted, wanted == pending);
+            if new_tokens > 0 {
+                step.sequences.push(sequence.part(new_tokens));
+            }
         }
         step
     }
@@ -513,6 +534,8 @@ impl<T: Text> Instance<T> {
 
 #[cfg(test)]
 mod refusal_tests;
+#[cfg(test)]
+mod rows_tests;
 #[cfg(test)]
 mod steady_tests;
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Sequences that are taken in, and those that are not.
 
-use super::{Action, After, Instance, Phase, Place, Sequence, Text};
+use super::{Action, After, Instance, Phase, Place, RequestId, Sequence, Text, Urgency};
 
 /// Why a sequence is not taken. Whoever asks is in another process, so that no mistake of his may stop this
 /// machine.
@@ -37,20 +37,20 @@ impl<T: Text> Instance<T> {
 
     pub(super) fn take_in(
         &mut self,
-        place: Place,
-        gives_way: bool,
+        request: RequestId,
+        urgency: Urgency,
         text: T,
         (pulls, after): (u32, Option<After>),
         actions: &mut Vec<Action<T::Block>>,
     ) {
-        let (request, length) = (place.request, text.length());
+        let (place, length) = (Place { due: urgency.due, request }, text.length());
         if let Some(reason) = self.refusal(place, length) {
             actions.push(Action::Refused { request, reason });
             return;
         }
         let mut sequence = Sequence {
             place,
-            gives_way,
+            urgency,
             text,
             length,
             computed: 0,

@@ -9,7 +9,7 @@ const LIMITS: BatchLimits = BatchLimits {
     blocks_total: 8,
     block_tokens: 4,
     step_tokens_max: 12,
-    prefill_tokens_beside_decode_max: 6,
+    prefill_tokens_beside_decode_max: Some(6),
     sequences_max: 6,
     spare_blocks: 0,
     lower_tiers: false,
@@ -30,12 +30,12 @@ fn text(tokens: usize) -> TokenIds {
 }
 
 fn add(request: RequestId, tokens: usize, due: f64) -> Event {
-    let (due, text, after) = (Seconds(due), text(tokens), After::Decode);
-    Event::Add { request, due, gives_way: false, text, pulls: 0, after }
+    let (urgency, text, after) = (Urgency::due_at(Seconds(due)), text(tokens), After::Decode);
+    Event::Add { request, urgency, text, pulls: 0, after }
 }
 
 fn reserve(request: RequestId, tokens: usize, due: f64) -> Event {
-    Event::Reserve { request, due: Seconds(due), gives_way: false, text: text(tokens) }
+    Event::Reserve { request, urgency: Urgency::due_at(Seconds(due)), text: text(tokens) }
 }
 
 fn answer(machine: &mut Instance<TokenIds>, event: Event) -> Vec<Action> {

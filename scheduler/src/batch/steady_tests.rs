@@ -1,5 +1,6 @@
 //! Runs of equal steps against single ones.
 
+use super::rows_tests;
 use super::tests::LIMITS;
 use super::*;
 use mixfleet_hal::random::Stream;
@@ -8,9 +9,9 @@ use std::collections::BTreeMap;
 
 /// Prompts without tokens: the machine needs none.
 #[derive(Debug)]
-struct Counted {
-    request: RequestId,
-    length: u32,
+pub(super) struct Counted {
+    pub(super) request: RequestId,
+    pub(super) length: u32,
 }
 
 impl Text for Counted {
@@ -67,17 +68,22 @@ fn run_until_somebody_ends(
 fn steps_in_one_go_are_what_single_steps_are() {
     let (mut compared, mut evicted) = (0, 0);
     for seed in 0..100 {
-        let mut machines = [Instance::new(LIMITS), Instance::new(LIMITS)];
+        // of half of the seeds steps are sized by who decodes in them
+        let limits = BatchLimits { prefill_tokens_beside_decode_max: (seed % 2 == 0).then_some(6), ..LIMITS };
+        let machine = || Instance::new(limits).predicted_by(rows_tests::cost());
+        let mut machines = [machine(), machine()];
         let mut left = [BTreeMap::new(), BTreeMap::new()];
         let mut rng = Stream::new(seed);
         for request in 0..20 {
             let (length, output) = (1 + rng.below(20) as u32, 1 + rng.below(30) as u32);
-            let (due, gives_way) = (Seconds(rng.below(5) as f64), rng.below(2) == 0);
+            let tbt_slo = (rng.below(2) == 0).then_some(Seconds(0.01));
+            let urgency =
+                Urgency { due: Seconds(rng.below(5) as f64), gives_way: rng.below(2) == 0, tbt_slo };
             let mut done = Vec::new();
             for (at, machine) in machines.iter_mut().enumerate() {
                 left[at].insert(request, output);
                 let (text, after) = (Counted { request, length }, After::Decode);
-                machine.step(Event::Add { request, due, gives_way, text, pulls: 0, after }, &mut Vec::new());
+                machine.step(Event::Add { request, urgency, text, pulls: 0, after }, &mut Vec::new());
                 if machine.in_step.is_empty() {
                     machine.step(Event::Idle, &mut Vec::new());
                 }

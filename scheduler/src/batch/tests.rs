@@ -12,7 +12,7 @@ pub(super) const LIMITS: BatchLimits = BatchLimits {
     blocks_total: 16,
     block_tokens: 4,
     step_tokens_max: 12,
-    prefill_tokens_beside_decode_max: 6,
+    prefill_tokens_beside_decode_max: Some(6),
     sequences_max: 6,
     spare_blocks: 1,
     lower_tiers: false,
@@ -145,9 +145,9 @@ impl Driver {
 
     fn add_due(&mut self, request: RequestId, due: Seconds, prompt: Vec<u32>, output: usize, after: After) {
         self.requests.insert(request, (prompt.clone(), prompt.len() + output));
-        let gives_way = due >= FLEXIBLE;
+        let urgency = Urgency { gives_way: due >= FLEXIBLE, ..Urgency::due_at(due) };
         let pulls = self.pulls;
-        let event = Event::Add { request, due, gives_way, text: text(prompt), pulls, after };
+        let event = Event::Add { request, urgency, text: text(prompt), pulls, after };
         self.machine.step(event, &mut Vec::new());
     }
 
@@ -375,8 +375,8 @@ fn a_reserved_sequence_joins_when_its_kv_has_landed_and_recomputes_what_is_missi
         let mut driver = Driver::new(LIMITS);
         let prompt: Vec<u32> = (1..=length).collect();
         let next = prompt.iter().sum();
-        let event =
-            Event::Reserve { request: 1, due: Seconds::ZERO, gives_way: false, text: text(prompt.clone()) };
+        let urgency = Urgency::due_at(Seconds::ZERO);
+        let event = Event::Reserve { request: 1, urgency, text: text(prompt.clone()) };
         driver.machine.step(event, &mut Vec::new());
         let mut actions = Vec::new();
         driver.machine.step(Event::Idle, &mut actions);
@@ -517,7 +517,7 @@ fn who_reads_along_keeps_its_place() {
 
 #[test]
 fn who_is_due_earlier_takes_the_blocks_of_as_many_as_it_needs_and_of_none_if_they_do_not_suffice() {
-    let mut driver = Driver::new(BatchLimits { prefill_tokens_beside_decode_max: 12, ..LIMITS });
+    let mut driver = Driver::new(BatchLimits { prefill_tokens_beside_decode_max: Some(12), ..LIMITS });
     for (request, due) in [(0, 600.0), (1, 601.0), (2, 602.0), (3, 1.0)] {
         driver.add_due(request, Seconds(due), vec![9 * request as u32; 2], 6, After::Decode);
     }
@@ -571,8 +571,7 @@ fn an_earlier_request_takes_a_later_ones_reservation_when_nothing_else_runs() {
     let mut driver = Driver::new(LIMITS);
     let reserve = |request, due| Event::Reserve {
         request,
-        due: Seconds(due),
-        gives_way: false,
+        urgency: Urgency::due_at(Seconds(due)),
         text: text(vec![0; 40]),
     };
     driver.machine.step(reserve(3, 2.0), &mut Vec::new());

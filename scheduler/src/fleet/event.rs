@@ -59,8 +59,10 @@ pub struct Instance {
     pub nic: Option<LinkCost>,
     /// Tokens in a KV block; chains of this block size are looked up for it.
     pub kv_block_tokens: u32,
-    /// Prompt tokens of a step that also decodes: how often decode steps interrupt a prefill.
-    pub prefill_tokens_beside_decode_max: u32,
+    /// Prompt tokens of a step that also decodes: how often decode steps interrupt a prefill. None: as many as the
+    /// tightest TBT objective there allows.
+    #[serde(default)]
+    pub prefill_tokens_beside_decode_max: Option<u32>,
     /// New tokens in one of its steps, at most: what it lends to others it sends between two steps. 0 where that is not known.
     #[serde(default)]
     pub step_tokens_max: u32,
@@ -284,6 +286,9 @@ pub enum Action {
         /// Instances begin prompts in this order, the earliest first, equal ones as they came. It is fixed on arrival, so that
         /// nobody is overtaken for ever.
         due: Seconds,
+        /// Objective for the time between its tokens, by which the steps are sized in which it decodes.
+        #[serde(default)]
+        tbt_slo: Option<Seconds>,
         /// Every candidate with its terms.
         explanation: Box<Explanation>,
     },

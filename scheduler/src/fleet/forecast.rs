@@ -19,6 +19,8 @@ pub(super) struct Seat {
     /// It is its own, not that of its class.
     pub(super) hinted: bool,
     pub(super) class: u32,
+    /// Objective for the time between its tokens.
+    pub(super) tbt_slo: Option<Seconds>,
     /// Tokens so far; none until it decodes.
     pub(super) generated: u32,
 }

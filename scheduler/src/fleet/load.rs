@@ -6,6 +6,7 @@
 use super::forecast::{DEVIATIONS, Seat};
 use super::learn::{Learner, OnItsWay};
 use super::{Instance, InstanceId, RequestId};
+use crate::batch::{BatchLimits, rows_beside};
 use crate::cost::LinkCost;
 use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
@@ -75,7 +76,7 @@ impl Batch {
 pub(super) struct Backlog {
     /// Predicted time of all of it, undisturbed.
     pub(super) time: Seconds,
-    /// Steps that it takes beside decodes.
+    /// Pieces of it: steps beside decodes, or tokens where the size of those follows from objectives.
     pub(super) chunks: u64,
 }
 
@@ -107,6 +108,37 @@ fn half_step(spec: &Instance) -> Seconds {
     spec.cost.prefill_s(0, spec.step_tokens_max) * 0.5
 }
 
+/// The tightest TBT objective of several requests.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tightest {
+    slo: Option<Seconds>,
+    /// Those that have it.
+    count: usize,
+}
+
+impl Tightest {
+    fn joined(&mut self, slo: Option<Seconds>) {
+        let Some(slo) = slo else { return };
+        match self.slo {
+            Some(tightest) if slo > tightest => {}
+            Some(tightest) if slo == tightest => self.count += 1,
+            _ => *self = Tightest { slo: Some(slo), count: 1 },
+        }
+    }
+
+    /// One has left; `rest` are still there.
+    fn left(&mut self, slo: Option<Seconds>, rest: &[Seat]) {
+        if slo.is_none() || slo != self.slo {
+            return;
+        }
+        self.count -= 1;
+        if self.count == 0 {
+            *self = Tightest::default();
+            rest.iter().for_each(|seat| self.joined(seat.tbt_slo));
+        }
+    }
+}
+
 /// An instance that is up, with its work.
 #[derive(Clone, Debug)]
 pub(super) struct Load {
@@ -129,6 +161,8 @@ pub(super) struct Load {
     pub(super) committed: Batch,
     /// Their assumed answers' lengths, each squared.
     answers_squared: f64,
+    /// Of their TBT objectives.
+    tightest: Tightest,
     /// Until when its way out and its way in are taken by transfers that were decided.
     pub(super) egress_until: Seconds,
     pub(super) ingress_until: Seconds,
@@ -154,6 +188,7 @@ impl Load {
             waiting: Batch::default(),
             committed: Batch::default(),
             answers_squared: 0.0,
+            tightest: Tightest::default(),
             egress_until: Seconds::ZERO,
             ingress_until: Seconds::ZERO,
             tiers: [LinkCost::default(); 3],
@@ -172,9 +207,23 @@ impl Load {
         self.backlog.chunks = self.prefilling.iter().map(|(_, id)| self.chunks(left(id))).sum();
     }
 
-    /// Steps beside decodes that `tokens` of prompt take.
+    /// Pieces in which `tokens` of prompt are counted.
     pub(super) fn chunks(&self, tokens: u32) -> u64 {
-        u64::from(tokens.div_ceil(self.spec.prefill_tokens_beside_decode_max.max(1)))
+        u64::from(tokens.div_ceil(self.spec.prefill_tokens_beside_decode_max.unwrap_or(1).max(1)))
+    }
+
+    /// Steps that so many pieces take beside those who decode now.
+    pub(super) fn steps(&self, chunks: u64) -> u64 {
+        let Batch { sequences, kv_tokens } = self.batch;
+        if self.spec.prefill_tokens_beside_decode_max.is_some() || sequences == 0 {
+            return chunks;
+        }
+        let step_tokens_max = self.spec.step_tokens_max;
+        let rows = self.tightest.slo.map_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX, |slo| {
+            let row = self.half_step * (2.0 / f64::from(step_tokens_max.max(1)));
+            rows_beside(&self.spec.cost, (step_tokens_max, row), (sequences, kv_tokens), slo)
+        });
+        chunks.div_ceil(u64::from(rows))
     }
 
     /// A prompt whose rest takes `remaining` joins the queue at `now`.
@@ -200,7 +249,7 @@ impl Load {
         let Some(Work { prompt_tokens, phase: Phase::Prefill { done, .. }, .. }) = first else {
             return Seconds::ZERO;
         };
-        let steps = self.chunks(prompt_tokens - done).max(1);
+        let steps = self.steps(self.chunks(prompt_tokens - done)).max(1);
         (self.first_remaining * (1.0 / steps as f64) - self.prompt_queue().ran(now)).max(Seconds::ZERO)
     }
 
@@ -265,6 +314,7 @@ impl Load {
             self.seats.insert(place, seat);
             self.committed = self.committed.with(seat.whole());
             self.answers_squared += f64::from(seat.output_tokens).powi(2);
+            self.tightest.joined(seat.tbt_slo);
             self.waiting = self.waiting.with(u64::from(seat.prompt_tokens));
         }
     }
@@ -314,6 +364,7 @@ impl Load {
         let seat = self.seats.remove(place);
         self.committed = self.committed.without(seat.whole());
         self.answers_squared -= f64::from(seat.output_tokens).powi(2);
+        self.tightest.left(seat.tbt_slo, &self.seats);
         if seat.decodes() {
             self.batch = self.batch.without(seat.context());
         } else {

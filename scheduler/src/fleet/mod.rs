@@ -277,12 +277,12 @@ impl Fleet {
                 let Candidate { prefill, decode, pull, terms, .. } = &explanation.candidates[chosen];
                 let (prefill, decode, pull) = (*prefill, *decode, *pull);
                 let objectives = self.objectives(now, arrival);
-                let due = objectives.due;
+                let (due, tbt_slo) = (objectives.due, objectives.tbt_slo);
                 if let Some(terms) = terms {
                     self.place(now, arrival, objectives, (prefill, decode, pull), terms);
                 }
                 self.start_copy(now, actions);
-                actions.push(Action::Place { request, prefill, decode, pull, due, explanation });
+                actions.push(Action::Place { request, prefill, decode, pull, due, tbt_slo, explanation });
             }
             Err(reason) => {
                 let retry_after = self.retry_after(now, &reason);
@@ -321,6 +321,7 @@ impl Fleet {
             output_tokens: self.output_tokens(arrival),
             hinted: arrival.output_tokens_hint.is_some(),
             class: arrival.class,
+            tbt_slo: objectives.tbt_slo,
             generated: 0,
         };
         let (Some(p), Some(d)) = (self.position(prefill), self.position(decode)) else { return };

@@ -103,6 +103,7 @@ impl Fleet {
                         output_tokens: expected,
                         hinted: false,
                         class,
+                        tbt_slo: self.config.tbt_slo,
                         generated: 0,
                     };
                     self.loads.change(at, |load| load.seat_of_others(seat, generated));

@@ -21,7 +21,7 @@ pub(super) fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instan
         nic: None,
         kv_capacity_tokens: 10_000,
         kv_block_tokens: BLOCK,
-        prefill_tokens_beside_decode_max: 100,
+        prefill_tokens_beside_decode_max: Some(100),
         step_tokens_max: 0,
     }
 }
@@ -489,7 +489,8 @@ fn new_bounds_count_the_queue_anew() {
     arrive(&mut f, 0.0, arrival(1, 100, 1));
     act(&mut f, 0.1, Event::PrefillDone { request: 1, instance: InstanceId(1) });
     arrive(&mut f, 0.1, arrival(2, 400, 2));
-    let smaller = Instance { prefill_tokens_beside_decode_max: 10, ..instance(1, Role::Auto, 1e-3, 1e-2) };
+    let smaller =
+        Instance { prefill_tokens_beside_decode_max: Some(10), ..instance(1, Role::Auto, 1e-3, 1e-2) };
     act(&mut f, 0.1, Event::InstanceUp(smaller));
     let action = arrive(&mut f, 0.1, arrival(3, 100, 3));
     // 40 chunks are queued, 10 are its own; each is followed by a step of one sequence

@@ -124,8 +124,8 @@ pub struct Kv {
 pub struct Engine {
     /// Maximum rows of a step: prompt tokens, and one for each decoding sequence.
     pub max_batched_tokens: u32,
-    /// Maximum prompt rows in a step that also decodes.
-    pub max_prefill_tokens_beside_decode: u32,
+    /// Maximum prompt rows in a step that also decodes; as many as TBT objectives allow if none.
+    pub max_prefill_tokens_beside_decode: Option<u32>,
     /// Maximum number of running sequences.
     pub max_sequences: u32,
 }

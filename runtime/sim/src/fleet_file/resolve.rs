@@ -87,7 +87,8 @@ fn pool(
     at_least_one(&key("devices_per_instance"), raw.devices_per_instance)?;
     let engine = engine(raw, shared, hardware);
     at_least_one(&key("max_batched_tokens"), engine.max_batched_tokens)?;
-    at_least_one(&key("max_prefill_tokens_beside_decode"), engine.max_prefill_tokens_beside_decode)?;
+    let beside = engine.max_prefill_tokens_beside_decode.unwrap_or(1);
+    at_least_one(&key("max_prefill_tokens_beside_decode"), beside)?;
     at_least_one(&key("max_sequences"), engine.max_sequences)?;
     let pipeline = pipeline::check(raw, model, engine)?;
     let (cost, cost_basis) = hardware
@@ -140,11 +141,10 @@ fn engine(raw: &raw::RawPool, shared: &raw::Engine, hardware: &Hardware) -> Engi
         .or(measured.and_then(|engine| engine.max_num_batched_tokens))
         .unwrap_or(BatchLimits::STEP_TOKENS_MAX);
     // Other engines fill a step up with prompts even beside decodes.
-    let beside_default =
-        measured.map_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX, |_| max_batched_tokens);
+    let beside = beside.or(measured.map(|_| max_batched_tokens));
     Engine {
         max_batched_tokens,
-        max_prefill_tokens_beside_decode: beside.unwrap_or(beside_default).min(max_batched_tokens),
+        max_prefill_tokens_beside_decode: beside.map(|beside| beside.min(max_batched_tokens)),
         max_sequences: sequences
             .or(measured.and_then(|engine| engine.max_num_seqs))
             .unwrap_or(BatchLimits::SEQUENCES_MAX),

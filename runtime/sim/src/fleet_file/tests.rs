@@ -78,7 +78,7 @@ fn the_example_works_as_it_stands() {
     assert_eq!((prefill.role, prefill.count, prefill.cache_tokens), (Role::Prefill, 8, 3_000_000));
     assert_eq!(
         prefill.engine,
-        Engine { max_batched_tokens: 8192, max_prefill_tokens_beside_decode: 64, max_sequences: 256 }
+        Engine { max_batched_tokens: 8192, max_prefill_tokens_beside_decode: None, max_sequences: 256 }
     );
     // The published fit and 80 ms.
     assert!((prefill.cost.prefill_s(0, 8000).0 - 1.080).abs() < 1e-3);

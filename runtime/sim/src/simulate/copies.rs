@@ -3,7 +3,8 @@
 use super::World;
 use super::agenda::Next;
 use super::engine::{Job, Message};
-use mixfleet_scheduler::batch::After;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::batch::{After, Urgency};
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::table::IdMap;
 use serde::{Deserialize, Serialize};
@@ -143,8 +144,7 @@ impl World<'_> {
             prompt_tokens: tokens,
             output_tokens: 0,
             chain: copy.chain.clone(),
-            due_s: self.now_s,
-            gives_way: true,
+            urgency: Urgency { gives_way: true, ..Urgency::due_at(Seconds(self.now_s)) },
         };
         let to = copy.to;
         self.copies.under_way.insert(request, copy);

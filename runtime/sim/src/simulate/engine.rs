@@ -15,7 +15,7 @@ pub(super) use keys::public;
 
 use keys::Keys;
 use mixfleet_hal::units::Seconds;
-use mixfleet_scheduler::batch::{Action, After, Event, Instance, Sampled, StepSequence};
+use mixfleet_scheduler::batch::{Action, After, Event, Instance, Sampled, StepSequence, Urgency};
 use mixfleet_scheduler::cost::{CostModel, Prefill};
 use mixfleet_scheduler::fleet::MeasuredSteps;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
@@ -30,10 +30,8 @@ pub(super) struct Job {
     pub(super) prompt_tokens: u32,
     pub(super) output_tokens: u32,
     pub(super) chain: Arc<[BlockHash]>,
-    /// Its place in the order.
-    pub(super) due_s: f64,
-    /// Those due earlier may take its place and its blocks.
-    pub(super) gives_way: bool,
+    /// When it is wanted.
+    pub(super) urgency: Urgency,
 }
 
 /// Tokens that came one after the other: `count` gaps from `first_s` to `last_s`, in equal steps between.
@@ -145,7 +143,7 @@ impl Engine {
             cost: instance.cost.clone(),
             measures: !setup.slowdowns.is_empty(),
             block_tokens,
-            machine: Instance::new(instance.limits),
+            machine: Instance::new(instance.limits).predicted_by(instance.cost.clone()),
             active: IdMap::default(),
             lower: Tiers::new(
                 &instance.tiers,
@@ -221,15 +219,15 @@ impl Engine {
         match message {
             Message::Add { job, pulls, after } => {
                 self.activate(&job);
-                let Job { request, gives_way, due_s, .. } = job;
+                let Job { request, urgency, .. } = job;
                 let text = Keys::new(request, job.prompt_tokens, job.chain, self.block_tokens);
-                self.tell(Event::Add { request, due: Seconds(due_s), gives_way, text, pulls, after });
+                self.tell(Event::Add { request, urgency, text, pulls, after });
             }
             Message::Reserve { job } => {
                 self.activate(&job);
-                let Job { request, gives_way, due_s, .. } = job;
+                let Job { request, urgency, .. } = job;
                 let text = Keys::new(request, job.prompt_tokens, job.chain, self.block_tokens);
-                self.tell(Event::Reserve { request, due: Seconds(due_s), gives_way, text });
+                self.tell(Event::Reserve { request, urgency, text });
             }
             Message::Landed { request, tokens_valid, since_s } => {
                 if let (Some(active), Some(since_s)) = (self.active.get_mut(request), since_s) {

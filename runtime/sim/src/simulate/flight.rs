@@ -3,6 +3,8 @@
 use super::classes::Promised;
 use super::engine::{Gaps, Job};
 use crate::trace::ConversationTurn;
+use mixfleet_hal::units::Seconds;
+use mixfleet_scheduler::batch::Urgency;
 use mixfleet_scheduler::fleet::Objective;
 use mixfleet_scheduler::kv::BlockHash;
 use std::sync::Arc;
@@ -28,7 +30,9 @@ pub(super) struct Flight {
     /// Tokens of the prompt that its decode instance holds.
     pub(super) held_tokens: u32,
     /// Its place in the order.
-    pub(super) due_s: f64,
+    pub(super) due: Seconds,
+    /// Objective for the time between its tokens, as the scheduler was told.
+    pub(super) tbt_slo: Option<Seconds>,
     /// Tokens of the prompt that were not computed.
     pub(super) known_tokens: u32,
     /// When its prefill began; its layers leave from then on.
@@ -47,8 +51,7 @@ impl Flight {
             prompt_tokens: self.prompt_tokens + self.drawn,
             output_tokens: self.output_tokens - self.drawn,
             chain: self.chain.clone(),
-            due_s: self.due_s,
-            gives_way: self.promised.is_flexible(),
+            urgency: Urgency { due: self.due, gives_way: self.promised.is_flexible(), tbt_slo: self.tbt_slo },
         }
     }
 }

@@ -327,7 +327,8 @@ impl<'a> World<'a> {
             pull_held_tokens: 0,
             arrived_s: self.now_s,
             held_tokens: 0,
-            due_s: 0.0,
+            due: Seconds::ZERO,
+            tbt_slo: None,
             known_tokens: 0,
             prefill_began_s: self.now_s,
             first_token_s: f64::INFINITY,
@@ -364,11 +365,11 @@ impl<'a> World<'a> {
         for action in actions.drain(..) {
             self.observer.decided(self.now_s, &action);
             match action {
-                Action::Place { prefill, decode, pull, due, explanation, .. } => {
+                Action::Place { prefill, decode, pull, due, tbt_slo, explanation, .. } => {
                     if let Some(flight) = self.flights.get_mut(request) {
                         (flight.prefill, flight.decode) = (prefill.0, decode.0);
                         flight.pull = pull.map(|pull| pull.from.0).zip(explanation.pulled_until());
-                        flight.due_s = due.0;
+                        (flight.due, flight.tbt_slo) = (due, tbt_slo);
                     }
                     self.placed(request);
                 }
@@ -588,9 +589,9 @@ impl<'a> World<'a> {
         }
         let Some(flight) = self.flights.get_mut(request) else { return };
         flight.attempt += 1;
-        let (prefill, decode, due_s) = (flight.prefill, flight.decode, flight.due_s);
+        let (prefill, decode, due) = (flight.prefill, flight.decode, flight.due);
         self.tell(Event::Cancelled { request });
         self.give_up(request, [prefill, decode]);
-        self.ask_fleet(request, Some(Seconds(due_s)));
+        self.ask_fleet(request, Some(due));
     }
 }

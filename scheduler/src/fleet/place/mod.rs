@@ -400,7 +400,7 @@ impl Fleet {
             queue: backlog.time,
             pull: question.loading_on(at),
             pull_price: Usd::ZERO,
-            interleave: load.step(batch) * (backlog.chunks + load.chunks(uncached)) as f64,
+            interleave: load.step(batch) * load.steps(backlog.chunks + load.chunks(uncached)) as f64,
             prefill,
             delayed: batch.sequences + behind,
         };

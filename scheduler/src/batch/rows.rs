@@ -1,0 +1,182 @@
+//! How many rows of prompts a step has: as many as its size leaves, and beside those that decode no more than their
+//! time between tokens allows.
+
+use super::{BatchLimits, Place, Sequence};
+use crate::cost::{CostModel, Prefill};
+use mixfleet_hal::units::Seconds;
+use std::sync::Arc;
+
+/// Rows are added in tiles of so many, which matrix units compute at once. Beside decodes one tile always runs, so that
+/// prompts get on where the objective cannot be met.
+const TILE: u32 = 16;
+
+/// The share of the objective up to which a step is filled; the rest is for what the prediction does not know.
+const FILLED: f64 = 0.9;
+
+/// When a request is wanted, as far as that matters to an instance.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Urgency {
+    /// Its place in the order, on the fleet's clock.
+    pub due: Seconds,
+    /// Nobody reads along: those due earlier may take its place and its blocks.
+    pub gives_way: bool,
+    /// Objective for the time between its tokens; steps in which it decodes are kept within it.
+    pub tbt_slo: Option<Seconds>,
+}
+
+impl Urgency {
+    /// Of a request without objectives that someone reads along.
+    pub fn due_at(due: Seconds) -> Self {
+        Urgency { due, gives_way: false, tbt_slo: None }
+    }
+}
+
+/// Those that decode in a step, as far as they bound it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Decodes {
+    sequences: u32,
+    kv_tokens: u64,
+    /// The tightest objective of all.
+    tbt_slo: Option<Seconds>,
+}
+
+impl Decodes {
+    pub(super) fn add<T>(&mut self, sequence: &Sequence<T>) {
+        self.sequences += 1;
+        self.kv_tokens += u64::from(sequence.length);
+        let tighter = |slo: Seconds| self.tbt_slo.map_or(slo, |tightest| tightest.min(slo));
+        self.tbt_slo = sequence.urgency.tbt_slo.map(tighter).or(self.tbt_slo);
+    }
+}
+
+/// Rows of prompts that a step has left, as one goes through the prompts in their order.
+#[derive(Debug)]
+pub(super) struct Rows {
+    left: u32,
+    pace: Option<Pace>,
+}
+
+/// A step that must not take longer than a time.
+#[derive(Debug)]
+struct Pace {
+    cost: Arc<CostModel>,
+    within: Seconds,
+    decodes: Decodes,
+    /// Pieces of prompts that are in the step already.
+    pieces: Vec<Prefill>,
+}
+
+impl Rows {
+    /// What `decodes` leave of a step.
+    pub(super) fn new(limits: &BatchLimits, cost: Option<&Arc<CostModel>>, decodes: Decodes) -> Self {
+        let left = limits.step_tokens_max.saturating_sub(decodes.sequences);
+        if decodes.sequences == 0 {
+            return Rows { left, pace: None };
+        }
+        let fixed = limits.prefill_tokens_beside_decode_max;
+        match (fixed, cost.zip(decodes.tbt_slo)) {
+            (None, Some((cost, slo))) => {
+                let pace = Pace { cost: cost.clone(), within: slo * FILLED, decodes, pieces: Vec::new() };
+                Rows { left, pace: Some(pace) }
+            }
+            (fixed, _) => {
+                let beside = fixed.unwrap_or(BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX);
+                Rows { left: left.min(beside), pace: None }
+            }
+        }
+    }
+
+    /// The step has room for more rows of prompts.
+    pub(super) fn are_left(&self) -> bool {
+        self.left > 0
+    }
+
+    /// Rows of a prompt of which `context` tokens are computed, at most `wanted`; `ends`: they are its last ones.
+    pub(super) fn take(&mut self, context: u32, wanted: u32, ends: bool) -> u32 {
+        let most = wanted.min(self.left);
+        if most == 0 {
+            return 0;
+        }
+        let Some(pace) = &mut self.pace else {
+            self.left -= most;
+            return most;
+        };
+        let rows = pace.fit(context, most, ends && most == wanted);
+        self.left = if rows < most { 0 } else { self.left - rows };
+        rows
+    }
+}
+
+impl Pace {
+    fn fit(&mut self, context: u32, most: u32, ends: bool) -> u32 {
+        let Pace { cost, within, decodes: Decodes { sequences, kv_tokens, .. }, pieces } = self;
+        let mut fits = |tokens: u32| {
+            pieces.push(Prefill { context, tokens, last: ends && tokens == most });
+            let time = cost.step_s(pieces, *sequences, *kv_tokens);
+            pieces.pop();
+            time <= *within
+        };
+        let mut rows = most;
+        if !fits(most) {
+            let (mut fit, mut too_many) = (0, most.div_ceil(TILE));
+            while fit + 1 < too_many {
+                let middle = fit + (too_many - fit) / 2;
+                if fits(middle * TILE) { fit = middle } else { too_many = middle }
+            }
+            rows = fit * TILE;
+        }
+        if rows == 0 && pieces.is_empty() {
+            rows = TILE.min(most);
+        }
+        if rows > 0 {
+            pieces.push(Prefill { context, tokens: rows, last: ends && rows == most });
+        }
+        rows
+    }
+}
+
+/// Rows of prompts beside `decodes` sequences with `kv_tokens` tokens of context, of steps that are to keep within
+/// `tbt_slo`: what [`Rows`] comes to on the whole, from two questions to the cost model. `row_s` is what a row of a full
+/// step takes.
+pub(crate) fn rows_beside(
+    cost: &CostModel,
+    (step_tokens_max, row_s): (u32, Seconds),
+    (sequences, kv_tokens): (u32, u64),
+    tbt_slo: Seconds,
+) -> u32 {
+    let most = step_tokens_max.saturating_sub(sequences).max(1);
+    let within = tbt_slo * FILLED;
+    if cost.decode_step_s(sequences, kv_tokens) > within {
+        return TILE.min(most);
+    }
+    let full = Prefill { context: 0, tokens: most, last: false };
+    let over_s = (cost.step_s(&[full], sequences, kv_tokens) - within).0;
+    // a cast of what is below 0 or no number gives 0
+    let too_many = (over_s.max(0.0) / row_s.0.max(f64::MIN_POSITIVE)).ceil() as u32;
+    (most.saturating_sub(too_many) / TILE * TILE).max(TILE.min(most))
+}
+
+/// What the next step has left for prompts, as one goes through them in their order.
+pub(super) struct Room {
+    rows: Rows,
+    /// Prompts that run, not gone past yet, the last first.
+    prompts: Vec<(Place, (u32, u32))>,
+}
+
+impl Room {
+    pub(super) fn new(rows: Rows, prompts: Vec<(Place, (u32, u32))>) -> Self {
+        Room { rows, prompts }
+    }
+
+    /// Those before `place` leave something. Places are asked for in their order.
+    pub(super) fn is_left_for(&mut self, place: Place) -> bool {
+        while let Some((_, (context, pending))) = self.prompts.pop_if(|(earlier, _)| *earlier < place) {
+            self.take(context, pending);
+        }
+        self.rows.are_left()
+    }
+
+    pub(super) fn take(&mut self, context: u32, pending: u32) {
+        self.rows.take(context, pending, true);
+    }
+}

@@ -1,0 +1,120 @@
+//! Steps that are sized by the time between the tokens of those who decode.
+
+use super::steady_tests::Counted;
+use super::tests::LIMITS;
+use super::*;
+use crate::cost::{Coefficients, DecodeCoefficients, Prefill, PrefillCoefficients};
+use mixfleet_hal::random::Stream;
+use mixfleet_hal::units::Seconds;
+
+/// A row of a prompt takes 0.1 ms, a sequence that decodes 1 ms.
+pub(super) fn cost() -> Arc<CostModel> {
+    Arc::new(CostModel::Coefficients(Coefficients {
+        prefill_s: PrefillCoefficients { per_token: 1e-4, ..PrefillCoefficients::default() },
+        decode_s: DecodeCoefficients { per_sequence: 1e-3, ..DecodeCoefficients::default() },
+    }))
+}
+
+/// A step of 512 rows, sized by objectives.
+const SIZED: BatchLimits = BatchLimits {
+    blocks_total: 4096,
+    block_tokens: 16,
+    step_tokens_max: 512,
+    prefill_tokens_beside_decode_max: None,
+    sequences_max: 64,
+    spare_blocks: 0,
+    ..LIMITS
+};
+
+fn add(machine: &mut Instance<Counted>, request: RequestId, length: u32, tbt_s: Option<f64>) {
+    let urgency = Urgency { tbt_slo: tbt_s.map(Seconds), ..Urgency::due_at(Seconds(0.0)) };
+    let (text, after) = (Counted { request, length }, After::Decode);
+    machine.step(Event::Add { request, urgency, text, pulls: 0, after }, &mut Vec::new());
+}
+
+/// Runs a step, after which everyone who drew a token goes on.
+fn step(machine: &mut Instance<Counted>) -> Vec<StepSequence> {
+    let mut actions = Vec::new();
+    machine.step(Event::Idle, &mut actions);
+    let Some(super::Action::Run(step)) = actions.pop() else { return Vec::new() };
+    let drew = step.sequences.iter().filter(|part| part.sample);
+    let sampled = drew.map(|part| Sampled { request: part.request, finished: false }).collect();
+    machine.step(Event::StepDone { sampled }, &mut actions);
+    step.sequences
+}
+
+/// Rows of prompts beside decodes with these objectives, where a prompt of 4000 tokens comes.
+fn rows(limits: BatchLimits, tbt_s: &[Option<f64>]) -> u32 {
+    let mut machine = Instance::new(limits).predicted_by(cost());
+    tbt_s.iter().zip(0..).for_each(|(&tbt_s, request)| add(&mut machine, request, 2, tbt_s));
+    step(&mut machine);
+    add(&mut machine, 99, 4000, None);
+    step(&mut machine).iter().filter(|part| part.request == 99).map(|part| part.tokens).sum()
+}
+
+#[test]
+fn the_tightest_objective_of_those_who_decode_sizes_the_prompt_rows_beside_them() {
+    // nine tenths of 40 ms, less 1 ms for each who decodes, are 350 and 340 rows; they come in tiles of 16
+    assert_eq!(rows(SIZED, &[Some(0.04)]), 336);
+    assert_eq!(rows(SIZED, &[Some(0.2), Some(0.04)]), 336);
+    assert_eq!(rows(SIZED, &[Some(0.2), Some(0.02), None]), 144);
+    assert_eq!(rows(SIZED, &[Some(0.2)]), 511, "all of the step, where that is quick enough");
+    assert_eq!(rows(SIZED, &[Some(0.001)]), 16, "prompts get on where the objective cannot be met");
+}
+
+#[test]
+fn the_constant_bounds_prompt_rows_only_where_nobody_who_decodes_has_an_objective() {
+    let constant = BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX;
+    assert_eq!(rows(SIZED, &[None, None]), constant);
+    assert_eq!(rows(SIZED, &[]), 512, "nobody decodes");
+    let fixed = BatchLimits { prefill_tokens_beside_decode_max: Some(100), ..SIZED };
+    assert_eq!(rows(fixed, &[Some(0.2)]), 100, "who says a number gets it");
+}
+
+#[test]
+fn every_step_beside_decodes_is_predicted_to_keep_within_the_objective() {
+    let (mut prompts, mut several) = (0, 0);
+    for seed in 0..50 {
+        let mut rng = Stream::new(seed);
+        let mut machine = Instance::new(SIZED).predicted_by(cost());
+        let mut tbt_s = std::collections::BTreeMap::new();
+        for request in 0..12 {
+            let tbt = [None, Some(0.03), Some(0.05)][rng.below(3) as usize];
+            tbt_s.insert(request, tbt);
+            add(&mut machine, request, 1 + rng.below(900) as u32, tbt);
+            for _ in 0..rng.below(3) {
+                let parts = step(&mut machine);
+                let (decodes, pieces): (Vec<StepSequence>, Vec<StepSequence>) =
+                    parts.into_iter().partition(|part| part.tokens == 1);
+                let tightest = decodes.iter().filter_map(|part| tbt_s[&part.request]).reduce(f64::min);
+                let Some(tightest) = tightest.filter(|_| !pieces.is_empty()) else { continue };
+                let piece = |part: &StepSequence| Prefill {
+                    context: part.start,
+                    tokens: part.tokens,
+                    last: part.sample,
+                };
+                let pieces: Vec<Prefill> = pieces.iter().map(piece).collect();
+                let time = cost().step_s(&pieces, decodes.len() as u32, 0);
+                let one_tile = pieces.len() == 1 && pieces[0].tokens <= 16;
+                assert!(
+                    time.0 <= tightest || one_tile,
+                    "seed {seed}: {time:?} of {tightest}: {decodes:?} {pieces:?}"
+                );
+                prompts += pieces.len();
+                several += usize::from(pieces.len() > 1);
+            }
+        }
+    }
+    assert!(prompts > 200 && several > 20, "{prompts} pieces of prompts, {several} steps with several");
+}
+
+#[test]
+fn what_the_fleet_expects_of_rows_is_about_what_a_step_gets() {
+    for tbt_s in [0.005, 0.02, 0.03, 0.04, 0.2] {
+        for sequences in [1, 4, 12] {
+            let expected = rows_beside(&cost(), (512, Seconds(1e-4)), (sequences, 0), Seconds(tbt_s));
+            let got = rows(SIZED, &vec![Some(tbt_s); sequences as usize]);
+            assert!(expected.abs_diff(got) <= 16, "{expected} for {got}: {sequences} at {tbt_s}");
+        }
+    }
+}
