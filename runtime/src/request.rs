@@ -1,5 +1,6 @@
 //! What the API submits to the engine, and what the engine reports back.
 
+use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -42,11 +43,44 @@ pub struct GenerateRequest {
     pub logprobs: Option<u32>,
     /// Separates tenants in the prefix cache.
     pub cache_salt: Option<String>,
-    /// Service tier, which decides the request's objectives or deadline.
-    pub tier: ServiceTier,
+    /// What it says of itself.
+    pub hints: Hints,
 }
 
-/// How soon an answer is wanted, under OpenAI's names.
+/// What a request says of itself: how soon its answer is wanted, and how long that will be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Hints {
+    /// How soon the answer is wanted, by tier.
+    pub tier: ServiceTier,
+    /// It goes ahead of the place that its objectives give it by so much, or behind it if this is below 0.
+    pub head_start: Seconds,
+    /// When the answer must be complete; of a flex request the engine's default without one.
+    pub deadline: Option<Deadline>,
+    /// Tokens that it will probably generate.
+    pub output_tokens: Option<u32>,
+}
+
+impl Hints {
+    /// With what its tier adds.
+    pub fn whole_head_start(&self) -> Seconds {
+        let of_tier = if self.tier == ServiceTier::Priority { PRIORITY_HEAD_START } else { Seconds::ZERO };
+        self.head_start + of_tier
+    }
+}
+
+/// When an answer must be complete.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Deadline {
+    /// On the environment's clock.
+    pub at: Seconds,
+    /// Requests of a chain that must all be complete by then: this one and those that follow from it.
+    pub requests_left: u32,
+}
+
+/// Requests of the tier `priority` go ahead of others that came up to so much before them.
+const PRIORITY_HEAD_START: Seconds = Seconds(60.0);
+
+/// How soon an answer is wanted, by OpenAI's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ServiceTier {
@@ -55,6 +89,8 @@ pub enum ServiceTier {
     Default,
     /// The answer must be complete by a deadline; until then other requests go first.
     Flex,
+    /// As the fleet's objectives say, and ahead of others.
+    Priority,
 }
 
 /// How a token is drawn from the logits. The default is OpenAI's: temperature 1 and no truncation or penalty.

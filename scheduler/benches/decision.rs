@@ -5,6 +5,7 @@
 #![allow(missing_docs, clippy::print_stdout)]
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use mixfleet_hal::DType;
 use mixfleet_hal::random::{Stream, bits};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
@@ -69,6 +70,7 @@ impl World {
                 nic: Some(LinkCost { seconds_per_byte: 1e-11, ..LinkCost::default() }),
                 kv_capacity_tokens: 1_000_000,
                 kv_block_tokens: BLOCK,
+                kv_dtype: DType::F32,
                 prefill_tokens_beside_decode_max: Some(2048),
                 step_tokens_max: 2048,
             };
@@ -106,10 +108,11 @@ impl World {
             prompt_tokens: BLOCKS * BLOCK + 1,
             max_tokens: 4096,
             output_tokens_hint: None,
-            chains: vec![PromptChain { block_tokens: BLOCK, hashes }],
+            chains: vec![PromptChain { block_tokens: BLOCK, kv_dtype: DType::F32, hashes }],
             replay: None,
             class: 0,
             objective: Objective::Fleet,
+            head_start: Seconds::ZERO,
         })
     }
 

@@ -2,6 +2,7 @@
 //! and leaving clients. No request may be lost, duplicated or placed on an instance that is down, and
 //! replaying a log of events gives the same actions.
 
+use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
@@ -111,6 +112,7 @@ fn instance(id: u32, role: Role) -> Instance {
         nic: None,
         kv_capacity_tokens: 20_000,
         kv_block_tokens: BLOCK,
+        kv_dtype: DType::F32,
         prefill_tokens_beside_decode_max: Some(128),
         step_tokens_max: 0,
     }
@@ -198,7 +200,8 @@ impl World {
 
     fn obey(&mut self, action: Action) {
         match action {
-            Action::Place { request, prefill, decode, due, explanation, .. } => {
+            Action::Place { request, prefill, decode, urgency, explanation, .. } => {
+                let due = urgency.due;
                 assert!(self.workers[&prefill.0].up && self.workers[&decode.0].up, "placed on a lost one");
                 let terms = explanation.chosen().and_then(|c| c.terms).expect("a placement has terms");
                 let state = self.requests.get_mut(&request).unwrap();
@@ -301,10 +304,11 @@ impl World {
             prompt_tokens,
             max_tokens: state.output - state.produced,
             output_tokens_hint: None,
-            chains: vec![PromptChain { block_tokens: BLOCK, hashes }],
+            chains: vec![PromptChain { block_tokens: BLOCK, kv_dtype: DType::F32, hashes }],
             replay: state.due,
             class: 0,
             objective: Objective::Fleet,
+            head_start: Seconds::ZERO,
         }));
     }
 

@@ -9,7 +9,7 @@ use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_runtime::request::{GenerateRequest, Sampling, ServiceTier, Update};
+use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling, Update};
 use mixfleet_scheduler::fleet::Role;
 use serde_json::json;
 use std::io::Write;
@@ -59,7 +59,7 @@ async fn generate(args: GenerateArgs) -> Result<()> {
         sampling: Sampling { temperature: args.temperature, seed: args.seed, ..Sampling::default() },
         logprobs: None,
         cache_salt: None,
-        tier: ServiceTier::Default,
+        hints: Hints::default(),
     };
     let energy_before_j = engine.energy_j();
     let start_s = env.now().0;

@@ -63,6 +63,11 @@ impl ApiError {
         Self::field(param, "unsupported_parameter", format!("'{param}' is not supported: {hint}"))
     }
 
+    /// The same about a field within `place`.
+    pub(crate) fn within(self, place: &str) -> Self {
+        ApiError { param: self.param.map(|param| format!("{place}.{param}")), ..self }
+    }
+
     /// Status 400: prompt and output do not fit the model's context.
     pub(crate) fn context_length(param: &'static str, message: impl Into<String>) -> Self {
         Self::field(param, "context_length_exceeded", message)

@@ -14,6 +14,7 @@ use super::sse::{self, Stream};
 use super::tally::Tally;
 use super::{Api, Seat, ServedModel};
 use crate::request::GenerateRequest;
+use mixfleet_hal::units::Seconds;
 
 /// A request whose fields are checked and whose prompts are tokenised.
 pub(crate) struct Plan {
@@ -42,11 +43,11 @@ pub(crate) async fn respond(
         id: id.clone(),
         created: api.env.unix_time().0 as u64,
         model: model.name.clone(),
-        tier: plan.parameters.tier,
+        tier: plan.parameters.asked.tier,
     };
     let stream = plan.parameters.stream;
     let with_logprobs = plan.logprobs.is_some();
-    let requests = requests(api, &model, &plan, &id, seat.tenant())?;
+    let requests = requests(api, &model, &plan, &id, (seat.tenant(), Seconds(arrived_s)))?;
     let tally = Tally::new(api.metrics.clone(), api.env.clone(), plan.endpoint, id.clone(), arrived_s);
     let answer = submit(&model, &plan, requests, tally, seat).await?;
     let mut response = match stream {
@@ -64,7 +65,7 @@ fn requests(
     model: &ServedModel,
     plan: &Plan,
     id: &str,
-    tenant: &Tenant,
+    (tenant, arrived): (&Tenant, Seconds),
 ) -> Result<Vec<GenerateRequest>, ApiError> {
     let parameters = &plan.parameters;
     let count = plan.prompts.len() * parameters.choices as usize;
@@ -73,6 +74,7 @@ fn requests(
         return Err(ApiError::value("n", message));
     }
     let seed = parameters.seed.unwrap_or_else(|| api.env.random());
+    let hints = parameters.asked.hints(arrived, api.env.unix_time())?;
     let end_ids = end_ids(model, parameters);
     let cache_salt = tenant.salted(parameters.cache_salt.as_deref());
     let mut requests = Vec::with_capacity(count);
@@ -90,7 +92,7 @@ fn requests(
                 sampling,
                 logprobs: plan.logprobs,
                 cache_salt: cache_salt.clone(),
-                tier: parameters.tier.unwrap_or_default(),
+                hints,
             });
         }
     }

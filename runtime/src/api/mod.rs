@@ -20,6 +20,7 @@ mod encode;
 mod errors;
 mod fields;
 mod generate;
+mod hints;
 mod json;
 mod keys;
 mod logprobs;

@@ -4,7 +4,8 @@ use serde_json::value::RawValue;
 
 use super::errors::ApiError;
 use super::fields::{Fields, each, text, token_id, wrong_type};
-use crate::request::{Sampling, ServiceTier};
+use super::hints::Asked;
+use crate::request::Sampling;
 
 /// Maximum of alternatives per position; OpenAI's limit for chat.
 const LOGPROBS_MAX: i64 = 20;
@@ -35,8 +36,8 @@ pub(crate) struct Parameters {
     /// the endpoint.
     pub(crate) split_special_tokens: Option<bool>,
     pub(crate) cache_salt: Option<String>,
-    /// The tier that the request is served as, if the client named one.
-    pub(crate) tier: Option<ServiceTier>,
+    /// What the request says of itself.
+    pub(crate) asked: Asked,
     /// Options of a stream; none for one document at the end.
     pub(crate) stream: Option<StreamOptions>,
 }
@@ -72,7 +73,7 @@ impl Parameters {
             add_special_tokens: fields.boolean("add_special_tokens")?,
             split_special_tokens: fields.boolean("split_special_tokens")?,
             cache_salt: cache_salt(fields)?,
-            tier: tier(fields)?,
+            asked: Asked::parse(fields)?,
             stream: stream(fields)?,
         })
     }
@@ -202,21 +203,6 @@ fn cache_salt(fields: &mut Fields<'_>) -> Result<Option<String>, ApiError> {
     Ok(salt)
 }
 
-/// Reads the service tier. `priority` means the default tier, since no request is served ahead of the fleet's
-/// objectives.
-fn tier(fields: &mut Fields<'_>) -> Result<Option<ServiceTier>, ApiError> {
-    let Some(name) = fields.string("service_tier")? else { return Ok(None) };
-    match name.as_str() {
-        "auto" | "default" | "priority" => Ok(Some(ServiceTier::Default)),
-        "flex" => Ok(Some(ServiceTier::Flex)),
-        _ => {
-            let name: String = name.chars().take(32).collect();
-            let message = format!("'service_tier' is one of auto, default, flex, priority, not {name:?}");
-            Err(ApiError::value("service_tier", message))
-        }
-    }
-}
-
 fn stream(fields: &mut Fields<'_>) -> Result<Option<StreamOptions>, ApiError> {
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let options = fields.fields("stream_options")?;
@@ -274,18 +260,6 @@ mod tests {
         assert_eq!((parameters.choices, parameters.max_tokens), (3, Some(9)));
         assert_eq!(parse(json!({"top_k": -1})).unwrap().sampling.top_k, 0);
         assert!(parse(json!({"top_p": 0})).unwrap().sampling.top_p > 0.0);
-    }
-
-    #[test]
-    fn tiers_are_those_of_openai() {
-        let tier = |name: &str| parse(json!({ "service_tier": name })).map(|parameters| parameters.tier);
-        for name in ["auto", "default", "priority"] {
-            assert_eq!(tier(name), Ok(Some(ServiceTier::Default)), "{name}");
-        }
-        assert_eq!(tier("flex"), Ok(Some(ServiceTier::Flex)));
-        assert_eq!(parse(json!({})).unwrap().tier, None);
-        let refused = tier("scale").unwrap_err().to_json();
-        assert!(refused.contains("one of auto, default, flex, priority"), "{refused}");
     }
 
     #[test]

@@ -124,13 +124,18 @@ fn is_neutral(value: &Value, neutral: &Neutral) -> bool {
         Neutral::Number(number) => value.as_f64() == Some(*number),
         Neutral::Word(word) => value.as_str() == Some(word),
         Neutral::True => value == &Value::Bool(true),
-        Neutral::Empty => match value {
-            Value::Null | Value::Bool(false) => true,
-            Value::Bool(true) => false,
-            Value::Number(number) => number.as_f64() == Some(0.0),
-            Value::String(text) => text.is_empty(),
-            Value::Array(items) => items.is_empty(),
-            Value::Object(map) => map.is_empty(),
-        },
+        Neutral::Empty => asks_for_nothing(value),
+    }
+}
+
+/// `null`, `false`, 0, and empty strings, arrays and objects.
+pub(super) fn asks_for_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Bool(true) => false,
+        Value::Number(number) => number.as_f64() == Some(0.0),
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        Value::Object(map) => map.is_empty(),
     }
 }

@@ -51,10 +51,10 @@ impl Worker {
         if tokens > room {
             return Err(Error::invalid(format!("{tokens} tokens find no room in KV memory for {room}")));
         }
-        if !job.due.0.is_finite() {
+        if !job.urgency.due.0.is_finite() {
             return Err(Error::invalid("the time at which the request is due is no number"));
         }
-        if job.tbt_slo.is_some_and(|slo| slo.0.is_nan()) {
+        if job.urgency.tbt_slo.is_some_and(|slo| slo.0.is_nan()) {
             return Err(Error::invalid("the objective for the time between tokens is no number"));
         }
         if !wanted.sampling.is_finite() {

@@ -13,12 +13,12 @@ use crate::env::SharedEnv;
 use crate::mailbox::MessageReceiver;
 use crate::metrics::Metrics;
 use crate::request::{
-    Failure, FinishReason, GenerateRequest, Logprobs, Rejection, ServiceTier, Submission,
+    Deadline, Failure, FinishReason, GenerateRequest, Hints, Logprobs, Rejection, ServiceTier, Submission,
     UPDATES_BESIDE_TOKENS, Update,
 };
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, ErrorKind};
-use mixfleet_scheduler::batch::{BatchLoad, RequestId};
+use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
 };
@@ -74,9 +74,7 @@ pub(super) struct Tracked {
     /// When it is wanted, and
     pub(super) objective: Objective,
     /// its place in the order: both stay when it loses its instance.
-    pub(super) due: Seconds,
-    /// Objective for the time between its tokens.
-    pub(super) tbt_slo: Option<Seconds>,
+    pub(super) urgency: Urgency,
     /// When its KV is thought to be where it decodes.
     pub(super) ready: Seconds,
     pub(super) prefill: InstanceId,
@@ -209,15 +207,15 @@ impl Coordinator {
 
     /// When a request that comes now is wanted.
     fn objective(&self, wanted: &GenerateRequest) -> Objective {
-        match wanted.tier {
-            ServiceTier::Default => Objective::Fleet,
-            ServiceTier::Flex => {
-                Objective::Deadline { at: self.env.now() + self.flex_deadline, requests_left: 1 }
-            }
+        let flex = || Deadline { at: self.env.now() + self.flex_deadline, requests_left: 1 };
+        let Hints { tier, deadline, .. } = wanted.hints;
+        match deadline.or_else(|| (tier == ServiceTier::Flex).then(flex)) {
+            Some(Deadline { at, requests_left }) => Objective::Deadline { at, requests_left },
+            None => Objective::Fleet,
         }
     }
 
-    /// What the request is to the fleet, with the block keys of every block size in it.
+    /// What the request is to the fleet, with the block keys of every kind of blocks in it.
     pub(super) fn arrival(
         &self,
         request: RequestId,
@@ -227,21 +225,23 @@ impl Coordinator {
         replay: Option<Seconds>,
     ) -> Arrival {
         let generated = tokens.len() - wanted.prompt_ids.len();
-        let mut sizes = BTreeSet::new();
-        let instances = self.instances.values().filter(|i| sizes.insert(i.block_tokens));
+        let mut kinds = BTreeSet::new();
+        let instances = self.instances.values().filter(|i| kinds.insert((i.block_tokens, i.kv)));
         let chains = instances.map(|i| PromptChain {
             block_tokens: i.block_tokens,
+            kv_dtype: i.kv,
             hashes: self.hasher(wanted, i.kv).chain(tokens, i.block_tokens),
         });
         Arrival {
             request,
             prompt_tokens: tokens.len() as u32,
             max_tokens: wanted.max_tokens - generated as u32,
-            output_tokens_hint: None,
+            output_tokens_hint: wanted.hints.output_tokens,
             chains: chains.collect(),
             replay,
-            class: wanted.tier as u32,
+            class: wanted.hints.tier as u32,
             objective,
+            head_start: wanted.hints.whole_head_start(),
         }
     }
 
@@ -261,7 +261,7 @@ impl Coordinator {
         let decided = actions.pop();
         self.begin_copies(&actions, &wanted);
         match decided {
-            Some(Action::Place { prefill, decode, pull, due, tbt_slo, explanation, .. }) => {
+            Some(Action::Place { prefill, decode, pull, urgency, explanation, .. }) => {
                 if admitted.send(Ok(())).is_err() {
                     self.fleet_step(Event::Cancelled { request });
                     return;
@@ -273,8 +273,7 @@ impl Coordinator {
                     generated: Vec::new(),
                     attempt: 0,
                     objective,
-                    due,
-                    tbt_slo,
+                    urgency,
                     ready: self.env.now() + transfers::ready_in(&explanation),
                     prefill,
                     decode,
@@ -358,11 +357,10 @@ impl Coordinator {
     }
 
     pub(super) fn job(&self, request: RequestId, on: InstanceId) -> Job {
-        let Tracked { wanted, generated, attempt, due, tbt_slo, ready, .. } = &self.requests[&request];
+        let Tracked { wanted, generated, attempt, urgency, ready, .. } = &self.requests[&request];
         Job {
             request,
-            due: self.began + *due,
-            tbt_slo: *tbt_slo,
+            urgency: Urgency { due: self.began + urgency.due, ..*urgency },
             ready: self.began + *ready,
             attempt: *attempt,
             wanted: wanted.clone(),
@@ -573,8 +571,7 @@ fn refuse(
         // a second try gets as much time again, and by then some of the work ahead is done
         RejectReason::Deadline { ends_s, deadline_s } => {
             let seconds = (ends_s - deadline_s).ceil().clamp(1.0, 3600.0);
-            let reason = format!("service_tier 'flex': {reason}");
-            Rejection::Overloaded { reason, retry_after_s: seconds as u64 }
+            Rejection::Overloaded { reason: reason.to_string(), retry_after_s: seconds as u64 }
         }
         _ => Rejection::Unavailable(reason.to_string()),
     };

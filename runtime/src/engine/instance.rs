@@ -177,6 +177,7 @@ impl Loaded {
             nic: None,
             kv_capacity_tokens: self.kv_capacity_tokens(),
             kv_block_tokens: self.batch.block_tokens,
+            kv_dtype: self.kv(),
             prefill_tokens_beside_decode_max: self.batch.prefill_tokens_beside_decode_max,
             step_tokens_max: self.batch.step_tokens_max,
         }

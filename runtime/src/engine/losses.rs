@@ -94,7 +94,7 @@ impl Coordinator {
                 self.wait_for_a_place(request, failure)
             };
         }
-        let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.due);
+        let (wanted, objective, due) = (tracked.wanted.clone(), tracked.objective, tracked.urgency.due);
         let tokens = [&wanted.prompt_ids[..], &tracked.generated].concat();
         let arrival = self.arrival(request, &wanted, objective, &tokens, Some(due));
         let mut actions = self.fleet_step(Event::Arrived(arrival));

@@ -1,7 +1,7 @@
 //! What the coordinator and the instances' workers tell each other.
 
 use crate::request::RouterId;
-use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs, ServiceTier};
+use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs};
 use mixfleet_hal::DType;
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
@@ -23,11 +23,9 @@ pub type Held = BTreeMap<InstanceId, Vec<(Tier, BlockHash)>>;
 pub(crate) struct Job {
     /// A smaller id is older.
     pub(crate) request: RequestId,
-    /// Instances begin prompts in this order: seconds since 1970 by the sender's clock, since requests of
-    /// several routers meet.
-    pub(crate) due: Seconds,
-    /// Objective for the time between its tokens.
-    pub(crate) tbt_slo: Option<Seconds>,
+    /// When it is wanted. Instances begin prompts in this order: seconds since 1970 by the sender's clock, since
+    /// requests of several routers meet.
+    pub(crate) urgency: Urgency,
     /// When its KV is thought to be where it decodes, likewise.
     pub(crate) ready: Seconds,
     /// Grows with every placement of the request: messages of an earlier one are ignored.
@@ -40,12 +38,6 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// When it is wanted; nobody reads a flex answer along.
-    pub(crate) fn urgency(&self) -> Urgency {
-        let gives_way = self.wanted.tier == ServiceTier::Flex;
-        Urgency { due: self.due, gives_way, tbt_slo: self.tbt_slo }
-    }
-
     /// Tokens of prompt and answer so far.
     pub(crate) fn length(&self) -> usize {
         self.wanted.prompt_ids.len() + self.generated.len()

@@ -212,7 +212,7 @@ impl Worker {
 
     /// Takes in a request, whose tokens become the machine's.
     fn begin(&mut self, job: Job, sender: Option<(Transfer, Source)>) -> (Urgency, TokenIds) {
-        let urgency = job.urgency();
+        let urgency = job.urgency;
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
         let Job { request, attempt, wanted, .. } = job;
         self.active.insert(request, Active { attempt, wanted, incoming: None, sender });

@@ -7,11 +7,12 @@ use crate::env::{Env, SeededEnv};
 use crate::metrics::Metrics;
 use crate::model::Checkpoint;
 use crate::model::random::tiny_variants;
-use crate::request::{GenerateRequest, Sampling, ServiceTier};
+use crate::request::{GenerateRequest, Hints, Sampling};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{DType, Device};
 use mixfleet_hwtests::reference::ReferenceDevice;
+use mixfleet_scheduler::batch::Urgency;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
@@ -82,12 +83,11 @@ impl Rogue {
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             logprobs: None,
             cache_salt: None,
-            tier: ServiceTier::Default,
+            hints: Hints::default(),
         };
         Job {
             request: ROUTER.first_request() + number,
-            due: Seconds(1.0),
-            tbt_slo: None,
+            urgency: Urgency::due_at(Seconds(1.0)),
             ready: Seconds(1.0),
             attempt: 1,
             wanted: Arc::new(wanted),
@@ -218,9 +218,10 @@ fn a_hand_off_that_names_no_memory_ends_its_request_at_the_worker() {
 fn numbers_that_are_none_end_their_request_at_the_worker() {
     with_a_rogue(async |mut rogue| {
         let add = |job| Order::Add { job, hand_off: None, pull: None };
-        let job = Job { due: Seconds(f64::NAN), ..rogue.job(1) };
+        let job = Job { urgency: Urgency::due_at(Seconds(f64::NAN)), ..rogue.job(1) };
         rogue.is_refused(add(job), "due is no number").await;
-        let job = Job { tbt_slo: Some(Seconds(f64::NAN)), ..rogue.job(1) };
+        let urgency = Urgency { tbt_slo: Some(Seconds(f64::NAN)), ..Urgency::due_at(Seconds(1.0)) };
+        let job = Job { urgency, ..rogue.job(1) };
         rogue.is_refused(add(job), "between tokens is no number").await;
         let job = rogue.wanting(2, |wanted| wanted.sampling.top_p = f32::INFINITY);
         rogue.is_refused(add(job), "sampling is no number").await;

@@ -44,6 +44,7 @@ pub(super) struct Answer {
     /// As `due`.
     ready: Seconds,
     class: u32,
+    output_tokens_hint: Option<u32>,
     generated: u32,
 }
 
@@ -161,10 +162,18 @@ impl Ledger {
     }
 
     fn answer_news(&self, (instance, request): Place, now: Seconds) -> Option<News> {
-        let Answer { prompt_tokens, max_tokens, ready, class, generated } =
+        let Answer { prompt_tokens, max_tokens, ready, class, output_tokens_hint, generated } =
             self.entries.get(&(instance, request))?.answer?;
         let ready_in = ready - now;
-        let work = OthersWork::Answer { request, prompt_tokens, max_tokens, ready_in, class, generated };
+        let work = OthersWork::Answer {
+            request,
+            prompt_tokens,
+            max_tokens,
+            ready_in,
+            class,
+            output_tokens_hint,
+            generated,
+        };
         Some(News { of: RouterId::of(request), instance, work })
     }
 
@@ -192,7 +201,7 @@ impl Given {
     /// None: it takes neither time nor memory that counts.
     pub(super) fn of(instance: InstanceId, command: &Order) -> Option<Given> {
         let prompt = |job: &Job, prefill, decode| Prompt {
-            due: job.due,
+            due: job.urgency.due,
             prefill,
             tokens: job.length() as u32,
             done: 0,
@@ -202,7 +211,8 @@ impl Given {
             prompt_tokens: job.length() as u32,
             max_tokens: job.wanted.max_tokens.saturating_sub(job.generated.len() as u32),
             ready: job.ready,
-            class: job.wanted.tier as u32,
+            class: job.wanted.hints.tier as u32,
+            output_tokens_hint: job.wanted.hints.output_tokens,
             generated: 0,
         };
         Some(match command {

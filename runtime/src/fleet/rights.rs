@@ -126,7 +126,7 @@ impl Order {
         | Order::Lend { job, .. }
         | Order::Copy { job, .. } = self
         {
-            job.due += span;
+            job.urgency.due += span;
             job.ready += span;
         }
     }

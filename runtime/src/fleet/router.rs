@@ -96,7 +96,7 @@ mod tests {
     use crate::env::{Env, Listener, SeededEnv, Task};
     use crate::metrics::Metrics;
     use crate::model::random::tiny_variants;
-    use crate::request::{FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
+    use crate::request::{FinishReason, GenerateRequest, Hints, Sampling, Update};
     use futures_util::future::BoxFuture;
     use mixfleet_hal::units::Seconds;
     use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
@@ -147,6 +147,7 @@ mod tests {
             nic: None,
             kv_capacity_tokens: 10_000,
             kv_block_tokens: 8,
+            kv_dtype: DType::F32,
             prefill_tokens_beside_decode_max: Some(16),
             step_tokens_max: 16,
         };
@@ -162,7 +163,7 @@ mod tests {
             sampling: Sampling::default(),
             logprobs: None,
             cache_salt: None,
-            tier: ServiceTier::Default,
+            hints: Hints::default(),
         }
     }
 
@@ -198,7 +199,7 @@ mod tests {
             loop {
                 let Command { order, .. } = worker.incoming.recv().await.unwrap();
                 if let Order::Add { job, .. } = order {
-                    return job.due.0;
+                    return job.urgency.due.0;
                 }
             }
         })

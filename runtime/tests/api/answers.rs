@@ -1,7 +1,7 @@
 //! Whole answers.
 
 use super::support::{BOS, EOS, MODEL, Play, Setup, request, run};
-use mixfleet_runtime::request::{FinishReason, Sampling, ServiceTier};
+use mixfleet_runtime::request::{Deadline, FinishReason, Hints, Sampling, ServiceTier};
 use serde_json::json;
 
 #[test]
@@ -61,7 +61,7 @@ fn the_tier_comes_back_as_what_it_was_served_as() {
     for (asked, served, tier) in [
         (Some("flex"), Some("flex"), ServiceTier::Flex),
         (Some("auto"), Some("default"), ServiceTier::Default),
-        (Some("priority"), Some("default"), ServiceTier::Default),
+        (Some("priority"), Some("priority"), ServiceTier::Priority),
         (None, None, ServiceTier::Default),
     ] {
         let body = json!({"model": MODEL, "prompt": "ab", "service_tier": asked});
@@ -69,8 +69,24 @@ fn the_tier_comes_back_as_what_it_was_served_as() {
             (server.post("/v1/completions", &body).await, server.submissions())
         });
         assert_eq!(response.json().get("service_tier").and_then(|tier| tier.as_str()), served);
-        assert_eq!(submitted[0].tier, tier);
+        assert_eq!(submitted[0].hints.tier, tier);
     }
+}
+
+#[test]
+fn what_a_request_says_of_itself_reaches_the_engine() {
+    let body = json!({
+        "model": MODEL, "messages": [{"role": "user", "content": "x"}], "priority": -7, "deadline_s": 30,
+        "requests_left": 3, "nvext": {"agent_hints": {"priority": 7, "osl": 12}}
+    });
+    let (status, submitted) = run(Setup::play(Play::say("ok")), |server| async move {
+        (server.post("/v1/chat/completions", &body).await.status, server.submissions())
+    });
+    assert_eq!(status, 200);
+    let Hints { tier, head_start, deadline, output_tokens } = submitted[0].hints;
+    assert_eq!((tier, head_start.0, output_tokens), (ServiceTier::Default, 7.0, Some(12)));
+    let Some(Deadline { at, requests_left: 3 }) = deadline else { panic!("{deadline:?}") };
+    assert!((30.0..31.0).contains(&at.0), "{at:?}");
 }
 
 #[test]

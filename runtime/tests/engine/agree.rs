@@ -17,9 +17,9 @@ use mixfleet_runtime::env::{Env, SeededEnv, SharedEnv};
 use mixfleet_runtime::metrics::{DeviceLabels, Metrics};
 use mixfleet_runtime::model::random::tiny_variants;
 use mixfleet_runtime::model::{Checkpoint, ModelConfig};
-use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling, ServiceTier};
+use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, ServiceTier};
 use mixfleet_scheduler::batch::BatchLimits;
-use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Objective, Policy, Role};
+use mixfleet_scheduler::fleet::{Action, Event, FleetConfig, Policy, Role};
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::fleet_file::Routing;
 use mixfleet_sim::fleet_file::{Class, ClassMembers, Promise, TbtMetric};
@@ -96,6 +96,8 @@ struct Scene {
     joined: bool,
     /// Two of three requests are flex.
     flex: bool,
+    /// The third is of the tier `priority`.
+    priority: bool,
     /// Sequences that an instance holds at a time.
     sequences_max: u32,
     /// Prompt tokens in a step that also decodes; as many as the TBT objective allows if none.
@@ -140,7 +142,11 @@ fn trace(scene: &Scene, checkpoint: &Checkpoint) -> Vec<Wanted> {
         let mut prompt = families[rng.below(5) as usize][..shared].to_vec();
         prompt.extend((0..12 + rng.below(150)).map(|_| rng.below(vocab) as u32));
         let gap_s = -(1.0 - rng.next_unit()).ln() / scene.requests_per_s;
-        let tier = if scene.flex && !at.is_multiple_of(3) { ServiceTier::Flex } else { ServiceTier::Default };
+        let tier = match at % 3 {
+            0 if scene.priority => ServiceTier::Priority,
+            1 | 2 if scene.flex => ServiceTier::Flex,
+            _ => ServiceTier::Default,
+        };
         Wanted {
             after: Duration::from_secs_f64(gap_s),
             tier,
@@ -248,7 +254,7 @@ fn served(scene: &Scene) -> (Vec<serde_json::Value>, u64) {
                 sampling: Sampling { temperature: 0.0, ..Sampling::default() },
                 logprobs: None,
                 cache_salt: None,
-                tier: wanted.tier,
+                hints: Hints { tier: wanted.tier, ..Hints::default() },
             };
             let Ok(mut updates) = handle.submit(request).await else { continue };
             let (sender, end) = tokio::sync::oneshot::channel();
@@ -350,18 +356,27 @@ fn simulated(scene: &Scene, log: &[serde_json::Value]) -> Seen {
                 output_tokens: arrival.max_tokens,
                 chain: arrival.chains[0].hashes.clone(),
                 session: None,
-                class: matches!(arrival.objective, Objective::Deadline { .. }).then(|| "flex".into()),
+                class: [None, Some("flex"), Some("priority")][arrival.class as usize].map(Into::into),
             })),
             _ => {}
         }
     }
     let setup = Setup {
         slo: Objectives { ttft_s: 1.5, tbt_s: 0.03, metric: TbtMetric::Mean },
-        classes: vec![Class {
-            name: "flex".into(),
-            members: ClassMembers::Label("flex".into()),
-            promise: Promise::Deadline(EngineConfig::default().flex_deadline.0),
-        }],
+        classes: vec![
+            Class {
+                name: "flex".into(),
+                members: ClassMembers::Label("flex".into()),
+                promise: Promise::Deadline(EngineConfig::default().flex_deadline.0),
+                priority: 0.0,
+            },
+            Class {
+                name: "priority".into(),
+                members: ClassMembers::Label("priority".into()),
+                promise: Promise::Interactive { ttft_s: 1.5, tbt_s: 0.03 },
+                priority: -60.0,
+            },
+        ],
         slowdowns: Vec::new(),
         routers: Routing::default(),
         fleet,
@@ -440,6 +455,7 @@ fn scene(name: &'static str, parts: Vec<Part>, joined: bool, policy: Policy, loa
         parts,
         joined,
         flex: false,
+        priority: false,
         sequences_max: 32,
         beside_decode_max: Some(64),
         pull: false,
@@ -487,6 +503,15 @@ fn joined_instances_that_do_both_agree_on_every_placement() {
             let (unlike, ..) = compare(&scene("two joined instances", vec![DEAR, CHEAP], true, policy, load));
             assert_eq!(unlike, 0, "{policy:?} at {} requests/s", load.1);
         }
+    }
+}
+
+#[test]
+fn requests_of_three_tiers_agree_on_every_placement() {
+    for (flex, load) in [(false, (2, 12.0)), (true, (3, 18.0)), (true, (4, 26.0))] {
+        let scene = scene("tiers", vec![DEAR, CHEAP], true, Policy::PerDollar, load);
+        let (unlike, ..) = compare(&Scene { flex, priority: true, sequences_max: 8, ..scene });
+        assert_eq!(unlike, 0, "at {} requests/s, flex: {flex}", load.1);
     }
 }
 

@@ -3,6 +3,7 @@
 //! use.
 
 use crate::fleet::{Answer, Case, Fleet, ask, greedy, prompt, request};
+use mixfleet_hal::DType;
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::Checkpoint;
@@ -86,6 +87,36 @@ fn the_next_turn_begins_with_what_the_decoder_holds_of_the_last_answer() {
     // In blocks of 8, the KV of all but the last token of an answer.
     assert_eq!(cached, [[0, 40, 64]]);
     assert_eq!(fleet.pulled(), (40 - 24) + (64 - 40));
+}
+
+/// What the decoder holds in blocks of 8 in f32 comes to where prompts are computed in blocks of 12 in bf16, and the other
+/// way round.
+#[test]
+fn a_prefix_is_pulled_between_unlike_pages_and_dtypes() {
+    let checkpoint = checkpoint();
+    let kinds = [(8, DType::F32), (12, DType::Bf16)];
+    for [prefill, decode] in [kinds, [kinds[1], kinds[0]]] {
+        let fleet = Fleet::new(checkpoint.clone());
+        let fleet = fleet.with_kv(Role::Prefill, prefill.0, prefill.1);
+        let fleet = fleet.with_kv(Role::Decode, decode.0, decode.1);
+        let handle_of = |env: &SeededEnv| fleet.start(Arc::new(env.clone()));
+        let env = SeededEnv::new(3);
+        let (handle, world, config) = (handle_of(&env), env.clone(), checkpoint.config.clone());
+        let cached = env.run(async move {
+            let first = prompt(24, 7, &config);
+            let answer = ask(&handle, "first".into(), first.clone(), ANSWER as u32, None).await;
+            assert_eq!((answer.tokens.len(), &answer.failure), (ANSWER, &None));
+            let next = [first, answer.tokens, prompt(3, 8, &config)].concat();
+            let answer = ask(&handle, "next".into(), next, ANSWER as u32, None).await;
+            assert_eq!((answer.tokens.len(), &answer.failure), (ANSWER, &None));
+            world.sleep(Duration::from_secs(20)).await;
+            answer.cached_tokens
+        });
+        // of the 43 tokens that have KV, whole blocks of both kinds
+        let held = (43 / decode.0 * decode.0) / prefill.0 * prefill.0;
+        assert_eq!(cached, held, "{prefill:?} pulls from {decode:?}");
+        assert_eq!(fleet.pulled(), u64::from(held - 24 / prefill.0 * prefill.0));
+    }
 }
 
 #[test]

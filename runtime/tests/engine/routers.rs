@@ -16,7 +16,7 @@ use mixfleet_runtime::fleet::{Hub, ModelIdentity, RouterId, WorkerProcess};
 use mixfleet_runtime::metrics::Metrics;
 use mixfleet_runtime::model::Checkpoint;
 use mixfleet_runtime::model::random::tiny_variants;
-use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Sampling, ServiceTier, Update};
+use mixfleet_runtime::request::{EngineHandle, GenerateRequest, Hints, Sampling, Update};
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_simulated::TimeOnlyDevice;
@@ -129,7 +129,7 @@ fn play(routers: u16, slo: bool, seed: u64, per_s: f64) -> Fared {
                 sampling: Sampling { temperature: 0.0, ..Sampling::default() },
                 logprobs: None,
                 cache_salt: None,
-                tier: ServiceTier::Default,
+                hints: Hints::default(),
             };
             let (handle, env) = (handles[at % handles.len()].clone(), world.clone());
             let (sender, end) = tokio::sync::oneshot::channel();

@@ -23,7 +23,9 @@ use mixfleet_runtime::metrics::{DeviceLabels, Metrics, TierLabels};
 use mixfleet_runtime::model::{Checkpoint, ModelConfig, Oracle};
 use mixfleet_runtime::pool::disk::SimDisk;
 use mixfleet_runtime::pool::{MakeRegion, SSD_TIMEOUT, SsdConfig};
-use mixfleet_runtime::request::{EngineHandle, FinishReason, GenerateRequest, Sampling, ServiceTier, Update};
+use mixfleet_runtime::request::{
+    EngineHandle, FinishReason, GenerateRequest, Hints, Sampling, ServiceTier, Update,
+};
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{FleetConfig, Policy, Replicate, Role};
 use mixfleet_simulated::FaultyDevice;
@@ -90,6 +92,7 @@ pub(crate) fn pressure(checkpoint: &Checkpoint, seed: u64, count: usize) -> Vec<
 struct Member {
     role: Role,
     block_tokens: u32,
+    kv: DType,
     device: Arc<dyn Device>,
 }
 
@@ -269,12 +272,19 @@ impl Fleet {
 
     pub(crate) fn with_blocks(mut self, role: Role, block_tokens: u32) -> Self {
         let device = self.reference();
-        self.members.push(Member { role, block_tokens, device });
+        self.members.push(Member { role, block_tokens, kv: DType::F32, device });
+        self
+    }
+
+    /// With KV of its own kind.
+    pub(crate) fn with_kv(mut self, role: Role, block_tokens: u32, kv: DType) -> Self {
+        let device = self.reference();
+        self.members.push(Member { role, block_tokens, kv, device });
         self
     }
 
     pub(crate) fn with_device(mut self, role: Role, device: Arc<dyn Device>) -> Self {
-        self.members.push(Member { role, block_tokens: 8, device });
+        self.members.push(Member { role, block_tokens: 8, kv: DType::F32, device });
         self
     }
 
@@ -335,10 +345,10 @@ impl Fleet {
         let instances = self.members.iter().enumerate().map(|(at, member)| {
             let device = member.device.clone();
             let weights = self.checkpoint.place(&*device, &mut |_, _| {}).unwrap();
-            let block_bytes = u64::from(member.block_tokens) * config.kv_bytes_per_token(DType::F32);
+            let block_bytes = u64::from(member.block_tokens) * config.kv_bytes_per_token(member.kv);
             let limits = InstanceLimits {
                 activations: DType::F32,
-                kv: DType::F32,
+                kv: member.kv,
                 kv_bytes: block_bytes * u64::from(self.blocks * 8 / member.block_tokens),
                 step_tokens_max: 24,
                 prefill_tokens_beside_decode_max: Some(12),
@@ -503,7 +513,7 @@ pub(crate) fn request(
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },
         logprobs: None,
         cache_salt,
-        tier,
+        hints: Hints { tier, ..Hints::default() },
     }
 }
 

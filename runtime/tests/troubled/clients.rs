@@ -3,9 +3,7 @@
 use super::parts::poison;
 use super::{Talk, World};
 use mixfleet_runtime::env::Env;
-use mixfleet_runtime::request::{
-    Failure, FailureKind, GenerateRequest, Rejection, Sampling, ServiceTier, Update,
-};
+use mixfleet_runtime::request::{Failure, FailureKind, GenerateRequest, Hints, Rejection, Sampling, Update};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -160,7 +158,7 @@ fn request(id: String, prompt: &[u32], tokens_max: u32) -> GenerateRequest {
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },
         logprobs: None,
         cache_salt: None,
-        tier: ServiceTier::Default,
+        hints: Hints::default(),
     }
 }
 

@@ -12,8 +12,8 @@
 //! last of them (which keeps its place and recomputes later), and a waiting request may revoke the
 //! reservation of a later one when nothing else can run. The first request of the fleet therefore always gets
 //! its blocks, provided that each alone fits, which the fleet checks on arrival. Due times are fixed there,
-//! and nobody is due before it comes: a request is overtaken only by those who come before it is due itself,
-//! so everyone becomes the first. What others pull from here changes none of this: lent blocks are in use
+//! and nobody is due long before it comes: a request is overtaken only by those who come before it is due itself,
+//! or within a head start that is bounded, so everyone becomes the first. What others pull from here changes none of this: lent blocks are in use
 //! until they are read, which waits for nothing here, and nobody who could run waits for them. A sequence
 //! that waits for what it pulls is a reservation that may be revoked.
 

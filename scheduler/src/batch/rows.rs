@@ -4,6 +4,7 @@
 use super::{BatchLimits, Place, Sequence};
 use crate::cost::{CostModel, Prefill};
 use mixfleet_hal::units::Seconds;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// Rows are added in tiles of so many, which matrix units compute at once. Beside decodes one tile always runs, so that
@@ -14,7 +15,7 @@ const TILE: u32 = 16;
 const FILLED: f64 = 0.9;
 
 /// When a request is wanted, as far as that matters to an instance.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Urgency {
     /// Its place in the order, on the fleet's clock.
     pub due: Seconds,
@@ -153,7 +154,7 @@ pub(crate) fn rows_beside(
     let over_s = (cost.step_s(&[full], sequences, kv_tokens) - within).0;
     // a cast of what is below 0 or no number gives 0
     let too_many = (over_s.max(0.0) / row_s.0.max(f64::MIN_POSITIVE)).ceil() as u32;
-    (most.saturating_sub(too_many) / TILE * TILE).max(TILE.min(most))
+    if too_many == 0 { most } else { (most.saturating_sub(too_many) / TILE * TILE).max(TILE.min(most)) }
 }
 
 /// What the next step has left for prompts, as one goes through them in their order.

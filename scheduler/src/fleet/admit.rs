@@ -2,7 +2,8 @@
 
 use super::explain::{Candidate, Outcome, Terms};
 use super::place::Question;
-use super::{Arrival, Fleet, Objective, RejectReason};
+use super::{Arrival, Fleet, HEAD_START_MAX, Objective, RejectReason};
+use crate::batch::Urgency;
 use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 
@@ -54,6 +55,11 @@ impl Objectives {
         terms.ttft_s <= self.ttft_s
     }
 
+    /// What instances must know of it.
+    pub(super) fn urgency(&self) -> Urgency {
+        Urgency { due: self.due, gives_way: self.ends.is_some(), tbt_slo: self.tbt_slo }
+    }
+
     /// The first objective that is missed.
     pub(super) fn missed(&self, terms: &Terms) -> Option<Outcome> {
         let tbt_s = self.tbt_slo.map_or(f64::INFINITY, |slo| slo.0);
@@ -70,10 +76,13 @@ impl Objectives {
 
 impl Fleet {
     /// What `arrival` wants. Prompts are due in the order of their objectives: whoever waits for a first token, by when it
-    /// should be there; whoever has a deadline, when three quarters of the time to it have passed, less what the answer then takes.
+    /// should be there; whoever has a deadline, when three quarters of the time to it have passed, less what the answer then takes; all that much earlier as they
+    /// have a head start.
     /// These times never move, not even where a lost instance makes a request arrive again, so a request is overtaken only by such as come before it is due itself.
     pub(super) fn objectives(&self, now: Seconds, arrival: &Arrival) -> Objectives {
-        let due = |due| arrival.replay.unwrap_or(due);
+        let Seconds(ahead_s) = arrival.head_start;
+        let ahead = Seconds(ahead_s.clamp(-HEAD_START_MAX.0, HEAD_START_MAX.0));
+        let due = |due: Seconds| arrival.replay.unwrap_or(due - ahead);
         let read = |ttft_slo: Option<Seconds>, tbt_slo| Objectives {
             ttft_s: ttft_slo.map_or(f64::INFINITY, |slo| slo.0),
             tbt_slo,

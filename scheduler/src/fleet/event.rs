@@ -3,9 +3,11 @@
 use super::explain::Explanation;
 use super::learn::MeasuredSteps;
 use super::others::OthersWork;
+use crate::batch::Urgency;
 use crate::cost::{CostModel, LinkCost};
 use crate::ids::{InstanceId, RequestId};
 use crate::kv::{BlockHash, Tier};
+use mixfleet_hal::DType;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -57,8 +59,10 @@ pub struct Instance {
     /// Its network card, each direction. Joins it to every other instance that has one.
     #[serde(default)]
     pub nic: Option<LinkCost>,
-    /// Tokens in a KV block; chains of this block size are looked up for it.
+    /// Tokens in a KV block, and their dtype; chains of this kind are looked up for it.
     pub kv_block_tokens: u32,
+    /// Dtype of its KV.
+    pub kv_dtype: DType,
     /// Prompt tokens of a step that also decodes: how often decode steps interrupt a prefill. None: as many as the
     /// tightest TBT objective there allows.
     #[serde(default)]
@@ -66,6 +70,18 @@ pub struct Instance {
     /// New tokens in one of its steps, at most: what it lends to others it sends between two steps. 0 where that is not known.
     #[serde(default)]
     pub step_tokens_max: u32,
+}
+
+impl Instance {
+    /// Its blocks have the keys of `chain`.
+    pub fn has_blocks_of(&self, chain: &PromptChain) -> bool {
+        (self.kv_block_tokens, self.kv_dtype) == (chain.block_tokens, chain.kv_dtype)
+    }
+
+    /// Its blocks have the same keys as those of `other`, so that one can take over what the other holds as it is.
+    pub fn has_blocks_like(&self, other: &Instance) -> bool {
+        (self.kv_block_tokens, self.kv_dtype) == (other.kv_block_tokens, other.kv_dtype)
+    }
 }
 
 /// A way for KV from one instance to another.
@@ -88,11 +104,13 @@ pub struct Pull {
     pub tokens: u32,
 }
 
-/// The keys of a prompt's full blocks for one block size.
+/// The keys of a prompt's full blocks for one kind of blocks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PromptChain {
     /// Tokens in a block.
     pub block_tokens: u32,
+    /// Dtype of the KV in it.
+    pub kv_dtype: DType,
     /// Keys, from the first block on.
     pub hashes: Vec<BlockHash>,
 }
@@ -108,7 +126,7 @@ pub struct Arrival {
     pub max_tokens: u32,
     /// Tokens that it will probably generate, if someone knows.
     pub output_tokens_hint: Option<u32>,
-    /// One chain for each block size in the fleet; a missing one means nothing is cached there.
+    /// One chain for each kind of blocks in the fleet, by size and dtype; a missing one means nothing is cached there.
     pub chains: Vec<PromptChain>,
     /// When it was due, if it was accepted before and lost its instance: it keeps its place in the order of prompts, and neither bound
     /// nor SLO turns it away now.
@@ -119,7 +137,15 @@ pub struct Arrival {
     /// When its user wants it.
     #[serde(default)]
     pub objective: Objective,
+    /// It goes ahead of the place that its objective gives it by so much, or behind it if this is below 0; up to
+    /// [`HEAD_START_MAX`].
+    #[serde(default)]
+    pub head_start: Seconds,
 }
+
+/// Nobody goes further ahead of his place in the order, or behind it: a request is overtaken only by those that come
+/// before it is due, or so soon after.
+pub const HEAD_START_MAX: Seconds = Seconds(3600.0);
 
 /// When a request's user wants the answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -283,12 +309,9 @@ pub enum Action {
         decode: InstanceId,
         /// Copied to the prefill instance first.
         pull: Option<Pull>,
-        /// Instances begin prompts in this order, the earliest first, equal ones as they came. It is fixed on arrival, so that
-        /// nobody is overtaken for ever.
-        due: Seconds,
-        /// Objective for the time between its tokens, by which the steps are sized in which it decodes.
-        #[serde(default)]
-        tbt_slo: Option<Seconds>,
+        /// When it is wanted: instances begin prompts in the order of their due times, equal ones as they came. It is
+        /// fixed on arrival, so that nobody is overtaken for ever.
+        urgency: Urgency,
         /// Every candidate with its terms.
         explanation: Box<Explanation>,
     },

@@ -20,7 +20,9 @@ mod roles;
 
 pub use crate::ids::{InstanceId, RequestId};
 pub use admit::Admission;
-pub use event::{Action, Arrival, Event, Instance, Link, Objective, PromptChain, Pull, RejectReason, Role};
+pub use event::{
+    Action, Arrival, Event, HEAD_START_MAX, Instance, Link, Objective, PromptChain, Pull, RejectReason, Role,
+};
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 pub use learn::{Corrections, MeasuredSteps};
 pub use others::OthersWork;
@@ -67,6 +69,10 @@ pub struct FleetConfig {
     /// Dollars that a second of waiting is worth; by default a second of the average instance. Means
     /// nothing while an instance has no price.
     pub wait_usd_per_s: Option<f64>,
+    /// What KV memory costs while it binds: a share of an instance's memory for a second counts so many times that share
+    /// of a second's rent (of a second, where prices are missing). 0: nothing.
+    #[serde(default)]
+    pub kv_weight: f64,
     /// How placements are picked.
     #[serde(default)]
     pub policy: Policy,
@@ -103,6 +109,7 @@ impl FleetConfig {
             tbt_slo: None,
             tbt_share: longest_tenth(),
             wait_usd_per_s: None,
+            kv_weight: 0.0,
             policy: Policy::default(),
             admission: Admission::default(),
             pull: false,
@@ -277,12 +284,12 @@ impl Fleet {
                 let Candidate { prefill, decode, pull, terms, .. } = &explanation.candidates[chosen];
                 let (prefill, decode, pull) = (*prefill, *decode, *pull);
                 let objectives = self.objectives(now, arrival);
-                let (due, tbt_slo) = (objectives.due, objectives.tbt_slo);
+                let urgency = objectives.urgency();
                 if let Some(terms) = terms {
                     self.place(now, arrival, objectives, (prefill, decode, pull), terms);
                 }
                 self.start_copy(now, actions);
-                actions.push(Action::Place { request, prefill, decode, pull, due, tbt_slo, explanation });
+                actions.push(Action::Place { request, prefill, decode, pull, urgency, explanation });
             }
             Err(reason) => {
                 let retry_after = self.retry_after(now, &reason);

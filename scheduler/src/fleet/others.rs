@@ -48,6 +48,9 @@ pub enum OthersWork {
         ready_in: Seconds,
         /// Requests of a class have answers alike in length.
         class: u32,
+        /// Tokens that it will probably generate, if someone knows.
+        #[serde(default)]
+        output_tokens_hint: Option<u32>,
         /// Tokens that it has got there; none until it decodes.
         generated: u32,
     },
@@ -92,8 +95,16 @@ impl Fleet {
                     }
                 }
                 OthersWork::PromptGone { request, done } => self.others_prompt_gone(now, request, done),
-                OthersWork::Answer { request, prompt_tokens, max_tokens, ready_in, class, generated } => {
-                    let expected = self.lengths.mean(class).min(max_tokens);
+                OthersWork::Answer {
+                    request,
+                    prompt_tokens,
+                    max_tokens,
+                    ready_in,
+                    class,
+                    output_tokens_hint: hint,
+                    generated,
+                } => {
+                    let expected = hint.unwrap_or_else(|| self.lengths.mean(class)).min(max_tokens);
                     let ready_in = if ready_in.0.is_finite() { ready_in } else { Seconds::ZERO };
                     let seat = Seat {
                         request,
@@ -101,7 +112,7 @@ impl Fleet {
                         prompt_tokens,
                         max_tokens,
                         output_tokens: expected,
-                        hinted: false,
+                        hinted: hint.is_some(),
                         class,
                         tbt_slo: self.config.tbt_slo,
                         generated: 0,

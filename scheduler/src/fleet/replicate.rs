@@ -88,6 +88,8 @@ struct Shared {
     /// Its last block.
     key: BlockHash,
     tokens: u32,
+    /// Who holds it first: whoever has blocks of the same kind can take part.
+    holder: usize,
     /// Tokens in a block.
     block: u32,
     holders: usize,
@@ -184,17 +186,19 @@ impl Fleet {
         let (from, to) = (self.loads[from].spec.id, self.loads[to].spec.id);
         let until = now + until * LATE + Seconds(1.0);
         replicas.under_way.push(Copy { key: shared.key, from, to, until });
-        let chain = question.arrival.chains.iter().find(|chain| chain.block_tokens == shared.block)?;
+        let holder = &self.loads[shared.holder].spec;
+        let chain = question.arrival.chains.iter().find(|chain| holder.has_blocks_of(chain))?;
         let hashes = chain.hashes[..(shared.tokens / shared.block) as usize].to_vec();
         Some(Action::Replicate { from, to, hashes, tokens })
     }
 
     fn shared(&self, question: &Question<'_>) -> Option<Shared> {
         let (holder, tokens) = question.longest()?;
-        let block = self.loads[holder].spec.kv_block_tokens.max(1);
-        let chain = question.arrival.chains.iter().find(|chain| chain.block_tokens == block)?;
+        let spec = &self.loads[holder].spec;
+        let block = spec.kv_block_tokens.max(1);
+        let chain = question.arrival.chains.iter().find(|chain| spec.has_blocks_of(chain))?;
         let key = *chain.hashes.get((tokens / block).checked_sub(1)? as usize)?;
-        Some(Shared { key, tokens, block, holders: question.longest_holders.len() })
+        Some(Shared { key, tokens, holder, block, holders: question.longest_holders.len() })
     }
 
     /// What the request loses where it goes, since not every instance holds what it shares.
@@ -236,7 +240,7 @@ impl Fleet {
     fn may_receive(&self, question: &Question<'_>, shared: Shared, at: usize) -> bool {
         let spec = &self.loads[at].spec;
         spec.role.prefills()
-            && spec.kv_block_tokens == shared.block
+            && spec.has_blocks_like(&self.loads[shared.holder].spec)
             && spec.kv_capacity_tokens >= u64::from(shared.tokens)
             && question.cached_on(at) < shared.tokens
             // a copy joins what the devices hold, not what would have to be loaded first
@@ -264,7 +268,7 @@ impl Fleet {
     fn sender(&self, question: &Question<'_>, shared: Shared, to: usize) -> Option<(usize, Seconds)> {
         let free = |at: usize| self.loads[at].egress_until.max(question.now);
         let holders = question.longest_holders.iter().copied().filter(|&at| {
-            self.loads[at].spec.kv_block_tokens == shared.block
+            self.loads[at].spec.has_blocks_like(&self.loads[shared.holder].spec)
                 && self.link(&self.loads[at], &self.loads[to]).is_some()
         });
         let least = |best: usize, next: usize| if free(next) < free(best) { next } else { best };

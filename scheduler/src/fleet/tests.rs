@@ -1,6 +1,7 @@
 use super::*;
 use crate::cost::{Coefficients, CostModel, DecodeCoefficients, PrefillCoefficients};
 use crate::kv::{BlockHash, Tier};
+use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::UsdPerHour;
 
@@ -21,6 +22,7 @@ pub(super) fn instance(id: u32, role: Role, per_token: f64, base: f64) -> Instan
         nic: None,
         kv_capacity_tokens: 10_000,
         kv_block_tokens: BLOCK,
+        kv_dtype: DType::F32,
         prefill_tokens_beside_decode_max: Some(100),
         step_tokens_max: 0,
     }
@@ -58,7 +60,8 @@ fn hashes(document: u64, tokens: u32) -> Vec<BlockHash> {
 }
 
 pub(super) fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> Arrival {
-    let chain = PromptChain { block_tokens: BLOCK, hashes: hashes(document, prompt_tokens) };
+    let chain =
+        PromptChain { block_tokens: BLOCK, kv_dtype: DType::F32, hashes: hashes(document, prompt_tokens) };
     let (max_tokens, chains) = (100, vec![chain]);
     Arrival {
         request,
@@ -69,6 +72,7 @@ pub(super) fn arrival(request: RequestId, prompt_tokens: u32, document: u64) -> 
         replay: None,
         class: 0,
         objective: Objective::Fleet,
+        head_start: Seconds::ZERO,
     }
 }
 
@@ -410,7 +414,7 @@ fn a_replayed_request_keeps_its_place_in_the_order() {
     let slo = FleetConfig { ttft_slo: Some(Seconds(100.0)), ..config() };
     let mut f = fleet(slo, vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
     let due = |action: &Action| match action {
-        Action::Place { due, .. } => due.0,
+        Action::Place { urgency, .. } => urgency.due.0,
         other => panic!("not placed: {other:?}"),
     };
     close(due(&arrive(&mut f, 0.0, arrival(1, 1_000, 1))), 100.0);
@@ -429,6 +433,93 @@ fn a_replayed_request_keeps_its_place_in_the_order() {
         close(placed(&action).2.chosen().unwrap().terms.unwrap().queue_s, ahead);
     }
     close(queue_s(&mut f, 2.0), 4.1);
+}
+
+#[test]
+fn prefixes_are_known_by_block_size_and_dtype_and_pulled_across_kinds() {
+    let link = LinkCost { latency: Seconds(0.0), seconds_per_byte: 1e-9, usd_per_byte: 0.0 };
+    let bf16 = Instance { kv_dtype: DType::Bf16, ..instance(2, Role::Decode, 1e-3, 1e-2) };
+    let coarse = Instance { kv_block_tokens: 15, ..instance(3, Role::Prefill, 1e-3, 1e-2) };
+    let fine = instance(1, Role::Prefill, 1e-3, 1e-2);
+    let mut f = fleet(FleetConfig { pull: true, ..config() }, vec![fine, bf16, coarse]);
+    for (from, to) in [(2, 1), (2, 3), (1, 2), (3, 2)] {
+        act(&mut f, 0.0, Event::LinkUp(Link { from: InstanceId(from), to: InstanceId(to), cost: link }));
+    }
+    // two kinds of one block size have keys of their own
+    let of = |document: u64, block_tokens: u32, kv_dtype| PromptChain {
+        block_tokens,
+        kv_dtype,
+        hashes: (0..100 / block_tokens).map(|i| BlockHash(document << 32 | u64::from(i))).collect(),
+    };
+    let chains = vec![of(1, 10, DType::F32), of(2, 10, DType::Bf16), of(3, 15, DType::F32)];
+    let held = of(2, 10, DType::Bf16).hashes[..8].to_vec();
+    act(&mut f, 0.0, Event::KvStored { instance: InstanceId(2), hashes: held, tier: Tier::Device });
+    let action = arrive(&mut f, 0.0, Arrival { chains, ..arrival(1, 101, 1) });
+    for candidate in &placed(&action).2.candidates {
+        let pull = candidate.pull.unwrap();
+        let whole_blocks = if candidate.prefill.0 == 3 { 75 } else { 80 };
+        assert_eq!((pull.from.0, pull.tokens), (2, whole_blocks), "{candidate:?}");
+        assert_eq!(candidate.terms.unwrap().transfer_tokens, 101 - 80, "what the decoder holds stays there");
+    }
+}
+
+#[test]
+fn a_head_start_moves_a_request_in_the_order_and_no_further_than_its_bound() {
+    let slo = FleetConfig { ttft_slo: Some(Seconds(100.0)), ..config() };
+    let mut f = fleet(slo, vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    let mut due = |request: RequestId, head_start: f64| {
+        let arrival = Arrival { head_start: Seconds(head_start), ..arrival(request, 1_000, request) };
+        let action = arrive(&mut f, 0.0, arrival);
+        let queue_s = placed(&action).2.candidates[0].terms.unwrap().queue_s;
+        match action {
+            Action::Place { urgency, .. } => (urgency.due.0, queue_s),
+            other => panic!("not placed: {other:?}"),
+        }
+    };
+    assert_eq!([due(1, 0.0), due(2, 0.0)], [(100.0, 0.0), (100.0, 1.0)]);
+    // ahead of both, once the step ends that runs: 100 tokens of the first prompt
+    let (first, queue_s) = due(3, 60.0);
+    close(first, 40.0);
+    close(queue_s, 0.1);
+    let (last, queue_s) = due(4, -5.0);
+    close(last, 105.0);
+    // three prompts, once that step has ended
+    close(queue_s, 3.1);
+    close(due(5, 1e9).0, 100.0 - HEAD_START_MAX.0);
+    close(due(6, -1e9).0, 100.0 + HEAD_START_MAX.0);
+}
+
+#[test]
+fn prompt_rows_beside_decodes_are_expected_to_be_what_the_tightest_objective_leaves() {
+    let sized = Instance {
+        prefill_tokens_beside_decode_max: None,
+        step_tokens_max: 512,
+        ..instance(1, Role::Auto, 1e-4, 1e-2)
+    };
+    // 512 rows take 51.2 ms; nine tenths of the objective have room for so many tiles of 16
+    for (tbt_s, rows) in [(0.2, 511.0), (0.04, 352.0), (0.005, 16.0)] {
+        let config = FleetConfig { tbt_slo: Some(Seconds(tbt_s)), admission: Admission::None, ..config() };
+        let mut f = fleet(config, vec![sized.clone()]);
+        arrive(&mut f, 0.0, arrival(1, 10, 1));
+        act(&mut f, 0.1, Event::PrefillDone { request: 1, instance: InstanceId(1) });
+        let action = arrive(&mut f, 0.1, arrival(2, 4_000, 2));
+        let terms = placed(&action).2.candidates[0].terms.unwrap();
+        close(terms.interleave_s, 0.0101 * (4_000.0f64 / rows).ceil());
+    }
+}
+
+#[test]
+fn an_expected_length_replaces_the_mean_of_the_class_where_it_is_predicted() {
+    let f = || fleet(config(), vec![instance(1, Role::Auto, 1e-3, 1e-2)]);
+    let assumed = |hint| {
+        let action = arrive(&mut f(), 0.0, Arrival { output_tokens_hint: hint, ..arrival(1, 1_000, 1) });
+        let (.., explanation) = placed(&action);
+        (explanation.output_tokens, explanation.candidates[0].terms.unwrap().ends_s)
+    };
+    let (tokens, ends_s) = assumed(Some(7));
+    assert_eq!(tokens, 7);
+    close(assumed(Some(47)).1 - ends_s, 40.0 * 0.0101);
+    assert_eq!(assumed(Some(1_000_000)).0, 100, "max_tokens bounds it");
 }
 
 /// The queue that a newcomer would meet on instance 1.

@@ -10,7 +10,7 @@ use mixfleet_runtime::api::Placements;
 use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{RealEnv, SharedEnv};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_runtime::request::{GenerateRequest, Sampling, ServiceTier, Update};
+use mixfleet_runtime::request::{GenerateRequest, Hints, Sampling, Update};
 use std::sync::Arc;
 
 /// A prompt of several chunks and several pages.
@@ -83,7 +83,7 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             logprobs: None,
             cache_salt: None,
-            tier: ServiceTier::Default,
+            hints: Hints::default(),
         };
         let (mut updates, mut ids) = (engine.handle.submit(request).await?, Vec::new());
         while let Some(update) = updates.recv().await {

@@ -2,6 +2,7 @@
 
 use super::error::FleetFileError;
 use super::{Slo, raw, resolve};
+use mixfleet_scheduler::fleet::HEAD_START_MAX;
 use serde::Serialize;
 
 /// Requests to which the fleet's SLO does not apply.
@@ -13,6 +14,8 @@ pub struct Class {
     pub members: ClassMembers,
     /// The objectives or deadline of its requests.
     pub promise: Promise,
+    /// Seconds by which they go behind the place that this gives them, or ahead of it if below 0, as vLLM's `priority`.
+    pub priority: f64,
 }
 
 /// Which requests belong to a class.
@@ -68,15 +71,22 @@ pub(super) fn resolve(raw: raw::Class, slo: &Slo, others: &[Class]) -> Result<Cl
             if raw.workflow { Promise::Workflow(deadline_s) } else { Promise::Deadline(deadline_s) }
         }
         (None, _) if raw.workflow => return Err(wrong("is a workflow, which needs deadline_s")),
-        (None, None) => return Err(wrong("needs deadline_s, ttft_s or tbt_s: what it is promised")),
-        (None, Some(_)) => {
+        (None, None) if raw.priority.is_none() => {
+            return Err(wrong("needs deadline_s, ttft_s, tbt_s or priority: what it is promised"));
+        }
+        (None, _) => {
             let (ttft_s, tbt_s) = (raw.ttft_s.unwrap_or(slo.ttft_s), raw.tbt_s.unwrap_or(slo.tbt_s));
             resolve::positive(&key("ttft_s"), ttft_s)?;
             resolve::positive(&key("tbt_s"), tbt_s)?;
             Promise::Interactive { ttft_s, tbt_s }
         }
     };
-    Ok(Class { name: raw.name, members, promise })
+    let priority = raw.priority.unwrap_or(0.0);
+    if priority.abs() > HEAD_START_MAX.0 {
+        let cause = format!("is {priority}; it must be from -{} to {0}", HEAD_START_MAX.0);
+        return Err(FleetFileError::value(key("priority"), cause));
+    }
+    Ok(Class { name: raw.name, members, promise, priority })
 }
 
 impl Class {

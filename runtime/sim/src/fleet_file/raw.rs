@@ -69,6 +69,7 @@ pub(super) struct Class {
     pub(super) ttft_s: Option<f64>,
     pub(super) tbt_s: Option<f64>,
     pub(super) deadline_s: Option<f64>,
+    pub(super) priority: Option<f64>,
     #[serde(default)]
     pub(super) workflow: bool,
 }

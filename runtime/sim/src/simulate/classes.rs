@@ -21,12 +21,7 @@ pub(super) enum Promised {
     By(f64),
 }
 
-impl Promised {
-    /// Nobody reads along.
-    pub(super) fn is_flexible(&self) -> bool {
-        matches!(self, Promised::By(_))
-    }
-}
+impl Promised {}
 
 /// A conversation that goes on.
 struct Conversation {
@@ -87,6 +82,12 @@ impl<'a> Classes<'a> {
             }
         };
         (number as u32, objective, promised)
+    }
+
+    /// By how much the requests of a class, by its number, go ahead of others.
+    pub(super) fn head_start(&self, number: u32) -> Seconds {
+        let class = (number as usize).checked_sub(1).map(|at| &self.setup.classes[at]);
+        Seconds(class.map_or(0.0, |class| -class.priority))
     }
 
     /// When a request of the trace can arrive: none while the answer that it follows is not there; it is kept

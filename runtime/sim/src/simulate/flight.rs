@@ -29,10 +29,10 @@ pub(super) struct Flight {
     pub(super) arrived_s: f64,
     /// Tokens of the prompt that its decode instance holds.
     pub(super) held_tokens: u32,
-    /// Its place in the order.
-    pub(super) due: Seconds,
-    /// Objective for the time between its tokens, as the scheduler was told.
-    pub(super) tbt_slo: Option<Seconds>,
+    /// When it is wanted, as the scheduler says.
+    pub(super) urgency: Urgency,
+    /// It goes so much ahead of the place that its objective gives it.
+    pub(super) head_start: Seconds,
     /// Tokens of the prompt that were not computed.
     pub(super) known_tokens: u32,
     /// When its prefill began; its layers leave from then on.
@@ -51,7 +51,7 @@ impl Flight {
             prompt_tokens: self.prompt_tokens + self.drawn,
             output_tokens: self.output_tokens - self.drawn,
             chain: self.chain.clone(),
-            urgency: Urgency { due: self.due, gives_way: self.promised.is_flexible(), tbt_slo: self.tbt_slo },
+            urgency: self.urgency,
         }
     }
 }

@@ -35,8 +35,9 @@ use classes::Classes;
 use copies::{Copies, Copy};
 use engine::{Engine, Gaps, Message, Outcome};
 use flight::Flight;
+use mixfleet_hal::DType;
 use mixfleet_hal::units::{Seconds, UsdPerHour};
-use mixfleet_scheduler::batch::{After, BatchLimits};
+use mixfleet_scheduler::batch::{After, BatchLimits, Urgency};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, FleetConfig, Instance, InstanceId, PromptChain, Role,
@@ -52,6 +53,9 @@ use timeline::Timeline;
 /// newcomers interrupt a run of decode steps every second or two, and to ask a thousand instances for each
 /// decision would take most of the time.
 const TOLD_OF_EACH_STEP_MAX: usize = 64;
+
+/// All instances keep their KV in one dtype, whose size the fleet file tells.
+const KV: DType = DType::Bf16;
 
 /// An instance to be simulated.
 #[derive(Clone, Debug)]
@@ -187,6 +191,7 @@ impl<'a> World<'a> {
                 nic: instance.nic,
                 kv_capacity_tokens: instance.kv_tokens(),
                 kv_block_tokens: instance.limits.block_tokens,
+                kv_dtype: KV,
                 prefill_tokens_beside_decode_max: instance.limits.prefill_tokens_beside_decode_max,
                 step_tokens_max: instance.limits.step_tokens_max,
             };
@@ -308,6 +313,7 @@ impl<'a> World<'a> {
 
     fn arrive(&mut self, request: Request) {
         let (class, objective, promised) = self.classes.promise(&request, self.now_s);
+        let head_start = self.classes.head_start(class);
         self.ledger.arrived(&request, class);
         self.timeline.arrived();
         self.observer.arrived(self.now_s, self.ledger.requests);
@@ -327,8 +333,8 @@ impl<'a> World<'a> {
             pull_held_tokens: 0,
             arrived_s: self.now_s,
             held_tokens: 0,
-            due: Seconds::ZERO,
-            tbt_slo: None,
+            urgency: Urgency::due_at(Seconds::ZERO),
+            head_start,
             known_tokens: 0,
             prefill_began_s: self.now_s,
             first_token_s: f64::INFINITY,
@@ -350,11 +356,13 @@ impl<'a> World<'a> {
             output_tokens_hint: None,
             chains: vec![PromptChain {
                 block_tokens: self.setup.block_tokens,
+                kv_dtype: KV,
                 hashes: flight.chain.to_vec(),
             }],
             replay,
             class: flight.class,
             objective: flight.objective,
+            head_start: flight.head_start,
         };
         if self.engines.len() <= TOLD_OF_EACH_STEP_MAX {
             (0..self.engines.len() as u32).for_each(|instance| self.catch_up(instance));
@@ -365,11 +373,11 @@ impl<'a> World<'a> {
         for action in actions.drain(..) {
             self.observer.decided(self.now_s, &action);
             match action {
-                Action::Place { prefill, decode, pull, due, tbt_slo, explanation, .. } => {
+                Action::Place { prefill, decode, pull, urgency, explanation, .. } => {
                     if let Some(flight) = self.flights.get_mut(request) {
                         (flight.prefill, flight.decode) = (prefill.0, decode.0);
                         flight.pull = pull.map(|pull| pull.from.0).zip(explanation.pulled_until());
-                        (flight.due, flight.tbt_slo) = (due, tbt_slo);
+                        flight.urgency = urgency;
                     }
                     self.placed(request);
                 }
@@ -589,7 +597,7 @@ impl<'a> World<'a> {
         }
         let Some(flight) = self.flights.get_mut(request) else { return };
         flight.attempt += 1;
-        let (prefill, decode, due) = (flight.prefill, flight.decode, flight.due);
+        let (prefill, decode, due) = (flight.prefill, flight.decode, flight.urgency.due);
         self.tell(Event::Cancelled { request });
         self.give_up(request, [prefill, decode]);
         self.ask_fleet(request, Some(due));

@@ -138,12 +138,12 @@ impl Routers {
             }
         }
         let place = actions.iter().find_map(|action| match *action {
-            Action::Place { prefill, decode, due, ref explanation, .. } => {
+            Action::Place { prefill, decode, urgency, ref explanation, .. } => {
                 let terms = explanation.chosen().and_then(|chosen| chosen.terms);
                 Some((
                     prefill,
                     decode,
-                    due.0,
+                    urgency.due.0,
                     now_s + terms.map_or(0.0, |terms| terms.ttft_s + terms.transfer_s),
                 ))
             }
@@ -221,6 +221,14 @@ impl Entry {
     fn answer(&self, request: u64, at_s: f64) -> OthersWork {
         let Entry { prompt_tokens, max_tokens, class, ready_s, generated, .. } = *self;
         let ready_in = Seconds(ready_s - at_s);
-        OthersWork::Answer { request, prompt_tokens, max_tokens, ready_in, class, generated }
+        OthersWork::Answer {
+            request,
+            prompt_tokens,
+            max_tokens,
+            ready_in,
+            class,
+            output_tokens_hint: None,
+            generated,
+        }
     }
 }

@@ -21,6 +21,7 @@ fn answer(request: RequestId, prompt_tokens: u32, generated: u32) -> OthersWork 
         max_tokens: 50,
         ready_in: Seconds::ZERO,
         class: 0,
+        output_tokens_hint: None,
         generated,
     }
 }

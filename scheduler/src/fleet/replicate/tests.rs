@@ -3,6 +3,7 @@ use super::super::{Arrival, FleetConfig, Instance, Link, PromptChain, RequestId,
 use super::*;
 use crate::cost::LinkCost;
 use crate::kv::Tier;
+use mixfleet_hal::DType;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::UsdPerHour;
 use proptest::prelude::*;
@@ -27,7 +28,7 @@ fn keys(document: u64, tokens: u32) -> Vec<BlockHash> {
 /// A prompt of a system prompt and 60 tokens of its own.
 fn short(request: RequestId, system: u64) -> Arrival {
     let hashes = [keys(system, SYSTEM_TOKENS), keys(1_000_000 + request, 60)].concat();
-    let chains = vec![PromptChain { block_tokens: BLOCK, hashes }];
+    let chains = vec![PromptChain { block_tokens: BLOCK, kv_dtype: DType::F32, hashes }];
     Arrival { chains, ..arrival(request, SYSTEM_TOKENS + 65, 0) }
 }
 
