@@ -23,6 +23,9 @@ pub(crate) struct SchedulingArgs {
     /// Worth of a second of waiting [default: the mean rent]
     #[arg(long, value_name = "USD", value_parser = usd, hide = true)]
     pub(crate) wait_usd_per_s: Option<f64>,
+    /// Cost of KV memory that binds, in rents [default: 0]
+    #[arg(long, value_name = "X", default_value_t = 0.0, hide_default_value = true, value_parser = weight)]
+    pub(crate) kv_weight: f64,
     /// Seed of all random choices
     #[arg(long, default_value_t = 0, hide = true)]
     pub(crate) seed: u64,
@@ -31,6 +34,11 @@ pub(crate) struct SchedulingArgs {
 fn usd(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|usd: &f64| usd.is_finite() && *usd >= 0.0);
     value.ok_or_else(|| "expected dollars, 0 or more".into())
+}
+
+fn weight(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|weight: &f64| (0.0..=1e6).contains(weight));
+    value.ok_or_else(|| "expected a number from 0 to 1000000".into())
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

@@ -267,6 +267,7 @@ pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {
         admission,
         drop_at_decode: args.scheduling.drop_late,
         wait_usd_per_s: args.scheduling.wait_usd_per_s,
+        kv_weight: args.scheduling.kv_weight,
         replicate: args.replicate_gb_per_s.map(|rate| Replicate::new(rate * 1e9)),
         rebalance: rebalance(args)?,
         seed,

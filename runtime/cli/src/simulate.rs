@@ -139,6 +139,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let mut setup = Setup::new(&fleet, choices);
     setup.fleet.drop_at_decode = args.scheduling.drop_late;
     setup.fleet.wait_usd_per_s = args.scheduling.wait_usd_per_s;
+    setup.fleet.kv_weight = args.scheduling.kv_weight;
     setup.routers.count = args.routers.unwrap_or(setup.routers.count);
     if let Some(share) = args.capacity {
         return capacity::run(args, &fleet, &setup, share);

@@ -112,11 +112,15 @@ pub struct Terms {
     pub delay_s: f64,
     /// Price of the device time and the traffic that it uses; 0 without prices.
     pub busy_usd: f64,
+    /// What the KV memory is worth that it holds on instances whose memory binds, for as long as it does, in units of the
+    /// score; 0 where `kv_weight` is.
+    #[serde(default)]
+    pub memory: f64,
     /// What the prediction was multiplied by: prefill and transfers of the one who computes the prompt, steps of the one who decodes, as
     /// learnt from what was measured there.
     #[serde(default)]
     pub corrections: Corrections,
-    /// `busy_usd + wait_weight * (own * (ttft_s + hand_off_s) + delay_s)`, where `own` is 1, or 0.1 of a request with a deadline;
+    /// `busy_usd + wait_weight * (own * (ttft_s + hand_off_s) + delay_s) + memory`, where `own` is 1, or 0.1 of a request with a deadline;
     /// the lowest wins.
     pub score: f64,
 }
@@ -177,6 +181,7 @@ pub enum Term {
     Transfer,
     Delay,
     Busy,
+    Memory,
 }
 
 impl Terms {
@@ -192,6 +197,7 @@ impl Terms {
             (Term::Transfer, seconds(|t| t.hand_off_s)),
             (Term::Delay, wait_weight * (self.delay_s - other.delay_s)),
             (Term::Busy, self.busy_usd - other.busy_usd),
+            (Term::Memory, self.memory - other.memory),
         ];
         let first = differences[0];
         differences.into_iter().fold(first, |most, next| if next.1 > most.1 { next } else { most }).0
@@ -213,7 +219,7 @@ impl fmt::Display for Explanation {
                 write!(
                     f,
                     "ttft {:.4} s = queue {:.4} + pull {:.4} ({} tokens) + kv wait {:.4} + interleaved {:.4} + prefill {:.4} ({} tokens \
-                     cached); transfer {:.4} s, tbt {:.4} s, delay {:.4} s, score {:.3e} {unit}: ",
+                     cached); transfer {:.4} s, tbt {:.4} s, delay {:.4} s, memory {:.3e} {unit}, score {:.3e} {unit}: ",
                     t.ttft_s,
                     t.queue_s,
                     t.pull_s,
@@ -225,6 +231,7 @@ impl fmt::Display for Explanation {
                     t.transfer_s,
                     t.tbt_s,
                     t.delay_s,
+                    t.memory,
                     t.score
                 )?;
             }

@@ -12,6 +12,9 @@ use crate::table::IdMap;
 use mixfleet_hal::units::Seconds;
 use std::collections::VecDeque;
 
+/// Memory binds a little from this share of it on, which is promised to requests.
+const BINDS_FROM: f64 = 0.5;
+
 /// The requests in the fleet.
 pub(super) type Works = IdMap<Work>;
 
@@ -106,6 +109,12 @@ impl PromptQueue {
 
 fn half_step(spec: &Instance) -> Seconds {
     spec.cost.prefill_s(0, spec.step_tokens_max) * 0.5
+}
+
+/// How much a memory of `capacity_tokens` binds that `promised` tokens will need.
+pub(super) fn binds(promised: f64, capacity_tokens: u64) -> f64 {
+    let filled = promised / capacity_tokens.max(1) as f64;
+    ((filled - BINDS_FROM) / (1.0 - BINDS_FROM)).clamp(0.0, 1.0)
 }
 
 /// The tightest TBT objective of several requests.
@@ -446,6 +455,13 @@ impl Load {
         let sequences = u64::from(everyone.sequences);
         let still = self.committed.kv_tokens.checked_sub(everyone.kv_tokens + sequences)?;
         Some((still + sequences).min(sequences * u64::from(output_tokens)))
+    }
+
+    /// How much its memory binds with `tokens` more: not at all while it is half empty with all that was promised, wholly
+    /// where it is full.
+    pub(super) fn memory_binds(&self, tokens: u64) -> f64 {
+        let promised = (self.committed.kv_tokens + tokens) as f64;
+        binds(promised, self.spec.kv_capacity_tokens)
     }
 
     /// Whether `tokens` more certainly find room, however long the answers get.

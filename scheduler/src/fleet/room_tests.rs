@@ -121,3 +121,33 @@ proptest! {
         prop_assert!(!load.has_room(newcomer) || wait == Seconds::ZERO, "{wait:?}");
     }
 }
+
+/// Two decoders of one speed, one with a tenth of the memory, and each with the same requests; what newcomers hold of a
+/// small memory counts while it binds.
+#[test]
+fn memory_that_binds_costs_its_share_of_the_rent_for_as_long_as_it_is_held() {
+    let decoders = |kv_weight| {
+        let price = Some(UsdPerHour(3.6));
+        let roomy = Instance { price, kv_capacity_tokens: 100_000, ..instance(2, Role::Auto, 1e-3, 1e-2) };
+        let tight = Instance { price, kv_capacity_tokens: 2_000, ..instance(1, Role::Auto, 1e-3, 1e-2) };
+        fleet(FleetConfig { kv_weight, ..config() }, vec![tight, roomy])
+    };
+    let candidates = |kv_weight| {
+        let action = arrive(&mut decoders(kv_weight), 0.0, arrival(1, 1_450, 1));
+        let Action::Place { decode, explanation, .. } = action else { panic!("not placed: {action:?}") };
+        let on = |id| {
+            let both = |c: &&Candidate| (c.prefill.0, c.decode.0) == (id, id);
+            explanation.candidates.iter().find(both).and_then(|c| c.terms).unwrap()
+        };
+        (decode.0, on(1), on(2))
+    };
+    let (first, tight, roomy) = candidates(0.0);
+    assert_eq!((first, tight.memory, roomy.memory), (1, 0.0, 0.0), "off: the first of equals");
+    let (chosen, tight, roomy) = candidates(1.0);
+    // 1450 and half of 50 tokens of 2000, of which 1500 bind half, through the prefill and 50 steps, at 0.001 $ a second
+    let held_s = 1.45 + 50.0 * 0.0101;
+    assert!((tight.memory - 1e-3 * held_s * (1_475.0 / 2_000.0) * 0.5).abs() < 1e-9, "{tight:?}");
+    assert_eq!((chosen, roomy.memory), (2, 0.0), "where memory does not bind it is free");
+    assert!((tight.score - roomy.score - tight.memory).abs() < 1e-9);
+    assert!((candidates(2.0).1.memory / tight.memory - 2.0).abs() < 1e-9);
+}

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! ttft  = queue + exposed pull + kv wait + interleaved decode steps + prefill
-//! score = busy dollars + w * (ttft + hand-off + delay to others)
+//! score = busy dollars + w * (ttft + hand-off + delay to others) + memory
 //! ```
 //!
 //! Without prices busy dollars are 0 and w is 1: plain seconds. The queue is first come, first served, so nothing is
@@ -490,6 +490,7 @@ impl Fleet {
             }
             _ => Usd::ZERO,
         };
+        let memory = self.memory_cost(question, side, decoder, (ttft, transfer));
         Terms {
             cached_tokens: side.cached_tokens,
             pulled_tokens: side.pulled_tokens,
@@ -508,13 +509,51 @@ impl Fleet {
             tbt_now_s: decoder.tbt_now.0,
             delay_s: delay.0,
             busy_usd: busy.0,
+            memory,
             corrections: Corrections {
                 prefill: p.learner.corrections().prefill,
                 step: d.learner.corrections().step,
                 transfer: p.learner.corrections().transfer,
             },
-            score: busy.0 + question.own_weight() * (ttft + hand_off).0 + question.wait_weight * delay.0,
+            score: busy.0
+                + question.own_weight() * (ttft + hand_off).0
+                + question.wait_weight * delay.0
+                + memory,
         }
+    }
+
+    /// What the memory is worth that the request holds where memory binds, in units of the score: KV bytes times seconds,
+    /// as a share of the instance's memory and of its rent.
+    fn memory_cost(
+        &self,
+        question: &Question<'_>,
+        side: &PrefillSide,
+        decoder: &DecodeSide<'_>,
+        (ttft, transfer): (Seconds, Seconds),
+    ) -> f64 {
+        if self.config.kv_weight == 0.0 {
+            return 0.0;
+        }
+        let (prompt, output) = (u64::from(question.arrival.prompt_tokens), question.output_tokens);
+        let cost = |at: usize, tokens: u64, held: Seconds| {
+            let load = &self.loads[at];
+            let share = tokens as f64 / load.spec.kv_capacity_tokens.max(1) as f64;
+            let time = held * (share * load.memory_binds(prompt + u64::from(output)));
+            match (question.score_unit, load.spec.price) {
+                (ScoreUnit::Usd, Some(price)) => (price * time).0,
+                _ => time.0,
+            }
+        };
+        let computing = side.interleave + side.prefill;
+        let answering = decoder.tbt_now * f64::from(output);
+        let whole = prompt + u64::from(output / 2);
+        let cost = if side.at == decoder.at {
+            cost(side.at, whole, computing + answering)
+        } else {
+            // room for the KV is reserved before the prompt is computed
+            cost(side.at, prompt, computing + transfer) + cost(decoder.at, whole, ttft + transfer + answering)
+        };
+        cost * self.config.kv_weight
     }
 
     /// The way from one instance to another; none within one. A measured link of the two, else what joins their pools,

@@ -3,7 +3,7 @@
 //! What instances of one kind have in common is worked out once.
 
 use super::super::Fleet;
-use super::super::load::Load;
+use super::super::load::{Load, binds};
 use super::super::loads::{AnswerRow, Kind, PromptRow};
 use super::{Question, ScoreUnit};
 use crate::cost::LinkCost;
@@ -26,7 +26,8 @@ pub(super) fn best_decoders(fleet: &Fleet, question: &Question<'_>, count: usize
     let mut best = Shortlist::new(count);
     for kind in fleet.loads.kinds().iter().filter(|kind| kind.role.decodes()) {
         for row in fleet.loads.answer_rows(kind) {
-            if let Some(key) = decode_key(row, kind, question, best.worst.0) {
+            let (worst, kv_weight) = (best.worst.0, fleet.config.kv_weight);
+            if let Some(key) = decode_key(row, kind, question, worst, kv_weight) {
                 best.offer(row.at as usize, key);
             }
         }
@@ -197,7 +198,13 @@ fn later(a: Seconds, b: Seconds) -> Seconds {
 
 /// None where it is known to be more than `worst`.
 #[inline]
-fn decode_key(row: &AnswerRow, kind: &Kind, question: &Question<'_>, worst: f64) -> Option<f64> {
+fn decode_key(
+    row: &AnswerRow,
+    kind: &Kind,
+    question: &Question<'_>,
+    worst: f64,
+    kv_weight: f64,
+) -> Option<f64> {
     let output = f64::from(question.output_tokens);
     let sequences = row.sequences + 1;
     let kv_tokens =
@@ -218,6 +225,14 @@ fn decode_key(row: &AnswerRow, kind: &Kind, question: &Question<'_>, worst: f64)
     let share = step * (output / f64::from(sequences));
     let price = kind.price.filter(|_| question.score_unit == ScoreUnit::Usd);
     let paid = price.map_or(Usd::ZERO, |price| price * share);
+    let memory = if kv_weight == 0.0 {
+        0.0
+    } else {
+        let held = f64::from(question.arrival.prompt_tokens) + 0.5 * output;
+        let share = held / row.capacity_tokens.max(1) as f64 * binds(kv_tokens as f64, row.capacity_tokens);
+        let time = step * (output * share * kv_weight);
+        price.map_or(time.0, |price| (price * time).0)
+    };
     // the step itself too: it decides whether the objective is met
-    Some(paid.0 + delay + question.own_weight() * (wait + step).0)
+    Some(memory + paid.0 + delay + question.own_weight() * (wait + step).0)
 }
