@@ -28,7 +28,8 @@ const SHARED: [(&str, &str, &str); 8] = [
 ];
 
 /// Flags of both commands, which are keys of `[scheduling]`.
-const SCHEDULING: [&str; 6] = ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "seed"];
+const SCHEDULING: [&str; 7] =
+    ["policy", "threshold", "admit", "drop-late", "wait-usd-per-s", "kv-weight", "seed"];
 
 /// Flags of `serve` alone, which are keys of `[serve]`.
 const SERVE: [&str; 24] = [

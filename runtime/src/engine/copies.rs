@@ -7,8 +7,8 @@
 use super::coordinator::Coordinator;
 use super::handoff::wire_dtype;
 use super::messages::{HandOff, Job, Landing, Order};
-use crate::request::{GenerateRequest, ServiceTier};
-use mixfleet_scheduler::batch::RequestId;
+use crate::request::{GenerateRequest, Hints, ServiceTier};
+use mixfleet_scheduler::batch::{RequestId, Urgency};
 use mixfleet_scheduler::fleet::{Action, InstanceId};
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ impl Coordinator {
                 prompt_ids: prefix.into(),
                 max_tokens: 1,
                 logprobs: None,
-                tier: ServiceTier::Flex,
+                hints: Hints { tier: ServiceTier::Flex, ..Hints::default() },
                 ..wanted.clone()
             });
             let job = self.copy_job(request, &wanted, to);
@@ -46,7 +46,8 @@ impl Coordinator {
         let now = self.began + self.env.now();
         let hasher = self.hasher(wanted, self.instances[&on].kv);
         let (wanted, generated) = (wanted.clone(), Vec::new());
-        Job { request, due: now, ready: now, attempt: 0, wanted, generated, hasher }
+        let urgency = Urgency { gives_way: true, ..Urgency::due_at(now) };
+        Job { request, urgency, ready: now, attempt: 0, wanted, generated, hasher }
     }
 
     /// The receiver has room for a copy, and its own KV ends at `from_token`.

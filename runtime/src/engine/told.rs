@@ -194,10 +194,9 @@ impl Worker {
         if !self.supersedes(&job)? {
             return Ok(());
         }
-        let Job { request, due, .. } = job;
-        let until = job.length() as u32;
-        let (gives_way, text) = self.begin(job, Some((Transfer::Prefix, Source { holder, until })));
-        self.machine_step(Event::Add { request, due, gives_way, text, pulls: until, after: After::Keep })
+        let (request, until) = (job.request, job.length() as u32);
+        let (urgency, text) = self.begin(job, Some((Transfer::Prefix, Source { holder, until })));
+        self.machine_step(Event::Add { request, urgency, text, pulls: until, after: After::Keep })
     }
 
     fn reserve(&mut self, job: Job, holder: InstanceId) -> Result<()> {

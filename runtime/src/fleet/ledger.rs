@@ -248,8 +248,14 @@ mod tests {
     fn given(prefill: InstanceId, answers: bool) -> Given {
         let due = Seconds(10.0);
         let prompt = Prompt { due, prefill, tokens: 100, done: 0, decode: DECODE };
-        let answer =
-            Answer { prompt_tokens: 100, max_tokens: 20, ready: Seconds(12.0), class: 0, generated: 0 };
+        let answer = Answer {
+            prompt_tokens: 100,
+            max_tokens: 20,
+            ready: Seconds(12.0),
+            class: 0,
+            generated: 0,
+            output_tokens_hint: None,
+        };
         Given::Work { request: REQUEST, prompt: Some(prompt), answer: answers.then_some(answer) }
     }
 
