@@ -24,8 +24,13 @@ impl Coordinator {
     /// Begins the copies that were decided with the placement of `wanted`.
     pub(super) fn begin_copies(&mut self, actions: &[Action], wanted: &GenerateRequest) {
         for action in actions {
-            let Action::Replicate { from, to, tokens, .. } = *action else { continue };
-            let Some(prefix) = wanted.prompt_ids.get(..tokens as usize) else { continue };
+            let Action::Replicate { from, to, ref hashes, .. } = *action else { continue };
+            let Some(block_tokens) = self.instances.get(&from).map(|holder| holder.block_tokens) else {
+                continue;
+            };
+            // All of the prefix: what the receiver has of it is not sent.
+            let tokens = hashes.len() * block_tokens as usize;
+            let Some(prefix) = wanted.prompt_ids.get(..tokens) else { continue };
             let request = self.next;
             self.next += 1;
             let wanted = Arc::new(GenerateRequest {
