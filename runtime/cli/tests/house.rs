@@ -126,6 +126,11 @@ const CYCLES: &[(&str, &[&str], &str)] = &[
         &["device", "queue"],
         "a device opens queues; a queue holds what its device shares",
     ),
+    (
+        "runtime/cli/src",
+        &["command_line", "fleet", "serve", "settings"],
+        "a fleet file fills in the whole command line, and serve prints the settings in force",
+    ),
     ("backends/wire/src", &["stream", "tls"], "a stream may have a TLS session, and TLS makes such streams"),
 ];
 

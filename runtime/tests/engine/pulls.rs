@@ -104,16 +104,16 @@ fn a_prefix_is_pulled_between_unlike_pages_and_dtypes() {
         let (handle, world, config) = (handle_of(&env), env.clone(), checkpoint.config.clone());
         let cached = env.run(async move {
             let first = prompt(24, 7, &config);
-            let answer = ask(&handle, "first".into(), first.clone(), ANSWER as u32, None).await;
-            assert_eq!((answer.tokens.len(), &answer.failure), (ANSWER, &None));
+            let answer = ask(&handle, "first".into(), first.clone(), 60, None).await;
+            assert_eq!((answer.tokens.len(), &answer.failure), (60, &None));
             let next = [first, answer.tokens, prompt(3, 8, &config)].concat();
             let answer = ask(&handle, "next".into(), next, ANSWER as u32, None).await;
             assert_eq!((answer.tokens.len(), &answer.failure), (ANSWER, &None));
             world.sleep(Duration::from_secs(20)).await;
             answer.cached_tokens
         });
-        // of the 43 tokens that have KV, whole blocks of both kinds
-        let held = (43 / decode.0 * decode.0) / prefill.0 * prefill.0;
+        // Of the 83 tokens that have KV, whole blocks of both kinds.
+        let held = (83 / decode.0 * decode.0) / prefill.0 * prefill.0;
         assert_eq!(cached, held, "{prefill:?} pulls from {decode:?}");
         assert_eq!(fleet.pulled(), u64::from(held - 24 / prefill.0 * prefill.0));
     }

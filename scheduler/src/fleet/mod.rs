@@ -467,6 +467,8 @@ impl Fleet {
 }
 
 #[cfg(test)]
+mod life_tests;
+#[cfg(test)]
 mod pair_tests;
 #[cfg(test)]
 mod room_tests;

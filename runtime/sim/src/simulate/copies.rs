@@ -5,6 +5,7 @@ use super::agenda::Next;
 use super::engine::{Job, Message};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{After, Urgency};
+use mixfleet_scheduler::fleet::Event;
 use mixfleet_scheduler::kv::BlockHash;
 use mixfleet_scheduler::table::IdMap;
 use serde::{Deserialize, Serialize};
@@ -149,5 +150,18 @@ impl World<'_> {
         let to = copy.to;
         self.copies.under_way.insert(request, copy);
         self.send(to, Message::Add { job, pulls: tokens, after: After::Keep });
+    }
+
+    /// A request has lost its place: it gets another one.
+    pub(super) fn replay(&mut self, request: u64) {
+        if self.copies.revoked(request) {
+            return;
+        }
+        let Some(flight) = self.flights.get_mut(request) else { return };
+        flight.attempt += 1;
+        let (prefill, decode, due) = (flight.prefill, flight.decode, flight.urgency.due);
+        self.tell(Event::Cancelled { request });
+        self.give_up(request, [prefill, decode]);
+        self.ask_fleet(request, Some(due));
     }
 }

@@ -589,17 +589,4 @@ impl<'a> World<'a> {
             self.send(instance, Message::LetGo { request });
         }
     }
-
-    /// A request has lost its place: it gets another one.
-    fn replay(&mut self, request: u64) {
-        if self.copies.revoked(request) {
-            return;
-        }
-        let Some(flight) = self.flights.get_mut(request) else { return };
-        flight.attempt += 1;
-        let (prefill, decode, due) = (flight.prefill, flight.decode, flight.urgency.due);
-        self.tell(Event::Cancelled { request });
-        self.give_up(request, [prefill, decode]);
-        self.ask_fleet(request, Some(due));
-    }
 }

@@ -18,9 +18,12 @@ mod cache_aware;
 mod kvcache_centric;
 mod least_loaded;
 mod per_dollar;
+mod policy;
 mod random;
 mod ranks;
 mod round_robin;
+
+pub use policy::Policy;
 
 use super::admit::{Admission, Objectives};
 use super::explain::{Candidate, Explanation, Outcome, ScoreUnit, Terms};
@@ -30,31 +33,7 @@ use super::load::{Backlog, Batch, Load};
 use super::{Arrival, Fleet, InstanceId, Pull, RejectReason};
 use crate::cost::LinkCost;
 use mixfleet_hal::units::{Bytes, Seconds, Usd, UsdPerHour};
-use serde::{Deserialize, Serialize};
 use std::cell::OnceCell;
-
-/// How a placement is picked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Policy {
-    /// Any instance, by a seeded generator.
-    Random,
-    /// One after the other.
-    RoundRobin,
-    /// The shortest queue, the least busy decoder.
-    LeastLoaded,
-    /// The least predicted TTFT with what each instance holds itself; nothing is pulled from others.
-    CacheAware,
-    /// Mooncake's Algorithm 1 (FAST'25, section 4.1), as printed.
-    KvcacheCentric {
-        /// A prefix elsewhere is pulled if it is longer than the own one by more than this factor.
-        threshold: f64,
-    },
-    /// The least cost in dollars (in seconds where prices are missing) among the placements within the objectives;
-    /// of recomputing, pulling and pulling a part, whatever ends first.
-    #[default]
-    PerDollar,
-}
 
 /// A second of waiting of a request with a deadline counts this much of another's: enough to spread such requests over equal
 /// instances, too little to buy speed that nobody asked for.
